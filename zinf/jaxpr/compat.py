@@ -1,0 +1,62 @@
+"""The one place that knows which jax it runs on.
+
+jax 0.11 merged `ClosedJaxpr` into `Jaxpr` and jax 0.12 changed the parameters of
+`scan`; everything else in zinf sees only the names below.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core as jcore
+
+Atom = Any  # Var | Literal
+Var = jcore.Var
+Literal = jcore.Literal
+Equation = jcore.JaxprEqn
+Jaxpr = jcore.Jaxpr
+JAXPR_TYPES = (jcore.Jaxpr, jcore.ClosedJaxpr)
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """The jaxpr and the values of its constvars, closed or not."""
+    if isinstance(jaxpr, jcore.ClosedJaxpr):
+        return jaxpr.jaxpr, jaxpr.consts
+    assert not jaxpr.constvars, "an open jaxpr with constants has no values for them"
+    return jaxpr, ()
+
+
+def scan_arity(equation: Equation) -> tuple[int, int]:
+    """`(num_consts, num_carry)` of a scan equation."""
+    params = equation.params
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def fresh(aval: Any) -> Var:
+    return Var(aval)
+
+
+def literal(value: Any) -> Literal:
+    """A scalar literal of a NumPy value's own dtype."""
+    value = np.asarray(value)
+    return Literal(value[()], jax.core.ShapedArray(value.shape, value.dtype))
+
+
+def build_jaxpr(
+    invars: Sequence[Var], outvars: Sequence[Atom], equations: Sequence[Equation]
+) -> Jaxpr:
+    """A jaxpr without constants over the given equations."""
+    effects = frozenset().union(*(e.effects for e in equations))
+    names = {"arg_names": None, "result_paths": None}
+    debug_info = jcore.DebugInfo("zinf", "segment", **names)
+    arguments = list(invars), list(outvars), list(equations)
+    return Jaxpr((), *arguments, effects, debug_info)
+
+
+def evaluate(jaxpr: Jaxpr, arguments: Sequence[Any]) -> list[Any]:
+    """The outputs of a jaxpr without constants; traceable and differentiable."""
+    return jax.core.eval_jaxpr(jaxpr, (), *arguments)

@@ -1,0 +1,215 @@
+"""A flat program: equations without calls, over variables.
+
+`flatten` inlines every call-like equation and unrolls the scans that it is told to, so
+that one list of equations shows the whole program. Variables are fresh where an inner
+jaxpr was inlined, since jax shares one jaxpr object between equal calls.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zinf.jaxpr.compat import (
+    Atom,
+    Equation,
+    Literal,
+    Var,
+    build_jaxpr,
+    evaluate,
+    fresh,
+    literal,
+    open_jaxpr,
+    scan_arity,
+)
+
+CALLS = {"jit", "pjit", "closed_call", "core_call"}
+REMAT = {"remat", "remat2", "remat3", "checkpoint"}
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A call-free program; `consts` holds the arrays that the traced function closed over."""
+
+    invars: tuple[Var, ...]
+    outvars: tuple[Atom, ...]
+    equations: tuple[Equation, ...]
+    consts: dict[Var, Any]
+
+    def needed_for(self, outvars: Sequence[Atom]) -> "Graph":
+        """The program of some outputs alone: dead code is gone, effects stay."""
+        kept, needed = [], set(variables(outvars))
+        for equation in reversed(self.equations):
+            if equation.effects or not needed.isdisjoint(equation.outvars):
+                kept.append(equation)
+                needed.update(variables(equation.invars))
+        consts = {v: x for v, x in self.consts.items() if v in needed}
+        return Graph(self.invars, tuple(outvars), tuple(reversed(kept)), consts)
+
+    def used_invars(self) -> tuple[Var, ...]:
+        """The inputs that an equation or an output reads, in their own order."""
+        read = set(variables(self.outvars))
+        for equation in self.equations:
+            read.update(variables(equation.invars))
+        return tuple(v for v in self.invars if v in read)
+
+    def __call__(self, *arguments: Any) -> list[Any]:
+        """Evaluates the program on one value per invar; traceable."""
+        jaxpr = build_jaxpr((*self.consts, *self.invars), self.outvars, self.equations)
+        return evaluate(jaxpr, (*self.consts.values(), *arguments))
+
+
+def variables(atoms: Iterable[Atom]) -> list[Var]:
+    return [a for a in atoms if not isinstance(a, Literal)]
+
+
+def abstract(value: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(value.shape, value.dtype)
+
+
+def trace(function: Callable, *arguments: Any) -> tuple[Any, Any]:
+    """`(closed jaxpr, output structure)` of a function on abstract arguments."""
+    return jax.make_jaxpr(function, return_shape=True)(*arguments)
+
+
+def flatten(
+    closed: Any,
+    *,
+    inline_remat: Callable[[Equation], bool] = lambda equation: False,
+    stacked: Sequence[Var] = (),
+) -> Graph:
+    """The flat program of a closed jaxpr.
+
+    Args:
+        inline_remat: says of a `jax.checkpoint` equation whether to inline it (its
+            inputs are already those of the flat program).
+        stacked: inputs that may be stacked over layers; a scan that reads rows of one
+            of them is unrolled, one copy of its body an iteration.
+    """
+    jaxpr, consts = open_jaxpr(closed)
+    flattener = _Flattener(inline_remat, frozenset(stacked))
+    flattener.consts.update(zip(jaxpr.constvars, consts, strict=True))
+    outvars = flattener.inline(jaxpr, jaxpr.invars)
+    equations = tuple(flattener.equations)
+    graph = Graph(tuple(jaxpr.invars), tuple(outvars), equations, flattener.consts)
+    return graph.needed_for(graph.outvars)
+
+
+class _Flattener:
+    def __init__(self, inline_remat: Callable, stacked: frozenset[Var]):
+        self.equations: list[Equation] = []
+        self.consts: dict[Var, Any] = {}
+        self.producer: dict[Var, Equation] = {}
+        self.inline_remat = inline_remat
+        self.stacked = stacked
+
+    def inline(self, jaxpr: Any, arguments: Sequence[Atom]) -> list[Atom]:
+        """Emits the equations of `jaxpr` on outer atoms; returns its outputs there."""
+        return self._inline(jaxpr, dict(zip(jaxpr.invars, arguments, strict=True)))
+
+    def call(self, closed: Any, arguments: Sequence[Atom]) -> list[Atom]:
+        """Like `inline`, for a jaxpr that brings constants of its own."""
+        jaxpr, values = open_jaxpr(closed)
+        env: dict[Var, Atom] = dict(zip(jaxpr.invars, arguments, strict=True))
+        for variable, value in zip(jaxpr.constvars, values, strict=True):
+            env[variable] = fresh(variable.aval)
+            self.consts[env[variable]] = value
+        return self._inline(jaxpr, env)
+
+    def _inline(self, jaxpr: Any, env: dict[Var, Atom]) -> list[Atom]:
+        def outer(atom: Atom) -> Atom:
+            return atom if isinstance(atom, Literal) else env.get(atom, atom)
+
+        for equation in jaxpr.eqns:
+            results = self.emit(equation, [outer(a) for a in equation.invars])
+            env.update(zip(equation.outvars, results, strict=True))
+        return [outer(a) for a in jaxpr.outvars]
+
+    def emit(self, equation: Equation, arguments: list[Atom]) -> list[Atom]:
+        equation = equation.replace(invars=arguments)
+        name = equation.primitive.name
+        if name in CALLS:
+            inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+            return self.call(inner, arguments)
+        if name in REMAT and self.inline_remat(equation):
+            return self.call(equation.params["jaxpr"], arguments)
+        if name == "scan" and self.reads_stacked(equation):
+            return self.unroll(equation)
+        return self.append(equation)
+
+    def append(self, equation: Equation) -> list[Atom]:
+        outvars = [fresh(v.aval) for v in equation.outvars]
+        equation = equation.replace(outvars=outvars)
+        self.equations.append(equation)
+        self.producer.update(dict.fromkeys(outvars, equation))
+        return outvars
+
+    def apply(self, function: Callable, *atoms: Atom) -> list[Atom]:
+        """Emits the equations of a jax function of atoms."""
+        closed, _ = trace(function, *(abstract(a.aval) for a in atoms))
+        return self.call(closed, atoms)
+
+    # Scans over stacked parameters.
+
+    def reads_stacked(self, equation: Equation) -> bool:
+        num_consts, num_carry = scan_arity(equation)
+        rows = equation.invars[num_consts + num_carry :]
+        return any(self.origin(a) is not None for a in rows)
+
+    def origin(self, atom: Atom) -> tuple[Var, list[Equation]] | None:
+        """The stacked input behind `atom` and the casts between them, if that is all."""
+        casts: list[Equation] = []
+        while not isinstance(atom, Literal) and atom not in self.stacked:
+            equation = self.producer.get(atom)
+            if equation is None or equation.primitive.name not in {
+                "convert_element_type",
+                "copy",
+                "stop_gradient",
+            }:
+                return None
+            casts.append(equation)
+            (atom,) = equation.invars
+        return None if isinstance(atom, Literal) else (atom, casts[::-1])
+
+    def row(self, atom: Atom, index: int) -> Atom:
+        """Row `index` of a scanned input.
+
+        Rows of a stacked parameter are static slices, which `segment` turns into
+        arrays of their own, cast after the slice; other rows take the index as a
+        literal, which is hoisted, so that all iterations stay one body.
+        """
+        found = self.origin(atom)
+        if found is None:
+            number = literal(np.int32(index))
+            return self.apply(
+                lambda x, i: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False),
+                atom,
+                number,
+            )[0]
+        variable, casts = found
+        (value,) = self.apply(
+            lambda x: jax.lax.slice_in_dim(x, index, index + 1), variable
+        )
+        for cast in casts:
+            out = fresh(cast.outvars[0].aval.update(shape=value.aval.shape))
+            (value,) = self.append(cast.replace(invars=[value], outvars=[out]))
+        return self.apply(lambda x: jax.lax.squeeze(x, (0,)), value)[0]
+
+    def unroll(self, equation: Equation) -> list[Atom]:
+        num_consts, num_carry = scan_arity(equation)
+        consts = equation.invars[:num_consts]
+        carry = equation.invars[num_consts : num_consts + num_carry]
+        scanned = equation.invars[num_consts + num_carry :]
+        length = equation.params["length"]
+        order = range(length)
+        collected: dict[int, list[Atom]] = {}
+        for i in reversed(order) if equation.params["reverse"] else order:
+            rows = [self.row(a, i) for a in scanned]
+            results = self.call(equation.params["jaxpr"], [*consts, *carry, *rows])
+            carry, collected[i] = results[:num_carry], results[num_carry:]
+        columns = zip(*(collected[i] for i in order), strict=True)
+        stacks = [self.apply(lambda *ys: jnp.stack(ys), *ys)[0] for ys in columns]
+        return [*carry, *stacks]
