@@ -1,0 +1,59 @@
+"""What every test runs on: 8 virtual CPU devices, or a GPU when one is asked for.
+
+All of it is set through the environment, so that a command started by a test gets it
+too, and before jax is imported, because jax reads it only once.
+"""
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+assert "jax" not in sys.modules, "jax was imported before its settings were made"
+
+PLATFORM = os.environ.get("ZINF_TEST_PLATFORM", "cpu")
+DRIVE = os.environ.get("ZINF_TEST_NVME")
+
+# The optimizer may run on the CPU backend, so a GPU run needs both.
+os.environ["JAX_PLATFORMS"] = PLATFORM if PLATFORM == "cpu" else f"{PLATFORM},cpu"
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+# Models of flax, equinox and haiku and all of optax pass with this.
+os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+
+# Tests build the same small models again and again. A compiled program is 4 times as
+# fast to read as to compile, and has the same cost and memory analysis. The cache is
+# new in each session: nothing that an older tree compiled can reach a test.
+compiled = tempfile.TemporaryDirectory(prefix="zinf-compiled-")
+os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled.name
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+NEEDS = {
+    "gpu": (PLATFORM != "cpu", "needs a GPU: set ZINF_TEST_PLATFORM=cuda"),
+    "nvme": (DRIVE is not None, "needs a real drive: set ZINF_TEST_NVME to a folder"),
+}
+
+
+def pytest_unconfigure() -> None:
+    compiled.cleanup()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for name, (is_there, reason) in NEEDS.items():
+        if item.get_closest_marker(name) and not is_there:
+            pytest.skip(reason)
+
+
+@pytest.fixture
+def tmp_nvme(tmp_path: Path) -> Iterator[Path]:
+    """A fresh folder for an NVMe tier, on the drive under test if one is named."""
+    if DRIVE is None:
+        folder = tmp_path / "nvme"
+        folder.mkdir()
+        yield folder
+    else:
+        with tempfile.TemporaryDirectory(dir=DRIVE) as name:
+            yield Path(name)

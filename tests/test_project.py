@@ -1,0 +1,135 @@
+"""What the README, the configs and the packaging promise about each other."""
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from functools import cache
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+CONFIGS = sorted(
+    path.relative_to(ROOT)
+    for path in (ROOT / "configs").glob("*")
+    if path.suffix in {".yaml", ".json"}
+)
+# A home or work folder of somebody's machine, at the start of a path.
+MACHINE_PATH = re.compile(r"(?<![\w./~-])/(?:work|root|home|Users|tmp/envs)\b")
+NOT_OURS = {".git", ".nox", "__pycache__", "build", "dist", "runs"}
+
+
+def set_up_commands() -> list[str]:
+    blocks = re.findall(r"^```(?:bash|sh)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    lines = [line for block in blocks for line in block.splitlines()]
+    return [line for line in lines if "-m venv" in line]
+
+
+@cache
+def tracked_files() -> list[Path]:
+    """What git tracks; without git or a checkout, all but what is plainly generated."""
+    git = shutil.which("git")
+    if git:
+        listing = [git, "-C", ROOT, "ls-files", "-z"]
+        asked = subprocess.run(listing, capture_output=True, text=True)
+        if asked.returncode == 0:
+            names = asked.stdout.split("\0")
+            return [ROOT / n for n in names if n and (ROOT / n).is_file()]
+    found = (path for path in ROOT.rglob("*") if path.is_file())
+    return [path for path in found if not is_generated(path.relative_to(ROOT))]
+
+
+def is_generated(path: Path) -> bool:
+    caches = {part for part in path.parts if part.endswith("_cache")}
+    return bool(caches or NOT_OURS & {*path.parts} or path.parts[0].startswith(".venv"))
+
+
+def test_readme_has_two_set_up_commands_that_need_nothing_but_python():
+    train, test = set_up_commands()
+    for command in (train, test):
+        steps = command.split(" && ")
+        venv = steps[0].removeprefix("python3 -m venv ")
+        assert venv.startswith(".venv")
+        assert all(step.startswith(f"{venv}/bin/") for step in steps[1:])
+    assert "bin/zinf train configs/quickstart.yaml" in train
+    assert test.endswith("bin/python -m pytest")
+
+
+def test_ci_runs_the_test_command_of_the_readme(tmp_path):
+    """A stand-in for `python3` notes its arguments and ends the README's command."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    log = tmp_path / "log"
+    stand_in = tmp_path / "python3"
+    stand_in.write_text(f'#!/bin/sh\necho "$(pwd): $*" >>{log}\nexit 1\n')
+    stand_in.chmod(0o755)
+    path = f"{tmp_path}:/usr/local/bin:/usr/bin:/bin"
+    ci = [ROOT / ".ci/run"]
+    asked = subprocess.run(ci, env={"PATH": path}, capture_output=True, text=True)
+    assert asked.returncode != 0
+    assert f"bash -c {set_up_commands()[1]}" in asked.stdout
+    folder, arguments = log.read_text().splitlines()[0].split(": ")
+    assert arguments == "-m venv .venv-test"
+    assert not Path(folder).exists(), "the clone is left behind"
+
+
+def test_readme_names_only_files_that_exist():
+    folders = r"(?:\.ci|configs|scripts|tests|zinf|zinf_kernels)"
+    named = re.findall(rf"(?<![\w/.-]){folders}/[\w./-]*\w", README)
+    named += re.findall(r"\]\((?!\w+:|#)([^)#]+)", README)
+    assert named
+    assert [name for name in sorted({*named}) if not (ROOT / name).exists()] == []
+
+
+def test_no_tracked_file_names_a_path_of_somebodys_machine():
+    assert tracked_files()
+    found = []
+    for path in tracked_files():
+        text = path.read_text(errors="replace")
+        for number, line in enumerate(text.splitlines(), 1):
+            if MACHINE_PATH.search(line):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
+    assert found == []
+
+
+@pytest.mark.parametrize("text", ["/" + "root/x", "cd /" + "work", "a=/" + "home/me"])
+def test_a_path_of_somebodys_machine_is_seen(text):
+    assert MACHINE_PATH.search(text)
+
+
+@pytest.mark.parametrize("text", ["net/work", "./home", "~/" + "home", "/workers"])
+def test_other_paths_are_no_machine_paths(text):
+    assert not MACHINE_PATH.search(text)
+
+
+def test_every_import_of_zinf_is_a_declared_dependency():
+    declared = {requirement_name(text) for text in PROJECT["dependencies"]}
+    providers = packages_distributions()
+    missing = {
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in (ROOT / "zinf").rglob("*.py")
+        for name in top_level_imports(path) - sys.stdlib_module_names - {"zinf"}
+        if not declared & {normal(provider) for provider in providers.get(name, ())}
+    }
+    assert missing == set()
+
+
+def top_level_imports(path: Path) -> set[str]:
+    nodes = list(ast.walk(ast.parse(path.read_text(), path)))
+    plain = [a.name for n in nodes if isinstance(n, ast.Import) for a in n.names]
+    named = [n.module for n in nodes if isinstance(n, ast.ImportFrom) and n.module]
+    return {name.partition(".")[0] for name in (*plain, *named)}
+
+
+def requirement_name(text: str) -> str:
+    return normal(re.match(r"[\w.-]+", text)[0])
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

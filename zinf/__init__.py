@@ -1,0 +1,1 @@
+"""zinf 0.1.0: train any JAX model with its state streamed between the memory tiers."""
