@@ -58,3 +58,82 @@ class ArrayId:
     def whole(self) -> "ArrayId":
         """The array that this one is rows of."""
         return ArrayId(self.role, self.path, None, self.microbatch)
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A parameter leaf. `num_rows` is set when it is stacked over layers and kept by row."""
+
+    path: str
+    spec: ArraySpec
+    is_trainable: bool
+    num_rows: int | None = None
+
+    def arrays(self, role: str = "param") -> tuple[ArrayId, ...]:
+        """The arrays that hold this leaf: one, or one a row when it is stacked."""
+        if self.num_rows is None:
+            return (ArrayId(role, self.path),)
+        return tuple(
+            ArrayId(role, self.path, (i, i + 1)) for i in range(self.num_rows)
+        )
+
+    def array_spec(self) -> ArraySpec:
+        """The spec of each of `arrays()`."""
+        return self.spec if self.num_rows is None else self.spec.rows(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentSpec:
+    """A piece of the program that runs at once.
+
+    Attributes:
+        params: parameter arrays, in argument order; `trainable` marks those that get a
+            gradient.
+        inputs: names of the values that it reads, in argument order; `active_inputs`
+            are those that get a cotangent.
+        outputs: names of the values that it computes; `active_outputs` are those whose
+            cotangents its backward pass takes.
+        body: number of its executable; equal segments share one.
+        flops: floating-point operations of one forward pass.
+    """
+
+    name: str
+    params: tuple[ArrayId, ...]
+    trainable: tuple[bool, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    active_inputs: tuple[str, ...]
+    active_outputs: tuple[str, ...]
+    body: int
+    flops: int
+
+    @property
+    def has_backward(self) -> bool:
+        return bool(self.active_outputs)
+
+    @property
+    def trained_params(self) -> tuple[ArrayId, ...]:
+        pairs = zip(self.params, self.trainable, strict=True)
+        return tuple(array for array, trained in pairs if trained)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A loss function cut into segments.
+
+    The last segment computes the loss; it runs forward and backward at once.
+
+    Attributes:
+        values: the spec of every value that crosses a cut, and of batch and constants.
+        batch: values given anew for every microbatch (batch leaves and the random key).
+        consts: arrays that the loss function closed over; they stay on the device.
+        loss: the name of the loss; `aux` the auxiliary outputs, in flattened order.
+    """
+
+    leaves: tuple[Leaf, ...]
+    segments: tuple[SegmentSpec, ...]
+    values: dict[str, ArraySpec] = field(repr=False)
+    batch: tuple[str, ...]
+    consts: tuple[str, ...]
+    loss: str
+    aux: tuple[str, ...]

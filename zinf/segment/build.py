@@ -1,0 +1,254 @@
+"""From a traced loss to a `Program`: cut, name, and find the bodies that are shared."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from os.path import commonprefix
+from typing import Any
+
+import jax.numpy as jnp
+
+from zinf.jaxpr import Graph, Piece, Shared, share, variables
+from zinf.jaxpr.compat import Atom, Equation, Literal, Var
+from zinf.program import ArrayId, ArraySpec, Leaf, Program, SegmentSpec
+from zinf.segment.cut import choose_cuts, read_tape
+from zinf.segment.flops import equation_flops
+from zinf.segment.order import Order, order_equations
+from zinf.segment.rows import split_rows
+from zinf.segment.source import Source
+
+
+@dataclass(frozen=True)
+class Segmented:
+    """A program, and for each of its segments the body that runs it.
+
+    `consts` holds the values of `program.consts`; `aux_structure` the pytree of the
+    auxiliary outputs.
+    """
+
+    program: Program
+    shared: tuple[Shared, ...]
+    consts: dict[str, Any]
+    aux_structure: Any
+
+
+def segment_loss(
+    source: Source, *, frozen: Collection[str], max_bytes: int | None
+) -> Segmented:
+    """Cuts a traced loss into segments.
+
+    Args:
+        frozen: key paths of leaves that get no gradient. Leaves that are not
+            floating-point are frozen in any case.
+        max_bytes: parameter bytes that a segment may hold; `None` cuts by layer.
+    """
+    graph, arrays, stacked = split_rows(source.graph, source.params)
+    leaves = tuple(
+        _leaf(v, path, path in stacked, path in frozen)
+        for v, path in source.params.items()
+    )
+    floats = [v for v in arrays if jnp.issubdtype(v.aval.dtype, jnp.floating)]
+    order = order_equations(graph, floats)
+    tape = read_tape(order)
+    cuts = choose_cuts(tape, max_bytes=max_bytes)
+    return _Builder(source, order, arrays, leaves).build(cuts)
+
+
+def array_spec(aval: Any) -> ArraySpec:
+    return ArraySpec(tuple(aval.shape), str(aval.dtype), aval.dtype.itemsize)
+
+
+def _leaf(variable: Var, path: str, is_stacked: bool, is_frozen: bool) -> Leaf:
+    is_float = jnp.issubdtype(variable.aval.dtype, jnp.floating)
+    num_rows = variable.aval.shape[0] if is_stacked else None
+    return Leaf(path, array_spec(variable.aval), is_float and not is_frozen, num_rows)
+
+
+@dataclass
+class _Draft:
+    """A segment before it is named: equations in order, with its inputs and outputs."""
+
+    equations: list[Equation]
+    params: list[Var]
+    inputs: list[Var]
+    outputs: list[Atom]
+
+
+class _Builder:
+    def __init__(
+        self,
+        source: Source,
+        order: Order,
+        arrays: dict[Var, ArrayId],
+        leaves: Sequence[Leaf],
+    ):
+        self.source, self.order, self.arrays = source, order, arrays
+        self.graph: Graph = order.graph
+        self.leaves = tuple(leaves)
+        trainable = {leaf.path for leaf in leaves if leaf.is_trainable}
+        self.trainable = {v for v, a in arrays.items() if a.path in trainable}
+        self.active = _active(self.graph, self.trainable)
+
+    def build(self, cuts: Sequence[int]) -> Segmented:
+        drafts = self.draft(cuts)
+        self.adopt_unused(drafts)
+        names = _unique_names([self.title(d) for d in drafts])
+        value_names = dict(self.source.batch)
+        value_names.update({v: f"const/{i}" for i, v in enumerate(self.graph.consts)})
+        for name, draft in zip(names, drafts, strict=True):
+            fresh = [v for v in draft.outputs if not isinstance(v, Literal)]
+            for i, v in enumerate(v for v in fresh if v not in value_names):
+                value_names[v] = f"{name}.{i}"
+        loss, *aux = self.graph.outvars
+        shared = share([self.piece(d, d is drafts[-1]) for d in drafts])
+        bodies = {id(s.body): None for s in shared}
+        numbers = {b: i for i, b in enumerate(bodies)}
+        segments = tuple(
+            self.spec(name, draft, value_names, numbers[id(s.body)])
+            for name, draft, s in zip(names, drafts, shared, strict=True)
+        )
+        # Outputs of the last segment are named by their position, since an output may
+        # be a literal or an input and appear more than once.
+        last = segments[-1]
+        values = {n: array_spec(v.aval) for v, n in value_names.items()}
+        outputs = tuple(f"out/{i}" for i in range(1 + len(aux)))
+        values.update(
+            {n: array_spec(a.aval) for n, a in zip(outputs, (loss, *aux), strict=True)}
+        )
+        segments = (*segments[:-1], replace(last, outputs=outputs))
+        program = Program(
+            leaves=self.leaves,
+            segments=segments,
+            values=values,
+            batch=tuple(self.source.batch.values()),
+            consts=tuple(value_names[v] for v in self.graph.consts),
+            loss=outputs[0],
+            aux=outputs[1:],
+        )
+        consts = {value_names[v]: x for v, x in self.graph.consts.items()}
+        return Segmented(program, tuple(shared), consts, self.source.aux_structure)
+
+    def draft(self, cuts: Sequence[int]) -> list[_Draft]:
+        """One draft a segment; the last one returns the outputs of the program."""
+        pairs = zip(cuts, cuts[1:], strict=False)
+        ranges = [self.order.anchored[a:b] for a, b in pairs if b > a] or [()]
+        drafts = []
+        for i, equations in enumerate(ranges):
+            is_last = i == len(ranges) - 1
+            finals = self.graph.outvars if is_last else ()
+            drafts.append(self.gather(equations, finals))
+        needed: set[Var] = set()
+        for draft in reversed(drafts):
+            if draft is not drafts[-1]:
+                defined = [v for e in draft.equations for v in e.outvars]
+                draft.outputs = [v for v in defined if v in needed]
+            needed.update(draft.inputs)
+        return drafts
+
+    def gather(self, anchored: Sequence[Equation], finals: Sequence[Atom]) -> _Draft:
+        """The equations of a segment with the floating ones that they read."""
+        equations: list[Equation] = []
+        defined: set[Var] = set()
+        params: dict[Var, None] = {}
+        inputs: dict[Var, None] = {}
+        placed: set[int] = set()
+
+        def need(atoms: Sequence[Atom]) -> None:
+            positions, roots = self.order.closure(atoms)
+            for v in roots:
+                if v in self.arrays:
+                    params[v] = None
+                elif v not in defined:
+                    inputs[v] = None
+            for position in positions:
+                if position not in placed:
+                    placed.add(position)
+                    equations.append(self.graph.equations[position])
+
+        for equation in anchored:
+            need(equation.invars)
+            equations.append(equation)
+            defined.update(equation.outvars)
+        need(finals)
+        return _Draft(equations, list(params), list(inputs), list(finals))
+
+    def adopt_unused(self, drafts: list[_Draft]) -> None:
+        """Gives trainable arrays without a gradient path to the last segment.
+
+        The loss does not depend on them, so their gradient is zero, as `jax.grad` says;
+        the optimizer still decays and counts them.
+        """
+        covered = {v for d in drafts[:-1] if self.has_backward(d) for v in d.params}
+        covered.update(drafts[-1].params)
+        missing = [v for v in self.arrays if v in self.trainable and v not in covered]
+        drafts[-1].params += missing
+
+    def has_backward(self, draft: _Draft) -> bool:
+        return any(v in self.active for v in variables(draft.outputs))
+
+    def piece(self, draft: _Draft, is_last: bool) -> Piece:
+        tags = (
+            is_last,
+            tuple(v in self.trainable for v in draft.params),
+            tuple(v in self.active for v in draft.inputs),
+            tuple(a in self.active for a in draft.outputs if _is_variable(a)),
+        )
+        invars = (*draft.params, *draft.inputs)
+        return Piece(invars, tuple(draft.outputs), tuple(draft.equations), tags)
+
+    def spec(
+        self, name: str, draft: _Draft, value_names: dict[Var, str], body: int
+    ) -> SegmentSpec:
+        outputs = variables(draft.outputs)
+        return SegmentSpec(
+            name=name,
+            params=tuple(self.arrays[v] for v in draft.params),
+            trainable=tuple(v in self.trainable for v in draft.params),
+            inputs=tuple(value_names[v] for v in draft.inputs),
+            outputs=tuple(value_names[v] for v in outputs),
+            active_inputs=tuple(
+                value_names[v] for v in draft.inputs if v in self.active
+            ),
+            active_outputs=tuple(value_names[v] for v in outputs if v in self.active),
+            body=body,
+            flops=sum(map(equation_flops, draft.equations)),
+        )
+
+    def title(self, draft: _Draft) -> str:
+        """The common part of its parameters' paths: "blocks/3", or "blocks[3]"."""
+        arrays = [self.arrays[v] for v in draft.params]
+        rows = {a.rows for a in arrays if a.rows}
+        if len(rows) == 1:
+            arrays = [a for a in arrays if a.rows]
+        parents = [a.path.split("/")[:-1] for a in arrays]
+        common = commonprefix(parents) or (parents or [[]])[0][:1]
+        row = f"[{min(rows)[0]}]" if len(rows) == 1 else ""
+        return ("/".join(common) or "segment") + row
+
+
+def _is_variable(atom: Atom) -> bool:
+    return not isinstance(atom, Literal)
+
+
+def _active(graph: Graph, trainable: Collection[Var]) -> set[Var]:
+    """Floating-point values on a path from a trainable parameter to the loss."""
+    depends = set(trainable)
+    for equation in graph.equations:
+        if not depends.isdisjoint(variables(equation.invars)):
+            depends.update(
+                v
+                for v in equation.outvars
+                if jnp.issubdtype(v.aval.dtype, jnp.floating)
+            )
+    influences = set(variables(graph.outvars[:1]))
+    for equation in reversed(graph.equations):
+        if not influences.isdisjoint(equation.outvars):
+            influences.update(variables(equation.invars))
+    return depends & influences
+
+
+def _unique_names(titles: Sequence[str]) -> list[str]:
+    names = []
+    for i, title in enumerate(titles):
+        twice = titles.count(title) > 1
+        names.append(f"{title}.{titles[:i].count(title)}" if twice else title)
+    return names

@@ -1,0 +1,98 @@
+"""Which equations must run in place, and which can be computed again wherever needed.
+
+An equation is *floating* when it is cheap and reads no activation: a cast or transpose
+of a parameter, a mask, a broadcast bias. Floating equations have no place in the
+program; each segment that reads their result computes them itself, so they are never
+carried across a cut, and a model that casts all its parameters at the top still
+streams layer by layer. All others are *anchored*, in their traced order.
+
+A small value that depends on no parameter (a random key, a position, a counter) is
+anchored: carrying it costs nothing, and computing it again in layer k would cost k
+equations where each layer derives its own from the one before.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+from zinf.jaxpr import Graph, variables
+from zinf.jaxpr.compat import Atom, Equation, Var
+
+SMALL_BYTES = 64 * 1024
+MAX_FLOATING_DEPTH = 32
+
+CHEAP = frozenset(
+    """
+    abs add and broadcast_in_dim ceil clamp concatenate convert_element_type copy cos
+    div eq exp exp2 expand_dims floor ge gt integer_pow iota le log lt max min mul ne neg not or
+    pad pow real rem reshape rev round rsqrt select_n shift_left shift_right_arithmetic
+    shift_right_logical sign sin slice sqrt square squeeze stack stop_gradient sub
+    transpose xor
+    """.split()
+)
+
+
+@dataclass(frozen=True)
+class Order:
+    """The anchored equations of a graph and what each needs from elsewhere."""
+
+    graph: Graph
+    anchored: tuple[Equation, ...]
+    floating: dict[Var, int]  # variable -> position of its equation in the graph
+    params: frozenset[Var]
+
+    def closure(self, atoms: Iterable[Atom]) -> tuple[list[int], list[Var]]:
+        """Floating equations behind `atoms` (positions, in order) and what those read.
+
+        The second list holds parameters, sources and anchored variables: what `atoms`
+        amount to once every floating value is computed in place.
+        """
+        positions: set[int] = set()
+        roots: dict[Var, None] = {}
+        stack = list(reversed(variables(atoms)))
+        while stack:
+            variable = stack.pop()
+            position = self.floating.get(variable)
+            if position is None:
+                roots[variable] = None
+            elif position not in positions:
+                positions.add(position)
+                invars = self.graph.equations[position].invars
+                stack.extend(reversed(variables(invars)))
+        return sorted(positions), list(roots)
+
+
+def order_equations(graph: Graph, params: Iterable[Var]) -> Order:
+    """Splits the equations of a graph into floating and anchored ones."""
+    param_set = frozenset(params)
+    of_params = set(param_set)  # floating values computed from a parameter
+    depends = set(param_set)  # everything that depends on a parameter
+    depth = {v: 0 for v in (*graph.invars, *graph.consts)}
+    floating: dict[Var, int] = {}
+    anchored = []
+    for position, equation in enumerate(graph.equations):
+        reads = variables(equation.invars)
+        level = 1 + max((depth.get(v, 0) for v in reads), default=0)
+        movable = (
+            equation.primitive.name in CHEAP
+            and not equation.effects
+            and level <= MAX_FLOATING_DEPTH
+            and all(v in of_params or v not in depends for v in reads)
+        )
+        from_params = any(v in of_params for v in reads)
+        is_large = any(variable_bytes(v) > SMALL_BYTES for v in equation.outvars)
+        if any(v in depends for v in reads):
+            depends.update(equation.outvars)
+        if movable and (from_params or is_large):
+            floating.update(dict.fromkeys(equation.outvars, position))
+            depth.update(dict.fromkeys(equation.outvars, level))
+            if from_params:
+                of_params.update(equation.outvars)
+        else:
+            anchored.append(equation)
+    return Order(graph, tuple(anchored), floating, param_set)
+
+
+def variable_bytes(variable: Var) -> int:
+    """Bytes of a variable; typed random keys count as their 32-bit words."""
+    return prod(variable.aval.shape) * variable.aval.dtype.itemsize

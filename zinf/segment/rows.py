@@ -1,0 +1,73 @@
+"""Leaves that are stacked over layers become one array a row.
+
+`lax.scan` over stacked parameters, once unrolled, and a Python loop over `params[i]`
+both read a leaf by rows of its leading dim only. Such a leaf never has to be on the
+device as a whole: each row is an array of its own, which its layer alone fetches.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from zinf.jaxpr import Graph
+from zinf.jaxpr.compat import Equation, Literal, Var
+from zinf.program import ArrayId
+
+
+def split_rows(
+    graph: Graph, leaves: Mapping[Var, str]
+) -> tuple[Graph, dict[Var, ArrayId], set[str]]:
+    """Replaces leaves that are read only by rows.
+
+    Returns:
+        The graph, whose extra invars are the rows; the array that each leaf or row
+        variable stands for; and the paths of the leaves that were split.
+    """
+    whole: set[Var] = {a for a in graph.outvars if not isinstance(a, Literal)}
+    slices: dict[Var, list[Equation]] = {}
+    for equation in graph.equations:
+        for atom in equation.invars:
+            if isinstance(atom, Literal) or atom not in leaves:
+                continue
+            if _row(equation) is None:
+                whole.add(atom)
+            else:
+                slices.setdefault(atom, []).append(equation)
+    split = {v: s for v, s in slices.items() if v not in whole}
+    arrays = {v: ArrayId("param", p) for v, p in leaves.items() if v not in split}
+    chosen: dict[ArrayId, Var] = {}
+    renamed: dict[Var, Var] = {}
+    for variable, equations in split.items():
+        for equation in equations:
+            row = _row(equation)
+            assert row is not None
+            (out,) = equation.outvars
+            array = ArrayId("param", leaves[variable], (row, row + 1))
+            renamed[out] = chosen.setdefault(array, out)
+    arrays.update({variable: array for array, variable in chosen.items()})
+    kept = [e for e in graph.equations if e.outvars[0] not in renamed]
+    kept = [
+        e.replace(
+            invars=[a if isinstance(a, Literal) else renamed.get(a, a) for a in e.invars]
+        )
+        for e in kept
+    ]
+    invars = [v for v in graph.invars if v not in split]
+    invars += sorted(chosen.values(), key=lambda v: str(arrays[v]))
+    paths = {leaves[v] for v in split}
+    graph = replace(graph, invars=tuple(invars), equations=tuple(kept))
+    return graph, arrays, paths
+
+
+def _row(equation: Equation) -> int | None:
+    """The row that an equation slices out of its operand, if that is what it does."""
+    if equation.primitive.name != "slice":
+        return None
+    (operand,) = equation.invars
+    start = equation.params["start_indices"]
+    limit = equation.params["limit_indices"]
+    strides = equation.params["strides"]
+    is_row = limit[0] == start[0] + 1 and not any(start[1:])
+    is_full = tuple(limit[1:]) == operand.aval.shape[1:]
+    is_dense = strides is None or all(s == 1 for s in strides)
+    is_stack = operand.aval.shape[0] > 1
+    return start[0] if is_row and is_full and is_dense and is_stack else None

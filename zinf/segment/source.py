@@ -1,0 +1,118 @@
+"""Traces a loss function to a flat graph whose inputs have names."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zinf.jaxpr import Graph, flatten, trace, variables
+from zinf.jaxpr.compat import Equation, Var, open_jaxpr
+from zinf.segment.order import variable_bytes
+
+KEY = "key"
+
+
+def key_path(path: Any) -> str:
+    """The name of a leaf, such as "blocks/0/mlp/kernel"."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """The leaves of a pytree by key path, in flattening order."""
+    pairs = jax.tree_util.tree_flatten_with_path(tree)[0]
+    named = {key_path(path) or "value": leaf for path, leaf in pairs}
+    if len(named) != len(pairs):
+        names = [key_path(path) for path, _ in pairs]
+        twice = sorted({n for n in names if names.count(n) > 1})
+        raise ValueError(
+            f"Two leaves of the tree have the same key path: {', '.join(twice)}. "
+            "Rename one: zinf stores every array under its path."
+        )
+    return named
+
+
+@dataclass(frozen=True)
+class Source:
+    """A traced loss: its graph, and what each input variable and output is.
+
+    `params` are named by key path, `batch` by "batch/<key path>" (and "key"). The
+    first output of the graph is the loss, the rest the flattened auxiliary outputs.
+    """
+
+    graph: Graph
+    params: Mapping[Var, str]
+    batch: Mapping[Var, str]
+    aux_structure: Any
+
+
+def trace_loss(
+    loss_fn: Callable,
+    params: Any,
+    batch: Any,
+    *,
+    key: Any = None,
+    has_aux: bool = False,
+    max_remat_bytes: int,
+) -> Source:
+    """The flat graph of `loss_fn(params, batch[, key])` on abstract arguments.
+
+    Args:
+        params, batch, key: pytrees of `jax.ShapeDtypeStruct` (one microbatch).
+        max_remat_bytes: a `jax.checkpoint` that reads more parameter bytes than this
+            is inlined; the cuts around its parts recompute as it would have.
+
+    Raises:
+        ValueError: the loss is not one floating-point number.
+        NotImplementedError: an equation has an ordered or input-output effect, which
+            would happen once more when the backward pass recomputes its segment.
+    """
+
+    def function(params: Any, batch: Any, *rest: Any) -> tuple[Any, Any]:
+        result = loss_fn(params, batch, *rest)
+        loss, aux = result if has_aux else (result, None)
+        _check_loss(loss, has_aux)
+        return jnp.asarray(loss), aux
+
+    arguments = (params, batch) if key is None else (params, batch, key)
+    closed, (_, aux) = trace(function, *arguments)
+    invars = open_jaxpr(closed)[0].invars
+    names = named_leaves(params)
+    batch_names = [f"batch/{n}" for n in named_leaves(batch)]
+    batch_names += [] if key is None else [KEY]
+    param_vars = dict(zip(invars, names, strict=False))
+    batch_vars = dict(zip(invars[len(names) :], batch_names, strict=True))
+    param_set = set(param_vars)
+
+    def inline_remat(equation: Equation) -> bool:
+        read = [v for v in variables(equation.invars) if v in param_set]
+        return sum(map(variable_bytes, read)) > max_remat_bytes
+
+    graph = flatten(closed, inline_remat=inline_remat, stacked=tuple(param_vars))
+    for equation in graph.equations:
+        _check_effects(equation)
+    return Source(graph, param_vars, batch_vars, jax.tree.structure(aux))
+
+
+def _check_loss(loss: Any, has_aux: bool) -> None:
+    shape = getattr(loss, "shape", None)
+    dtype = getattr(loss, "dtype", None)
+    if shape != () or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        hint = "" if has_aux else " If it returns (loss, aux), pass has_aux=True."
+        raise ValueError(
+            "loss_fn must return one floating-point number; it returned "
+            f"{jax.tree.map(jnp.shape, loss) if shape is None else (shape, dtype)}."
+            f"{hint}"
+        )
+
+
+def _check_effects(equation: Equation) -> None:
+    refused = [str(e) for e in equation.effects if "Debug" not in type(e).__name__]
+    if refused:
+        raise NotImplementedError(
+            f"The loss function contains `{equation.primitive.name}` with the effect "
+            f"{', '.join(refused)}. A segment runs again in the backward pass, so the "
+            f"effect would happen twice. Return the value as an auxiliary output.\n"
+            f"The equation: {equation}"
+        )
