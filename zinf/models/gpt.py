@@ -1,0 +1,315 @@
+"""A decoder-only Transformer in Flax NNX, with GPT-2 and Llama style options.
+
+An ordinary NNX model: it knows nothing of segments, tiers or plans. Blocks are pre-norm
+(GPT-2: Radford et al. 2019; Llama: Touvron et al. 2023, https://arxiv.org/abs/2302.13971).
+
+Shape suffixes:
+  B  sequences in the batch          N  query heads
+  T  tokens in a sequence            K  key and value heads
+  D  embed_dim                       H  head_dim
+  V  vocab_size                      R  head_dim / 2, the rotated pairs
+  L  num_layers
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from zinf.models.gpt_config import GPTConfig
+
+Params = dict[str, Any]  # what `nnx.to_pure_dict` gives: nested dicts of arrays
+Batch = Mapping[str, jax.Array]
+Rope = tuple[jax.Array, jax.Array]  # cosines_1T1R, sines_1T1R
+
+INIT_STDDEV = 0.02  # GPT-2
+NORM_EPSILON = 1e-5  # GPT-2 and Llama 2
+ROPE_BASE = 10_000.0  # RoFormer, https://arxiv.org/abs/2104.09864, section 3.2.2
+
+
+def _linear(
+    config: GPTConfig,
+    in_dim: int,
+    out_dim: int,
+    *,
+    rngs: nnx.Rngs,
+    adds_to_residual: bool = False,
+) -> nnx.Linear:
+    # GPT-2, section 2.3: 2L sublayers add to the residual stream, so each adds with
+    # 1/sqrt(2L) of the spread, and the sum does not grow with depth.
+    scale = (2 * config.num_layers) ** -0.5 if adds_to_residual else 1.0
+    return nnx.Linear(
+        in_dim,
+        out_dim,
+        use_bias=config.use_bias,
+        kernel_init=nnx.initializers.normal(INIT_STDDEV * scale),
+        rngs=rngs,
+    )
+
+
+def _norm(config: GPTConfig, *, rngs: nnx.Rngs) -> nnx.LayerNorm | nnx.RMSNorm:
+    if config.norm == "rmsnorm":
+        return nnx.RMSNorm(config.embed_dim, epsilon=NORM_EPSILON, rngs=rngs)
+    return nnx.LayerNorm(
+        config.embed_dim, epsilon=NORM_EPSILON, use_bias=config.use_bias, rngs=rngs
+    )
+
+
+def rope_tables(length: int, head_dim: int) -> Rope:
+    """Float32 cosines and sines of the angles of RoFormer, section 3.2.2."""
+    positions_1T11 = jnp.arange(length)[None, :, None, None]
+    exponents_111R = jnp.arange(0, head_dim, 2)[None, None, None] / head_dim
+    angles_1T1R = positions_1T11 * ROPE_BASE**-exponents_111R
+    return jnp.cos(angles_1T1R), jnp.sin(angles_1T1R)
+
+
+def rotate(x_BTNH: jax.Array, rope: Rope) -> jax.Array:
+    """Rotates entry i of each head with entry i + R, as Llama's checkpoints do.
+
+    In float32, because bfloat16 angles cannot tell distant positions apart.
+    """
+    cos_1T1R, sin_1T1R = rope
+    a_BTNR, b_BTNR = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    rotated_BTNH = jnp.concatenate(
+        (a_BTNR * cos_1T1R - b_BTNR * sin_1T1R, b_BTNR * cos_1T1R + a_BTNR * sin_1T1R),
+        axis=-1,
+    )
+    return rotated_BTNH.astype(x_BTNH.dtype)
+
+
+class Attention(nnx.Module):
+    """Causal self-attention, with one key and value head per group of query heads."""
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        query_dim = config.num_heads * config.head_dim
+        kv_dim = config.kv_heads * config.head_dim
+        self.head_dim = config.head_dim
+        self.query = _linear(config, config.embed_dim, query_dim, rngs=rngs)
+        self.key = _linear(config, config.embed_dim, kv_dim, rngs=rngs)
+        self.value = _linear(config, config.embed_dim, kv_dim, rngs=rngs)
+        self.out = _linear(
+            config, query_dim, config.embed_dim, rngs=rngs, adds_to_residual=True
+        )
+
+    def __call__(self, x_BTD: jax.Array, rope: Rope | None) -> jax.Array:
+        heads = (*x_BTD.shape[:2], -1, self.head_dim)
+        query_BTNH = self.query(x_BTD).reshape(heads)
+        key_BTKH = self.key(x_BTD).reshape(heads)
+        value_BTKH = self.value(x_BTD).reshape(heads)
+        if rope is not None:
+            query_BTNH, key_BTKH = rotate(query_BTNH, rope), rotate(key_BTKH, rope)
+        mixed_BTNH = jax.nn.dot_product_attention(
+            query_BTNH, key_BTKH, value_BTKH, is_causal=True
+        )
+        return self.out(mixed_BTNH.reshape(*x_BTD.shape[:2], -1))
+
+
+class MLP(nnx.Module):
+    """Two kernels around a GELU, or SwiGLU's three."""
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        linear = functools.partial(_linear, config, rngs=rngs)
+        self.gate: nnx.Linear | None = nnx.data(None)
+        if config.activation == "swiglu":
+            self.gate = linear(config.embed_dim, config.hidden_dim)
+        self.up = linear(config.embed_dim, config.hidden_dim)
+        self.down = linear(config.hidden_dim, config.embed_dim, adds_to_residual=True)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        if self.gate is None:
+            return self.down(jax.nn.gelu(self.up(x_BTD)))
+        return self.down(jax.nn.silu(self.gate(x_BTD)) * self.up(x_BTD))
+
+
+class Block(nnx.Module):
+    """One layer: attention and MLP, each normalised before and added to its input."""
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        self.attention_norm = _norm(config, rngs=rngs)
+        self.attention = Attention(config, rngs=rngs)
+        self.mlp_norm = _norm(config, rngs=rngs)
+        self.mlp = MLP(config, rngs=rngs)
+        self.dropout = nnx.Dropout(config.dropout)
+
+    def __call__(
+        self, x_BTD: jax.Array, rope: Rope | None, key: jax.Array | None
+    ) -> jax.Array:
+        attention_key, mlp_key = (None, None) if key is None else jax.random.split(key)
+        attended_BTD = self.attention(self.attention_norm(x_BTD), rope)
+        x_BTD = x_BTD + _drop(self.dropout, attended_BTD, attention_key)
+        return x_BTD + _drop(self.dropout, self.mlp(self.mlp_norm(x_BTD)), mlp_key)
+
+
+def _drop(dropout: nnx.Dropout, x: jax.Array, key: jax.Array | None) -> jax.Array:
+    return dropout(x, rngs=key, deterministic=key is None)
+
+
+def _layer_key(
+    key: jax.Array | None, layer: int | jax.Array | None
+) -> jax.Array | None:
+    return None if key is None or layer is None else jax.random.fold_in(key, layer)
+
+
+class GPT(nnx.Module):
+    """A decoder-only Transformer: tokens to the logits of each next token.
+
+    All its state is `nnx.Param`, float32 when created. It computes in the dtype of the
+    parameters that it is given, and its logits are float32 whatever that is. Layers
+    draw their weights from keys of their own, so that stacked and separate blocks are
+    created equal, and one leaf can be initialised without the others.
+    """
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        table = nnx.initializers.normal(INIT_STDDEV)
+        token_shape = (config.vocab_size, config.embed_dim)
+        self.config = config
+        self.token_embedding = nnx.Param(table(rngs.params(), token_shape))
+        self.position_embedding: nnx.Param | None = nnx.data(None)
+        if config.position == "learned":
+            self.position_embedding = nnx.Param(
+                table(rngs.params(), (config.max_length, config.embed_dim))
+            )
+        self.blocks = _blocks(config, rngs.params())
+        self.norm = _norm(config, rngs=rngs)
+        self.output_embedding: nnx.Param | None = nnx.data(None)
+        if not config.tied_embeddings:
+            self.output_embedding = nnx.Param(table(rngs.params(), token_shape))
+        self.dropout = nnx.Dropout(config.dropout)
+
+    def __call__(
+        self, tokens_BT: jax.Array, *, dropout_key: jax.Array | None = None
+    ) -> jax.Array:
+        """Float32 logits (B, T, V) of the token after each of `tokens_BT`.
+
+        A token beyond the vocabulary gives NaN, so that the loss tells.
+
+        Args:
+            tokens_BT: Integers below `vocab_size`, at most `max_length` of them.
+            dropout_key: Turns dropout on; layer i uses `fold_in(dropout_key, i)`.
+        """
+        config, length = self.config, tokens_BT.shape[1]
+        if length > config.max_length:
+            raise ValueError(
+                f"The sequence has {length} tokens but max_length is "
+                f"{config.max_length}. Raise max_length, or cut the sequence."
+            )
+        x_BTD = jnp.take(self.token_embedding[...], tokens_BT, axis=0)
+        if self.position_embedding is not None:
+            x_BTD += self.position_embedding[None, :length]
+        x_BTD = _drop(self.dropout, x_BTD, _layer_key(dropout_key, config.num_layers))
+        # Once for all layers: no parameter changes it, and layers stay equal.
+        is_rope = config.position == "rope"
+        rope = rope_tables(length, config.head_dim) if is_rope else None
+        x_BTD = self.norm(self._run_blocks(x_BTD, rope, dropout_key))
+        output = self.output_embedding
+        output_VD = (self.token_embedding if output is None else output)[...]
+        return jnp.einsum(
+            "BTD,VD->BTV", x_BTD, output_VD, preferred_element_type=jnp.float32
+        )
+
+    def _run_blocks(
+        self, x_BTD: jax.Array, rope: Rope | None, dropout_key: jax.Array | None
+    ) -> jax.Array:
+        if isinstance(self.blocks, nnx.List):
+            for layer, block in enumerate(self.blocks):
+                x_BTD = block(x_BTD, rope, _layer_key(dropout_key, layer))
+            return x_BTD
+
+        def run(x_BTD: jax.Array, block: Block, layer: jax.Array | None) -> jax.Array:
+            return block(x_BTD, rope, _layer_key(dropout_key, layer))
+
+        layers_L = None if dropout_key is None else jnp.arange(self.config.num_layers)
+        scan = nnx.scan(run, in_axes=(nnx.Carry, 0, 0), out_axes=nnx.Carry)
+        return scan(x_BTD, self.blocks, layers_L)
+
+
+def _blocks(config: GPTConfig, key: jax.Array) -> nnx.List | Block:
+    """The blocks, each from its own key: a list, or one block of stacked parameters."""
+
+    # Under jit one trace serves all layers: 96 of them took 20 s to trace one by one.
+    @nnx.jit
+    def create(key: jax.Array) -> Block:
+        return Block(config, rngs=nnx.Rngs(key))
+
+    if not config.scan_layers:
+        keys = (jax.random.fold_in(key, layer) for layer in range(config.num_layers))
+        return nnx.List([create(key) for key in keys])
+    fold_in = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+    return nnx.vmap(create)(fold_in(key, jnp.arange(config.num_layers)))
+
+
+def next_token_loss(
+    model: GPT, batch: Batch, *, dropout_key: jax.Array | None = None
+) -> jax.Array:
+    """Mean cross entropy in nats of each token given those before it, in float32.
+
+    Args:
+        batch: {"tokens": integers (B, T + 1)}; the first token is only read, the last
+            only predicted.
+        dropout_key: Turns dropout on.
+    """
+    tokens = batch["tokens"]
+    logits_BTV = model(tokens[:, :-1], dropout_key=dropout_key)
+    # Not softmax times one-hot: that would hold a second (B, T, V) array.
+    target_BT1 = jnp.take_along_axis(logits_BTV, tokens[:, 1:, None], axis=-1)
+    return jnp.mean(jax.nn.logsumexp(logits_BTV, axis=-1) - target_BT1[..., 0])
+
+
+def init_and_loss(
+    config: GPTConfig, *, seed: int
+) -> tuple[Callable[[], Params], Callable[..., jax.Array]]:
+    """The model as two pure functions: what `zinf.initialize` takes.
+
+    Returns:
+        `init() -> params`: a nested dict of float32 arrays, such as
+        params["blocks"][0]["attention"]["query"]["kernel"]. Traceable: nothing is
+        allocated under `jax.eval_shape` or `jax.make_jaxpr`.
+        `loss(params, batch) -> loss`, see `next_token_loss`; with dropout
+        `loss(params, batch, key)`.
+    """
+
+    def create() -> GPT:
+        return GPT(config, rngs=nnx.Rngs(seed))
+
+    graphdef = nnx.graphdef(nnx.eval_shape(create))
+
+    def init() -> Params:
+        return nnx.to_pure_dict(nnx.state(create()))
+
+    def loss(params: Params, batch: Batch) -> jax.Array:
+        return next_token_loss(nnx.merge(graphdef, params), batch)
+
+    def loss_with_dropout(params: Params, batch: Batch, key: jax.Array) -> jax.Array:
+        return next_token_loss(nnx.merge(graphdef, params), batch, dropout_key=key)
+
+    return init, loss_with_dropout if config.dropout else loss
+
+
+def num_parameters(config: GPTConfig) -> int:
+    """Entries of all parameters; tied embeddings count once."""
+    # Stacked blocks have as many entries and trace one block, however many there are.
+    stacked = dataclasses.replace(config, scan_layers=True)
+    model = nnx.eval_shape(lambda: GPT(stacked, rngs=nnx.Rngs(0)))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model)))
+
+
+def flops_per_token(config: GPTConfig) -> int:
+    """Floating-point operations per token of forward and backward, without remat.
+
+    6N + 12 LNHT at T = max_length, as in PaLM (https://arxiv.org/abs/2204.02311),
+    appendix B. The 6N counts parameters that are multiplied: not the rows that the
+    position table and an untied token embedding are read for. Attention is counted
+    whole, though causality needs only half of it.
+    """
+    looked_up = 0
+    if config.position == "learned":
+        looked_up += config.max_length * config.embed_dim
+    if not config.tied_embeddings:
+        looked_up += config.vocab_size * config.embed_dim
+    attention = 12 * config.num_layers * config.embed_dim * config.max_length
+    return 6 * (num_parameters(config) - looked_up) + attention

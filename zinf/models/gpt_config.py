@@ -1,0 +1,118 @@
+"""The shape of a GPT, checked when it is made."""
+
+import dataclasses
+import math
+from typing import Literal, get_args
+
+Norm = Literal["layernorm", "rmsnorm"]
+Activation = Literal["gelu", "swiglu"]
+Position = Literal["learned", "rope"]
+
+CHOICES = {
+    "norm": get_args(Norm),
+    "activation": get_args(Activation),
+    "position": get_args(Position),
+}
+POSITIVE = (
+    "num_layers",
+    "num_heads",
+    "kv_heads",
+    "embed_dim",
+    "hidden_dim",
+    "vocab_size",
+    "max_length",
+)
+SWIGLU_MULTIPLE = 256  # Llama rounds 8/3 * embed_dim up to a multiple of this
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """The shape of a model. The defaults are GPT-2's, over bytes.
+
+    Args:
+        num_layers: Blocks.
+        num_heads: Query heads; they divide `embed_dim` evenly.
+        num_kv_heads: Key and value heads (grouped-query attention,
+            https://arxiv.org/abs/2305.13245). `None`: as many as query heads.
+        embed_dim: Width of the residual stream.
+        mlp_dim: Hidden width of the MLP. `None`: 4 * embed_dim for gelu; for swiglu
+            8/3 * embed_dim, rounded up to a multiple of 256.
+        vocab_size: Tokens that exist; 256 for bytes.
+        max_length: Longest sequence, in tokens.
+        norm: Normalisation before attention, before the MLP and at the end.
+        activation: "swiglu" (https://arxiv.org/abs/2002.05202) adds a gate kernel.
+        position: A learned table of `max_length` rows, or rotary embeddings.
+        tied_embeddings: The token embedding is the output embedding too.
+        use_bias: Biases in linear layers and layer norms.
+        dropout: Rate after the embedding, the attention and the MLP. Attention
+            probabilities are never dropped: fused attention kernels cannot do it.
+        scan_layers: Keep the parameters of all blocks stacked along a leading L and
+            run the blocks in one `lax.scan`.
+
+    Raises:
+        ValueError: The fields contradict each other.
+    """
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int | None = None
+    embed_dim: int
+    mlp_dim: int | None = None
+    vocab_size: int = 256
+    max_length: int
+    norm: Norm = "layernorm"
+    activation: Activation = "gelu"
+    position: Position = "learned"
+    tied_embeddings: bool = True
+    use_bias: bool = True
+    dropout: float = 0.0
+    scan_layers: bool = False
+
+    def __post_init__(self) -> None:
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}; it must be one of "
+                    f"{', '.join(choices)}."
+                )
+        for name in POSITIVE:
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; it must be at least 1."
+                )
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout is {self.dropout}; it must be in [0, 1).")
+        self._check_heads()
+
+    def _check_heads(self) -> None:
+        if self.embed_dim % self.num_heads:
+            raise ValueError(
+                f"embed_dim {self.embed_dim} is not a multiple of num_heads "
+                f"{self.num_heads}. Change one of them."
+            )
+        if self.num_heads % self.kv_heads:
+            raise ValueError(
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads "
+                f"{self.kv_heads}, so that query heads cannot share them evenly."
+            )
+        if self.position == "rope" and self.head_dim % 2:
+            raise ValueError(
+                f"Rotary embeddings rotate pairs, but a head has {self.head_dim} "
+                f"entries (embed_dim / num_heads). Make it even."
+            )
+
+    @property
+    def head_dim(self) -> int:
+        return self.embed_dim // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def hidden_dim(self) -> int:
+        if self.mlp_dim is not None:
+            return self.mlp_dim
+        if self.activation == "gelu":
+            return 4 * self.embed_dim
+        return math.ceil(8 * self.embed_dim / 3 / SWIGLU_MULTIPLE) * SWIGLU_MULTIPLE
