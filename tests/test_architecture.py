@@ -57,11 +57,6 @@ def sources(folder: str) -> tuple[Source, ...]:
     return tuple(map(source, sorted((ROOT / folder).rglob("*.py"))))
 
 
-@cache
-def module_names() -> frozenset[str]:
-    return frozenset(s.name for s in sources("zinf"))
-
-
 def imports(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
     """Each import statement with each dotted name it asks for.
 
@@ -141,8 +136,12 @@ def non_public_jax(module: Source) -> list[str]:
     ]
 
 
+def is_pure(module: Source) -> bool:
+    return any(is_within(module.name, pure) for pure in WITHOUT_ARRAYS)
+
+
 def arrays_in_pure_code(module: Source) -> list[str]:
-    if not any(is_within(module.name, pure) for pure in WITHOUT_ARRAYS):
+    if not is_pure(module):
         return []
     return [
         f"{module.name}:{node.lineno} imports {name}"
@@ -239,7 +238,7 @@ def test_a_cycle_through_a_package_is_seen():
 
 def test_pure_code_needs_no_jax_or_numpy_however_indirectly():
     """`zinf/__init__` imports everything, so a stand-in takes its place here."""
-    pure = [s.name for s in sources("zinf") if arrays_free(s.name)]
+    pure = [module.name for module in sources("zinf") if is_pure(module)]
     python(
         "import importlib, sys, types\n"
         "zinf = types.ModuleType('zinf')\n"
@@ -250,15 +249,11 @@ def test_pure_code_needs_no_jax_or_numpy_however_indirectly():
     )
 
 
-def arrays_free(name: str) -> bool:
-    return any(is_within(name, pure) for pure in WITHOUT_ARRAYS)
-
-
 def test_importing_zinf_touches_no_device():
     """Once a backend has started, jax refuses to change the number of CPU devices."""
     code = (
         "import importlib, jax\n"
-        f"for name in {sorted(module_names())}:\n"
+        f"for name in {[module.name for module in sources('zinf')]}:\n"
         "    importlib.import_module(name)\n"
         "jax.config.update('jax_num_cpu_devices', 3)\n"
     )

@@ -12,13 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from zinf.config import Config
+
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 CONFIGS = sorted(
     path.relative_to(ROOT)
     for path in (ROOT / "configs").glob("*")
-    if path.suffix in {".yaml", ".json"}
+    if path.suffix in {".yaml", ".yml", ".json"}
 )
 # A home or work folder of somebody's machine, at the start of a path.
 MACHINE_PATH = re.compile(r"(?<![\w./~-])/(?:work|root|home|Users|tmp/envs)\b")
@@ -85,6 +87,11 @@ def test_readme_names_only_files_that_exist():
     named += re.findall(r"\]\((?!\w+:|#)([^)#]+)", README)
     assert named
     assert [name for name in sorted({*named}) if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=str)
+def test_every_shipped_config_loads(path):
+    Config.load(ROOT / path)
 
 
 def test_no_tracked_file_names_a_path_of_somebodys_machine():
