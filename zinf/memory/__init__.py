@@ -1,0 +1,24 @@
+"""Where arrays rest: one store a tier, behind the same three verbs."""
+
+from zinf.memory.aligned import aligned_empty
+from zinf.memory.device import DeviceStore, to_host
+from zinf.memory.host import HostStore
+from zinf.memory.ledger import BudgetExceeded, Ledger
+from zinf.memory.nvme import NvmeStore
+from zinf.memory.storage_error import StorageError
+from zinf.memory.store import AbstractStore
+from zinf.memory.stores import Stores, open_stores
+
+__all__ = [
+    "AbstractStore",
+    "BudgetExceeded",
+    "DeviceStore",
+    "HostStore",
+    "Ledger",
+    "NvmeStore",
+    "StorageError",
+    "Stores",
+    "aligned_empty",
+    "open_stores",
+    "to_host",
+]

@@ -1,0 +1,102 @@
+"""The host tier: NumPy arrays in this process's memory."""
+
+from concurrent.futures import Future
+
+import numpy as np
+
+from zinf.memory.aligned import ALIGNMENT, PAGE_BYTES, address, aligned_copy
+from zinf.memory.ledger import Ledger
+from zinf.memory.store import (
+    AbstractStore,
+    check_kind,
+    check_replaces,
+    check_rows,
+    completed,
+    unknown_array,
+)
+from zinf.program import ArrayId, Tier
+
+
+class HostStore(AbstractStore):
+    """Arrays in host memory, as 64-byte aligned `np.ndarray`s.
+
+    `read` copies nothing: it returns a read-only view. An array changes only through
+    `write`, and since a read-only array is never adopted, no two ids ever share memory.
+
+    `write` adopts an array that `is_adoptable` says it can keep as it is, and copies
+    any other. Rows, and replacements that cannot be adopted, are copied into the memory
+    that is there: views read earlier show the new content.
+    """
+
+    tier = Tier.HOST
+
+    def __init__(self, capacity_bytes: int | None = None) -> None:
+        self.ledger = Ledger(Tier.HOST, capacity_bytes)
+        # No lock: one id is used by one thread at a time, and dict operations are
+        # atomic.
+        self._arrays: dict[ArrayId, np.ndarray] = {}
+
+    def read(self, array: ArrayId) -> Future[np.ndarray]:
+        stored = self._find(array)
+        if stored is None:
+            raise unknown_array(array, self.tier, list(self._arrays))
+        view = stored.view()
+        view.flags.writeable = False
+        return completed(view)
+
+    def write(self, array: ArrayId, value: np.ndarray) -> Future[None]:
+        check_kind(array, value, self.tier, np.ndarray)
+        stored = self._find(array)
+        if stored is None:
+            with self.ledger.holding(value.nbytes, str(array)):
+                self._arrays[array] = (
+                    value if is_adoptable(value) else aligned_copy(value)
+                )
+            return completed(None)
+        check_replaces(array, value, shape=stored.shape, dtype=stored.dtype)
+        if array in self._arrays and is_adoptable(value):
+            self._arrays[array] = value
+        else:
+            np.copyto(stored, value)
+        return completed(None)
+
+    def free(self, array: ArrayId) -> None:
+        stored = self._arrays.pop(array, None)
+        if stored is None:
+            raise unknown_array(array, self.tier, list(self._arrays))
+        self.ledger.release(stored.nbytes)
+
+    def contains(self, array: ArrayId) -> bool:
+        return array in self._arrays or array.whole in self._arrays
+
+    def close(self) -> None:
+        for array in list(self._arrays):
+            self.free(array)
+
+    def _find(self, array: ArrayId) -> np.ndarray | None:
+        """The memory of `array`: its own, or its rows of the whole."""
+        stored = self._arrays.get(array)
+        if stored is not None or array.rows is None:
+            return stored
+        whole = self._arrays.get(array.whole)
+        if whole is None:
+            return None
+        start, stop = check_rows(array, whole.shape)
+        return whole[start:stop]
+
+
+def is_adoptable(value: np.ndarray) -> bool:
+    """Whether the host tier can keep `value` itself instead of a copy.
+
+    It must be contiguous, aligned, writeable (a read-only array belongs to somebody
+    else: a `read` of this tier, or a buffer of JAX, which must not change) and alone
+    in its memory (a slice would keep bytes alive that no ledger counts).
+    """
+    owner = value if value.base is None else value.base
+    return (
+        value.flags.c_contiguous
+        and value.flags.writeable
+        and address(value) % ALIGNMENT == 0
+        and type(owner) is np.ndarray
+        and owner.nbytes <= value.nbytes + PAGE_BYTES
+    )

@@ -1,0 +1,68 @@
+"""What goes wrong with files, said so that somebody can act on it."""
+
+import errno
+import os
+import re
+from pathlib import Path
+
+# What to do about an error, by its number. (OSError itself appends the file.)
+ADVICE = {
+    errno.ENOSPC: "Free space on that drive, add a folder on another drive to "
+    "memory.nvme, or keep fewer bytes on the NVMe tier",
+    errno.EACCES: "Give this user the right to read and write there, or name another "
+    "folder in memory.nvme",
+    errno.ENOENT: "Something deleted files of the running job. Find out what, and "
+    "resume from the last checkpoint",
+    errno.ENODATA: "Write the array before it is read",
+    errno.EIO: "The file is damaged. Check the drive (and what else writes there), and "
+    "resume from the last checkpoint",
+}
+OTHER_ADVICE = "Check the drive, and that nothing else writes in that folder"
+SAME_ADVICE = {
+    errno.EDQUOT: errno.ENOSPC,
+    errno.EFBIG: errno.ENOSPC,
+    errno.EPERM: errno.EACCES,
+    errno.EROFS: errno.EACCES,
+}
+
+# The ends of TensorStore's messages: the system's error number, and a copy of the spec.
+OS_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
+SPEC = re.compile(r" \[tensorstore_spec=.*", re.DOTALL)
+FILE = re.compile(r'local file "([^"]+)"')
+
+
+class StorageError(OSError):
+    """A file of the NVMe tier could not be read or written as asked.
+
+    `errno` is the system's number where it gave one, else the nearest; `filename` is
+    the chunk file, or the folder of the array.
+    """
+
+
+def storage_error(what: str, code: int, path: Path | str, found: str) -> StorageError:
+    """A StorageError that says what was asked, what was found and what to change."""
+    advice = ADVICE.get(SAME_ADVICE.get(code, code), OTHER_ADVICE)
+    return StorageError(code, f"{what}: {found}. {advice}", str(path))
+
+
+def from_os_error(what: str, path: Path, error: OSError) -> StorageError:
+    code = error.errno or errno.EIO
+    return storage_error(what, code, path, os.strerror(code))
+
+
+def from_tensorstore(what: str, folder: Path, error: Exception) -> StorageError:
+    """Translate what TensorStore raised, which is a ValueError for nearly everything.
+
+    Its messages begin with a status ("NOT_FOUND: ...") and end with the system's error
+    number, if there was one.
+    """
+    message = SPEC.sub("", str(error))
+    number, file = OS_ERROR.search(message), FILE.search(message)
+    if number:
+        code = int(number.group(1))
+    elif message.startswith("NOT_FOUND"):
+        code = errno.ENOENT
+    else:
+        code = errno.EIO if "Error reading" in message else errno.EINVAL
+    path = file.group(1) if file else folder
+    return storage_error(what, code, path, message.rstrip("."))

@@ -1,0 +1,68 @@
+"""The stores of one process, by tier."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from zinf.memory.device import DeviceStore
+from zinf.memory.host import HostStore
+from zinf.memory.nvme import NvmeStore
+from zinf.memory.store import AbstractStore
+from zinf.program import Tier
+
+
+@dataclass(frozen=True)
+class Stores:
+    """One store a tier: `stores[Tier.HOST]` is `stores.host`.
+
+    `nvme` is None where no folder was named.
+    """
+
+    device: DeviceStore
+    host: HostStore
+    nvme: NvmeStore | None
+
+    def __getitem__(self, tier: Tier) -> AbstractStore:
+        store = {
+            Tier.DEVICE: self.device,
+            Tier.HOST: self.host,
+            Tier.NVME: self.nvme,
+        }[tier]
+        if store is None:
+            raise KeyError(
+                "There is no NVMe tier: no folder was named. Set memory.nvme."
+            )
+        return store
+
+    def close(self) -> None:
+        """Close the stores; what is on the NVMe tier stays in its files."""
+        if self.nvme is not None:
+            self.nvme.close()
+        self.host.close()
+        self.device.close()
+
+
+def open_stores(
+    device: jax.Device,
+    *,
+    device_bytes: int | None = None,
+    host_bytes: int | None = None,
+    nvme_bytes: int | None = None,
+    nvme_paths: Sequence[Path] = (),
+) -> Stores:
+    """Open the stores of `device`, of this process's memory and of `nvme_paths`.
+
+    Args:
+        device_bytes: budget of the tier; None is no limit. So for the other two.
+        nvme_paths: folders for arrays, empty, new, or left by an earlier run.
+
+    Raises:
+        StorageError: a folder is in use, foreign or cannot be written.
+    """
+    return Stores(
+        device=DeviceStore(device, device_bytes),
+        host=HostStore(host_bytes),
+        nvme=NvmeStore(nvme_paths, nvme_bytes) if nvme_paths else None,
+    )
