@@ -1,0 +1,169 @@
+import json
+
+import pytest
+
+from zinf.config import Config, ConfigError
+
+
+def written(folder, name, text):
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_yaml_json_and_dict_give_the_same_config(tmp_path):
+    raw = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "run": {"steps": 5}}
+    as_json = written(tmp_path, "a.json", json.dumps(raw))
+    as_yaml = written(
+        tmp_path,
+        "a.yaml",
+        "optimizer: {type: AdamW, params: {lr: 1e-4}}\nrun:\n  steps: 5\n",
+    )
+    expected = Config.load(raw)
+    assert Config.load(as_json) == expected
+    assert Config.load(str(as_yaml)) == expected
+    assert Config.load(expected) is expected
+
+
+def test_nothing_and_an_empty_file_are_the_automatic_config(tmp_path):
+    empty = written(tmp_path, "empty.yaml", "# nothing\n")
+    assert Config.load(empty) == Config.load(None) == Config.load({}) == Config()
+
+
+def test_scientific_notation_in_yaml_is_a_number(tmp_path):
+    path = written(
+        tmp_path,
+        "a.yml",
+        "zero_optimization: {sub_group_size: 1e9}\ngradient_clipping: 1E-1\n",
+    )
+    config = Config.load(path)
+    assert config.zero_optimization.sub_group_size == 10**9
+    assert config.clip_norm == 0.1
+
+
+def test_loading_does_not_change_the_source():
+    raw = {"run": {"steps": 5}}
+    assert Config.load(raw, ["run.steps=6", "run.seed=1"]).run.steps == 6
+    assert raw == {"run": {"steps": 5}}
+
+
+def test_overrides_are_yaml_and_the_last_one_wins():
+    config = Config.load(
+        {"run": {"steps": 5, "seed": 3}, "scheduler": None},
+        [
+            "run.steps=7",
+            "run.steps=8",
+            "memory.nvme=[a, b]",
+            "memory.device=2GiB",
+            "bf16.enabled=true",
+            "optimizer={type: SGD, params: {lr: 1e-2}}",
+            "run.metrics=null",
+            "frozen=['*=x']",
+        ],
+    )
+    assert config.run.steps == 8
+    assert config.run.seed == 3
+    assert [str(path) for path in config.nvme_paths] == ["a", "b"]
+    assert config.device_bytes == 2 * 1024**3
+    assert config.compute_dtype == "bfloat16"
+    assert config.optimizer.params.lr == 0.01
+    assert config.frozen == ("*=x",)
+
+
+def test_overrides_go_on_top_of_a_config():
+    config = Config.load(
+        {
+            "optimizer": {"type": "adam", "params": {"lr": 1e-3, "eps": 1e-6}},
+            "memory": {"nvme": ["a"], "device": "1GiB"},
+            "autotuning": {"enabled": False},
+        }
+    )
+    changed = Config.load(config, ["optimizer.params.lr=2e-3"])
+    assert changed.optimizer.params.lr == 2e-3
+    assert changed.optimizer.params.eps == 1e-6
+    assert changed.memory == config.memory
+    assert config.optimizer.params.lr == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("run.steps", "must be of the form a.b=value"),
+        ("=3", "must be of the form"),
+        ("run..steps=3", "must be of the form"),
+        ("run.steps=[1", "run.steps="),
+        ("run.steps.x=3", "run.steps is 5"),
+        ("run.stpes=3", "run.stpes: unknown key. Did you mean 'steps'?"),
+        ("run.steps=x", "run.steps = 'x': must be a valid integer"),
+        ("run.steps=true", "run.steps = True: must be a valid integer"),
+    ],
+)
+def test_a_wrong_override_is_refused(override, words):
+    with pytest.raises(ValueError) as error:
+        Config.load({"run": {"steps": 5}}, [override])
+    assert words in str(error.value)
+
+
+def test_overrides_are_a_list():
+    with pytest.raises(TypeError, match="list"):
+        Config.load({}, "run.steps=3")
+
+
+def test_a_missing_file_names_its_path_and_the_nearest_one(tmp_path):
+    written(tmp_path, "quickstart.yaml", "")
+    with pytest.raises(FileNotFoundError) as error:
+        Config.load(tmp_path / "quikstart.yaml")
+    assert str(tmp_path / "quikstart.yaml") in str(error.value)
+    assert "Did you mean 'quickstart.yaml'?" in str(error.value)
+    with pytest.raises(FileNotFoundError, match="no/such"):
+        Config.load("no/such/file.yaml")
+
+
+def test_a_folder_is_refused(tmp_path):
+    with pytest.raises(IsADirectoryError, match="folder"):
+        Config.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.yaml", "run:\n  steps: [1\nmemory: 3\n", "line 3"),
+        ("a.yaml", "run:\n\tsteps: 1\n", "line 2"),
+        ("a.yaml", "run: 1\nseed: 2\nrun: 3\n", "line 3, column 1: the key 'run' is"),
+        ("a.yaml", "- run\n", "found a list"),
+        ("a.yaml", "run\n", "found a str"),
+        ("a.yaml", "run: !!python/object:os.system {}\n", "line 1"),
+        ("a.json", '{"run": 1,\n "x": }', "line 2"),
+        ("a.json", '{"run": 1, "run": 2}', "run given twice"),
+        ("a.json", "", "line 1"),
+        ("a.json", "[]", "found a list"),
+        ("a.toml", "", "must end in .yaml, .yml, .json"),
+    ],
+)
+def test_a_malformed_file_is_refused_with_path_and_line(tmp_path, name, text, words):
+    path = written(tmp_path, name, text)
+    with pytest.raises(ValueError) as error:
+        Config.load(path)
+    assert words in str(error.value)
+    assert str(path) in str(error.value)
+
+
+def test_text_in_another_encoding_is_refused(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_bytes("run: {output: Zürich}".encode("latin-1"))
+    with pytest.raises(ValueError, match="not UTF-8"):
+        Config.load(path)
+    path.write_bytes(b"\xef\xbb\xbf" + b"run: {steps: 3}")
+    assert Config.load(path).run.steps == 3
+
+
+def test_errors_of_a_file_name_the_file(tmp_path):
+    path = written(tmp_path, "a.yaml", "runn: {}\n")
+    with pytest.raises(ConfigError, match="a.yaml has 1 problem"):
+        Config.load(path)
+
+
+@pytest.mark.parametrize("source", [3, ["run"], b"run"])
+def test_a_source_of_another_kind_is_refused(source):
+    with pytest.raises(TypeError, match="mapping, a path or a Config"):
+        Config.load(source)

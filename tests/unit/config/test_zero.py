@@ -1,0 +1,141 @@
+from pathlib import Path
+
+import pytest
+
+from zinf.config import Config, ConfigError
+from zinf.program import Tier
+
+
+def loaded(zero, **more):
+    return Config.load({"zero_optimization": zero, **more})
+
+
+@pytest.mark.parametrize(
+    ("device", "tier"),
+    [("none", Tier.DEVICE), ("cpu", Tier.HOST), ("nvme", Tier.NVME), ("auto", None)],
+)
+def test_offload_devices_are_tiers(device, tier):
+    section = {"device": device, "nvme_path": "drive"}
+    config = loaded(
+        {"stage": 3, "offload_param": section, "offload_optimizer": section}
+    )
+    assert config.param_tier is tier
+    assert config.optimizer_tier is tier
+
+
+def test_an_offload_section_without_a_device_is_placed_by_budget():
+    config = loaded({"stage": 3, "offload_param": {"pin_memory": True}})
+    assert config.param_tier is None
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_offloaded_parameters_need_stage_3(stage, device):
+    section = {"device": device, "nvme_path": "drive"}
+    with pytest.raises(ConfigError) as error:
+        loaded({"stage": stage, "offload_param": section})
+    assert "zero_optimization.offload_param.device" in str(error.value)
+    assert f"stage is {stage}" in str(error.value)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_optimizer_on_the_host_needs_a_stage(stage):
+    zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+    if stage:
+        assert loaded(zero).optimizer_tier is Tier.HOST
+    else:
+        with pytest.raises(ConfigError, match="needs ZeRO stage 1, 2 or 3"):
+            loaded(zero)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_an_optimizer_on_nvme_needs_stage_3(stage):
+    section = {"device": "nvme", "nvme_path": "drive"}
+    with pytest.raises(ConfigError, match="needs ZeRO stage 3"):
+        loaded({"stage": stage, "offload_optimizer": section})
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_what_stays_on_the_device_needs_no_stage(stage):
+    section = {"device": "none"}
+    zero = {"stage": stage, "offload_param": section, "offload_optimizer": section}
+    assert loaded(zero).param_tier is Tier.DEVICE
+
+
+def test_a_partial_ratio_needs_stage_3():
+    section = {"device": "cpu", "ratio": 0.5}
+    assert loaded({"stage": 3, "offload_optimizer": section})
+    with pytest.raises(ConfigError, match="offload_optimizer.ratio"):
+        loaded({"stage": 2, "offload_optimizer": section})
+
+
+def test_nvme_needs_a_folder_from_somewhere():
+    zero = {"stage": 3, "offload_param": {"device": "nvme"}}
+    with pytest.raises(ConfigError, match="offload_param.nvme_path.*memory.nvme"):
+        loaded(zero)
+    assert loaded(zero, memory={"nvme": ["a"]}).nvme_paths == (Path("a"),)
+
+
+def test_a_single_folder_may_be_given_without_a_list():
+    assert loaded({}, memory={"nvme": "a"}).nvme_paths == (Path("a"),)
+
+
+def test_the_folders_of_both_sections_make_the_tier():
+    zero = {
+        "stage": 3,
+        "offload_param": {"device": "nvme", "nvme_path": "a"},
+        "offload_optimizer": {"device": "nvme", "nvme_path": "b"},
+    }
+    assert loaded(zero).nvme_paths == (Path("a"), Path("b"))
+    zero["offload_optimizer"]["nvme_path"] = "a"
+    assert loaded(zero).nvme_paths == (Path("a"),)
+
+
+def test_two_opinions_on_the_folder_are_refused():
+    zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "a"}}
+    with pytest.raises(ConfigError, match="a is not among memory.nvme"):
+        loaded(zero, memory={"nvme": ["b"]})
+    assert loaded(zero, memory={"nvme": ["b", "a"]}).nvme_paths == (
+        Path("b"),
+        Path("a"),
+    )
+
+
+def test_home_folders_are_expanded(monkeypatch):
+    monkeypatch.setenv("HOME", "/somewhere")
+    assert loaded({}, memory={"nvme": ["~/x"]}).nvme_paths == (Path("/somewhere/x"),)
+
+
+def test_old_names_of_offload_are_understood():
+    config = loaded({"stage": 3, "cpu_offload": True, "cpu_offload_param": True})
+    assert (config.param_tier, config.optimizer_tier) == (Tier.HOST, Tier.HOST)
+    assert loaded({"stage": 2, "cpu_offload": False}).optimizer_tier is None
+    with pytest.raises(ConfigError, match="cpu_offload_param: .*needs? ZeRO stage 3"):
+        loaded({"stage": 2, "cpu_offload_param": True})
+    with pytest.raises(ConfigError, match="cpu_offload: is the old name"):
+        loaded({"stage": 2, "cpu_offload": True, "offload_optimizer": {}})
+
+
+@pytest.mark.parametrize(("flag", "stage"), [(True, 1), (False, 0)])
+def test_a_flag_is_the_old_form_of_the_section(flag, stage):
+    assert loaded(flag).zero_optimization.stage == stage
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "zero_quantized_weights",
+        "zero_quantized_nontrainable_weights",
+        "zero_quantized_gradients",
+    ],
+)
+def test_what_would_change_the_numerics_is_refused_unless_off(key):
+    assert loaded({key: False})
+    with pytest.raises(ConfigError, match=f"{key}: not supported yet"):
+        loaded({key: True})
+
+
+def test_zenflow_is_refused_unless_empty():
+    assert loaded({"zenflow": None})
+    with pytest.raises(ConfigError, match="zenflow: not supported yet"):
+        loaded({"zenflow": {"topk_ratio": 0.1}})

@@ -1,0 +1,254 @@
+"""Every optimizer against its definition in torch or DeepSpeed, written in numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from zinf.config import Config
+from zinf.config.optimizer import Optimizer
+from zinf.optim.factory import build_optimizer, build_schedule
+from zinf.optim.separate import separate
+
+STEPS = 12
+LR = 0.05
+SHAPES = {"kernel": (6, 4), "bias": (4,)}
+
+
+def arrays(seed):
+    rng = np.random.default_rng(seed)
+    return {k: rng.normal(size=s).astype(np.float32) for k, s in SHAPES.items()}
+
+
+def trained(raw, *, params=None, num_steps=STEPS):
+    tx = build_optimizer(Config.load(raw))
+    params = jax.tree.map(jnp.asarray, params or arrays(0))
+    state = tx.init(params)
+    for step in range(num_steps):
+        gradient = jax.tree.map(jnp.asarray, arrays(1 + step))
+        updates, state = tx.update(gradient, state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+def expected(rule, *, num_steps=STEPS):
+    """Each leaf after `rule(param, grad, memory, step)`, in float64; step is from 1."""
+    params = {key: value.astype(np.float64) for key, value in arrays(0).items()}
+    memory = {key: {} for key in params}
+    for step in range(1, num_steps + 1):
+        for key, gradient in arrays(step).items():
+            gradient = gradient.astype(np.float64)
+            params[key] = rule(params[key], gradient, memory[key], step)
+    return params
+
+
+def config(kind, **params):
+    return {"optimizer": {"type": kind, "params": {"lr": LR, **params}}}
+
+
+def assert_close(found, wanted, rtol=2e-4):
+    for key in wanted:
+        np.testing.assert_allclose(found[key], wanted[key], rtol, 1e-5, err_msg=key)
+
+
+def adam_direction(g, memory, step, *, b1=0.9, b2=0.999, eps=1e-8):
+    memory["m"] = b1 * memory.get("m", 0) + (1 - b1) * g
+    memory["v"] = b2 * memory.get("v", 0) + (1 - b2) * g * g
+    mean = memory["m"] / (1 - b1**step)
+    return mean / (np.sqrt(memory["v"] / (1 - b2**step)) + eps)
+
+
+def decoupled_adam(p, g, memory, step):
+    return p * (1 - LR * 0.1) - LR * adam_direction(g, memory, step)
+
+
+def penalised_adam(p, g, memory, step):
+    return p - LR * adam_direction(g + 0.1 * p, memory, step)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "rule"),
+    [
+        ("Adam", {}, decoupled_adam),
+        ("Adam", {"adam_w_mode": True}, decoupled_adam),
+        ("Adam", {"adam_w_mode": False}, penalised_adam),
+        ("Adam", {"adam_w_mode": False, "torch_adam": True}, penalised_adam),
+        ("AdamW", {}, decoupled_adam),
+        ("AdamW", {"adam_w_mode": False}, decoupled_adam),
+    ],
+)
+def test_adam_is_adamw_unless_told_otherwise(kind, mode, rule):
+    found = trained(config(kind, weight_decay=0.1, **mode))
+    assert_close(found, expected(rule))
+
+
+def test_adam_takes_its_betas_and_eps():
+    def rule(p, g, memory, step):
+        return p - LR * adam_direction(g, memory, step, b1=0.5, b2=0.7, eps=0.1)
+
+    found = trained(config("AdamW", betas=[0.5, 0.7], eps=0.1))
+    assert_close(found, expected(rule))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sgd_is_that_of_torch(momentum, nesterov):
+    def rule(p, g, memory, step):
+        g = g + 0.1 * p
+        memory["b"] = g if step == 1 else momentum * memory["b"] + g
+        ahead = g + momentum * memory["b"]
+        return p - LR * (ahead if nesterov else memory["b"])
+
+    params = {"momentum": momentum, "nesterov": nesterov, "weight_decay": 0.1}
+    assert_close(trained(config("SGD", **params)), expected(rule))
+
+
+def test_lion_is_that_of_deepspeed():
+    def rule(p, g, memory, step):
+        m = memory.get("m", np.zeros_like(g))
+        memory["m"] = 0.99 * m + 0.01 * g
+        return p * (1 - LR * 0.1) - LR * np.sign(0.9 * m + 0.1 * g)
+
+    assert_close(trained(config("Lion", weight_decay=0.1)), expected(rule))
+
+
+def test_adagrad_is_that_of_torch():
+    def rule(p, g, memory, step):
+        g = g + 0.1 * p
+        memory["s"] = memory.get("s", 0) + g * g
+        return p - LR * g / (np.sqrt(memory["s"]) + 1e-10)
+
+    assert_close(trained(config("Adagrad", weight_decay=0.1)), expected(rule))
+
+
+def test_adagrad_divides_nothing_by_the_root_of_eps():
+    """With eps below the root a gradient of 1e-6 would move a parameter by 0.1 lr."""
+    tx = build_optimizer(Config.load(config("Adagrad")))
+    params = {"x": jnp.zeros(3)}
+    updates, _ = tx.update({"x": jnp.full(3, 1e-6)}, tx.init(params), params)
+    np.testing.assert_allclose(updates["x"], -LR, 1e-3)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(("smallest", "largest"), [(0.01, 10.0), (0.01, 0.3), (2, 4)])
+def test_lamb_clips_its_trust_ratio_as_deepspeed_does(smallest, largest, inside):
+    def rule(p, g, memory, step):
+        direction = adam_direction(g, memory, step, eps=0 if inside else 1e-3)
+        if inside:
+            mean = memory["m"] / (1 - 0.9**step)
+            direction = mean / np.sqrt(memory["v"] / (1 - 0.999**step) + 1e-3)
+        direction = direction + 0.1 * p
+        ratio = np.linalg.norm(p) / np.linalg.norm(direction)
+        return p - LR * np.clip(ratio, smallest, largest) * direction
+
+    params = {
+        "weight_decay": 0.1,
+        "eps": 1e-3,
+        "eps_inside_sqrt": inside,
+        "min_coeff": smallest,
+        "max_coeff": largest,
+    }
+    assert_close(trained(config("Lamb", **params)), expected(rule))
+
+
+def test_lamb_starts_from_zero():
+    zeros = {key: np.zeros(shape, np.float32) for key, shape in SHAPES.items()}
+    moved = trained(config("Lamb"), params=zeros, num_steps=1)
+    # Adam's first direction is the sign of the gradient, and the ratio is then 1.
+    np.testing.assert_allclose(moved["bias"], -LR * np.sign(arrays(1)["bias"]), 1e-4)
+
+
+def orthogonal(x, steps=5):
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = x / (np.linalg.norm(x) + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+def test_muon_moves_matrices_and_adam_the_rest():
+    def rule(p, g, memory, step):
+        if p.ndim != 2:
+            return p * (1 - 0.2 * 0.1) - 0.2 * adam_direction(g, memory, step)
+        memory["m"] = 0.9 * memory.get("m", 0) + 0.1 * g
+        # Weights in torch are (out, in), kernels in JAX (in, out).
+        ahead = (0.9 * memory["m"] + 0.1 * g).T
+        scale = max(1, ahead.shape[0] / ahead.shape[1]) ** 0.5
+        return p * (1 - 0.3 * 0.1) - 0.3 * scale * orthogonal(ahead).T
+
+    params = {"momentum": 0.9, "weight_decay": 0.1, "muon_lr": 0.3, "adam_lr": 0.2}
+    assert_close(trained(config("Muon", **params)), expected(rule), rtol=1e-3)
+
+
+def test_muon_leaves_embeddings_to_adam():
+    tx = build_optimizer(Config.load(config("Muon")))
+    params = {"token_embedding": jnp.zeros((6, 4)), "kernel": jnp.zeros((6, 4))}
+    gradient = jax.tree.map(lambda p: jnp.ones_like(p), params)
+    updates, _ = tx.update(gradient, tx.init(params), params)
+    np.testing.assert_allclose(updates["token_embedding"], -LR, 1e-4)
+    assert abs(updates["kernel"]).max() < LR / 2
+
+
+def test_the_scheduler_sets_the_learning_rate_of_each_update():
+    raw = {
+        **config("SGD"),
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}},
+    }
+    schedule = build_schedule(Config.load(raw))
+
+    def rule(p, g, memory, step):
+        return p - float(schedule(step - 1)) * g
+
+    assert_close(trained(raw), expected(rule))
+
+
+def test_one_cycle_moves_adams_first_beta():
+    cycle = {"cycle_min_lr": LR, "cycle_max_lr": LR, "cycle_first_step_size": 4}
+    raw = {**config("Adam"), "scheduler": {"type": "OneCycle", "params": cycle}}
+
+    def rule(p, g, memory, step):
+        height = 1 - abs((step - 1) % 8 - 4) / 4 if step <= 9 else 0
+        beta = 0.8 if step == 1 else 0.9 - 0.1 * height
+        return p - LR * adam_direction(g, memory, step, b1=beta, b2=0.99)
+
+    assert_close(trained(raw), expected(rule))
+    raw["scheduler"]["params"] = {**cycle, "cycle_momentum": False}
+
+    def still(p, g, memory, step):
+        return p - LR * adam_direction(g, memory, step)
+
+    assert_close(trained(raw), expected(still))
+
+
+def test_clipping_is_left_to_the_engine():
+    """A clipped SGD update would be no longer than 1e-3 of the learning rate."""
+    raw = {**config("SGD"), "gradient_clipping": 1e-3}
+    moved = trained(raw, num_steps=1)
+    np.testing.assert_allclose(
+        moved["bias"] - arrays(0)["bias"], -LR * arrays(1)["bias"], 1e-3
+    )
+
+
+@pytest.mark.parametrize("kind", ["WarmupCosineLR", "OneCycle"])
+@pytest.mark.parametrize("optimizer", sorted(Optimizer.KNOWN))
+def test_every_optimizer_is_separable_per_leaf(optimizer, kind):
+    cycle = {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1}
+    params = {"WarmupCosineLR": {"total_num_steps": 9}, "OneCycle": cycle}[kind]
+    if optimizer in ("Lamb", "Lion") and kind == "OneCycle":
+        params = {**params, "cycle_momentum": False}
+    raw = {
+        **config(optimizer, weight_decay=0.1),
+        "scheduler": {"type": kind, "params": params},
+    }
+    separated = separate(build_optimizer(Config.load(raw)), arrays(0))
+    assert {leaf.path for leaf in separated.leaves} == set(SHAPES)
+    (kernel,) = [leaf for leaf in separated.leaves if leaf.path == "kernel"]
+    assert kernel.is_elementwise is (optimizer not in ("Lamb", "Muon"))
+
+
+@pytest.mark.parametrize("build", [build_optimizer, build_schedule])
+def test_a_config_without_optimizer_is_told_what_to_add(build):
+    with pytest.raises(ValueError, match="optimizer: {type: AdamW"):
+        build(Config.load({}))

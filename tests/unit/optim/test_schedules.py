@@ -1,0 +1,228 @@
+"""DeepSpeed's schedules, step by step as its scheduler classes compute them."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from zinf.config import Config
+from zinf.optim.factory import build_schedule
+from zinf.optim.schedules import beta_of
+
+LR = 0.02
+NUM_STEPS = 40
+
+
+def learning_rates(kind, params, **more):
+    raw = {
+        "optimizer": {"type": "AdamW", "params": {"lr": LR}},
+        "scheduler": {"type": kind, "params": params},
+        **more,
+    }
+    schedule = jax.jit(build_schedule(Config.load(raw)))
+    return [float(schedule(count)) for count in range(NUM_STEPS)]
+
+
+def as_deepspeed_steps(initial, after):
+    """`initial` is set by the constructor; each later update uses `after(i)`.
+
+    `i` is last_batch_iteration, 0 once the first update is done.
+    """
+    return [initial, *(after(i) for i in range(NUM_STEPS - 1))]
+
+
+def warm(i, steps, kind):
+    if kind == "log":
+        return math.log(i + 1) / math.log(steps)
+    return i / steps
+
+
+@pytest.mark.parametrize("kind", ["log", "linear"])
+@pytest.mark.parametrize("steps", [1, 2, 10])
+def test_warmup_lr(kind, steps):
+    params = {
+        "warmup_min_lr": 0.001,
+        "warmup_max_lr": 0.01,
+        "warmup_num_steps": steps,
+        "warmup_type": kind,
+    }
+    num_warm = max(2, steps)
+
+    def after(i):
+        gamma = warm(i, num_warm, kind) if i < num_warm else 1.0
+        return 0.001 + (0.01 - 0.001) * gamma
+
+    expected = as_deepspeed_steps(0.001, after)
+    np.testing.assert_allclose(learning_rates("WarmupLR", params), expected, 1e-5)
+
+
+@pytest.mark.parametrize("given", [{}, {"warmup_max_lr": "auto"}])
+def test_warmup_lr_reaches_the_optimizers_lr_unless_told(given):
+    params = {"warmup_num_steps": 5, **given}
+    assert learning_rates("WarmupLR", params)[-1] == pytest.approx(LR)
+
+
+@pytest.mark.parametrize(
+    ("given", "peak"), [({}, 0.001), ({"warmup_max_lr": "auto"}, LR)]
+)
+def test_warmup_decay_lr_has_a_peak_of_its_own(given, peak):
+    params = {"warmup_num_steps": 5, "total_num_steps": 30, **given}
+    assert max(learning_rates("WarmupDecayLR", params)) == pytest.approx(peak)
+
+
+@pytest.mark.parametrize(("steps", "total"), [(10, 30), (2, 40), (10, 10), (10, 5)])
+def test_warmup_decay_lr(steps, total):
+    params = {
+        "warmup_min_lr": 0.001,
+        "warmup_max_lr": 0.01,
+        "warmup_num_steps": steps,
+        "total_num_steps": total,
+    }
+
+    def after(i):
+        if i < steps:
+            gamma = warm(i, steps, "log")
+        else:
+            gamma = max(0.0, (total - i) / max(1.0, total - steps))
+        return 0.001 + (0.01 - 0.001) * gamma
+
+    expected = as_deepspeed_steps(0.001, after)
+    found = learning_rates("WarmupDecayLR", params)
+    np.testing.assert_allclose(found, expected, 1e-5, 1e-8)
+
+
+@pytest.mark.parametrize(("steps", "total"), [(10, 30), (2, 38), (10, 10), (10, 5)])
+@pytest.mark.parametrize("lowest", [0.0, 0.1])
+def test_warmup_cosine_lr(steps, total, lowest):
+    params = {
+        "warmup_min_ratio": lowest,
+        "cos_min_ratio": 0.05,
+        "warmup_num_steps": steps,
+        "total_num_steps": total,
+        "warmup_type": "linear",
+    }
+
+    def after(i):
+        if i < steps:
+            return LR * (lowest + (1 - lowest) * warm(i, steps, "linear"))
+        progress = min(1.0, (i - steps + 1) / max(1, total - steps))
+        cosine = (1 + math.cos(math.pi * progress)) / 2
+        return LR * max(0.0, 0.05 + 0.95 * cosine)
+
+    expected = as_deepspeed_steps(0.0, after)
+    found = learning_rates("WarmupCosineLR", params)
+    np.testing.assert_allclose(found, expected, 1e-4, 1e-8)
+
+
+def test_a_decay_ends_with_the_run_unless_told():
+    params = {"warmup_num_steps": 4}
+    given = learning_rates("WarmupCosineLR", {**params, "total_num_steps": 20})
+    assert learning_rates("WarmupCosineLR", params, run={"steps": 20}) == given
+
+
+class OneCycle:
+    """DeepSpeed's class of that name: the state of its methods, without torch."""
+
+    def __init__(self, p):
+        self.p = p
+        first = float(p["cycle_first_step_size"])
+        self.second = float(p.get("cycle_second_step_size") or first)
+        self.total = first + self.second
+        self.ratio = first / self.total
+        self.i = -1
+
+    def scale(self):
+        step = self.i + 1
+        cycle = math.floor(1 + step / self.total)
+        x = 1.0 + step / self.total - cycle
+        stairs = self.p.get("cycle_first_stair_count", 0)
+        if x <= self.ratio:
+            factor = x / self.ratio
+        else:
+            factor = (x - 1) / (self.ratio - 1)
+            stairs = self.p.get("cycle_second_stair_count", stairs)
+        return math.floor(factor * stairs + 1e-9) / stairs if stairs else factor
+
+    def decayed(self, rate):
+        interval = (self.i - self.total + 1) / self.p["decay_step_size"]
+        return 1 + rate * interval
+
+    def lr(self):
+        low, high = self.p["cycle_min_lr"], self.p["cycle_max_lr"]
+        if self.i < self.total:
+            return low + (high - low) * self.scale()
+        rate = self.p.get("decay_lr_rate", 0)
+        return low / self.decayed(rate) if rate and self.p["decay_step_size"] else low
+
+    def beta(self):
+        if self.i < self.total:
+            return 0.9 - (0.9 - 0.8) * self.scale()
+        rate = self.p.get("decay_mom_rate", 0)
+        return 0.9 * self.decayed(rate) if rate and self.p["decay_step_size"] else 0.9
+
+
+CYCLES = [
+    {"cycle_first_step_size": 10},
+    {"cycle_first_step_size": 10, "decay_step_size": 5, "decay_lr_rate": 0.5},
+    {"cycle_first_step_size": 7, "cycle_second_step_size": 13, "decay_mom_rate": 0.01},
+    {"cycle_first_step_size": 9, "cycle_first_stair_count": 3},
+    {
+        "cycle_first_step_size": 6,
+        "cycle_second_step_size": 12,
+        "cycle_first_stair_count": 2,
+        "cycle_second_stair_count": 4,
+        "decay_step_size": 2,
+        "decay_lr_rate": 0.1,
+        "decay_mom_rate": 0.001,
+    },
+]
+
+
+def one_cycle(params):
+    params = {"decay_step_size": 0, **params, "cycle_min_lr": 0.01, "cycle_max_lr": 0.1}
+    return params, OneCycle(params)
+
+
+@pytest.mark.parametrize("params", CYCLES)
+def test_one_cycle(params):
+    params, theirs = one_cycle(params)
+    expected = [0.01]
+    for theirs.i in range(NUM_STEPS - 1):
+        expected.append(theirs.lr())
+    np.testing.assert_allclose(learning_rates("OneCycle", params), expected, 1e-5)
+
+
+@pytest.mark.parametrize("params", CYCLES)
+def test_one_cycle_moves_the_first_beta_the_other_way(params):
+    params, theirs = one_cycle(params)
+    expected = [0.8]
+    for theirs.i in range(NUM_STEPS - 1):
+        expected.append(theirs.beta())
+    scheduler = Config.load({"scheduler": {"type": "OneCycle", "params": params}})
+    beta = beta_of(scheduler.scheduler.params)
+    found = [float(beta(count)) for count in range(NUM_STEPS)]
+    np.testing.assert_allclose(found, expected, 1e-5)
+
+
+@pytest.mark.parametrize("is_staircase", [False, True])
+def test_lr_range_test(is_staircase):
+    params = {
+        "lr_range_test_min_lr": 0.01,
+        "lr_range_test_step_size": 7,
+        "lr_range_test_step_rate": 2.0,
+        "lr_range_test_staircase": is_staircase,
+    }
+
+    def after(i):
+        interval = (i + 1) / 7
+        return 0.01 * (1 + 2.0 * (math.floor(interval) if is_staircase else interval))
+
+    expected = as_deepspeed_steps(0.01, after)
+    np.testing.assert_allclose(learning_rates("LRRangeTest", params), expected, 1e-5)
+
+
+def test_without_a_scheduler_the_learning_rate_is_constant():
+    raw = {"optimizer": {"type": "AdamW", "params": {"lr": LR}}}
+    schedule = build_schedule(Config.load(raw))
+    assert {float(schedule(count)) for count in (0, 1, 1000)} == {LR}

@@ -1,0 +1,164 @@
+"""`zinf config check`: what zinf does with each key of a config, and why."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zinf.config.config import Config
+from zinf.config.load import raw_config
+from zinf.config.messages import Problem, dotted
+from zinf.config.nearest import did_you_mean
+from zinf.config.optimizer import AdamParams
+from zinf.config.scheduler import DecayParams
+from zinf.config.section import Section
+from zinf.config.status import AUTO, Status, asks, status_of
+from zinf.config.validate import validate
+
+LONGEST_VALUE = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One key of the file."""
+
+    key: str
+    value: str
+    status: Status
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A row per key in file order, what is wrong, and what is worth knowing."""
+
+    rows: tuple[Row, ...]
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether `Config.load` takes the file."""
+        return not self.problems
+
+    def __str__(self) -> str:
+        table = [(r.key, r.value, str(r.status), r.reason) for r in self.rows]
+        widths = [max((len(row[i]) for row in table), default=0) for i in range(3)]
+        lines = ["  ".join([*map(str.ljust, row[:3], widths), row[3]]) for row in table]
+        lines += [f"error: {problem}" for problem in self.problems]
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def report(
+    source: Mapping[str, Any] | str | Path | Config | None, *, world_size: int = 1
+) -> Report:
+    """What zinf does with each key of `source`, also when it cannot be loaded.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no file, or it is not YAML or JSON.
+    """
+    raw = raw_config(source)
+    config, problems = validate(Config, raw, context={"world_size": world_size})
+    return Report(
+        rows=tuple(_rows(Config, raw)),
+        problems=tuple(problems),
+        notes=tuple(_notes(raw, config)),
+    )
+
+
+def _rows(
+    section: type[Section], raw: Mapping[str, Any], above: tuple[str, ...] = ()
+) -> Iterator[Row]:
+    for key, value in raw.items():
+        path = (*above, str(key))
+        below = section.section_at(key, raw)
+        if below is not None and isinstance(value, Mapping) and value:
+            yield from _rows(below, value, path)
+        else:
+            status, reason = _classified(section, key, value)
+            yield from _leaves(path, value, status, reason)
+
+
+def _leaves(
+    path: tuple[str, ...], value: Any, status: Status, reason: str
+) -> Iterator[Row]:
+    """Rows of a key of which zinf knows no sections: one per value below it."""
+    if isinstance(value, Mapping) and value:
+        for key, below in value.items():
+            yield from _leaves((*path, str(key)), below, status, reason)
+    else:
+        yield Row(dotted(path), _shown(value), status, reason)
+
+
+def _classified(section: type[Section], key: str, value: Any) -> tuple[Status, str]:
+    field = section.model_fields.get(key)
+    if field is None:
+        hint = did_you_mean(str(key), section.model_fields)
+        return Status.UNKNOWN, f"There is no such key here.{hint}"
+    status, reason = status_of(field), field.description or ""
+    if status is Status.UNSUPPORTED and (
+        value == "auto" or not asks(value, field.default)
+    ):
+        return Status.AUTOMATIC, "Asks for nothing that zinf does not do."
+    if value == "auto" and status is Status.USED and AUTO in field.metadata:
+        return Status.AUTOMATIC, f"As if absent. {reason}"
+    return status, reason
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 3]}..."
+
+
+def _notes(raw: Mapping[str, Any], config: Config | None) -> Iterator[str]:
+    clipping = raw.get("gradient_clipping")
+    if clipping is None or clipping == "auto":
+        yield (
+            "zinf clips only when told to. DeepSpeed clips the global gradient norm at "
+            "1.0 when gradient_clipping is absent: set it to 1.0 for the same training."
+        )
+    if config is None:
+        return
+    yield from _training_notes(config)
+    yield from _memory_notes(config)
+
+
+def _training_notes(config: Config) -> Iterator[str]:
+    if config.batch_size is None:
+        yield "The batch size is that of the first batch."
+    else:
+        yield (
+            f"One step is {config.batch_size} samples: {config.num_microbatches} "
+            f"microbatches of {config.microbatch_size} per device."
+        )
+    yield f"Compute is in {config.compute_dtype}; masters stay in float32."
+    optimizer = config.optimizer
+    params = optimizer.params if optimizer and optimizer.type == "Adam" else None
+    if isinstance(params, AdamParams):
+        kind = "is AdamW" if params.adam_w_mode else "has an L2 penalty, as in torch"
+        mode = _shown(params.adam_w_mode)
+        yield f"Adam with adam_w_mode {mode} (DeepSpeed's default is true) {kind}."
+    scheduler = config.scheduler.params if config.scheduler else None
+    if isinstance(scheduler, DecayParams):
+        total = scheduler.total_num_steps or config.run.steps
+        if total < scheduler.warmup_num_steps:
+            yield (
+                f"The warm-up takes {scheduler.warmup_num_steps} steps, but the run "
+                f"ends after {total}."
+            )
+
+
+def _memory_notes(config: Config) -> Iterator[str]:
+    tiers = {"Parameters": config.param_tier, "Optimizer state": config.optimizer_tier}
+    for what, tier in tiers.items():
+        where = f"the {tier} tier" if tier else "the fastest tier with room"
+        yield f"{what}: on {where}."
+    zero = config.zero_optimization
+    offload = (zero.offload_param, zero.offload_optimizer)
+    if any(section and section.pin_memory is False for section in offload):
+        yield (
+            "pin_memory: false has no effect. On accelerators host memory is pinned, "
+            "in one pool of the exact size; on CPUs there is nothing to pin."
+        )

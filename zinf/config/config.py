@@ -1,0 +1,243 @@
+"""The whole config, and what the engine reads off it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import PrivateAttr
+
+from zinf.config.batch import BatchSizes, batch_sizes, batch_violations
+from zinf.config.deepspeed import DeepSpeedKeys
+from zinf.config.load import override, raw_config
+from zinf.config.messages import ConfigError
+from zinf.config.precision import BF16, DTYPES, LossScaling, precision_violations
+from zinf.config.rules import (
+    execution_violations,
+    memory_violations,
+    model_violations,
+    training_violations,
+)
+from zinf.config.scalar import Text
+from zinf.config.schema import Data, Memory, Model, Run, Segment
+from zinf.config.section import Violation
+from zinf.config.size import Size
+from zinf.config.validate import validate
+from zinf.program import Tier
+
+FP32_BYTES = 4
+PERSISTENCE_BYTES = 32 * 1024
+
+
+class Config(DeepSpeedKeys):
+    """A complete, checked config: DeepSpeed's keys and zinf's own.
+
+    Make one with `Config.load`. An empty config leaves everything automatic.
+    """
+
+    memory: Memory = Memory()
+    """Byte budgets per tier."""
+
+    segment: Segment = Segment()
+    """How the program is cut."""
+
+    execution: Literal["auto", "fused", "streamed"] = "auto"
+    """One fused step, or segments streamed between tiers; auto: fused if it fits."""
+
+    frozen: tuple[Text, ...] = ()
+    """Glob patterns of parameter key paths (such as embed/*) that are not trained."""
+
+    persistence_threshold: Size | None = None
+    """Bytes; smaller arrays never go to NVMe; 32KiB when absent."""
+
+    model: Model | None = None
+    """The model of `zinf train`; in Python a loss function is given instead."""
+
+    data: Data = Data()
+    """The data of `zinf train`."""
+
+    run: Run = Run()
+    """The training loop."""
+
+    _world_size: int = PrivateAttr(default=1)
+
+    @classmethod
+    def load(
+        cls,
+        source: "Mapping[str, Any] | str | Path | Config | None" = None,
+        overrides: Sequence[str] = (),
+        *,
+        world_size: int = 1,
+    ) -> "Config":
+        """The config in `source`, with `overrides` ("a.b=value") on top.
+
+        Args:
+            source: a mapping, the path of a YAML or JSON file, a config, or None for
+                an empty one.
+            overrides: values are read as YAML; a later one wins.
+            world_size: data-parallel devices, for batch-size arithmetic.
+
+        Raises:
+            ConfigError: a ValueError that names every unknown key, wrong value and
+                impossible combination, with its full path and what is allowed there.
+            FileNotFoundError: `source` names no file.
+            ValueError: the file or an override cannot be read.
+        """
+        if isinstance(source, Config) and not overrides:
+            return source
+        raw = override(raw_config(source), overrides)
+        config, problems = validate(cls, raw, context={"world_size": world_size})
+        if config is None:
+            name = str(source) if isinstance(source, str | Path) else "config"
+            raise ConfigError(name, problems)
+        return config
+
+    def model_post_init(self, context: Any) -> None:
+        if isinstance(context, Mapping):
+            self._world_size = context.get("world_size", 1)
+
+    def violations(self) -> Iterator[Violation]:
+        yield from batch_violations(*self._given_sizes, world_size=self._world_size)
+        yield from precision_violations(self._bf16, self.fp16)
+        yield from memory_violations(self.zero_optimization, self.memory)
+        yield from execution_violations(
+            self.execution, self._tiers, self.segment, self.memory
+        )
+        yield from training_violations(self.optimizer, self.scheduler, self.run)
+        yield from model_violations(self.model, self.data)
+        if self.bfloat16 is not None and "bf16" in self.model_fields_set:
+            yield (
+                ("bfloat16",),
+                "is the old name of bf16, which is given too; remove it.",
+            )
+        if None not in (self.persistence_threshold, self._persistent_elements):
+            text = "means the same as persistence_threshold, which is given too"
+            path = ("zero_optimization", "stage3_param_persistence_threshold")
+            yield path, f"{text}; remove one of them."
+
+    @property
+    def param_tier(self) -> Tier | None:
+        """Tier that parameters rest on; None: placed by budget."""
+        return self.zero_optimization.param_tier
+
+    @property
+    def optimizer_tier(self) -> Tier | None:
+        """Tier that masters and optimizer state rest on; None: placed by budget."""
+        return self.zero_optimization.optimizer_tier
+
+    @property
+    def activation_tier(self) -> Tier | None:
+        """Tier that inputs of segments wait on for backward; None: placed by budget."""
+        is_offloaded = self.activation_checkpointing.cpu_checkpointing
+        return Tier.HOST if is_offloaded else None
+
+    @property
+    def device_bytes(self) -> int | None:
+        """Budget of the device tier; None: automatic."""
+        return self.memory.device
+
+    @property
+    def host_bytes(self) -> int | None:
+        """Budget of the host tier; None: automatic."""
+        return self.memory.host
+
+    @property
+    def nvme_bytes(self) -> int | None:
+        """Budget of the NVMe tier; None: automatic."""
+        return self.memory.nvme_capacity
+
+    @property
+    def nvme_paths(self) -> tuple[Path, ...]:
+        """Folders of the NVMe tier; empty: there is none."""
+        return self.memory.nvme or self.zero_optimization.nvme_paths
+
+    @property
+    def compute_dtype(self) -> str:
+        """Dtype of the compute copies: float32, bfloat16 or float16."""
+        if self._bf16.enabled:
+            return "bfloat16"
+        return "float16" if self.fp16.enabled else "float32"
+
+    @property
+    def accumulation_dtype(self) -> str:
+        """Dtype in which gradients of microbatches add up."""
+        return DTYPES[self.data_types.grad_accum_dtype or "float32"]
+
+    @property
+    def loss_scaling(self) -> LossScaling | None:
+        """How the loss is scaled; None unless fp16 is on."""
+        return self.fp16.loss_scaling
+
+    @property
+    def clip_norm(self) -> float | None:
+        """Largest global gradient norm; None: no clipping."""
+        return self.gradient_clipping or None
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches per step."""
+        return self._sizes.num_microbatches
+
+    @property
+    def microbatch_size(self) -> int | None:
+        """Samples per microbatch and device; None: as the first batch has it."""
+        return self._sizes.microbatch
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples per step; None: as the first batch has it."""
+        return self._sizes.batch
+
+    @property
+    def segment_max_bytes(self) -> int | None:
+        """Most bytes of parameters in one segment; None: automatic."""
+        return self.segment.max_bytes
+
+    @property
+    def persistence_bytes(self) -> int:
+        """Arrays of fewer bytes never go to NVMe."""
+        if self._persistent_elements is not None:
+            return self._persistent_elements * FP32_BYTES
+        return self.persistence_threshold or PERSISTENCE_BYTES
+
+    @property
+    def log_every(self) -> int:
+        """Steps between printed metrics."""
+        if self.steps_per_print and "log_every" not in self.run.model_fields_set:
+            return self.steps_per_print
+        return self.run.log_every
+
+    @property
+    def tensorboard_folder(self) -> Path | None:
+        """Where TensorBoard events go; None: they are not written."""
+        if self.tensorboard.enabled and self.tensorboard.output_path:
+            return Path(self.tensorboard.output_path) / self.tensorboard.job_name
+        is_on = self.tensorboard.enabled or self.run.tensorboard
+        return self.run.output / "tensorboard" if is_on else None
+
+    @property
+    def _bf16(self) -> BF16:
+        return self.bf16 if self.bfloat16 is None else self.bfloat16
+
+    @property
+    def _given_sizes(self) -> tuple[int | None, int | None, int | None]:
+        return (
+            self.train_batch_size,
+            self.train_micro_batch_size_per_gpu,
+            self.gradient_accumulation_steps,
+        )
+
+    @property
+    def _sizes(self) -> BatchSizes:
+        return batch_sizes(*self._given_sizes, world_size=self._world_size)
+
+    @property
+    def _persistent_elements(self) -> int | None:
+        return self.zero_optimization.stage3_param_persistence_threshold
+
+    @property
+    def _tiers(self) -> dict[tuple[str, ...], Tier | None]:
+        return {
+            ("zero_optimization", "offload_param"): self.param_tier,
+            ("zero_optimization", "offload_optimizer"): self.optimizer_tier,
+            ("activation_checkpointing", "cpu_checkpointing"): self.activation_tier,
+        }

@@ -1,0 +1,158 @@
+"""Reading a config: a YAML or JSON file or a mapping, with `a.b=value` on top."""
+
+import copy
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from zinf.config.nearest import did_you_mean
+from zinf.config.section import Section
+
+SUFFIXES = (".yaml", ".yml", ".json")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people expect it: 1e-4 is a number, and no key is given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen = set()
+        for key_node, _ in node.value:
+            key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
+            if key is not None and key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} is given twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+# YAML 1.1, which PyYAML reads, wants a dot and a sign: it takes 1e-4 for a text.
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+"),
+    list("-+0123456789."),
+)
+
+
+def raw_config(
+    source: Mapping[str, Any] | str | Path | Section | None,
+) -> dict[str, Any]:
+    """The keys and values in a mapping, file or config, not yet checked.
+
+    Raises:
+        TypeError: it is none of those.
+        FileNotFoundError, ValueError: see `read`.
+    """
+    match source:
+        case None:
+            return {}
+        case Section():
+            return source.model_dump(exclude_unset=True)
+        case Mapping():
+            return dict(source)
+        case str() | Path():
+            return read(Path(source).expanduser())
+        case _:
+            found = f"found a {type(source).__name__}"
+            raise TypeError(f"config must be a mapping, a path or a Config; {found}")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML or JSON file; an empty YAML file is an empty mapping.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not valid YAML or JSON, or holds no mapping.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(f"config {path} is a folder; give a file in it")
+    if not path.exists():
+        raise FileNotFoundError(_not_found(path))
+    if path.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"config {path}: the name must end in {', '.join(SUFFIXES)}")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"config {path} is not UTF-8 text: {error}") from error
+    is_json = path.suffix.lower() == ".json"
+    value = _parse_json(text, path) if is_json else _parse_yaml(text, path)
+    if not isinstance(value, dict):
+        kind = type(value).__name__
+        raise ValueError(f"config {path} must hold a mapping of keys; found a {kind}")
+    return value
+
+
+def override(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """A copy of `raw` with each "a.b=value" set; values are read as YAML.
+
+    Raises:
+        ValueError: an override has no "=", no key, a value that is not YAML, or goes
+            below a key that holds no mapping.
+    """
+    if isinstance(overrides, str):
+        raise TypeError(f"overrides must be a list of texts; found {overrides!r}")
+    result = copy.deepcopy(dict(raw))
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        path = key.strip().split(".")
+        if not equals or not all(path):
+            raise ValueError(f"override {text!r} must be of the form a.b=value")
+        try:
+            _set(result, path, yaml.load(value, _Loader))
+        except (yaml.YAMLError, TypeError) as error:
+            raise ValueError(f"override {text!r}: {error}") from error
+    return result
+
+
+def _set(raw: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    for depth, key in enumerate(path[:-1]):
+        # Below null a section begins, as below an absent key.
+        below = raw.get(key)
+        raw[key] = raw = {} if below is None else below
+        if not isinstance(raw, dict):
+            above = ".".join(path[: depth + 1])
+            raise TypeError(f"{above} is {raw!r}, which has no keys below it")
+    raw[path[-1]] = value
+
+
+def _not_found(path: Path) -> str:
+    siblings = path.parent.iterdir() if path.parent.is_dir() else ()
+    names = [sibling.name for sibling in siblings if sibling.suffix in SUFFIXES]
+    hint = did_you_mean(path.name, names)
+    return f"config {path} does not exist (looked in {path.parent.absolute()}).{hint}"
+
+
+def _parse_yaml(text: str, path: Path) -> Any:
+    try:
+        value = yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"config {path} is not valid YAML: {_where(error)}") from error
+    return {} if value is None else value
+
+
+def _where(error: yaml.YAMLError) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
+        mark = error.problem_mark
+        return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+    return str(error)
+
+
+def _parse_json(text: str, path: Path) -> Any:
+    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        keys = [key for key, _ in pairs]
+        twice = sorted({key for key in keys if keys.count(key) > 1})
+        if twice:
+            raise ValueError(f"config {path}: {', '.join(twice)} given twice")
+        return dict(pairs)
+
+    try:
+        return json.loads(text, object_pairs_hook=no_duplicates)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"config {path} is not valid JSON: line {error.lineno}, column "
+            f"{error.colno}: {error.msg}"
+        ) from error

@@ -1,0 +1,118 @@
+"""Errors of a config: every problem with its full key path and what is allowed."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from zinf.config.nearest import did_you_mean
+from zinf.config.section import Section, Violations, unknown_key
+
+KeyPath = tuple[str | int, ...]
+QUOTED = re.compile(r"'([^']*)'")
+WORDS = {
+    "Input should be": "must be",
+    "a valid dictionary": "a mapping",
+    "a valid tuple": "a list",
+}
+LONGEST_VALUE = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing wrong with a config: the key to change, its value if that is wrong."""
+
+    path: KeyPath
+    text: str
+    value: str = ""
+
+    def __str__(self) -> str:
+        found = f" = {self.value}" if self.value else ""
+        return f"{dotted(self.path)}{found}: {self.text}"
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a config; `problems` has one entry per key."""
+
+    def __init__(self, source: str, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        count = f"{len(self.problems)} problem{'s' if len(self.problems) > 1 else ''}"
+        lines = [f"  {problem}" for problem in self.problems]
+        super().__init__("\n".join([f"{source} has {count}:", *lines]))
+
+
+def dotted(path: KeyPath) -> str:
+    """The path as `--set` takes it; numbers of list entries are in brackets."""
+    text = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path)
+    return text.removeprefix(".")
+
+
+def explain(
+    error: ValidationError, schema: type[Section], raw: Mapping[str, Any]
+) -> Iterator[Problem]:
+    """The problems behind pydantic's error about `raw`, a config of class `schema`."""
+    for details in error.errors(include_url=False):
+        path: KeyPath = details["loc"]
+        cause = details.get("ctx", {}).get("error")
+        if isinstance(cause, Violations):
+            for below, text in cause.found:
+                yield Problem((*path, *below), text)
+        elif details["type"] == "extra_forbidden":
+            yield Problem(path, _unknown(path, schema, raw))
+        elif details["type"] == "missing":
+            yield Problem(path, "is required here, but missing.")
+        else:
+            text = _message(dict(details), section_of(path, schema, raw))
+            yield Problem(path, text, _shown(details["input"]))
+
+
+def section_of(
+    path: Sequence[str | int], schema: type[Section], raw: Mapping[str, Any]
+) -> type[Section] | None:
+    """The class of the section at `path`; None when a plain value is there."""
+    section: type[Section] | None = schema
+    value: Any = raw
+    for key in path:
+        if section is None or not isinstance(key, str):
+            return None
+        siblings = value if isinstance(value, Mapping) else {}
+        section = section.section_at(key, siblings)
+        value = siblings.get(key)
+    return section
+
+
+def paths_of(key: str, schema: type[Section], above: str = "") -> Iterator[str]:
+    """Dotted paths of all keys of that name."""
+    for name in schema.model_fields:
+        if name == key:
+            yield f"{above}{name}"
+        section = schema.section_at(name, {})
+        if section is not None:
+            yield from paths_of(key, section, f"{above}{name}.")
+
+
+def _unknown(path: KeyPath, schema: type[Section], raw: Mapping[str, Any]) -> str:
+    section = section_of(path[:-1], schema, raw) or Section
+    key = str(path[-1])
+    elsewhere = list(paths_of(key, schema))
+    text = unknown_key(key, section.model_fields)
+    return f"{text} It exists as {', '.join(elsewhere)}." if elsewhere else text
+
+
+def _message(details: dict[str, Any], section: type[Section] | None) -> str:
+    message = details["msg"].removeprefix("Value error, ").rstrip(".")
+    for theirs, ours in WORDS.items():
+        message = message.replace(theirs, ours)
+    if details["type"] == "literal_error":
+        options = QUOTED.findall(details["ctx"]["expected"])
+        return f"{message}.{did_you_mean(str(details['input']), options)}"
+    if section is not None and details["type"].startswith(("model_", "dict_")):
+        return f"must be a mapping with keys among {', '.join(section.model_fields)}."
+    return message if message.endswith("?") else f"{message}."
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."

@@ -1,0 +1,92 @@
+"""DeepSpeed sections that zinf looks into no further than their keys.
+
+They are off, moot or automatic as a whole; a mistyped key in them is still an error.
+Keys as in DeepSpeed 0.19.6.
+"""
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, ValidationInfo
+
+from zinf.config.section import Violations, unknown_key
+
+KEYS = {
+    "autotuning": """
+        enabled fast results_dir exps_dir overwrite metric metric_path
+        start_profile_step end_profile_step tuner_type tuner_early_stopping
+        tuner_num_trials arg_mappings max_train_batch_size min_train_batch_size
+        max_train_micro_batch_size_per_gpu min_train_micro_batch_size_per_gpu
+        num_tuning_micro_batch_sizes mp_size model_info model_info_path""",
+    "checkpoint": """
+        tag_validation load_universal use_node_local_storage parallel_write
+        checkpoint_serialization writer""",
+    "comet": """
+        enabled samples_log_interval project workspace api_key experiment_name
+        experiment_key online mode""",
+    "comms_logger": "enabled prof_all prof_ops verbose debug",
+    "compile": """
+        enabled backend kwargs deepcompile free_activation free_activation_threshold
+        offload_activation offload_opt_states offload_parameters double_buffer
+        symmetric_memory debug_log sync_before_reduce sync_after_reduce
+        sync_before_allgather sync_after_allgather keep_int_input_tensors
+        keep_all_input_tensors passes""",
+    "compression_training": """
+        weight_quantization activation_quantization sparse_pruning row_pruning
+        head_pruning channel_pruning layer_reduction""",
+    "csv_monitor": "enabled output_path job_name",
+    "curriculum_learning": """
+        enabled curriculum_type min_difficulty max_difficulty schedule_type
+        schedule_config""",
+    "data_efficiency": "enabled seed data_sampling data_routing",
+    "eigenvalue": """
+        enabled verbose max_iter tol stability gas_boundary_resolution layer_name
+        layer_num""",
+    "elasticity": """
+        enabled max_train_batch_size micro_batch_sizes min_gpus max_gpus
+        num_gpus_per_node model_parallel_size min_time prefer_larger_batch
+        ignore_non_elastic_batch_info version""",
+    "expert_parallel": """
+        enabled autoep_size expert_tensor_parallel_size validate_folding_routing
+        async_split_plan preset_model moe_layer_pattern expert_pattern router_pattern
+        use_grouped_mm disable_triton_grouped_mm route_norm route_scale score_apply
+        combine_impl row_weighting_impl gate_up_impl comm_backend comm_num_sm
+        comm_qp_margin comm_max_tokens_per_rank num_expert_groups num_limited_groups
+        score_func top_k load_balance_coeff routed_scaling_factor expert_w1 expert_w2
+        expert_w3 num_experts_attr top_k_attr has_shared_experts
+        shared_experts_pattern shared_experts_gate_pattern expert_activation""",
+    "flops_profiler": """
+        enabled recompute_fwd_factor profile_step module_depth top_modules detailed
+        output_file""",
+    "hybrid_engine": """
+        enabled max_out_tokens inference_tp_size release_inference_cache
+        pin_parameters tp_gather_partition_size enable_cuda_graph""",
+    "leaf_module": "classes names name_suffixes",
+    "nebula": """
+        enabled persistent_storage_path persistent_time_interval
+        num_of_version_in_retention enable_nebula_load load_path""",
+    "progressive_layer_drop": "enabled theta gamma",
+    "timers": "throughput",
+    "torch_autocast": "enabled dtype lower_precision_safe_modules",
+    "trackio": "enabled project",
+    "wandb": "enabled group team project",
+    "zenflow": """
+        topk_ratio select_strategy select_interval update_interval overlap_step
+        offload auto_ratio full_warm_up_rounds pt_reserved_cores_perc
+        steps_per_epoch""",
+    "zeropp_loco_param": "err_beta reset_T",
+}
+
+
+def _check_keys(value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+    allowed = KEYS[str(info.field_name)].split()
+    unknown = [key for key in value if key not in allowed]
+    if unknown:
+        raise Violations(((key,), unknown_key(key, allowed)) for key in unknown)
+    return value
+
+
+Opaque = Annotated[dict[str, Any], AfterValidator(_check_keys)]
+"""A mapping whose keys are those of `KEYS` under the field's name."""
+
+AnyKeys = dict[str, Any]
+"""A mapping whose keys are passed on to something else, such as NVIDIA Apex."""

@@ -1,0 +1,175 @@
+"""The `optimizer` section: DeepSpeed's optimizer types with their own parameters."""
+
+from typing import Literal
+
+from pydantic import SerializeAsAny
+
+from zinf.config.scalar import Count, Flag, Fraction, NonNegative, Number
+from zinf.config.section import Section
+from zinf.config.status import Auto, Moot, Unsupported
+from zinf.config.typed import TypedSection
+
+
+class OptimizerParams(Section):
+    """What all optimizers take."""
+
+    lr: Auto[NonNegative] = 1e-3
+    """Learning rate; a scheduler may set it instead."""
+
+    weight_decay: Auto[NonNegative] = 0.0
+    """Weight decay per step and learning rate; an L2 penalty where not decoupled."""
+
+    max_grad_norm: Unsupported[NonNegative] = 0.0
+    """Clipping belongs to the engine: set the top-level gradient_clipping instead."""
+
+    fused: Moot[Flag] = None
+    """Fused kernels; XLA fuses."""
+
+    foreach: Moot[Flag] = None
+    """Batched kernels; XLA fuses."""
+
+    capturable: Moot[Flag] = None
+    """CUDA graph capture; XLA compiles the update."""
+
+    maximize: Unsupported[Flag] = False
+    """Gradient ascent; negate the loss instead."""
+
+    amsgrad: Unsupported[Flag] = False
+    """The AMSGrad variant; DeepSpeed's own kernels refuse it too."""
+
+
+class BetaParams(OptimizerParams):
+    """What Adam and its relatives take."""
+
+    betas: Auto[tuple[Fraction, Fraction]] = (0.9, 0.999)
+    """Decay rates per step of the first and the second moment."""
+
+    eps: Auto[NonNegative] = 1e-8
+    """Added to the root of the second moment."""
+
+    bias_correction: Unsupported[Flag] = True
+    """Moments without bias correction; leave it true."""
+
+    set_grad_none: Moot[Flag] = None
+    """How gradients are cleared; gradients are values, not buffers."""
+
+
+class AdamParams(BetaParams):
+    """Adam and AdamW."""
+
+    adam_w_mode: Auto[Flag] = True
+    """Decoupled weight decay, https://arxiv.org/abs/1711.05101; false: L2 penalty."""
+
+    torch_adam: Moot[Flag] = None
+    """Which kernel computes the same numbers; XLA compiles the update."""
+
+    fp32_optimizer_states: Unsupported[Flag] = True
+    """Moments in the compute dtype; leave it true."""
+
+
+class SGDParams(OptimizerParams):
+    """SGD as in torch: momentum is a sum of gradients, weight decay an L2 penalty."""
+
+    momentum: Auto[Fraction] = 0.0
+    """Decay rate per step of the momentum."""
+
+    nesterov: Auto[Flag] = False
+    """Nesterov momentum."""
+
+    dampening: Unsupported[Number] = 0.0
+    """Dampened momentum; leave it 0."""
+
+
+class LionParams(OptimizerParams):
+    """Lion (https://arxiv.org/abs/2302.06675), weight decay decoupled."""
+
+    betas: Auto[tuple[Fraction, Fraction]] = (0.9, 0.99)
+    """Rates per step that mix the update and decay the momentum."""
+
+    set_grad_none: Moot[Flag] = None
+    """How gradients are cleared; gradients are values, not buffers."""
+
+
+class AdagradParams(OptimizerParams):
+    """Adagrad as in torch: weight decay is an L2 penalty."""
+
+    lr: Auto[NonNegative] = 1e-2
+    """Learning rate; a scheduler may set it instead."""
+
+    eps: Auto[NonNegative] = 1e-10
+    """Added to the root of the sum of squares."""
+
+    lr_decay: Unsupported[NonNegative] = 0.0
+    """Learning rate decay of the optimizer; use a scheduler instead."""
+
+    initial_accumulator_value: Auto[NonNegative] = 0.0
+    """First value of the sum of squares."""
+
+
+class LambParams(BetaParams):
+    """LAMB (https://arxiv.org/abs/1904.00962)."""
+
+    max_coeff: Auto[NonNegative] = 10.0
+    """Largest trust ratio."""
+
+    min_coeff: Auto[NonNegative] = 0.01
+    """Smallest trust ratio."""
+
+    eps_inside_sqrt: Auto[Flag] = False
+    """Whether eps is added before the root is taken."""
+
+
+class MuonParams(OptimizerParams):
+    """Muon (https://kellerjordan.github.io/posts/muon) for matrices, else Adam."""
+
+    momentum: Auto[Fraction] = 0.95
+    """Decay rate per step of the momentum of matrices."""
+
+    muon_lr: Auto[NonNegative | None] = None
+    """Learning rate of matrices; lr when absent."""
+
+    adam_lr: Auto[NonNegative | None] = None
+    """Learning rate of everything else; lr when absent."""
+
+    betas: Auto[tuple[Fraction, Fraction]] = (0.9, 0.999)
+    """Decay rates per step of the moments of everything else."""
+
+    eps: Auto[NonNegative] = 1e-8
+    """Added to the root of the second moment of everything else."""
+
+    ns_steps: Auto[Count] = 5
+    """Newton-Schulz iterations per update."""
+
+    ns_method: Moot[Literal["gram", "standard"]] = None
+    """Two orders of computing the same orthogonal matrix."""
+
+    adam_w_mode: Auto[Flag] = True
+    """Decoupled weight decay for everything else; false: L2 penalty."""
+
+    torch_adam: Moot[Flag] = None
+    """Which kernel computes the same numbers; XLA compiles the update."""
+
+    per_head_muon: Unsupported[Flag] = False
+    """One orthogonal matrix per attention head; leave it false."""
+
+
+class Optimizer(TypedSection):
+    """The optimizer, with the meaning its parameters have in torch and DeepSpeed."""
+
+    KNOWN = {
+        "Adam": AdamParams,
+        "AdamW": AdamParams,
+        "SGD": SGDParams,
+        "Lion": LionParams,
+        "Adagrad": AdagradParams,
+        "Lamb": LambParams,
+        "Muon": MuonParams,
+    }
+    ANY = OptimizerParams
+    NOT_YET = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD")
+
+    params: SerializeAsAny[OptimizerParams]
+    """The parameters of that type."""
+
+    legacy_fusion: Moot[Flag] = None
+    """DeepSpeed's older fused wrapper; XLA fuses."""

@@ -1,0 +1,83 @@
+"""Combinations of sections that cannot be."""
+
+from collections.abc import Iterator
+
+from zinf.config.optimizer import Optimizer
+from zinf.config.scheduler import DecayParams, OneCycleParams, Scheduler
+from zinf.config.schema import BYTE_VALUES, Data, Memory, Model, Run, Segment
+from zinf.config.section import Violation
+from zinf.config.zero import ZeroOptimization
+from zinf.program import Tier
+
+
+def memory_violations(zero: ZeroOptimization, memory: Memory) -> Iterator[Violation]:
+    """An NVMe tier without a folder, or with two opinions about it."""
+    offload = {
+        "offload_param": (zero.offload_param, zero.param_tier),
+        "offload_optimizer": (zero.offload_optimizer, zero.optimizer_tier),
+    }
+    for key, (section, tier) in offload.items():
+        path = ("zero_optimization", key, "nvme_path")
+        folder = section.nvme_path if section else None
+        if tier is Tier.NVME and folder is None and not memory.nvme:
+            yield path, "device is nvme: give a folder here, or in memory.nvme."
+        if folder is not None and memory.nvme and folder not in memory.nvme:
+            folders = ", ".join(map(str, memory.nvme))
+            text = f"{folder} is not among memory.nvme ({folders}). Remove one of them."
+            yield path, text
+    if memory.nvme_capacity and not (memory.nvme or zero.nvme_paths):
+        text = "has no effect without an NVMe tier. Give its folders in memory.nvme."
+        yield ("memory", "nvme_capacity"), text
+
+
+def execution_violations(
+    execution: str,
+    tiers: dict[tuple[str, ...], Tier | None],
+    segment: Segment,
+    memory: Memory,
+) -> Iterator[Violation]:
+    """A fused step that is told to stream; a segment larger than the device."""
+    for path, tier in tiers.items():
+        if execution == "fused" and tier in (Tier.HOST, Tier.NVME):
+            text = "fused keeps everything on the device, but"
+            where = f"{'.'.join(path)} asks for the {tier} tier"
+            yield ("execution",), f"{text} {where}. Use auto or streamed."
+    if segment.max_bytes and memory.device and segment.max_bytes > memory.device:
+        text = f"{segment.max_bytes:,} bytes are more than memory.device, which is"
+        yield ("segment", "max_bytes"), f"{text} {memory.device:,} bytes."
+
+
+def training_violations(
+    optimizer: Optimizer | None, scheduler: Scheduler | None, run: Run
+) -> Iterator[Violation]:
+    """A schedule of unknown length, or one that the optimizer cannot follow."""
+    params = scheduler.params if scheduler else None
+    if (
+        isinstance(params, DecayParams)
+        and params.total_num_steps is None
+        and "steps" not in run.model_fields_set
+    ):
+        path = ("scheduler", "params", "total_num_steps")
+        yield path, "is unknown: give it, or run.steps."
+    if (
+        isinstance(params, OneCycleParams)
+        and params.cycle_momentum
+        and optimizer is not None
+        and optimizer.type in ("Lamb", "Lion")
+    ):
+        path = ("scheduler", "params", "cycle_momentum")
+        text = f"moving the betas of {optimizer.type} is not supported yet"
+        yield path, f"{text}. Set it to false, or use Adam or AdamW."
+
+
+def model_violations(model: Model | None, data: Data) -> Iterator[Violation]:
+    """Data that the model cannot take."""
+    if model is None:
+        return
+    if data.sequence_length > model.max_length:
+        text = f"{data.sequence_length} tokens are more than model.max_length"
+        path = ("data", "sequence_length")
+        yield path, f"{text}, which is {model.max_length}. Lower it, or raise that."
+    if model.vocab_size < BYTE_VALUES:
+        text = f"text is read as bytes, which have {BYTE_VALUES} values, not"
+        yield ("model", "vocab_size"), f"{text} {model.vocab_size}."

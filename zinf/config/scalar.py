@@ -1,0 +1,30 @@
+"""The kinds of values that keys take. All are strict: "3" is no number."""
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, AllowInfNan, BeforeValidator, Field, Strict
+
+
+def _whole(value: object) -> object:
+    # JSON writes large counts as 1e9, which parses as a float.
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+def _path(value: object) -> object:
+    if not isinstance(value, str | Path) or not str(value).strip():
+        raise ValueError("must be a path")
+    return value
+
+
+Flag = Annotated[bool, Strict()]
+Number = Annotated[float, Strict(), AllowInfNan(False)]
+NonNegative = Annotated[Number, Field(ge=0)]
+Fraction = Annotated[Number, Field(ge=0, lt=1)]
+Integer = Annotated[int, BeforeValidator(_whole), Strict()]
+Whole = Annotated[Integer, Field(ge=0)]
+Count = Annotated[Integer, Field(ge=1)]
+Text = Annotated[str, Field(min_length=1)]
+Folder = Annotated[Path, BeforeValidator(_path), AfterValidator(Path.expanduser)]

@@ -1,0 +1,182 @@
+"""zinf's own sections: memory budgets, segments, and what `zinf train` trains."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from zinf.config.nearest import did_you_mean
+from zinf.config.scalar import Count, Flag, Folder, Fraction, Text, Whole
+from zinf.config.section import Section, Violation
+from zinf.config.size import Size
+from zinf.config.status import Auto
+
+STDLIB = "stdlib"
+BYTE_VALUES = 256
+
+
+def _one_or_many(value: object) -> object:
+    return (value,) if isinstance(value, str | Path) else value
+
+
+class Memory(Section):
+    """Byte budgets, one per tier. They are hard: nothing ever holds more."""
+
+    device: Auto[Size | None] = None
+    """Bytes of device memory, such as 120GiB; absent or auto: what the device has."""
+
+    host: Auto[Size | None] = None
+    """Bytes of host memory; absent or auto: what the machine has free."""
+
+    nvme: Annotated[
+        tuple[Folder, ...] | None,
+        BeforeValidator(_one_or_many),
+        Field(min_length=1),
+    ] = None
+    """Folders of the NVMe tier, best one per drive."""
+
+    nvme_capacity: Auto[Size | None] = None
+    """Bytes on all those folders together; absent or auto: what they have free."""
+
+
+class Segment(Section):
+    """How the program is cut."""
+
+    max_bytes: Auto[Size | None] = None
+    """Bytes of parameters in one segment; absent or auto: chosen by the plan."""
+
+
+class Model(Section):
+    """The model that `zinf train` trains."""
+
+    name: Literal["gpt"] = "gpt"
+    """A decoder-only Transformer."""
+
+    num_layers: Count
+    """Number of blocks."""
+
+    num_heads: Count
+    """Attention heads per block."""
+
+    num_kv_heads: Count | None = None
+    """Key and value heads; num_heads when null."""
+
+    embed_dim: Count
+    """Width of the residual stream."""
+
+    mlp_dim: Count | None = None
+    """Hidden width of the MLP; null: 4 embed_dim for gelu, about 8/3 for swiglu."""
+
+    vocab_size: Count = BYTE_VALUES
+    """Number of token values; bytes have 256."""
+
+    max_length: Count
+    """Longest sequence in tokens."""
+
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    """Normalisation."""
+
+    activation: Literal["gelu", "swiglu"] = "gelu"
+    """Nonlinearity of the MLP."""
+
+    position: Literal["learned", "rope"] = "learned"
+    """Position embedding."""
+
+    tied_embeddings: Flag = True
+    """One matrix for token embedding and output."""
+
+    use_bias: Flag = True
+    """Biases in linear layers and norms."""
+
+    dropout: Fraction = 0.0
+    """Share of activations dropped while training."""
+
+    scan_layers: Flag = False
+    """Stack the parameters of all blocks and run them in a `lax.scan`."""
+
+    def violations(self) -> Iterator[Violation]:
+        heads, kv_heads = self.num_heads, self.num_kv_heads or self.num_heads
+        if self.embed_dim % heads:
+            text = f"{self.embed_dim} is not a multiple of num_heads, {heads}."
+            yield ("embed_dim",), text
+        elif self.position == "rope" and self.embed_dim // heads % 2:
+            head_dim = self.embed_dim // heads
+            yield ("embed_dim",), f"/ num_heads is {head_dim}; rope needs it even."
+        if heads % kv_heads:
+            yield ("num_kv_heads",), f"{kv_heads} does not divide num_heads, {heads}."
+
+
+def _paths(value: object) -> object:
+    if value == STDLIB:
+        return value
+    allowed = f"must be a list of files and folders, or {STDLIB!r}"
+    if isinstance(value, str):
+        hint = did_you_mean(value, [STDLIB])
+        raise ValueError(f"{allowed}.{hint} Write [{value}] for one path.")
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError(allowed)
+    if not all(isinstance(path, str | Path) and str(path) for path in value):
+        raise ValueError(f"{allowed}; one of its entries is no path")
+    return tuple(Path(path).expanduser() for path in value)
+
+
+class Data(Section):
+    """The text that `zinf train` trains on, as bytes."""
+
+    name: Literal["text"] = "text"
+    """Files read as bytes."""
+
+    paths: Annotated[Literal["stdlib"] | tuple[Path, ...], BeforeValidator(_paths)] = (
+        "stdlib"
+    )
+    """Files and folders; stdlib: the source of Python's standard library."""
+
+    glob: Text = "*.py"
+    """Pattern of the file names that are read in folders, at any depth."""
+
+    sequence_length: Count = 256
+    """Tokens per sample."""
+
+    validation_fraction: Fraction = 0.05
+    """Share of the text that is only evaluated on."""
+
+    seed: Whole = 0
+    """Seed of the order of samples."""
+
+
+class Run(Section):
+    """The training loop of `zinf train` and `zinf.Trainer`."""
+
+    steps: Count = 1000
+    """Optimizer steps."""
+
+    seed: Whole = 0
+    """Seed of initialisation and dropout."""
+
+    output: Folder = Path("runs/default")
+    """Folder of checkpoints and logs."""
+
+    checkpoint_every: Count | None = None
+    """Steps between checkpoints; null: only at the end."""
+
+    keep_checkpoints: Count = 3
+    """Checkpoints kept, the newest ones."""
+
+    evaluate_every: Count | None = None
+    """Steps between evaluations; null: never."""
+
+    evaluate_batches: Count = 8
+    """Batches per evaluation."""
+
+    log_every: Count = 10
+    """Steps between printed metrics."""
+
+    resume: Flag = False
+    """Continue from the newest checkpoint in `output`, if there is one."""
+
+    metrics: Folder | None = None
+    """File of metrics, one JSON object per line and step; null: none."""
+
+    tensorboard: Flag = False
+    """Write TensorBoard events to `output`."""

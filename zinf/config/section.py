@@ -1,0 +1,91 @@
+"""What every section of a config has in common: it is frozen, strict and documented."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Self, get_args
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from zinf.config.nearest import did_you_mean
+from zinf.config.status import AUTO, Status, asks, status_of
+
+Violation = tuple[tuple[str, ...], str]
+"""The path of an offending key below its section, and what is wrong with it."""
+
+
+class Violations(ValueError):
+    """Everything wrong with one section; pydantic reports it beside its own errors."""
+
+    def __init__(self, found: Iterable[Violation]) -> None:
+        self.found = tuple(found)
+        super().__init__("; ".join(f"{'.'.join(p)}: {text}" for p, text in self.found))
+
+
+class Section(BaseModel):
+    """A frozen group of keys; the docstring of a key is its line in `config check`."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+
+    def violations(self) -> Iterator[Violation]:
+        """Combinations of keys of this section that cannot be."""
+        yield from ()
+
+    @classmethod
+    def section_at(
+        cls, key: str, siblings: Mapping[str, Any]
+    ) -> "type[Section] | None":
+        """The class of the section at `key`, if it is one.
+
+        `siblings` are the raw values beside it: some sections depend on a type there.
+        """
+        del siblings
+        field = cls.model_fields.get(key)
+        return _section_in(field.annotation) if field else None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _omit_automatic(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        return {k: v for k, v in data.items() if not cls._is_omitted(k, v)}
+
+    @classmethod
+    def _is_omitted(cls, key: Any, value: Any) -> bool:
+        field = cls.model_fields.get(key) if isinstance(key, str) else None
+        if field is None:
+            return False
+        if value is None:
+            return _section_in(field.annotation) is not None
+        return isinstance(value, str) and value == "auto" and AUTO in field.metadata
+
+    @model_validator(mode="after")
+    def _refuse_violations(self) -> Self:
+        found = [*self._unsupported(), *self.violations()]
+        if found:
+            raise Violations(found)
+        return self
+
+    def _unsupported(self) -> Iterator[Violation]:
+        for key in sorted(self.model_fields_set):
+            field = type(self).model_fields[key]
+            value = getattr(self, key)
+            if status_of(field) is Status.UNSUPPORTED and asks(value, field.default):
+                yield (key,), f"not supported yet. {field.description}"
+
+
+def _section_in(annotation: Any) -> type[Section] | None:
+    """The section class in a type such as `Model | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    return next(filter(None, map(_section_in, get_args(annotation))), None)
+
+
+def unknown_key(key: str, allowed: Iterable[str]) -> str:
+    """The message for a key that is not one of `allowed`."""
+    names = sorted(allowed)
+    hint = did_you_mean(key, names)
+    return f"unknown key.{hint} Allowed keys here: {', '.join(names)}."

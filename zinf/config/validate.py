@@ -1,0 +1,61 @@
+"""Validation that reports every problem at once."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from zinf.config.messages import KeyPath, Problem, explain
+from zinf.config.section import Section
+
+S = TypeVar("S", bound=Section)
+
+
+def validate(
+    schema: type[S], raw: Mapping[str, Any], *, context: Mapping[str, Any]
+) -> tuple[S | None, list[Problem]]:
+    """The config of class `schema` in `raw`, or None and everything wrong with it.
+
+    Keys are checked one by one and combinations only after them, so wrong keys would
+    hide wrong combinations. Therefore what is wrong is left out and the rest is checked
+    again, until the rest is right.
+    """
+    problems: list[Problem] = []
+    rest: dict[str, Any] = copy.deepcopy(dict(raw))
+    while True:
+        try:
+            config = schema.model_validate(rest, context=context)
+        except ValidationError as error:
+            seen = [problem.path for problem in problems]
+            changed = False
+            for problem in explain(error, schema, rest):
+                follows = _follows(problem.path, seen)
+                if not follows:
+                    problems.append(problem)
+                path = problem.path[:1] if follows else problem.path
+                changed = _leave_out(rest, path) or changed
+            if not changed:
+                return None, problems
+        else:
+            return (None if problems else config), problems
+
+
+def _follows(path: KeyPath, seen: Sequence[KeyPath]) -> bool:
+    """Whether a problem at `path` may be due to leaving out one of `seen`."""
+    return any(path[: len(s)] == s or s[: len(path)] == path for s in seen)
+
+
+def _leave_out(raw: dict[str, Any], path: KeyPath) -> bool:
+    """Removes the key at `path`, or the section that lacks it. False: there is none."""
+    found: tuple[dict[str, Any], Any] | None = None
+    value: Any = raw
+    for key in path:
+        if not isinstance(value, dict) or key not in value:
+            break
+        found = (value, key)
+        value = value[key]
+    if found is None:
+        return False
+    del found[0][found[1]]
+    return True
