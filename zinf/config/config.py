@@ -21,6 +21,7 @@ from zinf.config.scalar import Text
 from zinf.config.schema import Data, Memory, Model, Run, Segment
 from zinf.config.section import Violation
 from zinf.config.size import Size
+from zinf.config.status import Auto
 from zinf.config.validate import validate
 from zinf.program import Tier
 
@@ -46,7 +47,7 @@ class Config(DeepSpeedKeys):
     frozen: tuple[Text, ...] = ()
     """Glob patterns of parameter key paths (such as embed/*) that are not trained."""
 
-    persistence_threshold: Size | None = None
+    persistence_threshold: Auto[Size | None] = None
     """Bytes; smaller arrays never go to NVMe; 32KiB when absent."""
 
     model: Model | None = None
@@ -66,7 +67,7 @@ class Config(DeepSpeedKeys):
         source: "Mapping[str, Any] | str | Path | Config | None" = None,
         overrides: Sequence[str] = (),
         *,
-        world_size: int = 1,
+        world_size: int | None = None,
     ) -> "Config":
         """The config in `source`, with `overrides` ("a.b=value") on top.
 
@@ -74,7 +75,8 @@ class Config(DeepSpeedKeys):
             source: a mapping, the path of a YAML or JSON file, a config, or None for
                 an empty one.
             overrides: values are read as YAML; a later one wins.
-            world_size: data-parallel devices, for batch-size arithmetic.
+            world_size: data-parallel devices, for batch-size arithmetic; by default
+                those that a given config was loaded for, else 1.
 
         Raises:
             ConfigError: a ValueError that names every unknown key, wrong value and
@@ -82,10 +84,12 @@ class Config(DeepSpeedKeys):
             FileNotFoundError: `source` names no file.
             ValueError: the file or an override cannot be read.
         """
-        if isinstance(source, Config) and not overrides:
-            return source
+        if isinstance(source, Config):
+            world_size = source._world_size if world_size is None else world_size
+            if not overrides and world_size == source._world_size:
+                return source
         raw = override(raw_config(source), overrides)
-        config, problems = validate(cls, raw, context={"world_size": world_size})
+        config, problems = validate(cls, raw, context={"world_size": world_size or 1})
         if config is None:
             name = str(source) if isinstance(source, str | Path) else "config"
             raise ConfigError(name, problems)

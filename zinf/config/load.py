@@ -154,5 +154,5 @@ def _parse_json(text: str, path: Path) -> Any:
     except json.JSONDecodeError as error:
         raise ValueError(
             f"config {path} is not valid JSON: line {error.lineno}, column "
-            f"{error.colno}: {error.msg}"
+            f"{error.colno}: {error.msg}. (Comments are for .yaml files.)"
         ) from error

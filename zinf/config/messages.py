@@ -16,6 +16,8 @@ WORDS = {
     "Input should be": "must be",
     "a valid dictionary": "a mapping",
     "a valid tuple": "a list",
+    "String should have": "must have",
+    "Tuple should have": "must have",
 }
 LONGEST_VALUE = 60
 

@@ -1,11 +1,12 @@
 """The `optimizer` section: DeepSpeed's optimizer types with their own parameters."""
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import SerializeAsAny
 
 from zinf.config.scalar import Count, Flag, Fraction, NonNegative, Number
-from zinf.config.section import Section
+from zinf.config.section import Section, Violation
 from zinf.config.status import Auto, Moot, Unsupported
 from zinf.config.typed import TypedSection
 
@@ -65,6 +66,11 @@ class AdamParams(BetaParams):
 
     fp32_optimizer_states: Unsupported[Flag] = True
     """Moments in the compute dtype; leave it true."""
+
+    def violations(self) -> Iterator[Violation]:
+        if self.torch_adam and "weight_decay" not in self.model_fields_set:
+            text = "is 0.01 by default in torch's AdamW and 0 in DeepSpeed's"
+            yield ("weight_decay",), f"{text}. With torch_adam, give it."
 
 
 class SGDParams(OptimizerParams):

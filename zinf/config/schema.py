@@ -39,6 +39,12 @@ class Memory(Section):
     nvme_capacity: Auto[Size | None] = None
     """Bytes on all those folders together; absent or auto: what they have free."""
 
+    def violations(self) -> Iterator[Violation]:
+        folders = self.nvme or ()
+        twice = {str(folder) for folder in folders if folders.count(folder) > 1}
+        if twice:
+            yield ("nvme",), f"names a folder twice: {', '.join(sorted(twice))}."
+
 
 class Segment(Section):
     """How the program is cut."""

@@ -63,6 +63,14 @@ def test_sizes_are_positive_whole_numbers(key, value):
         Config.load({key: value})
 
 
+def test_a_config_keeps_the_number_of_devices_it_was_loaded_for():
+    config = Config.load(SIZES, world_size=4)
+    assert Config.load(config) is config
+    assert Config.load(config, ["run.seed=1"]).batch_size == 48
+    with pytest.raises(ConfigError, match="12, not 48"):
+        Config.load(config, world_size=1)
+
+
 def test_auto_sizes_are_as_if_absent():
     config = Config.load({**dict.fromkeys(KEYS, "auto"), KEYS[1]: 4})
     assert (config.batch_size, config.num_microbatches) == (4, 1)

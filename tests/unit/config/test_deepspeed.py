@@ -179,6 +179,13 @@ def test_max_grad_norm_of_the_optimizer_points_to_gradient_clipping():
     Config.load(raw, ["optimizer.params.max_grad_norm=0"])
 
 
+def test_torch_adam_has_another_default_decay_so_it_must_be_given():
+    raw = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+    with pytest.raises(ConfigError, match="optimizer.params.weight_decay: is 0.01"):
+        Config.load(raw)
+    Config.load(raw, ["optimizer.params.weight_decay=0"])
+
+
 @pytest.mark.parametrize("kind", ["Adam", "adam", "ADAM"])
 def test_types_are_read_in_any_case(kind):
     assert Config.load({"optimizer": {"type": kind}}).optimizer.type == "Adam"

@@ -137,6 +137,7 @@ def test_a_folder_is_refused(tmp_path):
         ("a.json", '{"run": 1, "run": 2}', "run given twice"),
         ("a.json", "", "line 1"),
         ("a.json", "[]", "found a list"),
+        ("a.json", '{\n"run": {} // none\n}', "line 2, column 11"),
         ("a.toml", "", "must end in .yaml, .yml, .json"),
     ],
 )

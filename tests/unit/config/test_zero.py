@@ -101,6 +101,11 @@ def test_two_opinions_on_the_folder_are_refused():
     )
 
 
+def test_a_folder_given_twice_is_refused():
+    with pytest.raises(ConfigError, match="memory.nvme: names a folder twice: a"):
+        loaded({}, memory={"nvme": ["a", "b", "a"]})
+
+
 def test_home_folders_are_expanded(monkeypatch):
     monkeypatch.setenv("HOME", "/somewhere")
     assert loaded({}, memory={"nvme": ["~/x"]}).nvme_paths == (Path("/somewhere/x"),)
