@@ -1,1 +1,8 @@
-"""zinf 0.1.0: train any JAX model with its state streamed between the memory tiers."""
+"""Train any JAX model, of any size, on the hardware you have."""
+
+from zinf.config import Config as Config
+from zinf.engine import Engine as Engine
+from zinf.engine import initialize as initialize
+from zinf.engine import plan_only as plan_only
+
+__version__ = "0.1.0"

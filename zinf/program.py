@@ -73,9 +73,7 @@ class Leaf:
         """The arrays that hold this leaf: one, or one a row when it is stacked."""
         if self.num_rows is None:
             return (ArrayId(role, self.path),)
-        return tuple(
-            ArrayId(role, self.path, (i, i + 1)) for i in range(self.num_rows)
-        )
+        return tuple(ArrayId(role, self.path, (i, i + 1)) for i in range(self.num_rows))
 
     def array_spec(self) -> ArraySpec:
         """The spec of each of `arrays()`."""

@@ -5,6 +5,7 @@ from zinf.memory.device import DeviceStore, to_host
 from zinf.memory.host import HostStore
 from zinf.memory.ledger import BudgetExceeded, Ledger
 from zinf.memory.nvme import NvmeStore
+from zinf.memory.residents import Residents
 from zinf.memory.storage_error import StorageError
 from zinf.memory.store import AbstractStore
 from zinf.memory.stores import Stores, open_stores
@@ -16,6 +17,7 @@ __all__ = [
     "HostStore",
     "Ledger",
     "NvmeStore",
+    "Residents",
     "StorageError",
     "Stores",
     "aligned_empty",

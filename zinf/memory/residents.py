@@ -61,6 +61,20 @@ class Residents:
                 part = content[wanted.rows[0] - start : wanted.rows[1] - start]
             self.stores[self.homes[piece]].write(wanted, part).result()
 
+    def write_new(self, array: ArrayId, content: np.ndarray) -> None:
+        """Like `write`, also for rows of an array that is not there yet.
+
+        Rows on nvme go straight to their file; in memory the array is made first, its
+        other rows without defined content until they are written in turn.
+        """
+        whole = array.whole
+        if array.rows is not None and self._pieces[whole] == [whole]:
+            store = self.stores[self.homes[whole]]
+            if not isinstance(store, NvmeStore) and not store.contains(whole):
+                shape = self.specs[whole].shape
+                store.write(whole, np.empty(shape, content.dtype)).result()
+        self.write(array, content)
+
     def _overlaps(self, array: ArrayId) -> Iterator[tuple[ArrayId, ArrayId]]:
         """`(piece at home, the rows of it that belong to array)`, in order."""
         pieces = self._pieces[array.whole]

@@ -36,6 +36,14 @@ class Stores:
             )
         return store
 
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        return tuple(t for t in Tier if t != Tier.NVME or self.nvme is not None)
+
+    def peak_bytes(self, tier: Tier) -> int:
+        """The most that a tier has held since its ledger's peak was last reset."""
+        return self[tier].ledger.peak_bytes if tier in self.tiers else 0
+
     def close(self) -> None:
         """Close the stores; what is on the NVMe tier stays in its files."""
         if self.nvme is not None:

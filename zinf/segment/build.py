@@ -32,16 +32,22 @@ class Segmented:
 
 
 def segment_loss(
-    source: Source, *, frozen: Collection[str], max_bytes: int | None
+    source: Source,
+    *,
+    frozen: Collection[str],
+    splittable: Collection[str],
+    max_bytes: int | None,
 ) -> Segmented:
     """Cuts a traced loss into segments.
 
     Args:
         frozen: key paths of leaves that get no gradient. Leaves that are not
             floating-point are frozen in any case.
+        splittable: leaves that may be kept by row if they are read by row: those whose
+            optimizer update works on rows.
         max_bytes: parameter bytes that a segment may hold; `None` cuts by layer.
     """
-    graph, arrays, stacked = split_rows(source.graph, source.params)
+    graph, arrays, stacked = split_rows(source.graph, source.params, splittable)
     leaves = tuple(
         _leaf(v, path, path in stacked, path in frozen)
         for v, path in source.params.items()

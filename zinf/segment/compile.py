@@ -150,6 +150,10 @@ class Segment:
         arguments = (*params, *inputs, *self.hoisted)
         return self.executables.backward(arguments, seed)
 
+    def evaluation_bytes(self) -> int:
+        """Workspace of a forward pass alone, also of the last segment."""
+        return _temporary_bytes(self.executables.forward)
+
     def workspace(self) -> Workspace:
         """Compiles the segment and reads what XLA says about its memory."""
         forward = 0

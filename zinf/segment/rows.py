@@ -5,7 +5,7 @@ both read a leaf by rows of its leading dim only. Such a leaf never has to be on
 device as a whole: each row is an array of its own, which its layer alone fetches.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from zinf.jaxpr import Graph
@@ -14,9 +14,9 @@ from zinf.program import ArrayId
 
 
 def split_rows(
-    graph: Graph, leaves: Mapping[Var, str]
+    graph: Graph, leaves: Mapping[Var, str], splittable: Collection[str]
 ) -> tuple[Graph, dict[Var, ArrayId], set[str]]:
-    """Replaces leaves that are read only by rows.
+    """Replaces leaves in `splittable` that are read only by rows.
 
     Returns:
         The graph, whose extra invars are the rows; the array that each leaf or row
@@ -32,7 +32,9 @@ def split_rows(
                 whole.add(atom)
             else:
                 slices.setdefault(atom, []).append(equation)
-    split = {v: s for v, s in slices.items() if v not in whole}
+    split = {
+        v: s for v, s in slices.items() if v not in whole and leaves[v] in splittable
+    }
     arrays = {v: ArrayId("param", p) for v, p in leaves.items() if v not in split}
     chosen: dict[ArrayId, Var] = {}
     renamed: dict[Var, Var] = {}
@@ -47,7 +49,9 @@ def split_rows(
     kept = [e for e in graph.equations if e.outvars[0] not in renamed]
     kept = [
         e.replace(
-            invars=[a if isinstance(a, Literal) else renamed.get(a, a) for a in e.invars]
+            invars=[
+                a if isinstance(a, Literal) else renamed.get(a, a) for a in e.invars
+            ]
         )
         for e in kept
     ]

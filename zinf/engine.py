@@ -1,0 +1,347 @@
+"""The engine: wires a problem, an optimizer, a plan and stores into training steps."""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from os import PathLike
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from zinf.checkpoint import read_arrays, write_arrays
+from zinf.config import Config
+from zinf.executor import StepRecord, make_runner
+from zinf.executor.batch import batch_spec, count_tokens, signature
+from zinf.executor.outcome import Outcome, mean_over_microbatches
+from zinf.executor.prepare import Planner
+from zinf.executor.runner import AbstractRunner
+from zinf.executor.scalars import Scalars
+from zinf.executor.state import initialize_arrays, make_residents
+from zinf.memory import Residents, Stores, open_stores
+from zinf.optim.separate import separate
+from zinf.plan import Link, Plan
+from zinf.program import ArrayId, Tier
+from zinf.segment.problem import make_problem
+
+ConfigSource = Config | Mapping[str, Any] | str | PathLike | None
+
+
+def initialize(
+    loss_fn: Callable,
+    params: Any,
+    tx: optax.GradientTransformation,
+    config: ConfigSource = None,
+    *,
+    has_aux: bool = False,
+    rng: jax.Array | None = None,
+    model_state: Any = None,
+    batch: Any = None,
+    device: jax.Device | None = None,
+) -> "Engine":
+    """Prepares training of `params` under `loss_fn`, wherever its bytes have to rest.
+
+    Args:
+        loss_fn: a pure function `(params, batch) -> loss`, one floating-point number;
+            with `rng`, `(params, batch, key)`; with `has_aux`, it returns
+            `(loss, aux)`. With `model_state` (batch statistics, counters) it is
+            `(params, model_state, batch[, key])` and returns `(loss, new_model_state)`,
+            or `(loss, (new_model_state, aux))`.
+        params: a pytree of arrays, or a function of no arguments that returns one: then
+            each leaf is made on its own and the model is never whole in memory.
+        tx: any optax transform whose update of a leaf depends on that leaf alone.
+        config: a dict, a YAML or JSON file, or a `zinf.Config`.
+        rng: the key of step i (from 0) is `jax.random.fold_in(rng, i)`, folded again
+            with the number of the microbatch when there are several.
+        batch: an example, or its shapes; given, the plan is made and all state is put
+            in place now, otherwise at the first step.
+        device: where segments run; the first of `jax.devices()` by default.
+
+    Raises:
+        ValueError: with what was asked, found, and to change: a coupled optimizer, a
+            leaf that is not an array, an unknown config key, a batch that does not
+            divide, budgets that no plan keeps (`InfeasibleError`).
+        StorageError: a folder of the nvme tier cannot be used, or has too little room.
+    """
+    planner = make_planner(
+        loss_fn,
+        params,
+        tx,
+        config,
+        has_aux=has_aux,
+        rng=rng,
+        model_state=model_state,
+        device=device,
+    )
+    engine = Engine(planner, rng)
+    if batch is not None:
+        engine.prepare(batch)
+    return engine
+
+
+def plan_only(
+    loss_fn: Callable, params: Any, *args: Any, batch: Any, **kw: Any
+) -> Plan:
+    """The plan that `initialize` with the same arguments would follow; makes nothing."""
+    planner = make_planner(loss_fn, params, *args, **kw)
+    return planner.plan(batch_spec(batch, planner.config.num_microbatches)).plan
+
+
+def make_planner(
+    loss_fn: Callable,
+    params: Any,
+    tx: optax.GradientTransformation,
+    config: ConfigSource = None,
+    *,
+    has_aux: bool = False,
+    rng: jax.Array | None = None,
+    model_state: Any = None,
+    device: jax.Device | None = None,
+) -> Planner:
+    """The arguments of `initialize` as something that plans steps."""
+    config = Config.load(config)
+    problem = make_problem(
+        loss_fn,
+        params,
+        model_state=model_state,
+        has_aux=has_aux,
+        frozen=config.frozen,
+        compute_dtype=config.compute_dtype,
+    )
+    separated = separate(tx, problem.abstract_params, trainable=problem.trainable)
+    key = None if rng is None else jax.eval_shape(lambda: rng)
+    return Planner(problem, separated, config, device or jax.devices()[0], key)
+
+
+class Engine:
+    """Training steps on state that rests on up to three tiers.
+
+    Attributes:
+        residents: every persistent array, readable and writable by name.
+        num_steps: steps taken, skipped ones included.
+        pending_save: a save that still reads the arrays; the next update waits for it.
+    """
+
+    residents: Residents
+    stores: Stores
+
+    def __init__(self, planner: Planner, rng: jax.Array | None):
+        self.planner, self.rng = planner, rng
+        self.config = planner.config
+        self.pending_save: Future | None = None
+        self._scalars = Scalars(planner.separated, self.config.loss_scaling)
+        self._runners: dict[tuple, AbstractRunner] = {}
+        self._restore_from: Path | None = None
+        self._broken: str | None = None
+
+    @property
+    def num_steps(self) -> int:
+        return self._scalars.num_steps
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the latest batch shape; `print` shows every transfer of a step."""
+        if not self._runners:
+            raise ValueError(
+                "The plan depends on the shape of the batch, and none was given yet. "
+                "Pass batch= to zinf.initialize, or take a step first."
+            )
+        return list(self._runners.values())[-1].plan
+
+    def step(self, batch: Any) -> dict[str, Any]:
+        """One optimizer step on a batch; returns its metrics.
+
+        The batch is a pytree of arrays that share a leading dim, which is cut into
+        `gradient_accumulation_steps` microbatches. Metrics: `step` (from 1), `loss`,
+        `grad_norm` (before clipping), `learning_rate` (None if the optimizer does not
+        say), `step_seconds`, `tokens_per_second`, peaks `device_bytes`, `host_bytes`,
+        `nvme_bytes`, traffic `nvme_read_bytes`, `nvme_write_bytes`, `h2d_bytes`,
+        `d2h_bytes`, `skipped`, with fp16 `loss_scale`, and `aux` if the loss has it
+        (with a leading microbatch dim if there are several).
+
+        Raises:
+            NonFiniteError: nothing was updated, unless the message says so.
+            KeyboardInterrupt: after the step was completed and counted.
+        """
+        start = perf_counter()
+        self._refuse_if_broken()
+        runner = self.prepare(batch)
+        for tier in self.stores.tiers:
+            self.stores[tier].ledger.reset_peak()
+        record = StepRecord()
+        advanced, step_values = self._scalars.advance()
+        try:
+            outcome = runner.step(
+                batch,
+                self._keys(),
+                step_values=step_values,
+                loss_scale=self._scalars.loss_scale,
+                record=record,
+            )
+            self._store_model_state(outcome)
+        except BaseException:
+            if record.has_updated:
+                self._broken = f"step {self.num_steps + 1} failed half-way"
+            raise
+        metrics = self._metrics(batch, outcome, perf_counter() - start)
+        self._scalars.commit(advanced, skipped=outcome.skips)
+        if outcome.interrupted:
+            raise KeyboardInterrupt
+        return metrics
+
+    def evaluate(self, batch: Any) -> float:
+        """The mean loss of a batch, of a shape that `step` takes; changes nothing."""
+        self._refuse_if_broken()
+        return self.prepare(batch).evaluate(batch, self._keys())
+
+    def params(self) -> Any:
+        """The whole parameter pytree, in the precision it is kept in, on the host."""
+        self._refuse_if_broken()
+        problem = self.planner.problem
+        if not self._runners:
+            leaves = dict(problem.initial_leaves(self.planner.device))
+            return problem.restore_tree(leaves.__getitem__)
+        return problem.restore_tree(self._read_leaf)
+
+    def model_state(self) -> Any:
+        """The model state pytree as the last step left it (None if there is none)."""
+        return self.planner.problem.restore_state(self._read_leaf)
+
+    def save(self, directory: str | PathLike) -> None:
+        """Writes all state to a new folder, an array at a time."""
+        self._refuse_if_broken()
+        self._require_state()
+        write_arrays(Path(directory), self.residents, self.scalars())
+
+    def restore(self, directory: str | PathLike) -> None:
+        """Takes all state from a folder that `save` wrote, whatever its placement was.
+
+        Before the first batch is known this is remembered, and done when it is.
+        """
+        if not self._runners:
+            self._restore_from = Path(directory)
+            return
+        self.before_update()
+        self.set_scalars(read_arrays(Path(directory), self.residents))
+        self._broken = None
+
+    def scalars(self) -> dict[str, Any]:
+        """Everything but arrays that a resumed run needs, as JSON."""
+        return self._scalars.to_json()
+
+    def set_scalars(self, scalars: Mapping[str, Any]) -> None:
+        self._scalars.from_json(scalars)
+
+    def before_update(self) -> None:
+        """Waits for a save that still reads the arrays."""
+        if self.pending_save is not None:
+            pending, self.pending_save = self.pending_save, None
+            pending.result()
+
+    def close(self) -> None:
+        """Frees every tier; files on nvme are scratch and go with the next run."""
+        self.before_update()
+        if self._runners:
+            self.stores.close()
+            self._runners.clear()
+
+    def prepare(self, batch: Any) -> AbstractRunner:
+        """Plans for the shape of a batch, if it is new; the first one places all state.
+
+        Raises:
+            InfeasibleError: this shape does not fit beside what is placed already.
+        """
+        shape = signature(batch)
+        if shape not in self._runners:
+            spec = batch_spec(batch, self.config.num_microbatches)
+            homes = self.residents.homes if self._runners else None
+            prepared = self.planner.plan(spec, homes)
+            if homes is None:
+                self._place(prepared.plan)
+            self._runners[shape] = make_runner(
+                prepared, self.planner, self.stores, spec, self.before_update
+            )
+        return self._runners[shape]
+
+    def _place(self, plan: Plan) -> None:
+        capacity = plan.capacity_bytes
+        self.stores = open_stores(
+            self.planner.device,
+            device_bytes=capacity[Tier.DEVICE],
+            host_bytes=capacity[Tier.HOST],
+            nvme_bytes=capacity[Tier.NVME],
+            nvme_paths=self.config.nvme_paths if Tier.NVME in plan.tiers else (),
+        )
+        specs = self.planner.array_specs()
+        self.residents = make_residents(self.stores, specs, plan.homes)
+        problem, separated = self.planner.problem, self.planner.separated
+        initialize_arrays(problem, separated, self.residents, self.planner.device)
+        if self._restore_from is not None:
+            self.set_scalars(read_arrays(self._restore_from, self.residents))
+
+    def _keys(self) -> list[jax.Array]:
+        if self.rng is None:
+            return []
+        key = jax.random.fold_in(self.rng, self.num_steps)
+        count = self.config.num_microbatches
+        if count == 1:
+            return [key]
+        return [jax.random.fold_in(key, m) for m in range(count)]
+
+    def _read_leaf(self, path: str) -> np.ndarray:
+        has_master = self.planner.problem.params[path].has_master
+        array = ArrayId("master" if has_master else "param", path)
+        return np.array(self.residents.read(array))
+
+    def _store_model_state(self, outcome: Outcome) -> None:
+        paths = self.planner.problem.state_paths
+        if not paths or outcome.skips:
+            return
+        self.before_update()
+        new = jax.tree.leaves(outcome.extra["model_state"])
+        for path, content in zip(paths, new, strict=True):
+            array = np.asarray(mean_over_microbatches(content))
+            self.residents.write(ArrayId("param", path), array)
+
+    def _metrics(self, batch: Any, outcome: Outcome, seconds: float) -> dict[str, Any]:
+        spec = batch_spec(batch, self.config.num_microbatches)
+        tokens = count_tokens(spec, self.config.num_microbatches)
+        moved = outcome.moved_bytes
+        metrics = {
+            "step": self.num_steps + 1,
+            "loss": outcome.loss,
+            "grad_norm": outcome.grad_norm,
+            "learning_rate": self._scalars.learning_rate,
+            "step_seconds": seconds,
+            "tokens_per_second": tokens / seconds,
+            **{f"{t}_bytes": self.stores.peak_bytes(t) for t in Tier},
+            "nvme_read_bytes": moved.get(Link.NVME_READ, 0),
+            "nvme_write_bytes": moved.get(Link.NVME_WRITE, 0),
+            "h2d_bytes": moved.get(Link.H2D, 0),
+            "d2h_bytes": moved.get(Link.D2H, 0),
+            "skipped": outcome.skips,
+        }
+        if self.config.loss_scaling is not None:
+            metrics["loss_scale"] = self._scalars.loss_scale
+        aux = (outcome.extra or {}).get("aux")
+        if aux is not None:
+            several = self.config.num_microbatches > 1
+            metrics["aux"] = aux if several else jax.tree.map(lambda x: x[0], aux)
+        return metrics
+
+    def _require_state(self) -> None:
+        if not self._runners:
+            raise ValueError(
+                "There is no state to save before the first batch is known. Pass "
+                "batch= to zinf.initialize, or take a step first."
+            )
+
+    def _refuse_if_broken(self) -> None:
+        if self._broken is not None:
+            raise RuntimeError(
+                f"{self._broken}: some arrays are updated and others are not. Restore "
+                "the last checkpoint with engine.restore(directory)."
+            )

@@ -1,0 +1,82 @@
+"""Batches: their shape, and how a step cuts them into microbatches."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zinf.segment import named_leaves
+
+
+def batch_spec(batch: Any, num_microbatches: int) -> Any:
+    """The pytree of shapes and dtypes of one microbatch.
+
+    Every leaf with a leading dim is cut along it; scalars go to every microbatch whole.
+
+    Raises:
+        ValueError: a leaf is no array, or its leading dim does not divide.
+    """
+    for path, leaf in named_leaves(batch).items():
+        _check_leaf(path, leaf, num_microbatches)
+
+    def cut(leaf: Any) -> jax.ShapeDtypeStruct:
+        shape = tuple(np.shape(leaf))
+        if shape:
+            shape = (shape[0] // num_microbatches, *shape[1:])
+        return jax.ShapeDtypeStruct(shape, jnp.result_type(leaf))
+
+    return jax.tree.map(cut, batch)
+
+
+def _check_leaf(path: str, leaf: Any, num_microbatches: int) -> None:
+    is_spec = isinstance(
+        leaf, (jax.ShapeDtypeStruct, jax.Array, np.ndarray, np.generic)
+    )
+    if not is_spec and not isinstance(leaf, (bool, int, float)):
+        raise ValueError(
+            f"batch leaf {path!r} is a {type(leaf).__name__}, not an array. "
+            "Convert it, or leave it out of the batch."
+        )
+    shape = np.shape(leaf)
+    if shape and shape[0] % num_microbatches:
+        raise ValueError(
+            f"batch leaf {path!r} has shape {list(shape)}, whose leading dim "
+            f"{shape[0]} is not a multiple of gradient_accumulation_steps = "
+            f"{num_microbatches}."
+        )
+
+
+def microbatches(
+    batch: Any, spec: Any, num_microbatches: int
+) -> list[Mapping[str, np.ndarray]]:
+    """The arrays of each microbatch by name ("batch/tokens"), in the dtypes of `spec`."""
+    names = [f"batch/{n}" for n in named_leaves(spec)]
+    leaves = jax.tree.leaves(batch)
+    specs = jax.tree.leaves(spec)
+    cut = []
+    for m in range(num_microbatches):
+        arrays = {}
+        for name, leaf, wanted in zip(names, leaves, specs, strict=True):
+            array = np.asarray(leaf)
+            if array.ndim:
+                rows = wanted.shape[0]
+                array = array[m * rows : (m + 1) * rows]
+            arrays[name] = np.array(array, dtype=wanted.dtype)
+        cut.append(arrays)
+    return cut
+
+
+def count_tokens(spec: Any, num_microbatches: int) -> int:
+    """Entries of the largest integer leaf of a batch; without one, its examples."""
+    leaves = [s for s in jax.tree.leaves(spec) if s.shape]
+    integers = [s.size for s in leaves if jnp.issubdtype(s.dtype, jnp.integer)]
+    examples = [s.shape[0] for s in leaves]
+    return num_microbatches * max(integers or examples or [1])
+
+
+def signature(batch: Any) -> tuple:
+    """What decides whether a plan fits a batch: structure, shapes and dtypes."""
+    leaves, structure = jax.tree.flatten(batch)
+    return structure, tuple((np.shape(x), str(jnp.result_type(x))) for x in leaves)

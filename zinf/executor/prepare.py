@@ -1,0 +1,330 @@
+"""From a problem, an optimizer and budgets to something that can run: the planning.
+
+Everything here is decided from shapes: no parameter is made and nothing is opened, so
+the same code answers "does it fit" for a machine that is not there.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zinf.config import Config
+from zinf.executor.fused import FusedProgram, compile_fused
+from zinf.executor.updates import Updates, compile_program_updates
+from zinf.memory.capacity import (
+    device_capacity_bytes,
+    host_capacity_bytes,
+    nvme_capacity_bytes,
+)
+from zinf.optim.separate import Separated
+from zinf.plan import (
+    InfeasibleError,
+    Plan,
+    Resident,
+    StepOptions,
+    UpdateUnit,
+    build,
+    build_placed,
+    fused_plan,
+)
+from zinf.plan.schedule import Catalog, count_contributions
+from zinf.program import ArrayId, ArraySpec, Leaf, Program, Tier
+from zinf.segment import (
+    Segment,
+    Segmented,
+    compile_segments,
+    segment_loss,
+    trace_loss,
+)
+from zinf.segment.problem import Problem
+from zinf.segment.source import Source
+
+# How often a step moves an array that rests away from where it is used.
+PARAM_MOVES, STATE_MOVES = 3, 2
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """A step that runs segment by segment."""
+
+    plan: Plan
+    catalog: Catalog
+    segmented: Segmented
+    segments: tuple[Segment, ...]
+    updates: Updates
+    options: StepOptions
+    units: tuple[UpdateUnit, ...]
+    compute_dtype: Any
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A step that is one executable."""
+
+    plan: Plan
+    program: FusedProgram
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Plans steps of one problem for batches of any shape.
+
+    Attributes:
+        device: what segments are compiled for.
+        key: shape and dtype of the random key, or None.
+    """
+
+    problem: Problem
+    separated: Separated
+    config: Config
+    device: jax.Device
+    key: jax.ShapeDtypeStruct | None
+
+    def plan(
+        self, batch: Any, homes: Mapping[ArrayId, Tier] | None = None
+    ) -> Streamed | Fused:
+        """The best step that fits the budgets.
+
+        Args:
+            batch: shapes and dtypes of one microbatch.
+            homes: where arrays rest already; `None` places them.
+
+        Raises:
+            InfeasibleError: nothing fits.
+        """
+        mode = self.config.execution
+        may_fuse = mode != "streamed" and self.fits_fused(homes)
+        if mode == "fused" and not may_fuse:
+            raise ValueError(
+                "execution is 'fused', which keeps everything on the device, but "
+                "arrays are placed elsewhere by offload_param or offload_optimizer, or "
+                "the state alone exceeds the device budget of "
+                f"{self.capacity()[Tier.DEVICE]:,} bytes. Remove one of the two."
+            )
+        source = self.trace(batch)
+        if may_fuse:
+            try:
+                return self.fuse(batch)
+            except InfeasibleError:
+                if mode == "fused" or homes is not None:
+                    raise
+        return self.stream(source, homes)
+
+    def trace(self, batch: Any) -> Source:
+        return trace_loss(
+            self.problem.loss,
+            self.problem.abstract_arguments(),
+            batch,
+            key=self.key,
+            has_aux=True,
+            max_remat_bytes=self.config.segment_max_bytes or 1 << 62,
+        )
+
+    # Everything on the device.
+
+    def fits_fused(self, homes: Mapping[ArrayId, Tier] | None) -> bool:
+        if homes is not None:
+            return set(homes.values()) == {Tier.DEVICE} and not any(
+                a.rows for a in homes
+            )
+        tiers = {self.config.param_tier, self.config.optimizer_tier}
+        state = sum(spec.nbytes for spec in self.array_specs().values())
+        return tiers <= {None, Tier.DEVICE} and state <= self.capacity()[Tier.DEVICE]
+
+    def fuse(self, batch: Any) -> Fused:
+        specs = self.array_specs()
+        program = compile_fused(
+            self.problem,
+            self.separated,
+            batch,
+            key=self.key,
+            num_microbatches=self.config.num_microbatches,
+            clip_norm=self.config.clip_norm,
+            device=self.device,
+        )
+        plan = fused_plan(
+            dict.fromkeys(specs, Tier.DEVICE),
+            sum(spec.nbytes for spec in specs.values()),
+            program.workspace_bytes,
+            self.capacity(),
+            program.flops,
+        )
+        return Fused(plan, program)
+
+    # Segment by segment.
+
+    def stream(self, source: Source, homes: Mapping[ArrayId, Tier] | None) -> Streamed:
+        """Cuts by layer; if that does not fit the device, into smaller segments."""
+        max_bytes = self.config.segment_max_bytes
+        while True:
+            segmented = self.cut(source, max_bytes)
+            try:
+                return self.stream_segments(segmented, homes)
+            except InfeasibleError as error:
+                largest = self.largest_segment_bytes(segmented.program)
+                if error.tier != Tier.DEVICE or max_bytes == largest // 2:
+                    raise
+                smaller = self.cut(source, largest // 2)
+                if self.largest_segment_bytes(smaller.program) >= largest:
+                    raise
+                max_bytes = largest // 2
+
+    def cut(self, source: Source, max_bytes: int | None) -> Segmented:
+        frozen = set(self.problem.params) - self.problem.trainable
+        by_row = {leaf.path for leaf in self.separated.leaves if leaf.is_elementwise}
+        return segment_loss(
+            source, frozen=frozen, splittable=by_row | frozen, max_bytes=max_bytes
+        )
+
+    def largest_segment_bytes(self, program: Program) -> int:
+        leaves = {leaf.path: leaf for leaf in program.leaves}
+
+        def nbytes(array: ArrayId) -> int:
+            return leaves[array.path].array_spec().nbytes
+
+        return max(sum(map(nbytes, s.params)) for s in program.segments)
+
+    def stream_segments(
+        self, segmented: Segmented, homes: Mapping[ArrayId, Tier] | None
+    ) -> Streamed:
+        program = segmented.program
+        segments = compile_segments(segmented, self.device)
+        spaces = [s.workspace() for s in segments]
+        workspace = [(w.forward_bytes, w.backward_bytes) for w in spaces]
+        counts = count_contributions(program, self.config.num_microbatches)
+        updates = compile_program_updates(
+            program,
+            self.problem,
+            self.separated,
+            accumulates={
+                ArrayId("param", p, r) for (p, r), n in counts.items() if n > 1
+            },
+            device=self.device,
+        )
+        waits = (
+            self.config.clip_norm is not None or self.config.loss_scaling is not None
+        )
+        options = StepOptions(
+            num_microbatches=self.config.num_microbatches,
+            updates_in_backward=not waits,
+            value_tier=self.config.activation_tier or Tier.DEVICE,
+            gradient_tier=Tier.HOST,
+        )
+        specs = self.piece_specs(program, homes)
+        config_dtype = self.config.compute_dtype
+        if homes is not None:
+            consts = [ArrayId("const", name) for name in program.consts]
+            homes = {**homes, **dict.fromkeys(consts, Tier.DEVICE)}
+            plan = build(
+                program,
+                specs,
+                homes,
+                updates.units(homes),
+                workspace,
+                self.capacity(),
+                options,
+            )
+        else:
+            plan = build_placed(
+                program,
+                specs,
+                self.residents(program, specs),
+                updates.units,
+                workspace,
+                self.capacity(),
+                options,
+                persistence_bytes=self.config.persistence_bytes,
+                fastest=Tier.DEVICE,
+                value_tiers=self.tiers_from(self.config.activation_tier, Tier.DEVICE),
+                gradient_tiers=self.tiers_from(None, Tier.HOST),
+            )
+        return Streamed(
+            plan,
+            Catalog(program, specs, plan.homes, workspace, counts),
+            segmented,
+            segments,
+            updates,
+            options,
+            tuple(updates.units(plan.homes)),
+            jnp.dtype(config_dtype),
+        )
+
+    def tiers_from(self, asked: Tier | None, fastest: Tier) -> Sequence[Tier]:
+        if asked is not None:
+            return (asked,)
+        tiers = list(Tier)[list(Tier).index(fastest) :]
+        return [t for t in tiers if t != Tier.NVME or self.config.nvme_paths]
+
+    # Arrays and budgets.
+
+    def array_specs(self) -> dict[ArrayId, ArraySpec]:
+        """Every persistent array as a whole."""
+        specs = {}
+        states = {leaf.path: leaf.states for leaf in self.separated.leaves}
+        for path, param in self.problem.params.items():
+            specs[ArrayId("param", path)] = _spec(param.compute)
+            if param.has_master:
+                specs[ArrayId("master", path)] = _spec(param.master)
+            for state in states.get(path, ()):
+                specs[ArrayId(state.role, path)] = _spec(state.spec)
+        return specs
+
+    def piece_specs(
+        self, program: Program, homes: Mapping[ArrayId, Tier] | None
+    ) -> dict[ArrayId, ArraySpec]:
+        """Every persistent array as it rests: leaves stacked over layers by row."""
+        leaves = {leaf.path: leaf for leaf in program.leaves}
+        specs = {}
+        for whole, spec in self.array_specs().items():
+            for piece in _pieces(whole, leaves[whole.path]):
+                if homes is None or piece in homes:
+                    specs[piece] = spec.rows(*piece.rows) if piece.rows else spec
+                else:
+                    specs[whole] = spec
+        for name in program.consts:
+            specs[ArrayId("const", name)] = program.values[name]
+        return specs
+
+    def residents(
+        self, program: Program, specs: Mapping[ArrayId, ArraySpec]
+    ) -> list[Resident]:
+        config = self.config
+        found = []
+        for array, spec in specs.items():
+            if array.role == "const":
+                asked, moves = Tier.DEVICE, PARAM_MOVES
+            elif array.role == "param":
+                asked, moves = config.param_tier, PARAM_MOVES
+            else:
+                asked, moves = config.optimizer_tier, STATE_MOVES
+            found.append(Resident(array, spec.nbytes, asked, moves))
+        return found
+
+    def capacity(self) -> dict[Tier, int]:
+        """The byte budget of each tier; what the config leaves open is what is there."""
+        config = self.config
+        device, host, nvme = config.device_bytes, config.host_bytes, config.nvme_bytes
+        paths = config.nvme_paths
+        if nvme is None:
+            nvme = nvme_capacity_bytes(paths) if paths else 0
+        return {
+            Tier.DEVICE: device_capacity_bytes(self.device)
+            if device is None
+            else device,
+            Tier.HOST: host_capacity_bytes() if host is None else host,
+            Tier.NVME: nvme if paths else 0,
+        }
+
+
+def _spec(abstract: jax.ShapeDtypeStruct) -> ArraySpec:
+    dtype = abstract.dtype
+    return ArraySpec(tuple(abstract.shape), str(dtype), dtype.itemsize)
+
+
+def _pieces(whole: ArrayId, leaf: Leaf) -> list[ArrayId]:
+    if leaf.num_rows is None:
+        return [whole]
+    return list(leaf.arrays(whole.role))

@@ -1,0 +1,283 @@
+"""Obeys a plan: moves the arrays it names and runs the segments and updates it lists.
+
+There is no decision here. Where an array goes, and when, is the plan's; how it is
+stored is the stores'; what is computed is the segments' and the optimizer's.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zinf.executor.decision import Decision
+from zinf.executor.links import run_links
+from zinf.memory import Stores, to_host
+from zinf.plan import (
+    Accumulate,
+    ArrayUpdate,
+    Copy,
+    Decide,
+    Free,
+    Instruction,
+    Link,
+    Pass,
+    Plan,
+    Run,
+    SumSquares,
+    Transfer,
+    Update,
+    UpdateUnit,
+    value,
+)
+from zinf.program import ArrayId, Program, Tier
+from zinf.segment import Segment
+
+UpdateFunction = Callable[..., Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the operations of a plan stand for.
+
+    Attributes:
+        update: `(array update, tier, gradient, operands, decision) -> results` computes
+            the new values of an array update's results.
+        decide: `(losses, sums of squares or None) -> Decision`.
+        before_update: called before the first update of a step.
+        compute_dtype: of the parameters, where masters are kept apart.
+    """
+
+    program: Program
+    segments: Sequence[Segment]
+    units: Sequence[UpdateUnit]
+    update: UpdateFunction
+    decide: Callable[[Sequence[float], Sequence[float] | None], Decision]
+    before_update: Callable[[], None]
+    compute_dtype: Any
+
+
+@dataclass
+class StepRecord:
+    """What one step did, beside its results."""
+
+    decision: Decision | None = None
+    has_updated: bool = False
+    moved_bytes: dict[Link, int] = field(default_factory=lambda: dict.fromkeys(Link, 0))
+    busy_seconds: Mapping[Link, float] = field(default_factory=dict)
+    interrupted: bool = False
+
+
+def run_plan(
+    plan: Plan, work: Work, stores: Stores, seeds: Any, record: StepRecord
+) -> None:
+    """Runs one step. Its inputs are in the stores, and its results stay there.
+
+    Args:
+        seeds: the cotangent of the loss (loss scale over number of microbatches).
+        record: filled in as the step goes, also when it fails.
+
+    Raises:
+        whatever an instruction raised, with a note naming it. All copies that the plan
+        made are gone then; arrays at home may be updated if `record.has_updated`.
+    """
+    run = _StepRun(work, stores, seeds, record, plan.homes)
+    try:
+        progress = run_links(plan.instructions, run.execute)
+    except BaseException:
+        run.drop_copies()
+        raise
+    record.busy_seconds = progress.busy_seconds
+    record.interrupted = progress.interrupted
+
+
+class _StepRun:
+    def __init__(
+        self,
+        work: Work,
+        stores: Stores,
+        seed: Any,
+        record: StepRecord,
+        homes: Mapping[ArrayId, Tier],
+    ):
+        self.work, self.stores, self.seed, self.record = work, stores, seed, record
+        self.homes = homes
+        self.copies: set[Copy] = set()
+
+    def execute(self, instruction: Instruction) -> None:
+        operation = instruction.operation
+        with self.working_in(instruction):
+            match operation:
+                case Transfer():
+                    self.transfer(operation)
+                    self.record.moved_bytes[instruction.link] += instruction.nbytes
+                case Run():
+                    self.run(operation)
+                case Accumulate():
+                    self.accumulate(operation)
+                case SumSquares():
+                    self.sum_squares(operation)
+                case Decide():
+                    self.decide(operation)
+                case Update():
+                    self.update(operation)
+                case Free():
+                    for array in operation.arrays:
+                        self.stores[operation.tier].free(array)
+                        self.copies.discard((array, operation.tier))
+                case _:
+                    raise AssertionError(f"no way to execute {operation}")
+
+    @contextmanager
+    def working_in(self, instruction: Instruction) -> Any:
+        for tier, nbytes in instruction.workspace:
+            self.stores[tier].ledger.reserve(nbytes, str(instruction.operation))
+        try:
+            yield
+        finally:
+            for tier, nbytes in instruction.workspace:
+                self.stores[tier].ledger.release(nbytes)
+
+    def read(self, array: ArrayId, tier: Tier) -> Any:
+        return self.stores[tier].read(array).result()
+
+    def write(self, array: ArrayId, tier: Tier, content: Any) -> None:
+        self.stores[tier].write(array, content).result()
+        if self.homes.get(array, self.homes.get(array.whole)) != tier:
+            self.copies.add((array, tier))
+
+    def drop_copies(self) -> None:
+        for array, tier in self.copies:
+            self.stores[tier].free(array)
+        self.copies.clear()
+
+    def transfer(self, operation: Transfer) -> None:
+        source, target = self.stores[operation.source], self.stores[operation.target]
+        if target is self.stores.device or source is self.stores.device:
+            for array in operation.arrays:
+                content = source.read(array).result()
+                if source is self.stores.device:
+                    content = to_host(content)
+                self.write(array, operation.target, content)
+            return
+        # Drives answer fastest with several requests under way.
+        reads = [(a, source.read(a)) for a in operation.arrays]
+        if target is self.stores.host:
+            for array, future in reads:
+                self.write(array, operation.target, future.result())
+            return
+        writes = [(a, target.write(a, future.result())) for a, future in reads]
+        for array, written in writes:
+            written.result()
+            if array not in self.homes and array.whole not in self.homes:
+                self.copies.add((array, operation.target))
+
+    def run(self, operation: Run) -> None:
+        segment = self.work.segments[operation.segment]
+        spec, m = segment.spec, operation.microbatch
+        params = [self.read(a, Tier.DEVICE) for a in spec.params]
+        inputs = [self.read(self.value(n, m), Tier.DEVICE) for n in spec.inputs]
+        outputs: Sequence[Any] = ()
+        gradients: Sequence[Any] = ()
+        inward: Sequence[Any] = ()
+        match operation.kind:
+            case Pass.FORWARD:
+                outputs = segment.forward(params, inputs)
+            case Pass.LOSS:
+                outputs, gradients, inward = segment.loss(params, inputs, self.seed)
+            case Pass.BACKWARD:
+                cotangents = [
+                    self.read(ArrayId("cotangent", n, None, m), Tier.DEVICE)
+                    for n in spec.active_outputs
+                ]
+                gradients, inward = segment.backward(params, inputs, cotangents)
+        # The ledger frees what this run read when it is done, so it must be done.
+        jax.block_until_ready((outputs, gradients, inward))
+        names = [value(n, m) for n in spec.outputs] if outputs else []
+        targets = (*names, *operation.gradients, *operation.cotangents)
+        results = (*outputs, *gradients, *inward)
+        for array, content in zip(targets, results, strict=True):
+            self.write(array, Tier.DEVICE, content)
+
+    def value(self, name: str, microbatch: int) -> ArrayId:
+        if name in self.work.program.consts:
+            return ArrayId("const", name)
+        return value(name, microbatch)
+
+    def accumulate(self, operation: Accumulate) -> None:
+        device = self.stores.device
+        for target, source in zip(operation.targets, operation.sources, strict=True):
+            part = self.read(source, Tier.DEVICE)
+            if device.contains(target):
+                total = _add(self.read(target, Tier.DEVICE), part)
+            elif target.role == "gradient":
+                total = part.astype(jnp.float32)
+            else:
+                total = part
+            self.write(target, Tier.DEVICE, jax.block_until_ready(total))
+
+    def sum_squares(self, operation: SumSquares) -> None:
+        gradients = [self.read(a, Tier.DEVICE) for a in operation.gradients]
+        total = jax.block_until_ready(_sum_squares(gradients))
+        self.write(operation.target, Tier.DEVICE, total)
+
+    def decide(self, operation: Decide) -> None:
+        losses = [float(self.read(a, Tier.HOST)) for a in operation.losses]
+        norms = [float(self.read(a, Tier.HOST)) for a in operation.norms]
+        self.record.decision = self.work.decide(losses, norms or None)
+
+    def update(self, operation: Update) -> None:
+        decision = self.record.decision
+        assert decision is not None
+        updates = self.work.units[operation.unit].arrays
+        if decision.skips:
+            for array_update in updates:
+                self.refresh(array_update, operation.tier)
+            return
+        if not self.record.has_updated:
+            self.work.before_update()
+            self.record.has_updated = True
+        for array_update in updates:
+            self.update_array(array_update, operation.tier, decision)
+
+    def refresh(self, array_update: ArrayUpdate, tier: Tier) -> None:
+        """Without an update, makes the compute copy that the plan goes on to move."""
+        compute = array_update.compute
+        if compute is not None and not self.stores[tier].contains(compute):
+            dtype = self.work.compute_dtype
+            master = self.read(array_update.master, tier)
+            self.write(compute, tier, master.astype(dtype))
+
+    def update_array(
+        self, array_update: ArrayUpdate, tier: Tier, decision: Decision
+    ) -> None:
+        gradient = self.gradient_rows(array_update, tier)
+        operands = [self.read(a, tier) for a in array_update.operands]
+        results = self.work.update(array_update, tier, gradient, operands, decision)
+        for array, content in zip(array_update.results, results, strict=True):
+            if tier == Tier.HOST:
+                content = np.asarray(content)
+            self.write(array, tier, content)
+
+    def gradient_rows(self, array_update: ArrayUpdate, tier: Tier) -> Any:
+        gradient = self.read(array_update.gradient, tier)
+        if array_update.rows is None:
+            return gradient
+        start, stop = array_update.rows
+        return gradient[start:stop]
+
+
+@jax.jit
+def _sum_squares(gradients: Sequence[jax.Array]) -> jax.Array:
+    squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in gradients]
+    return jnp.sum(jnp.stack(squares))
+
+
+def _add_wide(total: jax.Array, part: jax.Array) -> jax.Array:
+    return total + part.astype(total.dtype)
+
+
+_add = jax.jit(_add_wide, donate_argnums=0)

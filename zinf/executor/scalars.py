@@ -1,0 +1,89 @@
+"""The few numbers of a run that are not arrays of a leaf, and that a resume needs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+
+from zinf.config import LossScaling
+from zinf.optim.loss_scale import LossScale, LossScaleSettings
+from zinf.optim.separate import Separated
+from zinf.optim.update import compile_advance
+
+
+class Scalars:
+    """Step count, loss scale, and optimizer state that all leaves share."""
+
+    def __init__(self, separated: Separated, loss_scaling: LossScaling | None):
+        self._separated = separated
+        self.num_steps = 0
+        self._shared = [np.asarray(s.value) for s in separated.shared]
+        self._settings = None
+        self._scale = None
+        if loss_scaling is not None:
+            self._settings = LossScaleSettings(**asdict(loss_scaling))
+            self._scale = LossScale.initial(self._settings)
+
+    @cached_property
+    def _advance(self) -> Any:
+        # On the host: the result must not wait behind what is queued on a device.
+        return compile_advance(
+            self._separated, device=jax.local_devices(backend="cpu")[0]
+        )
+
+    @property
+    def loss_scale(self) -> float:
+        return 1.0 if self._scale is None else self._scale.scale
+
+    @property
+    def learning_rate(self) -> float | None:
+        """What `optax.inject_hyperparams` keeps under that name, if it is used."""
+        for state, value in zip(self._separated.shared, self._shared, strict=True):
+            if state.optax_path.replace("'", "").rstrip("]").endswith("learning_rate"):
+                return float(value)
+        return None
+
+    def advance(self) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray]]:
+        """`(shared state after this step, step values of this step)`; changes nothing."""
+        return self._advance(self._shared)
+
+    def commit(self, advanced: Sequence[np.ndarray], *, skipped: bool) -> None:
+        """Counts a step. A skipped one does not advance the optimizer's own count."""
+        self.num_steps += 1
+        if not skipped:
+            self._shared = list(advanced)
+        if self._scale is not None:
+            self._scale = self._scale.update(skipped)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "num_steps": self.num_steps,
+            "shared": [
+                {"name": s.optax_path, "dtype": str(x.dtype), "value": x.tolist()}
+                for s, x in zip(self._separated.shared, self._shared, strict=True)
+            ],
+            "loss_scale": None if self._scale is None else self._scale.to_dict(),
+        }
+
+    def from_json(self, state: Mapping[str, Any]) -> None:
+        """Takes what `to_json` gave.
+
+        Raises:
+            ValueError: the state is of another optimizer.
+        """
+        names = [s.optax_path for s in self._separated.shared]
+        found = [s["name"] for s in state["shared"]]
+        if found != names:
+            raise ValueError(
+                f"The saved optimizer shares {found}, this one {names}. Resume with "
+                "the optimizer that the run was started with."
+            )
+        self._shared = [
+            np.asarray(s["value"], dtype=s["dtype"]) for s in state["shared"]
+        ]
+        self.num_steps = state["num_steps"]
+        if self._settings is not None and state["loss_scale"] is not None:
+            self._scale = LossScale.from_dict(self._settings, state["loss_scale"])

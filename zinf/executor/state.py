@@ -1,0 +1,85 @@
+"""Puts parameters and optimizer state on their tiers, one leaf at a time."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from zinf.executor.updates import BLOCK_BYTES
+from zinf.memory import Residents, Stores
+from zinf.optim.separate import LeafUpdate, Separated
+from zinf.program import ArrayId, ArraySpec, Tier
+from zinf.segment.problem import Problem
+
+
+def make_residents(
+    stores: Stores,
+    specs: Mapping[ArrayId, ArraySpec],
+    homes: Mapping[ArrayId, Tier],
+) -> Residents:
+    """The persistent arrays, with their room on nvme checked and set aside.
+
+    Raises:
+        StorageError: a drive is not writable, or has less room than they need.
+    """
+    homes = {a: tier for a, tier in homes.items() if a.role != "const"}
+    residents = Residents(stores, specs, homes)
+    if stores.nvme is not None:
+        needed = sum(
+            specs[a.whole].rows(*a.rows).nbytes if a.rows else specs[a].nbytes
+            for a, tier in homes.items()
+            if tier == Tier.NVME
+        )
+        stores.nvme.check_space(needed)
+        by_row = {a.whole for a in homes if a.rows}
+        chunks = {a: 1 if a in by_row else _block_rows(s) for a, s in specs.items()}
+        residents.create(chunks)
+    return residents
+
+
+def initialize_arrays(
+    problem: Problem, separated: Separated, residents: Residents, device: jax.Device
+) -> None:
+    """Writes the initial value of every array to its home.
+
+    One leaf is in memory at a time, with blocks of its optimizer state.
+    """
+    updates = {leaf.path: (i, leaf) for i, leaf in enumerate(separated.leaves)}
+    for path, leaf in problem.initial_leaves(device):
+        spec = problem.params[path]
+        if spec.has_master:
+            residents.write(ArrayId("master", path), leaf)
+        compute = np.asarray(leaf).astype(spec.compute.dtype, copy=False)
+        residents.write(ArrayId("param", path), compute)
+        del compute
+        if path in updates:
+            number, update = updates[path]
+            for rows, block in _state_blocks(leaf, update):
+                states = separated.init_state(number, block, device=device)
+                for state, content in zip(update.states, states, strict=True):
+                    array = ArrayId(state.role, path, rows)
+                    residents.write_new(array, np.asarray(content))
+
+
+def _state_blocks(
+    leaf: np.ndarray, update: LeafUpdate
+) -> Iterator[tuple[tuple[int, int] | None, Any]]:
+    """`(rows, parameter block)` to make optimizer state for; rows None is the whole."""
+    if not update.is_elementwise or leaf.nbytes <= BLOCK_BYTES or leaf.ndim == 0:
+        yield None, leaf
+        return
+    step = _block_rows_of(leaf.shape, leaf.nbytes)
+    for start in range(0, leaf.shape[0], step):
+        rows = (start, min(start + step, leaf.shape[0]))
+        yield rows, leaf[slice(*rows)]
+
+
+def _block_rows(spec: ArraySpec) -> int | None:
+    if not spec.shape or spec.nbytes <= BLOCK_BYTES:
+        return None
+    return _block_rows_of(spec.shape, spec.nbytes)
+
+
+def _block_rows_of(shape: tuple[int, ...], nbytes: int) -> int:
+    return max(1, BLOCK_BYTES * shape[0] // nbytes)

@@ -1,0 +1,169 @@
+"""Binds the separated optimizer to a plan: which blocks are updated, and by what."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zinf.executor.decision import Decision
+from zinf.optim.separate import Separated
+from zinf.optim.update import Unit, UpdateStep, compile_updates
+from zinf.plan import ArrayUpdate, UpdateUnit
+from zinf.program import ArrayId, Program, Tier
+from zinf.segment.problem import Problem
+
+# An element-wise update works on this many bytes of master at a time: enough to keep a
+# drive and the cores busy, little beside any host's memory.
+BLOCK_BYTES = 16 * 1024 * 1024
+# Updates run as one instruction up to this many bytes of operands.
+UNIT_BYTES = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Updates:
+    """Every array update of a program, in the order in which gradients complete.
+
+    Attributes:
+        arrays: the updates, grouped by the segment that completes their gradients.
+        steps: the compiled update of each.
+        num_executables: how many distinct ones there are.
+    """
+
+    arrays: tuple[tuple[str, tuple[ArrayUpdate, ...]], ...]
+    steps: Mapping[ArrayUpdate, UpdateStep]
+    num_executables: int
+    devices: Mapping[Tier, jax.Device]
+
+    def units(self, homes: Mapping[ArrayId, Tier]) -> list[UpdateUnit]:
+        """The work units for a placement: an update runs on the device if all that it
+        touches rests there, and on the host otherwise."""
+        units = []
+        for segment, updates in self.arrays:
+            groups: dict[Tier, list[ArrayUpdate]] = {}
+            for update in updates:
+                groups.setdefault(_tier_of(update, homes), []).append(update)
+            for tier, members in groups.items():
+                parts = self._split(members)
+                for i, part in enumerate(parts):
+                    name = f"{segment} {i + 1}/{len(parts)}" if parts[1:] else segment
+                    workspace = max(self.steps[u].workspace_bytes for u in part)
+                    units.append(UpdateUnit(name, tier, tuple(part), workspace))
+        return units
+
+    def _split(self, updates: Sequence[ArrayUpdate]) -> list[list[ArrayUpdate]]:
+        parts: list[list[ArrayUpdate]] = []
+        total = UNIT_BYTES
+        for update in updates:
+            nbytes = self.steps[update].output_bytes
+            if total + nbytes > UNIT_BYTES:
+                parts.append([])
+                total = 0
+            parts[-1].append(update)
+            total += nbytes
+        return parts
+
+    def apply(
+        self,
+        step_values: Sequence[Any],
+        update: ArrayUpdate,
+        tier: Tier,
+        gradient: Any,
+        operands: Sequence[Any],
+        decision: Decision,
+    ) -> Sequence[Any]:
+        """New values of `update.results`, on the tier's device; complete on return."""
+        factor = np.float32(decision.factor)
+        step = self.steps[update]
+        arguments = jax.device_put([gradient, *operands], self.devices[tier])
+        return jax.block_until_ready(step(factor, step_values, *arguments))
+
+
+def compile_program_updates(
+    program: Program,
+    problem: Problem,
+    separated: Separated,
+    *,
+    accumulates: Collection[ArrayId],
+    device: jax.Device,
+) -> Updates:
+    """Compiles the update of every trained array of a program for one device.
+
+    Args:
+        accumulates: parameter arrays whose gradient is a float32 sum.
+    """
+    numbers = {leaf.path: i for i, leaf in enumerate(separated.leaves)}
+    grouped = []
+    units: dict[ArrayUpdate, Unit] = {}
+    for segment in reversed(program.segments):
+        updates = []
+        for array in _completed_by(program, segment.name):
+            leaf = separated.leaves[numbers[array.path]]
+            compute = problem.params[array.path].compute.dtype
+            gradient_dtype = jnp.float32 if array in accumulates else compute
+            shape = leaf.spec.shape
+            if array.rows is not None:
+                shape = (array.rows[1] - array.rows[0], *shape[1:])
+            blocks = _blocks(shape, leaf.spec.dtype.itemsize, leaf.is_elementwise)
+            for rows in blocks:
+                update = _array_update(problem, leaf, array, rows)
+                size = shape if rows is None else (rows[1] - rows[0], *shape[1:])
+                units[update] = Unit(numbers[array.path], size, gradient_dtype, compute)
+                updates.append(update)
+        grouped.append((segment.name, tuple(updates)))
+    compiled = compile_updates(separated, list(units.values()), device=device)
+    steps = dict(zip(units, compiled.steps, strict=True))
+    devices = {Tier.HOST: device, Tier.DEVICE: device}
+    return Updates(tuple(grouped), steps, compiled.num_executables, devices)
+
+
+def _completed_by(program: Program, segment_name: str) -> list[ArrayId]:
+    """Trained arrays whose gradient is complete after this segment's backward pass."""
+    names = [s.name for s in program.segments]
+    position = names.index(segment_name)
+    earlier = {
+        a
+        for s in program.segments[:position]
+        if s.has_backward
+        for a in s.trained_params
+    }
+    segment = program.segments[position]
+    runs = segment is program.segments[-1] or segment.has_backward
+    return [a for a in segment.trained_params if a not in earlier] if runs else []
+
+
+def _blocks(
+    shape: tuple[int, ...], itemsize: int, is_elementwise: bool
+) -> list[tuple[int, int] | None]:
+    """Rows of each block of an array, or `[None]` when it is updated whole."""
+    nbytes = prod(shape) * itemsize
+    if not is_elementwise or nbytes <= BLOCK_BYTES or shape[0] == 1:
+        return [None]
+    rows = max(1, BLOCK_BYTES * shape[0] // nbytes)
+    count = ceil(shape[0] / rows)
+    return [(i * rows, min((i + 1) * rows, shape[0])) for i in range(count)]
+
+
+def _array_update(
+    problem: Problem, leaf: Any, array: ArrayId, rows: tuple[int, int] | None
+) -> ArrayUpdate:
+    stored = rows or array.rows
+    has_master = problem.params[array.path].has_master
+    return ArrayUpdate(
+        gradient=ArrayId("gradient", array.path, array.rows),
+        rows=rows,
+        master=ArrayId("master" if has_master else "param", array.path, stored),
+        states=tuple(
+            ArrayId(s.role, array.path, stored if leaf.is_elementwise else None)
+            for s in leaf.states
+        ),
+        compute=ArrayId("param", array.path, stored) if has_master else None,
+    )
+
+
+def _tier_of(update: ArrayUpdate, homes: Mapping[ArrayId, Tier]) -> Tier:
+    tiers = {homes[a] if a in homes else homes[a.whole] for a in update.results}
+    return Tier.DEVICE if tiers == {Tier.DEVICE} else Tier.HOST

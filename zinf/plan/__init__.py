@@ -1,0 +1,30 @@
+"""When bytes move: the whole step as immutable data, built and checked before it runs."""
+
+from zinf.plan.build import build as build
+from zinf.plan.build import build_evaluation as build_evaluation
+from zinf.plan.build import build_placed as build_placed
+from zinf.plan.build import fused_plan as fused_plan
+from zinf.plan.build import initial_copies as initial_copies
+from zinf.plan.build import kept_copies as kept_copies
+from zinf.plan.check import PlanError as PlanError
+from zinf.plan.check import check as check
+from zinf.plan.instruction import Accumulate as Accumulate
+from zinf.plan.instruction import Copy as Copy
+from zinf.plan.instruction import Decide as Decide
+from zinf.plan.instruction import Free as Free
+from zinf.plan.instruction import FusedStep as FusedStep
+from zinf.plan.instruction import Instruction as Instruction
+from zinf.plan.instruction import Link as Link
+from zinf.plan.instruction import Pass as Pass
+from zinf.plan.instruction import Plan as Plan
+from zinf.plan.instruction import Run as Run
+from zinf.plan.instruction import SumSquares as SumSquares
+from zinf.plan.instruction import Transfer as Transfer
+from zinf.plan.instruction import Update as Update
+from zinf.plan.place import Resident as Resident
+from zinf.plan.place import place as place
+from zinf.plan.schedule import ArrayUpdate as ArrayUpdate
+from zinf.plan.schedule import StepOptions as StepOptions
+from zinf.plan.schedule import UpdateUnit as UpdateUnit
+from zinf.plan.schedule import value as value
+from zinf.plan.stream import InfeasibleError as InfeasibleError

@@ -1,0 +1,211 @@
+"""What a plan is made of: operations on named arrays, each on one link.
+
+A *copy* of an array is the array on one tier. Persistent arrays have a home, the tier
+where they rest between steps; every other copy is made and freed within the step.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from zinf.program import ArrayId, Tier
+
+
+class Link(StrEnum):
+    """A physical path, or a processor; instructions on one link run in plan order."""
+
+    NVME_READ = "nvme read"
+    NVME_WRITE = "nvme write"
+    H2D = "h2d"
+    D2H = "d2h"
+    HOST = "host"
+    DEVICE = "device"
+    FREE = "free"
+
+
+TRANSFER_LINKS = {
+    (Tier.NVME, Tier.HOST): Link.NVME_READ,
+    (Tier.HOST, Tier.DEVICE): Link.H2D,
+    (Tier.DEVICE, Tier.HOST): Link.D2H,
+    (Tier.HOST, Tier.NVME): Link.NVME_WRITE,
+}
+
+
+class Pass(StrEnum):
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    LOSS = "loss"
+
+
+Copy = tuple[ArrayId, Tier]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Copies arrays one tier up (a fetch) or down (an offload)."""
+
+    arrays: tuple[ArrayId, ...]
+    source: Tier
+    target: Tier
+
+    def __str__(self) -> str:
+        verb = (
+            "fetch" if TIER_ORDER[self.target] < TIER_ORDER[self.source] else "offload"
+        )
+        return f"{verb} {summary(self.arrays)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Runs one pass of a segment on one microbatch.
+
+    `gradients` are the arrays that its parameter gradients are written to, and
+    `cotangents` those of its input cotangents, in the order of the segment's results.
+    """
+
+    segment: int
+    name: str
+    kind: Pass
+    microbatch: int
+    gradients: tuple[ArrayId, ...] = ()
+    cotangents: tuple[ArrayId, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name} @{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulate:
+    """Adds each source to its target on the device, in order.
+
+    A target that does not exist yet becomes the source, cast to the accumulator's
+    dtype (float32 for gradients, the source's own for cotangents).
+    """
+
+    targets: tuple[ArrayId, ...]
+    sources: tuple[ArrayId, ...]
+
+    def __str__(self) -> str:
+        return f"accumulate {summary(self.targets)}"
+
+
+@dataclass(frozen=True, slots=True)
+class SumSquares:
+    """Writes the sum of squares of some gradients, a float32 scalar, to `target`."""
+
+    gradients: tuple[ArrayId, ...]
+    target: ArrayId
+
+    def __str__(self) -> str:
+        return f"norm {summary(self.gradients)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Decide:
+    """Reads losses and gradient norms on the host and decides how updates go on.
+
+    With the norms it sets the clip factor, or skips the step on an overflow; without
+    them it only refuses a loss that is not finite.
+    """
+
+    losses: tuple[ArrayId, ...]
+    norms: tuple[ArrayId, ...]
+
+    def __str__(self) -> str:
+        return "decide on the update: " + ("gradient norm" if self.norms else "loss")
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Updates one unit's arrays, all of which are on `tier`."""
+
+    unit: int
+    name: str
+    tier: Tier
+
+    def __str__(self) -> str:
+        return f"update {self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    arrays: tuple[ArrayId, ...]
+    tier: Tier
+
+    def __str__(self) -> str:
+        return f"free {summary(self.arrays)} on {self.tier}"
+
+
+@dataclass(frozen=True, slots=True)
+class FusedStep:
+    """The whole training step as one executable: everything fits on the device."""
+
+    def __str__(self) -> str:
+        return "run the whole step"
+
+
+Operation = (
+    Transfer | Run | Accumulate | SumSquares | Decide | Update | Free | FusedStep
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One operation of a plan.
+
+    Attributes:
+        reads, writes: the copies that it uses and makes or changes.
+        after: indices of the instructions that must be complete before it starts:
+            those that make what it reads, those that still read what it overwrites,
+            and those that free the bytes it needs. All are smaller than its own.
+        allocates: bytes that it adds to each tier, kept after it completes.
+        workspace: bytes that it holds on each tier only while it runs.
+        nbytes: bytes that it moves over its link, or frees.
+    """
+
+    operation: Operation
+    link: Link
+    after: tuple[int, ...]
+    reads: tuple[Copy, ...] = ()
+    writes: tuple[Copy, ...] = ()
+    allocates: tuple[tuple[Tier, int], ...] = ()
+    workspace: tuple[tuple[Tier, int], ...] = ()
+    nbytes: int = 0
+    flops: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Every byte that moves in a step, in order.
+
+    Attributes:
+        homes: where each persistent array rests between steps.
+        home_bytes, peak_bytes, capacity_bytes: per tier, at rest, at most, and allowed.
+    """
+
+    instructions: tuple[Instruction, ...] = field(repr=False)
+    homes: dict[ArrayId, Tier] = field(repr=False)
+    home_bytes: dict[Tier, int]
+    peak_bytes: dict[Tier, int]
+    capacity_bytes: dict[Tier, int]
+
+    @property
+    def is_fused(self) -> bool:
+        return isinstance(self.instructions[0].operation, FusedStep)
+
+    @property
+    def tiers(self) -> set[Tier]:
+        """The tiers that hold anything at any time."""
+        return {tier for tier, nbytes in self.peak_bytes.items() if nbytes}
+
+    def link_bytes(self, link: Link) -> int:
+        """Bytes that a step moves over a link."""
+        return sum(i.nbytes for i in self.instructions if i.link == link)
+
+
+TIER_ORDER = {tier: i for i, tier in enumerate(Tier)}
+
+
+def summary(arrays: tuple[ArrayId, ...]) -> str:
+    """A short name for a group of arrays: the first, and how many more."""
+    more = f" +{len(arrays) - 1}" if len(arrays) > 1 else ""
+    return f"{arrays[0]}{more}"

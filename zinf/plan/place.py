@@ -1,0 +1,68 @@
+"""Where persistent arrays rest: the fastest tier first, spilling only what must.
+
+An array is worth more on a fast tier the more often a step moves it: parameters are
+read twice a step and written once, optimizer state is read and written once.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from zinf.program import ArrayId, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """A persistent array that needs a home.
+
+    `tier` is the tier its user asked for, or `None` for the fastest that has room;
+    `moves` is how many times a step moves it when it rests away from where it is used.
+    """
+
+    array: ArrayId
+    nbytes: int
+    tier: Tier | None
+    moves: int
+
+
+def place(
+    residents: Iterable[Resident],
+    room_bytes: Mapping[Tier, int],
+    *,
+    persistence_bytes: int,
+    fastest: Tier,
+) -> dict[ArrayId, Tier]:
+    """A home for every array.
+
+    Args:
+        room_bytes: what each tier can spare for arrays at rest.
+        persistence_bytes: smaller arrays never go to nvme: an operation on a drive
+            costs as much as reading some tens of kilobytes.
+        fastest: the fastest tier that unrestricted arrays may use.
+
+    Arrays of one `moves` are placed in the given order, so a stacked or layered model
+    keeps its first layers fast. Arrays that fit nowhere go to the slowest tier, where
+    the plan will say what is missing.
+    """
+    left = dict(room_bytes)
+    homes: dict[ArrayId, Tier] = {}
+    ordered = sorted(residents, key=lambda r: (r.tier is None, -r.moves))
+    for resident in ordered:
+        tier = _choose(resident, left, persistence_bytes, fastest)
+        left[tier] -= resident.nbytes
+        homes[resident.array] = tier
+    return homes
+
+
+def _choose(
+    resident: Resident, left: Mapping[Tier, int], persistence_bytes: int, fastest: Tier
+) -> Tier:
+    is_small = resident.nbytes < persistence_bytes
+    if resident.tier is not None:
+        return Tier.HOST if is_small and resident.tier == Tier.NVME else resident.tier
+    tiers = list(Tier)[list(Tier).index(fastest) :]
+    if is_small:
+        tiers = [t for t in tiers if t != Tier.NVME]
+    for tier in tiers:
+        if resident.nbytes <= left[tier]:
+            return tier
+    return tiers[-1]

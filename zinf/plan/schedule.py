@@ -1,0 +1,412 @@
+"""The order of computation in a step: the vertical schedule.
+
+All microbatches go through a segment before the next segment starts, forward and
+backward, so parameters are fetched once a pass and not once a microbatch (GreedySnake,
+arXiv:2512.17570, section 3). Gradients accumulate in the order of microbatches within
+a segment, and of segments from last to first where several read one parameter: the
+order, and so the rounding, depends on nothing else.
+
+A job is an operation with the copies it reads and writes; `stream` puts the transfers
+between the jobs.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from zinf.plan.instruction import (
+    Accumulate,
+    Copy,
+    Decide,
+    Link,
+    Operation,
+    Pass,
+    Run,
+    SumSquares,
+    Transfer,
+    TRANSFER_LINKS,
+    Update,
+)
+from zinf.program import ArrayId, ArraySpec, Program, SegmentSpec, Tier
+
+FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayUpdate:
+    """The update of one array, or of `rows` of it.
+
+    `gradient` is the whole gradient array; `master`, `states` and `compute` (the copy
+    in the compute dtype, if the master is kept apart) carry the rows.
+    """
+
+    gradient: ArrayId
+    rows: tuple[int, int] | None
+    master: ArrayId
+    states: tuple[ArrayId, ...]
+    compute: ArrayId | None
+
+    @property
+    def operands(self) -> tuple[ArrayId, ...]:
+        return (self.master, *self.states)
+
+    @property
+    def results(self) -> tuple[ArrayId, ...]:
+        return (*self.operands, *([self.compute] if self.compute else []))
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateUnit:
+    """Leaf updates that run as one instruction on `tier`, once all are accumulated.
+
+    `workspace_bytes` are those of its largest leaf update: results before they replace
+    the old arrays, and temporaries.
+    """
+
+    name: str
+    tier: Tier
+    arrays: tuple[ArrayUpdate, ...]
+    workspace_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """How a step is arranged; none of it changes a number.
+
+    Attributes:
+        updates_in_backward: update a unit as soon as its gradient is complete; not
+            possible when the norm of the whole gradient decides on the update.
+        value_tier: where activations wait for the backward pass.
+        gradient_tier: where complete gradients wait for a late update.
+    """
+
+    num_microbatches: int
+    updates_in_backward: bool
+    value_tier: Tier
+    gradient_tier: Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    operation: Operation
+    link: Link
+    reads: tuple[Copy, ...]
+    writes: tuple[Copy, ...]
+    workspace: tuple[tuple[Tier, int], ...] = ()
+    flops: int = 0
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """Sizes of everything a plan may name.
+
+    Attributes:
+        specs: of persistent arrays, by their home id.
+        workspace: `(forward, backward)` device bytes of each segment.
+    """
+
+    program: Program
+    specs: Mapping[ArrayId, ArraySpec]
+    homes: Mapping[ArrayId, Tier]
+    workspace: Sequence[tuple[int, int]]
+    num_contributions: Counter = field(default_factory=Counter)
+
+    def nbytes(self, array: ArrayId) -> int:
+        if array.role in ("value", "cotangent", "cotangent part"):
+            return self.program.values[array.path].nbytes
+        if array.role == "norm":
+            return FLOAT32_BYTES
+        if array.role in ("gradient", "gradient part"):
+            spec = self.param_spec(array)
+            accumulates = self.num_contributions[array.path, array.rows] > 1
+            wide = array.role == "gradient" and accumulates
+            itemsize = FLOAT32_BYTES if wide else spec.itemsize
+            return spec.nbytes // spec.itemsize * itemsize
+        if array in self.specs:
+            return self.specs[array].nbytes
+        assert array.rows is not None, f"unknown array {array}"
+        return self.specs[array.whole].rows(*array.rows).nbytes
+
+    def param_spec(self, gradient: ArrayId) -> ArraySpec:
+        """The spec of the parameter array that a gradient is of."""
+        array = ArrayId("param", gradient.path, gradient.rows)
+        if array in self.specs or array.rows is None:
+            return self.specs[array]
+        return self.specs[array.whole].rows(*array.rows)
+
+    def home(self, array: ArrayId) -> ArrayId | None:
+        """The persistent array that holds `array`, which may be some of its rows."""
+        if array in self.homes:
+            return array
+        whole = array.whole
+        return whole if whole in self.homes else None
+
+    def home_tier(self, array: ArrayId) -> Tier | None:
+        home = self.home(array)
+        return None if home is None else self.homes[home]
+
+
+def count_contributions(program: Program, num_microbatches: int) -> Counter:
+    """How many backward runs add to the gradient of each parameter array."""
+    counts: Counter = Counter()
+    for segment in program.segments:
+        if segment is program.segments[-1] or segment.has_backward:
+            for array in segment.trained_params:
+                counts[array.path, array.rows] += num_microbatches
+    return counts
+
+
+def schedule(
+    catalog: Catalog, units: Sequence[UpdateUnit], options: StepOptions
+) -> list[Job]:
+    """The jobs of one training step, in order."""
+    return _Schedule(catalog, units, options).jobs
+
+
+def schedule_evaluation(catalog: Catalog, options: StepOptions) -> list[Job]:
+    """The jobs of a forward pass alone; losses and outputs end on the host."""
+    return _Schedule(catalog, (), options, is_evaluation=True).jobs
+
+
+def gradient_of(array: ArrayId) -> ArrayId:
+    return ArrayId("gradient", array.path, array.rows)
+
+
+def value(name: str, microbatch: int) -> ArrayId:
+    return ArrayId("value", name, None, microbatch)
+
+
+def norm_of(segment: str) -> ArrayId:
+    return ArrayId("norm", segment)
+
+
+class _Schedule:
+    def __init__(
+        self,
+        catalog: Catalog,
+        units: Sequence[UpdateUnit],
+        options: StepOptions,
+        *,
+        is_evaluation: bool = False,
+    ):
+        self.catalog, self.options = catalog, options
+        self.program = catalog.program
+        self.microbatches = range(options.num_microbatches)
+        self.jobs: list[Job] = []
+        self.contributed: Counter = Counter()
+        self.begun: set[ArrayId] = set()
+        self.norms: list[ArrayId] = []
+        self.units = list(enumerate(units))
+        *body, last = range(len(self.program.segments))
+        for k in body:
+            for m in self.microbatches:
+                self.forward(k, m)
+        if is_evaluation:
+            for m in self.microbatches:
+                self.forward(last, m, results_to=Tier.HOST)
+        else:
+            self.train(body, last)
+
+    def train(self, body: Sequence[int], last: int) -> None:
+        losses = [self.loss(last, m) for m in self.microbatches]
+        self.finish_gradients(last)
+        if self.options.updates_in_backward:
+            self.host_job(Decide(tuple(losses), ()), losses)
+            self.update_ready()
+        for k in reversed(body):
+            if self.program.segments[k].has_backward:
+                for m in self.microbatches:
+                    self.backward(k, m)
+                self.finish_gradients(k)
+                if self.options.updates_in_backward:
+                    self.update_ready()
+        self.host_job(Decide(tuple(losses), tuple(self.norms)), [*losses, *self.norms])
+        if not self.options.updates_in_backward:
+            self.update_ready()
+        assert not self.units, f"no gradient for {self.units[0][1].name}"
+
+    def add(self, operation: Operation, link: Link, **rest: object) -> None:
+        self.jobs.append(Job(operation, link, **rest))
+
+    def host_job(self, operation: Operation, reads: Sequence[ArrayId]) -> None:
+        copies = tuple((a, Tier.HOST) for a in reads)
+        self.add(operation, Link.HOST, reads=copies, writes=())
+
+    def transfer(self, arrays: Sequence[ArrayId], source: Tier, target: Tier) -> None:
+        """Moves arrays down (or up) tier by tier, one job a hop."""
+        hops = {
+            (Tier.DEVICE, Tier.NVME): (Tier.DEVICE, Tier.HOST, Tier.NVME),
+            (Tier.NVME, Tier.DEVICE): (Tier.NVME, Tier.HOST, Tier.DEVICE),
+        }.get((source, target), (source, target))
+        for start, stop in zip(hops, hops[1:], strict=False):
+            self.add(
+                Transfer(tuple(arrays), start, stop),
+                TRANSFER_LINKS[start, stop],
+                reads=tuple((a, start) for a in arrays),
+                writes=tuple((a, stop) for a in arrays),
+            )
+
+    def inputs(self, segment: SegmentSpec, m: int) -> tuple[Copy, ...]:
+        consts = set(self.program.consts)
+        values = [
+            ArrayId("const", n) if n in consts else value(n, m) for n in segment.inputs
+        ]
+        return tuple((a, Tier.DEVICE) for a in (*segment.params, *values))
+
+    def forward(self, k: int, m: int, results_to: Tier | None = None) -> None:
+        segment = self.program.segments[k]
+        outputs = [value(n, m) for n in segment.outputs]
+        self.add(
+            Run(k, segment.name, Pass.FORWARD, m),
+            Link.DEVICE,
+            reads=self.inputs(segment, m),
+            writes=tuple((a, Tier.DEVICE) for a in outputs),
+            workspace=((Tier.DEVICE, self.catalog.workspace[k][0]),),
+            flops=segment.flops,
+        )
+        target = results_to or self.options.value_tier
+        if target != Tier.DEVICE and outputs:
+            self.transfer(outputs, Tier.DEVICE, target)
+
+    def loss(self, k: int, m: int) -> ArrayId:
+        """Runs the last segment both ways; returns the loss, which is on the host."""
+        segment = self.program.segments[k]
+        results = [value(n, m) for n in segment.outputs]
+        self.run_backward(k, m, Pass.LOSS, (), results)
+        self.transfer(results, Tier.DEVICE, Tier.HOST)
+        return results[0]
+
+    def backward(self, k: int, m: int) -> None:
+        outputs = self.program.segments[k].active_outputs
+        cotangents = [ArrayId("cotangent", n, None, m) for n in outputs]
+        self.run_backward(k, m, Pass.BACKWARD, cotangents, ())
+
+    def run_backward(
+        self,
+        k: int,
+        m: int,
+        kind: Pass,
+        cotangents: Sequence[ArrayId],
+        results: Sequence[ArrayId],
+    ) -> None:
+        segment = self.program.segments[k]
+        gradients = [
+            self.landing(gradient_of(a), is_gradient=True)
+            for a in segment.trained_params
+        ]
+        inward = [
+            self.landing(ArrayId("cotangent", n, None, m), is_gradient=False)
+            for n in segment.active_inputs
+        ]
+        written = (*results, *gradients, *inward)
+        self.add(
+            Run(k, segment.name, kind, m, tuple(gradients), tuple(inward)),
+            Link.DEVICE,
+            reads=self.inputs(segment, m) + tuple((a, Tier.DEVICE) for a in cotangents),
+            writes=tuple((a, Tier.DEVICE) for a in written),
+            workspace=((Tier.DEVICE, self.catalog.workspace[k][1]),),
+            flops=3 * segment.flops,
+        )
+        parts = [a for a in (*gradients, *inward) if a.role.endswith("part")]
+        if parts:
+            self.accumulate(parts)
+
+    def landing(self, target: ArrayId, *, is_gradient: bool) -> ArrayId:
+        """Where a contribution lands: on its accumulator if it is the first, or beside.
+
+        A narrow gradient that accumulates always lands beside: its accumulator is wide.
+        """
+        part = ArrayId(f"{target.role} part", *_rest(target))
+        if is_gradient:
+            spec = self.catalog.param_spec(target)
+            total = self.catalog.num_contributions[target.path, target.rows]
+            if total > 1 and spec.itemsize < FLOAT32_BYTES:
+                return part
+        if target in self.begun:
+            return part
+        self.begun.add(target)
+        return target
+
+    def accumulate(self, parts: Sequence[ArrayId]) -> None:
+        targets = [ArrayId(a.role.removesuffix(" part"), *_rest(a)) for a in parts]
+        existing = [a for a in targets if a in self.begun]
+        self.begun.update(targets)
+        self.add(
+            Accumulate(tuple(targets), tuple(parts)),
+            Link.DEVICE,
+            reads=tuple((a, Tier.DEVICE) for a in (*parts, *existing)),
+            writes=tuple((a, Tier.DEVICE) for a in targets),
+        )
+
+    def finish_gradients(self, k: int) -> None:
+        """Measures and offloads the gradients that are complete after segment `k`."""
+        segment = self.program.segments[k]
+        done = []
+        for array in segment.trained_params:
+            counted = (array.path, array.rows)
+            self.contributed[counted] += self.options.num_microbatches
+            if self.contributed[counted] == self.catalog.num_contributions[counted]:
+                done.append(gradient_of(array))
+        if not done:
+            return
+        norm = norm_of(segment.name)
+        self.norms.append(norm)
+        self.add(
+            SumSquares(tuple(done), norm),
+            Link.DEVICE,
+            reads=tuple((a, Tier.DEVICE) for a in done),
+            writes=((norm, Tier.DEVICE),),
+        )
+        on_host = self.updated_on_host()
+        moved = [a for a in done if a in on_host]
+        self.transfer([norm, *moved], Tier.DEVICE, Tier.HOST)
+        waits = not self.options.updates_in_backward
+        if moved and waits and self.options.gradient_tier == Tier.NVME:
+            self.transfer(moved, Tier.HOST, Tier.NVME)
+
+    def updated_on_host(self) -> set[ArrayId]:
+        return {
+            update.gradient
+            for _, unit in self.units
+            if unit.tier == Tier.HOST
+            for update in unit.arrays
+        }
+
+    def update_ready(self) -> None:
+        """Updates the units whose gradients are complete, in order."""
+        waiting = []
+        for number, unit in self.units:
+            if all(self.is_complete(update.gradient) for update in unit.arrays):
+                self.update(number, unit)
+            else:
+                waiting.append((number, unit))
+        self.units = waiting
+
+    def is_complete(self, gradient: ArrayId) -> bool:
+        counted = (gradient.path, gradient.rows)
+        return self.contributed[counted] == self.catalog.num_contributions[counted]
+
+    def update(self, number: int, unit: UpdateUnit) -> None:
+        tier = unit.tier
+        gradients = {update.gradient: None for update in unit.arrays}
+        operands = [a for update in unit.arrays for a in update.operands]
+        results = [a for update in unit.arrays for a in update.results]
+        self.add(
+            Update(number, unit.name, tier),
+            Link.HOST if tier == Tier.HOST else Link.DEVICE,
+            reads=tuple((a, tier) for a in (*gradients, *operands)),
+            writes=tuple((a, tier) for a in results),
+            workspace=((tier, unit.workspace_bytes),),
+        )
+        away: dict[Tier, list[ArrayId]] = {}
+        for array in results:
+            home = self.catalog.home_tier(array)
+            assert home is not None
+            if home != tier:
+                away.setdefault(home, []).append(array)
+        for home, arrays in away.items():
+            self.transfer(arrays, tier, home)
+
+
+def _rest(array: ArrayId) -> tuple:
+    return array.path, array.rows, array.microbatch

@@ -1,0 +1,162 @@
+"""Makes parameters one leaf at a time, so that a model is never whole in memory.
+
+The init function is traced, and every leaf becomes the part of the program behind it.
+Random keys and other small values on the way are evaluated on their own, as each leaf
+needs them; what remains of two equal layers is then equal code on different keys, so
+all layers together compile each distinct leaf once.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zinf.jaxpr import Body, Graph, Piece, Shared, flatten, share, trace
+from zinf.jaxpr.compat import Atom, Literal, Var, build_jaxpr, evaluate
+from zinf.jaxpr.slice import Slicer
+from zinf.segment.source import named_leaves
+
+# Evaluated on their own, operation by operation: keys and counters, but no weights,
+# whose dozens of operations would each be compiled for each shape.
+SMALL_BYTES = 4 * 1024
+# A typed key array is split into the keys of all layers, so it may be larger.
+SMALL_KEY_BYTES = 64 * 1024
+
+
+def initialize(
+    init_fn: Callable[[], Any], *, device: jax.Device | None = None
+) -> Iterator[tuple[str, jax.Array]]:
+    """Yields `(key path, array)` of the tree that `init_fn()` returns, leaf by leaf.
+
+    Values are those of `jax.jit(init_fn)()`: random bits equal, floats up to rounding.
+    At any time one leaf is held here, beside small values that later leaves share; let
+    go of a leaf before asking for the next. A leaf computed from something larger than
+    itself, such as one slice of a single random vector, needs that in memory as well.
+
+    Args:
+        init_fn: traced once; it may close over arrays and make random keys.
+        device: where leaves are computed and live (`None`: jax's default).
+    """
+    closed, structure = trace(init_fn)
+    graph = flatten(closed)
+    paths = list(named_leaves(structure))
+    recipes, last_use = _recipes(graph)
+    compiled: dict[Body, Callable] = {}
+    known: dict[Var, Any] = dict(graph.consts)
+    for number, (path, recipe) in enumerate(zip(paths, recipes, strict=True)):
+        yield path, _make(recipe, known, compiled, device)
+        for variable in last_use.get(number, ()):
+            del known[variable]
+
+
+def leaves_of(params: Any) -> Iterator[tuple[str, Any]]:
+    """Yields `(key path, array)` of a ready pytree, leaf by leaf.
+
+    jax arrays come as they are; NumPy arrays and Python or NumPy numbers come as NumPy
+    arrays of the dtype that jax would give them.
+
+    Raises:
+        ValueError: a leaf is not an array of numbers.
+    """
+    for path, leaf in named_leaves(params).items():
+        if isinstance(leaf, jax.Array):
+            yield path, leaf
+            continue
+        if isinstance(leaf, (np.ndarray, np.generic, bool, int, float, complex)):
+            if np.asarray(leaf).dtype.kind not in "OSUMmT":
+                yield path, np.asarray(leaf, dtype=jnp.result_type(leaf))
+                continue
+        raise ValueError(
+            f"The parameter leaf {path!r} is not an array of numbers but a "
+            f"{type(leaf).__name__}: {leaf!r:.80}. Keep such values out of `params`: "
+            "close over them in the loss function, or split the model first "
+            "(flax: nnx.split, equinox: eqx.partition)."
+        )
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """How a leaf is made: small values first, then the rest in one executable.
+
+    `small` makes `small_outputs`, all of them values that are still needed after it.
+    `leaf` is the leaf itself where that is small or given, else `code` computes it
+    from `inputs`.
+    """
+
+    small: Piece
+    leaf: Atom
+    code: Shared | None
+    inputs: tuple[Var, ...]
+
+
+def _make(
+    recipe: _Recipe,
+    known: dict[Var, Any],
+    compiled: dict[Body, Callable],
+    device: jax.Device | None,
+) -> jax.Array:
+    """Computes one leaf, and adds the small values on the way to `known`."""
+    small, code = recipe.small, recipe.code
+    with jax.default_device(device):
+        jaxpr = build_jaxpr(small.invars, small.outvars, small.equations)
+        values = evaluate(jaxpr, [known[v] for v in small.invars])
+        known.update(zip(small.outvars, values, strict=True))
+        if isinstance(recipe.leaf, Literal):
+            leaf = jnp.asarray(recipe.leaf.val, dtype=recipe.leaf.aval.dtype)
+        elif code is None:
+            leaf = jnp.asarray(known[recipe.leaf])
+        else:
+            if code.body not in compiled:
+                compiled[code.body] = jax.jit(code.body.__call__)
+            arguments = [known[v] for v in recipe.inputs]
+            (leaf,) = compiled[code.body](*arguments, *code.hoisted)
+    # An array that `init_fn` closed over may live elsewhere, and its results with it.
+    return leaf if device is None else jax.device_put(leaf, device)
+
+
+def _recipes(graph: Graph) -> tuple[list[_Recipe], Mapping[int, Sequence[Var]]]:
+    """How to make each leaf; which values are not needed after it, by its number."""
+    small = _small_values(graph)
+    slicer = Slicer(graph)
+    pieces, parts = [], []
+    made: set[Var] = set(graph.consts)
+    last_use: dict[Var, int] = {}
+    for number, leaf in enumerate(graph.outvars):
+        rest = slicer.behind([leaf], stop=small)
+        before = slicer.behind(rest.inputs, stop=made)
+        outputs = tuple(v for e in before.equations for v in e.outvars)
+        made.update(outputs)
+        parts.append(Piece(before.inputs, outputs, before.equations))
+        pieces.append(Piece(rest.inputs, (leaf,), rest.equations))
+        read = *before.inputs, *outputs, *rest.inputs
+        last_use.update(dict.fromkeys(read, number))
+    codes = share(pieces)
+    recipes = [
+        _Recipe(part, piece.outvars[0], code if piece.equations else None, piece.invars)
+        for part, piece, code in zip(parts, pieces, codes, strict=True)
+    ]
+    expiring: dict[int, list[Var]] = {}
+    for variable, number in last_use.items():
+        expiring.setdefault(number, []).append(variable)
+    return recipes, expiring
+
+
+def _small_values(graph: Graph) -> set[Var]:
+    """What is known beforehand: constants, and small values made from nothing else."""
+    small = set(graph.consts)
+    for equation in graph.equations:
+        if all(isinstance(a, Literal) or a in small for a in equation.invars):
+            if all(_is_small(v) for v in equation.outvars):
+                small.update(equation.outvars)
+    return small
+
+
+def _is_small(variable: Var) -> bool:
+    dtype = variable.aval.dtype
+    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    limit = SMALL_KEY_BYTES if is_key else SMALL_BYTES
+    return prod(variable.aval.shape) * dtype.itemsize <= limit

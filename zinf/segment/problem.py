@@ -1,0 +1,267 @@
+"""What is trained: a loss over a flat dict of arrays, whatever pytree the user has.
+
+Everything below the engine names a parameter by its key path. This module turns the
+user's loss, parameters and model state into that form, and back.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zinf.segment.leafwise import initialize, leaves_of
+from zinf.segment.source import named_leaves
+
+STATE_PREFIX = "model_state/"
+MASTER_DTYPE = "float32"
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One leaf: how it is stored (`master`), and how the loss sees it (`compute`).
+
+    `is_key` marks a typed random key, which is stored as its 32-bit words.
+    """
+
+    path: str
+    master: jax.ShapeDtypeStruct
+    compute: jax.ShapeDtypeStruct
+    is_trainable: bool
+    is_key: bool
+
+    @property
+    def has_master(self) -> bool:
+        """True if the stored precision is kept in an array of its own."""
+        return self.is_trainable and self.master.dtype != self.compute.dtype
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A loss over named arrays.
+
+    Attributes:
+        params: every leaf of the parameters, then of the model state, by key path.
+        abstract_params: the user's parameter pytree in master dtypes (typed keys kept).
+        loss: `(flat arrays, batch[, key]) -> (loss, {"aux": ..., "model_state": ...})`.
+        state_paths: the leaves that the loss returns anew, in the order of
+            the flattened `model_state` output.
+    """
+
+    params: Mapping[str, ParamSpec]
+    abstract_params: Any
+    loss: Callable
+    state_paths: tuple[str, ...]
+    _source: Any = field(repr=False)
+    _state: Any = field(repr=False)
+    _structure: Any = field(repr=False)
+
+    @property
+    def trainable(self) -> frozenset[str]:
+        return frozenset(p for p, spec in self.params.items() if spec.is_trainable)
+
+    def abstract_arguments(self) -> "OrderedDict[str, jax.ShapeDtypeStruct]":
+        """What `loss` takes first, in compute dtypes."""
+        return OrderedDict((p, spec.compute) for p, spec in self.params.items())
+
+    def initial_leaves(self, device: jax.Device) -> Iterator[tuple[str, np.ndarray]]:
+        """`(path, value in its master dtype)`, one leaf at a time, keys as words."""
+        for path, leaf in _leaves(self._source, device):
+            yield path, self._stored(path, leaf)
+        if self._state is not None:
+            for name, leaf in leaves_of(self._state):
+                path = STATE_PREFIX + name
+                yield path, self._stored(path, leaf)
+
+    @cached_property
+    def evaluation(self) -> Callable:
+        """`(arrays, batches, keys) -> losses`: a jitted forward pass a microbatch.
+
+        `arrays` are the leaves in the order of `params`; `batches` and `keys` have a
+        leading microbatch dim.
+        """
+
+        def losses(arrays: Sequence[Any], batches: Any, keys: Any) -> Any:
+            flat = OrderedDict(zip(self.params, arrays, strict=True))
+
+            def one(microbatch: tuple[Any, Any]) -> Any:
+                batch, key = microbatch
+                return self.loss(flat, batch, *([] if key is None else [key]))[0]
+
+            return jax.lax.map(one, (batches, keys))
+
+        return jax.jit(losses)
+
+    def restore_tree(self, read: Callable[[str], np.ndarray]) -> Any:
+        """The user's parameter pytree, each leaf read by its path."""
+        paths = [p for p in self.params if not p.startswith(STATE_PREFIX)]
+        leaves = [self._presented(p, read(p)) for p in paths]
+        return jax.tree.unflatten(self._structure, leaves)
+
+    def restore_state(self, read: Callable[[str], np.ndarray]) -> Any:
+        """The model state pytree, or None if there is none."""
+        if self._state is None:
+            return None
+        leaves = [
+            self._presented(STATE_PREFIX + n, read(STATE_PREFIX + n))
+            for n in named_leaves(self._state)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(self._state), leaves)
+
+    def _stored(self, path: str, leaf: Any) -> np.ndarray:
+        spec = self.params[path]
+        if spec.is_key:
+            leaf = jax.random.key_data(leaf)
+        return np.asarray(leaf).astype(spec.master.dtype, copy=False)
+
+    def _presented(self, path: str, stored: np.ndarray) -> Any:
+        if self.params[path].is_key:
+            return jax.random.wrap_key_data(jnp.asarray(stored))
+        return stored
+
+
+def make_problem(
+    loss_fn: Callable,
+    params: Any,
+    *,
+    model_state: Any = None,
+    has_aux: bool = False,
+    frozen: Sequence[str] = (),
+    compute_dtype: str = MASTER_DTYPE,
+) -> Problem:
+    """Describes training of `params` under `loss_fn`.
+
+    Args:
+        loss_fn: `(params, batch[, key])`, or with model state
+            `(params, model_state, batch[, key])`; see `zinf.initialize`.
+        params: a pytree of arrays, or a function of no arguments that returns one.
+        frozen: glob patterns over key paths; matching leaves get no gradient.
+        compute_dtype: "bfloat16" or "float16" for mixed precision: trained leaves are
+            kept in float32 and cast for the loss. Otherwise leaves keep their dtypes.
+
+    Raises:
+        ValueError: a leaf is not an array, or a pattern matches nothing.
+    """
+    abstract = jax.eval_shape(params) if callable(params) else _abstract(params)
+    leaves = named_leaves(abstract)
+    if not leaves:
+        raise ValueError("The parameter pytree has no leaves; nothing can be trained.")
+    for pattern in frozen:
+        if not any(fnmatch(path, pattern) for path in leaves):
+            raise ValueError(
+                f"frozen: no parameter matches {pattern!r}. The parameters are "
+                f"{', '.join(list(leaves)[:5])}, ... ({len(leaves)} in all)."
+            )
+    mixed = compute_dtype if compute_dtype != MASTER_DTYPE else None
+    specs = {}
+    for path, leaf in leaves.items():
+        is_frozen = any(fnmatch(path, pattern) for pattern in frozen)
+        specs[path] = _param_spec(path, leaf, not is_frozen, mixed)
+    state_paths: tuple[str, ...] = ()
+    if model_state is not None:
+        state_leaves = named_leaves(_abstract(model_state))
+        state_paths = tuple(STATE_PREFIX + n for n in state_leaves)
+        for path, leaf in zip(state_paths, state_leaves.values(), strict=True):
+            specs[path] = _param_spec(path, leaf, False, None)
+    structure = jax.tree.structure(abstract)
+    state_structure = jax.tree.structure(model_state)
+
+    def loss(flat: Mapping[str, Any], batch: Any, *key: Any) -> tuple[Any, Any]:
+        values = [_wrapped(specs[p], x) for p, x in flat.items()]
+        trees = [jax.tree.unflatten(structure, values[: len(leaves)])]
+        if model_state is not None:
+            trees.append(jax.tree.unflatten(state_structure, values[len(leaves) :]))
+        result = loss_fn(*trees, batch, *key)
+        return _sort_result(result, has_aux, model_state is not None, state_structure)
+
+    masters = [specs[p].master if not specs[p].is_key else x for p, x in leaves.items()]
+    return Problem(
+        params=specs,
+        abstract_params=jax.tree.unflatten(structure, masters),
+        loss=loss,
+        state_paths=state_paths,
+        _source=params,
+        _state=model_state,
+        _structure=structure,
+    )
+
+
+def _sort_result(
+    result: Any, has_aux: bool, has_state: bool, state_structure: Any
+) -> tuple[Any, Any]:
+    """`(loss, {"aux", "model_state"})` from what the user's function returns."""
+    wanted = "(loss, new_model_state)" if has_state else "(loss, aux)"
+    if has_aux and has_state:
+        wanted = "(loss, (new_model_state, aux))"
+    if not (has_aux or has_state):
+        if isinstance(result, tuple):
+            raise ValueError(
+                f"loss_fn returned a tuple of {len(result)}; it must return the loss "
+                "alone. If it returns (loss, aux), pass has_aux=True."
+            )
+        return result, {}
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ValueError(f"loss_fn must return {wanted}; it returned {result!r}.")
+    loss, extra = result
+    state, aux = None, None
+    if has_aux and has_state:
+        state, aux = extra
+    elif has_state:
+        state = extra
+    else:
+        aux = extra
+    if has_state and jax.tree.structure(state) != state_structure:
+        raise ValueError(
+            f"loss_fn must return {wanted} with the structure of model_state, "
+            f"{state_structure}; it returned {jax.tree.structure(state)}."
+        )
+    return loss, {"aux": _unwrapped(aux), "model_state": _unwrapped(state)}
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _unwrapped(tree: Any) -> Any:
+    return jax.tree.map(
+        lambda x: jax.random.key_data(x) if _is_key(jnp.asarray(x)) else x, tree
+    )
+
+
+def _wrapped(spec: ParamSpec, value: Any) -> Any:
+    return jax.random.wrap_key_data(value) if spec.is_key else value
+
+
+def _abstract(tree: Any) -> Any:
+    """Shapes and dtypes of a pytree of arrays; leaves that are none are refused."""
+    named = {
+        path: jax.eval_shape(lambda x=x: jnp.asarray(x)) for path, x in leaves_of(tree)
+    }
+    structure = jax.tree.structure(tree)
+    return jax.tree.unflatten(structure, [named[path] for path in named_leaves(tree)])
+
+
+def _leaves(source: Any, device: jax.Device) -> Iterator[tuple[str, Any]]:
+    if callable(source):
+        return initialize(source, device=device)
+    return leaves_of(source)
+
+
+def _param_spec(
+    path: str, leaf: Any, may_train: bool, mixed_dtype: str | None
+) -> ParamSpec:
+    if _is_key(leaf):
+        words = jax.eval_shape(jax.random.key_data, leaf)
+        return ParamSpec(path, words, words, False, True)
+    is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+    master = compute = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    if mixed_dtype is not None and is_float:
+        compute = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(mixed_dtype))
+        stored = MASTER_DTYPE if may_train else mixed_dtype
+        master = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(stored))
+    return ParamSpec(path, master, compute, is_float and may_train, False)
