@@ -1,0 +1,65 @@
+"""Arrays of the kinds that differ, placed on tiers, and the least of an engine."""
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from zinf.memory.residents import Residents
+from zinf.plan import Plan
+from zinf.program import ArrayId, ArraySpec, Tier
+
+STACKED = ArrayId("param", "blocks/kernel")
+# A matrix, one that rests in pieces (a layer each), a
+# scalar, a narrow dtype, and names that a file system would take otherwise.
+ARRAYS = {
+    ArrayId("param", "embed"): np.arange(48, dtype=np.float32).reshape(12, 4),
+    STACKED: np.arange(4 * 3 * 2, dtype=np.float32).reshape(4, 3, 2) + 1,
+    ArrayId("state0", "embed"): np.zeros((12, 4), np.float32),
+    ArrayId("state1", "scale"): np.array(7, np.float32),
+    ArrayId("frozen", "a/../c.0"): np.arange(5, dtype=np.int32),
+    ArrayId("frozen", ""): np.zeros((0, 3), np.float32),
+    ArrayId("compute", "embed"): np.arange(48)
+    .reshape(12, 4)
+    .astype(ml_dtypes.bfloat16),
+}
+
+
+def specs_of(arrays: Mapping[ArrayId, np.ndarray]) -> dict[ArrayId, ArraySpec]:
+    return {
+        array: ArraySpec(value.shape, value.dtype.name, value.dtype.itemsize)
+        for array, value in arrays.items()
+    }
+
+
+def homes_on(
+    tiers: list[Tier], arrays: Mapping[ArrayId, np.ndarray]
+) -> dict[ArrayId, Tier]:
+    """Deals the arrays, and the layers of the stacked one, to the tiers in turn."""
+    pieces: list[ArrayId] = []
+    for array, value in arrays.items():
+        if array == STACKED:
+            rows = range(value.shape[0])
+            pieces += [ArrayId(array.role, array.path, (i, i + 1)) for i in rows]
+        else:
+            pieces.append(array)
+    return {piece: tiers[i % len(tiers)] for i, piece in enumerate(pieces)}
+
+
+@dataclass
+class SavedEngine:
+    """What `Checkpoints` asks of an engine."""
+
+    residents: Residents
+    state: dict[str, Any]
+    plan: Plan = Plan((), {}, {}, dict.fromkeys(Tier, 0), {})
+    pending_save: Future[None] | None = None
+
+    def scalars(self) -> dict[str, Any]:
+        return dict(self.state)
+
+    def set_scalars(self, scalars: dict[str, Any]) -> None:
+        self.state = scalars

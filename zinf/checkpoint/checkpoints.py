@@ -1,0 +1,172 @@
+"""The checkpoints of one run: kept by number of steps, the newest few of them."""
+
+import base64
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import orbax.checkpoint as ocp
+
+from zinf.checkpoint.arrays import check_space
+from zinf.checkpoint.blocks import held_bytes
+from zinf.checkpoint.handler import StateHandler, StateRestore, StateSave
+from zinf.memory.residents import Residents
+from zinf.plan import Plan
+from zinf.program import Tier
+
+DataState = dict[str, Any] | bytes | None
+# Orbax gives up on a save after this; terabytes take hours on a slow drive.
+TIMEOUT = timedelta(days=7)
+
+
+class AbstractSaveable(Protocol):
+    """What of an engine is saved."""
+
+    pending_save: Future[None] | None
+    """Waited for before any array changes."""
+
+    @property
+    def residents(self) -> Residents: ...
+
+    @property
+    def plan(self) -> Plan: ...
+
+    def scalars(self) -> dict[str, Any]: ...
+
+    def set_scalars(self, scalars: dict[str, Any]) -> None: ...
+
+
+class Checkpoints:
+    """Saves, keeps and restores the checkpoints of a run through Orbax.
+
+    `directory/<step>/state` holds arrays and scalars, `directory/<step>/data` the state
+    of the data iterator. A checkpoint gets that name when it is complete, so a process
+    that is killed at any instant leaves the one before.
+
+    Args:
+        keep: how many to keep, the newest.
+        asynchronous: save while the next step runs its forward pass. A save is waited
+            for all the same if the plan leaves too little host memory for its blocks.
+
+    Raises:
+        StorageError: the directory cannot be made.
+    """
+
+    def __init__(
+        self, directory: Path | str, *, keep: int = 3, asynchronous: bool = True
+    ) -> None:
+        self.directory = Path(directory).absolute()
+        self.asynchronous = asynchronous
+        self._handler = StateHandler()
+        self._manager = ocp.CheckpointManager(
+            self.directory,
+            options=ocp.CheckpointManagerOptions(
+                preservation_policy=ocp.checkpoint_managers.LatestN(keep),
+                cleanup_tmp_directories=True,
+                async_options=ocp.AsyncOptions(
+                    timeout_secs=int(TIMEOUT.total_seconds()),
+                    create_directories_asynchronously=False,
+                ),
+            ),
+            item_handlers={
+                "state": self._handler,
+                "data": ocp.JsonCheckpointHandler(),
+            },
+        )
+
+    def save(
+        self, step: int, engine: AbstractSaveable, data_state: DataState = None
+    ) -> None:
+        """Begin to save `engine` as it is now, after `step` steps.
+
+        Waits for the save before it. Afterwards `engine.pending_save` tells when arrays
+        may change again; errors are raised by the next `save` or `check`, or by `wait`.
+
+        Raises:
+            ValueError: there is a checkpoint of that step.
+            StorageError: the save before this one failed.
+        """
+        released: Future[None] = Future()
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                state=StateSave(engine.residents, engine.scalars(), released),
+                data=ocp.args.JsonSave(_as_json(data_state)),
+            ),
+            force=True,
+        )
+        engine.pending_save = released
+        if not (self.asynchronous and _has_room(engine)):
+            self.wait()
+
+    def restore(self, engine: AbstractSaveable, step: int | None = None) -> DataState:
+        """Set `engine` to a checkpoint, the newest if `step` is None.
+
+        Returns the state of the data iterator that was saved with it. For errors see
+        `read_arrays`.
+        """
+        self.wait()
+        restored = self._manager.restore(
+            step,
+            args=ocp.args.Composite(
+                state=StateRestore(engine.residents, engine.set_scalars),
+                data=ocp.args.JsonRestore(),
+            ),
+        )
+        return _from_json(restored["data"])
+
+    def latest_step(self) -> int | None:
+        """The step of the newest checkpoint, begun or complete; None: there is none."""
+        return self._manager.latest_step()
+
+    def folder(self, step: int) -> Path:
+        return self.directory / str(step)
+
+    def check_space(self, engine: AbstractSaveable) -> None:
+        """Raise StorageError unless one more checkpoint of `engine` fits."""
+        nbytes = sum(spec.nbytes for spec in engine.residents.specs.values())
+        check_space(self.directory, nbytes)
+
+    def check(self) -> None:
+        """Raise what went wrong with a save that has ended; wait for none."""
+        if not self._manager.is_saving_in_progress():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until what was saved is complete, or raise what went wrong."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        try:
+            self._manager.close()
+        finally:
+            self._handler.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _has_room(engine: AbstractSaveable) -> bool:
+    """Whether the host holds a save's blocks beside all that a step may hold there."""
+    residents = engine.residents
+    capacity_bytes = residents.stores.host.ledger.capacity_bytes
+    if capacity_bytes is None:
+        return True
+    step_bytes = engine.plan.peak_bytes[Tier.HOST]
+    return step_bytes + held_bytes(residents.specs) <= capacity_bytes
+
+
+def _as_json(state: DataState) -> dict[str, Any]:
+    if isinstance(state, bytes):
+        return {"base64": base64.b64encode(state).decode()}
+    return {"state": state}
+
+
+def _from_json(saved: dict[str, Any]) -> DataState:
+    if "base64" in saved:
+        return base64.b64decode(saved["base64"])
+    return saved["state"]

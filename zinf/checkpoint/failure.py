@@ -1,0 +1,37 @@
+"""What goes wrong with the files of a checkpoint, said so that somebody can act."""
+
+import errno
+import os
+from pathlib import Path
+
+from zinf.memory.storage_error import StorageError, from_tensorstore
+
+# What to do about an error, by its number. (OSError itself appends the file.)
+ADVICE = {
+    errno.ENOSPC: "Free space on that drive, keep fewer checkpoints "
+    "(run.keep_checkpoints), or save to another folder (run.output)",
+    errno.EDQUOT: "Raise the quota, keep fewer checkpoints (run.keep_checkpoints), or "
+    "save to another folder (run.output)",
+    errno.EACCES: "Give this user the right to read and write there, or name another "
+    "folder (run.output)",
+    errno.EROFS: "Name a folder that can be written (run.output)",
+    errno.ENOENT: "The checkpoint is not complete any more. Use another one",
+    errno.EIO: "The checkpoint is damaged. Use another one, and check the drive",
+}
+OTHER_ADVICE = "Check the drive, and that nothing else writes in that folder"
+
+
+def failure(what: str, folder: Path, error: Exception) -> StorageError:
+    """The StorageError for what the system or TensorStore raised about `folder`."""
+    if isinstance(error, OSError):
+        code, path = error.errno or errno.EIO, Path(error.filename or folder)
+        return explain(what, code, path, os.strerror(code))
+    found = from_tensorstore(what, folder, error)
+    message = str(error).partition(" [")[0].rstrip(".")
+    return explain(what, found.errno or errno.EIO, Path(found.filename), message)
+
+
+def explain(what: str, code: int, path: Path, found: str) -> StorageError:
+    """A StorageError that says what was asked, what was found and what to change."""
+    advice = ADVICE.get(code, OTHER_ADVICE)
+    return StorageError(code, f"{what}: {found}. {advice}", str(path))
