@@ -1,0 +1,185 @@
+"""Every model is made leaf by leaf with the values that its init function gives."""
+
+import equinox as eqx
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+from zinf.segment.leafwise import initialize, leaves_of
+from zinf.segment.source import named_leaves
+
+TABLE = np.arange(12, dtype=np.float32).reshape(3, 4)
+FEATURES = jnp.zeros((2, 64))
+
+
+class Block(nnx.Module):
+    def __init__(self, width: int, *, rngs: nnx.Rngs):
+        self.norm = nnx.LayerNorm(width, rngs=rngs)
+        self.up = nnx.Linear(width, 4 * width, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+
+class Stack(nnx.Module):
+    def __init__(self, *, num_layers: int = 3, width: int = 64, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(100, width, rngs=rngs)
+        self.blocks = nnx.List([Block(width, rngs=rngs) for _ in range(num_layers)])
+
+
+class Dense(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        x = linen.BatchNorm(use_running_average=False)(linen.Dense(256)(x))
+        return linen.Dense(64)(x)
+
+
+def nnx_model():
+    return nnx.split(Stack(rngs=nnx.Rngs(0)))[1]
+
+
+def nnx_stacked_layers():
+    @nnx.split_rngs(splits=5)
+    @nnx.vmap(in_axes=(0,), out_axes=0)
+    def make(rngs):
+        return Block(64, rngs=rngs)
+
+    return nnx.split(make(nnx.Rngs(0, dropout=1)))[1]
+
+
+def linen_model():
+    return Dense().init(jax.random.key(0), FEATURES)
+
+
+def equinox_model():
+    model = eqx.nn.MLP(16, 4, 128, 3, key=jax.random.key(0))
+    return eqx.filter(model, eqx.is_array)
+
+
+def haiku_model():
+    function = hk.transform(lambda x: hk.nets.MLP([256, 64])(x))
+    return function.init(jax.random.PRNGKey(0), FEATURES)
+
+
+def plain_leaves():
+    """Closed-over arrays, numbers, keys, integers, scalars, and a leaf twice."""
+    key = jax.random.key(7)
+    weight = jax.random.normal(key, (64, 64))
+    return {
+        "bool": jnp.ones((3,), bool),
+        "computed": jnp.linspace(0, 1, 2000) + TABLE.sum(),
+        "constant": TABLE,
+        "count": jnp.int32(3),
+        "key": key,
+        "keys": jax.random.split(key, 4),
+        "number": 2.5,
+        "scalar": weight.mean(),
+        "tied": weight,
+        "weight": weight,
+    }
+
+
+MODELS = [
+    nnx_model,
+    nnx_stacked_layers,
+    linen_model,
+    equinox_model,
+    haiku_model,
+    plain_leaves,
+]
+
+
+def numbers(x):
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(x) if is_key else x)
+
+
+@pytest.mark.parametrize("init_fn", MODELS, ids=lambda f: f.__name__)
+def test_leaves_equal_those_of_the_whole_init_function(init_fn):
+    wanted = named_leaves(jax.jit(init_fn)())
+    found = dict(initialize(init_fn))
+    assert list(found) == list(wanted)
+    for path, leaf in wanted.items():
+        assert found[path].dtype == leaf.dtype
+        # The same operations on the same random bits, but compiled in other groups:
+        # a fused multiply-add here and there, so a few units in the last place.
+        np.testing.assert_allclose(
+            numbers(found[path]), numbers(leaf), rtol=1e-6, atol=1e-7, err_msg=path
+        )
+
+
+def test_random_bits_are_equal():
+    def init_fn():
+        rngs = nnx.Rngs(3)
+        bits = [jax.random.bits(rngs.params(), (100, 100)) for _ in range(3)]
+        return {"bits": bits, "keys": jax.random.split(rngs.dropout(), 7)}
+
+    wanted = named_leaves(jax.jit(init_fn)())
+    for path, leaf in initialize(init_fn):
+        np.testing.assert_array_equal(numbers(leaf), numbers(wanted[path]))
+
+
+@pytest.mark.parametrize("num_layers", [2, 6])
+def test_equal_layers_are_compiled_once(monkeypatch, num_layers):
+    compiled = []
+    jit = jax.jit
+    monkeypatch.setattr(jax, "jit", lambda f: compiled.append(f) or jit(f))
+
+    def init_fn():
+        return nnx.state(Stack(num_layers=num_layers, rngs=nnx.Rngs(0)), nnx.Param)
+
+    assert len(list(initialize(init_fn))) == 6 * num_layers + 1
+    # Larger than what is evaluated operation by operation: embedding, up and down.
+    assert len(compiled) == 3
+
+
+def test_no_more_than_a_few_leaves_are_ever_alive():
+    num_leaves, shape = 20, (1024, 2048)
+    leaf_bytes = 4 * 1024 * 2048
+
+    def init_fn():
+        keys = jax.random.split(jax.random.key(0), num_leaves)
+        return [jax.random.normal(k, shape) / np.sqrt(1024) for k in keys]
+
+    def live_bytes():
+        return sum(x.nbytes for x in jax.live_arrays())
+
+    before, peak, count = live_bytes(), 0, 0
+    for _, leaf in initialize(init_fn):
+        assert leaf.shape == shape
+        peak, count = max(peak, live_bytes() - before), count + 1
+    assert count == num_leaves
+    # The leaf that the caller still holds, the one just made, and the keys.
+    assert peak <= 2 * leaf_bytes + 64 * 1024
+
+
+def test_leaves_are_made_on_the_device_that_is_asked_for():
+    device = jax.devices()[-1]
+    for _, leaf in initialize(plain_leaves, device=device):
+        assert leaf.devices() == {device}
+
+
+def test_leaves_of_a_tree_are_arrays_of_the_dtype_that_jax_gives_them():
+    wide = np.arange(3, dtype=np.float64)
+    key = jax.random.key(0)
+    tree = {"a": wide, "b": 1.5, "c": 2, "d": True, "e": np.float32(3), "key": key}
+    leaves = dict(leaves_of(tree))
+    assert {p: str(x.dtype) for p, x in leaves.items() if p != "key"} == {
+        "a": str(jnp.asarray(wide).dtype),
+        "b": str(jnp.asarray(1.5).dtype),
+        "c": str(jnp.asarray(2).dtype),
+        "d": "bool",
+        "e": "float32",
+    }
+    assert leaves["key"] is key
+    np.testing.assert_array_equal(leaves["a"], wide)
+
+
+@pytest.mark.parametrize("bad", ["text", object(), np.array(["x"]), jnp.sin])
+def test_a_leaf_that_is_not_an_array_is_named(bad):
+    tree = {"blocks": [{"kernel": np.zeros(3)}, {"kernel": bad}]}
+    message = f"'blocks/1/kernel' is not an array of numbers but a {type(bad).__name__}"
+    with pytest.raises(ValueError, match=message):
+        list(leaves_of(tree))
