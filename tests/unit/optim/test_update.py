@@ -1,0 +1,273 @@
+"""Leaf-by-leaf updates give the numbers of plain optax, whole and by blocks."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+
+from zinf.optim.separate import separate
+from zinf.optim.update import Unit, compile_advance, compile_updates
+
+NUM_STEPS = 6
+SHAPES = {
+    "blocks/0/bias": (16,),
+    "blocks/0/kernel": (24, 16),
+    "blocks/1/bias": (16,),
+    "blocks/1/kernel": (24, 16),
+    "scale": (),
+    "stacked": (3, 8, 16),
+}
+LABELS = {path: "adam" if "kernel" in path else "sgd" for path in SHAPES}
+
+
+def matrices(params):
+    return jax.tree.map(lambda p: jnp.ndim(p) > 1, params)
+
+
+def cosine(peak):
+    return optax.warmup_cosine_decay_schedule(0.0, peak, 2, 10)
+
+
+# One line an optimizer. Muon stacks, adafactor and lamb need whole leaves.
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "adam": optax.adam(1e-2),
+    "adamw": optax.adamw(1e-2),
+    "adamw_cosine": optax.adamw(cosine(1e-2)),
+    "adamw_bf16_moment": optax.adamw(1e-2, mu_dtype=jnp.bfloat16),
+    "lion": optax.lion(1e-2),
+    "adagrad": optax.adagrad(1e-2),
+    "lamb": optax.lamb(1e-2),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),
+    "muon": optax.contrib.muon(1e-2),
+    "rmsprop": optax.rmsprop(1e-2),
+    "nadam": optax.nadam(1e-2),
+    "novograd": optax.novograd(1e-2),
+    "madgrad": optax.contrib.madgrad(1e-2),
+    "schedule_free": optax.contrib.schedule_free_adamw(1e-2),
+    "multi_transform": optax.multi_transform(
+        {"adam": optax.adam(1e-2), "sgd": optax.sgd(0.1, momentum=0.9)}, LABELS
+    ),
+    "partition_frozen": optax.partition(
+        {"adam": optax.adamw(1e-2), "sgd": optax.set_to_zero()}, LABELS
+    ),
+    "masked_decay": optax.adamw(1e-2, weight_decay=0.1, mask=matrices),
+    "hyperparams": optax.inject_hyperparams(optax.adamw)(cosine(1e-2)),
+    "chain": optax.chain(
+        optax.add_decayed_weights(0.01),
+        optax.scale_by_adam(),
+        optax.scale_by_schedule(cosine(1e-2)),
+        optax.scale(-1.0),
+    ),
+    "array_rate": optax.chain(optax.clip(0.5), optax.sgd(jnp.asarray(0.1))),
+    "conditional": optax.conditionally_transform(optax.adam(0.1), lambda n: n > 2),
+}
+
+
+class Result(NamedTuple):
+    params: dict
+    states: dict
+    shared: dict
+
+
+@pytest.fixture(scope="module")
+def data():
+    rng = np.random.default_rng(0)
+
+    def tree():
+        return {k: rng.normal(size=s).astype("f") for k, s in SHAPES.items()}
+
+    return tree(), [tree() for _ in range(NUM_STEPS)]
+
+
+def plain(tx, data):
+    params, gradients = data
+
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    for grads in gradients:
+        params, state = step(params, state, grads)
+    pairs = jax.tree_util.tree_flatten_with_path(state)[0]
+    name = jax.tree_util.keystr
+    return params, {name(p, simple=True, separator="/"): x for p, x in pairs}
+
+
+def rows(shape, num_rows):
+    """Slices of the leading dim; the whole of a leaf where `num_rows` is None."""
+    # A block of one entry has no loop, and XLA rounds some of its sums otherwise.
+    if num_rows is None or len(shape) < 2:
+        return [...]
+    return [slice(k, k + num_rows) for k in range(0, shape[0], num_rows)]
+
+
+def streamed(tx, data, *, num_rows=None, **unit):
+    """The same steps leaf by leaf, and in blocks of rows where that is allowed."""
+    params, gradients = data
+    device = jax.devices()[0]
+    separated = separate(tx, params)
+    work, units = [], []
+    for i, leaf in enumerate(separated.leaves):
+        for part in rows(leaf.spec.shape, num_rows if leaf.is_elementwise else None):
+            work.append((i, leaf.path, part))
+            block = params[leaf.path][part]
+            units.append(Unit(i, block.shape, jnp.float32, **unit))
+    updates = compile_updates(separated, units, device=device)
+    advance = compile_advance(separated, device=device)
+    shared = [s.value for s in separated.shared]
+    masters = [params[path][part] for _, path, part in work]
+    pairs = zip(work, masters, strict=True)
+    states = [separated.init_state(i, x) for (i, _, _), x in pairs]
+    for grads in gradients:
+        shared, values = advance(shared)
+        for n, (_, path, part) in enumerate(work):
+            masters[n], *states[n] = updates.steps[n](
+                np.float32(1), values, grads[path][part], masters[n], *states[n]
+            )
+    names = [s.optax_path for s in separated.shared]
+    result = Result({}, {}, dict(zip(names, shared, strict=True)))
+    for i, leaf in enumerate(separated.leaves):
+        mine = [n for n, (j, _, _) in enumerate(work) if j == i]
+        result.params[leaf.path] = joined([masters[n] for n in mine])
+        for k, state in enumerate(leaf.states):
+            result.states[state.optax_path] = joined([states[n][k] for n in mine])
+    return result
+
+
+def joined(parts):
+    return np.asarray(parts[0]) if len(parts) == 1 else np.concatenate(parts)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_streamed_updates_equal_plain_optax(name, data):
+    found = streamed(OPTIMIZERS[name], data)
+    params, states = plain(OPTIMIZERS[name], data)
+    for path, wanted in params.items():
+        # XLA fuses a multiply and an add into one rounding where they meet in a loop,
+        # and the loops of the whole update are not those of one leaf: about one unit
+        # in the last place (1.2e-7) a step, of the largest entry.
+        tolerance = NUM_STEPS * 1.2e-7 * np.max(np.abs(wanted))
+        np.testing.assert_allclose(
+            found.params[path], wanted, rtol=0, atol=tolerance, err_msg=path
+        )
+    for path, value in found.shared.items():
+        np.testing.assert_allclose(value, states[path], rtol=1e-6, err_msg=path)
+    for path, value in found.states.items():
+        assert value.dtype == states[path].dtype
+        tolerance = 0.01 if value.dtype == jnp.bfloat16 else 1e-6
+        largest = np.max(np.abs(states[path]), initial=1e-30)
+        np.testing.assert_allclose(
+            value, states[path], rtol=0, atol=tolerance * largest, err_msg=path
+        )
+
+
+@pytest.mark.parametrize("num_rows", [1, 5])
+@pytest.mark.parametrize("name", ["adamw_cosine", "lion", "masked_decay", "adafactor"])
+def test_blocks_of_rows_give_the_bits_of_the_whole_leaf(name, num_rows, data):
+    whole = streamed(OPTIMIZERS[name], data)
+    blocks = streamed(OPTIMIZERS[name], data, num_rows=num_rows)
+    for wanted, found in zip(whole, blocks, strict=True):
+        assert found.keys() == wanted.keys()
+        for path in wanted:
+            np.testing.assert_array_equal(found[path], wanted[path], err_msg=path)
+
+
+def test_noise_is_that_of_optax_with_plain_numbers_for_its_key(data):
+    names = ["blocks/0/bias", "scale"]
+    params, gradients = ({k: tree[k] for k in names} for tree in (data[0], data[1][0]))
+    tx = optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(0.1))
+    few = params, [gradients] * 3
+    found = streamed(tx, few)
+    wanted, states = plain(tx, few)
+    for path in names:
+        np.testing.assert_allclose(found.params[path], wanted[path], rtol=1e-6)
+    key = jax.random.key_data(states["0/rng_key"])
+    np.testing.assert_array_equal(found.shared["0/rng_key"], key)
+
+
+def kernel_units(num_leaves, **unit):
+    params = {
+        f"{i}": jax.ShapeDtypeStruct((8, 4), jnp.float32) for i in range(num_leaves)
+    }
+    separated = separate(optax.adamw(1e-2), params)
+    units = [Unit(i, (8, 4), jnp.float32, **unit) for i in range(num_leaves)]
+    return separated, units
+
+
+def test_equal_units_share_one_executable():
+    for num_leaves in (2, 40):
+        separated, units = kernel_units(num_leaves)
+        updates = compile_updates(separated, units, device=jax.devices()[0])
+        assert updates.num_executables == 1
+        assert len(updates.steps) == num_leaves
+
+
+def test_a_block_shape_or_dtype_of_its_own_makes_an_executable():
+    separated, units = kernel_units(2)
+    units += [
+        Unit(0, (3, 4), jnp.float32),
+        Unit(1, (3, 4), jnp.float32),
+        Unit(0, (8, 4), jnp.bfloat16),
+        Unit(0, (8, 4), jnp.float32, jnp.bfloat16),
+        Unit(1, (8, 4), jnp.float32, jnp.float32),
+    ]
+    updates = compile_updates(separated, units, device=jax.devices()[0])
+    assert updates.num_executables == 4
+
+
+def test_the_compute_copy_is_the_new_master_rounded(data):
+    separated = separate(optax.sgd(0.1), {"w": jnp.zeros((64,))})
+    units = [Unit(0, (64,), jnp.float32, dtype) for dtype in (None, jnp.bfloat16)]
+    alone, copied = compile_updates(separated, units, device=jax.devices()[0]).steps
+    grad, master = np.random.default_rng(0).normal(size=(2, 64)).astype("f")
+    (new,) = alone(np.float32(1), [], grad, master)
+    same, copy = copied(np.float32(1), [], grad, master)
+    np.testing.assert_array_equal(new, same)
+    np.testing.assert_array_equal(copy, new.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_gradients_are_scaled_in_float32(dtype):
+    separated = separate(optax.sgd(1.0), {"w": jnp.zeros((3,))})
+    units = [Unit(0, (3,), dtype)]
+    (step,) = compile_updates(separated, units, device=jax.devices()[0]).steps
+    # Float16 ends at 2**-24.
+    grad = np.array([1.0, 1.5, -2.0], dtype)
+    (new,) = step(np.float32(2.0**-30), [], grad, np.zeros(3, np.float32))
+    np.testing.assert_array_equal(new, -grad.astype("f") * np.float32(2.0**-30))
+
+
+def test_masters_keep_their_dtype():
+    separated = separate(optax.sgd(1.0), {"w": jnp.zeros((3,), jnp.bfloat16)})
+    units = [Unit(0, (3,), jnp.float32)]
+    (step,) = compile_updates(separated, units, device=jax.devices()[0]).steps
+    (new,) = step(np.float32(1), [], np.ones(3, "f"), np.ones(3, jnp.bfloat16))
+    assert new.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(new, np.zeros(3))
+
+
+def test_workspace_holds_at_least_the_outputs():
+    separated, units = kernel_units(1, compute_dtype=jnp.bfloat16)
+    (step,) = compile_updates(separated, units, device=jax.devices()[0]).steps
+    # Master and two moments in float32, the compute copy in bfloat16.
+    assert step.output_bytes >= 8 * 4 * (3 * 4 + 2)
+    assert step.workspace_bytes == step.output_bytes + step.temp_bytes
+
+
+def test_updates_run_on_the_device_that_they_were_compiled_for():
+    separated, units = kernel_units(1)
+    device = jax.devices()[-1]
+    (step,) = compile_updates(separated, units, device=device).steps
+    advance = compile_advance(separated, device=device)
+    _, values = advance([s.value for s in separated.shared])
+    block = np.ones((8, 4), np.float32)
+    outputs = step(np.float32(1), values, block, block, block, block)
+    assert all(x.devices() == {device} for x in outputs)

@@ -1,0 +1,177 @@
+"""Compiled updates: one executable for all blocks with equal code.
+
+A unit is a leaf or a block of rows of one. Its update casts and scales the gradient,
+evaluates the leaf's separated update and adds the result to the master, as
+`optax.apply_updates` does. All units are compiled at once and ahead of time, so that
+the planner knows their workspace and a step never waits for the compiler.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zinf.jaxpr import Body
+from zinf.optim.separate import Separated
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one update works on: a leaf (by number), or a block of its rows.
+
+    The gradient comes in `grad_dtype`; unless `compute_dtype` is `None` or that of the
+    master, the update also makes a copy of the new parameter in it.
+    """
+
+    leaf: int
+    shape: tuple[int, ...]
+    grad_dtype: Any
+    compute_dtype: Any = None
+
+
+@dataclass(frozen=True)
+class UpdateStep:
+    """The update of one unit.
+
+    `output_bytes` and `temp_bytes` are what a call allocates on its device.
+    """
+
+    executable: jax.stages.Compiled
+    step_values: tuple[int, ...]
+    hoisted: tuple[np.generic, ...]
+    output_bytes: int
+    temp_bytes: int
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes needed beside the inputs, which stay valid."""
+        return self.output_bytes + self.temp_bytes
+
+    def __call__(
+        self,
+        factor: Any,
+        step_values: Sequence[Any],
+        grad: Any,
+        master: Any,
+        *states: Any,
+    ) -> tuple[jax.Array, ...]:
+        """`(new master, *new states)`, and the compute copy if the unit has one.
+
+        Args:
+            factor: float32 scalar that the gradient is multiplied by.
+            step_values: all those of this step (see `compile_advance`).
+        """
+        mine = [step_values[k] for k in self.step_values]
+        return self.executable(factor, mine, self.hoisted, grad, master, states)
+
+
+@dataclass(frozen=True)
+class Updates:
+    """The updates of all units, in their order."""
+
+    steps: tuple[UpdateStep, ...]
+    num_executables: int
+
+
+def compile_updates(
+    separated: Separated, units: Sequence[Unit], *, device: jax.Device
+) -> Updates:
+    """Compiles the updates of all units for one device.
+
+    Raises:
+        ValueError: a block of a leaf whose update is not element-wise.
+    """
+    bodies = separated.bodies([(unit.leaf, unit.shape) for unit in units])
+    compiled: dict[Hashable, tuple[jax.stages.Compiled, Any]] = {}
+    steps = []
+    for unit, shared in zip(units, bodies, strict=True):
+        leaf = separated.leaves[unit.leaf]
+        copy_dtype = _copy_dtype(unit, leaf.spec.dtype)
+        key = shared.body, jnp.dtype(unit.grad_dtype), copy_dtype
+        if key not in compiled:
+            function = update_function(shared.body, copy_dtype)
+            arguments = _arguments(separated, unit, shared.hoisted)
+            executable = _compile(function, arguments, device)
+            compiled[key] = executable, executable.memory_analysis()
+        executable, memory = compiled[key]
+        nbytes = memory.output_size_in_bytes, memory.temp_size_in_bytes
+        steps.append(UpdateStep(executable, leaf.step_values, shared.hoisted, *nbytes))
+    return Updates(tuple(steps), len(compiled))
+
+
+def compile_advance(
+    separated: Separated, *, device: jax.Device
+) -> Callable[[Sequence[Any]], tuple[list[np.ndarray], list[np.ndarray]]]:
+    """A function from shared state to `(new shared state, step values)`.
+
+    Call it once per step; its results are NumPy arrays that serve every unit, wherever
+    that runs. Give it a CPU device if there is one: on an accelerator the result would
+    come after everything that is queued there.
+    """
+    specs = [
+        jax.ShapeDtypeStruct(s.value.shape, s.value.dtype) for s in separated.shared
+    ]
+    compiled = _compile(separated.advance, (specs,), device)
+
+    def advance(shared: Sequence[Any]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        return jax.tree.map(np.asarray, compiled(list(shared)))
+
+    return advance
+
+
+def update_function(body: Body, copy_dtype: Any) -> Callable:
+    """What every update step computes, as a traceable function.
+
+    The gradient is widened to float32 (or stays wider), multiplied by `factor`, and
+    given to the transform in the master's dtype. `copy_dtype` is that of the compute
+    copy, `None` for none.
+    """
+
+    def update(
+        factor: Any, step_values: Any, hoisted: Any, grad: Any, master: Any, states: Any
+    ) -> tuple[jax.Array, ...]:
+        wide = jnp.promote_types(grad.dtype, jnp.float32)
+        grad = (grad.astype(wide) * factor).astype(master.dtype)
+        change, *new_states = body(grad, master, *states, *step_values, *hoisted)
+        new_master = (master + change).astype(master.dtype)
+        copies = [] if copy_dtype is None else [new_master.astype(copy_dtype)]
+        return (new_master, *new_states, *copies)
+
+    return update
+
+
+def _arguments(
+    separated: Separated, unit: Unit, hoisted: Sequence[np.generic]
+) -> tuple[Any, ...]:
+    leaf = separated.leaves[unit.leaf]
+    states = tuple(
+        jax.ShapeDtypeStruct(
+            unit.shape if leaf.is_elementwise else state.spec.shape, state.spec.dtype
+        )
+        for state in leaf.states
+    )
+    return (
+        jax.ShapeDtypeStruct((), jnp.float32),
+        [separated.step_value_specs[k] for k in leaf.step_values],
+        tuple(jax.ShapeDtypeStruct((), value.dtype) for value in hoisted),
+        jax.ShapeDtypeStruct(unit.shape, unit.grad_dtype),
+        jax.ShapeDtypeStruct(unit.shape, leaf.spec.dtype),
+        states,
+    )
+
+
+def _compile(function: Callable, arguments: Any, device: jax.Device) -> Any:
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    placed = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
+    )
+    return jax.jit(function).lower(*placed).compile()
+
+
+def _copy_dtype(unit: Unit, master_dtype: Any) -> np.dtype | None:
+    if unit.compute_dtype is None or unit.compute_dtype == master_dtype:
+        return None
+    return jnp.dtype(unit.compute_dtype)
