@@ -1,0 +1,10 @@
+"""What a run shows while it goes and when it ends."""
+
+from zinf.observe.json_lines import JsonLines as JsonLines
+from zinf.observe.progress import Progress as Progress
+from zinf.observe.quantity import bytes_text as bytes_text
+from zinf.observe.summary import summary as summary
+from zinf.observe.tensorboard import TensorBoard as TensorBoard
+from zinf.observe.totals import Totals as Totals
+from zinf.observe.writer import AbstractWriter as AbstractWriter
+from zinf.observe.writer import Metrics as Metrics

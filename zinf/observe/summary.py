@@ -1,0 +1,55 @@
+"""The report at the end of a run: what it did, beside what the plan said."""
+
+from collections.abc import Sequence
+
+from zinf.observe.quantity import bytes_text
+from zinf.observe.totals import LINKS, Totals
+from zinf.plan import Plan
+from zinf.program import Tier
+
+Row = tuple[str, ...]
+
+
+def summary(totals: Totals, plan: Plan) -> str:
+    """Loss, speed, bytes held per tier and bytes moved per link, as lines of text."""
+    steps = "1 step" if totals.num_steps == 1 else f"{totals.num_steps} steps"
+    rate = totals.tokens / totals.seconds
+    losses = f"loss {totals.first_loss:.4f} -> {totals.last_loss:.4f}"
+    if totals.evaluation_loss is not None:
+        losses += f", evaluation loss {totals.evaluation_loss:.4f}"
+    return "\n".join(
+        [
+            f"{steps} in {totals.seconds:.1f} s, {rate:,.0f} tokens/s",
+            losses,
+            "",
+            *_table(_held(totals, plan)),
+            "",
+            *_table(_moved(totals, plan)),
+        ]
+    )
+
+
+def _held(totals: Totals, plan: Plan) -> list[Row]:
+    rows: list[Row] = [("held at most", "measured", "planned", "budget")]
+    for tier in Tier:
+        by_tier = (totals.peak_bytes, plan.peak_bytes, plan.capacity_bytes)
+        rows.append((f"  {tier}", *(bytes_text(amount[tier]) for amount in by_tier)))
+    return rows
+
+
+def _moved(totals: Totals, plan: Plan) -> list[Row]:
+    rows: list[Row] = [("moved per step", "measured", "planned", "in all")]
+    for link in LINKS:
+        moved_bytes = totals.moved_bytes[link]
+        amounts = (moved_bytes / totals.num_steps, plan.link_bytes(link), moved_bytes)
+        rows.append((f"  {link}", *map(bytes_text, amounts)))
+    return rows
+
+
+def _table(rows: Sequence[Row]) -> list[str]:
+    """Rows with the first column aligned left, the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+        for row in rows
+    ]

@@ -1,0 +1,67 @@
+"""What the steps of a run add up to."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from zinf.observe.writer import Metrics
+from zinf.plan import Link
+from zinf.program import Tier
+
+LINKS = (Link.NVME_READ, Link.NVME_WRITE, Link.H2D, Link.D2H)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Attributes:
+    first_loss, last_loss: of the first and the last step of this run.
+    evaluation_loss: of the last evaluation, None before there is one.
+    peak_bytes: most that any step held, per tier.
+    moved_bytes: all that was moved, per link.
+    """
+
+    num_steps: int
+    first_loss: float
+    last_loss: float
+    evaluation_loss: float | None
+    seconds: float
+    tokens: float
+    peak_bytes: Mapping[Tier, int]
+    moved_bytes: Mapping[Link, int]
+
+    @classmethod
+    def of(cls, metrics: Metrics) -> Self:
+        """The totals of one step."""
+        seconds = metrics["step_seconds"]
+        return cls(
+            num_steps=1,
+            first_loss=metrics["loss"],
+            last_loss=metrics["loss"],
+            evaluation_loss=metrics.get("evaluation_loss"),
+            seconds=seconds,
+            tokens=metrics["tokens_per_second"] * seconds,
+            peak_bytes={tier: metrics[f"{tier}_bytes"] for tier in Tier},
+            moved_bytes={link: metrics[_key(link)] for link in LINKS},
+        )
+
+    def __add__(self, later: "Totals") -> "Totals":
+        evaluations = (later.evaluation_loss, self.evaluation_loss)
+        return Totals(
+            num_steps=self.num_steps + later.num_steps,
+            first_loss=self.first_loss,
+            last_loss=later.last_loss,
+            evaluation_loss=next((x for x in evaluations if x is not None), None),
+            seconds=self.seconds + later.seconds,
+            tokens=self.tokens + later.tokens,
+            peak_bytes={
+                tier: max(self.peak_bytes[tier], later.peak_bytes[tier])
+                for tier in Tier
+            },
+            moved_bytes={
+                link: self.moved_bytes[link] + later.moved_bytes[link] for link in LINKS
+            },
+        )
+
+
+def _key(link: Link) -> str:
+    return f"{link.value.replace(' ', '_')}_bytes"

@@ -1,0 +1,45 @@
+"""What receives the metrics of every step."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from math import isfinite
+from typing import Any
+
+import jax
+import numpy as np
+
+Metrics = Mapping[str, Any]
+Number = bool | int | float | None
+
+
+class AbstractWriter(ABC):
+    """Keeps the metrics of steps somewhere, in the order of the steps."""
+
+    @abstractmethod
+    def write(self, metrics: Metrics) -> None:
+        """Keep the metrics of one step; `metrics["step"]` is its number from 1."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+def numbers(metrics: Metrics) -> dict[str, Number]:
+    """The numbers in `metrics`, those inside a pytree as `aux/accuracy`.
+
+    Numbers that JSON cannot express (an overflowed gradient norm) are None, as unknown
+    ones are. Arrays of more than one entry are left out.
+    """
+    return {name: value for key in metrics for name, value in _flat(key, metrics[key])}
+
+
+def _flat(key: str, value: Any) -> Iterator[tuple[str, Number]]:
+    leaves = jax.tree_util.tree_leaves_with_path(value, is_leaf=lambda x: x is None)
+    for path, leaf in leaves:
+        below = jax.tree_util.keystr(path, simple=True, separator="/")
+        if leaf is None or np.size(leaf) == 1:
+            yield (f"{key}/{below}" if below else key), _number(leaf)
+
+
+def _number(leaf: Any) -> Number:
+    number = leaf if leaf is None else np.asarray(leaf).item()
+    return None if isinstance(number, float) and not isfinite(number) else number
