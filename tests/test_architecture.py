@@ -21,6 +21,7 @@ LAYERS = (
     ("plan", "optim"),
     ("executor", "checkpoint", "observe"),
     ("engine",),
+    ("initialize",),
     ("nnx", "linen", "trainer"),
     ("cli",),
 )

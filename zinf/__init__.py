@@ -2,7 +2,7 @@
 
 from zinf.config import Config as Config
 from zinf.engine import Engine as Engine
-from zinf.engine import initialize as initialize
-from zinf.engine import plan_only as plan_only
+from zinf.initialize import initialize as initialize
+from zinf.initialize import plan_only as plan_only
 
 __version__ = "0.1.0"

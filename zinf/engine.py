@@ -1,6 +1,6 @@
-"""The engine: wires a problem, an optimizer, a plan and stores into training steps."""
+"""The engine: wires a planner, its plans and the stores into training steps."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from os import PathLike
 from pathlib import Path
@@ -8,112 +8,20 @@ from time import perf_counter
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 
 from zinf.checkpoint import read_arrays, write_arrays
-from zinf.config import Config
 from zinf.executor import StepRecord, make_runner
-from zinf.executor.batch import batch_spec, count_tokens, signature
+from zinf.executor.batch import batch_spec, signature
+from zinf.executor.metrics import step_metrics
 from zinf.executor.outcome import Outcome, mean_over_microbatches
 from zinf.executor.prepare import Planner
 from zinf.executor.runner import AbstractRunner
 from zinf.executor.scalars import Scalars
 from zinf.executor.state import initialize_arrays, make_residents
 from zinf.memory import Residents, Stores, open_stores
-from zinf.optim.separate import separate
-from zinf.plan import Link, Plan
+from zinf.plan import Plan
 from zinf.program import ArrayId, Tier
-from zinf.segment.problem import make_problem
-
-ConfigSource = Config | Mapping[str, Any] | str | PathLike | None
-
-
-def initialize(
-    loss_fn: Callable,
-    params: Any,
-    tx: optax.GradientTransformation,
-    config: ConfigSource = None,
-    *,
-    has_aux: bool = False,
-    rng: jax.Array | None = None,
-    model_state: Any = None,
-    batch: Any = None,
-    device: jax.Device | None = None,
-) -> "Engine":
-    """Prepares training of `params` under `loss_fn`, wherever its bytes have to rest.
-
-    Args:
-        loss_fn: a pure function `(params, batch) -> loss`, one floating-point number;
-            with `rng`, `(params, batch, key)`; with `has_aux`, it returns
-            `(loss, aux)`. With `model_state` (batch statistics, counters) it is
-            `(params, model_state, batch[, key])` and returns `(loss, new_model_state)`,
-            or `(loss, (new_model_state, aux))`.
-        params: a pytree of arrays, or a function of no arguments that returns one: then
-            each leaf is made on its own and the model is never whole in memory.
-        tx: any optax transform whose update of a leaf depends on that leaf alone.
-        config: a dict, a YAML or JSON file, or a `zinf.Config`.
-        rng: the key of step i (from 0) is `jax.random.fold_in(rng, i)`, folded again
-            with the number of the microbatch when there are several.
-        batch: an example, or its shapes; given, the plan is made and all state is put
-            in place now, otherwise at the first step.
-        device: where segments run; the first of `jax.devices()` by default.
-
-    Raises:
-        ValueError: with what was asked, found, and to change: a coupled optimizer, a
-            leaf that is not an array, an unknown config key, a batch that does not
-            divide, budgets that no plan keeps (`InfeasibleError`).
-        StorageError: a folder of the nvme tier cannot be used, or has too little room.
-    """
-    planner = make_planner(
-        loss_fn,
-        params,
-        tx,
-        config,
-        has_aux=has_aux,
-        rng=rng,
-        model_state=model_state,
-        device=device,
-    )
-    engine = Engine(planner, rng)
-    if batch is not None:
-        engine.prepare(batch)
-    return engine
-
-
-def plan_only(
-    loss_fn: Callable, params: Any, *args: Any, batch: Any, **kw: Any
-) -> Plan:
-    """The plan that `initialize` with the same arguments would follow; makes nothing."""
-    planner = make_planner(loss_fn, params, *args, **kw)
-    return planner.plan(batch_spec(batch, planner.config.num_microbatches)).plan
-
-
-def make_planner(
-    loss_fn: Callable,
-    params: Any,
-    tx: optax.GradientTransformation,
-    config: ConfigSource = None,
-    *,
-    has_aux: bool = False,
-    rng: jax.Array | None = None,
-    model_state: Any = None,
-    device: jax.Device | None = None,
-) -> Planner:
-    """The arguments of `initialize` as something that plans steps."""
-    config = Config.load(config)
-    problem = make_problem(
-        loss_fn,
-        params,
-        model_state=model_state,
-        has_aux=has_aux,
-        frozen=config.frozen,
-        compute_dtype=config.compute_dtype,
-    )
-    separated = separate(tx, problem.abstract_params, trainable=problem.trainable)
-    key = None if rng is None else jax.eval_shape(lambda: rng)
-    return Planner(problem, separated, config, device or jax.devices()[0], key)
 
 
 class Engine:
@@ -143,7 +51,7 @@ class Engine:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the latest batch shape; `print` shows every transfer of a step."""
+        """The plan of the latest batch shape; `print` shows every transfer."""
         if not self._runners:
             raise ValueError(
                 "The plan depends on the shape of the batch, and none was given yet. "
@@ -186,7 +94,14 @@ class Engine:
             if record.has_updated:
                 self._broken = f"step {self.num_steps + 1} failed half-way"
             raise
-        metrics = self._metrics(batch, outcome, perf_counter() - start)
+        metrics = step_metrics(
+            outcome,
+            self._scalars,
+            self.stores,
+            spec=runner.spec,
+            num_microbatches=self.config.num_microbatches,
+            seconds=perf_counter() - start,
+        )
         self._scalars.commit(advanced, skipped=outcome.skips)
         if outcome.interrupted:
             raise KeyboardInterrupt
@@ -305,32 +220,6 @@ class Engine:
         for path, content in zip(paths, new, strict=True):
             array = np.asarray(mean_over_microbatches(content))
             self.residents.write(ArrayId("param", path), array)
-
-    def _metrics(self, batch: Any, outcome: Outcome, seconds: float) -> dict[str, Any]:
-        spec = batch_spec(batch, self.config.num_microbatches)
-        tokens = count_tokens(spec, self.config.num_microbatches)
-        moved = outcome.moved_bytes
-        metrics = {
-            "step": self.num_steps + 1,
-            "loss": outcome.loss,
-            "grad_norm": outcome.grad_norm,
-            "learning_rate": self._scalars.learning_rate,
-            "step_seconds": seconds,
-            "tokens_per_second": tokens / seconds,
-            **{f"{t}_bytes": self.stores.peak_bytes(t) for t in Tier},
-            "nvme_read_bytes": moved.get(Link.NVME_READ, 0),
-            "nvme_write_bytes": moved.get(Link.NVME_WRITE, 0),
-            "h2d_bytes": moved.get(Link.H2D, 0),
-            "d2h_bytes": moved.get(Link.D2H, 0),
-            "skipped": outcome.skips,
-        }
-        if self.config.loss_scaling is not None:
-            metrics["loss_scale"] = self._scalars.loss_scale
-        aux = (outcome.extra or {}).get("aux")
-        if aux is not None:
-            several = self.config.num_microbatches > 1
-            metrics["aux"] = aux if several else jax.tree.map(lambda x: x[0], aux)
-        return metrics
 
     def _require_state(self) -> None:
         if not self._runners:

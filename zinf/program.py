@@ -1,4 +1,4 @@
-"""The vocabulary of the spine: tiers, array names, and the segmented program as plain data.
+"""The vocabulary of the spine: tiers, array names, and programs as plain data.
 
 Nothing here imports jax or numpy, so that `plan` can be built and tested without them.
 """
@@ -62,7 +62,7 @@ class ArrayId:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A parameter leaf. `num_rows` is set when it is stacked over layers and kept by row."""
+    """A parameter leaf; with `num_rows`, one that is stacked and kept by row."""
 
     path: str
     spec: ArraySpec

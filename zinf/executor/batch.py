@@ -1,6 +1,5 @@
 """Batches: their shape, and how a step cuts them into microbatches."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -50,8 +49,8 @@ def _check_leaf(path: str, leaf: Any, num_microbatches: int) -> None:
 
 def microbatches(
     batch: Any, spec: Any, num_microbatches: int
-) -> list[Mapping[str, np.ndarray]]:
-    """The arrays of each microbatch by name ("batch/tokens"), in the dtypes of `spec`."""
+) -> list[dict[str, np.ndarray]]:
+    """The arrays of each microbatch by name ("batch/tokens"), in `spec`'s dtypes."""
     names = [f"batch/{n}" for n in named_leaves(spec)]
     leaves = jax.tree.leaves(batch)
     specs = jax.tree.leaves(spec)

@@ -92,6 +92,7 @@ def compile_fused(
     )
     compiled = jax.jit(step, donate_argnums=0).lower(*placed).compile()
     memory = compiled.memory_analysis()
+    assert memory is not None, "this backend does not say how much memory it needs"
     workspace = memory.temp_size_in_bytes + memory.output_size_in_bytes
     workspace -= memory.alias_size_in_bytes
     workspace += sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(placed[1:]))

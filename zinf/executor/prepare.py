@@ -304,7 +304,7 @@ class Planner:
         return found
 
     def capacity(self) -> dict[Tier, int]:
-        """The byte budget of each tier; what the config leaves open is what is there."""
+        """The byte budget of each tier: the config's, or what is there."""
         config = self.config
         device, host, nvme = config.device_bytes, config.host_bytes, config.nvme_bytes
         paths = config.nvme_paths

@@ -22,9 +22,10 @@ from zinf.segment import KEY
 
 
 class AbstractRunner(ABC):
-    """Runs steps of one plan on one shape of batch."""
+    """Runs steps of one plan on microbatches of one shape (`spec`)."""
 
     plan: Plan
+    spec: Any
 
     @abstractmethod
     def step(

@@ -35,6 +35,10 @@ class Scalars:
         )
 
     @property
+    def is_scaled(self) -> bool:
+        return self._scale is not None
+
+    @property
     def loss_scale(self) -> float:
         return 1.0 if self._scale is None else self._scale.scale
 
@@ -47,7 +51,7 @@ class Scalars:
         return None
 
     def advance(self) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray]]:
-        """`(shared state after this step, step values of this step)`; changes nothing."""
+        """`(shared state after this step, its step values)`; changes nothing."""
         return self._advance(self._shared)
 
     def commit(self, advanced: Sequence[np.ndarray], *, skipped: bool) -> None:

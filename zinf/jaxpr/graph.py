@@ -32,7 +32,7 @@ REMAT = {"remat", "remat2", "remat3", "checkpoint"}
 
 @dataclass(frozen=True)
 class Graph:
-    """A call-free program; `consts` holds the arrays that the traced function closed over."""
+    """A call-free program; `consts` holds the arrays that the function closed over."""
 
     invars: tuple[Var, ...]
     outvars: tuple[Atom, ...]
@@ -160,7 +160,7 @@ class _Flattener:
         return any(self.origin(a) is not None for a in rows)
 
     def origin(self, atom: Atom) -> tuple[Var, list[Equation]] | None:
-        """The stacked input behind `atom` and the casts between them, if that is all."""
+        """The stacked input behind `atom`, and the casts between, if that is all."""
         casts: list[Equation] = []
         while not isinstance(atom, Literal) and atom not in self.stacked:
             equation = self.producer.get(atom)

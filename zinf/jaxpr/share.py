@@ -30,7 +30,7 @@ from zinf.jaxpr.compat import (
 
 @dataclass(frozen=True)
 class Piece:
-    """Equations with their inputs and outputs; `tags` must agree for pieces to be equal."""
+    """Equations with inputs and outputs; `tags` must agree for pieces to be equal."""
 
     invars: tuple[Var, ...]
     outvars: tuple[Atom, ...]
@@ -40,7 +40,7 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Body:
-    """The code that equal pieces share; inputs are those of a piece, then the hoisted."""
+    """The code that equal pieces share; takes a piece's inputs, then the hoisted."""
 
     jaxpr: Jaxpr
     num_hoisted: int
@@ -51,10 +51,10 @@ class Body:
 
 @dataclass(frozen=True)
 class Shared:
-    """A piece as a body and the scalar values that it passes for the hoisted literals."""
+    """A piece as a body and the values that it passes for the hoisted literals."""
 
     body: Body
-    hoisted: tuple[np.generic, ...]
+    hoisted: tuple[Any, ...]
 
 
 def share(pieces: Sequence[Piece]) -> list[Shared]:

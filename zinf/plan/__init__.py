@@ -1,4 +1,4 @@
-"""When bytes move: the whole step as immutable data, built and checked before it runs."""
+"""When bytes move: a step as immutable data, built and checked before it runs."""
 
 from zinf.plan.build import build as build
 from zinf.plan.build import build_evaluation as build_evaluation

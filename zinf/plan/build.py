@@ -96,7 +96,7 @@ def _streamed(
 
 
 def initial_copies(program: Program, options: StepOptions) -> list[Copy]:
-    """What is there when a step starts: the batch on the host, the key on the device."""
+    """What is there when a step starts: batch on the host, keys on the device."""
     return [
         (value(name, m), Tier.HOST if name.startswith("batch/") else Tier.DEVICE)
         for m in range(options.num_microbatches)

@@ -22,7 +22,8 @@ def check(
     """Checks order, life times and budgets of a plan.
 
     * dependencies point backward, so the earliest unfinished instruction can run;
-    * what an instruction reads was written before, by one that it waits for, and is not freed before it is done;
+    * what an instruction reads was written before, by one that it waits for, and is
+      not freed before it is done;
     * no interleaving of the links exceeds a budget (see [Note: fences]).
 
     Raises:

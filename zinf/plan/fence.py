@@ -1,11 +1,11 @@
 """The rule that keeps concurrent links within a budget. [Note: fences]
 
-Let the instructions be a list, and count, at each allocation, every allocation listed up
-to it and only the frees that it waits for. If that never exceeds the budget, no
+Let the instructions be a list, and count, at each allocation, every allocation listed
+up to it and only the frees that it waits for. If that never exceeds the budget, no
 execution does: at any moment let i be the last listed allocation that has started; all
-that is held was allocated at or before i, less the frees that i waited for.
-So an allocation waits for the shortest prefix of the frees listed before it that makes
-its bytes fit; with room to spare it waits for none.
+that is held was allocated at or before i, less the frees that i waited for. So an
+allocation waits for the shortest prefix of the frees listed before it that makes its
+bytes fit; with room to spare it waits for none.
 """
 
 from collections.abc import Iterable, Mapping

@@ -13,8 +13,10 @@ between the jobs.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from zinf.plan.instruction import (
+    TRANSFER_LINKS,
     Accumulate,
     Copy,
     Decide,
@@ -24,7 +26,6 @@ from zinf.plan.instruction import (
     Run,
     SumSquares,
     Transfer,
-    TRANSFER_LINKS,
     Update,
 )
 from zinf.program import ArrayId, ArraySpec, Program, SegmentSpec, Tier
@@ -225,7 +226,7 @@ class _Schedule:
             self.update_ready()
         assert not self.units, f"no gradient for {self.units[0][1].name}"
 
-    def add(self, operation: Operation, link: Link, **rest: object) -> None:
+    def add(self, operation: Operation, link: Link, **rest: Any) -> None:
         self.jobs.append(Job(operation, link, **rest))
 
     def host_job(self, operation: Operation, reads: Sequence[ArrayId]) -> None:

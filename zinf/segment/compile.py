@@ -55,7 +55,7 @@ class _BodyExecutables:
     def backward(self) -> Any:
         """`(arguments, cotangents) -> gradients, input cotangents`.
 
-        For the last segment `(arguments, seed) -> outputs, gradients, input cotangents`.
+        For the last segment `(arguments, seed) -> outputs, gradients, cotangents`.
         """
         sharding = SingleDeviceSharding(self.device)
         if self.is_last:

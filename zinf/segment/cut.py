@@ -7,7 +7,6 @@ positions minimises the live activation bytes subject to the parameter bytes of 
 segment.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zinf.jaxpr.compat import Var
@@ -69,8 +68,8 @@ def read_tape(order: Order) -> Tape:
 def choose_cuts(tape: Tape, *, max_bytes: int | None) -> list[int]:
     """Positions of the cuts in the tape, with 0 and its length at the ends.
 
-    Without `max_bytes` a layer is never cut, and the rest is cut to the size of a layer;
-    so the cuts of the other parts do not depend on the number of layers.
+    Without `max_bytes` a layer is never cut, and the rest is cut to the size of a
+    layer; so the cuts of the other parts do not depend on the number of layers.
     """
     if max_bytes is None:
         return [0, *_cut(tape, 0, len(tape), _automatic_bytes(tape), None), len(tape)]
@@ -144,7 +143,7 @@ def _best_phase(tape: Tape, repetition: Repetition) -> int:
     return min(range(repetition.period), key=cost)
 
 
-def _narrowest(tape: Tape, start: int, stop: int, max_bytes: int) -> Sequence[int]:
+def _narrowest(tape: Tape, start: int, stop: int, max_bytes: int) -> list[int]:
     """Dynamic programming over the cuts inside `start:stop`."""
     if tape.param_bytes(start, stop) <= max_bytes:
         return []

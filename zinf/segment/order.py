@@ -24,10 +24,10 @@ MAX_FLOATING_DEPTH = 32
 CHEAP = frozenset(
     """
     abs add and broadcast_in_dim ceil clamp concatenate convert_element_type copy cos
-    div eq exp exp2 expand_dims floor ge gt integer_pow iota le log lt max min mul ne neg not or
-    pad pow real rem reshape rev round rsqrt select_n shift_left shift_right_arithmetic
-    shift_right_logical sign sin slice sqrt square squeeze stack stop_gradient sub
-    transpose xor
+    div eq exp exp2 expand_dims floor ge gt integer_pow iota le log lt max min mul ne
+    neg not or pad pow real rem reshape rev round rsqrt select_n shift_left
+    shift_right_arithmetic shift_right_logical sign sin slice sqrt square squeeze stack
+    stop_gradient sub transpose xor
     """.split()
 )
 
@@ -67,7 +67,7 @@ def order_equations(graph: Graph, params: Iterable[Var]) -> Order:
     param_set = frozenset(params)
     of_params = set(param_set)  # floating values computed from a parameter
     depends = set(param_set)  # everything that depends on a parameter
-    depth = {v: 0 for v in (*graph.invars, *graph.consts)}
+    depth = dict.fromkeys((*graph.invars, *graph.consts), 0)
     floating: dict[Var, int] = {}
     anchored = []
     for position, equation in enumerate(graph.equations):
