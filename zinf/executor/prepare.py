@@ -4,8 +4,8 @@ Everything here is decided from shapes: no parameter is made and nothing is open
 the same code answers "does it fit" for a machine that is not there.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -21,16 +21,20 @@ from zinf.memory.capacity import (
 )
 from zinf.optim.separate import Separated
 from zinf.plan import (
+    Catalog,
+    Choices,
     InfeasibleError,
     Plan,
+    Rates,
     Resident,
     StepOptions,
     UpdateUnit,
+    accelerator_rates,
     build,
     build_placed,
+    count_contributions,
     fused_plan,
 )
-from zinf.plan.schedule import Catalog, count_contributions
 from zinf.program import ArrayId, ArraySpec, Leaf, Program, Tier
 from zinf.segment import (
     Segment,
@@ -151,6 +155,7 @@ class Planner:
             program.workspace_bytes,
             self.capacity(),
             program.flops,
+            self.rates(),
         )
         return Fused(plan, program)
 
@@ -214,49 +219,39 @@ class Planner:
             gradient_tier=Tier.HOST,
         )
         specs = self.piece_specs(program, homes)
-        config_dtype = self.config.compute_dtype
+        capacity = self.capacity()
+        catalog = Catalog(program, specs, homes or {}, workspace, counts, self.rates())
         if homes is not None:
             consts = [ArrayId("const", name) for name in program.consts]
             homes = {**homes, **dict.fromkeys(consts, Tier.DEVICE)}
-            plan = build(
-                program,
-                specs,
-                homes,
-                updates.units(homes),
-                workspace,
-                self.capacity(),
-                options,
-            )
+            catalog = replace(catalog, homes=homes)
+            plan = build(catalog, updates.units(homes), capacity, options)
         else:
+            choices = Choices(
+                self.tiers_from(self.config.activation_tier, Tier.DEVICE),
+                self.tiers_from(None, Tier.HOST),
+                self.config.persistence_bytes,
+            )
+            residents = self.residents(specs)
             plan = build_placed(
-                program,
-                specs,
-                self.residents(program, specs),
-                updates.units,
-                workspace,
-                self.capacity(),
-                options,
-                persistence_bytes=self.config.persistence_bytes,
-                fastest=Tier.DEVICE,
-                value_tiers=self.tiers_from(self.config.activation_tier, Tier.DEVICE),
-                gradient_tiers=self.tiers_from(None, Tier.HOST),
+                catalog, residents, updates.units, capacity, options, choices
             )
         return Streamed(
             plan,
-            Catalog(program, specs, plan.homes, workspace, counts),
+            replace(catalog, homes=plan.homes),
             segmented,
             segments,
             updates,
             options,
             tuple(updates.units(plan.homes)),
-            jnp.dtype(config_dtype),
+            jnp.dtype(self.config.compute_dtype),
         )
 
-    def tiers_from(self, asked: Tier | None, fastest: Tier) -> Sequence[Tier]:
+    def tiers_from(self, asked: Tier | None, fastest: Tier) -> tuple[Tier, ...]:
         if asked is not None:
             return (asked,)
         tiers = list(Tier)[list(Tier).index(fastest) :]
-        return [t for t in tiers if t != Tier.NVME or self.config.nvme_paths]
+        return tuple(t for t in tiers if t != Tier.NVME or self.config.nvme_paths)
 
     # Arrays and budgets.
 
@@ -288,9 +283,7 @@ class Planner:
             specs[ArrayId("const", name)] = program.values[name]
         return specs
 
-    def residents(
-        self, program: Program, specs: Mapping[ArrayId, ArraySpec]
-    ) -> list[Resident]:
+    def residents(self, specs: Mapping[ArrayId, ArraySpec]) -> list[Resident]:
         config = self.config
         found = []
         for array, spec in specs.items():
@@ -302,6 +295,9 @@ class Planner:
                 asked, moves = config.optimizer_tier, STATE_MOVES
             found.append(Resident(array, spec.nbytes, asked, moves))
         return found
+
+    def rates(self) -> Rates:
+        return Rates() if self.device.platform == "cpu" else accelerator_rates()
 
     def capacity(self) -> dict[Tier, int]:
         """The byte budget of each tier: the config's, or what is there."""

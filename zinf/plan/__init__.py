@@ -1,5 +1,6 @@
 """When bytes move: a step as immutable data, built and checked before it runs."""
 
+from zinf.plan.build import Choices as Choices
 from zinf.plan.build import build as build
 from zinf.plan.build import build_evaluation as build_evaluation
 from zinf.plan.build import build_placed as build_placed
@@ -8,6 +9,8 @@ from zinf.plan.build import initial_copies as initial_copies
 from zinf.plan.build import kept_copies as kept_copies
 from zinf.plan.check import PlanError as PlanError
 from zinf.plan.check import check as check
+from zinf.plan.cost import Rates as Rates
+from zinf.plan.cost import accelerator_rates as accelerator_rates
 from zinf.plan.instruction import Accumulate as Accumulate
 from zinf.plan.instruction import Copy as Copy
 from zinf.plan.instruction import Decide as Decide
@@ -16,15 +19,19 @@ from zinf.plan.instruction import FusedStep as FusedStep
 from zinf.plan.instruction import Instruction as Instruction
 from zinf.plan.instruction import Link as Link
 from zinf.plan.instruction import Pass as Pass
-from zinf.plan.instruction import Plan as Plan
 from zinf.plan.instruction import Run as Run
 from zinf.plan.instruction import SumSquares as SumSquares
 from zinf.plan.instruction import Transfer as Transfer
 from zinf.plan.instruction import Update as Update
 from zinf.plan.place import Resident as Resident
 from zinf.plan.place import place as place
+from zinf.plan.plan import Plan as Plan
 from zinf.plan.schedule import ArrayUpdate as ArrayUpdate
+from zinf.plan.schedule import Catalog as Catalog
 from zinf.plan.schedule import StepOptions as StepOptions
 from zinf.plan.schedule import UpdateUnit as UpdateUnit
+from zinf.plan.schedule import count_contributions as count_contributions
 from zinf.plan.schedule import value as value
+from zinf.plan.show import show_bytes as show_bytes
+from zinf.plan.show import show_seconds as show_seconds
 from zinf.plan.stream import InfeasibleError as InfeasibleError

@@ -1,60 +1,63 @@
 """From a program and its placement to a checked plan."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 
 from zinf.plan.check import check
+from zinf.plan.cost import Rates
 from zinf.plan.instruction import (
     FusedStep,
     Instruction,
     Link,
-    Plan,
 )
 from zinf.plan.place import Resident, place
+from zinf.plan.plan import Plan
 from zinf.plan.schedule import (
     Catalog,
     Copy,
     Job,
     StepOptions,
     UpdateUnit,
-    count_contributions,
     schedule,
     schedule_evaluation,
     value,
 )
 from zinf.plan.stream import InfeasibleError, stream
-from zinf.program import ArrayId, ArraySpec, Program, Tier
+from zinf.program import ArrayId, Program, Tier
 
 # A tier gives up room for what moves through it in growing steps until the plan fits.
 MAX_ATTEMPTS = 24
 
 
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What `build_placed` may choose from, best first.
+
+    `persistence_bytes` is the size under which an array never goes to nvme.
+    """
+
+    value_tiers: tuple[Tier, ...]
+    gradient_tiers: tuple[Tier, ...]
+    persistence_bytes: int
+
+
 def build(
-    program: Program,
-    specs: Mapping[ArrayId, ArraySpec],
-    homes: Mapping[ArrayId, Tier],
+    catalog: Catalog,
     units: Sequence[UpdateUnit],
-    workspace: Sequence[tuple[int, int]],
     capacity_bytes: Mapping[Tier, int],
     options: StepOptions,
 ) -> Plan:
-    """The plan of one training step.
+    """The plan of one training step with arrays at the homes of the catalog.
 
     Args:
-        specs: every persistent array, by its home id, including constants.
-        homes: the tier where each of them rests.
         units: the optimizer's work, in the order in which it is done.
-        workspace: `(forward, backward)` device bytes of each segment's executables.
 
     Raises:
         InfeasibleError: with the number that would make it feasible.
     """
-    counts = count_contributions(program, options.num_microbatches)
-    catalog = Catalog(program, specs, homes, workspace, counts)
-    return _streamed(
-        schedule(catalog, units, options), catalog, capacity_bytes, options
-    )
+    jobs = schedule(catalog, units, options)
+    return _streamed(jobs, catalog, capacity_bytes, options)
 
 
 def build_evaluation(
@@ -114,47 +117,41 @@ def kept_copies(program: Program, options: StepOptions) -> list[Copy]:
 
 
 def build_placed(
-    program: Program,
-    specs: Mapping[ArrayId, ArraySpec],
+    catalog: Catalog,
     residents: Sequence[Resident],
     units_for: Callable[[Mapping[ArrayId, Tier]], Sequence[UpdateUnit]],
-    workspace: Sequence[tuple[int, int]],
     capacity_bytes: Mapping[Tier, int],
     options: StepOptions,
-    *,
-    persistence_bytes: int,
-    fastest: Tier,
-    value_tiers: Iterable[Tier],
-    gradient_tiers: Iterable[Tier],
+    choices: Choices,
 ) -> Plan:
     """Places arrays and arranges the step so that the plan fits, fastest first.
 
     Tries the fastest place for activations and gradients first, and in each case keeps
-    free on every tier what the plan turns out to need there. `units_for` gives the
-    update units for a placement, since a unit runs where its state rests.
+    free on every tier what the plan turns out to need there.
+
+    Args:
+        catalog: its homes are not used.
+        units_for: the update units for a placement: a unit runs where its state rests.
 
     Raises:
         InfeasibleError: even with everything on the slowest tier allowed.
     """
     failure: InfeasibleError | None = None
-    gradient_tiers = tuple(gradient_tiers)
     is_fixed = all(resident.tier is not None for resident in residents)
-    for value_tier, gradient_tier in product(value_tiers, gradient_tiers):
+    for value_tier, gradient_tier in product(
+        choices.value_tiers, choices.gradient_tiers
+    ):
         arranged = replace(options, value_tier=value_tier, gradient_tier=gradient_tier)
         reserve = dict.fromkeys(Tier, 0)
         for _ in range(1 if is_fixed else MAX_ATTEMPTS):
-            room = {t: capacity_bytes[t] - reserve[t] for t in Tier}
             homes = place(
                 residents,
-                room,
-                persistence_bytes=persistence_bytes,
-                fastest=fastest,
+                {t: capacity_bytes[t] - reserve[t] for t in Tier},
+                persistence_bytes=choices.persistence_bytes,
             )
-            units = units_for(homes)
+            placed = replace(catalog, homes=homes)
             try:
-                return build(
-                    program, specs, homes, units, workspace, capacity_bytes, arranged
-                )
+                return build(placed, units_for(homes), capacity_bytes, arranged)
             except InfeasibleError as error:
                 failure = error
                 tier = error.tier
@@ -172,6 +169,7 @@ def fused_plan(
     workspace_bytes: int,
     capacity_bytes: Mapping[Tier, int],
     flops: int,
+    rates: Rates,
 ) -> Plan:
     """The degenerate plan: one executable, everything on the device.
 
@@ -193,4 +191,5 @@ def fused_plan(
         {**zeros, Tier.DEVICE: home_bytes},
         {**zeros, Tier.DEVICE: needed},
         dict(capacity_bytes),
+        rates,
     )

@@ -8,7 +8,8 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from zinf.plan.instruction import Decide, Free, Instruction, Link, Plan, Update
+from zinf.plan.instruction import Decide, Free, Instruction, Link, Update
+from zinf.plan.plan import Plan
 from zinf.program import Tier
 
 

@@ -4,7 +4,7 @@ A *copy* of an array is the array on one tier. Persistent arrays have a home, th
 where they rest between steps; every other copy is made and freed within the step.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 from zinf.program import ArrayId, Tier
@@ -159,7 +159,7 @@ class Instruction:
             and those that free the bytes it needs. All are smaller than its own.
         allocates: bytes that it adds to each tier, kept after it completes.
         workspace: bytes that it holds on each tier only while it runs.
-        nbytes: bytes that it moves over its link, or frees.
+        nbytes: bytes that it moves over its link, or frees; of an update, its results.
     """
 
     operation: Operation
@@ -171,35 +171,6 @@ class Instruction:
     workspace: tuple[tuple[Tier, int], ...] = ()
     nbytes: int = 0
     flops: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Every byte that moves in a step, in order.
-
-    Attributes:
-        homes: where each persistent array rests between steps.
-        home_bytes, peak_bytes, capacity_bytes: per tier, at rest, at most, and allowed.
-    """
-
-    instructions: tuple[Instruction, ...] = field(repr=False)
-    homes: dict[ArrayId, Tier] = field(repr=False)
-    home_bytes: dict[Tier, int]
-    peak_bytes: dict[Tier, int]
-    capacity_bytes: dict[Tier, int]
-
-    @property
-    def is_fused(self) -> bool:
-        return isinstance(self.instructions[0].operation, FusedStep)
-
-    @property
-    def tiers(self) -> set[Tier]:
-        """The tiers that hold anything at any time."""
-        return {tier for tier, nbytes in self.peak_bytes.items() if nbytes}
-
-    def link_bytes(self, link: Link) -> int:
-        """Bytes that a step moves over a link."""
-        return sum(i.nbytes for i in self.instructions if i.link == link)
 
 
 TIER_ORDER = {tier: i for i, tier in enumerate(Tier)}

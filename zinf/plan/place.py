@@ -29,7 +29,6 @@ def place(
     room_bytes: Mapping[Tier, int],
     *,
     persistence_bytes: int,
-    fastest: Tier,
 ) -> dict[ArrayId, Tier]:
     """A home for every array.
 
@@ -37,7 +36,6 @@ def place(
         room_bytes: what each tier can spare for arrays at rest.
         persistence_bytes: smaller arrays never go to nvme: an operation on a drive
             costs as much as reading some tens of kilobytes.
-        fastest: the fastest tier that unrestricted arrays may use.
 
     Arrays of one `moves` are placed in the given order, so a stacked or layered model
     keeps its first layers fast. Arrays that fit nowhere go to the slowest tier, where
@@ -47,21 +45,19 @@ def place(
     homes: dict[ArrayId, Tier] = {}
     ordered = sorted(residents, key=lambda r: (r.tier is None, -r.moves))
     for resident in ordered:
-        tier = _choose(resident, left, persistence_bytes, fastest)
+        tier = _choose(resident, left, persistence_bytes)
         left[tier] -= resident.nbytes
         homes[resident.array] = tier
     return homes
 
 
 def _choose(
-    resident: Resident, left: Mapping[Tier, int], persistence_bytes: int, fastest: Tier
+    resident: Resident, left: Mapping[Tier, int], persistence_bytes: int
 ) -> Tier:
     is_small = resident.nbytes < persistence_bytes
     if resident.tier is not None:
         return Tier.HOST if is_small and resident.tier == Tier.NVME else resident.tier
-    tiers = list(Tier)[list(Tier).index(fastest) :]
-    if is_small:
-        tiers = [t for t in tiers if t != Tier.NVME]
+    tiers = [t for t in Tier if t != Tier.NVME or not is_small]
     for tier in tiers:
         if resident.nbytes <= left[tier]:
             return tier

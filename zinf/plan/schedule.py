@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from zinf.plan.cost import Rates
 from zinf.plan.instruction import (
     TRANSFER_LINKS,
     Accumulate,
@@ -111,6 +112,7 @@ class Catalog:
     homes: Mapping[ArrayId, Tier]
     workspace: Sequence[tuple[int, int]]
     num_contributions: Counter = field(default_factory=Counter)
+    rates: Rates = field(default_factory=Rates)
 
     def nbytes(self, array: ArrayId) -> int:
         if array.role in ("value", "cotangent", "cotangent part"):

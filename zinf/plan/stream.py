@@ -23,10 +23,10 @@ from zinf.plan.instruction import (
     Instruction,
     Link,
     Operation,
-    Plan,
     Transfer,
     Update,
 )
+from zinf.plan.plan import Plan
 from zinf.plan.schedule import Catalog, Job
 from zinf.program import ArrayId, Tier
 
@@ -138,6 +138,7 @@ class _Streamer:
             self.home_bytes,
             self.peak,
             self.capacity,
+            self.catalog.rates,
         )
 
     # What exists where.
@@ -415,6 +416,8 @@ class _Streamer:
         moved = 0
         if isinstance(operation, Transfer):
             moved = sum(map(self.catalog.nbytes, operation.arrays))
+        elif isinstance(operation, Update):
+            moved = sum(self.catalog.nbytes(array) for array, _ in writes)
         self.instructions.append(
             Instruction(
                 operation,

@@ -1,0 +1,92 @@
+"""The printed form of a plan: documentation, debugger and golden test at once."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from zinf.plan.cost import Timeline
+from zinf.plan.instruction import Instruction, Link
+from zinf.program import Tier
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def show_bytes(nbytes: int) -> str:
+    """Three significant digits with a binary unit: `1.50 GiB`."""
+    value, unit = float(nbytes), 0
+    while value >= 999.5 and unit < len(UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    if unit == 0:
+        return f"{nbytes} B"
+    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{digits}f} {UNITS[unit]}"
+
+
+def show_seconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def show_summary(
+    instructions: Sequence[Instruction],
+    timeline: Timeline,
+    *,
+    home_bytes: Mapping[Tier, int],
+    peak_bytes: Mapping[Tier, int],
+    capacity_bytes: Mapping[Tier, int],
+) -> str:
+    """Bytes by tier, traffic by link, and the link that binds."""
+    rows = [("tier", "at rest", "peak", "budget")]
+    for tier in Tier:
+        figures = home_bytes[tier], peak_bytes[tier], capacity_bytes[tier]
+        if any(figures):
+            rows.append((str(tier), *map(show_bytes, figures)))
+    busy: dict[Link, float] = defaultdict(float)
+    moved: dict[Link, int] = defaultdict(int)
+    spans = zip(timeline.start, timeline.end, strict=True)
+    for instruction, (start, end) in zip(instructions, spans, strict=True):
+        busy[instruction.link] += end - start
+        moved[instruction.link] += instruction.nbytes
+    links = [("link", "bytes a step", "busy", "")]
+    binding = max(busy, key=lambda link: busy[link])
+    for link in Link:
+        if link in busy and link != Link.FREE:
+            carries = show_bytes(moved[link]) if moved[link] else "-"
+            mark = "binds" if link == binding else ""
+            links.append((str(link), carries, show_seconds(busy[link]), mark))
+    predicted = show_seconds(timeline.seconds)
+    return "\n".join(
+        [
+            f"{len(instructions)} instructions, predicted {predicted} a step",
+            "",
+            *_aligned(rows, left=(0,)),
+            "",
+            *_aligned(links, left=(0, 3)),
+        ]
+    )
+
+
+def show_instructions(instructions: Sequence[Instruction], timeline: Timeline) -> str:
+    """One line an instruction: number, link, operation, bytes, predicted start, end."""
+    rows = [("#", "link", "operation", "bytes", "start ms", "end ms")]
+    for number, instruction in enumerate(instructions):
+        rows.append(
+            (
+                str(number),
+                str(instruction.link),
+                str(instruction.operation),
+                show_bytes(instruction.nbytes) if instruction.nbytes else "",
+                f"{timeline.start[number] * 1e3:.1f}",
+                f"{timeline.end[number] * 1e3:.1f}",
+            )
+        )
+    return "\n".join(_aligned(rows, left=(1, 2)))
+
+
+def _aligned(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
