@@ -1,6 +1,6 @@
 """The engine: wires a planner, its plans and the stores into training steps."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from os import PathLike
 from pathlib import Path
@@ -114,16 +114,11 @@ class Engine:
 
     def params(self) -> Any:
         """The whole parameter pytree, in the precision it is kept in, on the host."""
-        self._refuse_if_broken()
-        problem = self.planner.problem
-        if not self._runners:
-            leaves = dict(problem.initial_leaves(self.planner.device))
-            return problem.restore_tree(leaves.__getitem__)
-        return problem.restore_tree(self._read_leaf)
+        return self.planner.problem.restore_tree(self._reader())
 
     def model_state(self) -> Any:
         """The model state pytree as the last step left it (None if there is none)."""
-        return self.planner.problem.restore_state(self._read_leaf)
+        return self.planner.problem.restore_state(self._reader())
 
     def save(self, directory: str | PathLike) -> None:
         """Writes all state to a new folder, an array at a time."""
@@ -205,6 +200,14 @@ class Engine:
         if count == 1:
             return [key]
         return [jax.random.fold_in(key, m) for m in range(count)]
+
+    def _reader(self) -> Callable[[str], np.ndarray]:
+        """What reads a leaf by its path; before the first batch, its initial value."""
+        self._refuse_if_broken()
+        if self._runners:
+            return self._read_leaf
+        initial = self.planner.problem.initial_leaves(self.planner.device)
+        return dict(initial).__getitem__
 
     def _read_leaf(self, path: str) -> np.ndarray:
         has_master = self.planner.problem.params[path].has_master

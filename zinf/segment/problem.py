@@ -26,14 +26,18 @@ MASTER_DTYPE = "float32"
 class ParamSpec:
     """One leaf: how it is stored (`master`), and how the loss sees it (`compute`).
 
-    `is_key` marks a typed random key, which is stored as its 32-bit words.
+    A typed random key is stored as its 32-bit words; `key_impl` is its implementation.
     """
 
     path: str
     master: jax.ShapeDtypeStruct
     compute: jax.ShapeDtypeStruct
     is_trainable: bool
-    is_key: bool
+    key_impl: Any = None
+
+    @property
+    def is_key(self) -> bool:
+        return self.key_impl is not None
 
     @property
     def has_master(self) -> bool:
@@ -60,6 +64,7 @@ class Problem:
     _source: Any = field(repr=False)
     _state: Any = field(repr=False)
     _structure: Any = field(repr=False)
+    _state_structure: Any = field(repr=False)
 
     @property
     def trainable(self) -> frozenset[str]:
@@ -74,7 +79,7 @@ class Problem:
         for path, leaf in _leaves(self._source, device):
             yield path, self._stored(path, leaf)
         if self._state is not None:
-            for name, leaf in leaves_of(self._state):
+            for name, leaf in _leaves(self._state, device):
                 path = STATE_PREFIX + name
                 yield path, self._stored(path, leaf)
 
@@ -107,11 +112,8 @@ class Problem:
         """The model state pytree, or None if there is none."""
         if self._state is None:
             return None
-        leaves = [
-            self._presented(STATE_PREFIX + n, read(STATE_PREFIX + n))
-            for n in named_leaves(self._state)
-        ]
-        return jax.tree.unflatten(jax.tree.structure(self._state), leaves)
+        leaves = [self._presented(p, read(p)) for p in self.state_paths]
+        return jax.tree.unflatten(self._state_structure, leaves)
 
     def _stored(self, path: str, leaf: Any) -> np.ndarray:
         spec = self.params[path]
@@ -120,9 +122,7 @@ class Problem:
         return np.asarray(leaf).astype(spec.master.dtype, copy=False)
 
     def _presented(self, path: str, stored: np.ndarray) -> Any:
-        if self.params[path].is_key:
-            return jax.random.wrap_key_data(jnp.asarray(stored))
-        return stored
+        return _wrapped(self.params[path], stored)
 
 
 def make_problem(
@@ -139,7 +139,8 @@ def make_problem(
     Args:
         loss_fn: `(params, batch[, key])`, or with model state
             `(params, model_state, batch[, key])`; see `zinf.initialize`.
-        params: a pytree of arrays, or a function of no arguments that returns one.
+        params, model_state: a pytree of arrays, or a function of no arguments that
+            returns one.
         frozen: glob patterns over key paths; matching leaves get no gradient.
         compute_dtype: "bfloat16" or "float16" for mixed precision: trained leaves are
             kept in float32 and cast for the loss. Otherwise leaves keep their dtypes.
@@ -147,7 +148,7 @@ def make_problem(
     Raises:
         ValueError: a leaf is not an array, or a pattern matches nothing.
     """
-    abstract = jax.eval_shape(params) if callable(params) else _abstract(params)
+    abstract = _abstract(params)
     leaves = named_leaves(abstract)
     if not leaves:
         raise ValueError("The parameter pytree has no leaves; nothing can be trained.")
@@ -162,14 +163,13 @@ def make_problem(
     for path, leaf in leaves.items():
         is_frozen = any(fnmatch(path, pattern) for pattern in frozen)
         specs[path] = _param_spec(path, leaf, not is_frozen, mixed)
-    state_paths: tuple[str, ...] = ()
-    if model_state is not None:
-        state_leaves = named_leaves(_abstract(model_state))
-        state_paths = tuple(STATE_PREFIX + n for n in state_leaves)
-        for path, leaf in zip(state_paths, state_leaves.values(), strict=True):
-            specs[path] = _param_spec(path, leaf, False, None)
+    abstract_state = None if model_state is None else _abstract(model_state)
+    state_leaves = named_leaves(abstract_state)
+    state_paths = tuple(STATE_PREFIX + n for n in state_leaves)
+    for path, leaf in zip(state_paths, state_leaves.values(), strict=True):
+        specs[path] = _param_spec(path, leaf, False, None)
     structure = jax.tree.structure(abstract)
-    state_structure = jax.tree.structure(model_state)
+    state_structure = jax.tree.structure(abstract_state)
 
     def loss(flat: Mapping[str, Any], batch: Any, *key: Any) -> tuple[Any, Any]:
         values = [_wrapped(specs[p], x) for p, x in flat.items()]
@@ -177,7 +177,7 @@ def make_problem(
         if model_state is not None:
             trees.append(jax.tree.unflatten(state_structure, values[len(leaves) :]))
         result = loss_fn(*trees, batch, *key)
-        return _sort_result(result, has_aux, model_state is not None, state_structure)
+        return _sort_result(result, has_aux, abstract_state)
 
     masters = [specs[p].master if not specs[p].is_key else x for p, x in leaves.items()]
     return Problem(
@@ -188,13 +188,15 @@ def make_problem(
         _source=params,
         _state=model_state,
         _structure=structure,
+        _state_structure=state_structure,
     )
 
 
 def _sort_result(
-    result: Any, has_aux: bool, has_state: bool, state_structure: Any
-) -> tuple[Any, Any]:
+    result: Any, has_aux: bool, abstract_state: Any
+) -> tuple[Any, Mapping[str, Any]]:
     """`(loss, {"aux", "model_state"})` from what the user's function returns."""
+    has_state = abstract_state is not None
     wanted = "(loss, new_model_state)" if has_state else "(loss, aux)"
     if has_aux and has_state:
         wanted = "(loss, (new_model_state, aux))"
@@ -210,17 +212,33 @@ def _sort_result(
     loss, extra = result
     state, aux = None, None
     if has_aux and has_state:
+        if not isinstance(extra, tuple) or len(extra) != 2:
+            raise ValueError(f"loss_fn must return {wanted}; it returned {result!r}.")
         state, aux = extra
     elif has_state:
         state = extra
     else:
         aux = extra
-    if has_state and jax.tree.structure(state) != state_structure:
-        raise ValueError(
-            f"loss_fn must return {wanted} with the structure of model_state, "
-            f"{state_structure}; it returned {jax.tree.structure(state)}."
-        )
+    if has_state:
+        _check_state(state, abstract_state, wanted)
     return loss, {"aux": _unwrapped(aux), "model_state": _unwrapped(state)}
+
+
+def _check_state(state: Any, wanted: Any, returned: str) -> None:
+    if jax.tree.structure(state) != jax.tree.structure(wanted):
+        raise ValueError(
+            f"loss_fn must return {returned} with the structure of model_state, "
+            f"{jax.tree.structure(wanted)}; it returned {jax.tree.structure(state)}."
+        )
+    new = named_leaves(state)
+    for path, old in named_leaves(wanted).items():
+        found = jnp.shape(new[path]), jnp.result_type(new[path])
+        if found != (old.shape, old.dtype):
+            raise ValueError(
+                f"loss_fn returned the model state {path!r} as {found[1]}"
+                f"{list(found[0])}, but it is {old.dtype}{list(old.shape)}. Shapes and "
+                "dtypes must stay what they are; cast it in loss_fn."
+            )
 
 
 def _is_key(leaf: Any) -> bool:
@@ -234,20 +252,33 @@ def _unwrapped(tree: Any) -> Any:
 
 
 def _wrapped(spec: ParamSpec, value: Any) -> Any:
-    return jax.random.wrap_key_data(value) if spec.is_key else value
+    if spec.is_key:
+        return jax.random.wrap_key_data(jnp.asarray(value), impl=spec.key_impl)
+    return value
 
 
-def _abstract(tree: Any) -> Any:
-    """Shapes and dtypes of a pytree of arrays; leaves that are none are refused."""
+def _abstract(source: Any) -> Any:
+    """Shapes and dtypes of a pytree of arrays, or of what a function returns.
+
+    Leaves of a pytree that are no arrays are refused.
+    """
+    if _is_function(source):
+        return jax.eval_shape(source)
     named = {
-        path: jax.eval_shape(lambda x=x: jnp.asarray(x)) for path, x in leaves_of(tree)
+        path: jax.eval_shape(lambda x=x: jnp.asarray(x))
+        for path, x in leaves_of(source)
     }
-    structure = jax.tree.structure(tree)
-    return jax.tree.unflatten(structure, [named[path] for path in named_leaves(tree)])
+    structure = jax.tree.structure(source)
+    return jax.tree.unflatten(structure, [named[path] for path in named_leaves(source)])
+
+
+def _is_function(source: Any) -> bool:
+    """False for a pytree that can be called, such as an Equinox module."""
+    return callable(source) and jax.tree_util.all_leaves([source])
 
 
 def _leaves(source: Any, device: jax.Device) -> Iterator[tuple[str, Any]]:
-    if callable(source):
+    if _is_function(source):
         return initialize(source, device=device)
     return leaves_of(source)
 
@@ -256,12 +287,18 @@ def _param_spec(
     path: str, leaf: Any, may_train: bool, mixed_dtype: str | None
 ) -> ParamSpec:
     if _is_key(leaf):
-        words = jax.eval_shape(jax.random.key_data, leaf)
-        return ParamSpec(path, words, words, False, True)
+        implementations: list[Any] = []
+
+        def words_of(key: jax.Array) -> jax.Array:
+            implementations.append(jax.random.key_impl(key))
+            return jax.random.key_data(key)
+
+        words = jax.eval_shape(words_of, leaf)
+        return ParamSpec(path, words, words, False, implementations[0])
     is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
     master = compute = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     if mixed_dtype is not None and is_float:
         compute = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(mixed_dtype))
         stored = MASTER_DTYPE if may_train else mixed_dtype
         master = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(stored))
-    return ParamSpec(path, master, compute, is_float and may_train, False)
+    return ParamSpec(path, master, compute, is_float and may_train)
