@@ -10,12 +10,13 @@ import orbax.checkpoint as ocp
 
 from zinf.checkpoint.arrays import check_space
 from zinf.checkpoint.blocks import held_bytes
+from zinf.checkpoint.failure import failure
 from zinf.checkpoint.handler import StateHandler, StateRestore, StateSave
 from zinf.memory.residents import Residents
 from zinf.plan import Plan
 from zinf.program import Tier
 
-DataState = dict[str, Any] | bytes | None
+BYTES = "base64"
 # Orbax gives up on a save after this; terabytes take hours on a slow drive.
 TIMEOUT = timedelta(days=7)
 
@@ -57,6 +58,11 @@ class Checkpoints:
         self, directory: Path | str, *, keep: int = 3, asynchronous: bool = True
     ) -> None:
         self.directory = Path(directory).absolute()
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            what = "Cannot make the folder of checkpoints"
+            raise failure(what, self.directory, error) from error
         self.asynchronous = asynchronous
         self._handler = StateHandler()
         self._manager = ocp.CheckpointManager(
@@ -75,11 +81,10 @@ class Checkpoints:
             },
         )
 
-    def save(
-        self, step: int, engine: AbstractSaveable, data_state: DataState = None
-    ) -> None:
+    def save(self, step: int, engine: AbstractSaveable, data_state: Any = None) -> None:
         """Begin to save `engine` as it is now, after `step` steps.
 
+        `data_state` is JSON, in which there may be bytes: where the data is read next.
         Waits for the save before it. Afterwards `engine.pending_save` tells when arrays
         may change again; errors are raised by the next `save` or `check`, or by `wait`.
 
@@ -92,7 +97,7 @@ class Checkpoints:
             step,
             args=ocp.args.Composite(
                 state=StateSave(engine.residents, engine.scalars(), released),
-                data=ocp.args.JsonSave(_as_json(data_state)),
+                data=ocp.args.JsonSave({"state": _as_json(data_state)}),
             ),
             force=True,
         )
@@ -100,7 +105,7 @@ class Checkpoints:
         if not (self.asynchronous and _has_room(engine)):
             self.wait()
 
-    def restore(self, engine: AbstractSaveable, step: int | None = None) -> DataState:
+    def restore(self, engine: AbstractSaveable, step: int | None = None) -> Any:
         """Set `engine` to a checkpoint, the newest if `step` is None.
 
         Returns the state of the data iterator that was saved with it. For errors see
@@ -114,7 +119,7 @@ class Checkpoints:
                 data=ocp.args.JsonRestore(),
             ),
         )
-        return _from_json(restored["data"])
+        return _from_json(restored["data"]["state"])
 
     def latest_step(self) -> int | None:
         """The step of the newest checkpoint, begun or complete; None: there is none."""
@@ -160,13 +165,19 @@ def _has_room(engine: AbstractSaveable) -> bool:
     return step_bytes + held_bytes(residents.specs) <= capacity_bytes
 
 
-def _as_json(state: DataState) -> dict[str, Any]:
-    if isinstance(state, bytes):
-        return {"base64": base64.b64encode(state).decode()}
-    return {"state": state}
+def _as_json(state: Any) -> Any:
+    """`state` with its bytes, of which JSON has none, as text."""
+    match state:
+        case bytes():
+            return {BYTES: base64.b64encode(state).decode()}
+        case dict():
+            return {key: _as_json(value) for key, value in state.items()}
+    return state
 
 
-def _from_json(saved: dict[str, Any]) -> DataState:
-    if "base64" in saved:
-        return base64.b64decode(saved["base64"])
-    return saved["state"]
+def _from_json(saved: Any) -> Any:
+    if not isinstance(saved, dict):
+        return saved
+    if saved.keys() == {BYTES}:
+        return base64.b64decode(saved[BYTES])
+    return {key: _from_json(value) for key, value in saved.items()}

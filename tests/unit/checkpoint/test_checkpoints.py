@@ -86,7 +86,9 @@ def test_an_older_one_can_be_restored(checkpoints, engine):
     np.testing.assert_array_equal(embed(engine), ARRAYS[EMBED] + 1)
 
 
-@pytest.mark.parametrize("state", [{"a": [1, None]}, b"\x00\xff", None])
+@pytest.mark.parametrize(
+    "state", [{"a": [1, None], "b": {"c": b"\x00"}}, b"\x00\xff", None]
+)
 def test_the_state_of_any_data_iterator_comes_back(state, checkpoints, engine):
     checkpoints.save(1, engine, state)
     assert checkpoints.restore(engine) == state
@@ -180,6 +182,13 @@ def test_a_failed_save_is_reported_and_the_one_before_is_left(
     checkpoints.save(2, engine)
     checkpoints.wait()
     assert checkpoints.latest_step() == 2
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_that_names_it(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="Cannot make the folder") as failed:
+        Checkpoints(tmp_path / "file" / "saved")
+    assert str(tmp_path / "file") in failed.value.filename
 
 
 KILLED = """

@@ -1,0 +1,366 @@
+"""A run trains, saves, evaluates and reports, and goes on where it was stopped."""
+
+import json
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zinf
+from zinf.checkpoint import Checkpoints
+from zinf.executor import NonFiniteError
+from zinf.memory import StorageError
+from zinf.trainer import Trainer
+
+WIDTH, BATCH = 6, 4
+SCHEDULE = optax.linear_schedule(0.1, 0.0, 8)
+KEYS = {
+    "step",
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "step_seconds",
+    "tokens_per_second",
+    "device_bytes",
+    "host_bytes",
+    "nvme_bytes",
+    "nvme_read_bytes",
+    "nvme_write_bytes",
+    "h2d_bytes",
+    "d2h_bytes",
+}
+OFFLOADED = {
+    "zero_optimization": {
+        "stage": 3,
+        "offload_param": {"device": "nvme"},
+        "offload_optimizer": {"device": "nvme"},
+    },
+    "gradient_clipping": 1.0,
+    "persistence_threshold": 1,
+}
+
+
+def loss_fn(params, batch, key):
+    hidden = jnp.tanh(batch["x"] @ params["first"])
+    hidden = hidden * jax.random.bernoulli(key, 0.9, hidden.shape)
+    return jnp.mean((hidden @ params["second"] - batch["y"]) ** 2)
+
+
+def samples(num_samples: int = 64) -> list[dict[str, np.ndarray]]:
+    draw = np.random.default_rng(0).standard_normal
+    x = draw((num_samples, WIDTH)).astype(np.float32)
+    return [{"x": row, "y": np.sin(row)} for row in x]
+
+
+def dataset(*, shuffled: bool = True) -> grain.IterDataset:
+    data = grain.MapDataset.source(samples())
+    if shuffled:
+        data = data.shuffle(3).repeat(None)
+    reading = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    return data.to_iter_dataset(reading).batch(BATCH, drop_remainder=True)
+
+
+def plain_data() -> Iterable[Any]:
+    """An iterator whose position cannot be set."""
+    return (batch for batch in list(dataset(shuffled=False)))
+
+
+@pytest.fixture
+def open_engine(tmp_path: Path) -> Iterator[Callable[..., zinf.Engine]]:
+    opened: list[zinf.Engine] = []
+
+    def open_(*, offloaded: bool = False) -> zinf.Engine:
+        config: dict[str, Any] = {}
+        if offloaded:
+            folder = str(tmp_path / f"nvme{len(opened)}")
+            config = {**OFFLOADED, "memory": {"nvme": [folder]}}
+        draw = np.random.default_rng(1).standard_normal
+        params = {
+            name: draw((WIDTH, WIDTH), np.float32) for name in ("first", "second")
+        }
+        optimizer = optax.adamw(SCHEDULE)
+        key = jax.random.key(2)
+        opened.append(zinf.initialize(loss_fn, params, optimizer, config, rng=key))
+        return opened[-1]
+
+    yield open_
+    for engine in opened:
+        engine.close()
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Iterator[Checkpoints]:
+    with Checkpoints(tmp_path / "saved", keep=10) as opened:
+        yield opened
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def losses(path: Path) -> list[tuple[float, ...]]:
+    names = ("loss", "grad_norm", "learning_rate")
+    return [tuple(line[name] for name in names) for line in lines(path)]
+
+
+def saved_steps(checkpoints: Checkpoints) -> set[str]:
+    return {path.name for path in checkpoints.directory.iterdir()}
+
+
+@pytest.mark.parametrize("offloaded", [False, True], ids=["fused", "nvme"])
+@pytest.mark.parametrize("make_data", [dataset, plain_data])
+def test_a_resumed_run_is_bit_equal_to_one_that_was_not_stopped(
+    offloaded, make_data, open_engine, tmp_path
+):
+    def run(name: str, steps: int) -> Path:
+        path = tmp_path / f"{name}.jsonl"
+        with Checkpoints(tmp_path / name) as checkpoints:
+            Trainer(
+                open_engine(offloaded=offloaded),
+                make_data(),
+                steps=steps,
+                checkpoints=checkpoints,
+                checkpoint_every=3,
+                metrics=path,
+                learning_rate=SCHEDULE,
+            ).run()
+        return path
+
+    whole = run("whole", 8)
+    run("stopped", 4)
+    assert losses(run("stopped", 8)) == losses(whole)
+    assert len(losses(whole)) == 8
+
+
+def test_every_line_of_the_metrics_has_every_figure(open_engine, tmp_path, capsys):
+    metrics = Trainer(
+        open_engine(),
+        dataset(),
+        steps=5,
+        evaluation_data=dataset(shuffled=False),
+        evaluate_every=2,
+        metrics=tmp_path / "metrics.jsonl",
+        tensorboard=tmp_path / "events",
+        learning_rate=SCHEDULE,
+        log_every=2,
+    ).run()
+    found = lines(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in found] == [1, 2, 3, 4, 5]
+    assert all(line.keys() >= KEYS for line in found)
+    assert [line["step"] for line in found if "evaluation_loss" in line] == [2, 4, 5]
+    rates = [line["learning_rate"] for line in found]
+    assert rates == [float(SCHEDULE(count)) for count in range(5)]
+    assert metrics["step"] == 5 and metrics["loss"] == found[-1]["loss"]
+    assert list((tmp_path / "events").iterdir())
+    said = capsys.readouterr().out
+    assert "step 2/5" in said and "step 3/5" not in said
+    assert "5 steps in" in said and "No checkpoint was saved." in said
+
+
+def test_an_evaluation_is_the_mean_over_the_same_batches_each_time(
+    open_engine, tmp_path
+):
+    engine = open_engine()
+    data = dataset(shuffled=False)
+    trainer = Trainer(
+        engine,
+        dataset(),
+        steps=1,
+        evaluation_data=data,
+        evaluate_every=1,
+        evaluate_batches=3,
+    )
+    found = trainer.run()["evaluation_loss"]
+    first = list(data)[:3]
+    assert found == sum(engine.evaluate(batch) for batch in first) / 3
+
+
+def test_checkpoints_come_at_their_steps_and_at_the_end(
+    open_engine, checkpoints, capsys
+):
+    Trainer(
+        open_engine(),
+        dataset(),
+        steps=5,
+        checkpoints=checkpoints,
+        checkpoint_every=2,
+    ).run()
+    assert saved_steps(checkpoints) == {"2", "4", "5"}
+    assert f"{checkpoints.folder(5)}, after step 5" in capsys.readouterr().out
+
+
+def test_a_run_that_is_done_says_so_and_changes_nothing(
+    open_engine, checkpoints, capsys
+):
+    Trainer(open_engine(), dataset(), steps=2, checkpoints=checkpoints).run()
+    trainer = Trainer(open_engine(), dataset(), steps=2, checkpoints=checkpoints)
+    assert trainer.run() == {"step": 2}
+    assert "Nothing to do: 2 steps are done." in capsys.readouterr().out
+    assert saved_steps(checkpoints) == {"2"}
+
+
+class Interrupting(grain.transforms.Map):
+    """Presses Ctrl-C `times` times while batch number `at` is read."""
+
+    def __init__(self, at: int, times: int) -> None:
+        self.left, self.times = at, times
+
+    def map(self, element: Any) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            for _ in range(self.times):
+                signal.raise_signal(signal.SIGINT)
+        return element
+
+
+def test_an_interrupted_run_completes_its_step_and_can_be_resumed(
+    open_engine, checkpoints, tmp_path, capfd
+):
+    handler = signal.getsignal(signal.SIGINT)
+    whole, stopped = tmp_path / "whole.jsonl", tmp_path / "stopped.jsonl"
+    Trainer(open_engine(), dataset(), steps=6, metrics=whole).run()
+
+    def trainer(data: Iterable[Any]) -> Trainer:
+        return Trainer(
+            open_engine(), data, steps=6, checkpoints=checkpoints, metrics=stopped
+        )
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer(dataset().map(Interrupting(at=3, times=1))).run()
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert saved_steps(checkpoints) == {"3"}
+    captured = capfd.readouterr()
+    assert "this step will be completed and saved" in captured.err
+    assert f"{checkpoints.folder(3)}, after step 3" in captured.out
+
+    trainer(dataset()).run()
+    assert losses(stopped) == losses(whole)
+
+
+def test_a_second_interrupt_stops_at_once_without_saving(open_engine, checkpoints):
+    handler = signal.getsignal(signal.SIGINT)
+    data = dataset().map(Interrupting(at=3, times=2))
+    engine = open_engine()
+    with pytest.raises(KeyboardInterrupt):
+        Trainer(engine, data, steps=6, checkpoints=checkpoints).run()
+    assert engine.num_steps == 2
+    assert saved_steps(checkpoints) == set()
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_a_run_outside_the_main_thread_leaves_signals_alone(open_engine):
+    engine = open_engine()
+    thread = threading.Thread(target=Trainer(engine, dataset(), steps=2).run)
+    thread.start()
+    thread.join()
+    assert engine.num_steps == 2
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_last_checkpoint(
+    open_engine, checkpoints
+):
+    batches = list(dataset(shuffled=False))[:5]
+    batches[4] = jax.tree.map(lambda x: x * np.nan, batches[4])
+    engine = open_engine()
+    with pytest.raises(NonFiniteError) as stopped:
+        Trainer(
+            engine,
+            batches,
+            steps=9,
+            checkpoints=checkpoints,
+            checkpoint_every=2,
+        ).run()
+    assert f"The last checkpoint is {checkpoints.folder(4)}, after step 4." in (
+        stopped.value.__notes__
+    )
+    assert saved_steps(checkpoints) == {"2", "4"}
+
+
+def test_a_new_run_does_not_mix_with_the_checkpoints_of_an_earlier_one(
+    open_engine, checkpoints
+):
+    Trainer(open_engine(), dataset(), steps=2, checkpoints=checkpoints).run()
+    anew = Trainer(
+        open_engine(), dataset(), steps=4, checkpoints=checkpoints, resume=False
+    )
+    with pytest.raises(ValueError, match="earlier run, up to step 2"):
+        anew.run()
+
+
+def test_a_checkpoint_that_failed_stops_the_run(open_engine, checkpoints, monkeypatch):
+    def fail(*_: Any) -> None:
+        raise StorageError(28, "no space", "somewhere")
+
+    monkeypatch.setattr("zinf.checkpoint.handler.write_arrays", fail)
+    engine = open_engine()
+    with pytest.raises(StorageError, match="no space"):
+        Trainer(
+            engine,
+            dataset(),
+            steps=100,
+            checkpoints=checkpoints,
+            checkpoint_every=2,
+        ).run()
+    assert engine.num_steps < 100
+
+
+def test_a_drive_too_small_for_a_checkpoint_is_found_before_the_first_step(
+    open_engine, checkpoints, monkeypatch
+):
+    room = shutil.disk_usage(checkpoints.directory)._replace(free=3)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: room)
+    engine = open_engine()
+    with pytest.raises(StorageError, match="3 are free"):
+        Trainer(engine, dataset(), steps=2, checkpoints=checkpoints).run()
+    assert engine.num_steps == 0
+
+
+def test_data_that_ends_early_ends_the_run_with_a_checkpoint(
+    open_engine, checkpoints, capsys
+):
+    batches = list(dataset(shuffled=False))[:3]
+    metrics = Trainer(open_engine(), batches, steps=5, checkpoints=checkpoints).run()
+    assert metrics["step"] == 3
+    assert "The training data ended." in capsys.readouterr().out
+    assert saved_steps(checkpoints) == {"3"}
+
+
+def test_no_data_at_all_is_an_error(open_engine):
+    with pytest.raises(ValueError, match="train_data has no batch"):
+        Trainer(open_engine(), [], steps=1).run()
+    with pytest.raises(ValueError, match="evaluation_data has no batch"):
+        Trainer(open_engine(), dataset(), steps=1, evaluate_every=1).run()
+
+
+def test_steps_that_overflowed_do_not_advance_the_learning_rate(
+    open_engine, checkpoints, tmp_path, monkeypatch
+):
+    """As optax counts: the rate of a skipped step is that of the next one too."""
+    path = tmp_path / "metrics.jsonl"
+    step = zinf.Engine.step
+
+    def skipping(engine: zinf.Engine, batch: Any) -> dict[str, Any]:
+        metrics = step(engine, batch)
+        return {**metrics, "skipped": metrics["step"] in (1, 4)}
+
+    monkeypatch.setattr(zinf.Engine, "step", skipping)
+    for steps in (3, 6):
+        Trainer(
+            open_engine(),
+            dataset(),
+            steps=steps,
+            checkpoints=checkpoints,
+            metrics=path,
+            learning_rate=SCHEDULE,
+        ).run()
+    rates = [line["learning_rate"] for line in lines(path)]
+    assert rates == [float(SCHEDULE(count)) for count in (0, 0, 1, 2, 2, 3)]
