@@ -1,0 +1,172 @@
+"""Training of Flax NNX modules as they are: no change to the model.
+
+A module is split into the variables that are trained and the rest. Parameters among the
+rest are frozen; other variables (batch statistics, counters, random keys) are state,
+which the loss may change and which is carried from step to step.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from zinf.config import Config
+from zinf.engine import Engine
+from zinf.initialize import ConfigSource, make_planner
+from zinf.segment import named_leaves
+
+Tree = dict[Any, Any]
+
+
+class ModuleEngine(Engine):
+    """An engine that also gives the trained module; made by `initialize`."""
+
+    _graphdef: Any
+    _module: nnx.Module | None
+
+    def update_module(self) -> nnx.Module:
+        """The module with what was trained, and its state, written into it.
+
+        It is the one given to `initialize`, or a new one if that was a function. The
+        whole model is in memory then.
+        """
+        trees = jax.tree.map(jnp.asarray, (self.params(), self.model_state()))
+        if self._module is None:
+            return nnx.merge(self._graphdef, *trees)
+        nnx.update(self._module, *trees)
+        return self._module
+
+
+def initialize(
+    module: nnx.Module | Callable[[], nnx.Module],
+    tx: optax.GradientTransformation,
+    loss_fn: Callable,
+    config: ConfigSource = None,
+    *,
+    wrt: Any = nnx.Param,
+    has_aux: bool = False,
+    rng: jax.Array | None = None,
+    batch: Any = None,
+    device: jax.Device | None = None,
+) -> ModuleEngine:
+    """Prepares training of a module under `loss_fn`; see `zinf.initialize`.
+
+    With several microbatches each draws its own dropout masks from the module's
+    `nnx.Rngs`; their counts advance as after one.
+
+    Args:
+        module: it keeps its initial values until `update_module`. Or a function of no
+            arguments that builds it: then it is never whole in memory.
+        loss_fn: `(module, batch) -> loss`; with `rng`, `(module, batch, key)`; with
+            `has_aux`, it returns `(loss, aux)`. It may change the module's state, but
+            not its parameters.
+        wrt: an NNX filter for the variables that are trained, such as `nnx.LoRAParam`.
+
+    Raises:
+        ValueError: as `zinf.initialize`.
+    """
+    config = Config.load(config)
+    given = module if isinstance(module, nnx.Module) else None
+    split = _split(nnx.eval_shape(module) if given is None else given, wrt)
+    params, state = split.params, split.state
+    if given is None:
+        params = lambda: _split(module(), wrt).params  # noqa: E731
+        state = lambda: _split(module(), wrt).state  # noqa: E731
+    is_reseeded = config.num_microbatches > 1 and split.has_keys
+    loss = _Loss(split.graphdef, loss_fn, wrt, has_aux, rng is not None, is_reseeded)
+    if is_reseeded and rng is None:
+        rng = jax.random.key(0)
+    planner = make_planner(
+        loss,
+        params,
+        tx,
+        config.model_copy(update={"frozen": (*config.frozen, *split.frozen)}),
+        has_aux=has_aux,
+        rng=rng,
+        model_state=state,
+        device=device,
+    )
+    engine = ModuleEngine(planner, rng)
+    engine._graphdef, engine._module = split.graphdef, given
+    if batch is not None:
+        engine.prepare(batch)
+    return engine
+
+
+@dataclass(frozen=True)
+class _Split:
+    """A module in parts; `params` are the trained and the frozen ones by name."""
+
+    graphdef: Any
+    params: Tree
+    frozen: tuple[str, ...]
+    state: Tree
+    has_keys: bool
+
+
+def _split(module: nnx.Module, wrt: Any) -> _Split:
+    graphdef, trained, frozen, state = nnx.split(module, wrt, nnx.Param, ...)
+    names = tuple(named_leaves(nnx.to_pure_dict(frozen)))
+    params = nnx.to_pure_dict(nnx.merge_state(trained, frozen))
+    has_keys = bool(jax.tree.leaves(nnx.state(module, nnx.RngKey)))
+    return _Split(graphdef, params, names, nnx.to_pure_dict(state), has_keys)
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """The user's loss as the pure function that `zinf.initialize` takes."""
+
+    graphdef: Any
+    loss_fn: Callable
+    wrt: Any
+    has_aux: bool
+    takes_key: bool
+    is_reseeded: bool
+
+    def __call__(self, params: Tree, state: Tree, batch: Any, *key: jax.Array) -> Any:
+        module = nnx.merge(self.graphdef, params, state)
+        keys = nnx.to_pure_dict(nnx.state(module, nnx.RngKey))
+        if self.is_reseeded:
+            # All microbatches start from one state; without this, from one mask too.
+            salt = jax.random.bits(key[0])
+            nnx.update(module, jax.tree.map(lambda k: _fold_in(k, salt), keys))
+        result = self.loss_fn(module, batch, *(key if self.takes_key else ()))
+        if self.is_reseeded:
+            nnx.update(module, keys)
+        after = _split(module, self.wrt)
+        _refuse_changes(params, after.params)
+        # What the loss has added, such as sown intermediates, is no state.
+        new_state = _of_structure(state, after.state)
+        if not self.has_aux:
+            return result, new_state
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise ValueError(f"loss_fn must return (loss, aux); it returned {result}.")
+        loss, aux = result
+        return loss, (new_state, aux)
+
+
+def _fold_in(keys: jax.Array, salt: jax.Array) -> jax.Array:
+    folded = jax.vmap(jax.random.fold_in, (0, None))(keys.reshape(-1), salt)
+    return folded.reshape(keys.shape)
+
+
+def _of_structure(wanted: Mapping, found: Mapping) -> Tree:
+    return {
+        k: _of_structure(v, found[k]) if isinstance(v, Mapping) else found[k]
+        for k, v in wanted.items()
+    }
+
+
+def _refuse_changes(before: Tree, after: Tree) -> None:
+    new = named_leaves(after)
+    changed = [p for p, x in named_leaves(before).items() if new.get(p) is not x]
+    if changed:
+        raise ValueError(
+            f"loss_fn changed the parameter {changed[0]!r}. Parameters change by the "
+            "optimizer alone; keep what the loss changes in an nnx.Variable of another "
+            "type, such as nnx.BatchStat."
+        )
