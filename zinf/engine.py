@@ -50,6 +50,11 @@ class Engine:
         return self._scalars.num_steps
 
     @property
+    def is_placed(self) -> bool:
+        """True once a batch was given, and so every array has its place."""
+        return bool(self._runners)
+
+    @property
     def plan(self) -> Plan:
         """The plan of the latest batch shape; `print` shows every transfer."""
         if not self._runners:
@@ -187,10 +192,14 @@ class Engine:
         )
         specs = self.planner.array_specs()
         self.residents = make_residents(self.stores, specs, plan.homes)
-        problem, separated = self.planner.problem, self.planner.separated
-        initialize_arrays(problem, separated, self.residents, self.planner.device)
+        self.initialize_state()
         if self._restore_from is not None:
             self.set_scalars(read_arrays(self._restore_from, self.residents))
+
+    def initialize_state(self) -> None:
+        """Gives every array its initial value, at its home."""
+        problem, separated = self.planner.problem, self.planner.separated
+        initialize_arrays(problem, separated, self.residents, self.planner.device)
 
     def _keys(self) -> list[jax.Array]:
         if self.rng is None:

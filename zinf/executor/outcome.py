@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from zinf.plan import Link
@@ -41,6 +42,6 @@ def mean_over_microbatches(array: np.ndarray) -> np.ndarray:
     advances by the mean over the whole batch; what is not floating-point (a counter, a
     random key) advances once.
     """
-    if len(array) == 1 or not np.issubdtype(array.dtype, np.floating):
+    if len(array) == 1 or not jnp.issubdtype(array.dtype, jnp.floating):
         return array[-1]
     return array.mean(axis=0, dtype=np.float32).astype(array.dtype)
