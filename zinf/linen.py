@@ -1,0 +1,188 @@
+"""Training from a Flax Linen `TrainState`, and back to one.
+
+`state.tx` trains `state.params`. What a subclass of TrainState adds (batch statistics,
+a random key) is model state: the loss takes and returns it by the names of the fields,
+just as `apply(..., mutable=[...])` takes and returns collections.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.training.train_state import TrainState
+
+from zinf.engine import Engine
+from zinf.initialize import ConfigSource, make_planner
+from zinf.program import ArrayId
+from zinf.segment import named_leaves
+
+OWN_FIELDS = frozenset(field.name for field in fields(TrainState))
+
+
+class TrainStateEngine(Engine):
+    """An engine that also gives a `TrainState`; made by `initialize`."""
+
+    _template: TrainState
+    _given_optimizer: Any = None  # until it is placed
+
+    def train_state(self) -> TrainState:
+        """The state after the steps taken; the whole of it is in memory then.
+
+        Its optimizer state has the structure of `tx.init(params)`, with the entries of
+        frozen parameters as `tx.init` makes them.
+        """
+        params = jax.tree.map(jnp.asarray, self.params())
+        added = jax.tree.map(jnp.asarray, self.model_state() or {})
+        optimizer = self._given_optimizer
+        if optimizer is None:
+            optimizer = self._optimizer_state(params)
+        return self._template.replace(
+            step=self.num_steps, params=params, opt_state=optimizer, **added
+        )
+
+    def initialize_state(self) -> None:
+        super().initialize_state()
+        if self._given_optimizer is not None:
+            given, self._given_optimizer = named_leaves(self._given_optimizer), None
+            for name, array in self._optimizer_arrays().items():
+                self.residents.write(array, _plain(given[name]))
+
+    def _optimizer_state(self, params: Any) -> Any:
+        tx = self._template.tx
+        abstract = jax.eval_shape(tx.init, params)
+        found = _shared_values(self)
+        if self.is_placed:
+            arrays = self._optimizer_arrays().items()
+            found |= {name: self.residents.read(array) for name, array in arrays}
+        specs = named_leaves(abstract)
+        # Of keys, the implementation is known from the initial ones alone.
+        made = [n for n, s in specs.items() if n not in found or _is_key(s)]
+
+        def initial(params: Any) -> dict[str, Any]:
+            state = named_leaves(tx.init(params))
+            return {name: state[name] for name in made}
+
+        first = jax.jit(initial)(params)
+        for name in first.keys() & found.keys():
+            words, kind = found[name], jax.random.key_impl(first[name])
+            first[name] = jax.random.wrap_key_data(jnp.asarray(words), impl=kind)
+        leaves = [
+            first[n] if n in first else jnp.asarray(found[n], dtype=s.dtype)
+            for n, s in specs.items()
+        ]
+        return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+
+    def _optimizer_arrays(self) -> dict[str, ArrayId]:
+        """The arrays of the optimizer state by their key path in optax's tree."""
+        return {
+            state.optax_path: ArrayId(state.role, leaf.path)
+            for leaf in self.planner.separated.leaves
+            for state in leaf.states
+        }
+
+
+def initialize(
+    state: TrainState | Callable[[], TrainState],
+    loss_fn: Callable,
+    config: ConfigSource = None,
+    *,
+    has_aux: bool = False,
+    rng: jax.Array | None = None,
+    batch: Any = None,
+    device: jax.Device | None = None,
+) -> TrainStateEngine:
+    """Prepares training of a `TrainState` under `loss_fn`; see `zinf.initialize`.
+
+    Args:
+        state: where training starts, with its step and optimizer state. Or a function
+            of no arguments that creates it: then it is never whole in memory.
+        loss_fn: `(params, batch[, key]) -> loss`, or `(loss, aux)` with `has_aux`. If
+            the class of `state` adds fields to TrainState, such as `batch_stats`, it is
+            `(params, model_state, batch[, key])` and returns `(loss, new_model_state)`,
+            or `(loss, (new_model_state, aux))`. `model_state` is a dict of those
+            fields; what the new one leaves out stays as it is.
+
+    Raises:
+        ValueError: as `zinf.initialize`.
+    """
+    given = state if isinstance(state, TrainState) else None
+
+    def create() -> TrainState:
+        return state if isinstance(state, TrainState) else state()
+
+    def model_state() -> dict[str, Any]:
+        created = create()
+        return {name: getattr(created, name) for name in names}
+
+    template = jax.eval_shape(create)
+    names = _added_fields(template)
+    planner = make_planner(
+        _Loss(loss_fn, has_aux) if names else loss_fn,
+        given.params if given is not None else lambda: create().params,
+        template.tx,
+        config,
+        has_aux=has_aux,
+        rng=rng,
+        model_state=model_state if names else None,
+        device=device,
+    )
+    engine = TrainStateEngine(planner, rng)
+    engine._template = template
+    if given is not None:
+        engine._given_optimizer = given.opt_state
+        engine.set_scalars(_scalars_of(given, engine))
+    if batch is not None:
+        engine.prepare(batch)
+    return engine
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """A loss that may return only a part of the model state."""
+
+    loss_fn: Callable
+    has_aux: bool
+
+    def __call__(self, params: Any, state: Mapping[str, Any], *rest: Any) -> Any:
+        result = self.loss_fn(params, dict(state), *rest)
+        match result:
+            case (loss, (Mapping() as new, aux)) if self.has_aux:
+                return loss, ({**state, **new}, aux)
+            case (loss, Mapping() as new) if not self.has_aux:
+                return loss, {**state, **new}
+        return result  # refused, with what it should have been
+
+
+def _added_fields(template: TrainState) -> list[str]:
+    """The fields of arrays that the class of `template` adds to TrainState."""
+    return [
+        field.name
+        for field in fields(template)
+        if field.name not in OWN_FIELDS and field.metadata.get("pytree_node", True)
+    ]
+
+
+def _shared_values(engine: Engine) -> dict[str, Any]:
+    return {s["name"]: s["value"] for s in engine.scalars()["shared"]}
+
+
+def _scalars_of(state: TrainState, engine: Engine) -> dict[str, Any]:
+    """The scalars of an engine that goes on from `state`."""
+    given = named_leaves(state.opt_state)
+    scalars = engine.scalars()
+    shared = [
+        {**s, "value": _plain(given[s["name"]]).tolist()} for s in scalars["shared"]
+    ]
+    return {**scalars, "num_steps": int(state.step), "shared": shared}
+
+
+def _is_key(array: Any) -> bool:
+    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+
+
+def _plain(array: Any) -> np.ndarray:
+    """A state array as zinf keeps it: random keys as their words."""
+    return np.asarray(jax.random.key_data(array) if _is_key(array) else array)
