@@ -2,7 +2,6 @@
 
 from zinf.observe.json_lines import JsonLines as JsonLines
 from zinf.observe.progress import Progress as Progress
-from zinf.observe.quantity import bytes_text as bytes_text
 from zinf.observe.summary import summary as summary
 from zinf.observe.tensorboard import TensorBoard as TensorBoard
 from zinf.observe.totals import Totals as Totals

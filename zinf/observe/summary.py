@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from zinf.observe.quantity import bytes_text
 from zinf.observe.totals import LINKS, Totals
 from zinf.plan import Plan
+from zinf.plan.show import show_bytes, show_seconds
 from zinf.program import Tier
 
 Row = tuple[str, ...]
@@ -14,12 +14,15 @@ def summary(totals: Totals, plan: Plan) -> str:
     """Loss, speed, bytes held per tier and bytes moved per link, as lines of text."""
     steps = "1 step" if totals.num_steps == 1 else f"{totals.num_steps} steps"
     rate = totals.tokens / totals.seconds
+    mean = show_seconds(totals.seconds / totals.num_steps)
+    planned = show_seconds(plan.timeline.seconds)
     losses = f"loss {totals.first_loss:.4f} -> {totals.last_loss:.4f}"
     if totals.evaluation_loss is not None:
         losses += f", evaluation loss {totals.evaluation_loss:.4f}"
     return "\n".join(
         [
-            f"{steps} in {totals.seconds:.1f} s, {rate:,.0f} tokens/s",
+            f"{steps} in {totals.seconds:.1f} s: {rate:,.0f} tokens/s, {mean} a step "
+            f"(planned {planned})",
             losses,
             "",
             *_table(_held(totals, plan)),
@@ -33,7 +36,7 @@ def _held(totals: Totals, plan: Plan) -> list[Row]:
     rows: list[Row] = [("held at most", "measured", "planned", "budget")]
     for tier in Tier:
         by_tier = (totals.peak_bytes, plan.peak_bytes, plan.capacity_bytes)
-        rows.append((f"  {tier}", *(bytes_text(amount[tier]) for amount in by_tier)))
+        rows.append((f"  {tier}", *(show_bytes(amount[tier]) for amount in by_tier)))
     return rows
 
 
@@ -41,8 +44,8 @@ def _moved(totals: Totals, plan: Plan) -> list[Row]:
     rows: list[Row] = [("moved per step", "measured", "planned", "in all")]
     for link in LINKS:
         moved_bytes = totals.moved_bytes[link]
-        amounts = (moved_bytes / totals.num_steps, plan.link_bytes(link), moved_bytes)
-        rows.append((f"  {link}", *map(bytes_text, amounts)))
+        amounts = (moved_bytes // totals.num_steps, plan.link_bytes(link), moved_bytes)
+        rows.append((f"  {link}", *map(show_bytes, amounts)))
     return rows
 
 

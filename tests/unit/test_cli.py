@@ -1,0 +1,220 @@
+"""The command line trains, plans and checks, and says what is wrong in one message."""
+
+import json
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from zinf.cli import app
+from zinf.plan import InfeasibleError
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run() -> Run:
+    """Runs `zinf` with these arguments, in this process."""
+    return lambda *arguments: CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> dict[str, Any]:
+    """A model that trains in a second, on the NVMe tier."""
+    letters = np.random.default_rng(0).integers(97, 105, 4000).astype(np.uint8)
+    (tmp_path / "text.txt").write_bytes(letters.tobytes())
+    return {
+        "model": {"num_layers": 2, "num_heads": 2, "embed_dim": 16, "max_length": 16},
+        "data": {"paths": [str(tmp_path / "text.txt")], "sequence_length": 16},
+        "train_batch_size": 4,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": "nvme"},
+            "offload_optimizer": {"device": "nvme"},
+        },
+        "memory": {"nvme": [str(tmp_path / "nvme")]},
+        "persistence_threshold": 1,
+        "run": {"steps": 3, "output": str(tmp_path / "out"), "log_every": 1},
+    }
+
+
+def write(path: Path, config: dict[str, Any]) -> Path:
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+@pytest.fixture
+def file(config: dict[str, Any], tmp_path: Path) -> Path:
+    return write(tmp_path / "small.yaml", config)
+
+
+def steps_in(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_training_ends_by_saying_what_it_did(run, file, tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    evaluating = ("--set", "run.evaluate_every=2", "--set", "run.evaluate_batches=2")
+    result = run("train", file, "--steps", 4, "--metrics", metrics, *evaluating)
+    assert result.exit_code == 0, result.output
+    assert steps_in(metrics) == [1, 2, 3, 4]
+    for words in (
+        "parameters, 64 tokens a step, float32",
+        "step 4/4",
+        "4 steps in",
+        "tokens/s",
+        "held at most",
+        "moved per step",
+        f"The last checkpoint is {tmp_path / 'out' / 'checkpoints' / '4'}",
+        f"The metrics of each step are in {metrics}",
+    ):
+        assert words in result.stdout
+    assert result.stderr == ""
+
+
+def test_a_run_is_continued_when_told_to(run, file, tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    run("train", file, "--steps", 2, "--metrics", metrics)
+    resumed = ("--set", "run.resume=true")
+    result = run("train", file, "--steps", 4, "--metrics", metrics, *resumed)
+    assert result.exit_code == 0, result.output
+    assert "Resuming after step 2." in result.stdout
+    assert steps_in(metrics) == [1, 2, 3, 4]
+
+
+def test_a_new_run_keeps_the_checkpoints_of_the_one_before(run, file, tmp_path):
+    output = tmp_path / "out"
+    for steps in (1, 2):
+        result = run("train", file, "--steps", steps)
+        assert result.exit_code == 0, result.output
+    assert f"are kept in {output / 'checkpoints.1'}" in result.stdout
+    assert (output / "checkpoints" / "2").exists()
+    assert (output / "checkpoints.1" / "1").exists()
+
+
+def test_planning_prints_the_plan_and_makes_nothing(run, file, tmp_path):
+    before = sorted(tmp_path.iterdir())
+    result = run("plan", file)
+    assert result.exit_code == 0, result.output
+    assert "fits: " in result.stdout and "nvme read" in result.stdout
+    assert "... and " in result.stdout
+    assert sorted(tmp_path.iterdir()) == before
+    whole = run("plan", file, "--all").stdout
+    assert "... and " not in whole and len(whole) > len(result.stdout)
+
+
+def test_the_exit_code_says_that_one_of_several_plans_does_not_fit(run, file):
+    tight = ("--set", "memory.device=2KiB")
+    result = run("plan", file, file, *tight)
+    assert result.exit_code == 1
+    assert result.stdout.count("does not fit: The device budget is 2,048") == 2
+    assert result.stdout.count("Raise memory.device to at least") == 2
+
+
+def test_an_error_in_one_file_does_not_hide_the_plan_of_another(run, file, tmp_path):
+    result = run("plan", tmp_path / "absent.yaml", file)
+    assert result.exit_code == 2
+    assert "fits: " in result.stdout
+    assert "absent.yaml does not exist" in result.stderr
+
+
+def test_training_what_does_not_fit_ends_before_the_first_step(run, file, tmp_path):
+    result = run("train", file, "--set", "memory.device=2KiB")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: The device budget is 2,048 bytes")
+    assert not (tmp_path / "out").exists()
+
+
+MISTAKES = {
+    "unknown key": (["run.stepz=3"], "Did you mean 'steps'?"),
+    "wrong value": (["memory.host=lots"], "memory.host"),
+    "no text": (["data.paths=[/absent]"], "no file or folder '/absent'"),
+    "no batch size": (["train_batch_size=null"], "Set train_batch_size"),
+    "no model": (["model=null"], "has no model section"),
+    "no optimizer": (["optimizer=null", "scheduler=null"], "has no optimizer"),
+    "too little text": (["train_batch_size=999"], "Give more text"),
+    "output is a file": (["run.output={file}"], "Cannot make the folder"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_clean_message(mistake, run, file):
+    settings, words = MISTAKES[mistake]
+    options = [f"--set={setting.format(file=file)}" for setting in settings]
+    result = run("train", file, *options)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("error: ")
+    assert words in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_a_traceback_is_shown_on_request(run, file):
+    result = run("train", file, "--set", "memory.device=2KiB", "--traceback")
+    assert isinstance(result.exception, InfeasibleError)
+
+
+def test_a_loss_that_is_not_finite_names_the_last_checkpoint(run, file, tmp_path):
+    settings = ("--set", "optimizer.params.lr=1e38", "--set", "run.checkpoint_every=1")
+    result = run("train", file, "--steps", 50, *settings)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: The ")
+    assert f"The last checkpoint is {tmp_path / 'out' / 'checkpoints'}" in result.stderr
+
+
+def test_checking_a_config_has_a_line_for_each_key(run, config, tmp_path):
+    config["zero_optimization"]["overlap_comm"] = True
+    result = run("config", "check", write(tmp_path / "checked.yaml", config))
+    assert result.exit_code == 0, result.output
+    lines = [line.split() for line in result.stdout.splitlines()]
+    keys = [line[0] for line in lines if line]
+    assert "model.num_layers" in keys and "optimizer.params.lr" in keys
+    (overlap,) = [line for line in lines if line and "overlap_comm" in line[0]]
+    assert "automatic" in overlap
+    assert "note: " in result.stdout
+
+
+def test_checking_a_config_that_cannot_be_loaded_fails(run, config, tmp_path):
+    config["gradient_cliping"] = 1.0
+    result = run("config", "check", write(tmp_path / "checked.yaml", config))
+    assert result.exit_code == 2
+    assert "gradient_cliping" in result.stdout
+    assert "error: gradient_cliping: unknown key" in result.stderr
+
+
+def test_ctrl_c_saves_and_says_how_to_continue(run, file, tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    code = "from zinf.cli import app; app()"
+    arguments = ["train", str(file), "--steps=100000", f"--metrics={metrics}"]
+    command = [sys.executable, "-c", code, *arguments]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        said = ""
+        while "step 3/" not in said:
+            said = process.stdout.readline()
+            assert said, process.stderr.read()
+        process.send_signal(signal.SIGINT)
+        said, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "this step will be completed and saved" in errors
+    assert "Traceback" not in errors
+
+    last = steps_in(metrics)[-1]
+    assert f"{tmp_path / 'out' / 'checkpoints' / str(last)}, after step {last}." in said
+    (line,) = [x for x in said.splitlines() if x.startswith("Continue with: ")]
+    zinf, *given = shlex.split(line.removeprefix("Continue with: "))
+    assert zinf == "zinf"
+    result = run(*given, "--steps", last + 2)
+    assert result.exit_code == 0, result.output
+    assert steps_in(metrics) == list(range(1, last + 3))

@@ -1,0 +1,285 @@
+"""The command line: `zinf train`, `zinf plan` and `zinf config check`."""
+
+import json
+import logging
+import shlex
+import sys
+from collections.abc import Generator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import grain
+import jax
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from zinf.checkpoint import Checkpoints
+from zinf.config import Config, Report, report
+from zinf.data import text_dataset
+from zinf.data.text import Split
+from zinf.executor import NonFiniteError
+from zinf.initialize import initialize, plan_only
+from zinf.memory import BudgetExceeded
+from zinf.models import GPTConfig, init_and_loss, num_parameters
+from zinf.optim.factory import build_optimizer, build_schedule
+from zinf.plan import InfeasibleError, Plan
+from zinf.plan.show import show_instructions
+from zinf.trainer import Trainer
+
+DOES_NOT_FIT, USER_ERROR, INTERRUPTED = 1, 2, 130
+# What a user can mend, with a message that says how.
+USER_ERRORS = (
+    ValueError,
+    OSError,
+    NotImplementedError,
+    NonFiniteError,
+    BudgetExceeded,
+)
+SHOWN_INSTRUCTIONS = 40
+# What reads a pipe wants a line a key.
+PIPE_WIDTH = 1000
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    # Rich tracebacks print every local, which may be an array of gigabytes.
+    pretty_exceptions_enable=False,
+    help="Train any JAX model, of any size, on the hardware you have.",
+)
+config_app = typer.Typer(no_args_is_help=True, help="Config files.")
+app.add_typer(config_app, name="config")
+
+ConfigFile = Annotated[Path, typer.Argument(help="A YAML or JSON file.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="A.B=C", help="Set a key of the config; repeatable."),
+]
+ShowTraceback = Annotated[
+    bool, typer.Option("--traceback", help="Show where an error comes from.")
+]
+
+
+@app.command()
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Optimizer steps, in place of run.steps.")
+    ] = None,
+    metrics: Annotated[
+        Path | None, typer.Option(help="File of metrics, in place of run.metrics.")
+    ] = None,
+    traceback: ShowTraceback = False,
+) -> None:
+    """Train the model of a config file."""
+    given = list(overrides or ())
+    if steps is not None:
+        given.append(f"run.steps={steps}")
+    if metrics is not None:
+        given.append(f"run.metrics={json.dumps(str(metrics))}")
+    with _clean_errors(traceback):
+        _train(config, given)
+
+
+@app.command()
+def plan(
+    configs: Annotated[list[Path], typer.Argument(help="YAML or JSON files.")],
+    overrides: Overrides = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Print every instruction of the plan.")
+    ] = False,
+    traceback: ShowTraceback = False,
+) -> None:
+    """Print the plan of each config and whether it fits, without training.
+
+    The exit code is 1 if a plan does not fit and 2 if there is another error.
+    """
+    codes = [_plan(config, overrides or (), every, traceback) for config in configs]
+    raise typer.Exit(max(codes))
+
+
+@config_app.command()
+def check(config: ConfigFile, traceback: ShowTraceback = False) -> None:
+    """Say what zinf does with each key of a config file."""
+    with _clean_errors(traceback):
+        found = report(config)
+        _print_report(found)
+        if not found.is_valid:
+            raise typer.Exit(USER_ERROR)
+
+
+def _train(path: Path, overrides: Sequence[str]) -> None:
+    config = Config.load(path, overrides)
+    # Orbax logs a traceback of every error, which it then raises all the same.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    data = _data(config, "train")
+    evaluates = config.run.evaluate_every is not None
+    evaluation_data = _data(config, "validation") if evaluates else None
+    arguments, named = _problem(config)
+    print(_heading(path, config), flush=True)
+    with closing(initialize(*arguments, **named)) as engine:
+        print(f"{engine.plan.summary()}\n", flush=True)
+        folder = config.run.output / "checkpoints"
+        if not config.run.resume:
+            _set_aside(folder)
+        with Checkpoints(folder, keep=config.run.keep_checkpoints) as checkpoints:
+            trainer = Trainer(
+                engine,
+                data,
+                steps=config.run.steps,
+                evaluation_data=evaluation_data,
+                evaluate_every=config.run.evaluate_every,
+                evaluate_batches=config.run.evaluate_batches,
+                checkpoints=checkpoints,
+                checkpoint_every=config.run.checkpoint_every,
+                metrics=config.run.metrics,
+                tensorboard=config.tensorboard_folder,
+                log_every=config.log_every,
+                learning_rate=build_schedule(config),
+            )
+            try:
+                trainer.run()
+            except KeyboardInterrupt:
+                if checkpoints.latest_step() is not None:
+                    print(f"Continue with: {_resume_command(path, overrides)}")
+                raise
+    if config.run.metrics is not None:
+        print(f"The metrics of each step are in {config.run.metrics}.")
+
+
+def _plan(path: Path, overrides: Sequence[str], every: bool, traceback: bool) -> int:
+    """Prints the plan of one config and returns an exit code."""
+    try:
+        with _clean_errors(traceback):
+            config = Config.load(path, overrides)
+            arguments, named = _problem(config)
+            print(_heading(path, config), flush=True)
+            try:
+                made = plan_only(*arguments, **named)
+            except InfeasibleError as error:
+                print(f"does not fit: {error}\n", flush=True)
+                return DOES_NOT_FIT
+            print(f"fits: {_shown(made, every)}\n", flush=True)
+    except typer.Exit as ended:
+        if ended.exit_code == INTERRUPTED:
+            raise
+        return ended.exit_code
+    return 0
+
+
+def _problem(config: Config) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of `initialize` for the model, data and optimizer of a config."""
+    model = _model(config)
+    init, loss = init_and_loss(model, seed=config.run.seed)
+    shape = (_batch_size(config), config.data.sequence_length + 1)
+    named = {
+        "rng": jax.random.key(config.run.seed) if model.dropout else None,
+        "batch": {"tokens": jax.ShapeDtypeStruct(shape, np.int32)},
+    }
+    return (loss, init, build_optimizer(config), config), named
+
+
+def _model(config: Config) -> GPTConfig:
+    if config.model is None:
+        raise ValueError(
+            "The config has no model section, which zinf train and zinf plan need. "
+            "Add one, such as model: {num_layers: 8, num_heads: 5, embed_dim: 320, "
+            "max_length: 256}, or pass a loss function to zinf.initialize in Python."
+        )
+    return GPTConfig(**config.model.model_dump(exclude={"name"}))
+
+
+def _batch_size(config: Config) -> int:
+    if config.batch_size is None:
+        raise ValueError(
+            "The config does not say how many samples a step has. Set train_batch_size "
+            "or train_micro_batch_size_per_gpu."
+        )
+    return config.batch_size
+
+
+def _data(config: Config, split: Split) -> grain.IterDataset:
+    data = config.data
+    # A folder that is named stdlib is not the standard library: hence absolute paths.
+    paths = data.paths
+    return text_dataset(
+        [paths] if isinstance(paths, str) else [str(p.absolute()) for p in paths],
+        glob=data.glob,
+        sequence_length=data.sequence_length,
+        batch_size=_batch_size(config),
+        seed=data.seed,
+        split=split,
+        validation_fraction=data.validation_fraction,
+    )
+
+
+def _set_aside(folder: Path) -> None:
+    """Renames the checkpoints of an earlier run, which a new one would replace."""
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    number = 1
+    while (kept := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    folder.rename(kept)
+    print(
+        f"Checkpoints of an earlier run are kept in {kept}. To continue a run instead "
+        "of starting anew, use --set run.resume=true.",
+        flush=True,
+    )
+
+
+def _resume_command(path: Path, overrides: Sequence[str]) -> str:
+    settings = [o for o in overrides if not o.startswith("run.resume=")]
+    options = [part for o in [*settings, "run.resume=true"] for part in ("--set", o)]
+    return shlex.join(["zinf", "train", str(path), *options])
+
+
+def _heading(path: Path, config: Config) -> str:
+    tokens = _batch_size(config) * config.data.sequence_length
+    return (
+        f"{path}: {num_parameters(_model(config)):,} parameters, {tokens:,} tokens a "
+        f"step, {config.compute_dtype}"
+    )
+
+
+def _shown(made: Plan, every: bool) -> str:
+    count = len(made.instructions) if every else SHOWN_INSTRUCTIONS
+    text = show_instructions(made.instructions[:count], made.timeline)
+    left = len(made.instructions) - count
+    more = f"\n... and {left:,} more instructions (--all prints them)" * (left > 0)
+    return f"{made.summary()}\n\n{text}{more}"
+
+
+def _print_report(found: Report) -> None:
+    table = Table("key", "value", "status", "reason", box=None, pad_edge=False)
+    for column in table.columns[:3]:
+        column.no_wrap = True
+    for row in found.rows:
+        table.add_row(row.key, row.value, str(row.status), row.reason)
+    width = None if sys.stdout.isatty() else PIPE_WIDTH
+    console = Console(width=width, markup=False, highlight=False)
+    console.print(table)
+    for note in found.notes:
+        console.print(f"note: {note}", soft_wrap=True)
+    for problem in found.problems:
+        print(f"error: {problem}", file=sys.stderr)
+
+
+@contextmanager
+def _clean_errors(traceback: bool) -> Generator[None, None, None]:
+    """Prints a user's error as one message and ends with its exit code."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
+    except USER_ERRORS as error:
+        if traceback:
+            raise
+        lines = [str(error), *getattr(error, "__notes__", ())]
+        print("error:", "\n".join(lines), file=sys.stderr)
+        is_infeasible = isinstance(error, InfeasibleError)
+        raise typer.Exit(DOES_NOT_FIT if is_infeasible else USER_ERROR) from None
