@@ -146,7 +146,9 @@ class _StepRun:
 
     def write(self, array: ArrayId, tier: Tier, content: Any) -> None:
         self.stores[tier].write(array, content).result()
-        if self.homes.get(array, self.homes.get(array.whole)) != tier:
+        # Rows of a copy that is here as a whole were written into that.
+        is_part = (array.whole, tier) in self.copies
+        if not is_part and self.homes.get(array, self.homes.get(array.whole)) != tier:
             self.copies.add((array, tier))
 
     def drop_copies(self) -> None:

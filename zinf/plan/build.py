@@ -94,7 +94,7 @@ def _streamed(
     held = dict.fromkeys(Tier, 0)
     for array, tier in initial:
         held[tier] += catalog.nbytes(array)
-    check(plan, initial, held)
+    check(plan, initial, held, kept)
     return plan
 
 

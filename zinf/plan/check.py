@@ -8,9 +8,17 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from zinf.plan.instruction import Decide, Free, Instruction, Link, Update
+from zinf.plan.instruction import (
+    Copy,
+    Decide,
+    Free,
+    Instruction,
+    Link,
+    Transfer,
+    Update,
+)
 from zinf.plan.plan import Plan
-from zinf.program import Tier
+from zinf.program import ArrayId, Tier
 
 
 class PlanError(AssertionError):
@@ -18,13 +26,17 @@ class PlanError(AssertionError):
 
 
 def check(
-    plan: Plan, initial: Iterable = (), initial_bytes: Mapping[Tier, int] | None = None
+    plan: Plan,
+    initial: Iterable[Copy] = (),
+    initial_bytes: Mapping[Tier, int] | None = None,
+    kept: Iterable[Copy] = (),
 ) -> None:
     """Checks order, life times and budgets of a plan.
 
     * dependencies point backward, so the earliest unfinished instruction can run;
-    * what an instruction reads was written before, by one that it waits for, and is
-      not freed before it is done;
+    * what an instruction reads is there, in its newest version, made by one that it
+      waits for, and neither overwritten nor freed before it is done;
+    * at the end the newest versions are at home, and only `kept` copies are left;
     * no interleaving of the links exceeds a budget (see [Note: fences]).
 
     Raises:
@@ -33,7 +45,7 @@ def check(
     if plan.is_fused:
         return
     reach = _Reachability(plan.instructions)
-    _check_copies(plan, reach, set(initial))
+    _check_copies(plan, reach, initial, kept)
     for tier in Tier:
         _check_budget(plan, reach, tier, (initial_bytes or {}).get(tier, 0))
 
@@ -69,39 +81,131 @@ class _Reachability:
         return self.clocks[second].get(self.links[first], -1) >= first
 
 
-def _check_copies(plan: Plan, reach: _Reachability, initial: set) -> None:
-    made: dict[tuple, int] = {}
-    readers: dict[tuple, list[int]] = defaultdict(list)
-    decisions: list[int] = []
+class _Copies:
+    """What is where as the plan goes on, and which version of it.
 
-    def is_home(copy: tuple) -> bool:
+    Rows of a copy that is there as a whole are part of that, wherever it is.
+    """
+
+    def __init__(self, plan: Plan, reach: _Reachability, initial: Iterable[Copy]):
+        self.plan, self.reach = plan, reach
+        self.writer: dict[Copy, int] = {}
+        self.readers: dict[Copy, list[int]] = defaultdict(list)
+        self.freed: dict[Copy, int] = {}
+        self.present = set(initial)
+        # Versions by rows (None: those rows that have no entry of their own).
+        self.versions: dict[Copy, dict] = defaultdict(dict)
+        self.newest: dict[ArrayId, dict] = defaultdict(dict)
+
+    def is_home(self, copy: Copy) -> bool:
         array, tier = copy
-        return tier in (plan.homes.get(array), plan.homes.get(array.whole))
+        homes = self.plan.homes
+        return tier in (homes.get(array), homes.get(array.whole))
 
+    def holder(self, copy: Copy) -> Copy | None:
+        """The copy, or the whole, that holds `copy`; None if nothing does."""
+        array, tier = copy
+        whole = (array.whole, tier)
+        for held in (copy, whole):
+            if held in self.present:
+                return held
+        if self.is_home(copy):
+            return copy if array in self.plan.homes else whole
+        return None
+
+    def read(self, index: int, copy: Copy) -> None:
+        held = self.holder(copy)
+        if held is None or not self.waits(index, self.writer.get(held)):
+            raise self.error(index, f"reads {_name(copy)} before it is there")
+        if _seen(self.versions[held], copy[0]) != _seen(
+            self.newest[copy[0].whole], copy[0]
+        ):
+            raise self.error(index, f"reads an old version of {_name(copy)}")
+        self.readers[held].append(index)
+
+    def write(self, index: int, copy: Copy, version: Mapping) -> None:
+        held = self.holder(copy)
+        if held is None:
+            held = copy
+            for gone in (copy, (copy[0].whole, copy[1])):
+                if not self.waits(index, self.freed.get(gone)):
+                    raise self.error(index, f"makes {_name(copy)} before it is freed")
+            self.present.add(copy)
+        self.settle(index, held, "overwrites")
+        self.writer[held] = index
+        if copy[0] == held[0]:
+            self.versions[held].clear()
+        self.versions[held].update(version)
+
+    def settle(self, index: int, held: Copy, verb: str) -> None:
+        """Everything that used the copy so far must be done."""
+        for other in (*self.readers.pop(held, ()), self.writer.get(held)):
+            if not self.waits(index, other):
+                raise self.error(index, f"{verb} {_name(held)} under #{other}")
+
+    def free(self, index: int, copy: Copy) -> None:
+        if copy not in self.present:
+            raise self.error(index, f"frees {_name(copy)}, which is not there")
+        self.settle(index, copy, "frees")
+        self.present.remove(copy)
+        self.writer.pop(copy, None)
+        self.versions.pop(copy, None)
+        self.freed[copy] = index
+
+    def finish(self, kept: Iterable[Copy]) -> None:
+        """At the end homes hold the newest versions, and all else is gone."""
+        left = self.present - set(kept)
+        if left:
+            raise PlanError(f"the plan leaves {_name(min(left, key=str))} behind")
+        for array, tier in self.plan.homes.items():
+            found = _seen(self.versions[array, tier], array)
+            if found != _seen(self.newest[array.whole], array):
+                raise PlanError(f"the new {array} never gets home to {tier}")
+
+    def waits(self, index: int, other: int | None) -> bool:
+        return other in (None, index) or self.reach.precedes(other, index)
+
+    def error(self, index: int, what: str) -> PlanError:
+        return PlanError(f"#{index} {self.plan.instructions[index].operation} {what}")
+
+
+def _name(copy: Copy) -> str:
+    return f"{copy[0]} on {copy[1]}"
+
+
+def _seen(versions: Mapping, array: ArrayId) -> dict:
+    """The versions, of those by rows, that a reader of `array` sees."""
+    if array.rows is None:
+        return dict(versions)
+    return {array.rows: versions.get(array.rows, versions.get(None))}
+
+
+def _check_copies(
+    plan: Plan, reach: _Reachability, initial: Iterable[Copy], kept: Iterable[Copy]
+) -> None:
+    copies = _Copies(plan, reach, initial)
+    decisions: list[int] = []
     for index, instruction in enumerate(plan.instructions):
         operation = instruction.operation
         if isinstance(operation, Decide):
             decisions.append(index)
-        if isinstance(operation, Update):
+        elif isinstance(operation, Update):
             if not any(reach.precedes(i, index) for i in decisions):
                 raise PlanError(f"#{index} {operation} does not wait for the decision")
         for copy in instruction.reads:
-            if is_home(copy) or (copy in initial and copy not in made):
-                continue
-            if copy not in made or not reach.precedes(made[copy], index):
-                raise PlanError(f"#{index} {operation} reads {copy} before it is there")
-            readers[copy].append(index)
+            copies.read(index, copy)
         for copy in instruction.writes:
-            if not is_home(copy):
-                made[copy] = index
+            array = copy[0]
+            newest = copies.newest[array.whole]
+            if not isinstance(operation, Transfer):
+                if array.rows is None:
+                    newest.clear()
+                newest[array.rows] = index
+            copies.write(index, copy, _seen(newest, array))
         if isinstance(operation, Free):
             for array in operation.arrays:
-                copy = (array, operation.tier)
-                for reader in readers.pop(copy, []):
-                    if not reach.precedes(reader, index):
-                        raise PlanError(f"#{index} frees {copy} under #{reader}")
-                made.pop(copy, None)
-                initial.discard(copy)
+                copies.free(index, (array, operation.tier))
+    copies.finish(kept)
 
 
 def _check_budget(
