@@ -3,7 +3,7 @@
 import errno
 import shutil
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from zinf.checkpoint.failure import explain, failure
 from zinf.checkpoint.manifest import Manifest, check_same, read_manifest
 from zinf.memory.chunk import chunk_shape
 from zinf.memory.residents import Residents
-from zinf.program import ArrayId, ArraySpec
+from zinf.program import ArrayId, ArraySpec, Tier
 
 # "." is escaped in names, so none can be "..", "zarr.json" or a chunk file.
 PLAIN_CHARACTERS = "[](){}=+,:'! @"
@@ -31,9 +31,9 @@ def write_arrays(
 
     Each array is a zarr v3 array, uncompressed, in `directory/role/key path`, with a
     checksum in every chunk file (zarr's crc32c codec) that any zarr reader verifies.
-    At most two blocks of 16 MiB are on the host at a time, counted in its ledger. All
-    is on the drive, safe from a power cut, when this returns. The manifest is written
-    last: without one, a checkpoint is not complete.
+    At most two blocks of 16 MiB are on the host at a time, and one on the device,
+    counted in their ledgers. All is on the drive, safe from a power cut, when this
+    returns. The manifest is written last: without one, a checkpoint is not complete.
 
     The arrays must not change meanwhile. Where they rest does not matter.
 
@@ -45,7 +45,7 @@ def write_arrays(
         FileExistsError: the folder holds something already.
         StorageError: it cannot be written, or there is too little space, which is
             found before anything is written.
-        BudgetExceeded: the host tier has no room for the blocks.
+        BudgetExceeded: a tier has no room for the blocks.
     """
     _claim(directory, sum(spec.nbytes for spec in residents.specs.values()))
     context = ts.Context(CONTEXT)
@@ -85,7 +85,7 @@ def read_arrays(
         ValueError: it is of another model or optimizer; the message says where.
         StorageError: a file is missing, damaged or cannot be read. Some arrays may be
             overwritten then: restore another checkpoint.
-        BudgetExceeded: the host tier has no room for the blocks.
+        BudgetExceeded: a tier has no room for the blocks.
     """
     manifest = read_manifest(directory)
     check_same(manifest, residents.specs, directory)
@@ -168,14 +168,14 @@ def _restore(
 
 @contextmanager
 def _blocks_held(residents: Residents, what: str) -> Generator[int, None, None]:
-    """Counts the blocks that are moved at once as held on the host, and gives them."""
-    ledger = residents.stores.host.ledger
-    nbytes = held_bytes(residents.specs)
-    ledger.reserve(nbytes, what)
-    try:
-        yield nbytes
-    finally:
-        ledger.release(nbytes)
+    """Counts the blocks that are moved at once as held, and gives their host bytes."""
+    held = held_bytes(residents)
+    with ExitStack() as releases:
+        for tier, nbytes in held.items():
+            ledger = residents.stores[tier].ledger
+            ledger.reserve(nbytes, what)
+            releases.callback(ledger.release, nbytes)
+        yield held[Tier.HOST]
 
 
 @contextmanager

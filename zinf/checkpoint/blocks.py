@@ -1,11 +1,12 @@
 """Arrays cut into blocks of rows that are small enough to hold one or two of."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from math import prod
 
 from zinf.memory.chunk import MAX_CHUNK_BYTES, chunk_shape
-from zinf.program import ArrayId, ArraySpec
+from zinf.memory.residents import Residents
+from zinf.program import ArrayId, ArraySpec, Tier
 
 # One block is read while the one before it is still being written.
 NUM_BLOCKS_HELD = 2
@@ -44,11 +45,23 @@ def block_bytes(spec: ArraySpec) -> int:
     return rows * prod(spec.shape[1:]) * spec.itemsize
 
 
-def held_bytes(specs: Mapping[ArrayId, ArraySpec]) -> int:
-    """Host bytes that moving all of `specs` holds at once, at most."""
+def held_bytes(residents: Residents) -> dict[Tier, int]:
+    """What moving all arrays holds at once, at most, on the host and on the device.
+
+    On the device it is rows of an array, which are copied there on their way.
+    """
+    specs, homes = residents.specs, residents.homes
     largest = max(map(block_bytes, specs.values()), default=0)
     total = sum(spec.nbytes for spec in specs.values())
-    return min(total, max(NUM_BLOCKS_HELD * MAX_CHUNK_BYTES, largest))
+    cut = (
+        block_bytes(spec)
+        for array, spec in specs.items()
+        if homes.get(array) == Tier.DEVICE and block_bytes(spec) < spec.nbytes
+    )
+    return {
+        Tier.HOST: min(total, max(NUM_BLOCKS_HELD * MAX_CHUNK_BYTES, largest)),
+        Tier.DEVICE: max(cut, default=0),
+    }
 
 
 def move(transfers: Iterable[Transfer], capacity_bytes: int) -> None:

@@ -14,7 +14,6 @@ from zinf.checkpoint.failure import failure
 from zinf.checkpoint.handler import StateHandler, StateRestore, StateSave
 from zinf.memory.residents import Residents
 from zinf.plan import Plan
-from zinf.program import Tier
 
 BYTES = "base64"
 # Orbax gives up on a save after this; terabytes take hours on a slow drive.
@@ -48,7 +47,7 @@ class Checkpoints:
     Args:
         keep: how many to keep, the newest.
         asynchronous: save while the next step runs its forward pass. A save is waited
-            for all the same if the plan leaves too little host memory for its blocks.
+            for all the same if the plan leaves too little memory for its blocks.
 
     Raises:
         StorageError: the directory cannot be made.
@@ -156,13 +155,13 @@ class Checkpoints:
 
 
 def _has_room(engine: AbstractSaveable) -> bool:
-    """Whether the host holds a save's blocks beside all that a step may hold there."""
-    residents = engine.residents
-    capacity_bytes = residents.stores.host.ledger.capacity_bytes
-    if capacity_bytes is None:
-        return True
-    step_bytes = engine.plan.peak_bytes[Tier.HOST]
-    return step_bytes + held_bytes(residents.specs) <= capacity_bytes
+    """Whether a save's blocks fit beside all that a step may hold."""
+    for tier, nbytes in held_bytes(engine.residents).items():
+        capacity_bytes = engine.residents.stores[tier].ledger.capacity_bytes
+        step_bytes = engine.plan.peak_bytes[tier]
+        if capacity_bytes is not None and step_bytes + nbytes > capacity_bytes:
+            return False
+    return True
 
 
 def _as_json(state: Any) -> Any:

@@ -2,10 +2,13 @@
 
 from collections.abc import Callable
 
+import jax
 import pytest
 
 from zinf.checkpoint.blocks import block_bytes, blocks, held_bytes, move
-from zinf.program import ArrayId, ArraySpec
+from zinf.memory import open_stores
+from zinf.memory.residents import Residents
+from zinf.program import ArrayId, ArraySpec, Tier
 
 MIB = 2**20
 ARRAY = ArrayId("param", "kernel")
@@ -34,16 +37,30 @@ def test_an_array_without_entries_has_no_blocks():
     assert list(blocks(ARRAY, ArraySpec((0, 3), "float32", 4))) == []
 
 
-def test_two_blocks_are_held_but_never_more_than_there_is():
-    large, small = ArraySpec((64, MIB), "float32", 4), ArraySpec((3,), "float32", 4)
-    assert held_bytes({ARRAY: large}) == 2 * 16 * MIB
-    assert held_bytes({ARRAY: small}) == small.nbytes
-    assert held_bytes({}) == 0
+def residents_of(spec: ArraySpec | None, home: Tier) -> Residents:
+    """Residents that hold one array, or none; nothing is read."""
+    specs = {} if spec is None else {ARRAY: spec}
+    return Residents(open_stores(jax.devices()[0]), specs, dict.fromkeys(specs, home))
 
 
-def test_a_row_that_exceeds_two_blocks_is_held_alone():
-    spec = ArraySpec((2, 16 * MIB), "float32", 4)
-    assert held_bytes({ARRAY: spec}) == spec.rows(0, 1).nbytes == 64 * MIB
+@pytest.mark.parametrize("home", [Tier.HOST, Tier.DEVICE])
+@pytest.mark.parametrize(
+    ("spec", "host_bytes", "device_bytes"),
+    [
+        (ArraySpec((64, MIB), "float32", 4), 2 * 16 * MIB, 16 * MIB),
+        (ArraySpec((3,), "float32", 4), 12, 0),
+        # Rows that exceed two blocks are moved alone.
+        (ArraySpec((2, 16 * MIB), "float32", 4), 64 * MIB, 64 * MIB),
+        (None, 0, 0),
+    ],
+    ids=str,
+)
+def test_two_blocks_are_held_but_never_more_than_there_is(
+    spec, host_bytes, device_bytes, home
+):
+    expected = device_bytes if home == Tier.DEVICE else 0
+    found = held_bytes(residents_of(spec, home))
+    assert found == {Tier.HOST: host_bytes, Tier.DEVICE: expected}
 
 
 def test_moving_holds_at_most_the_capacity_and_ends_everything_in_order():

@@ -135,10 +135,11 @@ def test_a_save_is_waited_for_when_a_step_leaves_no_host_memory_for_it(
     spare_bytes, tmp_path, open_residents
 ):
     residents = open_residents([Tier.NVME], host_bytes=10_000)
-    blocks_bytes = held_bytes(residents.specs)
+    blocks_bytes = held_bytes(residents)[Tier.HOST]
     engine = SavedEngine(residents, {})
     peak_bytes = 10_000 - blocks_bytes - spare_bytes
-    engine.plan = replace(engine.plan, peak_bytes={Tier.HOST: peak_bytes})
+    peaks = {Tier.HOST: peak_bytes, Tier.DEVICE: 0}
+    engine.plan = replace(engine.plan, peak_bytes=peaks)
     gate = hold(engine)
     saved = threading.Event()
 
