@@ -16,6 +16,7 @@ from zinf.executor.batch import batch_spec, signature
 from zinf.executor.metrics import step_metrics
 from zinf.executor.outcome import Outcome, mean_over_microbatches
 from zinf.executor.prepare import Planner
+from zinf.executor.random_key import key_from_json, key_to_json, step_keys
 from zinf.executor.runner import AbstractRunner
 from zinf.executor.scalars import Scalars
 from zinf.executor.state import initialize_arrays, make_residents
@@ -128,7 +129,7 @@ class Engine:
     def save(self, directory: str | PathLike) -> None:
         """Writes all state to a new folder, an array at a time."""
         self._refuse_if_broken()
-        self._require_state()
+        assert self.plan, "there is no state before there is a plan"
         write_arrays(Path(directory), self.residents, self.scalars())
 
     def restore(self, directory: str | PathLike) -> None:
@@ -140,15 +141,21 @@ class Engine:
             self._restore_from = Path(directory)
             return
         self.before_update()
-        self.set_scalars(read_arrays(Path(directory), self.residents))
-        self._broken = None
+        self._read_state(Path(directory))
 
     def scalars(self) -> dict[str, Any]:
         """Everything but arrays that a resumed run needs, as JSON."""
-        return self._scalars.to_json()
+        return {**self._scalars.to_json(), "rng": key_to_json(self.rng)}
 
     def set_scalars(self, scalars: Mapping[str, Any]) -> None:
+        """Takes what `scalars` gave, the random key included.
+
+        Whoever restores calls this before overwriting the arrays: it refuses the state
+        of another run, and ends that of a step that failed half-way.
+        """
+        rng = key_from_json(scalars["rng"], self.rng)
         self._scalars.from_json(scalars)
+        self.rng, self._broken = rng, None
 
     def before_update(self) -> None:
         """Waits for a save that still reads the arrays."""
@@ -188,13 +195,20 @@ class Engine:
             device_bytes=capacity[Tier.DEVICE],
             host_bytes=capacity[Tier.HOST],
             nvme_bytes=capacity[Tier.NVME],
-            nvme_paths=self.config.nvme_paths if Tier.NVME in plan.tiers else (),
+            nvme_paths=() if plan.is_fused else self.config.nvme_paths,
         )
-        specs = self.planner.array_specs()
-        self.residents = make_residents(self.stores, specs, plan.homes)
-        self.initialize_state()
-        if self._restore_from is not None:
-            self.set_scalars(read_arrays(self._restore_from, self.residents))
+        specs, separated = self.planner.array_specs(), self.planner.separated
+        try:
+            self.residents = make_residents(self.stores, specs, plan.homes, separated)
+            self.initialize_state()
+            if self._restore_from is not None:
+                self._read_state(self._restore_from)
+        except BaseException:
+            self.stores.close()
+            raise
+
+    def _read_state(self, directory: Path) -> None:
+        read_arrays(directory, self.residents, take_scalars=self.set_scalars)
 
     def initialize_state(self) -> None:
         """Gives every array its initial value, at its home."""
@@ -202,13 +216,8 @@ class Engine:
         initialize_arrays(problem, separated, self.residents, self.planner.device)
 
     def _keys(self) -> list[jax.Array]:
-        if self.rng is None:
-            return []
-        key = jax.random.fold_in(self.rng, self.num_steps)
         count = self.config.num_microbatches
-        if count == 1:
-            return [key]
-        return [jax.random.fold_in(key, m) for m in range(count)]
+        return step_keys(self.rng, self.num_steps, count)
 
     def _reader(self) -> Callable[[str], np.ndarray]:
         """What reads a leaf by its path; before the first batch, its initial value."""
@@ -232,13 +241,6 @@ class Engine:
         for path, content in zip(paths, new, strict=True):
             array = np.asarray(mean_over_microbatches(content))
             self.residents.write(ArrayId("param", path), array)
-
-    def _require_state(self) -> None:
-        if not self._runners:
-            raise ValueError(
-                "There is no state to save before the first batch is known. Pass "
-                "batch= to zinf.initialize, or take a step first."
-            )
 
     def _refuse_if_broken(self) -> None:
         if self._broken is not None:

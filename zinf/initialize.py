@@ -11,6 +11,7 @@ from zinf.config import Config
 from zinf.engine import Engine
 from zinf.executor.batch import batch_spec
 from zinf.executor.prepare import Planner
+from zinf.memory import share_heap
 from zinf.optim.separate import separate
 from zinf.plan import Plan
 from zinf.segment.problem import make_problem
@@ -54,6 +55,7 @@ def initialize(
             divide, budgets that no plan keeps (`InfeasibleError`).
         StorageError: a folder of the nvme tier cannot be used, or has too little room.
     """
+    share_heap()
     planner = make_planner(
         loss_fn,
         params,

@@ -48,6 +48,15 @@ class ArrayId:
     path: str
     rows: tuple[int, int] | None = None
     microbatch: int | None = None
+    _hash: int = field(default=0, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Planning looks names up millions of times; they are hashed once.
+        name = (self.role, self.path, self.rows, self.microbatch)
+        object.__setattr__(self, "_hash", hash(name))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def __str__(self) -> str:
         rows = f"[{self.rows[0]}:{self.rows[1]}]" if self.rows else ""
@@ -57,6 +66,8 @@ class ArrayId:
     @property
     def whole(self) -> "ArrayId":
         """The array that this one is rows of."""
+        if self.rows is None:
+            return self
         return ArrayId(self.role, self.path, None, self.microbatch)
 
 

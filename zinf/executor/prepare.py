@@ -17,6 +17,7 @@ from zinf.executor.updates import Updates, compile_program_updates
 from zinf.memory.capacity import (
     device_capacity_bytes,
     host_capacity_bytes,
+    host_memory_bytes,
     nvme_capacity_bytes,
 )
 from zinf.optim.separate import Separated
@@ -297,7 +298,10 @@ class Planner:
         return found
 
     def rates(self) -> Rates:
-        return Rates() if self.device.platform == "cpu" else accelerator_rates()
+        """Rates to predict with: a device budget beyond this machine means another."""
+        is_elsewhere = (self.config.device_bytes or 0) > host_memory_bytes()
+        is_cpu = self.device.platform == "cpu"
+        return Rates() if is_cpu and not is_elsewhere else accelerator_rates()
 
     def capacity(self) -> dict[Tier, int]:
         """The byte budget of each tier: the config's, or what is there."""

@@ -128,6 +128,7 @@ class _StepRun:
                     for array in operation.arrays:
                         self.stores[operation.tier].free(array)
                         self.copies.discard((array, operation.tier))
+                    self.stores.heap.relieve()
                 case _:
                     raise AssertionError(f"no way to execute {operation}")
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from zinf.executor.updates import BLOCK_BYTES
+from zinf.executor.updates import block_bytes
 from zinf.memory import Residents, Stores
 from zinf.optim.separate import LeafUpdate, Separated
 from zinf.program import ArrayId, ArraySpec, Tier
@@ -17,6 +17,7 @@ def make_residents(
     stores: Stores,
     specs: Mapping[ArrayId, ArraySpec],
     homes: Mapping[ArrayId, Tier],
+    separated: Separated,
 ) -> Residents:
     """The persistent arrays, with their room on nvme checked and set aside.
 
@@ -33,7 +34,12 @@ def make_residents(
         )
         stores.nvme.check_space(needed)
         by_row = {a.whole for a in homes if a.rows}
-        chunks = {a: 1 if a in by_row else _block_rows(s) for a, s in specs.items()}
+        # Chunks hold the rows of a block, so that a block never shares one.
+        limit = block_bytes(separated)
+        chunks = {
+            a: 1 if a in by_row else _block_rows(s.shape, s.nbytes, limit)
+            for a, s in specs.items()
+        }
         residents.create(chunks)
     return residents
 
@@ -46,6 +52,7 @@ def initialize_arrays(
     One leaf is in memory at a time, with blocks of its optimizer state.
     """
     updates = {leaf.path: (i, leaf) for i, leaf in enumerate(separated.leaves)}
+    limit = block_bytes(separated)
     for path, leaf in problem.initial_leaves(device):
         spec = problem.params[path]
         if spec.has_master:
@@ -55,31 +62,29 @@ def initialize_arrays(
         del compute
         if path in updates:
             number, update = updates[path]
-            for rows, block in _state_blocks(leaf, update):
+            for rows, block in _state_blocks(leaf, update, limit):
                 states = separated.init_state(number, block, device=device)
                 for state, content in zip(update.states, states, strict=True):
                     array = ArrayId(state.role, path, rows)
                     residents.write_new(array, np.asarray(content))
+                residents.stores.heap.relieve()
 
 
 def _state_blocks(
-    leaf: np.ndarray, update: LeafUpdate
+    leaf: np.ndarray, update: LeafUpdate, limit: int
 ) -> Iterator[tuple[tuple[int, int] | None, Any]]:
     """`(rows, parameter block)` to make optimizer state for; rows None is the whole."""
-    if not update.is_elementwise or leaf.nbytes <= BLOCK_BYTES or leaf.ndim == 0:
+    step = _block_rows(leaf.shape, leaf.nbytes, limit)
+    if step is None or not update.is_elementwise:
         yield None, leaf
         return
-    step = _block_rows_of(leaf.shape, leaf.nbytes)
     for start in range(0, leaf.shape[0], step):
         rows = (start, min(start + step, leaf.shape[0]))
         yield rows, leaf[slice(*rows)]
 
 
-def _block_rows(spec: ArraySpec) -> int | None:
-    if not spec.shape or spec.nbytes <= BLOCK_BYTES:
+def _block_rows(shape: tuple[int, ...], nbytes: int, limit: int) -> int | None:
+    """Rows of a block of an array, or None if the array is one block."""
+    if not shape or nbytes <= limit:
         return None
-    return _block_rows_of(spec.shape, spec.nbytes)
-
-
-def _block_rows_of(shape: tuple[int, ...], nbytes: int) -> int:
-    return max(1, BLOCK_BYTES * shape[0] // nbytes)
+    return max(1, limit * shape[0] // nbytes)

@@ -19,8 +19,18 @@ from zinf.segment.problem import Problem
 # An element-wise update works on this many bytes of master at a time: enough to keep a
 # drive and the cores busy, little beside any host's memory.
 BLOCK_BYTES = 16 * 1024 * 1024
-# Updates run as one instruction up to this many bytes of operands.
-UNIT_BYTES = 64 * 1024 * 1024
+# A model much larger than a block has larger blocks, so that there are never more than
+# a few thousand: the plan lists each of them.
+MAX_BLOCKS = 2048
+# Updates run as one instruction up to this many blocks' worth of results.
+UNIT_BLOCKS = 4
+
+
+def block_bytes(separated: Separated) -> int:
+    """Bytes of master that an element-wise update of this model works on at a time."""
+    specs = (leaf.spec for leaf in separated.leaves)
+    total = sum(prod(s.shape) * s.dtype.itemsize for s in specs)
+    return max(BLOCK_BYTES, total // MAX_BLOCKS)
 
 
 @dataclass(frozen=True)
@@ -37,6 +47,7 @@ class Updates:
     steps: Mapping[ArrayUpdate, UpdateStep]
     num_executables: int
     devices: Mapping[Tier, jax.Device]
+    unit_bytes: int
 
     def units(self, homes: Mapping[ArrayId, Tier]) -> list[UpdateUnit]:
         """The work units for a placement: an update runs on the device if all that it
@@ -56,10 +67,10 @@ class Updates:
 
     def _split(self, updates: Sequence[ArrayUpdate]) -> list[list[ArrayUpdate]]:
         parts: list[list[ArrayUpdate]] = []
-        total = UNIT_BYTES
+        total = self.unit_bytes
         for update in updates:
             nbytes = self.steps[update].output_bytes
-            if total + nbytes > UNIT_BYTES:
+            if total + nbytes > self.unit_bytes:
                 parts.append([])
                 total = 0
             parts[-1].append(update)
@@ -96,6 +107,7 @@ def compile_program_updates(
         accumulates: parameter arrays whose gradient is a float32 sum.
     """
     numbers = {leaf.path: i for i, leaf in enumerate(separated.leaves)}
+    limit = block_bytes(separated)
     grouped = []
     units: dict[ArrayUpdate, Unit] = {}
     for segment in reversed(program.segments):
@@ -107,7 +119,9 @@ def compile_program_updates(
             shape = leaf.spec.shape
             if array.rows is not None:
                 shape = (array.rows[1] - array.rows[0], *shape[1:])
-            blocks = _blocks(shape, leaf.spec.dtype.itemsize, leaf.is_elementwise)
+            blocks = [None]
+            if leaf.is_elementwise:
+                blocks = _blocks(shape, leaf.spec.dtype.itemsize, limit)
             for rows in blocks:
                 update = _array_update(problem, leaf, array, rows)
                 size = shape if rows is None else (rows[1] - rows[0], *shape[1:])
@@ -117,7 +131,8 @@ def compile_program_updates(
     compiled = compile_updates(separated, list(units.values()), device=device)
     steps = dict(zip(units, compiled.steps, strict=True))
     devices = {Tier.HOST: device, Tier.DEVICE: device}
-    return Updates(tuple(grouped), steps, compiled.num_executables, devices)
+    count = compiled.num_executables
+    return Updates(tuple(grouped), steps, count, devices, UNIT_BLOCKS * limit)
 
 
 def _completed_by(program: Program, segment_name: str) -> list[ArrayId]:
@@ -136,13 +151,13 @@ def _completed_by(program: Program, segment_name: str) -> list[ArrayId]:
 
 
 def _blocks(
-    shape: tuple[int, ...], itemsize: int, is_elementwise: bool
+    shape: tuple[int, ...], itemsize: int, limit: int
 ) -> list[tuple[int, int] | None]:
     """Rows of each block of an array, or `[None]` when it is updated whole."""
     nbytes = prod(shape) * itemsize
-    if not is_elementwise or nbytes <= BLOCK_BYTES or shape[0] == 1:
+    if nbytes <= limit or shape[0] == 1:
         return [None]
-    rows = max(1, BLOCK_BYTES * shape[0] // nbytes)
+    rows = max(1, limit * shape[0] // nbytes)
     count = ceil(shape[0] / rows)
     return [(i * rows, min((i + 1) * rows, shape[0])) for i in range(count)]
 

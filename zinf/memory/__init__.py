@@ -2,6 +2,7 @@
 
 from zinf.memory.aligned import aligned_empty
 from zinf.memory.device import DeviceStore, to_host
+from zinf.memory.heap import share_heap
 from zinf.memory.host import HostStore
 from zinf.memory.ledger import BudgetExceeded, Ledger
 from zinf.memory.nvme import NvmeStore
@@ -22,5 +23,6 @@ __all__ = [
     "Stores",
     "aligned_empty",
     "open_stores",
+    "share_heap",
     "to_host",
 ]

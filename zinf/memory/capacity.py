@@ -3,9 +3,12 @@
 import os
 import shutil
 from collections.abc import Sequence
+from errno import ENOSPC
 from pathlib import Path
 
 import jax
+
+from zinf.memory.storage_error import StorageError
 
 # XLA's own allocator takes three quarters of an accelerator by default; the rest of
 # what the budget leaves is for fragmentation and the runtime.
@@ -32,6 +35,14 @@ def nvme_capacity_bytes(paths: Sequence[Path]) -> int:
     for path in paths:
         existing = next(p for p in (path, *path.absolute().parents) if p.exists())
         by_drive[existing.stat().st_dev] = shutil.disk_usage(existing).free
+    for drive, free in by_drive.items():
+        if not free:
+            full = ", ".join(str(p) for p in paths)
+            raise StorageError(
+                ENOSPC,
+                f"drive {drive} of memory.nvme has no free bytes; name another folder",
+                full,
+            )
     return int(sum(by_drive.values()) * NVME_FRACTION)
 
 

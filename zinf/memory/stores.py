@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 
 from zinf.memory.device import DeviceStore
+from zinf.memory.heap import Heap
 from zinf.memory.host import HostStore
 from zinf.memory.nvme import NvmeStore
 from zinf.memory.store import AbstractStore
@@ -17,12 +18,14 @@ from zinf.program import Tier
 class Stores:
     """One store a tier: `stores[Tier.HOST]` is `stores.host`.
 
-    `nvme` is None where no folder was named.
+    `nvme` is None where no folder was named; `heap` is what this process takes for the
+    tiers that are in its memory.
     """
 
     device: DeviceStore
     host: HostStore
     nvme: NvmeStore | None
+    heap: Heap
 
     def __getitem__(self, tier: Tier) -> AbstractStore:
         store = {
@@ -69,8 +72,13 @@ def open_stores(
     Raises:
         StorageError: a folder is in use, foreign or cannot be written.
     """
+    on_device = DeviceStore(device, device_bytes)
+    on_host = HostStore(host_bytes)
+    is_in_memory = device.platform == "cpu"
+    in_memory = [on_host.ledger, *([on_device.ledger] if is_in_memory else [])]
     return Stores(
-        device=DeviceStore(device, device_bytes),
-        host=HostStore(host_bytes),
+        device=on_device,
+        host=on_host,
         nvme=NvmeStore(nvme_paths, nvme_bytes) if nvme_paths else None,
+        heap=Heap(in_memory),
     )

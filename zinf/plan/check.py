@@ -223,10 +223,11 @@ def _check_budget(
             held = allocated
             for link, position in reach.clocks[index].items():
                 held -= freed[link][bisect_right(frees[link], position)]
-            if held > plan.capacity_bytes[tier]:
+            limit = min(plan.peak_bytes[tier], plan.capacity_bytes[tier])
+            if held > limit:
                 raise PlanError(
                     f"#{index} {instruction.operation} may hold {held:,} bytes on "
-                    f"{tier}, more than {plan.capacity_bytes[tier]:,}"
+                    f"{tier}, more than {limit:,}"
                 )
         operation = instruction.operation
         is_free = isinstance(operation, Free) and operation.tier == tier

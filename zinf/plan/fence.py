@@ -6,18 +6,22 @@ execution does: at any moment let i be the last listed allocation that has start
 that is held was allocated at or before i, less the frees that i waited for. So an
 allocation waits for the shortest prefix of the frees listed before it that makes its
 bytes fit; with room to spare it waits for none.
+
+The limit is not the budget of a tier but the peak of the plan in list order, so that
+what the plan says is what is measured at most.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from zinf.plan.instruction import Link
+from zinf.plan.instruction import Free, Instruction, Link
 from zinf.program import Tier
 
 
 @dataclass
 class _TierFence:
-    capacity_bytes: int
+    limit_bytes: int
     allocated_bytes: int
     freed_bytes: int = 0  # by the prefix that is waited for
     prefix: int = 0
@@ -26,7 +30,7 @@ class _TierFence:
 
     def admit(self, nbytes: int) -> Iterable[int]:
         self.allocated_bytes += nbytes
-        while self.allocated_bytes - self.freed_bytes > self.capacity_bytes:
+        while self.allocated_bytes - self.freed_bytes > self.limit_bytes:
             freed, index, link = self.frees[self.prefix]
             self.freed_bytes += freed
             self.last[link] = index
@@ -35,25 +39,30 @@ class _TierFence:
         return self.last.values()
 
 
-class Fence:
-    """Which frees each allocation of a plan has to wait for."""
+def add_fences(
+    instructions: Sequence[Instruction],
+    limit_bytes: Mapping[Tier, int],
+    held_bytes: Mapping[Tier, int],
+) -> tuple[Instruction, ...]:
+    """The instructions, each allocation waiting for the frees that it needs.
 
-    def __init__(self, capacity: Mapping[Tier, int], held: Mapping[Tier, int]):
-        self._tiers = {tier: _TierFence(capacity[tier], held[tier]) for tier in Tier}
-
-    def start(self, tier: Tier, nbytes: int) -> None:
-        """Counts bytes that are held when the step starts."""
-        assert not list(self._tiers[tier].admit(nbytes))
-
-    def admit(
-        self, allocates: Mapping[Tier, int], workspace: Iterable[tuple[Tier, int]]
-    ) -> set[int]:
-        """The instructions that an allocation of these bytes waits for."""
-        total = dict(allocates)
-        for tier, nbytes in workspace:
-            total[tier] = total.get(tier, 0) + nbytes
-        return {i for t, n in total.items() if n for i in self._tiers[t].admit(n)}
-
-    def freed(self, tier: Tier, nbytes: int, index: int, link: Link) -> None:
-        """Counts bytes that instruction `index` gives back when it completes."""
-        self._tiers[tier].frees.append((nbytes, index, link))
+    Args:
+        limit_bytes: what no execution may exceed; at least the peak in list order.
+        held_bytes: what each tier holds when the step starts.
+    """
+    tiers = {t: _TierFence(limit_bytes[t], held_bytes[t]) for t in Tier}
+    fenced = []
+    for index, instruction in enumerate(instructions):
+        needed: dict[Tier, int] = defaultdict(int)
+        for tier, nbytes in (*instruction.allocates, *instruction.workspace):
+            needed[tier] += nbytes
+        after = set(instruction.after)
+        for tier, nbytes in needed.items():
+            after.update(tiers[tier].admit(nbytes))
+        fenced.append(replace(instruction, after=tuple(sorted(after))))
+        returned = list(instruction.workspace)
+        if isinstance(instruction.operation, Free):
+            returned.append((instruction.operation.tier, instruction.nbytes))
+        for tier, nbytes in returned:
+            tiers[tier].frees.append((nbytes, index, instruction.link))
+    return tuple(fenced)

@@ -13,8 +13,10 @@ known. Copies are fetched some jobs ahead, as long as they fit beside what is in
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from heapq import heappop, heappush
+from itertools import count
 
-from zinf.plan.fence import Fence
+from zinf.plan.fence import add_fences
 from zinf.plan.instruction import (
     TRANSFER_LINKS,
     Copy,
@@ -89,7 +91,11 @@ class _Streamer:
         self.decided = -1
         self.freed_by: dict[Copy, tuple[int]] = {}
         self.temporary: dict[Copy, int] = {}  # copies away from home, with their bytes
-        self.on_tier: dict[Tier, set[ArrayId]] = {tier: set() for tier in Tier}
+        self.now = 0  # the job that is being planned
+        # Copies that may go, by their next use when they were offered, farthest first.
+        self.spare: dict[Tier, list[tuple[int, int, Copy]]] = {t: [] for t in Tier}
+        self.offers = count()
+        self.away: dict[int, list[Copy]] = {}  # reads of each job that are not at home
         self.used = dict.fromkeys(Tier, 0)
         for array, tier in catalog.homes.items():
             self.used[tier] += catalog.nbytes(array)
@@ -99,25 +105,24 @@ class _Streamer:
             if self.used[tier] > self.capacity[tier]:
                 what = "what is placed there"
                 raise InfeasibleError(tier, self.used[tier], self.capacity[tier], what)
-        self.fence = Fence(self.capacity, self.home_bytes)
         self.uses: dict[Copy, list[int]] = defaultdict(list)
         self.reads: dict[ArrayId, list[int]] = defaultdict(list)
         for number, job in enumerate(jobs):
-            for copy in {*job.reads, *job.writes}:
-                self.uses[copy].append(number)
-                if not self.reads[copy[0]] or self.reads[copy[0]][-1] != number:
-                    self.reads[copy[0]].append(number)
-        for copy in initial:
-            self.occupy([copy])
-            self.fence.start(copy[1], catalog.nbytes(copy[0]))
+            for array, tier in {*job.reads, *job.writes}:
+                # Who needs rows can take them from a copy of the whole.
+                for named in {array, catalog.home(array) or array}:
+                    self.uses[named, tier].append(number)
+                    if not self.reads[named] or self.reads[named][-1] != number:
+                        self.reads[named].append(number)
+        self.occupy(initial)
+        self.started = dict(self.used)
 
     def plan(self) -> Plan:
         for number, job in enumerate(self.jobs):
-            self.fetch_for(
-                self.missing(job), self.touched(job), now=number, needed_by=number
-            )
+            self.now = number
+            self.fetch_for(self.missing(number), self.touched(job), needed_by=number)
             written = [c for c in job.writes if not self.exists(c)]
-            self.claim(number, job, written)
+            self.claim(job, written)
             self.prefetch(number, job)
             self.drop_stale(job)
             self.release_workspace(job)
@@ -133,7 +138,7 @@ class _Streamer:
         left = [c for c in self.temporary if c not in self.kept]
         assert not left, f"the plan leaves {left[0]} behind"
         return Plan(
-            tuple(self.instructions),
+            add_fences(self.instructions, self.peak, self.started),
             dict(self.catalog.homes),
             self.home_bytes,
             self.peak,
@@ -147,29 +152,36 @@ class _Streamer:
         return self.catalog.home_tier(copy[0]) == copy[1]
 
     def exists(self, copy: Copy) -> bool:
-        return copy in self.temporary or self.is_home(copy)
+        return self.key(copy) in self.temporary or self.is_home(copy)
 
     def key(self, copy: Copy) -> Copy:
-        """The copy that hazards are tracked on: rows at home are part of the whole."""
-        if copy not in self.temporary and self.is_home(copy):
-            home = self.catalog.home(copy[0])
+        """The copy that holds `copy`: rows are part of the whole where that is."""
+        array, tier = copy
+        if copy in self.temporary:
+            return copy
+        if (array.whole, tier) in self.temporary:
+            return array.whole, tier
+        if self.is_home(copy):
+            home = self.catalog.home(array)
             assert home is not None
-            return home, copy[1]
+            return home, tier
         return copy
 
     def occupy(self, copies: Iterable[Copy]) -> None:
         for array, tier in copies:
             nbytes = self.catalog.nbytes(array)
             self.temporary[array, tier] = nbytes
-            self.on_tier[tier].add(array)
             self.use_bytes(tier, nbytes)
+            for other in Tier:
+                if (array, other) in self.temporary:
+                    self.offer((array, other))
 
     def use_bytes(self, tier: Tier, nbytes: int) -> None:
         self.used[tier] += nbytes
         self.peak[tier] = max(self.peak[tier], self.used[tier])
 
     def touched(self, job: Job) -> set[Copy]:
-        return {*job.reads, *job.writes}
+        return {self.key(copy) for copy in (*job.reads, *job.writes)}
 
     def next_use(self, copy: Copy, after: int) -> int:
         """The next job that needs the array on this tier, or on the way to a faster."""
@@ -180,8 +192,12 @@ class _Streamer:
 
     # Transfers toward a job.
 
-    def missing(self, job: Job) -> list[Copy]:
-        return [c for c in dict.fromkeys(job.reads) if not self.exists(c)]
+    def missing(self, number: int) -> list[Copy]:
+        """What a job reads and would not find."""
+        if number not in self.away:
+            reads = dict.fromkeys(self.jobs[number].reads)
+            self.away[number] = [c for c in reads if not self.is_home(c)]
+        return [c for c in self.away[number] if self.key(c) not in self.temporary]
 
     def route(self, copy: Copy) -> list[Tier]:
         """The tiers to go through from the nearest copy that exists, slower first."""
@@ -195,15 +211,17 @@ class _Streamer:
                 return [tiers[i] for i in range(there, here + step, step)]
         raise AssertionError(f"{array} is needed on {tier} but exists nowhere")
 
+    def on_route(self, array: ArrayId, route: Iterable[Tier]) -> set[Copy]:
+        return {self.key((array, tier)) for tier in route}
+
     def fetch_for(
         self,
         missing: Sequence[Copy],
         protected: set[Copy],
         *,
-        now: int,
         needed_by: int,
     ) -> None:
-        """Emits the transfers for copies that job `needed_by` lacks, before job `now`.
+        """Emits the transfers for copies that job `needed_by` lacks.
 
         A transfer ahead of time takes the room only of copies needed after `needed_by`.
         """
@@ -212,13 +230,13 @@ class _Streamer:
             route = self.route(copy)
             for hop in zip(route, route[1:], strict=False):
                 hops[hop].append(copy[0])
-            protected = protected | {(copy[0], tier) for tier in route}
+            protected = protected | self.on_route(copy[0], route)
         for (source, target), arrays in sorted(
             hops.items(), key=lambda item: item[0][0] != Tier.NVME
         ):
             nbytes = sum(map(self.catalog.nbytes, arrays))
-            spare_until = needed_by if needed_by > now else NEVER
-            self.make_room(target, nbytes, now, protected, spare_until)
+            spare_until = needed_by if needed_by > self.now else NEVER
+            self.make_room(target, nbytes, protected, spare_until)
             self.fetch(arrays, source, target)
 
     def fetch(self, arrays: Sequence[ArrayId], source: Tier, target: Tier) -> None:
@@ -236,85 +254,108 @@ class _Streamer:
         """Fetches for the next jobs what fits without taking anything needed sooner."""
         ahead, protected = 0, self.touched(job)
         changed = {a for a, _ in job.writes}
-        for later in range(number + 1, min(number + MAX_DISTANCE, len(self.jobs))):
+        end = min(number + MAX_DISTANCE, len(self.jobs))
+        for later in range(number + 1, end):
             upcoming = self.jobs[later]
+            if isinstance(upcoming.operation, Transfer):
+                continue  # it moves what a job just before it made
             missing = [
                 c
-                for c in self.missing(upcoming)
+                for c in self.missing(later)
                 if c[0] not in changed and any(self.exists((c[0], t)) for t in Tier)
             ]
             if missing:
-                if not self.fits_ahead(number, later, missing, protected):
+                if not self.fits_ahead(later, missing, protected):
                     return
-                self.fetch_for(missing, protected, now=number, needed_by=later)
+                self.fetch_for(missing, protected, needed_by=later)
                 ahead += 1
                 if ahead == LOOKAHEAD:
                     return
-            protected = protected | self.touched(upcoming)
-            changed.update(a for a, _ in upcoming.writes)
+            if isinstance(upcoming.operation, Update):
+                changed.update(a for a, _ in upcoming.writes)
 
     def fits_ahead(
-        self, now: int, later: int, missing: Sequence[Copy], protected: set[Copy]
+        self, later: int, missing: Sequence[Copy], protected: set[Copy]
     ) -> bool:
         need: dict[Tier, int] = defaultdict(int)
         for copy in missing:
             route = self.route(copy)
-            protected = protected | {(copy[0], tier) for tier in route}
+            protected = protected | self.on_route(copy[0], route)
             for tier in route[1:]:
                 need[tier] += self.catalog.nbytes(copy[0])
         for tier, nbytes in need.items():
-            spare = self.candidates(tier, protected, later, now)
-            evictable = sum(self.temporary[copy] for _, copy in spare)
-            if self.used[tier] + nbytes - evictable > self.capacity[tier]:
-                return False
+            shortage = self.used[tier] + nbytes - self.capacity[tier]
+            if shortage > 0:
+                victims = self.victims(tier, shortage, protected, later)
+                if sum(self.temporary[copy] for copy in victims) < shortage:
+                    return False
         return True
 
     # Room.
 
-    def candidates(
-        self, tier: Tier, protected: set[Copy], spare_until: int, now: int
-    ) -> list[tuple[int, Copy]]:
-        """Copies that may go, with their next use after job `now`, last needed first.
+    def offer(self, copy: Copy) -> None:
+        """Notes that a copy may go, if its array then exists elsewhere."""
+        use = self.next_use(copy, self.now)
+        heappush(self.spare[copy[1]], (-use, next(self.offers), copy))
 
-        With a number in `spare_until`, only those not needed up to that job.
+    def victims(
+        self, tier: Tier, shortage_bytes: int, protected: set[Copy], spare_until: int
+    ) -> list[Copy]:
+        """Copies that give `shortage_bytes` or all there is, the last needed first.
+
+        With a number in `spare_until`, only those not needed up to that job. Entries
+        may be out of date: they are put right when they come up.
         """
-        found = []
-        for array in self.on_tier[tier]:
-            copy = (array, tier)
-            if copy in protected or copy in self.kept or not self.is_spare(copy):
+        heap, passed, chosen, freed = self.spare[tier], [], {}, 0
+        while heap and freed < shortage_bytes:
+            negative, order, copy = heappop(heap)
+            if copy not in self.temporary or copy in chosen:
                 continue
-            use = self.next_use(copy, now)
-            if spare_until == NEVER or use > spare_until:
-                found.append((use, copy))
-        return sorted(found, key=lambda item: (-item[0], str(item[1][0])))
+            use = self.next_use(copy, self.now)
+            entry = (-use, order, copy)
+            if use != -negative:
+                heappush(heap, entry)
+            elif spare_until != NEVER and use <= spare_until:
+                passed.append(entry)
+                break
+            elif copy in protected or copy in self.kept:
+                passed.append(entry)
+            elif self.is_spare(copy):
+                chosen[copy] = entry
+                freed += self.temporary[copy]
+        for entry in (*passed, *chosen.values()):
+            heappush(heap, entry)
+        return list(chosen)
 
     def is_spare(self, copy: Copy) -> bool:
-        """True if the array also exists on another tier."""
+        """True if the array rests elsewhere or has a copy on a slower tier.
+
+        A copy on a faster tier does not count: it is the one that goes first there.
+        """
         array, tier = copy
-        return any(t != tier and self.exists((array, t)) for t in Tier)
+        slower = list(Tier)[list(Tier).index(tier) + 1 :]
+        home = self.catalog.home_tier(array)
+        return home not in (None, tier) or any(self.exists((array, t)) for t in slower)
 
     def make_room(
         self,
         tier: Tier,
         nbytes: int,
-        now: int,
         protected: set[Copy],
         spare_until: int = NEVER,
     ) -> None:
-        if self.used[tier] + nbytes <= self.capacity[tier]:
+        shortage = self.used[tier] + nbytes - self.capacity[tier]
+        if shortage <= 0:
             return
-        victims, freed = [], 0
-        for _, copy in self.candidates(tier, protected, spare_until, now):
-            victims.append(copy[0])
-            freed += self.temporary[copy]
-            if self.used[tier] + nbytes - freed <= self.capacity[tier]:
-                self.free(victims, tier)
-                return
-        needed = self.used[tier] + nbytes - freed
-        what = f"`{self.jobs[now].operation}`"
-        raise InfeasibleError(tier, needed, self.capacity[tier], what)
+        victims = self.victims(tier, shortage, protected, spare_until)
+        freed = sum(self.temporary[copy] for copy in victims)
+        if freed < shortage:
+            needed = self.used[tier] + nbytes - freed
+            what = f"`{self.jobs[self.now].operation}`"
+            raise InfeasibleError(tier, needed, self.capacity[tier], what)
+        self.free([array for array, _ in victims], tier)
 
-    def claim(self, number: int, job: Job, written: Sequence[Copy]) -> None:
+    def claim(self, job: Job, written: Sequence[Copy]) -> None:
         """Makes room for what a job writes and works in."""
         need: dict[Tier, int] = defaultdict(int)
         for array, tier in written:
@@ -322,7 +363,7 @@ class _Streamer:
         for tier, nbytes in job.workspace:
             need[tier] += nbytes
         for tier, nbytes in need.items():
-            self.make_room(tier, nbytes, number, self.touched(job))
+            self.make_room(tier, nbytes, self.touched(job))
         self.occupy(written)
         for tier, nbytes in job.workspace:
             self.use_bytes(tier, nbytes)
@@ -338,7 +379,6 @@ class _Streamer:
         nbytes = 0
         for copy in copies:
             nbytes += self.temporary.pop(copy)
-            self.on_tier[tier].remove(copy[0])
         self.used[tier] -= nbytes
         after = {self.writer.get(c, -1) for c in copies}
         after.update(i for c in copies for i in self.readers.pop(c, ()))
@@ -351,7 +391,6 @@ class _Streamer:
         self.instructions.append(
             Instruction(operation, Link.FREE, ordered, nbytes=nbytes)
         )
-        self.fence.freed(tier, nbytes, index, Link.FREE)
 
     def drop_stale(self, job: Job) -> None:
         """Frees other copies of what a job is about to change."""
@@ -365,7 +404,8 @@ class _Streamer:
     def drop_dead(self, number: int, job: Job) -> None:
         """Frees copies that no later job needs."""
         dead: dict[Tier, list[ArrayId]] = defaultdict(list)
-        for array in dict.fromkeys(a for a, _ in (*job.reads, *job.writes)):
+        named = [a for a, _ in (*job.reads, *job.writes)]
+        for array in dict.fromkeys((*named, *(a.whole for a in named))):
             for tier in Tier:
                 copy = (array, tier)
                 if copy not in self.temporary or copy in self.kept:
@@ -392,8 +432,10 @@ class _Streamer:
         after: set[int] = set()
         for array, tier in created:
             allocates[tier] += self.catalog.nbytes(array)
-            # A copy that was here before must be gone first: it has the same name.
+            # A copy that was here before must be gone first: it has the same name, or
+            # it is the whole, and would take the rows in.
             after.update(self.freed_by.pop((array, tier), ()))
+            after.update(self.freed_by.get((array.whole, tier), ()))
         workspace = tuple((t, n) for t, n in (job.workspace if job else ()) if n)
         for copy in reads:
             copy = self.key(copy)
@@ -410,9 +452,6 @@ class _Streamer:
             after.add(self.decided)
         elif isinstance(operation, Decide):
             self.decided = index
-        after.update(self.fence.admit(allocates, workspace))
-        for tier, nbytes in workspace:
-            self.fence.freed(tier, nbytes, index, link)
         moved = 0
         if isinstance(operation, Transfer):
             moved = sum(map(self.catalog.nbytes, operation.arrays))

@@ -1,0 +1,52 @@
+"""The random key of a run: what each step gets of it, and how it is saved."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def step_keys(rng: jax.Array | None, step: int, count: int) -> list[jax.Array]:
+    """The key of each of `count` microbatches of step `step` (from 0), if there is one.
+
+    It is `fold_in(rng, step)`, folded again with the microbatch if there are several.
+    """
+    if rng is None:
+        return []
+    key = jax.random.fold_in(rng, step)
+    return [key] if count == 1 else [jax.random.fold_in(key, m) for m in range(count)]
+
+
+def key_to_json(rng: jax.Array | None) -> dict[str, Any] | None:
+    """A random key, typed or raw, as its words and implementation."""
+    if rng is None:
+        return None
+    if not jax.numpy.issubdtype(rng.dtype, jax.dtypes.prng_key):
+        return {"implementation": None, "words": np.asarray(rng).tolist()}
+    words = np.asarray(jax.random.key_data(rng)).tolist()
+    return {"implementation": str(jax.random.key_impl(rng)), "words": words}
+
+
+def key_from_json(
+    saved: Mapping[str, Any] | None, current: jax.Array | None
+) -> jax.Array | None:
+    """The saved key, which takes the place of the current one.
+
+    Raises:
+        ValueError: one run has a random key and the other has none.
+    """
+    if (saved is None) != (current is None):
+        has, lacks = "the saved run", "this one"
+        if saved is None:
+            has, lacks = lacks, has
+        raise ValueError(
+            f"{has} has a random key and {lacks} has none. Pass rng= to "
+            "zinf.initialize exactly if the run that is resumed had it."
+        )
+    if saved is None:
+        return None
+    words = np.asarray(saved["words"], np.uint32)
+    if saved["implementation"] is None:
+        return jax.numpy.asarray(words)
+    return jax.random.wrap_key_data(words, impl=saved["implementation"])
