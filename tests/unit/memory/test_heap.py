@@ -1,0 +1,106 @@
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from zinf.memory import heap as module
+from zinf.memory.heap import Heap, resident_bytes
+from zinf.memory.ledger import Ledger
+from zinf.program import Tier
+
+MIB = 2**20
+SLACK = 64 * MIB
+
+# In a process of its own: the heap of the test run is full of others' holes. Once a
+# mapped block was freed, glibc keeps freed blocks of up to that size in the heap; one
+# array below the top holds the top up.
+HOARD = """
+import numpy as np
+from zinf.memory.heap import Heap, resident_bytes
+
+MIB = 2**20
+np.ones(31 * MIB, np.uint8)
+heap = Heap([], slack_bytes=64 * MIB)
+start = resident_bytes()
+arrays = [np.ones(4 * MIB, np.uint8) for _ in range(50)]
+pin = np.ones(MIB, np.uint8)
+del arrays
+assert resident_bytes() - start > 100 * MIB, "nothing was hoarded"
+heap.relieve()
+assert resident_bytes() - start < 64 * MIB
+"""
+
+needs_glibc = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="only glibc hoards so"
+)
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """Says what is resident, before and after a trim; `process.trims` counts those."""
+
+    def set_resident(before: int, after: int) -> None:
+        now = [before]
+
+        def trim(self: Heap) -> int:
+            set_resident.trims += 1
+            now[0] = after
+            return after
+
+        monkeypatch.setattr(module, "resident_bytes", lambda: now[0])
+        monkeypatch.setattr(Heap, "_trim", trim)
+
+    set_resident.trims = 0
+    monkeypatch.setattr(module, "_is_glibc", lambda: True)
+    set_resident(1000 * MIB, 1000 * MIB)
+    return set_resident
+
+
+@needs_glibc
+def test_freed_memory_beyond_the_slack_goes_back_to_the_system() -> None:
+    subprocess.run([sys.executable, "-c", HOARD], check=True, timeout=60)
+
+
+def test_what_is_counted_or_within_the_slack_is_left_alone(process) -> None:
+    ledger = Ledger(Tier.HOST, None)
+    heap = Heap([ledger], SLACK)
+    ledger.reserve(200 * MIB, "arrays")
+    process(1000 * MIB + 200 * MIB + SLACK, 0)
+    trims = process.trims
+    heap.relieve()
+    assert process.trims == trims
+    ledger.release(1)
+    heap.relieve()
+    assert process.trims == trims + 1
+
+
+def test_memory_in_use_that_nobody_counted_is_looked_for_once(process) -> None:
+    heap = Heap([], SLACK)
+    trims = process.trims
+    process(1500 * MIB, 1400 * MIB)
+    for _ in range(10):
+        heap.relieve()
+    assert process.trims == trims + 1
+    # From then on it is taken for the process's own, and half the slack is left.
+    process(1400 * MIB + SLACK // 2 + 1, 1400 * MIB)
+    heap.relieve()
+    assert process.trims == trims + 2
+
+
+def test_without_glibc_nothing_is_done(
+    process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_is_glibc", lambda: False)
+    heap = Heap([], SLACK)
+    process(2**60, 0)
+    heap.relieve()
+    assert process.trims == 0
+
+
+@needs_glibc
+def test_resident_memory_grows_with_what_is_written() -> None:
+    before = resident_bytes()
+    block = bytearray(64 * MIB)
+    assert resident_bytes() - before > 60 * MIB
+    del block
