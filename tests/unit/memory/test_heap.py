@@ -13,8 +13,8 @@ MIB = 2**20
 SLACK = 64 * MIB
 
 # In a process of its own: the heap of the test run is full of others' holes. Once a
-# mapped block was freed, glibc keeps freed blocks of up to that size in the heap; one
-# array below the top holds the top up.
+# mapped block was freed, glibc keeps freed blocks of up to that size in the heap, as
+# long as something is in use above them.
 HOARD = """
 import numpy as np
 from zinf.memory.heap import Heap, resident_bytes
@@ -24,7 +24,7 @@ np.ones(31 * MIB, np.uint8)
 heap = Heap([], slack_bytes=64 * MIB)
 start = resident_bytes()
 arrays = [np.ones(4 * MIB, np.uint8) for _ in range(50)]
-pin = np.ones(MIB, np.uint8)
+pin = arrays.pop()
 del arrays
 assert resident_bytes() - start > 100 * MIB, "nothing was hoarded"
 heap.relieve()
