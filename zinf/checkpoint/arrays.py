@@ -16,6 +16,7 @@ from zinf.checkpoint.failure import explain, failure
 from zinf.checkpoint.manifest import Manifest, check_same, read_manifest
 from zinf.memory.chunk import chunk_shape
 from zinf.memory.residents import Residents
+from zinf.memory.zarr_format import as_stored, numpy_dtype, zarr_spec
 from zinf.program import ArrayId, ArraySpec, Tier
 
 # "." is escaped in names, so none can be "..", "zarr.json" or a chunk file.
@@ -143,7 +144,8 @@ def _save(
     # What the stores raise names the array itself.
     content = residents.read(block)
     selected = target[slice(*block.rows)] if block.rows else target
-    writing = selected.write(content, can_reference_source_data_indefinitely=True)
+    stored = as_stored(content)
+    writing = selected.write(stored, can_reference_source_data_indefinitely=True)
 
     def finish() -> None:
         with _explained(f"Cannot save {block}", folder):
@@ -155,13 +157,14 @@ def _save(
 def _restore(
     block: ArrayId, residents: Residents, source: ts.TensorStore, folder: Path
 ) -> Finish:
+    dtype = numpy_dtype(residents.specs[block.whole].dtype)
     selected = source[slice(*block.rows)] if block.rows else source
     reading = selected.read()
 
     def finish() -> None:
         with _explained(f"Cannot restore {block}", folder):
             content = reading.result()
-        residents.write(block, content)
+        residents.write(block, content.view(dtype))
 
     return finish
 
@@ -197,28 +200,4 @@ def _escape(name: str) -> str:
 
 
 def _zarr_spec(folder: Path, spec: ArraySpec) -> dict[str, Any]:
-    return {
-        "driver": "zarr3",
-        "kvstore": {"driver": "file", "path": str(folder)},
-        "metadata": {
-            "shape": list(spec.shape),
-            "data_type": spec.dtype,
-            "chunk_grid": {
-                "name": "regular",
-                "configuration": {"chunk_shape": list(chunk_shape(spec))},
-            },
-            # All chunks in the folder of the array itself, as "c.0.1", not "c/0/1".
-            "chunk_key_encoding": {
-                "name": "default",
-                "configuration": {"separator": "."},
-            },
-            "codecs": [
-                {"name": "bytes", "configuration": {"endian": "little"}},
-                {"name": "crc32c"},
-            ],
-        },
-        # Without these, all-zero chunks (new moments) are not written, and missing
-        # ones read as zeros.
-        "store_data_equal_to_fill_value": True,
-        "fill_missing_data_reads": False,
-    }
+    return zarr_spec(folder, spec, chunk_shape(spec), codecs=["crc32c"])

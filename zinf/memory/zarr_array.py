@@ -9,6 +9,7 @@ import tensorstore as ts
 
 from zinf.memory.aligned import aligned_empty
 from zinf.memory.chunk import MAX_CHUNK_BYTES, chunk_shape
+from zinf.memory.zarr_format import as_stored, numpy_dtype, zarr_spec
 from zinf.program import ArraySpec
 
 # Requests and copies under way at once, over all arrays of a store.
@@ -55,9 +56,9 @@ class ZarrArray:
         self.spec = spec
         self._context = context
         self._zarr = ts.open(
-            _zarr_spec(folder, spec, chunk), context=context, create=True, open=False
+            zarr_spec(folder, spec, chunk), context=context, create=True, open=False
         ).result()
-        self.dtype: np.dtype = self._zarr.dtype.numpy_dtype
+        self.dtype = numpy_dtype(spec.dtype)
         self._num_rows = spec.shape[0] if spec.shape else 1
         self._rows_per_chunk = chunk[0] if chunk else 1
         self._is_written = np.zeros(self._num_rows, bool)
@@ -79,7 +80,7 @@ class ZarrArray:
     def read(self, rows: Rows | None) -> tuple[np.ndarray, ts.Future[Any]]:
         """Fresh aligned memory, and the future that is done when `rows` are in it."""
         result = aligned_empty(self.shape_of(rows), self.dtype)
-        target = ts.array(result, context=self._context)
+        target = ts.array(as_stored(result), context=self._context)
         return result, target.write(self._view(rows)).commit
 
     def write(self, rows: Rows | None, value: np.ndarray) -> ts.Future[Any]:
@@ -87,7 +88,7 @@ class ZarrArray:
         self._require_rewritten_chunks(rows)
         return (
             self._view(rows)
-            .write(value, can_reference_source_data_indefinitely=True)
+            .write(as_stored(value), can_reference_source_data_indefinitely=True)
             .commit
         )
 
@@ -129,36 +130,3 @@ class ZarrArray:
 
 def _as_slice(rows: Rows | None) -> slice:
     return slice(None) if rows is None else slice(*rows)
-
-
-def _zarr_spec(folder: Path, spec: ArraySpec, chunk: tuple[int, ...]) -> dict[str, Any]:
-    return {
-        "driver": "zarr3",
-        "kvstore": {"driver": "file", "path": str(folder)},
-        "metadata": {
-            "shape": list(spec.shape),
-            "data_type": spec.dtype,
-            "chunk_grid": {
-                "name": "regular",
-                "configuration": {"chunk_shape": list(chunk)},
-            },
-            # All chunks in the folder of the array itself, as "c.0.1", not "c/0/1".
-            "chunk_key_encoding": {
-                "name": "default",
-                "configuration": {"separator": "."},
-            },
-            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
-            "fill_value": _zero(spec.dtype),
-        },
-        # Without these, all-zero chunks (new moments) are deleted, not written, and
-        # missing ones read as zeros.
-        "store_data_equal_to_fill_value": True,
-        "fill_missing_data_reads": False,
-    }
-
-
-def _zero(dtype: str) -> bool | int | list[int]:
-    """Zero, as zarr's JSON writes it for `dtype`."""
-    if dtype == "bool":
-        return False
-    return [0, 0] if dtype.startswith("complex") else 0

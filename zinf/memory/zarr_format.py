@@ -1,0 +1,70 @@
+"""How arrays lie in files: zarr v3 that every reader opens."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from zinf.program import ArraySpec
+
+# zarr v3 itself knows no bfloat16, and few readers the extension. Its bits are stored
+# as uint16, and the attribute "dtype" of the array says what they are.
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+STORED_DTYPES = {"bfloat16": "uint16"}
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """The NumPy dtype of an `ArraySpec`."""
+    return BFLOAT16 if name == BFLOAT16.name else np.dtype(name)
+
+
+def as_stored(array: np.ndarray) -> np.ndarray:
+    """The same memory in the dtype that the file has."""
+    return array.view(np.uint16) if array.dtype == BFLOAT16 else array
+
+
+def zarr_spec(
+    folder: Path, spec: ArraySpec, chunk: Sequence[int], *, codecs: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The TensorStore spec of an uncompressed array with chunks of one shape.
+
+    Args:
+        codecs: of the bytes of a chunk, such as "crc32c", after the array's own.
+    """
+    stored = STORED_DTYPES.get(spec.dtype, spec.dtype)
+    return {
+        "driver": "zarr3",
+        "kvstore": {"driver": "file", "path": str(folder)},
+        "metadata": {
+            "shape": list(spec.shape),
+            "data_type": stored,
+            "chunk_grid": {
+                "name": "regular",
+                "configuration": {"chunk_shape": list(chunk)},
+            },
+            # All chunks in the folder of the array itself, as "c.0.1", not "c/0/1".
+            "chunk_key_encoding": {
+                "name": "default",
+                "configuration": {"separator": "."},
+            },
+            "codecs": [
+                {"name": "bytes", "configuration": {"endian": "little"}},
+                *({"name": name} for name in codecs),
+            ],
+            "fill_value": _zero(stored),
+            "attributes": {"dtype": spec.dtype},
+        },
+        # Without these, all-zero chunks (new moments) are deleted, not written, and
+        # missing ones read as zeros.
+        "store_data_equal_to_fill_value": True,
+        "fill_missing_data_reads": False,
+    }
+
+
+def _zero(dtype: str) -> bool | int | list[int]:
+    """Zero, as zarr's JSON writes it for `dtype`."""
+    if dtype == "bool":
+        return False
+    return [0, 0] if dtype.startswith("complex") else 0
