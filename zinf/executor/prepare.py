@@ -171,7 +171,8 @@ class Planner:
                 return self.stream_segments(segmented, homes)
             except InfeasibleError as error:
                 largest = self.largest_segment_bytes(segmented.program)
-                if error.tier != Tier.DEVICE or max_bytes == largest // 2:
+                is_last = max_bytes == largest // 2
+                if Tier.DEVICE not in error.shortages or is_last:
                     raise
                 smaller = self.cut(source, largest // 2)
                 if self.largest_segment_bytes(smaller.program) >= largest:

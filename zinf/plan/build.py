@@ -23,7 +23,7 @@ from zinf.plan.schedule import (
     schedule_evaluation,
     value,
 )
-from zinf.plan.stream import InfeasibleError, stream
+from zinf.plan.stream import InfeasibleError, Shortage, stream
 from zinf.program import ArrayId, Program, Tier
 
 # A tier gives up room for what moves through it in growing steps until the plan fits.
@@ -154,11 +154,11 @@ def build_placed(
                 return build(placed, units_for(homes), capacity_bytes, arranged)
             except InfeasibleError as error:
                 failure = error
-                tier = error.tier
-                if reserve[tier] >= capacity_bytes[tier]:
+                if all(reserve[t] >= capacity_bytes[t] for t in error.shortages):
                     break
-                least = capacity_bytes[tier] // 16 + 1
-                reserve[tier] += max(error.shortage_bytes, least)
+                for tier, short in error.shortages.items():
+                    least = capacity_bytes[tier] // 16 + 1
+                    reserve[tier] += max(short.missing_bytes, least)
     assert failure is not None
     raise failure
 
@@ -179,7 +179,8 @@ def fused_plan(
     capacity = capacity_bytes[Tier.DEVICE]
     needed = home_bytes + workspace_bytes
     if needed > capacity:
-        raise InfeasibleError(Tier.DEVICE, needed, capacity, "the fused step")
+        short = Shortage(capacity, needed, "the fused step")
+        raise InfeasibleError({Tier.DEVICE: short})
     workspace = ((Tier.DEVICE, workspace_bytes),)
     instruction = Instruction(
         FusedStep(), Link.DEVICE, (), workspace=workspace, flops=flops

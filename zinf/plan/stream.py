@@ -13,6 +13,7 @@ known. Copies are fetched some jobs ahead, as long as they fit beside what is in
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 
@@ -38,18 +39,48 @@ LOOKAHEAD = 3
 MAX_DISTANCE = 64
 NEVER = 1 << 60
 
+BUDGETS = {
+    Tier.DEVICE: "memory.device",
+    Tier.HOST: "memory.host",
+    Tier.NVME: "memory.nvme_capacity",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """A budget that is too small: what needs the most at once, and how much that is."""
+
+    capacity_bytes: int
+    needed_bytes: int
+    what: str
+
+    @property
+    def missing_bytes(self) -> int:
+        return self.needed_bytes - self.capacity_bytes
+
 
 class InfeasibleError(ValueError):
-    """No plan keeps within the budgets; `shortage` holds what is missing by tier."""
+    """No plan keeps within the budgets. With those of `shortages`, this one would.
 
-    def __init__(self, tier: Tier, needed_bytes: int, capacity_bytes: int, what: str):
-        self.tier = tier
-        self.needed_bytes = needed_bytes
-        self.shortage_bytes = needed_bytes - capacity_bytes
+    Attributes:
+        shortages: by tier, the fastest first; the tiers that are large enough are not
+            in it.
+    """
+
+    def __init__(self, shortages: Mapping[Tier, Shortage]):
+        self.shortages = {t: shortages[t] for t in Tier if t in shortages}
+        found = [
+            f"The {tier} budget is {short.capacity_bytes:,} bytes, but {short.what} "
+            f"needs {short.needed_bytes:,} bytes at once."
+            for tier, short in self.shortages.items()
+        ]
+        budgets = " and ".join(
+            f"{BUDGETS[tier]} to at least {short.needed_bytes:,}"
+            for tier, short in self.shortages.items()
+        )
         super().__init__(
-            f"The {tier} budget is {capacity_bytes:,} bytes, but {what} needs "
-            f"{needed_bytes:,} bytes at once. Raise memory.{tier} to at least "
-            f"{needed_bytes:,}, or lower the microbatch size or segment.max_bytes."
+            f"{' '.join(found)} Raise {budgets}, or lower the microbatch size or "
+            "segment.max_bytes."
         )
 
 
@@ -68,7 +99,7 @@ def stream(
         kept: copies that the step leaves behind for its caller (loss, aux).
 
     Raises:
-        InfeasibleError: one job alone does not fit.
+        InfeasibleError: with the budgets that would do, if some job does not fit.
     """
     return _Streamer(jobs, catalog, capacity_bytes, initial, kept).plan()
 
@@ -84,6 +115,7 @@ class _Streamer:
     ):
         self.jobs, self.catalog = jobs, catalog
         self.capacity = dict(capacity_bytes)
+        self.shortages: dict[Tier, Shortage] = {}
         self.kept = set(kept)
         self.instructions: list[Instruction] = []
         self.writer: dict[Copy, int] = {}
@@ -102,9 +134,7 @@ class _Streamer:
         self.home_bytes = dict(self.used)
         self.peak = dict(self.used)
         for tier in Tier:
-            if self.used[tier] > self.capacity[tier]:
-                what = "what is placed there"
-                raise InfeasibleError(tier, self.used[tier], self.capacity[tier], what)
+            self.require(tier, self.used[tier], "what is placed there")
         self.uses: dict[Copy, list[int]] = defaultdict(list)
         self.reads: dict[ArrayId, list[int]] = defaultdict(list)
         for number, job in enumerate(jobs):
@@ -120,6 +150,7 @@ class _Streamer:
     def plan(self) -> Plan:
         for number, job in enumerate(self.jobs):
             self.now = number
+            self.part(number, job)
             self.fetch_for(self.missing(number), self.touched(job), needed_by=number)
             written = [c for c in job.writes if not self.exists(c)]
             self.claim(job, written)
@@ -135,6 +166,8 @@ class _Streamer:
                 job=job,
             )
             self.drop_dead(number, job)
+        if self.shortages:
+            raise InfeasibleError(self.shortages)
         left = [c for c in self.temporary if c not in self.kept]
         assert not left, f"the plan leaves {left[0]} behind"
         return Plan(
@@ -262,10 +295,10 @@ class _Streamer:
             missing = [
                 c
                 for c in self.missing(later)
-                if c[0] not in changed and any(self.exists((c[0], t)) for t in Tier)
+                if c[0] not in changed and self.is_ready(c)
             ]
             if missing:
-                if not self.fits_ahead(later, missing, protected):
+                if not self.fits(later, missing, protected, {}):
                     return
                 self.fetch_for(missing, protected, needed_by=later)
                 ahead += 1
@@ -274,10 +307,26 @@ class _Streamer:
             if isinstance(upcoming.operation, Update):
                 changed.update(a for a, _ in upcoming.writes)
 
-    def fits_ahead(
-        self, later: int, missing: Sequence[Copy], protected: set[Copy]
+    def is_ready(self, copy: Copy) -> bool:
+        """True if what a later job reads is there now, to be fetched ahead of time.
+
+        What was made on a faster tier (a gradient) may still change: its own offload
+        brings it down when it is complete.
+        """
+        array, tier = copy
+        slower = list(Tier)[list(Tier).index(tier) + 1 :]
+        has_home = self.catalog.home(array) is not None
+        return has_home or any(self.exists((array, t)) for t in slower)
+
+    def fits(
+        self,
+        number: int,
+        missing: Sequence[Copy],
+        protected: set[Copy],
+        beside: Mapping[Tier, int],
     ) -> bool:
-        need: dict[Tier, int] = defaultdict(int)
+        """Whether job `number` can have what it misses, with `beside` bytes more."""
+        need: dict[Tier, int] = defaultdict(int, beside)
         for copy in missing:
             route = self.route(copy)
             protected = protected | self.on_route(copy[0], route)
@@ -286,7 +335,8 @@ class _Streamer:
         for tier, nbytes in need.items():
             shortage = self.used[tier] + nbytes - self.capacity[tier]
             if shortage > 0:
-                victims = self.victims(tier, shortage, protected, later)
+                spare_until = number if number > self.now else NEVER
+                victims = self.victims(tier, shortage, protected, spare_until)
                 if sum(self.temporary[copy] for copy in victims) < shortage:
                     return False
         return True
@@ -349,11 +399,44 @@ class _Streamer:
             return
         victims = self.victims(tier, shortage, protected, spare_until)
         freed = sum(self.temporary[copy] for copy in victims)
-        if freed < shortage:
-            needed = self.used[tier] + nbytes - freed
-            what = f"`{self.jobs[self.now].operation}`"
-            raise InfeasibleError(tier, needed, self.capacity[tier], what)
-        self.free([array for array, _ in victims], tier)
+        what = f"`{self.jobs[self.now].operation}`"
+        self.require(tier, self.used[tier] + nbytes - freed, what)
+        if victims:
+            self.free([array for array, _ in victims], tier)
+
+    def require(self, tier: Tier, nbytes: int, what: str) -> None:
+        """Notes a budget that is too small, and goes on with one that is not.
+
+        What no budget can do without (all but spare copies) does not depend on it. So
+        at the end, the largest such need is the budget that the plan can do with.
+        """
+        if nbytes > self.capacity[tier]:
+            known = self.shortages.get(tier)
+            asked = known.capacity_bytes if known else self.capacity[tier]
+            self.shortages[tier] = Shortage(asked, nbytes, what)
+            self.capacity[tier] = nbytes
+
+    def part(self, number: int, job: Job) -> None:
+        """Frees wholes that a job needs only rows of, if they leave it too little room.
+
+        So what a job needs at least does not depend on what happens to be there.
+        """
+        if isinstance(job.operation, Transfer):
+            return  # it moves new rows out of the whole
+        wholes: dict[Tier, list[ArrayId]] = defaultdict(list)
+        for copy in dict.fromkeys((*job.reads, *job.writes)):
+            held, tier = self.key(copy)
+            if held != copy[0] and (held, tier) in self.temporary:
+                wholes[tier].append(held)
+        if not wholes:
+            return
+        need = dict(job.workspace)
+        for array, tier in job.writes:
+            if not self.exists((array, tier)):
+                need[tier] = need.get(tier, 0) + self.catalog.nbytes(array)
+        if not self.fits(number, self.missing(number), self.touched(job), need):
+            for tier, arrays in wholes.items():
+                self.free(list(dict.fromkeys(arrays)), tier)
 
     def claim(self, job: Job, written: Sequence[Copy]) -> None:
         """Makes room for what a job writes and works in."""
