@@ -1,0 +1,41 @@
+"""Where arrays rest never changes a number."""
+
+import jax
+import numpy as np
+import pytest
+
+from tests.equivalence.models import MODELS, PYTREE
+from tests.equivalence.training import ON_DEVICE, PLACEMENTS, VARIANTS, train
+
+ELSEWHERE = [p for p in PLACEMENTS if p != ON_DEVICE]
+# All pairs of tiers for one model in every variant and for every model in one; for the
+# rest a pair each.
+OTHERS = {
+    "accumulation": ("nvme", "cpu"),
+    "clipping": ("cpu", "nvme"),
+    "bf16": ("nvme", "nvme"),
+}
+CASES = [(PYTREE, v, p) for v in VARIANTS for p in ELSEWHERE]
+CASES += [(m, "plain", p) for m in MODELS[1:] for p in ELSEWHERE]
+CASES += [(m, v, p) for m in MODELS[1:] for v, p in OTHERS.items()]
+
+
+@pytest.mark.parametrize(
+    ("model", "variant", "placement"),
+    CASES,
+    ids=["-".join((m.name, v, *p)) for m, v, p in CASES],
+)
+def test_losses_and_parameters_are_bit_equal_on_all_tiers(model, variant, placement):
+    expected = train(model, variant, ON_DEVICE)
+    found = train(model, variant, placement)
+    assert found.losses == expected.losses
+    assert found.grad_norms == expected.grad_norms
+    jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+
+
+@pytest.mark.parametrize("model", MODELS, ids=[m.name for m in MODELS])
+def test_every_variant_learns_in_a_way_of_its_own(model):
+    """Guards the tests above: a variant that does nothing would pass them all."""
+    losses = {variant: train(model, variant, ON_DEVICE).losses for variant in VARIANTS}
+    assert all(run[-1] < run[0] for run in losses.values())
+    assert len(set(losses.values())) == len(VARIANTS)
