@@ -155,6 +155,8 @@ class _Flattener:
     # Scans over stacked parameters.
 
     def reads_stacked(self, equation: Equation) -> bool:
+        if not equation.params["length"]:
+            return False  # nothing to unroll, and its empty stacks to make
         num_consts, num_carry = scan_arity(equation)
         rows = equation.invars[num_consts + num_carry :]
         return any(self.origin(a) is not None for a in rows)
