@@ -10,7 +10,7 @@ from zinf.config.batch import BatchSizes, batch_sizes, batch_violations
 from zinf.config.deepspeed import DeepSpeedKeys
 from zinf.config.load import override, raw_config
 from zinf.config.messages import ConfigError
-from zinf.config.precision import BF16, DTYPES, LossScaling, precision_violations
+from zinf.config.precision import BF16, LossScaling, precision_violations
 from zinf.config.rules import (
     execution_violations,
     memory_violations,
@@ -160,11 +160,6 @@ class Config(DeepSpeedKeys):
         if self._bf16.enabled:
             return "bfloat16"
         return "float16" if self.fp16.enabled else "float32"
-
-    @property
-    def accumulation_dtype(self) -> str:
-        """Dtype in which gradients of microbatches add up."""
-        return DTYPES[self.data_types.grad_accum_dtype or "float32"]
 
     @property
     def loss_scaling(self) -> LossScaling | None:

@@ -8,14 +8,6 @@ from zinf.config.scalar import Count, Flag, NonNegative, Whole
 from zinf.config.section import Section, Violation
 from zinf.config.status import Auto, Automatic, Moot, Unsupported
 
-DTYPES = {
-    "fp32": "float32",
-    "float32": "float32",
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-    "fp16": "float16",
-    "float16": "float16",
-}
 DtypeName = Literal["fp32", "float32", "bf16", "bfloat16", "fp16", "float16"]
 
 
@@ -117,8 +109,8 @@ class FP16(Section):
 class DataTypes(Section):
     """Dtypes of what is neither a compute copy nor a master."""
 
-    grad_accum_dtype: Auto[DtypeName | None] = None
-    """Dtype in which gradients of microbatches add up; fp32 when absent."""
+    grad_accum_dtype: Auto[Literal["fp32", "float32"] | None] = None
+    """Gradients of microbatches add up in fp32; a narrower sum would lose the small."""
 
     param_dtype: Unsupported[DtypeName | None] = None
     """Parameters are kept in fp32, whatever the compute precision."""

@@ -46,7 +46,7 @@ def key_from_json(
         )
     if saved is None:
         return None
-    words = np.asarray(saved["words"], np.uint32)
+    words = jax.numpy.asarray(saved["words"], np.uint32)
     if saved["implementation"] is None:
-        return jax.numpy.asarray(words)
+        return words
     return jax.random.wrap_key_data(words, impl=saved["implementation"])

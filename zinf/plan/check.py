@@ -163,7 +163,9 @@ class _Copies:
                 raise PlanError(f"the new {array} never gets home to {tier}")
 
     def waits(self, index: int, other: int | None) -> bool:
-        return other in (None, index) or self.reach.precedes(other, index)
+        if other is None or other == index:
+            return True
+        return self.reach.precedes(other, index)
 
     def error(self, index: int, what: str) -> PlanError:
         return PlanError(f"#{index} {self.plan.instructions[index].operation} {what}")

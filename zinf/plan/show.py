@@ -34,7 +34,7 @@ def show_summary(
     capacity_bytes: Mapping[Tier, int],
 ) -> str:
     """Bytes by tier, traffic by link, and the link that binds."""
-    rows = [("tier", "at rest", "peak", "budget")]
+    rows: list[tuple[str, ...]] = [("tier", "at rest", "peak", "budget")]
     for tier in Tier:
         figures = home_bytes[tier], peak_bytes[tier], capacity_bytes[tier]
         if any(figures):

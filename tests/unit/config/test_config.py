@@ -21,7 +21,6 @@ def test_an_empty_config_leaves_everything_automatic():
     assert config.nvme_bytes is None
     assert config.nvme_paths == ()
     assert config.compute_dtype == "float32"
-    assert config.accumulation_dtype == "float32"
     assert config.loss_scaling is None
     assert config.clip_norm is None
     assert config.num_microbatches == 1
@@ -86,9 +85,10 @@ def test_two_persistence_thresholds_are_refused():
         Config.load(raw)
 
 
-def test_accumulation_dtype_has_its_numpy_name():
-    raw = {"data_types": {"grad_accum_dtype": "bf16"}}
-    assert Config.load(raw).accumulation_dtype == "bfloat16"
+def test_a_narrow_accumulation_dtype_is_refused():
+    with pytest.raises(ConfigError, match="grad_accum_dtype"):
+        Config.load({"data_types": {"grad_accum_dtype": "bf16"}})
+    Config.load({"data_types": {"grad_accum_dtype": "fp32"}})
 
 
 def test_steps_per_print_sets_log_every_unless_that_is_given():
