@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend import core as jcore
+from jax.extend import linear_util
 
 Atom = Any  # Var | Literal
 Var = jcore.Var
@@ -25,6 +26,16 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
         return jaxpr.jaxpr, jaxpr.consts
     assert not jaxpr.constvars, "an open jaxpr with constants has no values for them"
     return jaxpr, ()
+
+
+def is_function(value: Any) -> bool:
+    """Whether an equation's parameter is code, such as the rule of a `custom_jvp`.
+
+    jax 0.10 keeps that rule as a `WrappedFun`, which is not callable.
+    """
+    if isinstance(value, (type, np.dtype)):
+        return False
+    return callable(value) or isinstance(value, linear_util.WrappedFun)
 
 
 def scan_arity(equation: Equation) -> tuple[int, int]:

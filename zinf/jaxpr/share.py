@@ -24,6 +24,7 @@ from zinf.jaxpr.compat import (
     build_jaxpr,
     evaluate,
     fresh,
+    is_function,
     open_jaxpr,
 )
 
@@ -107,7 +108,7 @@ def _signature(piece: Piece) -> tuple[Hashable, list[Literal]]:
         return "array", _aval_key(atom.aval), np.asarray(atom.val).tobytes()
 
     def define(variables: Sequence[Var]) -> tuple:
-        numbers.update((v, len(numbers) + i) for i, v in enumerate(variables))
+        _number(numbers, variables)
         return tuple(_aval_key(v.aval) for v in variables)
 
     key: list[Hashable] = [define(piece.invars)]
@@ -121,6 +122,11 @@ def _signature(piece: Piece) -> tuple[Hashable, list[Literal]]:
         for a in piece.outvars
     )
     return (tuple(key), outputs, piece.tags), literals
+
+
+def _number(numbers: dict[Var, int], variables: Sequence[Var]) -> None:
+    start = len(numbers)
+    numbers.update((v, start + i) for i, v in enumerate(variables))
 
 
 def equation_key(equation: Equation) -> Hashable:
@@ -143,20 +149,45 @@ def _bits(literal: Literal) -> Hashable:
 def _param_key(value: Any, calls: list[Any]) -> Hashable:
     """A hashable stand-in for an equation's parameter; functions go into `calls`."""
     if isinstance(value, JAXPR_TYPES):
-        jaxpr, consts = open_jaxpr(value)
-        for equation in jaxpr.eqns:
-            _param_key(equation.params, calls)
-        return str(jaxpr), tuple(_array_key(c) for c in consts)
+        return _jaxpr_key(value, calls)
     if isinstance(value, dict):
         return tuple((k, _param_key(v, calls)) for k, v in sorted(value.items()))
     if isinstance(value, (tuple, list)):
         return tuple(_param_key(v, calls) for v in value)
     if isinstance(value, (np.ndarray, jax.Array)):
         return _array_key(value)
-    if callable(value) and not isinstance(value, (type, np.dtype)):
+    if is_function(value):
         calls.append(value)
         return "function"
     return repr(value)
+
+
+def _jaxpr_key(closed: Any, calls: list[Any]) -> Hashable:
+    """What an inner jaxpr computes: its code, all its numbers, and its constants.
+
+    Its printed form would not do: it leaves out the constants of jaxprs inside, and
+    shows the addresses of functions, which differ between equal rules.
+    """
+    jaxpr, consts = open_jaxpr(closed)
+    numbers: dict[Var, int] = {}
+
+    def define(variables: Sequence[Var]) -> tuple:
+        _number(numbers, variables)
+        return tuple(str(v.aval) for v in variables)
+
+    def atom_key(atom: Atom) -> Hashable:
+        if isinstance(atom, Literal):
+            return "literal", str(atom.aval), _bits(atom)
+        return numbers[atom]
+
+    key: list[Hashable] = [define(jaxpr.constvars), define(jaxpr.invars)]
+    for equation in jaxpr.eqns:
+        arguments = tuple(atom_key(a) for a in equation.invars)
+        params = _param_key(equation.params, calls)
+        name = equation.primitive.name
+        key.append((name, params, arguments, define(equation.outvars)))
+    outputs = tuple(atom_key(a) for a in jaxpr.outvars)
+    return tuple(key), outputs, tuple(_array_key(c) for c in consts)
 
 
 def _array_key(value: Any) -> Hashable:
@@ -179,8 +210,7 @@ def _derivative_key(equation: Equation) -> Hashable:
         )
     except Exception:  # no derivative at all (a `while` with a custom rule inside)
         return id(equation)
-    jaxpr, consts = open_jaxpr(closed)
-    return str(jaxpr), tuple(_array_key(c) for c in consts)
+    return _jaxpr_key(closed, [])
 
 
 def _derivative_of(equation: Equation) -> Callable:
