@@ -24,6 +24,11 @@ from zinf.memory import Residents, Stores, open_stores
 from zinf.plan import Plan
 from zinf.program import ArrayId, Tier
 
+MIXED = (
+    "Some arrays are updated and others are not. Restore the last checkpoint with "
+    "engine.restore(directory)."
+)
+
 
 class Engine:
     """Training steps on state that rests on up to three tiers.
@@ -43,8 +48,9 @@ class Engine:
         self.pending_save: Future | None = None
         self._scalars = Scalars(planner.separated, self.config.loss_scaling)
         self._runners: dict[tuple, AbstractRunner] = {}
+        self._current: AbstractRunner | None = None
         self._restore_from: Path | None = None
-        self._broken: str | None = None
+        self._refusal: str | None = None
 
     @property
     def num_steps(self) -> int:
@@ -53,17 +59,17 @@ class Engine:
     @property
     def is_placed(self) -> bool:
         """True once a batch was given, and so every array has its place."""
-        return bool(self._runners)
+        return self._current is not None
 
     @property
     def plan(self) -> Plan:
-        """The plan of the latest batch shape; `print` shows every transfer."""
-        if not self._runners:
+        """The plan for the latest batch; `print` shows every transfer."""
+        if self._current is None:
             raise ValueError(
                 "The plan depends on the shape of the batch, and none was given yet. "
                 "Pass batch= to zinf.initialize, or take a step first."
             )
-        return list(self._runners.values())[-1].plan
+        return self._current.plan
 
     def step(self, batch: Any) -> dict[str, Any]:
         """One optimizer step on a batch; returns its metrics.
@@ -81,7 +87,7 @@ class Engine:
             KeyboardInterrupt: after the step was completed and counted.
         """
         start = perf_counter()
-        self._refuse_if_broken()
+        self._refuse_if_unusable()
         runner = self.prepare(batch)
         for tier in self.stores.tiers:
             self.stores[tier].ledger.reset_peak()
@@ -98,7 +104,7 @@ class Engine:
             self._store_model_state(outcome)
         except BaseException:
             if record.has_updated:
-                self._broken = f"step {self.num_steps + 1} failed half-way"
+                self._refusal = f"Step {self.num_steps + 1} failed half-way. {MIXED}"
             raise
         metrics = step_metrics(
             outcome,
@@ -115,7 +121,7 @@ class Engine:
 
     def evaluate(self, batch: Any) -> float:
         """The mean loss of a batch, of a shape that `step` takes; changes nothing."""
-        self._refuse_if_broken()
+        self._refuse_if_unusable()
         return self.prepare(batch).evaluate(batch, self._keys())
 
     def params(self) -> Any:
@@ -128,7 +134,7 @@ class Engine:
 
     def save(self, directory: str | PathLike) -> None:
         """Writes all state to a new folder, an array at a time."""
-        self._refuse_if_broken()
+        self._refuse_if_unusable()
         assert self.plan, "there is no state before there is a plan"
         write_arrays(Path(directory), self.residents, self.scalars())
 
@@ -137,7 +143,7 @@ class Engine:
 
         Before the first batch is known this is remembered, and done when it is.
         """
-        if not self._runners:
+        if not self.is_placed:
             self._restore_from = Path(directory)
             return
         self.before_update()
@@ -155,7 +161,7 @@ class Engine:
         """
         rng = key_from_json(scalars["rng"], self.rng)
         self._scalars.from_json(scalars)
-        self.rng, self._broken = rng, None
+        self.rng, self._refusal = rng, None
 
     def before_update(self) -> None:
         """Waits for a save that still reads the arrays."""
@@ -166,9 +172,11 @@ class Engine:
     def close(self) -> None:
         """Frees every tier; files on nvme are scratch and go with the next run."""
         self.before_update()
-        if self._runners:
+        self._refusal = "This engine was closed. Make another with zinf.initialize."
+        if self.is_placed:
             self.stores.close()
             self._runners.clear()
+            self._current = None
 
     def prepare(self, batch: Any) -> AbstractRunner:
         """Plans for the shape of a batch, if it is new; the first one places all state.
@@ -179,14 +187,22 @@ class Engine:
         shape = signature(batch)
         if shape not in self._runners:
             spec = batch_spec(batch, self.config.num_microbatches)
-            homes = self.residents.homes if self._runners else None
+            homes = self.residents.homes if self.is_placed else None
             prepared = self.planner.plan(spec, homes)
             if homes is None:
                 self._place(prepared.plan)
             self._runners[shape] = make_runner(
                 prepared, self.planner, self.stores, spec, self.before_update
             )
-        return self._runners[shape]
+        return self._switch_to(self._runners[shape])
+
+    def _switch_to(self, runner: AbstractRunner) -> AbstractRunner:
+        if runner is not self._current:
+            if self._current is not None:
+                self._current.leave()
+            self._current = runner
+            runner.enter()
+        return runner
 
     def _place(self, plan: Plan) -> None:
         capacity = plan.capacity_bytes
@@ -208,7 +224,12 @@ class Engine:
             raise
 
     def _read_state(self, directory: Path) -> None:
-        read_arrays(directory, self.residents, take_scalars=self.set_scalars)
+        def take(scalars: Mapping[str, Any]) -> None:
+            self.set_scalars(scalars)
+            self._refusal = f"A restore failed half-way. {MIXED}"
+
+        read_arrays(directory, self.residents, take_scalars=take)
+        self._refusal = None
 
     def initialize_state(self) -> None:
         """Gives every array its initial value, at its home."""
@@ -221,8 +242,8 @@ class Engine:
 
     def _reader(self) -> Callable[[str], np.ndarray]:
         """What reads a leaf by its path; before the first batch, its initial value."""
-        self._refuse_if_broken()
-        if self._runners:
+        self._refuse_if_unusable()
+        if self.is_placed:
             return self._read_leaf
         initial = self.planner.problem.initial_leaves(self.planner.device)
         return dict(initial).__getitem__
@@ -242,9 +263,6 @@ class Engine:
             array = np.asarray(mean_over_microbatches(content))
             self.residents.write(ArrayId("param", path), array)
 
-    def _refuse_if_broken(self) -> None:
-        if self._broken is not None:
-            raise RuntimeError(
-                f"{self._broken}: some arrays are updated and others are not. Restore "
-                "the last checkpoint with engine.restore(directory)."
-            )
+    def _refuse_if_unusable(self) -> None:
+        if self._refusal is not None:
+            raise RuntimeError(self._refusal)

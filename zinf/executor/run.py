@@ -5,6 +5,7 @@ stored is the stores'; what is computed is the segments' and the optimizer's.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -146,15 +147,20 @@ class _StepRun:
         return self.stores[tier].read(array).result()
 
     def write(self, array: ArrayId, tier: Tier, content: Any) -> None:
-        self.stores[tier].write(array, content).result()
-        # Rows of a copy that is here as a whole were written into that.
+        self.begin_write(array, tier, content).result()
+
+    def begin_write(self, array: ArrayId, tier: Tier, content: Any) -> Future[None]:
+        # Rows of a copy that is here as a whole are written into that.
         is_part = (array.whole, tier) in self.copies
         if not is_part and self.homes.get(array, self.homes.get(array.whole)) != tier:
             self.copies.add((array, tier))
+        return self.stores[tier].write(array, content)
 
     def drop_copies(self) -> None:
+        # A write that failed may have made its array, or may not.
         for array, tier in self.copies:
-            self.stores[tier].free(array)
+            if self.stores[tier].contains(array):
+                self.stores[tier].free(array)
         self.copies.clear()
 
     def transfer(self, operation: Transfer) -> None:
@@ -172,11 +178,16 @@ class _StepRun:
             for array, future in reads:
                 self.write(array, operation.target, future.result())
             return
-        writes = [(a, target.write(a, future.result())) for a, future in reads]
-        for array, written in writes:
+        writes = []
+        try:
+            for array, future in reads:
+                content = future.result()
+                writes.append(self.begin_write(array, operation.target, content))
+        finally:
+            # If one fails, what the others write is dropped: not while they do.
+            wait(writes)
+        for written in writes:
             written.result()
-            if array not in self.homes and array.whole not in self.homes:
-                self.copies.add((array, operation.target))
 
     def run(self, operation: Run) -> None:
         segment = self.work.segments[operation.segment]

@@ -12,12 +12,14 @@ import numpy as np
 from zinf.executor.batch import microbatches
 from zinf.executor.decision import NonFiniteError, decide
 from zinf.executor.fused import FusedProgram
+from zinf.executor.links import run_links
 from zinf.executor.outcome import Outcome
 from zinf.executor.prepare import Fused, Planner, Streamed
 from zinf.executor.run import StepRecord, Work, run_plan
+from zinf.jaxpr.keys import to_words
 from zinf.memory import Stores
-from zinf.plan import Plan, build_evaluation, value
-from zinf.program import ArrayId, Tier
+from zinf.plan import Instruction, Plan, build_evaluation, initial_copies, value
+from zinf.program import ArrayId
 from zinf.segment import KEY
 
 
@@ -26,6 +28,17 @@ class AbstractRunner(ABC):
 
     plan: Plan
     spec: Any
+
+    @abstractmethod
+    def enter(self) -> None:
+        """Puts in place what this plan has at rest and others have not.
+
+        Called before the first step, and when the last one was another runner's.
+        """
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Takes away what `enter` put in place."""
 
     @abstractmethod
     def step(
@@ -67,6 +80,19 @@ class StreamedRunner(AbstractRunner):
         self.before_update = before_update
         self.read = {n for s in self.program.segments for n in s.inputs}
 
+    def enter(self) -> None:
+        """Puts the arrays that the loss closed over on the device, where they stay.
+
+        They may depend on the shape of the batch: a causal mask, say.
+        """
+        for name, content in self.streamed.segmented.consts.items():
+            content = jax.numpy.asarray(content)
+            self.stores.device.write(ArrayId("const", name), content).result()
+
+    def leave(self) -> None:
+        for name in self.streamed.segmented.consts:
+            self.stores.device.free(ArrayId("const", name))
+
     def step(
         self,
         batch: Any,
@@ -80,9 +106,7 @@ class StreamedRunner(AbstractRunner):
         loss_dtype = self.program.values[self.program.loss].dtype
         seed = np.asarray(loss_scale / self.count, dtype=jax.numpy.dtype(loss_dtype))
         seed = jax.device_put(seed, self.stores.device.device)
-        self.put(batch, keys)
-        run_plan(self.plan, work, self.stores, seed, record)
-        losses, extra = self.take()
+        losses, extra = self.run(self.plan, work, batch, keys, seed, record)
         decision = record.decision
         assert decision is not None and decision.grad_norm is not None
         return Outcome(
@@ -96,11 +120,8 @@ class StreamedRunner(AbstractRunner):
         )
 
     def evaluate(self, batch: Any, keys: Sequence[Any]) -> float:
-        self.put(batch, keys)
-        work = self.work(1.0, ())
-        record = StepRecord()
-        run_plan(self._evaluation_plan, work, self.stores, None, record)
-        losses, _ = self.take()
+        work, record = self.work(1.0, ()), StepRecord()
+        losses, _ = self.run(self._evaluation_plan, work, batch, keys, None, record)
         if record.interrupted:
             raise KeyboardInterrupt
         return sum(losses) / len(losses)
@@ -126,6 +147,26 @@ class StreamedRunner(AbstractRunner):
             compute_dtype=self.streamed.compute_dtype,
         )
 
+    def run(
+        self,
+        plan: Plan,
+        work: Work,
+        batch: Any,
+        keys: Sequence[Any],
+        seed: Any,
+        record: StepRecord,
+    ) -> tuple[list[float], Any]:
+        """Runs a plan from inputs to results; its inputs are gone also if it fails."""
+        try:
+            self.put(batch, keys)
+            run_plan(plan, work, self.stores, seed, record)
+        except BaseException:
+            for array, tier in initial_copies(self.program, self.streamed.options):
+                if self.stores[tier].contains(array):
+                    self.stores[tier].free(array)
+            raise
+        return self.take()
+
     def put(self, batch: Any, keys: Sequence[Any]) -> None:
         """Stores the inputs that segments read: the batch on the host, keys on the
         device."""
@@ -135,7 +176,7 @@ class StreamedRunner(AbstractRunner):
                     self.stores.host.write(value(name, m), array).result()
         for m, key in enumerate(keys):
             if KEY in self.read:
-                key = jax.device_put(key, self.stores.device.device)
+                key = jax.device_put(to_words(key), self.stores.device.device)
                 self.stores.device.write(value(KEY, m), key).result()
 
     def take(self) -> tuple[list[float], Any]:
@@ -173,6 +214,10 @@ class FusedRunner(AbstractRunner):
         self.before_update = before_update
         self._evaluate = evaluate
 
+    def enter(self) -> None: ...
+
+    def leave(self) -> None: ...
+
     def step(
         self,
         batch: Any,
@@ -183,25 +228,14 @@ class FusedRunner(AbstractRunner):
         record: StepRecord,
     ) -> Outcome:
         self.before_update()
-        ((tier, workspace),) = self.plan.instructions[0].workspace
-        device = self.stores[tier]
-        arrays = [device.read(a).result() for a in self.program.arrays]
-        device.ledger.reserve(workspace, "the fused step")
-        try:
-            inputs = (
-                *self.inputs(batch, keys),
-                list(step_values),
-                np.float32(loss_scale),
-            )
-            record.has_updated = True
-            results, outputs = self.program.step(arrays, *self.placed(inputs))
-            del arrays
-            for array, content in zip(self.program.arrays, results, strict=True):
-                device.write(array, content).result()
-            outputs = jax.tree.map(np.asarray, outputs)
-        finally:
-            device.ledger.release(workspace)
-        record.has_updated = False
+        scale = np.float32(loss_scale)
+        inputs = (*self.inputs(batch, keys), list(step_values), scale)
+        outputs: dict[str, Any] = {}
+
+        def execute(instruction: Instruction) -> None:
+            outputs.update(self.execute(instruction, inputs, record))
+
+        record.interrupted = run_links(self.plan.instructions, execute).interrupted
         losses = [float(x) for x in outputs["losses"]]
         norm = float(outputs["grad_norm"])
         skips = not bool(outputs["is_finite"])
@@ -215,7 +249,28 @@ class FusedRunner(AbstractRunner):
                 "those of the step before. Lower the learning rate, clip gradients "
                 "(gradient_clipping), or look for invalid values in the batch."
             )
-        return Outcome(losses, norm, skips, outputs["extra"])
+        return Outcome(losses, norm, skips, outputs["extra"], record.interrupted)
+
+    def execute(
+        self, instruction: Instruction, inputs: Any, record: StepRecord
+    ) -> dict[str, Any]:
+        """Replaces all arrays by those of the next step, and gives its outputs."""
+        ((tier, workspace),) = instruction.workspace
+        device = self.stores[tier]
+        arrays = [device.read(a).result() for a in self.program.arrays]
+        device.ledger.reserve(workspace, "the fused step")
+        try:
+            placed = self.placed(inputs)
+            record.has_updated = True
+            results, outputs = self.program.step(arrays, *placed)
+            del arrays
+            for array, content in zip(self.program.arrays, results, strict=True):
+                device.write(array, content).result()
+            outputs = jax.tree.map(np.asarray, outputs)
+        finally:
+            device.ledger.release(workspace)
+        record.has_updated = False
+        return outputs
 
     def evaluate(self, batch: Any, keys: Sequence[Any]) -> float:
         params = [
@@ -236,14 +291,6 @@ class FusedRunner(AbstractRunner):
         return jax.device_put(tree, self.stores.device.device)
 
 
-def put_consts(streamed: Streamed, stores: Stores) -> None:
-    """Puts the arrays that the loss closed over on the device, where they stay."""
-    for name, content in streamed.segmented.consts.items():
-        array = ArrayId("const", name)
-        if not stores[Tier.DEVICE].contains(array):
-            stores.device.write(array, jax.numpy.asarray(content)).result()
-
-
 def make_runner(
     prepared: Streamed | Fused,
     planner: Planner,
@@ -260,7 +307,6 @@ def make_runner(
     config = planner.config
     skips_overflow = config.loss_scaling is not None
     if isinstance(prepared, Streamed):
-        put_consts(prepared, stores)
         return StreamedRunner(
             prepared,
             stores,

@@ -1,0 +1,72 @@
+"""A network of two layers, small enough to break in many ways in a second."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zinf import Engine
+from zinf.program import ArrayId
+
+DIM, BATCH = 8, 4
+
+
+def init() -> dict[str, Any]:
+    keys = jax.random.split(jax.random.key(0), 3)
+    layers = [
+        {"w": jax.random.normal(k, (DIM, DIM)) * 0.3, "b": jnp.zeros(DIM)}
+        for k in keys[:2]
+    ]
+    return {"layers": layers, "out": jax.random.normal(keys[2], (DIM, DIM)) * 0.3}
+
+
+def loss_fn(params: dict[str, Any], batch: dict[str, Any]) -> jax.Array:
+    x = batch["x"].astype(params["out"].dtype)
+    for layer in params["layers"]:
+        x = x + jnp.tanh(x @ layer["w"] + layer["b"][None])
+    error = (x @ params["out"]).astype(jnp.float32) - batch["y"]
+    return jnp.mean(jnp.square(error))
+
+
+def draw(seed: int = 0, size: int = BATCH) -> dict[str, np.ndarray]:
+    x = np.random.default_rng(seed).standard_normal((size, DIM), np.float32)
+    return {"x": x, "y": np.sin(x)}
+
+
+def on_nvme(folder: Path, **settings: Any) -> dict[str, Any]:
+    """A config that streams everything from a folder."""
+    return {
+        "execution": "streamed",
+        "memory": {"nvme": [str(folder)]},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": "nvme"},
+            "offload_optimizer": {"device": "nvme"},
+        },
+        "persistence_threshold": 1,
+        **settings,
+    }
+
+
+def content(engine: Engine) -> dict[ArrayId, bytes]:
+    """The bytes of every persistent array."""
+    residents = engine.residents
+    return {a: np.array(residents.read(a)).tobytes() for a in residents.specs}
+
+
+def expect_at_rest(engine: Engine) -> None:
+    """Between steps every tier holds what rests on it, and no worker is alive."""
+    used = {t: engine.stores[t].ledger.used_bytes for t in engine.stores.tiers}
+    assert used == {t: engine.plan.home_bytes[t] for t in engine.stores.tiers}
+    assert workers() == []
+
+
+def workers() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("zinf ")]
+
+
+def assert_trees_equal(found: Any, expected: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
