@@ -5,11 +5,10 @@ both read a leaf by rows of its leading dim only. Such a leaf never has to be on
 device as a whole: each row is an array of its own, which its layer alone fetches.
 """
 
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
 
 from zinf.jaxpr import Graph
-from zinf.jaxpr.compat import Equation, Literal, Var
+from zinf.jaxpr.compat import Atom, Equation, Literal, Var
 from zinf.program import ArrayId
 
 
@@ -46,19 +45,17 @@ def split_rows(
             array = ArrayId("param", leaves[variable], (row, row + 1))
             renamed[out] = chosen.setdefault(array, out)
     arrays.update({variable: array for array, variable in chosen.items()})
-    kept = [e for e in graph.equations if e.outvars[0] not in renamed]
-    kept = [
-        e.replace(
-            invars=[
-                a if isinstance(a, Literal) else renamed.get(a, a) for a in e.invars
-            ]
-        )
-        for e in kept
-    ]
+
+    def rename(atoms: Sequence[Atom]) -> list[Atom]:
+        return [a if isinstance(a, Literal) else renamed.get(a, a) for a in atoms]
+
+    kept = [e for e in graph.equations if renamed.keys().isdisjoint(e.outvars)]
+    kept = [e.replace(invars=rename(e.invars)) for e in kept]
     invars = [v for v in graph.invars if v not in split]
     invars += sorted(chosen.values(), key=lambda v: str(arrays[v]))
     paths = {leaves[v] for v in split}
-    graph = replace(graph, invars=tuple(invars), equations=tuple(kept))
+    outvars = tuple(rename(graph.outvars))
+    graph = Graph(tuple(invars), outvars, tuple(kept), graph.consts)
     return graph, arrays, paths
 
 
