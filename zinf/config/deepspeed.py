@@ -21,7 +21,7 @@ class ActivationCheckpointing(Section):
     """Keep the inputs of segments in host memory until backward."""
 
     partition_activations: Automatic[Flag] = None
-    """Shard the inputs of segments over devices; GSPMD does."""
+    """Shard the inputs of segments over devices; there is one device for now."""
 
     contiguous_memory_optimization: Moot[Flag] = None
     """Buffers against fragmentation; XLA's buffers are static."""

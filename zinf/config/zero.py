@@ -31,7 +31,7 @@ class OffloadParam(Section):
     """Folder of the NVMe tier."""
 
     pin_memory: Automatic[Flag] = None
-    """On accelerators the host tier is pinned memory, in a pool of the exact size."""
+    """Transfers go through the pinned buffers that XLA keeps for them."""
 
     buffer_count: Automatic[Whole] = None
     """Number of swap buffers; pools follow from the plan."""
@@ -53,7 +53,7 @@ class OffloadOptimizer(Section):
     """Folder of the NVMe tier."""
 
     pin_memory: Automatic[Flag] = None
-    """On accelerators the host tier is pinned memory, in a pool of the exact size."""
+    """Transfers go through the pinned buffers that XLA keeps for them."""
 
     buffer_count: Automatic[Whole] = None
     """Number of swap buffers; pools follow from the plan."""
