@@ -144,6 +144,7 @@ class Engine:
         Before the first batch is known this is remembered, and done when it is.
         """
         if not self.is_placed:
+            self._refuse_if_unusable()
             self._restore_from = Path(directory)
             return
         self.before_update()
@@ -215,7 +216,7 @@ class Engine:
         )
         specs, separated = self.planner.array_specs(), self.planner.separated
         try:
-            self.residents = make_residents(self.stores, specs, plan.homes, separated)
+            self.residents = make_residents(self.stores, specs, plan, separated)
             self.initialize_state()
             if self._restore_from is not None:
                 self._read_state(self._restore_from)

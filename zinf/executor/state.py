@@ -9,6 +9,7 @@ import numpy as np
 from zinf.executor.updates import block_bytes
 from zinf.memory import Residents, Stores
 from zinf.optim.separate import LeafUpdate, Separated
+from zinf.plan import Plan
 from zinf.program import ArrayId, ArraySpec, Tier
 from zinf.segment.problem import Problem
 
@@ -16,23 +17,18 @@ from zinf.segment.problem import Problem
 def make_residents(
     stores: Stores,
     specs: Mapping[ArrayId, ArraySpec],
-    homes: Mapping[ArrayId, Tier],
+    plan: Plan,
     separated: Separated,
 ) -> Residents:
     """The persistent arrays, with their room on nvme checked and set aside.
 
     Raises:
-        StorageError: a drive is not writable, or has less room than they need.
+        StorageError: a drive is not writable, or has less room than a step needs.
     """
-    homes = {a: tier for a, tier in homes.items() if a.role != "const"}
+    homes = {a: tier for a, tier in plan.homes.items() if a.role != "const"}
     residents = Residents(stores, specs, homes)
     if stores.nvme is not None:
-        needed = sum(
-            specs[a.whole].rows(*a.rows).nbytes if a.rows else specs[a].nbytes
-            for a, tier in homes.items()
-            if tier == Tier.NVME
-        )
-        stores.nvme.check_space(needed)
+        stores.nvme.check_space(plan.peak_bytes[Tier.NVME])
         by_row = {a.whole for a in homes if a.rows}
         # Chunks hold the rows of a block, so that a block never shares one.
         limit = block_bytes(separated)
