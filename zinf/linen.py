@@ -16,6 +16,7 @@ from flax.training.train_state import TrainState
 
 from zinf.engine import Engine
 from zinf.initialize import ConfigSource, make_planner
+from zinf.jaxpr.keys import from_words, to_words
 from zinf.program import ArrayId
 from zinf.segment import named_leaves
 
@@ -48,29 +49,26 @@ class TrainStateEngine(Engine):
         if self._given_optimizer is not None:
             given, self._given_optimizer = named_leaves(self._given_optimizer), None
             for name, array in self._optimizer_arrays().items():
-                self.residents.write(array, _plain(given[name]))
+                self.residents.write(array, np.asarray(to_words(given[name])))
 
     def _optimizer_state(self, params: Any) -> Any:
         tx = self._template.tx
         abstract = jax.eval_shape(tx.init, params)
-        found = _shared_values(self)
+        shared = self.scalars()["shared"]
+        found = {s["name"]: np.asarray(s["value"], s["dtype"]) for s in shared}
         if self.is_placed:
             arrays = self._optimizer_arrays().items()
             found |= {name: self.residents.read(array) for name, array in arrays}
         specs = named_leaves(abstract)
-        # Of keys, the implementation is known from the initial ones alone.
-        made = [n for n, s in specs.items() if n not in found or _is_key(s)]
 
+        @jax.jit
         def initial(params: Any) -> dict[str, Any]:
             state = named_leaves(tx.init(params))
-            return {name: state[name] for name in made}
+            return {n: x for n, x in state.items() if n not in found}
 
-        first = jax.jit(initial)(params)
-        for name in first.keys() & found.keys():
-            words, kind = found[name], jax.random.key_impl(first[name])
-            first[name] = jax.random.wrap_key_data(jnp.asarray(words), impl=kind)
+        first = initial(params)
         leaves = [
-            first[n] if n in first else jnp.asarray(found[n], dtype=s.dtype)
+            first[n] if n in first else jnp.asarray(from_words(found[n], s))
             for n, s in specs.items()
         ]
         return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
@@ -165,24 +163,12 @@ def _added_fields(template: TrainState) -> list[str]:
     ]
 
 
-def _shared_values(engine: Engine) -> dict[str, Any]:
-    return {s["name"]: s["value"] for s in engine.scalars()["shared"]}
-
-
 def _scalars_of(state: TrainState, engine: Engine) -> dict[str, Any]:
     """The scalars of an engine that goes on from `state`."""
     given = named_leaves(state.opt_state)
     scalars = engine.scalars()
     shared = [
-        {**s, "value": _plain(given[s["name"]]).tolist()} for s in scalars["shared"]
+        {**s, "value": np.asarray(to_words(given[s["name"]])).tolist()}
+        for s in scalars["shared"]
     ]
     return {**scalars, "num_steps": int(state.step), "shared": shared}
-
-
-def _is_key(array: Any) -> bool:
-    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-
-
-def _plain(array: Any) -> np.ndarray:
-    """A state array as zinf keeps it: random keys as their words."""
-    return np.asarray(jax.random.key_data(array) if _is_key(array) else array)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from zinf.jaxpr import Graph, Piece, Shared, share, variables
 from zinf.jaxpr.compat import Atom, Equation, Literal, Var
+from zinf.jaxpr.keys import in_words, to_words
 from zinf.program import ArrayId, ArraySpec, Leaf, Program, SegmentSpec
 from zinf.segment.cut import choose_cuts, read_tape
 from zinf.segment.flops import equation_flops
@@ -60,6 +61,8 @@ def segment_loss(
 
 
 def array_spec(aval: Any) -> ArraySpec:
+    """How a value is kept: random keys as words, as every tier can hold them."""
+    aval = in_words(aval)
     return ArraySpec(tuple(aval.shape), str(aval.dtype), aval.dtype.itemsize)
 
 
@@ -130,7 +133,7 @@ class _Builder:
             loss=outputs[0],
             aux=outputs[1:],
         )
-        consts = {value_names[v]: x for v, x in self.graph.consts.items()}
+        consts = {value_names[v]: to_words(x) for v, x in self.graph.consts.items()}
         return Segmented(program, tuple(shared), consts, self.source.aux_structure)
 
     def draft(self, cuts: Sequence[int]) -> list[_Draft]:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from zinf.jaxpr import Body
+from zinf.jaxpr.keys import from_words, in_words, to_words
 from zinf.program import SegmentSpec
 from zinf.segment.build import Segmented
 
@@ -40,8 +41,7 @@ class _BodyExecutables:
     def __post_init__(self) -> None:
         sharding = SingleDeviceSharding(self.device)
         self.abstract = tuple(
-            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=sharding)
-            for v in self.body.jaxpr.invars
+            _placed(in_words(v.aval), sharding) for v in self.body.jaxpr.invars
         )
 
     def _compile(self, function: Callable, *extra: Any) -> Any:
@@ -49,7 +49,7 @@ class _BodyExecutables:
 
     @cached_property
     def forward(self) -> Any:
-        return self._compile(lambda arguments: self.body(*arguments))
+        return self._compile(self._call)
 
     @cached_property
     def backward(self) -> Any:
@@ -63,11 +63,18 @@ class _BodyExecutables:
             seed = jax.ShapeDtypeStruct((), loss.dtype, sharding=sharding)
             return self._compile(self._loss, seed)
         cotangents = tuple(
-            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=sharding)
+            _placed(v.aval, sharding)
             for v, active in zip(self.body.jaxpr.outvars, self._outputs, strict=True)
             if active
         )
         return self._compile(self._backward, cotangents)
+
+    def _call(self, arguments: Sequence[Any]) -> list[Any]:
+        """The body, with random keys going in and out as words."""
+        kinds = [v.aval for v in self.body.jaxpr.invars]
+        pairs = zip(arguments, kinds, strict=True)
+        outputs = self.body(*(from_words(x, kind) for x, kind in pairs))
+        return [to_words(y) for y in outputs]
 
     @property
     def _outputs(self) -> list[bool]:
@@ -95,7 +102,7 @@ class _BodyExecutables:
         chosen, merge = self._split(arguments)
 
         def active_outputs(values: Sequence[Any]) -> list[Any]:
-            outputs = self.body(*merge(values))
+            outputs = self._call(merge(values))
             return [y for y, keep in zip(outputs, self._outputs, strict=True) if keep]
 
         _, vjp = jax.vjp(active_outputs, chosen)
@@ -105,7 +112,7 @@ class _BodyExecutables:
         chosen, merge = self._split(arguments)
 
         def loss_and_outputs(values: Sequence[Any]) -> tuple[Any, list[Any]]:
-            outputs = self.body(*merge(values))
+            outputs = self._call(merge(values))
             return outputs[0], outputs
 
         loss, vjp, outputs = jax.vjp(loss_and_outputs, chosen, has_aux=True)
@@ -176,6 +183,10 @@ def compile_segments(segmented: Segmented, device: jax.Device) -> tuple[Segment,
             bodies[spec.body] = _BodyExecutables(shared.body, spec, is_last, device)
         segments.append(Segment(spec, bodies[spec.body], shared.hoisted))
     return tuple(segments)
+
+
+def _placed(aval: Any, sharding: SingleDeviceSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
 
 
 def _temporary_bytes(compiled: Any) -> int:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zinf.jaxpr.keys import from_words, in_words, is_key, to_words
 from zinf.segment.leafwise import initialize, leaves_of
 from zinf.segment.source import named_leaves
 
@@ -24,20 +25,16 @@ MASTER_DTYPE = "float32"
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One leaf: how it is stored (`master`), and how the loss sees it (`compute`).
+    """One leaf: as it is given, as it is stored (`master`), as the loss sees it.
 
-    A typed random key is stored as its 32-bit words; `key_impl` is its implementation.
+    Typed random keys are stored as their 32-bit words, and given to the loss as keys.
     """
 
     path: str
+    given: jax.ShapeDtypeStruct
     master: jax.ShapeDtypeStruct
     compute: jax.ShapeDtypeStruct
     is_trainable: bool
-    key_impl: Any = None
-
-    @property
-    def is_key(self) -> bool:
-        return self.key_impl is not None
 
     @property
     def has_master(self) -> bool:
@@ -117,12 +114,10 @@ class Problem:
 
     def _stored(self, path: str, leaf: Any) -> np.ndarray:
         spec = self.params[path]
-        if spec.is_key:
-            leaf = jax.random.key_data(leaf)
-        return np.asarray(leaf).astype(spec.master.dtype, copy=False)
+        return np.asarray(to_words(leaf)).astype(spec.master.dtype, copy=False)
 
     def _presented(self, path: str, stored: np.ndarray) -> Any:
-        return _wrapped(self.params[path], stored)
+        return from_words(stored, self.params[path].given)
 
 
 def make_problem(
@@ -172,14 +167,14 @@ def make_problem(
     state_structure = jax.tree.structure(abstract_state)
 
     def loss(flat: Mapping[str, Any], batch: Any, *key: Any) -> tuple[Any, Any]:
-        values = [_wrapped(specs[p], x) for p, x in flat.items()]
+        values = [from_words(x, specs[p].given) for p, x in flat.items()]
         trees = [jax.tree.unflatten(structure, values[: len(leaves)])]
         if model_state is not None:
             trees.append(jax.tree.unflatten(state_structure, values[len(leaves) :]))
         result = loss_fn(*trees, batch, *key)
         return _sort_result(result, has_aux, abstract_state)
 
-    masters = [specs[p].master if not specs[p].is_key else x for p, x in leaves.items()]
+    masters = [x if is_key(x) else specs[p].master for p, x in leaves.items()]
     return Problem(
         params=specs,
         abstract_params=jax.tree.unflatten(structure, masters),
@@ -241,20 +236,8 @@ def _check_state(state: Any, wanted: Any, returned: str) -> None:
             )
 
 
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def _unwrapped(tree: Any) -> Any:
-    return jax.tree.map(
-        lambda x: jax.random.key_data(x) if _is_key(jnp.asarray(x)) else x, tree
-    )
-
-
-def _wrapped(spec: ParamSpec, value: Any) -> Any:
-    if spec.is_key:
-        return jax.random.wrap_key_data(jnp.asarray(value), impl=spec.key_impl)
-    return value
+    return jax.tree.map(lambda x: to_words(jnp.asarray(x)), tree)
 
 
 def _abstract(source: Any) -> Any:
@@ -286,19 +269,13 @@ def _leaves(source: Any, device: jax.Device) -> Iterator[tuple[str, Any]]:
 def _param_spec(
     path: str, leaf: Any, may_train: bool, mixed_dtype: str | None
 ) -> ParamSpec:
-    if _is_key(leaf):
-        implementations: list[Any] = []
-
-        def words_of(key: jax.Array) -> jax.Array:
-            implementations.append(jax.random.key_impl(key))
-            return jax.random.key_data(key)
-
-        words = jax.eval_shape(words_of, leaf)
-        return ParamSpec(path, words, words, False, implementations[0])
+    if is_key(leaf):
+        words = in_words(leaf)
+        return ParamSpec(path, leaf, words, words, False)
     is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
     master = compute = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     if mixed_dtype is not None and is_float:
         compute = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(mixed_dtype))
         stored = MASTER_DTYPE if may_train else mixed_dtype
         master = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(stored))
-    return ParamSpec(path, master, compute, is_float and may_train)
+    return ParamSpec(path, leaf, master, compute, is_float and may_train)
