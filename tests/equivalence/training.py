@@ -81,9 +81,10 @@ def train(
         for batch in batches:
             metrics.append(engine.step(batch))
             if optimizer == "sgd" and not gradients:
+                paths = [leaf.path for leaf in engine.planner.separated.leaves]
                 gradients = {
-                    leaf.path: engine.residents.read(ArrayId("state0", leaf.path))
-                    for leaf in engine.planner.separated.leaves
+                    p: np.array(engine.residents.read(ArrayId("state0", p)))
+                    for p in paths
                 }
         params = engine.params()
         engine.close()

@@ -1,0 +1,549 @@
+"""Small losses, one for each thing that a user's program may contain."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from jax import lax
+
+DIM, BATCH, LAYERS = 8, 4, 3
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Program:
+    """A loss with its parameters, and the arguments of `zinf.initialize` it needs."""
+
+    name: str
+    init: Callable[[], Tree]
+    loss: Callable[..., Any]
+    batch: Tree
+    config: dict[str, Any] = field(default_factory=dict)
+    uses_key: bool = False
+    has_aux: bool = False
+    frozen: Sequence[str] = ()
+    # Fewer segments than this, and the test would show little.
+    min_segments: int = LAYERS
+
+
+PROGRAMS: list[Program] = []
+
+
+def program(init: Callable[[], Tree], batch: Tree = None, **options: Any) -> Callable:
+    """Adds the loss below it to PROGRAMS."""
+
+    def add(loss: Callable) -> Callable:
+        data = VECTORS if batch is None else batch
+        PROGRAMS.append(Program(loss.__name__, init, loss, data, **options))
+        return loss
+
+    return add
+
+
+def normal(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+VECTORS = {"x": normal(1, BATCH, DIM), "y": normal(2, BATCH, DIM)}
+TOKENS = {"tokens": np.random.default_rng(3).integers(0, 16, (BATCH, 7), np.int32)}
+SERIES = {"x": normal(4, BATCH, 6, DIM), "y": normal(5, BATCH, DIM)}
+
+
+def weight(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape) * shape[0] ** -0.5
+
+
+def layers(**extra: Callable[[], Any]) -> Callable[[], Tree]:
+    def init() -> Tree:
+        many = [
+            {"w": weight(i, DIM, DIM), "b": jnp.full((1, DIM), 0.1)}
+            for i in range(LAYERS)
+        ]
+        return {"layers": many, **{name: make() for name, make in extra.items()}}
+
+    return init
+
+
+def stacked(**extra: Callable[[], Any]) -> Callable[[], Tree]:
+    def init() -> Tree:
+        w = jnp.stack([weight(i, DIM, DIM) for i in range(LAYERS)])
+        return {"w": w, **{name: make() for name, make in extra.items()}}
+
+    return init
+
+
+def dense(p: Tree, x: jax.Array) -> jax.Array:
+    return x @ p["w"] + p["b"]
+
+
+def block(p: Tree, x: jax.Array) -> jax.Array:
+    return x + jnp.tanh(dense(p, x))
+
+
+def mse(x: jax.Array, batch: Tree) -> jax.Array:
+    return jnp.mean(jnp.square(x - batch["y"]))
+
+
+# Randomness.
+
+
+@program(layers(), uses_key=True)
+def dropout_in_every_layer(params, batch, key):
+    x = batch["x"]
+    for i, p in enumerate(params["layers"]):
+        keep = jax.random.bernoulli(jax.random.fold_in(key, i), 0.8, x.shape)
+        x = x + jnp.where(keep, jnp.tanh(dense(p, x)) / 0.8, 0.0)
+    return mse(x, batch)
+
+
+@program(layers(), uses_key=True, config={"gradient_accumulation_steps": 2})
+def dropout_with_microbatches(params, batch, key):
+    return dropout_in_every_layer(params, batch, key)
+
+
+@program(layers(), uses_key=True)
+def a_chain_of_split_keys(params, batch, key):
+    x = batch["x"]
+    for p in params["layers"]:
+        key, own = jax.random.split(key)
+        x = x + jnp.tanh(dense(p, x)) * jax.random.uniform(own, x.shape)
+    return mse(x, batch)
+
+
+@program(
+    stacked(),
+    uses_key=True,
+    config={"activation_checkpointing": {"cpu_checkpointing": True}},
+)
+def keys_scanned_along_with_layers(params, batch, key):
+    def layer(x, row):
+        w, own = row
+        return x + jnp.tanh(x @ w) * jax.random.bernoulli(own, 0.7, x.shape), None
+
+    keys = jax.random.split(key, LAYERS)
+    return mse(lax.scan(layer, batch["x"], (params["w"], keys))[0], batch)
+
+
+@program(layers())
+def a_key_made_in_the_loss(params, batch):
+    x = batch["x"]
+    for i, p in enumerate(params["layers"]):
+        noise = jax.random.normal(jax.random.key(i), x.shape)
+        x = block(p, x + 0.1 * noise)
+    return mse(x, batch)
+
+
+# Parameters.
+
+
+def embedded() -> Tree:
+    return {**layers()(), "embed": weight(9, 16, DIM)}
+
+
+@program(embedded, TOKENS)
+def tied_embeddings(params, batch):
+    tokens = batch["tokens"]
+    x = params["embed"][tokens[:, :-1]]
+    for p in params["layers"]:
+        x = x + jnp.tanh(x @ p["w"] + p["b"][None])
+    logits = jax.nn.log_softmax(x @ params["embed"].T)
+    return -jnp.mean(jnp.take_along_axis(logits, tokens[:, 1:, None], -1))
+
+
+@program(
+    layers(steps=lambda: jnp.int32(2), mask=lambda: jnp.arange(DIM) % 2 == 0),
+    config={"frozen": ["layers/1/*"]},
+    frozen=["layers/1/w", "layers/1/b", "steps", "mask"],
+)
+def frozen_leaves_of_several_kinds(params, batch):
+    x = batch["x"]
+    for p in params["layers"]:
+        x = block(p, x)
+    return mse(jnp.where(params["mask"][None], x, x * params["steps"]), batch)
+
+
+@program(
+    layers(unused=lambda: jnp.ones((2, 3)), noted=lambda: jnp.ones(3)), has_aux=True
+)
+def unused_parameters(params, batch):
+    x = batch["x"]
+    for p in params["layers"]:
+        x = block(p, x)
+    return mse(x, batch), params["noted"].sum()
+
+
+@program(layers(shared=lambda: weight(7, DIM, DIM)))
+def a_parameter_in_every_layer(params, batch):
+    x = batch["x"]
+    for p in params["layers"]:
+        x = block(p, x @ params["shared"])
+    return mse(x, batch)
+
+
+@program(layers(shift=lambda: jnp.float32(0.1), scale=lambda: jnp.ones(())))
+def scalar_parameters(params, batch):
+    x = batch["x"]
+    for p in params["layers"]:
+        x = params["scale"] * block(p, x) + params["shift"]
+    return mse(x, batch)
+
+
+@program(layers())
+def parameters_cast_at_the_top(params, batch):
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+    x = batch["x"].astype(jnp.bfloat16)
+    for p in params["layers"]:
+        x = block(p, x)
+    return mse(x.astype(jnp.float32), batch)
+
+
+@program(stacked())
+def stacked_parameters_cast_at_the_top(params, batch):
+    rows = params["w"].astype(jnp.bfloat16)
+    x, _ = lax.scan(
+        lambda x, w: (x + jnp.tanh(x @ w), None), batch["x"].astype(rows.dtype), rows
+    )
+    return mse(x.astype(jnp.float32), batch)
+
+
+@program(stacked())
+def rows_of_a_stack_in_a_python_loop(params, batch):
+    x = batch["x"]
+    for i in range(LAYERS):
+        x = x + jnp.tanh(x @ params["w"][i])
+    return mse(x, batch)
+
+
+@program(layers())
+def weights_normalised_before_use(params, batch):
+    x = batch["x"]
+    for p in params["layers"]:
+        w = p["w"] / jnp.linalg.norm(p["w"], axis=0, keepdims=True)
+        x = x + jnp.tanh(x @ w + p["b"])
+    return mse(x, batch)
+
+
+# Derivatives.
+
+
+@program(layers())
+def checkpointed_layers(params, batch):
+    x = batch["x"]
+    for p in params["layers"]:
+        x = jax.checkpoint(block)(p, x)
+    return mse(x, batch)
+
+
+@program(layers(), config={"segment": {"max_bytes": 300}})
+def checkpointed_pairs_larger_than_a_segment(params, batch):
+    def pair(many, x):
+        for p in many:
+            x = block(p, x)
+        return x
+
+    policy = jax.checkpoint_policies.dots_saveable
+    x = jax.checkpoint(pair, policy=policy)(params["layers"], batch["x"])
+    return mse(x, batch)
+
+
+class Remat(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(LAYERS):
+            x += nn.remat(nn.Dense)(DIM)(jnp.tanh(x))
+        return x
+
+
+@program(lambda: Remat().init(jax.random.key(0), VECTORS["x"])["params"])
+def linen_remat(params, batch):
+    return mse(Remat().apply({"params": params}, batch["x"]), batch)
+
+
+@jax.custom_vjp
+def straight_through(x):
+    return jnp.round(x)
+
+
+straight_through.defvjp(lambda x: (jnp.round(x), None), lambda _, g: (g,))
+
+
+@jax.custom_jvp
+def clipped(x):
+    return jnp.clip(x, -1, 1)
+
+
+clipped.defjvp(lambda xs, ts: (jnp.clip(*xs, -1, 1), 0.5 * ts[0]))
+
+
+@program(layers())
+def custom_vjp_in_every_layer(params, batch):
+    x = batch["x"]
+    for p in params["layers"]:
+        x = x + straight_through(4 * dense(p, x)) / 4
+    return mse(x, batch)
+
+
+@program(layers())
+def custom_jvp_in_every_layer(params, batch):
+    x = batch["x"]
+    for p in params["layers"]:
+        x = x + clipped(dense(p, x))
+    return mse(x, batch)
+
+
+def scaled_gradient(factor: float) -> Callable:
+    """Equal code forward, and nothing but the derivative rule tells them apart."""
+
+    @jax.custom_vjp
+    def identity(x):
+        return jnp.sin(x)
+
+    identity.defvjp(lambda x: (jnp.sin(x), None), lambda _, g: (factor * g,))
+    return identity
+
+
+@program(layers())
+def custom_rules_that_differ_between_equal_layers(params, batch):
+    x = batch["x"]
+    for i, p in enumerate(params["layers"]):
+        x = x + scaled_gradient(1.0 + i)(dense(p, x))
+    return mse(x, batch)
+
+
+@program(layers())
+def custom_rules_under_checkpoint(params, batch):
+    x = batch["x"]
+    for i, p in enumerate(params["layers"]):
+        rule = scaled_gradient(1.0 + i)
+        x = x + jax.checkpoint(lambda p, x, rule=rule: rule(dense(p, x)))(p, x)
+    return mse(x, batch)
+
+
+@program(layers())
+def stopped_gradients(params, batch):
+    x = batch["x"]
+    for p in params["layers"]:
+        x = block(p, x) + lax.stop_gradient(jnp.sin(x @ p["w"]))
+    return mse(x, batch)
+
+
+# Control flow.
+
+
+@program(stacked())
+def scan_over_layers_in_reverse(params, batch):
+    def layer(x, w):
+        x = x + jnp.tanh(x @ w)
+        return x, x.mean()
+
+    x, means = lax.scan(layer, batch["x"], params["w"], reverse=True)
+    return mse(x, batch) + jnp.dot(means, jnp.arange(3.0))
+
+
+@program(stacked())
+def scan_of_checkpointed_layers(params, batch):
+    layer = jax.checkpoint(lambda x, w: (x + jnp.tanh(x @ w), None))
+    return mse(lax.scan(layer, batch["x"], params["w"])[0], batch)
+
+
+def rnn_params() -> Tree:
+    return [
+        {"w": weight(i, DIM, DIM), "u": weight(i + 5, DIM, DIM)} for i in range(LAYERS)
+    ]
+
+
+@program(rnn_params, SERIES)
+def recurrent_layers(params, batch):
+    x = batch["x"].swapaxes(0, 1)
+    for p in params:
+
+        def cell(h, x, p=p):
+            h = jnp.tanh(x @ p["w"] + h @ p["u"])
+            return h, h
+
+        _, x = lax.scan(cell, jnp.zeros((BATCH, DIM)), x)
+    return mse(x[-1], batch)
+
+
+@program(layers())
+def loops_and_branches_in_every_layer(params, batch):
+    x = batch["x"]
+    for p in params["layers"]:
+        halves = lax.while_loop(lambda n: n < 5, lambda n: n * 2, jnp.int32(1))
+        x = lax.fori_loop(0, 2, lambda _, x, p=p: block(p, x), x)
+        x = lax.cond(x.sum() > 0, lambda x: x, lambda x: 0.5 * x, x) / halves
+    return mse(x, batch)
+
+
+@program(layers())
+def a_switch_between_layers(params, batch):
+    x = batch["x"]
+    for i, p in enumerate(params["layers"]):
+        branches = [jnp.tanh, jnp.sin, jax.nn.relu]
+        x = x + lax.switch(jnp.int32(i), branches, dense(p, x))
+    return mse(x, batch)
+
+
+# Shapes of networks.
+
+
+@program(layers())
+def post_norm_blocks(params, batch):
+    x = batch["x"]
+    for p in params["layers"]:
+        x = jax.nn.standardize(x + jnp.tanh(dense(p, x)))
+    return mse(x, batch)
+
+
+def two_stacks() -> Tree:
+    decoder = [
+        {"w": weight(i + 4, DIM, DIM), "c": weight(i + 8, DIM, DIM)}
+        for i in range(LAYERS)
+    ]
+    return {"encoder": layers()()["layers"], "decoder": decoder}
+
+
+@program(two_stacks, min_segments=2 * LAYERS)
+def an_encoder_and_a_decoder(params, batch):
+    memory = batch["x"]
+    for p in params["encoder"]:
+        memory = block(p, memory)
+    x = jnp.ones_like(memory)
+    for p in params["decoder"]:
+        x = jnp.sin(x @ p["w"] + memory @ p["c"])
+    return mse(x, batch)
+
+
+@program(layers())
+def values_carried_across_layers(params, batch):
+    """A U-net: the first layer's output is read by the last."""
+    x, kept = batch["x"], []
+    for p in params["layers"]:
+        kept.append(x)
+        x = jnp.tanh(dense(p, x))
+    for p in params["layers"]:
+        x = jnp.tanh(dense(p, x)) + kept.pop()
+    return mse(x, batch)
+
+
+def conv_params() -> Tree:
+    shapes = [(3, 3, 1, 4), (3, 3, 4, 6), (1, 1, 6, 8)]
+    convs = [0.3 * normal(i, *s) for i, s in enumerate(shapes)]
+    return {"convs": convs, "out": weight(5, 8, 3)}
+
+
+IMAGES = {"x": normal(6, BATCH, 8, 8, 1), "y": normal(7, BATCH, 3)}
+
+
+@program(conv_params, IMAGES, config={"segment": {"max_bytes": 1000}})
+def a_conv_net_without_repetition(params, batch):
+    x = batch["x"]
+    for i, w in enumerate(params["convs"]):
+        dims = ("NHWC", "HWIO", "NHWC")
+        x = lax.conv_general_dilated(
+            x, w, (1 + i % 2,) * 2, "SAME", dimension_numbers=dims
+        )
+        x = jax.nn.relu(x)
+    return mse(x.mean((1, 2)) @ params["out"], batch)
+
+
+@program(layers())
+def spectra_in_every_layer(params, batch):
+    """Complex values between real parameters and a real loss."""
+    x = batch["x"]
+    for p in params["layers"]:
+        x = x + jnp.tanh(jnp.fft.ifft(jnp.fft.fft(dense(p, x)) * 0.5j).real)
+    return mse(x, batch)
+
+
+@program(layers(router=lambda: weight(3, DIM, 4)))
+def experts_chosen_by_a_router(params, batch):
+    """Integers that depend on parameters decide where values go."""
+    x = batch["x"]
+    for p in params["layers"]:
+        gates = jax.nn.softmax(x @ params["router"])
+        best, index = lax.top_k(gates, 1)
+        order = jnp.argsort(index[:, 0])
+        routed = block(p, x[order])[jnp.argsort(order)]
+        x = x + best * routed
+    return mse(x, batch)
+
+
+def create_haiku(x):
+    for _ in range(LAYERS):
+        x = x + hk.Linear(DIM)(jnp.tanh(x))
+    return x
+
+
+HAIKU = hk.without_apply_rng(hk.transform(create_haiku))
+
+
+@program(lambda: HAIKU.init(jax.random.key(0), VECTORS["x"]))
+def a_haiku_transform(params, batch):
+    return mse(HAIKU.apply(params, batch["x"]), batch)
+
+
+# Inputs and outputs.
+
+TABLE = normal(8, DIM, DIM)
+SCALE = jnp.float32(0.3)
+
+
+@program(layers())
+def constants_closed_over(params, batch):
+    x = batch["x"]
+    for p in params["layers"]:
+        x = block(p, x @ TABLE * SCALE)
+    return mse(x, batch)
+
+
+@program(layers(), has_aux=True)
+def aux_outputs_of_all_kinds(params, batch):
+    x, norms = batch["x"], []
+    for p in params["layers"]:
+        x = block(p, x)
+        norms.append(jnp.linalg.norm(x))
+    aux = {
+        "norms": norms,
+        "argmax": x.argmax(-1),
+        "input": batch["x"],
+        "bias": params["layers"][0]["b"],
+        "constant": 3,
+        "table": TABLE,
+    }
+    return mse(x, batch), aux
+
+
+@program(layers(), {**VECTORS, "scale": np.float32(0.5), "unread": np.ones((BATCH, 2))})
+def batch_leaves_that_are_scalars_or_unread(params, batch):
+    x = batch["x"] * batch["scale"]
+    for p in params["layers"]:
+        x = block(p, x)
+    return mse(x, batch)
+
+
+@program(layers())
+def debug_prints(params, batch):
+    x = batch["x"]
+    for p in params["layers"]:
+        x = block(p, x)
+        jax.debug.callback(partial(list.append, []), x.sum())
+    return mse(x, batch)
+
+
+@program(lambda: {"a": jnp.float32(2.0)}, min_segments=1)
+def a_loss_that_is_a_parameter(params, batch):
+    return params["a"]
+
+
+@program(layers(), min_segments=1)
+def a_loss_without_a_gradient(params, batch):
+    return mse(batch["x"], batch) + 0 * lax.stop_gradient(
+        params["layers"][0]["w"].sum()
+    )
