@@ -54,10 +54,13 @@ def build(
         units: the optimizer's work, in the order in which it is done.
 
     Raises:
-        InfeasibleError: with the number that would make it feasible.
+        InfeasibleError: with the budgets that would do.
     """
     jobs = schedule(catalog, units, options)
-    return _streamed(jobs, catalog, capacity_bytes, options)
+    try:
+        return _streamed(jobs, catalog, capacity_bytes, options)
+    except InfeasibleError as error:
+        raise _proven(error, jobs, catalog, options) from None
 
 
 def build_evaluation(
@@ -98,6 +101,30 @@ def _streamed(
     return plan
 
 
+def _proven(
+    error: InfeasibleError,
+    jobs: Sequence[Job],
+    catalog: Catalog,
+    options: StepOptions,
+) -> InfeasibleError:
+    """The error with budgets that were tried and will do.
+
+    With more room, other copies are there when a job starts, so another job may be the
+    one that needs most.
+    """
+    shortages = dict(error.shortages)
+    while True:
+        budgets = {tier: short.needed_bytes for tier, short in shortages.items()}
+        try:
+            _streamed(jobs, catalog, {**error.capacity_bytes, **budgets}, options)
+        except InfeasibleError as further:
+            for tier, short in further.shortages.items():
+                asked_bytes = error.capacity_bytes[tier]
+                shortages[tier] = replace(short, capacity_bytes=asked_bytes)
+        else:
+            return InfeasibleError(shortages, error.capacity_bytes)
+
+
 def initial_copies(program: Program, options: StepOptions) -> list[Copy]:
     """What is there when a step starts: batch on the host, keys on the device."""
     return [
@@ -136,31 +163,32 @@ def build_placed(
     Raises:
         InfeasibleError: even with everything on the slowest tier allowed.
     """
-    failure: InfeasibleError | None = None
     is_fixed = all(resident.tier is not None for resident in residents)
     for value_tier, gradient_tier in product(
         choices.value_tiers, choices.gradient_tiers
     ):
         arranged = replace(options, value_tier=value_tier, gradient_tier=gradient_tier)
         reserve = dict.fromkeys(Tier, 0)
-        for _ in range(1 if is_fixed else MAX_ATTEMPTS):
+        for attempt in range(1, 1 + (1 if is_fixed else MAX_ATTEMPTS)):
+            if attempt == MAX_ATTEMPTS:
+                reserve = dict(capacity_bytes)  # all on the slowest tier allowed
             homes = place(
                 residents,
                 {t: capacity_bytes[t] - reserve[t] for t in Tier},
                 persistence_bytes=choices.persistence_bytes,
             )
             placed = replace(catalog, homes=homes)
+            jobs = schedule(placed, units_for(homes), arranged)
             try:
-                return build(placed, units_for(homes), capacity_bytes, arranged)
+                return _streamed(jobs, placed, capacity_bytes, arranged)
             except InfeasibleError as error:
                 failure = error
-                if all(reserve[t] >= capacity_bytes[t] for t in error.shortages):
-                    break
-                for tier, short in error.shortages.items():
-                    least = capacity_bytes[tier] // 16 + 1
-                    reserve[tier] += max(short.missing_bytes, least)
-    assert failure is not None
-    raise failure
+            if all(reserve[t] >= capacity_bytes[t] for t in failure.shortages):
+                break
+            for tier, short in failure.shortages.items():
+                least = capacity_bytes[tier] // 16 + 1
+                reserve[tier] += max(short.missing_bytes, least)
+    raise _proven(failure, jobs, placed, arranged)
 
 
 def fused_plan(
@@ -180,7 +208,7 @@ def fused_plan(
     needed = home_bytes + workspace_bytes
     if needed > capacity:
         short = Shortage(capacity, needed, "the fused step")
-        raise InfeasibleError({Tier.DEVICE: short})
+        raise InfeasibleError({Tier.DEVICE: short}, capacity_bytes)
     workspace = ((Tier.DEVICE, workspace_bytes),)
     instruction = Instruction(
         FusedStep(), Link.DEVICE, (), workspace=workspace, flops=flops

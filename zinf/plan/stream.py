@@ -60,14 +60,18 @@ class Shortage:
 
 
 class InfeasibleError(ValueError):
-    """No plan keeps within the budgets. With those of `shortages`, this one would.
+    """No plan keeps within the budgets.
 
     Attributes:
-        shortages: by tier, the fastest first; the tiers that are large enough are not
-            in it.
+        shortages: by tier, the fastest first, what is missing; the tiers that are
+            large enough are not in it.
+        capacity_bytes: the budgets, by tier.
     """
 
-    def __init__(self, shortages: Mapping[Tier, Shortage]):
+    def __init__(
+        self, shortages: Mapping[Tier, Shortage], capacity_bytes: Mapping[Tier, int]
+    ):
+        self.capacity_bytes = dict(capacity_bytes)
         self.shortages = {t: shortages[t] for t in Tier if t in shortages}
         found = [
             f"The {tier} budget is {short.capacity_bytes:,} bytes, but {short.what} "
@@ -114,7 +118,7 @@ class _Streamer:
         kept: Iterable[Copy],
     ):
         self.jobs, self.catalog = jobs, catalog
-        self.capacity = dict(capacity_bytes)
+        self.asked, self.capacity = capacity_bytes, dict(capacity_bytes)
         self.shortages: dict[Tier, Shortage] = {}
         self.kept = set(kept)
         self.instructions: list[Instruction] = []
@@ -145,6 +149,8 @@ class _Streamer:
                     if not self.reads[named] or self.reads[named][-1] != number:
                         self.reads[named].append(number)
         self.occupy(initial)
+        for tier in Tier:
+            self.require(tier, self.used[tier], "what is there when a step starts")
         self.started = dict(self.used)
 
     def plan(self) -> Plan:
@@ -167,7 +173,7 @@ class _Streamer:
             )
             self.drop_dead(number, job)
         if self.shortages:
-            raise InfeasibleError(self.shortages)
+            raise InfeasibleError(self.shortages, self.asked)
         left = [c for c in self.temporary if c not in self.kept]
         assert not left, f"the plan leaves {left[0]} behind"
         return Plan(
@@ -407,13 +413,10 @@ class _Streamer:
     def require(self, tier: Tier, nbytes: int, what: str) -> None:
         """Notes a budget that is too small, and goes on with one that is not.
 
-        What no budget can do without (all but spare copies) does not depend on it. So
-        at the end, the largest such need is the budget that the plan can do with.
+        So the error knows of all that is missing, and not only of the first of it.
         """
         if nbytes > self.capacity[tier]:
-            known = self.shortages.get(tier)
-            asked = known.capacity_bytes if known else self.capacity[tier]
-            self.shortages[tier] = Shortage(asked, nbytes, what)
+            self.shortages[tier] = Shortage(self.asked[tier], nbytes, what)
             self.capacity[tier] = nbytes
 
     def part(self, number: int, job: Job) -> None:

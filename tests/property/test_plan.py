@@ -1,0 +1,79 @@
+"""Any program within any budget: the plan is right however its links are timed."""
+
+from collections.abc import Mapping
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.toy.machine import Machine, run_jobs
+from tests.toy.strategies import Case, cases
+from zinf.plan import (
+    InfeasibleError,
+    Plan,
+    build,
+    initial_copies,
+    kept_copies,
+)
+from zinf.plan.schedule import Catalog, schedule
+from zinf.program import Tier
+
+UNLIMITED = dict.fromkeys(Tier, 1 << 40)
+
+repeatable = settings(derandomize=True, deadline=None, database=None, max_examples=150)
+budgets = st.fixed_dictionaries(
+    {tier: st.integers(0, 12_000) for tier in (Tier.DEVICE, Tier.HOST)}
+)
+
+
+def plan_of(case: Case, capacity: Mapping[Tier, int]) -> tuple[Plan, Catalog]:
+    microbatches = case.options.num_microbatches
+    catalog = case.toy.catalog(case.homes, num_microbatches=microbatches)
+    units = case.toy.units(case.homes)
+    # `build` checks what it makes.
+    return build(catalog, units, capacity, case.options), catalog
+
+
+def raised(capacity: Mapping[Tier, int], error: InfeasibleError) -> dict[Tier, int]:
+    needed = {tier: short.needed_bytes for tier, short in error.shortages.items()}
+    return {**capacity, **needed}
+
+
+@repeatable
+@given(cases(), budgets)
+def test_a_plan_fits_or_says_what_would(case: Case, budget: dict[Tier, int]) -> None:
+    capacity = {**UNLIMITED, **budget}
+    try:
+        plan, _ = plan_of(case, capacity)
+    except InfeasibleError as error:
+        assert all(s.needed_bytes > capacity[t] for t, s in error.shortages.items())
+        capacity = raised(capacity, error)
+        plan, _ = plan_of(case, capacity)
+    assert all(plan.peak_bytes[tier] <= capacity[tier] for tier in Tier)
+
+
+@repeatable
+@given(cases(), st.randoms(use_true_random=False), st.booleans())
+def test_no_timing_of_the_links_changes_a_result_or_exceeds_the_peak(
+    case: Case, choose: Random, is_tight: bool
+) -> None:
+    capacity = dict(UNLIMITED)
+    if is_tight:
+        with pytest.raises(InfeasibleError) as caught:
+            plan_of(case, {**UNLIMITED, Tier.DEVICE: 0, Tier.HOST: 0})
+        capacity = raised(capacity, caught.value)
+    plan, catalog = plan_of(case, capacity)
+    program = case.toy.program
+    jobs = schedule(catalog, case.toy.units(case.homes), case.options)
+    read = {array for job in jobs for array, _ in job.reads}
+    initial = [c for c in initial_copies(program, case.options) if c[0] in read]
+    expected = run_jobs(jobs, catalog, initial)
+    result = Machine(plan, catalog, initial).run(choose)
+    for tier in Tier:
+        assert result.peak_bytes[tier] <= plan.peak_bytes[tier]
+    left = {(a, t) for t, store in result.stores.items() for a in store.arrays}
+    kept = set(kept_copies(program, case.options))
+    assert left == {*catalog.homes.items(), *kept}
+    for array, tier in left:
+        assert result.stores[tier].arrays[array] == expected[array]
