@@ -15,10 +15,11 @@ def batch_spec(batch: Any, num_microbatches: int) -> Any:
     Every leaf with a leading dim is cut along it; scalars go to every microbatch whole.
 
     Raises:
-        ValueError: a leaf is no array, or its leading dim does not divide.
+        ValueError: a leaf is no array of numbers, or its leading dim does not divide.
     """
     for path, leaf in named_leaves(batch).items():
-        _check_leaf(path, leaf, num_microbatches)
+        _check_kind(path, leaf)
+        _check_divides(path, leaf, num_microbatches)
 
     def cut(leaf: Any) -> jax.ShapeDtypeStruct:
         shape = tuple(np.shape(leaf))
@@ -29,15 +30,22 @@ def batch_spec(batch: Any, num_microbatches: int) -> Any:
     return jax.tree.map(cut, batch)
 
 
-def _check_leaf(path: str, leaf: Any, num_microbatches: int) -> None:
-    is_spec = isinstance(
-        leaf, (jax.ShapeDtypeStruct, jax.Array, np.ndarray, np.generic)
+def _check_kind(path: str, leaf: Any) -> None:
+    if isinstance(leaf, (bool, int, float)):
+        return
+    found = f"a {type(leaf).__name__}"
+    if isinstance(leaf, (jax.ShapeDtypeStruct, jax.Array, np.ndarray, np.generic)):
+        # ml_dtypes' numbers, such as bfloat16, are numbers to jax alone.
+        if any(jnp.issubdtype(leaf.dtype, kind) for kind in (np.number, np.bool_)):
+            return
+        found = f"of {leaf.dtype}"
+    raise ValueError(
+        f"batch leaf {path!r} is {found}, not an array of numbers. Convert it, or "
+        "leave it out of the batch."
     )
-    if not is_spec and not isinstance(leaf, (bool, int, float)):
-        raise ValueError(
-            f"batch leaf {path!r} is a {type(leaf).__name__}, not an array. "
-            "Convert it, or leave it out of the batch."
-        )
+
+
+def _check_divides(path: str, leaf: Any, num_microbatches: int) -> None:
     shape = np.shape(leaf)
     if shape and shape[0] % num_microbatches:
         raise ValueError(
@@ -76,6 +84,12 @@ def count_tokens(spec: Any, num_microbatches: int) -> int:
 
 
 def signature(batch: Any) -> tuple:
-    """What decides whether a plan fits a batch: structure, shapes and dtypes."""
+    """What decides whether a plan fits a batch: structure, shapes and dtypes.
+
+    Raises:
+        ValueError: a leaf is no array.
+    """
+    for path, leaf in named_leaves(batch).items():
+        _check_kind(path, leaf)
     leaves, structure = jax.tree.flatten(batch)
     return structure, tuple((np.shape(x), str(jnp.result_type(x))) for x in leaves)

@@ -5,9 +5,12 @@ instruction, is raised to the caller with the name of the instruction, and leave
 thread behind.
 """
 
+import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from time import perf_counter
+from types import FrameType
 
 from zinf.plan.instruction import Instruction, Link
 
@@ -84,21 +87,36 @@ def run_links(
         threading.Thread(target=work, args=(link,), name=f"zinf {link}")
         for link in queues
     ]
-    for worker in workers:
-        worker.start()
-    _join(workers, progress)
+    with _interrupts_noted(progress):
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
     if progress.error is not None:
         raise progress.error
     return progress
 
 
-def _join(workers: Sequence[threading.Thread], progress: Progress) -> None:
-    pending = list(workers)
-    while pending:
-        try:
-            pending[0].join()
-            pending.pop(0)
-        except KeyboardInterrupt as interrupt:
-            if progress.interrupted:
-                progress.fail(interrupt)
-            progress.interrupted = True
+@contextmanager
+def _interrupts_noted(progress: Progress) -> Generator[None, None, None]:
+    """Handles Ctrl-C, unless this program handles it in a way of its own.
+
+    It is not caught as an exception: a `Thread.join` that it leaves takes its thread
+    for ended from then on (Python 3.11), and one that is just being started is lost.
+    """
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if progress.interrupted:
+            progress.fail(KeyboardInterrupt())
+        progress.interrupted = True
+
+    is_main = threading.current_thread() is threading.main_thread()
+    usual = signal.default_int_handler
+    if not is_main or signal.getsignal(signal.SIGINT) is not usual:
+        yield
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)

@@ -1,0 +1,124 @@
+from threading import Event, Lock, Thread, enumerate
+from time import sleep
+
+import pytest
+
+from zinf.executor.links import run_links
+from zinf.plan import Free, Instruction, Link
+from zinf.program import ArrayId, Tier
+
+A, B, C = Link.NVME_READ, Link.HOST, Link.DEVICE
+
+
+def instructions(*steps: tuple[Link, tuple[int, ...]]) -> list[Instruction]:
+    """Each on a link, after others; its operation is named by its number."""
+    return [
+        Instruction(Free((ArrayId("param", f"n{i}"),), Tier.HOST), link, after)
+        for i, (link, after) in zip(range(len(steps)), steps, strict=True)
+    ]
+
+
+def number(instruction: Instruction) -> int:
+    return int(instruction.operation.arrays[0].path[1:])
+
+
+def workers() -> list[str]:
+    return [t.name for t in enumerate() if t.name.startswith("zinf ")]
+
+
+def test_a_link_keeps_the_order_of_the_plan():
+    done = []
+    plan = instructions(*[(A, ())] * 50)
+    run_links(plan, lambda i: done.append(number(i)))
+    assert done == list(range(50))
+    assert workers() == []
+
+
+def test_an_instruction_starts_after_those_it_waits_for_on_other_links():
+    ended, lock = set(), Lock()
+    plan = instructions(
+        *[((A, B, C)[i % 3], (i - 1, i - 2) if i > 1 else ()) for i in range(60)]
+    )
+
+    def execute(instruction):
+        with lock:
+            assert set(instruction.after) <= ended
+        sleep(0.001)
+        with lock:
+            ended.add(number(instruction))
+
+    run_links(plan, execute)
+    assert len(ended) == 60
+
+
+def test_links_run_at_the_same_time():
+    met = {A: Event(), B: Event()}
+
+    def execute(instruction):
+        met[instruction.link].set()
+        other = B if instruction.link == A else A
+        assert met[other].wait(timeout=10)
+
+    run_links(instructions((A, ()), (B, ())), execute)
+
+
+def test_an_error_is_raised_with_the_name_of_its_instruction_and_stops_all():
+    done = []
+
+    def execute(instruction):
+        if number(instruction) == 2:
+            raise OSError("broken")
+        done.append(number(instruction))
+
+    plan = instructions((A, ()), (B, (0,)), (A, (1,)), (B, (2,)), (C, (3,)), (A, ()))
+    with pytest.raises(OSError, match="broken") as caught:
+        run_links(plan, execute)
+    assert caught.value.__notes__ == [
+        "in instruction #2 on the link nvme read: free param/n2 on host"
+    ]
+    assert done == [0, 1]
+    assert workers() == []
+
+
+def test_the_first_of_two_errors_is_raised():
+    first = Event()
+
+    def execute(instruction):
+        if instruction.link == A:
+            first.set()
+            raise ValueError("the first")
+        assert first.wait(timeout=10)
+        sleep(0.05)
+        raise ValueError("the second")
+
+    with pytest.raises(ValueError, match="the first"):
+        run_links(instructions((A, ()), (B, ())), execute)
+    assert workers() == []
+
+
+def test_an_error_ends_the_wait_of_a_link_for_another():
+    def execute(instruction):
+        sleep(0.02)
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        run_links(instructions((A, ()), (B, (0,)), (C, (1,))), execute)
+    assert workers() == []
+
+
+def test_the_time_of_each_link_is_measured_without_its_waits():
+    plan = instructions((A, ()), (B, (0,)))
+    progress = run_links(plan, lambda i: sleep(0.05 if i.link == A else 0))
+    assert progress.busy_seconds[A] >= 0.05
+    assert progress.busy_seconds[B] < 0.05
+    assert progress.busy_seconds[C] == 0
+    assert not progress.interrupted
+
+
+def test_a_plan_runs_outside_of_the_main_thread():
+    done = []
+    plan = instructions((A, ()), (B, (0,)))
+    thread = Thread(target=run_links, args=(plan, lambda i: done.append(i)))
+    thread.start()
+    thread.join(timeout=10)
+    assert done == plan
