@@ -8,7 +8,7 @@ device as a whole: each row is an array of its own, which its layer alone fetche
 from collections.abc import Collection, Mapping, Sequence
 
 from zinf.jaxpr import Graph
-from zinf.jaxpr.compat import Atom, Equation, Literal, Var
+from zinf.jaxpr.compat import Atom, Equation, Literal, Var, fresh
 from zinf.program import ArrayId
 
 
@@ -44,6 +44,11 @@ def split_rows(
             (out,) = equation.outvars
             array = ArrayId("param", leaves[variable], (row, row + 1))
             renamed[out] = chosen.setdefault(array, out)
+        # Rows that nothing reads are part of the leaf too: they have an update.
+        unread = variable.aval.update(shape=(1, *variable.aval.shape[1:]))
+        for row in range(variable.aval.shape[0]):
+            array = ArrayId("param", leaves[variable], (row, row + 1))
+            chosen.setdefault(array, fresh(unread))
     arrays.update({variable: array for array, variable in chosen.items()})
 
     def rename(atoms: Sequence[Atom]) -> list[Atom]:

@@ -74,8 +74,8 @@ def test_a_row_that_is_read_twice_is_one_array():
         return w[1] @ (w[1] @ x) + w[0] @ x
 
     _, (graph, arrays, _) = split(function, X)
-    assert rows(arrays) == [(0, 1), (1, 2)]
-    assert len(graph.invars) == 3
+    assert rows(arrays) == [(0, 1), (1, 2), (2, 3)]
+    assert len(graph.invars) == 4
     assert "slice" not in [e.primitive.name for e in graph.equations]
 
 
@@ -124,3 +124,11 @@ def test_an_equation_without_results_is_kept():
     _, (graph, _, paths) = split(function, X)
     assert paths == {"w"}
     assert any("callback" in e.primitive.name for e in graph.equations)
+
+
+def test_rows_that_nothing_reads_are_arrays_of_the_leaf_too():
+    _, (graph, arrays, paths) = split(lambda w, x: w[0] @ x, X)
+    assert paths == {"w"}
+    assert rows(arrays) == [(0, 1), (1, 2), (2, 3)]
+    assert set(arrays) <= set(graph.invars)
+    assert {v.aval.shape for v in arrays} == {(1, 4, 4)}
