@@ -28,6 +28,7 @@ class Program:
     uses_key: bool = False
     has_aux: bool = False
     frozen: Sequence[str] = ()
+    without_gradient: Sequence[str] = ()  # glob patterns
     # Fewer segments than this, and the test would show little.
     min_segments: int = LAYERS
 
@@ -169,7 +170,9 @@ def frozen_leaves_of_several_kinds(params, batch):
 
 
 @program(
-    layers(unused=lambda: jnp.ones((2, 3)), noted=lambda: jnp.ones(3)), has_aux=True
+    layers(unused=lambda: jnp.ones((2, 3)), noted=lambda: jnp.ones(3)),
+    has_aux=True,
+    without_gradient=["unused", "noted"],
 )
 def unused_parameters(params, batch):
     x = batch["x"]
@@ -458,7 +461,7 @@ def spectra_in_every_layer(params, batch):
     """Complex values between real parameters and a real loss."""
     x = batch["x"]
     for p in params["layers"]:
-        x = x + jnp.tanh(jnp.fft.ifft(jnp.fft.fft(dense(p, x)) * 0.5j).real)
+        x = x + jnp.tanh(jnp.fft.ifft(jnp.fft.fft(dense(p, x)) * (1 + 1j)).real)
     return mse(x, batch)
 
 
@@ -542,7 +545,7 @@ def a_loss_that_is_a_parameter(params, batch):
     return params["a"]
 
 
-@program(layers(), min_segments=1)
+@program(layers(), min_segments=1, without_gradient=["*"])
 def a_loss_without_a_gradient(params, batch):
     return mse(batch["x"], batch) + 0 * lax.stop_gradient(
         params["layers"][0]["w"].sum()

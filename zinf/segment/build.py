@@ -239,14 +239,12 @@ def _is_variable(atom: Atom) -> bool:
 
 
 def _active(graph: Graph, trainable: Collection[Var]) -> set[Var]:
-    """Floating-point values on a path from a trainable parameter to the loss."""
+    """Real and complex values on a path from a trainable parameter to the loss."""
     depends = set(trainable)
     for equation in graph.equations:
         if not depends.isdisjoint(variables(equation.invars)):
             depends.update(
-                v
-                for v in equation.outvars
-                if jnp.issubdtype(v.aval.dtype, jnp.floating)
+                v for v in equation.outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact)
             )
     influences = set(variables(graph.outvars[:1]))
     for equation in reversed(graph.equations):

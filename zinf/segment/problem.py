@@ -142,6 +142,7 @@ def make_problem(
 
     Raises:
         ValueError: a leaf is not an array, or a pattern matches nothing.
+        NotImplementedError: a complex leaf that is not frozen.
     """
     abstract = _abstract(params)
     leaves = named_leaves(abstract)
@@ -272,6 +273,12 @@ def _param_spec(
     if is_key(leaf):
         words = in_words(leaf)
         return ParamSpec(path, leaf, words, words, False)
+    if may_train and jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        raise NotImplementedError(
+            f"The parameter {path!r} is {leaf.dtype}, and only real parameters are "
+            "trained. Keep its real and imaginary parts as two arrays and combine them "
+            "in the loss, or name it under `frozen`."
+        )
     is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
     master = compute = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     if mixed_dtype is not None and is_float:

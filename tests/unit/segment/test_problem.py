@@ -43,6 +43,14 @@ def test_a_random_key_keeps_its_implementation(implementation):
     assert jax.random.key_impl(restored) == jax.random.key_impl(key)
 
 
+def test_complex_parameters_are_refused_unless_frozen():
+    params = {"w": jnp.ones(2), "phase": jnp.ones(2, jnp.complex64)}
+    with pytest.raises(NotImplementedError, match="'phase' is complex64"):
+        make_problem(loss, params)
+    problem = make_problem(loss, params, frozen=["phase"])
+    assert problem.trainable == {"w"}
+
+
 def test_model_state_may_come_from_a_function():
     problem = make_problem(
         stateful(lambda state: state),
