@@ -112,6 +112,7 @@ class Engine:
             self.stores,
             spec=runner.spec,
             num_microbatches=self.config.num_microbatches,
+            learning_rate=self._scalars.learning_rate(advanced),
             seconds=perf_counter() - start,
         )
         self._scalars.commit(advanced, skipped=outcome.skips)

@@ -26,6 +26,7 @@ def step_metrics(
     *,
     spec: Any,
     num_microbatches: int,
+    learning_rate: float | None,
     seconds: float,
 ) -> dict[str, Any]:
     """Metrics of the step that `scalars` are about to count; see `Engine.step`.
@@ -37,7 +38,7 @@ def step_metrics(
         "step": scalars.num_steps + 1,
         "loss": outcome.loss,
         "grad_norm": outcome.grad_norm,
-        "learning_rate": scalars.learning_rate,
+        "learning_rate": learning_rate,
         "step_seconds": seconds,
         "tokens_per_second": count_tokens(spec, num_microbatches) / seconds,
         **{f"{tier}_bytes": stores.peak_bytes(tier) for tier in Tier},

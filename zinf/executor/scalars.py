@@ -42,10 +42,13 @@ class Scalars:
     def loss_scale(self) -> float:
         return 1.0 if self._scale is None else self._scale.scale
 
-    @property
-    def learning_rate(self) -> float | None:
-        """What `optax.inject_hyperparams` keeps under that name, if it is used."""
-        for state, value in zip(self._separated.shared, self._shared, strict=True):
+    def learning_rate(self, advanced: Sequence[np.ndarray]) -> float | None:
+        """What `optax.inject_hyperparams` keeps under that name, if it is used.
+
+        Args:
+            advanced: the shared state after a step, which holds what the step used.
+        """
+        for state, value in zip(self._separated.shared, advanced, strict=True):
             if state.optax_path.replace("'", "").rstrip("]").endswith("learning_rate"):
                 return float(value)
         return None

@@ -1,0 +1,139 @@
+"""Losses and gradients that are not finite change nothing."""
+
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from tests.robustness.small import (
+    assert_trees_equal,
+    content,
+    draw,
+    expect_at_rest,
+    on_nvme,
+)
+from zinf.executor import NonFiniteError
+
+FUSED = {"execution": "fused"}
+STREAMED = {"execution": "streamed"}
+CLIPPED = {"gradient_clipping": 1.0}
+# Gradients of a first loss scale of 2**40 overflow in fp16; 2**8 is enough for none to.
+FP16 = {
+    "fp16": {
+        "enabled": True,
+        "initial_scale_power": 40,
+        "hysteresis": 1,
+        "loss_scale_window": 100,
+    }
+}
+
+
+def broken(value: float) -> dict[str, np.ndarray]:
+    batch = draw()
+    batch["x"][0, 0] = value
+    return batch
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+@pytest.mark.parametrize(
+    "config",
+    [FUSED, FUSED | CLIPPED, STREAMED, STREAMED | CLIPPED],
+    ids=["fused", "fused-clipped", "streamed", "streamed-clipped"],
+)
+def test_a_loss_that_is_not_finite_changes_nothing(config, value, start):
+    engine, unharmed = (start(config, batch=draw()) for _ in range(2))
+    engine.step(draw(1))
+    unharmed.step(draw(1))
+    before = content(engine)
+    with pytest.raises(NonFiniteError, match="Nothing was updated"):
+        engine.step(broken(value))
+    assert content(engine) == before
+    assert engine.num_steps == 1
+    expect_at_rest(engine)
+    assert engine.step(draw(2)) | {"step_seconds": 0, "tokens_per_second": 0} == (
+        unharmed.step(draw(2)) | {"step_seconds": 0, "tokens_per_second": 0}
+    )
+    assert_trees_equal(engine.params(), unharmed.params())
+
+
+def test_it_loses_nothing_on_the_nvme_tier_either(tmp_path, start):
+    engine = start(on_nvme(tmp_path / "nvme"), batch=draw())
+    before = content(engine)
+    with pytest.raises(NonFiniteError, match="by microbatch: inf") as caught:
+        engine.step(broken(np.inf) | {"y": draw()["y"]})
+    assert "decide" in caught.value.__notes__[0]
+    assert content(engine) == before
+    expect_at_rest(engine)
+    assert engine.step(draw())["step"] == 1
+
+
+def test_a_gradient_that_is_not_finite_under_a_finite_loss_changes_nothing(start):
+    def loss(params, batch):
+        # The gradient of sqrt at 0 is inf, and 0 times that is nan.
+        return ((params["out"] * batch["x"].mean()) ** 2).sum() + (
+            0.0 * params["layers"][0]["b"] ** 0.5
+        ).sum()
+
+    for config in (FUSED, STREAMED | CLIPPED):
+        engine = start(config, loss=loss, batch=draw())
+        before = content(engine)
+        with pytest.raises(NonFiniteError, match="gradient norm is nan"):
+            engine.step(draw())
+        assert content(engine) == before
+        expect_at_rest(engine)
+
+
+def fp16_engines(start, tmp_path):
+    offload = on_nvme(tmp_path / "nvme")
+    host = STREAMED | {
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    }
+    make = partial(start, batch=draw())
+    return [make(c | FP16) for c in (STREAMED, host, offload, FUSED)]
+
+
+def test_an_overflow_is_skipped_and_halves_the_loss_scale(tmp_path, start):
+    for engine in fp16_engines(start, tmp_path):
+        before, shared = content(engine), engine.scalars()["shared"]
+        scales = []
+        for step in range(1, 6):
+            metrics = engine.step(draw())
+            assert metrics["skipped"]
+            assert metrics["step"] == step
+            assert np.isfinite(metrics["loss"])
+            assert not np.isfinite(metrics["grad_norm"])
+            scales.append(metrics["loss_scale"])
+        assert scales == [2.0 ** (40 - i) for i in range(5)]
+        assert content(engine) == before
+        assert engine.scalars()["shared"] == shared
+        assert engine.num_steps == 5
+        expect_at_rest(engine)
+
+
+def test_an_overflow_spends_the_hysteresis_first(start):
+    config = FUSED | {"fp16": FP16["fp16"] | {"hysteresis": 3}}
+    engine = start(config, batch=draw())
+    scales = [engine.step(draw())["loss_scale"] for _ in range(5)]
+    assert scales == [2.0**40] * 3 + [2.0**39, 2.0**38]
+
+
+def test_after_overflows_every_placement_trains_alike(tmp_path, start):
+    *streamed, fused = fp16_engines(start, tmp_path)
+    runs = []
+    for engine in (*streamed, fused):
+        metrics = [engine.step(draw(i)) for i in range(40)]
+        trained = [m for m in metrics if not m["skipped"]]
+        assert len(trained) >= 8
+        assert trained[0]["step"] > 1
+        for before, after in pairwise(metrics):
+            halved = before["loss_scale"] / (2 if before["skipped"] else 1)
+            assert after["loss_scale"] == halved
+        first, last = (engine.scalars()["shared"][0]["value"], len(trained))
+        assert first == last
+        runs.append([(m["loss"], m["skipped"]) for m in metrics])
+    assert runs[0] == runs[1] == runs[2]
+    # fp16 keeps 11 bits; the fused step rounds elsewhere.
+    losses = [[loss for loss, _ in run] for run in (runs[0], runs[3])]
+    np.testing.assert_allclose(*losses, rtol=2e-2)
+    assert_trees_equal(streamed[0].params(), streamed[2].params())
