@@ -1,0 +1,84 @@
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from zinf.config import LossScaling
+from zinf.executor.scalars import Scalars
+from zinf.optim.separate import separate
+
+PARAMS = {"w": jnp.ones((2, 3))}
+SCALING = LossScaling(
+    initial_scale=16.0,
+    window=1000,
+    hysteresis=1,
+    min_scale=1.0,
+    dynamic=True,
+    consecutive_hysteresis=False,
+)
+
+
+def scalars(tx=None, loss_scaling=None):
+    return Scalars(separate(tx or optax.adam(0.1), PARAMS), loss_scaling)
+
+
+def counts(kept: Scalars) -> list[int]:
+    return [s["value"] for s in kept.to_json()["shared"]]
+
+
+def test_advancing_changes_nothing_until_it_is_committed():
+    kept = scalars()
+    advanced, _ = kept.advance()
+    assert (kept.num_steps, counts(kept)) == (0, [0])
+    kept.commit(advanced, skipped=False)
+    assert (kept.num_steps, counts(kept)) == (1, [1])
+
+
+def test_a_skipped_step_counts_but_not_for_the_optimizer():
+    kept = scalars(loss_scaling=SCALING)
+    advanced, _ = kept.advance()
+    kept.commit(advanced, skipped=True)
+    assert (kept.num_steps, counts(kept)) == (1, [0])
+    assert kept.loss_scale == 8.0
+
+
+def test_without_loss_scaling_the_scale_is_one():
+    assert scalars().loss_scale == 1.0
+    assert not scalars().is_scaled
+    assert scalars(loss_scaling=SCALING).is_scaled
+
+
+def test_the_learning_rate_is_that_which_the_step_used():
+    schedule = optax.linear_schedule(1.0, 0.0, 4)
+    kept = scalars(optax.inject_hyperparams(optax.sgd)(learning_rate=schedule))
+    for step in range(3):
+        advanced, _ = kept.advance()
+        assert kept.learning_rate(advanced) == pytest.approx(1 - step / 4)
+        kept.commit(advanced, skipped=False)
+    other = scalars()
+    assert other.learning_rate(other.advance()[0]) is None
+
+
+def test_all_of_it_survives_json():
+    kept = scalars(loss_scaling=SCALING)
+    for skipped in (False, True, False):
+        kept.commit(kept.advance()[0], skipped=skipped)
+    state = json.loads(json.dumps(kept.to_json()))
+    restored = scalars(loss_scaling=SCALING)
+    restored.from_json(state)
+    assert restored.to_json() == kept.to_json()
+    assert (restored.num_steps, restored.loss_scale) == (3, 8.0)
+    for one, other in zip(kept.advance()[0], restored.advance()[0], strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+
+
+def test_the_state_of_another_optimizer_is_refused_and_nothing_is_taken():
+    schedule = optax.linear_schedule(1.0, 0.0, 4)
+    kept, other = scalars(), scalars(optax.sgd(schedule))
+    kept.commit(kept.advance()[0], skipped=False)
+    with pytest.raises(ValueError, match="Resume with the optimizer"):
+        other.from_json(kept.to_json())
+    assert other.num_steps == 0

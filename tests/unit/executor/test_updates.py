@@ -1,0 +1,143 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from zinf.executor import updates
+from zinf.executor.decision import Decision
+from zinf.initialize import make_planner
+from zinf.program import ArrayId, Tier
+
+ROWS, COLUMNS = 10, 4
+ROW_BYTES = 4 * COLUMNS
+CPU = jax.devices("cpu")[0]
+
+
+def params():
+    return {"a": jnp.ones((ROWS, COLUMNS)), "b": jnp.ones((3, COLUMNS))}
+
+
+def loss(p, batch):
+    x = jnp.tanh(batch @ p["a"])
+    return jnp.mean((x @ p["b"].T) ** 2)
+
+
+def compiled(tx=None, max_bytes=None):
+    config = {"execution": "streamed"}
+    if max_bytes is not None:
+        config["segment"] = {"max_bytes": max_bytes}
+    planner = make_planner(loss, params, tx or optax.adam(0.1), config)
+    source = planner.trace(jax.ShapeDtypeStruct((2, ROWS), jnp.float32))
+    segmented = planner.cut(source, max_bytes)
+    return updates.compile_program_updates(
+        segmented.program,
+        planner.problem,
+        planner.separated,
+        accumulates=(),
+        device=CPU,
+    )
+
+
+def all_updates(found):
+    return [u for _, group in found.arrays for u in group]
+
+
+def homes_of(found, tiers=None):
+    arrays = {a.whole for u in all_updates(found) for a in u.results}
+    return {a: (tiers or {}).get(a.path, Tier.HOST) for a in arrays}
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks of three rows of `a`; `b` is one block."""
+    monkeypatch.setattr(updates, "BLOCK_BYTES", 3 * ROW_BYTES)
+
+
+def test_blocks_cover_every_row_once(small_blocks):
+    found = all_updates(compiled())
+    rows = sorted(u.rows for u in found if u.gradient.path == "a")
+    assert rows == [(0, 3), (3, 6), (6, 9), (9, 10)]
+    assert [u.rows for u in found if u.gradient.path == "b"] == [None]
+    for update in found:
+        assert {a.rows for a in update.results} == {update.rows}
+        assert update.gradient.rows is None
+
+
+def test_an_update_that_is_not_element_wise_keeps_its_leaf_whole(small_blocks):
+    found = all_updates(compiled(optax.lamb(0.1)))
+    assert [u.rows for u in found if u.gradient.path == "a"] == [None]
+
+
+def test_blocks_of_a_large_model_are_larger(monkeypatch):
+    monkeypatch.setattr(updates, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(updates, "MAX_BLOCKS", 2)
+    found = all_updates(compiled())
+    # Half of the 13 rows of both leaves: six whole rows, and then four.
+    rows = [u.rows for u in found if u.gradient.path == "a"]
+    assert rows == [(0, 6), (6, 10)]
+
+
+def test_equal_blocks_share_an_executable(small_blocks):
+    # Three rows of `a`, the last one, and the three of `b`.
+    assert compiled().num_executables == 2
+
+
+def test_a_unit_has_the_blocks_of_one_segment_up_to_a_number_of_bytes(
+    small_blocks, monkeypatch
+):
+    monkeypatch.setattr(updates, "UNIT_BLOCKS", 6)
+    found = compiled()
+    units = found.units(homes_of(found))
+    assert [u for unit in units for u in unit.arrays] == all_updates(found)
+    for unit in units:
+        nbytes = sum(found.steps[u].output_bytes for u in unit.arrays)
+        assert nbytes <= found.unit_bytes or len(unit.arrays) == 1
+        spaces = [found.steps[u].workspace_bytes for u in unit.arrays]
+        assert unit.workspace_bytes == max(spaces)
+    # Results of a block are a parameter and two moments: two blocks are a unit.
+    assert max(len(unit.arrays) for unit in units) == 2
+    assert len({unit.name for unit in units}) == len(units)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), [(Tier.DEVICE, Tier.HOST), (Tier.NVME, Tier.DEVICE)]
+)
+def test_an_update_runs_on_the_device_if_all_of_it_rests_there(a, b):
+    found = compiled()
+    units = found.units(homes_of(found, {"a": a, "b": b}))
+    tiers = {u.gradient.path: unit.tier for unit in units for u in unit.arrays}
+    expected = {Tier.DEVICE: Tier.DEVICE, Tier.HOST: Tier.HOST, Tier.NVME: Tier.HOST}
+    assert tiers == {"a": expected[a], "b": expected[b]}
+
+
+def test_a_leaf_with_its_state_elsewhere_is_updated_on_the_host():
+    found = compiled()
+    homes = dict.fromkeys(homes_of(found), Tier.DEVICE)
+    homes[ArrayId("state0", "a")] = Tier.NVME
+    tiers = {
+        u.gradient.path: unit.tier for unit in found.units(homes) for u in unit.arrays
+    }
+    assert tiers == {"a": Tier.HOST, "b": Tier.DEVICE}
+
+
+def test_blocks_together_are_the_update_of_the_whole(small_blocks):
+    tx = optax.sgd(0.5, momentum=0.9)
+    found = compiled(tx)
+    random = np.random.default_rng(0)
+    grad, master, trace = random.standard_normal((3, ROWS, COLUMNS), np.float32)
+    result = np.zeros_like(master)
+    for update in all_updates(found):
+        if update.gradient.path == "a":
+            block = slice(*update.rows)
+            new, _ = found.apply(
+                (),
+                update,
+                Tier.HOST,
+                grad[block],
+                [master[block], trace[block]],
+                Decision(0.0, 1.0, 0.25, False),
+            )
+            result[block] = new
+    expected = master - 0.5 * (0.25 * grad + 0.9 * trace)
+    np.testing.assert_allclose(result, expected, rtol=1e-6)
