@@ -239,7 +239,11 @@ def _is_variable(atom: Atom) -> bool:
 
 
 def _active(graph: Graph, trainable: Collection[Var]) -> set[Var]:
-    """Real and complex values on a path from a trainable parameter to the loss."""
+    """Real and complex values on a path from a trainable parameter to the loss.
+
+    All of the path is of such values: what reaches the loss through integers alone (an
+    `argmax`, a choice of expert) has no cotangent.
+    """
     depends = set(trainable)
     for equation in graph.equations:
         if not depends.isdisjoint(variables(equation.invars)):
@@ -248,7 +252,7 @@ def _active(graph: Graph, trainable: Collection[Var]) -> set[Var]:
             )
     influences = set(variables(graph.outvars[:1]))
     for equation in reversed(graph.equations):
-        if not influences.isdisjoint(equation.outvars):
+        if any(v in influences and v in depends for v in equation.outvars):
             influences.update(variables(equation.invars))
     return depends & influences
 

@@ -269,3 +269,18 @@ def test_a_loss_elementwise_in_its_parameters_has_their_gradients():
     check(lambda p, x: jnp.sum(p["w"] * 2.0), {"w": normal(WIDTH, WIDTH)}, X)
     check(lambda p, x: p["w"] * 2.0, {"w": jnp.float32(3)}, X)
     check(lambda p, x: p["w"], {"w": jnp.float32(3)}, X)
+
+
+def test_an_activation_that_reaches_the_loss_through_integers_alone_gets_no_gradient():
+    def loss(params, x):
+        x = jnp.tanh(x @ params["a"])
+        x = jnp.tanh(x @ params["b"])
+        choice = jnp.argmax(x @ params["c"], axis=-1)
+        return jnp.mean((params["table"][choice] @ params["d"]) ** 2)
+
+    params = {n: normal(WIDTH, WIDTH) for n in ("a", "b", "c", "d", "table")}
+    segmented, segments = check(loss, params, X)
+    assert len(segments) >= 4
+    by_path = {a.path: s for s in segmented.program.segments for a in s.params}
+    assert not segmented.program.segments[0].has_backward
+    assert by_path["a"] is by_path["c"] is segmented.program.segments[-1]
