@@ -165,6 +165,8 @@ def _results(
 ) -> list[tuple[Copy, Rows]]:
     """What an operation writes, named by what it is and all that it read."""
     operation = step.operation
+    if isinstance(operation, Free):
+        return []
     if isinstance(operation, Transfer):
         hops = zip(step.reads, step.writes, strict=True)
         return [(target, read(source)) for source, target in hops]

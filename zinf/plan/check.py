@@ -215,6 +215,11 @@ def _check_budget(
 ) -> None:
     """At each allocation: all allocated up to it, less the frees that it waits for."""
     allocated = plan.home_bytes[tier] + initial_bytes
+    if allocated > plan.capacity_bytes[tier]:
+        raise PlanError(
+            f"the step starts with {allocated:,} bytes on {tier}, more than "
+            f"{plan.capacity_bytes[tier]:,}"
+        )
     frees: dict[Link, list[int]] = defaultdict(list)
     freed: dict[Link, list[int]] = defaultdict(lambda: [0])
     for index, instruction in enumerate(plan.instructions):
