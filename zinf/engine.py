@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from time import perf_counter
@@ -14,20 +15,20 @@ from zinf.checkpoint import read_arrays, write_arrays
 from zinf.executor import StepRecord, make_runner
 from zinf.executor.batch import batch_spec, signature
 from zinf.executor.metrics import step_metrics
-from zinf.executor.outcome import Outcome, mean_over_microbatches
 from zinf.executor.prepare import Planner
 from zinf.executor.random_key import key_from_json, key_to_json, step_keys
-from zinf.executor.runner import AbstractRunner
+from zinf.executor.run import MIXED
+from zinf.executor.runner import AbstractRunner, switch
 from zinf.executor.scalars import Scalars
-from zinf.executor.state import initialize_arrays, make_residents
+from zinf.executor.state import (
+    initialize_arrays,
+    make_residents,
+    read_leaf,
+    write_model_state,
+)
 from zinf.memory import Residents, Stores, open_stores
 from zinf.plan import Plan
-from zinf.program import ArrayId, Tier
-
-MIXED = (
-    "Some arrays are updated and others are not. Restore the last checkpoint with "
-    "engine.restore(directory)."
-)
+from zinf.program import Tier
 
 
 class Engine:
@@ -101,7 +102,9 @@ class Engine:
                 loss_scale=self._scalars.loss_scale,
                 record=record,
             )
-            self._store_model_state(outcome)
+            if self.planner.problem.state_paths and not outcome.skips:
+                self.before_update()
+                write_model_state(self.residents, self.planner.problem, outcome)
         except BaseException:
             if record.has_updated:
                 self._refusal = f"Step {self.num_steps + 1} failed half-way. {MIXED}"
@@ -196,15 +199,8 @@ class Engine:
             self._runners[shape] = make_runner(
                 prepared, self.planner, self.stores, spec, self.before_update
             )
-        return self._switch_to(self._runners[shape])
-
-    def _switch_to(self, runner: AbstractRunner) -> AbstractRunner:
-        if runner is not self._current:
-            if self._current is not None:
-                self._current.leave()
-            self._current = runner
-            runner.enter()
-        return runner
+        self._current = switch(self._current, self._runners[shape])
+        return self._current
 
     def _place(self, plan: Plan) -> None:
         capacity = plan.capacity_bytes
@@ -239,31 +235,15 @@ class Engine:
         initialize_arrays(problem, separated, self.residents, self.planner.device)
 
     def _keys(self) -> list[jax.Array]:
-        count = self.config.num_microbatches
-        return step_keys(self.rng, self.num_steps, count)
+        return step_keys(self.rng, self.num_steps, self.config.num_microbatches)
 
     def _reader(self) -> Callable[[str], np.ndarray]:
         """What reads a leaf by its path; before the first batch, its initial value."""
         self._refuse_if_unusable()
         if self.is_placed:
-            return self._read_leaf
+            return partial(read_leaf, self.residents, self.planner.problem)
         initial = self.planner.problem.initial_leaves(self.planner.device)
         return dict(initial).__getitem__
-
-    def _read_leaf(self, path: str) -> np.ndarray:
-        has_master = self.planner.problem.params[path].has_master
-        array = ArrayId("master" if has_master else "param", path)
-        return np.array(self.residents.read(array))
-
-    def _store_model_state(self, outcome: Outcome) -> None:
-        paths = self.planner.problem.state_paths
-        if not paths or outcome.skips:
-            return
-        self.before_update()
-        new = jax.tree.leaves(outcome.extra["model_state"])
-        for path, content in zip(paths, new, strict=True):
-            array = np.asarray(mean_over_microbatches(content))
-            self.residents.write(ArrayId("param", path), array)
 
     def _refuse_if_unusable(self) -> None:
         if self._refusal is not None:

@@ -39,6 +39,12 @@ from zinf.segment import Segment
 
 UpdateFunction = Callable[..., Sequence[Any]]
 
+# What is said of a state that a failed step left.
+MIXED = (
+    "Some arrays are updated and others are not. Restore the last checkpoint with "
+    "engine.restore(directory)."
+)
+
 
 @dataclass(frozen=True)
 class Work:

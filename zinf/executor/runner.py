@@ -291,6 +291,15 @@ class FusedRunner(AbstractRunner):
         return jax.device_put(tree, self.stores.device.device)
 
 
+def switch(current: AbstractRunner | None, runner: AbstractRunner) -> AbstractRunner:
+    """Makes `runner` the one that runs next, in place of `current`."""
+    if runner is not current:
+        if current is not None:
+            current.leave()
+        runner.enter()
+    return runner
+
+
 def make_runner(
     prepared: Streamed | Fused,
     planner: Planner,

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from zinf.executor.outcome import Outcome, mean_over_microbatches
 from zinf.executor.updates import block_bytes
 from zinf.memory import Residents, Stores
 from zinf.optim.separate import LeafUpdate, Separated
@@ -64,6 +65,20 @@ def initialize_arrays(
                     array = ArrayId(state.role, path, rows)
                     residents.write_new(array, np.asarray(content))
                 residents.stores.heap.relieve()
+
+
+def read_leaf(residents: Residents, problem: Problem, path: str) -> np.ndarray:
+    """A copy of a leaf, in the precision it is kept in."""
+    role = "master" if problem.params[path].has_master else "param"
+    return np.array(residents.read(ArrayId(role, path)))
+
+
+def write_model_state(residents: Residents, problem: Problem, outcome: Outcome) -> None:
+    """Replaces the model state, if there is one, by what a step made of it."""
+    new = jax.tree.leaves(outcome.extra["model_state"])
+    for path, content in zip(problem.state_paths, new, strict=True):
+        array = np.asarray(mean_over_microbatches(content))
+        residents.write(ArrayId("param", path), array)
 
 
 def _state_blocks(
