@@ -16,7 +16,8 @@ from zinf.plan import (
     initial_copies,
     kept_copies,
 )
-from zinf.plan.schedule import Catalog, schedule
+from zinf.plan.catalog import Catalog
+from zinf.plan.schedule import schedule
 from zinf.program import Tier
 
 UNLIMITED = dict.fromkeys(Tier, 1 << 40)

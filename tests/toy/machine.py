@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from random import Random
 
 from zinf.plan import Accumulate, Copy, Free, Instruction, Link, Plan, Transfer
-from zinf.plan.schedule import Catalog, Job
+from zinf.plan.catalog import Catalog
+from zinf.plan.schedule import Job
 from zinf.program import ArrayId, Tier
 
 Rows = list[int]

@@ -4,26 +4,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from zinf.plan.catalog import Catalog, StepOptions, UpdateUnit, value
 from zinf.plan.check import check
 from zinf.plan.cost import Rates
+from zinf.plan.infeasible import InfeasibleError, Shortage
 from zinf.plan.instruction import (
+    Copy,
     FusedStep,
     Instruction,
     Link,
 )
 from zinf.plan.place import Resident, place
 from zinf.plan.plan import Plan
-from zinf.plan.schedule import (
-    Catalog,
-    Copy,
-    Job,
-    StepOptions,
-    UpdateUnit,
-    schedule,
-    schedule_evaluation,
-    value,
-)
-from zinf.plan.stream import InfeasibleError, Shortage, stream
+from zinf.plan.schedule import Job, schedule, schedule_evaluation
+from zinf.plan.stream import stream
 from zinf.program import ArrayId, Program, Tier
 
 # A tier gives up room for what moves through it in growing steps until the plan fits.
@@ -163,6 +157,7 @@ def build_placed(
     Raises:
         InfeasibleError: even with everything on the slowest tier allowed.
     """
+    failure: tuple[InfeasibleError, list[Job], Catalog, StepOptions] | None = None
     is_fixed = all(resident.tier is not None for resident in residents)
     for value_tier, gradient_tier in product(
         choices.value_tiers, choices.gradient_tiers
@@ -182,13 +177,15 @@ def build_placed(
             try:
                 return _streamed(jobs, placed, capacity_bytes, arranged)
             except InfeasibleError as error:
-                failure = error
-            if all(reserve[t] >= capacity_bytes[t] for t in failure.shortages):
+                failure = error, jobs, placed, arranged
+                shortages = error.shortages
+            if all(reserve[t] >= capacity_bytes[t] for t in shortages):
                 break
-            for tier, short in failure.shortages.items():
+            for tier, short in shortages.items():
                 least = capacity_bytes[tier] // 16 + 1
                 reserve[tier] += max(short.missing_bytes, least)
-    raise _proven(failure, jobs, placed, arranged)
+    assert failure is not None
+    raise _proven(*failure)
 
 
 def fused_plan(

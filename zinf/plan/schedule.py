@@ -11,11 +11,19 @@ between the jobs.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from zinf.plan.cost import Rates
+from zinf.plan.catalog import (
+    FLOAT32_BYTES,
+    Catalog,
+    StepOptions,
+    UpdateUnit,
+    gradient_of,
+    norm_of,
+    value,
+)
 from zinf.plan.instruction import (
     TRANSFER_LINKS,
     Accumulate,
@@ -29,63 +37,7 @@ from zinf.plan.instruction import (
     Transfer,
     Update,
 )
-from zinf.program import ArrayId, ArraySpec, Program, SegmentSpec, Tier
-
-FLOAT32_BYTES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class ArrayUpdate:
-    """The update of one array, or of `rows` of it.
-
-    `gradient` is the whole gradient array; `master`, `states` and `compute` (the copy
-    in the compute dtype, if the master is kept apart) carry the rows.
-    """
-
-    gradient: ArrayId
-    rows: tuple[int, int] | None
-    master: ArrayId
-    states: tuple[ArrayId, ...]
-    compute: ArrayId | None
-
-    @property
-    def operands(self) -> tuple[ArrayId, ...]:
-        return (self.master, *self.states)
-
-    @property
-    def results(self) -> tuple[ArrayId, ...]:
-        return (*self.operands, *([self.compute] if self.compute else []))
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateUnit:
-    """Leaf updates that run as one instruction on `tier`, once all are accumulated.
-
-    `workspace_bytes` are those of its largest leaf update: results before they replace
-    the old arrays, and temporaries.
-    """
-
-    name: str
-    tier: Tier
-    arrays: tuple[ArrayUpdate, ...]
-    workspace_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepOptions:
-    """How a step is arranged; none of it changes a number.
-
-    Attributes:
-        updates_in_backward: update a unit as soon as its gradient is complete; not
-            possible when the norm of the whole gradient decides on the update.
-        value_tier: where activations wait for the backward pass.
-        gradient_tier: where complete gradients wait for a late update.
-    """
-
-    num_microbatches: int
-    updates_in_backward: bool
-    value_tier: Tier
-    gradient_tier: Tier
+from zinf.program import ArrayId, SegmentSpec, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,67 +50,6 @@ class Job:
     flops: int = 0
 
 
-@dataclass(frozen=True)
-class Catalog:
-    """Sizes of everything a plan may name.
-
-    Attributes:
-        specs: of persistent arrays, by their home id.
-        workspace: `(forward, backward)` device bytes of each segment.
-    """
-
-    program: Program
-    specs: Mapping[ArrayId, ArraySpec]
-    homes: Mapping[ArrayId, Tier]
-    workspace: Sequence[tuple[int, int]]
-    num_contributions: Counter = field(default_factory=Counter)
-    rates: Rates = field(default_factory=Rates)
-
-    def nbytes(self, array: ArrayId) -> int:
-        if array.role in ("value", "cotangent", "cotangent part"):
-            return self.program.values[array.path].nbytes
-        if array.role == "norm":
-            return FLOAT32_BYTES
-        if array.role in ("gradient", "gradient part"):
-            spec = self.param_spec(array)
-            accumulates = self.num_contributions[array.path, array.rows] > 1
-            wide = array.role == "gradient" and accumulates
-            itemsize = FLOAT32_BYTES if wide else spec.itemsize
-            return spec.nbytes // spec.itemsize * itemsize
-        if array in self.specs:
-            return self.specs[array].nbytes
-        assert array.rows is not None, f"unknown array {array}"
-        return self.specs[array.whole].rows(*array.rows).nbytes
-
-    def param_spec(self, gradient: ArrayId) -> ArraySpec:
-        """The spec of the parameter array that a gradient is of."""
-        array = ArrayId("param", gradient.path, gradient.rows)
-        if array in self.specs or array.rows is None:
-            return self.specs[array]
-        return self.specs[array.whole].rows(*array.rows)
-
-    def home(self, array: ArrayId) -> ArrayId | None:
-        """The persistent array that holds `array`, which may be some of its rows."""
-        if array in self.homes:
-            return array
-        whole = array.whole
-        return whole if whole in self.homes else None
-
-    def home_tier(self, array: ArrayId) -> Tier | None:
-        home = self.home(array)
-        return None if home is None else self.homes[home]
-
-
-def count_contributions(program: Program, num_microbatches: int) -> Counter:
-    """How many backward runs add to the gradient of each parameter array."""
-    counts: Counter = Counter()
-    for segment in program.segments:
-        if segment is program.segments[-1] or segment.has_backward:
-            for array in segment.trained_params:
-                counts[array.path, array.rows] += num_microbatches
-    return counts
-
-
 def schedule(
     catalog: Catalog, units: Sequence[UpdateUnit], options: StepOptions
 ) -> list[Job]:
@@ -169,18 +60,6 @@ def schedule(
 def schedule_evaluation(catalog: Catalog, options: StepOptions) -> list[Job]:
     """The jobs of a forward pass alone; losses and outputs end on the host."""
     return _Schedule(catalog, (), options, is_evaluation=True).jobs
-
-
-def gradient_of(array: ArrayId) -> ArrayId:
-    return ArrayId("gradient", array.path, array.rows)
-
-
-def value(name: str, microbatch: int) -> ArrayId:
-    return ArrayId("value", name, None, microbatch)
-
-
-def norm_of(segment: str) -> ArrayId:
-    return ArrayId("norm", segment)
 
 
 class _Schedule:

@@ -1,0 +1,137 @@
+"""What a plan is about: arrays, their sizes and homes, and the updates of them."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from zinf.plan.cost import Rates
+from zinf.program import ArrayId, ArraySpec, Program, Tier
+
+FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayUpdate:
+    """The update of one array, or of `rows` of it.
+
+    `gradient` is the whole gradient array; `master`, `states` and `compute` (the copy
+    in the compute dtype, if the master is kept apart) carry the rows.
+    """
+
+    gradient: ArrayId
+    rows: tuple[int, int] | None
+    master: ArrayId
+    states: tuple[ArrayId, ...]
+    compute: ArrayId | None
+
+    @property
+    def operands(self) -> tuple[ArrayId, ...]:
+        return (self.master, *self.states)
+
+    @property
+    def results(self) -> tuple[ArrayId, ...]:
+        return (*self.operands, *([self.compute] if self.compute else []))
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateUnit:
+    """Leaf updates that run as one instruction on `tier`, once all are accumulated.
+
+    `workspace_bytes` are those of its largest leaf update: results before they replace
+    the old arrays, and temporaries.
+    """
+
+    name: str
+    tier: Tier
+    arrays: tuple[ArrayUpdate, ...]
+    workspace_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """How a step is arranged; none of it changes a number.
+
+    Attributes:
+        updates_in_backward: update a unit as soon as its gradient is complete; not
+            possible when the norm of the whole gradient decides on the update.
+        value_tier: where activations wait for the backward pass.
+        gradient_tier: where complete gradients wait for a late update.
+    """
+
+    num_microbatches: int
+    updates_in_backward: bool
+    value_tier: Tier
+    gradient_tier: Tier
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """Sizes of everything a plan may name.
+
+    Attributes:
+        specs: of persistent arrays, by their home id.
+        workspace: `(forward, backward)` device bytes of each segment.
+    """
+
+    program: Program
+    specs: Mapping[ArrayId, ArraySpec]
+    homes: Mapping[ArrayId, Tier]
+    workspace: Sequence[tuple[int, int]]
+    num_contributions: Counter = field(default_factory=Counter)
+    rates: Rates = field(default_factory=Rates)
+
+    def nbytes(self, array: ArrayId) -> int:
+        if array.role in ("value", "cotangent", "cotangent part"):
+            return self.program.values[array.path].nbytes
+        if array.role == "norm":
+            return FLOAT32_BYTES
+        if array.role in ("gradient", "gradient part"):
+            spec = self.param_spec(array)
+            accumulates = self.num_contributions[array.path, array.rows] > 1
+            wide = array.role == "gradient" and accumulates
+            itemsize = FLOAT32_BYTES if wide else spec.itemsize
+            return spec.nbytes // spec.itemsize * itemsize
+        if array in self.specs:
+            return self.specs[array].nbytes
+        assert array.rows is not None, f"unknown array {array}"
+        return self.specs[array.whole].rows(*array.rows).nbytes
+
+    def param_spec(self, gradient: ArrayId) -> ArraySpec:
+        """The spec of the parameter array that a gradient is of."""
+        array = ArrayId("param", gradient.path, gradient.rows)
+        if array in self.specs or array.rows is None:
+            return self.specs[array]
+        return self.specs[array.whole].rows(*array.rows)
+
+    def home(self, array: ArrayId) -> ArrayId | None:
+        """The persistent array that holds `array`, which may be some of its rows."""
+        if array in self.homes:
+            return array
+        whole = array.whole
+        return whole if whole in self.homes else None
+
+    def home_tier(self, array: ArrayId) -> Tier | None:
+        home = self.home(array)
+        return None if home is None else self.homes[home]
+
+
+def count_contributions(program: Program, num_microbatches: int) -> Counter:
+    """How many backward runs add to the gradient of each parameter array."""
+    counts: Counter = Counter()
+    for segment in program.segments:
+        if segment is program.segments[-1] or segment.has_backward:
+            for array in segment.trained_params:
+                counts[array.path, array.rows] += num_microbatches
+    return counts
+
+
+def gradient_of(array: ArrayId) -> ArrayId:
+    return ArrayId("gradient", array.path, array.rows)
+
+
+def value(name: str, microbatch: int) -> ArrayId:
+    return ArrayId("value", name, None, microbatch)
+
+
+def norm_of(segment: str) -> ArrayId:
+    return ArrayId("norm", segment)

@@ -1,0 +1,197 @@
+"""What exists on which tier while a plan is written, in list order.
+
+Copies away from home are counted here, and chosen to go when room is needed: the one
+that is needed last goes first (Belady, 1966), if its array can be had again.
+"""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
+from itertools import count
+
+from zinf.plan.catalog import Catalog
+from zinf.plan.instruction import Copy
+from zinf.plan.schedule import Job
+from zinf.program import ArrayId, Tier
+
+NEVER = 1 << 60
+
+
+class Copies:
+    """Attributes:
+    now: the job that is being planned.
+    temporary: copies away from home, with their bytes.
+    used, peak: bytes of each tier, now and at most so far.
+    """
+
+    def __init__(self, jobs: Sequence[Job], catalog: Catalog, kept: Iterable[Copy]):
+        self.jobs, self.catalog = jobs, catalog
+        self.now = 0
+        self.temporary: dict[Copy, int] = {}
+        self.used = dict.fromkeys(Tier, 0)
+        for array, tier in catalog.homes.items():
+            self.used[tier] += catalog.nbytes(array)
+        self.peak = dict(self.used)
+        self._kept = set(kept)
+        # Copies that may go, by their next use when they were offered, farthest first.
+        self._spare: dict[Tier, list[tuple[int, int, Copy]]] = {t: [] for t in Tier}
+        self._offers = count()
+        self._away: dict[int, list[Copy]] = {}  # reads of a job that are not at home
+        self._uses: dict[Copy, list[int]] = defaultdict(list)
+        self._reads: dict[ArrayId, list[int]] = defaultdict(list)
+        for number, job in enumerate(jobs):
+            for array, tier in {*job.reads, *job.writes}:
+                # Who needs rows can take them from a copy of the whole.
+                for named in {array, catalog.home(array) or array}:
+                    self._uses[named, tier].append(number)
+                    if not self._reads[named] or self._reads[named][-1] != number:
+                        self._reads[named].append(number)
+
+    def is_home(self, copy: Copy) -> bool:
+        return self.catalog.home_tier(copy[0]) == copy[1]
+
+    def exists(self, copy: Copy) -> bool:
+        return self.key(copy) in self.temporary or self.is_home(copy)
+
+    def key(self, copy: Copy) -> Copy:
+        """The copy that holds `copy`: rows are part of the whole where that is."""
+        array, tier = copy
+        if copy in self.temporary:
+            return copy
+        if (array.whole, tier) in self.temporary:
+            return array.whole, tier
+        if self.is_home(copy):
+            home = self.catalog.home(array)
+            assert home is not None
+            return home, tier
+        return copy
+
+    def touched(self, job: Job) -> set[Copy]:
+        return {self.key(copy) for copy in (*job.reads, *job.writes)}
+
+    def missing(self, number: int) -> list[Copy]:
+        """What a job reads and would not find."""
+        if number not in self._away:
+            reads = dict.fromkeys(self.jobs[number].reads)
+            self._away[number] = [c for c in reads if not self.is_home(c)]
+        return [c for c in self._away[number] if self.key(c) not in self.temporary]
+
+    def next_use(self, copy: Copy, after: int) -> int:
+        """The next job that needs the array on this tier, or on the way to a faster."""
+        array, tier = copy
+        uses = self._reads[array] if tier != Tier.DEVICE else self._uses[copy]
+        position = bisect_right(uses, after)
+        return uses[position] if position < len(uses) else NEVER
+
+    def route(self, copy: Copy) -> list[Tier]:
+        """The tiers to go through from the nearest copy that exists, slower first."""
+        array, tier = copy
+        tiers = list(Tier)
+        here = tiers.index(tier)
+        for source in [*tiers[here + 1 :], *reversed(tiers[:here])]:
+            if self.exists((array, source)):
+                there = tiers.index(source)
+                step = -1 if there > here else 1
+                return [tiers[i] for i in range(there, here + step, step)]
+        raise AssertionError(f"{array} is needed on {tier} but exists nowhere")
+
+    def on_route(self, array: ArrayId, route: Iterable[Tier]) -> set[Copy]:
+        return {self.key((array, tier)) for tier in route}
+
+    def is_ready(self, copy: Copy) -> bool:
+        """True if what a later job reads is there now, to be fetched ahead of time.
+
+        What was made on a faster tier (a gradient) may still change: its own offload
+        brings it down when it is complete.
+        """
+        has_home = self.catalog.home(copy[0]) is not None
+        return has_home or self._is_on_slower(copy)
+
+    def occupy(self, copies: Iterable[Copy]) -> None:
+        """Counts new copies away from home."""
+        for array, tier in copies:
+            nbytes = self.catalog.nbytes(array)
+            self.temporary[array, tier] = nbytes
+            self.use_bytes(tier, nbytes)
+            for other in Tier:
+                if (array, other) in self.temporary:
+                    self._offer((array, other))
+
+    def vacate(self, copies: Iterable[Copy]) -> int:
+        """Forgets copies; returns their bytes."""
+        total = 0
+        for copy in copies:
+            nbytes = self.temporary.pop(copy)
+            self.used[copy[1]] -= nbytes
+            total += nbytes
+        return total
+
+    def use_bytes(self, tier: Tier, nbytes: int) -> None:
+        self.used[tier] += nbytes
+        self.peak[tier] = max(self.peak[tier], self.used[tier])
+
+    def dead(self, job: Job) -> dict[Tier, list[ArrayId]]:
+        """Copies of what the present job touched that no later job needs."""
+        found: dict[Tier, list[ArrayId]] = defaultdict(list)
+        named = [a for a, _ in (*job.reads, *job.writes)]
+        for array in dict.fromkeys((*named, *(a.whole for a in named))):
+            for tier in Tier:
+                copy = (array, tier)
+                if copy not in self.temporary or copy in self._kept:
+                    continue
+                if self.next_use(copy, self.now) == NEVER:
+                    found[tier].append(array)
+        return found
+
+    def left(self) -> list[Copy]:
+        """Copies away from home that nobody asked to keep."""
+        return [copy for copy in self.temporary if copy not in self._kept]
+
+    def victims(
+        self, tier: Tier, shortage_bytes: int, protected: set[Copy], spare_until: int
+    ) -> tuple[list[Copy], int]:
+        """Copies that give `shortage_bytes` or all there is, and how much they give.
+
+        The last needed come first. With a number in `spare_until`, only those not
+        needed up to that job. Entries may be out of date: they are put right when they
+        come up.
+        """
+        heap, passed, chosen, freed = self._spare[tier], [], {}, 0
+        while heap and freed < shortage_bytes:
+            negative, order, copy = heappop(heap)
+            if copy not in self.temporary or copy in chosen:
+                continue
+            use = self.next_use(copy, self.now)
+            entry = (-use, order, copy)
+            if use != -negative:
+                heappush(heap, entry)
+            elif spare_until != NEVER and use <= spare_until:
+                passed.append(entry)
+                break
+            elif copy in protected or copy in self._kept:
+                passed.append(entry)
+            elif self._is_spare(copy):
+                chosen[copy] = entry
+                freed += self.temporary[copy]
+        for entry in (*passed, *chosen.values()):
+            heappush(heap, entry)
+        return list(chosen), freed
+
+    def _offer(self, copy: Copy) -> None:
+        """Notes that a copy may go, if its array then exists elsewhere."""
+        use = self.next_use(copy, self.now)
+        heappush(self._spare[copy[1]], (-use, next(self._offers), copy))
+
+    def _is_spare(self, copy: Copy) -> bool:
+        """True if the array rests elsewhere or has a copy on a slower tier.
+
+        A copy on a faster tier does not count: it is the one that goes first there.
+        """
+        home = self.catalog.home_tier(copy[0])
+        return home not in (None, copy[1]) or self._is_on_slower(copy)
+
+    def _is_on_slower(self, copy: Copy) -> bool:
+        array, tier = copy
+        slower = list(Tier)[list(Tier).index(tier) + 1 :]
+        return any(self.exists((array, t)) for t in slower)

@@ -1,0 +1,126 @@
+"""The list of instructions of a plan, as it is written.
+
+It knows what was listed before, and from that what each instruction has to wait for:
+those that made what it reads, those that still read what it changes, those that freed
+what it makes again.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from zinf.plan.catalog import Catalog
+from zinf.plan.copies import Copies
+from zinf.plan.instruction import (
+    Copy,
+    Decide,
+    Free,
+    Instruction,
+    Link,
+    Operation,
+    Transfer,
+    Update,
+)
+from zinf.plan.schedule import Job
+from zinf.program import ArrayId, Tier
+
+
+class Listing:
+    def __init__(self, catalog: Catalog, copies: Copies):
+        self.instructions: list[Instruction] = []
+        self._catalog, self._copies = catalog, copies
+        self._writer: dict[Copy, int] = {}
+        self._readers: dict[Copy, list[int]] = defaultdict(list)
+        self._freed_by: dict[Copy, tuple[int]] = {}
+        self._decided = -1
+
+    def add_job(self, job: Job, created: Sequence[Copy]) -> None:
+        """Lists a job; `created` are the copies that exist only from now on."""
+        workspace = tuple((t, n) for t, n in job.workspace if n)
+        self.add(
+            job.operation,
+            job.link,
+            reads=job.reads,
+            writes=job.writes,
+            created=created,
+            workspace=workspace,
+            flops=job.flops,
+        )
+
+    def add(
+        self,
+        operation: Operation,
+        link: Link,
+        *,
+        reads: Sequence[Copy],
+        writes: Sequence[Copy],
+        created: Sequence[Copy],
+        workspace: tuple[tuple[Tier, int], ...] = (),
+        flops: int = 0,
+    ) -> None:
+        allocates: dict[Tier, int] = defaultdict(int)
+        for array, tier in created:
+            allocates[tier] += self._catalog.nbytes(array)
+        self.instructions.append(
+            Instruction(
+                operation,
+                link,
+                self._hazards(operation, reads, writes, created),
+                tuple(reads),
+                tuple(writes),
+                tuple(allocates.items()),
+                workspace,
+                self._moved_bytes(operation, writes),
+                flops,
+            )
+        )
+
+    def free(self, arrays: Sequence[ArrayId], tier: Tier, nbytes: int) -> None:
+        """Lists that copies go, once all that use them are done."""
+        index = len(self.instructions)
+        after = set()
+        for array in arrays:
+            copy = (array, tier)
+            if copy in self._writer:
+                after.add(self._writer.pop(copy))
+            after.update(self._readers.pop(copy, ()))
+            self._freed_by[copy] = (index,)
+        operation = Free(tuple(arrays), tier)
+        self.instructions.append(
+            Instruction(operation, Link.FREE, tuple(sorted(after)), nbytes=nbytes)
+        )
+
+    def _hazards(
+        self,
+        operation: Operation,
+        reads: Sequence[Copy],
+        writes: Sequence[Copy],
+        created: Sequence[Copy],
+    ) -> tuple[int, ...]:
+        index = len(self.instructions)
+        after: set[int] = set()
+        for array, tier in created:
+            # A copy that was here before must be gone first: it has the same name, or
+            # it is the whole, and would take the rows in.
+            after.update(self._freed_by.pop((array, tier), ()))
+            after.update(self._freed_by.get((array.whole, tier), ()))
+        for copy in map(self._copies.key, reads):
+            if copy in self._writer:
+                after.add(self._writer[copy])
+            self._readers[copy].append(index)
+        for copy in map(self._copies.key, writes):
+            after.update(self._readers.pop(copy, ()))
+            if copy in self._writer:
+                after.add(self._writer[copy])
+            self._writer[copy] = index
+        if isinstance(operation, Update):
+            after.add(self._decided)
+        elif isinstance(operation, Decide):
+            self._decided = index
+        return tuple(sorted(after - {index}))
+
+    def _moved_bytes(self, operation: Operation, writes: Sequence[Copy]) -> int:
+        if isinstance(operation, Transfer):
+            return sum(map(self._catalog.nbytes, operation.arrays))
+        if isinstance(operation, Update):
+            return sum(self._catalog.nbytes(array) for array, _ in writes)
+        return 0
