@@ -13,6 +13,7 @@ from zinf.jaxpr.keys import in_words, to_words
 from zinf.program import ArrayId, ArraySpec, Leaf, Program, SegmentSpec
 from zinf.segment.cut import choose_cuts, read_tape
 from zinf.segment.flops import equation_flops
+from zinf.segment.index import index_by_literals
 from zinf.segment.order import Order, order_equations
 from zinf.segment.rows import split_rows
 from zinf.segment.source import Source
@@ -54,7 +55,7 @@ def segment_loss(
         for v, path in source.params.items()
     )
     floats = [v for v in arrays if jnp.issubdtype(v.aval.dtype, jnp.floating)]
-    order = order_equations(graph, floats)
+    order = order_equations(index_by_literals(graph, floats), floats)
     tape = read_tape(order)
     cuts = choose_cuts(tape, max_bytes=max_bytes)
     return _Builder(source, order, arrays, leaves).build(cuts)
