@@ -34,7 +34,7 @@ class AbstractSaveable(Protocol):
 
     def scalars(self) -> dict[str, Any]: ...
 
-    def set_scalars(self, scalars: dict[str, Any]) -> None: ...
+    def restore(self, directory: Path) -> None: ...
 
 
 class Checkpoints:
@@ -114,7 +114,7 @@ class Checkpoints:
         restored = self._manager.restore(
             step,
             args=ocp.args.Composite(
-                state=StateRestore(engine.residents, engine.set_scalars),
+                state=StateRestore(engine.restore),
                 data=ocp.args.JsonRestore(),
             ),
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from zinf.checkpoint.arrays import read_arrays, write_arrays
+from zinf.checkpoint.arrays import write_arrays
 from zinf.memory.residents import Residents
 
 
@@ -40,7 +40,7 @@ class StateHandler(ocp.AsyncCheckpointHandler):
             args.released.set_result(None)
 
     def restore(self, directory: PathLike[str], args: "StateRestore") -> None:
-        read_arrays(Path(directory), args.residents, take_scalars=args.take_scalars)
+        args.read(Path(directory))
 
     def close(self) -> None:
         self._worker.shutdown()
@@ -68,7 +68,6 @@ class StateSave(ocp.args.CheckpointArgs):
 @ocp.args.register_with_handler(StateHandler, for_restore=True)
 @dataclass
 class StateRestore(ocp.args.CheckpointArgs):
-    """What to restore; see `read_arrays`."""
+    """What to restore: `read` takes all state from a folder (see `read_arrays`)."""
 
-    residents: Residents
-    take_scalars: Callable[[dict[str, Any]], None]
+    read: Callable[[Path], None]

@@ -3,11 +3,13 @@
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from zinf.checkpoint import read_arrays
 from zinf.memory.residents import Residents
 from zinf.plan import Plan
 from zinf.program import ArrayId, ArraySpec, Tier
@@ -61,5 +63,5 @@ class SavedEngine:
     def scalars(self) -> dict[str, Any]:
         return dict(self.state)
 
-    def set_scalars(self, scalars: dict[str, Any]) -> None:
-        self.state = scalars
+    def restore(self, directory: Path) -> None:
+        self.state = read_arrays(directory, self.residents)
