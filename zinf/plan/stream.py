@@ -68,6 +68,7 @@ class _Streamer:
             self.require(tier, self.home_bytes[tier], "what is placed there")
         self.copies.occupy(initial)
         self.started = dict(self.copies.used)
+        self.claims = [self.claim_of(job, job.writes) for job in jobs]
         for tier in Tier:
             self.require(tier, self.started[tier], "what is there when a step starts")
 
@@ -136,12 +137,19 @@ class _Streamer:
         )
 
     def prefetch(self, number: int, job: Job) -> None:
-        """Fetches for the next jobs what fits without taking anything needed sooner."""
+        """Fetches for the next jobs what fits without taking anything needed sooner.
+
+        The jobs until then must find their room too, or they would take it back. (For
+        350M parameters in 1 GiB, that saves a quarter of what is read from nvme.)
+        """
         ahead, protected = 0, self.copies.touched(job)
+        claimed: dict[Tier, int] = {}
         changed = {a for a, _ in job.writes}
         end = min(number + MAX_DISTANCE, len(self.jobs))
         for later in range(number + 1, end):
             upcoming = self.jobs[later]
+            for tier, nbytes in self.claims[later].items():
+                claimed[tier] = max(claimed.get(tier, 0), nbytes)
             if isinstance(upcoming.operation, Transfer):
                 continue  # it moves what a job just before it made
             missing = [
@@ -150,7 +158,7 @@ class _Streamer:
                 if c[0] not in changed and self.copies.is_ready(c)
             ]
             if missing:
-                if not self.fits(later, missing, protected, {}):
+                if not self.fits(later, missing, protected, claimed):
                     return
                 self.fetch_for(missing, protected, needed_by=later)
                 ahead += 1
@@ -221,26 +229,29 @@ class _Streamer:
                 wholes[tier].append(held)
         if not wholes:
             return
-        need = dict(job.workspace)
-        for array, tier in job.writes:
-            if not self.copies.exists((array, tier)):
-                need[tier] = need.get(tier, 0) + self.catalog.nbytes(array)
+        created = [c for c in job.writes if not self.copies.exists(c)]
+        need = self.claim_of(job, created)
         if not self.fits(
             number, self.copies.missing(number), self.copies.touched(job), need
         ):
             for tier, arrays in wholes.items():
                 self.free(list(dict.fromkeys(arrays)), tier)
 
-    def claim(self, job: Job, written: Sequence[Copy]) -> None:
-        """Makes room for what a job writes and works in."""
+    def claim_of(self, job: Job, created: Sequence[Copy]) -> dict[Tier, int]:
+        """What a job takes of each tier to create copies and to work in."""
         need: dict[Tier, int] = defaultdict(int)
-        for array, tier in written:
-            need[tier] += self.catalog.nbytes(array)
+        for array, tier in created:
+            if not self.copies.is_home((array, tier)):
+                need[tier] += self.catalog.nbytes(array)
         for tier, nbytes in job.workspace:
             need[tier] += nbytes
-        for tier, nbytes in need.items():
+        return need
+
+    def claim(self, job: Job, created: Sequence[Copy]) -> None:
+        """Makes room for what a job creates and works in."""
+        for tier, nbytes in self.claim_of(job, created).items():
             self.make_room(tier, nbytes, self.copies.touched(job))
-        self.copies.occupy(written)
+        self.copies.occupy(created)
         for tier, nbytes in job.workspace:
             self.copies.use_bytes(tier, nbytes)
 
