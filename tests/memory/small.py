@@ -1,0 +1,109 @@
+"""A model of equal layers whose sizes are easy to add up, and its training."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import zinf
+from zinf.executor.prepare import Streamed
+from zinf.initialize import make_planner
+from zinf.plan import Plan, build
+from zinf.program import ArrayId, Tier
+
+NUM_LAYERS, WIDTH, BATCH, STEPS = 6, 64, 8, 3
+MATRIX_BYTES = 4 * WIDTH * WIDTH  # one layer, and each of its two moments
+VALUE_BYTES = 4 * BATCH * WIDTH  # what one layer hands to the next
+GENEROUS = 1 << 30
+
+
+def init() -> dict[str, list[Any]]:
+    keys = jax.random.split(jax.random.key(0), NUM_LAYERS)
+    return {"layers": [jax.random.normal(k, (WIDTH, WIDTH)) / 8 for k in keys]}
+
+
+def loss(params: Any, batch: Any) -> jax.Array:
+    x = batch["x"]
+    for w in params["layers"]:
+        x = x + jnp.tanh(x @ w)
+    return jnp.mean(jnp.square(x))
+
+
+def batch(step: int = 0, size: int = BATCH) -> dict[str, np.ndarray]:
+    return {"x": np.random.default_rng(step).random((size, WIDTH), np.float32)}
+
+
+def config(
+    folder: Path, *, device: int = GENEROUS, host: int = GENEROUS, **rest: Any
+) -> dict[str, Any]:
+    """All state on nvme, and segments streamed within these budgets."""
+    nvme = {"device": "nvme"}
+    return {
+        "execution": "streamed",
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": nvme,
+            "offload_optimizer": nvme,
+        },
+        "persistence_threshold": 1,
+        "memory": {"device": device, "host": host, "nvme": [str(folder / "nvme")]},
+        **rest,
+    }
+
+
+def start(settings: dict[str, Any], **options: Any) -> zinf.Engine:
+    return zinf.initialize(loss, init, optax.adam(1e-2), settings, **options)
+
+
+@contextmanager
+def trained(
+    settings: dict[str, Any], *, size: int = BATCH
+) -> Iterator[tuple[zinf.Engine, list[dict[str, Any]]]]:
+    """An engine after some steps, and their metrics."""
+    engine = start(settings)
+    try:
+        yield engine, [engine.step(batch(i, size)) for i in range(STEPS)]
+    finally:
+        engine.close()
+
+
+def losses(metrics: list[dict[str, Any]]) -> list[float]:
+    return [m["loss"] for m in metrics]
+
+
+class PlansOnly:
+    """Plans within any budgets, without compiling again for each."""
+
+    def __init__(self, settings: dict[str, Any], *, size: int = BATCH):
+        planner = make_planner(loss, init, optax.adam(1e-2), settings)
+        prepared = planner.plan(jax.eval_shape(lambda: batch(0, size)))
+        assert isinstance(prepared, Streamed)
+        self.prepared = prepared
+        self.capacity = planner.capacity()
+
+    def plan(self, **budgets: int) -> Plan:
+        capacity = {**self.capacity, **{Tier(t): n for t, n in budgets.items()}}
+        prepared = self.prepared
+        return build(prepared.catalog, prepared.units, capacity, prepared.options)
+
+    def smallest(self, tier: Tier, **others: int) -> int:
+        """The smallest feasible budget of a tier, found by bisection."""
+        low, high = 0, self.capacity[tier]
+        while high - low > 1:
+            middle = (low + high) // 2
+            try:
+                self.plan(**others, **{tier.value: middle})
+            except zinf.plan.InfeasibleError:
+                low = middle
+            else:
+                high = middle
+        return high
+
+
+def is_value(array: ArrayId) -> bool:
+    return array.role == "value"
