@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import optax
 import zinf
 from zinf.executor.prepare import Streamed
 from zinf.initialize import make_planner
-from zinf.plan import Plan, build
-from zinf.program import ArrayId, Tier
+from zinf.plan import InfeasibleError, Plan, Transfer, build
+from zinf.program import Tier
 
 NUM_LAYERS, WIDTH, BATCH, STEPS = 6, 64, 8, 3
 MATRIX_BYTES = 4 * WIDTH * WIDTH  # one layer, and each of its two moments
@@ -86,24 +87,40 @@ class PlansOnly:
         self.prepared = prepared
         self.capacity = planner.capacity()
 
-    def plan(self, **budgets: int) -> Plan:
-        capacity = {**self.capacity, **{Tier(t): n for t, n in budgets.items()}}
+    def plan(
+        self,
+        *,
+        value_tier: Tier = Tier.DEVICE,
+        gradient_tier: Tier = Tier.HOST,
+        **budgets: int,
+    ) -> Plan:
         prepared = self.prepared
-        return build(prepared.catalog, prepared.units, capacity, prepared.options)
+        capacity = {**self.capacity, **{Tier(t): n for t, n in budgets.items()}}
+        options = replace(
+            prepared.options, value_tier=value_tier, gradient_tier=gradient_tier
+        )
+        return build(prepared.catalog, prepared.units, capacity, options)
 
-    def smallest(self, tier: Tier, **others: int) -> int:
+    def smallest(self, tier: Tier, **options: Any) -> int:
         """The smallest feasible budget of a tier, found by bisection."""
         low, high = 0, self.capacity[tier]
         while high - low > 1:
             middle = (low + high) // 2
             try:
-                self.plan(**others, **{tier.value: middle})
-            except zinf.plan.InfeasibleError:
+                self.plan(**options, **{tier.value: middle})
+            except InfeasibleError:
                 low = middle
             else:
                 high = middle
         return high
 
 
-def is_value(array: ArrayId) -> bool:
-    return array.role == "value"
+def moved(plan: Plan, role: str, target: Tier) -> int:
+    """How many arrays of a role a step moves to a tier."""
+    return sum(
+        array.role == role
+        for instruction in plan.instructions
+        if isinstance(instruction.operation, Transfer)
+        and instruction.operation.target == target
+        for array in instruction.operation.arrays
+    )

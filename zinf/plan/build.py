@@ -155,9 +155,10 @@ def build_placed(
         units_for: the update units for a placement: a unit runs where its state rests.
 
     Raises:
-        InfeasibleError: even with everything on the slowest tier allowed.
+        InfeasibleError: even with everything on the slowest tier allowed; with the
+            budgets of the arrangement that misses least, on the device to begin with.
     """
-    failure: tuple[InfeasibleError, list[Job], Catalog, StepOptions] | None = None
+    failures: list[tuple[InfeasibleError, list[Job], Catalog, StepOptions]] = []
     is_fixed = all(resident.tier is not None for resident in residents)
     for value_tier, gradient_tier in product(
         choices.value_tiers, choices.gradient_tiers
@@ -184,8 +185,8 @@ def build_placed(
             for tier, short in shortages.items():
                 least = capacity_bytes[tier] // 16 + 1
                 reserve[tier] += max(short.missing_bytes, least)
-    assert failure is not None
-    raise _proven(*failure)
+        failures.append(failure)
+    raise _proven(*min(failures, key=lambda failed: failed[0].missing_bytes))
 
 
 def fused_plan(

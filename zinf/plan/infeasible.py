@@ -32,6 +32,7 @@ class InfeasibleError(ValueError):
         shortages: by tier, the fastest first, what is missing; the tiers that are
             large enough are not in it.
         capacity_bytes: the budgets, by tier.
+        missing_bytes: of each tier, the fastest first.
     """
 
     def __init__(
@@ -47,6 +48,9 @@ class InfeasibleError(ValueError):
         budgets = " and ".join(
             f"{BUDGETS[tier]} to at least {short.needed_bytes:,}"
             for tier, short in self.shortages.items()
+        )
+        self.missing_bytes = tuple(
+            shortages[tier].missing_bytes if tier in shortages else 0 for tier in Tier
         )
         super().__init__(
             f"{' '.join(found)} Raise {budgets}, or lower the microbatch size or "

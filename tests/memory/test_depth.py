@@ -1,0 +1,48 @@
+"""Resident memory does not grow with depth, as the kernel sees it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SHALLOW, DEEP = 6, 24
+WIDTH = 512
+# The weights of a GPT block are 12 WIDTH x WIDTH; with two moments and a gradient, 4
+# times as many bytes.
+BLOCK_BYTES = 4 * 12 * WIDTH * WIDTH * 4
+
+
+def peak(num_layers: int, folder: Path) -> dict[str, Any]:
+    command = [
+        sys.executable,
+        str(ROOT / "scripts" / "peak_memory.py"),
+        *("--num-layers", str(num_layers)),
+        *("--embed-dim", str(WIDTH)),
+        *("--num-heads", "8"),
+        *("--device", "64MiB"),
+        *("--host", "96MiB"),
+        *("--steps", "1"),
+        *("--folder", str(folder)),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="measures with Linux's own units")
+def test_peak_memory_does_not_grow_with_depth(tmp_nvme: Path) -> None:
+    shallow, deep = (peak(layers, tmp_nvme) for layers in (SHALLOW, DEEP))
+    assert deep["nvme_bytes"] > 3 * shallow["nvme_bytes"]
+    # The state that the deep model has more would show: it is half as much again.
+    more_bytes = (DEEP - SHALLOW) * BLOCK_BYTES
+    assert more_bytes > 0.5 * shallow["peak_bytes"]
+    assert deep["peak_bytes"] < 1.15 * shallow["peak_bytes"]
