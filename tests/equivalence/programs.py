@@ -12,6 +12,9 @@ import numpy as np
 from flax import linen as nn
 from jax import lax
 
+from zinf.models import GPTConfig
+from zinf.models.gpt import init_and_loss
+
 DIM, BATCH, LAYERS = 8, 4, 3
 Tree = Any
 
@@ -223,6 +226,31 @@ def rows_of_a_stack_in_a_python_loop(params, batch):
     return mse(x, batch)
 
 
+def nested_stacks() -> Tree:
+    w = jnp.stack([weight(i, DIM, DIM) for i in range(2 * LAYERS)])
+    kinds = jnp.arange(LAYERS, dtype=jnp.int32)
+    scales = jnp.arange(1.0, LAYERS + 1)
+    return {"w": w.reshape(LAYERS, 2, DIM, DIM), "scale": scales, "kind": kinds}
+
+
+@program(nested_stacks, frozen=["kind"])
+def stacks_of_stacks_numbers_and_integers(params, batch):
+    def group(x, row):
+        x, _ = lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, row["w"])
+        x = lax.switch(row["kind"], [jnp.tanh, jnp.sin, jax.nn.relu], x)
+        return x * row["scale"], None
+
+    return mse(lax.scan(group, batch["x"], params)[0], batch)
+
+
+@program(layers(none=lambda: jnp.ones((DIM, 0))), without_gradient=["none"])
+def a_parameter_without_entries(params, batch):
+    x = batch["x"]
+    for p in params["layers"]:
+        x = block(p, x)
+    return mse(x, batch) + params["none"].sum()
+
+
 @program(layers())
 def weights_normalised_before_use(params, batch):
     x = batch["x"]
@@ -336,6 +364,16 @@ def stopped_gradients(params, batch):
     return mse(x, batch)
 
 
+@program(layers())
+def a_penalty_on_gradients_of_the_network(params, batch):
+    def network(x):
+        for p in params["layers"]:
+            x = block(p, x)
+        return x.sum()
+
+    return jnp.mean(jnp.square(jax.grad(network)(batch["x"]) - batch["y"]))
+
+
 # Control flow.
 
 
@@ -394,6 +432,25 @@ def a_switch_between_layers(params, batch):
 
 
 # Shapes of networks.
+
+
+GPT_INIT, GPT_LOSS = init_and_loss(
+    GPTConfig(
+        num_layers=LAYERS,
+        num_heads=2,
+        embed_dim=DIM,
+        vocab_size=16,
+        max_length=8,
+        use_bias=False,
+        scan_layers=True,
+    ),
+    seed=0,
+)
+
+
+@program(GPT_INIT, TOKENS)
+def an_nnx_module_with_scanned_layers(params, batch):
+    return GPT_LOSS(params, batch)
 
 
 @program(layers())

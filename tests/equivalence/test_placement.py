@@ -33,6 +33,14 @@ def test_losses_and_parameters_are_bit_equal_on_all_tiers(model, variant, placem
     jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
 
 
+@pytest.mark.parametrize("optimizer", ["lamb", "adafactor", "muon"])
+def test_optimizers_that_need_whole_leaves_give_the_same_everywhere(optimizer):
+    expected = train(PYTREE, "plain", ON_DEVICE, optimizer)
+    found = train(PYTREE, "plain", ("nvme", "nvme"), optimizer)
+    assert found.losses == expected.losses
+    jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+
+
 @pytest.mark.parametrize("model", MODELS, ids=[m.name for m in MODELS])
 def test_every_variant_learns_in_a_way_of_its_own(model):
     """Guards the tests above: a variant that does nothing would pass them all."""

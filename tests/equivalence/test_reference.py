@@ -45,9 +45,13 @@ def test_gradients_and_losses_are_those_of_plain_jax(model, variant, placement):
     assert_same_leaves(*map(named_leaves, (found.params, wanted.params)))
 
 
-@pytest.mark.parametrize("model", [PYTREE, EQUINOX], ids=name_of)
+ADAM = [(PYTREE, "adam"), (EQUINOX, "adam")]
+WHOLE_LEAF = [(PYTREE, name) for name in ("lamb", "adafactor", "muon")]
+
+
+@pytest.mark.parametrize(("model", "optimizer"), ADAM + WHOLE_LEAF, ids=name_of)
 @WAYS
-def test_losses_under_adam_are_those_of_plain_jax(model, placement):
-    found = train(model, "plain", placement, "adam")
-    wanted = train_in_jax(model, "plain", "adam")
+def test_losses_are_those_of_optax(model, optimizer, placement):
+    found = train(model, "plain", placement, optimizer)
+    wanted = train_in_jax(model, "plain", optimizer)
     np.testing.assert_allclose(found.losses, wanted.losses, rtol=TOLERANCE)

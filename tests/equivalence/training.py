@@ -31,6 +31,10 @@ OPTIMIZERS = {
     "adam": optax.adamw(3e-3),
     # Its trace is the gradient itself after the first step.
     "sgd": optax.sgd(3e-2, momentum=0.9),
+    # Updates that need a whole leaf: norms, factored moments, orthogonalisation.
+    "lamb": optax.lamb(3e-3),
+    "adafactor": optax.adafactor(3e-3, min_dim_size_to_factor=8),
+    "muon": optax.contrib.muon(3e-3),
 }
 
 
