@@ -34,7 +34,8 @@ class Copies:
             self.used[tier] += catalog.nbytes(array)
         self.peak = dict(self.used)
         self._kept = set(kept)
-        # Copies that may go, by their next use when they were offered, farthest first.
+        # Copies that may go, by their next use, farthest first. Each has one entry that
+        # is right, and some from before.
         self._spare: dict[Tier, list[tuple[int, int, Copy]]] = {t: [] for t in Tier}
         self._offers = count()
         self._away: dict[int, list[Copy]] = {}  # reads of a job that are not at home
@@ -47,6 +48,14 @@ class Copies:
                     self._uses[named, tier].append(number)
                     if not self._reads[named] or self._reads[named][-1] != number:
                         self._reads[named].append(number)
+
+    def begin(self, number: int) -> None:
+        """Goes on to the next job: what it uses is next needed by another."""
+        self.now = number
+        for array in self._named(self.jobs[number]):
+            for tier in Tier:
+                if (array, tier) in self.temporary:
+                    self._offer((array, tier))
 
     def is_home(self, copy: Copy) -> bool:
         return self.catalog.home_tier(copy[0]) == copy[1]
@@ -134,8 +143,7 @@ class Copies:
     def dead(self, job: Job) -> dict[Tier, list[ArrayId]]:
         """Copies of what the present job touched that no later job needs."""
         found: dict[Tier, list[ArrayId]] = defaultdict(list)
-        named = [a for a, _ in (*job.reads, *job.writes)]
-        for array in dict.fromkeys((*named, *(a.whole for a in named))):
+        for array in self._named(job):
             for tier in Tier:
                 copy = (array, tier)
                 if copy not in self.temporary or copy in self._kept:
@@ -154,29 +162,32 @@ class Copies:
         """Copies that give `shortage_bytes` or all there is, and how much they give.
 
         The last needed come first. With a number in `spare_until`, only those not
-        needed up to that job. Entries may be out of date: they are put right when they
-        come up.
+        needed up to that job.
         """
-        heap, passed, chosen, freed = self._spare[tier], [], {}, 0
+        heap, chosen, freed = self._spare[tier], [], 0
+        seen: dict[Copy, tuple[int, int, Copy]] = {}
         while heap and freed < shortage_bytes:
-            negative, order, copy = heappop(heap)
-            if copy not in self.temporary or copy in chosen:
+            entry = heappop(heap)
+            negative, _, copy = entry
+            if copy not in self.temporary or copy in seen:
                 continue
-            use = self.next_use(copy, self.now)
-            entry = (-use, order, copy)
-            if use != -negative:
-                heappush(heap, entry)
-            elif spare_until != NEVER and use <= spare_until:
-                passed.append(entry)
+            if -negative != self.next_use(copy, self.now):
+                continue  # from before
+            seen[copy] = entry
+            if spare_until != NEVER and -negative <= spare_until:
                 break
-            elif copy in protected or copy in self._kept:
-                passed.append(entry)
-            elif self._is_spare(copy):
-                chosen[copy] = entry
+            is_free = copy not in protected and copy not in self._kept
+            if is_free and self._is_spare(copy):
+                chosen.append(copy)
                 freed += self.temporary[copy]
-        for entry in (*passed, *chosen.values()):
+        for entry in seen.values():
             heappush(heap, entry)
-        return list(chosen), freed
+        return chosen, freed
+
+    def _named(self, job: Job) -> Iterable[ArrayId]:
+        """The arrays of a job, and the wholes that they are rows of."""
+        arrays = [a for a, _ in (*job.reads, *job.writes)]
+        return dict.fromkeys((*arrays, *(a.whole for a in arrays)))
 
     def _offer(self, copy: Copy) -> None:
         """Notes that a copy may go, if its array then exists elsewhere."""

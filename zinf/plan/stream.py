@@ -75,7 +75,7 @@ class _Streamer:
     def plan(self) -> Plan:
         copies = self.copies
         for number, job in enumerate(self.jobs):
-            copies.now = number
+            copies.begin(number)
             self.part(number, job)
             missing = copies.missing(number)
             self.fetch_for(missing, copies.touched(job), needed_by=number)

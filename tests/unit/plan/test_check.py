@@ -1,0 +1,224 @@
+"""Each rule of the checker, broken by hand. (tests/property breaks plans by chance.)"""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.toy.program import LeafCase, chain
+from zinf.plan import (
+    Accumulate,
+    Free,
+    FusedStep,
+    Instruction,
+    Link,
+    Plan,
+    PlanError,
+    StepOptions,
+    Transfer,
+    Update,
+    build,
+    check,
+    initial_copies,
+    kept_copies,
+)
+from zinf.program import ArrayId, Tier
+
+DEVICE, HOST, NVME = Tier
+AMPLE = dict.fromkeys(Tier, 1 << 30)
+NONE = dict.fromkeys(Tier, 0)
+W, V = ArrayId("param", "w"), ArrayId("param", "v")
+ROWS = ArrayId("param", "w", (0, 2))
+G = ArrayId("gradient", "w")
+
+
+def plan_of(*instructions: Instruction, **capacity: int) -> Plan:
+    """A plan of two parameters at home on nvme."""
+    budgets = {tier: capacity.get(tier.value, 1 << 30) for tier in Tier}
+    return Plan(instructions, {W: NVME, V: NVME}, NONE, budgets, budgets)
+
+
+def move(
+    array: ArrayId,
+    source: Tier,
+    target: Tier,
+    *after: int,
+    link: Link = Link.H2D,
+    nbytes: int = 0,
+) -> Instruction:
+    return Instruction(
+        Transfer((array,), source, target),
+        link,
+        after,
+        reads=((array, source),),
+        writes=((array, target),),
+        allocates=((target, nbytes),) if nbytes else (),
+        nbytes=nbytes,
+    )
+
+
+def change(array: ArrayId, *after: int, link: Link = Link.DEVICE) -> Instruction:
+    # Only a transfer keeps the version of what it writes; this does not.
+    copies = ((array, HOST),)
+    operation = Accumulate((array,), ())
+    return Instruction(operation, link, after, reads=copies, writes=copies)
+
+
+def free(array: ArrayId, tier: Tier, *after: int, nbytes: int = 0) -> Instruction:
+    return Instruction(Free((array,), tier), Link.FREE, after, nbytes=nbytes)
+
+
+UP = move(W, NVME, HOST, link=Link.NVME_READ)
+
+
+def refuse(plan: Plan, match: str, **rest: object) -> None:
+    with pytest.raises(PlanError, match=match):
+        check(plan, **rest)
+
+
+def test_a_fetch_that_is_freed_is_right() -> None:
+    check(plan_of(UP, free(W, HOST, 0)))
+
+
+def test_no_instruction_waits_for_a_later_one() -> None:
+    later = replace(UP, after=(1,))
+    refuse(plan_of(later, free(W, HOST, 0)), "waits for a later one")
+
+
+def test_a_read_waits_for_what_makes_the_copy() -> None:
+    right = UP, move(W, HOST, DEVICE, 0), free(W, HOST, 1), free(W, DEVICE, 1)
+    check(plan_of(*right))
+    early = UP, move(W, HOST, DEVICE), free(W, HOST, 0, 1), free(W, DEVICE, 1)
+    refuse(plan_of(*early), "#1 .* reads param/w on host before it is there")
+
+
+def test_the_order_of_a_link_counts() -> None:
+    same = move(W, HOST, DEVICE, link=Link.NVME_READ)
+    check(plan_of(UP, same, free(W, HOST, 1), free(W, DEVICE, 1)))
+
+
+def test_a_read_of_what_was_freed_is_found() -> None:
+    plan = plan_of(UP, free(W, HOST, 0), move(W, HOST, DEVICE, 1))
+    refuse(plan, "#2 .* reads param/w on host before it is there")
+
+
+def test_a_free_waits_for_readers() -> None:
+    plan = plan_of(UP, move(W, HOST, DEVICE, 0), free(W, HOST, 0), free(W, DEVICE, 1))
+    refuse(plan, "#2 .* frees param/w on host under #1")
+
+
+def test_a_free_of_what_is_not_there_is_found() -> None:
+    refuse(plan_of(UP, free(V, HOST, 0)), "frees param/v on host, which is not there")
+    refuse(plan_of(free(W, NVME)), "which is not there")  # nobody frees what is at home
+
+
+def test_a_change_waits_for_readers() -> None:
+    down = move(W, HOST, NVME, 2, link=Link.NVME_WRITE)
+    read = move(W, HOST, DEVICE, 0)
+    rest = free(W, HOST, 3), free(W, DEVICE, 1)
+    check(plan_of(UP, read, change(W, 0, 1), down, *rest))
+    early = plan_of(UP, read, change(W, 0), down, *rest)
+    refuse(early, "#2 .* overwrites param/w on host under #1")
+
+
+def test_an_old_version_is_not_read() -> None:
+    # The device copy is from before the change.
+    plan = plan_of(
+        UP,
+        move(W, HOST, DEVICE, 0),
+        change(W, 1),
+        move(W, DEVICE, HOST, 2, link=Link.D2H),
+    )
+    refuse(plan, "#3 .* reads an old version of param/w on device")
+
+
+def test_a_change_of_rows_makes_the_whole_new() -> None:
+    down = move(ROWS, HOST, NVME, 1, link=Link.NVME_WRITE)
+    check(plan_of(UP, change(ROWS, 0), down, free(W, HOST, 2)))
+    plan = plan_of(UP, move(W, HOST, DEVICE, 0), change(ROWS, 1), down)
+    again = move(W, DEVICE, HOST, 2, link=Link.D2H)
+    refuse(plan_of(*plan.instructions[:3], again), "old version of param/w on device")
+
+
+def test_what_is_new_gets_home() -> None:
+    refuse(
+        plan_of(UP, change(W, 0), free(W, HOST, 1)),
+        "the new param/w never gets home to nvme",
+    )
+    refuse(
+        plan_of(UP, change(ROWS, 0), free(W, HOST, 1)),
+        "the new param/w never gets home to nvme",
+    )
+
+
+def test_a_name_is_used_again_only_after_it_is_free() -> None:
+    again = replace(UP, after=(), link=Link.H2D)
+    plan = plan_of(UP, free(W, HOST, 0), again, free(W, HOST, 2))
+    refuse(plan, "#2 .* makes param/w on host before it is freed")
+
+
+def test_rows_are_not_put_into_a_whole_that_is_going() -> None:
+    rows = move(ROWS, NVME, HOST, link=Link.H2D)
+    plan = plan_of(UP, free(W, HOST, 0), rows, free(ROWS, HOST, 2))
+    refuse(plan, "before it is freed")
+    waits = replace(rows, after=(1,))
+    check(plan_of(UP, free(W, HOST, 0), waits, free(ROWS, HOST, 2)))
+
+
+def test_nothing_is_left_but_what_is_kept() -> None:
+    refuse(plan_of(UP), "the plan leaves param/w on host behind")
+    check(plan_of(UP), kept=[(W, HOST)])
+
+
+def test_what_is_there_at_the_start_may_be_read_and_freed() -> None:
+    plan = plan_of(move(G, HOST, DEVICE), free(G, HOST, 0), free(G, DEVICE, 0))
+    refuse(plan, "reads gradient/w on host before it is there")
+    check(plan, initial=[(G, HOST)])
+
+
+def test_no_timing_may_exceed_a_budget() -> None:
+    big = replace(UP, allocates=((HOST, 6),), nbytes=6)
+    other = move(V, NVME, HOST, link=Link.H2D, nbytes=6)
+    gone = free(W, HOST, 0, nbytes=6), free(V, HOST, 2, nbytes=6)
+    plan = plan_of(big, gone[0], other, gone[1], host=11)
+    # In list order 6 bytes are there at most, but nothing says that the links keep it.
+    refuse(plan, "#2 .* may hold 12 bytes on host, more than 11")
+    waits = replace(other, after=(1,))
+    check(plan_of(big, gone[0], waits, gone[1], host=11))
+    check(plan_of(big, gone[0], other, gone[1], host=12))
+
+
+def test_a_step_that_starts_beyond_a_budget_is_found() -> None:
+    plan = plan_of(UP, free(W, HOST, 0), host=5)
+    refuse(plan, "the step starts with 6 bytes", initial_bytes={**NONE, HOST: 6})
+
+
+def real_plan(**options: bool) -> tuple[Plan, list, dict[Tier, int], set]:
+    toy = chain(3, leaf=LeafCase("w", 4), block_rows=2)
+    homes = toy.homes(NVME, NVME)
+    catalog, arranged = toy.catalog(homes), StepOptions(1, True, DEVICE, HOST)
+    plan = build(catalog, toy.units(homes), AMPLE, arranged)
+    initial = initial_copies(toy.program, arranged)
+    held = {**NONE, HOST: sum(catalog.nbytes(a) for a, t in initial if t == HOST)}
+    return plan, initial, held, set(kept_copies(toy.program, arranged))
+
+
+def test_an_update_waits_for_the_decision() -> None:
+    plan, *rest = real_plan()
+    check(plan, *rest)
+    index = next(
+        i for i, x in enumerate(plan.instructions) if isinstance(x.operation, Update)
+    )
+    instructions = list(plan.instructions)
+    # On a link of its own, after all that it needs but for the decision.
+    decisions = {
+        i for i, x in enumerate(instructions) if str(x.operation).startswith("decide")
+    }
+    old = instructions[index]
+    after = tuple(i for i in old.after if i not in decisions)
+    instructions[index] = replace(old, after=after, link=Link.D2H)
+    with pytest.raises(PlanError, match="does not wait for the decision"):
+        check(replace(plan, instructions=tuple(instructions)), *rest)
+
+
+def test_a_fused_step_has_nothing_to_check() -> None:
+    check(plan_of(Instruction(FusedStep(), Link.DEVICE, ())))

@@ -1,0 +1,226 @@
+"""The order of computation: nothing of it depends on where arrays rest."""
+
+import pytest
+
+from tests.toy.program import Layer, LeafCase, Toy, chain, make_toy
+from zinf.plan import (
+    Accumulate,
+    Decide,
+    Pass,
+    Run,
+    StepOptions,
+    SumSquares,
+    Transfer,
+    Update,
+    value,
+)
+from zinf.plan.schedule import Job, schedule, schedule_evaluation
+from zinf.program import ArrayId, Tier
+
+TIED = make_toy(
+    [LeafCase("w")],
+    [
+        Layer("first", (ArrayId("param", "w"),), ("batch/x",), ("x",)),
+        Layer("last", (ArrayId("param", "w"),), ("x",), ()),
+    ],
+    is_mixed=False,
+)
+
+
+def jobs_of(
+    toy: Toy,
+    *,
+    param: Tier = Tier.NVME,
+    state: Tier = Tier.NVME,
+    microbatches: int = 1,
+    in_backward: bool = True,
+    value_tier: Tier = Tier.DEVICE,
+    gradient_tier: Tier = Tier.HOST,
+) -> list[Job]:
+    homes = toy.homes(param, state)
+    catalog = toy.catalog(homes, num_microbatches=microbatches)
+    options = StepOptions(microbatches, in_backward, value_tier, gradient_tier)
+    return schedule(catalog, toy.units(homes), options)
+
+
+def runs(jobs: list[Job]) -> list[tuple[str, Pass, int]]:
+    found = [j.operation for j in jobs if isinstance(j.operation, Run)]
+    return [(r.name, r.kind, r.microbatch) for r in found]
+
+
+def words(jobs: list[Job], *kinds: type) -> list[str]:
+    return [str(j.operation) for j in jobs if isinstance(j.operation, kinds)]
+
+
+def test_all_microbatches_go_through_a_segment_before_the_next() -> None:
+    assert runs(jobs_of(chain(3), microbatches=2)) == [
+        ("layer0", Pass.FORWARD, 0),
+        ("layer0", Pass.FORWARD, 1),
+        ("layer1", Pass.FORWARD, 0),
+        ("layer1", Pass.FORWARD, 1),
+        ("layer2", Pass.LOSS, 0),
+        ("layer2", Pass.LOSS, 1),
+        ("layer1", Pass.BACKWARD, 0),
+        ("layer1", Pass.BACKWARD, 1),
+        ("layer0", Pass.BACKWARD, 0),
+        ("layer0", Pass.BACKWARD, 1),
+    ]
+
+
+@pytest.mark.parametrize("state", list(Tier))
+@pytest.mark.parametrize("value_tier", list(Tier))
+def test_placement_does_not_change_the_order(state: Tier, value_tier: Tier) -> None:
+    toy = chain(3)
+    expected = runs(jobs_of(toy, microbatches=2))
+    jobs = jobs_of(toy, state=state, value_tier=value_tier, microbatches=2)
+    assert runs(jobs) == expected
+
+
+def test_gradients_accumulate_in_the_order_of_microbatches() -> None:
+    jobs = jobs_of(chain(1), microbatches=3)
+    kinds = [j.operation for j in jobs if isinstance(j.operation, Run | Accumulate)]
+    landed = [k.gradients[0].role for k in kinds if isinstance(k, Run)]
+    # The first is the sum's own beginning, the others are added to it one by one.
+    assert landed == ["gradient", "gradient part", "gradient part"]
+    assert [type(k) for k in kinds] == [Run, Run, Accumulate, Run, Accumulate]
+
+
+def test_a_narrow_gradient_is_widened_before_anything_is_added() -> None:
+    jobs = jobs_of(chain(1, is_mixed=True), microbatches=2)
+    found = [j.operation for j in jobs if isinstance(j.operation, Run)]
+    assert {k.gradients[0].role for k in found} == {"gradient part"}
+    sums = [j for j in jobs if isinstance(j.operation, Accumulate)]
+    target = (ArrayId("gradient", "layer0/w"), Tier.DEVICE)
+    assert [target in job.reads for job in sums] == [False, True]
+
+
+def test_a_tied_parameter_is_complete_after_the_first_of_its_segments() -> None:
+    jobs = jobs_of(TIED)
+    order = words(jobs, Run, Accumulate, SumSquares, Update)
+    assert order == [
+        "forward first @0",
+        "loss last @0",
+        "backward first @0",
+        "accumulate gradient/w",
+        "norm gradient/w",
+        "update first",
+    ]
+
+
+def test_cotangents_of_a_value_that_two_segments_read_add_up() -> None:
+    leaves = [LeafCase(f"w{i}") for i in range(3)]
+    layers = [
+        Layer("s0", (ArrayId("param", "w0"),), ("batch/x",), ("x",)),
+        Layer("s1", (ArrayId("param", "w1"),), ("x",), ("y",)),
+        Layer("s2", (ArrayId("param", "w2"),), ("x", "y"), ()),
+    ]
+    jobs = jobs_of(make_toy(leaves, layers))
+    assert "accumulate cotangent/x@0" in words(jobs, Accumulate)
+
+
+def test_an_update_follows_its_own_gradient_when_nothing_holds_it_back() -> None:
+    order = words(jobs_of(chain(3)), Run, Update, Decide)
+    assert order[3:] == [
+        "decide on the update: loss",
+        "update layer2",
+        "backward layer1 @0",
+        "update layer1",
+        "backward layer0 @0",
+        "update layer0",
+        "decide on the update: gradient norm",
+    ]
+
+
+def test_updates_wait_for_the_norm_of_the_whole_gradient_when_it_decides() -> None:
+    order = words(jobs_of(chain(3), in_backward=False), Run, Update, Decide)
+    assert order[3:] == [
+        "backward layer1 @0",
+        "backward layer0 @0",
+        "decide on the update: gradient norm",
+        "update layer2",
+        "update layer1",
+        "update layer0",
+    ]
+
+
+def test_the_decision_reads_every_loss_and_every_norm() -> None:
+    jobs = jobs_of(chain(2), microbatches=2, in_backward=False)
+    (decision,) = (j for j in jobs if isinstance(j.operation, Decide))
+    losses = tuple(value("out/0", m) for m in range(2))
+    norms = tuple(ArrayId("norm", f"layer{k}") for k in (1, 0))
+    assert decision.operation == Decide(losses, norms)
+    assert decision.reads == tuple((a, Tier.HOST) for a in (*losses, *norms))
+
+
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.NVME])
+def test_values_are_offloaded_as_soon_as_they_are_made(tier: Tier) -> None:
+    jobs = jobs_of(chain(2), value_tier=tier)
+    first = next(i for i, j in enumerate(jobs) if isinstance(j.operation, Run))
+    tiers = list(Tier)
+    hops = [Tier.DEVICE, *tiers[1 : tiers.index(tier) + 1]]
+    for offset, (source, target) in enumerate(zip(hops, hops[1:], strict=False), 1):
+        expected = Transfer((value("layer0.0", 0),), source, target)
+        assert jobs[first + offset].operation == expected
+
+
+def test_gradients_go_to_the_host_only_if_they_are_updated_there() -> None:
+    on_host = words(jobs_of(chain(2)), Transfer)
+    assert "offload norm/layer1 +1" in on_host  # the norm and the gradient
+    on_device = words(jobs_of(chain(2), param=Tier.DEVICE, state=Tier.DEVICE), Transfer)
+    assert "offload norm/layer1" in on_device
+
+
+def test_complete_gradients_wait_on_nvme_only_if_updates_are_late() -> None:
+    def to_nvme(**options: object) -> list[str]:
+        jobs = jobs_of(chain(2), gradient_tier=Tier.NVME, **options)
+        return [
+            str(j.operation)
+            for j in jobs
+            if isinstance(j.operation, Transfer)
+            and j.operation.target == Tier.NVME
+            and j.operation.arrays[0].role == "gradient"
+        ]
+
+    assert to_nvme(in_backward=True) == []
+    expected = ["offload gradient/layer1/w", "offload gradient/layer0/w"]
+    assert to_nvme(in_backward=False) == expected
+
+
+def test_new_values_go_home_once_per_tier() -> None:
+    toy = chain(1, is_mixed=True)
+    jobs = jobs_of(toy, param=Tier.DEVICE, state=Tier.NVME)
+    home = [j.operation for j in jobs[-3:] if isinstance(j.operation, Transfer)]
+    moved = {op.target: {a.role for a in op.arrays} for op in home}
+    assert moved == {Tier.NVME: {"master", "state0", "state1"}, Tier.DEVICE: {"param"}}
+
+
+def test_every_update_is_scheduled_once_whatever_its_blocks() -> None:
+    toy = chain(2, leaf=LeafCase("w", num_rows=5), block_rows=2)
+    jobs = jobs_of(toy)
+    updated = [a for j in jobs if isinstance(j.operation, Update) for a, _ in j.writes]
+    masters = [a.rows for a in updated if (a.role, a.path) == ("param", "layer0/w")]
+    assert masters == [(0, 2), (2, 4), (4, 5)]
+    assert len(updated) == len(set(updated))
+
+
+def test_a_frozen_segment_runs_forward_only() -> None:
+    layers = [
+        Layer("frozen", (ArrayId("param", "f"),), ("batch/x",), ("x",)),
+        Layer("last", (ArrayId("param", "w"),), ("x",), ()),
+    ]
+    leaves = [LeafCase("f", is_trainable=False), LeafCase("w")]
+    jobs = jobs_of(make_toy(leaves, layers))
+    assert runs(jobs) == [("frozen", Pass.FORWARD, 0), ("last", Pass.LOSS, 0)]
+    assert words(jobs, Update) == ["update last"]
+
+
+def test_an_evaluation_runs_forward_and_brings_its_results_to_the_host() -> None:
+    toy = chain(2, num_aux=1)
+    catalog = toy.catalog(toy.homes(Tier.NVME, Tier.NVME), num_microbatches=2)
+    options = StepOptions(2, False, Tier.DEVICE, Tier.HOST)
+    jobs = schedule_evaluation(catalog, options)
+    assert {kind for _, kind, _ in runs(jobs)} == {Pass.FORWARD}
+    results = {
+        a for j in jobs if isinstance(j.operation, Transfer) for a, _ in j.writes
+    }
+    assert results == {value(f"out/{i}", m) for i in range(2) for m in range(2)}
