@@ -1,0 +1,146 @@
+"""What one update is given: its arrays, checked, and its scalars in float32."""
+
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+FLOAT32 = np.dtype(np.float32)
+FLOAT16 = np.dtype(np.float16)
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+# What each array may be made of. `v` has no short form: bfloat16 keeps 8 bits, and a
+# step changes v by a part in 1 / (1 - b2) = 1000.
+DTYPES = {
+    "master": (FLOAT32,),
+    "m": (FLOAT32, BFLOAT16),
+    "v": (FLOAT32,),
+    "gradient": (FLOAT32, BFLOAT16, FLOAT16),
+    "copy": (BFLOAT16, FLOAT16),
+}
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """The arrays of one update, 1-D and of one length; all but `gradient` change."""
+
+    master: np.ndarray
+    m: np.ndarray
+    v: np.ndarray
+    gradient: np.ndarray
+    copy: np.ndarray | None
+
+    def check(self) -> None:
+        """Raises ValueError (TypeError for what is no array) unless all can be used."""
+        arrays = {"master": self.master, "m": self.m, "v": self.v}
+        arrays["gradient"] = self.gradient
+        if self.copy is not None:
+            arrays["copy"] = self.copy
+        for name, array in arrays.items():
+            _check(name, array)
+            if array.size != self.master.size:
+                raise ValueError(
+                    f"{name} has {array.size:,} elements and master has "
+                    f"{self.master.size:,}. Give all arrays the same length."
+                )
+        for (one, a), (other, b) in combinations(arrays.items(), 2):
+            # Exact for contiguous arrays, whose bounds are all there is to know.
+            if np.may_share_memory(a, b):
+                raise ValueError(
+                    f"{one} and {other} share memory. Give each array its own."
+                )
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """The scalars of one update, in float32.
+
+    `correction1` and `correction2` are `1 - b1**step` and `1 - b2**step`. Each is given
+    for itself because rounding makes them so: `1 - b1` is taken in float64 by optax and
+    cannot be had from `b1` in float32.
+    """
+
+    learning_rate: np.float32
+    b1: np.float32
+    one_minus_b1: np.float32
+    correction1: np.float32
+    b2: np.float32
+    one_minus_b2: np.float32
+    correction2: np.float32
+    eps: np.float32
+    eps_root: np.float32
+    weight_decay: np.float32
+    factor: np.float32
+
+
+def adam_scalars(
+    *,
+    step: int,
+    learning_rate: float,
+    b1: float,
+    b2: float,
+    eps: float,
+    eps_root: float = 0.0,
+    weight_decay: float = 0.0,
+    factor: float = 1.0,
+    m_dtype: Any = np.float32,
+) -> Scalars:
+    """Rounds hyperparameters as `optax.adamw` under jit does.
+
+    An average kept in bfloat16 decays by b1 in bfloat16 there, 0.8984 for 0.9.
+
+    Raises:
+        ValueError: `step` is not 1 or more, or `b1` or `b2` is not in [0, 1).
+    """
+    if step < 1:
+        raise ValueError(f"step is {step}, but the first update is step 1.")
+    for name, value in (("b1", b1), ("b2", b2)):
+        if not 0 <= value < 1:
+            raise ValueError(f"{name} is {value}, but averages need 0 <= {name} < 1.")
+    return Scalars(
+        learning_rate=np.float32(learning_rate),
+        b1=np.dtype(m_dtype).type(b1).astype(np.float32),
+        one_minus_b1=np.float32(1 - b1),
+        correction1=_correction(b1, step),
+        b2=np.float32(b2),
+        one_minus_b2=np.float32(1 - b2),
+        correction2=_correction(b2, step),
+        eps=np.float32(eps),
+        eps_root=np.float32(eps_root),
+        weight_decay=np.float32(weight_decay),
+        factor=np.float32(factor),
+    )
+
+
+def _correction(decay: float, step: int) -> np.float32:
+    # A power in float64 rounded to float32 has the bits of XLA:CPU at all but a dozen
+    # of the first 200,000 steps; NumPy's in float32 differs at thousands.
+    return np.float32(1) - np.float32(np.float64(np.float32(decay)) ** step)
+
+
+def _check(name: str, array: np.ndarray) -> None:
+    if not isinstance(array, np.ndarray):
+        raise TypeError(
+            f"{name} is a {type(array).__name__}, but an update in place needs NumPy "
+            "arrays."
+        )
+    if array.dtype not in DTYPES[name]:
+        allowed = " or ".join(map(str, DTYPES[name]))
+        raise ValueError(f"{name} is {array.dtype}, not {allowed}. Convert it before.")
+    if array.ndim != 1 or not array.flags.c_contiguous:
+        raise ValueError(
+            f"{name} has shape {array.shape} and strides {array.strides}, but a "
+            "contiguous 1-D array is needed. Pass reshape(-1) of a contiguous array."
+        )
+    if not array.flags.aligned:
+        raise ValueError(
+            f"{name} starts at an address that is no multiple of its item size, "
+            f"{array.itemsize} bytes. Copy it to an array of its own."
+        )
+    if name != "gradient" and not array.flags.writeable:
+        raise ValueError(
+            f"{name} is read-only, but it is updated in place. Pass an array of your "
+            "own: views of jax arrays are read-only."
+        )

@@ -1,0 +1,74 @@
+"""Runs a function that needs no GIL over blocks of a range, on several threads.
+
+Numba's own parallel loops are not for us: unless TBB or OpenMP is installed they run on
+a pool that aborts the process when two Python threads use it at once, as threads that
+train do.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import count
+from threading import Lock
+
+from numba import config
+
+# Under this many elements waking a thread costs more than it saves.
+LEAST_NUMEL = 1 << 17
+# So many blocks for each thread that one that XLA holds up leaves work to the others,
+# so few that taking the GIL between blocks costs nothing.
+BLOCKS_PER_THREAD = 8
+# Blocks start at whole cache lines, of any element type, if the range does.
+BLOCK_MULTIPLE = 1024
+STARTING = Lock()
+
+
+def for_blocks(
+    function: Callable[[int, int], None],
+    *,
+    start: int,
+    stop: int,
+    num_threads: int | None,
+) -> None:
+    """Calls `function(i, j)` for ranges that make up `start:stop`, and waits for all.
+
+    The caller's thread works too and waits for nothing that has not begun, so this
+    cannot lock up, however many threads call it, in forked processes too.
+    """
+    numel = stop - start
+    threads = min(num_threads or usable_cores(), max(numel // LEAST_NUMEL, 1))
+    if threads == 1:
+        if numel:
+            function(start, stop)
+        return
+    block = -(-numel // (threads * BLOCKS_PER_THREAD))
+    block = -(-block // BLOCK_MULTIPLE) * BLOCK_MULTIPLE
+    numbers = count()
+
+    def work() -> None:
+        # `next` of a count is atomic.
+        while (begin := start + next(numbers) * block) < stop:
+            function(begin, min(begin + block, stop))
+
+    helpers = [_pool().submit(work) for _ in range(threads - 1)]
+    try:
+        work()
+    finally:
+        begun = [helper for helper in helpers if not helper.cancel()]
+        for helper in begun:
+            helper.result()
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on; what numba would use."""
+    return vars(config)["NUMBA_DEFAULT_NUM_THREADS"]
+
+
+def _pool() -> ThreadPoolExecutor:
+    with STARTING:
+        return _make_pool()
+
+
+@cache
+def _make_pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(usable_cores(), thread_name_prefix="zinf-kernels")
