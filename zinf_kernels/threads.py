@@ -13,7 +13,7 @@ from threading import Lock
 
 from numba import config
 
-# Under this many elements waking a thread costs more than it saves.
+# Under this many elements waking a thread, or taking the GIL, costs more than it saves.
 LEAST_NUMEL = 1 << 17
 # So many blocks for each thread that one that XLA holds up leaves work to the others,
 # so few that taking the GIL between blocks costs nothing.
@@ -41,7 +41,7 @@ def for_blocks(
         if numel:
             function(start, stop)
         return
-    block = -(-numel // (threads * BLOCKS_PER_THREAD))
+    block = max(-(-numel // (threads * BLOCKS_PER_THREAD)), LEAST_NUMEL)
     block = -(-block // BLOCK_MULTIPLE) * BLOCK_MULTIPLE
     numbers = count()
 

@@ -1,0 +1,338 @@
+"""Times one step of AdamW on the host: zinf, DeepSpeed, torch, optax.
+
+Each contender is a process of its own that keeps its arrays; in each round every one of
+them takes a step, so that what else happens on the machine falls on all alike. Only
+ratios within a round are compared. "reads" is what no update can beat: reading master,
+moments and gradient once.
+
+    python scripts/bench_adam.py --baseline-python ~/baselines/venv/bin/python
+    python scripts/bench_adam.py --precision bfloat16 --arrays 12 --threads 2
+
+bfloat16 is what mixed precision asks for: a gradient in bfloat16 comes in, and a copy
+of the new parameters in bfloat16 goes out. DeepSpeed and torch need passes before and
+after for that, as in ZeRO-Offload (arXiv:2101.06840).
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+LEARNING_RATE, B1, B2, EPS, WEIGHT_DECAY = 3e-4, 0.9, 0.95, 1e-8, 0.1
+# Numbers that bfloat16 holds exactly, so that all contenders get the same.
+MASTER, GRADIENT = 2.0**-6, 2.0**-10
+BASELINES = ("deepspeed", "torch")
+CONTENDERS = ("zinf", *BASELINES, "optax", "reads")
+# What the project wants of the faster baseline's time over zinf's.
+WANTED = {"float32": 1.1, "bfloat16": 1.3}
+# Contenders compute alike up to float32 rounding.
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Group:
+    """What the contenders of one table do: `numel` elements in `arrays` equal parts."""
+
+    precision: str
+    arrays: int
+    threads: int
+    numel: int
+
+    @property
+    def lengths(self) -> list[int]:
+        return [self.numel // self.arrays] * self.arrays
+
+    @property
+    def is_short(self) -> bool:
+        return self.precision == "bfloat16"
+
+
+# A contender makes its arrays and returns a step and a look at the first parameter.
+# Modules are imported by name because the two interpreters have different ones.
+Stepper = tuple[Callable[[], Any], Callable[[], float]]
+
+
+def zinf_stepper(group: Group) -> Stepper:
+    np, kernels = import_module("numpy"), import_module("zinf_kernels")
+    gradient_dtype = import_module("ml_dtypes").bfloat16 if group.is_short else "f4"
+    units, steps = [], 0
+    for n in group.lengths:
+        master, m, v = (np.full(n, x, "f4") for x in (MASTER, 0, 0))
+        gradient = np.full(n, GRADIENT, gradient_dtype)
+        copy = np.zeros(n, gradient_dtype) if group.is_short else None
+        units.append(((master, m, v, gradient), copy))
+    settings = {"b1": B1, "b2": B2, "eps": EPS, "weight_decay": WEIGHT_DECAY}
+    settings |= {"learning_rate": LEARNING_RATE, "num_threads": group.threads}
+
+    def step() -> None:
+        nonlocal steps
+        steps += 1
+        for arrays, copy in units:
+            kernels.adam_update(*arrays, copy=copy, step=steps, **settings)
+
+    return step, lambda: float(units[0][0][0][0])
+
+
+def reads_stepper(group: Group) -> Stepper:
+    np, numba = import_module("numpy"), import_module("numba")
+    threads = import_module("zinf_kernels.threads")
+    element_bytes = 14 if group.is_short else 16
+    # Not zeros, which would all lie in one page until they are written.
+    words = np.ones(group.numel * element_bytes // 8, np.int64)
+
+    # Integers may be added in any order, so the loop is vectorised.
+    @numba.njit("i8(i8[::1])", nogil=True)
+    def total(part: Any) -> int:
+        found = 0
+        for i in range(part.size):
+            found += part[i]
+        return found
+
+    def step() -> None:
+        threads.for_blocks(
+            lambda i, j: total(words[i:j]),
+            start=0,
+            stop=words.size,
+            num_threads=group.threads,
+        )
+
+    return step, lambda: float("nan")
+
+
+def optax_stepper(group: Group) -> Stepper:
+    jax, jnp, optax = (import_module(x) for x in ("jax", "jax.numpy", "optax"))
+    short = jnp.bfloat16
+    tx = optax.adamw(LEARNING_RATE, b1=B1, b2=B2, eps=EPS, weight_decay=WEIGHT_DECAY)
+    masters = [jnp.full(n, MASTER, jnp.float32) for n in group.lengths]
+    dtype = short if group.is_short else jnp.float32
+    gradients = [jnp.full(n, GRADIENT, dtype) for n in group.lengths]
+    copies = [jnp.zeros(n, short) for n in group.lengths] if group.is_short else None
+    state = masters, tx.init(masters), copies
+
+    def update(given: Any, gradients: Any) -> Any:
+        masters, state, _ = given
+        wide = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
+        changes, state = tx.update(wide, state, masters)
+        masters = optax.apply_updates(masters, changes)
+        copies = [x.astype(short) for x in masters] if group.is_short else None
+        return masters, state, copies
+
+    # The old copies are given too, only for the new ones to take their memory.
+    compiled = jax.jit(update, donate_argnums=0, keep_unused=True)
+
+    def step() -> None:
+        nonlocal state
+        state = jax.block_until_ready(compiled(state, gradients))
+
+    return step, lambda: float(state[0][0][0])
+
+
+def deepspeed_stepper(group: Group) -> Stepper:
+    adam = import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
+    return torch_stepper_of(group, adam, adamw_mode=True)
+
+
+def torch_stepper(group: Group) -> Stepper:
+    return torch_stepper_of(group, import_module("torch").optim.AdamW, fused=True)
+
+
+def torch_stepper_of(group: Group, optimizer: Any, **options: Any) -> Stepper:
+    torch = import_module("torch")
+    torch.set_num_threads(group.threads)
+    masters = [torch.nn.Parameter(torch.full((n,), MASTER)) for n in group.lengths]
+    settings = {"betas": (B1, B2), "eps": EPS, "weight_decay": WEIGHT_DECAY}
+    adam = optimizer(masters, lr=LEARNING_RATE, **settings, **options)
+    for master in masters:
+        master.grad = torch.full_like(master, GRADIENT)
+    if not group.is_short:
+        return adam.step, lambda: masters[0][0].item()
+    shorts = [(x.grad.bfloat16(), x.detach().bfloat16()) for x in masters]
+
+    def step() -> None:
+        for master, (gradient, _) in zip(masters, shorts, strict=True):
+            master.grad.copy_(gradient)
+        adam.step()
+        for master, (_, copy) in zip(masters, shorts, strict=True):
+            copy.copy_(master.data)
+
+    return step, lambda: masters[0][0].item()
+
+
+def serve(contender: str, group: Group) -> None:
+    """Takes a step for every line of stdin and prints its seconds, as JSON."""
+    # Before any module counts the cores.
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: group.threads])
+    step, first = globals()[f"{contender}_stepper"](group)
+    # The first compiles and touches all pages; the second finds the memory it keeps.
+    step()
+    step()
+    print(json.dumps({"ready": contender}), flush=True)
+    for _ in sys.stdin:
+        start = time.perf_counter()
+        step()
+        seconds = time.perf_counter() - start
+        print(json.dumps({"seconds": seconds, "first": first()}), flush=True)
+
+
+class Contender:
+    """A process that serves one contender."""
+
+    def __init__(self, name: str, group: Group, python: str) -> None:
+        here = Path(__file__)
+        environment = os.environ | {
+            "OMP_NUM_THREADS": str(group.threads),
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": str(here.parents[1]),
+            "DS_ACCELERATOR": "cpu",
+            # NumPy asks for huge pages, torch only when told to.
+            "THP_MEM_ALLOC_ENABLE": "1",
+            # DeepSpeed builds its kernels with the ninja of its environment.
+            "PATH": f"{Path(python).parent}:{os.environ['PATH']}",
+        }
+        self.process = subprocess.Popen(
+            [python, here, "--serve", name, json.dumps(asdict(group))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        self.name = name
+
+    def answer(self) -> dict[str, Any]:
+        """The next line of JSON; DeepSpeed logs to stdout between them.
+
+        Raises:
+            RuntimeError: the process ended instead, say because a module is missing.
+        """
+        for line in self.process.stdout or ():
+            if line.startswith('{"'):
+                return json.loads(line)
+        _, errors = self.process.communicate()
+        raise RuntimeError((errors.strip().splitlines() or ["no message"])[-1])
+
+    def step(self) -> dict[str, Any]:
+        assert self.process.stdin
+        print(file=self.process.stdin, flush=True)
+        return self.answer()
+
+    def close(self) -> None:
+        self.process.communicate()
+
+
+def race(group: Group, *, rounds: int, pythons: dict[str, str]) -> dict[str, Any]:
+    """Times of all contenders of a group, in seconds, round by round."""
+    running: list[Contender] = []
+    missing = {}
+    try:
+        for name, python in pythons.items():
+            contender = Contender(name, group, python)
+            try:
+                contender.answer()
+                running.append(contender)
+            except RuntimeError as error:
+                missing[name] = str(error)
+        answers = {contender.name: [] for contender in running}
+        for _ in range(rounds):
+            for contender in running:
+                answers[contender.name].append(contender.step())
+    finally:
+        for contender in running:
+            contender.close()
+    if "zinf" in missing:
+        raise RuntimeError(f"zinf itself did not run: {missing['zinf']}")
+    check_alike({name: found[-1]["first"] for name, found in answers.items()})
+    seconds = {name: [x["seconds"] for x in found] for name, found in answers.items()}
+    return {**asdict(group), "seconds": seconds, "missing": missing}
+
+
+def check_alike(first: dict[str, float]) -> None:
+    expected = first["zinf"]
+    for name, value in first.items():
+        if abs(value - expected) > TOLERANCE * abs(expected):
+            raise AssertionError(f"{name} has parameter {value}, zinf {expected}")
+
+
+def ratios(seconds: dict[str, list[float]], name: str) -> list[float]:
+    """Of each round: the time of a contender over that of zinf."""
+    return [a / b for a, b in zip(seconds[name], seconds["zinf"], strict=True)]
+
+
+def report(result: dict[str, Any]) -> None:
+    seconds = result["seconds"]
+    print(
+        f"\n{result['precision']}, {result['arrays']} arrays, "
+        f"{result['threads']} threads, {result['numel'] / 1e6:g}M elements"
+    )
+    print(f"{'':10}{'ms':>8}{'least':>8}{'most':>8}{'/ zinf':>8}{'quartiles':>14}")
+    for name, times in seconds.items():
+        ordered = sorted(ratios(seconds, name))
+        quarter = len(ordered) // 4
+        low, high = ordered[quarter], ordered[-1 - quarter]
+        print(
+            f"{name:10}{median(times) * 1e3:8.1f}{min(times) * 1e3:8.1f}"
+            f"{max(times) * 1e3:8.1f}{median(ordered):8.2f}{low:8.2f}-{high:.2f}"
+        )
+    for name, reason in result["missing"].items():
+        print(f"{name:10} did not run: {reason}")
+    raced = [ratios(seconds, name) for name in BASELINES if name in seconds]
+    if raced:
+        best = min(median(x) for x in raced)
+        print(
+            f"faster baseline / zinf {best:.2f}, wanted {WANTED[result['precision']]}"
+        )
+
+
+def main() -> None:
+    options = parse()
+    # Everything is compared with zinf.
+    pythons = dict.fromkeys(("zinf", *options.contenders), sys.executable)
+    for name in BASELINES:
+        if options.baseline_python is None:
+            pythons.pop(name, None)
+        elif name in pythons:
+            pythons[name] = options.baseline_python
+    if options.baseline_python is None:
+        print("No torch and DeepSpeed: name an interpreter with --baseline-python.")
+    results = []
+    for precision, arrays, threads in product(
+        options.precision, options.arrays, options.threads
+    ):
+        group = Group(precision, arrays, threads, options.numel)
+        results.append(race(group, rounds=options.rounds, pythons=pythons))
+        report(results[-1])
+    if options.json:
+        machine = {"platform": platform.platform(), "cores": os.cpu_count()}
+        options.json.write_text(json.dumps({"machine": machine, "results": results}))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--baseline-python", help="interpreter with torch, deepspeed")
+    parser.add_argument("--numel", type=int, default=100_000_000)
+    parser.add_argument("--precision", nargs="+", default=[*WANTED], choices=WANTED)
+    parser.add_argument("--arrays", nargs="+", type=int, default=[1, 12])
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument(
+        "--contenders", nargs="+", default=[*CONTENDERS], choices=CONTENDERS
+    )
+    parser.add_argument("--json", type=Path, help="where to write all times")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        serve(sys.argv[2], Group(**json.loads(sys.argv[3])))
+    else:
+        main()
