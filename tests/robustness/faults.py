@@ -1,0 +1,254 @@
+"""A block layer that goes wrong on demand: what the NVMe tier asks of a fake kernel."""
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from fnmatch import fnmatch
+from functools import partial
+from math import inf
+from pathlib import Path
+from threading import Event, Lock
+from time import sleep
+from typing import Any
+
+import numpy as np
+
+from zinf.memory.aligned import PAGE_BYTES, PAGED_FROM_BYTES, aligned_empty
+from zinf.memory.nvme import System
+
+SECONDS_TO_WAIT = 20
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the tier; `go(*arguments)` makes it."""
+
+    name: str
+    path: Path
+    arguments: tuple[Any, ...]
+    go: Callable[..., Any]
+
+    @property
+    def offset(self) -> int:
+        """Where in the file, for transfers."""
+        return self.arguments[2]
+
+    @property
+    def memory(self) -> np.ndarray:
+        """What is to be moved, for transfers."""
+        return self.arguments[1][0]
+
+    def move(self, memory: np.ndarray, offset: int) -> int:
+        """Make a transfer otherwise than it was asked."""
+        descriptor, _, _, *flags = self.arguments
+        return self.go(descriptor, [memory], offset, *flags)
+
+
+Deed = Callable[[Call], Any]
+"""What happens instead of a call: returns what that returns, or raises OSError."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which calls are done otherwise.
+
+    Args:
+        names: of `System`'s fields, separated by spaces.
+        path: pattern that the whole path of the file matches.
+        first: the number of the first such call that it is about, from 1.
+        times: of how many calls from there on.
+        when: what else has to hold of a call to be counted.
+    """
+
+    names: str
+    deed: Deed
+    path: str = "*"
+    first: int = 1
+    times: float = inf
+    when: Callable[[Call], bool] = lambda call: True
+
+    def is_about(self, call: Call) -> bool:
+        is_named = call.name in self.names.split()
+        return is_named and fnmatch(str(call.path), self.path) and self.when(call)
+
+
+class BlockLayer:
+    """Makes the calls of `system`, by the first rule that is about each."""
+
+    def __init__(self) -> None:
+        real = System()
+        names = [field.name for field in fields(System)]
+        self.system = System(
+            **{n: partial(self._call, n, getattr(real, n)) for n in names}
+        )
+        self._rules: list[Rule] = []
+        self._counts: list[int] = []
+        self._paths: dict[int, Path] = {}
+        self._lock = Lock()
+        self.num_faults = 0
+
+    @contextmanager
+    def broken(self, *rules: Rule) -> Iterator[None]:
+        """Rules hold in here, and there were calls that they were about."""
+        self.num_faults = 0
+        self._rules, self._counts = list(rules), [0] * len(rules)
+        try:
+            yield
+        finally:
+            self._rules = []
+        assert self.num_faults, f"nothing happened that {rules} are about"
+
+    def _call(self, name: str, go: Callable[..., Any], *arguments: Any) -> Any:
+        call = Call(name, self._path(name, arguments), arguments, go)
+        if name == "close":
+            self._paths.pop(arguments[0])
+        result = self._choose(call)(call)
+        if name == "open":
+            self._paths[result] = call.path
+        return result
+
+    def _path(self, name: str, arguments: tuple[Any, ...]) -> Path:
+        named = arguments[1 if name == "replace" else 0]
+        return self._paths[named] if isinstance(named, int) else Path(named)
+
+    def _choose(self, call: Call) -> Deed:
+        with self._lock:
+            for index, rule in enumerate(self._rules):
+                if not rule.is_about(call):
+                    continue
+                self._counts[index] += 1
+                if rule.first <= self._counts[index] < rule.first + rule.times:
+                    self.num_faults += 1
+                    return rule.deed
+        return go_on
+
+
+def go_on(call: Call) -> Any:
+    return call.go(*call.arguments)
+
+
+def fail(code: int) -> Deed:
+    """Nothing is done, and the error `code` reported."""
+
+    def deed(call: Call) -> Any:
+        raise OSError(code, os.strerror(code))
+
+    return deed
+
+
+def fail_after(code: int) -> Deed:
+    """Everything is done, and the error `code` reported nevertheless."""
+
+    def deed(call: Call) -> Any:
+        go_on(call)
+        raise OSError(code, os.strerror(code))
+
+    return deed
+
+
+def move_at_most(nbytes: int) -> Deed:
+    """Short transfers. (More is moved than reported, in whole pages for O_DIRECT.)"""
+
+    def deed(call: Call) -> int:
+        whole = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        return min(call.move(call.memory[:whole], call.offset), nbytes)
+
+    return deed
+
+
+def move_nothing(call: Call) -> int:
+    return 0
+
+
+def pretend(call: Call) -> Any:
+    """Nothing is done, and success reported."""
+    return call.memory.nbytes if call.name == "pwritev" else None
+
+
+def read_zeros(call: Call) -> int:
+    call.memory[:] = 0
+    return call.memory.nbytes
+
+
+def misplace(call: Call) -> Any:
+    """Moves what lies half of it, or a page, further on, and reports success."""
+    distance = min(PAGE_BYTES, call.memory.nbytes // 2)
+    call.move(call.memory, call.offset + distance)
+    return call.memory.nbytes
+
+
+def flip_bit(at: int) -> Deed:
+    """One bit of byte `at` of what is moved is another."""
+
+    def deed(call: Call) -> int:
+        if call.name == "preadv":
+            moved = go_on(call)
+            call.memory[at] ^= 4
+            return moved
+        # Of so many bytes, it begins at a page, as O_DIRECT wants it.
+        wrong = aligned_empty((PAGED_FROM_BYTES,), np.uint8)[: call.memory.size]
+        wrong[:] = call.memory
+        wrong[at] ^= 4
+        return call.move(wrong, call.offset)
+
+    return deed
+
+
+def delay(seconds: float) -> Deed:
+    def deed(call: Call) -> Any:
+        sleep(seconds)
+        return go_on(call)
+
+    return deed
+
+
+def before(function: Callable[[], object]) -> Deed:
+    """Something happens just before the call."""
+
+    def deed(call: Call) -> Any:
+        function()
+        return go_on(call)
+
+    return deed
+
+
+class Gate:
+    """A deed: calls are held from when they come until the gate is opened."""
+
+    def __init__(self) -> None:
+        self.is_reached = Event()
+        self._is_open = Event()
+
+    def __call__(self, call: Call) -> Any:
+        self.is_reached.set()
+        assert self._is_open.wait(SECONDS_TO_WAIT)
+        return go_on(call)
+
+    def open(self) -> None:
+        self._is_open.set()
+
+    def wait(self) -> None:
+        """Until a call is held."""
+        assert self.is_reached.wait(SECONDS_TO_WAIT)
+
+
+def without_direct_requests() -> Rule:
+    """A file system that does not know O_DIRECT."""
+    return Rule(
+        "open", fail(errno.EINVAL), when=lambda c: bool(c.arguments[1] & os.O_DIRECT)
+    )
+
+
+def open_files(folder: Path) -> list[str]:
+    """What this process has open under `folder`."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:  # the descriptor of the listing itself
+            continue
+        if target.startswith(f"{folder}/"):
+            found.append(target)
+    return found
