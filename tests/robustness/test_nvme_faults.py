@@ -71,9 +71,9 @@ REFUSED = {
     },
 }
 CALLS = {
-    "read": "open stat preadv",
-    "overwrite": "open stat pwritev",
-    "replace": "open stat allocate pwritev replace",
+    "read": "open preadv",
+    "overwrite": "open pwritev",
+    "replace": "open allocate pwritev replace",
     "write row": "open preadv pwritev",
     "first write": "open pwritev",
     "create": "open allocate",
@@ -186,8 +186,6 @@ def test_a_write_that_failed_in_part_is_never_read_as_a_mixture(call, size, make
     ("verb", "call"), [(v, c) for v, calls in CALLS.items() for c in calls.split()]
 )
 def test_a_call_that_a_signal_interrupts_is_made_again(verb, call, size, make):
-    if call == "stat":
-        pytest.skip("fstat has nothing to wait for, and cannot be interrupted")
     bench, verb = make(size), VERBS[verb]
     verb.prepare(bench)
     assert run(bench, verb, Rule(call, fail(EINTR), times=3)) is None

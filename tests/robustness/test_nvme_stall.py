@@ -155,6 +155,14 @@ def test_rows_beside_a_write_that_stalls_fail_in_time(size, make, gate):
     expect_works(bench, VERBS["overwrite"])
 
 
+@pytest.mark.xfail(reason="what may be cached is opened in the caller's thread")
+def test_a_small_read_whose_file_cannot_be_opened_fails_in_time(make, gate):
+    bench = make(stall_seconds=STALL_SECONDS)
+    bench.fill()
+    with bench.layer.broken(Rule("open", gate)):
+        expect_stall(bench.read)
+
+
 def test_a_store_whose_drive_stalls_is_closed_in_time_and_its_threads_end(make, gate):
     bench = make(stall_seconds=STALL_SECONDS)
     bench.fill()
