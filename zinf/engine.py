@@ -12,13 +12,12 @@ import jax
 import numpy as np
 
 from zinf.checkpoint import read_arrays, write_arrays
-from zinf.executor import StepRecord, make_runner
 from zinf.executor.batch import batch_spec, signature
 from zinf.executor.metrics import step_metrics
 from zinf.executor.prepare import Planner
 from zinf.executor.random_key import key_from_json, key_to_json, step_keys
-from zinf.executor.run import MIXED
-from zinf.executor.runner import AbstractRunner, switch
+from zinf.executor.run import MIXED, StepRecord
+from zinf.executor.runner import AbstractRunner, make_runner, switch
 from zinf.executor.scalars import Scalars
 from zinf.executor.state import (
     initialize_arrays,
@@ -37,6 +36,7 @@ class Engine:
     Attributes:
         residents: every persistent array, readable and writable by name.
         num_steps: steps taken, skipped ones included.
+        last_step: what the latest step moved, and when each instruction ran.
         pending_save: a save that still reads the arrays; the next update waits for it.
     """
 
@@ -44,9 +44,9 @@ class Engine:
     stores: Stores
 
     def __init__(self, planner: Planner, rng: jax.Array | None):
-        self.planner, self.rng = planner, rng
-        self.config = planner.config
+        self.planner, self.config, self.rng = planner, planner.config, rng
         self.pending_save: Future | None = None
+        self.last_step = StepRecord()
         self._scalars = Scalars(planner.separated, self.config.loss_scaling)
         self._runners: dict[tuple, AbstractRunner] = {}
         self._current: AbstractRunner | None = None
@@ -92,7 +92,7 @@ class Engine:
         runner = self.prepare(batch)
         for tier in self.stores.tiers:
             self.stores[tier].ledger.reset_peak()
-        record = StepRecord()
+        record = self.last_step = StepRecord()
         advanced, step_values = self._scalars.advance()
         try:
             outcome = runner.step(

@@ -12,18 +12,32 @@ from contextlib import contextmanager
 from time import perf_counter
 from types import FrameType
 
-from zinf.plan.instruction import Instruction, Link
+from zinf.plan import Instruction, Link, Timeline
 
 
 class Progress:
-    """Which instructions of a step are complete, shared by the workers."""
+    """Which instructions of a step are complete, and since when.
+
+    Shared by the workers; each writes only the times of its own instructions.
+    """
 
     def __init__(self, num_instructions: int):
         self._done = bytearray(num_instructions)
         self._changed = threading.Condition()
         self.error: BaseException | None = None
         self.interrupted = False
-        self.busy_seconds: dict[Link, float] = dict.fromkeys(Link, 0.0)
+        self.starts = [0.0] * num_instructions
+        self.ends = [0.0] * num_instructions
+        self._began = perf_counter()
+
+    @property
+    def timeline(self) -> Timeline:
+        """What was measured, without the waits: of a step that is complete."""
+        began = self._began
+        return Timeline(
+            tuple(start - began for start in self.starts),
+            tuple(end - began for end in self.ends),
+        )
 
     def wait_for(self, after: Sequence[int]) -> bool:
         """Waits until `after` are complete; false if the step has failed."""
@@ -70,7 +84,7 @@ def run_links(
             instruction = instructions[index]
             if not progress.wait_for(instruction.after):
                 return
-            start = perf_counter()
+            progress.starts[index] = perf_counter()
             try:
                 execute(instruction)
             except BaseException as error:  # handed to the caller's thread
@@ -80,7 +94,7 @@ def run_links(
                 )
                 progress.fail(error)
                 return
-            progress.busy_seconds[link] += perf_counter() - start
+            progress.ends[index] = perf_counter()
             progress.complete(index)
 
     workers = [

@@ -28,7 +28,6 @@ class Outcome:
     extra: Any
     interrupted: bool = False
     moved_bytes: Mapping[Link, int] = field(default_factory=dict)
-    busy_seconds: Mapping[Link, float] = field(default_factory=dict)
 
     @property
     def loss(self) -> float:

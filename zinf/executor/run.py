@@ -29,6 +29,7 @@ from zinf.plan import (
     Plan,
     Run,
     SumSquares,
+    Timeline,
     Transfer,
     Update,
     UpdateUnit,
@@ -69,12 +70,17 @@ class Work:
 
 @dataclass
 class StepRecord:
-    """What one step did, beside its results."""
+    """What one step did, beside its results.
+
+    Attributes:
+        timeline: when each instruction of the plan ran; None of a step that is not
+            complete.
+    """
 
     decision: Decision | None = None
     has_updated: bool = False
     moved_bytes: dict[Link, int] = field(default_factory=lambda: dict.fromkeys(Link, 0))
-    busy_seconds: Mapping[Link, float] = field(default_factory=dict)
+    timeline: Timeline | None = None
     interrupted: bool = False
 
 
@@ -97,7 +103,7 @@ def run_plan(
     except BaseException:
         run.drop_copies()
         raise
-    record.busy_seconds = progress.busy_seconds
+    record.timeline = progress.timeline
     record.interrupted = progress.interrupted
 
 

@@ -116,7 +116,6 @@ class StreamedRunner(AbstractRunner):
             extra,
             record.interrupted,
             record.moved_bytes,
-            record.busy_seconds,
         )
 
     def evaluate(self, batch: Any, keys: Sequence[Any]) -> float:
@@ -235,7 +234,9 @@ class FusedRunner(AbstractRunner):
         def execute(instruction: Instruction) -> None:
             outputs.update(self.execute(instruction, inputs, record))
 
-        record.interrupted = run_links(self.plan.instructions, execute).interrupted
+        progress = run_links(self.plan.instructions, execute)
+        record.interrupted = progress.interrupted
+        record.timeline = progress.timeline
         losses = [float(x) for x in outputs["losses"]]
         norm = float(outputs["grad_norm"])
         skips = not bool(outputs["is_finite"])

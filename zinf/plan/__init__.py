@@ -16,6 +16,7 @@ from zinf.plan.catalog import value as value
 from zinf.plan.check import PlanError as PlanError
 from zinf.plan.check import check as check
 from zinf.plan.cost import Rates as Rates
+from zinf.plan.cost import Timeline as Timeline
 from zinf.plan.cost import accelerator_rates as accelerator_rates
 from zinf.plan.infeasible import InfeasibleError as InfeasibleError
 from zinf.plan.instruction import Accumulate as Accumulate

@@ -60,7 +60,10 @@ def accelerator_rates() -> Rates:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Predicted start and end of each instruction, in seconds from the step's start."""
+    """Start and end of each instruction, in seconds from the step's start.
+
+    Predicted by `predict`, measured by the executor.
+    """
 
     start: tuple[float, ...]
     end: tuple[float, ...]
@@ -68,6 +71,15 @@ class Timeline:
     @property
     def seconds(self) -> float:
         return max(self.end, default=0.0)
+
+    def busy_seconds(self, instructions: Sequence[Instruction]) -> dict[Link, float]:
+        """How long each link works in all, of those that have instructions."""
+        busy: dict[Link, float] = {}
+        spans = zip(instructions, self.start, self.end, strict=True)
+        for instruction, start, end in spans:
+            link = instruction.link
+            busy[link] = busy.get(link, 0.0) + end - start
+        return busy
 
 
 def duration(instruction: Instruction, rates: Rates) -> float:

@@ -39,11 +39,9 @@ def show_summary(
         figures = home_bytes[tier], peak_bytes[tier], capacity_bytes[tier]
         if any(figures):
             rows.append((str(tier), *map(show_bytes, figures)))
-    busy: dict[Link, float] = defaultdict(float)
+    busy = timeline.busy_seconds(instructions)
     moved: dict[Link, int] = defaultdict(int)
-    spans = zip(timeline.start, timeline.end, strict=True)
-    for instruction, (start, end) in zip(instructions, spans, strict=True):
-        busy[instruction.link] += end - start
+    for instruction in instructions:
         moved[instruction.link] += instruction.nbytes
     links = [("link", "bytes a step", "busy", "")]
     binding = max(busy, key=lambda link: busy[link])
