@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from threading import Lock
 
 from zinf.memory.ledger import Ledger
+from zinf.memory.pool import POOL
 
 # What may be resident beyond the counted bytes: what is on its way through TensorStore,
 # and freed memory that is about to be used again.
@@ -71,6 +72,7 @@ class Heap:
         return resident - counted - self._own_bytes - self._slack_bytes
 
     def _trim(self) -> int:
+        POOL.trim()
         ctypes.CDLL(None).malloc_trim(0)
         return resident_bytes()
 

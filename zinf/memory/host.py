@@ -6,6 +6,7 @@ import numpy as np
 
 from zinf.memory.aligned import ALIGNMENT, PAGE_BYTES, address, aligned_copy
 from zinf.memory.ledger import Ledger
+from zinf.memory.pool import PooledMemory
 from zinf.memory.store import (
     AbstractStore,
     check_kind,
@@ -97,6 +98,6 @@ def is_adoptable(value: np.ndarray) -> bool:
         value.flags.c_contiguous
         and value.flags.writeable
         and address(value) % ALIGNMENT == 0
-        and type(owner) is np.ndarray
+        and type(owner) in (np.ndarray, PooledMemory)
         and owner.nbytes <= value.nbytes + PAGE_BYTES
     )
