@@ -216,16 +216,25 @@ class GPT(nnx.Module):
         self, x_BTD: jax.Array, rope: Rope | None, dropout_key: jax.Array | None
     ) -> jax.Array:
         if isinstance(self.blocks, nnx.List):
+            run_one = nnx.remat(_run_block) if self.config.remat else _run_block
             for layer, block in enumerate(self.blocks):
-                x_BTD = block(x_BTD, rope, _layer_key(dropout_key, layer))
+                key = _layer_key(dropout_key, layer)
+                x_BTD = run_one(block, x_BTD, rope, key)
             return x_BTD
 
         def run(x_BTD: jax.Array, block: Block, layer: jax.Array | None) -> jax.Array:
             return block(x_BTD, rope, _layer_key(dropout_key, layer))
 
+        run = nnx.remat(run) if self.config.remat else run
         layers_L = None if dropout_key is None else jnp.arange(self.config.num_layers)
         scan = nnx.scan(run, in_axes=(nnx.Carry, 0, 0), out_axes=nnx.Carry)
         return scan(x_BTD, self.blocks, layers_L)
+
+
+def _run_block(
+    block: Block, x_BTD: jax.Array, rope: Rope | None, key: jax.Array | None
+) -> jax.Array:
+    return block(x_BTD, rope, key)
 
 
 def _blocks(config: GPTConfig, key: jax.Array) -> nnx.List | Block:

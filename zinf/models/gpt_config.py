@@ -48,6 +48,9 @@ class GPTConfig:
             probabilities are never dropped: fused attention kernels cannot do it.
         scan_layers: Keep the parameters of all blocks stacked along a leading L and
             run the blocks in one `lax.scan`.
+        remat: Recompute each block in the backward pass from what comes in
+            (https://arxiv.org/abs/1604.06174). For steps that are not streamed: zinf's
+            segments always do.
 
     Raises:
         ValueError: The fields contradict each other.
@@ -67,6 +70,7 @@ class GPTConfig:
     use_bias: bool = True
     dropout: float = 0.0
     scan_layers: bool = False
+    remat: bool = False
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
