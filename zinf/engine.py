@@ -209,7 +209,7 @@ class Engine:
             device_bytes=capacity[Tier.DEVICE],
             host_bytes=capacity[Tier.HOST],
             nvme_bytes=capacity[Tier.NVME],
-            nvme_paths=() if plan.is_fused else self.config.nvme_paths,
+            **({} if plan.is_fused else self.config.nvme_options),
         )
         specs, separated = self.planner.array_specs(), self.planner.separated
         try:

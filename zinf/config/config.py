@@ -155,6 +155,15 @@ class Config(DeepSpeedKeys):
         return self.memory.nvme or self.zero_optimization.nvme_paths
 
     @property
+    def nvme_options(self) -> dict[str, Any]:
+        """How the NVMe tier is opened, by the names of `zinf.memory.open_stores`."""
+        return {
+            "nvme_paths": self.nvme_paths,
+            "stall_seconds": self.memory.stall_seconds,
+            "checksums": self.memory.checksums,
+        }
+
+    @property
     def compute_dtype(self) -> str:
         """Dtype of the compute copies: float32, bfloat16 or float16."""
         if self._bf16.enabled:

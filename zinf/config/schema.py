@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from zinf.config.nearest import did_you_mean
-from zinf.config.scalar import Count, Flag, Folder, Fraction, Text, Whole
+from zinf.config.scalar import Count, Flag, Folder, Fraction, Seconds, Text, Whole
 from zinf.config.section import Section, Violation
 from zinf.config.size import Size
 from zinf.config.status import Auto
@@ -38,6 +38,14 @@ class Memory(Section):
 
     nvme_capacity: Auto[Size | None] = None
     """Bytes on all those folders together; absent or auto: what they have free."""
+
+    stall_seconds: Seconds = 120.0
+    """How long a drive may take to answer a request before the step fails."""
+
+    checksums: Literal["sampled", "full", "off"] = "sampled"
+    """What is summed of what is swapped to nvme, and compared when it comes back: a
+    different eighth each time, which costs about 1% of throughput; everything, which
+    costs 5 to 14% on two cores; or nothing."""
 
     def violations(self) -> Iterator[Violation]:
         folders = self.nvme or ()
@@ -100,6 +108,9 @@ class Model(Section):
 
     scan_layers: Flag = False
     """Stack the parameters of all blocks and run them in a `lax.scan`."""
+
+    remat: Flag = False
+    """Recompute blocks in backward also when the step is not streamed."""
 
     def violations(self) -> Iterator[Violation]:
         heads, kv_heads = self.num_heads, self.num_kv_heads or self.num_heads

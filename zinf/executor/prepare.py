@@ -20,6 +20,7 @@ from zinf.memory.capacity import (
     host_memory_bytes,
     nvme_capacity_bytes,
 )
+from zinf.memory.nvme import measured_speeds
 from zinf.optim.separate import Separated
 from zinf.plan import (
     Catalog,
@@ -302,7 +303,9 @@ class Planner:
         """Rates to predict with: a device budget beyond this machine means another."""
         is_elsewhere = (self.config.device_bytes or 0) > host_memory_bytes()
         is_cpu = self.device.platform == "cpu"
-        return Rates() if is_cpu and not is_elsewhere else accelerator_rates()
+        rates = Rates() if is_cpu and not is_elsewhere else accelerator_rates()
+        measured = measured_speeds(self.config.nvme_paths)
+        return rates if is_elsewhere or not measured else rates.on_drive(*measured)
 
     def capacity(self) -> dict[Tier, int]:
         """The byte budget of each tier: the config's, or what is there."""

@@ -1,12 +1,16 @@
 """How an array on the NVMe tier is cut into chunk files."""
 
-from math import ceil, prod
+from math import ceil, gcd, prod
 
 from zinf.program import ArraySpec
 
 # Files of 4 to 16 MiB read and write fastest: one request each is enough for the drive,
 # and an array still has several to work on at once. 64 MiB was slower.
 MAX_CHUNK_BYTES = 16 * 2**20
+# O_DIRECT moves whole pages. Rounding chunks up to them may pad a file by this part.
+PAGE_BYTES = 4096
+MAX_EXCESS = 4
+LARGEST_PADDING = 1 / 32
 
 
 def chunk_shape(
@@ -15,35 +19,57 @@ def chunk_shape(
     rows_per_chunk: int | None = None,
     max_bytes: int = MAX_CHUNK_BYTES,
 ) -> tuple[int, ...]:
-    """The shape of the chunks, each of at most `max_bytes`, of an array of `spec`.
+    """The shape of the chunks of an array, each of about `max_bytes` at most.
 
-    The outermost dims are cut first, so that a chunk is one run of memory where it can
-    be. With `rows_per_chunk`, no chunk crosses a multiple of that many rows: such rows
-    can be read and written alone.
+    A chunk is one run of the array's memory: one index of the leading dims, a cut of
+    one dim, and all of those behind it. With `rows_per_chunk`, no chunk crosses a
+    multiple of that many rows, so that such rows can be read and written alone. For
+    that a chunk may have four times `max_bytes`; only larger ones that cannot be cut
+    evenly do cross.
 
     Chunk files are of one size, so the last ones of a dim are padded where the chunk
-    does not divide it. Even cuts are preferred; one chunk's worth of each dim is the
-    most that can be wasted.
+    does not divide it. Even cuts are preferred, then multiples of a page.
     """
-    chunk = [max(1, dim) for dim in spec.shape]
-    if rows_per_chunk is not None and chunk:
+    dims = [max(1, dim) for dim in spec.shape]
+    if not dims:
+        return ()
+    # The first dim of which several fit in a chunk, or the last: the one to cut.
+    cut = 0
+    while cut < len(dims) - 1 and _inner_bytes(dims, cut, spec.itemsize) > max_bytes:
+        cut += 1
+    inner_bytes = _inner_bytes(dims, cut, spec.itemsize)
+    length, must_divide = dims[cut], False
+    if cut == 0 and rows_per_chunk is not None:
         assert rows_per_chunk > 0
-        chunk[0] = min(rows_per_chunk, chunk[0])
-    must_divide_rows = bool(chunk) and chunk[0] < spec.shape[0]
-    for dim in range(len(chunk)):
-        pieces = ceil(prod(chunk) * spec.itemsize / max_bytes)
-        chunk[dim] = _cut(chunk[dim], pieces, evenly=dim == 0 and must_divide_rows)
-    if chunk:
-        # Only rows that have no even cut and little beside them are still too large.
-        pieces = ceil(prod(chunk) * spec.itemsize / max_bytes)
-        chunk[0] = _cut(chunk[0], pieces, evenly=False)
-    return tuple(chunk)
+        length = min(rows_per_chunk, length)
+        must_divide = length < dims[0]
+    pieces = ceil(length * inner_bytes / max_bytes)
+    even = _even_cut(length, pieces)
+    if even is not None:
+        length = even
+    elif not must_divide or pieces > MAX_EXCESS:
+        length = ceil(length / pieces)
+    if not must_divide:
+        length = _whole_pages(length, inner_bytes)
+    return (*[1] * cut, length, *dims[cut + 1 :])
 
 
-def _cut(length: int, pieces: int, *, evenly: bool) -> int:
-    """`length` in at least `pieces` pieces, equal ones if there are not many more."""
+def _inner_bytes(dims: list[int], dim: int, itemsize: int) -> int:
+    """Bytes of one index of `dim`."""
+    return prod(dims[dim + 1 :]) * itemsize
+
+
+def _even_cut(length: int, pieces: int) -> int | None:
+    """`length` in at least `pieces` equal pieces, if there are not many more."""
     pieces = min(pieces, length)
     for even_pieces in range(pieces, 2 * pieces + 1):
         if length % even_pieces == 0:
             return length // even_pieces
-    return length if evenly else ceil(length / pieces)
+    return None
+
+
+def _whole_pages(length: int, inner_bytes: int) -> int:
+    """`length`, or a little more where that makes the chunk a multiple of a page."""
+    step = PAGE_BYTES // gcd(inner_bytes, PAGE_BYTES)
+    rounded = -(-length // step) * step
+    return rounded if rounded <= length * (1 + LARGEST_PADDING) else length

@@ -13,7 +13,10 @@ ADVICE = {
     "folder in memory.nvme",
     errno.ENOENT: "Something deleted files of the running job. Find out what, and "
     "resume from the last checkpoint",
-    errno.ENODATA: "Write the array before it is read",
+    errno.ENODATA: "Write the array before it is read; if it was, something made its "
+    "file shorter, and the last checkpoint is what to resume from",
+    errno.ETIMEDOUT: "Check the drive and its cable, bus or network. If it is only "
+    "slow, raise memory.stall_seconds. Then resume from the last checkpoint",
     errno.EIO: "The file is damaged. Check the drive (and what else writes there), and "
     "resume from the last checkpoint",
 }
@@ -45,9 +48,14 @@ def storage_error(what: str, code: int, path: Path | str, found: str) -> Storage
     return StorageError(code, f"{what}: {found}. {advice}", str(path))
 
 
-def from_os_error(what: str, path: Path, error: OSError) -> StorageError:
-    code = error.errno or errno.EIO
-    return storage_error(what, code, path, os.strerror(code))
+def from_os_error(
+    what: str, path: Path, error: OSError, *, place: str = ""
+) -> StorageError:
+    """Say what the system refused, and at which `place` in the file."""
+    is_late = isinstance(error, TimeoutError)
+    code = error.errno or (errno.ETIMEDOUT if is_late else errno.EIO)
+    found = os.strerror(code)
+    return storage_error(what, code, path, f"{found}, {place}" if place else found)
 
 
 def from_tensorstore(what: str, folder: Path, error: Exception) -> StorageError:

@@ -9,7 +9,7 @@ import jax
 from zinf.memory.device import DeviceStore
 from zinf.memory.heap import Heap
 from zinf.memory.host import HostStore
-from zinf.memory.nvme import NvmeStore
+from zinf.memory.nvme import STALL_SECONDS, Coverage, NvmeStore
 from zinf.memory.store import AbstractStore
 from zinf.program import Tier
 
@@ -62,12 +62,15 @@ def open_stores(
     host_bytes: int | None = None,
     nvme_bytes: int | None = None,
     nvme_paths: Sequence[Path] = (),
+    stall_seconds: float = STALL_SECONDS,
+    checksums: Coverage = "sampled",
 ) -> Stores:
     """Open the stores of `device`, of this process's memory and of `nvme_paths`.
 
     Args:
         device_bytes: budget of the tier; None is no limit. So for the other two.
         nvme_paths: folders for arrays, empty, new, or left by an earlier run.
+        stall_seconds, checksums: see `NvmeStore`.
 
     Raises:
         StorageError: a folder is in use, foreign or cannot be written.
@@ -76,9 +79,9 @@ def open_stores(
     on_host = HostStore(host_bytes)
     is_in_memory = device.platform == "cpu"
     in_memory = [on_host.ledger, *([on_device.ledger] if is_in_memory else [])]
-    return Stores(
-        device=on_device,
-        host=on_host,
-        nvme=NvmeStore(nvme_paths, nvme_bytes) if nvme_paths else None,
-        heap=Heap(in_memory),
-    )
+    on_nvme = None
+    if nvme_paths:
+        on_nvme = NvmeStore(
+            nvme_paths, nvme_bytes, stall_seconds=stall_seconds, checksums=checksums
+        )
+    return Stores(on_device, on_host, on_nvme, Heap(in_memory))

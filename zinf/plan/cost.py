@@ -5,7 +5,7 @@ done: the executor's rule, played on a clock. The figures are only as good as th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from zinf.plan.instruction import Instruction, Link, Update
 from zinf.program import Tier
@@ -37,6 +37,16 @@ class Rates:
         default_factory=lambda: {Tier.HOST: 3 * GB, Tier.DEVICE: 3 * GB}
     )
     overhead_seconds: float = 2e-4
+
+    def on_drive(
+        self, read_bytes_per_second: float, write_bytes_per_second: float
+    ) -> "Rates":
+        """The same with drives of which this was measured."""
+        drive = {
+            Link.NVME_READ: read_bytes_per_second,
+            Link.NVME_WRITE: write_bytes_per_second,
+        }
+        return replace(self, link_bytes_per_second=self.link_bytes_per_second | drive)
 
 
 def accelerator_rates() -> Rates:

@@ -1,0 +1,41 @@
+"""Arrays and byte ranges on drives: as fast as those are, checked at every step.
+
+What DeepNVMe is for DeepSpeed, and useful alone:
+
+    with nvme.Drive(Path("/mnt/nvme")) as drive:
+        file = nvme.File(drive, Path("/mnt/nvme/weights.bin"), nbytes=value.nbytes)
+        done = file.write_async(value)       # a concurrent.futures.Future
+        done.add_done_callback(...)
+        file.flush()                         # raises what failed
+        file.read(zinf.memory.aligned_empty(value.shape, value.dtype))
+
+`NvmeStore` is the tier built on it: whole arrays by name, in zarr files with checksums.
+"""
+
+from zinf.memory.nvme.checksum import Coverage
+from zinf.memory.nvme.drive import STALL_SECONDS, Drive
+from zinf.memory.nvme.file import File
+from zinf.memory.nvme.measure import Measured, measure
+from zinf.memory.nvme.profile import (
+    Profile,
+    find_profile,
+    measured_speeds,
+    save_profile,
+)
+from zinf.memory.nvme.store import NvmeStore
+from zinf.memory.nvme.system import System
+
+__all__ = [
+    "STALL_SECONDS",
+    "Coverage",
+    "Drive",
+    "File",
+    "Measured",
+    "NvmeStore",
+    "Profile",
+    "System",
+    "find_profile",
+    "measure",
+    "measured_speeds",
+    "save_profile",
+]

@@ -1,0 +1,149 @@
+"""One array in files: a zarr v3 array whose chunks are moved without TensorStore."""
+
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from math import ceil, prod
+from pathlib import Path
+
+import numpy as np
+import tensorstore as ts
+
+from zinf.memory.chunk import chunk_shape
+from zinf.memory.nvme.chunk_file import ChunkFile
+from zinf.memory.nvme.open_file import Bytes, Mover
+from zinf.memory.nvme.request import Task
+from zinf.memory.zarr_format import numpy_dtype, zarr_spec
+from zinf.program import ArraySpec
+
+Rows = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What two arrays have in common if either can take over the files of the other."""
+
+    spec: ArraySpec
+    chunk: tuple[int, ...]
+
+    @property
+    def chunk_bytes(self) -> int:
+        return prod(self.chunk) * self.spec.itemsize
+
+    def runs(self) -> Iterator[tuple[str, int, int]]:
+        """`(file name, first byte, number of bytes)` of each chunk, in order of memory.
+
+        A chunk is one run of the array's memory, and a prefix of its file.
+        """
+        shape, chunk = self.spec.shape, self.chunk
+        if 0 in shape:
+            return
+        cut = next((d for d, size in enumerate(chunk) if size > 1), len(chunk) - 1)
+        inner_bytes = prod(shape[cut + 1 :]) * self.spec.itemsize
+        start = 0
+        counts = [ceil(s / c) for s, c in zip(shape, chunk, strict=True)]
+        for index in product(*map(range, counts)):
+            length = 1
+            if shape:
+                length = min(chunk[cut], shape[cut] - index[cut] * chunk[cut])
+            name = ".".join(["c", *map(str, index)])
+            yield name, start, length * inner_bytes
+            start += length * inner_bytes
+
+
+def layout_of(spec: ArraySpec, rows_per_chunk: int | None = None) -> Layout:
+    return Layout(spec, chunk_shape(spec, rows_per_chunk=rows_per_chunk))
+
+
+class NvmeArray:
+    """An array in files, of which rows or all can be read and written.
+
+    Uncompressed and little-endian: a chunk file is the bytes of the chunk and nothing
+    else. What was never written cannot be read.
+
+    Args:
+        folder: of the metadata, where zarr readers look.
+        chunks: of `layout`, in the order of its runs.
+    """
+
+    def __init__(
+        self, folder: Path, layout: Layout, chunks: Sequence[ChunkFile]
+    ) -> None:
+        self.folder = folder
+        self.layout = layout
+        self.spec = layout.spec
+        self.chunks = chunks
+        self.dtype = numpy_dtype(self.spec.dtype)
+        num_rows = self.spec.shape[0] if self.spec.shape else 1
+        self._row_bytes = self.spec.nbytes // max(1, num_rows)
+        self._starts = [chunk.start for chunk in chunks]
+        self._is_written = np.zeros(num_rows, bool)
+
+    def shape_of(self, rows: Rows | None) -> tuple[int, ...]:
+        if rows is None:
+            return self.spec.shape
+        return (rows[1] - rows[0], *self.spec.shape[1:])
+
+    def is_written(self, rows: Rows | None) -> bool:
+        """Whether all of `rows` have content: a write of each that did not fail."""
+        return bool(self._is_written[_as_slice(rows)].all())
+
+    def mark_written(self, rows: Rows | None, *, is_written: bool = True) -> None:
+        self._is_written[_as_slice(rows)] = is_written
+
+    def forget(self) -> None:
+        """Take the content for never written, so that another array has the files."""
+        self._is_written[:] = False
+        for chunk in self.chunks:
+            chunk.forget()
+
+    def reads(self, rows: Rows | None, memory: Bytes) -> list[tuple[ChunkFile, Task]]:
+        """Tasks that together fill `memory` with `rows`, and the chunk of each."""
+        return self._tasks(rows, memory, ChunkFile.read)
+
+    def writes(self, rows: Rows | None, memory: Bytes) -> list[tuple[ChunkFile, Task]]:
+        """Tasks that together replace `rows` by the content of `memory`."""
+        return self._tasks(rows, memory, ChunkFile.write)
+
+    def _tasks(
+        self,
+        rows: Rows | None,
+        memory: Bytes,
+        verb: Callable[[ChunkFile, int, int, Bytes, Mover], None],
+    ) -> list[tuple[ChunkFile, Task]]:
+        begin = 0 if rows is None else rows[0] * self._row_bytes
+        end = begin + memory.size
+        tasks: list[tuple[ChunkFile, Task]] = []
+        first = max(0, bisect_right(self._starts, begin) - 1)
+        for chunk in self.chunks[first:]:
+            if chunk.start >= end:
+                break
+            low = max(begin, chunk.start)
+            high = min(end, chunk.start + chunk.nbytes)
+            if low < high:
+                part = memory[low - begin : high - begin]
+                inner = low - chunk.start, high - chunk.start
+                tasks.append((chunk, partial(verb, chunk, *inner, part)))
+        return tasks
+
+
+def write_metadata(
+    folder: Path, layout: Layout, context: ts.Context, *, timeout_seconds: float
+) -> None:
+    """Make `folder` a zarr array, without chunks yet, that this user only can read.
+
+    Raises:
+        ValueError: what TensorStore says of a dtype or a folder it cannot use.
+        OSError: the folder cannot be made, or the drive does not answer in time.
+    """
+    folder.mkdir(mode=0o700)
+    spec = zarr_spec(folder, layout.spec, layout.chunk)
+    ts.open(spec, context=context, create=True, open=False).result(timeout_seconds)
+    os.chmod(folder / "zarr.json", 0o600)
+
+
+def _as_slice(rows: Rows | None) -> slice:
+    return slice(None) if rows is None else slice(*rows)

@@ -1,0 +1,192 @@
+"""One chunk of an array: a file, what it is known to hold, and how it is replaced."""
+
+import errno
+import os
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+
+from zinf.memory.aligned import aligned_empty
+from zinf.memory.nvme.checksum import Checksum, Coverage, Summer, next_summer
+from zinf.memory.nvme.open_file import Bytes, Mover, OpenFile
+from zinf.memory.storage_error import StorageError, storage_error
+
+
+class ChunkFile:
+    """The file of bytes `start` to `start + nbytes` of an array.
+
+    It is overwritten in place as long as nothing else refers to it: the drive does that
+    at twice the rate of new files. While a hard link to it exists (a checkpoint's), or
+    a read of it is under way, a write makes a new file and renames it into place.
+
+    A write that fails in place leaves neither the old content nor the new one: reads
+    fail from then on, until the chunk is written as a whole.
+
+    Args:
+        path: of a file of `file_bytes`, the chunk's bytes and what pads it.
+        coverage: of the checksum that is kept of what is written, and compared with
+            what is read.
+    """
+
+    __slots__ = (
+        "_checksum",
+        "_count_lock",
+        "_coverage",
+        "_is_damaged",
+        "_lock",
+        "_num_readers",
+        "_num_writes",
+        "file_bytes",
+        "nbytes",
+        "path",
+        "start",
+    )
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        start: int,
+        nbytes: int,
+        file_bytes: int,
+        coverage: Coverage = "full",
+    ) -> None:
+        self.path = path
+        self.start = start
+        self.nbytes = nbytes
+        self.file_bytes = file_bytes
+        self._coverage: Coverage = coverage
+        self._checksum: Checksum | None = None
+        self._is_damaged = False
+        self._num_readers = 0
+        # Neighbours begin with other windows.
+        self._num_writes = start // max(1, nbytes)
+        self._lock = Lock()
+        self._count_lock = Lock()
+
+    def allocate(self, mover: Mover) -> None:
+        """Make the file, of zeros."""
+        with mover.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as file:
+            file.allocate(self.file_bytes)
+
+    def forget(self) -> None:
+        """Take the content, whatever it is, for zeros that were never written."""
+        self._checksum, self._is_damaged = None, False
+
+    def read(self, low: int, high: int, memory: Bytes, mover: Mover) -> None:
+        """Fill `memory` with bytes `low` to `high` of the chunk, whose sum is checked.
+
+        Raises:
+            StorageError: the system failed, the file has not the size or the content
+                that was written, or the last write failed.
+        """
+        if not self._lock.acquire(blocking=not mover.only_cached):
+            raise BlockingIOError(errno.EAGAIN, "the chunk is being written")
+        try:
+            # What is opened now has this sum, whatever replaces it from here on.
+            expected = self._checksum
+            file = self._open(mover)
+            self._count_reader(1)
+        finally:
+            self._lock.release()
+        try:
+            with file:
+                if high - low < self.nbytes:
+                    whole = aligned_empty((self.nbytes,), np.uint8)
+                    self._read_whole(file, whole, expected, mover)
+                    np.copyto(memory, whole[low:high])
+                else:
+                    self._read_whole(file, memory, expected, mover)
+        finally:
+            self._count_reader(-1)
+
+    def write(self, low: int, high: int, memory: Bytes, mover: Mover) -> None:
+        """Replace bytes `low` to `high` of the chunk.
+
+        Raises:
+            StorageError: the system failed; or a part was to be written, and the rest
+                of the chunk cannot be read.
+        """
+        with self._lock:
+            if high - low < self.nbytes:
+                whole = aligned_empty((self.nbytes,), np.uint8)
+                with self._open(mover) as file:
+                    self._read_whole(file, whole, self._checksum, mover)
+                whole[low:high] = memory
+                memory = whole
+            if not self._overwrite(memory, mover):
+                self._replace(memory, mover)
+
+    def _count_reader(self, change: int) -> None:
+        # Not under the lock of the content, which a write may hold for long.
+        with self._count_lock:
+            self._num_readers += change
+
+    def _open(self, mover: Mover) -> OpenFile:
+        """The file, to be read."""
+        if self._is_damaged:
+            found = "the last write of this file failed"
+            raise storage_error(mover.what, errno.EIO, self.path, found)
+        return mover.open(self.path, os.O_RDONLY, self.nbytes)
+
+    def _read_whole(
+        self, file: OpenFile, memory: Bytes, expected: Checksum | None, mover: Mover
+    ) -> None:
+        size = file.stat().st_size
+        if size != self.file_bytes:
+            found = f"it has {size:,} bytes instead of {self.file_bytes:,}"
+            raise storage_error(mover.what, errno.EIO, self.path, found)
+        if expected is None:
+            file.read(0, memory)
+            return
+        summer = Summer(expected.window)
+        file.read(0, memory, summer.update)
+        checksum = summer.checksum()
+        if checksum != expected:
+            found = (
+                f"checksum {checksum.value:016x} instead of {expected.value:016x}, of "
+                f"{self.nbytes:,} bytes from byte 0: this is not what was written"
+            )
+            raise storage_error(mover.what, errno.EIO, self.path, found)
+
+    def _overwrite(self, memory: Bytes, mover: Mover) -> bool:
+        """Write in place, if nothing refers to the file as it is."""
+        if self._num_readers:
+            return False
+        try:
+            file = mover.open(self.path, os.O_RDWR, self.nbytes)
+        except StorageError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            return False
+        with file:
+            stat = file.stat()
+            if stat.st_nlink != 1 or stat.st_size != self.file_bytes:
+                return False
+            self._is_damaged = True
+            self._checksum = self._write_to(file, memory)
+            self._is_damaged = False
+        return True
+
+    def _replace(self, memory: Bytes, mover: Mover) -> None:
+        fresh = self.path.with_name(f"{self.path.name}.new")
+        try:
+            flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
+            with mover.open(fresh, flags, self.nbytes) as file:
+                file.allocate(self.file_bytes)
+                checksum = self._write_to(file, memory)
+            mover.replace(fresh, self.path)
+        except BaseException:
+            mover.discard(fresh)
+            raise
+        self._checksum, self._is_damaged = checksum, False
+
+    def _write_to(self, file: OpenFile, memory: Bytes) -> Checksum | None:
+        self._num_writes += 1
+        summer = next_summer(self._coverage, self.nbytes, self._num_writes)
+        if summer is None:
+            file.write(0, memory)
+            return None
+        file.write(0, memory, summer.update)
+        return summer.checksum()

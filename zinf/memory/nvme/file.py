@@ -1,0 +1,174 @@
+"""A file of one's own on a drive: byte ranges and arrays, now or later."""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from typing import Any, Literal, Self
+
+import numpy as np
+
+from zinf.memory.nvme.drive import Drive
+from zinf.memory.nvme.open_file import Bytes, Mover
+from zinf.memory.nvme.request import Request
+
+# One thread moves this much of a large request; several move the rest at once.
+SPAN_BYTES = 16 * 2**20
+
+
+class File:
+    """Reads and writes of a handle, as DeepNVMe's `aio_handle` has them.
+
+    `read` and `write` return when they are done. `read_async` and `write_async` return
+    a future, which takes completion callbacks; the memory must not be touched until it
+    is done. All may be called from many threads at once; ranges that overlap and are
+    written meanwhile have one content or the other, block by block.
+
+    Memory that is aligned as the file is (`zinf.memory.aligned_empty`, and an offset in
+    multiples of 4096) is not copied; other memory goes through a buffer of the thread
+    that moves it.
+
+    Args:
+        path: made if it is not there, readable by this user only.
+        nbytes: set aside this much room on the drive, so that a full one shows here.
+
+    Raises:
+        StorageError: the file cannot be made, or the drive is full.
+    """
+
+    def __init__(self, drive: Drive, path: Path, *, nbytes: int = 0) -> None:
+        self.drive = drive
+        self.path = path
+        self._pending: set[Future[Any]] = set()
+        self._error: BaseException | None = None
+        self._lock = Lock()
+        drive.run(f"Cannot make {path.name}", partial(_make, path, nbytes))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type | None, *error: object) -> None:
+        if kind is None:
+            self.flush()
+
+    def read(self, into: np.ndarray, offset: int = 0) -> np.ndarray:
+        """Fill `into`, contiguous and writeable, with the bytes from `offset` on.
+
+        Raises:
+            StorageError: naming the file, the place, the error and what to do.
+        """
+        return self.read_async(into, offset).result()
+
+    def read_async(self, into: np.ndarray, offset: int = 0) -> Future[np.ndarray]:
+        """As `read`; the future has `into`."""
+        if not into.flags.writeable:
+            raise ValueError("Cannot read into an array that is not writeable.")
+        return self._start("read", into, offset, lambda: into)
+
+    def write(self, value: np.ndarray, offset: int = 0) -> None:
+        """Write the bytes of `value`, contiguous, from `offset` on.
+
+        Raises:
+            StorageError: naming the file, the place, the error and what to do.
+        """
+        self.write_async(value, offset).result()
+
+    def write_async(self, value: np.ndarray, offset: int = 0) -> Future[None]:
+        """As `write`."""
+        return self._start("write", value, offset, lambda: None)
+
+    def flush(self, *, durable: bool = False) -> None:
+        """Wait for everything that was asked of this handle before.
+
+        Args:
+            durable: wait until the drive itself has it, to survive a power cut.
+
+        Raises:
+            StorageError: the first that failed since the last flush.
+        """
+        with self._lock:
+            pending = list(self._pending)
+        wait(pending)
+        with self._lock:
+            error, self._error = self._error, None
+        # A future is done a moment before its callbacks are called, which note errors.
+        errors = [error, *(future.exception() for future in pending)]
+        for error in errors:
+            if error is not None:
+                raise error
+        if durable:
+            self.drive.run(f"Cannot sync {self.path.name}", self._sync)
+
+    def _start(
+        self,
+        direction: Literal["read", "write"],
+        array: np.ndarray,
+        offset: int,
+        finish: Callable[[], Any],
+    ) -> Future[Any]:
+        if offset < 0:
+            raise ValueError(f"Cannot {direction} at offset {offset}: it is negative.")
+        memory = as_bytes(array)
+        tasks = [
+            partial(_move, self.path, direction, offset + low, memory[low:high])
+            for low, high in _spans(offset, memory.size)
+        ]
+        what = f"Cannot {direction} {memory.size:,} bytes"
+        request = Request(what, len(tasks), finish)
+        with self._lock:
+            self._pending.add(request.future)
+        request.future.add_done_callback(self._settle)
+        self.drive.submit(direction, request, tasks)
+        return request.future
+
+    def _sync(self, mover: Mover) -> None:
+        with mover.open(self.path, os.O_RDWR) as file:
+            file.sync()
+
+    def _settle(self, future: Future[Any]) -> None:
+        with self._lock:
+            self._pending.discard(future)
+            if self._error is None:
+                self._error = future.exception()
+
+
+def as_bytes(array: np.ndarray) -> Bytes:
+    """The memory of a contiguous array.
+
+    Raises:
+        ValueError: it is not contiguous, so that its memory is not its content.
+    """
+    if not array.flags.c_contiguous:
+        raise ValueError(
+            f"Cannot move {array.dtype}{list(array.shape)} with strides "
+            f"{array.strides}: its memory is not contiguous. Use np.ascontiguousarray."
+        )
+    return array.reshape(-1).view(np.uint8)
+
+
+def _spans(offset: int, nbytes: int) -> list[tuple[int, int]]:
+    """Where a range is cut for the threads: at multiples of a span in the file."""
+    cuts = range(SPAN_BYTES - offset % SPAN_BYTES, nbytes, SPAN_BYTES)
+    edges = [0, *cuts, nbytes]
+    return [(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True) if a < b]
+
+
+def _make(path: Path, nbytes: int, mover: Mover) -> None:
+    with mover.open(path, os.O_RDWR | os.O_CREAT) as file:
+        file.allocate(nbytes)
+
+
+def _move(
+    path: Path,
+    direction: Literal["read", "write"],
+    offset: int,
+    memory: Bytes,
+    mover: Mover,
+) -> None:
+    with mover.open(path, os.O_RDWR, memory.size) as file:
+        if direction == "read":
+            file.read(offset, memory)
+        else:
+            file.write(offset, memory)

@@ -1,0 +1,292 @@
+"""One open file: moves whole byte ranges past the page cache, or says why it cannot."""
+
+import errno
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic
+from typing import Any, Self
+
+import numpy as np
+
+from zinf.memory.aligned import address, aligned_empty
+from zinf.memory.nvme.system import System
+from zinf.memory.storage_error import StorageError, from_os_error, storage_error
+
+PAGE_BYTES = mmap.PAGESIZE
+# Fewer bytes go through the page cache, whose answer takes 10 us and not a drive's 100.
+# More would cost a copy, and pages written back at a fraction of the drive's rate.
+DIRECT_FROM_BYTES = 256 * 1024
+# What a thread has for memory that does not lie like the file: small enough to stay in
+# a cache between the copy and the drive.
+STAGING_BYTES = 2 * 2**20
+# A request that moves less than a page, again and again, is given up.
+MAX_STANDSTILLS = 3
+
+Bytes = np.ndarray
+"""Contiguous uint8 of one dim."""
+Each = Callable[[Any], None]
+"""What to do with each part of a range when it is at hand, such as a checksum."""
+
+
+class Mover:
+    """What one thread uses to move bytes: its way to ask, and one buffer.
+
+    With `only_cached`, what would have to wait for a drive fails instead (EAGAIN, or
+    EOPNOTSUPP where the file system cannot tell): for threads of callers.
+
+    `what` is what the thread is doing, for errors. `is_wanted` says whether anybody
+    still waits for it. `busy_since` is when the request that is under way began, as
+    `time.monotonic` has it, or None.
+    """
+
+    def __init__(
+        self,
+        system: System,
+        block_bytes: int,
+        *,
+        is_direct: bool,
+        only_cached: bool = False,
+    ) -> None:
+        self.system = system
+        self.block_bytes = block_bytes
+        self.is_direct = is_direct
+        self.only_cached = only_cached
+        self.busy_since: float | None = None
+        self.what = "Cannot move bytes"
+        self.is_wanted: Callable[[], bool] = always
+        self._staging: Bytes | None = None
+
+    def open(self, path: Path, flags: int, nbytes: int = 0) -> "OpenFile":
+        """A file of which ranges of `nbytes` will be moved."""
+        return OpenFile(self, path, flags, nbytes)
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Ask the kernel, again if a signal came first."""
+        while True:
+            self.busy_since = monotonic()
+            try:
+                return function(*arguments)
+            except InterruptedError:
+                continue
+            finally:
+                self.busy_since = None
+
+    def check_wanted(self) -> None:
+        """Raise OSError if who asked has been told that it failed.
+
+        The memory is the caller's again then.
+        """
+        if not self.is_wanted():
+            raise OSError(errno.ETIMEDOUT, "the request was given up")
+
+    def replace(self, source: Path, target: Path) -> None:
+        """Rename a file, over another if there is one."""
+        try:
+            self.call(self.system.replace, source, target)
+        except OSError as error:
+            raise from_os_error(self.what, target, error) from error
+
+    def discard(self, path: Path) -> None:
+        """Delete a file of no use, if it is there and can be deleted."""
+        with suppress(OSError):
+            self.call(self.system.unlink, path)
+
+    def staging(self, nbytes: int) -> Bytes:
+        """Page-aligned memory of this thread, until it is asked for again."""
+        if self._staging is None:
+            self._staging = aligned_empty((STAGING_BYTES,), np.uint8)
+        return self._staging[:nbytes]
+
+
+def always() -> bool:
+    return True
+
+
+class OpenFile:
+    """A file open for a while in one thread; close it, or use it in `with`.
+
+    Ranges of 256 KiB and more move by O_DIRECT, in blocks: straight from and to memory
+    that lies like the file does (address and offset at page boundaries), and through
+    the buffer of the thread otherwise. What does not fill a page at either end, and
+    shorter ranges, move through the page cache, which the kernel keeps coherent with
+    O_DIRECT page by page: who writes the other part of a page at that time loses
+    nothing.
+    """
+
+    def __init__(self, mover: Mover, path: Path, flags: int, nbytes: int) -> None:
+        self.path = path
+        self._mover = mover
+        self._flags = flags | os.O_CLOEXEC
+        self._descriptors: dict[bool, int] = {}
+        # Opened at once, so that a missing file is found before anything else is done,
+        # in the way that it will be needed.
+        self._first = self._descriptor(self._is_direct(nbytes))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        failure: OSError | None = None
+        while self._descriptors:
+            _, descriptor = self._descriptors.popitem()
+            try:
+                self._mover.call(self._mover.system.close, descriptor)
+            except OSError as error:
+                failure = error
+        if failure is not None:
+            raise self._failure(failure) from failure
+
+    def read(self, offset: int, memory: Bytes, each: Each | None = None) -> None:
+        """Fill `memory` from `offset` on.
+
+        Args:
+            each: called with each part of `memory` in turn when it is filled.
+
+        Raises:
+            StorageError: the system failed, or the file ends before.
+        """
+        for start, part, is_direct in self._parts(offset, memory):
+            if is_direct and address(part) % PAGE_BYTES:
+                staging = self._mover.staging(part.size)
+                self._fill(offset + start, staging, is_direct)
+                np.copyto(part, staging)
+            else:
+                self._fill(offset + start, part, is_direct)
+            if each is not None:
+                each(part)
+
+    def write(self, offset: int, memory: Bytes, each: Each | None = None) -> None:
+        """Write all of `memory` at `offset`; `each` as in `read`, before it is written.
+
+        Raises:
+            StorageError: the system failed, or wrote less than it was asked.
+        """
+        for start, part, is_direct in self._parts(offset, memory):
+            if each is not None:
+                each(part)
+            if is_direct and address(part) % PAGE_BYTES:
+                staging = self._mover.staging(part.size)
+                np.copyto(staging, part)
+                part = staging
+            self._drain(offset + start, part, is_direct)
+
+    def allocate(self, nbytes: int) -> None:
+        """Give the file `nbytes` of zeros that are set aside on the drive."""
+        try:
+            if nbytes:
+                self._mover.call(self._mover.system.allocate, self._first, 0, nbytes)
+        except OSError as error:
+            raise self._failure(error, 0, nbytes) from error
+
+    def stat(self) -> os.stat_result:
+        try:
+            return self._mover.call(self._mover.system.stat, self._first)
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def sync(self) -> None:
+        """Wait until the drive has what was written."""
+        try:
+            self._mover.call(self._mover.system.sync, self._first)
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def _descriptor(self, is_direct: bool) -> int:
+        descriptor = self._descriptors.get(is_direct)
+        if descriptor is None:
+            flags = self._flags | (os.O_DIRECT if is_direct else 0)
+            mover, system = self._mover, self._mover.system
+            try:
+                if mover.only_cached:
+                    descriptor = system.open_cached(self.path, flags)
+                else:
+                    descriptor = mover.call(system.open, self.path, flags, 0o600)
+            except OSError as error:
+                raise self._failure(error) from error
+            self._descriptors[is_direct] = descriptor
+            # The other descriptor is of the same file, with what is in it by then.
+            self._flags &= ~(os.O_CREAT | os.O_TRUNC)
+        return descriptor
+
+    def _is_direct(self, nbytes: int) -> bool:
+        return self._mover.is_direct and nbytes >= DIRECT_FROM_BYTES
+
+    def _parts(self, offset: int, memory: Bytes) -> Iterator[tuple[int, Bytes, bool]]:
+        """`(start in memory, part, whether by O_DIRECT)`, in order."""
+        end = start = 0
+        if self._is_direct(memory.size):
+            start = -offset % PAGE_BYTES
+            end = memory.size - (offset + memory.size) % PAGE_BYTES
+            if start:
+                yield 0, memory[:start], False
+            block_bytes = self._mover.block_bytes
+            if address(memory[start:]) % PAGE_BYTES:
+                block_bytes = min(block_bytes, STAGING_BYTES)
+            for low in range(start, end, block_bytes):
+                yield low, memory[low : min(low + block_bytes, end)], True
+        if end < memory.size:
+            yield end, memory[end:], False
+
+    def _fill(self, offset: int, memory: Bytes, is_direct: bool) -> None:
+        descriptor = self._descriptor(is_direct)
+        flags = (os.RWF_NOWAIT,) if self._mover.only_cached else ()
+
+        def read(*where: Any) -> int:
+            return self._mover.system.preadv(*where, *flags)
+
+        self._move(read, descriptor, offset, memory, is_direct)
+
+    def _drain(self, offset: int, memory: Bytes, is_direct: bool) -> None:
+        descriptor = self._descriptor(is_direct)
+        pwritev = self._mover.system.pwritev
+        self._move(pwritev, descriptor, offset, memory, is_direct)
+
+    def _move(
+        self,
+        function: Callable[..., int],
+        descriptor: int,
+        offset: int,
+        memory: Bytes,
+        is_direct: bool,
+    ) -> None:
+        """Call `function` until all of `memory` has moved, whatever part it moves."""
+        done = standstills = 0
+        while done < memory.size:
+            rest = memory[done:]
+            try:
+                self._mover.check_wanted()
+                moved = self._mover.call(function, descriptor, [rest], offset + done)
+            except OSError as error:
+                raise self._failure(error, offset + done, rest.size) from error
+            if is_direct:
+                # The next request has to begin at a page, too.
+                moved -= moved % PAGE_BYTES if done + moved < memory.size else 0
+            standstills = 0 if moved else standstills + 1
+            if standstills == MAX_STANDSTILLS:
+                is_read = function is not self._mover.system.pwritev
+                raise self._standstill(offset + done, rest.size, is_read)
+            done += moved
+
+    def _standstill(self, offset: int, nbytes: int, is_read: bool) -> StorageError:
+        size = self.stat().st_size
+        code, found = errno.EIO, "the system moved nothing and named no error"
+        if is_read and size < offset + nbytes:
+            code, found = errno.ENODATA, f"the file has only {size:,} bytes"
+        place = _place(offset, nbytes)
+        return storage_error(self._mover.what, code, self.path, f"{found}, {place}")
+
+    def _failure(
+        self, error: OSError, offset: int | None = None, nbytes: int = 0
+    ) -> StorageError:
+        place = "" if offset is None else _place(offset, nbytes)
+        return from_os_error(self._mover.what, self.path, error, place=place)
+
+
+def _place(offset: int, nbytes: int) -> str:
+    return f"at byte {offset:,}, of {nbytes:,} bytes asked"

@@ -1,0 +1,81 @@
+"""One read or write as its caller sees it: several tasks, one future."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from threading import Lock
+from typing import Any
+
+from zinf.memory.nvme.open_file import Mover, always
+
+Task = Callable[[Mover], None]
+"""A part of a request, run by one thread."""
+
+
+class Request:
+    """Runs tasks on whichever threads take them, and settles `future` after the last.
+
+    Args:
+        what: what is done, for errors ("Cannot read param/w").
+        num_tasks: how many times `run` or `skip` will be called.
+        finish: called after the last task if none failed; returns the result.
+
+    If a task fails, those not begun are skipped, and the first error is raised when
+    none is under way any more: until then they may use the caller's memory.
+    """
+
+    def __init__(self, what: str, num_tasks: int, finish: Callable[[], Any]) -> None:
+        self.what = what
+        self.future: Future[Any] = Future()
+        self.future.set_running_or_notify_cancel()  # A drive would not stop, either.
+        self._finish = finish
+        self._num_left = num_tasks
+        self._error: BaseException | None = None
+        self._is_settled = False
+        self._lock = Lock()
+        if not num_tasks:
+            self._settle()
+
+    def run(self, task: Task, mover: Mover) -> None:
+        if self._error is None:
+            mover.what = self.what
+            mover.is_wanted = lambda: not self._is_settled
+            try:
+                task(mover)
+            except BaseException as error:  # handed to who waits for the future
+                self._keep(error)
+            finally:
+                # The thread must not keep this request, which has the caller's memory.
+                mover.is_wanted = always
+        self._count_down()
+
+    def abandon(self, error: BaseException) -> None:
+        """Fail now, with tasks under way: for drives that do not answer."""
+        self._keep(error)
+        self._settle()
+
+    def _keep(self, error: BaseException) -> None:
+        with self._lock:
+            if self._error is None:
+                self._error = error
+
+    def _count_down(self) -> None:
+        with self._lock:
+            self._num_left -= 1
+            is_last = self._num_left == 0
+        if is_last:
+            self._settle()
+
+    def _settle(self) -> None:
+        with self._lock:
+            if self._is_settled:
+                return
+            self._is_settled = True
+        # Callbacks run in here, and may ask for more.
+        try:
+            if self._error is not None:
+                raise self._error
+            result = self._finish()
+        except BaseException as error:  # handed to who waits for the future
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result)

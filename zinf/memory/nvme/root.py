@@ -1,0 +1,161 @@
+"""A folder of the NVMe tier: whose it is, and where in it arrays lie."""
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import IO
+
+from zinf.memory.nvme.profile import PROFILE
+from zinf.memory.storage_error import StorageError, from_os_error
+
+MARKER = "zinf.json"
+LOCK = "zinf.lock"
+INDEX = "zinf.index.jsonl"
+ARRAYS = "arrays"
+OURS = {MARKER, LOCK, INDEX, PROFILE, f"{MARKER}.new", f"{INDEX}.new", f"{PROFILE}.new"}
+PROBE = ".zinf-"
+FORMAT = 2
+ABOUT = {
+    "about": "Arrays swapped out by zinf, in folders with short names that "
+    f"{INDEX} explains; deleted when zinf next opens this folder.",
+    "format": FORMAT,
+}
+
+
+class Root:
+    """One folder of the tier, this process's alone from opening to `close`.
+
+    A marker file says that the folder `arrays` in it is ours. That is deleted when the
+    root is next opened, since what an earlier run swapped out is of no use to a new
+    one. A folder that holds anything else and no marker is refused.
+
+    Raises:
+        StorageError: it is in use (by the process that the message names), foreign, or
+            cannot be read or written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self.arrays = self.path / ARRAYS
+        make_folder(self.path)
+        self._refuse_foreign()
+        self._lock = _lock(self.path)
+        try:
+            self._claim()
+            self.wipe()
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def wipe(self) -> None:
+        """Delete every array, and begin anew."""
+        try:
+            if self.arrays.exists():
+                shutil.rmtree(self.arrays)
+            self.arrays.mkdir(mode=0o700)
+            for leftover in self.path.glob(f"{PROBE}*"):
+                if leftover.is_dir():
+                    shutil.rmtree(leftover)
+                else:
+                    leftover.unlink()
+        except OSError as error:
+            raise from_os_error("Cannot delete old arrays", self.path, error) from error
+
+    def close(self) -> None:
+        self._lock.close()
+
+    def _refuse_foreign(self) -> None:
+        try:
+            found = set(os.listdir(self.path))
+        except OSError as error:
+            raise from_os_error("Cannot read the folder", self.path, error) from error
+        if MARKER in found:
+            return
+        names = {n for n in found - OURS if not n.startswith(PROBE)}
+        if names:
+            raise StorageError(
+                errno.ENOTEMPTY,
+                f"The NVMe folder holds {len(names)} files or folders that zinf did "
+                f"not make (such as {min(names)!r}). Name an empty or a new folder in "
+                "memory.nvme",
+                str(self.path),
+            )
+
+    def _claim(self) -> None:
+        """Mark the folder, or make sure that the mark in it is ours."""
+        marker = self.path / MARKER
+        try:
+            if marker.exists():
+                _check_marker(marker)
+                return
+            fresh = marker.with_name(f"{MARKER}.new")
+            fresh.write_text(json.dumps(ABOUT, indent=2) + "\n")
+            fresh.replace(marker)
+        except OSError as error:
+            raise from_os_error("Cannot mark the folder", marker, error) from error
+
+
+def _check_marker(marker: Path) -> None:
+    # What lies beside it is about to be deleted.
+    try:
+        found = json.loads(marker.read_text())["format"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise StorageError(
+            errno.EINVAL,
+            "The file that marks an NVMe folder of zinf is damaged. Delete the folder "
+            "if nothing in it is yours, or name another in memory.nvme",
+            str(marker),
+        ) from error
+    if found != FORMAT:
+        raise StorageError(
+            errno.EINVAL,
+            f"The NVMe folder has format {found}, of another version of zinf; this one "
+            f"has format {FORMAT}. Delete the folder, or name another in memory.nvme",
+            str(marker),
+        )
+
+
+def make_folder(path: Path) -> None:
+    """Make the folder `path`, and those above it, unless it is there."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise StorageError(
+            errno.ENOTDIR,
+            "The NVMe path, or one above it, is a file. Name a folder in memory.nvme",
+            str(path),
+        ) from error
+    except OSError as error:
+        raise from_os_error("Cannot make the NVMe folder", path, error) from error
+
+
+def _lock(path: Path) -> IO[str]:
+    """Hold the lock file of the folder; closing the file lets go of it."""
+    try:
+        file = open(path / LOCK, "a+", opener=_private)
+    except OSError as error:
+        raise from_os_error("Cannot write to the folder", path, error) from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.seek(0)
+        owner = file.read().strip()
+        file.close()
+        raise StorageError(
+            errno.EBUSY,
+            f"The NVMe folder is in use by process {owner or 'unknown'}. Wait for it, "
+            "end it, or name another folder in memory.nvme",
+            str(path),
+        ) from error
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

@@ -1,0 +1,252 @@
+"""The NVMe tier: arrays in files, on one or several drives."""
+
+import errno
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from zinf.memory.aligned import aligned_empty
+from zinf.memory.ledger import Ledger
+from zinf.memory.nvme.array import NvmeArray, Rows, layout_of
+from zinf.memory.nvme.checksum import Coverage
+from zinf.memory.nvme.chunk_file import ChunkFile
+from zinf.memory.nvme.drive import STALL_SECONDS, Direction, Drive
+from zinf.memory.nvme.file import as_bytes
+from zinf.memory.nvme.files import Files, Place
+from zinf.memory.nvme.index import Index
+from zinf.memory.nvme.measure import relative_speeds
+from zinf.memory.nvme.open_file import DIRECT_FROM_BYTES
+from zinf.memory.nvme.request import Request, Task
+from zinf.memory.nvme.root import Root
+from zinf.memory.nvme.space import check_space
+from zinf.memory.nvme.system import System
+from zinf.memory.storage_error import storage_error
+from zinf.memory.store import (
+    AbstractStore,
+    check_kind,
+    check_replaces,
+    check_rows,
+    completed,
+    unknown_array,
+)
+from zinf.program import ArrayId, ArraySpec, Tier
+
+
+class NvmeStore(AbstractStore):
+    """Arrays in files under `paths`, each folder locked for this store alone.
+
+    An array is a zarr v3 array that any zarr reader opens while it is not being
+    written; `folder` says where it is. Its chunks are dealt over `paths` by what each
+    was measured to do, and are moved past the page cache.
+
+    `read` gives an aligned array that the caller owns; `write` takes a NumPy array,
+    which must not change until its future is done. What fails with files raises
+    StorageError, from the future or at once. `read_bytes` and `written_bytes` count
+    the array bytes of finished reads and writes since the start.
+
+    Args:
+        paths: empty, new, or left by an earlier run; best one a drive.
+        stall_seconds: how long a drive may take to answer.
+        checksums: kept in memory for every chunk and compared on each read: "full", of
+            all bytes; "sampled", of 64 KiB of every 512 KiB, others each time; "off".
+        system: the system calls, for tests.
+    """
+
+    tier = Tier.NVME
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        capacity_bytes: int | None = None,
+        *,
+        stall_seconds: float = STALL_SECONDS,
+        checksums: Coverage = "sampled",
+        system: System | None = None,
+    ) -> None:
+        self.ledger = Ledger(Tier.NVME, capacity_bytes)
+        self.read_bytes = 0
+        self.written_bytes = 0
+        self._arrays: dict[ArrayId, NvmeArray] = {}
+        self._lock = Lock()  # For the counters; dicts are atomic.
+        with ExitStack() as opened:
+            self._roots = []
+            for path in paths:
+                self._roots.append(Root(path))
+                opened.callback(self._roots[-1].close)
+            self._drives = []
+            for root in self._roots:
+                drive = Drive(root.path, stall_seconds=stall_seconds, system=system)
+                self._drives.append(drive)
+                opened.callback(drive.close)
+            self._index = Index(self._roots[0].path)
+            opened.callback(self._index.close)
+            speeds = relative_speeds(self._drives)
+            places = map(Place, self._roots, self._drives, speeds)
+            self._files = Files(list(places), checksums=checksums)
+            self._opened = opened.pop_all()
+
+    def check_space(self, needed_bytes: int) -> None:
+        """Raise StorageError unless `needed_bytes` more can be written to the drives.
+
+        For before the first array is written: a full drive is then found in a second,
+        not after an hour.
+        """
+        check_space([root.path for root in self._roots], needed_bytes)
+
+    def create(
+        self, array: ArrayId, spec: ArraySpec, rows_per_chunk: int | None = None
+    ) -> None:
+        """Set room aside for `array` before it is written, and count its bytes as held.
+
+        Args:
+            rows_per_chunk: how many rows of the leading dim will be read or written
+                together. Rows that start and stop at its multiples have files of their
+                own; others work too, by reading and rewriting the files they share.
+
+        Raises:
+            BudgetExceeded: it does not fit in the tier.
+            ValueError: it was created before.
+            StorageError: the drives are full, or its files cannot be made.
+        """
+        if array in self._arrays:
+            raise ValueError(f"{array} is on tier nvme already. Free it first.")
+        layout = layout_of(spec, rows_per_chunk)
+        with self.ledger.holding(spec.nbytes, str(array)):
+            made = self._files.take(
+                layout, what=f"Cannot create {array}", spare_bytes=self._spare_bytes()
+            )
+            self._arrays[array] = made
+        self._index.add(made.folder.name, array, spec)
+
+    def read(self, array: ArrayId) -> Future[np.ndarray]:
+        stored, rows = self._find(array)
+        if stored is None:
+            raise unknown_array(array, self.tier, list(self._arrays))
+        what = f"Cannot read {array}"
+        if not stored.is_written(rows):
+            found = "it was never (or not wholly) written, or its last write failed"
+            raise storage_error(what, errno.ENODATA, stored.folder, found)
+        value = aligned_empty(stored.shape_of(rows), stored.dtype)
+
+        def finish() -> np.ndarray:
+            with self._lock:
+                self.read_bytes += value.nbytes
+            return value
+
+        tasks = stored.reads(rows, as_bytes(value))
+        if value.nbytes < DIRECT_FROM_BYTES and self._read_cached(tasks):
+            return completed(finish())
+        return self._start("read", what, tasks, finish)
+
+    def write(self, array: ArrayId, value: np.ndarray) -> Future[None]:
+        check_kind(array, value, self.tier, np.ndarray)
+        stored, rows = self._find(array)
+        if stored is None:
+            spec = ArraySpec(value.shape, value.dtype.name, value.dtype.itemsize)
+            self.create(array, spec)
+            stored = self._arrays[array]
+        else:
+            shape = stored.shape_of(rows)
+            check_replaces(array, value, shape=shape, dtype=stored.dtype)
+
+        def finish() -> None:
+            stored.mark_written(rows)
+            with self._lock:
+                self.written_bytes += value.nbytes
+
+        content = as_bytes(np.ascontiguousarray(value))
+        tasks = stored.writes(rows, content)
+        # If one of several files cannot be written, the rest is not to be read either.
+        stored.mark_written(rows, is_written=False)
+        return self._start("write", f"Cannot write {array}", tasks, finish)
+
+    def free(self, array: ArrayId) -> None:
+        stored = self._arrays.pop(array, None)
+        if stored is None:
+            raise unknown_array(array, self.tier, list(self._arrays))
+        self._index.remove(stored.folder.name)
+        self.ledger.release(stored.spec.nbytes)
+        self._files.give_back(stored, spare_bytes=self._spare_bytes())
+
+    def contains(self, array: ArrayId) -> bool:
+        return array in self._arrays or array.whole in self._arrays
+
+    def folder(self, array: ArrayId) -> Path:
+        """The folder of the zarr array that keeps `array`, for who wants its files."""
+        return self._stored(array).folder
+
+    def chunk_files(self, array: ArrayId) -> list[Path]:
+        """The files of the array that keeps `array`, in order of its memory."""
+        return [chunk.path for chunk in self._stored(array).chunks]
+
+    def clear(self) -> None:
+        """Free every array and delete the folders that they were in."""
+        self._flush()
+        for array in list(self._arrays):
+            self.free(array)
+        self._files.delete_spares(0)
+
+    def close(self) -> None:
+        self._flush()
+        self._arrays.clear()
+        self._opened.close()
+
+    def _stored(self, array: ArrayId) -> NvmeArray:
+        stored, _ = self._find(array)
+        if stored is None:
+            raise unknown_array(array, self.tier, list(self._arrays))
+        return stored
+
+    def _find(self, array: ArrayId) -> tuple[NvmeArray | None, Rows | None]:
+        """The array in files that keeps `array`, and the rows of it that `array` is."""
+        stored = self._arrays.get(array)
+        if stored is not None or array.rows is None:
+            return stored, None
+        whole = self._arrays.get(array.whole)
+        if whole is None:
+            return None, None
+        return whole, check_rows(array, whole.spec.shape)
+
+    def _start(
+        self,
+        direction: Direction,
+        what: str,
+        tasks: Sequence[tuple[ChunkFile, Task]],
+        finish: Callable[[], Any],
+    ) -> Future[Any]:
+        request = Request(what, len(tasks), finish)
+        by_drive: dict[Drive, list[Task]] = {}
+        for chunk, task in tasks:
+            by_drive.setdefault(self._files.drive(chunk), []).append(task)
+        for drive, parts in by_drive.items():
+            drive.submit(direction, request, parts)
+        return request.future
+
+    def _read_cached(self, tasks: Sequence[tuple[ChunkFile, Task]]) -> bool:
+        """Run tasks here and now if the page cache has it all.
+
+        A thread takes longer to wake than this; and it could not hang, as the thread
+        of a caller must not.
+        """
+        try:
+            for chunk, task in tasks:
+                drive = self._files.drive(chunk)
+                if drive.is_stalled:
+                    return False
+                task(drive.mover(only_cached=True))
+        except OSError:
+            return False  # Threads of the drive will find what it is.
+        return True
+
+    def _flush(self) -> None:
+        for drive in self._drives:
+            drive.flush()
+
+    def _spare_bytes(self) -> int:
+        """What files without an array may hold: never more than was held already."""
+        return self.ledger.peak_bytes - self.ledger.used_bytes
