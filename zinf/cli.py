@@ -1,4 +1,4 @@
-"""The command line: `zinf train`, `zinf plan` and `zinf config check`."""
+"""The command line: `zinf train`, `plan`, `config check` and `bench io`."""
 
 import json
 import logging
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Generator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import grain
@@ -15,6 +16,7 @@ import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
+from tqdm import tqdm
 
 from zinf.checkpoint import Checkpoints
 from zinf.config import Config, Report, report
@@ -23,6 +25,7 @@ from zinf.data.text import Split
 from zinf.executor import NonFiniteError
 from zinf.initialize import initialize, plan_only
 from zinf.memory import BudgetExceeded
+from zinf.memory.nvme import Measured, Profile, measure, save_profile
 from zinf.models import GPTConfig, init_and_loss, num_parameters
 from zinf.optim.factory import build_optimizer, build_schedule
 from zinf.plan import InfeasibleError, Plan
@@ -51,6 +54,8 @@ app = typer.Typer(
 )
 config_app = typer.Typer(no_args_is_help=True, help="Config files.")
 app.add_typer(config_app, name="config")
+bench_app = typer.Typer(no_args_is_help=True, help="Measure this machine.")
+app.add_typer(bench_app, name="bench")
 
 ConfigFile = Annotated[Path, typer.Argument(help="A YAML or JSON file.")]
 Overrides = Annotated[
@@ -109,6 +114,51 @@ def check(config: ConfigFile, traceback: ShowTraceback = False) -> None:
         _print_report(found)
         if not found.is_valid:
             raise typer.Exit(USER_ERROR)
+
+
+@bench_app.command()
+def io(
+    path: Annotated[Path, typer.Argument(help="A folder on the drive.")],
+    seconds: Annotated[
+        float, typer.Option(help="Start no round of measurements after this time.")
+    ] = 30.0,
+    traceback: ShowTraceback = False,
+) -> None:
+    """Measure what the drive of a folder does, and how it is best asked.
+
+    The result is written to a file in the folder, which every run with an NVMe tier in
+    the folder or below it then goes by.
+    """
+    with _clean_errors(traceback):
+        with tqdm(total=100, unit="%", disable=None, leave=False) as bar:
+            profile, rows = measure(
+                path,
+                seconds=seconds,
+                progress=lambda part: bar.update(round(100 * part) - bar.n),
+            )
+        _print_measured(rows, profile)
+        print(f"written to {save_profile(profile, path)}")
+
+
+def _print_measured(rows: Sequence[Measured], chosen: Profile) -> None:
+    table = Table("block", "threads", "read", "overwrite", "mixed", "", box=None)
+    for row in rows:
+        profile = row.profile
+        speeds = (median(x) / 1e9 for x in (row.reads, row.writes, row.mixed))
+        is_chosen = (profile.block_bytes, profile.num_threads) == (
+            chosen.block_bytes,
+            chosen.num_threads,
+        )
+        is_default = profile == Profile()
+        marks = ["chosen"] * is_chosen + ["without a profile"] * is_default
+        table.add_row(
+            f"{profile.block_bytes >> 20} MiB",
+            str(profile.num_threads),
+            *(f"{speed:.2f}" for speed in speeds),
+            ", ".join(marks),
+        )
+    Console(markup=False, highlight=False).print(table)
+    print(f"GB/s, medians of {len(rows[0].reads)} rounds in turn")
 
 
 def _train(path: Path, overrides: Sequence[str]) -> None:

@@ -1,0 +1,89 @@
+"""The streamed step against the fused step of the same model and batch, all in memory.
+
+    python scripts/bench_step.py [--num-layers 8] [--embed-dim 512] [--tokens 1024]
+        [--rounds 7]
+
+Both keep all state on the device and do the same arithmetic: the fused step recomputes
+each block in the backward pass (`remat`), as segments do. The fused step without remat
+stands beside them. They take turns in one process; the losses of the first and the last
+step are compared. Medians and ranges in seconds, and ratios to the fused step.
+"""
+
+import argparse
+import random
+import time
+from statistics import median
+
+import numpy as np
+import optax
+from rich.console import Console
+from rich.table import Table
+
+import zinf
+from zinf.models import GPTConfig, init_and_loss
+
+FUSED, STREAMED, NO_REMAT = "fused, remat", "streamed", "fused, no remat"
+
+
+def main() -> None:
+    options = _parse()
+    engines = {
+        FUSED: _engine(options, execution="fused", remat=True),
+        STREAMED: _engine(options, execution="streamed", remat=False),
+        NO_REMAT: _engine(options, execution="fused", remat=False),
+    }
+    rng = np.random.default_rng(0)
+    shape = options.tokens // options.length, options.length + 1
+    batch = {"tokens": rng.integers(0, options.vocabulary, shape, np.int32)}
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    losses: dict[str, list[float]] = {name: [] for name in engines}
+    for number in range(options.rounds + 2):
+        for name in random.sample(list(engines), len(engines)):
+            began = time.perf_counter()
+            metrics = engines[name].step(batch)
+            if number > 1:  # The first ones compile and fault in memory.
+                seconds[name].append(time.perf_counter() - began)
+            losses[name].append(metrics["loss"])
+    table = Table("step", "seconds", "over fused", "first loss", "last loss", box=None)
+    for name, found in seconds.items():
+        table.add_row(
+            name,
+            f"{median(found):.3f} ({min(found):.3f}-{max(found):.3f})",
+            f"{median(found) / median(seconds[FUSED]):.3f}",
+            f"{losses[name][0]:.6f}",
+            f"{losses[name][-1]:.6f}",
+        )
+    Console(width=100, highlight=False).print(table)
+    busy = engines[STREAMED].plan
+    print(f"predicted for streamed: {busy.timeline.seconds:.3f} s")
+    for engine in engines.values():
+        engine.close()
+
+
+def _engine(options: argparse.Namespace, *, execution: str, remat: bool) -> zinf.Engine:
+    model = GPTConfig(
+        num_layers=options.num_layers,
+        num_heads=options.embed_dim // 64,
+        embed_dim=options.embed_dim,
+        vocab_size=options.vocabulary,
+        max_length=options.length,
+        remat=remat,
+    )
+    init, loss = init_and_loss(model, seed=0)
+    tx = optax.adamw(3e-4, b1=0.9, b2=0.95, weight_decay=0.1)
+    return zinf.initialize(loss, init, tx, {"execution": execution})
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--num-layers", type=int, default=8)
+    parser.add_argument("--embed-dim", type=int, default=512)
+    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=1024, help="of a step")
+    parser.add_argument("--rounds", type=int, default=7)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
