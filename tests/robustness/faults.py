@@ -87,25 +87,33 @@ class BlockLayer:
         self._counts: list[int] = []
         self._paths: dict[int, Path] = {}
         self._lock = Lock()
+        self._is_cached = True
         self.num_faults = 0
 
     @contextmanager
-    def broken(self, *rules: Rule) -> Iterator[None]:
-        """Rules hold in here, and there were calls that they were about."""
+    def broken(self, *rules: Rule, is_cached: bool = False) -> Iterator[None]:
+        """Rules hold in here, and there were calls that they were about.
+
+        Args:
+            is_cached: whether the page cache may help out.
+        """
         self.num_faults = 0
         self._rules, self._counts = list(rules), [0] * len(rules)
+        self._is_cached = is_cached
         try:
             yield
         finally:
-            self._rules = []
+            self._rules, self._is_cached = [], True
         assert self.num_faults, f"nothing happened that {rules} are about"
 
     def _call(self, name: str, go: Callable[..., Any], *arguments: Any) -> Any:
         call = Call(name, self._path(name, arguments), arguments, go)
+        if name == "open_cached" and not self._is_cached:
+            return fail(errno.EAGAIN)(call)
         if name == "close":
             self._paths.pop(arguments[0])
         result = self._choose(call)(call)
-        if name == "open":
+        if name in ("open", "open_cached"):
             self._paths[result] = call.path
         return result
 
@@ -237,7 +245,9 @@ class Gate:
 def without_direct_requests() -> Rule:
     """A file system that does not know O_DIRECT."""
     return Rule(
-        "open", fail(errno.EINVAL), when=lambda c: bool(c.arguments[1] & os.O_DIRECT)
+        "open open_cached",
+        fail(errno.EINVAL),
+        when=lambda c: bool(c.arguments[1] & os.O_DIRECT),
     )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
-from errno import EAGAIN, EIO, ETIMEDOUT
+from errno import EIO, ETIMEDOUT
 from pathlib import Path
 from threading import Event, Thread
 from time import monotonic
@@ -47,14 +47,6 @@ STALLS = [
     ("write row", "preadv"),
     ("create", "allocate"),
 ]
-
-
-def is_awaited(call: Any) -> bool:
-    """Not an attempt to find it in the page cache, which does not wait for a drive."""
-    return not any(call.arguments[3:])
-
-
-NOT_CACHED = Rule("preadv", fail(EAGAIN), when=lambda call: not is_awaited(call))
 
 
 @pytest.fixture
@@ -110,8 +102,8 @@ def test_a_drive_that_stalls_fails_in_time_and_may_recover(
 ):
     bench, verb = make(size, stall_seconds=STALL_SECONDS), VERBS[verb]
     verb.prepare(bench)
-    stall = Rule(call, gate, path="*/c.1.0*", when=is_awaited)
-    with bench.layer.broken(stall, NOT_CACHED):
+    stall = Rule(call, gate, path="*/c.1.0*")
+    with bench.layer.broken(stall):
         error = expect_stall(lambda: verb.run(bench))
         assert str(error).startswith(f"[Errno {ETIMEDOUT}] {verb.what}")
     recover(bench, gate)
@@ -155,7 +147,6 @@ def test_rows_beside_a_write_that_stalls_fail_in_time(size, make, gate):
     expect_works(bench, VERBS["overwrite"])
 
 
-@pytest.mark.xfail(reason="what may be cached is opened in the caller's thread")
 def test_a_small_read_whose_file_cannot_be_opened_fails_in_time(make, gate):
     bench = make(stall_seconds=STALL_SECONDS)
     bench.fill()
@@ -166,7 +157,7 @@ def test_a_small_read_whose_file_cannot_be_opened_fails_in_time(make, gate):
 def test_a_store_whose_drive_stalls_is_closed_in_time_and_its_threads_end(make, gate):
     bench = make(stall_seconds=STALL_SECONDS)
     bench.fill()
-    with bench.layer.broken(Rule("preadv", gate, when=is_awaited), NOT_CACHED):
+    with bench.layer.broken(Rule("preadv", gate)):
         expect_stall(bench.read)
         in_thread(bench.store.close).result(GRACE_SECONDS)
         gate.open()
@@ -198,9 +189,9 @@ def test_a_request_that_failed_ends_when_nothing_uses_its_memory(
     bench = make(size)
     bench.fill()
     is_done = Event()
-    held = Rule(call, gate, path="*/c.0.0", when=is_awaited)
-    failing = Rule(call, fail(EIO), path="*/c.1.0", when=is_awaited)
-    with bench.layer.broken(failing, held, NOT_CACHED):
+    held = Rule(call, gate, path="*/c.0.0")
+    failing = Rule(call, fail(EIO), path="*/c.1.0")
+    with bench.layer.broken(failing, held):
         if verb == "read":
             future = in_thread(bench.read)
         else:
