@@ -14,6 +14,7 @@ import numpy as np
 from tests.robustness.faults import SECONDS_TO_WAIT, BlockLayer, Rule, open_files
 from zinf.memory import NvmeStore
 from zinf.memory.nvme import Profile, save_profile
+from zinf.memory.nvme.profile import PROFILE
 from zinf.memory.storage_error import ADVICE, OTHER_ADVICE, SAME_ADVICE, StorageError
 from zinf.program import ArrayId, ArraySpec
 
@@ -237,10 +238,12 @@ def benches(folder: Path) -> Iterator[Callable[..., Bench]]:
         size: str = "small", *, paths: Sequence[Path] = (), **settings: Any
     ) -> Bench:
         layer = BlockLayer()
-        for path in paths:
-            # Which are taken for equally fast, without measuring them.
-            path.mkdir()
-            save_profile(Profile(mixed_bytes_per_second=1e9), path)
+        for path in paths or [folder]:
+            path.mkdir(exist_ok=True)
+            # They are taken for equally fast, without measuring them.
+            profile = Profile(mixed_bytes_per_second=1e9, num_threads=2)
+            if not (path / PROFILE).exists():
+                save_profile(profile, path)
         settings = {"checksums": "full", "system": layer.system} | settings
         made.append(NvmeStore(paths or [folder], **settings))
         return Bench(layer, made[-1], folder, SIZES[size])

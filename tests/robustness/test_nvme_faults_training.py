@@ -15,6 +15,7 @@ import optax
 import pytest
 
 import zinf
+from tests.robustness import small
 from tests.robustness.faults import (
     BlockLayer,
     Gate,
@@ -274,3 +275,33 @@ def test_a_restore_that_fails_can_be_done_again(train, expected):
             trained.engine.restore(trained.saved)
     trained.expect_at_rest()
     trained.expect_resumes(expected)
+
+
+@pytest.mark.parametrize(
+    ("call", "code"), [("allocate", ENOSPC), ("open", EROFS), ("pwritev", EIO)]
+)
+def test_a_gradient_that_finds_no_room_leaves_nothing(
+    call, code, layer, start, tmp_path
+):
+    """What has no place on the host is put into files that the step makes."""
+    engines = []
+    for name in "ab":
+        config = on_nvme(tmp_path / name, gradient_clipping=1.0)
+        config["memory"] |= {"host": 2100}
+        engines.append(start(config, batch=small.draw()))
+    broken, unharmed = engines
+    homes = [file for a in broken.residents.specs for file in files_of(broken, a)]
+    numbers = {file.parent.name for file in homes}
+    rule = Rule(call, fail(code), when=lambda c: c.path.parent.name not in numbers)
+    with layer.broken(rule):
+        with pytest.raises(StorageError) as caught:
+            broken.step(small.draw())
+    assert caught.value.errno == code
+    expect_at_rest(broken)
+    assert broken.step(small.draw())["loss"] == unharmed.step(small.draw())["loss"]
+    expect_at_rest(broken)
+
+
+def files_of(engine: Engine, array: ArrayId) -> list[Path]:
+    assert engine.stores.nvme is not None
+    return engine.stores.nvme.chunk_files(array)

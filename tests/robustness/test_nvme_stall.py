@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.robustness.faults import Gate, Rule, fail
+from tests.robustness.faults import Call, Gate, Rule, fail
 from tests.robustness.faulty_store import (
     ARRAY,
     OTHER,
@@ -189,8 +189,13 @@ def test_a_request_that_failed_ends_when_nothing_uses_its_memory(
     bench = make(size)
     bench.fill()
     is_done = Event()
+
+    def fail_while_held(call: Call) -> Any:
+        gate.wait()
+        return fail(EIO)(call)
+
     held = Rule(call, gate, path="*/c.0.0")
-    failing = Rule(call, fail(EIO), path="*/c.1.0")
+    failing = Rule(call, fail_while_held, path="*/c.1.0")
     with bench.layer.broken(failing, held):
         if verb == "read":
             future = in_thread(bench.read)
