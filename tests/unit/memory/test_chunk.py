@@ -1,13 +1,50 @@
-from math import prod
+"""Chunks are runs of memory: in one piece each, in order, and of one size in files."""
 
+from dataclasses import dataclass
+from itertools import product
+from math import ceil, prod
+
+import numpy as np
 import pytest
 
-from zinf.memory.chunk import MAX_CHUNK_BYTES, chunk_shape
+from zinf.memory.chunk import (
+    LARGEST_PADDING,
+    MAX_CHUNK_BYTES,
+    MAX_EXCESS,
+    PAGE_BYTES,
+    chunk_shape,
+)
 from zinf.program import ArraySpec
+
+SHAPES = [
+    (),
+    (1,),
+    (0,),
+    (0, 4),
+    (3, 0, 2),
+    (5, 7),
+    (1024,),
+    (10_007,),
+    (10_007, 3),
+    (2018, 1, 1_003),
+    (5, 7, 11, 13, 109),
+    (1, 1, 70_001),
+    (64, 64, 64),
+    (4099, 8, 2),
+]
 
 
 def spec(*shape: int, itemsize: int = 4) -> ArraySpec:
     return ArraySpec(shape, "float32", itemsize)
+
+
+def grid(shape: tuple[int, ...], chunk: tuple[int, ...]) -> list[tuple[slice, ...]]:
+    """What zarr takes for the content of each chunk."""
+    cuts = [
+        [slice(i * size, min((i + 1) * size, dim)) for i in range(ceil(dim / size))]
+        for dim, size in zip(shape, chunk, strict=True)
+    ]
+    return list(product(*cuts))
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (5, 7), (1024, 1024), (2**22,)])
@@ -20,13 +57,22 @@ def test_an_array_of_at_most_16_mib_is_one_chunk(shape: tuple[int, ...]) -> None
     [
         ((8192, 1024), (4096, 1024)),  # 32 MiB: two halves.
         ((2**23,), (2**22,)),
-        # 322 MB of a prime factorisation 29 * 1733: the first even cut into 20 or more.
-        ((50257, 1600), (50257 // 29, 1600)),
+        # 322 MB of a prime factorisation 29 * 1733: 29 is the first even cut into 20 or
+        # more. A row is 6400 bytes, so 16 rows are 25 pages: 1733 goes up to 109 * 16.
+        ((50257, 1600), (109 * 16, 1600)),
         # One row alone is 64 MiB.
         ((3, 4096, 4096), (1, 1024, 4096)),
+        # So are four, and one of the next dim: the cut is in the third.
+        ((2, 2, 2048, 8192), (1, 1, 512, 8192)),
+        # 1000 numbers are 4000 bytes, which 24 more make a page.
+        ((1000,), (1024,)),
+        # 1000 rows of a page each need nothing.
+        ((1000, 1024), (1000, 1024)),
+        # 900 numbers would need 124 more, which is over 1/32.
+        ((900,), (900,)),
     ],
 )
-def test_larger_arrays_are_cut_by_rows_first(shape, expected) -> None:
+def test_the_first_dim_with_several_to_a_chunk_is_cut(shape, expected) -> None:
     assert chunk_shape(spec(*shape)) == expected
 
 
@@ -41,28 +87,112 @@ def test_larger_arrays_are_cut_by_rows_first(shape, expected) -> None:
         ((12, 2048, 1024), 4, (2, 2048, 1024)),
         # 3 rows of 8 MiB cannot be halved, but cut in three.
         ((12, 2048, 1024), 3, (1, 2048, 1024)),
+        # 1009 is prime. 1009 rows of 32 KiB are 31.5 MiB: as they are, rather than
+        # 1009 files of a row each.
+        ((2018, 8, 1024), 1009, (1009, 8, 1024)),
+        # 1009 rows of 128 KiB are over four times the limit: 8 pieces, which do cross.
+        ((2018, 32, 1024), 1009, (127, 32, 1024)),
+        # Rows are never padded: the next ones follow.
+        ((5000, 1), 1000, (1000, 1)),
     ],
 )
 def test_rows_per_chunk_bounds_the_leading_dim(shape, rows_per_chunk, expected) -> None:
     assert chunk_shape(spec(*shape), rows_per_chunk=rows_per_chunk) == expected
 
 
-@pytest.mark.parametrize("rows_per_chunk", [None, 1, 7, 1009])
-@pytest.mark.parametrize(
-    "shape", [(10_007,), (10_007, 3), (2018, 1, 1_000_003), (5, 7, 11, 13, 1_009)]
-)
-@pytest.mark.parametrize("itemsize", [1, 2, 8])
-def test_no_chunk_is_larger_than_the_limit(shape, rows_per_chunk, itemsize) -> None:
-    chunk = chunk_shape(spec(*shape, itemsize=itemsize), rows_per_chunk=rows_per_chunk)
-    assert prod(chunk) * itemsize <= MAX_CHUNK_BYTES
-    assert all(1 <= size <= dim for size, dim in zip(chunk, shape, strict=True))
-
-
-def test_rows_that_cannot_be_cut_evenly_leave_the_cut_to_the_next_dims() -> None:
-    # 1009 is prime: any even cut would make chunks of one row, 4 KiB.
-    assert chunk_shape(spec(2018, 8, 1024), rows_per_chunk=1009)[0] == 1009
-
-
 def test_a_dim_without_elements_has_chunks_of_one() -> None:
     assert chunk_shape(spec(0, 4)) == (1, 4)
     assert chunk_shape(spec(0, 4), rows_per_chunk=2) == (1, 4)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One way to cut an array, with small limits that show the same as large ones."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+    rows_per_chunk: int | None
+    max_bytes: int
+
+    @property
+    def chunk(self) -> tuple[int, ...]:
+        return chunk_shape(
+            spec(*self.shape, itemsize=self.itemsize),
+            rows_per_chunk=self.rows_per_chunk,
+            max_bytes=self.max_bytes,
+        )
+
+    @property
+    def must_divide(self) -> bool:
+        """Whether the rows are more than what one chunk could be anyway."""
+        rows = self.rows_per_chunk
+        return rows is not None and bool(self.shape) and rows < self.shape[0]
+
+
+@pytest.fixture(params=SHAPES, ids=str)
+def cuts(request: pytest.FixtureRequest) -> list[Cut]:
+    limits = (1, 16, 1000, 4096, 40_000, 2**20)
+    return [
+        Cut(request.param, *how)
+        for how in product((1, 2, 8), (None, 1, 2, 7, 1009), limits)
+    ]
+
+
+def test_any_chunk_is_one_run_of_memory(cuts: list[Cut]) -> None:
+    """Ones, then a cut, then whole dims."""
+    for cut in cuts:
+        chunk, inner = cut.chunk, len(cut.shape)
+        assert len(chunk) == inner
+        while inner > 0 and chunk[inner - 1] == max(1, cut.shape[inner - 1]):
+            inner -= 1
+        assert all(size == 1 for size in chunk[: max(0, inner - 1)]), cut
+
+
+def test_no_chunk_is_over_the_limit_but_for_the_reasons_given(cuts: list[Cut]) -> None:
+    for cut in cuts:
+        chunk = cut.chunk
+        nbytes = prod(chunk) * cut.itemsize
+        if cut.must_divide and chunk[0] == cut.rows_per_chunk > 1:
+            assert nbytes <= MAX_EXCESS * cut.max_bytes, cut
+            continue
+        # A cut into nearly equal pieces may round up by one index of the dim that is
+        # cut, and then by what fills the last page.
+        sizes = [size for size in chunk if size > 1]
+        index_bytes = nbytes // sizes[0] if sizes else cut.itemsize
+        limit = max(cut.max_bytes, cut.itemsize) + (index_bytes if sizes else 0)
+        assert nbytes <= limit * (1 + LARGEST_PADDING), cut
+
+
+def test_chunks_are_padded_to_whole_pages_or_not_at_all(cuts: list[Cut]) -> None:
+    for cut in cuts:
+        chunk = cut.chunk
+        for size, dim in zip(chunk, cut.shape, strict=True):
+            is_paged = prod(chunk) * cut.itemsize % PAGE_BYTES == 0
+            assert size <= max(1, dim) or is_paged, cut
+            assert size <= max(1, dim) * (1 + LARGEST_PADDING), cut
+
+
+def test_no_chunk_crosses_rows_that_are_not_too_many(cuts: list[Cut]) -> None:
+    for cut in cuts:
+        if cut.must_divide and cut.rows_per_chunk % cut.chunk[0]:
+            inner = prod(max(1, dim) for dim in cut.shape[1:])
+            rows_bytes = cut.rows_per_chunk * inner * cut.itemsize
+            assert rows_bytes > MAX_EXCESS * cut.max_bytes, cut
+
+
+@pytest.mark.parametrize("shape", [s for s in SHAPES if 0 not in s and prod(s) < 50000])
+@pytest.mark.parametrize("rows_per_chunk", [None, 2, 7])
+@pytest.mark.parametrize("max_bytes", [64, 4096, 40_000])
+def test_chunks_in_order_are_the_memory_in_order(
+    shape, rows_per_chunk, max_bytes
+) -> None:
+    chunk = chunk_shape(
+        spec(*shape), rows_per_chunk=rows_per_chunk, max_bytes=max_bytes
+    )
+    value = np.arange(prod(shape)).reshape(shape)
+    parts = [value[index].ravel() for index in grid(shape, chunk)]
+    np.testing.assert_array_equal(np.concatenate(parts), value.ravel())
+
+
+def test_the_limit_is_16_mib() -> None:
+    assert MAX_CHUNK_BYTES == 16 * 2**20

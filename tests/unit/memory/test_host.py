@@ -76,3 +76,25 @@ def test_an_array_that_keeps_more_memory_alive_is_not_adopted() -> None:
 
 def test_what_comes_from_a_device_is_adopted() -> None:
     assert is_adoptable(to_host(jnp.zeros((4, 1024))))
+
+
+def test_an_update_in_place_is_a_write_that_takes_no_memory() -> None:
+    store, other = HostStore(), ArrayId("state1", "w")
+    store.write(WHOLE, aligned_zeros(4, 16))
+    store.write(other, aligned_zeros(1, 16))
+    before = store.read(WHOLE).result()
+    store.ledger.reset_peak()
+
+    def function(rows: np.ndarray, vector: np.ndarray) -> None:
+        rows += 1
+        vector += 2
+
+    store.update([ROWS, other], function)
+    assert before[2].all() and not before[[0, 1, 3]].any()
+    assert (store.read(other).result() == 2).all()
+    assert store.ledger.peak_bytes == store.ledger.used_bytes
+
+
+def test_an_update_in_place_names_an_array_that_is_not_there() -> None:
+    with pytest.raises(KeyError, match="keeps no array state0 w"):
+        HostStore().update([WHOLE], print)

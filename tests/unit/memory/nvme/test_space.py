@@ -3,11 +3,12 @@ import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from zinf.memory import StorageError
-from zinf.memory.space import check_space
+from zinf.memory.nvme.space import check_space
 
 FREE_BYTES = 1000
 
@@ -27,36 +28,43 @@ def folders(tmp_path: Path) -> list[Path]:
 
 
 def test_what_fits_exactly_is_accepted(folders: list[Path]) -> None:
-    check_space(folders[:1], FREE_BYTES, spare_bytes=0)
-    check_space(folders[:1], FREE_BYTES - 100, spare_bytes=100)
+    check_space(folders[:1], FREE_BYTES)
+    check_space(folders[:1], 0)
 
 
 def test_a_byte_too_many_is_refused_with_the_figures(folders: list[Path]) -> None:
     with pytest.raises(StorageError, match="1,001 bytes.*1,000 free: 1 too few") as e:
-        check_space(folders[:1], FREE_BYTES + 1, spare_bytes=0)
+        check_space(folders[:1], FREE_BYTES + 1)
     assert (e.value.errno, e.value.filename) == (errno.ENOSPC, str(folders[0]))
 
 
-def test_rewriting_needs_spare_bytes_but_no_more_than_the_arrays(
-    folders: list[Path],
+def test_folders_on_several_drives_add_up(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(StorageError):
-        check_space(folders[:1], FREE_BYTES - 100, spare_bytes=101)
-    check_space(folders[:1], FREE_BYTES // 2, spare_bytes=2**40)
+    real = Path.stat
+
+    def stat(path: Path, **options: Any) -> Any:
+        found = real(path, **options)
+        return SimpleNamespace(st_dev=folders.index(path)) if path in folders else found
+
+    monkeypatch.setattr(Path, "stat", stat)
+    check_space(folders, 2 * FREE_BYTES)
+    with pytest.raises(StorageError, match="on drives with 2,000 free: 1 too few"):
+        check_space(folders, 2 * FREE_BYTES + 1)
 
 
 def test_folders_on_one_file_system_share_its_bytes(folders: list[Path]) -> None:
-    check_space(folders, FREE_BYTES, spare_bytes=0)
+    check_space(folders, FREE_BYTES)
     with pytest.raises(StorageError, match="1 too few"):
-        check_space(folders, FREE_BYTES + 1, spare_bytes=0)
+        check_space(folders, FREE_BYTES + 1)
 
 
 def test_a_folder_that_cannot_be_written_is_refused(folders: list[Path]) -> None:
     folders[1].rmdir()
     with pytest.raises(StorageError, match="Cannot write to the NVMe folder"):
-        check_space(folders, 1, spare_bytes=0)
+        check_space(folders, 1)
 
 
 def test_the_check_leaves_nothing_behind(folders: list[Path]) -> None:
-    check_space(folders, 1, spare_bytes=0)
+    check_space(folders, 1)
     assert [os.listdir(folder) for folder in folders] == [[], []]

@@ -1,0 +1,190 @@
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zinf.memory import StorageError
+from zinf.memory.nvme.profile import PROFILE
+from zinf.memory.nvme.root import ARRAYS, FORMAT, INDEX, LOCK, MARKER, Root
+
+# What `Root` does, without the seconds that it takes to import it.
+HOLD_LOCK = """
+import fcntl, os, sys
+file = open(sys.argv[1], "a+")
+fcntl.flock(file, fcntl.LOCK_EX)
+file.truncate(0)
+file.write(str(os.getpid()))
+file.flush()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def leave_behind(path: Path, *names: str) -> None:
+    """What a run that was killed leaves: folders, and nobody's lock."""
+    root = Root(path)
+    for name in names:
+        (root.arrays / name).mkdir()
+        (root.arrays / name / "c.0").write_text("content")
+    root.close()
+
+
+def contents(path: Path) -> set[str]:
+    return {found.name for found in path.iterdir()}
+
+
+def test_a_new_folder_is_made_with_those_above_it(tmp_path: Path) -> None:
+    root = Root(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b" / MARKER).is_file()
+    root.close()
+
+
+def test_opening_deletes_what_an_earlier_run_left_and_nothing_else(
+    tmp_nvme: Path,
+) -> None:
+    leave_behind(tmp_nvme, "000001", "000002")
+    (tmp_nvme / ".zinf-scratch").mkdir()
+    (tmp_nvme / ".zinf-scratch" / "measured").write_text("")
+    (tmp_nvme / ".zinf-probe").write_text("")
+    (tmp_nvme / "notes.txt").write_text("mine")
+    (tmp_nvme / "mine").mkdir()
+    Root(tmp_nvme).close()
+    assert contents(tmp_nvme) == {MARKER, LOCK, ARRAYS, "notes.txt", "mine"}
+    assert contents(tmp_nvme / ARRAYS) == set()
+
+
+def test_arrays_on_other_roots_are_not_deleted_through_links(tmp_path: Path) -> None:
+    leave_behind(tmp_path / "a", "000001")
+    leave_behind(tmp_path / "b", "000001")
+    chunk = tmp_path / "b" / ARRAYS / "000001" / "c.0"
+    (tmp_path / "a" / ARRAYS / "000001" / "c.1").symlink_to(chunk)
+    (tmp_path / "a" / ARRAYS / "000002").symlink_to(chunk.parent)
+    Root(tmp_path / "a").close()
+    assert contents(tmp_path / "a" / ARRAYS) == set()
+    assert chunk.read_text() == "content"
+
+
+def test_wiping_keeps_the_folder_ours(tmp_nvme: Path) -> None:
+    root = Root(tmp_nvme)
+    (root.arrays / "000001").mkdir()
+    root.wipe()
+    assert contents(root.arrays) == set()
+    assert contents(tmp_nvme) == {MARKER, LOCK, ARRAYS}
+    root.close()
+
+
+def test_files_and_folders_are_private(tmp_path: Path) -> None:
+    Root(tmp_path / "nvme").close()
+    modes = {
+        path.name: path.stat().st_mode & 0o777
+        for path in (tmp_path / "nvme", *(tmp_path / "nvme").iterdir())
+    }
+    # The marker has nothing to hide, and says whose the folder is.
+    del modes[MARKER]
+    assert modes == {"nvme": 0o700, ARRAYS: 0o700, LOCK: 0o600}
+
+
+@pytest.mark.parametrize("name", [PROFILE, INDEX, f"{MARKER}.new", ".zinf-left"])
+def test_what_zinf_makes_before_the_marker_is_not_foreign(
+    tmp_nvme: Path, name: str
+) -> None:
+    """A profile that was measured there, or what a run left that was killed early."""
+    (tmp_nvme / name).write_text("")
+    Root(tmp_nvme).close()
+    assert MARKER in contents(tmp_nvme)
+
+
+def test_a_folder_with_other_content_is_refused_and_untouched(tmp_nvme: Path) -> None:
+    (tmp_nvme / "thesis.tex").write_text("mine")
+    with pytest.raises(StorageError, match="1 files.*thesis.tex.*empty") as error:
+        Root(tmp_nvme)
+    assert error.value.errno == errno.ENOTEMPTY
+    assert os.listdir(tmp_nvme) == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", "3", '{"roles": ["param"]}'])
+def test_a_damaged_marker_deletes_nothing(tmp_nvme: Path, content: str) -> None:
+    (tmp_nvme / ARRAYS / "000001").mkdir(parents=True)
+    (tmp_nvme / MARKER).write_text(content)
+    for _ in range(2):  # The first refusal does not keep the lock.
+        with pytest.raises(StorageError) as error:
+            Root(tmp_nvme)
+        assert error.value.errno == errno.EINVAL
+    assert (tmp_nvme / ARRAYS / "000001").exists()
+    assert (tmp_nvme / MARKER).read_text() == content
+
+
+@pytest.mark.parametrize("found", [FORMAT - 1, FORMAT + 1, "1"])
+def test_a_folder_of_another_version_is_refused_and_untouched(
+    tmp_nvme: Path, found: object
+) -> None:
+    (tmp_nvme / ARRAYS / "000001").mkdir(parents=True)
+    (tmp_nvme / MARKER).write_text(json.dumps({"format": found}))
+    with pytest.raises(StorageError) as error:
+        Root(tmp_nvme)
+    assert error.value.errno == errno.EINVAL
+    assert (tmp_nvme / ARRAYS / "000001").exists()
+
+
+def test_the_marker_says_what_the_folder_is(tmp_nvme: Path) -> None:
+    Root(tmp_nvme).close()
+    about = json.loads((tmp_nvme / MARKER).read_text())
+    assert about["format"] == FORMAT
+    assert "zinf" in about["about"] and INDEX in about["about"]
+
+
+@pytest.mark.parametrize("path", ["file", "file/nvme"])
+def test_a_path_through_a_file_is_refused(tmp_path: Path, path: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="is a file") as error:
+        Root(tmp_path / path)
+    assert error.value.errno == errno.ENOTDIR
+
+
+def test_a_folder_is_open_once_in_this_process(tmp_nvme: Path) -> None:
+    root = Root(tmp_nvme)
+    with pytest.raises(StorageError, match=f"in use by process {os.getpid()}"):
+        Root(tmp_nvme)
+    root.close()
+    Root(tmp_nvme).close()
+
+
+def test_the_lock_names_the_first_process_however_many_are_refused(
+    tmp_nvme: Path,
+) -> None:
+    root = Root(tmp_nvme)
+    for _ in range(3):
+        with pytest.raises(StorageError):
+            Root(tmp_nvme)
+    assert (tmp_nvme / LOCK).read_text() == str(os.getpid())
+    root.close()
+    (tmp_nvme / LOCK).write_text("1234567890")  # A longer one, of an earlier run.
+    root = Root(tmp_nvme)
+    assert (tmp_nvme / LOCK).read_text() == str(os.getpid())
+    root.close()
+
+
+def test_a_folder_of_a_living_process_is_refused_until_it_ends(tmp_nvme: Path) -> None:
+    leave_behind(tmp_nvme, "000001")
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD_LOCK, str(tmp_nvme / LOCK)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(StorageError, match=f"process {other.pid}") as error:
+            Root(tmp_nvme)
+        assert (error.value.errno, error.value.filename) == (
+            errno.EBUSY,
+            str(tmp_nvme),
+        )
+        assert (tmp_nvme / ARRAYS / "000001").exists()
+        other.kill()
+        other.wait()
+        Root(tmp_nvme).close()
+    assert contents(tmp_nvme / ARRAYS) == set()
