@@ -1,0 +1,167 @@
+"""A step as a picture: links as rows, time across, predicted below measured."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from zinf.observe.traced import Span, TracedStep
+from zinf.plan import Link, show_seconds
+
+# Colours that stay apart for the colour-blind (Paul Tol's bright and vibrant schemes).
+# What a device computes is dark, what links move is light.
+COLORS = {
+    "forward": "#4477AA",
+    "backward": "#AA3377",
+    "loss": "#332288",
+    "whole step": "#4477AA",
+    "update": "#228833",
+    "decide": "#222222",
+    "accumulate": "#882255",
+    "norm": "#777711",
+    "parameters": "#66CCEE",
+    "parameters and state": "#DDAA33",
+    "gradients": "#EE8866",
+    "optimizer state": "#EEDD88",
+    "activations": "#BBBBBB",
+}
+ROWS = [str(link) for link in Link if link != Link.FREE]
+
+# Sizes in inches: rows keep their height, whatever their number.
+WIDTH, ROW, BAR = 13.0, 0.36, 0.78
+LEFT, RIGHT, TOP, BETWEEN, BOTTOM = 1.15, 0.75, 0.95, 0.75, 1.05
+GREY = "#777777"
+
+
+def plot(step: TracedStep, output: Path | str) -> None:
+    """Draws a step to a file; its ending says in which format (PNG, SVG, PDF).
+
+    Raises:
+        OSError: the file cannot be written.
+        ValueError: there is no such format.
+    """
+    picture(step).savefig(output)
+
+
+def picture(step: TracedStep) -> Figure:
+    """The step as a figure of matplotlib, which needs no display.
+
+    White is idle; of the links, the busiest binds. Freeing takes no time and is left
+    out.
+    """
+    spans = (*step.measured, *step.predicted)
+    used = {span.link for span in spans}
+    links = [link for link in ROWS if link in used]
+    panel = len(links) * ROW
+    height = TOP + panel + BETWEEN + panel + BOTTOM
+    figure = Figure(figsize=(WIDTH, height), dpi=150, facecolor="white")
+    above, below = figure.subplots(
+        2,
+        sharex=True,
+        gridspec_kw={
+            "left": LEFT / WIDTH,
+            "right": 1 - RIGHT / WIDTH,
+            "top": 1 - TOP / height,
+            "bottom": BOTTOM / height,
+            "hspace": BETWEEN / panel,
+        },
+    )
+    seconds = max(span.end for span in spans)
+    scale, unit = (1e3, "ms") if seconds < 1 else (1.0, "s")
+    _draw(above, "measured", step.measured, links, scale)
+    _draw(below, "predicted", step.predicted, links, scale)
+    below.set_xlim(0, seconds * scale)
+    below.set_xlabel(f"time since the step began ({unit})")
+    figure.text(
+        LEFT / WIDTH,
+        1 - 0.3 / height,
+        _title(step),
+        fontsize=13,
+        fontweight="bold",
+        verticalalignment="center",
+    )
+    kinds = {span.kind for span in spans if span.link in links}
+    figure.legend(
+        handles=[Patch(color=c, label=k) for k, c in COLORS.items() if k in kinds],
+        loc="lower center",
+        ncols=len(COLORS),
+        frameon=False,
+        fontsize=9,
+        handlelength=1.0,
+        columnspacing=1.4,
+    )
+    return figure
+
+
+def _title(step: TracedStep) -> str:
+    measured, predicted = _seconds(step.measured), _seconds(step.predicted)
+    parts = f"{show_seconds(measured)} measured, {show_seconds(predicted)} predicted"
+    error = predicted / measured - 1
+    side = "more" if error > 0 else "less"
+    return f"Step {step.number}: {parts} ({abs(error):.0%} {side})"
+
+
+def _draw(
+    axes: Axes, name: str, spans: Sequence[Span], links: Sequence[str], scale: float
+) -> None:
+    seconds, busy = _seconds(spans), _busy(spans, links)
+    binding = max(busy, key=lambda link: busy[link])
+    text = f"{name}: {show_seconds(seconds)}, {binding} binds"
+    axes.set_title(text, loc="left", fontsize=11)
+    bars: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+    for span in spans:
+        width = (span.end - span.start) * scale
+        bars[span.link, span.kind].append((span.start * scale, width))
+    for row, link in enumerate(links):
+        for kind, color in COLORS.items():
+            if (link, kind) in bars:
+                place = row - BAR / 2, BAR
+                axes.broken_barh(bars[link, kind], place, facecolor=color, linewidth=0)
+        axes.text(
+            1.012,
+            row,
+            f"{busy[link] / seconds:.0%}",
+            transform=axes.get_yaxis_transform(),
+            verticalalignment="center",
+            fontweight="bold" if link == binding else "normal",
+        )
+    axes.annotate(
+        "busy",
+        (1.012, 1.0),
+        xycoords="axes fraction",
+        xytext=(0, 6),
+        textcoords="offset points",
+        color=GREY,
+    )
+    axes.axvline(seconds * scale, color=GREY, linewidth=0.8, linestyle="--")
+    _style(axes, links, binding)
+
+
+def _style(axes: Axes, links: Sequence[str], binding: str) -> None:
+    axes.set_ylim(len(links) - 0.5, -0.5)
+    axes.set_yticks(range(len(links)), links)
+    axes.yaxis.set_tick_params(length=0)
+    for label in axes.get_yticklabels():
+        label.set_fontweight("bold" if label.get_text() == binding else "normal")
+    axes.xaxis.set_major_locator(MaxNLocator(10, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_tick_params(labelbottom=True, color=GREY)
+    for row in range(1, len(links)):
+        axes.axhline(row - 0.5, color="#E5E5E5", linewidth=0.6, zorder=0)
+    for side in axes.spines.values():
+        side.set_color("#BBBBBB")
+
+
+def _seconds(spans: Sequence[Span]) -> float:
+    return max(span.end for span in spans)
+
+
+def _busy(spans: Sequence[Span], links: Sequence[str]) -> Mapping[str, float]:
+    busy = dict.fromkeys(links, 0.0)
+    for span in spans:
+        if span.link in busy:
+            busy[span.link] += span.end - span.start
+    return busy

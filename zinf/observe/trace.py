@@ -1,0 +1,188 @@
+"""Steps as a trace file: every instruction on its link, predicted beside measured.
+
+The file is in the JSON array form of Chrome's trace event format, which
+https://ui.perfetto.dev and `zinf plot` open: the processes "measured" and "predicted",
+each with a thread a link, and an event a line.
+"""
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from zinf.plan import (
+    Accumulate,
+    Decide,
+    Free,
+    FusedStep,
+    Link,
+    Plan,
+    Run,
+    SumSquares,
+    Timeline,
+    Transfer,
+    Update,
+)
+from zinf.plan.instruction import Operation
+
+Event = dict[str, Any]
+
+# The first event names the format. Viewers pass over metadata that they do not know.
+MARK = {"name": "zinf trace", "ph": "M", "pid": 1, "args": {"version": 1}}
+PROCESSES = {"measured": 1, "predicted": 2}
+# The row of whole steps stands above those of the links.
+STEP_THREAD, STEP_KIND = 0, "step"
+THREADS = {link: number for number, link in enumerate(Link, start=1)}
+BEGIN, BETWEEN, END = b"[\n", b",\n", b"\n]\n"
+
+
+class TraceFile:
+    """Writes the first `num_steps` steps that it is given, and ignores the others.
+
+    A few steps show what all do, and viewers stay quick: an instruction takes some 500
+    bytes a step. Steps stand one after another, without the time between them.
+
+    The file appears with its first step, in place of one of that name. It is a complete
+    JSON array after each step; a crash while one is written leaves an array without an
+    end, which viewers and `read_trace` accept.
+    """
+
+    def __init__(self, path: Path | str, *, num_steps: int = 3) -> None:
+        self.path = Path(path)
+        if self.path.is_dir():
+            raise IsADirectoryError(f"The trace cannot be written: {path} is a folder.")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._partial = self.path.with_name(f"{self.path.name}.partial")
+        self._file = self._partial.open("wb")
+        self._file.write(BEGIN + _line(MARK) + END)
+        self._left, self._is_new = num_steps, True
+        self._named: set[tuple[int, int]] = set()
+        self._offset_seconds = 0.0
+
+    def add(self, step: int, plan: Plan, timeline: Timeline) -> None:
+        """Writes a step: what `timeline` measured, and what the plan predicted."""
+        if self._left == 0:
+            return
+        self._left -= 1
+        events = list(self._events(step, plan, timeline))
+        self._file.seek(-len(END), os.SEEK_END)
+        self._file.write(b"".join(BETWEEN + _line(event) for event in events) + END)
+        self._file.flush()
+        self._offset_seconds += max(timeline.seconds, plan.timeline.seconds)
+        if self._is_new:
+            self._partial.replace(self.path)
+            self._is_new = False
+        if self._left == 0:
+            self._file.close()
+
+    def close(self) -> None:
+        self._file.close()
+        if self._is_new:
+            self._partial.unlink(missing_ok=True)
+
+    def _events(self, step: int, plan: Plan, measured: Timeline) -> Iterator[Event]:
+        used = {instruction.link for instruction in plan.instructions}
+        timelines = {"measured": measured, "predicted": plan.timeline}
+        for process in PROCESSES:
+            yield from self._names(process, used)
+        common = _common(step, plan)
+        for process, timeline in timelines.items():
+            place = {"pid": PROCESSES[process]}
+            spans = zip(common, timeline.start, timeline.end, strict=True)
+            for event, start, end in spans:
+                yield event | place | self._span(start, end)
+        # Last, so that a step whose event is there is there as a whole.
+        whole = {"name": f"step {step}", "cat": STEP_KIND, "ph": "X"}
+        for process, timeline in timelines.items():
+            place = {"pid": PROCESSES[process], "tid": STEP_THREAD}
+            span = self._span(0.0, timeline.seconds)
+            yield whole | place | span | {"args": {"step": step}}
+
+    def _names(self, process: str, used: set[Link]) -> Iterator[Event]:
+        """Names of a process and its threads, the first time that they are used."""
+        pid = PROCESSES[process]
+        threads = {STEP_THREAD: STEP_KIND} | {THREADS[x]: str(x) for x in used}
+        for tid, name in sorted(threads.items()):
+            if (pid, tid) in self._named:
+                continue
+            self._named.add((pid, tid))
+            if tid == STEP_THREAD:
+                yield _metadata("process_name", pid, tid, name=process)
+                yield _metadata("process_sort_index", pid, tid, sort_index=pid)
+            yield _metadata("thread_name", pid, tid, name=name)
+            yield _metadata("thread_sort_index", pid, tid, sort_index=tid)
+
+    def _span(self, start: float, end: float) -> Event:
+        """In microseconds, to the nanosecond, from the start of the first step."""
+        began = self._offset_seconds + start
+        return {"ts": round(began * 1e6, 3), "dur": round((end - start) * 1e6, 3)}
+
+
+def kind(operation: Operation) -> str:
+    """What an operation is for: the pass it runs, or what it moves."""
+    match operation:
+        case Run():
+            return str(operation.kind)
+        case Transfer():
+            return _moved(operation)
+        case Accumulate():
+            return "accumulate"
+        case SumSquares():
+            return "norm"
+        case Decide():
+            return "decide"
+        case Update():
+            return "update"
+        case Free():
+            return "free"
+        case FusedStep():
+            return "whole step"
+        case _:
+            raise AssertionError(f"no kind for {operation}")
+
+
+def _moved(transfer: Transfer) -> str:
+    roles = {array.role for array in transfer.arrays}
+    has_state = any(role.startswith("state") for role in roles)
+    if roles & {"param", "master"}:
+        return "parameters and state" if has_state else "parameters"
+    if has_state:
+        return "optimizer state"
+    if any(role.startswith("gradient") for role in roles):
+        return "gradients"
+    return "norm" if "norm" in roles else "activations"
+
+
+def _common(step: int, plan: Plan) -> list[Event]:
+    """The events of a plan without their processes and times."""
+    waiting: dict[int, list[int]] = defaultdict(list)
+    for index, instruction in enumerate(plan.instructions):
+        for earlier in instruction.after:
+            waiting[earlier].append(index)
+    return [
+        {
+            "name": str(instruction.operation),
+            "cat": kind(instruction.operation),
+            "ph": "X",
+            "tid": THREADS[instruction.link],
+            "args": {
+                "step": step,
+                "instruction": index,
+                "bytes": instruction.nbytes,
+                "flops": instruction.flops,
+                "waits for": instruction.after,
+                "waited for by": waiting[index],
+            },
+        }
+        for index, instruction in enumerate(plan.instructions)
+    ]
+
+
+def _metadata(event: str, pid: int, tid: int, **args: str | int) -> Event:
+    return {"name": event, "ph": "M", "pid": pid, "tid": tid, "args": args}
+
+
+def _line(event: Event) -> bytes:
+    return json.dumps(event, separators=(",", ":")).encode()

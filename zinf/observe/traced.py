@@ -1,0 +1,122 @@
+"""What a trace file says, read back: steps, and what ran on each link."""
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zinf.observe.trace import MARK, PROCESSES, STEP_KIND, Event
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One instruction; `start` and `end` in seconds from the start of its step.
+
+    Attributes:
+        kind: what it is for, see `zinf.observe.trace.kind`.
+        after: instructions that it waited for.
+    """
+
+    instruction: int
+    link: str
+    kind: str
+    name: str
+    start: float
+    end: float
+    nbytes: int
+    after: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TracedStep:
+    """A step as it was measured and as it was predicted, in the order of its plan."""
+
+    number: int
+    measured: tuple[Span, ...]
+    predicted: tuple[Span, ...]
+
+
+def read_trace(path: Path | str) -> list[TracedStep]:
+    """The whole steps of a file that `TraceFile` wrote, in its order.
+
+    A step that a crash cut off is left out.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is damaged, or no trace of zinf, or has no whole step.
+    """
+    try:
+        events = _parse(Path(path).read_bytes())
+    except ValueError as error:
+        raise _foreign(path, f"it is not JSON ({error})") from None
+    if not isinstance(events, list) or events[:1] != [MARK]:
+        raise _foreign(path, f"it does not begin with {json.dumps(MARK['name'])}")
+    try:
+        steps = _steps(events)
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is damaged: an event has no proper {error}. Trace again with "
+            "zinf train CONFIG --trace FILE."
+        ) from error
+    if not steps:
+        raise ValueError(
+            f"{path} has no whole step: the run ended before its first was written."
+        )
+    return steps
+
+
+def _parse(content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except ValueError:
+        # A crash cuts the last line, and leaves no end of the array.
+        lines, _, _ = content.rpartition(b"\n")
+        return json.loads(lines.rstrip(b",\n") + b"]")
+
+
+def _steps(events: list[Event]) -> list[TracedStep]:
+    links = {
+        (event["pid"], event["tid"]): event["args"]["name"]
+        for event in events
+        if event["name"] == "thread_name"
+    }
+    complete = [event for event in events if event["ph"] == "X"]
+    begun = {
+        (event["pid"], event["args"]["step"]): event["ts"]
+        for event in complete
+        if event["cat"] == STEP_KIND
+    }
+    spans: dict[tuple[int, int], list[Span]] = defaultdict(list)
+    for event in complete:
+        key = event["pid"], event["args"]["step"]
+        if event["cat"] != STEP_KIND and key in begun:
+            link = links[event["pid"], event["tid"]]
+            spans[key].append(_span(event, link, begun[key]))
+    measured, predicted = PROCESSES["measured"], PROCESSES["predicted"]
+    return [
+        TracedStep(step, tuple(spans[pid, step]), tuple(spans[predicted, step]))
+        for pid, step in begun
+        if pid == measured and (predicted, step) in begun
+    ]
+
+
+def _span(event: Event, link: str, begun: float) -> Span:
+    args, start = event["args"], event["ts"] - begun
+    return Span(
+        instruction=args["instruction"],
+        link=link,
+        kind=event["cat"],
+        name=event["name"],
+        start=start / 1e6,
+        end=(start + event["dur"]) / 1e6,
+        nbytes=args["bytes"],
+        after=tuple(args["waits for"]),
+    )
+
+
+def _foreign(path: Path | str, why: str) -> ValueError:
+    return ValueError(
+        f"{path} is damaged, or no trace of zinf: {why}. Make one with zinf train "
+        "CONFIG --trace FILE."
+    )
