@@ -114,6 +114,32 @@ def test_bytes_moved_and_held_are_those_of_the_plan(
         assert used == engine.plan.home_bytes
 
 
+@pytest.mark.parametrize("settings", [{}, {"gradient_clipping": 1.0}], ids=str)
+def test_measured_instructions_keep_the_order_of_the_plan(settings, start, tmp_path):
+    settings = {**settings, "gradient_accumulation_steps": 2}
+    engine = start(on_nvme(tmp_path / "nvme", **settings), batch=draw())
+    assert engine.last_step.timeline is None
+    for _ in range(3):
+        metrics = engine.step(draw())
+        timeline = engine.last_step.timeline
+        ended: dict[Link, float] = dict.fromkeys(Link, 0.0)
+        spans = zip(timeline.start, timeline.end, strict=True)
+        pairs = zip(engine.plan.instructions, spans, strict=True)
+        for instruction, (begin, end) in pairs:
+            assert ended[instruction.link] <= begin <= end
+            assert all(timeline.end[i] <= begin for i in instruction.after)
+            ended[instruction.link] = end
+        assert timeline.seconds <= metrics["step_seconds"]
+
+
+def test_a_fused_step_is_measured_as_one_instruction(start):
+    engine = start(FUSED, batch=draw())
+    metrics = engine.step(draw())
+    timeline = engine.last_step.timeline
+    assert len(timeline.start) == len(engine.plan.instructions) == 1
+    assert 0 <= timeline.start[0] < timeline.end[0] <= metrics["step_seconds"]
+
+
 def test_the_learning_rate_is_reported_if_the_optimizer_keeps_it(start):
     schedule = optax.linear_schedule(0.1, 0.0, 10)
     tx = optax.inject_hyperparams(optax.sgd)(learning_rate=schedule)

@@ -32,6 +32,12 @@ def test_one_link_runs_in_order() -> None:
     assert timeline == Timeline((0.0, 2.0), (2.0, 5.0))
 
 
+def test_a_link_is_busy_while_its_instructions_run() -> None:
+    plan = [move(Link.H2D, 2), compute(4, 0), move(Link.H2D, 3, 1)]
+    busy_seconds = predict(plan, UNIT).busy_seconds(plan)
+    assert busy_seconds == {Link.H2D: 2 + 3, Link.DEVICE: 4}
+
+
 def test_different_links_run_at_once() -> None:
     timeline = predict([move(Link.H2D, 2), move(Link.D2H, 3), compute(4)], UNIT)
     assert timeline.start == (0.0, 0.0, 0.0)
