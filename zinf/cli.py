@@ -1,4 +1,4 @@
-"""The command line: `zinf train`, `plan`, `config check` and `bench io`."""
+"""The command line: `zinf train`, `plan`, `plot`, `config check` and `bench io`."""
 
 import json
 import logging
@@ -27,6 +27,8 @@ from zinf.initialize import initialize, plan_only
 from zinf.memory import BudgetExceeded
 from zinf.memory.nvme import Measured, Profile, measure, save_profile
 from zinf.models import GPTConfig, init_and_loss, num_parameters
+from zinf.observe import read_trace
+from zinf.observe.plot import plot as draw
 from zinf.optim.factory import build_optimizer, build_schedule
 from zinf.plan import InfeasibleError, Plan
 from zinf.plan.show import show_instructions
@@ -77,6 +79,12 @@ def train(
     metrics: Annotated[
         Path | None, typer.Option(help="File of metrics, in place of run.metrics.")
     ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="File for a trace of the first steps.")
+    ] = None,
+    trace_steps: Annotated[
+        int, typer.Option(min=1, help="Steps that the trace has.")
+    ] = 3,
     traceback: ShowTraceback = False,
 ) -> None:
     """Train the model of a config file."""
@@ -86,7 +94,32 @@ def train(
     if metrics is not None:
         given.append(f"run.metrics={json.dumps(str(metrics))}")
     with _clean_errors(traceback):
-        _train(config, given)
+        _train(config, given, trace, trace_steps)
+
+
+@app.command()
+def plot(
+    trace: Annotated[Path, typer.Argument(help="What zinf train --trace wrote.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Picture, PNG unless it ends otherwise; FILE.png if absent."),
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(help="The step; the last one of the trace if absent.")
+    ] = None,
+    traceback: ShowTraceback = False,
+) -> None:
+    """Draw a traced step: links as rows, time across, predicted below measured."""
+    with _clean_errors(traceback):
+        steps = {traced.number: traced for traced in read_trace(trace)}
+        number = max(steps) if step is None else step
+        if number not in steps:
+            raise ValueError(
+                f"{trace} has no step {number}. It has {', '.join(map(str, steps))}."
+            )
+        picture = trace.with_suffix(".png") if output is None else output
+        draw(steps[number], picture)
+        print(f"Step {number} is drawn in {picture}.")
 
 
 @app.command()
@@ -161,7 +194,9 @@ def _print_measured(rows: Sequence[Measured], chosen: Profile) -> None:
     print(f"GB/s, medians of {len(rows[0].reads)} rounds in turn")
 
 
-def _train(path: Path, overrides: Sequence[str]) -> None:
+def _train(
+    path: Path, overrides: Sequence[str], trace: Path | None, trace_steps: int
+) -> None:
     config = Config.load(path, overrides)
     # Orbax logs a traceback of every error, which it then raises all the same.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
@@ -187,6 +222,8 @@ def _train(path: Path, overrides: Sequence[str]) -> None:
                 checkpoint_every=config.run.checkpoint_every,
                 metrics=config.run.metrics,
                 tensorboard=config.tensorboard_folder,
+                trace=trace,
+                trace_steps=trace_steps,
                 log_every=config.log_every,
                 learning_rate=build_schedule(config),
             )
@@ -198,6 +235,9 @@ def _train(path: Path, overrides: Sequence[str]) -> None:
                 raise
     if config.run.metrics is not None:
         print(f"The metrics of each step are in {config.run.metrics}.")
+    if trace is not None:
+        drawn = shlex.join(["zinf", "plot", str(trace)])
+        print(f"{trace} opens in https://ui.perfetto.dev; draw it with {drawn}")
 
 
 def _plan(path: Path, overrides: Sequence[str], every: bool, traceback: bool) -> int:

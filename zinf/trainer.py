@@ -24,6 +24,7 @@ from zinf.observe import (
     Progress,
     TensorBoard,
     Totals,
+    TraceFile,
     summary,
 )
 
@@ -51,6 +52,8 @@ class Trainer:
         checkpoint_every: steps between checkpoints; the end of the run always has one.
         metrics: a file for the metrics of each step, as JSON lines.
         tensorboard: a folder for the same as TensorBoard events.
+        trace: a file for a trace of the first `trace_steps` steps of this run: every
+            instruction on its link, as `zinf plot` draws it.
         log_every: steps between printed lines, where there is no terminal for a bar.
         learning_rate: what the optimizer uses, to show it where the engine cannot tell.
         resume: begin from the newest of `checkpoints`, if there is one.
@@ -67,6 +70,8 @@ class Trainer:
     checkpoint_every: int | None = None
     metrics: Path | str | None = None
     tensorboard: Path | str | None = None
+    trace: Path | str | None = None
+    trace_steps: int = 3
     log_every: int = 10
     learning_rate: optax.Schedule | None = None
     resume: bool = True
@@ -104,6 +109,7 @@ class _Run:
         self.saved_step: int | None = None
         self.totals: Totals | None = None
         self.writers: list[AbstractWriter] = []
+        self.trace: TraceFile | None = None
 
     def begin(self) -> None:
         """Place the state, take it from the newest checkpoint, and open the writers."""
@@ -120,6 +126,8 @@ class _Run:
             self.writers.append(JsonLines(settings.metrics, after_step=first))
         if settings.tensorboard is not None:
             self.writers.append(TensorBoard(settings.tensorboard, after_step=first))
+        if settings.trace is not None:
+            self.trace = TraceFile(settings.trace, num_steps=settings.trace_steps)
         if first:
             self.progress.say(f"Resuming after step {first}.")
 
@@ -156,6 +164,9 @@ class _Run:
 
     def step(self, batch: Any, is_interrupted: threading.Event) -> dict[str, Any]:
         metrics: dict[str, Any] = self.engine.step(batch)
+        timeline = self.engine.last_step.timeline
+        if self.trace is not None and timeline is not None:
+            self.trace.add(metrics["step"], self.engine.plan, timeline)
         metrics["learning_rate"] = self.learning_rate(metrics)
         self.num_skipped += metrics["skipped"]
         is_last = metrics["step"] == self.settings.steps
@@ -229,6 +240,8 @@ class _Run:
     def close(self) -> None:
         for writer in self.writers:
             writer.close()
+        if self.trace is not None:
+            self.trace.close()
 
 
 class _Batches:

@@ -83,6 +83,39 @@ def test_training_ends_by_saying_what_it_did(run, file, tmp_path):
     assert result.stderr == ""
 
 
+def test_a_traced_run_is_drawn(run, file, tmp_path):
+    trace, output = tmp_path / "trace.json", tmp_path / "second.svg"
+    result = run("train", file, "--trace", trace, "--trace-steps", 2)
+    assert result.exit_code == 0, result.output
+    assert f"draw it with zinf plot {trace}" in result.stdout
+    result = run("plot", trace)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == f"Step 2 is drawn in {tmp_path / 'trace.png'}.\n"
+    assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
+    result = run("plot", trace, "--step", 1, "--output", output)
+    assert result.exit_code == 0, result.output
+    assert output.read_text().startswith("<?xml")
+    result = run("plot", trace, "--step", 3)
+    assert result.exit_code == 2
+    assert result.stderr == f"error: {trace} has no step 3. It has 1, 2.\n"
+
+
+def test_what_is_no_trace_cannot_be_drawn(run, file, tmp_path):
+    result = run("plot", tmp_path / "absent.json")
+    assert result.exit_code == 2
+    assert "No such file" in result.stderr and "absent.json" in result.stderr
+    result = run("plot", file)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {file} is damaged, or no trace of zinf")
+
+
+def test_a_trace_that_cannot_be_written_is_refused_before_training(run, file, tmp_path):
+    result = run("train", file, "--trace", tmp_path)
+    assert result.exit_code == 2
+    assert "The trace cannot be written" in result.stderr
+    assert "step 1/" not in result.stdout
+
+
 def test_a_run_is_continued_when_told_to(run, file, tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     run("train", file, "--steps", 2, "--metrics", metrics)

@@ -5,6 +5,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ import zinf
 from zinf.checkpoint import Checkpoints
 from zinf.executor import NonFiniteError
 from zinf.memory import StorageError
+from zinf.observe import read_trace
+from zinf.plan import Link
 from zinf.trainer import Trainer
 
 WIDTH, BATCH = 6, 4
@@ -164,6 +167,36 @@ def test_every_line_of_the_metrics_has_every_figure(open_engine, tmp_path, capsy
     said = capsys.readouterr().out
     assert "step 2/5" in said and "step 3/5" not in said
     assert "5 steps in" in said and "No checkpoint was saved." in said
+
+
+@pytest.mark.parametrize("offloaded", [False, True], ids=["fused", "nvme"])
+def test_a_trace_has_the_first_steps_of_a_run_in_the_order_of_the_plan(
+    offloaded, open_engine, tmp_path
+):
+    engine, path = open_engine(offloaded=offloaded), tmp_path / "trace.json"
+    engine.step(next(iter(dataset())))
+    Trainer(engine, dataset(), steps=5, trace=path, trace_steps=2).run()
+    steps = read_trace(path)
+    assert [step.number for step in steps] == [2, 3]
+    for step in steps:
+        assert len(step.measured) == len(step.predicted)
+        for spans in (step.measured, step.predicted):
+            for instruction, span in zip(engine.plan.instructions, spans, strict=True):
+                assert span.after == instruction.after
+                # Two times that were each rounded to a nanosecond.
+                assert all(spans[i].end <= span.start + 2e-9 for i in span.after)
+            for link in Link:
+                on_link = [span for span in spans if span.link == link]
+                for earlier, later in pairwise(on_link):
+                    assert earlier.end <= later.start + 2e-9
+                moved_bytes = sum(span.nbytes for span in on_link)
+                assert moved_bytes == engine.plan.link_bytes(link)
+
+
+def test_a_run_that_takes_no_step_leaves_no_trace(open_engine, tmp_path):
+    path = tmp_path / "trace.json"
+    Trainer(open_engine(), dataset(), steps=0, trace=path).run()
+    assert not list(tmp_path.glob("trace*"))
 
 
 def test_an_evaluation_is_the_mean_over_the_same_batches_each_time(
