@@ -235,7 +235,7 @@ def _train(
                 raise
     if config.run.metrics is not None:
         print(f"The metrics of each step are in {config.run.metrics}.")
-    if trace is not None:
+    if trace is not None and trace.exists():
         drawn = shlex.join(["zinf", "plot", str(trace)])
         print(f"{trace} opens in https://ui.perfetto.dev; draw it with {drawn}")
 
