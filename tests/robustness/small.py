@@ -1,5 +1,6 @@
 """A network of two layers, small enough to break in many ways in a second."""
 
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import pytest
 
+import zinf
 from zinf import Engine
 from zinf.program import ArrayId
 
@@ -49,6 +53,19 @@ def on_nvme(folder: Path, **settings: Any) -> dict[str, Any]:
         "persistence_threshold": 1,
         **settings,
     }
+
+
+def with_tight_host(config: dict[str, Any]) -> dict[str, Any]:
+    """With a host budget in which gradients find no room."""
+    memory = config["memory"]
+    with pytest.raises(ValueError, match="Raise memory.host to at least") as caught:
+        refused = config | {"memory": memory | {"host": 1}}
+        zinf.initialize(loss_fn, init, optax.adam(1e-2), refused, batch=draw())
+    needed = re.search(r"memory\.host to at least ([0-9,]+)", str(caught.value))
+    assert needed is not None
+    # Enough for the largest update, and for nothing beside it.
+    host_bytes = int(needed[1].replace(",", "")) + 84
+    return config | {"memory": memory | {"host": host_bytes}}
 
 
 def content(engine: Engine) -> dict[ArrayId, bytes]:

@@ -287,8 +287,7 @@ def test_a_gradient_that_finds_no_room_leaves_nothing(
     engines = []
     for name in "ab":
         config = on_nvme(tmp_path / name, gradient_clipping=1.0)
-        config["memory"] |= {"host": 2100}
-        engines.append(start(config, batch=small.draw()))
+        engines.append(start(small.with_tight_host(config), batch=small.draw()))
     broken, unharmed = engines
     homes = [file for a in broken.residents.specs for file in files_of(broken, a)]
     numbers = {file.parent.name for file in homes}

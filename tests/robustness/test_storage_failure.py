@@ -12,6 +12,7 @@ from tests.robustness.small import (
     draw,
     expect_at_rest,
     on_nvme,
+    with_tight_host,
 )
 from zinf.executor.updates import Updates
 from zinf.memory.nvme import NvmeStore
@@ -42,13 +43,17 @@ def fail_call(
 def updating(monkeypatch) -> Event:
     """Set when the first update begins."""
     begun = Event()
-    real = Updates.apply
 
-    def apply(*arguments):
-        begun.set()
-        return real(*arguments)
+    def noting(real):
+        def apply(*arguments):
+            begun.set()
+            return real(*arguments)
 
-    monkeypatch.setattr(Updates, "apply", apply)
+        return apply
+
+    # In its place or not.
+    for name in [name for name in vars(Updates) if name.startswith("apply")]:
+        monkeypatch.setattr(Updates, name, noting(getattr(Updates, name)))
     return begun
 
 
@@ -174,8 +179,7 @@ def test_a_gradient_that_cannot_be_offloaded_leaves_no_copy(
     monkeypatch, tmp_path, start
 ):
     """Copies on nvme are made by their first write, so a failed one must go too."""
-    config = on_nvme(tmp_path / "nvme", **CLIPPED)
-    config["memory"] |= {"host": 2100}
+    config = with_tight_host(on_nvme(tmp_path / "nvme", **CLIPPED))
     engine = start(config, batch=draw())
     homes = {a.whole for a in engine.plan.homes}
     real = NvmeStore.write
