@@ -1,6 +1,8 @@
 """The host tier: NumPy arrays in this process's memory."""
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +24,8 @@ class HostStore(AbstractStore):
     """Arrays in host memory, as 64-byte aligned `np.ndarray`s.
 
     `read` copies nothing: it returns a read-only view. An array changes only through
-    `write`, and since a read-only array is never adopted, no two ids ever share memory.
+    `write` and `update`, and since a read-only array is never adopted, no two ids ever
+    share memory.
 
     `write` adopts an array that `is_adoptable` says it can keep as it is, and copies
     any other. Rows, and replacements that cannot be adopted, are copied into the memory
@@ -38,10 +41,7 @@ class HostStore(AbstractStore):
         self._arrays: dict[ArrayId, np.ndarray] = {}
 
     def read(self, array: ArrayId) -> Future[np.ndarray]:
-        stored = self._find(array)
-        if stored is None:
-            raise unknown_array(array, self.tier, list(self._arrays))
-        view = stored.view()
+        view = self._memory(array).view()
         view.flags.writeable = False
         return completed(view)
 
@@ -61,6 +61,18 @@ class HostStore(AbstractStore):
             np.copyto(stored, value)
         return completed(None)
 
+    def update(self, arrays: Sequence[ArrayId], function: Callable[..., Any]) -> None:
+        """Call `function` with the memory of `arrays`, for it to write them in place.
+
+        To every other user this is a `write` of each, that no memory is needed for. The
+        views are writeable and contiguous, and not to be kept when the call returns. If
+        it raises, arrays are left half-written.
+
+        Raises:
+            KeyError: an array, and its whole, is not kept here.
+        """
+        function(*map(self._memory, arrays))
+
     def free(self, array: ArrayId) -> None:
         stored = self._arrays.pop(array, None)
         if stored is None:
@@ -73,6 +85,12 @@ class HostStore(AbstractStore):
     def close(self) -> None:
         for array in list(self._arrays):
             self.free(array)
+
+    def _memory(self, array: ArrayId) -> np.ndarray:
+        stored = self._find(array)
+        if stored is None:
+            raise unknown_array(array, self.tier, list(self._arrays))
+        return stored
 
     def _find(self, array: ArrayId) -> np.ndarray | None:
         """The memory of `array`: its own, or its rows of the whole."""

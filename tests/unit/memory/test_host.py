@@ -96,5 +96,5 @@ def test_an_update_in_place_is_a_write_that_takes_no_memory() -> None:
 
 
 def test_an_update_in_place_names_an_array_that_is_not_there() -> None:
-    with pytest.raises(KeyError, match="keeps no array state0 w"):
+    with pytest.raises(KeyError, match="keeps no array state0/w"):
         HostStore().update([WHOLE], print)
