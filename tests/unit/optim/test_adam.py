@@ -1,0 +1,217 @@
+"""What is Adam, and which of its numbers is which."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from zinf.optim.adam import match_adam
+from zinf.optim.separate import separate
+from zinf.optim.update import compile_advance
+from zinf_kernels.adam import adam_scalars
+
+MATRIX, VECTOR = (4, 8), (8,)
+PARAMS = {"matrix": jnp.ones(MATRIX), "vector": jnp.ones(VECTOR)}
+# No two numbers are equal, so that none can pass for another.
+NUMBERS = {"b1": 0.8, "b2": 0.97, "eps": 1e-6, "eps_root": 1e-12}
+RATE, DECAY = 0.02, 0.3
+ADAM = {**NUMBERS, "learning_rate": RATE}
+ADAMW = {**ADAM, "weight_decay": DECAY}
+
+
+def schedule(step):
+    return RATE / (1 + step)
+
+
+def matrices(params):
+    return jax.tree.map(lambda p: jnp.ndim(p) > 1, params)
+
+
+def by_hand(g, p, m, v, c):
+    """Adam with states and operands in another order than optax has them."""
+    m = m * 0.8 + g**1 * (1 - 0.8)
+    v = v * 0.97 + g**2 * (1 - 0.97)
+    change = p * DECAY + (m / (1 - 0.8**c)) / (
+        1e-6 + jnp.sqrt(1e-12 + v / (1 - 0.97**c))
+    )
+    return change * -RATE, v, m
+
+
+def update_by_hand(updates, state, params):
+    count = state["count"] + 1
+    leaves, structure = jax.tree.flatten(updates)
+    rest = (jax.tree.leaves(t) for t in (params, state["m"], state["v"]))
+    new = [by_hand(*x, count) for x in zip(leaves, *rest, strict=True)]
+    change, v, m = (jax.tree.unflatten(structure, c) for c in zip(*new, strict=True))
+    # The dict's keys are sorted: "a" comes first.
+    return change, {"count": count, "a_v": v, "m": m}
+
+
+def hand_built():
+    def init(params):
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return {"count": jnp.zeros((), jnp.float32), "a_v": zeros, "m": zeros}
+
+    def update(updates, state, params):
+        return update_by_hand(updates, {**state, "v": state["a_v"]}, params)
+
+    return optax.GradientTransformation(init, update)
+
+
+def hyperparams(**numbers):
+    return optax.inject_hyperparams(optax.adamw)(**numbers)
+
+
+CHAIN = (
+    optax.scale_by_adam(**NUMBERS),
+    optax.add_decayed_weights(DECAY),
+    optax.scale(-RATE),
+)
+# The optimizer, and what it does to a matrix and to a vector.
+IS_ADAM = {
+    "adam": (optax.adam(**ADAM), ADAM, ADAM),
+    "adamw": (optax.adamw(**ADAMW), ADAMW, ADAMW),
+    "no_decay": (optax.adamw(**ADAM, weight_decay=0.0), ADAM, ADAM),
+    "masked": (optax.adamw(**ADAMW, mask=matrices), ADAMW, ADAM),
+    "chain": (optax.chain(*CHAIN), ADAMW, ADAMW),
+    "hand_built": (hand_built(), ADAMW, ADAMW),
+    "hyperparams": (hyperparams(**ADAMW), ADAMW, ADAMW),
+    "two_rates": (
+        optax.multi_transform(
+            {
+                "a": optax.adam(**ADAM),
+                "b": optax.adam(**{**ADAM, "learning_rate": 0.5}),
+            },
+            {"matrix": "a", "vector": "b"},
+        ),
+        ADAM,
+        {**ADAM, "learning_rate": 0.5},
+    ),
+    "half_sgd": (
+        optax.multi_transform(
+            {"a": optax.adam(**ADAM), "b": optax.sgd(0.1)},
+            {"matrix": "a", "vector": "b"},
+        ),
+        ADAM,
+        None,
+    ),
+}
+IS_ANOTHER = {
+    "nesterov": optax.nadam(**ADAM),
+    "amsgrad": optax.amsgrad(**ADAM),
+    "float16_moment": optax.adamw(**ADAMW, mu_dtype=jnp.float16),
+    "clipped": optax.chain(optax.clip(1.0), optax.adamw(**ADAMW)),
+    "decay_before": optax.chain(optax.add_decayed_weights(DECAY), optax.adam(**ADAM)),
+    "scaled_twice": optax.chain(optax.adamw(**ADAMW), optax.scale(0.5)),
+    "no_rate": optax.scale_by_adam(**NUMBERS),
+    "uncorrected": optax.chain(optax.scale_by_rms(), optax.trace(0.9), *CHAIN[1:]),
+    "adamax": optax.adamax(RATE),
+    "adabelief": optax.adabelief(RATE),
+    "radam": optax.radam(RATE),
+    "yogi": optax.yogi(RATE),
+    "lion": optax.lion(RATE),
+    "lamb": optax.lamb(RATE),
+    "rmsprop": optax.rmsprop(RATE, momentum=0.9),
+    "frozen": optax.set_to_zero(),
+}
+
+
+def forms(separated):
+    """The form of each leaf, and the hoisted values that go with it."""
+    shapes = [(i, leaf.spec.shape) for i, leaf in enumerate(separated.leaves)]
+    bodies = separated.bodies(shapes)
+    return [(match_adam(shared.body), shared.hoisted) for shared in bodies]
+
+
+def scalars_of_steps(tx, leaf, count, factor=0.5):
+    """What a leaf's form makes of the first steps."""
+    separated = separate(tx, PARAMS)
+    form, hoisted = forms(separated)[leaf]
+    advance = compile_advance(separated, device=jax.devices()[0])
+    shared, found = [s.value for s in separated.shared], []
+    for _ in range(count):
+        shared, values = advance(shared)
+        mine = [values[k] for k in separated.leaves[leaf].step_values]
+        found.append(form.values([*mine, *hoisted], factor))
+    return found
+
+
+@pytest.mark.parametrize("leaf", [0, 1])
+@pytest.mark.parametrize("name", IS_ADAM)
+def test_every_number_is_taken_for_what_it_is(name, leaf):
+    tx, *numbers = IS_ADAM[name]
+    if numbers[leaf] is None:
+        assert forms(separate(tx, PARAMS))[leaf][0] is None
+        return
+    expected = [adam_scalars(step=n, **numbers[leaf], factor=0.5) for n in (1, 2, 3)]
+    for found, wanted in zip(scalars_of_steps(tx, leaf, 3), expected, strict=True):
+        for field, value in vars(wanted).items():
+            # Injected hyperparameters are float32 before 1 is taken off them.
+            rtol = 1e-5 if name == "hyperparams" else 3e-7
+            np.testing.assert_allclose(vars(found)[field], value, rtol, err_msg=field)
+            assert isinstance(vars(found)[field], np.float32)
+
+
+def test_a_scheduled_rate_is_that_of_the_step():
+    tx = optax.adamw(**{**ADAMW, "learning_rate": schedule})
+    found = scalars_of_steps(tx, 0, 3)
+    rates = [float(s.learning_rate) for s in found]
+    np.testing.assert_allclose(rates, [RATE, RATE / 2, RATE / 3], rtol=1e-6)
+
+
+def test_constants_have_the_bits_that_optax_rounds_them_to():
+    """1 - b1 in float32 would be several units in the last place off."""
+    (found,) = scalars_of_steps(optax.adamw(1e-3), 0, 1)
+    assert found.one_minus_b1 == np.float32(1 - 0.9) != 1 - np.float32(0.9)
+    assert found.one_minus_b2 == np.float32(1 - 0.999) != 1 - np.float32(0.999)
+
+
+def test_a_moment_in_bfloat16_decays_by_a_bfloat16():
+    (found,) = scalars_of_steps(optax.adamw(1e-3, mu_dtype=jnp.bfloat16), 0, 1)
+    assert found.b1 == 0.8984375  # 0.9, of which bfloat16 keeps 8 bits
+
+
+def test_moments_are_known_by_what_they_are_made_of():
+    for tx, m, v in ((optax.adam(0.1), 0, 1), (hand_built(), 1, 0)):
+        (form, _), _ = forms(separate(tx, PARAMS))
+        assert (form.m, form.v) == (m, v)
+
+
+def test_a_decay_of_each_step_may_be_zero():
+    decays = {
+        name: forms(separate(IS_ADAM[name][0], PARAMS))[0][0].decays
+        for name in ("adam", "no_decay", "hyperparams")
+    }
+    assert decays == {"adam": (0.0,), "no_decay": (0.0,), "hyperparams": (0.0, 1.0)}
+
+
+@pytest.mark.parametrize("name", IS_ANOTHER)
+def test_other_optimizers_are_not_adam(name):
+    assert {form for form, _ in forms(separate(IS_ANOTHER[name], PARAMS))} == {None}
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_masters_in_short_floats_are_left_to_xla(dtype):
+    params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
+    assert forms(separate(optax.adam(0.1), params))[0][0] is None
+
+
+def test_one_number_in_two_roles_must_be_the_same_number():
+    """m of the change and the m that is kept, made with different b1."""
+
+    def update(g, state, params=None):
+        m, v = (jax.tree.leaves(state[k])[0] for k in "mv")
+        (g,) = jax.tree.leaves(g)
+        kept = 0.1 * g**1 + 0.9 * m
+        used = 0.1 * g**1 + 0.8 * m
+        v = 0.1 * g**2 + 0.9 * v
+        change = -0.1 * (used / 0.5 / (jnp.sqrt(v / 0.5 + 1e-12) + 1e-8))
+        return {"w": change}, {"m": {"w": kept}, "v": {"w": v}}
+
+    def init(params):
+        return {"m": params, "v": params}
+
+    tx = optax.GradientTransformation(init, update)
+    ((form, _),) = forms(separate(tx, {"w": jnp.ones(MATRIX)}))
+    assert form is None

@@ -1,0 +1,225 @@
+"""Updates in host memory, in place, for the leaves whose update is Adam's.
+
+XLA writes results into memory of its own, from where they are copied: for arrays that
+rest on the host that is twice the traffic, and room for both. `zinf_kernels.adam` reads
+and writes each array once, where it is. Whatever is not Adam keeps its executable.
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import jax
+import numpy as np
+
+from zinf.jaxpr import Body
+from zinf.optim.adam import BFLOAT16, FLOAT32, AdamForm, match_adam
+from zinf.optim.separate import Separated
+from zinf.optim.update import Unit, UpdateStep, compile_updates
+from zinf_kernels.adam import Scalars, adam_update_scalars
+
+# With float16 gradients it depends on the length how XLA rounds, so no kernel can give
+# the same bits.
+GRADIENT_DTYPES = (FLOAT32, BFLOAT16)
+# An update is tried on so many elements before the kernel takes its place.
+PROBE_NUMEL = 1000
+# Half a unit in the last place of 1 in float32.
+ROUNDING = 2.0**-24
+ROUNDING_BFLOAT16 = 2.0**-8
+
+
+@dataclass(frozen=True)
+class InPlaceUpdate:
+    """The update of one unit on arrays that rest in host memory.
+
+    It gives the bits of the unit's executable on XLA:CPU up to the rounding that
+    `zinf_kernels.adam_update` states; in practice all of them. A decay of zero that
+    is not known before the step leaves parameters that are not finite as they are.
+    """
+
+    form: AdamForm
+    step_values: tuple[int, ...]
+    hoisted: tuple[np.generic, ...]
+    gradient_dtype: np.dtype
+    copy_dtype: np.dtype | None
+
+    def __call__(
+        self,
+        factor: Any,
+        step_values: Sequence[Any],
+        gradient: np.ndarray,
+        master: np.ndarray,
+        *rest: np.ndarray,
+    ) -> None:
+        """Changes master, states and compute copy.
+
+        Args:
+            factor: float32 scalar that the gradient is multiplied by.
+            step_values: all those of this step.
+            gradient: only read. All arrays are contiguous.
+            rest: the states in the order of the leaf, then the copy if the unit has
+                one, whose content is replaced; writeable, as is `master`.
+        """
+        mine = [step_values[k] for k in self.step_values]
+        scalars = self.form.values([*mine, *self.hoisted], factor)
+        self._run(scalars, gradient, master, *rest)
+
+    def compile(self) -> None:
+        """Compiles the loops that this update may need, once in a process.
+
+        Without it the first step does, in a second or less.
+        """
+        copies = [] if self.copy_dtype is None else [np.empty(0, self.copy_dtype)]
+        moments = [np.empty(0, np.float32), np.empty(0, np.float32)]
+        moments[self.form.m] = np.empty(0, self.form.m_dtype)
+        gradient = np.empty(0, self.gradient_dtype)
+        # Whether there is decay makes another loop. A number that comes with each step
+        # may be zero in one and not in the next.
+        for decay in self.form.decays:
+            ones = {field.name: np.float32(1) for field in fields(Scalars)}
+            scalars = Scalars(**{**ones, "weight_decay": np.float32(decay)})
+            self._run(scalars, gradient, np.empty(0, np.float32), *moments, *copies)
+
+    def _run(self, scalars: Scalars, *arrays: np.ndarray) -> None:
+        _run(self.form, scalars, *arrays, implementation="cpu")
+
+
+def in_place_updates(
+    separated: Separated, units: Sequence[Unit], *, device: jax.Device
+) -> list[InPlaceUpdate | None]:
+    """For each unit its update in place, or None where only the executable will do.
+
+    Args:
+        device: the one on which executables are made to compare with.
+    """
+    leaves = sorted({u.leaf for u in units if _may_be_in_place(separated, u)})
+    probes = separated.bodies([(leaf, (PROBE_NUMEL,)) for leaf in leaves])
+    shared = dict(zip(leaves, probes, strict=True))
+    forms = {s.body: match_adam(s.body) for s in probes}
+    agreed: dict[tuple[Body, Any], bool] = {}
+    found: list[InPlaceUpdate | None] = []
+    for unit in units:
+        own = shared.get(unit.leaf)
+        form = None if own is None else forms[own.body]
+        dtype = np.dtype(unit.grad_dtype)
+        if own is None or form is None or dtype not in GRADIENT_DTYPES:
+            found.append(None)
+            continue
+        leaf = separated.leaves[unit.leaf]
+        copies = unit.compute_dtype not in (None, leaf.spec.dtype)
+        copy_dtype = np.dtype(unit.compute_dtype) if copies else None
+        update = InPlaceUpdate(form, leaf.step_values, own.hoisted, dtype, copy_dtype)
+        key = own.body, dtype
+        if key not in agreed:
+            agreed[key] = _agrees(separated, unit, update, device)
+        found.append(update if agreed[key] else None)
+    return found
+
+
+def _may_be_in_place(separated: Separated, unit: Unit) -> bool:
+    leaf = separated.leaves[unit.leaf]
+    # A scalar leaf has no form at another shape, in which scalars stay scalars.
+    return leaf.is_elementwise and leaf.spec.shape != () and leaf.spec.dtype == FLOAT32
+
+
+def _agrees(
+    separated: Separated, unit: Unit, update: InPlaceUpdate, device: jax.Device
+) -> bool:
+    """Whether the update, with numbers at random, is what its executable computes.
+
+    What the kernel means is compared, not its loop: that takes no compiler but XLA's,
+    and is enough to find a term that was taken for another.
+    """
+    unit = Unit(unit.leaf, (PROBE_NUMEL,), unit.grad_dtype)
+    (step,) = compile_updates(separated, [unit], device=device).steps
+    random = np.random.default_rng(0)
+
+    def normal(scale: float) -> np.ndarray:
+        return (random.standard_normal(PROBE_NUMEL) * scale).astype(np.float32)
+
+    gradient = normal(1.0).astype(update.gradient_dtype)
+    arrays = [normal(0.1), normal(0.1), np.square(normal(1.0))]
+    if update.form.m == 1:
+        arrays[1:] = arrays[:0:-1]
+    position = 1 + update.form.m
+    arrays[position] = arrays[position].astype(update.form.m_dtype)
+    specs = separated.step_value_specs
+    values = [np.asarray(random.uniform(0.1, 0.9), s.dtype) for s in specs]
+    factor = np.float32(0.7)
+    mine = [values[k] for k in update.step_values]
+    scalars = update.form.values([*mine, *update.hoisted], factor)
+    bounds = _bounds(update.form, scalars, gradient, *arrays)
+    expected = _executed(step, factor, values, [gradient, *arrays], device)
+    _run(update.form, scalars, gradient, *arrays, implementation="reference")
+    agrees = all(
+        np.all(np.abs(_wide(x) - _wide(y)) <= bound)
+        for x, y, bound in zip(arrays, expected, bounds, strict=True)
+    )
+    if not agrees:
+        warnings.warn(
+            f"The update of {separated.leaves[unit.leaf].path!r} looks like Adam, but "
+            "computes something else. Its updates on the host take the slower way of "
+            "any other optimizer. Please report the optimizer that you use.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return agrees
+
+
+def _executed(
+    step: UpdateStep,
+    factor: Any,
+    values: Sequence[Any],
+    arrays: Sequence[np.ndarray],
+    device: jax.Device,
+) -> list[np.ndarray]:
+    # Copies: the CPU backend would alias NumPy memory that changes later.
+    placed = jax.device_put([x.copy() for x in arrays], device)
+    return [np.asarray(x) for x in step(factor, values, *placed)]
+
+
+def _bounds(
+    form: AdamForm, scalars: Scalars, gradient: np.ndarray, *arrays: np.ndarray
+) -> list[np.ndarray]:
+    """How far two implementations may be apart: see `zinf_kernels.adam_update`."""
+    s = {name: float(value) for name, value in vars(scalars).items()}
+    g, master = _wide(gradient) * s["factor"], _wide(arrays[0])
+    old_m, old_v = _wide(arrays[1 + form.m]), _wide(arrays[1 + form.v])
+    of_gradient, decayed = s["one_minus_b1"] * g, s["b1"] * old_m
+    m, large_m = of_gradient + decayed, np.abs(of_gradient) + np.abs(decayed)
+    v = s["one_minus_b2"] * g**2 + s["b2"] * old_v
+    root = np.sqrt(v / s["correction2"] + s["eps_root"])
+    gain = 1 / (s["correction1"] * (root + s["eps"]))
+    change = np.abs(m * gain) + np.abs(s["weight_decay"] * master)
+    of_change = 12 * change + 3 * large_m * gain
+    of_master = np.abs(master) + abs(s["learning_rate"]) * of_change
+    of_moments = [3 * large_m, 6 * v]
+    if form.m_dtype == BFLOAT16:
+        of_moments[0] += np.abs(m) * (ROUNDING_BFLOAT16 / ROUNDING)
+    bounds = of_master, of_moments[form.m], of_moments[form.v]
+    return [2 * ROUNDING * x for x in bounds]
+
+
+def _run(
+    form: AdamForm,
+    scalars: Scalars,
+    gradient: np.ndarray,
+    master: np.ndarray,
+    *rest: np.ndarray,
+    implementation: str,
+) -> None:
+    flat = map(_flat, (master, rest[form.m], rest[form.v], gradient))
+    copy = _flat(rest[2]) if len(rest) > 2 else None
+    adam_update_scalars(
+        *flat, scalars=scalars, copy=copy, implementation=implementation
+    )
+
+
+def _flat(array: np.ndarray) -> np.ndarray:
+    assert array.flags.c_contiguous, "reshaping would copy, and the update be lost"
+    return array.reshape(-1)
+
+
+def _wide(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.float64)
