@@ -26,7 +26,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": {"enabled": True}},
 }
 BOTH = "accumulation and clipping"
-SETTINGS = {**VARIANTS, BOTH: VARIANTS["accumulation"] | VARIANTS["clipping"]}
+# The scale starts so high that steps are skipped, and clipping waits for the norm.
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 17, "hysteresis": 1}}
+MIXED = {
+    "bf16 accumulation": VARIANTS["bf16"] | VARIANTS["accumulation"],
+    "bf16 clipping": VARIANTS["bf16"] | VARIANTS["clipping"],
+    "fp16": FP16,
+    "fp16 accumulation": FP16 | VARIANTS["accumulation"],
+}
+SETTINGS = {
+    **VARIANTS,
+    **MIXED,
+    BOTH: VARIANTS["accumulation"] | VARIANTS["clipping"],
+}
 OPTIMIZERS = {
     "adam": optax.adamw(3e-3),
     # Its trace is the gradient itself after the first step.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ import numpy as np
 
 from zinf.executor.decision import Decision
 from zinf.executor.links import run_links
-from zinf.memory import Stores, to_host
+from zinf.memory import Stores, aligned_empty, to_host
 from zinf.plan import (
     Accumulate,
     ArrayUpdate,
@@ -54,6 +55,9 @@ class Work:
     Attributes:
         update: `(array update, tier, gradient, operands, decision) -> results` computes
             the new values of an array update's results.
+        is_in_place: `(array update, tier)`: it is done by `update_in_place` instead.
+        update_in_place: `(array update, gradient, decision, *results)` changes results
+            that are on the host, given their memory.
         decide: `(losses, sums of squares or None) -> Decision`.
         before_update: called before the first update of a step.
         compute_dtype: of the parameters, where masters are kept apart.
@@ -63,6 +67,8 @@ class Work:
     segments: Sequence[Segment]
     units: Sequence[UpdateUnit]
     update: UpdateFunction
+    is_in_place: Callable[[ArrayUpdate, Tier], bool]
+    update_in_place: Callable[..., None]
     decide: Callable[[Sequence[float], Sequence[float] | None], Decision]
     before_update: Callable[[], None]
     compute_dtype: Any
@@ -281,12 +287,26 @@ class _StepRun:
         self, array_update: ArrayUpdate, tier: Tier, decision: Decision
     ) -> None:
         gradient = self.gradient_rows(array_update, tier)
+        if self.work.is_in_place(array_update, tier):
+            self.update_in_place(array_update, gradient, decision)
+            return
         operands = [self.read(a, tier) for a in array_update.operands]
         results = self.work.update(array_update, tier, gradient, operands, decision)
         for array, content in zip(array_update.results, results, strict=True):
             if tier == Tier.HOST:
                 content = np.asarray(content)
             self.write(array, tier, content)
+
+    def update_in_place(
+        self, array_update: ArrayUpdate, gradient: Any, decision: Decision
+    ) -> None:
+        host, compute = self.stores.host, array_update.compute
+        if compute is not None and not host.contains(compute):
+            shape = self.read(array_update.master, Tier.HOST).shape
+            content = aligned_empty(shape, self.work.compute_dtype)
+            self.write(compute, Tier.HOST, content)
+        update = partial(self.work.update_in_place, array_update, gradient, decision)
+        host.update(array_update.results, update)
 
     def gradient_rows(self, array_update: ArrayUpdate, tier: Tier) -> Any:
         gradient = self.read(array_update.gradient, tier)

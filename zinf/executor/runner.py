@@ -131,11 +131,14 @@ class StreamedRunner(AbstractRunner):
         return build_evaluation(self.streamed.catalog, self.plan, workspace, self.count)
 
     def work(self, loss_scale: float, step_values: Sequence[Any]) -> Work:
+        updates = self.streamed.updates
         return Work(
             program=self.program,
             segments=self.streamed.segments,
             units=self.streamed.units,
-            update=partial(self.streamed.updates.apply, step_values),
+            update=partial(updates.apply, step_values),
+            is_in_place=updates.is_in_place,
+            update_in_place=partial(updates.apply_in_place, step_values),
             decide=partial(
                 decide,
                 clip_norm=self.clip_norm,
@@ -317,6 +320,7 @@ def make_runner(
     config = planner.config
     skips_overflow = config.loss_scaling is not None
     if isinstance(prepared, Streamed):
+        prepared.updates.compile_in_place(prepared.units)
         return StreamedRunner(
             prepared,
             stores,

@@ -1,6 +1,6 @@
 """Binds the separated optimizer to a plan: which blocks are updated, and by what."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 from typing import Any
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zinf.executor.decision import Decision
+from zinf.optim.in_place import InPlaceUpdate, in_place_updates
 from zinf.optim.separate import Separated
 from zinf.optim.update import Unit, UpdateStep, compile_updates
 from zinf.plan import ArrayUpdate, UpdateUnit
@@ -40,11 +41,13 @@ class Updates:
     Attributes:
         arrays: the updates, grouped by the segment that completes their gradients.
         steps: the compiled update of each.
+        in_place: of some, what takes its place where it runs on the host.
         num_executables: how many distinct ones there are.
     """
 
     arrays: tuple[tuple[str, tuple[ArrayUpdate, ...]], ...]
     steps: Mapping[ArrayUpdate, UpdateStep]
+    in_place: Mapping[ArrayUpdate, InPlaceUpdate]
     num_executables: int
     devices: Mapping[Tier, jax.Device]
     unit_bytes: int
@@ -61,9 +64,26 @@ class Updates:
                 parts = self._split(members)
                 for i, part in enumerate(parts):
                     name = f"{segment} {i + 1}/{len(parts)}" if parts[1:] else segment
-                    workspace = max(self.steps[u].workspace_bytes for u in part)
+                    workspace = max(self.workspace_bytes(u, tier) for u in part)
                     units.append(UpdateUnit(name, tier, tuple(part), workspace))
         return units
+
+    def workspace_bytes(self, update: ArrayUpdate, tier: Tier) -> int:
+        """What an update needs on its tier beside operands and results at rest."""
+        if self.is_in_place(update, tier):
+            return 0
+        return self.steps[update].workspace_bytes
+
+    def is_in_place(self, update: ArrayUpdate, tier: Tier) -> bool:
+        """Whether `apply_in_place` is how the update runs there, and not `apply`."""
+        return tier == Tier.HOST and update in self.in_place
+
+    def compile_in_place(self, units: Iterable[UpdateUnit]) -> None:
+        """Compiles what `apply_in_place` runs for these units, so that no step does."""
+        for unit in units:
+            for update in unit.arrays:
+                if self.is_in_place(update, unit.tier):
+                    self.in_place[update].compile()
 
     def _split(self, updates: Sequence[ArrayUpdate]) -> list[list[ArrayUpdate]]:
         parts: list[list[ArrayUpdate]] = []
@@ -91,6 +111,21 @@ class Updates:
         step = self.steps[update]
         arguments = jax.device_put([gradient, *operands], self.devices[tier])
         return jax.block_until_ready(step(factor, step_values, *arguments))
+
+    def apply_in_place(
+        self,
+        step_values: Sequence[Any],
+        update: ArrayUpdate,
+        gradient: np.ndarray,
+        decision: Decision,
+        *results: np.ndarray,
+    ) -> None:
+        """Gives `update.results`, of which it takes the host memory, their new values.
+
+        What the compute copy among them holds is not read.
+        """
+        factor = np.float32(decision.factor)
+        self.in_place[update](factor, step_values, gradient, *results)
 
 
 def compile_program_updates(
@@ -129,10 +164,15 @@ def compile_program_updates(
                 updates.append(update)
         grouped.append((segment.name, tuple(updates)))
     compiled = compile_updates(separated, list(units.values()), device=device)
-    steps = dict(zip(units, compiled.steps, strict=True))
-    devices = {Tier.HOST: device, Tier.DEVICE: device}
-    count = compiled.num_executables
-    return Updates(tuple(grouped), steps, count, devices, UNIT_BLOCKS * limit)
+    in_place = in_place_updates(separated, list(units.values()), device=device)
+    return Updates(
+        arrays=tuple(grouped),
+        steps=dict(zip(units, compiled.steps, strict=True)),
+        in_place={u: x for u, x in zip(units, in_place, strict=True) if x is not None},
+        num_executables=compiled.num_executables,
+        devices={Tier.HOST: device, Tier.DEVICE: device},
+        unit_bytes=UNIT_BLOCKS * limit,
+    )
 
 
 def _completed_by(program: Program, segment_name: str) -> list[ArrayId]:

@@ -8,6 +8,7 @@ from zinf.executor import updates
 from zinf.executor.decision import Decision
 from zinf.initialize import make_planner
 from zinf.program import ArrayId, Tier
+from zinf_kernels.adam import cpu
 
 ROWS, COLUMNS = 10, 4
 ROW_BYTES = 4 * COLUMNS
@@ -83,19 +84,21 @@ def test_equal_blocks_share_an_executable(small_blocks):
     assert compiled().num_executables == 2
 
 
+@pytest.mark.parametrize("tx", [None, optax.rmsprop(0.1)], ids=["adam", "rmsprop"])
 def test_a_unit_has_the_blocks_of_one_segment_up_to_a_number_of_bytes(
-    small_blocks, monkeypatch
+    small_blocks, monkeypatch, tx
 ):
-    monkeypatch.setattr(updates, "UNIT_BLOCKS", 6)
-    found = compiled()
+    monkeypatch.setattr(updates, "UNIT_BLOCKS", 6 if tx is None else 4)
+    found = compiled(tx)
     units = found.units(homes_of(found))
     assert [u for unit in units for u in unit.arrays] == all_updates(found)
     for unit in units:
         nbytes = sum(found.steps[u].output_bytes for u in unit.arrays)
         assert nbytes <= found.unit_bytes or len(unit.arrays) == 1
+        # Adam is done in place.
         spaces = [found.steps[u].workspace_bytes for u in unit.arrays]
-        assert unit.workspace_bytes == max(spaces)
-    # Results of a block are a parameter and two moments: two blocks are a unit.
+        assert unit.workspace_bytes == (0 if tx is None else max(spaces))
+    # Results of a block are a parameter and one or two moments: two blocks are a unit.
     assert max(len(unit.arrays) for unit in units) == 2
     assert len({unit.name for unit in units}) == len(units)
 
@@ -109,6 +112,30 @@ def test_an_update_runs_on_the_device_if_all_of_it_rests_there(a, b):
     tiers = {u.gradient.path: unit.tier for unit in units for u in unit.arrays}
     expected = {Tier.DEVICE: Tier.DEVICE, Tier.HOST: Tier.HOST, Tier.NVME: Tier.HOST}
     assert tiers == {"a": expected[a], "b": expected[b]}
+
+
+def test_only_updates_on_the_host_are_in_place():
+    found = compiled()
+    for update in all_updates(found):
+        assert found.is_in_place(update, Tier.HOST)
+        assert found.workspace_bytes(update, Tier.HOST) == 0
+        assert not found.is_in_place(update, Tier.DEVICE)
+        assert found.workspace_bytes(update, Tier.DEVICE) > 0
+
+
+def test_steps_compile_no_loop_that_was_compiled_before_them(small_blocks):
+    found = compiled()
+    found.compile_in_place(found.units(homes_of(found)))
+    before = cpu.compiled.cache_info().misses
+    for update in all_updates(found):
+        shape = (update.rows[1] - update.rows[0] if update.rows else 3, COLUMNS)
+        arrays = [np.ones(shape, np.float32) for _ in update.results]
+        decision = Decision(0.0, 1.0, 1.0, False)
+        found.apply_in_place(
+            [0.5, 0.5], update, np.ones_like(arrays[0]), decision, *arrays
+        )
+        assert (arrays[0] < 1).all()
+    assert cpu.compiled.cache_info().misses == before
 
 
 def test_a_leaf_with_its_state_elsewhere_is_updated_on_the_host():

@@ -1,0 +1,74 @@
+"""Updates on the host, in place where that can be, never change a number."""
+
+from collections import Counter
+
+import jax
+import numpy as np
+import pytest
+
+from tests.equivalence.models import PYTREE
+from tests.equivalence.training import (
+    BOTH,
+    MIXED,
+    ON_DEVICE,
+    OPTIMIZERS,
+    SETTINGS,
+    streamed_config,
+    train,
+)
+from zinf.executor.updates import Updates
+
+ON_HOST = ("cpu", "cpu")
+
+
+@pytest.mark.parametrize("variant", [BOTH, *MIXED])
+def test_losses_and_parameters_are_bit_equal_with_updates_on_the_host(variant):
+    expected = train(PYTREE, variant, ON_DEVICE)
+    found = train(PYTREE, variant, ON_HOST)
+    assert found.losses == expected.losses
+    assert found.grad_norms == expected.grad_norms
+    jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+
+
+def test_loss_scaling_skips_steps_in_these_runs():
+    """Guards the test above: its overflows must be real."""
+    norms = train(PYTREE, "fp16", ON_HOST).grad_norms
+    assert not np.isfinite(norms[0]) and np.isfinite(norms[-1])
+
+
+@pytest.mark.parametrize(
+    ("variant", "optimizer", "placement", "is_in_place"),
+    [
+        ("plain", "adam", ON_HOST, True),
+        ("plain", "adam", ("none", "nvme"), True),
+        ("bf16 accumulation", "adam", ON_HOST, True),
+        # Gradients in float16 are summed in float32.
+        ("fp16 accumulation", "adam", ON_HOST, True),
+        ("fp16", "adam", ON_HOST, False),
+        ("plain", "sgd", ON_HOST, False),
+        ("plain", "adam", ON_DEVICE, False),
+    ],
+)
+def test_adam_is_in_place_on_the_host(
+    variant, optimizer, placement, is_in_place, monkeypatch, tmp_path
+):
+    calls = Counter()
+    for name in ("apply", "apply_in_place"):
+        original = getattr(Updates, name)
+
+        def counting(*arguments, name=name, original=original):
+            calls[name] += 1
+            return original(*arguments)
+
+        monkeypatch.setattr(Updates, name, counting)
+    config = {**streamed_config(placement, str(tmp_path)), **SETTINGS[variant]}
+    engine = PYTREE.start(OPTIMIZERS[optimizer], config)
+    num_microbatches = config.get("gradient_accumulation_steps", 1)
+    # Until a step is not skipped.
+    for batch in PYTREE.batches(20, num_microbatches):
+        engine.step(batch)
+        if calls:
+            break
+    engine.close()
+    # A scalar leaf keeps its executable.
+    assert ("apply_in_place" in calls) is is_in_place
