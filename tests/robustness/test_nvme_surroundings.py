@@ -356,7 +356,6 @@ def test_flush_raises_what_failed_even_if_nobody_was_told_yet(file, layer):
             file.flush()
 
 
-@pytest.mark.xfail(reason="the callback notes the error again after flush raised it")
 @pytest.mark.usefixtures("late")
 def test_flush_raises_nothing_twice(file, layer):
     with layer.broken(Rule("pwritev", fail(EIO))):

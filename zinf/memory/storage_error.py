@@ -12,11 +12,12 @@ ADVICE = {
     errno.EACCES: "Give this user the right to read and write there, or name another "
     "folder in memory.nvme",
     errno.ENOENT: "Something deleted files of the running job. Find out what, and "
-    "resume from the last checkpoint",
+    "resume from the last checkpoint in a new process",
     errno.ENODATA: "Write the array before it is read; if it was, something made its "
     "file shorter, and the last checkpoint is what to resume from",
     errno.ETIMEDOUT: "Check the drive and its cable, bus or network. If it is only "
     "slow, raise memory.stall_seconds. Then resume from the last checkpoint",
+    errno.EMFILE: "Raise the limit of open files (ulimit -n), or close some",
     errno.EIO: "The file is damaged. Check the drive (and what else writes there), and "
     "resume from the last checkpoint",
 }

@@ -42,7 +42,6 @@ class File:
         self.drive = drive
         self.path = path
         self._pending: set[Future[Any]] = set()
-        self._error: BaseException | None = None
         self._lock = Lock()
         drive.run(f"Cannot make {path.name}", partial(_make, path, nbytes))
 
@@ -86,18 +85,13 @@ class File:
             durable: wait until the drive itself has it, to survive a power cut.
 
         Raises:
-            StorageError: the first that failed since the last flush.
+            StorageError: one that failed since the last flush.
         """
         with self._lock:
-            pending = list(self._pending)
-        wait(pending)
-        with self._lock:
-            error, self._error = self._error, None
-        # A future is done a moment before its callbacks are called, which note errors.
-        errors = [error, *(future.exception() for future in pending)]
-        for error in errors:
-            if error is not None:
-                raise error
+            asked, self._pending = self._pending, set()
+        wait(asked)
+        for future in asked:
+            future.result()
         if durable:
             self.drive.run(f"Cannot sync {self.path.name}", self._sync)
 
@@ -128,10 +122,10 @@ class File:
             file.sync()
 
     def _settle(self, future: Future[Any]) -> None:
-        with self._lock:
-            self._pending.discard(future)
-            if self._error is None:
-                self._error = future.exception()
+        # What failed stays for the next flush to raise.
+        if future.exception() is None:
+            with self._lock:
+                self._pending.discard(future)
 
 
 def as_bytes(array: np.ndarray) -> Bytes:

@@ -65,7 +65,7 @@ class Files:
         """
         with self._lock:
             for index, spare in enumerate(self._spares):
-                if spare.layout == layout:
+                if spare.layout == layout and spare.folder.is_dir():
                     del self._spares[index]
                     self._spare_bytes -= layout.spec.nbytes
                     spare.forget()
@@ -113,7 +113,7 @@ class Files:
     ) -> ChunkFile:
         """The file of a chunk, on the fastest drive that has room for it."""
         name, start, nbytes = run
-        full: StorageError | None = None
+        full: OSError | None = None
         for place in self._fastest(layout.chunk_bytes):
             own = place.root.arrays / folder.name
             chunk = ChunkFile(
@@ -123,10 +123,10 @@ class Files:
                 file_bytes=layout.chunk_bytes,
                 coverage=self._coverage,
             )
-            own.mkdir(mode=0o700, exist_ok=True)
             try:
+                own.mkdir(mode=0o700, exist_ok=True)
                 place.drive.run(what, chunk.allocate)
-            except StorageError as error:
+            except OSError as error:
                 chunk.path.unlink(missing_ok=True)
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise

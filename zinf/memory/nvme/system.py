@@ -27,7 +27,11 @@ def open_cached(path: Path, flags: int) -> int:
     """
     how = OpenHow(flags | os.O_CLOEXEC | os.O_NOATIME, 0, RESOLVE_CACHED)
     found = _libc.syscall(
-        OPENAT2, AT_FDCWD, os.fsencode(path), ctypes.byref(how), ctypes.sizeof(how)
+        ctypes.c_long(OPENAT2),
+        ctypes.c_long(AT_FDCWD),
+        os.fsencode(path),
+        ctypes.byref(how),
+        ctypes.c_size_t(ctypes.sizeof(how)),
     )
     if found < 0:
         code = ctypes.get_errno()
@@ -36,6 +40,7 @@ def open_cached(path: Path, flags: int) -> int:
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
 
 
 @dataclass(frozen=True)
