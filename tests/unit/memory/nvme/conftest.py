@@ -1,4 +1,4 @@
-"""Drives on a small folder, whose calls to the kernel are noted down and can be held."""
+"""Drives on a small folder, whose calls to the kernel are noted and can be held."""
 
 import fcntl
 import os
