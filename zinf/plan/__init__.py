@@ -18,6 +18,8 @@ from zinf.plan.check import check as check
 from zinf.plan.cost import Rates as Rates
 from zinf.plan.cost import Timeline as Timeline
 from zinf.plan.cost import accelerator_rates as accelerator_rates
+from zinf.plan.cost import measured_rates as measured_rates
+from zinf.plan.cost import predict as predict
 from zinf.plan.infeasible import InfeasibleError as InfeasibleError
 from zinf.plan.instruction import Accumulate as Accumulate
 from zinf.plan.instruction import Copy as Copy

@@ -1,0 +1,153 @@
+"""Steps with all state on NVMe, from bound by the drive to bound by the processor.
+
+    python scripts/bench_nvme_step.py PATH [--num-layers 12] [--embed-dim 768]
+        [--tokens 128 256 512 1024 2048] [--rounds 5]
+
+For each number of tokens a step: the measured step; the bound, the larger of all work
+of the processor (the fused step of the same model with the same remat, all in memory,
+which computes and updates on the same cores) and the bytes of the step over what the
+drive was measured to do; the serial order (each instruction alone, one after another);
+and what the plan predicts with rates that the first steps measured. Contenders take
+turns; medians, in seconds.
+"""
+
+import argparse
+import random
+import shutil
+import time
+from pathlib import Path
+from statistics import median
+from tempfile import mkdtemp
+
+import numpy as np
+import optax
+from rich.console import Console
+from rich.table import Table
+
+import zinf
+from zinf.memory.nvme import Profile, measure
+from zinf.models import GPTConfig, init_and_loss
+from zinf.plan import Link, measured_rates, predict
+
+WARM_STEPS = 2
+
+
+def main() -> None:
+    options = _parse()
+    drive, _ = measure(options.path, seconds=options.drive_seconds)
+    print(
+        f"the drive: {drive.read_bytes_per_second / 1e9:.2f} GB/s read, "
+        f"{drive.write_bytes_per_second / 1e9:.2f} overwritten, "
+        f"{drive.mixed_bytes_per_second / 1e9:.2f} mixed"
+    )
+    table = Table(
+        "tokens", "step", "processor", "drive", "step/bound", "serial/bound",
+        "predicted", "predicted/step", box=None,
+    )  # fmt: skip
+    for tokens in options.tokens:
+        table.add_row(f"{tokens:,}", *_row(options, tokens, drive))
+    Console(width=110, highlight=False).print(table)
+
+
+def _row(options: argparse.Namespace, tokens: int, drive: Profile) -> list[str]:
+    folder = Path(mkdtemp(prefix="zinf-step-", dir=options.path))
+    streamed = _engine(options, folder)
+    fused = _engine(options, None)
+    rng = np.random.default_rng(0)
+    length = min(tokens, options.length)
+    shape = tokens // length, length + 1
+    batch = {"tokens": rng.integers(0, options.vocabulary, shape, np.int32)}
+    steps: list[float] = []
+    predicted: list[float] = []
+    serial: list[float] = []
+    in_memory: list[float] = []
+    try:
+        for _ in range(WARM_STEPS):
+            streamed.step(batch)
+            fused.step(batch)
+        # What comes is predicted from what was.
+        rates = _rates(streamed)
+        for _ in range(options.rounds):
+            for engine in random.sample([streamed, fused], 2):
+                began = time.perf_counter()
+                engine.step(batch)
+                seconds = time.perf_counter() - began
+                (steps if engine is streamed else in_memory).append(seconds)
+            instructions = streamed.plan.instructions
+            predicted.append(predict(instructions, rates).seconds)
+            busy = streamed.last_step.timeline.busy_seconds(instructions)
+            serial.append(sum(busy.values()))
+            rates = _rates(streamed)
+        plan = streamed.plan
+        moved = sum(plan.link_bytes(x) for x in (Link.NVME_READ, Link.NVME_WRITE))
+    finally:
+        streamed.close()
+        fused.close()
+        shutil.rmtree(folder)
+    on_drive = moved / drive.mixed_bytes_per_second
+    bound = max(median(in_memory), on_drive)
+    step = median(steps)
+    return [
+        f"{step:.2f} ({min(steps):.2f}-{max(steps):.2f})",
+        f"{median(in_memory):.2f}",
+        f"{on_drive:.2f}",
+        f"{step / bound:.2f}",
+        f"{median(serial) / bound:.2f}",
+        f"{median(predicted):.2f}",
+        f"{median(predicted) / step:.2f}",
+    ]
+
+
+def _rates(engine: zinf.Engine):
+    return measured_rates(
+        engine.plan.instructions, engine.last_step.timeline, engine.plan.rates
+    )
+
+
+def _engine(options: argparse.Namespace, folder: Path | None) -> zinf.Engine:
+    model = GPTConfig(
+        num_layers=options.num_layers,
+        num_heads=options.embed_dim // 64,
+        embed_dim=options.embed_dim,
+        vocab_size=options.vocabulary,
+        max_length=options.length,
+        remat=folder is None,
+    )
+    init, loss = init_and_loss(model, seed=0)
+    config: dict = {"execution": "fused"}
+    if folder is not None:
+        config = {
+            "execution": "streamed",
+            "memory": {
+                "nvme": [str(folder)],
+                "host": options.host,
+                "device": options.device,
+            },
+            "zero_optimization": {
+                "stage": 3,
+                "offload_param": {"device": "nvme"},
+                "offload_optimizer": {"device": "nvme"},
+            },
+        }
+    tx = optax.adamw(3e-4, b1=0.9, b2=0.95, weight_decay=0.1)
+    return zinf.initialize(loss, init, tx, config)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("path", type=Path, help="a folder on the drive")
+    parser.add_argument("--num-layers", type=int, default=12)
+    parser.add_argument("--embed-dim", type=int, default=768)
+    parser.add_argument("--vocabulary", type=int, default=8192)
+    parser.add_argument("--length", type=int, default=256)
+    default = [128, 256, 512, 1024, 2048]
+    parser.add_argument("--tokens", type=int, nargs="+", default=default)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--host", default="1GiB")
+    parser.add_argument("--device", default="1GiB")
+    parser.add_argument("--drive-seconds", type=float, default=10.0)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
