@@ -1,7 +1,8 @@
 """What bench_io.py compares: ways to overwrite, read, and do both with files.
 
 Each contender has files of its own, and `run(operation)` gives the seconds and the
-processor seconds of moving `nbytes` in all: "mixed" reads one half while it overwrites another.
+processor seconds of moving `nbytes` in all: "mixed" reads one half while it overwrites
+another.
 """
 
 import json
