@@ -1,0 +1,44 @@
+import errno
+import os
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from tests.unit.memory.nvme.conftest import open_files
+from zinf.memory.nvme import System
+
+REFUSED = {errno.EAGAIN, errno.ENOSYS, errno.EPERM}
+
+
+def test_each_call_is_the_kernels_and_can_be_replaced() -> None:
+    for call in fields(System):
+        broken = System(**{call.name: pytest.fail})
+        assert getattr(broken, call.name) is pytest.fail
+    assert System().preadv is os.preadv and System().pwritev is os.pwritev
+
+
+def test_a_file_that_the_kernel_knows_is_opened_without_asking_a_drive(
+    tmp_nvme: Path,
+) -> None:
+    path = tmp_nvme / "file"
+    path.write_bytes(b"content")
+    path.read_bytes()
+    try:
+        descriptor = System().open_cached(path, os.O_RDONLY)
+    except OSError as error:
+        assert error.errno in REFUSED
+        pytest.skip(f"the kernel refuses: {error}")
+    try:
+        assert os.pread(descriptor, 100, 0) == b"content"
+        assert not os.get_inheritable(descriptor)
+    finally:
+        os.close(descriptor)
+    assert open_files(tmp_nvme) == []
+
+
+def test_a_missing_file_is_not_opened_and_the_error_names_it(tmp_nvme: Path) -> None:
+    with pytest.raises(OSError) as error:
+        System().open_cached(tmp_nvme / "missing", os.O_RDONLY)
+    assert error.value.errno in REFUSED | {errno.ENOENT}
+    assert error.value.filename == str(tmp_nvme / "missing")
