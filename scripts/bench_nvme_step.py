@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 import zinf
-from zinf.memory.nvme import Profile, measure
+from zinf.memory.nvme import Profile, measure_drive
 from zinf.models import GPTConfig, init_and_loss
 from zinf.plan import Link, measured_rates, predict
 
@@ -34,7 +34,7 @@ WARM_STEPS = 2
 
 def main() -> None:
     options = _parse()
-    drive, _ = measure(options.path, seconds=options.drive_seconds)
+    drive, _ = measure_drive(options.path, seconds=options.drive_seconds)
     print(
         f"the drive: {drive.read_bytes_per_second / 1e9:.2f} GB/s read, "
         f"{drive.write_bytes_per_second / 1e9:.2f} overwritten, "

@@ -25,7 +25,7 @@ from zinf.data.text import Split
 from zinf.executor import NonFiniteError
 from zinf.initialize import initialize, plan_only
 from zinf.memory import BudgetExceeded
-from zinf.memory.nvme import Measured, Profile, measure, save_profile
+from zinf.memory.nvme import Measured, Profile, measure_drive, save_profile
 from zinf.models import GPTConfig, init_and_loss, num_parameters
 from zinf.observe import read_trace
 from zinf.observe.plot import plot as draw
@@ -164,7 +164,7 @@ def io(
     """
     with _clean_errors(traceback):
         with tqdm(total=100, unit="%", disable=None, leave=False) as bar:
-            profile, rows = measure(
+            profile, rows = measure_drive(
                 path,
                 seconds=seconds,
                 progress=lambda part: bar.update(round(100 * part) - bar.n),

@@ -205,6 +205,38 @@ def test_a_loss_that_is_not_finite_names_the_last_checkpoint(run, file, tmp_path
     assert f"The last checkpoint is {tmp_path / 'out' / 'checkpoints'}" in result.stderr
 
 
+def test_a_drive_is_measured_and_plans_go_by_it(run, file, tmp_path, monkeypatch):
+    monkeypatch.setattr("zinf.memory.nvme.measure.THREADS", (1, 8))
+    monkeypatch.setattr("zinf.memory.nvme.measure.BLOCKS", (2**20, 2**24))
+    result = run("bench", "io", str(tmp_path), "--seconds", "0")
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    settings = [tuple(line.split()[:3]) for line in lines if " MiB " in line]
+    blocks, threads = ("1", "16"), ("1", "8")
+    assert settings == [(b, "MiB", t) for b in blocks for t in threads]
+    assert sum("chosen" in line for line in lines) == 1
+    profile = tmp_path / "zinf-io.json"
+    assert f"written to {profile}" in result.stdout
+    slow = json.loads(profile.read_text()) | {"read_bytes_per_second": 1e3}
+    before = run("plan", str(file)).stdout
+    profile.write_text(json.dumps(slow))
+    after = run("plan", str(file)).stdout
+    assert _read_seconds(after) > 1000 * _read_seconds(before)
+
+
+def _read_seconds(plan: str) -> float:
+    """What a printed plan predicts for reads from the drive."""
+    line = next(x for x in plan.splitlines() if x.startswith("nvme read"))
+    number, unit = line.split()[-2:]
+    return float(number) * {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}[unit]
+
+
+def test_a_folder_that_is_not_there_is_not_measured(run, tmp_path):
+    result = run("bench", "io", str(tmp_path / "missing"))
+    assert result.exit_code == 2
+    assert "missing" in result.stderr
+
+
 def test_checking_a_config_has_a_line_for_each_key(run, config, tmp_path):
     config["zero_optimization"]["overlap_comm"] = True
     result = run("config", "check", write(tmp_path / "checked.yaml", config))

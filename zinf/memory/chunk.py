@@ -48,7 +48,7 @@ def chunk_shape(
     if even is not None:
         length = even
     elif not must_divide or pieces > MAX_EXCESS:
-        length = ceil(length / pieces)
+        length = min(ceil(length / pieces), max(1, max_bytes // inner_bytes))
     if not must_divide:
         length = _whole_pages(length, inner_bytes)
     return (*[1] * cut, length, *dims[cut + 1 :])

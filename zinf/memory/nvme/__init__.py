@@ -15,7 +15,7 @@ What DeepNVMe is for DeepSpeed, and useful alone:
 from zinf.memory.nvme.checksum import Coverage
 from zinf.memory.nvme.drive import STALL_SECONDS, Drive
 from zinf.memory.nvme.file import File
-from zinf.memory.nvme.measure import Measured, measure
+from zinf.memory.nvme.measure import Measured, measure_drive
 from zinf.memory.nvme.profile import (
     Profile,
     find_profile,
@@ -35,7 +35,7 @@ __all__ = [
     "Profile",
     "System",
     "find_profile",
-    "measure",
+    "measure_drive",
     "measured_speeds",
     "save_profile",
 ]

@@ -3,6 +3,7 @@
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -67,6 +68,9 @@ class NvmeArray:
     Args:
         folder: of the metadata, where zarr readers look.
         chunks: of `layout`, in the order of its runs.
+
+    Attributes:
+        pending: reads and writes under way.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class NvmeArray:
         self.spec = layout.spec
         self.chunks = chunks
         self.dtype = numpy_dtype(self.spec.dtype)
+        self.pending: set[Future] = set()
         num_rows = self.spec.shape[0] if self.spec.shape else 1
         self._row_bytes = self.spec.nbytes // max(1, num_rows)
         self._starts = [chunk.start for chunk in chunks]

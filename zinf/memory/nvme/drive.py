@@ -76,7 +76,8 @@ class Drive:
     ) -> None:
         """Have threads run `tasks` as parts of `request`; fails by its future."""
         with self._lock:
-            assert not self._is_closed.is_set(), f"the drive {self.folder} is closed"
+            if self._is_closed.is_set():
+                raise ValueError(f"The drive of {self.folder} is closed: open another.")
             if direction not in self._queues:
                 self._start(direction)
             stalled_seconds = self._stalled_seconds()

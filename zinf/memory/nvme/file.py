@@ -42,6 +42,7 @@ class File:
         self.drive = drive
         self.path = path
         self._pending: set[Future[Any]] = set()
+        self._failed: Future[Any] | None = None
         self._lock = Lock()
         drive.run(f"Cannot make {path.name}", partial(_make, path, nbytes))
 
@@ -58,7 +59,7 @@ class File:
         Raises:
             StorageError: naming the file, the place, the error and what to do.
         """
-        return self.read_async(into, offset).result()
+        return self._wait(self.read_async(into, offset))
 
     def read_async(self, into: np.ndarray, offset: int = 0) -> Future[np.ndarray]:
         """As `read`; the future has `into`."""
@@ -72,7 +73,7 @@ class File:
         Raises:
             StorageError: naming the file, the place, the error and what to do.
         """
-        self.write_async(value, offset).result()
+        self._wait(self.write_async(value, offset))
 
     def write_async(self, value: np.ndarray, offset: int = 0) -> Future[None]:
         """As `write`."""
@@ -89,8 +90,9 @@ class File:
         """
         with self._lock:
             asked, self._pending = self._pending, set()
+            failed, self._failed = self._failed, None
         wait(asked)
-        for future in asked:
+        for future in (*([failed] if failed else []), *asked):
             future.result()
         if durable:
             self.drive.run(f"Cannot sync {self.path.name}", self._sync)
@@ -111,21 +113,34 @@ class File:
         ]
         what = f"Cannot {direction} {memory.size:,} bytes"
         request = Request(what, len(tasks), finish)
+        self.drive.submit(direction, request, tasks)
         with self._lock:
             self._pending.add(request.future)
         request.future.add_done_callback(self._settle)
-        self.drive.submit(direction, request, tasks)
         return request.future
+
+    def _wait(self, future: Future[Any]) -> Any:
+        """The result of a request, whose failure is then not for `flush` to raise."""
+        try:
+            return future.result()
+        except BaseException:
+            with self._lock:
+                self._pending.discard(future)
+                if self._failed is future:
+                    self._failed = None
+            raise
 
     def _sync(self, mover: Mover) -> None:
         with mover.open(self.path, os.O_RDWR) as file:
             file.sync()
 
     def _settle(self, future: Future[Any]) -> None:
-        # What failed stays for the next flush to raise.
-        if future.exception() is None:
-            with self._lock:
-                self._pending.discard(future)
+        with self._lock:
+            if future not in self._pending:
+                return  # A flush waits for it already.
+            self._pending.discard(future)
+            if future.exception() is not None and self._failed is None:
+                self._failed = future
 
 
 def as_bytes(array: np.ndarray) -> Bytes:

@@ -46,7 +46,7 @@ class Measured:
         return harmonic_mean([median(x) for x in (self.reads, self.writes, self.mixed)])
 
 
-def measure(
+def measure_drive(
     folder: Path,
     *,
     seconds: float = 30.0,
@@ -75,11 +75,11 @@ def measure(
         memory = aligned_empty((nbytes,), np.uint8)
         memory[:] = 1
         elapsed = 0.0
-        while elapsed < seconds:
+        while not rows[0].reads or elapsed < seconds:
             for row in rows:
                 _measure_row(row, path, memory)
                 elapsed = time.perf_counter() - began
-                progress(min(1.0, elapsed / seconds))
+                progress(1.0 if elapsed >= seconds else elapsed / seconds)
     best = max(row.score for row in rows)
     good = [row for row in rows if row.score >= GOOD_ENOUGH * best]
     chosen = min(good, key=lambda r: (_buffer_bytes(r), -r.score))

@@ -1,6 +1,7 @@
 """One open file: moves whole byte ranges past the page cache, or says why it cannot."""
 
 import errno
+import fcntl
 import mmap
 import os
 from collections.abc import Callable, Iterator
@@ -119,11 +120,9 @@ class OpenFile:
     def __init__(self, mover: Mover, path: Path, flags: int, nbytes: int) -> None:
         self.path = path
         self._mover = mover
-        self._flags = flags | os.O_CLOEXEC
-        self._descriptors: dict[bool, int] = {}
-        # Opened at once, so that a missing file is found before anything else is done,
-        # in the way that it will be needed.
-        self._first = self._descriptor(self._is_direct(nbytes))
+        # The way that will be needed; another one is a flag of the same descriptor.
+        self._is_direct = self._takes_direct(nbytes)
+        self._descriptor: int | None = self._open(flags)
 
     def __enter__(self) -> Self:
         return self
@@ -132,15 +131,13 @@ class OpenFile:
         self.close()
 
     def close(self) -> None:
-        failure: OSError | None = None
-        while self._descriptors:
-            _, descriptor = self._descriptors.popitem()
-            try:
-                self._mover.call(self._mover.system.close, descriptor)
-            except OSError as error:
-                failure = error
-        if failure is not None:
-            raise self._failure(failure) from failure
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is None:
+            return
+        try:
+            self._mover.call(self._mover.system.close, descriptor)
+        except OSError as error:
+            raise self._failure(error) from error
 
     def read(self, offset: int, memory: Bytes, each: Each | None = None) -> None:
         """Fill `memory` from `offset` on.
@@ -180,47 +177,54 @@ class OpenFile:
         """Give the file `nbytes` of zeros that are set aside on the drive."""
         try:
             if nbytes:
-                self._mover.call(self._mover.system.allocate, self._first, 0, nbytes)
+                self._mover.call(
+                    self._mover.system.allocate, self._descriptor, 0, nbytes
+                )
         except OSError as error:
             raise self._failure(error, 0, nbytes) from error
 
     def stat(self) -> os.stat_result:
         try:
-            return self._mover.call(self._mover.system.stat, self._first)
+            return self._mover.call(self._mover.system.stat, self._descriptor)
         except OSError as error:
             raise self._failure(error) from error
 
     def sync(self) -> None:
         """Wait until the drive has what was written."""
         try:
-            self._mover.call(self._mover.system.sync, self._first)
+            self._mover.call(self._mover.system.sync, self._descriptor)
         except OSError as error:
             raise self._failure(error) from error
 
-    def _descriptor(self, is_direct: bool) -> int:
-        descriptor = self._descriptors.get(is_direct)
-        if descriptor is None:
-            flags = self._flags | (os.O_DIRECT if is_direct else 0)
-            mover, system = self._mover, self._mover.system
-            try:
-                if mover.only_cached:
-                    descriptor = system.open_cached(self.path, flags)
-                else:
-                    descriptor = mover.call(system.open, self.path, flags, 0o600)
-            except OSError as error:
-                raise self._failure(error) from error
-            self._descriptors[is_direct] = descriptor
-            # The other descriptor is of the same file, with what is in it by then.
-            self._flags &= ~(os.O_CREAT | os.O_TRUNC)
-        return descriptor
+    def _open(self, flags: int) -> int:
+        mover, system = self._mover, self._mover.system
+        flags |= os.O_CLOEXEC | (os.O_DIRECT if self._is_direct else 0)
+        try:
+            if mover.only_cached:
+                return system.open_cached(self.path, flags)
+            return mover.call(system.open, self.path, flags, 0o600)
+        except OSError as error:
+            raise self._failure(error) from error
 
-    def _is_direct(self, nbytes: int) -> bool:
+    def _turn(self, *, is_direct: bool) -> None:
+        """Have what follows move by O_DIRECT, or through the page cache."""
+        if is_direct == self._is_direct:
+            return
+        system = self._mover.system
+        try:
+            flags = system.fcntl(self._descriptor, fcntl.F_GETFL)
+            system.fcntl(self._descriptor, fcntl.F_SETFL, flags ^ os.O_DIRECT)
+        except OSError as error:
+            raise self._failure(error) from error
+        self._is_direct = is_direct
+
+    def _takes_direct(self, nbytes: int) -> bool:
         return self._mover.is_direct and nbytes >= DIRECT_FROM_BYTES
 
     def _parts(self, offset: int, memory: Bytes) -> Iterator[tuple[int, Bytes, bool]]:
         """`(start in memory, part, whether by O_DIRECT)`, in order."""
         end = start = 0
-        if self._is_direct(memory.size):
+        if self._takes_direct(memory.size):
             start = -offset % PAGE_BYTES
             end = memory.size - (offset + memory.size) % PAGE_BYTES
             if start:
@@ -234,43 +238,43 @@ class OpenFile:
             yield end, memory[end:], False
 
     def _fill(self, offset: int, memory: Bytes, is_direct: bool) -> None:
-        descriptor = self._descriptor(is_direct)
+        preadv = self._mover.system.preadv
         flags = (os.RWF_NOWAIT,) if self._mover.only_cached else ()
 
         def read(*where: Any) -> int:
-            return self._mover.system.preadv(*where, *flags)
+            return preadv(*where, *flags)
 
-        self._move(read, descriptor, offset, memory, is_direct)
+        self._move(read, offset, memory, is_direct=is_direct, is_read=True)
 
     def _drain(self, offset: int, memory: Bytes, is_direct: bool) -> None:
-        descriptor = self._descriptor(is_direct)
         pwritev = self._mover.system.pwritev
-        self._move(pwritev, descriptor, offset, memory, is_direct)
+        self._move(pwritev, offset, memory, is_direct=is_direct, is_read=False)
 
     def _move(
         self,
         function: Callable[..., int],
-        descriptor: int,
         offset: int,
         memory: Bytes,
+        *,
         is_direct: bool,
+        is_read: bool,
     ) -> None:
         """Call `function` until all of `memory` has moved, whatever part it moves."""
+        self._turn(is_direct=is_direct)
         done = standstills = 0
         while done < memory.size:
-            rest = memory[done:]
+            rest, place = memory[done:], offset + done
             try:
                 self._mover.check_wanted()
-                moved = self._mover.call(function, descriptor, [rest], offset + done)
+                moved = self._mover.call(function, self._descriptor, [rest], place)
             except OSError as error:
-                raise self._failure(error, offset + done, rest.size) from error
+                raise self._failure(error, place, rest.size) from error
             if is_direct:
                 # The next request has to begin at a page, too.
                 moved -= moved % PAGE_BYTES if done + moved < memory.size else 0
             standstills = 0 if moved else standstills + 1
             if standstills == MAX_STANDSTILLS:
-                is_read = function is not self._mover.system.pwritev
-                raise self._standstill(offset + done, rest.size, is_read)
+                raise self._standstill(place, rest.size, is_read)
             done += moved
 
     def _standstill(self, offset: int, nbytes: int, is_read: bool) -> StorageError:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from zinf.memory.storage_error import from_os_error
 
@@ -73,6 +73,7 @@ def save_profile(profile: Profile, folder: Path) -> Path:
     file = folder / PROFILE
     fresh = file.with_name(f"{PROFILE}.new")
     try:
+        fresh.touch(mode=0o600)
         fresh.write_text(profile.model_dump_json(indent=2) + "\n")
         fresh.replace(file)
     except OSError as error:
@@ -83,7 +84,7 @@ def save_profile(profile: Profile, folder: Path) -> Path:
 def _load(file: Path) -> Profile:
     try:
         return Profile.model_validate_json(file.read_text())
-    except ValidationError as error:
+    except ValueError as error:
         raise ValueError(
             f"{file} is no profile of a drive: {error}. Delete it, or measure anew "
             "with `zinf bench io`."

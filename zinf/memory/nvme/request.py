@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from concurrent.futures import Future
 from threading import Lock
+from traceback import clear_frames
 from typing import Any
 
 from zinf.memory.nvme.open_file import Mover, always
@@ -27,7 +28,7 @@ class Request:
         self.what = what
         self.future: Future[Any] = Future()
         self.future.set_running_or_notify_cancel()  # A drive would not stop, either.
-        self._finish = finish
+        self._finish: Callable[[], Any] | None = finish
         self._num_left = num_tasks
         self._error: BaseException | None = None
         self._is_settled = False
@@ -37,16 +38,24 @@ class Request:
 
     def run(self, task: Task, mover: Mover) -> None:
         if self._error is None:
-            mover.what = self.what
-            mover.is_wanted = lambda: not self._is_settled
-            try:
-                task(mover)
-            except BaseException as error:  # handed to who waits for the future
+            error = self._attempt(task, mover)
+            del task  # Frames of an error refer to this one.
+            if error is not None:
+                _forget_locals(error)
                 self._keep(error)
-            finally:
-                # The thread must not keep this request, which has the caller's memory.
-                mover.is_wanted = always
         self._count_down()
+
+    def _attempt(self, task: Task, mover: Mover) -> BaseException | None:
+        mover.what = self.what
+        mover.is_wanted = lambda: not self._is_settled
+        try:
+            task(mover)
+        except BaseException as error:  # handed to who waits for the future
+            return error
+        finally:
+            # The thread must not keep this request, which has the caller's memory.
+            mover.is_wanted = always
+        return None
 
     def abandon(self, error: BaseException) -> None:
         """Fail now, with tasks under way: for drives that do not answer."""
@@ -71,11 +80,25 @@ class Request:
                 return
             self._is_settled = True
         # Callbacks run in here, and may ask for more.
-        try:
-            if self._error is not None:
-                raise self._error
-            result = self._finish()
-        except BaseException as error:  # handed to who waits for the future
-            self.future.set_exception(error)
-        else:
+        error, result = self._error, None
+        finish, self._finish = self._finish, None
+        if error is None:
+            assert finish is not None
+            try:
+                result = finish()
+            except BaseException as failure:  # handed to who waits for the future
+                error = failure
+        if error is None:
             self.future.set_result(result)
+        else:
+            self.future.set_exception(error)
+
+
+def _forget_locals(error: BaseException | None) -> None:
+    """Let go of what the functions had that an error came through.
+
+    They have the request and the caller's memory, which the error would keep alive.
+    """
+    while error is not None:
+        clear_frames(error.__traceback__)
+        error = error.__cause__

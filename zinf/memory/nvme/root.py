@@ -87,11 +87,12 @@ class Root:
     def _claim(self) -> None:
         """Mark the folder, or make sure that the mark in it is ours."""
         marker = self.path / MARKER
+        if marker.exists():
+            _check_marker(marker)
+            return
         try:
-            if marker.exists():
-                _check_marker(marker)
-                return
             fresh = marker.with_name(f"{MARKER}.new")
+            fresh.touch(mode=0o600)
             fresh.write_text(json.dumps(ABOUT, indent=2) + "\n")
             fresh.replace(marker)
         except OSError as error:
@@ -102,7 +103,7 @@ def _check_marker(marker: Path) -> None:
     # What lies beside it is about to be deleted.
     try:
         found = json.loads(marker.read_text())["format"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OSError) as error:
         raise StorageError(
             errno.EINVAL,
             "The file that marks an NVMe folder of zinf is damaged. Delete the folder "

@@ -2,7 +2,7 @@
 
 import errno
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Lock
@@ -139,12 +139,14 @@ class NvmeStore(AbstractStore):
             return value
 
         tasks = stored.reads(rows, as_bytes(value))
-        if value.nbytes < DIRECT_FROM_BYTES and self._read_cached(tasks):
+        if self._read_cached(tasks):
             return completed(finish())
-        return self._start("read", what, tasks, finish)
+        return self._start("read", what, stored, tasks, finish)
 
     def write(self, array: ArrayId, value: np.ndarray) -> Future[None]:
         check_kind(array, value, self.tier, np.ndarray)
+        if not value.dtype.isnative:  # Files are of this machine's order.
+            value = value.astype(value.dtype.newbyteorder("="))
         stored, rows = self._find(array)
         if stored is None:
             spec = ArraySpec(value.shape, value.dtype.name, value.dtype.itemsize)
@@ -163,12 +165,13 @@ class NvmeStore(AbstractStore):
         tasks = stored.writes(rows, content)
         # If one of several files cannot be written, the rest is not to be read either.
         stored.mark_written(rows, is_written=False)
-        return self._start("write", f"Cannot write {array}", tasks, finish)
+        return self._start("write", f"Cannot write {array}", stored, tasks, finish)
 
     def free(self, array: ArrayId) -> None:
         stored = self._arrays.pop(array, None)
         if stored is None:
             raise unknown_array(array, self.tier, list(self._arrays))
+        wait(stored.pending.copy())  # Its files may be another array's next.
         self._index.remove(stored.folder.name)
         self.ledger.release(stored.spec.nbytes)
         self._files.give_back(stored, spare_bytes=self._spare_bytes())
@@ -216,10 +219,13 @@ class NvmeStore(AbstractStore):
         self,
         direction: Direction,
         what: str,
+        stored: NvmeArray,
         tasks: Sequence[tuple[ChunkFile, Task]],
         finish: Callable[[], Any],
     ) -> Future[Any]:
         request = Request(what, len(tasks), finish)
+        stored.pending.add(request.future)
+        request.future.add_done_callback(stored.pending.discard)
         by_drive: dict[Drive, list[Task]] = {}
         for chunk, task in tasks:
             by_drive.setdefault(self._files.drive(chunk), []).append(task)
@@ -228,11 +234,13 @@ class NvmeStore(AbstractStore):
         return request.future
 
     def _read_cached(self, tasks: Sequence[tuple[ChunkFile, Task]]) -> bool:
-        """Run tasks here and now if the page cache has it all.
+        """Run tasks here and now if they are small and the page cache has it all.
 
         A thread takes longer to wake than this; and it could not hang, as the thread
         of a caller must not.
         """
+        if any(chunk.nbytes >= DIRECT_FROM_BYTES for chunk, _ in tasks):
+            return False
         try:
             for chunk, task in tasks:
                 drive = self._files.drive(chunk)

@@ -1,6 +1,7 @@
 """The system calls of the tier, in one place, so that tests can make them fail."""
 
 import ctypes
+import fcntl
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ class System:
     pwritev: Callable[..., int] = os.pwritev
     allocate: Callable[[int, int, int], None] = os.posix_fallocate
     stat: Callable[[int], os.stat_result] = os.fstat
+    fcntl: Callable[..., Any] = fcntl.fcntl
     sync: Callable[[int], None] = os.fdatasync
     replace: Callable[..., Any] = os.replace
     unlink: Callable[..., None] = os.unlink

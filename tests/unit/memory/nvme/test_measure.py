@@ -15,7 +15,7 @@ from zinf.memory.nvme import (
     Profile,
     System,
     find_profile,
-    measure,
+    measure_drive,
     save_profile,
 )
 from zinf.memory.nvme.measure import relative_speeds
@@ -36,7 +36,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_first_round_is_completed_whatever_the_time(tmp_nvme: Path) -> None:
     parts: list[float] = []
-    profile, rows = measure(tmp_nvme, seconds=1e-9, progress=parts.append)
+    profile, rows = measure_drive(tmp_nvme, seconds=1e-9, progress=parts.append)
     assert [(r.profile.block_bytes // MIB, r.profile.num_threads) for r in rows] == [
         (1, 1),
         (1, 2),
@@ -62,14 +62,14 @@ def test_the_first_round_is_completed_whatever_the_time(tmp_nvme: Path) -> None:
 def test_rounds_go_on_until_the_time_is_over(tmp_nvme: Path) -> None:
     parts: list[float] = []
     began = monotonic()
-    _, rows = measure(tmp_nvme, seconds=0.5, progress=parts.append)
+    _, rows = measure_drive(tmp_nvme, seconds=0.5, progress=parts.append)
     assert monotonic() - began > 0.5
     assert len({len(row.reads) for row in rows}) == 1
     assert parts == sorted(parts) and parts[-1] == 1.0
 
 
 def test_nothing_is_left_and_what_was_found_can_be_kept(tmp_nvme: Path) -> None:
-    profile, _ = measure(tmp_nvme, seconds=1e-9)
+    profile, _ = measure_drive(tmp_nvme, seconds=1e-9)
     assert os.listdir(tmp_nvme) == threads_of(tmp_nvme) == []
     save_profile(profile, tmp_nvme)
     assert find_profile(tmp_nvme) == profile
@@ -94,13 +94,13 @@ def test_the_cheapest_of_the_good_settings_is_chosen(
             rates.append(speed)
 
     monkeypatch.setattr(MODULE, "_measure_row", note)
-    profile, _ = measure(tmp_nvme, seconds=1e-9)
+    profile, _ = measure_drive(tmp_nvme, seconds=1e-9)
     assert profile.num_threads == expected
 
 
 def test_a_folder_that_is_not_there_is_an_error(tmp_nvme: Path) -> None:
     with pytest.raises(OSError) as error:
-        measure(tmp_nvme / "missing", seconds=1e-9)
+        measure_drive(tmp_nvme / "missing", seconds=1e-9)
     assert error.value.errno == errno.ENOENT
 
 
