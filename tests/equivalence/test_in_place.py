@@ -17,6 +17,7 @@ from tests.equivalence.training import (
     train,
 )
 from zinf.executor.updates import Updates
+from zinf.optim import chunked
 
 ON_HOST = ("cpu", "cpu")
 
@@ -27,6 +28,16 @@ def test_losses_and_parameters_are_bit_equal_with_updates_on_the_host(variant):
     found = train(PYTREE, variant, ON_HOST)
     assert found.losses == expected.losses
     assert found.grad_norms == expected.grad_norms
+    jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+
+
+@pytest.mark.parametrize("variant", ["plain", "bf16 clipping", "fp16 accumulation"])
+def test_updates_in_pieces_change_no_number(variant, monkeypatch):
+    expected = train(PYTREE, variant, ON_DEVICE, "sgd")
+    # Less than most leaves have, and no divisor of them.
+    monkeypatch.setattr(chunked, "CHUNK_NUMEL", 100)
+    found = train.__wrapped__(PYTREE, variant, ON_HOST, "sgd")
+    assert found.losses == expected.losses
     jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
 
 

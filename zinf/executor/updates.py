@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from zinf.executor.decision import Decision
-from zinf.optim.in_place import InPlaceUpdate, in_place_updates
+from zinf.optim.chunked import chunked_updates
+from zinf.optim.host_update import AbstractHostUpdate
+from zinf.optim.in_place import in_place_updates
 from zinf.optim.separate import Separated
 from zinf.optim.update import Unit, UpdateStep, compile_updates
 from zinf.plan import ArrayUpdate, UpdateUnit
@@ -41,13 +43,13 @@ class Updates:
     Attributes:
         arrays: the updates, grouped by the segment that completes their gradients.
         steps: the compiled update of each.
-        in_place: of some, what takes its place where it runs on the host.
+        in_place: of most, what takes its place where it runs on the host.
         num_executables: how many distinct ones there are.
     """
 
     arrays: tuple[tuple[str, tuple[ArrayUpdate, ...]], ...]
     steps: Mapping[ArrayUpdate, UpdateStep]
-    in_place: Mapping[ArrayUpdate, InPlaceUpdate]
+    in_place: Mapping[ArrayUpdate, AbstractHostUpdate]
     num_executables: int
     devices: Mapping[Tier, jax.Device]
     unit_bytes: int
@@ -71,7 +73,7 @@ class Updates:
     def workspace_bytes(self, update: ArrayUpdate, tier: Tier) -> int:
         """What an update needs on its tier beside operands and results at rest."""
         if self.is_in_place(update, tier):
-            return 0
+            return self.in_place[update].workspace_bytes
         return self.steps[update].workspace_bytes
 
     def is_in_place(self, update: ArrayUpdate, tier: Tier) -> bool:
@@ -164,15 +166,27 @@ def compile_program_updates(
                 updates.append(update)
         grouped.append((segment.name, tuple(updates)))
     compiled = compile_updates(separated, list(units.values()), device=device)
-    in_place = in_place_updates(separated, list(units.values()), device=device)
     return Updates(
         arrays=tuple(grouped),
         steps=dict(zip(units, compiled.steps, strict=True)),
-        in_place={u: x for u, x in zip(units, in_place, strict=True) if x is not None},
+        in_place=_in_place(separated, units, device),
         num_executables=compiled.num_executables,
         devices={Tier.HOST: device, Tier.DEVICE: device},
         unit_bytes=UNIT_BLOCKS * limit,
     )
+
+
+def _in_place(
+    separated: Separated, units: Mapping[ArrayUpdate, Unit], device: jax.Device
+) -> dict[ArrayUpdate, AbstractHostUpdate]:
+    """What updates arrays on the host, best first; some have their executable only."""
+    found: dict[ArrayUpdate, AbstractHostUpdate] = {}
+    for updates_of in (in_place_updates, chunked_updates):
+        rest = [update for update in units if update not in found]
+        some = updates_of(separated, [units[u] for u in rest], device=device)
+        pairs = zip(rest, some, strict=True)
+        found.update((update, x) for update, x in pairs if x is not None)
+    return found
 
 
 def _completed_by(program: Program, segment_name: str) -> list[ArrayId]:

@@ -15,6 +15,7 @@ import numpy as np
 
 from zinf.jaxpr import Body
 from zinf.optim.adam import BFLOAT16, FLOAT32, AdamForm, match_adam
+from zinf.optim.host_update import AbstractHostUpdate, flat
 from zinf.optim.separate import Separated
 from zinf.optim.update import Unit, UpdateStep, compile_updates
 from zinf_kernels.adam import Scalars, adam_update_scalars
@@ -30,7 +31,7 @@ ROUNDING_BFLOAT16 = 2.0**-8
 
 
 @dataclass(frozen=True)
-class InPlaceUpdate:
+class InPlaceUpdate(AbstractHostUpdate):
     """The update of one unit on arrays that rest in host memory.
 
     It gives the bits of the unit's executable on XLA:CPU up to the rounding that
@@ -44,6 +45,10 @@ class InPlaceUpdate:
     gradient_dtype: np.dtype
     copy_dtype: np.dtype | None
 
+    @property
+    def workspace_bytes(self) -> int:
+        return 0
+
     def __call__(
         self,
         factor: Any,
@@ -52,24 +57,12 @@ class InPlaceUpdate:
         master: np.ndarray,
         *rest: np.ndarray,
     ) -> None:
-        """Changes master, states and compute copy.
-
-        Args:
-            factor: float32 scalar that the gradient is multiplied by.
-            step_values: all those of this step.
-            gradient: only read. All arrays are contiguous.
-            rest: the states in the order of the leaf, then the copy if the unit has
-                one, whose content is replaced; writeable, as is `master`.
-        """
         mine = [step_values[k] for k in self.step_values]
         scalars = self.form.values([*mine, *self.hoisted], factor)
         self._run(scalars, gradient, master, *rest)
 
     def compile(self) -> None:
-        """Compiles the loops that this update may need, once in a process.
-
-        Without it the first step does, in a second or less.
-        """
+        """Compiles its loops: a second for the first in a process, 0.2 for others."""
         copies = [] if self.copy_dtype is None else [np.empty(0, self.copy_dtype)]
         moments = [np.empty(0, np.float32), np.empty(0, np.float32)]
         moments[self.form.m] = np.empty(0, self.form.m_dtype)
@@ -209,16 +202,11 @@ def _run(
     *rest: np.ndarray,
     implementation: str,
 ) -> None:
-    flat = map(_flat, (master, rest[form.m], rest[form.v], gradient))
-    copy = _flat(rest[2]) if len(rest) > 2 else None
+    arrays = map(flat, (master, rest[form.m], rest[form.v], gradient))
+    copy = flat(rest[2]) if len(rest) > 2 else None
     adam_update_scalars(
-        *flat, scalars=scalars, copy=copy, implementation=implementation
+        *arrays, scalars=scalars, copy=copy, implementation=implementation
     )
-
-
-def _flat(array: np.ndarray) -> np.ndarray:
-    assert array.flags.c_contiguous, "reshaping would copy, and the update be lost"
-    return array.reshape(-1)
 
 
 def _wide(array: np.ndarray) -> np.ndarray:

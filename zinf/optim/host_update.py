@@ -1,0 +1,45 @@
+"""What an update is that changes arrays where they rest on the host."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+class AbstractHostUpdate(ABC):
+    """The update of one unit on arrays in host memory, in place."""
+
+    @property
+    @abstractmethod
+    def workspace_bytes(self) -> int:
+        """Host memory that a call takes beside its arrays."""
+
+    @abstractmethod
+    def __call__(
+        self,
+        factor: Any,
+        step_values: Sequence[Any],
+        gradient: np.ndarray,
+        master: np.ndarray,
+        *rest: np.ndarray,
+    ) -> None:
+        """Changes master, states and compute copy.
+
+        Args:
+            factor: float32 scalar that the gradient is multiplied by.
+            step_values: all those of this step.
+            gradient: only read. All arrays are contiguous.
+            rest: the states in the order of the leaf, then the copy if the unit has
+                one, whose content is replaced; writeable, as is `master`.
+        """
+
+    @abstractmethod
+    def compile(self) -> None:
+        """Compiles what calls run, if that is not done; else the first call does."""
+
+
+def flat(array: np.ndarray) -> np.ndarray:
+    """A 1-D view of a contiguous array."""
+    assert array.flags.c_contiguous, "reshaping would copy, and the update be lost"
+    return array.reshape(-1)
