@@ -1,0 +1,408 @@
+"""Trains one GPT with DeepSpeed ZeRO-3 and with zinf, both on host and on NVMe.
+
+    python scripts/bench_vs_deepspeed.py --model 124m --tokens 512 \\
+        --deepspeed-python ~/baselines/venv/bin/python --folder /mnt/nvme
+
+float32, AdamW, the same tokens in each step, and equal weights at the start (a hash of
+name and position, so that neither side needs the other's file). Each contender is a
+process of its own. In each round every one takes a step, in random order, so that what
+else happens on the machine falls on all alike. The losses of all must agree.
+
+"remat" recomputes each block in the backward pass; zinf's streamed steps always do. The
+two sides have different matmuls, so each is held against its own step in memory with
+the same recomputation. Memory is the largest resident set since a process began, bytes
+are what the kernel counts as read from and written to a drive (/proc/PID/io); both are
+read from outside. Where memory has no room for all contenders at once, --contenders may
+be given several times: each time is a group that runs interleaved.
+
+DeepSpeed comes with the settings that were best of those tried on two cores (LOG.md);
+deepspeed_gpt.py says what had to be mended in it.
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from rich.console import Console
+from rich.table import Table
+
+import zinf
+from zinf.models import GPTConfig, init_and_loss
+
+MODELS = {  # GPT-2 small and medium: 124,439,808 and 354,823,168 parameters.
+    "124m": {"num_layers": 12, "num_heads": 12, "embed_dim": 768},
+    "350m": {"num_layers": 24, "num_heads": 16, "embed_dim": 1024},
+}
+MODEL = {"vocab_size": 50257, "max_length": 1024}
+SEQUENCE = 256
+SPREAD = 0.02 * 12**0.5  # Uniform numbers with the deviation of GPT-2's.
+# The step in memory that each contender is held against.
+OWN = {
+    "torch": "torch",
+    "torch-remat": "torch-remat",
+    "deepspeed-cpu": "torch",
+    "deepspeed-nvme": "torch",
+    "deepspeed-cpu-remat": "torch-remat",
+    "deepspeed-nvme-remat": "torch-remat",
+    "zinf": "zinf",
+    "zinf-remat": "zinf-remat",
+    "zinf-host": "zinf-remat",
+    "zinf-nvme": "zinf-remat",
+}
+DEFAULT = [x for x in OWN if x.endswith(("-remat", "-host")) or x == "zinf-nvme"]
+WARM_UP = 2  # Steps that compile, fault in memory and make files.
+WANTED = 0.25
+# Of losses: float32 sums in another order, through some steps of AdamW.
+TOLERANCE = 1e-3
+AIO = {"block_size": 2**20, "queue_depth": 32, "intra_op_parallelism": 2}
+Measures = dict[str, list[float]]
+
+
+def zinf_step(name: str, options: dict[str, Any]) -> Callable[[], float]:
+    """Makes an engine; returns what takes a step and gives its loss."""
+    model = GPTConfig(**options["model"], remat=name == "zinf-remat")
+    init, loss = init_and_loss(model, seed=0)
+    shapes = jax.eval_shape(init)
+
+    def equal_weights() -> Any:
+        return jax.tree_util.tree_map_with_path(weights, shapes)
+
+    batch = {"tokens": np.load(options["batch"])}
+    tx = optax.adamw(3e-4, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
+    config = zinf_config(name, options)
+    engine = zinf.initialize(loss, equal_weights, tx, config, batch=batch)
+    return lambda: engine.step(batch)["loss"]
+
+
+def weights(path: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """Numbers that depend on the name alone; deepspeed_gpt.py has the same in NumPy."""
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    if name.endswith(("scale", "bias")):
+        return jnp.full(like.shape, float(name.endswith("scale")), jnp.float32)
+    # The end of MurmurHash3. Integers, and floats in steps that are exact but one.
+    x = jax.lax.iota(jnp.uint32, like.size) + jnp.uint32(zlib.crc32(name.encode()))
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    x ^= x >> 16
+    uniform = (x >> 8).astype(jnp.float32) * jnp.float32(2**-24)
+    return ((uniform - 0.5) * jnp.float32(SPREAD)).reshape(like.shape)
+
+
+def zinf_config(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    tier = {"zinf-host": "cpu", "zinf-nvme": "nvme"}.get(name)
+    if tier is None:
+        return {"execution": "fused"}
+    offload = {"device": tier}
+    zero = {"stage": 3, "offload_param": offload, "offload_optimizer": offload}
+    config = {"execution": "streamed", "zero_optimization": zero}
+    if tier == "nvme":
+        budgets = {"device": options["device"], "host": options["host"]}
+        config["memory"] = budgets | {"nvme": [options["folder"]]}
+    return config
+
+
+def serve(name: str, options: dict[str, Any]) -> None:
+    """Takes a step for every line of stdin and prints its seconds and loss, as JSON."""
+    began = time.perf_counter()
+    step = zinf_step(name, options)
+    answer({"init_seconds": time.perf_counter() - began})
+    for _ in sys.stdin:
+        began = time.perf_counter()
+        loss = step()
+        answer({"seconds": time.perf_counter() - began, "loss": loss})
+
+
+def answer(found: dict[str, Any]) -> None:
+    print(json.dumps({"answer": found}), flush=True)
+
+
+def deepspeed_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """What deepspeed_gpt.py is to do."""
+    placement = "memory" if name.startswith("torch") else name.split("-")[1]
+    rows, dim = options["model"]["vocab_size"], options["model"]["embed_dim"]
+    return options | {
+        "placement": placement,
+        "remat": name.endswith("-remat"),
+        "partition_at_construction": placement == "nvme",
+        "aio": AIO | {"single_submit": False, "overlap_events": True},
+        "zero": zero_options(placement, options["folder"], dim=dim, largest=rows * dim),
+    }
+
+
+def zero_options(
+    placement: str, folder: str, *, dim: int, largest: int
+) -> dict[str, Any]:
+    """The tuned settings; `largest` is the numel of the largest parameter."""
+    offload = {"device": placement, "pin_memory": True}
+    if placement != "nvme":
+        return {"offload_param": offload, "offload_optimizer": offload}
+    offload["nvme_path"] = folder
+    return {
+        # Every buffer must have room for the largest parameter.
+        "offload_param": offload
+        | {"buffer_count": 10, "buffer_size": largest + 2**16, "max_in_cpu": 0},
+        "offload_optimizer": offload | {"buffer_count": 4, "fast_init": True},
+        # A block: with the default, everything is updated at once, from one buffer.
+        "sub_group_size": 12 * dim**2,
+        # Otherwise "Not enough buffers 0 for swapping 1".
+        "stage3_prefetch_bucket_size": 0,
+        "stage3_max_live_parameters": 10**6,
+        "stage3_max_reuse_distance": 10**6,
+    }
+
+
+class Contender:
+    """A process that serves one contender."""
+
+    def __init__(self, name: str, options: argparse.Namespace, folder: Path) -> None:
+        place = folder / name
+        place.mkdir()
+        given = {
+            "model": MODELS[options.model] | MODEL,
+            "sequences": max(1, options.tokens // SEQUENCE),
+            "threads": os.cpu_count(),
+            "batch": str(folder / "batch.npy"),
+            "folder": str(place),
+            "device": options.device,
+            "host": options.host,
+        }
+        here = Path(__file__)
+        if name.startswith("zinf"):
+            command = [sys.executable, here, "--serve", name, json.dumps(given)]
+        else:
+            given = deepspeed_options(name, given)
+            command = [options.deepspeed_python, here.with_name("deepspeed_gpt.py")]
+            command.append(json.dumps(given))
+        self.name, self.errors = name, (folder / f"{name}.err").open("w+")
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+            env=environment(options.deepspeed_python),
+        )
+        self.found: Measures = {"seconds": [], "loss": [], "read": [], "written": []}
+        self.ready = self.answer()
+        self.init_bytes = self.peak_bytes = self.largest_resident()
+
+    def answer(self) -> dict[str, Any]:
+        """The next answer; DeepSpeed logs to stdout between them.
+
+        Raises:
+            RuntimeError: the process ended instead.
+        """
+        for line in self.process.stdout or ():
+            if line.startswith('{"answer"'):
+                return json.loads(line)["answer"]
+        self.process.wait()
+        self.errors.seek(0)
+        lines = [line for line in self.errors.read().splitlines() if line.strip()]
+        raise RuntimeError((lines or ["no message"])[-1])
+
+    def step(self) -> None:
+        before = self.moved()
+        assert self.process.stdin
+        print(file=self.process.stdin, flush=True)
+        answer, after = self.answer(), self.moved()
+        moved = {key: after[key] - before[key] for key in after}
+        for key, value in (answer | moved).items():
+            self.found[key].append(value)
+        self.peak_bytes = self.largest_resident()
+
+    def moved(self) -> dict[str, int]:
+        """Bytes between this process and drives since it began."""
+        lines = Path(f"/proc/{self.process.pid}/io").read_text().splitlines()
+        counts = dict(line.split(": ") for line in lines)
+        return {
+            "read": int(counts["read_bytes"]),
+            "written": int(counts["write_bytes"]),
+        }
+
+    def largest_resident(self) -> int:
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        (line,) = (x for x in status.splitlines() if x.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+
+    def close(self) -> None:
+        self.process.communicate()
+        self.errors.close()
+
+    def result(self) -> dict[str, Any]:
+        sizes = {"init_bytes": self.init_bytes, "peak_bytes": self.peak_bytes}
+        return sizes | self.ready | self.found
+
+
+def environment(python: str | None) -> dict[str, str]:
+    """Of all contenders alike; DeepSpeed wants one of a cluster of one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    here, threads = Path(__file__), str(os.cpu_count())
+    cluster = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    cluster |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    found = os.environ | cluster | {"DS_ACCELERATOR": "cpu", "JAX_PLATFORMS": "cpu"}
+    # NumPy and zinf ask for huge pages, torch only when told to.
+    found |= {"OMP_NUM_THREADS": threads, "THP_MEM_ALLOC_ENABLE": "1"}
+    # DeepSpeed builds its kernels with the ninja of its environment.
+    path = f"{Path(python).parent}:{os.environ['PATH']}" if python else found["PATH"]
+    return found | {"PYTHONPATH": str(here.parents[1]), "PATH": path}
+
+
+def race(names: list[str], options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Measures of a group that runs interleaved; those that did not run say why."""
+    running: list[Contender] = []
+    results: dict[str, Any] = {}
+    # One at a time: their first steps would only be in each other's way.
+    for name in names:
+        try:
+            running.append(Contender(name, options, folder))
+        except RuntimeError as error:
+            results[name] = {"failure": str(error)}
+    for _ in range(options.rounds + WARM_UP):
+        for contender in random.sample(running, len(running)):
+            try:
+                contender.step()
+            except (RuntimeError, BrokenPipeError) as error:
+                results[contender.name] = {"failure": str(error)}
+                running.remove(contender)
+    for contender in running:
+        results[contender.name] = contender.result()
+        contender.close()
+    return results
+
+
+def check_losses(results: dict[str, Any]) -> None:
+    """Raises an AssertionError unless all contenders trained alike."""
+    losses = {name: found["loss"] for name, found in results.items()}
+    for step, values in enumerate(zip(*losses.values(), strict=True)):
+        if max(values) - min(values) > TOLERANCE * max(values):
+            found = dict(zip(losses, values, strict=True))
+            raise AssertionError(f"Losses differ at step {step + 1}: {found}")
+
+
+def overhead(results: dict[str, Any], name: str) -> float | None:
+    """Of a step over the side's own in memory, as a share of that; None without."""
+    if name == OWN[name] or not {name, OWN[name]} <= results.keys():
+        return None
+    return steady(results[name]) / steady(results[OWN[name]]) - 1
+
+
+def steady(found: dict[str, Any], key: str = "seconds") -> float:
+    return median(found[key][WARM_UP:])
+
+
+def report(results: dict[str, Any], failures: dict[str, str]) -> None:
+    columns = "", "s a step", "least-most", "over own", "GiB after init", "GiB peak"
+    columns += "GB read", "GB written", "first loss", "last loss"
+    table = Table(*columns, box=None)
+    for name, found in results.items():
+        over, seconds = overhead(results, name), found["seconds"][WARM_UP:]
+        table.add_row(
+            name,
+            f"{median(seconds):.2f}",
+            f"{min(seconds):.2f}-{max(seconds):.2f}",
+            "" if over is None else f"{over:+.0%}",
+            f"{found['init_bytes'] / 2**30:.2f}",
+            f"{found['peak_bytes'] / 2**30:.2f}",
+            f"{steady(found, 'read') / 1e9:.2f}",
+            f"{steady(found, 'written') / 1e9:.2f}",
+            f"{found['loss'][0]:.6f}",
+            f"{found['loss'][-1]:.6f}",
+        )
+    console = Console(width=120, highlight=False)
+    console.print(table)
+    for name, reason in failures.items():
+        console.print(f"{name} did not run: {reason}")
+    for name in ("deepspeed-nvme", "deepspeed-nvme-remat"):
+        if {name, "zinf-nvme"} <= results.keys():
+            console.print(ratios(results, name))
+
+
+def ratios(results: dict[str, Any], name: str) -> str:
+    """What the project wants of zinf on NVMe against DeepSpeed on NVMe."""
+    peaks = [results[x]["peak_bytes"] for x in ("zinf-nvme", name)]
+    ours, theirs = overhead(results, "zinf-nvme"), overhead(results, name)
+    lines = [f"zinf-nvme / {name}: peak {peaks[0] / peaks[1]:.2f}"]
+    if ours is not None and theirs is not None:
+        lines.append(f"overhead {ours / theirs:.2f}")
+    lines.append(f"step {steady(results['zinf-nvme']) / steady(results[name]):.2f}")
+    return ", ".join(lines) + f" (wanted of peak and overhead: {WANTED})"
+
+
+def main() -> None:
+    options = parse()
+    groups = options.contenders or [DEFAULT]
+    if options.deepspeed_python is None:
+        print("No torch and DeepSpeed: name an interpreter with --deepspeed-python.")
+        groups = [[x for x in group if x.startswith("zinf")] for group in groups]
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix="zinf-vs-") as place:
+        folder = Path(place)
+        sequences = max(1, options.tokens // SEQUENCE)
+        shape = sequences, options.tokens // sequences + 1
+        rng = np.random.default_rng(0)
+        tokens = rng.integers(0, MODEL["vocab_size"], shape, np.int32)
+        np.save(folder / "batch.npy", tokens)
+        for group in groups:
+            results |= race(group, options, folder)
+    failures = {k: v["failure"] for k, v in results.items() if "failure" in v}
+    results = {k: v for k, v in results.items() if k not in failures}
+    machine = {
+        "platform": platform.platform(),
+        "cores": os.cpu_count(),
+        "load": os.getloadavg(),
+        "versions": {name: version(name) for name in ("jax", "numpy")},
+    }
+    print(f"{options.model}, {options.tokens} tokens, {options.rounds} rounds", machine)
+    report(results, failures)
+    if options.json:
+        settings = {"model": options.model, "tokens": options.tokens}
+        settings |= {"device": options.device, "host": options.host}
+        written = settings | {"machine": machine, "results": results}
+        options.json.write_text(json.dumps(written | {"failures": failures}))
+    check_losses(results)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default="124m", choices=MODELS)
+    parser.add_argument("--tokens", type=int, default=512, help="of a step")
+    parser.add_argument("--rounds", type=int, default=5, help=f"after {WARM_UP} more")
+    parser.add_argument("--deepspeed-python", help="interpreter with torch, deepspeed")
+    parser.add_argument("--folder", help="on the drive; a temporary folder by default")
+    parser.add_argument("--device", default="512MiB", help="budget of zinf-nvme")
+    parser.add_argument("--host", default="512MiB", help="budget of zinf-nvme")
+    parser.add_argument(
+        "--contenders",
+        nargs="+",
+        action="append",
+        choices=OWN,
+        help=f"of {', '.join(OWN)}; once for each group",
+    )
+    parser.add_argument("--json", type=Path, help="where to write all measures")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        serve(sys.argv[2], json.loads(sys.argv[3]))
+    else:
+        main()
