@@ -124,9 +124,8 @@ class Drive:
         for direction, queue in self._queues.items():
             for _ in range(self._num_threads(direction)):
                 queue.put(None)
-        if (
-            not self.is_stalled
-        ):  # They would not come, and do not keep the process alive.
+        # Stalled threads would not come, and do not keep the process alive.
+        if not self.is_stalled:
             for thread in self._threads:
                 thread.join()
 

@@ -17,7 +17,7 @@ class Request:
 
     Args:
         what: what is done, for errors ("Cannot read param/w").
-        num_tasks: how many times `run` or `skip` will be called.
+        num_tasks: how many times `run` will be called.
         finish: called after the last task if none failed; returns the result.
 
     If a task fails, those not begun are skipped, and the first error is raised when
