@@ -1,0 +1,279 @@
+"""Checks a GPU machine in under eight minutes: links, overlap, host, drive, training.
+
+    python scripts/gpu_check.py [--folder DIR] [--output FILE] [--minutes 7.7]
+    python scripts/gpu_check.py --dry-run      (tiny sizes, on the CPU backend)
+
+Prints a table and writes all rows as JSON. Each section is a process of its own with a
+time limit, so one that fails or hangs costs only itself; what cannot be measured says
+why. Exits with 1 if a section failed. Nothing but jax, flax, optax and numpy has to be
+there; sections that import zinf are skipped, with the name of the module, where
+something that zinf needs is not (put it on PYTHONPATH).
+
+The largest model: layers are doubled, from the first size whose state (16 bytes a
+parameter with gradients) plain JAX cannot hold on the device, for as long as the time
+lasts; plain JAX is then given the same, to see it run out of memory.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from gpu_environment import memory_bytes
+from gpu_report import LINKS, Result, given, summary, table
+from gpu_rows import GIB, Rows, Setting, Skipped
+
+ROOT = Path(__file__).resolve().parents[1]
+# By section, in the order in which they run: what runs it, in which module, its time
+# limit in seconds, and the case for those that have several.
+SECTIONS = {
+    "environment": ("gpu_environment", "run", 40, ""),
+    "links": ("gpu_links", "run", 60, ""),
+    "registered": ("gpu_registered", "run", 45, ""),
+    "overlap": ("gpu_overlap", "run", 50, ""),
+    "host": ("gpu_host", "run_adam", 40, ""),
+    "drive": ("gpu_host", "run_drive", 30, ""),
+    "train-plain": ("gpu_train", "run", 60, "plain"),
+    "train-host": ("gpu_train", "run", 90, "host"),
+    "largest": ("gpu_train", "run", 300, "fill"),
+    "train-nvme": ("gpu_train", "run", 120, "nvme"),
+}
+TRAIN_LAYERS, DRY_LAYERS = 20, 2
+# A part of the limit is for leaving in good order.
+GRACE_SECONDS = 5
+LEAST_SECONDS = 10
+# Of "largest": bytes that plain JAX needs at least for a parameter (master, moments,
+# copy, gradient), and parameters of a layer and of the embedding.
+PLAIN_BYTES = 16
+LAYER_NUMEL, EMBEDDING_NUMEL = 12 * 5120**2, 32768 * 5120
+# Another doubling needs about twice the time of the last, and some for plain JAX.
+NEXT_TIMES = 2.5
+# XLA uses three quarters of the device by default, for the largest model too little; to
+# measure links it shall not take it all at once.
+ALL_MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
+AS_NEEDED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+
+
+def main() -> int:
+    options = _parse()
+    began = time.monotonic()
+    results: list[Result] = []
+    folder = tempfile.mkdtemp(prefix="zinf-gpu-check-", dir=options.folder)
+    try:
+        for result in _run_all(options, folder, began, results):
+            results.append(result)
+            print(table(result), flush=True)
+            _write(options, time.monotonic() - began, results)
+    finally:
+        shutil.rmtree(folder)
+    print(summary(results))
+    print(f"{options.output} has all rows; {time.monotonic() - began:.0f} s in all")
+    return int(any(result.status == "failed" for result in results))
+
+
+def _write(options: argparse.Namespace, seconds: float, results: list[Result]) -> None:
+    found = {
+        "command": sys.argv,
+        "is_dry": options.dry_run,
+        "seconds": seconds,
+        "sections": [vars(result) for result in results],
+    }
+    options.output.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _run_all(
+    options: argparse.Namespace, folder: str, began: float, results: list[Result]
+) -> Iterator[Result]:
+    ends = began + options.minutes * 60
+    blank = Setting(
+        section="",
+        case="",
+        num_layers=DRY_LAYERS if options.dry_run else TRAIN_LAYERS,
+        is_dry=options.dry_run,
+        seconds=0.0,
+        folder=folder,
+        ram_bytes=int(options.ram_gib * GIB) if options.ram_gib else memory_bytes(),
+        given={},
+    )
+    settings = [
+        replace(blank, section=name, case=case)
+        for name, (_, _, _, case) in SECTIONS.items()
+        if name in options.sections
+    ]
+    if options.dry_run:
+        # One process for all: what is measured means nothing, and none should hang.
+        yield from run_process(settings, dict.fromkeys(LINKS, 1.0), ends)
+        return
+    for setting in settings:
+        if setting.section == "largest":
+            yield from _run_largest(setting, ends, results)
+        else:
+            yield from run_process([setting], given(results), ends)
+
+
+def _run_largest(
+    setting: Setting, ends: float, results: list[Result]
+) -> Iterator[Result]:
+    """Doubles the layers while zinf trains them and there is time."""
+    memory = next((r.find("device memory") for r in results), None)
+    if not memory:
+        reason = "no GPU: the section environment found no device memory"
+        yield Result(setting.section, setting.case, 0, "skipped", reason)
+        return
+    layers = 1
+    while (layers * LAYER_NUMEL + EMBEDDING_NUMEL) * PLAIN_BYTES < memory * GIB:
+        layers *= 2
+    while True:
+        began = time.monotonic()
+        for case in (setting.case, "plain"):
+            task = replace(setting, case=case, num_layers=layers)
+            (result,) = run_process([task], given(results), ends)
+            yield result
+            if result.status != "ok":
+                return
+        if ends - time.monotonic() < NEXT_TIMES * (time.monotonic() - began):
+            return
+        layers *= 2
+
+
+# Processes.
+
+
+def run_process(
+    settings: list[Setting], rates: dict[str, float], ends: float
+) -> list[Result]:
+    """Runs sections in one new process, stopped when their time is over.
+
+    What a section reported until then is kept. It has failed if it raised, or if its
+    process crashed or took longer than it should.
+    """
+    results = [Result(s.section, s.case, s.num_layers) for s in settings]
+    own_limit = sum(SECTIONS[s.section][2] for s in settings)
+    limit = min(own_limit, ends - time.monotonic())
+    if limit < LEAST_SECONDS:
+        reason = "no time left in --minutes"
+        return [replace(r, status="skipped", reason=reason) for r in results]
+    seconds = limit - GRACE_SECONDS
+    tasks = [replace(s, seconds=seconds, given=rates).to_json() for s in settings]
+    with tempfile.TemporaryDirectory() as place:
+        rows, log = Path(place) / "rows", Path(place) / "log"
+        rows.touch()
+        command = [sys.executable, __file__, "--tasks", str(rows), *tasks]
+        began = time.monotonic()
+        code = _run_command(command, log, limit, _environment(settings[0]))
+        taken = time.monotonic() - began
+        lines = [json.loads(x) for x in rows.read_text().splitlines()]
+        tail = log.read_text(errors="replace")[-2000:]
+    _fill(results, lines)
+    for result in results:
+        if not result.seconds:  # It did not come to its end.
+            result.seconds = taken
+            why = "was stopped at its limit" if code is None else f"ended with {code}"
+            result.reason = f"the process {why} after {taken:.0f} s; {tail}"
+            if code is None and limit < own_limit:
+                result.status = "stopped"  # Not its fault: --minutes were over.
+    return results
+
+
+def _fill(results: list[Result], lines: list[dict[str, Any]]) -> None:
+    """Gives each section its rows; in a process they come in the order of sections."""
+    waiting = iter(results)
+    result = next(waiting)
+    for line in lines:
+        if "end" in line:
+            result.status, result.reason = line["end"], line["reason"]
+            result.seconds = line["seconds"]
+            result = next(waiting, result)
+        else:
+            result.rows.append(line)
+
+
+def _run_command(
+    command: list[str], log: Path, limit: float, environment: dict[str, str]
+) -> int | None:
+    """The exit code; None if it was stopped."""
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            return process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            # It may have left processes of its own; they are in its group.
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.wait()
+
+
+def _environment(setting: Setting) -> dict[str, str]:
+    environment = os.environ | ALL_MEMORY | ({} if setting.case else AS_NEEDED)
+    if setting.is_dry:
+        # The cases of training have most executables in common.
+        cache = os.environ.get(
+            "JAX_COMPILATION_CACHE_DIR", f"{setting.folder}/compiled"
+        )
+        environment |= {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": cache}
+        environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return environment | {"PYTHONPATH": os.pathsep.join(path)}
+
+
+def run_tasks(file: Path, tasks: list[str]) -> None:
+    """In the process of sections: runs them, each row to the file as it comes."""
+    with file.open("a") as output:
+        for text in tasks:
+            setting = Setting.from_json(text)
+            began = time.monotonic()
+            rows = Rows(setting.section, output, began + setting.seconds)
+            module, name, _, _ = SECTIONS[setting.section]
+            status, reason = "ok", ""
+            try:
+                function: Callable[..., None] = getattr(import_module(module), name)
+                function(setting, rows)
+            except Skipped as skipped:
+                status, reason = "skipped", str(skipped)
+            except Exception:
+                status, reason = "failed", traceback.format_exc()[-2000:]
+            rows.end(status, reason, time.monotonic() - began)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dry-run", action="store_true", help="tiny sizes, no GPU")
+    parser.add_argument("--folder", help="on the drive to use (a temporary folder)")
+    parser.add_argument("--output", type=Path, default=Path("gpu_check.json"))
+    parser.add_argument("--minutes", type=float, default=7.7, help="for all sections")
+    parser.add_argument(
+        "--ram-gib", type=float, help="memory to use, if the kernel does not know all"
+    )
+    parser.add_argument(
+        "--sections", nargs="+", default=[*SECTIONS], choices=[*SECTIONS]
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--tasks"]:
+        run_tasks(Path(sys.argv[2]), sys.argv[3:])
+    else:
+        sys.exit(main())

@@ -1,0 +1,237 @@
+"""Section of gpu_check.py: bandwidth between host and device, by the path taken.
+
+What is timed ends when the bytes are there. "zinf" is what the project does now; the
+others are what it could do. Pinned arrays belong to jax and are used again; how NumPy
+memory can be pinned is in gpu_registered.py.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gpu_rows import GIB, MIB, Rows, Setting, imported, timed
+from jax.sharding import SingleDeviceSharding
+
+SIZES = (MIB, 16 * MIB, 128 * MIB, GIB)
+DRY_SIZES = (64 * 1024, MIB)
+PATH_SECONDS = 0.15
+
+
+@dataclass(frozen=True)
+class Path:
+    """One way for an array of some bytes: what is given to `call`, and made anew."""
+
+    call: Callable[[Any], object]
+    prepare: Callable[[], Any]
+
+    def times(self, seconds: float) -> list[float]:
+        return timed(self.call, self.prepare, seconds=seconds)
+
+
+def run(setting: Setting, rows: Rows) -> None:
+    device = setting.device()
+    seconds = 0.01 if setting.is_dry else PATH_SECONDS
+    sizes = DRY_SIZES if setting.is_dry else SIZES
+    for nbytes in sizes:
+        for direction, paths in (("h2d", TO_DEVICE), ("d2h", TO_HOST)):
+            for name, make in paths.items():
+
+                def measure(
+                    direction: str = direction,
+                    name: str = name,
+                    make: Callable[[int, Any], Path] = make,
+                    nbytes: int = nbytes,
+                ) -> None:
+                    times = make(nbytes, device).times(seconds)
+                    of = {"path": name, "MiB": nbytes / MIB}
+                    rows.add_rate(direction, nbytes / 1e9, times, "GB/s", **of)
+
+                rows.attempt(direction, measure, path=name, MiB=nbytes / MIB)
+    nbytes = sizes[-2]
+    for there, back in (("NumPy", "np.asarray"), ("pinned", "pinned"), ("zinf",) * 2):
+
+        def both(there: str = there, back: str = back) -> None:
+            paths = TO_DEVICE[there](nbytes, device), TO_HOST[back](nbytes, device)
+            rate = 2 * nbytes / seconds_of_both(*paths, seconds) / 1e9
+            of = {"path": f"{there} / {back}", "MiB": nbytes / MIB}
+            rows.add("both at once", rate, "GB/s", "sum of the two directions", **of)
+
+        rows.attempt("both at once", both, path=f"{there} / {back}", MiB=nbytes / MIB)
+
+
+def seconds_of_both(there: Path, back: Path, seconds: float) -> float:
+    """Of a pair of transfers, when two threads do many of each at the same time."""
+    alone = min(there.times(0) + back.times(0))
+    count = max(3, min(50, int(seconds / alone)))
+    given = [[path.prepare() for _ in range(count)] for path in (there, back)]
+    start = threading.Barrier(3)
+
+    def work(path: Path, arguments: list[Any]) -> None:
+        start.wait()
+        for argument in arguments:
+            path.call(argument)
+
+    threads = [
+        threading.Thread(target=work, args=pair, daemon=True)
+        for pair in zip((there, back), given, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    start.wait()
+    began = time.perf_counter()
+    for thread in threads:
+        thread.join()
+    return (time.perf_counter() - began) / count
+
+
+def host_array(nbytes: int) -> np.ndarray:
+    """Touched, so that no page is new, at the start of a page."""
+    memory = np.ones(nbytes + 4096, np.uint8)
+    offset = -memory.ctypes.data % 4096
+    return memory[offset : offset + nbytes].view(np.float32)
+
+
+def pinned_kind(device: Any) -> Any:
+    return SingleDeviceSharding(device, memory_kind="pinned_host")
+
+
+def device_kind(device: Any) -> Any:
+    return SingleDeviceSharding(device, memory_kind="device")
+
+
+def on_device(nbytes: int, device: Any) -> jax.Array:
+    return jax.device_put(jnp.ones(nbytes // 4, jnp.float32), device)
+
+
+# To the device.
+
+
+def numpy_put(nbytes: int, device: Any) -> Path:
+    source = host_array(nbytes)
+    return put_path(lambda: source, device)
+
+
+def fresh_put(nbytes: int, device: Any) -> Path:
+    """From memory that was never sent before, as after a read from a drive."""
+    return put_path(lambda: host_array(nbytes), device)
+
+
+def pinned_put(nbytes: int, device: Any) -> Path:
+    source = jax.device_put(host_array(nbytes), pinned_kind(device))
+    return put_path(lambda: source, device)
+
+
+def pinned_jit(nbytes: int, device: Any) -> Path:
+    source = jax.device_put(host_array(nbytes), pinned_kind(device))
+    place = device_kind(device)
+    move = jax.jit(lambda x: jax.device_put(x, place), out_shardings=place)
+    return Path(lambda x: move(x).block_until_ready(), lambda: source)
+
+
+def staged_put(nbytes: int, device: Any) -> Path:
+    """NumPy to pinned memory, a copy on the host, and from there to the device."""
+    source, pinned, place = host_array(nbytes), pinned_kind(device), device_kind(device)
+
+    def move(x: np.ndarray) -> None:
+        jax.device_put(jax.device_put(x, pinned), place).block_until_ready()
+
+    return Path(move, lambda: source)
+
+
+def zinf_put(nbytes: int, device: Any) -> Path:
+    memory, program = imported("zinf.memory"), imported("zinf.program")
+    store, array = memory.DeviceStore(device), program.ArrayId("param", "x")
+    source = memory.aligned_empty((nbytes // 4,), np.float32)
+    source[:] = 1
+
+    def free() -> np.ndarray:
+        if store.contains(array):
+            store.free(array)
+        return source
+
+    return Path(lambda x: store.write(array, x).result(), free)
+
+
+def put_path(prepare: Callable[[], Any], device: Any) -> Path:
+    place = device_kind(device)
+    return Path(lambda x: jax.device_put(x, place).block_until_ready(), prepare)
+
+
+# To the host. An array that was read once keeps what was read: each is new.
+
+
+def made(nbytes: int, device: Any) -> Callable[[], jax.Array]:
+    source = on_device(nbytes, device)
+    return lambda: (source + 1).block_until_ready()
+
+
+def numpy_get(nbytes: int, device: Any) -> Path:
+    return Path(np.asarray, made(nbytes, device))
+
+
+def begun_get(nbytes: int, device: Any) -> Path:
+    def move(x: jax.Array) -> None:
+        x.copy_to_host_async()
+        np.asarray(x)
+
+    return Path(move, made(nbytes, device))
+
+
+def pinned_get(nbytes: int, device: Any) -> Path:
+    kind = pinned_kind(device)
+    prepare = made(nbytes, device)
+    return Path(lambda x: jax.device_put(x, kind).block_until_ready(), prepare)
+
+
+def pinned_numpy_get(nbytes: int, device: Any) -> Path:
+    """Through pinned memory into NumPy memory that is there already: two passes."""
+    kind, target = pinned_kind(device), host_array(nbytes)
+
+    def move(x: jax.Array) -> None:
+        np.copyto(target, np.asarray(jax.device_put(x, kind)))
+
+    return Path(move, made(nbytes, device))
+
+
+def donated_get(nbytes: int, device: Any) -> Path:
+    """Into the memory of a pinned array that is given up for it."""
+    kind = pinned_kind(device)
+    last = [jax.device_put(host_array(nbytes), kind)]
+    move = jax.jit(
+        lambda old, x: jax.device_put(x, kind),
+        donate_argnums=0,
+        keep_unused=True,
+        out_shardings=kind,
+    )
+
+    def call(x: jax.Array) -> None:
+        last[0] = move(last[0], x).block_until_ready()
+
+    return Path(call, made(nbytes, device))
+
+
+def zinf_get(nbytes: int, device: Any) -> Path:
+    return Path(imported("zinf.memory").to_host, made(nbytes, device))
+
+
+TO_DEVICE = {
+    "NumPy": numpy_put,
+    "NumPy, new memory": fresh_put,
+    "zinf": zinf_put,
+    "pinned": pinned_put,
+    "pinned, jit": pinned_jit,
+    "NumPy to pinned to device": staged_put,
+}
+TO_HOST = {
+    "np.asarray": numpy_get,
+    "copy_to_host_async": begun_get,
+    "zinf": zinf_get,
+    "pinned": pinned_get,
+    "pinned to NumPy": pinned_numpy_get,
+    "pinned, donated": donated_get,
+}

@@ -1,0 +1,129 @@
+"""The check of a GPU machine runs from end to end where there is none."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu_check.py"
+SECTIONS = (
+    "environment",
+    "links",
+    "registered",
+    "overlap",
+    "host",
+    "drive",
+    "train-plain",
+    "train-host",
+    "largest",
+    "train-nvme",
+)
+ROW = {
+    "section": str,
+    "name": str,
+    "unit": str,
+    "note": str,
+    "of": dict,
+    "repeats": int,
+    "value": (str, bool, int, float, type(None)),
+    "low": (float, type(None)),
+    "high": (float, type(None)),
+}
+
+
+def check(folder: Path, *arguments: str, **environment: str) -> tuple[int, dict]:
+    output = folder / "found.json"
+    command = [sys.executable, SCRIPT, "--dry-run", "--folder", folder]
+    done = subprocess.run(
+        [*command, "--output", output, *arguments],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert output.exists(), done.stdout + done.stderr
+    return done.returncode, json.loads(output.read_text())
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    code, found = check(tmp_path_factory.mktemp("check"))
+    assert code == 0, [s["reason"] for s in found["sections"]]
+    return found
+
+
+def test_a_dry_run_goes_through_every_section(found: dict[str, Any]) -> None:
+    ran = {s["section"]: s["status"] for s in found["sections"]}
+    assert ran == dict.fromkeys(SECTIONS, "ok")
+
+
+def test_every_row_has_the_same_fields(found: dict[str, Any]) -> None:
+    assert found["is_dry"] is True
+    assert found["seconds"] > 0
+    for section in found["sections"]:
+        assert section["rows"], section["section"]
+        for row in section["rows"]:
+            assert row.keys() == ROW.keys()
+            for name, kinds in ROW.items():
+                assert isinstance(row[name], kinds), (name, row)
+            assert row["section"] == section["section"]
+            # What has no value says why.
+            assert row["value"] is not None or row["note"].startswith("skipped: ")
+
+
+def test_what_needs_cuda_says_that_there_is_no_gpu(found: dict[str, Any]) -> None:
+    rows = rows_of(found, "registered")
+    driver = [r for r in rows if r["of"].get("path") == "driver, registered"]
+    assert driver
+    assert all(r["note"].startswith("skipped: no GPU") for r in driver)
+
+
+def test_training_reports_step_bound_and_prediction(found: dict[str, Any]) -> None:
+    for section in ("train-host", "train-nvme", "largest"):
+        names = {row["name"] for row in rows_of(found, section)}
+        expected = {"step", "tokens", "MFU", "bound", "step / bound", "busy"}
+        assert expected | {"predicted before", "predicted after"} <= names
+    assert rows_of(found, "train-plain")[-2]["name"] == "out of memory"
+
+
+def test_a_module_that_zinf_lacks_skips_only_what_needs_it(tmp_path: Path) -> None:
+    (tmp_path / "pydantic.py").write_text("raise ImportError('not on this machine')")
+    names = "environment", "train-host", "registered"
+    code, found = check(tmp_path, "--sections", *names, PYTHONPATH=str(tmp_path))
+    assert code == 0
+    sections = {s["section"]: s for s in found["sections"]}
+    assert sections["train-host"]["status"] == "skipped"
+    assert "not on this machine" in sections["train-host"]["reason"]
+    assert sections["registered"]["status"] == "ok"
+
+
+def test_a_process_that_hangs_is_stopped(script: ModuleType, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    began = time.monotonic()
+    code = script._run_command(command, tmp_path / "log", 0.2, dict(os.environ))
+    assert code is None
+    assert time.monotonic() - began < 30
+
+
+def test_what_was_measured_before_a_crash_is_kept(script: ModuleType) -> None:
+    first, second = (script.Result(name, "", 0) for name in ("links", "overlap"))
+    end = {"end": "ok", "reason": "", "seconds": 1.0}
+    script._fill([first, second], [{"name": "h2d"}, end, {"name": "matmul"}])
+    assert (first.status, first.rows) == ("ok", [{"name": "h2d"}])
+    assert (second.status, second.rows) == ("failed", [{"name": "matmul"}])
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    return import_module("gpu_check")
+
+
+def rows_of(found: dict[str, Any], section: str) -> list[dict[str, Any]]:
+    return next(s["rows"] for s in found["sections"] if s["section"] == section)
