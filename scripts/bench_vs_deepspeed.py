@@ -13,10 +13,11 @@ two sides have different matmuls, so each is held against its own step in memory
 the same recomputation. Memory is the largest resident set since a process began, bytes
 are what the kernel counts as read from and written to a drive (/proc/PID/io); both are
 read from outside. Where memory has no room for all contenders at once, --contenders may
-be given several times: each time is a group that runs interleaved.
+be given several times: each time is a group that runs interleaved, with its own table.
 
-DeepSpeed comes with the settings that were best of those tried on two cores (LOG.md);
-deepspeed_gpt.py says what had to be mended in it.
+deepspeed-nvme is DeepSpeed with the settings that were fastest of those tried on two
+cores, deepspeed-nvme-serial with those that need least memory; deepspeed_gpt.py has
+them, and says what had to be mended in DeepSpeed.
 """
 
 import argparse
@@ -59,19 +60,18 @@ OWN = {
     "torch-remat": "torch-remat",
     "deepspeed-cpu": "torch",
     "deepspeed-nvme": "torch",
+    "deepspeed-nvme-serial": "torch",
     "deepspeed-cpu-remat": "torch-remat",
-    "deepspeed-nvme-remat": "torch-remat",
     "zinf": "zinf",
     "zinf-remat": "zinf-remat",
     "zinf-host": "zinf-remat",
     "zinf-nvme": "zinf-remat",
 }
-DEFAULT = [x for x in OWN if x.endswith(("-remat", "-host")) or x == "zinf-nvme"]
+DEFAULT = ["torch", "deepspeed-nvme", "zinf-remat", "zinf-nvme"]
 WARM_UP = 2  # Steps that compile, fault in memory and make files.
 WANTED = 0.25
 # Of losses: float32 sums in another order, through some steps of AdamW.
 TOLERANCE = 1e-3
-AIO = {"block_size": 2**20, "queue_depth": 32, "intra_op_parallelism": 2}
 Measures = dict[str, list[float]]
 
 
@@ -133,41 +133,6 @@ def answer(found: dict[str, Any]) -> None:
     print(json.dumps({"answer": found}), flush=True)
 
 
-def deepspeed_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """What deepspeed_gpt.py is to do."""
-    placement = "memory" if name.startswith("torch") else name.split("-")[1]
-    rows, dim = options["model"]["vocab_size"], options["model"]["embed_dim"]
-    return options | {
-        "placement": placement,
-        "remat": name.endswith("-remat"),
-        "partition_at_construction": placement == "nvme",
-        "aio": AIO | {"single_submit": False, "overlap_events": True},
-        "zero": zero_options(placement, options["folder"], dim=dim, largest=rows * dim),
-    }
-
-
-def zero_options(
-    placement: str, folder: str, *, dim: int, largest: int
-) -> dict[str, Any]:
-    """The tuned settings; `largest` is the numel of the largest parameter."""
-    offload = {"device": placement, "pin_memory": True}
-    if placement != "nvme":
-        return {"offload_param": offload, "offload_optimizer": offload}
-    offload["nvme_path"] = folder
-    return {
-        # Every buffer must have room for the largest parameter.
-        "offload_param": offload
-        | {"buffer_count": 10, "buffer_size": largest + 2**16, "max_in_cpu": 0},
-        "offload_optimizer": offload | {"buffer_count": 4, "fast_init": True},
-        # A block: with the default, everything is updated at once, from one buffer.
-        "sub_group_size": 12 * dim**2,
-        # Otherwise "Not enough buffers 0 for swapping 1".
-        "stage3_prefetch_bucket_size": 0,
-        "stage3_max_live_parameters": 10**6,
-        "stage3_max_reuse_distance": 10**6,
-    }
-
-
 class Contender:
     """A process that serves one contender."""
 
@@ -184,15 +149,12 @@ class Contender:
             "host": options.host,
         }
         here = Path(__file__)
+        command = [options.deepspeed_python, here.with_name("deepspeed_gpt.py")]
         if name.startswith("zinf"):
-            command = [sys.executable, here, "--serve", name, json.dumps(given)]
-        else:
-            given = deepspeed_options(name, given)
-            command = [options.deepspeed_python, here.with_name("deepspeed_gpt.py")]
-            command.append(json.dumps(given))
+            command = [sys.executable, here, "--serve"]
         self.name, self.errors = name, (folder / f"{name}.err").open("w+")
         self.process = subprocess.Popen(
-            command,
+            [*command, name, json.dumps(given)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors,
@@ -331,8 +293,8 @@ def report(results: dict[str, Any], failures: dict[str, str]) -> None:
     console.print(table)
     for name, reason in failures.items():
         console.print(f"{name} did not run: {reason}")
-    for name in ("deepspeed-nvme", "deepspeed-nvme-remat"):
-        if {name, "zinf-nvme"} <= results.keys():
+    for name in results:
+        if name.startswith("deepspeed-nvme") and "zinf-nvme" in results:
             console.print(ratios(results, name))
 
 
@@ -353,32 +315,38 @@ def main() -> None:
     if options.deepspeed_python is None:
         print("No torch and DeepSpeed: name an interpreter with --deepspeed-python.")
         groups = [[x for x in group if x.startswith("zinf")] for group in groups]
-    results: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(dir=options.folder, prefix="zinf-vs-") as place:
-        folder = Path(place)
-        sequences = max(1, options.tokens // SEQUENCE)
-        shape = sequences, options.tokens // sequences + 1
-        rng = np.random.default_rng(0)
-        tokens = rng.integers(0, MODEL["vocab_size"], shape, np.int32)
-        np.save(folder / "batch.npy", tokens)
-        for group in groups:
-            results |= race(group, options, folder)
-    failures = {k: v["failure"] for k, v in results.items() if "failure" in v}
-    results = {k: v for k, v in results.items() if k not in failures}
+    groups = [group for group in groups if group]
     machine = {
         "platform": platform.platform(),
         "cores": os.cpu_count(),
-        "load": os.getloadavg(),
         "versions": {name: version(name) for name in ("jax", "numpy")},
     }
-    print(f"{options.model}, {options.tokens} tokens, {options.rounds} rounds", machine)
-    report(results, failures)
+    print(f"{options.model}, {options.tokens} tokens a step", machine)
+    found = [run(group, options) for group in groups]
     if options.json:
         settings = {"model": options.model, "tokens": options.tokens}
         settings |= {"device": options.device, "host": options.host}
-        written = settings | {"machine": machine, "results": results}
-        options.json.write_text(json.dumps(written | {"failures": failures}))
-    check_losses(results)
+        text = json.dumps(settings | {"machine": machine, "groups": found})
+        options.json.write_text(text)
+    for group in found:
+        check_losses(group["results"])
+
+
+def run(names: list[str], options: argparse.Namespace) -> dict[str, Any]:
+    """Races a group and prints its table."""
+    sequences = max(1, options.tokens // SEQUENCE)
+    shape = sequences, options.tokens // sequences + 1
+    rng = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix="zinf-vs-") as place:
+        tokens = rng.integers(0, MODEL["vocab_size"], shape, np.int32)
+        np.save(Path(place) / "batch.npy", tokens)
+        results = race(names, options, Path(place))
+    failures = {k: v["failure"] for k, v in results.items() if "failure" in v}
+    results = {name: results[name] for name in names if name not in failures}
+    load = os.getloadavg()
+    print(f"\n{options.rounds} rounds, load {load[0]:.1f} at the end")
+    report(results, failures)
+    return {"load": load, "results": results, "failures": failures}
 
 
 def parse() -> argparse.Namespace:
