@@ -1,6 +1,6 @@
 """Compares the NVMe tier with what else moves arrays to and from the same drive.
 
-    python scripts/bench_io.py PATH [--sizes 64 256 1024] [--rounds 7]
+    python scripts/bench_io.py PATH [--sizes 64 256 512] [--rounds 7]
         [--deepspeed-python VENV/bin/python] [--json FILE]
 
 Contenders take turns in one run, in another order each round, on files of the same
@@ -29,6 +29,7 @@ from io_contenders import (
     Fio,
     TensorStore,
     Tier,
+    filled,
     has_fio,
 )
 from rich.console import Console
@@ -76,6 +77,7 @@ def _bench(options: argparse.Namespace, folder: Path, nbytes: int) -> dict:
     for contender in contenders:
         contender.close()
     shutil.rmtree(folder)
+    filled.cache_clear()
     POOL.trim()
     names = [contender.name for contender in contenders]
     title = f"{nbytes // MIB} MiB, GB/s: median (range), processor s/GB"
@@ -162,7 +164,7 @@ def _bench_small(options: argparse.Namespace, folder: Path) -> dict:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("path", type=Path, help="a folder on the drive")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[64, 256, 1024])
+    parser.add_argument("--sizes", type=int, nargs="+", default=[64, 256, 512])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--deepspeed-python", type=Path)
     parser.add_argument("--json", type=Path)

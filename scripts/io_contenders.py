@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -27,8 +28,9 @@ Cost = tuple[float, float]
 CACHES = Path("/proc/sys/vm/drop_caches")
 
 
+@cache
 def filled(nbytes: int) -> np.ndarray:
-    """Memory on huge pages with content that does not compress."""
+    """Memory on huge pages with content that does not compress; do not change it."""
     memory = aligned_empty((nbytes,), np.uint8)
     memory[:] = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
     return memory
@@ -131,7 +133,7 @@ class BareLoop:
         self.name = f"bare O_DIRECT loop, {block // MIB} MiB x {threads}"
         folder.mkdir()
         self.path, self.block, self.threads = folder / "file", block, threads
-        self.value, self.into = filled(nbytes), filled(nbytes)
+        self.value, self.into = filled(nbytes), aligned_empty((nbytes,), np.uint8)
         self.into[:] = 0
         self.path.write_bytes(self.value.tobytes())
         os.sync()

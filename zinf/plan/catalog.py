@@ -37,8 +37,8 @@ class ArrayUpdate:
 class UpdateUnit:
     """Leaf updates that run as one instruction on `tier`, once all are accumulated.
 
-    `workspace_bytes` are those of its largest leaf update: results before they replace
-    the old arrays, and temporaries.
+    `workspace_bytes` are those of its largest leaf update: temporaries, and results
+    before they replace the old arrays where those are not updated in place.
     """
 
     name: str

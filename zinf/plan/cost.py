@@ -27,15 +27,15 @@ class Rates:
 
     link_bytes_per_second: dict[Link, float] = field(
         default_factory=lambda: {
-            Link.NVME_READ: 1.5 * GB,
-            Link.NVME_WRITE: 1.5 * GB,
+            Link.NVME_READ: 3 * GB,
+            Link.NVME_WRITE: 3 * GB,
             Link.H2D: 6 * GB,
             Link.D2H: 6 * GB,
         }
     )
     flops_per_second: float = 60 * GB
     update_bytes_per_second: dict[Tier, float] = field(
-        default_factory=lambda: {Tier.HOST: 3 * GB, Tier.DEVICE: 3 * GB}
+        default_factory=lambda: {Tier.HOST: 8 * GB, Tier.DEVICE: 3 * GB}
     )
     overhead_seconds: float = 2e-4
 
