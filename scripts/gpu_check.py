@@ -109,7 +109,7 @@ def _run_all(
     settings = [
         replace(blank, section=name, case=case)
         for name, (_, _, _, case) in SECTIONS.items()
-        if name in options.sections
+        if name in options.sections or name == "environment"
     ]
     if options.dry_run:
         # One process for all: what is measured means nothing, and none should hang.

@@ -40,20 +40,23 @@ def run(setting: Setting, rows: Rows) -> None:
     flops = 2 * width**3 * count
     times = [_seconds(partial(chain.run, count)) for _ in range(ROUNDS)]
     rows.add_rate("matmul", flops / 1e12, times, "TFLOP/s", width=width)
+
+    def compare(path: str, work: Callable[[int], None]) -> None:
+        work(1)
+        number = max(2, min(100, int(seconds / _seconds(partial(work, 2)) * 2)))
+        for pieces, compute in (
+            (1, partial(chain.run, count)),
+            (NUM_PIECES, partial(chain.run_pieces, count)),
+        ):
+            of = {"path": path, "executables": pieces, "MB": nbytes * number / 1e6}
+            _measure(rows, compute, partial(work, number), of)
+
     for path, make in PATHS.items():
-
-        def attempt(path: str = path, make: Callable[..., Any] = make) -> None:
-            work = make(nbytes, device)
-            work(1)
-            number = max(2, min(100, int(seconds / _seconds(partial(work, 2)) * 2)))
-            for pieces, compute in (
-                (1, partial(chain.run, count)),
-                (NUM_PIECES, partial(chain.run_pieces, count)),
-            ):
-                of = {"path": path, "executables": pieces, "MB": nbytes * number / 1e6}
-                _measure(rows, compute, partial(work, number), of)
-
-        rows.attempt("together / longer", attempt, path=path)
+        rows.attempt(
+            "together / longer",
+            lambda path=path, make=make: compare(path, make(nbytes, device)),
+            path=path,
+        )
 
 
 class Chain:

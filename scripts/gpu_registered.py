@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import byref, c_int, c_size_t, c_uint, c_void_p
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import jax
@@ -34,37 +35,32 @@ PORTABLE = 1  # of cuMemHostRegister: pinned for all contexts.
 CPU, CUDA_HOST = 1, 3  # DLDeviceType
 DLTENSOR_DEVICE_OFFSET = 8  # struct DLTensor {void* data; DLDevice {int32, int32}; ...}
 
+# `(array, device)` to a context in which the array is pinned.
 Pin = Callable[[np.ndarray, Any], Any]
+# `(bytes, device, seconds to take)` to the times of single transfers.
+Measure = Callable[[int, Any, float], list[float]]
 
 
 def run(setting: Setting, rows: Rows) -> None:
     device = setting.device()
     seconds = 0.01 if setting.is_dry else PATH_SECONDS
     sizes = DRY_SIZES if setting.is_dry else SIZES
-    for nbytes in sizes:
-        of = {"MiB": nbytes / MIB}
-        for direction, name, measure in MEASURES:
 
-            def attempt(
-                direction: str = direction,
-                name: str = name,
-                measure: Callable[..., list[float]] = measure,
-                nbytes: int = nbytes,
-            ) -> None:
-                times = measure(nbytes, device, seconds)
-                of = {"path": name, "MiB": nbytes / MIB}
-                rows.add_rate(direction, nbytes / 1e9, times, "GB/s", **of)
+    def one(row: str, path: str, measure: Measure, nbytes: int) -> None:
+        times = measure(nbytes, device, seconds)
+        of = {"path": path, "MiB": nbytes / MIB}
+        rows.add_rate(row, nbytes / 1e9, times, "GB/s", **of)
 
-            rows.attempt(direction, attempt, path=name, **of)
-    nbytes = sizes[-2]
+    def both(path: str, nbytes: int) -> None:
+        rate = 2 * nbytes / driver_both(nbytes, device, seconds) / 1e9
+        of = {"path": path, "MiB": nbytes / MIB}
+        rows.add("both at once", rate, "GB/s", "sum of the two directions", **of)
 
-    def both() -> None:
-        taken = driver_both(nbytes, device, seconds)
-        of = {"path": "driver, registered", "MiB": nbytes / MIB}
-        note = "sum of the two directions"
-        rows.add("both at once", 2 * nbytes / taken / 1e9, "GB/s", note, **of)
-
-    rows.attempt("both at once", both, path="driver, registered", MiB=nbytes / MIB)
+    path = "driver, registered"
+    rows.attempt("both at once", partial(both, path, sizes[-2]), path=path)
+    for (row, path, measure), nbytes in product(MEASURES, sizes):
+        work = partial(one, row, path, measure, nbytes)
+        rows.attempt(row, work, path=path, MiB=nbytes / MIB)
     rows.attempt("imported memory is shared", partial(_shows_writes, device, rows))
 
 
@@ -260,8 +256,9 @@ MEASURES = (
     ("d2h", "driver, registered", driver_get),
     ("h2d", "registered", partial(put_pinned, registered)),
     ("h2d", "dma_map", partial(put_pinned, dma_mapped)),
-    ("h2d", "dlpack", partial(put_pinned, imported_by_dlpack)),
     ("d2h", "driver, dma_map", partial(mapped_get, dma_mapped)),
     ("pin", "registered", partial(pin_itself, registered)),
     ("pin", "dma_map", partial(pin_itself, dma_mapped)),
+    # Last, as what takes memory for another kind may crash.
+    ("h2d", "dlpack", partial(put_pinned, imported_by_dlpack)),
 )
