@@ -312,8 +312,8 @@ def compare(groups: list[dict[str, Any]]) -> None:
         if name.startswith("deepspeed-nvme") and ours:
             shared = [key for key in theirs if key in ours]
             parts = (f"{key} {ours[key] / theirs[key]:.2f}" for key in shared)
-            print(f"zinf-nvme / {name}:", ", ".join(parts))
-    print(f"wanted: overhead and peak at most {WANTED}")
+            wanted = f"(overhead and peak wanted: {WANTED})"
+            print(f"zinf-nvme / {name}:", ", ".join(parts), wanted)
 
 
 def main() -> None:
