@@ -289,7 +289,7 @@ def report(results: dict[str, Any], failures: dict[str, str]) -> None:
             f"{found['loss'][0]:.6f}",
             f"{found['loss'][-1]:.6f}",
         )
-    console = Console(width=120, highlight=False)
+    console = Console(width=130, highlight=False)
     console.print(table)
     for name, reason in failures.items():
         console.print(f"{name} did not run: {reason}")
