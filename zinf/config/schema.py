@@ -44,8 +44,8 @@ class Memory(Section):
 
     checksums: Literal["sampled", "full", "off"] = "sampled"
     """What is summed of what is swapped to nvme, and compared when it comes back: a
-    different eighth each time, which costs about 1% of throughput; everything, which
-    costs 5 to 14% on two cores; or nothing."""
+    different sixteenth each time, which costs 1 to 3% of throughput; everything, which
+    costs 4 to 14% on two cores; or nothing."""
 
     def violations(self) -> Iterator[Violation]:
         folders = self.nvme or ()

@@ -10,9 +10,11 @@ from zinf.memory.nvme.open_file import Bytes
 Coverage = Literal["full", "sampled", "off"]
 
 # One window of each stripe is summed. A full sum costs 28 ms of a core per GB, which
-# on two cores slows writes by 6 to 14% and reads by 4 to 5%; this an eighth of that.
-WINDOW_BYTES = 64 * 1024
-NUM_WINDOWS = 8
+# on two cores slows writes by 6 to 14% and reads by 4 to 5%; this a sixteenth of that.
+# Few large windows, since each is a call that the threads take turns to make: 64 KiB of
+# every 512 cost more in calls than in bytes.
+WINDOW_BYTES = 128 * 1024
+NUM_WINDOWS = 16
 STRIPE_BYTES = NUM_WINDOWS * WINDOW_BYTES
 
 

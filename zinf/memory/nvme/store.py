@@ -53,7 +53,7 @@ class NvmeStore(AbstractStore):
         paths: empty, new, or left by an earlier run; best one a drive.
         stall_seconds: how long a drive may take to answer.
         checksums: kept in memory for every chunk and compared on each read: "full", of
-            all bytes; "sampled", of 64 KiB of every 512 KiB, others each time; "off".
+            all bytes; "sampled", of 128 KiB of every 2 MiB, others each time; "off".
         system: the system calls, for tests.
     """
 
