@@ -9,12 +9,13 @@ from functools import partial
 from itertools import product
 from math import ceil, prod
 from pathlib import Path
+from threading import Lock
 
-import numpy as np
 import tensorstore as ts
 
 from zinf.memory.chunk import chunk_shape
 from zinf.memory.nvme.chunk_file import ChunkFile
+from zinf.memory.nvme.intervals import Intervals
 from zinf.memory.nvme.open_file import Bytes, Mover
 from zinf.memory.nvme.request import Task
 from zinf.memory.zarr_format import numpy_dtype, zarr_spec
@@ -82,10 +83,11 @@ class NvmeArray:
         self.chunks = chunks
         self.dtype = numpy_dtype(self.spec.dtype)
         self.pending: set[Future] = set()
-        num_rows = self.spec.shape[0] if self.spec.shape else 1
-        self._row_bytes = self.spec.nbytes // max(1, num_rows)
+        self._num_rows = self.spec.shape[0] if self.spec.shape else 1
+        self._row_bytes = self.spec.nbytes // max(1, self._num_rows)
         self._starts = [chunk.start for chunk in chunks]
-        self._is_written = np.zeros(num_rows, bool)
+        self._written = Intervals()
+        self._lock = Lock()
 
     def shape_of(self, rows: Rows | None) -> tuple[int, ...]:
         if rows is None:
@@ -94,14 +96,17 @@ class NvmeArray:
 
     def is_written(self, rows: Rows | None) -> bool:
         """Whether all of `rows` have content: a write of each that did not fail."""
-        return bool(self._is_written[_as_slice(rows)].all())
+        with self._lock:
+            return self._written.covers(*(rows or (0, self._num_rows)))
 
     def mark_written(self, rows: Rows | None, *, is_written: bool = True) -> None:
-        self._is_written[_as_slice(rows)] = is_written
+        with self._lock:
+            change = self._written.add if is_written else self._written.remove
+            change(*(rows or (0, self._num_rows)))
 
     def forget(self) -> None:
         """Take the content for never written, so that another array has the files."""
-        self._is_written[:] = False
+        self.mark_written(None, is_written=False)
         for chunk in self.chunks:
             chunk.forget()
 
@@ -148,7 +153,3 @@ def write_metadata(
     spec = zarr_spec(folder, layout.spec, layout.chunk)
     ts.open(spec, context=context, create=True, open=False).result(timeout_seconds)
     os.chmod(folder / "zarr.json", 0o600)
-
-
-def _as_slice(rows: Rows | None) -> slice:
-    return slice(None) if rows is None else slice(*rows)
