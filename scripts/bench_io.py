@@ -3,11 +3,12 @@
     python scripts/bench_io.py PATH [--sizes 64 256 512] [--rounds 7]
         [--deepspeed-python VENV/bin/python] [--json FILE]
 
-Contenders take turns in one run, in another order each round, on files of the same
-sizes in PATH: this tier, fio (if installed), TensorStore's zarr3, DeepSpeed's DeepNVMe
-(if that interpreter has deepspeed), and bare loops of O_DIRECT requests. The page cache
-is bypassed, or for TensorStore dropped (as root). Printed are GB/s, median and range
-of the rounds, and processor seconds per GB; then the tier over the best of the others.
+Contenders take turns in one run, in another order each round: this tier, bare loops of
+O_DIRECT requests on the very same files, and on files of their own in PATH, of the same
+sizes, fio (if installed), TensorStore's zarr3 and DeepSpeed's DeepNVMe (if that
+interpreter has it). The page cache is bypassed, or for TensorStore dropped (as root).
+Printed are GB/s, median and range of the rounds, and processor seconds per GB; then the
+tier over the best of the others.
 """
 
 import argparse
@@ -85,11 +86,12 @@ def _bench(options: argparse.Namespace, folder: Path, nbytes: int) -> dict:
 
 
 def _contenders(options: argparse.Namespace, folder: Path, nbytes: int):
-    yield Tier(folder / "sampled", nbytes, "sampled")
+    tier = Tier(folder / "sampled", nbytes, "sampled")
+    yield tier
+    yield BareLoop(tier, 8 * MIB, 4)
+    yield BareLoop(tier, 16 * MIB, 8)
     yield Tier(folder / "full", nbytes, "full")
     yield Tier(folder / "off", nbytes, "off")
-    yield BareLoop(folder / "bare", nbytes, 8 * MIB, 4)
-    yield BareLoop(folder / "bare16", nbytes, 16 * MIB, 8)
     yield TensorStore(folder / "tensorstore", nbytes)
     if has_fio():
         yield Fio(folder / "fio", nbytes, "libaio", 8)
