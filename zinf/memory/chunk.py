@@ -2,14 +2,15 @@
 
 from math import ceil, gcd, prod
 
+from zinf.memory.aligned import PAGE_BYTES
 from zinf.program import ArraySpec
 
 # Files of 4 to 16 MiB read and write fastest: one request each is enough for the drive,
 # and an array still has several to work on at once. 64 MiB was slower.
 MAX_CHUNK_BYTES = 16 * 2**20
-# O_DIRECT moves whole pages. Rounding chunks up to them may pad a file by this part.
-PAGE_BYTES = 4096
+# How many times that a chunk may have, so as not to cross rows that are used together.
 MAX_EXCESS = 4
+# O_DIRECT moves whole pages. Rounding chunks up to them may pad a file by this part.
 LARGEST_PADDING = 1 / 32
 
 
