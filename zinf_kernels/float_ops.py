@@ -1,20 +1,24 @@
-"""What numba lacks for kernels on floats: fused multiply-adds, bfloat16 and float16.
+"""What numba lacks for kernels: fused multiply-adds, selects, bfloat16 and float16.
 
 The short floats are their bits, uint16, to numba. Each function is a few instructions
 of LLVM, which its vectoriser widens. Written in numba's own integers the conversions
 would take place in 64 bits, and twice as long.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
+from numba import float32, types, uint16
+from numba.extending import intrinsic, register_jitable
+
+from zinf_kernels.arrays import BFLOAT16, FLOAT16, FLOAT32
 
 INT16 = ir.IntType(16)
 INT32 = ir.IntType(32)
 HALF = ir.HalfType()
 FLOAT = ir.FloatType()
+SMALLEST_NORMAL = float(np.finfo(np.float32).smallest_normal)
 
 
 def inlined(build: Any) -> Any:
@@ -31,10 +35,7 @@ def fused(_: Any, x: Any, y: Any, z: Any) -> Any:
     """
 
     def build(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
-        signature = ir.FunctionType(FLOAT, [FLOAT] * 3)
-        name = "llvm.fmuladd"
-        function = builder.module.declare_intrinsic(name, [FLOAT], signature)
-        return builder.call(function, arguments)
+        return _call(builder, "llvm.fmuladd", arguments)
 
     return types.float32(*[types.float32] * 3), build
 
@@ -88,3 +89,90 @@ def to_float16(_: Any, number: Any) -> Any:
         return builder.bitcast(builder.fptrunc(arguments[0], HALF), INT16)
 
     return types.uint16(types.float32), build
+
+
+@inlined
+def flushed(_: Any, number: Any) -> Any:
+    """The number, or zero where it is below the normal ones; NaNs stay NaNs."""
+
+    def build(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
+        size = _call(builder, "llvm.fabs", arguments)
+        # Ordered: false for a NaN.
+        is_small = builder.fcmp_ordered("<", size, FLOAT(SMALLEST_NORMAL))
+        return builder.select(is_small, FLOAT(0), arguments[0])
+
+    return types.float32(types.float32), build
+
+
+@inlined
+def sign(_: Any, number: Any) -> Any:
+    """1 or -1; zeros and NaNs are their own sign."""
+
+    def build(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
+        has_sign = builder.fcmp_ordered("!=", arguments[0], FLOAT(0))
+        one = _call(builder, "llvm.copysign", [FLOAT(1), arguments[0]])
+        return builder.select(has_sign, one, arguments[0])
+
+    return types.float32(types.float32), build
+
+
+@inlined
+def maximum(_: Any, x: Any, y: Any) -> Any:
+    """The larger of two float32; NaN if one of them is."""
+
+    def build(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
+        return _call(builder, "llvm.maximum", arguments)
+
+    return types.float32(*[types.float32] * 2), build
+
+
+@inlined
+def minimum(_: Any, x: Any, y: Any) -> Any:
+    """The smaller of two float32; NaN if one of them is."""
+
+    def build(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
+        return _call(builder, "llvm.minimum", arguments)
+
+    return types.float32(*[types.float32] * 2), build
+
+
+@inlined
+def select(_: Any, condition: Any, x: Any, y: Any) -> Any:
+    """`x if condition else y`, without a branch, which would keep a loop scalar."""
+
+    def build(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
+        return builder.select(*arguments)
+
+    return types.float32(types.boolean, *[types.float32] * 2), build
+
+
+@register_jitable
+def _same(number: Any) -> Any:
+    return number
+
+
+class Format(NamedTuple):
+    """How numba sees the elements of an array, and how they become float32 and back."""
+
+    seen: Any
+    widen: Any
+    narrow: Any
+
+
+FORMATS = {
+    FLOAT32: Format(float32, _same, _same),
+    BFLOAT16: Format(uint16, from_bfloat16, to_bfloat16),
+    FLOAT16: Format(uint16, from_float16, to_float16),
+}
+
+
+def seen(array: np.ndarray) -> np.ndarray:
+    """An array as numba sees it."""
+    return array if array.dtype == FLOAT32 else array.view(np.uint16)
+
+
+def _call(builder: Any, name: str, arguments: Any) -> Any:
+    signature = ir.FunctionType(FLOAT, [FLOAT] * len(arguments))
+    return builder.call(
+        builder.module.declare_intrinsic(name, [FLOAT], signature), arguments
+    )

@@ -15,9 +15,10 @@ import pytest
 
 from zinf_kernels.adam import adam_scalars, adam_update, adam_update_scalars
 from zinf_kernels.adam.api import EXISTING
-from zinf_kernels.adam.arguments import BFLOAT16, FLOAT16, FLOAT32, Arrays, Scalars
+from zinf_kernels.adam.arguments import Arrays, Scalars
 from zinf_kernels.adam.cases import ADAM, ADAMW, Case, cases
 from zinf_kernels.adam.cpu import compiled
+from zinf_kernels.arrays import BFLOAT16, FLOAT16, FLOAT32
 from zinf_kernels.threads import LEAST_NUMEL, usable_cores
 
 CASES = tuple(cases())

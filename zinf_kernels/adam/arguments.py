@@ -1,15 +1,11 @@
 """What one update is given: its arrays, checked, and its scalars in float32."""
 
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-FLOAT32 = np.dtype(np.float32)
-FLOAT16 = np.dtype(np.float16)
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+from zinf_kernels.arrays import BFLOAT16, FLOAT16, FLOAT32, check_apart, check_array
 
 # What each array may be made of. `v` has no short form: bfloat16 keeps 8 bits, and a
 # step changes v by a part in 1 / (1 - b2) = 1000.
@@ -39,18 +35,9 @@ class Arrays:
         if self.copy is not None:
             arrays["copy"] = self.copy
         for name, array in arrays.items():
-            _check(name, array)
-            if array.size != self.master.size:
-                raise ValueError(
-                    f"{name} has {array.size:,} elements and master has "
-                    f"{self.master.size:,}. Give all arrays the same length."
-                )
-        for (one, a), (other, b) in combinations(arrays.items(), 2):
-            # Exact for contiguous arrays, whose bounds are all there is to know.
-            if np.may_share_memory(a, b):
-                raise ValueError(
-                    f"{one} and {other} share memory. Give each array its own."
-                )
+            is_written = name != "gradient"
+            check_array(name, array, dtypes=DTYPES[name], is_written=is_written)
+        check_apart(arrays)
 
 
 @dataclass(frozen=True)
@@ -118,29 +105,3 @@ def _correction(decay: float, step: int) -> np.float32:
     # A power in float64 rounded to float32 has the bits of XLA:CPU at all but a dozen
     # of the first 200,000 steps; NumPy's in float32 differs at thousands.
     return np.float32(1) - np.float32(np.float64(np.float32(decay)) ** step)
-
-
-def _check(name: str, array: np.ndarray) -> None:
-    if not isinstance(array, np.ndarray):
-        raise TypeError(
-            f"{name} is a {type(array).__name__}, but an update in place needs NumPy "
-            "arrays."
-        )
-    if array.dtype not in DTYPES[name]:
-        allowed = " or ".join(map(str, DTYPES[name]))
-        raise ValueError(f"{name} is {array.dtype}, not {allowed}. Convert it before.")
-    if array.ndim != 1 or not array.flags.c_contiguous:
-        raise ValueError(
-            f"{name} has shape {array.shape} and strides {array.strides}, but a "
-            "contiguous 1-D array is needed. Pass reshape(-1) of a contiguous array."
-        )
-    if not array.flags.aligned:
-        raise ValueError(
-            f"{name} starts at an address that is no multiple of its item size, "
-            f"{array.itemsize} bytes. Copy it to an array of its own."
-        )
-    if name != "gradient" and not array.flags.writeable:
-        raise ValueError(
-            f"{name} is read-only, but it is updated in place. Pass an array of your "
-            "own: views of jax arrays are read-only."
-        )

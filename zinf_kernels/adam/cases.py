@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from zinf_kernels.adam.arguments import BFLOAT16, FLOAT16, FLOAT32, Arrays
+from zinf_kernels.adam.arguments import Arrays
+from zinf_kernels.arrays import BFLOAT16, FLOAT16, FLOAT32
 
 ADAMW = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 ADAM = {"b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 0.0}

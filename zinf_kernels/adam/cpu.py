@@ -19,19 +19,12 @@ from typing import Any
 
 import numpy as np
 from numba import float32, intp, njit, types, uint16
-from numba.extending import register_jitable
 
-from zinf_kernels.adam.arguments import BFLOAT16, FLOAT16, FLOAT32, Arrays, Scalars
-from zinf_kernels.float_ops import (
-    from_bfloat16,
-    from_float16,
-    fused,
-    to_bfloat16,
-    to_float16,
-)
+from zinf_kernels.adam.arguments import Arrays, Scalars
+from zinf_kernels.arrays import BFLOAT16, elements_before_line
+from zinf_kernels.float_ops import FORMATS, fused, seen
 from zinf_kernels.threads import for_blocks
 
-LINE_BYTES = 64
 ZERO = np.float32(0)
 ONE = np.float32(1)
 # XLA:CPU flushes what is smaller. Moments of a token that is not seen again decay into
@@ -41,19 +34,6 @@ NO_COPY = np.empty(0, np.uint16)
 COMPILING = Lock()
 
 
-@register_jitable
-def _same(number: Any) -> Any:
-    return number
-
-
-# How numba sees an array of each dtype, and how its elements become float32 and back.
-FORMATS = {
-    FLOAT32: (float32, _same, _same),
-    BFLOAT16: (uint16, from_bfloat16, to_bfloat16),
-    FLOAT16: (uint16, from_float16, to_float16),
-}
-
-
 def adam_update(arrays: Arrays, scalars: Scalars, *, num_threads: int | None) -> None:
     """Updates blocks of the arrays on up to `num_threads` threads."""
     copy_dtype = None if arrays.copy is None else arrays.copy.dtype
@@ -61,7 +41,7 @@ def adam_update(arrays: Arrays, scalars: Scalars, *, num_threads: int | None) ->
     with COMPILING:
         kernel = compiled(arrays.m.dtype, arrays.gradient.dtype, copy_dtype, has_decay)
     copy = NO_COPY if arrays.copy is None else arrays.copy
-    seen = [_seen(a) for a in (arrays.master, arrays.m, arrays.v, arrays.gradient)]
+    views = [seen(a) for a in (arrays.master, arrays.m, arrays.v, arrays.gradient)]
     numbers = (
         scalars.factor,
         scalars.b1,
@@ -77,9 +57,9 @@ def adam_update(arrays: Arrays, scalars: Scalars, *, num_threads: int | None) ->
     )
 
     def update(start: int, stop: int) -> None:
-        kernel(*seen, _seen(copy), start, stop, *numbers)
+        kernel(*views, seen(copy), start, stop, *numbers)
 
-    lead = _elements_before_line(arrays.master)
+    lead = elements_before_line(arrays.master)
     if lead:
         update(0, lead)
     for_blocks(update, start=lead, stop=arrays.master.size, num_threads=num_threads)
@@ -156,16 +136,3 @@ def compiled(
     # No fastmath: NaNs and infinities stay, and nothing here is faster with it. The
     # "numpy" model divides by zero without a branch.
     return njit([signature], nogil=True, error_model="numpy")(loop)
-
-
-def _seen(array: np.ndarray) -> np.ndarray:
-    return array if array.dtype == FLOAT32 else array.view(np.uint16)
-
-
-def _elements_before_line(array: np.ndarray) -> int:
-    """Elements of an array before the first cache line that starts with one.
-
-    NumPy aligns to 16 bytes. Vectors that lie across two cache lines cost 6%.
-    """
-    before = -array.ctypes.data % LINE_BYTES // array.itemsize
-    return min(before, array.size)
