@@ -1,32 +1,54 @@
 """Which implementation of an op runs: one that was asked for, or an error."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 Implementation = str | Sequence[str] | None
+NO_OBSTACLES: Mapping[str, str] = MappingProxyType({})
 
 
 def choose(
     implementation: Implementation, *, op: str, existing: Mapping[str, Callable]
 ) -> Callable[..., Any]:
-    """The implementation to run.
+    """The implementation to run, of those that can run anywhere: see `choose_name`."""
+    return existing[choose_name(implementation, op=op, existing=existing)]
+
+
+def choose_name(
+    implementation: Implementation,
+    *,
+    op: str,
+    existing: Iterable[str],
+    obstacles: Mapping[str, str] = NO_OBSTACLES,
+) -> str:
+    """The name of the implementation to run.
 
     Args:
         implementation: its name; names in order of preference, the first that exists
-            being taken; or `None` for the first of `existing`.
+            and can run being taken; or `None` for the first of `existing` that can.
         op: what to call the op in errors.
-        existing: all implementations of the op by name, the preferred one first.
+        existing: all implementations of the op, the preferred one first.
+        obstacles: why those of `existing` that cannot run here and now cannot, a
+            sentence each. Whoever asks an op which implementations can run gets this.
 
     Raises:
-        ValueError: none of those asked for exists; nothing else takes their place.
+        ValueError: none of those asked for exists and can run; nothing else takes
+            their place.
     """
+    existing = tuple(existing)
     if implementation is None:
-        return next(iter(existing.values()))
-    names = (implementation,) if isinstance(implementation, str) else implementation
-    for name in names:
-        if name in existing:
-            return existing[name]
-    raise ValueError(
-        f"{op} has no implementation {' or '.join(map(repr, names))}. "
-        f"Pass implementation=None or one of {', '.join(map(repr, existing))}."
-    )
+        names: Sequence[str] = existing
+    else:
+        names = (implementation,) if isinstance(implementation, str) else implementation
+    known = [name for name in names if name in existing]
+    able = [name for name in known if name not in obstacles]
+    if able:
+        return able[0]
+    free = [repr(name) for name in existing if name not in obstacles]
+    instead = f"Pass implementation=None or one of {', '.join(free)}." if free else ""
+    if not known:
+        asked = " or ".join(map(repr, names))
+        raise ValueError(f"{op} has no implementation {asked}. {instead}")
+    reasons = " ".join(f"{name!r} cannot run: {obstacles[name]}" for name in known)
+    raise ValueError(f"{op}: {reasons} {instead}".rstrip())

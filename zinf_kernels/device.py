@@ -1,0 +1,84 @@
+"""Which device an op will run on, as far as a choice of kernels depends on it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+HOPPER = (9, 0)
+# For devices that are described and not there. Those that are there say it themselves.
+CAPABILITIES = {
+    "T4": (7, 5),
+    "V100": (7, 0),
+    "A100": (8, 0),
+    "L4": (8, 9),
+    "H100": HOPPER,
+    "H200": HOPPER,
+    "GH200": HOPPER,
+    "B200": (10, 0),
+}
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of device; `capability` is CUDA's compute capability, if it has one."""
+
+    platform: str
+    kind: str
+    num_cores: int
+    capability: tuple[int, int] | None = None
+
+
+def device_for(*arrays: Any) -> Device:
+    """The device that a computation on these arrays will run on.
+
+    Under `jax.sharding.use_abstract_mesh` it is the mesh's, there or not; otherwise
+    that of the first array that has one, and for arrays being traced the default
+    device. A program that is traced on a machine with an accelerator but runs on its
+    CPU has to pass `implementation`, or set `jax.default_device`.
+    """
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    if described is not None:
+        return Device(
+            "gpu" if described.platform in ("cuda", "gpu") else described.platform,
+            described.device_kind,
+            described.num_cores or 1,
+            _capability_of_kind(described.device_kind),
+        )
+    for array in arrays:
+        if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
+            return _described(next(iter(array.devices())))
+    # A device, the name of a platform, or None. Config is filled in at run time.
+    default = jax.config.jax_default_device  # pyrefly: ignore[missing-attribute]
+    if default is None or isinstance(default, str):
+        default = jax.devices(default)[0]
+    return _described(default)
+
+
+def hopper_obstacle(device: Device) -> str | None:
+    """Why a kernel that needs wgmma and TMA as Hopper has them cannot run, if so."""
+    if device.capability == HOPPER:
+        return None
+    if device.platform != "gpu":
+        return f"it is for GPUs and this is {_named(device)}."
+    if device.capability is None:
+        return f"the compute capability of {device.kind!r} is not known."
+    return (
+        f"it needs compute capability 9.0 (H100, H200) and {device.kind} has "
+        f"{'.'.join(map(str, device.capability))}."
+    )
+
+
+def _described(device: Any) -> Device:
+    if device.platform != "gpu":
+        return Device(device.platform, device.device_kind, 1)
+    major, minor = map(int, device.compute_capability.split("."))
+    return Device("gpu", device.device_kind, device.core_count, (major, minor))
+
+
+def _capability_of_kind(kind: str) -> tuple[int, int] | None:
+    return next((CAPABILITIES[w] for w in kind.split() if w in CAPABILITIES), None)
+
+
+def _named(device: Device) -> str:
+    return f"a {device.platform.upper()}"

@@ -1,0 +1,143 @@
+"""Rows of arrays through a function, tile by tile, at the speed of device memory.
+
+What memory-bound kernels share: each block of threads takes every so manyth tile of
+rows. TMA brings the next tiles to shared memory while one is computed, and takes
+results away while the next are.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+# A warpgroup's layout of a matrix, the only one in which it can reduce rows, has 64.
+TILE_ROWS = 64
+# What is for us of the shared memory of a core (227 KiB), some being left for barriers.
+SHARED_BYTES = 208 << 10
+# Two blocks for each core, one of which computes while the other waits, if both fit.
+MOST_BLOCKS_PER_CORE = 2
+# More tiles in flight would bring nothing: at 4.8 TB/s and a microsecond of latency a
+# core needs 36 KB under way.
+MOST_TILES = 4
+LEAST_TILES = 2
+# Results of the last tile leave while those of the next are written.
+RESULT_SLOTS = 2
+
+Compute = Callable[[Any, Sequence[Any], Sequence[Any], Sequence[Any]], None]
+
+
+def stream(
+    compute: Compute,
+    arrays: Sequence[jax.Array],
+    scalars: Sequence[jax.Array] = (),
+    *,
+    results: Sequence[jax.ShapeDtypeStruct],
+    num_cores: int,
+) -> tuple[jax.Array, ...]:
+    """Runs `compute` on all tiles of `TILE_ROWS` rows.
+
+    Args:
+        compute: is called with the index of the tile's first row (int32), references
+            to `scalars`, to a tile of each of `arrays` and to one of each result, and
+            writes the last. It runs once for a tile, on one warpgroup.
+        arrays: of one length, a positive multiple of `TILE_ROWS`, with one or two
+            dimensions. The bytes of a row of two are 16, 32, 64 or a multiple of 128.
+        scalars: small arrays, read element by element from device memory.
+        results: shapes and dtypes of what to return, under the same conditions.
+        num_cores: streaming multiprocessors of the device.
+    """
+    tiles, rest = divmod(arrays[0].shape[0], TILE_ROWS)
+    assert tiles and not rest, arrays[0].shape
+    per_core, in_flight = _occupancy(arrays, results)
+    blocks = min(tiles, num_cores * per_core)
+
+    def body(*refs: Any) -> None:
+        inputs, others = refs[: len(arrays)], refs[len(arrays) :]
+        numbers, outputs = others[: len(scalars)], others[len(scalars) :]
+        first = lax.axis_index("block")
+
+        def tile(step: Any) -> Any:
+            return first + step * blocks
+
+        @partial(pl.run_scoped, slots=[*map(_slots, results)])
+        def _(slots: Any) -> None:
+            def step(indices: Any, *tile_refs: Any) -> None:
+                (number,) = indices
+                slot = lax.rem(number, RESULT_SLOTS)
+                written = [ref.at[slot] for ref in slots]
+                # Each result is a group of its own: all but the last tile's are gone.
+                outstanding = len(results) * (RESULT_SLOTS - 1)
+                plgpu.wait_smem_to_gmem(outstanding, wait_read_only=True)
+                start = tile(number) * TILE_ROWS
+                compute(start, numbers, tile_refs, written)
+                plgpu.commit_smem()
+                for ref, output in zip(written, outputs, strict=True):
+                    rows = output.at[pl.ds(start, TILE_ROWS)]
+                    plgpu.copy_smem_to_gmem(ref, rows)
+
+            plgpu.emit_pipeline(
+                step,
+                grid=(lax.div(tiles - first + blocks - 1, blocks),),
+                in_specs=[_spec(array, tile) for array in arrays],
+                max_concurrent_steps=in_flight,
+            )(*inputs)
+            plgpu.wait_smem_to_gmem(0)
+
+    return plgpu.kernel(
+        body,
+        out_type=tuple(results),
+        grid=(blocks,),
+        grid_names=("block",),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+        ),
+    )(*arrays, *scalars)
+
+
+def _occupancy(arrays: Sequence[Any], results: Sequence[Any]) -> tuple[int, int]:
+    """Blocks for each core, and tiles in flight for each block."""
+    tile_bytes = sum(map(_tile_bytes, arrays))
+    result_bytes = RESULT_SLOTS * sum(map(_tile_bytes, results))
+    for blocks in range(MOST_BLOCKS_PER_CORE, 0, -1):
+        tiles = (SHARED_BYTES // blocks - result_bytes) // tile_bytes
+        if tiles >= LEAST_TILES:
+            return blocks, min(tiles, MOST_TILES)
+    raise AssertionError(f"tiles of {tile_bytes:,} bytes do not fit in shared memory")
+
+
+def _tile_shape(array: Any) -> tuple[int, ...]:
+    return (TILE_ROWS, *array.shape[1:])
+
+
+def _tile_bytes(array: Any) -> int:
+    width = array.shape[1] if len(array.shape) == 2 else 1
+    return TILE_ROWS * width * jnp.dtype(array.dtype).itemsize
+
+
+def _transforms(array: Any) -> tuple[Any, ...]:
+    """How a tile lies in shared memory so that rows do not meet in the same banks."""
+    if len(array.shape) == 1:
+        return ()
+    itemsize = jnp.dtype(array.dtype).itemsize
+    swizzle = plgpu.find_swizzle(array.shape[1] * itemsize * 8)
+    tiling = plgpu.TilingTransform((8, swizzle // itemsize))
+    return tiling, plgpu.SwizzleTransform(swizzle)
+
+
+def _slots(result: Any) -> Any:
+    shape = (RESULT_SLOTS, *_tile_shape(result))
+    return plgpu.SMEM(shape, result.dtype, transforms=_transforms(result))
+
+
+def _spec(array: Any, tile: Callable[[Any], Any]) -> Any:
+    rest = (0,) * (array.ndim - 1)
+    return plgpu.BlockSpec(
+        _tile_shape(array),
+        lambda step: (tile(step), *rest),
+        transforms=_transforms(array),
+    )
