@@ -1,4 +1,4 @@
-"""Executables of segments: forward, and backward that recomputes from the inputs.
+"""Executables of segments: forward, and backward from the inputs or from residuals.
 
 Equal segments share one executable; what differs between them (hoisted literals) is
 passed as arguments. Everything is compiled ahead of time, so that the plan knows the
@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from zinf.jaxpr import Body
+from zinf.jaxpr import Body, abstract
 from zinf.jaxpr.keys import from_words, in_words, to_words
-from zinf.program import SegmentSpec
+from zinf.program import ArraySpec, SegmentSpec
 from zinf.segment.build import Segmented
+from zinf.segment.residuals import Halves, halve
 
 
 @dataclass(frozen=True)
@@ -57,17 +58,47 @@ class _BodyExecutables:
 
         For the last segment `(arguments, seed) -> outputs, gradients, cotangents`.
         """
-        sharding = SingleDeviceSharding(self.device)
         if self.is_last:
             loss = self.body.jaxpr.outvars[0].aval
+            sharding = SingleDeviceSharding(self.device)
             seed = jax.ShapeDtypeStruct((), loss.dtype, sharding=sharding)
             return self._compile(self._loss, seed)
-        cotangents = tuple(
-            _placed(v.aval, sharding)
-            for v, active in zip(self.body.jaxpr.outvars, self._outputs, strict=True)
-            if active
+        return self._compile(self._backward, self._cotangents)
+
+    @cached_property
+    def halves(self) -> Halves:
+        """What a forward pass may keep for the backward pass; traced, not compiled."""
+        first = len(self.spec.params)
+        return halve(
+            self._linearize,
+            [abstract(a) for a in self.abstract],
+            [abstract(c) for c in self._cotangents],
+            inputs=slice(first, first + len(self.spec.inputs)),
         )
-        return self._compile(self._backward, cotangents)
+
+    @cached_property
+    def forward_keeping(self) -> Any:
+        """`arguments -> outputs, residuals`."""
+        return self._compile(self.halves.run_forward)
+
+    @cached_property
+    def backward_from(self) -> Any:
+        """`(arguments, residuals, cotangents) -> gradients, input cotangents`."""
+
+        def run(arguments: Any, residuals: Any, cotangents: Any) -> Any:
+            results = self.halves.run_backward(arguments, residuals, cotangents)
+            return self._sort(results)
+
+        sharding = SingleDeviceSharding(self.device)
+        residuals = tuple(_placed(in_words(v.aval), sharding) for v in self.halves.kept)
+        return self._compile(run, residuals, self._cotangents)
+
+    @property
+    def _cotangents(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes of the cotangents that a backward pass takes."""
+        sharding = SingleDeviceSharding(self.device)
+        pairs = zip(self.body.jaxpr.outvars, self._outputs, strict=True)
+        return tuple(_placed(v.aval, sharding) for v, active in pairs if active)
 
     def _call(self, arguments: Sequence[Any]) -> list[Any]:
         """The body, with random keys going in and out as words."""
@@ -99,14 +130,20 @@ class _BodyExecutables:
         return chosen, merge
 
     def _backward(self, arguments: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        _, vjp = self._linearize(arguments)
+        return self._sort(vjp(list(cotangents))[0])
+
+    def _linearize(self, arguments: Sequence[Any]) -> tuple[list[Any], Callable]:
+        """All outputs, and the vjp function of the active ones."""
         chosen, merge = self._split(arguments)
 
-        def active_outputs(values: Sequence[Any]) -> list[Any]:
+        def active_outputs(values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             outputs = self._call(merge(values))
-            return [y for y, keep in zip(outputs, self._outputs, strict=True) if keep]
+            pairs = zip(outputs, self._outputs, strict=True)
+            return [y for y, active in pairs if active], outputs
 
-        _, vjp = jax.vjp(active_outputs, chosen)
-        return self._sort(vjp(list(cotangents))[0])
+        _, vjp, outputs = jax.vjp(active_outputs, chosen, has_aux=True)
+        return outputs, vjp
 
     def _loss(self, arguments: Sequence[Any], seed: Any) -> Any:
         chosen, merge = self._split(arguments)
@@ -146,6 +183,35 @@ class Segment:
         arguments = (*params, *inputs, *self.hoisted)
         return self.executables.backward(arguments, tuple(cotangents))
 
+    def residuals(self) -> tuple[ArraySpec, ...]:
+        """What `forward_keeping` keeps; empty if nothing is worth it. Compiles nothing.
+
+        The last segment, and one without a backward pass, have nothing to keep for.
+        """
+        if not self._may_keep:
+            return ()
+        return self.executables.halves.residuals()
+
+    def forward_keeping(
+        self, params: Sequence[Any], inputs: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """`(outputs, residuals)`, in the orders of `forward` and `residuals()`."""
+        assert self._may_keep, self.spec.name
+        return self.executables.forward_keeping((*params, *inputs, *self.hoisted))
+
+    def backward_from(
+        self,
+        params: Sequence[Any],
+        inputs: Sequence[Any],
+        residuals: Sequence[Any],
+        cotangents: Sequence[Any],
+    ) -> tuple[list[Any], list[Any]]:
+        """What `backward` returns, without running the forward pass again."""
+        assert self._may_keep, self.spec.name
+        arguments = (*params, *inputs, *self.hoisted)
+        given = tuple(residuals), tuple(cotangents)
+        return self.executables.backward_from(arguments, *given)
+
     def loss(
         self, params: Sequence[Any], inputs: Sequence[Any], seed: Any
     ) -> tuple[list[Any], list[Any], list[Any]]:
@@ -170,6 +236,19 @@ class Segment:
         if self.executables.is_last or self.spec.has_backward:
             backward = _temporary_bytes(self.executables.backward)
         return Workspace(forward, backward)
+
+    def keeping_workspace(self) -> Workspace:
+        """`workspace` of `forward_keeping` and `backward_from`."""
+        assert self._may_keep, self.spec.name
+        forward, backward = (
+            _temporary_bytes(e)
+            for e in (self.executables.forward_keeping, self.executables.backward_from)
+        )
+        return Workspace(forward, backward)
+
+    @property
+    def _may_keep(self) -> bool:
+        return self.spec.has_backward and not self.executables.is_last
 
 
 def compile_segments(segmented: Segmented, device: jax.Device) -> tuple[Segment, ...]:

@@ -1,0 +1,76 @@
+"""The cut is the cheapest that leaves no way from a source to a target."""
+
+from itertools import combinations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zinf.segment.min_cut import min_vertex_cut
+
+
+def is_separated(cut, parents, sources, targets):
+    stack, seen = [t for t in targets if t not in cut], set()
+    while stack:
+        vertex = stack.pop()
+        if vertex in sources:
+            return False
+        if vertex not in seen:
+            seen.add(vertex)
+            stack += [p for p in parents[vertex] if p not in cut]
+    return True
+
+
+@st.composite
+def programs(draw):
+    """Up to 7 values, each a source or computed from earlier ones."""
+    count = draw(st.integers(1, 7))
+    vertices = range(count)
+    weights = {v: draw(st.integers(1, 5)) for v in vertices}
+    parents = {
+        v: draw(st.lists(st.sampled_from(range(v)), unique=True, max_size=3))
+        if v
+        else []
+        for v in vertices
+    }
+    sources = [v for v in vertices if not parents[v]]
+    targets = draw(st.lists(st.sampled_from(vertices), unique=True, min_size=1))
+    return weights, parents, sources, targets
+
+
+@given(programs())
+def test_no_set_of_values_that_separates_weighs_less(program):
+    weights, parents, sources, targets = program
+    found = min_vertex_cut(weights, parents, sources, targets)
+    assert is_separated(found, parents, sources, targets)
+    subsets = (cut for n in range(len(weights) + 1) for cut in combinations(weights, n))
+    least = min(
+        sum(weights[v] for v in cut)
+        for cut in subsets
+        if is_separated(set(cut), parents, sources, targets)
+    )
+    assert sum(weights[v] for v in found) == least
+
+
+def test_of_equal_cuts_the_one_nearest_to_the_targets_is_taken():
+    chain = {"a": [], "b": ["a"], "c": ["b"]}
+    assert min_vertex_cut(dict.fromkeys(chain, 4), chain, ["a"], ["c"]) == {"c"}
+
+
+def test_a_value_that_much_follows_from_is_kept_in_its_stead():
+    parents = {"h": [], "tanh": ["h"], "cube": ["h"]}
+    weights = dict.fromkeys(parents, 4)
+    assert min_vertex_cut(weights, parents, ["h"], ["tanh", "cube"]) == {"h"}
+
+
+def test_a_cast_is_kept_in_the_narrower_dtype():
+    parents = {"half": [], "single": ["half"]}
+    weights = {"half": 2, "single": 4}
+    assert min_vertex_cut(weights, parents, ["half"], ["single"]) == {"half"}
+
+
+def test_values_without_bytes_are_kept_too():
+    assert min_vertex_cut({"a": 0}, {"a": []}, ["a"], ["a"]) == {"a"}
+
+
+def test_nothing_is_kept_where_nothing_is_needed():
+    assert min_vertex_cut({}, {}, [], []) == set()

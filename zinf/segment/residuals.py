@@ -1,0 +1,153 @@
+"""Halves a forward and backward pass: what to keep in between, what to compute again.
+
+jax keeps all that its backward pass reads. Of that, arguments are at hand anyway, and
+cheap equations run again from what is: values are kept so that the rest follows by
+cheap equations, in as few bytes as possible. What jax itself would compute again in the
+backward pass (`jax.checkpoint`, a `custom_vjp` rule that does) is left to it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from zinf.jaxpr import Graph, flatten, trace, variables
+from zinf.jaxpr.compat import Atom, Equation, Var
+from zinf.jaxpr.keys import from_words, to_words
+from zinf.jaxpr.slice import Slicer, merge_equal
+from zinf.program import ArraySpec
+from zinf.segment.build import array_spec
+from zinf.segment.min_cut import min_vertex_cut
+from zinf.segment.order import CHEAP
+
+# Elementwise or layout only, so that XLA fuses them into what reads them. No
+# reductions: they pass over memory, and what they save is small.
+COMPUTED_AGAIN = CHEAP | frozenset(
+    """
+    atan2 bitcast_convert_type cbrt conj cosh erf erf_inv erfc expm1 imag is_finite
+    log1p log2 logistic nextafter one_minus_square random_unwrap random_wrap
+    reduce_precision sinh split tan tanh
+    """.split()
+)
+
+
+@dataclass(frozen=True)
+class Halves:
+    """A forward pass that keeps the variables `kept`, and a backward pass from them.
+
+    Attributes:
+        forward: arguments -> `num_outputs` outputs, then what is kept.
+        again: arguments, what is kept -> all that `backward` reads.
+        backward: what `again` returns, cotangents -> cotangents of the arguments.
+    """
+
+    kept: tuple[Var, ...]
+    num_outputs: int
+    forward: Graph
+    again: Graph
+    backward: Graph
+
+    def residuals(self) -> tuple[ArraySpec, ...]:
+        return tuple(array_spec(v.aval) for v in self.kept)
+
+    def run_forward(self, arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """`(outputs, residuals)`; traceable, random keys as words."""
+        results = [to_words(y) for y in self.forward(*arguments)]
+        return results[: self.num_outputs], results[self.num_outputs :]
+
+    def run_backward(
+        self,
+        arguments: Sequence[Any],
+        residuals: Sequence[Any],
+        cotangents: Sequence[Any],
+    ) -> list[Any]:
+        """The cotangents of the arguments; traceable."""
+        pairs = zip(residuals, self.kept, strict=True)
+        kept = [from_words(x, v.aval) for x, v in pairs]
+        return self.backward(*self.again(*arguments, *kept), *cotangents)
+
+
+def halve(
+    linearize: Callable,
+    arguments: Sequence[Any],
+    cotangents: Sequence[Any],
+    *,
+    inputs: slice,
+) -> Halves:
+    """Halves `linearize(arguments) -> outputs, vjp`, where `vjp` is that of `jax.vjp`.
+
+    Args:
+        arguments, cotangents: their shapes and dtypes.
+        inputs: the arguments that differ between microbatches. What depends on none of
+            them (casts of parameters, masks) is computed again whatever it costs: kept,
+            it would be there once a microbatch.
+    """
+    structures = []
+
+    def forward_pass(arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        outputs, vjp = linearize(arguments)
+        leaves, structure = jax.tree.flatten(vjp)
+        structures.append(structure)
+        return outputs, leaves
+
+    def backward_pass(leaves: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        vjp = jax.tree.unflatten(structures[0], leaves)
+        return vjp(list(cotangents))[0]
+
+    closed, (outputs, leaves) = trace(forward_pass, tuple(arguments))
+    early = merge_equal(flatten(closed), keep=())
+    late = flatten(trace(backward_pass, leaves, tuple(cotangents))[0])
+    return _halve(early, late, len(outputs), inputs)
+
+
+def _halve(early: Graph, late: Graph, num_outputs: int, inputs: slice) -> Halves:
+    outvars, leaves = early.outvars[:num_outputs], early.outvars[num_outputs:]
+    reads, cotangents = late.invars[: len(leaves)], late.invars[len(leaves) :]
+    used = set(late.used_invars())
+    leaves = tuple(a for a, v in zip(leaves, reads, strict=True) if v in used)
+    reads = tuple(v for v in reads if v in used)
+
+    kept = _choose(early, leaves, early.invars[inputs])
+    equations = Slicer(early).behind(leaves, stop=set(kept)).equations
+    again = Graph((*early.invars, *kept), leaves, equations, early.consts)
+    backward = Graph((*reads, *cotangents), late.outvars, late.equations, late.consts)
+    forward = early.needed_for((*outvars, *kept))
+    return Halves(kept, num_outputs, forward, again.needed_for(leaves), backward)
+
+
+def _choose(
+    early: Graph, leaves: Sequence[Atom], inputs: Sequence[Var]
+) -> tuple[Var, ...]:
+    """The values to keep, in program order, so that `leaves` follow by cheap means."""
+    producer = {v: e for e in early.equations for v in e.outvars}
+    varying = _depending_on(inputs, early.equations) & set(producer)
+
+    parents: dict[Var, list[Var]] = {}
+    sources = []
+    targets = [v for v in dict.fromkeys(variables(leaves)) if v in varying]
+    stack = list(targets)
+    while stack:
+        variable = stack.pop()
+        if variable in parents:
+            continue
+        equation = producer[variable]
+        parents[variable] = []
+        if equation.primitive.name in COMPUTED_AGAIN:
+            read = variables(equation.invars)
+            parents[variable] = [v for v in read if v in varying]
+            stack += parents[variable]
+        else:
+            sources.append(variable)
+    weights = {v: array_spec(v.aval).nbytes for v in parents}
+    cut = min_vertex_cut(weights, parents, sources, targets)
+    return tuple(v for e in early.equations for v in e.outvars if v in cut)
+
+
+def _depending_on(origins: Sequence[Var], equations: Sequence[Equation]) -> set[Var]:
+    """`origins`, and every variable computed from one of them."""
+    found = set(origins)
+    for equation in equations:
+        if not found.isdisjoint(variables(equation.invars)):
+            found.update(equation.outvars)
+    return found
