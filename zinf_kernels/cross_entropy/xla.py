@@ -1,0 +1,140 @@
+"""`token_losses` by XLA, a piece of the logits at a time.
+
+Forward, sums over the vocabulary are kept as in FlashAttention (arXiv:2205.14135): the
+largest logit so far, and the sum of exponentials relative to it. Backward computes each
+piece of the logits again: 8 instead of 6 multiplications for each weight and token.
+
+The vocabulary is the outer loop. A piece of the weight's gradient is then complete
+after one inner loop and is rounded to the weight's dtype at once, while that of the
+activations is summed in float32, which takes N D numbers more. The other way round it
+would be V D numbers, which is more for most models, and each of them read and written
+for every piece of the tokens.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from zinf_kernels.cross_entropy.chunks import Chunks, accumulator, for_chunks
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def token_losses(
+    x: Float[Array, "tokens dim"],
+    weight: Float[Array, "..."],
+    labels: Int[Array, " tokens"],
+    chunks: Chunks,
+) -> tuple[Float[Array, " tokens"], Float[Array, " tokens"]]:
+    """Loss and logsumexp of each token."""
+    num_tokens, vocab = len(x), weight.shape[chunks.vocab_axis]
+
+    def fill(value: float) -> Array:
+        return varying_as(jnp.full(num_tokens, value, accumulator(x.dtype)), x)
+
+    def over_vocab(first: Any, width: int, carry: Any) -> Any:
+        w = chunks.of_weight(weight, first, width)
+
+        def over_tokens(start: Any, size: int, carry: Any) -> Any:
+            logits = chunks.logits(_part(x, start, size), w)
+            old = [_part(a, start, size) for a in carry]
+            new = _extended(old, logits, _part(labels, start, size) - first)
+            return [_put(a, b, start) for a, b in zip(carry, new, strict=True)]
+
+        return for_chunks(num_tokens, chunks.tokens, over_tokens, carry)
+
+    sums = [fill(-jnp.inf), fill(0), fill(0)]
+    largest, total, picked = for_chunks(vocab, chunks.vocab, over_vocab, sums)
+    lse = largest + jnp.log(total)
+    return lse - picked, lse
+
+
+def varying_as(x: Array, like: Array) -> Array:
+    """`x` marked as different on the devices on which `like` may be, in shard_map."""
+    axes = tuple(_varying(like) - _varying(x))
+    return lax.pcast(x, axes, to="varying") if axes else x
+
+
+def _varying(x: Array) -> frozenset[str]:
+    return jax.typeof(x).manual_axis_type.varying
+
+
+def _extended(sums: list[Array], logits: Array, index: Array) -> list[Array]:
+    """Largest logit, sum of exponentials and label's logit with those of one piece.
+
+    `index` is that of the label in this piece, if it is within it.
+    """
+    old, total, picked = sums
+    largest = jnp.maximum(old, jnp.max(logits, axis=1))
+    exponentials = jnp.sum(jnp.exp(logits - largest[:, None]), axis=1)
+    total = total * jnp.exp(old - largest) + exponentials
+    inside = (index >= 0) & (index < logits.shape[1])
+    column = jnp.clip(index, 0, logits.shape[1] - 1)[:, None]
+    found = jnp.take_along_axis(logits, column, axis=1)[:, 0]
+    return [largest, total, jnp.where(inside, found, picked)]
+
+
+def _forward(x: Array, weight: Array, labels: Array, chunks: Chunks) -> Any:
+    losses, lse = token_losses(x, weight, labels, chunks)
+    return (losses, lse), (x, weight, labels, lse)
+
+
+def _backward(chunks: Chunks, kept: Any, cotangents: Any) -> Any:
+    x, weight, labels, lse = kept
+    by_loss, by_lse = cotangents
+    by_both = by_loss + by_lse
+    vocab_axis, wide = chunks.vocab_axis, accumulator(x.dtype)
+    vocab = weight.shape[vocab_axis]
+
+    def over_vocab(first: Any, width: int, carry: Any) -> Any:
+        grad_x, grad_weight = carry
+        w = chunks.of_weight(weight, first, width)
+
+        def over_tokens(start: Any, size: int, carry: Any) -> Any:
+            grad_x, grad_w = carry
+            x_part = _part(x, start, size)
+            logits = chunks.logits(x_part, w)
+            p = jnp.exp(logits - _part(lse, start, size)[:, None])
+            columns = lax.broadcasted_iota(labels.dtype, p.shape, 1) + first
+            is_label = columns == _part(labels, start, size)[:, None]
+            down = jnp.where(is_label, _part(by_loss, start, size)[:, None], 0)
+            # In the dtype of the model, as matrix units want it.
+            by_logits = (p * _part(by_both, start, size)[:, None] - down).astype(
+                x.dtype
+            )
+            part = _product(by_logits, w, (1, vocab_axis), wide)
+            grad_x = _put(grad_x, _part(grad_x, start, size) + part, start)
+            sides = (x_part, by_logits) if vocab_axis else (by_logits, x_part)
+            return grad_x, grad_w + _product(*sides, (0, 0), wide)
+
+        grad_w = varying_as(jnp.zeros(w.shape, wide), x)
+        grad_x, grad_w = for_chunks(
+            len(x), chunks.tokens, over_tokens, (grad_x, grad_w)
+        )
+        rounded = grad_w.astype(weight.dtype)
+        return grad_x, _put(grad_weight, rounded, first, vocab_axis)
+
+    grads = jnp.zeros(x.shape, wide), jnp.zeros(weight.shape, weight.dtype)
+    carry = tuple(varying_as(grad, x) for grad in grads)
+    grad_x, grad_weight = for_chunks(vocab, chunks.vocab, over_vocab, carry)
+    return grad_x.astype(x.dtype), grad_weight, None
+
+
+token_losses.defvjp(_forward, _backward)
+
+
+def _part(x: Array, start: Any, size: int) -> Array:
+    return lax.dynamic_slice_in_dim(x, start, size)
+
+
+def _put(x: Array, part: Array, start: Any, axis: int = 0) -> Array:
+    return lax.dynamic_update_slice_in_dim(x, part, start, axis)
+
+
+def _product(one: Array, other: Array, contracted: tuple[int, int], dtype: Any) -> Any:
+    a, b = contracted
+    dimensions = (((a,), (b,)), ((), ()))
+    return lax.dot_general(one, other, dimensions, preferred_element_type=dtype)
