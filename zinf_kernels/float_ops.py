@@ -18,7 +18,6 @@ INT16 = ir.IntType(16)
 INT32 = ir.IntType(32)
 HALF = ir.HalfType()
 FLOAT = ir.FloatType()
-SMALLEST_NORMAL = float(np.finfo(np.float32).smallest_normal)
 
 
 def inlined(build: Any) -> Any:
@@ -89,19 +88,6 @@ def to_float16(_: Any, number: Any) -> Any:
         return builder.bitcast(builder.fptrunc(arguments[0], HALF), INT16)
 
     return types.uint16(types.float32), build
-
-
-@inlined
-def flushed(_: Any, number: Any) -> Any:
-    """The number, or zero where it is below the normal ones; NaNs stay NaNs."""
-
-    def build(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
-        size = _call(builder, "llvm.fabs", arguments)
-        # Ordered: false for a NaN.
-        is_small = builder.fcmp_ordered("<", size, FLOAT(SMALLEST_NORMAL))
-        return builder.select(is_small, FLOAT(0), arguments[0])
-
-    return types.float32(types.float32), build
 
 
 @inlined

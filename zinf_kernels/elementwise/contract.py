@@ -1,0 +1,60 @@
+"""Fuses products into the sums that they go into, as compilers do.
+
+Which product of two LLVM fuses for XLA, and whether one that goes into two sums,
+depends on the rest of the loop. Who wants the bits of XLA has to try.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from zinf_kernels.elementwise.program import Operation, Program
+
+# For a sum and the position of the product in it.
+FUSED = {
+    ("add", 0): "fused_add",
+    ("add", 1): "fused_add",
+    ("sub", 0): "fused_sub",
+    ("sub", 1): "fused_from",
+}
+
+
+def contracted(program: Program, distance: Callable[[Program], int]) -> Program:
+    """The program with products fused into sums, nearest to what is wanted.
+
+    One sum after another is tried in all ways and keeps the best, so the time is linear
+    in their number. A product that is not needed any more stays, unused.
+
+    Args:
+        distance: from what is wanted, 0 if nothing can be nearer.
+    """
+    ways = [_ways(program, operation) for operation in program.operations]
+    best = replace(program, operations=tuple(first for first, *_ in ways))
+    fewest, before = distance(best), -1
+    while fewest not in (0, before):
+        before = fewest
+        for k, others in enumerate(ways):
+            for other in others[1:]:
+                operations = [*best.operations[:k], other, *best.operations[k + 1 :]]
+                candidate = replace(program, operations=tuple(operations))
+                if (found := distance(candidate)) < fewest:
+                    best, fewest = candidate, found
+    return best
+
+
+def _ways(program: Program, operation: Operation) -> Sequence[Operation]:
+    """What an operation may be compiled to, beginning with the likeliest."""
+    if operation.name not in ("add", "sub"):
+        return [operation]
+    uses = Counter(k for o in program.operations for k in o.operands)
+    uses.update(value for _, value in program.outputs)
+    once, often = [], []
+    for place, value in enumerate(operation.operands):
+        number = value - program.num_inputs
+        if number < 0 or program.operations[number].name != "mul":
+            continue
+        factors = program.operations[number].operands
+        name, term = FUSED[operation.name, place], operation.operands[1 - place]
+        fused = Operation(name, (*factors, term))
+        (once if uses[value] == 1 else often).append(fused)
+    return [*once, *often] if once else [operation, *often]
