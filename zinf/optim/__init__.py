@@ -1,12 +1,11 @@
 """Updates parameters leaf by leaf, wherever their optimizer state lives."""
 
-from zinf.optim.chunked import chunked_updates as chunked_updates
 from zinf.optim.factory import build_optimizer as build_optimizer
 from zinf.optim.factory import build_schedule as build_schedule
 from zinf.optim.host_update import AbstractHostUpdate as AbstractHostUpdate
-from zinf.optim.in_place import in_place_updates as in_place_updates
 from zinf.optim.loss_scale import LossScale as LossScale
 from zinf.optim.loss_scale import LossScaleSettings as LossScaleSettings
+from zinf.optim.on_host import host_updates as host_updates
 from zinf.optim.separate import LeafUpdate as LeafUpdate
 from zinf.optim.separate import Separated as Separated
 from zinf.optim.separate import SharedState as SharedState

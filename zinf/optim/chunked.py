@@ -1,4 +1,4 @@
-"""Updates in host memory by any element-wise transform: XLA, a piece at a time.
+"""Updates in host memory that no loop can be made for: XLA, a piece at a time.
 
 XLA writes results into memory of its own, from where they are copied to the arrays that
 rest on the host. For a block of 16 MiB that is new pages and twice the traffic; the

@@ -2,12 +2,12 @@
 
 XLA writes results into memory of its own, from where they are copied: for arrays that
 rest on the host that is twice the traffic, and room for both. `zinf_kernels.adam` reads
-and writes each array once, where it is. Whatever is not Adam keeps its executable.
+and writes each array once, where it is. For whatever is not Adam see `looped`.
 """
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
@@ -16,15 +16,14 @@ import numpy as np
 from zinf.jaxpr import Body
 from zinf.optim.adam import BFLOAT16, FLOAT32, AdamForm, match_adam
 from zinf.optim.host_update import AbstractHostUpdate, flat
+from zinf.optim.probe import PROBE_NUMEL, compile_probe, normal, random_step_values
 from zinf.optim.separate import Separated
-from zinf.optim.update import Unit, UpdateStep, compile_updates
+from zinf.optim.update import Unit, copy_dtype_of
 from zinf_kernels.adam import Scalars, adam_update_scalars
 
 # With float16 gradients it depends on the length how XLA rounds, so no kernel can give
 # the same bits.
 GRADIENT_DTYPES = (FLOAT32, BFLOAT16)
-# An update is tried on so many elements before the kernel takes its place.
-PROBE_NUMEL = 1000
 # Half a unit in the last place of 1 in float32.
 ROUNDING = 2.0**-24
 ROUNDING_BFLOAT16 = 2.0**-8
@@ -86,7 +85,7 @@ def in_place_updates(
     Args:
         device: the one on which executables are made to compare with.
     """
-    leaves = sorted({u.leaf for u in units if _may_be_in_place(separated, u)})
+    leaves = sorted({u.leaf for u in units if may_be_in_place(separated, u)})
     probes = separated.bodies([(leaf, (PROBE_NUMEL,)) for leaf in leaves])
     shared = dict(zip(leaves, probes, strict=True))
     forms = {s.body: match_adam(s.body) for s in probes}
@@ -100,8 +99,7 @@ def in_place_updates(
             found.append(None)
             continue
         leaf = separated.leaves[unit.leaf]
-        copies = unit.compute_dtype not in (None, leaf.spec.dtype)
-        copy_dtype = np.dtype(unit.compute_dtype) if copies else None
+        copy_dtype = copy_dtype_of(unit, leaf.spec.dtype)
         update = InPlaceUpdate(form, leaf.step_values, own.hoisted, dtype, copy_dtype)
         key = own.body, dtype
         if key not in agreed:
@@ -110,7 +108,8 @@ def in_place_updates(
     return found
 
 
-def _may_be_in_place(separated: Separated, unit: Unit) -> bool:
+def may_be_in_place(separated: Separated, unit: Unit) -> bool:
+    """Whether the update acts on every float32 of the master by itself."""
     leaf = separated.leaves[unit.leaf]
     # A scalar leaf has no form at another shape, in which scalars stay scalars.
     return leaf.is_elementwise and leaf.spec.shape != () and leaf.spec.dtype == FLOAT32
@@ -124,26 +123,21 @@ def _agrees(
     What the kernel means is compared, not its loop: that takes no compiler but XLA's,
     and is enough to find a term that was taken for another.
     """
-    unit = Unit(unit.leaf, (PROBE_NUMEL,), unit.grad_dtype)
-    (step,) = compile_updates(separated, [unit], device=device).steps
     random = np.random.default_rng(0)
-
-    def normal(scale: float) -> np.ndarray:
-        return (random.standard_normal(PROBE_NUMEL) * scale).astype(np.float32)
-
-    gradient = normal(1.0).astype(update.gradient_dtype)
-    arrays = [normal(0.1), normal(0.1), np.square(normal(1.0))]
+    gradient = normal(random, 1.0).astype(update.gradient_dtype)
+    arrays = [normal(random, x) for x in (0.1, 0.1, 1.0)]
+    arrays[2] = np.square(arrays[2])
     if update.form.m == 1:
         arrays[1:] = arrays[:0:-1]
     position = 1 + update.form.m
     arrays[position] = arrays[position].astype(update.form.m_dtype)
-    specs = separated.step_value_specs
-    values = [np.asarray(random.uniform(0.1, 0.9), s.dtype) for s in specs]
+    values = random_step_values(separated, random)
     factor = np.float32(0.7)
     mine = [values[k] for k in update.step_values]
     scalars = update.form.values([*mine, *update.hoisted], factor)
     bounds = _bounds(update.form, scalars, gradient, *arrays)
-    expected = _executed(step, factor, values, [gradient, *arrays], device)
+    execute = compile_probe(separated, replace(unit, compute_dtype=None), device=device)
+    expected = execute(factor, values, gradient, *arrays)
     _run(update.form, scalars, gradient, *arrays, implementation="reference")
     agrees = all(
         np.all(np.abs(_wide(x) - _wide(y)) <= bound)
@@ -158,18 +152,6 @@ def _agrees(
             stacklevel=2,
         )
     return agrees
-
-
-def _executed(
-    step: UpdateStep,
-    factor: Any,
-    values: Sequence[Any],
-    arrays: Sequence[np.ndarray],
-    device: jax.Device,
-) -> list[np.ndarray]:
-    # Copies: the CPU backend would alias NumPy memory that changes later.
-    placed = jax.device_put([x.copy() for x in arrays], device)
-    return [np.asarray(x) for x in step(factor, values, *placed)]
 
 
 def _bounds(

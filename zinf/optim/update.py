@@ -89,11 +89,11 @@ def compile_updates(
     steps = []
     for unit, shared in zip(units, bodies, strict=True):
         leaf = separated.leaves[unit.leaf]
-        copy_dtype = _copy_dtype(unit, leaf.spec.dtype)
+        copy_dtype = copy_dtype_of(unit, leaf.spec.dtype)
         key = shared.body, jnp.dtype(unit.grad_dtype), copy_dtype
         if key not in compiled:
             function = update_function(shared.body, copy_dtype)
-            arguments = _arguments(separated, unit, shared.hoisted)
+            arguments = step_arguments(separated, unit, shared.hoisted)
             executable = _compile(function, arguments, device)
             compiled[key] = executable, executable.memory_analysis()
         executable, memory = compiled[key]
@@ -143,9 +143,10 @@ def update_function(body: Body, copy_dtype: Any) -> Callable:
     return update
 
 
-def _arguments(
+def step_arguments(
     separated: Separated, unit: Unit, hoisted: Sequence[np.generic]
 ) -> tuple[Any, ...]:
+    """What the `update_function` of a unit takes, abstract: scalars, then arrays."""
     leaf = separated.leaves[unit.leaf]
     states = tuple(
         jax.ShapeDtypeStruct(
@@ -171,7 +172,8 @@ def _compile(function: Callable, arguments: Any, device: jax.Device) -> Any:
     return jax.jit(function).lower(*placed).compile()
 
 
-def _copy_dtype(unit: Unit, master_dtype: Any) -> np.dtype | None:
+def copy_dtype_of(unit: Unit, master_dtype: Any) -> np.dtype | None:
+    """The dtype of the unit's compute copy, None if it has none."""
     if unit.compute_dtype is None or unit.compute_dtype == master_dtype:
         return None
     return jnp.dtype(unit.compute_dtype)

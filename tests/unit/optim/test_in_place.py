@@ -162,13 +162,13 @@ def test_all_loops_are_compiled_beforehand():
 
 def test_leaves_of_all_shapes_are_tried_once(monkeypatch):
     tried = []
-    compile_updates = in_place.compile_updates
+    compile_probe = in_place.compile_probe
 
-    def counting(separated, units, **rest):
-        tried.append(units)
-        return compile_updates(separated, units, **rest)
+    def counting(separated, unit, **rest):
+        tried.append(unit)
+        return compile_probe(separated, unit, **rest)
 
-    monkeypatch.setattr(in_place, "compile_updates", counting)
+    monkeypatch.setattr(in_place, "compile_probe", counting)
     units = [Unit(i, SHAPES[p], np.float32) for i, p in NAMED]
     assert all(both(optax.adam(0.1), units)[2])
     assert len(tried) == 1

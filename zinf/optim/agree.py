@@ -1,0 +1,72 @@
+"""Compares a program with the executable whose place it may take."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from zinf_kernels.elementwise import Program, elementwise_update
+from zinf_kernels.elementwise.bounds import error_bounds
+from zinf_kernels.elementwise.contract import contracted
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a program is given, and what the executable made of the same.
+
+    Attributes:
+        arrays: those of the program, which stay as they are.
+        expected: what replaces those that the program writes.
+    """
+
+    arrays: Sequence[np.ndarray]
+    scalars: Sequence[np.float32]
+    expected: Sequence[np.ndarray]
+
+    def results(self, program: Program) -> list[np.ndarray]:
+        """What the program makes of it.
+
+        What it means is computed, not its loop: that takes no compiler, and finds a
+        term that was taken for another.
+        """
+        copies = [x.copy() for x in self.arrays]
+        elementwise_update(program, copies, self.scalars, implementation="reference")
+        return [copies[number] for number, _ in program.outputs]
+
+    def num_different(self, program: Program) -> int:
+        """How many numbers have other bits than expected."""
+        pairs = zip(self.results(program), self.expected, strict=True)
+        return sum(int(np.sum(_bits(x) != _bits(y))) for x, y in pairs)
+
+    def is_within_bounds(self, program: Program) -> bool:
+        """Whether rounding explains all differences, and NaNs are where they were."""
+        found = self.results(program)
+        bounds = error_bounds(program, self.arrays, self.scalars)
+        triples = zip(found, self.expected, bounds, strict=True)
+        return all(_are_close(x, y, 2 * bound) for x, y, bound in triples)
+
+
+def closest(program: Program, trials: Sequence[Trial]) -> Program:
+    """The contraction of a program that gives most of the bits that are expected."""
+    return contracted(
+        program, lambda candidate: sum(t.num_different(candidate) for t in trials)
+    )
+
+
+def _are_close(x: np.ndarray, y: np.ndarray, bound: np.ndarray) -> bool:
+    x, y = _wide(x), _wide(y)
+    with np.errstate(invalid="ignore"):
+        # Not greater, for a difference of infinities or a bound that is NaN.
+        is_close = not np.any(np.abs(x - y) > bound)
+    return is_close and np.array_equal(np.isnan(x), np.isnan(y))
+
+
+def _bits(array: np.ndarray) -> Any:
+    """Bits of the elements; the same for all NaNs, which carry nothing for us."""
+    bits = array.view(f"u{array.itemsize}")
+    return np.where(np.isnan(_wide(array)), np.iinfo(bits.dtype).max, bits)
+
+
+def _wide(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.float64)
