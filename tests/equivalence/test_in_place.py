@@ -17,7 +17,7 @@ from tests.equivalence.training import (
     train,
 )
 from zinf.executor.updates import Updates
-from zinf.optim import chunked
+from zinf.optim import chunked, on_host
 
 ON_HOST = ("cpu", "cpu")
 
@@ -32,8 +32,19 @@ def test_losses_and_parameters_are_bit_equal_with_updates_on_the_host(variant):
 
 
 @pytest.mark.parametrize("variant", ["plain", "bf16 clipping", "fp16 accumulation"])
+def test_updates_by_a_loop_made_for_the_transform_change_no_number(variant):
+    """Of SGD with momentum, which takes no reciprocal root that XLA would estimate."""
+    expected = train(PYTREE, variant, ON_DEVICE, "sgd")
+    found = train(PYTREE, variant, ON_HOST, "sgd")
+    assert found.losses == expected.losses
+    jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+
+
+@pytest.mark.parametrize("variant", ["plain", "bf16 clipping", "fp16 accumulation"])
 def test_updates_in_pieces_change_no_number(variant, monkeypatch):
     expected = train(PYTREE, variant, ON_DEVICE, "sgd")
+    # As for a transform that no loop can be made for.
+    monkeypatch.setattr(on_host, "WAYS", (chunked.chunked_updates,))
     # Less than most leaves have, and no divisor of them.
     monkeypatch.setattr(chunked, "CHUNK_NUMEL", 100)
     found = train.__wrapped__(PYTREE, variant, ON_HOST, "sgd")
@@ -56,11 +67,12 @@ def test_loss_scaling_skips_steps_in_these_runs():
         # Gradients in float16 are summed in float32.
         ("fp16 accumulation", "adam", ON_HOST, True),
         ("fp16", "adam", ON_HOST, False),
-        ("plain", "sgd", ON_HOST, False),
+        ("plain", "sgd", ON_HOST, True),
+        ("plain", "lamb", ON_HOST, False),
         ("plain", "adam", ON_DEVICE, False),
     ],
 )
-def test_adam_is_in_place_on_the_host(
+def test_elementwise_updates_are_in_place_on_the_host(
     variant, optimizer, placement, is_in_place, monkeypatch, tmp_path
 ):
     calls = Counter()

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from zinf.executor.decision import Decision
-from zinf.optim.chunked import chunked_updates
 from zinf.optim.host_update import AbstractHostUpdate
-from zinf.optim.in_place import in_place_updates
+from zinf.optim.on_host import host_updates
 from zinf.optim.separate import Separated
 from zinf.optim.update import Unit, UpdateStep, compile_updates
 from zinf.plan import ArrayUpdate, UpdateUnit
@@ -166,27 +165,15 @@ def compile_program_updates(
                 updates.append(update)
         grouped.append((segment.name, tuple(updates)))
     compiled = compile_updates(separated, list(units.values()), device=device)
+    on_host = host_updates(separated, list(units.values()), device=device)
     return Updates(
         arrays=tuple(grouped),
         steps=dict(zip(units, compiled.steps, strict=True)),
-        in_place=_in_place(separated, units, device),
+        in_place={u: x for u, x in zip(units, on_host, strict=True) if x is not None},
         num_executables=compiled.num_executables,
         devices={Tier.HOST: device, Tier.DEVICE: device},
         unit_bytes=UNIT_BLOCKS * limit,
     )
-
-
-def _in_place(
-    separated: Separated, units: Mapping[ArrayUpdate, Unit], device: jax.Device
-) -> dict[ArrayUpdate, AbstractHostUpdate]:
-    """What updates arrays on the host, best first; some have their executable only."""
-    found: dict[ArrayUpdate, AbstractHostUpdate] = {}
-    for updates_of in (in_place_updates, chunked_updates):
-        rest = [update for update in units if update not in found]
-        some = updates_of(separated, [units[u] for u in rest], device=device)
-        pairs = zip(rest, some, strict=True)
-        found.update((update, x) for update, x in pairs if x is not None)
-    return found
 
 
 def _completed_by(program: Program, segment_name: str) -> list[ArrayId]:
