@@ -6,7 +6,9 @@ results away while the next are.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import jax
@@ -15,8 +17,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-# A warpgroup's layout of a matrix, the only one in which it can reduce rows, has 64.
-TILE_ROWS = 64
 # What is for us of the shared memory of a core (227 KiB), some being left for barriers.
 SHARED_BYTES = 208 << 10
 # Two blocks for each core, one of which computes while the other waits, if both fit.
@@ -31,40 +31,58 @@ RESULT_SLOTS = 2
 Compute = Callable[[Any, Sequence[Any], Sequence[Any], Sequence[Any]], None]
 
 
+@dataclass(frozen=True)
+class Tile:
+    """How many rows a tile has, and whether it lies swizzled in shared memory."""
+
+    rows: int
+    is_swizzled: bool
+
+
+# A warpgroup's layout of a matrix, the only one in which it can reduce rows, has 64 of
+# them, of which threads with the same bank in mind read different ones at once.
+MATRIX = Tile(64, is_swizzled=True)
+# Where every element is for itself threads take neighbours, and tiles can be small: so
+# many arrays fit.
+ELEMENTS = Tile(8, is_swizzled=False)
+
+
 def stream(
     compute: Compute,
     arrays: Sequence[jax.Array],
     scalars: Sequence[jax.Array] = (),
     *,
     results: Sequence[jax.ShapeDtypeStruct],
+    tile: Tile,
     num_cores: int,
 ) -> tuple[jax.Array, ...]:
-    """Runs `compute` on all tiles of `TILE_ROWS` rows.
+    """Runs `compute` on all tiles.
 
     Args:
-        compute: is called with the index of the tile's first row (int32), references
-            to `scalars`, to a tile of each of `arrays` and to one of each result, and
-            writes the last. It runs once for a tile, on one warpgroup.
-        arrays: of one length, a positive multiple of `TILE_ROWS`, with one or two
+        compute: is called with the index of the tile's first row (int32), the elements
+            of `scalars`, references to a tile of each of `arrays` and to one of each
+            result, and writes the last. It runs once for a tile, on one warpgroup.
+        arrays: of one length, a positive multiple of the tile's, with one or two
             dimensions. The bytes of a row of two are 16, 32, 64 or a multiple of 128.
-        scalars: small arrays, read element by element from device memory.
+        scalars: small arrays with one dimension, read once by each block of threads.
         results: shapes and dtypes of what to return, under the same conditions.
         num_cores: streaming multiprocessors of the device.
     """
-    tiles, rest = divmod(arrays[0].shape[0], TILE_ROWS)
+    tiles, rest = divmod(arrays[0].shape[0], tile.rows)
     assert tiles and not rest, arrays[0].shape
-    per_core, in_flight = _occupancy(arrays, results)
+    per_core, in_flight = _occupancy(tile, arrays, results)
     blocks = min(tiles, num_cores * per_core)
 
     def body(*refs: Any) -> None:
         inputs, others = refs[: len(arrays)], refs[len(arrays) :]
-        numbers, outputs = others[: len(scalars)], others[len(scalars) :]
+        scalar_refs, outputs = others[: len(scalars)], others[len(scalars) :]
+        numbers = [ref[i] for ref in scalar_refs for i in range(ref.shape[0])]
         first = lax.axis_index("block")
 
-        def tile(step: Any) -> Any:
+        def index(step: Any) -> Any:
             return first + step * blocks
 
-        @partial(pl.run_scoped, slots=[*map(_slots, results)])
+        @partial(pl.run_scoped, slots=[_slots(tile, result) for result in results])
         def _(slots: Any) -> None:
             def step(indices: Any, *tile_refs: Any) -> None:
                 (number,) = indices
@@ -73,17 +91,17 @@ def stream(
                 # Each result is a group of its own: all but the last tile's are gone.
                 outstanding = len(results) * (RESULT_SLOTS - 1)
                 plgpu.wait_smem_to_gmem(outstanding, wait_read_only=True)
-                start = tile(number) * TILE_ROWS
+                start = index(number) * tile.rows
                 compute(start, numbers, tile_refs, written)
                 plgpu.commit_smem()
                 for ref, output in zip(written, outputs, strict=True):
-                    rows = output.at[pl.ds(start, TILE_ROWS)]
+                    rows = output.at[pl.ds(start, tile.rows)]
                     plgpu.copy_smem_to_gmem(ref, rows)
 
             plgpu.emit_pipeline(
                 step,
                 grid=(lax.div(tiles - first + blocks - 1, blocks),),
-                in_specs=[_spec(array, tile) for array in arrays],
+                in_specs=[_spec(tile, array, index) for array in arrays],
                 max_concurrent_steps=in_flight,
             )(*inputs)
             plgpu.wait_smem_to_gmem(0)
@@ -99,10 +117,12 @@ def stream(
     )(*arrays, *scalars)
 
 
-def _occupancy(arrays: Sequence[Any], results: Sequence[Any]) -> tuple[int, int]:
+def _occupancy(
+    tile: Tile, arrays: Sequence[Any], results: Sequence[Any]
+) -> tuple[int, int]:
     """Blocks for each core, and tiles in flight for each block."""
-    tile_bytes = sum(map(_tile_bytes, arrays))
-    result_bytes = RESULT_SLOTS * sum(map(_tile_bytes, results))
+    tile_bytes = sum(_bytes(tile, array) for array in arrays)
+    result_bytes = RESULT_SLOTS * sum(_bytes(tile, result) for result in results)
     for blocks in range(MOST_BLOCKS_PER_CORE, 0, -1):
         tiles = (SHARED_BYTES // blocks - result_bytes) // tile_bytes
         if tiles >= LEAST_TILES:
@@ -110,18 +130,17 @@ def _occupancy(arrays: Sequence[Any], results: Sequence[Any]) -> tuple[int, int]
     raise AssertionError(f"tiles of {tile_bytes:,} bytes do not fit in shared memory")
 
 
-def _tile_shape(array: Any) -> tuple[int, ...]:
-    return (TILE_ROWS, *array.shape[1:])
+def _bytes(tile: Tile, array: Any) -> int:
+    return prod(_shape(tile, array)) * jnp.dtype(array.dtype).itemsize
 
 
-def _tile_bytes(array: Any) -> int:
-    width = array.shape[1] if len(array.shape) == 2 else 1
-    return TILE_ROWS * width * jnp.dtype(array.dtype).itemsize
+def _shape(tile: Tile, array: Any) -> tuple[int, ...]:
+    return (tile.rows, *array.shape[1:])
 
 
-def _transforms(array: Any) -> tuple[Any, ...]:
+def _transforms(tile: Tile, array: Any) -> tuple[Any, ...]:
     """How a tile lies in shared memory so that rows do not meet in the same banks."""
-    if len(array.shape) == 1:
+    if len(array.shape) == 1 or not tile.is_swizzled:
         return ()
     itemsize = jnp.dtype(array.dtype).itemsize
     swizzle = plgpu.find_swizzle(array.shape[1] * itemsize * 8)
@@ -129,15 +148,15 @@ def _transforms(array: Any) -> tuple[Any, ...]:
     return tiling, plgpu.SwizzleTransform(swizzle)
 
 
-def _slots(result: Any) -> Any:
-    shape = (RESULT_SLOTS, *_tile_shape(result))
-    return plgpu.SMEM(shape, result.dtype, transforms=_transforms(result))
+def _slots(tile: Tile, result: Any) -> Any:
+    shape = (RESULT_SLOTS, *_shape(tile, result))
+    return plgpu.SMEM(shape, result.dtype, transforms=_transforms(tile, result))
 
 
-def _spec(array: Any, tile: Callable[[Any], Any]) -> Any:
+def _spec(tile: Tile, array: Any, index: Callable[[Any], Any]) -> Any:
     rest = (0,) * (array.ndim - 1)
     return plgpu.BlockSpec(
-        _tile_shape(array),
-        lambda step: (tile(step), *rest),
-        transforms=_transforms(array),
+        _shape(tile, array),
+        lambda step: (index(step), *rest),
+        transforms=_transforms(tile, array),
     )

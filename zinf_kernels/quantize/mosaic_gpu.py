@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int8, UInt32
 
-from zinf_kernels.mosaic_stream import TILE_ROWS, stream
+from zinf_kernels.mosaic_stream import MATRIX, stream
 from zinf_kernels.quantize.blocks import pad
 from zinf_kernels.quantize.rounding import (
     packed,
@@ -33,7 +33,7 @@ def quantize(
 ) -> tuple[Int8[Array, "blocks width"], Float32[Array, " blocks"]]:
     """Values and scales as `Quantized` has them."""
     num_blocks, block_size = x.shape
-    x = pad(x, -num_blocks % TILE_ROWS)
+    x = pad(x, -num_blocks % MATRIX.rows)
     values = jax.ShapeDtypeStruct((len(x), block_size * bits // 8), jnp.int8)
     scales = jax.ShapeDtypeStruct((len(x),), jnp.float32)
 
@@ -45,8 +45,7 @@ def quantize(
             row = lax.broadcasted_iota(jnp.uint32, tile.shape, 0)
             row += start.astype(jnp.uint32)
             column = lax.broadcasted_iota(jnp.uint32, tile.shape, 1)
-            seed0, seed1 = seeds[0][0], seeds[0][1]
-            random = random_bits(row * block_size + column, seed0, seed1)
+            random = random_bits(row * block_size + column, *seeds)
         scaled = tile * lax.broadcast_in_dim(inverse, tile.shape, (0,))
         integers = to_integers(scaled, random, bits=bits)
         integers = packed(integers) if bits == 4 else integers
@@ -58,6 +57,7 @@ def quantize(
         (x,),
         () if seed is None else (seed,),
         results=(values, scales),
+        tile=MATRIX,
         num_cores=num_cores,
     )
     return made[0][:num_blocks], made[1][:num_blocks]
@@ -74,7 +74,7 @@ def dequantize(
 ) -> Float[Array, "blocks block_size"]:
     """Blocks of numbers from what `quantize` made."""
     num_blocks, width = values.shape
-    padding = -num_blocks % TILE_ROWS
+    padding = -num_blocks % MATRIX.rows
     arrays = pad(values, padding), pad(scales, padding)
     blocks = jax.ShapeDtypeStruct((len(arrays[0]), width * 8 // bits), dtype)
 
@@ -87,5 +87,7 @@ def dequantize(
             numbers = (half.astype(jnp.float32) * scale).astype(dtype)
             results[0][:, i * width : (i + 1) * width] = numbers
 
-    (made,) = stream(compute, arrays, results=(blocks,), num_cores=num_cores)
+    (made,) = stream(
+        compute, arrays, results=(blocks,), tile=MATRIX, num_cores=num_cores
+    )
     return made[:num_blocks]
