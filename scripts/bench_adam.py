@@ -1,5 +1,8 @@
 """Times one step of AdamW on the host: zinf, DeepSpeed, torch, optax.
 
+Or of another transform: zinf and optax, which donates all arrays, in one call or in one
+for each.
+
 Each contender is a process of its own that keeps its arrays; in each round every one of
 them takes a step, so that what else happens on the machine falls on all alike. Only
 ratios within a round are compared. "reads" is what no update can beat: reading master,
@@ -7,6 +10,7 @@ moments and gradient once.
 
     python scripts/bench_adam.py --baseline-python ~/baselines/venv/bin/python
     python scripts/bench_adam.py --precision bfloat16 --arrays 12 --threads 2
+    python scripts/bench_adam.py --transform lion rmsprop
 
 bfloat16 is what mixed precision asks for: a gradient in bfloat16 comes in, and a copy
 of the new parameters in bfloat16 goes out. DeepSpeed and torch need passes before and
@@ -20,7 +24,6 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from itertools import product
@@ -28,13 +31,24 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from transform_contenders import (
+    TRANSFORMS,
+    Stepper,
+    donated_each_stepper,
+    donated_stepper,
+    host_stepper,
+)
+
 LEARNING_RATE, B1, B2, EPS, WEIGHT_DECAY = 3e-4, 0.9, 0.95, 1e-8, 0.1
 # Numbers that bfloat16 holds exactly, so that all contenders get the same.
 MASTER, GRADIENT = 2.0**-6, 2.0**-10
 BASELINES = ("deepspeed", "torch")
-CONTENDERS = ("zinf", *BASELINES, "optax", "reads")
-# What the project wants of the faster baseline's time over zinf's.
+DONATED = ("optax", "optax_each")
+CONTENDERS = ("zinf", *BASELINES, *DONATED, "reads")
+# What the project wants of the faster baseline's time over zinf's, and of optax's for
+# transforms that have no other baseline.
 WANTED = {"float32": 1.1, "bfloat16": 1.3}
+WANTED_OF_DONATED = 0.8
 # Contenders compute alike up to float32 rounding.
 TOLERANCE = 1e-5
 
@@ -47,6 +61,7 @@ class Group:
     arrays: int
     threads: int
     numel: int
+    transform: str = "adamw"
 
     @property
     def lengths(self) -> list[int]:
@@ -57,12 +72,22 @@ class Group:
         return self.precision == "bfloat16"
 
 
-# A contender makes its arrays and returns a step and a look at the first parameter.
 # Modules are imported by name because the two interpreters have different ones.
-Stepper = tuple[Callable[[], Any], Callable[[], float]]
-
-
 def zinf_stepper(group: Group) -> Stepper:
+    if group.transform == "adamw":
+        return adam_stepper(group)
+    return host_stepper(group, MASTER, GRADIENT)
+
+
+def optax_stepper(group: Group) -> Stepper:
+    return donated_stepper(group, MASTER, GRADIENT)
+
+
+def optax_each_stepper(group: Group) -> Stepper:
+    return donated_each_stepper(group, MASTER, GRADIENT)
+
+
+def adam_stepper(group: Group) -> Stepper:
     np, kernels = import_module("numpy"), import_module("zinf_kernels")
     gradient_dtype = import_module("ml_dtypes").bfloat16 if group.is_short else "f4"
     units, steps = [], 0
@@ -107,34 +132,6 @@ def reads_stepper(group: Group) -> Stepper:
         )
 
     return step, lambda: float("nan")
-
-
-def optax_stepper(group: Group) -> Stepper:
-    jax, jnp, optax = (import_module(x) for x in ("jax", "jax.numpy", "optax"))
-    short = jnp.bfloat16
-    tx = optax.adamw(LEARNING_RATE, b1=B1, b2=B2, eps=EPS, weight_decay=WEIGHT_DECAY)
-    masters = [jnp.full(n, MASTER, jnp.float32) for n in group.lengths]
-    dtype = short if group.is_short else jnp.float32
-    gradients = [jnp.full(n, GRADIENT, dtype) for n in group.lengths]
-    copies = [jnp.zeros(n, short) for n in group.lengths] if group.is_short else None
-    state = masters, tx.init(masters), copies
-
-    def update(given: Any, gradients: Any) -> Any:
-        masters, state, _ = given
-        wide = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
-        changes, state = tx.update(wide, state, masters)
-        masters = optax.apply_updates(masters, changes)
-        copies = [x.astype(short) for x in masters] if group.is_short else None
-        return masters, state, copies
-
-    # The old copies are given too, only for the new ones to take their memory.
-    compiled = jax.jit(update, donate_argnums=0, keep_unused=True)
-
-    def step() -> None:
-        nonlocal state
-        state = jax.block_until_ready(compiled(state, gradients))
-
-    return step, lambda: float(state[0][0][0])
 
 
 def deepspeed_stepper(group: Group) -> Stepper:
@@ -271,7 +268,7 @@ def ratios(seconds: dict[str, list[float]], name: str) -> list[float]:
 def report(result: dict[str, Any]) -> None:
     seconds = result["seconds"]
     print(
-        f"\n{result['precision']}, {result['arrays']} arrays, "
+        f"\n{result['transform']}, {result['precision']}, {result['arrays']} arrays, "
         f"{result['threads']} threads, {result['numel'] / 1e6:g}M elements"
     )
     print(f"{'':10}{'ms':>8}{'least':>8}{'most':>8}{'/ zinf':>8}{'quartiles':>14}")
@@ -285,30 +282,23 @@ def report(result: dict[str, Any]) -> None:
         )
     for name, reason in result["missing"].items():
         print(f"{name:10} did not run: {reason}")
-    raced = [ratios(seconds, name) for name in BASELINES if name in seconds]
+    is_adam = result["transform"] == "adamw"
+    baselines = BASELINES if is_adam else DONATED
+    wanted = WANTED[result["precision"]] if is_adam else WANTED_OF_DONATED
+    raced = [ratios(seconds, name) for name in baselines if name in seconds]
     if raced:
         best = min(median(x) for x in raced)
-        print(
-            f"faster baseline / zinf {best:.2f}, wanted {WANTED[result['precision']]}"
-        )
+        print(f"faster of {' and '.join(baselines)} / zinf {best:.2f}, wanted {wanted}")
 
 
 def main() -> None:
     options = parse()
-    # Everything is compared with zinf.
-    pythons = dict.fromkeys(("zinf", *options.contenders), sys.executable)
-    for name in BASELINES:
-        if options.baseline_python is None:
-            pythons.pop(name, None)
-        elif name in pythons:
-            pythons[name] = options.baseline_python
-    if options.baseline_python is None:
-        print("No torch and DeepSpeed: name an interpreter with --baseline-python.")
     results = []
-    for precision, arrays, threads in product(
-        options.precision, options.arrays, options.threads
+    for transform, precision, arrays, threads in product(
+        options.transform, options.precision, options.arrays, options.threads
     ):
-        group = Group(precision, arrays, threads, options.numel)
+        group = Group(precision, arrays, threads, options.numel, transform)
+        pythons = pythons_of(group, options)
         results.append(race(group, rounds=options.rounds, pythons=pythons))
         report(results[-1])
     if options.json:
@@ -316,11 +306,31 @@ def main() -> None:
         options.json.write_text(json.dumps({"machine": machine, "results": results}))
 
 
+def pythons_of(group: Group, options: argparse.Namespace) -> dict[str, str]:
+    """The interpreter of each contender that there is."""
+    # Everything is compared with zinf.
+    pythons = dict.fromkeys(("zinf", *options.contenders), sys.executable)
+    is_adam = group.transform == "adamw"
+    if group.arrays == 1:
+        pythons.pop("optax_each", None)
+    if not is_adam:
+        pythons.pop("reads", None)
+    for name in BASELINES:
+        if not is_adam or options.baseline_python is None:
+            pythons.pop(name, None)
+        elif name in pythons:
+            pythons[name] = options.baseline_python
+    if is_adam and options.baseline_python is None:
+        print("No torch and DeepSpeed: name an interpreter with --baseline-python.")
+    return pythons
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--baseline-python", help="interpreter with torch, deepspeed")
     parser.add_argument("--numel", type=int, default=100_000_000)
     parser.add_argument("--precision", nargs="+", default=[*WANTED], choices=WANTED)
+    parser.add_argument("--transform", nargs="+", default=["adamw"], choices=TRANSFORMS)
     parser.add_argument("--arrays", nargs="+", type=int, default=[1, 12])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--rounds", type=int, default=15)
