@@ -22,13 +22,17 @@ PLUGIN = "jax_cuda13_plugin"
 
 @dataclass(frozen=True)
 class Gpu:
-    """What compilers ask of a GPU, from NVIDIA's data sheets and CUDA's tables."""
+    """What compilers ask of a GPU, from NVIDIA's data sheets and CUDA's tables.
+
+    `flops_per_second` is that of dense products of short floats, which is for floors.
+    """
 
     kind: str
     capability: tuple[int, int]
     cores: int
     memory_bytes: int
     memory_bytes_per_second: int
+    flops_per_second: int
     cache_bytes: int
     clock_ghz: float
     shared_bytes_per_core: int
@@ -49,6 +53,7 @@ GPUS = {
         132,
         80 << 30,
         3_350 * 10**9,
+        989 * 10**12,
         50 << 20,
         1.98,
         **HOPPER_SHARED,
@@ -59,6 +64,7 @@ GPUS = {
         132,
         141 << 30,
         4_800 * 10**9,
+        989 * 10**12,
         50 << 20,
         1.98,
         **HOPPER_SHARED,
@@ -69,6 +75,7 @@ GPUS = {
         108,
         80 << 30,
         2_039 * 10**9,
+        312 * 10**12,
         40 << 20,
         1.41,
         shared_bytes_per_core=167936,
@@ -81,6 +88,7 @@ GPUS = {
         148,
         180 << 30,
         8_000 * 10**9,
+        2_250 * 10**12,
         126 << 20,
         1.97,
         **HOPPER_SHARED,
@@ -91,6 +99,7 @@ GPUS = {
         40,
         16 << 30,
         320 * 10**9,
+        65 * 10**12,
         4 << 20,
         1.59,
         shared_bytes_per_core=65536,

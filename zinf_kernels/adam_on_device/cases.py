@@ -10,7 +10,7 @@ from zinf_kernels.adam.cases import cases as host_cases
 
 
 def cases() -> Iterator[Case]:
-    """All that changes formulas, every dtype, and lengths of one tile and of several."""
+    """All that changes formulas, every dtype, lengths of one tile and of several."""
     left_out = ("length", "float32_short", "float16_short")
     yield from (case for case in host_cases() if not case.name.startswith(left_out))
     for numel in (0, 1024, 5 * 1024 + 1):

@@ -1,0 +1,137 @@
+"""Times every op of zinf_kernels on the device: kernels, XLA's own, and the floors.
+
+    python scripts/bench_kernels.py [--output FILE] [--rounds 20] [--op adam_on_device]
+    python scripts/bench_kernels.py --dry-run        (small arrays, on any device)
+
+In each round every implementation that can run here takes its turn, so that what else
+happens on the machine falls on all alike; medians are compared. The floor of a time is
+what the bytes that have to be moved take at the speed of a copy measured in the same
+rounds, or what the operations of matrices take at the data sheet's speed, whichever is
+longer. Only `--dry-run` is tested without a GPU.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from kernel_cases import FULL, SMALL, Problem, problems
+
+from zinf_kernels.absent_gpu import GPUS
+from zinf_kernels.device import device_for
+
+WARM_UPS = 2
+# A copy of so much is beyond all caches, and takes far longer than its launch.
+COPY_NUMEL = {True: 1 << 12, False: 1 << 28}
+HEADS = ("milliseconds", "of floor", "of XLA's", "spread")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--output", type=Path, help="where to write rows as JSON")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--op", help="only this one")
+    parser.add_argument("--dry-run", action="store_true", help="small arrays")
+    options = parser.parse_args()
+    device = device_for()
+    about = {"device": device.kind, "jax": jax.__version__, "rounds": options.rounds}
+    print(*(f"{name} {value}" for name, value in about.items()), sep=", ")
+    print(f"{'op and case':38}{'':12}", *(f"{head:>13}" for head in HEADS))
+    rows = []
+    for problem in problems(SMALL if options.dry_run else FULL):
+        if options.op in (None, problem.op):
+            for row in measured(problem, options.rounds, is_dry=options.dry_run):
+                rows.append(row)
+                print(line(row), flush=True)
+    if options.output:
+        options.output.write_text(json.dumps(about | {"rows": rows}, indent=1))
+
+
+def measured(
+    problem: Problem, rounds: int, *, is_dry: bool
+) -> Iterator[dict[str, Any]]:
+    """A row for each implementation; those that cannot run have a reason for it."""
+    obstacles = problem.obstacles(device_for())
+    arguments = problem.make()
+    contenders: dict[str, Callable[[], Any]] = {}
+    failed: dict[str, str] = {}
+    for name in problem.existing:
+        if name not in obstacles:
+            try:
+                contenders[name] = compiled(problem.run(name), arguments)
+            except jax.errors.JaxRuntimeError as error:
+                # Out of memory, as the logits of the plain form may be.
+                failed[name] = str(error).partition("\n")[0]
+    source = jnp.ones(COPY_NUMEL[is_dry], jnp.float32)
+    contenders["copy"] = compiled(lambda x: x + 1, (source,))
+    seconds = in_rounds(contenders, rounds)
+    bytes_per_second = 2 * source.nbytes / median(seconds.pop("copy"))
+    floor = floor_seconds(problem, bytes_per_second)
+    head = {"op": problem.op, "case": problem.case, "floor_seconds": floor}
+    head["copy_bytes_per_second"] = bytes_per_second
+    for name in problem.existing:
+        row = head | {"implementation": name}
+        if name not in seconds:
+            yield row | {"not_run": obstacles.get(name) or failed[name]}
+            continue
+        row |= {"seconds": median(seconds[name]), "all_seconds": seconds[name]}
+        row["floor_over_seconds"] = floor / row["seconds"]
+        if problem.existing[-1] in seconds:
+            xla_s = median(seconds[problem.existing[-1]])
+            row["xla_over_seconds"] = xla_s / row["seconds"]
+        yield row
+
+
+def compiled(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """A call of the function, compiled and warm, that waits for its results."""
+    run = jax.jit(function)
+
+    def call() -> Any:
+        return jax.block_until_ready(run(*arguments))
+
+    for _ in range(WARM_UPS):
+        call()
+    return call
+
+
+def in_rounds(
+    contenders: dict[str, Callable[[], Any]], rounds: int
+) -> dict[str, list[float]]:
+    """Seconds of each call of each, taking turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, call in contenders.items():
+            start = time.perf_counter()
+            call()
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def floor_seconds(problem: Problem, bytes_per_second: float) -> float:
+    """The least that the op can take; what is not known to compute does so at once."""
+    kind = device_for().kind
+    known = [gpu for gpu in GPUS.values() if gpu.kind == kind]
+    computing = problem.floor_flops / known[0].flops_per_second if known else 0.0
+    return max(problem.floor_bytes / bytes_per_second, computing)
+
+
+def line(row: dict[str, Any]) -> str:
+    name = f"{row['op']} {row['case']}"
+    head = f"{name:38}{row['implementation']:12}"
+    if "not_run" in row:
+        return f"{head} {row['not_run']}"
+    times = sorted(row["all_seconds"])
+    spread = (times[-1] - times[0]) / row["seconds"]
+    xla_s = row.get("xla_over_seconds")
+    cells = [f"{row['seconds'] * 1e3:.3f}", f"{row['floor_over_seconds']:.2f}"]
+    cells += ["-" if xla_s is None else f"{xla_s:.2f}", f"{spread:.2f}"]
+    return " ".join([head, *(f"{cell:>13}" for cell in cells)])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""Every op of zinf_kernels on the device, with its benchmark cases and their floors."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zinf_kernels import adam_on_device, cross_entropy, quantize
+from zinf_kernels.adam import adam_scalars
+from zinf_kernels.adam_on_device import api as adam_api
+from zinf_kernels.adam_on_device import cases as adam_cases
+from zinf_kernels.cross_entropy import api as cross_entropy_api
+from zinf_kernels.cross_entropy import cases as cross_entropy_cases
+from zinf_kernels.device import Device
+from zinf_kernels.quantize import api as quantize_api
+from zinf_kernels.quantize import cases as quantize_cases
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the arrays are: `FULL` for a GPU, `SMALL` to see that all runs."""
+
+    numel: int
+    tokens: int
+    dim: int
+    vocab: int
+
+
+FULL = Sizes(numel=1 << 28, tokens=16 << 10, dim=4096, vocab=128 << 10)
+SMALL = Sizes(numel=1 << 13, tokens=16, dim=32, vocab=64)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One op on one case.
+
+    Attributes:
+        run: makes of the name of an implementation the function to compile.
+        specs: shapes and dtypes of its arguments, in pytrees.
+        existing: names of the implementations; the last is what XLA makes by itself.
+        obstacles: why some of them cannot run on a device.
+        floor_bytes: of device memory that have to be read or written.
+        floor_flops: additions and multiplications of matrices, counted apart.
+        num_labels: what integers have to stay under.
+    """
+
+    op: str
+    case: str
+    run: Callable[[str | None], Callable[..., Any]]
+    specs: tuple[Any, ...]
+    existing: tuple[str, ...]
+    obstacles: Callable[[Device], dict[str, str]]
+    floor_bytes: int
+    floor_flops: int = 0
+    num_labels: int = 128
+
+    @property
+    def name(self) -> str:
+        return f"{self.op} {self.case}"
+
+    def chosen(self, device: Device) -> str:
+        """What runs there if nothing is asked for."""
+        found = self.obstacles(device)
+        return next(name for name in self.existing if name not in found)
+
+    def make(self) -> tuple[Any, ...]:
+        """Arguments on the default device, none negative, for the roots of moments."""
+        keys = iter(jax.random.split(jax.random.key(0), 8))
+
+        def made(spec: Any) -> jax.Array:
+            if jnp.issubdtype(spec.dtype, jnp.integer):
+                most = min(self.num_labels, 127)
+                return jax.random.randint(next(keys), spec.shape, 0, most, spec.dtype)
+            return abs(jax.random.normal(next(keys), spec.shape, spec.dtype)) / 64
+
+        return jax.tree.map(made, self.specs)
+
+
+def problems(sizes: Sizes) -> Iterator[Problem]:
+    """All of them, op by op."""
+    for case in quantize_cases.benchmark_cases(sizes.numel):
+        yield from quantize_problems(case)
+    for case in adam_cases.benchmark_cases(sizes.numel // 4):
+        yield adam_problem(case)
+    widths = sizes.tokens, sizes.dim, sizes.vocab
+    for case in cross_entropy_cases.benchmark_cases(*widths):
+        yield cross_entropy_problem(case)
+
+
+def quantize_problems(case: quantize_cases.Case) -> Iterator[Problem]:
+    """There and, once for both roundings, back."""
+    numel = case.shape[0]
+    wide = jnp.dtype(case.dtype).itemsize * numel
+    short = numel * case.bits // 8 + 4 * numel // case.block_size
+    x = jax.ShapeDtypeStruct(case.shape, case.dtype)
+    common = {
+        "existing": quantize_api.EXISTING,
+        "obstacles": partial(quantize.obstacles, x=x, block_size=case.block_size),
+        "floor_bytes": wide + short,
+    }
+
+    def there(implementation: str | None, x: Any) -> Any:
+        options = case.options | {"implementation": implementation}
+        return quantize.quantize(x, key=case.key(), **options)
+
+    def back(implementation: str | None, quantized: Any) -> Any:
+        return quantize.dequantize(quantized, implementation=implementation)
+
+    yield Problem("quantize", case.name, partial(partial, there), (x,), **common)
+    if not case.is_stochastic:
+        yield Problem(
+            "dequantize",
+            case.name,
+            partial(partial, back),
+            (jax.eval_shape(partial(there, "reference"), x),),
+            **common,
+        )
+
+
+def adam_problem(case: Any) -> Problem:
+    scalars = adam_scalars(
+        step=10, learning_rate=1e-3, m_dtype=case.m_dtype, **case.hyperparameters
+    )
+
+    def update(implementation: str | None, *arrays: Any) -> Any:
+        return adam_on_device.adam_update(
+            *arrays,
+            scalars=scalars,
+            copy_dtype=case.copy_dtype,
+            implementation=implementation,
+        )
+
+    dtypes = jnp.float32, case.m_dtype, jnp.float32, case.gradient_dtype
+    return Problem(
+        "adam_on_device",
+        case.name,
+        partial(partial, update),
+        tuple(jax.ShapeDtypeStruct((case.numel,), dtype) for dtype in dtypes),
+        adam_api.EXISTING,
+        partial(adam_on_device.obstacles, numel=case.numel),
+        adam_cases.bytes_moved(case),
+    )
+
+
+def cross_entropy_problem(case: cross_entropy_cases.Case) -> Problem:
+    """Value and both gradients."""
+    (tokens,) = case.batch
+
+    def mean(implementation: str | None, x: Any, weight: Any, labels: Any) -> Any:
+        options = case.options | {"implementation": implementation}
+        return cross_entropy.cross_entropy(x, weight, labels, **options).mean
+
+    weight = (case.dim, case.vocab)[:: 1 if case.vocab_axis else -1]
+    products = case.dim * case.vocab * tokens
+    numbers = 2 * (tokens * case.dim + case.dim * case.vocab)
+    return Problem(
+        "cross_entropy",
+        case.name,
+        lambda name: jax.value_and_grad(partial(mean, name), (0, 1)),
+        (
+            jax.ShapeDtypeStruct((tokens, case.dim), case.dtype),
+            jax.ShapeDtypeStruct(weight, case.dtype),
+            jax.ShapeDtypeStruct((tokens,), jnp.int32),
+        ),
+        tuple(cross_entropy_api.EXISTING),
+        cross_entropy.obstacles,
+        jnp.dtype(case.dtype).itemsize * numbers,
+        # The product, and one for each gradient, of 2 operations each.
+        3 * 2 * products,
+        case.vocab,
+    )

@@ -1,0 +1,133 @@
+"""Compiles all ops of zinf_kernels for GPUs that are not there, and says what came out.
+
+    python scripts/kernel_report.py [--json FILE] [--gpu H200 ...]
+
+For each op, case and GPU: the implementation that is chosen there and why the others
+are not, bytes of temporary memory, and for kernels registers of a thread, bytes spilled
+and shared memory of a block (which jax before 0.11 does not say). It takes the wheels
+that `zinf_kernels.absent_gpu` names; without them it says so, and lists choices only.
+Exits with 1 if something does not compile.
+"""
+
+import argparse
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+PTXAS = {
+    "registers": re.compile(r"Used (\d+) registers"),
+    "spill_stores_bytes": re.compile(r"(\d+) bytes spill stores"),
+    "spill_loads_bytes": re.compile(r"(\d+) bytes spill loads"),
+}
+SHARED = re.compile(r"dynamic_shared_memory_size %c(\d+)_i32")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", type=Path, help="where to write all rows")
+    parser.add_argument("--gpu", nargs="*", help="which GPUs; by default all")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        # Read when jax is imported.
+        os.environ["MOSAIC_GPU_DUMP_TO"] = folder
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        rows = report(options.gpu, Path(folder))
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1))
+    sys.exit(any("error" in row for row in rows))
+
+
+def report(names: list[str] | None, folder: Path) -> list[dict[str, Any]]:
+    """Prints and returns a row for each problem and GPU."""
+    absent_gpu = import_module("zinf_kernels.absent_gpu")
+    kernel_cases = import_module("kernel_cases")
+    missing = absent_gpu.why_not()
+    if missing:
+        print(f"Nothing is compiled. {missing}\n")
+    heads = "gpu", "implementation", "registers", "spilled", "shared", "temporary"
+    print(f"{'op and case':38}{heads[0]:6}", *(f"{head:>14}" for head in heads[1:]))
+    rows, reasons, kernels = [], set(), {}
+    for problem in kernel_cases.problems(kernel_cases.FULL):
+        for name in names or absent_gpu.GPUS:
+            gpu = absent_gpu.GPUS[name]
+            row = {"op": problem.op, "case": problem.case, "gpu": name}
+            row["implementation"] = problem.chosen(gpu.device)
+            row["obstacles"] = problem.obstacles(gpu.device)
+            reasons |= {f"{k}: {why}" for k, why in row["obstacles"].items()}
+            row |= {"not_compiled": missing} if missing else built(problem, gpu, folder)
+            # A GPU with the same instructions gets the kernel that was compiled first.
+            same = problem.name, gpu.capability
+            if "kernels" in row:
+                kernels[same] = row["kernels"]
+            elif same in kernels:
+                row["kernels"] = kernels[same]
+            print(line(problem.name, row), flush=True)
+            rows.append(row)
+    print("", *sorted(reasons), sep="\n")
+    return rows
+
+
+def built(problem: Any, gpu: Any, folder: Path) -> dict[str, Any]:
+    """What compilers say of one problem on one GPU."""
+    absent_gpu = import_module("zinf_kernels.absent_gpu")
+    for left in folder.iterdir():
+        left.unlink()
+    start = time.perf_counter()
+    try:
+        with quiet():
+            made = absent_gpu.compile_for(gpu, problem.run(None), *problem.specs)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    row = {"compile_seconds": time.perf_counter() - start}
+    row["temporary_bytes"] = made.memory_analysis().temp_size_in_bytes
+    said = sorted(folder.glob("*.ptxas"))
+    programs = sorted(folder.glob("*.before_layout_inference.txt"))
+    kernels = [resources(*paths) for paths in zip_longest(said, programs)]
+    return row | ({"kernels": kernels} if kernels else {})
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without what Mosaic writes to stderr for want of a disassembler."""
+    kept = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def resources(said: Path, program: Path | None) -> dict[str, int | None]:
+    """Of one kernel, from what ptxas said and, if it was dumped, the program."""
+    texts = [(said.read_text(), name, found) for name, found in PTXAS.items()]
+    if program is not None:
+        texts.append((program.read_text(), "shared_bytes", SHARED))
+    found = {name: pattern.search(text) for text, name, pattern in texts}
+    return {name: int(match[1]) if match else None for name, match in found.items()}
+
+
+def line(name: str, row: dict[str, Any]) -> str:
+    head = f"{name:38}{row['gpu']:6} {row['implementation']:>14}"
+    if "error" in row:
+        return f"{head} {row['error'].splitlines()[0]}"
+    kernel = row.get("kernels", [{}])[0]
+    spilled = [kernel.get(f"spill_{way}_bytes") for way in ("stores", "loads")]
+    cells = [kernel.get("registers"), None if None in spilled else sum(spilled)]
+    cells += [kernel.get("shared_bytes"), row.get("temporary_bytes")]
+    texts = ("-" if cell is None else f"{cell:,}" for cell in cells)
+    return " ".join([head, *(f"{text:>14}" for text in texts)])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""The report and the benchmark of kernels run from end to end without a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from zinf_kernels.absent_gpu import GPUS, why_not
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(script: str, *arguments: str) -> str:
+    command = [sys.executable, str(ROOT / "scripts" / script), *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    asked = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert asked.returncode == 0, asked.stderr + asked.stdout
+    return asked.stdout
+
+
+def rows_of(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def test_the_report_names_an_implementation_for_every_op_and_gpu(tmp_path):
+    """Where the compiler is, it compiles them: here for one GPU, to save time."""
+    gpus = GPUS if why_not() else ["H200"]
+    path = tmp_path / "report.json"
+    text = run("kernel_report.py", "--json", str(path), "--gpu", *gpus)
+    rows = rows_of(path)
+    ops = {row["op"] for row in rows}
+    assert ops >= {"quantize", "dequantize", "adam_on_device", "cross_entropy"}
+    for op in ops:
+        assert {row["gpu"] for row in rows if row["op"] == op} == {*gpus}
+    for row in rows:
+        is_kernel = row["implementation"] == "mosaic_gpu"
+        is_hopper = row["gpu"] in ("H100", "H200")
+        assert is_kernel == (is_hopper and row["op"] != "cross_entropy")
+        if why_not():
+            assert row["not_compiled"] == why_not() and why_not() in text
+        else:
+            assert row["temporary_bytes"] >= 0
+            assert ("kernels" in row) == is_kernel
+        for kernel in row.get("kernels", ()):
+            assert 0 < kernel["registers"] <= 255
+            assert kernel["spill_stores_bytes"] == kernel["spill_loads_bytes"] == 0
+            # What a block may have on Hopper; jax before 0.11 does not say.
+            assert (kernel.get("shared_bytes") or 1) <= 227 << 10
+
+
+def test_the_benchmark_times_whatever_can_run_beside_its_floor(tmp_path):
+    path = tmp_path / "bench.json"
+    run("bench_kernels.py", "--dry-run", "--rounds", "2", "--output", str(path))
+    made = rows_of(path)
+    assert made["device"] and made["rounds"] == 2
+    timed = [row for row in made["rows"] if "seconds" in row]
+    left_out = [row for row in made["rows"] if "not_run" in row]
+    assert {row["op"] for row in timed} == {row["op"] for row in made["rows"]}
+    assert {row["implementation"] for row in left_out} == {"mosaic_gpu"}
+    for row in timed:
+        assert len(row["all_seconds"]) == 2 and row["floor_seconds"] > 0
