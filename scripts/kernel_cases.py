@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zinf_kernels import adam_on_device, cross_entropy, quantize
+from zinf_kernels import adam_on_device, cross_entropy, quantize, tiled_matmul
 from zinf_kernels.adam import adam_scalars
 from zinf_kernels.adam_on_device import api as adam_api
 from zinf_kernels.adam_on_device import cases as adam_cases
@@ -17,6 +17,8 @@ from zinf_kernels.cross_entropy import cases as cross_entropy_cases
 from zinf_kernels.device import Device
 from zinf_kernels.quantize import api as quantize_api
 from zinf_kernels.quantize import cases as quantize_cases
+from zinf_kernels.tiled_matmul import api as matmul_api
+from zinf_kernels.tiled_matmul import cases as matmul_cases
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,8 @@ def problems(sizes: Sizes) -> Iterator[Problem]:
     widths = sizes.tokens, sizes.dim, sizes.vocab
     for case in cross_entropy_cases.benchmark_cases(*widths):
         yield cross_entropy_problem(case)
+    for case in matmul_cases.benchmark_cases(sizes.tokens, sizes.dim):
+        yield matmul_problem(case)
 
 
 def quantize_problems(case: quantize_cases.Case) -> Iterator[Problem]:
@@ -171,4 +175,35 @@ def cross_entropy_problem(case: cross_entropy_cases.Case) -> Problem:
         # The product, and one for each gradient, of 2 operations each.
         3 * 2 * products,
         case.vocab,
+    )
+
+
+def matmul_problem(case: matmul_cases.Case) -> Problem:
+    """The product with all that comes after it."""
+    m, n, k = case.m, case.n, case.k
+    a, b = (jax.ShapeDtypeStruct(s, case.dtype) for s in ((m, k), (k, n)))
+    bias = jax.ShapeDtypeStruct((n,), case.dtype) if case.has_bias else None
+    residual = None
+    if case.residual_dtype is not None:
+        residual = jax.ShapeDtypeStruct((m, n), case.residual_dtype)
+
+    def multiply(
+        implementation: str | None, a: Any, b: Any, bias: Any, residual: Any
+    ) -> Any:
+        options = case.options | {"implementation": implementation}
+        return tiled_matmul.matmul(a, b, bias=bias, residual=residual, **options)
+
+    out = jax.ShapeDtypeStruct((m, n), case.out_dtype or case.dtype)
+    moved = [x for x in (a, b, bias, residual, out) if x is not None]
+    return Problem(
+        "matmul",
+        case.name,
+        partial(partial, multiply),
+        (a, b, bias, residual),
+        matmul_api.EXISTING,
+        partial(
+            tiled_matmul.obstacles, a=a, b=b, residual=residual, out_dtype=out.dtype
+        ),
+        sum(x.size * jnp.dtype(x.dtype).itemsize for x in moved),
+        2 * m * n * k,
     )

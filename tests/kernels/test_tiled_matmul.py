@@ -1,0 +1,160 @@
+"""`matmul`: every epilogue against exact arithmetic, as a kernel and by XLA."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from zinf_kernels.absent_gpu import GPUS, compile_for, why_not
+from zinf_kernels.interpreter import interpreted
+from zinf_kernels.tiled_matmul import Epilogue, matmul, mosaic_gpu, obstacles
+from zinf_kernels.tiled_matmul.cases import Case, benchmark_cases, cases
+from zinf_kernels.tiled_matmul.tiles import Tiles
+
+CASES = tuple(cases())
+# Small ones: the interpreter is slow.
+TILES = Tiles(m=64, n=64, k=64)
+KERNEL_CASES = [c for c in CASES if TILES.obstacle(c.m, c.n, c.k) is None]
+UNIT = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+H200 = GPUS["H200"].device
+
+
+def wide(x: Any) -> Any:
+    return None if x is None else np.asarray(x, np.float64)
+
+
+def exact(case: Case, arrays: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The result in float64, and what it is a sum of."""
+    a, b, bias, residual = map(wide, arrays)
+    x, parts = a @ b, abs(a) @ abs(b)
+    if bias is not None:
+        x, parts = x + bias, parts + abs(bias)
+    if case.activation == "relu":
+        x = np.maximum(x, 0)
+    elif case.activation == "silu":
+        x = x / (1 + np.exp(-x))
+    elif case.activation == "gelu":
+        x = x / 2 * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3)))
+    if residual is not None:
+        x, parts = x + residual, parts + abs(residual)
+    return x, parts
+
+
+def assert_exact(made: Any, case: Case, arrays: Any) -> None:
+    """k products and a few more terms, each rounded in float32, and one last rounding.
+
+    The slopes of activations are under 1.2, and their own errors a few units of what
+    they are given.
+    """
+    expected, parts = exact(case, arrays)
+    dtype = jnp.dtype(case.out_dtype or case.dtype)
+    assert (made.shape, made.dtype) == (expected.shape, dtype)
+    bound = 1.2 * (case.k + 32) * 2.0**-24 * parts + UNIT[dtype.name] * abs(expected)
+    assert (abs(wide(made) - expected) <= bound).all()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_reference_is_within_the_bound_of_exact_arithmetic(case):
+    a, b, bias, residual = arrays = case.make()
+    made = matmul(a, b, bias=bias, residual=residual, **case.options)
+    assert_exact(made, case, arrays)
+
+
+@pytest.mark.parametrize("case", KERNEL_CASES, ids=lambda case: case.name)
+def test_the_kernel_is_within_the_bound_of_exact_arithmetic(case):
+    arrays = case.make()
+    epilogue = Epilogue(case.activation, jnp.dtype(case.out_dtype or case.dtype))
+    a, b, bias, residual = arrays
+    bias = None if bias is None else bias.astype(jnp.float32)
+    # On two blocks of threads, which have up to three tiles each.
+    with interpreted():
+        made = mosaic_gpu.matmul(
+            a, b, bias, residual, epilogue=epilogue, num_cores=2, tiles=TILES
+        )
+    assert_exact(made, case, arrays)
+
+
+def test_the_kernel_is_tried_with_every_epilogue_and_on_several_tiles():
+    assert {case.activation for case in KERNEL_CASES} == {None, "relu", "gelu", "silu"}
+    assert {case.residual_dtype for case in KERNEL_CASES} >= {None, "f4", jnp.bfloat16}
+    tiles = [c.m // (2 * TILES.m) * (c.n // TILES.n) for c in KERNEL_CASES]
+    assert max(tiles) > 2 * 2
+
+
+@pytest.mark.parametrize("activation", [None, "gelu"])
+def test_gradients_are_those_of_the_plain_form(activation):
+    case = Case("gradients", 7, 5, 11, jnp.float32, None, True, activation, "f4")
+    arrays = case.make()
+
+    def ours(a, b, bias, residual):
+        options = {"bias": bias, "residual": residual, "activation": activation}
+        return jnp.sum(jnp.square(matmul(a, b, **options)))
+
+    def plain(a, b, bias, residual):
+        x = jnp.matmul(a, b) + bias[None]
+        x = jax.nn.gelu(x) if activation else x
+        return jnp.sum(jnp.square(x + residual))
+
+    which = (0, 1, 2, 3)
+    for one, other in zip(
+        jax.jit(jax.grad(ours, which))(*arrays),
+        jax.jit(jax.grad(plain, which))(*arrays),
+        strict=True,
+    ):
+        # Sums of up to 11 terms of unit size in float32, in another order.
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_one_can_ask_why_the_kernel_cannot_run():
+    a, b = jnp.ones((256, 64), jnp.bfloat16), jnp.ones((64, 128), jnp.bfloat16)
+    assert obstacles(H200, a=a, b=b, residual=jnp.ones((256, 128))) == {}
+
+    def reason(a, b, device=H200, **options):
+        return obstacles(device, a=a, b=b, **options)["mosaic_gpu"]
+
+    assert "m is 255, which is no positive multiple of 256" in reason(a[:255], b)
+    assert "n is 0" in reason(a, b[:, :0])
+    assert "k is 63" in reason(a[:, :63], b[:63])
+    assert "bfloat16 or float16, not float32" in reason(*map(jnp.float32, (a, b)))
+    assert "not float16" in reason(a, b, out_dtype=jnp.float16)
+    assert "compute capability 9.0" in reason(a, b, GPUS["B200"].device)
+    with pytest.raises(ValueError, match="it is for GPUs and this is a CPU"):
+        matmul(a, b, implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"b": jnp.ones((4, 5))}, r"a has shape \(2, 3\) and b \(4, 5\)"),
+        ({"b": jnp.ones((3, 5), jnp.bfloat16)}, "b bfloat16. Convert both"),
+        ({"b": jnp.ones((3, 5), int)}, "b is int32"),
+        ({"bias": jnp.ones(4)}, r"bias has shape \(4,\), not \(5,\)"),
+        ({"residual": jnp.ones((5, 2))}, r"not \(2, 5\)"),
+        ({"activation": "tanh"}, "'relu', 'gelu', 'silu'"),
+        ({"out_dtype": int}, "out_dtype is int"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        matmul(**{"a": jnp.ones((2, 3)), "b": jnp.ones((3, 5))} | change)
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not() or "")
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize(
+    "case", tuple(benchmark_cases(512, 256)), ids=lambda case: case.name
+)
+def test_it_compiles_for_every_gpu_to_a_kernel_where_there_is_one(gpu, case):
+    given = [
+        None if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype)
+        for x in case.make()
+    ]
+
+    def run(a, b, bias, residual):
+        return matmul(a, b, bias=bias, residual=residual, **case.options)
+
+    text = compile_for(GPUS[gpu], partial(run), *given).as_text()
+    assert ("mosaic_gpu" in text) == (GPUS[gpu].capability == (9, 0))
