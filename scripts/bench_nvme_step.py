@@ -99,9 +99,8 @@ def _row(options: argparse.Namespace, tokens: int, drive: Profile) -> list[str]:
 
 
 def _rates(engine: zinf.Engine):
-    return measured_rates(
-        engine.plan.instructions, engine.last_step.timeline, engine.plan.rates
-    )
+    step = engine.last_step
+    return measured_rates(step.plan.instructions, step.timeline, step.plan.rates)
 
 
 def _engine(options: argparse.Namespace, folder: Path | None) -> zinf.Engine:

@@ -205,7 +205,7 @@ def report_plan(job: Job, plan: Any) -> None:
 def report_links(job: Job, engine: Any, step: float) -> None:
     """What each link did, what it would at least need, and what was predicted."""
     plans = imported("zinf.plan")
-    plan, timeline = engine.plan, engine.last_step.timeline
+    plan, timeline = engine.last_step.plan, engine.last_step.timeline
     rows = job.rows
     for link, seconds in timeline.busy_seconds(plan.instructions).items():
         nbytes = plan.link_bytes(link)

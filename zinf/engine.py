@@ -13,35 +13,37 @@ import numpy as np
 
 from zinf.checkpoint import read_arrays, write_arrays
 from zinf.executor.batch import batch_spec, signature
+from zinf.executor.condition import Condition
+from zinf.executor.decision import MIXED
 from zinf.executor.metrics import step_metrics
 from zinf.executor.prepare import Planner
 from zinf.executor.random_key import key_from_json, key_to_json, step_keys
-from zinf.executor.run import MIXED, StepRecord
-from zinf.executor.runner import AbstractRunner, make_runner, switch
+from zinf.executor.run import StepRecord
+from zinf.executor.runner import AbstractRunner
+from zinf.executor.runners import make_runner, switch
 from zinf.executor.scalars import Scalars
 from zinf.executor.state import (
     initialize_arrays,
     make_residents,
+    make_stores,
     read_leaf,
     write_model_state,
 )
-from zinf.memory import Residents, Stores, open_stores
+from zinf.memory import Residents, Stores
 from zinf.plan import Plan
-from zinf.program import Tier
 
 
 class Engine:
     """Training steps on state that rests on up to three tiers.
 
     Attributes:
-        residents: every persistent array, readable and writable by name.
         num_steps: steps taken, skipped ones included.
         last_step: what the latest step moved, and when each instruction ran.
         pending_save: a save that still reads the arrays; the next update waits for it.
     """
 
-    residents: Residents
     stores: Stores
+    _residents: Residents
 
     def __init__(self, planner: Planner, rng: jax.Array | None):
         self.planner, self.config, self.rng = planner, planner.config, rng
@@ -51,11 +53,17 @@ class Engine:
         self._runners: dict[tuple, AbstractRunner] = {}
         self._current: AbstractRunner | None = None
         self._restore_from: Path | None = None
-        self._refusal: str | None = None
+        self._condition = Condition()
 
     @property
     def num_steps(self) -> int:
         return self._scalars.num_steps
+
+    @property
+    def residents(self) -> Residents:
+        """Every persistent array, readable and writable by name, with no update due."""
+        self.flush()
+        return self._residents
 
     @property
     def is_placed(self) -> bool:
@@ -88,13 +96,12 @@ class Engine:
             KeyboardInterrupt: after the step was completed and counted.
         """
         start = perf_counter()
-        self._refuse_if_unusable()
+        self._condition.check()
         runner = self.prepare(batch)
-        for tier in self.stores.tiers:
-            self.stores[tier].ledger.reset_peak()
+        self.stores.reset_peaks()
         record = self.last_step = StepRecord()
         advanced, step_values = self._scalars.advance()
-        try:
+        with self._condition.updating(f"Step {self.num_steps + 1}", record):
             outcome = runner.step(
                 batch,
                 self._keys(),
@@ -104,19 +111,10 @@ class Engine:
             )
             if self.planner.problem.state_paths and not outcome.skips:
                 self.before_update()
-                write_model_state(self.residents, self.planner.problem, outcome)
-        except BaseException:
-            if record.has_updated:
-                self._refusal = f"Step {self.num_steps + 1} failed half-way. {MIXED}"
-            raise
+                write_model_state(self._residents, self.planner, outcome, record)
+        seconds = perf_counter() - start
         metrics = step_metrics(
-            outcome,
-            self._scalars,
-            self.stores,
-            spec=runner.spec,
-            num_microbatches=self.config.num_microbatches,
-            learning_rate=self._scalars.learning_rate(advanced),
-            seconds=perf_counter() - start,
+            outcome, runner, self._scalars, self.stores, advanced, seconds
         )
         self._scalars.commit(advanced, skipped=outcome.skips)
         if outcome.interrupted:
@@ -125,8 +123,20 @@ class Engine:
 
     def evaluate(self, batch: Any) -> float:
         """The mean loss of a batch, of a shape that `step` takes; changes nothing."""
-        self._refuse_if_unusable()
-        return self.prepare(batch).evaluate(batch, self._keys())
+        self._condition.check()
+        runner = self.prepare(batch)
+        self.flush()
+        return runner.evaluate(batch, self._keys())
+
+    def flush(self) -> None:
+        """Does the updates that the last step left to the next one, if there are any.
+
+        `params`, `evaluate`, `save` and `residents` do so first.
+        """
+        if self._current is not None:
+            record = StepRecord()
+            with self._condition.updating("What a step left to do", record):
+                self._current.flush(record)
 
     def params(self) -> Any:
         """The whole parameter pytree, in the precision it is kept in, on the host."""
@@ -138,7 +148,7 @@ class Engine:
 
     def save(self, directory: str | PathLike) -> None:
         """Writes all state to a new folder, an array at a time."""
-        self._refuse_if_unusable()
+        self._condition.check()
         assert self.plan, "there is no state before there is a plan"
         write_arrays(Path(directory), self.residents, self.scalars())
 
@@ -148,7 +158,7 @@ class Engine:
         Before the first batch is known this is remembered, and done when it is.
         """
         if not self.is_placed:
-            self._refuse_if_unusable()
+            self._condition.check()
             self._restore_from = Path(directory)
             return
         self.before_update()
@@ -166,7 +176,8 @@ class Engine:
         """
         rng = key_from_json(scalars["rng"], self.rng)
         self._scalars.from_json(scalars)
-        self.rng, self._refusal = rng, None
+        self.rng = rng
+        self._condition.mend()
 
     def before_update(self) -> None:
         """Waits for a save that still reads the arrays."""
@@ -177,7 +188,7 @@ class Engine:
     def close(self) -> None:
         """Frees every tier; files on nvme are scratch and go with the next run."""
         self.before_update()
-        self._refusal = "This engine was closed. Make another with zinf.initialize."
+        self._condition.end("This engine was closed. Make another: zinf.initialize.")
         if self.is_placed:
             self.stores.close()
             self._runners.clear()
@@ -190,9 +201,11 @@ class Engine:
             InfeasibleError: this shape does not fit beside what is placed already.
         """
         shape = signature(batch)
+        if self._runners.get(shape) is not self._current:
+            self.flush()
         if shape not in self._runners:
             spec = batch_spec(batch, self.config.num_microbatches)
-            homes = self.residents.homes if self.is_placed else None
+            homes = self._residents.homes if self.is_placed else None
             prepared = self.planner.plan(spec, homes)
             if homes is None:
                 self._place(prepared.plan)
@@ -203,17 +216,9 @@ class Engine:
         return self._current
 
     def _place(self, plan: Plan) -> None:
-        capacity = plan.capacity_bytes
-        self.stores = open_stores(
-            self.planner.device,
-            device_bytes=capacity[Tier.DEVICE],
-            host_bytes=capacity[Tier.HOST],
-            nvme_bytes=capacity[Tier.NVME],
-            **({} if plan.is_fused else self.config.nvme_options),
-        )
-        specs, separated = self.planner.array_specs(), self.planner.separated
+        self.stores = make_stores(plan, self.config, self.planner.device)
         try:
-            self.residents = make_residents(self.stores, specs, plan, separated)
+            self._residents = make_residents(self.stores, self.planner, plan)
             self.initialize_state()
             if self._restore_from is not None:
                 self._read_state(self._restore_from)
@@ -224,27 +229,24 @@ class Engine:
     def _read_state(self, directory: Path) -> None:
         def take(scalars: Mapping[str, Any]) -> None:
             self.set_scalars(scalars)
-            self._refusal = f"A restore failed half-way. {MIXED}"
+            self._condition.end(f"A restore failed half-way. {MIXED}")
+            if self._current is not None:
+                self._current.drop_pending()
 
-        read_arrays(directory, self.residents, take_scalars=take)
-        self._refusal = None
+        read_arrays(directory, self._residents, take_scalars=take)
+        self._condition.mend()
 
     def initialize_state(self) -> None:
         """Gives every array its initial value, at its home."""
-        problem, separated = self.planner.problem, self.planner.separated
-        initialize_arrays(problem, separated, self.residents, self.planner.device)
+        initialize_arrays(self.planner, self._residents)
 
     def _keys(self) -> list[jax.Array]:
         return step_keys(self.rng, self.num_steps, self.config.num_microbatches)
 
     def _reader(self) -> Callable[[str], np.ndarray]:
         """What reads a leaf by its path; before the first batch, its initial value."""
-        self._refuse_if_unusable()
+        self._condition.check()
         if self.is_placed:
             return partial(read_leaf, self.residents, self.planner.problem)
         initial = self.planner.problem.initial_leaves(self.planner.device)
         return dict(initial).__getitem__
-
-    def _refuse_if_unusable(self) -> None:
-        if self._refusal is not None:
-            raise RuntimeError(self._refusal)

@@ -33,6 +33,24 @@ class ArraySpec:
         return ArraySpec((stop - start, *self.shape[1:]), self.dtype, self.itemsize)
 
 
+Rows = tuple[int, int] | None
+"""Rows of the leading dim, from the first to the one after the last; None is all."""
+
+
+def overlaps(rows: Rows, other: Rows) -> bool:
+    """Whether two selections of rows of one array have any in common."""
+    if rows is None or other is None:
+        return True
+    return rows[0] < other[1] and other[0] < rows[1]
+
+
+def covers(rows: Rows, other: Rows) -> bool:
+    """Whether a selection of rows holds all of another one."""
+    if rows is None or other is None:
+        return rows is None
+    return rows[0] <= other[0] and other[1] <= rows[1]
+
+
 @dataclass(frozen=True, slots=True)
 class ArrayId:
     """The name of an array, the same on every tier.
@@ -46,7 +64,7 @@ class ArrayId:
 
     role: str
     path: str
-    rows: tuple[int, int] | None = None
+    rows: Rows = None
     microbatch: int | None = None
     _hash: int = field(default=0, init=False, repr=False, compare=False)
 

@@ -164,9 +164,9 @@ class _Run:
 
     def step(self, batch: Any, is_interrupted: threading.Event) -> dict[str, Any]:
         metrics: dict[str, Any] = self.engine.step(batch)
-        timeline = self.engine.last_step.timeline
-        if self.trace is not None and timeline is not None:
-            self.trace.add(metrics["step"], self.engine.plan, timeline)
+        ran = self.engine.last_step
+        if self.trace is not None and ran.plan is not None and ran.timeline is not None:
+            self.trace.add(metrics["step"], ran.plan, ran.timeline)
         metrics["learning_rate"] = self.learning_rate(metrics)
         self.num_skipped += metrics["skipped"]
         is_last = metrics["step"] == self.settings.steps

@@ -97,9 +97,13 @@ class PlansOnly:
         prepared = self.prepared
         capacity = {**self.capacity, **{Tier(t): n for t, n in budgets.items()}}
         options = replace(
-            prepared.options, value_tier=value_tier, gradient_tier=gradient_tier
+            prepared.arranged.options,
+            value_tier=value_tier,
+            gradient_tier=gradient_tier,
         )
-        return build(prepared.catalog, prepared.units, capacity, options)
+        return build(
+            prepared.arranged.catalog, prepared.arranged.units, capacity, options
+        )
 
     def smallest(self, tier: Tier, **options: Any) -> int:
         """The smallest feasible budget of a tier, found by bisection."""

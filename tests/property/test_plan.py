@@ -1,10 +1,10 @@
 """Any program within any budget: the plan is right however its links are timed."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.toy.machine import Machine, run_jobs
@@ -13,11 +13,15 @@ from zinf.plan import (
     InfeasibleError,
     Plan,
     build,
-    initial_copies,
-    kept_copies,
 )
 from zinf.plan.catalog import Catalog
-from zinf.plan.schedule import schedule
+from zinf.plan.passage import (
+    Passage,
+    first_passage,
+    flush_passage,
+    step_passage,
+    streamed,
+)
 from zinf.program import Tier
 
 UNLIMITED = dict.fromkeys(Tier, 1 << 40)
@@ -54,27 +58,27 @@ def test_a_plan_fits_or_says_what_would(case: Case, budget: dict[Tier, int]) -> 
     assert all(plan.peak_bytes[tier] <= capacity[tier] for tier in Tier)
 
 
+@pytest.mark.parametrize("of", [step_passage, first_passage, flush_passage])
 @repeatable
 @given(cases(), st.randoms(use_true_random=False), st.booleans())
 def test_no_timing_of_the_links_changes_a_result_or_exceeds_the_peak(
-    case: Case, choose: Random, is_tight: bool
+    of: Callable[..., Passage], case: Case, choose: Random, is_tight: bool
 ) -> None:
     capacity = dict(UNLIMITED)
     if is_tight:
         with pytest.raises(InfeasibleError) as caught:
             plan_of(case, {**UNLIMITED, Tier.DEVICE: 0, Tier.HOST: 0})
         capacity = raised(capacity, caught.value)
-    plan, catalog = plan_of(case, capacity)
-    program = case.toy.program
-    jobs = schedule(catalog, case.toy.units(case.homes), case.options)
-    read = {array for job in jobs for array, _ in job.reads}
-    initial = [c for c in initial_copies(program, case.options) if c[0] in read]
-    expected = run_jobs(jobs, catalog, initial)
-    result = Machine(plan, catalog, initial).run(choose)
+    _, catalog = plan_of(case, capacity)
+    passage = of(catalog, case.toy.units(case.homes), case.options)
+    assume(passage.jobs)  # there may be nothing to flush
+    # What the step fits in, so do the two that are parts of it.
+    plan = streamed(passage, catalog, capacity)
+    expected = run_jobs(passage.jobs, catalog, passage.initial)
+    result = Machine(plan, catalog, passage.initial).run(choose)
     for tier in Tier:
         assert result.peak_bytes[tier] <= plan.peak_bytes[tier]
     left = {(a, t) for t, store in result.stores.items() for a in store.arrays}
-    kept = set(kept_copies(program, case.options))
-    assert left == {*catalog.homes.items(), *kept}
+    assert left == {*catalog.homes.items(), *passage.kept}
     for array, tier in left:
         assert result.stores[tier].arrays[array] == expected[array]

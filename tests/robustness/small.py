@@ -75,7 +75,8 @@ def content(engine: Engine) -> dict[ArrayId, bytes]:
 
 
 def expect_at_rest(engine: Engine) -> None:
-    """Between steps every tier holds what rests on it, and no worker is alive."""
+    """With no update due every tier holds what rests on it; no worker is alive."""
+    engine.flush()
     used = {t: engine.stores[t].ledger.used_bytes for t in engine.stores.tiers}
     assert used == {t: engine.plan.home_bytes[t] for t in engine.stores.tiers}
     assert workers() == []

@@ -51,18 +51,17 @@ def test_a_loss_that_is_not_finite_changes_nothing(config, value, start):
     assert content(engine) == before
     assert engine.num_steps == 1
     expect_at_rest(engine)
-    assert engine.step(draw(2)) | {"step_seconds": 0, "tokens_per_second": 0} == (
-        unharmed.step(draw(2)) | {"step_seconds": 0, "tokens_per_second": 0}
-    )
+    found, expected = engine.step(draw(2)), unharmed.step(draw(2))
+    for name in ("step", "loss", "grad_norm", "skipped"):
+        assert found[name] == expected[name]
     assert_trees_equal(engine.params(), unharmed.params())
 
 
 def test_it_loses_nothing_on_the_nvme_tier_either(tmp_path, start):
     engine = start(on_nvme(tmp_path / "nvme"), batch=draw())
     before = content(engine)
-    with pytest.raises(NonFiniteError, match="by microbatch: inf") as caught:
+    with pytest.raises(NonFiniteError, match="by microbatch: inf"):
         engine.step(broken(np.inf) | {"y": draw()["y"]})
-    assert "decide" in caught.value.__notes__[0]
     assert content(engine) == before
     expect_at_rest(engine)
     assert engine.step(draw())["step"] == 1

@@ -3,6 +3,7 @@
 import errno
 import shutil
 from threading import Event
+from time import sleep
 
 import pytest
 
@@ -18,6 +19,7 @@ from zinf.executor.updates import Updates
 from zinf.memory.nvme import NvmeStore
 from zinf.memory.storage_error import StorageError, storage_error
 from zinf.program import ArrayId
+from zinf.segment import Segment
 
 CLIPPED = {"gradient_clipping": 1.0}
 
@@ -64,9 +66,10 @@ def expect_refused(engine) -> None:
 
 
 def count_calls(start, tmp_path, verb: str) -> int:
-    """How often one step calls a verb."""
+    """How often a step that follows another calls a verb."""
     with pytest.MonkeyPatch.context() as patch:
         engine = start(on_nvme(tmp_path / "counted", **CLIPPED), batch=draw())
+        engine.step(draw())
         calls = fail_call(patch, verb, -1)
         engine.step(draw())
     return len(calls)
@@ -100,7 +103,9 @@ def test_a_failure_between_updates_is_refused_until_restored(
     engine.step(draw(1))
     engine.save(tmp_path / "saved")
     saved = content(engine)
-    number = count_calls(start, tmp_path, verb)
+    engine.step(draw(3))
+    # Half of what the updates of that step read, or write.
+    number = count_calls(start, tmp_path, verb) // 2
     with monkeypatch.context() as patch:
         fail_call(patch, verb, number, once=updating(patch))
         with pytest.raises(StorageError, match="on purpose") as caught:
@@ -122,6 +127,7 @@ def test_every_write_of_a_step_may_fail_and_leaves_no_copy(
     engine.save(tmp_path / "saved")
     num_writes = count_calls(start, tmp_path, "write")
     for number in range(1, num_writes + 1, 4):
+        engine.step(draw())
         with monkeypatch.context() as patch:
             fail_call(patch, "write", number)
             with pytest.raises(StorageError) as caught:
@@ -137,6 +143,7 @@ def test_every_read_of_a_step_may_fail_and_leaves_no_copy(monkeypatch, tmp_path,
     engine.save(tmp_path / "saved")
     num_reads = count_calls(start, tmp_path, "read")
     for number in range(1, num_reads + 1, 4):
+        engine.step(draw())
         with monkeypatch.context() as patch:
             fail_call(patch, "read", number)
             with pytest.raises(StorageError) as caught:
@@ -145,6 +152,45 @@ def test_every_read_of_a_step_may_fail_and_leaves_no_copy(monkeypatch, tmp_path,
         expect_at_rest(engine)
         engine.restore(tmp_path / "saved")
     assert engine.step(draw())["step"] == 1
+
+
+def test_a_step_that_fails_before_the_updates_that_are_due_leaves_them_due(
+    monkeypatch, tmp_path, start
+):
+    unharmed = start(on_nvme(tmp_path / "a", **CLIPPED), batch=draw())
+    engine = start(on_nvme(tmp_path / "b", **CLIPPED), batch=draw())
+    for each in (unharmed, engine):
+        each.step(draw(1))
+    with monkeypatch.context() as patch:
+        fail_call(patch, "read", 1)
+        with pytest.raises(StorageError, match="on purpose"):
+            engine.step(draw(2))
+    assert engine.num_steps == 1
+    assert engine.step(draw(2))["loss"] == unharmed.step(draw(2))["loss"]
+    assert_trees_equal(engine.params(), unharmed.params())
+    expect_at_rest(engine)
+
+
+def test_a_step_that_fails_after_the_updates_that_were_due_has_done_them(
+    monkeypatch, tmp_path, start
+):
+    unharmed = start(on_nvme(tmp_path / "a", **CLIPPED), batch=draw())
+    engine = start(on_nvme(tmp_path / "b", **CLIPPED), batch=draw())
+    for each in (unharmed, engine):
+        each.step(draw(1))
+
+    def broken(segment, *arguments):
+        # All that was pending is at home by then, or soon.
+        sleep(0.5)
+        raise ValueError("on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Segment, "backward", broken)
+        with pytest.raises(ValueError, match="on purpose"):
+            engine.step(draw(2))
+    assert content(engine) == content(unharmed)
+    assert engine.step(draw(2))["loss"] == unharmed.step(draw(2))["loss"]
+    expect_at_rest(engine)
 
 
 def test_an_evaluation_that_fails_leaves_no_copy(monkeypatch, tmp_path, start):

@@ -11,9 +11,9 @@ from random import Random
 from zinf.plan import Accumulate, Copy, Free, Instruction, Link, Plan, Transfer
 from zinf.plan.catalog import Catalog
 from zinf.plan.schedule import Job
-from zinf.program import ArrayId, Tier
+from zinf.program import ArrayId, Tier, overlaps
 
-Rows = list[int]
+Content = list[int]
 
 
 class Store:
@@ -21,7 +21,7 @@ class Store:
 
     def __init__(self, num_rows: Mapping[ArrayId, int]):
         self.num_rows = num_rows
-        self.arrays: dict[ArrayId, Rows] = {}
+        self.arrays: dict[ArrayId, Content] = {}
 
     def holder(self, array: ArrayId) -> ArrayId | None:
         for held in (array, array.whole):
@@ -35,12 +35,12 @@ class Store:
         assert array.rows is not None
         return slice(*array.rows)
 
-    def read(self, array: ArrayId) -> Rows:
+    def read(self, array: ArrayId) -> Content:
         held = self.holder(array)
         assert held is not None, f"{array} is read and is not there"
         return self.arrays[held][self.span(array, held)]
 
-    def write(self, array: ArrayId, content: Rows) -> None:
+    def write(self, array: ArrayId, content: Content) -> None:
         held = self.holder(array)
         if held is None:
             self.arrays[array] = list(content)
@@ -58,7 +58,7 @@ class Result:
 
 def run_jobs(
     jobs: Sequence[Job], catalog: Catalog, initial: Iterable[Copy]
-) -> dict[ArrayId, Rows]:
+) -> dict[ArrayId, Content]:
     """The contents after the jobs, done one by one where memory has no bounds."""
     store = Store(_row_counts(catalog))
     for array in (*catalog.homes, *(a for a, _ in initial)):
@@ -84,7 +84,7 @@ class Machine:
         self.stores = {tier: Store(counts) for tier in Tier}
         self.used = dict.fromkeys(Tier, 0)
         self.peak = dict.fromkeys(Tier, 0)
-        self.in_use: dict[Copy, list[tuple[int, bool]]] = {}
+        self.in_use: dict[Copy, list[tuple[int, bool, ArrayId]]] = {}
         for array, tier in (*catalog.homes.items(), *initial):
             self.stores[tier].write(array, _first(array, catalog))
             self.hold(tier, catalog.nbytes(array))
@@ -135,7 +135,7 @@ class Machine:
         for uses in self.in_use.values():
             uses[:] = [use for use in uses if use[0] != index]
 
-        def read(copy: Copy) -> Rows:
+        def read(copy: Copy) -> Content:
             return self.stores[copy[1]].read(copy[0])
 
         for (array, tier), content in _results(instruction, self.catalog, read):
@@ -152,9 +152,13 @@ class Machine:
         array, tier = copy
         held = self.stores[tier].holder(array) or array
         uses = self.in_use.setdefault((held, tier), [])
-        clash = [i for i, other in uses if i != index and (writes or other)]
+        clash = [
+            i
+            for i, other, used in uses
+            if i != index and (writes or other) and overlaps(array.rows, used.rows)
+        ]
         assert not clash, f"#{index} and #{clash[0]} both use {held} on {tier}"
-        uses.append((index, writes))
+        uses.append((index, writes, array))
 
     def hold(self, tier: Tier, nbytes: int) -> None:
         self.used[tier] += nbytes
@@ -163,7 +167,7 @@ class Machine:
 
 def _results(
     step: Job | Instruction, catalog: Catalog, read: object
-) -> list[tuple[Copy, Rows]]:
+) -> list[tuple[Copy, Content]]:
     """What an operation writes, named by what it is and all that it read."""
     operation = step.operation
     if isinstance(operation, Free):
@@ -187,7 +191,7 @@ def _results(
     ]
 
 
-def _first(array: ArrayId, catalog: Catalog) -> Rows:
+def _first(array: ArrayId, catalog: Catalog) -> Content:
     return [hash((str(array), i)) for i in range(_count(array, catalog))]
 
 
@@ -196,7 +200,7 @@ def _row_counts(catalog: Catalog) -> dict[ArrayId, int]:
 
 
 def _count(array: ArrayId, catalog: Catalog) -> int:
-    """Rows of an array; whatever is not kept between steps counts as one."""
+    """Content of an array; whatever is not kept between steps counts as one."""
     if array in catalog.specs:
         return catalog.specs[array].shape[0] if catalog.specs[array].shape else 1
     is_rows = array.rows is not None and array.whole in catalog.specs

@@ -66,13 +66,19 @@ class Toy:
         )
 
     def units(self, homes: Mapping[ArrayId, Tier]) -> list[UpdateUnit]:
-        """One unit a segment and tier: an update runs where all that it touches is."""
+        return self.units_for(homes, Tier.HOST)
+
+    def units_for(
+        self, homes: Mapping[ArrayId, Tier], update_tier: Tier
+    ) -> list[UpdateUnit]:
+        """One unit a segment and tier: an update runs on the device if all that it
+        touches is there."""
         units = []
         for segment, updates in self.updates:
             groups: dict[Tier, list[ArrayUpdate]] = {}
             for update in updates:
                 homes_of = {homes.get(a, homes.get(a.whole)) for a in update.results}
-                tier = Tier.DEVICE if homes_of == {Tier.DEVICE} else Tier.HOST
+                tier = Tier.DEVICE if homes_of == {Tier.DEVICE} else update_tier
                 groups.setdefault(tier, []).append(update)
             for tier, members in groups.items():
                 units.append(

@@ -88,5 +88,7 @@ def cases(draw: st.DrawFn) -> Case:
         updates_in_backward=draw(st.booleans()),
         value_tier=draw(st.sampled_from(list(Tier))),
         gradient_tier=draw(st.sampled_from([Tier.HOST, Tier.NVME])),
+        deferred_share=draw(st.sampled_from([0.0, 0.5, 1.0])),
+        slack=draw(st.sampled_from([1.0, 1.5])),
     )
     return Case(toy, homes, options)

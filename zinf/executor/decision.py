@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite, sqrt
+from typing import Any
 
 # DeepSpeed and torch.nn.utils.clip_grad_norm_ add this to the norm before dividing.
 CLIP_EPSILON = 1e-6
@@ -12,6 +13,20 @@ class NonFiniteError(ArithmeticError):
     """The loss or a gradient is not a finite number; nothing was updated."""
 
 
+ADVICE = (
+    "Lower the learning rate, clip gradients (gradient_clipping), or look for invalid "
+    "values in the batch."
+)
+# What is said of the state that a failed step left.
+UNTOUCHED = (
+    "Nothing was updated: parameters and optimizer state are those of the step before."
+)
+MIXED = (
+    "Some arrays are updated and others are not. Restore the last checkpoint with "
+    "engine.restore(directory)."
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
     """Attributes:
@@ -19,13 +34,28 @@ class Decision:
     grad_norm: of the whole gradient, not scaled and before clipping; None when the
         updates did not wait for it.
     factor: what each gradient is multiplied by: clip coefficient over loss scale.
-    skips: a scaled gradient overflowed, so this step updates nothing.
+    skips: this step updates nothing: a scaled gradient overflowed, or it is refused.
+    refusal: why, if the loss or a gradient is not finite and no loss scale could have
+        caused it.
     """
 
     loss: float
     grad_norm: float | None
     factor: float
     skips: bool
+    refusal: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """What the updates that a step left to the next one go by.
+
+    Attributes:
+        step_values: those of the step whose gradients are at rest.
+    """
+
+    decision: Decision
+    step_values: Sequence[Any]
 
 
 def decide(
@@ -40,29 +70,21 @@ def decide(
 
     Sums run in the given order in double precision, so that the result does not depend
     on where anything is placed.
-
-    Raises:
-        NonFiniteError: the loss is not finite, or a gradient is not and there is no
-            loss scale that could have caused it.
     """
     loss = sum(losses) / len(losses)
     if not isfinite(loss) and not skips_overflow:
-        raise NonFiniteError(
+        refusal = (
             f"The loss is {loss} (by microbatch: {', '.join(map(str, losses))}). "
-            "Nothing was updated: parameters and optimizer state are those of the step "
-            "before. Lower the learning rate, clip gradients (gradient_clipping), or "
-            "look for invalid values in the batch."
+            f"{ADVICE}"
         )
+        return Decision(loss, None, 0.0, True, refusal)
     if sums_of_squares is None:
         return Decision(loss, None, 1.0 / loss_scale, False)
     norm = sqrt(sum(sums_of_squares)) / loss_scale
     if not isfinite(norm) or not isfinite(loss):
-        if skips_overflow:
-            return Decision(loss, norm, 0.0, True)
-        raise NonFiniteError(
-            f"The gradient norm is {norm} while the loss is {loss}. Nothing was "
-            "updated, unless the updates overlap the backward pass. Lower the "
-            "learning rate, or clip gradients (gradient_clipping)."
-        )
+        refusal = None
+        if not skips_overflow:
+            refusal = f"The gradient norm is {norm} while the loss is {loss}. {ADVICE}"
+        return Decision(loss, norm, 0.0, True, refusal)
     clip = 1.0 if clip_norm is None else min(1.0, clip_norm / (norm + CLIP_EPSILON))
     return Decision(loss, norm, clip / loss_scale, False)

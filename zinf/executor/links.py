@@ -39,6 +39,12 @@ class Progress:
             tuple(end - began for end in self.ends),
         )
 
+    def has_begun(self, index: int) -> bool:
+        return self.starts[index] > 0
+
+    def is_complete(self, index: int) -> bool:
+        return bool(self._done[index])
+
     def wait_for(self, after: Sequence[int]) -> bool:
         """Waits until `after` are complete; false if the step has failed."""
         done = self._done
@@ -63,9 +69,14 @@ class Progress:
 
 
 def run_links(
-    instructions: Sequence[Instruction], execute: Callable[[Instruction], None]
-) -> Progress:
+    instructions: Sequence[Instruction],
+    execute: Callable[[Instruction], None],
+    progress: Progress,
+) -> None:
     """Executes a plan; returns when every worker has ended.
+
+    Args:
+        progress: of so many instructions; filled in as they go.
 
     An interrupt (Ctrl-C) while the workers run does not stop them, since a step that
     stops half-way has updated some parameters and not others: it is noted, and the
@@ -74,7 +85,6 @@ def run_links(
     Raises:
         whatever the first failing instruction raised, with a note that names it.
     """
-    progress = Progress(len(instructions))
     queues: dict[Link, list[int]] = {}
     for index, instruction in enumerate(instructions):
         queues.setdefault(instruction.link, []).append(index)
@@ -108,7 +118,6 @@ def run_links(
             worker.join()
     if progress.error is not None:
         raise progress.error
-    return progress
 
 
 @contextmanager

@@ -1,11 +1,14 @@
 """The figures that a step reports."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from zinf.executor.batch import count_tokens
 from zinf.executor.outcome import Outcome
+from zinf.executor.runner import AbstractRunner
 from zinf.executor.scalars import Scalars
 from zinf.memory import Stores
 from zinf.plan import Link
@@ -21,26 +24,25 @@ TRAFFIC = {
 
 def step_metrics(
     outcome: Outcome,
+    runner: AbstractRunner,
     scalars: Scalars,
     stores: Stores,
-    *,
-    spec: Any,
-    num_microbatches: int,
-    learning_rate: float | None,
+    advanced: Sequence[np.ndarray],
     seconds: float,
 ) -> dict[str, Any]:
     """Metrics of the step that `scalars` are about to count; see `Engine.step`.
 
     Args:
-        spec: shapes and dtypes of one microbatch.
+        advanced: the optimizer's shared state after the step.
     """
+    num_tokens = count_tokens(runner.spec, runner.num_microbatches)
     metrics = {
         "step": scalars.num_steps + 1,
         "loss": outcome.loss,
         "grad_norm": outcome.grad_norm,
-        "learning_rate": learning_rate,
+        "learning_rate": scalars.learning_rate(advanced),
         "step_seconds": seconds,
-        "tokens_per_second": count_tokens(spec, num_microbatches) / seconds,
+        "tokens_per_second": num_tokens / seconds,
         **{f"{tier}_bytes": stores.peak_bytes(tier) for tier in Tier},
         **{name: outcome.moved_bytes.get(link, 0) for name, link in TRAFFIC.items()},
         "skipped": outcome.skips,
@@ -49,6 +51,6 @@ def step_metrics(
         metrics["loss_scale"] = scalars.loss_scale
     aux = (outcome.extra or {}).get("aux")
     if aux is not None:
-        several = num_microbatches > 1
+        several = runner.num_microbatches > 1
         metrics["aux"] = aux if several else jax.tree.map(lambda x: x[0], aux)
     return metrics

@@ -4,8 +4,9 @@ Everything here is decided from shapes: no parameter is made and nothing is open
 the same code answers "does it fit" for a machine that is not there.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,16 +24,17 @@ from zinf.memory.capacity import (
 from zinf.memory.nvme import measured_speeds
 from zinf.optim.separate import Separated
 from zinf.plan import (
+    Arrangement,
     Catalog,
     Choices,
     InfeasibleError,
+    Keeping,
     Plan,
     Rates,
     Resident,
     StepOptions,
-    UpdateUnit,
     accelerator_rates,
-    build,
+    build_at_home,
     build_placed,
     count_contributions,
     fused_plan,
@@ -50,20 +52,26 @@ from zinf.segment.source import Source
 
 # How often a step moves an array that rests away from where it is used.
 PARAM_MOVES, STATE_MOVES = 3, 2
+# What is tried for `StepOptions` beside their defaults. An update that waits for the
+# norm has nothing to overlap with but the next step. On random chains shares between
+# these, and more slack, gained nothing (tests/overlap).
+DEFERRED_SHARES, LATE_SHARES = (0.25, 0.5, 0.75, 1.0), (1.0,)
+SLACKS = (1.5,)
 
 
 @dataclass(frozen=True)
 class Streamed:
     """A step that runs segment by segment."""
 
-    plan: Plan
-    catalog: Catalog
+    arranged: Arrangement
     segmented: Segmented
     segments: tuple[Segment, ...]
     updates: Updates
-    options: StepOptions
-    units: tuple[UpdateUnit, ...]
     compute_dtype: Any
+
+    @property
+    def plan(self) -> Plan:
+        return self.arranged.plan
 
 
 @dataclass(frozen=True)
@@ -224,30 +232,31 @@ class Planner:
         specs = self.piece_specs(program, homes)
         capacity = self.capacity()
         catalog = Catalog(program, specs, homes or {}, workspace, counts, self.rates())
+        choices = replace(self.choices(waits), keeping=partial(_keeping, segments))
+        rest = updates.units, capacity, options, choices
         if homes is not None:
             consts = [ArrayId("const", name) for name in program.consts]
             homes = {**homes, **dict.fromkeys(consts, Tier.DEVICE)}
-            catalog = replace(catalog, homes=homes)
-            plan = build(catalog, updates.units(homes), capacity, options)
+            arranged = build_at_home(replace(catalog, homes=homes), *rest)
         else:
-            choices = Choices(
-                self.tiers_from(self.config.activation_tier, Tier.DEVICE),
-                self.tiers_from(None, Tier.HOST),
-                self.config.persistence_bytes,
-            )
-            residents = self.residents(specs)
-            plan = build_placed(
-                catalog, residents, updates.units, capacity, options, choices
-            )
+            arranged = build_placed(catalog, self.residents(specs), *rest)
         return Streamed(
-            plan,
-            replace(catalog, homes=plan.homes),
+            arranged,
             segmented,
             segments,
             updates,
-            options,
-            tuple(updates.units(plan.homes)),
             jnp.dtype(self.config.compute_dtype),
+        )
+
+    def choices(self, waits: bool) -> Choices:
+        """What a step may be arranged by, of what the config leaves open."""
+        return Choices(
+            self.tiers_from(self.config.activation_tier, Tier.DEVICE),
+            self.tiers_from(None, Tier.HOST),
+            self.config.persistence_bytes,
+            update_tiers=(Tier.DEVICE,),
+            deferred_shares=LATE_SHARES if waits else DEFERRED_SHARES,
+            slacks=SLACKS,
         )
 
     def tiers_from(self, asked: Tier | None, fastest: Tier) -> tuple[Tier, ...]:
@@ -321,6 +330,19 @@ class Planner:
             Tier.HOST: host_capacity_bytes() if host is None else host,
             Tier.NVME: nvme if paths else 0,
         }
+
+
+def _keeping(segments: Sequence[Segment], room_bytes: int) -> dict[int, Keeping]:
+    """What segments may keep; compiled only if there is room for any of it."""
+    able = {k: s for k, s in enumerate(segments[:-1]) if s.spec.has_backward}
+    found = {}
+    for k, segment in able.items():
+        residuals = segment.residuals()
+        if residuals and sum(spec.nbytes for spec in residuals) <= room_bytes:
+            workspace = segment.keeping_workspace()
+            passes = workspace.forward_bytes, workspace.backward_bytes
+            found[k] = Keeping(residuals, passes)
+    return found
 
 
 def _spec(abstract: jax.ShapeDtypeStruct) -> ArraySpec:

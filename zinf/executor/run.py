@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zinf.executor.decision import Decision
-from zinf.executor.links import run_links
+from zinf.executor.decision import Decision, Pending
+from zinf.executor.links import Progress, run_links
 from zinf.memory import Stores, aligned_empty, to_host
 from zinf.plan import (
     Accumulate,
@@ -36,16 +36,10 @@ from zinf.plan import (
     UpdateUnit,
     value,
 )
-from zinf.program import ArrayId, Program, Tier
+from zinf.program import ArrayId, Program, SegmentSpec, Tier
 from zinf.segment import Segment
 
 UpdateFunction = Callable[..., Sequence[Any]]
-
-# What is said of a state that a failed step left.
-MIXED = (
-    "Some arrays are updated and others are not. Restore the last checkpoint with "
-    "engine.restore(directory)."
-)
 
 
 @dataclass(frozen=True)
@@ -53,11 +47,13 @@ class Work:
     """What the operations of a plan stand for.
 
     Attributes:
-        update: `(array update, tier, gradient, operands, decision) -> results` computes
+        update: `(array update, tier, gradient, operands, goes_by) -> results` computes
             the new values of an array update's results.
         is_in_place: `(array update, tier)`: it is done by `update_in_place` instead.
-        update_in_place: `(array update, gradient, decision, *results)` changes results
+        update_in_place: `(array update, gradient, goes_by, *results)` changes results
             that are on the host, given their memory.
+        step_values: what the updates of this step go by, beside its decision.
+        pending: what those that the step before left go by.
         decide: `(losses, sums of squares or None) -> Decision`.
         before_update: called before the first update of a step.
         compute_dtype: of the parameters, where masters are kept apart.
@@ -69,6 +65,8 @@ class Work:
     update: UpdateFunction
     is_in_place: Callable[[ArrayUpdate, Tier], bool]
     update_in_place: Callable[..., None]
+    step_values: Sequence[Any]
+    pending: Pending | None
     decide: Callable[[Sequence[float], Sequence[float] | None], Decision]
     before_update: Callable[[], None]
     compute_dtype: Any
@@ -79,12 +77,19 @@ class StepRecord:
     """What one step did, beside its results.
 
     Attributes:
-        timeline: when each instruction of the plan ran; None of a step that is not
+        plan: what ran.
+        timeline: when each of its instructions ran; None of a step that is not
             complete.
+        has_updated: an update by this step's own gradients was begun.
+        is_mixed: the step failed, and some arrays are updated while others are not.
+        has_pending: it failed before the first of the updates that were pending.
     """
 
+    plan: Plan | None = None
     decision: Decision | None = None
     has_updated: bool = False
+    is_mixed: bool = False
+    has_pending: bool = False
     moved_bytes: dict[Link, int] = field(default_factory=lambda: dict.fromkeys(Link, 0))
     timeline: Timeline | None = None
     interrupted: bool = False
@@ -101,13 +106,20 @@ def run_plan(
 
     Raises:
         whatever an instruction raised, with a note naming it. All copies that the plan
-        made are gone then; arrays at home may be updated if `record.has_updated`.
+        made are gone then; `record` says how arrays at home are.
     """
     run = _StepRun(work, stores, seeds, record, plan.homes)
+    progress = Progress(len(plan.instructions))
+    record.plan = plan
     try:
-        progress = run_links(plan.instructions, run.execute)
+        run_links(plan.instructions, run.execute, progress)
     except BaseException:
         run.drop_copies()
+        late = [progress.has_begun(i) for i in plan.late_changes]
+        own = [progress.has_begun(i) for i in plan.own_changes]
+        is_late_done = all(map(progress.is_complete, plan.late_changes))
+        record.is_mixed = any(own) or (any(late) and not is_late_done)
+        record.has_pending = bool(late) and not any(late)
         raise
     record.timeline = progress.timeline
     record.interrupted = progress.interrupted
@@ -125,6 +137,7 @@ class _StepRun:
         self.work, self.stores, self.seed, self.record = work, stores, seed, record
         self.homes = homes
         self.copies: set[Copy] = set()
+        self.has_updated = False
 
     def execute(self, instruction: Instruction) -> None:
         operation = instruction.operation
@@ -213,26 +226,36 @@ class _StepRun:
         params = [self.read(a, Tier.DEVICE) for a in spec.params]
         inputs = [self.read(self.value(n, m), Tier.DEVICE) for n in spec.inputs]
         outputs: Sequence[Any] = ()
+        kept: Sequence[Any] = ()
         gradients: Sequence[Any] = ()
         inward: Sequence[Any] = ()
         match operation.kind:
             case Pass.FORWARD:
                 outputs = segment.forward(params, inputs)
+            case Pass.KEEPING:
+                outputs, kept = segment.forward_keeping(params, inputs)
             case Pass.LOSS:
                 outputs, gradients, inward = segment.loss(params, inputs, self.seed)
             case Pass.BACKWARD:
-                cotangents = [
-                    self.read(ArrayId("cotangent", n, None, m), Tier.DEVICE)
-                    for n in spec.active_outputs
-                ]
+                cotangents = self.cotangents(spec, m)
                 gradients, inward = segment.backward(params, inputs, cotangents)
+            case Pass.KEPT:
+                residuals = [self.read(a, Tier.DEVICE) for a in operation.residuals]
+                gradients, inward = segment.backward_from(
+                    params, inputs, residuals, self.cotangents(spec, m)
+                )
         # The ledger frees what this run read when it is done, so it must be done.
-        jax.block_until_ready((outputs, gradients, inward))
+        jax.block_until_ready((outputs, kept, gradients, inward))
         names = [value(n, m) for n in spec.outputs] if outputs else []
-        targets = (*names, *operation.gradients, *operation.cotangents)
-        results = (*outputs, *gradients, *inward)
+        keeps = operation.residuals if kept else ()
+        targets = (*names, *keeps, *operation.gradients, *operation.cotangents)
+        results = (*outputs, *kept, *gradients, *inward)
         for array, content in zip(targets, results, strict=True):
             self.write(array, Tier.DEVICE, content)
+
+    def cotangents(self, spec: SegmentSpec, microbatch: int) -> list[Any]:
+        names = [ArrayId("cotangent", n, None, microbatch) for n in spec.active_outputs]
+        return [self.read(array, Tier.DEVICE) for array in names]
 
     def value(self, name: str, microbatch: int) -> ArrayId:
         if name in self.work.program.consts:
@@ -262,18 +285,25 @@ class _StepRun:
         self.record.decision = self.work.decide(losses, norms or None)
 
     def update(self, operation: Update) -> None:
-        decision = self.record.decision
-        assert decision is not None
+        goes_by = self.goes_by(operation)
         updates = self.work.units[operation.unit].arrays
-        if decision.skips:
+        if goes_by.decision.skips:
             for array_update in updates:
                 self.refresh(array_update, operation.tier)
             return
-        if not self.record.has_updated:
+        if not self.has_updated:
             self.work.before_update()
-            self.record.has_updated = True
+            self.has_updated = True
+        self.record.has_updated |= not operation.is_pending
         for array_update in updates:
-            self.update_array(array_update, operation.tier, decision)
+            self.update_array(array_update, operation.tier, goes_by)
+
+    def goes_by(self, operation: Update) -> Pending:
+        if operation.is_pending:
+            assert self.work.pending is not None
+            return self.work.pending
+        assert self.record.decision is not None
+        return Pending(self.record.decision, self.work.step_values)
 
     def refresh(self, array_update: ArrayUpdate, tier: Tier) -> None:
         """Without an update, makes the compute copy that the plan goes on to move."""
@@ -284,28 +314,28 @@ class _StepRun:
             self.write(compute, tier, master.astype(dtype))
 
     def update_array(
-        self, array_update: ArrayUpdate, tier: Tier, decision: Decision
+        self, array_update: ArrayUpdate, tier: Tier, goes_by: Pending
     ) -> None:
         gradient = self.gradient_rows(array_update, tier)
         if self.work.is_in_place(array_update, tier):
-            self.update_in_place(array_update, gradient, decision)
+            self.update_in_place(array_update, gradient, goes_by)
             return
         operands = [self.read(a, tier) for a in array_update.operands]
-        results = self.work.update(array_update, tier, gradient, operands, decision)
+        results = self.work.update(array_update, tier, gradient, operands, goes_by)
         for array, content in zip(array_update.results, results, strict=True):
             if tier == Tier.HOST:
                 content = np.asarray(content)
             self.write(array, tier, content)
 
     def update_in_place(
-        self, array_update: ArrayUpdate, gradient: Any, decision: Decision
+        self, array_update: ArrayUpdate, gradient: Any, goes_by: Pending
     ) -> None:
         host, compute = self.stores.host, array_update.compute
         if compute is not None and not host.contains(compute):
             shape = self.read(array_update.master, Tier.HOST).shape
             content = aligned_empty(shape, self.work.compute_dtype)
             self.write(compute, Tier.HOST, content)
-        update = partial(self.work.update_in_place, array_update, gradient, decision)
+        update = partial(self.work.update_in_place, array_update, gradient, goes_by)
         host.update(array_update.results, update)
 
     def gradient_rows(self, array_update: ArrayUpdate, tier: Tier) -> Any:

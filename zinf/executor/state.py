@@ -1,31 +1,42 @@
 """Puts parameters and optimizer state on their tiers, one leaf at a time."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
+from zinf.config import Config
 from zinf.executor.outcome import Outcome, mean_over_microbatches
+from zinf.executor.prepare import Planner
+from zinf.executor.run import StepRecord
 from zinf.executor.updates import block_bytes
-from zinf.memory import Residents, Stores
-from zinf.optim.separate import LeafUpdate, Separated
+from zinf.memory import Residents, Stores, open_stores
+from zinf.optim.separate import LeafUpdate
 from zinf.plan import Plan
-from zinf.program import ArrayId, ArraySpec, Tier
+from zinf.program import ArrayId, Tier
 from zinf.segment.problem import Problem
 
 
-def make_residents(
-    stores: Stores,
-    specs: Mapping[ArrayId, ArraySpec],
-    plan: Plan,
-    separated: Separated,
-) -> Residents:
+def make_stores(plan: Plan, config: Config, device: jax.Device) -> Stores:
+    """Empty tiers of the sizes that a plan was made for."""
+    capacity = plan.capacity_bytes
+    return open_stores(
+        device,
+        device_bytes=capacity[Tier.DEVICE],
+        host_bytes=capacity[Tier.HOST],
+        nvme_bytes=capacity[Tier.NVME],
+        **({} if plan.is_fused else config.nvme_options),
+    )
+
+
+def make_residents(stores: Stores, planner: Planner, plan: Plan) -> Residents:
     """The persistent arrays, with their room on nvme checked and set aside.
 
     Raises:
         StorageError: a drive is not writable, or has less room than a step needs.
     """
+    specs, separated = planner.array_specs(), planner.separated
     homes = {a: tier for a, tier in plan.homes.items() if a.role != "const"}
     residents = Residents(stores, specs, homes)
     if stores.nvme is not None:
@@ -41,13 +52,12 @@ def make_residents(
     return residents
 
 
-def initialize_arrays(
-    problem: Problem, separated: Separated, residents: Residents, device: jax.Device
-) -> None:
+def initialize_arrays(planner: Planner, residents: Residents) -> None:
     """Writes the initial value of every array to its home.
 
     One leaf is in memory at a time, with blocks of its optimizer state.
     """
+    problem, separated, device = planner.problem, planner.separated, planner.device
     updates = {leaf.path: (i, leaf) for i, leaf in enumerate(separated.leaves)}
     limit = block_bytes(separated)
     for path, leaf in problem.initial_leaves(device):
@@ -73,12 +83,16 @@ def read_leaf(residents: Residents, problem: Problem, path: str) -> np.ndarray:
     return np.array(residents.read(ArrayId(role, path)))
 
 
-def write_model_state(residents: Residents, problem: Problem, outcome: Outcome) -> None:
-    """Replaces the model state, if there is one, by what a step made of it."""
+def write_model_state(
+    residents: Residents, planner: Planner, outcome: Outcome, record: StepRecord
+) -> None:
+    """Replaces the model state by what a step made of it; says so if it fails."""
     new = jax.tree.leaves(outcome.extra["model_state"])
-    for path, content in zip(problem.state_paths, new, strict=True):
+    record.is_mixed = True
+    for path, content in zip(planner.problem.state_paths, new, strict=True):
         array = np.asarray(mean_over_microbatches(content))
         residents.write(ArrayId("param", path), array)
+    record.is_mixed = False
 
 
 def _state_blocks(

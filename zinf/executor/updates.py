@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zinf.executor.decision import Decision
+from zinf.executor.decision import Pending
 from zinf.optim.host_update import AbstractHostUpdate
 from zinf.optim.on_host import host_updates
 from zinf.optim.separate import Separated
@@ -53,14 +53,17 @@ class Updates:
     devices: Mapping[Tier, jax.Device]
     unit_bytes: int
 
-    def units(self, homes: Mapping[ArrayId, Tier]) -> list[UpdateUnit]:
+    def units(
+        self, homes: Mapping[ArrayId, Tier], update_tier: Tier = Tier.HOST
+    ) -> list[UpdateUnit]:
         """The work units for a placement: an update runs on the device if all that it
-        touches rests there, and on the host otherwise."""
+        touches rests there, and on `update_tier` otherwise."""
         units = []
         for segment, updates in self.arrays:
             groups: dict[Tier, list[ArrayUpdate]] = {}
             for update in updates:
-                groups.setdefault(_tier_of(update, homes), []).append(update)
+                tier = Tier.DEVICE if _is_on_device(update, homes) else update_tier
+                groups.setdefault(tier, []).append(update)
             for tier, members in groups.items():
                 parts = self._split(members)
                 for i, part in enumerate(parts):
@@ -100,33 +103,31 @@ class Updates:
 
     def apply(
         self,
-        step_values: Sequence[Any],
         update: ArrayUpdate,
         tier: Tier,
         gradient: Any,
         operands: Sequence[Any],
-        decision: Decision,
+        goes_by: Pending,
     ) -> Sequence[Any]:
         """New values of `update.results`, on the tier's device; complete on return."""
-        factor = np.float32(decision.factor)
+        factor = np.float32(goes_by.decision.factor)
         step = self.steps[update]
         arguments = jax.device_put([gradient, *operands], self.devices[tier])
-        return jax.block_until_ready(step(factor, step_values, *arguments))
+        return jax.block_until_ready(step(factor, goes_by.step_values, *arguments))
 
     def apply_in_place(
         self,
-        step_values: Sequence[Any],
         update: ArrayUpdate,
         gradient: np.ndarray,
-        decision: Decision,
+        goes_by: Pending,
         *results: np.ndarray,
     ) -> None:
         """Gives `update.results`, of which it takes the host memory, their new values.
 
         What the compute copy among them holds is not read.
         """
-        factor = np.float32(decision.factor)
-        self.in_place[update](factor, step_values, gradient, *results)
+        factor = np.float32(goes_by.decision.factor)
+        self.in_place[update](factor, goes_by.step_values, gradient, *results)
 
 
 def compile_program_updates(
@@ -220,6 +221,6 @@ def _array_update(
     )
 
 
-def _tier_of(update: ArrayUpdate, homes: Mapping[ArrayId, Tier]) -> Tier:
+def _is_on_device(update: ArrayUpdate, homes: Mapping[ArrayId, Tier]) -> bool:
     tiers = {homes[a] if a in homes else homes[a.whole] for a in update.results}
-    return Tier.DEVICE if tiers == {Tier.DEVICE} else Tier.HOST
+    return tiers == {Tier.DEVICE}

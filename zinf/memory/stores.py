@@ -47,6 +47,10 @@ class Stores:
         """The most that a tier has held since its ledger's peak was last reset."""
         return self[tier].ledger.peak_bytes if tier in self.tiers else 0
 
+    def reset_peaks(self) -> None:
+        for tier in self.tiers:
+            self[tier].ledger.reset_peak()
+
     def close(self) -> None:
         """Close the stores; what is on the NVMe tier stays in its files."""
         if self.nvme is not None:

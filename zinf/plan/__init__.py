@@ -1,20 +1,21 @@
 """When bytes move: a step as immutable data, built and checked before it runs."""
 
-from zinf.plan.build import Choices as Choices
 from zinf.plan.build import build as build
 from zinf.plan.build import build_evaluation as build_evaluation
-from zinf.plan.build import build_placed as build_placed
 from zinf.plan.build import fused_plan as fused_plan
-from zinf.plan.build import initial_copies as initial_copies
-from zinf.plan.build import kept_copies as kept_copies
 from zinf.plan.catalog import ArrayUpdate as ArrayUpdate
 from zinf.plan.catalog import Catalog as Catalog
+from zinf.plan.catalog import Keeping as Keeping
 from zinf.plan.catalog import StepOptions as StepOptions
 from zinf.plan.catalog import UpdateUnit as UpdateUnit
 from zinf.plan.catalog import count_contributions as count_contributions
 from zinf.plan.catalog import value as value
 from zinf.plan.check import PlanError as PlanError
 from zinf.plan.check import check as check
+from zinf.plan.choose import Arrangement as Arrangement
+from zinf.plan.choose import Choices as Choices
+from zinf.plan.choose import build_at_home as build_at_home
+from zinf.plan.choose import build_placed as build_placed
 from zinf.plan.cost import Rates as Rates
 from zinf.plan.cost import Timeline as Timeline
 from zinf.plan.cost import accelerator_rates as accelerator_rates
@@ -33,6 +34,8 @@ from zinf.plan.instruction import Run as Run
 from zinf.plan.instruction import SumSquares as SumSquares
 from zinf.plan.instruction import Transfer as Transfer
 from zinf.plan.instruction import Update as Update
+from zinf.plan.passage import initial_copies as initial_copies
+from zinf.plan.passage import kept_copies as kept_copies
 from zinf.plan.place import Resident as Resident
 from zinf.plan.place import place as place
 from zinf.plan.plan import Plan as Plan

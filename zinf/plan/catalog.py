@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from zinf.plan.cost import Rates
 from zinf.program import ArrayId, ArraySpec, Program, Tier
@@ -54,6 +55,13 @@ class StepOptions:
     Attributes:
         updates_in_backward: update a unit as soon as its gradient is complete; not
             possible when the norm of the whole gradient decides on the update.
+        update_tier: where updates run whose arrays do not all rest on the device; their
+            state is streamed through the device if it is that.
+        deferred_share: of the units, how many are updated in the next step instead.
+        num_kept: how many of the last segments that can keep residuals do so, instead
+            of computing them again.
+        slack: how much of what the plan moves may be there at once, over the least that
+            lets it go on: with more, links wait less for each other.
         value_tier: where activations wait for the backward pass.
         gradient_tier: where complete gradients wait for a late update.
     """
@@ -62,6 +70,23 @@ class StepOptions:
     updates_in_backward: bool
     value_tier: Tier
     gradient_tier: Tier
+    update_tier: Tier = Tier.HOST
+    num_kept: int = 0
+    deferred_share: float = 0.0
+    slack: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """What a segment keeps for its backward pass, and the device bytes that both take
+    beside arguments and results, where it does."""
+
+    residuals: tuple[ArraySpec, ...]
+    workspace: tuple[int, int]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.residuals)
 
 
 @dataclass(frozen=True)
@@ -71,6 +96,7 @@ class Catalog:
     Attributes:
         specs: of persistent arrays, by their home id.
         workspace: `(forward, backward)` device bytes of each segment.
+        keeping: the same and the residuals of segments that may keep some, by number.
     """
 
     program: Program
@@ -79,10 +105,34 @@ class Catalog:
     workspace: Sequence[tuple[int, int]]
     num_contributions: Counter = field(default_factory=Counter)
     rates: Rates = field(default_factory=Rates)
+    keeping: Mapping[int, Keeping] = field(default_factory=dict)
+
+    def kept_segments(self, num_kept: int) -> frozenset[int]:
+        """The segments that keep residuals: the last ones, which need them soonest."""
+        able = sorted(self.keeping)
+        return frozenset(able[len(able) - num_kept :] if num_kept else ())
+
+    def residuals(self, k: int, microbatch: int) -> tuple[ArrayId, ...]:
+        """The names of what segment `k` keeps of a microbatch."""
+        name = self.program.segments[k].name
+        return tuple(
+            ArrayId("residual", f"{name}/{i}", None, microbatch)
+            for i in range(len(self.keeping[k].residuals))
+        )
+
+    @cached_property
+    def _residual_bytes(self) -> dict[str, int]:
+        return {
+            array.path: spec.nbytes
+            for k, kept in self.keeping.items()
+            for array, spec in zip(self.residuals(k, 0), kept.residuals, strict=True)
+        }
 
     def nbytes(self, array: ArrayId) -> int:
         if array.role in ("value", "cotangent", "cotangent part"):
             return self.program.values[array.path].nbytes
+        if array.role == "residual":
+            return self._residual_bytes[array.path]
         if array.role == "norm":
             return FLOAT32_BYTES
         if array.role in ("gradient", "gradient part"):

@@ -18,7 +18,7 @@ from zinf.plan.instruction import (
     Update,
 )
 from zinf.plan.plan import Plan
-from zinf.program import ArrayId, Tier
+from zinf.program import ArrayId, Rows, Tier, covers, overlaps
 
 
 class PlanError(AssertionError):
@@ -89,8 +89,8 @@ class _Copies:
 
     def __init__(self, plan: Plan, reach: _Reachability, initial: Iterable[Copy]):
         self.plan, self.reach = plan, reach
-        self.writer: dict[Copy, int] = {}
-        self.readers: dict[Copy, list[int]] = defaultdict(list)
+        # By holder: which rows, whether written, and by which instruction.
+        self.uses: dict[Copy, list[tuple[Rows, bool, int]]] = defaultdict(list)
         self.freed: dict[Copy, int] = {}
         self.present = set(initial)
         # Versions by rows (None: those rows that have no entry of their own).
@@ -115,13 +115,18 @@ class _Copies:
 
     def read(self, index: int, copy: Copy) -> None:
         held = self.holder(copy)
-        if held is None or not self.waits(index, self.writer.get(held)):
+        rows = copy[0].rows
+        if held is None or not all(
+            self.waits(index, other)
+            for used, is_written, other in self.uses[held]
+            if is_written and overlaps(rows, used)
+        ):
             raise self.error(index, f"reads {_name(copy)} before it is there")
         if _seen(self.versions[held], copy[0]) != _seen(
             self.newest[copy[0].whole], copy[0]
         ):
             raise self.error(index, f"reads an old version of {_name(copy)}")
-        self.readers[held].append(index)
+        self.uses[held].append((rows, False, index))
 
     def write(self, index: int, copy: Copy, version: Mapping) -> None:
         held = self.holder(copy)
@@ -131,32 +136,41 @@ class _Copies:
                 if not self.waits(index, self.freed.get(gone)):
                     raise self.error(index, f"makes {_name(copy)} before it is freed")
             self.present.add(copy)
-        self.settle(index, held, "overwrites")
-        self.writer[held] = index
+        rows = copy[0].rows
+        self.settle(index, held, rows, "overwrites")
+        self.uses[held].append((rows, True, index))
         if copy[0] == held[0]:
             self.versions[held].clear()
         self.versions[held].update(version)
 
-    def settle(self, index: int, held: Copy, verb: str) -> None:
-        """Everything that used the copy so far must be done."""
-        for other in (*self.readers.pop(held, ()), self.writer.get(held)):
-            if not self.waits(index, other):
+    def settle(self, index: int, held: Copy, rows: Rows, verb: str) -> None:
+        """Everything that used these rows of the copy so far must be done."""
+        for used, _, other in self.uses[held]:
+            if overlaps(rows, used) and not self.waits(index, other):
                 raise self.error(index, f"{verb} {_name(held)} under #{other}")
+        self.uses[held] = [u for u in self.uses[held] if not covers(rows, u[0])]
 
     def free(self, index: int, copy: Copy) -> None:
         if copy not in self.present:
             raise self.error(index, f"frees {_name(copy)}, which is not there")
-        self.settle(index, copy, "frees")
+        self.settle(index, copy, None, "frees")
         self.present.remove(copy)
-        self.writer.pop(copy, None)
+        self.uses.pop(copy, None)
         self.versions.pop(copy, None)
         self.freed[copy] = index
 
     def finish(self, kept: Iterable[Copy]) -> None:
-        """At the end homes hold the newest versions, and all else is gone."""
-        left = self.present - set(kept)
-        if left:
-            raise PlanError(f"the plan leaves {_name(min(left, key=str))} behind")
+        """At the end homes and `kept` hold the newest versions; all else is gone."""
+        kept = set(kept)
+        if self.present != kept:
+            copy = min(self.present ^ kept, key=str)
+            what = "leaves" if copy in self.present else "does not leave"
+            raise PlanError(f"the plan {what} {_name(copy)} behind")
+        for copy in kept:
+            array = copy[0]
+            found = _seen(self.versions[copy], array)
+            if found != _seen(self.newest[array.whole], array):
+                raise PlanError(f"the plan leaves an old version of {_name(copy)}")
         for array, tier in self.plan.homes.items():
             found = _seen(self.versions[array, tier], array)
             if found != _seen(self.newest[array.whole], array):
@@ -191,7 +205,7 @@ def _check_copies(
         operation = instruction.operation
         if isinstance(operation, Decide):
             decisions.append(index)
-        elif isinstance(operation, Update):
+        elif isinstance(operation, Update) and not operation.is_pending:
             if not any(reach.precedes(i, index) for i in decisions):
                 raise PlanError(f"#{index} {operation} does not wait for the decision")
         for copy in instruction.reads:

@@ -13,9 +13,26 @@ from itertools import count
 from zinf.plan.catalog import Catalog
 from zinf.plan.instruction import Copy
 from zinf.plan.schedule import Job
-from zinf.program import ArrayId, Tier
+from zinf.program import ArrayId, Rows, Tier, overlaps
 
 NEVER = 1 << 60
+
+
+class Changes:
+    """What some jobs compute anew, to tell what cannot be fetched before them."""
+
+    def __init__(self, job: Job):
+        self._rows: dict[ArrayId, list[Rows]] = {}
+        self.add(job)
+
+    def add(self, job: Job) -> None:
+        for array, _ in job.writes:
+            self._rows.setdefault(array.whole, []).append(array.rows)
+
+    def include(self, array: ArrayId) -> bool:
+        """Whether `array`, or any of its rows, is among them."""
+        changed = self._rows.get(array.whole, ())
+        return any(overlaps(array.rows, rows) for rows in changed)
 
 
 class Copies:
@@ -146,9 +163,10 @@ class Copies:
         for array in self._named(job):
             for tier in Tier:
                 copy = (array, tier)
-                if copy not in self.temporary or copy in self._kept:
+                if copy not in self.temporary:
                     continue
-                if self.next_use(copy, self.now) == NEVER:
+                is_last = self.next_use(copy, self.now) == NEVER
+                if array in job.consumes or (is_last and copy not in self._kept):
                     found[tier].append(array)
         return found
 

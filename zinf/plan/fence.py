@@ -7,8 +7,8 @@ that is held was allocated at or before i, less the frees that i waited for. So 
 allocation waits for the shortest prefix of the frees listed before it that makes its
 bytes fit; with room to spare it waits for none.
 
-The limit is not the budget of a tier but the peak of the plan in list order, so that
-what the plan says is what is measured at most.
+The limit is not the budget of a tier but the peak of the plan in list order, or a
+multiple of what moves then, so that what the plan says is what is measured at most.
 """
 
 from collections import defaultdict
@@ -23,6 +23,7 @@ from zinf.program import Tier
 class _TierFence:
     limit_bytes: int
     allocated_bytes: int
+    peak_bytes: int
     freed_bytes: int = 0  # by the prefix that is waited for
     prefix: int = 0
     frees: list[tuple[int, int, Link]] = field(default_factory=list)
@@ -35,6 +36,8 @@ class _TierFence:
             self.freed_bytes += freed
             self.last[link] = index
             self.prefix += 1
+        held_bytes = self.allocated_bytes - self.freed_bytes
+        self.peak_bytes = max(self.peak_bytes, held_bytes)
         # Links run in order: the last free of each link in the prefix implies the rest.
         return self.last.values()
 
@@ -43,14 +46,17 @@ def add_fences(
     instructions: Sequence[Instruction],
     limit_bytes: Mapping[Tier, int],
     held_bytes: Mapping[Tier, int],
-) -> tuple[Instruction, ...]:
+) -> tuple[tuple[Instruction, ...], dict[Tier, int]]:
     """The instructions, each allocation waiting for the frees that it needs.
+
+    And the most that any execution of them holds on each tier.
 
     Args:
         limit_bytes: what no execution may exceed; at least the peak in list order.
         held_bytes: what each tier holds when the step starts.
     """
-    tiers = {t: _TierFence(limit_bytes[t], held_bytes[t]) for t in Tier}
+    held = held_bytes
+    tiers = {t: _TierFence(limit_bytes[t], held[t], held[t]) for t in Tier}
     fenced = []
     for index, instruction in enumerate(instructions):
         needed: dict[Tier, int] = defaultdict(int)
@@ -65,4 +71,4 @@ def add_fences(
             returned.append((instruction.operation.tier, instruction.nbytes))
         for tier, nbytes in returned:
             tiers[tier].frees.append((nbytes, index, instruction.link))
-    return tuple(fenced)
+    return tuple(fenced), {t: tiers[t].peak_bytes for t in Tier}

@@ -31,8 +31,14 @@ TRANSFER_LINKS = {
 
 
 class Pass(StrEnum):
+    """What a segment does. `KEEPING` is a forward pass that keeps residuals, `KEPT` the
+    backward pass that goes on from them; `BACKWARD` computes them again. The last
+    segment does both passes at once, `LOSS`."""
+
     FORWARD = "forward"
+    KEEPING = "forward, keeping"
     BACKWARD = "backward"
+    KEPT = "backward, kept"
     LOSS = "loss"
 
 
@@ -60,6 +66,7 @@ class Run:
 
     `gradients` are the arrays that its parameter gradients are written to, and
     `cotangents` those of its input cotangents, in the order of the segment's results.
+    `residuals` are what it keeps, or goes on from.
     """
 
     segment: int
@@ -68,6 +75,7 @@ class Run:
     microbatch: int
     gradients: tuple[ArrayId, ...] = ()
     cotangents: tuple[ArrayId, ...] = ()
+    residuals: tuple[ArrayId, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name} @{self.microbatch}"
@@ -104,7 +112,8 @@ class Decide:
     """Reads losses and gradient norms on the host and decides how updates go on.
 
     With the norms it sets the clip factor, or skips the step on an overflow; without
-    them it only refuses a loss that is not finite.
+    them it only refuses a loss that is not finite. A step that is refused runs to its
+    end without updates, since those of the step before may still be under way.
     """
 
     losses: tuple[ArrayId, ...]
@@ -116,14 +125,18 @@ class Decide:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Updates one unit's arrays, all of which are on `tier`."""
+    """Updates one unit's arrays, all of which are on `tier`.
+
+    With `is_pending` by the gradients and the decision of the step before.
+    """
 
     unit: int
     name: str
     tier: Tier
+    is_pending: bool = False
 
     def __str__(self) -> str:
-        return f"update {self.name}"
+        return f"{'late ' if self.is_pending else ''}update {self.name}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,15 +21,35 @@ from zinf.plan.instruction import (
     Update,
 )
 from zinf.plan.schedule import Job
-from zinf.program import ArrayId, Tier
+from zinf.program import ArrayId, Rows, Tier, covers, overlaps
+
+
+class Uses:
+    """Who wrote and who reads a copy so far, by rows (None: all of it)."""
+
+    def __init__(self) -> None:
+        self._writers: list[tuple[Rows, int]] = []
+        self._readers: list[tuple[Rows, int]] = []
+
+    def read(self, rows: Rows, index: int) -> list[int]:
+        """Notes a reader of some rows; returns those that it has to wait for."""
+        self._readers.append((rows, index))
+        return [i for other, i in self._writers if overlaps(rows, other)]
+
+    def write(self, rows: Rows, index: int) -> list[int]:
+        """The same for a writer, which then stands for all that it waits for."""
+        uses = self._writers + self._readers
+        self._writers = [u for u in self._writers if not covers(rows, u[0])]
+        self._readers = [u for u in self._readers if not covers(rows, u[0])]
+        self._writers.append((rows, index))
+        return [i for other, i in uses if overlaps(rows, other)]
 
 
 class Listing:
     def __init__(self, catalog: Catalog, copies: Copies):
         self.instructions: list[Instruction] = []
         self._catalog, self._copies = catalog, copies
-        self._writer: dict[Copy, int] = {}
-        self._readers: dict[Copy, list[int]] = defaultdict(list)
+        self._uses: dict[Copy, Uses] = defaultdict(Uses)
         self._freed_by: dict[Copy, tuple[int]] = {}
         self._decided = -1
 
@@ -80,9 +100,7 @@ class Listing:
         after = set()
         for array in arrays:
             copy = (array, tier)
-            if copy in self._writer:
-                after.add(self._writer.pop(copy))
-            after.update(self._readers.pop(copy, ()))
+            after.update(self._uses.pop(copy, Uses()).write(None, index))
             self._freed_by[copy] = (index,)
         operation = Free(tuple(arrays), tier)
         self.instructions.append(
@@ -103,16 +121,13 @@ class Listing:
             # it is the whole, and would take the rows in.
             after.update(self._freed_by.pop((array, tier), ()))
             after.update(self._freed_by.get((array.whole, tier), ()))
-        for copy in map(self._copies.key, reads):
-            if copy in self._writer:
-                after.add(self._writer[copy])
-            self._readers[copy].append(index)
-        for copy in map(self._copies.key, writes):
-            after.update(self._readers.pop(copy, ()))
-            if copy in self._writer:
-                after.add(self._writer[copy])
-            self._writer[copy] = index
-        if isinstance(operation, Update):
+        for copy in reads:
+            uses = self._uses[self._copies.key(copy)]
+            after.update(uses.read(copy[0].rows, index))
+        for copy in writes:
+            uses = self._uses[self._copies.key(copy)]
+            after.update(uses.write(copy[0].rows, index))
+        if isinstance(operation, Update) and not operation.is_pending:
             after.add(self._decided)
         elif isinstance(operation, Decide):
             self._decided = index

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from zinf.plan.cost import Rates, Timeline, predict
-from zinf.plan.instruction import FusedStep, Instruction, Link
+from zinf.plan.instruction import FusedStep, Instruction, Link, Pass, Run, Update
 from zinf.plan.show import show_instructions, show_summary
 from zinf.program import ArrayId, Tier
 
@@ -34,6 +34,37 @@ class Plan:
     def tiers(self) -> set[Tier]:
         """The tiers that hold anything at any time."""
         return {tier for tier, nbytes in self.peak_bytes.items() if nbytes}
+
+    @cached_property
+    def late_changes(self) -> tuple[int, ...]:
+        """Instructions that do the updates that were pending, and bring them home."""
+        return tuple(i for i in self._changes if i < self._end_of_forward)
+
+    @cached_property
+    def own_changes(self) -> tuple[int, ...]:
+        """Those that do the same by the gradients of the step itself."""
+        return tuple(i for i in self._changes if i > self._end_of_forward)
+
+    @cached_property
+    def _changes(self) -> list[int]:
+        return [
+            i
+            for i, instruction in enumerate(self.instructions)
+            if isinstance(instruction.operation, Update)
+            or any(
+                tier in (self.homes.get(a), self.homes.get(a.whole))
+                for a, tier in instruction.writes
+            )
+        ]
+
+    @cached_property
+    def _end_of_forward(self) -> int:
+        """The first run of the last segment: it comes after all that was pending."""
+        for i, instruction in enumerate(self.instructions):
+            operation = instruction.operation
+            if isinstance(operation, Run) and operation.kind == Pass.LOSS:
+                return i
+        return len(self.instructions)
 
     def link_bytes(self, link: Link) -> int:
         """Bytes that a step moves over a link."""

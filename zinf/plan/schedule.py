@@ -10,7 +10,7 @@ A job is an operation with the copies it reads and writes; `stream` puts the tra
 between the jobs.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +37,8 @@ from zinf.plan.instruction import (
     Transfer,
     Update,
 )
-from zinf.program import ArrayId, SegmentSpec, Tier
+from zinf.plan.pending import deferred_units, pending_copies, rest_tier
+from zinf.program import ArrayId, Program, SegmentSpec, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +49,47 @@ class Job:
     writes: tuple[Copy, ...]
     workspace: tuple[tuple[Tier, int], ...] = ()
     flops: int = 0
+    consumes: tuple[ArrayId, ...] = ()
+    """Arrays of which nobody needs the present content afterwards."""
 
 
 def schedule(
     catalog: Catalog, units: Sequence[UpdateUnit], options: StepOptions
 ) -> list[Job]:
-    """The jobs of one training step, in order."""
-    return _Schedule(catalog, units, options).jobs
+    """The jobs of one training step after another, in order."""
+    made = _Schedule(catalog, units, options)
+    made.forward_passes(with_pending=True)
+    made.train()
+    return made.jobs
+
+
+def schedule_first(
+    catalog: Catalog, units: Sequence[UpdateUnit], options: StepOptions
+) -> list[Job]:
+    """The jobs of a step before which nothing is pending."""
+    made = _Schedule(catalog, units, options)
+    made.forward_passes()
+    made.train()
+    return made.jobs
+
+
+def schedule_flush(
+    catalog: Catalog, units: Sequence[UpdateUnit], options: StepOptions
+) -> list[Job]:
+    """The jobs that do what is pending, and nothing else."""
+    made = _Schedule(catalog, units, options)
+    for k in range(len(catalog.program.segments)):
+        made.update_pending(k)
+    return made.jobs
 
 
 def schedule_evaluation(catalog: Catalog, options: StepOptions) -> list[Job]:
     """The jobs of a forward pass alone; losses and outputs end on the host."""
-    return _Schedule(catalog, (), options, is_evaluation=True).jobs
+    made = _Schedule(catalog, (), options)
+    made.forward_passes()
+    for m in made.microbatches:
+        made.forward(made.last, m, results_to=Tier.HOST)
+    return made.jobs
 
 
 class _Schedule:
@@ -68,31 +98,42 @@ class _Schedule:
         catalog: Catalog,
         units: Sequence[UpdateUnit],
         options: StepOptions,
-        *,
-        is_evaluation: bool = False,
     ):
         self.catalog, self.options = catalog, options
         self.program = catalog.program
         self.microbatches = range(options.num_microbatches)
+        *self.body, self.last = range(len(self.program.segments))
         self.jobs: list[Job] = []
         self.contributed: Counter = Counter()
         self.begun: set[ArrayId] = set()
         self.norms: list[ArrayId] = []
-        self.units = list(enumerate(units))
-        *body, last = range(len(self.program.segments))
-        for k in body:
+        self.keeps = catalog.kept_segments(options.num_kept)
+        deferred = deferred_units(units, options.deferred_share)
+        self.units = [(i, u) for i, u in enumerate(units) if i not in deferred]
+        self.at_rest = dict(pending_copies(units, deferred, catalog, options))
+        self.pending: dict[int, list[tuple[int, UpdateUnit]]] = defaultdict(list)
+        first_reader = first_readers(self.program)
+        for number in sorted(deferred):
+            position = min(first_reader[u.gradient] for u in units[number].arrays)
+            self.pending[position].append((number, units[number]))
+        self.pending_reads = Counter(g for i in deferred for g in _gradients(units[i]))
+
+    def forward_passes(self, *, with_pending: bool = False) -> None:
+        """All segments but the last; with `with_pending`, what is due before each."""
+        for k in self.body:
+            if with_pending:
+                self.update_pending(k)
             for m in self.microbatches:
                 self.forward(k, m)
-        if is_evaluation:
-            for m in self.microbatches:
-                self.forward(last, m, results_to=Tier.HOST)
-        else:
-            self.train(body, last)
+        if with_pending:
+            self.update_pending(self.last)
 
-    def train(self, body: Sequence[int], last: int) -> None:
+    def train(self) -> None:
+        """The last segment, the backward pass, and the updates of this step."""
+        body, last = self.body, self.last
         losses = [self.loss(last, m) for m in self.microbatches]
         self.finish_gradients(last)
-        if self.options.updates_in_backward:
+        if self.options.updates_in_backward and self.units:
             self.host_job(Decide(tuple(losses), ()), losses)
             self.update_ready()
         for k in reversed(body):
@@ -138,12 +179,16 @@ class _Schedule:
     def forward(self, k: int, m: int, results_to: Tier | None = None) -> None:
         segment = self.program.segments[k]
         outputs = [value(n, m) for n in segment.outputs]
+        kind, workspace, kept = Pass.FORWARD, self.catalog.workspace[k][0], ()
+        if k in self.keeps:
+            kind, workspace = Pass.KEEPING, self.catalog.keeping[k].workspace[0]
+            kept = self.catalog.residuals(k, m)
         self.add(
-            Run(k, segment.name, Pass.FORWARD, m),
+            Run(k, segment.name, kind, m, residuals=kept),
             Link.DEVICE,
             reads=self.inputs(segment, m),
-            writes=tuple((a, Tier.DEVICE) for a in outputs),
-            workspace=((Tier.DEVICE, self.catalog.workspace[k][0]),),
+            writes=tuple((a, Tier.DEVICE) for a in (*outputs, *kept)),
+            workspace=((Tier.DEVICE, workspace),),
             flops=segment.flops,
         )
         target = results_to or self.options.value_tier
@@ -161,7 +206,8 @@ class _Schedule:
     def backward(self, k: int, m: int) -> None:
         outputs = self.program.segments[k].active_outputs
         cotangents = [ArrayId("cotangent", n, None, m) for n in outputs]
-        self.run_backward(k, m, Pass.BACKWARD, cotangents, ())
+        kind = Pass.KEPT if k in self.keeps else Pass.BACKWARD
+        self.run_backward(k, m, kind, cotangents, ())
 
     def run_backward(
         self,
@@ -180,14 +226,21 @@ class _Schedule:
             self.landing(ArrayId("cotangent", n, None, m), is_gradient=False)
             for n in segment.active_inputs
         ]
+        workspace, kept, passes = self.catalog.workspace[k][1], (), 3
+        if kind == Pass.KEPT:
+            workspace = self.catalog.keeping[k].workspace[1]
+            kept, passes = self.catalog.residuals(k, m), 2
         written = (*results, *gradients, *inward)
         self.add(
-            Run(k, segment.name, kind, m, tuple(gradients), tuple(inward)),
+            Run(k, segment.name, kind, m, tuple(gradients), tuple(inward), kept),
             Link.DEVICE,
-            reads=self.inputs(segment, m) + tuple((a, Tier.DEVICE) for a in cotangents),
+            reads=(
+                *self.inputs(segment, m),
+                *((a, Tier.DEVICE) for a in (*cotangents, *kept)),
+            ),
             writes=tuple((a, Tier.DEVICE) for a in written),
-            workspace=((Tier.DEVICE, self.catalog.workspace[k][1]),),
-            flops=3 * segment.flops,
+            workspace=((Tier.DEVICE, workspace),),
+            flops=passes * segment.flops,
         )
         parts = [a for a in (*gradients, *inward) if a.role.endswith("part")]
         if parts:
@@ -239,20 +292,22 @@ class _Schedule:
             reads=tuple((a, Tier.DEVICE) for a in done),
             writes=((norm, Tier.DEVICE),),
         )
-        on_host = self.updated_on_host()
-        moved = [a for a in done if a in on_host]
+        tiers = self.gradient_tiers()
+        moved = [a for a in done if tiers.get(a, Tier.DEVICE) != Tier.DEVICE]
         self.transfer([norm, *moved], Tier.DEVICE, Tier.HOST)
-        waits = not self.options.updates_in_backward
-        if moved and waits and self.options.gradient_tier == Tier.NVME:
-            self.transfer(moved, Tier.HOST, Tier.NVME)
+        further = [a for a in moved if tiers[a] == Tier.NVME]
+        if further:
+            self.transfer(further, Tier.HOST, Tier.NVME)
 
-    def updated_on_host(self) -> set[ArrayId]:
-        return {
-            update.gradient
-            for _, unit in self.units
-            if unit.tier == Tier.HOST
-            for update in unit.arrays
-        }
+    def gradient_tiers(self) -> dict[ArrayId, Tier]:
+        """Where complete gradients go."""
+        tiers = {}
+        for _, unit in self.units:
+            tier = unit.tier
+            if not self.options.updates_in_backward:
+                tier = rest_tier(unit, self.catalog, self.options)
+            tiers.update(dict.fromkeys(_gradients(unit), tier))
+        return tiers | self.at_rest
 
     def update_ready(self) -> None:
         """Updates the units whose gradients are complete, in order."""
@@ -268,17 +323,30 @@ class _Schedule:
         counted = (gradient.path, gradient.rows)
         return self.contributed[counted] == self.catalog.num_contributions[counted]
 
-    def update(self, number: int, unit: UpdateUnit) -> None:
+    def update_pending(self, k: int) -> None:
+        """Does the pending updates of what segment `k` is the first to read."""
+        for number, unit in self.pending[k]:
+            self.update(number, unit, is_pending=True)
+
+    def update(
+        self, number: int, unit: UpdateUnit, *, is_pending: bool = False
+    ) -> None:
         tier = unit.tier
-        gradients = {update.gradient: None for update in unit.arrays}
+        gradients = _gradients(unit)
         operands = [a for update in unit.arrays for a in update.operands]
         results = [a for update in unit.arrays for a in update.results]
+        consumed = []
+        if is_pending:
+            operands = _with_whole_params(unit)
+            self.pending_reads.subtract(gradients)
+            consumed = [g for g in gradients if not self.pending_reads[g]]
         self.add(
-            Update(number, unit.name, tier),
+            Update(number, unit.name, tier, is_pending),
             Link.HOST if tier == Tier.HOST else Link.DEVICE,
             reads=tuple((a, tier) for a in (*gradients, *operands)),
             writes=tuple((a, tier) for a in results),
             workspace=((tier, unit.workspace_bytes),),
+            consumes=tuple(consumed),
         )
         away: dict[Tier, list[ArrayId]] = {}
         for array in results:
@@ -288,6 +356,36 @@ class _Schedule:
                 away.setdefault(home, []).append(array)
         for home, arrays in away.items():
             self.transfer(arrays, tier, home)
+
+
+def first_readers(program: Program) -> dict[ArrayId, int]:
+    """By gradient, the first segment that reads the parameter array that it is of."""
+    found: dict[ArrayId, int] = {}
+    for k, segment in enumerate(program.segments):
+        for array in segment.params:
+            found.setdefault(gradient_of(array), k)
+    return found
+
+
+def _with_whole_params(unit: UpdateUnit) -> list[ArrayId]:
+    """The operands of a unit, with whole parameters in place of blocks of them.
+
+    The forward pass is the next to read the parameter, and as a whole. So blocks are
+    updated inside of it: made on their own, they would be fetched again from home.
+    """
+    operands: list[ArrayId] = []
+    for update in unit.arrays:
+        if update.rows is None:
+            operands += update.operands
+            continue
+        param = update.compute or update.master
+        operands += [a for a in update.operands if a != param]
+        operands.append(param.whole)
+    return list(dict.fromkeys(operands))
+
+
+def _gradients(unit: UpdateUnit) -> list[ArrayId]:
+    return list(dict.fromkeys(update.gradient for update in unit.arrays))
 
 
 def _rest(array: ArrayId) -> tuple:

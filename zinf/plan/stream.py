@@ -14,10 +14,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from zinf.plan.catalog import Catalog
-from zinf.plan.copies import NEVER, Copies
+from zinf.plan.copies import NEVER, Changes, Copies
 from zinf.plan.fence import add_fences
 from zinf.plan.infeasible import InfeasibleError, Shortage
-from zinf.plan.instruction import TRANSFER_LINKS, Copy, Transfer, Update
+from zinf.plan.instruction import TRANSFER_LINKS, Copy, Transfer
 from zinf.plan.listing import Listing
 from zinf.plan.plan import Plan
 from zinf.plan.schedule import Job
@@ -36,17 +36,19 @@ def stream(
     *,
     initial: Iterable[Copy] = (),
     kept: Iterable[Copy] = (),
+    slack: float = 1.0,
 ) -> Plan:
     """The plan that runs `jobs` in order within the budgets.
 
     Args:
         initial: copies that exist when the step starts (the batch).
         kept: copies that the step leaves behind for its caller (loss, aux).
+        slack: see `StepOptions`.
 
     Raises:
         InfeasibleError: with the budgets that would do, if some job does not fit.
     """
-    return _Streamer(jobs, catalog, capacity_bytes, initial, kept).plan()
+    return _Streamer(jobs, catalog, capacity_bytes, initial, kept).plan(slack)
 
 
 class _Streamer:
@@ -72,7 +74,7 @@ class _Streamer:
         for tier in Tier:
             self.require(tier, self.started[tier], "what is there when a step starts")
 
-    def plan(self) -> Plan:
+    def plan(self, slack: float) -> Plan:
         copies = self.copies
         for number, job in enumerate(self.jobs):
             copies.begin(number)
@@ -91,11 +93,17 @@ class _Streamer:
         if self.shortages:
             raise InfeasibleError(self.shortages, self.asked)
         assert not copies.left(), f"the plan leaves {copies.left()[0]} behind"
+        limit = {}
+        for tier, peak_bytes in copies.peak.items():
+            moving_bytes = peak_bytes - self.home_bytes[tier]
+            wished = self.home_bytes[tier] + int(slack * moving_bytes)
+            limit[tier] = min(wished, self.capacity[tier])
+        fenced, peak = add_fences(self.listing.instructions, limit, self.started)
         return Plan(
-            add_fences(self.listing.instructions, copies.peak, self.started),
+            fenced,
             dict(self.catalog.homes),
             self.home_bytes,
-            copies.peak,
+            peak,
             self.capacity,
             self.catalog.rates,
         )
@@ -144,18 +152,19 @@ class _Streamer:
         """
         ahead, protected = 0, self.copies.touched(job)
         claimed: dict[Tier, int] = {}
-        changed = {a for a, _ in job.writes}
+        changed = Changes(job)
         end = min(number + MAX_DISTANCE, len(self.jobs))
         for later in range(number + 1, end):
             upcoming = self.jobs[later]
             for tier, nbytes in self.claims[later].items():
                 claimed[tier] = max(claimed.get(tier, 0), nbytes)
             if isinstance(upcoming.operation, Transfer):
+                changed.add(upcoming)
                 continue  # it moves what a job just before it made
             missing = [
                 c
                 for c in self.copies.missing(later)
-                if c[0] not in changed and self.copies.is_ready(c)
+                if not changed.include(c[0]) and self.copies.is_ready(c)
             ]
             if missing:
                 if not self.fits(later, missing, protected, claimed):
@@ -164,8 +173,7 @@ class _Streamer:
                 ahead += 1
                 if ahead == LOOKAHEAD:
                     return
-            if isinstance(upcoming.operation, Update):
-                changed.update(a for a, _ in upcoming.writes)
+            changed.add(upcoming)
 
     def fits(
         self,

@@ -3,7 +3,7 @@ from time import sleep
 
 import pytest
 
-from zinf.executor.links import run_links
+from zinf.executor.links import Progress, run_links
 from zinf.plan import Free, Instruction, Link
 from zinf.program import ArrayId, Tier
 
@@ -26,10 +26,16 @@ def workers() -> list[str]:
     return [t.name for t in enumerate() if t.name.startswith("zinf ")]
 
 
+def run(plan, execute):
+    progress = Progress(len(plan))
+    run_links(plan, execute, progress)
+    return progress
+
+
 def test_a_link_keeps_the_order_of_the_plan():
     done = []
     plan = instructions(*[(A, ())] * 50)
-    run_links(plan, lambda i: done.append(number(i)))
+    run(plan, lambda i: done.append(number(i)))
     assert done == list(range(50))
     assert workers() == []
 
@@ -47,7 +53,7 @@ def test_an_instruction_starts_after_those_it_waits_for_on_other_links():
         with lock:
             ended.add(number(instruction))
 
-    run_links(plan, execute)
+    run(plan, execute)
     assert len(ended) == 60
 
 
@@ -59,7 +65,7 @@ def test_links_run_at_the_same_time():
         other = B if instruction.link == A else A
         assert met[other].wait(timeout=10)
 
-    run_links(instructions((A, ()), (B, ())), execute)
+    run(instructions((A, ()), (B, ())), execute)
 
 
 def test_an_error_is_raised_with_the_name_of_its_instruction_and_stops_all():
@@ -72,7 +78,7 @@ def test_an_error_is_raised_with_the_name_of_its_instruction_and_stops_all():
 
     plan = instructions((A, ()), (B, (0,)), (A, (1,)), (B, (2,)), (C, (3,)), (A, ()))
     with pytest.raises(OSError, match="broken") as caught:
-        run_links(plan, execute)
+        run(plan, execute)
     assert caught.value.__notes__ == [
         "in instruction #2 on the link nvme read: free param/n2 on host"
     ]
@@ -92,7 +98,7 @@ def test_the_first_of_two_errors_is_raised():
         raise ValueError("the second")
 
     with pytest.raises(ValueError, match="the first"):
-        run_links(instructions((A, ()), (B, ())), execute)
+        run(instructions((A, ()), (B, ())), execute)
     assert workers() == []
 
 
@@ -102,13 +108,13 @@ def test_an_error_ends_the_wait_of_a_link_for_another():
         raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):
-        run_links(instructions((A, ()), (B, (0,)), (C, (1,))), execute)
+        run(instructions((A, ()), (B, (0,)), (C, (1,))), execute)
     assert workers() == []
 
 
 def test_the_time_of_each_link_is_measured_without_its_waits():
     plan = instructions((A, ()), (B, (0,)))
-    progress = run_links(plan, lambda i: sleep(0.05 if i.link == A else 0))
+    progress = run(plan, lambda i: sleep(0.05 if i.link == A else 0))
     timeline = progress.timeline
     assert timeline.start[1] >= timeline.end[0] >= timeline.start[0] + 0.05
     busy_seconds = timeline.busy_seconds(plan)
@@ -121,7 +127,7 @@ def test_the_time_of_each_link_is_measured_without_its_waits():
 def test_a_plan_runs_outside_of_the_main_thread():
     done = []
     plan = instructions((A, ()), (B, (0,)))
-    thread = Thread(target=run_links, args=(plan, lambda i: done.append(i)))
+    thread = Thread(target=run, args=(plan, lambda i: done.append(i)))
     thread.start()
     thread.join(timeout=10)
     assert done == plan

@@ -62,11 +62,11 @@ def placed(
     return build_placed(
         program.catalog({}),
         residents(program, asked),
-        program.units,
+        program.units_for,
         capacity,
         options,
         choices,
-    )
+    ).plan
 
 
 def tiers_of(plan: Plan, role: str) -> list[Tier]:

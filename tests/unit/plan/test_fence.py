@@ -30,7 +30,8 @@ def fenced(
 ) -> list[tuple[int, ...]]:
     limits = {**NONE, Tier.DEVICE: limit}
     start = {**NONE, Tier.DEVICE: held}
-    return [x.after for x in add_fences(instructions, limits, start)]
+    fenced, _ = add_fences(instructions, limits, start)
+    return [x.after for x in fenced]
 
 
 def test_with_room_to_spare_nothing_waits() -> None:

@@ -1,0 +1,169 @@
+"""However a step is arranged, its numbers are the same.
+
+When updates run and where, how long gradients wait, and where activations do: the same
+executables compute the same values, so losses and parameters are equal to the bit. The
+one exception is stated where it is tested: with room, a segment keeps residuals, and
+its backward pass is another executable.
+"""
+
+import math
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from tests.equivalence.models import PYTREE
+from tests.equivalence.training import OPTIMIZERS, STEPS, streamed_config
+from zinf.executor.prepare import Planner
+from zinf.plan import Choices, Update, choose
+from zinf.program import Tier
+
+DEVICE, HOST, NVME = Tier
+ACCUMULATING = {"gradient_accumulation_steps": 2}
+# Below the norms that occur, so that every step is clipped.
+CLIPPED = {"gradient_clipping": 0.05}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulation": ACCUMULATING,
+    "clipping": CLIPPED,
+    "accumulation and clipping": ACCUMULATING | CLIPPED,
+    "bf16 and clipping": {"bf16": {"enabled": True}} | CLIPPED,
+    "overflow": FP16 | ACCUMULATING,
+}
+# In the step of this number the gradient overflows in float16.
+OVERFLOWS = 12
+
+
+@dataclass(frozen=True)
+class Arranged:
+    """What is forced on a step; `params` and `states` are where arrays rest."""
+
+    params: str = "nvme"
+    states: str = "nvme"
+    deferred_share: float = 0.0
+    update_tier: Tier = HOST
+    value_tier: Tier = DEVICE
+    gradient_tier: Tier = HOST
+    slack: float = 1.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.params}-{self.states}-late{self.deferred_share}-on-"
+            f"{self.update_tier}-values-{self.value_tier}-gradients-"
+            f"{self.gradient_tier}-slack{self.slack}"
+        )
+
+
+PLAINEST = Arranged()
+# Every pair of what can be chosen is in one of these at least: see the test below.
+OTHERS = [
+    Arranged("nvme", "nvme", 1.0, HOST, DEVICE, HOST, 1.5),
+    Arranged("nvme", "nvme", 0.5, DEVICE, HOST, NVME, 1.0),
+    Arranged("nvme", "nvme", 1.0, DEVICE, NVME, HOST, 1.0),
+    Arranged("nvme", "nvme", 0.0, HOST, NVME, NVME, 1.5),
+    Arranged("cpu", "nvme", 0.5, HOST, HOST, HOST, 1.5),
+    Arranged("cpu", "nvme", 0.0, DEVICE, DEVICE, NVME, 1.0),
+    Arranged("cpu", "cpu", 1.0, HOST, HOST, NVME, 1.0),
+    Arranged("cpu", "cpu", 0.5, DEVICE, NVME, HOST, 1.5),
+    Arranged("none", "cpu", 1.0, DEVICE, DEVICE, HOST, 1.5),
+    Arranged("none", "nvme", 0.5, HOST, DEVICE, NVME, 1.0),
+    Arranged("none", "none", 0.0, HOST, HOST, HOST, 1.0),
+    Arranged("none", "none", 1.0, HOST, NVME, HOST, 1.0),
+]
+
+
+@dataclass(frozen=True)
+class Result:
+    losses: tuple[float, ...]
+    skipped: tuple[bool, ...]
+    params: Any
+    operations: frozenset[Any]
+
+
+@cache
+def train(setting: str, arranged: Arranged) -> Result:
+    """Twenty steps, with updates by gradients of steps before where they are late."""
+    tiers = tuple(
+        t for t in Tier if t != NVME or "nvme" in (arranged.params, arranged.states)
+    )
+    settings = SETTINGS[setting]
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        choices = Choices(
+            (arranged.value_tier if arranged.value_tier in tiers else HOST,),
+            (arranged.gradient_tier if arranged.gradient_tier in tiers else HOST,),
+            256,
+            update_tiers=(arranged.update_tier,),
+            deferred_shares=(arranged.deferred_share,),
+            slacks=(arranged.slack,),
+        )
+        patch.setattr(Planner, "choices", lambda planner, *rest: choices)
+        # Whatever is tried is taken.
+        patch.setattr(choose, "WORTHWHILE", math.inf)
+        config = streamed_config((arranged.params, arranged.states), folder)
+        engine = PYTREE.start(OPTIMIZERS["adam"], {**config, **settings})
+        metrics, operations = [], set()
+        count = settings.get("gradient_accumulation_steps", 1)
+        for number, batch in enumerate(PYTREE.batches(STEPS, count), start=1):
+            if "fp16" in settings and number == OVERFLOWS:
+                batch = batch | {"y": batch["y"] * 1e4}
+            metrics.append(engine.step(batch))
+            operations.update(
+                (x.operation.tier, x.operation.is_pending)
+                for x in engine.last_step.plan.instructions
+                if isinstance(x.operation, Update)
+            )
+        options = engine._current.arranged.options
+        assert options.slack == arranged.slack
+        params = engine.params()
+        engine.close()
+    return Result(
+        tuple(m["loss"] for m in metrics),
+        tuple(m["skipped"] for m in metrics),
+        params,
+        frozenset(operations),
+    )
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("arranged", OTHERS, ids=str)
+def test_losses_and_parameters_are_bit_equal(setting, arranged):
+    expected, found = train(setting, PLAINEST), train(setting, arranged)
+    assert found.losses == expected.losses
+    assert found.skipped == expected.skipped
+    jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+    # And it was arranged so: updates ran there and then.
+    tiers = {tier for tier, _ in found.operations}
+    if (arranged.params, arranged.states) == ("none", "none"):
+        assert tiers == {DEVICE}
+    else:
+        assert arranged.update_tier in tiers
+    assert any(late for _, late in found.operations) == (arranged.deferred_share > 0)
+
+
+def test_the_late_overflow_is_one():
+    skipped = train("overflow", PLAINEST).skipped
+    assert skipped[OVERFLOWS - 1]
+    assert not any(skipped[: OVERFLOWS - 1])
+
+
+def test_every_pair_of_choices_occurs():
+    """Guards the list above."""
+    fields = {
+        "deferred_share": (0.0, 0.5, 1.0),
+        "update_tier": (HOST, DEVICE),
+        "value_tier": tuple(Tier),
+        "gradient_tier": (HOST, NVME),
+        "slack": (1.0, 1.5),
+    }
+    for first, second in product(fields, fields):
+        if first < second:
+            for pair in product(fields[first], fields[second]):
+                assert any(
+                    (getattr(a, first), getattr(a, second)) == pair for a in OTHERS
+                ), (first, second, pair)

@@ -1,0 +1,55 @@
+"""The runner of a prepared step."""
+
+from collections.abc import Callable
+from typing import Any
+
+from zinf.executor.prepare import Fused, Planner, Streamed
+from zinf.executor.runner import AbstractRunner
+from zinf.executor.streamed import StreamedRunner
+from zinf.executor.whole import FusedRunner
+from zinf.memory import Stores
+
+
+def switch(current: AbstractRunner | None, runner: AbstractRunner) -> AbstractRunner:
+    """Makes `runner` the one that runs next, in place of `current`."""
+    if runner is not current:
+        if current is not None:
+            current.leave()
+        runner.enter()
+    return runner
+
+
+def make_runner(
+    prepared: Streamed | Fused,
+    planner: Planner,
+    stores: Stores,
+    spec: Any,
+    before_update: Callable[[], None],
+) -> AbstractRunner:
+    """What runs a prepared step on batches of one shape.
+
+    Args:
+        spec: shapes and dtypes of one microbatch.
+        before_update: called before a step changes the first array.
+    """
+    config = planner.config
+    skips_overflow = config.loss_scaling is not None
+    if isinstance(prepared, Streamed):
+        prepared.updates.compile_in_place(prepared.arranged.units)
+        return StreamedRunner(
+            prepared,
+            stores,
+            spec,
+            clip_norm=config.clip_norm,
+            skips_overflow=skips_overflow,
+            before_update=before_update,
+        )
+    return FusedRunner(
+        prepared,
+        stores,
+        spec,
+        planner.problem.evaluation,
+        num_microbatches=config.num_microbatches,
+        skips_overflow=skips_overflow,
+        before_update=before_update,
+    )

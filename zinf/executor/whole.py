@@ -1,0 +1,120 @@
+"""Steps that are one executable, everything being on the device."""
+
+from collections.abc import Callable, Sequence
+from math import isfinite
+from typing import Any
+
+import jax
+import numpy as np
+
+from zinf.executor.batch import microbatches
+from zinf.executor.decision import ADVICE, UNTOUCHED, NonFiniteError
+from zinf.executor.fused import FusedProgram
+from zinf.executor.links import Progress, run_links
+from zinf.executor.outcome import Outcome
+from zinf.executor.prepare import Fused
+from zinf.executor.run import StepRecord
+from zinf.executor.runner import AbstractRunner
+from zinf.memory import Stores
+from zinf.plan import Instruction
+
+
+class FusedRunner(AbstractRunner):
+    def __init__(
+        self,
+        fused: Fused,
+        stores: Stores,
+        spec: Any,
+        evaluate: Callable[..., Any],
+        *,
+        num_microbatches: int,
+        skips_overflow: bool,
+        before_update: Callable[[], None],
+    ):
+        self.fused, self.stores, self.spec = fused, stores, spec
+        self.plan = fused.plan
+        self.program: FusedProgram = fused.program
+        self.num_microbatches = num_microbatches
+        self.skips_overflow = skips_overflow
+        self.before_update = before_update
+        self._evaluate = evaluate
+
+    def enter(self) -> None: ...
+
+    def leave(self) -> None: ...
+
+    def flush(self, record: StepRecord) -> None: ...
+
+    def drop_pending(self) -> None: ...
+
+    def step(
+        self,
+        batch: Any,
+        keys: Sequence[Any],
+        *,
+        step_values: Sequence[Any],
+        loss_scale: float,
+        record: StepRecord,
+    ) -> Outcome:
+        self.before_update()
+        scale = np.float32(loss_scale)
+        inputs = (*self.inputs(batch, keys), list(step_values), scale)
+        outputs: dict[str, Any] = {}
+
+        def execute(instruction: Instruction) -> None:
+            outputs.update(self.execute(instruction, inputs, record))
+
+        record.plan = self.plan
+        progress = Progress(len(self.plan.instructions))
+        run_links(self.plan.instructions, execute, progress)
+        record.interrupted = progress.interrupted
+        record.timeline = progress.timeline
+        losses = [float(x) for x in outputs["losses"]]
+        norm = float(outputs["grad_norm"])
+        skips = not bool(outputs["is_finite"])
+        if skips and not self.skips_overflow:
+            loss = sum(losses) / len(losses)
+            what = (
+                f"loss is {loss}" if not isfinite(loss) else f"gradient norm is {norm}"
+            )
+            raise NonFiniteError(f"The {what}. {ADVICE} {UNTOUCHED}")
+        return Outcome(losses, norm, skips, outputs["extra"], record.interrupted)
+
+    def execute(
+        self, instruction: Instruction, inputs: Any, record: StepRecord
+    ) -> dict[str, Any]:
+        """Replaces all arrays by those of the next step, and gives its outputs."""
+        ((tier, workspace),) = instruction.workspace
+        device = self.stores[tier]
+        arrays = [device.read(a).result() for a in self.program.arrays]
+        device.ledger.reserve(workspace, "the fused step")
+        try:
+            placed = self.placed(inputs)
+            record.is_mixed = True
+            results, outputs = self.program.step(arrays, *placed)
+            del arrays
+            for array, content in zip(self.program.arrays, results, strict=True):
+                device.write(array, content).result()
+            outputs = jax.tree.map(np.asarray, outputs)
+        finally:
+            device.ledger.release(workspace)
+        record.is_mixed = False
+        return outputs
+
+    def evaluate(self, batch: Any, keys: Sequence[Any]) -> float:
+        params = [
+            self.stores.device.read(a).result()
+            for a in self.program.arrays
+            if a.role == "param"
+        ]
+        batches, stacked_keys = self.placed(self.inputs(batch, keys))
+        return float(np.mean(self._evaluate(params, batches, stacked_keys)))
+
+    def inputs(self, batch: Any, keys: Sequence[Any]) -> tuple[Any, Any]:
+        cut = microbatches(batch, self.spec, self.num_microbatches)
+        columns = [np.stack([arrays[name] for arrays in cut]) for name in cut[0]]
+        batches = jax.tree.unflatten(jax.tree.structure(self.spec), columns)
+        return batches, jax.numpy.stack(list(keys)) if keys else None
+
+    def placed(self, tree: Any) -> Any:
+        return jax.device_put(tree, self.stores.device.device)

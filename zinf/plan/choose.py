@@ -1,0 +1,233 @@
+"""Where arrays rest and how a step is arranged: what fits, and of that the fastest.
+
+First a placement is found with which the plain arrangement fits; then, with arrays at
+those homes, other arrangements are timed on the clock of `cost`, and the fastest is
+taken. None of it changes a number.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+from zinf.plan.catalog import Catalog, Keeping, StepOptions, UpdateUnit
+from zinf.plan.infeasible import InfeasibleError
+from zinf.plan.instruction import Copy, Link
+from zinf.plan.passage import (
+    Passage,
+    first_passage,
+    flush_passage,
+    proven,
+    step_passage,
+    streamed,
+)
+from zinf.plan.pending import deferred_units, pending_copies
+from zinf.plan.place import Resident, place
+from zinf.plan.plan import Plan
+from zinf.program import ArrayId, Tier
+
+# A tier gives up room for what moves through it in growing steps until the plan fits.
+MAX_ATTEMPTS = 24
+# Another arrangement has to be predicted to take less than so much of the time: what
+# it gains beyond that may be the prediction's error.
+WORTHWHILE = 0.98
+# Of the segments that can keep residuals, how many may.
+KEPT_SHARES = (1.0, 0.75, 0.5, 0.25, 0.125)
+# It is asked what they can keep if computing takes so much of the time.
+COMPUTE_BOUND = 0.5
+
+Homes = Mapping[ArrayId, Tier]
+UnitsFor = Callable[[Homes, Tier], Sequence[UpdateUnit]]
+KeepingIn = Callable[[int], Mapping[int, Keeping]]
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What may be chosen from, best first.
+
+    Attributes:
+        persistence_bytes: the size under which an array never goes to nvme.
+        update_tiers, deferred_shares, slacks: see `StepOptions`.
+        keeping: what segments may keep, given the device bytes that are not taken by
+            what rests there; asked only if it may gain something.
+    """
+
+    value_tiers: tuple[Tier, ...]
+    gradient_tiers: tuple[Tier, ...]
+    persistence_bytes: int
+    update_tiers: tuple[Tier, ...] = ()
+    keeping: KeepingIn = lambda room_bytes: {}
+    deferred_shares: tuple[float, ...] = ()
+    slacks: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """A step as it was chosen.
+
+    Attributes:
+        plan: of a step that follows another.
+        first, flush: of a step before which nothing is pending, and of the pending
+            updates alone; None if nothing is ever pending.
+        pending: the gradients that are at rest between steps.
+    """
+
+    plan: Plan
+    catalog: Catalog
+    units: tuple[UpdateUnit, ...]
+    options: StepOptions
+    first: Plan | None = None
+    flush: Plan | None = None
+    pending: tuple[Copy, ...] = ()
+
+
+def build_placed(
+    catalog: Catalog,
+    residents: Sequence[Resident],
+    units_for: UnitsFor,
+    capacity_bytes: Mapping[Tier, int],
+    options: StepOptions,
+    choices: Choices,
+) -> Arrangement:
+    """Places arrays and arranges the step so that the plan fits, fastest first.
+
+    Tries the fastest place for activations and gradients first, and in each case keeps
+    free on every tier what the plan turns out to need there.
+
+    Args:
+        catalog: its homes are not used.
+        units_for: the update units for a placement and an `update_tier`.
+
+    Raises:
+        InfeasibleError: even with everything on the slowest tier allowed; with the
+            budgets of the arrangement that misses least, on the device to begin with.
+    """
+    is_fixed = all(resident.tier is not None for resident in residents)
+    attempts = 1 if is_fixed else MAX_ATTEMPTS
+
+    def placements(reserve: dict[Tier, int]) -> Iterator[Homes]:
+        for attempt in range(1, 1 + attempts):
+            if attempt == MAX_ATTEMPTS:
+                reserve.update(capacity_bytes)  # all on the slowest tier allowed
+            yield place(
+                residents,
+                {t: capacity_bytes[t] - reserve[t] for t in Tier},
+                persistence_bytes=choices.persistence_bytes,
+            )
+
+    return _Search(catalog, units_for, capacity_bytes, options, choices).run(placements)
+
+
+def build_at_home(
+    catalog: Catalog,
+    units_for: UnitsFor,
+    capacity_bytes: Mapping[Tier, int],
+    options: StepOptions,
+    choices: Choices,
+) -> Arrangement:
+    """The same with arrays at the homes of the catalog."""
+
+    def placements(reserve: dict[Tier, int]) -> Iterator[Homes]:
+        yield catalog.homes
+
+    return _Search(catalog, units_for, capacity_bytes, options, choices).run(placements)
+
+
+@dataclass
+class _Search:
+    catalog: Catalog
+    units_for: UnitsFor
+    capacity_bytes: Mapping[Tier, int]
+    options: StepOptions
+    choices: Choices
+
+    def run(
+        self, placements: Callable[[dict[Tier, int]], Iterator[Homes]]
+    ) -> Arrangement:
+        """Args:
+        placements: homes to try, one after another, given what each tier is to keep
+            free, which grows while they are tried.
+        """
+        failures: list[tuple[InfeasibleError, Passage, Catalog]] = []
+        tiers = product(self.choices.value_tiers, self.choices.gradient_tiers)
+        for value_tier, gradient_tier in tiers:
+            options = replace(
+                self.options, value_tier=value_tier, gradient_tier=gradient_tier
+            )
+            reserve = dict.fromkeys(Tier, 0)
+            for homes in placements(reserve):
+                catalog = replace(self.catalog, homes=homes)
+                units = tuple(self.units_for(homes, options.update_tier))
+                passage = step_passage(catalog, units, options)
+                try:
+                    plan = streamed(passage, catalog, self.capacity_bytes)
+                except InfeasibleError as error:
+                    failure = error, passage, catalog
+                else:
+                    return self.fastest(Arrangement(plan, catalog, units, options))
+                if not self.set_aside(failure[0], reserve):
+                    break
+            failures.append(failure)
+        raise proven(*min(failures, key=lambda failed: failed[0].missing_bytes))
+
+    def set_aside(self, error: InfeasibleError, reserve: dict[Tier, int]) -> bool:
+        """Keeps what was missing free; false if nothing more can be."""
+        capacity = self.capacity_bytes
+        if all(reserve[t] >= capacity[t] for t in error.shortages):
+            return False
+        for tier, short in error.shortages.items():
+            reserve[tier] += max(short.missing_bytes, capacity[tier] // 16 + 1)
+        return True
+
+    def fastest(self, best: Arrangement) -> Arrangement:
+        """The best arrangement with the same homes; of equal ones, the plainest."""
+        for tier in self.choices.update_tiers:
+            best = self.better(best, update_tier=tier)
+        best = self.keeping(best)
+        for share in self.choices.deferred_shares:
+            best = self.better(best, deferred_share=share)
+        for slack in self.choices.slacks:
+            best = self.better(best, slack=slack)
+        return best
+
+    def keeping(self, best: Arrangement) -> Arrangement:
+        """The same with residuals of as many segments as pays."""
+        plan = best.plan
+        busy_seconds = plan.timeline.busy_seconds(plan.instructions)
+        if busy_seconds[Link.DEVICE] < COMPUTE_BOUND * plan.timeline.seconds:
+            return best
+        room_bytes = plan.capacity_bytes[Tier.DEVICE] - plan.home_bytes[Tier.DEVICE]
+        keeping = self.choices.keeping(room_bytes)
+        best = replace(best, catalog=replace(best.catalog, keeping=keeping))
+        counts = {round(share * len(keeping)) for share in KEPT_SHARES}
+        for num_kept in sorted(counts - {0}, reverse=True):
+            best = self.better(best, num_kept=num_kept)
+        return best
+
+    def better(self, best: Arrangement, **changes: Any) -> Arrangement:
+        """The best so far, or the same with other options if that is faster."""
+        options = replace(best.options, **changes)
+        if options == best.options:
+            return best
+        try:
+            found = self.arrange(best.catalog, options)
+        except InfeasibleError:
+            return best
+        is_better = (
+            found.plan.timeline.seconds < WORTHWHILE * best.plan.timeline.seconds
+        )
+        return found if is_better else best
+
+    def arrange(self, catalog: Catalog, options: StepOptions) -> Arrangement:
+        units = tuple(self.units_for(catalog.homes, options.update_tier))
+
+        def plan(of: Callable[..., Passage]) -> Plan:
+            return streamed(of(catalog, units, options), catalog, self.capacity_bytes)
+
+        step = plan(step_passage)
+        deferred = deferred_units(units, options.deferred_share)
+        if not deferred:
+            return Arrangement(step, catalog, units, options)
+        pending = tuple(pending_copies(units, deferred, catalog, options))
+        first, flush = plan(first_passage), plan(flush_passage)
+        return Arrangement(step, catalog, units, options, first, flush, pending)

@@ -1,0 +1,151 @@
+"""What is built into one plan: jobs, with the copies before and after them.
+
+A run has four such passages: the step; the first step, before which nothing is pending;
+the flush, which does what is pending and nothing else; and the evaluation.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from zinf.plan.catalog import Catalog, StepOptions, UpdateUnit, value
+from zinf.plan.check import check
+from zinf.plan.infeasible import InfeasibleError
+from zinf.plan.instruction import Copy
+from zinf.plan.pending import deferred_units, pending_copies
+from zinf.plan.plan import Plan
+from zinf.plan.schedule import (
+    Job,
+    schedule,
+    schedule_evaluation,
+    schedule_first,
+    schedule_flush,
+)
+from zinf.plan.stream import stream
+from zinf.program import Program, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """Attributes:
+    initial: copies away from home that exist before.
+    kept: those that exist afterwards.
+    slack: see `StepOptions`.
+    """
+
+    jobs: list[Job]
+    initial: list[Copy]
+    kept: list[Copy]
+    slack: float
+
+
+def step_passage(
+    catalog: Catalog, units: Sequence[UpdateUnit], options: StepOptions
+) -> Passage:
+    """A training step that follows another."""
+    jobs = schedule(catalog, units, options)
+    inputs, results = _boundary(jobs, catalog, options)
+    pending = _pending(catalog, units, options)
+    return Passage(jobs, inputs + pending, results + pending, options.slack)
+
+
+def first_passage(
+    catalog: Catalog, units: Sequence[UpdateUnit], options: StepOptions
+) -> Passage:
+    """A training step before which nothing is pending."""
+    jobs = schedule_first(catalog, units, options)
+    inputs, results = _boundary(jobs, catalog, options)
+    left = results + _pending(catalog, units, options)
+    return Passage(jobs, inputs, left, options.slack)
+
+
+def flush_passage(
+    catalog: Catalog, units: Sequence[UpdateUnit], options: StepOptions
+) -> Passage:
+    """The pending updates alone."""
+    jobs = schedule_flush(catalog, units, options)
+    return Passage(jobs, _pending(catalog, units, options), [], options.slack)
+
+
+def evaluation_passage(catalog: Catalog, options: StepOptions) -> Passage:
+    """A forward pass; losses and outputs end on the host."""
+    jobs = schedule_evaluation(catalog, options)
+    return Passage(jobs, *_boundary(jobs, catalog, options), options.slack)
+
+
+def streamed(
+    passage: Passage, catalog: Catalog, capacity_bytes: Mapping[Tier, int]
+) -> Plan:
+    """The checked plan of a passage, with arrays at the homes of the catalog.
+
+    Raises:
+        InfeasibleError: with what is missing; `proven` says what will do.
+    """
+    initial, kept = passage.initial, passage.kept
+    plan = stream(
+        passage.jobs,
+        catalog,
+        capacity_bytes,
+        initial=initial,
+        kept=kept,
+        slack=passage.slack,
+    )
+    held = dict.fromkeys(Tier, 0)
+    for array, tier in initial:
+        held[tier] += catalog.nbytes(array)
+    check(plan, initial, held, kept)
+    return plan
+
+
+def proven(
+    error: InfeasibleError, passage: Passage, catalog: Catalog
+) -> InfeasibleError:
+    """The error with budgets that were tried and will do.
+
+    With more room, other copies are there when a job starts, so another job may be the
+    one that needs most.
+    """
+    shortages = dict(error.shortages)
+    while True:
+        budgets = {tier: short.needed_bytes for tier, short in shortages.items()}
+        try:
+            streamed(passage, catalog, {**error.capacity_bytes, **budgets})
+        except InfeasibleError as further:
+            for tier, short in further.shortages.items():
+                asked_bytes = error.capacity_bytes[tier]
+                shortages[tier] = replace(short, capacity_bytes=asked_bytes)
+        else:
+            return InfeasibleError(shortages, error.capacity_bytes)
+
+
+def initial_copies(program: Program, options: StepOptions) -> list[Copy]:
+    """What is there when a step starts: batch on the host, keys on the device."""
+    return [
+        (value(name, m), Tier.HOST if name.startswith("batch/") else Tier.DEVICE)
+        for m in range(options.num_microbatches)
+        for name in program.batch
+    ]
+
+
+def kept_copies(program: Program, options: StepOptions) -> list[Copy]:
+    """What a step leaves on the host: losses and auxiliary outputs."""
+    return [
+        (value(name, m), Tier.HOST)
+        for m in range(options.num_microbatches)
+        for name in (program.loss, *program.aux)
+    ]
+
+
+def _boundary(
+    jobs: Sequence[Job], catalog: Catalog, options: StepOptions
+) -> tuple[list[Copy], list[Copy]]:
+    """The inputs that some job reads, and the results."""
+    read = {copy[0] for job in jobs for copy in job.reads}
+    inputs = [c for c in initial_copies(catalog.program, options) if c[0] in read]
+    return inputs, kept_copies(catalog.program, options)
+
+
+def _pending(
+    catalog: Catalog, units: Sequence[UpdateUnit], options: StepOptions
+) -> list[Copy]:
+    deferred = deferred_units(units, options.deferred_share)
+    return pending_copies(units, deferred, catalog, options)
