@@ -206,12 +206,11 @@ class Engine:
         if shape not in self._runners:
             spec = batch_spec(batch, self.config.num_microbatches)
             homes = self._residents.homes if self.is_placed else None
-            prepared = self.planner.plan(spec, homes)
+            made = self.planner.plan(spec, homes)
             if homes is None:
-                self._place(prepared.plan)
-            self._runners[shape] = make_runner(
-                prepared, self.planner, self.stores, spec, self.before_update
-            )
+                self._place(made.plan)
+            rest = self.planner, self.stores, spec, self.before_update
+            self._runners[shape] = make_runner(made, *rest)
         self._current = switch(self._current, self._runners[shape])
         return self._current
 
@@ -248,5 +247,4 @@ class Engine:
         self._condition.check()
         if self.is_placed:
             return partial(read_leaf, self.residents, self.planner.problem)
-        initial = self.planner.problem.initial_leaves(self.planner.device)
-        return dict(initial).__getitem__
+        return dict(self.planner.initial_leaves()).__getitem__

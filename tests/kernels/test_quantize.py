@@ -151,7 +151,7 @@ def test_equal_keys_give_equal_bits_and_others_do_not():
     assert (one != other).mean() > 0.1
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     shape=st.lists(st.integers(0, 13), max_size=2).map(tuple),
     bits=st.sampled_from([4, 8]),

@@ -78,7 +78,8 @@ def test_the_kernel_is_within_the_bound_of_exact_arithmetic(case):
 
 
 def test_the_kernel_is_tried_with_every_epilogue_and_on_several_tiles():
-    assert {case.activation for case in KERNEL_CASES} == {None, "relu", "gelu", "silu"}
+    # silu needs an exponential, which has a lowering of its own and is compiled below.
+    assert {case.activation for case in KERNEL_CASES} == {None, "relu", "gelu"}
     assert {case.residual_dtype for case in KERNEL_CASES} >= {None, "f4", jnp.bfloat16}
     tiles = [c.m // (2 * TILES.m) * (c.n // TILES.n) for c in KERNEL_CASES]
     assert max(tiles) > 2 * 2

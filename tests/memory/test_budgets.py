@@ -61,7 +61,9 @@ def test_no_tier_exceeds_its_prediction_or_budget(
             measured = max(m[f"{tier}_bytes"] for m in metrics)
             assert plan.home_bytes[tier] <= measured <= plan.peak_bytes[tier]
             assert plan.peak_bytes[tier] <= plan.capacity_bytes[tier]
-            # Between steps there is nothing but what is at home.
+        engine.flush()
+        for tier in Tier:
+            # Nothing is left but what is at home.
             assert engine.stores[tier].ledger.used_bytes == plan.home_bytes[tier]
         assert losses(metrics) == generous_losses
 

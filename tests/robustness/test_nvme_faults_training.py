@@ -38,7 +38,7 @@ from zinf.program import ArrayId
 
 # Weights are 256 KiB, which do not go through the page cache; biases do.
 DIM = 256
-NUM_STEPS = 4
+NUM_STEPS = 5
 STALL_SECONDS = 0.5
 WEIGHT = ArrayId("param", "layers/1/w")
 
@@ -67,7 +67,10 @@ def losses(engine: Engine, first: int, last: int = NUM_STEPS) -> list[float]:
 
 @dataclass
 class Trained:
-    """An engine on a faulty drive after two steps, which are saved."""
+    """An engine on a faulty drive after two steps, which are saved, and a third.
+
+    So the next step begins with updates that are due, if any are left to it.
+    """
 
     engine: Engine
     layer: BlockLayer
@@ -110,6 +113,7 @@ def train(layer, start, tmp_path) -> Callable[..., Trained]:
         engine = start(config, params=init, batch=draw(0))
         losses(engine, 1, 2)
         engine.save(tmp_path / "saved")
+        losses(engine, 3, 3)
         return Trained(engine, layer, tmp_path / "saved", folder)
 
     return train
@@ -149,7 +153,7 @@ def test_a_step_that_fails_is_done_again_from_the_checkpoint(fault, train, expec
     trained = train()
     with trained.layer.broken(rule):
         with pytest.raises(StorageError) as caught:
-            trained.engine.step(draw(3))
+            trained.engine.step(draw(4))
     assert caught.value.errno == code
     assert caught.value.filename.startswith(str(trained.folder / "arrays"))
     assert any("in instruction #" in note for note in caught.value.__notes__)
@@ -163,8 +167,8 @@ def test_a_write_that_was_none_is_found_in_the_next_step(deed, first, train, exp
     trained = train()
     with trained.layer.broken(Rule("pwritev", deed, first=first, times=1)):
         with pytest.raises(StorageError, match="not what was written"):
-            assert trained.engine.step(draw(3))["loss"] == expected[2]
-            trained.engine.step(draw(4))
+            assert trained.engine.step(draw(4))["loss"] == expected[3]
+            trained.engine.step(draw(5))
     trained.expect_at_rest()
     trained.expect_resumes(expected)
 
@@ -180,7 +184,7 @@ HARMLESS: dict[str, Rule] = {
 def test_what_is_short_or_slow_changes_no_loss(fault, train, expected):
     trained = train()
     with trained.layer.broken(HARMLESS[fault]):
-        assert losses(trained.engine, 3) == expected[2:]
+        assert losses(trained.engine, 4) == expected[3:]
     trained.expect_at_rest()
 
 
@@ -191,7 +195,7 @@ def test_a_drive_that_stalls_in_a_step_fails_it_in_time(call, train, expected):
     files = f"{trained.engine.stores.nvme.folder(WEIGHT)}/*"
     with trained.layer.broken(Rule(call, gate, path=files)):
         with pytest.raises(StorageError, match="memory.stall_seconds is 0.5") as caught:
-            trained.engine.step(draw(3))
+            trained.engine.step(draw(4))
         assert caught.value.errno == ETIMEDOUT
         gate.open()
     trained.expect_resumes(expected)
@@ -227,7 +231,7 @@ def test_a_file_that_is_changed_in_mid_step_is_not_trained_on(change, train, exp
     is_other = f"{trained.engine.stores.nvme.folder(WEIGHT).parent}/*"
     with trained.layer.broken(Rule("open", changing, path=is_other, times=1)):
         with pytest.raises(StorageError) as caught:
-            trained.engine.step(draw(3))
+            trained.engine.step(draw(4))
     assert caught.value.errno == code
     files = trained.engine.stores.nvme.chunk_files(WEIGHT)
     assert caught.value.filename in map(str, files)
@@ -241,7 +245,7 @@ def test_a_tier_that_is_deleted_in_mid_run_is_replaced_by_a_new_engine(
     trained = train()
     shutil.rmtree(trained.folder / "arrays")
     with pytest.raises(StorageError, match="Something deleted files"):
-        trained.engine.step(draw(3))
+        trained.engine.step(draw(4))
     trained.expect_at_rest()
     trained.engine.close()
     engine = start(config_of(trained.folder), params=init, batch=draw(0))

@@ -4,13 +4,14 @@ Everything here is decided from shapes: no parameter is made and nothing is open
 the same code answers "does it fit" for a machine that is not there.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from zinf.config import Config
 from zinf.executor.fused import FusedProgram, compile_fused
@@ -266,6 +267,10 @@ class Planner:
         return tuple(t for t in tiers if t != Tier.NVME or self.config.nvme_paths)
 
     # Arrays and budgets.
+
+    def initial_leaves(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Every parameter leaf by path, made one at a time."""
+        return self.problem.initial_leaves(self.device)
 
     def array_specs(self) -> dict[ArrayId, ArraySpec]:
         """Every persistent array as a whole."""

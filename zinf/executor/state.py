@@ -60,7 +60,7 @@ def initialize_arrays(planner: Planner, residents: Residents) -> None:
     problem, separated, device = planner.problem, planner.separated, planner.device
     updates = {leaf.path: (i, leaf) for i, leaf in enumerate(separated.leaves)}
     limit = block_bytes(separated)
-    for path, leaf in problem.initial_leaves(device):
+    for path, leaf in planner.initial_leaves():
         spec = problem.params[path]
         if spec.has_master:
             residents.write(ArrayId("master", path), leaf)

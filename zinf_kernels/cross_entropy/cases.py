@@ -53,7 +53,6 @@ def cases() -> Iterator[Case]:
     yield Case("bfloat16", (2, 19), 32, 67, jnp.bfloat16, z_loss=1e-3, ignored=0.2)
     yield Case("float16", (17,), 32, 31, jnp.float16, vocab_axis=0)
     yield Case("one_piece", (5,), 8, 11, chunk_tokens=99, chunk_vocab=99, z_loss=0.1)
-    yield Case("one_by_one", (3,), 4, 5, chunk_tokens=1, chunk_vocab=1)
     yield Case("one_row", (1,), 16, 101)
     yield Case("one_word", (9,), 16, 1)
     yield Case("no_token", (0,), 16, 20)
