@@ -5,7 +5,7 @@ import optax
 import pytest
 
 from zinf.executor import updates
-from zinf.executor.decision import Decision
+from zinf.executor.decision import Decision, Pending
 from zinf.initialize import make_planner
 from zinf.program import ArrayId, Tier
 from zinf_kernels.adam import cpu
@@ -84,21 +84,22 @@ def test_equal_blocks_share_an_executable(small_blocks):
     assert compiled().num_executables == 2
 
 
-@pytest.mark.parametrize("tx", [None, optax.rmsprop(0.1)], ids=["adam", "rmsprop"])
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.DEVICE])
 def test_a_unit_has_the_blocks_of_one_segment_up_to_a_number_of_bytes(
-    small_blocks, monkeypatch, tx
+    small_blocks, monkeypatch, tier
 ):
-    monkeypatch.setattr(updates, "UNIT_BLOCKS", 6 if tx is None else 4)
-    found = compiled(tx)
-    units = found.units(homes_of(found))
+    monkeypatch.setattr(updates, "UNIT_BLOCKS", 6)
+    found = compiled()
+    units = found.units(homes_of(found), tier)
+    assert {unit.tier for unit in units} == {tier}
     assert [u for unit in units for u in unit.arrays] == all_updates(found)
     for unit in units:
         nbytes = sum(found.steps[u].output_bytes for u in unit.arrays)
         assert nbytes <= found.unit_bytes or len(unit.arrays) == 1
-        # Adam is done in place.
+        # On the host Adam is done in place.
         spaces = [found.steps[u].workspace_bytes for u in unit.arrays]
-        assert unit.workspace_bytes == (0 if tx is None else max(spaces))
-    # Results of a block are a parameter and one or two moments: two blocks are a unit.
+        assert unit.workspace_bytes == (0 if tier == Tier.HOST else max(spaces))
+    # Results of a block are a parameter and two moments: two blocks are a unit.
     assert max(len(unit.arrays) for unit in units) == 2
     assert len({unit.name for unit in units}) == len(units)
 
@@ -130,10 +131,8 @@ def test_steps_compile_no_loop_that_was_compiled_before_them(small_blocks):
     for update in all_updates(found):
         shape = (update.rows[1] - update.rows[0] if update.rows else 3, COLUMNS)
         arrays = [np.ones(shape, np.float32) for _ in update.results]
-        decision = Decision(0.0, 1.0, 1.0, False)
-        found.apply_in_place(
-            [0.5, 0.5], update, np.ones_like(arrays[0]), decision, *arrays
-        )
+        goes_by = Pending(Decision(0.0, 1.0, 1.0, False), [0.5, 0.5])
+        found.apply_in_place(update, np.ones_like(arrays[0]), goes_by, *arrays)
         assert (arrays[0] < 1).all()
     assert cpu.compiled.cache_info().misses == before
 
@@ -158,12 +157,11 @@ def test_blocks_together_are_the_update_of_the_whole(small_blocks):
         if update.gradient.path == "a":
             block = slice(*update.rows)
             new, _ = found.apply(
-                (),
                 update,
                 Tier.HOST,
                 grad[block],
                 [master[block], trace[block]],
-                Decision(0.0, 1.0, 0.25, False),
+                Pending(Decision(0.0, 1.0, 0.25, False), ()),
             )
             result[block] = new
     expected = master - 0.5 * (0.25 * grad + 0.9 * trace)
