@@ -12,12 +12,22 @@ from importlib.util import find_spec
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding
+from jax.sharding import (
+    AbstractDevice,
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    SingleDeviceSharding,
+)
 
 from zinf_kernels.device import Device
 
 PLUGIN = "jax_cuda13_plugin"
+# Autotuning would run what it compiles.
+OPTIONS: dict[str, bool | str] = {"xla_gpu_autotune_level": "0"}
 
 
 @dataclass(frozen=True)
@@ -124,7 +134,7 @@ def compile_for(gpu: Gpu, function: Callable[..., Any], *args: Any) -> Any:
     reason = why_not()
     if reason:
         raise NotImplementedError(reason)
-    sharding = SingleDeviceSharding(_topology(gpu).devices[0])
+    sharding = SingleDeviceSharding(_topology(gpu, 1).devices[0])
 
     def there(x: Any) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
@@ -135,8 +145,29 @@ def compile_for(gpu: Gpu, function: Callable[..., Any], *args: Any) -> Any:
     mesh = AbstractMesh((), (), abstract_device=described)
     with jax.sharding.use_abstract_mesh(mesh):
         lowered = jax.jit(function).lower(*jax.tree.map(there, args))
-        # Autotuning would run what it compiles.
-        return lowered.compile({"xla_gpu_autotune_level": "0"})
+        return lowered.compile(OPTIONS)
+
+
+def compile_over(
+    gpu: Gpu, function: Callable[..., Any], *args: Any, specs: Any, num_devices: int
+) -> Any:
+    """The same for several such GPUs, on whose parts `jax.shard_map` runs `function`.
+
+    Args:
+        specs: a `PartitionSpec` for each argument and for the result, on axis "device".
+    """
+    reason = why_not()
+    if reason:
+        raise NotImplementedError(reason)
+    devices = np.array(_topology(gpu, num_devices).devices)
+    mesh = Mesh(devices, ("device",), axis_types=(AxisType.Auto,))
+    *ins, outs = specs
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=tuple(ins), out_specs=outs)
+    there = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+        for x, spec in zip(args, ins, strict=True)
+    ]
+    return jax.jit(mapped).lower(*there).compile(OPTIONS)
 
 
 def why_not() -> str | None:
@@ -151,9 +182,11 @@ def why_not() -> str | None:
 
 
 @cache
-def _topology(gpu: Gpu) -> Any:
+def _topology(gpu: Gpu, num_devices: int) -> Any:
     return topologies.get_topology_desc(
-        platform="cuda", topology="1x1x1", target_config=_description(gpu)
+        platform="cuda",
+        topology=f"1x1x{num_devices}",
+        target_config=_description(gpu),
     )
 
 

@@ -1,0 +1,42 @@
+"""Kernels are chosen, and compile, in `jax.shard_map` over several GPUs."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from zinf_kernels.absent_gpu import GPUS, compile_over, why_not
+from zinf_kernels.adam import adam_scalars
+from zinf_kernels.adam_on_device import adam_update
+from zinf_kernels.quantize import dequantize, quantize
+from zinf_kernels.tiled_matmul import matmul
+
+CUT, WHOLE = P("device"), P()
+SHORT = jnp.bfloat16
+
+
+def there_and_back(x):
+    return dequantize(quantize(x))
+
+
+def update(*arrays):
+    scalars = adam_scalars(step=1, learning_rate=0.1, b1=0.9, b2=0.9, eps=1e-8)
+    return adam_update(*arrays, scalars=scalars, copy_dtype=SHORT)
+
+
+OPS = {
+    "quantize": (there_and_back, [((1 << 15,), jnp.float32, CUT)]),
+    "adam": (update, [((1 << 14,), jnp.float32, CUT)] * 4),
+    "matmul": (matmul, [((512, 64), SHORT, CUT), ((64, 128), SHORT, WHOLE)]),
+}
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not() or "")
+@pytest.mark.parametrize(("function", "arguments"), OPS.values(), ids=OPS)
+def test_each_gpu_runs_the_kernel_on_its_part(function, arguments):
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in arguments]
+    specs = [*(spec for *_, spec in arguments), CUT]
+    compiled = compile_over(GPUS["H200"], function, *shapes, specs=specs, num_devices=2)
+    text = compiled.as_text()
+    assert "mosaic_gpu" in text
+    assert "all-gather" not in text and "all-reduce" not in text
