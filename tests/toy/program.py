@@ -49,6 +49,7 @@ class Toy:
     specs: Mapping[ArrayId, ArraySpec]
     updates: Sequence[tuple[str, tuple[ArrayUpdate, ...]]] = field(repr=False)
     workspace_bytes: int
+    is_fine: bool = False
 
     def catalog(
         self, homes: Mapping[ArrayId, Tier], *, num_microbatches: int = 1
@@ -81,9 +82,11 @@ class Toy:
                 tier = Tier.DEVICE if homes_of == {Tier.DEVICE} else update_tier
                 groups.setdefault(tier, []).append(update)
             for tier, members in groups.items():
-                units.append(
-                    UpdateUnit(segment, tier, tuple(members), self.workspace_bytes)
-                )
+                parts = [[m] for m in members] if self.is_fine else [members]
+                units += [
+                    UpdateUnit(segment, tier, tuple(part), self.workspace_bytes)
+                    for part in parts
+                ]
         return units
 
     def homes(self, param: Tier, state: Tier) -> dict[ArrayId, Tier]:
@@ -110,6 +113,7 @@ def make_toy(
     num_states: int = 2,
     block_rows: int | None = None,
     workspace_bytes: int = 40,
+    is_fine: bool = False,
 ) -> Toy:
     """The last layer computes the loss, whatever its `outputs`.
 
@@ -117,6 +121,7 @@ def make_toy(
         value_numel: elements of values, by name or of all.
         is_mixed: trained leaves have a float32 master beside 16-bit compute copies.
         block_rows: leaves that are not stacked are updated by blocks of so many rows.
+        is_fine: every block is a unit of its own.
     """
     itemsize = HALF_BYTES if is_mixed else FLOAT_BYTES
     all_leaves = tuple(case.leaf(itemsize) for case in leaves)
@@ -149,7 +154,7 @@ def make_toy(
     specs = _specs(all_leaves, is_mixed=is_mixed, num_states=num_states)
     specs.update({ArrayId("const", name): values[name] for name in consts})
     updates = _updates(program, is_mixed, num_states, block_rows)
-    return Toy(program, specs, updates, workspace_bytes)
+    return Toy(program, specs, updates, workspace_bytes, is_fine)
 
 
 def chain(num_layers: int, *, leaf: LeafCase | None = None, **options: object) -> Toy:
