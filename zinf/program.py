@@ -67,6 +67,9 @@ class ArrayId:
     rows: Rows = None
     microbatch: int | None = None
     _hash: int = field(default=0, init=False, repr=False, compare=False)
+    _whole: "ArrayId | None" = field(
+        default=None, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         # Planning looks names up millions of times; they are hashed once.
@@ -86,7 +89,11 @@ class ArrayId:
         """The array that this one is rows of."""
         if self.rows is None:
             return self
-        return ArrayId(self.role, self.path, None, self.microbatch)
+        if self._whole is None:
+            whole = ArrayId(self.role, self.path, None, self.microbatch)
+            object.__setattr__(self, "_whole", whole)
+        assert self._whole is not None
+        return self._whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from zinf.plan import (
 from zinf.plan.cost import duration
 from zinf.program import ArrayId, Tier
 
-NUM_PROGRAMS = 20
+NUM_PROGRAMS = 16
 PLENTY = 10**9
 KB = 1e3
 # A matrix is updated in so many blocks, each a unit: real ones hold some 20 MB.
@@ -156,7 +156,7 @@ def test_a_step_never_takes_longer_than_its_instructions_one_by_one(clips) -> No
 # clipping, updates have only the forward pass to overlap with: in the backward pass
 # the drive waits for the processor, and no order of one step could change that.
 @pytest.mark.parametrize(
-    ("clips", "usually", "at_most"), [(False, 1.1, 1.25), (True, 1.16, 1.45)]
+    ("clips", "usually", "at_most"), [(False, 1.1, 1.25), (True, 1.17, 1.45)]
 )
 def test_a_step_takes_little_longer_than_its_busiest_link(
     clips, usually, at_most
@@ -171,7 +171,7 @@ def test_a_step_takes_little_longer_than_its_busiest_link(
 
 
 @pytest.mark.parametrize(
-    ("clips", "usually", "at_most"), [(False, 1.06, 1.2), (True, 1.11, 1.35)]
+    ("clips", "usually", "at_most"), [(False, 1.08, 1.2), (True, 1.11, 1.35)]
 )
 def test_no_order_of_each_link_would_be_much_faster(clips, usually, at_most) -> None:
     ratios = [

@@ -155,14 +155,22 @@ class Catalog:
 
     def home(self, array: ArrayId) -> ArrayId | None:
         """The persistent array that holds `array`, which may be some of its rows."""
-        if array in self.homes:
-            return array
-        whole = array.whole
-        return whole if whole in self.homes else None
+        return self._home_of(array)[0]
 
     def home_tier(self, array: ArrayId) -> Tier | None:
-        home = self.home(array)
-        return None if home is None else self.homes[home]
+        return self._home_of(array)[1]
+
+    def _home_of(self, array: ArrayId) -> tuple[ArrayId | None, Tier | None]:
+        found = self._found_homes.get(array)
+        if found is None:
+            home = array if array in self.homes else array.whole
+            tier = self.homes.get(home)
+            found = self._found_homes[array] = (None if tier is None else home, tier)
+        return found
+
+    @cached_property
+    def _found_homes(self) -> dict[ArrayId, tuple[ArrayId | None, Tier | None]]:
+        return {}  # Planning asks for each of them hundreds of times.
 
 
 def count_contributions(program: Program, num_microbatches: int) -> Counter:

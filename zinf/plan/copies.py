@@ -16,6 +16,8 @@ from zinf.plan.schedule import Job
 from zinf.program import ArrayId, Rows, Tier, overlaps
 
 NEVER = 1 << 60
+TIERS = tuple(Tier)
+SLOWER = {tier: TIERS[i + 1 :] for i, tier in enumerate(TIERS)}
 
 
 class Changes:
@@ -70,7 +72,7 @@ class Copies:
         """Goes on to the next job: what it uses is next needed by another."""
         self.now = number
         for array in self._named(self.jobs[number]):
-            for tier in Tier:
+            for tier in TIERS:
                 if (array, tier) in self.temporary:
                     self._offer((array, tier))
 
@@ -85,7 +87,7 @@ class Copies:
         array, tier = copy
         if copy in self.temporary:
             return copy
-        if (array.whole, tier) in self.temporary:
+        if array.rows is not None and (array.whole, tier) in self.temporary:
             return array.whole, tier
         if self.is_home(copy):
             home = self.catalog.home(array)
@@ -113,7 +115,7 @@ class Copies:
     def route(self, copy: Copy) -> list[Tier]:
         """The tiers to go through from the nearest copy that exists, slower first."""
         array, tier = copy
-        tiers = list(Tier)
+        tiers = TIERS
         here = tiers.index(tier)
         for source in [*tiers[here + 1 :], *reversed(tiers[:here])]:
             if self.exists((array, source)):
@@ -140,7 +142,7 @@ class Copies:
             nbytes = self.catalog.nbytes(array)
             self.temporary[array, tier] = nbytes
             self.use_bytes(tier, nbytes)
-            for other in Tier:
+            for other in TIERS:
                 if (array, other) in self.temporary:
                     self._offer((array, other))
 
@@ -161,7 +163,7 @@ class Copies:
         """Copies of what the present job touched that no later job needs."""
         found: dict[Tier, list[ArrayId]] = defaultdict(list)
         for array in self._named(job):
-            for tier in Tier:
+            for tier in TIERS:
                 copy = (array, tier)
                 if copy not in self.temporary:
                     continue
@@ -222,5 +224,4 @@ class Copies:
 
     def _is_on_slower(self, copy: Copy) -> bool:
         array, tier = copy
-        slower = list(Tier)[list(Tier).index(tier) + 1 :]
-        return any(self.exists((array, t)) for t in slower)
+        return any(self.exists((array, t)) for t in SLOWER[tier])
