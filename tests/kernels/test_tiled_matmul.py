@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from zinf_kernels.absent_gpu import GPUS, compile_for, why_not
-from zinf_kernels.interpreter import interpreted
+from zinf_kernels.interpreter import IS_OLD, LOCKS_UP, interpreted
 from zinf_kernels.tiled_matmul import Epilogue, matmul, mosaic_gpu, obstacles
 from zinf_kernels.tiled_matmul.cases import Case, benchmark_cases, cases
 from zinf_kernels.tiled_matmul.tiles import Tiles
@@ -63,6 +63,7 @@ def test_the_reference_is_within_the_bound_of_exact_arithmetic(case):
     assert_exact(made, case, arrays)
 
 
+@pytest.mark.skipif(IS_OLD, reason=LOCKS_UP)
 @pytest.mark.parametrize("case", KERNEL_CASES, ids=lambda case: case.name)
 def test_the_kernel_is_within_the_bound_of_exact_arithmetic(case):
     arrays = case.make()

@@ -53,6 +53,8 @@ def cases() -> Iterator[Case]:
     yield Case("float16", 128, 64, 64, jnp.float16, **wide)
     yield Case("gelu_residual", 256, 192, 128, activation="gelu", **full)
     yield Case("gradient", 128, 128, 192, out_dtype=jnp.float32, residual_dtype="f4")
+    # Several pieces of several tiles for each block: every slot is used again.
+    yield Case("slots", 256, 192, 128, has_bias=True, residual_dtype="f4")
     yield Case("odd", 23, 29, 31, activation="gelu", **full)
     yield Case("one_row", 1, 101, 7, jnp.float32, has_bias=True, activation="silu")
     yield Case("empty", 0, 5, 3, has_bias=True)
