@@ -20,7 +20,6 @@ from tests.memory.small import (
     trained,
 )
 from zinf.executor import run as executor_run
-from zinf.memory import DeviceStore
 from zinf.plan import Link
 from zinf.program import Tier
 
@@ -100,18 +99,17 @@ class Meter:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.moved: Counter[str] = Counter()
-        write, to_host = DeviceStore.write, executor_run.to_host
+        to_device, to_host = executor_run.to_device, executor_run.to_host
 
-        def counting_write(store: DeviceStore, array: Any, value: Any) -> Any:
-            if isinstance(value, np.ndarray):
-                self.moved["h2d"] += value.nbytes
-            return write(store, array, value)
+        def counting_to_device(values: Any, device: Any) -> Any:
+            self.moved["h2d"] += sum(x.nbytes for x in values)
+            return to_device(values, device)
 
-        def counting_to_host(value: Any) -> np.ndarray:
-            self.moved["d2h"] += value.nbytes
-            return to_host(value)
+        def counting_to_host(*values: Any) -> Any:
+            self.moved["d2h"] += sum(x.nbytes for x in values)
+            return to_host(*values)
 
-        monkeypatch.setattr(DeviceStore, "write", counting_write)
+        monkeypatch.setattr(executor_run, "to_device", counting_to_device)
         monkeypatch.setattr(executor_run, "to_host", counting_to_host)
 
 

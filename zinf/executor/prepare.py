@@ -314,9 +314,11 @@ class Planner:
         return found
 
     def rates(self) -> Rates:
-        """Rates to predict with: a device budget beyond this machine means another."""
-        is_elsewhere = (self.config.device_bytes or 0) > host_memory_bytes()
+        """Rates to predict with: a device budget beyond a CPU's memory means another
+        machine."""
         is_cpu = self.device.platform == "cpu"
+        device_bytes = self.config.device_bytes or 0
+        is_elsewhere = is_cpu and device_bytes > host_memory_bytes()
         rates = Rates() if is_cpu and not is_elsewhere else accelerator_rates()
         measured = measured_speeds(self.config.nvme_paths)
         return rates if is_elsewhere or not measured else rates.on_drive(*measured)

@@ -17,7 +17,7 @@ import numpy as np
 
 from zinf.executor.decision import Decision, Pending
 from zinf.executor.links import Progress, run_links
-from zinf.memory import Stores, aligned_empty, to_host
+from zinf.memory import Stores, aligned_empty, to_device, to_host
 from zinf.plan import (
     Accumulate,
     ArrayUpdate,
@@ -196,11 +196,14 @@ class _StepRun:
 
     def transfer(self, operation: Transfer) -> None:
         source, target = self.stores[operation.source], self.stores[operation.target]
-        if target is self.stores.device or source is self.stores.device:
-            for array in operation.arrays:
-                content = source.read(array).result()
-                if source is self.stores.device:
-                    content = to_host(content)
+        device = self.stores.device
+        if device in (source, target):
+            contents = [source.read(a).result() for a in operation.arrays]
+            if source is device:
+                moved: Sequence[Any] = to_host(*contents)
+            else:
+                moved = to_device(contents, device.device)
+            for array, content in zip(operation.arrays, moved, strict=True):
                 self.write(array, operation.target, content)
             return
         # Drives answer fastest with several requests under way.

@@ -10,7 +10,7 @@ from zinf.config import Config
 from zinf.executor.outcome import Outcome, mean_over_microbatches
 from zinf.executor.prepare import Planner
 from zinf.executor.run import StepRecord
-from zinf.executor.updates import block_bytes
+from zinf.executor.updates import block_bytes, cpu_device
 from zinf.memory import Residents, Stores, open_stores
 from zinf.optim.separate import LeafUpdate
 from zinf.plan import Plan
@@ -57,7 +57,9 @@ def initialize_arrays(planner: Planner, residents: Residents) -> None:
 
     One leaf is in memory at a time, with blocks of its optimizer state.
     """
-    problem, separated, device = planner.problem, planner.separated, planner.device
+    problem, separated = planner.problem, planner.separated
+    # State is made where it ends: it need not go to an accelerator and come back.
+    device = cpu_device(planner.device)
     updates = {leaf.path: (i, leaf) for i, leaf in enumerate(separated.leaves)}
     limit = block_bytes(separated)
     for path, leaf in planner.initial_leaves():

@@ -41,13 +41,13 @@ class Updates:
 
     Attributes:
         arrays: the updates, grouped by the segment that completes their gradients.
-        steps: the compiled update of each.
+        steps: by tier, the compiled update of each. Those on the host are for the CPU.
         in_place: of most, what takes its place where it runs on the host.
         num_executables: how many distinct ones there are.
     """
 
     arrays: tuple[tuple[str, tuple[ArrayUpdate, ...]], ...]
-    steps: Mapping[ArrayUpdate, UpdateStep]
+    steps: Mapping[Tier, Mapping[ArrayUpdate, UpdateStep]]
     in_place: Mapping[ArrayUpdate, AbstractHostUpdate]
     num_executables: int
     devices: Mapping[Tier, jax.Device]
@@ -76,7 +76,7 @@ class Updates:
         """What an update needs on its tier beside operands and results at rest."""
         if self.is_in_place(update, tier):
             return self.in_place[update].workspace_bytes
-        return self.steps[update].workspace_bytes
+        return self.steps[tier][update].workspace_bytes
 
     def is_in_place(self, update: ArrayUpdate, tier: Tier) -> bool:
         """Whether `apply_in_place` is how the update runs there, and not `apply`."""
@@ -93,7 +93,7 @@ class Updates:
         parts: list[list[ArrayUpdate]] = []
         total = self.unit_bytes
         for update in updates:
-            nbytes = self.steps[update].output_bytes
+            nbytes = self.steps[Tier.DEVICE][update].output_bytes
             if total + nbytes > self.unit_bytes:
                 parts.append([])
                 total = 0
@@ -111,7 +111,7 @@ class Updates:
     ) -> Sequence[Any]:
         """New values of `update.results`, on the tier's device; complete on return."""
         factor = np.float32(goes_by.decision.factor)
-        step = self.steps[update]
+        step = self.steps[tier][update]
         arguments = jax.device_put([gradient, *operands], self.devices[tier])
         return jax.block_until_ready(step(factor, goes_by.step_values, *arguments))
 
@@ -138,9 +138,11 @@ def compile_program_updates(
     accumulates: Collection[ArrayId],
     device: jax.Device,
 ) -> Updates:
-    """Compiles the update of every trained array of a program for one device.
+    """Compiles the update of every trained array of a program, for both tiers.
 
     Args:
+        device: the accelerator. Where it is one, updates on the host are compiled for
+            this process's CPU.
         accumulates: parameter arrays whose gradient is a float32 sum.
     """
     numbers = {leaf.path: i for i, leaf in enumerate(separated.leaves)}
@@ -165,16 +167,31 @@ def compile_program_updates(
                 units[update] = Unit(numbers[array.path], size, gradient_dtype, compute)
                 updates.append(update)
         grouped.append((segment.name, tuple(updates)))
-    compiled = compile_updates(separated, list(units.values()), device=device)
-    on_host = host_updates(separated, list(units.values()), device=device)
+    wanted = list(units.values())
+    cpu = cpu_device(device)
+    compiled = compile_updates(separated, wanted, device=device)
+    for_cpu = compiled
+    if cpu != device:
+        for_cpu = compile_updates(separated, wanted, device=cpu)
+    on_host = host_updates(separated, wanted, device=cpu)
     return Updates(
         arrays=tuple(grouped),
-        steps=dict(zip(units, compiled.steps, strict=True)),
+        steps={
+            Tier.DEVICE: dict(zip(units, compiled.steps, strict=True)),
+            Tier.HOST: dict(zip(units, for_cpu.steps, strict=True)),
+        },
         in_place={u: x for u, x in zip(units, on_host, strict=True) if x is not None},
         num_executables=compiled.num_executables,
-        devices={Tier.HOST: device, Tier.DEVICE: device},
+        devices={Tier.HOST: cpu, Tier.DEVICE: device},
         unit_bytes=UNIT_BLOCKS * limit,
     )
+
+
+def cpu_device(device: jax.Device) -> jax.Device:
+    """The CPU next to a device; the device itself, if it is one."""
+    if device.platform == "cpu":
+        return device
+    return jax.local_devices(backend="cpu")[0]
 
 
 def _completed_by(program: Program, segment_name: str) -> list[ArrayId]:

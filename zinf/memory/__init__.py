@@ -1,7 +1,7 @@
 """Where arrays rest: one store a tier, behind the same three verbs."""
 
 from zinf.memory.aligned import aligned_empty
-from zinf.memory.device import DeviceStore, to_host
+from zinf.memory.device import DeviceStore, to_device, to_host
 from zinf.memory.heap import share_heap
 from zinf.memory.host import HostStore
 from zinf.memory.ledger import BudgetExceeded, Ledger
@@ -24,5 +24,6 @@ __all__ = [
     "aligned_empty",
     "open_stores",
     "share_heap",
+    "to_device",
     "to_host",
 ]

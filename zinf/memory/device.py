@@ -1,5 +1,6 @@
 """The device tier: jax arrays on one device."""
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from threading import Lock
@@ -53,7 +54,7 @@ class DeviceStore(AbstractStore):
             self._write_rows(array, value)
         else:
             with self.ledger.holding(value.nbytes, str(array)):
-                self._arrays[array] = self._transfer(array, value)
+                self._arrays[array] = self._transfer(value)
         return completed(None)
 
     def free(self, array: ArrayId) -> None:
@@ -76,7 +77,7 @@ class DeviceStore(AbstractStore):
         # The old content goes first: the two together could exceed the budget.
         del stored, self._arrays[array]
         try:
-            self._arrays[array] = self._transfer(array, value)
+            self._arrays[array] = self._transfer(value)
         except BaseException:
             self.ledger.release(nbytes)
             raise
@@ -94,39 +95,56 @@ class DeviceStore(AbstractStore):
         start, stop = check_rows(array, whole.shape)
         shape = (stop - start, *whole.shape[1:])
         check_replaces(array, value, shape=shape, dtype=whole.dtype)
-        rows = self._transfer(array, value)
+        rows = self._transfer(value)
         with self._rows_lock:
             whole = self._arrays[array.whole]
             self._arrays[array.whole] = _put_rows(whole, rows, np.int32(start))
 
-    def _transfer(self, array: ArrayId, value: np.ndarray | jax.Array) -> jax.Array:
+    def _transfer(self, value: np.ndarray | jax.Array) -> jax.Array:
         """`value` on the device, sharing no memory with a NumPy array of the caller."""
-        if isinstance(value, jax.Array):
-            if value.devices() == {self.device}:
-                return value
-        elif self.device.platform == "cpu":
-            # The CPU backend would alias aligned NumPy memory, even when told not to,
-            # and show what the caller writes there later. It may alias this copy.
-            value = aligned_copy(value)
-        moved = jax.device_put(value, self.device)
-        if moved.dtype != value.dtype:
+        if isinstance(value, jax.Array) and value.devices() == {self.device}:
+            return value
+        return to_device([value], self.device)[0]
+
+
+def to_device(
+    values: Sequence[np.ndarray | jax.Array], device: jax.Device
+) -> list[jax.Array]:
+    """Copy arrays to a device, sharing no memory with NumPy arrays of the caller.
+
+    All transfers are begun before the first is waited for: an accelerator may give
+    memory for each only behind what it computes at the time.
+
+    Raises:
+        ValueError: JAX would give an array another dtype there.
+    """
+    if device.platform == "cpu":
+        # The CPU backend would alias aligned NumPy memory, even when told not to, and
+        # show what the caller writes there later. It may alias these copies.
+        values = [aligned_copy(x) if isinstance(x, np.ndarray) else x for x in values]
+    moved = jax.block_until_ready(jax.device_put(list(values), device))
+    for value, result in zip(values, moved, strict=True):
+        if result.dtype != value.dtype:
             raise ValueError(
-                f"{array} is {value.dtype}, which JAX would turn into {moved.dtype} on "
-                "the device. Cast it before, or set jax_enable_x64."
+                f"An array of shape {list(value.shape)} is {value.dtype}, which JAX "
+                f"would turn into {result.dtype} on the device. Cast it before, or set "
+                "jax_enable_x64."
             )
-        return moved.block_until_ready()
+    return moved
 
 
-def to_host(value: jax.Array) -> np.ndarray:
-    """Copy a device array to aligned host memory of its own, which the caller owns.
+def to_host(*values: jax.Array) -> list[np.ndarray]:
+    """Copy device arrays to aligned host memory of their own, which the caller owns.
 
-    Waits until `value` is computed. The result is what `HostStore.write` adopts.
+    Waits until they are computed; all transfers are begun before the first is waited
+    for. The results are what `HostStore.write` adopts.
     """
     # np.asarray leaves a host copy with the array it is given, for as long as that
-    # lives: hence another array object, over the same device memory, that goes at once.
-    if len(value.devices()) == 1:
-        value = value.addressable_data(0)
-    return aligned_copy(np.asarray(value))
+    # lives: hence other array objects, over the same device memory, that go at once.
+    single = [x.addressable_data(0) if len(x.devices()) == 1 else x for x in values]
+    for value in single:
+        value.copy_to_host_async()
+    return [aligned_copy(np.asarray(value)) for value in single]
 
 
 @partial(jax.jit, static_argnames="num_rows")

@@ -90,4 +90,4 @@ class Residents:
 
 
 def _on_host(content: Any) -> np.ndarray:
-    return content if isinstance(content, np.ndarray) else to_host(content)
+    return content if isinstance(content, np.ndarray) else to_host(content)[0]

@@ -94,10 +94,11 @@ def test_a_unit_has_the_blocks_of_one_segment_up_to_a_number_of_bytes(
     assert {unit.tier for unit in units} == {tier}
     assert [u for unit in units for u in unit.arrays] == all_updates(found)
     for unit in units:
-        nbytes = sum(found.steps[u].output_bytes for u in unit.arrays)
+        steps = found.steps[tier]
+        nbytes = sum(steps[u].output_bytes for u in unit.arrays)
         assert nbytes <= found.unit_bytes or len(unit.arrays) == 1
         # On the host Adam is done in place.
-        spaces = [found.steps[u].workspace_bytes for u in unit.arrays]
+        spaces = [steps[u].workspace_bytes for u in unit.arrays]
         assert unit.workspace_bytes == (0 if tier == Tier.HOST else max(spaces))
     # Results of a block are a parameter and two moments: two blocks are a unit.
     assert max(len(unit.arrays) for unit in units) == 2

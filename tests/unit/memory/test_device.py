@@ -157,7 +157,7 @@ def test_a_failed_replacement_gives_the_bytes_back(
 @pytest.mark.parametrize("shape", [(), (0,), (3, 4), (4, 300_000)])
 def test_to_host_copies_to_aligned_memory_of_its_own(shape: tuple[int, ...]) -> None:
     value = jnp.ones(shape, jnp.bfloat16)
-    result = to_host(value)
+    (result,) = to_host(value)
     assert (result.shape, result.dtype) == (shape, value.dtype)
     assert result.ctypes.data % 64 == 0
     result[...] = 2
@@ -176,4 +176,5 @@ def test_to_host_gathers_a_sharded_array() -> None:
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("fsdp",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
     value = np.arange(2 * len(jax.devices()))
-    np.testing.assert_array_equal(to_host(jax.device_put(value, sharding)), value)
+    (found,) = to_host(jax.device_put(value, sharding))
+    np.testing.assert_array_equal(found, value)

@@ -75,7 +75,7 @@ def test_an_array_that_keeps_more_memory_alive_is_not_adopted() -> None:
 
 
 def test_what_comes_from_a_device_is_adopted() -> None:
-    assert is_adoptable(to_host(jnp.zeros((4, 1024))))
+    assert is_adoptable(*to_host(jnp.zeros((4, 1024))))
 
 
 def test_an_update_in_place_is_a_write_that_takes_no_memory() -> None:
