@@ -4,8 +4,8 @@
         [--tokens 128 256 512 1024 2048] [--rounds 5]
 
 For each number of tokens a step: the measured step; the bound, the larger of all work
-of the processor (the fused step of the same model with the same remat, all in memory,
-which computes and updates on the same cores) and the bytes of the step over what the
+of the processor (the fused step of the same model, all in memory, which computes and
+updates on the same cores; with remat if any segment computes again) and the bytes of the step over what the
 drive was measured to do; the serial order (each instruction alone, one after another);
 and what the plan predicts with rates that the first steps measured. Contenders take
 turns; medians, in seconds.
@@ -27,7 +27,7 @@ from rich.table import Table
 import zinf
 from zinf.memory.nvme import Profile, measure_drive
 from zinf.models import GPTConfig, init_and_loss
-from zinf.plan import Link, measured_rates, predict
+from zinf.plan import Link, Pass, Run, measured_rates, predict
 
 WARM_STEPS = 2
 
@@ -52,11 +52,14 @@ def main() -> None:
 def _row(options: argparse.Namespace, tokens: int, drive: Profile) -> list[str]:
     folder = Path(mkdtemp(prefix="zinf-step-", dir=options.path))
     streamed = _engine(options, folder)
-    fused = _engine(options, None)
     rng = np.random.default_rng(0)
     length = min(tokens, options.length)
     shape = tokens // length, length + 1
     batch = {"tokens": rng.integers(0, options.vocabulary, shape, np.int32)}
+    streamed.prepare(batch)
+    passes = (i.operation for i in streamed.plan.instructions)
+    computes_again = any(isinstance(x, Run) and x.kind == Pass.BACKWARD for x in passes)
+    fused = _engine(options, None, remat=computes_again)
     steps: list[float] = []
     predicted: list[float] = []
     serial: list[float] = []
@@ -103,14 +106,16 @@ def _rates(engine: zinf.Engine):
     return measured_rates(step.plan.instructions, step.timeline, step.plan.rates)
 
 
-def _engine(options: argparse.Namespace, folder: Path | None) -> zinf.Engine:
+def _engine(
+    options: argparse.Namespace, folder: Path | None, *, remat: bool = False
+) -> zinf.Engine:
     model = GPTConfig(
         num_layers=options.num_layers,
         num_heads=options.embed_dim // 64,
         embed_dim=options.embed_dim,
         vocab_size=options.vocabulary,
         max_length=options.length,
-        remat=folder is None,
+        remat=remat,
     )
     init, loss = init_and_loss(model, seed=0)
     config: dict = {"execution": "fused"}

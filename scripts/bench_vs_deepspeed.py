@@ -64,10 +64,10 @@ OWN = {
     "deepspeed-cpu-remat": "torch-remat",
     "zinf": "zinf",
     "zinf-remat": "zinf-remat",
-    "zinf-host": "zinf-remat",
-    "zinf-nvme": "zinf-remat",
+    "zinf-host": "zinf",
+    "zinf-nvme": "zinf",
 }
-DEFAULT = ["torch", "deepspeed-nvme", "zinf-remat", "zinf-nvme"]
+DEFAULT = ["torch", "deepspeed-nvme", "zinf", "zinf-nvme"]
 WARM_UP = 2  # Steps that compile, fault in memory and make files.
 WANTED = 0.25
 # Of losses: float32 sums in another order, through some steps of AdamW.

@@ -8,6 +8,7 @@ its backward pass is another executable.
 
 import math
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -20,7 +21,19 @@ import pytest
 from tests.equivalence.models import PYTREE
 from tests.equivalence.training import OPTIMIZERS, STEPS, streamed_config
 from zinf.executor.prepare import Planner
-from zinf.plan import Choices, Pass, Run, Update, choose
+from zinf.plan import (
+    Catalog,
+    Choices,
+    Decide,
+    Pass,
+    Run,
+    StepOptions,
+    Update,
+    UpdateUnit,
+    choose,
+    passage,
+)
+from zinf.plan.schedule import Job, _Schedule
 from zinf.program import Tier
 
 DEVICE, HOST, NVME = Tier
@@ -52,6 +65,7 @@ class Arranged:
     gradient_tier: Tier = HOST
     slack: float = 1.0
     kept_share: float = 0.0
+    is_horizontal: bool = False
 
     def __str__(self) -> str:
         return (
@@ -85,7 +99,7 @@ class Result:
     skipped: tuple[bool, ...]
     params: Any
     operations: frozenset[tuple[Tier, bool]]
-    passes: frozenset[Pass]
+    runs: tuple[tuple[Pass, int], ...]
 
 
 @cache
@@ -109,9 +123,11 @@ def train(setting: str, arranged: Arranged) -> Result:
         patch.setattr(choose, "WORTHWHILE", math.inf)
         patch.setattr(choose, "COMPUTE_BOUND", 0 if arranged.kept_share else math.inf)
         patch.setattr(choose, "KEPT_SHARES", (arranged.kept_share,))
+        if arranged.is_horizontal:
+            patch.setattr(passage, "schedule", horizontal_schedule)
         config = streamed_config((arranged.params, arranged.states), folder)
         engine = PYTREE.start(OPTIMIZERS["adam"], {**config, **settings})
-        metrics, operations, passes = [], set(), set()
+        metrics, operations = [], set()
         count = settings.get("gradient_accumulation_steps", 1)
         for number, batch in enumerate(PYTREE.batches(STEPS, count), start=1):
             if "fp16" in settings and number == OVERFLOWS:
@@ -122,11 +138,11 @@ def train(setting: str, arranged: Arranged) -> Result:
                 for x in engine.last_step.plan.instructions
                 if isinstance(x.operation, Update)
             )
-            passes.update(
-                x.operation.kind
+            runs = [
+                (x.operation.kind, x.operation.microbatch)
                 for x in engine.last_step.plan.instructions
                 if isinstance(x.operation, Run)
-            )
+            ]
         options = engine._current.arranged.options
         assert options.slack == arranged.slack
         params = engine.params()
@@ -136,7 +152,7 @@ def train(setting: str, arranged: Arranged) -> Result:
         tuple(m["skipped"] for m in metrics),
         params,
         frozenset(operations),
-        frozenset(passes),
+        tuple(runs),
     )
 
 
@@ -162,12 +178,49 @@ def test_kept_residuals_change_what_rounding_does_at_most(setting, kept_share):
     """XLA may fuse the two backward passes in different ways."""
     keeping = Arranged(deferred_share=1.0, kept_share=kept_share)
     expected, found = train(setting, PLAINEST), train(setting, keeping)
-    assert {Pass.KEEPING, Pass.KEPT} <= found.passes
-    assert (Pass.BACKWARD in found.passes) == (kept_share < 1)
+    passes = {kind for kind, _ in found.runs}
+    assert {Pass.KEEPING, Pass.KEPT} <= passes
+    assert (Pass.BACKWARD in passes) == (kept_share < 1)
     assert found.skipped == expected.skipped
     # Float32 keeps 24 bits, of which twenty steps of Adam lose a few; float16 keeps 11.
     rtol = 1e-2 if setting == "overflow" else 1e-5
     np.testing.assert_allclose(found.losses, expected.losses, rtol=rtol)
+
+
+def horizontal_schedule(
+    catalog: Catalog, units: Sequence[UpdateUnit], options: StepOptions
+) -> list[Job]:
+    """One microbatch after another through all segments, and updates at the end."""
+    made = _Schedule(catalog, units, options)
+    segments = made.program.segments
+    body = [k for k in reversed(made.body) if segments[k].has_backward]
+    losses = []
+    for m in made.microbatches:
+        for k in made.body:
+            made.forward(k, m)
+        losses.append(made.loss(made.last, m))
+        for k in body:
+            made.backward(k, m)
+    for k in (made.last, *body):
+        made.finish_gradients(k)
+    read = [*losses, *made.norms]
+    made.host_job(Decide(tuple(losses), tuple(made.norms)), read)
+    made.update_ready()
+    return made.jobs
+
+
+@pytest.mark.parametrize(
+    "setting", ["accumulation", "accumulation and clipping", "overflow"]
+)
+def test_the_vertical_schedule_gives_the_losses_of_the_horizontal_one(setting):
+    expected = train(setting, Arranged(is_horizontal=True))
+    found = train(setting, PLAINEST)
+    # One goes back to the first segment for the second microbatch, one does not.
+    assert (Pass.LOSS, 1) in found.runs[: len(found.runs) // 2 + 1]
+    assert expected.runs.index((Pass.LOSS, 0)) < expected.runs.index((Pass.FORWARD, 1))
+    assert found.losses == expected.losses
+    assert found.skipped == expected.skipped
+    jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
 
 
 def test_the_late_overflow_is_one():
