@@ -5,10 +5,10 @@
 
 For each number of tokens a step: the measured step; the bound, the larger of all work
 of the processor (the fused step of the same model, all in memory, which computes and
-updates on the same cores; with remat if any segment computes again) and the bytes of the
-step over what the drive was measured to do; the serial order (each instruction alone,
-one after another); and what the plan predicts with rates that the first steps measured.
-Contenders take turns; medians, in seconds.
+updates on the same cores; with remat if any segment computes again) and the bytes of
+the step over what the drive was measured to do; the serial order (each instruction
+alone, one after another); and what the plan predicts with rates that the first steps
+measured. Contenders take turns; medians, in seconds.
 """
 
 import argparse
