@@ -15,6 +15,7 @@ from tests.robustness.small import (
     on_nvme,
     with_tight_host,
 )
+from zinf.executor.streamed import StreamedRunner
 from zinf.executor.updates import Updates
 from zinf.memory.nvme import NvmeStore
 from zinf.memory.storage_error import StorageError, storage_error
@@ -154,6 +155,10 @@ def test_every_read_of_a_step_may_fail_and_leaves_no_copy(monkeypatch, tmp_path,
     assert engine.step(draw())["step"] == 1
 
 
+def _fail(*_):
+    raise MemoryError
+
+
 def test_a_step_that_fails_before_the_updates_that_are_due_leaves_them_due(
     monkeypatch, tmp_path, start
 ):
@@ -164,6 +169,11 @@ def test_a_step_that_fails_before_the_updates_that_are_due_leaves_them_due(
     with monkeypatch.context() as patch:
         fail_call(patch, "read", 1)
         with pytest.raises(StorageError, match="on purpose"):
+            engine.step(draw(2))
+    with monkeypatch.context() as patch:
+        # Before anything of the plan has run.
+        patch.setattr(StreamedRunner, "put", _fail)
+        with pytest.raises(MemoryError):
             engine.step(draw(2))
     assert engine.num_steps == 1
     assert engine.step(draw(2))["loss"] == unharmed.step(draw(2))["loss"]

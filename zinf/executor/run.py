@@ -82,14 +82,14 @@ class StepRecord:
             complete.
         has_updated: an update by this step's own gradients was begun.
         is_mixed: the step failed, and some arrays are updated while others are not.
-        has_pending: it failed before the first of the updates that were pending.
+        has_begun: the first of the updates that were pending was begun, if any were.
     """
 
     plan: Plan | None = None
     decision: Decision | None = None
     has_updated: bool = False
     is_mixed: bool = False
-    has_pending: bool = False
+    has_begun: bool = False
     moved_bytes: dict[Link, int] = field(default_factory=lambda: dict.fromkeys(Link, 0))
     timeline: Timeline | None = None
     interrupted: bool = False
@@ -119,8 +119,9 @@ def run_plan(
         own = [progress.has_begun(i) for i in plan.own_changes]
         is_late_done = all(map(progress.is_complete, plan.late_changes))
         record.is_mixed = any(own) or (any(late) and not is_late_done)
-        record.has_pending = bool(late) and not any(late)
+        record.has_begun = any(late)
         raise
+    record.has_begun = bool(plan.late_changes)
     record.timeline = progress.timeline
     record.interrupted = progress.interrupted
 

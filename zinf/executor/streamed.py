@@ -106,11 +106,12 @@ class StreamedRunner(AbstractRunner):
 
     @contextmanager
     def pending_settled(self, record: StepRecord) -> Generator[None, None, None]:
-        """What was pending is done, or gone with a step that failed after it began."""
+        """What was pending is done, gone with a step that failed after it began, or
+        still pending after one that failed before."""
         try:
             yield
         except BaseException:
-            if not record.has_pending:
+            if record.has_begun:
                 self.drop_pending()
             raise
         self.pending = None

@@ -185,9 +185,11 @@ class _Search:
             best = self.better(best, update_tier=tier)
         best = self.keeping(best)
         for share in self.choices.deferred_shares:
-            best = self.better(best, deferred_share=share)
+            if not _is_bound(best.plan):
+                best = self.better(best, deferred_share=share)
         for slack in self.choices.slacks:
-            best = self.better(best, slack=slack)
+            if not _is_bound(best.plan):
+                best = self.better(best, slack=slack)
         return best
 
     def keeping(self, best: Arrangement) -> Arrangement:
@@ -231,3 +233,9 @@ class _Search:
         pending = tuple(pending_copies(units, deferred, catalog, options))
         first, flush = plan(first_passage), plan(flush_passage)
         return Arrangement(step, catalog, units, options, first, flush, pending)
+
+
+def _is_bound(plan: Plan) -> bool:
+    """Whether the links already overlap so well that a better order gains nothing."""
+    busy_seconds = plan.timeline.busy_seconds(plan.instructions)
+    return max(busy_seconds.values()) > WORTHWHILE * plan.timeline.seconds

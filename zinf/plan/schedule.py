@@ -337,7 +337,7 @@ class _Schedule:
         results = [a for update in unit.arrays for a in update.results]
         consumed = []
         if is_pending:
-            operands = _with_whole_params(unit)
+            operands = _with_whole_params(unit, self.catalog)
             self.pending_reads.subtract(gradients)
             consumed = [g for g in gradients if not self.pending_reads[g]]
         self.add(
@@ -367,18 +367,19 @@ def first_readers(program: Program) -> dict[ArrayId, int]:
     return found
 
 
-def _with_whole_params(unit: UpdateUnit) -> list[ArrayId]:
+def _with_whole_params(unit: UpdateUnit, catalog: Catalog) -> list[ArrayId]:
     """The operands of a unit, with whole parameters in place of blocks of them.
 
     The forward pass is the next to read the parameter, and as a whole. So blocks are
-    updated inside of it: made on their own, they would be fetched again from home.
+    updated inside of it: made on their own, they would be fetched again from home,
+    unless that is the device.
     """
     operands: list[ArrayId] = []
     for update in unit.arrays:
-        if update.rows is None:
+        param = update.compute or update.master
+        if update.rows is None or catalog.home_tier(param) == Tier.DEVICE:
             operands += update.operands
             continue
-        param = update.compute or update.master
         operands += [a for a in update.operands if a != param]
         operands.append(param.whole)
     return list(dict.fromkeys(operands))

@@ -1,0 +1,87 @@
+"""Of the arrangements that fit, the fastest; of equal ones, the plainest."""
+
+from dataclasses import replace
+
+from tests.toy.program import LeafCase, chain
+from zinf.plan import (
+    Arrangement,
+    Choices,
+    Keeping,
+    Link,
+    Pass,
+    Rates,
+    Run,
+    StepOptions,
+    build_at_home,
+)
+from zinf.program import ArraySpec, Tier
+
+DEVICE, HOST, NVME = Tier
+AMPLE = 1 << 30
+KEPT_BYTES = 4000
+TOY = chain(8, leaf=LeafCase("w", 4, 250))
+# A matrix of 4,000 bytes takes a millisecond each way, its moments two more.
+DRIVE = {Link.NVME_READ: 4e6, Link.NVME_WRITE: 4e6, Link.H2D: 1e9, Link.D2H: 1e9}
+UPDATES = {HOST: 1e9, DEVICE: 1e9}
+# A forward pass is of 100 operations.
+FAST, SLOW = (Rates(DRIVE, flops, UPDATES, 1e-6) for flops in (1e6, 1e2))
+
+
+def arranged(rates: Rates, *, device: int = AMPLE, waits: bool = False) -> Arrangement:
+    def keeping(room_bytes: int) -> dict[int, Keeping]:
+        asked.append(room_bytes)
+        residuals = (ArraySpec((KEPT_BYTES // 4,), "f4", 4),)
+        return {k: Keeping(residuals, (0, 0)) for k in range(7)}
+
+    asked: list[int] = []
+    homes = TOY.homes(NVME, NVME)
+    made = build_at_home(
+        replace(TOY.catalog(homes), rates=rates),
+        TOY.units_for,
+        {DEVICE: device, HOST: AMPLE, NVME: AMPLE},
+        StepOptions(1, not waits, DEVICE, HOST),
+        Choices((DEVICE,), (HOST,), 0, (DEVICE,), keeping, (0.5, 1.0), (1.5,)),
+    )
+    assert all(room == device for room in asked)
+    return made
+
+
+def kept(made: Arrangement) -> int:
+    runs = [i.operation for i in made.plan.instructions if isinstance(i.operation, Run)]
+    return sum(run.kind == Pass.KEPT for run in runs)
+
+
+def test_what_the_processor_binds_is_left_as_plain_as_it_is() -> None:
+    options = arranged(SLOW).options
+    assert (options.deferred_share, options.slack) == (0.0, 1.0)
+    assert options.update_tier == HOST
+
+
+def test_residuals_are_kept_by_as_many_segments_as_there_is_room_for() -> None:
+    assert kept(arranged(SLOW)) == 7
+    some = arranged(SLOW, device=24_000)
+    assert 0 < kept(some) < 7
+    assert some.plan.peak_bytes[DEVICE] <= 24_000
+    # The last ones, whose residuals wait for the shortest time.
+    runs = [i.operation for i in some.plan.instructions if isinstance(i.operation, Run)]
+    kinds = [run.kind for run in runs if run.kind in (Pass.FORWARD, Pass.KEEPING)]
+    assert kinds == sorted(kinds, key=[Pass.FORWARD, Pass.KEEPING].index)
+
+
+def test_nothing_is_kept_where_the_drive_binds() -> None:
+    assert kept(arranged(FAST)) == 0
+
+
+def test_updates_are_left_to_the_next_step_where_the_drive_binds() -> None:
+    for waits in (False, True):
+        made = arranged(FAST, waits=waits)
+        assert made.options.deferred_share > 0
+        assert made.first is not None and made.flush is not None
+        assert made.pending
+        plain = replace(made.options, deferred_share=0.0, slack=1.0)
+        assert made.options != plain
+
+
+def test_updates_go_to_the_device_where_the_host_is_too_slow_for_them() -> None:
+    rates = replace(FAST, update_bytes_per_second={HOST: 1e5, DEVICE: 1e9})
+    assert arranged(rates).options.update_tier == DEVICE
