@@ -22,6 +22,11 @@ X86_BITS = 1 << 15 | 1 << 6
 ARM_BITS = 1 << 24
 
 
+def is_known_processor() -> bool:
+    """Whether this machine's processor can be told so here."""
+    return platform.machine() in X86 + ARM
+
+
 @inlined
 def flush_subnormals(_: Any) -> Any:
     """Begins it on this thread; returns what `restore` wants at the end."""

@@ -22,6 +22,7 @@ from zinf.optim.probe import PROBE_NUMEL, compile_probe, normal, random_step_val
 from zinf.optim.separate import Separated
 from zinf.optim.update import Unit, copy_dtype_of, step_arguments, update_function
 from zinf_kernels.elementwise import Program, elementwise_update
+from zinf_kernels.subnormals import is_known_processor
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,13 @@ def looped_updates(
 ) -> list[LoopedUpdate | None]:
     """For each unit its update by a loop, or None where only the executable will do.
 
+    On a processor that loops are not made for, that is everywhere.
+
     Args:
         device: the one on which executables are made to compare with.
     """
+    if not is_known_processor():
+        return [None] * len(units)
     leaves = sorted({u.leaf for u in units if may_be_in_place(separated, u)})
     probes = separated.bodies([(leaf, (PROBE_NUMEL,)) for leaf in leaves])
     shared = dict(zip(leaves, probes, strict=True))

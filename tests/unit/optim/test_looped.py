@@ -209,3 +209,12 @@ def test_leaves_of_all_shapes_are_tried_once(monkeypatch):
     units = [Unit(i, SHAPES[p], np.float32) for i, p in named]
     assert all(looped_updates(separate(optax.lion(0.1), PARAMS), units, device=CPU))
     assert len(tried) == 1
+
+
+def test_an_unknown_processor_takes_the_way_without_loops(monkeypatch):
+    separated = separate(optax.lion(1e-2), PARAMS)
+    units = [Unit(KERNEL, SHAPES["kernel"], np.dtype(np.float32))]
+    (known,) = looped_updates(separated, units, device=CPU)
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    assert looped_updates(separated, units, device=CPU) == [None]
+    assert known is not None
