@@ -4,8 +4,8 @@
         [--rounds 7]
 
 Both keep all state on the device and do the same arithmetic: the fused step recomputes
-each block in the backward pass (`remat`), as segments do. The fused step without remat
-stands beside them. They take turns in one process; the losses of the first and the last
+each block in the backward pass (`remat`), as segments do. Beside them: the fused step
+without remat, and the streamed one where segments keep residuals. They take turns in one process; the losses of the first and the last
 step are compared. Medians and ranges in seconds, and ratios to the fused step.
 """
 
@@ -22,14 +22,16 @@ from rich.table import Table
 import zinf
 from zinf.models import GPTConfig, init_and_loss
 
-FUSED, STREAMED, NO_REMAT = "fused, remat", "streamed", "fused, no remat"
+FUSED, STREAMED = "fused, remat", "streamed, remat"
+NO_REMAT, KEEPING = "fused, no remat", "streamed, residuals kept"
 
 
 def main() -> None:
     options = _parse()
     engines = {
         FUSED: _engine(options, execution="fused", remat=True),
-        STREAMED: _engine(options, execution="streamed", remat=False),
+        STREAMED: _engine(options, execution="streamed", remat=True),
+        KEEPING: _engine(options, execution="streamed", remat=False),
         NO_REMAT: _engine(options, execution="fused", remat=False),
     }
     rng = np.random.default_rng(0)
@@ -61,17 +63,21 @@ def main() -> None:
 
 
 def _engine(options: argparse.Namespace, *, execution: str, remat: bool) -> zinf.Engine:
+    is_streamed = execution == "streamed"
     model = GPTConfig(
         num_layers=options.num_layers,
         num_heads=options.embed_dim // 64,
         embed_dim=options.embed_dim,
         vocab_size=options.vocabulary,
         max_length=options.length,
-        remat=remat,
+        remat=remat and not is_streamed,
     )
     init, loss = init_and_loss(model, seed=0)
     tx = optax.adamw(3e-4, b1=0.9, b2=0.95, weight_decay=0.1)
-    return zinf.initialize(loss, init, tx, {"execution": execution})
+    config = {"execution": execution}
+    if is_streamed:
+        config["segment"] = {"remat": "always" if remat else "auto"}
+    return zinf.initialize(loss, init, tx, config)
 
 
 def _parse() -> argparse.Namespace:

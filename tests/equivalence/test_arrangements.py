@@ -126,6 +126,8 @@ def train(setting: str, arranged: Arranged) -> Result:
         if arranged.is_horizontal:
             patch.setattr(passage, "schedule", horizontal_schedule)
         config = streamed_config((arranged.params, arranged.states), folder)
+        if arranged.kept_share:
+            config["segment"] = {"remat": "auto"}
         engine = PYTREE.start(OPTIMIZERS["adam"], {**config, **settings})
         metrics, operations = [], set()
         count = settings.get("gradient_accumulation_steps", 1)
@@ -156,8 +158,18 @@ def train(setting: str, arranged: Arranged) -> Result:
     )
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("arranged", OTHERS, ids=str)
+# Each arrangement in half of the settings, and each setting in half of them.
+CASES = [
+    (setting, arranged)
+    for i, arranged in enumerate(OTHERS)
+    for j, setting in enumerate(SETTINGS)
+    if (i + j) % 2 == 0 or setting == "overflow"
+]
+
+
+@pytest.mark.parametrize(
+    ("setting", "arranged"), CASES, ids=["-".join(map(str, case)) for case in CASES]
+)
 def test_losses_and_parameters_are_bit_equal(setting, arranged):
     expected, found = train(setting, PLAINEST), train(setting, arranged)
     assert found.losses == expected.losses

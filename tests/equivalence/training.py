@@ -74,6 +74,8 @@ def streamed_config(placement: tuple[str, str], folder: str) -> dict[str, Any]:
             "offload_optimizer": {"device": optimizer},
         },
         "persistence_threshold": 256,
+        # Kept residuals are read by another executable, which may round otherwise.
+        "segment": {"remat": "always"},
         **({"memory": {"nvme": [folder]}} if "nvme" in placement else {}),
     }
 

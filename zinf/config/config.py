@@ -201,6 +201,11 @@ class Config(DeepSpeedKeys):
         return self.segment.max_bytes
 
     @property
+    def keeps_residuals(self) -> bool:
+        """Whether segments may keep residuals instead of computing them again."""
+        return self.segment.remat == "auto"
+
+    @property
     def persistence_bytes(self) -> int:
         """Arrays of fewer bytes never go to NVMe."""
         if self._persistent_elements is not None:

@@ -60,6 +60,10 @@ class Segment(Section):
     max_bytes: Auto[Size | None] = None
     """Bytes of parameters in one segment; absent or auto: chosen by the plan."""
 
+    remat: Literal["auto", "always"] = "auto"
+    """Auto: residuals are kept where there is room and it pays. Always: they are never
+    kept, so that no bit of a result depends on how much room there is."""
+
 
 class Model(Section):
     """The model that `zinf train` trains."""

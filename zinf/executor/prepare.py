@@ -233,7 +233,9 @@ class Planner:
         specs = self.piece_specs(program, homes)
         capacity = self.capacity()
         catalog = Catalog(program, specs, homes or {}, workspace, counts, self.rates())
-        choices = replace(self.choices(waits), keeping=partial(_keeping, segments))
+        choices = self.choices(waits)
+        if self.config.keeps_residuals:
+            choices = replace(choices, keeping=partial(_keeping, segments))
         rest = updates.units, capacity, options, choices
         if homes is not None:
             consts = [ArrayId("const", name) for name in program.consts]
