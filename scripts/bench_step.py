@@ -5,8 +5,9 @@
 
 Both keep all state on the device and do the same arithmetic: the fused step recomputes
 each block in the backward pass (`remat`), as segments do. Beside them: the fused step
-without remat, and the streamed one where segments keep residuals. They take turns in one process; the losses of the first and the last
-step are compared. Medians and ranges in seconds, and ratios to the fused step.
+without remat, and the streamed one where segments keep residuals. They take turns in
+one process; the losses of the first and the last step are compared. Medians and ranges
+in seconds, and ratios to the fused step.
 """
 
 import argparse
