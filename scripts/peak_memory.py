@@ -8,7 +8,6 @@ kernel has seen since the process began, with the interpreter, jax and the compi
 
 import argparse
 import json
-import resource
 import tempfile
 import time
 from pathlib import Path
@@ -73,9 +72,11 @@ def tokens(options: argparse.Namespace, *, seed: int) -> dict[str, np.ndarray]:
 
 
 def peak_resident_bytes() -> int:
-    """The largest resident set of this process since it began."""
-    # In KiB on Linux (getrusage(2)).
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """The largest resident set of this program since it began (Linux)."""
+    # Not getrusage's, which counts that of the process that started this one too.
+    status = Path("/proc/self/status").read_text()
+    (line,) = [x for x in status.splitlines() if x.startswith("VmHWM:")]
+    return int(line.split()[1]) * 1024
 
 
 def _config(options: argparse.Namespace, folder: Path) -> dict[str, Any]:

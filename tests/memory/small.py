@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import optax
 import zinf
 from zinf.executor.prepare import Streamed
 from zinf.initialize import make_planner
-from zinf.plan import InfeasibleError, Plan, Transfer, build
+from zinf.plan import InfeasibleError, Plan, StepOptions, Transfer, build
 from zinf.program import Tier
 
 NUM_LAYERS, WIDTH, BATCH, STEPS = 6, 64, 8, 3
@@ -96,14 +95,14 @@ class PlansOnly:
     ) -> Plan:
         prepared = self.prepared
         capacity = {**self.capacity, **{Tier(t): n for t, n in budgets.items()}}
-        options = replace(
-            prepared.arranged.options,
-            value_tier=value_tier,
-            gradient_tier=gradient_tier,
+        arranged = prepared.arranged
+        options = StepOptions(
+            arranged.options.num_microbatches,
+            arranged.options.updates_in_backward,
+            value_tier,
+            gradient_tier,
         )
-        return build(
-            prepared.arranged.catalog, prepared.arranged.units, capacity, options
-        )
+        return build(arranged.catalog, arranged.units, capacity, options)
 
     def smallest(self, tier: Tier, **options: Any) -> int:
         """The smallest feasible budget of a tier, found by bisection."""

@@ -210,8 +210,12 @@ class _StepRun:
         # Drives answer fastest with several requests under way.
         reads = [(a, source.read(a)) for a in operation.arrays]
         if target is self.stores.host:
-            for array, future in reads:
-                self.write(array, operation.target, future.result())
+            try:
+                for array, future in reads:
+                    self.write(array, operation.target, future.result())
+            finally:
+                # If one fails, the step ends with none of the others under way.
+                wait([future for _, future in reads])
             return
         writes = []
         try:
