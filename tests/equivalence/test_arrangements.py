@@ -33,7 +33,8 @@ from zinf.plan import (
     choose,
     passage,
 )
-from zinf.plan.schedule import Job, _Schedule
+from zinf.plan.job import Job
+from zinf.plan.schedule import _Schedule
 from zinf.program import Tier
 
 DEVICE, HOST, NVME = Tier
@@ -216,8 +217,8 @@ def horizontal_schedule(
     for k in (made.last, *body):
         made.finish_gradients(k)
     read = [*losses, *made.norms]
-    made.host_job(Decide(tuple(losses), tuple(made.norms)), read)
-    made.update_ready()
+    made.jobs.add_host(Decide(tuple(losses), tuple(made.norms)), read)
+    made.updates.add_ready(made.is_complete)
     return made.jobs
 
 

@@ -10,7 +10,7 @@ from random import Random
 
 from zinf.plan import Accumulate, Copy, Free, Instruction, Link, Plan, Transfer
 from zinf.plan.catalog import Catalog
-from zinf.plan.schedule import Job
+from zinf.plan.job import Job
 from zinf.program import ArrayId, Tier, overlaps
 
 Content = list[int]

@@ -12,7 +12,7 @@ from itertools import count
 
 from zinf.plan.catalog import Catalog
 from zinf.plan.instruction import Copy
-from zinf.plan.schedule import Job
+from zinf.plan.job import Job
 from zinf.program import ArrayId, Rows, Tier, overlaps
 
 NEVER = 1 << 60

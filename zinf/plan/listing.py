@@ -20,7 +20,7 @@ from zinf.plan.instruction import (
     Transfer,
     Update,
 )
-from zinf.plan.schedule import Job
+from zinf.plan.job import Job
 from zinf.program import ArrayId, Rows, Tier, covers, overlaps
 
 

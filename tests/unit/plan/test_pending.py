@@ -4,8 +4,9 @@ import pytest
 
 from tests.toy.program import LeafCase, Toy, chain
 from zinf.plan import Run, StepOptions, Update, UpdateUnit
+from zinf.plan.job import Job
 from zinf.plan.pending import deferred_units, pending_copies
-from zinf.plan.schedule import Job, schedule, schedule_first, schedule_flush
+from zinf.plan.schedule import schedule, schedule_first, schedule_flush
 from zinf.program import ArrayId, Tier
 
 DEVICE, HOST, NVME = Tier

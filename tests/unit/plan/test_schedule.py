@@ -14,7 +14,8 @@ from zinf.plan import (
     Update,
     value,
 )
-from zinf.plan.schedule import Job, schedule, schedule_evaluation
+from zinf.plan.job import Job
+from zinf.plan.schedule import schedule, schedule_evaluation
 from zinf.program import ArrayId, Tier
 
 TIED = make_toy(

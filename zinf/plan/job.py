@@ -1,0 +1,47 @@
+"""The parts of a step before transfers are put between them, and the list of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zinf.plan.instruction import TRANSFER_LINKS, Copy, Link, Operation, Transfer
+from zinf.program import ArrayId, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """An operation with the copies that it reads and writes."""
+
+    operation: Operation
+    link: Link
+    reads: tuple[Copy, ...]
+    writes: tuple[Copy, ...]
+    workspace: tuple[tuple[Tier, int], ...] = ()
+    flops: int = 0
+    consumes: tuple[ArrayId, ...] = ()
+    """Arrays of which nobody needs the present content afterwards."""
+
+
+class JobList(list[Job]):
+    """Jobs in the order in which they are added."""
+
+    def add(self, operation: Operation, link: Link, **rest: Any) -> None:
+        self.append(Job(operation, link, **rest))
+
+    def add_host(self, operation: Operation, reads: Sequence[ArrayId]) -> None:
+        copies = tuple((a, Tier.HOST) for a in reads)
+        self.add(operation, Link.HOST, reads=copies, writes=())
+
+    def transfer(self, arrays: Sequence[ArrayId], source: Tier, target: Tier) -> None:
+        """Moves arrays down (or up) tier by tier, one job a hop."""
+        hops = {
+            (Tier.DEVICE, Tier.NVME): (Tier.DEVICE, Tier.HOST, Tier.NVME),
+            (Tier.NVME, Tier.DEVICE): (Tier.NVME, Tier.HOST, Tier.DEVICE),
+        }.get((source, target), (source, target))
+        for start, stop in zip(hops, hops[1:], strict=False):
+            self.add(
+                Transfer(tuple(arrays), start, stop),
+                TRANSFER_LINKS[start, stop],
+                reads=tuple((a, start) for a in arrays),
+                writes=tuple((a, stop) for a in arrays),
+            )

@@ -1,0 +1,123 @@
+"""Which updates run in a step, when, and where gradients wait for them.
+
+A unit is updated when its gradients are complete, in this step or (see `pending`) at
+the beginning of the next. What it changes then goes home.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+
+from zinf.plan.catalog import Catalog, StepOptions, UpdateUnit, gradient_of
+from zinf.plan.instruction import Link, Update
+from zinf.plan.job import JobList
+from zinf.plan.pending import deferred_units, pending_copies, rest_tier
+from zinf.program import ArrayId, Program, Tier
+
+
+class Updates:
+    """The updates that a step still has to do, added to `jobs` as they are due.
+
+    Attributes:
+        units: what is to be updated with gradients of this step, by number.
+    """
+
+    def __init__(
+        self,
+        jobs: JobList,
+        catalog: Catalog,
+        units: Sequence[UpdateUnit],
+        options: StepOptions,
+    ):
+        self.jobs, self.catalog, self.options = jobs, catalog, options
+        deferred = deferred_units(units, options.deferred_share)
+        self.units = [(i, u) for i, u in enumerate(units) if i not in deferred]
+        self.at_rest = dict(pending_copies(units, deferred, catalog, options))
+        self.pending: dict[int, list[tuple[int, UpdateUnit]]] = defaultdict(list)
+        first_reader = _first_readers(catalog.program)
+        for number in sorted(deferred):
+            position = min(first_reader[u.gradient] for u in units[number].arrays)
+            self.pending[position].append((number, units[number]))
+        self.pending_reads = Counter(g for i in deferred for g in _gradients(units[i]))
+
+    def gradient_tiers(self) -> dict[ArrayId, Tier]:
+        """Where complete gradients go."""
+        tiers = {}
+        for _, unit in self.units:
+            tier = unit.tier
+            if not self.options.updates_in_backward:
+                tier = rest_tier(unit, self.catalog, self.options)
+            tiers.update(dict.fromkeys(_gradients(unit), tier))
+        return tiers | self.at_rest
+
+    def add_ready(self, is_complete: Callable[[ArrayId], bool]) -> None:
+        """Updates the units whose gradients are complete, in order."""
+        waiting = []
+        for number, unit in self.units:
+            if all(is_complete(update.gradient) for update in unit.arrays):
+                self.add(number, unit)
+            else:
+                waiting.append((number, unit))
+        self.units = waiting
+
+    def add_pending(self, k: int) -> None:
+        """Does the pending updates of what segment `k` is the first to read."""
+        for number, unit in self.pending[k]:
+            self.add(number, unit, is_pending=True)
+
+    def add(self, number: int, unit: UpdateUnit, *, is_pending: bool = False) -> None:
+        tier = unit.tier
+        gradients = _gradients(unit)
+        operands = [a for update in unit.arrays for a in update.operands]
+        results = [a for update in unit.arrays for a in update.results]
+        consumed = []
+        if is_pending:
+            operands = _with_whole_params(unit, self.catalog)
+            self.pending_reads.subtract(gradients)
+            consumed = [g for g in gradients if not self.pending_reads[g]]
+        self.jobs.add(
+            Update(number, unit.name, tier, is_pending),
+            Link.HOST if tier == Tier.HOST else Link.DEVICE,
+            reads=tuple((a, tier) for a in (*gradients, *operands)),
+            writes=tuple((a, tier) for a in results),
+            workspace=((tier, unit.workspace_bytes),),
+            consumes=tuple(consumed),
+        )
+        away: dict[Tier, list[ArrayId]] = {}
+        for array in results:
+            home = self.catalog.home_tier(array)
+            assert home is not None
+            if home != tier:
+                away.setdefault(home, []).append(array)
+        for home, arrays in away.items():
+            self.jobs.transfer(arrays, tier, home)
+
+
+def _first_readers(program: Program) -> dict[ArrayId, int]:
+    """By gradient, the first segment that reads the parameter array that it is of."""
+    found: dict[ArrayId, int] = {}
+    for k, segment in enumerate(program.segments):
+        for array in segment.params:
+            found.setdefault(gradient_of(array), k)
+    return found
+
+
+def _with_whole_params(unit: UpdateUnit, catalog: Catalog) -> list[ArrayId]:
+    """The operands of a unit, with whole parameters in place of blocks of them.
+
+    The forward pass is the next to read the parameter, and as a whole. So blocks are
+    updated inside of it: made on their own, they would be fetched again from home,
+    unless that is the device.
+    """
+    operands: list[ArrayId] = []
+    for update in unit.arrays:
+        param = update.compute or update.master
+        if update.rows is None or catalog.home_tier(param) == Tier.DEVICE:
+            operands += update.operands
+            continue
+        operands += [a for a in update.operands if a != param]
+        operands.append(param.whole)
+    return list(dict.fromkeys(operands))
+
+
+def _gradients(unit: UpdateUnit) -> list[ArrayId]:
+    return list(dict.fromkeys(update.gradient for update in unit.arrays))
