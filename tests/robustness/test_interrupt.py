@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Iterator
 from threading import Event, Thread
 from time import sleep
 
@@ -15,6 +16,14 @@ from tests.robustness.small import (
 )
 from zinf.executor.fused import FusedProgram
 from zinf.memory.nvme import NvmeStore
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_interrupts() -> Iterator[None]:
+    """As in a terminal: what a shell starts in the background ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def press_ctrl_c(times: int) -> None:
