@@ -46,16 +46,11 @@ class ChunkedUpdate(AbstractHostUpdate):
         return self.step.workspace_bytes + self.padded_bytes
 
     def __call__(
-        self,
-        factor: Any,
-        step_values: Sequence[Any],
-        gradient: np.ndarray,
-        master: np.ndarray,
-        *rest: np.ndarray,
+        self, factor: Any, step_values: Sequence[Any], *arrays: np.ndarray
     ) -> None:
-        results = [flat(x) for x in (master, *rest)]
-        operands = [flat(gradient), *results[: 1 + self.num_states]]
-        for piece in _pieces(master.size):
+        gradient, *results = map(flat, arrays)
+        operands = [gradient, *results[: 1 + self.num_states]]
+        for piece in _pieces(gradient.size):
             placed = jax.device_put([_whole(x[piece]) for x in operands], self.device)
             new = jax.block_until_ready(self.step(factor, step_values, *placed))
             for target, content in zip(results, new, strict=True):

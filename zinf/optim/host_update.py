@@ -17,21 +17,16 @@ class AbstractHostUpdate(ABC):
 
     @abstractmethod
     def __call__(
-        self,
-        factor: Any,
-        step_values: Sequence[Any],
-        gradient: np.ndarray,
-        master: np.ndarray,
-        *rest: np.ndarray,
+        self, factor: Any, step_values: Sequence[Any], *arrays: np.ndarray
     ) -> None:
         """Changes master, states and compute copy.
 
         Args:
             factor: float32 scalar that the gradient is multiplied by.
             step_values: all those of this step.
-            gradient: only read. All arrays are contiguous.
-            rest: the states in the order of the leaf, then the copy if the unit has
-                one, whose content is replaced; writeable, as is `master`.
+            arrays: the gradient, which is only read; the master, the states in the
+                order of the leaf, and the copy if the unit has one, whose content is
+                replaced. All are contiguous.
         """
 
     @abstractmethod

@@ -49,16 +49,11 @@ class InPlaceUpdate(AbstractHostUpdate):
         return 0
 
     def __call__(
-        self,
-        factor: Any,
-        step_values: Sequence[Any],
-        gradient: np.ndarray,
-        master: np.ndarray,
-        *rest: np.ndarray,
+        self, factor: Any, step_values: Sequence[Any], *arrays: np.ndarray
     ) -> None:
         mine = [step_values[k] for k in self.step_values]
         scalars = self.form.values([*mine, *self.hoisted], factor)
-        self._run(scalars, gradient, master, *rest)
+        self._run(scalars, *arrays)
 
     def compile(self) -> None:
         """Compiles its loops: a second for the first in a process, 0.2 for others."""

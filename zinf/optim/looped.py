@@ -43,15 +43,9 @@ class LoopedUpdate(AbstractHostUpdate):
         return 0
 
     def __call__(
-        self,
-        factor: Any,
-        step_values: Sequence[Any],
-        gradient: np.ndarray,
-        master: np.ndarray,
-        *rest: np.ndarray,
+        self, factor: Any, step_values: Sequence[Any], *arrays: np.ndarray
     ) -> None:
-        arrays = [flat(x) for x in (gradient, master, *rest)]
-        self._run(arrays, self.scalars(factor, step_values))
+        self._run([flat(x) for x in arrays], self.scalars(factor, step_values))
 
     def compile(self) -> None:
         """Compiles its loop: a second for the first in a process, 0.1 to 0.5 others."""
