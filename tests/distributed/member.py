@@ -1,0 +1,143 @@
+"""One process of a run under test: joins, does what its part says, and leaves."""
+
+import atexit
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from zinf.distributed import AbstractGroup, Flags, Limits, find_seat, join
+
+WAIT = 60.0
+
+
+def summing() -> Callable[[], float]:
+    """Adds one element of every device of every process: n (n + 1) / 2 for n."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("all",))
+    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("all"))
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    local, index = jax.local_device_count(), jax.process_index()
+    mine = 1.0 + np.arange(local, dtype=np.float32) + local * index
+    x = jax.make_array_from_process_local_data(spread, mine)
+    add = jax.jit(lambda x: x.sum(), out_shardings=whole)
+    return lambda: float(add(x))
+
+
+def talk(group: AbstractGroup) -> None:
+    """Everything that a healthy group does."""
+    total = summing()()
+    print("sum", total, jax.device_count())
+    print("gathered", group.gather("value", {"index": group.index}))
+    print("again", group.gather("value", group.index))
+    print("first", group.broadcast("from the first", group.index))
+    print("any", group.any("last", group.index == group.count - 1))
+    print("none", group.any("nobody", False))
+    group.agree({"total": total})
+
+
+def work(group: AbstractGroup) -> None:
+    """Collectives until another process ends the run."""
+    add = summing()
+    group.say("step 0")
+    add()
+    group.barrier("all work")
+    while True:
+        add()
+
+
+def perish(group: AbstractGroup) -> None:
+    """Work as the others do, then be killed while they wait in a collective."""
+    add = summing()
+    group.say("step 0")
+    add()
+    group.barrier("all work")
+    time.sleep(1.5)  # the coordinator's last words go round once a second
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def freeze(group: AbstractGroup) -> None:
+    add = summing()
+    group.say("step 0")
+    add()
+    group.barrier("all work")
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stray(group: AbstractGroup) -> None:
+    """Be alive, and never come to the next collective."""
+    add = summing()
+    group.say("step 0")
+    add()
+    group.barrier("all work")
+    time.sleep(WAIT)
+
+
+def err(group: AbstractGroup) -> None:
+    add = summing()
+    group.say("step 0")
+    add()
+    group.barrier("all work")
+    error = OSError(28, "No space left on device", "/drive/chunk")
+    error.add_note("Free some space.")
+    raise error
+
+
+def dawdle(group: AbstractGroup) -> None:
+    group.say("opening a file")
+    group.say("reading a slow disk")
+    time.sleep(WAIT)
+
+
+def meet(group: AbstractGroup) -> None:
+    group.barrier("the meeting", 1.0)
+
+
+def config_a(group: AbstractGroup) -> None:
+    group.agree({"config": "aaaa", "seed": 1})
+
+
+def config_b(group: AbstractGroup) -> None:
+    group.agree({"config": "bbbb", "seed": 1})
+
+
+def old_code(group: AbstractGroup) -> None: ...
+
+
+PARTS = {
+    part.__name__: part
+    for part in (
+        talk,
+        work,
+        perish,
+        freeze,
+        stray,
+        err,
+        dawdle,
+        meet,
+        config_a,
+        config_b,
+        old_code,
+    )
+}
+
+
+def main(coordinator: str, count: str, index: str, part: str, seconds: str) -> None:
+    if part == "old_code":
+        module = sys.modules["zinf.distributed.join"]
+        now = module.code_fingerprint
+        module.code_fingerprint = lambda: {**now(), "zinf source": "0ld"}
+    limits = Limits(float(seconds), silence_seconds=3.0, hang_seconds=4.0)
+    seat = find_seat(Flags(coordinator, int(count), int(index)), {})
+    with join(seat, limits) as group:
+        PARTS[part](group)
+
+
+def finish(code: int) -> None:
+    """What the interpreter does at its end, in a fork that has no end of its own."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code)

@@ -1,0 +1,60 @@
+"""Starts groups of processes by forking one that has imported jax already.
+
+Importing jax costs more than all that the tests do. Nothing has started a backend, or a
+thread, at the time of the fork. Reads a request a line and answers with a line:
+
+    {"members": [{"argv": [...], "output": FILE}, ...],
+     "never_end": [INDEX, ...], "limit_seconds": 60.0}
+    -> [[EXIT_CODE or null if killed here, SECONDS on the monotonic clock], ...]
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+from tests.distributed import member
+
+POLL_SECONDS = 0.02
+
+
+def born(argv: list[str], output: str) -> int:
+    """Forks a process that runs a member, and returns its id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    target = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    try:
+        member.main(*argv)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        member.finish(1)
+    member.finish(0)
+    raise AssertionError("unreachable")
+
+
+def raised(request: dict[str, Any]) -> list[list[Any]]:
+    """How each process of a group ended."""
+    pids = [born(**named) for named in request["members"]]
+    ended: dict[int, list[Any]] = {}
+    deadline = time.monotonic() + request["limit_seconds"]
+    awaited = set(range(len(pids))) - set(request["never_end"])
+    while awaited - ended.keys() and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+        for i in set(range(len(pids))) - ended.keys():
+            pid, status = os.waitpid(pids[i], os.WNOHANG)
+            if pid:
+                ended[i] = [os.waitstatus_to_exitcode(status), time.monotonic()]
+    for i in set(range(len(pids))) - ended.keys():
+        os.kill(pids[i], signal.SIGKILL)
+        os.waitpid(pids[i], 0)
+    return [ended.get(i, [None, time.monotonic()]) for i in range(len(pids))]
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        print(json.dumps(raised(json.loads(line))), flush=True)

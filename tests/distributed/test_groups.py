@@ -1,0 +1,144 @@
+"""Real processes that come together, and end together when one of them does not."""
+
+import re
+import signal
+from collections.abc import Sequence
+
+import pytest
+
+from tests.distributed.processes import DEVICES, Ended, run_members
+from zinf.distributed.group import ENDED_BY_ANOTHER
+from zinf.distributed.limits import GRACE_SECONDS, LINGER_SECONDS
+
+# Of one that does not say why, as an uncaught exception.
+FAILED = 1
+# What member.py sets, and what a loaded machine may add.
+SILENCE_SECONDS, HANG_SECONDS, SLACK_SECONDS = 3.0, 4.0, 10.0
+
+
+def assert_all_say(processes: Sequence[Ended], *patterns: str) -> None:
+    """Each ended for another's sake, with an error of its own that has the patterns."""
+    assert processes
+    for process in processes:
+        assert process.code == ENDED_BY_ANOTHER, process.output
+        for pattern in patterns:
+            assert re.search(pattern, process.error), process.output
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_processes_sum_over_all_their_devices_and_exchange_values(count):
+    everything = range(1, count * DEVICES + 1)
+    gathered = [{"index": index} for index in range(count)]
+    for process in run_members(["talk"] * count):
+        assert process.code == 0, process.output
+        for line in (
+            f"sum {float(sum(everything))} {count * DEVICES}",
+            f"gathered {gathered}",
+            f"again {list(range(count))}",
+            "first 0",
+            "any True",
+            "none False",
+        ):
+            assert line in process.output.splitlines()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_process_ends_the_others_inside_their_collective(victim):
+    parts = ["work", "work", "work"]
+    parts[victim] = "perish"
+    ended = run_members(parts)
+    killed = ended.pop(victim)
+    assert killed.code == -signal.SIGKILL
+    assert_all_say(
+        ended,
+        f"^Process {victim} of 3\\b.* is lost: .*connection.* closed",
+        r"last said 'step 0'",
+    )
+    allowed = GRACE_SECONDS + LINGER_SECONDS + SLACK_SECONDS
+    assert max(one.at_seconds for one in ended) < killed.at_seconds + allowed
+
+
+def test_a_process_that_shows_no_life_is_lost():
+    ended = run_members(["work", "freeze"])
+    assert_all_say(
+        ended[:1], f"^Process 1 of 2 is lost: no sign of life for {SILENCE_SECONDS:g} s"
+    )
+
+
+def test_a_process_that_hangs_ends_all_and_is_named():
+    assert_all_say(
+        run_members(["dawdle", "stray"]),
+        f"^Process 1 of 2 made no progress for {HANG_SECONDS:g} s",
+    )
+
+
+def test_a_process_that_does_not_come_to_a_gather_is_named():
+    assert_all_say(
+        run_members(["meet", "dawdle"]),
+        "^Process 1 did not come to 'the meeting'",
+        "last said 'reading a slow disk'",
+    )
+
+
+def test_an_error_in_one_process_ends_all_with_its_message():
+    fine, failed = run_members(["work", "err"])
+    assert failed.code == FAILED
+    assert "Traceback" in failed.output
+    message = "No space left on device: '/drive/chunk'\nFree some space."
+    assert message in failed.output
+    assert_all_say([fine], "^Process 1 of 2 .* failed: OSError: ", re.escape(message))
+
+
+def test_an_unreachable_coordinator_is_an_error_that_names_it():
+    (process,) = run_members(["talk"], ids=[1], count=2, join_seconds=1.0)
+    assert process.code == FAILED
+    for part in (
+        "JoinError: Process 1 of 2 could not reach the coordinator 127.0.0.1:",
+        "(flags) within 1 s",
+        "Connection refused",
+        "--join-timeout",
+    ):
+        assert part in process.output
+
+
+def test_a_process_that_is_late_is_named_by_all_that_wait():
+    assert_all_say(
+        run_members(["talk", "talk"], ids=[0, 2], count=4, join_seconds=2.0),
+        "^Processes 1, 3 of 4 did not join within 2 s",
+    )
+
+
+def test_two_processes_with_one_id_are_named():
+    assert_all_say(
+        run_members(["talk"] * 3, ids=[0, 1, 1], count=3),
+        r"^Two processes have process id 1: host \S+, pid \d+ and host \S+, pid \d+",
+    )
+
+
+def test_a_second_process_0_on_this_host_says_that_the_port_is_taken():
+    ended = run_members(["talk"] * 2, ids=[0, 0], count=2, join_seconds=2.0)
+    taken = [one for one in ended if "cannot listen on port" in one.output]
+    (late,) = [one for one in ended if one not in taken]
+    assert [one.code for one in taken] == [FAILED]
+    assert_all_say([late], "^Process 1 of 2 did not join")
+
+
+def test_processes_that_were_told_different_numbers_say_so():
+    assert_all_say(
+        run_members(["talk"] * 2, counts=[2, 3]),
+        "told that there are 2 processes, process 1 that there are 3",
+    )
+
+
+def test_different_configs_are_told_apart_on_every_process():
+    assert_all_say(
+        run_members(["config_a", "config_b", "config_a"]),
+        r"^The processes are not alike.*\n  config: aaaa on processes 0, 2; "
+        r"bbbb on process 1\n(?!  seed)",
+    )
+
+
+def test_different_code_is_told_apart_before_jax_starts():
+    ended = run_members(["old_code", "talk"])
+    assert_all_say(ended, "\n  zinf source: 0ld on process 0; [0-9a-f]{12} on process")
+    assert not any("Gloo" in process.output for process in ended)

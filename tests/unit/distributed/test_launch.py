@@ -1,0 +1,142 @@
+"""Every launcher's environment gives a place, a half one an error, none no group."""
+
+import pytest
+
+from zinf.distributed import Flags, JoinError, Seat, find_seat
+from zinf.distributed.launch import FIRST_PORT, NUM_PORTS, first_host
+
+JOB = 4242
+SRUN = {
+    "SLURM_JOB_ID": str(JOB),
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+    "SLURM_NTASKS": "8",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+}
+SLURM_COORDINATOR = f"gpu07:{FIRST_PORT + JOB % NUM_PORTS}"
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+MPICH = {
+    "PMI_SIZE": "4",
+    "PMI_RANK": "2",
+    "MPI_LOCALRANKID": "0",
+    "MPI_LOCALNRANKS": "2",
+}
+KUBERNETES = {
+    "JOB_COMPLETION_INDEX": "2",
+    "JAX_NUM_PROCESSES": "3",
+    "JAX_COORDINATOR_ADDRESS": "train-0.train:6200",
+}
+TORCHRUN = {
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+}
+ADDRESS = Flags("node1:6200")
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "seat"),
+    [
+        (Flags("a:1", 2, 1), {}, Seat("flags", "a:1", 2, 1)),
+        (Flags(), SRUN, Seat("srun", SLURM_COORDINATOR, 8, 5, (1,))),
+        (ADDRESS, SRUN, Seat("srun", "node1:6200", 8, 5, (1,))),
+        (ADDRESS, OPEN_MPI, Seat("mpirun", "node1:6200", 4, 3, (1,))),
+        (ADDRESS, MPICH, Seat("mpirun", "node1:6200", 4, 2, (0,))),
+        (Flags(), KUBERNETES, Seat("Kubernetes", "train-0.train:6200", 3, 2)),
+        (Flags(), TORCHRUN, Seat("torchrun", "10.0.0.1:29500", 2, 1)),
+        # mpirun that was started inside a Slurm allocation: its numbering counts.
+        (ADDRESS, SRUN | OPEN_MPI, Seat("mpirun", "node1:6200", 4, 3, (1,))),
+        # Flags that say all go before what a launcher says.
+        (Flags("a:1", 2, 1), SRUN, Seat("flags", "a:1", 2, 1)),
+    ],
+)
+def test_a_place_is_found(flags, environ, seat):
+    assert find_seat(flags, environ) == seat
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        # A shell inside an allocation, and an sbatch script: no srun, one process.
+        {name: SRUN[name] for name in SRUN if name != "SLURM_STEP_NODELIST"},
+        SRUN | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
+        TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0"},
+        {"JOB_COMPLETION_INDEX": "3"},  # an indexed job of independent runs
+    ],
+)
+def test_a_process_alone_joins_nothing(environ):
+    assert find_seat(Flags(), environ) is None
+
+
+def test_one_process_may_be_asked_for_inside_a_launcher():
+    assert find_seat(Flags(num_processes=1), SRUN) is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "needed"),
+    [
+        (Flags("a:1"), {}, ("found --coordinator a:1", "--num-processes and --proc")),
+        (Flags("a:1", 2), {}, ("--num-processes 2", "Give --process-id too")),
+        (Flags(None, 2, 1), {}, ("Give --coordinator", "JAX_COORDINATOR_ADDRESS")),
+        (Flags(), OPEN_MPI, ("--num-processes 4", "mpirun", "Give --coordinator")),
+        (Flags("a:1", 2, 2), {}, ("process id is 2 of 2", "0 to 1")),
+        (Flags("a:1", 2, -1), {}, ("process id is -1 of 2",)),
+        (Flags("a:1", 0, 0), {}, ("number of processes is 0",)),
+        (Flags("node1", 2, 0), {}, ("'node1'", "HOST:PORT")),
+        (Flags("node1:99999", 2, 0), {}, ("'node1:99999'", "HOST:PORT")),
+        (ADDRESS, OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "x"}, ("WORLD_RANK", "'x'")),
+    ],
+)
+def test_what_cannot_be_is_an_error_that_says_what_was_found(flags, environ, needed):
+    with pytest.raises(JoinError) as raised:
+        find_seat(flags, environ)
+    for part in needed:
+        assert part in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("more", "flags", "devices"),
+    [
+        ({}, Flags(), (1,)),
+        # One process a host has all that the host has.
+        ({"SLURM_STEP_TASKS_PER_NODE": "2,1"}, Flags(), ()),
+        # Each process sees its own only, as number 0.
+        ({"CUDA_VISIBLE_DEVICES": "3"}, Flags(), ()),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, Flags(), (1,)),
+        ({}, Flags(local_devices=(2, 3)), (2, 3)),
+        ({}, Flags(local_devices=()), ()),
+    ],
+)
+def test_processes_of_one_host_have_an_accelerator_each(more, flags, devices):
+    seat = find_seat(flags, SRUN | more)
+    assert seat is not None
+    assert seat.local_device_ids == devices
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("node[001-015],login", "node001"),
+        ("node[001,007-015]", "node001"),
+        ("rack[3-4]-gpu,x", "rack3-gpu"),
+    ],
+)
+def test_the_first_host_of_a_slurm_list(nodes, host):
+    assert first_host(nodes) == host
+
+
+def test_an_ipv6_address_is_written_in_brackets():
+    assert Seat("flags", "[::1]:6200", 2, 0).address == ("::1", 6200)

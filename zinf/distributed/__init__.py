@@ -1,0 +1,12 @@
+"""Several processes that train together: start, agreement, and one end for all."""
+
+from zinf.distributed.fingerprint import json_hash as json_hash
+from zinf.distributed.group import AbstractGroup as AbstractGroup
+from zinf.distributed.group import Alone as Alone
+from zinf.distributed.group import leave as leave
+from zinf.distributed.join import join as join
+from zinf.distributed.launch import Flags as Flags
+from zinf.distributed.launch import find_seat as find_seat
+from zinf.distributed.limits import Limits as Limits
+from zinf.distributed.seat import JoinError as JoinError
+from zinf.distributed.seat import Seat as Seat

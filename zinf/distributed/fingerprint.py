@@ -1,0 +1,50 @@
+"""What this process runs: versions, the code itself, and its devices."""
+
+import hashlib
+import json
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import zinf_kernels
+
+PACKAGES = ("jax", "jaxlib", "numpy", "optax")
+
+
+def code_fingerprint() -> dict[str, str]:
+    """Versions, and a hash of zinf's own source; touches no device."""
+    found = {name: version(name) for name in PACKAGES}
+    found["python"] = ".".join(platform.python_version_tuple()[:2])
+    return {**found, "zinf source": _source_hash()}
+
+
+def device_fingerprint() -> dict[str, Any]:
+    """What devices this process brings; starts jax's backend."""
+    return {
+        "platform": jax.default_backend(),
+        "devices per process": jax.local_device_count(),
+        "device kind": jax.local_devices()[0].device_kind,
+    }
+
+
+def json_hash(value: Any) -> str:
+    """The same for equal JSON values, however their keys are ordered."""
+    return _short(
+        hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode())
+    )
+
+
+def _source_hash() -> str:
+    total = hashlib.sha256()
+    for root in (Path(__file__).parents[1], Path(zinf_kernels.__file__).parent):
+        for file in sorted(root.rglob("*.py")):
+            total.update(f"{root.name}/{file.relative_to(root).as_posix()}\0".encode())
+            total.update(file.read_bytes())
+    return _short(total)
+
+
+def _short(total: "hashlib._Hash") -> str:
+    return total.hexdigest()[:12]

@@ -1,0 +1,262 @@
+"""The processes of a run, seen from one of them."""
+
+import atexit
+import os
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+
+from zinf.distributed.hub import Hub
+from zinf.distributed.limits import GRACE_SECONDS, Limits
+from zinf.distributed.wire import Closed, Message, Wire
+
+# This process was well; another ended the run.
+ENDED_BY_ANOTHER = 3
+STDERR = 2
+PRINT_SECONDS = 1.0
+
+
+class AbstractGroup(ABC):
+    """The processes of a run: small values between them, and one end for all.
+
+    As a context manager: an exception that leaves it ends every process.
+    """
+
+    index: int
+    count: int
+
+    @abstractmethod
+    def gather(self, name: str, value: Any, timeout: float | None = 300.0) -> list[Any]:
+        """Every process's JSON value, in process order, the same on all.
+
+        Every process must call it, with the same name, within `timeout` seconds of the
+        first; else all end with an error that names who did not come. Calls of one name
+        are matched in order.
+        """
+
+    @abstractmethod
+    def agree(self, values: Mapping[str, Any]) -> None:
+        """End all processes, saying what differs where, unless the values are equal."""
+
+    @abstractmethod
+    def say(self, text: str) -> None:
+        """Progress: what this process does now, which are its last words if it dies."""
+
+    @abstractmethod
+    def fail(self, error: BaseException) -> None:
+        """Tell all others that this process ends, and why."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def broadcast(self, name: str, value: Any) -> Any:
+        """Process 0's JSON value."""
+        return self.gather(name, value)[0]
+
+    def barrier(self, name: str, timeout: float | None = 300.0) -> None:
+        self.gather(name, None, timeout)
+
+    def any(self, name: str, claim: bool) -> bool:
+        """Whether `claim` is true on any process, the same on all."""
+        return any(self.gather(name, claim))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is process 0, which speaks for all."""
+        return self.index == 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.fail(error)
+
+
+class Alone(AbstractGroup):
+    """The only process of a run."""
+
+    index, count = 0, 1
+
+    def gather(self, name: str, value: Any, timeout: float | None = 300.0) -> list[Any]:
+        return [value]
+
+    def agree(self, values: Mapping[str, Any]) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+    def fail(self, error: BaseException) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Joined(AbstractGroup):
+    """One of several processes, connected to the hub in process 0.
+
+    A thread listens for the end of the run. It ends this process by `os._exit`, as the
+    main thread may be inside a collective that nothing can interrupt; files are renamed
+    into place when complete, so none is left half-written.
+
+    Args:
+        wire: Connected to the hub, and introduced.
+        hub: In process 0.
+    """
+
+    def __init__(
+        self, wire: Wire, hub: Hub | None, *, index: int, count: int, limits: Limits
+    ) -> None:
+        self.index, self.count = index, count
+        self._wire, self._hub, self._limits = wire, hub, limits
+        self._calls: Counter[str] = Counter()
+        self._results: dict[str, list[Any]] = {}
+        self._came = threading.Condition()
+        self._has_left = threading.Event()
+        self._has_verdict = threading.Event()  # that this process failed
+        self._is_ended = threading.Event()  # by another's end
+        self._failure = ""
+        self._first_said = "nothing"
+        threading.Thread(target=self._listen, name="zinf-group", daemon=True).start()
+
+    def gather(self, name: str, value: Any, timeout: float | None = 300.0) -> list[Any]:
+        return self._give(name, value, timeout, agree=False)
+
+    def agree(self, values: Mapping[str, Any]) -> None:
+        self._give("agreement", dict(values), self._limits.join_seconds, agree=True)
+
+    def say(self, text: str) -> None:
+        self._send({"say": text})
+
+    def fail(self, error: BaseException) -> None:
+        self._failure = describe(error)
+        # Later than jax's own, so before it, which would wait for the others and abort.
+        atexit.register(leave, 1)
+        self._send({"fail": self._failure})
+        # If this error only follows from another's end, the listener ends here with it.
+        self._has_verdict.wait(GRACE_SECONDS + self._limits.beat_seconds + 1.0)
+        if self._is_ended.is_set():
+            threading.Event().wait()
+        if self._hub is not None:
+            self._hub.wait()
+
+    def close(self) -> None:
+        """Leave together: the run has ended well on every process."""
+        self._give("leave", None, None, agree=False)
+        jax.distributed.shutdown()
+        self._wire.close()
+        if self._hub is not None:
+            self._hub.wait()
+
+    def _give(
+        self, name: str, value: Any, timeout: float | None, *, agree: bool
+    ) -> list[Any]:
+        self._calls[name] += 1
+        number = self._calls[name]
+        key = name if number == 1 else f"{name} ({number})"
+        message = {"give": key, "value": value, "seconds": timeout, "agree": agree}
+        self._send(message)
+        with self._came:
+            self._came.wait_for(lambda: key in self._results)
+            return self._results.pop(key)
+
+    def _send(self, message: Message) -> None:
+        try:
+            self._wire.send(message)
+        except Closed:
+            # The listener knows by now, or will at once, and ends this process.
+            threading.Event().wait()
+
+    def _listen(self) -> None:
+        heard = sent = time.monotonic()
+        while True:
+            try:
+                messages = self._wire.receive(self._limits.beat_seconds / 2)
+            except (Closed, ValueError) as error:
+                if not self._has_left.is_set():
+                    self._leave(self._loss(f"the connection to it closed ({error})"))
+                return
+            now = time.monotonic()
+            if messages:
+                heard = now
+            elif now - heard > self._limits.silence_seconds:
+                seconds = self._limits.silence_seconds
+                self._leave(self._loss(f"no sign of life for {seconds:g} s"))
+            if now - sent >= self._limits.beat_seconds:
+                sent = now
+                self._beat()
+            for message in messages:
+                self._hear(message)
+
+    def _beat(self) -> None:
+        try:
+            self._wire.send({"beat": None})
+        except Closed:
+            pass  # receiving tells what to do about it
+
+    def _hear(self, message: Message) -> None:
+        match message:
+            case {"beat": said}:
+                self._first_said = said
+            case {"name": name, "values": values}:
+                if name == "leave":
+                    self._has_left.set()
+                with self._came:
+                    self._results[name] = values
+                    self._came.notify_all()
+            case {"end": text, "failed": failed}:
+                if self.index in failed:
+                    self._has_verdict.set()
+                else:
+                    self._leave(text)
+
+    def _loss(self, how: str) -> str:
+        return (
+            f"Process 0 of {self.count}, the coordinator, is lost: {how}. It last said "
+            f"{self._first_said!r}."
+        )
+
+    def _leave(self, text: str) -> None:
+        self._is_ended.set()
+        if self._failure:
+            text += f"\nHere it showed as {self._failure}"
+        if self._hub is not None:
+            self._hub.wait()
+        leave(ENDED_BY_ANOTHER, f"[process {self.index}] error: {text}\n")
+
+
+def describe(error: BaseException) -> str:
+    """The kind, message and notes of an error."""
+    text = str(error)
+    kind = type(error).__name__
+    lines = [f"{kind}: {text}" if text else kind, *getattr(error, "__notes__", ())]
+    return "\n".join(lines)
+
+
+def leave(code: int, last_words: str = "") -> None:
+    """Print and end this process now, whatever its other threads do."""
+    # Another thread may be stuck while it prints, and holds the stream's lock.
+    printing = threading.Thread(target=_print, args=(last_words,), daemon=True)
+    printing.start()
+    printing.join(PRINT_SECONDS)
+    os._exit(code)
+
+
+def _print(text: str) -> None:
+    # In one write, as several processes may share a terminal; and first, as jax's own
+    # client aborts within milliseconds of losing process 0.
+    os.write(STDERR, text.encode())
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()

@@ -1,0 +1,226 @@
+"""Process 0's end of every connection: who is there, what they give, who is lost.
+
+The first thing that goes wrong becomes a verdict: one text that every process gets, by
+which it ends. Runs in a thread of its own, so it works while a collective hangs.
+"""
+
+import contextlib
+import os
+import selectors
+import socket
+import threading
+import time
+import traceback
+from typing import Any
+
+from zinf.distributed import verdict
+from zinf.distributed.agreement import differences
+from zinf.distributed.limits import (
+    GRACE_SECONDS,
+    LINGER_SECONDS,
+    TOGETHER_SECONDS,
+    Limits,
+)
+from zinf.distributed.peer import Peer
+from zinf.distributed.wire import Closed, Message, Wire
+
+
+class Hub:
+    """Connects the processes of a run in a star, and watches them.
+
+    Args:
+        listener: A listening socket, which the hub closes.
+        count: Processes that the run has.
+    """
+
+    def __init__(self, listener: socket.socket, count: int, limits: Limits) -> None:
+        self._listener, self._count, self._limits = listener, count, limits
+        self._start = time.monotonic()
+        self._peers: dict[int, Peer] = {}
+        self._strangers: set[Wire] = set()
+        self._indices: dict[Wire, int] = {}
+        self._given: dict[str, dict[int, Any]] = {}
+        self._deadlines: dict[str, float] = {}
+        self._lost: dict[int, str] = {}
+        self._failed: dict[int, str] = {}
+        self._due = float("inf")  # when what is lost or failed becomes the verdict
+        self._verdict: str | None = None
+        self._has_left = False
+        self._beat_at = 0.0
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._over = threading.Event()
+        threading.Thread(target=self._run, name="zinf-hub", daemon=True).start()
+
+    def wait(self) -> None:
+        """Until every other process has gone, or had time to."""
+        self._over.wait(LINGER_SECONDS + 1.0)
+
+    def _run(self) -> None:
+        try:
+            while not self._is_over():
+                self._round()
+            self._over.set()
+        except BaseException:
+            # Without a hub nobody would hear of a failure: better that all end now.
+            traceback.print_exc()
+            os._exit(1)
+        finally:
+            self._listener.close()
+
+    def _is_over(self) -> bool:
+        others = [peer for index, peer in self._peers.items() if index != 0]
+        is_alone = not any(peer.is_connected for peer in others)
+        if self._verdict is not None:
+            is_complete = len(self._peers) == self._count
+            return (is_alone and is_complete) or time.monotonic() > self._due
+        return self._has_left and is_alone
+
+    def _round(self) -> None:
+        for key, _ in self._selector.select(self._limits.beat_seconds / 4):
+            if key.fileobj is self._listener:
+                self._accept()
+            else:
+                self._read(key.data)
+        now = time.monotonic()
+        if now - self._beat_at >= self._limits.beat_seconds:
+            self._beat_at = now
+            said = self._peers[0].said if 0 in self._peers else "nothing"
+            self._tell_all({"beat": said})
+        if self._verdict is None and not self._has_left:
+            self._judge(now)
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        connection.settimeout(self._limits.silence_seconds)
+        wire = Wire(connection)
+        self._strangers.add(wire)
+        self._selector.register(wire, selectors.EVENT_READ, wire)
+
+    def _read(self, wire: Wire) -> None:
+        try:
+            messages = wire.receive(0.0)
+        except (Closed, ValueError):  # nonsense comes from no process of ours
+            self._gone(wire)
+            return
+        for message in messages:
+            if wire in self._strangers:
+                self._greet(wire, message)
+            else:
+                self._hear(wire, message)
+
+    def _greet(self, wire: Wire, message: Message) -> None:
+        """Take in a process that says who it is."""
+        match message:
+            case {"index": int(index), "host": str(host), "pid": int(pid), **rest}:
+                peer = Peer(wire, host, pid)
+            case _:
+                self._gone(wire)
+                return
+        self._strangers.discard(wire)
+        if self._verdict is not None:
+            self._tell(wire, {"end": self._verdict, "failed": []})
+        count = rest.get("count")
+        twin = self._peers.get(index)
+        if twin is not None:
+            self._end(verdict.twins(index, twin, peer), also=wire)
+        elif count != self._count:
+            self._end(verdict.counts(self._count, index, count), also=wire)
+        if twin is None:
+            self._peers[index], self._indices[wire] = peer, index
+
+    def _hear(self, wire: Wire, message: Message) -> None:
+        index = self._indices.get(wire)
+        if index is None:
+            return
+        peer = self._peers[index]
+        peer.heard = time.monotonic()
+        match message:
+            case {"say": text}:
+                peer.say(text)
+            case {"fail": text}:
+                self._failed.setdefault(index, text)
+                self._due = min(self._due, time.monotonic() + GRACE_SECONDS)
+            case {"give": name, "value": value, "seconds": seconds, "agree": agree}:
+                self._give(name, index, value, seconds, agree)
+
+    def _give(
+        self, name: str, index: int, value: Any, seconds: float | None, agree: bool
+    ) -> None:
+        """Take one process's part of a gather; the last part sends them to all."""
+        given = self._given.setdefault(name, {})
+        if seconds is not None:
+            self._deadlines.setdefault(name, time.monotonic() + seconds)
+        given[index] = value
+        if len(given) < self._count:
+            return
+        values = [given[i] for i in range(self._count)]
+        del self._given[name]
+        self._deadlines.pop(name, None)
+        found = differences(values) if agree else None
+        if found is not None:
+            self._end(verdict.unlike(found))
+            return
+        # Whoever has this may close its connection without being lost.
+        self._has_left = self._has_left or name == "leave"
+        self._tell_all({"name": name, "values": values})
+
+    def _judge(self, now: float) -> None:
+        """Find what has gone wrong by this time."""
+        limits, peers = self._limits, self._peers
+        missing = sorted(set(range(self._count)) - peers.keys())
+        if missing and now - self._start > limits.join_seconds:
+            self._end(verdict.missing(missing, self._count, limits))
+        for index, peer in peers.items():
+            if now - peer.heard > limits.silence_seconds:
+                self._lose(index, f"no sign of life for {limits.silence_seconds:g} s")
+        if now > self._due and self._lost:
+            self._end(verdict.lost(self._lost, peers, self._count))
+        elif now > self._due:
+            self._end(verdict.failed(self._failed, peers, self._count))
+        for name, deadline in self._deadlines.items():
+            if now > deadline:
+                absent = sorted(peers.keys() - self._given[name].keys())
+                self._end(verdict.absent(absent, name, peers))
+        silent = [p for p in peers.values() if now - p.said_at > limits.hang_seconds]
+        if silent and not missing:
+            self._end(verdict.hung(peers, self._count, limits))
+
+    def _gone(self, wire: Wire) -> None:
+        self._selector.unregister(wire)
+        self._strangers.discard(wire)
+        wire.close()
+        index = self._indices.get(wire)
+        if index is None:
+            return
+        self._peers[index].is_connected = False
+        if index in self._failed:  # it said why before it went
+            self._due = min(self._due, time.monotonic())
+        elif not self._has_left:
+            self._lose(index, "its connection closed")
+
+    def _lose(self, index: int, how: str) -> None:
+        if index not in self._lost:
+            self._lost[index] = how
+            self._due = min(self._due, time.monotonic() + TOGETHER_SECONDS)
+
+    def _end(self, text: str, *, also: Wire | None = None) -> None:
+        """Tell every process what ends the run; the first verdict stands."""
+        if self._verdict is not None:
+            return
+        self._verdict = text
+        self._due = time.monotonic() + LINGER_SECONDS
+        # Who failed first tells of it itself.
+        first = [] if self._lost else list(self._failed)[:1]
+        self._tell_all({"end": text, "failed": first})
+        if also is not None:
+            self._tell(also, {"end": text, "failed": []})
+
+    def _tell_all(self, message: Message) -> None:
+        for peer in self._peers.values():
+            if peer.is_connected:
+                self._tell(peer.wire, message)
+
+    def _tell(self, wire: Wire, message: Message) -> None:
+        with contextlib.suppress(Closed):  # reading from it will tell
+            wire.send(message)

@@ -1,0 +1,173 @@
+"""Which process of the run this is: by flags, or by what a launcher left behind.
+
+The only file of zinf that reads the environment, and only when asked. jax knows some of
+these launchers too, but tells what it found only after it has connected, which is too
+late for an error that names it; and it knows neither Open MPI 5 nor MPICH.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zinf.distributed.seat import JoinError, Seat
+
+COORDINATOR = "JAX_COORDINATOR_ADDRESS"
+NUM_PROCESSES = "JAX_NUM_PROCESSES"
+# The ports from which a Slurm job's is chosen by its number, as jax does.
+FIRST_PORT, NUM_PORTS = 61440, 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """What the user said; None: not said."""
+
+    coordinator: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
+    local_devices: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Launcher:
+    """The variables in which a launcher tells a process its place."""
+
+    name: str
+    index: str
+    count: str
+    local_index: str | None = None
+    local_count: str | None = None
+    mark: str | None = None  # without it, the others are of a surrounding shell
+
+
+SLURM = _Launcher(
+    "srun",
+    "SLURM_PROCID",
+    "SLURM_NTASKS",
+    "SLURM_LOCALID",
+    mark="SLURM_STEP_NODELIST",
+)
+LAUNCHERS = (
+    _Launcher("environment", "JAX_PROCESS_ID", NUM_PROCESSES),
+    _Launcher("Kubernetes", "JOB_COMPLETION_INDEX", NUM_PROCESSES),
+    # mpirun before srun: inside an allocation, Open MPI starts its daemons by srun.
+    _Launcher(
+        "mpirun",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    SLURM,
+    _Launcher("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+)
+
+
+def find_seat(flags: Flags, environ: Mapping[str, str]) -> Seat | None:
+    """The place of this process; None: it is alone.
+
+    Each flag goes before what a launcher says, so that `--coordinator` can complete it.
+
+    Raises:
+        JoinError: Half of what is needed is there, or it makes no sense.
+    """
+    launcher = next((one for one in LAUNCHERS if _speaks(one, environ)), None)
+    by_hand = flags.num_processes is not None and flags.process_id is not None
+    if by_hand:
+        launcher = None  # its local index is of another numbering
+    count, index = flags.num_processes, flags.process_id
+    if launcher is not None:
+        count = _number(launcher.count, environ) if count is None else count
+        index = _number(launcher.index, environ) if index is None else index
+    coordinator = flags.coordinator or _coordinator(launcher, environ)
+    if count == 1 or (count, index, coordinator) == (None, None, None):
+        return None
+    name = "flags" if launcher is None else launcher.name
+    if count is None or index is None or coordinator is None:
+        raise JoinError(_half(name, coordinator, count, index))
+    devices = flags.local_devices
+    if devices is None:
+        devices = () if launcher is None else _own_devices(launcher, environ)
+    return Seat(name, coordinator, count, index, devices)
+
+
+def _speaks(launcher: _Launcher, environ: Mapping[str, str]) -> bool:
+    needed = (launcher.index, launcher.count, launcher.mark or launcher.index)
+    return all(name in environ for name in needed)
+
+
+def _number(name: str, environ: Mapping[str, str]) -> int:
+    text = environ[name]
+    if not text.strip().isdecimal():
+        raise JoinError(f"{name} in the environment is {text!r}; it must be a number.")
+    return int(text)
+
+
+def _coordinator(launcher: _Launcher | None, environ: Mapping[str, str]) -> str | None:
+    if COORDINATOR in environ:
+        return environ[COORDINATOR]
+    if launcher is not None and launcher.name == "torchrun":
+        if {"MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
+            return f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+    if launcher is SLURM:
+        port = FIRST_PORT + int(environ.get("SLURM_JOB_ID", "0")) % NUM_PORTS
+        return f"{first_host(environ['SLURM_STEP_NODELIST'])}:{port}"
+    return None
+
+
+def first_host(nodes: str) -> str:
+    """The first of a Slurm node list: "node[007-009,12],login" -> "node007"."""
+    found = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodes)
+    if found is None:
+        raise JoinError(f"SLURM_STEP_NODELIST is {nodes!r}, which names no host.")
+    return "".join(part or "" for part in found.groups())
+
+
+def _own_devices(launcher: _Launcher, environ: Mapping[str, str]) -> tuple[int, ...]:
+    """One accelerator a process where a host has several processes; else all.
+
+    A launcher that gave each process its own has them all numbered 0.
+    """
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if launcher.local_index not in environ or (visible and "," not in visible):
+        return ()
+    return (
+        ()
+        if _local_count(launcher, environ) == 1
+        else (_number(launcher.local_index, environ),)
+    )
+
+
+def _local_count(launcher: _Launcher, environ: Mapping[str, str]) -> int:
+    """Processes on this host; where it is not told, more than one is assumed."""
+    if launcher is SLURM:
+        nodes = _tasks_of_nodes(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+        node = int(environ.get("SLURM_NODEID", "0"))
+        return nodes[node] if node < len(nodes) else 2
+    name = launcher.local_count
+    return _number(name, environ) if name in environ else 2
+
+
+def _tasks_of_nodes(text: str) -> list[int]:
+    """Slurm's "2(x3),1" -> [2, 2, 2, 1]."""
+    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(tasks) for tasks, times in runs for _ in range(int(times or 1))]
+
+
+def _half(name: str, coordinator: str | None, count: int | None, index: int | None):
+    known = {
+        "--coordinator": coordinator,
+        "--num-processes": count,
+        "--process-id": index,
+    }
+    found = [f"{flag} {value}" for flag, value in known.items() if value is not None]
+    missing = [flag for flag, value in known.items() if value is None]
+    hint = (
+        f" (or set {COORDINATOR}): HOST:PORT, an address of process 0 and a free port"
+        if coordinator is None
+        else " (or start with srun, which tells it)"
+    )
+    return (
+        f"This process is one of several, but not enough is known to join them: found "
+        f"{', '.join(found)} ({name}). Give {' and '.join(missing)} too{hint}."
+    )
