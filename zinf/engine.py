@@ -215,7 +215,7 @@ class Engine:
         return self._current
 
     def _place(self, plan: Plan) -> None:
-        self.stores = make_stores(plan, self.config, self.planner.device)
+        self.stores = make_stores(plan, self.config, self.planner.rule.mesh)
         try:
             self._residents = make_residents(self.stores, self.planner, plan)
             self.initialize_state()

@@ -6,15 +6,18 @@ from typing import Any
 
 import jax
 import optax
+from jax.sharding import Mesh
 
 from zinf.config import Config
 from zinf.engine import Engine
 from zinf.executor.batch import batch_spec
 from zinf.executor.prepare import Planner
 from zinf.memory import share_heap
+from zinf.mesh import DATA_AXES, axis_size, check_mesh, make_mesh
 from zinf.optim.separate import separate
 from zinf.plan import Plan
 from zinf.segment.problem import make_problem
+from zinf.sharding import zero_rule
 
 ConfigSource = Config | Mapping[str, Any] | str | Path | None
 
@@ -29,7 +32,7 @@ def initialize(
     rng: jax.Array | None = None,
     model_state: Any = None,
     batch: Any = None,
-    device: jax.Device | None = None,
+    mesh: Mesh | None = None,
 ) -> Engine:
     """Prepares training of `params` under `loss_fn`, wherever its bytes have to rest.
 
@@ -47,7 +50,10 @@ def initialize(
             with the number of the microbatch when there are several.
         batch: an example, or its shapes; given, the plan is made and all state is put
             in place now, otherwise at the first step.
-        device: where segments run; the first of `jax.devices()` by default.
+        mesh: the devices that train, as `zinf.make_mesh(devices)` arranges them: axes
+            of `zinf.mesh.AXES`, in any order. By default what `mesh` in the config asks
+            for, and of accelerators all there are. With several processes each gives
+            its own part of every batch.
 
     Raises:
         ValueError: with what was asked, found, and to change: a coupled optimizer, a
@@ -64,7 +70,7 @@ def initialize(
         has_aux=has_aux,
         rng=rng,
         model_state=model_state,
-        device=device,
+        mesh=mesh,
     )
     engine = Engine(planner, rng)
     if batch is not None:
@@ -89,10 +95,19 @@ def make_planner(
     has_aux: bool = False,
     rng: jax.Array | None = None,
     model_state: Any = None,
-    device: jax.Device | None = None,
+    mesh: Mesh | None = None,
 ) -> Planner:
     """The arguments of `initialize` as something that plans steps."""
     config = Config.load(config)
+    mesh = mesh_of(config) if mesh is None else mesh
+    check_mesh(mesh)
+    config = Config.load(config, world_size=axis_size(mesh, DATA_AXES))
+    rule = zero_rule(
+        mesh,
+        stage=config.stage,
+        min_bytes=config.persistence_bytes,
+        gathers_in_group=config.gathers_in_group,
+    )
     problem = make_problem(
         loss_fn,
         params,
@@ -103,4 +118,38 @@ def make_planner(
     )
     separated = separate(tx, problem.abstract_params, trainable=problem.trainable)
     key = None if rng is None else jax.eval_shape(lambda: rng)
-    return Planner(problem, separated, config, device or jax.devices()[0], key)
+    return Planner(problem, separated, config, rule, key)
+
+
+def mesh_of(config: Config) -> Mesh:
+    """The mesh that a config asks for, on the devices that there are.
+
+    Raises:
+        ValueError: there are fewer, or they do not divide into the groups asked for.
+    """
+    devices, asked = jax.devices(), config.mesh
+    if asked.fsdp is not None:
+        wanted = asked.replica * asked.fsdp
+        if wanted > len(devices):
+            raise ValueError(
+                f"mesh asks for {asked.replica} x {asked.fsdp} = {wanted} devices, and "
+                f"jax has {len(devices)} ({devices[0].platform}). Lower mesh.replica "
+                "or mesh.fsdp, or start more processes."
+            )
+        devices = devices[:wanted]
+    elif (
+        devices[0].platform == "cpu"
+        and jax.process_count() == 1
+        and asked.replica == 1
+        and config.group_size is None
+    ):
+        devices = devices[:1]
+    if config.group_size is not None:
+        if len(devices) % config.group_size:
+            raise ValueError(
+                f"{len(devices)} devices cannot be divided into groups of "
+                f"{config.group_size}. Change zero_hpz_partition_size or "
+                "mics_shard_size to a divisor."
+            )
+        return make_mesh(devices, num_replicas=len(devices) // config.group_size)
+    return make_mesh(devices, num_replicas=asked.replica)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.training.train_state import TrainState
+from jax.sharding import Mesh
 
 from zinf.engine import Engine
 from zinf.initialize import ConfigSource, make_planner
@@ -90,7 +91,7 @@ def initialize(
     has_aux: bool = False,
     rng: jax.Array | None = None,
     batch: Any = None,
-    device: jax.Device | None = None,
+    mesh: Mesh | None = None,
 ) -> TrainStateEngine:
     """Prepares training of a `TrainState` under `loss_fn`; see `zinf.initialize`.
 
@@ -125,7 +126,7 @@ def initialize(
         has_aux=has_aux,
         rng=rng,
         model_state=model_state if names else None,
-        device=device,
+        mesh=mesh,
     )
     engine = TrainStateEngine(planner, rng)
     engine._template = template

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 
 from zinf.config import Config
 from zinf.engine import Engine
@@ -51,7 +52,7 @@ def initialize(
     has_aux: bool = False,
     rng: jax.Array | None = None,
     batch: Any = None,
-    device: jax.Device | None = None,
+    mesh: Mesh | None = None,
 ) -> ModuleEngine:
     """Prepares training of a module under `loss_fn`; see `zinf.initialize`.
 
@@ -88,7 +89,7 @@ def initialize(
         has_aux=has_aux,
         rng=rng,
         model_state=state,
-        device=device,
+        mesh=mesh,
     )
     engine = ModuleEngine(planner, rng)
     engine._graphdef, engine._module = split.graphdef, given

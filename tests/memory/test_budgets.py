@@ -99,18 +99,19 @@ class Meter:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.moved: Counter[str] = Counter()
-        to_device, to_host = executor_run.to_device, executor_run.to_host
+        to_devices, to_shares = executor_run.to_devices, executor_run.to_shares
 
-        def counting_to_device(values: Any, device: Any) -> Any:
-            self.moved["h2d"] += sum(x.nbytes for x in values)
-            return to_device(values, device)
+        def counting_to_devices(shares: Any, layouts: Any) -> Any:
+            self.moved["h2d"] += sum(x.nbytes for x in shares)
+            return to_devices(shares, layouts)
 
-        def counting_to_host(*values: Any) -> Any:
-            self.moved["d2h"] += sum(x.nbytes for x in values)
-            return to_host(*values)
+        def counting_to_shares(arrays: Any, layouts: Any) -> Any:
+            shares = to_shares(arrays, layouts)
+            self.moved["d2h"] += sum(x.nbytes for x in shares)
+            return shares
 
-        monkeypatch.setattr(executor_run, "to_device", counting_to_device)
-        monkeypatch.setattr(executor_run, "to_host", counting_to_host)
+        monkeypatch.setattr(executor_run, "to_devices", counting_to_devices)
+        monkeypatch.setattr(executor_run, "to_shares", counting_to_shares)
 
 
 def test_every_link_moves_what_the_plan_says(

@@ -14,11 +14,12 @@ from zinf.config.precision import BF16, LossScaling, precision_violations
 from zinf.config.rules import (
     execution_violations,
     memory_violations,
+    mesh_violations,
     model_violations,
     training_violations,
 )
 from zinf.config.scalar import Text
-from zinf.config.schema import Data, Memory, Model, Run, Segment
+from zinf.config.schema import Data, Memory, MeshAxes, Model, Run, Segment
 from zinf.config.section import Violation
 from zinf.config.size import Size
 from zinf.config.status import Auto
@@ -40,6 +41,9 @@ class Config(DeepSpeedKeys):
 
     segment: Segment = Segment()
     """How the program is cut."""
+
+    mesh: MeshAxes = MeshAxes()
+    """Which devices train, and how they are grouped."""
 
     execution: Literal["auto", "fused", "streamed"] = "auto"
     """One fused step, or segments streamed between tiers; auto: fused if it fits."""
@@ -103,6 +107,7 @@ class Config(DeepSpeedKeys):
         yield from batch_violations(*self._given_sizes, world_size=self._world_size)
         yield from precision_violations(self._bf16, self.fp16)
         yield from memory_violations(self.zero_optimization, self.memory)
+        yield from mesh_violations(self.zero_optimization, self.mesh)
         yield from execution_violations(
             self.execution, self._tiers, self.segment, self.memory
         )
@@ -117,6 +122,23 @@ class Config(DeepSpeedKeys):
             text = "means the same as persistence_threshold, which is given too"
             path = ("zero_optimization", "stage3_param_persistence_threshold")
             yield path, f"{text}; remove one of them."
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage: what is cut on the devices."""
+        return self.zero_optimization.stage
+
+    @property
+    def group_size(self) -> int | None:
+        """Devices of a group that holds all parameters; None: by `mesh`."""
+        zero = self.zero_optimization
+        sizes = [zero.zero_hpz_partition_size, zero.mics_shard_size]
+        return next((size for size in sizes if size > 1), None)
+
+    @property
+    def gathers_in_group(self) -> bool:
+        """Whether such a group holds parameters alone, and all devices the rest."""
+        return self.zero_optimization.zero_hpz_partition_size > 1
 
     @property
     def param_tier(self) -> Tier | None:

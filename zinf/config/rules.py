@@ -4,7 +4,15 @@ from collections.abc import Iterator
 
 from zinf.config.optimizer import Optimizer
 from zinf.config.scheduler import DecayParams, OneCycleParams, Scheduler
-from zinf.config.schema import BYTE_VALUES, Data, Memory, Model, Run, Segment
+from zinf.config.schema import (
+    BYTE_VALUES,
+    Data,
+    Memory,
+    MeshAxes,
+    Model,
+    Run,
+    Segment,
+)
 from zinf.config.section import Violation
 from zinf.config.zero import ZeroOptimization
 from zinf.program import Tier
@@ -28,6 +36,20 @@ def memory_violations(zero: ZeroOptimization, memory: Memory) -> Iterator[Violat
     if memory.nvme_capacity and not (memory.nvme or zero.nvme_paths):
         text = "has no effect without an NVMe tier. Give its folders in memory.nvme."
         yield ("memory", "nvme_capacity"), text
+
+
+def mesh_violations(zero: ZeroOptimization, mesh: MeshAxes) -> Iterator[Violation]:
+    """Groups of devices that are given twice."""
+    given = {
+        ("zero_optimization", "zero_hpz_partition_size"): zero.zero_hpz_partition_size,
+        ("zero_optimization", "mics_shard_size"): zero.mics_shard_size,
+    }
+    asked = [path for path, size in given.items() if size > 1]
+    if len(asked) > 1:
+        yield asked[1], "is another grouping than zero_hpz_partition_size; keep one."
+    if asked and (mesh.replica > 1 or mesh.fsdp is not None):
+        text = "groups devices, and so does the mesh section. Remove one of them."
+        yield asked[0], text
 
 
 def execution_violations(

@@ -65,6 +65,17 @@ class Segment(Section):
     kept, so that no bit of a result depends on how much room there is."""
 
 
+class MeshAxes(Section):
+    """Which devices train, and how they are grouped."""
+
+    replica: Count = 1
+    """Groups of devices that each hold all state."""
+
+    fsdp: Count | None = None
+    """Devices of a group, among which state is divided; absent: all that there are, but
+    of one process on the CPU, whose other devices are virtual, only the first."""
+
+
 class Model(Section):
     """The model that `zinf train` trains."""
 

@@ -188,14 +188,15 @@ class ZeroOptimization(Section):
     log_trace_cache_warnings: Moot[Flag] = None
     """Warnings on a changed trace; the program is traced once and cannot change."""
 
-    zero_hpz_partition_size: Moot[Whole] = None
-    """Ranks of a secondary shard group; one device holds all shards."""
+    zero_hpz_partition_size: Auto[Whole] = 1
+    """Devices of a group that holds all parameters, while other state is divided among
+    all devices (ZeRO++ hpZ); 1: there are no such groups."""
 
-    mics_shard_size: Moot[Annotated[Integer, Field(ge=-1)]] = None
-    """Ranks of a shard group; one device holds all shards."""
+    mics_shard_size: Auto[Annotated[Integer, Field(ge=-1)]] = -1
+    """Devices of a group that holds all state (MiCS); -1: there are no such groups."""
 
     mics_hierarchical_params_gather: Moot[Flag] = None
-    """Gathers inside and between nodes; one device holds all shards."""
+    """Gathers inside and between nodes; XLA chooses how collectives are routed."""
 
     zenflow: Unsupported[Opaque | None] = None
     """ZenFlow applies gradients late, which changes the numerics; remove it."""
@@ -245,7 +246,6 @@ class ZeroOptimization(Section):
         return tuple(dict.fromkeys(path for path in paths if path))
 
     def violations(self) -> Iterator[Violation]:
-        yield from self._stage_violations()
         for old, new in (
             ("cpu_offload", "offload_optimizer"),
             ("cpu_offload_param", "offload_param"),
@@ -255,27 +255,6 @@ class ZeroOptimization(Section):
                     (old,),
                     f"is the old name of {new}, which is given too; remove it.",
                 )
-
-    def _stage_violations(self) -> Iterator[Violation]:
-        param, optimizer = self.param_tier, self.optimizer_tier
-        found = f"but zero_optimization.stage is {self.stage}."
-        if param in (Tier.HOST, Tier.NVME) and self.stage != 3:
-            path = ("offload_param", "device")
-            if self.cpu_offload_param:
-                path = ("cpu_offload_param",)
-            yield path, f"offloaded parameters need ZeRO stage 3, {found}"
-        if optimizer is Tier.HOST and self.stage < 1:
-            path = ("cpu_offload",)
-            if self.offload_optimizer:
-                path = ("offload_optimizer", "device")
-            yield path, f"an offloaded optimizer needs ZeRO stage 1, 2 or 3, {found}"
-        if optimizer is Tier.NVME and self.stage != 3:
-            text = f"optimizer state on NVMe needs ZeRO stage 3, {found}"
-            yield ("offload_optimizer", "device"), text
-        ratio = self.offload_optimizer.ratio if self.offload_optimizer else None
-        if ratio is not None and ratio < 1 and self.stage != 3:
-            text = f"a ratio below 1 needs ZeRO stage 3, {found}"
-            yield ("offload_optimizer", "ratio"), text
 
 
 def _tier(

@@ -1,25 +1,33 @@
 """The fused step: forward, backward and update as one jitted, donated executable.
 
 It computes what the streamed step computes, with the same separated updates, so the two
-agree up to the rounding that XLA's fusions choose.
+agree up to the rounding that XLA's fusions choose. On a mesh it is one program for all
+devices: parameters that are cut are gathered for each pass over them, and gradients are
+cut as the optimizer state is before they are used.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import NamedSharding, PartitionSpec
 
 from zinf.executor.decision import CLIP_EPSILON
 from zinf.optim.separate import Separated
 from zinf.optim.update import update_function
 from zinf.program import ArrayId
 from zinf.segment.problem import Problem
+from zinf.segment.source import named_leaves
+from zinf.sharding import Layout, Layouts, batch_layout
+from zinf.sharding.zero import STATE_STAGE
 
 Arrays = Mapping[ArrayId, Any]
+GATHERED = "gathered"
 
 
 @dataclass(frozen=True)
@@ -47,14 +55,21 @@ def compile_fused(
     key: jax.ShapeDtypeStruct | None,
     num_microbatches: int,
     clip_norm: float | None,
-    device: jax.Device,
+    layouts: Layouts,
 ) -> FusedProgram:
-    """Compiles the fused step for one device and shape of microbatch."""
-    updates = _leaf_updates(problem, separated)
+    """Compiles the fused step for one mesh and shape of microbatch."""
+    updates = _leaf_updates(problem, separated, layouts)
     trained = [leaf.path for leaf in separated.leaves]
 
-    specs = _array_specs(problem, separated)
+    gradient_forms = {p: layouts.of(ArrayId("gradient", p)) for p in trained}
+    specs = _array_specs(problem, separated, layouts)
     ids = tuple(specs)
+
+    def for_update(gradient: Any, layout: Layout) -> Any:
+        """From stage 1 each device updates its part alone, and needs no more of it."""
+        if layouts.rule.stage < STATE_STAGE or layouts.mesh.size == 1:
+            return gradient
+        return jax.lax.with_sharding_constraint(gradient, layout.share)
 
     def step(
         values: Sequence[Any],
@@ -66,8 +81,9 @@ def compile_fused(
         arrays = dict(zip(ids, values, strict=True))
         params = OrderedDict((p, arrays[ArrayId("param", p)]) for p in problem.params)
         grads, losses, extra = _accumulate(
-            problem, trained, params, batch, keys, loss_scale, num_microbatches
+            problem, trained, params, batch, keys, loss_scale, num_microbatches, layouts
         )
+        grads = {p: for_update(g, gradient_forms[p]) for p, g in grads.items()}
         squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in grads.values()]
         total = jnp.sum(jnp.stack(squares)) if squares else jnp.float32(0)
         norm = jnp.sqrt(total) / loss_scale
@@ -86,18 +102,47 @@ def compile_fused(
     scale = jax.ShapeDtypeStruct((), jnp.float32)
     inputs = _stacked(batch, num_microbatches), _stacked(key, num_microbatches)
     arguments = list(specs.values()), *inputs, steps, scale
-    sharding = SingleDeviceSharding(device)
-    placed = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
-    )
-    compiled = jax.jit(step, donate_argnums=0).lower(*placed).compile()
+    everywhere = NamedSharding(layouts.mesh, PartitionSpec())
+    forms = [layouts.of(array).device for array in ids]
+    shardings = forms, batch_shardings(batch, layouts), *[everywhere] * 3
+    placed = _placed(arguments, shardings)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(forms, everywhere))
+    compiled = jitted.lower(*placed).compile()
     memory = compiled.memory_analysis()
     assert memory is not None, "this backend does not say how much memory it needs"
     workspace = memory.temp_size_in_bytes + memory.output_size_in_bytes
     workspace -= memory.alias_size_in_bytes
-    workspace += sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(placed[1:]))
+    workspace += sum(map(_device_bytes, jax.tree.leaves(placed[1:])))
     cost = compiled.cost_analysis() or {}
     return FusedProgram(compiled, ids, workspace, int(cost.get("flops", 0)))
+
+
+def fused_evaluation(problem: Problem, layouts: Layouts) -> Callable:
+    """`(params, batches, keys) -> losses`, of what a fused step has on the devices."""
+    forms = [layouts.of(ArrayId("param", p)) for p in problem.params]
+
+    def losses(params: Sequence[Any], batches: Any, keys: Any) -> Any:
+        wholes = [whole(x, form) for x, form in zip(params, forms, strict=True)]
+        return problem.evaluation(wholes, batches, keys)
+
+    everywhere = NamedSharding(layouts.mesh, PartitionSpec())
+    return jax.jit(losses, out_shardings=everywhere)
+
+
+def batch_shardings(batch: Any, layouts: Layouts) -> Any:
+    """How stacked microbatches lie on the devices; `batch` is one of them.
+
+    Raises:
+        ValueError: its examples do not divide among the devices.
+    """
+
+    def sharding(name: str, leaf: Any) -> NamedSharding:
+        layout = batch_layout(f"batch/{name}", leaf.shape, layouts.mesh)
+        spec = PartitionSpec(None, *layout.device.spec)
+        return NamedSharding(layouts.mesh, spec)
+
+    leaves = [sharding(name, leaf) for name, leaf in named_leaves(batch).items()]
+    return jax.tree.unflatten(jax.tree.structure(batch), leaves)
 
 
 def _accumulate(
@@ -108,17 +153,31 @@ def _accumulate(
     keys: Any,
     loss_scale: Any,
     num_microbatches: int,
+    layouts: Layouts,
 ) -> tuple[dict[str, Any], Any, Any]:
     """Gradients summed over microbatches in order, losses and other outputs stacked."""
+    forms = {p: layouts.of(ArrayId("param", p)) for p in params}
+    gradient_forms = {p: layouts.of(ArrayId("gradient", p)) for p in trained}
 
     def scaled_loss(values: Mapping[str, Any], microbatch: Any, key: Any) -> Any:
-        arguments = OrderedDict((p, values.get(p, x)) for p, x in params.items())
+        arguments = OrderedDict(
+            (p, whole(values.get(p, x), forms[p])) for p, x in params.items()
+        )
         rest = () if key is None else (key,)
         loss, extra = problem.loss(arguments, microbatch, *rest)
         seed = (loss_scale / num_microbatches).astype(loss.dtype)
         return loss * seed, (loss, extra)
 
-    gradient = jax.value_and_grad(scaled_loss, has_aux=True)
+    if any(not form.is_gathered for form in forms.values()):
+        # Parameters are gathered once more for the backward pass, not kept from the
+        # forward pass: nobody would need to cut them if they were.
+        kept = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
+        scaled_loss = jax.checkpoint(scaled_loss, policy=kept)
+
+    def gradient(values: Mapping[str, Any], *rest: Any) -> tuple[Any, dict[str, Any]]:
+        result, grads = jax.value_and_grad(scaled_loss, has_aux=True)(values, *rest)
+        return result, {p: cut(g, gradient_forms[p]) for p, g in grads.items()}
+
     trainables = {p: params[p] for p in trained}
     if num_microbatches == 1:
         single = jax.tree.map(lambda x: x[0], (batch, keys))
@@ -130,20 +189,49 @@ def _accumulate(
         total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
         return total, (loss, extra)
 
-    zeros = {p: jnp.zeros(x.shape, jnp.float32) for p, x in trainables.items()}
+    zeros = {
+        p: cut(jnp.zeros(x.shape, jnp.float32), gradient_forms[p])
+        for p, x in trainables.items()
+    }
     grads, (losses, extra) = jax.lax.scan(body, zeros, (batch, keys))
     return grads, losses, extra
 
 
-def _leaf_updates(problem: Problem, separated: Separated) -> list[Callable]:
+def whole(array: Any, layout: Layout) -> Any:
+    """A parameter as the loss knows it: gathered, without padding."""
+    if not layout.is_gathered:
+        everywhere = NamedSharding(layout.device.mesh, PartitionSpec())
+        array = jax.lax.with_sharding_constraint(array, everywhere)
+        array = checkpoint_name(array, GATHERED)
+    return layout.unpadded(array) if layout.is_padded else array
+
+
+def cut(gradient: Any, layout: Layout) -> Any:
+    """A gradient, padded, in the device form of its layout if that is cut."""
+    if gradient.shape != layout.padded:
+        sizes = zip(gradient.shape, layout.padded, strict=True)
+        gradient = jnp.pad(gradient, [(0, size - n) for n, size in sizes])
+    if layout.is_gathered:
+        return gradient  # the compiler need not add it up before the update
+    return jax.lax.with_sharding_constraint(gradient, layout.device)
+
+
+def _leaf_updates(
+    problem: Problem, separated: Separated, layouts: Layouts
+) -> list[Callable]:
     """For each trained leaf, a function from all arrays to its new ones."""
-    whole = [(i, leaf.spec.shape) for i, leaf in enumerate(separated.leaves)]
+    masters = [
+        ArrayId("master" if problem.params[x.path].has_master else "param", x.path)
+        for x in separated.leaves
+    ]
+    shapes = [(i, layouts.of(master).padded) for i, master in enumerate(masters)]
     functions = []
-    for leaf, shared in zip(separated.leaves, separated.bodies(whole), strict=True):
+    for leaf, master, shared in zip(
+        separated.leaves, masters, separated.bodies(shapes), strict=True
+    ):
         spec = problem.params[leaf.path]
         copy_dtype = spec.compute.dtype if spec.has_master else None
         function = update_function(shared.body, copy_dtype)
-        master = ArrayId("master" if spec.has_master else "param", leaf.path)
         states = [ArrayId(s.role, leaf.path) for s in leaf.states]
         results = [master, *states]
         results += [ArrayId("param", leaf.path)] if spec.has_master else []
@@ -170,7 +258,7 @@ def _leaf_updates(problem: Problem, separated: Separated) -> list[Callable]:
 
 
 def _array_specs(
-    problem: Problem, separated: Separated
+    problem: Problem, separated: Separated, layouts: Layouts
 ) -> dict[ArrayId, jax.ShapeDtypeStruct]:
     arrays: dict[ArrayId, jax.ShapeDtypeStruct] = {}
     for path, spec in problem.params.items():
@@ -180,10 +268,35 @@ def _array_specs(
     for leaf in separated.leaves:
         for state in leaf.states:
             arrays[ArrayId(state.role, leaf.path)] = state.spec
-    return arrays
+    return {
+        array: jax.ShapeDtypeStruct(layouts.of(array).padded, spec.dtype)
+        for array, spec in arrays.items()
+    }
 
 
 def _stacked(tree: Any, num_microbatches: int) -> Any:
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((num_microbatches, *x.shape), x.dtype), tree
     )
+
+
+def _placed(arguments: Any, shardings: Any) -> Any:
+    """Abstract arguments with shardings, which are a pytree prefix of them."""
+    spread = jax.tree.map(
+        lambda sharding, tree: jax.tree.map(lambda _: sharding, tree),
+        shardings,
+        arguments,
+        is_leaf=lambda x: isinstance(x, NamedSharding),
+    )
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        arguments,
+        spread,
+    )
+
+
+def _device_bytes(argument: jax.ShapeDtypeStruct) -> int:
+    """What one device has of an argument."""
+    assert argument.sharding is not None
+    shape = argument.sharding.shard_shape(argument.shape)
+    return prod(shape) * argument.dtype.itemsize

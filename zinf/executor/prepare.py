@@ -6,7 +6,7 @@ the same code answers "does it fit" for a machine that is not there.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zinf.config import Config
+from zinf.executor.arrays import array_specs, piece_specs, residents
 from zinf.executor.fused import FusedProgram, compile_fused
 from zinf.executor.updates import Updates, compile_program_updates
 from zinf.memory.capacity import (
@@ -23,6 +24,7 @@ from zinf.memory.capacity import (
     nvme_capacity_bytes,
 )
 from zinf.memory.nvme import measured_speeds
+from zinf.mesh import local_devices
 from zinf.optim.separate import Separated
 from zinf.plan import (
     Arrangement,
@@ -32,7 +34,6 @@ from zinf.plan import (
     Keeping,
     Plan,
     Rates,
-    Resident,
     StepOptions,
     accelerator_rates,
     build_at_home,
@@ -40,7 +41,7 @@ from zinf.plan import (
     count_contributions,
     fused_plan,
 )
-from zinf.program import ArrayId, ArraySpec, Leaf, Program, Tier
+from zinf.program import ArrayId, ArraySpec, Program, Tier
 from zinf.segment import (
     Segment,
     Segmented,
@@ -50,9 +51,8 @@ from zinf.segment import (
 )
 from zinf.segment.problem import Problem
 from zinf.segment.source import Source
+from zinf.sharding import Layouts, ZeroRule, persistent_layouts
 
-# How often a step moves an array that rests away from where it is used.
-PARAM_MOVES, STATE_MOVES = 3, 2
 # What is tried for `StepOptions` beside their defaults. An update that waits for the
 # norm has nothing to overlap with but the next step. On random chains shares between
 # these, and more slack, gained nothing (tests/overlap).
@@ -69,6 +69,7 @@ class Streamed:
     segments: tuple[Segment, ...]
     updates: Updates
     compute_dtype: Any
+    layouts: Layouts
 
     @property
     def plan(self) -> Plan:
@@ -81,6 +82,7 @@ class Fused:
 
     plan: Plan
     program: FusedProgram
+    layouts: Layouts
 
 
 @dataclass(frozen=True)
@@ -88,14 +90,14 @@ class Planner:
     """Plans steps of one problem for batches of any shape.
 
     Attributes:
-        device: what segments are compiled for.
+        rule: how arrays are cut, and along which mesh.
         key: shape and dtype of the random key, or None.
     """
 
     problem: Problem
     separated: Separated
     config: Config
-    device: jax.Device
+    rule: ZeroRule
     key: jax.ShapeDtypeStruct | None
 
     def plan(
@@ -146,8 +148,16 @@ class Planner:
                 a.rows for a in homes
             )
         tiers = {self.config.param_tier, self.config.optimizer_tier}
-        state = sum(spec.nbytes for spec in self.array_specs().values())
+        state = self.device_state_bytes()
         return tiers <= {None, Tier.DEVICE} and state <= self.capacity()[Tier.DEVICE]
+
+    def device_state_bytes(self) -> int:
+        """Bytes of persistent arrays that one device holds if all rest there."""
+        specs, layouts = self.array_specs(), self.layouts
+        return sum(
+            replace(spec, shape=layouts.of(array).device_shape).nbytes
+            for array, spec in specs.items()
+        )
 
     def fuse(self, batch: Any) -> Fused:
         specs = self.array_specs()
@@ -158,17 +168,17 @@ class Planner:
             key=self.key,
             num_microbatches=self.config.num_microbatches,
             clip_norm=self.config.clip_norm,
-            device=self.device,
+            layouts=self.layouts,
         )
         plan = fused_plan(
             dict.fromkeys(specs, Tier.DEVICE),
-            sum(spec.nbytes for spec in specs.values()),
+            self.device_state_bytes(),
             program.workspace_bytes,
             self.capacity(),
             program.flops,
             self.rates(),
         )
-        return Fused(plan, program)
+        return Fused(plan, program, self.layouts)
 
     # Segment by segment.
 
@@ -208,7 +218,9 @@ class Planner:
         self, segmented: Segmented, homes: Mapping[ArrayId, Tier] | None
     ) -> Streamed:
         program = segmented.program
-        segments = compile_segments(segmented, self.device)
+        layouts = self.layouts.with_inputs(program)
+        segments, values = compile_segments(segmented, layouts)
+        layouts = replace(layouts, values=values)
         spaces = [s.workspace() for s in segments]
         workspace = [(w.forward_bytes, w.backward_bytes) for w in spaces]
         counts = count_contributions(program, self.config.num_microbatches)
@@ -219,7 +231,7 @@ class Planner:
             accumulates={
                 ArrayId("param", p, r) for (p, r), n in counts.items() if n > 1
             },
-            device=self.device,
+            layouts=layouts,
         )
         waits = (
             self.config.clip_norm is not None or self.config.loss_scaling is not None
@@ -230,9 +242,20 @@ class Planner:
             value_tier=self.config.activation_tier or Tier.DEVICE,
             gradient_tier=Tier.HOST,
         )
-        specs = self.piece_specs(program, homes)
+        specs = {
+            array: layouts.share_spec(array, spec)
+            for array, spec in piece_specs(self.array_specs(), program, homes).items()
+        }
         capacity = self.capacity()
-        catalog = Catalog(program, specs, homes or {}, workspace, counts, self.rates())
+        catalog = Catalog(
+            layouts.share_of(program),
+            specs,
+            homes or {},
+            workspace,
+            counts,
+            self.rates(),
+            device_parts=layouts.device_parts(),
+        )
         choices = self.choices(waits)
         if self.config.keeps_residuals:
             choices = replace(choices, keeping=partial(_keeping, segments))
@@ -242,13 +265,15 @@ class Planner:
             homes = {**homes, **dict.fromkeys(consts, Tier.DEVICE)}
             arranged = build_at_home(replace(catalog, homes=homes), *rest)
         else:
-            arranged = build_placed(catalog, self.residents(specs), *rest)
+            placed = residents(catalog, self.config)
+            arranged = build_placed(catalog, placed, *rest)
         return Streamed(
             arranged,
             segmented,
             segments,
             updates,
             jnp.dtype(self.config.compute_dtype),
+            layouts,
         )
 
     def choices(self, waits: bool) -> Choices:
@@ -272,53 +297,22 @@ class Planner:
 
     def initial_leaves(self) -> Iterator[tuple[str, np.ndarray]]:
         """Every parameter leaf by path, made one at a time."""
-        return self.problem.initial_leaves(self.device)
+        return self.problem.initial_leaves(local_devices(self.rule.mesh)[0])
+
+    @cached_property
+    def layouts(self) -> Layouts:
+        """How persistent arrays and gradients lie on the mesh."""
+        whole = {x.path for x in self.separated.leaves if not x.is_elementwise}
+        return persistent_layouts(self.array_specs(), self.rule, indivisible=whole)
 
     def array_specs(self) -> dict[ArrayId, ArraySpec]:
         """Every persistent array as a whole."""
-        specs = {}
-        states = {leaf.path: leaf.states for leaf in self.separated.leaves}
-        for path, param in self.problem.params.items():
-            specs[ArrayId("param", path)] = _spec(param.compute)
-            if param.has_master:
-                specs[ArrayId("master", path)] = _spec(param.master)
-            for state in states.get(path, ()):
-                specs[ArrayId(state.role, path)] = _spec(state.spec)
-        return specs
-
-    def piece_specs(
-        self, program: Program, homes: Mapping[ArrayId, Tier] | None
-    ) -> dict[ArrayId, ArraySpec]:
-        """Every persistent array as it rests: leaves stacked over layers by row."""
-        leaves = {leaf.path: leaf for leaf in program.leaves}
-        specs = {}
-        for whole, spec in self.array_specs().items():
-            for piece in _pieces(whole, leaves[whole.path]):
-                if homes is None or piece in homes:
-                    specs[piece] = spec.rows(*piece.rows) if piece.rows else spec
-                else:
-                    specs[whole] = spec
-        for name in program.consts:
-            specs[ArrayId("const", name)] = program.values[name]
-        return specs
-
-    def residents(self, specs: Mapping[ArrayId, ArraySpec]) -> list[Resident]:
-        config = self.config
-        found = []
-        for array, spec in specs.items():
-            if array.role == "const":
-                asked, moves = Tier.DEVICE, PARAM_MOVES
-            elif array.role == "param":
-                asked, moves = config.param_tier, PARAM_MOVES
-            else:
-                asked, moves = config.optimizer_tier, STATE_MOVES
-            found.append(Resident(array, spec.nbytes, asked, moves))
-        return found
+        return array_specs(self.problem, self.separated)
 
     def rates(self) -> Rates:
         """Rates to predict with: a device budget beyond a CPU's memory means another
         machine."""
-        is_cpu = self.device.platform == "cpu"
+        is_cpu = self.rule.mesh.devices.flat[0].platform == "cpu"
         device_bytes = self.config.device_bytes or 0
         is_elsewhere = is_cpu and device_bytes > host_memory_bytes()
         rates = Rates() if is_cpu and not is_elsewhere else accelerator_rates()
@@ -330,10 +324,11 @@ class Planner:
         config = self.config
         device, host, nvme = config.device_bytes, config.host_bytes, config.nvme_bytes
         paths = config.nvme_paths
+        devices = local_devices(self.rule.mesh)
         if nvme is None:
             nvme = nvme_capacity_bytes(paths) if paths else 0
         return {
-            Tier.DEVICE: device_capacity_bytes(self.device)
+            Tier.DEVICE: min(map(device_capacity_bytes, devices))
             if device is None
             else device,
             Tier.HOST: host_capacity_bytes() if host is None else host,
@@ -352,14 +347,3 @@ def _keeping(segments: Sequence[Segment], room_bytes: int) -> dict[int, Keeping]
             passes = workspace.forward_bytes, workspace.backward_bytes
             found[k] = Keeping(residuals, passes)
     return found
-
-
-def _spec(abstract: jax.ShapeDtypeStruct) -> ArraySpec:
-    dtype = abstract.dtype
-    return ArraySpec(tuple(abstract.shape), str(dtype), dtype.itemsize)
-
-
-def _pieces(whole: ArrayId, leaf: Leaf) -> list[ArrayId]:
-    if leaf.num_rows is None:
-        return [whole]
-    return list(leaf.arrays(whole.role))

@@ -17,7 +17,13 @@ import numpy as np
 
 from zinf.executor.decision import Decision, Pending
 from zinf.executor.links import Progress, run_links
-from zinf.memory import Stores, aligned_empty, to_device, to_host
+from zinf.memory import (
+    Stores,
+    aligned_empty,
+    in_device_form,
+    to_devices,
+    to_shares,
+)
 from zinf.plan import (
     Accumulate,
     ArrayUpdate,
@@ -38,6 +44,7 @@ from zinf.plan import (
 )
 from zinf.program import ArrayId, Program, SegmentSpec, Tier
 from zinf.segment import Segment
+from zinf.sharding import Layouts
 
 UpdateFunction = Callable[..., Sequence[Any]]
 
@@ -57,6 +64,7 @@ class Work:
         decide: `(losses, sums of squares or None) -> Decision`.
         before_update: called before the first update of a step.
         compute_dtype: of the parameters, where masters are kept apart.
+        layouts: of everything that moves between host and devices.
     """
 
     program: Program
@@ -70,6 +78,7 @@ class Work:
     decide: Callable[[Sequence[float], Sequence[float] | None], Decision]
     before_update: Callable[[], None]
     compute_dtype: Any
+    layouts: Layouts
 
 
 @dataclass
@@ -178,6 +187,19 @@ class _StepRun:
     def read(self, array: ArrayId, tier: Tier) -> Any:
         return self.stores[tier].read(array).result()
 
+    def read_there(self, array: ArrayId, tier: Tier) -> Any:
+        """What a run or an update on a tier reads: on devices in the device form.
+
+        What came there as shares is gathered now, and stays so.
+        """
+        content = self.read(array, tier)
+        if tier != Tier.DEVICE:
+            return content
+        gathered = in_device_form(content, self.work.layouts.of(array))
+        if gathered is not content:
+            self.stores.device.write(array, jax.block_until_ready(gathered)).result()
+        return gathered
+
     def write(self, array: ArrayId, tier: Tier, content: Any) -> None:
         self.begin_write(array, tier, content).result()
 
@@ -200,10 +222,9 @@ class _StepRun:
         device = self.stores.device
         if device in (source, target):
             contents = [source.read(a).result() for a in operation.arrays]
-            if source is device:
-                moved: Sequence[Any] = to_host(*contents)
-            else:
-                moved = to_device(contents, device.device)
+            layouts = [self.work.layouts.of(a) for a in operation.arrays]
+            move = to_shares if source is device else to_devices
+            moved: Sequence[Any] = move(contents, layouts)
             for array, content in zip(operation.arrays, moved, strict=True):
                 self.write(array, operation.target, content)
             return
@@ -231,7 +252,7 @@ class _StepRun:
     def run(self, operation: Run) -> None:
         segment = self.work.segments[operation.segment]
         spec, m = segment.spec, operation.microbatch
-        params = [self.read(a, Tier.DEVICE) for a in spec.params]
+        params = [self.read_there(a, Tier.DEVICE) for a in spec.params]
         inputs = [self.read(self.value(n, m), Tier.DEVICE) for n in spec.inputs]
         outputs: Sequence[Any] = ()
         kept: Sequence[Any] = ()
@@ -328,7 +349,7 @@ class _StepRun:
         if self.work.is_in_place(array_update, tier):
             self.update_in_place(array_update, gradient, goes_by)
             return
-        operands = [self.read(a, tier) for a in array_update.operands]
+        operands = [self.read_there(a, tier) for a in array_update.operands]
         results = self.work.update(array_update, tier, gradient, operands, goes_by)
         for array, content in zip(array_update.results, results, strict=True):
             if tier == Tier.HOST:
@@ -347,11 +368,14 @@ class _StepRun:
         host.update(array_update.results, update)
 
     def gradient_rows(self, array_update: ArrayUpdate, tier: Tier) -> Any:
-        gradient = self.read(array_update.gradient, tier)
+        gradient = self.read_there(array_update.gradient, tier)
         if array_update.rows is None:
             return gradient
         start, stop = array_update.rows
-        return gradient[start:stop]
+        part = gradient[start:stop]
+        if tier != Tier.DEVICE:
+            return part
+        return in_device_form(part, self.work.layouts.of(array_update.gradient))
 
 
 @jax.jit

@@ -48,7 +48,7 @@ def make_runner(
         prepared,
         stores,
         spec,
-        planner.problem.evaluation,
+        planner.problem,
         num_microbatches=config.num_microbatches,
         skips_overflow=skips_overflow,
         before_update=before_update,

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from zinf.config import Config
 from zinf.executor.outcome import Outcome, mean_over_microbatches
@@ -12,17 +13,16 @@ from zinf.executor.prepare import Planner
 from zinf.executor.run import StepRecord
 from zinf.executor.updates import block_bytes, cpu_device
 from zinf.memory import Residents, Stores, open_stores
-from zinf.optim.separate import LeafUpdate
 from zinf.plan import Plan
 from zinf.program import ArrayId, Tier
 from zinf.segment.problem import Problem
 
 
-def make_stores(plan: Plan, config: Config, device: jax.Device) -> Stores:
+def make_stores(plan: Plan, config: Config, mesh: Mesh) -> Stores:
     """Empty tiers of the sizes that a plan was made for."""
     capacity = plan.capacity_bytes
     return open_stores(
-        device,
+        list(mesh.devices.flat),
         device_bytes=capacity[Tier.DEVICE],
         host_bytes=capacity[Tier.HOST],
         nvme_bytes=capacity[Tier.NVME],
@@ -38,15 +38,17 @@ def make_residents(stores: Stores, planner: Planner, plan: Plan) -> Residents:
     """
     specs, separated = planner.array_specs(), planner.separated
     homes = {a: tier for a, tier in plan.homes.items() if a.role != "const"}
-    residents = Residents(stores, specs, homes)
+    residents = Residents(stores, specs, homes, planner.layouts)
     if stores.nvme is not None:
         stores.nvme.check_space(plan.peak_bytes[Tier.NVME])
         by_row = {a.whole for a in homes if a.rows}
         # Chunks hold the rows of a block, so that a block never shares one.
         limit = block_bytes(separated)
         chunks = {
-            a: 1 if a in by_row else _block_rows(s.shape, s.nbytes, limit)
-            for a, s in specs.items()
+            a: 1 if a in by_row else _block_rows(share.shape, share.nbytes, limit)
+            for a, share in (
+                (a, planner.layouts.share_spec(a, spec)) for a, spec in specs.items()
+            )
         }
         residents.create(chunks)
     return residents
@@ -59,7 +61,7 @@ def initialize_arrays(planner: Planner, residents: Residents) -> None:
     """
     problem, separated = planner.problem, planner.separated
     # State is made where it ends: it need not go to an accelerator and come back.
-    device = cpu_device(planner.device)
+    device = cpu_device(planner.rule.mesh)
     updates = {leaf.path: (i, leaf) for i, leaf in enumerate(separated.leaves)}
     limit = block_bytes(separated)
     for path, leaf in planner.initial_leaves():
@@ -71,7 +73,9 @@ def initialize_arrays(planner: Planner, residents: Residents) -> None:
         del compute
         if path in updates:
             number, update = updates[path]
-            for rows, block in _state_blocks(leaf, update, limit):
+            may_block = residents.layouts.of(ArrayId("param", path)).has_whole_rows
+            by_rows = update.is_elementwise and may_block
+            for rows, block in _state_blocks(leaf, by_rows, limit):
                 states = separated.init_state(number, block, device=device)
                 for state, content in zip(update.states, states, strict=True):
                     array = ArrayId(state.role, path, rows)
@@ -98,11 +102,11 @@ def write_model_state(
 
 
 def _state_blocks(
-    leaf: np.ndarray, update: LeafUpdate, limit: int
+    leaf: np.ndarray, by_rows: bool, limit: int
 ) -> Iterator[tuple[tuple[int, int] | None, Any]]:
     """`(rows, parameter block)` to make optimizer state for; rows None is the whole."""
     step = _block_rows(leaf.shape, leaf.nbytes, limit)
-    if step is None or not update.is_elementwise:
+    if step is None or not by_rows:
         yield None, leaf
         return
     for start in range(0, leaf.shape[0], step):

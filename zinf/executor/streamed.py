@@ -15,10 +15,11 @@ from zinf.executor.prepare import Streamed
 from zinf.executor.run import StepRecord, Work, run_plan
 from zinf.executor.runner import AbstractRunner
 from zinf.jaxpr.keys import to_words
-from zinf.memory import Stores
+from zinf.memory import Stores, to_devices
 from zinf.plan import Plan, build_evaluation, initial_copies, value
 from zinf.program import ArrayId
 from zinf.segment import KEY
+from zinf.sharding import whole_layout
 
 
 class StreamedRunner(AbstractRunner):
@@ -36,6 +37,7 @@ class StreamedRunner(AbstractRunner):
         self.arranged = streamed.arranged
         self.plan = self.arranged.plan
         self.program = streamed.segmented.program
+        self.layouts = streamed.layouts
         self.num_microbatches = streamed.arranged.options.num_microbatches
         self.clip_norm, self.skips_overflow = clip_norm, skips_overflow
         self.before_update = before_update
@@ -48,8 +50,7 @@ class StreamedRunner(AbstractRunner):
         They may depend on the shape of the batch: a causal mask, say.
         """
         for name, content in self.streamed.segmented.consts.items():
-            content = jax.numpy.asarray(content)
-            self.stores.device.write(ArrayId("const", name), content).result()
+            self.put_on_device(ArrayId("const", name), content)
 
     def leave(self) -> None:
         for name in self.streamed.segmented.consts:
@@ -71,7 +72,7 @@ class StreamedRunner(AbstractRunner):
         seed = np.asarray(
             loss_scale / self.num_microbatches, dtype=jax.numpy.dtype(loss_dtype)
         )
-        seed = jax.device_put(seed, self.stores.device.device)
+        (seed,) = to_devices([seed], [whole_layout((), self.layouts.mesh)])
         with self.pending_settled(record):
             losses, extra = self.run(plan, work, batch, keys, seed, record)
         decision = record.decision
@@ -158,6 +159,7 @@ class StreamedRunner(AbstractRunner):
             ),
             before_update=self.before_update,
             compute_dtype=self.streamed.compute_dtype,
+            layouts=self.layouts,
         )
 
     def run(
@@ -191,8 +193,13 @@ class StreamedRunner(AbstractRunner):
                     self.stores.host.write(value(name, m), array).result()
         for m, key in enumerate(keys):
             if KEY in self.read:
-                key = jax.device_put(to_words(key), self.stores.device.device)
-                self.stores.device.write(value(KEY, m), key).result()
+                self.put_on_device(value(KEY, m), to_words(key))
+
+    def put_on_device(self, array: ArrayId, content: Any) -> None:
+        """Writes something that is the same on every process to the devices."""
+        layouts = [self.layouts.of(array)]
+        (placed,) = to_devices([np.asarray(content)], layouts)
+        self.stores.device.write(array, placed).result()
 
     def take(self) -> tuple[list[float], Any]:
         """Removes the results of a step from the host store."""

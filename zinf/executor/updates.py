@@ -1,22 +1,31 @@
 """Binds the separated optimizer to a plan: which blocks are updated, and by what."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, Sharding
 
 from zinf.executor.decision import Pending
+from zinf.mesh import local_devices, replicated
 from zinf.optim.host_update import AbstractHostUpdate
 from zinf.optim.on_host import host_updates
 from zinf.optim.separate import Separated
-from zinf.optim.update import Unit, UpdateStep, compile_updates
+from zinf.optim.update import (
+    Unit,
+    UnitPlacement,
+    UpdateStep,
+    compile_placed_updates,
+    compile_updates,
+)
 from zinf.plan import ArrayUpdate, UpdateUnit
 from zinf.program import ArrayId, Program, Tier
 from zinf.segment.problem import Problem
+from zinf.sharding import Layouts
 
 # An element-wise update works on this many bytes of master at a time: enough to keep a
 # drive and the cores busy, little beside any host's memory.
@@ -41,31 +50,36 @@ class Updates:
 
     Attributes:
         arrays: the updates, grouped by the segment that completes their gradients.
-        steps: by tier, the compiled update of each. Those on the host are for the CPU.
+        steps: by tier, the compiled update of each: for the CPU and this process's
+            share on the host, and for all devices together on the device. An update of
+            whole leaves of which this process has only a share is not on the host.
         in_place: of most, what takes its place where it runs on the host.
         num_executables: how many distinct ones there are.
+        cpu: what updates on the host are compiled for.
     """
 
     arrays: tuple[tuple[str, tuple[ArrayUpdate, ...]], ...]
     steps: Mapping[Tier, Mapping[ArrayUpdate, UpdateStep]]
     in_place: Mapping[ArrayUpdate, AbstractHostUpdate]
     num_executables: int
-    devices: Mapping[Tier, jax.Device]
+    cpu: jax.Device
     unit_bytes: int
 
     def units(
         self, homes: Mapping[ArrayId, Tier], update_tier: Tier = Tier.HOST
     ) -> list[UpdateUnit]:
         """The work units for a placement: an update runs on the device if all that it
-        touches rests there, and on `update_tier` otherwise."""
+        touches rests there, or nothing else will do, and on `update_tier` otherwise."""
         units = []
         for segment, updates in self.arrays:
             groups: dict[Tier, list[ArrayUpdate]] = {}
             for update in updates:
-                tier = Tier.DEVICE if _is_on_device(update, homes) else update_tier
+                is_there = _is_on_device(update, homes)
+                has_choice = not is_there and update in self.steps[Tier.HOST]
+                tier = update_tier if has_choice else Tier.DEVICE
                 groups.setdefault(tier, []).append(update)
             for tier, members in groups.items():
-                parts = self._split(members)
+                parts = self._split(members, tier)
                 for i, part in enumerate(parts):
                     name = f"{segment} {i + 1}/{len(parts)}" if parts[1:] else segment
                     workspace = max(self.workspace_bytes(u, tier) for u in part)
@@ -89,11 +103,13 @@ class Updates:
                 if self.is_in_place(update, unit.tier):
                     self.in_place[update].compile()
 
-    def _split(self, updates: Sequence[ArrayUpdate]) -> list[list[ArrayUpdate]]:
+    def _split(
+        self, updates: Sequence[ArrayUpdate], tier: Tier
+    ) -> list[list[ArrayUpdate]]:
         parts: list[list[ArrayUpdate]] = []
         total = self.unit_bytes
         for update in updates:
-            nbytes = self.steps[Tier.DEVICE][update].output_bytes
+            nbytes = self.steps[tier][update].output_bytes
             if total + nbytes > self.unit_bytes:
                 parts.append([])
                 total = 0
@@ -109,10 +125,12 @@ class Updates:
         operands: Sequence[Any],
         goes_by: Pending,
     ) -> Sequence[Any]:
-        """New values of `update.results`, on the tier's device; complete on return."""
+        """New values of `update.results`, on the tier; complete on return."""
         factor = np.float32(goes_by.decision.factor)
         step = self.steps[tier][update]
-        arguments = jax.device_put([gradient, *operands], self.devices[tier])
+        arguments = [gradient, *operands]
+        if tier == Tier.HOST:
+            arguments = jax.device_put(arguments, self.cpu)
         return jax.block_until_ready(step(factor, goes_by.step_values, *arguments))
 
     def apply_in_place(
@@ -136,62 +154,80 @@ def compile_program_updates(
     separated: Separated,
     *,
     accumulates: Collection[ArrayId],
-    device: jax.Device,
+    layouts: Layouts,
 ) -> Updates:
     """Compiles the update of every trained array of a program, for both tiers.
 
     Args:
-        device: the accelerator. Where it is one, updates on the host are compiled for
-            this process's CPU.
         accumulates: parameter arrays whose gradient is a float32 sum.
+        layouts: of persistent arrays and gradients.
     """
     numbers = {leaf.path: i for i, leaf in enumerate(separated.leaves)}
     limit = block_bytes(separated)
     grouped = []
     units: dict[ArrayUpdate, Unit] = {}
+    placements: list[UnitPlacement] = []
     for segment in reversed(program.segments):
         updates = []
         for array in _completed_by(program, segment.name):
             leaf = separated.leaves[numbers[array.path]]
             compute = problem.params[array.path].compute.dtype
             gradient_dtype = jnp.float32 if array in accumulates else compute
-            shape = leaf.spec.shape
-            if array.rows is not None:
-                shape = (array.rows[1] - array.rows[0], *shape[1:])
-            blocks = [None]
-            if leaf.is_elementwise:
-                blocks = _blocks(shape, leaf.spec.dtype.itemsize, limit)
+            whole = layouts.of(array)
+            blocks: list[tuple[int, int] | None] = [None]
+            if leaf.is_elementwise and whole.has_whole_rows:
+                itemsize = leaf.spec.dtype.itemsize
+                blocks = _blocks(whole.share_shape, itemsize, limit)
             for rows in blocks:
                 update = _array_update(problem, leaf, array, rows)
-                size = shape if rows is None else (rows[1] - rows[0], *shape[1:])
+                size = layouts.of(update.master).padded
                 units[update] = Unit(numbers[array.path], size, gradient_dtype, compute)
+                placements.append(_placement(update, layouts))
                 updates.append(update)
         grouped.append((segment.name, tuple(updates)))
     wanted = list(units.values())
-    cpu = cpu_device(device)
-    compiled = compile_updates(separated, wanted, device=device)
-    for_cpu = compiled
-    if cpu != device:
-        for_cpu = compile_updates(separated, wanted, device=cpu)
-    on_host = host_updates(separated, wanted, device=cpu)
+    compiled = compile_placed_updates(separated, wanted, placements)
+    on_device = dict(zip(units, compiled.steps, strict=True))
+    cpu = cpu_device(layouts.mesh)
+    shares = {}
+    for update, unit in units.items():
+        layout = layouts.of(update.master)
+        if separated.leaves[unit.leaf].is_elementwise or layout.is_whole:
+            shares[update] = replace(unit, shape=layout.share_shape)
+    on_host = on_device
+    if list(layouts.mesh.devices.flat) != [cpu] or shares != units:
+        steps = compile_updates(separated, list(shares.values()), device=cpu).steps
+        on_host = dict(zip(shares, steps, strict=True))
+    in_place = host_updates(separated, list(shares.values()), device=cpu)
     return Updates(
         arrays=tuple(grouped),
-        steps={
-            Tier.DEVICE: dict(zip(units, compiled.steps, strict=True)),
-            Tier.HOST: dict(zip(units, for_cpu.steps, strict=True)),
-        },
-        in_place={u: x for u, x in zip(units, on_host, strict=True) if x is not None},
+        steps={Tier.DEVICE: on_device, Tier.HOST: on_host},
+        in_place={u: x for u, x in zip(shares, in_place, strict=True) if x is not None},
         num_executables=compiled.num_executables,
-        devices={Tier.HOST: cpu, Tier.DEVICE: device},
+        cpu=cpu,
         unit_bytes=UNIT_BLOCKS * limit,
     )
 
 
-def cpu_device(device: jax.Device) -> jax.Device:
-    """The CPU next to a device; the device itself, if it is one."""
-    if device.platform == "cpu":
-        return device
-    return jax.local_devices(backend="cpu")[0]
+def _placement(update: ArrayUpdate, layouts: Layouts) -> UnitPlacement:
+    """Where the arrays of an update lie on the devices."""
+
+    def device(array: ArrayId) -> Sharding:
+        return layouts.of(array.whole).device
+
+    return UnitPlacement(
+        replicated(layouts.mesh),
+        device(update.gradient),
+        device(update.master),
+        tuple(map(device, update.states)),
+        device(update.compute or update.master),
+    )
+
+
+def cpu_device(mesh: Mesh) -> jax.Device:
+    """The CPU next to the devices of a mesh; the first of them, if they are such."""
+    first = local_devices(mesh)[0]
+    return first if first.platform == "cpu" else jax.local_devices(backend="cpu")[0]
 
 
 def _completed_by(program: Program, segment_name: str) -> list[ArrayId]:

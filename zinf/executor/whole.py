@@ -9,14 +9,17 @@ import numpy as np
 
 from zinf.executor.batch import microbatches
 from zinf.executor.decision import ADVICE, UNTOUCHED, NonFiniteError
-from zinf.executor.fused import FusedProgram
+from zinf.executor.fused import FusedProgram, batch_shardings, fused_evaluation
 from zinf.executor.links import Progress, run_links
 from zinf.executor.outcome import Outcome
 from zinf.executor.prepare import Fused
 from zinf.executor.run import StepRecord
 from zinf.executor.runner import AbstractRunner
-from zinf.memory import Stores
+from zinf.jaxpr.keys import from_words, to_words
+from zinf.memory import Stores, to_devices
 from zinf.plan import Instruction
+from zinf.segment.problem import Problem
+from zinf.sharding import placed_layout, whole_layout
 
 
 class FusedRunner(AbstractRunner):
@@ -25,7 +28,7 @@ class FusedRunner(AbstractRunner):
         fused: Fused,
         stores: Stores,
         spec: Any,
-        evaluate: Callable[..., Any],
+        problem: Problem,
         *,
         num_microbatches: int,
         skips_overflow: bool,
@@ -37,7 +40,8 @@ class FusedRunner(AbstractRunner):
         self.num_microbatches = num_microbatches
         self.skips_overflow = skips_overflow
         self.before_update = before_update
-        self._evaluate = evaluate
+        self._layouts = fused.layouts
+        self._evaluate = fused_evaluation(problem, fused.layouts)
 
     def enter(self) -> None: ...
 
@@ -89,7 +93,8 @@ class FusedRunner(AbstractRunner):
         arrays = [device.read(a).result() for a in self.program.arrays]
         device.ledger.reserve(workspace, "the fused step")
         try:
-            placed = self.placed(inputs)
+            batches, keys, *scalars = inputs
+            placed = *self.placed(batches, keys), *scalars
             record.is_mixed = True
             results, outputs = self.program.step(arrays, *placed)
             del arrays
@@ -107,7 +112,7 @@ class FusedRunner(AbstractRunner):
             for a in self.program.arrays
             if a.role == "param"
         ]
-        batches, stacked_keys = self.placed(self.inputs(batch, keys))
+        batches, stacked_keys = self.placed(*self.inputs(batch, keys))
         return float(np.mean(self._evaluate(params, batches, stacked_keys)))
 
     def inputs(self, batch: Any, keys: Sequence[Any]) -> tuple[Any, Any]:
@@ -116,5 +121,18 @@ class FusedRunner(AbstractRunner):
         batches = jax.tree.unflatten(jax.tree.structure(self.spec), columns)
         return batches, jax.numpy.stack(list(keys)) if keys else None
 
-    def placed(self, tree: Any) -> Any:
-        return jax.device_put(tree, self.stores.device.device)
+    def placed(self, batches: Any, keys: Any) -> tuple[Any, Any]:
+        """Microbatches and keys on the devices, of this process's share of them."""
+        shardings = batch_shardings(self.spec, self._layouts)
+        layouts = [
+            placed_layout((self.num_microbatches, *spec.shape), sharding)
+            for spec, sharding in zip(
+                jax.tree.leaves(self.spec), jax.tree.leaves(shardings), strict=True
+            )
+        ]
+        placed = to_devices(jax.tree.leaves(batches), layouts)
+        if keys is not None:
+            words = np.asarray(to_words(keys))
+            everywhere = whole_layout(words.shape, self._layouts.mesh)
+            keys = from_words(to_devices([words], [everywhere])[0], keys)
+        return jax.tree.unflatten(jax.tree.structure(batches), placed), keys

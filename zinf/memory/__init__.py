@@ -7,6 +7,7 @@ from zinf.memory.host import HostStore
 from zinf.memory.ledger import BudgetExceeded, Ledger
 from zinf.memory.nvme import NvmeStore
 from zinf.memory.residents import Residents
+from zinf.memory.shares import gathered, in_device_form, to_devices, to_shares
 from zinf.memory.storage_error import StorageError
 from zinf.memory.store import AbstractStore
 from zinf.memory.stores import Stores, open_stores
@@ -22,8 +23,12 @@ __all__ = [
     "StorageError",
     "Stores",
     "aligned_empty",
+    "gathered",
+    "in_device_form",
     "open_stores",
     "share_heap",
     "to_device",
+    "to_devices",
     "to_host",
+    "to_shares",
 ]

@@ -1,12 +1,15 @@
-"""The device tier: jax arrays on one device."""
+"""The device tier: jax arrays on the devices of a mesh."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
+from math import prod
 from threading import Lock
+from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from zinf.memory.aligned import aligned_copy
 from zinf.memory.ledger import Ledger
@@ -22,18 +25,29 @@ from zinf.program import ArrayId, Tier
 
 
 class DeviceStore(AbstractStore):
-    """Arrays in the memory of `device`, as `jax.Array`s (typed PRNG keys included).
+    """Arrays in the memory of some devices, as `jax.Array`s (typed keys included).
 
-    `write` takes a NumPy array or a jax array. A jax array on `device` is kept as it
-    is, computed or not; anything else is transferred, and the future is done when the
-    transfer is. `read` returns the array that is kept; writing rows donates it, so
-    what was read before is deleted then, rather than left to change.
+    `write` takes a NumPy array or a jax array. A jax array on the devices is kept as it
+    is, computed or not. With one device, anything else is transferred, and the future
+    is done when the transfer is; with several, nothing else says how it is to lie.
+    `read` returns the array that is kept; writing rows donates it, so what was read
+    before is deleted then, rather than left to change.
+
+    The ledger counts what one device holds, which is the same for all.
     """
 
     tier = Tier.DEVICE
 
-    def __init__(self, device: jax.Device, capacity_bytes: int | None = None) -> None:
-        self.device = device
+    def __init__(
+        self,
+        device: jax.Device | Sequence[jax.Device],
+        capacity_bytes: int | None = None,
+    ) -> None:
+        devices = [device] if isinstance(device, jax.Device) else list(device)
+        self.devices = frozenset(devices)
+        index = jax.process_index()
+        self.local = [d for d in devices if d.process_index == index]
+        self.device = self.local[0]
         self.ledger = Ledger(Tier.DEVICE, capacity_bytes)
         self._arrays: dict[ArrayId, jax.Array] = {}
         # Rows of one array may be used from several threads, and writing some replaces
@@ -53,7 +67,7 @@ class DeviceStore(AbstractStore):
         elif array.rows is not None and array.whole in self._arrays:
             self._write_rows(array, value)
         else:
-            with self.ledger.holding(value.nbytes, str(array)):
+            with self.ledger.holding(_device_bytes(value), str(array)):
                 self._arrays[array] = self._transfer(value)
         return completed(None)
 
@@ -61,7 +75,7 @@ class DeviceStore(AbstractStore):
         stored = self._arrays.pop(array, None)
         if stored is None:
             raise unknown_array(array, self.tier, list(self._arrays))
-        self.ledger.release(stored.nbytes)
+        self.ledger.release(_device_bytes(stored))
 
     def contains(self, array: ArrayId) -> bool:
         return array in self._arrays or array.whole in self._arrays
@@ -73,13 +87,18 @@ class DeviceStore(AbstractStore):
     def _replace(self, array: ArrayId, value: np.ndarray | jax.Array) -> None:
         stored = self._arrays[array]
         check_replaces(array, value, shape=stored.shape, dtype=stored.dtype)
-        nbytes = stored.nbytes
+        old_bytes, new_bytes = _device_bytes(stored), _device_bytes(value)
         # The old content goes first: the two together could exceed the budget.
         del stored, self._arrays[array]
         try:
+            # Gathered, an array takes more than its shares did.
+            if new_bytes > old_bytes:
+                self.ledger.reserve(new_bytes - old_bytes, str(array))
+                old_bytes = new_bytes
             self._arrays[array] = self._transfer(value)
+            self.ledger.release(old_bytes - new_bytes)
         except BaseException:
-            self.ledger.release(nbytes)
+            self.ledger.release(old_bytes)
             raise
 
     def _read_rows(self, array: ArrayId) -> jax.Array:
@@ -88,7 +107,9 @@ class DeviceStore(AbstractStore):
             if whole is None:
                 raise unknown_array(array, self.tier, list(self._arrays))
             start, stop = check_rows(array, whole.shape)
-            return _take_rows(whole, np.int32(start), num_rows=stop - start)
+            return _take_rows(
+                whole, np.int32(start), num_rows=stop - start, sharding=_sharding(whole)
+            )
 
     def _write_rows(self, array: ArrayId, value: np.ndarray | jax.Array) -> None:
         whole = self._arrays[array.whole]
@@ -98,19 +119,23 @@ class DeviceStore(AbstractStore):
         rows = self._transfer(value)
         with self._rows_lock:
             whole = self._arrays[array.whole]
-            self._arrays[array.whole] = _put_rows(whole, rows, np.int32(start))
+            self._arrays[array.whole] = _put_rows(
+                whole, rows, np.int32(start), sharding=_sharding(whole)
+            )
 
     def _transfer(self, value: np.ndarray | jax.Array) -> jax.Array:
         """`value` on the device, sharing no memory with a NumPy array of the caller."""
-        if isinstance(value, jax.Array) and value.devices() == {self.device}:
+        if isinstance(value, jax.Array) and value.devices() == self.devices:
             return value
+        assert len(self.devices) == 1, "shares are assembled by zinf.memory.to_devices"
         return to_device([value], self.device)[0]
 
 
 def to_device(
-    values: Sequence[np.ndarray | jax.Array], device: jax.Device
+    values: Sequence[np.ndarray | jax.Array],
+    device: jax.Device | Sequence[jax.Device],
 ) -> list[jax.Array]:
-    """Copy arrays to a device, sharing no memory with NumPy arrays of the caller.
+    """Copy arrays to a device, or each to its own, sharing no memory with the caller's.
 
     All transfers are begun before the first is waited for: an accelerator may give
     memory for each only behind what it computes at the time.
@@ -118,11 +143,12 @@ def to_device(
     Raises:
         ValueError: JAX would give an array another dtype there.
     """
-    if device.platform == "cpu":
+    devices = [device] * len(values) if isinstance(device, jax.Device) else device
+    if devices and devices[0].platform == "cpu":
         # The CPU backend would alias aligned NumPy memory, even when told not to, and
         # show what the caller writes there later. It may alias these copies.
         values = [aligned_copy(x) if isinstance(x, np.ndarray) else x for x in values]
-    moved = jax.block_until_ready(jax.device_put(list(values), device))
+    moved = jax.block_until_ready(jax.device_put(list(values), list(devices)))
     for value, result in zip(values, moved, strict=True):
         if result.dtype != value.dtype:
             raise ValueError(
@@ -147,11 +173,37 @@ def to_host(*values: jax.Array) -> list[np.ndarray]:
     return [aligned_copy(np.asarray(value)) for value in single]
 
 
-@partial(jax.jit, static_argnames="num_rows")
-def _take_rows(whole: jax.Array, start: jax.Array, *, num_rows: int) -> jax.Array:
-    return jax.lax.dynamic_slice_in_dim(whole, start, num_rows)
+def _device_bytes(value: np.ndarray | jax.Array) -> int:
+    """What one device has of an array."""
+    if isinstance(value, np.ndarray) or value.sharding.num_devices == 1:
+        return value.nbytes
+    shape = value.sharding.shard_shape(value.shape)
+    return prod(shape) * value.dtype.itemsize
 
 
-@partial(jax.jit, donate_argnums=0)
-def _put_rows(whole: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(whole, rows, start, axis=0)
+def _sharding(array: jax.Array) -> NamedSharding | None:
+    """How an array lies on several devices."""
+    sharding = array.sharding
+    return sharding if isinstance(sharding, NamedSharding) else None
+
+
+def _constrained(array: jax.Array, sharding: NamedSharding | None) -> jax.Array:
+    if sharding is None:
+        return array
+    return jax.lax.with_sharding_constraint(array, sharding)
+
+
+@partial(jax.jit, static_argnames=("num_rows", "sharding"))
+def _take_rows(
+    whole: jax.Array, start: Any, *, num_rows: int, sharding: NamedSharding | None
+) -> jax.Array:
+    rows = jax.lax.dynamic_slice_in_dim(whole, start, num_rows)
+    return _constrained(rows, sharding)
+
+
+@partial(jax.jit, donate_argnums=0, static_argnames="sharding")
+def _put_rows(
+    whole: jax.Array, rows: jax.Array, start: Any, *, sharding: NamedSharding | None
+) -> jax.Array:
+    result = jax.lax.dynamic_update_slice_in_dim(whole, rows, start, axis=0)
+    return _constrained(result, sharding)

@@ -1,14 +1,15 @@
 """The persistent arrays of a run, addressed as wholes wherever their pieces rest."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
+import jax
 import numpy as np
 
-from zinf.memory.device import to_host
 from zinf.memory.nvme import NvmeStore
+from zinf.memory.shares import gathered, in_device_form, to_devices, to_shares
 from zinf.memory.stores import Stores
 from zinf.program import ArrayId, ArraySpec, Tier
+from zinf.sharding import Layouts, layouts_on_one
 
 
 class Residents:
@@ -17,9 +18,14 @@ class Residents:
     A leaf that is stacked over layers may rest in pieces, some rows here and some
     there; who asks for the leaf, or for some rows of it, does not see that.
 
+    On several processes each keeps its share of every array. Reading puts the shares
+    together, so all processes have to read the same arrays in the same order; writing
+    takes its own share of a whole that every process has.
+
     Args:
         specs: the spec of every array as a whole, by its id without rows.
         homes: the tier of every piece: whole arrays, or rows of them.
+        layouts: how arrays lie on the devices; without, on one.
     """
 
     def __init__(
@@ -27,8 +33,10 @@ class Residents:
         stores: Stores,
         specs: Mapping[ArrayId, ArraySpec],
         homes: Mapping[ArrayId, Tier],
+        layouts: Layouts | None = None,
     ):
         self.stores, self.specs, self.homes = stores, dict(specs), dict(homes)
+        self.layouts = layouts or layouts_on_one(stores.device.device, specs)
         self._pieces: dict[ArrayId, list[ArrayId]] = {}
         for piece in self.homes:
             self._pieces.setdefault(piece.whole, []).append(piece)
@@ -41,25 +49,32 @@ class Residents:
             if any(self.homes[piece] == Tier.NVME for piece in pieces):
                 store = self.stores[Tier.NVME]
                 assert isinstance(store, NvmeStore)
-                store.create(whole, self.specs[whole], rows_per_chunk.get(whole))
+                share = self.layouts.share_spec(whole, self.specs[whole])
+                store.create(whole, share, rows_per_chunk.get(whole))
 
     def read(self, array: ArrayId) -> np.ndarray:
         """`array` (whole, or any rows) on the host; the caller must not change it."""
+        if array.rows and not self.layouts.of(array.whole).has_whole_rows:
+            return self.read(array.whole)[slice(*array.rows)]
         parts = [
-            _on_host(self.stores[self.homes[piece]].read(wanted).result())
+            gathered(self._share(piece, wanted), self.layouts.of(wanted))
             for piece, wanted in self._overlaps(array)
         ]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def write(self, array: ArrayId, content: np.ndarray) -> None:
         """Replaces `array` (whole, or any rows) by `content` at its home."""
+        if array.rows and not self.layouts.of(array.whole).has_whole_rows:
+            self._write_cut_rows(array, content)
+            return
         start = array.rows[0] if array.rows else 0
         for piece, wanted in self._overlaps(array):
             part = content
             if wanted != array:
                 assert wanted.rows is not None
                 part = content[wanted.rows[0] - start : wanted.rows[1] - start]
-            self.stores[self.homes[piece]].write(wanted, part).result()
+            share = self.layouts.of(wanted).take_share(part)
+            self._write_share(piece, wanted, share)
 
     def write_new(self, array: ArrayId, content: np.ndarray) -> None:
         """Like `write`, also for rows of an array that is not there yet.
@@ -71,9 +86,36 @@ class Residents:
         if array.rows is not None and self._pieces[whole] == [whole]:
             store = self.stores[self.homes[whole]]
             if not isinstance(store, NvmeStore) and not store.contains(whole):
-                shape = self.specs[whole].shape
-                store.write(whole, np.empty(shape, content.dtype)).result()
+                shape = self.layouts.of(whole).share_shape
+                self._write_share(whole, whole, np.empty(shape, content.dtype))
         self.write(array, content)
+
+    def _write_cut_rows(self, array: ArrayId, content: np.ndarray) -> None:
+        """Writes rows of an array that is cut by rows: those that are kept here."""
+        whole = array.whole
+        assert array.rows is not None and self._pieces[whole] == [whole]
+        share = np.array(self._share(whole, whole))
+        (first, last), *_ = self.layouts.of(whole).box
+        start, stop = max(array.rows[0], first), min(array.rows[1], last)
+        if start < stop:
+            part = content[start - array.rows[0] : stop - array.rows[0]]
+            share[start - first : stop - first] = part
+            self._write_share(whole, whole, share)
+
+    def _share(self, piece: ArrayId, wanted: ArrayId) -> np.ndarray:
+        """This process's share of some rows of a piece, on the host."""
+        content = self.stores[self.homes[piece]].read(wanted).result()
+        if isinstance(content, np.ndarray):
+            return content
+        return to_shares([content], [self.layouts.of(wanted)])[0]
+
+    def _write_share(self, piece: ArrayId, wanted: ArrayId, share: np.ndarray) -> None:
+        tier = self.homes[piece]
+        content: np.ndarray | jax.Array = share
+        if tier == Tier.DEVICE:
+            layout = self.layouts.of(wanted)
+            content = in_device_form(to_devices([share], [layout])[0], layout)
+        self.stores[tier].write(wanted, content).result()
 
     def _overlaps(self, array: ArrayId) -> Iterator[tuple[ArrayId, ArrayId]]:
         """`(piece at home, the rows of it that belong to array)`, in order."""
@@ -87,7 +129,3 @@ class Residents:
             low, high = max(start, piece.rows[0]), min(stop, piece.rows[1])
             if low < high:
                 yield piece, ArrayId(piece.role, piece.path, (low, high))
-
-
-def _on_host(content: Any) -> np.ndarray:
-    return content if isinstance(content, np.ndarray) else to_host(content)[0]

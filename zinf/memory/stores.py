@@ -60,7 +60,7 @@ class Stores:
 
 
 def open_stores(
-    device: jax.Device,
+    device: jax.Device | Sequence[jax.Device],
     *,
     device_bytes: int | None = None,
     host_bytes: int | None = None,
@@ -69,10 +69,11 @@ def open_stores(
     stall_seconds: float = STALL_SECONDS,
     checksums: Coverage = "sampled",
 ) -> Stores:
-    """Open the stores of `device`, of this process's memory and of `nvme_paths`.
+    """Open the stores of devices, of this process's memory and of `nvme_paths`.
 
     Args:
-        device_bytes: budget of the tier; None is no limit. So for the other two.
+        device: one, or all that arrays lie on, those of other processes too.
+        device_bytes: budget of each; None is no limit. So for the other two tiers.
         nvme_paths: folders for arrays, empty, new, or left by an earlier run.
         stall_seconds, checksums: see `NvmeStore`.
 
@@ -81,11 +82,12 @@ def open_stores(
     """
     on_device = DeviceStore(device, device_bytes)
     on_host = HostStore(host_bytes)
-    is_in_memory = device.platform == "cpu"
-    in_memory = [on_host.ledger, *([on_device.ledger] if is_in_memory else [])]
+    # The ledger of the devices counts one of them.
+    in_memory = [d for d in on_device.local if d.platform == "cpu"]
+    ledgers = [on_host.ledger, *[on_device.ledger] * len(in_memory)]
     on_nvme = None
     if nvme_paths:
         on_nvme = NvmeStore(
             nvme_paths, nvme_bytes, stall_seconds=stall_seconds, checksums=checksums
         )
-    return Stores(on_device, on_host, on_nvme, Heap(in_memory))
+    return Stores(on_device, on_host, on_nvme, Heap(ledgers))

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
 from zinf.jaxpr import Body
 from zinf.optim.separate import Separated
@@ -33,10 +34,21 @@ class Unit:
 
 
 @dataclass(frozen=True)
+class UnitPlacement:
+    """How the arrays of a unit lie where it is updated. Scalars are everywhere."""
+
+    scalars: Sharding
+    gradient: Sharding
+    master: Sharding
+    states: tuple[Sharding, ...]
+    compute: Sharding
+
+
+@dataclass(frozen=True)
 class UpdateStep:
     """The update of one unit.
 
-    `output_bytes` and `temp_bytes` are what a call allocates on its device.
+    `output_bytes` and `temp_bytes` are what a call allocates on each of its devices.
     """
 
     executable: jax.stages.Compiled
@@ -84,17 +96,40 @@ def compile_updates(
     Raises:
         ValueError: a block of a leaf whose update is not element-wise.
     """
+    here = jax.sharding.SingleDeviceSharding(device)
+    placements = [
+        UnitPlacement(here, here, here, (here,) * len(leaf.states), here)
+        for leaf in (separated.leaves[unit.leaf] for unit in units)
+    ]
+    return compile_placed_updates(separated, units, placements)
+
+
+def compile_placed_updates(
+    separated: Separated, units: Sequence[Unit], placements: Sequence[UnitPlacement]
+) -> Updates:
+    """Compiles the updates of units whose arrays may lie on several devices.
+
+    Shapes of units are those of the whole arrays, padded as these are.
+    """
     bodies = separated.bodies([(unit.leaf, unit.shape) for unit in units])
     compiled: dict[Hashable, tuple[jax.stages.Compiled, Any]] = {}
     steps = []
-    for unit, shared in zip(units, bodies, strict=True):
+    for unit, shared, place in zip(units, bodies, placements, strict=True):
         leaf = separated.leaves[unit.leaf]
         copy_dtype = copy_dtype_of(unit, leaf.spec.dtype)
-        key = shared.body, jnp.dtype(unit.grad_dtype), copy_dtype
+        key = shared.body, jnp.dtype(unit.grad_dtype), copy_dtype, place
         if key not in compiled:
             function = update_function(shared.body, copy_dtype)
             arguments = step_arguments(separated, unit, shared.hoisted)
-            executable = _compile(function, arguments, device)
+            shardings = (
+                *[place.scalars] * 3,
+                place.gradient,
+                place.master,
+                place.states,
+            )
+            results = (place.master, *place.states)
+            results += () if copy_dtype is None else (place.compute,)
+            executable = _compile(function, arguments, shardings, results)
             compiled[key] = executable, executable.memory_analysis()
         executable, memory = compiled[key]
         nbytes = memory.output_size_in_bytes, memory.temp_size_in_bytes
@@ -114,7 +149,8 @@ def compile_advance(
     specs = [
         jax.ShapeDtypeStruct(s.value.shape, s.value.dtype) for s in separated.shared
     ]
-    compiled = _compile(separated.advance, (specs,), device)
+    here = jax.sharding.SingleDeviceSharding(device)
+    compiled = _compile(separated.advance, (specs,), (here,), here)
 
     def advance(shared: Sequence[Any]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         return jax.tree.map(np.asarray, compiled(list(shared)))
@@ -164,12 +200,12 @@ def step_arguments(
     )
 
 
-def _compile(function: Callable, arguments: Any, device: jax.Device) -> Any:
-    sharding = jax.sharding.SingleDeviceSharding(device)
-    placed = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
-    )
-    return jax.jit(function).lower(*placed).compile()
+def _compile(
+    function: Callable, arguments: Any, shardings: Any, results: Any
+) -> jax.stages.Compiled:
+    """Compiles for shardings given as pytree prefixes of arguments and results."""
+    jitted = jax.jit(function, in_shardings=shardings, out_shardings=results)
+    return jitted.lower(*arguments).compile()
 
 
 def copy_dtype_of(unit: Unit, master_dtype: Any) -> np.dtype | None:

@@ -3,12 +3,19 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cached_property
 
 from zinf.plan.cost import Rates
 from zinf.program import ArrayId, ArraySpec, Program, Tier
 
 FLOAT32_BYTES = 4
+# Roles of arrays that lie on the devices as others do.
+PART_OF = {
+    "cotangent": "value",
+    "cotangent part": "value",
+    "gradient part": "gradient",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +100,13 @@ class Keeping:
 class Catalog:
     """Sizes of everything a plan may name.
 
+    On several devices or processes specs are those of one process's share, as it is on
+    host and drive.
+
     Attributes:
         specs: of persistent arrays, by their home id.
+        device_parts: by role ("value" for cotangents too) and path, what one device has
+            of an array over the share, where that is not 1.
         workspace: `(forward, backward)` device bytes of each segment.
         keeping: the same and the residuals of segments that may keep some, by number.
     """
@@ -106,6 +118,7 @@ class Catalog:
     num_contributions: Counter = field(default_factory=Counter)
     rates: Rates = field(default_factory=Rates)
     keeping: Mapping[int, Keeping] = field(default_factory=dict)
+    device_parts: Mapping[tuple[str, str], Fraction] = field(default_factory=dict)
 
     def kept_segments(self, num_kept: int) -> frozenset[int]:
         """The segments that keep residuals: the last ones, which need them soonest."""
@@ -128,7 +141,15 @@ class Catalog:
             for array, spec in zip(self.residuals(k, 0), kept.residuals, strict=True)
         }
 
-    def nbytes(self, array: ArrayId) -> int:
+    def nbytes(self, array: ArrayId, tier: Tier = Tier.HOST) -> int:
+        """Bytes of a copy: of one device's part, or of the process's share."""
+        share_bytes = self._share_bytes(array)
+        if tier != Tier.DEVICE or not self.device_parts:
+            return share_bytes
+        kind = PART_OF.get(array.role, array.role)
+        return int(share_bytes * self.device_parts.get((kind, array.path), 1))
+
+    def _share_bytes(self, array: ArrayId) -> int:
         if array.role in ("value", "cotangent", "cotangent part"):
             return self.program.values[array.path].nbytes
         if array.role == "residual":

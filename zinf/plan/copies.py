@@ -50,7 +50,7 @@ class Copies:
         self.temporary: dict[Copy, int] = {}
         self.used = dict.fromkeys(Tier, 0)
         for array, tier in catalog.homes.items():
-            self.used[tier] += catalog.nbytes(array)
+            self.used[tier] += catalog.nbytes(array, tier)
         self.peak = dict(self.used)
         self._kept = set(kept)
         # Copies that may go, by their next use, farthest first. Each has one entry that
@@ -139,7 +139,7 @@ class Copies:
     def occupy(self, copies: Iterable[Copy]) -> None:
         """Counts new copies away from home."""
         for array, tier in copies:
-            nbytes = self.catalog.nbytes(array)
+            nbytes = self.catalog.nbytes(array, tier)
             self.temporary[array, tier] = nbytes
             self.use_bytes(tier, nbytes)
             for other in TIERS:

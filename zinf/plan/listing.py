@@ -79,7 +79,7 @@ class Listing:
     ) -> None:
         allocates: dict[Tier, int] = defaultdict(int)
         for array, tier in created:
-            allocates[tier] += self._catalog.nbytes(array)
+            allocates[tier] += self._catalog.nbytes(array, tier)
         self.instructions.append(
             Instruction(
                 operation,
@@ -137,5 +137,5 @@ class Listing:
         if isinstance(operation, Transfer):
             return sum(map(self._catalog.nbytes, operation.arrays))
         if isinstance(operation, Update):
-            return sum(self._catalog.nbytes(array) for array, _ in writes)
+            return sum(self._catalog.nbytes(array, tier) for array, tier in writes)
         return 0

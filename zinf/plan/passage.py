@@ -91,7 +91,7 @@ def streamed(
     )
     held = dict.fromkeys(Tier, 0)
     for array, tier in initial:
-        held[tier] += catalog.nbytes(array)
+        held[tier] += catalog.nbytes(array, tier)
     check(plan, initial, held, kept)
     return plan
 

@@ -14,14 +14,22 @@ from zinf.program import ArrayId, Tier
 class Resident:
     """A persistent array that needs a home.
 
-    `tier` is the tier its user asked for, or `None` for the fastest that has room;
-    `moves` is how many times a step moves it when it rests away from where it is used.
+    `nbytes` are those of a process's share, `device_bytes` those of one device's part
+    (the same if it is None); `tier` is the tier its user asked for, or `None` for the
+    fastest that has room; `moves` is how many times a step moves it when it rests away
+    from where it is used.
     """
 
     array: ArrayId
     nbytes: int
     tier: Tier | None
     moves: int
+    device_bytes: int | None = None
+
+    def bytes_on(self, tier: Tier) -> int:
+        if tier == Tier.DEVICE and self.device_bytes is not None:
+            return self.device_bytes
+        return self.nbytes
 
 
 def place(
@@ -46,7 +54,7 @@ def place(
     ordered = sorted(residents, key=lambda r: (r.tier is None, -r.moves))
     for resident in ordered:
         tier = _choose(resident, left, persistence_bytes)
-        left[tier] -= resident.nbytes
+        left[tier] -= resident.bytes_on(tier)
         homes[resident.array] = tier
     return homes
 
@@ -59,6 +67,6 @@ def _choose(
         return Tier.HOST if is_small and resident.tier == Tier.NVME else resident.tier
     tiers = [t for t in Tier if t != Tier.NVME or not is_small]
     for tier in tiers:
-        if resident.nbytes <= left[tier]:
+        if resident.bytes_on(tier) <= left[tier]:
             return tier
     return tiers[-1]

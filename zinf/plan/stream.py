@@ -128,7 +128,7 @@ class _Streamer:
         for (source, target), arrays in sorted(
             hops.items(), key=lambda item: item[0][0] != Tier.NVME
         ):
-            nbytes = sum(map(self.catalog.nbytes, arrays))
+            nbytes = sum(self.catalog.nbytes(array, target) for array in arrays)
             spare_until = needed_by if needed_by > self.copies.now else NEVER
             self.make_room(target, nbytes, protected, spare_until)
             self.fetch(arrays, source, target)
@@ -188,7 +188,7 @@ class _Streamer:
             route = self.copies.route(copy)
             protected = protected | self.copies.on_route(copy[0], route)
             for tier in route[1:]:
-                need[tier] += self.catalog.nbytes(copy[0])
+                need[tier] += self.catalog.nbytes(copy[0], tier)
         for tier, nbytes in need.items():
             shortage = self.copies.used[tier] + nbytes - self.capacity[tier]
             if shortage > 0:
@@ -250,7 +250,7 @@ class _Streamer:
         need: dict[Tier, int] = defaultdict(int)
         for array, tier in created:
             if not self.copies.is_home((array, tier)):
-                need[tier] += self.catalog.nbytes(array)
+                need[tier] += self.catalog.nbytes(array, tier)
         for tier, nbytes in job.workspace:
             need[tier] += nbytes
         return need

@@ -3,27 +3,33 @@
 Equal segments share one executable; what differs between them (hoisted literals) is
 passed as arguments. Everything is compiled ahead of time, so that the plan knows the
 workspace of each run before the first step, and a step never compiles.
+
+On a mesh of several devices each executable is one program for all of them: parameters
+that are cut are gathered as it begins, gradients leave it cut, and what lies between
+follows from how the batch is divided (GSPMD).
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding
 
-from zinf.jaxpr import Body, abstract
+from zinf.jaxpr import Body
 from zinf.jaxpr.keys import from_words, in_words, to_words
+from zinf.mesh import replicated
 from zinf.program import ArraySpec, SegmentSpec
 from zinf.segment.build import Segmented
 from zinf.segment.residuals import Halves, halve
+from zinf.sharding import Layout, Layouts, placed_layout, whole_layout
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """Device bytes that an executable takes beside its arguments and results."""
+    """Bytes of each device that an executable takes beside arguments and results."""
 
     forward_bytes: int
     backward_bytes: int
@@ -31,26 +37,70 @@ class Workspace:
 
 @dataclass(eq=False)
 class _BodyExecutables:
-    """The executables of one body, compiled at first use."""
+    """The executables of one body, compiled at first use.
+
+    Attributes:
+        params, inputs: the layouts of its arguments; `gradients` those of its trained
+            params' gradients.
+    """
 
     body: Body
     spec: SegmentSpec
     is_last: bool
-    device: jax.Device
+    mesh: Mesh
+    params: tuple[Layout, ...]
+    inputs: tuple[Layout, ...]
+    gradients: tuple[Layout, ...]
     abstract: tuple[jax.ShapeDtypeStruct, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        sharding = SingleDeviceSharding(self.device)
+        invars = self.body.jaxpr.invars
+        hoisted = len(invars) - len(self.params) - len(self.inputs)
+        layouts = (*self.params, *self.inputs, *[whole_layout((), self.mesh)] * hoisted)
         self.abstract = tuple(
-            _placed(in_words(v.aval), sharding) for v in self.body.jaxpr.invars
+            jax.ShapeDtypeStruct(
+                layout.padded, in_words(v.aval).dtype, sharding=layout.device
+            )
+            for v, layout in zip(invars, layouts, strict=True)
         )
 
-    def _compile(self, function: Callable, *extra: Any) -> Any:
-        return jax.jit(function).lower(self.abstract, *extra).compile()
+    def _compile(self, function: Callable, *extra: Any, results: Any) -> Any:
+        """Compiles `function(arguments, *extra)`, given its arguments as wholes.
+
+        Args:
+            results: a pytree prefix of shardings; None leaves one to the compiler.
+        """
+
+        def on_wholes(arguments: Sequence[Any], *rest: Any) -> Any:
+            return function(self._wholes(arguments), *rest)
+
+        jitted = jax.jit(on_wholes, out_shardings=results)
+        return jitted.lower(self.abstract, *extra).compile()
+
+    def _wholes(self, arguments: Sequence[Any]) -> list[Any]:
+        """Arguments as the body knows them: parameters gathered, without padding."""
+        wholes = list(arguments)
+        for i, layout in enumerate(self.params):
+            if not layout.is_gathered:
+                everywhere = replicated(self.mesh)
+                wholes[i] = jax.lax.with_sharding_constraint(wholes[i], everywhere)
+            if layout.is_padded:
+                wholes[i] = layout.unpadded(wholes[i])
+        return wholes
 
     @cached_property
     def forward(self) -> Any:
-        return self._compile(self._call)
+        results = replicated(self.mesh) if self.is_last else None
+        return self._compile(self._call, results=results)
+
+    @cached_property
+    def outputs(self) -> tuple[Layout, ...]:
+        """Layouts of the outputs; those of the last segment are on every device."""
+        kinds = [in_words(v.aval).shape for v in self.body.jaxpr.outvars]
+        if self.is_last or self.mesh.size == 1:
+            return tuple(whole_layout(shape, self.mesh) for shape in kinds)
+        pairs = zip(kinds, self.forward.output_shardings, strict=True)
+        return tuple(placed_layout(shape, sharding) for shape, sharding in pairs)
 
     @cached_property
     def backward(self) -> Any:
@@ -60,10 +110,12 @@ class _BodyExecutables:
         """
         if self.is_last:
             loss = self.body.jaxpr.outvars[0].aval
-            sharding = SingleDeviceSharding(self.device)
-            seed = jax.ShapeDtypeStruct((), loss.dtype, sharding=sharding)
-            return self._compile(self._loss, seed)
-        return self._compile(self._backward, self._cotangents)
+            everywhere = replicated(self.mesh)
+            seed = jax.ShapeDtypeStruct((), loss.dtype, sharding=everywhere)
+            results = everywhere, *self._backward_results
+            return self._compile(self._loss, seed, results=results)
+        results = self._backward_results
+        return self._compile(self._backward, self._cotangents, results=results)
 
     @cached_property
     def halves(self) -> Halves:
@@ -71,15 +123,24 @@ class _BodyExecutables:
         first = len(self.spec.params)
         return halve(
             self._linearize,
-            [abstract(a) for a in self.abstract],
-            [abstract(c) for c in self._cotangents],
+            [in_words(v.aval) for v in self.body.jaxpr.invars],
+            [in_words(c) for c in self._cotangents],
             inputs=slice(first, first + len(self.spec.inputs)),
         )
 
     @cached_property
     def forward_keeping(self) -> Any:
         """`arguments -> outputs, residuals`."""
-        return self._compile(self.halves.run_forward)
+        outputs = [layout.device for layout in self.outputs]
+        results = outputs, [None] * len(self.halves.kept)
+        return self._compile(self.halves.run_forward, results=results)
+
+    @property
+    def residuals(self) -> tuple[NamedSharding, ...]:
+        """How what `forward_keeping` keeps lies on the devices."""
+        if self.mesh.size == 1:
+            return (replicated(self.mesh),) * len(self.halves.kept)
+        return tuple(self.forward_keeping.output_shardings[1])
 
     @cached_property
     def backward_from(self) -> Any:
@@ -89,16 +150,26 @@ class _BodyExecutables:
             results = self.halves.run_backward(arguments, residuals, cotangents)
             return self._sort(results)
 
-        sharding = SingleDeviceSharding(self.device)
-        residuals = tuple(_placed(in_words(v.aval), sharding) for v in self.halves.kept)
-        return self._compile(run, residuals, self._cotangents)
+        pairs = zip(self.halves.kept, self.residuals, strict=True)
+        residuals = tuple(_placed(in_words(v.aval), sharding) for v, sharding in pairs)
+        return self._compile(
+            run, residuals, self._cotangents, results=self._backward_results
+        )
+
+    @property
+    def _backward_results(self) -> tuple[list[NamedSharding], list[NamedSharding]]:
+        """Shardings of gradients and input cotangents."""
+        pairs = zip(self.spec.inputs, self.inputs, strict=True)
+        active = [x.device for name, x in pairs if name in self.spec.active_inputs]
+        return [layout.device for layout in self.gradients], active
 
     @property
     def _cotangents(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of the cotangents that a backward pass takes."""
-        sharding = SingleDeviceSharding(self.device)
-        pairs = zip(self.body.jaxpr.outvars, self._outputs, strict=True)
-        return tuple(_placed(v.aval, sharding) for v, active in pairs if active)
+        triples = zip(self.body.jaxpr.outvars, self._outputs, self.outputs, strict=True)
+        return tuple(
+            _placed(v.aval, layout.device) for v, active, layout in triples if active
+        )
 
     def _call(self, arguments: Sequence[Any]) -> list[Any]:
         """The body, with random keys going in and out as words."""
@@ -157,15 +228,17 @@ class _BodyExecutables:
 
     def _sort(self, cotangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         num_params = sum(self.spec.trainable)
-        return list(cotangents[:num_params]), list(cotangents[num_params:])
+        gradients = zip(cotangents[:num_params], self.gradients, strict=True)
+        return [_padded(*pair) for pair in gradients], list(cotangents[num_params:])
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One runnable segment. Arguments and results are jax.Arrays on the device.
+    """One runnable segment. Arguments and results are jax.Arrays on the devices.
 
     `params` and `inputs` follow the order of its `SegmentSpec`; gradients that of its
-    trained params, cotangents that of its active inputs and outputs.
+    trained params, cotangents that of its active inputs and outputs. All are in the
+    device forms of their layouts.
     """
 
     spec: SegmentSpec
@@ -184,13 +257,17 @@ class Segment:
         return self.executables.backward(arguments, tuple(cotangents))
 
     def residuals(self) -> tuple[ArraySpec, ...]:
-        """What `forward_keeping` keeps; empty if nothing is worth it. Compiles nothing.
+        """What `forward_keeping` keeps on one device; empty if nothing is worth it.
 
         The last segment, and one without a backward pass, have nothing to keep for.
+        Compiles nothing for one device.
         """
         if not self._may_keep:
             return ()
-        return self.executables.halves.residuals()
+        pairs = zip(
+            self.executables.halves.residuals(), self.executables.residuals, strict=True
+        )
+        return tuple(replace(x, shape=s.shard_shape(x.shape)) for x, s in pairs)
 
     def forward_keeping(
         self, params: Sequence[Any], inputs: Sequence[Any]
@@ -251,21 +328,46 @@ class Segment:
         return self.spec.has_backward and not self.executables.is_last
 
 
-def compile_segments(segmented: Segmented, device: jax.Device) -> tuple[Segment, ...]:
-    """The runnable segments of a program on one device, executables shared by body."""
+def compile_segments(
+    segmented: Segmented, layouts: Layouts
+) -> tuple[tuple[Segment, ...], dict[str, Layout]]:
+    """The runnable segments of a program, executables shared by body.
+
+    Args:
+        layouts: of persistent arrays, and of the values that no segment makes.
+
+    Returns:
+        the segments, and the layout of every value.
+    """
     specs = segmented.program.segments
-    bodies: dict[int, _BodyExecutables] = {}
+    bodies: dict[Any, _BodyExecutables] = {}
+    values = dict(layouts.values)
     segments = []
     for spec, shared in zip(specs, segmented.shared, strict=True):
-        if spec.body not in bodies:
+        params = tuple(map(layouts.of, spec.params))
+        inputs = tuple(values[name] for name in spec.inputs)
+        trained = [replace(array, role="gradient") for array in spec.trained_params]
+        gradients = tuple(map(layouts.of, trained))
+        key = spec.body, params, inputs, gradients
+        if key not in bodies:
             is_last = spec is specs[-1]
-            bodies[spec.body] = _BodyExecutables(shared.body, spec, is_last, device)
-        segments.append(Segment(spec, bodies[spec.body], shared.hoisted))
-    return tuple(segments)
+            bodies[key] = _BodyExecutables(
+                shared.body, spec, is_last, layouts.mesh, params, inputs, gradients
+            )
+        values.update(zip(spec.outputs, bodies[key].outputs, strict=True))
+        segments.append(Segment(spec, bodies[key], shared.hoisted))
+    return tuple(segments), values
 
 
-def _placed(aval: Any, sharding: SingleDeviceSharding) -> jax.ShapeDtypeStruct:
+def _placed(aval: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+
+
+def _padded(gradient: Any, layout: Layout) -> Any:
+    if not layout.is_padded:
+        return gradient
+    sizes = zip(gradient.shape, layout.padded, strict=True)
+    return jnp.pad(gradient, [(0, size - n) for n, size in sizes])
 
 
 def _temporary_bytes(compiled: Any) -> int:

@@ -12,7 +12,6 @@ from zinf_kernels.adam import cpu
 
 ROWS, COLUMNS = 10, 4
 ROW_BYTES = 4 * COLUMNS
-CPU = jax.devices("cpu")[0]
 
 
 def params():
@@ -36,7 +35,7 @@ def compiled(tx=None, max_bytes=None):
         planner.problem,
         planner.separated,
         accumulates=(),
-        device=CPU,
+        layouts=planner.layouts,
     )
 
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.unit.segment.on_one import compiled_on
 from zinf.jaxpr import abstract
 from zinf.segment import (
-    compile_segments,
     named_leaves,
     segment_loss,
     trace_loss,
@@ -38,7 +38,7 @@ def compiled(loss, params, batch, *, key=None, frozen=(), **options):
         splittable=set(source.params.values()),
         max_bytes=4 * (WIDTH + 1) * WIDTH,
     )
-    return segmented, compile_segments(segmented, CPU)
+    return segmented, compiled_on(CPU, segmented)
 
 
 def arrays_of(params):

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.unit.segment.on_one import compiled_on
 from zinf.jaxpr import abstract
 from zinf.models.gpt import init_and_loss
 from zinf.models.gpt_config import GPTConfig
-from zinf.segment import compile_segments, segment_loss, trace_loss
+from zinf.segment import segment_loss, trace_loss
 from zinf.segment.build import array_spec
 from zinf.segment.flops import equation_flops
 
@@ -36,7 +37,7 @@ def segments_of(loss, params, batch, *, key=None, frozen=(), max_remat_bytes=0):
     )
     max_bytes = 4 * (WIDTH + 1) * WIDTH
     cut = segment_loss(source, frozen=frozen, splittable=(), max_bytes=max_bytes)
-    return cut.program, compile_segments(cut, CPU)
+    return cut.program, compiled_on(CPU, cut)
 
 
 @cache
@@ -48,7 +49,7 @@ def gpt(name, dtype="float32", **options):
     key = abstract(jax.random.key(0)) if config.dropout else None
     source = trace_loss(loss, params, batch, key=key, has_aux=False, max_remat_bytes=0)
     cut = segment_loss(source, frozen=(), splittable=(), max_bytes=None)
-    return cut.program, compile_segments(cut, CPU)
+    return cut.program, compiled_on(CPU, cut)
 
 
 def keeping(segments):

@@ -1,0 +1,76 @@
+"""The persistent arrays of a problem: which there are, in which pieces, asked where."""
+
+from collections.abc import Mapping
+
+import jax
+
+from zinf.config import Config
+from zinf.optim.separate import Separated
+from zinf.plan import Catalog, Resident
+from zinf.program import ArrayId, ArraySpec, Leaf, Program, Tier
+from zinf.segment.problem import Problem
+
+# How often a step moves an array that rests away from where it is used.
+PARAM_MOVES, STATE_MOVES = 3, 2
+
+
+def array_specs(problem: Problem, separated: Separated) -> dict[ArrayId, ArraySpec]:
+    """Every persistent array as a whole."""
+    specs = {}
+    states = {leaf.path: leaf.states for leaf in separated.leaves}
+    for path, param in problem.params.items():
+        specs[ArrayId("param", path)] = _spec(param.compute)
+        if param.has_master:
+            specs[ArrayId("master", path)] = _spec(param.master)
+        for state in states.get(path, ()):
+            specs[ArrayId(state.role, path)] = _spec(state.spec)
+    return specs
+
+
+def piece_specs(
+    wholes: Mapping[ArrayId, ArraySpec],
+    program: Program,
+    homes: Mapping[ArrayId, Tier] | None,
+) -> dict[ArrayId, ArraySpec]:
+    """Every persistent array as it rests: leaves stacked over layers by row.
+
+    Args:
+        homes: where arrays rest already, in the pieces that they do.
+    """
+    leaves = {leaf.path: leaf for leaf in program.leaves}
+    specs = {}
+    for whole, spec in wholes.items():
+        for piece in _pieces(whole, leaves[whole.path]):
+            if homes is None or piece in homes:
+                specs[piece] = spec.rows(*piece.rows) if piece.rows else spec
+            else:
+                specs[whole] = spec
+    for name in program.consts:
+        specs[ArrayId("const", name)] = program.values[name]
+    return specs
+
+
+def residents(catalog: Catalog, config: Config) -> list[Resident]:
+    """The arrays of a catalog with the tiers that their user asked for."""
+    found = []
+    for array, spec in catalog.specs.items():
+        if array.role == "const":
+            asked, moves = Tier.DEVICE, PARAM_MOVES
+        elif array.role == "param":
+            asked, moves = config.param_tier, PARAM_MOVES
+        else:
+            asked, moves = config.optimizer_tier, STATE_MOVES
+        on_device = catalog.nbytes(array, Tier.DEVICE)
+        found.append(Resident(array, spec.nbytes, asked, moves, on_device))
+    return found
+
+
+def _spec(abstract: jax.ShapeDtypeStruct) -> ArraySpec:
+    dtype = abstract.dtype
+    return ArraySpec(tuple(abstract.shape), str(dtype), dtype.itemsize)
+
+
+def _pieces(whole: ArrayId, leaf: Leaf) -> list[ArrayId]:
+    if leaf.num_rows is None:
+        return [whole]
+    return list(leaf.arrays(whole.role))

@@ -1,0 +1,124 @@
+"""Moves arrays between the two forms of their layout: shares on the host, and global
+arrays on the devices."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from zinf.memory.aligned import aligned_empty
+from zinf.memory.device import to_device, to_host
+from zinf.sharding import Box, Layout, intersection, relative
+
+
+def to_devices(
+    shares: Sequence[np.ndarray], layouts: Sequence[Layout]
+) -> list[jax.Array]:
+    """Global arrays of shares, cut as the shares are; complete on return.
+
+    No device has more of an array than its process's share, whatever form the layout
+    has on the devices: `in_device_form` gathers the rest. The caller's memory is not
+    aliased, and all transfers are begun before the first is waited for.
+
+    Raises:
+        ValueError: JAX would give an array another dtype there.
+    """
+    if layouts and layouts[0].share.num_devices == 1:
+        return to_device(shares, next(iter(layouts[0].share.device_set)))
+    pieces: list[np.ndarray] = []
+    devices: list[jax.Device] = []
+    for share, layout in zip(shares, layouts, strict=True):
+        for device, block in layout.blocks(layout.share).items():
+            pieces.append(share[(*relative(block, layout.box), ...)])
+            devices.append(device)
+    moved = iter(to_device(pieces, devices))
+    arrays: list[jax.Array] = []
+    for layout in layouts:
+        parts = [next(moved) for _ in layout.blocks(layout.share)]
+        assembled = jax.make_array_from_single_device_arrays(
+            layout.padded, layout.share, parts
+        )
+        arrays.append(assembled)
+    return arrays
+
+
+def to_shares(
+    arrays: Sequence[jax.Array], layouts: Sequence[Layout]
+) -> list[np.ndarray]:
+    """The shares of global arrays, in aligned memory of their own that the caller owns.
+
+    Waits until the arrays are computed. Of an array that devices hold whole, the share
+    alone is moved.
+    """
+    sources: list[list[tuple[Box, jax.Array]]] = []
+    for array, layout in zip(arrays, layouts, strict=True):
+        sources.append(list(_parts_of_share(array, layout)))
+    moved = iter(to_host(*[part for parts in sources for _, part in parts]))
+    shares = []
+    for array, layout, parts in zip(arrays, layouts, sources, strict=True):
+        if len(parts) == 1:
+            shares.append(next(moved))
+            continue
+        share = aligned_empty(layout.share_shape, array.dtype)
+        for block, _ in parts:
+            share[relative(block, layout.box)] = next(moved)
+        shares.append(share)
+    return shares
+
+
+def in_device_form(array: jax.Array, layout: Layout) -> jax.Array:
+    """`array` as its layout has it on the devices.
+
+    Between devices this is a collective, which every process has to begin in the same
+    order: on the device link, as the plan lists it.
+    """
+    wanted = layout.device
+    if wanted.num_devices == 1 or array.sharding.is_equivalent_to(wanted, array.ndim):
+        return array
+    return _placing(wanted)(array)
+
+
+def gathered(share: np.ndarray, layout: Layout) -> np.ndarray:
+    """The whole array, of the shares of all processes, without padding.
+
+    All processes have to call it, in the same order; the result is not to be changed.
+    """
+    if layout.is_whole:
+        return share
+    if layout.share_shape == layout.padded:
+        return layout.unpadded(share)
+    (array,) = to_devices([share], [layout])
+    everywhere = NamedSharding(layout.share.mesh, jax.sharding.PartitionSpec())
+    whole = _placing(everywhere)(array).addressable_data(0)
+    return layout.unpadded(to_host(whole)[0])
+
+
+def _parts_of_share(
+    array: jax.Array, layout: Layout
+) -> Iterator[tuple[Box, jax.Array]]:
+    """Blocks that make up the share of this process, on some device each."""
+    if len(array.devices()) == 1:
+        yield layout.box, array
+        return
+    blocks = layout.blocks(array.sharding)
+    seen = set()
+    for shard in array.addressable_shards:
+        block = blocks[shard.device]
+        part = intersection(block, layout.box)
+        if part is None or part in seen:
+            continue
+        seen.add(part)
+        inside = shard.data
+        if part != block:
+            inside = inside[relative(part, block)]
+        yield part, inside
+
+
+@cache
+def _placing(sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    def identity(array: jax.Array) -> jax.Array:
+        return array
+
+    return jax.jit(identity, out_shardings=sharding)

@@ -1,0 +1,80 @@
+"""The device mesh: which axes it has, and what lies along them.
+
+A mesh is a `jax.sharding.Mesh` whose axes are named below, in any order; an axis that
+it lacks has size 1. Batches are cut along the data axes, and the state of training
+along `fsdp` (ZeRO's "partitions" are shards here).
+"""
+
+from collections.abc import Iterable, Sequence
+from math import prod
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+REPLICA, FSDP = "replica", "fsdp"
+AXES = (REPLICA, FSDP, "seq", "expert", "tensor")
+DATA_AXES = (REPLICA, FSDP)
+
+
+def make_mesh(devices: Sequence[jax.Device], *, num_replicas: int = 1) -> Mesh:
+    """Devices in the order given, in `num_replicas` groups that each hold all state.
+
+    Devices of one process stay neighbours along `fsdp`, so that what a process keeps
+    of an array is in one piece.
+
+    Raises:
+        ValueError: the devices do not divide into so many groups.
+    """
+    if len(devices) % num_replicas:
+        raise ValueError(
+            f"{len(devices)} devices cannot be divided into {num_replicas} replicas of "
+            "the same size. Set mesh.replica (or mics_shard_size) to a divisor."
+        )
+    shape = (num_replicas, len(devices) // num_replicas, 1, 1, 1)
+    # With Explicit axes, jax's default, a model's own `w @ w.T` is a type error.
+    types = (AxisType.Auto,) * len(AXES)
+    return Mesh(np.asarray(devices, object).reshape(shape), AXES, axis_types=types)
+
+
+def check_mesh(mesh: Mesh) -> None:
+    """Raise ValueError for a mesh that training cannot be laid out on."""
+    unknown = [name for name in mesh.axis_names if name not in AXES]
+    if unknown:
+        raise ValueError(
+            f"The mesh has the axes {', '.join(map(str, unknown))}, which zinf does "
+            f"not know. Name its axes of {', '.join(AXES)}, in any order."
+        )
+    if any(kind != AxisType.Auto for kind in mesh.axis_types):
+        raise ValueError(
+            f"The mesh has axes of the types {mesh.axis_types}; all must be "
+            "jax.sharding.AxisType.Auto, so that models written for one device run "
+            "on it. zinf.make_mesh(devices) makes such a mesh."
+        )
+
+
+def axis_size(mesh: Mesh, names: Iterable[str]) -> int:
+    """The number of devices along some axes together; those it lacks count once."""
+    return prod(mesh.shape.get(name, 1) for name in names)
+
+
+def present(mesh: Mesh, names: Iterable[str]) -> tuple[str, ...]:
+    """Those of the axes that the mesh has, in the order of `names`."""
+    return tuple(name for name in names if name in mesh.shape)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The sharding of what every device holds whole."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def local_devices(mesh: Mesh) -> list[jax.Device]:
+    """The devices of a mesh that one process drives: those of this process.
+
+    Of a mesh of devices that are only compiled for, those of the first host.
+    """
+    local = set(mesh.local_devices)
+    if not local:
+        first = mesh.devices.flat[0].process_index
+        local = {d for d in mesh.devices.flat if d.process_index == first}
+    return [d for d in mesh.devices.flat if d in local]

@@ -1,0 +1,27 @@
+"""How arrays lie on a mesh of devices, and which part of each a process keeps."""
+
+from zinf.sharding.layout import Box, Layout, intersection, relative
+from zinf.sharding.layouts import (
+    Layouts,
+    batch_layout,
+    layouts_on_one,
+    persistent_layouts,
+    placed_layout,
+    whole_layout,
+)
+from zinf.sharding.zero import ZeroRule, zero_rule
+
+__all__ = [
+    "Box",
+    "Layout",
+    "Layouts",
+    "ZeroRule",
+    "batch_layout",
+    "intersection",
+    "layouts_on_one",
+    "persistent_layouts",
+    "placed_layout",
+    "relative",
+    "whole_layout",
+    "zero_rule",
+]

@@ -1,0 +1,164 @@
+"""The layout of everything that a step names."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import prod
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zinf.mesh import DATA_AXES, axis_size, make_mesh, present, replicated
+from zinf.program import ArrayId, ArraySpec, Program
+from zinf.sharding.layout import Layout
+from zinf.sharding.zero import ZeroRule, zero_rule
+
+FLOAT32_BYTES = 4
+VALUE_ROLES = ("value", "const", "cotangent", "cotangent part")
+GRADIENT_ROLES = ("gradient", "gradient part")
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """Attributes:
+    arrays: of persistent arrays and gradients as wholes.
+    values: of what crosses cuts, by name.
+    """
+
+    rule: ZeroRule
+    arrays: Mapping[ArrayId, Layout]
+    values: Mapping[str, Layout]
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.rule.mesh
+
+    def of(self, array: ArrayId) -> Layout:
+        """The layout of one array, or of rows of one."""
+        if array.role in VALUE_ROLES:
+            return self.values[array.path]
+        if array.role == "norm":
+            return whole_layout((), self.mesh)
+        role = "gradient" if array.role in GRADIENT_ROLES else array.role
+        layout = self.arrays[ArrayId(role, array.path)]
+        return layout.rows(*array.rows) if array.rows else layout
+
+    def with_inputs(self, program: Program) -> "Layouts":
+        """The same with the values that a program is given: batch, key, constants.
+
+        Raises:
+            ValueError: the batch does not divide among the devices.
+        """
+        values = {}
+        for name in (*program.batch, *program.consts):
+            is_batch = name.startswith("batch/")
+            shape = program.values[name].shape
+            values[name] = (
+                batch_layout(name, shape, self.mesh)
+                if is_batch
+                else whole_layout(shape, self.mesh)
+            )
+        return replace(self, values=values)
+
+    def share_spec(self, array: ArrayId, spec: ArraySpec) -> ArraySpec:
+        """What this process keeps of an array of `spec` on host or drive."""
+        return replace(spec, shape=self.of(array).share_shape)
+
+    def share_of(self, program: Program) -> Program:
+        """A program as the plan sees it: shares of values, a device's part of flops."""
+        values = {
+            name: replace(spec, shape=self.values[name].share_shape)
+            for name, spec in program.values.items()
+            if name in self.values  # outputs have other names in the last segment
+        }
+        count = self.mesh.size
+        segments = tuple(replace(s, flops=s.flops // count) for s in program.segments)
+        return replace(program, values=values, segments=segments)
+
+    def device_parts(self) -> dict[tuple[str, str], Fraction]:
+        """What one device has of an array, over what the process keeps elsewhere.
+
+        By role ("value" for cotangents too) and path; only where it is not 1.
+        """
+        found = {("value", name): _part(layout) for name, layout in self.values.items()}
+        found |= {(a.role, a.path): _part(layout) for a, layout in self.arrays.items()}
+        return {name: part for name, part in found.items() if part != 1}
+
+
+def whole_layout(shape: tuple[int, ...], mesh: Mesh) -> Layout:
+    """The layout of what every device and process has whole."""
+    sharding = replicated(mesh)
+    return Layout(shape, shape, sharding, sharding)
+
+
+def placed_layout(shape: tuple[int, ...], sharding: NamedSharding) -> Layout:
+    """The layout of a value that lies as `sharding` says."""
+    return Layout(shape, shape, sharding, sharding)
+
+
+def batch_layout(name: str, shape: tuple[int, ...], mesh: Mesh) -> Layout:
+    """The layout of a leaf of a microbatch: its examples are divided among devices.
+
+    Raises:
+        ValueError: they do not divide.
+    """
+    axes = present(mesh, DATA_AXES)
+    count = axis_size(mesh, axes)
+    if not shape or count == 1:
+        return whole_layout(shape, mesh)
+    if shape[0] % count:
+        raise ValueError(
+            f"{name} has {shape[0]} examples in a microbatch of all processes, which "
+            f"{count} data-parallel devices cannot divide evenly. Give a multiple of "
+            f"{count}, or fewer devices (mesh=zinf.make_mesh(devices))."
+        )
+    return placed_layout(shape, NamedSharding(mesh, PartitionSpec(axes)))
+
+
+def persistent_layouts(
+    specs: Mapping[ArrayId, ArraySpec],
+    rule: ZeroRule,
+    *,
+    indivisible: Collection[str] = (),
+) -> Layouts:
+    """The layouts of persistent arrays, and of the gradients of parameters.
+
+    Args:
+        specs: every array as a whole.
+        indivisible: leaves that are updated as wholes, and so are never padded.
+    """
+    found = {}
+    for array, spec in specs.items():
+        may_pad = array.path not in indivisible
+        found[array] = _layout(array.role, spec.shape, rule, may_pad)
+        if array.role == "param":
+            gradient = ArrayId("gradient", array.path)
+            found[gradient] = _layout("gradient", spec.shape, rule, may_pad)
+    return Layouts(rule, found, {})
+
+
+def layouts_on_one(device: jax.Device, specs: Mapping[ArrayId, ArraySpec]) -> Layouts:
+    """The layouts of arrays that lie whole on one device."""
+    rule = zero_rule(make_mesh([device]), stage=0, min_bytes=0)
+    return persistent_layouts(specs, rule)
+
+
+def _part(layout: Layout) -> Fraction:
+    share = prod(layout.share_shape)
+    return Fraction(prod(layout.device_shape), share) if share else Fraction(1)
+
+
+def _layout(role: str, shape: tuple[int, ...], rule: ZeroRule, may_pad: bool) -> Layout:
+    # The same for all arrays of a shape, whatever their dtype: what is updated together
+    # has to be cut alike.
+    dim = rule.cut_dim(shape, prod(shape) * FLOAT32_BYTES, may_pad=may_pad)
+    if dim is None:
+        return whole_layout(shape, rule.mesh)
+    size = -(-shape[dim] // rule.num_shards) * rule.num_shards
+    padded = (*shape[:dim], size, *shape[dim + 1 :])
+
+    def along(axes: tuple[str, ...]) -> NamedSharding:
+        entries = [None] * dim + [axes] if axes else []
+        return NamedSharding(rule.mesh, PartitionSpec(*entries))
+
+    return Layout(shape, padded, along(rule.device_axes(role)), along(rule.state_axes))
