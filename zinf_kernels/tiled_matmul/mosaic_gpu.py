@@ -93,6 +93,123 @@ class _Pieces:
         return slots * PIECE_ROWS * self.columns * jnp.dtype(dtype).itemsize
 
 
+@dataclass(frozen=True)
+class _Outer:
+    """The result, and what joins the product on its way there, in device memory."""
+
+    out: Any
+    bias: Any  # or None
+    residual: Any  # or None
+    epilogue: Epilogue
+    pieces: _Pieces
+
+    def scratch(self) -> dict[str, Any]:
+        """What `_Scratch` is made of."""
+        bias, residual, tiles = self.bias, self.residual, self.pieces.tiles
+        slots = COMPUTE_WARPGROUPS * SLOTS
+        bias_memory = plgpu.SMEM((COMPUTE_WARPGROUPS, tiles.n), jnp.float32)
+        return {
+            "leaving": self.pieces.memory(self.out.dtype),
+            "coming": None if residual is None else self.pieces.memory(residual.dtype),
+            "came": None if residual is None else plgpu.Barrier(num_barriers=slots),
+            "biases": None if bias is None else bias_memory,
+            "bias_came": None if bias is None else plgpu.Barrier(num_barriers=2),
+        }
+
+
+@dataclass(frozen=True)
+class _Scratch:
+    """Shared memory of a block beside the factors, and barriers for what comes.
+
+    Without a residual `coming` and `came` are None, and so are the others without bias.
+    """
+
+    leaving: Any
+    coming: Any
+    came: Any
+    biases: Any
+    bias_came: Any
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """A tile of the result, and the part of it that is this warpgroup's."""
+
+    outer: _Outer
+    scratch: _Scratch
+    warpgroup: Any
+    rows: Any
+    columns: Any
+    mine: Any
+
+    @property
+    def offsets(self) -> list[tuple[int, int]]:
+        return self.outer.pieces.offsets
+
+    def fetch_first(self) -> None:
+        """Begins to fetch what the epilogue takes in."""
+        outer, scratch = self.outer, self.scratch
+        if outer.bias is not None:
+            target = scratch.biases.at[self.warpgroup]
+            barrier = scratch.bias_came.at[self.warpgroup]
+            plgpu.copy_gmem_to_smem(outer.bias.at[self.columns], target, barrier)
+        if outer.residual is not None:
+            for number in range(min(SLOTS, len(self.offsets))):
+                self.fetch(number)
+
+    def fetch(self, number: int) -> None:
+        """Begins to fetch a piece of the residual."""
+        slot = number % SLOTS
+        plgpu.copy_gmem_to_smem(
+            self.piece_of(self.outer.residual, self.offsets[number]),
+            self.scratch.coming.at[self.warpgroup, slot],
+            self.scratch.came.at[self.warpgroup * SLOTS + slot],
+        )
+
+    def piece_of(self, ref: Any, offset: tuple[int, int]) -> Any:
+        tile = ref.at[self.rows, self.columns].at[self.mine]
+        row, column = offset
+        width = self.outer.pieces.columns
+        return tile.at[pl.ds(row, PIECE_ROWS), pl.ds(column, width)]
+
+    def finish(self, sums: Any) -> None:
+        """Puts the product through the epilogue and sends it off, piece by piece."""
+        outer, warpgroup = self.outer, self.warpgroup
+        product = sums[...]
+        if outer.bias is not None:
+            plgpu.barrier_wait(self.scratch.bias_came.at[warpgroup])
+        # Of the last tile; its pieces left while this one was summed.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        leaving = self.scratch.leaving
+        for number, (row, column) in enumerate(self.offsets):
+            slot = number % SLOTS
+            there = slice(column, column + outer.pieces.columns)
+            part = product[row : row + PIECE_ROWS, there]
+            line, extra = self.joining(number, there)
+            plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)
+            leaving[warpgroup, slot] = outer.epilogue(part, line, extra)
+            # Also ends all reads of the residual's slot.
+            plgpu.commit_smem()
+            target = self.piece_of(outer.out, (row, column))
+            plgpu.copy_smem_to_gmem(leaving.at[warpgroup, slot], target)
+            if outer.residual is not None and number + SLOTS < len(self.offsets):
+                self.fetch(number + SLOTS)
+
+    def joining(self, number: int, there: slice) -> tuple[Any | None, Any | None]:
+        """Bias and residual of a piece."""
+        outer, scratch, warpgroup = self.outer, self.scratch, self.warpgroup
+        line = extra = None
+        if outer.bias is not None:
+            line = scratch.biases[warpgroup, there]
+            shape = PIECE_ROWS, outer.pieces.columns
+            line = lax.broadcast_in_dim(line, shape, (1,))
+        if outer.residual is not None:
+            slot = number % SLOTS
+            plgpu.barrier_wait(scratch.came.at[warpgroup * SLOTS + slot])
+            extra = scratch.coming[warpgroup, slot]
+        return line, extra
+
+
 def _blocks(
     a: Any,
     b: Any,
@@ -103,12 +220,13 @@ def _blocks(
     tiles: Tiles,
 ) -> None:
     """What every block of threads does."""
-    outer = [ref.dtype for ref in (out, residual) if ref is not None]
-    widest = max(jnp.dtype(dtype).itemsize for dtype in outer)
+    dtypes = [ref.dtype for ref in (out, residual) if ref is not None]
+    widest = max(jnp.dtype(dtype).itemsize for dtype in dtypes)
     pieces = _Pieces(PIECE_ROW_BYTES // widest, tiles)
+    outer = _Outer(out, bias, residual, epilogue, pieces)
     block_m, block_n = tiles.m * COMPUTE_WARPGROUPS, tiles.n
     grid_m, grid_n = a.shape[0] // block_m, b.shape[1] // block_n
-    steps = _steps(a.dtype, sum(map(pieces.bytes, outer)), tiles)
+    steps = _steps(a.dtype, sum(map(pieces.bytes, dtypes)), tiles)
 
     def pipeline(body: Any, context: Any) -> Any:
         return plgpu.emit_pipeline_warp_specialized(
@@ -128,28 +246,14 @@ def _blocks(
     def ignore(*_: Any, **__: Any) -> None:
         """Allocations do not depend on what is computed."""
 
-    bias_memory = plgpu.SMEM((COMPUTE_WARPGROUPS, tiles.n), jnp.float32)
-    slots = COMPUTE_WARPGROUPS * SLOTS
-
     @partial(
         pl.run_scoped,
         allocations=pipeline(ignore, ignore).get_allocations(a, b),
-        leaving=pieces.memory(out.dtype),
-        coming=None if residual is None else pieces.memory(residual.dtype),
-        came=None if residual is None else plgpu.Barrier(num_barriers=slots),
-        biases=None if bias is None else bias_memory,
-        bias_came=None if bias is None else plgpu.Barrier(num_barriers=2),
+        **outer.scratch(),
         collective_axes="warpgroup",
     )
-    def _(
-        allocations: Any,
-        leaving: Any,
-        coming: Any,
-        came: Any,
-        biases: Any,
-        bias_came: Any,
-    ) -> None:
-        warpgroup = lax.axis_index("warpgroup")
+    def _(allocations: Any, **memory: Any) -> None:
+        scratch, warpgroup = _Scratch(**memory), lax.axis_index("warpgroup")
 
         @plgpu.nd_loop((grid_m * grid_n,), collective_axes="block")
         def _(loop: Any) -> None:
@@ -158,58 +262,15 @@ def _blocks(
             rows = pl.ds(i * block_m, block_m)
             columns = pl.ds(j * block_n, block_n)
             mine = pl.ds(warpgroup * tiles.m, tiles.m)
-
-            def piece_of(ref: Any, offset: tuple[int, int]) -> Any:
-                tile = ref.at[rows, columns].at[mine]
-                row, column = offset
-                return tile.at[pl.ds(row, PIECE_ROWS), pl.ds(column, pieces.columns)]
-
-            def fetch(number: int) -> None:
-                slot = number % SLOTS
-                plgpu.copy_gmem_to_smem(
-                    piece_of(residual, pieces.offsets[number]),
-                    coming.at[warpgroup, slot],
-                    came.at[warpgroup * SLOTS + slot],
-                )
+            tile = _Tile(outer, scratch, warpgroup, rows, columns, mine)
 
             def context(run: Any) -> None:
-                if bias is not None:
-                    target, barrier = biases.at[warpgroup], bias_came.at[warpgroup]
-                    plgpu.copy_gmem_to_smem(bias.at[columns], target, barrier)
-                if residual is not None:
-                    for number in range(min(SLOTS, len(pieces.offsets))):
-                        fetch(number)
+                tile.fetch_first()
 
                 @partial(pl.run_scoped, sums=plgpu.ACC((tiles.m, tiles.n), jnp.float32))
                 def _(sums: Any) -> None:
                     run(sums)
-                    product = sums[...]
-                    if bias is not None:
-                        plgpu.barrier_wait(bias_came.at[warpgroup])
-                    # Of the last tile; its pieces left while this one was summed.
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    for number, (row, column) in enumerate(pieces.offsets):
-                        slot = number % SLOTS
-                        shape = PIECE_ROWS, pieces.columns
-                        there = slice(column, column + pieces.columns)
-                        part = product[row : row + PIECE_ROWS, there]
-                        line = extra = None
-                        if bias is not None:
-                            line = biases[warpgroup, there]
-                            line = lax.broadcast_in_dim(line, shape, (1,))
-                        if residual is not None:
-                            plgpu.barrier_wait(came.at[warpgroup * SLOTS + slot])
-                            extra = coming[warpgroup, slot]
-                        plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)
-                        leaving[warpgroup, slot] = epilogue(part, line, extra)
-                        # Also ends all reads of the residual's slot.
-                        plgpu.commit_smem()
-                        target = piece_of(out, (row, column))
-                        plgpu.copy_smem_to_gmem(leaving.at[warpgroup, slot], target)
-                        if residual is not None and number + SLOTS < len(
-                            pieces.offsets
-                        ):
-                            fetch(number + SLOTS)
+                    tile.finish(sums)
 
             def multiply(_: Any, a_part: Any, b_part: Any, sums: Any) -> Any:
                 plgpu.wgmma(sums, a_part.at[mine], b_part)
