@@ -12,6 +12,8 @@ from typing import Literal
 import grain
 import numpy as np
 
+from zinf.data.share import Share
+
 Split = Literal["train", "validation"]
 
 STDLIB = "stdlib"
@@ -112,8 +114,9 @@ def text_dataset(
     validation_fraction: float,
     num_epochs: int | None = None,
     max_bytes: int = MAX_BYTES,
+    process: tuple[int, int] = (0, 1),
 ) -> grain.IterDataset:
-    """Shuffled batches {"tokens": int32 (batch_size, sequence_length + 1)} of text.
+    """Shuffled batches {"tokens": int32 (rows, sequence_length + 1)} of text.
 
     Reads in the calling process and thread: the text is in memory, and cutting a window
     out of it is cheaper than handing it over. The iterator's `get_state()` is JSON, and
@@ -129,10 +132,13 @@ def text_dataset(
         num_epochs: Passes over the split; `None` goes on for ever. Windows that fill no
             batch at the end are left out.
         max_bytes: Most text to read, in bytes of host memory.
+        process: (index, count) of several processes, which read equal files: this one
+            gets its rows, `batch_size / count`, of every batch. Those of all, in
+            process order, are the batch that one process would get, at any position.
 
     Raises:
         FileNotFoundError, ValueError: See `find_files`; or the split has too little
-            text for one batch.
+            text for one batch, or a batch does not divide among the processes.
     """
     if split not in ("train", "validation"):
         raise ValueError(f"split is {split!r}; it must be train or validation.")
@@ -151,11 +157,5 @@ def text_dataset(
             f"{batch_size}. Give more text, or lower sequence_length or batch_size"
             f"{' or raise validation_fraction' if split == 'validation' else ''}."
         )
-    in_this_thread = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-    return (
-        grain.MapDataset.source(windows)
-        .shuffle(seed)
-        .repeat(num_epochs)
-        .to_iter_dataset(in_this_thread)
-        .batch(batch_size, drop_remainder=True)
-    )
+    samples = grain.MapDataset.source(windows).shuffle(seed).repeat(num_epochs)
+    return Share(samples, batch_size, process)

@@ -189,3 +189,44 @@ def test_impossible_settings_are_named(numbers: list[str]) -> None:
         batches(numbers, split="test")
     with pytest.raises(ValueError, match=r"validation_fraction is 1.0"):
         batches(numbers, validation_fraction=1.0)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_shares_of_processes_make_the_batches_of_one(
+    numbers: list[str], count: int
+) -> None:
+    whole = taken(batches(numbers, num_epochs=3), 100)
+    shares = [
+        taken(batches(numbers, num_epochs=3, process=(index, count)), 100)
+        for index in range(count)
+    ]
+    num_windows = len(NUMBERS) // WINDOW  # with the byte that closes the file
+    assert len(whole) == 3 * num_windows // 4
+    joined = [sum(parts, []) for parts in zip(*shares, strict=True)]
+    assert joined == whole
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 4), (4, 1)])
+def test_a_position_means_the_same_to_any_number_of_processes(
+    numbers: list[str], before: int, after: int
+) -> None:
+    whole = taken(batches(numbers), 40)
+    states = []
+    for index in range(before):
+        iterator = batches(numbers, process=(index, before))
+        taken(iterator, 17)
+        states.append(iterator.get_state())
+    assert all(state == states[0] for state in states)
+    shares = []
+    for index in range(after):
+        iterator = batches(numbers, process=(index, after))
+        iterator.set_state(json.loads(json.dumps(states[0])))
+        shares.append(taken(iterator, 23))
+    assert [sum(parts, []) for parts in zip(*shares, strict=True)] == whole[17:]
+
+
+def test_a_batch_that_does_not_divide_among_processes_is_refused(
+    numbers: list[str],
+) -> None:
+    with pytest.raises(ValueError, match="4 samples .* 3 processes.*multiple of 3"):
+        batches(numbers, process=(0, 3))
