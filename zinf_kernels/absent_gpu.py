@@ -131,10 +131,8 @@ def compile_for(gpu: Gpu, function: Callable[..., Any], *args: Any) -> Any:
     Raises:
         NotImplementedError: the compiler is not installed; the message says what to do.
     """
-    reason = why_not()
-    if reason:
-        raise NotImplementedError(reason)
-    sharding = SingleDeviceSharding(_topology(gpu, 1).devices[0])
+    (device,) = absent_devices(gpu)
+    sharding = SingleDeviceSharding(device)
 
     def there(x: Any) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
@@ -156,11 +154,8 @@ def compile_over(
     Args:
         specs: a `PartitionSpec` for each argument and for the result, on axis "device".
     """
-    reason = why_not()
-    if reason:
-        raise NotImplementedError(reason)
-    devices = np.array(_topology(gpu, num_devices).devices)
-    mesh = Mesh(devices, ("device",), axis_types=(AxisType.Auto,))
+    devices = absent_devices(gpu, devices_per_host=num_devices)
+    mesh = Mesh(np.array(devices), ("device",), axis_types=(AxisType.Auto,))
     *ins, outs = specs
     mapped = jax.shard_map(function, mesh=mesh, in_specs=tuple(ins), out_specs=outs)
     there = [
@@ -181,11 +176,25 @@ def why_not() -> str | None:
     )
 
 
+def absent_devices(
+    gpu: Gpu, *, num_hosts: int = 1, devices_per_host: int = 1
+) -> list[Any]:
+    """Such GPUs, host by host, for the shardings of what is compiled and never run.
+
+    Raises:
+        NotImplementedError: the compiler is not installed; the message says what to do.
+    """
+    reason = why_not()
+    if reason:
+        raise NotImplementedError(reason)
+    return list(_topology(gpu, num_hosts, devices_per_host).devices)
+
+
 @cache
-def _topology(gpu: Gpu, num_devices: int) -> Any:
+def _topology(gpu: Gpu, num_hosts: int, devices_per_host: int) -> Any:
     return topologies.get_topology_desc(
         platform="cuda",
-        topology=f"1x1x{num_devices}",
+        topology=f"1x{num_hosts}x{devices_per_host}",
         target_config=_description(gpu),
     )
 

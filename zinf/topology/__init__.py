@@ -1,0 +1,33 @@
+"""Machines that are not there, and reading what was compiled for them."""
+
+from zinf.topology.chip import CHIPS, Chip
+from zinf.topology.compiled import (
+    Collective,
+    HostCopy,
+    Memory,
+    Shortage,
+    Traffic,
+    collectives,
+    host_copies,
+    memory,
+    shortage,
+    traffic,
+)
+from zinf.topology.topology import Topology, parse_topology
+
+__all__ = [
+    "CHIPS",
+    "Chip",
+    "Collective",
+    "HostCopy",
+    "Memory",
+    "Shortage",
+    "Topology",
+    "Traffic",
+    "collectives",
+    "host_copies",
+    "memory",
+    "parse_topology",
+    "shortage",
+    "traffic",
+]

@@ -1,0 +1,186 @@
+"""What is known of each accelerator and its host, from data sheets.
+
+Bandwidths are bytes per second of one device in one direction. Figures are what the
+maker states, which programs come near and do not reach.
+
+Sources:
+* TPU: https://cloud.google.com/tpu/docs/v5e, /v5p, /v6e (memory, flops, bandwidth and
+  interconnect per chip; memory of the virtual machine with four chips); for v4, /v4 and
+  Jouppi et al., "TPU v4", arXiv 2304.01433, table 4. PCIe of TPU hosts: Austin et al.,
+  "How to Scale Your Model", https://jax-ml.github.io/scaling-book/tpus, its table.
+* GPU: NVIDIA's data sheets of A100, H100, H200 and DGX B200; NVLink counts both ways
+  there, so half of it here. The host and the network are those of DGX systems: PCIe x16
+  of generation 4 (A100) or 5, one HDR (A100) or NDR port for each GPU, memory of the
+  host divided by its 8 GPUs.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from zinf_kernels.absent_gpu import GPUS, Gpu
+
+TERA = 10**12
+GIGA = 10**9
+
+
+@dataclass(frozen=True)
+class Chip:
+    """An accelerator, and its share of the host that it is in.
+
+    Attributes:
+        interconnect_bytes_per_second: to the devices that it reaches without a network:
+            the torus of TPUs, the NVLink of GPUs on one host.
+        network_bytes_per_second: to devices of other hosts; None if the interconnect
+            goes there too.
+        num_torus_dims: dims of a TPU's torus; None for GPUs.
+        max_devices: in the largest slice of TPUs; None for GPUs.
+    """
+
+    name: str
+    platform: Literal["tpu", "gpu"]
+    memory_bytes: int
+    flops_per_second: int
+    memory_bytes_per_second: int
+    interconnect_bytes_per_second: int
+    network_bytes_per_second: int | None
+    host_link_bytes_per_second: int
+    host_memory_bytes: int
+    devices_per_host: int
+    num_torus_dims: int | None
+    max_devices: int | None
+
+
+def _tpu(
+    name: str,
+    *,
+    memory_gib: int,
+    teraflops: int,
+    memory_gbps: int,
+    interconnect_gbps: int,
+    host_link_gbps: int,
+    host_memory_gb: int,
+    num_torus_dims: int,
+    max_devices: int,
+) -> Chip:
+    return Chip(
+        name=name,
+        platform="tpu",
+        memory_bytes=memory_gib << 30,
+        flops_per_second=teraflops * TERA,
+        memory_bytes_per_second=memory_gbps * GIGA,
+        interconnect_bytes_per_second=interconnect_gbps * GIGA,
+        network_bytes_per_second=None,
+        host_link_bytes_per_second=host_link_gbps * GIGA,
+        host_memory_bytes=host_memory_gb * GIGA // 4,
+        devices_per_host=4,
+        num_torus_dims=num_torus_dims,
+        max_devices=max_devices,
+    )
+
+
+def _gpu(
+    name: str,
+    gpu: Gpu,
+    *,
+    nvlink_gbps: int,
+    network_gbps: int,
+    host_link_gbps: int,
+    host_memory_gib: int,
+) -> Chip:
+    return Chip(
+        name=name,
+        platform="gpu",
+        memory_bytes=gpu.memory_bytes,
+        flops_per_second=gpu.flops_per_second,
+        memory_bytes_per_second=gpu.memory_bytes_per_second,
+        interconnect_bytes_per_second=nvlink_gbps * GIGA,
+        network_bytes_per_second=network_gbps * GIGA,
+        host_link_bytes_per_second=host_link_gbps * GIGA,
+        host_memory_bytes=(host_memory_gib << 30) // 8,
+        devices_per_host=8,
+        num_torus_dims=None,
+        max_devices=None,
+    )
+
+
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        _tpu(
+            "v4",
+            memory_gib=32,
+            teraflops=275,
+            memory_gbps=1_200,
+            interconnect_gbps=300,
+            host_link_gbps=16,
+            host_memory_gb=407,
+            num_torus_dims=3,
+            max_devices=4_096,
+        ),
+        _tpu(
+            "v5e",
+            memory_gib=16,
+            teraflops=197,
+            memory_gbps=819,
+            interconnect_gbps=200,
+            host_link_gbps=16,
+            host_memory_gb=192,
+            num_torus_dims=2,
+            max_devices=256,
+        ),
+        _tpu(
+            "v5p",
+            memory_gib=95,
+            teraflops=459,
+            memory_gbps=2_765,
+            interconnect_gbps=600,
+            host_link_gbps=16,
+            host_memory_gb=448,
+            num_torus_dims=3,
+            max_devices=6_144,
+        ),
+        _tpu(
+            "v6e",
+            memory_gib=32,
+            teraflops=918,
+            memory_gbps=1_600,
+            interconnect_gbps=400,
+            host_link_gbps=32,
+            host_memory_gb=720,
+            num_torus_dims=2,
+            max_devices=256,
+        ),
+        _gpu(
+            "a100",
+            GPUS["A100"],
+            nvlink_gbps=300,
+            network_gbps=25,
+            host_link_gbps=32,
+            host_memory_gib=2048,
+        ),
+        _gpu(
+            "h100",
+            GPUS["H100"],
+            nvlink_gbps=450,
+            network_gbps=50,
+            host_link_gbps=64,
+            host_memory_gib=2048,
+        ),
+        _gpu(
+            "h200",
+            GPUS["H200"],
+            nvlink_gbps=450,
+            network_gbps=50,
+            host_link_gbps=64,
+            host_memory_gib=2048,
+        ),
+        _gpu(
+            "b200",
+            GPUS["B200"],
+            nvlink_gbps=900,
+            network_gbps=50,
+            host_link_gbps=64,
+            host_memory_gib=2048,
+        ),
+    )
+}

@@ -1,0 +1,23 @@
+"""Reading a compiled program: traffic, host copies, memory."""
+
+from zinf.topology.compiled.collective import (
+    Collective,
+    Traffic,
+    collectives,
+    traffic,
+)
+from zinf.topology.compiled.host_copy import HostCopy, host_copies
+from zinf.topology.compiled.memory import Memory, Shortage, memory, shortage
+
+__all__ = [
+    "Collective",
+    "HostCopy",
+    "Memory",
+    "Shortage",
+    "Traffic",
+    "collectives",
+    "host_copies",
+    "memory",
+    "shortage",
+    "traffic",
+]

@@ -1,0 +1,79 @@
+"""Floating point operations of matrix products in a compiled program.
+
+What hides a transfer is the work between its start and its end, and in these programs
+that is products: of `dot`, of the calls of GPU libraries, and of the `convolution` that
+the TPU compiler makes of a product.
+"""
+
+import math
+import re
+
+from zinf.topology.compiled.hlo import Computation, Instruction, Module
+from zinf.topology.compiled.loop import trip_count
+
+GEMM_CALLS = ("__cublas$gemm", "__cublas$lt$matmul", "__cudnn$")
+CONTRACTED = re.compile(r"\blhs_contracting_dims=\{([\d,]*)\}")
+CONTRACTED_IN_JSON = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+
+
+def flops_between(
+    module: Module, inside: Computation, first: int, last: int
+) -> tuple[int, int]:
+    """Flops and number of products issued after instruction `first`, before `last`."""
+    flops = products = 0
+    for one in inside.instructions[first + 1 : last]:
+        more, count = _flops(module, inside, one)
+        flops += more
+        products += count
+    return flops, products
+
+
+def _flops(module: Module, inside: Computation, one: Instruction) -> tuple[int, int]:
+    if one.opcode == "dot":
+        return _dot(inside, one, CONTRACTED), 1
+    if one.opcode == "convolution":
+        return _convolution(inside, one), 1
+    if one.opcode == "custom-call":
+        target = one.attribute(r'custom_call_target="([^"]*)"') or ""
+        if target.startswith(GEMM_CALLS):
+            return _dot(inside, one, CONTRACTED_IN_JSON), 1
+        return 0, 0
+    flops = products = 0
+    for name in one.called:
+        computation = module.computations[name]
+        last = len(computation.instructions)
+        more, count = flops_between(module, computation, -1, last)
+        flops += more
+        products += count
+    trips = trip_count(module, inside, one) if one.opcode == "while" else 1
+    return flops * (trips or 1), products * (trips or 1)
+
+
+def _dot(inside: Computation, one: Instruction, contracted: re.Pattern[str]) -> int:
+    """Two for each element of the result and of the dims that are summed over."""
+    said = contracted.search(one.attributes)
+    if said is None:
+        return 0
+    left = inside.operand_leaves(one)[0].dims
+    axes = [int(axis.strip('" ')) for axis in said.group(1).split(",") if axis]
+    return 2 * one.leaves[0].numel * math.prod(left[axis] for axis in axes)
+
+
+def _convolution(inside: Computation, one: Instruction) -> int:
+    """Two for each element of the result and of what it sums over.
+
+    That is the kernel without its output features; but a batch dim of a product became
+    a spatial dim with a dilated input, of which each output meets one element.
+    """
+    labels = one.attribute(r"\bdim_labels=\w+_(\w+)->")
+    if labels is None:
+        return 0
+    kernel = inside.operand_leaves(one)[1].dims
+    dilation = one.attribute(r"\blhs_dilate=([\dx]+)")
+    dilations = [int(d) for d in dilation.split("x")] if dilation else []
+    summed = 1
+    for label, size in zip(labels, kernel, strict=True):
+        is_batch = label.isdigit() and dilations and dilations[int(label)] > 1
+        if label != "o" and not is_batch:
+            summed *= size
+    return 2 * one.leaves[0].numel * summed

@@ -1,0 +1,48 @@
+"""How many devices take part in a collective, from the three ways in which XLA says it.
+
+`{{0,1},{2,3}}` lists the groups; `[2,4]<=[4,2]T(1,0)` cuts a transposed range into
+groups; `mesh['a'=2,'b'=4] {'b'}` names axes of a mesh, or with `'b':(1)2` part of one.
+"""
+
+import math
+import re
+
+LISTED = re.compile(r"^\{\{([\d,]*)\}")
+RANGE = re.compile(r"^\[(\d+),(\d+)\]<=")
+MESH = re.compile(r"^mesh\[([^\]]*)\][^{]*\{([^}]*)\}")
+AXIS = re.compile(r"'([^']*)'=(\d+)")
+USED = re.compile(r"'([^']*)'(?::\(\d+\)(\d+))?")
+GROUPS = re.compile(r"\breplica_groups=(.*)")
+PAIRS = re.compile(r"\{(\d+),(\d+)\}")
+
+
+def group_size(attributes: str, num_devices: int) -> int:
+    """Devices in a group of a collective; all of them if it does not say.
+
+    Raises:
+        NotImplementedError: groups are written in a way that this does not know.
+    """
+    said = GROUPS.search(attributes)
+    if said is None or said.group(1).startswith("{}"):
+        return num_devices
+    groups = said.group(1)
+    if listed := LISTED.match(groups):
+        return len(listed.group(1).split(","))
+    if cut := RANGE.match(groups):
+        return int(cut.group(2))
+    if mesh := MESH.match(groups):
+        sizes = {name: int(size) for name, size in AXIS.findall(mesh.group(1))}
+        return math.prod(
+            int(part) if part else sizes[name]
+            for name, part in USED.findall(mesh.group(2))
+        )
+    raise NotImplementedError(
+        f"XLA wrote the groups of a collective in an unknown way: {groups[:80]!r}. "
+        "Known are {{0,1},{2,3}}, [2,4]<=[8] and mesh['a'=2,'b'=4] {'b'}."
+    )
+
+
+def num_senders(attributes: str) -> int:
+    """Devices that send to another one in a collective-permute."""
+    pairs = attributes.partition("source_target_pairs=")[2].partition("}}")[0] + "}"
+    return sum(source != target for source, target in PAIRS.findall(pairs))

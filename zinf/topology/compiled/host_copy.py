@@ -1,0 +1,92 @@
+"""What a compiled program copies between device and host memory, and what hides it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from zinf.topology.compiled.flops import flops_between
+from zinf.topology.compiled.hlo import Instruction, Module, parse
+from zinf.topology.compiled.loop import Visit, visits
+
+SLICES = ("dynamic-slice", "dynamic-update-slice", "copy")
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """A copy between the memories; bytes and flops are per device and execution.
+
+    `times`, `is_exact` and what is overlapped are as in `Collective`.
+    """
+
+    name: str
+    is_to_host: bool
+    nbytes: int
+    times: int
+    is_exact: bool
+    is_async: bool
+    overlapped_flops: int
+    overlapped_products: int
+
+
+def host_copies(text: str) -> tuple[HostCopy, ...]:
+    """The copies of a compiled program to and from pinned host memory.
+
+    Whole arrays (`copy`, or `copy-start` and `copy-done`), and slices of them that an
+    asynchronous wrapper moves. Device memories among themselves do not count.
+    """
+    module = parse(text)
+    return tuple(copy for visit in visits(module) for copy in _of(module, visit))
+
+
+def _of(module: Module, visit: Visit) -> Iterator[HostCopy]:
+    for one in visit.computation.instructions:
+        if one.opcode == "copy":
+            (source,) = visit.computation.operand_leaves(one)
+            (result,) = one.leaves
+            if source.is_on_host != result.is_on_host:
+                yield _made(module, visit, one, result.is_on_host, result.nbytes)
+        elif one.opcode == "copy-start":
+            result, source = one.leaves[:2]
+            if source.is_on_host != result.is_on_host:
+                yield _made(module, visit, one, result.is_on_host, result.nbytes)
+        elif one.opcode == "async-start":
+            yield from _slices(module, visit, one)
+
+
+def _slices(module: Module, visit: Visit, one: Instruction) -> Iterator[HostCopy]:
+    for name in one.called:
+        inside = module.computations[name]
+        root = inside.root
+        if root.opcode not in SLICES:
+            continue
+        operands = inside.operand_leaves(root)
+        result = root.leaves[0]
+        moved, into = operands[0], result
+        if root.opcode == "dynamic-update-slice":
+            moved = operands[1]
+        if moved.is_on_host != into.is_on_host:
+            nbytes = min(moved.nbytes, into.nbytes)
+            yield _made(module, visit, one, into.is_on_host, nbytes)
+
+
+def _made(
+    module: Module, visit: Visit, one: Instruction, is_to_host: bool, nbytes: int
+) -> HostCopy:
+    scheduled = visit.computation
+    is_async = one.opcode.endswith("-start")
+    flops = products = 0
+    if is_async:
+        done = one.opcode.removesuffix("-start") + "-done"
+        users = scheduled.users.get(one.name, ())
+        ends = [scheduled.position[user.name] for user in users if user.opcode == done]
+        first, last = scheduled.position[one.name], len(scheduled.instructions)
+        flops, products = flops_between(module, scheduled, first, min([*ends, last]))
+    return HostCopy(
+        name=one.name,
+        is_to_host=is_to_host,
+        nbytes=nbytes,
+        times=visit.times,
+        is_exact=visit.is_exact,
+        is_async=is_async,
+        overlapped_flops=flops,
+        overlapped_products=products,
+    )

@@ -1,0 +1,125 @@
+"""How often each computation of a compiled program runs."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from zinf.topology.compiled.hlo import Computation, Instruction, Module
+
+COPIES = ("copy", "copy-start", "copy-done", "bitcast")
+TRIPS = r'known_trip_count"?[:=]\{"?n"?[:=]"?(\d+)'
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A computation as it is reached by one way of calls from the entry.
+
+    `times` is how often it runs that way: the trip counts of the loops around it
+    multiplied, where those that cannot be known count once; `is_exact` says that there
+    are none. A branch counts as taken: its traffic is a bound.
+    """
+
+    computation: Computation
+    times: int
+    is_exact: bool
+
+
+def visits(module: Module) -> Iterator[Visit]:
+    """Each computation that the entry reaches, but not what is fused or asynchronous.
+
+    Those are part of the instruction that holds them.
+    """
+    entry = Visit(module.computations[module.entry], 1, True)
+    waiting = [entry]
+    while waiting:
+        visit = waiting.pop()
+        yield visit
+        for one in visit.computation.instructions:
+            waiting.extend(_inside(module, visit, one))
+
+
+def _inside(module: Module, visit: Visit, one: Instruction) -> Iterator[Visit]:
+    if one.opcode == "while":
+        trips = trip_count(module, visit.computation, one)
+        body = one.attribute(r"\bbody=%?([\w.\-]+)")
+        assert body is not None, f"{one.name} is a loop without a body"
+        yield Visit(
+            module.computations[body],
+            visit.times * (1 if trips is None else trips),
+            visit.is_exact and trips is not None,
+        )
+    elif one.opcode in ("call", "conditional"):
+        for name in one.called:
+            yield Visit(module.computations[name], visit.times, visit.is_exact)
+
+
+def trip_count(module: Module, around: Computation, loop: Instruction) -> int | None:
+    """How often a loop runs its body, None if the text does not tell.
+
+    XLA says it of loops that it analysed. The TPU compiler makes loops of its own, for
+    products that overlap a ring of permutes, and does not: there it follows from the
+    counter `i < limit`, where it starts and what the body adds to it.
+    """
+    if said := loop.attribute(TRIPS):
+        return int(said)
+    condition = loop.attribute(r"\bcondition=%?([\w.\-]+)")
+    body = loop.attribute(r"\bbody=%?([\w.\-]+)")
+    if condition is None or body is None:
+        return None
+    counter = _counter(module.computations[condition])
+    if counter is None:
+        return None
+    index, limit = counter
+    start = _constant(around, _element(around, loop.operands[0], index))
+    step = _step(module.computations[body], index)
+    if start is None or not step:
+        return None
+    return max(0, -(-(limit - start) // step))
+
+
+def _counter(condition: Computation) -> tuple[int, int] | None:
+    """Which element of the loop's state is compared, and the limit it stays below."""
+    compare = condition.root
+    if compare.opcode != "compare" or "direction=LT" not in compare.attributes:
+        return None
+    index = _index(condition, compare.operands[0])
+    limit = _constant(condition, compare.operands[1])
+    return None if index is None or limit is None else (index, limit)
+
+
+def _step(body: Computation, index: int) -> int | None:
+    name = _element(body, body.root.name, index)
+    add = None if name is None else _original(body, name)
+    if add is None or add.opcode != "add":
+        return None
+    first, second = add.operands
+    return _constant(body, second) if _index(body, first) == index else None
+
+
+def _element(inside: Computation, name: str, index: int) -> str | None:
+    made = inside.by_name[name]
+    return made.operands[index] if made.opcode == "tuple" else None
+
+
+def _index(inside: Computation, name: str) -> int | None:
+    """The element of the loop's state that this is."""
+    one = _original(inside, name)
+    said = one.attribute(r"\bindex=(\d+)")
+    return None if one.opcode != "get-tuple-element" or said is None else int(said)
+
+
+def _constant(inside: Computation, name: str | None) -> int | None:
+    """The value of a scalar, None if it is no constant."""
+    if name is None:
+        return None
+    one = _original(inside, name)
+    is_number = one.opcode == "constant" and re.fullmatch(r"-?\d+", one.arguments)
+    return int(one.arguments) if is_number else None
+
+
+def _original(inside: Computation, name: str) -> Instruction:
+    """What an instruction is a copy of."""
+    one = inside.by_name[name]
+    while one.opcode in COPIES:
+        one = inside.by_name[one.operands[0]]
+    return one

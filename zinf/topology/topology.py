@@ -1,0 +1,131 @@
+"""A machine that need not be there, from a text such as "v5p:8x8x8" or "h200:8"."""
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from zinf.topology.chip import CHIPS, Chip
+from zinf.topology.tpu import tpu_devices
+from zinf_kernels.absent_gpu import GPUS, OPTIONS, absent_devices
+
+NUMBERS = re.compile(r"[1-9]\d*(x[1-9]\d*)*")
+EXAMPLES = "v5p:8x8x8, v5e:16x16, h200:8 or h100:64"
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Devices of one kind, and how they are spread over hosts.
+
+    `text` is the topology's own name, such as "v5p:8x8x8"; `shape` is that of the
+    torus, or the number of GPUs alone.
+    """
+
+    text: str
+    chip: Chip
+    shape: tuple[int, ...]
+    num_devices: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_devices", math.prod(self.shape))
+
+    @property
+    def devices_per_host(self) -> int:
+        return min(self.num_devices, self.chip.devices_per_host)
+
+    @property
+    def num_hosts(self) -> int:
+        return self.num_devices // self.devices_per_host
+
+    @property
+    def link_bytes_per_second(self) -> int:
+        """What a device can send to the others: what is slowest on the way to them."""
+        inside = self.chip.interconnect_bytes_per_second
+        outside = self.chip.network_bytes_per_second
+        if self.num_hosts == 1 or outside is None:
+            return inside
+        return min(inside, outside)
+
+    @property
+    def compiler_options(self) -> dict[str, bool | str]:
+        """What `jax.stages.Lowered.compile` needs to compile without the device."""
+        return dict(OPTIONS) if self.chip.platform == "gpu" else {}
+
+    def devices(self) -> list[Any]:
+        """Its devices, in process order, for meshes of what is compiled and never run.
+
+        Shardings over them lower and compile programs for the machine, beside the CPU
+        or whatever else this process uses. GPUs that are not there report no memories:
+        arguments in pinned host memory are taken for the device's.
+
+        Raises:
+            NotImplementedError: the compiler for them is not installed here.
+            ValueError: the compiler knows no such machine.
+        """
+        if self.chip.platform == "tpu":
+            return tpu_devices(self.text, self.shape)
+        return absent_devices(
+            GPUS[self.chip.name.upper()],
+            num_hosts=self.num_hosts,
+            devices_per_host=self.devices_per_host,
+        )
+
+
+def parse_topology(text: str) -> Topology:
+    """The topology of a text.
+
+    Args:
+        text: a chip of `CHIPS`, a colon and, for TPUs, the shape of the slice in chips,
+            for GPUs their number.
+
+    Raises:
+        ValueError: the text is none, the chip is not known, or no such machine can be.
+    """
+    name, colon, size = text.strip().lower().partition(":")
+    if not colon or not NUMBERS.fullmatch(size):
+        raise ValueError(
+            f"{text!r} is no topology. Write the chip, a colon and its size: "
+            f"{EXAMPLES}."
+        )
+    if name not in CHIPS:
+        raise ValueError(
+            f"{text!r} asks for {name!r}, which is not in the catalogue of chips: "
+            f"{', '.join(CHIPS)}."
+        )
+    chip = CHIPS[name]
+    shape = tuple(map(int, size.split("x")))
+    problem = _impossible(chip, shape)
+    if problem:
+        raise ValueError(f"{text!r} cannot be: {problem}")
+    return Topology(text=f"{name}:{size}", chip=chip, shape=shape)
+
+
+def _impossible(chip: Chip, shape: tuple[int, ...]) -> str | None:
+    """Why there is no such machine."""
+    count = math.prod(shape)
+    if chip.max_devices is not None and count > chip.max_devices:
+        return (
+            f"it has {count:,} chips and the largest slice of {chip.name} has "
+            f"{chip.max_devices:,}."
+        )
+    if chip.num_torus_dims is None:
+        if len(shape) > 1:
+            return f"{chip.name} is a GPU, whose size is a number, as in {chip.name}:8."
+        if count > chip.devices_per_host and count % chip.devices_per_host:
+            return (
+                f"{count} GPUs do not fill hosts of {chip.devices_per_host}. "
+                f"Use up to {chip.devices_per_host}, or a multiple of it."
+            )
+        return None
+    if len(shape) != chip.num_torus_dims:
+        example = "x".join(["4"] * chip.num_torus_dims)
+        return (
+            f"the torus of {chip.name} has {chip.num_torus_dims} dims and this has "
+            f"{len(shape)}. Write, for instance, {chip.name}:{example}."
+        )
+    if count > 1 and (shape[0] % 2 or shape[1] % 2):
+        return (
+            "a host holds 2 x 2 chips, so the first two dims must be even, unless it is "
+            "one chip."
+        )
+    return None

@@ -1,0 +1,74 @@
+"""TPUs that are not there: libtpu describes and compiles for them on any machine.
+
+libtpu takes settings from the environment, and without these it asks the network which
+machine it runs on. They are set while it starts, if they are not set already, and are
+gone afterwards; libtpu starts once in a process.
+"""
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+SETTINGS = {
+    # Ask no metadata server.
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    # Any type will do; without one it says on stderr that it knows none.
+    "TPU_ACCELERATOR_TYPE": "v5e-16",
+    # Errors only: it reports on stderr that there is no TPU, which is so.
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TPU_STDERR_LOG_LEVEL": "3",
+}
+LIBRARY = "libtpu"
+
+
+def tpu_devices(text: str, shape: tuple[int, ...]) -> list[Any]:
+    """The chips of a slice, in process order.
+
+    Args:
+        text: the name that libtpu gives it, such as "v5p:8x8x8".
+        shape: of the torus, in chips.
+
+    Raises:
+        NotImplementedError: libtpu is not installed.
+        ValueError: it knows no such slice.
+    """
+    if find_spec(LIBRARY) is None:
+        raise NotImplementedError(
+            f"The compiler for {text} is not installed; it needs no TPU: "
+            f"pip install 'jax[tpu]=={jax.__version__}' (or zinf[tpu-topology])."
+        )
+    # One core a chip, as in later chips: v4 can run its two as devices of their own.
+    options: dict[str, Any] = {}
+    if text.startswith("v4:"):
+        options["chip_config_name"] = "megacore"
+    if math.prod(shape) == 1:
+        options["chips_per_host_bounds"] = (1, 1, 1)
+    with _settings():
+        try:
+            described = topologies.get_topology_desc(
+                platform="tpu", topology_name=text, **options
+            )
+        except jax.errors.JaxRuntimeError as error:
+            raise ValueError(
+                f"libtpu cannot describe {text}: {error}. Ask for a slice that exists; "
+                "if jax has started a TPU in this process, use another process."
+            ) from error
+    return sorted(described.devices, key=lambda d: (d.process_index, d.id))
+
+
+@contextmanager
+def _settings() -> Iterator[None]:
+    added = {name: value for name, value in SETTINGS.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
