@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # Lowest first. A module may import from its own package and from lower layers.
 LAYERS = (
-    ("program", "config", "mesh", "jaxpr", "distributed"),
+    ("program", "config", "mesh", "topology", "paper", "jaxpr", "distributed"),
     ("memory", "sharding"),
     ("activation", "tiling", "data", "models"),
     ("segment",),
