@@ -125,7 +125,7 @@ def _impossible(chip: Chip, shape: tuple[int, ...]) -> str | None:
         )
     if count > 1 and (shape[0] % 2 or shape[1] % 2):
         return (
-            "a host holds 2 x 2 chips, so the first two dims must be even (or all "
-            "must be one chip)."
+            "a host holds 2 x 2 chips, so the first two dims must be even. Only a "
+            "single chip may be less."
         )
     return None
