@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from zinf.checkpoint import read_arrays, write_arrays
-from zinf.executor.batch import batch_spec, signature
+from zinf.executor.batch import signature
 from zinf.executor.condition import Condition
 from zinf.executor.decision import MIXED
 from zinf.executor.metrics import step_metrics
@@ -204,7 +204,7 @@ class Engine:
         if self._runners.get(shape) is not self._current:
             self.flush()
         if shape not in self._runners:
-            spec = batch_spec(batch, self.config.num_microbatches)
+            spec = self.planner.batch_spec(batch)
             homes = self._residents.homes if self.is_placed else None
             made = self.planner.plan(spec, homes)
             if homes is None:

@@ -9,6 +9,7 @@ import optax
 from jax.sharding import Mesh
 
 from zinf.config import Config
+from zinf.distributed import AbstractGroup, Alone
 from zinf.engine import Engine
 from zinf.executor.batch import batch_spec
 from zinf.executor.prepare import Planner
@@ -33,6 +34,7 @@ def initialize(
     model_state: Any = None,
     batch: Any = None,
     mesh: Mesh | None = None,
+    group: AbstractGroup | None = None,
 ) -> Engine:
     """Prepares training of `params` under `loss_fn`, wherever its bytes have to rest.
 
@@ -54,6 +56,8 @@ def initialize(
             of `zinf.mesh.AXES`, in any order. By default what `mesh` in the config asks
             for, and of accelerators all there are. With several processes each gives
             its own part of every batch.
+        group: the processes that train together, as `zinf.distributed.join` gives them;
+            without, this process is the only one.
 
     Raises:
         ValueError: with what was asked, found, and to change: a coupled optimizer, a
@@ -71,6 +75,7 @@ def initialize(
         rng=rng,
         model_state=model_state,
         mesh=mesh,
+        group=group,
     )
     engine = Engine(planner, rng)
     if batch is not None:
@@ -96,6 +101,7 @@ def make_planner(
     rng: jax.Array | None = None,
     model_state: Any = None,
     mesh: Mesh | None = None,
+    group: AbstractGroup | None = None,
 ) -> Planner:
     """The arguments of `initialize` as something that plans steps."""
     config = Config.load(config)
@@ -118,7 +124,15 @@ def make_planner(
     )
     separated = separate(tx, problem.abstract_params, trainable=problem.trainable)
     key = None if rng is None else jax.eval_shape(lambda: rng)
-    return Planner(problem, separated, config, rule, key)
+    if group is None:
+        group = Alone()
+        if jax.process_count() > 1:
+            raise ValueError(
+                f"jax runs {jax.process_count()} processes, and zinf was given none of "
+                "them. Start with `group = zinf.distributed.join(...)` in place of "
+                "jax.distributed.initialize, and pass group= to zinf.initialize."
+            )
+    return Planner(problem, separated, config, rule, key, group)
 
 
 def mesh_of(config: Config) -> Mesh:

@@ -15,6 +15,7 @@ import numpy as np
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh
 
+from zinf.distributed import AbstractGroup
 from zinf.engine import Engine
 from zinf.initialize import ConfigSource, make_planner
 from zinf.jaxpr.keys import from_words, to_words
@@ -92,6 +93,7 @@ def initialize(
     rng: jax.Array | None = None,
     batch: Any = None,
     mesh: Mesh | None = None,
+    group: AbstractGroup | None = None,
 ) -> TrainStateEngine:
     """Prepares training of a `TrainState` under `loss_fn`; see `zinf.initialize`.
 
@@ -127,6 +129,7 @@ def initialize(
         rng=rng,
         model_state=model_state if names else None,
         mesh=mesh,
+        group=group,
     )
     engine = TrainStateEngine(planner, rng)
     engine._template = template

@@ -68,6 +68,22 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def num_batch_shares(mesh: Mesh) -> int:
+    """Into how many parts a batch is cut among processes.
+
+    Processes whose devices have the same examples (those of one tensor group, say) give
+    the same part.
+    """
+    axes = [mesh.axis_names.index(name) for name in present(mesh, DATA_AXES)]
+    mine = set(local_devices(mesh))
+    positions = {
+        tuple(position[axis] for axis in axes)
+        for position, device in np.ndenumerate(mesh.devices)
+        if device in mine
+    }
+    return axis_size(mesh, present(mesh, DATA_AXES)) // len(positions)
+
+
 def local_devices(mesh: Mesh) -> list[jax.Device]:
     """The devices of a mesh that one process drives: those of this process.
 

@@ -16,6 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from zinf.config import Config
+from zinf.distributed import AbstractGroup
 from zinf.engine import Engine
 from zinf.initialize import ConfigSource, make_planner
 from zinf.segment import named_leaves
@@ -53,6 +54,7 @@ def initialize(
     rng: jax.Array | None = None,
     batch: Any = None,
     mesh: Mesh | None = None,
+    group: AbstractGroup | None = None,
 ) -> ModuleEngine:
     """Prepares training of a module under `loss_fn`; see `zinf.initialize`.
 
@@ -90,6 +92,7 @@ def initialize(
         rng=rng,
         model_state=state,
         mesh=mesh,
+        group=group,
     )
     engine = ModuleEngine(planner, rng)
     engine._graphdef, engine._module = split.graphdef, given

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import jax
 import tensorstore as ts
 
 from zinf.checkpoint.blocks import Finish, Transfer, blocks, held_bytes, move
@@ -36,7 +37,8 @@ def write_arrays(
     counted in their ledgers. All is on the drive, safe from a power cut, when this
     returns. The manifest is written last: without one, a checkpoint is not complete.
 
-    The arrays must not change meanwhile. Where they rest does not matter.
+    The arrays must not change meanwhile. Where they rest does not matter. Of several
+    processes all have to call, since each has a share, and the first one writes.
 
     Args:
         directory: absent or empty.
@@ -48,6 +50,9 @@ def write_arrays(
             found before anything is written.
         BudgetExceeded: a tier has no room for the blocks.
     """
+    if jax.process_index():
+        _give_shares(residents)
+        return
     _claim(directory, sum(spec.nbytes for spec in residents.specs.values()))
     context = ts.Context(CONTEXT)
 
@@ -64,6 +69,14 @@ def write_arrays(
     with _blocks_held(residents, "saving a checkpoint") as capacity_bytes:
         move(transfers(), capacity_bytes)
     Manifest(residents.specs, dict(scalars)).write(directory)
+
+
+def _give_shares(residents: Residents) -> None:
+    """Takes part in reading what another process writes."""
+    with _blocks_held(residents, "saving a checkpoint"):
+        for array, spec in residents.specs.items():
+            for block in blocks(array, spec):
+                residents.read(block)
 
 
 def read_arrays(

@@ -9,10 +9,13 @@ import numpy as np
 from zinf.segment import named_leaves
 
 
-def batch_spec(batch: Any, num_microbatches: int) -> Any:
-    """The pytree of shapes and dtypes of one microbatch.
+def batch_spec(batch: Any, num_microbatches: int, num_shares: int = 1) -> Any:
+    """The pytree of shapes and dtypes of one microbatch, of all processes together.
 
     Every leaf with a leading dim is cut along it; scalars go to every microbatch whole.
+
+    Args:
+        batch: one of `num_shares` parts of equal shapes that processes give.
 
     Raises:
         ValueError: a leaf is no array of numbers, or its leading dim does not divide.
@@ -24,7 +27,7 @@ def batch_spec(batch: Any, num_microbatches: int) -> Any:
     def cut(leaf: Any) -> jax.ShapeDtypeStruct:
         shape = tuple(np.shape(leaf))
         if shape:
-            shape = (shape[0] // num_microbatches, *shape[1:])
+            shape = (num_shares * (shape[0] // num_microbatches), *shape[1:])
         return jax.ShapeDtypeStruct(shape, jnp.result_type(leaf))
 
     return jax.tree.map(cut, batch)
@@ -58,7 +61,10 @@ def _check_divides(path: str, leaf: Any, num_microbatches: int) -> None:
 def microbatches(
     batch: Any, spec: Any, num_microbatches: int
 ) -> list[dict[str, np.ndarray]]:
-    """The arrays of each microbatch by name ("batch/tokens"), in `spec`'s dtypes."""
+    """This process's part of each microbatch by name ("batch/tokens").
+
+    In the dtypes of `spec`, which has the shapes of all parts together.
+    """
     names = [f"batch/{n}" for n in named_leaves(spec)]
     leaves = jax.tree.leaves(batch)
     specs = jax.tree.leaves(spec)
@@ -68,7 +74,7 @@ def microbatches(
         for name, leaf, wanted in zip(names, leaves, specs, strict=True):
             array = np.asarray(leaf)
             if array.ndim:
-                rows = wanted.shape[0]
+                rows = array.shape[0] // num_microbatches
                 array = array[m * rows : (m + 1) * rows]
             arrays[name] = np.array(array, dtype=wanted.dtype)
         cut.append(arrays)

@@ -7,6 +7,7 @@ the same code answers "does it fit" for a machine that is not there.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from hashlib import sha256
 from typing import Any
 
 import jax
@@ -14,17 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from zinf.config import Config
+from zinf.distributed import AbstractGroup, Alone
 from zinf.executor.arrays import array_specs, piece_specs, residents
+from zinf.executor.batch import batch_spec
 from zinf.executor.fused import FusedProgram, compile_fused
+from zinf.executor.resources import Resources
 from zinf.executor.updates import Updates, compile_program_updates
-from zinf.memory.capacity import (
-    device_capacity_bytes,
-    host_capacity_bytes,
-    host_memory_bytes,
-    nvme_capacity_bytes,
-)
-from zinf.memory.nvme import measured_speeds
-from zinf.mesh import local_devices
+from zinf.mesh import local_devices, num_batch_shares
 from zinf.optim.separate import Separated
 from zinf.plan import (
     Arrangement,
@@ -35,7 +32,6 @@ from zinf.plan import (
     Plan,
     Rates,
     StepOptions,
-    accelerator_rates,
     build_at_home,
     build_placed,
     count_contributions,
@@ -92,6 +88,7 @@ class Planner:
     Attributes:
         rule: how arrays are cut, and along which mesh.
         key: shape and dtype of the random key, or None.
+        group: the processes that plan the same; what they measured is made alike.
     """
 
     problem: Problem
@@ -99,11 +96,17 @@ class Planner:
     config: Config
     rule: ZeroRule
     key: jax.ShapeDtypeStruct | None
+    group: AbstractGroup = Alone()
+
+    def batch_spec(self, batch: Any) -> Any:
+        """Shapes and dtypes of a microbatch, of this process's part of a batch."""
+        shares = num_batch_shares(self.rule.mesh)
+        return batch_spec(batch, self.config.num_microbatches, shares)
 
     def plan(
         self, batch: Any, homes: Mapping[ArrayId, Tier] | None = None
     ) -> Streamed | Fused:
-        """The best step that fits the budgets.
+        """The best step that fits the budgets, the same on all processes.
 
         Args:
             batch: shapes and dtypes of one microbatch.
@@ -112,6 +115,16 @@ class Planner:
         Raises:
             InfeasibleError: nothing fits.
         """
+        made = self._plan(batch, homes)
+        if self.group.count > 1:
+            # Collectives that are begun in another order would wait for ever.
+            listed = "\n".join(map(repr, made.plan.instructions))
+            self.group.agree({"plan": sha256(listed.encode()).hexdigest()})
+        return made
+
+    def _plan(
+        self, batch: Any, homes: Mapping[ArrayId, Tier] | None
+    ) -> Streamed | Fused:
         mode = self.config.execution
         may_fuse = mode != "streamed" and self.fits_fused(homes)
         if mode == "fused" and not may_fuse:
@@ -309,31 +322,17 @@ class Planner:
         """Every persistent array as a whole."""
         return array_specs(self.problem, self.separated)
 
-    def rates(self) -> Rates:
-        """Rates to predict with: a device budget beyond a CPU's memory means another
-        machine."""
-        is_cpu = self.rule.mesh.devices.flat[0].platform == "cpu"
-        device_bytes = self.config.device_bytes or 0
-        is_elsewhere = is_cpu and device_bytes > host_memory_bytes()
-        rates = Rates() if is_cpu and not is_elsewhere else accelerator_rates()
-        measured = measured_speeds(self.config.nvme_paths)
-        return rates if is_elsewhere or not measured else rates.on_drive(*measured)
-
     def capacity(self) -> dict[Tier, int]:
-        """The byte budget of each tier: the config's, or what is there."""
-        config = self.config
-        device, host, nvme = config.device_bytes, config.host_bytes, config.nvme_bytes
-        paths = config.nvme_paths
-        devices = local_devices(self.rule.mesh)
-        if nvme is None:
-            nvme = nvme_capacity_bytes(paths) if paths else 0
-        return {
-            Tier.DEVICE: min(map(device_capacity_bytes, devices))
-            if device is None
-            else device,
-            Tier.HOST: host_capacity_bytes() if host is None else host,
-            Tier.NVME: nvme if paths else 0,
-        }
+        """The byte budget of each tier."""
+        return dict(self.resources.capacity)
+
+    def rates(self) -> Rates:
+        """Rates to predict with."""
+        return self.resources.rates
+
+    @cached_property
+    def resources(self) -> Resources:
+        return Resources(self.config, self.rule.mesh, self.group)
 
 
 def _keeping(segments: Sequence[Segment], room_bytes: int) -> dict[int, Keeping]:

@@ -26,8 +26,17 @@ def make_stores(plan: Plan, config: Config, mesh: Mesh) -> Stores:
         device_bytes=capacity[Tier.DEVICE],
         host_bytes=capacity[Tier.HOST],
         nvme_bytes=capacity[Tier.NVME],
-        **({} if plan.is_fused else config.nvme_options),
+        **({} if plan.is_fused else _own_folders(config.nvme_options)),
     )
+
+
+def _own_folders(options: dict[str, Any]) -> dict[str, Any]:
+    """The same with folders of this process alone, as drives may be shared."""
+    if jax.process_count() == 1:
+        return options
+    name = f"process-{jax.process_index()}"
+    paths = [path / name for path in options["nvme_paths"]]
+    return {**options, "nvme_paths": paths}
 
 
 def make_residents(stores: Stores, planner: Planner, plan: Plan) -> Residents:

@@ -1,0 +1,69 @@
+"""What there is to plan with: bytes of each tier, and rates of each link."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from jax.sharding import Mesh
+
+from zinf.config import Config
+from zinf.distributed import AbstractGroup
+from zinf.memory.capacity import (
+    device_capacity_bytes,
+    host_capacity_bytes,
+    host_memory_bytes,
+    nvme_capacity_bytes,
+)
+from zinf.memory.nvme import measured_speeds
+from zinf.mesh import local_devices
+from zinf.plan import Rates, accelerator_rates
+from zinf.program import Tier
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a config gives to each device of a mesh and to each process.
+
+    Processes may find different amounts; all plan with the least, since their plans
+    have to be the same.
+    """
+
+    config: Config
+    mesh: Mesh
+    group: AbstractGroup
+
+    @cached_property
+    def capacity(self) -> dict[Tier, int]:
+        """Bytes of one device, and of host and nvme of one process."""
+        found = self.group.gather("budgets", self._own_capacity())
+        return {tier: min(own[tier] for own in found) for tier in Tier}
+
+    @cached_property
+    def rates(self) -> Rates:
+        """A device budget beyond a CPU's memory means another machine."""
+        is_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        device_bytes = self.config.device_bytes or 0
+        is_elsewhere = is_cpu and device_bytes > host_memory_bytes()
+        rates = Rates() if is_cpu and not is_elsewhere else accelerator_rates()
+        speeds = self._drive_speeds()
+        return rates if is_elsewhere or speeds is None else rates.on_drive(*speeds)
+
+    def _own_capacity(self) -> dict[Tier, int]:
+        config = self.config
+        device, host, nvme = config.device_bytes, config.host_bytes, config.nvme_bytes
+        paths = config.nvme_paths
+        if device is None:
+            device = min(map(device_capacity_bytes, local_devices(self.mesh)))
+        if host is None:
+            host = host_capacity_bytes()
+        if nvme is None:
+            nvme = nvme_capacity_bytes(paths) if paths else 0
+        return {Tier.DEVICE: device, Tier.HOST: host, Tier.NVME: nvme if paths else 0}
+
+    def _drive_speeds(self) -> tuple[float, float] | None:
+        """Measured read and write bytes per second, of the slowest process."""
+        measured = measured_speeds(self.config.nvme_paths)
+        speeds = self.group.gather("drive speeds", measured and list(measured))
+        if None in speeds:
+            return None
+        reads, writes = zip(*speeds, strict=True)
+        return min(reads), min(writes)
