@@ -51,10 +51,14 @@ os.environ["PATH"] = os.pathsep.join(
 
 @nox.session(python=list(FOUND))
 def tests(session: nox.Session) -> None:
-    """The suite, with the oldest jax on Python 3.11 and the newest elsewhere."""
+    """The suite, with the oldest jax on Python 3.11 and the newest elsewhere.
+
+    With arguments of your own, in one process.
+    """
     oldest = [OLDEST_JAX] if session.python == "3.11" else []
     session.install("-q", ".[test]", *oldest)
-    session.run("python", "-m", "pytest", *session.posargs)
+    in_two = ["-n", "2", "--dist", "loadfile"]
+    session.run("python", "-m", "pytest", *(session.posargs or in_two))
 
 
 @nox.session

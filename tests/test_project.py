@@ -61,7 +61,8 @@ def test_readme_has_two_set_up_commands_that_need_nothing_but_python():
         assert venv.startswith(".venv")
         assert all(step.startswith(f"{venv}/bin/") for step in steps[1:])
     assert "bin/zinf train configs/quickstart.yaml" in train
-    assert test.endswith("bin/python -m pytest")
+    # Files stay whole: what tests of a file share is then computed once.
+    assert test.endswith("bin/python -m pytest -n 2 --dist loadfile")
 
 
 def test_ci_runs_the_test_command_of_the_readme(tmp_path):
