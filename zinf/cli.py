@@ -30,6 +30,7 @@ from zinf.models import GPTConfig, init_and_loss, num_parameters
 from zinf.observe import read_trace
 from zinf.observe.plot import plot as draw
 from zinf.optim.factory import build_optimizer, build_schedule
+from zinf.paper import infinity_table, zero_table
 from zinf.plan import InfeasibleError, Plan
 from zinf.plan.show import show_instructions
 from zinf.trainer import Trainer
@@ -124,10 +125,15 @@ def plot(
 
 @app.command()
 def plan(
-    configs: Annotated[list[Path], typer.Argument(help="YAML or JSON files.")],
+    configs: Annotated[
+        list[Path] | None, typer.Argument(help="YAML or JSON files.")
+    ] = None,
     overrides: Overrides = None,
     every: Annotated[
         bool, typer.Option("--all", help="Print every instruction of the plan.")
+    ] = False,
+    table: Annotated[
+        bool, typer.Option("--table", help="Print the tables of the ZeRO papers.")
     ] = False,
     traceback: ShowTraceback = False,
 ) -> None:
@@ -135,6 +141,12 @@ def plan(
 
     The exit code is 1 if a plan does not fit and 2 if there is another error.
     """
+    if table:
+        _print_tables()
+    if not configs:
+        if table:
+            return
+        raise typer.BadParameter("Name at least one config file, or ask for --table.")
     codes = [_plan(config, overrides or (), every, traceback) for config in configs]
     raise typer.Exit(max(codes))
 
@@ -341,6 +353,15 @@ def _shown(made: Plan, every: bool) -> str:
     left = len(made.instructions) - count
     more = f"\n... and {left:,} more instructions (--all prints them)" * (left > 0)
     return f"{made.summary()}\n\n{text}{more}"
+
+
+def _print_tables() -> None:
+    width = None if sys.stdout.isatty() else PIPE_WIDTH
+    console = Console(width=width, markup=False, highlight=False)
+    for table in (zero_table(), infinity_table()):
+        table.title_justify = table.caption_justify = "left"
+        console.print(table)
+        console.print()
 
 
 def _print_report(found: Report) -> None:

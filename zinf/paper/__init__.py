@@ -1,0 +1,14 @@
+"""What the ZeRO papers say that training needs, as formulas."""
+
+from zinf.paper.infinity import MODELS, Transformer
+from zinf.paper.table import infinity_table, zero_table
+from zinf.paper.zero import model_state_bytes, sent_params
+
+__all__ = [
+    "MODELS",
+    "Transformer",
+    "infinity_table",
+    "model_state_bytes",
+    "sent_params",
+    "zero_table",
+]
