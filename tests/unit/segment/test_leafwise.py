@@ -24,7 +24,7 @@ class Block(nnx.Module):
 
 
 class Stack(nnx.Module):
-    def __init__(self, *, num_layers: int = 3, width: int = 64, rngs: nnx.Rngs):
+    def __init__(self, *, num_layers: int = 2, width: int = 64, rngs: nnx.Rngs):
         self.embed = nnx.Embed(100, width, rngs=rngs)
         self.blocks = nnx.List([Block(width, rngs=rngs) for _ in range(num_layers)])
 
@@ -54,7 +54,7 @@ def linen_model():
 
 
 def equinox_model():
-    model = eqx.nn.MLP(16, 4, 128, 3, key=jax.random.key(0))
+    model = eqx.nn.MLP(16, 4, 128, 2, key=jax.random.key(0))
     return eqx.filter(model, eqx.is_array)
 
 
