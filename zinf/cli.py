@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import shlex
 import sys
 from collections.abc import Generator, Sequence
@@ -21,7 +22,18 @@ from tqdm import tqdm
 from zinf.checkpoint import Checkpoints
 from zinf.config import Config, Report, report
 from zinf.data import text_dataset
-from zinf.data.text import Split
+from zinf.data.text import Split, text_hash
+from zinf.distributed import (
+    AbstractGroup,
+    Alone,
+    Flags,
+    Limits,
+    find_seat,
+    flat,
+    join,
+    leave,
+    options,
+)
 from zinf.executor import NonFiniteError
 from zinf.initialize import initialize, plan_only
 from zinf.memory import BudgetExceeded
@@ -68,6 +80,7 @@ Overrides = Annotated[
 ShowTraceback = Annotated[
     bool, typer.Option("--traceback", help="Show where an error comes from.")
 ]
+ALONE = Alone()
 
 
 @app.command()
@@ -86,16 +99,36 @@ def train(
     trace_steps: Annotated[
         int, typer.Option(min=1, help="Steps that the trace has.")
     ] = 3,
+    coordinator: options.Coordinator = None,
+    num_processes: options.NumProcesses = None,
+    process_id: options.ProcessId = None,
+    local_devices: options.LocalDevices = None,
+    join_timeout: options.JoinTimeout = options.DEFAULTS.join_seconds,
+    silence_timeout: options.SilenceTimeout = options.DEFAULTS.silence_seconds,
+    hang_timeout: options.HangTimeout = options.DEFAULTS.hang_seconds,
     traceback: ShowTraceback = False,
 ) -> None:
-    """Train the model of a config file."""
+    """Train the model of a config file.
+
+    The exit code is 3 if another process ended the run.
+    """
     given = list(overrides or ())
     if steps is not None:
         given.append(f"run.steps={steps}")
     if metrics is not None:
         given.append(f"run.metrics={json.dumps(str(metrics))}")
     with _clean_errors(traceback):
-        _train(config, given, trace, trace_steps)
+        devices = options.device_ids(local_devices)
+        flags = Flags(coordinator, num_processes, process_id, devices)
+        limits = Limits(join_timeout, silence_timeout, hang_timeout)
+        group = join(find_seat(flags, os.environ), limits)
+    try:
+        with _clean_errors(traceback, group), group:
+            _train(config, given, trace, trace_steps, group)
+    except typer.Exit as ended:
+        if group.count > 1:
+            leave(ended.exit_code)
+        raise
 
 
 @app.command()
@@ -207,21 +240,30 @@ def _print_measured(rows: Sequence[Measured], chosen: Profile) -> None:
 
 
 def _train(
-    path: Path, overrides: Sequence[str], trace: Path | None, trace_steps: int
+    path: Path,
+    overrides: Sequence[str],
+    trace: Path | None,
+    trace_steps: int,
+    group: AbstractGroup,
 ) -> None:
-    config = Config.load(path, overrides)
+    num_devices = jax.device_count() if group.count > 1 else None
+    config = Config.load(path, overrides, world_size=num_devices)
+    if group.count > 1:
+        group.agree(_alike(config))
     # Orbax logs a traceback of every error, which it then raises all the same.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
-    data = _data(config, "train")
+    data = _data(config, "train", group)
     evaluates = config.run.evaluate_every is not None
-    evaluation_data = _data(config, "validation") if evaluates else None
-    arguments, named = _problem(config)
-    print(_heading(path, config), flush=True)
-    with closing(initialize(*arguments, **named)) as engine:
-        print(f"{engine.plan.summary()}\n", flush=True)
+    evaluation_data = _data(config, "validation", group) if evaluates else None
+    arguments, named = _problem(config, group)
+    say = _say if group.is_first else _say_nothing
+    say(_heading(path, config))
+    with closing(initialize(*arguments, **named, group=group)) as engine:
+        say(f"{engine.plan.summary()}\n")
         folder = config.run.output / "checkpoints"
-        if not config.run.resume:
+        if group.is_first and not config.run.resume:
             _set_aside(folder)
+        group.barrier("checkpoints of earlier runs are set aside")
         with Checkpoints(folder, keep=config.run.keep_checkpoints) as checkpoints:
             trainer = Trainer(
                 engine,
@@ -243,13 +285,13 @@ def _train(
                 trainer.run()
             except KeyboardInterrupt:
                 if checkpoints.latest_step() is not None:
-                    print(f"Continue with: {_resume_command(path, overrides)}")
+                    say(f"Continue with: {_resume_command(path, overrides)}")
                 raise
     if config.run.metrics is not None:
-        print(f"The metrics of each step are in {config.run.metrics}.")
+        say(f"The metrics of each step are in {config.run.metrics}.")
     if trace is not None and trace.exists():
         drawn = shlex.join(["zinf", "plot", str(trace)])
-        print(f"{trace} opens in https://ui.perfetto.dev; draw it with {drawn}")
+        say(f"{trace} opens in https://ui.perfetto.dev; draw it with {drawn}")
 
 
 def _plan(path: Path, overrides: Sequence[str], every: bool, traceback: bool) -> int:
@@ -272,11 +314,28 @@ def _plan(path: Path, overrides: Sequence[str], every: bool, traceback: bool) ->
     return 0
 
 
-def _problem(config: Config) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _say_nothing(text: str) -> None: ...
+
+
+def _alike(config: Config) -> dict[str, Any]:
+    """What all processes must have alike: every key but a host's own folders."""
+    keys = flat(config.model_dump(mode="json"))
+    own = ("nvme", "nvme_path")
+    return {key: keys[key] for key in keys if key.rpartition(".")[2] not in own}
+
+
+def _problem(
+    config: Config, group: AbstractGroup = ALONE
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of `initialize` for the model, data and optimizer of a config."""
     model = _model(config)
     init, loss = init_and_loss(model, seed=config.run.seed)
-    shape = (_batch_size(config), config.data.sequence_length + 1)
+    rows = _batch_size(config) // group.count
+    shape = (rows, config.data.sequence_length + 1)
     named = {
         "rng": jax.random.key(config.run.seed) if model.dropout else None,
         "batch": {"tokens": jax.ShapeDtypeStruct(shape, np.int32)},
@@ -303,18 +362,22 @@ def _batch_size(config: Config) -> int:
     return config.batch_size
 
 
-def _data(config: Config, split: Split) -> grain.IterDataset:
+def _data(config: Config, split: Split, group: AbstractGroup) -> grain.IterDataset:
     data = config.data
     # A folder that is named stdlib is not the standard library: hence absolute paths.
     paths = data.paths
+    names = [paths] if isinstance(paths, str) else [str(p.absolute()) for p in paths]
+    if group.count > 1:
+        group.agree({"text of the files": text_hash(names, glob=data.glob)})
     return text_dataset(
-        [paths] if isinstance(paths, str) else [str(p.absolute()) for p in paths],
+        names,
         glob=data.glob,
         sequence_length=data.sequence_length,
         batch_size=_batch_size(config),
         seed=data.seed,
         split=split,
         validation_fraction=data.validation_fraction,
+        process=(group.index, group.count),
     )
 
 
@@ -380,17 +443,20 @@ def _print_report(found: Report) -> None:
 
 
 @contextmanager
-def _clean_errors(traceback: bool) -> Generator[None, None, None]:
+def _clean_errors(
+    traceback: bool, group: AbstractGroup = ALONE
+) -> Generator[None, None, None]:
     """Prints a user's error as one message and ends with its exit code."""
+    prefix = f"[process {group.index}] " if group.count > 1 else ""
     try:
         yield
     except KeyboardInterrupt:
-        print("Interrupted.", file=sys.stderr)
+        print(f"{prefix}Interrupted.", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
     except USER_ERRORS as error:
         if traceback:
             raise
         lines = [str(error), *getattr(error, "__notes__", ())]
-        print("error:", "\n".join(lines), file=sys.stderr)
+        print(f"{prefix}error:", "\n".join(lines), file=sys.stderr)
         is_infeasible = isinstance(error, InfeasibleError)
         raise typer.Exit(DOES_NOT_FIT if is_infeasible else USER_ERROR) from None

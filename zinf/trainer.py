@@ -22,6 +22,7 @@ from zinf.observe import (
     JsonLines,
     Metrics,
     Progress,
+    Silence,
     TensorBoard,
     Totals,
     TraceFile,
@@ -38,6 +39,9 @@ without saving.
 @dataclass(frozen=True)
 class Trainer:
     """Trains `engine` on batches of `train_data` until it has taken `steps` steps.
+
+    Of several processes, each is given its own share of every batch; the first writes
+    the files and speaks for all, and an interrupt of one ends all after one step.
 
     Attributes:
         train_data: a `grain` dataset, loader or iterator, whose position is saved and
@@ -89,11 +93,16 @@ class Trainer:
             KeyboardInterrupt: see above.
         """
         run = _Run(self)
-        run.begin()
         try:
+            run.begin()
             return run.loop()
         except NonFiniteError as error:
             error.add_note(run.last_checkpoint())
+            run.group.fail(error)
+            raise
+        except BaseException as error:
+            # Before anything waits for the other processes, which wait for this one.
+            run.group.fail(error)
             raise
         finally:
             run.close()
@@ -104,20 +113,25 @@ class _Run:
 
     def __init__(self, trainer: Trainer) -> None:
         self.settings, self.engine = trainer, trainer.engine
+        self.group = trainer.engine.planner.group
         self.batches = _Batches(trainer.train_data)
         self.num_skipped = 0
         self.saved_step: int | None = None
         self.totals: Totals | None = None
         self.writers: list[AbstractWriter] = []
         self.trace: TraceFile | None = None
+        self.progress: Progress | Silence = Silence()
 
     def begin(self) -> None:
         """Place the state, take it from the newest checkpoint, and open the writers."""
+        self.group.say("preparing")
         self.engine.prepare(self.batches.peek())
         if self.settings.checkpoints is not None:
             self.resume(self.settings.checkpoints)
             self.settings.checkpoints.check_space(self.engine)
         first, settings = self.engine.num_steps, self.settings
+        if not self.group.is_first:
+            return
         self.progress = Progress(
             num_steps=settings.steps, after_step=first, log_every=settings.log_every
         )
@@ -147,6 +161,7 @@ class _Run:
 
     def loop(self) -> dict[str, Any]:
         metrics: dict[str, Any] = {"step": self.engine.num_steps}
+        is_ending = False
         with _interrupts() as is_interrupted:
             while self.engine.num_steps < self.settings.steps:
                 try:
@@ -155,14 +170,18 @@ class _Run:
                     self.progress.say("The training data ended.")
                     break
                 metrics = self.step(batch, is_interrupted)
-                if is_interrupted.is_set():
+                is_ending = self.is_ending(is_interrupted)
+                if is_ending:
                     break
             self.finish()
-        if is_interrupted.is_set():
+        if is_ending:
+            self.group.part()
+        if is_ending or is_interrupted.is_set():
             raise KeyboardInterrupt
         return metrics
 
     def step(self, batch: Any, is_interrupted: threading.Event) -> dict[str, Any]:
+        self.group.say(f"step {self.engine.num_steps + 1}")
         metrics: dict[str, Any] = self.engine.step(batch)
         ran = self.engine.last_step
         if self.trace is not None and ran.plan is not None and ran.timeline is not None:
@@ -170,7 +189,8 @@ class _Run:
         metrics["learning_rate"] = self.learning_rate(metrics)
         self.num_skipped += metrics["skipped"]
         is_last = metrics["step"] == self.settings.steps
-        if not is_interrupted.is_set() and self.evaluates_after(metrics["step"]):
+        is_due = self.evaluates_after(metrics["step"])
+        if is_due and not self.is_ending(is_interrupted):
             metrics["evaluation_loss"] = self.evaluate()
         for writer in self.writers:
             writer.write(metrics)
@@ -181,6 +201,10 @@ class _Run:
         if self.settings.checkpoints is not None:
             self.settings.checkpoints.check()
         return metrics
+
+    def is_ending(self, is_interrupted: threading.Event) -> bool:
+        """Whether any process was interrupted; the same on all."""
+        return self.group.any("interrupted", is_interrupted.is_set())
 
     def learning_rate(self, metrics: Metrics) -> float | None:
         """Of the step that was just taken: schedules count only real updates."""
@@ -199,6 +223,7 @@ class _Run:
         """The mean loss over the evaluation batches."""
         data = self.settings.evaluation_data
         batches = islice(() if data is None else data, self.settings.evaluate_batches)
+        self.group.say(f"evaluation after step {self.engine.num_steps}")
         losses = [self.engine.evaluate(batch) for batch in batches]
         if not losses:
             raise ValueError(
@@ -211,6 +236,7 @@ class _Run:
         checkpoints = self.settings.checkpoints
         if checkpoints is None:
             return
+        self.group.say(f"saving after step {self.engine.num_steps}")
         state = {"batches": self.batches.state(), "num_skipped": self.num_skipped}
         checkpoints.save(self.engine.num_steps, self.engine, state)
         self.saved_step = self.engine.num_steps

@@ -6,6 +6,7 @@ model can be trained on something with structure and nothing downloaded.
 
 import sysconfig
 from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Literal
 
@@ -79,6 +80,12 @@ def read_bytes(files: Sequence[Path], *, max_bytes: int = MAX_BYTES) -> np.ndarr
             text += stream.read(room_bytes)
         text.append(SEPARATOR)
     return np.frombuffer(text, np.uint8)[:max_bytes]
+
+
+def text_hash(paths: Sequence[str], *, glob: str, max_bytes: int = MAX_BYTES) -> str:
+    """The same where `text_dataset` reads the same text."""
+    text = read_bytes(find_files(paths, glob), max_bytes=max_bytes)
+    return sha256(text.tobytes()).hexdigest()[:12]
 
 
 class TokenWindows(grain.sources.RandomAccessDataSource):

@@ -1,6 +1,6 @@
 """Several processes that train together: start, agreement, and one end for all."""
 
-from zinf.distributed.fingerprint import json_hash as json_hash
+from zinf.distributed.agreement import flat as flat
 from zinf.distributed.group import AbstractGroup as AbstractGroup
 from zinf.distributed.group import Alone as Alone
 from zinf.distributed.group import leave as leave

@@ -27,6 +27,15 @@ def _difference(key: str, values: Sequence[Mapping[str, Any]]) -> str | None:
     return f"  {key}: {'; '.join(held)}"
 
 
+def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}, so that a difference names what differs."""
+    found = {}
+    for key, value in tree.items():
+        below = flat(value) if isinstance(value, Mapping) else {"": value}
+        found |= {f"{key}.{name}".rstrip("."): below[name] for name in below}
+    return found
+
+
 def processes(indices: Sequence[int]) -> str:
     """[1] -> "process 1", [0, 1, 2, 5] -> "processes 0-2, 5"."""
     runs = []

@@ -1,7 +1,6 @@
 """What this process runs: versions, the code itself, and its devices."""
 
 import hashlib
-import json
 import platform
 from importlib.metadata import version
 from pathlib import Path
@@ -30,21 +29,10 @@ def device_fingerprint() -> dict[str, Any]:
     }
 
 
-def json_hash(value: Any) -> str:
-    """The same for equal JSON values, however their keys are ordered."""
-    return _short(
-        hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode())
-    )
-
-
 def _source_hash() -> str:
     total = hashlib.sha256()
     for root in (Path(__file__).parents[1], Path(zinf_kernels.__file__).parent):
         for file in sorted(root.rglob("*.py")):
             total.update(f"{root.name}/{file.relative_to(root).as_posix()}\0".encode())
             total.update(file.read_bytes())
-    return _short(total)
-
-
-def _short(total: "hashlib._Hash") -> str:
     return total.hexdigest()[:12]

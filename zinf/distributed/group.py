@@ -31,6 +31,7 @@ class AbstractGroup(ABC):
 
     index: int
     count: int
+    has_parted: bool = False
 
     @abstractmethod
     def gather(self, name: str, value: Any, timeout: float | None = 300.0) -> list[Any]:
@@ -51,10 +52,19 @@ class AbstractGroup(ABC):
 
     @abstractmethod
     def fail(self, error: BaseException) -> None:
-        """Tell all others that this process ends, and why."""
+        """Tell all others that this process ends, and why; only the first counts.
+
+        To be called before anything that waits for them, such as closing files that all
+        write. If the error follows from another's end, this does not return.
+        """
 
     @abstractmethod
-    def close(self) -> None: ...
+    def part(self) -> None:
+        """End watching one another, as every process is about to end, well or not."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Part, and end what joining began."""
 
     def broadcast(self, name: str, value: Any) -> Any:
         """Process 0's JSON value."""
@@ -81,7 +91,7 @@ class AbstractGroup(ABC):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None:
+        if error is None or self.has_parted:
             self.close()
         else:
             self.fail(error)
@@ -100,6 +110,8 @@ class Alone(AbstractGroup):
     def say(self, text: str) -> None: ...
 
     def fail(self, error: BaseException) -> None: ...
+
+    def part(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -124,7 +136,6 @@ class Joined(AbstractGroup):
         self._calls: Counter[str] = Counter()
         self._results: dict[str, list[Any]] = {}
         self._came = threading.Condition()
-        self._has_left = threading.Event()
         self._has_verdict = threading.Event()  # that this process failed
         self._is_ended = threading.Event()  # by another's end
         self._failure = ""
@@ -141,6 +152,8 @@ class Joined(AbstractGroup):
         self._send({"say": text})
 
     def fail(self, error: BaseException) -> None:
+        if self._failure or self.has_parted:
+            return
         self._failure = describe(error)
         # Later than jax's own, so before it, which would wait for the others and abort.
         atexit.register(leave, 1)
@@ -152,9 +165,12 @@ class Joined(AbstractGroup):
         if self._hub is not None:
             self._hub.wait()
 
+    def part(self) -> None:
+        if not self.has_parted:
+            self._give("leave", None, None, agree=False)
+
     def close(self) -> None:
-        """Leave together: the run has ended well on every process."""
-        self._give("leave", None, None, agree=False)
+        self.part()
         jax.distributed.shutdown()
         self._wire.close()
         if self._hub is not None:
@@ -185,7 +201,7 @@ class Joined(AbstractGroup):
             try:
                 messages = self._wire.receive(self._limits.beat_seconds / 2)
             except (Closed, ValueError) as error:
-                if not self._has_left.is_set():
+                if not self.has_parted:
                     self._leave(self._loss(f"the connection to it closed ({error})"))
                 return
             now = time.monotonic()
@@ -212,7 +228,7 @@ class Joined(AbstractGroup):
                 self._first_said = said
             case {"name": name, "values": values}:
                 if name == "leave":
-                    self._has_left.set()
+                    self.has_parted = True
                 with self._came:
                     self._results[name] = values
                     self._came.notify_all()

@@ -2,6 +2,7 @@
 
 from zinf.observe.json_lines import JsonLines as JsonLines
 from zinf.observe.progress import Progress as Progress
+from zinf.observe.progress import Silence as Silence
 from zinf.observe.summary import summary as summary
 from zinf.observe.tensorboard import TensorBoard as TensorBoard
 from zinf.observe.totals import Totals as Totals

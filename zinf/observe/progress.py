@@ -58,6 +58,16 @@ class Progress(AbstractWriter):
         self._bar.close()
 
 
+class Silence(AbstractWriter):
+    """Progress that nobody sees, of a process that another speaks for."""
+
+    def write(self, metrics: Metrics) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
 def _brief(metrics: Metrics) -> str:
     text = f"loss {metrics['loss']:.4f}, {metrics['tokens_per_second']:,.0f} tokens/s"
     if "evaluation_loss" in metrics:
