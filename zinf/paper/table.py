@@ -14,10 +14,10 @@ from zinf.paper.infinity import (
     SEQUENCE_LENGTH,
     Transformer,
 )
-from zinf.paper.zero import model_state_bytes
+from zinf.paper.zero import Stage, model_state_bytes
 
 NUM_PARAMS, NUM_DEVICES = 7_500_000_000, 64
-STAGES = {
+STAGES: dict[Stage, str] = {
     0: "16 N",
     1: "4 N + 12 N/d",
     2: "2 N + 14 N/d",

@@ -7,6 +7,7 @@ from typing import Any
 
 from zinf.topology.chip import CHIPS, Chip
 from zinf.topology.tpu import tpu_devices
+from zinf.topology.uncached import uncached
 from zinf_kernels.absent_gpu import GPUS, OPTIONS, absent_devices
 
 NUMBERS = re.compile(r"[1-9]\d*(x[1-9]\d*)*")
@@ -50,6 +51,16 @@ class Topology:
     def compiler_options(self) -> dict[str, bool | str]:
         """What `jax.stages.Lowered.compile` needs to compile without the device."""
         return dict(OPTIONS) if self.chip.platform == "gpu" else {}
+
+    def compile(self, lowered: Any) -> Any:
+        """The `jax.stages.Compiled` of a `Lowered` over its devices; it never runs.
+
+        Raises:
+            jax.errors.JaxRuntimeError: it does not compile. `shortage` says of a TPU
+                program if it does not fit; XLA for GPUs compiles what does not fit.
+        """
+        with uncached():
+            return lowered.compile(self.compiler_options)
 
     def devices(self) -> list[Any]:
         """Its devices, in process order, for meshes of what is compiled and never run.

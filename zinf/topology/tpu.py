@@ -19,6 +19,8 @@ SETTINGS = {
     # Ask no metadata server.
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
+    # One process at a time may hold the TPUs of a machine; any number may compile.
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     # Any type will do; without one it says on stderr that it knows none.
     "TPU_ACCELERATOR_TYPE": "v5e-16",
     # Errors only: it reports on stderr that there is no TPU, which is so.
