@@ -18,6 +18,7 @@ from zinf.config import Config
 from zinf.distributed import AbstractGroup, Alone
 from zinf.executor.arrays import array_specs, piece_specs, residents
 from zinf.executor.batch import batch_spec
+from zinf.executor.exchange import segment_exchanges
 from zinf.executor.fused import FusedProgram, compile_fused
 from zinf.executor.resources import Resources
 from zinf.executor.updates import Updates, compile_program_updates
@@ -48,6 +49,7 @@ from zinf.segment import (
 from zinf.segment.problem import Problem
 from zinf.segment.source import Source
 from zinf.sharding import Layouts, ZeroRule, persistent_layouts
+from zinf.topology import Topology
 
 # What is tried for `StepOptions` beside their defaults. An update that waits for the
 # norm has nothing to overlap with but the next step. On random chains shares between
@@ -89,6 +91,7 @@ class Planner:
         rule: how arrays are cut, and along which mesh.
         key: shape and dtype of the random key, or None.
         group: the processes that plan the same; what they measured is made alike.
+        topology: the machine of the mesh, if it is not this one.
     """
 
     problem: Problem
@@ -97,6 +100,7 @@ class Planner:
     rule: ZeroRule
     key: jax.ShapeDtypeStruct | None
     group: AbstractGroup = Alone()
+    topology: Topology | None = None
 
     def batch_spec(self, batch: Any) -> Any:
         """Shapes and dtypes of a microbatch, of this process's part of a batch."""
@@ -268,6 +272,7 @@ class Planner:
             counts,
             self.rates(),
             device_parts=layouts.device_parts(),
+            exchange=segment_exchanges(segments),
         )
         choices = self.choices(waits)
         if self.config.keeps_residuals:
@@ -332,7 +337,7 @@ class Planner:
 
     @cached_property
     def resources(self) -> Resources:
-        return Resources(self.config, self.rule.mesh, self.group)
+        return Resources(self.config, self.rule.mesh, self.group, self.topology)
 
 
 def _keeping(segments: Sequence[Segment], room_bytes: int) -> dict[int, Keeping]:

@@ -1,6 +1,7 @@
 """What there is to plan with: bytes of each tier, and rates of each link."""
 
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from jax.sharding import Mesh
@@ -8,6 +9,8 @@ from jax.sharding import Mesh
 from zinf.config import Config
 from zinf.distributed import AbstractGroup
 from zinf.memory.capacity import (
+    DEVICE_FRACTION,
+    HOST_FRACTION,
     device_capacity_bytes,
     host_capacity_bytes,
     host_memory_bytes,
@@ -15,8 +18,12 @@ from zinf.memory.capacity import (
 )
 from zinf.memory.nvme import measured_speeds
 from zinf.mesh import local_devices
-from zinf.plan import Rates, accelerator_rates
+from zinf.plan import Link, Rates, accelerator_rates
 from zinf.program import Tier
+from zinf.topology import Topology
+
+# Of a peak, what is taken to be reached.
+ATTAINED = 0.5
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,7 @@ class Resources:
     config: Config
     mesh: Mesh
     group: AbstractGroup
+    topology: Topology | None = None
 
     @cached_property
     def capacity(self) -> dict[Tier, int]:
@@ -40,6 +48,8 @@ class Resources:
     @cached_property
     def rates(self) -> Rates:
         """A device budget beyond a CPU's memory means another machine."""
+        if self.topology is not None:
+            return _rates_of(self.topology)
         is_cpu = self.mesh.devices.flat[0].platform == "cpu"
         device_bytes = self.config.device_bytes or 0
         is_elsewhere = is_cpu and device_bytes > host_memory_bytes()
@@ -51,6 +61,11 @@ class Resources:
         config = self.config
         device, host, nvme = config.device_bytes, config.host_bytes, config.nvme_bytes
         paths = config.nvme_paths
+        if self.topology is not None:
+            chip, count = self.topology.chip, self.topology.devices_per_host
+            device = device or int(chip.memory_bytes * DEVICE_FRACTION)
+            host = host or int(count * chip.host_memory_bytes * HOST_FRACTION)
+            nvme = nvme or sys.maxsize
         if device is None:
             device = min(map(device_capacity_bytes, local_devices(self.mesh)))
         if host is None:
@@ -67,3 +82,26 @@ class Resources:
             return None
         reads, writes = zip(*speeds, strict=True)
         return min(reads), min(writes)
+
+
+def _rates_of(topology: Topology) -> Rates:
+    """What a device and a host of a machine do, of half their peaks.
+
+    Links are those of a process: of all devices of a host together.
+    """
+    chip, count = topology.chip, topology.devices_per_host
+    usual = accelerator_rates()
+    host_link = count * chip.host_link_bytes_per_second * ATTAINED
+    updates = {
+        # An update reads about as much as it writes.
+        Tier.DEVICE: chip.memory_bytes_per_second * ATTAINED / 2,
+        Tier.HOST: usual.update_bytes_per_second[Tier.HOST],
+    }
+    links = {Link.H2D: host_link, Link.D2H: host_link}
+    return replace(
+        usual,
+        link_bytes_per_second=usual.link_bytes_per_second | links,
+        flops_per_second=chip.flops_per_second * ATTAINED,
+        update_bytes_per_second=updates,
+        exchange_bytes_per_second=topology.link_bytes_per_second * ATTAINED,
+    )

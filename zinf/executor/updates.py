@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 
 from zinf.executor.decision import Pending
+from zinf.executor.exchange import exchange_of
 from zinf.mesh import local_devices, replicated
 from zinf.optim.host_update import AbstractHostUpdate
 from zinf.optim.on_host import host_updates
@@ -22,10 +23,11 @@ from zinf.optim.update import (
     compile_placed_updates,
     compile_updates,
 )
-from zinf.plan import ArrayUpdate, UpdateUnit
+from zinf.plan import NO_EXCHANGE, ArrayUpdate, Exchange, UpdateUnit
 from zinf.program import ArrayId, Program, Tier
 from zinf.segment.problem import Problem
 from zinf.sharding import Layouts
+from zinf.topology import collectives, compiler_options
 
 # An element-wise update works on this many bytes of master at a time: enough to keep a
 # drive and the cores busy, little beside any host's memory.
@@ -56,6 +58,7 @@ class Updates:
         in_place: of most, what takes its place where it runs on the host.
         num_executables: how many distinct ones there are.
         cpu: what updates on the host are compiled for.
+        exchanges: what updates on the devices send between them.
     """
 
     arrays: tuple[tuple[str, tuple[ArrayUpdate, ...]], ...]
@@ -64,6 +67,7 @@ class Updates:
     num_executables: int
     cpu: jax.Device
     unit_bytes: int
+    exchanges: Mapping[ArrayUpdate, Exchange]
 
     def units(
         self, homes: Mapping[ArrayId, Tier], update_tier: Tier = Tier.HOST
@@ -83,7 +87,11 @@ class Updates:
                 for i, part in enumerate(parts):
                     name = f"{segment} {i + 1}/{len(parts)}" if parts[1:] else segment
                     workspace = max(self.workspace_bytes(u, tier) for u in part)
-                    units.append(UpdateUnit(name, tier, tuple(part), workspace))
+                    exchange = NO_EXCHANGE
+                    if tier == Tier.DEVICE:
+                        exchange = sum((self.exchanges[u] for u in part), exchange)
+                    unit = UpdateUnit(name, tier, tuple(part), workspace, exchange)
+                    units.append(unit)
         return units
 
     def workspace_bytes(self, update: ArrayUpdate, tier: Tier) -> int:
@@ -186,7 +194,8 @@ def compile_program_updates(
                 updates.append(update)
         grouped.append((segment.name, tuple(updates)))
     wanted = list(units.values())
-    compiled = compile_placed_updates(separated, wanted, placements)
+    options = compiler_options(layouts.mesh)
+    compiled = compile_placed_updates(separated, wanted, placements, options)
     on_device = dict(zip(units, compiled.steps, strict=True))
     cpu = cpu_device(layouts.mesh)
     shares = {}
@@ -206,7 +215,24 @@ def compile_program_updates(
         num_executables=compiled.num_executables,
         cpu=cpu,
         unit_bytes=UNIT_BLOCKS * limit,
+        exchanges=_exchanges(on_device, layouts.mesh),
     )
+
+
+def _exchanges(
+    steps: Mapping[ArrayUpdate, UpdateStep], mesh: Mesh
+) -> dict[ArrayUpdate, Exchange]:
+    """What updates send between devices, each executable read once."""
+    read: dict[int, Exchange] = {}
+    found = {}
+    for update, step in steps.items():
+        key = id(step.executable)
+        if mesh.size == 1:
+            read[key] = NO_EXCHANGE
+        elif key not in read:
+            read[key] = exchange_of(collectives(step.executable.as_text()))
+        found[update] = read[key]
+    return found
 
 
 def _placement(update: ArrayUpdate, layouts: Layouts) -> UnitPlacement:

@@ -6,8 +6,9 @@ evaluates the leaf's separated update and adds the result to the master, as
 the planner knows their workspace and a step never waits for the compiler.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -105,11 +106,15 @@ def compile_updates(
 
 
 def compile_placed_updates(
-    separated: Separated, units: Sequence[Unit], placements: Sequence[UnitPlacement]
+    separated: Separated,
+    units: Sequence[Unit],
+    placements: Sequence[UnitPlacement],
+    options: Mapping[str, bool | str] = MappingProxyType({}),
 ) -> Updates:
     """Compiles the updates of units whose arrays may lie on several devices.
 
-    Shapes of units are those of the whole arrays, padded as these are.
+    Shapes of units are those of the whole arrays, padded as these are. `options` are
+    the compiler's.
     """
     bodies = separated.bodies([(unit.leaf, unit.shape) for unit in units])
     compiled: dict[Hashable, tuple[jax.stages.Compiled, Any]] = {}
@@ -129,7 +134,7 @@ def compile_placed_updates(
             )
             results = (place.master, *place.states)
             results += () if copy_dtype is None else (place.compute,)
-            executable = _compile(function, arguments, shardings, results)
+            executable = _compile(function, arguments, shardings, results, options)
             compiled[key] = executable, executable.memory_analysis()
         executable, memory = compiled[key]
         nbytes = memory.output_size_in_bytes, memory.temp_size_in_bytes
@@ -150,7 +155,7 @@ def compile_advance(
         jax.ShapeDtypeStruct(s.value.shape, s.value.dtype) for s in separated.shared
     ]
     here = jax.sharding.SingleDeviceSharding(device)
-    compiled = _compile(separated.advance, (specs,), (here,), here)
+    compiled = _compile(separated.advance, (specs,), (here,), here, {})
 
     def advance(shared: Sequence[Any]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         return jax.tree.map(np.asarray, compiled(list(shared)))
@@ -201,11 +206,15 @@ def step_arguments(
 
 
 def _compile(
-    function: Callable, arguments: Any, shardings: Any, results: Any
+    function: Callable,
+    arguments: Any,
+    shardings: Any,
+    results: Any,
+    options: Mapping[str, bool | str],
 ) -> jax.stages.Compiled:
     """Compiles for shardings given as pytree prefixes of arguments and results."""
     jitted = jax.jit(function, in_shardings=shardings, out_shardings=results)
-    return jitted.lower(*arguments).compile()
+    return jitted.lower(*arguments).compile(dict(options))
 
 
 def copy_dtype_of(unit: Unit, master_dtype: Any) -> np.dtype | None:

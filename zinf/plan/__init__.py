@@ -22,9 +22,11 @@ from zinf.plan.cost import accelerator_rates as accelerator_rates
 from zinf.plan.cost import measured_rates as measured_rates
 from zinf.plan.cost import predict as predict
 from zinf.plan.infeasible import InfeasibleError as InfeasibleError
+from zinf.plan.instruction import NO_EXCHANGE as NO_EXCHANGE
 from zinf.plan.instruction import Accumulate as Accumulate
 from zinf.plan.instruction import Copy as Copy
 from zinf.plan.instruction import Decide as Decide
+from zinf.plan.instruction import Exchange as Exchange
 from zinf.plan.instruction import Free as Free
 from zinf.plan.instruction import FusedStep as FusedStep
 from zinf.plan.instruction import Instruction as Instruction

@@ -7,6 +7,7 @@ from fractions import Fraction
 from functools import cached_property
 
 from zinf.plan.cost import Rates
+from zinf.plan.instruction import NO_EXCHANGE, Exchange
 from zinf.program import ArrayId, ArraySpec, Program, Tier
 
 FLOAT32_BYTES = 4
@@ -53,6 +54,7 @@ class UpdateUnit:
     tier: Tier
     arrays: tuple[ArrayUpdate, ...]
     workspace_bytes: int
+    exchange: Exchange = NO_EXCHANGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,7 @@ class Catalog:
         device_parts: by role ("value" for cotangents too) and path, what one device has
             of an array over the share, where that is not 1.
         workspace: `(forward, backward)` device bytes of each segment.
+        exchange: what these passes send between devices, if there are several.
         keeping: the same and the residuals of segments that may keep some, by number.
     """
 
@@ -119,6 +122,11 @@ class Catalog:
     rates: Rates = field(default_factory=Rates)
     keeping: Mapping[int, Keeping] = field(default_factory=dict)
     device_parts: Mapping[tuple[str, str], Fraction] = field(default_factory=dict)
+    exchange: Sequence[tuple[Exchange, Exchange]] = ()
+
+    def exchange_of(self, k: int) -> tuple[Exchange, Exchange]:
+        """What the forward and backward pass of segment `k` send between devices."""
+        return self.exchange[k] if self.exchange else (NO_EXCHANGE, NO_EXCHANGE)
 
     def kept_segments(self, num_kept: int) -> frozenset[int]:
         """The segments that keep residuals: the last ones, which need them soonest."""

@@ -22,6 +22,7 @@ class Rates:
         link_bytes_per_second: of the transfer links.
         flops_per_second: of the device.
         update_bytes_per_second: optimizer results written, by where updates run.
+        exchange_bytes_per_second: of a device, to others.
         overhead_seconds: of any instruction.
     """
 
@@ -38,6 +39,7 @@ class Rates:
         default_factory=lambda: {Tier.HOST: 8 * GB, Tier.DEVICE: 3 * GB}
     )
     overhead_seconds: float = 2e-4
+    exchange_bytes_per_second: float = 2 * GB
 
     def on_drive(
         self, read_bytes_per_second: float, write_bytes_per_second: float
@@ -54,7 +56,8 @@ def accelerator_rates() -> Rates:
     """One accelerator of the H100 class on PCIe 5 with a fast drive.
 
     Half of the peak of each: 25 GB/s each way of 64, 5 GB/s of a drive's 7 to 14, and
-    400 TFLOP/s of 989 in bfloat16. Measure yours; these are for planning.
+    400 TFLOP/s of 989 in bfloat16; between accelerators what PCIe does. Measure yours;
+    these are for planning.
     """
     return Rates(
         link_bytes_per_second={
@@ -66,6 +69,7 @@ def accelerator_rates() -> Rates:
         flops_per_second=4e14,
         update_bytes_per_second={Tier.HOST: 30 * GB, Tier.DEVICE: 800 * GB},
         overhead_seconds=5e-5,
+        exchange_bytes_per_second=25 * GB,
     )
 
 
@@ -126,6 +130,7 @@ def measured_rates(
         rates.get(None, otherwise.flops_per_second),
         {tier: rates.get(tier, tiers[tier]) for tier in tiers},
         overhead,
+        otherwise.exchange_bytes_per_second,
     )
 
 
@@ -149,7 +154,11 @@ def duration(instruction: Instruction, rates: Rates) -> float:
     if isinstance(instruction.operation, Update):
         tier = instruction.operation.tier
         seconds += instruction.nbytes / rates.update_bytes_per_second[tier]
-    return seconds + instruction.flops / rates.flops_per_second
+    computing = instruction.flops / rates.flops_per_second
+    sent, rate = instruction.exchange, rates.exchange_bytes_per_second
+    return (
+        seconds + max(computing, sent.hidden_bytes / rate) + sent.exposed_bytes / rate
+    )
 
 
 def predict(instructions: Sequence[Instruction], rates: Rates) -> Timeline:

@@ -162,6 +162,28 @@ Operation = (
 
 
 @dataclass(frozen=True, slots=True)
+class Exchange:
+    """What an executable sends from one device to others, in bytes.
+
+    `hidden_bytes` are sent while it computes products, `exposed_bytes` while it waits.
+    """
+
+    hidden_bytes: int = 0
+    exposed_bytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.hidden_bytes + self.exposed_bytes
+
+    def __add__(self, other: "Exchange") -> "Exchange":
+        hidden = self.hidden_bytes + other.hidden_bytes
+        return Exchange(hidden, self.exposed_bytes + other.exposed_bytes)
+
+
+NO_EXCHANGE = Exchange()
+
+
+@dataclass(frozen=True, slots=True)
 class Instruction:
     """One operation of a plan.
 
@@ -173,6 +195,7 @@ class Instruction:
         allocates: bytes that it adds to each tier, kept after it completes.
         workspace: bytes that it holds on each tier only while it runs.
         nbytes: bytes that it moves over its link, or frees; of an update, its results.
+        exchange: what it sends between devices.
     """
 
     operation: Operation
@@ -184,6 +207,7 @@ class Instruction:
     workspace: tuple[tuple[Tier, int], ...] = ()
     nbytes: int = 0
     flops: int = 0
+    exchange: Exchange = NO_EXCHANGE
 
 
 TIER_ORDER = {tier: i for i, tier in enumerate(Tier)}

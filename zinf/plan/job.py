@@ -4,7 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zinf.plan.instruction import TRANSFER_LINKS, Copy, Link, Operation, Transfer
+from zinf.plan.instruction import (
+    NO_EXCHANGE,
+    TRANSFER_LINKS,
+    Copy,
+    Exchange,
+    Link,
+    Operation,
+    Transfer,
+)
 from zinf.program import ArrayId, Tier
 
 
@@ -18,6 +26,7 @@ class Job:
     writes: tuple[Copy, ...]
     workspace: tuple[tuple[Tier, int], ...] = ()
     flops: int = 0
+    exchange: Exchange = NO_EXCHANGE
     consumes: tuple[ArrayId, ...] = ()
     """Arrays of which nobody needs the present content afterwards."""
 

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from zinf.plan.catalog import Catalog
 from zinf.plan.copies import Copies
 from zinf.plan.instruction import (
+    NO_EXCHANGE,
     Copy,
     Decide,
+    Exchange,
     Free,
     Instruction,
     Link,
@@ -64,6 +66,7 @@ class Listing:
             created=created,
             workspace=workspace,
             flops=job.flops,
+            exchange=job.exchange,
         )
 
     def add(
@@ -76,6 +79,7 @@ class Listing:
         created: Sequence[Copy],
         workspace: tuple[tuple[Tier, int], ...] = (),
         flops: int = 0,
+        exchange: Exchange = NO_EXCHANGE,
     ) -> None:
         allocates: dict[Tier, int] = defaultdict(int)
         for array, tier in created:
@@ -91,6 +95,7 @@ class Listing:
                 workspace,
                 self._moved_bytes(operation, writes),
                 flops,
+                exchange,
             )
         )
 

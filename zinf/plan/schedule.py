@@ -145,6 +145,7 @@ class _Schedule:
             writes=tuple((a, Tier.DEVICE) for a in (*outputs, *kept)),
             workspace=((Tier.DEVICE, workspace),),
             flops=segment.flops,
+            exchange=self.catalog.exchange_of(k)[0],
         )
         target = results_to or self.options.value_tier
         if target != Tier.DEVICE and outputs:
@@ -196,6 +197,7 @@ class _Schedule:
             writes=tuple((a, Tier.DEVICE) for a in written),
             workspace=((Tier.DEVICE, workspace),),
             flops=passes * segment.flops,
+            exchange=self.catalog.exchange_of(k)[1],
         )
         parts = [a for a in (*gradients, *inward) if a.role.endswith("part")]
         if parts:

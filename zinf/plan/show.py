@@ -50,6 +50,12 @@ def show_summary(
             carries = show_bytes(moved[link]) if moved[link] else "-"
             mark = "binds" if link == binding else ""
             links.append((str(link), carries, show_seconds(busy[link]), mark))
+    sent = sum(i.exchange.nbytes for i in instructions)
+    if sent:
+        hidden = sum(i.exchange.hidden_bytes for i in instructions) / sent
+        links.append(
+            ("between devices", show_bytes(sent), "", f"{hidden:.0%} behind products")
+        )
     predicted = show_seconds(timeline.seconds)
     return "\n".join(
         [

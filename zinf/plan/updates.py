@@ -80,6 +80,7 @@ class Updates:
             reads=tuple((a, tier) for a in (*gradients, *operands)),
             writes=tuple((a, tier) for a in results),
             workspace=((tier, unit.workspace_bytes),),
+            exchange=unit.exchange,
             consumes=tuple(consumed),
         )
         away: dict[Tier, list[ArrayId]] = {}

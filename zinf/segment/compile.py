@@ -25,6 +25,7 @@ from zinf.program import ArraySpec, SegmentSpec
 from zinf.segment.build import Segmented
 from zinf.segment.residuals import Halves, halve
 from zinf.sharding import Layout, Layouts, placed_layout, whole_layout
+from zinf.topology import Collective, collectives, compiler_options
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ class _BodyExecutables:
             return function(self._wholes(arguments), *rest)
 
         jitted = jax.jit(on_wholes, out_shardings=results)
-        return jitted.lower(self.abstract, *extra).compile()
+        lowered = jitted.lower(self.abstract, *extra)
+        return lowered.compile(compiler_options(self.mesh))
 
     def _wholes(self, arguments: Sequence[Any]) -> list[Any]:
         """Arguments as the body knows them: parameters gathered, without padding."""
@@ -116,6 +118,16 @@ class _BodyExecutables:
             return self._compile(self._loss, seed, results=results)
         results = self._backward_results
         return self._compile(self._backward, self._cotangents, results=results)
+
+    @cached_property
+    def traffic(self) -> dict[str, tuple[Collective, ...]]:
+        """The collectives of the forward and the backward pass, where there is one."""
+        passes = {}
+        if not self.is_last:
+            passes["forward"] = collectives(self.forward.as_text())
+        if self.is_last or self.spec.has_backward:
+            passes["backward"] = collectives(self.backward.as_text())
+        return passes
 
     @cached_property
     def halves(self) -> Halves:
@@ -322,6 +334,12 @@ class Segment:
             for e in (self.executables.forward_keeping, self.executables.backward_from)
         )
         return Workspace(forward, backward)
+
+    def traffic(self) -> dict[str, tuple[Collective, ...]]:
+        """What is sent between devices, by the passes that `workspace` is of."""
+        if self.executables.mesh.size == 1:
+            return {}
+        return self.executables.traffic
 
     @property
     def _may_keep(self) -> bool:

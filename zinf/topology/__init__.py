@@ -1,5 +1,6 @@
 """Machines that are not there, and reading what was compiled for them."""
 
+from zinf.topology.absent import compiler_options
 from zinf.topology.chip import CHIPS, Chip
 from zinf.topology.compiled import (
     Collective,
@@ -25,6 +26,7 @@ __all__ = [
     "Topology",
     "Traffic",
     "collectives",
+    "compiler_options",
     "host_copies",
     "memory",
     "parse_topology",
