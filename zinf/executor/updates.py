@@ -27,7 +27,7 @@ from zinf.plan import NO_EXCHANGE, ArrayUpdate, Exchange, UpdateUnit
 from zinf.program import ArrayId, Program, Tier
 from zinf.segment.problem import Problem
 from zinf.sharding import Layouts
-from zinf.topology import collectives, compiler_options
+from zinf.topology import compiler_options
 
 # An element-wise update works on this many bytes of master at a time: enough to keep a
 # drive and the cores busy, little beside any host's memory.
@@ -230,7 +230,7 @@ def _exchanges(
         if mesh.size == 1:
             read[key] = NO_EXCHANGE
         elif key not in read:
-            read[key] = exchange_of(collectives(step.executable.as_text()))
+            read[key] = exchange_of(step.collectives())
         found[update] = read[key]
     return found
 

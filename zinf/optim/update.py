@@ -18,6 +18,7 @@ from jax.sharding import Sharding
 
 from zinf.jaxpr import Body
 from zinf.optim.separate import Separated
+from zinf.topology import Collective, collectives
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,12 @@ class UpdateStep:
     def workspace_bytes(self) -> int:
         """Bytes needed beside the inputs, which stay valid."""
         return self.output_bytes + self.temp_bytes
+
+    def collectives(self) -> tuple[Collective, ...]:
+        """What it sends between the devices that it is compiled for."""
+        text = self.executable.as_text()
+        assert text is not None, "this backend does not show what it compiled"
+        return collectives(text)
 
     def __call__(
         self,

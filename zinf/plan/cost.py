@@ -155,10 +155,9 @@ def duration(instruction: Instruction, rates: Rates) -> float:
         tier = instruction.operation.tier
         seconds += instruction.nbytes / rates.update_bytes_per_second[tier]
     computing = instruction.flops / rates.flops_per_second
-    sent, rate = instruction.exchange, rates.exchange_bytes_per_second
-    return (
-        seconds + max(computing, sent.hidden_bytes / rate) + sent.exposed_bytes / rate
-    )
+    rate = rates.exchange_bytes_per_second
+    hidden = instruction.exchange.hidden_bytes / rate
+    return seconds + max(computing, hidden) + instruction.exchange.exposed_bytes / rate
 
 
 def predict(instructions: Sequence[Instruction], rates: Rates) -> Timeline:
