@@ -1,6 +1,5 @@
 """One process of a run under test: joins, does what its part says, and leaves."""
 
-import atexit
 import os
 import signal
 import sys
@@ -134,10 +133,3 @@ def main(coordinator: str, count: str, index: str, part: str, seconds: str) -> N
     seat = find_seat(Flags(coordinator, int(count), int(index)), {})
     with join(seat, limits) as group:
         PARTS[part](group)
-
-
-def finish(code: int) -> None:
-    """What the interpreter does at its end, in a fork that has no end of its own."""
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    os._exit(code)

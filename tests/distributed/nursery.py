@@ -1,13 +1,15 @@
-"""Starts groups of processes by forking one that has imported jax already.
+"""Starts groups of processes by forking one that has imported zinf already.
 
-Importing jax costs more than all that the tests do. Nothing has started a backend, or a
+Importing it costs more than all that the tests do. Nothing has started a backend, or a
 thread, at the time of the fork. Reads a request a line and answers with a line:
 
-    {"members": [{"argv": [...], "output": FILE}, ...],
+    {"main": "member" or "command",
+     "members": [{"argv": [...], "output": FILE}, ...],
      "never_end": [INDEX, ...], "limit_seconds": 60.0}
     -> [[EXIT_CODE or null if killed here, SECONDS on the monotonic clock], ...]
 """
 
+import atexit
 import json
 import os
 import signal
@@ -15,13 +17,14 @@ import sys
 import time
 from typing import Any
 
-from tests.distributed import member
+from tests.distributed import command, member
 
+MAINS = {"member": member.main, "command": command.main}
 POLL_SECONDS = 0.02
 
 
-def born(argv: list[str], output: str) -> int:
-    """Forks a process that runs a member, and returns its id."""
+def born(main: str, argv: list[str], output: str) -> int:
+    """Forks a process that runs one of `MAINS`, and returns its id."""
     pid = os.fork()
     if pid:
         return pid
@@ -29,17 +32,26 @@ def born(argv: list[str], output: str) -> int:
     os.dup2(target, 1)
     os.dup2(target, 2)
     try:
-        member.main(*argv)
+        MAINS[main](*argv)
+    except SystemExit as ended:
+        finish(ended.code)
     except BaseException:
         sys.excepthook(*sys.exc_info())
-        member.finish(1)
-    member.finish(0)
+        finish(1)
+    finish(0)
     raise AssertionError("unreachable")
+
+
+def finish(code: int) -> None:
+    """What the interpreter does at its end, in a fork that has no end of its own."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def raised(request: dict[str, Any]) -> list[list[Any]]:
     """How each process of a group ended."""
-    pids = [born(**named) for named in request["members"]]
+    pids = [born(request["main"], **named) for named in request["members"]]
     ended: dict[int, list[Any]] = {}
     deadline = time.monotonic() + request["limit_seconds"]
     awaited = set(range(len(pids))) - set(request["never_end"])

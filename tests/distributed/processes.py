@@ -37,7 +37,6 @@ class Ended:
 @cache
 def nursery() -> subprocess.Popen:
     """Ends when this process does, with its standard input."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
     own = {
         "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",
@@ -48,7 +47,7 @@ def nursery() -> subprocess.Popen:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**inherited, **own},
+        env={**os.environ, **own},
     )
 
 
@@ -75,19 +74,27 @@ def run_members(
     coordinator = f"127.0.0.1:{free_port()}"
     told = counts or [count or len(parts)] * len(parts)
     named = zip(told, ids or range(len(parts)), parts, strict=True)
+    lines = [[coordinator, *map(str, one), str(join_seconds)] for one in named]
+    frozen = [i for i, part in enumerate(parts) if part == "freeze"]
+    return run_all("member", lines, never_end=frozen)
+
+
+def run_all(
+    main: str, lines: Sequence[Sequence[str]], *, never_end: Sequence[int] = ()
+) -> list[Ended]:
+    """A process of `main` (see `nursery.py`) for each line of arguments, all at once.
+
+    Those in `never_end` are killed when the others have ended.
+    """
     with tempfile.TemporaryDirectory() as folder:
         members = [
-            {
-                "argv": [coordinator, *map(str, one), str(join_seconds)],
-                "output": f"{folder}/{number}",
-            }
-            for number, one in enumerate(named)
+            {"argv": list(line), "output": f"{folder}/{number}"}
+            for number, line in enumerate(lines)
         ]
-        frozen = [i for i, part in enumerate(parts) if part == "freeze"]
-        ends = asked(members=members, never_end=frozen)
+        ends = asked(main=main, members=members, never_end=list(never_end))
         texts = [Path(one["output"]).read_text(errors="replace") for one in members]
     killed = {i for i, (code, _) in enumerate(ends) if code is None}
-    hanging = sorted(killed - set(frozen))
+    hanging = sorted(killed - set(never_end))
     assert not hanging, f"processes {hanging} hang:\n" + "\n".join(texts)
     return [Ended(code, text, at) for (code, at), text in zip(ends, texts, strict=True)]
 

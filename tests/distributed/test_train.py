@@ -1,0 +1,92 @@
+"""`zinf train` in several real processes: as one, and with one end for all."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.processes import Ended, free_port, run_all
+from zinf.cli import INTERRUPTED, USER_ERROR
+from zinf.distributed.group import ENDED_BY_ANOTHER
+
+CONFIG = """
+train_batch_size: 8
+optimizer: {type: AdamW, params: {lr: 0.001}}
+gradient_clipping: 1.0
+model: {num_layers: 1, num_heads: 1, embed_dim: 16, max_length: 16}
+data: {sequence_length: 16}
+"""
+# Sums over devices are taken in another order than on one: a few of float32's last bits
+# of a loss of about 5, through a step or two of Adam.
+RELATIVE = 1e-5
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+def train(
+    config: Path, *more: str, deeds: tuple[str, ...], at_step: int = 0
+) -> list[Ended]:
+    """`zinf train` in as many processes as there are deeds."""
+    run = ("train", str(config), *more, "--set", f"run.output={config.parent / 'run'}")
+    at = f"127.0.0.1:{free_port()}"
+    lines = [
+        [deed, str(at_step), *run, *place(at, len(deeds), index)]
+        for index, deed in enumerate(deeds)
+    ]
+    return run_all("command", lines)
+
+
+def place(coordinator: str, count: int, index: int) -> list[str]:
+    named = {"coordinator": coordinator, "num-processes": count, "process-id": index}
+    return [f"--{name}={value}" for name, value in named.items()] if count > 1 else []
+
+
+def losses(path: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in path.read_text().splitlines()]
+
+
+def test_two_processes_train_as_one_does_also_when_one_is_interrupted(config, tmp_path):
+    together, alone = tmp_path / "two.jsonl", tmp_path / "one.jsonl"
+    options = ("--steps", "3", "--metrics", str(together))
+    ended = train(config, *options, deeds=("nothing", "interrupted"), at_step=2)
+    for process in ended:
+        assert process.code == INTERRUPTED, process.output
+    assert "/checkpoints/2, after step 2" in ended[0].output
+    assert "run.resume=true" in ended[0].output
+
+    resume = ("--set", "run.resume=true")
+    first, second = train(config, *options, *resume, deeds=("nothing",) * 2)
+    assert (first.code, second.code) == (0, 0), first.output + second.output
+    assert "Resuming after step 2" in first.output
+    assert "step 3/3" in first.output
+    assert "step" not in second.output, "only the first process speaks"
+
+    (one,) = train(config, "--steps", "3", "--metrics", str(alone), deeds=("nothing",))
+    assert one.code == 0, one.output
+    assert len(losses(together)) == 3
+    assert losses(together) == pytest.approx(losses(alone), rel=RELATIVE)
+
+
+def test_an_error_in_one_process_is_named_on_both(config):
+    fine, failed = train(config, deeds=("nothing", "broken"), at_step=1)
+    message = "Input/output error: '/drive/chunk'"
+    assert (fine.code, failed.code) == (ENDED_BY_ANOTHER, USER_ERROR)
+    assert f"[process 1] error: [Errno 5] {message}" in failed.output
+    assert "Process 1 of 2" in fine.error
+    assert message in fine.error
+
+
+def test_processes_with_different_configs_end_before_anything_is_opened(config):
+    at = f"127.0.0.1:{free_port()}"
+    run = ("nothing", "0", "train", str(config), "--set")
+    seeds = (("run.seed=1",), ("run.seed=2",))
+    lines = [[*run, *seeds[i], *place(at, 2, i)] for i in range(2)]
+    for process in run_all("command", lines):
+        assert process.code == ENDED_BY_ANOTHER, process.output
+        assert "run.seed: 1 on process 0; 2 on process 1" in process.error
+        assert "plan" not in process.output
