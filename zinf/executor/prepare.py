@@ -219,9 +219,13 @@ class Planner:
     def cut(self, source: Source, max_bytes: int | None) -> Segmented:
         frozen = set(self.problem.params) - self.problem.trainable
         by_row = {leaf.path for leaf in self.separated.leaves if leaf.is_elementwise}
-        return segment_loss(
-            source, frozen=frozen, splittable=by_row | frozen, max_bytes=max_bytes
-        )
+        # Rows of a leaf that is itself cut by rows are not all here.
+        here = {
+            path
+            for path in by_row | frozen
+            if self.layouts.of(ArrayId("param", path)).has_whole_rows
+        }
+        return segment_loss(source, frozen=frozen, splittable=here, max_bytes=max_bytes)
 
     def largest_segment_bytes(self, program: Program) -> int:
         leaves = {leaf.path: leaf for leaf in program.leaves}
