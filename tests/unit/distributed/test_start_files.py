@@ -1,0 +1,45 @@
+"""The files that start several processes fit what zinf reads from them."""
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from zinf.distributed import Flags, Seat, find_seat
+
+SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
+
+
+@pytest.fixture(scope="module")
+def kubernetes() -> dict[str, Any]:
+    """The objects of the file, by kind."""
+    text = (SCRIPTS / "kubernetes_job.yaml").read_text()
+    return {found["kind"]: found for found in yaml.safe_load_all(text)}
+
+
+def test_each_pod_of_the_job_finds_its_place(kubernetes):
+    job, service = kubernetes["Job"], kubernetes["Service"]
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    environ = {one["name"]: one["value"] for one in container["env"]}
+    count = job["spec"]["completions"]
+    assert job["spec"]["completionMode"] == "Indexed"
+    assert job["spec"]["parallelism"] == count
+    # Kubernetes names pod 0 of an indexed job so, within a headless service.
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    address = f"{job['metadata']['name']}-0.{service['metadata']['name']}:6200"
+    for index in range(count):
+        found = find_seat(Flags(), environ | {"JOB_COMPLETION_INDEX": str(index)})
+        assert found == Seat("Kubernetes", address, count, index)
+
+
+def test_the_slurm_script_is_bash_and_leaves_the_places_to_srun():
+    script = SCRIPTS / "slurm_train.sh"
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    text = script.read_text()
+    assert "\nsrun " in text
+    assert "--process-id" not in text
