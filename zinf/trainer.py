@@ -204,7 +204,8 @@ class _Run:
 
     def is_ending(self, is_interrupted: threading.Event) -> bool:
         """Whether any process was interrupted; the same on all."""
-        return self.group.any("interrupted", is_interrupted.is_set())
+        # The first process may be long at writing what it saves.
+        return self.group.any("interrupted", is_interrupted.is_set(), timeout=None)
 
     def learning_rate(self, metrics: Metrics) -> float | None:
         """Of the step that was just taken: schedules count only real updates."""

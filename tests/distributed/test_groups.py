@@ -58,10 +58,15 @@ def test_a_killed_process_ends_the_others_inside_their_collective(victim):
     assert max(one.at_seconds for one in ended) < killed.at_seconds + allowed
 
 
-def test_a_process_that_shows_no_life_is_lost():
-    ended = run_members(["work", "freeze"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_shows_no_life_is_lost(victim):
+    parts = ["work", "work"]
+    parts[victim] = "freeze"
+    ended = run_members(parts)
     assert_all_say(
-        ended[:1], f"^Process 1 of 2 is lost: no sign of life for {SILENCE_SECONDS:g} s"
+        [ended[1 - victim]],
+        f"^Process {victim} of 2\\b.* is lost: no sign of life for "
+        f"{SILENCE_SECONDS:g} s",
     )
 
 

@@ -38,8 +38,8 @@ class AbstractGroup(ABC):
         """Every process's JSON value, in process order, the same on all.
 
         Every process must call it, with the same name, within `timeout` seconds of the
-        first; else all end with an error that names who did not come. Calls of one name
-        are matched in order.
+        first; else all end with an error that names who did not come. With None they
+        have until they count as hung. Calls of one name are matched in order.
         """
 
     @abstractmethod
@@ -73,9 +73,9 @@ class AbstractGroup(ABC):
     def barrier(self, name: str, timeout: float | None = 300.0) -> None:
         self.gather(name, None, timeout)
 
-    def any(self, name: str, claim: bool) -> bool:
+    def any(self, name: str, claim: bool, timeout: float | None = 300.0) -> bool:
         """Whether `claim` is true on any process, the same on all."""
-        return any(self.gather(name, claim))
+        return any(self.gather(name, claim, timeout))
 
     @property
     def is_first(self) -> bool:

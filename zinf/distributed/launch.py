@@ -13,7 +13,7 @@ from zinf.distributed.seat import JoinError, Seat
 
 COORDINATOR = "JAX_COORDINATOR_ADDRESS"
 NUM_PROCESSES = "JAX_NUM_PROCESSES"
-# The ports from which a Slurm job's is chosen by its number, as jax does.
+# The ports from which a Slurm job's is chosen by the numbers of job and step.
 FIRST_PORT, NUM_PORTS = 61440, 4096
 
 
@@ -110,8 +110,10 @@ def _coordinator(launcher: _Launcher | None, environ: Mapping[str, str]) -> str 
         if {"MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
             return f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
     if launcher is SLURM:
-        port = FIRST_PORT + int(environ.get("SLURM_JOB_ID", "0")) % NUM_PORTS
-        return f"{first_host(environ['SLURM_STEP_NODELIST'])}:{port}"
+        # Steps of a job may run side by side.
+        run = sum(int(environ.get(f"SLURM_{of}_ID", "0")) for of in ("JOB", "STEP"))
+        host = first_host(environ["SLURM_STEP_NODELIST"])
+        return f"{host}:{FIRST_PORT + run % NUM_PORTS}"
     return None
 
 

@@ -5,9 +5,10 @@ import pytest
 from zinf.distributed import Flags, JoinError, Seat, find_seat
 from zinf.distributed.launch import FIRST_PORT, NUM_PORTS, first_host
 
-JOB = 4242
+JOB, STEP = 4242, 3
 SRUN = {
     "SLURM_JOB_ID": str(JOB),
+    "SLURM_STEP_ID": str(STEP),
     "SLURM_STEP_NODELIST": "gpu[07-08]",
     "SLURM_NTASKS": "8",
     "SLURM_PROCID": "5",
@@ -15,7 +16,7 @@ SRUN = {
     "SLURM_NODEID": "1",
     "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
 }
-SLURM_COORDINATOR = f"gpu07:{FIRST_PORT + JOB % NUM_PORTS}"
+SLURM_COORDINATOR = f"gpu07:{FIRST_PORT + (JOB + STEP) % NUM_PORTS}"
 OPEN_MPI = {
     "OMPI_COMM_WORLD_SIZE": "4",
     "OMPI_COMM_WORLD_RANK": "3",
