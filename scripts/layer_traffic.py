@@ -1,0 +1,107 @@
+"""Compiles a ZeRO-3 layer for machines that are not there and prints what it sends.
+
+    python scripts/layer_traffic.py v5p:8x8x8 h200:8
+    python scripts/layer_traffic.py v5p:8x8x8 --stages 64x8
+
+The layer is an MLP of h x 4h in bfloat16: matrices come in shards and are gathered,
+gradients leave in shards. With `--stages` the devices are also taken as a mesh of that
+shape, and each array is gathered, and each gradient reduced, one axis after the other.
+The paper's figures are (n - 1) / n of the matrices for each gather and reduce-scatter.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zinf.topology import Topology, collectives, memory, parse_topology, traffic
+
+TOKENS = 2048
+
+
+class Layer:
+    """How the arrays of the layer lie over a topology, and its two passes."""
+
+    def __init__(self, topology: Topology, stages: tuple[int, ...]) -> None:
+        devices = np.array(topology.devices())
+        flat = Mesh(devices, ("fsdp",), axis_types=(AxisType.Auto,))
+        names = tuple(f"stage{i}" for i in range(len(stages)))
+        kinds = (AxisType.Auto,) * len(names)
+        staged = Mesh(devices.reshape(stages), names, axis_types=kinds)
+        self.parts = NamedSharding(flat, P("fsdp"))
+        between = [
+            NamedSharding(staged, P(names[:count])) for count in range(1, len(names))
+        ]
+        self.whole = [*reversed(between), NamedSharding(flat, P())]
+        self.reduced = [*between, self.parts]
+
+    def forward(self, up, down, x):
+        return mlp(constrain(up, self.whole), constrain(down, self.whole), x)
+
+    def backward(self, up, down, x, dy):
+        whole = constrain(up, self.whole), constrain(down, self.whole)
+        up_grad, down_grad, dx = jax.vjp(mlp, *whole, x)[1](dy)
+        reduced = constrain(up_grad, self.reduced), constrain(down_grad, self.reduced)
+        return *reduced, dx
+
+
+def constrain(x, shardings):
+    for sharding in shardings:
+        x = jax.lax.with_sharding_constraint(x, sharding)
+    return x
+
+
+def mlp(up, down, x):
+    return x + jax.nn.gelu(x @ up) @ down
+
+
+def show(
+    topology: Topology, layer: Layer, function: Callable, shapes: list[tuple[int, ...]]
+) -> None:
+    args = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=layer.parts)
+        for shape in shapes
+    ]
+    start = time.perf_counter()
+    lowered = jax.jit(function, out_shardings=layer.parts).lower(*args)
+    made = topology.compile(lowered)
+    seconds = time.perf_counter() - start
+    matrices = sum(a.size * a.dtype.itemsize for a in args[:2])
+    sums = traffic(collectives(made.as_text()))
+    sent = sum(t.sent_bytes for t in sums.values()) / matrices
+    temp = memory(made).temp_bytes / 2**30
+    print(
+        f"{topology.text} {function.__name__}: sent {sent:.3f} of the matrices, "
+        f"{temp:.2f} GiB of temporaries, compiled in {seconds:.0f} s"
+    )
+    for kind, t in sums.items():
+        print(
+            f"  {kind}: {t.count} of {t.sent_bytes / matrices:.3f}, "
+            f"{t.async_count} asynchronous, {t.overlapped_count} overlapped"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("topologies", nargs="+")
+    parser.add_argument("--hidden", type=int, default=8192)
+    parser.add_argument("--stages", help="such as 64x8, outermost first")
+    given = parser.parse_args()
+    print(f"jax {jax.__version__}")
+    for text in given.topologies:
+        topology = parse_topology(text)
+        n, h = topology.num_devices, given.hidden
+        stages = tuple(map(int, given.stages.split("x"))) if given.stages else (n,)
+        layer = Layer(topology, stages)
+        matrices, x = [(h, 4 * h), (4 * h, h)], (n, TOKENS, h)
+        show(topology, layer, layer.forward, [*matrices, x])
+        show(topology, layer, layer.backward, [*matrices, x, x])
+
+
+if __name__ == "__main__":
+    main()
