@@ -85,13 +85,19 @@ def test_a_process_that_does_not_come_to_a_gather_is_named():
     )
 
 
-def test_an_error_in_one_process_ends_all_with_its_message():
-    fine, failed = run_members(["work", "err"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_an_error_in_one_process_ends_all_with_its_message(victim):
+    parts = ["work", "work"]
+    parts[victim] = "err"
+    ended = run_members(parts)
+    failed, fine = ended[victim], ended[1 - victim]
     assert failed.code == FAILED
     assert "Traceback" in failed.output
     message = "No space left on device: '/drive/chunk'\nFree some space."
     assert message in failed.output
-    assert_all_say([fine], "^Process 1 of 2 .* failed: OSError: ", re.escape(message))
+    assert_all_say(
+        [fine], f"^Process {victim} of 2 .* failed: OSError: ", re.escape(message)
+    )
 
 
 def test_an_unreachable_coordinator_is_an_error_that_names_it():

@@ -1,6 +1,8 @@
 """`zinf train` in several real processes: as one, and with one end for all."""
 
 import json
+import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -79,6 +81,19 @@ def test_an_error_in_one_process_is_named_on_both(config):
     assert f"[process 1] error: [Errno 5] {message}" in failed.output
     assert "Process 1 of 2" in fine.error
     assert message in fine.error
+
+
+def test_a_kill_leaves_no_half_written_checkpoint(config):
+    every = ("--set", "run.checkpoint_every=1")
+    ended = train(config, *every, deeds=("nothing", "killed"), at_step=3)
+    assert [one.code for one in ended] == [ENDED_BY_ANOTHER, -signal.SIGKILL]
+    assert "Process 1 of 2 is lost" in ended[0].error
+    assert "'step 3'" in ended[0].error
+    # On one process, as the number of devices may change with what is left of them.
+    more = ("--steps", "3", "--set", "run.resume=true")
+    (one,) = train(config, *more, deeds=("nothing",))
+    assert one.code == 0, one.output
+    assert re.search("Resuming after step [12]", one.output)
 
 
 def test_processes_with_different_configs_end_before_anything_is_opened(config):
