@@ -91,7 +91,10 @@ class Residents:
         self.write(array, content)
 
     def _write_cut_rows(self, array: ArrayId, content: np.ndarray) -> None:
-        """Writes rows of an array that is cut by rows: those that are kept here."""
+        """Writes rows of an array that is cut by rows: those that are kept here.
+
+        Also without any, for on its way to the devices a share meets those of others.
+        """
         whole = array.whole
         assert array.rows is not None and self._pieces[whole] == [whole]
         share = np.array(self._share(whole, whole))
@@ -100,7 +103,7 @@ class Residents:
         if start < stop:
             part = content[start - array.rows[0] : stop - array.rows[0]]
             share[start - first : stop - first] = part
-            self._write_share(whole, whole, share)
+        self._write_share(whole, whole, share)
 
     def _share(self, piece: ArrayId, wanted: ArrayId) -> np.ndarray:
         """This process's share of some rows of a piece, on the host."""

@@ -8,6 +8,7 @@ Rajbhandari et al. 2021, "ZeRO-Infinity", section 6.1).
 """
 
 from dataclasses import dataclass
+from math import prod
 
 from jax.sharding import Mesh
 
@@ -60,7 +61,9 @@ class ZeroRule:
         collective. With `may_pad`, a dim that does not divide is padded with zeros.
         """
         count = self.num_shards
-        if count == 1 or nbytes < self.min_bytes:
+        # A shard of one number is compiled as a scalar, and may round otherwise than as
+        # a part of the share, on the host.
+        if count == 1 or nbytes < self.min_bytes or prod(shape) <= count:
             return None
         rows = [0] if len(shape) == 1 or shape[:1] > (MAX_LAYERS,) else []
         dims = [d for d in (*range(1, len(shape)), *rows) if shape[d] > 1]
