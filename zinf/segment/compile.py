@@ -75,7 +75,8 @@ class _BodyExecutables:
         def on_wholes(arguments: Sequence[Any], *rest: Any) -> Any:
             return function(self._wholes(arguments), *rest)
 
-        jitted = jax.jit(on_wholes, out_shardings=results)
+        # Unused arguments stay, so that the compiler counts what the plan does.
+        jitted = jax.jit(on_wholes, out_shardings=results, keep_unused=True)
         lowered = jitted.lower(self.abstract, *extra)
         return lowered.compile(compiler_options(self.mesh))
 
@@ -92,7 +93,9 @@ class _BodyExecutables:
 
     @cached_property
     def forward(self) -> Any:
-        results = replicated(self.mesh) if self.is_last else None
+        # Without arguments, nothing else would say which devices it is for.
+        is_made_here = not self.body.jaxpr.invars
+        results = replicated(self.mesh) if self.is_last or is_made_here else None
         return self._compile(self._call, results=results)
 
     @cached_property
