@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
@@ -192,10 +193,19 @@ class Joined(AbstractGroup):
         try:
             self._wire.send(message)
         except Closed:
-            # The listener knows by now, or will at once, and ends this process.
-            threading.Event().wait()
+            if not self.has_parted:
+                # The listener knows by now, or will at once, and ends this process.
+                threading.Event().wait()
 
     def _listen(self) -> None:
+        try:
+            self._follow()
+        except BaseException:
+            # Without it nobody would end this process: better that all end now.
+            traceback.print_exc()
+            os._exit(1)
+
+    def _follow(self) -> None:
         heard = sent = time.monotonic()
         while True:
             try:
@@ -248,9 +258,10 @@ class Joined(AbstractGroup):
         self._is_ended.set()
         if self._failure:
             text += f"\nHere it showed as {self._failure}"
+        announce(f"[process {self.index}] error: {text}\n")
         if self._hub is not None:
             self._hub.wait()
-        leave(ENDED_BY_ANOTHER, f"[process {self.index}] error: {text}\n")
+        os._exit(ENDED_BY_ANOTHER)
 
 
 def describe(error: BaseException) -> str:
@@ -261,13 +272,18 @@ def describe(error: BaseException) -> str:
     return "\n".join(lines)
 
 
-def leave(code: int, last_words: str = "") -> None:
-    """Print and end this process now, whatever its other threads do."""
-    # Another thread may be stuck while it prints, and holds the stream's lock.
-    printing = threading.Thread(target=_print, args=(last_words,), daemon=True)
+def leave(code: int) -> None:
+    """End this process now, whatever its other threads do; what was printed stays."""
+    announce("")
+    os._exit(code)
+
+
+def announce(text: str) -> None:
+    """Print, and flush what was printed before, in a second at most."""
+    # Another thread may be stuck while it prints, and hold the stream's lock.
+    printing = threading.Thread(target=_print, args=(text,), daemon=True)
     printing.start()
     printing.join(PRINT_SECONDS)
-    os._exit(code)
 
 
 def _print(text: str) -> None:
