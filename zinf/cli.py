@@ -20,7 +20,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from zinf.checkpoint import Checkpoints
-from zinf.config import Config, Report, report
+from zinf.config import Config, Report, grouping, report
 from zinf.data import text_dataset
 from zinf.data.text import Split, text_hash
 from zinf.distributed import (
@@ -35,16 +35,21 @@ from zinf.distributed import (
     options,
 )
 from zinf.executor import NonFiniteError
-from zinf.initialize import initialize, plan_only
+from zinf.executor.compiled import compiled_runs
+from zinf.executor.devices import group_devices, on_devices
+from zinf.executor.prepare import Fused, Streamed
+from zinf.initialize import initialize, make_planner
 from zinf.memory import BudgetExceeded
 from zinf.memory.nvme import Measured, Profile, measure_drive, save_profile
 from zinf.models import GPTConfig, init_and_loss, num_parameters
 from zinf.observe import read_trace
+from zinf.observe.compiled import executables_table, traffic_table, verdict
 from zinf.observe.plot import plot as draw
 from zinf.optim.factory import build_optimizer, build_schedule
 from zinf.paper import infinity_table, zero_table
 from zinf.plan import InfeasibleError, Plan
 from zinf.plan.show import show_instructions
+from zinf.topology import Topology, parse_topology
 from zinf.trainer import Trainer
 
 DOES_NOT_FIT, USER_ERROR, INTERRUPTED = 1, 2, 130
@@ -165,12 +170,19 @@ def plan(
     every: Annotated[
         bool, typer.Option("--all", help="Print every instruction of the plan.")
     ] = False,
+    topology: Annotated[
+        str | None,
+        typer.Option(help="Compile for this machine, such as v5p:8x8x8 or h200:8."),
+    ] = None,
     table: Annotated[
         bool, typer.Option("--table", help="Print the tables of the ZeRO papers.")
     ] = False,
     traceback: ShowTraceback = False,
 ) -> None:
     """Print the plan of each config and whether it fits, without training.
+
+    With --topology for a machine that need not be here, compiled by its real compiler:
+    bytes of a device and a host, collectives, and the predicted time of a step.
 
     The exit code is 1 if a plan does not fit and 2 if there is another error.
     """
@@ -180,7 +192,8 @@ def plan(
         if table:
             return
         raise typer.BadParameter("Name at least one config file, or ask for --table.")
-    codes = [_plan(config, overrides or (), every, traceback) for config in configs]
+    rest = overrides or (), every, topology, traceback
+    codes = [_plan(config, *rest) for config in configs]
     raise typer.Exit(max(codes))
 
 
@@ -246,8 +259,7 @@ def _train(
     trace_steps: int,
     group: AbstractGroup,
 ) -> None:
-    num_devices = jax.device_count() if group.count > 1 else None
-    config = Config.load(path, overrides, world_size=num_devices)
+    config, mesh = on_devices(path, overrides=overrides)
     if group.count > 1:
         group.agree(_alike(config))
     # Orbax logs a traceback of every error, which it then raises all the same.
@@ -258,7 +270,7 @@ def _train(
     arguments, named = _problem(config, group)
     say = _say if group.is_first else _say_nothing
     say(_heading(path, config))
-    with closing(initialize(*arguments, **named, group=group)) as engine:
+    with closing(initialize(*arguments, **named, mesh=mesh, group=group)) as engine:
         say(f"{engine.plan.summary()}\n")
         folder = config.run.output / "checkpoints"
         if group.is_first and not config.run.resume:
@@ -294,24 +306,53 @@ def _train(
         say(f"{trace} opens in https://ui.perfetto.dev; draw it with {drawn}")
 
 
-def _plan(path: Path, overrides: Sequence[str], every: bool, traceback: bool) -> int:
+def _plan(
+    path: Path,
+    overrides: Sequence[str],
+    every: bool,
+    topology: str | None,
+    traceback: bool,
+) -> int:
     """Prints the plan of one config and returns an exit code."""
     try:
         with _clean_errors(traceback):
-            config = Config.load(path, overrides)
+            machine, mesh = None, None
+            if topology is not None:
+                machine = parse_topology(topology)
+                asked = grouping(path, overrides)
+                mesh = group_devices(machine.devices(), asked)
+            config, mesh = on_devices(path, mesh, overrides)
             arguments, named = _problem(config)
             print(_heading(path, config), flush=True)
+            planner = make_planner(
+                *arguments, rng=named["rng"], mesh=mesh, topology=machine
+            )
             try:
-                made = plan_only(*arguments, **named)
+                made = planner.plan_batch(named["batch"])
             except InfeasibleError as error:
                 print(f"does not fit: {error}\n", flush=True)
                 return DOES_NOT_FIT
-            print(f"fits: {_shown(made, every)}\n", flush=True)
+            print(f"fits: {_shown(made.plan, every)}\n", flush=True)
+            if machine is not None:
+                _print_compiled(made, machine, planner.param_bytes)
     except typer.Exit as ended:
         if ended.exit_code == INTERRUPTED:
             raise
         return ended.exit_code
     return 0
+
+
+def _print_compiled(
+    made: Streamed | Fused, machine: Topology, param_bytes: int
+) -> None:
+    runs = compiled_runs(made)
+    width = None if sys.stdout.isatty() else PIPE_WIDTH
+    console = Console(width=width, markup=False, highlight=False)
+    for table in (executables_table(runs), traffic_table(runs, param_bytes)):
+        table.title_justify = "left"
+        console.print(table)
+        console.print()
+    print(verdict(made.plan, runs, machine, param_bytes), flush=True)
 
 
 def _say(text: str) -> None:

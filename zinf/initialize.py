@@ -11,14 +11,14 @@ from jax.sharding import Mesh
 from zinf.config import Config
 from zinf.distributed import AbstractGroup, Alone
 from zinf.engine import Engine
-from zinf.executor.batch import batch_spec
+from zinf.executor.devices import on_devices
 from zinf.executor.prepare import Planner
 from zinf.memory import share_heap
-from zinf.mesh import DATA_AXES, axis_size, check_mesh, make_mesh
 from zinf.optim.separate import separate
 from zinf.plan import Plan
 from zinf.segment.problem import make_problem
 from zinf.sharding import zero_rule
+from zinf.topology import Topology
 
 ConfigSource = Config | Mapping[str, Any] | str | Path | None
 
@@ -88,7 +88,7 @@ def plan_only(
 ) -> Plan:
     """The plan that `initialize` would follow, without making anything."""
     planner = make_planner(loss_fn, params, *rest, **kw)
-    return planner.plan(batch_spec(batch, planner.config.num_microbatches)).plan
+    return planner.plan_batch(batch).plan
 
 
 def make_planner(
@@ -102,12 +102,14 @@ def make_planner(
     model_state: Any = None,
     mesh: Mesh | None = None,
     group: AbstractGroup | None = None,
+    topology: Topology | None = None,
 ) -> Planner:
-    """The arguments of `initialize` as something that plans steps."""
-    config = Config.load(config)
-    mesh = mesh_of(config) if mesh is None else mesh
-    check_mesh(mesh)
-    config = Config.load(config, world_size=axis_size(mesh, DATA_AXES))
+    """The arguments of `initialize` as something that plans steps.
+
+    Args:
+        topology: the machine of `mesh`, if that is one to compile for and never to run.
+    """
+    config, mesh = on_devices(config, mesh)
     rule = zero_rule(
         mesh,
         stage=config.stage,
@@ -132,38 +134,4 @@ def make_planner(
                 "them. Start with `group = zinf.distributed.join(...)` in place of "
                 "jax.distributed.initialize, and pass group= to zinf.initialize."
             )
-    return Planner(problem, separated, config, rule, key, group)
-
-
-def mesh_of(config: Config) -> Mesh:
-    """The mesh that a config asks for, on the devices that there are.
-
-    Raises:
-        ValueError: there are fewer, or they do not divide into the groups asked for.
-    """
-    devices, asked = jax.devices(), config.mesh
-    if asked.fsdp is not None:
-        wanted = asked.replica * asked.fsdp
-        if wanted > len(devices):
-            raise ValueError(
-                f"mesh asks for {asked.replica} x {asked.fsdp} = {wanted} devices, and "
-                f"jax has {len(devices)} ({devices[0].platform}). Lower mesh.replica "
-                "or mesh.fsdp, or start more processes."
-            )
-        devices = devices[:wanted]
-    elif (
-        devices[0].platform == "cpu"
-        and jax.process_count() == 1
-        and asked.replica == 1
-        and config.group_size is None
-    ):
-        devices = devices[:1]
-    if config.group_size is not None:
-        if len(devices) % config.group_size:
-            raise ValueError(
-                f"{len(devices)} devices cannot be divided into groups of "
-                f"{config.group_size}. Change zero_hpz_partition_size or "
-                "mics_shard_size to a divisor."
-            )
-        return make_mesh(devices, num_replicas=len(devices) // config.group_size)
-    return make_mesh(devices, num_replicas=asked.replica)
+    return Planner(problem, separated, config, rule, key, group, topology)

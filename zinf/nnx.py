@@ -15,9 +15,9 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from zinf.config import Config
 from zinf.distributed import AbstractGroup
 from zinf.engine import Engine
+from zinf.executor.devices import on_devices
 from zinf.initialize import ConfigSource, make_planner
 from zinf.segment import named_leaves
 
@@ -72,7 +72,7 @@ def initialize(
     Raises:
         ValueError: as `zinf.initialize`.
     """
-    config = Config.load(config)
+    config, mesh = on_devices(config, mesh)
     given = module if isinstance(module, nnx.Module) else None
     split = _split(nnx.eval_shape(module) if given is None else given, wrt)
     params, state = split.params, split.state

@@ -6,6 +6,8 @@ from zinf.config.check import Report as Report
 from zinf.config.check import Row as Row
 from zinf.config.check import report as report
 from zinf.config.config import Config as Config
+from zinf.config.grouping import Grouping as Grouping
+from zinf.config.grouping import grouping as grouping
 from zinf.config.messages import ConfigError as ConfigError
 from zinf.config.precision import LossScaling as LossScaling
 from zinf.config.schema import Data as Data

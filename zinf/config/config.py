@@ -129,15 +129,8 @@ class Config(DeepSpeedKeys):
         return self.zero_optimization.stage
 
     @property
-    def group_size(self) -> int | None:
-        """Devices of a group that holds all parameters; None: by `mesh`."""
-        zero = self.zero_optimization
-        sizes = [zero.zero_hpz_partition_size, zero.mics_shard_size]
-        return next((size for size in sizes if size > 1), None)
-
-    @property
     def gathers_in_group(self) -> bool:
-        """Whether such a group holds parameters alone, and all devices the rest."""
+        """Whether groups of devices hold parameters, and all together the rest."""
         return self.zero_optimization.zero_hpz_partition_size > 1
 
     @property

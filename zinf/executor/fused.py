@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zinf.executor.decision import CLIP_EPSILON
@@ -28,7 +27,6 @@ from zinf.sharding.zero import STATE_STAGE
 from zinf.topology import compiler_options
 
 Arrays = Mapping[ArrayId, Any]
-GATHERED = "gathered"
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class FusedProgram:
     that is not finite changes no array.
     """
 
-    step: Callable
+    step: jax.stages.Compiled
     arrays: tuple[ArrayId, ...]
     workspace_bytes: int
     flops: int
@@ -172,8 +170,7 @@ def _accumulate(
     if any(not form.is_gathered for form in forms.values()):
         # Parameters are gathered once more for the backward pass, not kept from the
         # forward pass: nobody would need to cut them if they were.
-        kept = jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
-        scaled_loss = jax.checkpoint(scaled_loss, policy=kept)
+        scaled_loss = jax.checkpoint(scaled_loss, policy=_is_kept)
 
     def gradient(values: Mapping[str, Any], *rest: Any) -> tuple[Any, dict[str, Any]]:
         result, grads = jax.value_and_grad(scaled_loss, has_aux=True)(values, *rest)
@@ -203,8 +200,15 @@ def whole(array: Any, layout: Layout) -> Any:
     if not layout.is_gathered:
         everywhere = NamedSharding(layout.device.mesh, PartitionSpec())
         array = jax.lax.with_sharding_constraint(array, everywhere)
-        array = checkpoint_name(array, GATHERED)
     return layout.unpadded(array) if layout.is_padded else array
+
+
+def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Whether the backward pass takes a result of the forward pass as it is.
+
+    All but what was gathered, and the same without its padding.
+    """
+    return primitive.name not in ("sharding_constraint", "slice")
 
 
 def cut(gradient: Any, layout: Layout) -> Any:

@@ -107,6 +107,16 @@ class Planner:
         shares = num_batch_shares(self.rule.mesh)
         return batch_spec(batch, self.config.num_microbatches, shares)
 
+    @property
+    def param_bytes(self) -> int:
+        """Of all parameters, in the precision that they are computed with."""
+        specs = self.array_specs().items()
+        return sum(spec.nbytes for array, spec in specs if array.role == "param")
+
+    def plan_batch(self, batch: Any) -> Streamed | Fused:
+        """The plan for a batch of all processes, with nothing placed yet."""
+        return self.plan(batch_spec(batch, self.config.num_microbatches))
+
     def plan(
         self, batch: Any, homes: Mapping[ArrayId, Tier] | None = None
     ) -> Streamed | Fused:

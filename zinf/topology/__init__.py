@@ -5,6 +5,7 @@ from zinf.topology.chip import CHIPS, Chip
 from zinf.topology.compiled import (
     Collective,
     HostCopy,
+    Kind,
     Memory,
     Shortage,
     Traffic,
@@ -21,6 +22,7 @@ __all__ = [
     "Chip",
     "Collective",
     "HostCopy",
+    "Kind",
     "Memory",
     "Shortage",
     "Topology",

@@ -6,12 +6,14 @@ from zinf.topology.compiled.collective import (
     collectives,
     traffic,
 )
+from zinf.topology.compiled.find import Kind
 from zinf.topology.compiled.host_copy import HostCopy, host_copies
 from zinf.topology.compiled.memory import Memory, Shortage, memory, shortage
 
 __all__ = [
     "Collective",
     "HostCopy",
+    "Kind",
     "Memory",
     "Shortage",
     "Traffic",

@@ -1,0 +1,56 @@
+"""Which devices a config asks for, before anything else in it is checked.
+
+How batch sizes multiply depends on the number of devices, so that is known first.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zinf.config.load import override, raw_config
+from zinf.config.section import Section
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """Attributes:
+    num_replicas: groups of devices that each hold all state.
+    num_shards: devices of a group; None: all that there are.
+    group_size: devices of a group that holds all parameters, in DeepSpeed's keys.
+    """
+
+    num_replicas: int = 1
+    num_shards: int | None = None
+    group_size: int | None = None
+
+    @property
+    def is_given(self) -> bool:
+        return self != Grouping()
+
+
+def grouping(
+    source: Mapping[str, Any] | str | Path | Section | None,
+    overrides: Sequence[str] = (),
+) -> Grouping:
+    """What a config says of devices; values that are wrong count as absent.
+
+    Raises:
+        FileNotFoundError, TypeError, ValueError: the config cannot be read.
+    """
+    raw = override(raw_config(source), overrides)
+    mesh, zero = _section(raw, "mesh"), _section(raw, "zero_optimization")
+    sizes = [zero.get("zero_hpz_partition_size"), zero.get("mics_shard_size")]
+    group_size = next((size for size in map(_count, sizes) if size and size > 1), None)
+    return Grouping(
+        _count(mesh.get("replica")) or 1, _count(mesh.get("fsdp")), group_size
+    )
+
+
+def _section(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = raw.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and value > 0 else None

@@ -1,0 +1,67 @@
+"""The devices that a config asks for, and the config for so many."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from zinf.config import Config, Grouping, grouping
+from zinf.mesh import DATA_AXES, axis_size, check_mesh, make_mesh
+
+
+def on_devices(
+    source: Config | Mapping[str, Any] | str | Path | None,
+    mesh: Mesh | None = None,
+    overrides: Sequence[str] = (),
+) -> tuple[Config, Mesh]:
+    """A config, checked for the devices of a mesh: the one given, or that it asks for.
+
+    Raises:
+        ValueError: the config is wrong, or there are no such devices.
+    """
+    mesh = mesh_for(grouping(source, overrides)) if mesh is None else mesh
+    check_mesh(mesh)
+    num_devices = axis_size(mesh, DATA_AXES)
+    return Config.load(source, overrides, world_size=num_devices), mesh
+
+
+def mesh_for(asked: Grouping) -> Mesh:
+    """The mesh that a config asks for, on the devices that there are.
+
+    Raises:
+        ValueError: there are fewer, or they do not divide into the groups asked for.
+    """
+    devices = jax.devices()
+    if asked.num_shards is not None:
+        wanted = asked.num_replicas * asked.num_shards
+        if wanted > len(devices):
+            raise ValueError(
+                f"mesh asks for {asked.num_replicas} x {asked.num_shards} = {wanted} "
+                f"devices, and jax has {len(devices)} ({devices[0].platform}). Lower "
+                "mesh.replica or mesh.fsdp, start more processes, or, to plan for a "
+                "machine that is not here, name it: zinf plan --topology h200:8."
+            )
+        devices = devices[:wanted]
+    elif devices[0].platform == "cpu" and jax.process_count() == 1:
+        devices = devices if asked.is_given else devices[:1]
+    return group_devices(devices, asked)
+
+
+def group_devices(devices: Sequence[jax.Device], asked: Grouping) -> Mesh:
+    """The mesh of all the devices, in the groups that a config asks for.
+
+    Raises:
+        ValueError: they do not divide into such groups.
+    """
+    num_replicas = asked.num_replicas
+    if asked.group_size is not None:
+        if len(devices) % asked.group_size:
+            raise ValueError(
+                f"{len(devices)} devices cannot be divided into groups of "
+                f"{asked.group_size}. Change zero_hpz_partition_size or "
+                "mics_shard_size to a divisor."
+            )
+        num_replicas = len(devices) // asked.group_size
+    return make_mesh(devices, num_replicas=num_replicas)
