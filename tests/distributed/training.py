@@ -1,0 +1,107 @@
+"""What a process of a run does that trains: the network of `tests.equivalence.meshes`.
+
+It prints what it found as lines of JSON, each after its name.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import jax
+import numpy as np
+import optax
+
+import zinf
+from tests.equivalence.meshes import MICROBATCHES, batches, config, init, loss
+from zinf.distributed import AbstractGroup, Flags, Limits, find_seat, join
+from zinf.program import Tier
+
+STEPS = 3
+# By number of processes.
+CASES = {
+    2: ((3, "device"), (3, "nvme"), (3, "fused"), (1, "optimizer on host")),
+    4: ((3, "device"), (3, "nvme"), (2, "fused")),
+}
+# In the step of this number a gradient of the first process overflows in float16.
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
+OVERFLOWS = 2
+
+
+def own_part(batch: Any, index: int, count: int) -> Any:
+    """The rows of each microbatch that a process gives, as a batch."""
+
+    def rows(leaf: np.ndarray) -> np.ndarray:
+        parts = leaf.reshape(MICROBATCHES, count, -1, *leaf.shape[1:])
+        return parts[:, index].reshape(-1, *leaf.shape[1:])
+
+    return jax.tree.map(rows, batch)
+
+
+def overflowing(number: int, batch: Any) -> Any:
+    """Batch `number`, from 1; of the step that overflows, its first example does."""
+    if number != OVERFLOWS:
+        return batch
+    y = batch["y"].copy()
+    y[0] *= 1e5
+    return batch | {"y": y}
+
+
+def fingerprint(params: Any) -> int:
+    return crc32(b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(params)))
+
+
+def report(name: str, value: Any) -> None:
+    print(name, json.dumps(value), flush=True)
+
+
+def main(
+    coordinator: str, count: str, index: str, num_devices: str, folder: str
+) -> None:
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={num_devices}"
+    # Tiers of a stage have the same executables.
+    jax.config.update("jax_compilation_cache_dir", f"{folder}/compiled")
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    seat = find_seat(Flags(coordinator, int(count), int(index)), {})
+    with join(seat, Limits(join_seconds=40.0)) as group:
+        train(group, folder)
+
+
+def train(group: AbstractGroup, folder: str) -> None:
+    """Every case, then fp16 with an overflow; the state of nvme is saved at its end."""
+    mesh = zinf.make_mesh(jax.devices())
+    for stage, tier in CASES[group.count]:
+        settings = config(stage, tier, folder)
+        engine = zinf.initialize(
+            loss, init, optax.adamw(1e-2), settings, mesh=mesh, group=group
+        )
+        given = [own_part(b, group.index, group.count) for b in batches(STEPS)]
+        metrics = [engine.step(batch) for batch in given]
+        found = {
+            "loss": [m["loss"] for m in metrics],
+            "grad_norm": [m["grad_norm"] for m in metrics],
+            "evaluated": engine.evaluate(given[0]),
+            "params": fingerprint(engine.params()),
+            "peaks": {t.name: max(m[f"{t}_bytes"] for m in metrics) for t in Tier},
+            "planned": {t.name: engine.plan.peak_bytes[t] for t in Tier},
+            "read": metrics[-1]["nvme_read_bytes"],
+            "files": sorted(p.name for p in Path(folder).glob("process-*")),
+        }
+        report(f"{stage} {tier}", found)
+        if tier == "nvme":
+            engine.save(Path(folder) / "saved")
+            group.barrier("saved")
+        engine.close()
+    settings = config(3, "host", folder) | FP16
+    engine = zinf.initialize(
+        loss, init, optax.adamw(1e-2), settings, mesh=mesh, group=group
+    )
+    metrics = []
+    for number, batch in enumerate(batches(STEPS), start=1):
+        batch = overflowing(number, batch)
+        metrics.append(engine.step(own_part(batch, group.index, group.count)))
+    found = {k: [m[k] for m in metrics] for k in ("loss", "skipped", "loss_scale")}
+    report("fp16", found | {"params": fingerprint(engine.params())})
+    engine.close()
