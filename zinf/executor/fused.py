@@ -24,7 +24,7 @@ from zinf.segment.problem import Problem
 from zinf.segment.source import named_leaves
 from zinf.sharding import Layout, Layouts, batch_layout
 from zinf.sharding.zero import STATE_STAGE
-from zinf.topology import compiler_options
+from zinf.topology import compile_for
 
 Arrays = Mapping[ArrayId, Any]
 
@@ -106,7 +106,7 @@ def compile_fused(
     shardings = forms, batch_shardings(batch, layouts), *[everywhere] * 3
     placed = _placed(arguments, shardings)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(forms, everywhere))
-    compiled = jitted.lower(*placed).compile(compiler_options(layouts.mesh))
+    compiled = compile_for(layouts.mesh, jitted.lower(*placed))
     memory = compiled.memory_analysis()
     assert memory is not None, "this backend does not say how much memory it needs"
     workspace = memory.temp_size_in_bytes + memory.output_size_in_bytes

@@ -32,6 +32,7 @@ from zinf.plan import (
     Keeping,
     Plan,
     Rates,
+    Shortage,
     StepOptions,
     build_at_home,
     build_placed,
@@ -49,7 +50,7 @@ from zinf.segment import (
 from zinf.segment.problem import Problem
 from zinf.segment.source import Source
 from zinf.sharding import Layouts, ZeroRule, persistent_layouts
-from zinf.topology import Topology
+from zinf.topology import Topology, shortage
 
 # What is tried for `StepOptions` beside their defaults. An update that waits for the
 # norm has nothing to overlap with but the next step. On random chains shares between
@@ -129,12 +130,24 @@ class Planner:
         Raises:
             InfeasibleError: nothing fits.
         """
-        made = self._plan(batch, homes)
+        try:
+            made = self._plan(batch, homes)
+        except jax.errors.JaxRuntimeError as error:
+            raise self._refused(error) from error
         if self.group.count > 1:
             # Collectives that are begun in another order would wait for ever.
             listed = "\n".join(map(repr, made.plan.instructions))
             self.group.agree({"plan": sha256(listed.encode()).hexdigest()})
         return made
+
+    def _refused(self, error: Exception) -> Exception:
+        """What the compiler says of a program that does not fit, as a budget."""
+        found = shortage(error)
+        if found is None:
+            return error
+        what = "an executable, as its compiler says,"
+        short = Shortage(found.available_bytes, found.needed_bytes, what)
+        return InfeasibleError({Tier.DEVICE: short}, self.capacity())
 
     def _plan(
         self, batch: Any, homes: Mapping[ArrayId, Tier] | None

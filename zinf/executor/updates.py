@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil, prod
 from typing import Any
 
@@ -27,7 +28,7 @@ from zinf.plan import NO_EXCHANGE, ArrayUpdate, Exchange, UpdateUnit
 from zinf.program import ArrayId, Program, Tier
 from zinf.segment.problem import Problem
 from zinf.sharding import Layouts
-from zinf.topology import compiler_options
+from zinf.topology import compile_for
 
 # An element-wise update works on this many bytes of master at a time: enough to keep a
 # drive and the cores busy, little beside any host's memory.
@@ -194,8 +195,8 @@ def compile_program_updates(
                 updates.append(update)
         grouped.append((segment.name, tuple(updates)))
     wanted = list(units.values())
-    options = compiler_options(layouts.mesh)
-    compiled = compile_placed_updates(separated, wanted, placements, options)
+    compile_here = partial(compile_for, layouts.mesh)
+    compiled = compile_placed_updates(separated, wanted, placements, compile_here)
     on_device = dict(zip(units, compiled.steps, strict=True))
     cpu = cpu_device(layouts.mesh)
     shares = {}

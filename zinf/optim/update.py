@@ -6,9 +6,8 @@ evaluates the leaf's separated update and adds the result to the master, as
 the planner knows their workspace and a step never waits for the compiler.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -19,6 +18,12 @@ from jax.sharding import Sharding
 from zinf.jaxpr import Body
 from zinf.optim.separate import Separated
 from zinf.topology import Collective, collectives
+
+Compile = Callable[[jax.stages.Lowered], jax.stages.Compiled]
+
+
+def _plainly(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    return lowered.compile()
 
 
 @dataclass(frozen=True)
@@ -116,12 +121,11 @@ def compile_placed_updates(
     separated: Separated,
     units: Sequence[Unit],
     placements: Sequence[UnitPlacement],
-    options: Mapping[str, bool | str] = MappingProxyType({}),
+    compile: Compile = _plainly,
 ) -> Updates:
     """Compiles the updates of units whose arrays may lie on several devices.
 
-    Shapes of units are those of the whole arrays, padded as these are. `options` are
-    the compiler's.
+    Shapes of units are those of the whole arrays, padded as these are.
     """
     bodies = separated.bodies([(unit.leaf, unit.shape) for unit in units])
     compiled: dict[Hashable, tuple[jax.stages.Compiled, Any]] = {}
@@ -141,7 +145,7 @@ def compile_placed_updates(
             )
             results = (place.master, *place.states)
             results += () if copy_dtype is None else (place.compute,)
-            executable = _compile(function, arguments, shardings, results, options)
+            executable = _compile(function, arguments, shardings, results, compile)
             compiled[key] = executable, executable.memory_analysis()
         executable, memory = compiled[key]
         nbytes = memory.output_size_in_bytes, memory.temp_size_in_bytes
@@ -162,7 +166,7 @@ def compile_advance(
         jax.ShapeDtypeStruct(s.value.shape, s.value.dtype) for s in separated.shared
     ]
     here = jax.sharding.SingleDeviceSharding(device)
-    compiled = _compile(separated.advance, (specs,), (here,), here, {})
+    compiled = _compile(separated.advance, (specs,), (here,), here)
 
     def advance(shared: Sequence[Any]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         return jax.tree.map(np.asarray, compiled(list(shared)))
@@ -217,11 +221,11 @@ def _compile(
     arguments: Any,
     shardings: Any,
     results: Any,
-    options: Mapping[str, bool | str],
+    compile: Compile = _plainly,
 ) -> jax.stages.Compiled:
     """Compiles for shardings given as pytree prefixes of arguments and results."""
     jitted = jax.jit(function, in_shardings=shardings, out_shardings=results)
-    return jitted.lower(*arguments).compile(dict(options))
+    return compile(jitted.lower(*arguments))
 
 
 def copy_dtype_of(unit: Unit, master_dtype: Any) -> np.dtype | None:

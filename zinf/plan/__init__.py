@@ -22,6 +22,7 @@ from zinf.plan.cost import accelerator_rates as accelerator_rates
 from zinf.plan.cost import measured_rates as measured_rates
 from zinf.plan.cost import predict as predict
 from zinf.plan.infeasible import InfeasibleError as InfeasibleError
+from zinf.plan.infeasible import Shortage as Shortage
 from zinf.plan.instruction import NO_EXCHANGE as NO_EXCHANGE
 from zinf.plan.instruction import Accumulate as Accumulate
 from zinf.plan.instruction import Copy as Copy

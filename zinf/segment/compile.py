@@ -25,7 +25,7 @@ from zinf.program import ArraySpec, SegmentSpec
 from zinf.segment.build import Segmented
 from zinf.segment.residuals import Halves, halve
 from zinf.sharding import Layout, Layouts, placed_layout, whole_layout
-from zinf.topology import Collective, collectives, compiler_options
+from zinf.topology import Collective, collectives, compile_for
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class _BodyExecutables:
         # Unused arguments stay, so that the compiler counts what the plan does.
         jitted = jax.jit(on_wholes, out_shardings=results, keep_unused=True)
         lowered = jitted.lower(self.abstract, *extra)
-        return lowered.compile(compiler_options(self.mesh))
+        return compile_for(self.mesh, lowered)
 
     def _wholes(self, arguments: Sequence[Any]) -> list[Any]:
         """Arguments as the body knows them: parameters gathered, without padding."""

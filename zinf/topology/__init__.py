@@ -1,6 +1,6 @@
 """Machines that are not there, and reading what was compiled for them."""
 
-from zinf.topology.absent import compiler_options
+from zinf.topology.absent import compile_for
 from zinf.topology.chip import CHIPS, Chip
 from zinf.topology.compiled import (
     Collective,
@@ -28,7 +28,7 @@ __all__ = [
     "Topology",
     "Traffic",
     "collectives",
-    "compiler_options",
+    "compile_for",
     "host_copies",
     "memory",
     "parse_topology",

@@ -1,21 +1,27 @@
-"""Which compiler options a mesh needs if its devices are not there."""
+"""Compiling for the devices of a mesh, whether they are there or not."""
 
 from functools import lru_cache
 
 import jax
 from jax.sharding import Mesh
 
+from zinf.topology.uncached import uncached
 from zinf_kernels.absent_gpu import OPTIONS
 
 
-def compiler_options(mesh: Mesh) -> dict[str, bool | str]:
-    """What `jax.stages.Lowered.compile` needs for the devices of a mesh.
+def compile_for(mesh: Mesh, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """The executable of a program that was lowered for the devices of a mesh.
 
-    Only GPUs that are not there need anything: nothing can be timed on them.
+    Raises:
+        jax.errors.JaxRuntimeError: it does not compile; `shortage` says if it does not
+            fit.
     """
     first = mesh.devices.flat[0]
-    is_absent_gpu = first.platform == "gpu" and first not in _present(first.platform)
-    return dict(OPTIONS) if is_absent_gpu else {}
+    if first in _present(first.platform):
+        return lowered.compile()
+    with uncached():
+        # Only GPUs need options: nothing can be timed on those that are not there.
+        return lowered.compile(dict(OPTIONS) if first.platform == "gpu" else None)
 
 
 @lru_cache
