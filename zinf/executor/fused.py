@@ -22,7 +22,7 @@ from zinf.optim.update import update_function
 from zinf.program import ArrayId
 from zinf.segment.problem import Problem
 from zinf.segment.source import named_leaves
-from zinf.sharding import Layout, Layouts, batch_layout
+from zinf.sharding import Layout, Layouts, as_cut, batch_layout, cut, gather
 from zinf.sharding.zero import STATE_STAGE
 from zinf.topology import compile_for
 
@@ -68,7 +68,7 @@ def compile_fused(
         """From stage 1 each device updates its part alone, and needs no more of it."""
         if layouts.rule.stage < STATE_STAGE or layouts.mesh.size == 1:
             return gradient
-        return jax.lax.with_sharding_constraint(gradient, layout.share)
+        return as_cut(gradient, layout.share)
 
     def step(
         values: Sequence[Any],
@@ -121,7 +121,7 @@ def fused_evaluation(problem: Problem, layouts: Layouts) -> Callable:
     forms = [layouts.of(ArrayId("param", p)) for p in problem.params]
 
     def losses(params: Sequence[Any], batches: Any, keys: Any) -> Any:
-        wholes = [whole(x, form) for x, form in zip(params, forms, strict=True)]
+        wholes = [gather(x, form) for x, form in zip(params, forms, strict=True)]
         return problem.evaluation(wholes, batches, keys)
 
     everywhere = NamedSharding(layouts.mesh, PartitionSpec())
@@ -160,7 +160,7 @@ def _accumulate(
 
     def scaled_loss(values: Mapping[str, Any], microbatch: Any, key: Any) -> Any:
         arguments = OrderedDict(
-            (p, whole(values.get(p, x), forms[p])) for p, x in params.items()
+            (p, gather(values.get(p, x), forms[p])) for p, x in params.items()
         )
         rest = () if key is None else (key,)
         loss, extra = problem.loss(arguments, microbatch, *rest)
@@ -195,30 +195,12 @@ def _accumulate(
     return grads, losses, extra
 
 
-def whole(array: Any, layout: Layout) -> Any:
-    """A parameter as the loss knows it: gathered, without padding."""
-    if not layout.is_gathered:
-        everywhere = NamedSharding(layout.device.mesh, PartitionSpec())
-        array = jax.lax.with_sharding_constraint(array, everywhere)
-    return layout.unpadded(array) if layout.is_padded else array
-
-
 def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
     """Whether the backward pass takes a result of the forward pass as it is.
 
     All but what was gathered, and the same without its padding.
     """
     return primitive.name not in ("sharding_constraint", "slice")
-
-
-def cut(gradient: Any, layout: Layout) -> Any:
-    """A gradient, padded, in the device form of its layout if that is cut."""
-    if gradient.shape != layout.padded:
-        sizes = zip(gradient.shape, layout.padded, strict=True)
-        gradient = jnp.pad(gradient, [(0, size - n) for n, size in sizes])
-    if layout.is_gathered:
-        return gradient  # the compiler need not add it up before the update
-    return jax.lax.with_sharding_constraint(gradient, layout.device)
 
 
 def _leaf_updates(

@@ -24,7 +24,14 @@ from zinf.mesh import replicated
 from zinf.program import ArraySpec, SegmentSpec
 from zinf.segment.build import Segmented
 from zinf.segment.residuals import Halves, halve
-from zinf.sharding import Layout, Layouts, placed_layout, whole_layout
+from zinf.sharding import (
+    Layout,
+    Layouts,
+    cut,
+    gather,
+    placed_layout,
+    whole_layout,
+)
 from zinf.topology import Collective, collectives, compile_for
 
 
@@ -82,14 +89,9 @@ class _BodyExecutables:
 
     def _wholes(self, arguments: Sequence[Any]) -> list[Any]:
         """Arguments as the body knows them: parameters gathered, without padding."""
-        wholes = list(arguments)
-        for i, layout in enumerate(self.params):
-            if not layout.is_gathered:
-                everywhere = replicated(self.mesh)
-                wholes[i] = jax.lax.with_sharding_constraint(wholes[i], everywhere)
-            if layout.is_padded:
-                wholes[i] = layout.unpadded(wholes[i])
-        return wholes
+        params = zip(arguments[: len(self.params)], self.params, strict=True)
+        rest = arguments[len(self.params) :]
+        return [*(gather(x, layout) for x, layout in params), *rest]
 
     @cached_property
     def forward(self) -> Any:
@@ -244,7 +246,7 @@ class _BodyExecutables:
     def _sort(self, cotangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         num_params = sum(self.spec.trainable)
         gradients = zip(cotangents[:num_params], self.gradients, strict=True)
-        return [_padded(*pair) for pair in gradients], list(cotangents[num_params:])
+        return [cut(*pair) for pair in gradients], list(cotangents[num_params:])
 
 
 @dataclass(frozen=True)
@@ -382,13 +384,6 @@ def compile_segments(
 
 def _placed(aval: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
-
-
-def _padded(gradient: Any, layout: Layout) -> Any:
-    if not layout.is_padded:
-        return gradient
-    sizes = zip(gradient.shape, layout.padded, strict=True)
-    return jnp.pad(gradient, [(0, size - n) for n, size in sizes])
 
 
 def _temporary_bytes(compiled: Any) -> int:

@@ -1,5 +1,6 @@
 """How arrays lie on a mesh of devices, and which part of each a process keeps."""
 
+from zinf.sharding.collective import as_cut, cut, gather
 from zinf.sharding.layout import Box, Layout, intersection, relative
 from zinf.sharding.layouts import (
     Layouts,
@@ -16,7 +17,10 @@ __all__ = [
     "Layout",
     "Layouts",
     "ZeroRule",
+    "as_cut",
     "batch_layout",
+    "cut",
+    "gather",
     "intersection",
     "layouts_on_one",
     "persistent_layouts",
