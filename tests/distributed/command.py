@@ -1,12 +1,15 @@
 """`zinf train` in one process of several, which may do something on its own."""
 
 import os
+import resource
 import signal
 from collections.abc import Callable
 
 import zinf.trainer
 from zinf.cli import app
 from zinf.engine import Engine
+
+SMALL_BYTES = 12 * 1024  # more than a process prints
 
 
 def interrupted(engine: Engine) -> None:
@@ -22,10 +25,15 @@ def killed(engine: Engine) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def full(engine: Engine) -> None:
+    """No file of this process can be as large as an embedding from now on."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL_BYTES, SMALL_BYTES))
+
+
 def nothing(engine: Engine) -> None: ...
 
 
-DEEDS = {deed.__name__: deed for deed in (interrupted, broken, killed, nothing)}
+DEEDS = {deed.__name__: deed for deed in (interrupted, broken, killed, full, nothing)}
 
 
 def main(deed: str, at_step: str, *arguments: str) -> None:

@@ -13,13 +13,15 @@ from zinf.distributed.group import ENDED_BY_ANOTHER
 
 CONFIG = """
 train_batch_size: 8
+gradient_accumulation_steps: 2
 optimizer: {type: AdamW, params: {lr: 0.001}}
 gradient_clipping: 1.0
 model: {num_layers: 1, num_heads: 1, embed_dim: 16, max_length: 16}
 data: {sequence_length: 16}
 """
+STEPS = 12
 # Sums over devices are taken in another order than on one: a few of float32's last bits
-# of a loss of about 5, through a step or two of Adam.
+# of a loss of about 5, through a dozen steps of Adam.
 RELATIVE = 1e-5
 
 
@@ -43,35 +45,59 @@ def train(
     return run_all("command", lines)
 
 
+def sets(*keys: str) -> list[str]:
+    return [part for key in keys for part in ("--set", key)]
+
+
 def place(coordinator: str, count: int, index: int) -> list[str]:
     named = {"coordinator": coordinator, "num-processes": count, "process-id": index}
     return [f"--{name}={value}" for name, value in named.items()] if count > 1 else []
 
 
-def losses(path: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in path.read_text().splitlines()]
+def logged(path: Path, name: str = "loss") -> list[float]:
+    steps = map(json.loads, path.read_text().splitlines())
+    return [step[name] for step in steps if name in step]
 
 
-def test_two_processes_train_as_one_does_also_when_one_is_interrupted(config, tmp_path):
+def test_two_processes_train_save_and_evaluate_as_one_also_interrupted(
+    config, tmp_path
+):
     together, alone = tmp_path / "two.jsonl", tmp_path / "one.jsonl"
-    options = ("--steps", "3", "--metrics", str(together))
-    ended = train(config, *options, deeds=("nothing", "interrupted"), at_step=2)
+    # Every save is followed by a step at once, whose collectives it must not meet.
+    every = ("run.checkpoint_every=2", "run.evaluate_every=4", "run.evaluate_batches=2")
+    options = ("--steps", str(STEPS), *sets(*every))
+    both = (*options, "--metrics", str(together))
+    ended = train(config, *both, deeds=("nothing", "interrupted"), at_step=STEPS - 1)
     for process in ended:
         assert process.code == INTERRUPTED, process.output
-    assert "/checkpoints/2, after step 2" in ended[0].output
+    assert f"/checkpoints/{STEPS - 1}, after step {STEPS - 1}" in ended[0].output
     assert "run.resume=true" in ended[0].output
 
-    resume = ("--set", "run.resume=true")
-    first, second = train(config, *options, *resume, deeds=("nothing",) * 2)
+    resume = sets("run.resume=true")
+    first, second = train(config, *both, *resume, deeds=("nothing",) * 2)
     assert (first.code, second.code) == (0, 0), first.output + second.output
-    assert "Resuming after step 2" in first.output
-    assert "step 3/3" in first.output
+    assert f"Resuming after step {STEPS - 1}" in first.output
+    assert f"step {STEPS}/{STEPS}" in first.output
     assert "step" not in second.output, "only the first process speaks"
 
-    (one,) = train(config, "--steps", "3", "--metrics", str(alone), deeds=("nothing",))
+    (one,) = train(config, *options, "--metrics", str(alone), deeds=("nothing",))
     assert one.code == 0, one.output
-    assert len(losses(together)) == 3
-    assert losses(together) == pytest.approx(losses(alone), rel=RELATIVE)
+    for name, count in {"loss": STEPS, "evaluation_loss": STEPS // 4}.items():
+        assert len(logged(together, name)) == count
+        assert logged(together, name) == pytest.approx(
+            logged(alone, name), rel=RELATIVE
+        )
+
+
+def test_a_full_drive_of_the_one_that_writes_ends_both_and_keeps_what_was_saved(config):
+    every = sets("run.checkpoint_every=2")
+    ended = train(config, *every, deeds=("full", "nothing"), at_step=3)
+    assert [one.code for one in ended] == [USER_ERROR, ENDED_BY_ANOTHER]
+    for process in ended:
+        assert re.search("Cannot save param/.*File too large", process.output)
+    (one,) = train(config, "--steps", "3", *sets("run.resume=true"), deeds=("nothing",))
+    assert one.code == 0, one.output
+    assert "Resuming after step 2" in one.output
 
 
 def test_an_error_in_one_process_is_named_on_both(config):
@@ -84,13 +110,13 @@ def test_an_error_in_one_process_is_named_on_both(config):
 
 
 def test_a_kill_leaves_no_half_written_checkpoint(config):
-    every = ("--set", "run.checkpoint_every=1")
+    every = sets("run.checkpoint_every=1")
     ended = train(config, *every, deeds=("nothing", "killed"), at_step=3)
     assert [one.code for one in ended] == [ENDED_BY_ANOTHER, -signal.SIGKILL]
     assert "Process 1 of 2 is lost" in ended[0].error
     assert "'step 3'" in ended[0].error
     # On one process, as the number of devices may change with what is left of them.
-    more = ("--steps", "3", "--set", "run.resume=true")
+    more = ("--steps", "3", *sets("run.resume=true"))
     (one,) = train(config, *more, deeds=("nothing",))
     assert one.code == 0, one.output
     assert re.search("Resuming after step [12]", one.output)

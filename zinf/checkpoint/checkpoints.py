@@ -6,6 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+import jax
 import orbax.checkpoint as ocp
 
 from zinf.checkpoint.arrays import check_space
@@ -47,7 +48,8 @@ class Checkpoints:
     Args:
         keep: how many to keep, the newest.
         asynchronous: save while the next step runs its forward pass. A save is waited
-            for all the same if the plan leaves too little memory for its blocks.
+            for all the same if the plan leaves too little memory for its blocks, and
+            if there are several processes.
 
     Raises:
         StorageError: the directory cannot be made.
@@ -62,13 +64,16 @@ class Checkpoints:
         except OSError as error:
             what = "Cannot make the folder of checkpoints"
             raise failure(what, self.directory, error) from error
-        self.asynchronous = asynchronous
+        # Several processes read arrays, and meet in Orbax, by collectives, which have
+        # to begin in one order on all: none may beside another's, nor beside a step's.
+        self.asynchronous = asynchronous and jax.process_count() == 1
         self._handler = StateHandler()
         self._manager = ocp.CheckpointManager(
             self.directory,
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=ocp.checkpoint_managers.LatestN(keep),
                 cleanup_tmp_directories=True,
+                enable_async_checkpointing=self.asynchronous,
                 async_options=ocp.AsyncOptions(
                     timeout_secs=int(TIMEOUT.total_seconds()),
                     create_directories_asynchronously=False,
@@ -86,10 +91,12 @@ class Checkpoints:
         `data_state` is JSON, in which there may be bytes: where the data is read next.
         Waits for the save before it. Afterwards `engine.pending_save` tells when arrays
         may change again; errors are raised by the next `save` or `check`, or by `wait`.
+        Of several processes all have to call, and the save is complete on return.
 
         Raises:
             ValueError: there is a checkpoint of that step.
-            StorageError: the save before this one failed.
+            StorageError: the save before this one failed, or this one if it is not
+                asynchronous.
         """
         released: Future[None] = Future()
         self._manager.save(
