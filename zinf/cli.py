@@ -419,6 +419,7 @@ def _data(config: Config, split: Split, group: AbstractGroup) -> grain.IterDatas
         split=split,
         validation_fraction=data.validation_fraction,
         process=(group.index, group.count),
+        num_microbatches=config.num_microbatches,
     )
 
 

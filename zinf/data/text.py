@@ -122,6 +122,7 @@ def text_dataset(
     num_epochs: int | None = None,
     max_bytes: int = MAX_BYTES,
     process: tuple[int, int] = (0, 1),
+    num_microbatches: int = 1,
 ) -> grain.IterDataset:
     """Shuffled batches {"tokens": int32 (rows, sequence_length + 1)} of text.
 
@@ -140,12 +141,13 @@ def text_dataset(
             batch at the end are left out.
         max_bytes: Most text to read, in bytes of host memory.
         process: (index, count) of several processes, which read equal files: this one
-            gets its rows, `batch_size / count`, of every batch. Those of all, in
-            process order, are the batch that one process would get, at any position.
+            gets its rows, `batch_size / count`, of every batch (see `Share`).
+        num_microbatches: `gradient_accumulation_steps`, by which several processes
+            divide a batch.
 
     Raises:
         FileNotFoundError, ValueError: See `find_files`; or the split has too little
-            text for one batch, or a batch does not divide among the processes.
+            text for one batch, or a batch does not divide (see `Share`).
     """
     if split not in ("train", "validation"):
         raise ValueError(f"split is {split!r}; it must be train or validation.")
@@ -165,4 +167,6 @@ def text_dataset(
             f"{' or raise validation_fraction' if split == 'validation' else ''}."
         )
     samples = grain.MapDataset.source(windows).shuffle(seed).repeat(num_epochs)
-    return Share(samples, batch_size, process)
+    return Share(
+        samples, batch_size, process=process, num_microbatches=num_microbatches
+    )

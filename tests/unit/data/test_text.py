@@ -13,6 +13,7 @@ import pytest
 
 from zinf.data import find_files, text_dataset
 from zinf.data.text import TokenWindows, read_bytes
+from zinf.executor.batch import batch_spec, microbatches
 
 WINDOW = 4  # sequence_length of the datasets below
 NUMBERS = bytes(range(1, 201))  # each byte once: a token tells its place
@@ -191,42 +192,60 @@ def test_impossible_settings_are_named(numbers: list[str]) -> None:
         batches(numbers, validation_fraction=1.0)
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_shares_of_processes_make_the_batches_of_one(
-    numbers: list[str], count: int
-) -> None:
-    whole = taken(batches(numbers, num_epochs=3), 100)
-    shares = [
-        taken(batches(numbers, num_epochs=3, process=(index, count)), 100)
-        for index in range(count)
+def microbatches_of(batch: dict[str, np.ndarray], count: int) -> list[list[Any]]:
+    """The rows of each microbatch, as a step cuts a batch or a share of one."""
+    cut = microbatches(batch, batch_spec(batch, count), count)
+    return [part["batch/tokens"].tolist() for part in cut]
+
+
+def joined_microbatches(
+    shares: list[Iterator[dict[str, np.ndarray]]], count: int
+) -> list[list[list[Any]]]:
+    """Of each batch, each microbatch of all processes together, in process order."""
+    cut = [[microbatches_of(batch, count) for batch in share] for share in shares]
+    return [
+        [sum(parts, []) for parts in zip(*of_processes, strict=True)]
+        for of_processes in zip(*cut, strict=True)
     ]
+
+
+@pytest.mark.parametrize(("count", "num_microbatches"), [(2, 1), (2, 4), (4, 2)])
+def test_microbatches_of_all_processes_together_are_those_of_one(
+    numbers: list[str], count: int, num_microbatches: int
+) -> None:
+    size = {"batch_size": 8, "num_epochs": 3}
+    named = {**size, "num_microbatches": num_microbatches}
+    shares = [batches(numbers, process=(i, count), **named) for i in range(count)]
+    joined = joined_microbatches(shares, num_microbatches)
     num_windows = len(NUMBERS) // WINDOW  # with the byte that closes the file
-    assert len(whole) == 3 * num_windows // 4
-    joined = [sum(parts, []) for parts in zip(*shares, strict=True)]
-    assert joined == whole
+    assert len(joined) == 3 * num_windows // 8
+    assert joined == joined_microbatches([batches(numbers, **size)], num_microbatches)
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 4), (4, 1)])
 def test_a_position_means_the_same_to_any_number_of_processes(
     numbers: list[str], before: int, after: int
 ) -> None:
-    whole = taken(batches(numbers), 40)
+    named = {"batch_size": 8, "num_microbatches": 2}
     states = []
     for index in range(before):
-        iterator = batches(numbers, process=(index, before))
+        iterator = batches(numbers, process=(index, before), **named)
         taken(iterator, 17)
         states.append(iterator.get_state())
     assert all(state == states[0] for state in states)
     shares = []
     for index in range(after):
-        iterator = batches(numbers, process=(index, after))
+        iterator = batches(numbers, process=(index, after), **named)
         iterator.set_state(json.loads(json.dumps(states[0])))
-        shares.append(taken(iterator, 23))
-    assert [sum(parts, []) for parts in zip(*shares, strict=True)] == whole[17:]
+        shares.append(islice(iterator, 23))
+    whole = islice(batches(numbers, batch_size=8), 17, 17 + 23)
+    assert joined_microbatches(shares, 2) == joined_microbatches([whole], 2)
 
 
-def test_a_batch_that_does_not_divide_among_processes_is_refused(
-    numbers: list[str],
+@pytest.mark.parametrize(("count", "num_microbatches"), [(3, 1), (2, 4), (1, 3)])
+def test_a_batch_that_does_not_divide_is_refused(
+    numbers: list[str], count: int, num_microbatches: int
 ) -> None:
-    with pytest.raises(ValueError, match="4 samples .* 3 processes.*multiple of 3"):
-        batches(numbers, process=(0, 3))
+    found = f"4 samples .* {num_microbatches} micro.* {count} proc.*multiple of "
+    with pytest.raises(ValueError, match=f"{found}{count * num_microbatches}"):
+        batches(numbers, process=(0, count), num_microbatches=num_microbatches)
