@@ -3,6 +3,7 @@ arrays on the devices."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from math import prod
 
 import jax
 import numpy as np
@@ -103,17 +104,19 @@ def _parts_of_share(
         yield layout.box, array
         return
     blocks = layout.blocks(array.sharding)
-    seen = set()
+    seen, volume = set(), 0
     for shard in array.addressable_shards:
         block = blocks[shard.device]
         part = intersection(block, layout.box)
         if part is None or part in seen:
             continue
         seen.add(part)
+        volume += prod(stop - start for start, stop in part)
         inside = shard.data
         if part != block:
             inside = inside[relative(part, block)]
         yield part, inside
+    assert volume == prod(layout.share_shape), "the devices lack some of the share"
 
 
 @cache

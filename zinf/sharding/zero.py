@@ -10,6 +10,7 @@ Rajbhandari et al. 2021, "ZeRO-Infinity", section 6.1).
 from dataclasses import dataclass
 from math import prod
 
+import numpy as np
 from jax.sharding import Mesh
 
 from zinf.mesh import FSDP, REPLICA, axis_size, present
@@ -84,7 +85,27 @@ def zero_rule(
     Args:
         gathers_in_group: parameters are cut within a group of `fsdp` only, and all else
             along `replica` too (hpZ); otherwise groups are copies of each other (MiCS).
+
+    Raises:
+        ValueError: a group of hpZ has devices of several processes.
     """
+    if gathers_in_group and stage >= PARAM_STAGE:
+        _check_groups(mesh)
     param_axes = present(mesh, (FSDP,))
     state_axes = present(mesh, (REPLICA, FSDP)) if gathers_in_group else param_axes
     return ZeroRule(mesh, stage, state_axes, param_axes, min_bytes)
+
+
+def _check_groups(mesh: Mesh) -> None:
+    """A process's share of a parameter has to be among what its devices have of it."""
+    if REPLICA not in mesh.shape:
+        return
+    groups = np.moveaxis(mesh.devices, mesh.axis_names.index(REPLICA), 0)
+    for group in groups:
+        processes = sorted({device.process_index for device in group.flat})
+        if processes[1:]:
+            raise ValueError(
+                f"A group of {group.size} devices (zero_hpz_partition_size) has some "
+                f"of the processes {', '.join(map(str, processes))}. Make it a divisor "
+                "of the devices of a process, or use mics_shard_size."
+            )

@@ -1,0 +1,126 @@
+"""Both forms of an array are the array, on any mesh and at any stage."""
+
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zinf.memory import DeviceStore, in_device_form, to_devices, to_shares
+from zinf.memory.shares import gathered
+from zinf.mesh import make_mesh
+from zinf.program import ArrayId, ArraySpec
+from zinf.sharding import Layout, persistent_layouts, zero_rule
+
+# Few, as each is compiled for.
+SHAPES = [(), (0, 3), (5,), (23,), (3, 5), (23, 29), (4, 6, 10), (3, 1, 7), (1100, 2)]
+MESHES = [(1, 1), (1, 2), (2, 2), (1, 8), (2, 4), (4, 2)]
+ROLES = ("param", "gradient", "master", "state0")
+
+
+@cache
+def layout(
+    shape: tuple[int, ...],
+    role: str,
+    grouping: tuple[int, int],
+    stage: int,
+    gathers_in_group: bool,
+) -> Layout:
+    replicas, shards = grouping
+    mesh = make_mesh(jax.devices()[: replicas * shards], num_replicas=replicas)
+    rule = zero_rule(mesh, stage=stage, min_bytes=0, gathers_in_group=gathers_in_group)
+    spec = ArraySpec(shape, "float32", 4)
+    specs = {ArrayId(role, "w"): spec for role in ("param", "master", "state0")}
+    return persistent_layouts(specs, rule).of(ArrayId(role, "w"))
+
+
+layouts = st.builds(
+    layout,
+    st.sampled_from(SHAPES),
+    st.sampled_from(ROLES),
+    st.sampled_from(MESHES),
+    st.integers(0, 3),
+    st.booleans(),
+)
+
+
+def numbers(shape: tuple[int, ...]) -> np.ndarray:
+    return 1 + np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
+
+
+@settings(deadline=None, max_examples=60)
+@given(layouts)
+def test_an_array_comes_back_from_the_devices(made):
+    content = numbers(made.shape)
+    share = made.take_share(content)
+    assert share.shape == made.share_shape
+    (moved,) = to_devices([share], [made])
+    on_devices = in_device_form(moved, made)
+    assert on_devices.shape == made.padded
+    assert on_devices.addressable_data(0).shape == made.device_shape
+    for form in (moved, on_devices):
+        (back,) = to_shares([form], [made])
+        np.testing.assert_array_equal(back, share)
+        np.testing.assert_array_equal(gathered(back, made), content)
+
+
+@settings(deadline=None, max_examples=60)
+@given(layouts)
+def test_padding_is_zero_so_that_norms_do_not_see_it(made):
+    content = numbers(made.shape)
+    (moved,) = to_devices([made.take_share(content)], [made])
+    whole = np.asarray(in_device_form(moved, made))
+    np.testing.assert_array_equal(made.unpadded(whole), content)
+    assert whole.sum(dtype=float) == content.sum(dtype=float)
+
+
+@settings(deadline=None, max_examples=60)
+@given(layouts)
+def test_a_device_has_its_part_of_a_share(made):
+    counts = [np.prod(made.padded, dtype=int), np.prod(made.device_shape, dtype=int)]
+    if made.is_gathered:
+        assert counts[0] == counts[1]
+    else:
+        num_shards = counts[0] // counts[1]
+        assert num_shards * counts[1] == counts[0]
+        assert num_shards in (made.device.num_devices, made.device.mesh.shape["fsdp"])
+
+
+@settings(deadline=None, max_examples=40)
+@given(layouts, st.data())
+def test_rows_are_the_rows_of_the_whole(made, data):
+    if not made.has_whole_rows or made.shape[0] == 0:
+        return
+    start = data.draw(st.integers(0, made.shape[0] - 1))
+    stop = data.draw(st.integers(start + 1, made.shape[0]))
+    content = numbers(made.shape)
+    rows = made.rows(start, stop)
+    share = made.take_share(content)[start:stop]
+    np.testing.assert_array_equal(rows.take_share(content[start:stop]), share)
+    np.testing.assert_array_equal(gathered(share, rows), content[start:stop])
+
+
+def test_the_ledger_counts_what_one_device_has():
+    made = layout((23, 29), "param", (1, 8), 3, False)
+    store = DeviceStore(jax.devices()[:8])
+    (moved,) = to_devices([made.take_share(numbers(made.shape))], [made])
+    store.write(ArrayId("param", "w"), moved).result()
+    shard_bytes = 4 * 23 * 32 // 8
+    assert store.ledger.used_bytes == shard_bytes
+    everywhere = layout((23, 29), "param", (1, 8), 1, False)
+    whole = in_device_form(moved, everywhere)
+    store.write(ArrayId("param", "w"), whole).result()
+    assert store.ledger.used_bytes == 4 * 23 * 32
+    store.free(ArrayId("param", "w"))
+    assert store.ledger.used_bytes == 0
+
+
+def test_devices_of_a_process_that_are_no_neighbours_are_refused(monkeypatch):
+    made = layout((16, 32), "param", (1, 8), 3, False)
+    blocks = dict(list(made.blocks(made.share).items())[::2])
+    monkeypatch.setattr(Layout, "blocks", lambda self, sharding: blocks)
+    apart = Layout(made.shape, made.padded, made.device, made.share)
+    with pytest.raises(ValueError, match="no neighbours.*zinf.make_mesh"):
+        assert apart.box

@@ -1,0 +1,111 @@
+"""Which dim of an array is cut, and along which axes."""
+
+from math import prod
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zinf.mesh import AXES, make_mesh
+from zinf.sharding.zero import LANES, MAX_LAYERS, ZeroRule, zero_rule
+
+NUM_SHARDS = 8
+ITEM_BYTES = 4
+
+
+def rule(**options) -> ZeroRule:
+    arguments = {"stage": 3, "min_bytes": 0, **options}
+    return zero_rule(make_mesh(jax.devices()[:NUM_SHARDS]), **arguments)
+
+
+def cut_dim(*shape: int, may_pad: bool = True, **options) -> int | None:
+    nbytes = ITEM_BYTES * prod(shape)
+    return rule(**options).cut_dim(shape, nbytes, may_pad=may_pad)
+
+
+@given(st.lists(st.integers(0, 40), max_size=4), st.booleans())
+def test_a_dim_that_is_cut_gives_every_shard_some_of_it(shape, may_pad):
+    dim = cut_dim(*shape, may_pad=may_pad)
+    if dim is None:
+        return
+    assert shape[dim] > 1
+    assert prod(shape) > NUM_SHARDS
+    assert may_pad or shape[dim] % NUM_SHARDS == 0
+
+
+def test_rows_are_cut_last():
+    assert cut_dim(16, 24) == 1
+    assert cut_dim(16, 24, 5) == 1
+    assert cut_dim(64) == 0
+    # Even where they divide and the other dim does not: a row may be a layer.
+    assert cut_dim(16, 23) == 1
+    # More rows than any network has layers.
+    assert cut_dim(MAX_LAYERS + NUM_SHARDS, 23) == 0
+    assert cut_dim(16, 1) is None
+
+
+def test_the_last_dim_is_cut_into_whole_lanes_or_after_others():
+    wide = LANES * NUM_SHARDS
+    assert cut_dim(3, 16, wide) == 1
+    assert cut_dim(3, 5, wide) == 2
+    assert cut_dim(3, 16, wide // 2) == 1
+    assert cut_dim(3, 5, wide // 2) == 2
+
+
+def test_the_largest_dim_is_padded():
+    assert cut_dim(3, 5, 23) == 2
+    assert cut_dim(3, 23, 5) == 1
+    assert cut_dim(3, 23, 5, may_pad=False) is None
+
+
+def test_small_arrays_stay_whole():
+    nbytes = ITEM_BYTES * 16 * 16
+    assert cut_dim(16, 16, min_bytes=nbytes) == 1
+    assert cut_dim(16, 16, min_bytes=nbytes + 1) is None
+    assert cut_dim(NUM_SHARDS) is None
+    assert cut_dim(NUM_SHARDS + 1) == 0
+    assert cut_dim() is None
+
+
+@pytest.mark.parametrize(
+    ("stage", "cut"),
+    [
+        (0, set()),
+        (1, {"master"}),
+        (2, {"master", "gradient"}),
+        (3, {"master", "gradient", "param"}),
+    ],
+)
+def test_a_stage_says_what_is_cut_on_the_devices(stage, cut):
+    made = rule(stage=stage)
+    roles = {"param", "gradient", "master"}
+    assert {role for role in roles if made.device_axes(role)} == cut
+    assert made.device_axes("state0") == made.device_axes("master")
+
+
+def test_groups_have_parameters_and_share_the_rest_or_are_copies():
+    mesh = make_mesh(jax.devices()[:8], num_replicas=2)
+    hpz = zero_rule(mesh, stage=3, min_bytes=0, gathers_in_group=True)
+    assert hpz.device_axes("param") == ("fsdp",)
+    assert hpz.device_axes("master") == ("replica", "fsdp")
+    assert hpz.num_shards == 8
+    mics = zero_rule(mesh, stage=3, min_bytes=0)
+    assert mics.device_axes("param") == mics.device_axes("master") == ("fsdp",)
+    assert mics.num_shards == 4
+
+
+def test_groups_that_cross_processes_are_refused_where_they_hold_parameters():
+    devices = [SimpleNamespace(process_index=i // 2) for i in range(8)]
+    shape = (2, 4, 1, 1, 1)
+    mesh = SimpleNamespace(
+        shape=dict(zip(AXES, shape, strict=True)),
+        axis_names=AXES,
+        devices=np.array(devices, object).reshape(shape),
+    )
+    with pytest.raises(ValueError, match="4 devices .* some of the processes 0, 1"):
+        zero_rule(mesh, stage=3, min_bytes=0, gathers_in_group=True)
+    zero_rule(mesh, stage=2, min_bytes=0, gathers_in_group=True)
+    zero_rule(mesh, stage=3, min_bytes=0)
