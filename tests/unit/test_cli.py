@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 
 from zinf.cli import app
 from zinf.plan import InfeasibleError
+from zinf_kernels import absent_gpu
 
 Run = Callable[..., Result]
 
@@ -161,6 +162,41 @@ def test_an_error_in_one_file_does_not_hide_the_plan_of_another(run, file, tmp_p
     assert result.exit_code == 2
     assert "fits: " in result.stdout
     assert "absent.yaml does not exist" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("topology", "words"),
+    [
+        ("many", ("'many' is no topology", "v5p:8x8x8")),
+        ("v9:4", ("'v9'", "catalogue", "h200")),
+        ("h100:12", ("do not fill hosts of 8",)),
+    ],
+)
+def test_a_machine_that_cannot_be_is_an_error(run, file, topology, words):
+    result = run("plan", file, "--topology", topology)
+    assert result.exit_code == 2
+    for text in words:
+        assert text in result.stderr
+
+
+def test_a_plan_for_another_machine_says_what_its_compiler_does(run, file):
+    if absent_gpu.why_not() is not None:
+        result = run("plan", file, "--topology", "h200:2")
+        assert result.exit_code == 2
+        assert "jax-cuda13-plugin" in result.stderr
+        return
+    streamed = ("--set", "execution=streamed", "--set", "train_batch_size=2")
+    stage = ("--set", "zero_optimization.stage=3", "--set", "persistence_threshold=1")
+    result = run("plan", file, "--topology", "h200:2", *streamed, *stage)
+    assert result.exit_code == 0, result.stderr
+    assert "all-gather" in result.stdout and "reduce-scatter" in result.stdout
+    assert "compiled bytes are within 0." in result.stdout
+
+
+def test_too_few_devices_are_an_error_that_names_another_way(run, file):
+    result = run("plan", file, "--set", "mesh.fsdp=512")
+    assert result.exit_code == 2
+    assert "512 devices" in result.stderr and "--topology" in result.stderr
 
 
 def test_training_what_does_not_fit_ends_before_the_first_step(run, file, tmp_path):

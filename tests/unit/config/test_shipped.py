@@ -8,7 +8,7 @@ from zinf.config import Config, Status, report
 from zinf.program import Tier
 
 FOLDER = Path(__file__).parents[3] / "configs"
-FILES = sorted(FOLDER.glob("*.*"))
+FILES = sorted(FOLDER.rglob("*.*"))
 
 
 def test_there_are_configs():
@@ -31,6 +31,8 @@ def test_every_config_is_valid_and_asks_for_nothing_unsupported(file):
         ("gpt_13b_1xh200", 13),
         ("gpt3_175b_1gpu_nvme", 175),
         ("llama_1b_host", 1.1),
+        ("pods/gpt3_175b_v5p", 175),
+        ("pods/gpt_1t_v5p", 1000),
     ],
 )
 def test_models_are_as_large_as_their_names(name, billions):
