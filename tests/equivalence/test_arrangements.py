@@ -49,6 +49,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "accumulation and clipping": ACCUMULATING | CLIPPED,
     "bf16 and clipping": {"bf16": {"enabled": True}} | CLIPPED,
     "overflow": FP16 | ACCUMULATING,
+    "on a mesh": ACCUMULATING | CLIPPED | {"mesh": {"replica": 2, "fsdp": 2}},
 }
 # In the step of this number the gradient overflows in float16.
 OVERFLOWS = 12
