@@ -58,6 +58,9 @@ def verdict(
     sent = sum(t.sent_bytes for t in step_traffic(runs).values())
     hidden = max(0.0, copies - max(0.0, seconds - computing))
     lines = [
+        f"{topology.num_devices} devices on {topology.num_hosts} hosts: device bytes "
+        f"are those of one device, host and nvme bytes of one host with "
+        f"{topology.devices_per_host}",
         f"compiled bytes are within {largest_deviation(runs):.2%} of the plan's",
         f"a device sends {show_bytes(sent)} a step, {sent / param_bytes:.2f} times the "
         "bytes of all parameters",

@@ -1,0 +1,190 @@
+"""The command line: `zinf train`, `plan`, `plot`, `config check` and `bench io`."""
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from tqdm import tqdm
+
+from zinf.cli.errors import USER_ERROR, clean_errors
+from zinf.cli.plan import plan_config, print_tables
+from zinf.cli.report import print_measured, print_report
+from zinf.cli.train import train_config
+from zinf.config import report
+from zinf.distributed import (
+    Flags,
+    Limits,
+    find_seat,
+    join,
+    leave,
+    options,
+)
+from zinf.memory.nvme import measure_drive, save_profile
+from zinf.observe import read_trace
+from zinf.observe.plot import plot as draw
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    # Rich tracebacks print every local, which may be an array of gigabytes.
+    pretty_exceptions_enable=False,
+    help="Train any JAX model, of any size, on the hardware you have.",
+)
+config_app = typer.Typer(no_args_is_help=True, help="Config files.")
+app.add_typer(config_app, name="config")
+bench_app = typer.Typer(no_args_is_help=True, help="Measure this machine.")
+app.add_typer(bench_app, name="bench")
+
+ConfigFile = Annotated[Path, typer.Argument(help="A YAML or JSON file.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="A.B=C", help="Set a key of the config; repeatable."),
+]
+ShowTraceback = Annotated[
+    bool, typer.Option("--traceback", help="Show where an error comes from.")
+]
+
+
+@app.command()
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Optimizer steps, in place of run.steps.")
+    ] = None,
+    metrics: Annotated[
+        Path | None, typer.Option(help="File of metrics, in place of run.metrics.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="File for a trace of the first steps.")
+    ] = None,
+    trace_steps: Annotated[
+        int, typer.Option(min=1, help="Steps that the trace has.")
+    ] = 3,
+    coordinator: options.Coordinator = None,
+    num_processes: options.NumProcesses = None,
+    process_id: options.ProcessId = None,
+    local_devices: options.LocalDevices = None,
+    join_timeout: options.JoinTimeout = options.DEFAULTS.join_seconds,
+    silence_timeout: options.SilenceTimeout = options.DEFAULTS.silence_seconds,
+    hang_timeout: options.HangTimeout = options.DEFAULTS.hang_seconds,
+    traceback: ShowTraceback = False,
+) -> None:
+    """Train the model of a config file.
+
+    The exit code is 3 if another process ended the run.
+    """
+    given = list(overrides or ())
+    if steps is not None:
+        given.append(f"run.steps={steps}")
+    if metrics is not None:
+        given.append(f"run.metrics={json.dumps(str(metrics))}")
+    with clean_errors(traceback):
+        devices = options.device_ids(local_devices)
+        flags = Flags(coordinator, num_processes, process_id, devices)
+        limits = Limits(join_timeout, silence_timeout, hang_timeout)
+        group = join(find_seat(flags, os.environ), limits)
+    try:
+        with clean_errors(traceback, group), group:
+            train_config(config, given, trace, trace_steps, group)
+    except typer.Exit as ended:
+        if group.count > 1:
+            leave(ended.exit_code)
+        raise
+
+
+@app.command()
+def plot(
+    trace: Annotated[Path, typer.Argument(help="What zinf train --trace wrote.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Picture, PNG unless it ends otherwise; FILE.png if absent."),
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(help="The step; the last one of the trace if absent.")
+    ] = None,
+    traceback: ShowTraceback = False,
+) -> None:
+    """Draw a traced step: links as rows, time across, predicted below measured."""
+    with clean_errors(traceback):
+        steps = {traced.number: traced for traced in read_trace(trace)}
+        number = max(steps) if step is None else step
+        if number not in steps:
+            raise ValueError(
+                f"{trace} has no step {number}. It has {', '.join(map(str, steps))}."
+            )
+        picture = trace.with_suffix(".png") if output is None else output
+        draw(steps[number], picture)
+        print(f"Step {number} is drawn in {picture}.")
+
+
+@app.command()
+def plan(
+    configs: Annotated[
+        list[Path] | None, typer.Argument(help="YAML or JSON files.")
+    ] = None,
+    overrides: Overrides = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Print every instruction of the plan.")
+    ] = False,
+    topology: Annotated[
+        str | None,
+        typer.Option(help="Compile for this machine, such as v5p:8x8x8 or h200:8."),
+    ] = None,
+    table: Annotated[
+        bool, typer.Option("--table", help="Print the tables of the ZeRO papers.")
+    ] = False,
+    traceback: ShowTraceback = False,
+) -> None:
+    """Print the plan of each config and whether it fits, without training.
+
+    With --topology for a machine that need not be here, compiled by its real compiler:
+    bytes of a device and a host, collectives, and the predicted time of a step.
+
+    The exit code is 1 if a plan does not fit and 2 if there is another error.
+    """
+    if table:
+        print_tables()
+    if not configs:
+        if table:
+            return
+        raise typer.BadParameter("Name at least one config file, or ask for --table.")
+    rest = overrides or (), every, topology, traceback
+    codes = [plan_config(config, *rest) for config in configs]
+    raise typer.Exit(max(codes))
+
+
+@config_app.command()
+def check(config: ConfigFile, traceback: ShowTraceback = False) -> None:
+    """Say what zinf does with each key of a config file."""
+    with clean_errors(traceback):
+        found = report(config)
+        print_report(found)
+        if not found.is_valid:
+            raise typer.Exit(USER_ERROR)
+
+
+@bench_app.command()
+def io(
+    path: Annotated[Path, typer.Argument(help="A folder on the drive.")],
+    seconds: Annotated[
+        float, typer.Option(help="Start no round of measurements after this time.")
+    ] = 30.0,
+    traceback: ShowTraceback = False,
+) -> None:
+    """Measure what the drive of a folder does, and how it is best asked.
+
+    The result is written to a file in the folder, which every run with an NVMe tier in
+    the folder or below it then goes by.
+    """
+    with clean_errors(traceback):
+        with tqdm(total=100, unit="%", disable=None, leave=False) as bar:
+            profile, rows = measure_drive(
+                path,
+                seconds=seconds,
+                progress=lambda part: bar.update(round(100 * part) - bar.n),
+            )
+        print_measured(rows, profile)
+        print(f"written to {save_profile(profile, path)}")

@@ -1,0 +1,86 @@
+"""`zinf plan`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+
+from zinf.cli.errors import DOES_NOT_FIT, INTERRUPTED, clean_errors
+from zinf.cli.problem import heading, problem
+from zinf.cli.report import console
+from zinf.config import grouping
+from zinf.executor.compiled import compiled_runs
+from zinf.executor.devices import group_devices, on_devices
+from zinf.executor.prepare import Fused, Streamed
+from zinf.initialize import make_planner
+from zinf.observe.compiled import executables_table, traffic_table, verdict
+from zinf.paper import infinity_table, zero_table
+from zinf.plan import InfeasibleError, Plan
+from zinf.plan.show import show_instructions
+from zinf.topology import Topology, parse_topology
+
+SHOWN_INSTRUCTIONS = 40
+
+
+def plan_config(
+    path: Path,
+    overrides: Sequence[str],
+    every: bool,
+    topology: str | None,
+    traceback: bool,
+) -> int:
+    """Prints the plan of one config and returns an exit code."""
+    try:
+        with clean_errors(traceback):
+            machine, mesh = None, None
+            if topology is not None:
+                machine = parse_topology(topology)
+                asked = grouping(path, overrides)
+                mesh = group_devices(machine.devices(), asked)
+            config, mesh = on_devices(path, mesh, overrides)
+            arguments, named = problem(config)
+            print(heading(path, config), flush=True)
+            planner = make_planner(
+                *arguments, rng=named["rng"], mesh=mesh, topology=machine
+            )
+            try:
+                made = planner.plan_batch(named["batch"])
+            except InfeasibleError as error:
+                print(f"does not fit: {error}\n", flush=True)
+                return DOES_NOT_FIT
+            print(f"fits: {_shown(made.plan, every)}\n", flush=True)
+            if machine is not None:
+                _print_compiled(made, machine, planner.param_bytes)
+    except typer.Exit as ended:
+        if ended.exit_code == INTERRUPTED:
+            raise
+        return ended.exit_code
+    return 0
+
+
+def _print_compiled(
+    made: Streamed | Fused, machine: Topology, param_bytes: int
+) -> None:
+    runs = compiled_runs(made)
+    out = console()
+    for table in (executables_table(runs), traffic_table(runs, param_bytes)):
+        table.title_justify = "left"
+        out.print(table)
+        out.print()
+    print(verdict(made.plan, runs, machine, param_bytes), flush=True)
+
+
+def _shown(made: Plan, every: bool) -> str:
+    count = len(made.instructions) if every else SHOWN_INSTRUCTIONS
+    text = show_instructions(made.instructions[:count], made.timeline)
+    left = len(made.instructions) - count
+    more = f"\n... and {left:,} more instructions (--all prints them)" * (left > 0)
+    return f"{made.summary()}\n\n{text}{more}"
+
+
+def print_tables() -> None:
+    out = console()
+    for table in (zero_table(), infinity_table()):
+        table.title_justify = table.caption_justify = "left"
+        out.print(table)
+        out.print()

@@ -1,0 +1,57 @@
+"""What `zinf train` and `zinf plan` train: model, data and optimizer of a config."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from zinf.cli.errors import ALONE
+from zinf.config import Config
+from zinf.distributed import (
+    AbstractGroup,
+)
+from zinf.models import GPTConfig, init_and_loss, num_parameters
+from zinf.optim.factory import build_optimizer
+
+
+def problem(
+    config: Config, group: AbstractGroup = ALONE
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of `initialize` for the model, data and optimizer of a config."""
+    model = _model(config)
+    init, loss = init_and_loss(model, seed=config.run.seed)
+    rows = batch_size(config) // group.count
+    shape = (rows, config.data.sequence_length + 1)
+    named = {
+        "rng": jax.random.key(config.run.seed) if model.dropout else None,
+        "batch": {"tokens": jax.ShapeDtypeStruct(shape, np.int32)},
+    }
+    return (loss, init, build_optimizer(config), config), named
+
+
+def _model(config: Config) -> GPTConfig:
+    if config.model is None:
+        raise ValueError(
+            "The config has no model section, which zinf train and zinf plan need. "
+            "Add one, such as model: {num_layers: 8, num_heads: 5, embed_dim: 320, "
+            "max_length: 256}, or pass a loss function to zinf.initialize in Python."
+        )
+    return GPTConfig(**config.model.model_dump(exclude={"name"}))
+
+
+def batch_size(config: Config) -> int:
+    if config.batch_size is None:
+        raise ValueError(
+            "The config does not say how many samples a step has. Set train_batch_size "
+            "or train_micro_batch_size_per_gpu."
+        )
+    return config.batch_size
+
+
+def heading(path: Path, config: Config) -> str:
+    tokens = batch_size(config) * config.data.sequence_length
+    return (
+        f"{path}: {num_parameters(_model(config)):,} parameters, {tokens:,} tokens a "
+        f"step, {config.compute_dtype}"
+    )
