@@ -122,7 +122,8 @@ class SegmentSpec:
 
     Attributes:
         params: parameter arrays, in argument order; `trainable` marks those that get a
-            gradient.
+            gradient. Its backward pass reads `backward_params` of them, where that is
+            known: a bias or a table of embeddings, say, has no part in gradients.
         inputs: names of the values that it reads, in argument order; `active_inputs`
             are those that get a cotangent.
         outputs: names of the values that it computes; `active_outputs` are those whose
@@ -140,6 +141,13 @@ class SegmentSpec:
     active_outputs: tuple[str, ...]
     body: int
     flops: int
+    backward_params: tuple[ArrayId, ...] | None = None
+
+    @property
+    def read_backward(self) -> tuple[ArrayId, ...]:
+        """The parameter arrays that its backward pass reads."""
+        known = self.backward_params
+        return self.params if known is None else known
 
     @property
     def has_backward(self) -> bool:

@@ -265,6 +265,7 @@ class Planner:
         layouts = self.layouts.with_inputs(program)
         segments, values = compile_segments(segmented, layouts)
         layouts = replace(layouts, values=values)
+        program = replace(program, segments=tuple(s.spec for s in segments))
         spaces = [s.workspace() for s in segments]
         workspace = [(w.forward_bytes, w.backward_bytes) for w in spaces]
         counts = count_contributions(program, self.config.num_microbatches)

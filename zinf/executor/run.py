@@ -252,7 +252,9 @@ class _StepRun:
     def run(self, operation: Run) -> None:
         segment = self.work.segments[operation.segment]
         spec, m = segment.spec, operation.microbatch
-        params = [self.read_there(a, Tier.DEVICE) for a in spec.params]
+        is_backward = operation.kind in (Pass.BACKWARD, Pass.KEPT)
+        arrays = spec.read_backward if is_backward else spec.params
+        params = [self.read_there(a, Tier.DEVICE) for a in arrays]
         inputs = [self.read(self.value(n, m), Tier.DEVICE) for n in spec.inputs]
         outputs: Sequence[Any] = ()
         kept: Sequence[Any] = ()

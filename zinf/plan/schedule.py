@@ -124,12 +124,14 @@ class _Schedule:
         waiting = [unit.name for _, unit in self.updates.units]
         assert not waiting, f"no gradient for {waiting[0]}"
 
-    def inputs(self, segment: SegmentSpec, m: int) -> tuple[Copy, ...]:
+    def inputs(
+        self, segment: SegmentSpec, params: Sequence[ArrayId], m: int
+    ) -> tuple[Copy, ...]:
         consts = set(self.program.consts)
         values = [
             ArrayId("const", n) if n in consts else value(n, m) for n in segment.inputs
         ]
-        return tuple((a, Tier.DEVICE) for a in (*segment.params, *values))
+        return tuple((a, Tier.DEVICE) for a in (*params, *values))
 
     def forward(self, k: int, m: int, results_to: Tier | None = None) -> None:
         segment = self.program.segments[k]
@@ -141,7 +143,7 @@ class _Schedule:
         self.jobs.add(
             Run(k, segment.name, kind, m, residuals=kept),
             Link.DEVICE,
-            reads=self.inputs(segment, m),
+            reads=self.inputs(segment, segment.params, m),
             writes=tuple((a, Tier.DEVICE) for a in (*outputs, *kept)),
             workspace=((Tier.DEVICE, workspace),),
             flops=segment.flops,
@@ -182,6 +184,7 @@ class _Schedule:
             self.landing(ArrayId("cotangent", n, None, m), is_gradient=False)
             for n in segment.active_inputs
         ]
+        params = segment.params if kind == Pass.LOSS else segment.read_backward
         workspace, kept, passes = self.catalog.workspace[k][1], (), 3
         if kind == Pass.KEPT:
             workspace = self.catalog.keeping[k].workspace[1]
@@ -191,7 +194,7 @@ class _Schedule:
             Run(k, segment.name, kind, m, tuple(gradients), tuple(inward), kept),
             Link.DEVICE,
             reads=(
-                *self.inputs(segment, m),
+                *self.inputs(segment, params, m),
                 *((a, Tier.DEVICE) for a in (*cotangents, *kept)),
             ),
             writes=tuple((a, Tier.DEVICE) for a in written),

@@ -82,7 +82,9 @@ def run(segmented, segments, params, batch, *, seed=1.0):
         if segment.spec.has_backward:
             spec = segment.spec
             given = [cotangents[n] for n in spec.active_outputs]
-            collect(spec, *segment.backward(*arguments[spec.name], given))
+            params_read = [read(a) for a in spec.read_backward]
+            inputs = arguments[spec.name][1]
+            collect(spec, *segment.backward(params_read, inputs, given))
     loss, *aux = outputs
     return loss, aux, dict(gradients)
 
@@ -242,6 +244,27 @@ def test_equal_segments_hold_the_same_executables():
     assert all(s.executables.backward is first.executables.backward for s in middle)
     others = {id(s.executables) for s in segments if s not in middle}
     assert id(first.executables) not in others
+
+
+def test_a_backward_pass_reads_only_the_parameters_that_gradients_depend_on():
+    def loss(p, batch):
+        x = p["table"][batch] + p["shift"]
+        return jnp.mean((jnp.tanh(x @ p["w"]) @ p["head"]) ** 2)
+
+    width = WIDTH
+    params = {
+        "table": normal(5, width),
+        "shift": normal(1, width),
+        "w": normal(width, width),
+        "head": normal(width, width),
+    }
+    segmented, segments = compiled(loss, params, jnp.arange(4))
+    read = {a.path for s in segments[:-1] for a in s.spec.read_backward}
+    assert {"table", "shift", "w"} == {
+        a.path for s in segments[:-1] for a in s.spec.params
+    }
+    assert read == {"w"}  # of tanh(x @ w), x is an input or follows from one
+    check(loss, params, jnp.arange(4))
 
 
 def test_workspace_is_what_xla_says():

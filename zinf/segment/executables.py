@@ -1,0 +1,280 @@
+"""Executables of one body: forward, and backward from the inputs or from residuals.
+
+On a mesh of several devices each executable is one program for all of them: parameters
+that are cut are gathered as it begins, gradients leave it cut, and what lies between
+follows from how the batch is divided (GSPMD).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from zinf.jaxpr import Body, flatten, trace
+from zinf.jaxpr.keys import from_words, in_words, to_words
+from zinf.mesh import replicated
+from zinf.program import SegmentSpec
+from zinf.segment.residuals import Halves, halve
+from zinf.sharding import Layout, cut, gather, placed_layout, whole_layout
+from zinf.topology import Collective, collectives, compile_for
+
+
+@dataclass(eq=False)
+class BodyExecutables:
+    """The executables of one body, compiled at first use.
+
+    Attributes:
+        params, inputs: the layouts of its arguments; `gradients` those of its trained
+            params' gradients.
+    """
+
+    body: Body
+    spec: SegmentSpec
+    is_last: bool
+    mesh: Mesh
+    params: tuple[Layout, ...]
+    inputs: tuple[Layout, ...]
+    gradients: tuple[Layout, ...]
+    abstract: tuple[jax.ShapeDtypeStruct, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        invars = self.body.jaxpr.invars
+        hoisted = len(invars) - len(self.params) - len(self.inputs)
+        layouts = (*self.params, *self.inputs, *[whole_layout((), self.mesh)] * hoisted)
+        self.abstract = tuple(
+            jax.ShapeDtypeStruct(
+                layout.padded, in_words(v.aval).dtype, sharding=layout.device
+            )
+            for v, layout in zip(invars, layouts, strict=True)
+        )
+
+    def _compile(
+        self,
+        function: Callable,
+        *extra: Any,
+        results: Any,
+        reads: Sequence[bool] | None = None,
+    ) -> Any:
+        """Compiles `function(arguments, *extra)`, given its arguments as wholes.
+
+        Args:
+            results: a pytree prefix of shardings; None leaves one to the compiler.
+            reads: which params it is given; the others have no part in its results.
+        """
+        flags = [True] * len(self.params) if reads is None else list(reads)
+        flags += [True] * (len(self.abstract) - len(flags))
+        pairs = zip(self.abstract, flags, strict=True)
+        given = tuple(x for x, is_read in pairs if is_read)
+
+        def on_wholes(arguments: Sequence[Any], *rest: Any) -> Any:
+            return function(self._wholes(arguments, flags), *rest)
+
+        # Unused arguments stay, so that the compiler counts what the plan does.
+        jitted = jax.jit(on_wholes, out_shardings=results, keep_unused=True)
+        lowered = jitted.lower(given, *extra)
+        return compile_for(self.mesh, lowered)
+
+    def _wholes(self, arguments: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
+        """Arguments as the body knows them: parameters gathered, without padding.
+
+        Those that are not given are zeros, which nothing reads.
+        """
+        rest = iter(arguments)
+        wholes = []
+        for kind, layout, is_given in zip(
+            self.abstract, self.params, flags, strict=False
+        ):
+            if is_given:
+                wholes.append(gather(next(rest), layout))
+            else:
+                wholes.append(jnp.zeros(layout.shape, kind.dtype))
+        return [*wholes, *rest]
+
+    @cached_property
+    def backward_reads(self) -> tuple[bool, ...]:
+        """Which params the backward pass reads; traced, not compiled."""
+        if self.is_last or not any(self._outputs):
+            return (True,) * len(self.params)
+        outvars = zip(self.body.jaxpr.outvars, self._outputs, strict=True)
+        cotangents = [in_words(v.aval) for v, active in outvars if active]
+        arguments = [in_words(v.aval) for v in self.body.jaxpr.invars]
+        closed, _ = trace(self._vjp, tuple(arguments), tuple(cotangents))
+        graph = flatten(closed)
+        read = set(graph.needed_for(graph.outvars).used_invars())
+        return tuple(v in read for v in graph.invars[: len(self.params)])
+
+    @cached_property
+    def forward(self) -> Any:
+        # Without arguments, nothing else would say which devices it is for.
+        is_made_here = not self.body.jaxpr.invars
+        results = replicated(self.mesh) if self.is_last or is_made_here else None
+        return self._compile(self._call, results=results)
+
+    @cached_property
+    def outputs(self) -> tuple[Layout, ...]:
+        """Layouts of the outputs; those of the last segment are on every device."""
+        kinds = [in_words(v.aval).shape for v in self.body.jaxpr.outvars]
+        if self.is_last or self.mesh.size == 1:
+            return tuple(whole_layout(shape, self.mesh) for shape in kinds)
+        pairs = zip(kinds, self.forward.output_shardings, strict=True)
+        return tuple(placed_layout(shape, sharding) for shape, sharding in pairs)
+
+    @cached_property
+    def backward(self) -> Any:
+        """`(arguments, cotangents) -> gradients, input cotangents`.
+
+        For the last segment `(arguments, seed) -> outputs, gradients, cotangents`.
+        """
+        if self.is_last:
+            loss = self.body.jaxpr.outvars[0].aval
+            everywhere = replicated(self.mesh)
+            seed = jax.ShapeDtypeStruct((), loss.dtype, sharding=everywhere)
+            results = everywhere, *self._backward_results
+            return self._compile(self._loss, seed, results=results)
+        results = self._backward_results
+        return self._compile(
+            self._backward,
+            self._cotangents,
+            results=results,
+            reads=self.backward_reads,
+        )
+
+    @cached_property
+    def traffic(self) -> dict[str, tuple[Collective, ...]]:
+        """The collectives of the forward and the backward pass, where there is one."""
+        passes = {}
+        if not self.is_last:
+            passes["forward"] = collectives(self.forward.as_text())
+        if self.is_last or self.spec.has_backward:
+            passes["backward"] = collectives(self.backward.as_text())
+        return passes
+
+    @cached_property
+    def halves(self) -> Halves:
+        """What a forward pass may keep for the backward pass; traced, not compiled."""
+        first = len(self.spec.params)
+        return halve(
+            self._linearize,
+            [in_words(v.aval) for v in self.body.jaxpr.invars],
+            [in_words(c) for c in self._cotangents],
+            inputs=slice(first, first + len(self.spec.inputs)),
+        )
+
+    @cached_property
+    def forward_keeping(self) -> Any:
+        """`arguments -> outputs, residuals`."""
+        outputs = [layout.device for layout in self.outputs]
+        results = outputs, [None] * len(self.halves.kept)
+        return self._compile(self.halves.run_forward, results=results)
+
+    @property
+    def residuals(self) -> tuple[NamedSharding, ...]:
+        """How what `forward_keeping` keeps lies on the devices."""
+        if self.mesh.size == 1:
+            return (replicated(self.mesh),) * len(self.halves.kept)
+        return tuple(self.forward_keeping.output_shardings[1])
+
+    @cached_property
+    def backward_from(self) -> Any:
+        """`(arguments, residuals, cotangents) -> gradients, input cotangents`."""
+
+        def run(arguments: Any, residuals: Any, cotangents: Any) -> Any:
+            results = self.halves.run_backward(arguments, residuals, cotangents)
+            return self._sort(results)
+
+        pairs = zip(self.halves.kept, self.residuals, strict=True)
+        residuals = tuple(_placed(in_words(v.aval), sharding) for v, sharding in pairs)
+        return self._compile(
+            run,
+            residuals,
+            self._cotangents,
+            results=self._backward_results,
+            reads=self.backward_reads,
+        )
+
+    @property
+    def _backward_results(self) -> tuple[list[NamedSharding], list[NamedSharding]]:
+        """Shardings of gradients and input cotangents."""
+        pairs = zip(self.spec.inputs, self.inputs, strict=True)
+        active = [x.device for name, x in pairs if name in self.spec.active_inputs]
+        return [layout.device for layout in self.gradients], active
+
+    @property
+    def _cotangents(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes of the cotangents that a backward pass takes."""
+        triples = zip(self.body.jaxpr.outvars, self._outputs, self.outputs, strict=True)
+        return tuple(
+            _placed(v.aval, layout.device) for v, active, layout in triples if active
+        )
+
+    def _call(self, arguments: Sequence[Any]) -> list[Any]:
+        """The body, with random keys going in and out as words."""
+        kinds = [v.aval for v in self.body.jaxpr.invars]
+        pairs = zip(arguments, kinds, strict=True)
+        outputs = self.body(*(from_words(x, kind) for x, kind in pairs))
+        return [to_words(y) for y in outputs]
+
+    @property
+    def _outputs(self) -> list[bool]:
+        return [name in self.spec.active_outputs for name in self.spec.outputs]
+
+    @property
+    def _differentiated(self) -> list[bool]:
+        active = set(self.spec.active_inputs)
+        flags = [*self.spec.trainable, *(n in active for n in self.spec.inputs)]
+        return flags + [False] * self.body.num_hoisted
+
+    def _split(self, arguments: Sequence[Any]) -> tuple[list[Any], Callable]:
+        """The differentiated arguments, and how to put them back among the others."""
+        flags = self._differentiated
+        chosen = [x for x, flag in zip(arguments, flags, strict=True) if flag]
+
+        def merge(values: Sequence[Any]) -> list[Any]:
+            rest = iter(values)
+            pairs = zip(arguments, flags, strict=True)
+            return [next(rest) if flag else x for x, flag in pairs]
+
+        return chosen, merge
+
+    def _backward(self, arguments: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        return self._sort(self._vjp(arguments, cotangents))
+
+    def _vjp(self, arguments: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        """The cotangents of the differentiated arguments."""
+        _, vjp = self._linearize(arguments)
+        return vjp(list(cotangents))[0]
+
+    def _linearize(self, arguments: Sequence[Any]) -> tuple[list[Any], Callable]:
+        """All outputs, and the vjp function of the active ones."""
+        chosen, merge = self._split(arguments)
+
+        def active_outputs(values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            outputs = self._call(merge(values))
+            pairs = zip(outputs, self._outputs, strict=True)
+            return [y for y, active in pairs if active], outputs
+
+        _, vjp, outputs = jax.vjp(active_outputs, chosen, has_aux=True)
+        return outputs, vjp
+
+    def _loss(self, arguments: Sequence[Any], seed: Any) -> Any:
+        chosen, merge = self._split(arguments)
+
+        def loss_and_outputs(values: Sequence[Any]) -> tuple[Any, list[Any]]:
+            outputs = self._call(merge(values))
+            return outputs[0], outputs
+
+        loss, vjp, outputs = jax.vjp(loss_and_outputs, chosen, has_aux=True)
+        return outputs, *self._sort(vjp(jnp.asarray(seed, loss.dtype))[0])
+
+    def _sort(self, cotangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        num_params = sum(self.spec.trainable)
+        gradients = zip(cotangents[:num_params], self.gradients, strict=True)
+        return [cut(*pair) for pair in gradients], list(cotangents[num_params:])
+
+
+def _placed(aval: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
