@@ -3,12 +3,16 @@
 import os
 import resource
 import signal
+import time
 from collections.abc import Callable
 
 import zinf.trainer
 from zinf.cli import app
 from zinf.engine import Engine
+from zinf.memory.residents import Residents
+from zinf.program import ArrayId
 
+LAG_SECONDS = 0.01  # of each array; a step takes a few of them
 SMALL_BYTES = 12 * 1024  # more than a process prints
 
 
@@ -36,8 +40,20 @@ def nothing(engine: Engine) -> None: ...
 DEEDS = {deed.__name__: deed for deed in (interrupted, broken, killed, full, nothing)}
 
 
+def later(read: Callable) -> Callable:
+    def wait_and_read(residents: Residents, array: ArrayId) -> object:
+        time.sleep(LAG_SECONDS)
+        return read(residents, array)
+
+    return wait_and_read
+
+
 def main(deed: str, at_step: str, *arguments: str) -> None:
-    """Run `zinf ARGUMENTS`, and do the deed at the start of a step."""
+    """Run `zinf ARGUMENTS`, and do the deed at the start of a step.
+
+    Who does one also reads what is saved later than others: so what all do in one order
+    is not only so by chance.
+    """
     take: Callable = Engine.step
 
     def step(engine: Engine, batch: object) -> object:
@@ -46,4 +62,6 @@ def main(deed: str, at_step: str, *arguments: str) -> None:
         return take(engine, batch)
 
     zinf.trainer.Engine.step = step
+    if deed != "nothing":
+        Residents.read = later(Residents.read)
     app(list(arguments))
