@@ -13,6 +13,7 @@ from jax.sharding import Mesh, Sharding
 
 from zinf.executor.decision import Pending
 from zinf.executor.exchange import exchange_of
+from zinf.memory import in_device_form
 from zinf.mesh import local_devices, replicated
 from zinf.optim.host_update import AbstractHostUpdate
 from zinf.optim.on_host import host_updates
@@ -27,7 +28,8 @@ from zinf.optim.update import (
 from zinf.plan import NO_EXCHANGE, ArrayUpdate, Exchange, UpdateUnit
 from zinf.program import ArrayId, Program, Tier
 from zinf.segment.problem import Problem
-from zinf.sharding import Layouts
+from zinf.sharding import Layout, Layouts
+from zinf.sharding.zero import STATE_STAGE
 from zinf.topology import compile_for
 
 # An element-wise update works on this many bytes of master at a time: enough to keep a
@@ -48,6 +50,18 @@ def block_bytes(separated: Separated) -> int:
 
 
 @dataclass(frozen=True)
+class OwnPart:
+    """What each device takes of a gradient that it has more of, before an update.
+
+    Taken within the update, the compiler might contract other products and sums than on
+    the host, where the part comes as it is.
+    """
+
+    layout: Layout
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class Updates:
     """Every array update of a program, in the order in which gradients complete.
 
@@ -57,6 +71,7 @@ class Updates:
             share on the host, and for all devices together on the device. An update of
             whole leaves of which this process has only a share is not on the host.
         in_place: of most, what takes its place where it runs on the host.
+        own_parts: of those that run on the devices by a part of the gradient there.
         num_executables: how many distinct ones there are.
         cpu: what updates on the host are compiled for.
         exchanges: what updates on the devices send between them.
@@ -65,6 +80,7 @@ class Updates:
     arrays: tuple[tuple[str, tuple[ArrayUpdate, ...]], ...]
     steps: Mapping[Tier, Mapping[ArrayUpdate, UpdateStep]]
     in_place: Mapping[ArrayUpdate, AbstractHostUpdate]
+    own_parts: Mapping[ArrayUpdate, OwnPart]
     num_executables: int
     cpu: jax.Device
     unit_bytes: int
@@ -99,7 +115,10 @@ class Updates:
         """What an update needs on its tier beside operands and results at rest."""
         if self.is_in_place(update, tier):
             return self.in_place[update].workspace_bytes
-        return self.steps[tier][update].workspace_bytes
+        nbytes = self.steps[tier][update].workspace_bytes
+        if tier == Tier.DEVICE and update in self.own_parts:
+            nbytes += self.own_parts[update].nbytes
+        return nbytes
 
     def is_in_place(self, update: ArrayUpdate, tier: Tier) -> bool:
         """Whether `apply_in_place` is how the update runs there, and not `apply`."""
@@ -137,6 +156,8 @@ class Updates:
         """New values of `update.results`, on the tier; complete on return."""
         factor = np.float32(goes_by.decision.factor)
         step = self.steps[tier][update]
+        if tier == Tier.DEVICE and update in self.own_parts:
+            gradient = in_device_form(gradient, self.own_parts[update].layout)
         arguments = [gradient, *operands]
         if tier == Tier.HOST:
             arguments = jax.device_put(arguments, self.cpu)
@@ -213,6 +234,7 @@ def compile_program_updates(
         arrays=tuple(grouped),
         steps={Tier.DEVICE: on_device, Tier.HOST: on_host},
         in_place={u: x for u, x in zip(shares, in_place, strict=True) if x is not None},
+        own_parts=_own_parts(units, layouts),
         num_executables=compiled.num_executables,
         cpu=cpu,
         unit_bytes=UNIT_BLOCKS * limit,
@@ -244,11 +266,32 @@ def _placement(update: ArrayUpdate, layouts: Layouts) -> UnitPlacement:
 
     return UnitPlacement(
         replicated(layouts.mesh),
-        device(update.gradient),
+        _gradient_form(update, layouts).device,
         device(update.master),
         tuple(map(device, update.states)),
         device(update.compute or update.master),
     )
+
+
+def _gradient_form(update: ArrayUpdate, layouts: Layouts) -> Layout:
+    """From stage 1 each device updates its part alone, and needs no more of it."""
+    layout = layouts.of(update.gradient.whole)
+    if layouts.rule.stage < STATE_STAGE:
+        return layout
+    return replace(layout, device=layout.share)
+
+
+def _own_parts(
+    units: Mapping[ArrayUpdate, Unit], layouts: Layouts
+) -> dict[ArrayUpdate, OwnPart]:
+    found = {}
+    for update, unit in units.items():
+        form = _gradient_form(update, layouts)
+        if form.device != layouts.of(update.gradient.whole).device:
+            sizes = form.device.shard_shape(unit.shape)
+            nbytes = prod(sizes) * jnp.dtype(unit.grad_dtype).itemsize
+            found[update] = OwnPart(form, nbytes)
+    return found
 
 
 def cpu_device(mesh: Mesh) -> jax.Device:
