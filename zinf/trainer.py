@@ -147,6 +147,8 @@ class _Run:
 
     def resume(self, checkpoints: Checkpoints) -> None:
         self.saved_step = checkpoints.latest_step()
+        # A folder of the same name may be each host's own.
+        self.group.agree({"newest checkpoint that is found": self.saved_step})
         if self.saved_step is None:
             return
         if not self.settings.resume:

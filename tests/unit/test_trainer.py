@@ -4,7 +4,7 @@ import json
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ import pytest
 
 import zinf
 from zinf.checkpoint import Checkpoints
+from zinf.distributed import AbstractGroup, Alone
+from zinf.distributed.agreement import differences
 from zinf.executor import NonFiniteError
 from zinf.memory import StorageError
 from zinf.observe import read_trace
@@ -81,7 +83,9 @@ def plain_data() -> Iterable[Any]:
 def open_engine(tmp_path: Path) -> Iterator[Callable[..., zinf.Engine]]:
     opened: list[zinf.Engine] = []
 
-    def open_(*, offloaded: bool = False) -> zinf.Engine:
+    def open_(
+        *, offloaded: bool = False, group: AbstractGroup | None = None
+    ) -> zinf.Engine:
         config: dict[str, Any] = {}
         if offloaded:
             folder = str(tmp_path / f"nvme{len(opened)}")
@@ -92,7 +96,8 @@ def open_engine(tmp_path: Path) -> Iterator[Callable[..., zinf.Engine]]:
         }
         optimizer = optax.adamw(SCHEDULE)
         key = jax.random.key(2)
-        opened.append(zinf.initialize(loss_fn, params, optimizer, config, rng=key))
+        named = {"rng": key, "group": group}
+        opened.append(zinf.initialize(loss_fn, params, optimizer, config, **named))
         return opened[-1]
 
     yield open_
@@ -253,6 +258,27 @@ class Interrupting(grain.transforms.Map):
             for _ in range(self.times):
                 signal.raise_signal(signal.SIGINT)
         return element
+
+
+class WithoutFiles(Alone):
+    """As if with another process, in whose folders there is nothing."""
+
+    def agree(self, values: Mapping[str, Any]) -> None:
+        found = differences([values, dict.fromkeys(values)])
+        if found is not None:
+            raise EOFError(found)
+
+
+def test_a_folder_that_is_not_that_of_all_processes_ends_them(open_engine, checkpoints):
+    def train(steps: int) -> None:
+        engine = open_engine(group=WithoutFiles())
+        Trainer(engine, dataset(), steps=steps, checkpoints=checkpoints).run()
+
+    train(2)
+    found = "newest checkpoint that is found: 2 on process 0; None on process 1"
+    with pytest.raises(EOFError, match=found):
+        train(3)
+    assert checkpoints.latest_step() == 2
 
 
 def test_an_interrupted_run_completes_its_step_and_can_be_resumed(
