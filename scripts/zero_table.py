@@ -50,11 +50,14 @@ def compiled_state_bytes(stage: int) -> tuple[int, int]:
     made = planner.plan_batch({"tokens": jax.ShapeDtypeStruct(shape, np.int32)})
     params, gradients = {}, {}
     for segment in made.segments:
+        is_last = segment is made.segments[-1]
         compiled = segment.executables.backward
-        kinds, cuts = argument_kinds(compiled)
+        # A backward pass may do without some parameters, which the forward pass takes.
+        takes_all = compiled if is_last else segment.executables.forward
+        kinds, cuts = argument_kinds(takes_all)
         for array, kind, cut in zip(segment.spec.params, kinds, cuts, strict=False):
             params[array] = device_bytes(kind, cut)
-        position = 1 if segment is made.segments[-1] else 0
+        position = 1 if is_last else 0
         results = compiled.output_shardings[position], compiled.out_info[position]
         pairs = zip(segment.spec.trained_params, *results, strict=True)
         for array, cut, kind in pairs:

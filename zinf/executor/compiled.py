@@ -120,10 +120,13 @@ def _planned_bytes(
     steps = made.updates.steps[Tier.DEVICE]
     for update in made.arranged.units[operation.unit].arrays:
         if steps[update].executable is executable:
+            arrays = (*update.operands, *update.results)
+            given = sum(catalog.nbytes(array, Tier.DEVICE) for array in arrays)
+            if update in made.updates.own_parts:
+                return given + made.updates.own_parts[update].nbytes
             rows = update.rows or update.gradient.rows
             gradient = replace(update.gradient, rows=rows)
-            arrays = (gradient, *update.operands, *update.results)
-            return sum(catalog.nbytes(array, Tier.DEVICE) for array in arrays)
+            return given + catalog.nbytes(gradient, Tier.DEVICE)
     raise AssertionError("an update runs an executable that is not its own")
 
 
