@@ -18,7 +18,7 @@ from zinf.topology import (
     Kind,
     Memory,
     Traffic,
-    collectives,
+    collectives_of,
     memory,
     traffic,
 )
@@ -72,7 +72,7 @@ def compiled_runs(made: Streamed | Fused) -> tuple[CompiledRun, ...]:
             instruction.flops,
             _planned_bytes(made, instruction, executable),
             memory(executable),
-            _collectives(executable),
+            collectives_of(executable),
         )
         for key, (executable, instruction) in found.items()
     )
@@ -138,11 +138,5 @@ def _fused(made: Fused) -> CompiledRun:
         made.program.flops,
         None,
         memory(executable),
-        _collectives(executable),
+        collectives_of(executable),
     )
-
-
-def _collectives(executable: Any) -> tuple[Collective, ...]:
-    text = executable.as_text()
-    assert text is not None, "this backend does not show what it compiled"
-    return collectives(text)

@@ -20,7 +20,7 @@ from zinf.mesh import replicated
 from zinf.program import SegmentSpec
 from zinf.segment.residuals import Halves, halve
 from zinf.sharding import Layout, cut, gather, placed_layout, whole_layout
-from zinf.topology import Collective, collectives, compile_for
+from zinf.topology import Collective, collectives_of, compile_for
 
 
 @dataclass(eq=False)
@@ -148,9 +148,9 @@ class BodyExecutables:
         """The collectives of the forward and the backward pass, where there is one."""
         passes = {}
         if not self.is_last:
-            passes["forward"] = collectives(self.forward.as_text())
+            passes["forward"] = collectives_of(self.forward)
         if self.is_last or self.spec.has_backward:
-            passes["backward"] = collectives(self.backward.as_text())
+            passes["backward"] = collectives_of(self.backward)
         return passes
 
     @cached_property

@@ -4,6 +4,7 @@ from zinf.topology.compiled.collective import (
     Collective,
     Traffic,
     collectives,
+    collectives_of,
     traffic,
 )
 from zinf.topology.compiled.find import Kind
@@ -18,6 +19,7 @@ __all__ = [
     "Shortage",
     "Traffic",
     "collectives",
+    "collectives_of",
     "host_copies",
     "memory",
     "shortage",

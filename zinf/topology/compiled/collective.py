@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
+import jax
+
 from zinf.topology.compiled.find import KINDS, Kind, Site, sites
 from zinf.topology.compiled.flops import flops_between
 from zinf.topology.compiled.group import group_size, num_senders
@@ -81,6 +83,13 @@ def collectives(text: str) -> tuple[Collective, ...]:
         for visit in visits(module)
         for site in sites(module, visit.computation)
     )
+
+
+def collectives_of(compiled: jax.stages.Compiled) -> tuple[Collective, ...]:
+    """The collectives of an executable, read from its text."""
+    text = compiled.as_text()
+    assert text is not None, "this backend does not show what it compiled"
+    return collectives(text)
 
 
 def traffic(found: Iterable[Collective]) -> dict[Kind, Traffic]:
