@@ -16,7 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from zinf.executor.arrays import array_specs
 from zinf.executor.decision import CLIP_EPSILON
+from zinf.mesh import replicated
 from zinf.optim.separate import Separated
 from zinf.optim.update import update_function
 from zinf.program import ArrayId
@@ -61,7 +63,10 @@ def compile_fused(
     trained = [leaf.path for leaf in separated.leaves]
 
     gradient_forms = {p: layouts.of(ArrayId("gradient", p)) for p in trained}
-    specs = _array_specs(problem, separated, layouts)
+    specs = {
+        array: jax.ShapeDtypeStruct(layouts.of(array).padded, spec.dtype)
+        for array, spec in array_specs(problem, separated).items()
+    }
     ids = tuple(specs)
 
     def for_update(gradient: Any, layout: Layout) -> Any:
@@ -101,7 +106,7 @@ def compile_fused(
     scale = jax.ShapeDtypeStruct((), jnp.float32)
     inputs = _stacked(batch, num_microbatches), _stacked(key, num_microbatches)
     arguments = list(specs.values()), *inputs, steps, scale
-    everywhere = NamedSharding(layouts.mesh, PartitionSpec())
+    everywhere = replicated(layouts.mesh)
     forms = [layouts.of(array).device for array in ids]
     shardings = forms, batch_shardings(batch, layouts), *[everywhere] * 3
     placed = _placed(arguments, shardings)
@@ -124,7 +129,7 @@ def fused_evaluation(problem: Problem, layouts: Layouts) -> Callable:
         wholes = [gather(x, form) for x, form in zip(params, forms, strict=True)]
         return problem.evaluation(wholes, batches, keys)
 
-    everywhere = NamedSharding(layouts.mesh, PartitionSpec())
+    everywhere = replicated(layouts.mesh)
     return jax.jit(losses, out_shardings=everywhere)
 
 
@@ -242,23 +247,6 @@ def _leaf_updates(
 
         functions.append(update)
     return functions
-
-
-def _array_specs(
-    problem: Problem, separated: Separated, layouts: Layouts
-) -> dict[ArrayId, jax.ShapeDtypeStruct]:
-    arrays: dict[ArrayId, jax.ShapeDtypeStruct] = {}
-    for path, spec in problem.params.items():
-        arrays[ArrayId("param", path)] = spec.compute
-        if spec.has_master:
-            arrays[ArrayId("master", path)] = spec.master
-    for leaf in separated.leaves:
-        for state in leaf.states:
-            arrays[ArrayId(state.role, leaf.path)] = state.spec
-    return {
-        array: jax.ShapeDtypeStruct(layouts.of(array).padded, spec.dtype)
-        for array, spec in arrays.items()
-    }
 
 
 def _stacked(tree: Any, num_microbatches: int) -> Any:
