@@ -3,39 +3,41 @@
 import errno
 import shutil
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import Future
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import jax
-import tensorstore as ts
+import numpy as np
 
 from zinf.checkpoint.blocks import Finish, Transfer, blocks, held_bytes, move
+from zinf.checkpoint.chunk_writer import ChunkWriter
 from zinf.checkpoint.failure import explain, failure
-from zinf.checkpoint.manifest import Manifest, check_same, read_manifest
+from zinf.checkpoint.grid import Grid, Index, whole_box
+from zinf.checkpoint.manifest import Manifest, StoredArray, check_same
+from zinf.checkpoint.saved import Saved
+from zinf.memory import StorageError
 from zinf.memory.chunk import chunk_shape
 from zinf.memory.residents import Residents
-from zinf.memory.zarr_format import as_stored, numpy_dtype, zarr_spec
 from zinf.program import ArrayId, ArraySpec, Tier
-
-# "." is escaped in names, so none can be "..", "zarr.json" or a chunk file.
-PLAIN_CHARACTERS = "[](){}=+,:'! @"
-# Every byte is used once, so a cache would only hold it twice.
-CONTEXT = {"cache_pool": {"total_bytes_limit": 0}}
+from zinf.sharding import Box, relative
 
 
 def write_arrays(
-    directory: Path, residents: Residents, scalars: Mapping[str, Any]
+    directory: Path,
+    residents: Residents,
+    scalars: Mapping[str, Any],
+    data: Any = None,
 ) -> None:
     """Save every array of `residents`, and `scalars`, as the checkpoint `directory`.
 
-    Each array is a zarr v3 array, uncompressed, in `directory/role/key path`, with a
-    checksum in every chunk file (zarr's crc32c codec) that any zarr reader verifies.
-    At most two blocks of 16 MiB are on the host at a time, and one on the device,
-    counted in their ledgers. All is on the drive, safe from a power cut, when this
-    returns. The manifest is written last: without one, a checkpoint is not complete.
+    Each array is a zarr v3 array, uncompressed, in `directory/role/key path`; the
+    manifest has checksums of all files. At most two blocks of 16 MiB are on the host at
+    a time, and one on the device, counted in their ledgers. All is on the drive, safe
+    from a power cut, when this returns. The manifest is written last: without one, a
+    checkpoint is not complete.
 
     The arrays must not change meanwhile. Where they rest does not matter. Of several
     processes all have to call, since each has a share, and the first one writes.
@@ -43,6 +45,7 @@ def write_arrays(
     Args:
         directory: absent or empty.
         scalars: JSON values.
+        data: where the training data is read next, as a JSON value.
 
     Raises:
         FileExistsError: the folder holds something already.
@@ -54,21 +57,34 @@ def write_arrays(
         _give_shares(residents)
         return
     _claim(directory, sum(spec.nbytes for spec in residents.specs.values()))
-    context = ts.Context(CONTEXT)
+    stored: dict[ArrayId, StoredArray] = {}
+    with (
+        _explained("Cannot save a checkpoint", directory),
+        closing(ChunkWriter(directory)) as writer,
+    ):
+        sums: dict[ArrayId, dict[Index, int]] = {}
 
-    def transfers() -> Iterator[Transfer]:
-        for array, spec in residents.specs.items():
-            folder = directory / folder_name(array)
-            with _explained(f"Cannot save {array}", folder):
-                zarr = ts.open(_zarr_spec(folder, spec), context=context, create=True)
-                target = zarr.result()
-            for block in blocks(array, spec):
-                begin = partial(_save, block, residents, target, folder)
-                yield _nbytes(block, spec), begin
+        def transfers() -> Iterator[Transfer]:
+            for array, spec in residents.specs.items():
+                grid = Grid(spec, chunk_shape(spec))
+                stored[array] = StoredArray(grid, writer.begin(array, grid))
+                sums[array] = {}
+                for block in blocks(array, spec):
+                    begin = partial(_save, block, grid, residents, writer, sums[array])
+                    yield _nbytes(block, spec), begin
 
-    with _blocks_held(residents, "saving a checkpoint") as capacity_bytes:
-        move(transfers(), capacity_bytes)
-    Manifest(residents.specs, dict(scalars)).write(directory)
+        with _blocks_held(residents, "saving a checkpoint") as capacity_bytes:
+            move(transfers(), capacity_bytes)
+        writer.sync()
+    complete = {
+        array: StoredArray(
+            entry.grid,
+            entry.metadata,
+            tuple(sums[array][index] for index in entry.grid.indices()),
+        )
+        for array, entry in stored.items()
+    }
+    Manifest(complete, dict(scalars), data).write(directory)
 
 
 def _give_shares(residents: Residents) -> None:
@@ -84,6 +100,7 @@ def read_arrays(
     residents: Residents,
     *,
     take_scalars: Callable[[dict[str, Any]], None] | None = None,
+    verify: bool = True,
 ) -> dict[str, Any]:
     """Overwrite every array of `residents` by the one saved in `directory`.
 
@@ -93,6 +110,7 @@ def read_arrays(
     Args:
         take_scalars: called with the scalars before the first array is overwritten,
             so that it can refuse them.
+        verify: compare what is read with its checksums.
 
     Raises:
         FileNotFoundError: there is no checkpoint, or no complete one.
@@ -101,30 +119,20 @@ def read_arrays(
             overwritten then: restore another checkpoint.
         BudgetExceeded: a tier has no room for the blocks.
     """
-    manifest = read_manifest(directory)
-    check_same(manifest, residents.specs, directory)
-    if take_scalars is not None:
-        take_scalars(manifest.scalars)
-    context = ts.Context(CONTEXT)
+    with Saved(directory) as saved:
+        check_same(saved.arrays, residents.specs, directory)
+        if take_scalars is not None:
+            take_scalars(saved.scalars)
 
-    def transfers() -> Iterator[Transfer]:
-        for array, spec in residents.specs.items():
-            folder = directory / folder_name(array)
-            with _explained(f"Cannot restore {array}", folder):
-                zarr = ts.open(_zarr_spec(folder, spec), context=context, open=True)
-                source = zarr.result()
-            for block in blocks(array, spec):
-                begin = partial(_restore, block, residents, source, folder)
-                yield _nbytes(block, spec), begin
+        def transfers() -> Iterator[Transfer]:
+            for array, spec in residents.specs.items():
+                for block in blocks(array, spec):
+                    begin = partial(_restore, block, residents, saved, verify)
+                    yield _nbytes(block, spec), begin
 
-    with _blocks_held(residents, "restoring a checkpoint") as capacity_bytes:
-        move(transfers(), capacity_bytes)
-    return manifest.scalars
-
-
-def folder_name(array: ArrayId) -> str:
-    """Where an array lies in a checkpoint: `role/key path`."""
-    return "/".join(map(_escape, (array.role, *array.path.split("/"))))
+        with _blocks_held(residents, "restoring a checkpoint") as capacity_bytes:
+            move(transfers(), capacity_bytes)
+        return saved.scalars
 
 
 def check_space(directory: Path, needed_bytes: int) -> None:
@@ -152,32 +160,34 @@ def _claim(directory: Path, needed_bytes: int) -> None:
 
 
 def _save(
-    block: ArrayId, residents: Residents, target: ts.TensorStore, folder: Path
+    block: ArrayId,
+    grid: Grid,
+    residents: Residents,
+    writer: ChunkWriter,
+    checksums: dict[Index, int],
 ) -> Finish:
-    # What the stores raise names the array itself.
     content = residents.read(block)
-    selected = target[slice(*block.rows)] if block.rows else target
-    stored = as_stored(content)
-    writing = selected.write(stored, can_reference_source_data_indefinitely=True)
+    box = _box(block, grid.spec)
+    writing: list[tuple[Index, Future[int]]] = []
+    for index in grid.meeting(box):
+        part: np.ndarray = content[(*relative(grid.box(index), box), ...)]
+        writing.append((index, writer.write(block.whole, grid, index, part)))
 
     def finish() -> None:
-        with _explained(f"Cannot save {block}", folder):
-            writing.commit.result()
+        for index, future in writing:
+            checksums[index] = future.result()
 
     return finish
 
 
 def _restore(
-    block: ArrayId, residents: Residents, source: ts.TensorStore, folder: Path
+    block: ArrayId, residents: Residents, saved: Saved, verify: bool
 ) -> Finish:
-    dtype = numpy_dtype(residents.specs[block.whole].dtype)
-    selected = source[slice(*block.rows)] if block.rows else source
-    reading = selected.read()
+    box = _box(block, residents.specs[block.whole])
+    reading = saved.begin_read(block.whole, box, verify=verify)
 
     def finish() -> None:
-        with _explained(f"Cannot restore {block}", folder):
-            content = reading.result()
-        residents.write(block, content.view(dtype))
+        residents.write(block, reading.result())
 
     return finish
 
@@ -196,21 +206,19 @@ def _blocks_held(residents: Residents, what: str) -> Generator[int, None, None]:
 
 @contextmanager
 def _explained(what: str, folder: Path) -> Generator[None, None, None]:
-    """Makes a StorageError of what the system or TensorStore raises."""
+    """Makes a StorageError with a checkpoint's advice of what the system raises."""
     try:
         yield
-    except (OSError, ValueError, OverflowError, NotImplementedError) as error:
+    except StorageError:
+        raise
+    except OSError as error:
         raise failure(what, folder, error) from error
+
+
+def _box(block: ArrayId, spec: ArraySpec) -> Box:
+    box = whole_box(spec.shape)
+    return box if block.rows is None else (block.rows, *box[1:])
 
 
 def _nbytes(block: ArrayId, spec: ArraySpec) -> int:
     return (spec.rows(*block.rows) if block.rows else spec).nbytes
-
-
-def _escape(name: str) -> str:
-    """`name` as one component of a file path; different names stay different."""
-    return quote(name, safe=PLAIN_CHARACTERS).replace(".", "%2E") or "%"
-
-
-def _zarr_spec(folder: Path, spec: ArraySpec) -> dict[str, Any]:
-    return zarr_spec(folder, spec, chunk_shape(spec), codecs=["crc32c"])

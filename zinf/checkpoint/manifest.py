@@ -3,30 +3,54 @@
 import errno
 import json
 import os
-import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from xxhash import xxh3_64_intdigest
+
 from zinf.checkpoint.failure import explain, failure
+from zinf.checkpoint.grid import Grid
 from zinf.program import ArrayId, ArraySpec
 
 FILE = "manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAX_DIFFERENCES_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """Attributes:
+    grid: its shape, dtype and chunks.
+    metadata: XXH3 (64 bits) of its `zarr.json`.
+    checksums: the same of every chunk file, padding included, in order of the grid.
+        Format 1 has none of either, but sums within the chunk files.
+    """
+
+    grid: Grid
+    metadata: int | None = None
+    checksums: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Manifest:
     """Attributes:
-    specs: the arrays of the checkpoint, by their ids as wholes.
+    arrays: what the checkpoint holds, by ids without rows.
     scalars: step, loss scale, random key and the like, as JSON values.
+    data: where the training data is read next, as a JSON value.
+    format_version: that it was read in; it is always written in the newest.
     """
 
-    specs: Mapping[ArrayId, ArraySpec]
+    arrays: Mapping[ArrayId, StoredArray]
     scalars: dict[str, Any]
+    data: Any = None
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def specs(self) -> dict[ArrayId, ArraySpec]:
+        return {array: stored.grid.spec for array, stored in self.arrays.items()}
 
     def write(self, directory: Path) -> None:
         """Write the manifest, the last file of a checkpoint, at once and for good.
@@ -36,62 +60,31 @@ class Manifest:
         """
         content = {
             "about": "A checkpoint of zinf: one zarr v3 array per entry of arrays, in "
-            "role/path.",
+            "role/path. Checksums are XXH3 (64 bits) of whole files.",
             "format_version": FORMAT_VERSION,
             "zinf_version": _zinf_version(),
-            "arrays": [
-                {"role": array.role, "path": array.path, **asdict(spec)}
-                for array, spec in self.specs.items()
-            ],
+            "arrays": [_entry(*item) for item in self.arrays.items()],
             "scalars": self.scalars,
+            "data": self.data,
         }
-        content["crc32"] = _checksum(content)
+        content["checksum"] = checksum_of(content)
+        fresh = directory / f"{FILE}.new"
         try:
-            fresh = directory / f"{FILE}.new"
-            with fresh.open("w") as file:
+            with open(fresh, "w", encoding="utf-8") as file:
                 json.dump(content, file, indent=1)
                 file.flush()
                 os.fsync(file.fileno())
-            fresh.replace(directory / FILE)
+            os.replace(fresh, directory / FILE)
             sync_folder(directory)
         except OSError as error:
             raise failure("Cannot write the manifest", directory, error) from error
 
 
-def read_manifest(directory: Path) -> Manifest:
-    """The manifest in `directory`, its checksum verified.
-
-    Raises:
-        FileNotFoundError: there is none: no checkpoint, or one whose saving was cut
-            short.
-        StorageError: it cannot be read, or is damaged.
-        ValueError: it is of a later format.
-    """
-    path = directory / FILE
-    try:
-        content = json.loads(path.read_text())
-        crc32 = content.pop("crc32")
-        is_sound = crc32 == _checksum(content)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(_not_found(directory)) from error
-    except OSError as error:
-        raise failure("Cannot read the manifest", path, error) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(path) from error
-    if not is_sound:
-        raise _damaged(path)
-    if content["format_version"] != FORMAT_VERSION:
-        raise ValueError(
-            f"Checkpoint {directory} has format {content['format_version']}, written "
-            f"by zinf {content['zinf_version']}; this zinf reads format "
-            f"{FORMAT_VERSION}. Use that version of zinf."
-        )
-    return Manifest(dict(map(_entry, content["arrays"])), content["scalars"])
-
-
-def check_same(saved: Manifest, specs: Mapping[ArrayId, ArraySpec], name: Path) -> None:
-    """Raise ValueError unless the arrays of `saved` are exactly `specs`."""
-    found = list(differences(saved.specs, specs))
+def check_same(
+    saved: Mapping[ArrayId, ArraySpec], specs: Mapping[ArrayId, ArraySpec], name: Path
+) -> None:
+    """Raise ValueError unless the arrays of a checkpoint are exactly `specs`."""
+    found = list(differences(saved, specs))
     if not found:
         return
     lines = [f"  {line}" for line in found[:MAX_DIFFERENCES_SHOWN]]
@@ -101,7 +94,7 @@ def check_same(saved: Manifest, specs: Mapping[ArrayId, ArraySpec], name: Path) 
         "\n".join(
             (
                 f"Checkpoint {name} is of another run than this one; of "
-                f"{len(saved.specs)} arrays there and {len(specs)} here, "
+                f"{len(saved)} arrays there and {len(specs)} here, "
                 f"{len(found)} differ:",
                 *lines,
                 "Use the model, optimizer and dtypes that it was saved with. Nothing "
@@ -122,25 +115,51 @@ def differences(
 
 
 def sync_folder(folder: Path) -> None:
-    """Make what was renamed in `folder` survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    """Make what was made or renamed in `folder` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
+def checksum_of(content: Mapping[str, Any]) -> str:
+    """Of a manifest without its own checksum, whatever the order and white space."""
+    text = json.dumps(content, sort_keys=True)
+    return f"{xxh3_64_intdigest(text.encode()):016x}"
+
+
+def not_found(directory: Path) -> FileNotFoundError:
+    found = (
+        f"{directory} has no {FILE}: it is not a checkpoint, or saving it was cut "
+        "short. Use another one."
+    )
+    if not directory.exists():
+        found = f"There is no checkpoint {directory}."
+    return FileNotFoundError(found)
+
+
+def damaged(path: Path, found: str) -> OSError:
+    return explain("Cannot read the manifest", errno.EIO, path, found)
+
+
+def _entry(array: ArrayId, stored: StoredArray) -> dict[str, Any]:
+    assert stored.metadata is not None
+    assert len(stored.checksums) == stored.grid.num_chunks
+    spec = stored.grid.spec
+    return {
+        "role": array.role,
+        "path": array.path,
+        "shape": spec.shape,
+        "dtype": spec.dtype,
+        "chunk": stored.grid.chunk,
+        "metadata": f"{stored.metadata:016x}",
+        "checksums": [f"{checksum:016x}" for checksum in stored.checksums],
+    }
+
+
 def _shown(spec: ArraySpec | None) -> str:
     return "absent" if spec is None else f"{spec.dtype}{list(spec.shape)}"
-
-
-def _entry(saved: Mapping[str, Any]) -> tuple[ArrayId, ArraySpec]:
-    spec = ArraySpec(tuple(saved["shape"]), saved["dtype"], saved["itemsize"])
-    return ArrayId(saved["role"], saved["path"]), spec
-
-
-def _checksum(content: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def _zinf_version() -> str:
@@ -148,17 +167,3 @@ def _zinf_version() -> str:
         return version("zinf")
     except PackageNotFoundError:
         return "not installed"
-
-
-def _not_found(directory: Path) -> str:
-    if not directory.exists():
-        return f"There is no checkpoint {directory}."
-    return (
-        f"{directory} has no {FILE}: it is not a checkpoint, or saving it was cut "
-        "short. Use another one."
-    )
-
-
-def _damaged(path: Path) -> OSError:
-    found = "its content does not match its checksum"
-    return explain("Cannot read the manifest", errno.EIO, path, found)

@@ -1,5 +1,6 @@
 """How arrays lie in files: zarr v3 that every reader opens."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,33 +34,45 @@ def zarr_spec(
     Args:
         codecs: of the bytes of a chunk, such as "crc32c", after the array's own.
     """
-    stored = STORED_DTYPES.get(spec.dtype, spec.dtype)
     return {
         "driver": "zarr3",
         "kvstore": {"driver": "file", "path": str(folder)},
-        "metadata": {
-            "shape": list(spec.shape),
-            "data_type": stored,
-            "chunk_grid": {
-                "name": "regular",
-                "configuration": {"chunk_shape": list(chunk)},
-            },
-            # All chunks in the folder of the array itself, as "c.0.1", not "c/0/1".
-            "chunk_key_encoding": {
-                "name": "default",
-                "configuration": {"separator": "."},
-            },
-            "codecs": [
-                {"name": "bytes", "configuration": {"endian": "little"}},
-                *({"name": name} for name in codecs),
-            ],
-            "fill_value": _zero(stored),
-            "attributes": {"dtype": spec.dtype},
-        },
+        "metadata": _metadata(spec, chunk, codecs),
         # Without these, all-zero chunks (new moments) are deleted, not written, and
         # missing ones read as zeros.
         "store_data_equal_to_fill_value": True,
         "fill_missing_data_reads": False,
+    }
+
+
+def zarr_json(spec: ArraySpec, chunk: Sequence[int]) -> bytes:
+    """The file `zarr.json` of an uncompressed array with chunks of one shape."""
+    kind = {"zarr_format": 3, "node_type": "array"}
+    return json.dumps({**kind, **_metadata(spec, chunk, ())}, indent=1).encode()
+
+
+def _metadata(
+    spec: ArraySpec, chunk: Sequence[int], codecs: Sequence[str]
+) -> dict[str, Any]:
+    stored = STORED_DTYPES.get(spec.dtype, spec.dtype)
+    return {
+        "shape": list(spec.shape),
+        "data_type": stored,
+        "chunk_grid": {
+            "name": "regular",
+            "configuration": {"chunk_shape": list(chunk)},
+        },
+        # All chunks in the folder of the array itself, as "c.0.1", not "c/0/1".
+        "chunk_key_encoding": {
+            "name": "default",
+            "configuration": {"separator": "."},
+        },
+        "codecs": [
+            {"name": "bytes", "configuration": {"endian": "little"}},
+            *({"name": name} for name in codecs),
+        ],
+        "fill_value": _zero(stored),
+        "attributes": {"dtype": spec.dtype},
     }
 
 

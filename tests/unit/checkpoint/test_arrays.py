@@ -10,7 +10,7 @@ import zarr
 
 from tests.unit.checkpoint.cases import ARRAYS, STACKED
 from zinf.checkpoint import read_arrays, write_arrays
-from zinf.checkpoint.arrays import folder_name
+from zinf.checkpoint.grid import folder_name
 from zinf.memory import BudgetExceeded, StorageError
 from zinf.program import ArrayId, Tier
 
@@ -96,7 +96,7 @@ def test_a_flipped_byte_is_an_error_that_names_the_array(array, open_residents, 
         content = bytearray(file.read_bytes())
         content[position] ^= 1
         file.write_bytes(content)
-        with pytest.raises(StorageError, match="Cannot restore") as failed:
+        with pytest.raises(StorageError, match="Cannot read") as failed:
             read_arrays(saved, residents)
         assert str(array) in str(failed.value)
         assert failed.value.filename == str(file)
@@ -110,7 +110,7 @@ def test_a_missing_file_is_an_error_that_names_the_array(name, open_residents, s
     residents = open_residents([Tier.HOST])
     write_arrays(saved, residents, {})
     (saved / "param" / "embed" / name).unlink()
-    with pytest.raises(StorageError, match="Cannot restore param/embed"):
+    with pytest.raises(StorageError, match="Cannot read param/embed"):
         read_arrays(saved, residents)
 
 
@@ -119,7 +119,7 @@ def test_a_truncated_file_is_an_error_that_names_the_array(open_residents, saved
     write_arrays(saved, residents, {})
     (file,) = chunk_files(saved, ArrayId("param", "embed"))
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(StorageError, match="Cannot restore param/embed"):
+    with pytest.raises(StorageError, match="Cannot read param/embed"):
         read_arrays(saved, residents)
 
 

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from zinf.checkpoint.manifest import FILE, Manifest, check_same, read_manifest
+from zinf.checkpoint.grid import Grid
+from zinf.checkpoint.manifest import FILE, Manifest, StoredArray, check_same
+from zinf.checkpoint.parse import read_manifest
 from zinf.memory import StorageError
 from zinf.program import ArrayId, ArraySpec
 
@@ -13,17 +15,25 @@ SPECS = {
     ArrayId("param", "a/b"): ArraySpec((3, 4), "bfloat16", 2),
     ArrayId("state0", "a/b"): ArraySpec((), "float32", 4),
 }
+ARRAYS = {
+    ArrayId("param", "a/b"): StoredArray(
+        Grid(SPECS[ArrayId("param", "a/b")], (2, 4)), 2**64 - 1, (7, 0)
+    ),
+    ArrayId("state0", "a/b"): StoredArray(
+        Grid(SPECS[ArrayId("state0", "a/b")], ()), 0, (3,)
+    ),
+}
 SCALARS = {"step": 3, "loss_scale": 65536.0, "shared": [{"value": [0.1, 1e-45]}]}
 
 
 def written(directory: Path) -> Path:
-    Manifest(SPECS, SCALARS).write(directory)
+    Manifest(ARRAYS, SCALARS, [1]).write(directory)
     return directory / FILE
 
 
 def test_what_is_read_is_what_was_written(tmp_path):
     written(tmp_path)
-    assert read_manifest(tmp_path) == Manifest(SPECS, SCALARS)
+    assert read_manifest(tmp_path) == Manifest(ARRAYS, SCALARS, [1])
 
 
 def test_no_flipped_bit_goes_unnoticed(tmp_path):
@@ -38,7 +48,7 @@ def test_no_flipped_bit_goes_unnoticed(tmp_path):
         except StorageError:
             continue
         # White space may change, and what only people read.
-        assert found == Manifest(SPECS, SCALARS)
+        assert found == Manifest(ARRAYS, SCALARS, [1])
 
 
 def test_a_folder_without_manifest_is_no_checkpoint(tmp_path):
@@ -49,11 +59,11 @@ def test_a_folder_without_manifest_is_no_checkpoint(tmp_path):
 
 
 def test_a_later_format_is_refused_with_the_version_to_use(tmp_path, monkeypatch):
-    monkeypatch.setattr("zinf.checkpoint.manifest.FORMAT_VERSION", 2)
+    monkeypatch.setattr("zinf.checkpoint.manifest.FORMAT_VERSION", 3)
     path = written(tmp_path)
     monkeypatch.undo()
     name = json.loads(path.read_text())["zinf_version"]
-    with pytest.raises(ValueError, match=f"format 2, written by zinf {name}"):
+    with pytest.raises(ValueError, match=f"format 3, written by zinf {name}"):
         read_manifest(tmp_path)
 
 
@@ -63,7 +73,7 @@ def test_differences_are_named_with_both_sides(tmp_path):
         ArrayId("state1", "a/b"): ArraySpec((2,), "float32", 4),
     }
     with pytest.raises(ValueError) as refused:
-        check_same(Manifest(SPECS, SCALARS), here, tmp_path)
+        check_same(SPECS, here, tmp_path)
     message = str(refused.value)
     assert "param/a/b: bfloat16[3, 4] there, bfloat16[3, 5] here" in message
     assert "state0/a/b: float32[] there, absent here" in message
@@ -73,6 +83,6 @@ def test_differences_are_named_with_both_sides(tmp_path):
 def test_many_differences_are_counted_but_not_all_shown(tmp_path):
     here = {ArrayId("param", str(i)): ArraySpec((), "int8", 1) for i in range(100)}
     with pytest.raises(ValueError, match="102 differ") as refused:
-        check_same(Manifest(SPECS, SCALARS), here, tmp_path)
+        check_same(SPECS, here, tmp_path)
     assert "and 97 more" in str(refused.value)
     assert len(str(refused.value).splitlines()) < 10

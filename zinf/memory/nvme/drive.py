@@ -34,15 +34,17 @@ class Drive:
     be called from any thread.
 
     Args:
-        folder: exists and is writable.
+        folder: exists, and is writable unless there is a `probe`.
         profile: by default the one found beside the files, or general ones.
         stall_seconds: after a request to the kernel has taken this long, everything
             that is pending fails with ETIMEDOUT, and so does what is asked until the
             kernel has answered.
         system: the system calls, for tests.
+        probe: a file to ask how files in the folder can be opened, where nothing is to
+            be written, not even for a moment.
 
     Raises:
-        StorageError: the folder cannot be written.
+        StorageError: the folder cannot be written, or the probe read.
     """
 
     def __init__(
@@ -52,12 +54,17 @@ class Drive:
         profile: Profile | None = None,
         stall_seconds: float = STALL_SECONDS,
         system: System | None = None,
+        probe: Path | None = None,
     ) -> None:
         self.folder = folder.absolute()
         self.profile = profile or find_profile(self.folder) or Profile()
         self.stall_seconds = stall_seconds
         self.system = system or System()
-        self.is_direct = _takes_direct_requests(self.folder, self.system)
+        if probe is None:
+            self.is_direct = _takes_direct_requests(self.folder, self.system)
+        else:
+            what = "Cannot read the folder"
+            self.is_direct = _opens_direct(what, probe, os.O_RDONLY, self.system)
         self._queues: dict[Direction, SimpleQueue] = {}
         self._threads: list[threading.Thread] = []
         self._movers: list[Mover] = []
@@ -198,18 +205,23 @@ def _takes_direct_requests(folder: Path, system: System) -> bool:
     except OSError as error:
         raise from_os_error("Cannot write to the folder", folder, error) from error
     try:
-        system.close(system.open(name, os.O_RDWR | os.O_DIRECT))
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            what = "Cannot write to the folder"
-            raise from_os_error(what, folder, error) from error
-        logger.warning(
-            "The file system of %s does not take O_DIRECT: files there are read and "
-            "written through the page cache, which is slower.",
-            folder,
-        )
-        return False
+        what = "Cannot write to the folder"
+        return _opens_direct(what, Path(name), os.O_RDWR, system)
     finally:
         os.close(descriptor)
         os.unlink(name)
+
+
+def _opens_direct(what: str, file: Path, flags: int, system: System) -> bool:
+    try:
+        system.close(system.open(file, flags | os.O_DIRECT))
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise from_os_error(what, file.parent, error) from error
+        logger.warning(
+            "The file system of %s does not take O_DIRECT: files there are read and "
+            "written through the page cache, which is slower.",
+            file.parent,
+        )
+        return False
     return True

@@ -8,7 +8,7 @@ from typing import Any
 
 from zinf.memory.nvme.open_file import Mover, always
 
-Task = Callable[[Mover], None]
+Task = Callable[[Mover], object]
 """A part of a request, run by one thread."""
 
 

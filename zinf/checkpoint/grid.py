@@ -1,0 +1,95 @@
+"""Where an array lies in a checkpoint: its folder, and the chunk files in it."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import prod
+from urllib.parse import quote
+
+from zinf.program import ArrayId, ArraySpec
+from zinf.sharding import Box
+
+# "." is escaped in names, so none can be "..", "zarr.json" or a chunk file.
+PLAIN_CHARACTERS = "[](){}=+,:'! @"
+
+Index = tuple[int, ...]
+"""Which chunk: its place along each dim of the grid."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A regular grid of chunks over an array, numbered in C order.
+
+    Attributes:
+        chunk: shape of every chunk file; those at the end of a dim may be padded.
+    """
+
+    spec: ArraySpec
+    chunk: tuple[int, ...]
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Chunks along each dim."""
+        pairs = zip(self.spec.shape, self.chunk, strict=True)
+        return tuple(-(-size // length) for size, length in pairs)
+
+    @property
+    def num_chunks(self) -> int:
+        return prod(self.counts)
+
+    @property
+    def chunk_bytes(self) -> int:
+        return prod(self.chunk) * self.spec.itemsize
+
+    def number(self, index: Index) -> int:
+        number = 0
+        for place, count in zip(index, self.counts, strict=True):
+            number = number * count + place
+        return number
+
+    def index(self, number: int) -> Index:
+        index: list[int] = []
+        for count in reversed(self.counts):
+            number, place = divmod(number, count)
+            index.append(place)
+        return tuple(reversed(index))
+
+    def box(self, index: Index) -> Box:
+        """The part of the array that a chunk holds, without what pads it."""
+        return tuple(
+            (place * length, min((place + 1) * length, size))
+            for place, length, size in zip(
+                index, self.chunk, self.spec.shape, strict=True
+            )
+        )
+
+    def meeting(self, box: Box) -> Iterator[Index]:
+        """The chunks that hold some of `box`, in C order."""
+        ranges = [
+            range(low // length, -(-high // length)) if high > low else range(0)
+            for (low, high), length in zip(box, self.chunk, strict=True)
+        ]
+        return product(*ranges)
+
+    def indices(self) -> Iterator[Index]:
+        return product(*map(range, self.counts))
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    return tuple((0, size) for size in shape)
+
+
+def chunk_name(index: Index) -> str:
+    """The file of a chunk, as zarr names it with the separator "."."""
+    return ".".join(["c", *map(str, index)])
+
+
+def folder_name(array: ArrayId) -> str:
+    """Where an array lies in a checkpoint: `role/key path`."""
+    return "/".join(map(_escape, (array.role, *array.path.split("/"))))
+
+
+def _escape(name: str) -> str:
+    """`name` as one component of a file path; different names stay different."""
+    return quote(name, safe=PLAIN_CHARACTERS).replace(".", "%2E") or "%"

@@ -1,0 +1,165 @@
+"""Reads a manifest, which may be anybody's, and believes none of it unchecked."""
+
+import json
+import re
+import zlib
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from zinf.checkpoint.failure import failure
+from zinf.checkpoint.grid import Grid
+from zinf.checkpoint.manifest import (
+    FILE,
+    FORMAT_VERSION,
+    Manifest,
+    StoredArray,
+    checksum_of,
+    damaged,
+    not_found,
+)
+from zinf.memory import StorageError
+from zinf.memory.chunk import chunk_shape
+from zinf.memory.zarr_format import numpy_dtype
+from zinf.program import ArrayId, ArraySpec
+
+# 256 MiB of manifest are the checksums of 200 TB.
+MAX_MANIFEST_BYTES = 256 * 2**20
+MAX_ARRAY_BYTES = 2**60
+MAX_CHUNK_BYTES = 2**30
+MAX_DIMS = 32
+CHECKSUM = re.compile("[0-9a-f]{16}")
+# Plain numbers. NumPy's own names include pointers and strings of any length.
+DTYPES = frozenset(
+    "bool int2 uint2 int4 uint4 int8 uint8 int16 uint16 int32 uint32 int64 uint64 "
+    "float4_e2m1fn float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn "
+    "float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu bfloat16 float16 "
+    "float32 float64 complex64 complex128".split()
+)
+
+
+class _Wrong(Exception):
+    """What of a manifest cannot be, in a sentence."""
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest in `directory`, its checksum verified and every entry checked.
+
+    Raises:
+        FileNotFoundError: there is none: no checkpoint, or one whose saving was cut
+            short.
+        StorageError: it cannot be read, is damaged, or says what cannot be.
+        ValueError: it is of a later format.
+    """
+    path = directory / FILE
+    content = _load(directory, path)
+    stored_version = content.get("format_version")
+    if stored_version not in (1, FORMAT_VERSION) or isinstance(stored_version, bool):
+        raise ValueError(
+            f"Checkpoint {directory} has format {stored_version!r}, written by zinf "
+            f"{content.get('zinf_version')}; this zinf reads formats 1 to "
+            f"{FORMAT_VERSION}. Use that version of zinf."
+        )
+    try:
+        entry = _entry_of_version_1 if stored_version == 1 else _entry
+        arrays = [entry(item) for item in _typed(content, "arrays", list)]
+        names = dict(arrays)
+        if len(names) != len(arrays):
+            raise _Wrong("an array is named twice")
+        scalars = _typed(content, "scalars", dict)
+    except _Wrong as error:
+        raise damaged(path, str(error)) from error
+    return Manifest(names, scalars, content.get("data"), stored_version)
+
+
+def _load(directory: Path, path: Path) -> dict[str, Any]:
+    try:
+        if path.is_symlink() or path.stat().st_size > MAX_MANIFEST_BYTES:
+            raise damaged(path, "it is a link, or larger than any manifest")
+        content = json.loads(path.read_text(encoding="utf-8"))
+        is_sound = _take_checksum(content)
+    except FileNotFoundError as error:
+        raise not_found(directory) from error
+    except StorageError:
+        raise
+    except OSError as error:
+        raise failure("Cannot read the manifest", path, error) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise damaged(path, "it is no JSON of a manifest") from error
+    if not is_sound:
+        raise damaged(path, "its content does not match its checksum")
+    return content
+
+
+def _take_checksum(content: dict[str, Any]) -> bool:
+    """Whether the checksum is right, which is taken out."""
+    if content["format_version"] == 1:
+        crc32 = content.pop("crc32")
+        return crc32 == zlib.crc32(json.dumps(content, sort_keys=True).encode())
+    return content.pop("checksum") == checksum_of(content)
+
+
+def _entry(item: Any) -> tuple[ArrayId, StoredArray]:
+    array, spec = _name(item), _spec(item)
+    chunk = _sizes(item, "chunk", low=1)
+    if len(chunk) != len(spec.shape):
+        raise _Wrong(f"chunks of {array} have {len(chunk)} dims, it {len(spec.shape)}")
+    grid = Grid(spec, chunk)
+    if not 0 < grid.chunk_bytes <= MAX_CHUNK_BYTES:
+        raise _Wrong(f"chunks of {array} have {grid.chunk_bytes:,} bytes")
+    checksums = _typed(item, "checksums", list)
+    if len(checksums) != grid.num_chunks:
+        raise _Wrong(
+            f"{array} has {grid.num_chunks} chunks, but {len(checksums)} checksums"
+        )
+    metadata = _checksum(_typed(item, "metadata", str))
+    return array, StoredArray(grid, metadata, tuple(map(_checksum, checksums)))
+
+
+def _entry_of_version_1(item: Any) -> tuple[ArrayId, StoredArray]:
+    array, spec = _name(item), _spec(item)
+    return array, StoredArray(Grid(spec, chunk_shape(spec)))
+
+
+def _name(item: Any) -> ArrayId:
+    role, path = _typed(item, "role", str), _typed(item, "path", str)
+    try:
+        f"{role}/{path}".encode()
+    except UnicodeEncodeError as error:
+        raise _Wrong("a name is no text") from error
+    return ArrayId(role, path)
+
+
+def _spec(item: Mapping[str, Any]) -> ArraySpec:
+    dtype = _typed(item, "dtype", str)
+    if dtype not in DTYPES:
+        raise _Wrong(f"there is no dtype {dtype[:40]!r}")
+    itemsize = numpy_dtype(dtype).itemsize
+    shape = _sizes(item, "shape", low=0)
+    if prod(shape) * itemsize > MAX_ARRAY_BYTES:
+        raise _Wrong(f"an array of shape {list(shape)} is larger than any drive")
+    return ArraySpec(shape, dtype, itemsize)
+
+
+def _sizes(item: Mapping[str, Any], key: str, *, low: int) -> tuple[int, ...]:
+    found = _typed(item, key, list)
+    if len(found) > MAX_DIMS:
+        raise _Wrong(f"{key} has {len(found)} dims")
+    for size in found:
+        if type(size) is not int or not low <= size <= MAX_ARRAY_BYTES:
+            raise _Wrong(f"{key} has a size {size!r:.40}")
+    return tuple(found)
+
+
+def _checksum(text: Any) -> int:
+    if not isinstance(text, str) or CHECKSUM.fullmatch(text) is None:
+        raise _Wrong(f"there is a checksum {text!r:.40}")
+    return int(text, 16)
+
+
+def _typed(item: Any, key: str, kind: type) -> Any:
+    found = item.get(key) if isinstance(item, dict) else None
+    if not isinstance(found, kind):
+        raise _Wrong(f"{key} is missing, or no {kind.__name__}")
+    return found

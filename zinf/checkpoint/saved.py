@@ -1,0 +1,136 @@
+"""A checkpoint on a drive, read array by array without trusting what is in it."""
+
+import errno
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from zinf.checkpoint.failure import explain
+from zinf.checkpoint.grid import Grid, folder_name, whole_box
+from zinf.checkpoint.manifest import FILE, StoredArray
+from zinf.checkpoint.parse import read_manifest
+from zinf.checkpoint.source import AbstractSource, ChunkSource, Damage
+from zinf.checkpoint.version1 import TensorStoreSource
+from zinf.memory.nvme import Drive
+from zinf.program import ArrayId, ArraySpec
+from zinf.sharding import Box
+
+__all__ = ["Damage", "Saved"]
+
+
+class Saved:
+    """The checkpoint in a folder that has a manifest, of this format or an older one.
+
+    Opening reads the manifest alone. Nothing is executed or unpickled, nothing is
+    written, and no file outside the folder is read. Use it in `with`, or close it: it
+    has threads once something was read. They may read from several threads.
+
+    Attributes:
+        arrays: shape and dtype of every array, by its id without rows.
+        scalars: the JSON values that were saved with them.
+        data: where the training data is read next, as JSON.
+        format_version: that it was written in.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint, or none that is complete.
+        StorageError: the manifest is damaged, or says what cannot be, or a folder of an
+            array is a link out of the checkpoint.
+        ValueError: it is of a later format.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = Path(directory).absolute()
+        self._manifest = read_manifest(self.directory)
+        self.arrays: dict[ArrayId, ArraySpec] = self._manifest.specs
+        self.scalars: dict[str, Any] = self._manifest.scalars
+        self.data: Any = self._manifest.data
+        self.format_version = self._manifest.format_version
+        self._sources: dict[ArrayId, AbstractSource] = {}
+        self._refuse_links()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if "_drive" in vars(self):
+            self._sources.clear()
+            self._drive.close()
+            del self._drive
+
+    def read(
+        self,
+        array: ArrayId,
+        rows: tuple[int, int] | None = None,
+        verify: bool = True,
+    ) -> np.ndarray:
+        """An array, or rows of its leading dim, in aligned memory that is the caller's.
+
+        Args:
+            verify: compare every chunk that is read, which is read whole for it, with
+                its checksum.
+
+        Raises:
+            KeyError: the checkpoint has no such array.
+            StorageError: a file is missing, damaged or cannot be read; it names it.
+        """
+        rows = rows or array.rows
+        box = whole_box(self.arrays[array.whole].shape)
+        if rows is not None:
+            box = (rows, *box[1:])
+        return self.begin_read(array.whole, box, verify=verify).result()
+
+    def begin_read(
+        self, array: ArrayId, box: Box, *, verify: bool = True
+    ) -> Future[np.ndarray]:
+        """As `read`, later, and of any part: a range along each dim."""
+        shape = self.arrays[array].shape
+        is_inside = len(box) == len(shape) and all(
+            0 <= low <= high <= size
+            for (low, high), size in zip(box, shape, strict=True)
+        )
+        if not is_inside:
+            raise ValueError(f"{array} has shape {list(shape)}, and no part {box}.")
+        return self._source(array).read(box, verify=verify)
+
+    def grid(self, array: ArrayId) -> Grid:
+        """How an array is cut into chunk files."""
+        return self._manifest.arrays[array].grid
+
+    def folder(self, array: ArrayId) -> Path:
+        """The zarr array that holds an array."""
+        return self.directory / folder_name(array)
+
+    def verify(self) -> Iterator[Damage]:
+        """Read everything, and name each file that is not what was saved."""
+        for array in self.arrays:
+            yield from self._source(array).damages()
+
+    def _source(self, array: ArrayId) -> AbstractSource:
+        if array not in self._sources:
+            stored: StoredArray = self._manifest.arrays[array]
+            kind = TensorStoreSource if self.format_version == 1 else ChunkSource
+            folder = self.folder(array)
+            self._sources[array] = kind(array, stored, folder, self._drive)
+        return self._sources[array]
+
+    @cached_property
+    def _drive(self) -> Drive:
+        return Drive(self.directory, probe=self.directory / FILE)
+
+    def _refuse_links(self) -> None:
+        """Every folder between the checkpoint and its chunks is one itself."""
+        top = os.path.realpath(self.directory)
+        for array in self.arrays:
+            name = folder_name(array)
+            if os.path.realpath(self.folder(array)) != os.path.join(top, name):
+                found = f"the folder of {array} is, or is in, a link to elsewhere"
+                what = "Cannot use the checkpoint"
+                raise explain(what, errno.EIO, self.folder(array), found)

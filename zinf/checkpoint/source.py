@@ -1,0 +1,189 @@
+"""Reads one array of a checkpoint: any part of it, if it is what was saved."""
+
+import errno
+import os
+import stat
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+
+import numpy as np
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from zinf.checkpoint.failure import explain, failure
+from zinf.checkpoint.grid import Index, chunk_name
+from zinf.checkpoint.manifest import StoredArray
+from zinf.memory import aligned_empty
+from zinf.memory.nvme import Drive
+from zinf.memory.nvme.file import as_bytes
+from zinf.memory.nvme.open_file import Bytes, Mover
+from zinf.memory.nvme.request import Request, Task
+from zinf.memory.zarr_format import numpy_dtype
+from zinf.program import ArrayId
+from zinf.sharding import Box, intersection, relative
+
+METADATA = "zarr.json"
+MAX_METADATA_BYTES = 2**20
+# Chunks that `damages` reads at once: what keeps every thread of a drive busy.
+NUM_AHEAD = 16
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Something of a checkpoint that is not what was saved.
+
+    Attributes:
+        index: which chunk of the array; None is its metadata.
+        file: where it lies.
+        found: what is wrong, in a sentence.
+    """
+
+    array: ArrayId
+    index: Index | None
+    file: Path
+    found: str
+
+
+class AbstractSource(ABC):
+    """One array of a checkpoint."""
+
+    @abstractmethod
+    def read(self, box: Box, *, verify: bool) -> Future[np.ndarray]:
+        """A part of the array, in aligned memory that is the caller's.
+
+        The future raises StorageError for what is missing, damaged or unreadable.
+        """
+
+    @abstractmethod
+    def damages(self) -> Iterator[Damage]:
+        """All that is wrong with it, in order; it is read as a whole for that."""
+
+
+class ChunkSource(AbstractSource):
+    """An array in plain chunk files, moved past the page cache (format 2).
+
+    Nothing of its `zarr.json` is used, as shape, dtype and chunks are the manifest's;
+    but it is verified too, for other readers go by it.
+    """
+
+    def __init__(
+        self, array: ArrayId, stored: StoredArray, folder: Path, drive: Drive
+    ) -> None:
+        self.array, self.stored, self.folder = array, stored, folder
+        self._drive = drive
+        self._dtype = numpy_dtype(stored.grid.spec.dtype)
+
+    def read(self, box: Box, *, verify: bool) -> Future[np.ndarray]:
+        grid = self.stored.grid
+        if verify and self._damage_of_metadata is not None:
+            what, file = f"Cannot read {self.array}", self.folder / METADATA
+            raise explain(what, errno.EIO, file, self._damage_of_metadata)
+        shape = tuple(high - low for low, high in box)
+        value = aligned_empty(shape, self._dtype)
+        tasks: list[Task] = []
+        for index in grid.meeting(box):
+            part = intersection(grid.box(index), box)
+            if part is not None:
+                target = value[(*relative(part, box), ...)]
+                tasks.append(partial(self._fill, index, part, target, verify))
+        return self._start(f"Cannot read {self.array}", tasks, lambda: value)
+
+    def damages(self) -> Iterator[Damage]:
+        found = self._damage_of_metadata
+        if found is not None:
+            yield Damage(self.array, None, self.folder / METADATA, found)
+        under_way: deque[tuple[Index, Future]] = deque()
+        for index in self.stored.grid.indices():
+            if len(under_way) == NUM_AHEAD:
+                yield from self._settled(*under_way.popleft())
+            check = partial(self._read_chunk, index, None, True)
+            under_way.append((index, self._start("Cannot verify", [check], None)))
+        for index, future in under_way:
+            yield from self._settled(index, future)
+
+    def _start(self, what: str, tasks: list[Task], finish: object) -> Future:
+        give = finish if callable(finish) else lambda: None
+        request = Request(what, len(tasks), give)
+        self._drive.submit("read", request, tasks)
+        return request.future
+
+    def _settled(self, index: Index, future: Future) -> Iterator[Damage]:
+        try:
+            future.result()
+        except OSError as error:
+            file = self.folder / chunk_name(index)
+            yield Damage(self.array, index, file, str(error))
+
+    def _fill(
+        self, index: Index, part: Box, target: np.ndarray, verify: bool, mover: Mover
+    ) -> None:
+        """Fill `target`, a part of a chunk, from its file."""
+        grid = self.stored.grid
+        is_whole = target.nbytes == grid.chunk_bytes and target.flags.c_contiguous
+        if is_whole:
+            self._read_chunk(index, as_bytes(target), verify, mover)
+            return
+        content = self._read_chunk(index, None, verify, mover)
+        chunk = content.view(self._dtype).reshape(grid.chunk)
+        corner = tuple((low, low + n) for (low, _), n in self._corner(index))
+        np.copyto(target, chunk[(*relative(part, corner), ...)])
+
+    def _corner(self, index: Index) -> Iterator[tuple[tuple[int, int], int]]:
+        """The range of a chunk along each dim, and what it has there with padding."""
+        grid = self.stored.grid
+        return zip(grid.box(index), grid.chunk, strict=True)
+
+    def _read_chunk(
+        self, index: Index, memory: Bytes | None, verify: bool, mover: Mover
+    ) -> Bytes:
+        """The content of a chunk file, in `memory` if there is some for it."""
+        grid, path = self.stored.grid, self.folder / chunk_name(index)
+        self._check_file(path, mover.what)
+        if memory is None:
+            memory = aligned_empty((grid.chunk_bytes,), np.uint8)
+        with mover.open(path, os.O_RDONLY | os.O_NOFOLLOW, memory.size) as file:
+            if not verify:
+                file.read(0, memory)
+                return memory
+            total = xxh3_64()
+            file.read(0, memory, total.update)
+        expected = self.stored.checksums[grid.number(index)]
+        if total.intdigest() != expected:
+            found = f"checksum {total.intdigest():016x} instead of {expected:016x}"
+            raise explain(mover.what, errno.EIO, path, found)
+        return memory
+
+    def _check_file(self, path: Path, what: str) -> None:
+        """Raise StorageError unless it is a file, and of the size of a chunk.
+
+        Asked before memory is made for it, and before a pipe would be waited for.
+        """
+        try:
+            status = os.lstat(path)
+        except OSError as error:
+            raise failure(what, path, error) from error
+        expected = self.stored.grid.chunk_bytes
+        if not stat.S_ISREG(status.st_mode):
+            raise explain(what, errno.EIO, path, "it is a link, or no file")
+        if status.st_size != expected:
+            found = f"it has {status.st_size:,} bytes instead of {expected:,}"
+            raise explain(what, errno.EIO, path, found)
+
+    @cached_property
+    def _damage_of_metadata(self) -> str | None:
+        path = self.folder / METADATA
+        try:
+            status = os.lstat(path)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_METADATA_BYTES:
+                return "it is a link, or no file, or larger than any metadata"
+            found = xxh3_64_intdigest(path.read_bytes())
+        except OSError as error:
+            return os.strerror(error.errno or errno.EIO)
+        assert self.stored.metadata is not None
+        if found != self.stored.metadata:
+            return f"checksum {found:016x} instead of {self.stored.metadata:016x}"
+        return None
