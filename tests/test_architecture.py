@@ -21,7 +21,7 @@ LAYERS = (
     ("plan", "optim"),
     ("executor", "checkpoint", "observe"),
     ("engine",),
-    ("initialize",),
+    ("initialize", "interchange"),
     ("nnx", "linen", "trainer"),
     ("cli",),
 )
