@@ -1,0 +1,130 @@
+"""Exports and imports hold a few parts, however large the model is."""
+
+import threading
+import tracemalloc
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zinf
+from tests.unit.interchange.models import assert_same_trees, on_nvme
+from zinf.checkpoint.saved import Saved
+from zinf.interchange import export_safetensors, import_safetensors
+from zinf.interchange.safetensors_export import held_bytes
+from zinf.interchange.safetensors_files import SafetensorsFiles
+from zinf.interchange.sources import parameters
+from zinf.interchange.tensors import NUM_PARTS_HELD
+from zinf.memory.heap import resident_bytes
+from zinf.memory.pool import POOL
+from zinf.program import Tier
+
+MIB = 2**20
+ROWS, COLUMNS, LAYERS = 4096, 1024, 15
+# One embedding, and one row of the stacked leaf. (Parts of other sizes would not use
+# each other's memory again at once.)
+PART_BYTES = 4 * ROWS * COLUMNS
+# What else the process may use meanwhile: threads, headers, the allocator.
+SLACK_BYTES = 12 * MIB
+PARAM_BYTES = 4 * ROWS * COLUMNS * (LAYERS + 1)
+
+
+def init(seed: int = 0) -> dict[str, Any]:
+    keys = jax.random.split(jax.random.key(seed))
+    # Tied: read at both ends. The stacked leaf is frozen.
+    return {
+        "embed": jax.random.normal(keys[0], (ROWS, COLUMNS)),
+        "blocks": jax.random.normal(keys[1], (LAYERS, ROWS, COLUMNS), jnp.float32),
+    }
+
+
+def loss(params: dict[str, Any], batch: dict[str, Any]) -> jax.Array:
+    x = params["embed"][batch["tokens"]]
+    x = x + params["blocks"][0][batch["tokens"]]
+    return jnp.mean(jnp.square(x @ params["embed"].T))
+
+
+def start(folder: Path, seed: int = 0) -> zinf.Engine:
+    config = on_nvme(folder) | {"frozen": ["blocks"]}
+    batch = {"tokens": np.arange(4, dtype=np.int32)}
+    make = lambda: init(seed)  # noqa: E731
+    return zinf.initialize(loss, make, optax.sgd(1e-2), config, batch=batch)
+
+
+@contextmanager
+def memory_below(limit_bytes: int) -> Generator[None, None, None]:
+    """Fails if more than that is allocated or resident meanwhile than before."""
+    POOL.trim()
+    ended, before, peak = threading.Event(), resident_bytes(), [0]
+
+    def watch() -> None:
+        while not ended.wait(0.001):
+            peak[0] = max(peak[0], resident_bytes())
+
+    watcher = threading.Thread(target=watch)
+    tracemalloc.start()
+    watcher.start()
+    try:
+        yield
+        allocated = tracemalloc.get_traced_memory()[1]
+    finally:
+        ended.set()
+        watcher.join()
+        tracemalloc.stop()
+    assert allocated < limit_bytes
+    assert 0 < peak[0] - before < limit_bytes
+
+
+@contextmanager
+def host_room(engine: zinf.Engine, nbytes: int) -> Generator[None, None, None]:
+    """Leaves the host tier of an engine this much room, and sees that it was used."""
+    ledger = engine.stores[Tier.HOST].ledger
+    room, ledger._capacity_bytes = ledger._capacity_bytes, ledger.used_bytes + nbytes
+    ledger.reset_peak()
+    try:
+        yield
+        assert ledger.peak_bytes == ledger._capacity_bytes
+    finally:
+        ledger._capacity_bytes = room
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    made = start(tmp_path_factory.mktemp("engine"))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(("dtype", "bytes_each"), [(None, 0), ("bfloat16", 2 + 3)])
+def test_an_export_holds_two_parts_and_a_cast_one(dtype, bytes_each, engine, tmp_path):
+    held = NUM_PARTS_HELD * PART_BYTES + PART_BYTES // 4 * bytes_each
+    assert held_bytes(parameters(engine), dtype) == held
+    assert PARAM_BYTES > 2 * (held + SLACK_BYTES)
+    with host_room(engine, held), memory_below(held + SLACK_BYTES):
+        export_safetensors(engine, tmp_path / "out", dtype=dtype)
+    with SafetensorsFiles(tmp_path / "out") as files:
+        nbytes = sum(spec.nbytes for spec in files.specs.values())
+        assert nbytes == PARAM_BYTES // (2 if dtype else 1)
+
+
+def test_an_export_of_a_checkpoint_holds_as_little(engine, tmp_path):
+    engine.save(tmp_path / "saved")
+    held = NUM_PARTS_HELD * PART_BYTES
+    with Saved(tmp_path / "saved") as saved, memory_below(held + SLACK_BYTES):
+        export_safetensors(saved, tmp_path / "out")
+
+
+def test_an_import_holds_two_parts_and_what_becomes_of_one(engine, tmp_path):
+    export_safetensors(engine, tmp_path / "out", max_shard_bytes=PARAM_BYTES // 2)
+    other = start(tmp_path / "nvme", seed=1)
+    held = NUM_PARTS_HELD * PART_BYTES
+    with host_room(other, held), memory_below(held + SLACK_BYTES):
+        import_safetensors(other, tmp_path / "out")
+    assert_same_trees(other.params(), engine.params())
+    other.close()

@@ -1,0 +1,54 @@
+"""A folder that is there when all in it is, and not before."""
+
+import errno
+import os
+import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from zinf.checkpoint.manifest import sync_folder
+from zinf.interchange.failure import explain, explained
+
+
+@contextmanager
+def complete_folder(directory: Path, needed_bytes: int) -> Generator[Path, None, None]:
+    """A new folder to write in, which becomes `directory` if the body succeeds.
+
+    What the body writes it must sync itself. A process that is killed leaves a folder
+    `.<name>.incomplete.<process>` beside it, and never half an export.
+
+    Raises:
+        FileExistsError: `directory` holds something already.
+        StorageError: it cannot be made, or has no room for `needed_bytes`.
+    """
+    what = f"Cannot write {directory}"
+    with explained(what, directory):
+        is_taken = not _is_absent_or_empty(directory)
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        free_bytes = shutil.disk_usage(directory.parent).free
+    if is_taken:
+        raise FileExistsError(
+            f"{directory} is there already, and is not overwritten. Name another "
+            "folder, or delete that one first."
+        )
+    if free_bytes < needed_bytes:
+        found = f"it takes {needed_bytes:,} bytes and {free_bytes:,} are free"
+        raise explain(what, errno.ENOSPC, directory, found)
+    fresh = directory.with_name(f".{directory.name}.incomplete.{os.getpid()}")
+    with explained(what, directory):
+        fresh.mkdir()
+        try:
+            yield fresh
+            sync_folder(fresh)
+            os.rename(fresh, directory)
+        except BaseException:
+            shutil.rmtree(fresh, ignore_errors=True)
+            raise
+        sync_folder(directory.parent)
+
+
+def _is_absent_or_empty(directory: Path) -> bool:
+    if not os.path.lexists(directory):
+        return True
+    return directory.is_dir() and not any(directory.iterdir())

@@ -1,0 +1,139 @@
+"""Parameters from elsewhere, put on the tiers of an engine before its first step."""
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from zinf.engine import Engine
+from zinf.executor.updates import cpu_device
+from zinf.interchange.names import Terms, match
+from zinf.interchange.rounding import MASK_BYTES, rounded
+from zinf.interchange.sources import EngineTensors
+from zinf.interchange.tensors import NUM_PARTS_HELD, AbstractTensors, stream
+from zinf.memory import Residents
+from zinf.optim.separate import LeafUpdate
+from zinf.program import ArrayId, ArraySpec
+from zinf.sharding import Box
+
+
+def place(
+    engine: Engine,
+    tensors: AbstractTensors,
+    name_of: Mapping[str, str],
+    terms: Terms,
+) -> None:
+    """Begin training from `tensors`: the engine is as if it were initialized with them.
+
+    Optimizer state is made anew from the new values. All names, shapes and dtypes are
+    compared before the first array is overwritten. If reading fails half-way, every
+    array has its initial value again.
+
+    Raises:
+        ValueError: the engine has taken steps, or the tensors are of another model.
+        StorageError: a file cannot be read.
+        BudgetExceeded: the host has no room for two parts and the state of one.
+    """
+    here = EngineTensors(engine)
+    if engine.num_steps:
+        raise ValueError(
+            f"The engine has taken {engine.num_steps} steps, and parameters are "
+            "imported before the first. Make another: zinf.initialize."
+        )
+    found = match(here.specs, tensors.specs, name_of, terms)
+    engine.before_update()
+    placing = _Placing(engine, tensors, found)
+    with here.holding(placing.held_bytes()):
+        try:
+            placing.run()
+        except BaseException as error:
+            engine.initialize_state()
+            error.add_note("All parameters have their initial values again.")
+            raise
+
+
+class _Placing:
+    """One import: `found` has the tensor of each leaf."""
+
+    def __init__(
+        self, engine: Engine, tensors: AbstractTensors, found: Mapping[str, str]
+    ) -> None:
+        planner = engine.planner
+        self.tensors, self.found = tensors, found
+        self.residents: Residents = engine.residents
+        self.params, self.separated = planner.problem.params, planner.separated
+        self.updates: dict[str, tuple[int, LeafUpdate]] = {
+            leaf.path: (number, leaf)
+            for number, leaf in enumerate(planner.separated.leaves)
+        }
+        # State is made where it ends: it need not go to an accelerator and come back.
+        self.device = cpu_device(planner.rule.mesh)
+
+    def run(self) -> None:
+        path_of = {name: path for path, name in self.found.items()}
+        wanted = (
+            (name, box) for path, name in self.found.items() for box in self.cut(path)
+        )
+
+        def write(name: str, box: Box, content: np.ndarray) -> None:
+            self.write(path_of[name], box, content)
+            self.residents.stores.heap.relieve()
+
+        stream(self.tensors, wanted, write)
+
+    def cut(self, path: str) -> Iterator[Box]:
+        """A leaf in the parts that are read and written: rows, or the whole."""
+        shape = self.params[path].master.shape
+        rows = self.rows(path)
+        rest = [(0, size) for size in shape[1:]]
+        if not shape:
+            yield ()
+        elif 0 not in shape:
+            for start in range(0, shape[0], rows):
+                yield ((start, min(start + rows, shape[0])), *rest)
+
+    def rows(self, path: str) -> int:
+        """Rows of a leaf that are moved at once."""
+        shape = self.params[path].master.shape
+        if not shape:
+            return 1
+        has_rows = self.residents.layouts.of(ArrayId("param", path)).has_whole_rows
+        update = self.updates.get(path)
+        if not has_rows or (update is not None and not update[1].is_elementwise):
+            return max(1, shape[0])
+        return self.tensors.block(self.found[path])[0]
+
+    def held_bytes(self) -> int:
+        """What the host has at most: parts as they are read, kept, and their state."""
+        most = 0
+        for path, name in self.found.items():
+            spec, read = self.params[path], self.tensors.specs[name]
+            shape = spec.master.shape
+            rows = min(self.rows(path), shape[0]) if shape else 1
+            numel = ArraySpec((rows, *shape[1:]), "bool", 1).nbytes
+            each = NUM_PARTS_HELD * read.itemsize
+            if read.dtype != spec.master.dtype.name:
+                each += spec.master.dtype.itemsize + MASK_BYTES
+            if spec.has_master:
+                each += spec.compute.dtype.itemsize
+            if path in self.updates:
+                states = self.updates[path][1].states
+                each += sum(state.spec.dtype.itemsize for state in states)
+            most = max(most, numel * each)
+        return most
+
+    def write(self, path: str, box: Box, content: np.ndarray) -> None:
+        """Writes one part of a leaf, and its state, to their homes."""
+        spec = self.params[path]
+        is_whole = content.shape == spec.master.shape
+        rows = None if is_whole else box[0]
+        kept = rounded(content, spec.master.dtype.name, name=path)
+        compute = kept.astype(spec.compute.dtype, copy=False)
+        if spec.has_master:
+            self.residents.write(ArrayId("master", path, rows), kept)
+        self.residents.write(ArrayId("param", path, rows), compute)
+        if path in self.updates:
+            number, update = self.updates[path]
+            states = self.separated.init_state(number, kept, device=self.device)
+            for state, value in zip(update.states, states, strict=True):
+                array = ArrayId(state.role, path, rows)
+                self.residents.write(array, np.asarray(value))

@@ -1,0 +1,54 @@
+"""Between the dtypes of floating-point numbers, with every loss said."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from zinf.memory.zarr_format import numpy_dtype
+
+# What `rounded` holds for each number beside both arrays: whether it is finite in each,
+# and whether it was lost.
+MASK_BYTES = 3
+
+
+def is_float(dtype: str) -> bool:
+    """True of real floating-point numbers, bfloat16 and the like too."""
+    return jnp.issubdtype(numpy_dtype(dtype), jnp.floating)
+
+
+def is_exact(source: str, target: str) -> bool:
+    """Whether every value of one dtype is one of the other, of the same kind."""
+    if source == target:
+        return True
+    if not (is_float(source) and is_float(target)):
+        return False
+    narrow, wide = (jnp.finfo(numpy_dtype(name)) for name in (source, target))
+    return (
+        narrow.nmant <= wide.nmant
+        and narrow.maxexp <= wide.maxexp
+        # The smallest subnormal number.
+        and narrow.minexp - narrow.nmant >= wide.minexp - wide.nmant
+    )
+
+
+def rounded(content: np.ndarray, dtype: str, *, name: str) -> np.ndarray:
+    """`content` in another dtype, each value the nearest one (ties to even).
+
+    Raises:
+        ValueError: a finite value is beyond the range of `dtype`.
+    """
+    target = numpy_dtype(dtype)
+    if content.dtype == target:
+        return content
+    with np.errstate(over="ignore"):
+        cast = content.astype(target)
+    if is_exact(content.dtype.name, dtype):
+        return cast
+    lost = np.isfinite(content) & ~np.isfinite(cast)
+    if lost.any():
+        largest = np.max(np.abs(content[lost].astype(np.float64)))
+        raise ValueError(
+            f"{name!r} holds {largest:.6g}, and {dtype} goes up to "
+            f"{float(jnp.finfo(target).max):.6g}. Choose a dtype of a larger range, "
+            "such as bfloat16 or float32."
+        )
+    return cast

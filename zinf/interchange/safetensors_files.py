@@ -1,0 +1,156 @@
+"""Safetensors files read a part at a time, whoever wrote them."""
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Mapping
+from contextlib import ExitStack
+from math import prod
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from zinf.interchange.failure import explain, explained
+from zinf.interchange.header import Stored, read_header
+from zinf.interchange.names import listed
+from zinf.interchange.tensors import AbstractTensors
+from zinf.memory import aligned_empty
+from zinf.memory.chunk import chunk_shape
+from zinf.memory.zarr_format import numpy_dtype
+from zinf.sharding import Box
+
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+MAX_INDEX_BYTES = 100_000_000
+
+
+class SafetensorsFiles(AbstractTensors):
+    """The tensors of one file, or of all files of a folder.
+
+    A folder may have an index (`*.safetensors.index.json`), which has to be right about
+    every tensor. Headers are read and checked at once, tensors when they are asked for.
+    Use it in `with`, or close it.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a file is no safetensors file, or contradicts itself or the index.
+        StorageError: a file cannot be read.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self._files: dict[str, tuple[Path, int]] = {}
+        self._stored: dict[str, Stored] = {}
+        self._open = ExitStack()
+        path = Path(path)
+        try:
+            if path.is_dir():
+                self._add_folder(path)
+            else:
+                self._add(path)
+        except BaseException:
+            self.close()
+            raise
+        self.specs = {name: stored.spec for name, stored in self._stored.items()}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._open.close()
+
+    def block(self, name: str) -> tuple[int, ...]:
+        return chunk_shape(self.specs[name])
+
+    def read(self, name: str, box: Box) -> np.ndarray:
+        path, descriptor = self._files[name]
+        stored = self._stored[name]
+        value = aligned_empty(
+            tuple(high - low for low, high in box), numpy_dtype(stored.spec.dtype)
+        )
+        start = stored.start + _first(box, stored.spec.shape) * stored.spec.itemsize
+        left = value.reshape(-1).view(np.uint8).data
+        with explained(f"Cannot read {name!r}", path):
+            while left:
+                count = os.preadv(descriptor, [left], start)
+                if not count:
+                    found = f"the file ends at byte {start:,}, within the tensor"
+                    raise explain(f"Cannot read {name!r}", errno.EIO, path, found)
+                left, start = left[count:], start + count
+        return value
+
+    def _add_folder(self, folder: Path) -> None:
+        found = sorted(p.name for p in folder.iterdir() if p.name.endswith(SUFFIX))
+        indices = [p for p in folder.iterdir() if p.name.endswith(INDEX_SUFFIX)]
+        if len(indices) > 1:
+            names = listed(sorted(path.name for path in indices))
+            raise ValueError(f"{folder} has several indices: {names}. Name one file.")
+        weights = _read_index(indices[0]) if indices else None
+        files = found if weights is None else sorted(set(weights.values()))
+        if not files:
+            raise FileNotFoundError(f"{folder} has no {SUFFIX} file.")
+        for file in files:
+            self._add(folder / file)
+        if weights is not None:
+            self._check_index(indices[0], weights)
+
+    def _add(self, path: Path) -> None:
+        with explained("Cannot read the header", path):
+            # Links are followed: Hugging Face's cache is made of them. What is no file,
+            # such as a pipe, would be waited for.
+            if not stat.S_ISREG(os.stat(path).st_mode):
+                raise ValueError(f"{path} is no file.")
+            file = self._open.enter_context(open(path, "rb", buffering=0))
+            found = read_header(file, path)
+        twice = [name for name in found if name in self._stored]
+        if twice:
+            other = self._files[twice[0]][0]
+            raise ValueError(f"{listed(twice)} is in {path} and in {other}.")
+        self._stored.update(found)
+        self._files.update(dict.fromkeys(found, (path, file.fileno())))
+
+    def _check_index(self, index: Path, weights: Mapping[str, str]) -> None:
+        found = {name: path.name for name, (path, _) in self._files.items()}
+        wrong = {n for n, _ in found.items() ^ weights.items()}
+        if wrong:
+            raise ValueError(
+                f"{index} and the files beside it disagree about "
+                f"{listed(sorted(wrong))}. Get them again from where they came from."
+            )
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """The file of each tensor, all in the folder of the index itself."""
+    with explained("Cannot read the index", path):
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_INDEX_BYTES:
+            raise ValueError(
+                f"{path} is no index: {status.st_size:,} bytes, or no file."
+            )
+        try:
+            weights = json.loads(path.read_bytes())["weight_map"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"{path} has no weight_map: it is no index.") from error
+    if not isinstance(weights, dict):
+        raise ValueError(f"The weight_map of {path} is no JSON object.")
+    for file in weights.values():
+        is_plain = isinstance(file, str) and "\0" not in file and file not in ("", "..")
+        if not is_plain or Path(file).name != file or not file.endswith(SUFFIX):
+            raise ValueError(f"The weight_map of {path} names {file!r:.80}, no file.")
+    return weights
+
+
+def _first(box: Box, shape: tuple[int, ...]) -> int:
+    """The number of the first element of a part, which is one run of memory."""
+    sizes = [high - low for low, high in box]
+    cut = next((dim for dim, size in enumerate(sizes) if size > 1), len(sizes))
+    assert sizes[cut + 1 :] == list(shape[cut + 1 :]), "a part has gaps"
+    number = 0
+    for (low, _), size in zip(box, shape, strict=True):
+        number = number * size + low
+    assert prod(sizes) + number <= prod(shape)
+    return number

@@ -1,0 +1,114 @@
+"""The parameters of an engine, and the arrays of a checkpoint, as named tensors."""
+
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import ExitStack, contextmanager
+
+import jax
+import numpy as np
+
+from zinf.checkpoint.grid import whole_box
+from zinf.checkpoint.saved import Saved
+from zinf.engine import Engine
+from zinf.interchange.tensors import AbstractTensors, block_bytes
+from zinf.memory.chunk import chunk_shape
+from zinf.program import ArrayId, ArraySpec, Tier
+from zinf.sharding import Box
+
+# Rows of chunks that are larger than this are cut, though chunks are read twice then.
+MAX_BLOCK_BYTES = 128 * 2**20
+
+
+class EngineTensors(AbstractTensors):
+    """The parameters and model state of an engine by key path, as they are kept.
+
+    Parts are rows of the leading dim. An array that is cut along that dim, as it may be
+    on several devices, is put together as a whole.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        if not engine.is_placed:
+            raise ValueError(
+                "The parameters have no place before the first batch is known. Pass "
+                "batch= to zinf.initialize, or take a step first."
+            )
+        if jax.process_count() > 1:
+            raise NotImplementedError(
+                "An engine on several processes does not export or import parameters. "
+                "Use a checkpoint, in one process: `zinf checkpoint export` and "
+                "`import`. It is saved and restored on any number of processes."
+            )
+        self._residents = engine.residents
+        self._arrays = kept(self._residents.specs)
+        specs = self._residents.specs
+        self.specs = {path: specs[array] for path, array in self._arrays.items()}
+
+    def block(self, name: str) -> tuple[int, ...]:
+        spec = self.specs[name]
+        if not self._residents.layouts.of(self._arrays[name]).has_whole_rows:
+            return tuple(max(1, size) for size in spec.shape)
+        return (chunk_shape(spec)[0], *(max(1, size) for size in spec.shape[1:]))
+
+    def read(self, name: str, box: Box) -> np.ndarray:
+        array, shape = self._arrays[name], self.specs[name].shape
+        if box != whole_box(shape):
+            array = ArrayId(array.role, array.path, box[0])
+        return np.ascontiguousarray(self._residents.read(array)).reshape(
+            [high - low for low, high in box]
+        )
+
+    @contextmanager
+    def holding(self, nbytes: int) -> Generator[None, None, None]:
+        stores, homes = self._residents.stores, self._residents.homes
+        on_device = (
+            block_bytes(self, name)
+            for name, array in self._arrays.items()
+            if homes.get(array) == Tier.DEVICE
+        )
+        with ExitStack() as releases:
+            # Rows of an array are copied on the device, on their way to the host.
+            held = {Tier.HOST: nbytes, Tier.DEVICE: max(on_device, default=0)}
+            for tier, tier_bytes in held.items():
+                ledger = stores[tier].ledger
+                ledger.reserve(tier_bytes, "exporting parameters")
+                releases.callback(ledger.release, tier_bytes)
+            yield
+
+
+class SavedTensors(AbstractTensors):
+    """Arrays of a checkpoint, each chunk compared with its checksum when it is read.
+
+    Args:
+        arrays: what to call which.
+    """
+
+    def __init__(self, saved: Saved, arrays: Mapping[str, ArrayId]) -> None:
+        self._saved, self._arrays = saved, dict(arrays)
+        self.specs = {name: saved.arrays[array] for name, array in arrays.items()}
+
+    def block(self, name: str) -> tuple[int, ...]:
+        spec = self.specs[name]
+        chunk = self._saved.grid(self._arrays[name]).chunk
+        cut = next((dim for dim, size in enumerate(chunk) if size > 1), len(chunk) - 1)
+        block = (*chunk[: cut + 1], *(max(1, size) for size in spec.shape[cut + 1 :]))
+        row = ArraySpec(tuple(map(min, block, spec.shape)), spec.dtype, spec.itemsize)
+        return block if row.nbytes <= MAX_BLOCK_BYTES else chunk_shape(spec)
+
+    def read(self, name: str, box: Box) -> np.ndarray:
+        return self._saved.begin_read(self._arrays[name], box).result()
+
+
+def parameters(source: Engine | Saved) -> AbstractTensors:
+    """The parameters and model state of an engine or a checkpoint, by key path."""
+    if isinstance(source, Saved):
+        return SavedTensors(source, kept(source.arrays))
+    return EngineTensors(source)
+
+
+def kept(arrays: Iterable[ArrayId]) -> dict[str, ArrayId]:
+    """The array that holds each leaf in the precision it is kept in, by key path."""
+    masters = {array.path: array for array in arrays if array.role == "master"}
+    return {
+        array.path: masters.get(array.path, array)
+        for array in arrays
+        if array.role == "param"
+    }

@@ -1,0 +1,88 @@
+"""Named arrays that are read a part at a time: what is exported, imported, compared."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from itertools import product
+from math import prod
+
+import numpy as np
+
+from zinf.program import ArraySpec
+from zinf.sharding import Box
+
+# A part is read while the one before it is being used.
+NUM_PARTS_HELD = 2
+
+
+class AbstractTensors(ABC):
+    """Arrays that rest somewhere, by name.
+
+    Attributes:
+        specs: shape and dtype of each, in the order they are best read in.
+    """
+
+    specs: Mapping[str, ArraySpec]
+
+    @abstractmethod
+    def block(self, name: str) -> tuple[int, ...]:
+        """The shape of the parts that an array is best read in.
+
+        A part is one run of the array's memory: one index of the leading dims, some of
+        one dim, and all of those behind it.
+        """
+
+    @abstractmethod
+    def read(self, name: str, box: Box) -> np.ndarray:
+        """A part of an array, contiguous, which the caller must not change.
+
+        Raises:
+            StorageError: a file is missing, damaged or cannot be read; it names it.
+        """
+
+    def holding(self, nbytes: int) -> AbstractContextManager[None]:
+        """Counts what a reader holds against the budget of these arrays, if any.
+
+        Raises:
+            BudgetExceeded: there is no room for that many bytes.
+        """
+        return nullcontext()
+
+
+def boxes(shape: tuple[int, ...], block: tuple[int, ...]) -> Iterator[Box]:
+    """An array in parts of one shape, those at the end of a dim smaller, in C order."""
+    if 0 in shape:
+        return iter(())
+    ranges = [
+        [(low, min(low + length, size)) for low in range(0, size, length)]
+        for size, length in zip(shape, block, strict=True)
+    ]
+    return product(*ranges)
+
+
+def stream(
+    tensors: AbstractTensors,
+    wanted: Iterable[tuple[str, Box]],
+    use: Callable[[str, Box, np.ndarray], None],
+) -> None:
+    """Calls `use` with every part in order, and reads the next one meanwhile.
+
+    A generator would not do: its caller's loop still holds a part when the one after
+    the next is begun, and a third would be in memory.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="zinf-interchange") as reader:
+        ahead: tuple[str, Box, Future[np.ndarray]] | None = None
+        for name, box in wanted:
+            begun = name, box, reader.submit(tensors.read, name, box)
+            if ahead is not None:
+                use(ahead[0], ahead[1], ahead[2].result())
+            ahead = begun
+        if ahead is not None:
+            use(ahead[0], ahead[1], ahead[2].result())
+
+
+def block_bytes(tensors: AbstractTensors, name: str) -> int:
+    spec = tensors.specs[name]
+    block = map(min, tensors.block(name), spec.shape)
+    return prod(block) * spec.itemsize
