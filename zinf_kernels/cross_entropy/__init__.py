@@ -5,6 +5,7 @@ from zinf_kernels.cross_entropy.api import (
     cross_entropy,
     obstacles,
     token_losses,
+    weighted,
 )
 
-__all__ = ["Loss", "cross_entropy", "obstacles", "token_losses"]
+__all__ = ["Loss", "cross_entropy", "obstacles", "token_losses", "weighted"]

@@ -9,6 +9,7 @@ from zinf_kernels.cross_entropy import reference, xla
 from zinf_kernels.cross_entropy.chunks import Chunks
 from zinf_kernels.device import Device
 from zinf_kernels.dispatch import Implementation, choose
+from zinf_kernels.pieces import varying_as
 
 EXISTING = {"xla": xla.token_losses, "reference": reference.token_losses}
 
@@ -72,6 +73,18 @@ def cross_entropy(
         chunk_vocab=chunk_vocab,
         implementation=implementation,
     )
+    return weighted(losses, lse, labels, token_weights=token_weights, z_loss=z_loss)
+
+
+def weighted(
+    losses: Float[Array, "*batch"],
+    lse: Float[Array, "*batch"],
+    labels: Int[Array, "*batch"],
+    *,
+    token_weights: Float[Array, "*batch"] | None = None,
+    z_loss: float = 0.0,
+) -> Loss:
+    """What `cross_entropy` makes of the losses and logsumexps of tokens."""
     if token_weights is None:
         token_weights = jnp.ones(labels.shape, losses.dtype)
     elif token_weights.shape != labels.shape:
@@ -139,8 +152,8 @@ def token_losses(
         )
     # Whatever differs between devices makes the results differ; the transpose of
     # saying so is the sum over devices.
-    for one in (x, weight, labels):
-        x, weight, labels = (xla.varying_as(a, one) for a in (x, weight, labels))
+    arrays = x, weight, labels
+    x, weight, labels = (varying_as(a, *arrays) for a in arrays)
     chunks = Chunks(chunk_tokens, chunk_vocab, vocab_axis)
     flat = x.reshape(-1, x.shape[-1])
     losses, lse = run(flat, weight, labels.reshape(-1), chunks)

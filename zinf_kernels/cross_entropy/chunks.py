@@ -1,13 +1,12 @@
 """How tokens and vocabulary are cut, and the product of one piece of each."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
+
+from zinf_kernels.pieces import accumulator
 
 
 @dataclass(frozen=True)
@@ -30,24 +29,3 @@ class Chunks:
     def of_weight(self, weight: Array, start: Any, size: int) -> Array:
         """The part of the weight for a part of the vocabulary."""
         return lax.dynamic_slice_in_dim(weight, start, size, self.vocab_axis)
-
-
-def accumulator(dtype: Any) -> Any:
-    """The dtype in which logits and sums over many terms are kept."""
-    return jnp.promote_types(dtype, jnp.float32)
-
-
-def for_chunks(
-    total: int, size: int, body: Callable[[Any, int, Any], Any], carry: Any
-) -> Any:
-    """Folds `body(start, size, carry)` over all pieces of `range(total)`.
-
-    The last piece is as short as it has to be and has a program of its own, so that
-    nothing is padded or masked and every array is updated in place.
-    """
-    whole, rest = divmod(total, size)
-    if whole == 1:
-        carry = body(0, size, carry)
-    elif whole:
-        carry = jax.lax.fori_loop(0, whole, lambda i, c: body(i * size, size, c), carry)
-    return body(whole * size, rest, carry) if rest else carry

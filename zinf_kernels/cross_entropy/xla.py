@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from zinf_kernels.cross_entropy.chunks import Chunks, accumulator, for_chunks
+from zinf_kernels.cross_entropy.chunks import Chunks
+from zinf_kernels.pieces import accumulator, for_pieces, part, put, varying_as
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -39,27 +40,17 @@ def token_losses(
         w = chunks.of_weight(weight, first, width)
 
         def over_tokens(start: Any, size: int, carry: Any) -> Any:
-            logits = chunks.logits(_part(x, start, size), w)
-            old = [_part(a, start, size) for a in carry]
-            new = _extended(old, logits, _part(labels, start, size) - first)
-            return [_put(a, b, start) for a, b in zip(carry, new, strict=True)]
+            logits = chunks.logits(part(x, start, size), w)
+            old = [part(a, start, size) for a in carry]
+            new = _extended(old, logits, part(labels, start, size) - first)
+            return [put(a, b, start) for a, b in zip(carry, new, strict=True)]
 
-        return for_chunks(num_tokens, chunks.tokens, over_tokens, carry)
+        return for_pieces(num_tokens, chunks.tokens, over_tokens, carry)
 
     sums = [fill(-jnp.inf), fill(0), fill(0)]
-    largest, total, picked = for_chunks(vocab, chunks.vocab, over_vocab, sums)
+    largest, total, picked = for_pieces(vocab, chunks.vocab, over_vocab, sums)
     lse = largest + jnp.log(total)
     return lse - picked, lse
-
-
-def varying_as(x: Array, like: Array) -> Array:
-    """`x` marked as different on the devices on which `like` may be, in shard_map."""
-    axes = tuple(_varying(like) - _varying(x))
-    return lax.pcast(x, axes, to="varying") if axes else x
-
-
-def _varying(x: Array) -> frozenset[str]:
-    return jax.typeof(x).manual_axis_type.varying
 
 
 def _extended(sums: list[Array], logits: Array, index: Array) -> list[Array]:
@@ -95,43 +86,33 @@ def _backward(chunks: Chunks, kept: Any, cotangents: Any) -> Any:
 
         def over_tokens(start: Any, size: int, carry: Any) -> Any:
             grad_x, grad_w = carry
-            x_part = _part(x, start, size)
+            x_part = part(x, start, size)
             logits = chunks.logits(x_part, w)
-            p = jnp.exp(logits - _part(lse, start, size)[:, None])
+            p = jnp.exp(logits - part(lse, start, size)[:, None])
             columns = lax.broadcasted_iota(labels.dtype, p.shape, 1) + first
-            is_label = columns == _part(labels, start, size)[:, None]
-            down = jnp.where(is_label, _part(by_loss, start, size)[:, None], 0)
+            is_label = columns == part(labels, start, size)[:, None]
+            down = jnp.where(is_label, part(by_loss, start, size)[:, None], 0)
             # In the dtype of the model, as matrix units want it.
-            by_logits = (p * _part(by_both, start, size)[:, None] - down).astype(
-                x.dtype
-            )
-            part = _product(by_logits, w, (1, vocab_axis), wide)
-            grad_x = _put(grad_x, _part(grad_x, start, size) + part, start)
+            by_logits = (p * part(by_both, start, size)[:, None] - down).astype(x.dtype)
+            by_x = _product(by_logits, w, (1, vocab_axis), wide)
+            grad_x = put(grad_x, part(grad_x, start, size) + by_x, start)
             sides = (x_part, by_logits) if vocab_axis else (by_logits, x_part)
             return grad_x, grad_w + _product(*sides, (0, 0), wide)
 
         grad_w = varying_as(jnp.zeros(w.shape, wide), x)
-        grad_x, grad_w = for_chunks(
+        grad_x, grad_w = for_pieces(
             len(x), chunks.tokens, over_tokens, (grad_x, grad_w)
         )
         rounded = grad_w.astype(weight.dtype)
-        return grad_x, _put(grad_weight, rounded, first, vocab_axis)
+        return grad_x, put(grad_weight, rounded, first, vocab_axis)
 
     grads = jnp.zeros(x.shape, wide), jnp.zeros(weight.shape, weight.dtype)
     carry = tuple(varying_as(grad, x) for grad in grads)
-    grad_x, grad_weight = for_chunks(vocab, chunks.vocab, over_vocab, carry)
+    grad_x, grad_weight = for_pieces(vocab, chunks.vocab, over_vocab, carry)
     return grad_x.astype(x.dtype), grad_weight, None
 
 
 token_losses.defvjp(_forward, _backward)
-
-
-def _part(x: Array, start: Any, size: int) -> Array:
-    return lax.dynamic_slice_in_dim(x, start, size)
-
-
-def _put(x: Array, part: Array, start: Any, axis: int = 0) -> Array:
-    return lax.dynamic_update_slice_in_dim(x, part, start, axis)
 
 
 def _product(one: Array, other: Array, contracted: tuple[int, int], dtype: Any) -> Any:
