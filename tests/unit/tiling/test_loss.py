@@ -1,0 +1,148 @@
+"""Losses from tiles of words are those of the whole weight, also on several devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zinf.tiling import cross_entropy, cross_entropy_over, split
+from zinf_kernels import cross_entropy as kernels
+
+# Sums of up to 128 terms and exponentials, in float32.
+SUMS = 1000 * 2.0**-24
+PIECES = {"chunk_tokens": 8, "chunk_vocab": 16}
+
+
+def make(tokens, dim, vocab, *, vocab_axis=1, dtype=jnp.float32, ignored=0.3):
+    random = np.random.default_rng(0)
+    x = random.standard_normal((*tokens, dim))
+    weight = random.standard_normal((dim, vocab)) / dim**0.5
+    labels = random.integers(0, vocab, tokens, dtype=np.int32)
+    labels = np.where(random.random(tokens) < ignored, -100, labels)
+    weights = random.uniform(0.5, 2, tokens)
+    weight = weight if vocab_axis else weight.T
+    arrays = jnp.asarray(x, dtype), jnp.asarray(weight, dtype)
+    return *arrays, jnp.asarray(labels, jnp.int32), jnp.asarray(weights, jnp.float32)
+
+
+def plain(x, weight, labels, weights, *, vocab_axis=1, z_loss=0.0):
+    """The mean in float32, or better, with all logits."""
+    wide = jnp.float32
+    weight = weight if vocab_axis else weight.T
+    logits = x.astype(wide) @ weight.astype(wide)
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    index = jnp.clip(labels, 0)[..., None]
+    picked = jnp.take_along_axis(logits, index, axis=-1)[..., 0]
+    weights = jnp.where(labels < 0, 0, weights)
+    losses = lse - picked + z_loss * lse**2
+    return jnp.sum(weights * losses) / jnp.maximum(jnp.sum(weights), 1e-9)
+
+
+def assert_equal(made, expected, *, rtol=SUMS, atol=1e-6):
+    for one, other in zip(*map(jax.tree.leaves, (made, expected)), strict=True):
+        one, other = (np.asarray(a, np.float64) for a in (one, other))
+        np.testing.assert_allclose(one, other, rtol=rtol, atol=atol)
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    tokens=st.sampled_from([(23,), (0,), (1,), (3, 7)]),
+    vocab=st.sampled_from([29, 5, 64]),
+    num_tiles=st.sampled_from([1, 2, 5]),
+    vocab_axis=st.sampled_from([0, 1]),
+    z_loss=st.sampled_from([0.0, 0.01]),
+)
+def test_loss_and_gradients_are_those_of_the_plain_form(
+    tokens, vocab, num_tiles, vocab_axis, z_loss
+):
+    x, weight, labels, weights = make(tokens, 7, vocab, vocab_axis=vocab_axis)
+    options = {"vocab_axis": vocab_axis, "z_loss": z_loss}
+
+    def tiled(x, weight):
+        tiles = split(weight, num_tiles, axis=vocab_axis)
+        given_ = {"token_weights": weights, **options, **PIECES}
+        return cross_entropy(tiles, x, labels, **given_).mean
+
+    def whole(x, weight):
+        return plain(x, weight, labels, weights, **options)
+
+    made, expected = (
+        jax.jit(jax.value_and_grad(run, (0, 1)))(x, weight) for run in (tiled, whole)
+    )
+    assert_equal(made, expected)
+
+
+def test_bfloat16_loses_one_rounding_for_each_tile():
+    x, weight, labels, weights = make((40,), 32, 96, dtype=jnp.bfloat16)
+
+    def tiled(x, weight):
+        tiles = split(weight, 6)
+        return cross_entropy(tiles, x, labels, token_weights=weights, **PIECES).mean
+
+    def whole(x, weight):
+        return plain(x, weight, labels, weights)
+
+    made = jax.jit(jax.grad(tiled, (0, 1)))(x, weight)
+    wide = x.astype(jnp.float32), weight.astype(jnp.float32)
+    for one, other in zip(made, jax.grad(whole, (0, 1))(*wide), strict=True):
+        assert one.dtype == jnp.bfloat16
+        # Of gradients by logits, of products of tiles, and of results.
+        error = jnp.linalg.norm(one - other) / jnp.linalg.norm(other)
+        assert error <= 3 * 2.0**-8
+
+
+def test_one_tile_is_the_kernel_to_the_bit():
+    x, weight, labels, weights = make((3, 11), 13, 37)
+    given_ = {"token_weights": weights, "z_loss": 0.1, **PIECES}
+    made = cross_entropy((weight,), x, labels, **given_)
+    expected = kernels.cross_entropy(x, weight, labels, **given_)
+    assert made.total == expected.total and made.weight == expected.weight
+
+
+def test_a_label_that_no_tile_has_is_not_passed_over():
+    x, weight, labels, _ = make((5,), 7, 12, ignored=0)
+    tiles = split(weight, 3)
+    assert np.isfinite(cross_entropy(tiles, x, labels).total)
+    assert np.isnan(cross_entropy(tiles, x, labels.at[2].set(12)).total)
+    assert cross_entropy(tiles, x, labels * 0 - 1).mean == 0
+
+
+@pytest.mark.parametrize("batch", [8, 13, 3])
+def test_the_mean_over_a_mesh_is_exact_with_uneven_shards(batch):
+    """Batches that do not divide by 8, and a device where no token counts."""
+    x, weight, labels, weights = make((batch, 5), 6, 19)
+    labels = labels.at[0].set(-1).at[1, 1:].set(-1)
+    mesh = jax.make_mesh((2, 4), ("replica", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+
+    def sharded(x, weight):
+        given_ = {"token_weights": weights, **PIECES}
+        axes = ("replica", "fsdp")
+        tiles = split(weight, 3)
+        return cross_entropy_over(mesh, axes, tiles, x, labels, **given_).mean
+
+    def whole(x, weight):
+        return plain(x, weight, labels, weights)
+
+    made, expected = (
+        jax.jit(jax.value_and_grad(run, (0, 1)))(x, weight) for run in (sharded, whole)
+    )
+    assert_equal(made, expected)
+
+
+def test_no_device_sees_the_tokens_of_another():
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    x, weight, labels, _ = make((8, 16), 6, 24, ignored=0)
+    x, labels = jax.device_put((x, labels), NamedSharding(mesh, P("fsdp")))
+
+    def mean(x, weight):
+        return cross_entropy_over(mesh, "fsdp", (weight,), x, labels, **PIECES).mean
+
+    run = jax.jit(jax.value_and_grad(mean, (0, 1))).lower(x, weight).compile()
+    assert "all-gather" not in run.as_text()
+    ones = jnp.ones(labels.shape)
+    expected = jax.value_and_grad(lambda x, w: plain(x, w, labels, ones), (0, 1))
+    assert_equal(run(x, weight), expected(x, weight))

@@ -1,0 +1,155 @@
+"""MLPs in tiles of hidden units and of rows: numbers of the plain one, less memory."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zinf.tiling import MlpTiles, mlp
+
+UNIT = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
+
+
+def normal(shape, *, seed, scale=1.0):
+    made = np.random.default_rng(seed).standard_normal(shape) * scale
+    return jnp.asarray(made, jnp.float32)
+
+
+def weights(dim, hidden, *, gated, biased):
+    made = {
+        "up": normal((dim, hidden), seed=1, scale=dim**-0.5),
+        "down": normal((hidden, dim), seed=2, scale=hidden**-0.5),
+    }
+    if gated:
+        made["gate"] = normal((dim, hidden), seed=3, scale=dim**-0.5)
+    if biased:
+        made |= {"up_bias": normal((hidden,), seed=4), "bias": normal((dim,), seed=5)}
+        made |= {"gate_bias": normal((hidden,), seed=6)} if gated else {}
+    return made
+
+
+def plain(p, x, activation=jax.nn.gelu):
+    def line(name):
+        return p[name].reshape((1,) * (x.ndim - 1) + (-1,)) if name in p else 0
+
+    up = x @ p["up"] + line("up_bias")
+    if "gate" in p:
+        hidden = activation(x @ p["gate"] + line("gate_bias")) * up
+    else:
+        hidden = activation(up)
+    return hidden @ p["down"] + line("bias")
+
+
+def total(run, weights, x):
+    return jnp.sum(jnp.square(run(weights, x).astype(jnp.float32)))
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    shape=st.sampled_from([(7, 23), (29, 11), (1, 5)]),
+    rows=st.sampled_from([0, 1, 13]),
+    splits=st.sampled_from([1, 2, 5]),
+    tile_rows=st.sampled_from([None, 1, 4, 99]),
+    kind=st.tuples(st.booleans(), st.booleans()),
+)
+def test_values_and_gradients_are_those_of_the_plain_form(
+    shape, rows, splits, tile_rows, kind
+):
+    dim, hidden = shape
+    p = weights(dim, hidden, gated=kind[0], biased=kind[1])
+    x = normal((2, rows, dim), seed=7)
+
+    def tiled(p, x):
+        return mlp(MlpTiles.split(**p, splits=splits), x, tile_rows=tile_rows)
+
+    made, expected = (
+        jax.jit(jax.value_and_grad(partial(total, run), (0, 1)))(p, x)
+        for run in (tiled, plain)
+    )
+    # Sums of under 30 terms, and of their squares' gradients over up to 26 rows.
+    for one, other in zip(*map(jax.tree.leaves, (made, expected)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=3e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("tile_rows", [None, 16])
+def test_bfloat16_is_as_near_to_exact_as_the_plain_form(tile_rows):
+    """The sum over 16 tiles is float32, so that cutting costs a rounding, not 16."""
+    p = weights(64, 512, gated=True, biased=True)
+    x = normal((64, 64), seed=7)
+    short = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (p, x))
+    exact = jax.grad(partial(total, plain), (0, 1))(
+        *jax.tree.map(lambda a: a.astype(jnp.float32), short)
+    )
+
+    def tiled(p, x):
+        return mlp(MlpTiles.split(**p, splits=16), x, tile_rows=tile_rows)
+
+    def errors(run):
+        made = jax.jit(jax.grad(partial(total, run), (0, 1)))(*short)
+        pairs = zip(*map(jax.tree.leaves, (made, exact)), strict=True)
+        return [float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in pairs]
+
+    for one, other in zip(errors(tiled), errors(plain), strict=True):
+        assert one <= 1.25 * other + UNIT["bfloat16"] / 4
+
+
+def temporary(run, dim, hidden, rows):
+    shapes = {"up": (dim, hidden), "down": (hidden, dim)}
+    arrays = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes.items()}
+    x = jax.ShapeDtypeStruct((rows, dim), jnp.float32)
+    lowered = jax.jit(jax.grad(partial(total, run), (0, 1))).lower(arrays, x)
+    return lowered.compile().memory_analysis().temp_size_in_bytes
+
+
+def test_with_tiles_of_rows_the_activations_of_one_tile_are_there_at_a_time():
+    dim, hidden, rows = 32, 4096, 2048
+
+    def tiled(splits, tile_rows):
+        def run(p, x):
+            return mlp(MlpTiles.split(**p, splits=splits), x, tile_rows=tile_rows)
+
+        return temporary(run, dim, hidden, rows)
+
+    whole = temporary(plain, dim, hidden, rows)
+    activations, params, narrow = (
+        4 * n for n in (rows * hidden, 2 * dim * hidden, rows * dim)
+    )
+    assert whole >= activations
+    for splits, tile_rows in ((1, 128), (4, 256), (8, 1024)):
+        share = splits * rows / tile_rows
+        # A few widths of a tile's activations, the tiles' gradients, and inputs.
+        bound = 5 * activations / share + 2 * params + 6 * narrow
+        assert tiled(splits, tile_rows) <= bound < whole
+
+
+def test_tiles_are_joined_to_what_was_split_and_init_to_plain_numbers():
+    p = weights(7, 23, gated=True, biased=True)
+    joined = MlpTiles.split(**p, splits=4).join()
+    assert joined.keys() == p.keys()
+    for name, x in p.items():
+        np.testing.assert_array_equal(joined[name], x)
+    assert MlpTiles.split(p["up"], p["down"], splits=4).join()["gate"] is None
+
+    key = jax.random.key(0)
+    made = MlpTiles.init(key, 6, 24, splits=3, is_gated=True).join()
+    init = jax.nn.initializers.lecun_normal()
+    shapes = {"up": (6, 24), "down": (24, 6), "gate": (6, 24)}
+    keys = jax.random.split(key, 3)
+    for k, (name, shape) in zip(keys, shapes.items(), strict=True):
+        np.testing.assert_array_equal(made[name], init(k, shape, jnp.float32))
+    assert made["gate_bias"].shape == (24,) and made["bias"].shape == (6,)
+
+
+def test_an_mlp_can_be_mapped_and_has_no_more_tiles_than_units():
+    p = weights(6, 8, gated=False, biased=False)
+    x = normal((3, 5, 6), seed=7)
+    tiles = MlpTiles.split(**p, splits=8)
+    for tile_rows in (None, 2):
+        run = partial(mlp, tiles, tile_rows=tile_rows)
+        np.testing.assert_allclose(jax.vmap(run)(x), plain(p, x), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="axis of 8 cannot be cut into 9"):
+        MlpTiles.split(**p, splits=9)

@@ -1,0 +1,172 @@
+"""A transformer's MLP in tiles of its hidden layer, and of the sequence."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial, reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from zinf.tiling.linear import BIAS_INIT, KERNEL_INIT, Initializer
+from zinf.tiling.rows import over_rows
+from zinf.tiling.splits import join, plus, shared, split
+
+Activation = Callable[[Array], Array]
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["up", "down", "gate", "up_bias", "gate_bias"],
+    meta_fields=[],
+)
+@dataclass(frozen=True)
+class HiddenTile:
+    """The parameters of some hidden units: into them, and out of them."""
+
+    up: Float[Array, "dim hidden"]
+    down: Float[Array, "hidden out"]
+    gate: Float[Array, "dim hidden"] | None = None
+    up_bias: Float[Array, " hidden"] | None = None
+    gate_bias: Float[Array, " hidden"] | None = None
+
+    def __call__(
+        self, x: Float[Array, "*batch dim"], activation: Activation
+    ) -> Float[Array, "*batch out"]:
+        """What these units add to the output."""
+        hidden = _affine(x, self.up, self.up_bias)
+        if self.gate is None:
+            hidden = activation(hidden)
+        else:
+            hidden = activation(_affine(x, self.gate, self.gate_bias)) * hidden
+        return jnp.matmul(hidden, self.down.astype(hidden.dtype))
+
+
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["hidden", "bias"], meta_fields=[]
+)
+@dataclass(frozen=True)
+class MlpTiles:
+    """The parameters of an MLP, cut along its hidden layer; the last bias is whole."""
+
+    hidden: tuple[HiddenTile, ...]
+    bias: Float[Array, " out"] | None = None
+
+    @classmethod
+    def split(
+        cls,
+        up: Float[Array, "dim hidden"],
+        down: Float[Array, "hidden out"],
+        *,
+        gate: Float[Array, "dim hidden"] | None = None,
+        up_bias: Float[Array, " hidden"] | None = None,
+        gate_bias: Float[Array, " hidden"] | None = None,
+        bias: Float[Array, " out"] | None = None,
+        splits: int,
+    ) -> "MlpTiles":
+        """The tiles of a plain MLP, the first ones longer where it does not divide.
+
+        Raises:
+            ValueError: the hidden layer is shorter than the number of tiles.
+        """
+
+        def tiles(x: Array | None, axis: int = -1) -> tuple[Array | None, ...]:
+            return (None,) * splits if x is None else split(x, splits, axis=axis)
+
+        parts: Any = (
+            tiles(up),
+            tiles(down, 0),
+            *map(tiles, (gate, up_bias, gate_bias)),
+        )
+        return cls(tuple(map(HiddenTile, *parts)), bias)
+
+    @classmethod
+    def init(
+        cls,
+        key: jax.Array,
+        dim: int,
+        hidden: int,
+        *,
+        splits: int,
+        is_gated: bool = False,
+        dtype: Any = jnp.float32,
+        kernel_init: Initializer = KERNEL_INIT,
+        bias_init: Initializer | None = BIAS_INIT,
+    ) -> "MlpTiles":
+        """The tiles of an MLP whose kernels are made with `jax.random.split(key, 3)`.
+
+        In the order up, down, gate; biases with a key folded from their kernel's.
+
+        Args:
+            is_gated: whether there is a gate, as in SwiGLU.
+            bias_init: None for an MLP without biases.
+        """
+        shapes = {"up": (dim, hidden), "down": (hidden, dim), "gate": (dim, hidden)}
+        biases = {"up": "up_bias", "down": "bias", "gate": "gate_bias"}
+        made: dict[str, Any] = {}
+        for (name, shape), k in zip(
+            shapes.items(), jax.random.split(key, 3), strict=True
+        ):
+            if name == "gate" and not is_gated:
+                continue
+            made[name] = kernel_init(k, shape, dtype)
+            if bias_init is not None:
+                fold = jax.random.fold_in(k, 1)
+                made[biases[name]] = bias_init(fold, shape[1:], dtype)
+        return cls.split(**made, splits=splits)
+
+    def join(self) -> dict[str, Array | None]:
+        """The arguments of `split`, but for `splits`."""
+        axes = {"up": -1, "down": 0, "gate": -1, "up_bias": -1, "gate_bias": -1}
+        joined = {}
+        for name, axis in axes.items():
+            tiles = [getattr(tile, name) for tile in self.hidden]
+            joined[name] = None if tiles[0] is None else join(tiles, axis=axis)
+        return joined | {"bias": self.bias}
+
+
+def mlp(
+    tiles: MlpTiles,
+    x: Float[Array, "*batch dim"],
+    *,
+    activation: Activation = jax.nn.gelu,
+    tile_rows: int | None = None,
+    axis: int = -2,
+) -> Float[Array, "*batch out"]:
+    """activation(x @ up) @ down with biases, or activation(x @ gate) * (x @ up) @ down.
+
+    No activation of the hidden layer outlives its tile: the backward pass computes them
+    again, which is 8 products for the 6 of the plain form. zinf runs tiles one after
+    the other where it streams them; under plain `jax.jit` XLA may run several at once,
+    unless `tile_rows` makes a loop of each. Rounding is as in `linear`, of which the
+    product with `down` has its sum, and the gradient by `x` too.
+
+    Args:
+        activation: of gate or, without one, of the hidden layer.
+        tile_rows: rows of `x` along `axis` at a time; by default all. See `over_rows`.
+        axis: of the rows, by default that of the sequence.
+    """
+    dtype = jnp.result_type(x, tiles.hidden[0].up)
+
+    def add(tile: HiddenTile, x: Array) -> Array:
+        return tile(x, activation)
+
+    run = jax.checkpoint(add)
+    if tile_rows is not None:
+        run = partial(over_rows, add, tile_rows=tile_rows, axis=axis)
+    wide = shared(x.astype(dtype), len(tiles.hidden))
+    # In the loop of `reduce`, so that what a tile reads is not made before its turn.
+    products = (run(tile, wide.astype(dtype)) for tile in tiles.hidden)
+    out = reduce(plus, products).astype(dtype)
+    return out if tiles.bias is None else out + _line(tiles.bias, out)
+
+
+def _affine(x: Array, kernel: Array, bias: Array | None) -> Array:
+    out = jnp.matmul(x, kernel.astype(x.dtype))
+    return out if bias is None else out + _line(bias, out)
+
+
+def _line(bias: Array, like: Array) -> Array:
+    """For sums where ranks are not promoted."""
+    return jnp.expand_dims(bias, tuple(range(like.ndim - 1))).astype(like.dtype)
