@@ -1,4 +1,6 @@
 """Parameters to and from other formats, and checkpoints compared."""
 
+from zinf.interchange.orbax_export import export_orbax as export_orbax
+from zinf.interchange.orbax_import import import_orbax as import_orbax
 from zinf.interchange.safetensors_export import export_safetensors as export_safetensors
 from zinf.interchange.safetensors_import import import_safetensors as import_safetensors

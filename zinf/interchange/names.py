@@ -123,7 +123,7 @@ def _distinct(names: dict[str, str]) -> dict[str, str]:
         if other != path:
             raise ValueError(
                 f"The leaves {other!r} and {path!r} would both be the tensor {name!r}. "
-                "Name one of them with names=."
+                "Give one of them another name."
             )
     return names
 

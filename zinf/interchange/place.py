@@ -9,7 +9,7 @@ from zinf.executor.updates import cpu_device
 from zinf.interchange.names import Terms, match
 from zinf.interchange.rounding import MASK_BYTES, rounded
 from zinf.interchange.sources import EngineTensors
-from zinf.interchange.tensors import NUM_PARTS_HELD, AbstractTensors, stream
+from zinf.interchange.tensors import AbstractTensors, read_bytes, stream
 from zinf.memory import Residents
 from zinf.optim.separate import LeafUpdate
 from zinf.program import ArrayId, ArraySpec
@@ -110,7 +110,7 @@ class _Placing:
             shape = spec.master.shape
             rows = min(self.rows(path), shape[0]) if shape else 1
             numel = ArraySpec((rows, *shape[1:]), "bool", 1).nbytes
-            each = NUM_PARTS_HELD * read.itemsize
+            each = read_bytes(self.tensors, read.itemsize)
             if read.dtype != spec.master.dtype.name:
                 each += spec.master.dtype.itemsize + MASK_BYTES
             if spec.has_master:

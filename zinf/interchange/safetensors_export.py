@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,16 +14,10 @@ from zinf.interchange.failure import explained
 from zinf.interchange.folder import complete_folder
 from zinf.interchange.header import ordered, write_header
 from zinf.interchange.names import Names, named
-from zinf.interchange.rounding import MASK_BYTES, is_float, rounded
+from zinf.interchange.outgoing import as_dtype, held_bytes
+from zinf.interchange.rounding import rounded
 from zinf.interchange.sources import parameters
-from zinf.interchange.tensors import (
-    NUM_PARTS_HELD,
-    AbstractTensors,
-    block_bytes,
-    boxes,
-    stream,
-)
-from zinf.memory.zarr_format import numpy_dtype
+from zinf.interchange.tensors import AbstractTensors, boxes, stream
 from zinf.program import ArraySpec
 from zinf.sharding import Box
 
@@ -127,28 +121,6 @@ def shard_files(count: int) -> list[str]:
     if count == 1:
         return ["model.safetensors"]
     return [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
-
-
-def as_dtype(spec: ArraySpec, dtype: str | None) -> ArraySpec:
-    """The spec that an array is exported with."""
-    if dtype is None or not is_float(spec.dtype):
-        return spec
-    if not is_float(dtype):
-        raise ValueError(
-            f"dtype is {dtype!r}, and has to be of floating-point numbers."
-        )
-    return replace(spec, dtype=dtype, itemsize=numpy_dtype(dtype).itemsize)
-
-
-def held_bytes(tensors: AbstractTensors, dtype: str | None) -> int:
-    """What an export holds on the host at most: two parts, and one in its new dtype."""
-    most = 0
-    for name, spec in tensors.specs.items():
-        nbytes = block_bytes(tensors, name)
-        target = as_dtype(spec, dtype)
-        cast = 0 if target == spec else target.itemsize + MASK_BYTES
-        most = max(most, NUM_PARTS_HELD * nbytes + nbytes // spec.itemsize * cast)
-    return most
 
 
 def _write(

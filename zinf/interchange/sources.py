@@ -2,6 +2,7 @@
 
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
+from math import prod
 
 import jax
 import numpy as np
@@ -9,12 +10,12 @@ import numpy as np
 from zinf.checkpoint.grid import whole_box
 from zinf.checkpoint.saved import Saved
 from zinf.engine import Engine
-from zinf.interchange.tensors import AbstractTensors, block_bytes
+from zinf.interchange.tensors import AbstractTensors, block_bytes, block_of_chunks
 from zinf.memory.chunk import chunk_shape
-from zinf.program import ArrayId, ArraySpec, Tier
+from zinf.program import ArrayId, Tier
 from zinf.sharding import Box
 
-# Rows of chunks that are larger than this are cut, though chunks are read twice then.
+# Parts of whole chunks that are larger than this are cut, and chunks read twice.
 MAX_BLOCK_BYTES = 128 * 2**20
 
 
@@ -88,10 +89,9 @@ class SavedTensors(AbstractTensors):
     def block(self, name: str) -> tuple[int, ...]:
         spec = self.specs[name]
         chunk = self._saved.grid(self._arrays[name]).chunk
-        cut = next((dim for dim, size in enumerate(chunk) if size > 1), len(chunk) - 1)
-        block = (*chunk[: cut + 1], *(max(1, size) for size in spec.shape[cut + 1 :]))
-        row = ArraySpec(tuple(map(min, block, spec.shape)), spec.dtype, spec.itemsize)
-        return block if row.nbytes <= MAX_BLOCK_BYTES else chunk_shape(spec)
+        block = block_of_chunks(spec, chunk)
+        nbytes = prod(map(min, block, spec.shape)) * spec.itemsize
+        return block if nbytes <= MAX_BLOCK_BYTES else chunk_shape(spec)
 
     def read(self, name: str, box: Box) -> np.ndarray:
         return self._saved.begin_read(self._arrays[name], box).result()

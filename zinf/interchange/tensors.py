@@ -12,18 +12,17 @@ import numpy as np
 from zinf.program import ArraySpec
 from zinf.sharding import Box
 
-# A part is read while the one before it is being used.
-NUM_PARTS_HELD = 2
-
 
 class AbstractTensors(ABC):
     """Arrays that rest somewhere, by name.
 
     Attributes:
         specs: shape and dtype of each, in the order they are best read in.
+        copies: of a part that are in memory while it is read.
     """
 
     specs: Mapping[str, ArraySpec]
+    copies = 1
 
     @abstractmethod
     def block(self, name: str) -> tuple[int, ...]:
@@ -68,8 +67,8 @@ def stream(
 ) -> None:
     """Calls `use` with every part in order, and reads the next one meanwhile.
 
-    A generator would not do: its caller's loop still holds a part when the one after
-    the next is begun, and a third would be in memory.
+    So two parts are in memory (`read_bytes`). A generator would not do: its caller's
+    loop still holds a part when the one after the next is begun.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="zinf-interchange") as reader:
         ahead: tuple[str, Box, Future[np.ndarray]] | None = None
@@ -83,6 +82,17 @@ def stream(
 
 
 def block_bytes(tensors: AbstractTensors, name: str) -> int:
+    """Bytes of the largest part of an array."""
     spec = tensors.specs[name]
-    block = map(min, tensors.block(name), spec.shape)
-    return prod(block) * spec.itemsize
+    return prod(map(min, tensors.block(name), spec.shape)) * spec.itemsize
+
+
+def read_bytes(tensors: AbstractTensors, nbytes: int) -> int:
+    """What `stream` holds of parts of that many bytes: one read, one used."""
+    return nbytes * (tensors.copies + 1)
+
+
+def block_of_chunks(spec: ArraySpec, chunk: tuple[int, ...]) -> tuple[int, ...]:
+    """The smallest part of an array, as `block` has them, that is of whole chunks."""
+    cut = next((dim for dim, size in enumerate(chunk) if size > 1), len(chunk) - 1)
+    return (*chunk[: cut + 1], *(max(1, size) for size in spec.shape[cut + 1 :]))

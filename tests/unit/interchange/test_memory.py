@@ -16,11 +16,17 @@ import pytest
 import zinf
 from tests.unit.interchange.models import assert_same_trees, on_nvme
 from zinf.checkpoint.saved import Saved
-from zinf.interchange import export_safetensors, import_safetensors
-from zinf.interchange.safetensors_export import held_bytes
+from zinf.interchange import (
+    export_orbax,
+    export_safetensors,
+    import_orbax,
+    import_safetensors,
+)
+from zinf.interchange.orbax_export import COPIES_WRITTEN
+from zinf.interchange.orbax_import import OrbaxTensors
+from zinf.interchange.outgoing import held_bytes
 from zinf.interchange.safetensors_files import SafetensorsFiles
 from zinf.interchange.sources import parameters
-from zinf.interchange.tensors import NUM_PARTS_HELD
 from zinf.memory.heap import resident_bytes
 from zinf.memory.pool import POOL
 from zinf.program import Tier
@@ -103,7 +109,7 @@ def engine(tmp_path_factory):
 
 @pytest.mark.parametrize(("dtype", "bytes_each"), [(None, 0), ("bfloat16", 2 + 3)])
 def test_an_export_holds_two_parts_and_a_cast_one(dtype, bytes_each, engine, tmp_path):
-    held = NUM_PARTS_HELD * PART_BYTES + PART_BYTES // 4 * bytes_each
+    held = 2 * PART_BYTES + PART_BYTES // 4 * bytes_each
     assert held_bytes(parameters(engine), dtype) == held
     assert PARAM_BYTES > 2 * (held + SLACK_BYTES)
     with host_room(engine, held), memory_below(held + SLACK_BYTES):
@@ -115,7 +121,7 @@ def test_an_export_holds_two_parts_and_a_cast_one(dtype, bytes_each, engine, tmp
 
 def test_an_export_of_a_checkpoint_holds_as_little(engine, tmp_path):
     engine.save(tmp_path / "saved")
-    held = NUM_PARTS_HELD * PART_BYTES
+    held = 2 * PART_BYTES
     with Saved(tmp_path / "saved") as saved, memory_below(held + SLACK_BYTES):
         export_safetensors(saved, tmp_path / "out")
 
@@ -123,8 +129,20 @@ def test_an_export_of_a_checkpoint_holds_as_little(engine, tmp_path):
 def test_an_import_holds_two_parts_and_what_becomes_of_one(engine, tmp_path):
     export_safetensors(engine, tmp_path / "out", max_shard_bytes=PARAM_BYTES // 2)
     other = start(tmp_path / "nvme", seed=1)
-    held = NUM_PARTS_HELD * PART_BYTES
+    held = 2 * PART_BYTES
     with host_room(other, held), memory_below(held + SLACK_BYTES):
         import_safetensors(other, tmp_path / "out")
+    assert_same_trees(other.params(), engine.params())
+    other.close()
+
+
+def test_orbax_holds_a_few_copies_of_a_part_more(engine, tmp_path):
+    held = (2 + COPIES_WRITTEN) * PART_BYTES
+    with host_room(engine, held), memory_below(held + SLACK_BYTES):
+        export_orbax(engine, tmp_path / "out")
+    other = start(tmp_path / "nvme", seed=1)
+    held = (1 + OrbaxTensors.copies) * PART_BYTES
+    with host_room(other, held), memory_below(held + SLACK_BYTES):
+        import_orbax(other, tmp_path / "out")
     assert_same_trees(other.params(), engine.params())
     other.close()

@@ -1,0 +1,123 @@
+"""Parameters of a plain Orbax checkpoint, taken by an engine."""
+
+from collections.abc import Collection
+from pathlib import Path
+
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+
+from zinf.engine import Engine
+from zinf.interchange.failure import explain
+from zinf.interchange.names import Names, Terms, named
+from zinf.interchange.orbax_export import orbax_names
+from zinf.interchange.orbax_leaf import OpenedLeaf, leaf_handlers
+from zinf.interchange.place import place
+from zinf.interchange.sources import EngineTensors
+from zinf.interchange.tensors import AbstractTensors, block_of_chunks
+from zinf.memory.storage_error import from_tensorstore
+from zinf.program import ArraySpec
+from zinf.segment import named_leaves
+from zinf.sharding import Box
+
+METADATA = "_METADATA"
+
+
+class OrbaxTensors(AbstractTensors):
+    """The arrays of an Orbax checkpoint, opened and not read: by keys joined by "/".
+
+    A part is of whole chunks, and Orbax's own saves put up to 2 GB of an array in one.
+
+    Args:
+        directory: of the item: what `StandardCheckpointer.save` was given, or
+            `<step>/default` of a `CheckpointManager`.
+
+    Raises:
+        FileNotFoundError: it is no such folder.
+        ValueError: its metadata cannot be used, or a leaf is no array.
+    """
+
+    # TensorStore has a chunk as it is in the file, decoded, and as the part it gives.
+    copies = 3
+
+    def __init__(self, directory: Path | str) -> None:
+        self._directory = Path(directory).absolute()
+        if not (self._directory / METADATA).is_file():
+            raise FileNotFoundError(
+                f"{directory} has no {METADATA}: it is no Orbax checkpoint of a tree. "
+                "Name the folder of the item, such as 100/default of a "
+                "CheckpointManager."
+            )
+        handler = ocp.PyTreeCheckpointHandler(
+            type_handler_registry=leaf_handlers(OpenedLeaf)
+        )
+        try:
+            with ocp.Checkpointer(handler) as checkpointer:
+                opened = checkpointer.restore(self._directory)
+            self._arrays = {p: _array(p, x) for p, x in named_leaves(opened).items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{directory} is no Orbax checkpoint that can be read: {error}"
+            ) from error
+        self.specs = {
+            path: ArraySpec(
+                tuple(array.shape),
+                array.dtype.numpy_dtype.name,
+                array.dtype.numpy_dtype.itemsize,
+            )
+            for path, array in self._arrays.items()
+        }
+
+    def block(self, name: str) -> tuple[int, ...]:
+        chunk = self._arrays[name].chunk_layout.read_chunk.shape
+        return block_of_chunks(
+            self.specs[name], tuple(size or 1 for size in chunk or ())
+        )
+
+    def read(self, name: str, box: Box) -> np.ndarray:
+        part = self._arrays[name][tuple(slice(*edges) for edges in box)]
+        try:
+            return np.asarray(part.read().result())
+        except (ValueError, OSError) as error:
+            what = f"Cannot read {name!r}"
+            found = from_tensorstore(what, self._directory, error)
+            message = str(error).partition(" [")[0].rstrip(".")
+            code, file = found.errno or 0, Path(found.filename)
+            raise explain(what, code, file, message) from error
+
+
+def import_orbax(
+    engine: Engine,
+    directory: Path | str,
+    *,
+    names: Names = None,
+    keep: Collection[str] = (),
+    ignore: Collection[str] = (),
+    may_round: bool = False,
+) -> None:
+    """Begin training from the arrays of a plain Orbax checkpoint.
+
+    As `import_safetensors`, but a part is as large as the chunks that the checkpoint
+    was saved in, which is often a whole leaf.
+
+    Args:
+        directory: see `OrbaxTensors`.
+        names: of arrays, by key path of the leaf: keys joined by "/", as in
+            "params/dense/kernel"; without, those of the leaf itself, and below "params"
+            if the engine has model state.
+        keep, ignore, may_round: see `import_safetensors`.
+
+    Raises:
+        FileNotFoundError, ValueError: see `OrbaxTensors` and `import_safetensors`.
+        StorageError: a file cannot be read. The engine has its initial values then.
+        BudgetExceeded: the host has no room for the parts.
+    """
+    leaves = EngineTensors(engine).specs
+    name_of = named(leaves, names, usual=orbax_names(leaves).__getitem__)
+    place(engine, OrbaxTensors(directory), name_of, Terms(keep, ignore, may_round))
+
+
+def _array(path: str, leaf: object) -> ts.TensorStore:
+    if not isinstance(leaf, OpenedLeaf):
+        raise ValueError(f"{path!r} is no array")
+    return leaf.array

@@ -1,0 +1,121 @@
+"""Leaves that Orbax writes and opens without any of them being in memory.
+
+Orbax writes the tree's metadata, merges its files and renames the folder when all is
+done; a `TypeHandler` is where it lets others move the bytes of a leaf.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+
+from zinf.interchange.rounding import rounded
+from zinf.interchange.tensors import AbstractTensors, boxes, stream
+from zinf.memory.zarr_format import numpy_dtype
+from zinf.program import ArraySpec
+from zinf.sharding import Box
+
+# What Orbax calls the leaves that are arrays, in the metadata of a tree.
+ARRAY_KINDS = ("np.ndarray", "jax.Array", "scalar")
+
+
+@dataclass(frozen=True)
+class StreamedLeaf:
+    """A leaf to write: `spec` says in which dtype."""
+
+    tensors: AbstractTensors
+    name: str
+    spec: ArraySpec
+
+    def write(self, target: ts.TensorStore) -> None:
+        """Writes it in the parts that it is best read in, one after the other."""
+        shape = self.spec.shape
+        wanted = (
+            (self.name, box) for box in boxes(shape, self.tensors.block(self.name))
+        )
+
+        def write(name: str, box: Box, content: np.ndarray) -> None:
+            content = rounded(content, self.spec.dtype, name=name)
+            part = target[tuple(slice(*edges) for edges in box)]
+            part.write(content, can_reference_source_data_indefinitely=True).result()
+
+        stream(self.tensors, wanted, write)
+
+
+class OpenedLeaf:
+    """A leaf that was opened to be read, as TensorStore has it."""
+
+    def __init__(self, array: ts.TensorStore) -> None:
+        self.array = array
+
+
+class LeafHandler(ocp.type_handlers.TypeHandler):
+    """Writes `StreamedLeaf`s, and restores any array as an `OpenedLeaf`."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._plain = ocp.type_handlers.NumpyHandler()
+
+    def typestr(self) -> str:
+        return self._kind
+
+    async def metadata(self, infos: Sequence[ocp.type_handlers.ParamInfo]) -> Any:
+        return await self._plain.metadata(infos)
+
+    async def serialize(
+        self,
+        values: Sequence[StreamedLeaf],
+        infos: Sequence[ocp.type_handlers.ParamInfo],
+        args: Sequence[ocp.type_handlers.SaveArgs] | None = None,
+    ) -> list[Any]:
+        writing = self._write_all(values, infos)
+        name = "zinf-interchange"
+        return [ocp.future.CommitFutureAwaitingContractedSignals(writing, name=name)]
+
+    async def deserialize(
+        self,
+        infos: Sequence[ocp.type_handlers.ParamInfo],
+        args: Sequence[ocp.type_handlers.RestoreArgs] | None = None,
+    ) -> list[OpenedLeaf]:
+        return [OpenedLeaf(await _opened(info)) for info in infos]
+
+    async def _write_all(
+        self,
+        values: Sequence[StreamedLeaf],
+        infos: Sequence[ocp.type_handlers.ParamInfo],
+    ) -> None:
+        # In a thread of its own, in which nothing else waits for this loop.
+        for value, info in zip(values, infos, strict=True):
+            await info.await_path_creation()
+            shape = value.spec.shape
+            block = tuple(map(min, value.tensors.block(value.name), shape))
+            spec = ocp.type_handlers.get_json_tspec_write(
+                info,
+                use_ocdbt=bool(info.is_ocdbt_checkpoint),
+                global_shape=shape,
+                # Chunks are of the shape that is said to be written at once.
+                local_shape=block,
+                dtype=numpy_dtype(value.spec.dtype),
+                process_index=0,
+            )
+            opening = ts.open(spec, create=True, open=True, context=info.ts_context)
+            value.write(opening.result())
+
+
+def leaf_handlers(leaf_type: type) -> Any:
+    """What Orbax looks up the handlers of arrays in, all of them ours."""
+    first, *rest = (LeafHandler(kind) for kind in ARRAY_KINDS)
+    made = ocp.type_handlers.create_type_handler_registry((leaf_type, first))
+    for handler in rest:
+        made.add(type(handler.typestr(), (), {}), handler)
+    return made
+
+
+async def _opened(info: ocp.type_handlers.ParamInfo) -> ts.TensorStore:
+    spec = ocp.type_handlers.get_json_tspec_read(
+        info, use_ocdbt=bool(info.is_ocdbt_checkpoint)
+    )
+    return await ts.open(ts.Spec(spec), open=True, context=info.ts_context)

@@ -1,0 +1,30 @@
+"""What an array becomes when it is exported."""
+
+from dataclasses import replace
+
+from zinf.interchange.rounding import MASK_BYTES, is_float
+from zinf.interchange.tensors import AbstractTensors, block_bytes, read_bytes
+from zinf.memory.zarr_format import numpy_dtype
+from zinf.program import ArraySpec
+
+
+def as_dtype(spec: ArraySpec, dtype: str | None) -> ArraySpec:
+    """The spec that an array is exported with."""
+    if dtype is None or not is_float(spec.dtype):
+        return spec
+    if not is_float(dtype):
+        raise ValueError(
+            f"dtype is {dtype!r}, and has to be of floating-point numbers."
+        )
+    return replace(spec, dtype=dtype, itemsize=numpy_dtype(dtype).itemsize)
+
+
+def held_bytes(tensors: AbstractTensors, dtype: str | None) -> int:
+    """What an export holds on the host at most: two parts, and one in its new dtype."""
+    most = 0
+    for name, spec in tensors.specs.items():
+        nbytes = block_bytes(tensors, name)
+        target = as_dtype(spec, dtype)
+        cast = 0 if target == spec else target.itemsize + MASK_BYTES
+        most = max(most, read_bytes(tensors, nbytes) + nbytes // spec.itemsize * cast)
+    return most
