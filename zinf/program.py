@@ -117,6 +117,28 @@ class Leaf:
 
 
 @dataclass(frozen=True, slots=True)
+class Tiling:
+    """A leaf that is read by tile, since a segment may not hold all of it.
+
+    Attributes:
+        nbytes, limit_bytes: of the leaf, and of the parameters of a segment.
+        edges: the rows at which tiles begin and end, from 0 to their number.
+        uses: how tiles are put together where the leaf is read.
+    """
+
+    path: str
+    nbytes: int
+    limit_bytes: int
+    edges: tuple[int, ...]
+    uses: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> list[tuple[int, int]]:
+        """The rows of each tile."""
+        return list(zip(self.edges[:-1], self.edges[1:], strict=True))
+
+
+@dataclass(frozen=True, slots=True)
 class SegmentSpec:
     """A piece of the program that runs at once.
 
@@ -170,6 +192,8 @@ class Program:
         batch: values given anew for every microbatch (batch leaves and the random key).
         consts: arrays that the loss function closed over; they stay on the device.
         loss: the name of the loss; `aux` the auxiliary outputs, in flattened order.
+        tilings: leaves that are read by tile; `untiled` says of others that are larger
+            than a segment may hold why they are not.
     """
 
     leaves: tuple[Leaf, ...]
@@ -179,3 +203,5 @@ class Program:
     consts: tuple[str, ...]
     loss: str
     aux: tuple[str, ...]
+    tilings: tuple[Tiling, ...] = ()
+    untiled: dict[str, str] = field(default_factory=dict)

@@ -176,6 +176,16 @@ def test_planning_prints_the_plan_and_makes_nothing(run, file, tmp_path):
     assert "... and " not in whole and len(whole) > len(result.stdout)
 
 
+def test_planning_names_the_weights_that_are_read_by_tile_and_why(run, file):
+    result = run("plan", file, "--set", "segment.max_bytes=2KiB")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    listed = lines[lines.index("tiled:") + 1 :]
+    # 16 x 64 float32 are 4 KiB.
+    assert any("mlp" in x and "in 2 tiles of up to 8 rows" in x for x in listed)
+    assert "as a segment may hold 2.00 KiB;  contracted" in result.stdout
+
+
 def test_the_exit_code_says_that_one_of_several_plans_does_not_fit(run, file):
     tight = ("--set", "memory.device=2KiB")
     result = run("plan", file, file, *tight)

@@ -15,8 +15,8 @@ from zinf.executor.prepare import Fused, Streamed
 from zinf.initialize import make_planner
 from zinf.observe.compiled import executables_table, traffic_table, verdict
 from zinf.paper import infinity_table, zero_table
-from zinf.plan import InfeasibleError, Plan
-from zinf.plan.show import show_instructions
+from zinf.plan import InfeasibleError
+from zinf.plan.show import show_instructions, show_tilings
 from zinf.topology import Topology, parse_topology
 
 SHOWN_INSTRUCTIONS = 40
@@ -48,7 +48,7 @@ def plan_config(
             except InfeasibleError as error:
                 print(f"does not fit: {error}\n", flush=True)
                 return DOES_NOT_FIT
-            print(f"fits: {_shown(made.plan, every)}\n", flush=True)
+            print(f"fits: {_shown(made, every)}\n", flush=True)
             if machine is not None:
                 _print_compiled(made, machine, planner.param_bytes)
     except typer.Exit as ended:
@@ -70,12 +70,14 @@ def _print_compiled(
     print(verdict(made.plan, runs, machine, param_bytes), flush=True)
 
 
-def _shown(made: Plan, every: bool) -> str:
-    count = len(made.instructions) if every else SHOWN_INSTRUCTIONS
-    text = show_instructions(made.instructions[:count], made.timeline)
-    left = len(made.instructions) - count
+def _shown(made: Streamed | Fused, every: bool) -> str:
+    plan = made.plan
+    count = len(plan.instructions) if every else SHOWN_INSTRUCTIONS
+    text = show_instructions(plan.instructions[:count], plan.timeline)
+    left = len(plan.instructions) - count
     more = f"\n... and {left:,} more instructions (--all prints them)" * (left > 0)
-    return f"{made.summary()}\n\n{text}{more}"
+    tiled = show_tilings(made.segmented.program) if isinstance(made, Streamed) else ""
+    return "\n\n".join(filter(None, (plan.summary(), tiled, text + more)))
 
 
 def print_tables() -> None:

@@ -21,6 +21,7 @@ from zinf.executor.batch import batch_spec
 from zinf.executor.exchange import segment_exchanges
 from zinf.executor.fused import FusedProgram, compile_fused
 from zinf.executor.resources import Resources
+from zinf.executor.shrink import is_worth_trying, smaller_bytes, untiled
 from zinf.executor.updates import Updates, compile_program_updates
 from zinf.mesh import local_devices, num_batch_shares
 from zinf.optim.separate import Separated
@@ -39,7 +40,7 @@ from zinf.plan import (
     count_contributions,
     fused_plan,
 )
-from zinf.program import ArrayId, ArraySpec, Program, Tier
+from zinf.program import ArrayId, ArraySpec, Tier
 from zinf.segment import (
     Segment,
     Segmented,
@@ -161,23 +162,22 @@ class Planner:
                 "the state alone exceeds the device budget of "
                 f"{self.capacity()[Tier.DEVICE]:,} bytes. Remove one of the two."
             )
-        source = self.trace(batch)
         if may_fuse:
             try:
                 return self.fuse(batch)
             except InfeasibleError:
                 if mode == "fused" or homes is not None:
                     raise
-        return self.stream(source, homes)
+        return self.stream(batch, homes)
 
-    def trace(self, batch: Any) -> Source:
+    def trace(self, batch: Any, max_bytes: int | None) -> Source:
         return trace_loss(
             self.problem.loss,
             self.problem.abstract_arguments(),
             batch,
             key=self.key,
             has_aux=True,
-            max_remat_bytes=self.config.segment_max_bytes or 1 << 62,
+            max_remat_bytes=max_bytes or 1 << 62,
         )
 
     # Everything on the device.
@@ -222,24 +222,27 @@ class Planner:
 
     # Segment by segment.
 
-    def stream(self, source: Source, homes: Mapping[ArrayId, Tier] | None) -> Streamed:
-        """Cuts by layer; if that does not fit the device, into smaller segments."""
-        max_bytes = self.config.segment_max_bytes
+    def stream(self, batch: Any, homes: Mapping[ArrayId, Tier] | None) -> Streamed:
+        """Cuts by layer; if that does not fit the device, into smaller segments.
+
+        Weights that are larger than those are read by tile.
+        """
+        segmented = self.cut(batch, self.config.segment_max_bytes)
         while True:
-            segmented = self.cut(source, max_bytes)
             try:
                 return self.stream_segments(segmented, homes)
             except InfeasibleError as error:
-                largest = self.largest_segment_bytes(segmented.program)
-                is_last = max_bytes == largest // 2
-                if Tier.DEVICE not in error.shortages or is_last:
+                max_bytes = smaller_bytes(error, segmented.program)
+                if max_bytes is None:
                     raise
-                smaller = self.cut(source, largest // 2)
-                if self.largest_segment_bytes(smaller.program) >= largest:
-                    raise
-                max_bytes = largest // 2
+                smaller = self.cut(batch, max_bytes)
+                rest = self.capacity()[Tier.DEVICE], self.rule.mesh.size
+                if not is_worth_trying(smaller.program, segmented.program, *rest):
+                    raise error.because(untiled(smaller.program)) from None
+                segmented = smaller
 
-    def cut(self, source: Source, max_bytes: int | None) -> Segmented:
+    def cut(self, batch: Any, max_bytes: int | None) -> Segmented:
+        source = self.trace(batch, max_bytes)
         frozen = set(self.problem.params) - self.problem.trainable
         by_row = {leaf.path for leaf in self.separated.leaves if leaf.is_elementwise}
         # Rows of a leaf that is itself cut by rows are not all here.
@@ -249,14 +252,6 @@ class Planner:
             if self.layouts.of(ArrayId("param", path)).has_whole_rows
         }
         return segment_loss(source, frozen=frozen, splittable=here, max_bytes=max_bytes)
-
-    def largest_segment_bytes(self, program: Program) -> int:
-        leaves = {leaf.path: leaf for leaf in program.leaves}
-
-        def nbytes(array: ArrayId) -> int:
-            return leaves[array.path].array_spec().nbytes
-
-        return max(sum(map(nbytes, s.params)) for s in program.segments)
 
     def stream_segments(
         self, segmented: Segmented, homes: Mapping[ArrayId, Tier] | None

@@ -205,7 +205,8 @@ def compile_program_updates(
             gradient_dtype = jnp.float32 if array in accumulates else compute
             whole = layouts.of(array)
             blocks: list[tuple[int, int] | None] = [None]
-            if leaf.is_elementwise and whole.has_whole_rows:
+            # A tile is small enough as it is; parts of it would have other names.
+            if leaf.is_elementwise and whole.has_whole_rows and array.rows is None:
                 itemsize = leaf.spec.dtype.itemsize
                 blocks = _blocks(whole.share_shape, itemsize, limit)
             for rows in blocks:

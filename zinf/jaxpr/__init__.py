@@ -1,9 +1,10 @@
 """Programs as flat lists of equations: flatten them, slice them, share equal pieces."""
 
+from zinf.jaxpr.emit import Emitter as Emitter
+from zinf.jaxpr.emit import abstract as abstract
+from zinf.jaxpr.emit import trace as trace
 from zinf.jaxpr.graph import Graph as Graph
-from zinf.jaxpr.graph import abstract as abstract
 from zinf.jaxpr.graph import flatten as flatten
-from zinf.jaxpr.graph import trace as trace
 from zinf.jaxpr.graph import variables as variables
 from zinf.jaxpr.share import Body as Body
 from zinf.jaxpr.share import Piece as Piece

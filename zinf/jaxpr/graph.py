@@ -25,8 +25,8 @@ from zinf.jaxpr.compat import (
     open_jaxpr,
     scan_arity,
 )
+from zinf.jaxpr.emit import Emitter
 
-CALLS = {"jit", "pjit", "closed_call", "core_call"}
 REMAT = {"remat", "remat2", "remat3", "checkpoint"}
 
 
@@ -66,15 +66,6 @@ def variables(atoms: Iterable[Atom]) -> list[Var]:
     return [a for a in atoms if not isinstance(a, Literal)]
 
 
-def abstract(value: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(value.shape, value.dtype)
-
-
-def trace(function: Callable, *arguments: Any) -> tuple[Any, Any]:
-    """`(closed jaxpr, output structure)` of a function on abstract arguments."""
-    return jax.make_jaxpr(function, return_shape=True)(*arguments)
-
-
 def flatten(
     closed: Any,
     *,
@@ -92,65 +83,32 @@ def flatten(
     jaxpr, consts = open_jaxpr(closed)
     flattener = _Flattener(inline_remat, frozenset(stacked))
     flattener.consts.update(zip(jaxpr.constvars, consts, strict=True))
-    outvars = flattener.inline(jaxpr, jaxpr.invars)
+    outvars = flattener.inline(jaxpr, {v: v for v in jaxpr.invars})
     equations = tuple(flattener.equations)
     graph = Graph(tuple(jaxpr.invars), tuple(outvars), equations, flattener.consts)
     return graph.needed_for(graph.outvars)
 
 
-class _Flattener:
+class _Flattener(Emitter):
     def __init__(self, inline_remat: Callable, stacked: frozenset[Var]):
-        self.equations: list[Equation] = []
-        self.consts: dict[Var, Any] = {}
+        super().__init__()
         self.producer: dict[Var, Equation] = {}
         self.inline_remat = inline_remat
         self.stacked = stacked
 
-    def inline(self, jaxpr: Any, arguments: Sequence[Atom]) -> list[Atom]:
-        """Emits the equations of `jaxpr` on outer atoms; returns its outputs there."""
-        return self._inline(jaxpr, dict(zip(jaxpr.invars, arguments, strict=True)))
-
-    def call(self, closed: Any, arguments: Sequence[Atom]) -> list[Atom]:
-        """Like `inline`, for a jaxpr that brings constants of its own."""
-        jaxpr, values = open_jaxpr(closed)
-        env: dict[Var, Atom] = dict(zip(jaxpr.invars, arguments, strict=True))
-        for variable, value in zip(jaxpr.constvars, values, strict=True):
-            env[variable] = fresh(variable.aval)
-            self.consts[env[variable]] = value
-        return self._inline(jaxpr, env)
-
-    def _inline(self, jaxpr: Any, env: dict[Var, Atom]) -> list[Atom]:
-        def outer(atom: Atom) -> Atom:
-            return atom if isinstance(atom, Literal) else env.get(atom, atom)
-
-        for equation in jaxpr.eqns:
-            results = self.emit(equation, [outer(a) for a in equation.invars])
-            env.update(zip(equation.outvars, results, strict=True))
-        return [outer(a) for a in jaxpr.outvars]
-
     def emit(self, equation: Equation, arguments: list[Atom]) -> list[Atom]:
         equation = equation.replace(invars=arguments)
         name = equation.primitive.name
-        if name in CALLS:
-            inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-            return self.call(inner, arguments)
         if name in REMAT and self.inline_remat(equation):
             return self.call(equation.params["jaxpr"], arguments)
         if name == "scan" and self.reads_stacked(equation):
             return self.unroll(equation)
-        return self.append(equation)
+        return super().emit(equation, arguments)
 
     def append(self, equation: Equation) -> list[Atom]:
-        outvars = [fresh(v.aval) for v in equation.outvars]
-        equation = equation.replace(outvars=outvars)
-        self.equations.append(equation)
-        self.producer.update(dict.fromkeys(outvars, equation))
+        outvars = super().append(equation)
+        self.producer.update(dict.fromkeys(outvars, self.equations[-1]))
         return outvars
-
-    def apply(self, function: Callable, *atoms: Atom) -> list[Atom]:
-        """Emits the equations of a jax function of atoms."""
-        closed, _ = trace(function, *(abstract(a.aval) for a in atoms))
-        return self.call(closed, atoms)
 
     # Scans over stacked parameters.
 

@@ -11,19 +11,7 @@ from typing import TypeVar
 
 from zinf.jaxpr import Graph, Piece, variables
 from zinf.jaxpr.compat import Atom, Equation, Literal, Var, fresh
-
-# Entry i of every output depends on entry i of the inputs alone (scalars on all). A
-# primitive that is missing here only costs the freedom to update by blocks.
-ELEMENTWISE = frozenset(
-    """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp complex
-    conj convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2
-    expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min
-    mul ne neg nextafter not or pow real reduce_precision rem round rsqrt select_n
-    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub
-    tan tanh xor
-    """.split()
-)
+from zinf.jaxpr.primitives import ELEMENTWISE
 
 Program = TypeVar("Program", Piece, Graph)
 

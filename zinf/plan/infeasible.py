@@ -1,6 +1,6 @@
 """What is said when no plan keeps within the budgets."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zinf.program import Tier
@@ -33,10 +33,16 @@ class InfeasibleError(ValueError):
             large enough are not in it.
         capacity_bytes: the budgets, by tier.
         missing_bytes: of each tier, the fastest first.
+
+    Args:
+        reasons: sentences that say why nothing could be made smaller.
     """
 
     def __init__(
-        self, shortages: Mapping[Tier, Shortage], capacity_bytes: Mapping[Tier, int]
+        self,
+        shortages: Mapping[Tier, Shortage],
+        capacity_bytes: Mapping[Tier, int],
+        reasons: Sequence[str] = (),
     ):
         self.capacity_bytes = dict(capacity_bytes)
         self.shortages = {t: shortages[t] for t in Tier if t in shortages}
@@ -52,7 +58,9 @@ class InfeasibleError(ValueError):
         self.missing_bytes = tuple(
             shortages[tier].missing_bytes if tier in shortages else 0 for tier in Tier
         )
-        super().__init__(
-            f"{' '.join(found)} Raise {budgets}, or lower the microbatch size or "
-            "segment.max_bytes."
-        )
+        advice = f"Raise {budgets}, or lower the microbatch size or segment.max_bytes."
+        super().__init__(" ".join((*found, *reasons, advice)))
+
+    def because(self, reasons: Sequence[str]) -> "InfeasibleError":
+        """The same error that also says why nothing could be made smaller."""
+        return InfeasibleError(self.shortages, self.capacity_bytes, reasons)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from zinf.plan.cost import Timeline
 from zinf.plan.instruction import Instruction, Link
-from zinf.program import Tier
+from zinf.program import Program, Tier
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -83,6 +83,23 @@ def show_instructions(instructions: Sequence[Instruction], timeline: Timeline) -
             )
         )
     return "\n".join(_aligned(rows, left=(1, 2)))
+
+
+def show_tilings(program: Program) -> str:
+    """One line for each leaf that is read by tile, and why; empty if there is none."""
+    rows = []
+    for tiling in program.tilings:
+        first, last = tiling.rows[0]
+        rows.append(
+            (
+                tiling.path,
+                show_bytes(tiling.nbytes),
+                f"in {len(tiling.rows)} tiles of up to {last - first} rows",
+                f"as a segment may hold {show_bytes(tiling.limit_bytes)};",
+                ", ".join(dict.fromkeys(tiling.uses)),
+            )
+        )
+    return "\n".join(["tiled:", *_aligned(rows, left=(0, 2, 3, 4))]) if rows else ""
 
 
 def _aligned(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:

@@ -17,6 +17,7 @@ from zinf.segment.index import index_by_literals
 from zinf.segment.order import Order, order_equations
 from zinf.segment.rows import split_rows
 from zinf.segment.source import Source
+from zinf.segment.tile import tile_leaves
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,11 @@ def segment_loss(
         splittable: leaves that may be kept by row if they are read by row: those whose
             optimizer update works on rows.
         max_bytes: parameter bytes that a segment may hold; `None` cuts by layer.
+            Splittable leaves that are larger are read by tile.
     """
     graph, arrays, stacked = split_rows(source.graph, source.params, splittable)
+    tiled = tile_leaves(graph, arrays, tileable=splittable, max_bytes=max_bytes)
+    graph, arrays = tiled.graph, dict(tiled.arrays)
     leaves = tuple(
         _leaf(v, path, path in stacked, path in frozen)
         for v, path in source.params.items()
@@ -58,7 +62,9 @@ def segment_loss(
     order = order_equations(index_by_literals(graph, floats), floats)
     tape = read_tape(order)
     cuts = choose_cuts(tape, max_bytes=max_bytes)
-    return _Builder(source, order, arrays, leaves).build(cuts)
+    made = _Builder(source, order, arrays, leaves).build(cuts)
+    program = replace(made.program, tilings=tiled.tilings, untiled=dict(tiled.refused))
+    return replace(made, program=program)
 
 
 def array_spec(aval: Any) -> ArraySpec:
@@ -94,6 +100,7 @@ class _Builder:
         self.source, self.order, self.arrays = source, order, arrays
         self.graph: Graph = order.graph
         self.leaves = tuple(leaves)
+        self.stacked = {leaf.path for leaf in leaves if leaf.num_rows is not None}
         trainable = {leaf.path for leaf in leaves if leaf.is_trainable}
         self.trainable = {v for v, a in arrays.items() if a.path in trainable}
         self.active = _active(self.graph, self.trainable)
@@ -224,8 +231,14 @@ class _Builder:
         )
 
     def title(self, draft: _Draft) -> str:
-        """The common part of its parameters' paths: "blocks/3", or "blocks[3]"."""
+        """The common part of its parameters' paths: "blocks/3", or "blocks[3]".
+
+        A segment of one tile has its name: "mlp/kernel[0:512]".
+        """
         arrays = [self.arrays[v] for v in draft.params]
+        tiles = [a for a in arrays if a.rows and a.path not in self.stacked]
+        if len(tiles) == 1:
+            return str(replace(tiles[0], role="")).removeprefix("/")
         rows = {a.rows for a in arrays if a.rows}
         if len(rows) == 1:
             arrays = [a for a in arrays if a.rows]

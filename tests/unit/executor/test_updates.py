@@ -28,8 +28,7 @@ def compiled(tx=None, max_bytes=None):
     if max_bytes is not None:
         config["segment"] = {"max_bytes": max_bytes}
     planner = make_planner(loss, params, tx or optax.adam(0.1), config)
-    source = planner.trace(jax.ShapeDtypeStruct((2, ROWS), jnp.float32))
-    segmented = planner.cut(source, max_bytes)
+    segmented = planner.cut(jax.ShapeDtypeStruct((2, ROWS), jnp.float32), max_bytes)
     return updates.compile_program_updates(
         segmented.program,
         planner.problem,

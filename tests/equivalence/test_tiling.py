@@ -1,0 +1,118 @@
+"""Weights that are read by tile train as whole ones do."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import zinf
+from tests.equivalence.models import NNX, PYTREE, Model
+from tests.equivalence.training import OPTIMIZERS, SETTINGS, streamed_config
+from zinf.executor.prepare import Streamed
+
+STEPS = 6
+MAX_BYTES = 512
+
+
+def train(
+    model: Model, folder: Any, setting: str, **config: Any
+) -> tuple[list[float], int, Any]:
+    """`(losses, number of tiled leaves, parameters)`."""
+    settings = SETTINGS[setting]
+    whole = streamed_config(("nvme", "nvme"), str(folder)) | settings | config
+    whole["segment"] = {"remat": "always"} | config.get("segment", {})
+    engine = model.start(OPTIMIZERS["sgd"], whole)
+    number = settings.get("gradient_accumulation_steps", 1)
+    batches = model.batches(STEPS, number)
+    losses = [engine.step(batch)["loss"] for batch in batches]
+    made = engine.planner.plan(
+        engine.planner.batch_spec(batches[0]), engine.residents.homes
+    )
+    assert isinstance(made, Streamed)
+    params = engine.params()
+    engine.close()
+    return losses, len(made.segmented.program.tilings), params
+
+
+@pytest.mark.parametrize("model", [NNX, PYTREE], ids=lambda m: m.name)
+def test_tiled_weights_train_as_whole_ones(model, tmp_path):
+    segment = {"max_bytes": MAX_BYTES}
+    expected, none, _ = train(model, tmp_path / "whole", "plain")
+    losses, num_tiled, params = train(model, tmp_path / "a", "plain", segment=segment)
+    assert none == 0 and num_tiled > 0
+    # Sums over tiles are in another order: the bound of the streamed step against
+    # plain JAX (test_reference), which fusions alone need.
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "setting", ["clipping", "accumulation and clipping", "bf16 accumulation"]
+)
+def test_tiles_are_accumulated_clipped_and_cast_as_wholes_are(setting, tmp_path):
+    segment = {"max_bytes": MAX_BYTES}
+    expected, _, _ = train(NNX, tmp_path / "whole", setting)
+    losses, num_tiled, _ = train(NNX, tmp_path / "a", setting, segment=segment)
+    assert num_tiled > 1
+    # A bfloat16 activation that is rounded the other way is off by 2^-8.
+    np.testing.assert_allclose(
+        losses, expected, rtol=4e-3 if "bf16" in setting else 1e-5
+    )
+
+
+@pytest.mark.parametrize("placement", [("none", "cpu"), ("cpu", "nvme")])
+def test_where_tiles_rest_changes_no_bit(placement, tmp_path):
+    segment = {"max_bytes": MAX_BYTES}
+    expected, _, params = train(PYTREE, tmp_path / "a", "plain", segment=segment)
+    moved = streamed_config(placement, str(tmp_path / "b"))["zero_optimization"]
+    losses, _, there = train(
+        PYTREE, tmp_path / "b", "plain", segment=segment, zero_optimization=moved
+    )
+    assert losses == expected
+    jax.tree.map(np.testing.assert_array_equal, there, params)
+
+
+def layer_loss(params: Any, batch: Any) -> jax.Array:
+    y = batch["x"] @ params["kernel"] + params["bias"][None]
+    return jax.numpy.mean((y - batch["y"]) ** 2)
+
+
+def layer(hidden: int, budget: int, folder: Any, **config: Any) -> Any:
+    """An engine for one layer of `hidden` x 4 `hidden`, and a batch."""
+    random = np.random.default_rng(0)
+    x, y = (random.normal(size=(4, n)).astype("f4") for n in (hidden, 4 * hidden))
+    whole = streamed_config(("nvme", "nvme"), str(folder)) | config
+    whole["memory"] |= {"device": budget}
+    init = {"kernel": x.T @ y / 99, "bias": np.zeros(4 * hidden, "f4")}
+    engine = zinf.initialize(layer_loss, init, optax.adam(1e-3), whole)
+    return engine, {"x": x, "y": y}
+
+
+def test_a_layer_larger_than_the_device_trains_within_its_budget(tmp_path):
+    """The weight alone is four times the budget, and nobody said so anywhere."""
+    hidden = 256
+    budget = hidden * 4 * hidden * 4 // 4
+    losses = []
+    for number, nbytes in enumerate((32 * budget, budget)):
+        engine, batch = layer(hidden, nbytes, tmp_path / str(number))
+        metrics = [engine.step(batch) for _ in range(3)]
+        assert all(m["device_bytes"] <= nbytes for m in metrics)
+        losses.append([m["loss"] for m in metrics])
+        engine.close()
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+def test_a_weight_that_cannot_be_tiled_is_named_when_it_does_not_fit(tmp_path):
+    def loss(params: Any, batch: Any) -> jax.Array:
+        return (batch @ params["kernel"]).sum() / jax.numpy.linalg.norm(
+            params["kernel"]
+        )
+
+    init = {"kernel": np.ones((256, 256), "f4")}
+    config = streamed_config(("nvme", "nvme"), str(tmp_path))
+    config["memory"] |= {"device": 128 * 1024}
+    with pytest.raises(ValueError, match=r"kernel.*`(square|reduce_sum|mul)`"):
+        zinf.initialize(
+            loss, init, optax.adam(1e-3), config, batch=np.ones((2, 256), "f4")
+        )

@@ -1,0 +1,186 @@
+"""Leaves that are too large are read by tile, with the results of the whole."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zinf.jaxpr import flatten, trace
+from zinf.jaxpr.compat import open_jaxpr
+from zinf.program import ArrayId
+from zinf.segment.tile import tile_leaves
+
+F32, BF16 = jnp.float32, jnp.bfloat16
+WHOLE = ArrayId("param", "w")
+IDS = np.array([[0, 5, 22], [7, 7, 11]], np.int32)
+
+
+def tiled(function, weight, *rest, max_bytes, tileable=("w",)):
+    closed, _ = trace(function, weight, *rest)
+    leaf = open_jaxpr(closed)[0].invars[0]
+    arrays = {leaf: WHOLE}
+    return tile_leaves(flatten(closed), arrays, tileable=tileable, max_bytes=max_bytes)
+
+
+def as_function(found):
+    """The tiled program as a function of the whole weight."""
+
+    def function(weight, *rest):
+        tiles = [weight[slice(*a.rows)] for a in found.arrays.values()]
+        return found.graph(*rest, *tiles)[0]
+
+    return function
+
+
+def weight_of(shape, dtype=F32):
+    values = np.random.default_rng(1).normal(size=shape)
+    return jnp.asarray(values, dtype)
+
+
+def x_of(*shape, dtype=F32):
+    return jnp.asarray(np.random.default_rng(2).normal(size=shape), dtype)
+
+
+# What reads a weight of 23 rows: by name, the function, the weight's shape, the rest.
+READERS = {
+    "contracted": (lambda w, x: x @ w, (23, 29), (x_of(5, 23),)),
+    "on the left": (lambda w, x: w.T @ x, (23, 29), (x_of(23, 5),)),
+    "a vector": (lambda w, x: x @ w, (23,), (x_of(5, 23),)),
+    "transposed": (lambda w, x: x @ w.T, (23, 29), (x_of(5, 29),)),
+    "rows on the left": (lambda w, x: w @ x, (23, 29), (x_of(29, 3),)),
+    "per expert": (
+        lambda w, x: jnp.einsum("ehf,eth->etf", w, x),
+        (23, 4, 3),
+        (x_of(23, 5, 4),),
+    ),
+    "heads": (
+        lambda w, x: jnp.einsum("td,dhk->thk", x, w),
+        (23, 4, 3),
+        (x_of(5, 23),),
+    ),
+    "reshaped": (lambda w, x: x @ w.reshape(23, 12), (23, 4, 3), (x_of(5, 23),)),
+    "scaled": (lambda w, x: x @ (w * 0.5).astype(F32), (23, 29), (x_of(5, 23),)),
+    "masked": (lambda w, x, m: x @ (w * m), (23, 4), (x_of(5, 23), x_of(23, 4))),
+    "columns": (lambda w, x: x @ w[:, 1:3], (23, 4), (x_of(5, 23),)),
+    "looked up": (lambda w, i: w[i], (23, 4), (IDS,)),
+    "looked up, clipped": (
+        lambda w, i: jnp.take(w, i + 9, axis=0, mode="clip"),
+        (23, 4),
+        (IDS,),
+    ),
+    "looked up from the end": (lambda w, i: w[i - 23], (23, 4), (IDS,)),
+    "looked up by bytes": (lambda w, i: w[i], (23, 4), (IDS.astype(np.uint8),)),
+    "tied": (lambda w, i: w[i] @ w.T, (23, 4), (IDS,)),
+    "narrow": (lambda w, x: x @ w, (23, 29), (x_of(5, 23, dtype=BF16),)),
+}
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 23], ids="{} rows a tile".format)
+@pytest.mark.parametrize("name", READERS)
+def test_a_weight_read_by_tile_gives_what_it_gives_as_a_whole(name, num_rows):
+    function, shape, rest = READERS[name]
+    dtype = BF16 if name == "narrow" else F32
+    weight = weight_of(shape, dtype)
+    row_bytes = weight.nbytes // shape[0]
+    # One less than the whole, so that 23 rows a tile are 12 and 11.
+    limit = min(num_rows * row_bytes, weight.nbytes - 1)
+    found = tiled(function, weight, *rest, max_bytes=limit)
+    assert not found.refused
+    sizes = [b - a for a, b in (array.rows for array in found.arrays.values())]
+    assert sum(sizes) == shape[0] and max(sizes) * row_bytes <= limit
+
+    def results(f):
+        y, vjp = jax.vjp(lambda w: f(w, *rest), weight)
+        return y, vjp(jnp.cos(y.astype(F32)).astype(y.dtype))[0]
+
+    # Sums in another order: of up to 29 products, each rounded to 2^-24; a narrow sum
+    # is rounded once, to 2^-9, either way.
+    tolerance = 2**-7 if dtype == BF16 else 1e-5
+    for y, expected in zip(results(as_function(found)), results(function), strict=True):
+        assert y.dtype == expected.dtype
+        np.testing.assert_allclose(
+            np.asarray(y, "f4"),
+            np.asarray(expected, "f4"),
+            rtol=tolerance,
+            atol=tolerance * float(jnp.abs(expected).max()),
+        )
+
+
+def test_an_index_out_of_range_gives_what_jax_says():
+    def function(w, i):
+        return w.at[i].get(mode="fill", fill_value=7)
+
+    weight, ids = weight_of((23, 4)), np.array([22, 23, 99, 0], np.int32)
+    found = tiled(function, weight, ids, max_bytes=64)
+    y = as_function(found)(weight, ids)
+    np.testing.assert_array_equal(y, function(weight, ids))
+    assert (y[1:3] == 7).all()
+
+
+def test_sums_of_narrow_products_are_rounded_once():
+    # 1 and then 64 times 2^-9: each is lost when added to a bfloat16 of 1.
+    weight = jnp.concatenate([jnp.ones((1, 1)), jnp.full((64, 1), 2**-9)]).astype(BF16)
+    x = jnp.ones((1, 65), BF16)
+    found = tiled(lambda w, x: x @ w, weight, x, max_bytes=2)
+    assert len(found.arrays) == 65
+    assert float(as_function(found)(weight, x)[0, 0]) == 1 + 64 * 2**-9
+
+
+def test_derivatives_of_narrow_products_stay_narrow():
+    weight, x = weight_of((4, 4), BF16), x_of(2, 4, dtype=BF16)
+    found = tiled(lambda w, x: x @ w, weight, x, max_bytes=16)
+
+    def gradients(w, x):
+        y, vjp = jax.vjp(as_function(found), w, x)
+        return vjp(y)
+
+    closed, _ = trace(gradients, weight, x)
+    products = [
+        e for e in flatten(closed).equations if e.primitive.name == "dot_general"
+    ]
+    assert len(products) == 4  # of each tile: to its rows, and to x
+    assert {v.aval.dtype for e in products for v in e.invars} == {jnp.dtype(BF16)}
+
+
+REFUSED = {
+    "`reduce_sum` needs it as a whole": lambda w, x: x @ w / jnp.sum(w),
+    "`cumsum` needs it as a whole": lambda w, x: x @ jnp.cumsum(w, 0),
+    "only some of its rows are read": lambda w, x: x[:, :8] @ w[:8],
+    "`dot_general` reads two such weights": lambda w, x: x @ (w @ w),
+    "it is an output of the loss": lambda w, x: w + 1,
+    "it is reshaped from [24, 24] to [16, 36], across tiles": lambda w, x: (
+        (x @ w) @ jnp.concatenate([w.reshape(16, 36), w.reshape(16, 36)[:8]])
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_a_weight_that_has_to_be_whole_says_why_and_stays_so(reason):
+    found = tiled(REFUSED[reason], weight_of((24, 24)), x_of(2, 24), max_bytes=480)
+    assert found.refused == {"w": reason}
+    assert not found.tilings and list(found.arrays.values()) == [WHOLE]
+
+
+def test_a_leaf_whose_rows_have_no_update_of_their_own_is_not_tiled():
+    function, shape, rest = READERS["contracted"]
+    found = tiled(function, weight_of(shape), *rest, max_bytes=480, tileable=())
+    assert "cannot be updated" in found.refused["w"]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 4), st.integers(4, 300))
+def test_tiles_are_within_the_limit_and_alike_if_that_costs_little(rows, width, limit):
+    weight = weight_of((rows, width))
+    found = tiled(lambda w, x: x @ w, weight, x_of(2, rows), max_bytes=limit)
+    if weight.nbytes <= limit:
+        assert not found.tilings
+        return
+    (tiling,) = found.tilings
+    assert tiling.edges[0] == 0 and tiling.edges[-1] == rows
+    sizes = [b - a for a, b in tiling.rows]
+    assert max(sizes) * width * 4 <= max(limit, width * 4)
+    assert set(sizes[:-1]) <= {sizes[0]} and sizes[-1] <= sizes[0]
+    fewest = -(-rows // max(1, limit // (width * 4)))
+    assert len(sizes) < 2 * fewest

@@ -1,0 +1,179 @@
+"""Weights that are larger than a segment may hold are read a tile at a time.
+
+Memory-centric tiling (Rajbhandari et al. 2021, "ZeRO-Infinity", section 5.1.3) without
+a change to the model: a leaf is cut into tiles of consecutive rows, and every equation
+that reads it becomes one for each tile. What the leaf's rows are to a matmul decides
+how the parts are put together: rows that are contracted give sums, others stand side by
+side. The cuts between segments then fall between tiles, so that a tile is fetched,
+used, and gone before the next one, forward and backward.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from math import ceil
+
+from zinf.jaxpr import Emitter, Graph
+from zinf.jaxpr.compat import Atom, Literal, Var, fresh
+from zinf.program import ArrayId, Tiling
+from zinf.segment.order import variable_bytes
+from zinf.segment.tile_rules import Split, Untileable, follow, write
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """A program whose large leaves are read by tile.
+
+    Attributes:
+        graph: its extra invars are the tiles.
+        arrays: what each parameter invar is: an array, or a tile of it.
+        tilings: what was tiled; `refused` says of other leaves that are too large why
+            they were not, by path.
+    """
+
+    graph: Graph
+    arrays: Mapping[Var, ArrayId]
+    tilings: tuple[Tiling, ...]
+    refused: Mapping[str, str]
+
+
+def tile_leaves(
+    graph: Graph,
+    arrays: Mapping[Var, ArrayId],
+    *,
+    tileable: Collection[str],
+    max_bytes: int | None,
+) -> Tiled:
+    """Cuts the arrays that are larger than `max_bytes` into tiles of at most that.
+
+    Args:
+        arrays: what the invars of `graph` that are parameters stand for.
+        tileable: paths of leaves whose rows may be fetched and updated by themselves.
+    """
+    large = {
+        v: a
+        for v, a in arrays.items()
+        if max_bytes is not None and variable_bytes(v) > max_bytes and v.aval.shape
+    }
+    if max_bytes is None or not large:
+        return Tiled(graph, arrays, (), {})
+    refused = {}
+    for a in large.values():
+        if a.rows is not None:
+            refused[a.path] = "it is stacked over layers, and tiles are rows of a leaf"
+        elif a.path not in tileable:
+            refused[a.path] = (
+                "its rows cannot be updated one by one, or are on several devices"
+            )
+    tilings = {
+        v: _cut(v, a.path, max_bytes) for v, a in large.items() if a.path not in refused
+    }
+    uses = _uses(graph, tilings, refused)
+    tilings = {v: t for v, t in tilings.items() if t.path not in refused}
+    if not tilings:
+        return Tiled(graph, arrays, (), refused)
+    writer = _Writer(tilings)
+    outvars = writer.run(graph)
+    tiles = {tile: a for v in tilings for tile, a in writer.tiles(v)}
+    invars = tuple(v for v in graph.invars if v not in tilings)
+    consts = {**graph.consts, **writer.consts}
+    tiled = Graph((*invars, *tiles), outvars, tuple(writer.equations), consts)
+    kept = {v: a for v, a in arrays.items() if v not in tilings}
+    named = tuple(replace(t, uses=tuple(uses[v])) for v, t in tilings.items())
+    return Tiled(tiled, kept | tiles, named, refused)
+
+
+def _cut(variable: Var, path: str, max_bytes: int) -> Tiling:
+    """Tiles of one size if that takes less than twice as many, else a smaller last."""
+    num_rows = variable.aval.shape[0]
+    row_bytes = variable_bytes(variable) // num_rows
+    least = ceil(num_rows / max(1, max_bytes // row_bytes))
+    even = (n for n in range(least, 2 * least) if num_rows % n == 0)
+    rows = ceil(num_rows / next(even, least))
+    edges = (*range(0, num_rows, rows), num_rows)
+    return Tiling(path, variable_bytes(variable), max_bytes, edges)
+
+
+def _uses(
+    graph: Graph, tilings: Mapping[Var, Tiling], refused: dict[str, str]
+) -> dict[Var, list[str]]:
+    """How each leaf is read by tile; adds those that cannot be to `refused`."""
+    uses: dict[Var, list[str]] = {v: [] for v in tilings}
+    splits = {v: (v, Split(0, t.edges)) for v, t in tilings.items()}
+    for equation in graph.equations:
+        read = [
+            (n, *splits[a])
+            for n, a in enumerate(equation.invars)
+            if not isinstance(a, Literal) and a in splits
+        ]
+        try:
+            if len(read) > 1:
+                raise Untileable(f"`{equation.primitive.name}` reads two such weights")
+            for number, leaf, split in read:
+                result = follow(equation, number, split)
+                if isinstance(result, Split):
+                    splits[equation.outvars[0]] = leaf, result
+                else:
+                    uses[leaf].append(result)
+        except Untileable as error:
+            for _, leaf, _ in read:
+                refused[tilings[leaf].path] = str(error)
+                _forget(splits, leaf)
+    for v in graph.outvars:
+        if not isinstance(v, Literal) and v in splits:
+            refused[tilings[splits[v][0]].path] = "it is an output of the loss"
+    return uses
+
+
+def _forget(splits: dict[Var, tuple[Var, Split]], leaf: Var) -> None:
+    for v in [v for v, (owner, _) in splits.items() if owner is leaf]:
+        del splits[v]
+
+
+class _Writer(Emitter):
+    """Writes a program anew, with values that come from tiled leaves in pieces."""
+
+    def __init__(self, tilings: Mapping[Var, Tiling]):
+        super().__init__()
+        self.tilings = tilings
+        self.pieces: dict[Var, tuple[Split, list[Atom]]] = {}
+        for v, tiling in tilings.items():
+            sizes = (b - a for a, b in tiling.rows)
+            tiles = [fresh(v.aval.update(shape=(n, *v.aval.shape[1:]))) for n in sizes]
+            self.pieces[v] = Split(0, tiling.edges), tiles
+
+    def tiles(self, leaf: Var) -> list[tuple[Var, ArrayId]]:
+        """The tiles of a leaf, as invars and as arrays."""
+        tiling = self.tilings[leaf]
+        arrays = [ArrayId("param", tiling.path, rows) for rows in tiling.rows]
+        return list(zip(self.pieces[leaf][1], arrays, strict=True))
+
+    def run(self, graph: Graph) -> tuple[Atom, ...]:
+        """Writes all equations; returns the outputs of the program."""
+        env: dict[Var, Atom] = {}
+
+        def here(atom: Atom) -> Atom:
+            return atom if isinstance(atom, Literal) else env.get(atom, atom)
+
+        for equation in graph.equations:
+            numbers = [
+                n
+                for n, a in enumerate(equation.invars)
+                if not isinstance(a, Literal) and a in self.pieces
+            ]
+            invars = [here(a) for a in equation.invars]
+            if not numbers:
+                results = self.append(equation.replace(invars=invars))
+                env.update(zip(equation.outvars, results, strict=True))
+                continue
+            (number,) = numbers
+            split, pieces = self.pieces[equation.invars[number]]
+            written = write(
+                self, equation.replace(invars=invars), number, split, pieces
+            )
+            (out,) = equation.outvars
+            result = follow(equation, number, split)
+            if isinstance(result, Split):
+                self.pieces[out] = result, written
+            else:
+                (env[out],) = written
+        return tuple(here(a) for a in graph.outvars)

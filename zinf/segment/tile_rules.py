@@ -1,0 +1,370 @@
+"""What becomes of an equation when one of its operands comes in pieces along a dim.
+
+Either its result comes in pieces too (a cast, a transpose), or the pieces are put
+together there: sums over contracted pieces, and side by side what is not contracted.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zinf.jaxpr import Emitter
+from zinf.jaxpr.compat import Atom, Equation, fresh, literal
+from zinf.jaxpr.primitives import ELEMENTWISE
+
+SUMMED = "contracted"
+BESIDE = "side by side"
+LOOKED_UP = "looked up"
+
+
+class Untileable(Exception):
+    """Why an equation cannot read an operand in pieces, for a message to the user."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """Pieces of a value along `dim`, between `edges` (from 0 to its size)."""
+
+    dim: int
+    edges: tuple[int, ...]
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        return list(zip(self.edges[:-1], self.edges[1:], strict=True))
+
+
+def follow(equation: Equation, number: int, split: Split) -> Split | str:
+    """How the result is split when operand `number` is, or how pieces are joined.
+
+    Raises:
+        Untileable: it needs the operand as a whole.
+    """
+    name = equation.primitive.name
+    if name == "dot_general":
+        return SUMMED if _Dot(equation, number).contracts(split.dim) else BESIDE
+    if name == "gather":
+        return _check_lookup(equation, number, split)
+    if name in ELEMENTWISE or name == "stop_gradient":
+        return _check_elementwise(equation, number, split)
+    if name in MOVES:
+        return MOVES[name](equation, split)
+    raise Untileable(f"`{name}` needs it as a whole")
+
+
+def write(
+    emitter: Emitter,
+    equation: Equation,
+    number: int,
+    split: Split,
+    pieces: Sequence[Atom],
+) -> list[Atom]:
+    """Writes an equation for pieces of an operand: the pieces of its result, or it."""
+    result = follow(equation, number, split)
+    if isinstance(result, Split):
+        return _write_pieces(emitter, equation, number, split, result, pieces)
+    if result == LOOKED_UP:
+        return [_write_lookup(emitter, equation, split, pieces)]
+    dot = _Dot(equation, number)
+    if result == SUMMED:
+        return [_write_sum(emitter, dot, split, pieces)]
+    return [_write_beside(emitter, dot, split, pieces)]
+
+
+# Equations whose result comes in pieces.
+
+
+def _check_elementwise(equation: Equation, number: int, split: Split) -> Split:
+    shape = equation.invars[number].aval.shape
+    if equation.effects or any(
+        a.aval.shape not in ((), shape) for a in equation.invars
+    ):
+        raise Untileable(f"`{equation.primitive.name}` needs it as a whole")
+    return split
+
+
+def _transpose(equation: Equation, split: Split) -> Split:
+    dim = equation.params["permutation"].index(split.dim)
+    return Split(dim, split.edges)
+
+
+def _broadcast(equation: Equation, split: Split) -> Split:
+    dim = equation.params["broadcast_dimensions"][split.dim]
+    if equation.outvars[0].aval.shape[dim] != split.edges[-1]:
+        raise Untileable("it is broadcast along its rows")
+    return Split(dim, split.edges)
+
+
+def _squeeze(equation: Equation, split: Split) -> Split:
+    gone = [d for d in equation.params["dimensions"] if d < split.dim]
+    return Split(split.dim - len(gone), split.edges)
+
+
+def _reshape(equation: Equation, split: Split) -> Split:
+    """Rows may be merged with later dims, or be cut into groups that pieces keep."""
+    old = equation.invars[0].aval.shape
+    new = equation.outvars[0].aval.shape
+    size, before = old[split.dim], prod(old[: split.dim])
+    for dim, length in enumerate(new):
+        if prod(new[:dim]) != before or length == 1:
+            continue
+        if length % size == 0:
+            return Split(dim, tuple(e * (length // size) for e in split.edges))
+        group = size // length
+        if size % length == 0 and all(e % group == 0 for e in split.edges):
+            return Split(dim, tuple(e // group for e in split.edges))
+    raise Untileable(f"it is reshaped from {list(old)} to {list(new)}, across tiles")
+
+
+def _slice(equation: Equation, split: Split) -> Split:
+    params, dim = equation.params, split.dim
+    start, limit = params["start_indices"][dim], params["limit_indices"][dim]
+    strides = params["strides"]
+    if (start, limit) != (0, split.edges[-1]) or (strides and strides[dim] != 1):
+        raise Untileable("only some of its rows are read")
+    return split
+
+
+# How a dim goes through an equation that only moves entries.
+MOVES: dict[str, Callable[[Equation, Split], Split]] = {
+    "transpose": _transpose,
+    "broadcast_in_dim": _broadcast,
+    "squeeze": _squeeze,
+    "reshape": _reshape,
+    "slice": _slice,
+}
+# The parameter by which it names the shape of its result.
+SHAPE_PARAMS = {"broadcast_in_dim": "shape", "reshape": "new_sizes"}
+
+
+def _write_pieces(
+    emitter: Emitter,
+    equation: Equation,
+    number: int,
+    before: Split,
+    after: Split,
+    pieces: Sequence[Atom],
+) -> list[Atom]:
+    (out,) = equation.outvars
+    name, written = equation.primitive.name, []
+    ranges = zip(before.ranges, after.ranges, pieces, strict=True)
+    for (start, stop), (low, high), piece in ranges:
+        invars = [
+            _part(emitter, a, before.dim, start, stop) if n != number else piece
+            for n, a in enumerate(equation.invars)
+        ]
+        shape = list(out.aval.shape)
+        shape[after.dim] = high - low
+        params = dict(equation.params)
+        if name in SHAPE_PARAMS:
+            params[SHAPE_PARAMS[name]] = tuple(shape)
+        if name == "slice":
+            limits = list(params["limit_indices"])
+            limits[before.dim] = stop - start
+            params["limit_indices"] = tuple(limits)
+        part = fresh(out.aval.update(shape=tuple(shape)))
+        changed = equation.replace(invars=invars, outvars=[part], params=params)
+        written += emitter.append(changed)
+    return written
+
+
+def _part(emitter: Emitter, atom: Atom, dim: int, start: int, stop: int) -> Atom:
+    """Entries `start:stop` of an atom along a dim; a scalar is for all."""
+    if not atom.aval.shape:
+        return atom
+    cut = partial(jax.lax.slice_in_dim, start_index=start, limit_index=stop, axis=dim)
+    return emitter.apply(cut, atom)[0]
+
+
+# Matmuls.
+
+
+@dataclass(frozen=True)
+class _Dot:
+    """A `dot_general` of which operand `number` comes in pieces."""
+
+    equation: Equation
+    number: int
+
+    @property
+    def other(self) -> Atom:
+        return self.equation.invars[1 - self.number]
+
+    def _dims(self, kind: int) -> tuple[Sequence[int], Sequence[int]]:
+        """Of both operands, that in pieces first: contracted (0) or batch (1) dims."""
+        both = self.equation.params["dimension_numbers"][kind]
+        return both[self.number], both[1 - self.number]
+
+    def contracts(self, dim: int) -> bool:
+        return dim in self._dims(0)[0]
+
+    def other_dim(self, dim: int) -> int | None:
+        """The dim of the other operand that goes with `dim`; None if none does."""
+        for mine, others in (self._dims(0), self._dims(1)):
+            if dim in mine:
+                return others[list(mine).index(dim)]
+        return None
+
+    def out_dim(self, dim: int) -> int:
+        """Where a dim that is not contracted comes out."""
+        contracted, batch = self._dims(0)[0], list(self._dims(1)[0])
+        if dim in batch:
+            return batch.index(dim)
+        taken = {*contracted, *batch}
+        shape = self.equation.invars[self.number].aval.shape
+        free = [d for d in range(len(shape)) if d not in taken]
+        first = len(batch)
+        if self.number == 1:  # free dims of the left operand come before
+            first += len(self.other.aval.shape) - len(contracted) - len(batch)
+        return first + free.index(dim)
+
+    def operands(self, piece: Any, other: Any) -> list[Any]:
+        return [other, piece] if self.number else [piece, other]
+
+
+def _others(emitter: Emitter, dot: _Dot, split: Split, count: int) -> list[Atom]:
+    """The other operand, or what of it goes with each piece."""
+    dim = dot.other_dim(split.dim)
+    if dim is None:
+        return [dot.other] * count
+    return [_part(emitter, dot.other, dim, *r) for r in split.ranges]
+
+
+def _write_beside(
+    emitter: Emitter, dot: _Dot, split: Split, pieces: Sequence[Atom]
+) -> Atom:
+    (out,) = dot.equation.outvars
+    dim = dot.out_dim(split.dim)
+    parts = []
+    others = _others(emitter, dot, split, len(pieces))
+    for piece, other, (start, stop) in zip(pieces, others, split.ranges, strict=True):
+        shape = list(out.aval.shape)
+        shape[dim] = stop - start
+        part = fresh(out.aval.update(shape=tuple(shape)))
+        operands = dot.operands(piece, other)
+        equation = dot.equation.replace(invars=operands, outvars=[part])
+        parts += emitter.append(equation)
+    (joined,) = emitter.apply(lambda *ys: jnp.concatenate(ys, dim), *parts)
+    return joined
+
+
+def _write_sum(
+    emitter: Emitter, dot: _Dot, split: Split, pieces: Sequence[Atom]
+) -> Atom:
+    """Sums the products in order, in float32 where the result has less than that."""
+    others = _others(emitter, dot, split, len(pieces))
+    dtype = dot.equation.outvars[0].aval.dtype
+    is_narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    params = {**dot.equation.params, "preferred_element_type": dtype}
+    product = partial(jax.lax.dot_general, **_dot_arguments(params))
+    if is_narrow:
+        product = _in_float32(product)
+    total: Atom | None = None
+    for piece, other in zip(pieces, others, strict=True):
+        (part,) = emitter.apply(product, *dot.operands(piece, other))
+        if total is None:
+            total = part
+        else:
+            (total,) = emitter.apply(jax.lax.add, total, part)
+    assert total is not None
+    if is_narrow:
+        cast = partial(jax.lax.convert_element_type, new_dtype=dtype)
+        (total,) = emitter.apply(cast, total)
+    return total
+
+
+def _dot_arguments(params: dict[str, Any]) -> dict[str, Any]:
+    names = ("dimension_numbers", "precision", "preferred_element_type", "out_sharding")
+    return {name: params[name] for name in names if name in params}
+
+
+def _in_float32(product: Callable) -> Callable:
+    """A product whose result is not rounded, and whose derivatives are as without.
+
+    The cotangent comes from a cast of the sum, so that the narrow dtype has it exactly;
+    jax's own rule would multiply float32 by narrow operands.
+    """
+
+    @jax.custom_vjp
+    def wide(x: jax.Array, y: jax.Array) -> jax.Array:
+        return product(x, y, preferred_element_type=jnp.float32)
+
+    def forward(x: jax.Array, y: jax.Array) -> tuple[jax.Array, tuple]:
+        return wide(x, y), (x, y)
+
+    def backward(operands: tuple, cotangent: jax.Array) -> tuple:
+        result, vjp = jax.vjp(product, *operands)
+        return vjp(cotangent.astype(result.dtype))
+
+    wide.defvjp(forward, backward)
+    return wide
+
+
+# Look-ups of rows, as of embeddings.
+
+
+def _check_lookup(equation: Equation, number: int, split: Split) -> str:
+    shape = equation.invars[0].aval.shape
+    numbers = equation.params["dimension_numbers"]
+    is_rows = (
+        number == 0
+        and split.dim == 0
+        and tuple(numbers.start_index_map) == (0,)
+        and tuple(numbers.collapsed_slice_dims) == (0,)
+        and not numbers.operand_batching_dims
+        and tuple(equation.params["slice_sizes"]) == (1, *shape[1:])
+    )
+    if not is_rows:
+        raise Untileable("`gather` reads more of it than whole rows")
+    return LOOKED_UP
+
+
+def _write_lookup(
+    emitter: Emitter, equation: Equation, split: Split, pieces: Sequence[Atom]
+) -> Atom:
+    """Each tile gives the rows that it has; where none has a row, jax's fill value."""
+    (out,) = equation.outvars
+    indices = equation.invars[1]
+    numbers = equation.params["dimension_numbers"]
+    mode = jax.lax.GatherScatterMode.from_any(equation.params["mode"])
+    fills = mode == jax.lax.GatherScatterMode.FILL_OR_DROP
+    num_rows = split.edges[-1]
+
+    def in_range(i: jax.Array) -> jax.Array:
+        i = i if i.dtype.itemsize == 8 else i.astype(jnp.int32)
+        return i if fills else jnp.clip(i, 0, num_rows - 1)  # the nearest that there is
+
+    (indices,) = emitter.apply(in_range, indices)
+    batch = [d for d in range(out.aval.ndim) if d not in numbers.offset_dims]
+
+    def look_up(
+        so_far: jax.Array, tile: jax.Array, i: jax.Array, start: jax.Array
+    ) -> jax.Array:
+        size, local = tile.shape[0], i - start.astype(i.dtype)
+        inside = (local >= 0) & (local < size)
+        found = jax.lax.gather(
+            tile,
+            jnp.where(inside, local, 0),
+            numbers,
+            equation.params["slice_sizes"],
+            mode=jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+        )
+        inside = jax.lax.broadcast_in_dim(inside[..., 0], out.aval.shape, batch)
+        return jnp.where(inside, found, so_far)
+
+    fill = equation.params["fill_value"] if fills else 0
+
+    def nothing() -> jax.Array:
+        return jnp.full(out.aval.shape, fill, out.aval.dtype)
+
+    (total,) = emitter.apply(nothing)
+    for piece, (start, _) in zip(pieces, split.ranges, strict=True):
+        # An argument of the code, so that all tiles of one size share it.
+        place = literal(np.int32(start))
+        (total,) = emitter.apply(look_up, total, piece, indices, place)
+    return total
