@@ -61,3 +61,18 @@ def test_the_benchmark_times_whatever_can_run_beside_its_floor(tmp_path):
     assert {row["implementation"] for row in left_out} == {"mosaic_gpu"}
     for row in timed:
         assert len(row["all_seconds"]) == 2 and row["floor_seconds"] > 0
+
+
+def test_the_loss_is_planned_and_runs_in_a_twentieth_of_the_plain_forms_memory(
+    tmp_path,
+):
+    path, sizes = tmp_path / "memory.json", ("1024", "262144", "16")
+    names = ("--tokens", "--vocab", "--dim")
+    given = [word for pair in zip(names, sizes, strict=True) for word in pair]
+    run("logits_memory.py", *given, "--step", "--json", str(path))
+    *compiled, plan, ledger = rows_of(path)
+    assert compiled and all(row["share"] < 1 for row in compiled)
+    for row in (plan, ledger):
+        assert row["plain_bytes"] >= 4 * 1024 * 262144
+        assert row["fused_bytes"] <= 0.05 * row["plain_bytes"]
+    assert ledger["fused_bytes"] <= plan["fused_bytes"]
