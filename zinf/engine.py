@@ -39,7 +39,7 @@ class Engine:
     Attributes:
         num_steps: steps taken, skipped ones included.
         last_step: what the latest step moved, and when each instruction ran.
-        pending_save: a save that still reads the arrays; the next update waits for it.
+        pending_save: a save that still reads arrays; fused steps wait for it (`Holds`).
     """
 
     stores: Stores
@@ -72,7 +72,7 @@ class Engine:
 
     @property
     def plan(self) -> Plan:
-        """The plan for the latest batch; `print` shows every transfer."""
+        """For the latest batch; `print` shows every transfer."""
         if self._current is None:
             raise ValueError(
                 "The plan depends on the shape of the batch, and none was given yet. "
@@ -110,7 +110,6 @@ class Engine:
                 record=record,
             )
             if self.planner.problem.state_paths and not outcome.skips:
-                self.before_update()
                 write_model_state(self._residents, self.planner, outcome, record)
         seconds = perf_counter() - start
         metrics = step_metrics(
@@ -147,10 +146,11 @@ class Engine:
         return self.planner.problem.restore_state(self._reader())
 
     def save(self, directory: str | PathLike) -> None:
-        """Writes all state to a new folder, an array at a time."""
+        """Saves all state in a new folder; what is on nvme is linked, not copied."""
         self._condition.check()
         assert self.plan, "there is no state before there is a plan"
-        write_arrays(Path(directory), self.residents, self.scalars())
+        meet = partial(self.planner.group.barrier, timeout=None)
+        write_arrays(Path(directory), self.residents, self.scalars(), barrier=meet)
 
     def restore(self, directory: str | PathLike) -> None:
         """Takes all state from a folder that `save` wrote, whatever its placement was.
@@ -182,8 +182,7 @@ class Engine:
     def before_update(self) -> None:
         """Waits for a save that still reads the arrays."""
         if self.pending_save is not None:
-            pending, self.pending_save = self.pending_save, None
-            pending.result()
+            self.pending_save.result()
 
     def close(self) -> None:
         """Frees every tier; files on nvme are scratch and go with the next run."""
@@ -209,7 +208,8 @@ class Engine:
             made = self.planner.plan(spec, homes)
             if homes is None:
                 self._place(made.plan)
-            rest = self.planner, self.stores, spec, self.before_update
+            wait = self.before_update if made.plan.is_fused else lambda: None
+            rest = self.planner, self.stores, spec, wait
             self._runners[shape] = make_runner(made, *rest)
         self._current = switch(self._current, self._runners[shape])
         return self._current

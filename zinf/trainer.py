@@ -17,6 +17,7 @@ import optax
 from zinf.checkpoint import Checkpoints
 from zinf.engine import Engine
 from zinf.executor import NonFiniteError
+from zinf.memory import StorageError
 from zinf.observe import (
     AbstractWriter,
     JsonLines,
@@ -88,7 +89,8 @@ class Trainer:
 
         Raises:
             NonFiniteError: from a step; a note names the last checkpoint.
-            StorageError: a checkpoint cannot be written, or would not fit.
+            StorageError: the last checkpoint cannot be written, or would not fit. (One
+            before it that cannot is reported, and training goes on.)
             ValueError: `checkpoints` has those of another run.
             KeyboardInterrupt: see above.
         """
@@ -199,10 +201,28 @@ class _Run:
         totals = Totals.of(metrics)
         self.totals = totals if self.totals is None else self.totals + totals
         if not is_last and _is_due(metrics["step"], self.settings.checkpoint_every):
-            self.save()
+            with self.surviving():
+                self.save()
         if self.settings.checkpoints is not None:
-            self.settings.checkpoints.check()
+            with self.surviving():
+                self.settings.checkpoints.check()
         return metrics
+
+    @contextmanager
+    def surviving(self) -> Generator[None, None, None]:
+        """Reports a save that failed, such as on a full drive, and goes on.
+
+        The next one may succeed; the last one must. Of several processes one would go
+        on without the others, so there it ends all.
+        """
+        try:
+            yield
+        except StorageError as error:
+            if self.group.count > 1:
+                raise
+            assert self.settings.checkpoints is not None
+            self.saved_step = self.settings.checkpoints.latest_step()
+            self.progress.say(f"error: {error}\n{self.last_checkpoint()}")
 
     def is_ending(self, is_interrupted: threading.Event) -> bool:
         """Whether any process was interrupted; the same on all."""
@@ -240,6 +260,8 @@ class _Run:
         if checkpoints is None:
             return
         self.group.say(f"saving after step {self.engine.num_steps}")
+        with self.surviving():
+            checkpoints.wait()
         state = {"batches": self.batches.state(), "num_skipped": self.num_skipped}
         checkpoints.save(self.engine.num_steps, self.engine, state)
         self.saved_step = self.engine.num_steps

@@ -5,7 +5,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import pytest
 
 import zinf
 from zinf.checkpoint import Checkpoints
+from zinf.checkpoint.save import Save
 from zinf.distributed import AbstractGroup, Alone
 from zinf.distributed.agreement import differences
 from zinf.executor import NonFiniteError
@@ -355,21 +356,46 @@ def test_a_new_run_does_not_mix_with_the_checkpoints_of_an_earlier_one(
         anew.run()
 
 
-def test_a_checkpoint_that_failed_stops_the_run(open_engine, checkpoints, monkeypatch):
-    def fail(*_: Any) -> None:
-        raise StorageError(28, "no space", "somewhere")
+def failing(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
+    """Has saves of these numbers, from 1, fail as on a drive that is full."""
+    numbers = count(1)
+    finish = Save.finish
 
-    monkeypatch.setattr("zinf.checkpoint.handler.write_arrays", fail)
+    def fail(save: Save) -> None:
+        if next(numbers) in steps:
+            save.cancel()
+            raise StorageError(28, "no space", "somewhere")
+        finish(save)
+
+    monkeypatch.setattr(Save, "finish", fail)
+
+
+def test_a_checkpoint_that_failed_is_reported_and_training_goes_on(
+    open_engine, checkpoints, monkeypatch, capsys
+):
+    failing(monkeypatch, {2})
     engine = open_engine()
+    Trainer(
+        engine, dataset(), steps=8, checkpoints=checkpoints, checkpoint_every=2
+    ).run()
+    assert engine.num_steps == 8
+    printed = capsys.readouterr().out
+    assert "error: [Errno 28] no space: 'somewhere'" in printed
+    assert f"{checkpoints.folder(2)}, after step 2." in printed
+    complete = {p.parent.name for p in checkpoints.directory.glob("*/state")}
+    assert complete == {"2", "6", "8"}
+
+
+def test_a_last_checkpoint_that_failed_fails_the_run(
+    open_engine, checkpoints, monkeypatch
+):
+    failing(monkeypatch, {2})
+    trainer = Trainer(
+        open_engine(), dataset(), steps=4, checkpoints=checkpoints, checkpoint_every=2
+    )
     with pytest.raises(StorageError, match="no space"):
-        Trainer(
-            engine,
-            dataset(),
-            steps=100,
-            checkpoints=checkpoints,
-            checkpoint_every=2,
-        ).run()
-    assert engine.num_steps < 100
+        trainer.run()
+    assert checkpoints.latest_step() == 2
 
 
 def test_a_drive_too_small_for_a_checkpoint_is_found_before_the_first_step(

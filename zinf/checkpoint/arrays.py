@@ -1,28 +1,35 @@
-"""Saving and restoring persistent arrays block by block, on whatever tier they rest."""
+"""Saving and restoring persistent arrays, on whatever tiers they rest."""
 
 import errno
 import shutil
 from collections.abc import Callable, Generator, Iterator, Mapping
-from concurrent.futures import Future
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
-from zinf.checkpoint.blocks import Finish, Transfer, blocks, held_bytes, move
-from zinf.checkpoint.chunk_writer import ChunkWriter
+from zinf.checkpoint.blocks import (
+    Finish,
+    Transfer,
+    block_bytes,
+    counted,
+    held_bytes,
+    move,
+)
 from zinf.checkpoint.failure import explain, failure
-from zinf.checkpoint.grid import Grid, Index, whole_box
-from zinf.checkpoint.manifest import Manifest, StoredArray, check_same
+from zinf.checkpoint.manifest import check_same
+from zinf.checkpoint.parts import commit
+from zinf.checkpoint.restore import begin_restore, blocks_to_restore
+from zinf.checkpoint.save import Save
 from zinf.checkpoint.saved import Saved
+from zinf.checkpoint.share import Share, share_of
 from zinf.memory import StorageError
-from zinf.memory.chunk import chunk_shape
 from zinf.memory.residents import Residents
-from zinf.program import ArrayId, ArraySpec, Tier
-from zinf.sharding import Box, relative
+from zinf.program import ArrayId
+
+Barrier = Callable[[str], None]
 
 
 def write_arrays(
@@ -30,22 +37,24 @@ def write_arrays(
     residents: Residents,
     scalars: Mapping[str, Any],
     data: Any = None,
+    *,
+    barrier: Barrier = lambda name: None,
 ) -> None:
     """Save every array of `residents`, and `scalars`, as the checkpoint `directory`.
 
-    Each array is a zarr v3 array, uncompressed, in `directory/role/key path`; the
-    manifest has checksums of all files. At most two blocks of 16 MiB are on the host at
-    a time, and one on the device, counted in their ledgers. All is on the drive, safe
-    from a power cut, when this returns. The manifest is written last: without one, a
-    checkpoint is not complete.
+    Each array is a zarr v3 array, uncompressed, in `directory/role/key path`, of files
+    that are linked where they are on the NVMe tier already; the manifest has checksums
+    of all. All is on the drive, safe from a power cut, when this returns. The manifest
+    is written last: without one, a checkpoint is not complete.
 
     The arrays must not change meanwhile. Where they rest does not matter. Of several
-    processes all have to call, since each has a share, and the first one writes.
+    processes each writes its own share, and all have to call.
 
     Args:
-        directory: absent or empty.
+        directory: absent or empty; the same for all processes.
         scalars: JSON values.
         data: where the training data is read next, as a JSON value.
+        barrier: waits until all processes have called it, with the same name.
 
     Raises:
         FileExistsError: the folder holds something already.
@@ -53,46 +62,50 @@ def write_arrays(
             found before anything is written.
         BudgetExceeded: a tier has no room for the blocks.
     """
-    if jax.process_index():
-        _give_shares(residents)
-        return
-    _claim(directory, sum(spec.nbytes for spec in residents.specs.values()))
-    stored: dict[ArrayId, StoredArray] = {}
-    with (
-        _explained("Cannot save a checkpoint", directory),
-        closing(ChunkWriter(directory)) as writer,
-    ):
-        sums: dict[ArrayId, dict[Index, int]] = {}
-
-        def transfers() -> Iterator[Transfer]:
-            for array, spec in residents.specs.items():
-                grid = Grid(spec, chunk_shape(spec))
-                stored[array] = StoredArray(grid, writer.begin(array, grid))
-                sums[array] = {}
-                for block in blocks(array, spec):
-                    begin = partial(_save, block, grid, residents, writer, sums[array])
-                    yield _nbytes(block, spec), begin
-
-        with _blocks_held(residents, "saving a checkpoint") as capacity_bytes:
-            move(transfers(), capacity_bytes)
-        writer.sync()
-    complete = {
-        array: StoredArray(
-            entry.grid,
-            entry.metadata,
-            tuple(sums[array][index] for index in entry.grid.indices()),
-        )
-        for array, entry in stored.items()
-    }
-    Manifest(complete, dict(scalars), data).write(directory)
+    is_first = jax.process_index() == 0
+    if is_first:
+        claim(directory)
+    barrier("the folder of a checkpoint is there")
+    save = Save(directory, residents)
+    begin(save)
+    finish(save)
+    barrier("all of a checkpoint is written")
+    if is_first:
+        commit(directory, save.part, scalars, data, num_processes=jax.process_count())
+    barrier("a checkpoint is complete")
 
 
-def _give_shares(residents: Residents) -> None:
-    """Takes part in reading what another process writes."""
-    with _blocks_held(residents, "saving a checkpoint"):
-        for array, spec in residents.specs.items():
-            for block in blocks(array, spec):
-                residents.read(block)
+def begin(save: Save) -> None:
+    """Begin a save, if there is room for what it will write.
+
+    Raises:
+        StorageError: there is not, or it cannot be begun; nothing is held then.
+    """
+    try:
+        with _explained("Cannot begin a checkpoint", save.directory):
+            save.begin()
+        check_space(save.directory, save.snapshot.copied_bytes)
+    except BaseException:
+        save.cancel()
+        remove(save.directory)
+        raise
+
+
+def finish(save: Save) -> None:
+    """Write what was begun; if that fails, nothing is left of it."""
+    try:
+        save.finish()
+    except BaseException:
+        remove(save.directory)
+        raise
+
+
+def remove(directory: Path) -> None:
+    """Delete what was written of a checkpoint, as far as that can be done.
+
+    It may be on a drive that is full. Whatever is left has no manifest.
+    """
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def read_arrays(
@@ -104,8 +117,9 @@ def read_arrays(
 ) -> dict[str, Any]:
     """Overwrite every array of `residents` by the one saved in `directory`.
 
-    They may rest on other tiers than when they were saved. The names, shapes and dtypes
-    of all are compared before the first is overwritten. Returns the scalars.
+    They may rest on other tiers than when they were saved, and on other devices and
+    processes: each reads what it needs. The names, shapes and dtypes of all are
+    compared before the first is overwritten. Returns the scalars.
 
     Args:
         take_scalars: called with the scalars before the first array is overwritten,
@@ -123,14 +137,21 @@ def read_arrays(
         check_same(saved.arrays, residents.specs, directory)
         if take_scalars is not None:
             take_scalars(saved.scalars)
+        blocks: dict[ArrayId, Share] = {}
+        for array in residents.specs:
+            share = share_of(residents, array)
+            for block in blocks_to_restore(share, saved.grid(array), residents):
+                blocks[block] = share
 
         def transfers() -> Iterator[Transfer]:
-            for array, spec in residents.specs.items():
-                for block in blocks(array, spec):
-                    begin = partial(_restore, block, residents, saved, verify)
-                    yield _nbytes(block, spec), begin
+            for block, share in blocks.items():
+                begin: Callable[[], Finish] = partial(
+                    begin_restore, block, share, residents, saved, verify=verify
+                )
+                yield block_bytes(block, share), begin
 
-        with _blocks_held(residents, "restoring a checkpoint") as capacity_bytes:
+        held = held_bytes(blocks, residents)
+        with counted(held, residents, "restoring a checkpoint") as capacity_bytes:
             move(transfers(), capacity_bytes)
         return saved.scalars
 
@@ -146,8 +167,8 @@ def check_space(directory: Path, needed_bytes: int) -> None:
         raise explain("Cannot save a checkpoint", errno.ENOSPC, directory, found)
 
 
-def _claim(directory: Path, needed_bytes: int) -> None:
-    """Make the folder, or take an empty one, if it can hold that much."""
+def claim(directory: Path) -> None:
+    """Make the folder of a checkpoint, or take an empty one."""
     with _explained("Cannot make the folder of a checkpoint", directory):
         directory.mkdir(parents=True, exist_ok=True)
         is_empty = not any(directory.iterdir())
@@ -156,52 +177,6 @@ def _claim(directory: Path, needed_bytes: int) -> None:
             f"{directory} is not empty, and a checkpoint is never overwritten. Name "
             "another folder, or delete that one first."
         )
-    check_space(directory, needed_bytes)
-
-
-def _save(
-    block: ArrayId,
-    grid: Grid,
-    residents: Residents,
-    writer: ChunkWriter,
-    checksums: dict[Index, int],
-) -> Finish:
-    content = residents.read(block)
-    box = _box(block, grid.spec)
-    writing: list[tuple[Index, Future[int]]] = []
-    for index in grid.meeting(box):
-        part: np.ndarray = content[(*relative(grid.box(index), box), ...)]
-        writing.append((index, writer.write(block.whole, grid, index, part)))
-
-    def finish() -> None:
-        for index, future in writing:
-            checksums[index] = future.result()
-
-    return finish
-
-
-def _restore(
-    block: ArrayId, residents: Residents, saved: Saved, verify: bool
-) -> Finish:
-    box = _box(block, residents.specs[block.whole])
-    reading = saved.begin_read(block.whole, box, verify=verify)
-
-    def finish() -> None:
-        residents.write(block, reading.result())
-
-    return finish
-
-
-@contextmanager
-def _blocks_held(residents: Residents, what: str) -> Generator[int, None, None]:
-    """Counts the blocks that are moved at once as held, and gives their host bytes."""
-    held = held_bytes(residents)
-    with ExitStack() as releases:
-        for tier, nbytes in held.items():
-            ledger = residents.stores[tier].ledger
-            ledger.reserve(nbytes, what)
-            releases.callback(ledger.release, nbytes)
-        yield held[Tier.HOST]
 
 
 @contextmanager
@@ -213,12 +188,3 @@ def _explained(what: str, folder: Path) -> Generator[None, None, None]:
         raise
     except OSError as error:
         raise failure(what, folder, error) from error
-
-
-def _box(block: ArrayId, spec: ArraySpec) -> Box:
-    box = whole_box(spec.shape)
-    return box if block.rows is None else (block.rows, *box[1:])
-
-
-def _nbytes(block: ArrayId, spec: ArraySpec) -> int:
-    return (spec.rows(*block.rows) if block.rows else spec).nbytes

@@ -1,12 +1,13 @@
-"""Arrays cut into blocks of rows that are small enough to hold one or two of."""
+"""Arrays moved in blocks of rows that are small enough to hold one or two of."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from math import prod
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import ExitStack, contextmanager
 
-from zinf.memory.chunk import MAX_CHUNK_BYTES, chunk_shape
+from zinf.checkpoint.share import Share
+from zinf.memory.chunk import MAX_CHUNK_BYTES
 from zinf.memory.residents import Residents
-from zinf.program import ArrayId, ArraySpec, Tier
+from zinf.program import ArrayId, Tier
 
 # One block is read while the one before it is still being written.
 NUM_BLOCKS_HELD = 2
@@ -16,52 +17,49 @@ Transfer = tuple[int, Callable[[], Finish]]
 """The bytes of a block, and what begins to move it and returns what ends it."""
 
 
-def blocks(array: ArrayId, spec: ArraySpec) -> Iterator[ArrayId]:
-    """`array` as blocks of rows of at most 16 MiB, in order; whole if it is one.
-
-    A block is a row of chunks of the saved array, so no two of them share a file. One
-    row of the leading dim that exceeds 16 MiB is a block all the same.
-    """
-    rows = block_rows(spec)
-    if not spec.shape or rows >= spec.shape[0]:
-        if spec.nbytes:
-            yield array
-        return
-    for start in range(0, spec.shape[0], rows):
-        stop = min(start + rows, spec.shape[0])
-        yield ArrayId(array.role, array.path, (start, stop))
+def block_bytes(block: ArrayId, share: Share) -> int:
+    """Bytes of a block of a share: rows counted in it, or all of it."""
+    spec = share.spec
+    return (spec.rows(*block.rows) if block.rows else spec).nbytes
 
 
-def block_rows(spec: ArraySpec) -> int:
-    """Rows in a block; 1 for a scalar."""
-    return chunk_shape(spec)[0] if spec.shape else 1
-
-
-def block_bytes(spec: ArraySpec) -> int:
-    """Bytes of the largest block of an array."""
-    if not spec.shape:
-        return spec.itemsize
-    rows = min(block_rows(spec), spec.shape[0])
-    return rows * prod(spec.shape[1:]) * spec.itemsize
-
-
-def held_bytes(residents: Residents) -> dict[Tier, int]:
-    """What moving all arrays holds at once, at most, on the host and on the device.
+def held_bytes(
+    blocks: Mapping[ArrayId, Share], residents: Residents
+) -> dict[Tier, int]:
+    """What moving blocks holds at once, at most, on the host and on the device.
 
     On the device it is rows of an array, which are copied there on their way.
     """
-    specs, homes = residents.specs, residents.homes
-    largest = max(map(block_bytes, specs.values()), default=0)
-    total = sum(spec.nbytes for spec in specs.values())
+    sizes = {block: block_bytes(block, share) for block, share in blocks.items()}
+    largest = max(sizes.values(), default=0)
     cut = (
-        block_bytes(spec)
-        for array, spec in specs.items()
-        if homes.get(array) == Tier.DEVICE and block_bytes(spec) < spec.nbytes
+        size
+        for block, size in sizes.items()
+        if residents.homes.get(block.whole) == Tier.DEVICE
+        and size < blocks[block].spec.nbytes
     )
+    limit = max(NUM_BLOCKS_HELD * MAX_CHUNK_BYTES, largest)
     return {
-        Tier.HOST: min(total, max(NUM_BLOCKS_HELD * MAX_CHUNK_BYTES, largest)),
+        Tier.HOST: min(sum(sizes.values()), limit),
         Tier.DEVICE: max(cut, default=0),
     }
+
+
+@contextmanager
+def counted(
+    held: Mapping[Tier, int], residents: Residents, what: str
+) -> Generator[int, None, None]:
+    """Counts `held_bytes` as held while `what` is done, and gives those of the host.
+
+    Raises:
+        BudgetExceeded: a tier has no room for them.
+    """
+    with ExitStack() as releases:
+        for tier, nbytes in held.items():
+            ledger = residents.stores[tier].ledger
+            ledger.reserve(nbytes, what)
+            releases.callback(ledger.release, nbytes)
+        yield held[Tier.HOST]
 
 
 def move(transfers: Iterable[Transfer], capacity_bytes: int) -> None:

@@ -1,6 +1,7 @@
 """The checkpoints of one run: kept by number of steps, the newest few of them."""
 
 import base64
+import json
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
@@ -10,12 +11,16 @@ import jax
 import orbax.checkpoint as ocp
 
 from zinf.checkpoint.arrays import check_space
-from zinf.checkpoint.blocks import held_bytes
+from zinf.checkpoint.durable import DurableRename
 from zinf.checkpoint.failure import failure
-from zinf.checkpoint.handler import StateHandler, StateRestore, StateSave
+from zinf.checkpoint.handler import StateHandler, StateSave
+from zinf.checkpoint.incomplete import delete_incomplete
+from zinf.checkpoint.parse import read_manifest
+from zinf.checkpoint.save import Save
 from zinf.memory.residents import Residents
 from zinf.plan import Plan
 
+ITEM = "state"
 BYTES = "base64"
 # Orbax gives up on a save after this; terabytes take hours on a slow drive.
 TIMEOUT = timedelta(days=7)
@@ -25,7 +30,7 @@ class AbstractSaveable(Protocol):
     """What of an engine is saved."""
 
     pending_save: Future[None] | None
-    """Waited for before any array changes."""
+    """Waited for before arrays that no store holds change."""
 
     @property
     def residents(self) -> Residents: ...
@@ -39,17 +44,17 @@ class AbstractSaveable(Protocol):
 
 
 class Checkpoints:
-    """Saves, keeps and restores the checkpoints of a run through Orbax.
+    """Saves, keeps and restores the checkpoints of a run.
 
-    `directory/<step>/state` holds arrays and scalars, `directory/<step>/data` the state
-    of the data iterator. A checkpoint gets that name when it is complete, so a process
-    that is killed at any instant leaves the one before.
+    `directory/<step>/state` is a checkpoint. Orbax keeps the newest few, and gives one
+    that name when it is complete and on the drive for good; so a process that is killed
+    at any instant, or a power cut, leaves the one before. What was begun and not
+    completed is named in a warning, and deleted, when the directory is opened.
 
     Args:
         keep: how many to keep, the newest.
-        asynchronous: save while the next step runs its forward pass. A save is waited
-            for all the same if the plan leaves too little memory for its blocks, and
-            if there are several processes.
+        asynchronous: write while training goes on. A save is waited for all the same if
+            the plan leaves too little memory for its blocks.
 
     Raises:
         StorageError: the directory cannot be made.
@@ -61,12 +66,12 @@ class Checkpoints:
         self.directory = Path(directory).absolute()
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
+            if jax.process_index() == 0:
+                delete_incomplete(self.directory)
         except OSError as error:
             what = "Cannot make the folder of checkpoints"
             raise failure(what, self.directory, error) from error
-        # Several processes read arrays, and meet in Orbax, by collectives, which have
-        # to begin in one order on all: none may beside another's, nor beside a step's.
-        self.asynchronous = asynchronous and jax.process_count() == 1
+        self.asynchronous = asynchronous
         self._handler = StateHandler()
         self._manager = ocp.CheckpointManager(
             self.directory,
@@ -78,11 +83,10 @@ class Checkpoints:
                     timeout_secs=int(TIMEOUT.total_seconds()),
                     create_directories_asynchronously=False,
                 ),
+                multiprocessing_options=_meeting_place(),
+                temporary_path_class=DurableRename,
             ),
-            item_handlers={
-                "state": self._handler,
-                "data": ocp.JsonCheckpointHandler(),
-            },
+            item_handlers={ITEM: self._handler},
         )
 
     def save(self, step: int, engine: AbstractSaveable, data_state: Any = None) -> None:
@@ -90,25 +94,19 @@ class Checkpoints:
 
         `data_state` is JSON, in which there may be bytes: where the data is read next.
         Waits for the save before it. Afterwards `engine.pending_save` tells when arrays
-        may change again; errors are raised by the next `save` or `check`, or by `wait`.
-        Of several processes all have to call, and the save is complete on return.
+        may all change at once; errors are raised by the next `save` or `check`, or by
+        `wait`. Of several processes all have to call.
 
         Raises:
             ValueError: there is a checkpoint of that step.
             StorageError: the save before this one failed, or this one if it is not
                 asynchronous.
         """
-        released: Future[None] = Future()
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=StateSave(engine.residents, engine.scalars(), released),
-                data=ocp.args.JsonSave({"state": _as_json(data_state)}),
-            ),
-            force=True,
-        )
-        engine.pending_save = released
-        if not (self.asynchronous and _has_room(engine)):
+        state = StateSave(engine.residents, engine.scalars(), _as_json(data_state))
+        args = ocp.args.Composite(**{ITEM: state})
+        self._manager.save(step, args=args, force=True)
+        engine.pending_save = self._handler.last.released
+        if not (self.asynchronous and _has_room(engine, self._handler.last)):
             self.wait()
 
     def restore(self, engine: AbstractSaveable, step: int | None = None) -> Any:
@@ -118,14 +116,13 @@ class Checkpoints:
         `read_arrays`.
         """
         self.wait()
-        restored = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                state=StateRestore(engine.restore),
-                data=ocp.args.JsonRestore(),
-            ),
-        )
-        return _from_json(restored["data"]["state"])
+        step = self.latest_step() if step is None else step
+        if step is None:
+            raise FileNotFoundError(f"There is no checkpoint in {self.directory}.")
+        folder = self.folder(step) / ITEM
+        data = _data_of(folder)
+        engine.restore(folder)
+        return data
 
     def latest_step(self) -> int | None:
         """The step of the newest checkpoint, begun or complete; None: there is none."""
@@ -161,9 +158,34 @@ class Checkpoints:
         self.close()
 
 
-def _has_room(engine: AbstractSaveable) -> bool:
-    """Whether a save's blocks fit beside all that a step may hold."""
-    for tier, nbytes in held_bytes(engine.residents).items():
+def _meeting_place() -> ocp.options.MultiprocessingOptions:
+    """Where several processes wait for each other: with the coordinator of the run.
+
+    Orbax's default is a collective between devices, which must not be begun beside
+    those of a step.
+    """
+    count = jax.process_count()
+    if count == 1:
+        return ocp.options.MultiprocessingOptions()
+    return ocp.options.MultiprocessingOptions(
+        primary_host=0,
+        active_processes=set(range(count)),
+        barrier_sync_key_prefix="zinf",
+    )
+
+
+def _data_of(folder: Path) -> Any:
+    """Where the data is read next, as it was saved."""
+    manifest = read_manifest(folder)
+    if manifest.format_version == 1:
+        file = folder.parent / "data" / "metadata"
+        return _from_json(json.loads(file.read_text(encoding="utf-8"))["state"])
+    return _from_json(manifest.data)
+
+
+def _has_room(engine: AbstractSaveable, save: Save) -> bool:
+    """Whether what a save holds fits beside all that a step may hold."""
+    for tier, nbytes in save.held_bytes.items():
         capacity_bytes = engine.residents.stores[tier].ledger.capacity_bytes
         step_bytes = engine.plan.peak_bytes[tier]
         if capacity_bytes is not None and step_bytes + nbytes > capacity_bytes:

@@ -1,15 +1,17 @@
 """Writes the files of a checkpoint, each for good before it is counted as written."""
 
 import os
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-from xxhash import xxh3_64, xxh3_64_intdigest
+from xxhash import xxh3_64
 
 from zinf.checkpoint.grid import Grid, Index, chunk_name, folder_name
 from zinf.checkpoint.manifest import sync_folder
+from zinf.checkpoint.snapshot import Linked
 from zinf.memory import aligned_empty
 from zinf.memory.nvme import Drive
 from zinf.memory.nvme.file import as_bytes
@@ -37,22 +39,12 @@ class ChunkWriter:
     def close(self) -> None:
         self._drive.close()
 
-    def begin(self, array: ArrayId, grid: Grid) -> int:
-        """Make the folder and the metadata of an array; returns the checksum of that.
-
-        Raises:
-            StorageError: they cannot be made.
-        """
-        folder = self.directory / folder_name(array)
-        folder.mkdir(parents=True, exist_ok=True)
+    def describe(self, array: ArrayId, grid: Grid) -> Future[int]:
+        """Write the metadata of an array; the future has its checksum."""
         content = zarr_json(grid.spec, grid.chunk)
-        memory = np.frombuffer(content, np.uint8)
-        what = f"Cannot save {array}"
-        self._drive.run(what, partial(_write, folder / METADATA, memory))
-        while folder != self.directory:
-            self._folders.add(folder)
-            folder = folder.parent
-        return xxh3_64_intdigest(content)
+        path = self._folder(array) / METADATA
+        write = partial(_write, path, np.frombuffer(content, np.uint8))
+        return self._start(f"Cannot save {array}", write)
 
     def write(
         self, array: ArrayId, grid: Grid, index: Index, content: np.ndarray
@@ -62,16 +54,22 @@ class ChunkWriter:
         Args:
             content: the chunk without padding, not to be changed until it is done.
         """
-        path = self.directory / folder_name(array) / chunk_name(index)
-        checksums: list[int] = []
+        path = self._folder(array) / chunk_name(index)
 
-        def write(mover: Mover) -> None:
-            memory = _padded(content, grid)
-            checksums.append(_write(path, memory, mover))
+        def write(mover: Mover) -> int:
+            return _write(path, _padded(content, grid), mover)
 
-        request = Request(f"Cannot save {array}", 1, partial(checksums.pop))
-        self._drive.submit("write", request, [write])
-        return request.future
+        return self._start(f"Cannot save {array}", write)
+
+    def adopt(self, linked: Linked) -> Future[int]:
+        """Make a linked chunk file the checkpoint's; the future has its checksum."""
+        array = linked.share.array
+        folder = self._folder(array)
+        if linked.drive is None:
+            take = partial(_keep, linked)
+        else:
+            take = partial(_copy, linked, folder / chunk_name(linked.index))
+        return self._start(f"Cannot save {array}", take)
 
     def sync(self) -> None:
         """Make everything that was written survive a power cut."""
@@ -80,12 +78,58 @@ class ChunkWriter:
             sync_folder(folder)
         sync_folder(self.directory)
 
+    def _folder(self, array: ArrayId) -> Path:
+        """The folder of an array, which is there, and to be synced."""
+        made = folder = self.directory / folder_name(array)
+        while folder != self.directory:
+            self._folders.add(folder)
+            folder = folder.parent
+        return made
+
+    def _start(self, what: str, task: Callable[[Mover], int]) -> Future[int]:
+        found: list[int] = []
+        request = Request(what, 1, found.pop)
+        self._drive.submit("write", request, [lambda mover: found.append(task(mover))])
+        return request.future
+
 
 def _write(path: Path, memory: Bytes, mover: Mover) -> int:
     total = xxh3_64()
     with mover.open(path, NEW_FILE, memory.size) as file:
         file.allocate(memory.size)
         file.write(0, memory, total.update)
+        file.sync()
+    return total.intdigest()
+
+
+def _keep(linked: Linked, mover: Mover) -> int:
+    """Waits for the drive to have a linked file; reads it if it has no full sum."""
+    chunk = linked.chunk
+    known = chunk.full_checksum
+    if known is not None:
+        with mover.open(chunk.path, os.O_RDONLY) as file:
+            file.sync()
+        return known
+    total = xxh3_64()
+    chunk.check(total.update, mover, durable=True)
+    return total.intdigest()
+
+
+def _copy(linked: Linked, path: Path, mover: Mover) -> int:
+    """Copies a file that is linked on another file system."""
+    assert linked.drive is not None
+    chunk, total = linked.chunk, xxh3_64()
+    with mover.open(path, NEW_FILE, chunk.file_bytes) as file:
+        file.allocate(chunk.file_bytes)
+        position = 0
+
+        def write(part: Bytes) -> None:
+            nonlocal position
+            total.update(part)  # pyrefly: ignore
+            file.write(position, part)
+            position += part.size
+
+        chunk.check(write, linked.drive.mover(), durable=False)
         file.sync()
     return total.intdigest()
 

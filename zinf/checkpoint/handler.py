@@ -1,25 +1,33 @@
-"""zinf's arrays as an item that Orbax saves, commits and restores."""
+"""zinf's arrays as an item that Orbax saves and commits."""
 
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 
-from zinf.checkpoint.arrays import write_arrays
+from zinf.checkpoint.arrays import begin, finish
+from zinf.checkpoint.parts import commit
+from zinf.checkpoint.save import Save
 from zinf.memory.residents import Residents
 
 
 class StateHandler(ocp.AsyncCheckpointHandler):
-    """Streams the arrays of a run to and from the folder that Orbax names.
+    """Saves the arrays of a run in the folder that Orbax names.
 
-    Orbax calls `async_save` in the thread that saves and waits for the future in one
-    of its own; the folder gets its final name when all items in it are complete.
+    Orbax calls `async_save` in the thread that saves, on every process, and waits for
+    the future in one of its own. When all processes have come so far, the first calls
+    `finalize`, and gives the folder its final name.
+
+    Attributes:
+        last: the save that was begun last.
     """
+
+    last: Save
 
     def __init__(self) -> None:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="zinf-checkpoint")
@@ -28,46 +36,45 @@ class StateHandler(ocp.AsyncCheckpointHandler):
     async def async_save(  # pyrefly: ignore[bad-override]
         self, directory: PathLike[str], args: "StateSave"
     ) -> list[Future[None]]:
-        saving = self._worker.submit(_save, Path(directory), args)
-        # The error is Orbax's to raise: who waits for the arrays only wants them free.
-        saving.add_done_callback(lambda _: args.released.set_result(None))
-        return [saving]
+        self._args = args
+        self.last = save = Save(Path(directory), args.residents)
+        try:
+            begin(save)
+        except Exception as error:
+            # For who waits for the save. Raised here, it would leave Orbax half-way,
+            # and other processes waiting for this one.
+            failed: Future[None] = Future()
+            failed.set_exception(error)
+            return [failed]
+        return [self._worker.submit(finish, save)]
 
     def save(self, directory: PathLike[str], args: "StateSave") -> None:
-        try:
-            _save(Path(directory), args)
-        finally:
-            args.released.set_result(None)
+        self._args = args
+        self.last = save = Save(Path(directory), args.residents)
+        begin(save)
+        finish(save)
 
-    def restore(self, directory: PathLike[str], args: "StateRestore") -> None:
-        args.read(Path(directory))
+    def finalize(self, directory: PathLike[str]) -> None:
+        commit(
+            Path(directory),
+            self.last.part,
+            self._args.scalars,
+            self._args.data,
+            num_processes=jax.process_count(),
+        )
+
+    def restore(self, directory: PathLike[str], args: Any) -> None:
+        raise NotImplementedError("Checkpoints.restore reads without Orbax")
 
     def close(self) -> None:
         self._worker.shutdown()
 
 
-def _save(directory: Path, args: "StateSave") -> None:
-    try:
-        write_arrays(directory, args.residents, args.scalars)
-    except BaseException:
-        # Orbax would leave it until the next run, perhaps on a drive that is full.
-        shutil.rmtree(directory, ignore_errors=True)
-        raise
-
-
-@ocp.args.register_with_handler(StateHandler, for_save=True)
+@ocp.args.register_with_handler(StateHandler, for_save=True, for_restore=True)
 @dataclass
 class StateSave(ocp.args.CheckpointArgs):
-    """What to save; see `write_arrays`. `released` is done when arrays may change."""
+    """What to save; see `write_arrays`."""
 
     residents: Residents
     scalars: Mapping[str, Any]
-    released: Future[None]
-
-
-@ocp.args.register_with_handler(StateHandler, for_restore=True)
-@dataclass
-class StateRestore(ocp.args.CheckpointArgs):
-    """What to restore: `read` takes all state from a folder (see `read_arrays`)."""
-
-    read: Callable[[Path], None]
+    data: Any

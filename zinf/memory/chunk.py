@@ -1,6 +1,7 @@
 """How an array on the NVMe tier is cut into chunk files."""
 
-from math import ceil, gcd, prod
+from collections.abc import Collection
+from math import ceil, gcd, isqrt, prod
 
 from zinf.memory.aligned import PAGE_BYTES
 from zinf.program import ArraySpec
@@ -10,6 +11,8 @@ from zinf.program import ArraySpec
 MAX_CHUNK_BYTES = 16 * 2**20
 # How many times that a chunk may have, so as not to cross rows that are used together.
 MAX_EXCESS = 4
+# Files of parts of an array may be smaller, so as to lie on its grid, but not by more.
+MIN_COMMON_BYTES = 2**20
 # O_DIRECT moves whole pages. Rounding chunks up to them may pad a file by this part.
 LARGEST_PADDING = 1 / 32
 
@@ -19,6 +22,7 @@ def chunk_shape(
     *,
     rows_per_chunk: int | None = None,
     max_bytes: int = MAX_CHUNK_BYTES,
+    cut_dims: Collection[int] = (),
 ) -> tuple[int, ...]:
     """The shape of the chunks of an array, each of about `max_bytes` at most.
 
@@ -30,6 +34,11 @@ def chunk_shape(
 
     Chunk files are of one size, so the last ones of a dim are padded where the chunk
     does not divide it. Even cuts are preferred, then multiples of a page.
+
+    Args:
+        cut_dims: dims along which `spec` is one of several equal parts of an array.
+            Chunks divide it evenly there, so that those of all parts lie on one grid,
+            if that makes no chunk tiny; `on_one_grid` tells.
     """
     dims = [max(1, dim) for dim in spec.shape]
     if not dims:
@@ -45,6 +54,11 @@ def chunk_shape(
         length = min(rows_per_chunk, length)
         must_divide = length < dims[0]
     pieces = ceil(length * inner_bytes / max_bytes)
+    if cut in cut_dims:
+        common = gcd(length, dims[cut])
+        fitting = _largest_divisor(common, max_bytes // inner_bytes)
+        if fitting * inner_bytes >= min(MIN_COMMON_BYTES, common * inner_bytes):
+            return (*[1] * cut, fitting, *dims[cut + 1 :])
     even = _even_cut(length, pieces)
     if even is not None:
         length = even
@@ -53,6 +67,20 @@ def chunk_shape(
     if not must_divide:
         length = _whole_pages(length, inner_bytes)
     return (*[1] * cut, length, *dims[cut + 1 :])
+
+
+def on_one_grid(
+    spec: ArraySpec, chunk: tuple[int, ...], cut_dims: Collection[int]
+) -> bool:
+    """Whether chunks divide `spec` evenly along all of `cut_dims`."""
+    return all(spec.shape[dim] % chunk[dim] == 0 for dim in cut_dims)
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    """The largest divisor of `number` that is not above `limit`, which may be 0."""
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    divisors = [*small, *(number // d for d in small)]
+    return max((d for d in divisors if d <= limit), default=1)
 
 
 def _inner_bytes(dims: list[int], dim: int, itemsize: int) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from zinf.memory.aligned import aligned_copy
+from zinf.memory.hold import Holds
 from zinf.memory.ledger import Ledger
 from zinf.memory.store import (
     AbstractStore,
@@ -49,6 +50,7 @@ class DeviceStore(AbstractStore):
         self.local = [d for d in devices if d.process_index == index]
         self.device = self.local[0]
         self.ledger = Ledger(Tier.DEVICE, capacity_bytes)
+        self.holds = Holds()
         self._arrays: dict[ArrayId, jax.Array] = {}
         # Rows of one array may be used from several threads, and writing some replaces
         # the array that the others are taken from.
@@ -62,6 +64,7 @@ class DeviceStore(AbstractStore):
 
     def write(self, array: ArrayId, value: np.ndarray | jax.Array) -> Future[None]:
         check_kind(array, value, self.tier, np.ndarray, jax.Array)
+        self.holds.wait(array)
         if array in self._arrays:
             self._replace(array, value)
         elif array.rows is not None and array.whole in self._arrays:
@@ -72,6 +75,7 @@ class DeviceStore(AbstractStore):
         return completed(None)
 
     def free(self, array: ArrayId) -> None:
+        self.holds.wait(array)
         stored = self._arrays.pop(array, None)
         if stored is None:
             raise unknown_array(array, self.tier, list(self._arrays))

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from zinf.memory.aligned import ALIGNMENT, PAGE_BYTES, address, aligned_copy
+from zinf.memory.hold import Holds
 from zinf.memory.ledger import Ledger
 from zinf.memory.pool import PooledMemory
 from zinf.memory.store import (
@@ -36,6 +37,7 @@ class HostStore(AbstractStore):
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
         self.ledger = Ledger(Tier.HOST, capacity_bytes)
+        self.holds = Holds()
         # No lock: one id is used by one thread at a time, and dict operations are
         # atomic.
         self._arrays: dict[ArrayId, np.ndarray] = {}
@@ -47,6 +49,7 @@ class HostStore(AbstractStore):
 
     def write(self, array: ArrayId, value: np.ndarray) -> Future[None]:
         check_kind(array, value, self.tier, np.ndarray)
+        self.holds.wait(array)
         stored = self._find(array)
         if stored is None:
             with self.ledger.holding(value.nbytes, str(array)):
@@ -71,9 +74,12 @@ class HostStore(AbstractStore):
         Raises:
             KeyError: an array, and its whole, is not kept here.
         """
+        for array in arrays:
+            self.holds.wait(array)
         function(*map(self._memory, arrays))
 
     def free(self, array: ArrayId) -> None:
+        self.holds.wait(array)
         stored = self._arrays.pop(array, None)
         if stored is None:
             raise unknown_array(array, self.tier, list(self._arrays))

@@ -6,7 +6,13 @@ import jax
 import numpy as np
 
 from zinf.memory.nvme import NvmeStore
-from zinf.memory.shares import gathered, in_device_form, to_devices, to_shares
+from zinf.memory.shares import (
+    gathered,
+    in_device_form,
+    to_devices,
+    to_part_of_share,
+    to_shares,
+)
 from zinf.memory.stores import Stores
 from zinf.program import ArrayId, ArraySpec, Tier
 from zinf.sharding import Layouts, layouts_on_one
@@ -50,7 +56,9 @@ class Residents:
                 store = self.stores[Tier.NVME]
                 assert isinstance(store, NvmeStore)
                 share = self.layouts.share_spec(whole, self.specs[whole])
-                store.create(whole, share, rows_per_chunk.get(whole))
+                cut = self.layouts.of(whole).cut_dims
+                rows = rows_per_chunk.get(whole)
+                store.create(whole, share, rows, cut_dims=cut)
 
     def read(self, array: ArrayId) -> np.ndarray:
         """`array` (whole, or any rows) on the host; the caller must not change it."""
@@ -75,6 +83,50 @@ class Residents:
                 part = content[wanted.rows[0] - start : wanted.rows[1] - start]
             share = self.layouts.of(wanted).take_share(part)
             self._write_share(piece, wanted, share)
+
+    def pieces(self, whole: ArrayId) -> list[ArrayId]:
+        """What rests by itself of an array, in order: itself, or rows of it."""
+        return self._pieces[whole]
+
+    def homes_of(self, array: ArrayId) -> list[ArrayId]:
+        """The pieces that hold some of an array, or of rows of it, in order."""
+        return [piece for piece, _ in self._overlaps(array)]
+
+    def read_share(self, array: ArrayId) -> np.ndarray:
+        """This process's share of an array, or rows of that, on the host.
+
+        Rows are counted in the share. Needs no other process, and may be called beside
+        a step while the array is held (`Holds`). Not to be changed by the caller.
+        """
+        parts = [self._share_rows(*pair) for pair in self._overlaps(array)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def write_share(self, array: ArrayId, content: np.ndarray) -> None:
+        """Replaces this process's share of an array, or rows of that.
+
+        Of an array that is cut by rows and rests on several devices, the whole share:
+        on its way there it meets those of others, so that all processes have to write
+        the same arrays in the same order.
+        """
+        start = array.rows[0] if array.rows else 0
+        for piece, wanted in self._overlaps(array):
+            part = content
+            if wanted != array:
+                assert wanted.rows is not None
+                part = content[wanted.rows[0] - start : wanted.rows[1] - start]
+            self._write_share(piece, wanted, part)
+
+    def _share_rows(self, piece: ArrayId, wanted: ArrayId) -> np.ndarray:
+        store = self.stores[self.homes[piece]]
+        if self.homes[piece] != Tier.DEVICE:
+            return store.read(wanted).result()
+        layout = self.layouts.of(piece)
+        box = layout.box
+        if wanted.rows is not None:
+            start = box[0][0] - (piece.rows[0] if piece.rows else 0)
+            rows = (wanted.rows[0] + start, wanted.rows[1] + start)
+            box = (rows, *box[1:])
+        return to_part_of_share(store.read(piece).result(), layout, box)
 
     def write_new(self, array: ArrayId, content: np.ndarray) -> None:
         """Like `write`, also for rows of an array that is not there yet.
@@ -127,6 +179,7 @@ class Residents:
             yield pieces[0], array
             return
         start, stop = array.rows or (0, self.specs[array.whole].shape[0])
+        # Pieces are rows of the whole and of the share alike: such are not cut by rows.
         for piece in pieces:
             assert piece.rows is not None
             low, high = max(start, piece.rows[0]), min(stop, piece.rows[1])

@@ -55,18 +55,25 @@ def to_shares(
     """
     sources: list[list[tuple[Box, jax.Array]]] = []
     for array, layout in zip(arrays, layouts, strict=True):
-        sources.append(list(_parts_of_share(array, layout)))
+        sources.append(list(_parts_of(layout.box, array, layout)))
     moved = iter(to_host(*[part for parts in sources for _, part in parts]))
     shares = []
     for array, layout, parts in zip(arrays, layouts, sources, strict=True):
-        if len(parts) == 1:
-            shares.append(next(moved))
-            continue
-        share = aligned_empty(layout.share_shape, array.dtype)
-        for block, _ in parts:
-            share[relative(block, layout.box)] = next(moved)
-        shares.append(share)
+        moved_parts = [(block, next(moved)) for block, _ in parts]
+        shares.append(_assembled(layout.box, moved_parts, array.dtype))
     return shares
+
+
+def to_part_of_share(array: jax.Array, layout: Layout, box: Box) -> np.ndarray:
+    """A part of the share of a global array, alone, without any collective.
+
+    So it may be taken whatever other processes do, and beside a step. Memory as of
+    `to_shares`.
+    """
+    parts = list(_parts_of(box, array, layout))
+    contents = to_host(*[part for _, part in parts])
+    blocks = [block for block, _ in parts]
+    return _assembled(box, list(zip(blocks, contents, strict=True)), array.dtype)
 
 
 def in_device_form(array: jax.Array, layout: Layout) -> jax.Array:
@@ -96,27 +103,55 @@ def gathered(share: np.ndarray, layout: Layout) -> np.ndarray:
     return layout.unpadded(to_host(whole)[0])
 
 
-def _parts_of_share(
-    array: jax.Array, layout: Layout
+def _assembled(
+    box: Box, parts: Sequence[tuple[Box, np.ndarray]], dtype: np.dtype
+) -> np.ndarray:
+    if len(parts) == 1:
+        return parts[0][1]
+    whole = aligned_empty(tuple(stop - start for start, stop in box), dtype)
+    for block, content in parts:
+        whole[relative(block, box)] = content
+    return whole
+
+
+def _parts_of(
+    box: Box, array: jax.Array, layout: Layout
 ) -> Iterator[tuple[Box, jax.Array]]:
-    """Blocks that make up the share of this process, on some device each."""
+    """Blocks that make up a part of this process's share, on some device each."""
     if len(array.devices()) == 1:
-        yield layout.box, array
+        yield box, array if box == layout.box else _part(array, box, layout.box)
         return
     blocks = layout.blocks(array.sharding)
     seen, volume = set(), 0
     for shard in array.addressable_shards:
         block = blocks[shard.device]
-        part = intersection(block, layout.box)
+        part = intersection(block, box)
         if part is None or part in seen:
             continue
         seen.add(part)
         volume += prod(stop - start for start, stop in part)
         inside = shard.data
         if part != block:
-            inside = inside[relative(part, block)]
+            inside = _part(inside, part, block)
         yield part, inside
-    assert volume == prod(layout.share_shape), "the devices lack some of the share"
+    wanted = prod(stop - start for start, stop in box)
+    assert volume == wanted, "the devices lack some of the share"
+
+
+def _part(array: jax.Array, box: Box, of: Box) -> jax.Array:
+    """`box` of an array on one device that is the block `of`."""
+    starts = [
+        np.int32(low - first) for (low, _), (first, _) in zip(box, of, strict=True)
+    ]
+    sizes = tuple(stop - start for start, stop in box)
+    return _dynamic_slice(array, starts, sizes=sizes)
+
+
+# By starts that are arguments: blocks of one size are one executable.
+_dynamic_slice = jax.jit(
+    lambda array, starts, *, sizes: jax.lax.dynamic_slice(array, starts, sizes),
+    static_argnames="sizes",
+)
 
 
 @cache

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from zinf.memory.hold import Holds
 from zinf.memory.ledger import Ledger
 from zinf.program import ArrayId, Tier
 
@@ -26,12 +27,15 @@ class AbstractStore(ABC):
     is valid until that array (or its rows, or its whole) is next written or freed.
     `close` waits for what is under way.
 
+    Who writes, updates or frees an array that is in `holds` waits until it is not.
+
     A value handed to `write` is the store's from then on: the caller must neither
     change nor donate it, nor hand it to `write` again.
     """
 
     tier: Tier
     ledger: Ledger
+    holds: Holds
 
     @abstractmethod
     def read(self, array: ArrayId) -> Future[Any]:

@@ -78,6 +78,22 @@ class Layout:
         """Whether the share is the array itself, not padded."""
         return self.share_shape == self.shape
 
+    @cached_property
+    def cut_dims(self) -> frozenset[int]:
+        """The dims along which other processes keep other parts."""
+        sizes = zip(self.share_shape, self.padded, strict=True)
+        return frozenset(d for d, (own, all_) in enumerate(sizes) if own != all_)
+
+    @cached_property
+    def keepers(self) -> tuple[int, ...]:
+        """The processes that keep the same share as this one, itself among them."""
+        first = next(iter(self.blocks(self.share)))
+        everywhere = self.share.devices_indices_map(self.padded)
+        same = {
+            d.process_index for d, x in everywhere.items() if x == everywhere[first]
+        }
+        return tuple(sorted(same))
+
     @property
     def has_whole_rows(self) -> bool:
         """Whether rows of the leading dim lie as the whole does: it is not cut."""

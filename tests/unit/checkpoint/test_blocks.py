@@ -5,23 +5,33 @@ from collections.abc import Callable
 import jax
 import pytest
 
-from zinf.checkpoint.blocks import block_bytes, blocks, held_bytes, move
+from zinf.checkpoint.blocks import block_bytes, held_bytes, move
+from zinf.checkpoint.grid import Grid
+from zinf.checkpoint.restore import blocks_to_restore
+from zinf.checkpoint.share import Share, share_of
 from zinf.memory import open_stores
 from zinf.memory.residents import Residents
 from zinf.program import ArrayId, ArraySpec, Tier
 
 MIB = 2**20
 ARRAY = ArrayId("param", "kernel")
+SHAPES = [(), (3,), (7, 5), (100, MIB), (4 * MIB + 1,), (50 * MIB, 1), (3, 8 * MIB)]
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [(), (3,), (7, 5), (100, MIB), (4 * MIB + 1,), (50 * MIB, 1), (3, 8 * MIB)],
-    ids=str,
-)
+def residents_of(spec: ArraySpec | None, home: Tier) -> Residents:
+    """Residents that hold one array, or none; nothing is read."""
+    specs = {} if spec is None else {ARRAY: spec}
+    return Residents(open_stores(jax.devices()[0]), specs, dict.fromkeys(specs, home))
+
+
+def share(spec: ArraySpec) -> Share:
+    return share_of(residents_of(spec, Tier.HOST), ARRAY)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_blocks_are_all_rows_in_order_and_within_16_mib(shape):
     spec = ArraySpec(shape, "float32", 4)
-    found = list(blocks(ARRAY, spec))
+    found = list(share(spec).blocks())
     if found == [ARRAY]:
         assert spec.nbytes <= max(16 * MIB, 4)
         return
@@ -29,18 +39,31 @@ def test_blocks_are_all_rows_in_order_and_within_16_mib(shape):
     assert rows[0][0] == 0 and rows[-1][1] == shape[0]
     assert all(a[1] == b[0] for a, b in zip(rows, rows[1:], strict=False))
     row_bytes = spec.rows(0, 1).nbytes
-    largest = max((stop - start) * row_bytes for start, stop in rows)
-    assert largest == block_bytes(spec) <= max(16 * MIB, row_bytes)
+    largest = max(block_bytes(block, share(spec)) for block in found)
+    assert largest <= max(16 * MIB, row_bytes)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 100])
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s], ids=str)
+def test_blocks_to_restore_are_all_rows_and_cross_no_saved_chunk(shape, length):
+    spec = ArraySpec(shape, "float32", 4)
+    if shape[0] > 100:
+        length *= 2**18
+    grid = Grid(spec, (length, *shape[1:]))
+    residents = residents_of(spec, Tier.HOST)
+    blocks = list(blocks_to_restore(share(spec), grid, residents))
+    rows = [block.rows or (0, shape[0]) for block in blocks]
+    assert rows[0][0] == 0 and rows[-1][1] == shape[0]
+    assert all(a[1] == b[0] for a, b in zip(rows, rows[1:], strict=False))
+    for start, stop in rows:
+        assert start % length == 0 and stop - start <= length
 
 
 def test_an_array_without_entries_has_no_blocks():
-    assert list(blocks(ARRAY, ArraySpec((0, 3), "float32", 4))) == []
-
-
-def residents_of(spec: ArraySpec | None, home: Tier) -> Residents:
-    """Residents that hold one array, or none; nothing is read."""
-    specs = {} if spec is None else {ARRAY: spec}
-    return Residents(open_stores(jax.devices()[0]), specs, dict.fromkeys(specs, home))
+    spec = ArraySpec((0, 3), "float32", 4)
+    assert list(share(spec).blocks()) == []
+    residents = residents_of(spec, Tier.HOST)
+    assert list(blocks_to_restore(share(spec), Grid(spec, (1, 3)), residents)) == []
 
 
 @pytest.mark.parametrize("home", [Tier.HOST, Tier.DEVICE])
@@ -59,7 +82,12 @@ def test_two_blocks_are_held_but_never_more_than_there_is(
     spec, host_bytes, device_bytes, home
 ):
     expected = device_bytes if home == Tier.DEVICE else 0
-    found = held_bytes(residents_of(spec, home))
+    residents = residents_of(spec, home)
+    blocks = {}
+    for array in residents.specs:
+        own = share_of(residents, array)
+        blocks |= dict.fromkeys(own.blocks(), own)
+    found = held_bytes(blocks, residents)
     assert found == {Tier.HOST: host_bytes, Tier.DEVICE: expected}
 
 

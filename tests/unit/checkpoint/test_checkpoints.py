@@ -14,7 +14,7 @@ import pytest
 
 from tests.unit.checkpoint.cases import ARRAYS, SavedEngine
 from zinf.checkpoint import Checkpoints
-from zinf.checkpoint.blocks import held_bytes
+from zinf.checkpoint.save import Save
 from zinf.memory import StorageError
 from zinf.memory.residents import Residents
 from zinf.program import ArrayId, Tier
@@ -50,9 +50,9 @@ class HeldResidents(Residents):
 
     gate = threading.Event()
 
-    def read(self, array: ArrayId) -> np.ndarray:
+    def read_share(self, array: ArrayId) -> np.ndarray:
         self.gate.wait(30)
-        return super().read(array)
+        return super().read_share(array)
 
 
 def hold(engine: SavedEngine) -> threading.Event:
@@ -134,8 +134,8 @@ def test_a_synchronous_save_is_complete_when_it_returns(tmp_path, engine):
 def test_a_save_is_waited_for_when_a_step_leaves_no_host_memory_for_it(
     spare_bytes, tmp_path, open_residents
 ):
-    residents = open_residents([Tier.NVME], host_bytes=10_000)
-    blocks_bytes = held_bytes(residents)[Tier.HOST]
+    residents = open_residents([Tier.HOST], host_bytes=10_000)
+    blocks_bytes = sum(spec.nbytes for spec in residents.specs.values())
     engine = SavedEngine(residents, {})
     peak_bytes = 10_000 - blocks_bytes - spare_bytes
     peaks = {Tier.HOST: peak_bytes, Tier.DEVICE: 0}
@@ -163,11 +163,12 @@ def test_a_failed_save_is_reported_and_the_one_before_is_left(
     checkpoints.save(1, engine)
     checkpoints.wait()
 
-    def fail(directory, *_):
-        (directory / "half").write_text("written")
+    def fail(save):
+        (save.directory / "half").write_text("written")
+        save.cancel()
         raise StorageError(28, "no space", "somewhere")
 
-    monkeypatch.setattr("zinf.checkpoint.handler.write_arrays", fail)
+    monkeypatch.setattr(Save, "finish", fail)
     checkpoints.save(2, engine)
     engine.pending_save.result(timeout=30)
     with pytest.raises(StorageError, match="no space"):
@@ -203,11 +204,11 @@ from zinf.memory.residents import Residents
 from zinf.program import Tier
 
 class Stuck(Residents):
-    def read(self, array):
+    def read_share(self, array):
         if self.is_stuck and array.role != "param":
             print("stuck", flush=True)
             threading.Event().wait()
-        return super().read(array)
+        return super().read_share(array)
 
 stores = open_stores(jax.devices()[0])
 residents = Stuck(stores, specs_of(ARRAYS), homes_on([Tier.HOST], ARRAYS))

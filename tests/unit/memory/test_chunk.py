@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import product
-from math import ceil, prod
+from math import ceil, gcd, prod
 
 import numpy as np
 import pytest
@@ -11,8 +11,10 @@ from zinf.memory.chunk import (
     LARGEST_PADDING,
     MAX_CHUNK_BYTES,
     MAX_EXCESS,
+    MIN_COMMON_BYTES,
     PAGE_BYTES,
     chunk_shape,
+    on_one_grid,
 )
 from zinf.program import ArraySpec
 
@@ -196,3 +198,43 @@ def test_chunks_in_order_are_the_memory_in_order(
 
 def test_the_limit_is_16_mib() -> None:
     assert MAX_CHUNK_BYTES == 16 * 2**20
+
+
+@pytest.mark.parametrize("rows_per_chunk", [None, 7, 64])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (4096, 1024),
+        (12_565, 1600),
+        (64, 64, 64),
+        (5, 7),
+        (96, 2**19),
+        (1,),
+        (12_569, 9),
+    ],
+)
+def test_parts_of_an_array_are_on_one_grid_unless_chunks_would_be_tiny(
+    shape: tuple[int, ...], rows_per_chunk: int | None
+) -> None:
+    part = spec(*shape)
+    chunk = chunk_shape(part, rows_per_chunk=rows_per_chunk, cut_dims=[0])
+    nbytes = prod(chunk) * part.itemsize
+    assert nbytes <= MAX_EXCESS * MAX_CHUNK_BYTES
+    if on_one_grid(part, chunk, [0]):
+        assert shape[0] % chunk[0] == 0
+        if rows_per_chunk is not None and chunk[0] > 1:
+            assert rows_per_chunk % chunk[0] == 0 or chunk[0] >= shape[0]
+    else:
+        # Only where every common divisor gives files of less than 1 MiB.
+        common = gcd(min(rows_per_chunk or shape[0], shape[0]), shape[0])
+        row_bytes = prod(shape[1:]) * part.itemsize
+        fitting = [d for d in range(1, common + 1) if common % d == 0]
+        assert all(
+            d * row_bytes < MIN_COMMON_BYTES or d * row_bytes > MAX_CHUNK_BYTES
+            for d in fitting
+        )
+
+
+def test_without_other_parts_the_cut_is_as_ever() -> None:
+    part = spec(12_565, 1600)
+    assert chunk_shape(part) == chunk_shape(part, cut_dims=[1])

@@ -1,8 +1,9 @@
 """One array in files: a zarr v3 array whose chunks are moved without TensorStore."""
 
+import errno
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ from zinf.memory.nvme.chunk_file import ChunkFile
 from zinf.memory.nvme.intervals import Intervals
 from zinf.memory.nvme.open_file import Bytes, Mover
 from zinf.memory.nvme.request import Task
+from zinf.memory.storage_error import storage_error
 from zinf.memory.zarr_format import numpy_dtype, zarr_spec
 from zinf.program import ArraySpec
 
@@ -56,8 +58,13 @@ class Layout:
             start += length * inner_bytes
 
 
-def layout_of(spec: ArraySpec, rows_per_chunk: int | None = None) -> Layout:
-    return Layout(spec, chunk_shape(spec, rows_per_chunk=rows_per_chunk))
+def layout_of(
+    spec: ArraySpec,
+    rows_per_chunk: int | None = None,
+    cut_dims: Collection[int] = (),
+) -> Layout:
+    chunk = chunk_shape(spec, rows_per_chunk=rows_per_chunk, cut_dims=cut_dims)
+    return Layout(spec, chunk)
 
 
 class NvmeArray:
@@ -99,6 +106,12 @@ class NvmeArray:
         with self._lock:
             return self._written.covers(*(rows or (0, self._num_rows)))
 
+    def check_written(self, rows: Rows | None, what: str) -> None:
+        """Raise StorageError, of `what` is done, unless all of `rows` have content."""
+        if not self.is_written(rows):
+            found = "it was never (or not wholly) written, or its last write failed"
+            raise storage_error(what, errno.ENODATA, self.folder, found)
+
     def mark_written(self, rows: Rows | None, *, is_written: bool = True) -> None:
         with self._lock:
             change = self._written.add if is_written else self._written.remove
@@ -117,6 +130,17 @@ class NvmeArray:
     def writes(self, rows: Rows | None, memory: Bytes) -> list[tuple[ChunkFile, Task]]:
         """Tasks that together replace `rows` by the content of `memory`."""
         return self._tasks(rows, memory, ChunkFile.write)
+
+    def chunks_of(self, rows: Rows | None) -> Iterator[tuple[str, ChunkFile]]:
+        """The name and the file of each chunk that holds some of `rows`."""
+        begin, end = 0, self.spec.nbytes
+        if rows is not None:
+            begin, end = (row * self._row_bytes for row in rows)
+        for (name, start, nbytes), chunk in zip(
+            self.layout.runs(), self.chunks, strict=True
+        ):
+            if start < end and begin < start + nbytes:
+                yield name, chunk
 
     def _tasks(
         self,

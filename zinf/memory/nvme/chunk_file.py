@@ -9,7 +9,13 @@ import numpy as np
 
 from zinf.memory.aligned import aligned_empty
 from zinf.memory.nvme.checksum import Checksum, Coverage, Summer, next_summer
-from zinf.memory.nvme.open_file import Bytes, Mover, OpenFile
+from zinf.memory.nvme.open_file import (
+    STAGING_BYTES,
+    Bytes,
+    Each,
+    Mover,
+    OpenFile,
+)
 from zinf.memory.storage_error import StorageError, storage_error
 
 
@@ -118,6 +124,61 @@ class ChunkFile:
             if not self._overwrite(memory, mover):
                 self._replace(memory, mover)
 
+    def link_to(self, path: Path) -> "ChunkFile":
+        """Give the content as it is now another name, `path`, that keeps it.
+
+        From then on a write makes a new file. Returns the chunk under that name, to be
+        read and checked as this one.
+
+        Raises:
+            StorageError: the last write failed.
+            OSError: what the system says if it cannot make a hard link there.
+        """
+        with self._lock:
+            if self._is_damaged:
+                what, found = "Cannot link", "the last write of this file failed"
+                raise storage_error(what, errno.EIO, self.path, found)
+            os.link(self.path, path)
+            linked = ChunkFile(
+                path,
+                start=self.start,
+                nbytes=self.nbytes,
+                file_bytes=self.file_bytes,
+                coverage=self._coverage,
+            )
+            linked._checksum = self._checksum
+        return linked
+
+    @property
+    def full_checksum(self) -> int | None:
+        """XXH3 (64 bits) of the whole file, if it is known."""
+        known = self._checksum
+        if known is None or known.window is not None:
+            return None
+        return known.value if self.nbytes == self.file_bytes else None
+
+    def check(self, each: Each, mover: Mover, *, durable: bool) -> None:
+        """Give the whole file to `each`, part by part, and compare its own checksum.
+
+        Args:
+            durable: also wait until the drive has the content for good.
+
+        Raises:
+            StorageError: the system failed, or this is not what was written.
+        """
+        with self._open(mover) as file:
+            self._check_size(file, mover)
+            expected = self._checksum
+            summer = Summer(expected.window if expected else None)
+            for start in range(0, self.file_bytes, STAGING_BYTES):
+                part = mover.staging(min(STAGING_BYTES, self.file_bytes - start))
+                file.read(start, part)
+                each(part)
+                summer.update(part[: max(0, self.nbytes - start)])
+            self._compare(summer, expected, mover)
+            if durable:
+                file.sync()
+
     def _count_reader(self, change: int) -> None:
         # Not under the lock of the content, which a write may hold for long.
         with self._count_lock:
@@ -133,17 +194,23 @@ class ChunkFile:
     def _read_whole(
         self, file: OpenFile, memory: Bytes, expected: Checksum | None, mover: Mover
     ) -> None:
-        size = file.stat().st_size
-        if size != self.file_bytes:
-            found = f"it has {size:,} bytes instead of {self.file_bytes:,}"
-            raise storage_error(mover.what, errno.EIO, self.path, found)
+        self._check_size(file, mover)
         if expected is None:
             file.read(0, memory)
             return
         summer = Summer(expected.window)
         file.read(0, memory, summer.update)
+        self._compare(summer, expected, mover)
+
+    def _check_size(self, file: OpenFile, mover: Mover) -> None:
+        size = file.stat().st_size
+        if size != self.file_bytes:
+            found = f"it has {size:,} bytes instead of {self.file_bytes:,}"
+            raise storage_error(mover.what, errno.EIO, self.path, found)
+
+    def _compare(self, summer: Summer, expected: Checksum | None, mover: Mover) -> None:
         checksum = summer.checksum()
-        if checksum != expected:
+        if expected is not None and checksum != expected:
             found = (
                 f"checksum {checksum.value:016x} instead of {expected.value:016x}, of "
                 f"{self.nbytes:,} bytes from byte 0: this is not what was written"

@@ -49,6 +49,10 @@ class Files:
         self._spare_bytes = 0
         self._lock = Lock()
 
+    def root(self, chunk: ChunkFile) -> Root:
+        """Where `chunk` lies."""
+        return self._place_of[chunk].root
+
     def drive(self, chunk: ChunkFile) -> Drive:
         """What moves the bytes of `chunk`."""
         return self._place_of[chunk].drive

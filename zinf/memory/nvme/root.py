@@ -16,6 +16,7 @@ LOCK = "zinf.lock"
 INDEX = "zinf.index.jsonl"
 ARRAYS = "arrays"
 OURS = {MARKER, LOCK, INDEX, PROFILE, f"{MARKER}.new", f"{INDEX}.new", f"{PROFILE}.new"}
+# Files and folders of a moment; what is left of them goes when a root is opened.
 PROBE = ".zinf-"
 FORMAT = 2
 ABOUT = {

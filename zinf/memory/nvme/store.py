@@ -1,7 +1,6 @@
 """The NVMe tier: arrays in files, on one or several drives."""
 
-import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from zinf.memory.aligned import aligned_empty
+from zinf.memory.hold import Holds
 from zinf.memory.ledger import Ledger
-from zinf.memory.nvme.array import NvmeArray, Rows, layout_of
+from zinf.memory.nvme.array import Layout, NvmeArray, Rows, layout_of
 from zinf.memory.nvme.checksum import Coverage
 from zinf.memory.nvme.chunk_file import ChunkFile
 from zinf.memory.nvme.drive import STALL_SECONDS, Direction, Drive
@@ -22,10 +22,9 @@ from zinf.memory.nvme.index import Index
 from zinf.memory.nvme.measure import relative_speeds
 from zinf.memory.nvme.open_file import DIRECT_FROM_BYTES
 from zinf.memory.nvme.request import Request, Task
-from zinf.memory.nvme.root import Root
+from zinf.memory.nvme.root import PROBE, Root
 from zinf.memory.nvme.space import check_space
 from zinf.memory.nvme.system import System
-from zinf.memory.storage_error import storage_error
 from zinf.memory.store import (
     AbstractStore,
     check_kind,
@@ -69,6 +68,7 @@ class NvmeStore(AbstractStore):
         system: System | None = None,
     ) -> None:
         self.ledger = Ledger(Tier.NVME, capacity_bytes)
+        self.holds = Holds()
         self.read_bytes = 0
         self.written_bytes = 0
         self._arrays: dict[ArrayId, NvmeArray] = {}
@@ -99,7 +99,12 @@ class NvmeStore(AbstractStore):
         check_space([root.path for root in self._roots], needed_bytes)
 
     def create(
-        self, array: ArrayId, spec: ArraySpec, rows_per_chunk: int | None = None
+        self,
+        array: ArrayId,
+        spec: ArraySpec,
+        rows_per_chunk: int | None = None,
+        *,
+        cut_dims: Collection[int] = (),
     ) -> None:
         """Set room aside for `array` before it is written, and count its bytes as held.
 
@@ -107,6 +112,8 @@ class NvmeStore(AbstractStore):
             rows_per_chunk: how many rows of the leading dim will be read or written
                 together. Rows that start and stop at its multiples have files of their
                 own; others work too, by reading and rewriting the files they share.
+            cut_dims: dims along which it is one of several equal parts, whose chunks
+                are to lie on one grid.
 
         Raises:
             BudgetExceeded: it does not fit in the tier.
@@ -115,7 +122,7 @@ class NvmeStore(AbstractStore):
         """
         if array in self._arrays:
             raise ValueError(f"{array} is on tier nvme already. Free it first.")
-        layout = layout_of(spec, rows_per_chunk)
+        layout = layout_of(spec, rows_per_chunk, cut_dims)
         with self.ledger.holding(spec.nbytes, str(array)):
             made = self._files.take(
                 layout, what=f"Cannot create {array}", spare_bytes=self._spare_bytes()
@@ -128,9 +135,7 @@ class NvmeStore(AbstractStore):
         if stored is None:
             raise unknown_array(array, self.tier, list(self._arrays))
         what = f"Cannot read {array}"
-        if not stored.is_written(rows):
-            found = "it was never (or not wholly) written, or its last write failed"
-            raise storage_error(what, errno.ENODATA, stored.folder, found)
+        stored.check_written(rows, what)
         value = aligned_empty(stored.shape_of(rows), stored.dtype)
 
         def finish() -> np.ndarray:
@@ -145,6 +150,7 @@ class NvmeStore(AbstractStore):
 
     def write(self, array: ArrayId, value: np.ndarray) -> Future[None]:
         check_kind(array, value, self.tier, np.ndarray)
+        self.holds.wait(array)
         if not value.dtype.isnative:  # Files are of this machine's order.
             value = value.astype(value.dtype.newbyteorder("="))
         stored, rows = self._find(array)
@@ -168,6 +174,7 @@ class NvmeStore(AbstractStore):
         return self._start("write", f"Cannot write {array}", stored, tasks, finish)
 
     def free(self, array: ArrayId) -> None:
+        self.holds.wait(array)
         stored = self._arrays.pop(array, None)
         if stored is None:
             raise unknown_array(array, self.tier, list(self._arrays))
@@ -186,6 +193,32 @@ class NvmeStore(AbstractStore):
     def chunk_files(self, array: ArrayId) -> list[Path]:
         """The files of the array that keeps `array`, in order of its memory."""
         return [chunk.path for chunk in self._stored(array).chunks]
+
+    def layout(self, array: ArrayId) -> Layout:
+        """How the array that keeps `array` is cut into files."""
+        return self._stored(array).layout
+
+    def chunks(self, array: ArrayId) -> Iterator[tuple[str, ChunkFile]]:
+        """The name in zarr and the file of each chunk that holds some of `array`.
+
+        For who links to the files, while nothing writes to them.
+
+        Raises:
+            StorageError: some of it was never written, or its last write failed.
+        """
+        stored, rows = self._find(array)
+        if stored is None:
+            raise unknown_array(array, self.tier, list(self._arrays))
+        stored.check_written(rows, f"Cannot link {array}")
+        return stored.chunks_of(rows)
+
+    def drive(self, chunk: ChunkFile) -> Drive:
+        """What moves the bytes of a chunk."""
+        return self._files.drive(chunk)
+
+    def scratch(self, chunk: ChunkFile, name: str) -> Path:
+        """A folder for links to a chunk, which a later run deletes if it is left."""
+        return self._files.root(chunk).path / f"{PROBE}{name}"
 
     def clear(self) -> None:
         """Free every array and delete the folders that they were in."""

@@ -1,0 +1,93 @@
+"""What each process wrote of a checkpoint, until all of it is one manifest."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zinf.checkpoint.failure import failure
+from zinf.checkpoint.grid import Grid, Index
+from zinf.checkpoint.manifest import Manifest, StoredArray, sync_folder
+from zinf.program import ArrayId
+
+
+@dataclass
+class Part:
+    """The files of a checkpoint that one process wrote.
+
+    Attributes:
+        grids: of all arrays, the same on every process.
+        metadata: checksums of their metadata, on the process that wrote it.
+        checksums: of the chunk files that this process wrote.
+    """
+
+    grids: dict[ArrayId, Grid] = field(default_factory=dict)
+    metadata: dict[ArrayId, int] = field(default_factory=dict)
+    checksums: dict[ArrayId, dict[Index, int]] = field(default_factory=dict)
+
+    def write(self, directory: Path, process: int) -> None:
+        """Leave a note of it in the checkpoint, for `commit`."""
+        content = [
+            [
+                grid.chunk,
+                [[grid.number(i), x] for i, x in self.checksums[array].items()],
+            ]
+            for array, grid in self.grids.items()
+        ]
+        path = _path(directory, process)
+        try:
+            with open(path, "w", encoding="utf-8") as file:
+                json.dump(content, file)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise failure("Cannot save a checkpoint", path, error) from error
+
+
+def commit(
+    directory: Path,
+    part: Part,
+    scalars: Mapping[str, Any],
+    data: Any,
+    *,
+    num_processes: int,
+) -> None:
+    """Write the manifest of a checkpoint of which all processes have written theirs.
+
+    Args:
+        part: of the first process, which calls this.
+
+    Raises:
+        StorageError: the manifest cannot be written.
+        RuntimeError: the processes did not write one checkpoint.
+    """
+    checksums = {array: dict(part.checksums[array]) for array in part.grids}
+    others = [_path(directory, process) for process in range(1, num_processes)]
+    for path in others:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        for (array, grid), (chunk, found) in zip(
+            part.grids.items(), content, strict=True
+        ):
+            if tuple(chunk) != grid.chunk:
+                raise RuntimeError(
+                    f"{path.name} has chunks of {chunk} of {array}, where the first "
+                    f"process has {list(grid.chunk)}: their plans differ."
+                )
+            checksums[array].update((grid.index(n), x) for n, x in found)
+    arrays = {}
+    for array, grid in part.grids.items():
+        missing = grid.num_chunks - len(checksums[array])
+        if missing:
+            raise RuntimeError(f"No process wrote {missing} chunks of {array}.")
+        in_order = tuple(checksums[array][index] for index in grid.indices())
+        arrays[array] = StoredArray(grid, part.metadata[array], in_order)
+    Manifest(arrays, dict(scalars), data).write(directory)
+    for path in others:
+        path.unlink()
+    sync_folder(directory)
+
+
+def _path(directory: Path, process: int) -> Path:
+    return directory / f"part-{process}.json"

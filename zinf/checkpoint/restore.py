@@ -1,0 +1,65 @@
+"""Brings a block of an array from a checkpoint to where this process keeps it."""
+
+from collections.abc import Iterator
+from math import prod
+
+import numpy as np
+
+from zinf.checkpoint.blocks import Finish
+from zinf.checkpoint.grid import Grid
+from zinf.checkpoint.saved import Saved
+from zinf.checkpoint.share import Share
+from zinf.memory.residents import Residents
+from zinf.memory.zarr_format import numpy_dtype
+from zinf.program import ArrayId, Tier
+from zinf.sharding import relative
+
+
+def blocks_to_restore(
+    share: Share, grid: Grid, residents: Residents
+) -> Iterator[ArrayId]:
+    """A share by rows, counted in it, along the files that it is in.
+
+    So no file is read twice. Of what is cut by rows on several devices, all at once:
+    `Residents.write_share` says why.
+
+    Args:
+        grid: of the checkpoint.
+    """
+    array, shape = share.array, grid.spec.shape
+    if not prod(shape):
+        return
+    is_on_devices = residents.homes.get(array) == Tier.DEVICE
+    if not shape or (is_on_devices and not share.layout.has_whole_rows):
+        yield array
+        return
+    (first, last), *_ = share.layout.box
+    step, end = grid.chunk[0], min(last, shape[0])
+    for start in range(first - first % step, end, step):
+        rows = max(start, first) - first, min(start + step, end) - first
+        is_all = rows == (0, share.spec.shape[0])
+        yield array if is_all else ArrayId(array.role, array.path, rows)
+
+
+def begin_restore(
+    block: ArrayId, share: Share, residents: Residents, saved: Saved, *, verify: bool
+) -> Finish:
+    """Begin to read a block; what is returned waits for it and writes it."""
+    box, place = share.box(block), share.place(block)
+    reading = None
+    if place is not None:
+        reading = saved.begin_read(share.array, place, verify=verify)
+
+    def finish() -> None:
+        content = None if reading is None else reading.result()
+        if place is None or place != box:
+            # What pads a share is zero.
+            shape = tuple(stop - start for start, stop in box)
+            padded = np.zeros(shape, numpy_dtype(share.spec.dtype))
+            if place is not None:
+                padded[relative(place, box)] = content
+            content = padded
+        assert content is not None
+        residents.write_share(block, content)
+
+    return finish
