@@ -12,7 +12,7 @@ from zinf_kernels.absent_gpu import GPUS, compile_for, why_not
 from zinf_kernels.interpreter import IS_OLD, LOCKS_UP, interpreted
 from zinf_kernels.tiled_matmul import Epilogue, matmul, mosaic_gpu, obstacles
 from zinf_kernels.tiled_matmul.cases import Case, benchmark_cases, cases
-from zinf_kernels.tiled_matmul.tiles import Tiles
+from zinf_kernels.tiles import Tiles
 
 CASES = tuple(cases())
 # Small ones: the interpreter is slow.

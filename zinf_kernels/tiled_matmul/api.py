@@ -12,7 +12,7 @@ from zinf_kernels.device import Device, device_for, hopper_obstacle
 from zinf_kernels.dispatch import Implementation, choose_name
 from zinf_kernels.tiled_matmul import reference
 from zinf_kernels.tiled_matmul.epilogue import ACTIVATIONS, Epilogue
-from zinf_kernels.tiled_matmul.tiles import TILES
+from zinf_kernels.tiles import TILES
 
 EXISTING = ("mosaic_gpu", "reference")
 KERNEL_DTYPES = (jnp.bfloat16, jnp.float16)

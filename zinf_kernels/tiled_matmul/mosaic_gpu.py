@@ -1,11 +1,10 @@
-"""`matmul` for Hopper GPUs: TMA, wgmma, and blocks of threads that stay.
+"""`matmul` for Hopper GPUs: products of tiles, and an epilogue piece by piece.
 
-One warpgroup fetches pieces of both matrices, two multiply; each block takes tile after
-tile of the result, in an order that keeps what neighbours read in the cache. This is as
-in jax's own example (jax/experimental/pallas/ops/gpu/hopper_matmul_mgpu.py), but for
-the epilogue: a residual's first pieces are fetched while the product is computed.
+The first pieces of a residual are fetched while the product is computed; one piece of
+the result is filled while the other leaves.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,21 +16,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from zinf_kernels.mosaic_product import (
+    COMPUTE_WARPGROUPS,
+    Place,
+    for_tiles,
+    kernel,
+    transforms,
+)
 from zinf_kernels.tiled_matmul.epilogue import Epilogue
-from zinf_kernels.tiled_matmul.tiles import TILES, Tiles
+from zinf_kernels.tiles import TILES, Tiles
 
-# Shared memory of a block, some of its 227 KiB being left for barriers.
-SHARED_BYTES = 226 << 10
-MOST_STEPS = 4
-# Columns of tiles that are done before the next, for the cache.
-SNAKE_WIDTH = 8
 # Of pieces of the result, each of a warpgroup: one is filled while the other leaves.
 SLOTS = 2
 PIECE_ROWS = 64
 # A row of a piece: as wide as the widest swizzle.
 PIECE_ROW_BYTES = 128
-COMPUTE_WARPGROUPS = 2
-MEMORY_REGISTERS = 40
 
 
 @partial(jax.jit, static_argnames=("epilogue", "num_cores", "tiles"))
@@ -53,255 +52,134 @@ def matmul(
         a_ref, b_ref, *others, out = refs
         bias_ref = others.pop(0) if bias is not None else None
         residual_ref = others.pop(0) if residual is not None else None
-        _blocks(a_ref, b_ref, bias_ref, residual_ref, out, epilogue, tiles)
+        outer = _Outer(out, bias_ref, residual_ref, epilogue, tiles)
+        for_tiles(
+            outer.fetch_first,
+            outer.finish,
+            a_ref,
+            b_ref,
+            tiles=tiles,
+            memory=outer.memory(),
+            memory_bytes=outer.memory_bytes,
+        )
 
-    return plgpu.kernel(
-        body,
-        out_type=result,
-        grid=(num_cores,),
-        grid_names=("block",),
-        num_threads=COMPUTE_WARPGROUPS + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup
-        ),
-    )(a, b, *extras)
-
-
-@dataclass(frozen=True)
-class _Pieces:
-    """How a warpgroup's tile of the result is cut when it leaves."""
-
-    columns: int
-    tiles: Tiles
-
-    @property
-    def offsets(self) -> list[tuple[int, int]]:
-        return [
-            (i, j)
-            for i in range(0, self.tiles.m, PIECE_ROWS)
-            for j in range(0, self.tiles.n, self.columns)
-        ]
-
-    def memory(self, dtype: Any) -> Any:
-        """Slots of all warpgroups in shared memory."""
-        shape = (COMPUTE_WARPGROUPS, SLOTS, PIECE_ROWS, self.columns)
-        return plgpu.SMEM(shape, dtype, transforms=_transforms(self.columns, dtype))
-
-    def bytes(self, dtype: Any) -> int:
-        slots = COMPUTE_WARPGROUPS * SLOTS
-        return slots * PIECE_ROWS * self.columns * jnp.dtype(dtype).itemsize
+    return kernel(body, result, num_cores=num_cores)(a, b, *extras)
 
 
 @dataclass(frozen=True)
 class _Outer:
-    """The result, and what joins the product on its way there, in device memory."""
+    """The result, and what joins the product on its way there, in device memory.
+
+    What is done with it in shared memory goes by the names in `memory`.
+    """
 
     out: Any
     bias: Any  # or None
     residual: Any  # or None
     epilogue: Epilogue
-    pieces: _Pieces
+    tiles: Tiles
 
-    def scratch(self) -> dict[str, Any]:
-        """What `_Scratch` is made of."""
-        bias, residual, tiles = self.bias, self.residual, self.pieces.tiles
-        slots = COMPUTE_WARPGROUPS * SLOTS
-        bias_memory = plgpu.SMEM((COMPUTE_WARPGROUPS, tiles.n), jnp.float32)
-        return {
-            "leaving": self.pieces.memory(self.out.dtype),
-            "coming": None if residual is None else self.pieces.memory(residual.dtype),
-            "came": None if residual is None else plgpu.Barrier(num_barriers=slots),
-            "biases": None if bias is None else bias_memory,
-            "bias_came": None if bias is None else plgpu.Barrier(num_barriers=2),
-        }
+    @property
+    def piece_columns(self) -> int:
+        """Of the pieces in which a warpgroup's tile of the result leaves."""
+        return PIECE_ROW_BYTES // max(jnp.dtype(x).itemsize for x in self.dtypes)
 
-
-@dataclass(frozen=True)
-class _Scratch:
-    """Shared memory of a block beside the factors, and barriers for what comes.
-
-    Without a residual `coming` and `came` are None, and so are the others without bias.
-    """
-
-    leaving: Any
-    coming: Any
-    came: Any
-    biases: Any
-    bias_came: Any
-
-
-@dataclass(frozen=True)
-class _Tile:
-    """A tile of the result, and the part of it that is this warpgroup's."""
-
-    outer: _Outer
-    scratch: _Scratch
-    warpgroup: Any
-    rows: Any
-    columns: Any
-    mine: Any
+    @property
+    def dtypes(self) -> list[Any]:
+        return [ref.dtype for ref in (self.out, self.residual) if ref is not None]
 
     @property
     def offsets(self) -> list[tuple[int, int]]:
-        return self.outer.pieces.offsets
+        """Of the pieces in the tile."""
+        return [
+            (i, j)
+            for i in range(0, self.tiles.m, PIECE_ROWS)
+            for j in range(0, self.tiles.n, self.piece_columns)
+        ]
 
-    def fetch_first(self) -> None:
+    def memory(self) -> dict[str, Any]:
+        """Shared memory of a block beside the factors, and barriers for what comes."""
+        slots = COMPUTE_WARPGROUPS * SLOTS
+        made: dict[str, Any] = {"leaving": self._slots(self.out.dtype)}
+        if self.residual is not None:
+            made["coming"] = self._slots(self.residual.dtype)
+            made["came"] = plgpu.Barrier(num_barriers=slots)
+        if self.bias is not None:
+            shape = (COMPUTE_WARPGROUPS, self.tiles.n)
+            made["biases"] = plgpu.SMEM(shape, jnp.float32)
+            made["bias_came"] = plgpu.Barrier(num_barriers=COMPUTE_WARPGROUPS)
+        return made
+
+    @property
+    def memory_bytes(self) -> int:
+        """How much that is at most."""
+        numel = COMPUTE_WARPGROUPS * SLOTS * PIECE_ROWS * self.piece_columns
+        itemsizes = sum(jnp.dtype(dtype).itemsize for dtype in self.dtypes)
+        return numel * itemsizes + 4 * COMPUTE_WARPGROUPS * self.tiles.n
+
+    def _slots(self, dtype: Any) -> Any:
+        shape = (COMPUTE_WARPGROUPS, SLOTS, PIECE_ROWS, self.piece_columns)
+        return plgpu.SMEM(shape, dtype, transforms=transforms(shape[-1], dtype))
+
+    def fetch_first(self, place: Place, memory: Mapping[str, Any]) -> None:
         """Begins to fetch what the epilogue takes in."""
-        outer, scratch = self.outer, self.scratch
-        if outer.bias is not None:
-            target = scratch.biases.at[self.warpgroup]
-            barrier = scratch.bias_came.at[self.warpgroup]
-            plgpu.copy_gmem_to_smem(outer.bias.at[self.columns], target, barrier)
-        if outer.residual is not None:
+        if self.bias is not None:
+            plgpu.copy_gmem_to_smem(
+                self.bias.at[place.columns],
+                memory["biases"].at[place.warpgroup],
+                memory["bias_came"].at[place.warpgroup],
+            )
+        if self.residual is not None:
             for number in range(min(SLOTS, len(self.offsets))):
-                self.fetch(number)
+                self.fetch(number, place, memory)
 
-    def fetch(self, number: int) -> None:
+    def fetch(self, number: int, place: Place, memory: Mapping[str, Any]) -> None:
         """Begins to fetch a piece of the residual."""
         slot = number % SLOTS
         plgpu.copy_gmem_to_smem(
-            self.piece_of(self.outer.residual, self.offsets[number]),
-            self.scratch.coming.at[self.warpgroup, slot],
-            self.scratch.came.at[self.warpgroup * SLOTS + slot],
+            self.piece_of(self.residual, self.offsets[number], place),
+            memory["coming"].at[place.warpgroup, slot],
+            memory["came"].at[place.warpgroup * SLOTS + slot],
         )
 
-    def piece_of(self, ref: Any, offset: tuple[int, int]) -> Any:
-        tile = ref.at[self.rows, self.columns].at[self.mine]
+    def piece_of(self, ref: Any, offset: tuple[int, int], place: Place) -> Any:
+        tile = ref.at[place.rows, place.columns].at[place.mine]
         row, column = offset
-        width = self.outer.pieces.columns
-        return tile.at[pl.ds(row, PIECE_ROWS), pl.ds(column, width)]
+        return tile.at[pl.ds(row, PIECE_ROWS), pl.ds(column, self.piece_columns)]
 
-    def finish(self, sums: Any) -> None:
+    def finish(self, place: Place, memory: Mapping[str, Any], sums: Any) -> None:
         """Puts the product through the epilogue and sends it off, piece by piece."""
-        outer, warpgroup = self.outer, self.warpgroup
-        product = sums[...]
-        if outer.bias is not None:
-            plgpu.barrier_wait(self.scratch.bias_came.at[warpgroup])
+        product, warpgroup = sums[...], place.warpgroup
+        if self.bias is not None:
+            plgpu.barrier_wait(memory["bias_came"].at[warpgroup])
         # Of the last tile; its pieces left while this one was summed.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        leaving = self.scratch.leaving
+        leaving = memory["leaving"]
         for number, (row, column) in enumerate(self.offsets):
             slot = number % SLOTS
-            there = slice(column, column + outer.pieces.columns)
+            there = slice(column, column + self.piece_columns)
             part = product[row : row + PIECE_ROWS, there]
-            line, extra = self.joining(number, there)
+            line, extra = self.joining(number, there, place, memory)
             plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)
-            leaving[warpgroup, slot] = outer.epilogue(part, line, extra)
+            leaving[warpgroup, slot] = self.epilogue(part, line, extra)
             # Also ends all reads of the residual's slot.
             plgpu.commit_smem()
-            target = self.piece_of(outer.out, (row, column))
+            target = self.piece_of(self.out, (row, column), place)
             plgpu.copy_smem_to_gmem(leaving.at[warpgroup, slot], target)
-            if outer.residual is not None and number + SLOTS < len(self.offsets):
-                self.fetch(number + SLOTS)
+            if self.residual is not None and number + SLOTS < len(self.offsets):
+                self.fetch(number + SLOTS, place, memory)
 
-    def joining(self, number: int, there: slice) -> tuple[Any | None, Any | None]:
+    def joining(
+        self, number: int, there: slice, place: Place, memory: Mapping[str, Any]
+    ) -> tuple[Any | None, Any | None]:
         """Bias and residual of a piece."""
-        outer, scratch, warpgroup = self.outer, self.scratch, self.warpgroup
-        line = extra = None
-        if outer.bias is not None:
-            line = scratch.biases[warpgroup, there]
-            shape = PIECE_ROWS, outer.pieces.columns
+        warpgroup, line, extra = place.warpgroup, None, None
+        if self.bias is not None:
+            line = memory["biases"][warpgroup, there]
+            shape = PIECE_ROWS, self.piece_columns
             line = lax.broadcast_in_dim(line, shape, (1,))
-        if outer.residual is not None:
+        if self.residual is not None:
             slot = number % SLOTS
-            plgpu.barrier_wait(scratch.came.at[warpgroup * SLOTS + slot])
-            extra = scratch.coming[warpgroup, slot]
+            plgpu.barrier_wait(memory["came"].at[warpgroup * SLOTS + slot])
+            extra = memory["coming"][warpgroup, slot]
         return line, extra
-
-
-def _blocks(
-    a: Any,
-    b: Any,
-    bias: Any | None,
-    residual: Any | None,
-    out: Any,
-    epilogue: Epilogue,
-    tiles: Tiles,
-) -> None:
-    """What every block of threads does."""
-    dtypes = [ref.dtype for ref in (out, residual) if ref is not None]
-    widest = max(jnp.dtype(dtype).itemsize for dtype in dtypes)
-    pieces = _Pieces(PIECE_ROW_BYTES // widest, tiles)
-    outer = _Outer(out, bias, residual, epilogue, pieces)
-    block_m, block_n = tiles.m * COMPUTE_WARPGROUPS, tiles.n
-    grid_m, grid_n = a.shape[0] // block_m, b.shape[1] // block_n
-    steps = _steps(a.dtype, sum(map(pieces.bytes, dtypes)), tiles)
-
-    def pipeline(body: Any, context: Any) -> Any:
-        return plgpu.emit_pipeline_warp_specialized(
-            body,
-            grid=(a.shape[1] // tiles.k,),
-            memory_registers=MEMORY_REGISTERS,
-            in_specs=[
-                _spec((block_m, tiles.k), lambda k: (0, k), a.dtype),
-                _spec((tiles.k, block_n), lambda k: (k, 0), b.dtype),
-            ],
-            wg_axis="warpgroup",
-            num_compute_wgs=COMPUTE_WARPGROUPS,
-            max_concurrent_steps=steps,
-            compute_context=context,
-        )
-
-    def ignore(*_: Any, **__: Any) -> None:
-        """Allocations do not depend on what is computed."""
-
-    @partial(
-        pl.run_scoped,
-        allocations=pipeline(ignore, ignore).get_allocations(a, b),
-        **outer.scratch(),
-        collective_axes="warpgroup",
-    )
-    def _(allocations: Any, **memory: Any) -> None:
-        scratch, warpgroup = _Scratch(**memory), lax.axis_index("warpgroup")
-
-        @plgpu.nd_loop((grid_m * grid_n,), collective_axes="block")
-        def _(loop: Any) -> None:
-            (index,) = loop.index
-            i, j = plgpu.planar_snake(index, (grid_m, grid_n), 1, SNAKE_WIDTH)
-            rows = pl.ds(i * block_m, block_m)
-            columns = pl.ds(j * block_n, block_n)
-            mine = pl.ds(warpgroup * tiles.m, tiles.m)
-            tile = _Tile(outer, scratch, warpgroup, rows, columns, mine)
-
-            def context(run: Any) -> None:
-                tile.fetch_first()
-
-                @partial(pl.run_scoped, sums=plgpu.ACC((tiles.m, tiles.n), jnp.float32))
-                def _(sums: Any) -> None:
-                    run(sums)
-                    tile.finish(sums)
-
-            def multiply(_: Any, a_part: Any, b_part: Any, sums: Any) -> Any:
-                plgpu.wgmma(sums, a_part.at[mine], b_part)
-                plgpu.wgmma_wait(0)
-                return sums
-
-            pipeline(multiply, context)(
-                a.at[rows], b.at[:, columns], allocations=allocations
-            )
-
-    plgpu.wait_smem_to_gmem(0, wait_read_only=False)
-
-
-def _steps(dtype: Any, epilogue_bytes: int, tiles: Tiles) -> int:
-    """Pieces of the factors that fit in shared memory at once."""
-    elements = tiles.k * (tiles.m * COMPUTE_WARPGROUPS + tiles.n)
-    room = SHARED_BYTES - epilogue_bytes - 4 * COMPUTE_WARPGROUPS * tiles.n
-    return min(room // (elements * jnp.dtype(dtype).itemsize), MOST_STEPS)
-
-
-def _transforms(columns: int, dtype: Any) -> tuple[Any, ...]:
-    itemsize = jnp.dtype(dtype).itemsize
-    swizzle = plgpu.find_swizzle(columns * itemsize * 8)
-    tiling = plgpu.TilingTransform((8, swizzle // itemsize))
-    return tiling, plgpu.SwizzleTransform(swizzle)
-
-
-def _spec(shape: tuple[int, int], index: Any, dtype: Any) -> Any:
-    return plgpu.BlockSpec(
-        shape,
-        index,
-        transforms=_transforms(shape[1], dtype),
-        memory_space=plgpu.SMEM,
-    )
