@@ -1,4 +1,4 @@
-"""The command line: `zinf train`, `plan`, `plot`, `config check` and `bench io`."""
+"""The command line: `zinf train`, `plan`, `plot`, `checkpoint`, `config`, `bench`."""
 
 import json
 import os
@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from tqdm import tqdm
 
+from zinf.cli.checkpoint import checkpoint_app
 from zinf.cli.errors import USER_ERROR, clean_errors
 from zinf.cli.plan import plan_config, print_tables
 from zinf.cli.report import print_measured, print_report
@@ -36,6 +37,7 @@ config_app = typer.Typer(no_args_is_help=True, help="Config files.")
 app.add_typer(config_app, name="config")
 bench_app = typer.Typer(no_args_is_help=True, help="Measure this machine.")
 app.add_typer(bench_app, name="bench")
+app.add_typer(checkpoint_app, name="checkpoint")
 
 ConfigFile = Annotated[Path, typer.Argument(help="A YAML or JSON file.")]
 Overrides = Annotated[

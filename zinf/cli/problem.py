@@ -3,11 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import grain
 import jax
 import numpy as np
 
 from zinf.cli.errors import ALONE
 from zinf.config import Config
+from zinf.data import text_dataset
+from zinf.data.text import Split, text_hash
 from zinf.distributed import (
     AbstractGroup,
 )
@@ -28,6 +31,29 @@ def problem(
         "batch": {"tokens": jax.ShapeDtypeStruct(shape, np.int32)},
     }
     return (loss, init, build_optimizer(config), config), named
+
+
+def dataset(
+    config: Config, split: Split, group: AbstractGroup = ALONE
+) -> grain.IterDataset:
+    """The batches of this process that a config asks for."""
+    data = config.data
+    # A folder that is named stdlib is not the standard library: hence absolute paths.
+    paths = data.paths
+    names = [paths] if isinstance(paths, str) else [str(p.absolute()) for p in paths]
+    if group.count > 1:
+        group.agree({"text of the files": text_hash(names, glob=data.glob)})
+    return text_dataset(
+        names,
+        glob=data.glob,
+        sequence_length=data.sequence_length,
+        batch_size=batch_size(config),
+        seed=data.seed,
+        split=split,
+        validation_fraction=data.validation_fraction,
+        process=(group.index, group.count),
+        num_microbatches=config.num_microbatches,
+    )
 
 
 def _model(config: Config) -> GPTConfig:

@@ -7,7 +7,10 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
+from zinf.checkpoint.saved import Saved
 from zinf.config import Report
+from zinf.interchange.catalog import Entry
+from zinf.interchange.compare import Difference
 from zinf.memory.nvme import Measured, Profile
 
 # What reads a pipe wants a line a key.
@@ -53,3 +56,56 @@ def print_measured(rows: Sequence[Measured], chosen: Profile) -> None:
         )
     Console(markup=False, highlight=False).print(table)
     print(f"GB/s, medians of {len(rows[0].reads)} rounds in turn")
+
+
+def print_checkpoints(found: Sequence[Entry]) -> None:
+    table = Table("step", "arrays", "bytes", "on the drive", "format", box=None)
+    table.add_column("written by")
+    for column in table.columns[:4]:
+        column.justify = "right"
+    for entry in found:
+        step = "-" if entry.step is None else str(entry.step)
+        own = f"{entry.own_bytes:,}"
+        if entry.problem is not None:
+            table.add_row(step, "", "", own, "", "")
+            continue
+        sizes = f"{entry.num_arrays:,}", f"{entry.array_bytes:,}", own
+        table.add_row(step, *sizes, str(entry.format_version), entry.written_by)
+    out = console()
+    out.print(table)
+    for entry in found:
+        if entry.problem is not None:
+            print(f"{entry.folder} cannot be used: {entry.problem}")
+    print(f"{sum(entry.own_bytes for entry in found):,} bytes on the drive in all")
+
+
+def print_arrays(saved: Saved) -> None:
+    table = Table("array", "dtype", "shape", "chunks of", "bytes", box=None)
+    table.columns[-1].justify = "right"
+    for array, spec in saved.arrays.items():
+        shape, chunk = (
+            " x ".join(map(str, sizes))
+            for sizes in (spec.shape, saved.grid(array).chunk)
+        )
+        table.add_row(str(array), spec.dtype, shape, chunk, f"{spec.nbytes:,}")
+    console().print(table)
+    nbytes = sum(spec.nbytes for spec in saved.arrays.values())
+    print(f"{saved.directory}: {len(saved.arrays):,} arrays, {nbytes:,} bytes")
+
+
+def print_differences(
+    found: Sequence[Difference], scalars: Sequence[str], num_same: int
+) -> None:
+    table = Table("array", "different", "largest difference", "first at", box=None)
+    for difference in found:
+        if difference.found is not None:
+            table.add_row(difference.name, difference.found, "", "")
+            continue
+        first = str(list(difference.first))
+        count, largest = f"{difference.num_different:,}", f"{difference.largest:.6g}"
+        table.add_row(difference.name, count, largest, first)
+    if found:
+        console().print(table)
+    for line in scalars:
+        print(line)
+    print(f"{num_same:,} arrays are equal, {len(found):,} differ.")

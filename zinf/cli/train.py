@@ -7,13 +7,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import grain
-
 from zinf.checkpoint import Checkpoints
-from zinf.cli.problem import batch_size, heading, problem
+from zinf.cli.problem import dataset, heading, problem
 from zinf.config import Config
-from zinf.data import text_dataset
-from zinf.data.text import Split, text_hash
 from zinf.distributed import AbstractGroup, flat
 from zinf.executor.devices import on_devices
 from zinf.initialize import initialize
@@ -34,9 +30,9 @@ def train_config(
         group.agree(_alike(config))
     # Orbax logs a traceback of every error, which it then raises all the same.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
-    data = _data(config, "train", group)
+    data = dataset(config, "train", group)
     evaluates = config.run.evaluate_every is not None
-    evaluation_data = _data(config, "validation", group) if evaluates else None
+    evaluation_data = dataset(config, "validation", group) if evaluates else None
     arguments, named = problem(config, group)
     say = _say if group.is_first else _say_nothing
     say(heading(path, config))
@@ -67,7 +63,7 @@ def train_config(
                 trainer.run()
             except KeyboardInterrupt:
                 if checkpoints.latest_step() is not None:
-                    say(f"Continue with: {_resume_command(path, overrides)}")
+                    say(f"Continue with: {resume_command(path, overrides)}")
                 raise
     if config.run.metrics is not None:
         say(f"The metrics of each step are in {config.run.metrics}.")
@@ -90,26 +86,6 @@ def _alike(config: Config) -> dict[str, Any]:
     return {key: keys[key] for key in keys if key.rpartition(".")[2] not in own}
 
 
-def _data(config: Config, split: Split, group: AbstractGroup) -> grain.IterDataset:
-    data = config.data
-    # A folder that is named stdlib is not the standard library: hence absolute paths.
-    paths = data.paths
-    names = [paths] if isinstance(paths, str) else [str(p.absolute()) for p in paths]
-    if group.count > 1:
-        group.agree({"text of the files": text_hash(names, glob=data.glob)})
-    return text_dataset(
-        names,
-        glob=data.glob,
-        sequence_length=data.sequence_length,
-        batch_size=batch_size(config),
-        seed=data.seed,
-        split=split,
-        validation_fraction=data.validation_fraction,
-        process=(group.index, group.count),
-        num_microbatches=config.num_microbatches,
-    )
-
-
 def _set_aside(folder: Path) -> None:
     """Renames the checkpoints of an earlier run, which a new one would replace."""
     if not folder.is_dir() or not any(folder.iterdir()):
@@ -125,7 +101,8 @@ def _set_aside(folder: Path) -> None:
     )
 
 
-def _resume_command(path: Path, overrides: Sequence[str]) -> str:
+def resume_command(path: Path, overrides: Sequence[str]) -> str:
+    """What to type to continue a run from its newest checkpoint."""
     settings = [o for o in overrides if not o.startswith("run.resume=")]
     options = [part for o in [*settings, "run.resume=true"] for part in ("--set", o)]
     return shlex.join(["zinf", "train", str(path), *options])

@@ -1,5 +1,9 @@
 """Parameters to and from other formats, and checkpoints compared."""
 
+from zinf.interchange.catalog import entries as entries
+from zinf.interchange.catalog import find as find
+from zinf.interchange.compare import differences as differences
+from zinf.interchange.compare import scalar_differences as scalar_differences
 from zinf.interchange.orbax_export import export_orbax as export_orbax
 from zinf.interchange.orbax_import import import_orbax as import_orbax
 from zinf.interchange.safetensors_export import export_safetensors as export_safetensors

@@ -6,7 +6,6 @@ import os
 import stat
 from collections.abc import Mapping
 from contextlib import ExitStack
-from math import prod
 from pathlib import Path
 from typing import Self
 
@@ -15,7 +14,7 @@ import numpy as np
 from zinf.interchange.failure import explain, explained
 from zinf.interchange.header import Stored, read_header
 from zinf.interchange.names import listed
-from zinf.interchange.tensors import AbstractTensors
+from zinf.interchange.tensors import AbstractTensors, first_element
 from zinf.memory import aligned_empty
 from zinf.memory.chunk import chunk_shape
 from zinf.memory.zarr_format import numpy_dtype
@@ -72,7 +71,9 @@ class SafetensorsFiles(AbstractTensors):
         value = aligned_empty(
             tuple(high - low for low, high in box), numpy_dtype(stored.spec.dtype)
         )
-        start = stored.start + _first(box, stored.spec.shape) * stored.spec.itemsize
+        _check_is_run(box, stored.spec.shape)
+        first = first_element(box, stored.spec.shape)
+        start = stored.start + first * stored.spec.itemsize
         left = value.reshape(-1).view(np.uint8).data
         with explained(f"Cannot read {name!r}", path):
             while left:
@@ -144,13 +145,7 @@ def _read_index(path: Path) -> dict[str, str]:
     return weights
 
 
-def _first(box: Box, shape: tuple[int, ...]) -> int:
-    """The number of the first element of a part, which is one run of memory."""
+def _check_is_run(box: Box, shape: tuple[int, ...]) -> None:
     sizes = [high - low for low, high in box]
     cut = next((dim for dim, size in enumerate(sizes) if size > 1), len(sizes))
     assert sizes[cut + 1 :] == list(shape[cut + 1 :]), "a part has gaps"
-    number = 0
-    for (low, _), size in zip(box, shape, strict=True):
-        number = number * size + low
-    assert prod(sizes) + number <= prod(shape)
-    return number

@@ -81,6 +81,14 @@ def stream(
             use(ahead[0], ahead[1], ahead[2].result())
 
 
+def first_element(box: Box, shape: tuple[int, ...]) -> int:
+    """The number of the first element of a part, counted in C order."""
+    number = 0
+    for (low, _), size in zip(box, shape, strict=True):
+        number = number * size + low
+    return number
+
+
 def block_bytes(tensors: AbstractTensors, name: str) -> int:
     """Bytes of the largest part of an array."""
     spec = tensors.specs[name]

@@ -1,0 +1,247 @@
+"""Two checkpoints are compared bit for bit, and damage is found wherever it is."""
+
+import os
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests.unit.checkpoint.cases import ARRAYS, STACKED, specs_of
+from tests.unit.checkpoint.conftest import open_residents as open_residents
+from zinf.checkpoint import write_arrays
+from zinf.checkpoint.manifest import FILE
+from zinf.checkpoint.saved import Saved
+from zinf.interchange import differences, entries, find, scalar_differences
+from zinf.memory import StorageError
+from zinf.program import ArrayId, Tier
+
+EMBED, COMPUTE = ArrayId("param", "embed"), ArrayId("compute", "embed")
+SCALARS = {"num_steps": 3, "shared": [0.5]}
+
+
+@pytest.fixture
+def save(open_residents, tmp_path):
+    """Saves arrays as a checkpoint of a name."""
+
+    def save(name: str, arrays=ARRAYS, scalars=SCALARS) -> Path:
+        specs_of(arrays)
+        residents = open_residents([Tier.HOST], arrays)
+        write_arrays(tmp_path / name, residents, scalars)
+        return tmp_path / name
+
+    return save
+
+
+def compared(first: Path, second: Path):
+    with Saved(first) as here, Saved(second) as there:
+        return list(differences(here, there)), list(scalar_differences(here, there))
+
+
+def changed(array: ArrayId, index, value) -> dict[ArrayId, np.ndarray]:
+    content = ARRAYS[array].copy()
+    content[index] = value
+    return {**ARRAYS, array: content}
+
+
+def test_equal_checkpoints_have_no_differences(save):
+    assert compared(save("a"), save("b")) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("array", "index", "change"),
+    [(EMBED, (3, 1), -2.5), (STACKED, (2, 0, 1), 0.25), (COMPUTE, (11, 3), 1.0)],
+)
+def test_a_difference_has_its_size_and_place(array, index, change, save):
+    value = ARRAYS[array][index] + ARRAYS[array].dtype.type(change)
+    second = changed(array, index, value)
+    # Another that is smaller, and later or earlier.
+    later = index > (2, 2)
+    second[array][(0,) * len(index) if later else (-1,) * len(index)] += ARRAYS[
+        array
+    ].dtype.type(2**-4)
+    (found,), _ = compared(save("a"), save("b", second))
+    assert found.name == str(array) and found.found is None
+    assert found.num_different == 2
+    assert found.largest == abs(change)
+    assert found.first == ((0,) * len(index) if later else index)
+
+
+def test_a_scalar_array_and_a_value_without_number_differ_too(save):
+    scale = ArrayId("state1", "scale")
+    second = {**ARRAYS, scale: np.array(9, np.float32)}
+    (found,), _ = compared(save("a"), save("b", second))
+    assert (found.num_different, found.largest, found.first) == (1, 2.0, ())
+    (found,), _ = compared(save("c"), save("d", changed(EMBED, (0, 0), np.nan)))
+    assert np.isnan(found.largest) and found.num_different == 1
+
+
+def test_the_same_number_in_other_bits_differs(save):
+    (found,), _ = compared(save("a"), save("b", changed(EMBED, (0, 0), -0.0)))
+    assert (found.num_different, found.largest) == (1, 0.0)
+
+
+def test_shapes_dtypes_and_absence_are_named(save):
+    second = dict(ARRAYS)
+    second[EMBED] = ARRAYS[EMBED].reshape(4, 12)
+    second[COMPUTE] = ARRAYS[COMPUTE].astype(np.float32)
+    second[ArrayId("param", "more")] = second.pop(ArrayId("state0", "embed"))
+    found, _ = compared(save("a"), save("b", second))
+    assert {f.name: f.found for f in found} == {
+        "param/embed": "float32[12, 4] / float32[4, 12]",
+        "compute/embed": "bfloat16[12, 4] / float32[12, 4]",
+        "state0/embed": "float32[12, 4] / absent",
+        "param/more": "absent / float32[12, 4]",
+    }
+
+
+def test_scalars_that_differ_are_shown(save):
+    _, scalars = compared(save("a"), save("b", scalars={"num_steps": 4, "more": 1}))
+    assert scalars == ["num_steps: 3 / 4", "shared: [0.5] / None", "more: None / 1"]
+
+
+def test_large_arrays_are_compared_part_by_part(save):
+    large = np.zeros((3, 2**21), np.float64)  # a row is 16 MiB
+    second = large.copy()
+    second[1, 5] = 1
+    second[2, 7] = -3
+    name = ArrayId("param", "large")
+    (found,), _ = compared(save("a", {name: large}), save("b", {name: second}))
+    assert (found.num_different, found.largest, found.first) == (2, 3.0, (1, 5))
+
+
+def flips(folder: Path, positions=None):
+    """Flips a bit of each byte of each file of a checkpoint in turn."""
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        content = file.read_bytes()
+        for position in positions or range(len(content)):
+            flipped = bytearray(content)
+            flipped[position] ^= 1 << (position % 8)
+            with open(file, "r+b") as opened:
+                opened.write(flipped)
+            yield file, position
+        file.write_bytes(content)
+
+
+SMALL = {
+    EMBED: np.arange(6, dtype=np.float32).reshape(2, 3),
+    ArrayId("state0", "a/b"): np.ones(3, ml_dtypes.bfloat16),
+}
+
+
+def test_verify_finds_every_flipped_byte_of_a_checkpoint(save):
+    folder = save("a", SMALL)
+    with Saved(folder) as saved:
+        assert list(saved.verify()) == []
+        arrays, scalars = saved.arrays, saved.scalars
+        files = {saved.folder(array): array for array in arrays}
+    count = 0
+    for file, _position in flips(folder):
+        count += 1
+        try:
+            with Saved(folder) as saved:
+                found = list(saved.verify())
+                same = (saved.arrays, saved.scalars) == (arrays, scalars)
+        except (StorageError, ValueError) as error:
+            assert file.name == FILE and str(folder) in str(error)
+            continue
+        if file.name == FILE:
+            # Only white space, and numbers written in another way, read as before.
+            assert same and found == []
+            continue
+        (damage,) = found
+        assert damage.array == files[file.parent] and damage.file == file
+        assert (damage.index is None) == (file.name == "zarr.json")
+    assert count > 1000
+
+
+def test_verify_finds_flipped_bytes_of_a_checkpoint_of_several_chunks(save):
+    large = np.random.default_rng(0).random((5, 2**20))  # 8 MiB a row
+    folder = save("a", {EMBED: large})
+    random = np.random.default_rng(1)
+    for position in random.integers(0, 8 * 2**20, 8):
+        for file in folder.rglob("c.*"):
+            with open(file, "r+b") as opened:
+                opened.seek(int(position))
+                byte = opened.read(1)[0]
+                opened.seek(int(position))
+                opened.write(bytes([byte ^ int(random.integers(1, 256))]))
+            with Saved(folder) as saved:
+                (damage,) = saved.verify()
+            assert damage.file == file
+            index = tuple(map(int, file.name.split(".")[1:]))
+            assert damage.index == index
+            with open(file, "r+b") as opened:
+                opened.seek(int(position))
+                opened.write(bytes([byte]))
+
+
+def test_missing_short_long_and_swapped_files_are_found(save):
+    folder = save("a", {EMBED: np.random.default_rng(0).random((4, 2**20))})
+    first, second = sorted(folder.rglob("c.*"))[:2]
+    original = first.read_bytes()
+
+    def damages():
+        with Saved(folder) as saved:
+            return [damage.file for damage in saved.verify()]
+
+    for content in (original[:-1], original + b"\0", b""):
+        first.write_bytes(content)
+        assert damages() == [first]
+    first.unlink()
+    assert damages() == [first]
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(original)
+    assert damages() == [first, second]
+
+
+def test_hard_links_are_counted_once(save, tmp_path):
+    runs = tmp_path / "run"
+    for step in (1, 2):
+        (runs / str(step)).mkdir(parents=True)
+    save("one").rename(runs / "1" / "state")
+    os.makedirs(runs / "2" / "state")
+    own = 0
+    for file in sorted((runs / "1" / "state").rglob("*")):
+        copy = runs / "2" / "state" / file.relative_to(runs / "1" / "state")
+        if file.is_dir():
+            copy.mkdir()
+        elif file.name == FILE:
+            copy.write_bytes(file.read_bytes())
+            own += file.stat().st_size
+        else:
+            os.link(file, copy)
+    first, second = entries(runs)
+    files = [path for path in (runs / "1").rglob("*") if path.is_file()]
+    assert first.own_bytes == sum(path.stat().st_size for path in files)
+    assert second.own_bytes == own
+    assert (first.step, second.step) == (1, 2)
+    assert first.array_bytes == sum(x.nbytes for x in ARRAYS.values())
+    assert first.num_arrays == len(ARRAYS)
+
+
+def test_what_cannot_be_used_is_listed_with_the_reason(save, tmp_path):
+    runs = tmp_path / "run"
+    for step in ("5", "10"):
+        (runs / step).mkdir(parents=True)
+        save(f"of-{step}").rename(runs / step / "state")
+    manifest = runs / "5" / "state" / FILE
+    manifest.write_bytes(manifest.read_bytes()[:-9])
+    (runs / "11.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
+    (runs / "11.orbax-checkpoint-tmp" / "state" / "file").write_bytes(bytes(7))
+    damaged, sound, begun = entries(runs)
+    assert (damaged.step, sound.step, begun.step) == (5, 10, None)
+    assert "no JSON of a manifest" in (damaged.problem or "")
+    assert sound.problem is None
+    assert "cut short" in (begun.problem or "") and begun.own_bytes == 7
+    assert find(runs) == runs / "10" / "state"
+    assert find(runs, 5) == runs / "5" / "state"
+    assert find(runs / "10") == find(runs / "10" / "state") == find(runs)
+    with pytest.raises(
+        FileNotFoundError, match="of step 7. It has those of steps 5, 10"
+    ):
+        find(runs, 7)
+    with pytest.raises(FileNotFoundError, match="There is no folder"):
+        find(tmp_path / "absent")
+    with pytest.raises(FileNotFoundError, match="has no checkpoint"):
+        entries(tmp_path)

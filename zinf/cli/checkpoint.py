@@ -1,0 +1,242 @@
+"""`zinf checkpoint ls`, `verify`, `export`, `import` and `diff`."""
+
+import json
+import logging
+import time
+from contextlib import closing
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zinf.checkpoint import Checkpoints
+from zinf.checkpoint.saved import Saved
+from zinf.cli.errors import clean_errors
+from zinf.cli.problem import dataset, problem
+from zinf.cli.report import print_arrays, print_checkpoints, print_differences
+from zinf.cli.train import resume_command
+from zinf.executor.devices import on_devices
+from zinf.initialize import initialize
+from zinf.interchange import (
+    differences,
+    entries,
+    export_orbax,
+    export_safetensors,
+    find,
+    import_orbax,
+    import_safetensors,
+    scalar_differences,
+)
+from zinf.interchange.orbax_import import METADATA
+from zinf.interchange.safetensors_export import MAX_SHARD_BYTES
+
+UNSOUND = 1
+
+checkpoint_app = typer.Typer(
+    no_args_is_help=True, help="List, check, compare and convert checkpoints."
+)
+
+Folder = Annotated[
+    Path, typer.Argument(help="A checkpoint, or a folder of them (its newest is used).")
+]
+Step = Annotated[int | None, typer.Option(help="Which checkpoint of the folder.")]
+NamesFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--names", help="A JSON file: names of tensors by key path of the parameter."
+    ),
+]
+ShowTraceback = Annotated[
+    bool, typer.Option("--traceback", help="Show where an error comes from.")
+]
+
+
+class Format(StrEnum):
+    """What parameters are exchanged in."""
+
+    SAFETENSORS = "safetensors"
+    ORBAX = "orbax"
+
+
+@checkpoint_app.command()
+def ls(
+    folder: Folder,
+    step: Step = None,
+    arrays: Annotated[
+        bool, typer.Option("--arrays", help="The arrays of one checkpoint.")
+    ] = False,
+    traceback: ShowTraceback = False,
+) -> None:
+    """List the checkpoints of a folder, or the arrays of one.
+
+    What several checkpoints share by hard links is counted for the first of them.
+    """
+    with clean_errors(traceback):
+        if arrays or step is not None:
+            with Saved(find(folder, step)) as saved:
+                print_arrays(saved)
+        else:
+            print_checkpoints(entries(folder))
+
+
+@checkpoint_app.command()
+def verify(folder: Folder, step: Step = None, traceback: ShowTraceback = False) -> None:
+    """Read all of a checkpoint, and name each array, chunk and file that is damaged.
+
+    The exit code is 1 if there is any damage, and 2 if the checkpoint cannot be read.
+    """
+    with clean_errors(traceback):
+        start, count = time.perf_counter(), 0
+        with Saved(find(folder, step)) as saved:
+            for damage in saved.verify():
+                count += 1
+                chunk = "metadata" if damage.index is None else f"chunk {damage.index}"
+                print(f"{damage.array}, {chunk}, {damage.file}: {damage.found}")
+            nbytes = sum(spec.nbytes for spec in saved.arrays.values())
+            seconds = time.perf_counter() - start
+            rate = nbytes / seconds / 1e9
+            what = f"{len(saved.arrays)} arrays, {nbytes:,} bytes, {rate:.2f} GB/s"
+            directory = saved.directory
+    if count:
+        print(f"{directory}: {count} files are damaged ({what}).")
+        raise typer.Exit(UNSOUND)
+    print(f"{directory}: all as it was saved ({what}).")
+
+
+@checkpoint_app.command()
+def diff(
+    first: Folder,
+    second: Folder,
+    step: Annotated[
+        tuple[int, int] | None, typer.Option(help="Which checkpoints of the folders.")
+    ] = None,
+    traceback: ShowTraceback = False,
+) -> None:
+    """Compare two checkpoints bit for bit: arrays that differ, by how much, and where.
+
+    The exit code is 1 if they differ.
+    """
+    with clean_errors(traceback):
+        steps = step or (None, None)
+        with (
+            Saved(find(first, steps[0])) as here,
+            Saved(find(second, steps[1])) as there,
+        ):
+            scalars = list(scalar_differences(here, there))
+            found = list(differences(here, there))
+            same = sum(array in there.arrays for array in here.arrays) - sum(
+                difference.found is None for difference in found
+            )
+            print_differences(found, scalars, same)
+    if found or scalars:
+        raise typer.Exit(UNSOUND)
+
+
+@checkpoint_app.command()
+def export(
+    folder: Folder,
+    output: Annotated[Path, typer.Argument(help="A folder that is not there yet.")],
+    step: Step = None,
+    to: Annotated[Format, typer.Option(help="The format.")] = Format.SAFETENSORS,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="Round all floats to this dtype; else they stay as kept."),
+    ] = None,
+    max_shard_bytes: Annotated[
+        int, typer.Option(help="Bytes of tensors in a file of safetensors.")
+    ] = MAX_SHARD_BYTES,
+    names: NamesFile = None,
+    traceback: ShowTraceback = False,
+) -> None:
+    """Write the parameters of a checkpoint as safetensors files or for Orbax.
+
+    Master copies are written where there are any. No code of the model is needed.
+    """
+    _quiet_orbax()
+    with clean_errors(traceback), Saved(find(folder, step)) as saved:
+        if to == Format.SAFETENSORS:
+            export_safetensors(
+                saved,
+                output,
+                dtype=dtype,
+                max_shard_bytes=max_shard_bytes,
+                names=_names(names),
+            )
+        elif names is not None:
+            raise ValueError("--names is for safetensors: Orbax stores a tree.")
+        else:
+            export_orbax(saved, output, dtype=dtype)
+        print(f"The parameters of {saved.directory} are in {output}.")
+
+
+@checkpoint_app.command("import")
+def import_(
+    source: Annotated[
+        Path, typer.Argument(help="A safetensors file, or a folder of either format.")
+    ],
+    config: Annotated[
+        Path, typer.Argument(help="The config of the run, YAML or JSON.")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="A.B=C", help="Set a key; repeatable."),
+    ] = None,
+    names: NamesFile = None,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(help="Parameters that keep their value if absent; a pattern."),
+    ] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option(help="Tensors to leave out; a pattern.")
+    ] = None,
+    may_round: Annotated[
+        bool, typer.Option("--may-round", help="Allow dtypes that hold less.")
+    ] = False,
+    traceback: ShowTraceback = False,
+) -> None:
+    """Make the checkpoint of step 0 of a run from parameters, to train from."""
+    _quiet_orbax()
+    with clean_errors(traceback):
+        loaded, mesh = on_devices(config, overrides=overrides or ())
+        folder = loaded.run.output / "checkpoints"
+        if folder.exists() and any(folder.iterdir()):
+            raise FileExistsError(
+                f"{folder} has checkpoints already. Name another run.output."
+            )
+        arguments, named = problem(loaded)
+        terms = {
+            "names": _names(names),
+            "keep": keep or (),
+            "ignore": ignore or (),
+            "may_round": may_round,
+        }
+        with closing(initialize(*arguments, **named, mesh=mesh)) as engine:
+            if (source / METADATA).exists():
+                import_orbax(engine, source, **terms)
+            else:
+                import_safetensors(engine, source, **terms)
+            batches = iter(dataset(loaded, "train")).get_state()
+            with Checkpoints(folder, keep=loaded.run.keep_checkpoints) as checkpoints:
+                # As the trainer saves it.
+                state = {"batches": batches, "num_skipped": 0}
+                checkpoints.save(0, engine, state)
+                checkpoints.wait()
+        print(f"{folder / '0'} has the parameters of {source}.")
+        print(f"Train with: {resume_command(config, overrides or ())}")
+
+
+def _names(file: Path | None) -> dict[str, str] | None:
+    if file is None:
+        return None
+    found = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(found, dict) or not all(
+        isinstance(name, str) for name in found.values()
+    ):
+        raise ValueError(f"{file} has to be a JSON object of texts: key path to name.")
+    return found
+
+
+def _quiet_orbax() -> None:
+    # It logs a traceback of every error, which it then raises all the same.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)

@@ -1,0 +1,131 @@
+"""The checkpoints that a folder has, and what they take on the drive."""
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from zinf.checkpoint.checkpoints import ITEM
+from zinf.checkpoint.incomplete import incomplete
+from zinf.checkpoint.manifest import FILE
+from zinf.checkpoint.saved import Saved
+
+Inode = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One checkpoint in a folder of them.
+
+    Attributes:
+        step: None for one that was saved alone, without a number.
+        problem: why it cannot be used; None if it can.
+        array_bytes: of all its arrays.
+        own_bytes: of its files on the drive, but for those that an entry before it, or
+            it itself, has under another name: hard links cost nothing.
+        written_by: the version of zinf.
+    """
+
+    folder: Path
+    step: int | None
+    problem: str | None = None
+    num_arrays: int = 0
+    array_bytes: int = 0
+    own_bytes: int = 0
+    format_version: int = 0
+    written_by: str = ""
+
+
+def entries(path: Path) -> list[Entry]:
+    """The checkpoints in a folder by step, then what was begun and is incomplete.
+
+    Raises:
+        FileNotFoundError: there is no such folder, or none in it.
+    """
+    seen: set[Inode] = set()
+    found = [_entry(folder, step, seen) for step, folder in _complete(path)]
+    if (path / FILE).exists():
+        return found
+    for folder in sorted(incomplete(path)):
+        own_bytes = _new_bytes(folder, seen)
+        problem = "saving or deleting it was cut short"
+        found.append(Entry(folder, None, problem, own_bytes=own_bytes))
+    if not found:
+        raise FileNotFoundError(f"{path} has no checkpoint, and is none.")
+    return found
+
+
+def find(path: Path, step: int | None = None) -> Path:
+    """The folder with the manifest of a checkpoint.
+
+    Args:
+        path: that folder, the one of a step, or one of several checkpoints.
+        step: which of several; the newest if None.
+
+    Raises:
+        FileNotFoundError: there is none, or none of that step.
+    """
+    complete = dict(_complete(path))
+    if step is None and complete:
+        return complete[
+            max(complete, key=lambda number: -1 if number is None else number)
+        ]
+    if step in complete:
+        return complete[step]
+    steps = ", ".join(str(number) for number in complete if number is not None)
+    has = f"It has those of steps {steps}." if steps else "It has none."
+    which = "" if step is None else f" of step {step}"
+    raise FileNotFoundError(f"{path} has no complete checkpoint{which}. {has}")
+
+
+def _complete(path: Path) -> Iterator[tuple[int | None, Path]]:
+    """`(step, folder of the manifest)` of each, by step."""
+    if (path / FILE).exists():
+        yield None, path
+        return
+    if (path / ITEM / FILE).exists():
+        step = int(path.name) if path.name.isdecimal() else None
+        yield step, path / ITEM
+        return
+    if not path.is_dir():
+        raise FileNotFoundError(f"There is no folder {path}.")
+    steps = sorted(int(p.name) for p in path.iterdir() if p.name.isdecimal())
+    for step in steps:
+        if (path / str(step) / ITEM / FILE).exists():
+            yield step, path / str(step) / ITEM
+
+
+def _entry(folder: Path, step: int | None, seen: set[Inode]) -> Entry:
+    own_bytes = _new_bytes(folder, seen)
+    try:
+        with Saved(folder) as saved:
+            return Entry(
+                folder,
+                step,
+                num_arrays=len(saved.arrays),
+                array_bytes=sum(spec.nbytes for spec in saved.arrays.values()),
+                own_bytes=own_bytes,
+                format_version=saved.format_version,
+                written_by=_written_by(folder),
+            )
+    except (OSError, ValueError) as error:
+        return Entry(folder, step, str(error), own_bytes=own_bytes)
+
+
+def _written_by(folder: Path) -> str:
+    return str(json.loads((folder / FILE).read_bytes()).get("zinf_version"))
+
+
+def _new_bytes(folder: Path, seen: set[Inode]) -> int:
+    """Bytes of the files in a folder that are not in `seen`, in which they are put."""
+    total = 0
+    for root, _, files in os.walk(folder):
+        for file in files:
+            status = os.lstat(os.path.join(root, file))
+            inode = status.st_dev, status.st_ino
+            if stat.S_ISREG(status.st_mode) and inode not in seen:
+                seen.add(inode)
+                total += status.st_size
+    return total
