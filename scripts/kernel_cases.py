@@ -14,6 +14,7 @@ from zinf_kernels.adam_on_device import api as adam_api
 from zinf_kernels.adam_on_device import cases as adam_cases
 from zinf_kernels.cross_entropy import api as cross_entropy_api
 from zinf_kernels.cross_entropy import cases as cross_entropy_cases
+from zinf_kernels.cross_entropy.chunks import Chunks
 from zinf_kernels.device import Device
 from zinf_kernels.quantize import api as quantize_api
 from zinf_kernels.quantize import cases as quantize_cases
@@ -67,6 +68,12 @@ class Problem:
         """What runs there if nothing is asked for."""
         found = self.obstacles(device)
         return next(name for name in self.existing if name not in found)
+
+    def worth_compiling(self, device: Device) -> list[str]:
+        """What is chosen there, and what else can run but XLA's own form."""
+        found = self.obstacles(device)
+        others = [name for name in self.existing[:-1] if name not in found]
+        return list(dict.fromkeys((self.chosen(device), *others)))
 
     def make(self) -> tuple[Any, ...]:
         """Arguments on the default device, none negative, for the roots of moments."""
@@ -157,20 +164,19 @@ def cross_entropy_problem(case: cross_entropy_cases.Case) -> Problem:
         options = case.options | {"implementation": implementation}
         return cross_entropy.cross_entropy(x, weight, labels, **options).mean
 
-    weight = (case.dim, case.vocab)[:: 1 if case.vocab_axis else -1]
+    x = jax.ShapeDtypeStruct((tokens, case.dim), case.dtype)
+    shape = (case.dim, case.vocab)[:: 1 if case.vocab_axis else -1]
+    weight = jax.ShapeDtypeStruct(shape, case.dtype)
+    chunks = Chunks(case.chunk_tokens, case.chunk_vocab, case.vocab_axis)
     products = case.dim * case.vocab * tokens
     numbers = 2 * (tokens * case.dim + case.dim * case.vocab)
     return Problem(
         "cross_entropy",
         case.name,
         lambda name: jax.value_and_grad(partial(mean, name), (0, 1)),
-        (
-            jax.ShapeDtypeStruct((tokens, case.dim), case.dtype),
-            jax.ShapeDtypeStruct(weight, case.dtype),
-            jax.ShapeDtypeStruct((tokens,), jnp.int32),
-        ),
-        tuple(cross_entropy_api.EXISTING),
-        cross_entropy.obstacles,
+        (x, weight, jax.ShapeDtypeStruct((tokens,), jnp.int32)),
+        cross_entropy_api.EXISTING,
+        partial(cross_entropy.obstacles, x=x, weight=weight, chunks=chunks),
         jnp.dtype(case.dtype).itemsize * numbers,
         # The product, and one for each gradient, of 2 operations each.
         3 * 2 * products,

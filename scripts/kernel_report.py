@@ -2,11 +2,12 @@
 
     python scripts/kernel_report.py [--json FILE] [--gpu H200 ...]
 
-For each op, case and GPU: the implementation that is chosen there and why the others
-are not, bytes of temporary memory, and for kernels registers of a thread, bytes spilled
-and shared memory of a block (which jax before 0.11 does not say). It takes the wheels
-that `zinf_kernels.absent_gpu` names; without them it says so, and lists choices only.
-Exits with 1 if something does not compile.
+For each op, case and GPU: the implementation that is chosen there, then with a plus the
+kernels that can be asked for, and why others cannot run; bytes of temporary memory; and
+for kernels registers of a thread, bytes spilled and shared memory of a block (which jax
+before 0.11 does not say), the most of any kernel of the op. It takes the wheels that
+`zinf_kernels.absent_gpu` names; without them it says so, and lists choices only. Exits
+with 1 if something does not compile.
 """
 
 import argparse
@@ -55,28 +56,44 @@ def report(names: list[str] | None, folder: Path) -> list[dict[str, Any]]:
         print(f"Nothing is compiled. {missing}\n")
     heads = "gpu", "implementation", "registers", "spilled", "shared", "temporary"
     print(f"{'op and case':38}{heads[0]:6}", *(f"{head:>14}" for head in heads[1:]))
-    rows, reasons, kernels = [], set(), {}
+    rows: list[dict[str, Any]] = []
+    kernels: dict[Any, Any] = {}
     for problem in kernel_cases.problems(kernel_cases.FULL):
         for name in names or absent_gpu.GPUS:
             gpu = absent_gpu.GPUS[name]
-            row = {"op": problem.op, "case": problem.case, "gpu": name}
-            row["implementation"] = problem.chosen(gpu.device)
-            row["obstacles"] = problem.obstacles(gpu.device)
-            reasons |= {f"{k}: {why}" for k, why in row["obstacles"].items()}
-            row |= {"not_compiled": missing} if missing else built(problem, gpu, folder)
-            # A GPU with the same instructions gets the kernel that was compiled first.
-            same = problem.name, gpu.capability
-            if "kernels" in row:
-                kernels[same] = row["kernels"]
-            elif same in kernels:
-                row["kernels"] = kernels[same]
-            print(line(problem.name, row), flush=True)
-            rows.append(row)
-    print("", *sorted(reasons), sep="\n")
+            for implementation in problem.worth_compiling(gpu.device):
+                row = described(problem, implementation, name)
+                if missing:
+                    row["not_compiled"] = missing
+                else:
+                    row |= built(problem, implementation, gpu, folder)
+                # A GPU with the same instructions gets the kernel compiled first.
+                same = problem.name, implementation, gpu.capability
+                if "kernels" in row:
+                    kernels[same] = row["kernels"]
+                elif same in kernels:
+                    row["kernels"] = kernels[same]
+                print(line(problem.name, row), flush=True)
+                rows.append(row)
+    obstacles = {pair for row in rows for pair in row["obstacles"].items()}
+    print("", *sorted(f"{name}: {why}" for name, why in obstacles), sep="\n")
     return rows
 
 
-def built(problem: Any, gpu: Any, folder: Path) -> dict[str, Any]:
+def described(problem: Any, implementation: str, name: str) -> dict[str, Any]:
+    """The part of a row that needs no compiler."""
+    device = import_module("zinf_kernels.absent_gpu").GPUS[name].device
+    return {
+        "op": problem.op,
+        "case": problem.case,
+        "gpu": name,
+        "implementation": implementation,
+        "is_chosen": implementation == problem.chosen(device),
+        "obstacles": problem.obstacles(device),
+    }
+
+
+def built(problem: Any, implementation: str, gpu: Any, folder: Path) -> dict[str, Any]:
     """What compilers say of one problem on one GPU."""
     absent_gpu = import_module("zinf_kernels.absent_gpu")
     for left in folder.iterdir():
@@ -84,15 +101,18 @@ def built(problem: Any, gpu: Any, folder: Path) -> dict[str, Any]:
     start = time.perf_counter()
     try:
         with quiet():
-            made = absent_gpu.compile_for(gpu, problem.run(None), *problem.specs)
+            made = absent_gpu.compile_for(
+                gpu, problem.run(implementation), *problem.specs
+            )
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
     row = {"compile_seconds": time.perf_counter() - start}
     row["temporary_bytes"] = made.memory_analysis().temp_size_in_bytes
     said = sorted(folder.glob("*.ptxas"))
     programs = sorted(folder.glob("*.before_layout_inference.txt"))
-    kernels = [resources(*paths) for paths in zip_longest(said, programs)]
-    return row | ({"kernels": kernels} if kernels else {})
+    if not said:
+        return row
+    return row | {"kernels": [resources(*p) for p in zip_longest(said, programs)]}
 
 
 @contextmanager
@@ -118,15 +138,22 @@ def resources(said: Path, program: Path | None) -> dict[str, int | None]:
 
 
 def line(name: str, row: dict[str, Any]) -> str:
-    head = f"{name:38}{row['gpu']:6} {row['implementation']:>14}"
+    mark = " " if row["is_chosen"] else "+"
+    head = f"{name:37}{mark}{row['gpu']:6} {row['implementation']:>14}"
     if "error" in row:
         return f"{head} {row['error'].splitlines()[0]}"
-    kernel = row.get("kernels", [{}])[0]
-    spilled = [kernel.get(f"spill_{way}_bytes") for way in ("stores", "loads")]
-    cells = [kernel.get("registers"), None if None in spilled else sum(spilled)]
-    cells += [kernel.get("shared_bytes"), row.get("temporary_bytes")]
+    names = "registers", "spill_stores_bytes", "spill_loads_bytes", "shared_bytes"
+    most = [largest(row.get("kernels", ()), name) for name in names]
+    spilled = None if None in most[1:3] else sum(most[1:3])
+    cells = most[0], spilled, most[3], row.get("temporary_bytes")
     texts = ("-" if cell is None else f"{cell:,}" for cell in cells)
     return " ".join([head, *(f"{text:>14}" for text in texts)])
+
+
+def largest(kernels: Any, name: str) -> int | None:
+    """The most that any kernel has of something, if that is known of all."""
+    found = [kernel.get(name) for kernel in kernels]
+    return None if not found or None in found else max(found)
 
 
 if __name__ == "__main__":

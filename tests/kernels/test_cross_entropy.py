@@ -11,13 +11,29 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from zinf_kernels.absent_gpu import GPUS, compile_for, why_not
-from zinf_kernels.cross_entropy import Loss, cross_entropy, obstacles, token_losses
-from zinf_kernels.cross_entropy.api import EXISTING
-from zinf_kernels.cross_entropy.cases import Case, benchmark_cases, cases
+from zinf_kernels.cross_entropy import (
+    Loss,
+    cross_entropy,
+    mosaic_gpu,
+    obstacles,
+    token_losses,
+    weighted,
+)
+from zinf_kernels.cross_entropy.cases import (
+    Case,
+    benchmark_cases,
+    cases,
+    kernel_cases,
+)
+from zinf_kernels.cross_entropy.chunks import Chunks
+from zinf_kernels.interpreter import IS_OLD, LOCKS_UP, interpreted
+from zinf_kernels.tiles import Tiles
 
-CASES = tuple(cases())
+CASES, KERNEL_CASES = tuple(cases()), tuple(kernel_cases())
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-by_implementation = pytest.mark.parametrize("implementation", EXISTING)
+by_implementation = pytest.mark.parametrize("implementation", ["xla", "reference"])
+# Small ones: the interpreter is slow.
+TILES = Tiles(m=64, n=64, k=64)
 
 # Half a unit in the last place of 1. Short dtypes round the gradient by logits, and the
 # result, and their products are exact in float32.
@@ -58,6 +74,20 @@ def exact(case: Case, arrays: Any) -> dict[str, Any]:
     }
 
 
+def assert_exact(case: Case, arrays: Any, made: Any) -> None:
+    """`made` is loss, gradient by activations and gradient by weight."""
+    loss, *grads = made
+    expected = exact(case, arrays)
+    assert loss.total.dtype == jnp.float32
+    assert [grad.dtype for grad in grads] == [case.dtype] * 2
+    unit = 4 * UNIT[jnp.dtype(case.dtype).name] + SUMS
+    assert abs(float(loss.total) - expected["total"]) <= SUMS * expected["total_sum"]
+    np.testing.assert_allclose(float(loss.weight), expected["weight"], rtol=SUMS)
+    for grad, name in zip(grads, "xw", strict=True):
+        error = abs(np.asarray(grad, np.float64) - expected[name])
+        assert (error <= unit * expected[f"{name}_sum"] + 1e-30).all(), error.max()
+
+
 def summed(case: Case, implementation: str | None, x, weight, labels, weights):
     options = case.options | {"implementation": implementation}
     loss = cross_entropy(x, weight, labels, token_weights=weights, **options)
@@ -68,17 +98,32 @@ def summed(case: Case, implementation: str | None, x, weight, labels, weights):
 @by_case
 def test_loss_and_gradients_are_those_of_exact_arithmetic(case, implementation):
     arrays = case.make()
-    expected = exact(case, arrays)
     run = jax.value_and_grad(partial(summed, case, implementation), (0, 1), True)
-    (_, loss), (grad_x, grad_w) = jax.jit(run)(*arrays)
-    assert loss.total.dtype == jnp.float32
-    assert (grad_x.dtype, grad_w.dtype) == (case.dtype, case.dtype)
-    unit = 4 * UNIT[jnp.dtype(case.dtype).name] + SUMS
-    assert abs(float(loss.total) - expected["total"]) <= SUMS * expected["total_sum"]
-    np.testing.assert_allclose(float(loss.weight), expected["weight"], rtol=SUMS)
-    for made, name in ((grad_x, "x"), (grad_w, "w")):
-        error = abs(np.asarray(made, np.float64) - expected[name])
-        assert (error <= unit * expected[f"{name}_sum"] + 1e-30).all(), error.max()
+    (_, loss), grads = jax.jit(run)(*arrays)
+    assert_exact(case, arrays, (loss, *grads))
+
+
+@pytest.mark.skipif(IS_OLD, reason=LOCKS_UP)
+@pytest.mark.parametrize("case", KERNEL_CASES, ids=lambda case: case.name)
+def test_loss_and_gradients_of_the_kernel_are_those_of_exact_arithmetic(case):
+    """Interpreted, on two blocks of threads that have several tiles each."""
+    arrays = case.make()
+    x, weight, labels, weights = arrays
+    chunks = Chunks(case.chunk_tokens, case.chunk_vocab, case.vocab_axis)
+    options = {"num_cores": 2, "tiles": TILES}
+
+    def total(x, weight):
+        flat = x.reshape(-1, case.dim), weight, labels.reshape(-1)
+        made = mosaic_gpu.token_losses(*flat, chunks, **options)
+        made = (a.reshape(labels.shape) for a in made)
+        given = {"token_weights": weights, "z_loss": case.z_loss}
+        loss = weighted(*made, labels, **given)
+        return loss.total, loss
+
+    with interpreted():
+        (_, loss), grads = jax.value_and_grad(total, (0, 1), True)(x, weight)
+        jax.block_until_ready(grads)
+    assert_exact(case, arrays, (loss, *grads))
 
 
 def test_the_cases_hold_what_they_are_named_for():
@@ -220,22 +265,51 @@ def test_what_does_not_fit_is_refused(change, message):
         cross_entropy(x, **given)
 
 
+def test_one_can_ask_why_the_kernel_cannot_run():
+    x, weight = jnp.ones((2, 128, 64), jnp.bfloat16), jnp.ones((64, 128), jnp.bfloat16)
+    assert obstacles(GPUS["H200"].device, x=x, weight=weight) == {}
+
+    def reason(gpu="H100", *, x=x, weight=weight, **sizes):
+        chunks = Chunks(**sizes)
+        return obstacles(GPUS[gpu].device, x=x, weight=weight, chunks=chunks)[
+            "mosaic_gpu"
+        ]
+
+    assert "needs compute capability 9.0" in reason("A100")
+    assert "bfloat16 or float16, not float32" in reason(x=x.astype(jnp.float32))
+    assert "of the tokens, words and channels as m, n and k, m is 128" in reason(x=x[0])
+    assert "n is 127" in reason(weight=weight[:, :127])
+    assert "of chunk_tokens and chunk_vocab" in reason(tokens=100)
+    with pytest.raises(ValueError, match="it is for GPUs and this is a CPU"):
+        cross_entropy(x, weight, jnp.ones((2, 128), int), implementation="mosaic_gpu")
+
+
+# The kernel on the GPUs that have it, and XLA's form on all.
+COMPILED = [(gpu, "xla") for gpu in GPUS]
+COMPILED += [(gpu, "mosaic_gpu") for gpu in ("H100", "H200")]
+
+
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "")
-@pytest.mark.parametrize("gpu", GPUS)
-def test_it_compiles_for_every_gpu_within_the_memory_that_is_stated(gpu):
-    tokens, dim, vocab = 8192, 512, 32 << 10
-    case, _ = benchmark_cases(tokens, dim, vocab)
+@pytest.mark.parametrize(
+    "case", tuple(benchmark_cases(8192, 512, 32 << 10)), ids=lambda case: case.name
+)
+@pytest.mark.parametrize(("gpu", "implementation"), COMPILED)
+def test_it_compiles_for_every_gpu_within_the_memory_that_is_stated(
+    gpu, implementation, case
+):
+    (tokens,), dim, vocab = case.batch, case.dim, case.vocab
     arrays = [
         jax.ShapeDtypeStruct(shape, dtype)
         for shape, dtype in (
             ((tokens, dim), jnp.bfloat16),
-            ((dim, vocab), jnp.bfloat16),
+            ((dim, vocab)[:: 1 if case.vocab_axis else -1], jnp.bfloat16),
             ((tokens,), jnp.int32),
             ((tokens,), jnp.float32),
         )
     ]
-    run = jax.value_and_grad(partial(summed, case, None), (0, 1), True)
-    memory = compile_for(GPUS[gpu], run, *arrays).memory_analysis()
+    run = jax.value_and_grad(partial(summed, case, implementation), (0, 1), True)
+    compiled = compile_for(GPUS[gpu], run, *arrays)
     piece = 4 * 2048 * 8192
-    assert memory.temp_size_in_bytes <= 4 * tokens * dim + 4 * dim * 8192 + 6 * piece
-    assert obstacles(GPUS[gpu].device) == {}
+    bound = 4 * tokens * dim + 4 * dim * 8192 + 6 * piece
+    assert compiled.memory_analysis().temp_size_in_bytes <= bound
+    assert ("mosaic_gpu" in compiled.as_text()) == (implementation == "mosaic_gpu")

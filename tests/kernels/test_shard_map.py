@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 from zinf_kernels.absent_gpu import GPUS, compile_over, why_not
 from zinf_kernels.adam import adam_scalars
 from zinf_kernels.adam_on_device import adam_update
+from zinf_kernels.cross_entropy import token_losses
 from zinf_kernels.quantize import dequantize, quantize
 from zinf_kernels.tiled_matmul import matmul
 
@@ -24,10 +25,26 @@ def update(*arrays):
     return adam_update(*arrays, scalars=scalars, copy_dtype=SHORT)
 
 
+def losses(x, weight, labels):
+    """The kernel for the forward and for the backward pass, with a weight on all."""
+
+    def total(x, weight):
+        given = x, weight, labels
+        return jnp.sum(token_losses(*given, implementation="mosaic_gpu")[0])
+
+    grads = jax.grad(total, (0, 1))(x, weight)
+    # What all have the same of is returned as a part for each.
+    return grads[0] + jnp.sum(grads[1]).astype(SHORT)
+
+
 OPS = {
     "quantize": (there_and_back, [((1 << 15,), jnp.float32, CUT)]),
     "adam": (update, [((1 << 14,), jnp.float32, CUT)] * 4),
     "matmul": (matmul, [((512, 64), SHORT, CUT), ((64, 128), SHORT, WHOLE)]),
+    "cross_entropy": (
+        losses,
+        [((512, 64), SHORT, CUT), ((64, 256), SHORT, WHOLE), ((512,), jnp.int32, CUT)],
+    ),
 }
 
 
@@ -39,4 +56,6 @@ def test_each_gpu_runs_the_kernel_on_its_part(function, arguments):
     compiled = compile_over(GPUS["H200"], function, *shapes, specs=specs, num_devices=2)
     text = compiled.as_text()
     assert "mosaic_gpu" in text
-    assert "all-gather" not in text and "all-reduce" not in text
+    assert "all-gather" not in text
+    # Of the gradient by what all have.
+    assert ("all-reduce" in text) == (function is losses)

@@ -1,17 +1,22 @@
 """`cross_entropy` and `token_losses`: signatures, checks, choice of implementation."""
 
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from zinf_kernels.cross_entropy import reference, xla
 from zinf_kernels.cross_entropy.chunks import Chunks
-from zinf_kernels.device import Device
-from zinf_kernels.dispatch import Implementation, choose
+from zinf_kernels.device import Device, device_for, hopper_obstacle
+from zinf_kernels.dispatch import Implementation, choose_name
 from zinf_kernels.pieces import varying_as
+from zinf_kernels.tiles import TILES
 
-EXISTING = {"xla": xla.token_losses, "reference": reference.token_losses}
+# The kernel is not first before it has been faster on a GPU: XLA's pieces of logits
+# take no more memory, only traffic.
+EXISTING = ("xla", "mosaic_gpu", "reference")
+CHUNKS = Chunks()
+KERNEL_DTYPES = (jnp.bfloat16, jnp.float16)
 
 
 class Loss(NamedTuple):
@@ -39,8 +44,8 @@ def cross_entropy(
     token_weights: Float[Array, "*batch"] | None = None,
     z_loss: float = 0.0,
     vocab_axis: int = 1,
-    chunk_tokens: int = 2048,
-    chunk_vocab: int = 8192,
+    chunk_tokens: int = CHUNKS.tokens,
+    chunk_vocab: int = CHUNKS.vocab,
     implementation: Implementation = None,
 ) -> Loss:
     """Cross-entropy of the labels under softmax(x @ weight), summed over tokens.
@@ -107,8 +112,8 @@ def token_losses(
     labels: Int[Array, "*batch"],
     *,
     vocab_axis: int = 1,
-    chunk_tokens: int = 2048,
-    chunk_vocab: int = 8192,
+    chunk_tokens: int = CHUNKS.tokens,
+    chunk_vocab: int = CHUNKS.vocab,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*batch"], Float[Array, "*batch"]]:
     """-log softmax(x @ weight)[label] and logsumexp(x @ weight) of each token.
@@ -135,7 +140,9 @@ def token_losses(
         vocab_axis: which axis of the weight is the vocabulary.
         chunk_tokens: most tokens in a piece of the logits.
         chunk_vocab: largest part of the vocabulary in a piece.
-        implementation: "xla", "reference", or names in order of preference.
+        implementation: "xla"; "mosaic_gpu", whose logits never leave the registers
+            forward, and go to memory as gradients in the dtype of `x` backward;
+            "reference"; or names in order of preference.
 
     Returns:
         Losses and logsumexps in float32 (float64 of float64).
@@ -143,30 +150,54 @@ def token_losses(
     Raises:
         ValueError: shapes or dtypes do not fit together, or a size is not positive.
     """
-    run = choose(implementation, op="token_losses", existing=EXISTING)
     _check(x, weight, labels, vocab_axis)
     if min(chunk_tokens, chunk_vocab) < 1:
         raise ValueError(
             f"chunk_tokens is {chunk_tokens} and chunk_vocab {chunk_vocab}. Pass at "
             "least 1 for each."
         )
+    chunks = Chunks(chunk_tokens, chunk_vocab, vocab_axis)
+    device = device_for(x, weight)
+    name = choose_name(
+        implementation,
+        op="token_losses",
+        existing=EXISTING,
+        obstacles=obstacles(device, x=x, weight=weight, chunks=chunks),
+    )
+    # Only now: importing Pallas takes 1.4 s, and most will never need it.
+    backend = import_module(f"zinf_kernels.cross_entropy.{name}")
     # Whatever differs between devices makes the results differ; the transpose of
     # saying so is the sum over devices.
     arrays = x, weight, labels
     x, weight, labels = (varying_as(a, *arrays) for a in arrays)
-    chunks = Chunks(chunk_tokens, chunk_vocab, vocab_axis)
-    flat = x.reshape(-1, x.shape[-1])
-    losses, lse = run(flat, weight, labels.reshape(-1), chunks)
+    flat = x.reshape(-1, x.shape[-1]), weight, labels.reshape(-1)
+    losses, lse = backend.token_losses(*flat, chunks, num_cores=device.num_cores)
     losses, lse = losses.reshape(labels.shape), lse.reshape(labels.shape)
     # An error cannot be raised inside of jit, and a wrong number would be worse.
     is_wrong = labels >= weight.shape[vocab_axis]
     return jnp.where(is_wrong, jnp.nan, losses), lse
 
 
-def obstacles(device: Device) -> dict[str, str]:
-    """Why the implementations that cannot run there cannot: all can, anywhere."""
-    del device
-    return {}
+def obstacles(
+    device: Device, *, x: Any, weight: Any, chunks: Chunks = CHUNKS
+) -> dict[str, str]:
+    """Why the implementations that cannot run there on such arrays cannot.
+
+    `implementation=None` takes the first of `EXISTING` that is not here.
+    """
+    found = hopper_obstacle(device)
+    if found is None and x.dtype not in KERNEL_DTYPES:
+        found = f"its matrices are bfloat16 or float16, not {x.dtype}."
+    dim, vocab = x.shape[-1], weight.shape[chunks.vocab_axis]
+    sizes = {
+        "the tokens": (x.size // max(dim, 1), vocab),
+        "chunk_tokens and chunk_vocab": (chunks.tokens, chunks.vocab),
+    }
+    for name, (tokens, words) in sizes.items():
+        reason = TILES.obstacle(tokens, words, dim)
+        if found is None and reason is not None:
+            found = f"of {name}, words and channels as m, n and k, {reason}"
+    return {} if found is None else {"mosaic_gpu": found}
 
 
 def _check(x: Any, weight: Any, labels: Any, vocab_axis: int) -> None:

@@ -59,6 +59,14 @@ def cases() -> Iterator[Case]:
     yield Case("none_counts", (10,), 16, 20, ignored=1.0, z_loss=1.0)
 
 
+def kernel_cases() -> Iterator[Case]:
+    """Sizes that fit small tiles, several of them, in both layouts."""
+    pieces = {"chunk_tokens": 128, "chunk_vocab": 128, "ignored": 0.2}
+    yield Case("dense", (2, 128), 128, 192, jnp.bfloat16, z_loss=1e-3, **pieces)
+    yield Case("embedding", (128,), 64, 128, jnp.bfloat16, vocab_axis=0, **pieces)
+    yield Case("float16", (128,), 64, 320, jnp.float16, **pieces)
+
+
 def benchmark_cases(tokens: int, dim: int, vocab: int) -> Iterator[Case]:
     """Last layers in bfloat16, with the default pieces."""
     for axis, name in ((1, "dense"), (0, "embedding")):

@@ -13,9 +13,9 @@ from zinf_kernels.pieces import accumulator
 class Chunks:
     """Sizes of the pieces, and which axis of the weight is the vocabulary."""
 
-    tokens: int
-    vocab: int
-    vocab_axis: int
+    tokens: int = 2048
+    vocab: int = 8192
+    vocab_axis: int = 1
 
     def logits(
         self, x: Float[Array, "tokens dim"], weight: Float[Array, "..."]

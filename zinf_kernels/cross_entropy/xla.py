@@ -11,6 +11,7 @@ would be V D numbers, which is more for most models, and each of them read and w
 for every piece of the tokens.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,14 +24,21 @@ from zinf_kernels.cross_entropy.chunks import Chunks
 from zinf_kernels.pieces import accumulator, for_pieces, part, put, varying_as
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
 def token_losses(
     x: Float[Array, "tokens dim"],
     weight: Float[Array, "..."],
     labels: Int[Array, " tokens"],
     chunks: Chunks,
+    *,
+    num_cores: int,
 ) -> tuple[Float[Array, " tokens"], Float[Array, " tokens"]]:
     """Loss and logsumexp of each token."""
+    del num_cores  # XLA cuts the work itself.
+    return _token_losses(x, weight, labels, chunks)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _token_losses(x: Array, weight: Array, labels: Array, chunks: Chunks) -> Any:
     num_tokens, vocab = len(x), weight.shape[chunks.vocab_axis]
 
     def fill(value: float) -> Array:
@@ -69,16 +77,49 @@ def _extended(sums: list[Array], logits: Array, index: Array) -> list[Array]:
 
 
 def _forward(x: Array, weight: Array, labels: Array, chunks: Chunks) -> Any:
-    losses, lse = token_losses(x, weight, labels, chunks)
+    losses, lse = _token_losses(x, weight, labels, chunks)
     return (losses, lse), (x, weight, labels, lse)
 
 
 def _backward(chunks: Chunks, kept: Any, cotangents: Any) -> Any:
+    return gradients(partial(_by_logits, chunks), chunks, kept, cotangents)
+
+
+_token_losses.defvjp(_forward, _backward)
+
+
+def _by_logits(
+    chunks: Chunks,
+    x: Array,
+    weight: Array,
+    index: Array,
+    lse: Array,
+    by_losses: Array,
+    by_both: Array,
+) -> Array:
+    p = jnp.exp(chunks.logits(x, weight) - lse[:, None])
+    is_label = lax.broadcasted_iota(index.dtype, p.shape, 1) == index[:, None]
+    down = jnp.where(is_label, by_losses[:, None], 0)
+    # In the dtype of the model, as matrix units want it.
+    return (p * by_both[:, None] - down).astype(x.dtype)
+
+
+def gradients(
+    by_logits: Callable[..., Array], chunks: Chunks, kept: Any, cotangents: Any
+) -> Any:
+    """Cotangents of activations, weight and labels.
+
+    Args:
+        by_logits: of some activations, a part of the weight, the labels' indices in it,
+            logsumexps, and cotangents of losses and of their sum with those of
+            logsumexps: the gradient by these logits, in the dtype of the activations.
+        kept: activations, weight, labels and logsumexps.
+        cotangents: of losses and logsumexps.
+    """
     x, weight, labels, lse = kept
-    by_loss, by_lse = cotangents
-    by_both = by_loss + by_lse
+    by_losses, by_lse = cotangents
+    of_tokens = lse, by_losses, by_losses + by_lse
     vocab_axis, wide = chunks.vocab_axis, accumulator(x.dtype)
-    vocab = weight.shape[vocab_axis]
 
     def over_vocab(first: Any, width: int, carry: Any) -> Any:
         grad_x, grad_weight = carry
@@ -86,17 +127,12 @@ def _backward(chunks: Chunks, kept: Any, cotangents: Any) -> Any:
 
         def over_tokens(start: Any, size: int, carry: Any) -> Any:
             grad_x, grad_w = carry
-            x_part = part(x, start, size)
-            logits = chunks.logits(x_part, w)
-            p = jnp.exp(logits - part(lse, start, size)[:, None])
-            columns = lax.broadcasted_iota(labels.dtype, p.shape, 1) + first
-            is_label = columns == part(labels, start, size)[:, None]
-            down = jnp.where(is_label, part(by_loss, start, size)[:, None], 0)
-            # In the dtype of the model, as matrix units want it.
-            by_logits = (p * part(by_both, start, size)[:, None] - down).astype(x.dtype)
-            by_x = _product(by_logits, w, (1, vocab_axis), wide)
+            x_part, index = (part(a, start, size) for a in (x, labels - first))
+            rest = (part(a, start, size) for a in of_tokens)
+            slope = by_logits(x_part, w, index, *rest)
+            by_x = _product(slope, w, (1, vocab_axis), wide)
             grad_x = put(grad_x, part(grad_x, start, size) + by_x, start)
-            sides = (x_part, by_logits) if vocab_axis else (by_logits, x_part)
+            sides = (x_part, slope) if vocab_axis else (slope, x_part)
             return grad_x, grad_w + _product(*sides, (0, 0), wide)
 
         grad_w = varying_as(jnp.zeros(w.shape, wide), x)
@@ -108,11 +144,9 @@ def _backward(chunks: Chunks, kept: Any, cotangents: Any) -> Any:
 
     grads = jnp.zeros(x.shape, wide), jnp.zeros(weight.shape, weight.dtype)
     carry = tuple(varying_as(grad, x) for grad in grads)
+    vocab = weight.shape[vocab_axis]
     grad_x, grad_weight = for_pieces(vocab, chunks.vocab, over_vocab, carry)
     return grad_x.astype(x.dtype), grad_weight, None
-
-
-token_losses.defvjp(_forward, _backward)
 
 
 def _product(one: Array, other: Array, contracted: tuple[int, int], dtype: Any) -> Any:
