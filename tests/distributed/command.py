@@ -13,7 +13,7 @@ from zinf.memory.residents import Residents
 from zinf.program import ArrayId
 
 LAG_SECONDS = 0.01  # of each array; a step takes a few of them
-SMALL_BYTES = 12 * 1024  # more than a process prints
+SMALL_BYTES = 6 * 1024  # more than a process prints, less than its share
 
 
 def interrupted(engine: Engine) -> None:
@@ -63,5 +63,5 @@ def main(deed: str, at_step: str, *arguments: str) -> None:
 
     zinf.trainer.Engine.step = step
     if deed != "nothing":
-        Residents.read = later(Residents.read)
+        Residents.read_share = later(Residents.read_share)
     app(list(arguments))

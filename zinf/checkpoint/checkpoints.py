@@ -4,6 +4,7 @@ import base64
 import json
 from concurrent.futures import Future
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -22,6 +23,8 @@ from zinf.plan import Plan
 
 ITEM = "state"
 BYTES = "base64"
+# A meeting of processes needs a name of its own: one for each folder that all open.
+OPENED = count(1)
 # Orbax gives up on a save after this; terabytes take hours on a slow drive.
 TIMEOUT = timedelta(days=7)
 
@@ -54,7 +57,8 @@ class Checkpoints:
     Args:
         keep: how many to keep, the newest.
         asynchronous: write while training goes on. A save is waited for all the same if
-            the plan leaves too little memory for its blocks.
+            the plan leaves too little memory for its blocks, and if there are several
+            processes (which write at once, each its share).
 
     Raises:
         StorageError: the directory cannot be made.
@@ -71,12 +75,19 @@ class Checkpoints:
         except OSError as error:
             what = "Cannot make the folder of checkpoints"
             raise failure(what, self.directory, error) from error
-        self.asynchronous = asynchronous
+        # Nobody is to find what is being deleted.
+        processes = set(range(jax.process_count()))
+        name = f"zinf opens checkpoints {next(OPENED)}"
+        ocp.multihost.sync_global_processes(name, processes=processes)
+        # Of several processes, one whose save fails in the background would leave the
+        # others waiting for it in theirs, where nothing ends them.
+        self.asynchronous = asynchronous and jax.process_count() == 1
         self._handler = StateHandler()
         self._manager = ocp.CheckpointManager(
             self.directory,
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=ocp.checkpoint_managers.LatestN(keep),
+                create=False,
                 cleanup_tmp_directories=True,
                 enable_async_checkpointing=self.asynchronous,
                 async_options=ocp.AsyncOptions(
@@ -161,15 +172,14 @@ class Checkpoints:
 def _meeting_place() -> ocp.options.MultiprocessingOptions:
     """Where several processes wait for each other: with the coordinator of the run.
 
-    Orbax's default is a collective between devices, which must not be begun beside
-    those of a step.
+    Orbax's default is a collective between devices.
     """
-    count = jax.process_count()
-    if count == 1:
+    num_processes = jax.process_count()
+    if num_processes == 1:
         return ocp.options.MultiprocessingOptions()
     return ocp.options.MultiprocessingOptions(
         primary_host=0,
-        active_processes=set(range(count)),
+        active_processes=set(range(num_processes)),
         barrier_sync_key_prefix="zinf",
     )
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
 from math import prod
 from urllib.parse import quote
 
@@ -66,14 +65,30 @@ class Grid:
 
     def meeting(self, box: Box) -> Iterator[Index]:
         """The chunks that hold some of `box`, in C order."""
+        if any(low >= high for low, high in box):
+            return iter(())
         ranges = [
-            range(low // length, -(-high // length)) if high > low else range(0)
+            range(low // length, -(-high // length))
             for (low, high), length in zip(box, self.chunk, strict=True)
         ]
-        return product(*ranges)
+        return _product(ranges)
 
     def indices(self) -> Iterator[Index]:
-        return product(*map(range, self.counts))
+        return map(self.index, range(self.num_chunks))
+
+
+def _product(ranges: Sequence[range]) -> Iterator[Index]:
+    """As `itertools.product`, which makes a tuple of every range before it begins.
+
+    A manifest of anybody may say that there are 2**60 chunks; the first that is missing
+    ends it.
+    """
+    if not ranges:
+        yield ()
+        return
+    for first in ranges[0]:
+        for rest in _product(ranges[1:]):
+            yield (first, *rest)
 
 
 def whole_box(shape: Sequence[int]) -> Box:

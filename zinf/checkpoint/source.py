@@ -1,6 +1,7 @@
 """Reads one array of a checkpoint: any part of it, if it is what was saved."""
 
 import errno
+import json
 import os
 import stat
 from abc import ABC, abstractmethod
@@ -22,7 +23,7 @@ from zinf.memory.nvme import Drive
 from zinf.memory.nvme.file import as_bytes
 from zinf.memory.nvme.open_file import Bytes, Mover
 from zinf.memory.nvme.request import Request, Task
-from zinf.memory.zarr_format import numpy_dtype
+from zinf.memory.zarr_format import numpy_dtype, zarr_json
 from zinf.program import ArrayId
 from zinf.sharding import Box, intersection, relative
 
@@ -180,10 +181,23 @@ class ChunkSource(AbstractSource):
             status = os.lstat(path)
             if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_METADATA_BYTES:
                 return "it is a link, or no file, or larger than any metadata"
-            found = xxh3_64_intdigest(path.read_bytes())
+            content = path.read_bytes()
         except OSError as error:
             return os.strerror(error.errno or errno.EIO)
+        found = xxh3_64_intdigest(content)
         assert self.stored.metadata is not None
         if found != self.stored.metadata:
             return f"checksum {found:016x} instead of {self.stored.metadata:016x}"
+        if not self._is_described_by(content):
+            return "it says other things of the array than the manifest"
         return None
+
+    def _is_described_by(self, metadata: bytes) -> bool:
+        """Whether other readers, which go by `zarr.json`, see the same array."""
+        grid = self.stored.grid
+        expected = json.loads(zarr_json(grid.spec, grid.chunk))
+        try:
+            found = json.loads(metadata)
+            return {key: found[key] for key in expected} == expected
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return False

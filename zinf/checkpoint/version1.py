@@ -1,5 +1,8 @@
 """Checkpoints of format 1: chunks that hold zarr's own crc32c, read by TensorStore."""
 
+import errno
+import os
+import stat
 from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -9,10 +12,16 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from zinf.checkpoint.failure import failure
+from zinf.checkpoint.failure import explain, failure
 from zinf.checkpoint.grid import chunk_name
 from zinf.checkpoint.manifest import StoredArray
-from zinf.checkpoint.source import AbstractSource, Damage
+from zinf.checkpoint.source import (
+    MAX_METADATA_BYTES,
+    METADATA,
+    AbstractSource,
+    Damage,
+)
+from zinf.memory import StorageError
 from zinf.memory.nvme import Drive
 from zinf.memory.nvme.open_file import Mover
 from zinf.memory.nvme.request import Request
@@ -22,6 +31,9 @@ from zinf.sharding import Box
 
 # Every byte is used once, so a cache would only hold it twice.
 CONTEXT = {"cache_pool": {"total_bytes_limit": 0}}
+
+# Behind the content of every chunk.
+CRC_BYTES = 4
 
 
 class TensorStoreSource(AbstractSource):
@@ -44,6 +56,8 @@ class TensorStoreSource(AbstractSource):
         def read(mover: Mover) -> None:
             try:
                 found.append(self._read(box))
+            except StorageError:
+                raise
             except (OSError, ValueError, NotImplementedError) as error:
                 raise failure(mover.what, self.folder, error) from error
 
@@ -52,6 +66,12 @@ class TensorStoreSource(AbstractSource):
         return request.future
 
     def damages(self) -> Iterator[Damage]:
+        num_chunks = self.stored.grid.num_chunks
+        num_files = sum(1 for _ in self.folder.iterdir()) if self.folder.is_dir() else 0
+        if num_chunks > num_files:
+            found = f"it has {num_files} files, and {num_chunks} chunks"
+            yield Damage(self.array, None, self.folder, found)
+            return
         for index in self.stored.grid.indices():
             try:
                 self.read(self.stored.grid.box(index), verify=True).result()
@@ -61,6 +81,10 @@ class TensorStoreSource(AbstractSource):
 
     def _read(self, box: Box) -> np.ndarray:
         grid = self.stored.grid
+        _check_plain(self.folder / METADATA, MAX_METADATA_BYTES)
+        for index in grid.meeting(box):
+            path = self.folder / chunk_name(index)
+            _check_plain(path, grid.chunk_bytes + CRC_BYTES)
         array = ts.open(self._spec(), context=self._context, open=True).result()
         content = array[tuple(slice(*edges) for edges in box)].read().result()
         return np.asarray(content).view(numpy_dtype(grid.spec.dtype))
@@ -68,3 +92,12 @@ class TensorStoreSource(AbstractSource):
     def _spec(self) -> dict[str, Any]:
         grid = self.stored.grid
         return zarr_spec(self.folder, grid.spec, grid.chunk, codecs=["crc32c"])
+
+
+def _check_plain(path: Path, max_bytes: int) -> None:
+    """Raise unless a file is one, and no larger: TensorStore would follow a link out of
+    the checkpoint, and wait for a pipe."""
+    status = os.lstat(path)
+    if not stat.S_ISREG(status.st_mode) or status.st_size > max_bytes:
+        found = f"it is a link, or no file, or has more than {max_bytes:,} bytes"
+        raise explain("Cannot read", errno.EIO, path, found)
