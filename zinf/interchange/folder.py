@@ -23,18 +23,7 @@ def complete_folder(directory: Path, needed_bytes: int) -> Generator[Path, None,
         StorageError: it cannot be made, or has no room for `needed_bytes`.
     """
     what = f"Cannot write {directory}"
-    with explained(what, directory):
-        is_taken = not _is_absent_or_empty(directory)
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        free_bytes = shutil.disk_usage(directory.parent).free
-    if is_taken:
-        raise FileExistsError(
-            f"{directory} is there already, and is not overwritten. Name another "
-            "folder, or delete that one first."
-        )
-    if free_bytes < needed_bytes:
-        found = f"it takes {needed_bytes:,} bytes and {free_bytes:,} are free"
-        raise explain(what, errno.ENOSPC, directory, found)
+    check_target(directory, needed_bytes)
     fresh = directory.with_name(f".{directory.name}.incomplete.{os.getpid()}")
     with explained(what, directory):
         fresh.mkdir()
@@ -48,7 +37,20 @@ def complete_folder(directory: Path, needed_bytes: int) -> Generator[Path, None,
         sync_folder(directory.parent)
 
 
-def _is_absent_or_empty(directory: Path) -> bool:
-    if not os.path.lexists(directory):
-        return True
-    return directory.is_dir() and not any(directory.iterdir())
+def check_target(directory: Path, needed_bytes: int) -> None:
+    """Raise, as `complete_folder` does, unless a folder can be made and filled."""
+    what = f"Cannot write {directory}"
+    with explained(what, directory):
+        is_taken = os.path.lexists(directory) and not (
+            directory.is_dir() and not any(directory.iterdir())
+        )
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        free_bytes = shutil.disk_usage(directory.parent).free
+    if is_taken:
+        raise FileExistsError(
+            f"{directory} is there already, and is not overwritten. Name another "
+            "folder, or delete that one first."
+        )
+    if free_bytes < needed_bytes:
+        found = f"it takes {needed_bytes:,} bytes and {free_bytes:,} are free"
+        raise explain(what, errno.ENOSPC, directory, found)

@@ -1,14 +1,17 @@
 """Parameters written as a plain Orbax checkpoint."""
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from orbax.checkpoint.path import atomicity_types
 
 from zinf.checkpoint.saved import Saved
 from zinf.engine import Engine
+from zinf.interchange.folder import check_target
 from zinf.interchange.names import named
 from zinf.interchange.orbax_leaf import StreamedLeaf, leaf_handlers
 from zinf.interchange.outgoing import as_dtype, held_bytes
@@ -36,16 +39,16 @@ def export_orbax(
     leaf, part by part, each part a chunk of its own.
 
     Args:
-        directory: absent.
+        directory: absent or empty.
         dtype: see `export_safetensors`.
 
     Raises:
         ValueError: as in `export_safetensors`, or a leaf without elements, which Orbax
-            does not store, or the folder exists.
-        StorageError: the checkpoint to export is damaged.
+            does not store.
+        FileExistsError, StorageError: as in `export_safetensors`.
         BudgetExceeded: the host has no room for the parts.
     """
-    tensors = parameters(source)
+    tensors, directory = parameters(source), Path(directory).absolute()
     # Orbax joins keys with dots: two leaves of one name would overwrite each other.
     named(tensors.specs, None)
     leaves = {}
@@ -56,6 +59,10 @@ def export_orbax(
                 "without elements. Leave it out of the model, or export safetensors."
             )
         leaves[path] = StreamedLeaf(tensors, path, as_dtype(spec, dtype))
+    needed_bytes = sum(leaf.spec.nbytes for leaf in leaves.values())
+    check_target(directory, needed_bytes)
+    if directory.exists():
+        directory.rmdir()
     structure = None
     if isinstance(source, Engine):
         structure = source.planner.problem.abstract_params
@@ -63,14 +70,25 @@ def export_orbax(
     handler = ocp.PyTreeCheckpointHandler(
         type_handler_registry=leaf_handlers(StreamedLeaf)
     )
-    with (
-        tensors.holding(held_bytes(tensors, dtype) + written),
-        ocp.Checkpointer(handler) as checkpointer,
-    ):
-        checkpointer.save(
-            Path(directory).absolute(),
-            args=ocp.args.PyTreeSave(tree(leaves, structure)),
-        )
+    item = ocp.args.PyTreeSave(tree(leaves, structure))
+    try:
+        with (
+            tensors.holding(held_bytes(tensors, dtype) + written),
+            ocp.Checkpointer(handler) as checkpointer,
+        ):
+            checkpointer.save(directory, args=item)
+    except BaseException:
+        # Once it is closed: its threads go on a while after the first has failed.
+        _delete_incomplete(directory)
+        raise
+
+
+def _delete_incomplete(directory: Path) -> None:
+    """Deletes what Orbax has written until something failed."""
+    begun = f"{directory.name}{atomicity_types.TMP_DIR_SUFFIX}"
+    for path in directory.parent.iterdir():
+        if path.name.startswith(begun):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def tree(leaves: Mapping[str, Any], structure: Any = None) -> Any:
@@ -88,13 +106,21 @@ def tree(leaves: Mapping[str, Any], structure: Any = None) -> Any:
 
 
 def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Dicts of dicts, by the parts of key paths."""
+    """Dicts of dicts, by the parts of key paths.
+
+    Raises:
+        ValueError: a leaf would be within another.
+    """
     made: dict[str, Any] = {}
     for path, leaf in leaves.items():
         *folders, last = path.split("/")
         inside = made
         for folder in folders:
             inside = inside.setdefault(folder, {})
+            if not isinstance(inside, dict):
+                raise ValueError(f"The leaf {path!r} is within another.")
+        if last in inside:
+            raise ValueError(f"There are leaves within {path!r}.")
         inside[last] = leaf
     return made
 

@@ -163,7 +163,7 @@ def test_a_leaf_without_elements_is_refused_by_name(tmp_path):
 
 
 def test_an_export_never_overwrites(trained, exported):
-    with pytest.raises(ValueError, match="already exists"):
+    with pytest.raises(FileExistsError, match="is not overwritten"):
         export_orbax(trained, exported)
 
 
@@ -204,3 +204,6 @@ def test_paths_become_dicts():
         "a": {"b": 1, "c": {"d": 2}},
         "e": 3,
     }
+    for wrong in ({"a": 1, "a/b": 2}, {"a/b": 1, "a": 2}):
+        with pytest.raises(ValueError, match="within"):
+            nested(wrong)
