@@ -79,35 +79,89 @@ def test_the_kernel_is_within_the_bound_of_exact_arithmetic(case):
 
 
 def test_the_kernel_is_tried_with_every_epilogue_and_on_several_tiles():
-    # silu needs an exponential, which has a lowering of its own and is compiled below.
+    # silu, which has a lowering of its own, is compiled below.
     assert {case.activation for case in KERNEL_CASES} == {None, "relu", "gelu"}
     assert {case.residual_dtype for case in KERNEL_CASES} >= {None, "f4", jnp.bfloat16}
     tiles = [c.m // (2 * TILES.m) * (c.n // TILES.n) for c in KERNEL_CASES]
     assert max(tiles) > 2 * 2
 
 
-@pytest.mark.parametrize("activation", [None, "gelu"])
-def test_gradients_are_those_of_the_plain_form(activation):
-    case = Case("gradients", 7, 5, 11, jnp.float32, None, True, activation, "f4")
+def slope_of(case: Case, z: np.ndarray) -> np.ndarray:
+    """The derivative of the activation, in float64."""
+    if case.activation == "relu":
+        return np.where(z < 0, 0, 1.0)
+    if case.activation == "silu":
+        share = 1 / (1 + np.exp(-z))
+        return share * (1 + z * (1 - share))
+    if case.activation == "gelu":
+        scale = (2 / np.pi) ** 0.5
+        t = np.tanh(scale * (z + 0.044715 * z**3))
+        inner = scale * (1 + 3 * 0.044715 * z**2)
+        return (1 + t) / 2 + z / 2 * (1 - t**2) * inner
+    return np.ones_like(z)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_gradients_are_those_of_exact_arithmetic(case):
+    """Of each product's rounding once before it and once after it, and sums."""
     arrays = case.make()
+    dtype = jnp.dtype(case.out_dtype or case.dtype)
+    random = np.random.default_rng(9)
+    by = jnp.asarray(random.standard_normal((case.m, case.n)), dtype)
 
-    def ours(a, b, bias, residual):
-        options = {"bias": bias, "residual": residual, "activation": activation}
-        return jnp.sum(jnp.square(matmul(a, b, **options)))
+    @jax.jit
+    def results(arrays, by):
+        def run(a, b, bias, residual):
+            return matmul(a, b, bias=bias, residual=residual, **case.options)
 
-    def plain(a, b, bias, residual):
-        x = jnp.matmul(a, b) + bias[None]
-        x = jax.nn.gelu(x) if activation else x
-        return jnp.sum(jnp.square(x + residual))
+        return jax.vjp(run, *arrays)[1](by)
 
-    which = (0, 1, 2, 3)
-    for one, other in zip(
-        jax.jit(jax.grad(ours, which))(*arrays),
-        jax.jit(jax.grad(plain, which))(*arrays),
-        strict=True,
+    made = results(arrays, by)
+    a, b, bias, residual = map(wide, arrays)
+    z = a @ b + (0 if bias is None else bias)
+    by_z = wide(by) * slope_of(case, z)
+    # A slope is off by up to twice what its argument is: by up to k roundings.
+    parts = abs(a) @ abs(b) + (0 if bias is None else abs(bias))
+    slack = 4 * (case.k + 32) * 2.0**-24 * parts * abs(wide(by))
+    exact_ = by_z @ b.T, a.T @ by_z, by_z.sum(axis=0), wide(by)
+    size = abs(by_z)
+    sizes = size @ abs(b).T, abs(a).T @ size, size.sum(axis=0), abs(wide(by))
+    slacks = slack @ abs(b).T, abs(a).T @ slack, slack.sum(axis=0), 0 * slack
+    unit = UNIT[jnp.dtype(case.dtype).name]
+    sums = (case.m + case.n) * 2.0**-24
+    for grad, x, expected, parts, more in zip(
+        made, arrays, exact_, sizes, slacks, strict=True
     ):
-        # Sums of up to 11 terms of unit size in float32, in another order.
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+        if x is None:
+            assert grad is None
+            continue
+        assert grad.dtype == x.dtype
+        last = UNIT[jnp.dtype(x.dtype).name]
+        bound = (1.01 * (unit + last) + sums) * parts + more
+        assert (abs(wide(grad) - expected) <= bound).all()
+
+
+def test_no_product_of_the_backward_pass_is_wider_than_the_factors():
+    """A product of float32 with bfloat16 would be one of float32 on a GPU."""
+    given = jnp.ones((8, 8), jnp.bfloat16), jnp.ones((8, 8), jnp.bfloat16)
+
+    def total(a, b):
+        return jnp.sum(matmul(a, b, activation="silu", out_dtype=jnp.float32))
+
+    equations = jax.make_jaxpr(jax.grad(total, (0, 1)))(*given).jaxpr.eqns
+    products = [e.invars for e in equations if e.primitive.name == "dot_general"]
+    # The product again, and one for each factor.
+    assert len(products) == 3
+    assert {x.aval.dtype for pair in products for x in pair} == {jnp.dtype("bfloat16")}
+
+
+def test_the_slope_of_silu_is_zero_where_its_exponential_overflows():
+    x = jnp.full((1, 1), -200.0)
+    run = jax.value_and_grad(
+        lambda x: matmul(x, jnp.ones((1, 1)), activation="silu")[0, 0]
+    )
+    value, slope = run(x)
+    assert value == 0 and slope == 0
 
 
 def test_one_can_ask_why_the_kernel_cannot_run():

@@ -10,8 +10,8 @@ from jaxtyping import Array, Float
 
 from zinf_kernels.device import Device, device_for, hopper_obstacle
 from zinf_kernels.dispatch import Implementation, choose_name
-from zinf_kernels.tiled_matmul import reference
 from zinf_kernels.tiled_matmul.epilogue import ACTIVATIONS, Epilogue
+from zinf_kernels.tiled_matmul.gradients import gradients
 from zinf_kernels.tiles import TILES
 
 EXISTING = ("mosaic_gpu", "reference")
@@ -35,8 +35,11 @@ def matmul(
     and float32 as `out_dtype`.
 
     Differentiable in reverse: by XLA, which computes a @ b again if there is an
-    activation. Under `jax.jit` with several devices call it in `jax.shard_map`: XLA
-    does not cut kernels.
+    activation. The gradient by the product is rounded to the dtype of `a` before it is
+    multiplied; those by `a` and `b` are summed in float32 and rounded once.
+
+    Under `jax.jit` with several devices call it in `jax.shard_map`: XLA does not cut
+    kernels.
 
     Args:
         a: float32, bfloat16, float16 or float64; the kernel takes the short ones.
@@ -106,10 +109,8 @@ def _forward(*arguments: Any) -> Any:
 
 
 def _backward(name: str, epilogue: Epilogue, cores: int, kept: Any, by: Any) -> Any:
-    del name
-    run = partial(reference.matmul, epilogue=epilogue, num_cores=cores)
-    _, pull = jax.vjp(run, *kept)
-    return pull(by)
+    del name, cores
+    return gradients(*kept, by, epilogue=epilogue)
 
 
 _matmul.defvjp(_forward, _backward)

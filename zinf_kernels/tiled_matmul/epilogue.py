@@ -5,6 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 ACTIVATIONS = ("relu", "gelu", "silu")
 
@@ -34,7 +35,7 @@ def activated(name: str, x: Any) -> Any:
         # Keeps NaNs, which a maximum may not.
         return jnp.where(x < 0, np.array(0, x.dtype), x)
     if name == "silu":
-        return x / (one + jnp.exp(-x))
+        return x * lax.logistic(x)
     slope, cube = (np.array(c, x.dtype) for c in ((2 / np.pi) ** 0.5, 0.044715))
     half = np.array(0.5, x.dtype)
     return half * x * (one + jnp.tanh(slope * (x + cube * (x * x * x))))
