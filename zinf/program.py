@@ -152,6 +152,8 @@ class SegmentSpec:
             cotangents its backward pass takes.
         body: number of its executable; equal segments share one.
         flops: floating-point operations of one forward pass.
+        row_blocks: in how many blocks of rows its passes run, at least: more than one
+            where its intermediate values are too large for the device.
     """
 
     name: str
@@ -164,6 +166,7 @@ class SegmentSpec:
     body: int
     flops: int
     backward_params: tuple[ArrayId, ...] | None = None
+    row_blocks: int = 1
 
     @property
     def read_backward(self) -> tuple[ArrayId, ...]:

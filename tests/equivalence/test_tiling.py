@@ -116,3 +116,52 @@ def test_a_weight_that_cannot_be_tiled_is_named_when_it_does_not_fit(tmp_path):
         zinf.initialize(
             loss, init, optax.adam(1e-3), config, batch=np.ones((2, 256), "f4")
         )
+
+
+def language_loss(params: Any, batch: Any) -> jax.Array:
+    x = params["table"][batch["tokens"]]
+    x = x + jax.nn.gelu(x @ params["up"]) @ params["down"]
+    logits = x @ params["table"].T
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
+    mask = (batch["tokens"] > 3).astype(np.float32)
+    return (losses * mask).sum() / mask.sum()
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_intermediate_values_larger_than_the_device_exist_a_block_at_a_time(
+    num_microbatches, tmp_path
+):
+    """Logits of 2 MiB and hidden layers of 512 KiB, on a device of 1 MiB."""
+    vocab, dim, length = 1024, 16, 512
+    random = np.random.default_rng(0)
+    shapes = {"table": (vocab, dim), "up": (dim, 256), "down": (256, dim)}
+    init = {k: random.normal(size=s).astype("f4") / 8 for k, s in shapes.items()}
+    size = (num_microbatches, length)
+    batches = [
+        {
+            name: random.integers(0, vocab, size, np.int32)
+            for name in ("tokens", "labels")
+        }
+        for _ in range(3)
+    ]
+    runs = []
+    for budget in (64 << 20, 1 << 20):
+        config = streamed_config(("cpu", "cpu"), str(tmp_path))
+        config["memory"] = {"device": budget}
+        config["gradient_accumulation_steps"] = num_microbatches
+        engine = zinf.initialize(language_loss, init, optax.sgd(1.0), config)
+        metrics = [engine.step(batch) for batch in batches]
+        assert all(m["device_bytes"] <= budget for m in metrics)
+        made = engine.planner.plan(
+            engine.planner.batch_spec(batches[0]), engine.residents.homes
+        )
+        counts = [s.row_blocks for s in made.segmented.program.segments]
+        losses = [m["loss"] for m in metrics] + [engine.evaluate(batches[0])]
+        runs.append((max(counts), losses, engine.params()))
+        engine.close()
+    (whole, expected, params), (blocks, losses, there) = runs
+    assert whole == 1 and blocks >= 4
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    for path, leaf in params.items():
+        largest = np.abs(leaf).max()
+        np.testing.assert_allclose(there[path], leaf, rtol=0, atol=1e-5 * largest)

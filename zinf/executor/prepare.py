@@ -21,7 +21,7 @@ from zinf.executor.batch import batch_spec
 from zinf.executor.exchange import segment_exchanges
 from zinf.executor.fused import FusedProgram, compile_fused
 from zinf.executor.resources import Resources
-from zinf.executor.shrink import is_worth_trying, smaller_bytes, untiled
+from zinf.executor.shrink import Limits, is_worth_trying, reasons, tighter
 from zinf.executor.updates import Updates, compile_program_updates
 from zinf.mesh import local_devices, num_batch_shares
 from zinf.optim.separate import Separated
@@ -58,6 +58,14 @@ from zinf.topology import Topology, shortage
 # these, and more slack, gained nothing (tests/overlap).
 DEFERRED_SHARES, LATE_SHARES = (0.25, 0.5, 0.75, 1.0), (1.0,)
 SLACKS = (1.5,)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Segments that can run, and the layouts of all that they read and make."""
+
+    segments: tuple[Segment, ...]
+    layouts: Layouts
 
 
 @dataclass(frozen=True)
@@ -225,21 +233,27 @@ class Planner:
     def stream(self, batch: Any, homes: Mapping[ArrayId, Tier] | None) -> Streamed:
         """Cuts by layer; if that does not fit the device, into smaller segments.
 
-        Weights that are larger than those are read by tile.
+        Weights that are larger than those are read by tile, and what takes too much
+        beside them runs in blocks of rows.
         """
-        segmented = self.cut(batch, self.config.segment_max_bytes)
+        limits = Limits(self.config.segment_max_bytes)
+        segmented = self.cut(batch, limits.param_bytes)
         while True:
+            compiled = self.compile(segmented, limits)
             try:
-                return self.stream_segments(segmented, homes)
+                return self.stream_segments(segmented, compiled, homes)
             except InfeasibleError as error:
-                max_bytes = smaller_bytes(error, segmented.program)
-                if max_bytes is None:
-                    raise
-                smaller = self.cut(batch, max_bytes)
+                before = segmented.program
+                tight = tighter(limits, error, compiled.segments, before)
+                if tight is None:
+                    raise error.because(reasons(before, compiled.segments)) from None
+                if tight.param_bytes != limits.param_bytes:
+                    segmented = self.cut(batch, tight.param_bytes)
                 rest = self.capacity()[Tier.DEVICE], self.rule.mesh.size
-                if not is_worth_trying(smaller.program, segmented.program, *rest):
-                    raise error.because(untiled(smaller.program)) from None
-                segmented = smaller
+                if not is_worth_trying(segmented.program, before, *rest):
+                    found = reasons(segmented.program, compiled.segments)
+                    raise error.because(found) from None
+                limits = tight
 
     def cut(self, batch: Any, max_bytes: int | None) -> Segmented:
         source = self.trace(batch, max_bytes)
@@ -253,14 +267,21 @@ class Planner:
         }
         return segment_loss(source, frozen=frozen, splittable=here, max_bytes=max_bytes)
 
+    def compile(self, segmented: Segmented, limits: Limits) -> Compiled:
+        layouts = self.layouts.with_inputs(segmented.program)
+        segments, values = compile_segments(segmented, layouts, limits.workspace_bytes)
+        return Compiled(segments, replace(layouts, values=values))
+
     def stream_segments(
-        self, segmented: Segmented, homes: Mapping[ArrayId, Tier] | None
+        self,
+        segmented: Segmented,
+        compiled: Compiled,
+        homes: Mapping[ArrayId, Tier] | None,
     ) -> Streamed:
-        program = segmented.program
-        layouts = self.layouts.with_inputs(program)
-        segments, values = compile_segments(segmented, layouts)
-        layouts = replace(layouts, values=values)
-        program = replace(program, segments=tuple(s.spec for s in segments))
+        segments, layouts = compiled.segments, compiled.layouts
+        specs = tuple(s.spec for s in segments)
+        program = replace(segmented.program, segments=specs)
+        segmented = replace(segmented, program=program)
         spaces = [s.workspace() for s in segments]
         workspace = [(w.forward_bytes, w.backward_bytes) for w in spaces]
         counts = count_contributions(program, self.config.num_microbatches)

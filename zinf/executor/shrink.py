@@ -1,36 +1,75 @@
-"""How a step is made smaller that does not fit the device: by smaller segments.
+"""How a step is made smaller that does not fit the device.
 
-Weights that are larger than a segment may hold are then read by tile.
+Its segments get fewer parameters, where weights that are larger than that are read by
+tile; or, where intermediate values take most, run in blocks of rows.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 from zinf.plan import InfeasibleError
 from zinf.program import ArrayId, Program, Tier
+from zinf.segment import Segment
 
 
-def smaller_bytes(error: InfeasibleError, program: Program) -> int | None:
-    """The parameter bytes of a segment with which to try again; None: give up.
+@dataclass(frozen=True)
+class Limits:
+    """What a segment may hold; None is no limit.
+
+    Attributes:
+        param_bytes: of parameters.
+        workspace_bytes: of intermediate values, if its rows are independent.
+    """
+
+    param_bytes: int | None
+    workspace_bytes: int | None = None
+
+
+def tighter(
+    limits: Limits,
+    error: InfeasibleError,
+    segments: Sequence[Segment],
+    program: Program,
+) -> Limits | None:
+    """Limits with which to try again; None: give up.
 
     Args:
-        error: what was missing with the segments of `program`.
+        error: what was missing with `segments`, which are of `program`.
     """
-    largest = largest_segment_bytes(program)
-    if Tier.DEVICE not in error.shortages or largest < 2:
+    if Tier.DEVICE not in error.shortages:
         return None
     short = error.shortages[Tier.DEVICE]
-    return largest // max(2, short.needed_bytes // max(1, short.capacity_bytes))
+    divisor = max(2, short.needed_bytes // max(1, short.capacity_bytes))
+    params = largest_segment_bytes(program)
+    spaces = [s.workspace() for s in segments]
+    workspace = max(max(w.forward_bytes, w.backward_bytes) for w in spaces)
+    may_shrink = limits.workspace_bytes is None or workspace <= limits.workspace_bytes
+    # A gradient is as large as its parameter.
+    if may_shrink and workspace > 2 * params:
+        return replace(limits, workspace_bytes=workspace // divisor)
+    return replace(limits, param_bytes=params // divisor) if params > 1 else None
 
 
 def is_worth_trying(
     program: Program, before: Program, capacity_bytes: int, num_devices: int
 ) -> bool:
-    """Whether a program has smaller segments than another, and may fit the device.
+    """Whether a program, if it is another, has smaller segments, and may fit.
 
     Where values alone are too large, compiling would take long in vain.
     """
     shrinks = largest_segment_bytes(program) < largest_segment_bytes(before)
-    return shrinks and _value_bytes(program) // num_devices <= capacity_bytes
+    fits = _value_bytes(program) // num_devices <= capacity_bytes
+    return fits and (shrinks or program is before)
+
+
+def reasons(program: Program, segments: Sequence[Segment]) -> list[str]:
+    """Why nothing could be made smaller, in sentences."""
+    wholes = {s.spec.name: s.why_whole for s in segments if s.why_whole}
+    bodies = {why: name for name, why in reversed(wholes.items())}
+    return untiled(program) + [
+        f"Segment {name!r} cannot run in smaller blocks of rows: {why}."
+        for why, name in bodies.items()
+    ]
 
 
 def untiled(program: Program) -> list[str]:

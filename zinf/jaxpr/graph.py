@@ -28,6 +28,7 @@ from zinf.jaxpr.compat import (
 from zinf.jaxpr.emit import Emitter
 
 REMAT = {"remat", "remat2", "remat3", "checkpoint"}
+RULES = {"custom_jvp_call", "custom_vjp_call"}
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,30 @@ def flatten(
     equations = tuple(flattener.equations)
     graph = Graph(tuple(jaxpr.invars), tuple(outvars), equations, flattener.consts)
     return graph.needed_for(graph.outvars)
+
+
+def inline_all(closed: Any) -> Graph:
+    """The flat program of a closed jaxpr that nobody differentiates or saves for later.
+
+    Custom derivatives and `jax.checkpoint` are inlined too.
+    """
+    jaxpr, consts = open_jaxpr(closed)
+    inliner = _Inliner()
+    inliner.consts.update(zip(jaxpr.constvars, consts, strict=True))
+    outvars = inliner.inline(jaxpr, {v: v for v in jaxpr.invars})
+    equations = tuple(inliner.equations)
+    graph = Graph(tuple(jaxpr.invars), tuple(outvars), equations, inliner.consts)
+    return graph.needed_for(graph.outvars)
+
+
+class _Inliner(Emitter):
+    def emit(self, equation: Equation, arguments: list[Atom]) -> list[Atom]:
+        name = equation.primitive.name
+        if name in REMAT:
+            return self.call(equation.params["jaxpr"], arguments)
+        if name in RULES:
+            return self.call(equation.params["call_jaxpr"], arguments)
+        return super().emit(equation, arguments)
 
 
 class _Flattener(Emitter):

@@ -86,11 +86,14 @@ def show_instructions(instructions: Sequence[Instruction], timeline: Timeline) -
 
 
 def show_tilings(program: Program) -> str:
-    """One line for each leaf that is read by tile, and why; empty if there is none."""
-    rows = []
+    """What runs in parts since the device cannot hold it at once, a line each.
+
+    Leaves that are read by tile, and equal segments that run in blocks of rows.
+    """
+    tiles = []
     for tiling in program.tilings:
         first, last = tiling.rows[0]
-        rows.append(
+        tiles.append(
             (
                 tiling.path,
                 show_bytes(tiling.nbytes),
@@ -99,7 +102,19 @@ def show_tilings(program: Program) -> str:
                 ", ".join(dict.fromkeys(tiling.uses)),
             )
         )
-    return "\n".join(["tiled:", *_aligned(rows, left=(0, 2, 3, 4))]) if rows else ""
+    alike: dict[tuple[int, int], list[str]] = defaultdict(list)
+    for segment in program.segments:
+        if segment.row_blocks > 1:
+            alike[segment.body, segment.row_blocks].append(segment.name)
+    blocks = []
+    for (_, count), names in alike.items():
+        more = f" and {len(names) - 1} more" if names[1:] else ""
+        blocks.append((names[0] + more, f"{count} blocks of rows or more"))
+    shown = ["tiled:", *_aligned(tiles, left=(0, 2, 3, 4))] if tiles else []
+    if blocks:
+        shown += ["run in blocks, as intermediate values are too large:"]
+        shown += _aligned(blocks, left=(0, 1))
+    return "\n".join(shown)
 
 
 def _aligned(rows: Sequence[Sequence[str]], left: Sequence[int]) -> list[str]:

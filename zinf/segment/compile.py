@@ -7,13 +7,18 @@ first step, and a step never compiles.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any
 
 from zinf.program import ArraySpec, SegmentSpec
 from zinf.segment.build import Segmented
 from zinf.segment.executables import BodyExecutables
+from zinf.segment.row_rules import NotByRow
 from zinf.sharding import Layout, Layouts
 from zinf.topology import Collective
+
+# More blocks have to save at least a tenth.
+WORTHWHILE = 0.9
 
 
 @dataclass(frozen=True)
@@ -32,11 +37,15 @@ class Segment:
     passes are its `read_backward`; gradients follow that of its trained params,
     cotangents that of its active inputs and outputs. All are in the device forms of
     their layouts.
+
+    Attributes:
+        why_whole: why it does not run in (more) blocks of rows though that was asked.
     """
 
     spec: SegmentSpec
     executables: BodyExecutables
     hoisted: tuple[Any, ...]
+    why_whole: str = ""
 
     def forward(self, params: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
         """The outputs, in the order of `spec.outputs`."""
@@ -99,13 +108,7 @@ class Segment:
 
     def workspace(self) -> Workspace:
         """Compiles the segment and reads what XLA says about its memory."""
-        forward = 0
-        if not self.executables.is_last:
-            forward = _temporary_bytes(self.executables.forward)
-        backward = 0
-        if self.executables.is_last or self.spec.has_backward:
-            backward = _temporary_bytes(self.executables.backward)
-        return Workspace(forward, backward)
+        return _workspace(self.executables)
 
     def keeping_workspace(self) -> Workspace:
         """`workspace` of `forward_keeping` and `backward_from`."""
@@ -124,22 +127,25 @@ class Segment:
 
     @property
     def _may_keep(self) -> bool:
-        return self.spec.has_backward and not self.executables.is_last
+        is_whole = self.executables.num_blocks == 1
+        return self.spec.has_backward and is_whole and not self.executables.is_last
 
 
 def compile_segments(
-    segmented: Segmented, layouts: Layouts
+    segmented: Segmented, layouts: Layouts, max_workspace_bytes: int | None = None
 ) -> tuple[tuple[Segment, ...], dict[str, Layout]]:
     """The runnable segments of a program, executables shared by body.
 
     Args:
         layouts: of persistent arrays, and of the values that no segment makes.
+        max_workspace_bytes: segments that take more run in blocks of rows, if their
+            rows are independent.
 
     Returns:
         the segments, and the layout of every value.
     """
     specs = segmented.program.segments
-    bodies: dict[Any, BodyExecutables] = {}
+    bodies: dict[Any, tuple[BodyExecutables, str]] = {}
     values = dict(layouts.values)
     segments = []
     for spec, shared in zip(specs, segmented.shared, strict=True):
@@ -150,15 +156,50 @@ def compile_segments(
         key = spec.body, params, inputs, gradients
         if key not in bodies:
             is_last = spec is specs[-1]
-            bodies[key] = BodyExecutables(
+            whole = BodyExecutables(
                 shared.body, spec, is_last, layouts.mesh, params, inputs, gradients
             )
-        values.update(zip(spec.outputs, bodies[key].outputs, strict=True))
-        reads = zip(spec.params, bodies[key].backward_reads, strict=True)
+            bodies[key] = whole, ""
+            if max_workspace_bytes is not None:
+                bodies[key] = _in_blocks(whole, max_workspace_bytes)
+        executables, why_whole = bodies[key]
+        values.update(zip(spec.outputs, executables.outputs, strict=True))
+        reads = zip(spec.params, executables.backward_reads, strict=True)
         read = tuple(array for array, is_read in reads if is_read)
-        spec = replace(spec, backward_params=read)
-        segments.append(Segment(spec, bodies[key], shared.hoisted))
+        count = executables.num_blocks
+        spec = replace(spec, backward_params=read, row_blocks=count)
+        segments.append(Segment(spec, executables, shared.hoisted, why_whole))
     return tuple(segments), values
+
+
+def _in_blocks(whole: BodyExecutables, max_bytes: int) -> tuple[BodyExecutables, str]:
+    """The same in as many blocks of rows as it takes, or why in no more of them."""
+    best = whole
+    while (taken := _largest(best)) > max_bytes:
+        wanted = max(2 * best.num_blocks, ceil(_largest(whole) / max_bytes))
+        attempt = replace(whole, num_blocks=wanted)
+        try:
+            is_better = _largest(attempt) < WORTHWHILE * taken
+        except NotByRow as error:
+            return best, str(error)
+        if not is_better:
+            return best, "blocks of rows take as much"
+        best = attempt
+    return best, ""
+
+
+def _largest(executables: BodyExecutables) -> int:
+    space = _workspace(executables)
+    return max(space.forward_bytes, space.backward_bytes)
+
+
+def _workspace(executables: BodyExecutables) -> Workspace:
+    forward = backward = 0
+    if not executables.is_last:
+        forward = _temporary_bytes(executables.forward)
+    if executables.is_last or executables.spec.has_backward:
+        backward = _temporary_bytes(executables.backward)
+    return Workspace(forward, backward)
 
 
 def _temporary_bytes(compiled: Any) -> int:

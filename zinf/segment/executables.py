@@ -18,6 +18,7 @@ from zinf.jaxpr import Body, flatten, trace
 from zinf.jaxpr.keys import from_words, in_words, to_words
 from zinf.mesh import replicated
 from zinf.program import SegmentSpec
+from zinf.segment.by_rows import by_rows
 from zinf.segment.residuals import Halves, halve
 from zinf.sharding import Layout, cut, gather, placed_layout, whole_layout
 from zinf.topology import Collective, collectives_of, compile_for
@@ -30,6 +31,8 @@ class BodyExecutables:
     Attributes:
         params, inputs: the layouts of its arguments; `gradients` those of its trained
             params' gradients.
+        num_blocks: in how many blocks of rows each pass runs, at least. With more than
+            one, whoever compiles a pass gets a `NotByRow` if its rows need each other.
     """
 
     body: Body
@@ -39,6 +42,7 @@ class BodyExecutables:
     params: tuple[Layout, ...]
     inputs: tuple[Layout, ...]
     gradients: tuple[Layout, ...]
+    num_blocks: int = 1
     abstract: tuple[jax.ShapeDtypeStruct, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -69,6 +73,8 @@ class BodyExecutables:
         flags += [True] * (len(self.abstract) - len(flags))
         pairs = zip(self.abstract, flags, strict=True)
         given = tuple(x for x, is_read in pairs if is_read)
+        if self.num_blocks > 1:
+            function = self._in_blocks(function, extra)
 
         def on_wholes(arguments: Sequence[Any], *rest: Any) -> Any:
             return function(self._wholes(arguments, flags), *rest)
@@ -77,6 +83,26 @@ class BodyExecutables:
         jitted = jax.jit(on_wholes, out_shardings=results, keep_unused=True)
         lowered = jitted.lower(given, *extra)
         return compile_for(self.mesh, lowered)
+
+    def _in_blocks(self, function: Callable, extra: Sequence[Any]) -> Callable:
+        """A pass that runs a block of rows at a time; no parameter has rows."""
+        num_params, num_values = len(self.params), len(self.params) + len(self.inputs)
+        params = [
+            jax.ShapeDtypeStruct(layout.shape, kind.dtype)
+            for layout, kind in zip(self.params, self.abstract, strict=False)
+        ]
+        values = self.abstract[num_params:num_values]
+        kinds = [v.aval for v in self.body.jaxpr.invars[num_params:num_values]]
+        is_key = [jnp.issubdtype(k.dtype, jax.dtypes.prng_key) for k in kinds]
+        hoisted = self.abstract[num_values:]
+        rows = [
+            *[()] * num_params,
+            *([] if k else _whole_dims(x) for x, k in zip(values, is_key, strict=True)),
+            *[()] * len(hoisted),
+            *map(_whole_dims, jax.tree.leaves(extra)),
+        ]
+        arguments = [*params, *values, *hoisted], *extra
+        return by_rows(function, arguments, rows, self.num_blocks)
 
     def _wholes(self, arguments: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
         """Arguments as the body knows them: parameters gathered, without padding.
@@ -274,6 +300,13 @@ class BodyExecutables:
         num_params = sum(self.spec.trainable)
         gradients = zip(cotangents[:num_params], self.gradients, strict=True)
         return [cut(*pair) for pair in gradients], list(cotangents[num_params:])
+
+
+def _whole_dims(value: jax.ShapeDtypeStruct) -> list[int]:
+    """The dims of a value that devices do not divide among them."""
+    assert isinstance(value.sharding, NamedSharding)
+    sizes = value.sharding.shard_shape(value.shape)
+    return [d for d, n in enumerate(value.shape) if sizes[d] == n > 1]
 
 
 def _placed(aval: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

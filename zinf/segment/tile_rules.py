@@ -80,10 +80,13 @@ def write(
 
 
 def _check_elementwise(equation: Equation, number: int, split: Split) -> Split:
-    shape = equation.invars[number].aval.shape
-    if equation.effects or any(
-        a.aval.shape not in ((), shape) for a in equation.invars
-    ):
+    rank, size = equation.invars[number].aval.ndim, split.edges[-1]
+    fits = all(
+        not a.aval.ndim
+        or (a.aval.ndim == rank and a.aval.shape[split.dim] in (1, size))
+        for a in equation.invars
+    )
+    if equation.effects or not fits:
         raise Untileable(f"`{equation.primitive.name}` needs it as a whole")
     return split
 
@@ -174,8 +177,8 @@ def _write_pieces(
 
 
 def _part(emitter: Emitter, atom: Atom, dim: int, start: int, stop: int) -> Atom:
-    """Entries `start:stop` of an atom along a dim; a scalar is for all."""
-    if not atom.aval.shape:
+    """Entries `start:stop` of an atom along a dim; a single one is for all."""
+    if not atom.aval.shape or atom.aval.shape[dim] == 1:
         return atom
     cut = partial(jax.lax.slice_in_dim, start_index=start, limit_index=stop, axis=dim)
     return emitter.apply(cut, atom)[0]

@@ -1,0 +1,232 @@
+"""A function of independent rows runs in blocks of them, with the same results."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from zinf.jaxpr import trace
+from zinf.jaxpr.compat import open_jaxpr
+from zinf.segment.by_rows import by_rows
+from zinf.segment.row_rules import NotByRow
+
+T, H, F, V = 24, 8, 32, 40
+
+
+def normal(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
+    values = np.random.default_rng(sum(shape)).normal(size=shape)
+    return jnp.asarray(values, dtype)
+
+
+PARAMS = {
+    "up": normal(H, F),
+    "down": normal(F, H),
+    "b": normal(F),
+    "table": normal(V, H),
+}
+LABELS = jnp.asarray(np.random.default_rng(0).integers(0, V, T), jnp.int32)
+MASK = jnp.asarray(np.arange(T) % 3 > 0, jnp.float32)
+
+
+def mlp(p: Any, x: jax.Array, activation: Any = jax.nn.gelu) -> jax.Array:
+    centred = x - x.mean(-1, keepdims=True)
+    hidden = centred @ p["up"]
+    hidden = activation(hidden + jnp.broadcast_to(p["b"], hidden.shape))
+    return x + hidden @ p["down"]
+
+
+@jax.custom_vjp
+def square(x: jax.Array) -> jax.Array:
+    return x * x
+
+
+square.defvjp(lambda x: (square(x), x), lambda x, g: (2 * x * g,))
+
+
+def cross_entropy(p: Any, x: jax.Array, labels: jax.Array, mask: jax.Array) -> Any:
+    logits = x @ p["table"].T
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return (losses * mask).sum() / mask.sum()
+
+
+def one_hot_loss(p: Any, x: jax.Array, labels: jax.Array) -> jax.Array:
+    logits = x @ p["table"].T
+    return optax.softmax_cross_entropy(logits, jax.nn.one_hot(labels, V)).mean()
+
+
+def top_experts(p: Any, x: jax.Array) -> jax.Array:
+    gates, experts = jax.lax.top_k(x @ p["up"], 2)
+    weights = jax.nn.softmax(gates)
+    return jnp.einsum("tk,tkh->th", weights, p["down"][experts])
+
+
+def with_positions(p: Any, x: jax.Array) -> jax.Array:
+    angle = jnp.arange(T)[:, None] / jnp.arange(1, H + 1)[None]
+    return mlp(p, x * jnp.cos(angle))
+
+
+def sorted_features(p: Any, x: jax.Array) -> jax.Array:
+    return jnp.cumsum(jnp.sort(x), -1) @ p["up"]
+
+
+def heads(p: Any, x: jax.Array) -> jax.Array:
+    q = (x @ p["up"]).reshape(T, 4, 8).transpose(1, 0, 2)
+    return jnp.concatenate([q, q * 2], -1).swapaxes(0, 1).reshape(T, -1)[:, 3:]
+
+
+def attention(p: Any, x: jax.Array) -> jax.Array:
+    scores = x @ jnp.swapaxes(x, -1, -2)
+    return jax.nn.softmax(scores) @ mlp(p, x)
+
+
+X = normal(T, H)
+BATCH = normal(4, 6, H)
+# By name: the function, and what it is given beside the parameters.
+BY_ROW = {
+    "mlp": (mlp, (X,)),
+    "mlp of a batch": (mlp, (BATCH,)),
+    "mlp with relu": (lambda p, x: mlp(p, x, jax.nn.relu), (X,)),
+    "mlp with a rule": (lambda p, x: mlp(p, x, square), (X,)),
+    "mlp, recomputed": (lambda p, x: jax.checkpoint(mlp)(p, x), (X,)),
+    "flattened": (lambda p, x: mlp(p, x.reshape(24, H)).reshape(4, 6, H), (BATCH,)),
+    "masked loss": (cross_entropy, (X, LABELS, MASK)),
+    "loss of one-hot labels": (one_hot_loss, (X, LABELS)),
+    "embedding": (lambda p, i: p["table"][i] * 2, (LABELS,)),
+    "experts": (top_experts, (X,)),
+    "positions": (with_positions, (X,)),
+    "sort": (sorted_features, (X,)),
+    "heads": (heads, (X,)),
+    "samples of attention": (attention, (BATCH,)),
+    "several results": (lambda p, x: (x.sum(0), mlp(p, x), p["b"] * 2, x), (X,)),
+    "sums of sums": (lambda p, x: mlp(p, x / jnp.sqrt((x * x).sum())), (X,)),
+}
+
+
+def specs(tree: Any) -> Any:
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
+
+
+def in_blocks(function: Any, params: Any, rest: Any, num_blocks: int = 4) -> Any:
+    rows = [()] * len(jax.tree.leaves(params))
+    for leaf in jax.tree.leaves(rest):
+        rows.append(tuple(d for d, size in enumerate(leaf.shape) if size > 1))
+    return by_rows(function, specs((params, *rest)), rows, num_blocks)
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    """To 1e-5 of the largest: sums over rows are in another order."""
+    for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert x.dtype == y.dtype and x.shape == y.shape
+        scale = float(jnp.abs(y).max())
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("name", BY_ROW)
+def test_blocks_of_rows_give_what_all_rows_give(name):
+    function, rest = BY_ROW[name]
+    run = in_blocks(function, PARAMS, rest)
+    assert_close(jax.jit(run)(PARAMS, *rest), jax.jit(function)(PARAMS, *rest))
+
+
+@pytest.mark.parametrize("name", BY_ROW)
+def test_derivatives_in_blocks_are_those_of_all_rows(name):
+    function, rest = BY_ROW[name]
+    cotangents = jax.tree.map(jnp.cos, function(PARAMS, *rest))
+    is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in rest]
+
+    def gradients(params: Any, cotangents: Any, *rest: Any) -> Any:
+        def of_floats(params: Any, *floats: Any) -> Any:
+            given = iter(floats)
+            pairs = zip(rest, is_float, strict=True)
+            return function(params, *(next(given) if f else x for x, f in pairs))
+
+        floats = [x for x, f in zip(rest, is_float, strict=True) if f]
+        _, vjp = jax.vjp(of_floats, params, *floats)
+        return vjp(cotangents)
+
+    arguments = cotangents, *rest
+    run = in_blocks(gradients, PARAMS, arguments)
+    expected = jax.jit(gradients)(PARAMS, *arguments)
+    assert_close(jax.jit(run)(PARAMS, *arguments), expected)
+
+
+def largest_value(function: Any, *arguments: Any) -> int:
+    """The size of the largest value that is computed, in loops too."""
+
+    def sizes(jaxpr: Any) -> list[int]:
+        found = []
+        for equation in open_jaxpr(jaxpr)[0].eqns:
+            inner = [p for p in equation.params.values() if hasattr(p, "eqns")]
+            inner += [p.jaxpr for p in equation.params.values() if hasattr(p, "jaxpr")]
+            found += [size for p in inner for size in sizes(p)]
+            found += [v.aval.size for v in equation.outvars]
+        return found
+
+    return max(sizes(trace(function, *arguments)[0]))
+
+
+def test_the_logits_are_never_there_as_a_whole():
+    rest = (X, LABELS, MASK)
+    step = jax.value_and_grad(cross_entropy)
+    run = in_blocks(step, PARAMS, rest, num_blocks=12)
+    assert largest_value(step, PARAMS, *rest) == T * V
+    # Of a block, and the gradient of the table (V x H).
+    found = jax.jit(run).lower(PARAMS, *rest).compile().memory_analysis()
+    whole = jax.jit(step).lower(PARAMS, *rest).compile().memory_analysis()
+    assert found is not None and whole is not None
+    assert found.temp_size_in_bytes < whole.temp_size_in_bytes
+    assert_close(jax.jit(run)(PARAMS, *rest), jax.jit(step)(PARAMS, *rest))
+
+
+NEED_ALL = {
+    "normalised over rows": (lambda p, x: x / x.max(0)[None], "`reduce_max` over rows"),
+    "attention": (lambda p, x: jax.nn.softmax(x @ x.T), "rows with other rows"),
+    "shifted": (lambda p, x: x[1:], "`slice` of some rows"),
+    "cumulative": (lambda p, x: jnp.cumsum(x, 0), "`cumsum` along rows"),
+    "a loop": (
+        lambda p, x: jax.lax.scan(lambda c, r: (c + r.sum(), c), 0.0, x)[1],
+        "`scan`",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NEED_ALL)
+def test_what_needs_all_rows_says_why(name):
+    function, reason = NEED_ALL[name]
+    rows = [*[()] * len(PARAMS), (0,)]
+    with pytest.raises(NotByRow, match=f"along dim 0: .*{reason}"):
+        by_rows(function, specs((PARAMS, X)), rows, 4)
+
+
+def test_a_prime_number_of_rows_runs_one_by_one():
+    x = normal(23, H)
+    run = in_blocks(mlp, PARAMS, (x,))
+    assert_close(jax.jit(run)(PARAMS, x), jax.jit(mlp)(PARAMS, x))
+    scan = [
+        e for e in open_jaxpr(trace(run, PARAMS, x)[0])[0].eqns if "length" in e.params
+    ]
+    assert [e.params["length"] for e in scan] == [23]
+
+
+def test_gradients_of_narrow_parameters_are_added_up_in_float32():
+    params = {"w": jnp.ones((H, 1), jnp.bfloat16)}
+    rest = (jnp.full((512, H), 2**-8, jnp.bfloat16),)
+
+    def gradient(params: Any, x: jax.Array) -> Any:
+        return jax.grad(lambda p: (x @ p["w"]).astype(jnp.float32).sum())(params)
+
+    run = in_blocks(gradient, params, rest, num_blocks=512)
+    # 512 times 2^-8, which bfloat16 stops adding at 1.
+    assert float(run(params, *rest)["w"][0, 0]) == 2.0
+
+
+def test_rows_of_zeros_are_summed_once_per_block_into_lookups():
+    def gradient(params: Any, ids: jax.Array) -> Any:
+        return jax.grad(lambda p: p["table"][ids].sum())(params)["table"]
+
+    run = in_blocks(gradient, PARAMS, (LABELS,))
+    counts = np.bincount(np.asarray(LABELS), minlength=V).astype("f4")
+    np.testing.assert_array_equal(run(PARAMS, LABELS), np.tile(counts[:, None], H))
