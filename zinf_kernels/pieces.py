@@ -1,4 +1,7 @@
-"""Loops over pieces of arrays that XLA updates in place, in `jax.shard_map` too."""
+"""Loops over pieces of arrays that XLA updates in place, and products with wide sums.
+
+All of it works in `jax.shard_map` too.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +41,14 @@ def put(x: Array, piece: Array, start: Any, axis: int = 0) -> Array:
 def accumulator(dtype: Any) -> Any:
     """The dtype in which sums over many terms are kept: float32, or float64 of that."""
     return jnp.promote_types(dtype, jnp.float32)
+
+
+def product(one: Array, other: Array, contracted: tuple[int, int]) -> Array:
+    """Of two matrices along an axis of each, as it was summed: in `accumulator`."""
+    a, b = contracted
+    dimensions = (((a,), (b,)), ((), ()))
+    wide = accumulator(one.dtype)
+    return lax.dot_general(one, other, dimensions, preferred_element_type=wide)
 
 
 def varying_as(x: Array, *likes: Array) -> Array:

@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from jax import lax
 from jaxtyping import Array, Float
 
-from zinf_kernels.pieces import accumulator
+from zinf_kernels.pieces import part, product
 
 
 @dataclass(frozen=True)
@@ -21,11 +20,8 @@ class Chunks:
         self, x: Float[Array, "tokens dim"], weight: Float[Array, "..."]
     ) -> Float[Array, "tokens vocab"]:
         """`x` times the weight, summed and kept in float32 or better."""
-        dimensions = (((1,), (1 - self.vocab_axis,)), ((), ()))
-        return lax.dot_general(
-            x, weight, dimensions, preferred_element_type=accumulator(x.dtype)
-        )
+        return product(x, weight, (1, 1 - self.vocab_axis))
 
     def of_weight(self, weight: Array, start: Any, size: int) -> Array:
         """The part of the weight for a part of the vocabulary."""
-        return lax.dynamic_slice_in_dim(weight, start, size, self.vocab_axis)
+        return part(weight, start, size, self.vocab_axis)

@@ -21,7 +21,14 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from zinf_kernels.cross_entropy.chunks import Chunks
-from zinf_kernels.pieces import accumulator, for_pieces, part, put, varying_as
+from zinf_kernels.pieces import (
+    accumulator,
+    for_pieces,
+    part,
+    product,
+    put,
+    varying_as,
+)
 
 
 def token_losses(
@@ -130,10 +137,10 @@ def gradients(
             x_part, index = (part(a, start, size) for a in (x, labels - first))
             rest = (part(a, start, size) for a in of_tokens)
             slope = by_logits(x_part, w, index, *rest)
-            by_x = _product(slope, w, (1, vocab_axis), wide)
+            by_x = product(slope, w, (1, vocab_axis))
             grad_x = put(grad_x, part(grad_x, start, size) + by_x, start)
             sides = (x_part, slope) if vocab_axis else (slope, x_part)
-            return grad_x, grad_w + _product(*sides, (0, 0), wide)
+            return grad_x, grad_w + product(*sides, (0, 0))
 
         grad_w = varying_as(jnp.zeros(w.shape, wide), x)
         grad_x, grad_w = for_pieces(
@@ -147,9 +154,3 @@ def gradients(
     vocab = weight.shape[vocab_axis]
     grad_x, grad_weight = for_pieces(vocab, chunks.vocab, over_vocab, carry)
     return grad_x.astype(x.dtype), grad_weight, None
-
-
-def _product(one: Array, other: Array, contracted: tuple[int, int], dtype: Any) -> Any:
-    a, b = contracted
-    dimensions = (((a,), (b,)), ((), ()))
-    return lax.dot_general(one, other, dimensions, preferred_element_type=dtype)

@@ -110,7 +110,8 @@ def _forward(*arguments: Any) -> Any:
 
 def _backward(name: str, epilogue: Epilogue, cores: int, kept: Any, by: Any) -> Any:
     del name, cores
-    return gradients(*kept, by, epilogue=epilogue)
+    a, b, bias, residual = kept
+    return gradients(a, b, bias, residual, by, epilogue=epilogue)
 
 
 _matmul.defvjp(_forward, _backward)

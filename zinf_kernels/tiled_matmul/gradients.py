@@ -1,12 +1,9 @@
 """The backward pass of `matmul`, by XLA's products."""
 
-from typing import Any
-
 import jax
-from jax import lax
 from jaxtyping import Array
 
-from zinf_kernels.pieces import accumulator
+from zinf_kernels.pieces import product
 from zinf_kernels.tiled_matmul.epilogue import Epilogue
 
 
@@ -23,23 +20,16 @@ def gradients(
 
     The product is only computed again if the epilogue's slope depends on it.
     """
-    wide = accumulator(a.dtype)
-    product = _product(a, b, (1, 0), wide)
 
-    def finished(product: Array, bias: Array | None, residual: Array | None) -> Array:
+    def finished(made: Array, bias: Array | None, residual: Array | None) -> Array:
         line = None if bias is None else bias[None, :]
-        return epilogue(product, line, residual)
+        return epilogue(made, line, residual)
 
-    _, pull = jax.vjp(finished, product, bias, residual)
+    _, pull = jax.vjp(finished, product(a, b, (1, 0)), bias, residual)
     by_product, by_bias, by_residual = pull(by_result)
     # In the dtype of the factors, as matrix units want it. A product of float32 with
     # bfloat16, which is what jax makes of this, would be one of float32.
     slope = by_product.astype(a.dtype)
-    by_a = _product(slope, b, (1, 1), wide).astype(a.dtype)
-    by_b = _product(a, slope, (0, 0), wide).astype(b.dtype)
+    by_a = product(slope, b, (1, 1)).astype(a.dtype)
+    by_b = product(a, slope, (0, 0)).astype(b.dtype)
     return by_a, by_b, by_bias, by_residual
-
-
-def _product(one: Array, other: Array, contracted: tuple[int, int], dtype: Any) -> Any:
-    dimensions = (tuple((axis,) for axis in contracted), ((), ()))
-    return lax.dot_general(one, other, dimensions, preferred_element_type=dtype)
