@@ -66,6 +66,18 @@ def test_the_benchmark_times_whatever_can_run_beside_its_floor(tmp_path):
     assert {row["implementation"] for row in left_out} == {"mosaic_gpu"}
     for row in timed:
         assert len(row["all_seconds"]) == 2 and row["floor_seconds"] > 0
+        # Of bfloat16 at most, and zero for XLA's own.
+        assert row["deviation"] <= 2 * 2.0**-8
+    assert {row["implementation"] for row in timed} == {"xla", "reference"}
+
+
+def test_no_case_is_begun_after_the_time_is_up(tmp_path):
+    path = tmp_path / "bench.json"
+    given = "--dry-run", "--most-seconds", "0", "--output", str(path)
+    text = run("bench_kernels.py", *given)
+    rows = rows_of(path)["rows"]
+    assert len(rows) > 3 and {row["not_run"] for row in rows} == {"after 0 s"}
+    assert text.count("after 0 s") == len(rows)
 
 
 def test_the_loss_is_planned_and_runs_in_a_twentieth_of_the_plain_forms_memory(
