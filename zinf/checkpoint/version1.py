@@ -13,7 +13,7 @@ import numpy as np
 import tensorstore as ts
 
 from zinf.checkpoint.failure import explain, failure
-from zinf.checkpoint.grid import chunk_name
+from zinf.checkpoint.grid import Index, chunk_name, whole_box
 from zinf.checkpoint.manifest import StoredArray
 from zinf.checkpoint.source import (
     MAX_METADATA_BYTES,
@@ -72,12 +72,17 @@ class TensorStoreSource(AbstractSource):
             found = f"it has {num_files} files, and {num_chunks} chunks"
             yield Damage(self.array, None, self.folder, found)
             return
+        if not num_chunks:
+            yield from self._damage(whole_box(self.stored.grid.spec.shape), None)
         for index in self.stored.grid.indices():
-            try:
-                self.read(self.stored.grid.box(index), verify=True).result()
-            except OSError as error:
-                file = self.folder / chunk_name(index)
-                yield Damage(self.array, index, file, str(error))
+            yield from self._damage(self.stored.grid.box(index), index)
+
+    def _damage(self, box: Box, index: Index | None) -> Iterator[Damage]:
+        try:
+            self.read(box, verify=True).result()
+        except OSError as error:
+            name = METADATA if index is None else chunk_name(index)
+            yield Damage(self.array, index, self.folder / name, str(error))
 
     def _read(self, box: Box) -> np.ndarray:
         grid = self.stored.grid

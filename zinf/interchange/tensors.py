@@ -9,6 +9,7 @@ from math import prod
 
 import numpy as np
 
+from zinf.checkpoint.grid import whole_box
 from zinf.program import ArraySpec
 from zinf.sharding import Box
 
@@ -50,9 +51,12 @@ class AbstractTensors(ABC):
 
 
 def boxes(shape: tuple[int, ...], block: tuple[int, ...]) -> Iterator[Box]:
-    """An array in parts of one shape, those at the end of a dim smaller, in C order."""
+    """An array in parts of one shape, those at the end of a dim smaller, in C order.
+
+    One without elements is a part too: reading it shows that it is what it should be.
+    """
     if 0 in shape:
-        return iter(())
+        return iter([whole_box(shape)])
     ranges = [
         [(low, min(low + length, size)) for low in range(0, size, length)]
         for size, length in zip(shape, block, strict=True)
