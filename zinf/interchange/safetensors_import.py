@@ -7,6 +7,7 @@ from zinf.engine import Engine
 from zinf.interchange.names import Names, Terms, named
 from zinf.interchange.place import place
 from zinf.interchange.safetensors_files import SafetensorsFiles
+from zinf.interchange.sources import EngineTensors
 
 
 def import_safetensors(
@@ -39,7 +40,6 @@ def import_safetensors(
         StorageError: a file cannot be read. The engine has its initial values then.
         BudgetExceeded: the host has no room for the parts.
     """
+    name_of = named(EngineTensors(engine).specs, names)
     with SafetensorsFiles(path) as tensors:
-        leaves = engine.planner.problem.params
-        name_of = named(leaves, names)
         place(engine, tensors, name_of, Terms(keep, ignore, may_round))

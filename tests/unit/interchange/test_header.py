@@ -122,6 +122,32 @@ def test_a_hostile_header_is_refused_with_the_file(content, tmp_path):
         safetensors.safe_open(tmp_path / "file", "np")
 
 
+def test_no_damage_to_a_header_is_a_crash_or_a_tensor_outside_its_file(tmp_path):
+    random = np.random.default_rng(0)
+    names = ordered(SPECS)
+    header = write_header(SPECS, names, {"format": "flax"})
+    data = bytes(sum(spec.nbytes for spec in SPECS.values()))
+    outcomes = set()
+    for _ in range(1000):
+        damaged = bytearray(header)
+        for _ in range(random.integers(1, 4)):
+            # Mostly digits and signs, which leave JSON what it is.
+            value = random.choice(list(b'0123456789-"[]{},:.eFIB\0\xff'))
+            damaged[random.integers(0, len(damaged))] = value
+        content = bytes(damaged) + data
+        try:
+            found = read(tmp_path / "file", content)
+        except ValueError as error:
+            assert "is no safetensors file" in str(error)
+            outcomes.add("refused")
+            continue
+        outcomes.add("read")
+        for stored in found.values():
+            assert 0 <= stored.start <= stored.start + stored.spec.nbytes
+            assert stored.start + stored.spec.nbytes <= len(content)
+    assert outcomes == {"refused", "read"}
+
+
 def test_a_dtype_or_a_name_that_the_format_lacks_is_refused():
     wide = {"a": ArraySpec((1,), "complex128", 16)}
     with pytest.raises(ValueError, match="'a' is complex128"):

@@ -273,6 +273,15 @@ def test_an_engine_without_a_place_says_so(tmp_path):
         export_safetensors(engine, tmp_path / "out")
 
 
+def test_an_engine_of_several_processes_is_pointed_to_checkpoints(
+    trained, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    for use in (export_safetensors, import_safetensors):
+        with pytest.raises(NotImplementedError, match="zinf checkpoint export"):
+            use(trained, tmp_path / "out")
+
+
 def write_index(folder: Path, weights: object) -> None:
     content = json.dumps({"weight_map": weights})
     (folder / "model.safetensors.index.json").write_text(content)
