@@ -1,6 +1,8 @@
 """A run trains, saves, evaluates and reports, and goes on where it was stopped."""
 
+import errno
 import json
+import os
 import shutil
 import signal
 import threading
@@ -23,6 +25,7 @@ from zinf.distributed import AbstractGroup, Alone
 from zinf.distributed.agreement import differences
 from zinf.executor import NonFiniteError
 from zinf.memory import StorageError
+from zinf.memory.nvme import System
 from zinf.observe import read_trace
 from zinf.plan import Link
 from zinf.trainer import Trainer
@@ -356,18 +359,27 @@ def test_a_new_run_does_not_mix_with_the_checkpoints_of_an_earlier_one(
         anew.run()
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
-    """Has saves of these numbers, from 1, fail as on a drive that is full."""
+def failing(monkeypatch: pytest.MonkeyPatch, saves: set[int]) -> None:
+    """Has the drive be full in the middle of saves of these numbers, from 1."""
     numbers = count(1)
-    finish = Save.finish
+    finish, is_full = Save.finish, threading.Event()
 
-    def fail(save: Save) -> None:
-        if next(numbers) in steps:
-            save.cancel()
-            raise StorageError(28, "no space", "somewhere")
-        finish(save)
+    def allocate(descriptor: int, offset: int, nbytes: int) -> None:
+        if is_full.is_set() and "orbax" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, "whatever")
+        os.posix_fallocate(descriptor, offset, nbytes)
 
-    monkeypatch.setattr(Save, "finish", fail)
+    def fill_up(save: Save) -> None:
+        if next(numbers) in saves:
+            is_full.set()
+        try:
+            finish(save)
+        finally:
+            is_full.clear()
+
+    monkeypatch.setattr(Save, "finish", fill_up)
+    full = System(allocate=allocate)
+    monkeypatch.setattr("zinf.memory.nvme.drive.System", lambda: full)
 
 
 def test_a_checkpoint_that_failed_is_reported_and_training_goes_on(
@@ -380,7 +392,8 @@ def test_a_checkpoint_that_failed_is_reported_and_training_goes_on(
     ).run()
     assert engine.num_steps == 8
     printed = capsys.readouterr().out
-    assert "error: [Errno 28] no space: 'somewhere'" in printed
+    assert "error: [Errno 28] Cannot save " in printed
+    assert "No space left on device. Free space on that drive, keep fewer" in printed
     assert f"{checkpoints.folder(2)}, after step 2." in printed
     complete = {p.parent.name for p in checkpoints.directory.glob("*/state")}
     assert complete == {"2", "6", "8"}
@@ -393,9 +406,12 @@ def test_a_last_checkpoint_that_failed_fails_the_run(
     trainer = Trainer(
         open_engine(), dataset(), steps=4, checkpoints=checkpoints, checkpoint_every=2
     )
-    with pytest.raises(StorageError, match="no space"):
+    with pytest.raises(StorageError, match="Cannot save .*No space left on device"):
         trainer.run()
     assert checkpoints.latest_step() == 2
+    again = open_engine()
+    Trainer(again, dataset(), steps=2, checkpoints=checkpoints).run()
+    assert again.num_steps == 2
 
 
 def test_a_drive_too_small_for_a_checkpoint_is_found_before_the_first_step(

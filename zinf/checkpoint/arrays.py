@@ -24,7 +24,7 @@ from zinf.checkpoint.parts import commit
 from zinf.checkpoint.restore import begin_restore, blocks_to_restore
 from zinf.checkpoint.save import Save
 from zinf.checkpoint.saved import Saved
-from zinf.checkpoint.share import Share, share_of
+from zinf.checkpoint.share import Share, shares_of
 from zinf.memory import StorageError
 from zinf.memory.residents import Residents
 from zinf.program import ArrayId
@@ -66,7 +66,7 @@ def write_arrays(
     if is_first:
         claim(directory)
     barrier("the folder of a checkpoint is there")
-    save = Save(directory, residents)
+    save = Save(directory, residents, shares_of(residents))
     begin(save)
     finish(save)
     barrier("all of a checkpoint is written")
@@ -138,9 +138,9 @@ def read_arrays(
         if take_scalars is not None:
             take_scalars(saved.scalars)
         blocks: dict[ArrayId, Share] = {}
-        for array in residents.specs:
-            share = share_of(residents, array)
-            for block in blocks_to_restore(share, saved.grid(array), residents):
+        for share in shares_of(residents):
+            grid = saved.grid(share.array)
+            for block in blocks_to_restore(share, grid, residents):
                 blocks[block] = share
 
         def transfers() -> Iterator[Transfer]:

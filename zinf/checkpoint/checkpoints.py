@@ -135,6 +135,11 @@ class Checkpoints:
         engine.restore(folder)
         return data
 
+    @property
+    def last_save(self) -> Save:
+        """The save that was begun last: what it linked, and what it copies."""
+        return self._handler.last
+
     def latest_step(self) -> int | None:
         """The step of the newest checkpoint, begun or complete; None: there is none."""
         return self._manager.latest_step()

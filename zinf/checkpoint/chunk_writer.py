@@ -1,5 +1,6 @@
 """Writes the files of a checkpoint, each for good before it is counted as written."""
 
+import errno
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -9,10 +10,11 @@ from pathlib import Path
 import numpy as np
 from xxhash import xxh3_64
 
+from zinf.checkpoint.failure import failure
 from zinf.checkpoint.grid import Grid, Index, chunk_name, folder_name
 from zinf.checkpoint.manifest import sync_folder
 from zinf.checkpoint.snapshot import Linked
-from zinf.memory import aligned_empty
+from zinf.memory import StorageError, aligned_empty
 from zinf.memory.nvme import Drive
 from zinf.memory.nvme.file import as_bytes
 from zinf.memory.nvme.open_file import Bytes, Mover
@@ -21,6 +23,7 @@ from zinf.memory.zarr_format import zarr_json
 from zinf.program import ArrayId
 
 METADATA = "zarr.json"
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS)
 NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL
 
 
@@ -62,25 +65,34 @@ class ChunkWriter:
         return self._start(f"Cannot save {array}", write)
 
     def adopt(self, linked: Linked) -> Future[int]:
-        """Make a linked chunk file the checkpoint's; the future has its checksum."""
+        """Put a linked chunk file in its place; the future has its checksum."""
         array = linked.share.array
-        folder = self._folder(array)
+        path = self._folder(array) / chunk_name(linked.index)
         if linked.drive is None:
+            linked.chunk.move_to(path)
             take = partial(_keep, linked)
         else:
-            take = partial(_copy, linked, folder / chunk_name(linked.index))
+            take = partial(_copy, linked, path)
         return self._start(f"Cannot save {array}", take)
 
     def sync(self) -> None:
         """Make everything that was written survive a power cut."""
+        by_depth: dict[int, list[Path]] = {}
+        for folder in self._folders | {self.directory}:
+            by_depth.setdefault(len(folder.parts), []).append(folder)
         # From the deepest up: a folder is found only through the one that it is in.
-        for folder in sorted(self._folders, key=lambda p: -len(p.parts)):
-            sync_folder(folder)
-        sync_folder(self.directory)
+        for _, folders in sorted(by_depth.items(), reverse=True):
+            tasks = [partial(_sync_folder, folder) for folder in folders]
+            request = Request("Cannot save a checkpoint", len(tasks), lambda: None)
+            self._drive.submit("write", request, tasks)
+            request.future.result()
 
     def _folder(self, array: ArrayId) -> Path:
-        """The folder of an array, which is there, and to be synced."""
+        """The folder of an array, made if it is not there, and to be synced."""
         made = folder = self.directory / folder_name(array)
+        if made in self._folders:
+            return made
+        os.makedirs(made, exist_ok=True)
         while folder != self.directory:
             self._folders.add(folder)
             folder = folder.parent
@@ -88,9 +100,23 @@ class ChunkWriter:
 
     def _start(self, what: str, task: Callable[[Mover], int]) -> Future[int]:
         found: list[int] = []
+
+        def run(mover: Mover) -> None:
+            try:
+                found.append(task(mover))
+            except StorageError as error:
+                if error.errno in UNWRITABLE:
+                    # What to do about it is not what it is for the tier.
+                    raise failure(what, self.directory, error) from error
+                raise
+
         request = Request(what, 1, found.pop)
-        self._drive.submit("write", request, [lambda mover: found.append(task(mover))])
+        self._drive.submit("write", request, [run])
         return request.future
+
+
+def _sync_folder(folder: Path, mover: Mover) -> None:
+    mover.call(sync_folder, folder)
 
 
 def _write(path: Path, memory: Bytes, mover: Mover) -> int:

@@ -12,6 +12,8 @@ ADVICE = {
     "(run.keep_checkpoints), or save to another folder (run.output)",
     errno.EDQUOT: "Raise the quota, keep fewer checkpoints (run.keep_checkpoints), or "
     "save to another folder (run.output)",
+    errno.EFBIG: "Raise the limit of the size of files, or save to another folder "
+    "(run.output)",
     errno.EACCES: "Give this user the right to read and write there, or name another "
     "folder (run.output)",
     errno.EROFS: "Name a folder that can be written (run.output)",

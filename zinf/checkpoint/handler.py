@@ -13,6 +13,7 @@ import orbax.checkpoint as ocp
 from zinf.checkpoint.arrays import begin, finish
 from zinf.checkpoint.parts import commit
 from zinf.checkpoint.save import Save
+from zinf.checkpoint.share import Share, shares_of
 from zinf.memory.residents import Residents
 
 
@@ -30,6 +31,7 @@ class StateHandler(ocp.AsyncCheckpointHandler):
     last: Save
 
     def __init__(self) -> None:
+        self._shares: tuple[Residents, list[Share]] | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="zinf-checkpoint")
 
     # Orbax itself only ever passes `args`, by keyword.
@@ -37,7 +39,7 @@ class StateHandler(ocp.AsyncCheckpointHandler):
         self, directory: PathLike[str], args: "StateSave"
     ) -> list[Future[None]]:
         self._args = args
-        self.last = save = Save(Path(directory), args.residents)
+        self.last = save = self._save(Path(directory), args.residents)
         try:
             begin(save)
         except Exception as error:
@@ -50,9 +52,14 @@ class StateHandler(ocp.AsyncCheckpointHandler):
 
     def save(self, directory: PathLike[str], args: "StateSave") -> None:
         self._args = args
-        self.last = save = Save(Path(directory), args.residents)
+        self.last = save = self._save(Path(directory), args.residents)
         begin(save)
         finish(save)
+
+    def _save(self, directory: Path, residents: Residents) -> Save:
+        if self._shares is None or self._shares[0] is not residents:
+            self._shares = residents, shares_of(residents)
+        return Save(directory, residents, self._shares[1])
 
     def finalize(self, directory: PathLike[str]) -> None:
         commit(

@@ -1,6 +1,6 @@
 """One save: begun in a moment, and finished beside training."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -41,10 +41,12 @@ class Save:
         held_bytes: what `finish` needs of the host and of a device, once begun.
     """
 
-    def __init__(self, directory: Path, residents: Residents) -> None:
+    def __init__(
+        self, directory: Path, residents: Residents, shares: Sequence[Share]
+    ) -> None:
         self.directory, self.residents = directory, residents
         self.released: Future[None] = Future()
-        self.snapshot = Snapshot(directory, residents)
+        self.snapshot = Snapshot(directory, residents, shares)
         self.part = Part()
         self.held_bytes = dict.fromkeys((Tier.HOST, Tier.DEVICE), 0)
 

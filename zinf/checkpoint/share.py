@@ -1,6 +1,6 @@
 """What a process saves of an array: its share of it, in files of its own."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -32,28 +32,30 @@ class Share:
         spec = self.grid.spec
         return ArraySpec(self.layout.share_shape, spec.dtype, spec.itemsize)
 
-    @property
+    @cached_property
     def is_ours(self) -> bool:
         """Whether this process writes the share, of all that have the same."""
         return jax.process_index() == self.layout.keepers[0]
 
-    def blocks(self) -> Iterator[ArrayId]:
+    @cached_property
+    def blocks(self) -> Sequence[ArrayId]:
         """The share by rows, counted in it: each is a row of chunk files of its own.
 
         Rows beyond the array, which only pad the share, are in none, and nor is an
         array without elements.
         """
         if not prod(self.grid.spec.shape):
-            return
+            return ()
         if not self.spec.shape:
-            yield self.array
-            return
+            return (self.array,)
+        found: list[ArrayId] = []
         step, num_rows = self.grid.chunk[0], self.spec.shape[0]
         for start in range(0, num_rows, step):
             rows = (start, min(start + step, num_rows))
             block = ArrayId(self.array.role, self.array.path, rows)
             if self.place(block) is not None:
-                yield self.array if rows == (0, num_rows) else block
+                found.append(self.array if rows == (0, num_rows) else block)
+        return found
 
     def place(self, block: ArrayId) -> Box | None:
         """Where in the array a block lies, without what pads it; None is nowhere."""
@@ -72,6 +74,11 @@ class Share:
         own = map(int, name.split(".")[1:])
         places = zip(own, self.layout.box, self.grid.chunk, strict=True)
         return tuple(place + start // length for place, (start, _), length in places)
+
+
+def shares_of(residents: Residents) -> list[Share]:
+    """Those of all arrays, which stay the same for as long as they are placed so."""
+    return [share_of(residents, array) for array in residents.specs]
 
 
 def share_of(residents: Residents, array: ArrayId) -> Share:

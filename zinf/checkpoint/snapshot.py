@@ -10,20 +10,22 @@ import errno
 import logging
 import os
 import shutil
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
 from zinf.checkpoint.blocks import block_bytes
-from zinf.checkpoint.grid import Index, chunk_name, folder_name
-from zinf.checkpoint.share import Share, share_of
+from zinf.checkpoint.grid import Index
+from zinf.checkpoint.share import Share
 from zinf.memory import NvmeStore
 from zinf.memory.nvme.chunk_file import ChunkFile
 from zinf.memory.nvme.drive import Drive
 from zinf.memory.residents import Residents
 from zinf.program import ArrayId, Tier
 
+LINKS = "links"
 # What a file system answers that has no hard links, or no more of this file.
 WITHOUT_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
@@ -49,13 +51,14 @@ class Linked:
 class Snapshot:
     """Attributes:
     shares: of all arrays.
-    linked: chunk files with a name in the checkpoint, or near it.
+    linked: chunk files with a name in the folder `links` of the checkpoint, or in one
+        of the tier.
     held: blocks that are still to be read, and whose they are.
     """
 
     directory: Path
     residents: Residents
-    shares: list[Share] = field(default_factory=list)
+    shares: Sequence[Share]
     linked: list[Linked] = field(default_factory=list)
     held: dict[ArrayId, Share] = field(default_factory=dict)
     _scratch: set[Path] = field(default_factory=set)
@@ -76,14 +79,11 @@ class Snapshot:
             StorageError: an array was never written, or its last write failed.
             OSError: a folder or a link cannot be made.
         """
-        residents = self.residents
-        for array in residents.specs:
-            share = share_of(residents, array)
-            self.shares.append(share)
-            os.makedirs(self.directory / folder_name(array), exist_ok=True)
+        os.mkdir(self._links)
+        for share in self.shares:
             if not share.is_ours:
                 continue
-            for block in share.blocks():
+            for block in share.blocks:
                 if not self._link(share, block):
                     self._hold(share, block)
 
@@ -97,9 +97,14 @@ class Snapshot:
         """Let go of everything that is still held, and of links outside."""
         for block in list(self.held):
             self.release(block)
-        for folder in self._scratch:
+        for folder in (self._links, *self._scratch):
             shutil.rmtree(folder, ignore_errors=True)
         self._scratch.clear()
+
+    @property
+    def _links(self) -> Path:
+        # One folder for all: making those of the arrays takes longer than all links.
+        return self.directory / LINKS
 
     def _tiers(self, block: ArrayId) -> set[Tier]:
         homes = self.residents.homes
@@ -139,9 +144,9 @@ class Snapshot:
     def _link_chunk(
         self, store: NvmeStore, share: Share, index: Index, chunk: ChunkFile
     ) -> Linked:
-        folder = self.directory / folder_name(share.array)
+        name = str(next(self._numbers))
         try:
-            return Linked(share, index, chunk.link_to(folder / chunk_name(index)), None)
+            return Linked(share, index, chunk.link_to(self._links / name), None)
         except OSError as error:
             if error.errno != errno.EXDEV:
                 raise
@@ -150,7 +155,7 @@ class Snapshot:
             with suppress(FileExistsError):
                 scratch.mkdir(mode=0o700)
             self._scratch.add(scratch)
-        linked = chunk.link_to(scratch / str(next(self._numbers)))
+        linked = chunk.link_to(scratch / name)
         return Linked(share, index, linked, store.drive(chunk))
 
     def _warn(self, error: OSError) -> None:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -77,15 +77,16 @@ class ChunkSource(AbstractSource):
         self.array, self.stored, self.folder = array, stored, folder
         self._drive = drive
         self._dtype = numpy_dtype(stored.grid.spec.dtype)
+        self._is_described = False  # The metadata is verified once.
 
     def read(self, box: Box, *, verify: bool) -> Future[np.ndarray]:
         grid = self.stored.grid
-        if verify and self._damage_of_metadata is not None:
-            what, file = f"Cannot read {self.array}", self.folder / METADATA
-            raise explain(what, errno.EIO, file, self._damage_of_metadata)
         shape = tuple(high - low for low, high in box)
         value = aligned_empty(shape, self._dtype)
         tasks: list[Task] = []
+        if verify and not self._is_described:
+            self._is_described = True
+            tasks.append(self._check_metadata)
         for index in grid.meeting(box):
             part = intersection(grid.box(index), box)
             if part is not None:
@@ -94,7 +95,7 @@ class ChunkSource(AbstractSource):
         return self._start(f"Cannot read {self.array}", tasks, lambda: value)
 
     def damages(self) -> Iterator[Damage]:
-        found = self._damage_of_metadata
+        found = self._damage_of_metadata()
         if found is not None:
             yield Damage(self.array, None, self.folder / METADATA, found)
         under_way: deque[tuple[Index, Future]] = deque()
@@ -174,7 +175,11 @@ class ChunkSource(AbstractSource):
             found = f"it has {status.st_size:,} bytes instead of {expected:,}"
             raise explain(what, errno.EIO, path, found)
 
-    @cached_property
+    def _check_metadata(self, mover: Mover) -> None:
+        found = self._damage_of_metadata()
+        if found is not None:
+            raise explain(mover.what, errno.EIO, self.folder / METADATA, found)
+
     def _damage_of_metadata(self) -> str | None:
         path = self.folder / METADATA
         try:

@@ -31,7 +31,7 @@ def share(spec: ArraySpec) -> Share:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_blocks_are_all_rows_in_order_and_within_16_mib(shape):
     spec = ArraySpec(shape, "float32", 4)
-    found = list(share(spec).blocks())
+    found = list(share(spec).blocks)
     if found == [ARRAY]:
         assert spec.nbytes <= max(16 * MIB, 4)
         return
@@ -61,7 +61,7 @@ def test_blocks_to_restore_are_all_rows_and_cross_no_saved_chunk(shape, length):
 
 def test_an_array_without_entries_has_no_blocks():
     spec = ArraySpec((0, 3), "float32", 4)
-    assert list(share(spec).blocks()) == []
+    assert list(share(spec).blocks) == []
     residents = residents_of(spec, Tier.HOST)
     assert list(blocks_to_restore(share(spec), Grid(spec, (1, 3)), residents)) == []
 
@@ -86,7 +86,7 @@ def test_two_blocks_are_held_but_never_more_than_there_is(
     blocks = {}
     for array in residents.specs:
         own = share_of(residents, array)
-        blocks |= dict.fromkeys(own.blocks(), own)
+        blocks |= dict.fromkeys(own.blocks, own)
     found = held_bytes(blocks, residents)
     assert found == {Tier.HOST: host_bytes, Tier.DEVICE: expected}
 

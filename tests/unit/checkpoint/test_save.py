@@ -15,6 +15,7 @@ from zinf.checkpoint.arrays import begin, finish
 from zinf.checkpoint.parts import commit
 from zinf.checkpoint.save import Save
 from zinf.checkpoint.saved import Saved
+from zinf.checkpoint.share import shares_of
 from zinf.memory import StorageError, open_stores
 from zinf.memory.nvme import NvmeStore
 from zinf.memory.residents import Residents
@@ -34,7 +35,7 @@ def committed(save: Save) -> Saved:
 
 def started(directory: Path, residents: Residents) -> Save:
     directory.mkdir()
-    save = Save(directory, residents)
+    save = Save(directory, residents, shares_of(residents))
     begin(save)
     return save
 
@@ -109,7 +110,7 @@ def test_a_failed_save_holds_nothing_and_leaves_nothing(
         raise StorageError(errno.ENOSPC, "no space", "somewhere")
 
     monkeypatch.setattr("zinf.checkpoint.chunk_writer._write", full)
-    with pytest.raises(StorageError, match="no space"):
+    with pytest.raises(StorageError, match="No space left on device. Free space"):
         finish(save)
     assert not save.directory.exists()
     for array, value in ARRAYS.items():
@@ -209,6 +210,6 @@ def test_what_was_never_written_cannot_be_saved(tmp_path):
     residents.create({})
     (tmp_path / "saved").mkdir()
     with pytest.raises(StorageError, match="never"):
-        begin(Save(tmp_path / "saved", residents))
+        begin(Save(tmp_path / "saved", residents, shares_of(residents)))
     assert not (tmp_path / "saved").exists()
     stores.close()

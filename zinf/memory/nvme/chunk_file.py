@@ -149,6 +149,11 @@ class ChunkFile:
             linked._checksum = self._checksum
         return linked
 
+    def move_to(self, path: Path) -> None:
+        """Rename the file, on the same file system; for one that nobody else uses."""
+        os.rename(self.path, path)
+        self.path = path
+
     @property
     def full_checksum(self) -> int | None:
         """XXH3 (64 bits) of the whole file, if it is known."""

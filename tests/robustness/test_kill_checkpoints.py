@@ -1,0 +1,27 @@
+"""Twenty of the kills of `scripts/kill_checkpoints.py`, with a seed of their own."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "kill_checkpoints.py"
+KILLS = 20
+
+
+def test_killed_at_any_instant_training_resumes_bit_equal(tmp_path: Path) -> None:
+    options = ["--kills", str(KILLS), "--seed", "1", "--folder", str(tmp_path)]
+    ended = subprocess.run(
+        [sys.executable, str(SCRIPT), *options],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = re.search(r"(\d+) kills in .*: \{(.*)\}", ended.stdout)
+    resumed = re.search(r"(\d+) resumed; every loss", ended.stdout)
+    assert found is not None and resumed is not None, ended.stdout
+    assert int(found[1]) == KILLS
+    assert found[2].count("': ") >= 5, "instants of several kinds"
+    assert int(resumed[1]) >= KILLS // 2, "most lives had a checkpoint to resume"
