@@ -28,12 +28,10 @@ def explain(what: str, code: int, path: Path, found: str) -> StorageError:
 
 @contextmanager
 def explained(what: str, path: Path) -> Generator[None, None, None]:
-    """Makes a StorageError that names the file of what the system refuses."""
+    """Makes an error that names the file, and what to do, of any that a file gives."""
     try:
         yield
-    except StorageError:
-        raise
     except OSError as error:
         code = error.errno or errno.EIO
-        found = Path(error.filename or path)
-        raise explain(what, code, found, os.strerror(code)) from error
+        file = Path(error.filename or path)
+        raise explain(what, code, file, os.strerror(code)) from error

@@ -27,14 +27,15 @@ def complete_folder(directory: Path, needed_bytes: int) -> Generator[Path, None,
     fresh = directory.with_name(f".{directory.name}.incomplete.{os.getpid()}")
     with explained(what, directory):
         fresh.mkdir()
-        try:
-            yield fresh
+    try:
+        yield fresh
+        with explained(what, directory):
             sync_folder(fresh)
             os.rename(fresh, directory)
-        except BaseException:
-            shutil.rmtree(fresh, ignore_errors=True)
-            raise
-        sync_folder(directory.parent)
+            sync_folder(directory.parent)
+    except BaseException:
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise
 
 
 def check_target(directory: Path, needed_bytes: int) -> None:

@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from zinf.memory.aligned import PAGE_BYTES
 from zinf.program import ArraySpec
 
 DTYPES = {
@@ -82,7 +83,8 @@ def write_header(
         }
         start += spec.nbytes
     text = json.dumps(content, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % LENGTH_BYTES)
+    # Tensors begin at a page, as drives take them without a copy.
+    text += b" " * (-(LENGTH_BYTES + len(text)) % PAGE_BYTES)
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 

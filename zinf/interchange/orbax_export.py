@@ -68,7 +68,9 @@ def export_orbax(
         structure = source.planner.problem.abstract_params
     written = COPIES_WRITTEN * max(block_bytes(tensors, path) for path in leaves)
     handler = ocp.PyTreeCheckpointHandler(
-        type_handler_registry=leaf_handlers(StreamedLeaf)
+        type_handler_registry=leaf_handlers(StreamedLeaf),
+        # Numbers of chance hardly shrink, and compressing them took most of the time.
+        use_compression=False,
     )
     item = ocp.args.PyTreeSave(tree(leaves, structure))
     try:

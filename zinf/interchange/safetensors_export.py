@@ -18,6 +18,7 @@ from zinf.interchange.outgoing import as_dtype, held_bytes
 from zinf.interchange.rounding import rounded
 from zinf.interchange.sources import parameters
 from zinf.interchange.tensors import AbstractTensors, boxes, stream
+from zinf.memory.nvme import Drive, File
 from zinf.program import ArraySpec
 from zinf.sharding import Box
 
@@ -91,9 +92,10 @@ def export_safetensors(
     with (
         tensors.holding(held_bytes(tensors, dtype)),
         complete_folder(directory, needed_bytes) as fresh,
+        Drive(fresh) as drive,
     ):
         for shard in shards:
-            _write(fresh / shard.file, shard, tensors, path_of)
+            _write(fresh / shard.file, shard, tensors, path_of, drive)
         if len(shards) > 1:
             _write_index(fresh / INDEX, shards)
 
@@ -124,30 +126,37 @@ def shard_files(count: int) -> list[str]:
 
 
 def _write(
-    path: Path, shard: Shard, tensors: AbstractTensors, path_of: Mapping[str, str]
+    path: Path,
+    shard: Shard,
+    tensors: AbstractTensors,
+    path_of: Mapping[str, str],
+    drive: Drive,
 ) -> None:
-    leaves = [path_of[name] for name in shard.specs]
-    dtypes = {path_of[name]: spec.dtype for name, spec in shard.specs.items()}
+    what = f"Cannot write {path.name}"
+    header = np.frombuffer(write_header(shard.specs, shard.specs, METADATA), np.uint8)
+    leaves = {path_of[name]: spec for name, spec in shard.specs.items()}
     wanted = (
         (leaf, box)
         for leaf in leaves
         for box in boxes(tensors.specs[leaf].shape, tensors.block(leaf))
     )
-    with explained("Cannot export", path), open(path, "xb", buffering=0) as file:
+    with explained(what, path):
+        # As anybody's files are: those of the NVMe tier are this user's alone.
+        path.touch(exist_ok=False)
+        file = File(drive, path, nbytes=len(header) + shard.nbytes)
+        file.write(header)
+    offset = len(header)
 
-        def write(leaf: str, _: Box, content: np.ndarray) -> None:
-            content = rounded(content, dtypes[leaf], name=leaf)
-            _write_all(file.fileno(), content.reshape(-1).view(np.uint8).data)
+    def write(leaf: str, _: Box, content: np.ndarray) -> None:
+        nonlocal offset
+        content = rounded(content, leaves[leaf].dtype, name=leaf)
+        with explained(what, path):
+            file.write(content, offset)
+        offset += content.nbytes
 
-        _write_all(file.fileno(), write_header(shard.specs, shard.specs, METADATA))
-        stream(tensors, wanted, write)
-        os.fsync(file.fileno())
-
-
-def _write_all(descriptor: int, content: bytes | memoryview) -> None:
-    left = memoryview(content)
-    while left:
-        left = left[os.write(descriptor, left) :]
+    stream(tensors, wanted, write)
+    with explained(what, path):
+        file.flush(durable=True)
 
 
 def _write_index(path: Path, shards: Sequence[Shard]) -> None:

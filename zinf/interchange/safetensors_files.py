@@ -75,13 +75,14 @@ class SafetensorsFiles(AbstractTensors):
         first = first_element(box, stored.spec.shape)
         start = stored.start + first * stored.spec.itemsize
         left = value.reshape(-1).view(np.uint8).data
-        with explained(f"Cannot read {name!r}", path):
-            while left:
+        what = f"Cannot read {name!r}"
+        while left:
+            with explained(what, path):
                 count = os.preadv(descriptor, [left], start)
-                if not count:
-                    found = f"the file ends at byte {start:,}, within the tensor"
-                    raise explain(f"Cannot read {name!r}", errno.EIO, path, found)
-                left, start = left[count:], start + count
+            if not count:
+                found = f"the file ends at byte {start:,}, within the tensor"
+                raise explain(what, errno.EIO, path, found)
+            left, start = left[count:], start + count
         return value
 
     def _add_folder(self, folder: Path) -> None:

@@ -43,7 +43,7 @@ def test_what_is_read_is_what_was_written(tmp_path):
     names = ordered(SPECS)
     data = bytes(sum(spec.nbytes for spec in SPECS.values()))
     header = write_header(SPECS, names, {"format": "flax"})
-    assert len(header) % 8 == 0
+    assert len(header) % 4096 == 0
     found = read(tmp_path / "file", header + data)
     assert {name: stored.spec for name, stored in found.items()} == SPECS
     for name, stored in found.items():
@@ -126,6 +126,7 @@ def test_no_damage_to_a_header_is_a_crash_or_a_tensor_outside_its_file(tmp_path)
     random = np.random.default_rng(0)
     names = ordered(SPECS)
     header = write_header(SPECS, names, {"format": "flax"})
+    used = len(header.rstrip())  # What is behind it is white space.
     data = bytes(sum(spec.nbytes for spec in SPECS.values()))
     outcomes = set()
     for _ in range(1000):
@@ -133,7 +134,7 @@ def test_no_damage_to_a_header_is_a_crash_or_a_tensor_outside_its_file(tmp_path)
         for _ in range(random.integers(1, 4)):
             # Mostly digits and signs, which leave JSON what it is.
             value = random.choice(list(b'0123456789-"[]{},:.eFIB\0\xff'))
-            damaged[random.integers(0, len(damaged))] = value
+            damaged[random.integers(0, used)] = value
         content = bytes(damaged) + data
         try:
             found = read(tmp_path / "file", content)

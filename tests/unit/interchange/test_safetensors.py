@@ -1,5 +1,6 @@
 """Parameters go out as safetensors and come in again, bit for bit."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -25,6 +26,7 @@ from zinf.checkpoint.saved import Saved
 from zinf.interchange import export_safetensors, import_safetensors
 from zinf.interchange.safetensors_files import SafetensorsFiles
 from zinf.memory import BudgetExceeded, StorageError
+from zinf.memory.nvme.system import System
 from zinf.program import Tier
 
 NUMPY = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32}
@@ -135,17 +137,16 @@ def test_an_export_never_overwrites(trained, tmp_path):
     assert (tmp_path / "out" / "mine").read_text() == "kept"
 
 
-def test_a_full_drive_is_named_and_leaves_nothing(trained, tmp_path, monkeypatch):
-    real = os.write
+@pytest.mark.parametrize("call", ["allocate", "pwritev", "sync"])
+def test_a_full_drive_is_named_and_leaves_nothing(call, trained, tmp_path, monkeypatch):
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    def full(descriptor: int, data: bytes) -> int:
-        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".safetensors"):
-            raise OSError(28, "No space left on device")
-        return real(descriptor, data)
-
-    monkeypatch.setattr(os, "write", full)
-    with pytest.raises(StorageError, match="No space left") as failed:
+    system = System(**{call: full})
+    monkeypatch.setattr("zinf.memory.nvme.drive.System", lambda: system)
+    with pytest.raises(StorageError, match="No space left.*Free space") as failed:
         export_safetensors(trained, tmp_path / "out")
+    assert failed.value.errno == errno.ENOSPC
     assert str(failed.value.filename).endswith("model.safetensors")
     assert list(tmp_path.iterdir()) == []
 
