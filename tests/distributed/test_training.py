@@ -33,6 +33,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     """`(folder, what each process reported)`."""
     count = request.param
     folder = str(tmp_path_factory.mktemp(f"{count}-processes"))
+    save_alone(folder)
     coordinator = f"127.0.0.1:{free_port()}"
     shares = str(DEVICES // count)
     lines = [[coordinator, str(count), str(i), shares, folder] for i in range(count)]
@@ -40,6 +41,14 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     for process in ended:
         assert process.code == 0, process.output
     return folder, [reports(process.output) for process in ended]
+
+
+def save_alone(folder: str) -> None:
+    """A checkpoint by this process, in `alone`, before any step."""
+    engine = zinf.initialize(loss, init, optax.adamw(1e-2), config(3, "host", folder))
+    engine.prepare(batches(1)[0])
+    engine.save(f"{folder}/alone")
+    engine.close()
 
 
 def reports(output: str) -> dict[str, Any]:
@@ -119,6 +128,15 @@ def test_each_process_holds_its_share_of_every_byte(run):
         for case in (f"{stage} {tier}" for stage, tier in CASES[len(processes)]):
             for tier, peak in process[case]["peaks"].items():
                 assert peak <= process[case]["planned"][tier]
+
+
+def test_processes_restore_what_one_saved_and_what_they_saved(run):
+    _, processes = run
+    initial = fingerprint({k: np.asarray(v) for k, v in init().items()})
+    for process in processes:
+        (found,) = (x for name, x in process.items() if name.endswith("nvme"))
+        assert found["restored alone"] == initial != found["params"]
+        assert found["restored saved"] == found["params"]
 
 
 def test_what_all_saved_one_process_restores_bit_equal(run):

@@ -89,10 +89,13 @@ def train(group: AbstractGroup, folder: str) -> None:
             "read": metrics[-1]["nvme_read_bytes"],
             "files": sorted(p.name for p in Path(folder).glob("process-*")),
         }
-        report(f"{stage} {tier}", found)
         if tier == "nvme":
             engine.save(Path(folder) / "saved")
-            group.barrier("saved")
+            # What one process saved, and then what these have.
+            for name in ("alone", "saved"):
+                engine.restore(Path(folder) / name)
+                found[f"restored {name}"] = fingerprint(engine.params())
+        report(f"{stage} {tier}", found)
         engine.close()
     settings = config(3, "host", folder) | FP16
     engine = zinf.initialize(

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
+import jax
+
 from zinf.checkpoint.blocks import block_bytes
 from zinf.checkpoint.grid import Index
 from zinf.checkpoint.share import Share
@@ -25,7 +27,6 @@ from zinf.memory.nvme.drive import Drive
 from zinf.memory.residents import Residents
 from zinf.program import ArrayId, Tier
 
-LINKS = "links"
 # What a file system answers that has no hard links, or no more of this file.
 WITHOUT_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
@@ -51,8 +52,8 @@ class Linked:
 class Snapshot:
     """Attributes:
     shares: of all arrays.
-    linked: chunk files with a name in the folder `links` of the checkpoint, or in one
-        of the tier.
+    linked: chunk files with a name in a folder `links` of the checkpoint, or in one of
+        the tier.
     held: blocks that are still to be read, and whose they are.
     """
 
@@ -104,7 +105,7 @@ class Snapshot:
     @property
     def _links(self) -> Path:
         # One folder for all: making those of the arrays takes longer than all links.
-        return self.directory / LINKS
+        return self.directory / f"links-{jax.process_index()}"
 
     def _tiers(self, block: ArrayId) -> set[Tier]:
         homes = self.residents.homes
