@@ -1,6 +1,6 @@
 """zinf streams tile by tile: each is a parameter, and can be a segment of its own."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import zinf
 from zinf import tiling
 from zinf.segment import named_leaves, segment_loss, trace_loss
 
-TOKENS, DIM, HIDDEN, WORDS = 12, 32, 96, 80
+TOKENS, DIM, HIDDEN, WORDS = 12, 32, 64, 60
 BATCH = {
     "tokens": np.arange(TOKENS, dtype=np.int32) * 7 % WORDS,
     "labels": np.arange(TOKENS, dtype=np.int32) * 11 % WORDS,
@@ -22,25 +22,25 @@ BATCH = {
 @partial(jax.jit, static_argnums=1)
 def init(key, dtype=jnp.float32):
     k = jax.random.split(key, 4)
-    wide = 3 * DIM
+    wide = 2 * DIM
     return {
         "embedding": tiling.split(
-            jax.random.normal(k[0], (WORDS, DIM), dtype), 4, axis=0
+            jax.random.normal(k[0], (WORDS, DIM), dtype), 2, axis=0
         ),
-        "up": tiling.LinearTiles.init(k[1], (DIM, wide), out_splits=3, dtype=dtype),
-        "down": tiling.LinearTiles.init(k[2], (wide, DIM), in_splits=3, dtype=dtype),
-        "mlp": tiling.MlpTiles.init(k[3], DIM, HIDDEN, splits=3, dtype=dtype),
-        "head": tiling.split(jax.random.normal(k[0], (DIM, WORDS), dtype), 4),
+        "up": tiling.LinearTiles.init(k[1], (DIM, wide), out_splits=2, dtype=dtype),
+        "down": tiling.LinearTiles.init(k[2], (wide, DIM), in_splits=2, dtype=dtype),
+        "mlp": tiling.MlpTiles.init(k[3], DIM, HIDDEN, splits=2, dtype=dtype),
+        "head": tiling.split(jax.random.normal(k[0], (DIM, WORDS), dtype), 2),
     }
 
 
-def loss(params, batch):
+def loss(params, batch, cross_entropy=tiling.cross_entropy):
     x = tiling.embed(params["embedding"], batch["tokens"])
     hidden = tiling.linear_parts(params["up"], [x])
     (down,) = tiling.linear_parts(params["down"], list(map(jnp.tanh, hidden)))
     x = x + down
     x = x + tiling.mlp(params["mlp"], x)
-    return tiling.cross_entropy(params["head"], x, batch["labels"]).mean
+    return cross_entropy(params["head"], x, batch["labels"]).mean
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -53,7 +53,7 @@ def test_each_tile_is_a_segment_and_little_is_carried_past_it(dtype):
     limit = largest + 4 * HIDDEN
     program = segment_loss(source, frozen=(), splittable=(), max_bytes=limit).program
     kernels = {name for name, x in named_leaves(params).items() if x.ndim == 2}
-    assert len(kernels) == 4 + 3 + 3 + 6 + 4
+    assert len(kernels) == 2 + 2 + 2 + 4 + 2
     for segment in program.segments:
         assert len({array.path for array in segment.params} & kernels) <= 1
 
@@ -65,13 +65,33 @@ def test_each_tile_is_a_segment_and_little_is_carried_past_it(dtype):
         names = [array.path for array in segment.params]
         # A tile reads its input, a sum so far, and a hidden tile or what is added to
         # at last; one of the head two numbers a token of each tile before.
-        tiles_before = 4 if any(n.startswith("head") for n in names) else 0
+        tiles_before = 1 if any(n.startswith("head") for n in names) else 0
         most = 4 * vectors + (2 * tiles_before + 1) * word
         assert bytes_into(segment) <= most, segment.name
 
 
-def test_training_from_nvme_has_the_losses_of_plain_optax(tmp_path):
-    tx, num_steps = optax.adamw(1e-2), 3
+TX, NUM_STEPS = optax.adamw(1e-2), 2
+
+
+@cache
+def plain_losses():
+    params = init(jax.random.key(0))
+    state, losses = TX.init(params), []
+
+    @jax.jit
+    def step(params, state):
+        value, grads = jax.value_and_grad(loss)(params, BATCH)
+        updates, state = TX.update(grads, state, params)
+        return value, optax.apply_updates(params, updates), state
+
+    for _ in range(NUM_STEPS):
+        value, params, state = step(params, state)
+        losses.append(float(value))
+    return losses
+
+
+def losses_from(drive, loss, *, mesh=None):
+    """Those of zinf with all state on the drive, a tile at a time on the device."""
     params = init(jax.random.key(0))
     largest = max(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
     config = {
@@ -83,18 +103,27 @@ def test_training_from_nvme_has_the_losses_of_plain_optax(tmp_path):
         },
         "persistence_threshold": 256,
         "segment": {"max_bytes": largest + 4 * HIDDEN},
-        "memory": {"nvme": [str(tmp_path)]},
+        "memory": {"nvme": [str(drive)]},
     }
-    engine = zinf.initialize(loss, params, tx, config=config)
-    made = [engine.step(BATCH)["loss"] for _ in range(num_steps)]
+    engine = zinf.initialize(loss, params, TX, config=config, mesh=mesh)
+    made = [engine.step(BATCH)["loss"] for _ in range(NUM_STEPS)]
     engine.close()
+    return made
 
-    state, expected = tx.init(params), []
-    for _ in range(num_steps):
-        value, grads = jax.jit(jax.value_and_grad(loss))(params, BATCH)
-        updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-        expected.append(value)
+
+def test_training_from_nvme_has_the_losses_of_plain_optax(tmp_path):
+    expected = plain_losses()
     assert expected[-1] < expected[0] - 0.1
     # The same products in executables of their own, and Adam's rounding after them.
-    np.testing.assert_allclose(made, expected, rtol=1e-5)
+    np.testing.assert_allclose(losses_from(tmp_path, loss), expected, rtol=1e-5)
+
+
+def test_so_has_training_on_a_mesh_where_each_device_keeps_its_tokens(tmp_path):
+    mesh = zinf.make_mesh(jax.devices()[:4])
+
+    def sharded(params, batch):
+        over = partial(tiling.cross_entropy_over, mesh, "fsdp")
+        return loss(params, batch, over)
+
+    made = losses_from(tmp_path, sharded, mesh=mesh)
+    np.testing.assert_allclose(made, plain_losses(), rtol=1e-5)
