@@ -16,11 +16,11 @@ if IS_OLD:
     from jax._src.pallas.mosaic_gpu.interpret import params as modes
 else:
     modes: Any = plgpu
-# On two cores 4 of 4 runs of three warpgroups did; with NPROC=8 in the environment, which
-# is how many threads XLA then has, none of 4.
+# On two cores 4 of 4 runs of three warpgroups did; with NPROC=8 in the environment, so
+# many threads XLA then has, none of 4.
 LOCKS_UP = (
-    "In the interpreter of jax before 0.11 warpgroups that wait hold threads of XLA, and "
-    "may leave none for the others."
+    "Warpgroups that wait in the interpreter of jax before 0.11 hold threads of XLA, "
+    "and may leave none for the others."
 )
 
 
