@@ -165,3 +165,56 @@ def test_intermediate_values_larger_than_the_device_exist_a_block_at_a_time(
     for path, leaf in params.items():
         largest = np.abs(leaf).max()
         np.testing.assert_allclose(there[path], leaf, rtol=0, atol=1e-5 * largest)
+
+
+@pytest.mark.parametrize("num_devices", [2])
+def test_tiles_and_blocks_of_rows_are_the_same_on_a_mesh(num_devices, tmp_path):
+    """Tiles are gathered by tile, and rows that devices divide stay where they are."""
+    vocab, dim, length = 512, 16, 64
+    random = np.random.default_rng(0)
+    shapes = {"table": (vocab, dim), "up": (dim, 256), "down": (256, dim)}
+    init = {k: random.normal(size=s).astype("f4") / 8 for k, s in shapes.items()}
+    batch = {
+        name: random.integers(0, vocab, (4, length), np.int32)
+        for name in ("tokens", "labels")
+    }
+    runs = []
+    for count, budget in ((1, 64 << 20), (num_devices, (1 << 20) // num_devices)):
+        config = streamed_config(("cpu", "cpu"), str(tmp_path))
+        config |= {"memory": {"device": budget}, "persistence_threshold": 64}
+        mesh = zinf.make_mesh(jax.devices()[:count])
+        engine = zinf.initialize(language_loss, init, optax.sgd(1.0), config, mesh=mesh)
+        metrics = [engine.step(batch) for _ in range(3)]
+        assert all(m["device_bytes"] <= budget for m in metrics)
+        spec = engine.planner.batch_spec(batch)
+        made = engine.planner.plan(spec, engine.residents.homes)
+        blocks = max(s.row_blocks for s in made.segmented.program.segments)
+        runs.append((blocks, [m["loss"] for m in metrics]))
+        engine.close()
+    (whole, expected), (blocks, losses) = runs
+    assert whole == 1 and blocks > 1
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+def test_tiles_train_on_a_mesh_as_whole_weights_do(tmp_path):
+    losses = []
+    for number, segment in enumerate(({}, {"max_bytes": MAX_BYTES})):
+        config = streamed_config(("nvme", "nvme"), str(tmp_path / str(number)))
+        config |= {"segment": {"remat": "always"} | segment}
+        config |= {"persistence_threshold": 64}
+        random = np.random.default_rng(0)
+        shapes = {"table": (64, 16), "up": (16, 64), "down": (64, 16)}
+        init = {k: random.normal(size=s).astype("f4") / 4 for k, s in shapes.items()}
+        mesh = zinf.make_mesh(jax.devices()[:4])
+        engine = zinf.initialize(
+            language_loss, init, optax.adam(1e-2), config, mesh=mesh
+        )
+        names = ("tokens", "labels")
+        batch = {name: random.integers(0, 64, (4, 8), np.int32) for name in names}
+        losses.append([engine.step(batch)["loss"] for _ in range(3)])
+        made = engine.planner.plan(
+            engine.planner.batch_spec(batch), engine.residents.homes
+        )
+        assert len(made.segmented.program.tilings) == 3 * number
+        engine.close()
+    np.testing.assert_allclose(*losses, rtol=1e-5)
