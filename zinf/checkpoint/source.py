@@ -85,7 +85,6 @@ class ChunkSource(AbstractSource):
         value = aligned_empty(shape, self._dtype)
         tasks: list[Task] = []
         if verify and not self._is_described:
-            self._is_described = True
             tasks.append(self._check_metadata)
         for index in grid.meeting(box):
             part = intersection(grid.box(index), box)
@@ -179,6 +178,8 @@ class ChunkSource(AbstractSource):
         found = self._damage_of_metadata()
         if found is not None:
             raise explain(mover.what, errno.EIO, self.folder / METADATA, found)
+        # Only now: who reads again after an error gets it again.
+        self._is_described = True
 
     def _damage_of_metadata(self) -> str | None:
         path = self.folder / METADATA
