@@ -32,7 +32,7 @@ from zinf.memory.pool import POOL
 from zinf.program import Tier
 
 MIB = 2**20
-ROWS, COLUMNS, LAYERS = 4096, 1024, 15
+ROWS, COLUMNS, LAYERS = 4096, 1024, 9
 # One embedding, and one row of the stacked leaf. (Parts of other sizes would not use
 # each other's memory again at once.)
 PART_BYTES = 4 * ROWS * COLUMNS
