@@ -35,6 +35,8 @@ def blocks_to_restore(
         return
     (first, last), *_ = share.layout.box
     step, end = grid.chunk[0], min(last, shape[0])
+    if first >= end:
+        return  # It is nothing but padding.
     for start in range(first - first % step, end, step):
         rows = max(start, first) - first, min(start + step, end) - first
         is_all = rows == (0, share.spec.shape[0])

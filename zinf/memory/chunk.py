@@ -57,7 +57,7 @@ def chunk_shape(
     if cut in cut_dims:
         common = gcd(length, dims[cut])
         fitting = _largest_divisor(common, max_bytes // inner_bytes)
-        if fitting * inner_bytes >= min(MIN_COMMON_BYTES, common * inner_bytes):
+        if fitting * inner_bytes >= min(MIN_COMMON_BYTES, length * inner_bytes):
             return (*[1] * cut, fitting, *dims[cut + 1 :])
     even = _even_cut(length, pieces)
     if even is not None:

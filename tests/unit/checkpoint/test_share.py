@@ -1,0 +1,205 @@
+"""Shares of any number of processes make one checkpoint, and any other number reads it.
+
+Processes are taken in turn here; tests/distributed has real ones.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from tests.unit.checkpoint.cases import specs_of
+from zinf.checkpoint import read_arrays
+from zinf.checkpoint.grid import Index
+from zinf.checkpoint.parts import commit
+from zinf.checkpoint.save import Save
+from zinf.checkpoint.saved import Saved
+from zinf.checkpoint.share import shares_of
+from zinf.checkpoint.source import ChunkSource
+from zinf.memory import open_stores
+from zinf.memory.residents import Residents
+from zinf.program import ArrayId, ArraySpec, Tier
+from zinf.sharding import Box, intersection
+
+COUNTS = (1, 2, 4, 5)
+# By array: shape, the dim that processes cut, and the rows of a chunk on nvme.
+ARRAYS: dict[str, tuple[tuple[int, ...], int | None, int | None]] = {
+    "rows": ((10, 3), 0, None),
+    "prime rows": ((13, 5), 0, None),
+    "fewer rows than processes": ((3, 4), 0, None),
+    "columns": ((6, 11), 1, None),
+    "rows of blocks": ((40, 2**16), 0, 2),
+    # 7 has no divisor in common with the rows of a share: it is on no common grid.
+    "rows of awkward blocks": ((40, 2**16), 0, 7),
+    "several chunks": ((8, 2**19), 0, None),
+    "chunks within a row": ((1, 5 * 2**20), 1, None),
+    "everybody's": ((4, 2), None, None),
+    "scalar": ((), None, None),
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """The layout of an array of which process `index` of `count` keeps a part."""
+
+    shape: tuple[int, ...]
+    dim: int | None
+    index: int
+    count: int
+
+    @property
+    def padded(self) -> tuple[int, ...]:
+        sizes = list(self.shape)
+        if self.dim is not None:
+            sizes[self.dim] = -(-sizes[self.dim] // self.count) * self.count
+        return tuple(sizes)
+
+    @property
+    def box(self) -> Box:
+        box = [(0, size) for size in self.padded]
+        if self.dim is not None:
+            part = self.padded[self.dim] // self.count
+            box[self.dim] = self.index * part, (self.index + 1) * part
+        return tuple(box)
+
+    @property
+    def share_shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in self.box)
+
+    @property
+    def cut_dims(self) -> frozenset[int]:
+        is_cut = self.dim is not None and self.count > 1
+        return frozenset({self.dim} if is_cut else ())
+
+    @property
+    def keepers(self) -> tuple[int, ...]:
+        return (self.index,) if self.cut_dims else tuple(range(self.count))
+
+    @property
+    def has_whole_rows(self) -> bool:
+        return bool(self.shape) and 0 not in self.cut_dims
+
+    def take(self, content: np.ndarray) -> np.ndarray:
+        if not self.shape:
+            return content
+        missing = [(0, p - n) for p, n in zip(self.padded, self.shape, strict=True)]
+        return np.pad(content, missing)[tuple(slice(*edges) for edges in self.box)]
+
+
+@dataclass(frozen=True)
+class Parts:
+    index: int
+    count: int
+
+    def of(self, array: ArrayId) -> Part:
+        shape, dim, _ = ARRAYS[array.path]
+        return Part(shape, dim, self.index, self.count)
+
+    def share_spec(self, array: ArrayId, spec: ArraySpec) -> ArraySpec:
+        return ArraySpec(self.of(array).share_shape, spec.dtype, spec.itemsize)
+
+
+def contents() -> dict[ArrayId, np.ndarray]:
+    random = np.random.default_rng(0)
+    return {
+        ArrayId("param", name): random.standard_normal(shape, np.float32)
+        for name, (shape, _, _) in ARRAYS.items()
+    }
+
+
+def opened(
+    folder: Path,
+    arrays: Mapping[ArrayId, np.ndarray],
+    index: int,
+    count: int,
+    tier: Tier,
+) -> Residents:
+    stores = open_stores(jax.devices()[0], nvme_paths=[folder / f"{count}-{index}"])
+    parts = Parts(index, count)
+    homes = dict.fromkeys(arrays, tier)
+    residents = Residents(stores, specs_of(arrays), homes, parts)  # pyrefly: ignore
+    residents.create({a: ARRAYS[a.path][2] for a in arrays})
+    for array, value in arrays.items():
+        residents.write_share(array, np.array(parts.of(array).take(value)))
+    return residents
+
+
+@pytest.fixture(scope="module", params=[(n, t) for n in COUNTS for t in list(Tier)[1:]])
+def saved(request, tmp_path_factory):
+    """`(folder, arrays)` of a checkpoint by so many processes, from a tier."""
+    count, tier = request.param
+    folder = tmp_path_factory.mktemp("shares")
+    directory, arrays = folder / "saved", contents()
+    directory.mkdir()
+    saves = []
+    for index in range(count):
+        residents = opened(folder, arrays, index, count, tier)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(jax, "process_index", lambda index=index: index)
+            save = Save(directory, residents, shares_of(residents))
+            save.begin()
+            save.finish()
+        saves.append(save)
+        if tier == Tier.NVME:
+            linked = {x.share.array.path for x in save.snapshot.linked}
+            assert ("rows of awkward blocks" in linked) == (count == 1)
+            assert "rows of blocks" in linked
+        residents.stores.close()
+    commit(directory, saves[0].part, {}, None, num_processes=count)
+    return directory, arrays
+
+
+def test_shares_make_one_checkpoint(saved):
+    directory, arrays = saved
+    with Saved(directory) as found:
+        assert list(found.verify()) == []
+        for array, value in arrays.items():
+            assert found.read(array).tobytes() == value.tobytes(), array
+    assert not list(directory.glob("part-*")) and not list(directory.glob("links-*"))
+
+
+@pytest.mark.parametrize(
+    ("count", "tier"),
+    [(2, Tier.HOST), (5, Tier.HOST), (1, Tier.NVME), (4, Tier.NVME)],
+)
+def test_every_process_restores_its_share(count, tier, saved, tmp_path):
+    directory, arrays = saved
+    for index in {0, count - 1}:
+        blank = {a: np.zeros_like(x) for a, x in arrays.items()}
+        residents = opened(tmp_path, blank, index, count, tier)
+        read_arrays(directory, residents)
+        for array, value in arrays.items():
+            expected = Parts(index, count).of(array).take(value)
+            np.testing.assert_array_equal(residents.read_share(array), expected)
+        residents.stores.close()
+
+
+def test_a_process_reads_no_file_that_it_needs_not_and_none_twice(
+    saved, tmp_path, monkeypatch
+):
+    directory, arrays = saved
+    read: Counter[tuple[ArrayId, Index]] = Counter()
+    take = ChunkSource._read_chunk
+
+    def counted(source: ChunkSource, index: Index, *rest: object) -> object:
+        read[source.array, index] += 1
+        return take(source, index, *rest)
+
+    monkeypatch.setattr(ChunkSource, "_read_chunk", counted)
+    residents = opened(tmp_path, arrays, 1, 4, Tier.HOST)
+    read_arrays(directory, residents)
+    residents.stores.close()
+    with Saved(directory) as found:
+        needed = {
+            (array, index)
+            for array in arrays
+            for index in found.grid(array).indices()
+            if intersection(found.grid(array).box(index), Parts(1, 4).of(array).box)
+            is not None
+        }
+    assert set(read) == needed
+    assert set(read.values()) == {1}
