@@ -32,11 +32,7 @@ def split(x: Array, num_tiles: int, *, axis: int = -1) -> tuple[Array, ...]:
 
 def cut(x: Array, lengths: Sequence[int], *, axis: int = -1) -> tuple[Array, ...]:
     """Tiles of `x` of these lengths along an axis."""
-    stops = [sum(lengths[: i + 1]) for i in range(len(lengths))]
-    return tuple(
-        lax.slice_in_dim(x, stop - length, stop, axis=axis)
-        for stop, length in zip(stops, lengths, strict=True)
-    )
+    return tuple(lax.split(x, lengths, axis % x.ndim))
 
 
 def join(tiles: Sequence[Array], *, axis: int = -1) -> Array:
