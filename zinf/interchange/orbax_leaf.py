@@ -24,7 +24,7 @@ from zinf.sharding import Box
 # What Orbax calls the leaves that are arrays, in the metadata of a tree.
 ARRAY_KINDS = ("np.ndarray", "jax.Array", "scalar")
 # A sync for each part took most of the time. All are synced before Orbax goes on.
-CONTEXT = {
+CONTEXT: dict[str, Any] = {
     "file_io_sync": False,
     "cache_pool": {"total_bytes_limit": 0},
     # Orbax's name for what keeps the index of its files.
