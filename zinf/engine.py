@@ -174,7 +174,7 @@ class Engine:
         Whoever restores calls this before overwriting the arrays: it refuses the state
         of another run, and ends that of a step that failed half-way.
         """
-        rng = key_from_json(scalars["rng"], self.rng)
+        rng = key_from_json(scalars.get("rng"), self.rng)
         self._scalars.from_json(scalars)
         self.rng = rng
         self._condition.mend()

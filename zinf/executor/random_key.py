@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from zinf.executor.saved_scalars import damaged
+
 
 def step_keys(rng: jax.Array | None, step: int, count: int) -> list[jax.Array]:
     """The key of each of `count` microbatches of step `step` (from 0), if there is one.
@@ -34,7 +36,8 @@ def key_from_json(
     """The saved key, which takes the place of the current one.
 
     Raises:
-        ValueError: one run has a random key and the other has none.
+        ValueError: one run has a random key and the other has none, or the saved one
+            is damaged.
     """
     if (saved is None) != (current is None):
         has, lacks = "the saved run", "this one"
@@ -46,7 +49,12 @@ def key_from_json(
         )
     if saved is None:
         return None
-    words = jax.numpy.asarray(saved["words"], np.uint32)
-    if saved["implementation"] is None:
-        return words
-    return jax.random.wrap_key_data(words, impl=saved["implementation"])
+    try:
+        words = jax.numpy.asarray(np.asarray(saved["words"], np.uint32))
+        if saved["implementation"] is not None:
+            return jax.random.wrap_key_data(words, impl=saved["implementation"])
+        # A raw key has the shape that jax's own have.
+        jax.random.wrap_key_data(words)
+    except (KeyError, TypeError, ValueError, OverflowError, NotImplementedError) as e:
+        raise damaged(f"rng: {e}") from None
+    return words

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from zinf.config import LossScaling
+from zinf.executor.saved_scalars import parse_scalars
 from zinf.optim.loss_scale import LossScale, LossScaleSettings
 from zinf.optim.separate import Separated
 from zinf.optim.update import compile_advance
@@ -79,18 +80,20 @@ class Scalars:
         """Takes what `to_json` gave.
 
         Raises:
-            ValueError: the state is of another optimizer.
+            ValueError: the state is of another optimizer, or damaged. Nothing is taken
+                then (see [Note: saved scalars]).
         """
+        saved = parse_scalars(state)
         names = [s.optax_path for s in self._separated.shared]
-        found = [s["name"] for s in state["shared"]]
+        found = [s.name for s in saved.shared]
         if found != names:
             raise ValueError(
                 f"The saved optimizer shares {found}, this one {names}. Resume with "
                 "the optimizer that the run was started with."
             )
-        self._shared = [
-            np.asarray(s["value"], dtype=s["dtype"]) for s in state["shared"]
-        ]
-        self.num_steps = state["num_steps"]
-        if self._settings is not None and state["loss_scale"] is not None:
-            self._scale = LossScale.from_dict(self._settings, state["loss_scale"])
+        pairs = zip(saved.shared, self._shared, strict=True)
+        self._shared = [s.array(like) for s, like in pairs]
+        self.num_steps = saved.num_steps
+        if self._settings is not None and saved.loss_scale is not None:
+            scale = saved.loss_scale.model_dump()
+            self._scale = LossScale.from_dict(self._settings, scale)

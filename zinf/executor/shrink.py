@@ -11,6 +11,9 @@ from zinf.plan import InfeasibleError
 from zinf.program import ArrayId, Program, Tier
 from zinf.segment import Segment
 
+# What is asked to be smaller leaves a sixteenth more room than is missing.
+SPARE = 16
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -44,6 +47,10 @@ def tighter(
     spaces = [s.workspace() for s in segments]
     workspace = max(max(w.forward_bytes, w.backward_bytes) for w in spaces)
     may_shrink = limits.workspace_bytes is None or workspace <= limits.workspace_bytes
+    # Blocks of rows change nothing else, so they come first where they are enough.
+    if may_shrink and workspace > short.missing_bytes:
+        enough = workspace - short.missing_bytes
+        return replace(limits, workspace_bytes=enough - enough // SPARE)
     # A gradient is as large as its parameter.
     if may_shrink and workspace > 2 * params:
         return replace(limits, workspace_bytes=workspace // divisor)

@@ -58,3 +58,24 @@ def test_a_run_with_a_key_is_not_resumed_without_one():
         key_from_json(key_to_json(KEY), None)
     with pytest.raises(ValueError, match="this one has a random key"):
         key_from_json(None, KEY)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"words": "x"},
+        {"words": [1]},
+        {"words": [[1, 2], [3]]},
+        {"words": [-1, 2**40]},
+        {"words": None},
+        {"implementation": "no such"},
+        {"implementation": 3},
+    ],
+    ids=str,
+)
+def test_a_damaged_key_is_refused(damage):
+    for key in (KEY, jax.random.PRNGKey(1)):
+        with pytest.raises(ValueError, match="not what zinf saves: rng"):
+            key_from_json({**key_to_json(key), **damage}, KEY)
+    with pytest.raises(ValueError, match="not what zinf saves: rng"):
+        key_from_json({}, KEY)

@@ -82,3 +82,37 @@ def test_the_state_of_another_optimizer_is_refused_and_nothing_is_taken():
     with pytest.raises(ValueError, match="Resume with the optimizer"):
         other.from_json(kept.to_json())
     assert other.num_steps == 0
+
+
+DAMAGES = {
+    "num_steps": ["x", -1, 1.5, None, 2**80],
+    "shared": [None, {}, [1], [{"name": "count"}]],
+    "loss_scale": [3, {}, {"scale": float("nan")}, {"scale": 0, "step": 0}],
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [(k, v) for k, values in DAMAGES.items() for v in values]
+)
+def test_damaged_scalars_are_refused_by_name_and_nothing_is_taken(key, value):
+    kept = scalars(loss_scaling=SCALING)
+    kept.commit(kept.advance()[0], skipped=False)
+    restored = scalars(loss_scaling=SCALING)
+    before = restored.to_json()
+    with pytest.raises(ValueError, match=f"not what zinf saves: {key}"):
+        restored.from_json({**kept.to_json(), key: value})
+    rest = {k: v for k, v in kept.to_json().items() if k != key}
+    with pytest.raises(ValueError, match=f"not what zinf saves: {key}"):
+        restored.from_json(rest)
+    assert restored.to_json() == before
+
+
+@pytest.mark.parametrize("value", [[1, 2], "one", None, [[1], [2, 3]]])
+def test_shared_state_of_another_shape_or_dtype_is_refused(value):
+    kept = scalars()
+    state = kept.to_json()
+    for change in ({"value": value}, {"dtype": "float32"}, {"dtype": "no dtype"}):
+        damaged = [{**s, **change} for s in state["shared"]]
+        with pytest.raises(ValueError, match="count.*int32"):
+            kept.from_json({**state, "shared": damaged})
+    assert kept.to_json() == state

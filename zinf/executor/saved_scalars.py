@@ -1,0 +1,81 @@
+"""The scalars of a checkpoint as they must be: nothing that it says is trusted.
+
+[Note: saved scalars] A checkpoint may come from anywhere, and its checksum only says
+that it is as somebody wrote it. All is parsed before anything of a run is replaced.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class SavedShared(_Part):
+    """State that all leaves share; `value` has nested lists for an array."""
+
+    name: Annotated[str, Field(strict=True)]
+    dtype: Annotated[str, Field(strict=True)]
+    value: Any
+
+    def array(self, like: np.ndarray) -> np.ndarray:
+        """The value, which must have the dtype and shape of this run's.
+
+        Raises:
+            ValueError: it has others, or is no array of numbers.
+        """
+        found = f"{self.dtype} of which the value cannot be read"
+        if self.dtype == str(like.dtype):
+            try:
+                array = np.asarray(self.value, dtype=like.dtype)
+            except (TypeError, ValueError, OverflowError):
+                pass
+            else:
+                if array.shape == like.shape:
+                    return array
+                found = f"{self.dtype}{list(array.shape)}"
+        raise damaged(
+            f"{self.name!r} is {found}, and {like.dtype}{list(like.shape)} here"
+        )
+
+
+class SavedScale(_Part):
+    """The state of dynamic loss scaling (`optim.loss_scale.LossScale`)."""
+
+    scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    step: Annotated[Count, Field(strict=True)]
+    last_overflow: Annotated[int, Field(ge=-1, strict=True)]
+    patience: Annotated[Count, Field(strict=True)]
+
+
+class SavedScalars(_Part):
+    num_steps: Annotated[Count, Field(strict=True)]
+    shared: list[SavedShared]
+    loss_scale: SavedScale | None
+
+
+def parse_scalars(saved: Mapping[str, Any]) -> SavedScalars:
+    """The scalars of a checkpoint, but for the random key.
+
+    Raises:
+        ValueError: something is missing or of another kind.
+    """
+    try:
+        return SavedScalars.model_validate(dict(saved))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise damaged(f"{place}: {first['msg']}") from None
+
+
+def damaged(found: str) -> ValueError:
+    return ValueError(
+        f"The scalars of the checkpoint are not what zinf saves: {found}. Nothing was "
+        "taken from it; restore another one."
+    )
