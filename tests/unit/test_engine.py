@@ -16,6 +16,7 @@ from tests.robustness.small import (
     loss_fn,
     on_nvme,
 )
+from zinf.memory import aligned_empty
 from zinf.plan import Link
 from zinf.program import ArrayId, Tier
 
@@ -395,3 +396,23 @@ def test_arrays_are_read_by_name_from_any_tier(start, tmp_path):
     np.testing.assert_array_equal(found, engine.params()["out"])
     rows = engine.residents.read(ArrayId("param", "out", (2, 5)))
     np.testing.assert_array_equal(rows, found[2:5])
+
+
+@pytest.mark.parametrize("device", ["none", "cpu"])
+def test_arrays_that_a_user_gives_stay_the_users(start, device):
+    """Also those that a store could keep as they are: aligned, and nobody else's."""
+
+    def own(leaf):
+        array = aligned_empty(leaf.shape, leaf.dtype)
+        array[...] = leaf
+        return array
+
+    given = jax.tree.map(own, jax.device_get(init()))
+    before = jax.tree.map(np.copy, given)
+    offload = {"device": device}
+    stage = {"stage": 3, "offload_param": offload, "offload_optimizer": offload}
+    engine = start(STREAMED | {"zero_optimization": stage}, params=given)
+    for step in range(2):
+        engine.step(draw(step))
+    jax.tree.map(np.testing.assert_array_equal, given, before)
+    assert (engine.params()["out"] != before["out"]).any()

@@ -114,7 +114,11 @@ class Problem:
 
     def _stored(self, path: str, leaf: Any) -> np.ndarray:
         spec = self.params[path]
-        return np.asarray(to_words(leaf)).astype(spec.master.dtype, copy=False)
+        stored = np.asarray(to_words(leaf)).astype(spec.master.dtype, copy=False)
+        # It may be the user's own array, which no store may make its own.
+        stored = stored.view()
+        stored.flags.writeable = False
+        return stored
 
     def _presented(self, path: str, stored: np.ndarray) -> Any:
         return from_words(stored, self.params[path].given)
