@@ -4,12 +4,11 @@
 # primitive that is missing here only costs a freedom: to update or compute by parts.
 ELEMENTWISE = frozenset(
     """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp complex
-    conj convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2
-    expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p log2 logistic lt max
-    min mul ne neg nextafter not one_minus_square or pow real
-    reduce_precision rem round rsqrt select_n
-    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub
-    tan tanh xor
+    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp
+    complex conj convert_element_type copy cos cosh digamma div eq erf erf_inv erfc
+    exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p log2
+    logistic lt max min mul ne neg nextafter not one_minus_square or pow real
+    reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic
+    shift_right_logical sign sin sinh sqrt square sub tan tanh xor
     """.split()
 )
