@@ -52,7 +52,7 @@ class Engine:
         self._scalars = Scalars(planner.separated, self.config.loss_scaling)
         self._runners: dict[tuple, AbstractRunner] = {}
         self._current: AbstractRunner | None = None
-        self._restore_from: Path | None = None
+        self._restore_from: tuple[Path, bool] | None = None
         self._condition = Condition()
 
     @property
@@ -152,17 +152,17 @@ class Engine:
         meet = partial(self.planner.group.barrier, timeout=None)
         write_arrays(Path(directory), self.residents, self.scalars(), barrier=meet)
 
-    def restore(self, directory: str | PathLike) -> None:
+    def restore(self, directory: str | PathLike, *, verify: bool = True) -> None:
         """Takes all state from a folder that `save` wrote, whatever its placement was.
 
-        Before the first batch is known this is remembered, and done when it is.
+        Done when the first batch is known. `verify`: compare it with its checksums.
         """
         if not self.is_placed:
             self._condition.check()
-            self._restore_from = Path(directory)
+            self._restore_from = Path(directory), verify
             return
         self.before_update()
-        self._read_state(Path(directory))
+        self._read_state(Path(directory), verify)
 
     def scalars(self) -> dict[str, Any]:
         """Everything but arrays that a resumed run needs, as JSON."""
@@ -220,19 +220,19 @@ class Engine:
             self._residents = make_residents(self.stores, self.planner, plan)
             self.initialize_state()
             if self._restore_from is not None:
-                self._read_state(self._restore_from)
+                self._read_state(*self._restore_from)
         except BaseException:
             self.stores.close()
             raise
 
-    def _read_state(self, directory: Path) -> None:
+    def _read_state(self, directory: Path, verify: bool) -> None:
         def take(scalars: Mapping[str, Any]) -> None:
             self.set_scalars(scalars)
             self._condition.end(f"A restore failed half-way. {MIXED}")
             if self._current is not None:
                 self._current.drop_pending()
 
-        read_arrays(directory, self._residents, take_scalars=take)
+        read_arrays(directory, self._residents, take_scalars=take, verify=verify)
         self._condition.mend()
 
     def initialize_state(self) -> None:

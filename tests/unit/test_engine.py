@@ -16,7 +16,7 @@ from tests.robustness.small import (
     loss_fn,
     on_nvme,
 )
-from zinf.memory import aligned_empty
+from zinf.memory import StorageError, aligned_empty
 from zinf.plan import Link
 from zinf.program import ArrayId, Tier
 
@@ -416,3 +416,19 @@ def test_arrays_that_a_user_gives_stay_the_users(start, device):
         engine.step(draw(step))
     jax.tree.map(np.testing.assert_array_equal, given, before)
     assert (engine.params()["out"] != before["out"]).any()
+
+
+def test_loading_verifies_checksums_unless_told_not_to(start, tmp_path):
+    engine = start(STREAMED, batch=draw(0))
+    engine.save(tmp_path / "saved")
+    (chunk,) = (tmp_path / "saved" / "param" / "out").glob("c.*")
+    content = bytearray(chunk.read_bytes())
+    content[0] ^= 1
+    chunk.chmod(0o600)
+    chunk.write_bytes(content)
+    with pytest.raises(StorageError, match="param/out"):
+        start(STREAMED, batch=draw(0)).restore(tmp_path / "saved")
+    lenient = start(STREAMED, batch=draw(0))
+    lenient.restore(tmp_path / "saved", verify=False)
+    before, after = engine.params()["out"], lenient.params()["out"]
+    assert (before != after).sum() == 1

@@ -43,7 +43,7 @@ class AbstractSaveable(Protocol):
 
     def scalars(self) -> dict[str, Any]: ...
 
-    def restore(self, directory: Path) -> None: ...
+    def restore(self, directory: Path, *, verify: bool = True) -> None: ...
 
 
 class Checkpoints:
@@ -120,11 +120,13 @@ class Checkpoints:
         if not (self.asynchronous and _has_room(engine, self._handler.last)):
             self.wait()
 
-    def restore(self, engine: AbstractSaveable, step: int | None = None) -> Any:
+    def restore(
+        self, engine: AbstractSaveable, step: int | None = None, *, verify: bool = True
+    ) -> Any:
         """Set `engine` to a checkpoint, the newest if `step` is None.
 
-        Returns the state of the data iterator that was saved with it. For errors see
-        `read_arrays`.
+        Returns the state of the data iterator that was saved with it. For `verify` and
+        errors see `read_arrays`.
         """
         self.wait()
         step = self.latest_step() if step is None else step
@@ -132,7 +134,7 @@ class Checkpoints:
             raise FileNotFoundError(f"There is no checkpoint in {self.directory}.")
         folder = self.folder(step) / ITEM
         data = _data_of(folder)
-        engine.restore(folder)
+        engine.restore(folder, verify=verify)
         return data
 
     @property

@@ -63,5 +63,5 @@ class SavedEngine:
     def scalars(self) -> dict[str, Any]:
         return dict(self.state)
 
-    def restore(self, directory: Path) -> None:
-        self.state = read_arrays(directory, self.residents)
+    def restore(self, directory: Path, *, verify: bool = True) -> None:
+        self.state = read_arrays(directory, self.residents, verify=verify)
