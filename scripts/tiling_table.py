@@ -87,7 +87,8 @@ def plan(
     """The plan with exactly so many tiles; None if it does not fit."""
     planner: Planner = make_planner(loss, initial(hidden), tx, config(nvme))
     limits = Limits(tile_bytes(hidden, factor))
-    segmented = planner.cut(batch_specs(hidden), limits.param_bytes)
+    source = planner.trace(batch_specs(hidden), limits.param_bytes)
+    segmented = planner.cut(source, limits.param_bytes)
     tilings = segmented.program.tilings
     assert len(tilings[0].rows if tilings else [()]) == factor, (hidden, factor)
     compiled = planner.compile(segmented, limits)

@@ -4,7 +4,7 @@ Everything here is decided from shapes: no parameter is made and nothing is open
 the same code answers "does it fit" for a machine that is not there.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from hashlib import sha256
@@ -20,6 +20,7 @@ from zinf.executor.arrays import array_specs, piece_specs, residents
 from zinf.executor.batch import batch_spec
 from zinf.executor.exchange import segment_exchanges
 from zinf.executor.fused import FusedProgram, compile_fused
+from zinf.executor.keeping import what_may_be_kept
 from zinf.executor.resources import Resources
 from zinf.executor.shrink import Limits, is_worth_trying, reasons, tighter
 from zinf.executor.updates import Updates, compile_program_updates
@@ -30,7 +31,6 @@ from zinf.plan import (
     Catalog,
     Choices,
     InfeasibleError,
-    Keeping,
     Plan,
     Rates,
     Shortage,
@@ -170,15 +170,17 @@ class Planner:
                 "the state alone exceeds the device budget of "
                 f"{self.capacity()[Tier.DEVICE]:,} bytes. Remove one of the two."
             )
+        # Refuses what is no loss, however it runs.
+        source = self.trace(batch, self.config.segment_max_bytes)
         if may_fuse:
             try:
                 return self.fuse(batch)
             except InfeasibleError:
                 if mode == "fused" or homes is not None:
                     raise
-        return self.stream(batch, homes)
+        return self.stream(batch, source, homes)
 
-    def trace(self, batch: Any, max_bytes: int | None) -> Source:
+    def trace(self, batch: Any, max_bytes: int | None = None) -> Source:
         return trace_loss(
             self.problem.loss,
             self.problem.abstract_arguments(),
@@ -230,14 +232,16 @@ class Planner:
 
     # Segment by segment.
 
-    def stream(self, batch: Any, homes: Mapping[ArrayId, Tier] | None) -> Streamed:
+    def stream(
+        self, batch: Any, source: Source, homes: Mapping[ArrayId, Tier] | None
+    ) -> Streamed:
         """Cuts by layer; if that does not fit the device, into smaller segments.
 
         Weights that are larger than those are read by tile, and what takes too much
         beside them runs in blocks of rows.
         """
         limits = Limits(self.config.segment_max_bytes)
-        segmented = self.cut(batch, limits.param_bytes)
+        segmented = self.cut(source, limits.param_bytes)
         while True:
             compiled = self.compile(segmented, limits)
             try:
@@ -248,15 +252,15 @@ class Planner:
                 if tight is None:
                     raise error.because(reasons(before, compiled.segments)) from None
                 if tight.param_bytes != limits.param_bytes:
-                    segmented = self.cut(batch, tight.param_bytes)
+                    source = self.trace(batch, tight.param_bytes)
+                    segmented = self.cut(source, tight.param_bytes)
                 rest = self.capacity()[Tier.DEVICE], self.rule.mesh.size
                 if not is_worth_trying(segmented.program, before, *rest):
                     found = reasons(segmented.program, compiled.segments)
                     raise error.because(found) from None
                 limits = tight
 
-    def cut(self, batch: Any, max_bytes: int | None) -> Segmented:
-        source = self.trace(batch, max_bytes)
+    def cut(self, source: Source, max_bytes: int | None) -> Segmented:
         frozen = set(self.problem.params) - self.problem.trainable
         by_row = {leaf.path for leaf in self.separated.leaves if leaf.is_elementwise}
         # Rows of a leaf that is itself cut by rows are not all here.
@@ -320,7 +324,7 @@ class Planner:
         )
         choices = self.choices(waits)
         if self.config.keeps_residuals:
-            choices = replace(choices, keeping=partial(_keeping, segments))
+            choices = replace(choices, keeping=partial(what_may_be_kept, segments))
         rest = updates.units, capacity, options, choices
         if homes is not None:
             consts = [ArrayId("const", name) for name in program.consts]
@@ -382,16 +386,3 @@ class Planner:
     @cached_property
     def resources(self) -> Resources:
         return Resources(self.config, self.rule.mesh, self.group, self.topology)
-
-
-def _keeping(segments: Sequence[Segment], room_bytes: int) -> dict[int, Keeping]:
-    """What segments may keep; compiled only if there is room for any of it."""
-    able = {k: s for k, s in enumerate(segments[:-1]) if s.spec.has_backward}
-    found = {}
-    for k, segment in able.items():
-        residuals = segment.residuals()
-        if residuals and sum(spec.nbytes for spec in residuals) <= room_bytes:
-            workspace = segment.keeping_workspace()
-            passes = workspace.forward_bytes, workspace.backward_bytes
-            found[k] = Keeping(residuals, passes)
-    return found

@@ -28,7 +28,8 @@ def compiled(tx=None, max_bytes=None):
     if max_bytes is not None:
         config["segment"] = {"max_bytes": max_bytes}
     planner = make_planner(loss, params, tx or optax.adam(0.1), config)
-    segmented = planner.cut(jax.ShapeDtypeStruct((2, ROWS), jnp.float32), max_bytes)
+    source = planner.trace(jax.ShapeDtypeStruct((2, ROWS), jnp.float32), max_bytes)
+    segmented = planner.cut(source, max_bytes)
     return updates.compile_program_updates(
         segmented.program,
         planner.problem,
