@@ -12,7 +12,7 @@ from tests.equivalence.models import NNX, PYTREE, Model
 from tests.equivalence.training import OPTIMIZERS, SETTINGS, streamed_config
 from zinf.executor.prepare import Streamed
 
-STEPS = 6
+STEPS = 3
 MAX_BYTES = 512
 
 
@@ -38,7 +38,8 @@ def train(
 
 @pytest.mark.parametrize("model", [NNX, PYTREE], ids=lambda m: m.name)
 def test_tiled_weights_train_as_whole_ones(model, tmp_path):
-    segment = {"max_bytes": MAX_BYTES}
+    # The fewer tiles, the less there is to compile.
+    segment = {"max_bytes": MAX_BYTES if model is PYTREE else 2 * MAX_BYTES}
     expected, none, _ = train(model, tmp_path / "whole", "plain")
     losses, num_tiled, params = train(model, tmp_path / "a", "plain", segment=segment)
     assert none == 0 and num_tiled > 0
@@ -47,14 +48,13 @@ def test_tiled_weights_train_as_whole_ones(model, tmp_path):
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "setting", ["clipping", "accumulation and clipping", "bf16 accumulation"]
-)
+@pytest.mark.parametrize("setting", ["accumulation and clipping", "bf16 accumulation"])
 def test_tiles_are_accumulated_clipped_and_cast_as_wholes_are(setting, tmp_path):
-    segment = {"max_bytes": MAX_BYTES}
-    expected, _, _ = train(NNX, tmp_path / "whole", setting)
-    losses, num_tiled, _ = train(NNX, tmp_path / "a", setting, segment=segment)
-    assert num_tiled > 1
+    model, max_bytes = (PYTREE, 256) if "bf16" in setting else (NNX, 1024)
+    expected, _, _ = train(model, tmp_path / "whole", setting)
+    segment = {"max_bytes": max_bytes}
+    losses, num_tiled, _ = train(model, tmp_path / "a", setting, segment=segment)
+    assert num_tiled > 0
     # A bfloat16 activation that is rounded the other way is off by 2^-8.
     np.testing.assert_allclose(
         losses, expected, rtol=4e-3 if "bf16" in setting else 1e-5

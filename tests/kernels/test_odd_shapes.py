@@ -21,7 +21,7 @@ from zinf_kernels.tiled_matmul.cases import Case as MatmulCase
 LENGTHS = st.sampled_from([0, 1, 2, 5, 23, 29, 31, 64, 101])
 DTYPES = st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16])
 # Each example is compiled, which takes up to a second.
-few = settings(max_examples=10, deadline=None)
+few = settings(max_examples=6, deadline=None)
 
 
 @few

@@ -37,7 +37,7 @@ def assert_equal(made, expected, *, unit=2.0**-24):
         np.testing.assert_allclose(one, other, rtol=64 * unit, atol=64 * unit)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     batch=st.sampled_from([(), (1,), (3,)]),
     rows=st.sampled_from([0, 1, 5, 23]),
