@@ -19,10 +19,9 @@ from zinf.memory.nvme import Drive
 from zinf.memory.nvme.file import as_bytes
 from zinf.memory.nvme.open_file import Bytes, Mover
 from zinf.memory.nvme.request import Request
-from zinf.memory.zarr_format import zarr_json
+from zinf.memory.zarr_format import METADATA, zarr_json
 from zinf.program import ArrayId
 
-METADATA = "zarr.json"
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS)
 NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL
 

@@ -111,7 +111,7 @@ def differences(
     for array in (*here, *(a for a in saved if a not in here)):
         there = saved.get(array)
         if there != here.get(array):
-            yield f"{array}: {_shown(there)} there, {_shown(here.get(array))} here"
+            yield f"{array}: {shown(there)} there, {shown(here.get(array))} here"
 
 
 def sync_folder(folder: Path) -> None:
@@ -158,7 +158,7 @@ def _entry(array: ArrayId, stored: StoredArray) -> dict[str, Any]:
     }
 
 
-def _shown(spec: ArraySpec | None) -> str:
+def shown(spec: ArraySpec | None) -> str:
     return "absent" if spec is None else f"{spec.dtype}{list(spec.shape)}"
 
 

@@ -7,7 +7,7 @@ from math import prod
 
 import jax
 
-from zinf.checkpoint.grid import Grid, Index
+from zinf.checkpoint.grid import Grid, Index, whole_box
 from zinf.memory import NvmeStore
 from zinf.memory.chunk import MAX_CHUNK_BYTES, MAX_EXCESS, chunk_shape, on_one_grid
 from zinf.memory.residents import Residents
@@ -59,8 +59,7 @@ class Share:
 
     def place(self, block: ArrayId) -> Box | None:
         """Where in the array a block lies, without what pads it; None is nowhere."""
-        everything = tuple((0, size) for size in self.grid.spec.shape)
-        return intersection(self.box(block), everything)
+        return intersection(self.box(block), whole_box(self.grid.spec.shape))
 
     def box(self, block: ArrayId) -> Box:
         """Where in the padded array a block lies."""

@@ -23,11 +23,10 @@ from zinf.memory.nvme import Drive
 from zinf.memory.nvme.file import as_bytes
 from zinf.memory.nvme.open_file import Bytes, Mover
 from zinf.memory.nvme.request import Request, Task
-from zinf.memory.zarr_format import numpy_dtype, zarr_json
+from zinf.memory.zarr_format import METADATA, numpy_dtype, zarr_json
 from zinf.program import ArrayId
 from zinf.sharding import Box, intersection, relative
 
-METADATA = "zarr.json"
 MAX_METADATA_BYTES = 2**20
 # Chunks that `damages` reads at once: what keeps every thread of a drive busy.
 NUM_AHEAD = 16

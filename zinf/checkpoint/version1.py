@@ -17,7 +17,6 @@ from zinf.checkpoint.grid import Index, chunk_name, whole_box
 from zinf.checkpoint.manifest import StoredArray
 from zinf.checkpoint.source import (
     MAX_METADATA_BYTES,
-    METADATA,
     AbstractSource,
     Damage,
 )
@@ -25,7 +24,7 @@ from zinf.memory import StorageError
 from zinf.memory.nvme import Drive
 from zinf.memory.nvme.open_file import Mover
 from zinf.memory.nvme.request import Request
-from zinf.memory.zarr_format import numpy_dtype, zarr_spec
+from zinf.memory.zarr_format import METADATA, numpy_dtype, zarr_spec
 from zinf.program import ArrayId
 from zinf.sharding import Box
 

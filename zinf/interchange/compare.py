@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from zinf.checkpoint.manifest import shown
 from zinf.checkpoint.saved import Saved
 from zinf.interchange.sources import SavedTensors
 from zinf.interchange.tensors import AbstractTensors, boxes, first_element, stream
-from zinf.program import ArraySpec
 from zinf.sharding import Box
 
 MAX_SCALAR_CHARACTERS = 60
@@ -43,7 +43,7 @@ def differences(first: Saved, second: Saved) -> Iterator[Difference]:
     for name in (*here.specs, *(n for n in there.specs if n not in here.specs)):
         specs = here.specs.get(name), there.specs.get(name)
         if specs[0] != specs[1]:
-            yield Difference(name, " / ".join(map(_shown, specs)))
+            yield Difference(name, " / ".join(map(shown, specs)))
             continue
         found = _Comparison(here, there, name).run()
         if found.num_different:
@@ -99,10 +99,6 @@ def _all_arrays(saved: Saved) -> SavedTensors:
 
 def _wide(values: np.ndarray) -> np.ndarray:
     return values.astype(np.complex128 if values.dtype.kind == "c" else np.float64)
-
-
-def _shown(spec: ArraySpec | None) -> str:
-    return "absent" if spec is None else f"{spec.dtype}{list(spec.shape)}"
 
 
 def _shortened(value: Any) -> str:

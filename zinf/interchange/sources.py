@@ -1,12 +1,13 @@
 """The parameters of an engine, and the arrays of a checkpoint, as named tensors."""
 
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from math import prod
 
 import jax
 import numpy as np
 
+from zinf.checkpoint.blocks import counted
 from zinf.checkpoint.grid import whole_box
 from zinf.checkpoint.saved import Saved
 from zinf.engine import Engine
@@ -59,19 +60,15 @@ class EngineTensors(AbstractTensors):
 
     @contextmanager
     def holding(self, nbytes: int) -> Generator[None, None, None]:
-        stores, homes = self._residents.stores, self._residents.homes
+        homes = self._residents.homes
         on_device = (
             block_bytes(self, name)
             for name, array in self._arrays.items()
             if homes.get(array) == Tier.DEVICE
         )
-        with ExitStack() as releases:
-            # Rows of an array are copied on the device, on their way to the host.
-            held = {Tier.HOST: nbytes, Tier.DEVICE: max(on_device, default=0)}
-            for tier, tier_bytes in held.items():
-                ledger = stores[tier].ledger
-                ledger.reserve(tier_bytes, "exporting parameters")
-                releases.callback(ledger.release, tier_bytes)
+        # Rows of an array are copied on the device, on their way to the host.
+        held = {Tier.HOST: nbytes, Tier.DEVICE: max(on_device, default=0)}
+        with counted(held, self._residents, "exporting parameters"):
             yield
 
 

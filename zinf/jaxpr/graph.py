@@ -81,13 +81,7 @@ def flatten(
         stacked: inputs that may be stacked over layers; a scan that reads rows of one
             of them is unrolled, one copy of its body an iteration.
     """
-    jaxpr, consts = open_jaxpr(closed)
-    flattener = _Flattener(inline_remat, frozenset(stacked))
-    flattener.consts.update(zip(jaxpr.constvars, consts, strict=True))
-    outvars = flattener.inline(jaxpr, {v: v for v in jaxpr.invars})
-    equations = tuple(flattener.equations)
-    graph = Graph(tuple(jaxpr.invars), tuple(outvars), equations, flattener.consts)
-    return graph.needed_for(graph.outvars)
+    return _written(_Flattener(inline_remat, frozenset(stacked)), closed)
 
 
 def inline_all(closed: Any) -> Graph:
@@ -95,12 +89,16 @@ def inline_all(closed: Any) -> Graph:
 
     Custom derivatives and `jax.checkpoint` are inlined too.
     """
+    return _written(_Inliner(), closed)
+
+
+def _written(emitter: Emitter, closed: Any) -> Graph:
+    """The program as an emitter writes it, without dead code."""
     jaxpr, consts = open_jaxpr(closed)
-    inliner = _Inliner()
-    inliner.consts.update(zip(jaxpr.constvars, consts, strict=True))
-    outvars = inliner.inline(jaxpr, {v: v for v in jaxpr.invars})
-    equations = tuple(inliner.equations)
-    graph = Graph(tuple(jaxpr.invars), tuple(outvars), equations, inliner.consts)
+    emitter.consts.update(zip(jaxpr.constvars, consts, strict=True))
+    outvars = emitter.inline(jaxpr, {v: v for v in jaxpr.invars})
+    equations = tuple(emitter.equations)
+    graph = Graph(tuple(jaxpr.invars), tuple(outvars), equations, emitter.consts)
     return graph.needed_for(graph.outvars)
 
 

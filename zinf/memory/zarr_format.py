@@ -10,6 +10,9 @@ import numpy as np
 
 from zinf.program import ArraySpec
 
+METADATA = "zarr.json"
+"""The file that says what an array is, beside its chunks."""
+
 # zarr v3 itself knows no bfloat16, and few readers the extension. Its bits are stored
 # as uint16, and the attribute "dtype" of the array says what they are.
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
