@@ -7,7 +7,7 @@ together there: sums over contracted pieces, and side by side what is not contra
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import prod
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import numpy as np
 from zinf.jaxpr import Emitter
 from zinf.jaxpr.compat import Atom, Equation, fresh, literal
 from zinf.jaxpr.primitives import ELEMENTWISE
+from zinf.segment.row_rules import NotByRow, resized_params, result_dim
 
 SUMMED = "contracted"
 BESIDE = "side by side"
@@ -36,7 +37,7 @@ class Split:
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        return list(zip(self.edges[:-1], self.edges[1:], strict=True))
+        return list(pairwise(self.edges))
 
 
 def follow(equation: Equation, number: int, split: Split) -> Split | str:
@@ -53,7 +54,7 @@ def follow(equation: Equation, number: int, split: Split) -> Split | str:
     if name in ELEMENTWISE or name == "stop_gradient":
         return _check_elementwise(equation, number, split)
     if name in MOVES:
-        return MOVES[name](equation, split)
+        return _moved(equation, number, split)
     raise Untileable(f"`{name}` needs it as a whole")
 
 
@@ -91,58 +92,30 @@ def _check_elementwise(equation: Equation, number: int, split: Split) -> Split:
     return split
 
 
-def _transpose(equation: Equation, split: Split) -> Split:
-    dim = equation.params["permutation"].index(split.dim)
-    return Split(dim, split.edges)
+# Equations that only move entries, and why one of them may need all rows.
+MOVES = {
+    "transpose": "",
+    "squeeze": "",
+    "broadcast_in_dim": "it is broadcast along its rows",
+    "slice": "only some of its rows are read",
+    "reshape": "it is reshaped from {old} to {new}, across tiles",
+}
 
 
-def _broadcast(equation: Equation, split: Split) -> Split:
-    dim = equation.params["broadcast_dimensions"][split.dim]
-    if equation.outvars[0].aval.shape[dim] != split.edges[-1]:
-        raise Untileable("it is broadcast along its rows")
-    return Split(dim, split.edges)
-
-
-def _squeeze(equation: Equation, split: Split) -> Split:
-    gone = [d for d in equation.params["dimensions"] if d < split.dim]
-    return Split(split.dim - len(gone), split.edges)
-
-
-def _reshape(equation: Equation, split: Split) -> Split:
-    """Rows may be merged with later dims, or be cut into groups that pieces keep."""
+def _moved(equation: Equation, number: int, split: Split) -> Split:
+    """Where the pieces lie in the result: rows may be merged, or cut into groups."""
     old = equation.invars[0].aval.shape
     new = equation.outvars[0].aval.shape
-    size, before = old[split.dim], prod(old[: split.dim])
-    for dim, length in enumerate(new):
-        if prod(new[:dim]) != before or length == 1:
-            continue
-        if length % size == 0:
-            return Split(dim, tuple(e * (length // size) for e in split.edges))
-        group = size // length
-        if size % length == 0 and all(e % group == 0 for e in split.edges):
-            return Split(dim, tuple(e // group for e in split.edges))
-    raise Untileable(f"it is reshaped from {list(old)} to {list(new)}, across tiles")
-
-
-def _slice(equation: Equation, split: Split) -> Split:
-    params, dim = equation.params, split.dim
-    start, limit = params["start_indices"][dim], params["limit_indices"][dim]
-    strides = params["strides"]
-    if (start, limit) != (0, split.edges[-1]) or (strides and strides[dim] != 1):
-        raise Untileable("only some of its rows are read")
-    return split
-
-
-# How a dim goes through an equation that only moves entries.
-MOVES: dict[str, Callable[[Equation, Split], Split]] = {
-    "transpose": _transpose,
-    "broadcast_in_dim": _broadcast,
-    "squeeze": _squeeze,
-    "reshape": _reshape,
-    "slice": _slice,
-}
-# The parameter by which it names the shape of its result.
-SHAPE_PARAMS = {"broadcast_in_dim": "shape", "reshape": "new_sizes"}
+    reason = MOVES[equation.primitive.name].format(old=list(old), new=list(new))
+    try:
+        dim = result_dim(equation, {number: split.dim})
+    except NotByRow:
+        raise Untileable(reason) from None
+    assert isinstance(dim, int)
+    edges = [divmod(edge * new[dim], split.edges[-1]) for edge in split.edges]
+    if any(rest for _, rest in edges):
+        raise Untileable(reason)
+    return Split(dim, tuple(edge for edge, _ in edges))
 
 
 def _write_pieces(
@@ -154,7 +127,7 @@ def _write_pieces(
     pieces: Sequence[Atom],
 ) -> list[Atom]:
     (out,) = equation.outvars
-    name, written = equation.primitive.name, []
+    written = []
     ranges = zip(before.ranges, after.ranges, pieces, strict=True)
     for (start, stop), (low, high), piece in ranges:
         invars = [
@@ -163,13 +136,7 @@ def _write_pieces(
         ]
         shape = list(out.aval.shape)
         shape[after.dim] = high - low
-        params = dict(equation.params)
-        if name in SHAPE_PARAMS:
-            params[SHAPE_PARAMS[name]] = tuple(shape)
-        if name == "slice":
-            limits = list(params["limit_indices"])
-            limits[before.dim] = stop - start
-            params["limit_indices"] = tuple(limits)
+        params = resized_params(equation, after.dim, high - low)
         part = fresh(out.aval.update(shape=tuple(shape)))
         changed = equation.replace(invars=invars, outvars=[part], params=params)
         written += emitter.append(changed)
