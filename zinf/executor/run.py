@@ -154,9 +154,12 @@ class _StepRun:
         with self.working_in(instruction):
             match operation:
                 case Transfer():
+                    self.stores.heap.relieve()
                     self.transfer(operation)
                     self.record.moved_bytes[instruction.link] += instruction.nbytes
                 case Run():
+                    new = (*instruction.allocates, *instruction.workspace)
+                    self.stores.heap.relieve(new)
                     self.run(operation)
                 case Accumulate():
                     self.accumulate(operation)

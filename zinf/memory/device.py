@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from zinf.memory.aligned import aligned_copy
+from zinf.memory.aligned import POOLED_FROM_BYTES, aligned_copy
 from zinf.memory.hold import Holds
 from zinf.memory.ledger import Ledger
 from zinf.memory.store import (
@@ -151,7 +151,12 @@ def to_device(
     if devices and devices[0].platform == "cpu":
         # The CPU backend would alias aligned NumPy memory, even when told not to, and
         # show what the caller writes there later. It may alias these copies.
-        values = [aligned_copy(x) if isinstance(x, np.ndarray) else x for x in values]
+        values = [
+            _released_at_once(aligned_copy(x), where)
+            if isinstance(x, np.ndarray)
+            else x
+            for x, where in zip(values, devices, strict=True)
+        ]
     moved = jax.block_until_ready(jax.device_put(list(values), list(devices)))
     for value, result in zip(values, moved, strict=True):
         if result.dtype != value.dtype:
@@ -161,6 +166,21 @@ def to_device(
                 "jax_enable_x64."
             )
     return moved
+
+
+def _released_at_once(value: np.ndarray, device: jax.Device) -> np.ndarray | jax.Array:
+    """An array of the CPU backend over `value`, if that can be had by DLPack.
+
+    It lets go of the memory when it is deleted. What `device_put` aliases is let go
+    only when JAX is next called, and until then no pool can give it out again.
+    """
+    is_pooled = value.nbytes >= POOLED_FROM_BYTES
+    is_exchanged = value.dtype.kind in "fiu" and value.dtype.isbuiltin == 1
+    is_kept = jax.dtypes.canonicalize_dtype(value.dtype) == value.dtype
+    is_first = device == jax.local_devices(backend="cpu")[0]
+    if is_pooled and is_exchanged and is_kept and is_first:
+        return jax.dlpack.from_dlpack(value)
+    return value
 
 
 def to_host(*values: jax.Array) -> list[np.ndarray]:

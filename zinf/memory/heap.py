@@ -6,21 +6,25 @@ and the heaps of all links, of XLA and of TensorStore peak at different times. T
 350M parameters within 1 GiB of budgets took 3.3 GiB so. Blocks that malloc maps one by
 one (M_MMAP_THRESHOLD) are given back at once, but each is faulted in anew: half as much
 system time again. So there is one heap where that can still be chosen, and what is
-hoarded beyond a limit is trimmed.
+hoarded beyond a limit is trimmed. The limit goes by what was counted at most: memory
+that a step needs at one time is memory that it may keep for itself at another, and
+giving it back in between only costs faults (a fifth of a step of 91M parameters).
 """
 
 import ctypes
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from threading import Lock
 
 from zinf.memory.ledger import Ledger
-from zinf.memory.pool import POOL
+from zinf.memory.pool import IDLE_BYTES, POOL
+from zinf.program import Tier
 
-# What may be resident beyond the counted bytes: what is on its way through TensorStore,
-# and freed memory that is about to be used again.
-SLACK_BYTES = 384 * 2**20
+# What may be resident beyond the most that was counted: what libraries work in.
+SLACK_BYTES = 96 * 2**20
+# When it is made, and before the first two steps.
+NUM_SETTLED = 3
 
 M_ARENA_MAX = -8  # of <malloc.h>
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -39,8 +43,9 @@ def share_heap() -> None:
 class Heap:
     """The memory of this process beside the bytes of `ledgers`.
 
-    What is resident when it is made (the interpreter, jax, compiled programs) is taken
-    for the process's own. Safe to call from several threads.
+    What is resident beside them when it is made, and after the first step, is taken for
+    the process's own: the interpreter, jax, compiled programs, what libraries load when
+    they are first used. Safe to call from several threads.
     """
 
     def __init__(
@@ -50,26 +55,58 @@ class Heap:
         self._slack_bytes = slack_bytes
         self._is_glibc = _is_glibc()
         self._lock = Lock()
-        self._own_bytes = self._trim() if self._is_glibc else 0
+        self._own_bytes = 0
+        self._num_settled = 0
+        self.settle()
+        # What was in use, counted or not, when memory was last looked for in vain.
+        self._in_use_bytes = 0
 
-    def relieve(self) -> None:
-        """Give freed memory back to the system, if much more is resident than counted.
+    def settle(self) -> None:
+        """Measure the process's own memory anew; for when no step is under way.
 
-        Cheap enough (20 us) for each time that an array is freed.
+        After the first step nothing new is loaded, so it is not measured any more.
         """
-        if not self._is_glibc or self._excess_bytes(resident_bytes()) <= 0:
+        if self._is_glibc and self._num_settled < NUM_SETTLED:
+            self._num_settled += 1
+            used = sum(ledger.used_bytes for ledger in self._ledgers)
+            self._own_bytes = max(self._own_bytes, self._trim() - used)
+
+    def relieve(self, coming: Iterable[tuple[Tier, int]] = ()) -> None:
+        """Give freed memory back to the system, if more is resident than is needed.
+
+        That is what the ledgers counted at most in this step and the last one. Cheap
+        enough (20 us) for each time that an array is freed.
+
+        Args:
+            coming: bytes on each tier that are about to be used, in new memory for all
+                that is known here.
+        """
+        counted = sum(ledger.recent_peak_bytes for ledger in self._ledgers)
+        POOL.idle_limit_bytes = max(IDLE_BYTES, counted)
+        if not self._is_glibc:
+            return
+        new_bytes = [n for x in self._ledgers for tier, n in coming if tier == x.tier]
+        resident = resident_bytes()
+        limit = self._own_bytes + counted + self._slack_bytes - sum(new_bytes)
+        if resident <= limit:
+            self._in_use_bytes = 0
+            return
+        # What was in use the last time is not looked for again at each free.
+        if resident <= self._in_use_bytes + self._slack_bytes // 2:
             return
         if self._lock.acquire(blocking=False):
             try:
-                excess_bytes = self._excess_bytes(self._trim())
-                # What is left is in use. Do not look for it again at the next free.
-                self._own_bytes += max(0, excess_bytes + self._slack_bytes // 2)
+                # Huge pages of the pool are the cheapest to have again.
+                POOL.trim(resident - limit)
+                if resident_bytes() > limit:
+                    self._in_use_bytes = self._trim()
             finally:
                 self._lock.release()
 
-    def _excess_bytes(self, resident: int) -> int:
-        counted = sum(ledger.used_bytes for ledger in self._ledgers)
-        return resident - counted - self._own_bytes - self._slack_bytes
+    def close(self) -> None:
+        """Let no more lie idle than without an engine."""
+        POOL.idle_limit_bytes = IDLE_BYTES
+        POOL.trim()
 
     def _trim(self) -> int:
         POOL.trim()

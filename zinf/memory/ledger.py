@@ -46,6 +46,7 @@ class Ledger:
         self._capacity_bytes = capacity_bytes
         self._used_bytes = 0
         self._peak_bytes = 0
+        self._last_peak_bytes = 0
         self._lock = Lock()
 
     @property
@@ -60,6 +61,11 @@ class Ledger:
     def peak_bytes(self) -> int:
         """Largest `used_bytes` since the start, or since `reset_peak`."""
         return self._peak_bytes
+
+    @property
+    def recent_peak_bytes(self) -> int:
+        """The larger of this peak and the one before the last `reset_peak`."""
+        return max(self._peak_bytes, self._last_peak_bytes)
 
     def reserve(self, nbytes: int, what: str) -> None:
         """Count `nbytes` as held; `what` names them in the error.
@@ -103,4 +109,5 @@ class Ledger:
     def reset_peak(self) -> None:
         """Start measuring the peak anew, from what is held now."""
         with self._lock:
+            self._last_peak_bytes = self._peak_bytes
             self._peak_bytes = self._used_bytes

@@ -63,12 +63,11 @@ class Pool:
         returns.atexit = False  # pyrefly: ignore
         return memory
 
-    def trim(self) -> None:
-        """Give all idle blocks back to the system."""
+    def trim(self, nbytes: int | None = None) -> None:
+        """Give idle blocks back to the system: all, or the oldest of `nbytes`."""
         with self._lock:
             self._collect()
-            self._idle.clear()
-            self._idle_bytes = 0
+            self._drop_to(0 if nbytes is None else self._idle_bytes - nbytes)
 
     @property
     def idle_bytes(self) -> int:
@@ -91,7 +90,10 @@ class Pool:
             block = self._returned.popleft()
             self._idle.append(block)
             self._idle_bytes += _room_bytes(block)
-        while self._idle_bytes > self.idle_limit_bytes:
+        self._drop_to(self.idle_limit_bytes)
+
+    def _drop_to(self, nbytes: int) -> None:
+        while self._idle and self._idle_bytes > nbytes:
             self._idle_bytes -= _room_bytes(self._idle.pop(0))
 
     def _best_fit(self, nbytes: int) -> mmap.mmap | None:

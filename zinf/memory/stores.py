@@ -48,8 +48,10 @@ class Stores:
         return self[tier].ledger.peak_bytes if tier in self.tiers else 0
 
     def reset_peaks(self) -> None:
+        """Before a step, while nothing is under way."""
         for tier in self.tiers:
             self[tier].ledger.reset_peak()
+        self.heap.settle()
 
     def close(self) -> None:
         """Close the stores; what is on the NVMe tier stays in its files."""
@@ -57,6 +59,7 @@ class Stores:
             self.nvme.close()
         self.host.close()
         self.device.close()
+        self.heap.close()
 
 
 def open_stores(

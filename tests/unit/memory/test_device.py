@@ -2,11 +2,15 @@ import weakref
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 from zinf.memory import DeviceStore, aligned_empty, to_host
 from zinf.memory import device as device_module
+from zinf.memory.aligned import POOLED_FROM_BYTES
+from zinf.memory.device import to_device
+from zinf.memory.pool import POOL
 from zinf.program import ArrayId
 
 WHOLE = ArrayId("param", "w")
@@ -178,3 +182,18 @@ def test_to_host_gathers_a_sharded_array() -> None:
     value = np.arange(2 * len(jax.devices()))
     (found,) = to_host(jax.device_put(value, sharding))
     np.testing.assert_array_equal(found, value)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int8, ml_dtypes.bfloat16, np.bool_])
+def test_large_arrays_pass_bit_for_bit_and_leave_their_memory_in_time(dtype) -> None:
+    POOL.trim()
+    source = np.arange(POOLED_FROM_BYTES).astype(dtype)
+    (array,) = to_device([source], jax.devices()[0])
+    assert array.dtype == source.dtype
+    np.testing.assert_array_equal(to_host(array)[0], source)
+    source[:] = 0
+    assert np.asarray(array[1:100]).any(), "memory of the caller is aliased"
+    POOL.trim()
+    del array
+    if source.dtype.kind in "fi" and jax.devices()[0].platform == "cpu":
+        assert POOL.idle_bytes == source.nbytes, "it waits for the next call of JAX"

@@ -7,6 +7,7 @@ import pytest
 from zinf.memory import heap as module
 from zinf.memory.heap import Heap, resident_bytes
 from zinf.memory.ledger import Ledger
+from zinf.memory.pool import IDLE_BYTES, POOL
 from zinf.program import Tier
 
 MIB = 2**20
@@ -62,16 +63,31 @@ def test_freed_memory_beyond_the_slack_goes_back_to_the_system() -> None:
     subprocess.run([sys.executable, "-c", HOARD], check=True, timeout=60)
 
 
-def test_what_is_counted_or_within_the_slack_is_left_alone(process) -> None:
+def test_what_was_counted_lately_or_is_within_the_slack_is_left_alone(process) -> None:
     ledger = Ledger(Tier.HOST, None)
     heap = Heap([ledger], SLACK)
     ledger.reserve(200 * MIB, "arrays")
+    ledger.release(200 * MIB)
     process(1000 * MIB + 200 * MIB + SLACK, 0)
     trims = process.trims
     heap.relieve()
-    assert process.trims == trims
-    ledger.release(1)
+    ledger.reset_peak()
     heap.relieve()
+    assert process.trims == trims
+    # The step after that did without.
+    ledger.reset_peak()
+    heap.relieve()
+    assert process.trims == trims + 1
+
+
+def test_room_is_made_for_what_is_coming(process) -> None:
+    ledger = Ledger(Tier.HOST, None)
+    heap = Heap([ledger], SLACK)
+    process(1000 * MIB + SLACK - 10 * MIB, 1000 * MIB)
+    trims = process.trims
+    heap.relieve([(Tier.DEVICE, 100 * MIB), (Tier.HOST, 10 * MIB)])
+    assert process.trims == trims
+    heap.relieve([(Tier.HOST, 11 * MIB)])
     assert process.trims == trims + 1
 
 
@@ -82,10 +98,42 @@ def test_memory_in_use_that_nobody_counted_is_looked_for_once(process) -> None:
     for _ in range(10):
         heap.relieve()
     assert process.trims == trims + 1
-    # From then on it is taken for the process's own, and half the slack is left.
+    # From then on half the slack may be hoarded beside it,
     process(1400 * MIB + SLACK // 2 + 1, 1400 * MIB)
     heap.relieve()
     assert process.trims == trims + 2
+    # until it is gone.
+    process(1000 * MIB, 1000 * MIB)
+    heap.relieve()
+    process(1400 * MIB, 1400 * MIB)
+    heap.relieve()
+    assert process.trims == trims + 3
+
+
+def test_what_the_first_step_loads_is_the_own_memory_of_the_process(process) -> None:
+    ledger = Ledger(Tier.HOST, None)
+    heap = Heap([ledger], SLACK)
+    ledger.reserve(300 * MIB, "arrays")
+    process(1400 * MIB, 1400 * MIB)
+    heap.settle()
+    process(1400 * MIB + SLACK, 0)
+    trims = process.trims
+    heap.relieve()
+    assert process.trims == trims
+    process(2000 * MIB, 1400 * MIB)
+    for _ in range(10):
+        heap.settle()
+    assert process.trims < trims + 10, "it is measured before every step"
+
+
+def test_the_pool_may_keep_what_the_ledgers_counted(process) -> None:
+    ledger = Ledger(Tier.HOST, None)
+    heap = Heap([ledger], SLACK)
+    ledger.reserve(2 * IDLE_BYTES, "arrays")
+    heap.relieve()
+    assert POOL.idle_limit_bytes == 2 * IDLE_BYTES
+    heap.close()
+    assert POOL.idle_limit_bytes == IDLE_BYTES
 
 
 def test_without_glibc_nothing_is_done(

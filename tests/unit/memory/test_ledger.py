@@ -24,6 +24,9 @@ def test_reset_peak_starts_from_what_is_held() -> None:
     ledger.release(40)
     ledger.reset_peak()
     assert ledger.peak_bytes == 60 - 40
+    assert ledger.recent_peak_bytes == 60
+    ledger.reset_peak()
+    assert ledger.recent_peak_bytes == 60 - 40
 
 
 def test_the_whole_capacity_can_be_used_and_not_a_byte_more() -> None:

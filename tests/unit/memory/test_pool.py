@@ -161,6 +161,17 @@ def test_trim_gives_idle_memory_back_to_the_system() -> None:
     assert (kept == 3).all()
 
 
+def test_trim_of_some_bytes_takes_the_oldest() -> None:
+    pool = Pool(idle_bytes=8 * NBYTES)
+    blocks = [pool.take(NBYTES) for _ in range(3)]
+    newest = address(blocks[-1])
+    while blocks:
+        del blocks[0]
+    pool.trim(NBYTES + 1)
+    assert pool.idle_bytes == NBYTES
+    assert address(pool.take(NBYTES)) == newest
+
+
 def test_memory_outlives_its_pool() -> None:
     memory = Pool().take(NBYTES)
     gc.collect()
