@@ -15,6 +15,7 @@ from tests.distributed.processes import free_port, run_all
 from tests.distributed.training import (
     CASES,
     FP16,
+    OVERFLOWING,
     OVERFLOWS,
     STEPS,
     fingerprint,
@@ -103,6 +104,7 @@ def test_tiers_are_bit_equal(run):
             assert on_nvme[name] == on_device[name]
 
 
+@pytest.mark.parametrize("run", [OVERFLOWING], indirect=True)
 def test_an_overflow_in_one_process_is_skipped_by_all(run):
     _, processes = run
     expected = alone(3, "host", fp16=True)

@@ -198,7 +198,7 @@ def test_tiles_and_blocks_of_rows_are_the_same_on_a_mesh(num_devices, tmp_path):
 
 def test_tiles_train_on_a_mesh_as_whole_weights_do(tmp_path):
     losses = []
-    for number, segment in enumerate(({}, {"max_bytes": MAX_BYTES})):
+    for number, segment in enumerate(({}, {"max_bytes": 4 * MAX_BYTES})):
         config = streamed_config(("nvme", "nvme"), str(tmp_path / str(number)))
         config |= {"segment": {"remat": "always"} | segment}
         config |= {"persistence_threshold": 64}

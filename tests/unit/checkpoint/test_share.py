@@ -25,7 +25,8 @@ from zinf.memory.residents import Residents
 from zinf.program import ArrayId, ArraySpec, Tier
 from zinf.sharding import Box, intersection
 
-COUNTS = (1, 2, 4, 5)
+# One process and several from each tier, and what divides few of the arrays.
+SAVED = ((1, Tier.NVME), (2, Tier.HOST), (4, Tier.NVME), (5, Tier.HOST), (5, Tier.NVME))
 # By array: shape, the dim that processes cut, and the rows of a chunk on nvme.
 ARRAYS: dict[str, tuple[tuple[int, ...], int | None, int | None]] = {
     "rows": ((10, 3), 0, None),
@@ -128,7 +129,7 @@ def opened(
     return residents
 
 
-@pytest.fixture(scope="module", params=[(n, t) for n in COUNTS for t in list(Tier)[1:]])
+@pytest.fixture(scope="module", params=SAVED)
 def saved(request, tmp_path_factory):
     """`(folder, arrays)` of a checkpoint by so many processes, from a tier."""
     count, tier = request.param
