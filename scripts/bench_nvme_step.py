@@ -60,7 +60,7 @@ def main() -> None:
     )  # fmt: skip
     for tokens in options.tokens:
         table.add_row(f"{tokens:,}", *_row(options, tokens))
-    Console(width=120, highlight=False).print(table)
+    Console(width=130, highlight=False).print(table)
 
 
 def _row(options: argparse.Namespace, tokens: int) -> list[str]:
@@ -145,21 +145,30 @@ class Moves:
                 after.update(users.get(array.whole, ()))
                 users.setdefault(array.whole, []).append(index)
             self._instructions.append(replace(x, after=tuple(sorted(after))))
-        arrays = {a for x in self._instructions for a in x.operation.arrays}
-        self._contents = {a: self._store.read(a).result() for a in arrays}
+        # What was read and not yet written; between runs nothing, as in a step.
+        self._contents: dict[ArrayId, np.ndarray] = {}
 
     def run(self) -> None:
         progress = Progress(len(self._instructions))
         run_links(self._instructions, self._move, progress)
+        self._contents.clear()
 
     def _move(self, instruction: Instruction) -> None:
         arrays, store = instruction.operation.arrays, self._store
         if instruction.link == Link.NVME_READ:
             moves = [store.read(a) for a in arrays]
-        else:
-            moves = [store.write(a, self._contents[a]) for a in arrays]
-        for move in moves:
+            for array, move in zip(arrays, moves, strict=True):
+                self._contents[array] = move.result()
+            return
+        for move in [store.write(a, self._content(a)) for a in arrays]:
             move.result()
+
+    def _content(self, array: ArrayId) -> np.ndarray:
+        content = self._contents.pop(array, None)
+        if content is None:
+            start, stop = array.rows
+            content = self._contents[array.whole][start:stop]
+        return content
 
 
 def _at_once(*actions: Callable[[], object]) -> None:
