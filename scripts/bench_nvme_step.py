@@ -12,8 +12,9 @@ instruction alone, one after another); and what the plan predicts with rates tha
 first steps measured. Contenders take turns; medians, in seconds.
 
 "Together" is the fused step and those reads and writes at once, as two threads that
-never wait for each other: less than that no order of a step can take, where a drive
-needs the processor too, as one of a virtual machine does.
+never wait for each other: what another order of the same work could come to, where a
+drive needs the processor too, as one of a virtual machine does. (The streamed step may
+take less: its executables are others.)
 
 What a drive does depends on how much is moved: virtual ones answer a few hundred MB
 from the memory of their host. So nothing is taken from `zinf bench io`, which is only
