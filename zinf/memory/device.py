@@ -174,11 +174,12 @@ def _released_at_once(value: np.ndarray, device: jax.Device) -> np.ndarray | jax
     It lets go of the memory when it is deleted. What `device_put` aliases is let go
     only when JAX is next called, and until then no pool can give it out again.
     """
-    is_pooled = value.nbytes >= POOLED_FROM_BYTES
+    if value.nbytes < POOLED_FROM_BYTES:
+        return value
     is_exchanged = value.dtype.kind in "fiu" and value.dtype.isbuiltin == 1
     is_kept = jax.dtypes.canonicalize_dtype(value.dtype) == value.dtype
     is_first = device == jax.local_devices(backend="cpu")[0]
-    if is_pooled and is_exchanged and is_kept and is_first:
+    if is_exchanged and is_kept and is_first:
         return jax.dlpack.from_dlpack(value)
     return value
 
