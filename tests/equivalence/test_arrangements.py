@@ -8,9 +8,9 @@ its backward pass is another executable.
 
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -20,7 +20,9 @@ import pytest
 
 from tests.equivalence.models import PYTREE
 from tests.equivalence.training import OPTIMIZERS, STEPS, streamed_config
+from zinf.executor import transfer
 from zinf.executor.prepare import Planner
+from zinf.memory import alias
 from zinf.plan import (
     Catalog,
     Choices,
@@ -51,6 +53,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "overflow": FP16 | ACCUMULATING,
     "on a mesh": ACCUMULATING | CLIPPED | {"mesh": {"replica": 2, "fsdp": 2}},
 }
+# Several devices, and dtypes that DLPack does not take from NumPy.
+UNSHARED = {"on a mesh", "bf16 and clipping"}
 # In the step of this number the gradient overflows in float16.
 OVERFLOWS = 12
 
@@ -102,6 +106,7 @@ class Result:
     params: Any
     operations: frozenset[tuple[Tier, bool]]
     runs: tuple[tuple[Pass, int], ...]
+    num_shared: int
 
 
 @cache
@@ -125,6 +130,13 @@ def train(setting: str, arranged: Arranged) -> Result:
         patch.setattr(choose, "WORTHWHILE", math.inf)
         patch.setattr(choose, "COMPUTE_BOUND", 0 if arranged.kept_share else math.inf)
         patch.setattr(choose, "KEPT_SHARES", (arranged.kept_share,))
+        # All but the reference have one memory for host and device, where they can.
+        smallest = 1 << 40 if arranged == PLAINEST else 1
+        patch.setattr(alias, "SHARED_FROM_BYTES", smallest)
+        shared: list[Any] = []
+        for alias_of in (alias.device_alias, alias.host_alias):
+            noting = partial(_noting, shared, alias_of)
+            patch.setattr(transfer, alias_of.__name__, noting)
         if arranged.is_horizontal:
             patch.setattr(passage, "schedule", horizontal_schedule)
         config = streamed_config((arranged.params, arranged.states), folder)
@@ -157,7 +169,13 @@ def train(setting: str, arranged: Arranged) -> Result:
         params,
         frozenset(operations),
         tuple(runs),
+        sum(x is not None for x in shared),
     )
+
+
+def _noting(found: list[Any], function: Callable[..., Any], *args: Any) -> Any:
+    found.append(function(*args))
+    return found[-1]
 
 
 # Each arrangement in half of the settings, and each setting in half of them.
@@ -177,7 +195,9 @@ def test_losses_and_parameters_are_bit_equal(setting, arranged):
     assert found.losses == expected.losses
     assert found.skipped == expected.skipped
     jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
-    # And it was arranged so: updates ran there and then.
+    # And it was arranged so: updates ran there and then, and memory was shared.
+    assert expected.num_shared == 0
+    assert setting in UNSHARED or found.num_shared > 0 or arranged.params == "none"
     tiers = {tier for tier, _ in found.operations}
     if (arranged.params, arranged.states) == ("none", "none"):
         assert tiers == {DEVICE}

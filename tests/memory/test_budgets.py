@@ -19,7 +19,7 @@ from tests.memory.small import (
     losses,
     trained,
 )
-from zinf.executor import run as executor_run
+from zinf.executor import transfer
 from zinf.plan import Link
 from zinf.program import Tier
 
@@ -99,7 +99,7 @@ class Meter:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.moved: Counter[str] = Counter()
-        to_devices, to_shares = executor_run.to_devices, executor_run.to_shares
+        to_devices, to_shares = transfer.to_devices, transfer.to_shares
 
         def counting_to_devices(shares: Any, layouts: Any) -> Any:
             self.moved["h2d"] += sum(x.nbytes for x in shares)
@@ -110,8 +110,8 @@ class Meter:
             self.moved["d2h"] += sum(x.nbytes for x in shares)
             return shares
 
-        monkeypatch.setattr(executor_run, "to_devices", counting_to_devices)
-        monkeypatch.setattr(executor_run, "to_shares", counting_to_shares)
+        monkeypatch.setattr(transfer, "to_devices", counting_to_devices)
+        monkeypatch.setattr(transfer, "to_shares", counting_to_shares)
 
 
 def test_every_link_moves_what_the_plan_says(

@@ -75,7 +75,8 @@ class Machine:
     """Runs a plan, one link at a time making progress by chance.
 
     An instruction holds its bytes from its start, and gives some back only at its end;
-    what it reads must be there, and nobody may write it, from start to end.
+    what it reads must be there, and nobody may write it, from start to end. Host and
+    device share the memory of arrays that the plan says may.
     """
 
     def __init__(self, plan: Plan, catalog: Catalog, initial: Iterable[Copy]):
@@ -139,7 +140,8 @@ class Machine:
             return self.stores[copy[1]].read(copy[0])
 
         for (array, tier), content in _results(instruction, self.catalog, read):
-            self.stores[tier].write(array, content)
+            if not self.share(instruction.operation, array):
+                self.stores[tier].write(array, content)
         for tier, nbytes in instruction.workspace:
             self.used[tier] -= nbytes
         if isinstance(instruction.operation, Free):
@@ -147,6 +149,20 @@ class Machine:
             for array in instruction.operation.arrays:
                 del self.stores[tier].arrays[array]
                 self.used[tier] -= self.catalog.nbytes(array)
+
+    def share(self, operation: object, array: ArrayId) -> bool:
+        if not isinstance(operation, Transfer):
+            return False
+        shared = self.plan.shared
+        ends = {Tier.DEVICE: shared.up, Tier.HOST: shared.down}
+        source = self.stores[operation.source].arrays
+        target = self.stores[operation.target].arrays
+        if operation.source == Tier.NVME or array not in ends.get(operation.target, ()):
+            return False
+        if array not in source or array in target:
+            return False
+        target[array] = source[array]
+        return True
 
     def claim(self, index: int, copy: Copy, *, writes: bool) -> None:
         array, tier = copy

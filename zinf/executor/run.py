@@ -4,8 +4,8 @@ There is no decision here. Where an array goes, and when, is the plan's; how it 
 stored is the stores'; what is computed is the segments' and the optimizer's.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,12 +17,11 @@ import numpy as np
 
 from zinf.executor.decision import Decision, Pending
 from zinf.executor.links import Progress, run_links
+from zinf.executor.transfer import Mover
 from zinf.memory import (
     Stores,
     aligned_empty,
     in_device_form,
-    to_devices,
-    to_shares,
 )
 from zinf.plan import (
     Accumulate,
@@ -117,7 +116,7 @@ def run_plan(
         whatever an instruction raised, with a note naming it. All copies that the plan
         made are gone then; `record` says how arrays at home are.
     """
-    run = _StepRun(work, stores, seeds, record, plan.homes)
+    run = _StepRun(work, stores, seeds, record, plan)
     progress = Progress(len(plan.instructions))
     record.plan = plan
     try:
@@ -142,11 +141,12 @@ class _StepRun:
         stores: Stores,
         seed: Any,
         record: StepRecord,
-        homes: Mapping[ArrayId, Tier],
+        plan: Plan,
     ):
         self.work, self.stores, self.seed, self.record = work, stores, seed, record
-        self.homes = homes
+        self.homes = plan.homes
         self.copies: set[Copy] = set()
+        self.mover = Mover(stores, work.layouts, self.begin_write, plan.shared)
         self.has_updated = False
 
     def execute(self, instruction: Instruction) -> None:
@@ -155,7 +155,7 @@ class _StepRun:
             match operation:
                 case Transfer():
                     self.stores.heap.relieve()
-                    self.transfer(operation)
+                    self.mover.move(operation)
                     self.record.moved_bytes[instruction.link] += instruction.nbytes
                 case Run():
                     new = (*instruction.allocates, *instruction.workspace)
@@ -206,11 +206,15 @@ class _StepRun:
     def write(self, array: ArrayId, tier: Tier, content: Any) -> None:
         self.begin_write(array, tier, content).result()
 
-    def begin_write(self, array: ArrayId, tier: Tier, content: Any) -> Future[None]:
+    def begin_write(
+        self, array: ArrayId, tier: Tier, content: Any, *, is_alias: bool = False
+    ) -> Future[None]:
         # Rows of a copy that is here as a whole are written into that.
         is_part = (array.whole, tier) in self.copies
         if not is_part and self.homes.get(array, self.homes.get(array.whole)) != tier:
             self.copies.add((array, tier))
+        if is_alias:
+            return self.stores.host.adopt(array, content)
         return self.stores[tier].write(array, content)
 
     def drop_copies(self) -> None:
@@ -219,38 +223,6 @@ class _StepRun:
             if self.stores[tier].contains(array):
                 self.stores[tier].free(array)
         self.copies.clear()
-
-    def transfer(self, operation: Transfer) -> None:
-        source, target = self.stores[operation.source], self.stores[operation.target]
-        device = self.stores.device
-        if device in (source, target):
-            contents = [source.read(a).result() for a in operation.arrays]
-            layouts = [self.work.layouts.of(a) for a in operation.arrays]
-            move = to_shares if source is device else to_devices
-            moved: Sequence[Any] = move(contents, layouts)
-            for array, content in zip(operation.arrays, moved, strict=True):
-                self.write(array, operation.target, content)
-            return
-        # Drives answer fastest with several requests under way.
-        reads = [(a, source.read(a)) for a in operation.arrays]
-        if target is self.stores.host:
-            try:
-                for array, future in reads:
-                    self.write(array, operation.target, future.result())
-            finally:
-                # If one fails, the step ends with none of the others under way.
-                wait([future for _, future in reads])
-            return
-        writes = []
-        try:
-            for array, future in reads:
-                content = future.result()
-                writes.append(self.begin_write(array, operation.target, content))
-        finally:
-            # If one fails, what the others write is dropped: not while they do.
-            wait(writes)
-        for written in writes:
-            written.result()
 
     def run(self, operation: Run) -> None:
         segment = self.work.segments[operation.segment]

@@ -1,5 +1,6 @@
 """Where arrays rest: one store a tier, behind the same three verbs."""
 
+from zinf.memory.alias import device_alias, host_alias
 from zinf.memory.aligned import aligned_empty
 from zinf.memory.device import DeviceStore, to_device, to_host
 from zinf.memory.heap import share_heap
@@ -23,7 +24,9 @@ __all__ = [
     "StorageError",
     "Stores",
     "aligned_empty",
+    "device_alias",
     "gathered",
+    "host_alias",
     "in_device_form",
     "open_stores",
     "share_heap",

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from zinf.memory.alias import exchanged
 from zinf.memory.aligned import POOLED_FROM_BYTES, aligned_copy
 from zinf.memory.hold import Holds
 from zinf.memory.ledger import Ledger
@@ -169,19 +170,10 @@ def to_device(
 
 
 def _released_at_once(value: np.ndarray, device: jax.Device) -> np.ndarray | jax.Array:
-    """An array of the CPU backend over `value`, if that can be had by DLPack.
-
-    It lets go of the memory when it is deleted. What `device_put` aliases is let go
-    only when JAX is next called, and until then no pool can give it out again.
-    """
     if value.nbytes < POOLED_FROM_BYTES:
         return value
-    is_exchanged = value.dtype.kind in "fiu" and value.dtype.isbuiltin == 1
-    is_kept = jax.dtypes.canonicalize_dtype(value.dtype) == value.dtype
-    is_first = device == jax.local_devices(backend="cpu")[0]
-    if is_exchanged and is_kept and is_first:
-        return jax.dlpack.from_dlpack(value)
-    return value
+    alias = exchanged(value, device)
+    return value if alias is None else alias
 
 
 def to_host(*values: jax.Array) -> list[np.ndarray]:

@@ -25,8 +25,8 @@ class HostStore(AbstractStore):
     """Arrays in host memory, as 64-byte aligned `np.ndarray`s.
 
     `read` copies nothing: it returns a read-only view. An array changes only through
-    `write` and `update`, and since a read-only array is never adopted, no two ids ever
-    share memory.
+    `write` and `update`, and since `write` never adopts a read-only array, no two ids
+    share memory unless somebody asked for it with `adopt`.
 
     `write` adopts an array that `is_adoptable` says it can keep as it is, and copies
     any other. Rows, and replacements that cannot be adopted, are copied into the memory
@@ -43,7 +43,7 @@ class HostStore(AbstractStore):
         self._arrays: dict[ArrayId, np.ndarray] = {}
 
     def read(self, array: ArrayId) -> Future[np.ndarray]:
-        view = self._memory(array).view()
+        view = self.memory(array).view()
         view.flags.writeable = False
         return completed(view)
 
@@ -64,6 +64,16 @@ class HostStore(AbstractStore):
             np.copyto(stored, value)
         return completed(None)
 
+    def adopt(self, array: ArrayId, value: np.ndarray) -> Future[None]:
+        """Keep a read-only `value` itself as a new array, which then never changes.
+
+        It belongs to somebody else, who leaves it as it is until `array` is freed.
+        """
+        assert not value.flags.writeable and self._find(array) is None
+        with self.ledger.holding(value.nbytes, str(array)):
+            self._arrays[array] = value
+        return completed(None)
+
     def update(self, arrays: Sequence[ArrayId], function: Callable[..., Any]) -> None:
         """Call `function` with the memory of `arrays`, for it to write them in place.
 
@@ -76,7 +86,7 @@ class HostStore(AbstractStore):
         """
         for array in arrays:
             self.holds.wait(array)
-        function(*map(self._memory, arrays))
+        function(*map(self.memory, arrays))
 
     def free(self, array: ArrayId) -> None:
         self.holds.wait(array)
@@ -92,7 +102,12 @@ class HostStore(AbstractStore):
         for array in list(self._arrays):
             self.free(array)
 
-    def _memory(self, array: ArrayId) -> np.ndarray:
+    def memory(self, array: ArrayId) -> np.ndarray:
+        """The memory of `array` itself, its own or its rows of the whole: to be shared.
+
+        Raises:
+            KeyError: neither `array` nor its whole is kept here.
+        """
         stored = self._find(array)
         if stored is None:
             raise unknown_array(array, self.tier, list(self._arrays))

@@ -42,5 +42,6 @@ from zinf.plan.passage import kept_copies as kept_copies
 from zinf.plan.place import Resident as Resident
 from zinf.plan.place import place as place
 from zinf.plan.plan import Plan as Plan
+from zinf.plan.shared import Shared as Shared
 from zinf.plan.show import show_bytes as show_bytes
 from zinf.plan.show import show_seconds as show_seconds

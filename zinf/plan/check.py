@@ -36,6 +36,8 @@ def check(
     * dependencies point backward, so the earliest unfinished instruction can run;
     * what an instruction reads is there, in its newest version, made by one that it
       waits for, and neither overwritten nor freed before it is done;
+    * what a device reads is not updated on the host before that is done, since the two
+      may be in one memory;
     * at the end the newest versions are at home, and only `kept` copies are left;
     * no interleaving of the links exceeds a budget (see [Note: fences]).
 
@@ -92,6 +94,8 @@ class _Copies:
         # By holder: which rows, whether written, and by which instruction.
         self.uses: dict[Copy, list[tuple[Rows, bool, int]]] = defaultdict(list)
         self.freed: dict[Copy, int] = {}
+        # By array: which rows of it devices read, and in which instruction.
+        self.read_there: dict[ArrayId, list[tuple[Rows, int]]] = defaultdict(list)
         self.present = set(initial)
         # Versions by rows (None: those rows that have no entry of their own).
         self.versions: dict[Copy, dict] = defaultdict(dict)
@@ -127,6 +131,8 @@ class _Copies:
         ):
             raise self.error(index, f"reads an old version of {_name(copy)}")
         self.uses[held].append((rows, False, index))
+        if copy[1] == Tier.DEVICE:
+            self.read_there[copy[0].whole].append((rows, index))
 
     def write(self, index: int, copy: Copy, version: Mapping) -> None:
         held = self.holder(copy)
@@ -158,6 +164,12 @@ class _Copies:
         self.uses.pop(copy, None)
         self.versions.pop(copy, None)
         self.freed[copy] = index
+
+    def update(self, index: int, array: ArrayId) -> None:
+        """Whoever reads an array on a device must be done before it changes here."""
+        for rows, other in self.read_there[array.whole]:
+            if overlaps(rows, array.rows) and not self.waits(index, other):
+                raise self.error(index, f"changes {array} under #{other}")
 
     def finish(self, kept: Iterable[Copy]) -> None:
         """At the end homes and `kept` hold the newest versions; all else is gone."""
@@ -212,6 +224,8 @@ def _check_copies(
             copies.read(index, copy)
         for copy in instruction.writes:
             array = copy[0]
+            if isinstance(operation, Update) and operation.tier == Tier.HOST:
+                copies.update(index, array)
             newest = copies.newest[array.whole]
             if not isinstance(operation, Transfer):
                 if array.rows is None:

@@ -1,8 +1,8 @@
 """The list of instructions of a plan, as it is written.
 
 It knows what was listed before, and from that what each instruction has to wait for:
-those that made what it reads, those that still read what it changes, those that freed
-what it makes again.
+those that made what it reads, those that still read what it changes (which a host and
+its devices may have in one memory), those that freed what it makes again.
 """
 
 from collections import defaultdict
@@ -53,6 +53,8 @@ class Listing:
         self._catalog, self._copies = catalog, copies
         self._uses: dict[Copy, Uses] = defaultdict(Uses)
         self._freed_by: dict[Copy, tuple[int]] = {}
+        # Who read an array on the devices, also where that copy is gone.
+        self._read_there: dict[ArrayId, Uses] = defaultdict(Uses)
         self._decided = -1
 
     def add_job(self, job: Job, created: Sequence[Copy]) -> None:
@@ -129,9 +131,16 @@ class Listing:
         for copy in reads:
             uses = self._uses[self._copies.key(copy)]
             after.update(uses.read(copy[0].rows, index))
+            if copy[1] == Tier.DEVICE:
+                self._read_there[copy[0].whole].read(copy[0].rows, index)
         for copy in writes:
             uses = self._uses[self._copies.key(copy)]
             after.update(uses.write(copy[0].rows, index))
+        if isinstance(operation, Update) and operation.tier == Tier.HOST:
+            # It changes them in place, and that may be where devices read them.
+            for array, _ in writes:
+                readers = self._read_there[array.whole]
+                after.update(readers.write(array.rows, index))
         if isinstance(operation, Update) and not operation.is_pending:
             after.add(self._decided)
         elif isinstance(operation, Decide):

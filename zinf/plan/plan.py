@@ -5,6 +5,7 @@ from functools import cached_property
 
 from zinf.plan.cost import Rates, Timeline, predict
 from zinf.plan.instruction import FusedStep, Instruction, Link, Pass, Run, Update
+from zinf.plan.shared import Shared, shared_arrays
 from zinf.plan.show import show_instructions, show_summary
 from zinf.program import ArrayId, Tier
 
@@ -65,6 +66,11 @@ class Plan:
             if isinstance(operation, Run) and operation.kind == Pass.LOSS:
                 return i
         return len(self.instructions)
+
+    @cached_property
+    def shared(self) -> Shared:
+        """What may be in one memory on host and device, where they have one."""
+        return shared_arrays(self.instructions, self.homes)
 
     def link_bytes(self, link: Link) -> int:
         """Bytes that a step moves over a link."""

@@ -7,6 +7,7 @@ import pytest
 from tests.toy.program import LeafCase, chain
 from zinf.plan import (
     Accumulate,
+    Decide,
     Free,
     FusedStep,
     Instruction,
@@ -118,6 +119,21 @@ def test_a_change_waits_for_readers() -> None:
     check(plan_of(UP, read, change(W, 0, 1), down, *rest))
     early = plan_of(UP, read, change(W, 0), down, *rest)
     refuse(early, "#2 .* overwrites param/w on host under #1")
+
+
+def test_an_update_on_the_host_waits_for_readers_on_the_device() -> None:
+    up = UP, move(W, HOST, DEVICE, 0)
+    read = Instruction(Accumulate((G,), ()), Link.DEVICE, (1,), ((W, DEVICE),))
+    copies = ((ROWS, HOST),)
+    rest = move(W, HOST, NVME, 4, link=Link.NVME_WRITE), free(W, HOST, 5)
+
+    def plan(*after: int) -> Plan:
+        update = Instruction(Update(0, "w", HOST), Link.HOST, after, copies, copies)
+        decide = Instruction(Decide((), ()), Link.HOST, ())
+        return plan_of(*up, read, decide, update, *rest, free(W, DEVICE, 2))
+
+    check(plan(0, 1, 2))
+    refuse(plan(0, 1), r"#4 .* changes param/w.* under #2")
 
 
 def test_an_old_version_is_not_read() -> None:

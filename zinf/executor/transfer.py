@@ -1,0 +1,101 @@
+"""Carries out the transfers of a plan."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from zinf.memory import Stores, device_alias, host_alias, to_devices, to_shares
+from zinf.plan import Shared, Transfer
+from zinf.program import ArrayId, Tier
+from zinf.sharding import Layouts
+
+BeginWrite = Callable[..., Future[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Mover:
+    """Attributes:
+    begin_write: `(array, tier, content, is_alias=False) -> future` makes or changes a
+        copy; an alias is for the host to keep as it is.
+    shared: what may be an alias where a device computes in the memory of the host.
+    """
+
+    stores: Stores
+    layouts: Layouts
+    begin_write: BeginWrite
+    shared: Shared
+
+    def move(self, operation: Transfer) -> None:
+        match operation.source, operation.target:
+            case Tier.HOST, Tier.DEVICE:
+                self.to_devices(operation.arrays)
+            case Tier.DEVICE, Tier.HOST:
+                self.to_host(operation.arrays)
+            case Tier.NVME, Tier.HOST:
+                self.from_drive(operation.arrays)
+            case _:
+                self.to_drive(operation.arrays)
+
+    def to_devices(self, arrays: Sequence[ArrayId]) -> None:
+        copied = []
+        for array in arrays:
+            alias = self.alias_on_device(array)
+            if alias is None:
+                copied.append(array)
+            else:
+                self.begin_write(array, Tier.DEVICE, alias).result()
+        contents = [self.stores.host.read(a).result() for a in copied]
+        moved = to_devices(contents, [self.layouts.of(a) for a in copied])
+        for array, content in zip(copied, moved, strict=True):
+            self.begin_write(array, Tier.DEVICE, content).result()
+
+    def alias_on_device(self, array: ArrayId) -> jax.Array | None:
+        share = self.layouts.of(array).share
+        if array not in self.shared.up or share.num_devices > 1:
+            return None
+        memory = self.stores.host.memory(array)
+        return device_alias(memory, next(iter(share.device_set)))
+
+    def to_host(self, arrays: Sequence[ArrayId]) -> None:
+        copied = []
+        for array in arrays:
+            alias = self.alias_on_host(array)
+            if alias is None:
+                copied.append(array)
+            else:
+                self.begin_write(array, Tier.HOST, alias, is_alias=True).result()
+        contents = [self.stores.device.read(a).result() for a in copied]
+        moved = to_shares(contents, [self.layouts.of(a) for a in copied])
+        for array, content in zip(copied, moved, strict=True):
+            self.begin_write(array, Tier.HOST, content).result()
+
+    def alias_on_host(self, array: ArrayId) -> np.ndarray | None:
+        if array not in self.shared.down:
+            return None
+        return host_alias(self.stores.device.read(array).result())
+
+    # Drives answer fastest with several requests under way.
+
+    def from_drive(self, arrays: Sequence[ArrayId]) -> None:
+        reads = [(a, self.stores[Tier.NVME].read(a)) for a in arrays]
+        try:
+            for array, future in reads:
+                self.begin_write(array, Tier.HOST, future.result()).result()
+        finally:
+            # If one fails, the step ends with none of the others under way.
+            wait([future for _, future in reads])
+
+    def to_drive(self, arrays: Sequence[ArrayId]) -> None:
+        contents = [(a, self.stores.host.read(a).result()) for a in arrays]
+        writes = []
+        try:
+            for array, content in contents:
+                writes.append(self.begin_write(array, Tier.NVME, content))
+        finally:
+            # If one fails, what the others write is dropped: not while they do.
+            wait(writes)
+        for written in writes:
+            written.result()
