@@ -170,6 +170,7 @@ def to_device(
 
 
 def _released_at_once(value: np.ndarray, device: jax.Device) -> np.ndarray | jax.Array:
+    """The same content in memory that goes back to its pool without delay."""
     if value.nbytes < POOLED_FROM_BYTES:
         return value
     alias = exchanged(value, device)
