@@ -154,12 +154,13 @@ class Machine:
         if not isinstance(operation, Transfer):
             return False
         shared = self.plan.shared
-        ends = {Tier.DEVICE: shared.up, Tier.HOST: shared.down}
+        arrays = {
+            (Tier.HOST, Tier.DEVICE): shared.up,
+            (Tier.DEVICE, Tier.HOST): shared.down,
+        }.get((operation.source, operation.target), ())
         source = self.stores[operation.source].arrays
         target = self.stores[operation.target].arrays
-        if operation.source == Tier.NVME or array not in ends.get(operation.target, ()):
-            return False
-        if array not in source or array in target:
+        if array not in arrays or array not in source or array in target:
             return False
         target[array] = source[array]
         return True

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,26 +32,32 @@ class Mover:
     def move(self, operation: Transfer) -> None:
         match operation.source, operation.target:
             case Tier.HOST, Tier.DEVICE:
-                self.to_devices(operation.arrays)
+                self.across(operation, self.alias_on_device, to_devices)
             case Tier.DEVICE, Tier.HOST:
-                self.to_host(operation.arrays)
+                self.across(operation, self.alias_on_host, to_shares)
             case Tier.NVME, Tier.HOST:
                 self.from_drive(operation.arrays)
             case _:
                 self.to_drive(operation.arrays)
 
-    def to_devices(self, arrays: Sequence[ArrayId]) -> None:
-        copied = []
-        for array in arrays:
-            alias = self.alias_on_device(array)
-            if alias is None:
-                copied.append(array)
-            else:
-                self.begin_write(array, Tier.DEVICE, alias).result()
-        contents = [self.stores.host.read(a).result() for a in copied]
-        moved = to_devices(contents, [self.layouts.of(a) for a in copied])
+    def across(
+        self,
+        operation: Transfer,
+        alias_of: Callable[[ArrayId], Any],
+        copies_of: Callable[..., Sequence[Any]],
+    ) -> None:
+        """Between host and devices: aliases where they may be, copies of the rest."""
+        source, target = self.stores[operation.source], operation.target
+        aliases = {array: alias_of(array) for array in operation.arrays}
+        copied = [array for array, alias in aliases.items() if alias is None]
+        for array, alias in aliases.items():
+            if alias is not None:
+                is_kept = target == Tier.HOST
+                self.begin_write(array, target, alias, is_alias=is_kept).result()
+        contents = [source.read(a).result() for a in copied]
+        moved = copies_of(contents, [self.layouts.of(a) for a in copied])
         for array, content in zip(copied, moved, strict=True):
-            self.begin_write(array, Tier.DEVICE, content).result()
+            self.begin_write(array, target, content).result()
 
     def alias_on_device(self, array: ArrayId) -> jax.Array | None:
         share = self.layouts.of(array).share
@@ -58,19 +65,6 @@ class Mover:
             return None
         memory = self.stores.host.memory(array)
         return device_alias(memory, next(iter(share.device_set)))
-
-    def to_host(self, arrays: Sequence[ArrayId]) -> None:
-        copied = []
-        for array in arrays:
-            alias = self.alias_on_host(array)
-            if alias is None:
-                copied.append(array)
-            else:
-                self.begin_write(array, Tier.HOST, alias, is_alias=True).result()
-        contents = [self.stores.device.read(a).result() for a in copied]
-        moved = to_shares(contents, [self.layouts.of(a) for a in copied])
-        for array, content in zip(copied, moved, strict=True):
-            self.begin_write(array, Tier.HOST, content).result()
 
     def alias_on_host(self, array: ArrayId) -> np.ndarray | None:
         if array not in self.shared.down:

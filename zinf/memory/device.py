@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from zinf.memory.alias import exchanged
+from zinf.memory.alias import exchanged, has_host_memory
 from zinf.memory.aligned import POOLED_FROM_BYTES, aligned_copy
 from zinf.memory.hold import Holds
 from zinf.memory.ledger import Ledger
@@ -149,7 +149,7 @@ def to_device(
         ValueError: JAX would give an array another dtype there.
     """
     devices = [device] * len(values) if isinstance(device, jax.Device) else device
-    if devices and devices[0].platform == "cpu":
+    if devices and has_host_memory(devices[0]):
         # The CPU backend would alias aligned NumPy memory, even when told not to, and
         # show what the caller writes there later. It may alias these copies.
         values = [

@@ -13,7 +13,7 @@ an alias instead of a copy, if nobody sees the difference:
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zinf.plan.instruction import Free, Instruction, Transfer
+from zinf.plan.instruction import Instruction, Transfer
 from zinf.program import ArrayId, Tier
 
 
@@ -45,7 +45,7 @@ def shared_arrays(
                 down.update(operation.arrays)
             else:
                 not_down.update(a.whole for a in operation.arrays)
-        elif not isinstance(operation, Free):
+        else:
             for array, tier in instruction.writes:
                 if tier == Tier.DEVICE:
                     not_up.add(array.whole)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from zinf.memory import HostStore, aligned_empty, device_alias, host_alias
-from zinf.memory.aligned import POOLED_FROM_BYTES
+from zinf.memory.aligned import POOLED_FROM_BYTES, address
 from zinf.memory.pool import POOL
 from zinf.program import ArrayId
 
@@ -24,10 +24,6 @@ def filled(numel: int = NUMEL, dtype: type = np.float32) -> np.ndarray:
     memory = aligned_empty((numel,), dtype)
     memory[...] = 1
     return memory
-
-
-def address(array: np.ndarray) -> int:
-    return array.__array_interface__["data"][0]
 
 
 def test_a_device_has_an_array_where_the_host_has_it(device: jax.Device) -> None:
