@@ -78,12 +78,14 @@ def layer_loss(params: Any, batch: Any) -> jax.Array:
     return jax.numpy.mean((y - batch["y"]) ** 2)
 
 
-def layer(hidden: int, budget: int, folder: Any, **config: Any) -> Any:
+def layer(
+    hidden: int, budget: int, folder: Any, host: int | None = None, **config: Any
+) -> Any:
     """An engine for one layer of `hidden` x 4 `hidden`, and a batch."""
     random = np.random.default_rng(0)
     x, y = (random.normal(size=(4, n)).astype("f4") for n in (hidden, 4 * hidden))
     whole = streamed_config(("nvme", "nvme"), str(folder)) | config
-    whole["memory"] |= {"device": budget}
+    whole["memory"] |= {"device": budget} | ({"host": host} if host else {})
     init = {"kernel": x.T @ y / 99, "bias": np.zeros(4 * hidden, "f4")}
     engine = zinf.initialize(layer_loss, init, optax.adam(1e-3), whole)
     return engine, {"x": x, "y": y}
@@ -101,6 +103,21 @@ def test_a_layer_larger_than_the_device_trains_within_its_budget(tmp_path):
         losses.append([m["loss"] for m in metrics])
         engine.close()
     np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+def test_tiles_are_as_small_as_their_updates_on_the_host_need(tmp_path):
+    """A tile that just fits the device takes four times as much of the host."""
+    hidden = 256
+    budget = hidden * 4 * hidden * 4 // 4
+    engine, batch = layer(hidden, 32 * budget, tmp_path / "whole")
+    expected = [engine.step(batch)["loss"] for _ in range(3)]
+    engine.close()
+    engine, batch = layer(hidden, budget, tmp_path / "tiles", host=budget)
+    metrics = [engine.step(batch) for _ in range(3)]
+    assert all(m["device_bytes"] <= budget for m in metrics)
+    assert all(m["host_bytes"] <= budget for m in metrics)
+    np.testing.assert_allclose([m["loss"] for m in metrics], expected, rtol=1e-5)
+    engine.close()
 
 
 def test_a_weight_that_cannot_be_tiled_is_named_when_it_does_not_fit(tmp_path):

@@ -1,7 +1,8 @@
 """How a step is made smaller that does not fit the device.
 
 Its segments get fewer parameters, where weights that are larger than that are read by
-tile; or, where intermediate values take most, run in blocks of rows.
+tile; or, where intermediate values take most, run in blocks of rows. Tiles are updated
+whole, so they may be too large for the host too.
 """
 
 from collections.abc import Collection, Sequence
@@ -39,11 +40,14 @@ def tighter(
     Args:
         error: what was missing with `segments`, which are of `program`.
     """
-    if Tier.DEVICE not in error.shortages:
+    tier = Tier.DEVICE if Tier.DEVICE in error.shortages else Tier.HOST
+    if tier not in error.shortages or (tier == Tier.HOST and not program.tilings):
         return None
-    short = error.shortages[Tier.DEVICE]
+    short = error.shortages[tier]
     divisor = max(2, short.needed_bytes // max(1, short.capacity_bytes))
     params = largest_segment_bytes(program)
+    if tier == Tier.HOST:
+        return replace(limits, param_bytes=params // divisor) if params > 1 else None
     spaces = [s.workspace() for s in segments]
     workspace = max(max(w.forward_bytes, w.backward_bytes) for w in spaces)
     may_shrink = limits.workspace_bytes is None or workspace <= limits.workspace_bytes
