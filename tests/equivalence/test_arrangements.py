@@ -20,13 +20,15 @@ import pytest
 
 from tests.equivalence.models import PYTREE
 from tests.equivalence.training import OPTIMIZERS, STEPS, streamed_config
-from zinf.executor import transfer
+from zinf.executor import prepare, transfer
+from zinf.executor.keeping import what_may_be_kept
 from zinf.executor.prepare import Planner
 from zinf.memory import alias
 from zinf.plan import (
     Catalog,
     Choices,
     Decide,
+    Keeping,
     Pass,
     Run,
     StepOptions,
@@ -129,7 +131,7 @@ def train(setting: str, arranged: Arranged) -> Result:
         # Whatever is tried is taken.
         patch.setattr(choose, "WORTHWHILE", math.inf)
         patch.setattr(choose, "COMPUTE_BOUND", 0 if arranged.kept_share else math.inf)
-        patch.setattr(choose, "KEPT_SHARES", (arranged.kept_share,))
+        patch.setattr(prepare, "what_may_be_kept", partial(_of_last, arranged))
         # All but the reference have one memory for host and device, where they can.
         smallest = 1 << 40 if arranged == PLAINEST else 1
         patch.setattr(alias, "SHARED_FROM_BYTES", smallest)
@@ -171,6 +173,12 @@ def train(setting: str, arranged: Arranged) -> Result:
         tuple(runs),
         sum(x is not None for x in shared),
     )
+
+
+def _of_last(arranged: Arranged, *args: Any) -> dict[int, Keeping]:
+    found = what_may_be_kept(*args)
+    count = round(arranged.kept_share * len(found))
+    return {k: found[k] for k in sorted(found)[len(found) - count :]}
 
 
 def _noting(found: list[Any], function: Callable[..., Any], *args: Any) -> Any:

@@ -23,13 +23,7 @@ from zinf.topology import (
     traffic,
 )
 
-EXECUTABLES = {
-    Pass.FORWARD: "forward",
-    Pass.KEEPING: "forward_keeping",
-    Pass.BACKWARD: "backward",
-    Pass.LOSS: "backward",
-    Pass.KEPT: "backward_from",
-}
+FORWARD = {Pass.FORWARD, Pass.KEEPING}
 
 
 @dataclass(frozen=True)
@@ -101,7 +95,9 @@ def _executables(made: Streamed, instruction: Instruction) -> list[Any]:
     operation = instruction.operation
     if isinstance(operation, Run):
         segment = made.segments[operation.segment]
-        return [getattr(segment.executables, EXECUTABLES[operation.kind])]
+        is_kept = operation.kind in (Pass.KEEPING, Pass.KEPT)
+        passes = segment.keeping if is_kept else segment.executables
+        return [passes.forward if operation.kind in FORWARD else passes.backward]
     if isinstance(operation, Update) and operation.tier == Tier.DEVICE:
         unit = made.arranged.units[operation.unit]
         steps = made.updates.steps[Tier.DEVICE]

@@ -20,7 +20,7 @@ from zinf.executor.arrays import array_specs, piece_specs, residents
 from zinf.executor.batch import batch_spec
 from zinf.executor.exchange import segment_exchanges
 from zinf.executor.fused import FusedProgram, compile_fused
-from zinf.executor.keeping import what_may_be_kept
+from zinf.executor.keeping import keeping_as_chosen, what_may_be_kept
 from zinf.executor.resources import Resources
 from zinf.executor.shrink import Limits, is_worth_trying, reasons, tighter
 from zinf.executor.updates import Updates, compile_program_updates
@@ -324,7 +324,9 @@ class Planner:
         )
         choices = self.choices(waits)
         if self.config.keeps_residuals:
-            choices = replace(choices, keeping=partial(what_may_be_kept, segments))
+            levels = (False, True)
+            keepings = tuple(partial(what_may_be_kept, segments, x) for x in levels)
+            choices = replace(choices, keepings=keepings)
         rest = updates.units, capacity, options, choices
         if homes is not None:
             consts = [ArrayId("const", name) for name in program.consts]
@@ -336,7 +338,7 @@ class Planner:
         return Streamed(
             arranged,
             segmented,
-            segments,
+            keeping_as_chosen(segments, arranged.catalog.keeping),
             updates,
             jnp.dtype(self.config.compute_dtype),
             layouts,

@@ -87,11 +87,19 @@ class StepOptions:
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """What a segment keeps for its backward pass, and the device bytes that both take
-    beside arguments and results, where it does."""
+    """What a segment keeps for its backward pass.
+
+    Attributes:
+        workspace: device bytes that the forward and the backward pass then take beside
+            arguments and results.
+        is_selective: products that are cheap for their size are not kept.
+        flops_again: floating-point operations of the products that run again.
+    """
 
     residuals: tuple[ArraySpec, ...]
     workspace: tuple[int, int]
+    is_selective: bool = False
+    flops_again: int = 0
 
     @property
     def nbytes(self) -> int:

@@ -31,8 +31,8 @@ MAX_ATTEMPTS = 24
 # Another arrangement has to be predicted to take less than so much of the time: what
 # it gains beyond that may be the prediction's error.
 WORTHWHILE = 0.98
-# Of the segments that can keep residuals, how many may.
-KEPT_SHARES = (1.0, 0.75, 0.5, 0.25, 0.125)
+# How many segments keep residuals is found to such a share of those that can.
+KEPT_STEPS = 16
 # It is asked what they can keep if computing takes so much of the time.
 COMPUTE_BOUND = 0.5
 
@@ -48,15 +48,16 @@ class Choices:
     Attributes:
         persistence_bytes: the size under which an array never goes to nvme.
         update_tiers, deferred_shares, slacks: see `StepOptions`.
-        keeping: what segments may keep, given the device bytes that are not taken by
-            what rests there; asked only if it may gain something.
+        keepings: what segments may keep, given the device bytes that are not taken by
+            what rests there: most first, then less with more to compute again. Each is
+            asked only if it may gain something.
     """
 
     value_tiers: tuple[Tier, ...]
     gradient_tiers: tuple[Tier, ...]
     persistence_bytes: int
     update_tiers: tuple[Tier, ...] = ()
-    keeping: KeepingIn = lambda room_bytes: {}
+    keepings: tuple[KeepingIn, ...] = ()
     deferred_shares: tuple[float, ...] = ()
     slacks: tuple[float, ...] = ()
 
@@ -199,26 +200,55 @@ class _Search:
         if busy_seconds[Link.DEVICE] < COMPUTE_BOUND * plan.timeline.seconds:
             return best
         room_bytes = plan.capacity_bytes[Tier.DEVICE] - plan.home_bytes[Tier.DEVICE]
-        keeping = self.choices.keeping(room_bytes)
-        best = replace(best, catalog=replace(best.catalog, keeping=keeping))
-        counts = {round(share * len(keeping)) for share in KEPT_SHARES}
-        for num_kept in sorted(counts - {0}, reverse=True):
-            best = self.better(best, num_kept=num_kept)
+        segments = best.catalog.program.segments[:-1]
+        num_able = sum(s.has_backward for s in segments)
+        for keeping_in in self.choices.keepings:
+            if best.options.num_kept < num_able:
+                keeping = keeping_in(room_bytes)
+                most = self.keeping_most(best, replace(best.catalog, keeping=keeping))
+                best = _better_of(best, most)
         return best
+
+    def keeping_most(self, best: Arrangement, catalog: Catalog) -> Arrangement | None:
+        """The same with residuals of about as many segments as there is room for.
+
+        Where what they take would rather hold what is fetched ahead, of half of them.
+        """
+        num_able = len(catalog.keeping)
+        found: dict[int, Arrangement | None] = {}
+
+        def keeps(count: int) -> bool:
+            options = replace(best.options, num_kept=count)
+            found[count] = self.attempt(catalog, options)
+            return found[count] is not None
+
+        fits, too_many = 0, num_able + 1
+        count = num_able
+        while too_many - fits > max(1, num_able // KEPT_STEPS):
+            if keeps(count):
+                fits = count
+            else:
+                too_many = count
+            count = (fits + too_many) // 2
+        most = found.get(fits)
+        if fits > 1 and most is not None and _better_of(best, most) is best:
+            keeps(fits // 2)
+            most = found[fits // 2]
+        return most
 
     def better(self, best: Arrangement, **changes: Any) -> Arrangement:
         """The best so far, or the same with other options if that is faster."""
         options = replace(best.options, **changes)
         if options == best.options:
             return best
+        return _better_of(best, self.attempt(best.catalog, options))
+
+    def attempt(self, catalog: Catalog, options: StepOptions) -> Arrangement | None:
+        """A step with these options, if it fits."""
         try:
-            found = self.arrange(best.catalog, options)
+            return self.arrange(catalog, options)
         except InfeasibleError:
-            return best
-        is_better = (
-            found.plan.timeline.seconds < WORTHWHILE * best.plan.timeline.seconds
-        )
-        return found if is_better else best
+            return None
 
     def arrange(self, catalog: Catalog, options: StepOptions) -> Arrangement:
         units = tuple(self.units_for(catalog.homes, options.update_tier))
@@ -233,6 +263,14 @@ class _Search:
         pending = tuple(pending_copies(units, deferred, catalog, options))
         first, flush = plan(first_passage), plan(flush_passage)
         return Arrangement(step, catalog, units, options, first, flush, pending)
+
+
+def _better_of(best: Arrangement, other: Arrangement | None) -> Arrangement:
+    """The first, unless the other is faster by enough to be sure of it."""
+    if other is None:
+        return best
+    limit = WORTHWHILE * best.plan.timeline.seconds
+    return other if other.plan.timeline.seconds < limit else best
 
 
 def _is_bound(plan: Plan) -> bool:

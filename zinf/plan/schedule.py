@@ -185,10 +185,12 @@ class _Schedule:
             for n in segment.active_inputs
         ]
         params = segment.params if kind == Pass.LOSS else segment.read_backward
-        workspace, kept, passes = self.catalog.workspace[k][1], (), 3
+        workspace, kept = self.catalog.workspace[k][1], ()
+        flops = 3 * segment.flops
         if kind == Pass.KEPT:
-            workspace = self.catalog.keeping[k].workspace[1]
-            kept, passes = self.catalog.residuals(k, m), 2
+            keeping = self.catalog.keeping[k]
+            workspace, kept = keeping.workspace[1], self.catalog.residuals(k, m)
+            flops = 2 * segment.flops + keeping.flops_again
         written = (*results, *gradients, *inward)
         self.jobs.add(
             Run(k, segment.name, kind, m, tuple(gradients), tuple(inward), kept),
@@ -199,7 +201,7 @@ class _Schedule:
             ),
             writes=tuple((a, Tier.DEVICE) for a in written),
             workspace=((Tier.DEVICE, workspace),),
-            flops=passes * segment.flops,
+            flops=flops,
             exchange=self.catalog.exchange_of(k)[1],
         )
         parts = [a for a in (*gradients, *inward) if a.role.endswith("part")]

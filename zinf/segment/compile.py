@@ -13,10 +13,13 @@ from typing import Any
 from zinf.program import ArraySpec, SegmentSpec
 from zinf.segment.build import Segmented
 from zinf.segment.executables import BodyExecutables
+from zinf.segment.halved import HalvedExecutables
 from zinf.segment.row_rules import NotByRow
 from zinf.sharding import Layout, Layouts
 from zinf.topology import Collective
 
+_Halved = tuple[HalvedExecutables, HalvedExecutables]
+_Body = tuple[BodyExecutables, _Halved, str]
 # More blocks have to save at least a tenth.
 WORTHWHILE = 0.9
 
@@ -39,13 +42,22 @@ class Segment:
     their layouts.
 
     Attributes:
+        halved: the executables that keep residuals, and those that keep less.
+        is_selective: it keeps less.
         why_whole: why it does not run in (more) blocks of rows though that was asked.
     """
 
     spec: SegmentSpec
     executables: BodyExecutables
+    halved: _Halved
     hoisted: tuple[Any, ...]
+    is_selective: bool = False
     why_whole: str = ""
+
+    @property
+    def keeping(self) -> HalvedExecutables:
+        """What `forward_keeping` and `backward_from` run."""
+        return self.halved[self.is_selective]
 
     def forward(self, params: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
         """The outputs, in the order of `spec.outputs`."""
@@ -66,9 +78,8 @@ class Segment:
         """
         if not self._may_keep:
             return ()
-        pairs = zip(
-            self.executables.halves.residuals(), self.executables.residuals, strict=True
-        )
+        keeping = self.keeping
+        pairs = zip(keeping.halves.residuals(), keeping.residuals, strict=True)
         return tuple(replace(x, shape=s.shard_shape(x.shape)) for x, s in pairs)
 
     def forward_keeping(
@@ -76,7 +87,7 @@ class Segment:
     ) -> tuple[list[Any], list[Any]]:
         """`(outputs, residuals)`, in the orders of `forward` and `residuals()`."""
         assert self._may_keep, self.spec.name
-        return self.executables.forward_keeping((*params, *inputs, *self.hoisted))
+        return self.keeping.forward((*params, *inputs, *self.hoisted))
 
     def backward_from(
         self,
@@ -89,7 +100,7 @@ class Segment:
         assert self._may_keep, self.spec.name
         arguments = (*params, *inputs, *self.hoisted)
         given = tuple(residuals), tuple(cotangents)
-        return self.executables.backward_from(arguments, *given)
+        return self.keeping.backward(arguments, *given)
 
     def loss(
         self, params: Sequence[Any], inputs: Sequence[Any], seed: Any
@@ -114,8 +125,7 @@ class Segment:
         """`workspace` of `forward_keeping` and `backward_from`."""
         assert self._may_keep, self.spec.name
         forward, backward = (
-            _temporary_bytes(e)
-            for e in (self.executables.forward_keeping, self.executables.backward_from)
+            _temporary_bytes(e) for e in (self.keeping.forward, self.keeping.backward)
         )
         return Workspace(forward, backward)
 
@@ -145,7 +155,7 @@ def compile_segments(
         the segments, and the layout of every value.
     """
     specs = segmented.program.segments
-    bodies: dict[Any, tuple[BodyExecutables, str]] = {}
+    bodies: dict[Any, _Body] = {}
     values = dict(layouts.values)
     segments = []
     for spec, shared in zip(specs, segmented.shared, strict=True):
@@ -159,16 +169,20 @@ def compile_segments(
             whole = BodyExecutables(
                 shared.body, spec, is_last, layouts.mesh, params, inputs, gradients
             )
-            bodies[key] = whole, ""
+            why_whole = ""
             if max_workspace_bytes is not None:
-                bodies[key] = _in_blocks(whole, max_workspace_bytes)
-        executables, why_whole = bodies[key]
+                whole, why_whole = _in_blocks(whole, max_workspace_bytes)
+            halved = HalvedExecutables(whole), HalvedExecutables(whole, True)
+            bodies[key] = whole, halved, why_whole
+        executables, halved, why_whole = bodies[key]
         values.update(zip(spec.outputs, executables.outputs, strict=True))
         reads = zip(spec.params, executables.backward_reads, strict=True)
         read = tuple(array for array, is_read in reads if is_read)
         count = executables.num_blocks
         spec = replace(spec, backward_params=read, row_blocks=count)
-        segments.append(Segment(spec, executables, shared.hoisted, why_whole))
+        segments.append(
+            Segment(spec, executables, halved, shared.hoisted, why_whole=why_whole)
+        )
     return tuple(segments), values
 
 

@@ -1,4 +1,4 @@
-"""Executables of one body: forward, and backward from the inputs or from residuals.
+"""Executables of one body: forward, and backward from the inputs.
 
 On a mesh of several devices each executable is one program for all of them: parameters
 that are cut are gathered as it begins, gradients leave it cut, and what lies between
@@ -19,7 +19,6 @@ from zinf.jaxpr.keys import from_words, in_words, to_words
 from zinf.mesh import replicated
 from zinf.program import SegmentSpec
 from zinf.segment.by_rows import by_rows
-from zinf.segment.residuals import Halves, halve
 from zinf.sharding import Layout, cut, gather, placed_layout, whole_layout
 from zinf.topology import Collective, collectives_of, compile_for
 
@@ -56,7 +55,7 @@ class BodyExecutables:
             for v, layout in zip(invars, layouts, strict=True)
         )
 
-    def _compile(
+    def compile(
         self,
         function: Callable,
         *extra: Any,
@@ -138,7 +137,7 @@ class BodyExecutables:
         # Without arguments, nothing else would say which devices it is for.
         is_made_here = not self.body.jaxpr.invars
         results = replicated(self.mesh) if self.is_last or is_made_here else None
-        return self._compile(self._call, results=results)
+        return self.compile(self._call, results=results)
 
     @cached_property
     def outputs(self) -> tuple[Layout, ...]:
@@ -159,12 +158,12 @@ class BodyExecutables:
             loss = self.body.jaxpr.outvars[0].aval
             everywhere = replicated(self.mesh)
             seed = jax.ShapeDtypeStruct((), loss.dtype, sharding=everywhere)
-            results = everywhere, *self._backward_results
-            return self._compile(self._loss, seed, results=results)
-        results = self._backward_results
-        return self._compile(
+            results = everywhere, *self.backward_results
+            return self.compile(self._loss, seed, results=results)
+        results = self.backward_results
+        return self.compile(
             self._backward,
-            self._cotangents,
+            self.cotangents,
             results=results,
             reads=self.backward_reads,
         )
@@ -179,62 +178,19 @@ class BodyExecutables:
             passes["backward"] = collectives_of(self.backward)
         return passes
 
-    @cached_property
-    def halves(self) -> Halves:
-        """What a forward pass may keep for the backward pass; traced, not compiled."""
-        first = len(self.spec.params)
-        return halve(
-            self._linearize,
-            [in_words(v.aval) for v in self.body.jaxpr.invars],
-            [in_words(c) for c in self._cotangents],
-            inputs=slice(first, first + len(self.spec.inputs)),
-        )
-
-    @cached_property
-    def forward_keeping(self) -> Any:
-        """`arguments -> outputs, residuals`."""
-        outputs = [layout.device for layout in self.outputs]
-        results = outputs, [None] * len(self.halves.kept)
-        return self._compile(self.halves.run_forward, results=results)
-
     @property
-    def residuals(self) -> tuple[NamedSharding, ...]:
-        """How what `forward_keeping` keeps lies on the devices."""
-        if self.mesh.size == 1:
-            return (replicated(self.mesh),) * len(self.halves.kept)
-        return tuple(self.forward_keeping.output_shardings[1])
-
-    @cached_property
-    def backward_from(self) -> Any:
-        """`(arguments, residuals, cotangents) -> gradients, input cotangents`."""
-
-        def run(arguments: Any, residuals: Any, cotangents: Any) -> Any:
-            results = self.halves.run_backward(arguments, residuals, cotangents)
-            return self._sort(results)
-
-        pairs = zip(self.halves.kept, self.residuals, strict=True)
-        residuals = tuple(_placed(in_words(v.aval), sharding) for v, sharding in pairs)
-        return self._compile(
-            run,
-            residuals,
-            self._cotangents,
-            results=self._backward_results,
-            reads=self.backward_reads,
-        )
-
-    @property
-    def _backward_results(self) -> tuple[list[NamedSharding], list[NamedSharding]]:
+    def backward_results(self) -> tuple[list[NamedSharding], list[NamedSharding]]:
         """Shardings of gradients and input cotangents."""
         pairs = zip(self.spec.inputs, self.inputs, strict=True)
         active = [x.device for name, x in pairs if name in self.spec.active_inputs]
         return [layout.device for layout in self.gradients], active
 
     @property
-    def _cotangents(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def cotangents(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of the cotangents that a backward pass takes."""
         triples = zip(self.body.jaxpr.outvars, self._outputs, self.outputs, strict=True)
         return tuple(
-            _placed(v.aval, layout.device) for v, active, layout in triples if active
+            placed(v.aval, layout.device) for v, active, layout in triples if active
         )
 
     def _call(self, arguments: Sequence[Any]) -> list[Any]:
@@ -267,14 +223,14 @@ class BodyExecutables:
         return chosen, merge
 
     def _backward(self, arguments: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-        return self._sort(self._vjp(arguments, cotangents))
+        return self.sort(self._vjp(arguments, cotangents))
 
     def _vjp(self, arguments: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         """The cotangents of the differentiated arguments."""
-        _, vjp = self._linearize(arguments)
+        _, vjp = self.linearize(arguments)
         return vjp(list(cotangents))[0]
 
-    def _linearize(self, arguments: Sequence[Any]) -> tuple[list[Any], Callable]:
+    def linearize(self, arguments: Sequence[Any]) -> tuple[list[Any], Callable]:
         """All outputs, and the vjp function of the active ones."""
         chosen, merge = self._split(arguments)
 
@@ -294,9 +250,9 @@ class BodyExecutables:
             return outputs[0], outputs
 
         loss, vjp, outputs = jax.vjp(loss_and_outputs, chosen, has_aux=True)
-        return outputs, *self._sort(vjp(jnp.asarray(seed, loss.dtype))[0])
+        return outputs, *self.sort(vjp(jnp.asarray(seed, loss.dtype))[0])
 
-    def _sort(self, cotangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def sort(self, cotangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         num_params = sum(self.spec.trainable)
         gradients = zip(cotangents[:num_params], self.gradients, strict=True)
         return [cut(*pair) for pair in gradients], list(cotangents[num_params:])
@@ -309,5 +265,5 @@ def _whole_dims(value: jax.ShapeDtypeStruct) -> list[int]:
     return [d for d, n in enumerate(value.shape) if sizes[d] == n > 1]
 
 
-def _placed(aval: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+def placed(aval: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)

@@ -4,6 +4,11 @@ jax keeps all that its backward pass reads. Of that, arguments are at hand anywa
 cheap equations run again from what is: values are kept so that the rest follows by
 cheap equations, in as few bytes as possible. What jax itself would compute again in the
 backward pass (`jax.checkpoint`, a `custom_vjp` rule that does) is left to it.
+
+To keep still less, products with few operations a byte run again as well: selective
+activation recomputation (Korthikanti et al. 2022, arXiv:2205.05198, section 5), found
+in the jaxpr instead of named. Scores of attention are such, of which a long sequence
+has more than of everything else.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,6 +23,7 @@ from zinf.jaxpr.keys import from_words, to_words
 from zinf.jaxpr.slice import Slicer, merge_equal
 from zinf.program import ArraySpec
 from zinf.segment.build import array_spec
+from zinf.segment.flops import equation_flops
 from zinf.segment.min_cut import min_vertex_cut
 from zinf.segment.order import CHEAP
 
@@ -30,6 +36,12 @@ COMPUTED_AGAIN = CHEAP | frozenset(
     reduce_precision sinh split tan tanh
     """.split()
 )
+# A product with at most so many operations a byte of its result is cheap for its size:
+# scores of heads that are 128 wide, in float32. Accelerators compute more in the time
+# in which their memory moves a byte (an H100 about 300): reading the result back would
+# not be faster.
+SELECTIVE_FLOPS_PER_BYTE = 64
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,12 @@ class Halves:
 
     def residuals(self) -> tuple[ArraySpec, ...]:
         return tuple(array_spec(v.aval) for v in self.kept)
+
+    @property
+    def flops_again(self) -> int:
+        """Floating-point operations of the products that run again."""
+        equations = self.again.equations
+        return sum(map(equation_flops, filter(_is_product, equations)))
 
     def run_forward(self, arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """`(outputs, residuals)`; traceable, random keys as words."""
@@ -74,6 +92,7 @@ def halve(
     cotangents: Sequence[Any],
     *,
     inputs: slice,
+    is_selective: bool = False,
 ) -> Halves:
     """Halves `linearize(arguments) -> outputs, vjp`, where `vjp` is that of `jax.vjp`.
 
@@ -82,6 +101,7 @@ def halve(
         inputs: the arguments that differ between microbatches. What depends on none of
             them (casts of parameters, masks) is computed again whatever it costs: kept,
             it would be there once a microbatch.
+        is_selective: products that are cheap for their size run again too.
     """
     structures = []
 
@@ -98,17 +118,24 @@ def halve(
     closed, (outputs, leaves) = trace(forward_pass, tuple(arguments))
     early = merge_equal(flatten(closed), keep=())
     late = flatten(trace(backward_pass, leaves, tuple(cotangents))[0])
-    return _halve(early, late, len(outputs), inputs)
+    runs_again = _is_cheap_for_its_size if is_selective else _is_cheap
+    return _halve(early, late, len(outputs), inputs, runs_again)
 
 
-def _halve(early: Graph, late: Graph, num_outputs: int, inputs: slice) -> Halves:
+def _halve(
+    early: Graph,
+    late: Graph,
+    num_outputs: int,
+    inputs: slice,
+    runs_again: Callable[[Equation], bool],
+) -> Halves:
     outvars, leaves = early.outvars[:num_outputs], early.outvars[num_outputs:]
     reads, cotangents = late.invars[: len(leaves)], late.invars[len(leaves) :]
     used = set(late.used_invars())
     leaves = tuple(a for a, v in zip(leaves, reads, strict=True) if v in used)
     reads = tuple(v for v in reads if v in used)
 
-    kept = _choose(early, leaves, early.invars[inputs])
+    kept = _choose(early, leaves, early.invars[inputs], runs_again)
     equations = Slicer(early).behind(leaves, stop=set(kept)).equations
     again = Graph((*early.invars, *kept), leaves, equations, early.consts)
     backward = Graph((*reads, *cotangents), late.outvars, late.equations, late.consts)
@@ -116,8 +143,26 @@ def _halve(early: Graph, late: Graph, num_outputs: int, inputs: slice) -> Halves
     return Halves(kept, num_outputs, forward, again.needed_for(leaves), backward)
 
 
+def _is_cheap(equation: Equation) -> bool:
+    return equation.primitive.name in COMPUTED_AGAIN
+
+
+def _is_product(equation: Equation) -> bool:
+    return equation.primitive.name in PRODUCTS
+
+
+def _is_cheap_for_its_size(equation: Equation) -> bool:
+    if not _is_product(equation):
+        return _is_cheap(equation)
+    nbytes = sum(array_spec(v.aval).nbytes for v in equation.outvars)
+    return equation_flops(equation) <= SELECTIVE_FLOPS_PER_BYTE * nbytes
+
+
 def _choose(
-    early: Graph, leaves: Sequence[Atom], inputs: Sequence[Var]
+    early: Graph,
+    leaves: Sequence[Atom],
+    inputs: Sequence[Var],
+    runs_again: Callable[[Equation], bool],
 ) -> tuple[Var, ...]:
     """The values to keep, in program order, so that `leaves` follow by cheap means."""
     producer = {v: e for e in early.equations for v in e.outvars}
@@ -133,7 +178,7 @@ def _choose(
             continue
         equation = producer[variable]
         parents[variable] = []
-        if equation.primitive.name in COMPUTED_AGAIN:
+        if runs_again(equation):
             read = variables(equation.invars)
             parents[variable] = [v for v in read if v in varying]
             stack += parents[variable]

@@ -27,22 +27,42 @@ UPDATES = {HOST: 1e9, DEVICE: 1e9}
 FAST, SLOW = (Rates(DRIVE, flops, UPDATES, 1e-6) for flops in (1e6, 1e2))
 
 
-def arranged(rates: Rates, *, device: int = AMPLE, waits: bool = False) -> Arrangement:
+def arranged(
+    rates: Rates,
+    *,
+    device: int = AMPLE,
+    waits: bool = False,
+    selective: tuple[int, int] | None = None,
+) -> Arrangement:
+    """Args:
+    selective: bytes that a segment may keep instead, and what it then has to do again.
+    """
+
     def keeping(room_bytes: int) -> dict[int, Keeping]:
         asked.append(room_bytes)
         residuals = (ArraySpec((KEPT_BYTES // 4,), "f4", 4),)
         return {k: Keeping(residuals, (0, 0)) for k in range(7)}
 
+    def keeping_less(room_bytes: int) -> dict[int, Keeping]:
+        assert selective is not None
+        asked.append(room_bytes)
+        kept_bytes, flops = selective
+        residuals = (ArraySpec((kept_bytes // 4,), "f4", 4),)
+        return {k: Keeping(residuals, (0, 0), True, flops) for k in range(7)}
+
     asked: list[int] = []
+    keepings = (keeping, keeping_less)[: 1 if selective is None else 2]
     homes = TOY.homes(NVME, NVME)
     made = build_at_home(
         replace(TOY.catalog(homes), rates=rates),
         TOY.units_for,
         {DEVICE: device, HOST: AMPLE, NVME: AMPLE},
         StepOptions(1, not waits, DEVICE, HOST),
-        Choices((DEVICE,), (HOST,), 0, (DEVICE,), keeping, (0.5, 1.0), (1.5,)),
+        Choices((DEVICE,), (HOST,), 0, (DEVICE,), keepings, (0.5, 1.0), (1.5,)),
     )
     assert all(room == device for room in asked)
+    if len(asked) == 1:
+        assert not any(x.is_selective for x in made.catalog.keeping.values())
     return made
 
 
@@ -66,6 +86,28 @@ def test_residuals_are_kept_by_as_many_segments_as_there_is_room_for() -> None:
     runs = [i.operation for i in some.plan.instructions if isinstance(i.operation, Run)]
     kinds = [run.kind for run in runs if run.kind in (Pass.FORWARD, Pass.KEEPING)]
     assert kinds == sorted(kinds, key=[Pass.FORWARD, Pass.KEEPING].index)
+
+
+def test_less_is_kept_by_more_segments_where_there_is_no_room_for_all() -> None:
+    some = arranged(SLOW, device=24_000)
+    more = arranged(SLOW, device=24_000, selective=(400, 10))
+    assert kept(more) == 7 > kept(some)
+    assert more.plan.peak_bytes[DEVICE] <= 24_000
+    assert more.plan.timeline.seconds < some.plan.timeline.seconds
+    # A backward pass is twice a forward pass, and what it does again.
+    runs = [i for i in more.plan.instructions if isinstance(i.operation, Run)]
+    assert {i.flops for i in runs if i.operation.kind == Pass.KEPT} == {210}
+    assert all(x.is_selective for x in more.catalog.keeping.values())
+
+
+def test_less_is_not_kept_where_all_can_be_or_where_it_costs_as_much_as_it_saves() -> (
+    None
+):
+    ample = arranged(SLOW, selective=(400, 10))
+    some = arranged(SLOW, device=24_000, selective=(400, 100))
+    for made in (ample, some):
+        assert not any(x.is_selective for x in made.catalog.keeping.values())
+    assert kept(ample) == 7 > kept(some) > 0
 
 
 def test_nothing_is_kept_where_the_drive_binds() -> None:

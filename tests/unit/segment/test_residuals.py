@@ -1,6 +1,8 @@
 """A backward pass from residuals gives what recomputing gives, and runs less."""
 
+from dataclasses import replace
 from functools import cache
+from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,8 @@ WIDTH = 16
 CPU = jax.devices("cpu")[0]
 SMALL_GPT = {"num_layers": 3, "num_heads": 2, "embed_dim": 16, "max_length": 8}
 LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "position": "rope"}
+# Wide and long enough that no product is cheap for its size but those of scores.
+LARGE_GPT = {"embed_dim": 144, "num_heads": 4, "max_length": 144}
 MODELS = {
     "gpt2": {},
     "llama": {**LLAMA, "use_bias": False, "num_kv_heads": 1},
@@ -83,6 +87,10 @@ def read_backward(segment, params):
     """Those of the params of a segment that its backward pass reads."""
     pairs = zip(segment.spec.params, params, strict=True)
     return [x for array, x in pairs if array in segment.spec.read_backward]
+
+
+def selective(segment):
+    return replace(segment, is_selective=True)
 
 
 def check(program, segment, *, bound=1e-5):
@@ -177,12 +185,43 @@ def test_bfloat16_gradients_differ_by_a_few_roundings():
 @pytest.mark.parametrize("name", MODELS)
 def test_backward_from_residuals_runs_no_matmul_of_the_forward_pass(name):
     _, segments = gpt(name)
-    layer = segments[1].executables
-    forward = contractions(layer.body.jaxpr.eqns)
+    layer = segments[1].keeping
+    forward = contractions(layer.whole.body.jaxpr.eqns)
     assert contractions(layer.halves.again.equations) == []
     # Each product has two in the backward pass: for either side.
     backward = contractions(layer.halves.backward.equations)
     assert sum(backward) == 2 * sum(forward)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_from_less_are_those_of_recomputing(name):
+    program, segments = gpt(name, **LARGE_GPT)
+    layer = selective(segments[1])
+    kept = sum(r.nbytes for r in check(program, layer))
+    assert 0 < kept < sum(r.nbytes for r in segments[1].residuals())
+
+
+def test_scores_are_not_kept_but_computed_again_where_less_is_kept():
+    _, segments = gpt("gpt2", **LARGE_GPT)
+    config, layer = GPTConfig(**{**SMALL_GPT, **LARGE_GPT}), selective(segments[1])
+    tokens, heads = config.max_length, config.num_heads
+    scores = (1, 2, heads, tokens, tokens)
+    assert scores in {r.shape for r in segments[1].residuals()}
+    assert scores not in {r.shape for r in layer.residuals()}
+    flops = 2 * prod(scores) * config.head_dim
+    assert contractions(layer.keeping.halves.again.equations) == [flops]
+    assert layer.keeping.halves.flops_again == flops
+    assert segments[1].keeping.halves.flops_again == 0
+    # Nine widths; the maximum and sum for each head, mean and deviation of two norms.
+    widths = 5 * config.embed_dim + config.hidden_dim
+    wanted = 2 * tokens * 4 * (widths + 2 * heads + 4)
+    assert sum(r.nbytes for r in layer.residuals()) == wanted
+
+
+def test_the_width_of_a_head_decides_what_is_cheap_for_its_size():
+    # 2 * 144 operations for 4 bytes of a score are too many.
+    _, segments = gpt("gpt2", **LARGE_GPT | {"num_heads": 1})
+    assert selective(segments[1]).residuals() == segments[1].residuals()
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -192,7 +231,7 @@ def test_the_matmuls_are_gone_from_the_executable(name):
     forward = contractions(layer.body.jaxpr.eqns)
     # Recomputing runs all but the last, the down projection, whose result no gradient
     # needs. Elementwise work is saved too, since less of it runs again.
-    saved = flops(layer.backward) - flops(layer.backward_from)
+    saved = flops(layer.backward) - flops(segments[1].keeping.backward)
     assert saved >= sum(forward[:-1]) > 0
 
 
@@ -381,13 +420,12 @@ def test_residuals_are_known_without_compiling_and_executables_are_shared():
     program, segments = segments_of(layered(block), MATRICES, X)
     first, *others = [s for s in segments if s.spec.body == segments[1].spec.body]
     assert others
-    compiled = {"forward", "backward", "forward_keeping", "backward_from"}
+    passes = {"forward", "backward"}
     assert first.residuals()
-    assert compiled.isdisjoint(vars(first.executables))
+    assert passes.isdisjoint(vars(first.keeping))
     workspace = first.keeping_workspace()
     assert workspace.forward_bytes >= 0 and workspace.backward_bytes >= 0
-    assert all(s.executables is first.executables for s in others)
-    assert compiled & set(vars(first.executables)) == {
-        "forward_keeping",
-        "backward_from",
-    }
+    assert all(s.keeping is first.keeping for s in others)
+    assert passes <= set(vars(first.keeping))
+    assert passes.isdisjoint(vars(first.executables))
+    assert passes.isdisjoint(vars(selective(first).keeping))
