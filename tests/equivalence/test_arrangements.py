@@ -9,7 +9,7 @@ its backward pass is another executable.
 import math
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
 from typing import Any
@@ -20,7 +20,7 @@ import pytest
 
 from tests.equivalence.models import PYTREE
 from tests.equivalence.training import OPTIMIZERS, STEPS, streamed_config
-from zinf.executor import prepare, transfer
+from zinf.executor import prepare, transfer, updates
 from zinf.executor.keeping import what_may_be_kept
 from zinf.executor.prepare import Planner
 from zinf.memory import alias
@@ -32,6 +32,7 @@ from zinf.plan import (
     Pass,
     Run,
     StepOptions,
+    Transfer,
     Update,
     UpdateUnit,
     choose,
@@ -74,6 +75,8 @@ class Arranged:
     slack: float = 1.0
     kept_share: float = 0.0
     is_horizontal: bool = False
+    block_bytes: int = updates.BLOCK_BYTES
+    by_row: bool = False
 
     def __str__(self) -> str:
         return (
@@ -109,6 +112,7 @@ class Result:
     operations: frozenset[tuple[Tier, bool]]
     runs: tuple[tuple[Pass, int], ...]
     num_shared: int
+    rows_moved: int
 
 
 @cache
@@ -126,7 +130,10 @@ def train(setting: str, arranged: Arranged) -> Result:
             update_tiers=(arranged.update_tier,),
             deferred_shares=(arranged.deferred_share,),
             slacks=(arranged.slack,),
+            by_row=arranged.by_row,
         )
+        patch.setattr(updates, "BLOCK_BYTES", arranged.block_bytes)
+        patch.setattr(updates, "UNIT_BLOCKS", 1)
         patch.setattr(Planner, "choices", lambda planner, *rest: choices)
         # Whatever is tried is taken.
         patch.setattr(choose, "WORTHWHILE", math.inf)
@@ -161,6 +168,13 @@ def train(setting: str, arranged: Arranged) -> Result:
                 for x in engine.last_step.plan.instructions
                 if isinstance(x.operation, Run)
             ]
+        moved = [
+            array
+            for x in engine.last_step.plan.instructions
+            if isinstance(x.operation, Transfer)
+            for array in x.operation.arrays
+            if array.role == "gradient" and array.rows is not None
+        ]
         options = engine._current.arranged.options
         assert options.slack == arranged.slack
         params = engine.params()
@@ -172,7 +186,21 @@ def train(setting: str, arranged: Arranged) -> Result:
         frozenset(operations),
         tuple(runs),
         sum(x is not None for x in shared),
+        len(moved),
     )
+
+
+@pytest.mark.parametrize("setting", ["plain", "accumulation"])
+def test_gradients_that_come_by_row_change_no_bit(setting):
+    blocks = Arranged(block_bytes=256)
+    expected, found = (
+        train(setting, blocks),
+        train(setting, replace(blocks, by_row=True)),
+    )
+    # Rows of a stacked leaf come one by one in both.
+    assert found.rows_moved > expected.rows_moved
+    assert found.losses == expected.losses
+    jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
 
 
 def _of_last(arranged: Arranged, *args: Any) -> dict[int, Keeping]:

@@ -72,6 +72,7 @@ def toys(draw: st.DrawFn) -> Toy:
         is_mixed=draw(st.booleans()),
         num_states=draw(st.integers(0, 2)),
         block_rows=draw(st.sampled_from([None, 1, 2])),
+        is_fine=draw(st.booleans()),
         workspace_bytes=draw(st.sampled_from([0, 40, 400])),
     )
 
@@ -89,6 +90,7 @@ def cases(draw: st.DrawFn) -> Case:
         value_tier=draw(st.sampled_from(list(Tier))),
         gradient_tier=draw(st.sampled_from([Tier.HOST, Tier.NVME])),
         deferred_share=draw(st.sampled_from([0.0, 0.5, 1.0])),
+        gradients_by_row=draw(st.booleans()),
         slack=draw(st.sampled_from([1.0, 1.5])),
     )
     return Case(toy, homes, options)

@@ -353,6 +353,8 @@ class Planner:
             update_tiers=(Tier.DEVICE,),
             deferred_shares=LATE_SHARES if waits else DEFERRED_SHARES,
             slacks=SLACKS,
+            # Rows of what several devices share are not rows of the whole.
+            by_row=self.rule.mesh.size == 1,
         )
 
     def tiers_from(self, asked: Tier | None, fastest: Tier) -> tuple[Tier, ...]:

@@ -345,13 +345,13 @@ class _StepRun:
         host.update(array_update.results, update)
 
     def gradient_rows(self, array_update: ArrayUpdate, tier: Tier) -> Any:
+        if tier == Tier.HOST:
+            return self.read(array_update.gradient_rows, tier)
         gradient = self.read_there(array_update.gradient, tier)
         if array_update.rows is None:
             return gradient
         start, stop = array_update.rows
         part = gradient[start:stop]
-        if tier != Tier.DEVICE:
-            return part
         return in_device_form(part, self.work.layouts.of(array_update.gradient))
 
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 
@@ -23,8 +23,9 @@ PART_OF = {
 class ArrayUpdate:
     """The update of one array, or of `rows` of it.
 
-    `gradient` is the whole gradient array; `master`, `states` and `compute` (the copy
-    in the compute dtype, if the master is kept apart) carry the rows.
+    `gradient` is the whole gradient array, of which it reads `gradient_rows`; `master`,
+    `states` and `compute` (the copy in the compute dtype, if the master is kept apart)
+    carry the rows.
     """
 
     gradient: ArrayId
@@ -32,6 +33,11 @@ class ArrayUpdate:
     master: ArrayId
     states: tuple[ArrayId, ...]
     compute: ArrayId | None
+
+    @property
+    def gradient_rows(self) -> ArrayId:
+        """The rows of the gradient that it reads."""
+        return replace(self.gradient, rows=self.rows) if self.rows else self.gradient
 
     @property
     def operands(self) -> tuple[ArrayId, ...]:
@@ -69,6 +75,9 @@ class StepOptions:
         deferred_share: of the units, how many are updated in the next step instead.
         num_kept: how many of the last segments that can keep residuals do so, instead
             of computing them again.
+        gradients_by_row: what is updated on the host in several units has its gradient
+            wait on the device, and come over as it is needed: less of the host is taken
+            at once, and the device for longer.
         slack: how much of what the plan moves may be there at once, over the least that
             lets it go on: with more, links wait less for each other.
         value_tier: where activations wait for the backward pass.
@@ -82,6 +91,7 @@ class StepOptions:
     update_tier: Tier = Tier.HOST
     num_kept: int = 0
     deferred_share: float = 0.0
+    gradients_by_row: bool = False
     slack: float = 1.0
 
 
@@ -174,7 +184,8 @@ class Catalog:
             return FLOAT32_BYTES
         if array.role in ("gradient", "gradient part"):
             spec = self.param_spec(array)
-            accumulates = self.num_contributions[array.path, array.rows] > 1
+            counted = {(array.path, rows) for rows in (array.rows, None)}
+            accumulates = any(self.num_contributions[key] > 1 for key in counted)
             wide = array.role == "gradient" and accumulates
             itemsize = FLOAT32_BYTES if wide else spec.itemsize
             return spec.nbytes // spec.itemsize * itemsize

@@ -48,6 +48,7 @@ class Choices:
     Attributes:
         persistence_bytes: the size under which an array never goes to nvme.
         update_tiers, deferred_shares, slacks: see `StepOptions`.
+        by_row: whether gradients may wait on the device and come to the host by row.
         keepings: what segments may keep, given the device bytes that are not taken by
             what rests there: most first, then less with more to compute again. Each is
             asked only if it may gain something.
@@ -60,6 +61,7 @@ class Choices:
     keepings: tuple[KeepingIn, ...] = ()
     deferred_shares: tuple[float, ...] = ()
     slacks: tuple[float, ...] = ()
+    by_row: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +152,17 @@ class _Search:
             free, which grows while they are tried.
         """
         failures: list[tuple[InfeasibleError, Passage, Catalog]] = []
-        tiers = product(self.choices.value_tiers, self.choices.gradient_tiers)
-        for value_tier, gradient_tier in tiers:
+        # Gradients come to the host by row only if that is faster, or has no room else.
+        may_wait = (False, True) if self.may_wait else (False,)
+        places = self.choices.value_tiers, self.choices.gradient_tiers, may_wait
+        for value_tier, gradient_tier, by_row in product(*places):
+            if by_row and Tier.HOST not in failures[-1][0].shortages:
+                continue
             options = replace(
-                self.options, value_tier=value_tier, gradient_tier=gradient_tier
+                self.options,
+                value_tier=value_tier,
+                gradient_tier=gradient_tier,
+                gradients_by_row=by_row,
             )
             reserve = dict.fromkeys(Tier, 0)
             for homes in placements(reserve):
@@ -171,6 +180,10 @@ class _Search:
             failures.append(failure)
         raise proven(*min(failures, key=lambda failed: failed[0].missing_bytes))
 
+    @property
+    def may_wait(self) -> bool:
+        return self.choices.by_row and self.options.updates_in_backward
+
     def set_aside(self, error: InfeasibleError, reserve: dict[Tier, int]) -> bool:
         """Keeps what was missing free; false if nothing more can be."""
         capacity = self.capacity_bytes
@@ -185,6 +198,8 @@ class _Search:
         for tier in self.choices.update_tiers:
             best = self.better(best, update_tier=tier)
         best = self.keeping(best)
+        if self.may_wait:
+            best = self.better(best, gradients_by_row=True)
         for share in self.choices.deferred_shares:
             if not _is_bound(best.plan):
                 best = self.better(best, deferred_share=share)

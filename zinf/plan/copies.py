@@ -63,7 +63,7 @@ class Copies:
         for number, job in enumerate(jobs):
             for array, tier in {*job.reads, *job.writes}:
                 # Who needs rows can take them from a copy of the whole.
-                for named in {array, catalog.home(array) or array}:
+                for named in {array, catalog.home(array) or array.whole}:
                     self._uses[named, tier].append(number)
                     if not self._reads[named] or self._reads[named][-1] != number:
                         self._reads[named].append(number)

@@ -41,8 +41,19 @@ class JobList(list[Job]):
         copies = tuple((a, Tier.HOST) for a in reads)
         self.add(operation, Link.HOST, reads=copies, writes=())
 
-    def transfer(self, arrays: Sequence[ArrayId], source: Tier, target: Tier) -> None:
-        """Moves arrays down (or up) tier by tier, one job a hop."""
+    def transfer(
+        self,
+        arrays: Sequence[ArrayId],
+        source: Tier,
+        target: Tier,
+        *,
+        workspace_bytes: int = 0,
+    ) -> None:
+        """Moves arrays down (or up) tier by tier, one job a hop.
+
+        Args:
+            workspace_bytes: what each takes of the tier that it is from.
+        """
         hops = {
             (Tier.DEVICE, Tier.NVME): (Tier.DEVICE, Tier.HOST, Tier.NVME),
             (Tier.NVME, Tier.DEVICE): (Tier.NVME, Tier.HOST, Tier.DEVICE),
@@ -53,4 +64,5 @@ class JobList(list[Job]):
                 TRANSFER_LINKS[start, stop],
                 reads=tuple((a, start) for a in arrays),
                 writes=tuple((a, stop) for a in arrays),
+                workspace=((start, workspace_bytes),),
             )

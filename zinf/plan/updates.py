@@ -38,6 +38,15 @@ class Updates:
             position = min(first_reader[u.gradient] for u in units[number].arrays)
             self.pending[position].append((number, units[number]))
         self.pending_reads = Counter(g for i in deferred for g in _gradients(units[i]))
+        self.by_row = self._by_row() if options.gradients_by_row else frozenset()
+
+    def _by_row(self) -> frozenset[ArrayId]:
+        """The gradients that wait on the device for updates of their rows."""
+        if not self.options.updates_in_backward:
+            return frozenset()
+        on_host = [u for _, u in self.units if u.tier == Tier.HOST]
+        readers = Counter(g for unit in on_host for g in _gradients(unit))
+        return frozenset(g for g, n in readers.items() if n > 1) - set(self.at_rest)
 
     def gradient_tiers(self) -> dict[ArrayId, Tier]:
         """Where complete gradients go."""
@@ -46,7 +55,8 @@ class Updates:
             tier = unit.tier
             if not self.options.updates_in_backward:
                 tier = rest_tier(unit, self.catalog, self.options)
-            tiers.update(dict.fromkeys(_gradients(unit), tier))
+            for gradient in _gradients(unit):
+                tiers[gradient] = Tier.DEVICE if gradient in self.by_row else tier
         return tiers | self.at_rest
 
     def add_ready(self, is_complete: Callable[[ArrayId], bool]) -> None:
@@ -70,6 +80,8 @@ class Updates:
         operands = [a for update in unit.arrays for a in update.operands]
         results = [a for update in unit.arrays for a in update.results]
         consumed = []
+        if not is_pending:
+            gradients = self.bring_rows(unit)
         if is_pending:
             operands = _with_whole_params(unit, self.catalog)
             self.pending_reads.subtract(gradients)
@@ -91,6 +103,15 @@ class Updates:
                 away.setdefault(home, []).append(array)
         for home, arrays in away.items():
             self.jobs.transfer(arrays, tier, home)
+
+    def bring_rows(self, unit: UpdateUnit) -> list[ArrayId]:
+        """The gradients that a unit reads, whose rows it has come over if they wait."""
+        rows = [u.gradient_rows for u in unit.arrays if u.gradient in self.by_row]
+        if rows:
+            nbytes = sum(self.catalog.nbytes(a, Tier.DEVICE) for a in rows)
+            self.jobs.transfer(rows, Tier.DEVICE, Tier.HOST, workspace_bytes=nbytes)
+        rest = [g for g in _gradients(unit) if g not in self.by_row]
+        return [*rows, *rest]
 
 
 def _first_readers(program: Program) -> dict[ArrayId, int]:

@@ -1,6 +1,7 @@
 """From budgets to a checked plan: the fastest placement that fits."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
@@ -67,6 +68,29 @@ def placed(
         options,
         choices,
     ).plan
+
+
+def test_gradients_come_by_row_where_the_host_has_no_room_for_them() -> None:
+    program = chain(2, leaf=LeafCase("w", 8, 32), block_rows=1, is_fine=True)
+    matrix = 4 * 8 * 32
+    options = StepOptions(1, True, DEVICE, HOST)
+    # The whole parameter on its way to the device; not the gradient beside three rows.
+    host = matrix + matrix // 8
+    found = {}
+    for by_row in (False, True):
+        choices = Choices((DEVICE,), (HOST, NVME), 0, by_row=by_row)
+        rest = {"choices": choices, "options": options, "host": host}
+        found[by_row] = partial(placed, program, asked=NVME, **rest)
+    with pytest.raises(InfeasibleError, match="host"):
+        found[False]()
+    plan = found[True]()
+    assert plan.peak_bytes[HOST] <= host
+    names = {str(x.operation) for x in plan.instructions}
+    assert {f"offload gradient/layer0/w[{i}:{i + 1}]" for i in range(8)} <= names
+    # With room they come as they did.
+    choices = Choices((DEVICE,), (HOST, NVME), 0, by_row=True)
+    ample = placed(program, asked=NVME, options=options, choices=choices)
+    assert not any("gradient/layer0/w[" in str(x.operation) for x in ample.instructions)
 
 
 def tiers_of(plan: Plan, role: str) -> list[Tier]:

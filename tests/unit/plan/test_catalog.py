@@ -51,6 +51,7 @@ def test_a_gradient_is_as_wide_as_its_parameter_unless_it_is_a_sum(
     numel = ROWS * NUMEL
     assert sizes.nbytes(gradient("layer0/w")) == wide * numel
     assert sizes.nbytes(gradient("layer0/w", "gradient part")) == narrow * numel
+    assert sizes.nbytes(ArrayId("gradient", "layer0/w", (1, 3))) == wide * 2 * NUMEL
 
 
 def test_a_tied_parameter_is_a_sum_over_its_segments() -> None:

@@ -132,6 +132,26 @@ def test_an_update_follows_its_own_gradient_when_nothing_holds_it_back() -> None
     ]
 
 
+def test_gradients_wait_on_the_device_for_the_updates_of_their_rows() -> None:
+    toy = chain(1, leaf=LeafCase("w", 4, 8), block_rows=2, is_fine=True)
+    homes = toy.homes(Tier.NVME, Tier.NVME)
+    options = StepOptions(1, True, Tier.DEVICE, Tier.HOST, gradients_by_row=True)
+    jobs = schedule(toy.catalog(homes), toy.units(homes), options)
+    start = words(jobs, Run, Update, Transfer).index("update layer0")
+    assert words(jobs, Run, Update, Transfer)[start - 1 : start + 4] == [
+        "offload gradient/layer0/w[0:2]",
+        "update layer0",
+        "offload param/layer0/w[0:2] +2",
+        "offload gradient/layer0/w[2:4]",
+        "update layer0",
+    ]
+    whole = ArrayId("gradient", "layer0/w")
+    assert not any((whole, Tier.HOST) in (*j.reads, *j.writes) for j in jobs)
+    # Taking rows makes an array of them on the device first.
+    (rows, *_) = [j for j in jobs if str(j.operation).endswith("layer0/w[0:2]")]
+    assert rows.workspace == ((Tier.DEVICE, 4 * 2 * 8),)
+
+
 def test_updates_wait_for_the_norm_of_the_whole_gradient_when_it_decides() -> None:
     order = words(jobs_of(chain(3), in_backward=False), Run, Update, Decide)
     assert order[3:] == [
