@@ -8,12 +8,13 @@ name and position, so that neither side needs the other's file). Each contender 
 process of its own. In each round every one takes a step, in random order, so that what
 else happens on the machine falls on all alike. The losses of all must agree.
 
-"remat" recomputes each block in the backward pass; zinf's streamed steps always do. The
-two sides have different matmuls, so each is held against its own step in memory with
-the same recomputation. Memory is the largest resident set since a process began, bytes
-are what the kernel counts as read from and written to a drive (/proc/PID/io); both are
-read from outside. Where memory has no room for all contenders at once, --contenders may
-be given several times: each time is a group that runs interleaved, with its own table.
+"remat" recomputes each block in the backward pass; zinf's streamed steps do where the
+device has no room for what they would keep. The two sides have different matmuls, so
+each is held against its own step in memory without. Memory is the largest resident set
+since a process began, bytes are what the kernel counts as read from and written to a
+drive (/proc/PID/io); both are read from outside. Where memory has no room for all
+contenders at once, --contenders may be given several times: each time is a group that
+runs interleaved, with its own table.
 
 deepspeed-nvme is DeepSpeed with the settings that were fastest of those tried on two
 cores, deepspeed-nvme-serial with those that need least memory; deepspeed_gpt.py has
@@ -364,8 +365,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help=f"after {WARM_UP} more")
     parser.add_argument("--deepspeed-python", help="interpreter with torch, deepspeed")
     parser.add_argument("--folder", help="on the drive; a temporary folder by default")
-    parser.add_argument("--device", default="512MiB", help="budget of zinf-nvme")
-    parser.add_argument("--host", default="512MiB", help="budget of zinf-nvme")
+    parser.add_argument("--device", default="640MiB", help="budget of zinf-nvme")
+    parser.add_argument("--host", default="160MiB", help="budget of zinf-nvme")
     parser.add_argument(
         "--contenders",
         nargs="+",
