@@ -233,8 +233,9 @@ class _Search:
         found: dict[int, Arrangement | None] = {}
 
         def keeps(count: int) -> bool:
-            options = replace(best.options, num_kept=count)
-            found[count] = self.attempt(catalog, options)
+            if count not in found:
+                options = replace(best.options, num_kept=count)
+                found[count] = self.attempt(catalog, options)
             return found[count] is not None
 
         fits, too_many = 0, num_able + 1

@@ -80,12 +80,12 @@ class Updates:
         operands = [a for update in unit.arrays for a in update.operands]
         results = [a for update in unit.arrays for a in update.results]
         consumed = []
-        if not is_pending:
-            gradients = self.bring_rows(unit)
         if is_pending:
             operands = _with_whole_params(unit, self.catalog)
             self.pending_reads.subtract(gradients)
             consumed = [g for g in gradients if not self.pending_reads[g]]
+        elif tier == Tier.HOST:
+            gradients = self.bring_rows(unit)
         self.jobs.add(
             Update(number, unit.name, tier, is_pending),
             Link.HOST if tier == Tier.HOST else Link.DEVICE,

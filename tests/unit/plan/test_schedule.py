@@ -1,5 +1,7 @@
 """The order of computation: nothing of it depends on where arrays rest."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.toy.program import Layer, LeafCase, Toy, chain, make_toy
@@ -150,6 +152,19 @@ def test_gradients_wait_on_the_device_for_the_updates_of_their_rows() -> None:
     # Taking rows makes an array of them on the device first.
     (rows, *_) = [j for j in jobs if str(j.operation).endswith("layer0/w[0:2]")]
     assert rows.workspace == ((Tier.DEVICE, 4 * 2 * 8),)
+
+
+def test_updates_on_the_device_have_no_rows_come_to_the_host() -> None:
+    toy = chain(1, leaf=LeafCase("w", 4, 8), block_rows=1, is_fine=True)
+    homes = toy.homes(Tier.NVME, Tier.NVME)
+    units = [
+        replace(unit, tier=Tier.DEVICE) if number % 2 else unit
+        for number, unit in enumerate(toy.units(homes))
+    ]
+    options = StepOptions(1, True, Tier.DEVICE, Tier.HOST, gradients_by_row=True)
+    jobs = schedule(toy.catalog(homes), units, options)
+    moved = [w for w in words(jobs, Transfer) if w.startswith("offload gradient")]
+    assert moved == [f"offload gradient/layer0/w[{i}:{i + 1}]" for i in (0, 2)]
 
 
 def test_updates_wait_for_the_norm_of_the_whole_gradient_when_it_decides() -> None:
