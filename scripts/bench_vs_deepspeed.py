@@ -365,8 +365,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help=f"after {WARM_UP} more")
     parser.add_argument("--deepspeed-python", help="interpreter with torch, deepspeed")
     parser.add_argument("--folder", help="on the drive; a temporary folder by default")
-    parser.add_argument("--device", default="640MiB", help="budget of zinf-nvme")
-    parser.add_argument("--host", default="160MiB", help="budget of zinf-nvme")
+    parser.add_argument("--device", default="512MiB", help="budget of zinf-nvme")
+    parser.add_argument("--host", default="512MiB", help="budget of zinf-nvme")
     parser.add_argument(
         "--contenders",
         nargs="+",
