@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import zinf
+from tests.equivalence.training import streamed_config
 from zinf.executor import updates
 from zinf.plan import Transfer
 from zinf.program import Tier
@@ -29,17 +30,8 @@ def small_blocks(monkeypatch):
 
 def train(folder: Any, host: int) -> tuple[list[dict[str, Any]], set[Any]]:
     """Metrics of three steps, and what is moved from the device in each."""
-    offload = {"device": "nvme"}
-    config = {
-        "execution": "streamed",
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": offload,
-            "offload_optimizer": offload,
-        },
-        "persistence_threshold": 256,
-        "memory": {"nvme": [str(folder)], "host": host},
-    }
+    config = streamed_config(("nvme", "nvme"), str(folder))
+    config["memory"] |= {"host": host}
     random = np.random.default_rng(0)
     init = {"kernel": random.normal(size=(ROWS, COLUMNS)).astype("f4")}
     engine = zinf.initialize(loss, init, optax.adam(1e-2), config)

@@ -18,9 +18,8 @@ def what_may_be_kept(
     able = {k: s for k, s in enumerate(segments[:-1]) if s.spec.has_backward}
     found = {}
     for k, segment in able.items():
-        less = replace(segment, is_selective=True)
-        if is_selective and less.residuals() != segment.residuals():
-            segment = less
+        if is_selective:
+            segment = segment.selective()
         residuals = segment.residuals()
         if residuals and sum(spec.nbytes for spec in residuals) <= room_bytes:
             workspace = segment.keeping_workspace()

@@ -8,7 +8,7 @@ whole, so they may be too large for the host too.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from zinf.plan import InfeasibleError
+from zinf.plan import InfeasibleError, Shortage
 from zinf.program import ArrayId, Program, Tier
 from zinf.segment import Segment
 
@@ -40,14 +40,12 @@ def tighter(
     Args:
         error: what was missing with `segments`, which are of `program`.
     """
-    tier = Tier.DEVICE if Tier.DEVICE in error.shortages else Tier.HOST
-    if tier not in error.shortages or (tier == Tier.HOST and not program.tilings):
-        return None
-    short = error.shortages[tier]
-    divisor = max(2, short.needed_bytes // max(1, short.capacity_bytes))
     params = largest_segment_bytes(program)
-    if tier == Tier.HOST:
-        return replace(limits, param_bytes=params // divisor) if params > 1 else None
+    if Tier.DEVICE not in error.shortages:
+        if Tier.HOST in error.shortages and program.tilings:
+            return _with_fewer_params(limits, params, error.shortages[Tier.HOST])
+        return None
+    short = error.shortages[Tier.DEVICE]
     spaces = [s.workspace() for s in segments]
     workspace = max(max(w.forward_bytes, w.backward_bytes) for w in spaces)
     may_shrink = limits.workspace_bytes is None or workspace <= limits.workspace_bytes
@@ -57,8 +55,18 @@ def tighter(
         return replace(limits, workspace_bytes=enough - enough // SPARE)
     # A gradient is as large as its parameter.
     if may_shrink and workspace > 2 * params:
-        return replace(limits, workspace_bytes=workspace // divisor)
-    return replace(limits, param_bytes=params // divisor) if params > 1 else None
+        return replace(limits, workspace_bytes=workspace // _divisor(short))
+    return _with_fewer_params(limits, params, short)
+
+
+def _with_fewer_params(limits: Limits, params: int, short: Shortage) -> Limits | None:
+    if params <= 1:
+        return None
+    return replace(limits, param_bytes=params // _divisor(short))
+
+
+def _divisor(short: Shortage) -> int:
+    return max(2, short.needed_bytes // max(1, short.capacity_bytes))
 
 
 def is_worth_trying(

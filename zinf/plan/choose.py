@@ -229,27 +229,17 @@ class _Search:
 
         Where what they take would rather hold what is fetched ahead, of half of them.
         """
-        num_able = len(catalog.keeping)
-        found: dict[int, Arrangement | None] = {}
-
-        def keeps(count: int) -> bool:
-            if count not in found:
-                options = replace(best.options, num_kept=count)
-                found[count] = self.attempt(catalog, options)
-            return found[count] is not None
-
-        fits, too_many = 0, num_able + 1
-        count = num_able
+        num_able = count = len(catalog.keeping)
+        most, fits, too_many = None, 0, num_able + 1
         while too_many - fits > max(1, num_able // KEPT_STEPS):
-            if keeps(count):
-                fits = count
-            else:
+            found = self.attempt(catalog, replace(best.options, num_kept=count))
+            if found is None:
                 too_many = count
+            else:
+                most, fits = found, count
             count = (fits + too_many) // 2
-        most = found.get(fits)
-        if fits > 1 and most is not None and _better_of(best, most) is best:
-            keeps(fits // 2)
-            most = found[fits // 2]
+        if fits > 1 and _better_of(best, most) is best:
+            most = self.attempt(catalog, replace(best.options, num_kept=fits // 2))
         return most
 
     def better(self, best: Arrangement, **changes: Any) -> Arrangement:

@@ -59,6 +59,17 @@ class Segment:
         """What `forward_keeping` and `backward_from` run."""
         return self.halved[self.is_selective]
 
+    def selective(self) -> "Segment":
+        """Itself keeping less, if there is a product that it need not keep.
+
+        Compiles nothing.
+        """
+        if not self._may_keep:
+            return self
+        less = replace(self, is_selective=True)
+        same = less.keeping.halves.residuals() == self.keeping.halves.residuals()
+        return self if same else less
+
     def forward(self, params: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
         """The outputs, in the order of `spec.outputs`."""
         return self.executables.forward((*params, *inputs, *self.hoisted))
