@@ -154,7 +154,7 @@ class _StepRun:
         with self.working_in(instruction):
             match operation:
                 case Transfer():
-                    self.stores.heap.relieve()
+                    self.stores.heap.relieve(instruction.allocates)
                     self.mover.move(operation)
                     self.record.moved_bytes[instruction.link] += instruction.nbytes
                 case Run():

@@ -3,19 +3,22 @@
 A ledger counts arrays; the system counts pages, and glibc gives freed memory back
 reluctantly: each thread has a heap of its own, freed blocks of up to 32 MiB stay in it,
 and the heaps of all links, of XLA and of TensorStore peak at different times. Training
-350M parameters within 1 GiB of budgets took 3.3 GiB so. Blocks that malloc maps one by
-one (M_MMAP_THRESHOLD) are given back at once, but each is faulted in anew: half as much
-system time again. So there is one heap where that can still be chosen, and what is
-hoarded beyond a limit is trimmed. The limit goes by what was counted at most: memory
-that a step needs at one time is memory that it may keep for itself at another, and
-giving it back in between only costs faults (a fifth of a step of 91M parameters).
+350M parameters within 1 GiB of budgets took 3.3 GiB so. Larger blocks malloc maps one
+by one and gives back at once, but each is faulted in anew: a fifth of a step of 124M
+parameters in memory. So there is one heap where that can still be chosen; where budgets
+leave room it keeps blocks of every size; and what is hoarded beyond a limit is given
+back, no more than that. The limit goes by what was counted at most: memory that a step
+needs at one time is memory that it may keep for itself at another.
 """
 
 import ctypes
 import os
 import platform
 from collections.abc import Iterable, Sequence
+from mmap import MADV_DONTNEED
 from threading import Lock
+from typing import ClassVar
+from weakref import WeakSet
 
 from zinf.memory.ledger import Ledger
 from zinf.memory.pool import IDLE_BYTES, POOL
@@ -26,18 +29,32 @@ SLACK_BYTES = 96 * 2**20
 # When it is made, and before the first two steps.
 NUM_SETTLED = 3
 
-M_ARENA_MAX = -8  # of <malloc.h>
+# Of <malloc.h>.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -3, -4, -8
+MANY = 65536
+# Where memory is short, blocks from this size are mapped one by one: kept, they are
+# what is given back and then faulted in anew.
+LARGE_BYTES = 32 * 2**20
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+# Free memory is given back in pieces of this size.
+PIECE_BYTES = 8 * 2**20
 
 
 def share_heap() -> None:
     """Make threads that start from now on share one heap, where malloc is glibc's.
 
-    It has no effect on threads that allocated before, so call it before jax starts
-    any: before the first array is made.
+    What is freed there stays until a `Heap` gives it back. Threads that allocated
+    before go on with heaps of their own, so call it before jax starts any: before the
+    first array is made.
     """
     if _is_glibc():
-        ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
+        libc = ctypes.CDLL(None)
+        for parameter, setting in (
+            (M_ARENA_MAX, 1),
+            (M_TRIM_THRESHOLD, -1),  # never
+            (M_MMAP_THRESHOLD, LARGE_BYTES),
+        ):
+            libc.mallopt(parameter, setting)
 
 
 class Heap:
@@ -45,8 +62,12 @@ class Heap:
 
     What is resident beside them when it is made, and after the first step, is taken for
     the process's own: the interpreter, jax, compiled programs, what libraries load when
-    they are first used. Safe to call from several threads.
+    they are first used. All heaps of a process are one: what the ledgers of others
+    count is theirs. Safe to call from several threads.
     """
+
+    _open: "ClassVar[WeakSet[Heap]]" = WeakSet()
+    _lock: ClassVar[Lock] = Lock()
 
     def __init__(
         self, ledgers: Sequence[Ledger], slack_bytes: int = SLACK_BYTES
@@ -54,8 +75,8 @@ class Heap:
         self._ledgers = ledgers
         self._slack_bytes = slack_bytes
         self._is_glibc = _is_glibc()
-        self._lock = Lock()
         self._own_bytes = 0
+        self._open.add(self)
         self._num_settled = 0
         self.settle()
         # What was in use, counted or not, when memory was last looked for in vain.
@@ -65,29 +86,37 @@ class Heap:
         """Measure the process's own memory anew; for when no step is under way.
 
         After the first step nothing new is loaded, so it is not measured any more.
+        Large blocks are kept from then on, if budgets allow twice what was counted.
         """
-        if self._is_glibc and self._num_settled < NUM_SETTLED:
+        if not self._is_glibc:
+            return
+        # What a step takes is known once there was one.
+        counted, kept = self._counted()
+        has_room = 0 < 2 * counted <= kept
+        ctypes.CDLL(None).mallopt(M_MMAP_MAX, 0 if has_room else MANY)
+        if self._num_settled < NUM_SETTLED:
             self._num_settled += 1
-            used = sum(ledger.used_bytes for ledger in self._ledgers)
+            used = sum(ledger.used_bytes for ledger in self._all_ledgers())
             self._own_bytes = max(self._own_bytes, self._trim() - used)
 
     def relieve(self, coming: Iterable[tuple[Tier, int]] = ()) -> None:
         """Give freed memory back to the system, if more is resident than is needed.
 
-        That is what the ledgers counted at most in this step and the last one. Cheap
+        That is what the ledgers counted at most in this step and the last one, and as
+        much again where the budgets allow it, for holes that nothing fits into. Cheap
         enough (20 us) for each time that an array is freed.
 
         Args:
             coming: bytes on each tier that are about to be used, in new memory for all
                 that is known here.
         """
-        counted = sum(ledger.recent_peak_bytes for ledger in self._ledgers)
+        counted, kept = self._counted()
         POOL.idle_limit_bytes = max(IDLE_BYTES, counted)
         if not self._is_glibc:
             return
         new_bytes = [n for x in self._ledgers for tier, n in coming if tier == x.tier]
         resident = resident_bytes()
-        limit = self._own_bytes + counted + self._slack_bytes - sum(new_bytes)
+        limit = self._own_bytes + kept + self._slack_bytes - sum(new_bytes)
         if resident <= limit:
             self._in_use_bytes = 0
             return
@@ -98,20 +127,66 @@ class Heap:
             try:
                 # Huge pages of the pool are the cheapest to have again.
                 POOL.trim(resident - limit)
-                if resident_bytes() > limit:
-                    self._in_use_bytes = self._trim()
+                surplus = resident_bytes() - limit
+                if surplus > 0:
+                    self._in_use_bytes = self._give_back(
+                        surplus + self._slack_bytes // 2, limit
+                    )
             finally:
                 self._lock.release()
 
     def close(self) -> None:
         """Let no more lie idle than without an engine."""
+        self._open.discard(self)
         POOL.idle_limit_bytes = IDLE_BYTES
-        POOL.trim()
+        self._trim()
+
+    def _counted(self) -> tuple[int, int]:
+        """Bytes counted at most lately, and how many may be resident for them."""
+        ledgers = self._all_ledgers()
+        counted = sum(ledger.recent_peak_bytes for ledger in ledgers)
+        if any(ledger.capacity_bytes is None for ledger in ledgers):
+            return counted, 2 * counted
+        allowed = sum(ledger.capacity_bytes or 0 for ledger in ledgers)
+        return counted, max(counted, min(2 * counted, allowed))
+
+    def _all_ledgers(self) -> list[Ledger]:
+        return [ledger for heap in list(self._open) for ledger in heap._ledgers]
+
+    def _give_back(self, nbytes: int, limit: int) -> int:
+        """Gives back so much if it can, and all if not even the limit is kept."""
+        give_back(nbytes)
+        resident = resident_bytes()
+        return resident if resident <= limit else self._trim()
 
     def _trim(self) -> int:
         POOL.trim()
         ctypes.CDLL(None).malloc_trim(0)
         return resident_bytes()
+
+
+def give_back(nbytes: int) -> None:
+    """Give about so many bytes of free memory back to the system, where malloc is
+    glibc's: `malloc_trim` knows only all, which is then faulted in anew.
+
+    Takes pieces of the heap, drops their pages and frees them. A piece may be memory
+    that the system has back already; when the heap has no other, it stops.
+    """
+    libc = ctypes.CDLL(None)
+    libc.sbrk.restype = ctypes.c_void_p
+    pieces, wanted, end = [], resident_bytes() - nbytes, libc.sbrk(0)
+    while True:
+        piece = ctypes.c_void_p()
+        if libc.posix_memalign(ctypes.byref(piece), PAGE_BYTES, PIECE_BYTES):
+            break
+        pieces.append(piece)
+        if (piece.value or 0) + PIECE_BYTES > end:
+            break
+        libc.madvise(piece, ctypes.c_size_t(PIECE_BYTES), MADV_DONTNEED)
+        if resident_bytes() <= wanted:
+            break
+    for piece in pieces:
+        libc.free(piece)
 
 
 def resident_bytes() -> int:

@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from weakref import WeakSet
 
 import pytest
 
@@ -32,6 +33,53 @@ heap.relieve()
 assert resident_bytes() - start < 64 * MIB
 """
 
+# A block that was freed is there again without a page fault, where budgets allow
+# for it; and only as much goes back to the system as has to.
+LARGE = """
+import os
+import resource
+os.environ["NUMPY_MADVISE_HUGEPAGE"] = "0"
+import numpy as np
+from zinf.memory import share_heap
+share_heap()
+from zinf.memory.heap import Heap, give_back, resident_bytes
+from zinf.memory.ledger import Ledger
+from zinf.program import Tier
+
+MIB = 2**20
+ledger = Ledger(Tier.HOST, CAPACITY * MIB)
+heap = Heap([ledger])
+
+def step():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    with ledger.holding(100 * MIB, "block"):
+        block = np.ones(100 * MIB, np.uint8)
+    ledger.release(100 * MIB)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+def faults():
+    step(), heap.settle(), step()
+    return step()
+"""
+ROOMY = f"""{LARGE.replace("CAPACITY", "400")}
+assert faults() < 1000
+heap.close()
+"""
+TIGHT = f"""{LARGE.replace("CAPACITY", "150")}
+before = resident_bytes()
+assert faults() > 10_000
+assert resident_bytes() - before < 20 * MIB
+"""
+PARTLY = f"""{LARGE.replace("CAPACITY", "400")}
+faults()
+full = resident_bytes()
+give_back(40 * MIB)
+assert 32 * MIB < full - resident_bytes() < 56 * MIB, (full - resident_bytes()) / MIB
+give_back(1000 * MIB)
+heap.close()
+assert full - resident_bytes() > 80 * MIB
+"""
+
 needs_glibc = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="only glibc hoards so"
 )
@@ -53,6 +101,8 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
         monkeypatch.setattr(Heap, "_trim", trim)
 
     set_resident.trims = 0
+    monkeypatch.setattr(Heap, "_open", WeakSet())
+    monkeypatch.setattr(module, "give_back", lambda nbytes: None)
     monkeypatch.setattr(module, "_is_glibc", lambda: True)
     set_resident(1000 * MIB, 1000 * MIB)
     return set_resident
@@ -61,6 +111,41 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
 @needs_glibc
 def test_freed_memory_beyond_the_slack_goes_back_to_the_system() -> None:
     subprocess.run([sys.executable, "-c", HOARD], check=True, timeout=60)
+
+
+@needs_glibc
+@pytest.mark.parametrize(
+    "script", [ROOMY, TIGHT, PARTLY], ids=["roomy", "tight", "partly"]
+)
+def test_large_blocks_are_kept_where_budgets_leave_room(script: str) -> None:
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_what_the_ledgers_of_another_heap_count_is_left_alone(process) -> None:
+    heap, ledger = Heap([], SLACK), Ledger(Tier.HOST, 150 * MIB)
+    other = Heap([ledger], SLACK)
+    ledger.reserve(100 * MIB, "arrays")
+    process(1000 * MIB + 150 * MIB + SLACK, 0)
+    trims = process.trims
+    heap.relieve()
+    assert process.trims == trims
+    other.close()
+    process(1000 * MIB + 150 * MIB + SLACK, 0)
+    heap.relieve()
+    assert process.trims == trims + 2  # as the other closed, and now
+
+
+def test_freed_memory_may_stay_within_the_budgets(process) -> None:
+    ledger = Ledger(Tier.HOST, 150 * MIB)
+    heap = Heap([ledger], SLACK)
+    ledger.reserve(100 * MIB, "arrays")
+    process(1000 * MIB + 150 * MIB + SLACK, 0)
+    trims = process.trims
+    heap.relieve()
+    assert process.trims == trims
+    process(1000 * MIB + 151 * MIB + SLACK, 0)
+    heap.relieve()
+    assert process.trims == trims + 1
 
 
 def test_what_was_counted_lately_or_is_within_the_slack_is_left_alone(process) -> None:
