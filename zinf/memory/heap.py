@@ -12,10 +12,10 @@ needs at one time is memory that it may keep for itself at another.
 """
 
 import ctypes
+import mmap
 import os
 import platform
 from collections.abc import Iterable, Sequence
-from mmap import MADV_DONTNEED
 from threading import Lock
 from typing import ClassVar
 from weakref import WeakSet
@@ -67,7 +67,8 @@ class Heap:
     """
 
     _open: "ClassVar[WeakSet[Heap]]" = WeakSet()
-    _lock: ClassVar[Lock] = Lock()
+    _registering: ClassVar[Lock] = Lock()
+    _trimming: ClassVar[Lock] = Lock()
 
     def __init__(
         self, ledgers: Sequence[Ledger], slack_bytes: int = SLACK_BYTES
@@ -76,7 +77,8 @@ class Heap:
         self._slack_bytes = slack_bytes
         self._is_glibc = _is_glibc()
         self._own_bytes = 0
-        self._open.add(self)
+        with self._registering:
+            self._open.add(self)
         self._num_settled = 0
         self.settle()
         # What was in use, counted or not, when memory was last looked for in vain.
@@ -123,7 +125,7 @@ class Heap:
         # What was in use the last time is not looked for again at each free.
         if resident <= self._in_use_bytes + self._slack_bytes // 2:
             return
-        if self._lock.acquire(blocking=False):
+        if self._trimming.acquire(blocking=False):
             try:
                 # Huge pages of the pool are the cheapest to have again.
                 POOL.trim(resident - limit)
@@ -133,13 +135,17 @@ class Heap:
                         surplus + self._slack_bytes // 2, limit
                     )
             finally:
-                self._lock.release()
+                self._trimming.release()
 
     def close(self) -> None:
         """Let no more lie idle than without an engine."""
-        self._open.discard(self)
+        with self._registering:
+            self._open.discard(self)
         POOL.idle_limit_bytes = IDLE_BYTES
-        self._trim()
+        if self._is_glibc:
+            self._trim()
+        else:
+            POOL.trim()
 
     def _counted(self) -> tuple[int, int]:
         """Bytes counted at most lately, and how many may be resident for them."""
@@ -151,7 +157,8 @@ class Heap:
         return counted, max(counted, min(2 * counted, allowed))
 
     def _all_ledgers(self) -> list[Ledger]:
-        return [ledger for heap in list(self._open) for ledger in heap._ledgers]
+        with self._registering:
+            return [ledger for heap in self._open for ledger in heap._ledgers]
 
     def _give_back(self, nbytes: int, limit: int) -> int:
         """Gives back so much if it can, and all if not even the limit is kept."""
@@ -182,7 +189,7 @@ def give_back(nbytes: int) -> None:
         pieces.append(piece)
         if (piece.value or 0) + PIECE_BYTES > end:
             break
-        libc.madvise(piece, ctypes.c_size_t(PIECE_BYTES), MADV_DONTNEED)
+        libc.madvise(piece, ctypes.c_size_t(PIECE_BYTES), mmap.MADV_DONTNEED)
         if resident_bytes() <= wanted:
             break
     for piece in pieces:

@@ -228,6 +228,8 @@ def test_without_glibc_nothing_is_done(
     heap = Heap([], SLACK)
     process(2**60, 0)
     heap.relieve()
+    heap.settle()
+    heap.close()
     assert process.trims == 0
 
 
