@@ -6,13 +6,14 @@ for a machine that is not there can be read as well as one that runs.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from zinf.executor.joint import UnitParts, unit_parts
 from zinf.executor.prepare import Fused, Streamed
-from zinf.plan import Instruction, Pass, Run, Update
-from zinf.program import Tier
+from zinf.plan import ArrayUpdate, Instruction, Pass, Run, Update
+from zinf.program import ArrayId, Tier
 from zinf.topology import (
     Collective,
     Kind,
@@ -53,22 +54,23 @@ def compiled_runs(made: Streamed | Fused) -> tuple[CompiledRun, ...]:
     """Every distinct executable of a step, in the order of first use."""
     if isinstance(made, Fused):
         return (_fused(made),)
-    found: dict[int, tuple[Any, Instruction]] = {}
+    parts = unit_parts(made.updates, made.arranged.units, made.plan.homes)
+    found: dict[int, tuple[Any, int, Instruction]] = {}
     times: Counter[int] = Counter()
     for instruction in made.plan.instructions:
-        for executable in _executables(made, instruction):
-            found.setdefault(id(executable), (executable, instruction))
+        for executable, nbytes in _executables(made, parts, instruction):
+            found.setdefault(id(executable), (executable, nbytes, instruction))
             times[id(executable)] += 1
     return tuple(
         CompiledRun(
             str(instruction.operation),
             times[key],
             instruction.flops,
-            _planned_bytes(made, instruction, executable),
+            nbytes,
             memory(executable),
             collectives_of(executable),
         )
-        for key, (executable, instruction) in found.items()
+        for key, (executable, nbytes, instruction) in found.items()
     )
 
 
@@ -91,39 +93,40 @@ def largest_deviation(runs: tuple[CompiledRun, ...]) -> float:
     )
 
 
-def _executables(made: Streamed, instruction: Instruction) -> list[Any]:
-    operation = instruction.operation
+def _executables(
+    made: Streamed, parts: Sequence[UnitParts], instruction: Instruction
+) -> list[tuple[Any, int]]:
+    """What an instruction runs, and the bytes that the plan counts for each of it."""
+    operation, catalog = instruction.operation, made.arranged.catalog
     if isinstance(operation, Run):
         segment = made.segments[operation.segment]
         is_kept = operation.kind in (Pass.KEEPING, Pass.KEPT)
         passes = segment.keeping if is_kept else segment.executables
-        return [passes.forward if operation.kind in FORWARD else passes.backward]
+        copies = (*instruction.reads, *instruction.writes)
+        nbytes = sum(catalog.nbytes(array, tier) for array, tier in copies)
+        is_forward = operation.kind in FORWARD
+        return [(passes.forward if is_forward else passes.backward, nbytes)]
     if isinstance(operation, Update) and operation.tier == Tier.DEVICE:
-        unit = made.arranged.units[operation.unit]
+        unit = parts[operation.unit]
         steps = made.updates.steps[Tier.DEVICE]
-        return [steps[update].executable for update in unit.arrays]
+        return [
+            (joint.step.executable, sum(_update_bytes(made, u) for u in joint.arrays))
+            for joint in unit.joint
+        ] + [(steps[u].executable, _update_bytes(made, u)) for u in unit.single]
     return []
 
 
-def _planned_bytes(
-    made: Streamed, instruction: Instruction, executable: Any
-) -> int | None:
-    operation, catalog = instruction.operation, made.arranged.catalog
-    if isinstance(operation, Run):
-        copies = (*instruction.reads, *instruction.writes)
-        return sum(catalog.nbytes(array, tier) for array, tier in copies)
-    assert isinstance(operation, Update)
-    steps = made.updates.steps[Tier.DEVICE]
-    for update in made.arranged.units[operation.unit].arrays:
-        if steps[update].executable is executable:
-            arrays = (*update.operands, *update.results)
-            given = sum(catalog.nbytes(array, Tier.DEVICE) for array in arrays)
-            if update in made.updates.own_parts:
-                return given + made.updates.own_parts[update].nbytes
-            rows = update.rows or update.gradient.rows
-            gradient = replace(update.gradient, rows=rows)
-            return given + catalog.nbytes(gradient, Tier.DEVICE)
-    raise AssertionError("an update runs an executable that is not its own")
+def _update_bytes(made: Streamed, update: ArrayUpdate) -> int:
+    """Bytes of what an update on the devices reads and makes."""
+
+    def device_bytes(array: ArrayId) -> int:
+        return made.arranged.catalog.nbytes(array, Tier.DEVICE)
+
+    own = made.updates.own_parts.get(update)
+    rows = update.rows or update.gradient.rows
+    gradient = replace(update.gradient, rows=rows)
+    nbytes = device_bytes(gradient) if own is None else own.nbytes
+    return nbytes + sum(map(device_bytes, (*update.operands, *update.results)))
 
 
 def _fused(made: Fused) -> CompiledRun:

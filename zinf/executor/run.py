@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zinf.executor.decision import Decision, Pending
+from zinf.executor.joint import JointUpdate, UnitParts
 from zinf.executor.links import Progress, run_links
 from zinf.executor.transfer import Mover
 from zinf.memory import (
@@ -53,6 +54,7 @@ class Work:
     """What the operations of a plan stand for.
 
     Attributes:
+        parts: of each unit, what runs jointly, and what one by one.
         update: `(array update, tier, gradient, operands, goes_by) -> results` computes
             the new values of an array update's results.
         is_in_place: `(array update, tier)`: it is done by `update_in_place` instead.
@@ -69,6 +71,7 @@ class Work:
     program: Program
     segments: Sequence[Segment]
     units: Sequence[UpdateUnit]
+    parts: Sequence[UnitParts]
     update: UpdateFunction
     is_in_place: Callable[[ArrayUpdate, Tier], bool]
     update_in_place: Callable[..., None]
@@ -301,7 +304,10 @@ class _StepRun:
             self.work.before_update()
             self.has_updated = True
         self.record.has_updated |= not operation.is_pending
-        for array_update in updates:
+        parts = self.work.parts[operation.unit]
+        for joint in parts.joint:
+            self.update_jointly(joint, goes_by)
+        for array_update in parts.single:
             self.update_array(array_update, operation.tier, goes_by)
 
     def goes_by(self, operation: Update) -> Pending:
@@ -332,6 +338,18 @@ class _StepRun:
             if tier == Tier.HOST:
                 content = np.asarray(content)
             self.write(array, tier, content)
+
+    def update_jointly(self, joint: JointUpdate, goes_by: Pending) -> None:
+        gradients = [self.gradient_rows(u, Tier.DEVICE) for u in joint.arrays]
+        operands = []
+        for array_update in joint.arrays:
+            for array in array_update.operands:
+                self.read_there(array, Tier.DEVICE)
+            operands.append(list(map(self.stores.device.donate, array_update.operands)))
+        results = joint.apply(gradients, operands, goes_by)
+        for array_update, contents in zip(joint.arrays, results, strict=True):
+            for array, content in zip(array_update.results, contents, strict=True):
+                self.write(array, Tier.DEVICE, content)
 
     def update_in_place(
         self, array_update: ArrayUpdate, gradient: Any, goes_by: Pending

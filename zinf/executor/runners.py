@@ -35,7 +35,6 @@ def make_runner(
     config = planner.config
     skips_overflow = config.loss_scaling is not None
     if isinstance(prepared, Streamed):
-        prepared.updates.compile_in_place(prepared.arranged.units)
         return StreamedRunner(
             prepared,
             stores,

@@ -10,6 +10,7 @@ import numpy as np
 
 from zinf.executor.batch import microbatches
 from zinf.executor.decision import MIXED, UNTOUCHED, NonFiniteError, Pending, decide
+from zinf.executor.joint import unit_parts
 from zinf.executor.outcome import Outcome
 from zinf.executor.prepare import Streamed
 from zinf.executor.run import StepRecord, Work, run_plan
@@ -43,6 +44,9 @@ class StreamedRunner(AbstractRunner):
         self.before_update = before_update
         self.read = {n for s in self.program.segments for n in s.inputs}
         self.pending: Pending | None = None
+        updates, units = streamed.updates, self.arranged.units
+        updates.compile_in_place(units)
+        self.parts = unit_parts(updates, units, self.plan.homes)
 
     def enter(self) -> None:
         """Puts the arrays that the loss closed over on the device, where they stay.
@@ -146,6 +150,7 @@ class StreamedRunner(AbstractRunner):
             program=self.program,
             segments=self.streamed.segments,
             units=self.arranged.units,
+            parts=self.parts,
             update=updates.apply,
             is_in_place=updates.is_in_place,
             update_in_place=updates.apply_in_place,

@@ -16,6 +16,7 @@ from zinf.executor.exchange import exchange_of
 from zinf.memory import in_device_form
 from zinf.mesh import local_devices, replicated
 from zinf.optim.host_update import AbstractHostUpdate
+from zinf.optim.joint import JointCompiler
 from zinf.optim.on_host import host_updates
 from zinf.optim.separate import Separated
 from zinf.optim.update import (
@@ -75,6 +76,7 @@ class Updates:
         num_executables: how many distinct ones there are.
         cpu: what updates on the host are compiled for.
         exchanges: what updates on the devices send between them.
+        joint: compiles several of those on the devices together.
     """
 
     arrays: tuple[tuple[str, tuple[ArrayUpdate, ...]], ...]
@@ -85,6 +87,7 @@ class Updates:
     cpu: jax.Device
     unit_bytes: int
     exchanges: Mapping[ArrayUpdate, Exchange]
+    joint: JointCompiler
 
     def units(
         self, homes: Mapping[ArrayId, Tier], update_tier: Tier = Tier.HOST
@@ -238,6 +241,7 @@ def compile_program_updates(
         own_parts=_own_parts(units, layouts),
         num_executables=compiled.num_executables,
         cpu=cpu,
+        joint=JointCompiler(compile_here),
         unit_bytes=UNIT_BLOCKS * limit,
         exchanges=_exchanges(on_device, layouts.mesh),
     )

@@ -63,6 +63,19 @@ class DeviceStore(AbstractStore):
             stored = self._read_rows(array)
         return completed(stored)
 
+    def donate(self, array: ArrayId) -> jax.Array:
+        """What is kept, for a computation that may take its memory.
+
+        The next that happens to `array` is that its result is written.
+
+        Raises:
+            KeyError: it is not kept here as it is, but as rows or not at all.
+        """
+        self.holds.wait(array)
+        if array not in self._arrays:
+            raise unknown_array(array, self.tier, list(self._arrays))
+        return self._arrays[array]
+
     def write(self, array: ArrayId, value: np.ndarray | jax.Array) -> Future[None]:
         check_kind(array, value, self.tier, np.ndarray, jax.Array)
         self.holds.wait(array)

@@ -51,6 +51,16 @@ class UnitPlacement:
     compute: Sharding
 
 
+@dataclass(frozen=True, eq=False)
+class UpdateCode:
+    """What an update step is compiled from; shardings are pytree prefixes."""
+
+    function: Callable
+    arguments: Any
+    shardings: Any
+    result_shardings: Any
+
+
 @dataclass(frozen=True)
 class UpdateStep:
     """The update of one unit.
@@ -58,9 +68,11 @@ class UpdateStep:
     `output_bytes` and `temp_bytes` are what a call allocates on each of its devices.
     """
 
+    code: UpdateCode
     executable: jax.stages.Compiled
     step_values: tuple[int, ...]
     hoisted: tuple[np.generic, ...]
+    is_elementwise: bool
     output_bytes: int
     temp_bytes: int
 
@@ -126,7 +138,7 @@ def compile_placed_updates(
     Shapes of units are those of the whole arrays, padded as these are.
     """
     bodies = separated.bodies([(unit.leaf, unit.shape) for unit in units])
-    compiled: dict[Hashable, tuple[jax.stages.Compiled, Any]] = {}
+    compiled: dict[Hashable, tuple[UpdateCode, jax.stages.Compiled, Any]] = {}
     steps = []
     for unit, shared, place in zip(units, bodies, placements, strict=True):
         leaf = separated.leaves[unit.leaf]
@@ -143,11 +155,13 @@ def compile_placed_updates(
             )
             results = (place.master, *place.states)
             results += () if copy_dtype is None else (place.compute,)
+            code = UpdateCode(function, arguments, shardings, results)
             executable = _compile(function, arguments, shardings, results, compile)
-            compiled[key] = executable, executable.memory_analysis()
-        executable, memory = compiled[key]
+            compiled[key] = code, executable, executable.memory_analysis()
+        code, executable, memory = compiled[key]
         nbytes = memory.output_size_in_bytes, memory.temp_size_in_bytes
-        steps.append(UpdateStep(executable, leaf.step_values, shared.hoisted, *nbytes))
+        values = leaf.step_values, shared.hoisted, leaf.is_elementwise
+        steps.append(UpdateStep(code, executable, *values, *nbytes))
     return Updates(tuple(steps), len(compiled))
 
 

@@ -1,3 +1,4 @@
+import threading
 import weakref
 
 import jax
@@ -112,12 +113,37 @@ def test_what_was_donated_can_be_replaced_and_freed(store: DeviceStore) -> None:
     """An update donates what it read from the store, then writes the result."""
     update = jax.jit(lambda x: x + 1, donate_argnums=0)
     store.write(WHOLE, np.zeros((4, 1024), np.float32))
-    new = update(store.read(WHOLE).result())
+    new = update(store.donate(WHOLE))
     store.write(WHOLE, new)
     assert store.ledger.used_bytes == store.ledger.peak_bytes == 4 * 4 * 1024
-    update(store.read(WHOLE).result())
+    update(store.donate(WHOLE))
     store.free(WHOLE)
     assert store.ledger.used_bytes == 0
+
+
+def test_what_is_to_be_donated_is_waited_for_while_it_is_held(
+    store: DeviceStore,
+) -> None:
+    store.write(WHOLE, np.ones((4, 4), np.float32)).result()
+    store.holds.hold([WHOLE])
+    taken = threading.Event()
+
+    def donate() -> None:
+        store.donate(WHOLE)
+        taken.set()
+
+    thread = threading.Thread(target=donate)
+    thread.start()
+    assert not taken.wait(0.05)
+    store.holds.release(WHOLE)
+    thread.join(10)
+    assert taken.is_set()
+
+
+def test_rows_of_a_whole_are_not_donated(store: DeviceStore) -> None:
+    store.write(WHOLE, np.ones((4, 4), np.float32)).result()
+    with pytest.raises(KeyError, match="w"):
+        store.donate(ROWS)
 
 
 def test_a_dtype_that_jax_would_change_is_refused(store: DeviceStore) -> None:

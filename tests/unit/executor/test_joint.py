@@ -1,0 +1,130 @@
+"""Which updates run jointly: those at rest on the devices, within the same memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from zinf.executor.decision import Decision, Pending
+from zinf.executor.joint import unit_parts
+from zinf.executor.updates import compile_program_updates
+from zinf.initialize import make_planner
+from zinf.program import Tier
+
+WIDTH = 64
+NAMES = ("bias", "kernel", "scale", "shift")
+
+
+def params():
+    vectors = {name: jnp.ones(WIDTH) for name in NAMES if name != "kernel"}
+    return vectors | {"kernel": jnp.ones((WIDTH, WIDTH))}
+
+
+def loss(p, batch):
+    x = jnp.tanh(batch @ p["kernel"] + p["bias"][None])
+    return jnp.mean((x * p["scale"][None] + p["shift"][None]) ** 2)
+
+
+def compiled(tx=None, config=None):
+    planner = make_planner(
+        loss, params, tx or optax.adam(0.1), {"execution": "streamed"} | (config or {})
+    )
+    source = planner.trace(jax.ShapeDtypeStruct((2, WIDTH), jnp.float32), None)
+    return compile_program_updates(
+        planner.cut(source, None).program,
+        planner.problem,
+        planner.separated,
+        accumulates=(),
+        layouts=planner.layouts,
+    )
+
+
+def homes_of(found, elsewhere=()):
+    arrays = [a for _, group in found.arrays for u in group for a in u.results]
+    return {a: Tier.HOST if a.path in elsewhere else Tier.DEVICE for a in arrays}
+
+
+def parts_of(found, homes, update_tier=Tier.HOST):
+    units = found.units(homes, update_tier)
+    return units, unit_parts(found, units, homes)
+
+
+def paths(updates):
+    return sorted(u.gradient.path for u in updates)
+
+
+def test_all_that_rests_on_the_device_is_updated_by_few_executables():
+    found = compiled()
+    (unit,), (parts,) = parts_of(found, homes_of(found))
+    assert not parts.single
+    # All vectors together need less than the matrix alone.
+    assert [paths(j.arrays) for j in parts.joint] == [
+        ["kernel"],
+        ["bias", "scale", "shift"],
+    ]
+    for joint in parts.joint:
+        assert joint.step.workspace_bytes <= unit.workspace_bytes
+
+
+@pytest.mark.parametrize("update_tier", [Tier.HOST, Tier.DEVICE])
+def test_what_rests_elsewhere_is_updated_alone(update_tier):
+    found = compiled()
+    homes = homes_of(found, elsewhere=("kernel", "scale"))
+    units, parts = parts_of(found, homes, update_tier)
+    joint = [paths(j.arrays) for part in parts for j in part.joint]
+    assert joint in ([["bias", "shift"]], [["bias"], ["shift"]])
+    assert paths(u for part in parts for u in part.single) == ["kernel", "scale"]
+    assert paths(u for unit in units for u in unit.arrays) == sorted(NAMES)
+
+
+def test_updates_of_whole_leaves_run_alone():
+    found = compiled(optax.lamb(0.1))
+    _, (parts,) = parts_of(found, homes_of(found))
+    assert not parts.joint
+    assert paths(parts.single) == sorted(NAMES)
+
+
+def test_an_executable_that_needs_more_is_not_run(monkeypatch):
+    """Compiled together, updates may need other scratch than each alone."""
+    found = compiled()
+    join = found.joint
+
+    def greedy(steps):
+        step = join(steps)
+        space = step.workspace_bytes + (1 << 30) * (len(steps) > 1)
+        return type(step)(step.executable, step.step_values, step.hoisted, space)
+
+    object.__setattr__(found, "joint", greedy)
+    _, (parts,) = parts_of(found, homes_of(found))
+    assert [paths(j.arrays) for j in parts.joint] == [["kernel"]]
+    assert paths(parts.single) == ["bias", "scale", "shift"]
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_it_gives_what_each_update_gives(compute):
+    config = {} if compute == "float32" else {"bf16": {"enabled": True}}
+    found = compiled(config=config)
+    _, (parts,) = parts_of(found, homes_of(found))
+    goes_by = Pending(Decision(0.0, 1.0, 0.5, False), [np.float32(0.5)] * 2)
+    rng = np.random.default_rng(0)
+    for joint in parts.joint:
+        operands, gradients = [], []
+        for update in joint.arrays:
+            code = found.steps[Tier.DEVICE][update].code
+            grad, master, states = code.arguments[3:]
+            arrays = [rng.random(x.shape, np.float32) for x in (master, *states)]
+            operands.append([jnp.asarray(x) + 0 for x in arrays])
+            gradients.append(jnp.asarray(rng.random(grad.shape), grad.dtype))
+        alone = [
+            found.apply(update, Tier.DEVICE, gradient, own, goes_by)
+            for update, gradient, own in zip(
+                joint.arrays, gradients, operands, strict=True
+            )
+        ]
+        alone = jax.tree.map(np.array, alone)
+        together = joint.apply(gradients, operands, goes_by)
+        for update, one, other in zip(joint.arrays, alone, together, strict=True):
+            assert len(other) == len(update.results)
+            for x, y in zip(one, other, strict=True):
+                np.testing.assert_array_equal(x, np.asarray(y))

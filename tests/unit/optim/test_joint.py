@@ -1,0 +1,132 @@
+"""Updates as one executable give what each gives alone, where their arrays were."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.unit.optim.test_update import OPTIMIZERS, SHAPES
+from zinf.optim.joint import JointCompiler
+from zinf.optim.separate import separate
+from zinf.optim.update import Unit, compile_advance, compile_updates
+
+# One a kind of arithmetic. Updates that need whole leaves run alone.
+NAMES = (
+    *("sgd", "momentum", "adamw", "adamw_bf16_moment", "lion", "adagrad", "rmsprop"),
+    *("nadam", "madgrad", "schedule_free", "multi_transform", "conditional", "muon"),
+)
+
+
+def compile_plainly(lowered):
+    return lowered.compile()
+
+
+def tree(seed):
+    rng = np.random.default_rng(seed)
+    return {k: rng.normal(size=s).astype("f") for k, s in SHAPES.items()}
+
+
+class Case:
+    """The element-wise updates of a transform, alone and together."""
+
+    def __init__(self, name, compute_dtype=None):
+        separated = separate(OPTIMIZERS[name], tree(0))
+        self.separated = separated
+        self.leaves = {
+            leaf.path: i
+            for i, leaf in enumerate(separated.leaves)
+            if leaf.is_elementwise
+        }
+        units = [
+            Unit(i, SHAPES[path], jnp.float32, compute_dtype)
+            for path, i in self.leaves.items()
+        ]
+        device = jax.devices()[0]
+        self.steps = compile_updates(separated, units, device=device).steps
+        self.joint = JointCompiler(compile_plainly)(self.steps)
+        self.advance = compile_advance(separated, device=device)
+        self.shared = [s.value for s in separated.shared]
+
+    def step_values(self):
+        self.shared, values = self.advance(self.shared)
+        return values
+
+    def arrays(self):
+        """Of each leaf the master and the states, in memory of XLA's own."""
+        params = tree(0)
+        made = []
+        for path, i in self.leaves.items():
+            states = self.separated.init_state(i, params[path])
+            made.append([jnp.asarray(x) + 0 for x in (params[path], *states)])
+        return made
+
+    def grads(self, seed):
+        found = tree(seed)
+        return [jnp.asarray(found[path]) for path in self.leaves]
+
+
+@pytest.mark.parametrize(
+    ("name", "compute_dtype"),
+    [(name, None) for name in NAMES] + [("adamw", "bfloat16")],
+)
+def test_it_gives_the_bits_of_each_alone(name, compute_dtype):
+    case = Case(name, compute_dtype)
+    alone, together = case.arrays(), case.arrays()
+    num_kept = [len(own) for own in alone]
+    factor = np.float32(0.37)
+    for seed in range(1, 4):
+        grads, values = case.grads(seed), case.step_values()
+        results = [
+            step(factor, values, grad, *own)
+            for step, grad, own in zip(case.steps, grads, alone, strict=True)
+        ]
+        found = case.joint(factor, values, grads, together)
+        for x, y in zip(jax.tree.leaves(results), jax.tree.leaves(found), strict=True):
+            np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+        alone = [list(r[:n]) for r, n in zip(results, num_kept, strict=True)]
+        together = [list(r[:n]) for r, n in zip(found, num_kept, strict=True)]
+
+
+def test_results_are_where_the_arrays_were():
+    case = Case("adamw")
+    arrays, grads = case.arrays(), case.grads(1)
+    places = [[x.unsafe_buffer_pointer() for x in own] for own in arrays]
+    found = jax.block_until_ready(
+        case.joint(np.float32(1), case.step_values(), grads, arrays)
+    )
+    assert [[x.unsafe_buffer_pointer() for x in own] for own in found] == places
+    assert all(x.is_deleted() for own in arrays for x in own)
+    assert not any(x.is_deleted() for x in grads)
+
+
+def test_what_somebody_looks_at_stays_as_it_is():
+    case = Case("adamw")
+    arrays = case.arrays()
+    views = [np.asarray(own[0]) for own in arrays]
+    before = [view.copy() for view in views]
+    jax.block_until_ready(
+        case.joint(np.float32(1), case.step_values(), case.grads(1), arrays)
+    )
+    for view, old in zip(views, before, strict=True):
+        np.testing.assert_array_equal(view, old)
+
+
+def test_equal_groups_share_an_executable():
+    case = Case("adamw")
+    step = dict(zip(case.leaves, case.steps, strict=True))
+    compiler = JointCompiler(compile_plainly)
+    first, second = (
+        compiler([step[f"blocks/{i}/bias"], step[f"blocks/{i}/kernel"]])
+        for i in range(2)
+    )
+    other = compiler([step["blocks/0/kernel"], step["blocks/0/bias"]])
+    assert first.executable is second.executable
+    assert first.executable is not other.executable
+
+
+def test_updates_that_read_other_step_values_run_together():
+    """Adam's bias corrections, which plain SGD does not read."""
+    case = Case("multi_transform")
+    assert len({step.step_values for step in case.steps}) > 1
+    read = {k for step in case.steps for k in step.step_values}
+    assert set(case.joint.step_values) == read
