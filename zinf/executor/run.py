@@ -199,7 +199,7 @@ class _StepRun:
         What came there as shares is gathered now, and stays so.
         """
         content = self.read(array, tier)
-        if tier != Tier.DEVICE:
+        if tier != Tier.DEVICE or self.work.layouts.mesh.size == 1:
             return content
         gathered = in_device_form(content, self.work.layouts.of(array))
         if gathered is not content:

@@ -16,6 +16,7 @@ from zinf.memory.aligned import POOLED_FROM_BYTES, aligned_copy
 from zinf.memory.hold import Holds
 from zinf.memory.ledger import Ledger
 from zinf.memory.store import (
+    DONE,
     AbstractStore,
     check_kind,
     check_replaces,
@@ -86,7 +87,7 @@ class DeviceStore(AbstractStore):
         else:
             with self.ledger.holding(_device_bytes(value), str(array)):
                 self._arrays[array] = self._transfer(value)
-        return completed(None)
+        return DONE
 
     def free(self, array: ArrayId) -> None:
         self.holds.wait(array)

@@ -11,6 +11,7 @@ from zinf.memory.hold import Holds
 from zinf.memory.ledger import Ledger
 from zinf.memory.pool import PooledMemory
 from zinf.memory.store import (
+    DONE,
     AbstractStore,
     check_kind,
     check_replaces,
@@ -56,13 +57,13 @@ class HostStore(AbstractStore):
                 self._arrays[array] = (
                     value if is_adoptable(value) else aligned_copy(value)
                 )
-            return completed(None)
+            return DONE
         check_replaces(array, value, shape=stored.shape, dtype=stored.dtype)
         if array in self._arrays and is_adoptable(value):
             self._arrays[array] = value
         else:
             np.copyto(stored, value)
-        return completed(None)
+        return DONE
 
     def adopt(self, array: ArrayId, value: np.ndarray) -> Future[None]:
         """Keep a read-only `value` itself as a new array, which then never changes.
@@ -72,7 +73,7 @@ class HostStore(AbstractStore):
         assert not value.flags.writeable and self._find(array) is None
         with self.ledger.holding(value.nbytes, str(array)):
             self._arrays[array] = value
-        return completed(None)
+        return DONE
 
     def update(self, arrays: Sequence[ArrayId], function: Callable[..., Any]) -> None:
         """Call `function` with the memory of `arrays`, for it to write them in place.

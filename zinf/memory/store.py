@@ -79,6 +79,10 @@ def completed(value: Any) -> Future[Any]:
     return future
 
 
+# Of writes: one for all, since a future that is done does not change.
+DONE = completed(None)
+
+
 def unknown_array(array: ArrayId, tier: Tier, known: Iterable[ArrayId]) -> KeyError:
     """The error for an id that a store does not keep, with the nearest that it does."""
     names = [str(other) for other in known]
