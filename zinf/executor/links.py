@@ -23,7 +23,10 @@ class Progress:
 
     def __init__(self, num_instructions: int):
         self._done = bytearray(num_instructions)
-        self._changed = threading.Condition()
+        # Held locks of workers, by what they wait for, to be released when it is done.
+        # To wake all each time would cost the others a switch of threads, or six.
+        self._waiting: dict[int, list[threading.Lock]] = {}
+        self._changing = threading.RLock()
         self.error: BaseException | None = None
         self.interrupted = False
         self.starts = [0.0] * num_instructions
@@ -47,25 +50,36 @@ class Progress:
 
     def wait_for(self, after: Sequence[int]) -> bool:
         """Waits until `after` are complete; false if the step has failed."""
-        done = self._done
-        if all(done[i] for i in after) and self.error is None:
-            return True
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self.error is not None or all(done[i] for i in after)
-            )
+        # What begins last is most likely to be done last: the others are done then.
+        for index in sorted(after, reverse=True):
+            if not self._done[index]:
+                self._wait_for(index)
         return self.error is None
 
+    def _wait_for(self, index: int) -> None:
+        with self._changing:
+            if self._done[index] or self.error is not None:
+                return
+            wake = threading.Lock()
+            wake.acquire()
+            self._waiting.setdefault(index, []).append(wake)
+        wake.acquire()
+
     def complete(self, index: int) -> None:
-        with self._changed:
+        with self._changing:
             self._done[index] = 1
-            self._changed.notify_all()
+            waiting = self._waiting.pop(index, ())
+        for wake in waiting:
+            wake.release()
 
     def fail(self, error: BaseException) -> None:
-        with self._changed:
+        with self._changing:
             if self.error is None:
                 self.error = error
-            self._changed.notify_all()
+            waiting = [wake for some in self._waiting.values() for wake in some]
+            self._waiting.clear()
+        for wake in waiting:
+            wake.release()
 
 
 def run_links(

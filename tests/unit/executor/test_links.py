@@ -1,3 +1,4 @@
+from random import Random
 from threading import Event, Lock, Thread, enumerate
 from time import sleep
 
@@ -55,6 +56,28 @@ def test_an_instruction_starts_after_those_it_waits_for_on_other_links():
 
     run(plan, execute)
     assert len(ended) == 60
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_wait_is_missed_among_many_links(seed):
+    """Each waits for some of the last dozen, which are done in any order."""
+    random, ended = Random(seed), set()
+    steps = []
+    for i in range(1000):
+        earlier = range(max(0, i - 12), i)
+        after = tuple(random.sample(earlier, min(i % 4, len(earlier))))
+        steps.append((random.choice(list(Link)), after))
+    plan = instructions(*steps)
+
+    def execute(instruction):
+        # Sets are changed by one operation of the interpreter.
+        assert all(j in ended for j in instruction.after)
+        if random.random() < 0.1:
+            sleep(1e-5)
+        ended.add(number(instruction))
+
+    run(plan, execute)
+    assert len(ended) == len(plan)
 
 
 def test_links_run_at_the_same_time():
