@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 
 from zinf.executor.decision import Pending
@@ -27,10 +26,9 @@ class JointUpdate:
         operands: Sequence[Sequence[Any]],
         goes_by: Pending,
     ) -> Sequence[Sequence[Any]]:
-        """New values of each update's results; complete on return. Donates operands."""
+        """New values of each update's results, computed or not. Donates operands."""
         factor = np.float32(goes_by.decision.factor)
-        new = self.step(factor, goes_by.step_values, gradients, operands)
-        return jax.block_until_ready(new)
+        return self.step(factor, goes_by.step_values, gradients, operands)
 
 
 @dataclass(frozen=True)

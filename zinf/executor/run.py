@@ -209,6 +209,17 @@ class _StepRun:
     def write(self, array: ArrayId, tier: Tier, content: Any) -> None:
         self.begin_write(array, tier, content).result()
 
+    def write_computed(
+        self, arrays: Sequence[ArrayId], contents: Sequence[jax.Array]
+    ) -> None:
+        """Writes to the devices what they compute just now; complete on return."""
+        try:
+            for array, content in zip(arrays, contents, strict=True):
+                self.write(array, Tier.DEVICE, content)
+        finally:
+            # What it is made from may be freed then.
+            jax.block_until_ready(contents)
+
     def begin_write(
         self, array: ArrayId, tier: Tier, content: Any, *, is_alias: bool = False
     ) -> Future[None]:
@@ -253,14 +264,10 @@ class _StepRun:
                 gradients, inward = segment.backward_from(
                     params, inputs, residuals, self.cotangents(spec, m)
                 )
-        # The ledger frees what this run read when it is done, so it must be done.
-        jax.block_until_ready((outputs, kept, gradients, inward))
         names = [value(n, m) for n in spec.outputs] if outputs else []
         keeps = operation.residuals if kept else ()
         targets = (*names, *keeps, *operation.gradients, *operation.cotangents)
-        results = (*outputs, *kept, *gradients, *inward)
-        for array, content in zip(targets, results, strict=True):
-            self.write(array, Tier.DEVICE, content)
+        self.write_computed(targets, (*outputs, *kept, *gradients, *inward))
 
     def cotangents(self, spec: SegmentSpec, microbatch: int) -> list[Any]:
         names = [ArrayId("cotangent", n, None, microbatch) for n in spec.active_outputs]
@@ -281,12 +288,11 @@ class _StepRun:
                 total = part.astype(jnp.float32)
             else:
                 total = part
-            self.write(target, Tier.DEVICE, jax.block_until_ready(total))
+            self.write_computed([target], [total])
 
     def sum_squares(self, operation: SumSquares) -> None:
         gradients = [self.read(a, Tier.DEVICE) for a in operation.gradients]
-        total = jax.block_until_ready(_sum_squares(gradients))
-        self.write(operation.target, Tier.DEVICE, total)
+        self.write_computed([operation.target], [_sum_squares(gradients)])
 
     def decide(self, operation: Decide) -> None:
         losses = [float(self.read(a, Tier.HOST)) for a in operation.losses]
@@ -347,9 +353,8 @@ class _StepRun:
                 self.read_there(array, Tier.DEVICE)
             operands.append(list(map(self.stores.device.donate, array_update.operands)))
         results = joint.apply(gradients, operands, goes_by)
-        for array_update, contents in zip(joint.arrays, results, strict=True):
-            for array, content in zip(array_update.results, contents, strict=True):
-                self.write(array, Tier.DEVICE, content)
+        targets = [a for array_update in joint.arrays for a in array_update.results]
+        self.write_computed(targets, [x for some in results for x in some])
 
     def update_in_place(
         self, array_update: ArrayUpdate, gradient: Any, goes_by: Pending
