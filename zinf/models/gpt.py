@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from zinf.models.cross_entropy import cross_entropy
 from zinf.models.gpt_config import GPTConfig
 
 Params = dict[str, Any]  # what `nnx.to_pure_dict` gives: nested dicts of arrays
@@ -208,9 +209,13 @@ class GPT(nnx.Module):
         x_BTD = self.norm(self._run_blocks(x_BTD, rope, dropout_key))
         output = self.output_embedding
         output_VD = (self.token_embedding if output is None else output)[...]
-        return jnp.einsum(
-            "BTD,VD->BTV", x_BTD, output_VD, preferred_element_type=jnp.float32
+        # One row a token: XLA:CPU transposes what a product sums over several dims of,
+        # which in the backward pass is the gradient of the logits.
+        x_RD = x_BTD.reshape(-1, config.embed_dim)
+        logits_RV = jnp.einsum(
+            "RD,VD->RV", x_RD, output_VD, preferred_element_type=jnp.float32
         )
+        return logits_RV.reshape(*tokens_BT.shape, -1)
 
     def _run_blocks(
         self, x_BTD: jax.Array, rope: Rope | None, dropout_key: jax.Array | None
@@ -264,9 +269,7 @@ def next_token_loss(
     """
     tokens = batch["tokens"]
     logits_BTV = model(tokens[:, :-1], dropout_key=dropout_key)
-    # Not softmax times one-hot: that would hold a second (B, T, V) array.
-    target_BT1 = jnp.take_along_axis(logits_BTV, tokens[:, 1:, None], axis=-1)
-    return jnp.mean(jax.nn.logsumexp(logits_BTV, axis=-1) - target_BT1[..., 0])
+    return jnp.mean(cross_entropy(logits_BTV, tokens[:, 1:]))
 
 
 def init_and_loss(

@@ -1,0 +1,66 @@
+"""Cross entropy: values and derivatives of softmax, in the memory of the logits."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from zinf.models.cross_entropy import cross_entropy
+
+
+def plain(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return -jnp.sum(jax.nn.log_softmax(logits) * jax.nn.one_hot(labels, 11), axis=-1)
+
+
+def example(shape: tuple[int, ...] = (2, 3)) -> tuple[jax.Array, jax.Array]:
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(rng.normal(size=(*shape, 11)) * 3, jnp.float32)
+    return logits, jnp.asarray(rng.integers(0, 11, shape))
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3)])
+def test_values_and_gradients_are_those_of_log_softmax(shape: tuple[int, ...]) -> None:
+    logits, labels = example(shape)
+
+    def of(function):
+        return jax.value_and_grad(lambda x: jnp.mean(function(x, labels)))(logits)
+
+    # Sums of 11 numbers in another order.
+    for found, wanted in zip(of(cross_entropy), of(plain), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_it_has_derivatives_of_every_order_and_kind() -> None:
+    logits, labels = example()
+    check_grads(lambda x: cross_entropy(x, labels), (logits,), 2, eps=1e-2, rtol=1e-2)
+
+
+def test_logits_that_overflow_an_exponential_are_right() -> None:
+    logits = jnp.asarray([1000.0, 0.0, -1000.0])
+    loss, gradient = jax.value_and_grad(cross_entropy)(logits, jnp.asarray(1))
+    assert loss == 1000
+    np.testing.assert_array_equal(gradient, [1, -1, 0])
+
+
+def test_the_backward_pass_holds_one_array_of_the_size_of_the_logits() -> None:
+    rows, width, words = 64, 256, 8192
+    x = jax.ShapeDtypeStruct((rows, width), jnp.float32)
+    table = jax.ShapeDtypeStruct((words, width), jnp.float32)
+    labels = jax.ShapeDtypeStruct((rows,), jnp.int32)
+
+    def temporary_bytes(function) -> int:
+        def loss(x, table, labels):
+            return jnp.mean(function(x @ table.T, labels))
+
+        compiled = jax.jit(jax.grad(loss, (0, 1))).lower(x, table, labels).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    logits_bytes = 4 * rows * words
+    assert temporary_bytes(cross_entropy) < 1.1 * logits_bytes
+
+    def as_jax_differentiates_it(logits, labels):
+        at_label = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
+        return jax.nn.logsumexp(logits, axis=-1) - at_label
+
+    assert temporary_bytes(as_jax_differentiates_it) > 1.9 * logits_bytes
