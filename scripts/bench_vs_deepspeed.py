@@ -16,6 +16,9 @@ drive (/proc/PID/io); both are read from outside. Where memory has no room for a
 contenders at once, --contenders may be given several times: each time is a group that
 runs interleaved, with its own table.
 
+zinf-nvme has everything at rest on the drive, as deepspeed-nvme has; zinf-budgets the
+same budgets alone, and the plan decides what rests in memory.
+
 deepspeed-nvme is DeepSpeed with the settings that were fastest of those tried on two
 cores, deepspeed-nvme-serial with those that need least memory; deepspeed_gpt.py has
 them, and says what had to be mended in DeepSpeed.
@@ -67,8 +70,9 @@ OWN = {
     "zinf-remat": "zinf-remat",
     "zinf-host": "zinf",
     "zinf-nvme": "zinf",
+    "zinf-budgets": "zinf",
 }
-DEFAULT = ["torch", "deepspeed-nvme", "zinf", "zinf-nvme"]
+DEFAULT = ["torch", "deepspeed-nvme", "zinf", "zinf-nvme", "zinf-budgets"]
 WARM_UP = 2  # Steps that compile, fault in memory and make files.
 WANTED = 0.25
 # Of losses: float32 sums in another order, through some steps of AdamW.
@@ -107,13 +111,15 @@ def weights(path: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def zinf_config(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    tier = {"zinf-host": "cpu", "zinf-nvme": "nvme"}.get(name)
-    if tier is None:
+    if OWN[name] == name:
         return {"execution": "fused"}
-    offload = {"device": tier}
-    zero = {"stage": 3, "offload_param": offload, "offload_optimizer": offload}
-    config = {"execution": "streamed", "zero_optimization": zero}
-    if tier == "nvme":
+    config: dict[str, Any] = {"execution": "streamed"}
+    tier = {"zinf-host": "cpu", "zinf-nvme": "nvme"}.get(name)
+    if tier is not None:
+        offload = {"device": tier}
+        zero = {"stage": 3, "offload_param": offload, "offload_optimizer": offload}
+        config["zero_optimization"] = zero
+    if tier != "cpu":
         budgets = {"device": options["device"], "host": options["host"]}
         config["memory"] = budgets | {"nvme": [options["folder"]]}
     return config

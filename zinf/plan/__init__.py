@@ -15,7 +15,6 @@ from zinf.plan.check import check as check
 from zinf.plan.choose import Arrangement as Arrangement
 from zinf.plan.choose import Choices as Choices
 from zinf.plan.choose import build_at_home as build_at_home
-from zinf.plan.choose import build_placed as build_placed
 from zinf.plan.cost import Rates as Rates
 from zinf.plan.cost import Timeline as Timeline
 from zinf.plan.cost import accelerator_rates as accelerator_rates
@@ -41,6 +40,7 @@ from zinf.plan.passage import initial_copies as initial_copies
 from zinf.plan.passage import kept_copies as kept_copies
 from zinf.plan.place import Resident as Resident
 from zinf.plan.place import place as place
+from zinf.plan.placed import build_placed as build_placed
 from zinf.plan.plan import Plan as Plan
 from zinf.plan.shared import Shared as Shared
 from zinf.plan.show import show_bytes as show_bytes

@@ -1,8 +1,7 @@
-"""Where arrays rest and how a step is arranged: what fits, and of that the fastest.
+"""How a step is arranged with arrays at given homes: of what fits, the fastest.
 
-First a placement is found with which the plain arrangement fits; then, with arrays at
-those homes, other arrangements are timed on the clock of `cost`, and the fastest is
-taken. None of it changes a number.
+First a plain arrangement is found that fits; then others are timed on the clock of
+`cost`, and the fastest is taken. None of it changes a number.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,12 +21,9 @@ from zinf.plan.passage import (
     streamed,
 )
 from zinf.plan.pending import deferred_units, pending_copies
-from zinf.plan.place import Resident, place
 from zinf.plan.plan import Plan
 from zinf.program import ArrayId, Tier
 
-# A tier gives up room for what moves through it in growing steps until the plan fits.
-MAX_ATTEMPTS = 24
 # Another arrangement has to be predicted to take less than so much of the time: what
 # it gains beyond that may be the prediction's error.
 WORTHWHILE = 0.98
@@ -39,6 +35,9 @@ COMPUTE_BOUND = 0.5
 Homes = Mapping[ArrayId, Tier]
 UnitsFor = Callable[[Homes, Tier], Sequence[UpdateUnit]]
 KeepingIn = Callable[[int], Mapping[int, Keeping]]
+# Homes to try, one after another, given what each tier is to keep free: that grows
+# while they are tried.
+Placements = Callable[[dict[Tier, int]], Iterator[Homes]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,43 +83,6 @@ class Arrangement:
     pending: tuple[Copy, ...] = ()
 
 
-def build_placed(
-    catalog: Catalog,
-    residents: Sequence[Resident],
-    units_for: UnitsFor,
-    capacity_bytes: Mapping[Tier, int],
-    options: StepOptions,
-    choices: Choices,
-) -> Arrangement:
-    """Places arrays and arranges the step so that the plan fits, fastest first.
-
-    Tries the fastest place for activations and gradients first, and in each case keeps
-    free on every tier what the plan turns out to need there.
-
-    Args:
-        catalog: its homes are not used.
-        units_for: the update units for a placement and an `update_tier`.
-
-    Raises:
-        InfeasibleError: even with everything on the slowest tier allowed; with the
-            budgets of the arrangement that misses least, on the device to begin with.
-    """
-    is_fixed = all(resident.tier is not None for resident in residents)
-    attempts = 1 if is_fixed else MAX_ATTEMPTS
-
-    def placements(reserve: dict[Tier, int]) -> Iterator[Homes]:
-        for attempt in range(1, 1 + attempts):
-            if attempt == MAX_ATTEMPTS:
-                reserve.update(capacity_bytes)  # all on the slowest tier allowed
-            yield place(
-                residents,
-                {t: capacity_bytes[t] - reserve[t] for t in Tier},
-                persistence_bytes=choices.persistence_bytes,
-            )
-
-    return _Search(catalog, units_for, capacity_bytes, options, choices).run(placements)
-
-
 def build_at_home(
     catalog: Catalog,
     units_for: UnitsFor,
@@ -128,28 +90,40 @@ def build_at_home(
     options: StepOptions,
     choices: Choices,
 ) -> Arrangement:
-    """The same with arrays at the homes of the catalog."""
+    """The fastest step that fits, with arrays at the homes of the catalog.
 
-    def placements(reserve: dict[Tier, int]) -> Iterator[Homes]:
-        yield catalog.homes
+    Args:
+        units_for: the update units for a placement and an `update_tier`.
 
-    return _Search(catalog, units_for, capacity_bytes, options, choices).run(placements)
+    Raises:
+        InfeasibleError: it does not fit, even with activations and gradients on the
+            slowest tier allowed; with the budgets of the arrangement that misses least.
+    """
+    search = Search(catalog, units_for, capacity_bytes, options, choices)
+    return search.fastest(search.plain(lambda reserve: iter([catalog.homes])))
 
 
 @dataclass
-class _Search:
+class Search:
+    """The arrangements of one step within budgets.
+
+    Attributes:
+        options: what a step begins with that is not chosen here.
+    """
+
     catalog: Catalog
     units_for: UnitsFor
     capacity_bytes: Mapping[Tier, int]
     options: StepOptions
     choices: Choices
 
-    def run(
-        self, placements: Callable[[dict[Tier, int]], Iterator[Homes]]
-    ) -> Arrangement:
-        """Args:
-        placements: homes to try, one after another, given what each tier is to keep
-            free, which grows while they are tried.
+    def plain(self, placements: Placements) -> Arrangement:
+        """The plainest arrangement that fits, at the first homes with which one does.
+
+        Tries the fastest place for activations and gradients first.
+
+        Raises:
+            InfeasibleError: none does; with budgets that will do.
         """
         failures: list[tuple[InfeasibleError, Passage, Catalog]] = []
         # Gradients come to the host by row only if that is faster, or has no room else.
@@ -174,7 +148,7 @@ class _Search:
                 except InfeasibleError as error:
                     failure = error, passage, catalog
                 else:
-                    return self.fastest(Arrangement(plan, catalog, units, options))
+                    return Arrangement(plan, catalog, units, options)
                 if not self.set_aside(failure[0], reserve):
                     break
             failures.append(failure)
@@ -183,6 +157,12 @@ class _Search:
     @property
     def may_wait(self) -> bool:
         return self.choices.by_row and self.options.updates_in_backward
+
+    @property
+    def num_able(self) -> int:
+        """How many segments could keep residuals, with room."""
+        segments = self.catalog.program.segments[:-1]
+        return sum(s.has_backward for s in segments) if self.choices.keepings else 0
 
     def set_aside(self, error: InfeasibleError, reserve: dict[Tier, int]) -> bool:
         """Keeps what was missing free; false if nothing more can be."""
@@ -197,7 +177,7 @@ class _Search:
         """The best arrangement with the same homes; of equal ones, the plainest."""
         for tier in self.choices.update_tiers:
             best = self.better(best, update_tier=tier)
-        best = self.keeping(best)
+        best = self.with_residuals(best)
         if self.may_wait:
             best = self.better(best, gradients_by_row=True)
         for share in self.choices.deferred_shares:
@@ -208,20 +188,18 @@ class _Search:
                 best = self.better(best, slack=slack)
         return best
 
-    def keeping(self, best: Arrangement) -> Arrangement:
+    def with_residuals(self, best: Arrangement) -> Arrangement:
         """The same with residuals of as many segments as pays."""
         plan = best.plan
         busy_seconds = plan.timeline.busy_seconds(plan.instructions)
         if busy_seconds[Link.DEVICE] < COMPUTE_BOUND * plan.timeline.seconds:
             return best
         room_bytes = plan.capacity_bytes[Tier.DEVICE] - plan.home_bytes[Tier.DEVICE]
-        segments = best.catalog.program.segments[:-1]
-        num_able = sum(s.has_backward for s in segments)
         for keeping_in in self.choices.keepings:
-            if best.options.num_kept < num_able:
+            if best.options.num_kept < self.num_able:
                 keeping = keeping_in(room_bytes)
                 most = self.keeping_most(best, replace(best.catalog, keeping=keeping))
-                best = _better_of(best, most)
+                best = better_of(best, most)
         return best
 
     def keeping_most(self, best: Arrangement, catalog: Catalog) -> Arrangement | None:
@@ -238,7 +216,7 @@ class _Search:
             else:
                 most, fits = found, count
             count = (fits + too_many) // 2
-        if fits > 1 and _better_of(best, most) is best:
+        if fits > 1 and better_of(best, most) is best:
             most = self.attempt(catalog, replace(best.options, num_kept=fits // 2))
         return most
 
@@ -247,7 +225,7 @@ class _Search:
         options = replace(best.options, **changes)
         if options == best.options:
             return best
-        return _better_of(best, self.attempt(best.catalog, options))
+        return better_of(best, self.attempt(best.catalog, options))
 
     def attempt(self, catalog: Catalog, options: StepOptions) -> Arrangement | None:
         """A step with these options, if it fits."""
@@ -271,7 +249,7 @@ class _Search:
         return Arrangement(step, catalog, units, options, first, flush, pending)
 
 
-def _better_of(best: Arrangement, other: Arrangement | None) -> Arrangement:
+def better_of(best: Arrangement, other: Arrangement | None) -> Arrangement:
     """The first, unless the other is faster by enough to be sure of it."""
     if other is None:
         return best

@@ -17,7 +17,8 @@ class Resident:
     `nbytes` are those of a process's share, `device_bytes` those of one device's part
     (the same if it is None); `tier` is the tier its user asked for, or `None` for the
     fastest that has room; `moves` is how many times a step moves it when it rests away
-    from where it is used.
+    from where it is used; `segment` is the first to read it, or the parameter that it
+    is the state of.
     """
 
     array: ArrayId
@@ -25,6 +26,7 @@ class Resident:
     tier: Tier | None
     moves: int
     device_bytes: int | None = None
+    segment: int = 0
 
     def bytes_on(self, tier: Tier) -> int:
         if tier == Tier.DEVICE and self.device_bytes is not None:

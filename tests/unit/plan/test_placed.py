@@ -1,0 +1,93 @@
+"""What rests on fast tiers, and what is kept there for a while instead."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from tests.toy.program import LeafCase, chain
+from zinf.plan import (
+    Arrangement,
+    Choices,
+    Keeping,
+    Link,
+    Rates,
+    Resident,
+    StepOptions,
+    build_placed,
+)
+from zinf.program import ArrayId, ArraySpec, Tier
+
+DEVICE, HOST, NVME = Tier
+NUM_LAYERS, NUMEL = 8, 1000
+MATRIX_BYTES = 4 * NUMEL
+KEPT_BYTES = 4000
+TOY = chain(NUM_LAYERS, leaf=LeafCase("w", 4, NUMEL // 4))
+# A matrix of 4,000 bytes takes a millisecond each way, its moments two more.
+DRIVE = {Link.NVME_READ: 4e6, Link.NVME_WRITE: 4e6, Link.H2D: 1e9, Link.D2H: 1e9}
+UPDATES = {HOST: 1e9, DEVICE: 1e9}
+# A forward pass is of 100 operations, and takes 10 ms or a tenth of one.
+SLOW, FAST = (Rates(DRIVE, flops, UPDATES, 1e-6) for flops in (1e4, 1e6))
+
+
+def placed(
+    rates: Rates, device: int, *, asked: Tier | None = None, keeps: bool = True
+) -> Arrangement:
+    """The step of a chain within a device budget and a host of six matrices."""
+
+    def keeping(room_bytes: int) -> dict[int, Keeping]:
+        residuals = (ArraySpec((KEPT_BYTES // 4,), "f4", 4),)
+        return {k: Keeping(residuals, (0, 0)) for k in range(NUM_LAYERS - 1)}
+
+    def segment(array: ArrayId) -> int:
+        return int(array.path[len("layer")])
+
+    residents = [
+        Resident(a, s.nbytes, asked, 3 if a.role == "param" else 2, segment=segment(a))
+        for a, s in TOY.specs.items()
+    ]
+    keepings = (keeping,) if keeps else ()
+    return build_placed(
+        replace(TOY.catalog({}), rates=rates),
+        residents,
+        TOY.units_for,
+        {DEVICE: device, HOST: 6 * MATRIX_BYTES, NVME: 1 << 30},
+        StepOptions(1, True, DEVICE, HOST),
+        Choices((DEVICE,), (HOST,), 0, keepings=keepings),
+    )
+
+
+def resting(made: Arrangement) -> Counter:
+    """By layer, how many arrays rest above the drive."""
+    homes = made.catalog.homes
+    return Counter(a.path for a, tier in homes.items() if tier != NVME)
+
+
+@pytest.mark.parametrize("num_matrices", [12, 14, 18])
+def test_where_computing_binds_residuals_are_kept_and_what_rests_is_of_the_ends(
+    num_matrices: int,
+) -> None:
+    device = num_matrices * MATRIX_BYTES
+    made, lean = placed(SLOW, device), placed(SLOW, device, asked=NVME)
+    assert made.options.num_kept == lean.options.num_kept > 0
+    assert made.plan.timeline.seconds < lean.plan.timeline.seconds
+    layers = {int(path[len("layer")]) for path in resting(made)}
+    assert layers == set(range(len(layers))), "the first layers"
+    assert 0 < len(layers) < NUM_LAYERS
+    for tier in Tier:
+        assert made.plan.peak_bytes[tier] <= made.plan.capacity_bytes[tier]
+
+
+def test_without_residuals_to_keep_or_with_a_slow_drive_memory_is_filled() -> None:
+    device = 12 * MATRIX_BYTES
+    for made in (placed(SLOW, device, keeps=False), placed(FAST, device)):
+        assert made.options.num_kept == 0
+        assert made.plan.home_bytes[DEVICE] > device // 2
+        homes = made.catalog.homes
+        at_drive = [a for a, tier in homes.items() if tier == NVME]
+        assert all(a.role != "param" for a in at_drive), "what moves most is fast"
+
+
+def test_what_was_asked_for_stays_where_it_was_asked_for() -> None:
+    made = placed(SLOW, 14 * MATRIX_BYTES, asked=NVME)
+    assert set(made.catalog.homes.values()) == {NVME}
