@@ -37,6 +37,7 @@ import time
 import zlib
 from collections.abc import Callable
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -314,13 +315,16 @@ def compare(groups: list[dict[str, Any]]) -> None:
             over = overhead(group["results"], name)
             figure = {"peak": found["peak_bytes"], "step": steady(found)}
             figures[name] = figure | ({} if over is None else {"overhead": over})
-    ours = figures.get("zinf-nvme", {})
-    for name, theirs in figures.items():
-        if name.startswith("deepspeed-nvme") and ours:
+    pairs = product(
+        ("zinf-nvme", "zinf-budgets"), ("deepspeed-nvme", "deepspeed-nvme-serial")
+    )
+    for name, other in pairs:
+        if name in figures and other in figures:
+            ours, theirs = figures[name], figures[other]
             shared = [key for key in theirs if key in ours]
             parts = (f"{key} {ours[key] / theirs[key]:.2f}" for key in shared)
             wanted = f"(overhead and peak wanted: {WANTED})"
-            print(f"zinf-nvme / {name}:", ", ".join(parts), wanted)
+            print(f"{name} / {other}:", ", ".join(parts), wanted)
 
 
 def main() -> None:
@@ -371,8 +375,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help=f"after {WARM_UP} more")
     parser.add_argument("--deepspeed-python", help="interpreter with torch, deepspeed")
     parser.add_argument("--folder", help="on the drive; a temporary folder by default")
-    parser.add_argument("--device", default="512MiB", help="budget of zinf-nvme")
-    parser.add_argument("--host", default="512MiB", help="budget of zinf-nvme")
+    parser.add_argument("--device", default="512MiB", help="zinf's budget")
+    parser.add_argument("--host", default="512MiB", help="zinf's budget")
     parser.add_argument(
         "--contenders",
         nargs="+",

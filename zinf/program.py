@@ -139,6 +139,22 @@ class Tiling:
 
 
 @dataclass(frozen=True, slots=True)
+class RowSum:
+    """A gradient that is zero but for a sum of rows, which a backward pass leaves so.
+
+    Attributes:
+        array: the parameter array that it is of, (V, ...).
+        rows: `numbers.shape[:-1]` rows of it; equal numbers add up.
+        numbers: of the rows, integers (..., 1); others than those of `array` add to
+            nothing.
+    """
+
+    array: ArrayId
+    rows: ArraySpec
+    numbers: ArraySpec
+
+
+@dataclass(frozen=True, slots=True)
 class SegmentSpec:
     """A piece of the program that runs at once.
 
@@ -154,6 +170,7 @@ class SegmentSpec:
         flops: floating-point operations of one forward pass.
         row_blocks: in how many blocks of rows its passes run, at least: more than one
             where its intermediate values are too large for the device.
+        row_sums: the gradients that its backward pass leaves as rows.
     """
 
     name: str
@@ -167,6 +184,7 @@ class SegmentSpec:
     flops: int
     backward_params: tuple[ArrayId, ...] | None = None
     row_blocks: int = 1
+    row_sums: tuple[RowSum, ...] = ()
 
     @property
     def read_backward(self) -> tuple[ArrayId, ...]:

@@ -40,7 +40,7 @@ from zinf.plan import (
     count_contributions,
     fused_plan,
 )
-from zinf.program import ArrayId, ArraySpec, Tier
+from zinf.program import ArrayId, ArraySpec, Program, Tier
 from zinf.segment import (
     Segment,
     Segmented,
@@ -273,8 +273,18 @@ class Planner:
 
     def compile(self, segmented: Segmented, limits: Limits) -> Compiled:
         layouts = self.layouts.with_inputs(segmented.program)
-        segments, values = compile_segments(segmented, layouts, limits.workspace_bytes)
+        segments, values = compile_segments(
+            segmented,
+            layouts,
+            limits.workspace_bytes,
+            accumulates=self.accumulates(segmented.program),
+        )
         return Compiled(segments, replace(layouts, values=values))
+
+    def accumulates(self, program: Program) -> frozenset[ArrayId]:
+        """The parameter arrays whose gradient is a sum over several passes."""
+        counts = count_contributions(program, self.config.num_microbatches)
+        return frozenset(ArrayId("param", *key) for key, n in counts.items() if n > 1)
 
     def stream_segments(
         self,
@@ -293,9 +303,7 @@ class Planner:
             program,
             self.problem,
             self.separated,
-            accumulates={
-                ArrayId("param", p, r) for (p, r), n in counts.items() if n > 1
-            },
+            accumulates=self.accumulates(program),
             layouts=layouts,
         )
         waits = (

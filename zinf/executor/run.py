@@ -12,12 +12,12 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from zinf.executor.decision import Decision, Pending
 from zinf.executor.joint import JointUpdate, UnitParts
 from zinf.executor.links import Progress, run_links
+from zinf.executor.sums import accumulated, accumulated_rows, sum_squares
 from zinf.executor.transfer import Mover
 from zinf.memory import (
     Stores,
@@ -279,20 +279,23 @@ class _StepRun:
         return value(name, microbatch)
 
     def accumulate(self, operation: Accumulate) -> None:
-        device = self.stores.device
+        numbers = dict(operation.row_numbers)
         for target, source in zip(operation.targets, operation.sources, strict=True):
-            part = self.read(source, Tier.DEVICE)
-            if device.contains(target):
-                total = _add(self.read(target, Tier.DEVICE), part)
-            elif target.role == "gradient":
-                total = part.astype(jnp.float32)
+            part, total = self.read(source, Tier.DEVICE), None
+            if self.stores.device.contains(target):
+                total = self.read(target, Tier.DEVICE)
+            if source in numbers:
+                layout = self.work.layouts.of(target)
+                rows = part, self.read(numbers[source], Tier.DEVICE)
+                total = accumulated_rows(total, *rows, layout)
             else:
-                total = part
+                is_wide = target.role == "gradient"
+                total = accumulated(total, part, is_wide=is_wide)
             self.write_computed([target], [total])
 
     def sum_squares(self, operation: SumSquares) -> None:
         gradients = [self.read(a, Tier.DEVICE) for a in operation.gradients]
-        self.write_computed([operation.target], [_sum_squares(gradients)])
+        self.write_computed([operation.target], [sum_squares(gradients)])
 
     def decide(self, operation: Decide) -> None:
         losses = [float(self.read(a, Tier.HOST)) for a in operation.losses]
@@ -376,16 +379,3 @@ class _StepRun:
         start, stop = array_update.rows
         part = gradient[start:stop]
         return in_device_form(part, self.work.layouts.of(array_update.gradient))
-
-
-@jax.jit
-def _sum_squares(gradients: Sequence[jax.Array]) -> jax.Array:
-    squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in gradients]
-    return jnp.sum(jnp.stack(squares))
-
-
-def _add_wide(total: jax.Array, part: jax.Array) -> jax.Array:
-    return total + part.astype(total.dtype)
-
-
-_add = jax.jit(_add_wide, donate_argnums=0)

@@ -7,7 +7,7 @@ from fractions import Fraction
 from functools import cached_property
 
 from zinf.plan.cost import Rates
-from zinf.plan.instruction import NO_EXCHANGE, Exchange
+from zinf.plan.instruction import NO_EXCHANGE, Exchange, Rows
 from zinf.program import ArrayId, ArraySpec, Program, Tier
 
 FLOAT32_BYTES = 4
@@ -159,6 +159,22 @@ class Catalog:
             for i in range(len(self.keeping[k].residuals))
         )
 
+    def row_sum(self, k: int, i: int, microbatch: int) -> Rows:
+        """The names of the rows and numbers of the `i`-th row sum of segment `k`."""
+        path = f"{self.program.segments[k].name}/{i}"
+        rest = path, None, microbatch
+        return ArrayId("gradient rows", *rest), ArrayId("row numbers", *rest)
+
+    @cached_property
+    def _row_sum_bytes(self) -> dict[tuple[str, str], int]:
+        found = {}
+        for k, segment in enumerate(self.program.segments):
+            for i, row_sum in enumerate(segment.row_sums):
+                rows, numbers = self.row_sum(k, i, 0)
+                found[rows.role, rows.path] = row_sum.rows.nbytes
+                found[numbers.role, numbers.path] = row_sum.numbers.nbytes
+        return found
+
     @cached_property
     def _residual_bytes(self) -> dict[str, int]:
         return {
@@ -180,6 +196,8 @@ class Catalog:
             return self.program.values[array.path].nbytes
         if array.role == "residual":
             return self._residual_bytes[array.path]
+        if array.role in ("gradient rows", "row numbers"):
+            return self._row_sum_bytes[array.role, array.path]
         if array.role == "norm":
             return FLOAT32_BYTES
         if array.role in ("gradient", "gradient part"):

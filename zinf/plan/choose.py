@@ -162,7 +162,8 @@ class Search:
     def num_able(self) -> int:
         """How many segments could keep residuals, with room."""
         segments = self.catalog.program.segments[:-1]
-        return sum(s.has_backward for s in segments) if self.choices.keepings else 0
+        able = [s for s in segments if s.has_backward and not s.row_sums]
+        return len(able) if self.choices.keepings else 0
 
     def set_aside(self, error: InfeasibleError, reserve: dict[Tier, int]) -> bool:
         """Keeps what was missing free; false if nothing more can be."""

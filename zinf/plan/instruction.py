@@ -43,6 +43,8 @@ class Pass(StrEnum):
 
 
 Copy = tuple[ArrayId, Tier]
+# Rows, and their numbers.
+Rows = tuple[ArrayId, ArrayId]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,8 @@ class Run:
 
     `gradients` are the arrays that its parameter gradients are written to, and
     `cotangents` those of its input cotangents, in the order of the segment's results.
-    `residuals` are what it keeps, or goes on from.
+    `residuals` are what it keeps, or goes on from. Of gradients that are row sums the
+    rows are written, and their numbers behind all gradients.
     """
 
     segment: int
@@ -86,11 +89,13 @@ class Accumulate:
     """Adds each source to its target on the device, in order.
 
     A target that does not exist yet becomes the source, cast to the accumulator's
-    dtype (float32 for gradients, the source's own for cotangents).
+    dtype (float32 for gradients, the source's own for cotangents). Of sources that are
+    rows of their target, `row_numbers` has the source and which rows they are.
     """
 
     targets: tuple[ArrayId, ...]
     sources: tuple[ArrayId, ...]
+    row_numbers: tuple[Rows, ...] = ()
 
     def __str__(self) -> str:
         return f"accumulate {summary(self.targets)}"

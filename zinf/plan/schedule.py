@@ -27,12 +27,16 @@ from zinf.plan.instruction import (
     Decide,
     Link,
     Pass,
+    Rows,
     Run,
     SumSquares,
 )
 from zinf.plan.job import Job, JobList
 from zinf.plan.updates import Updates
 from zinf.program import ArrayId, SegmentSpec, Tier
+
+# Rows are summed by number, and the sums cast, beside what they are added to.
+ROW_SUM_COPIES = 3
 
 
 def schedule(
@@ -176,10 +180,15 @@ class _Schedule:
         results: Sequence[ArrayId],
     ) -> None:
         segment = self.program.segments[k]
+        sums = {
+            x.array: self.catalog.row_sum(k, i, m)
+            for i, x in enumerate(segment.row_sums)
+        }
         gradients = [
-            self.landing(gradient_of(a), is_gradient=True)
+            sums[a][0] if a in sums else self.landing(gradient_of(a), is_gradient=True)
             for a in segment.trained_params
         ]
+        gradients += [numbers for _, numbers in sums.values()]
         inward = [
             self.landing(ArrayId("cotangent", n, None, m), is_gradient=False)
             for n in segment.active_inputs
@@ -205,8 +214,11 @@ class _Schedule:
             exchange=self.catalog.exchange_of(k)[1],
         )
         parts = [a for a in (*gradients, *inward) if a.role.endswith("part")]
-        if parts:
-            self.accumulate(parts)
+        targets = [ArrayId(a.role.removesuffix(" part"), *_rest(a)) for a in parts]
+        targets += map(gradient_of, sums)
+        if targets:
+            rows = list(sums.values())
+            self.accumulate(targets, [*parts, *(a for a, _ in rows)], rows)
 
     def landing(self, target: ArrayId, *, is_gradient: bool) -> ArrayId:
         """Where a contribution lands: on its accumulator if it is the first, or beside.
@@ -224,15 +236,22 @@ class _Schedule:
         self.begun.add(target)
         return target
 
-    def accumulate(self, parts: Sequence[ArrayId]) -> None:
-        targets = [ArrayId(a.role.removesuffix(" part"), *_rest(a)) for a in parts]
+    def accumulate(
+        self,
+        targets: Sequence[ArrayId],
+        sources: Sequence[ArrayId],
+        rows: Sequence[Rows],
+    ) -> None:
         existing = [a for a in targets if a in self.begun]
         self.begun.update(targets)
+        numbers = [a for _, a in rows]
+        row_bytes = sum(self.catalog.nbytes(a, Tier.DEVICE) for a, _ in rows)
         self.jobs.add(
-            Accumulate(tuple(targets), tuple(parts)),
+            Accumulate(tuple(targets), tuple(sources), tuple(rows)),
             Link.DEVICE,
-            reads=tuple((a, Tier.DEVICE) for a in (*parts, *existing)),
+            reads=tuple((a, Tier.DEVICE) for a in (*sources, *numbers, *existing)),
             writes=tuple((a, Tier.DEVICE) for a in targets),
+            workspace=((Tier.DEVICE, ROW_SUM_COPIES * row_bytes),) if rows else (),
         )
 
     def finish_gradients(self, k: int) -> None:

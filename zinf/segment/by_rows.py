@@ -29,6 +29,7 @@ from zinf.segment.row_rules import (
     resized_params,
     result_dim,
 )
+from zinf.segment.row_sums import is_zeros
 
 
 def by_rows(
@@ -179,11 +180,7 @@ class RowWise:
         """What rows are added to has to be zero, or it would be added many times."""
         if equation.primitive.name != "scatter-add":
             return
-        zeros = self.producer.get(equation.invars[0])
-        if zeros is None or zeros.primitive.name != "broadcast_in_dim":
-            raise NotByRow("`scatter-add` to what is not zero")
-        (start,) = zeros.invars
-        if not isinstance(start, Literal) or np.any(start.val):
+        if not is_zeros(equation.invars[0], self.producer):
             raise NotByRow("`scatter-add` to what is not zero")
 
     # How many blocks, and what they take.

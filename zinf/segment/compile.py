@@ -5,13 +5,13 @@ compiled ahead of time, so that the plan knows the workspace of each run before 
 first step, and a step never compiles.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
-from zinf.program import ArraySpec, SegmentSpec
-from zinf.segment.build import Segmented
+from zinf.program import ArrayId, ArraySpec, RowSum, SegmentSpec
+from zinf.segment.build import Segmented, array_spec
 from zinf.segment.executables import BodyExecutables
 from zinf.segment.halved import HalvedExecutables
 from zinf.segment.row_rules import NotByRow
@@ -77,14 +77,18 @@ class Segment:
     def backward(
         self, params: Sequence[Any], inputs: Sequence[Any], cotangents: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """`(gradients, input cotangents)`; runs the forward pass again inside."""
+        """`(gradients, input cotangents)`; runs the forward pass again inside.
+
+        Of `spec.row_sums` the rows; their numbers follow all gradients.
+        """
         arguments = (*params, *inputs, *self.hoisted)
         return self.executables.backward(arguments, tuple(cotangents))
 
     def residuals(self) -> tuple[ArraySpec, ...]:
         """What `forward_keeping` keeps on one device; empty if nothing is worth it.
 
-        The last segment, and one without a backward pass, have nothing to keep for.
+        The last segment, and one without a backward pass, have nothing to keep for; one
+        that leaves rows looks them up again.
         Compiles nothing for one device.
         """
         if not self._may_keep:
@@ -148,12 +152,17 @@ class Segment:
 
     @property
     def _may_keep(self) -> bool:
-        is_whole = self.executables.num_blocks == 1
-        return self.spec.has_backward and is_whole and not self.executables.is_last
+        whole = self.executables
+        is_simple = whole.num_blocks == 1 and not whole.is_last and not whole.lookups
+        return self.spec.has_backward and is_simple
 
 
 def compile_segments(
-    segmented: Segmented, layouts: Layouts, max_workspace_bytes: int | None = None
+    segmented: Segmented,
+    layouts: Layouts,
+    max_workspace_bytes: int | None = None,
+    *,
+    accumulates: Collection[ArrayId] = (),
 ) -> tuple[tuple[Segment, ...], dict[str, Layout]]:
     """The runnable segments of a program, executables shared by body.
 
@@ -161,6 +170,8 @@ def compile_segments(
         layouts: of persistent arrays, and of the values that no segment makes.
         max_workspace_bytes: segments that take more run in blocks of rows, if their
             rows are independent.
+        accumulates: parameter arrays whose gradient is a sum over passes: what a lookup
+            adds to it is left as rows.
 
     Returns:
         the segments, and the layout of every value.
@@ -174,27 +185,48 @@ def compile_segments(
         inputs = tuple(values[name] for name in spec.inputs)
         trained = [replace(array, role="gradient") for array in spec.trained_params]
         gradients = tuple(map(layouts.of, trained))
-        key = spec.body, params, inputs, gradients
+        sums = tuple(array in accumulates for array in spec.trained_params)
+        key = spec.body, params, inputs, gradients, sums
         if key not in bodies:
             is_last = spec is specs[-1]
             whole = BodyExecutables(
-                shared.body, spec, is_last, layouts.mesh, params, inputs, gradients
+                shared.body,
+                spec,
+                is_last,
+                layouts.mesh,
+                params,
+                inputs,
+                gradients,
+                accumulates=sums,
             )
             why_whole = ""
             if max_workspace_bytes is not None:
                 whole, why_whole = _in_blocks(whole, max_workspace_bytes)
             halved = HalvedExecutables(whole), HalvedExecutables(whole, True)
+            if whole.lookups and halved[0].keeps_activations:
+                whole = replace(whole, accumulates=())
+                halved = HalvedExecutables(whole), HalvedExecutables(whole, True)
             bodies[key] = whole, halved, why_whole
         executables, halved, why_whole = bodies[key]
         values.update(zip(spec.outputs, executables.outputs, strict=True))
         reads = zip(spec.params, executables.backward_reads, strict=True)
         read = tuple(array for array, is_read in reads if is_read)
         count = executables.num_blocks
-        spec = replace(spec, backward_params=read, row_blocks=count)
+        rows = _row_sums(executables, spec)
+        spec = replace(spec, backward_params=read, row_blocks=count, row_sums=rows)
         segments.append(
             Segment(spec, executables, halved, shared.hoisted, why_whole=why_whole)
         )
     return tuple(segments), values
+
+
+def _row_sums(executables: BodyExecutables, spec: SegmentSpec) -> tuple[RowSum, ...]:
+    """The gradients of a segment that leave its backward pass as rows."""
+    trained = spec.trained_params
+    return tuple(
+        RowSum(trained[i], array_spec(x.rows.aval), array_spec(x.numbers.aval))
+        for i, x in executables.lookups.items()
+    )
 
 
 def _in_blocks(whole: BodyExecutables, max_bytes: int) -> tuple[BodyExecutables, str]:

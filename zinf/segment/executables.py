@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from zinf.jaxpr import Body, flatten, trace
+from zinf.jaxpr import Body, Graph, flatten, trace
 from zinf.jaxpr.keys import from_words, in_words, to_words
 from zinf.mesh import replicated
 from zinf.program import SegmentSpec
 from zinf.segment.by_rows import by_rows
+from zinf.segment.row_sums import Lookup, find_lookups, leave_as_rows
 from zinf.sharding import Layout, cut, gather, placed_layout, whole_layout
 from zinf.topology import Collective, collectives_of, compile_for
 
@@ -32,6 +33,8 @@ class BodyExecutables:
             params' gradients.
         num_blocks: in how many blocks of rows each pass runs, at least. With more than
             one, whoever compiles a pass gets a `NotByRow` if its rows need each other.
+        accumulates: of the trained params, whether gradients are added to others: of
+            lookups they leave the backward pass as rows, their numbers behind them all.
     """
 
     body: Body
@@ -42,6 +45,7 @@ class BodyExecutables:
     inputs: tuple[Layout, ...]
     gradients: tuple[Layout, ...]
     num_blocks: int = 1
+    accumulates: tuple[bool, ...] = ()
     abstract: tuple[jax.ShapeDtypeStruct, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -124,13 +128,32 @@ class BodyExecutables:
         """Which params the backward pass reads; traced, not compiled."""
         if self.is_last or not any(self._outputs):
             return (True,) * len(self.params)
+        graph = self.vjp_graph
+        read = set(graph.needed_for(graph.outvars).used_invars())
+        return tuple(v in read for v in graph.invars[: len(self.params)])
+
+    @cached_property
+    def vjp_graph(self) -> Graph:
+        """`arguments, cotangents -> gradients, input cotangents`; not of the last."""
         outvars = zip(self.body.jaxpr.outvars, self._outputs, strict=True)
         cotangents = [in_words(v.aval) for v, active in outvars if active]
         arguments = [in_words(v.aval) for v in self.body.jaxpr.invars]
         closed, _ = trace(self._vjp, tuple(arguments), tuple(cotangents))
-        graph = flatten(closed)
-        read = set(graph.needed_for(graph.outvars).used_invars())
-        return tuple(v in read for v in graph.invars[: len(self.params)])
+        return flatten(closed)
+
+    @cached_property
+    def lookups(self) -> dict[int, Lookup]:
+        """The gradients that leave the backward pass as rows, by position.
+
+        None on several devices, where rows would have to be exchanged, in blocks, which
+        add gradients up, and of the last segment.
+        """
+        is_simple = self.mesh.size == 1 and self.num_blocks == 1
+        has_vjp = not self.is_last and any(self._outputs)
+        if not (is_simple and has_vjp and any(self.accumulates)):
+            return {}
+        found = find_lookups(self.vjp_graph, sum(self.spec.trainable))
+        return {i: lookup for i, lookup in found.items() if self.accumulates[i]}
 
     @cached_property
     def forward(self) -> Any:
@@ -183,7 +206,8 @@ class BodyExecutables:
         """Shardings of gradients and input cotangents."""
         pairs = zip(self.spec.inputs, self.inputs, strict=True)
         active = [x.device for name, x in pairs if name in self.spec.active_inputs]
-        return [layout.device for layout in self.gradients], active
+        gradients = [layout.device for layout in self.gradients]
+        return gradients + [replicated(self.mesh)] * len(self.lookups), active
 
     @property
     def cotangents(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -223,7 +247,13 @@ class BodyExecutables:
         return chosen, merge
 
     def _backward(self, arguments: Sequence[Any], cotangents: Sequence[Any]) -> Any:
-        return self.sort(self._vjp(arguments, cotangents))
+        if not self.lookups:
+            return self.sort(self._vjp(arguments, cotangents))
+        # One device, so that nothing is cut.
+        graph = leave_as_rows(self.vjp_graph, self.lookups)
+        results = graph(*arguments, *cotangents)
+        first, end = sum(self.spec.trainable), len(results) - len(self.lookups)
+        return [*results[:first], *results[end:]], results[first:end]
 
     def _vjp(self, arguments: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         """The cotangents of the differentiated arguments."""

@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from zinf.jaxpr.keys import in_words
@@ -36,6 +37,12 @@ class HalvedExecutables:
             inputs=slice(first, first + len(whole.spec.inputs)),
             is_selective=self.is_selective,
         )
+
+    @property
+    def keeps_activations(self) -> bool:
+        """Whether there is more to keep than numbers of rows."""
+        kinds = [v.aval.dtype for v in self.halves.kept]
+        return any(jnp.issubdtype(kind, jnp.inexact) for kind in kinds)
 
     @cached_property
     def forward(self) -> Any:

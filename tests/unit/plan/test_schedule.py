@@ -18,7 +18,7 @@ from zinf.plan import (
 )
 from zinf.plan.job import Job
 from zinf.plan.schedule import schedule, schedule_evaluation
-from zinf.program import ArrayId, Tier
+from zinf.program import ArrayId, ArraySpec, RowSum, Tier
 
 TIED = make_toy(
     [LeafCase("w")],
@@ -108,6 +108,28 @@ def test_a_tied_parameter_is_complete_after_the_first_of_its_segments() -> None:
         "norm gradient/w",
         "update first",
     ]
+
+
+def test_a_gradient_that_is_left_as_rows_is_added_to_what_there_is() -> None:
+    rows, numbers = ArraySpec((2, 64), "f4", 4), ArraySpec((2, 1), "i4", 4)
+    row_sum = RowSum(ArrayId("param", "w"), rows, numbers)
+    segments = list(TIED.program.segments)
+    segments[0] = replace(segments[0], row_sums=(row_sum,))
+    toy = replace(TIED, program=replace(TIED.program, segments=tuple(segments)))
+    jobs = jobs_of(toy, microbatches=2)
+    homes = toy.homes(Tier.NVME, Tier.NVME)
+    catalog = toy.catalog(homes, num_microbatches=2)
+    adds = [j for j in jobs if isinstance(j.operation, Accumulate)]
+    gradient = ArrayId("gradient", "w")
+    # The second microbatch of the last segment, then both of the first.
+    assert [bool(j.operation.row_numbers) for j in adds] == [False, True, True]
+    for m, job in enumerate(adds[1:]):
+        left = catalog.row_sum(0, 0, m)
+        assert job.operation == Accumulate((gradient,), left[:1], (left,))
+        assert job.writes == ((gradient, Tier.DEVICE),)
+        made = [j for j in jobs if (left[0], Tier.DEVICE) in j.writes]
+        assert [j.operation.gradients for j in made] == [left]
+    assert [catalog.nbytes(a) for a in left] == [rows.nbytes, numbers.nbytes]
 
 
 def test_cotangents_of_a_value_that_two_segments_read_add_up() -> None:

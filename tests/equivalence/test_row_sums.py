@@ -1,0 +1,86 @@
+"""Gradients of lookups that are left as rows: the same numbers in less memory."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import zinf
+from zinf.models import GPTConfig, init_and_loss
+from zinf.program import Tier
+from zinf.segment.executables import BodyExecutables
+
+STEPS, BATCH, LENGTH, VOCAB = 20, 4, 8, 500
+VARIANTS: dict[str, dict[str, Any]] = {
+    "tied": {},
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "bf16 accumulation": {
+        "gradient_accumulation_steps": 2,
+        "bf16": {"enabled": True},
+    },
+    "clipping": {"gradient_clipping": 0.05},
+}
+ON_NVME = {"offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "nvme"}}
+
+
+def trained(settings: dict[str, Any], *, is_tied: bool = True) -> tuple[Any, ...]:
+    """The losses of some steps, the parameters after them and the plan."""
+    model = GPTConfig(
+        vocab_size=VOCAB,
+        max_length=LENGTH,
+        num_layers=2,
+        num_heads=2,
+        embed_dim=16,
+        tied_embeddings=is_tied,
+    )
+    init, loss = init_and_loss(model, seed=0)
+    random = np.random.default_rng(0)
+    # Few words, so that each is read several times.
+    batches = random.integers(0, 40, (STEPS, BATCH, LENGTH + 1), np.int32)
+    config = {"execution": "streamed", **settings}
+    engine = zinf.initialize(loss, init, optax.adamw(3e-3), config)
+    losses = [engine.step({"tokens": x})["loss"] for x in batches]
+    params, plan = engine.params(), engine.plan
+    engine.close()
+    return losses, params, plan
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_losses_and_parameters_are_the_same_to_the_bit(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses, params, plan = trained(VARIANTS[name])
+    monkeypatch.setattr(BodyExecutables, "lookups", {})
+    whole_losses, whole_params, whole_plan = trained(VARIANTS[name])
+    assert losses == whole_losses
+    jax.tree.map(np.testing.assert_array_equal, params, whole_params)
+    assert "gradient rows" in _roles(plan)
+    assert "gradient rows" not in _roles(whole_plan)
+
+
+def test_the_first_of_several_microbatches_begins_the_sum() -> None:
+    settings = VARIANTS["accumulation"]
+    losses, _, plan = trained(settings, is_tied=False)
+    assert "gradient rows" in _roles(plan)
+    # A gradient that is alone is no sum, and stays as it was.
+    assert "gradient rows" not in _roles(trained({}, is_tied=False)[2])
+    fused, *_ = trained({**settings, "execution": "fused"}, is_tied=False)
+    # Sums in another order through twenty steps.
+    np.testing.assert_allclose(losses, fused, rtol=1e-4)
+
+
+def test_a_step_on_the_drive_gives_the_same_losses(tmp_path: Any) -> None:
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 1, **ON_NVME}
+    settings = {
+        "zero_optimization": zero,
+        "memory": {"nvme": [str(tmp_path)]},
+    }
+    losses, _, plan = trained(settings)
+    assert losses == trained({})[0]
+    assert plan.homes and Tier.NVME in plan.homes.values()
+
+
+def _roles(plan: Any) -> set[str]:
+    return {array.role for x in plan.instructions for array, _ in x.writes}

@@ -1,0 +1,91 @@
+"""Gradients of lookups as rows: which they are, and that they add up to the bit."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from zinf.jaxpr import flatten
+from zinf.segment.row_sums import add_rows, find_lookups, leave_as_rows
+
+WORDS, WIDTH = 50, 3
+
+
+def take(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    return jnp.take(table, tokens, axis=0)
+
+
+def indexed(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    return table[tokens]
+
+
+def gradient_of(
+    look_up: Callable, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32
+) -> tuple:
+    """`(tokens, cotangents) -> gradient` as a graph, and its arguments."""
+
+    def gradient(tokens: jax.Array, cotangents: jax.Array) -> list[jax.Array]:
+        table = jnp.zeros((WORDS, WIDTH), cotangents.dtype)
+        return list(jax.vjp(lambda t: look_up(t, tokens), table)[1](cotangents))
+
+    random = np.random.default_rng(0)
+    tokens = jnp.asarray(random.integers(0, 7, shape), jnp.int32)
+    out = jax.eval_shape(look_up, jnp.zeros((WORDS, WIDTH)), tokens)
+    cotangents = jnp.asarray(random.normal(size=out.shape), dtype)
+    graph = flatten(jax.make_jaxpr(gradient)(tokens, cotangents))
+    return graph, tokens, cotangents
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("shape", [(1,), (6,), (2, 5)])
+@pytest.mark.parametrize("look_up", [take, indexed])
+def test_rows_are_added_to_the_bit_as_the_whole_gradient_is(
+    look_up: Callable, shape: tuple[int, ...], dtype: jnp.dtype
+) -> None:
+    graph, tokens, cotangents = gradient_of(look_up, shape, dtype)
+    lookups = find_lookups(graph, 1)
+    assert list(lookups) == [0]
+    rows, numbers = leave_as_rows(graph, lookups)(tokens, cotangents)
+    assert rows.size == np.prod(shape, dtype=int) * WIDTH
+    (whole,) = graph(tokens, cotangents)
+    total = jnp.asarray(np.random.default_rng(1).normal(size=whole.shape), jnp.float32)
+    wanted = total + whole.astype(jnp.float32)
+    found = add_rows(total, rows, numbers)
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
+    assert total.is_deleted(), "in its place"
+
+
+def test_rows_beyond_the_table_add_to_nothing() -> None:
+    rows = jnp.ones((6, WIDTH))
+    numbers = jnp.asarray([[-1], [WORDS], [2], [-WORDS], [2], [WORDS + 9]])
+    found = add_rows(jnp.zeros((WORDS, WIDTH)), rows, numbers)
+    assert float(found.sum()) == 2 * WIDTH == float(found[2].sum())
+
+
+def clipped(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    return jnp.take(table, tokens, axis=0, mode="clip")
+
+
+def of_columns(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    return jnp.take(table, tokens % WIDTH, axis=1)
+
+
+def twice(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    return table[tokens] + table[tokens + 1]
+
+
+def whole(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    return table * tokens.sum()
+
+
+@pytest.mark.parametrize("look_up", [clipped, of_columns, twice, whole])
+def test_other_gradients_are_left_as_they_are(look_up: Callable) -> None:
+    graph, *_ = gradient_of(look_up, (6,))
+    assert find_lookups(graph, 1) == {}
+
+
+def test_as_many_rows_as_the_table_has_are_no_saving() -> None:
+    assert find_lookups(gradient_of(take, (WORDS // 2,))[0], 1)
+    assert not find_lookups(gradient_of(take, (WORDS // 2 + 1,))[0], 1)

@@ -1,0 +1,41 @@
+"""Sums of gradients and cotangents on the devices."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from zinf.segment.row_sums import add_rows
+from zinf.sharding import Layout
+
+
+def accumulated(
+    total: jax.Array | None, part: jax.Array, *, is_wide: bool
+) -> jax.Array:
+    """The sum, in the memory of the total so far; `is_wide` begins it in float32."""
+    if total is not None:
+        return _add(total, part)
+    return part.astype(jnp.float32) if is_wide else part
+
+
+def accumulated_rows(
+    total: jax.Array | None, rows: jax.Array, numbers: jax.Array, layout: Layout
+) -> jax.Array:
+    """The same of rows of a float32 total that lies as `layout` says."""
+    if total is None:
+        total = jnp.zeros(layout.device_shape, jnp.float32, device=layout.device)
+    return add_rows(total, rows, numbers)
+
+
+@jax.jit
+def sum_squares(arrays: Sequence[jax.Array]) -> jax.Array:
+    """The sum of squares of all, a float32 scalar."""
+    squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in arrays]
+    return jnp.sum(jnp.stack(squares))
+
+
+def _add_wide(total: jax.Array, part: jax.Array) -> jax.Array:
+    return total + part.astype(total.dtype)
+
+
+_add = jax.jit(_add_wide, donate_argnums=0)
