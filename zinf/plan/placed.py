@@ -66,7 +66,8 @@ def build_placed(
     search = Search(catalog, units_for, capacity_bytes, options, choices)
     plain = search.plain(placements)
     filled = search.fastest(plain)
-    slowest = homes(capacity_bytes)
+    on_host = {} if capacity_bytes[Tier.NVME] else {Tier.HOST: 0}
+    slowest = homes({**capacity_bytes, **on_host})
     num_kept = filled.options.num_kept
     if slowest == plain.catalog.homes or num_kept == search.num_able:
         return filled

@@ -31,9 +31,15 @@ SLOW, FAST = (Rates(DRIVE, flops, UPDATES, 1e-6) for flops in (1e4, 1e6))
 
 
 def placed(
-    rates: Rates, device: int, *, asked: Tier | None = None, keeps: bool = True
+    rates: Rates,
+    device: int,
+    *,
+    host: int = 6 * MATRIX_BYTES,
+    nvme: int = 1 << 30,
+    asked: Tier | None = None,
+    keeps: bool = True,
 ) -> Arrangement:
-    """The step of a chain within a device budget and a host of six matrices."""
+    """The step of a chain within these budgets."""
 
     def keeping(room_bytes: int) -> dict[int, Keeping]:
         residuals = (ArraySpec((KEPT_BYTES // 4,), "f4", 4),)
@@ -51,7 +57,7 @@ def placed(
         replace(TOY.catalog({}), rates=rates),
         residents,
         TOY.units_for,
-        {DEVICE: device, HOST: 6 * MATRIX_BYTES, NVME: 1 << 30},
+        {DEVICE: device, HOST: host, NVME: nvme},
         StepOptions(1, True, DEVICE, HOST),
         Choices((DEVICE,), (HOST,), 0, keepings=keepings),
     )
@@ -86,6 +92,16 @@ def test_without_residuals_to_keep_or_with_a_slow_drive_memory_is_filled() -> No
         homes = made.catalog.homes
         at_drive = [a for a, tier in homes.items() if tier == NVME]
         assert all(a.role != "param" for a in at_drive), "what moves most is fast"
+
+
+def test_without_a_drive_state_waits_on_the_host() -> None:
+    device = 14 * MATRIX_BYTES
+    made = placed(SLOW, device, host=1 << 30, nvme=0)
+    filled = placed(SLOW, device, host=1 << 30, nvme=0, keeps=False)
+    assert made.options.num_kept == NUM_LAYERS - 1
+    assert set(made.catalog.homes.values()) == {DEVICE, HOST}
+    assert made.plan.home_bytes[HOST] > filled.plan.home_bytes[HOST]
+    assert made.plan.timeline.seconds < filled.plan.timeline.seconds
 
 
 def test_what_was_asked_for_stays_where_it_was_asked_for() -> None:
