@@ -226,3 +226,12 @@ class Program:
     aux: tuple[str, ...]
     tilings: tuple[Tiling, ...] = ()
     untiled: dict[str, str] = field(default_factory=dict)
+
+    def first_readers(self) -> dict[ArrayId, int]:
+        """By parameter array, also of whole leaves, the first segment that reads it."""
+        found: dict[ArrayId, int] = {}
+        for k, segment in enumerate(self.segments):
+            for array in segment.params:
+                found.setdefault(array, k)
+                found.setdefault(array.whole, k)
+        return found

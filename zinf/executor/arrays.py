@@ -12,8 +12,6 @@ from zinf.segment.problem import Problem
 
 # How often a step moves an array that rests away from where it is used.
 PARAM_MOVES, STATE_MOVES = 3, 2
-# Path and rows of a parameter.
-_Piece = tuple[str, tuple[int, int] | None]
 
 
 def array_specs(problem: Problem, separated: Separated) -> dict[ArrayId, ArraySpec]:
@@ -55,7 +53,7 @@ def piece_specs(
 def residents(catalog: Catalog, config: Config) -> list[Resident]:
     """The arrays of a catalog with the tiers that their user asked for."""
     found = []
-    readers = _first_readers(catalog.program)
+    readers = catalog.program.first_readers()
     for array, spec in catalog.specs.items():
         if array.role == "const":
             asked, moves = Tier.DEVICE, PARAM_MOVES
@@ -64,18 +62,8 @@ def residents(catalog: Catalog, config: Config) -> list[Resident]:
         else:
             asked, moves = config.optimizer_tier, STATE_MOVES
         on_device = catalog.nbytes(array, Tier.DEVICE)
-        reader = readers.get((array.path, array.rows), 0)
+        reader = readers.get(ArrayId("param", array.path, array.rows), 0)
         found.append(Resident(array, spec.nbytes, asked, moves, on_device, reader))
-    return found
-
-
-def _first_readers(program: Program) -> dict[_Piece, int]:
-    """By path and rows of a parameter, also of whole leaves, the segment's number."""
-    found: dict[_Piece, int] = {}
-    for k, segment in enumerate(program.segments):
-        for array in segment.params:
-            for rows in (array.rows, None):
-                found.setdefault((array.path, rows), k)
     return found
 
 

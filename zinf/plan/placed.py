@@ -5,6 +5,7 @@ while. Which of the two gains more depends on what binds the step, so both are p
 and the clock of `cost` decides. None of it changes a number.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -23,6 +24,8 @@ from zinf.program import Tier
 
 # A tier gives up room for what moves through it in growing steps until the plan fits.
 MAX_ATTEMPTS = 24
+# What rests beside residuals fills the room for it to such a share of the tier.
+ROOM_STEPS = 32
 
 
 def build_placed(
@@ -97,10 +100,10 @@ def _with_room(
     for tier in (Tier.DEVICE, Tier.HOST):
         homes = best.catalog.homes
         rest = [r for r in rest if homes[r.array] == Tier.NVME or tier == Tier.DEVICE]
-        sizes = accumulate(r.bytes_on(tier) for r in rest)
+        size = [0, *accumulate(r.bytes_on(tier) for r in rest)]
         capacity = search.capacity_bytes[tier]
-        fits, too_many = 0, 1 + sum(size <= capacity for size in sizes)
-        while too_many - fits > 1:
+        fits, too_many = 0, bisect_right(size, capacity)
+        while size[too_many - 1] - size[fits] > capacity // ROOM_STEPS:
             count = (fits + too_many) // 2
             moved = dict.fromkeys((r.array for r in rest[:count]), tier)
             catalog = replace(arranged.catalog, homes={**homes, **moved})

@@ -11,7 +11,7 @@ from zinf.plan.catalog import Catalog, StepOptions, UpdateUnit, gradient_of
 from zinf.plan.instruction import Link, Update
 from zinf.plan.job import JobList
 from zinf.plan.pending import deferred_units, pending_copies, rest_tier
-from zinf.program import ArrayId, Program, Tier
+from zinf.program import ArrayId, Tier
 
 
 class Updates:
@@ -33,7 +33,8 @@ class Updates:
         self.units = [(i, u) for i, u in enumerate(units) if i not in deferred]
         self.at_rest = dict(pending_copies(units, deferred, catalog, options))
         self.pending: dict[int, list[tuple[int, UpdateUnit]]] = defaultdict(list)
-        first_reader = _first_readers(catalog.program)
+        readers = catalog.program.first_readers()
+        first_reader = {gradient_of(array): k for array, k in readers.items()}
         for number in sorted(deferred):
             position = min(first_reader[u.gradient] for u in units[number].arrays)
             self.pending[position].append((number, units[number]))
@@ -112,15 +113,6 @@ class Updates:
             self.jobs.transfer(rows, Tier.DEVICE, Tier.HOST, workspace_bytes=nbytes)
         rest = [g for g in _gradients(unit) if g not in self.by_row]
         return [*rows, *rest]
-
-
-def _first_readers(program: Program) -> dict[ArrayId, int]:
-    """By gradient, the first segment that reads the parameter array that it is of."""
-    found: dict[ArrayId, int] = {}
-    for k, segment in enumerate(program.segments):
-        for array in segment.params:
-            found.setdefault(gradient_of(array), k)
-    return found
 
 
 def _with_whole_params(unit: UpdateUnit, catalog: Catalog) -> list[ArrayId]:
