@@ -52,6 +52,7 @@ def on_nvme(folder: Path, **settings: Any) -> dict[str, Any]:
     """Everything on a drive, and the adapters frozen."""
     return {
         "execution": "streamed",
+        "segment": {"remat": "always"},
         "frozen": ["adapters/*"],
         "memory": {"nvme": [str(folder)]},
         "zero_optimization": {
