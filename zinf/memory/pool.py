@@ -14,7 +14,7 @@ from threading import Lock
 
 import numpy as np
 
-from zinf.memory.region import HUGE_PAGE_BYTES, Region
+from zinf.memory.region import HUGE_PAGE_BYTES, Region, are_addresses_counted
 
 # What lies idle for the next request at most.
 IDLE_BYTES = 256 * 2**20
@@ -93,6 +93,8 @@ class Pool:
             if surplus <= 0:
                 return
             region.trim(-(-surplus // HUGE_PAGE_BYTES))
+            if region.is_empty:
+                self._regions.remove(region)
 
     def _place(self, nbytes: int) -> tuple[Region, int]:
         for region in self._regions:
@@ -107,9 +109,14 @@ class Pool:
 
 
 def _reserve(nbytes: int) -> Region:
-    """As many addresses as there is memory, so that one range does for all blocks; or
-    what can be had of them, if addresses are short, but `nbytes` at least."""
+    """As many addresses as there is memory, so that one range does for all blocks.
+
+    If addresses are short, what can be had of them; `nbytes` where they are counted as
+    memory, and would be missing elsewhere.
+    """
     wished = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if are_addresses_counted():
+        wished = nbytes
     while wished > nbytes:
         try:
             return Region(wished)

@@ -8,6 +8,7 @@ ones, and the other way round.
 import mmap
 import sys
 from bisect import bisect_left
+from pathlib import Path
 
 import numpy as np
 
@@ -15,8 +16,10 @@ HUGE_PAGE_BYTES = 2 * 2**20
 # Blocks begin at a multiple of it. Several may share a huge page.
 UNIT_BYTES = 64 * 2**10
 UNITS = HUGE_PAGE_BYTES // UNIT_BYTES
-# Addresses alone are not counted as memory (Linux: mmap(2)).
+# Addresses alone are not counted as memory (Linux: mmap(2), proc(5)), unless the system
+# promises no more memory than it has.
 MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
+OVERCOMMIT, NEVER = Path("/proc/sys/vm/overcommit_memory"), 2
 
 
 class Region:
@@ -84,6 +87,12 @@ class Region:
         self._free[number - before : number + after] = [merged]
         self._use(start, stop, -1)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is in use, and nothing in memory."""
+        is_free = len(self._free) == 1 and not self._units_in_use.any()
+        return is_free and self.idle_pages == 0
+
     def trim(self, num_pages: int) -> None:
         """Lets so many idle pages go, those of the highest addresses."""
         idle = np.flatnonzero(self._is_touched & (self._units_in_use == 0))
@@ -114,6 +123,14 @@ class Region:
     def _num_idle(self, pages: slice) -> int:
         is_free = self._units_in_use[pages] == 0
         return int(np.count_nonzero(is_free & self._is_touched[pages]))
+
+
+def are_addresses_counted() -> bool:
+    """Whether a range of addresses takes from the memory that others may have."""
+    try:
+        return not MAP_NORESERVE or int(OVERCOMMIT.read_text()) == NEVER
+    except OSError:
+        return False  # a sandbox that hides it
 
 
 def _units(nbytes: int) -> int:

@@ -15,7 +15,7 @@ import pytest
 from zinf.memory.aligned import POOLED_FROM_BYTES, address, aligned_empty
 from zinf.memory.heap import resident_bytes
 from zinf.memory.pool import POOL, Pool
-from zinf.memory.region import HUGE_PAGE_BYTES, UNIT_BYTES
+from zinf.memory.region import HUGE_PAGE_BYTES, UNIT_BYTES, Region
 
 PAGE = 4096
 NBYTES = HUGE_PAGE_BYTES
@@ -167,6 +167,48 @@ def test_trim_of_some_bytes_leaves_the_rest() -> None:
     pool.trim(NBYTES + 1)
     assert pool.idle_bytes == NBYTES
     assert address(pool.take(NBYTES)) == first
+
+
+def test_where_addresses_are_counted_no_more_are_taken_than_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: list[int] = []
+
+    class Counted(Region):
+        def __init__(self, nbytes: int) -> None:
+            taken.append(nbytes)
+            super().__init__(nbytes)
+
+    monkeypatch.setattr("zinf.memory.pool.Region", Counted)
+    monkeypatch.setattr("zinf.memory.pool.are_addresses_counted", lambda: True)
+    pool = Pool()
+    blocks = [pool.take(NBYTES), pool.take(3 * NBYTES)]
+    assert taken == [NBYTES, 3 * NBYTES]
+    places = list(map(address, blocks))
+    blocks.clear()
+    assert address(pool.take(2 * NBYTES)) == places[1]
+    pool.trim()
+    assert pool.idle_bytes == 0
+    pool.take(NBYTES)
+    assert taken == [NBYTES, 3 * NBYTES, NBYTES], "what was empty is gone"
+
+
+def test_where_addresses_are_short_there_are_fewer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: list[int] = []
+
+    class Short(Region):
+        def __init__(self, nbytes: int) -> None:
+            if nbytes > 100 * NBYTES:
+                raise OSError("no such range")
+            taken.append(nbytes)
+            super().__init__(nbytes)
+
+    monkeypatch.setattr("zinf.memory.pool.Region", Short)
+    memory = Pool().take(NBYTES)
+    memory[:] = 1
+    assert 50 * NBYTES <= taken[0] <= 100 * NBYTES and len(taken) == 1
 
 
 def test_memory_outlives_its_pool() -> None:
