@@ -26,6 +26,8 @@ from zinf.program import Tier
 MAX_ATTEMPTS = 24
 # What rests beside residuals fills the room for it to such a share of the tier.
 ROOM_STEPS = 32
+# Of more, each plan takes seconds, and the search a dozen.
+MAX_INSTRUCTIONS = 4096
 
 
 def build_placed(
@@ -41,7 +43,7 @@ def build_placed(
     Fills the fastest tiers as far as the plainest step lets it, and arranges that. If
     then something is computed again, arranges the step with all on the slowest tier
     that is allowed, and lets rest faster what has room beside the residuals. Takes the
-    faster of the two.
+    faster of the two. Of more than `MAX_INSTRUCTIONS` the first is taken.
 
     Args:
         catalog: its homes are not used.
@@ -73,6 +75,8 @@ def build_placed(
     slowest = homes({**capacity_bytes, **on_host})
     num_kept = filled.options.num_kept
     if slowest == plain.catalog.homes or num_kept == search.num_able:
+        return filled
+    if len(filled.plan.instructions) > MAX_INSTRUCTIONS:
         return filled
     spilled = search.attempt(replace(plain.catalog, homes=slowest), plain.options)
     spilled = spilled and search.fastest(spilled)

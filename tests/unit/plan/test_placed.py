@@ -107,3 +107,14 @@ def test_without_a_drive_state_waits_on_the_host() -> None:
 def test_what_was_asked_for_stays_where_it_was_asked_for() -> None:
     made = placed(SLOW, 14 * MATRIX_BYTES, asked=NVME)
     assert set(made.catalog.homes.values()) == {NVME}
+
+
+def test_where_a_plan_is_long_no_other_placement_is_searched_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = 14 * MATRIX_BYTES
+    searched = placed(SLOW, device)
+    monkeypatch.setattr("zinf.plan.placed.MAX_INSTRUCTIONS", 8)
+    made = placed(SLOW, device)
+    assert made.options.num_kept < searched.options.num_kept
+    assert made.plan.home_bytes[DEVICE] > searched.plan.home_bytes[DEVICE]
