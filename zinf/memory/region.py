@@ -90,8 +90,7 @@ class Region:
     @property
     def is_empty(self) -> bool:
         """Whether nothing is in use, and nothing in memory."""
-        is_free = len(self._free) == 1 and not self._units_in_use.any()
-        return is_free and self.idle_pages == 0
+        return not self._is_touched.any()
 
     def trim(self, num_pages: int) -> None:
         """Lets so many idle pages go, those of the highest addresses."""

@@ -169,46 +169,42 @@ def test_trim_of_some_bytes_leaves_the_rest() -> None:
     assert address(pool.take(NBYTES)) == first
 
 
-def test_where_addresses_are_counted_no_more_are_taken_than_asked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    taken: list[int] = []
+@pytest.fixture
+def reserved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of regions as they are made, of which none has over 100 blocks."""
+    sizes: list[int] = []
 
-    class Counted(Region):
+    class Recorded(Region):
         def __init__(self, nbytes: int) -> None:
-            taken.append(nbytes)
+            if nbytes > 100 * NBYTES:
+                raise OSError("no such range")
+            sizes.append(nbytes)
             super().__init__(nbytes)
 
-    monkeypatch.setattr("zinf.memory.pool.Region", Counted)
+    monkeypatch.setattr("zinf.memory.pool.Region", Recorded)
+    return sizes
+
+
+def test_where_addresses_are_counted_no_more_are_taken_than_asked(
+    reserved: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("zinf.memory.pool.are_addresses_counted", lambda: True)
     pool = Pool()
     blocks = [pool.take(NBYTES), pool.take(3 * NBYTES)]
-    assert taken == [NBYTES, 3 * NBYTES]
+    assert reserved == [NBYTES, 3 * NBYTES]
     places = list(map(address, blocks))
     blocks.clear()
     assert address(pool.take(2 * NBYTES)) == places[1]
     pool.trim()
     assert pool.idle_bytes == 0
     pool.take(NBYTES)
-    assert taken == [NBYTES, 3 * NBYTES, NBYTES], "what was empty is gone"
+    assert reserved == [NBYTES, 3 * NBYTES, NBYTES], "what was empty is gone"
 
 
-def test_where_addresses_are_short_there_are_fewer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    taken: list[int] = []
-
-    class Short(Region):
-        def __init__(self, nbytes: int) -> None:
-            if nbytes > 100 * NBYTES:
-                raise OSError("no such range")
-            taken.append(nbytes)
-            super().__init__(nbytes)
-
-    monkeypatch.setattr("zinf.memory.pool.Region", Short)
+def test_where_addresses_are_short_there_are_fewer(reserved: list[int]) -> None:
     memory = Pool().take(NBYTES)
     memory[:] = 1
-    assert 50 * NBYTES <= taken[0] <= 100 * NBYTES and len(taken) == 1
+    assert 50 * NBYTES <= reserved[0] <= 100 * NBYTES and len(reserved) == 1
 
 
 def test_memory_outlives_its_pool() -> None:
