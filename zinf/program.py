@@ -227,11 +227,12 @@ class Program:
     tilings: tuple[Tiling, ...] = ()
     untiled: dict[str, str] = field(default_factory=dict)
 
-    def first_readers(self) -> dict[ArrayId, int]:
-        """By parameter array, also of whole leaves, the first segment that reads it."""
-        found: dict[ArrayId, int] = {}
+    def first_readers(self) -> dict[tuple[str, Rows], int]:
+        """By path and rows of a parameter, also of whole leaves, the first segment that
+        reads it."""
+        found: dict[tuple[str, Rows], int] = {}
         for k, segment in enumerate(self.segments):
             for array in segment.params:
-                found.setdefault(array, k)
-                found.setdefault(array.whole, k)
+                for rows in (array.rows, None):
+                    found.setdefault((array.path, rows), k)
         return found

@@ -62,7 +62,7 @@ def residents(catalog: Catalog, config: Config) -> list[Resident]:
         else:
             asked, moves = config.optimizer_tier, STATE_MOVES
         on_device = catalog.nbytes(array, Tier.DEVICE)
-        reader = readers.get(ArrayId("param", array.path, array.rows), 0)
+        reader = readers.get((array.path, array.rows), 0)
         found.append(Resident(array, spec.nbytes, asked, moves, on_device, reader))
     return found
 

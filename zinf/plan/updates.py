@@ -7,7 +7,7 @@ the beginning of the next. What it changes then goes home.
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
-from zinf.plan.catalog import Catalog, StepOptions, UpdateUnit, gradient_of
+from zinf.plan.catalog import Catalog, StepOptions, UpdateUnit
 from zinf.plan.instruction import Link, Update
 from zinf.plan.job import JobList
 from zinf.plan.pending import deferred_units, pending_copies, rest_tier
@@ -34,9 +34,9 @@ class Updates:
         self.at_rest = dict(pending_copies(units, deferred, catalog, options))
         self.pending: dict[int, list[tuple[int, UpdateUnit]]] = defaultdict(list)
         readers = catalog.program.first_readers()
-        first_reader = {gradient_of(array): k for array, k in readers.items()}
         for number in sorted(deferred):
-            position = min(first_reader[u.gradient] for u in units[number].arrays)
+            gradients = _gradients(units[number])
+            position = min(readers[g.path, g.rows] for g in gradients)
             self.pending[position].append((number, units[number]))
         self.pending_reads = Counter(g for i in deferred for g in _gradients(units[i]))
         self.by_row = self._by_row() if options.gradients_by_row else frozenset()
