@@ -9,6 +9,9 @@ parameters in memory. So there is one heap where that can still be chosen; where
 leave room it keeps blocks of every size; and what is hoarded beyond a limit is given
 back, no more than that. The limit goes by what was counted at most: memory that a step
 needs at one time is memory that it may keep for itself at another.
+
+Code of libraries that only compiling needed is taken out of what is resident as well
+(`code`).
 """
 
 import ctypes
@@ -20,12 +23,16 @@ from threading import Lock
 from typing import ClassVar
 from weakref import WeakSet
 
+from zinf.memory.code import drop_code
 from zinf.memory.ledger import Ledger
 from zinf.memory.pool import IDLE_BYTES, POOL
 from zinf.program import Tier
 
-# What may be resident beyond the most that was counted: what libraries work in.
-SLACK_BYTES = 96 * 2**20
+# What may be resident beyond the most that was counted: what libraries work in, and
+# holes, of which pages are given back and faulted in anew where there are more.
+SLACK_BYTES = 224 * 2**20
+# What steps touch of libraries stays; more than this was touched by a compiler.
+CODE_BYTES = 64 * 2**20
 # When it is made, and before the first two steps.
 NUM_SETTLED = 3
 
@@ -77,6 +84,7 @@ class Heap:
         self._slack_bytes = slack_bytes
         self._is_glibc = _is_glibc()
         self._own_bytes = 0
+        self._code_bytes = 0  # what was left of it when it was last dropped
         with self._registering:
             self._open.add(self)
         self._num_settled = 0
@@ -98,6 +106,7 @@ class Heap:
         ctypes.CDLL(None).mallopt(M_MMAP_MAX, 0 if has_room else MANY)
         if self._num_settled < NUM_SETTLED:
             self._num_settled += 1
+            self._drop_code()
             used = sum(ledger.used_bytes for ledger in self._all_ledgers())
             self._own_bytes = max(self._own_bytes, self._trim() - used)
 
@@ -116,6 +125,8 @@ class Heap:
         POOL.idle_limit_bytes = max(IDLE_BYTES, counted)
         if not self._is_glibc:
             return
+        if code_bytes() > self._code_bytes + CODE_BYTES:
+            self._drop_code()
         new_bytes = [n for x in self._ledgers for tier, n in coming if tier == x.tier]
         resident = resident_bytes()
         limit = self._own_bytes + kept + self._slack_bytes - sum(new_bytes)
@@ -146,6 +157,10 @@ class Heap:
             self._trim()
         else:
             POOL.trim()
+
+    def _drop_code(self) -> None:
+        drop_code()
+        self._code_bytes = code_bytes()
 
     def _counted(self) -> tuple[int, int]:
         """Bytes counted at most lately, and how many may be resident for them."""
@@ -197,9 +212,21 @@ def give_back(nbytes: int) -> None:
 
 
 def resident_bytes() -> int:
-    """What of this process is in memory now (Linux: proc(5), statm)."""
+    """What of this process is in memory now, beside pages of files."""
+    resident, files = _statm()
+    return resident - files
+
+
+def code_bytes() -> int:
+    """What is in memory now of files that this process maps, libraries for the most."""
+    return _statm()[1]
+
+
+def _statm() -> tuple[int, int]:
+    """Resident bytes, and those of files among them (Linux: proc(5))."""
     with open("/proc/self/statm", "rb", buffering=0) as statm:
-        return int(statm.read().split()[1]) * PAGE_BYTES
+        _, resident, files, *_ = statm.read().split()
+    return int(resident) * PAGE_BYTES, int(files) * PAGE_BYTES
 
 
 def _is_glibc() -> bool:

@@ -6,7 +6,7 @@ from weakref import WeakSet
 import pytest
 
 from zinf.memory import heap as module
-from zinf.memory.heap import Heap, resident_bytes
+from zinf.memory.heap import CODE_BYTES, Heap, resident_bytes
 from zinf.memory.ledger import Ledger
 from zinf.memory.pool import IDLE_BYTES, POOL
 from zinf.program import Tier
@@ -103,6 +103,8 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
     set_resident.trims = 0
     monkeypatch.setattr(Heap, "_open", WeakSet())
     monkeypatch.setattr(module, "give_back", lambda nbytes: None)
+    monkeypatch.setattr(module, "drop_code", lambda: 0)
+    monkeypatch.setattr(module, "code_bytes", lambda: 0)
     monkeypatch.setattr(module, "_is_glibc", lambda: True)
     set_resident(1000 * MIB, 1000 * MIB)
     return set_resident
@@ -209,6 +211,29 @@ def test_what_the_first_step_loads_is_the_own_memory_of_the_process(process) -> 
     for _ in range(10):
         heap.settle()
     assert process.trims < trims + 10, "it is measured before every step"
+
+
+def test_code_is_dropped_when_more_of_it_was_touched_than_steps_do(
+    process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resident, drops = [300 * MIB], []
+
+    def drop() -> int:
+        drops.append(resident[0])
+        resident[0] = 30 * MIB
+        return 0
+
+    monkeypatch.setattr(module, "drop_code", drop)
+    monkeypatch.setattr(module, "code_bytes", lambda: resident[0])
+    heap = Heap([], SLACK)
+    assert drops == [300 * MIB]
+    resident[0] += CODE_BYTES
+    heap.relieve()
+    assert len(drops) == 1
+    resident[0] += 1
+    heap.relieve()
+    heap.relieve()
+    assert drops[1:] == [30 * MIB + CODE_BYTES + 1]
 
 
 def test_the_pool_may_keep_what_the_ledgers_counted(process) -> None:
