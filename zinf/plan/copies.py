@@ -106,16 +106,23 @@ class Copies:
         return [c for c in self._away[number] if self.key(c) not in self.temporary]
 
     def next_use(self, copy: Copy, after: int) -> int:
-        """The next job that needs the array on this tier, or on the way to a faster."""
-        array, tier = copy
-        uses = self._reads[array] if tier != Tier.DEVICE else self._uses[copy]
+        """The next job that needs the array on this tier, or has it from there."""
+        uses = self._reads[copy[0]] if self._is_source(copy) else self._uses[copy]
         position = bisect_right(uses, after)
         return uses[position] if position < len(uses) else NEVER
 
     def route(self, copy: Copy) -> list[Tier]:
-        """The tiers to go through from the nearest copy that exists, slower first."""
+        """The tiers to go through from the nearest copy that exists.
+
+        From a slower tier rather than from a faster one, but to the host rather from
+        the devices than from the drive.
+        """
         array, tier = copy
         tiers = TIERS
+        on_device = self.key((array, Tier.DEVICE))
+        if tier == Tier.HOST and self._is_source(on_device):
+            if on_device in self.temporary:
+                return [Tier.DEVICE, Tier.HOST]
         here = tiers.index(tier)
         for source in [*tiers[here + 1 :], *reversed(tiers[:here])]:
             if self.exists((array, source)):
@@ -192,7 +199,8 @@ class Copies:
             if copy not in self.temporary or copy in seen:
                 continue
             if -negative != self.next_use(copy, self.now):
-                continue  # from before
+                self._offer(copy)  # that was from before
+                continue
             seen[copy] = entry
             if spare_until != NEVER and -negative <= spare_until:
                 break
@@ -221,6 +229,17 @@ class Copies:
         """
         home = self.catalog.home_tier(copy[0])
         return home not in (None, copy[1]) or self._is_on_slower(copy)
+
+    def _is_source(self, copy: Copy) -> bool:
+        """Whether other tiers would have the array from this one.
+
+        From the devices the host does, if else it had to ask the drive.
+        """
+        array, tier = copy
+        if tier != Tier.DEVICE:
+            return True
+        is_on_drive = self.catalog.home_tier(array) == Tier.NVME
+        return is_on_drive and self.key((array, Tier.HOST)) not in self.temporary
 
     def _is_on_slower(self, copy: Copy) -> bool:
         array, tier = copy

@@ -69,8 +69,18 @@ def test_a_whole_is_needed_for_as_long_as_its_rows_are() -> None:
     found = copies()
     update = first_update(found)
     assert found.next_use((W0, HOST), update - 1) == update
-    # On the device it is needed by the backward pass at most.
+    # The host would rather have it from the device than from the drive.
+    assert found.next_use((W0, DEVICE), update - 1) == update
+    found.occupy([(W0, HOST)])
     assert found.next_use((W0, DEVICE), update - 1) == NEVER
+
+
+def test_the_host_has_from_the_device_what_else_the_drive_would_have_to_read() -> None:
+    found = copies()
+    assert found.route((W0, HOST)) == [NVME, HOST]
+    found.occupy([(W0, DEVICE)])
+    assert found.route((W0, HOST)) == [DEVICE, HOST]
+    assert found.route((ROWS, HOST)) == [DEVICE, HOST]
 
 
 def test_the_copy_that_is_needed_last_goes_first() -> None:

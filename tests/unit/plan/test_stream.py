@@ -169,15 +169,30 @@ def test_under_pressure_the_copy_that_is_needed_last_goes_first(
 
 @pytest.mark.parametrize("tier", [DEVICE, HOST])
 def test_less_room_never_means_less_traffic(tier: Tier) -> None:
-    with pytest.raises(InfeasibleError) as caught:
-        plan_of(**{tier.value: 1})
-    least = caught.value.shortages[tier].needed_bytes
-    most = plan_of().peak_bytes[tier]
+    # With room there, the host has from the device what it dropped itself.
+    device = {} if tier == DEVICE else {"device": least_bytes(DEVICE)}
+    least = least_bytes(tier, **device)
+    most = plan_of(**device).peak_bytes[tier]
     link = {DEVICE: Link.H2D, HOST: Link.NVME_READ}[tier]
     sizes = [least + (most - least) * k // 4 for k in range(5)]
-    moved = [plan_of(**{tier.value: size}).link_bytes(link) for size in sizes]
+    plans = [plan_of(**{tier.value: size}, **device) for size in sizes]
+    moved = [plan.link_bytes(link) for plan in plans]
     assert moved[0] > moved[-1]
     assert moved[-1] == min(moved) and moved[0] == max(moved)
+
+
+def test_the_host_has_from_the_device_what_it_dropped_itself() -> None:
+    host = least_bytes(HOST)
+    roomy = plan_of(host=host)
+    tight = plan_of(host=host, device=least_bytes(DEVICE))
+    assert roomy.link_bytes(Link.NVME_READ) < tight.link_bytes(Link.NVME_READ)
+    assert roomy.link_bytes(Link.D2H) > tight.link_bytes(Link.D2H)
+
+
+def least_bytes(tier: Tier, **budgets: int) -> int:
+    with pytest.raises(InfeasibleError) as caught:
+        plan_of(**budgets, **{tier.value: 1})
+    return caught.value.shortages[tier].needed_bytes
 
 
 def test_copies_go_as_soon_as_nobody_needs_them() -> None:
