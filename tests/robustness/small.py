@@ -42,9 +42,10 @@ def draw(seed: int = 0, size: int = BATCH) -> dict[str, np.ndarray]:
 
 
 def on_nvme(folder: Path, **settings: Any) -> dict[str, Any]:
-    """A config that streams everything from a folder."""
+    """A config that streams everything from a folder, and keeps no residuals."""
     return {
         "execution": "streamed",
+        "segment": {"remat": "always"},
         "memory": {"nvme": [str(folder)]},
         "zero_optimization": {
             "stage": 3,

@@ -38,6 +38,7 @@ def config(tmp_path: Path) -> dict[str, Any]:
         "data": {"paths": [str(tmp_path / "text.txt")], "sequence_length": 16},
         "train_batch_size": 4,
         "gradient_clipping": 1.0,
+        "segment": {"remat": "always"},
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}},
         "zero_optimization": {

@@ -21,7 +21,7 @@ from zinf.plan import Link
 from zinf.program import ArrayId, Tier
 
 FUSED = {"execution": "fused"}
-STREAMED = {"execution": "streamed"}
+STREAMED = {"execution": "streamed", "segment": {"remat": "always"}}
 KEY = jax.random.key(3)
 KEYS = {
     *("step", "loss", "grad_norm", "learning_rate", "step_seconds"),

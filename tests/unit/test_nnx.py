@@ -11,6 +11,7 @@ from zinf import Engine
 DIM, SAMPLES, STEPS = 6, 8, 4
 STREAMED_FROM_HOST = {
     "execution": "streamed",
+    "segment": {"remat": "always"},
     "zero_optimization": {
         "stage": 3,
         "offload_param": {"device": "cpu"},

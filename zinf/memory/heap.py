@@ -125,10 +125,10 @@ class Heap:
         POOL.idle_limit_bytes = max(IDLE_BYTES, counted)
         if not self._is_glibc:
             return
-        if code_bytes() > self._code_bytes + CODE_BYTES:
+        resident, code = measured()
+        if code > self._code_bytes + CODE_BYTES:
             self._drop_code()
         new_bytes = [n for x in self._ledgers for tier, n in coming if tier == x.tier]
-        resident = resident_bytes()
         limit = self._own_bytes + kept + self._slack_bytes - sum(new_bytes)
         if resident <= limit:
             self._in_use_bytes = 0
@@ -213,20 +213,19 @@ def give_back(nbytes: int) -> None:
 
 def resident_bytes() -> int:
     """What of this process is in memory now, beside pages of files."""
-    resident, files = _statm()
-    return resident - files
+    return measured()[0]
 
 
 def code_bytes() -> int:
     """What is in memory now of files that this process maps, libraries for the most."""
-    return _statm()[1]
+    return measured()[1]
 
 
-def _statm() -> tuple[int, int]:
-    """Resident bytes, and those of files among them (Linux: proc(5))."""
+def measured() -> tuple[int, int]:
+    """`resident_bytes` and `code_bytes`, read at once (Linux: proc(5))."""
     with open("/proc/self/statm", "rb", buffering=0) as statm:
-        _, resident, files, *_ = statm.read().split()
-    return int(resident) * PAGE_BYTES, int(files) * PAGE_BYTES
+        _, resident, files, *_ = map(int, statm.read().split())
+    return (resident - files) * PAGE_BYTES, files * PAGE_BYTES
 
 
 def _is_glibc() -> bool:

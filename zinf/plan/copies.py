@@ -120,9 +120,9 @@ class Copies:
         array, tier = copy
         tiers = TIERS
         on_device = self.key((array, Tier.DEVICE))
-        if tier == Tier.HOST and self._is_source(on_device):
-            if on_device in self.temporary:
-                return [Tier.DEVICE, Tier.HOST]
+        is_copy = tier == Tier.HOST and on_device in self.temporary
+        if is_copy and self._is_source(on_device):
+            return [Tier.DEVICE, Tier.HOST]
         here = tiers.index(tier)
         for source in [*tiers[here + 1 :], *reversed(tiers[:here])]:
             if self.exists((array, source)):

@@ -97,14 +97,13 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
             now[0] = after
             return after
 
-        monkeypatch.setattr(module, "resident_bytes", lambda: now[0])
+        monkeypatch.setattr(module, "measured", lambda: (now[0], 0))
         monkeypatch.setattr(Heap, "_trim", trim)
 
     set_resident.trims = 0
     monkeypatch.setattr(Heap, "_open", WeakSet())
     monkeypatch.setattr(module, "give_back", lambda nbytes: None)
     monkeypatch.setattr(module, "drop_code", lambda: 0)
-    monkeypatch.setattr(module, "code_bytes", lambda: 0)
     monkeypatch.setattr(module, "_is_glibc", lambda: True)
     set_resident(1000 * MIB, 1000 * MIB)
     return set_resident
@@ -224,7 +223,7 @@ def test_code_is_dropped_when_more_of_it_was_touched_than_steps_do(
         return 0
 
     monkeypatch.setattr(module, "drop_code", drop)
-    monkeypatch.setattr(module, "code_bytes", lambda: resident[0])
+    monkeypatch.setattr(module, "measured", lambda: (1000 * MIB, resident[0]))
     heap = Heap([], SLACK)
     assert drops == [300 * MIB]
     resident[0] += CODE_BYTES
