@@ -21,10 +21,13 @@ from zinf.jaxpr.slice import Slicer
 from zinf.segment.source import named_leaves
 
 # Evaluated on their own, operation by operation: keys and counters, but no weights,
-# whose dozens of operations would each be compiled for each shape.
-SMALL_BYTES = 4 * 1024
-# A typed key array is split into the keys of all layers, so it may be larger.
+# whose dozens of operations would each be compiled for each shape (at 4 KiB that was a
+# third of the time in which a model of 16 channels was ready).
+SMALL_BYTES = 256
+# An array of keys is split into those of all layers, so it may be larger.
 SMALL_KEY_BYTES = 64 * 1024
+# Numbers in a key that is not typed: of threefry, and of rbg.
+WORDS = 2, 4
 
 
 def initialize(
@@ -156,7 +159,8 @@ def _small_values(graph: Graph) -> set[Var]:
 
 
 def _is_small(variable: Var) -> bool:
-    dtype = variable.aval.dtype
-    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    dtype, shape = variable.aval.dtype, variable.aval.shape
+    is_raw_key = dtype == jnp.uint32 and shape and shape[-1] in WORDS
+    is_key = is_raw_key or jnp.issubdtype(dtype, jax.dtypes.prng_key)
     limit = SMALL_KEY_BYTES if is_key else SMALL_BYTES
-    return prod(variable.aval.shape) * dtype.itemsize <= limit
+    return prod(shape) * dtype.itemsize <= limit

@@ -131,8 +131,23 @@ def test_equal_layers_are_compiled_once(monkeypatch, num_layers):
         return nnx.state(Stack(num_layers=num_layers, rngs=nnx.Rngs(0)), nnx.Param)
 
     assert len(list(initialize(init_fn))) == 6 * num_layers + 1
-    # Larger than what is evaluated operation by operation: embedding, up and down.
-    assert len(compiled) == 3
+    # Larger than what is evaluated operation by operation: embedding, up and its bias,
+    # down.
+    assert len(compiled) == 4
+
+
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+def test_so_are_leaves_of_many_keys(monkeypatch, make_key):
+    compiled = []
+    jit = jax.jit
+    monkeypatch.setattr(jax, "jit", lambda f: compiled.append(f) or jit(f))
+
+    def init_fn():
+        keys = jax.random.split(make_key(0), 100)
+        return [jax.random.normal(key, (16, 8)) for key in keys]
+
+    assert len(list(initialize(init_fn))) == 100
+    assert len(compiled) == 1
 
 
 def test_no_more_than_a_few_leaves_are_ever_alive():
