@@ -76,6 +76,7 @@ class Heap:
     _open: "ClassVar[WeakSet[Heap]]" = WeakSet()
     _registering: ClassVar[Lock] = Lock()
     _trimming: ClassVar[Lock] = Lock()
+    _code_bytes: ClassVar[int] = 0  # what was left of it when it was last dropped
 
     def __init__(
         self, ledgers: Sequence[Ledger], slack_bytes: int = SLACK_BYTES
@@ -84,7 +85,6 @@ class Heap:
         self._slack_bytes = slack_bytes
         self._is_glibc = _is_glibc()
         self._own_bytes = 0
-        self._code_bytes = 0  # what was left of it when it was last dropped
         with self._registering:
             self._open.add(self)
         self._num_settled = 0
@@ -106,7 +106,7 @@ class Heap:
         ctypes.CDLL(None).mallopt(M_MMAP_MAX, 0 if has_room else MANY)
         if self._num_settled < NUM_SETTLED:
             self._num_settled += 1
-            self._drop_code()
+            self._drop_code(code_bytes())
             used = sum(ledger.used_bytes for ledger in self._all_ledgers())
             self._own_bytes = max(self._own_bytes, self._trim() - used)
 
@@ -126,8 +126,7 @@ class Heap:
         if not self._is_glibc:
             return
         resident, code = measured()
-        if code > self._code_bytes + CODE_BYTES:
-            self._drop_code()
+        self._drop_code(code)
         new_bytes = [n for x in self._ledgers for tier, n in coming if tier == x.tier]
         limit = self._own_bytes + kept + self._slack_bytes - sum(new_bytes)
         if resident <= limit:
@@ -158,9 +157,11 @@ class Heap:
         else:
             POOL.trim()
 
-    def _drop_code(self) -> None:
-        drop_code()
-        self._code_bytes = code_bytes()
+    def _drop_code(self, code: int) -> None:
+        """Once more of it was touched than steps do; it takes 50 ms."""
+        if code > Heap._code_bytes + CODE_BYTES:
+            drop_code()
+            Heap._code_bytes = code_bytes()
 
     def _counted(self) -> tuple[int, int]:
         """Bytes counted at most lately, and how many may be resident for them."""
