@@ -185,11 +185,14 @@ class Catalog:
 
     def nbytes(self, array: ArrayId, tier: Tier = Tier.HOST) -> int:
         """Bytes of a copy: of one device's part, or of the process's share."""
-        share_bytes = self._share_bytes(array)
-        if tier != Tier.DEVICE or not self.device_parts:
-            return share_bytes
-        kind = PART_OF.get(array.role, array.role)
-        return int(share_bytes * self.device_parts.get((kind, array.path), 1))
+        found = self._found_bytes.get((array, tier))
+        if found is None:
+            found = self._share_bytes(array)
+            if tier == Tier.DEVICE and self.device_parts:
+                kind = PART_OF.get(array.role, array.role)
+                found = int(found * self.device_parts.get((kind, array.path), 1))
+            self._found_bytes[array, tier] = found
+        return found
 
     def _share_bytes(self, array: ArrayId) -> int:
         if array.role in ("value", "cotangent", "cotangent part"):
@@ -221,22 +224,28 @@ class Catalog:
 
     def home(self, array: ArrayId) -> ArrayId | None:
         """The persistent array that holds `array`, which may be some of its rows."""
-        return self._home_of(array)[0]
+        home = array if array in self.homes else array.whole
+        return home if home in self.homes else None
 
     def home_tier(self, array: ArrayId) -> Tier | None:
-        return self._home_of(array)[1]
+        return self._home_tiers[array]
 
-    def _home_of(self, array: ArrayId) -> tuple[ArrayId | None, Tier | None]:
-        found = self._found_homes.get(array)
-        if found is None:
-            home = array if array in self.homes else array.whole
-            tier = self.homes.get(home)
-            found = self._found_homes[array] = (None if tier is None else home, tier)
-        return found
+    # Planning asks for each of these hundreds of times.
+    @cached_property
+    def _home_tiers(self) -> "_HomeTiers":
+        return _HomeTiers(self.homes)
 
     @cached_property
-    def _found_homes(self) -> dict[ArrayId, tuple[ArrayId | None, Tier | None]]:
-        return {}  # Planning asks for each of them hundreds of times.
+    def _found_bytes(self) -> dict[tuple[ArrayId, Tier], int]:
+        return {}
+
+
+class _HomeTiers(dict[ArrayId, Tier | None]):
+    """The tier of each array that was asked for; of rows, that of the whole."""
+
+    def __missing__(self, array: ArrayId) -> Tier | None:
+        tier = self[array] = None if array.rows is None else self[array.whole]
+        return tier
 
 
 def count_contributions(program: Program, num_microbatches: int) -> Counter:

@@ -4,9 +4,10 @@ First a plain arrangement is found that fits; then others are timed on the clock
 `cost`, and the fastest is taken. None of it changes a number.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import accumulate, product
 from typing import Any
 
 from zinf.plan.catalog import Catalog, Keeping, StepOptions, UpdateUnit
@@ -199,17 +200,24 @@ class Search:
         for keeping_in in self.choices.keepings:
             if best.options.num_kept < self.num_able:
                 keeping = keeping_in(room_bytes)
-                most = self.keeping_most(best, replace(best.catalog, keeping=keeping))
+                catalog = replace(best.catalog, keeping=keeping)
+                most = self.keeping_most(best, catalog, room_bytes)
                 best = better_of(best, most)
         return best
 
-    def keeping_most(self, best: Arrangement, catalog: Catalog) -> Arrangement | None:
+    def keeping_most(
+        self, best: Arrangement, catalog: Catalog, room_bytes: int
+    ) -> Arrangement | None:
         """The same with residuals of about as many segments as there is room for.
 
         Where what they take would rather hold what is fetched ahead, of half of them.
+
+        Args:
+            room_bytes: of the device, for all that does not rest there.
         """
-        num_able = count = len(catalog.keeping)
-        most, fits, too_many = None, 0, num_able + 1
+        num_able = len(catalog.keeping)
+        count = self.most_kept(catalog, room_bytes)
+        most, fits, too_many = None, 0, count + 1
         while too_many - fits > max(1, num_able // KEPT_STEPS):
             found = self.attempt(catalog, replace(best.options, num_kept=count))
             if found is None:
@@ -220,6 +228,15 @@ class Search:
         if fits > 1 and better_of(best, most) is best:
             most = self.attempt(catalog, replace(best.options, num_kept=fits // 2))
         return most
+
+    def most_kept(self, catalog: Catalog, room_bytes: int) -> int:
+        """Of how many segments, the last ones, the residuals alone have room."""
+        residuals = [catalog.residuals(k, 0) for k in sorted(catalog.keeping)]
+        sizes = [
+            sum(catalog.nbytes(a, Tier.DEVICE) for a in arrays) for arrays in residuals
+        ]
+        room_bytes //= self.options.num_microbatches
+        return bisect_right(list(accumulate(reversed(sizes))), room_bytes)
 
     def better(self, best: Arrangement, **changes: Any) -> Arrangement:
         """The best so far, or the same with other options if that is faster."""

@@ -20,21 +20,20 @@ TIERS = tuple(Tier)
 SLOWER = {tier: TIERS[i + 1 :] for i, tier in enumerate(TIERS)}
 
 
-class Changes:
-    """What some jobs compute anew, to tell what cannot be fetched before them."""
+class Writers:
+    """Which job wrote an array, or any of its rows, last as jobs are gone through."""
 
-    def __init__(self, job: Job):
-        self._rows: dict[ArrayId, list[Rows]] = {}
-        self.add(job)
+    def __init__(self) -> None:
+        self._last: dict[ArrayId, dict[Rows, int]] = defaultdict(dict)
 
-    def add(self, job: Job) -> None:
-        for array, _ in job.writes:
-            self._rows.setdefault(array.whole, []).append(array.rows)
+    def write(self, array: ArrayId, number: int) -> None:
+        self._last[array.whole][array.rows] = number
 
-    def include(self, array: ArrayId) -> bool:
-        """Whether `array`, or any of its rows, is among them."""
-        changed = self._rows.get(array.whole, ())
-        return any(overlaps(array.rows, rows) for rows in changed)
+    def last(self, array: ArrayId) -> int:
+        """Its number; -1 if there was none."""
+        written = self._last.get(array.whole, {}).items()
+        found = (n for rows, n in written if overlaps(array.rows, rows))
+        return max(found, default=-1)
 
 
 class Copies:
@@ -57,16 +56,31 @@ class Copies:
         # is right, and some from before.
         self._spare: dict[Tier, list[tuple[int, int, Copy]]] = {t: [] for t in Tier}
         self._offers = count()
-        self._away: dict[int, list[Copy]] = {}  # reads of a job that are not at home
+        self._missing: dict[int, list[Copy]] = {}  # as found, until that changes
         self._uses: dict[Copy, list[int]] = defaultdict(list)
         self._reads: dict[ArrayId, list[int]] = defaultdict(list)
+        # What each job reads that is not at home, and which jobs a copy is missing to.
+        self._away: list[list[Copy]] = []
+        self._wanted_by: dict[Copy, list[int]] = defaultdict(list)
+        # Which job makes what a job reads, if one does.
+        self._made_by: list[dict[ArrayId, int]] = []
+        writers = Writers()
         for number, job in enumerate(jobs):
+            away = [c for c in dict.fromkeys(job.reads) if not self.is_home(c)]
+            self._away.append(away)
+            self._made_by.append({array: writers.last(array) for array, _ in away})
+            for array, tier in away:
+                for named in _with_whole(array, array.whole):
+                    self._wanted_by[named, tier].append(number)
+            for array, _ in job.writes:
+                writers.write(array, number)
             for array, tier in {*job.reads, *job.writes}:
                 # Who needs rows can take them from a copy of the whole.
-                for named in {array, catalog.home(array) or array.whole}:
+                for named in _with_whole(array, catalog.home(array) or array.whole):
                     self._uses[named, tier].append(number)
-                    if not self._reads[named] or self._reads[named][-1] != number:
-                        self._reads[named].append(number)
+                    reads = self._reads[named]
+                    if not reads or reads[-1] != number:
+                        reads.append(number)
 
     def begin(self, number: int) -> None:
         """Goes on to the next job: what it uses is next needed by another."""
@@ -85,9 +99,9 @@ class Copies:
     def key(self, copy: Copy) -> Copy:
         """The copy that holds `copy`: rows are part of the whole where that is."""
         array, tier = copy
-        if copy in self.temporary:
+        if array.rows is None or copy in self.temporary:
             return copy
-        if array.rows is not None and (array.whole, tier) in self.temporary:
+        if (array.whole, tier) in self.temporary:
             return array.whole, tier
         if self.is_home(copy):
             home = self.catalog.home(array)
@@ -100,10 +114,12 @@ class Copies:
 
     def missing(self, number: int) -> list[Copy]:
         """What a job reads and would not find."""
-        if number not in self._away:
-            reads = dict.fromkeys(self.jobs[number].reads)
-            self._away[number] = [c for c in reads if not self.is_home(c)]
-        return [c for c in self._away[number] if self.key(c) not in self.temporary]
+        found = self._missing.get(number)
+        if found is None:
+            away = self._away[number]
+            found = [c for c in away if self.key(c) not in self.temporary]
+            self._missing[number] = found
+        return found
 
     def next_use(self, copy: Copy, after: int) -> int:
         """The next job that needs the array on this tier, or has it from there."""
@@ -134,13 +150,20 @@ class Copies:
     def on_route(self, array: ArrayId, route: Iterable[Tier]) -> set[Copy]:
         return {self.key((array, tier)) for tier in route}
 
-    def is_ready(self, copy: Copy) -> bool:
-        """True if what a later job reads is there now, to be fetched ahead of time.
+    def early(self, number: int) -> list[Copy]:
+        """What a later job misses that is there now, to be fetched ahead of time.
 
-        What was made on a faster tier (a gradient) may still change: its own offload
-        brings it down when it is complete.
+        Not what jobs until then make anew. What was made on a faster tier (a gradient)
+        may still change: its own offload brings it down when it is complete.
         """
-        has_home = self.catalog.home(copy[0]) is not None
+        missing = self.missing(number)
+        if not missing:
+            return missing
+        made_by = self._made_by[number]
+        return [c for c in missing if made_by[c[0]] < self.now and self._is_there(c)]
+
+    def _is_there(self, copy: Copy) -> bool:
+        has_home = self.catalog.home_tier(copy[0]) is not None
         return has_home or self._is_on_slower(copy)
 
     def occupy(self, copies: Iterable[Copy]) -> None:
@@ -148,6 +171,7 @@ class Copies:
         for array, tier in copies:
             nbytes = self.catalog.nbytes(array, tier)
             self.temporary[array, tier] = nbytes
+            self._change((array, tier))
             self.use_bytes(tier, nbytes)
             for other in TIERS:
                 if (array, other) in self.temporary:
@@ -158,6 +182,7 @@ class Copies:
         total = 0
         for copy in copies:
             nbytes = self.temporary.pop(copy)
+            self._change(copy)
             self.used[copy[1]] -= nbytes
             total += nbytes
         return total
@@ -204,13 +229,21 @@ class Copies:
             seen[copy] = entry
             if spare_until != NEVER and -negative <= spare_until:
                 break
-            is_free = copy not in protected and copy not in self._kept
-            if is_free and self._is_spare(copy):
+            if not self._is_spare(copy):
+                if copy[0].rows is None:
+                    del seen[copy]  # it is offered again with what makes it spare
+                continue
+            if copy not in protected and copy not in self._kept:
                 chosen.append(copy)
                 freed += self.temporary[copy]
         for entry in seen.values():
             heappush(heap, entry)
         return chosen, freed
+
+    def _change(self, copy: Copy) -> None:
+        """A copy came or went: what jobs miss that read it is found anew."""
+        for number in self._wanted_by.get(copy, ()):
+            self._missing.pop(number, None)
 
     def _named(self, job: Job) -> Iterable[ArrayId]:
         """The arrays of a job, and the wholes that they are rows of."""
@@ -218,7 +251,12 @@ class Copies:
         return dict.fromkeys((*arrays, *(a.whole for a in arrays)))
 
     def _offer(self, copy: Copy) -> None:
-        """Notes that a copy may go, if its array then exists elsewhere."""
+        """Notes that a copy may go, if its array then exists elsewhere.
+
+        That is known for an array; rows may also be part of a whole that comes later.
+        """
+        if copy[0].rows is None and not self._is_spare(copy):
+            return
         use = self.next_use(copy, self.now)
         heappush(self._spare[copy[1]], (-use, next(self._offers), copy))
 
@@ -244,3 +282,7 @@ class Copies:
     def _is_on_slower(self, copy: Copy) -> bool:
         array, tier = copy
         return any(self.exists((array, t)) for t in SLOWER[tier])
+
+
+def _with_whole(array: ArrayId, whole: ArrayId) -> tuple[ArrayId, ...]:
+    return (array,) if array.rows is None or array == whole else (array, whole)

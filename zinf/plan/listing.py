@@ -41,8 +41,12 @@ class Uses:
     def write(self, rows: Rows, index: int) -> list[int]:
         """The same for a writer, which then stands for all that it waits for."""
         uses = self._writers + self._readers
-        self._writers = [u for u in self._writers if not covers(rows, u[0])]
-        self._readers = [u for u in self._readers if not covers(rows, u[0])]
+        if rows is None:
+            self._writers.clear()
+            self._readers.clear()
+        else:
+            self._writers = [u for u in self._writers if not covers(rows, u[0])]
+            self._readers = [u for u in self._readers if not covers(rows, u[0])]
         self._writers.append((rows, index))
         return [i for other, i in uses if overlaps(rows, other)]
 

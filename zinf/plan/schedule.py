@@ -273,7 +273,7 @@ class _Schedule:
             reads=tuple((a, Tier.DEVICE) for a in done),
             writes=((norm, Tier.DEVICE),),
         )
-        tiers = self.updates.gradient_tiers()
+        tiers = self.updates.gradient_tiers
         moved = [a for a in done if tiers.get(a, Tier.DEVICE) != Tier.DEVICE]
         self.jobs.transfer([norm, *moved], Tier.DEVICE, Tier.HOST)
         further = [a for a in moved if tiers[a] == Tier.NVME]

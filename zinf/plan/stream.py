@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from zinf.plan.catalog import Catalog
-from zinf.plan.copies import NEVER, Changes, Copies
+from zinf.plan.copies import NEVER, Copies
 from zinf.plan.fence import add_fences
 from zinf.plan.infeasible import InfeasibleError, Shortage
 from zinf.plan.instruction import TRANSFER_LINKS, Copy, Transfer
@@ -83,7 +83,8 @@ class _Streamer:
             self.fetch_for(missing, copies.touched(job), needed_by=number)
             created = [c for c in job.writes if not copies.exists(c)]
             self.claim(job, created)
-            self.prefetch(number, job)
+            if not self.shortages:
+                self.prefetch(number, job)
             self.drop_stale(job)
             for tier, nbytes in job.workspace:
                 copies.used[tier] -= nbytes
@@ -152,28 +153,20 @@ class _Streamer:
         """
         ahead, protected = 0, self.copies.touched(job)
         claimed: dict[Tier, int] = {}
-        changed = Changes(job)
         end = min(number + MAX_DISTANCE, len(self.jobs))
         for later in range(number + 1, end):
             upcoming = self.jobs[later]
             for tier, nbytes in self.claims[later].items():
                 claimed[tier] = max(claimed.get(tier, 0), nbytes)
             if isinstance(upcoming.operation, Transfer):
-                changed.add(upcoming)
                 continue  # it moves what a job just before it made
-            missing = [
-                c
-                for c in self.copies.missing(later)
-                if not changed.include(c[0]) and self.copies.is_ready(c)
-            ]
-            if missing:
+            if missing := self.copies.early(later):
                 if not self.fits(later, missing, protected, claimed):
                     return
                 self.fetch_for(missing, protected, needed_by=later)
                 ahead += 1
                 if ahead == LOOKAHEAD:
                     return
-            changed.add(upcoming)
 
     def fits(
         self,
@@ -217,7 +210,8 @@ class _Streamer:
     def require(self, tier: Tier, nbytes: int, what: str) -> None:
         """Notes a budget that is too small, and goes on with one that is not.
 
-        So the error knows of all that is missing, and not only of the first of it.
+        So the error knows of all that is missing, and not only of the first of it. What
+        is fetched ahead goes first, so it is left out from then on.
         """
         if nbytes > self.capacity[tier]:
             self.shortages[tier] = Shortage(self.asked[tier], nbytes, what)

@@ -6,6 +6,7 @@ the beginning of the next. What it changes then goes home.
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 from zinf.plan.catalog import Catalog, StepOptions, UpdateUnit
 from zinf.plan.instruction import Link, Update
@@ -49,8 +50,9 @@ class Updates:
         readers = Counter(g for unit in on_host for g in _gradients(unit))
         return frozenset(g for g, n in readers.items() if n > 1) - set(self.at_rest)
 
+    @cached_property
     def gradient_tiers(self) -> dict[ArrayId, Tier]:
-        """Where complete gradients go."""
+        """Where complete gradients go; asked for before any unit is updated."""
         tiers = {}
         for _, unit in self.units:
             tier = unit.tier

@@ -137,3 +137,39 @@ def test_the_peak_is_the_most_that_was_held() -> None:
     found.use_bytes(HOST, 10)
     assert found.used[HOST] == MATRIX_BYTES + 10
     assert found.peak[HOST] == 2 * MATRIX_BYTES
+
+
+def test_what_is_missed_is_looked_for_again_after_copies_came_or_went() -> None:
+    found = copies()
+    update = first_update(found)
+    before = found.missing(update)
+    assert (ROWS, HOST) in before
+    found.occupy([(W0, HOST)])
+    assert found.missing(update) == [c for c in before if c[0].whole != W0]
+    found.vacate([(W0, HOST)])
+    assert found.missing(update) == before
+
+
+def test_only_what_no_job_makes_until_then_is_fetched_early() -> None:
+    found = copies()
+    reads_hidden = found.jobs[1].reads
+    assert set(found.missing(1)) == set(reads_hidden)
+    # The first layer's output is made by job 0, which is under way.
+    assert found.early(1) == [(W1, DEVICE)]
+    found.begin(1)
+    hidden = next(c for c in reads_hidden if c[0] != W1)
+    found.occupy([(hidden[0], HOST)])
+    assert set(found.early(1)) == {(W1, DEVICE), hidden}
+
+
+def test_what_is_nowhere_else_may_go_once_a_slower_tier_has_it() -> None:
+    found = copies()
+    x = value("batch/x", 0)
+    found.occupy([(x, DEVICE)])
+    assert found.victims(DEVICE, 1, set(), NEVER) == ([], 0)
+    found.occupy([(x, HOST)])
+    assert found.victims(DEVICE, 1, set(), NEVER)[0] == [(x, DEVICE)]
+    found.vacate([(x, HOST)])
+    assert found.victims(DEVICE, 1, set(), NEVER) == ([], 0)
+    found.occupy([(x, HOST)])
+    assert found.victims(DEVICE, 1, set(), NEVER)[0] == [(x, DEVICE)]
