@@ -9,8 +9,12 @@ import pytest
 
 import zinf
 from tests.equivalence.models import NNX, PYTREE, Model
-from tests.equivalence.training import OPTIMIZERS, SETTINGS, streamed_config
-from zinf.executor.prepare import Streamed
+from tests.equivalence.training import (
+    OPTIMIZERS,
+    SETTINGS,
+    running_program,
+    streamed_config,
+)
 
 STEPS = 3
 MAX_BYTES = 512
@@ -27,13 +31,10 @@ def train(
     number = settings.get("gradient_accumulation_steps", 1)
     batches = model.batches(STEPS, number)
     losses = [engine.step(batch)["loss"] for batch in batches]
-    made = engine.planner.plan(
-        engine.planner.batch_spec(batches[0]), engine.residents.homes
-    )
-    assert isinstance(made, Streamed)
+    num_tiled = len(running_program(engine).tilings)
     params = engine.params()
     engine.close()
-    return losses, len(made.segmented.program.tilings), params
+    return losses, num_tiled, params
 
 
 def test_tiled_weights_train_as_whole_ones(tmp_path):
@@ -168,10 +169,7 @@ def test_intermediate_values_larger_than_the_device_exist_a_block_at_a_time(
         engine = zinf.initialize(language_loss, init, optax.sgd(1.0), config)
         metrics = [engine.step(batch) for batch in batches]
         assert all(m["device_bytes"] <= budget for m in metrics)
-        made = engine.planner.plan(
-            engine.planner.batch_spec(batches[0]), engine.residents.homes
-        )
-        counts = [s.row_blocks for s in made.segmented.program.segments]
+        counts = [s.row_blocks for s in running_program(engine).segments]
         losses = [m["loss"] for m in metrics] + [engine.evaluate(batches[0])]
         runs.append((max(counts), losses, engine.params()))
         engine.close()
@@ -202,9 +200,7 @@ def test_tiles_and_blocks_of_rows_are_the_same_on_a_mesh(num_devices, tmp_path):
         engine = zinf.initialize(language_loss, init, optax.sgd(1.0), config, mesh=mesh)
         metrics = [engine.step(batch) for _ in range(3)]
         assert all(m["device_bytes"] <= budget for m in metrics)
-        spec = engine.planner.batch_spec(batch)
-        made = engine.planner.plan(spec, engine.residents.homes)
-        blocks = max(s.row_blocks for s in made.segmented.program.segments)
+        blocks = max(s.row_blocks for s in running_program(engine).segments)
         runs.append((blocks, [m["loss"] for m in metrics]))
         engine.close()
     (whole, expected), (blocks, losses) = runs
@@ -228,9 +224,6 @@ def test_tiles_train_on_a_mesh_as_whole_weights_do(tmp_path):
         names = ("tokens", "labels")
         batch = {name: random.integers(0, 64, (4, 8), np.int32) for name in names}
         losses.append([engine.step(batch)["loss"] for _ in range(3)])
-        made = engine.planner.plan(
-            engine.planner.batch_spec(batch), engine.residents.homes
-        )
-        assert len(made.segmented.program.tilings) == 3 * number
+        assert len(running_program(engine).tilings) == 3 * number
         engine.close()
     np.testing.assert_allclose(*losses, rtol=1e-5)
