@@ -24,10 +24,11 @@ from zinf.segment.source import named_leaves
 # whose dozens of operations would each be compiled for each shape (at 4 KiB that was a
 # third of the time in which a model of 16 channels was ready).
 SMALL_BYTES = 256
-# An array of keys is split into those of all layers, so it may be larger.
+# An array of keys is split into those of all layers, so it may be larger. One without a
+# type is known by the numbers in a key (threefry, rbg), as narrow weights have too.
 SMALL_KEY_BYTES = 64 * 1024
-# Numbers in a key that is not typed: of threefry, and of rbg.
-WORDS = 2, 4
+SMALL_RAW_KEY_BYTES = 4 * 1024
+KEY_NUMBERS = 2, 4
 
 
 def initialize(
@@ -160,7 +161,9 @@ def _small_values(graph: Graph) -> set[Var]:
 
 def _is_small(variable: Var) -> bool:
     dtype, shape = variable.aval.dtype, variable.aval.shape
-    is_raw_key = dtype == jnp.uint32 and shape and shape[-1] in WORDS
-    is_key = is_raw_key or jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    limit = SMALL_KEY_BYTES if is_key else SMALL_BYTES
+    limit = SMALL_BYTES
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        limit = SMALL_KEY_BYTES
+    elif dtype == jnp.uint32 and shape and shape[-1] in KEY_NUMBERS:
+        limit = SMALL_RAW_KEY_BYTES
     return prod(shape) * dtype.itemsize <= limit

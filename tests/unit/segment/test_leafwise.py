@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 
+from zinf.jaxpr import compat
+from zinf.segment import leafwise
 from zinf.segment.leafwise import initialize, leaves_of
 from zinf.segment.source import named_leaves
 
@@ -148,6 +150,21 @@ def test_so_are_leaves_of_many_keys(monkeypatch, make_key):
 
     assert len(list(initialize(init_fn))) == 100
     assert len(compiled) == 1
+
+
+@pytest.mark.parametrize("rows", [8, 4096])
+def test_bits_of_narrow_weights_are_not_taken_for_keys(monkeypatch, rows):
+    """They look as keys do that are not typed, but as keys they would be many."""
+    evaluated = []
+
+    def evaluate(jaxpr, arguments):
+        evaluated.extend(v.aval.shape for e in jaxpr.eqns for v in e.outvars)
+        return compat.evaluate(jaxpr, arguments)
+
+    monkeypatch.setattr(leafwise, "evaluate", evaluate)
+    key = jax.random.key(0)
+    list(initialize(lambda: {"lora": jax.random.normal(key, (rows, 4))}))
+    assert ((rows, 4) in evaluated) == (rows == 8)
 
 
 def test_no_more_than_a_few_leaves_are_ever_alive():
