@@ -1,10 +1,12 @@
 """Of the arrangements that fit, the fastest; of equal ones, the plainest."""
 
 from dataclasses import replace
+from typing import Any
 
 from tests.toy.program import LeafCase, chain
 from zinf.plan import (
     Arrangement,
+    Catalog,
     Choices,
     Keeping,
     Link,
@@ -14,6 +16,7 @@ from zinf.plan import (
     StepOptions,
     build_at_home,
 )
+from zinf.plan.choose import Search
 from zinf.program import ArraySpec, Tier
 
 DEVICE, HOST, NVME = Tier
@@ -86,6 +89,19 @@ def test_residuals_are_kept_by_as_many_segments_as_there_is_room_for() -> None:
     runs = [i.operation for i in some.plan.instructions if isinstance(i.operation, Run)]
     kinds = [run.kind for run in runs if run.kind in (Pass.FORWARD, Pass.KEEPING)]
     assert kinds == sorted(kinds, key=[Pass.FORWARD, Pass.KEEPING].index)
+
+
+def test_no_plan_is_tried_whose_residuals_alone_have_no_room(monkeypatch) -> None:
+    tried = []
+    attempt = Search.attempt
+
+    def note(search: Search, catalog: Catalog, options: StepOptions) -> Any:
+        tried.append(options.num_kept * KEPT_BYTES)
+        return attempt(search, catalog, options)
+
+    monkeypatch.setattr(Search, "attempt", note)
+    assert kept(arranged(SLOW, device=24_000)) > 0
+    assert 12_000 < max(tried) <= 24_000
 
 
 def test_less_is_kept_by_more_segments_where_there_is_no_room_for_all() -> None:
