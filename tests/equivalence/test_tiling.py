@@ -9,15 +9,19 @@ import pytest
 
 import zinf
 from tests.equivalence.models import NNX, PYTREE, Model
-from tests.equivalence.training import (
-    OPTIMIZERS,
-    SETTINGS,
-    running_program,
-    streamed_config,
-)
+from tests.equivalence.training import OPTIMIZERS, SETTINGS, streamed_config
+from zinf.engine import Engine
+from zinf.executor.streamed import StreamedRunner
+from zinf.program import Program
 
 STEPS = 3
 MAX_BYTES = 512
+
+
+def running_program(engine: Engine) -> Program:
+    """The segments of the step that an engine takes, streamed."""
+    assert isinstance(engine._current, StreamedRunner)
+    return engine._current.program
 
 
 def train(

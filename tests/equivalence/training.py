@@ -11,9 +11,7 @@ import numpy as np
 import optax
 
 from tests.equivalence.models import Model
-from zinf.engine import Engine
-from zinf.executor.streamed import StreamedRunner
-from zinf.program import ArrayId, Program
+from zinf.program import ArrayId
 from zinf.segment import named_leaves
 
 STEPS = 20
@@ -146,9 +144,3 @@ def train_in_jax(model: Model, variant: str, optimizer: str) -> Run:
             gradients = named_leaves(optax.tree.get(state, "trace"))
     losses, norms = map(tuple, zip(*metrics, strict=True))
     return Run(losses, norms, params, gradients)
-
-
-def running_program(engine: Engine) -> Program:
-    """The segments of the step that an engine takes, streamed."""
-    assert isinstance(engine._current, StreamedRunner)
-    return engine._current.program

@@ -13,27 +13,12 @@ from itertools import count
 from zinf.plan.catalog import Catalog
 from zinf.plan.instruction import Copy
 from zinf.plan.job import Job
-from zinf.program import ArrayId, Rows, Tier, overlaps
+from zinf.plan.uses import Uses
+from zinf.program import ArrayId, Tier
 
 NEVER = 1 << 60
 TIERS = tuple(Tier)
 SLOWER = {tier: TIERS[i + 1 :] for i, tier in enumerate(TIERS)}
-
-
-class Writers:
-    """Which job wrote an array, or any of its rows, last as jobs are gone through."""
-
-    def __init__(self) -> None:
-        self._last: dict[ArrayId, dict[Rows, int]] = defaultdict(dict)
-
-    def write(self, array: ArrayId, number: int) -> None:
-        self._last[array.whole][array.rows] = number
-
-    def last(self, array: ArrayId) -> int:
-        """Its number; -1 if there was none."""
-        written = self._last.get(array.whole, {}).items()
-        found = (n for rows, n in written if overlaps(array.rows, rows))
-        return max(found, default=-1)
 
 
 class Copies:
@@ -59,21 +44,21 @@ class Copies:
         self._missing: dict[int, list[Copy]] = {}  # as found, until that changes
         self._uses: dict[Copy, list[int]] = defaultdict(list)
         self._reads: dict[ArrayId, list[int]] = defaultdict(list)
-        # What each job reads that is not at home, and which jobs a copy is missing to.
-        self._away: list[list[Copy]] = []
+        # What each job reads that is not at home, with the last job to write any of it
+        # (-1: none); and which jobs a copy is missing to.
+        self._away: list[dict[Copy, int]] = []
         self._wanted_by: dict[Copy, list[int]] = defaultdict(list)
-        # Which job makes what a job reads, if one does.
-        self._made_by: list[dict[ArrayId, int]] = []
-        writers = Writers()
+        by_rows: dict[ArrayId, Uses] = defaultdict(Uses)
         for number, job in enumerate(jobs):
-            away = [c for c in dict.fromkeys(job.reads) if not self.is_home(c)]
+            away = dict.fromkeys((c for c in job.reads if not self.is_home(c)), -1)
             self._away.append(away)
-            self._made_by.append({array: writers.last(array) for array, _ in away})
             for array, tier in away:
+                writers = by_rows[array.whole].read(array.rows, number)
+                away[array, tier] = max(writers, default=-1)
                 for named in _with_whole(array, array.whole):
                     self._wanted_by[named, tier].append(number)
             for array, _ in job.writes:
-                writers.write(array, number)
+                by_rows[array.whole].write(array.rows, number)
             for array, tier in {*job.reads, *job.writes}:
                 # Who needs rows can take them from a copy of the whole.
                 for named in _with_whole(array, catalog.home(array) or array.whole):
@@ -156,11 +141,12 @@ class Copies:
         Not what jobs until then make anew. What was made on a faster tier (a gradient)
         may still change: its own offload brings it down when it is complete.
         """
-        missing = self.missing(number)
-        if not missing:
-            return missing
-        made_by = self._made_by[number]
-        return [c for c in missing if made_by[c[0]] < self.now and self._is_there(c)]
+        made_by = self._away[number]
+        return [
+            copy
+            for copy in self.missing(number)
+            if made_by[copy] < self.now and self._is_there(copy)
+        ]
 
     def _is_there(self, copy: Copy) -> bool:
         has_home = self.catalog.home_tier(copy[0]) is not None
@@ -230,8 +216,10 @@ class Copies:
             if spare_until != NEVER and -negative <= spare_until:
                 break
             if not self._is_spare(copy):
+                # It is offered again with what makes it spare, but for rows, which may
+                # be part of a whole that comes later.
                 if copy[0].rows is None:
-                    del seen[copy]  # it is offered again with what makes it spare
+                    del seen[copy]
                 continue
             if copy not in protected and copy not in self._kept:
                 chosen.append(copy)
@@ -251,12 +239,7 @@ class Copies:
         return dict.fromkeys((*arrays, *(a.whole for a in arrays)))
 
     def _offer(self, copy: Copy) -> None:
-        """Notes that a copy may go, if its array then exists elsewhere.
-
-        That is known for an array; rows may also be part of a whole that comes later.
-        """
-        if copy[0].rows is None and not self._is_spare(copy):
-            return
+        """Notes that a copy may go, if its array then exists elsewhere."""
         use = self.next_use(copy, self.now)
         heappush(self._spare[copy[1]], (-use, next(self._offers), copy))
 

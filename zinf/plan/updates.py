@@ -6,7 +6,6 @@ the beginning of the next. What it changes then goes home.
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from functools import cached_property
 
 from zinf.plan.catalog import Catalog, StepOptions, UpdateUnit
 from zinf.plan.instruction import Link, Update
@@ -20,6 +19,7 @@ class Updates:
 
     Attributes:
         units: what is to be updated with gradients of this step, by number.
+        gradient_tiers: where complete gradients go.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class Updates:
             self.pending[position].append((number, units[number]))
         self.pending_reads = Counter(g for i in deferred for g in _gradients(units[i]))
         self.by_row = self._by_row() if options.gradients_by_row else frozenset()
+        self.gradient_tiers = self._gradient_tiers()
 
     def _by_row(self) -> frozenset[ArrayId]:
         """The gradients that wait on the device for updates of their rows."""
@@ -50,9 +51,7 @@ class Updates:
         readers = Counter(g for unit in on_host for g in _gradients(unit))
         return frozenset(g for g, n in readers.items() if n > 1) - set(self.at_rest)
 
-    @cached_property
-    def gradient_tiers(self) -> dict[ArrayId, Tier]:
-        """Where complete gradients go; asked for before any unit is updated."""
+    def _gradient_tiers(self) -> dict[ArrayId, Tier]:
         tiers = {}
         for _, unit in self.units:
             tier = unit.tier
