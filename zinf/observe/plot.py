@@ -29,7 +29,7 @@ COLORS = {
     "optimizer state": "#EEDD88",
     "activations": "#BBBBBB",
 }
-ROWS = [str(link) for link in Link if link != Link.FREE]
+ROWS = [str(link) for link in Link if not link.only_frees]
 
 # Sizes in inches: rows keep their height, whatever their number.
 WIDTH, ROW, BAR = 13.0, 0.36, 0.78

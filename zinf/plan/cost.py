@@ -113,7 +113,7 @@ def measured_rates(
     idle = [
         s
         for i, s in zip(instructions, seconds, strict=True)
-        if i.link != Link.FREE and not i.nbytes and not i.flops
+        if not i.link.only_frees and not i.nbytes and not i.flops
     ]
     overhead = median(idle) if idle else otherwise.overhead_seconds
     work: dict[Link | Tier | None, float] = {}
@@ -148,7 +148,7 @@ def _work(instruction: Instruction) -> tuple[Link | Tier | None, float]:
 
 def duration(instruction: Instruction, rates: Rates) -> float:
     """Predicted seconds of one instruction on its link."""
-    seconds = 0.0 if instruction.link == Link.FREE else rates.overhead_seconds
+    seconds = 0.0 if instruction.link.only_frees else rates.overhead_seconds
     if instruction.link in rates.link_bytes_per_second:
         seconds += instruction.nbytes / rates.link_bytes_per_second[instruction.link]
     if isinstance(instruction.operation, Update):
@@ -162,14 +162,31 @@ def duration(instruction: Instruction, rates: Rates) -> float:
 
 def predict(instructions: Sequence[Instruction], rates: Rates) -> Timeline:
     """Plays the plan on a clock."""
-    starts: list[float] = []
-    ends: list[float] = []
-    free_at: dict[Link, float] = {}
+    clock = Clock(rates)
     for instruction in instructions:
-        begin = free_at.get(instruction.link, 0.0)
-        begin = max([begin, *(ends[i] for i in instruction.after)])
-        finish = begin + duration(instruction, rates)
-        free_at[instruction.link] = finish
-        starts.append(begin)
-        ends.append(finish)
-    return Timeline(tuple(starts), tuple(ends))
+        clock.run(instruction)
+    return Timeline(tuple(clock.starts), tuple(clock.ends))
+
+
+class Clock:
+    """When instructions are predicted to run, one after another as they are listed.
+
+    Attributes:
+        starts, ends: of those so far, in seconds.
+    """
+
+    def __init__(self, rates: Rates):
+        self.starts: list[float] = []
+        self.ends: list[float] = []
+        self._rates = rates
+        self._free_at: dict[Link, float] = {}
+
+    def run(self, instruction: Instruction) -> float:
+        """When the next one ends."""
+        begin = self._free_at.get(instruction.link, 0.0)
+        begin = max([begin, *(self.ends[i] for i in instruction.after)])
+        end = begin + duration(instruction, self._rates)
+        self._free_at[instruction.link] = end
+        self.starts.append(begin)
+        self.ends.append(end)
+        return end

@@ -4,8 +4,8 @@ Let the instructions be a list, and count, at each allocation, every allocation 
 up to it and only the frees that it waits for. If that never exceeds the budget, no
 execution does: at any moment let i be the last listed allocation that has started; all
 that is held was allocated at or before i, less the frees that i waited for. So an
-allocation waits for the shortest prefix of the frees listed before it that makes its
-bytes fit; with room to spare it waits for none.
+allocation waits for as many of the frees listed before it as make its bytes fit, those
+first that are predicted to be done first; with room to spare it waits for none.
 
 The limit is not the budget of a tier but the peak of the plan in list order, or a
 multiple of what moves then, so that what the plan says is what is measured at most.
@@ -14,7 +14,9 @@ multiple of what moves then, so that what the plan says is what is measured at m
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
 
+from zinf.plan.cost import Clock, Rates
 from zinf.plan.instruction import Free, Instruction, Link
 from zinf.program import Tier
 
@@ -24,21 +26,20 @@ class _TierFence:
     limit_bytes: int
     allocated_bytes: int
     peak_bytes: int
-    freed_bytes: int = 0  # by the prefix that is waited for
-    prefix: int = 0
-    frees: list[tuple[int, int, Link]] = field(default_factory=list)
+    freed_bytes: int = 0  # by those that are waited for
+    # The others: when they are predicted to be done, number, link and bytes.
+    frees: list[tuple[float, int, Link, int]] = field(default_factory=list)
     last: dict[Link, int] = field(default_factory=dict)
 
     def admit(self, nbytes: int) -> Iterable[int]:
         self.allocated_bytes += nbytes
         while self.allocated_bytes - self.freed_bytes > self.limit_bytes:
-            freed, index, link = self.frees[self.prefix]
+            _, index, link, freed = heappop(self.frees)
             self.freed_bytes += freed
             self.last[link] = index
-            self.prefix += 1
         held_bytes = self.allocated_bytes - self.freed_bytes
         self.peak_bytes = max(self.peak_bytes, held_bytes)
-        # Links run in order: the last free of each link in the prefix implies the rest.
+        # Links run in order, so those of one come in order: the last implies the rest.
         return self.last.values()
 
 
@@ -46,6 +47,7 @@ def add_fences(
     instructions: Sequence[Instruction],
     limit_bytes: Mapping[Tier, int],
     held_bytes: Mapping[Tier, int],
+    rates: Rates,
 ) -> tuple[tuple[Instruction, ...], dict[Tier, int]]:
     """The instructions, each allocation waiting for the frees that it needs.
 
@@ -54,10 +56,11 @@ def add_fences(
     Args:
         limit_bytes: what no execution may exceed; at least the peak in list order.
         held_bytes: what each tier holds when the step starts.
+        rates: to predict which frees are done first.
     """
     held = held_bytes
     tiers = {t: _TierFence(limit_bytes[t], held[t], held[t]) for t in Tier}
-    fenced = []
+    fenced, clock = [], Clock(rates)
     for index, instruction in enumerate(instructions):
         needed: dict[Tier, int] = defaultdict(int)
         for tier, nbytes in (*instruction.allocates, *instruction.workspace):
@@ -66,9 +69,10 @@ def add_fences(
         for tier, nbytes in needed.items():
             after.update(tiers[tier].admit(nbytes))
         fenced.append(replace(instruction, after=tuple(sorted(after))))
+        end = clock.run(fenced[-1])
         returned = list(instruction.workspace)
         if isinstance(instruction.operation, Free):
             returned.append((instruction.operation.tier, instruction.nbytes))
         for tier, nbytes in returned:
-            tiers[tier].frees.append((nbytes, index, instruction.link))
+            heappush(tiers[tier].frees, (end, index, instruction.link, nbytes))
     return tuple(fenced), {t: tiers[t].peak_bytes for t in Tier}

@@ -19,7 +19,24 @@ class Link(StrEnum):
     D2H = "d2h"
     HOST = "host"
     DEVICE = "device"
-    FREE = "free"
+    # Frees are queues of their own, by the link that they wait for: one that is slow
+    # to come keeps none of the others.
+    FREE_AT_ONCE = "free"
+    FREE_AFTER_NVME_READ = "free after nvme read"
+    FREE_AFTER_NVME_WRITE = "free after nvme write"
+    FREE_AFTER_H2D = "free after h2d"
+    FREE_AFTER_D2H = "free after d2h"
+    FREE_AFTER_HOST = "free after host"
+    FREE_AFTER_DEVICE = "free after device"
+
+    @property
+    def only_frees(self) -> bool:
+        return self.value.startswith("free")
+
+    @property
+    def frees_after(self) -> "Link":
+        """Where what waits for this link is freed."""
+        return Link(f"free after {self}")
 
 
 TRANSFER_LINKS = {

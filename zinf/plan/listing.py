@@ -90,8 +90,11 @@ class Listing:
             after.update(self._uses.pop(copy, Uses()).write(None, index))
             self._freed_by[copy] = (index,)
         operation = Free(tuple(arrays), tier)
+        link = Link.FREE_AT_ONCE
+        if after:
+            link = self.instructions[max(after)].link.frees_after
         self.instructions.append(
-            Instruction(operation, Link.FREE, tuple(sorted(after)), nbytes=nbytes)
+            Instruction(operation, link, tuple(sorted(after)), nbytes=nbytes)
         )
 
     def _hazards(

@@ -46,7 +46,7 @@ def show_summary(
     links = [("link", "bytes a step", "busy", "")]
     binding = max(busy, key=lambda link: busy[link])
     for link in Link:
-        if link in busy and link != Link.FREE:
+        if link in busy and not link.only_frees:
             carries = show_bytes(moved[link]) if moved[link] else "-"
             mark = "binds" if link == binding else ""
             links.append((str(link), carries, show_seconds(busy[link]), mark))
@@ -75,7 +75,7 @@ def show_instructions(instructions: Sequence[Instruction], timeline: Timeline) -
         rows.append(
             (
                 str(number),
-                str(instruction.link),
+                "free" if instruction.link.only_frees else str(instruction.link),
                 str(instruction.operation),
                 show_bytes(instruction.nbytes) if instruction.nbytes else "",
                 f"{timeline.start[number] * 1e3:.1f}",

@@ -99,7 +99,9 @@ class _Streamer:
             moving_bytes = peak_bytes - self.home_bytes[tier]
             wished = self.home_bytes[tier] + int(slack * moving_bytes)
             limit[tier] = min(wished, self.capacity[tier])
-        fenced, peak = add_fences(self.listing.instructions, limit, self.started)
+        fenced, peak = add_fences(
+            self.listing.instructions, limit, self.started, self.catalog.rates
+        )
         return Plan(
             fenced,
             dict(self.catalog.homes),

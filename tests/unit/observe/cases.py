@@ -57,7 +57,9 @@ def plan_of_a_step() -> Plan:
             Instruction(run(kind=Pass.FORWARD), Link.DEVICE, (2,), flops=10**8),
             Instruction(run(kind=Pass.BACKWARD), Link.DEVICE, (3,), flops=2 * 10**8),
             move(Link.D2H, (gradient,), device, host, after=(4,), nbytes=3_000_000),
-            Instruction(Free((param,), device), Link.FREE, (4,), nbytes=3_000_000),
+            Instruction(
+                Free((param,), device), Link.FREE_AFTER_DEVICE, (4,), nbytes=3_000_000
+            ),
             Instruction(Update(0, "w", host), Link.HOST, (1, 5), nbytes=9_000_000),
             move(
                 Link.NVME_WRITE,

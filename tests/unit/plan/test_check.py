@@ -65,7 +65,7 @@ def change(array: ArrayId, *after: int, link: Link = Link.DEVICE) -> Instruction
 
 
 def free(array: ArrayId, tier: Tier, *after: int, nbytes: int = 0) -> Instruction:
-    return Instruction(Free((array,), tier), Link.FREE, after, nbytes=nbytes)
+    return Instruction(Free((array,), tier), Link.FREE_AT_ONCE, after, nbytes=nbytes)
 
 
 UP = move(W, NVME, HOST, link=Link.NVME_READ)

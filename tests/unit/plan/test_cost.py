@@ -73,7 +73,8 @@ def test_updates_take_as_long_as_their_tier_writes_results() -> None:
 def test_every_instruction_but_a_free_has_an_overhead() -> None:
     rates = Rates(overhead_seconds=7.0)
     assert duration(move(Link.H2D, 0), rates) == 7.0
-    assert duration(Instruction(Free((), Tier.HOST), Link.FREE, ()), rates) == 0.0
+    free = Instruction(Free((), Tier.HOST), Link.FREE_AT_ONCE, ())
+    assert duration(free, rates) == 0.0
 
 
 def test_a_plan_of_nothing_takes_no_time() -> None:

@@ -25,7 +25,7 @@ device                 -  0.4 ms
  1  h2d         fetch param/layer0/w +1              1.12 KiB       0.2     0.4
  2  device      loss layer0 @0                                      0.4     0.6
  3  free        free param/layer0/w +1 on device     1.12 KiB       0.6     0.6
- 4  free        free value/batch/x@0 on host            128 B       0.6     0.6
+ 4  free        free value/batch/x@0 on host            128 B       0.4     0.4
  5  d2h         offload value/out/0@0                     4 B       0.6     0.8
  6  free        free value/out/0@0 on device              4 B       0.8     0.8
  7  device      norm gradient/layer0/w                              0.6     0.8
