@@ -5,15 +5,19 @@
 
 Both keep all state on the device and do the same arithmetic: the fused step recomputes
 each block in the backward pass (`remat`), as segments do. Beside them: the fused step
-without remat, and the streamed one where segments keep residuals. They take turns in
-one process, a streamed step right beside the fused one that it is compared with; the
-losses of the first and the last step are compared. Seconds are medians and ranges.
+without remat, and the streamed one where segments keep residuals. Each has a process of
+its own, as in use: in one they would share a heap. They take turns, a streamed step
+right beside the fused one that it is compared with; the losses of the first and the
+last step are compared. Seconds are medians and ranges.
 Ratios are medians and quartiles of those within a round: on a shared machine seconds
 drift by more than the steps differ.
 """
 
 import argparse
+import json
 import random
+import subprocess
+import sys
 import time
 from statistics import median, quantiles
 
@@ -32,25 +36,19 @@ PAIRS = [(STREAMED, FUSED), (KEEPING, NO_REMAT)]
 
 def main() -> None:
     options = _parse()
-    engines = {
-        FUSED: _engine(options, execution="fused", remat=True),
-        STREAMED: _engine(options, execution="streamed", remat=True),
-        KEEPING: _engine(options, execution="streamed", remat=False),
-        NO_REMAT: _engine(options, execution="fused", remat=False),
-    }
-    rng = np.random.default_rng(0)
-    shape = options.tokens // options.length, options.length + 1
-    batch = {"tokens": rng.integers(0, options.vocabulary, shape, np.int32)}
+    if options.serve:
+        _serve(options)
+        return
+    engines = {name: _Process(name) for name in (FUSED, STREAMED, KEEPING, NO_REMAT)}
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     losses: dict[str, list[float]] = {name: [] for name in engines}
     for number in range(options.rounds + 2):
         pairs = random.sample(PAIRS, len(PAIRS))
         for name in [n for pair in pairs for n in random.sample(pair, len(pair))]:
-            began = time.perf_counter()
-            metrics = engines[name].step(batch)
+            took, loss = engines[name].step()
             if number > 1:  # The first ones compile and fault in memory.
-                seconds[name].append(time.perf_counter() - began)
-            losses[name].append(metrics["loss"])
+                seconds[name].append(took)
+            losses[name].append(loss)
     over = {name: _ratios(seconds[name], seconds[FUSED]) for name in engines}
     same = {name: _ratios(seconds[name], seconds[fused]) for name, fused in PAIRS}
     columns = "step", "seconds", "over fused, remat", "over fused, the same"
@@ -65,10 +63,44 @@ def main() -> None:
             f"{losses[name][-1]:.6f}",
         )
     Console(width=120, highlight=False).print(table)
-    busy = engines[STREAMED].plan
-    print(f"predicted for streamed: {busy.timeline.seconds:.3f} s")
     for engine in engines.values():
         engine.close()
+
+
+class _Process:
+    """An engine in a process of its own, which takes a step for each line it gets."""
+
+    def __init__(self, name: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, *sys.argv, "--serve", name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def step(self) -> tuple[float, float]:
+        """Seconds and loss of the next step."""
+        assert self.process.stdin and self.process.stdout
+        print(file=self.process.stdin, flush=True)
+        seconds, loss = json.loads(self.process.stdout.readline())
+        return seconds, loss
+
+    def close(self) -> None:
+        self.process.communicate()
+
+
+def _serve(options: argparse.Namespace) -> None:
+    execution = "streamed" if options.serve in (STREAMED, KEEPING) else "fused"
+    remat = options.serve in (STREAMED, FUSED)
+    engine = _engine(options, execution=execution, remat=remat)
+    rng = np.random.default_rng(0)
+    shape = options.tokens // options.length, options.length + 1
+    batch = {"tokens": rng.integers(0, options.vocabulary, shape, np.int32)}
+    for _ in sys.stdin:
+        began = time.perf_counter()
+        loss = engine.step(batch)["loss"]
+        print(json.dumps([time.perf_counter() - began, loss]), flush=True)
+    engine.close()
 
 
 def _ratios(found: list[float], beside: list[float]) -> str:
@@ -104,6 +136,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=1024, help="of a step")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
