@@ -314,7 +314,10 @@ def compare(groups: list[dict[str, Any]]) -> None:
         for name, found in group["results"].items():
             over = overhead(group["results"], name)
             figure = {"peak": found["peak_bytes"], "step": steady(found)}
-            figures[name] = figure | ({} if over is None else {"overhead": over})
+            if over is not None:
+                own = steady(group["results"][OWN[name]])
+                figure |= {"overhead": over, "overhead in seconds": over * own}
+            figures[name] = figure
     pairs = product(
         ("zinf-nvme", "zinf-budgets"), ("deepspeed-nvme", "deepspeed-nvme-serial")
     )
@@ -323,7 +326,7 @@ def compare(groups: list[dict[str, Any]]) -> None:
             ours, theirs = figures[name], figures[other]
             shared = [key for key in theirs if key in ours]
             parts = (f"{key} {ours[key] / theirs[key]:.2f}" for key in shared)
-            wanted = f"(overhead and peak wanted: {WANTED})"
+            wanted = f"(overheads and peak wanted: {WANTED})"
             print(f"{name} / {other}:", ", ".join(parts), wanted)
 
 
