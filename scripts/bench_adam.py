@@ -5,8 +5,9 @@ for each.
 
 Each contender is a process of its own that keeps its arrays; in each round every one of
 them takes a step, so that what else happens on the machine falls on all alike. Only
-ratios within a round are compared. "reads" is what no update can beat: reading master,
-moments and gradient once.
+ratios within a round are compared. Two do no update, and no update can beat them:
+"reads" reads master, moments and gradient once; "moves" also writes all that an update
+writes, where it is, with an addition for each.
 
     python scripts/bench_adam.py --baseline-python ~/baselines/venv/bin/python
     python scripts/bench_adam.py --precision bfloat16 --arrays 12 --threads 2
@@ -44,7 +45,8 @@ LEARNING_RATE, B1, B2, EPS, WEIGHT_DECAY = 3e-4, 0.9, 0.95, 1e-8, 0.1
 MASTER, GRADIENT = 2.0**-6, 2.0**-10
 BASELINES = ("deepspeed", "torch")
 DONATED = ("optax", "optax_each")
-CONTENDERS = ("zinf", *BASELINES, *DONATED, "reads")
+BOUNDS = ("reads", "moves")
+CONTENDERS = ("zinf", *BASELINES, *DONATED, *BOUNDS)
 # What the project wants of the faster baseline's time over zinf's, and of optax's for
 # transforms that have no other baseline.
 WANTED = {"float32": 1.1, "bfloat16": 1.3}
@@ -130,6 +132,48 @@ def reads_stepper(group: Group) -> Stepper:
             stop=words.size,
             num_threads=group.threads,
         )
+
+    return step, lambda: float("nan")
+
+
+def moves_stepper(group: Group) -> Stepper:
+    np, numba = import_module("numpy"), import_module("numba")
+    threads = import_module("zinf_kernels.threads")
+    short = "u2" if group.is_short else "f4"
+    units = []
+    for n in group.lengths:
+        arrays = [np.full(n, x, "f4") for x in (MASTER, 0, 0)]
+        arrays.append(np.ones(n, short))
+        units.append([*arrays, np.zeros(n, short)] if group.is_short else arrays)
+
+    @numba.njit(nogil=True)
+    def move(master: Any, m: Any, v: Any, gradient: Any) -> None:
+        for i in range(master.size):
+            g = gradient[i]
+            master[i] += g
+            m[i] += g
+            v[i] += g
+
+    @numba.njit(nogil=True)
+    def move_short(master: Any, m: Any, v: Any, gradient: Any, copy: Any) -> None:
+        one = np.float32(1)
+        for i in range(master.size):
+            copy[i] = gradient[i]
+            master[i] += one
+            m[i] += one
+            v[i] += one
+
+    loop = move_short if group.is_short else move
+    loop(*(x[:0] for x in units[0]))  # compiled before it is timed
+
+    def step() -> None:
+        for unit in units:
+            threads.for_blocks(
+                lambda i, j, unit=unit: loop(*(x[i:j] for x in unit)),
+                start=0,
+                stop=unit[0].size,
+                num_threads=group.threads,
+            )
 
     return step, lambda: float("nan")
 
@@ -314,7 +358,7 @@ def pythons_of(group: Group, options: argparse.Namespace) -> dict[str, str]:
     if group.arrays == 1:
         pythons.pop("optax_each", None)
     if not is_adam:
-        pythons.pop("reads", None)
+        pythons = {k: v for k, v in pythons.items() if k not in BOUNDS}
     for name in BASELINES:
         if not is_adam or options.baseline_python is None:
             pythons.pop(name, None)
