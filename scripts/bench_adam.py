@@ -22,7 +22,6 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -32,6 +31,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from served import Served, answer
 from transform_contenders import (
     TRANSFORMS,
     Stepper,
@@ -217,15 +217,15 @@ def serve(contender: str, group: Group) -> None:
     # The first compiles and touches all pages; the second finds the memory it keeps.
     step()
     step()
-    print(json.dumps({"ready": contender}), flush=True)
+    answer({"ready": contender})
     for _ in sys.stdin:
         start = time.perf_counter()
         step()
         seconds = time.perf_counter() - start
-        print(json.dumps({"seconds": seconds, "first": first()}), flush=True)
+        answer({"seconds": seconds, "first": first()})
 
 
-class Contender:
+class Contender(Served):
     """A process that serves one contender."""
 
     def __init__(self, name: str, group: Group, python: str) -> None:
@@ -240,35 +240,9 @@ class Contender:
             # DeepSpeed builds its kernels with the ninja of its environment.
             "PATH": f"{Path(python).parent}:{os.environ['PATH']}",
         }
-        self.process = subprocess.Popen(
-            [python, here, "--serve", name, json.dumps(asdict(group))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
+        command = [python, here, "--serve", name, json.dumps(asdict(group))]
+        super().__init__(command, environment)
         self.name = name
-
-    def answer(self) -> dict[str, Any]:
-        """The next line of JSON; DeepSpeed logs to stdout between them.
-
-        Raises:
-            RuntimeError: the process ended instead, say because a module is missing.
-        """
-        for line in self.process.stdout or ():
-            if line.startswith('{"'):
-                return json.loads(line)
-        _, errors = self.process.communicate()
-        raise RuntimeError((errors.strip().splitlines() or ["no message"])[-1])
-
-    def step(self) -> dict[str, Any]:
-        assert self.process.stdin
-        print(file=self.process.stdin, flush=True)
-        return self.answer()
-
-    def close(self) -> None:
-        self.process.communicate()
 
 
 def race(group: Group, *, rounds: int, pythons: dict[str, str]) -> dict[str, Any]:
@@ -286,7 +260,7 @@ def race(group: Group, *, rounds: int, pythons: dict[str, str]) -> dict[str, Any
         answers = {contender.name: [] for contender in running}
         for _ in range(rounds):
             for contender in running:
-                answers[contender.name].append(contender.step())
+                answers[contender.name].append(contender.ask())
     finally:
         for contender in running:
             contender.close()

@@ -14,9 +14,7 @@ drift by more than the steps differ.
 """
 
 import argparse
-import json
 import random
-import subprocess
 import sys
 import time
 from statistics import median, quantiles
@@ -25,6 +23,7 @@ import numpy as np
 import optax
 from rich.console import Console
 from rich.table import Table
+from served import Served, answer
 
 import zinf
 from zinf.models import GPTConfig, init_and_loss
@@ -39,13 +38,15 @@ def main() -> None:
     if options.serve:
         _serve(options)
         return
-    engines = {name: _Process(name) for name in (FUSED, STREAMED, KEEPING, NO_REMAT)}
+    command = [sys.executable, *sys.argv, "--serve"]
+    names = FUSED, STREAMED, KEEPING, NO_REMAT
+    engines = {name: Served([*command, name]) for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     losses: dict[str, list[float]] = {name: [] for name in engines}
     for number in range(options.rounds + 2):
         pairs = random.sample(PAIRS, len(PAIRS))
         for name in [n for pair in pairs for n in random.sample(pair, len(pair))]:
-            took, loss = engines[name].step()
+            took, loss = engines[name].ask()
             if number > 1:  # The first ones compile and fault in memory.
                 seconds[name].append(took)
             losses[name].append(loss)
@@ -67,28 +68,6 @@ def main() -> None:
         engine.close()
 
 
-class _Process:
-    """An engine in a process of its own, which takes a step for each line it gets."""
-
-    def __init__(self, name: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, *sys.argv, "--serve", name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def step(self) -> tuple[float, float]:
-        """Seconds and loss of the next step."""
-        assert self.process.stdin and self.process.stdout
-        print(file=self.process.stdin, flush=True)
-        seconds, loss = json.loads(self.process.stdout.readline())
-        return seconds, loss
-
-    def close(self) -> None:
-        self.process.communicate()
-
-
 def _serve(options: argparse.Namespace) -> None:
     execution = "streamed" if options.serve in (STREAMED, KEEPING) else "fused"
     remat = options.serve in (STREAMED, FUSED)
@@ -99,7 +78,7 @@ def _serve(options: argparse.Namespace) -> None:
     for _ in sys.stdin:
         began = time.perf_counter()
         loss = engine.step(batch)["loss"]
-        print(json.dumps([time.perf_counter() - began, loss]), flush=True)
+        answer([time.perf_counter() - began, loss])
     engine.close()
 
 

@@ -30,7 +30,6 @@ import os
 import platform
 import random
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -48,6 +47,7 @@ import numpy as np
 import optax
 from rich.console import Console
 from rich.table import Table
+from served import Served, answer
 
 import zinf
 from zinf.models import GPTConfig, init_and_loss
@@ -137,11 +137,7 @@ def serve(name: str, options: dict[str, Any]) -> None:
         answer({"seconds": time.perf_counter() - began, "loss": loss})
 
 
-def answer(found: dict[str, Any]) -> None:
-    print(json.dumps({"answer": found}), flush=True)
-
-
-class Contender:
+class Contender(Served):
     """A process that serves one contender."""
 
     def __init__(self, name: str, options: argparse.Namespace, folder: Path) -> None:
@@ -160,40 +156,18 @@ class Contender:
         command = [options.deepspeed_python, here.with_name("deepspeed_gpt.py")]
         if name.startswith("zinf"):
             command = [sys.executable, here, "--serve"]
-        self.name, self.errors = name, (folder / f"{name}.err").open("w+")
-        self.process = subprocess.Popen(
-            [*command, name, json.dumps(given)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.errors,
-            text=True,
-            env=environment(options.deepspeed_python),
-        )
+        self.name = name
+        command += [name, json.dumps(given)]
+        super().__init__(command, environment(options.deepspeed_python))
         self.found: Measures = {"seconds": [], "loss": [], "read": [], "written": []}
         self.ready = self.answer()
         self.init_bytes = self.peak_bytes = self.largest_resident()
 
-    def answer(self) -> dict[str, Any]:
-        """The next answer; DeepSpeed logs to stdout between them.
-
-        Raises:
-            RuntimeError: the process ended instead.
-        """
-        for line in self.process.stdout or ():
-            if line.startswith('{"answer"'):
-                return json.loads(line)["answer"]
-        self.process.wait()
-        self.errors.seek(0)
-        lines = [line for line in self.errors.read().splitlines() if line.strip()]
-        raise RuntimeError((lines or ["no message"])[-1])
-
     def step(self) -> None:
         before = self.moved()
-        assert self.process.stdin
-        print(file=self.process.stdin, flush=True)
-        answer, after = self.answer(), self.moved()
+        found, after = self.ask(), self.moved()
         moved = {key: after[key] - before[key] for key in after}
-        for key, value in (answer | moved).items():
+        for key, value in (found | moved).items():
             self.found[key].append(value)
         self.peak_bytes = self.largest_resident()
 
@@ -210,10 +184,6 @@ class Contender:
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         (line,) = (x for x in status.splitlines() if x.startswith("VmHWM"))
         return int(line.split()[1]) * 1024
-
-    def close(self) -> None:
-        self.process.communicate()
-        self.errors.close()
 
     def result(self) -> dict[str, Any]:
         sizes = {"init_bytes": self.init_bytes, "peak_bytes": self.peak_bytes}
