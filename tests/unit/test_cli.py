@@ -307,6 +307,35 @@ def _read_seconds(plan: str) -> float:
     return float(found[1]) * {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}[found[2]]
 
 
+def test_steps_are_measured_and_plans_go_by_them(run, file, tmp_path):
+    rates = tmp_path / "rates.json"
+    result = run("bench", "step", file, "--output", rates, "--steps", 2)
+    assert result.exit_code == 0, result.output
+    shown = {" ".join(x.split()[:2]) for x in result.stdout.splitlines()}
+    assert {"nvme read", "nvme write", "updates on", "a step"} <= shown
+    again = re.search(r"would be ([\d.]+ \w+) by these rates", result.stdout)
+    assert again, result.stdout
+    by_them = ("--set", f"rates={rates}")
+    assert f"predicted {again[1]} a step" in run("plan", file, *by_them).stdout
+    slow = json.loads(rates.read_text())
+    slow["link_bytes_per_second"]["nvme read"] = 1e3
+    rates.write_text(json.dumps(slow))
+    after = run("plan", file, *by_them).stdout
+    assert _read_seconds(after) > 1000 * _read_seconds(run("plan", file).stdout)
+    rates.unlink()
+    result = run("train", file, *by_them)
+    assert result.exit_code == 2 and "zinf bench step" in result.stderr
+
+
+def test_a_step_without_links_is_not_measured(run, config, tmp_path):
+    del config["zero_optimization"]
+    file = write(tmp_path / "fused.yaml", config)
+    result = run("bench", "step", file, "--output", tmp_path / "rates.json")
+    assert result.exit_code == 2
+    assert "execution=streamed" in result.stderr
+    assert not (tmp_path / "rates.json").exists()
+
+
 def test_a_folder_that_is_not_there_is_not_measured(run, tmp_path):
     result = run("bench", "io", str(tmp_path / "missing"))
     assert result.exit_code == 2

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from tqdm import tqdm
 
+from zinf.cli.bench import measure_steps
 from zinf.cli.checkpoint import checkpoint_app
 from zinf.cli.errors import USER_ERROR, clean_errors
 from zinf.cli.plan import plan_config, print_tables
@@ -190,3 +191,22 @@ def io(
             )
         print_measured(rows, profile)
         print(f"written to {save_profile(profile, path)}")
+
+
+@bench_app.command()
+def step(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    output: Annotated[
+        Path, typer.Option(help="File for the rates, for the config's key `rates`.")
+    ] = Path("rates.json"),
+    steps: Annotated[int, typer.Option(min=1, help="Steps that are measured.")] = 5,
+    traceback: ShowTraceback = False,
+) -> None:
+    """Measure what links, devices and updates do in steps of a config.
+
+    Nothing of what they train is kept. A config whose key `rates` names the file is
+    planned by it from then on, and predicted.
+    """
+    with clean_errors(traceback):
+        measure_steps(config, overrides or (), output, steps)

@@ -18,7 +18,7 @@ from zinf.config.rules import (
     model_violations,
     training_violations,
 )
-from zinf.config.scalar import Text
+from zinf.config.scalar import Folder, Text
 from zinf.config.schema import Data, Memory, MeshAxes, Model, Run, Segment
 from zinf.config.section import Violation
 from zinf.config.size import Size
@@ -50,6 +50,10 @@ class Config(DeepSpeedKeys):
 
     frozen: tuple[Text, ...] = ()
     """Glob patterns of parameter key paths (such as embed/*) that are not trained."""
+
+    rates: Folder | None = None
+    """File of this machine's rates to plan by, as `zinf bench step` measures them;
+    null: fixed ones, with the drive's where `zinf bench io` has measured it."""
 
     persistence_threshold: Auto[Size | None] = None
     """Bytes; smaller arrays never go to NVMe; 32KiB when absent."""

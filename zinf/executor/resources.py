@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 
 from zinf.config import Config
 from zinf.distributed import AbstractGroup
+from zinf.executor.rates_file import RatesFile, load_rates
 from zinf.memory.capacity import (
     DEVICE_FRACTION,
     HOST_FRACTION,
@@ -18,7 +19,7 @@ from zinf.memory.capacity import (
 )
 from zinf.memory.nvme import measured_speeds
 from zinf.mesh import local_devices
-from zinf.plan import Link, Rates, accelerator_rates
+from zinf.plan import Link, Rates, accelerator_rates, slowest_rates
 from zinf.program import Tier
 from zinf.topology import Topology
 
@@ -50,6 +51,8 @@ class Resources:
         """A device budget beyond a CPU's memory means another machine."""
         if self.topology is not None:
             return _rates_of(self.topology)
+        if self.config.rates is not None:
+            return self._measured(load_rates(self.config.rates))
         is_cpu = self.mesh.devices.flat[0].platform == "cpu"
         device_bytes = self.config.device_bytes or 0
         is_elsewhere = is_cpu and device_bytes > host_memory_bytes()
@@ -73,6 +76,12 @@ class Resources:
         if nvme is None:
             nvme = nvme_capacity_bytes(paths) if paths else 0
         return {Tier.DEVICE: device, Tier.HOST: host, Tier.NVME: nvme if paths else 0}
+
+    def _measured(self, own: Rates) -> Rates:
+        """Measured rates, of the slowest process each."""
+        file = RatesFile.of(own, "").model_dump(mode="json")
+        found = self.group.gather("rates", file)
+        return slowest_rates([RatesFile(**each).rates for each in found])
 
     def _drive_speeds(self) -> tuple[float, float] | None:
         """Measured read and write bytes per second, of the slowest process."""

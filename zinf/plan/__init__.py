@@ -18,7 +18,6 @@ from zinf.plan.choose import build_at_home as build_at_home
 from zinf.plan.cost import Rates as Rates
 from zinf.plan.cost import Timeline as Timeline
 from zinf.plan.cost import accelerator_rates as accelerator_rates
-from zinf.plan.cost import measured_rates as measured_rates
 from zinf.plan.cost import predict as predict
 from zinf.plan.infeasible import InfeasibleError as InfeasibleError
 from zinf.plan.infeasible import Shortage as Shortage
@@ -36,6 +35,9 @@ from zinf.plan.instruction import Run as Run
 from zinf.plan.instruction import SumSquares as SumSquares
 from zinf.plan.instruction import Transfer as Transfer
 from zinf.plan.instruction import Update as Update
+from zinf.plan.measured import measured_rates as measured_rates
+from zinf.plan.measured import median_rates as median_rates
+from zinf.plan.measured import slowest_rates as slowest_rates
 from zinf.plan.passage import initial_copies as initial_copies
 from zinf.plan.passage import kept_copies as kept_copies
 from zinf.plan.place import Resident as Resident

@@ -6,7 +6,6 @@ done: the executor's rule, played on a clock. The figures are only as good as th
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
 
 from zinf.plan.instruction import Instruction, Link, Update
 from zinf.program import Tier
@@ -95,55 +94,6 @@ class Timeline:
             link = instruction.link
             busy[link] = busy.get(link, 0.0) + end - start
         return busy
-
-
-def measured_rates(
-    instructions: Sequence[Instruction], timeline: Timeline, otherwise: Rates
-) -> Rates:
-    """What the links did in a step, to predict the next one with.
-
-    The overhead of an instruction is the median of those that move and compute nothing
-    to speak of; a rate is what all others of a kind did in the rest of their time.
-
-    Args:
-        timeline: measured, of exactly these instructions.
-        otherwise: for what the step had none of.
-    """
-    seconds = [b - a for a, b in zip(timeline.start, timeline.end, strict=True)]
-    idle = [
-        s
-        for i, s in zip(instructions, seconds, strict=True)
-        if not i.link.only_frees and not i.nbytes and not i.flops
-    ]
-    overhead = median(idle) if idle else otherwise.overhead_seconds
-    work: dict[Link | Tier | None, float] = {}
-    spent: dict[Link | Tier | None, float] = {}
-    for instruction, took in zip(instructions, seconds, strict=True):
-        key, amount = _work(instruction)
-        if amount:
-            work[key] = work.get(key, 0.0) + amount
-            spent[key] = spent.get(key, 0.0) + max(took - overhead, 1e-9)
-    rates = {key: amount / spent[key] for key, amount in work.items()}
-    links, tiers = otherwise.link_bytes_per_second, otherwise.update_bytes_per_second
-    return Rates(
-        {link: rates.get(link, links[link]) for link in links},
-        rates.get(None, otherwise.flops_per_second),
-        {tier: rates.get(tier, tiers[tier]) for tier in tiers},
-        overhead,
-        otherwise.exchange_bytes_per_second,
-    )
-
-
-def _work(instruction: Instruction) -> tuple[Link | Tier | None, float]:
-    """Which rate an instruction goes at, and how much it has to do.
-
-    Bytes of a link or of updates on a tier; for None floating-point operations.
-    """
-    if isinstance(instruction.operation, Update):
-        return instruction.operation.tier, instruction.nbytes
-    if instruction.flops:
-        return None, instruction.flops
-    return instruction.link, instruction.nbytes
 
 
 def duration(instruction: Instruction, rates: Rates) -> float:

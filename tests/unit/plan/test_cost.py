@@ -2,12 +2,11 @@
 
 import pytest
 
-from zinf.plan import Decide, Free, Instruction, Link, Rates, Run, Transfer, Update
+from zinf.plan import Free, Instruction, Link, Rates, Run, Transfer, Update
 from zinf.plan.cost import (
     Timeline,
     accelerator_rates,
     duration,
-    measured_rates,
     predict,
 )
 from zinf.plan.instruction import Pass
@@ -86,42 +85,6 @@ def test_rates_cover_every_link_and_tier(rates: Rates) -> None:
     moving = {Link.NVME_READ, Link.NVME_WRITE, Link.H2D, Link.D2H}
     assert rates.link_bytes_per_second.keys() == moving
     assert rates.update_bytes_per_second.keys() == {Tier.DEVICE, Tier.HOST}
-
-
-def test_rates_that_a_clock_measured_are_those_that_it_went_by() -> None:
-    rates = Rates(
-        link_bytes_per_second={
-            Link.NVME_READ: 2.0,
-            Link.NVME_WRITE: 3.0,
-            Link.H2D: 5.0,
-            Link.D2H: 7.0,
-        },
-        flops_per_second=11.0,
-        update_bytes_per_second={Tier.DEVICE: 13.0, Tier.HOST: 17.0},
-        overhead_seconds=0.25,
-    )
-    decide = Instruction(Decide((), ()), Link.HOST, ())
-    plan = [decide, decide]
-    plan += [move(link, 10) for link in rates.link_bytes_per_second]
-    plan += [compute(10), compute(30)]
-    for tier, link in ((Tier.DEVICE, Link.DEVICE), (Tier.HOST, Link.HOST)):
-        plan.append(Instruction(Update(0, "s", tier), link, (), nbytes=10))
-    measured = measured_rates(plan, predict(plan, rates), Rates())
-    assert measured.overhead_seconds == pytest.approx(0.25)
-    assert measured.flops_per_second == pytest.approx(11.0)
-    links = measured.link_bytes_per_second
-    assert links == pytest.approx(rates.link_bytes_per_second)
-    updates = measured.update_bytes_per_second
-    assert updates == pytest.approx(rates.update_bytes_per_second)
-
-
-def test_what_a_step_had_none_of_keeps_its_rate() -> None:
-    plan = [move(Link.H2D, 10)]
-    measured = measured_rates(plan, Timeline((0.0,), (2.0,)), UNIT)
-    links = UNIT.link_bytes_per_second | {Link.H2D: 5.0}
-    assert measured.link_bytes_per_second == pytest.approx(links)
-    assert measured.flops_per_second == UNIT.flops_per_second
-    assert measured.update_bytes_per_second == UNIT.update_bytes_per_second
 
 
 def test_a_drive_that_was_measured_replaces_two_rates() -> None:

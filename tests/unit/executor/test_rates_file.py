@@ -1,0 +1,85 @@
+"""Files of rates come back as they were, or say what is wrong with them."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from zinf.config import Config
+from zinf.distributed import Alone
+from zinf.executor.rates_file import load_rates, save_rates
+from zinf.executor.resources import Resources
+from zinf.plan import Link, Rates
+
+RATES = replace(Rates(), flops_per_second=123.0, overhead_seconds=0.0)
+
+
+class Pair(Alone):
+    """Two processes, the other of which measured `other`."""
+
+    def __init__(self, other: object) -> None:
+        self.other = other
+
+    def gather(self, name, value, timeout=300.0):
+        assert json.loads(json.dumps(value)) == value
+        return [value, self.other]
+
+
+def save(folder: Path, rates: Rates = RATES) -> Path:
+    file = folder / "new" / "rates.json"
+    save_rates(rates, file, "today, on this")
+    return file
+
+
+def resources(file: Path, group: Alone) -> Resources:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
+    return Resources(Config.load({"rates": str(file)}), mesh, group)
+
+
+def test_what_is_saved_is_loaded(tmp_path) -> None:
+    save(tmp_path, Rates())
+    file = save(tmp_path)
+    assert load_rates(file) == RATES
+    assert json.loads(file.read_text())["measured"] == "today, on this"
+    assert [x.name for x in file.parent.iterdir()] == ["rates.json"]
+
+
+def test_plans_go_by_the_file_of_the_config(tmp_path) -> None:
+    assert resources(save(tmp_path), Alone()).rates == RATES
+
+
+def test_processes_go_by_the_slowest(tmp_path) -> None:
+    links = RATES.link_bytes_per_second | {Link.H2D: 1.0}
+    other = save(tmp_path / "there", replace(RATES, link_bytes_per_second=links))
+    group = Pair(json.loads(other.read_text()))
+    found = resources(save(tmp_path / "here"), group).rates
+    assert found == replace(RATES, link_bytes_per_second=links)
+
+
+def test_a_file_that_is_not_there_is_asked_for(tmp_path) -> None:
+    with pytest.raises(ValueError, match="cannot be read.*`zinf bench step`"):
+        load_rates(tmp_path / "rates.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"flops_per_second": 0}, "flops_per_second"),
+        ({"flops_per_second": "fast"}, "flops_per_second"),
+        ({"overhead_seconds": -1}, "overhead_seconds"),
+        ({"link_bytes_per_second": {"h2d": 1}}, "no rate of d2h, nvme read"),
+        ({"link_bytes_per_second": {"tape": 1}}, "tape"),
+        ({"update_bytes_per_second": {"host": 1}}, "no rate of device"),
+        ({"speed": 1}, "speed"),
+    ],
+)
+def test_a_damaged_file_says_what_is_wrong(changes, named, tmp_path) -> None:
+    file = save(tmp_path)
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    pattern = rf"(?s){re.escape(str(file))} is no file of rates.*{named}.*bench step"
+    with pytest.raises(ValueError, match=pattern):
+        load_rates(file)

@@ -1,0 +1,88 @@
+"""`zinf bench step`."""
+
+import platform
+from collections.abc import Sequence
+from contextlib import closing
+from datetime import datetime
+from pathlib import Path
+from statistics import median
+
+import jax
+from rich.table import Table
+from tqdm import trange
+
+from zinf.cli.problem import dataset, heading, problem
+from zinf.cli.report import console
+from zinf.executor.devices import on_devices
+from zinf.executor.rates_file import save_rates
+from zinf.initialize import initialize
+from zinf.plan import Rates, measured_rates, median_rates, predict, show_seconds
+
+# Of these the first plans nothing that waits for it, and both touch memory anew.
+WARM_STEPS = 2
+
+
+def measure_steps(
+    path: Path, overrides: Sequence[str], output: Path, num_steps: int
+) -> None:
+    """Takes steps on the first batch of a config, and writes what was measured.
+
+    Raises:
+        ValueError: the step is one executable, which has no links.
+    """
+    config, mesh = on_devices(path, overrides=overrides)
+    arguments, named = problem(config)
+    print(heading(path, config), flush=True)
+    batch = next(iter(dataset(config, "train")))
+    found: list[Rates] = []
+    seconds: list[float] = []
+    with closing(initialize(*arguments, **named, mesh=mesh)) as engine:
+        engine.prepare(batch)
+        if engine.plan.is_fused:
+            raise ValueError(
+                "Everything fits on the device, so a step is one executable, which has "
+                "no links to measure. Give smaller budgets in `memory`, or --set "
+                "execution=streamed."
+            )
+        for number in trange(WARM_STEPS + num_steps, disable=None, leave=False):
+            engine.step(batch)
+            ran = engine.last_step
+            assert ran.plan is not None and ran.timeline is not None
+            if number >= WARM_STEPS:
+                instructions, usual = ran.plan.instructions, ran.plan.rates
+                found.append(measured_rates(instructions, ran.timeline, usual))
+                seconds.append(ran.timeline.seconds)
+        plan = engine.plan
+    rates = median_rates(found)
+    device = jax.devices()[0].device_kind
+    when = datetime.now().astimezone().isoformat(timespec="seconds")
+    measured = f"{when}, {num_steps} steps of {path.name} on {device}, "
+    save_rates(rates, output, measured + platform.node())
+    _print_rates(plan.rates, rates)
+    again = predict(plan.instructions, rates).seconds
+    took = show_seconds(median(seconds))
+    print(
+        f"a step takes {took} (median of {num_steps}); it was predicted to take "
+        f"{show_seconds(plan.timeline.seconds)}, and would be {show_seconds(again)} by "
+        f"these rates\nwritten to {output}: name it in the config's key `rates`"
+    )
+
+
+def _print_rates(planned: Rates, measured: Rates) -> None:
+    table = Table("", "planned by", "measured", box=None)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for link, rate in measured.link_bytes_per_second.items():
+        _add(table, str(link), planned.link_bytes_per_second[link], rate, "B/s")
+    for tier, rate in measured.update_bytes_per_second.items():
+        before = planned.update_bytes_per_second[tier]
+        _add(table, f"updates on the {tier}", before, rate, "B/s")
+    before = planned.flops_per_second
+    _add(table, "computing", before, measured.flops_per_second, "flop/s")
+    console().print(table)
+
+
+def _add(table: Table, name: str, before: float, now: float, unit: str) -> None:
+    shown = [f"{rate / 1e9:,.2f} G{unit}" for rate in (before, now)]
+    shown[1] = "-" if before == now else shown[1]
+    table.add_row(name, *shown)
