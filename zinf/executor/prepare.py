@@ -23,6 +23,7 @@ from zinf.executor.fused import FusedProgram, compile_fused
 from zinf.executor.keeping import keeping_as_chosen, what_may_be_kept
 from zinf.executor.resources import Resources
 from zinf.executor.shrink import Limits, is_worth_trying, reasons, tighter
+from zinf.executor.uncollected import uncollected
 from zinf.executor.updates import Updates, compile_program_updates
 from zinf.mesh import local_devices, num_batch_shares
 from zinf.optim.separate import Separated
@@ -140,7 +141,8 @@ class Planner:
             InfeasibleError: nothing fits.
         """
         try:
-            made = self._plan(batch, homes)
+            with uncollected():
+                made = self._plan(batch, homes)
         except jax.errors.JaxRuntimeError as error:
             raise self._refused(error) from error
         if self.group.count > 1:

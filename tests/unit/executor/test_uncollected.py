@@ -1,0 +1,58 @@
+"""Nothing looks for garbage while a step is planned, and everything does afterwards."""
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from zinf.executor.uncollected import uncollected
+from zinf.initialize import make_planner
+from zinf.plan import Arrangement, build_placed
+
+
+@pytest.fixture(autouse=True)
+def collector() -> Iterator[None]:
+    """On before each test, and after it as it was."""
+    was_enabled = gc.isenabled()
+    gc.enable()
+    yield
+    (gc.enable if was_enabled else gc.disable)()
+
+
+def test_it_is_on_again_afterwards_also_after_an_error() -> None:
+    with uncollected():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(ValueError, match="here"), uncollected():
+        raise ValueError("here")
+    assert gc.isenabled()
+
+
+def test_who_switched_it_off_finds_it_so() -> None:
+    gc.disable()
+    with uncollected(), uncollected():
+        assert not gc.isenabled()
+    assert not gc.isenabled()
+
+
+def test_steps_are_planned_without_it(monkeypatch) -> None:
+    enabled: list[bool] = []
+
+    def note(*arguments: Any) -> Arrangement:
+        enabled.append(gc.isenabled())
+        return build_placed(*arguments)
+
+    monkeypatch.setattr("zinf.executor.prepare.build_placed", note)
+    planner = make_planner(
+        lambda params, batch: jnp.sum(batch["x"] @ params["w"]),
+        {"w": jnp.zeros((8, 8))},
+        optax.sgd(0.1),
+        {"execution": "streamed"},
+    )
+    planner.plan({"x": jax.ShapeDtypeStruct((4, 8), jnp.float32)})
+    assert enabled == [False]
+    assert gc.isenabled()
