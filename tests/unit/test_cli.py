@@ -302,8 +302,13 @@ def test_a_drive_is_measured_and_plans_go_by_it(run, file, tmp_path, monkeypatch
 def _read_seconds(plan: str) -> float:
     """What the summary of a printed plan predicts for reads from the drive."""
     line = next(x for x in plan.splitlines() if x.startswith("nvme read"))
-    found = re.search(r"([\d.]+) (ms|s|min|h)\b", line)
-    assert found, line
+    return _seconds(line)
+
+
+def _seconds(shown: str) -> float:
+    """The first time that a text gives with its unit."""
+    found = re.search(r"([\d.]+) (ms|s|min|h)\b", shown)
+    assert found, shown
     return float(found[1]) * {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}[found[2]]
 
 
@@ -313,10 +318,12 @@ def test_steps_are_measured_and_plans_go_by_them(run, file, tmp_path):
     assert result.exit_code == 0, result.output
     shown = {" ".join(x.split()[:2]) for x in result.stdout.splitlines()}
     assert {"nvme read", "nvme write", "updates on", "a step"} <= shown
-    again = re.search(r"would be ([\d.]+ \w+) by these rates", result.stdout)
+    again = re.search(r"would be (.*) by these rates", result.stdout)
     assert again, result.stdout
     by_them = ("--set", f"rates={rates}")
-    assert f"predicted {again[1]} a step" in run("plan", file, *by_them).stdout
+    # Another arrangement may be chosen, if it is no slower to speak of.
+    planned = re.search(r"predicted (.*) a step", run("plan", file, *by_them).stdout)
+    assert planned and _seconds(planned[1]) < 1.05 * _seconds(again[1])
     slow = json.loads(rates.read_text())
     slow["link_bytes_per_second"]["nvme read"] = 1e3
     rates.write_text(json.dumps(slow))

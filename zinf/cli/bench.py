@@ -18,7 +18,7 @@ from zinf.executor.rates_file import save_rates
 from zinf.initialize import initialize
 from zinf.plan import Rates, measured_rates, median_rates, predict, show_seconds
 
-# Of these the first plans nothing that waits for it, and both touch memory anew.
+# No step left the first one anything to do, and memory is touched anew.
 WARM_STEPS = 2
 
 
