@@ -1,8 +1,8 @@
 """How much of a step overlaps, on a virtual clock with links of random speeds.
 
 Two bounds. No step can take less than its busiest link works, or than the longest chain
-of instructions that wait for each other; and none less than `bound` says, which asks of
-each instruction how busy the links must have been before it.
+of instructions that wait for each other; and none less than `bound_seconds` says, which
+asks of each instruction how busy the links must have been before it.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,6 @@ from statistics import median
 
 import pytest
 
-from tests.overlap.bound import bound_seconds
 from tests.toy.program import Layer, LeafCase, Toy, make_toy
 from zinf.executor.prepare import DEFERRED_SHARES, LATE_SHARES, SLACKS
 from zinf.plan import (
@@ -23,6 +22,7 @@ from zinf.plan import (
     Plan,
     Rates,
     StepOptions,
+    bound_seconds,
     build_at_home,
     predict,
 )

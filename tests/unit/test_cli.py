@@ -320,6 +320,8 @@ def test_steps_are_measured_and_plans_go_by_them(run, file, tmp_path):
     assert {"nvme read", "nvme write", "updates on", "a step"} <= shown
     again = re.search(r"would be (.*) by these rates", result.stdout)
     assert again, result.stdout
+    bound = re.search(r"less than (.*), with any memory", result.stdout)
+    assert bound and 0 < _seconds(bound[1]) <= _seconds(again[1])
     by_them = ("--set", f"rates={rates}")
     # Another arrangement may be chosen, if it is no slower to speak of.
     planned = re.search(r"predicted (.*) a step", run("plan", file, *by_them).stdout)

@@ -16,10 +16,19 @@ from zinf.cli.report import console
 from zinf.executor.devices import on_devices
 from zinf.executor.rates_file import save_rates
 from zinf.initialize import initialize
-from zinf.plan import Rates, measured_rates, median_rates, predict, show_seconds
+from zinf.plan import (
+    Rates,
+    bound_seconds,
+    measured_rates,
+    median_rates,
+    predict,
+    show_seconds,
+)
 
 # No step left the first one anything to do, and memory is touched anew.
 WARM_STEPS = 2
+# Of 4,000 the bound of a step takes half a minute.
+MAX_BOUNDED = 2048
 
 
 def measure_steps(
@@ -64,8 +73,12 @@ def measure_steps(
     print(
         f"a step takes {took} (median of {num_steps}); it was predicted to take "
         f"{show_seconds(plan.timeline.seconds)}, and would be {show_seconds(again)} by "
-        f"these rates\nwritten to {output}: name it in the config's key `rates`"
+        "these rates"
     )
+    if len(plan.instructions) <= MAX_BOUNDED:
+        bound = show_seconds(bound_seconds(plan.instructions, rates))
+        print(f"no order of its instructions takes less than {bound}, with any memory")
+    print(f"written to {output}: name it in the config's key `rates`")
 
 
 def _print_rates(planned: Rates, measured: Rates) -> None:

@@ -1,5 +1,6 @@
 """When bytes move: a step as immutable data, built and checked before it runs."""
 
+from zinf.plan.bound import bound_seconds as bound_seconds
 from zinf.plan.build import build as build
 from zinf.plan.build import build_evaluation as build_evaluation
 from zinf.plan.build import fused_plan as fused_plan

@@ -5,8 +5,7 @@ from itertools import combinations, permutations
 from random import Random
 from statistics import median
 
-from tests.overlap.bound import bound_seconds
-from zinf.plan import Instruction, Link, Rates, predict
+from zinf.plan import Instruction, Link, Rates, bound_seconds, predict
 from zinf.plan.instruction import Free, Transfer
 from zinf.program import Tier
 
