@@ -30,6 +30,7 @@ from tests.robustness.faults import (
     pretend,
     read_zeros,
 )
+from tests.robustness.faulty_store import eventually
 from tests.robustness.small import BATCH, expect_at_rest, loss_fn, on_nvme
 from zinf import Engine
 from zinf.memory.nvme import drive
@@ -198,6 +199,9 @@ def test_a_drive_that_stalls_in_a_step_fails_it_in_time(call, train, expected):
             trained.engine.step(draw(4))
         assert caught.value.errno == ETIMEDOUT
         gate.open()
+    # Until its threads have their answers, nothing more is asked of the drive.
+    drives = trained.engine.stores.nvme._drives
+    eventually(lambda: not any(x.is_stalled for x in drives))
     trained.expect_resumes(expected)
 
 
