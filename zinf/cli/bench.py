@@ -7,7 +7,6 @@ from datetime import datetime
 from pathlib import Path
 from statistics import median
 
-import jax
 from rich.table import Table
 from tqdm import trange
 
@@ -63,10 +62,6 @@ def measure_steps(
                 seconds.append(ran.timeline.seconds)
         plan = engine.plan
     rates = median_rates(found)
-    device = jax.devices()[0].device_kind
-    when = datetime.now().astimezone().isoformat(timespec="seconds")
-    measured = f"{when}, {num_steps} steps of {path.name} on {device}, "
-    save_rates(rates, output, measured + platform.node())
     _print_rates(plan.rates, rates)
     again = predict(plan.instructions, rates).seconds
     took = show_seconds(median(seconds))
@@ -78,6 +73,10 @@ def measure_steps(
     if len(plan.instructions) <= MAX_BOUNDED:
         bound = show_seconds(bound_seconds(plan.instructions, rates))
         print(f"no order of its instructions takes less than {bound}, with any memory")
+    when = datetime.now().astimezone().isoformat(timespec="seconds")
+    where = f"{mesh.devices.flat[0].device_kind}, {platform.node()}"
+    measured = f"{when}, {num_steps} steps of {path.name} on {where}"
+    save_rates(rates, output, measured)
     print(f"written to {output}: name it in the config's key `rates`")
 
 

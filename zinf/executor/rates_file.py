@@ -1,5 +1,6 @@
 """Files of measured rates, which plans go by where a config names one."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Self
 
@@ -48,14 +49,7 @@ class RatesFile(BaseModel):
 
     @classmethod
     def of(cls, rates: Rates, measured: str) -> Self:
-        return cls(
-            measured=measured,
-            link_bytes_per_second=rates.link_bytes_per_second,
-            flops_per_second=rates.flops_per_second,
-            update_bytes_per_second=rates.update_bytes_per_second,
-            overhead_seconds=rates.overhead_seconds,
-            exchange_bytes_per_second=rates.exchange_bytes_per_second,
-        )
+        return cls(measured=measured, **asdict(rates))
 
     @property
     def rates(self) -> Rates:

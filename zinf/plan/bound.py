@@ -33,8 +33,7 @@ def bound_seconds(instructions: Sequence[Instruction], rates: Rates) -> float:
             waited_for[j].append(number)
     heads = _least_before(numbers, waits_for, seconds, links)
     tails = _least_before(reversed(numbers), waited_for, seconds, links)
-    chain = max(sum(x) for x in zip(heads, seconds, tails, strict=True))
-    return max(chain, _busiest_link(numbers, heads, seconds, tails, links))
+    return _busiest_link(numbers, heads, seconds, tails, links)
 
 
 def _least_before(
