@@ -72,7 +72,7 @@ def measure_steps(
     )
     if len(plan.instructions) <= MAX_BOUNDED:
         bound = show_seconds(bound_seconds(plan.instructions, rates))
-        print(f"no order of its instructions takes less than {bound}, with any memory")
+        print(f"by them no order of it would take less than {bound}, with any memory")
     when = datetime.now().astimezone().isoformat(timespec="seconds")
     where = f"{mesh.devices.flat[0].device_kind}, {platform.node()}"
     measured = f"{when}, {num_steps} steps of {path.name} on {where}"
