@@ -77,6 +77,7 @@ class Arranged:
     is_horizontal: bool = False
     block_bytes: int = updates.BLOCK_BYTES
     by_row: bool = False
+    leading_share: float = 0.0
 
     def __str__(self) -> str:
         return (
@@ -89,16 +90,16 @@ class Arranged:
 PLAINEST = Arranged()
 # Every pair of what can be chosen is in one of these at least: see the test below.
 OTHERS = [
-    Arranged("nvme", "nvme", 1.0, HOST, DEVICE, HOST, 1.5),
-    Arranged("nvme", "nvme", 0.5, DEVICE, HOST, NVME, 1.0),
+    Arranged("nvme", "nvme", 1.0, HOST, DEVICE, HOST, 1.5, leading_share=0.5),
+    Arranged("nvme", "nvme", 0.5, DEVICE, HOST, NVME, 1.0, leading_share=0.5),
     Arranged("nvme", "nvme", 1.0, DEVICE, NVME, HOST, 1.0),
-    Arranged("nvme", "nvme", 0.0, HOST, NVME, NVME, 1.5),
+    Arranged("nvme", "nvme", 0.0, HOST, NVME, NVME, 1.5, leading_share=0.5),
     Arranged("cpu", "nvme", 0.5, HOST, HOST, HOST, 1.5),
     Arranged("cpu", "nvme", 0.0, DEVICE, DEVICE, NVME, 1.0),
     Arranged("cpu", "cpu", 1.0, HOST, HOST, NVME, 1.0),
-    Arranged("cpu", "cpu", 0.5, DEVICE, NVME, HOST, 1.5),
+    Arranged("cpu", "cpu", 0.5, DEVICE, NVME, HOST, 1.5, leading_share=0.5),
     Arranged("none", "cpu", 1.0, DEVICE, DEVICE, HOST, 1.5),
-    Arranged("none", "nvme", 0.5, HOST, DEVICE, NVME, 1.0),
+    Arranged("none", "nvme", 0.5, HOST, DEVICE, NVME, 1.0, leading_share=0.5),
     Arranged("none", "none", 0.0, HOST, HOST, HOST, 1.0),
     Arranged("none", "none", 1.0, HOST, NVME, HOST, 1.0),
 ]
@@ -129,7 +130,8 @@ def train(setting: str, arranged: Arranged) -> Result:
             256,
             update_tiers=(arranged.update_tier,),
             deferred_shares=(arranged.deferred_share,),
-            slacks=(arranged.slack,),
+            leading_shares=(arranged.leading_share,),
+            slack=arranged.slack,
             by_row=arranged.by_row,
         )
         patch.setattr(updates, "BLOCK_BYTES", arranged.block_bytes)
@@ -137,6 +139,7 @@ def train(setting: str, arranged: Arranged) -> Result:
         patch.setattr(Planner, "choices", lambda planner, *rest: choices)
         # Whatever is tried is taken.
         patch.setattr(choose, "WORTHWHILE", math.inf)
+        patch.setattr(choose, "FINER", math.inf)
         patch.setattr(choose, "COMPUTE_BOUND", 0 if arranged.kept_share else math.inf)
         patch.setattr(prepare, "what_may_be_kept", partial(_of_last, arranged))
         # All but the reference have one memory for host and device, where they can.
@@ -177,6 +180,8 @@ def train(setting: str, arranged: Arranged) -> Result:
         ]
         options = engine._current.arranged.options
         assert options.slack == arranged.slack
+        leading_share = arranged.leading_share if options.deferred else 0.0
+        assert options.leading_share == leading_share
         params = engine.params()
         engine.close()
     return Result(
@@ -305,6 +310,7 @@ def test_every_pair_of_choices_occurs():
         "value_tier": tuple(Tier),
         "gradient_tier": (HOST, NVME),
         "slack": (1.0, 1.5),
+        "leading_share": (0.0, 0.5),
     }
     for first, second in product(fields, fields):
         if first < second:

@@ -14,7 +14,12 @@ from statistics import median
 import pytest
 
 from tests.toy.program import Layer, LeafCase, Toy, make_toy
-from zinf.executor.prepare import DEFERRED_SHARES, LATE_SHARES, SLACKS
+from zinf.executor.prepare import (
+    DEFERRED_SHARES,
+    LATE_SHARES,
+    LEADING_SHARES,
+    SLACK,
+)
 from zinf.plan import (
     Choices,
     Instruction,
@@ -83,7 +88,9 @@ def _step(random: Random, *, clips: bool) -> Step:
                 (Tier.HOST,),
                 0,
                 deferred_shares=LATE_SHARES if clips else DEFERRED_SHARES,
-                slacks=SLACKS,
+                defers_more=not clips,
+                leading_shares=LEADING_SHARES,
+                slack=SLACK,
             ),
             Choices((value_tier,), (Tier.HOST,), 0),
         )
@@ -132,7 +139,7 @@ def test_a_step_never_takes_longer_than_its_instructions_one_by_one(clips) -> No
 # clipping, updates have only the forward pass to overlap with: in the backward pass
 # the drive waits for the processor. The test after this one says that it must.
 @pytest.mark.parametrize(
-    ("clips", "usually", "at_most"), [(False, 1.08, 1.2), (True, 1.1, 1.45)]
+    ("clips", "usually", "at_most"), [(False, 1.06, 1.16), (True, 1.07, 1.45)]
 )
 def test_a_step_takes_little_longer_than_its_busiest_link(
     clips, usually, at_most
@@ -147,15 +154,15 @@ def test_a_step_takes_little_longer_than_its_busiest_link(
 
 
 @pytest.mark.parametrize("clips", [False, True])
-def test_no_order_of_each_link_is_a_tenth_faster(clips) -> None:
+def test_no_order_of_each_link_is_much_faster(clips) -> None:
     ratios = []
     for step in steps(clips):
         bound = bound_seconds(step.plan.instructions, step.rates)
         assert bound > least_seconds(step.plan.instructions, step.rates) * (1 - 1e-9)
         ratios.append(step.seconds / bound)
     assert min(ratios) > 1 - 1e-9, "the bound is none"
-    assert median(ratios) < 1.03
-    assert max(ratios) < 1.1
+    assert median(ratios) < 1.02
+    assert max(ratios) < 1.08
 
 
 @pytest.mark.parametrize("clips", [False, True])

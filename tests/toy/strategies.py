@@ -84,12 +84,15 @@ def cases(draw: st.DrawFn) -> Case:
     choose = Random(draw(st.integers(0, 2**16)))
     tiers = draw(st.lists(st.sampled_from(list(Tier)), min_size=1, max_size=3))
     homes = {a: choose.choice(tiers) for a in toy.specs if a.role != "const"}
+    late = draw(st.sampled_from([0.0, 0.5, 1.0]))
+    numbers = range(len(toy.units(homes)))
     options = StepOptions(
         num_microbatches=draw(st.integers(1, 3)),
         updates_in_backward=draw(st.booleans()),
         value_tier=draw(st.sampled_from(list(Tier))),
         gradient_tier=draw(st.sampled_from([Tier.HOST, Tier.NVME])),
-        deferred_share=draw(st.sampled_from([0.0, 0.5, 1.0])),
+        deferred=frozenset(i for i in numbers if choose.random() < late),
+        leading_share=draw(st.sampled_from([0.0, 0.5, 1.0])),
         gradients_by_row=draw(st.booleans()),
         slack=draw(st.sampled_from([1.0, 1.5])),
     )

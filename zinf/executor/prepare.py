@@ -57,8 +57,9 @@ from zinf.topology import Topology, shortage
 # What is tried for `StepOptions` beside their defaults. An update that waits for the
 # norm has nothing to overlap with but the next step. On random chains shares between
 # these, and more slack, gained nothing (tests/overlap).
-DEFERRED_SHARES, LATE_SHARES = (0.25, 0.5, 0.75, 1.0), (1.0,)
-SLACKS = (1.5,)
+DEFERRED_SHARES, LATE_SHARES = (0.25, 0.5, 0.75), (1.0,)
+LEADING_SHARES = (0.25, 0.375, 0.5, 0.625, 0.75, 1.0)
+SLACK = 1.5
 
 
 @dataclass(frozen=True)
@@ -362,7 +363,9 @@ class Planner:
             self.config.persistence_bytes,
             update_tiers=(Tier.DEVICE,),
             deferred_shares=LATE_SHARES if waits else DEFERRED_SHARES,
-            slacks=SLACKS,
+            defers_more=not waits,
+            leading_shares=LEADING_SHARES,
+            slack=SLACK,
             # Rows of what several devices share are not rows of the whole.
             by_row=self.rule.mesh.size == 1,
         )

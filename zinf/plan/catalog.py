@@ -72,7 +72,9 @@ class StepOptions:
             possible when the norm of the whole gradient decides on the update.
         update_tier: where updates run whose arrays do not all rest on the device; their
             state is streamed through the device if it is that.
-        deferred_share: of the units, how many are updated in the next step instead.
+        deferred: numbers of the units that are updated in the next step instead.
+        leading_share: of those, how many are updated before anything else is done, the
+            smallest first; the others wait for the segment that reads what they update.
         num_kept: how many of the last segments that can keep residuals do so, instead
             of computing them again.
         gradients_by_row: what is updated on the host in several units has its gradient
@@ -90,7 +92,8 @@ class StepOptions:
     gradient_tier: Tier
     update_tier: Tier = Tier.HOST
     num_kept: int = 0
-    deferred_share: float = 0.0
+    deferred: frozenset[int] = frozenset()
+    leading_share: float = 0.0
     gradients_by_row: bool = False
     slack: float = 1.0
 

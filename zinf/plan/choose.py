@@ -21,15 +21,22 @@ from zinf.plan.passage import (
     step_passage,
     streamed,
 )
-from zinf.plan.pending import deferred_units, pending_copies
+from zinf.plan.pending import home_last, pending_copies, spread
 from zinf.plan.plan import Plan
 from zinf.program import ArrayId, Tier
 
 # Another arrangement has to be predicted to take less than so much of the time: what
 # it gains beyond that may be the prediction's error.
 WORTHWHILE = 0.98
+# Less will do among those that differ only in when updates run: they err alike.
+FINER = 0.998
 # How many segments keep residuals is found to such a share of those that can.
 KEPT_STEPS = 16
+# What is home last is deferred again and again, until it was so often in vain.
+PATIENCE = 8
+# Of more, each plan takes seconds, and a search dozens; and what single updates gain is
+# a small part of the step.
+MAX_INSTRUCTIONS = 4096
 # It is asked what they can keep if computing takes so much of the time.
 COMPUTE_BOUND = 0.5
 
@@ -47,7 +54,10 @@ class Choices:
 
     Attributes:
         persistence_bytes: the size under which an array never goes to nvme.
-        update_tiers, deferred_shares, slacks: see `StepOptions`.
+        update_tiers, leading_shares: see `StepOptions`.
+        deferred_shares: of the bytes that updates change, how many may be `deferred`.
+        defers_more: beside those, what is home last in a step, or all.
+        slack: the most of it.
         by_row: whether gradients may wait on the device and come to the host by row.
         keepings: what segments may keep, given the device bytes that are not taken by
             what rests there: most first, then less with more to compute again. Each is
@@ -60,7 +70,9 @@ class Choices:
     update_tiers: tuple[Tier, ...] = ()
     keepings: tuple[KeepingIn, ...] = ()
     deferred_shares: tuple[float, ...] = ()
-    slacks: tuple[float, ...] = ()
+    defers_more: bool = False
+    leading_shares: tuple[float, ...] = ()
+    slack: float = 1.0
     by_row: bool = False
 
 
@@ -182,12 +194,48 @@ class Search:
         best = self.with_residuals(best)
         if self.may_wait:
             best = self.better(best, gradients_by_row=True)
+        if _is_bound(best.plan):
+            return best
+        # With more slack links wait less for each other, and what else gains shows.
+        found = self.with_late_updates(self.slackened(best, self.choices.slack))
+        plainer = self.slackened(found, best.options.slack)
+        return better_of(best, better_of(plainer, found))
+
+    def slackened(self, best: Arrangement, slack: float) -> Arrangement:
+        """The same with other slack, if it fits."""
+        if slack == best.options.slack:
+            return best
+        options = replace(best.options, slack=slack)
+        return self.attempt(best.catalog, options) or best
+
+    def with_late_updates(self, best: Arrangement) -> Arrangement:
+        """The same with updates left to the next step, as many as pays."""
+        units, late = best.units, best
+        is_short = len(best.plan.instructions) < MAX_INSTRUCTIONS
         for share in self.choices.deferred_shares:
-            if not _is_bound(best.plan):
-                best = self.better(best, deferred_share=share)
-        for slack in self.choices.slacks:
-            if not _is_bound(best.plan):
-                best = self.better(best, slack=slack)
+            late = self.finer(late, deferred=spread(units, share, best.catalog))
+        if self.choices.defers_more:
+            if is_short:
+                late = self.deferring_last(late)
+            late = self.finer(late, deferred=frozenset(range(len(units))))
+        if late.options.deferred and is_short:
+            for share in self.choices.leading_shares:
+                late = self.finer(late, leading_share=share)
+        return late
+
+    def deferring_last(self, best: Arrangement) -> Arrangement:
+        """The same with what is home last deferred too, as long as it gains by that."""
+        latest, in_vain = best, 0
+        while in_vain < PATIENCE and not _is_bound(best.plan):
+            last = home_last(latest.plan, best.units, len(best.units) // 64 + 1)
+            deferred = latest.options.deferred | last
+            options = replace(latest.options, deferred=deferred)
+            attempt = self.attempt(best.catalog, options) if last else None
+            if attempt is None:
+                break
+            latest, before = attempt, best
+            best = better_of(best, latest, FINER)
+            in_vain = in_vain + 1 if best is before else 0
         return best
 
     def with_residuals(self, best: Arrangement) -> Arrangement:
@@ -238,12 +286,18 @@ class Search:
         room_bytes //= self.options.num_microbatches
         return bisect_right(list(accumulate(reversed(sizes))), room_bytes)
 
-    def better(self, best: Arrangement, **changes: Any) -> Arrangement:
+    def better(
+        self, best: Arrangement, limit: float | None = None, **changes: Any
+    ) -> Arrangement:
         """The best so far, or the same with other options if that is faster."""
         options = replace(best.options, **changes)
         if options == best.options:
             return best
-        return better_of(best, self.attempt(best.catalog, options))
+        return better_of(best, self.attempt(best.catalog, options), limit)
+
+    def finer(self, best: Arrangement, **changes: Any) -> Arrangement:
+        """The same among such as are alike, unless the best can be no faster."""
+        return best if _is_bound(best.plan) else self.better(best, FINER, **changes)
 
     def attempt(self, catalog: Catalog, options: StepOptions) -> Arrangement | None:
         """A step with these options, if it fits."""
@@ -259,20 +313,22 @@ class Search:
             return streamed(of(catalog, units, options), catalog, self.capacity_bytes)
 
         step = plan(step_passage)
-        deferred = deferred_units(units, options.deferred_share)
-        if not deferred:
+        if not options.deferred:
             return Arrangement(step, catalog, units, options)
-        pending = tuple(pending_copies(units, deferred, catalog, options))
+        pending = tuple(pending_copies(units, options.deferred, catalog, options))
         first, flush = plan(first_passage), plan(flush_passage)
         return Arrangement(step, catalog, units, options, first, flush, pending)
 
 
-def better_of(best: Arrangement, other: Arrangement | None) -> Arrangement:
-    """The first, unless the other is faster by enough to be sure of it."""
+def better_of(
+    best: Arrangement, other: Arrangement | None, limit: float | None = None
+) -> Arrangement:
+    """The first, unless the other takes less than so much of its time."""
     if other is None:
         return best
-    limit = WORTHWHILE * best.plan.timeline.seconds
-    return other if other.plan.timeline.seconds < limit else best
+    limit = WORTHWHILE if limit is None else limit
+    seconds = limit * best.plan.timeline.seconds
+    return other if other.plan.timeline.seconds < seconds else best
 
 
 def _is_bound(plan: Plan) -> bool:

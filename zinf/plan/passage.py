@@ -11,7 +11,7 @@ from zinf.plan.catalog import Catalog, StepOptions, UpdateUnit, value
 from zinf.plan.check import check
 from zinf.plan.infeasible import InfeasibleError
 from zinf.plan.instruction import Copy
-from zinf.plan.pending import deferred_units, pending_copies
+from zinf.plan.pending import pending_copies
 from zinf.plan.plan import Plan
 from zinf.plan.schedule import (
     Job,
@@ -147,5 +147,4 @@ def _boundary(
 def _pending(
     catalog: Catalog, units: Sequence[UpdateUnit], options: StepOptions
 ) -> list[Copy]:
-    deferred = deferred_units(units, options.deferred_share)
-    return pending_copies(units, deferred, catalog, options)
+    return pending_copies(units, options.deferred, catalog, options)

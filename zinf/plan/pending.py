@@ -17,20 +17,38 @@ from collections.abc import Collection, Sequence
 
 from zinf.plan.catalog import Catalog, StepOptions, UpdateUnit
 from zinf.plan.instruction import Copy
+from zinf.plan.plan import Plan
 from zinf.program import ArrayId, Tier
 
 
-def deferred_units(units: Sequence[UpdateUnit], share: float) -> frozenset[int]:
-    """Numbers of the units whose updates are left to the next step.
+def spread(units: Sequence[UpdateUnit], share: float, catalog: Catalog) -> frozenset:
+    """Numbers of units that change such a share of all bytes, evenly over the step.
 
-    They are spread evenly over the step, as what a pass moves then is in proportion to
-    what it computes. The last one, whose gradient is complete last and whose results
-    are needed first, comes in only with all others.
+    So what a pass moves is in proportion to what it computes.
     """
-    counted = [int(i * share + 1e-9) for i in range(len(units) + 1)]
-    passed = [b > a for a, b in zip(counted, counted[1:], strict=False)]
-    shifted = [*passed[1:], share >= 1]
-    return frozenset(i for i, is_deferred in enumerate(shifted) if is_deferred)
+    found, due = [], 0.0
+    for number, unit in enumerate(units):
+        nbytes = changed_bytes(unit, catalog)
+        due += share * nbytes
+        if due >= nbytes:
+            found.append(number)
+            due -= nbytes
+    return frozenset(found)
+
+
+def changed_bytes(unit: UpdateUnit, catalog: Catalog) -> int:
+    results = (a for update in unit.arrays for a in update.results)
+    return sum(catalog.nbytes(a, unit.tier) for a in results)
+
+
+def home_last(plan: Plan, units: Sequence[UpdateUnit], count: int) -> frozenset[int]:
+    """Numbers of the units of this step whose results are home last."""
+    owners = {a: n for n, u in enumerate(units) for x in u.arrays for a in x.results}
+    ends: dict[int, float] = {}
+    for index in plan.own_changes:
+        for array, _ in plan.instructions[index].writes:
+            ends[owners[array]] = plan.timeline.end[index]
+    return frozenset(sorted(ends, key=ends.__getitem__)[-count:])
 
 
 def rest_tier(unit: UpdateUnit, catalog: Catalog, options: StepOptions) -> Tier:

@@ -12,6 +12,7 @@ from itertools import accumulate
 
 from zinf.plan.catalog import Catalog, StepOptions
 from zinf.plan.choose import (
+    MAX_INSTRUCTIONS,
     Arrangement,
     Choices,
     Homes,
@@ -26,8 +27,6 @@ from zinf.program import Tier
 MAX_ATTEMPTS = 24
 # What rests beside residuals fills the room for it to such a share of the tier.
 ROOM_STEPS = 32
-# Of more, each plan takes seconds, and the search a dozen.
-MAX_INSTRUCTIONS = 4096
 
 
 def build_placed(

@@ -64,6 +64,7 @@ def schedule_flush(
 ) -> list[Job]:
     """The jobs that do what is pending, and nothing else."""
     made = _Schedule(catalog, units, options)
+    made.updates.add_leading()
     for k in range(len(catalog.program.segments)):
         made.updates.add_pending(k)
     return made.jobs
@@ -98,6 +99,8 @@ class _Schedule:
 
     def forward_passes(self, *, with_pending: bool = False) -> None:
         """All segments but the last; with `with_pending`, what is due before each."""
+        if with_pending:
+            self.updates.add_leading()
         for k in self.body:
             if with_pending:
                 self.updates.add_pending(k)

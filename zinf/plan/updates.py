@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from zinf.plan.catalog import Catalog, StepOptions, UpdateUnit
 from zinf.plan.instruction import Link, Update
 from zinf.plan.job import JobList
-from zinf.plan.pending import deferred_units, pending_copies, rest_tier
+from zinf.plan.pending import pending_copies, rest_tier
 from zinf.program import ArrayId, Tier
 
 
@@ -30,7 +30,7 @@ class Updates:
         options: StepOptions,
     ):
         self.jobs, self.catalog, self.options = jobs, catalog, options
-        deferred = deferred_units(units, options.deferred_share)
+        deferred = options.deferred
         self.units = [(i, u) for i, u in enumerate(units) if i not in deferred]
         self.at_rest = dict(pending_copies(units, deferred, catalog, options))
         self.pending: dict[int, list[tuple[int, UpdateUnit]]] = defaultdict(list)
@@ -70,6 +70,19 @@ class Updates:
             else:
                 waiting.append((number, unit))
         self.units = waiting
+
+    def add_leading(self) -> None:
+        """Does those of the pending updates that go before all else."""
+        due = [(k, *each) for k, some in self.pending.items() for each in some]
+        due.sort(key=lambda each: self.operand_bytes(each[2]))
+        for k, number, unit in due[: round(self.options.leading_share * len(due))]:
+            self.pending[k].remove((number, unit))
+            self.add(number, unit, is_pending=True)
+
+    def operand_bytes(self, unit: UpdateUnit) -> int:
+        """What comes to the host for a pending update."""
+        operands = _with_whole_params(unit, self.catalog)
+        return sum(self.catalog.nbytes(a, Tier.HOST) for a in operands)
 
     def add_pending(self, k: int) -> None:
         """Does the pending updates of what segment `k` is the first to read."""

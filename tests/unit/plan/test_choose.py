@@ -61,7 +61,15 @@ def arranged(
         TOY.units_for,
         {DEVICE: device, HOST: AMPLE, NVME: AMPLE},
         StepOptions(1, not waits, DEVICE, HOST),
-        Choices((DEVICE,), (HOST,), 0, (DEVICE,), keepings, (0.5, 1.0), (1.5,)),
+        Choices(
+            (DEVICE,),
+            (HOST,),
+            0,
+            (DEVICE,),
+            keepings,
+            deferred_shares=(0.5, 1.0),
+            slack=1.5,
+        ),
     )
     assert all(room == device for room in asked)
     if len(asked) == 1:
@@ -76,7 +84,7 @@ def kept(made: Arrangement) -> int:
 
 def test_what_the_processor_binds_is_left_as_plain_as_it_is() -> None:
     options = arranged(SLOW).options
-    assert (options.deferred_share, options.slack) == (0.0, 1.0)
+    assert (options.deferred, options.slack) == (frozenset(), 1.0)
     assert options.update_tier == HOST
 
 
@@ -133,11 +141,9 @@ def test_nothing_is_kept_where_the_drive_binds() -> None:
 def test_updates_are_left_to_the_next_step_where_the_drive_binds() -> None:
     for waits in (False, True):
         made = arranged(FAST, waits=waits)
-        assert made.options.deferred_share > 0
+        assert made.options.deferred
         assert made.first is not None and made.flush is not None
         assert made.pending
-        plain = replace(made.options, deferred_share=0.0, slack=1.0)
-        assert made.options != plain
 
 
 def test_updates_go_to_the_device_where_the_host_is_too_slow_for_them() -> None:

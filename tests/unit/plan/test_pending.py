@@ -1,46 +1,93 @@
 """Which updates are left to the next step, and where their gradients wait."""
 
+from dataclasses import replace
+
 import pytest
 
-from tests.toy.program import LeafCase, Toy, chain
-from zinf.plan import Run, StepOptions, Update, UpdateUnit
+from tests.toy.program import Layer, LeafCase, Toy, chain, make_toy
+from zinf.plan import Run, StepOptions, Update
 from zinf.plan.job import Job
-from zinf.plan.pending import deferred_units, pending_copies
+from zinf.plan.passage import step_passage, streamed
+from zinf.plan.pending import changed_bytes, home_last, pending_copies, spread
 from zinf.plan.schedule import schedule, schedule_first, schedule_flush
 from zinf.program import ArrayId, Tier
 
 DEVICE, HOST, NVME = Tier
-UNITS = [UpdateUnit(str(i), HOST, (), 0) for i in range(20)]
-LATE = StepOptions(1, False, DEVICE, HOST, deferred_share=1.0)
+LATE = StepOptions(1, False, DEVICE, HOST)
 
 
 def jobs(
     toy: Toy, of=schedule, options: StepOptions = LATE, **homes: Tier
 ) -> list[Job]:
+    """Of a step that leaves all updates to the next."""
     placed = toy.homes(homes.get("param", NVME), homes.get("state", NVME))
-    return of(toy.catalog(placed), toy.units(placed), options)
+    units = toy.units(placed)
+    options = replace(options, deferred=frozenset(range(len(units))))
+    return of(toy.catalog(placed), units, options)
+
+
+def uneven(num_layers: int) -> Toy:
+    """A chain of layers with leaves of one, two and three rows in turn."""
+    leaves = [LeafCase(f"w{i}", num_rows=1 + i % 3) for i in range(num_layers)]
+    values = ["batch/x", *(f"layer{i}.0" for i in range(num_layers))]
+    layers = [
+        Layer(f"layer{i}", (ArrayId("param", f"w{i}"),), (before,), (after,))
+        for i, (before, after) in enumerate(zip(values, values[1:], strict=False))
+    ]
+    return make_toy(leaves, layers)
+
+
+def names(some: list[Job]) -> list[str]:
+    """Of what is computed, in order."""
+    kinds = (Run, Update)
+    return [str(job.operation) for job in some if isinstance(job.operation, kinds)]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.75, 1.0])
-def test_units_are_left_in_proportion_and_evenly(share):
-    found = sorted(deferred_units(UNITS, share))
-    assert abs(len(found) - share * len(UNITS)) < 1
-    gaps = {b - a for a, b in zip(found, found[1:], strict=False)}
-    assert not gaps or max(gaps) - min(gaps) <= 1
+def test_updates_are_left_in_proportion_of_bytes_and_evenly(share):
+    toy = uneven(20)
+    homes = toy.homes(NVME, NVME)
+    catalog, units = toy.catalog(homes), toy.units(homes)
+    sizes = [changed_bytes(unit, catalog) for unit in units]
+    assert len(set(sizes)) == 3
+    found = spread(units, share, catalog)
+    passed = left = 0
+    for number, nbytes in enumerate(sizes):
+        passed += nbytes
+        left += nbytes * (number in found)
+        assert abs(left - share * passed) <= max(sizes)
+    assert share < 1 or len(found) == len(units)
 
 
-def test_the_unit_that_is_ready_last_and_needed_first_is_left_only_with_all_others():
-    last = len(UNITS) - 1
-    assert last not in deferred_units(UNITS, 0.99)
-    assert last in deferred_units(UNITS, 1.0)
+def test_what_is_home_last_is_known_by_the_clock():
+    toy = uneven(3)
+    homes = toy.homes(NVME, NVME)
+    catalog, units = toy.catalog(homes), toy.units(homes)
+    options = replace(LATE, deferred=frozenset({1}))
+    ample = dict.fromkeys(Tier, 1 << 30)
+    plan = streamed(step_passage(catalog, units, options), catalog, ample)
+    writes = [
+        (plan.timeline.end[i], array.path)
+        for i in plan.own_changes
+        for array, tier in plan.instructions[i].writes
+        if tier == NVME
+    ]
+    (last,) = home_last(plan, units, 1)
+    assert {x.master.path for x in units[last].arrays} == {max(writes)[1]}
+    assert home_last(plan, units, 9) == {0, 2}
+
+
+def test_what_leads_is_the_smallest_and_goes_before_all_else():
+    for share, leading in [(0.0, 0), (0.5, 2), (1.0, 3)]:
+        found = names(jobs(uneven(3), options=replace(LATE, leading_share=share)))
+        by_size = [f"late update layer{i}" for i in range(3)]
+        assert found[:leading] == by_size[:leading]
+        assert sorted(n for n in found if n.startswith("late")) == by_size
+        assert found.index("forward layer0 @0") == max(leading, 1)
 
 
 def test_what_is_due_is_updated_just_before_it_is_read():
-    order = [
-        str(job.operation)
-        for job in jobs(chain(3))
-        if isinstance(job.operation, (Run, Update))
-    ]
+    order = names(jobs(chain(3)))
     assert order[:6] == [
         "late update layer0",
         "forward layer0 @0",
@@ -55,12 +102,12 @@ def test_what_is_due_is_updated_just_before_it_is_read():
 def test_the_first_step_and_the_flush_are_the_two_parts_of_a_step():
     toy = chain(3)
 
-    def names(of) -> set[str]:
+    def found(of) -> set[str]:
         return {str(job.operation) for job in jobs(toy, of)}
 
-    assert names(schedule_first) | names(schedule_flush) == names(schedule)
-    assert not any("late update" in name for name in names(schedule_first))
-    assert not any("forward" in name for name in names(schedule_flush))
+    assert found(schedule_first) | found(schedule_flush) == found(schedule)
+    assert not any("late update" in name for name in found(schedule_first))
+    assert not any("forward" in name for name in found(schedule_flush))
 
 
 def test_a_gradient_is_used_up_by_the_last_update_that_reads_it():
