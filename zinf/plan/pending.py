@@ -9,6 +9,11 @@ of the whole gradient, and so for the end of the backward pass, are hidden; and 
 the drive busy in the forward pass too (a part of the optimizer step is overlapped with
 the next forward pass in GreedySnake, arXiv:2512.17570).
 
+The smallest of them may go before all else, wherever their segments are: the drive has
+something to write then while larger ones are read. (That is the order by which two
+machines that every job passes are done first, where the second takes longer: Johnson,
+"Optimal two- and three-stage production schedules", 1954.)
+
 Whoever looks at parameters or state in between (`params`, evaluation, a checkpoint)
 runs what is pending first.
 """
@@ -21,7 +26,9 @@ from zinf.plan.plan import Plan
 from zinf.program import ArrayId, Tier
 
 
-def spread(units: Sequence[UpdateUnit], share: float, catalog: Catalog) -> frozenset:
+def spread(
+    units: Sequence[UpdateUnit], share: float, catalog: Catalog
+) -> frozenset[int]:
     """Numbers of units that change such a share of all bytes, evenly over the step.
 
     So what a pass moves is in proportion to what it computes.
@@ -37,6 +44,7 @@ def spread(units: Sequence[UpdateUnit], share: float, catalog: Catalog) -> froze
 
 
 def changed_bytes(unit: UpdateUnit, catalog: Catalog) -> int:
+    """Of the results of a unit."""
     results = (a for update in unit.arrays for a in update.results)
     return sum(catalog.nbytes(a, unit.tier) for a in results)
 
