@@ -16,7 +16,6 @@ import pytest
 from tests.toy.program import Layer, LeafCase, Toy, make_toy
 from zinf.executor.prepare import (
     DEFERRED_SHARES,
-    LATE_SHARES,
     LEADING_SHARES,
     SLACK,
 )
@@ -87,8 +86,9 @@ def _step(random: Random, *, clips: bool) -> Step:
                 (value_tier,),
                 (Tier.HOST,),
                 0,
-                deferred_shares=LATE_SHARES if clips else DEFERRED_SHARES,
-                defers_more=not clips,
+                deferred_shares=() if clips else DEFERRED_SHARES,
+                defers_last=not clips,
+                defers_all=True,
                 leading_shares=LEADING_SHARES,
                 slack=SLACK,
             ),

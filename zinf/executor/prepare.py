@@ -55,9 +55,9 @@ from zinf.sharding import Layouts, ZeroRule, persistent_layouts
 from zinf.topology import Topology, shortage
 
 # What is tried for `StepOptions` beside their defaults. An update that waits for the
-# norm has nothing to overlap with but the next step. On random chains shares between
-# these, and more slack, gained nothing (tests/overlap).
-DEFERRED_SHARES, LATE_SHARES = (0.25, 0.5, 0.75), (1.0,)
+# norm has nothing to overlap with but the next step: then these shares are not. On
+# random chains others between them, and more slack, gained nothing (tests/overlap).
+DEFERRED_SHARES = (0.25, 0.5, 0.75)
 LEADING_SHARES = (0.25, 0.375, 0.5, 0.625, 0.75, 1.0)
 SLACK = 1.5
 
@@ -362,8 +362,9 @@ class Planner:
             self.tiers_from(None, Tier.HOST),
             self.config.persistence_bytes,
             update_tiers=(Tier.DEVICE,),
-            deferred_shares=LATE_SHARES if waits else DEFERRED_SHARES,
-            defers_more=not waits,
+            deferred_shares=() if waits else DEFERRED_SHARES,
+            defers_last=not waits,
+            defers_all=True,
             leading_shares=LEADING_SHARES,
             slack=SLACK,
             # Rows of what several devices share are not rows of the whole.

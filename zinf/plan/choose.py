@@ -21,7 +21,7 @@ from zinf.plan.passage import (
     step_passage,
     streamed,
 )
-from zinf.plan.pending import home_last, pending_copies, spread
+from zinf.plan.pending import home_last, not_read_first, pending_copies, spread
 from zinf.plan.plan import Plan
 from zinf.program import ArrayId, Tier
 
@@ -56,7 +56,8 @@ class Choices:
         persistence_bytes: the size under which an array never goes to nvme.
         update_tiers, leading_shares: see `StepOptions`.
         deferred_shares: of the bytes that updates change, how many may be `deferred`.
-        defers_more: beside those, what is home last in a step, or all.
+        defers_last: also what is home last in a step may be.
+        defers_all: also all may be, and all but what the first segment reads.
         slack: the most of it.
         by_row: whether gradients may wait on the device and come to the host by row.
         keepings: what segments may keep, given the device bytes that are not taken by
@@ -70,7 +71,8 @@ class Choices:
     update_tiers: tuple[Tier, ...] = ()
     keepings: tuple[KeepingIn, ...] = ()
     deferred_shares: tuple[float, ...] = ()
-    defers_more: bool = False
+    defers_last: bool = False
+    defers_all: bool = False
     leading_shares: tuple[float, ...] = ()
     slack: float = 1.0
     by_row: bool = False
@@ -214,10 +216,11 @@ class Search:
         is_short = len(best.plan.instructions) < MAX_INSTRUCTIONS
         for share in self.choices.deferred_shares:
             late = self.finer(late, deferred=spread(units, share, best.catalog))
-        if self.choices.defers_more:
-            if is_short:
-                late = self.deferring_last(late)
+        if self.choices.defers_last and is_short:
+            late = self.deferring_last(late)
+        if self.choices.defers_all:
             late = self.finer(late, deferred=frozenset(range(len(units))))
+            late = self.finer(late, deferred=not_read_first(units, best.catalog))
         if late.options.deferred and is_short:
             for share in self.choices.leading_shares:
                 late = self.finer(late, leading_share=share)

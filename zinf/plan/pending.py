@@ -59,6 +59,19 @@ def home_last(plan: Plan, units: Sequence[UpdateUnit], count: int) -> frozenset[
     return frozenset(sorted(ends, key=ends.__getitem__)[-count:])
 
 
+def not_read_first(units: Sequence[UpdateUnit], catalog: Catalog) -> frozenset[int]:
+    """Numbers of the units of which the first segment reads nothing.
+
+    For the others it would have to wait. They may be large, as tables of embeddings.
+    """
+    first = {(a.path, a.rows) for a in catalog.program.segments[0].params}
+    return frozenset(
+        number
+        for number, unit in enumerate(units)
+        if not any((x.gradient.path, x.gradient.rows) in first for x in unit.arrays)
+    )
+
+
 def rest_tier(unit: UpdateUnit, catalog: Catalog, options: StepOptions) -> Tier:
     """Where the gradients of a unit wait for a late update.
 

@@ -33,8 +33,10 @@ FAST, SLOW = (Rates(DRIVE, flops, UPDATES, 1e-6) for flops in (1e6, 1e2))
 def arranged(
     rates: Rates,
     *,
+    host: int = AMPLE,
     device: int = AMPLE,
     waits: bool = False,
+    shares: tuple[float, ...] = (0.5,),
     selective: tuple[int, int] | None = None,
 ) -> Arrangement:
     """Args:
@@ -59,7 +61,7 @@ def arranged(
     made = build_at_home(
         replace(TOY.catalog(homes), rates=rates),
         TOY.units_for,
-        {DEVICE: device, HOST: AMPLE, NVME: AMPLE},
+        {DEVICE: device, HOST: host, NVME: AMPLE},
         StepOptions(1, not waits, DEVICE, HOST),
         Choices(
             (DEVICE,),
@@ -67,7 +69,8 @@ def arranged(
             0,
             (DEVICE,),
             keepings,
-            deferred_shares=(0.5, 1.0),
+            deferred_shares=shares,
+            defers_all=True,
             slack=1.5,
         ),
     )
@@ -144,6 +147,16 @@ def test_updates_are_left_to_the_next_step_where_the_drive_binds() -> None:
         assert made.options.deferred
         assert made.first is not None and made.flush is not None
         assert made.pending
+
+
+def test_what_is_read_first_is_not_left_to_the_next_step_where_that_has_to_wait() -> (
+    None
+):
+    ample = arranged(FAST, waits=True, shares=())
+    scarce = arranged(FAST, waits=True, shares=(), host=48_000)
+    assert ample.options.deferred == set(range(8))
+    # The update of the first layer is the last.
+    assert scarce.options.deferred == set(range(7))
 
 
 def test_updates_go_to_the_device_where_the_host_is_too_slow_for_them() -> None:

@@ -8,7 +8,13 @@ from tests.toy.program import Layer, LeafCase, Toy, chain, make_toy
 from zinf.plan import Run, StepOptions, Update
 from zinf.plan.job import Job
 from zinf.plan.passage import step_passage, streamed
-from zinf.plan.pending import changed_bytes, home_last, pending_copies, spread
+from zinf.plan.pending import (
+    changed_bytes,
+    home_last,
+    not_read_first,
+    pending_copies,
+    spread,
+)
 from zinf.plan.schedule import schedule, schedule_first, schedule_flush
 from zinf.program import ArrayId, Tier
 
@@ -75,6 +81,15 @@ def test_what_is_home_last_is_known_by_the_clock():
     (last,) = home_last(plan, units, 1)
     assert {x.master.path for x in units[last].arrays} == {max(writes)[1]}
     assert home_last(plan, units, 9) == {0, 2}
+
+
+def test_what_the_first_segment_reads_is_known():
+    toy = uneven(3)
+    homes = toy.homes(NVME, NVME)
+    units = toy.units(homes)
+    found = not_read_first(units, toy.catalog(homes))
+    paths = {x.master.path for number in found for x in units[number].arrays}
+    assert paths == {"w1", "w2"}
 
 
 def test_what_leads_is_the_smallest_and_goes_before_all_else():
