@@ -14,11 +14,7 @@ from statistics import median
 import pytest
 
 from tests.toy.program import Layer, LeafCase, Toy, make_toy
-from zinf.executor.prepare import (
-    DEFERRED_SHARES,
-    LEADING_SHARES,
-    SLACK,
-)
+from zinf.executor.prepare import DEFERRED_SHARES, LEADING_SHARES, SLACK
 from zinf.plan import (
     Choices,
     Instruction,

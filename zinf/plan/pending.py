@@ -18,12 +18,12 @@ Whoever looks at parameters or state in between (`params`, evaluation, a checkpo
 runs what is pending first.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from zinf.plan.catalog import Catalog, StepOptions, UpdateUnit
 from zinf.plan.instruction import Copy
 from zinf.plan.plan import Plan
-from zinf.program import ArrayId, Tier
+from zinf.program import ArrayId, Rows, Tier
 
 
 def spread(
@@ -64,12 +64,13 @@ def not_read_first(units: Sequence[UpdateUnit], catalog: Catalog) -> frozenset[i
 
     For the others it would have to wait. They may be large, as tables of embeddings.
     """
-    first = {(a.path, a.rows) for a in catalog.program.segments[0].params}
-    return frozenset(
-        number
-        for number, unit in enumerate(units)
-        if not any((x.gradient.path, x.gradient.rows) in first for x in unit.arrays)
-    )
+    readers = catalog.program.first_readers()
+    return frozenset(i for i, unit in enumerate(units) if first_reader(unit, readers))
+
+
+def first_reader(unit: UpdateUnit, readers: Mapping[tuple[str, Rows], int]) -> int:
+    """The first segment that reads what a unit updates, of `Program.first_readers`."""
+    return min(readers[x.gradient.path, x.gradient.rows] for x in unit.arrays)
 
 
 def rest_tier(unit: UpdateUnit, catalog: Catalog, options: StepOptions) -> Tier:

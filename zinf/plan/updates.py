@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from zinf.plan.catalog import Catalog, StepOptions, UpdateUnit
 from zinf.plan.instruction import Link, Update
 from zinf.plan.job import JobList
-from zinf.plan.pending import pending_copies, rest_tier
+from zinf.plan.pending import first_reader, pending_copies, rest_tier
 from zinf.program import ArrayId, Tier
 
 
@@ -36,8 +36,7 @@ class Updates:
         self.pending: dict[int, list[tuple[int, UpdateUnit]]] = defaultdict(list)
         readers = catalog.program.first_readers()
         for number in sorted(deferred):
-            gradients = _gradients(units[number])
-            position = min(readers[g.path, g.rows] for g in gradients)
+            position = first_reader(units[number], readers)
             self.pending[position].append((number, units[number]))
         self.pending_reads = Counter(g for i in deferred for g in _gradients(units[i]))
         self.by_row = self._by_row() if options.gradients_by_row else frozenset()
