@@ -1,5 +1,7 @@
 """Train any JAX model, of any size, on the hardware you have."""
 
+from zinf import linen as linen
+from zinf import nnx as nnx
 from zinf.config import Config as Config
 from zinf.engine import Engine as Engine
 from zinf.initialize import initialize as initialize

@@ -84,10 +84,20 @@ def initialize(
 
 
 def plan_only(
-    loss_fn: Callable, params: Any, *rest: Any, batch: Any, **kw: Any
+    loss_fn: Callable,
+    params: Any,
+    tx: optax.GradientTransformation,
+    config: ConfigSource = None,
+    *,
+    batch: Any,
+    **named: Any,
 ) -> Plan:
-    """The plan that `initialize` would follow, without making anything."""
-    planner = make_planner(loss_fn, params, *rest, **kw)
+    """The plan that `initialize` would follow, without making anything.
+
+    Takes the arguments of `initialize`, in the same order. `batch` is needed here: an
+    example, or its shapes.
+    """
+    planner = make_planner(loss_fn, params, tx, config, **named)
     return planner.plan_batch(batch).plan
 
 

@@ -7,6 +7,7 @@ just as `apply(..., mutable=[...])` takes and returns collections.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from inspect import signature
 from typing import Any
 
 import jax
@@ -23,6 +24,10 @@ from zinf.program import ArrayId
 from zinf.segment import named_leaves
 
 OWN_FIELDS = frozenset(field.name for field in fields(TrainState))
+ORDER = (
+    "zinf.linen.initialize takes (loss_fn, state, config), in the order of "
+    "zinf.initialize. Here the state came first, which was the order of earlier versions."
+)
 
 
 class TrainStateEngine(Engine):
@@ -85,8 +90,8 @@ class TrainStateEngine(Engine):
 
 
 def initialize(
-    state: TrainState | Callable[[], TrainState],
     loss_fn: Callable,
+    state: TrainState | Callable[[], TrainState],
     config: ConfigSource = None,
     *,
     has_aux: bool = False,
@@ -98,17 +103,19 @@ def initialize(
     """Prepares training of a `TrainState` under `loss_fn`; see `zinf.initialize`.
 
     Args:
-        state: where training starts, with its step and optimizer state. Or a function
-            of no arguments that creates it: then it is never whole in memory.
         loss_fn: `(params, batch[, key]) -> loss`, or `(loss, aux)` with `has_aux`. If
             the class of `state` adds fields to TrainState, such as `batch_stats`, it is
             `(params, model_state, batch[, key])` and returns `(loss, new_model_state)`,
             or `(loss, (new_model_state, aux))`. `model_state` is a dict of those
             fields; what the new one leaves out stays as it is.
+        state: where training starts, with its step and optimizer state. Or a function
+            of no arguments that creates it: then it is never whole in memory.
 
     Raises:
         ValueError: as `zinf.initialize`.
     """
+    if isinstance(loss_fn, TrainState) or _takes_arguments(state):
+        raise ValueError(ORDER)
     given = state if isinstance(state, TrainState) else None
 
     def create() -> TrainState:
@@ -139,6 +146,17 @@ def initialize(
     if batch is not None:
         engine.prepare(batch)
     return engine
+
+
+def _takes_arguments(state: Any) -> bool:
+    """Whether `state` is a function that cannot be called without arguments."""
+    if isinstance(state, TrainState):
+        return False
+    try:
+        signature(state).bind()
+    except TypeError:
+        return True
+    return False
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,10 @@ from zinf.initialize import ConfigSource, make_planner
 from zinf.segment import named_leaves
 
 Tree = dict[Any, Any]
+ORDER = (
+    "zinf.nnx.initialize takes (loss_fn, module, tx, config), in the order of "
+    "zinf.initialize. Here the module came first, which was the order of earlier versions."
+)
 
 
 class ModuleEngine(Engine):
@@ -44,9 +48,9 @@ class ModuleEngine(Engine):
 
 
 def initialize(
+    loss_fn: Callable,
     module: nnx.Module | Callable[[], nnx.Module],
     tx: optax.GradientTransformation,
-    loss_fn: Callable,
     config: ConfigSource = None,
     *,
     wrt: Any = nnx.Param,
@@ -62,16 +66,20 @@ def initialize(
     `nnx.Rngs`; their counts advance as after one.
 
     Args:
-        module: it keeps its initial values until `update_module`. Or a function of no
-            arguments that builds it: then it is never whole in memory.
         loss_fn: `(module, batch) -> loss`; with `rng`, `(module, batch, key)`; with
             `has_aux`, it returns `(loss, aux)`. It may change the module's state, but
             not its parameters.
+        module: it keeps its initial values until `update_module`. Or a function of no
+            arguments that builds it: then it is never whole in memory.
         wrt: an NNX filter for the variables that are trained, such as `nnx.LoRAParam`.
 
     Raises:
         ValueError: as `zinf.initialize`.
     """
+    if isinstance(loss_fn, nnx.Module) or isinstance(
+        module, optax.GradientTransformation
+    ):
+        raise ValueError(ORDER)
     config, mesh = on_devices(config, mesh)
     given = module if isinstance(module, nnx.Module) else None
     split = _split(nnx.eval_shape(module) if given is None else given, wrt)

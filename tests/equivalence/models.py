@@ -13,8 +13,7 @@ import optax
 from flax import nnx
 from flax.training.train_state import TrainState
 
-import zinf.linen
-import zinf.nnx
+import zinf
 from zinf import Engine
 from zinf.models import GPT, GPTConfig, next_token_loss
 
@@ -92,7 +91,7 @@ def start_linen(tx: optax.GradientTransformation, config: Any) -> Engine:
         params = model.init(jax.random.key(0), tokens)["params"]
         return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
-    return zinf.linen.initialize(create, linen_loss, config)
+    return zinf.linen.initialize(linen_loss, create, config)
 
 
 # NNX: zinf's own GPT in its Llama form.
@@ -122,7 +121,7 @@ def nnx_loss(params: Any, batch: Any) -> jax.Array:
 
 
 def start_nnx(tx: optax.GradientTransformation, config: Any) -> Engine:
-    return zinf.nnx.initialize(gpt, tx, next_token_loss, config)
+    return zinf.nnx.initialize(next_token_loss, gpt, tx, config)
 
 
 # Equinox: a residual convolution net with normalisation, as a module of arrays.

@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax.training.train_state import TrainState
 
-import zinf.linen
+import zinf
 from zinf import Engine
 
 DIM, SAMPLES, STEPS = 6, 8, 4
@@ -111,7 +111,7 @@ def assert_close(found, wanted):
 @pytest.mark.parametrize("is_given", [False, True], ids=["function", "state"])
 def test_training_is_that_of_a_plain_linen_loop(is_given, config):
     expected_losses, expected = trained_in_flax()
-    engine = zinf.linen.initialize(create() if is_given else create, loss, config)
+    engine = zinf.linen.initialize(loss, create() if is_given else create, config)
     losses = [engine.step(b)["loss"] for b in batches()]
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
     state = engine.train_state()
@@ -125,12 +125,12 @@ def test_training_is_that_of_a_plain_linen_loop(is_given, config):
 
 @pytest.mark.parametrize("config", [FUSED, STREAMED_FROM_HOST])
 def test_training_goes_on_from_a_state_as_if_it_had_not_stopped(config):
-    straight = zinf.linen.initialize(create(), loss, config)
+    straight = zinf.linen.initialize(loss, create(), config)
     losses = [straight.step(b)["loss"] for b in batches()]
-    first = zinf.linen.initialize(create(), loss, config)
+    first = zinf.linen.initialize(loss, create(), config)
     for batch in batches()[:2]:
         first.step(batch)
-    second = zinf.linen.initialize(first.train_state(), loss, config)
+    second = zinf.linen.initialize(loss, first.train_state(), config)
     assert second.num_steps == 2
     assert [second.step(b)["loss"] for b in batches()[2:]] == losses[2:]
 
@@ -139,19 +139,19 @@ def test_training_goes_on_from_a_state_as_if_it_had_not_stopped(config):
 def test_a_state_can_be_had_before_the_first_batch(is_given):
     state = create()
     source = state if is_given else lambda: state
-    found = zinf.linen.initialize(source, loss).train_state()
+    found = zinf.linen.initialize(loss, source).train_state()
     assert found.step == 0
     for name in ("params", "opt_state", "batch_stats", "key"):
         assert_close(getattr(found, name), getattr(state, name))
 
 
 def test_a_checkpoint_wins_over_the_given_state(tmp_path):
-    engine = zinf.linen.initialize(create(), loss, FUSED)
+    engine = zinf.linen.initialize(loss, create(), FUSED)
     first, second, *_ = batches()
     engine.step(first)
     engine.save(tmp_path / "saved")
     expected = engine.step(second)["loss"]
-    resumed = zinf.linen.initialize(create(), loss, FUSED)
+    resumed = zinf.linen.initialize(loss, create(), FUSED)
     resumed.restore(tmp_path / "saved")
     assert resumed.step(second)["loss"] == expected
     assert resumed.train_state().step == 2
@@ -162,7 +162,7 @@ def test_model_state_that_the_loss_leaves_out_stays():
         value, new = loss(params, model_state, batch)
         return value, ({"batch_stats": new["batch_stats"]}, jnp.size(batch["x"]))
 
-    engine = zinf.linen.initialize(create, without_key, FUSED, has_aux=True)
+    engine = zinf.linen.initialize(without_key, create, FUSED, has_aux=True)
     metrics = engine.step(batches()[0])
     assert metrics["aux"] == SAMPLES * DIM
     assert engine.train_state().key == jax.random.key(1)
@@ -179,7 +179,7 @@ def test_a_plain_state_takes_a_plain_loss_and_frozen_entries_are_initial():
     params = {"w": jnp.full(DIM, 2.0), "b": jnp.full(DIM, 3.0)}
     state = TrainState.create(apply_fn=None, params=params, tx=tx)
     config = {**FUSED, "frozen": ["b"]}
-    engine = zinf.linen.initialize(state, plain_loss, config, rng=jax.random.key(0))
+    engine = zinf.linen.initialize(plain_loss, state, config, rng=jax.random.key(0))
     engine.step(batches()[0])
     found = engine.train_state()
     assert jax.tree.structure(found) == jax.tree.structure(state)
@@ -201,4 +201,10 @@ def test_a_plain_state_takes_a_plain_loss_and_frozen_entries_are_initial():
 )
 def test_a_loss_that_cannot_be_right_is_refused(loss_fn, has_aux, message):
     with pytest.raises(ValueError, match=message):
-        zinf.linen.initialize(create, loss_fn, has_aux=has_aux, batch=batches()[0])
+        zinf.linen.initialize(loss_fn, create, has_aux=has_aux, batch=batches()[0])
+
+
+def test_the_order_of_arguments_before_is_refused_with_the_one_of_now():
+    for state in (create, create()):
+        with pytest.raises(ValueError, match=r"takes \(loss_fn, state, config\)"):
+            zinf.linen.initialize(state, loss)

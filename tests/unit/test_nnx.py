@@ -5,7 +5,7 @@ import optax
 import pytest
 from flax import nnx
 
-import zinf.nnx
+import zinf
 from zinf import Engine
 
 DIM, SAMPLES, STEPS = 6, 8, 4
@@ -78,7 +78,7 @@ def test_training_is_that_of_a_plain_nnx_loop(is_given, config):
     expected_module = create()
     expected = train_in_flax(expected_module, tx)
     source = create() if is_given else create
-    engine = zinf.nnx.initialize(source, tx, loss, config)
+    engine = zinf.nnx.initialize(loss, source, tx, config)
     losses = [engine.step(b)["loss"] for b in batches()]
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     module = engine.update_module()
@@ -94,7 +94,7 @@ def test_training_is_that_of_a_plain_nnx_loop(is_given, config):
 def test_a_given_module_changes_only_when_it_is_updated():
     module = create()
     before = flat(module)
-    engine = zinf.nnx.initialize(module, optax.sgd(0.1), loss, {"execution": "fused"})
+    engine = zinf.nnx.initialize(loss, module, optax.sgd(0.1), {"execution": "fused"})
     assert isinstance(engine, Engine)
     engine.step(batches()[0])
     jax.tree.map(np.testing.assert_array_equal, flat(module), before)
@@ -108,14 +108,14 @@ def test_a_given_module_changes_only_when_it_is_updated():
 def test_a_module_can_be_had_before_the_first_batch():
     module = create()
     before = flat(module)
-    engine = zinf.nnx.initialize(module, optax.sgd(0.1), loss)
+    engine = zinf.nnx.initialize(loss, module, optax.sgd(0.1))
     jax.tree.map(np.testing.assert_array_equal, flat(engine.update_module()), before)
 
 
 def test_state_and_random_streams_come_back_from_a_checkpoint(tmp_path):
     def start():
         config = {"execution": "fused"}
-        return zinf.nnx.initialize(create, optax.adam(0.1), loss, config)
+        return zinf.nnx.initialize(loss, create, optax.adam(0.1), config)
 
     engine = start()
     for batch in batches()[:2]:
@@ -140,7 +140,7 @@ def test_parameters_outside_wrt_are_frozen():
     module = Adapted(rngs=nnx.Rngs(0))
     before = flat(module)
     engine = zinf.nnx.initialize(
-        module, optax.adam(0.1), loss, {"execution": "fused"}, wrt=nnx.LoRAParam
+        loss, module, optax.adam(0.1), {"execution": "fused"}, wrt=nnx.LoRAParam
     )
     for batch in batches():
         engine.step(batch)
@@ -155,9 +155,9 @@ def test_each_microbatch_draws_masks_of_its_own():
         return jnp.mean(module.linear(mask)), mask != 0
 
     engine = zinf.nnx.initialize(
+        kept,
         create,
         optax.sgd(0.1),
-        kept,
         {"execution": "fused", "gradient_accumulation_steps": 2},
         has_aux=True,
     )
@@ -175,9 +175,9 @@ def test_the_loss_takes_a_key_and_returns_aux_on_demand():
         return jnp.mean(module.linear(batch["x"] * mask)), mask
 
     engine = zinf.nnx.initialize(
+        noisy,
         create,
         optax.sgd(0.1),
-        noisy,
         {"execution": "fused"},
         has_aux=True,
         rng=jax.random.key(5),
@@ -201,7 +201,7 @@ class Remembering(nnx.Module):
 
 def test_variables_that_the_loss_adds_are_not_kept():
     module = Remembering(rngs=nnx.Rngs(0))
-    engine = zinf.nnx.initialize(module, optax.sgd(0.1), loss, {"execution": "fused"})
+    engine = zinf.nnx.initialize(loss, module, optax.sgd(0.1), {"execution": "fused"})
     engine.step(batches()[0])
     assert not hasattr(engine.update_module(), "seen")
 
@@ -222,4 +222,11 @@ def overwrite(module, batch):
 def test_a_loss_that_cannot_be_right_is_refused(loss_fn, has_aux, message):
     tx = optax.sgd(0.1)
     with pytest.raises(ValueError, match=message):
-        zinf.nnx.initialize(create, tx, loss_fn, has_aux=has_aux, batch=batches()[0])
+        zinf.nnx.initialize(loss_fn, create, tx, has_aux=has_aux, batch=batches()[0])
+
+
+def test_the_order_of_arguments_before_is_refused_with_the_one_of_now():
+    tx = optax.sgd(0.1)
+    for module in (create, create()):
+        with pytest.raises(ValueError, match=r"takes \(loss_fn, module, tx, config\)"):
+            zinf.nnx.initialize(module, tx, loss)
