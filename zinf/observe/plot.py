@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from math import ceil
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -9,31 +10,17 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from zinf.observe.colors import colors
 from zinf.observe.traced import Span, TracedStep
 from zinf.plan import Link, show_seconds
 
-# Colours that stay apart for the colour-blind (Paul Tol's bright and vibrant schemes).
-# What a device computes is dark, what links move is light.
-COLORS = {
-    "forward": "#4477AA",
-    "backward": "#AA3377",
-    "loss": "#332288",
-    "whole step": "#4477AA",
-    "update": "#228833",
-    "decide": "#222222",
-    "accumulate": "#882255",
-    "norm": "#777711",
-    "parameters": "#66CCEE",
-    "parameters and state": "#DDAA33",
-    "gradients": "#EE8866",
-    "optimizer state": "#EEDD88",
-    "activations": "#BBBBBB",
-}
 ROWS = [str(link) for link in Link if not link.only_frees]
 
 # Sizes in inches: rows keep their height, whatever their number.
 WIDTH, ROW, BAR = 13.0, 0.36, 0.78
-LEFT, RIGHT, TOP, BETWEEN, BOTTOM = 1.15, 0.75, 0.95, 0.75, 1.05
+LEFT, RIGHT, TOP, BETWEEN, BOTTOM = 1.15, 0.75, 0.95, 0.75, 0.8
+# The legend: as many kinds as fit beside each other, and the height of one row of them.
+LEGEND_KINDS, LEGEND_ROW = 8, 0.23
 GREY = "#777777"
 
 
@@ -56,8 +43,10 @@ def picture(step: TracedStep) -> Figure:
     spans = (*step.measured, *step.predicted)
     used = {span.link for span in spans}
     links = [link for link in ROWS if link in used]
+    shades = colors(span.kind for span in spans if span.link in links)
     panel = len(links) * ROW
-    height = TOP + panel + BETWEEN + panel + BOTTOM
+    bottom = BOTTOM + ceil(len(shades) / LEGEND_KINDS) * LEGEND_ROW
+    height = TOP + panel + BETWEEN + panel + bottom
     figure = Figure(figsize=(WIDTH, height), dpi=150, facecolor="white")
     above, below = figure.subplots(
         2,
@@ -66,7 +55,7 @@ def picture(step: TracedStep) -> Figure:
             "left": LEFT / WIDTH,
             "right": 1 - RIGHT / WIDTH,
             "top": 1 - TOP / height,
-            "bottom": BOTTOM / height,
+            "bottom": bottom / height,
             "hspace": BETWEEN / panel,
         },
     )
@@ -84,11 +73,10 @@ def picture(step: TracedStep) -> Figure:
         fontweight="bold",
         verticalalignment="center",
     )
-    kinds = {span.kind for span in spans if span.link in links}
     figure.legend(
-        handles=[Patch(color=c, label=k) for k, c in COLORS.items() if k in kinds],
+        handles=[Patch(color=c, label=kind) for kind, c in shades.items()],
         loc="lower center",
-        ncols=len(COLORS),
+        ncols=LEGEND_KINDS,
         frameon=False,
         fontsize=9,
         handlelength=1.0,
@@ -117,10 +105,9 @@ def _draw(
         width = (span.end - span.start) * scale
         bars[span.link, span.kind].append((span.start * scale, width))
     for row, link in enumerate(links):
-        for kind, color in COLORS.items():
-            if (link, kind) in bars:
-                place = row - BAR / 2, BAR
-                axes.broken_barh(bars[link, kind], place, facecolor=color, linewidth=0)
+        for kind, color in colors(k for x, k in bars if x == link).items():
+            place = row - BAR / 2, BAR
+            axes.broken_barh(bars[link, kind], place, facecolor=color, linewidth=0)
         axes.text(
             1.012,
             row,

@@ -7,15 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import to_rgb
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from tests.unit.observe.cases import write_trace
 from zinf.observe import read_trace
-from zinf.observe.plot import COLORS, picture, plot
+from zinf.observe.colors import COLORS, UNKNOWN
+from zinf.observe.plot import picture, plot
 from zinf.observe.traced import TracedStep
-from zinf.plan import Link, show_seconds
+from zinf.plan import Link, Pass, show_seconds
 
 
 @pytest.fixture
@@ -79,6 +81,38 @@ def test_an_instruction_has_its_colour_and_idle_is_white(step):
             assert color(span.link, middle) == pytest.approx(to_rgb(COLORS[span.kind]))
     assert color("nvme read", 0.9 * length) == (1.0, 1.0, 1.0)
     assert color("nvme write", 0.1 * length) == (1.0, 1.0, 1.0)
+
+
+def drawn(figure: Figure) -> tuple[list[str], int]:
+    """The colours of the bars of both panels, and how many bars there are."""
+    groups = [bars for axes in figure.axes for bars in axes.findobj(PolyCollection)]
+    found = [to_hex(bars.get_facecolor()[0]).upper() for bars in groups]
+    return found, sum(len(bars.get_paths()) for bars in groups)
+
+
+def test_all_instructions_of_a_real_step_are_drawn_in_the_colours_of_their_kinds(
+    run_folder,
+):
+    step = read_trace(run_folder / "trace.json")[-1]
+    shown = [s for s in (*step.measured, *step.predicted) if s.kind != "free"]
+    kinds = {span.kind for span in shown}
+    # Those of a step in which segments keep residuals; two of them had no colour once.
+    assert {Pass.KEEPING, Pass.KEPT, Pass.LOSS} <= kinds
+    assert {"parameters", "gradients", "update", "norm", "accumulate"} <= kinds
+    figure = picture(step)
+    colors, count = drawn(figure)
+    assert count == len(shown)
+    assert set(colors) == {COLORS[kind] for kind in kinds}
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert set(legend) == kinds
+
+
+def test_a_kind_of_a_later_version_is_drawn_too(step):
+    first, *rest = step.measured
+    changed = replace(step, measured=(replace(first, kind="novelty"), *rest))
+    colors, count = drawn(picture(changed))
+    assert UNKNOWN in colors
+    assert count == drawn(picture(step))[1]
 
 
 def with_every_kind(step: TracedStep) -> TracedStep:
