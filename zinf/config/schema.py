@@ -24,10 +24,13 @@ class Memory(Section):
     """Byte budgets, one per tier. They are hard: nothing ever holds more."""
 
     device: Auto[Size | None] = None
-    """Bytes of device memory, such as 120GiB; absent or auto: what the device has."""
+    """Bytes of each device's memory, such as 120GiB. Absent or auto: 0.9 of what an
+    accelerator reports; of CPU devices, all together 0.35 of the host's memory."""
 
     host: Auto[Size | None] = None
-    """Bytes of host memory; absent or auto: what the machine has free."""
+    """Bytes of host memory that one process may hold. Absent or auto: 0.7 of the
+    machine's memory, or of its container's limit if that is lower; 0.35 if the devices
+    are CPUs, which lie in the same memory, or what memory.device leaves of 0.7."""
 
     nvme: Annotated[
         tuple[Folder, ...] | None,
@@ -37,7 +40,8 @@ class Memory(Section):
     """Folders of the NVMe tier, best one per drive."""
 
     nvme_capacity: Auto[Size | None] = None
-    """Bytes on all those folders together; absent or auto: what they have free."""
+    """Bytes on all those folders together; absent or auto: 0.95 of what they have
+    free."""
 
     stall_seconds: Seconds = 120.0
     """How long a drive may take to answer a request before the step fails."""

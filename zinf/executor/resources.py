@@ -12,9 +12,8 @@ from zinf.executor.rates_file import RatesFile, load_rates
 from zinf.memory.capacity import (
     DEVICE_FRACTION,
     HOST_FRACTION,
-    device_capacity_bytes,
-    host_capacity_bytes,
     host_memory_bytes,
+    memory_budgets,
     nvme_capacity_bytes,
 )
 from zinf.memory.nvme import measured_speeds
@@ -69,10 +68,8 @@ class Resources:
             device = device or int(chip.memory_bytes * DEVICE_FRACTION)
             host = host or int(count * chip.host_memory_bytes * HOST_FRACTION)
             nvme = nvme or sys.maxsize
-        if device is None:
-            device = min(map(device_capacity_bytes, local_devices(self.mesh)))
-        if host is None:
-            host = host_capacity_bytes()
+        devices = local_devices(self.mesh)
+        device, host = memory_budgets(devices, device=device, host=host)
         if nvme is None:
             nvme = nvme_capacity_bytes(paths) if paths else 0
         return {Tier.DEVICE: device, Tier.HOST: host, Tier.NVME: nvme if paths else 0}

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from errno import ENOSPC
 from pathlib import Path
 
@@ -16,17 +16,52 @@ DEVICE_FRACTION = 0.9
 HOST_FRACTION = 0.7
 NVME_FRACTION = 0.95
 
-
-def device_capacity_bytes(device: jax.Device) -> int:
-    """Of an accelerator, most of what it reports; of a CPU device, half the memory."""
-    stats = device.memory_stats()
-    if stats is None:
-        return host_memory_bytes() // 2
-    return int(stats["bytes_limit"] * DEVICE_FRACTION)
+CGROUP_MEMORY = {
+    # Control groups of version 2 have one tree; of version 1, one for each controller.
+    "": (Path("sys/fs/cgroup"), "memory.max"),
+    "memory": (Path("sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
+}
 
 
-def host_capacity_bytes() -> int:
-    return int(host_memory_bytes() * HOST_FRACTION)
+def memory_budgets(
+    devices: Sequence[jax.Device], *, device: int | None, host: int | None
+) -> tuple[int, int]:
+    """The budgets of one device and of the host, in bytes; None is chosen here.
+
+    An accelerator's budget is most of what the device reports, and the host's is
+    `HOST_FRACTION` of the memory. CPU devices lie in the host's memory: there all
+    devices together and the host have half of that fraction each, or what a given
+    budget leaves. A given budget of the whole memory or more is another machine's, and
+    takes nothing here.
+
+    Args:
+        devices: those of this process.
+        device: the budget asked for each of them.
+        host: the budget asked for the host.
+    """
+    if device is not None and host is not None:
+        return device, host
+    memory = host_memory_bytes()
+    room = int(memory * HOST_FRACTION)
+    stats = [one.memory_stats() for one in devices]
+    reported = [each["bytes_limit"] for each in stats if each is not None]
+    if len(reported) == len(stats):
+        if device is None:
+            device = int(min(reported) * DEVICE_FRACTION)
+        return device, room if host is None else host
+    if device is None:
+        left = room // 2 if host is None else _beside(host, memory)
+        device = left // len(devices)
+    elif host is None:
+        return device, _beside(device * len(devices), memory)
+    return device, room // 2 if host is None else host
+
+
+def _beside(taken: int, memory: int) -> int:
+    """What a budget leaves of the memory, for the tier that has none."""
+    if taken >= memory:
+        return int(memory * HOST_FRACTION)
+    return max(int(memory * HOST_FRACTION) - taken, (memory - taken) // 2)
 
 
 def nvme_capacity_bytes(paths: Sequence[Path]) -> int:
@@ -46,5 +81,35 @@ def nvme_capacity_bytes(paths: Sequence[Path]) -> int:
     return int(sum(by_drive.values()) * NVME_FRACTION)
 
 
-def host_memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def host_memory_bytes(root: Path = Path("/")) -> int:
+    """Bytes that this process may have in memory: the machine's, or its container's.
+
+    Args:
+        root: where `proc` and `sys` are.
+    """
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min((physical, *_cgroup_limits(root)))
+
+
+def _cgroup_limits(root: Path) -> Iterator[int]:
+    """The memory limits of this process's control group and of all groups above it."""
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        found = [CGROUP_MEMORY.get(name) for name in controllers.split(",")]
+        for mount, name in filter(None, found):
+            # A container may see its own limit at the mount and not below it, where
+            # the path, which is the machine's, says.
+            group = root / mount / path.lstrip("/")
+            for folder in (group, *group.parents):
+                limit = _text(folder / name).strip()
+                if limit.isdecimal():  # "max" is no limit
+                    yield int(limit)
+                if folder == root / mount:
+                    break
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:  # no Linux, no such controller, or not allowed to look
+        return ""
