@@ -21,13 +21,14 @@ from zinf.config.rules import (
 from zinf.config.scalar import Folder, Text
 from zinf.config.schema import Data, Memory, MeshAxes, Model, Run, Segment
 from zinf.config.section import Violation
-from zinf.config.size import Size
+from zinf.config.size import Threshold
 from zinf.config.status import Auto
 from zinf.config.validate import validate
 from zinf.program import Tier
 
 FP32_BYTES = 4
 PERSISTENCE_BYTES = 32 * 1024
+PERSISTENT_ELEMENTS = "stage3_param_persistence_threshold"
 
 
 class Config(DeepSpeedKeys):
@@ -55,8 +56,8 @@ class Config(DeepSpeedKeys):
     """File of this machine's rates to plan by, as `zinf bench step` measures them;
     null: fixed ones, with the drive's where `zinf bench io` has measured it."""
 
-    persistence_threshold: Auto[Size | None] = None
-    """Bytes; smaller arrays never go to NVMe; 32KiB when absent."""
+    persistence_threshold: Auto[Threshold | None] = None
+    """Bytes; smaller arrays never go to NVMe; 32KiB when absent, 0: all may go."""
 
     model: Model | None = None
     """The model of `zinf train`; in Python a loss function is given instead."""
@@ -124,7 +125,7 @@ class Config(DeepSpeedKeys):
             )
         if None not in (self.persistence_threshold, self._persistent_elements):
             text = "means the same as persistence_threshold, which is given too"
-            path = ("zero_optimization", "stage3_param_persistence_threshold")
+            path = ("zero_optimization", PERSISTENT_ELEMENTS)
             yield path, f"{text}; remove one of them."
 
     @property
@@ -229,7 +230,16 @@ class Config(DeepSpeedKeys):
         """Arrays of fewer bytes never go to NVMe."""
         if self._persistent_elements is not None:
             return self._persistent_elements * FP32_BYTES
-        return self.persistence_threshold or PERSISTENCE_BYTES
+        if self.persistence_threshold is not None:
+            return self.persistence_threshold
+        return PERSISTENCE_BYTES
+
+    @property
+    def persistence_key(self) -> str:
+        """The key that sets `persistence_bytes`."""
+        if self._persistent_elements is not None:
+            return f"zero_optimization.{PERSISTENT_ELEMENTS}"
+        return "persistence_threshold"
 
     @property
     def log_every(self) -> int:

@@ -48,3 +48,6 @@ def parse_size(value: object) -> int:
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1)]
 """A positive number of bytes, written as `parse_size` reads it."""
+
+Threshold = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
+"""A number of bytes that may be 0, written likewise."""

@@ -67,6 +67,41 @@ def residents(catalog: Catalog, config: Config) -> list[Resident]:
     return found
 
 
+def kept_off_nvme(
+    homes: Mapping[ArrayId, Tier], specs: Mapping[ArrayId, ArraySpec], config: Config
+) -> str | None:
+    """One line if the persistence threshold keeps everything off nvme that was asked
+    for there: all parameters, or all masters and optimizer state.
+
+    Args:
+        homes: where a plan lets arrays rest.
+        specs: one process's share of each of them.
+    """
+    asked = {"offload_param": config.param_tier}
+    asked["offload_optimizer"] = config.optimizer_tier
+    kept: dict[str, list[ArrayId]] = {key: [] for key in asked}
+    for array in homes:
+        if array.role != "const":
+            is_param = array.role == "param"
+            kept["offload_param" if is_param else "offload_optimizer"].append(array)
+    sections = [
+        key
+        for key, arrays in kept.items()
+        if asked[key] is Tier.NVME
+        and arrays
+        and all(homes[array] is not Tier.NVME for array in arrays)
+    ]
+    if not sections:
+        return None
+    sizes = [specs[array].nbytes for key in sections for array in kept[key]]
+    return (
+        f"zero_optimization.{' and '.join(sections)}: device is nvme, but all "
+        f"{len(sizes)} arrays are smaller than {config.persistence_key} "
+        f"({config.persistence_bytes:,} bytes; the largest has {max(sizes):,}) and "
+        f"rest in host memory. Lower {config.persistence_key}; 0 lets all go to nvme."
+    )
+
+
 def _spec(abstract: jax.ShapeDtypeStruct) -> ArraySpec:
     dtype = abstract.dtype
     return ArraySpec(tuple(abstract.shape), str(dtype), dtype.itemsize)

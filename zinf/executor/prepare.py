@@ -4,6 +4,7 @@ Everything here is decided from shapes: no parameter is made and nothing is open
 the same code answers "does it fit" for a machine that is not there.
 """
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -16,7 +17,12 @@ import numpy as np
 
 from zinf.config import Config
 from zinf.distributed import AbstractGroup, Alone
-from zinf.executor.arrays import array_specs, piece_specs, residents
+from zinf.executor.arrays import (
+    array_specs,
+    kept_off_nvme,
+    piece_specs,
+    residents,
+)
 from zinf.executor.batch import batch_spec
 from zinf.executor.exchange import segment_exchanges
 from zinf.executor.fused import FusedProgram, compile_fused
@@ -53,6 +59,8 @@ from zinf.segment.problem import Problem
 from zinf.segment.source import Source
 from zinf.sharding import Layouts, ZeroRule, persistent_layouts
 from zinf.topology import Topology, shortage
+
+logger = logging.getLogger(__name__)
 
 # What is tried for `StepOptions` beside their defaults. An update that waits for the
 # norm has nothing to overlap with but the next step: then these shares are not. On
@@ -150,6 +158,11 @@ class Planner:
             # Collectives that are begun in another order would wait for ever.
             listed = "\n".join(map(repr, made.plan.instructions))
             self.group.agree({"plan": sha256(listed.encode()).hexdigest()})
+        if isinstance(made, Streamed) and homes is None and self.group.is_first:
+            arranged = made.arranged.catalog
+            kept = kept_off_nvme(made.plan.homes, arranged.specs, self.config)
+            if kept is not None:
+                logger.warning(kept)
         return made
 
     def _refused(self, error: Exception) -> Exception:

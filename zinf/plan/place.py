@@ -64,7 +64,8 @@ def place(
 def _choose(
     resident: Resident, left: Mapping[Tier, int], persistence_bytes: int
 ) -> Tier:
-    is_small = resident.nbytes < persistence_bytes
+    # An array of no numbers has no bytes to put on a drive.
+    is_small = resident.nbytes < max(1, persistence_bytes)
     if resident.tier is not None:
         return Tier.HOST if is_small and resident.tier == Tier.NVME else resident.tier
     tiers = [t for t in Tier if t != Tier.NVME or not is_small]

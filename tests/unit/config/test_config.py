@@ -76,6 +76,17 @@ def test_elements_of_the_persistence_threshold_are_fp32():
     assert Config.load(raw).persistence_bytes == 4 * 10**5
 
 
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"persistence_threshold": 0},
+        {"zero_optimization": {"stage3_param_persistence_threshold": 0}},
+    ],
+)
+def test_a_persistence_threshold_of_zero_is_no_default(raw):
+    assert Config.load(raw).persistence_bytes == 0
+
+
 def test_two_persistence_thresholds_are_refused():
     raw = {
         "zero_optimization": {"stage3_param_persistence_threshold": 1e5},

@@ -62,6 +62,11 @@ def test_arrays_smaller_than_the_threshold_never_go_to_nvme() -> None:
     }
 
 
+def test_an_array_without_bytes_never_goes_to_nvme() -> None:
+    arrays = resident("empty", 0, tier=NVME), resident("scalar", 4, tier=NVME)
+    assert homes(*arrays, persistence_bytes=0) == {"empty": HOST, "scalar": NVME}
+
+
 def test_what_fits_nowhere_goes_to_the_slowest_tier() -> None:
     assert homes(resident("w"), device=1, host=1, nvme=1) == {"w": NVME}
 

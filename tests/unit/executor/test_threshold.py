@@ -1,0 +1,74 @@
+"""What the persistence threshold keeps off a drive is said before training starts."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import zinf
+from zinf.program import Tier
+
+DIM = 8
+NUM_LAYERS = 2
+WEIGHT_BYTES = 4 * DIM * DIM
+BATCH = jax.ShapeDtypeStruct((2, DIM), jnp.float32)
+
+
+def init():
+    return [jnp.eye(DIM)] * NUM_LAYERS
+
+
+def loss_fn(params, x):
+    for weight in params:
+        x = jnp.tanh(x @ weight)
+    return jnp.mean(x**2)
+
+
+@pytest.fixture
+def planned(caplog, tmp_path):
+    """Plans with what is asked for on nvme, and returns homes and what was said."""
+
+    def plan(*sections, zero=None, **config):
+        offload = {"device": "nvme", "nvme_path": str(tmp_path)}
+        zero = {**(zero or {}), **dict.fromkeys(sections, offload)}
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="zinf"):
+            made = zinf.plan_only(
+                loss_fn,
+                init,
+                optax.adam(1e-2),
+                {"zero_optimization": zero, **config},
+                batch=BATCH,
+            )
+        said = [r.getMessage() for r in caplog.records if r.name.startswith("zinf")]
+        return set(made.homes.values()), said
+
+    return plan
+
+
+def test_a_threshold_that_keeps_everything_off_nvme_is_said_in_one_line(planned):
+    homes, said = planned("offload_param", "offload_optimizer")
+    assert Tier.NVME not in homes
+    (line,) = said
+    # Weights with two moments each; Adam's count is no array of a parameter.
+    assert f"all {3 * NUM_LAYERS} arrays are smaller than persistence_threshold" in line
+    assert f"32,768 bytes; the largest has {WEIGHT_BYTES}" in line
+    assert "offload_param and offload_optimizer" in line
+    assert "\n" not in line
+
+
+def test_the_key_that_set_the_threshold_is_named(planned):
+    elements = {"stage3_param_persistence_threshold": DIM * DIM + 1}
+    homes, (line,) = planned("offload_param", zero=elements)
+    assert Tier.NVME not in homes
+    assert "Lower zero_optimization.stage3_param_persistence_threshold" in line
+    assert f"all {NUM_LAYERS} arrays" in line
+
+
+@pytest.mark.parametrize("threshold", [0, WEIGHT_BYTES])
+def test_a_threshold_that_keeps_nothing_off_nvme_is_not_mentioned(planned, threshold):
+    homes, said = planned("offload_param", persistence_threshold=threshold)
+    assert Tier.NVME in homes
+    assert said == []
