@@ -20,6 +20,10 @@
 
 set -euo pipefail
 
+# By which the processes know one another: others on the network cannot end the run.
+# srun hands it on; it is no argument of a command, so other users do not see it.
+export ZINF_SECRET=${ZINF_SECRET:-$(head -c 32 /dev/urandom | base64)}
+
 # A process that ends with an error ends all others by itself; srun need not kill them,
 # but must not wait for what is left of a host that is gone.
 srun --label --kill-on-bad-exit=1 \

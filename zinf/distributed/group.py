@@ -16,12 +16,14 @@ import jax
 
 from zinf.distributed.hub import Hub
 from zinf.distributed.limits import GRACE_SECONDS, Limits
-from zinf.distributed.wire import Closed, Message, Wire
+from zinf.distributed.wire import MESSAGE_BYTES, Closed, Message, Wire
 
 # This process was well; another ended the run.
 ENDED_BY_ANOTHER = 3
 STDERR = 2
 PRINT_SECONDS = 1.0
+# Of an error that goes to the others; a compiler's may have a whole program in it.
+FAILURE_CHARACTERS = 1 << 16
 
 
 class AbstractGroup(ABC):
@@ -38,9 +40,10 @@ class AbstractGroup(ABC):
     def gather(self, name: str, value: Any, timeout: float | None = 300.0) -> list[Any]:
         """Every process's JSON value, in process order, the same on all.
 
-        Every process must call it, with the same name, within `timeout` seconds of the
-        first; else all end with an error that names who did not come. With None they
-        have until they count as hung. Calls of one name are matched in order.
+        Of at most 16 MiB each. Every process must call it, with the same name, within
+        `timeout` seconds of the first; else all end with an error that names who did
+        not come. With None they have until they count as hung. Calls of one name are
+        matched in order.
         """
 
     @abstractmethod
@@ -158,7 +161,7 @@ class Joined(AbstractGroup):
         self._failure = describe(error)
         # Later than jax's own, so before it, which would wait for the others and abort.
         atexit.register(leave, 1)
-        self._send({"fail": self._failure})
+        self._send({"fail": self._failure[:FAILURE_CHARACTERS]})
         # If this error only follows from another's end, the listener ends here with it.
         self._has_verdict.wait(GRACE_SECONDS + self._limits.beat_seconds + 1.0)
         if self._is_ended.is_set():
@@ -184,14 +187,14 @@ class Joined(AbstractGroup):
         number = self._calls[name]
         key = name if number == 1 else f"{name} ({number})"
         message = {"give": key, "value": value, "seconds": timeout, "agree": agree}
-        self._send(message)
+        self._send(message, max_bytes=MESSAGE_BYTES)
         with self._came:
             self._came.wait_for(lambda: key in self._results)
             return self._results.pop(key)
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: Message, *, max_bytes: int | None = None) -> None:
         try:
-            self._wire.send(message)
+            self._wire.send(message, max_bytes=max_bytes)
         except Closed:
             if not self.has_parted:
                 # The listener knows by now, or will at once, and ends this process.

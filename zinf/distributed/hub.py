@@ -5,24 +5,39 @@ which it ends. Runs in a thread of its own, so it works while a collective hangs
 """
 
 import contextlib
+import logging
 import os
 import selectors
 import socket
 import threading
 import time
 import traceback
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from zinf.distributed import verdict
 from zinf.distributed.agreement import differences
+from zinf.distributed.greeting import (
+    GREETING_BYTES,
+    checked,
+    hello,
+    welcome,
+)
 from zinf.distributed.limits import (
     GRACE_SECONDS,
+    GREETING_SECONDS,
     LINGER_SECONDS,
     TOGETHER_SECONDS,
     Limits,
 )
 from zinf.distributed.peer import Peer
-from zinf.distributed.wire import Closed, Message, Wire
+from zinf.distributed.secret import Secret, nonce
+from zinf.distributed.secret_file import remove_file
+from zinf.distributed.strangers import Strangers
+from zinf.distributed.wire import MESSAGE_BYTES, Closed, Message, Wire
+
+logger = logging.getLogger(__name__)
 
 
 class Hub:
@@ -31,13 +46,24 @@ class Hub:
     Args:
         listener: A listening socket, which the hub closes.
         count: Processes that the run has.
+        secret: What they know, and nobody else should.
+        secret_file: Holds the secret, and is removed when all processes have come.
     """
 
-    def __init__(self, listener: socket.socket, count: int, limits: Limits) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        count: int,
+        limits: Limits,
+        secret: Secret,
+        *,
+        secret_file: Path | None = None,
+    ) -> None:
         self._listener, self._count, self._limits = listener, count, limits
+        self._secret, self._secret_file = secret, secret_file
+        self._strangers = Strangers(count)
         self._start = time.monotonic()
         self._peers: dict[int, Peer] = {}
-        self._strangers: set[Wire] = set()
         self._indices: dict[Wire, int] = {}
         self._given: dict[str, dict[int, Any]] = {}
         self._deadlines: dict[str, float] = {}
@@ -52,6 +78,11 @@ class Hub:
         self._over = threading.Event()
         threading.Thread(target=self._run, name="zinf-hub", daemon=True).start()
 
+    @property
+    def num_strangers(self) -> int:
+        """Connections that were dropped because they were not of this run."""
+        return self._strangers.num_dropped
+
     def wait(self) -> None:
         """Until every other process has gone, or had time to."""
         self._over.wait(LINGER_SECONDS + 1.0)
@@ -60,13 +91,24 @@ class Hub:
         try:
             while not self._is_over():
                 self._round()
-            self._over.set()
+            self._close()
         except BaseException:
             # Without a hub nobody would hear of a failure: better that all end now.
             traceback.print_exc()
             os._exit(1)
-        finally:
-            self._listener.close()
+        # Last, as the process may end as soon as this is set.
+        self._over.set()
+
+    def _close(self) -> None:
+        self._listener.close()
+        for wire in self._strangers.all():
+            wire.close()
+        self._selector.close()
+        self._remove_secret()
+
+    def _remove_secret(self) -> None:
+        if self._secret_file is not None:
+            remove_file(self._secret_file)
 
     def _is_over(self) -> bool:
         others = [peer for index, peer in self._peers.items() if index != 0]
@@ -80,9 +122,10 @@ class Hub:
         for key, _ in self._selector.select(self._limits.beat_seconds / 4):
             if key.fileobj is self._listener:
                 self._accept()
-            else:
+            elif key.data.fileno() >= 0:  # not dropped since
                 self._read(key.data)
         now = time.monotonic()
+        self._drop(self._strangers.late(now - GREETING_SECONDS))
         if now - self._beat_at >= self._limits.beat_seconds:
             self._beat_at = now
             said = self._peers[0].said if 0 in self._peers else "nothing"
@@ -91,43 +134,56 @@ class Hub:
             self._judge(now)
 
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
+        try:
+            connection, (host, *_) = self._listener.accept()
+        except OSError as error:
+            # It was gone already; or too many connections are open, all but ours of
+            # strangers.
+            logger.warning("A connection could not be accepted: %s", error)
+            self._drop(self._strangers.all())
+            return
         connection.settimeout(self._limits.silence_seconds)
-        wire = Wire(connection)
-        self._strangers.add(wire)
+        wire = Wire(connection, max_bytes=GREETING_BYTES)
+        self._drop(self._strangers.too_many())
+        number = nonce()
+        self._strangers.add(wire, host, number)
         self._selector.register(wire, selectors.EVENT_READ, wire)
+        self._tell(wire, hello(number))
 
     def _read(self, wire: Wire) -> None:
         try:
-            messages = wire.receive(0.0)
-        except (Closed, ValueError):  # nonsense comes from no process of ours
-            self._gone(wire)
-            return
-        for message in messages:
-            if wire in self._strangers:
-                self._greet(wire, message)
-            else:
-                self._hear(wire, message)
+            messages = wire.receive_now()
+            for message in messages:
+                if wire in self._strangers:
+                    self._greet(wire, message)
+                else:
+                    self._hear(wire, message)
+        except (Closed, ValueError) as error:
+            self._gone(wire, error)
 
     def _greet(self, wire: Wire, message: Message) -> None:
-        """Take in a process that says who it is."""
-        match message:
-            case {"index": int(index), "host": str(host), "pid": int(pid), **rest}:
-                peer = Peer(wire, host, pid)
-            case _:
-                self._gone(wire)
-                return
-        self._strangers.discard(wire)
+        """Take in a process that says who it is, and knows the secret.
+
+        Raises:
+            StrangerError, ValueError: It does not.
+        """
+        greeting = checked(message, self._secret, self._strangers.number(wire))
+        index, peer = greeting.index, Peer(wire, greeting.host, greeting.pid)
+        self._strangers.remove(wire)
+        wire.max_bytes = MESSAGE_BYTES
+        self._tell(wire, welcome(self._secret, greeting))
         if self._verdict is not None:
             self._tell(wire, {"end": self._verdict, "failed": []})
-        count = rest.get("count")
         twin = self._peers.get(index)
         if twin is not None:
             self._end(verdict.twins(index, twin, peer), also=wire)
-        elif count != self._count:
-            self._end(verdict.counts(self._count, index, count), also=wire)
+        elif greeting.count != self._count:
+            text = verdict.counts(self._count, index, greeting.count)
+            self._end(text, also=wire)
         if twin is None:
             self._peers[index], self._indices[wire] = peer, index
+        if len(self._peers) == self._count:
+            self._remove_secret()  # nobody else needs it
 
     def _hear(self, wire: Wire, message: Message) -> None:
         index = self._indices.get(wire)
@@ -170,7 +226,8 @@ class Hub:
         limits, peers = self._limits, self._peers
         missing = sorted(set(range(self._count)) - peers.keys())
         if missing and now - self._start > limits.join_seconds:
-            self._end(verdict.missing(missing, self._count, limits))
+            known = self._strangers.summary
+            self._end(verdict.missing(missing, self._count, limits, known))
         for index, peer in peers.items():
             if now - peer.heard > limits.silence_seconds:
                 self._lose(index, f"no sign of life for {limits.silence_seconds:g} s")
@@ -186,9 +243,12 @@ class Hub:
         if silent and not missing:
             self._end(verdict.hung(peers, self._count, limits))
 
-    def _gone(self, wire: Wire) -> None:
+    def _gone(self, wire: Wire, why: Exception) -> None:
+        """Close a connection that was closed, or on which nonsense came."""
+        if wire in self._strangers:
+            self._drop([wire], str(why))
+            return
         self._selector.unregister(wire)
-        self._strangers.discard(wire)
         wire.close()
         index = self._indices.get(wire)
         if index is None:
@@ -197,7 +257,17 @@ class Hub:
         if index in self._failed:  # it said why before it went
             self._due = min(self._due, time.monotonic())
         elif not self._has_left:
-            self._lose(index, "its connection closed")
+            is_end = isinstance(why, Closed)
+            how = "its connection closed" if is_end else f"it sent nonsense, {why}"
+            self._lose(index, how)
+
+    def _drop(self, wires: Sequence[Wire], why: str = "it did not greet in time"):
+        """Close connections of what is no process of this run, as far as is known."""
+        for wire in wires:
+            self._selector.unregister(wire)
+            self._strangers.drop(wire, why)
+            self._tell(wire, {"refused": why})
+            wire.close()
 
     def _lose(self, index: int, how: str) -> None:
         if index not in self._lost:

@@ -1,17 +1,23 @@
 """How the processes of a run come together, before any of them touches a device."""
 
-import os
+import logging
 import socket
 import time
 
 import jax
 
 from zinf.distributed.fingerprint import code_fingerprint, device_fingerprint
+from zinf.distributed.greeting import introduce
 from zinf.distributed.group import AbstractGroup, Alone, Joined
 from zinf.distributed.hub import Hub
 from zinf.distributed.limits import Limits
+from zinf.distributed.listen import bound_socket, is_own_address
 from zinf.distributed.seat import JoinError, Seat
-from zinf.distributed.wire import Wire
+from zinf.distributed.secret import Secret
+from zinf.distributed.secret_file import make_file
+from zinf.distributed.wire import MESSAGE_BYTES, Wire
+
+logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 0.2
 ATTEMPT_SECONDS = 5.0
@@ -32,13 +38,12 @@ def join(seat: Seat | None, limits: Limits = LIMITS) -> AbstractGroup:
     """
     if seat is None:
         return Alone()
-    hub = None
+    hub, secret = None, seat.secret
     if seat.index == 0:
-        hub = Hub(_listener(seat), seat.count, limits)
-    wire = _connect(seat, limits)
+        hub, secret = _open_hub(seat, limits)
+    wire = _connect(seat, secret, limits)
     group = Joined(wire, hub, index=seat.index, count=seat.count, limits=limits)
     try:
-        _introduce(seat, wire)
         # The hub has the deadline: it knows who is missing.
         group.barrier("join", timeout=None)
         group.agree(code_fingerprint())
@@ -50,39 +55,51 @@ def join(seat: Seat | None, limits: Limits = LIMITS) -> AbstractGroup:
     return group
 
 
-def _introduce(seat: Seat, wire: Wire) -> None:
-    place = {"index": seat.index, "count": seat.count}
-    wire.send({**place, "host": socket.gethostname(), "pid": os.getpid()})
-
-
-def _listener(seat: Seat) -> socket.socket:
-    _, port = seat.address
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    named = {"family": family, "dualstack_ipv6": both, "backlog": seat.count}
+def _open_hub(seat: Seat, limits: Limits) -> tuple[Hub, Secret]:
+    """The hub of this process, and the secret of the run, made if none was given."""
+    host, port = seat.address
     try:
-        return socket.create_server(("", port), **named)
+        listener = bound_socket(host, port)
+        listener.listen(seat.count)
     except OSError as error:
         raise JoinError(
             f"Process 0 cannot listen on port {port} of this host "
             f"({socket.gethostname()}): {error.strerror}. Another program has it, or a "
             "second process 0; choose another port for --coordinator."
         ) from error
+    if seat.secret is None:
+        # Others read the file once the hub has spoken to them, so it is there by then.
+        secret, file = make_file(port)
+        return Hub(listener, seat.count, limits, secret, secret_file=file), secret
+    if not seat.secret.is_private:
+        logger.warning(
+            "Whoever reaches port %d of this host can end this run, as its processes "
+            "know one another by %s. Set ZINF_SECRET to one text of your choice for "
+            "all processes, or ZINF_SECRET_FILE, or use a private network.",
+            port,
+            seat.secret.source,
+        )
+    return Hub(listener, seat.count, limits, seat.secret), seat.secret
 
 
-def _connect(seat: Seat, limits: Limits) -> Wire:
+def _connect(seat: Seat, secret: Secret | None, limits: Limits) -> Wire:
     """To the hub, which may start later than this process."""
     deadline = time.monotonic() + limits.join_seconds
     while True:
         try:
             connection = socket.create_connection(seat.address, ATTEMPT_SECONDS)
-            break
+            connection.settimeout(limits.silence_seconds)
+            wire = Wire(connection, max_bytes=MESSAGE_BYTES * seat.count)
+            try:
+                introduce(seat, wire, secret)
+            except BaseException:
+                wire.close()
+                raise
+            return wire
         except OSError as error:
             if time.monotonic() > deadline:
                 raise JoinError(_unreachable(seat, limits, error)) from error
             time.sleep(RETRY_SECONDS)
-    connection.settimeout(limits.silence_seconds)
-    return Wire(connection)
 
 
 def _unreachable(seat: Seat, limits: Limits, error: OSError) -> str:
@@ -97,8 +114,9 @@ def _unreachable(seat: Seat, limits: Limits, error: OSError) -> str:
 
 def _initialize(seat: Seat, group: AbstractGroup, limits: Limits) -> None:
     """jax.distributed, at a port that process 0 has free."""
-    host, _, _ = seat.coordinator.rpartition(":")
-    address = group.broadcast("jax address", f"{host}:{_free_port()}")
+    written, _, _ = seat.coordinator.rpartition(":")
+    host, _ = seat.address
+    address = group.broadcast("jax address", f"{written}:{_free_port()}")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # It would catch SIGTERM, so that nothing could end a run but SIGKILL.
     jax.config.update("jax_enable_preemption_service", False)
@@ -108,6 +126,7 @@ def _initialize(seat: Seat, group: AbstractGroup, limits: Limits) -> None:
         seat.index,
         list(seat.local_device_ids),
         "deactivate",
+        coordinator_bind_address=address if is_own_address(host) else None,
         initialization_timeout=round(limits.join_seconds) + 1,
         # Its news of a lost process is an abort with a C++ stack: ours comes first.
         heartbeat_timeout_seconds=3 * round(limits.silence_seconds) + 10,

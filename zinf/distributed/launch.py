@@ -7,12 +7,19 @@ late for an error that names it; and it knows neither Open MPI 5 nor MPICH.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+from zinf.distributed.listen import is_loopback
 from zinf.distributed.seat import JoinError, Seat
+from zinf.distributed.secret import Secret
 
 COORDINATOR = "JAX_COORDINATOR_ADDRESS"
 NUM_PROCESSES = "JAX_NUM_PROCESSES"
+SECRET, SECRET_FILE = "ZINF_SECRET", "ZINF_SECRET_FILE"
+# Open MPI 4 gives all processes of a run one random number of 128 bits, for networks
+# that need it.
+OPEN_MPI_SECRET = "OMPI_MCA_orte_precondition_transports"
 # The ports from which a Slurm job's is chosen by the numbers of job and step.
 FIRST_PORT, NUM_PORTS = 61440, 4096
 
@@ -37,6 +44,7 @@ class _Launcher:
     local_index: str | None = None
     local_count: str | None = None
     mark: str | None = None  # without it, the others are of a surrounding shell
+    run: tuple[str, ...] = ()  # together they tell this run from others
 
 
 SLURM = _Launcher(
@@ -45,6 +53,7 @@ SLURM = _Launcher(
     "SLURM_NTASKS",
     "SLURM_LOCALID",
     mark="SLURM_STEP_NODELIST",
+    run=("SLURM_JOB_ID", "SLURM_STEP_ID"),
 )
 LAUNCHERS = (
     _Launcher("environment", "JAX_PROCESS_ID", NUM_PROCESSES),
@@ -56,10 +65,18 @@ LAUNCHERS = (
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
+        run=("PMIX_NAMESPACE",),
     ),
     SLURM,
     _Launcher("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    _Launcher(
+        "torchrun",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        run=("TORCHELASTIC_RUN_ID",),
+    ),
 )
 
 
@@ -88,7 +105,61 @@ def find_seat(flags: Flags, environ: Mapping[str, str]) -> Seat | None:
     devices = flags.local_devices
     if devices is None:
         devices = () if launcher is None else _own_devices(launcher, environ)
-    return Seat(name, coordinator, count, index, devices)
+    seat = Seat(name, coordinator, count, index, devices)
+    secret = _given_secret(launcher, environ)
+    if secret is None and not _is_one_host(seat, launcher, environ):
+        secret = _public_secret(launcher, environ)
+    return replace(seat, secret=secret)
+
+
+def _given_secret(
+    launcher: _Launcher | None, environ: Mapping[str, str]
+) -> Secret | None:
+    """What the user or the launcher gave all processes, and nobody else."""
+    source, text = SECRET, environ.get(SECRET)
+    if text is None and SECRET_FILE in environ:
+        path = Path(environ[SECRET_FILE])
+        source = f"{SECRET_FILE}, {path}"
+        try:
+            text = path.read_text()
+        except (OSError, ValueError) as error:
+            raise JoinError(
+                f"{SECRET_FILE} in the environment names {path}, which cannot be read: "
+                f"{error}. It must be a text file that every process can read."
+            ) from error
+    if text is None and launcher is not None and launcher.name == "mpirun":
+        source, text = OPEN_MPI_SECRET, environ.get(OPEN_MPI_SECRET)
+    if text is None:
+        return None
+    if not text.strip():
+        raise JoinError(
+            f"{source} is empty; it must be a text that only the processes of this run "
+            "know, such as 32 random letters."
+        )
+    return Secret(text.strip().encode(), source)
+
+
+def _public_secret(launcher: _Launcher | None, environ: Mapping[str, str]) -> Secret:
+    """What the processes of a run have in common, which is no secret.
+
+    It keeps out what is no process of zinf, and processes of other runs, but nobody who
+    wants to come in.
+    """
+    names = () if launcher is None else launcher.run
+    # Processes of one heterogeneous job have several numbers of jobs.
+    if not all(name in environ for name in names) or "SLURM_HET_SIZE" in environ:
+        names = ()
+    said = " ".join(f"{name}={environ[name]}" for name in names)
+    source = f"{said}, which others can see" if said else "nothing but being zinf"
+    return Secret(f"zinf {said}".encode(), source, is_private=False)
+
+
+def _is_one_host(
+    seat: Seat, launcher: _Launcher | None, environ: Mapping[str, str]
+) -> bool:
+    if is_loopback(seat.address[0]):
+        return True
+    return launcher is not None and _local_count(launcher, environ) == seat.count
 
 
 def _speaks(launcher: _Launcher, environ: Mapping[str, str]) -> bool:
@@ -140,14 +211,14 @@ def _own_devices(launcher: _Launcher, environ: Mapping[str, str]) -> tuple[int, 
     )
 
 
-def _local_count(launcher: _Launcher, environ: Mapping[str, str]) -> int:
-    """Processes on this host; where it is not told, more than one is assumed."""
+def _local_count(launcher: _Launcher, environ: Mapping[str, str]) -> int | None:
+    """Processes on this host; None where the launcher does not say."""
     if launcher is SLURM:
         nodes = _tasks_of_nodes(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
         node = int(environ.get("SLURM_NODEID", "0"))
-        return nodes[node] if node < len(nodes) else 2
+        return nodes[node] if node < len(nodes) else None
     name = launcher.local_count
-    return _number(name, environ) if name in environ else 2
+    return _number(name, environ) if name in environ else None
 
 
 def _tasks_of_nodes(text: str) -> list[int]:

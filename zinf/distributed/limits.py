@@ -7,6 +7,8 @@ from dataclasses import dataclass
 GRACE_SECONDS = 1.0
 # Processes of one host that go down together are named together.
 TOGETHER_SECONDS = 0.3
+# From a connection to a greeting on it; else it is dropped.
+GREETING_SECONDS = 30.0
 # Process 0 leaves last, so that every other has the verdict; at most so much later.
 LINGER_SECONDS = 3.0
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from zinf.distributed.secret import Secret
+
 
 class JoinError(ValueError):
     """The processes of a run cannot come together; the message says why."""
@@ -17,6 +19,8 @@ class Seat:
         index: Of this process, in `range(count)`.
         local_device_ids: The accelerators of this host that are this process's; empty:
             all that it sees.
+        secret: What all processes of the run know; None: process 0 makes one in a file
+            of its host, as all are there.
 
     Raises:
         JoinError: The index is out of range, or the address is not HOST:PORT.
@@ -27,6 +31,7 @@ class Seat:
     count: int
     index: int
     local_device_ids: tuple[int, ...] = ()
+    secret: Secret | None = None
 
     def __post_init__(self) -> None:
         if self.count < 1:

@@ -9,11 +9,13 @@ from zinf.distributed.peer import Peer
 Peers = Mapping[int, Peer]
 
 
-def missing(indices: Sequence[int], count: int, limits: Limits) -> str:
+def missing(indices: Sequence[int], count: int, limits: Limits, strangers: str) -> str:
+    """Args: strangers: What connected and was dropped, or nothing."""
+    meanwhile = f" Process 0 {strangers}." if strangers else ""
     return (
         f"{processes(indices).capitalize()} of {count} did not join within "
         f"{limits.join_seconds:g} s. See why in the output there, or allow more time "
-        "with --join-timeout."
+        f"with --join-timeout.{meanwhile}"
     )
 
 

@@ -1,14 +1,19 @@
 """Messages between two processes: JSON objects, one a line, over a TCP connection."""
 
+import contextlib
 import json
-import select
+import selectors
 import socket
 import threading
+import time
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
 Message = Mapping[str, Any]
 READ_BYTES = 1 << 16
+# Of one process's message. The largest that zinf sends is the config, a few KiB.
+MESSAGE_BYTES = 1 << 24
 
 
 class Closed(ConnectionError):
@@ -16,27 +21,40 @@ class Closed(ConnectionError):
 
 
 class Wire:
-    """A connected socket; any thread may send, one thread receives."""
+    """A connected socket; any thread may send, one thread receives.
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
+    Attributes:
+        max_bytes: largest length of a message that is received.
+    """
+
+    def __init__(
+        self, connection: socket.socket, *, max_bytes: int = MESSAGE_BYTES
+    ) -> None:
+        self.connection, self.max_bytes = connection, max_bytes
         # Small messages must not wait for one another.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sending = threading.Lock()
-        self._incoming = select.poll()
-        self._incoming.register(connection, select.POLLIN)
-        self._rest = b""
+        self._incoming: selectors.BaseSelector | None = None
+        self._buffer = bytearray()
+        self._ready: deque[Message] = deque()
 
     def fileno(self) -> int:
         return self.connection.fileno()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Message, *, max_bytes: int | None = None) -> None:
         """Send all of it, within the socket's timeout.
 
         Raises:
             Closed: The other end is gone, or takes nothing.
+            ValueError: The message is longer than `max_bytes`.
         """
         line = json.dumps(message).encode() + b"\n"
+        if max_bytes is not None and len(line) > max_bytes:
+            raise ValueError(
+                f"A message of {len(line):,} bytes was to be sent to process 0, which "
+                f"takes at most {max_bytes:,}. Exchange less at once, or large values "
+                "through a file that all processes see."
+            )
         try:
             with self._sending:
                 self.connection.sendall(line)
@@ -50,19 +68,87 @@ class Wire:
             Closed: The other end is gone.
             ValueError: What came is no message: the other end is not zinf.
         """
-        if not self._incoming.poll(seconds * 1000):
-            return []
+        if not self._ready and self._waited(seconds):
+            self._read()
+        return self._taken()
+
+    def receive_now(self) -> list[Message]:
+        """The messages of what the socket has, which is known to have something.
+
+        Raises:
+            Closed, ValueError: as `receive`.
+        """
+        self._read()
+        return self._taken()
+
+    def _taken(self) -> list[Message]:
+        messages = list(self._ready)
+        self._ready.clear()
+        return messages
+
+    def receive_one(self, seconds: float) -> Message:
+        """The next message; those after it stay for the next call.
+
+        Raises:
+            Closed: The other end is gone, or sent nothing within `seconds`.
+            ValueError: What came is no message: the other end is not zinf.
+        """
+        deadline = time.monotonic() + seconds
+        while not self._ready:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise Closed(f"nothing came within {seconds:g} s")
+            if self._waited(left):
+                self._read()
+        return self._ready.popleft()
+
+    def _read(self) -> None:
         try:
             data = self.connection.recv(READ_BYTES)
         except OSError as error:
             raise Closed(str(error)) from error
         if not data:
             raise Closed("end of stream")
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        messages = [json.loads(line) for line in lines]
-        if not all(isinstance(message, dict) for message in messages):
-            raise ValueError("a message is not an object")
-        return messages
+        # Only the new part is searched, so that a long line costs its length once.
+        end = data.rfind(b"\n")
+        if end >= 0:
+            lines = (bytes(self._buffer) + data[:end]).split(b"\n")
+            self._buffer = bytearray(data[end + 1 :])
+            self._ready.extend(map(self._message, lines))
+        else:
+            self._buffer += data
+        if len(self._buffer) > self.max_bytes:
+            raise ValueError(self._too_long())
 
     def close(self) -> None:
+        # Wakes a thread that waits for messages.
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
         self.connection.close()
+
+    def _message(self, line: bytes) -> Message:
+        if len(line) > self.max_bytes:
+            raise ValueError(self._too_long())
+        try:
+            message = json.loads(line)
+        except RecursionError as error:
+            raise ValueError("a message is nested too deeply") from error
+        if not isinstance(message, dict):
+            raise ValueError("a message is not an object")
+        return message
+
+    def _too_long(self) -> str:
+        return f"a message is longer than {self.max_bytes:,} bytes"
+
+    def _waited(self, seconds: float) -> bool:
+        """Whether something came to be read within `seconds`."""
+        try:
+            if self._incoming is None:
+                self._incoming = selectors.DefaultSelector()
+                self._incoming.register(self.connection, selectors.EVENT_READ)
+            is_there = bool(self._incoming.select(seconds))
+        except (OSError, ValueError) as error:
+            raise Closed(str(error)) from error
+        if self.connection.fileno() < 0:
+            raise Closed("closed here")
+        return is_there

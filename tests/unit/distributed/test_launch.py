@@ -1,9 +1,19 @@
 """Every launcher's environment gives a place, a half one an error, none no group."""
 
+from dataclasses import replace
+
 import pytest
 
 from zinf.distributed import Flags, JoinError, Seat, find_seat
-from zinf.distributed.launch import FIRST_PORT, NUM_PORTS, first_host
+from zinf.distributed.launch import (
+    FIRST_PORT,
+    NUM_PORTS,
+    OPEN_MPI_SECRET,
+    SECRET,
+    SECRET_FILE,
+    first_host,
+)
+from zinf.distributed.secret import Secret
 
 JOB, STEP = 4242, 3
 SRUN = {
@@ -62,7 +72,9 @@ ADDRESS = Flags("node1:6200")
     ],
 )
 def test_a_place_is_found(flags, environ, seat):
-    assert find_seat(flags, environ) == seat
+    found = find_seat(flags, environ)
+    assert found is not None
+    assert replace(found, secret=None) == seat
 
 
 @pytest.mark.parametrize(
@@ -141,3 +153,91 @@ def test_the_first_host_of_a_slurm_list(nodes, host):
 
 def test_an_ipv6_address_is_written_in_brackets():
     assert Seat("flags", "[::1]:6200", 2, 0).address == ("::1", 6200)
+
+
+GIVEN = Secret(b"only us", SECRET)
+
+
+def secret(flags: Flags, environ: dict[str, str]) -> Secret | None:
+    seat = find_seat(flags, environ)
+    assert seat is not None
+    return seat.secret
+
+
+@pytest.mark.parametrize("environ", [SRUN, OPEN_MPI, MPICH, KUBERNETES, TORCHRUN])
+def test_a_secret_in_the_environment_is_taken_under_every_launcher(environ):
+    given = environ | {SECRET: " only us\n"}
+    flags = Flags() if environ in (SRUN, KUBERNETES, TORCHRUN) else ADDRESS
+    assert secret(flags, given) == GIVEN
+
+
+def test_a_secret_is_taken_from_a_file(tmp_path):
+    file = tmp_path / "secret"
+    file.write_text("only us\n")
+    found = secret(Flags(), SRUN | {SECRET_FILE: str(file)})
+    assert found is not None
+    assert (found.key, found.is_private) == (b"only us", True)
+    assert str(file) in found.source
+
+
+def test_open_mpi_has_a_secret_of_its_own():
+    found = secret(ADDRESS, OPEN_MPI | {OPEN_MPI_SECRET: "0af3-9c2e"})
+    assert found == Secret(b"0af3-9c2e", OPEN_MPI_SECRET)
+
+
+@pytest.mark.parametrize("environ", [{SECRET: " "}, {SECRET_FILE: "/no/such/file"}])
+def test_an_empty_or_missing_secret_is_an_error(environ):
+    with pytest.raises(JoinError, match="ZINF_SECRET"):
+        find_seat(Flags(), SRUN | environ)
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ"),
+    [
+        (Flags("127.0.0.1:1", 4, 1), {}),
+        (Flags("[::1]:1", 4, 1), {}),
+        (Flags("localhost:1"), SRUN),
+        (Flags(), SRUN | {"SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_NODEID": "0"}),
+        (ADDRESS, OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}),
+        (Flags(), TORCHRUN | {"LOCAL_WORLD_SIZE": "2"}),
+    ],
+)
+def test_on_one_host_process_0_makes_the_secret(flags, environ):
+    assert secret(flags, environ) is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "own", "other"),
+    [
+        (Flags(), SRUN, {}, {"SLURM_STEP_ID": "4"}),
+        (ADDRESS, OPEN_MPI, {"PMIX_NAMESPACE": "17"}, {"PMIX_NAMESPACE": "18"}),
+        (
+            Flags(),
+            TORCHRUN,
+            {"TORCHELASTIC_RUN_ID": "a"},
+            {"TORCHELASTIC_RUN_ID": "b"},
+        ),
+    ],
+)
+def test_without_a_secret_runs_are_told_apart_by_their_number(
+    flags, environ, own, other
+):
+    one, another = (secret(flags, environ | more) for more in (own, other))
+    assert one is not None and another is not None
+    assert not one.is_private
+    assert one.key != another.key
+    assert next(iter(other)) in another.source
+
+
+def test_all_processes_of_a_launcher_have_one_secret():
+    heterogeneous = SRUN | {"SLURM_HET_SIZE": "2"}
+    parts = [heterogeneous | {"SLURM_JOB_ID": str(job)} for job in (7, 8)]
+    for environs in (
+        parts,
+        [MPICH, MPICH | {"PMI_RANK": "0"}],
+        # Two hosts of one process each, where no launcher says how many a host has.
+        [KUBERNETES | {"JAX_NUM_PROCESSES": "2", "JOB_COMPLETION_INDEX": "0"}],
+    ):
+        found = {secret(ADDRESS, environ) for environ in environs}
+        (one,) = found
+        assert one is not None

@@ -1,6 +1,7 @@
 """The files that start several processes fit what zinf reads from them."""
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,11 @@ import pytest
 import yaml
 
 from zinf.distributed import Flags, Seat, find_seat
+from zinf.distributed.launch import SECRET
+from zinf.distributed.secret import Secret
 
 SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
+GIVEN = "of the cluster's own secrets"
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +27,7 @@ def test_each_pod_of_the_job_finds_its_place(kubernetes):
     job, service = kubernetes["Job"], kubernetes["Service"]
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    environ = {one["name"]: one["value"] for one in container["env"]}
+    environ = {one["name"]: one.get("value", GIVEN) for one in container["env"]}
     count = job["spec"]["completions"]
     assert job["spec"]["completionMode"] == "Indexed"
     assert job["spec"]["parallelism"] == count
@@ -34,7 +38,15 @@ def test_each_pod_of_the_job_finds_its_place(kubernetes):
     address = f"{job['metadata']['name']}-0.{service['metadata']['name']}:6200"
     for index in range(count):
         found = find_seat(Flags(), environ | {"JOB_COMPLETION_INDEX": str(index)})
-        assert found == Seat("Kubernetes", address, count, index)
+        assert found is not None
+        assert found.secret == Secret(GIVEN.encode(), SECRET)
+        assert replace(found, secret=None) == Seat("Kubernetes", address, count, index)
+
+
+def test_a_pod_starts_without_the_secret_too(kubernetes):
+    pod = kubernetes["Job"]["spec"]["template"]["spec"]
+    (given,) = [one for one in pod["containers"][0]["env"] if one["name"] == SECRET]
+    assert given["valueFrom"]["secretKeyRef"]["optional"] is True
 
 
 def test_the_slurm_script_is_bash_and_leaves_the_places_to_srun():
@@ -43,3 +55,4 @@ def test_the_slurm_script_is_bash_and_leaves_the_places_to_srun():
     text = script.read_text()
     assert "\nsrun " in text
     assert "--process-id" not in text
+    assert f"export {SECRET}=" in text.partition("\nsrun ")[0]

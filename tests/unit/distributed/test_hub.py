@@ -1,0 +1,257 @@
+"""Process 0 talks to the processes of its run only, whatever else connects."""
+
+import json
+import os
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from zinf.distributed.greeting import GREETING_BYTES, introduce
+from zinf.distributed.hub import Hub
+from zinf.distributed.limits import Limits
+from zinf.distributed.listen import bound_socket
+from zinf.distributed.seat import JoinError, Seat
+from zinf.distributed.secret import Secret
+from zinf.distributed.secret_file import make_file, read_file, remove_file
+from zinf.distributed.strangers import MORE
+from zinf.distributed.wire import Wire
+
+COUNT = 2
+SECRET = Secret(b"only us", "a test")
+WRONG = Secret(b"not us", "another test")
+# An answer that does not come fails the test by then.
+SECONDS = 30.0
+ADDRESS = "127.0.0.1"
+
+
+class Run:
+    """A hub, and connections to it."""
+
+    def __init__(
+        self, stack: ExitStack, join_seconds: float = 300.0, makes_file: bool = False
+    ):
+        self.stack = stack
+        listener = bound_socket(ADDRESS, 0)
+        listener.listen()
+        self.port = listener.getsockname()[1]
+        self.secret, self.file = SECRET, None
+        if makes_file:
+            self.secret, self.file = make_file(self.port)
+        named = {"secret_file": self.file}
+        self.hub = Hub(listener, COUNT, Limits(join_seconds), self.secret, **named)
+
+    def connect(self) -> socket.socket:
+        made = socket.create_connection((ADDRESS, self.port), SECONDS)
+        return self.stack.enter_context(made)
+
+    def process(self, index: int, secret: Secret | None = SECRET) -> Wire:
+        """A process of the run, or one that says so, after its greeting."""
+        wire = Wire(self.connect())
+        introduce(self.seat(index), wire, secret)
+        return wire
+
+    def seat(self, index: int) -> Seat:
+        return Seat("test", f"{ADDRESS}:{self.port}", COUNT, index)
+
+    def end(self, *wires: Wire) -> None:
+        for wire in wires:
+            give(wire, "leave", None)
+        for wire in wires:
+            answer(wire, "leave")
+            wire.close()
+        self.hub.wait()
+
+
+@pytest.fixture
+def run() -> Iterator[Run]:
+    with ExitStack() as stack:
+        yield Run(stack)
+
+
+def give(wire: Wire, name: str, value: object) -> None:
+    wire.send({"give": name, "value": value, "seconds": None, "agree": False})
+
+
+def answer(wire: Wire, name: str) -> list:
+    """What the hub gathered; signs of life before it are passed over."""
+    while True:
+        match wire.receive_one(SECONDS):
+            case {"name": found, "values": values} if found == name:
+                return values
+            case {"beat": _}:
+                pass
+            case other:
+                raise AssertionError(other)
+
+
+def dropped(connection: socket.socket) -> bytes:
+    """What the hub still says to a connection until it closes it."""
+    parts = []
+    try:
+        while part := connection.recv(1 << 16):
+            parts.append(part)
+    except ConnectionError:
+        pass  # closed while more was on its way there
+    return b"".join(parts)
+
+
+def forged(secret: Secret, number: str, **changes: object) -> bytes:
+    who = {"index": 1, "count": COUNT, "host": "x", "pid": 1, "nonce": "0"} | changes
+    text = json.dumps(who)
+    proof = secret.proof("process", number, text)
+    return json.dumps({"greeting": text, "proof": proof}).encode() + b"\n"
+
+
+STRANGE = {
+    "nothing to read": b"\n",
+    "a web browser": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "no text": bytes(range(128, 256)) + b"\n",
+    "no object": b"[1, 2]\n",
+    "deeply nested": b"[" * (GREETING_BYTES - 1) + b"\n",
+    "a large number": b'{"index": ' + b"9" * 4000 + b"}\n",
+    "an old greeting": b'{"index": 1, "count": 2, "host": "x", "pid": 1}\n',
+    "a proof that is no text": b'{"greeting": "{}", "proof": 3}\n',
+    "an answer before the question": forged(SECRET, ""),
+    "another secret": forged(WRONG, ""),
+    "an endless line": b"x" * (GREETING_BYTES + 1),
+    "a long line": b"x" * (GREETING_BYTES + 1) + b"\n",
+}
+
+
+def test_what_strangers_send_ends_nothing_and_is_counted(run):
+    first = run.process(0)
+    for number, sent in enumerate(STRANGE.values(), start=1):
+        stranger = run.connect()
+        stranger.sendall(sent)
+        assert b"refused" in dropped(stranger)
+        assert run.hub.num_strangers == number
+    second = run.process(1)
+    for index, wire in enumerate((first, second)):
+        give(wire, "value", index)
+    assert answer(first, "value") == answer(second, "value") == [0, 1]
+    run.end(first, second)
+    assert run.hub.num_strangers == len(STRANGE)
+
+
+def test_one_that_overheard_a_greeting_cannot_repeat_it(run):
+    first = run.process(0)
+    overheard: list[bytes] = []
+
+    class Overheard(Wire):
+        def send(self, message, *, max_bytes=None):
+            overheard.append(json.dumps(message).encode() + b"\n")
+            super().send(message, max_bytes=max_bytes)
+
+    second = Overheard(run.connect())
+    introduce(run.seat(1), second, SECRET)
+    thief = run.connect()
+    thief.sendall(overheard[0])
+    assert b"it does not know the secret" in dropped(thief)
+    run.end(first, second)
+
+
+def test_connections_that_say_nothing_leave_room_for_the_processes(run):
+    silent = [run.connect() for _ in range(3 * MORE)]
+    first, second = run.process(0), run.process(1)
+    run.end(first, second)
+    # Those above the most at once were dropped, the first of them first.
+    assert run.hub.num_strangers >= len(silent) + 1 - MORE - COUNT
+    assert b"refused" in dropped(silent[0])
+
+
+def test_a_process_with_another_secret_is_told_so(run):
+    first = run.process(0)
+    with pytest.raises(JoinError, match=r"refused process 1 of 2.*another test"):
+        run.process(1, WRONG)
+    assert run.hub.num_strangers == 1
+    run.end(first, run.process(1))
+
+
+def test_a_process_believes_no_hub_without_the_secret():
+    with (
+        bound_socket(ADDRESS, 0) as listener,
+        ThreadPoolExecutor(1) as other,
+    ):
+        listener.listen()
+        at = listener.getsockname()
+
+        def pretend() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                wire = Wire(connection)
+                wire.send({"zinf": "1"})
+                wire.receive_one(SECONDS)
+                wire.send({"proof": WRONG.proof("hub", "1")})
+                dropped(connection)
+
+        pretending = other.submit(pretend)
+        with socket.create_connection(at, SECONDS) as connection:
+            seat = Seat("test", f"{ADDRESS}:{at[1]}", COUNT, 1)
+            with pytest.raises(JoinError, match=r"is not process 0 of this run"):
+                introduce(seat, Wire(connection), SECRET)
+        pretending.result()
+
+
+def test_a_verdict_of_late_processes_tells_what_was_dropped():
+    with ExitStack() as stack:
+        run = Run(stack, join_seconds=1.0)
+        wire = run.process(0)
+        with pytest.raises(JoinError):
+            run.process(1, WRONG)
+        while "end" not in (message := wire.receive_one(SECONDS)):
+            pass
+    assert "Process 1 of 2 did not join" in message["end"]
+    assert "Process 0 dropped 1 connection" in message["end"]
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_the_secret_of_a_host_is_in_a_file_that_only_its_user_reads(temporary):
+    old, _ = make_file(6200)
+    made, path = make_file(6200)
+    assert path.is_relative_to(temporary)
+    assert read_file(6200).key == made.key != old.key
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert made.key.decode() not in repr(made)
+    remove_file(path)
+    with pytest.raises(JoinError, match="cannot be read here"):
+        read_file(6200)
+
+
+def test_the_file_is_gone_when_all_processes_have_come(temporary):
+    with ExitStack() as stack:
+        run = Run(stack, makes_file=True)
+        first = run.process(0, None)
+        assert run.file is not None and run.file.exists()
+        second = run.process(1, None)
+        run.end(first, second)
+        assert not run.file.exists()
+
+
+def test_a_folder_that_others_can_write_to_holds_no_secret(temporary):
+    folder = temporary / f"zinf-{os.getuid()}"
+    folder.mkdir()
+    folder.chmod(0o777)
+    for touch in (make_file, read_file):
+        with pytest.raises(JoinError, match="can write to it"):
+            touch(6200)
+
+
+@pytest.mark.parametrize(
+    ("host", "bound"),
+    [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("node001", "::")],
+)
+def test_an_address_of_this_host_is_listened_on_alone(host, bound):
+    if bound == "::" and not socket.has_dualstack_ipv6():
+        bound = "0.0.0.0"
+    with bound_socket(host, 0) as listener:
+        assert listener.getsockname()[0] == bound
