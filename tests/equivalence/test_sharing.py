@@ -1,6 +1,7 @@
 """Layers that are equal share their executables, however many there are."""
 
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ import optax
 import pytest
 from flax import nnx
 
+import zinf
 from zinf.executor.prepare import Planner, Streamed
 from zinf.initialize import make_planner
 from zinf.models import GPTConfig
@@ -189,3 +191,47 @@ def test_48_layers_are_compiled_in_as_many_calls_as_4(monkeypatch):
         assert len(prepared.segments) >= num_layers
     few, many = compiled
     assert few == many > 4
+
+
+def test_a_rule_that_jax_differentiated_before_is_streamed_and_shared():
+    """As diffrax's solvers have: a rule that raises if asked for one more input.
+
+    `jax.jit` gives jax and zinf the same equation, and jax keeps one store of output
+    structures for all derivatives of it.
+    """
+
+    @jax.custom_vjp
+    def layer(x, w, t):
+        return jnp.tanh(x @ w) * t
+
+    def forward(x, w, t):
+        if t.perturbed:
+            raise RuntimeError("t cannot be differentiated")
+        return layer(x.value, w.value, t.value), (x.value, w.value, t.value)
+
+    def backward(residuals, g):
+        x, w, t = residuals
+        d = g * t * (1 - jnp.square(jnp.tanh(x @ w)))
+        return d @ w.T, x.T @ d, jnp.zeros(())
+
+    layer.defvjp(forward, backward, symbolic_zeros=True)
+    jitted = jax.jit(layer)
+
+    def loss(params, batch):
+        for w in params:
+            batch = jitted(batch, w, jnp.float32(1))
+        return jnp.mean(jnp.square(batch))
+
+    params = [jnp.eye(DIM) * (i + 1) for i in range(FEW)]
+    expected, grads = jax.value_and_grad(loss)(params, X)
+    config = {"execution": "streamed", "segment": {"max_bytes": 4 * DIM * DIM}}
+    program = make_planner(loss, params, optax.sgd(1.0), config).plan(SPEC).segmented
+    # The first layer has no cotangent for its input, and the last computes the loss.
+    assert count_bodies(program.program) == 3
+    assert len(program.program.segments) == FEW + 1
+    engine = zinf.initialize(loss, params, optax.sgd(1.0), config, batch=X)
+    with closing(engine):
+        np.testing.assert_allclose(engine.step(X)["loss"], expected, rtol=1e-6)
+        new = engine.params()
+    for before, after, grad in zip(params, new, grads, strict=True):
+        np.testing.assert_allclose(before - after, grad, rtol=1e-4, atol=1e-7)

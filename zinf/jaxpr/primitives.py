@@ -1,4 +1,4 @@
-"""Which primitives act on every entry by itself."""
+"""Which primitives act on every entry by itself, and which have no derivative."""
 
 # Entry i of every output depends on entry i of the inputs alone (scalars on all). A
 # primitive that is missing here only costs a freedom: to update or compute by parts.
@@ -12,3 +12,6 @@ ELEMENTWISE = frozenset(
     shift_right_logical sign sin sinh sqrt square sub tan tanh xor
     """.split()
 )
+
+# jax gives the outputs of these no tangent, whatever their inputs have.
+ZERO_DERIVATIVE = frozenset("ceil floor round sign stop_gradient".split())

@@ -27,16 +27,24 @@ from zinf.jaxpr.compat import (
     is_function,
     open_jaxpr,
 )
+from zinf.jaxpr.primitives import ZERO_DERIVATIVE
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Equations with inputs and outputs; `tags` must agree for pieces to be equal."""
+    """Equations with inputs and outputs.
+
+    Attributes:
+        tags: must agree for pieces to be equal.
+        differentiated: the inputs by which the piece is differentiated later. Custom
+            derivative rules are compared for these inputs only.
+    """
 
     invars: tuple[Var, ...]
     outvars: tuple[Atom, ...]
     equations: tuple[Equation, ...]
     tags: Hashable = None
+    differentiated: frozenset[Var] = frozenset()
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,10 +120,19 @@ def _signature(piece: Piece) -> tuple[Hashable, list[Literal]]:
         return tuple(_aval_key(v.aval) for v in variables)
 
     key: list[Hashable] = [define(piece.invars)]
+    with_tangent = set(piece.differentiated)
     for equation in piece.equations:
         arguments = tuple(atom_key(a) for a in equation.invars)
         results = define(equation.outvars)
-        key.append((equation_key(equation), arguments, results))
+        perturbed = tuple(
+            not isinstance(a, Literal) and a in with_tangent for a in equation.invars
+        )
+        if any(perturbed):
+            with_tangent.update(_outputs_with_tangent(equation))
+        calls: list[Any] = []
+        params = _param_key(equation.params, calls)
+        rule = _derivative_key(equation, perturbed) if calls else None
+        key.append((equation.primitive.name, params, rule, arguments, results))
     # Outputs last: a literal output is a constant of the body, never hoisted.
     outputs = tuple(
         ("constant", _bits(a)) if isinstance(a, Literal) else numbers[a]
@@ -130,11 +147,11 @@ def _number(numbers: dict[Var, int], variables: Sequence[Var]) -> None:
 
 
 def equation_key(equation: Equation) -> Hashable:
-    """What an equation does, apart from the variables that it reads and writes."""
-    calls: list[Any] = []
-    params = _param_key(equation.params, calls)
-    rule = _derivative_key(equation) if calls else None
-    return equation.primitive.name, params, rule
+    """What an equation computes, apart from the variables that it reads and writes.
+
+    Custom derivative rules are not part of the key.
+    """
+    return equation.primitive.name, _param_key(equation.params, [])
 
 
 def _aval_key(aval: Any) -> Hashable:
@@ -197,15 +214,34 @@ def _array_key(value: Any) -> Hashable:
     return value.shape, str(value.dtype), value.tobytes()
 
 
-def _derivative_key(equation: Equation) -> Hashable:
-    """Tells custom derivative rules apart by what they do.
+def _outputs_with_tangent(equation: Equation) -> list[Var]:
+    """The outputs that jax gives a tangent when some input has one.
+
+    This may name more outputs than jax would, for a call whose inside ignores its
+    input. A rule is then probed for an input that it never sees perturbed.
+    """
+    if equation.primitive.name in ZERO_DERIVATIVE:
+        return []
+    return [v for v in equation.outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
+
+
+def _derivative_key(equation: Equation, perturbed: Sequence[bool]) -> Hashable:
+    """Tells custom derivative rules apart by what they do; None if none is used.
 
     The rules of `custom_jvp` and `custom_vjp` are functions that jax wraps anew at each
     use, so their identity says nothing. Tracing the derivative of the one equation
     shows the rule as a jaxpr.
+
+    Args:
+        perturbed: the inputs that have a tangent. The trace must ask the rule for
+            exactly these. A rule may refuse others, and jax keeps one store of output
+            structures for all traces of a rule: a trace that fails empties the store,
+            and a later derivative of the same equation then fails with "Store empty".
     """
+    if not any(perturbed):
+        return None
     try:
-        closed = jax.make_jaxpr(_derivative_of(equation))(
+        closed = jax.make_jaxpr(_derivative_of(equation, perturbed))(
             *(a.aval for a in equation.invars)
         )
     except Exception:  # no derivative at all (a `while` with a custom rule inside)
@@ -213,23 +249,22 @@ def _derivative_key(equation: Equation) -> Hashable:
     return _jaxpr_key(closed, [])
 
 
-def _derivative_of(equation: Equation) -> Callable:
+def _derivative_of(equation: Equation, perturbed: Sequence[bool]) -> Callable:
     inputs = [fresh(a.aval) for a in equation.invars]
     jaxpr = build_jaxpr(inputs, equation.outvars, [equation.replace(invars=inputs)])
-    is_float = [jnp.issubdtype(v.aval.dtype, jnp.floating) for v in inputs]
 
     def derivative(*arguments: Any) -> Any:
-        def of_floats(*floats: Any) -> list[Any]:
-            values = iter(floats)
+        def of_perturbed(*chosen: Any) -> list[Any]:
+            values = iter(chosen)
             mixed = [
-                next(values) if f else x
-                for f, x in zip(is_float, arguments, strict=True)
+                next(values) if p else x
+                for p, x in zip(perturbed, arguments, strict=True)
             ]
             outputs = evaluate(jaxpr, mixed)
-            return [y for y in outputs if jnp.issubdtype(y.dtype, jnp.floating)]
+            return [y for y in outputs if jnp.issubdtype(y.dtype, jnp.inexact)]
 
-        floats = [x for f, x in zip(is_float, arguments, strict=True) if f]
-        outputs, vjp = jax.vjp(of_floats, *floats)
+        chosen = [x for p, x in zip(perturbed, arguments, strict=True) if p]
+        outputs, vjp = jax.vjp(of_perturbed, *chosen)
         return vjp([jnp.ones_like(y) for y in outputs])
 
     return derivative

@@ -210,7 +210,10 @@ class _Builder:
             tuple(a in self.active for a in draft.outputs if _is_variable(a)),
         )
         invars = (*draft.params, *draft.inputs)
-        return Piece(invars, tuple(draft.outputs), tuple(draft.equations), tags)
+        differentiated = frozenset(self.trainable.intersection(draft.params))
+        differentiated |= self.active.intersection(draft.inputs)
+        equations = tuple(draft.equations)
+        return Piece(invars, tuple(draft.outputs), equations, tags, differentiated)
 
     def spec(
         self, name: str, draft: _Draft, value_names: dict[Var, str], body: int

@@ -1,5 +1,7 @@
 """Equal pieces share a body, and pieces that differ in what they compute do not."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,10 @@ VECTOR = jax.ShapeDtypeStruct((3,), jnp.float32)
 def piece(function, *specs, tags=None):
     graph = flatten(trace(function, *specs)[0])
     invars = (*graph.consts, *graph.invars)
-    return Piece(invars, graph.outvars, graph.equations, tags)
+    floats = frozenset(
+        v for v in graph.invars if jnp.issubdtype(v.aval.dtype, jnp.floating)
+    )
+    return Piece(invars, graph.outvars, graph.equations, tags, floats)
 
 
 def is_shared(*pieces):
@@ -191,6 +196,55 @@ def test_rules_that_close_over_different_arrays_do_not_share(custom):
 def test_rules_that_cannot_be_differentiated_are_never_shared():
     pieces = [piece(in_while(custom_vjp(2.0)), VECTOR) for _ in range(2)]
     assert not is_shared(*pieces)
+
+
+def refusing(scale):
+    """`sin(x) * t` with a rule that cannot differentiate by `t`, as diffrax has."""
+
+    @jax.custom_vjp
+    def function(x, t):
+        return jnp.sin(x) * t
+
+    def forward(x, t):
+        if t.perturbed:
+            raise RuntimeError("t cannot be differentiated")
+        return function(x.value, t.value), (x.value, t.value)
+
+    def backward(residuals, g):
+        x, t = residuals
+        return g * t * jnp.cos(x) * scale, jnp.zeros_like(t)
+
+    function.defvjp(forward, backward, symbolic_zeros=True)
+    return jax.jit(function)
+
+
+@pytest.mark.parametrize(
+    "second",
+    [lambda x: jnp.float32(2), jax.lax.stop_gradient, lambda x: jnp.round(x)],
+    ids=["constant", "stop_gradient", "round"],
+)
+def test_a_rule_is_probed_only_by_inputs_that_have_tangents(second):
+    rule = refusing(1.0)
+    function = lambda x: rule(x, second(x[0]))  # noqa: E731
+    x = jnp.arange(3.0) + 1
+    expected = jax.grad(lambda x: function(x).sum())(x)
+    pieces = [piece(function, VECTOR) for _ in range(2)]
+    assert is_shared(*pieces)
+    assert not is_shared(
+        pieces[0], piece(lambda x: refusing(2.0)(x, second(x[0])), VECTOR)
+    )
+    # The trace that jax shares with the user's own derivative still works.
+    body = share(pieces)[0]
+    found = jax.grad(lambda x: run(body, x)[0].sum())(x)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_rules_are_not_compared_where_nothing_is_differentiated():
+    one, other = (
+        replace(piece(custom_vjp(k), VECTOR), differentiated=frozenset())
+        for k in (2.0, 3.0)
+    )
+    assert is_shared(one, other)
 
 
 def closing_over(table):
