@@ -1,4 +1,7 @@
-"""`nox` runs the suite on each supported interpreter that is installed, then lints."""
+"""`nox` runs the suite on each supported interpreter that is installed, then lints.
+
+`nox -s slow` runs the tests that are marked slow.
+"""
 
 import os
 import subprocess
@@ -10,6 +13,11 @@ import nox
 SUPPORTED = ("3.11", "3.12", "3.13", "3.14")
 # The oldest supported jax, and the last that runs on Python 3.11.
 OLDEST_JAX = "jax==0.10.2"
+
+# Each must be of jax's own version.
+GPU_COMPILER = ("jax-cuda13-pjrt", "jax-cuda13-plugin")
+# Two workers share the tests as in the README's command.
+IN_TWO = ("-n", "2", "--dist", "worksteal")
 
 nox.options.sessions = ["tests", "lint"]
 
@@ -57,8 +65,20 @@ def tests(session: nox.Session) -> None:
     """
     oldest = [OLDEST_JAX] if session.python == "3.11" else []
     session.install("-q", ".[test]", *oldest)
-    in_two = ["-n", "2", "--dist", "loadfile"]
-    session.run("python", "-m", "pytest", *(session.posargs or in_two))
+    session.run("python", "-m", "pytest", *(session.posargs or IN_TWO))
+
+
+@nox.session(python=list(FOUND))
+def slow(session: nox.Session) -> None:
+    """What `tests` leaves out, with the compilers and packages that it needs."""
+    oldest = [OLDEST_JAX] if session.python == "3.11" else []
+    session.install("-q", ".[test]", *oldest)
+    version_of_jax = "import jax; print(jax.__version__)"
+    version = str(session.run("python", "-c", version_of_jax, silent=True)).strip()
+    same = [f"{name}=={version}" for name in ("jax", *GPU_COMPILER)]
+    session.install("-q", ".[test,tpu-topology,notebooks]", *same)
+    arguments = session.posargs or [*IN_TWO, "-m", "slow"]
+    session.run("python", "-m", "pytest", *arguments)
 
 
 @nox.session

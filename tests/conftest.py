@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -24,21 +25,48 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 
 # Tests build the same small models again and again. A compiled program is 4 times as
-# fast to read as to compile, and has the same cost and memory analysis. The cache is
-# new in each session: nothing that an older tree compiled can reach a test.
-compiled = tempfile.TemporaryDirectory(prefix="zinf-compiled-")
-os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled.name
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+# fast to read as to compile, and has the same cost and memory analysis. One folder
+# serves the whole session: workers of pytest-xdist inherit it from the process that
+# starts them, and so do the commands that tests start. It is new in each session:
+# nothing that an older tree compiled can reach a test.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    compiled = tempfile.TemporaryDirectory(prefix="zinf-compiled-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
+# What a marker needs, whether it is there, and how to get it.
 NEEDS = {
     "gpu": (PLATFORM != "cpu", "needs a GPU: set ZINF_TEST_PLATFORM=cuda"),
     "nvme": (DRIVE is not None, "needs a real drive: set ZINF_TEST_NVME to a folder"),
+    "tpu_compiler": (
+        find_spec("libtpu") is not None,
+        "needs the TPU compiler: pip install '.[tpu-topology]'",
+    ),
+    "gpu_compiler": (
+        find_spec("jax_cuda13_plugin") is not None,
+        "needs the GPU compiler: pip install '.[gpu-topology]'",
+    ),
+    "notebook": (
+        find_spec("nbclient") is not None and find_spec("ipykernel") is not None,
+        "needs Jupyter: pip install '.[notebooks]'",
+    ),
 }
+# Only `.ci/run` has all that tests with these markers need, so they run with the slow.
+ALSO_SLOW = ("tpu_compiler", "gpu_compiler", "notebook", "browser")
 
 
-def pytest_unconfigure() -> None:
-    compiled.cleanup()
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        compiled.cleanup()
+
+
+# Before pytest leaves out what `-m` does not choose.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if any(item.get_closest_marker(name) for name in ALSO_SLOW):
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

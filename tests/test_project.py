@@ -27,6 +27,23 @@ MACHINE_PATH = re.compile(r"(?<![\w./~-])/(?:work|root|home|Users|tmp/envs)\b")
 OURS = {"zinf", "zinf_kernels"}
 NOT_OURS = {".git", ".nox", "__pycache__", "build", "dist", "runs"}
 
+# `python3 -m venv FOLDER` whose python prints what pytest would.
+STAND_IN = """#!/bin/sh
+mkdir -p "$3/bin"
+for name in python pip ruff pyrefly; do
+  cat >"$3/bin/$name" <<'END'
+#!/bin/sh
+case "$*" in
+  *pytest*slow) name=slow ;;
+  *pytest*) name=fast ;;
+  *) exit 0 ;;
+esac
+printf 'details\\n== short test summary info ==\\n%s passed\\n' $name
+END
+  chmod +x "$3/bin/$name"
+done
+"""
+
 
 def set_up_commands() -> list[str]:
     blocks = re.findall(r"^```(?:bash|sh)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
@@ -61,8 +78,9 @@ def test_readme_has_two_set_up_commands_that_need_nothing_but_python():
         assert venv.startswith(".venv")
         assert all(step.startswith(f"{venv}/bin/") for step in steps[1:])
     assert "bin/zinf train configs/quickstart.yaml" in train
-    # Files stay whole: what tests of a file share is then computed once.
-    assert test.endswith("bin/python -m pytest -n 2 --dist loadfile")
+    # A worker takes neighbouring tests: most files stay whole, so what their tests
+    # share is computed once, and yet both workers end at the same time.
+    assert test.endswith("bin/python -m pytest -n 2 --dist worksteal")
 
 
 def test_ci_runs_the_test_command_of_the_readme(tmp_path):
@@ -77,10 +95,31 @@ def test_ci_runs_the_test_command_of_the_readme(tmp_path):
     ci = [ROOT / ".ci/run"]
     asked = subprocess.run(ci, env={"PATH": path}, capture_output=True, text=True)
     assert asked.returncode != 0
-    assert f"bash -c {set_up_commands()[1]}" in asked.stdout
+    fast = set_up_commands()[1]
+    slow = f"{fast.split(' && ')[-1]} -m slow"
+    commands = [line for line in asked.stdout.splitlines() if "bash -c" in line]
+    assert [line.partition("bash -c ")[2] for line in commands] == [fast, slow]
+    assert "[tpu-topology,gpu-topology,notebooks]" in asked.stdout
     folder, arguments = log.read_text().splitlines()[0].split(": ")
     assert arguments == "-m venv .venv-test"
     assert not Path(folder).exists(), "the clone is left behind"
+
+
+def test_ci_ends_with_the_summaries_of_the_test_runner(tmp_path):
+    """Stand-ins for the programs of the README's command print one each."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    stand_in = tmp_path / "python3"
+    stand_in.write_text(STAND_IN)
+    stand_in.chmod(0o755)
+    path = f"{tmp_path}:/usr/local/bin:/usr/bin:/bin"
+    ci = [ROOT / ".ci/run"]
+    asked = subprocess.run(ci, env={"PATH": path}, capture_output=True, text=True)
+    assert asked.returncode == 0, asked.stderr
+    lines = asked.stdout.splitlines()
+    fast, slow = (i for i, line in enumerate(lines) if line.startswith("== the"))
+    assert lines[fast + 1 : slow] == ["== short test summary info ==", "fast passed"]
+    assert lines[slow + 1 :] == ["== short test summary info ==", "slow passed"]
 
 
 def test_readme_names_only_files_that_exist():

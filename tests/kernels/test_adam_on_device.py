@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.kernels.test_adam import LEARNING_RATE, assert_within, exact
-from zinf_kernels.absent_gpu import GPUS, compile_for, why_not
+from zinf_kernels.absent_gpu import GPUS, compile_for
 from zinf_kernels.adam import adam_scalars
 from zinf_kernels.adam import adam_update as adam_update_on_host
 from zinf_kernels.adam.arguments import BFLOAT16, FLOAT32, Arrays, Scalars
@@ -163,7 +163,7 @@ def test_the_floor_counts_every_array_once_each_way():
     assert bytes_moved(short) == 10 * (4 + 2 + 4 + 2 + 4 + 2 + 4 + 2)
 
 
-@pytest.mark.skipif(bool(why_not()), reason=why_not() or "")
+@pytest.mark.gpu_compiler
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize(
     "case", tuple(benchmark_cases(1 << 16)), ids=lambda case: case.name

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from zinf_kernels.absent_gpu import GPUS, compile_for, why_not
+from zinf_kernels.absent_gpu import GPUS, compile_for
 from zinf_kernels.cross_entropy import (
     Loss,
     cross_entropy,
@@ -289,7 +289,7 @@ COMPILED = [(gpu, "xla") for gpu in GPUS]
 COMPILED += [(gpu, "mosaic_gpu") for gpu in ("H100", "H200")]
 
 
-@pytest.mark.skipif(bool(why_not()), reason=why_not() or "")
+@pytest.mark.gpu_compiler
 @pytest.mark.parametrize(
     "case", tuple(benchmark_cases(8192, 512, 32 << 10)), ids=lambda case: case.name
 )

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zinf_kernels.absent_gpu import GPUS, compile_for, why_not
+from zinf_kernels.absent_gpu import GPUS, compile_for
 from zinf_kernels.device import Device
 from zinf_kernels.interpreter import interpreted
 from zinf_kernels.quantize import dequantize, mosaic_gpu, obstacles, quantize, reference
@@ -215,7 +215,7 @@ def test_one_can_ask_which_implementations_can_run_where():
     assert "for GPUs" in obstacles(CPU, x=x)["mosaic_gpu"]
 
 
-@pytest.mark.skipif(bool(why_not()), reason=why_not() or "")
+@pytest.mark.gpu_compiler
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("bits", [8, 4])
 def test_it_compiles_for_every_gpu_to_a_kernel_where_there_is_one(gpu, bits):

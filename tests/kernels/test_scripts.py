@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from zinf_kernels.absent_gpu import GPUS, why_not
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,6 +27,15 @@ def rows_of(path: Path) -> Any:
 
 
 def test_the_report_names_an_implementation_for_every_op_and_gpu(tmp_path):
+    check_the_report(tmp_path)
+
+
+@pytest.mark.gpu_compiler
+def test_the_report_says_what_the_compiler_made_of_each_kernel(tmp_path):
+    check_the_report(tmp_path)
+
+
+def check_the_report(tmp_path: Path) -> None:
     """Where the compiler is, it compiles them: here for one GPU, to save time."""
     gpus = GPUS if why_not() else ["H200"]
     path = tmp_path / "report.json"

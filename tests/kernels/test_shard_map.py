@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from zinf_kernels.absent_gpu import GPUS, compile_over, why_not
+from zinf_kernels.absent_gpu import GPUS, compile_over
 from zinf_kernels.adam import adam_scalars
 from zinf_kernels.adam_on_device import adam_update
 from zinf_kernels.cross_entropy import token_losses
@@ -48,7 +48,7 @@ OPS = {
 }
 
 
-@pytest.mark.skipif(bool(why_not()), reason=why_not() or "")
+@pytest.mark.gpu_compiler
 @pytest.mark.parametrize(("function", "arguments"), OPS.values(), ids=OPS)
 def test_each_gpu_runs_the_kernel_on_its_part(function, arguments):
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype, _ in arguments]

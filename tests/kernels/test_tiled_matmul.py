@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zinf_kernels.absent_gpu import GPUS, compile_for, why_not
+from zinf_kernels.absent_gpu import GPUS, compile_for
 from zinf_kernels.interpreter import IS_OLD, LOCKS_UP, interpreted
 from zinf_kernels.tiled_matmul import Epilogue, matmul, mosaic_gpu, obstacles
 from zinf_kernels.tiled_matmul.cases import Case, benchmark_cases, cases
@@ -198,7 +198,7 @@ def test_what_does_not_fit_is_refused(change, message):
         matmul(**{"a": jnp.ones((2, 3)), "b": jnp.ones((3, 5))} | change)
 
 
-@pytest.mark.skipif(bool(why_not()), reason=why_not() or "")
+@pytest.mark.gpu_compiler
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize(
     "case", tuple(benchmark_cases(512, 256)), ids=lambda case: case.name

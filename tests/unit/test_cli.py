@@ -217,12 +217,17 @@ def test_a_machine_that_cannot_be_is_an_error(run, file, topology, words):
         assert text in result.stderr
 
 
+def test_a_plan_for_another_machine_says_which_compiler_is_missing(
+    run, file, monkeypatch
+):
+    monkeypatch.setattr(absent_gpu, "find_spec", lambda name: None)
+    result = run("plan", file, "--topology", "h200:2")
+    assert result.exit_code == 2
+    assert "jax-cuda13-plugin" in result.stderr
+
+
+@pytest.mark.gpu_compiler
 def test_a_plan_for_another_machine_says_what_its_compiler_does(run, file):
-    if absent_gpu.why_not() is not None:
-        result = run("plan", file, "--topology", "h200:2")
-        assert result.exit_code == 2
-        assert "jax-cuda13-plugin" in result.stderr
-        return
     streamed = ("--set", "execution=streamed", "--set", "train_batch_size=2")
     stage = ("--set", "zero_optimization.stage=3", "--set", "persistence_threshold=1")
     result = run("plan", file, "--topology", "h200:2", *streamed, *stage)

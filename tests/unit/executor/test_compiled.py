@@ -20,7 +20,6 @@ from zinf.initialize import make_planner
 from zinf.models import GPTConfig, init_and_loss
 from zinf.paper import sent_params
 from zinf.topology import parse_topology
-from zinf_kernels import absent_gpu
 
 ROOT = Path(__file__).parents[3]
 NUM_DEVICES = 8
@@ -31,10 +30,6 @@ MODEL = GPTConfig(
     num_layers=2, num_heads=4, embed_dim=512, vocab_size=64, max_length=64
 )
 SMALL_TERMS = 0.05
-
-no_gpu_compiler = pytest.mark.skipif(
-    absent_gpu.why_not() is not None, reason=str(absent_gpu.why_not())
-)
 
 
 def planned(stage, execution, topology=None):
@@ -67,7 +62,7 @@ def sent(planner, made):
     return {k: t.sent_bytes / planner.param_bytes for k, t in traffic.items()}
 
 
-@no_gpu_compiler
+@pytest.mark.gpu_compiler
 @pytest.mark.parametrize(
     ("stage", "execution"),
     [(0, "fused"), (1, "fused"), (2, "fused"), (3, "fused")]

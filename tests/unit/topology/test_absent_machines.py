@@ -20,18 +20,8 @@ from zinf.topology import (
     shortage,
     traffic,
 )
-from zinf.topology import tpu as tpu_module
-from zinf_kernels import absent_gpu
 
 TOKENS = 512
-
-no_tpu_compiler = pytest.mark.skipif(
-    tpu_module.find_spec(tpu_module.LIBRARY) is None,
-    reason="needs libtpu: pip install 'zinf[tpu-topology]'",
-)
-no_gpu_compiler = pytest.mark.skipif(
-    absent_gpu.why_not() is not None, reason=str(absent_gpu.why_not())
-)
 
 
 class Layer:
@@ -101,7 +91,7 @@ def v5e() -> Layer:
     return Layer("v5e:4x4", hidden=2048)
 
 
-@no_gpu_compiler
+@pytest.mark.gpu_compiler
 def test_gpus_send_what_the_paper_derives_and_hide_it(h200):
     sent = [{kind: t.sent_bytes for kind, t in sums.items()} for sums in h200.sums]
     assert sent == [
@@ -111,12 +101,12 @@ def test_gpus_send_what_the_paper_derives_and_hide_it(h200):
     assert h200.sums[1]["reduce-scatter"].overlapped_count >= 1
 
 
-@no_tpu_compiler
+@pytest.mark.tpu_compiler
 def test_tpus_gather_once_a_pass(v5e):
     assert [sums["all-gather"].sent_bytes for sums in v5e.sums] == [v5e.once] * 2
 
 
-@no_tpu_compiler
+@pytest.mark.tpu_compiler
 def test_tpus_reduce_gradients_by_rings_of_permutes_or_all_reduces(v5e):
     """The README says why. At worst an all-reduce sends twice a reduce-scatter's."""
     reduced = [t for kind, t in v5e.sums[1].items() if kind != "all-gather"]
@@ -124,7 +114,7 @@ def test_tpus_reduce_gradients_by_rings_of_permutes_or_all_reduces(v5e):
     assert all(t.is_exact for t in reduced)
 
 
-@no_tpu_compiler
+@pytest.mark.tpu_compiler
 def test_tpus_reduce_scatter_in_two_stages(v5e):
     """The devices as 4 x 4: constrained to the outer axis, then to both.
 
@@ -148,7 +138,7 @@ def test_tpus_reduce_scatter_in_two_stages(v5e):
     assert sent == pytest.approx(whole * (v5e.n - 1) / v5e.n, rel=0.01)
 
 
-@no_tpu_compiler
+@pytest.mark.tpu_compiler
 def test_tpus_keep_a_reduce_scatter_over_one_axis_of_the_torus(v5e):
     devices = np.array(v5e.topology.devices())
     ordered = sorted(devices, key=lambda device: tuple(device.coords))
@@ -169,7 +159,7 @@ def test_tpus_keep_a_reduce_scatter_over_one_axis_of_the_torus(v5e):
     assert (found.kind, found.group_size) == ("reduce-scatter", 4)
 
 
-@no_tpu_compiler
+@pytest.mark.tpu_compiler
 def test_tpus_say_what_moves_to_the_host_and_rests_there(v5e):
     there = v5e.parts.with_memory_kind("pinned_host")
 
@@ -185,7 +175,7 @@ def test_tpus_say_what_moves_to_the_host_and_rests_there(v5e):
     assert found.host_bytes == part
 
 
-@no_tpu_compiler
+@pytest.mark.tpu_compiler
 def test_a_tpu_program_that_does_not_fit_says_by_how_much(v5e):
     """The sums of 2^17 rows, all against all: 2^34 halves, twice the memory."""
 
@@ -205,7 +195,7 @@ def test_a_tpu_program_that_does_not_fit_says_by_how_much(v5e):
     assert found.needed_bytes >= rows * rows * 2
 
 
-@no_tpu_compiler
+@pytest.mark.tpu_compiler
 @pytest.mark.parametrize("text", ["v4:2x2x1", "v5p:2x2x2", "v6e:2x4", "v5e:1x1"])
 def test_tpus_are_as_many_as_parsed_and_in_process_order(text):
     topology = parse_topology(text)
@@ -216,7 +206,7 @@ def test_tpus_are_as_many_as_parsed_and_in_process_order(text):
     assert len(set(processes)) == topology.num_hosts
 
 
-@no_gpu_compiler
+@pytest.mark.gpu_compiler
 def test_gpus_are_as_many_as_parsed_and_in_process_order():
     topology = parse_topology("h100:16")
     devices = topology.devices()
@@ -225,8 +215,8 @@ def test_gpus_are_as_many_as_parsed_and_in_process_order():
     assert (len(devices), len(set(processes))) == (16, 2)
 
 
-@no_tpu_compiler
-@no_gpu_compiler
+@pytest.mark.tpu_compiler
+@pytest.mark.gpu_compiler
 def test_the_cpu_works_beside_them(v5e, h200):
     doubled = jax.jit(lambda x: x * 2)(jnp.arange(4.0))
     assert doubled.tolist() == [0, 2, 4, 6]
