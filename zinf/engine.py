@@ -100,12 +100,12 @@ class Engine:
         runner = self.prepare(batch)
         self.stores.reset_peaks()
         record = self.last_step = StepRecord()
-        advanced, step_values = self._scalars.advance()
+        advance = self._scalars.advance()
         with self._condition.updating(f"Step {self.num_steps + 1}", record):
             outcome = runner.step(
                 batch,
                 self._keys(),
-                step_values=step_values,
+                advance=advance,
                 loss_scale=self._scalars.loss_scale,
                 record=record,
             )
@@ -113,9 +113,9 @@ class Engine:
                 write_model_state(self._residents, self.planner, outcome, record)
         seconds = perf_counter() - start
         metrics = step_metrics(
-            outcome, runner, self._scalars, self.stores, advanced, seconds
+            outcome, runner, self._scalars, self.stores, advance.after, seconds
         )
-        self._scalars.commit(advanced, skipped=outcome.skips)
+        self._scalars.commit(advance.after, skipped=outcome.skips)
         if outcome.interrupted:
             raise KeyboardInterrupt
         return metrics

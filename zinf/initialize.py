@@ -46,7 +46,9 @@ def initialize(
             or `(loss, (new_model_state, aux))`.
         params: a pytree of arrays, or a function of no arguments that returns one: then
             each leaf is made on its own and the model is never whole in memory.
-        tx: any optax transform whose update of a leaf depends on that leaf alone.
+        tx: any optax transform whose update of a leaf depends on that leaf, and on the
+            loss where it takes `value=` (the mean over the batch, float32). A leading
+            `optax.clip_by_global_norm` in a chain is done by zinf, as optax does it.
         config: a dict, a YAML or JSON file, or a `zinf.Config`.
         rng: the key of step i (from 0) is `jax.random.fold_in(rng, i)`, folded again
             with the number of the microbatch when there are several.

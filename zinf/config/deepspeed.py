@@ -90,7 +90,8 @@ class DeepSpeedKeys(Section):
     """The learning rate of `zinf train` as a function of the step."""
 
     gradient_clipping: Auto[NonNegative | None] = None
-    """Largest global gradient norm; absent or 0: no clipping."""
+    """Largest global gradient norm; absent or 0: no clipping. The gradients are divided
+    by their norm + 1e-6, as in torch (`optax.clip_by_global_norm` adds nothing)."""
 
     zero_optimization: ZeroOptimization = ZeroOptimization()
     """ZeRO stage and offload."""

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from math import isfinite, sqrt
 from typing import Any
 
-# DeepSpeed and torch.nn.utils.clip_grad_norm_ add this to the norm before dividing.
-CLIP_EPSILON = 1e-6
+from zinf.optim.clipping import Clipping
 
 
 class NonFiniteError(ArithmeticError):
@@ -62,7 +61,7 @@ def decide(
     losses: Sequence[float],
     sums_of_squares: Sequence[float] | None,
     *,
-    clip_norm: float | None,
+    clipping: Clipping,
     loss_scale: float,
     skips_overflow: bool,
 ) -> Decision:
@@ -86,5 +85,4 @@ def decide(
         if not skips_overflow:
             refusal = f"The gradient norm is {norm} while the loss is {loss}. {ADVICE}"
         return Decision(loss, norm, 0.0, True, refusal)
-    clip = 1.0 if clip_norm is None else min(1.0, clip_norm / (norm + CLIP_EPSILON))
-    return Decision(loss, norm, clip / loss_scale, False)
+    return Decision(loss, norm, clipping.factor(norm) / loss_scale, False)

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zinf.executor.arrays import array_specs
-from zinf.executor.decision import CLIP_EPSILON
 from zinf.mesh import replicated
+from zinf.optim.clipping import Clipping
 from zinf.optim.separate import Separated
 from zinf.optim.update import update_function
 from zinf.program import ArrayId
@@ -35,11 +35,14 @@ Arrays = Mapping[ArrayId, Any]
 class FusedProgram:
     """The compiled step.
 
-    `step(values, batch, keys, step_values, loss_scale) -> (values, outputs)`, where
+    `step(values, batch, keys, scalars, loss_scale) -> (values, outputs)`, where
     `values` are all persistent arrays in the order of `arrays` (donated), `batch` and
     `keys` have a leading microbatch dim, and `outputs` are `losses`, `grad_norm`,
     `is_finite` and `extra` (the loss function's other outputs, by microbatch). A step
     that is not finite changes no array.
+
+    `scalars` are the step values. Of an optimizer that reads the loss they are its
+    shared state, and `outputs` has that of the next step as `shared`.
     """
 
     step: jax.stages.Compiled
@@ -55,7 +58,7 @@ def compile_fused(
     *,
     key: jax.ShapeDtypeStruct | None,
     num_microbatches: int,
-    clip_norm: float | None,
+    clipping: Clipping,
     layouts: Layouts,
 ) -> FusedProgram:
     """Compiles the fused step for one mesh and shape of microbatch."""
@@ -79,7 +82,7 @@ def compile_fused(
         values: Sequence[Any],
         batch: Any,
         keys: Any,
-        step_values: Sequence[Any],
+        scalars: Sequence[Any],
         loss_scale: Any,
     ) -> tuple[list[Any], Mapping[str, Any]]:
         arrays = dict(zip(ids, values, strict=True))
@@ -92,20 +95,24 @@ def compile_fused(
         total = jnp.sum(jnp.stack(squares)) if squares else jnp.float32(0)
         norm = jnp.sqrt(total) / loss_scale
         is_finite = jnp.isfinite(norm) & jnp.all(jnp.isfinite(losses))
-        factor = 1.0 / loss_scale
-        if clip_norm is not None:
-            factor = factor * jnp.minimum(1.0, clip_norm / (norm + CLIP_EPSILON))
+        factor = clipping.traced_factor(norm) / loss_scale
+        shared, step_values = [], scalars
+        if separated.reads_loss:
+            loss = jnp.mean(losses.astype(jnp.float32))
+            shared, step_values = separated.advance(scalars, loss)
         new = dict(arrays)
         for update in updates:
             new.update(update(arrays, grads, factor, step_values))
         kept = [jnp.where(is_finite, new[a], arrays[a]) for a in ids]
         outputs = {"losses": losses, "grad_norm": norm, "is_finite": is_finite}
-        return kept, {**outputs, "extra": extra}
+        return kept, {**outputs, "extra": extra, "shared": shared}
 
-    steps = list(separated.step_value_specs)
+    scalars = separated.step_value_specs
+    if separated.reads_loss:
+        scalars = separated.shared_specs
     scale = jax.ShapeDtypeStruct((), jnp.float32)
     inputs = _stacked(batch, num_microbatches), _stacked(key, num_microbatches)
-    arguments = list(specs.values()), *inputs, steps, scale
+    arguments = list(specs.values()), *inputs, list(scalars), scale
     everywhere = replicated(layouts.mesh)
     forms = [layouts.of(array).device for array in ids]
     shardings = forms, batch_shardings(batch, layouts), *[everywhere] * 3

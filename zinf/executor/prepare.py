@@ -32,6 +32,7 @@ from zinf.executor.shrink import Limits, is_worth_trying, reasons, tighter
 from zinf.executor.uncollected import uncollected
 from zinf.executor.updates import Updates, compile_program_updates
 from zinf.mesh import local_devices, num_batch_shares
+from zinf.optim.clipping import Clipping
 from zinf.optim.separate import Separated
 from zinf.plan import (
     Arrangement,
@@ -233,7 +234,7 @@ class Planner:
             batch,
             key=self.key,
             num_microbatches=self.config.num_microbatches,
-            clip_norm=self.config.clip_norm,
+            clipping=self.clipping,
             layouts=self.layouts,
         )
         plan = fused_plan(
@@ -322,9 +323,7 @@ class Planner:
             accumulates=self.accumulates(program),
             layouts=layouts,
         )
-        waits = (
-            self.config.clip_norm is not None or self.config.loss_scaling is not None
-        )
+        waits = bool(self.clipping) or self.config.loss_scaling is not None
         options = StepOptions(
             num_microbatches=self.config.num_microbatches,
             updates_in_backward=not waits,
@@ -389,6 +388,11 @@ class Planner:
             return (asked,)
         tiers = list(Tier)[list(Tier).index(fastest) :]
         return tuple(t for t in tiers if t != Tier.NVME or self.config.nvme_paths)
+
+    @property
+    def clipping(self) -> Clipping:
+        """What `gradient_clipping` asks for, and then the optimizer."""
+        return Clipping(self.config.clip_norm, self.separated.clip_bounds)
 
     # Arrays and budgets.
 

@@ -60,7 +60,8 @@ class Work:
         is_in_place: `(array update, tier)`: it is done by `update_in_place` instead.
         update_in_place: `(array update, gradient, goes_by, *results)` changes results
             that are on the host, given their memory.
-        step_values: what the updates of this step go by, beside its decision.
+        step_values: `(loss) -> what the updates of this step go by`, beside its
+            decision; the loss is the mean over microbatches.
         pending: what those that the step before left go by.
         decide: `(losses, sums of squares or None) -> Decision`.
         before_update: called before the first update of a step.
@@ -75,7 +76,7 @@ class Work:
     update: UpdateFunction
     is_in_place: Callable[[ArrayUpdate, Tier], bool]
     update_in_place: Callable[..., None]
-    step_values: Sequence[Any]
+    step_values: Callable[[float], Sequence[Any]]
     pending: Pending | None
     decide: Callable[[Sequence[float], Sequence[float] | None], Decision]
     before_update: Callable[[], None]
@@ -151,6 +152,7 @@ class _StepRun:
         self.copies: set[Copy] = set()
         self.mover = Mover(stores, work.layouts, self.begin_write, plan.shared)
         self.has_updated = False
+        self.step_values: Sequence[Any] = ()
 
     def execute(self, instruction: Instruction) -> None:
         operation = instruction.operation
@@ -300,7 +302,9 @@ class _StepRun:
     def decide(self, operation: Decide) -> None:
         losses = [float(self.read(a, Tier.HOST)) for a in operation.losses]
         norms = [float(self.read(a, Tier.HOST)) for a in operation.norms]
-        self.record.decision = self.work.decide(losses, norms or None)
+        decision = self.work.decide(losses, norms or None)
+        self.step_values = self.work.step_values(decision.loss)
+        self.record.decision = decision
 
     def update(self, operation: Update) -> None:
         goes_by = self.goes_by(operation)
@@ -324,7 +328,7 @@ class _StepRun:
             assert self.work.pending is not None
             return self.work.pending
         assert self.record.decision is not None
-        return Pending(self.record.decision, self.work.step_values)
+        return Pending(self.record.decision, self.step_values)
 
     def refresh(self, array_update: ArrayUpdate, tier: Tier) -> None:
         """Without an update, makes the compute copy that the plan goes on to move."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from zinf.executor.outcome import Outcome
 from zinf.executor.run import StepRecord
+from zinf.executor.scalars import Advance
 from zinf.plan import Plan
 
 
@@ -33,11 +34,13 @@ class AbstractRunner(ABC):
         batch: Any,
         keys: Sequence[Any],
         *,
-        step_values: Sequence[Any],
+        advance: Advance,
         loss_scale: float,
         record: StepRecord,
     ) -> Outcome:
         """One training step. `keys` holds a random key a microbatch, or nothing.
+
+        Afterwards `advance.after` is known.
 
         Raises:
             NonFiniteError: the loss or the gradient is not finite; unless

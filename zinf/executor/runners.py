@@ -39,7 +39,7 @@ def make_runner(
             prepared,
             stores,
             spec,
-            clip_norm=config.clip_norm,
+            clipping=planner.clipping,
             skips_overflow=skips_overflow,
             before_update=before_update,
         )

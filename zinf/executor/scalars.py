@@ -1,6 +1,6 @@
 """The few numbers of a run that are not arrays of a leaf, and that a resume needs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any
@@ -13,6 +13,40 @@ from zinf.executor.saved_scalars import parse_scalars
 from zinf.optim.loss_scale import LossScale, LossScaleSettings
 from zinf.optim.separate import Separated
 from zinf.optim.update import compile_advance
+
+
+class Advance:
+    """The optimizer state that leaves share, through one step.
+
+    Attributes:
+        before: as it was before the step.
+        reads_loss: what comes after depends on the loss of the step.
+    """
+
+    def __init__(
+        self, before: Sequence[np.ndarray], compute: Callable, *, reads_loss: bool
+    ) -> None:
+        self.before, self.reads_loss = before, reads_loss
+        self._compute = compute
+        self._found: tuple[Sequence[np.ndarray], Sequence[np.ndarray]] | None = None
+        if not reads_loss:
+            self._found = compute(before)
+
+    def values(self, loss: float) -> Sequence[np.ndarray]:
+        """The step values, given the mean loss of the step."""
+        if self._found is None:
+            self._found = self._compute(self.before, np.float32(loss))
+        return self._found[1]
+
+    def take(self, shared: Sequence[np.ndarray]) -> None:
+        """Takes the new shared state from a program that computed it with the loss."""
+        self._found = shared, ()
+
+    @property
+    def after(self) -> Sequence[np.ndarray]:
+        """The shared state after the step."""
+        assert self._found is not None, "the loss of the step is not known yet"
+        return self._found[0]
 
 
 class Scalars:
@@ -54,9 +88,10 @@ class Scalars:
                 return float(value)
         return None
 
-    def advance(self) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray]]:
-        """`(shared state after this step, its step values)`; changes nothing."""
-        return self._advance(self._shared)
+    def advance(self) -> Advance:
+        """Shared state and step values of the coming step; changes nothing."""
+        reads_loss = self._separated.reads_loss
+        return Advance(self._shared, self._advance, reads_loss=reads_loss)
 
     def commit(self, advanced: Sequence[np.ndarray], *, skipped: bool) -> None:
         """Counts a step. A skipped one does not advance the optimizer's own count."""

@@ -15,8 +15,10 @@ from zinf.executor.outcome import Outcome
 from zinf.executor.prepare import Streamed
 from zinf.executor.run import StepRecord, Work, run_plan
 from zinf.executor.runner import AbstractRunner
+from zinf.executor.scalars import Advance
 from zinf.jaxpr.keys import to_words
 from zinf.memory import Stores, to_devices
+from zinf.optim.clipping import Clipping
 from zinf.plan import Plan, build_evaluation, initial_copies, value
 from zinf.program import ArrayId
 from zinf.segment import KEY
@@ -30,7 +32,7 @@ class StreamedRunner(AbstractRunner):
         stores: Stores,
         spec: Any,
         *,
-        clip_norm: float | None,
+        clipping: Clipping,
         skips_overflow: bool,
         before_update: Callable[[], None],
     ):
@@ -40,7 +42,7 @@ class StreamedRunner(AbstractRunner):
         self.program = streamed.segmented.program
         self.layouts = streamed.layouts
         self.num_microbatches = streamed.arranged.options.num_microbatches
-        self.clip_norm, self.skips_overflow = clip_norm, skips_overflow
+        self.clipping, self.skips_overflow = clipping, skips_overflow
         self.before_update = before_update
         self.read = {n for s in self.program.segments for n in s.inputs}
         self.pending: Pending | None = None
@@ -65,13 +67,13 @@ class StreamedRunner(AbstractRunner):
         batch: Any,
         keys: Sequence[Any],
         *,
-        step_values: Sequence[Any],
+        advance: Advance,
         loss_scale: float,
         record: StepRecord,
     ) -> Outcome:
         first = self.arranged.first
         plan = self.plan if first is None or self.pending else first
-        work = self.work(loss_scale, step_values)
+        work = self.work(loss_scale, advance.values)
         loss_dtype = self.program.values[self.program.loss].dtype
         seed = np.asarray(
             loss_scale / self.num_microbatches, dtype=jax.numpy.dtype(loss_dtype)
@@ -82,7 +84,7 @@ class StreamedRunner(AbstractRunner):
         decision = record.decision
         assert decision is not None
         if first is not None:
-            self.pending = Pending(decision, step_values)
+            self.pending = Pending(decision, advance.values(decision.loss))
             if decision.skips:
                 self.drop_pending()
         if decision.refusal:
@@ -104,7 +106,7 @@ class StreamedRunner(AbstractRunner):
             return
         assert self.arranged.flush is not None
         with self.pending_settled(record):
-            work = self.work(1.0, ())
+            work = self.work(1.0)
             run_plan(self.arranged.flush, work, self.stores, None, record)
         if record.interrupted:
             raise KeyboardInterrupt
@@ -131,7 +133,7 @@ class StreamedRunner(AbstractRunner):
 
     def evaluate(self, batch: Any, keys: Sequence[Any]) -> float:
         assert self.pending is None, "evaluation reads finished updates"
-        work, record = self.work(1.0, ()), StepRecord()
+        work, record = self.work(1.0), StepRecord()
         losses, _ = self.run(self._evaluation_plan, work, batch, keys, None, record)
         if record.interrupted:
             raise KeyboardInterrupt
@@ -144,7 +146,11 @@ class StreamedRunner(AbstractRunner):
             self.arranged.catalog, self.plan, workspace, self.num_microbatches
         )
 
-    def work(self, loss_scale: float, step_values: Sequence[Any]) -> Work:
+    def work(
+        self,
+        loss_scale: float,
+        step_values: Callable[[float], Sequence[Any]] = lambda loss: (),
+    ) -> Work:
         updates = self.streamed.updates
         return Work(
             program=self.program,
@@ -158,7 +164,7 @@ class StreamedRunner(AbstractRunner):
             pending=self.pending,
             decide=partial(
                 decide,
-                clip_norm=self.clip_norm,
+                clipping=self.clipping,
                 loss_scale=loss_scale,
                 skips_overflow=self.skips_overflow,
             ),

@@ -15,6 +15,7 @@ from zinf.executor.outcome import Outcome
 from zinf.executor.prepare import Fused
 from zinf.executor.run import StepRecord
 from zinf.executor.runner import AbstractRunner
+from zinf.executor.scalars import Advance
 from zinf.jaxpr.keys import from_words, to_words
 from zinf.memory import Stores, to_devices
 from zinf.plan import Instruction
@@ -56,13 +57,14 @@ class FusedRunner(AbstractRunner):
         batch: Any,
         keys: Sequence[Any],
         *,
-        step_values: Sequence[Any],
+        advance: Advance,
         loss_scale: float,
         record: StepRecord,
     ) -> Outcome:
         self.before_update()
         scale = np.float32(loss_scale)
-        inputs = (*self.inputs(batch, keys), list(step_values), scale)
+        scalars = advance.before if advance.reads_loss else advance.values(0.0)
+        inputs = (*self.inputs(batch, keys), list(scalars), scale)
         outputs: dict[str, Any] = {}
 
         def execute(instruction: Instruction) -> None:
@@ -73,6 +75,8 @@ class FusedRunner(AbstractRunner):
         run_links(self.plan.instructions, execute, progress)
         record.interrupted = progress.interrupted
         record.timeline = progress.timeline
+        if advance.reads_loss:
+            advance.take(outputs["shared"])
         losses = [float(x) for x in outputs["losses"]]
         norm = float(outputs["grad_norm"])
         skips = not bool(outputs["is_finite"])

@@ -48,26 +48,44 @@ class Slicer:
         return Slice(equations, tuple(dict.fromkeys(v for v in read if v not in made)))
 
 
+class EqualEquations:
+    """Finds equations that compute what an earlier one has computed.
+
+    Attributes:
+        results: by what an equation computes (`key`), the results of the first that
+            does.
+        renamed: results of later ones, to those of the first.
+    """
+
+    def __init__(self) -> None:
+        self.results: dict[Hashable, list[Var]] = {}
+        self.renamed: dict[Var, Var] = {}
+
+    def rename(self, atoms: Sequence[Atom]) -> list[Atom]:
+        return [a if isinstance(a, Literal) else self.renamed.get(a, a) for a in atoms]
+
+    def key(self, equation: Equation) -> Hashable:
+        arguments = tuple(_atom_key(a) for a in self.rename(equation.invars))
+        return equation_key(equation), arguments
+
+    def add(self, key: Hashable, equation: Equation) -> bool:
+        """Takes an equation without effects; whether it is the first of its `key`."""
+        if key not in self.results:
+            self.results[key] = equation.outvars
+            return True
+        self.renamed.update(zip(equation.outvars, self.results[key], strict=True))
+        return False
+
+
 def merge_equal(graph: Graph, keep: Container[Var]) -> Graph:
     """The graph with equal equations computed once, but for results in `keep`."""
-    renamed: dict[Var, Var] = {}
-    first: dict[Hashable, list[Var]] = {}
+    equal = EqualEquations()
     equations = []
-
-    def rename(atoms: Sequence[Atom]) -> list[Atom]:
-        return [a if isinstance(a, Literal) else renamed.get(a, a) for a in atoms]
-
     for equation in graph.equations:
-        equation = equation.replace(invars=rename(equation.invars))
-        if not equation.effects and equation.outvars[0] not in keep:
-            arguments = tuple(_atom_key(a) for a in equation.invars)
-            key = equation_key(equation), arguments
-            if key in first:
-                renamed.update(zip(equation.outvars, first[key], strict=True))
-                continue
-            first[key] = equation.outvars
-        equations.append(equation)
-    outvars = tuple(rename(graph.outvars))
+        is_kept = equation.effects or equation.outvars[0] in keep
+        if is_kept or equal.add(equal.key(equation), equation):
+            equations.append(equation.replace(invars=equal.rename(equation.invars)))
+    outvars = tuple(equal.rename(graph.outvars))
     return replace(graph, outvars=outvars, equations=tuple(equations))
 
 

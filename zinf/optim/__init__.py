@@ -1,5 +1,6 @@
 """Updates parameters leaf by leaf, wherever their optimizer state lives."""
 
+from zinf.optim.clipping import Clipping as Clipping
 from zinf.optim.factory import build_optimizer as build_optimizer
 from zinf.optim.factory import build_schedule as build_schedule
 from zinf.optim.host_update import AbstractHostUpdate as AbstractHostUpdate

@@ -10,16 +10,46 @@ import optax
 from zinf.jaxpr import Graph, variables
 from zinf.jaxpr.compat import Equation, Var
 
-CLIPPING = (
-    "If this clips by the global norm, remove it and set `gradient_clipping` in the "
-    "config, which does the same. Otherwise zinf cannot run this transform: it updates "
-    "each parameter by itself."
+LEARNING_RATE = (
+    "This optimizer estimates a learning rate from all parameters at once, and zinf "
+    "updates each by itself. Use one with a learning rate, such as optax.adamw."
 )
-SKIPPING = (
-    "If this skips steps with non-finite gradients, remove it and enable `fp16` in the "
-    "config, whose loss scaling skips steps that overflow (zinf always reports a "
-    "non-finite loss)."
+# What to do about a coupling, by a word in the name of the function that made it.
+HINTS = {
+    "clip_by_global_norm": (
+        "zinf clips by the global norm where optax.clip_by_global_norm, with a plain "
+        "positive number, is the first transform of the chain and sees all trained "
+        "parameters: put it there, or use optax.clip or optax.adaptive_grad_clip, "
+        "which clip each parameter by itself."
+    ),
+    "apply_if_finite": (
+        "zinf stops at a loss or gradient that is not finite, with nothing updated: "
+        "remove optax.apply_if_finite. With `fp16` in the config, loss scaling skips "
+        "steps that overflow."
+    ),
+    "polyak": (
+        "The Polyak step divides the loss by the norm of all updates, and zinf updates "
+        "each parameter by itself. Use a schedule, or optax.contrib.reduce_on_plateau, "
+        "which reads the loss alone."
+    ),
+    "prodigy": LEARNING_RATE,
+    "dadapt": LEARNING_RATE,
+    "momo": LEARNING_RATE,
+    "mechan": LEARNING_RATE,
+    "dowg": LEARNING_RATE,
+    "dog": LEARNING_RATE,
+    "normaliz": (
+        "This divides by the norm of all gradients, and zinf updates each parameter by "
+        "itself. optax.scale_by_trust_ratio does the like for each parameter."
+    ),
+}
+NORM = (
+    "If this clips by the global norm, put optax.clip_by_global_norm first in the "
+    "chain instead, or set `gradient_clipping` in the config, which divides by the "
+    "norm + 1e-6 as torch does. zinf does both. Otherwise zinf cannot run this "
+    "transform: it updates each parameter by itself."
 )
+OTHER = "zinf cannot run this transform: it updates each parameter by itself."
 
 
 def dependencies(graph: Graph, sources: Mapping[Var, int]) -> dict[Var, int]:
@@ -68,17 +98,16 @@ def refuse_coupling(
         found: the parameters behind each variable, as `dependencies` gives them.
         paths: their names, by number.
     """
-    is_finite = False
-    for equation in graph.equations:
-        is_finite |= equation.primitive.name == "is_finite"
+    for number, equation in enumerate(graph.equations):
         bits = found.get(equation.outvars[0], 0) if equation.outvars else 0
         if bits.bit_count() > 1:
             numbers = members(bits)
             first, second = paths[next(numbers)], paths[next(numbers)]
+            source = _source(equation)
             raise ValueError(
                 f"The optimizer couples parameters: `{equation.primitive.name}`"
-                f"{_source(equation)} depends on both {first!r} and {second!r}. "
-                f"{SKIPPING if is_finite else CLIPPING}"
+                f"{source} depends on both {first!r} and {second!r}. "
+                f"{_hint(source, graph.equations[number:])}"
             )
 
 
@@ -104,3 +133,23 @@ def _source(equation: Equation) -> str:
         name = Path(frame.file_name).name
         return f" at {name}:{frame.line_num} ({frame.function_name})"
     return ""
+
+
+def _hint(source: str, rest: Sequence[Equation]) -> str:
+    """What to do about a coupling.
+
+    Args:
+        source: of the equation that couples.
+        rest: that equation, and all after it.
+    """
+    for word, hint in HINTS.items():
+        if word in source:
+            return hint
+    # A square root of one number made from several parameters: their norm.
+    (coupled, *_), *_ = (e.outvars for e in rest)
+    depends = dependencies(Graph((), (), tuple(rest), {}), {coupled: 1})
+    roots = (e for e in rest if e.primitive.name in ("sqrt", "rsqrt"))
+    is_norm = any(
+        v.aval.shape == () and v in depends for e in roots for v in variables(e.invars)
+    )
+    return NORM if is_norm else OTHER

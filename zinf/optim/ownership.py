@@ -80,16 +80,18 @@ def _readers(
 ) -> tuple[dict[int, set[int]], set[int]]:
     """Outputs (by number) that read each free state; free states that change at all.
 
-    A free state that depends on nothing, not even on itself, is a constant.
+    A free state that depends on nothing, not even on itself or the loss, is a constant.
     """
     graph, num_leaves = traced.update, len(traced.leaves)
     _, states, _ = traced.update_inputs()
-    found = dependencies(graph, {states[k]: 1 << n for n, k in enumerate(free)})
+    sources = {states[k]: 1 << n for n, k in enumerate(free)}
+    loss = 1 << len(free)
+    found = dependencies(graph, {**sources, traced.loss: loss})
     readers: dict[int, set[int]] = {k: set() for k in free}
     changing = set()
     for j, atom in enumerate(graph.outvars):
         behind = _bits(found, atom)
-        for n in members(behind):
+        for n in members(behind & ~loss):
             readers[free[n]].add(j)
         if behind and j >= num_leaves:
             changing.add(j - num_leaves)

@@ -5,7 +5,8 @@ separable when no update and no state array depends on two leaves; then the equa
 behind one leaf's update and state are a program of their own, which runs wherever that
 leaf's state lives and needs nothing else in memory.
 
-What depends on no leaf (step counts, schedules, injected hyperparameters) is *shared*.
+What depends on no leaf (step counts, schedules, injected hyperparameters, what is made
+from the loss) is *shared*.
 It advances once per step, together with the *step values*: the few numbers, such as
 the learning rate of this step, that leaf updates read. Computing those once and not
 in every update gives all leaves and all blocks the same bits.
@@ -66,18 +67,36 @@ class SharedState:
 
 @dataclass(frozen=True)
 class Separated:
-    """A transform as one update per leaf, in the order of the parameter tree."""
+    """A transform as one update per leaf, in the order of the parameter tree.
+
+    Attributes:
+        clip_bounds: the updates take gradients that are clipped by these global norms,
+            one after the other (`zinf.optim.Clipping`).
+        reads_loss: shared state or step values are made from the loss of the step.
+    """
 
     leaves: tuple[LeafUpdate, ...]
     shared: tuple[SharedState, ...]
+    clip_bounds: tuple[float, ...]
+    reads_loss: bool
     step: Graph = field(repr=False)
     inits: tuple[Graph, ...] = field(repr=False)
     updates: tuple[Piece, ...] = field(repr=False)
 
-    def advance(self, shared: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """`(new shared state, step values)` of one step; traceable."""
-        results = self.step(*shared)
+    def advance(
+        self, shared: Sequence[Any], loss: Any = None
+    ) -> tuple[list[Any], list[Any]]:
+        """`(new shared state, step values)` of one step; traceable.
+
+        Args:
+            loss: float32 scalar, the mean over the batch; only if `reads_loss`.
+        """
+        results = self.step(*shared, *((loss,) if self.reads_loss else ()))
         return results[: len(self.shared)], results[len(self.shared) :]
+
+    @property
+    def shared_specs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return tuple(abstract(state.value) for state in self.shared)
 
     @property
     def step_value_specs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -129,7 +148,9 @@ def separate(
     """Separates a transform by parameter leaf.
 
     Args:
-        tx: any transform whose update of a leaf depends on that leaf alone.
+        tx: any transform whose update of a leaf depends on that leaf, the loss (which
+            it gets as `value=`) and, where it begins with `optax.clip_by_global_norm`,
+            the global norm.
         params: the whole parameter tree, abstract or not, with the dtypes in which
             parameters are updated (those of the masters).
         trainable: key paths of the leaves that take part ("blocks/0/mlp/kernel");
@@ -140,8 +161,8 @@ def separate(
 
     Raises:
         ValueError: the transform couples leaves, or accumulates gradients (the message
-            names the config key for it), needs arguments beyond gradients, state and
-            parameters, or changes the dtype of its state.
+            names the config key for it), needs arguments beyond gradients, state,
+            parameters and `value`, or changes the dtype of its state.
     """
     traced = trace_transform(tx, params, trainable)
     ownership = find_owners(traced)
@@ -158,10 +179,16 @@ def separate(
         ) and is_elementwise(pieces[i], shape=spec.shape, num_arrays=num_arrays)
         values = tuple(step_values[v] for v in pieces[i].invars[num_arrays:])
         leaves.append(LeafUpdate(path, spec, tuple(states), blockwise, values))
+    step = _step(traced, update, ownership, tuple(step_values))
+    reads_loss = traced.loss in step.used_invars()
+    if not reads_loss:
+        step = replace(step, invars=step.invars[:-1])
     return Separated(
         leaves=tuple(leaves),
         shared=_shared_states(traced, ownership),
-        step=_step(traced, update, ownership, tuple(step_values)),
+        clip_bounds=traced.clip_bounds,
+        reads_loss=reads_loss,
+        step=step,
         inits=inits,
         updates=pieces,
     )
@@ -198,7 +225,7 @@ def _possible_step_values(
     Larger values that depend on no leaf (noise of a leaf's shape, say) are computed in
     the update, and so are random keys, which cannot leave a program as plain numbers.
     """
-    given = {*shared, *update.consts}
+    given = {*shared, *update.consts, update.invars[-1]}
     derived = dependencies(update, dict.fromkeys(given, 1))
     return given | {
         v
@@ -234,8 +261,9 @@ def _shared_states(traced: Transform, ownership: Ownership) -> tuple[SharedState
 def _step(
     traced: Transform, update: Graph, ownership: Ownership, values: Sequence[Var]
 ) -> Graph:
-    """Shared state to new shared state and step values."""
+    """Shared state and the loss to new shared state and step values."""
     _, states, _ = traced.update_inputs()
     new = [update.outvars[len(traced.leaves) + k] for k in ownership.shared]
     step = update.needed_for((*new, *values))
-    return replace(step, invars=tuple(states[k] for k in ownership.shared))
+    shared = (states[k] for k in ownership.shared)
+    return replace(step, invars=(*shared, traced.loss))

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from inspect import Parameter, signature
 from typing import Any
 
 import jax
@@ -10,8 +11,9 @@ import optax
 
 from zinf.jaxpr import Graph, abstract, flatten, trace
 from zinf.jaxpr.compat import Atom, Literal, Var, literal
+from zinf.optim.clipping import peel_clipping
 from zinf.optim.conditional import split_conditionals
-from zinf.optim.coupling import refuse_accumulation
+from zinf.optim.coupling import dependencies, refuse_accumulation
 from zinf.segment.source import key_path, named_leaves
 
 
@@ -19,21 +21,31 @@ from zinf.segment.source import key_path, named_leaves
 class Transform:
     """A traced transform.
 
-    `init` maps the trainable parameters to the state; `update` maps gradients, state
-    and parameters (`invars` in this order) to updates and the new state. State arrays
-    are in optax's flattening order; random keys among them are kept as their data, so
-    that all arrays are plain numbers.
+    `init` maps the trainable parameters to the state; `update` maps gradients, state,
+    parameters and the loss (`invars` in this order) to updates and the new state. State
+    arrays are in optax's flattening order; random keys among them are kept as their
+    data, so that all arrays are plain numbers. The loss is a float32 scalar, the
+    `value=` of optax's transforms with extra arguments.
+
+    Attributes:
+        clip_bounds: of `optax.clip_by_global_norm` that was taken off the front of
+            `update`, which takes gradients that are clipped already.
     """
 
     leaves: dict[str, jax.ShapeDtypeStruct]
     states: tuple[tuple[str, jax.ShapeDtypeStruct], ...]
     init: Graph
     update: Graph
+    clip_bounds: tuple[float, ...] = ()
 
     def update_inputs(self) -> tuple[tuple[Var, ...], ...]:
         """The gradients, states and parameters among the inputs of `update`."""
         invars, first, last = self.update.invars, len(self.leaves), len(self.states)
-        return invars[:first], invars[first : first + last], invars[first + last :]
+        return invars[:first], invars[first : first + last], invars[first + last : -1]
+
+    @property
+    def loss(self) -> Var:
+        return self.update.invars[-1]
 
 
 def trace_transform(
@@ -69,11 +81,14 @@ def trace_transform(
                 implementations[k] = jax.random.key_impl(array)
         return jax.tree.map(_plain, state)
 
-    def update(grads: Any, state: Any, params: Any) -> Any:
+    takes_loss = _takes_loss(tx)
+
+    def update(grads: Any, state: Any, params: Any, loss: Any) -> Any:
         arrays, structure = jax.tree.flatten(state)
         for k, implementation in implementations.items():
             arrays[k] = jax.random.wrap_key_data(arrays[k], impl=implementation)
-        updates, state = tx.update(grads, structure.unflatten(arrays), params)
+        extra = {"value": loss} if takes_loss else {}
+        updates, state = tx.update(grads, structure.unflatten(arrays), params, **extra)
         return updates, jax.tree.map(_plain, state)
 
     closed_init, state = trace(init, tree)
@@ -89,21 +104,33 @@ def trace_transform(
     )
     grads, _, masters = traced.update_inputs()
     leaf_bits = {v: 1 << i for vs in (grads, masters) for i, v in enumerate(vs)}
-    update = split_conditionals(traced.update, leaf_bits)
-    return replace(traced, update=_inline_scalars(update))
+    update = _inline_scalars(split_conditionals(traced.update, leaf_bits))
+    found = dependencies(update, leaf_bits)
+    update, bounds = peel_clipping(update, grads, found)
+    return replace(traced, update=update, clip_bounds=bounds)
+
+
+def _takes_loss(tx: optax.GradientTransformation) -> bool:
+    """Whether `tx.update` may be called with `value=`."""
+    if not isinstance(tx, optax.GradientTransformationExtraArgs):
+        return False
+    arguments = signature(tx.update).parameters
+    kinds = {argument.kind for argument in arguments.values()}
+    return "value" in arguments or Parameter.VAR_KEYWORD in kinds
 
 
 def _trace_update(update: Any, tree: Any, state: Any) -> tuple[Any, Any]:
+    loss = jax.ShapeDtypeStruct((), jnp.float32)
     try:
-        return trace(update, tree, state, tree)
+        return trace(update, tree, state, tree, loss)
     except TypeError as error:
         if "required keyword-only argument" not in str(error):
             raise
         raise ValueError(
-            f"The optimizer needs more than gradients, state and parameters: {error}. "
-            "Transforms that read the loss (Polyak steps, line searches, plateau "
-            "schedules) do not work with zinf, which updates parameters one by one; "
-            "choose one without it."
+            f"The optimizer needs more than gradients, state, parameters and the loss: "
+            f"{error}. zinf gives `value=`, the loss of the step, and nothing else: a "
+            "line search evaluates the loss at other parameters, for which there is no "
+            "room. Choose an optimizer without one, such as optax.adamw."
         ) from error
 
 

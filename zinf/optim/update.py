@@ -167,21 +167,24 @@ def compile_placed_updates(
 
 def compile_advance(
     separated: Separated, *, device: jax.Device
-) -> Callable[[Sequence[Any]], tuple[list[np.ndarray], list[np.ndarray]]]:
+) -> Callable[..., tuple[list[np.ndarray], list[np.ndarray]]]:
     """A function from shared state to `(new shared state, step values)`.
+
+    Of a transform that `reads_loss` it takes the loss too, as a float32 scalar.
 
     Call it once per step; its results are NumPy arrays that serve every unit, wherever
     that runs. Give it a CPU device if there is one: on an accelerator the result would
     come after everything that is queued there.
     """
-    specs = [
-        jax.ShapeDtypeStruct(s.value.shape, s.value.dtype) for s in separated.shared
-    ]
+    loss = [jax.ShapeDtypeStruct((), jnp.float32)] if separated.reads_loss else []
+    arguments = list(separated.shared_specs), *loss
     here = jax.sharding.SingleDeviceSharding(device)
-    compiled = _compile(separated.advance, (specs,), (here,), here)
+    compiled = _compile(separated.advance, arguments, here, here)
 
-    def advance(shared: Sequence[Any]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        return jax.tree.map(np.asarray, compiled(list(shared)))
+    def advance(
+        shared: Sequence[Any], *loss: Any
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        return jax.tree.map(np.asarray, compiled(list(shared), *loss))
 
     return advance
 

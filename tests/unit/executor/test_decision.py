@@ -3,10 +3,11 @@ from math import inf, nan, sqrt
 
 import pytest
 
-from zinf.executor.decision import CLIP_EPSILON, Decision, decide
+from zinf.executor.decision import Decision, decide
+from zinf.optim.clipping import TORCH_EPSILON, Clipping
 
-plain = partial(decide, clip_norm=None, loss_scale=1.0, skips_overflow=False)
-fp16 = partial(decide, clip_norm=None, loss_scale=8.0, skips_overflow=True)
+plain = partial(decide, clipping=Clipping(), loss_scale=1.0, skips_overflow=False)
+fp16 = partial(decide, clipping=Clipping(), loss_scale=8.0, skips_overflow=True)
 
 
 def test_the_loss_is_the_mean_of_the_microbatches():
@@ -24,15 +25,24 @@ def test_without_clipping_gradients_are_only_unscaled():
 
 
 def test_a_norm_above_the_limit_is_clipped_to_it():
-    found = plain([0.0], [9.0, 16.0], clip_norm=2.0)
-    assert found.factor == 2.0 / (5.0 + CLIP_EPSILON)
+    found = plain([0.0], [9.0, 16.0], clipping=Clipping(2.0))
+    assert found.factor == 2.0 / (5.0 + TORCH_EPSILON)
     assert found.grad_norm == 5.0
-    scaled = fp16([0.0], [9.0, 16.0], clip_norm=0.5)
-    assert scaled.factor == 0.5 / (5 / 8 + CLIP_EPSILON) / 8
+    scaled = fp16([0.0], [9.0, 16.0], clipping=Clipping(0.5))
+    assert scaled.factor == 0.5 / (5 / 8 + TORCH_EPSILON) / 8
 
 
 def test_a_norm_below_the_limit_is_not():
-    assert plain([0.0], [1.0], clip_norm=2.0).factor == 1.0
+    assert plain([0.0], [1.0], clipping=Clipping(2.0)).factor == 1.0
+
+
+def test_optax_divides_by_the_norm_alone_after_the_clipping_of_the_config():
+    after = Clipping(optax_bounds=(2.0, 1.0))
+    assert plain([0.0], [9.0, 16.0], clipping=after).factor == 1.0 / 5.0
+    both = plain([0.0], [9.0, 16.0], clipping=Clipping(2.0, (1.0,)))
+    assert both.factor == pytest.approx(1.0 / 5.0, rel=1e-15)
+    below = plain([0.0], [9.0, 16.0], clipping=Clipping(2.0, (4.0,)))
+    assert below.factor == 2.0 / (5.0 + TORCH_EPSILON)
 
 
 def test_without_norms_only_the_loss_is_looked_at():

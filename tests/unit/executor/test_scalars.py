@@ -30,7 +30,7 @@ def counts(kept: Scalars) -> list[int]:
 
 def test_advancing_changes_nothing_until_it_is_committed():
     kept = scalars()
-    advanced, _ = kept.advance()
+    advanced = kept.advance().after
     assert (kept.num_steps, counts(kept)) == (0, [0])
     kept.commit(advanced, skipped=False)
     assert (kept.num_steps, counts(kept)) == (1, [1])
@@ -38,7 +38,7 @@ def test_advancing_changes_nothing_until_it_is_committed():
 
 def test_a_skipped_step_counts_but_not_for_the_optimizer():
     kept = scalars(loss_scaling=SCALING)
-    advanced, _ = kept.advance()
+    advanced = kept.advance().after
     kept.commit(advanced, skipped=True)
     assert (kept.num_steps, counts(kept)) == (1, [0])
     assert kept.loss_scale == 8.0
@@ -54,23 +54,23 @@ def test_the_learning_rate_is_that_which_the_step_used():
     schedule = optax.linear_schedule(1.0, 0.0, 4)
     kept = scalars(optax.inject_hyperparams(optax.sgd)(learning_rate=schedule))
     for step in range(3):
-        advanced, _ = kept.advance()
+        advanced = kept.advance().after
         assert kept.learning_rate(advanced) == pytest.approx(1 - step / 4)
         kept.commit(advanced, skipped=False)
     other = scalars()
-    assert other.learning_rate(other.advance()[0]) is None
+    assert other.learning_rate(other.advance().after) is None
 
 
 def test_all_of_it_survives_json():
     kept = scalars(loss_scaling=SCALING)
     for skipped in (False, True, False):
-        kept.commit(kept.advance()[0], skipped=skipped)
+        kept.commit(kept.advance().after, skipped=skipped)
     state = json.loads(json.dumps(kept.to_json()))
     restored = scalars(loss_scaling=SCALING)
     restored.from_json(state)
     assert restored.to_json() == kept.to_json()
     assert (restored.num_steps, restored.loss_scale) == (3, 8.0)
-    for one, other in zip(kept.advance()[0], restored.advance()[0], strict=True):
+    for one, other in zip(kept.advance().after, restored.advance().after, strict=True):
         assert one.dtype == other.dtype
         np.testing.assert_array_equal(one, other)
 
@@ -78,7 +78,7 @@ def test_all_of_it_survives_json():
 def test_the_state_of_another_optimizer_is_refused_and_nothing_is_taken():
     schedule = optax.linear_schedule(1.0, 0.0, 4)
     kept, other = scalars(), scalars(optax.sgd(schedule))
-    kept.commit(kept.advance()[0], skipped=False)
+    kept.commit(kept.advance().after, skipped=False)
     with pytest.raises(ValueError, match="Resume with the optimizer"):
         other.from_json(kept.to_json())
     assert other.num_steps == 0
@@ -96,7 +96,7 @@ DAMAGES = {
 )
 def test_damaged_scalars_are_refused_by_name_and_nothing_is_taken(key, value):
     kept = scalars(loss_scaling=SCALING)
-    kept.commit(kept.advance()[0], skipped=False)
+    kept.commit(kept.advance().after, skipped=False)
     restored = scalars(loss_scaling=SCALING)
     before = restored.to_json()
     with pytest.raises(ValueError, match=f"not what zinf saves: {key}"):

@@ -177,16 +177,41 @@ def test_random_keys_in_the_state_are_plain_numbers():
     np.testing.assert_array_equal(key.value, jax.random.key_data(jax.random.key(3)))
 
 
+def scaled_by(factor):
+    def update(grads, state, params=None):
+        norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
+        return jax.tree.map(lambda g: g * factor(norm), grads), state
+
+    return optax.GradientTransformation(lambda params: (), update)
+
+
 COUPLED = {
-    "clip_by_global_norm": (
-        optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)),
-        "`add` at .*clip_by_global_norm.*'bias' and 'down'.*`gradient_clipping`",
+    "clipping_of_updates": (
+        optax.chain(optax.adam(1e-3), optax.clip_by_global_norm(1.0)),
+        "`add` at .*clip_by_global_norm.*'bias' and 'down'.* is the first transform",
     ),
+    "clipping_of_some": (
+        optax.masked(optax.clip_by_global_norm(1.0), {k: k != "up" for k in PARAMS}),
+        "`add` at .*clip_by_global_norm.*'bias' and 'down'.*sees all trained",
+    ),
+    "clipping_that_ends": (
+        optax.conditionally_transform(optax.clip_by_global_norm(1.0), lambda n: n < 9),
+        "`add` at .*clip_by_global_norm.*'bias' and 'down'.* is the first transform",
+    ),
+    "clipping_of_ones_own": (
+        scaled_by(lambda norm: jnp.minimum(1.0, 1.0 / norm)),
+        "`add` at .*scaled_by.*'bias' and 'down'.*optax.clip_by_global_norm first.*"
+        "`gradient_clipping` in the config, which divides by the norm \\+ 1e-6",
+    ),
+    "normalized": (optax.normalize_by_update_norm(), "scale_by_trust_ratio"),
     "apply_if_finite": (
         optax.apply_if_finite(optax.adam(1e-3), 5),
         "apply_if_finite.*'bias' and 'down'.*`fp16`",
     ),
-    "prodigy": (optax.contrib.prodigy(), "prodigy.*'bias' and 'down'"),
+    "prodigy": (
+        optax.contrib.prodigy(),
+        "prodigy.*'bias' and 'down'.*estimates a learning rate",
+    ),
     "multi_steps": (
         optax.MultiSteps(optax.adam(1e-3), 4),
         "MultiSteps.*`gradient_accumulation_steps`",
@@ -198,12 +223,8 @@ COUPLED = {
         ),
         "MultiSteps.*`gradient_accumulation_steps`",
     ),
-    "polyak": (optax.polyak_sgd(), "needs more than gradients.*'value'.*read the loss"),
-    "line_search": (optax.lbfgs(), "needs more than gradients.*read the loss"),
-    "plateau": (
-        optax.chain(optax.adam(1e-3), optax.contrib.reduce_on_plateau()),
-        "needs more than gradients.*read the loss",
-    ),
+    "polyak": (optax.polyak_sgd(), "scale_by_polyak.*'bias' and 'down'.*reduce_on_pla"),
+    "line_search": (optax.lbfgs(), "'grad' and 'value_fn'.* line search"),
 }
 
 

@@ -1,0 +1,101 @@
+"""What a chain of optax does with all gradients, or the loss, is done as optax does it.
+
+A leading `clip_by_global_norm`, and `reduce_on_plateau`, which reads the loss.
+"""
+
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+
+import zinf
+from tests.equivalence.meshes import BOUND, batches, config, init, loss, mesh
+
+# Gradients so small that the 1e-6 which torch adds to their norm would halve them.
+SMALL = 2.0**-20
+TX = optax.chain(
+    optax.clip_by_global_norm(0.5 * SMALL),
+    optax.sgd(0.5 / SMALL, momentum=0.5),
+    # The losses rise and fall, so the scale is halved after a few.
+    optax.contrib.reduce_on_plateau(patience=1, factor=0.5, rtol=0.3),
+)
+
+
+def small_loss(params: Any, batch: Any) -> jax.Array:
+    return SMALL * loss(params, batch)
+
+
+@cache
+def in_optax() -> tuple[list[float], float]:
+    """The losses, and the scale that the plateau left."""
+
+    @jax.jit
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        value, grads = jax.value_and_grad(small_loss)(params, batch)
+        updates, state = TX.update(grads, state, params, value=value)
+        return optax.apply_updates(params, updates), state, value
+
+    params = init()
+    state, losses = TX.init(params), []
+    for batch in batches():
+        params, state, value = step(params, state, batch)
+        losses.append(float(value))
+    return losses, float(state[-1].scale)
+
+
+@pytest.mark.parametrize(
+    ("on", "stage", "tier"),
+    [
+        ("1", 3, "fused"),
+        ("1", 3, "device"),
+        ("1", 3, "nvme"),
+        ("2x4", 1, "fused"),
+        ("4", 3, "host"),
+    ],
+)
+def test_clipping_and_a_plateau_are_those_of_optax(on, stage, tier, tmp_path):
+    losses, scale = in_optax()
+    assert scale < 1, "the scale has to change, or nothing is tested"
+    settings = config(stage, tier, str(tmp_path))
+    del settings["gradient_clipping"]
+    engine = zinf.initialize(small_loss, init, TX, settings, mesh=mesh(on))
+    found = [engine.step(batch)["loss"] for batch in batches()]
+    shared = {s["name"]: s["value"] for s in engine.scalars()["shared"]}
+    engine.close()
+    np.testing.assert_allclose(found, losses, rtol=BOUND)
+    assert shared["2/scale"] == scale
+
+
+def test_updates_that_read_the_loss_resume(tmp_path):
+    def start() -> Any:
+        settings = config(3, "device", "") | {"gradient_clipping": None}
+        return zinf.initialize(small_loss, init, TX, settings)
+
+    straight, first = start(), start()
+    expected = [straight.step(batch)["loss"] for batch in batches()]
+    for batch in batches()[:3]:
+        first.step(batch)
+    first.save(tmp_path / "saved")
+    second = start()
+    second.restore(tmp_path / "saved")
+    assert [second.step(batch)["loss"] for batch in batches()[3:]] == expected[3:]
+    for engine in (straight, first, second):
+        engine.close()
+
+
+def test_a_loss_in_bfloat16_reaches_the_optimizer_as_float32():
+    def rounded(params: Any, batch: Any) -> jax.Array:
+        return loss(params, batch).astype(jnp.bfloat16)
+
+    plateau = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())
+    settings = {"execution": "streamed"}
+    engine = zinf.initialize(rounded, init, plateau, settings)
+    found = engine.step(batches()[0])["loss"]
+    shared = {s["name"]: s["value"] for s in engine.scalars()["shared"]}
+    assert shared["1/best_value"] == found
+    engine.close()

@@ -1,0 +1,151 @@
+"""A leading `optax.clip_by_global_norm` is taken off; what reads the loss gets it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+
+from zinf.optim.clipping import PROBE_ROUNDING, TORCH_EPSILON, Clipping
+from zinf.optim.separate import separate
+from zinf.optim.update import compile_advance
+
+PARAMS = {
+    "a": jax.ShapeDtypeStruct((3, 2), jnp.float32),
+    "b": [jax.ShapeDtypeStruct((4,), jnp.float32)] * 2,
+    "c": jax.ShapeDtypeStruct((), jnp.float32),
+}
+CLIP = optax.clip_by_global_norm(0.1)
+LEADING = {
+    "a_chain": (optax.chain(CLIP, optax.adamw(0.1)), optax.adamw(0.1)),
+    "an_array": (
+        optax.chain(optax.clip_by_global_norm(jnp.float32(0.1)), optax.sgd(0.1)),
+        optax.sgd(0.1),
+    ),
+    "nested": (
+        optax.chain(optax.chain(CLIP, optax.scale_by_lion()), optax.scale(-0.1)),
+        optax.chain(optax.chain(optax.scale_by_lion()), optax.scale(-0.1)),
+    ),
+    "injected": (
+        optax.inject_hyperparams(lambda lr: optax.chain(CLIP, optax.sgd(lr)))(lr=0.1),
+        optax.inject_hyperparams(optax.sgd)(learning_rate=0.1),
+    ),
+    "alone": (CLIP, optax.identity()),
+}
+
+
+@pytest.mark.parametrize("name", LEADING)
+def test_leading_clipping_leaves_the_code_of_the_rest(name):
+    clipped, rest = (separate(tx, PARAMS) for tx in LEADING[name])
+    assert clipped.clip_bounds == (pytest.approx(0.1),)
+    assert rest.clip_bounds == ()
+    for one, other in zip(clipped.updates, rest.updates, strict=True):
+        names = ([e.primitive.name for e in p.equations] for p in (one, other))
+        assert next(names) == next(names)
+    assert [leaf.is_elementwise for leaf in clipped.leaves] == [True] * 4
+
+
+def test_clipping_twice_is_taken_off_twice_in_order():
+    tx = optax.chain(optax.clip_by_global_norm(2.0), CLIP, optax.sgd(0.1))
+    assert separate(tx, PARAMS).clip_bounds == (2.0, pytest.approx(0.1))
+
+
+def test_other_dtypes_and_single_leaves_are_recognised():
+    half = jax.ShapeDtypeStruct((4,), jnp.bfloat16)
+    tx = optax.chain(optax.clip_by_global_norm(1.5), optax.sgd(0.1))
+    for params in ({"w": half}, {"w": half, "v": PARAMS["a"]}, {"v": PARAMS["a"]}):
+        assert separate(tx, params).clip_bounds == (1.5,)
+
+
+def test_frozen_leaves_are_no_part_of_the_norm():
+    tx = optax.chain(CLIP, optax.adam(0.1))
+    separated = separate(tx, PARAMS, trainable={"a", "b/1"})
+    assert [leaf.path for leaf in separated.leaves] == ["a", "b/1"]
+    assert separated.clip_bounds == (pytest.approx(0.1),)
+
+
+def test_gradients_that_are_also_read_unclipped_couple():
+    def update(grads, state, params=None):
+        clipped, _ = CLIP.update(grads, CLIP.init(grads))
+        return jax.tree.map(lambda g, c: c + 0.1 * g, grads, clipped), state
+
+    tx = optax.GradientTransformation(lambda params: (), update)
+    with pytest.raises(ValueError, match="couples parameters"):
+        separate(tx, PARAMS)
+
+
+def test_another_formula_under_the_name_of_optax_is_not_taken_off(monkeypatch):
+    """If optax changed what it does, zinf must not do what it did."""
+
+    def as_torch(max_norm):
+        def update(grads, state, params=None):
+            norm = optax.tree.norm(grads)
+            factor = jnp.minimum(1.0, max_norm / (norm + 1e-2))
+            return jax.tree.map(lambda g: g * factor, grads), state
+
+        return optax.GradientTransformation(lambda params: (), update)
+
+    monkeypatch.setattr(optax, "clip_by_global_norm", as_torch)
+    with pytest.raises(ValueError, match="couples parameters"):
+        separate(optax.chain(as_torch(1.0), optax.sgd(0.1)), PARAMS)
+
+
+@pytest.mark.parametrize("bounds", [(0.3,), (2.0, 0.3), (0.3, 2.0)])
+@pytest.mark.parametrize("size", [1e-6, 0.29, 0.31, 1.0, 1e4])
+def test_the_factor_is_that_of_optax(bounds, size):
+    grads = [np.float32([0.6 * size]), np.float32([0.8 * size])]
+    tx = optax.chain(*map(optax.clip_by_global_norm, bounds))
+    wanted, _ = tx.update([jnp.asarray(g) for g in grads], tx.init(grads))
+    clipping = Clipping(optax_bounds=bounds)
+    norm = np.float32(np.sqrt(sum(float(g[0]) ** 2 for g in grads)))
+    factors = clipping.factor(float(norm)), jax.jit(clipping.traced_factor)(norm)
+    for factor in factors:
+        for grad, value in zip(grads, wanted, strict=True):
+            np.testing.assert_allclose(grad * factor, value, rtol=PROBE_ROUNDING)
+
+
+def test_torch_differs_from_optax_where_norms_are_small():
+    norm = 4 * TORCH_EPSILON
+    torch, optaxs = Clipping(norm / 2), Clipping(None, (norm / 2,))
+    assert optaxs.factor(norm) == 0.5
+    assert torch.factor(norm) == pytest.approx(0.4)
+
+
+def test_what_reads_the_loss_has_it_among_the_shared():
+    plateau = optax.contrib.reduce_on_plateau(patience=1, factor=0.5)
+    separated = separate(optax.chain(optax.sgd(0.1), plateau), PARAMS)
+    assert separated.reads_loss
+    assert not separate(optax.sgd(0.1), PARAMS).reads_loss
+    advance = compile_advance(separated, device=jax.devices("cpu")[0])
+    state, values = plateau.init(jnp.ones(())), []
+    shared = [s.value for s in separated.shared]
+    for loss in (3.0, 2.0, 2.5, 2.5, 1.0):
+        shared, values = advance(shared, np.float32(loss))
+        _, state = plateau.update(jnp.ones(()), state, value=loss)
+        (scale,) = (
+            x
+            for s, x in zip(separated.shared, shared, strict=True)
+            if s.optax_path.endswith("scale")
+        )
+        assert scale == state.scale
+    assert state.scale == 0.25
+    assert state.scale in values
+
+
+def test_a_state_that_only_keeps_the_loss_is_kept():
+    def update(grads, state, params=None, *, value, **extra):
+        return grads, value.astype(jnp.float32)
+
+    tx = optax.GradientTransformationExtraArgs(lambda params: jnp.zeros(()), update)
+    separated = separate(tx, PARAMS)
+    advance = compile_advance(separated, device=jax.devices("cpu")[0])
+    assert advance([np.float32(0)], np.float32(5))[0] == [5]
+
+
+def test_a_transform_that_takes_no_value_is_given_none():
+    def update(grads, state, params=None):
+        return grads, state
+
+    tx = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    assert not separate(tx, PARAMS).reads_loss
