@@ -6,7 +6,8 @@ from functools import partial
 from os import PathLike
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Self
+from weakref import finalize
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ from zinf.executor.batch import signature
 from zinf.executor.condition import Condition
 from zinf.executor.decision import MIXED
 from zinf.executor.metrics import step_metrics
+from zinf.executor.pending_save import PendingSave
 from zinf.executor.prepare import Planner
 from zinf.executor.random_key import key_from_json, key_to_json, step_keys
 from zinf.executor.run import StepRecord
@@ -29,25 +31,36 @@ from zinf.executor.state import (
     read_leaf,
     write_model_state,
 )
-from zinf.memory import Residents, Stores
+from zinf.executor.turn import Turn
+from zinf.memory import Residents, Stores, close_when_dropped
 from zinf.plan import Plan
 
 
 class Engine:
     """Training steps on state that rests on up to three tiers.
 
+    One thread at a time uses an engine: a call while another one runs raises
+    `ConcurrentUseError` and touches nothing.
+
+    `close` gives back memory, threads and the NVMe folder. So does leaving a block
+    `with zinf.initialize(...) as engine:`, and so does dropping the last reference to
+    an engine, soon after; what was read through `stores` or `residents` ends then.
+
     Attributes:
         num_steps: steps taken, skipped ones included.
         last_step: what the latest step moved, and when each instruction ran.
-        pending_save: a save that still reads arrays; fused steps wait for it (`Holds`).
     """
 
     stores: Stores
     _residents: Residents
+    _closing: finalize
 
     def __init__(self, planner: Planner, rng: jax.Array | None):
+        # Nothing that the engine keeps may refer back to it, or it would stay until
+        # garbage is collected when it is dropped.
         self.planner, self.config, self.rng = planner, planner.config, rng
-        self.pending_save: Future | None = None
+        self._pending_save = PendingSave()
+        self._turn = Turn()
         self.last_step = StepRecord()
         self._scalars = Scalars(planner.separated, self.config.loss_scaling)
         self._runners: dict[tuple, AbstractRunner] = {}
@@ -60,10 +73,22 @@ class Engine:
         return self._scalars.num_steps
 
     @property
+    def pending_save(self) -> Future[None] | None:
+        """A save that still reads arrays; fused steps wait for it (`Holds`)."""
+        return self._pending_save.future
+
+    @pending_save.setter
+    def pending_save(self, save: Future[None] | None) -> None:
+        self._pending_save.future = save
+
+    @property
     def residents(self) -> Residents:
-        """Every persistent array, readable and writable by name, with no update due."""
-        self.flush()
-        return self._residents
+        """Every persistent array by name, with no update due.
+
+        Writing a master here leaves its compute copy as it was; `set` writes both.
+        """
+        with self._turn.of("residents"):
+            return self._current_residents()
 
     @property
     def is_placed(self) -> bool:
@@ -94,10 +119,118 @@ class Engine:
         Raises:
             NonFiniteError: nothing was updated, unless the message says so.
             KeyboardInterrupt: after the step was completed and counted.
+            ConcurrentUseError: another call to this engine is running; nothing was
+                touched. So do all other methods.
         """
+        with self._turn.of("step"):
+            return self._step(batch)
+
+    def evaluate(self, batch: Any) -> float:
+        """The mean loss of a batch, of a shape that `step` takes; changes nothing."""
+        with self._turn.of("evaluate"):
+            self._condition.check()
+            runner = self._prepare(batch)
+            self._flush()
+            return runner.evaluate(batch, self._keys())
+
+    def flush(self) -> None:
+        """Does the updates that the last step left to the next one, if there are any.
+
+        `params`, `evaluate`, `save` and `residents` do so first.
+        """
+        with self._turn.of("flush"):
+            self._flush()
+
+    def params(self) -> Any:
+        """The whole parameter pytree, in the precision it is kept in, on the host."""
+        with self._turn.of("params"):
+            return self._read_params()
+
+    def model_state(self) -> Any:
+        """The model state pytree as the last step left it (None if there is none)."""
+        with self._turn.of("model_state"):
+            return self._read_model_state()
+
+    def save(self, directory: str | PathLike) -> None:
+        """Saves all state in a new folder; what is on nvme is linked, not copied."""
+        with self._turn.of("save"):
+            self._condition.check()
+            assert self.plan, "there is no state before there is a plan"
+            meet = partial(self.planner.group.barrier, timeout=None)
+            residents, scalars = self._current_residents(), self._all_scalars()
+            write_arrays(Path(directory), residents, scalars, barrier=meet)
+
+    def restore(self, directory: str | PathLike, *, verify: bool = True) -> None:
+        """Takes all state from a folder that `save` wrote, whatever its placement was.
+
+        Done when the first batch is known. `verify`: compare it with its checksums.
+        """
+        with self._turn.of("restore"):
+            if not self.is_placed:
+                self._condition.check()
+                self._restore_from = Path(directory), verify
+                return
+            self._pending_save.wait()
+            self._read_state(Path(directory), verify)
+
+    def scalars(self) -> dict[str, Any]:
+        """Everything but arrays that a resumed run needs, as JSON."""
+        with self._turn.of("scalars"):
+            return self._all_scalars()
+
+    def set_scalars(self, scalars: Mapping[str, Any]) -> None:
+        """Takes what `scalars` gave, the random key included.
+
+        Whoever restores calls this before overwriting the arrays: it refuses the state
+        of another run, and ends that of a step that failed half-way.
+        """
+        with self._turn.of("set_scalars"):
+            self._take_scalars(scalars)
+
+    def before_update(self) -> None:
+        """Waits for a save that still reads the arrays."""
+        self._pending_save.wait()
+
+    def close(self) -> None:
+        """Frees every tier; files on nvme are scratch and go with the next run.
+
+        A save under way is waited for. Closing once more does nothing.
+        """
+        with self._turn.of("close"):
+            self._condition.end(
+                "This engine was closed. Make another: zinf.initialize."
+            )
+            if self.is_placed:
+                self._pending_save.close(self.stores)
+                self._closing.detach()
+                self._runners.clear()
+                self._current = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def prepare(self, batch: Any) -> AbstractRunner:
+        """Plans for the shape of a batch, if it is new; the first one places all state.
+
+        Raises:
+            InfeasibleError: this shape does not fit beside what is placed already.
+        """
+        with self._turn.of("prepare"):
+            return self._prepare(batch)
+
+    def initialize_state(self) -> None:
+        """Gives every array its initial value, at its home."""
+        initialize_arrays(self.planner, self._residents)
+
+    # What runs in the turn of a call above.
+
+    def _step(self, batch: Any) -> dict[str, Any]:
         start = perf_counter()
         self._condition.check()
-        runner = self.prepare(batch)
+        runner = self._prepare(batch)
         self.stores.reset_peaks()
         record = self.last_step = StepRecord()
         advance = self._scalars.advance()
@@ -120,102 +253,37 @@ class Engine:
             raise KeyboardInterrupt
         return metrics
 
-    def evaluate(self, batch: Any) -> float:
-        """The mean loss of a batch, of a shape that `step` takes; changes nothing."""
-        self._condition.check()
-        runner = self.prepare(batch)
-        self.flush()
-        return runner.evaluate(batch, self._keys())
-
-    def flush(self) -> None:
-        """Does the updates that the last step left to the next one, if there are any.
-
-        `params`, `evaluate`, `save` and `residents` do so first.
-        """
+    def _flush(self) -> None:
         if self._current is not None:
             record = StepRecord()
             with self._condition.updating("What a step left to do", record):
                 self._current.flush(record)
 
-    def params(self) -> Any:
-        """The whole parameter pytree, in the precision it is kept in, on the host."""
-        return self.planner.problem.restore_tree(self._reader())
+    def _current_residents(self) -> Residents:
+        assert self.plan, "arrays have no place before there is a plan"
+        self._flush()
+        return self._residents
 
-    def model_state(self) -> Any:
-        """The model state pytree as the last step left it (None if there is none)."""
-        return self.planner.problem.restore_state(self._reader())
-
-    def save(self, directory: str | PathLike) -> None:
-        """Saves all state in a new folder; what is on nvme is linked, not copied."""
-        self._condition.check()
-        assert self.plan, "there is no state before there is a plan"
-        meet = partial(self.planner.group.barrier, timeout=None)
-        write_arrays(Path(directory), self.residents, self.scalars(), barrier=meet)
-
-    def restore(self, directory: str | PathLike, *, verify: bool = True) -> None:
-        """Takes all state from a folder that `save` wrote, whatever its placement was.
-
-        Done when the first batch is known. `verify`: compare it with its checksums.
-        """
-        if not self.is_placed:
-            self._condition.check()
-            self._restore_from = Path(directory), verify
-            return
-        self.before_update()
-        self._read_state(Path(directory), verify)
-
-    def scalars(self) -> dict[str, Any]:
-        """Everything but arrays that a resumed run needs, as JSON."""
-        return {**self._scalars.to_json(), "rng": key_to_json(self.rng)}
-
-    def set_scalars(self, scalars: Mapping[str, Any]) -> None:
-        """Takes what `scalars` gave, the random key included.
-
-        Whoever restores calls this before overwriting the arrays: it refuses the state
-        of another run, and ends that of a step that failed half-way.
-        """
-        rng = key_from_json(scalars.get("rng"), self.rng)
-        self._scalars.from_json(scalars)
-        self.rng = rng
-        self._condition.mend()
-
-    def before_update(self) -> None:
-        """Waits for a save that still reads the arrays."""
-        if self.pending_save is not None:
-            self.pending_save.result()
-
-    def close(self) -> None:
-        """Frees every tier; files on nvme are scratch and go with the next run."""
-        self.before_update()
-        self._condition.end("This engine was closed. Make another: zinf.initialize.")
-        if self.is_placed:
-            self.stores.close()
-            self._runners.clear()
-            self._current = None
-
-    def prepare(self, batch: Any) -> AbstractRunner:
-        """Plans for the shape of a batch, if it is new; the first one places all state.
-
-        Raises:
-            InfeasibleError: this shape does not fit beside what is placed already.
-        """
+    def _prepare(self, batch: Any) -> AbstractRunner:
         shape = signature(batch)
         if self._runners.get(shape) is not self._current:
-            self.flush()
+            self._flush()
         if shape not in self._runners:
             spec = self.planner.batch_spec(batch)
             homes = self._residents.homes if self.is_placed else None
             made = self.planner.plan(spec, homes)
             if homes is None:
                 self._place(made.plan)
-            wait = self.before_update if made.plan.is_fused else lambda: None
-            rest = self.planner, self.stores, spec, wait
+            pending = self._pending_save if made.plan.is_fused else PendingSave()
+            rest = self.planner, self.stores, spec, pending.wait
             self._runners[shape] = make_runner(made, *rest)
         self._current = switch(self._current, self._runners[shape])
         return self._current
 
     def _place(self, plan: Plan) -> None:
-        self.stores = make_stores(plan, self.config, self.planner.rule.mesh)
+        stores = make_stores(plan, self.config, self.planner.rule.mesh)
+        close = self._pending_save.close
+        self.stores, self._closing = stores, close_when_dropped(self, close, stores)
         try:
             self._residents = make_residents(self.stores, self.planner, plan)
             self.initialize_state()
@@ -223,11 +291,12 @@ class Engine:
                 self._read_state(*self._restore_from)
         except BaseException:
             self.stores.close()
+            self._closing.detach()
             raise
 
     def _read_state(self, directory: Path, verify: bool) -> None:
         def take(scalars: Mapping[str, Any]) -> None:
-            self.set_scalars(scalars)
+            self._take_scalars(scalars)
             self._condition.end(f"A restore failed half-way. {MIXED}")
             if self._current is not None:
                 self._current.drop_pending()
@@ -235,9 +304,20 @@ class Engine:
         read_arrays(directory, self._residents, take_scalars=take, verify=verify)
         self._condition.mend()
 
-    def initialize_state(self) -> None:
-        """Gives every array its initial value, at its home."""
-        initialize_arrays(self.planner, self._residents)
+    def _all_scalars(self) -> dict[str, Any]:
+        return {**self._scalars.to_json(), "rng": key_to_json(self.rng)}
+
+    def _take_scalars(self, scalars: Mapping[str, Any]) -> None:
+        rng = key_from_json(scalars.get("rng"), self.rng)
+        self._scalars.from_json(scalars)
+        self.rng = rng
+        self._condition.mend()
+
+    def _read_params(self) -> Any:
+        return self.planner.problem.restore_tree(self._reader())
+
+    def _read_model_state(self) -> Any:
+        return self.planner.problem.restore_state(self._reader())
 
     def _keys(self) -> list[jax.Array]:
         return step_keys(self.rng, self.num_steps, self.config.num_microbatches)
@@ -246,5 +326,6 @@ class Engine:
         """What reads a leaf by its path; before the first batch, its initial value."""
         self._condition.check()
         if self.is_placed:
-            return partial(read_leaf, self.residents, self.planner.problem)
+            residents = self._current_residents()
+            return partial(read_leaf, residents, self.planner.problem)
         return dict(self.planner.initial_leaves()).__getitem__

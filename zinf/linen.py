@@ -26,7 +26,7 @@ from zinf.segment import named_leaves
 OWN_FIELDS = frozenset(field.name for field in fields(TrainState))
 ORDER = (
     "zinf.linen.initialize takes (loss_fn, state, config), in the order of "
-    "zinf.initialize. Here the state came first, which was the order of earlier versions."
+    "zinf.initialize. Here the state came first, as in earlier versions."
 )
 
 
@@ -42,11 +42,12 @@ class TrainStateEngine(Engine):
         Its optimizer state has the structure of `tx.init(params)`, with the entries of
         frozen parameters as `tx.init` makes them.
         """
-        params = jax.tree.map(jnp.asarray, self.params())
-        added = jax.tree.map(jnp.asarray, self.model_state() or {})
-        optimizer = self._given_optimizer
-        if optimizer is None:
-            optimizer = self._optimizer_state(params)
+        with self._turn.of("train_state"):
+            params = jax.tree.map(jnp.asarray, self._read_params())
+            added = jax.tree.map(jnp.asarray, self._read_model_state() or {})
+            optimizer = self._given_optimizer
+            if optimizer is None:
+                optimizer = self._optimizer_state(params)
         return self._template.replace(
             step=self.num_steps, params=params, opt_state=optimizer, **added
         )
@@ -56,16 +57,16 @@ class TrainStateEngine(Engine):
         if self._given_optimizer is not None:
             given, self._given_optimizer = named_leaves(self._given_optimizer), None
             for name, array in self._optimizer_arrays().items():
-                self.residents.write(array, np.asarray(to_words(given[name])))
+                self._residents.write(array, np.asarray(to_words(given[name])))
 
     def _optimizer_state(self, params: Any) -> Any:
         tx = self._template.tx
         abstract = jax.eval_shape(tx.init, params)
-        shared = self.scalars()["shared"]
+        shared = self._all_scalars()["shared"]
         found = {s["name"]: np.asarray(s["value"], s["dtype"]) for s in shared}
         if self.is_placed:
-            arrays = self._optimizer_arrays().items()
-            found |= {name: self.residents.read(array) for name, array in arrays}
+            arrays, residents = self._optimizer_arrays(), self._current_residents()
+            found |= {name: residents.read(array) for name, array in arrays.items()}
         specs = named_leaves(abstract)
 
         @jax.jit

@@ -24,7 +24,7 @@ from zinf.segment import named_leaves
 Tree = dict[Any, Any]
 ORDER = (
     "zinf.nnx.initialize takes (loss_fn, module, tx, config), in the order of "
-    "zinf.initialize. Here the module came first, which was the order of earlier versions."
+    "zinf.initialize. Here the module came first, as in earlier versions."
 )
 
 
@@ -40,7 +40,9 @@ class ModuleEngine(Engine):
         It is the one given to `initialize`, or a new one if that was a function. The
         whole model is in memory then.
         """
-        trees = jax.tree.map(jnp.asarray, (self.params(), self.model_state()))
+        with self._turn.of("update_module"):
+            found = self._read_params(), self._read_model_state()
+        trees = jax.tree.map(jnp.asarray, found)
         if self._module is None:
             return nnx.merge(self._graphdef, *trees)
         nnx.update(self._module, *trees)

@@ -385,7 +385,7 @@ def test_a_closed_engine_leaves_its_folder_to_the_next(start, tmp_path):
 def test_two_engines_do_not_share_a_folder(start, tmp_path):
     config = on_nvme(tmp_path / "nvme")
     engine = start(config, batch=draw())
-    with pytest.raises(OSError, match="in use by process"):
+    with pytest.raises(OSError, match="in use by another engine of this process"):
         start(config, batch=draw())
     assert engine.step(draw())["step"] == 1
 

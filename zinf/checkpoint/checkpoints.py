@@ -32,8 +32,12 @@ TIMEOUT = timedelta(days=7)
 class AbstractSaveable(Protocol):
     """What of an engine is saved."""
 
-    pending_save: Future[None] | None
-    """Waited for before arrays that no store holds change."""
+    @property
+    def pending_save(self) -> Future[None] | None:
+        """Waited for before arrays that no store holds change."""
+
+    @pending_save.setter
+    def pending_save(self, save: Future[None] | None) -> None: ...
 
     @property
     def residents(self) -> Residents: ...

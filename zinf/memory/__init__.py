@@ -2,6 +2,7 @@
 
 from zinf.memory.alias import device_alias, host_alias
 from zinf.memory.aligned import aligned_empty
+from zinf.memory.closing import close_when_dropped, wait_for_closing
 from zinf.memory.device import DeviceStore, to_device, to_host
 from zinf.memory.heap import share_heap
 from zinf.memory.host import HostStore
@@ -24,6 +25,7 @@ __all__ = [
     "StorageError",
     "Stores",
     "aligned_empty",
+    "close_when_dropped",
     "device_alias",
     "gathered",
     "host_alias",
@@ -34,4 +36,5 @@ __all__ = [
     "to_devices",
     "to_host",
     "to_shares",
+    "wait_for_closing",
 ]

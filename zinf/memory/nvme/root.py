@@ -1,18 +1,16 @@
 """A folder of the NVMe tier: whose it is, and where in it arrays lie."""
 
 import errno
-import fcntl
 import json
 import os
 import shutil
 from pathlib import Path
-from typing import IO
 
+from zinf.memory.nvme.lock import LOCK, FolderLock
 from zinf.memory.nvme.profile import PROFILE
 from zinf.memory.storage_error import StorageError, from_os_error
 
 MARKER = "zinf.json"
-LOCK = "zinf.lock"
 INDEX = "zinf.index.jsonl"
 ARRAYS = "arrays"
 OURS = {MARKER, LOCK, INDEX, PROFILE, f"{MARKER}.new", f"{INDEX}.new", f"{PROFILE}.new"}
@@ -34,8 +32,8 @@ class Root:
     one. A folder that holds anything else and no marker is refused.
 
     Raises:
-        StorageError: it is in use (by the process that the message names), foreign, or
-            cannot be read or written.
+        StorageError: it is in use (the message says by whom), foreign, or cannot be
+            read or written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,12 +41,12 @@ class Root:
         self.arrays = self.path / ARRAYS
         make_folder(self.path)
         self._refuse_foreign()
-        self._lock = _lock(self.path)
+        self._lock = FolderLock(self.path)
         try:
             self._claim()
             self.wipe()
         except BaseException:
-            self._lock.close()
+            self._lock.release()
             raise
 
     def wipe(self) -> None:
@@ -66,7 +64,7 @@ class Root:
             raise from_os_error("Cannot delete old arrays", self.path, error) from error
 
     def close(self) -> None:
-        self._lock.close()
+        self._lock.release()
 
     def _refuse_foreign(self) -> None:
         try:
@@ -133,31 +131,3 @@ def make_folder(path: Path) -> None:
         ) from error
     except OSError as error:
         raise from_os_error("Cannot make the NVMe folder", path, error) from error
-
-
-def _lock(path: Path) -> IO[str]:
-    """Hold the lock file of the folder; closing the file lets go of it."""
-    try:
-        file = open(path / LOCK, "a+", opener=_private)
-    except OSError as error:
-        raise from_os_error("Cannot write to the folder", path, error) from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.seek(0)
-        owner = file.read().strip()
-        file.close()
-        raise StorageError(
-            errno.EBUSY,
-            f"The NVMe folder is in use by process {owner or 'unknown'}. Wait for it, "
-            "end it, or name another folder in memory.nvme",
-            str(path),
-        ) from error
-    file.truncate(0)
-    file.write(str(os.getpid()))
-    file.flush()
-    return file
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

@@ -1,0 +1,94 @@
+"""The lock on a folder of the NVMe tier: one engine uses it at a time."""
+
+import errno
+import fcntl
+import gc
+import os
+from pathlib import Path
+from typing import IO
+
+from zinf.memory.closing import wait_for_closing
+from zinf.memory.storage_error import StorageError, from_os_error
+
+LOCK = "zinf.lock"
+# Device and inode of the lock files that this process holds.
+_HELD: set[tuple[int, int]] = set()
+
+
+class FolderLock:
+    """Held from when it is made until `release`.
+
+    If an engine of this process holds it that nobody can reach any more, waits until
+    that engine's stores are closed.
+
+    Raises:
+        StorageError: another process holds the lock, or another engine of this one; or
+            the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            self._file = open(folder / LOCK, "a+", opener=_private)
+        except OSError as error:
+            raise from_os_error("Cannot write to the folder", folder, error) from error
+        found = os.fstat(self._file.fileno())
+        self._key = found.st_dev, found.st_ino
+        self._process = os.getpid()
+        if not (_try(self._file) or self._try_after_dropped()):
+            with self._file:
+                raise self._refusal(folder)
+        _HELD.add(self._key)
+        self._file.truncate(0)
+        self._file.write(str(self._process))
+        self._file.flush()
+
+    def release(self) -> None:
+        """Let go of the lock; further calls do nothing."""
+        if self._file.closed:
+            return
+        if os.getpid() == self._process:
+            _HELD.discard(self._key)
+            # Closing alone would leave the lock with children that were forked.
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+        self._file.close()
+
+    def _try_after_dropped(self) -> bool:
+        """Tries again if the holder is an engine here that nobody can reach."""
+        if self._key not in _HELD:
+            return False
+        wait_for_closing()
+        if _try(self._file):
+            return True
+        # A traceback that refers to itself may be all that still holds the engine.
+        gc.collect()
+        wait_for_closing()
+        return _try(self._file)
+
+    def _refusal(self, folder: Path) -> StorageError:
+        if self._key in _HELD:
+            message = (
+                "The NVMe folder is in use by another engine of this process. Close "
+                "that engine first, with engine.close() or by making it in "
+                "`with zinf.initialize(...) as engine:`; to run a notebook cell again, "
+                "put engine.close() before it. Or name another folder in memory.nvme"
+            )
+        else:
+            self._file.seek(0)
+            owner = self._file.read().strip() or "unknown"
+            message = (
+                f"The NVMe folder is in use by process {owner}. Wait for it, end it, "
+                "or name another folder in memory.nvme"
+            )
+        return StorageError(errno.EBUSY, message, str(folder))
+
+
+def _try(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
