@@ -1,6 +1,7 @@
 """The shape of the tree: imports point one way, at top level, and start nothing."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # Lowest first. A module may import from its own package and from lower layers.
 LAYERS = (
+    ("lazy",),
     ("program", "config", "mesh", "topology", "paper", "jaxpr", "distributed"),
     ("memory", "sharding"),
     ("activation", "tiling", "data", "models"),
@@ -30,6 +32,9 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 STRANGERS = LEVEL["activation"]
 COMPAT = "zinf.jaxpr.compat"
 WITHOUT_ARRAYS = ("zinf.program", "zinf.plan")
+# Modules that may import inside functions, and what: imports so heavy that most users
+# of the module should not wait for them. tests/test_startup.py holds what this buys.
+LATE: dict[str, tuple[str, ...]] = {}
 DUMPING_GROUNDS = {"utils", "util", "common", "helpers", "misc"}
 
 
@@ -99,20 +104,30 @@ def not_pointing_down(module: Source) -> list[str]:
 def nested_or_relative(module: Source) -> list[str]:
     """Imports that are not absolute, or not at the top level of the module.
 
-    The compat module may choose between versions of jax in an `if` or a `try`.
+    The compat module may choose between versions of jax in an `if` or a `try`. Any
+    module may import for type checkers only, and those in `LATE` a little in functions.
     """
     inside = module.tree.body if module.name != COMPAT else list(functions(module.tree))
     nested = {
         node
         for statement in inside
+        if not is_for_type_checkers(statement)
         for node in ast.walk(statement)
         if node is not statement
     }
+    late = LATE.get(module.name, ())
     return [
         f"{module.name}:{node.lineno} imports {name}"
         for node, name in imports(module.tree)
-        if node in nested or name.startswith(".")
+        if name.startswith(".")
+        or (node in nested and not any(is_within(name, allowed) for allowed in late))
     ]
+
+
+def is_for_type_checkers(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.If) and ast.unparse(statement.test) == (
+        "TYPE_CHECKING"
+    )
 
 
 def functions(tree: ast.AST) -> Iterator[ast.AST]:
@@ -198,6 +213,7 @@ BROKEN = (
     (nested_or_relative, "plan.build", "def f():\n    import json"),
     (nested_or_relative, "plan.build", "if True:\n    import json"),
     (nested_or_relative, "jaxpr.compat", "def f():\n    import json"),
+    (nested_or_relative, "plan.build", "if not TYPE_CHECKING:\n    import json"),
     (non_public_jax, "segment.cut", "from jax._src import core"),
     (non_public_jax, "segment.cut", "from jax import _src"),
     (non_public_jax, "segment.cut", "import jaxlib.xla_client"),
@@ -211,6 +227,7 @@ SOUND = (
     (not_pointing_down, "engine", "import jax"),
     (nested_or_relative, "plan.build", "from zinf.plan import check"),
     (nested_or_relative, "jaxpr.compat", "if True:\n    import json"),
+    (nested_or_relative, "plan.build", "if TYPE_CHECKING:\n    import json"),
     (non_public_jax, "jaxpr.compat", "from jax._src import core"),
     (non_public_jax, "segment.cut", "import jax.extend.core"),
     (arrays_in_pure_code, "planner", "import numpy as np"),
@@ -225,6 +242,38 @@ def test_the_rule_sees(rule, name, code):
 @pytest.mark.parametrize(("rule", "name", "code"), SOUND)
 def test_the_rule_allows(rule, name, code):
     assert rule(Source(f"zinf.{name}", ast.parse(code))) == []
+
+
+def test_every_exception_to_top_level_imports_is_used():
+    """What `LATE` allows is imported in a function there, so the list stays short."""
+    for name, allowed in LATE.items():
+        (module,) = (module for module in sources("zinf") if module.name == name)
+        top = set(module.tree.body)
+        late = [name for node, name in imports(module.tree) if node not in top]
+        for package in allowed:
+            assert any(is_within(name, package) for name in late), (name, package)
+
+
+def lazy_packages() -> list[Source]:
+    return [m for m in sources("zinf") if "make_lazy(" in ast.unparse(m.tree)]
+
+
+@pytest.mark.parametrize(
+    "name", [m.name for m in lazy_packages() if m.name != "zinf.lazy"]
+)
+def test_a_lazy_package_has_the_names_that_type_checkers_see(name):
+    package = importlib.import_module(name)
+    (module,) = (module for module in lazy_packages() if module.name == name)
+    (checked,) = filter(is_for_type_checkers, module.tree.body)
+    seen = [name.rpartition(".") for _, name in imports(checked)]
+    names = {what: where for where, _, what in seen if where != name}
+    assert names == package.lazy_names
+    assert {what for where, _, what in seen if where == name} == {*package.lazy_modules}
+    for attribute in (*package.lazy_names, *package.lazy_modules):
+        assert getattr(package, attribute) is not None
+    assert {*package.lazy_names} <= {*dir(package)}
+    with pytest.raises(AttributeError, match="has no attribute 'absent'"):
+        getattr(package, "absent")  # noqa: B009
 
 
 def test_no_import_cycles():

@@ -1,12 +1,51 @@
 """Train any JAX model, of any size, on the hardware you have."""
 
-from zinf import linen as linen
-from zinf import nnx as nnx
-from zinf.config import Config as Config
-from zinf.engine import Engine as Engine
-from zinf.initialize import initialize as initialize
-from zinf.initialize import plan_only as plan_only
-from zinf.mesh import make_mesh as make_mesh
-from zinf.trainer import Trainer as Trainer
+from typing import TYPE_CHECKING
+
+from zinf.lazy import make_lazy
+
+if TYPE_CHECKING:
+    from zinf import checkpoint as checkpoint
+    from zinf import config as config
+    from zinf import data as data
+    from zinf import distributed as distributed
+    from zinf import linen as linen
+    from zinf import mesh as mesh
+    from zinf import models as models
+    from zinf import nnx as nnx
+    from zinf import observe as observe
+    from zinf import tiling as tiling
+    from zinf import topology as topology
+    from zinf.config import Config as Config
+    from zinf.engine import Engine as Engine
+    from zinf.initialize import initialize as initialize
+    from zinf.initialize import plan_only as plan_only
+    from zinf.mesh import make_mesh as make_mesh
+    from zinf.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
+
+make_lazy(
+    __name__,
+    {
+        "Config": "zinf.config",
+        "Engine": "zinf.engine",
+        "Trainer": "zinf.trainer",
+        "initialize": "zinf.initialize",
+        "make_mesh": "zinf.mesh",
+        "plan_only": "zinf.initialize",
+    },
+    modules=(
+        "checkpoint",
+        "config",
+        "data",
+        "distributed",
+        "linen",
+        "mesh",
+        "models",
+        "nnx",
+        "observe",
+        "tiling",
+        "topology",
+    ),
+)

@@ -13,18 +13,12 @@ from numba import types
 from numba.core import cgutils
 
 from zinf_kernels.float_ops import inlined
+from zinf_kernels.processor import ARM, X86
 
 INT8, INT32, INT64 = (ir.IntType(n) for n in (8, 32, 64))
-X86 = ("x86_64", "AMD64", "i386", "i686")
-ARM = ("aarch64", "arm64")
 # Flush results to zero, and take operands for zero.
 X86_BITS = 1 << 15 | 1 << 6
 ARM_BITS = 1 << 24
-
-
-def is_known_processor() -> bool:
-    """Whether this machine's processor can be told so here."""
-    return platform.machine() in X86 + ARM
 
 
 @inlined

@@ -97,7 +97,7 @@ def _classified(section: type[Section], key: str, value: Any) -> tuple[Status, s
     if field is None:
         hint = did_you_mean(str(key), section.model_fields)
         return Status.UNKNOWN, f"There is no such key here.{hint}"
-    status, reason = status_of(field), field.description or ""
+    status, reason = status_of(field), section.description_of(key)
     if status is Status.UNSUPPORTED and (
         value == "auto" or not asks(value, field.default)
     ):

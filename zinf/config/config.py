@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import PrivateAttr
+from pydantic import Field, PrivateAttr
 
 from zinf.config.batch import BatchSizes, batch_sizes, batch_violations
 from zinf.config.deepspeed import DeepSpeedKeys
@@ -37,13 +37,13 @@ class Config(DeepSpeedKeys):
     Make one with `Config.load`. An empty config leaves everything automatic.
     """
 
-    memory: Memory = Memory()
+    memory: Memory = Field(default_factory=Memory)
     """Byte budgets per tier."""
 
-    segment: Segment = Segment()
+    segment: Segment = Field(default_factory=Segment)
     """How the program is cut."""
 
-    mesh: MeshAxes = MeshAxes()
+    mesh: MeshAxes = Field(default_factory=MeshAxes)
     """Which devices train, and how they are grouped."""
 
     execution: Literal["auto", "fused", "streamed"] = "auto"
@@ -62,10 +62,10 @@ class Config(DeepSpeedKeys):
     model: Model | None = None
     """The model of `zinf train`; in Python a loss function is given instead."""
 
-    data: Data = Data()
+    data: Data = Field(default_factory=Data)
     """The data of `zinf train`."""
 
-    run: Run = Run()
+    run: Run = Field(default_factory=Run)
     """The training loop."""
 
     _world_size: int = PrivateAttr(default=1)

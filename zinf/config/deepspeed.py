@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+from pydantic import Field
+
 from zinf.config.opaque import AnyKeys, Opaque
 from zinf.config.optimizer import Optimizer
 from zinf.config.precision import BF16, FP16, DataTypes
@@ -93,31 +95,33 @@ class DeepSpeedKeys(Section):
     """Largest global gradient norm; absent or 0: no clipping. The gradients are divided
     by their norm + 1e-6, as in torch (`optax.clip_by_global_norm` adds nothing)."""
 
-    zero_optimization: ZeroOptimization = ZeroOptimization()
+    zero_optimization: ZeroOptimization = Field(default_factory=ZeroOptimization)
     """ZeRO stage and offload."""
 
-    aio: AIO = AIO()
+    aio: AIO = Field(default_factory=AIO)
     """Asynchronous I/O of the NVMe tier."""
 
-    bf16: BF16 = BF16()
+    bf16: BF16 = Field(default_factory=BF16)
     """bfloat16 compute."""
 
     bfloat16: BF16 | None = None
     """Old name of bf16."""
 
-    fp16: FP16 = FP16()
+    fp16: FP16 = Field(default_factory=FP16)
     """float16 compute with loss scaling."""
 
-    data_types: DataTypes = DataTypes()
+    data_types: DataTypes = Field(default_factory=DataTypes)
     """Dtypes of what is neither a compute copy nor a master."""
 
-    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
+    activation_checkpointing: ActivationCheckpointing = Field(
+        default_factory=ActivationCheckpointing
+    )
     """What backward needs of the forward pass."""
 
     steps_per_print: Auto[Count | None] = None
     """Steps between printed metrics, unless run.log_every is given."""
 
-    tensorboard: TensorBoard = TensorBoard()
+    tensorboard: TensorBoard = Field(default_factory=TensorBoard)
     """Metrics as TensorBoard events."""
 
     wall_clock_breakdown: Automatic[Flag] = None

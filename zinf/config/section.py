@@ -5,6 +5,7 @@ from typing import Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
+from zinf.config.docstrings import docstrings
 from zinf.config.nearest import did_you_mean
 from zinf.config.status import AUTO, Status, asks, status_of
 
@@ -26,9 +27,15 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
-        use_attribute_docstrings=True,
         protected_namespaces=(),
+        # Validators are built when a config is first made, not at import.
+        defer_build=True,
     )
+
+    @classmethod
+    def description_of(cls, key: str) -> str:
+        """The docstring of a key, "" if it has none."""
+        return docstrings(cls).get(key, "")
 
     def violations(self) -> Iterator[Violation]:
         """Combinations of keys of this section that cannot be."""
@@ -74,7 +81,7 @@ class Section(BaseModel):
             field = type(self).model_fields[key]
             value = getattr(self, key)
             if status_of(field) is Status.UNSUPPORTED and asks(value, field.default):
-                yield (key,), f"not supported yet. {field.description}"
+                yield (key,), f"not supported yet. {self.description_of(key)}"
 
 
 def _section_in(annotation: Any) -> type[Section] | None:

@@ -1,12 +1,34 @@
 """Several processes that train together: start, agreement, and one end for all."""
 
-from zinf.distributed.agreement import flat as flat
-from zinf.distributed.group import AbstractGroup as AbstractGroup
-from zinf.distributed.group import Alone as Alone
-from zinf.distributed.group import leave as leave
-from zinf.distributed.join import join as join
-from zinf.distributed.launch import Flags as Flags
-from zinf.distributed.launch import find_seat as find_seat
-from zinf.distributed.limits import Limits as Limits
-from zinf.distributed.seat import JoinError as JoinError
-from zinf.distributed.seat import Seat as Seat
+from typing import TYPE_CHECKING
+
+from zinf.lazy import make_lazy
+
+if TYPE_CHECKING:
+    from zinf.distributed.agreement import flat as flat
+    from zinf.distributed.group import AbstractGroup as AbstractGroup
+    from zinf.distributed.group import Alone as Alone
+    from zinf.distributed.group import leave as leave
+    from zinf.distributed.join import join as join
+    from zinf.distributed.launch import Flags as Flags
+    from zinf.distributed.launch import find_seat as find_seat
+    from zinf.distributed.limits import Limits as Limits
+    from zinf.distributed.seat import JoinError as JoinError
+    from zinf.distributed.seat import Seat as Seat
+
+# The command line shows the options of several processes without importing jax.
+make_lazy(
+    __name__,
+    {
+        "AbstractGroup": "zinf.distributed.group",
+        "Alone": "zinf.distributed.group",
+        "Flags": "zinf.distributed.launch",
+        "JoinError": "zinf.distributed.seat",
+        "Limits": "zinf.distributed.limits",
+        "Seat": "zinf.distributed.seat",
+        "find_seat": "zinf.distributed.launch",
+        "flat": "zinf.distributed.agreement",
+        "join": "zinf.distributed.join",
+        "leave": "zinf.distributed.group",
+    },
+)

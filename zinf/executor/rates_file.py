@@ -16,7 +16,9 @@ class RatesFile(BaseModel):
     Rates that nothing was measured of are those that the steps were planned with.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True
+    )
 
     measured: str
     """When, and on what."""

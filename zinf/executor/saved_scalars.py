@@ -14,7 +14,7 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True)
 
 
 class SavedShared(_Part):

@@ -22,7 +22,7 @@ from zinf.optim.probe import PROBE_NUMEL, compile_probe, normal, random_step_val
 from zinf.optim.separate import Separated
 from zinf.optim.update import Unit, copy_dtype_of, step_arguments, update_function
 from zinf_kernels.elementwise import Program, elementwise_update
-from zinf_kernels.subnormals import is_known_processor
+from zinf_kernels.processor import is_known_processor
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,19 @@
 
 import numpy as np
 
-from zinf_kernels.adam import cpu, reference
+from zinf_kernels.adam import reference
 from zinf_kernels.adam.arguments import Arrays, Scalars, adam_scalars
 from zinf_kernels.dispatch import Implementation, choose
 
-EXISTING = {"cpu": cpu.adam_update, "reference": reference.adam_update}
+
+def _on_cpu(arrays: Arrays, scalars: Scalars, *, num_threads: int | None) -> None:
+    # Numba takes as long to import as jax, and many runs update on the device.
+    from zinf_kernels.adam.cpu import adam_update
+
+    adam_update(arrays, scalars, num_threads=num_threads)
+
+
+EXISTING = {"cpu": _on_cpu, "reference": reference.adam_update}
 
 
 def adam_update(

@@ -6,13 +6,24 @@ import numpy as np
 
 from zinf_kernels.arrays import check_apart, check_array
 from zinf_kernels.dispatch import Implementation, choose
-from zinf_kernels.elementwise import cpu, reference
+from zinf_kernels.elementwise import reference
 from zinf_kernels.elementwise.program import Program
 
-EXISTING = {
-    "cpu": cpu.elementwise_update,
-    "reference": reference.elementwise_update,
-}
+
+def _on_cpu(
+    program: Program,
+    arrays: Sequence[np.ndarray],
+    scalars: Sequence[np.float32],
+    *,
+    num_threads: int | None,
+) -> None:
+    # Numba takes as long to import as jax, and many runs update on the device.
+    from zinf_kernels.elementwise.cpu import elementwise_update
+
+    elementwise_update(program, arrays, scalars, num_threads=num_threads)
+
+
+EXISTING = {"cpu": _on_cpu, "reference": reference.elementwise_update}
 
 
 def elementwise_update(

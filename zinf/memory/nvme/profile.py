@@ -17,7 +17,9 @@ class Profile(BaseModel):
     1 MiB are up to 30% slower, and beyond 8 MiB and four at a time little changes.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True
+    )
 
     block_bytes: int = Field(16 * 2**20, ge=4096, multiple_of=4096)
     """Bytes of one request to the kernel."""
