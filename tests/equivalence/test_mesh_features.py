@@ -14,6 +14,7 @@ import zinf
 from tests.equivalence import meshes, test_model_state
 from tests.equivalence.meshes import BOUND, ONE, batches, init, loss, mesh
 from tests.equivalence.programs import PROGRAMS
+from tests.marks import slow_except
 from zinf.plan import Link, Transfer
 from zinf.program import Tier
 from zinf.segment import named_leaves
@@ -30,6 +31,7 @@ NAMES = {
     "stacks_of_stacks_numbers_and_integers",
     "tied_embeddings",
 }
+FAST = {"aux_outputs_of_all_kinds", "stacks_of_stacks_numbers_and_integers"}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
 OVERFLOWS = 3
 
@@ -45,7 +47,12 @@ def assert_close(found: Sequence[Any], expected: Sequence[Any], **rest: Any) -> 
 
 
 @pytest.mark.parametrize(
-    "program", [p for p in PROGRAMS if p.name in NAMES], ids=lambda p: p.name
+    "program",
+    slow_except(
+        [p for p in PROGRAMS if p.name in FAST],
+        [p for p in PROGRAMS if p.name in NAMES],
+    ),
+    ids=lambda p: p.name,
 )
 def test_a_program_is_that_of_one_device(program):
     def train(num_devices: int) -> tuple[list[float], Any, Any]:
@@ -87,7 +94,10 @@ def test_every_name_is_of_a_program():
 
 @pytest.mark.parametrize(
     ("optimizer", "tier"),
-    [("adafactor", "host"), ("muon", "device"), ("noise", "host")],
+    slow_except(
+        [("adafactor", "host")],
+        [("adafactor", "host"), ("muon", "device"), ("noise", "host")],
+    ),
 )
 def test_optimizers_of_whole_leaves_see_no_padding(optimizer, tier):
     """A norm, a moment or noise of a padded leaf would be another."""
@@ -155,7 +165,12 @@ def test_model_state_is_that_of_one_device():
     jax.tree.map(lambda x, y: assert_close(x, y, atol=1e-6), found[1], expected[1])
 
 
-@pytest.mark.parametrize("size", ["zero_hpz_partition_size", "mics_shard_size"])
+@pytest.mark.parametrize(
+    "size",
+    slow_except(
+        ["zero_hpz_partition_size"], ["zero_hpz_partition_size", "mics_shard_size"]
+    ),
+)
 def test_groups_of_devices_train_as_one_device(size):
     expected = meshes.train(ONE, 0, "device")
     runs = []
@@ -172,7 +187,10 @@ def test_groups_of_devices_train_as_one_device(size):
 
 @pytest.mark.parametrize(
     ("names", "shape"),
-    [(("fsdp",), (4,)), (("fsdp", "replica"), (2, 4)), (("replica",), (2,))],
+    slow_except(
+        [(("fsdp", "replica"), (2, 4))],
+        [(("fsdp",), (4,)), (("fsdp", "replica"), (2, 4)), (("replica",), (2,))],
+    ),
 )
 def test_a_mesh_may_have_some_axes_in_any_order(names, shape):
     devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
@@ -205,7 +223,9 @@ def test_batches_of_several_shapes_take_turns():
     assert_close(train("4"), train(ONE))
 
 
-@pytest.mark.parametrize("tier", ["device", "optimizer on host", "nvme"])
+@pytest.mark.parametrize(
+    "tier", slow_except(["nvme"], ["device", "optimizer on host", "nvme"])
+)
 def test_what_is_held_and_moved_on_a_mesh_is_what_was_planned(tier, tmp_path):
     engine = start(mesh("2x4"), tier=tier, folder=str(tmp_path))
     for batch in batches(2):

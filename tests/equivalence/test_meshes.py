@@ -6,6 +6,7 @@
 import pytest
 
 from tests.equivalence.meshes import BOUND, MESHES, ONE, STAGES, TIERS, train
+from tests.marks import slow_except
 
 STREAMED = [tier for tier, placement in TIERS.items() if placement is not None]
 ALL_ON = ("8", 3)
@@ -23,9 +24,17 @@ SAMPLE = [
     ("4", 2, "host"),
     ("4", 3, "optimizer on host"),
 ]
+# Every mesh, stage and tier in at least one.
+FAST = [
+    *[(*ALL_ON, tier) for tier in TIERS],
+    ("2x4", 0, "nvme"),
+    ("4x2", 1, "host"),
+    ("4", 2, "host"),
+    ("2", 1, "fused"),
+]
 
 
-@pytest.mark.parametrize(("mesh", "stage", "tier"), SAMPLE)
+@pytest.mark.parametrize(("mesh", "stage", "tier"), slow_except(FAST, SAMPLE))
 def test_losses_and_norms_are_those_of_one_device(mesh, stage, tier):
     expected, found = train(ONE, 0, "device"), train(mesh, stage, tier)
     assert found.losses[-1] < found.losses[0]
@@ -39,6 +48,7 @@ def test_tiers_are_bit_equal_on_eight_devices(tier):
 
 
 def test_the_sample_has_every_mesh_stage_and_tier():
-    meshes, stages, tiers = map(set, zip(*SAMPLE, strict=True))
-    assert meshes == MESHES.keys() - {ONE}
-    assert (stages, tiers) == (set(STAGES), TIERS.keys())
+    for sample in (SAMPLE, FAST):
+        meshes, stages, tiers = map(set, zip(*sample, strict=True))
+        assert meshes == MESHES.keys() - {ONE}
+        assert (stages, tiers) == (set(STAGES), TIERS.keys())

@@ -12,6 +12,7 @@ import pytest
 import zinf
 from tests.equivalence.programs import PROGRAMS
 from tests.equivalence.training import streamed_config
+from tests.marks import slow_except
 from zinf.plan import Run
 from zinf.program import ArrayId
 from zinf.segment import named_leaves
@@ -20,6 +21,27 @@ from zinf.segment import named_leaves
 # themselves is rounded to 2^-9 some eight times on its way through three layers.
 TOLERANCE, BFLOAT16 = 1e-5, 2**-6
 STEPS = 2
+# One of each kind: keys, shared parameters, stacks, loops, custom rules, rematerialised
+# layers, and what goes in and out.
+FAST = {
+    "dropout_with_microbatches",
+    "tied_embeddings",
+    "scalar_parameters",
+    "parameters_cast_at_the_top",
+    "stacks_of_stacks_numbers_and_integers",
+    "linen_remat",
+    "custom_vjp_in_every_layer",
+    "custom_jvp_in_every_layer",
+    "stopped_gradients",
+    "scan_of_checkpointed_layers",
+    "loops_and_branches_in_every_layer",
+    "an_encoder_and_a_decoder",
+    "experts_chosen_by_a_router",
+    "a_haiku_transform",
+    "aux_outputs_of_all_kinds",
+    "batch_leaves_that_are_scalars_or_unread",
+    "a_loss_without_a_gradient",
+}
 # The trace of momentum is the gradient itself after the first step.
 TX = optax.sgd(0.1, momentum=0.9)
 # Its programs compile several times as fast as those of the default.
@@ -64,7 +86,11 @@ def BATCH_OF(program, m, count):
     return jax.tree.map(rows, program.batch)
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "program",
+    slow_except([p for p in PROGRAMS if p.name in FAST], PROGRAMS),
+    ids=lambda p: p.name,
+)
 def test_streamed_gradients_are_those_of_jax(program):
     config = {**streamed_config(("cpu", "cpu"), ""), **program.config}
     engine = zinf.initialize(
