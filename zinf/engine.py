@@ -1,5 +1,6 @@
 """The engine: wires a planner, its plans and the stores into training steps."""
 
+import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -222,8 +223,17 @@ class Engine:
             return self._prepare(batch)
 
     def initialize_state(self) -> None:
-        """Gives every array its initial value, at its home."""
-        initialize_arrays(self.planner, self._residents)
+        """Gives every array its initial value, at its home.
+
+        Raises:
+            ValueError: another process begins with other values, and no restore is to
+                replace them.
+        """
+        digests = initialize_arrays(self.planner, self._residents)
+        for name, value in self._all_scalars().items():
+            digests.add_text(name, json.dumps(value))
+        if self._restore_from is None:
+            digests.agree()
 
     # What runs in the turn of a call above.
 

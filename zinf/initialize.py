@@ -64,7 +64,8 @@ def initialize(
     Raises:
         ValueError: with what was asked, found, and to change: a coupled optimizer, a
             leaf that is not an array, an unknown config key, a batch that does not
-            divide, budgets that no plan keeps (`InfeasibleError`).
+            divide, budgets that no plan keeps (`InfeasibleError`), processes of one
+            `group` that begin with different values.
         StorageError: a folder of the nvme tier cannot be used, or has too little room.
     """
     share_heap()

@@ -16,7 +16,7 @@ import numpy as np
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh
 
-from zinf.distributed import AbstractGroup
+from zinf.distributed import AbstractGroup, Digests
 from zinf.engine import Engine
 from zinf.initialize import ConfigSource, make_planner
 from zinf.jaxpr.keys import from_words, to_words
@@ -56,8 +56,12 @@ class TrainStateEngine(Engine):
         super().initialize_state()
         if self._given_optimizer is not None:
             given, self._given_optimizer = named_leaves(self._given_optimizer), None
+            digests = Digests(self.planner.group)
             for name, array in self._optimizer_arrays().items():
-                self._residents.write(array, np.asarray(to_words(given[name])))
+                content = np.asarray(to_words(given[name]))
+                digests.add(name, content)
+                self._residents.write(array, content)
+            digests.agree()
 
     def _optimizer_state(self, params: Any) -> Any:
         tx = self._template.tx

@@ -3,7 +3,7 @@
 Importing it costs more than all that the tests do. Nothing has started a backend, or a
 thread, at the time of the fork. Reads a request a line and answers with a line:
 
-    {"main": "member", "command" or "training",
+    {"main": one of `MAINS`,
      "members": [{"argv": [...], "output": FILE}, ...],
      "never_end": [INDEX, ...], "limit_seconds": 120.0}
     -> [[EXIT_CODE or null if killed here, SECONDS on the monotonic clock], ...]
@@ -17,9 +17,14 @@ import sys
 import time
 from typing import Any
 
-from tests.distributed import command, member, training
+from tests.distributed import beginning, command, member, training
 
-MAINS = {"member": member.main, "command": command.main, "training": training.main}
+MAINS = {
+    "beginning": beginning.main,
+    "command": command.main,
+    "member": member.main,
+    "training": training.main,
+}
 POLL_SECONDS = 0.02
 
 

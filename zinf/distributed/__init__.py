@@ -6,6 +6,7 @@ from zinf.lazy import make_lazy
 
 if TYPE_CHECKING:
     from zinf.distributed.agreement import flat as flat
+    from zinf.distributed.digests import Digests as Digests
     from zinf.distributed.group import AbstractGroup as AbstractGroup
     from zinf.distributed.group import Alone as Alone
     from zinf.distributed.group import leave as leave
@@ -22,6 +23,7 @@ make_lazy(
     {
         "AbstractGroup": "zinf.distributed.group",
         "Alone": "zinf.distributed.group",
+        "Digests": "zinf.distributed.digests",
         "Flags": "zinf.distributed.launch",
         "JoinError": "zinf.distributed.seat",
         "Limits": "zinf.distributed.limits",

@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from zinf.config import Config
+from zinf.distributed import Digests
 from zinf.executor.outcome import Outcome, mean_over_microbatches
 from zinf.executor.prepare import Planner
 from zinf.executor.run import StepRecord
@@ -63,11 +64,13 @@ def make_residents(stores: Stores, planner: Planner, plan: Plan) -> Residents:
     return residents
 
 
-def initialize_arrays(planner: Planner, residents: Residents) -> None:
+def initialize_arrays(planner: Planner, residents: Residents) -> Digests:
     """Writes the initial value of every array to its home.
 
-    One leaf is in memory at a time, with blocks of its optimizer state.
+    One leaf is in memory at a time, with blocks of its optimizer state. Returns digests
+    of all leaves, for a comparison with those of other processes.
     """
+    digests = Digests(planner.group)
     problem, separated = planner.problem, planner.separated
     # State is made where it ends: it need not go to an accelerator and come back.
     device = cpu_device(planner.rule.mesh)
@@ -75,6 +78,7 @@ def initialize_arrays(planner: Planner, residents: Residents) -> None:
     limit = block_bytes(separated)
     for path, leaf in planner.initial_leaves():
         spec = problem.params[path]
+        digests.add(path, leaf)
         if spec.has_master:
             residents.write(ArrayId("master", path), leaf)
         compute = np.asarray(leaf).astype(spec.compute.dtype, copy=False)
@@ -90,6 +94,7 @@ def initialize_arrays(planner: Planner, residents: Residents) -> None:
                     array = ArrayId(state.role, path, rows)
                     residents.write_new(array, np.asarray(content))
                 residents.stores.heap.relieve()
+    return digests
 
 
 def read_leaf(residents: Residents, problem: Problem, path: str) -> np.ndarray:
