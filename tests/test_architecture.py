@@ -26,6 +26,7 @@ LAYERS = (
     ("initialize", "interchange"),
     ("nnx", "linen", "trainer"),
     ("cli",),
+    ("__main__",),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Features know nothing of each other; elsewhere siblings may, without a cycle.
@@ -34,7 +35,26 @@ COMPAT = "zinf.jaxpr.compat"
 WITHOUT_ARRAYS = ("zinf.program", "zinf.plan")
 # Modules that may import inside functions, and what: imports so heavy that most users
 # of the module should not wait for them. tests/test_startup.py holds what this buys.
-LATE: dict[str, tuple[str, ...]] = {}
+LATE: dict[str, tuple[str, ...]] = {
+    "zinf.cli.entry": ("zinf.cli.app",),
+    "zinf.cli.app": (
+        "tqdm",
+        "zinf.cli",
+        "zinf.config",
+        "zinf.distributed",
+        "zinf.memory",
+        "zinf.observe",
+    ),
+    "zinf.cli.checkpoint": (
+        "zinf.checkpoint",
+        "zinf.cli",
+        "zinf.executor",
+        "zinf.initialize",
+        "zinf.interchange",
+    ),
+    "zinf.cli.report": ("zinf.memory",),
+    "zinf.cli.errors": ("zinf.executor", "zinf.memory", "zinf.plan"),
+}
 DUMPING_GROUNDS = {"utils", "util", "common", "helpers", "misc"}
 
 

@@ -175,6 +175,13 @@ def top_level_imports(path: Path) -> set[str]:
     return {name.partition(".")[0] for name in (*plain, *named)}
 
 
+def test_packages_are_marked_as_typed():
+    """Hatch puts every file of a package that git tracks into the wheel."""
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    for package in tools["hatch"]["build"]["targets"]["wheel"]["packages"]:
+        assert ROOT / package / "py.typed" in tracked_files()
+
+
 def requirement_name(text: str) -> str:
     return normal(re.match(r"[\w.-]+", text)[0])
 

@@ -4,9 +4,12 @@ Only names of modules are asserted here. The figures are in zinf/cli/README.md.
 """
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 # What zinf may need in some run, and takes 20 to 500 ms of a processor to import.
@@ -76,3 +79,69 @@ def test_a_function_is_not_replaced_by_the_module_of_its_name():
 def test_zinf_alone_imports_neither_jax_nor_its_own_engine():
     found = imported("import zinf; assert 'initialize' in dir(zinf)")
     assert found & (HEAVY | ARRAYS) == set()
+
+
+def command(arguments: list[str], before: str = "") -> str:
+    """Code that runs `zinf` with these arguments, as its entry point does."""
+    return f"import sys; sys.argv = {['zinf', *arguments]}\n{before}\n" + (
+        "from zinf.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as ended: assert not ended.code, ended.code\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["--version"], ["train", "--help"], ["checkpoint", "export", "-h"]],
+    ids=" ".join,
+)
+def test_help_imports_no_array_library(arguments):
+    found = imported(command(arguments))
+    # Typer itself imports pydantic where it is installed.
+    assert found & (HEAVY | ARRAYS) <= {"rich", "typer", "pydantic"}
+
+
+def test_a_config_is_checked_without_jax():
+    found = imported(command(["config", "check", "configs/quickstart.yaml"]))
+    assert found & (HEAVY | ARRAYS) <= {"rich", "typer", "pydantic"}
+
+
+INTERRUPT = """
+import os, signal
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == {name!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+"""
+
+
+@pytest.mark.parametrize("name", ["zinf.cli.app", "typer", "jax", "zinf.plan.check"])
+def test_an_interrupt_while_importing_is_one_line(name):
+    code = command(["plan", "configs/quickstart.yaml"], INTERRUPT.format(name=name))
+    run = [sys.executable, "-c", code]
+    asked = subprocess.run(run, cwd=ROOT, capture_output=True, text=True)
+    assert (asked.returncode, asked.stderr) == (130, "Interrupted.\n")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        ["plan", "--table"],
+        ["config", "check", "configs/quickstart.yaml"],
+    ],
+    ids=" ".join,
+)
+def test_a_reader_that_went_away_is_no_error(arguments):
+    """As in `zinf plan ... | head`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    run = [sys.executable, "-m", "zinf", *arguments]
+    try:
+        asked = subprocess.run(run, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE)
+    finally:
+        os.close(writer)
+    assert asked.stderr == b""
+    assert asked.returncode in (1, 141)

@@ -1,5 +1,21 @@
 """The command line."""
 
-from zinf.cli.app import app as app
-from zinf.cli.errors import INTERRUPTED as INTERRUPTED
-from zinf.cli.errors import USER_ERROR as USER_ERROR
+from typing import TYPE_CHECKING
+
+from zinf.lazy import make_lazy
+
+if TYPE_CHECKING:
+    from zinf.cli.app import app as app
+    from zinf.cli.endings import INTERRUPTED as INTERRUPTED
+    from zinf.cli.entry import main as main
+    from zinf.cli.errors import USER_ERROR as USER_ERROR
+
+make_lazy(
+    __name__,
+    {
+        "INTERRUPTED": "zinf.cli.endings",
+        "USER_ERROR": "zinf.cli.errors",
+        "app": "zinf.cli.app",
+        "main": "zinf.cli.entry",
+    },
+)

@@ -2,37 +2,27 @@
 
 import json
 import os
+import platform
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from tqdm import tqdm
 
-from zinf.cli.bench import measure_steps
 from zinf.cli.checkpoint import checkpoint_app
 from zinf.cli.errors import USER_ERROR, clean_errors
-from zinf.cli.plan import plan_config, print_tables
-from zinf.cli.report import print_measured, print_report
-from zinf.cli.train import train_config
-from zinf.config import report
-from zinf.distributed import (
-    Flags,
-    Limits,
-    find_seat,
-    join,
-    leave,
-    options,
-)
-from zinf.memory.nvme import measure_drive, save_profile
-from zinf.observe import read_trace
-from zinf.observe.plot import plot as draw
+from zinf.distributed import Flags, Limits, find_seat, options
+
+# [Note: late imports] Each command imports what it runs, so that help and wrong
+# arguments take no time: jax alone takes half a second. The imports come before
+# `clean_errors`, while an interrupt still ends the process at once.
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     # Rich tracebacks print every local, which may be an array of gigabytes.
     pretty_exceptions_enable=False,
-    help="Train any JAX model, of any size, on the hardware you have.",
 )
 config_app = typer.Typer(no_args_is_help=True, help="Config files.")
 app.add_typer(config_app, name="config")
@@ -48,6 +38,28 @@ Overrides = Annotated[
 ShowTraceback = Annotated[
     bool, typer.Option("--traceback", help="Show where an error comes from.")
 ]
+
+
+def show_version(is_asked: bool) -> None:
+    if is_asked:
+        of = [f"{name} {version(name)}" for name in ("zinf", "jax", "optax")]
+        print(", ".join([*of, f"Python {platform.python_version()}"]))
+        raise typer.Exit
+
+
+@app.callback()
+def command_line(
+    _: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=show_version,
+            is_eager=True,
+            help="Say which versions of zinf, jax and Python these are.",
+        ),
+    ] = False,
+) -> None:
+    """Train any JAX model, of any size, on the hardware you have."""
 
 
 @app.command()
@@ -79,6 +91,9 @@ def train(
 
     The exit code is 3 if another process ended the run.
     """
+    from zinf.cli.train import train_config
+    from zinf.distributed import join, leave
+
     given = list(overrides or ())
     if steps is not None:
         given.append(f"run.steps={steps}")
@@ -111,6 +126,9 @@ def plot(
     traceback: ShowTraceback = False,
 ) -> None:
     """Draw a traced step: links as rows, time across, predicted below measured."""
+    from zinf.observe import read_trace
+    from zinf.observe.plot import plot as draw
+
     with clean_errors(traceback):
         steps = {traced.number: traced for traced in read_trace(trace)}
         number = max(steps) if step is None else step
@@ -148,6 +166,8 @@ def plan(
 
     The exit code is 1 if a plan does not fit and 2 if there is another error.
     """
+    from zinf.cli.plan import plan_config, print_tables
+
     if table:
         print_tables()
     if not configs:
@@ -162,6 +182,9 @@ def plan(
 @config_app.command()
 def check(config: ConfigFile, traceback: ShowTraceback = False) -> None:
     """Say what zinf does with each key of a config file."""
+    from zinf.cli.report import print_report
+    from zinf.config import report
+
     with clean_errors(traceback):
         found = report(config)
         print_report(found)
@@ -182,6 +205,11 @@ def io(
     The result is written to a file in the folder, which every run with an NVMe tier in
     the folder or below it then goes by.
     """
+    from tqdm import tqdm
+
+    from zinf.cli.report import print_measured
+    from zinf.memory.nvme import measure_drive, save_profile
+
     with clean_errors(traceback):
         with tqdm(total=100, unit="%", disable=None, leave=False) as bar:
             profile, rows = measure_drive(
@@ -208,5 +236,7 @@ def step(
     Nothing of what they train is kept. A config whose key `rates` names the file is
     planned by it from then on, and predicted.
     """
+    from zinf.cli.bench import measure_steps
+
     with clean_errors(traceback):
         measure_steps(config, overrides or (), output, steps)

@@ -10,26 +10,7 @@ from typing import Annotated
 
 import typer
 
-from zinf.checkpoint import Checkpoints
-from zinf.checkpoint.saved import Saved
 from zinf.cli.errors import clean_errors
-from zinf.cli.problem import dataset, problem
-from zinf.cli.report import print_arrays, print_checkpoints, print_differences
-from zinf.cli.train import resume_command
-from zinf.executor.devices import on_devices
-from zinf.initialize import initialize
-from zinf.interchange import (
-    differences,
-    entries,
-    export_orbax,
-    export_safetensors,
-    find,
-    import_orbax,
-    import_safetensors,
-    scalar_differences,
-)
-from zinf.interchange.orbax_import import METADATA
-from zinf.interchange.safetensors_export import MAX_SHARD_BYTES
 
 UNSOUND = 1
 
@@ -72,6 +53,10 @@ def ls(
 
     What several checkpoints share by hard links is counted for the first of them.
     """
+    from zinf.checkpoint import Saved
+    from zinf.cli.report import print_arrays, print_checkpoints
+    from zinf.interchange import entries, find
+
     with clean_errors(traceback):
         if arrays or step is not None:
             with Saved(find(folder, step)) as saved:
@@ -86,6 +71,9 @@ def verify(folder: Folder, step: Step = None, traceback: ShowTraceback = False) 
 
     The exit code is 1 if there is any damage, and 2 if the checkpoint cannot be read.
     """
+    from zinf.checkpoint import Saved
+    from zinf.interchange import find
+
     with clean_errors(traceback):
         start, count = time.perf_counter(), 0
         with Saved(find(folder, step)) as saved:
@@ -117,6 +105,10 @@ def diff(
 
     The exit code is 1 if they differ.
     """
+    from zinf.checkpoint import Saved
+    from zinf.cli.report import print_differences
+    from zinf.interchange import differences, find, scalar_differences
+
     with clean_errors(traceback):
         steps = step or (None, None)
         with (
@@ -145,7 +137,7 @@ def export(
     ] = None,
     max_shard_bytes: Annotated[
         int, typer.Option(help="Bytes of tensors in a file of safetensors.")
-    ] = MAX_SHARD_BYTES,
+    ] = 5 * 10**9,
     names: NamesFile = None,
     traceback: ShowTraceback = False,
 ) -> None:
@@ -153,6 +145,9 @@ def export(
 
     Master copies are written where there are any. No code of the model is needed.
     """
+    from zinf.checkpoint import Saved
+    from zinf.interchange import export_orbax, export_safetensors, find
+
     _quiet_orbax()
     with clean_errors(traceback), Saved(find(folder, step)) as saved:
         if to == Format.SAFETENSORS:
@@ -196,6 +191,14 @@ def import_(
     traceback: ShowTraceback = False,
 ) -> None:
     """Make the checkpoint of step 0 of a run from parameters, to train from."""
+    from zinf.checkpoint import Checkpoints
+    from zinf.cli.problem import dataset, problem
+    from zinf.cli.train import resume_command
+    from zinf.executor.devices import on_devices
+    from zinf.initialize import initialize
+    from zinf.interchange import import_orbax, import_safetensors
+    from zinf.interchange.orbax_import import METADATA
+
     _quiet_orbax()
     with clean_errors(traceback):
         loaded, mesh = on_devices(config, overrides=overrides or ())

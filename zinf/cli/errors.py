@@ -1,46 +1,75 @@
 """How a command ends: exit codes, and errors as messages."""
 
+import signal
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import typer
 
-from zinf.distributed import (
-    AbstractGroup,
-    Alone,
-)
-from zinf.executor import NonFiniteError
-from zinf.memory import BudgetExceeded
-from zinf.plan import InfeasibleError
+from zinf.cli.endings import INTERRUPTED, PIPE_CLOSED, exit_at_once, is_unread
 
-DOES_NOT_FIT, USER_ERROR, INTERRUPTED = 1, 2, 130
-# What a user can mend, with a message that says how.
-USER_ERRORS = (
-    ValueError,
-    OSError,
-    NotImplementedError,
-    NonFiniteError,
-    BudgetExceeded,
-)
-ALONE = Alone()
+if TYPE_CHECKING:
+    from zinf.distributed import AbstractGroup
+
+DOES_NOT_FIT, USER_ERROR = 1, 2
 
 
 @contextmanager
 def clean_errors(
-    traceback: bool, group: AbstractGroup = ALONE
+    traceback: bool, group: "AbstractGroup | None" = None
 ) -> Generator[None, None, None]:
-    """Prints a user's error as one message and ends with its exit code."""
-    prefix = f"[process {group.index}] " if group.count > 1 else ""
+    """Prints a user's error as one message and ends with its exit code.
+
+    A command imports what it needs before it enters this: from here on an interrupt is
+    a KeyboardInterrupt, which closes what is open.
+    """
+    is_one_of_several = group is not None and group.count > 1
+    prefix = f"[process {group.index}] " if is_one_of_several and group else ""
     try:
-        yield
+        with _interruptible():
+            yield
     except KeyboardInterrupt:
         print(f"{prefix}Interrupted.", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
-    except USER_ERRORS as error:
-        if traceback:
+    except typer.Exit:
+        raise
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and is_unread():
+            raise typer.Exit(PIPE_CLOSED) from None
+        if traceback or not _is_users(error):
             raise
         lines = [str(error), *getattr(error, "__notes__", ())]
         print(f"{prefix}error:", "\n".join(lines), file=sys.stderr)
-        is_infeasible = isinstance(error, InfeasibleError)
-        raise typer.Exit(DOES_NOT_FIT if is_infeasible else USER_ERROR) from None
+        raise typer.Exit(_exit_code(error)) from None
+
+
+@contextmanager
+def _interruptible() -> Generator[None, None, None]:
+    """Raises KeyboardInterrupt where `zinf.cli.main` would exit at once."""
+    if signal.getsignal(signal.SIGINT) is not exit_at_once:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, exit_at_once)
+
+
+def _is_users(error: Exception) -> bool:
+    """Whether a user can mend the error, with a message that says how."""
+    if isinstance(error, ValueError | OSError | NotImplementedError):
+        return True
+    # Imported by now if they were raised.
+    from zinf.executor import NonFiniteError
+    from zinf.memory import BudgetExceeded
+
+    return isinstance(error, NonFiniteError | BudgetExceeded)
+
+
+def _exit_code(error: Exception) -> int:
+    from zinf.plan import InfeasibleError
+
+    return DOES_NOT_FIT if isinstance(error, InfeasibleError) else USER_ERROR

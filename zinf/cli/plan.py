@@ -5,7 +5,8 @@ from pathlib import Path
 
 import typer
 
-from zinf.cli.errors import DOES_NOT_FIT, INTERRUPTED, clean_errors
+from zinf.cli.endings import INTERRUPTED
+from zinf.cli.errors import DOES_NOT_FIT, clean_errors
 from zinf.cli.problem import heading, problem
 from zinf.cli.report import console
 from zinf.config import grouping

@@ -7,15 +7,14 @@ import grain
 import jax
 import numpy as np
 
-from zinf.cli.errors import ALONE
 from zinf.config import Config
 from zinf.data import text_dataset
 from zinf.data.text import Split, text_hash
-from zinf.distributed import (
-    AbstractGroup,
-)
+from zinf.distributed import AbstractGroup, Alone
 from zinf.models import GPTConfig, init_and_loss, num_parameters
 from zinf.optim.factory import build_optimizer
+
+ALONE = Alone()
 
 
 def problem(

@@ -3,27 +3,43 @@
 import sys
 from collections.abc import Sequence
 from statistics import median
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from zinf.checkpoint.saved import Saved
-from zinf.config import Report
-from zinf.interchange.catalog import Entry
-from zinf.interchange.compare import Difference
-from zinf.memory.nvme import Measured, Profile
+from zinf.cli.endings import PIPE_CLOSED, discard_output
+
+# `zinf config check` prints by this module and needs no jax.
+if TYPE_CHECKING:
+    from zinf.checkpoint.saved import Saved
+    from zinf.config import Report
+    from zinf.interchange.catalog import Entry
+    from zinf.interchange.compare import Difference
+    from zinf.memory.nvme import Measured, Profile
 
 # What reads a pipe wants a line a key.
 PIPE_WIDTH = 1000
 
 
+class PipeConsole(Console):
+    """A console with an exit code of its own for a pipe that nobody reads.
+
+    Rich's own is 1, which is that of a plan that does not fit.
+    """
+
+    def on_broken_pipe(self) -> None:
+        discard_output()
+        raise SystemExit(PIPE_CLOSED)
+
+
 def console() -> Console:
     """Where tables go: as wide as the terminal, and wider than any table in a pipe."""
     width = None if sys.stdout.isatty() else PIPE_WIDTH
-    return Console(width=width, markup=False, highlight=False)
+    return PipeConsole(width=width, markup=False, highlight=False)
 
 
-def print_report(found: Report) -> None:
+def print_report(found: "Report") -> None:
     table = Table("key", "value", "status", "reason", box=None, pad_edge=False)
     for column in table.columns[:3]:
         column.no_wrap = True
@@ -37,7 +53,9 @@ def print_report(found: Report) -> None:
         print(f"error: {problem}", file=sys.stderr)
 
 
-def print_measured(rows: Sequence[Measured], chosen: Profile) -> None:
+def print_measured(rows: "Sequence[Measured]", chosen: "Profile") -> None:
+    from zinf.memory.nvme import Profile
+
     table = Table("block", "threads", "read", "overwrite", "mixed", "", box=None)
     for row in rows:
         profile = row.profile
@@ -54,11 +72,11 @@ def print_measured(rows: Sequence[Measured], chosen: Profile) -> None:
             *(f"{speed:.2f}" for speed in speeds),
             ", ".join(marks),
         )
-    Console(markup=False, highlight=False).print(table)
+    PipeConsole(markup=False, highlight=False).print(table)
     print(f"GB/s, medians of {len(rows[0].reads)} rounds in turn")
 
 
-def print_checkpoints(found: Sequence[Entry]) -> None:
+def print_checkpoints(found: "Sequence[Entry]") -> None:
     table = Table("step", "arrays", "bytes", "on the drive", "format", box=None)
     table.add_column("written by")
     for column in table.columns[:4]:
@@ -79,7 +97,7 @@ def print_checkpoints(found: Sequence[Entry]) -> None:
     print(f"{sum(entry.own_bytes for entry in found):,} bytes on the drive in all")
 
 
-def print_arrays(saved: Saved) -> None:
+def print_arrays(saved: "Saved") -> None:
     table = Table("array", "dtype", "shape", "chunks of", "bytes", box=None)
     table.columns[-1].justify = "right"
     for array, spec in saved.arrays.items():
@@ -94,7 +112,7 @@ def print_arrays(saved: Saved) -> None:
 
 
 def print_differences(
-    found: Sequence[Difference], scalars: Sequence[str], num_same: int
+    found: "Sequence[Difference]", scalars: Sequence[str], num_same: int
 ) -> None:
     table = Table("array", "different", "largest difference", "first at", box=None)
     for difference in found:
