@@ -1,5 +1,6 @@
 """`zinf.initialize`: from what a user has to an engine."""
 
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from zinf.config import Config
+from zinf.config import Config, notices
 from zinf.distributed import AbstractGroup, Alone
 from zinf.engine import Engine
 from zinf.executor.devices import on_devices
@@ -20,6 +21,8 @@ from zinf.segment.problem import make_problem
 from zinf.sharding import zero_rule
 from zinf.topology import Topology
 
+logger = logging.getLogger(__name__)
+
 ConfigSource = Config | Mapping[str, Any] | str | Path | None
 
 
@@ -30,7 +33,6 @@ def initialize(
     config: ConfigSource = None,
     *,
     has_aux: bool = False,
-    eval_loss_fn: Callable | None = None,
     rng: jax.Array | None = None,
     model_state: Any = None,
     batch: Any = None,
@@ -44,18 +46,14 @@ def initialize(
             with `rng`, `(params, batch, key)`; with `has_aux`, it returns
             `(loss, aux)`. With `model_state` (batch statistics, counters) it is
             `(params, model_state, batch[, key])` and returns `(loss, new_model_state)`,
-            or `(loss, (new_model_state, aux))`. If it has a parameter `train`, it is
-            called with `train=True` in training and `train=False` by `evaluate`.
+            or `(loss, (new_model_state, aux))`.
         params: a pytree of arrays, or a function of no arguments that returns one: then
             each leaf is made on its own and the model is never whole in memory.
         tx: any optax transform whose update of a leaf depends on that leaf, and on the
             loss where it takes `value=` (the mean over the batch, float32). A leading
             `optax.clip_by_global_norm` in a chain is done by zinf, as optax does it.
-        config: a dict, a YAML or JSON file, or a `zinf.Config`.
-        eval_loss_fn: what `evaluate` computes in place of `loss_fn`, such as the loss
-            without dropout. Takes what `loss_fn` takes, where the key may be left out,
-            and returns the loss, alone or first in a tuple. Without it, and without
-            `train`, `evaluate` computes `loss_fn` as training does, dropout included.
+        config: a dict, a YAML or JSON file, or a `zinf.Config`. What it asks for
+            without effect, and what "auto" in it became, is logged as warnings.
         rng: the key of step i (from 0) is `jax.random.fold_in(rng, i)`, folded again
             with the number of the microbatch when there are several.
         batch: an example, or its shapes; given, the plan is made and all state is put
@@ -81,7 +79,6 @@ def initialize(
         tx,
         config,
         has_aux=has_aux,
-        eval_loss_fn=eval_loss_fn,
         rng=rng,
         model_state=model_state,
         mesh=mesh,
@@ -118,7 +115,6 @@ def make_planner(
     config: ConfigSource = None,
     *,
     has_aux: bool = False,
-    eval_loss_fn: Callable | None = None,
     rng: jax.Array | None = None,
     model_state: Any = None,
     mesh: Mesh | None = None,
@@ -131,6 +127,9 @@ def make_planner(
         topology: the machine of `mesh`, if that is one to compile for and never to run.
     """
     config, mesh = on_devices(config, mesh)
+    if not config.is_told and (group is None or group.is_first):
+        for line in notices(config, in_python=True):
+            logger.warning(line)
     rule = zero_rule(
         mesh,
         stage=config.stage,
@@ -142,7 +141,6 @@ def make_planner(
         params,
         model_state=model_state,
         has_aux=has_aux,
-        eval_loss_fn=eval_loss_fn,
         frozen=config.frozen,
         compute_dtype=config.compute_dtype,
     )

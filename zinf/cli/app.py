@@ -35,6 +35,14 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="A.B=C", help="Set a key of the config; repeatable."),
 ]
+IgnoreUnsupported = Annotated[
+    bool,
+    typer.Option(
+        "--ignore-unsupported",
+        help="Leave out keys that are not supported, with a line each.",
+    ),
+]
+IGNORE = "ignore_unsupported=true"
 ShowTraceback = Annotated[
     bool, typer.Option("--traceback", help="Show where an error comes from.")
 ]
@@ -66,6 +74,7 @@ def command_line(
 def train(
     config: ConfigFile,
     overrides: Overrides = None,
+    ignore_unsupported: IgnoreUnsupported = False,
     steps: Annotated[
         int | None, typer.Option(help="Optimizer steps, in place of run.steps.")
     ] = None,
@@ -94,7 +103,7 @@ def train(
     from zinf.cli.train import train_config
     from zinf.distributed import join, leave
 
-    given = list(overrides or ())
+    given = [*(overrides or ()), *[IGNORE] * ignore_unsupported]
     if steps is not None:
         given.append(f"run.steps={steps}")
     if metrics is not None:
@@ -147,6 +156,7 @@ def plan(
         list[Path] | None, typer.Argument(help="YAML or JSON files.")
     ] = None,
     overrides: Overrides = None,
+    ignore_unsupported: IgnoreUnsupported = False,
     every: Annotated[
         bool, typer.Option("--all", help="Print every instruction of the plan.")
     ] = False,
@@ -174,19 +184,26 @@ def plan(
         if table:
             return
         raise typer.BadParameter("Name at least one config file, or ask for --table.")
-    rest = overrides or (), every, topology, traceback
+    given = [*(overrides or ()), *[IGNORE] * ignore_unsupported]
+    rest = given, every, topology, traceback
     codes = [plan_config(config, *rest) for config in configs]
     raise typer.Exit(max(codes))
 
 
 @config_app.command()
-def check(config: ConfigFile, traceback: ShowTraceback = False) -> None:
+def check(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    ignore_unsupported: IgnoreUnsupported = False,
+    traceback: ShowTraceback = False,
+) -> None:
     """Say what zinf does with each key of a config file."""
     from zinf.cli.report import print_report
     from zinf.config import report
 
     with clean_errors(traceback):
-        found = report(config)
+        given = [*(overrides or ()), *[IGNORE] * ignore_unsupported]
+        found = report(config, given)
         print_report(found)
         if not found.is_valid:
             raise typer.Exit(USER_ERROR)

@@ -7,7 +7,7 @@ import grain
 import jax
 import numpy as np
 
-from zinf.config import Config
+from zinf.config import Config, notices
 from zinf.data import text_dataset
 from zinf.data.text import Split, text_hash
 from zinf.distributed import AbstractGroup, Alone
@@ -29,7 +29,7 @@ def problem(
         "rng": jax.random.key(config.run.seed) if model.dropout else None,
         "batch": {"tokens": jax.ShapeDtypeStruct(shape, np.int32)},
     }
-    return (loss, init, build_optimizer(config), config), named
+    return (loss, init, build_optimizer(config), config.told()), named
 
 
 def dataset(
@@ -75,8 +75,10 @@ def batch_size(config: Config) -> int:
 
 
 def heading(path: Path, config: Config) -> str:
+    """What is trained, and what a user should know of the config."""
     tokens = batch_size(config) * config.data.sequence_length
-    return (
+    first = (
         f"{path}: {num_parameters(_model(config)):,} parameters, {tokens:,} tokens a "
         f"step, {config.compute_dtype}"
     )
+    return "\n".join([first, *(f"note: {line}" for line in notices(config))])

@@ -9,6 +9,7 @@ from zinf.config.config import Config as Config
 from zinf.config.grouping import Grouping as Grouping
 from zinf.config.grouping import grouping as grouping
 from zinf.config.messages import ConfigError as ConfigError
+from zinf.config.notices import notices as notices
 from zinf.config.precision import LossScaling as LossScaling
 from zinf.config.schema import Data as Data
 from zinf.config.schema import Memory as Memory

@@ -1,20 +1,20 @@
 """`zinf config check`: what zinf does with each key of a config, and why."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zinf.config.config import Config
-from zinf.config.load import raw_config
+from zinf.config.config import Config, check_raw
+from zinf.config.load import override, raw_config
 from zinf.config.messages import Problem, dotted
 from zinf.config.nearest import did_you_mean
+from zinf.config.notices import notices
 from zinf.config.optimizer import AdamParams
 from zinf.config.scheduler import DecayParams
 from zinf.config.section import Section
 from zinf.config.status import AUTO, Status, asks, status_of
-from zinf.config.validate import validate
 
 LONGEST_VALUE = 24
 
@@ -52,19 +52,26 @@ class Report:
 
 
 def report(
-    source: Mapping[str, Any] | str | Path | Config | None, *, world_size: int = 1
+    source: Mapping[str, Any] | str | Path | Config | None,
+    overrides: Sequence[str] = (),
+    *,
+    world_size: int = 1,
 ) -> Report:
     """What zinf does with each key of `source`, also when it cannot be loaded.
+
+    Args:
+        overrides: "a.b=value" each, on top.
+        world_size: data-parallel devices, for batch-size arithmetic.
 
     Raises:
         FileNotFoundError, ValueError: there is no file, or it is not YAML or JSON.
     """
-    raw = raw_config(source)
-    config, problems = validate(Config, raw, context={"world_size": world_size})
+    raw = override(raw_config(source), overrides)
+    found = check_raw(raw, world_size=world_size)
     return Report(
         rows=tuple(_rows(Config, raw)),
-        problems=tuple(problems),
-        notes=tuple(_notes(raw, config)),
+        problems=found.problems,
+        notes=tuple(_notes(raw, found.config)),
     )
 
 
@@ -98,12 +105,12 @@ def _classified(section: type[Section], key: str, value: Any) -> tuple[Status, s
         hint = did_you_mean(str(key), section.model_fields)
         return Status.UNKNOWN, f"There is no such key here.{hint}"
     status, reason = status_of(field), section.description_of(key)
-    if status is Status.UNSUPPORTED and (
+    if status in (Status.UNSUPPORTED, Status.NO_EFFECT) and (
         value == "auto" or not asks(value, field.default)
     ):
         return Status.AUTOMATIC, "Asks for nothing that zinf does not do."
     if value == "auto" and status is Status.USED and AUTO in field.metadata:
-        return Status.AUTOMATIC, f"As if absent. {reason}"
+        return Status.AUTOMATIC, f"Chosen here, see the notes. {reason}"
     return status, reason
 
 
@@ -114,13 +121,14 @@ def _shown(value: Any) -> str:
 
 def _notes(raw: Mapping[str, Any], config: Config | None) -> Iterator[str]:
     clipping = raw.get("gradient_clipping")
-    if clipping is None or clipping == "auto":
+    if clipping is None:
         yield (
             "zinf clips only when told to. DeepSpeed clips the global gradient norm at "
             "1.0 when gradient_clipping is absent: set it to 1.0 for the same training."
         )
     if config is None:
         return
+    yield from notices(config)
     yield from _training_notes(config)
     yield from _memory_notes(config)
 
@@ -155,10 +163,3 @@ def _memory_notes(config: Config) -> Iterator[str]:
     for what, tier in tiers.items():
         where = f"the {tier} tier" if tier else "the fastest tier with room"
         yield f"{what}: on {where}."
-    zero = config.zero_optimization
-    offload = (zero.offload_param, zero.offload_optimizer)
-    if any(section and section.pin_memory is False for section in offload):
-        yield (
-            "pin_memory: false has no effect. On accelerators host memory is pinned, "
-            "in one pool of the exact size; on CPUs there is nothing to pin."
-        )

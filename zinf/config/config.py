@@ -1,15 +1,17 @@
 """The whole config, and what the engine reads off it."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, PrivateAttr
 
+from zinf.config.arguments import Key, chosen_values, fill
 from zinf.config.batch import BatchSizes, batch_sizes, batch_violations
 from zinf.config.deepspeed import DeepSpeedKeys
 from zinf.config.load import override, raw_config
-from zinf.config.messages import ConfigError
+from zinf.config.messages import ConfigError, Notice, Problem, dotted
 from zinf.config.precision import BF16, LossScaling, precision_violations
 from zinf.config.rules import (
     execution_violations,
@@ -18,10 +20,11 @@ from zinf.config.rules import (
     model_violations,
     training_violations,
 )
-from zinf.config.scalar import Folder, Text
+from zinf.config.scalar import Flag, Folder, Text
 from zinf.config.schema import Data, Memory, MeshAxes, Model, Run, Segment
 from zinf.config.section import Violation
 from zinf.config.size import Threshold
+from zinf.config.stand_in import with_stand_in
 from zinf.config.status import Auto
 from zinf.config.validate import validate
 from zinf.program import Tier
@@ -68,7 +71,14 @@ class Config(DeepSpeedKeys):
     run: Run = Field(default_factory=Run)
     """The training loop."""
 
+    ignore_unsupported: Flag = False
+    """Leave out keys that are not supported, with a line each, instead of refusing
+    them."""
+
     _world_size: int = PrivateAttr(default=1)
+    _chosen: dict[Key, Any] = PrivateAttr(default_factory=dict)
+    _left_out: tuple[Notice, ...] = PrivateAttr(default=())
+    _is_told: bool = PrivateAttr(default=False)
 
     @classmethod
     def load(
@@ -77,6 +87,8 @@ class Config(DeepSpeedKeys):
         overrides: Sequence[str] = (),
         *,
         world_size: int | None = None,
+        arguments: Mapping[str, Any] | None = None,
+        ignore_unsupported: bool | None = None,
     ) -> "Config":
         """The config in `source`, with `overrides` ("a.b=value") on top.
 
@@ -86,6 +98,11 @@ class Config(DeepSpeedKeys):
             overrides: values are read as YAML; a later one wins.
             world_size: data-parallel devices, for batch-size arithmetic; by default
                 those that a given config was loaded for, else 1.
+            arguments: what fills in keys that are "auto", by the names of
+                `transformers.TrainingArguments` (`learning_rate`, `max_grad_norm`,
+                `max_steps`, ...), as its `to_dict` gives them. What is not given is as
+                there by default, and `chosen` says what that was.
+            ignore_unsupported: the key of that name, if given.
 
         Raises:
             ConfigError: a ValueError that names every unknown key, wrong value and
@@ -98,11 +115,45 @@ class Config(DeepSpeedKeys):
             if not overrides and world_size == source._world_size:
                 return source
         raw = override(raw_config(source), overrides)
-        config, problems = validate(cls, raw, context={"world_size": world_size or 1})
-        if config is None:
+        if ignore_unsupported is not None:
+            raw["ignore_unsupported"] = ignore_unsupported
+        found = check_raw(raw, world_size=world_size or 1, arguments=arguments)
+        if found.config is None:
             name = str(source) if isinstance(source, str | Path) else "config"
-            raise ConfigError(name, problems)
-        return config
+            raise ConfigError(name, found.problems)
+        if isinstance(source, Config):
+            found.config._take_over(source, overrides)
+        return found.config
+
+    def _take_over(self, source: "Config", overrides: Sequence[str]) -> None:
+        """What is known of a config that this one was made from."""
+        changed = {text.partition("=")[0].strip() for text in overrides}
+        for key, value in source._chosen.items():
+            if dotted(key) not in changed:
+                self._chosen.setdefault(key, value)
+        kept = [n for n in source._left_out if dotted(n.path) not in changed]
+        self._left_out = tuple(dict.fromkeys([*kept, *self._left_out]))
+
+    def told(self) -> "Config":
+        """This config, for `zinf.initialize` not to log again what was printed."""
+        told = self.model_copy()
+        told._is_told = True
+        return told
+
+    @property
+    def is_told(self) -> bool:
+        """Whether a user has been shown the notices."""
+        return self._is_told
+
+    @property
+    def chosen(self) -> dict[Key, Any]:
+        """What keys became that were "auto", and that no argument gave."""
+        return dict(self._chosen)
+
+    @property
+    def left_out(self) -> tuple[Notice, ...]:
+        """What was asked for, is not supported, and was left out."""
+        return self._left_out
 
     def model_post_init(self, context: Any) -> None:
         if isinstance(context, Mapping):
@@ -274,7 +325,7 @@ class Config(DeepSpeedKeys):
 
     @property
     def _persistent_elements(self) -> int | None:
-        return self.zero_optimization.stage3_param_persistence_threshold
+        return self.zero_optimization.persistent_elements
 
     @property
     def _tiers(self) -> dict[tuple[str, ...], Tier | None]:
@@ -283,3 +334,46 @@ class Config(DeepSpeedKeys):
             ("zero_optimization", "offload_optimizer"): self.optimizer_tier,
             ("activation_checkpointing", "cpu_checkpointing"): self.activation_tier,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedConfig:
+    """A config, or everything that is wrong with one."""
+
+    config: Config | None
+    problems: tuple[Problem, ...]
+
+
+def check_raw(
+    raw: Mapping[str, Any],
+    *,
+    world_size: int = 1,
+    arguments: Mapping[str, Any] | None = None,
+) -> CheckedConfig:
+    """Makes a config of keys and values: fills in what is "auto", leaves out what is
+    not supported if `ignore_unsupported` says so, and checks the rest."""
+    filled = fill(raw, arguments)
+    ignores = raw.get("ignore_unsupported") is True
+    asked, stand_ins = with_stand_in(filled.raw)
+    checked = validate(
+        Config,
+        asked if ignores else filled.raw,
+        context={"world_size": world_size},
+        ignores_unsupported=ignores,
+    )
+    config = checked.config
+    if config is None:
+        replaceable = [notice.path for notice in stand_ins]
+        problems = [
+            replace(p, is_unsupported=True) if p.path in replaceable else p
+            for p in checked.problems
+        ]
+        return CheckedConfig(None, tuple(problems))
+    config._chosen = {
+        key: value
+        for key, value in chosen_values(config, raw)
+        if key not in filled.given
+    }
+    left_out = [Notice(p.path, f"left out. {p.text}") for p in checked.left_out]
+    config._left_out = (*stand_ins, *left_out) if ignores else ()
+    return CheckedConfig(config, ())

@@ -10,7 +10,7 @@ from zinf.config.precision import BF16, FP16, DataTypes
 from zinf.config.scalar import Count, Flag, NonNegative, Number, Text, Whole
 from zinf.config.scheduler import Scheduler
 from zinf.config.section import Section
-from zinf.config.status import Auto, Automatic, Moot, Unsupported
+from zinf.config.status import Auto, Automatic, Moot, NoEffect, Unsupported
 from zinf.config.zero import AIO, ZeroOptimization
 
 CommDtype = Literal["none", "fp32", "fp16", "bf16"]
@@ -23,7 +23,7 @@ class ActivationCheckpointing(Section):
     """Keep the inputs of segments in host memory until backward."""
 
     partition_activations: Automatic[Flag] = None
-    """Shard the inputs of segments over devices; there is one device for now."""
+    """Divide the inputs of segments among tensor-parallel devices; there are none."""
 
     contiguous_memory_optimization: Moot[Flag] = None
     """Buffers against fragmentation; XLA's buffers are static."""
@@ -131,10 +131,10 @@ class DeepSpeedKeys(Section):
     """Bytes held per tier are always in the metrics."""
 
     checkpoint: Automatic[Opaque] = None
-    """How checkpoints are written; here streamed, one array at a time, by Orbax."""
+    """How checkpoints are written; here streamed, one array at a time."""
 
     datastates_ckpt: Automatic[AnyKeys] = None
-    """Asynchronous checkpoints by DataStates; Orbax writes them asynchronously."""
+    """Checkpoints by DataStates; zinf writes them in the background by itself."""
 
     dataloader_drop_last: Automatic[Flag] = None
     """Every batch has the same size; an incomplete last one is dropped."""
@@ -145,11 +145,11 @@ class DeepSpeedKeys(Section):
     autotuning: Unsupported[Opaque | None] = None
     """Trial runs for the best settings; `zinf plan` predicts them without running."""
 
-    comms_logger: Moot[Opaque] = None
-    """A log of collectives, which are inside XLA programs; use jax.profiler."""
+    comms_logger: NoEffect[Opaque | None] = None
+    """Collectives are inside XLA programs; `jax.profiler` shows them."""
 
-    flops_profiler: Moot[Opaque] = None
-    """Flops per PyTorch module; there are no modules."""
+    flops_profiler: NoEffect[Opaque | None] = None
+    """There are no modules to count flops of; `zinf train --trace` times every pass."""
 
     compile: Moot[Opaque] = None
     """DeepCompile; every segment is compiled by XLA and placed by the plan."""
@@ -158,28 +158,35 @@ class DeepSpeedKeys(Section):
     """Synchronisation of DeepSpeed's timers."""
 
     log_level: Moot[str] = None
-    """Level of DeepSpeed's logger."""
+    """Level of DeepSpeed's logger; zinf's is that of Python's logging."""
 
-    dump_state: Moot[Flag] = None
-    """Print DeepSpeed's state."""
+    cuda_visible_devices: NoEffect[str | int | None] = None
+    """No DeepSpeed reads it from a config; set CUDA_VISIBLE_DEVICES outside."""
 
-    communication_data_type: Moot[CommDtype] = None
-    """Dtype of exchanged gradients; one device exchanges none."""
+    dump_state: NoEffect[Flag] = False
+    """`zinf config check` prints what every key comes to."""
+
+    communication_data_type: NoEffect[CommDtype | None] = None
+    """Gradients are exchanged in the dtype that backward makes them in."""
+
+    fp32_allreduce: NoEffect[Flag] = False
+    """Old name of communication_data_type: fp32, which DeepSpeed dropped. Gradients are
+    exchanged in the dtype that backward makes them in."""
 
     seq_parallel_communication_data_type: Moot[CommDtype] = None
-    """Dtype of exchanged activations; one device exchanges none."""
+    """Dtype of exchanges among the devices of a sequence; a sequence is on one."""
 
     seq_parallel_comm_data_type: Moot[CommDtype] = None
     """The name DeepSpeed's code reads for seq_parallel_communication_data_type."""
 
-    prescale_gradients: Moot[Flag] = None
-    """Divide gradients before they are exchanged; one device exchanges none."""
+    prescale_gradients: Automatic[Flag] = None
+    """Divide gradients before they are exchanged; the loss is a mean, so they are."""
 
     gradient_predivide_factor: Moot[Number] = None
-    """Part of that division; one device exchanges none."""
+    """Part of that division; the loss is a mean over all devices."""
 
-    sparse_gradients: Moot[Flag] = None
-    """Sparse exchange of embedding gradients; one device exchanges none."""
+    sparse_gradients: NoEffect[Flag] = False
+    """Gradients of embeddings are exchanged dense, as all others, with the same sum."""
 
     disable_allgather: Moot[Flag] = None
     """Broadcast instead of gather; GSPMD chooses."""
@@ -251,7 +258,7 @@ class DeepSpeedKeys(Section):
     """Generation inside training; remove it."""
 
     nebula: Unsupported[Opaque | None] = None
-    """Checkpoints by Azure Nebula; they are written by Orbax, to run.output."""
+    """Checkpoints by Azure Nebula; zinf writes its own, to run.output."""
 
     csv_monitor: Unsupported[Opaque | None] = None
     """Metrics as CSV; set run.metrics for JSON lines instead."""

@@ -119,6 +119,24 @@ def _set(raw: dict[str, Any], path: Sequence[str], value: Any) -> None:
     raw[path[-1]] = value
 
 
+# DeepSpeed reads its files with hjson: comments, and a comma after the last entry, are
+# common in them. Texts come first, so that a "//" in a path is no comment.
+_NO_JSON = re.compile(
+    r""""(?:\\.|[^"\\])*"|//[^\n]*|\#[^\n]*|/\*.*?\*/|,(?=\s*[}\]])""", re.DOTALL
+)
+
+
+def _strict_json(text: str) -> str:
+    """JSON without comments and last commas, each part at the line it was."""
+
+    def kept(match: re.Match[str]) -> str:
+        part = match.group()
+        return part if part.startswith('"') else re.sub(r"[^\n]", " ", part)
+
+    # Comments go first: a comma may be the last one but for a comment after it.
+    return _NO_JSON.sub(kept, _NO_JSON.sub(kept, text))
+
+
 def _not_found(path: Path) -> str:
     siblings = path.parent.iterdir() if path.parent.is_dir() else ()
     names = [sibling.name for sibling in siblings if sibling.suffix in SUFFIXES]
@@ -150,9 +168,9 @@ def _parse_json(text: str, path: Path) -> Any:
         return dict(pairs)
 
     try:
-        return json.loads(text, object_pairs_hook=no_duplicates)
+        return json.loads(_strict_json(text), object_pairs_hook=no_duplicates)
     except json.JSONDecodeError as error:
         raise ValueError(
             f"config {path} is not valid JSON: line {error.lineno}, column "
-            f"{error.colno}: {error.msg}. (Comments are for .yaml files.)"
+            f"{error.colno}: {error.msg}."
         ) from error

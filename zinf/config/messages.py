@@ -7,8 +7,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from zinf.config.nearest import did_you_mean
+from zinf.config.nearest import did_you_mean, nearest
 from zinf.config.section import Section, Violations, unknown_key
+from zinf.config.status import Status, status_of
 
 KeyPath = tuple[str | int, ...]
 QUOTED = re.compile(r"'([^']*)'")
@@ -24,15 +25,30 @@ LONGEST_VALUE = 60
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong with a config: the key to change, its value if that is wrong."""
+    """One thing wrong with a config: the key to change, its value if that is wrong.
+
+    `is_unsupported` says that training without the key is possible (`can_be_left_out`).
+    """
 
     path: KeyPath
     text: str
     value: str = ""
+    is_unsupported: bool = False
 
     def __str__(self) -> str:
         found = f" = {self.value}" if self.value else ""
         return f"{dotted(self.path)}{found}: {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """What a user should know of a config that is right: a key and a sentence."""
+
+    path: KeyPath
+    text: str
+
+    def __str__(self) -> str:
+        return f"{dotted(self.path)}: {self.text}" if self.path else self.text
 
 
 class ConfigError(ValueError):
@@ -42,6 +58,11 @@ class ConfigError(ValueError):
         self.problems = tuple(problems)
         count = f"{len(self.problems)} problem{'s' if len(self.problems) > 1 else ''}"
         lines = [f"  {problem}" for problem in self.problems]
+        if any(problem.is_unsupported for problem in self.problems):
+            lines.append(
+                "  To train without what is not supported: zinf train "
+                "--ignore-unsupported, or ignore_unsupported: true in the config."
+            )
         super().__init__("\n".join([f"{source} has {count}:", *lines]))
 
 
@@ -93,6 +114,30 @@ def paths_of(key: str, schema: type[Section], above: str = "") -> Iterator[str]:
         section = schema.section_at(name, {})
         if section is not None:
             yield from paths_of(key, section, f"{above}{name}.")
+
+
+def can_be_left_out(
+    path: KeyPath, schema: type[Section], raw: Mapping[str, Any]
+) -> bool:
+    """Whether training without the key is what ignoring it would be.
+
+    True of keys that zinf reads nothing from, and of unknown ones that are like none
+    that it knows: those that are may be mistyped.
+    """
+    section: type[Section] | None = schema
+    value: Any = raw
+    for key in path:
+        if section is None or not isinstance(key, str):
+            return False
+        field = section.model_fields.get(key)
+        if field is None:
+            known = [*section.model_fields, *schema.model_fields]
+            return nearest(key, known) is None and not any(paths_of(key, schema))
+        if status_of(field) is not Status.USED:
+            return True
+        siblings = value if isinstance(value, Mapping) else {}
+        section, value = section.section_at(key, siblings), siblings.get(key)
+    return False
 
 
 def _unknown(path: KeyPath, schema: type[Section], raw: Mapping[str, Any]) -> str:

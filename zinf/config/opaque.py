@@ -27,7 +27,7 @@ KEYS = {
     "compile": """
         enabled backend kwargs deepcompile free_activation free_activation_threshold
         offload_activation offload_opt_states offload_parameters double_buffer
-        symmetric_memory debug_log sync_before_reduce sync_after_reduce
+        disable symmetric_memory debug_log sync_before_reduce sync_after_reduce
         sync_before_allgather sync_after_allgather keep_int_input_tensors
         keep_all_input_tensors passes""",
     "compression_training": """
@@ -40,7 +40,7 @@ KEYS = {
     "data_efficiency": "enabled seed data_sampling data_routing",
     "eigenvalue": """
         enabled verbose max_iter tol stability gas_boundary_resolution layer_name
-        layer_num""",
+        layer_num model_name""",
     "elasticity": """
         enabled max_train_batch_size micro_batch_sizes min_gpus max_gpus
         num_gpus_per_node model_parallel_size min_time prefer_larger_batch

@@ -2,13 +2,22 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator
 
 from zinf.config.scalar import Count, Flag, NonNegative, Whole
 from zinf.config.section import Section, Violation
 from zinf.config.status import Auto, Automatic, Moot, Unsupported
 
 DtypeName = Literal["fp32", "float32", "bf16", "bfloat16", "fp16", "float16"]
+
+
+def _named_shortly(name: object) -> object:
+    return "fp32" if name in (None, "float32") else name
+
+
+Dtype = Annotated[DtypeName, BeforeValidator(_named_shortly)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +48,9 @@ class BF16(Section):
 
     check_grad_overflow: Automatic[Flag] = None
     """A loss or gradient norm that is not finite always stops the run with an error."""
+
+    check_overflow: Automatic[Flag] = None
+    """What DeepSpeed's documentation calls check_grad_overflow."""
 
     bf16_master_weights_and_grads: Unsupported[Flag] = False
     """Masters in bf16 would change the numerics; zinf keeps them in fp32."""
@@ -109,10 +121,10 @@ class FP16(Section):
 class DataTypes(Section):
     """Dtypes of what is neither a compute copy nor a master."""
 
-    grad_accum_dtype: Auto[Literal["fp32", "float32"] | None] = None
+    grad_accum_dtype: Unsupported[Dtype] = "fp32"
     """Gradients of microbatches add up in fp32; a narrower sum would lose the small."""
 
-    param_dtype: Unsupported[DtypeName | None] = None
+    param_dtype: Unsupported[Dtype] = "fp32"
     """Parameters are kept in fp32, whatever the compute precision."""
 
     buffer_dtype: Unsupported[DtypeName | None] = None

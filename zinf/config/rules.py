@@ -27,6 +27,8 @@ def memory_violations(zero: ZeroOptimization, memory: Memory) -> Iterator[Violat
     for key, (section, tier) in offload.items():
         path = ("zero_optimization", key, "nvme_path")
         folder = section.nvme_path if section else None
+        if tier not in (None, Tier.NVME):
+            continue  # its folder has no effect
         if tier is Tier.NVME and folder is None and not memory.nvme:
             yield path, "device is nvme: give a folder here, or in memory.nvme."
         if folder is not None and memory.nvme and folder not in memory.nvme:
@@ -77,6 +79,8 @@ def training_violations(
     if (
         isinstance(params, DecayParams)
         and params.total_num_steps is None
+        # Given as "auto", it is run.steps.
+        and "total_num_steps" not in params.model_fields_set
         and "steps" not in run.model_fields_set
     ):
         path = ("scheduler", "params", "total_num_steps")

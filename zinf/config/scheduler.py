@@ -87,8 +87,8 @@ class OneCycleParams(SchedulerParams):
 class WarmupParams(SchedulerParams):
     """What all warm-ups take."""
 
-    warmup_num_steps: Auto[Count] = 1000
-    """Steps of warm-up, at least 2."""
+    warmup_num_steps: Auto[Whole] = 1000
+    """Steps of warm-up; fewer than 2 are 2, as in DeepSpeed."""
 
     warmup_type: Auto[Literal["log", "linear"]] = "log"
     """Shape of the warm-up: logarithmic or linear in the step."""

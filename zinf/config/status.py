@@ -1,4 +1,4 @@
-"""How keys are classified: used, automatic here, without meaning, unsupported."""
+"""How keys are classified: used, automatic, without meaning or effect, unsupported."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ class Status(StrEnum):
     USED = "used"
     AUTOMATIC = "automatic here"
     MOOT = "without meaning under XLA"
+    NO_EFFECT = "no effect here"
     UNSUPPORTED = "unsupported"
     UNKNOWN = "unknown"
 
@@ -24,10 +25,13 @@ class _AcceptsAuto:
 
 
 AUTO = _AcceptsAuto()
+AUTO_WORD = "auto"
 T = TypeVar("T")
 Auto = Annotated[T, AUTO]
 Automatic = Annotated[T | None, Status.AUTOMATIC, AUTO]
 Moot = Annotated[T | None, Status.MOOT, AUTO]
+NoEffect = Annotated[T, Status.NO_EFFECT, AUTO]
+"""Accepted, but whoever asks for more than the default is told so at every start."""
 Unsupported = Annotated[T, Status.UNSUPPORTED, AUTO]
 
 

@@ -2,19 +2,37 @@
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
-from zinf.config.messages import KeyPath, Problem, explain
+from zinf.config.messages import KeyPath, Problem, can_be_left_out, explain
 from zinf.config.section import Section
 
 S = TypeVar("S", bound=Section)
 
 
+@dataclass(frozen=True, slots=True)
+class Checked(Generic[S]):
+    """Attributes:
+    config: None if there are problems.
+    problems: everything that is wrong.
+    left_out: what is not supported, and was left out instead of refused.
+    """
+
+    config: S | None
+    problems: tuple[Problem, ...]
+    left_out: tuple[Problem, ...]
+
+
 def validate(
-    schema: type[S], raw: Mapping[str, Any], *, context: Mapping[str, Any]
-) -> tuple[S | None, list[Problem]]:
+    schema: type[S],
+    raw: Mapping[str, Any],
+    *,
+    context: Mapping[str, Any],
+    ignores_unsupported: bool = False,
+) -> Checked[S]:
     """The config of class `schema` in `raw`, or None and everything wrong with it.
 
     Keys are checked one by one and combinations only after them, so wrong keys would
@@ -22,6 +40,7 @@ def validate(
     again, until the rest is right.
     """
     problems: list[Problem] = []
+    left_out: list[Problem] = []
     rest: dict[str, Any] = copy.deepcopy(dict(raw))
     while True:
         try:
@@ -31,14 +50,17 @@ def validate(
             changed = False
             for problem in explain(error, schema, rest):
                 follows = _follows(problem.path, seen)
+                may_go = can_be_left_out(problem.path, schema, rest)
                 if not follows:
-                    problems.append(problem)
+                    kept = left_out if ignores_unsupported and may_go else problems
+                    kept.append(replace(problem, is_unsupported=may_go))
                 path = problem.path[:1] if follows else problem.path
                 changed = _leave_out(rest, path) or changed
             if not changed:
-                return None, problems
+                return Checked(None, tuple(problems), tuple(left_out))
         else:
-            return (None if problems else config), problems
+            found = None if problems else config
+            return Checked(found, tuple(problems), tuple(left_out))
 
 
 def _follows(path: KeyPath, seen: Sequence[KeyPath]) -> bool:

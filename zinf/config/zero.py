@@ -14,11 +14,36 @@ from pydantic import Field, model_validator
 from zinf.config.opaque import Opaque
 from zinf.config.scalar import Count, Flag, Folder, Integer, NonNegative, Number, Whole
 from zinf.config.section import Section, Violation
-from zinf.config.status import Auto, Automatic, Moot, Unsupported
+from zinf.config.status import Auto, Automatic, Moot, NoEffect, Unsupported
 from zinf.program import Tier
 
 OffloadDevice = Literal["none", "cpu", "nvme"]
 TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
+
+
+class AIO(Section):
+    """DeepSpeed's asynchronous I/O."""
+
+    intra_op_parallelism: Automatic[Count] = None
+    """Threads per request; the NVMe store sizes its own thread pool."""
+
+    block_size: Automatic[Count] = None
+    """Bytes per request; the NVMe store sizes its own requests."""
+
+    queue_depth: Automatic[Count] = None
+    """Requests in flight; the NVMe store keeps its own queue full."""
+
+    thread_count: Automatic[Count] = None
+    """Documented by DeepSpeed but never read; intra_op_parallelism is meant."""
+
+    single_submit: Moot[Flag] = None
+    """One system call per request of libaio, which is not used."""
+
+    overlap_events: Moot[Flag] = None
+    """Whether submission and completion overlap; they always do."""
+
+    use_gds: NoEffect[Flag] = False
+    """GPUDirect Storage; bytes pass through host memory instead."""
 
 
 class OffloadParam(Section):
@@ -30,8 +55,9 @@ class OffloadParam(Section):
     nvme_path: Auto[Folder | None] = None
     """Folder of the NVMe tier."""
 
-    pin_memory: Automatic[Flag] = None
-    """Transfers go through the pinned buffers that XLA keeps for them."""
+    pin_memory: NoEffect[Flag] = True
+    """On accelerators host memory is always pinned, in one pool of the exact size; on
+    CPUs there is nothing to pin."""
 
     buffer_count: Automatic[Whole] = None
     """Number of swap buffers; pools follow from the plan."""
@@ -52,8 +78,9 @@ class OffloadOptimizer(Section):
     nvme_path: Auto[Folder | None] = None
     """Folder of the NVMe tier."""
 
-    pin_memory: Automatic[Flag] = None
-    """Transfers go through the pinned buffers that XLA keeps for them."""
+    pin_memory: NoEffect[Flag] = True
+    """On accelerators host memory is always pinned, in one pool of the exact size; on
+    CPUs there is nothing to pin."""
 
     buffer_count: Automatic[Whole] = None
     """Number of swap buffers; pools follow from the plan."""
@@ -67,8 +94,9 @@ class OffloadOptimizer(Section):
     fast_init: Automatic[Flag] = None
     """State is always initialised one array at a time, straight on its tier."""
 
-    ratio: Automatic[Annotated[Number, Field(ge=0, le=1)]] = None
-    """Share of state offloaded; leave out `device` to offload only what must be."""
+    ratio: NoEffect[Annotated[Number, Field(ge=0, le=1)]] = 1.0
+    """Share of state offloaded. All is; leave out `device` to offload only what has no
+    room."""
 
     super_offload: Automatic[Flag] = None
     """The update always overlaps backward or the next forward, exactly."""
@@ -119,7 +147,7 @@ class ZeroOptimization(Section):
     stage3_gather_fp16_weights_on_model_save: Automatic[Flag] = None
     """Old name of stage3_gather_16bit_weights_on_model_save."""
 
-    load_from_fp32_weights: Automatic[Flag] = None
+    load_from_fp32_weights: NoEffect[Flag] = True
     """Masters are always restored from fp32."""
 
     elastic_checkpoint: Automatic[Flag] = None
@@ -158,8 +186,8 @@ class ZeroOptimization(Section):
     round_robin_gradients: Moot[Flag] = None
     """Interleaved gradient copies among ranks; each shard moves by itself."""
 
-    ignore_unused_parameters: Moot[Flag] = None
-    """Parameters without a gradient; in JAX their gradient is zero."""
+    ignore_unused_parameters: NoEffect[Flag] = True
+    """False refuses parameters without a gradient; in JAX their gradient is zero."""
 
     legacy_stage1: Moot[Flag] = None
     """An older implementation of stage 1."""
@@ -213,14 +241,53 @@ class ZeroOptimization(Section):
     zeropp_loco_param: Unsupported[Opaque | None] = None
     """Error feedback for quantised gradients, which are not supported; remove it."""
 
+    aio: AIO | None = None
+    """Where Hugging Face's documentation has it, and DeepSpeed reads none; as aio."""
+
+    param_persistence_threshold: Auto[Whole | None] = None
+    """Another name of stage3_param_persistence_threshold."""
+
+    model_persistence_threshold: Automatic[Whole] = None
+    """Another name of stage3_model_persistence_threshold."""
+
+    prefetch_bucket_size: Automatic[Whole] = None
+    """Another name of stage3_prefetch_bucket_size."""
+
+    max_live_parameters: Automatic[Whole] = None
+    """Another name of stage3_max_live_parameters."""
+
+    max_reuse_distance: Automatic[Whole] = None
+    """Another name of stage3_max_reuse_distance."""
+
+    gather_16bit_weights_on_model_save: Automatic[Flag] = None
+    """Another name of stage3_gather_16bit_weights_on_model_save."""
+
+    module_granularity_threshold: Moot[Whole] = None
+    """Another name of stage3_module_granularity_threshold."""
+
+    use_all_reduce_for_fetch_params: Moot[Flag] = None
+    """Another name of stage3_use_all_reduce_for_fetch_params."""
+
+    allgather_sequential: Moot[Flag] = None
+    """Another name of stage3_allgather_sequential."""
+
+    allgather_size: Moot[Whole] = None
+    """Old name of allgather_bucket_size, which DeepSpeed dropped."""
+
+    find_unused_parameters: Moot[Flag] = None
+    """The opposite of ignore_unused_parameters, which DeepSpeed dropped."""
+
     cpu_offload: Flag | None = None
     """Old name: true means offload_optimizer.device: cpu."""
 
     cpu_offload_param: Flag | None = None
     """Old name: true means offload_param.device: cpu."""
 
-    cpu_offload_use_pin_memory: Automatic[Flag] = None
-    """Old name of pin_memory."""
+    cpu_offload_params: Flag | None = None
+    """Older name of cpu_offload_param, which DeepSpeed dropped."""
+
+    cpu_offload_use_pin_memory: NoEffect[Flag] = True
+    """Old name of pin_memory: on accelerators host memory is always pinned."""
 
     @model_validator(mode="before")
     @classmethod
@@ -231,7 +298,8 @@ class ZeroOptimization(Section):
     @property
     def param_tier(self) -> Tier | None:
         """Tier asked for parameters; None: placed by budget."""
-        return _tier(self.offload_param, self.cpu_offload_param)
+        is_cpu = self.cpu_offload_param or self.cpu_offload_params
+        return _tier(self.offload_param, is_cpu)
 
     @property
     def optimizer_tier(self) -> Tier | None:
@@ -240,21 +308,43 @@ class ZeroOptimization(Section):
 
     @property
     def nvme_paths(self) -> tuple[Path, ...]:
-        """The folders of both offload sections, each once."""
+        """The folders of both offload sections, each once.
+
+        Not those of a section that asks for another tier: nothing is to rest there.
+        """
         sections = (self.offload_param, self.offload_optimizer)
-        paths = (section.nvme_path for section in sections if section)
+        asking = [s for s in sections if s and s.device in (None, "nvme")]
+        paths = (section.nvme_path for section in asking)
         return tuple(dict.fromkeys(path for path in paths if path))
+
+    @property
+    def persistent_elements(self) -> int | None:
+        """`stage3_param_persistence_threshold`, under either name."""
+        if self.param_persistence_threshold is not None:
+            return self.param_persistence_threshold
+        return self.stage3_param_persistence_threshold
 
     def violations(self) -> Iterator[Violation]:
         for old, new in (
             ("cpu_offload", "offload_optimizer"),
             ("cpu_offload_param", "offload_param"),
+            ("cpu_offload_params", "offload_param"),
         ):
             if getattr(self, old) is not None and getattr(self, new) is not None:
                 yield (
                     (old,),
                     f"is the old name of {new}, which is given too; remove it.",
                 )
+        given = (
+            self.param_persistence_threshold,
+            self.stage3_param_persistence_threshold,
+        )
+        if None not in given:
+            yield (
+                ("param_persistence_threshold",),
+                "is another name of stage3_param_persistence_threshold, which is given "
+                "too; remove it.",
+            )
 
 
 def _tier(
@@ -263,28 +353,3 @@ def _tier(
     if section is not None and section.device is not None:
         return TIERS[section.device]
     return Tier.HOST if is_cpu else None
-
-
-class AIO(Section):
-    """DeepSpeed's asynchronous I/O."""
-
-    intra_op_parallelism: Automatic[Count] = None
-    """Threads per request; the NVMe store sizes its own thread pool."""
-
-    block_size: Automatic[Count] = None
-    """Bytes per request; the NVMe store sizes its own requests."""
-
-    queue_depth: Automatic[Count] = None
-    """Requests in flight; the NVMe store keeps its own queue full."""
-
-    thread_count: Automatic[Count] = None
-    """Documented by DeepSpeed but never read; intra_op_parallelism is meant."""
-
-    single_submit: Moot[Flag] = None
-    """One system call per request of libaio, which is not used."""
-
-    overlap_events: Moot[Flag] = None
-    """Whether submission and completion overlap; they always do."""
-
-    use_gds: Automatic[Flag] = None
-    """GPUDirect Storage; bytes pass through host memory instead."""

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zinf.config import Config
 from zinf.segment import named_leaves
 
 
@@ -31,6 +32,31 @@ def batch_spec(batch: Any, num_microbatches: int, num_shares: int = 1) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.result_type(leaf))
 
     return jax.tree.map(cut, batch)
+
+
+def check_rows(batch: Any, config: Config, num_shares: int = 1) -> None:
+    """Refuses a batch of another size than the config's, if that has one.
+
+    Args:
+        batch: one of `num_shares` parts of equal shapes that processes give.
+
+    Raises:
+        ValueError: a leaf has more or fewer samples.
+    """
+    if config.batch_size is None:
+        return
+    wanted = config.batch_size // num_shares
+    for path, leaf in named_leaves(batch).items():
+        shape = np.shape(leaf)
+        if shape and shape[0] != wanted:
+            part = f" in {num_shares} parts" if num_shares > 1 else ""
+            raise ValueError(
+                f"batch leaf {path!r} has shape {list(shape)}, {shape[0]} samples, but "
+                f"the config asks for {config.batch_size} a step{part}: "
+                f"{config.num_microbatches} microbatches of {config.microbatch_size} "
+                "samples per device. Change the batch, or train_batch_size and "
+                "train_micro_batch_size_per_gpu, or leave both out."
+            )
 
 
 def _check_kind(path: str, leaf: Any) -> None:

@@ -35,7 +35,9 @@ def test_there_is_one_row_per_key_in_file_order():
         ("train_batch_size", 8, Status.USED),
         ("train_batch_size", "auto", Status.AUTOMATIC),
         ("wall_clock_breakdown", True, Status.AUTOMATIC),
-        ("dump_state", True, Status.MOOT),
+        ("dump_state", True, Status.NO_EFFECT),
+        ("dump_state", False, Status.AUTOMATIC),
+        ("graph_harvesting", True, Status.MOOT),
         ("sparse_attention", {"mode": "fixed"}, Status.UNSUPPORTED),
         ("amp", {"enabled": False}, Status.AUTOMATIC),
         ("amp", {"enabled": True}, Status.UNSUPPORTED),
@@ -88,9 +90,15 @@ def test_it_is_silent_on_clipping_when_told(value):
     assert not any("clips" in note for note in notes)
 
 
-def test_auto_clipping_is_not_clipping():
+def test_auto_clipping_is_said():
     notes = report({"gradient_clipping": "auto"}).notes
-    assert any("zinf clips only when told to" in note for note in notes)
+    assert any("gradient_clipping 1" in note for note in notes)
+    assert not any("zinf clips only when told to" in note for note in notes)
+
+
+def test_overrides_are_reported_too():
+    found = report({"train_batch_size": 8}, ["gradient_clipping=1.0"])
+    assert [row.key for row in found.rows] == ["train_batch_size", "gradient_clipping"]
 
 
 @pytest.mark.parametrize(
@@ -103,7 +111,7 @@ def test_auto_clipping_is_not_clipping():
                     "offload_optimizer": {"device": "cpu", "pin_memory": False},
                 }
             },
-            "pin_memory: false has no effect",
+            "pin_memory: has no effect here",
         ),
         ({"optimizer": {"type": "Adam"}}, "is AdamW"),
         (

@@ -57,8 +57,8 @@ def test_budgets_are_bytes_and_auto_is_none():
     assert config.persistence_bytes == 64 * 1024
 
 
-@pytest.mark.parametrize("value", [0, 0.0, "auto", None])
-def test_zero_auto_and_null_do_not_clip(value):
+@pytest.mark.parametrize("value", [0, 0.0, None])
+def test_zero_and_null_do_not_clip(value):
     assert Config.load({"gradient_clipping": value}).clip_norm is None
 
 

@@ -113,13 +113,13 @@ def test_every_top_level_key_of_deepspeed_is_known(key):
     assert key in Config.model_fields
 
 
-def test_a_hugging_face_config_loads_with_auto_as_absent():
+def test_a_hugging_face_config_loads_with_auto_as_its_trainer_has_it():
     config = Config.load(HUGGING_FACE)
     assert config.compute_dtype == "float32"
-    assert config.clip_norm is None
+    assert config.clip_norm == 1.0
     assert config.batch_size is None
     assert config.num_microbatches == 1
-    assert config.optimizer.params.lr == 1e-3
+    assert config.optimizer.params.lr == 5e-5
     assert config.optimizer.params.betas == (0.9, 0.999)
     assert config.scheduler.params.warmup_max_lr is None
     assert config.persistence_bytes == 32 * 1024

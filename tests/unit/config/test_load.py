@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 
@@ -137,7 +138,7 @@ def test_a_folder_is_refused(tmp_path):
         ("a.json", '{"run": 1, "run": 2}', "run given twice"),
         ("a.json", "", "line 1"),
         ("a.json", "[]", "found a list"),
-        ("a.json", '{\n"run": {} // none\n}', "line 2, column 11"),
+        ("a.json", '{\n"run": {} // none\n "data": {}}', "line 3, column 2"),
         ("a.toml", "", "must end in .yaml, .yml, .json"),
     ],
 )
@@ -147,6 +148,18 @@ def test_a_malformed_file_is_refused_with_path_and_line(tmp_path, name, text, wo
         Config.load(path)
     assert words in str(error.value)
     assert str(path) in str(error.value)
+
+
+def test_json_may_have_comments_and_last_commas_as_deepspeed_s_has(tmp_path):
+    text = """{
+      // Written by hand. "quoted", and {"run": 1}
+      "run": {"output": "a//b#c", "steps": 3, /* three
+         of them */ },  # the end,
+      "train_batch_size": 8, // last
+    }"""
+    config = Config.load(written(tmp_path, "a.json", text))
+    assert config.run.output == Path("a//b#c")
+    assert (config.run.steps, config.batch_size) == (3, 8)
 
 
 def test_text_in_another_encoding_is_refused(tmp_path):

@@ -1,0 +1,150 @@
+""" "auto" in a config: filled from a trainer's arguments, or as that trainer would.
+
+Files written for Hugging Face's `Trainer` leave to its arguments what they call "auto".
+A key that is in none of the rows below is as if absent, which zinf's own "auto" means.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+from zinf.config.section import Section
+from zinf.config.status import AUTO, AUTO_WORD, Status, status_of
+
+Key = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A key, and where its value comes from.
+
+    Attributes:
+        names: arguments of `transformers.TrainingArguments`; several make a list.
+        default: what those are when nobody gives them; None leaves the key absent.
+    """
+
+    key: Key
+    names: tuple[str, ...]
+    default: Any
+
+    def value(self, arguments: Mapping[str, Any]) -> Any:
+        """What the arguments say, or None if they do not."""
+        given = [arguments.get(name) for name in self.names]
+        if all(value is None for value in given):
+            return None
+        if len(given) == 1:
+            return given[0]
+        pairs = zip(given, self.default, strict=True)
+        return [usual if value is None else value for value, usual in pairs]
+
+
+OPTIMIZER, SCHEDULER = ("optimizer", "params"), ("scheduler", "params")
+LR = (*OPTIMIZER, "lr")
+ROWS = (
+    Row(("train_micro_batch_size_per_gpu",), ("per_device_train_batch_size",), None),
+    Row(("gradient_accumulation_steps",), ("gradient_accumulation_steps",), 1),
+    Row(("gradient_clipping",), ("max_grad_norm",), 1.0),
+    Row(LR, ("learning_rate",), 5e-5),
+    Row((*OPTIMIZER, "betas"), ("adam_beta1", "adam_beta2"), (0.9, 0.999)),
+    Row((*OPTIMIZER, "eps"), ("adam_epsilon",), 1e-8),
+    Row((*OPTIMIZER, "weight_decay"), ("weight_decay",), 0.0),
+    Row((*SCHEDULER, "warmup_min_lr"), (), 0.0),
+    Row((*SCHEDULER, "warmup_max_lr"), ("learning_rate",), None),
+    Row((*SCHEDULER, "warmup_num_steps"), ("warmup_steps",), 0),
+    Row((*SCHEDULER, "total_num_steps"), ("max_steps",), None),
+    Row(("bf16", "enabled"), ("bf16",), False),
+    Row(("bfloat16", "enabled"), ("bf16",), False),
+    Row(("fp16", "enabled"), ("fp16",), False),
+)
+# Keys of schedulers that set the learning rate, whatever the optimizer's is.
+SCHEDULED = ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """Attributes:
+    raw: the keys and values, with "auto" replaced where a row says by what.
+    given: the keys that an argument gave, or another key.
+    """
+
+    raw: dict[str, Any]
+    given: frozenset[Key]
+
+
+def fill(raw: Mapping[str, Any], arguments: Mapping[str, Any] | None = None) -> Filled:
+    """Replaces "auto" by the arguments of a trainer, or by what they usually are.
+
+    Args:
+        raw: keys and values, not yet checked.
+        arguments: by the names of `transformers.TrainingArguments`; others, and those
+            that are None, are not read.
+    """
+    given = _steps_resolved(dict(arguments or {}), raw)
+    filled, keys = copy.deepcopy(dict(raw)), set()
+    for row in ROWS:
+        section = section_at(filled, row.key[:-1])
+        name = row.key[-1]
+        if section is None or section.get(name) != AUTO_WORD:
+            continue
+        value = row.value(given)
+        if value is None and row.key == LR:
+            value = _scheduled_lr(filled)
+        if value is None:
+            value = row.default
+        else:
+            keys.add(row.key)
+        if value is not None or name == "total_num_steps":
+            # An explicit null there means run.steps; an absent key is refused.
+            section[name] = list(value) if isinstance(value, tuple) else value
+    return Filled(filled, frozenset(keys))
+
+
+def chosen_values(
+    section: Section, raw: Mapping[str, Any], above: Key = ()
+) -> Iterator[tuple[Key, Any]]:
+    """Keys that the raw config leaves to a trainer as "auto", and what they became.
+
+    Keys that zinf decides as it plans are none of them: those became nothing yet.
+    """
+    for key, value in raw.items():
+        field = type(section).model_fields.get(key)
+        if field is None:
+            continue
+        found = getattr(section, key)
+        if isinstance(found, Section) and isinstance(value, Mapping):
+            yield from chosen_values(found, value, (*above, key))
+        elif (
+            value == AUTO_WORD
+            and found is not None
+            and AUTO in field.metadata
+            and status_of(field) is Status.USED
+        ):
+            yield (*above, key), found
+
+
+def section_at(raw: Mapping[str, Any], path: Key) -> dict[str, Any] | None:
+    """The mapping at a path, if there is one."""
+    value: Any = raw
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value if isinstance(value, dict) else None
+
+
+def _steps_resolved(given: dict[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments without those that mean "not given", and a ratio as steps."""
+    if (given.get("max_steps") or 0) <= 0:
+        given.pop("max_steps", None)
+    run = section_at(raw, ("run",)) or {}
+    total, ratio = given.get("max_steps", run.get("steps")), given.get("warmup_ratio")
+    if not given.get("warmup_steps") and ratio and isinstance(total, int):
+        given["warmup_steps"] = ceil(total * ratio)
+    return given
+
+
+def _scheduled_lr(raw: Mapping[str, Any]) -> float | None:
+    """The learning rate that a scheduler sets, for an optimizer that leaves it open."""
+    params = section_at(raw, SCHEDULER) or {}
+    rates = (params.get(key) for key in SCHEDULED)
+    return next((rate for rate in rates if isinstance(rate, int | float)), None)

@@ -1,0 +1,155 @@
+"""What a config asks for and does not get, though it is right: each in a sentence."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from zinf.config.arguments import Key
+from zinf.config.config import Config
+from zinf.config.messages import Notice, dotted
+from zinf.config.optimizer import AdamParams
+from zinf.config.scheduler import (
+    LRRangeTestParams,
+    OneCycleParams,
+    SchedulerParams,
+    WarmupDecayLRParams,
+    WarmupLRParams,
+)
+from zinf.config.section import Section
+from zinf.config.status import Status, asks, status_of
+
+ZERO = "zero_optimization"
+
+
+# What `zinf train` reads and `zinf.initialize` does not.
+FOR_TRAIN = (
+    *("optimizer", "scheduler", "model", "data", "run"),
+    *("tensorboard", "steps_per_print"),
+)
+
+
+def notices(config: Config, *, in_python: bool = False) -> tuple[str, ...]:
+    """What a user should know of a config before it trains, a line each.
+
+    What "auto" became here, what was left out because it is not supported, and what is
+    given without effect.
+
+    Args:
+        in_python: a loss and an optax transform are given to `zinf.initialize`, which
+            does not read what a config says of them.
+    """
+    unread = FOR_TRAIN if in_python else ()
+    chosen = {k: v for k, v in config.chosen.items() if k[0] not in unread}
+    found = [*config.left_out, *_without_effect(config)]
+    for rule in RULES:
+        found.extend(rule(config))
+    lines = [chosen_line(chosen)] if chosen else []
+    lines += [str(notice) for notice in found if notice.path[0] not in unread]
+    given = [key for key in unread if _is_given(config, key)]
+    if given:
+        lines.append(
+            f"{', '.join(given)}: read by zinf train, and not by zinf.initialize, for "
+            "which its arguments decide."
+        )
+    return tuple(lines)
+
+
+def _is_given(config: Config, key: str) -> bool:
+    if key not in config.model_fields_set:
+        return False
+    value = getattr(config, key)
+    return bool(value.model_fields_set) if isinstance(value, Section) else bool(value)
+
+
+def _without_effect(section: Section, above: Key = ()) -> Iterator[Notice]:
+    for key in type(section).model_fields:
+        if key not in section.model_fields_set:
+            continue
+        field, value = type(section).model_fields[key], getattr(section, key)
+        if isinstance(value, Section):
+            yield from _without_effect(value, (*above, key))
+        elif status_of(field) is Status.NO_EFFECT and asks(value, field.default):
+            why = " ".join(section.description_of(key).split())
+            yield Notice((*above, key), f"has no effect here. {why}")
+
+
+# Combinations of keys, one rule each.
+
+
+def _unused_folders(config: Config) -> Iterator[Notice]:
+    zero = config.zero_optimization
+    for key in ("offload_param", "offload_optimizer"):
+        section = getattr(zero, key)
+        if section and section.nvme_path and section.device not in (None, "nvme"):
+            text = f"has no effect, because device is {section.device}"
+            yield Notice((ZERO, key, "nvme_path"), f"{text}. Set it to nvme.")
+
+
+def _no_drive(config: Config) -> Iterator[Notice]:
+    given = config.memory.model_fields_set & {"stall_seconds", "checksums"}
+    if not config.nvme_paths:
+        for key in sorted(given):
+            text = "has no effect without an NVMe tier. Give its folders in memory.nvme"
+            yield Notice(("memory", key), f"{text}.")
+
+
+def _nothing_to_cut(config: Config) -> Iterator[Notice]:
+    if config.execution == "fused":
+        for key in sorted(config.segment.model_fields_set):
+            text = "has no effect, because execution is fused: there are no segments"
+            yield Notice(("segment", key), f"{text}.")
+
+
+def _scheduled_rate(config: Config) -> Iterator[Notice]:
+    params = config.optimizer.params if config.optimizer else None
+    scheduled = config.scheduler and _rate_of(config.scheduler.params)
+    if params and scheduled and "lr" in params.model_fields_set:
+        key, rate = scheduled
+        if rate != params.lr:
+            text = f"{params.lr:g} has no effect: scheduler.params.{key} is {rate:g}"
+            yield Notice(("optimizer", "params", "lr"), f"{text}, and sets the rate.")
+
+
+def _rate_of(params: SchedulerParams) -> tuple[str, float] | None:
+    """The key of a scheduler that sets the learning rate by itself, and its value."""
+    match params:
+        case WarmupLRParams() | WarmupDecayLRParams() if params.warmup_max_lr:
+            return "warmup_max_lr", params.warmup_max_lr
+        case OneCycleParams():
+            return "cycle_max_lr", params.cycle_max_lr
+        case LRRangeTestParams():
+            return "lr_range_test_min_lr", params.lr_range_test_min_lr
+    return None
+
+
+def _decoupled_decay(config: Config) -> Iterator[Notice]:
+    optimizer = config.optimizer
+    params = optimizer.params if optimizer and optimizer.type == "AdamW" else None
+    if isinstance(params, AdamParams) and not params.adam_w_mode:
+        text = "false has no effect: AdamW's decay is decoupled, as in DeepSpeed"
+        path = ("optimizer", "params", "adam_w_mode")
+        yield Notice(path, f"{text}. For an L2 penalty use type Adam.")
+
+
+RULES: tuple[Callable[[Config], Iterator[Notice]], ...] = (
+    _unused_folders,
+    _no_drive,
+    _nothing_to_cut,
+    _scheduled_rate,
+    _decoupled_decay,
+)
+
+
+def chosen_line(chosen: Mapping[Key, Any]) -> str:
+    """One line for all the values that were "auto"."""
+    values = [f"{dotted(key)} {_shown(value)}" for key, value in chosen.items()]
+    return (
+        f'"auto" is chosen here: {", ".join(values)}. To choose yourself, give the '
+        "key a value, or the arguments of transformers' trainer to "
+        "zinf.Config.load(..., arguments=)."
+    )
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(_shown, value))}]"
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}"
