@@ -1,6 +1,7 @@
 """The engine: wires a planner, its plans and the stores into training steps."""
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -36,6 +37,8 @@ from zinf.executor.turn import Turn
 from zinf.memory import Residents, Stores, close_when_dropped
 from zinf.plan import Plan
 
+logger = logging.getLogger(__name__)
+
 
 class Engine:
     """Training steps on state that rests on up to three tiers.
@@ -68,6 +71,7 @@ class Engine:
         self._current: AbstractRunner | None = None
         self._restore_from: tuple[Path, bool] | None = None
         self._condition = Condition()
+        self._has_warned = False
 
     @property
     def num_steps(self) -> int:
@@ -127,9 +131,16 @@ class Engine:
             return self._step(batch)
 
     def evaluate(self, batch: Any) -> float:
-        """The mean loss of a batch, of a shape that `step` takes; changes nothing."""
+        """The mean loss of a batch, of a shape that `step` takes; changes nothing.
+
+        Computes `eval_loss_fn` if `zinf.initialize` was given one, otherwise `loss_fn`,
+        with `train=False` if it takes that. A loss that takes neither is computed as in
+        training, with the random key of the next step: then dropout is on, and a
+        warning says so once.
+        """
         with self._turn.of("evaluate"):
             self._condition.check()
+            self._warn_of_randomness()
             runner = self._prepare(batch)
             self._flush()
             return runner.evaluate(batch, self._keys())
@@ -262,6 +273,16 @@ class Engine:
         if outcome.interrupted:
             raise KeyboardInterrupt
         return metrics
+
+    def _warn_of_randomness(self) -> None:
+        is_training_loss = self.planner.problem.evaluation_loss is None
+        if self.rng is not None and is_training_loss and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "evaluate computes the loss of training, with its random key: with "
+                "dropout, if the loss has it. Give zinf.initialize an eval_loss_fn=, "
+                "or a loss_fn with a parameter `train`, to evaluate without."
+            )
 
     def _flush(self) -> None:
         if self._current is not None:

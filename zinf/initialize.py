@@ -33,6 +33,7 @@ def initialize(
     config: ConfigSource = None,
     *,
     has_aux: bool = False,
+    eval_loss_fn: Callable | None = None,
     rng: jax.Array | None = None,
     model_state: Any = None,
     batch: Any = None,
@@ -46,7 +47,8 @@ def initialize(
             with `rng`, `(params, batch, key)`; with `has_aux`, it returns
             `(loss, aux)`. With `model_state` (batch statistics, counters) it is
             `(params, model_state, batch[, key])` and returns `(loss, new_model_state)`,
-            or `(loss, (new_model_state, aux))`.
+            or `(loss, (new_model_state, aux))`. If it has a parameter `train`, it is
+            called with `train=True` in training and `train=False` by `evaluate`.
         params: a pytree of arrays, or a function of no arguments that returns one: then
             each leaf is made on its own and the model is never whole in memory.
         tx: any optax transform whose update of a leaf depends on that leaf, and on the
@@ -54,6 +56,10 @@ def initialize(
             `optax.clip_by_global_norm` in a chain is done by zinf, as optax does it.
         config: a dict, a YAML or JSON file, or a `zinf.Config`. What it asks for
             without effect, and what "auto" in it became, is logged as warnings.
+        eval_loss_fn: what `evaluate` computes in place of `loss_fn`, such as the loss
+            without dropout. Takes what `loss_fn` takes, where the key may be left out,
+            and returns the loss, alone or first in a tuple. Without it, and without
+            `train`, `evaluate` computes `loss_fn` as training does, dropout included.
         rng: the key of step i (from 0) is `jax.random.fold_in(rng, i)`, folded again
             with the number of the microbatch when there are several.
         batch: an example, or its shapes; given, the plan is made and all state is put
@@ -79,6 +85,7 @@ def initialize(
         tx,
         config,
         has_aux=has_aux,
+        eval_loss_fn=eval_loss_fn,
         rng=rng,
         model_state=model_state,
         mesh=mesh,
@@ -115,6 +122,7 @@ def make_planner(
     config: ConfigSource = None,
     *,
     has_aux: bool = False,
+    eval_loss_fn: Callable | None = None,
     rng: jax.Array | None = None,
     model_state: Any = None,
     mesh: Mesh | None = None,
@@ -141,6 +149,7 @@ def make_planner(
         params,
         model_state=model_state,
         has_aux=has_aux,
+        eval_loss_fn=eval_loss_fn,
         frozen=config.frozen,
         compute_dtype=config.compute_dtype,
     )

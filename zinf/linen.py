@@ -21,7 +21,7 @@ from zinf.engine import Engine
 from zinf.initialize import ConfigSource, make_planner
 from zinf.jaxpr.keys import from_words, to_words
 from zinf.program import ArrayId
-from zinf.segment import named_leaves
+from zinf.segment import for_evaluation, for_training, named_leaves
 
 OWN_FIELDS = frozenset(field.name for field in fields(TrainState))
 ORDER = (
@@ -100,6 +100,7 @@ def initialize(
     config: ConfigSource = None,
     *,
     has_aux: bool = False,
+    eval_loss_fn: Callable | None = None,
     rng: jax.Array | None = None,
     batch: Any = None,
     mesh: Mesh | None = None,
@@ -112,9 +113,12 @@ def initialize(
             the class of `state` adds fields to TrainState, such as `batch_stats`, it is
             `(params, model_state, batch[, key])` and returns `(loss, new_model_state)`,
             or `(loss, (new_model_state, aux))`. `model_state` is a dict of those
-            fields; what the new one leaves out stays as it is.
+            fields; what the new one leaves out stays as it is. With a parameter `train`
+            it is told by it whether it is being trained.
         state: where training starts, with its step and optimizer state. Or a function
             of no arguments that creates it: then it is never whole in memory.
+        eval_loss_fn: what `evaluate` computes in place of `loss_fn`, such as `apply`
+            without dropout and with running averages; see `zinf.initialize`.
 
     Raises:
         ValueError: as `zinf.initialize`.
@@ -132,12 +136,14 @@ def initialize(
 
     template = jax.eval_shape(create)
     names = _added_fields(template)
+    evaluating = for_evaluation(loss_fn, eval_loss_fn)
     planner = make_planner(
-        _Loss(loss_fn, has_aux) if names else loss_fn,
+        _Loss(for_training(loss_fn), has_aux) if names else loss_fn,
         given.params if given is not None else lambda: create().params,
         template.tx,
         config,
         has_aux=has_aux,
+        eval_loss_fn=evaluating,
         rng=rng,
         model_state=model_state if names else None,
         mesh=mesh,

@@ -19,7 +19,12 @@ from zinf.distributed import AbstractGroup
 from zinf.engine import Engine
 from zinf.executor.devices import on_devices
 from zinf.initialize import ConfigSource, make_planner
-from zinf.segment import named_leaves
+from zinf.segment import (
+    evaluated,
+    for_evaluation,
+    for_training,
+    named_leaves,
+)
 
 Tree = dict[Any, Any]
 ORDER = (
@@ -57,6 +62,7 @@ def initialize(
     *,
     wrt: Any = nnx.Param,
     has_aux: bool = False,
+    eval_loss_fn: Callable | None = None,
     rng: jax.Array | None = None,
     batch: Any = None,
     mesh: Mesh | None = None,
@@ -70,9 +76,15 @@ def initialize(
     Args:
         loss_fn: `(module, batch) -> loss`; with `rng`, `(module, batch, key)`; with
             `has_aux`, it returns `(loss, aux)`. It may change the module's state, but
-            not its parameters.
+            not its parameters. With a parameter `train` it is told by it whether it is
+            being trained.
         module: it keeps its initial values until `update_module`. Or a function of no
-            arguments that builds it: then it is never whole in memory.
+            arguments that builds it: then it is never whole in memory. In training it
+            is in the mode in which it was given (`module.train()` or `module.eval()`);
+            `evaluate` has it in the mode of `module.eval()`: without dropout, and with
+            the running averages of batch normalisation.
+        eval_loss_fn: what `evaluate` computes in place of `loss_fn`, also of the module
+            in the mode of `module.eval()`; see `zinf.initialize`.
         wrt: an NNX filter for the variables that are trained, such as `nnx.LoRAParam`.
 
     Raises:
@@ -90,7 +102,12 @@ def initialize(
         params = lambda: _split(module(), wrt).params  # noqa: E731
         state = lambda: _split(module(), wrt).state  # noqa: E731
     is_reseeded = config.num_microbatches > 1 and split.has_keys
-    loss = _Loss(split.graphdef, loss_fn, wrt, has_aux, rng is not None, is_reseeded)
+    takes_key = rng is not None
+    training = for_training(loss_fn)
+    loss = _Loss(split.graphdef, training, wrt, has_aux, takes_key, is_reseeded)
+    evaluating = for_evaluation(loss_fn, eval_loss_fn)
+    if evaluating is not None or _has_modes(split):
+        evaluating = _EvaluationLoss(split.graphdef, evaluating or loss_fn, takes_key)
     if is_reseeded and rng is None:
         rng = jax.random.key(0)
     planner = make_planner(
@@ -99,6 +116,7 @@ def initialize(
         tx,
         config.model_copy(update={"frozen": (*config.frozen, *split.frozen)}),
         has_aux=has_aux,
+        eval_loss_fn=evaluating,
         rng=rng,
         model_state=state,
         mesh=mesh,
@@ -161,6 +179,27 @@ class _Loss:
             raise ValueError(f"loss_fn must return (loss, aux); it returned {result}.")
         loss, aux = result
         return loss, (new_state, aux)
+
+
+@dataclass(frozen=True)
+class _EvaluationLoss:
+    """The loss of the module as `module.eval()` leaves it; its state stays as it is."""
+
+    graphdef: Any
+    loss_fn: Callable
+    takes_key: bool
+
+    def __call__(self, params: Tree, state: Tree, batch: Any, *key: jax.Array) -> Any:
+        module = nnx.merge(self.graphdef, params, state)
+        module.eval()
+        return evaluated(self.loss_fn, (module, batch), key if self.takes_key else ())
+
+
+def _has_modes(split: _Split) -> bool:
+    """Whether `module.eval()` changes anything."""
+    module = nnx.merge(split.graphdef, split.params, split.state)
+    module.eval()
+    return nnx.graphdef(module) != split.graphdef
 
 
 def _fold_in(keys: jax.Array, salt: jax.Array) -> jax.Array:

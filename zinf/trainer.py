@@ -50,7 +50,8 @@ class Trainer:
             when a run is resumed.
         steps: optimizer steps in all, with those before a resume.
         evaluation_data: batches of the same shape, begun anew for each evaluation
-            unless it is an iterator.
+            unless it is an iterator. Their loss is that of `engine.evaluate`: of
+            `eval_loss_fn`, or without dropout, if `zinf.initialize` was told how.
         evaluate_every: steps between evaluations; None for none. The last step has one.
         evaluate_batches: batches of an evaluation.
         checkpoints: where to save; None for nowhere.

@@ -5,13 +5,17 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import numpy as np
 
 from zinf.distributed import AbstractGroup, Flags, Limits, find_seat, join
+from zinf.distributed.group import Joined
 
 WAIT = 60.0
+WORDS = "step 0"
+SILENCE_SECONDS, HANG_SECONDS = 3.0, 1.0
 
 
 def summing() -> Callable[[], float]:
@@ -38,48 +42,67 @@ def talk(group: AbstractGroup) -> None:
     group.agree({"total": total})
 
 
+def begin(group: AbstractGroup) -> Callable[[], float]:
+    """A first collective of all; on return each knows what process 0 said last."""
+    add = summing()
+    group.say(WORDS)
+    add()
+    assert isinstance(group, Joined)
+    while group._first_said != WORDS:
+        time.sleep(0.01)
+    group.barrier("all work")
+    return add
+
+
+def allow(group: AbstractGroup, **seconds: float) -> None:
+    """Other limits from now on, on this process.
+
+    Until here a loaded machine may take as long as it likes.
+    """
+    assert isinstance(group, Joined)
+    group._limits = replace(group._limits, **seconds)
+    if group._hub is not None:
+        group._hub._limits = group._limits
+
+
 def work(group: AbstractGroup) -> None:
     """Collectives until another process ends the run."""
-    add = summing()
-    group.say("step 0")
-    add()
-    group.barrier("all work")
+    add = begin(group)
     while True:
         add()
 
 
 def perish(group: AbstractGroup) -> None:
     """Work as the others do, then be killed while they wait in a collective."""
-    add = summing()
-    group.say("step 0")
-    add()
-    group.barrier("all work")
-    time.sleep(1.5)  # the coordinator's last words go round once a second
+    begin(group)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def watch(group: AbstractGroup) -> None:
+    """Work, and allow the others little silence."""
+    add = begin(group)
+    allow(group, silence_seconds=SILENCE_SECONDS)
+    group.barrier("all allow little")
+    while True:
+        add()
+
+
 def freeze(group: AbstractGroup) -> None:
-    add = summing()
-    group.say("step 0")
-    add()
-    group.barrier("all work")
+    begin(group)
+    allow(group, silence_seconds=SILENCE_SECONDS)
+    group.barrier("all allow little")
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def stray(group: AbstractGroup) -> None:
-    """Be alive, and never come to the next collective."""
-    add = summing()
-    group.say("step 0")
-    add()
-    group.barrier("all work")
+    """Be alive, and make no progress."""
+    group.say(WORDS)
+    group.barrier("all is said")
     time.sleep(WAIT)
 
 
 def err(group: AbstractGroup) -> None:
-    add = summing()
-    group.say("step 0")
-    add()
-    group.barrier("all work")
+    begin(group)
     error = OSError(28, "No space left on device", "/drive/chunk")
     error.add_note("Free some space.")
     raise error
@@ -88,10 +111,13 @@ def err(group: AbstractGroup) -> None:
 def dawdle(group: AbstractGroup) -> None:
     group.say("opening a file")
     group.say("reading a slow disk")
+    group.barrier("all is said")
+    allow(group, hang_seconds=HANG_SECONDS)
     time.sleep(WAIT)
 
 
 def meet(group: AbstractGroup) -> None:
+    group.barrier("all is said")
     group.barrier("the meeting", 1.0)
 
 
@@ -113,6 +139,7 @@ PARTS = {
         work,
         perish,
         freeze,
+        watch,
         stray,
         err,
         dawdle,
@@ -129,7 +156,7 @@ def main(coordinator: str, count: str, index: str, part: str, seconds: str) -> N
         module = sys.modules["zinf.distributed.join"]
         now = module.code_fingerprint
         module.code_fingerprint = lambda: {**now(), "zinf source": "0ld"}
-    limits = Limits(float(seconds), silence_seconds=3.0, hang_seconds=4.0)
+    limits = Limits(float(seconds))
     seat = find_seat(Flags(coordinator, int(count), int(index)), {})
     with join(seat, limits) as group:
         PARTS[part](group)

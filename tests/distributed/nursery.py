@@ -6,7 +6,7 @@ thread, at the time of the fork. Reads a request a line and answers with a line:
     {"main": one of `MAINS`,
      "members": [{"argv": [...], "output": FILE}, ...],
      "never_end": [INDEX, ...], "limit_seconds": 120.0}
-    -> [[EXIT_CODE or null if killed here, SECONDS on the monotonic clock], ...]
+    -> [EXIT_CODE or null if killed here, ...]
 """
 
 import atexit
@@ -54,10 +54,10 @@ def finish(code: int) -> None:
     os._exit(code)
 
 
-def raised(request: dict[str, Any]) -> list[list[Any]]:
+def raised(request: dict[str, Any]) -> list[int | None]:
     """How each process of a group ended."""
     pids = [born(request["main"], **named) for named in request["members"]]
-    ended: dict[int, list[Any]] = {}
+    ended: dict[int, int] = {}
     deadline = time.monotonic() + request["limit_seconds"]
     awaited = set(range(len(pids))) - set(request["never_end"])
     while awaited - ended.keys() and time.monotonic() < deadline:
@@ -65,11 +65,11 @@ def raised(request: dict[str, Any]) -> list[list[Any]]:
         for i in set(range(len(pids))) - ended.keys():
             pid, status = os.waitpid(pids[i], os.WNOHANG)
             if pid:
-                ended[i] = [os.waitstatus_to_exitcode(status), time.monotonic()]
+                ended[i] = os.waitstatus_to_exitcode(status)
     for i in set(range(len(pids))) - ended.keys():
         os.kill(pids[i], signal.SIGKILL)
         os.waitpid(pids[i], 0)
-    return [ended.get(i, [None, time.monotonic()]) for i in range(len(pids))]
+    return [ended.get(i) for i in range(len(pids))]
 
 
 if __name__ == "__main__":

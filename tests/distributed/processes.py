@@ -19,14 +19,10 @@ HARD_LIMIT_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended: its exit code (negative: the signal) and what it printed.
-
-    `at_seconds` is on the clock of `time.monotonic`.
-    """
+    """How a process ended: its exit code (negative: the signal) and what it printed."""
 
     code: int
     output: str
-    at_seconds: float
 
     @property
     def error(self) -> str:
@@ -93,13 +89,13 @@ def run_all(
         ]
         ends = asked(main=main, members=members, never_end=list(never_end))
         texts = [Path(one["output"]).read_text(errors="replace") for one in members]
-    killed = {i for i, (code, _) in enumerate(ends) if code is None}
+    killed = {i for i, code in enumerate(ends) if code is None}
     hanging = sorted(killed - set(never_end))
     assert not hanging, f"processes {hanging} hang:\n" + "\n".join(texts)
-    return [Ended(code, text, at) for (code, at), text in zip(ends, texts, strict=True)]
+    return [Ended(code, text) for code, text in zip(ends, texts, strict=True)]
 
 
-def asked(**request: object) -> list[list]:
+def asked(**request: object) -> list:
     process = nursery()
     limit = {"limit_seconds": HARD_LIMIT_SECONDS}
     print(json.dumps({**request, **limit}), file=process.stdin, flush=True)

@@ -6,14 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.distributed.member import HANG_SECONDS, SILENCE_SECONDS, WORDS
 from tests.distributed.processes import DEVICES, Ended, run_members
 from zinf.distributed.group import ENDED_BY_ANOTHER
-from zinf.distributed.limits import GRACE_SECONDS, LINGER_SECONDS
 
 # Of one that does not say why, as an uncaught exception.
 FAILED = 1
-# What member.py sets, and what a loaded machine may add.
-SILENCE_SECONDS, HANG_SECONDS, SLACK_SECONDS = 3.0, 4.0, 10.0
 
 
 def assert_all_say(processes: Sequence[Ended], *patterns: str) -> None:
@@ -52,15 +50,13 @@ def test_a_killed_process_ends_the_others_inside_their_collective(victim):
     assert_all_say(
         ended,
         f"^Process {victim} of 3\\b.* is lost: .*connection.* closed",
-        r"last said 'step 0'",
+        f"last said '{WORDS}'",
     )
-    allowed = GRACE_SECONDS + LINGER_SECONDS + SLACK_SECONDS
-    assert max(one.at_seconds for one in ended) < killed.at_seconds + allowed
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_that_shows_no_life_is_lost(victim):
-    parts = ["work", "work"]
+    parts = ["watch", "watch"]
     parts[victim] = "freeze"
     ended = run_members(parts)
     assert_all_say(
@@ -114,8 +110,8 @@ def test_an_unreachable_coordinator_is_an_error_that_names_it():
 
 def test_a_process_that_is_late_is_named_by_all_that_wait():
     assert_all_say(
-        run_members(["talk", "talk"], ids=[0, 2], count=4, join_seconds=2.0),
-        "^Processes 1, 3 of 4 did not join within 2 s",
+        run_members(["talk", "talk"], ids=[0, 2], count=4, join_seconds=5.0),
+        "^Processes 1, 3 of 4 did not join within 5 s",
     )
 
 
@@ -127,7 +123,7 @@ def test_two_processes_with_one_id_are_named():
 
 
 def test_a_second_process_0_on_this_host_says_that_the_port_is_taken():
-    ended = run_members(["talk"] * 2, ids=[0, 0], count=2, join_seconds=2.0)
+    ended = run_members(["talk"] * 2, ids=[0, 0], count=2, join_seconds=5.0)
     taken = [one for one in ended if "cannot listen on port" in one.output]
     (late,) = [one for one in ended if one not in taken]
     assert [one.code for one in taken] == [FAILED]

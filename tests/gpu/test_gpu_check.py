@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -104,11 +103,9 @@ def test_a_module_that_zinf_lacks_skips_only_what_needs_it(tmp_path: Path) -> No
 
 
 def test_a_process_that_hangs_is_stopped(script: ModuleType, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "import time; time.sleep(60)"]
-    began = time.monotonic()
+    command = [sys.executable, "-c", "import time; time.sleep(3600)"]
     code = script._run_command(command, tmp_path / "log", 0.2, dict(os.environ))
     assert code is None
-    assert time.monotonic() - began < 30
 
 
 def test_what_was_measured_before_a_crash_is_kept(script: ModuleType) -> None:

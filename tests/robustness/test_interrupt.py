@@ -3,8 +3,8 @@
 import os
 import signal
 from collections.abc import Iterator
-from threading import Event, Thread
-from time import sleep
+from threading import Event, Semaphore, Thread
+from typing import Any
 
 import pytest
 
@@ -17,20 +17,35 @@ from tests.robustness.small import (
 from zinf.executor.fused import FusedProgram
 from zinf.memory.nvme import NvmeStore
 
+SECONDS_TO_WAIT = 60.0
+# Of each Ctrl-C that was handled.
+handled = Semaphore(0)
+
 
 @pytest.fixture(autouse=True)
-def ctrl_c_interrupts() -> Iterator[None]:
+def ctrl_c_interrupts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a terminal: what a shell starts in the background ignores Ctrl-C."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    real = signal.signal
+    before = real(signal.SIGINT, signal.default_int_handler)
+
+    def install(number: int, handler: Any) -> Any:
+        def handle(number: int, frame: Any) -> None:
+            handler(number, frame)
+            handled.release()
+
+        usual = handler is signal.default_int_handler
+        return real(number, handler if usual else handle)
+
+    monkeypatch.setattr(signal, "signal", install)
     yield
-    signal.signal(signal.SIGINT, before)
+    real(signal.SIGINT, before)
 
 
 def press_ctrl_c(times: int) -> None:
     for _ in range(times):
         os.kill(os.getpid(), signal.SIGINT)
-        # The main thread takes one note of two signals that come at once.
-        sleep(0.2)
+        # Two signals that are not handled yet are one to the main thread.
+        assert handled.acquire(timeout=SECONDS_TO_WAIT)
 
 
 def interrupt_reads(monkeypatch, times: int = 1) -> None:
@@ -48,7 +63,7 @@ def interrupt_reads(monkeypatch, times: int = 1) -> None:
         if len(calls) == 3:
             Thread(target=press).start()
         if len(calls) >= 3:
-            assert is_pressed.wait(timeout=10)
+            assert is_pressed.wait(SECONDS_TO_WAIT)
         return real(store, array)
 
     monkeypatch.setattr(NvmeStore, "read", read)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from errno import EACCES, EAGAIN, EINTR, EIO, EMFILE, ENOENT, ENOSPC, EROFS, ETIMEDOUT
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import optax
 import pytest
 
 import zinf
+from tests.clock import Clock, still
 from tests.robustness import small
 from tests.robustness.faults import (
     BlockLayer,
@@ -33,7 +35,7 @@ from tests.robustness.faults import (
 from tests.robustness.faulty_store import eventually
 from tests.robustness.small import BATCH, expect_at_rest, loss_fn, on_nvme
 from zinf import Engine
-from zinf.memory.nvme import drive
+from zinf.memory.nvme import drive, open_file
 from zinf.memory.storage_error import StorageError
 from zinf.program import ArrayId
 
@@ -189,11 +191,24 @@ def test_what_is_short_or_slow_changes_no_loss(fault, train, expected):
     trained.expect_at_rest()
 
 
+@pytest.fixture
+def clock() -> Iterator[Clock]:
+    """By which drives know how long the kernel has not answered."""
+    with still("monotonic", drive, open_file) as clock:
+        yield clock
+
+
 @pytest.mark.parametrize("call", ["preadv", "pwritev", "open"])
-def test_a_drive_that_stalls_in_a_step_fails_it_in_time(call, train, expected):
+def test_a_drive_that_stalls_in_a_step_fails_it_in_time(call, clock, train, expected):
     gate = Gate()
     trained = train(stall_seconds=STALL_SECONDS)
     files = f"{trained.engine.stores.nvme.folder(WEIGHT)}/*"
+
+    def stall() -> None:
+        gate.wait()
+        clock.advance(2 * STALL_SECONDS)
+
+    Thread(target=stall).start()
     with trained.layer.broken(Rule(call, gate, path=files)):
         with pytest.raises(StorageError, match="memory.stall_seconds is 0.5") as caught:
             trained.engine.step(draw(4))

@@ -15,7 +15,7 @@ from tests.robustness.small import (
     on_nvme,
     with_tight_host,
 )
-from zinf.executor.streamed import StreamedRunner
+from zinf.executor.passes import Passes
 from zinf.executor.updates import Updates
 from zinf.memory.nvme import NvmeStore
 from zinf.memory.storage_error import StorageError, storage_error
@@ -172,7 +172,7 @@ def test_a_step_that_fails_before_the_updates_that_are_due_leaves_them_due(
             engine.step(draw(2))
     with monkeypatch.context() as patch:
         # Before anything of the plan has run.
-        patch.setattr(StreamedRunner, "put", _fail)
+        patch.setattr(Passes, "put", _fail)
         with pytest.raises(MemoryError):
             engine.step(draw(2))
     assert engine.num_steps == 1

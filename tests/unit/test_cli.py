@@ -407,7 +407,7 @@ def test_ctrl_c_saves_and_says_how_to_continue(run, file, tmp_path):
             said = process.stdout.readline()
             assert said, process.stderr.read()
         process.send_signal(signal.SIGINT)
-        said, errors = process.communicate(timeout=60)
+        said, errors = process.communicate(timeout=240)
     assert process.returncode == 130
     assert "this step will be completed and saved" in errors
     assert "Traceback" not in errors

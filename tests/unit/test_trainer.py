@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count, pairwise
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import grain
@@ -259,8 +260,13 @@ class Interrupting(grain.transforms.Map):
     def map(self, element: Any) -> Any:
         self.left -= 1
         if self.left == 0:
-            for _ in range(self.times):
+            for number in range(self.times):
+                asked = signal.getsignal(signal.SIGINT)
                 signal.raise_signal(signal.SIGINT)
+                # Two signals that are not handled yet are one to the main thread. The
+                # first one's handler installs that of the second.
+                while number == 0 and signal.getsignal(signal.SIGINT) is asked:
+                    sleep(0.001)
         return element
 
 

@@ -19,6 +19,11 @@ def exchange_of(collectives: Iterable[Collective]) -> Exchange:
     return Exchange(hidden, exposed)
 
 
+def forward_exchanges(segments: Sequence[Segment]) -> list[Exchange]:
+    """What the forward pass of each segment sends, where only forward passes run."""
+    return [exchange_of(segment.forward_traffic()) for segment in segments]
+
+
 def segment_exchanges(segments: Sequence[Segment]) -> list[tuple[Exchange, Exchange]]:
     """What the forward and the backward pass of each segment send."""
     found = []

@@ -24,7 +24,7 @@ from zinf.executor.arrays import (
     residents,
 )
 from zinf.executor.batch import batch_spec, check_rows
-from zinf.executor.exchange import segment_exchanges
+from zinf.executor.exchange import forward_exchanges, segment_exchanges
 from zinf.executor.fused import FusedProgram, compile_fused
 from zinf.executor.keeping import keeping_as_chosen, what_may_be_kept
 from zinf.executor.resources import Resources
@@ -35,6 +35,7 @@ from zinf.mesh import local_devices, num_batch_shares
 from zinf.optim.clipping import Clipping
 from zinf.optim.separate import Separated
 from zinf.plan import (
+    NO_EXCHANGE,
     Arrangement,
     Catalog,
     Choices,
@@ -44,6 +45,7 @@ from zinf.plan import (
     Shortage,
     StepOptions,
     build_at_home,
+    build_evaluation,
     build_placed,
     count_contributions,
     fused_plan,
@@ -89,10 +91,21 @@ class Streamed:
     updates: Updates
     compute_dtype: Any
     layouts: Layouts
+    limits: Limits
 
     @property
     def plan(self) -> Plan:
         return self.arranged.plan
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A forward pass segment by segment, with arrays where training has them."""
+
+    plan: Plan
+    segmented: Segmented
+    segments: tuple[Segment, ...]
+    layouts: Layouts
 
 
 @dataclass(frozen=True)
@@ -264,7 +277,7 @@ class Planner:
         while True:
             compiled = self.compile(segmented, limits)
             try:
-                return self.stream_segments(segmented, compiled, homes)
+                return self.stream_segments(segmented, compiled, limits, homes)
             except InfeasibleError as error:
                 before = segmented.program
                 tight = tighter(limits, error, compiled.segments, before)
@@ -279,7 +292,9 @@ class Planner:
                     raise error.because(found) from None
                 limits = tight
 
-    def cut(self, source: Source, max_bytes: int | None) -> Segmented:
+    def cut(
+        self, source: Source, max_bytes: int | None, *, trains: bool = True
+    ) -> Segmented:
         frozen = set(self.problem.params) - self.problem.trainable
         by_row = {leaf.path for leaf in self.separated.leaves if leaf.is_elementwise}
         # Rows of a leaf that is itself cut by rows are not all here.
@@ -288,7 +303,8 @@ class Planner:
             for path in by_row | frozen
             if self.layouts.of(ArrayId("param", path)).has_whole_rows
         }
-        return segment_loss(source, frozen=frozen, splittable=here, max_bytes=max_bytes)
+        fixed = frozen if trains else set(self.problem.params)
+        return segment_loss(source, frozen=fixed, splittable=here, max_bytes=max_bytes)
 
     def compile(self, segmented: Segmented, limits: Limits) -> Compiled:
         layouts = self.layouts.with_inputs(segmented.program)
@@ -309,6 +325,7 @@ class Planner:
         self,
         segmented: Segmented,
         compiled: Compiled,
+        limits: Limits,
         homes: Mapping[ArrayId, Tier] | None,
     ) -> Streamed:
         segments, layouts = compiled.segments, compiled.layouts
@@ -367,7 +384,89 @@ class Planner:
             updates,
             jnp.dtype(self.config.compute_dtype),
             layouts,
+            limits,
         )
+
+    def evaluation(self, batch: Any, training: Streamed) -> Evaluation:
+        """The forward pass alone, or that of the loss for evaluation, if there is one.
+
+        Args:
+            batch: shapes and dtypes of one microbatch, as `training` takes it.
+
+        Raises:
+            InfeasibleError: it does not fit beside what is at rest.
+        """
+        with uncollected():
+            made = self._evaluation(batch, training)
+        if self.group.count > 1:
+            listed = "\n".join(map(repr, made.plan.instructions))
+            digest = sha256(listed.encode()).hexdigest()
+            self.group.agree({"plan of evaluation": digest})
+        return made
+
+    def _evaluation(self, batch: Any, training: Streamed) -> Evaluation:
+        arranged, segmented = training.arranged, training.segmented
+        segments, layouts = training.segments, training.layouts
+        catalog = replace(arranged.catalog, homes=training.plan.homes)
+        if self.problem.evaluation_loss is not None:
+            source = self.trace_evaluation(batch, training.limits.param_bytes)
+            segmented = self.cut(source, training.limits.param_bytes, trains=False)
+            compiled = self.compile(segmented, training.limits)
+            segments, layouts = compiled.segments, compiled.layouts
+            specs = tuple(s.spec for s in segments)
+            segmented = replace(
+                segmented, program=replace(segmented.program, segments=specs)
+            )
+            catalog = self.evaluation_catalog(segmented.program, training, compiled)
+        plan = build_evaluation(
+            catalog,
+            training.plan.capacity_bytes,
+            segments[-1].evaluation_bytes(),
+            arranged.options.num_microbatches,
+        )
+        return Evaluation(plan, segmented, segments, layouts)
+
+    def trace_evaluation(self, batch: Any, max_bytes: int | None) -> Source:
+        assert self.problem.evaluation_loss is not None
+        return trace_loss(
+            self.problem.evaluation_loss,
+            self.problem.abstract_arguments(),
+            batch,
+            key=self.key,
+            has_aux=True,
+            max_remat_bytes=max_bytes or 1 << 62,
+        )
+
+    def evaluation_catalog(
+        self, program: Program, training: Streamed, compiled: Compiled
+    ) -> Catalog:
+        """What the forward pass of another program than that of training reads."""
+        segments, layouts = compiled.segments, compiled.layouts
+        arrays = {a: t for a, t in training.plan.homes.items() if a.role != "const"}
+        consts = [ArrayId("const", name) for name in program.consts]
+        homes = {**arrays, **dict.fromkeys(consts, Tier.DEVICE)}
+        wholes = self.array_specs()
+        specs = {
+            a: wholes[a.whole].rows(*a.rows) if a.rows else wholes[a] for a in arrays
+        }
+        specs |= {array: program.values[array.path] for array in consts}
+        catalog = Catalog(
+            layouts.share_of(program),
+            {array: layouts.share_spec(array, spec) for array, spec in specs.items()},
+            homes,
+            [(segment.evaluation_bytes(), 0) for segment in segments],
+            rates=self.rates(),
+            device_parts=layouts.device_parts(),
+            exchange=[(x, NO_EXCHANGE) for x in forward_exchanges(segments)],
+        )
+        for array in {a for segment in program.segments for a in segment.params}:
+            if catalog.home_tier(array) is None:
+                raise NotImplementedError(
+                    f"The loss for evaluation reads the parameter {array.path!r} as a "
+                    "whole, and the loss for training reads it layer by layer, so that "
+                    "it rests in pieces. Loop over its layers (lax.scan) in both."
+                )
+        return catalog
 
     def choices(self, waits: bool) -> Choices:
         """What a step may be arranged by, of what the config leaves open."""

@@ -1,6 +1,7 @@
 """The runner of a prepared step."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from zinf.executor.prepare import Fused, Planner, Streamed
@@ -39,6 +40,7 @@ def make_runner(
             prepared,
             stores,
             spec,
+            make_evaluation=partial(planner.evaluation, spec, prepared),
             clipping=planner.clipping,
             skips_overflow=skips_overflow,
             before_update=before_update,

@@ -2,26 +2,23 @@
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from zinf.executor.batch import microbatches
 from zinf.executor.decision import MIXED, UNTOUCHED, NonFiniteError, Pending, decide
 from zinf.executor.joint import unit_parts
 from zinf.executor.outcome import Outcome
-from zinf.executor.prepare import Streamed
+from zinf.executor.passes import Passes
+from zinf.executor.prepare import Evaluation, Streamed
 from zinf.executor.run import StepRecord, Work, run_plan
 from zinf.executor.runner import AbstractRunner
 from zinf.executor.scalars import Advance
-from zinf.jaxpr.keys import to_words
 from zinf.memory import Stores, to_devices
 from zinf.optim.clipping import Clipping
-from zinf.plan import Plan, build_evaluation, initial_copies, value
-from zinf.program import ArrayId
-from zinf.segment import KEY
 from zinf.sharding import whole_layout
 
 
@@ -32,6 +29,7 @@ class StreamedRunner(AbstractRunner):
         stores: Stores,
         spec: Any,
         *,
+        make_evaluation: Callable[[], Evaluation],
         clipping: Clipping,
         skips_overflow: bool,
         before_update: Callable[[], None],
@@ -39,28 +37,21 @@ class StreamedRunner(AbstractRunner):
         self.streamed, self.stores, self.spec = streamed, stores, spec
         self.arranged = streamed.arranged
         self.plan = self.arranged.plan
-        self.program = streamed.segmented.program
-        self.layouts = streamed.layouts
         self.num_microbatches = streamed.arranged.options.num_microbatches
+        self.make_evaluation = make_evaluation
+        self.passes = self._passes(streamed)
         self.clipping, self.skips_overflow = clipping, skips_overflow
         self.before_update = before_update
-        self.read = {n for s in self.program.segments for n in s.inputs}
         self.pending: Pending | None = None
         updates, units = streamed.updates, self.arranged.units
         updates.compile_in_place(units)
         self.parts = unit_parts(updates, units, self.plan.homes)
 
     def enter(self) -> None:
-        """Puts the arrays that the loss closed over on the device, where they stay.
-
-        They may depend on the shape of the batch: a causal mask, say.
-        """
-        for name, content in self.streamed.segmented.consts.items():
-            self.put_on_device(ArrayId("const", name), content)
+        self.passes.put_consts()
 
     def leave(self) -> None:
-        for name in self.streamed.segmented.consts:
-            self.stores.device.free(ArrayId("const", name))
+        self.passes.free_consts()
 
     def step(
         self,
@@ -74,13 +65,14 @@ class StreamedRunner(AbstractRunner):
         first = self.arranged.first
         plan = self.plan if first is None or self.pending else first
         work = self.work(loss_scale, advance.values)
-        loss_dtype = self.program.values[self.program.loss].dtype
+        program, layouts = self.passes.program, self.passes.layouts
+        loss_dtype = program.values[program.loss].dtype
         seed = np.asarray(
             loss_scale / self.num_microbatches, dtype=jax.numpy.dtype(loss_dtype)
         )
-        (seed,) = to_devices([seed], [whole_layout((), self.layouts.mesh)])
+        (seed,) = to_devices([seed], [whole_layout((), layouts.mesh)])
         with self.pending_settled(record):
-            losses, extra = self.run(plan, work, batch, keys, seed, record)
+            losses, extra = self.passes.run(plan, work, batch, keys, seed, record)
         decision = record.decision
         assert decision is not None
         if first is not None:
@@ -133,17 +125,34 @@ class StreamedRunner(AbstractRunner):
 
     def evaluate(self, batch: Any, keys: Sequence[Any]) -> float:
         assert self.pending is None, "evaluation reads finished updates"
-        work, record = self.work(1.0), StepRecord()
-        losses, _ = self.run(self._evaluation_plan, work, batch, keys, None, record)
+        evaluation, passes = self._evaluation
+        work = replace(
+            self.work(1.0),
+            program=passes.program,
+            segments=passes.segments,
+            layouts=passes.layouts,
+        )
+        record = StepRecord()
+        with passes.in_place_of(self.passes):
+            losses, _ = passes.run(evaluation.plan, work, batch, keys, None, record)
         if record.interrupted:
             raise KeyboardInterrupt
         return sum(losses) / len(losses)
 
     @cached_property
-    def _evaluation_plan(self) -> Plan:
-        workspace = self.streamed.segments[-1].evaluation_bytes()
-        return build_evaluation(
-            self.arranged.catalog, self.plan, workspace, self.num_microbatches
+    def _evaluation(self) -> tuple[Evaluation, Passes]:
+        evaluation = self.make_evaluation()
+        is_own = evaluation.segmented is self.streamed.segmented
+        return evaluation, self.passes if is_own else self._passes(evaluation)
+
+    def _passes(self, made: Streamed | Evaluation) -> Passes:
+        return Passes(
+            made.segmented,
+            made.segments,
+            made.layouts,
+            self.stores,
+            self.spec,
+            self.num_microbatches,
         )
 
     def work(
@@ -153,8 +162,8 @@ class StreamedRunner(AbstractRunner):
     ) -> Work:
         updates = self.streamed.updates
         return Work(
-            program=self.program,
-            segments=self.streamed.segments,
+            program=self.passes.program,
+            segments=self.passes.segments,
             units=self.arranged.units,
             parts=self.parts,
             update=updates.apply,
@@ -170,58 +179,5 @@ class StreamedRunner(AbstractRunner):
             ),
             before_update=self.before_update,
             compute_dtype=self.streamed.compute_dtype,
-            layouts=self.layouts,
+            layouts=self.passes.layouts,
         )
-
-    def run(
-        self,
-        plan: Plan,
-        work: Work,
-        batch: Any,
-        keys: Sequence[Any],
-        seed: Any,
-        record: StepRecord,
-    ) -> tuple[list[float], Any]:
-        """Runs a plan from inputs to results; its inputs are gone also if it fails."""
-        try:
-            self.put(batch, keys)
-            run_plan(plan, work, self.stores, seed, record)
-        except BaseException:
-            for array, tier in initial_copies(self.program, self.arranged.options):
-                if self.stores[tier].contains(array):
-                    self.stores[tier].free(array)
-            raise
-        return self.take()
-
-    def put(self, batch: Any, keys: Sequence[Any]) -> None:
-        """Stores the inputs that segments read: the batch on the host, keys on the
-        device."""
-        for m, arrays in enumerate(
-            microbatches(batch, self.spec, self.num_microbatches)
-        ):
-            for name, array in arrays.items():
-                if name in self.read:
-                    self.stores.host.write(value(name, m), array).result()
-        for m, key in enumerate(keys):
-            if KEY in self.read:
-                self.put_on_device(value(KEY, m), to_words(key))
-
-    def put_on_device(self, array: ArrayId, content: Any) -> None:
-        """Writes something that is the same on every process to the devices."""
-        layouts = [self.layouts.of(array)]
-        (placed,) = to_devices([np.asarray(content)], layouts)
-        self.stores.device.write(array, placed).result()
-
-    def take(self) -> tuple[list[float], Any]:
-        """Removes the results of a step from the host store."""
-        columns: list[list[np.ndarray]] = []
-        for m in range(self.num_microbatches):
-            column = []
-            for name in (self.program.loss, *self.program.aux):
-                array = value(name, m)
-                column.append(np.array(self.stores.host.read(array).result()))
-                self.stores.host.free(array)
-            columns.append(column)
-        losses, *extra = (np.stack(rows) for rows in zip(*columns, strict=True))
-        structure = self.streamed.segmented.aux_structure
-        return [float(x) for x in losses], jax.tree.unflatten(structure, extra)

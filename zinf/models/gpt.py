@@ -282,7 +282,7 @@ def init_and_loss(
         params["blocks"][0]["attention"]["query"]["kernel"]. Traceable: nothing is
         allocated under `jax.eval_shape` or `jax.make_jaxpr`.
         `loss(params, batch) -> loss`, see `next_token_loss`; with dropout
-        `loss(params, batch, key)`.
+        `loss(params, batch, key, train=True)`, which drops nothing if `train` is false.
     """
 
     def create() -> GPT:
@@ -296,8 +296,12 @@ def init_and_loss(
     def loss(params: Params, batch: Batch) -> jax.Array:
         return next_token_loss(nnx.merge(graphdef, params), batch)
 
-    def loss_with_dropout(params: Params, batch: Batch, key: jax.Array) -> jax.Array:
-        return next_token_loss(nnx.merge(graphdef, params), batch, dropout_key=key)
+    def loss_with_dropout(
+        params: Params, batch: Batch, key: jax.Array, *, train: bool = True
+    ) -> jax.Array:
+        dropout_key = key if train else None
+        model = nnx.merge(graphdef, params)
+        return next_token_loss(model, batch, dropout_key=dropout_key)
 
     return init, loss_with_dropout if config.dropout else loss
 

@@ -34,19 +34,27 @@ def build(
 
 
 def build_evaluation(
-    catalog: Catalog, plan: Plan, last_workspace_bytes: int, num_microbatches: int
+    catalog: Catalog,
+    capacity_bytes: Mapping[Tier, int],
+    last_workspace_bytes: int,
+    num_microbatches: int,
 ) -> Plan:
-    """The plan of a forward pass with the arrays where a training plan has them."""
+    """The plan of a forward pass with the arrays at the homes of a catalog.
+
+    Args:
+        last_workspace_bytes: what the forward pass of the last segment takes.
+
+    Raises:
+        InfeasibleError: it does not fit, even with activations on the slowest tier.
+    """
     workspace = [*catalog.workspace[:-1], (last_workspace_bytes, 0)]
-    catalog = replace(catalog, homes=plan.homes, workspace=workspace)
-    tiers = [Tier.DEVICE, Tier.HOST] + [Tier.NVME] * bool(
-        plan.capacity_bytes[Tier.NVME]
-    )
+    catalog = replace(catalog, workspace=workspace)
+    tiers = [Tier.DEVICE, Tier.HOST] + [Tier.NVME] * bool(capacity_bytes[Tier.NVME])
     for tier in tiers:
         options = StepOptions(num_microbatches, False, tier, Tier.HOST)
         try:
             passage = evaluation_passage(catalog, options)
-            return streamed(passage, catalog, plan.capacity_bytes)
+            return streamed(passage, catalog, capacity_bytes)
         except InfeasibleError:
             if tier == tiers[-1]:
                 raise

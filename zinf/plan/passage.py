@@ -117,11 +117,11 @@ def proven(
             return InfeasibleError(shortages, error.capacity_bytes)
 
 
-def initial_copies(program: Program, options: StepOptions) -> list[Copy]:
+def initial_copies(program: Program, num_microbatches: int) -> list[Copy]:
     """What is there when a step starts: batch on the host, keys on the device."""
     return [
         (value(name, m), Tier.HOST if name.startswith("batch/") else Tier.DEVICE)
-        for m in range(options.num_microbatches)
+        for m in range(num_microbatches)
         for name in program.batch
     ]
 
@@ -140,7 +140,8 @@ def _boundary(
 ) -> tuple[list[Copy], list[Copy]]:
     """The inputs that some job reads, and the results."""
     read = {copy[0] for job in jobs for copy in job.reads}
-    inputs = [c for c in initial_copies(catalog.program, options) if c[0] in read]
+    initial = initial_copies(catalog.program, options.num_microbatches)
+    inputs = [c for c in initial if c[0] in read]
     return inputs, kept_copies(catalog.program, options)
 
 

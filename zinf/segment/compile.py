@@ -16,7 +16,7 @@ from zinf.segment.executables import BodyExecutables
 from zinf.segment.halved import HalvedExecutables
 from zinf.segment.row_rules import NotByRow
 from zinf.sharding import Layout, Layouts
-from zinf.topology import Collective
+from zinf.topology import Collective, collectives_of
 
 _Halved = tuple[HalvedExecutables, HalvedExecutables]
 _Body = tuple[BodyExecutables, _Halved, str]
@@ -149,6 +149,12 @@ class Segment:
         if self.executables.mesh.size == 1:
             return {}
         return self.executables.traffic
+
+    def forward_traffic(self) -> tuple[Collective, ...]:
+        """What its forward pass sends between devices, also if it is the last one."""
+        if self.executables.mesh.size == 1:
+            return ()
+        return collectives_of(self.executables.forward)
 
     @property
     def _may_keep(self) -> bool:

@@ -17,6 +17,7 @@ import numpy as np
 
 from zinf.jaxpr.keys import from_words, in_words, is_key, to_words
 from zinf.segment.leafwise import initialize, leaves_of
+from zinf.segment.modes import evaluated, for_evaluation, for_training
 from zinf.segment.source import named_leaves
 
 STATE_PREFIX = "model_state/"
@@ -50,6 +51,8 @@ class Problem:
         params: every leaf of the parameters, then of the model state, by key path.
         abstract_params: the user's parameter pytree in master dtypes (typed keys kept).
         loss: `(flat arrays, batch[, key]) -> (loss, {"aux": ..., "model_state": ...})`.
+        evaluation_loss: `(flat arrays, batch[, key]) -> (loss, {})`, or None if it
+            computes what `loss` does.
         state_paths: the leaves that the loss returns anew, in the order of
             the flattened `model_state` output.
     """
@@ -57,6 +60,7 @@ class Problem:
     params: Mapping[str, ParamSpec]
     abstract_params: Any
     loss: Callable
+    evaluation_loss: Callable | None
     state_paths: tuple[str, ...]
     _source: Any = field(repr=False)
     _state: Any = field(repr=False)
@@ -88,12 +92,14 @@ class Problem:
         leading microbatch dim.
         """
 
+        loss = self.evaluation_loss or self.loss
+
         def losses(arrays: Sequence[Any], batches: Any, keys: Any) -> Any:
             flat = OrderedDict(zip(self.params, arrays, strict=True))
 
             def one(microbatch: tuple[Any, Any]) -> Any:
                 batch, key = microbatch
-                return self.loss(flat, batch, *([] if key is None else [key]))[0]
+                return loss(flat, batch, *([] if key is None else [key]))[0]
 
             return jax.lax.map(one, (batches, keys))
 
@@ -130,6 +136,7 @@ def make_problem(
     *,
     model_state: Any = None,
     has_aux: bool = False,
+    eval_loss_fn: Callable | None = None,
     frozen: Sequence[str] = (),
     compute_dtype: str = MASTER_DTYPE,
 ) -> Problem:
@@ -140,6 +147,7 @@ def make_problem(
             `(params, model_state, batch[, key])`; see `zinf.initialize`.
         params, model_state: a pytree of arrays, or a function of no arguments that
             returns one.
+        eval_loss_fn: what evaluation computes; see `zinf.initialize`.
         frozen: glob patterns over key paths; matching leaves get no gradient.
         compute_dtype: "bfloat16" or "float16" for mixed precision: trained leaves are
             kept in float32 and cast for the loss. Otherwise leaves keep their dtypes.
@@ -171,19 +179,31 @@ def make_problem(
     structure = jax.tree.structure(abstract)
     state_structure = jax.tree.structure(abstract_state)
 
-    def loss(flat: Mapping[str, Any], batch: Any, *key: Any) -> tuple[Any, Any]:
+    training, evaluating = for_training(loss_fn), for_evaluation(loss_fn, eval_loss_fn)
+
+    def user_trees(flat: Mapping[str, Any]) -> list[Any]:
         values = [from_words(x, specs[p].given) for p, x in flat.items()]
         trees = [jax.tree.unflatten(structure, values[: len(leaves)])]
         if model_state is not None:
             trees.append(jax.tree.unflatten(state_structure, values[len(leaves) :]))
-        result = loss_fn(*trees, batch, *key)
+        return trees
+
+    def loss(flat: Mapping[str, Any], batch: Any, *key: Any) -> tuple[Any, Any]:
+        result = training(*user_trees(flat), batch, *key)
         return _sort_result(result, has_aux, abstract_state)
+
+    def evaluation_loss(
+        flat: Mapping[str, Any], batch: Any, *key: Any
+    ) -> tuple[Any, Any]:
+        assert evaluating is not None
+        return evaluated(evaluating, (*user_trees(flat), batch), key), {}
 
     masters = [x if is_key(x) else specs[p].master for p, x in leaves.items()]
     return Problem(
         params=specs,
         abstract_params=jax.tree.unflatten(structure, masters),
         loss=loss,
+        evaluation_loss=None if evaluating is None else evaluation_loss,
         state_paths=state_paths,
         _source=params,
         _state=model_state,

@@ -31,9 +31,7 @@ ADDRESS = "127.0.0.1"
 class Run:
     """A hub, and connections to it."""
 
-    def __init__(
-        self, stack: ExitStack, join_seconds: float = 300.0, makes_file: bool = False
-    ):
+    def __init__(self, stack: ExitStack, makes_file: bool = False):
         self.stack = stack
         listener = bound_socket(ADDRESS, 0)
         listener.listen()
@@ -42,7 +40,7 @@ class Run:
         if makes_file:
             self.secret, self.file = make_file(self.port)
         named = {"secret_file": self.file}
-        self.hub = Hub(listener, COUNT, Limits(join_seconds), self.secret, **named)
+        self.hub = Hub(listener, COUNT, Limits(), self.secret, **named)
 
     def connect(self) -> socket.socket:
         made = socket.create_connection((ADDRESS, self.port), SECONDS)
@@ -198,10 +196,12 @@ def test_a_process_believes_no_hub_without_the_secret():
 
 def test_a_verdict_of_late_processes_tells_what_was_dropped():
     with ExitStack() as stack:
-        run = Run(stack, join_seconds=1.0)
+        run = Run(stack)
         wire = run.process(0)
         with pytest.raises(JoinError):
             run.process(1, WRONG)
+        # The time is over now, however long the above took.
+        run.hub._limits = Limits(join_seconds=0.0)
         while "end" not in (message := wire.receive_one(SECONDS)):
             pass
     assert "Process 1 of 2 did not join" in message["end"]

@@ -1,7 +1,8 @@
 """What belongs to which leaf is read off the jaxpr; coupled transforms are refused."""
 
 import re
-import time
+import sys
+from itertools import count
 
 import jax
 import jax.numpy as jnp
@@ -129,14 +130,27 @@ def test_per_leaf_constants_are_hoisted_out_of_shared_bodies():
     )
 
 
-def test_1500_leaves_are_separated_in_seconds():
-    params = layers(125)
-    start = time.perf_counter()
-    separated = separate(optax.adamw(SCHEDULE), params)
-    separated.bodies([(i, x.spec.shape) for i, x in enumerate(separated.leaves)])
-    # 3 seconds on two cores; anything quadratic would take minutes.
-    assert time.perf_counter() - start < 30
-    assert len(separated.leaves) == 1500
+def num_calls(num_layers: int) -> int:
+    """Calls of functions in which so many layers are separated."""
+    calls = count()
+
+    def note(frame: object, event: str, argument: object) -> None:
+        next(calls)
+
+    sys.setprofile(note)
+    try:
+        separated = separate(optax.adamw(SCHEDULE), layers(num_layers))
+        separated.bodies([(i, x.spec.shape) for i, x in enumerate(separated.leaves)])
+    finally:
+        sys.setprofile(None)
+    assert len(separated.leaves) == 12 * num_layers
+    return next(calls)
+
+
+def test_leaves_are_separated_with_work_in_proportion_to_their_number():
+    num_calls(4)  # what is traced once in a process
+    # Anything quadratic would take 16 times as many.
+    assert num_calls(16) < 5 * num_calls(4)
 
 
 def test_initial_state_is_that_of_optax_block_by_block():

@@ -219,7 +219,10 @@ def test_fixed_homes_are_kept_for_another_batch() -> None:
 
 def evaluation(plan: Plan, program: Toy, last_workspace_bytes: int = 40) -> Plan:
     return build_evaluation(
-        program.catalog(plan.homes), plan, last_workspace_bytes, num_microbatches=1
+        program.catalog(plan.homes),
+        plan.capacity_bytes,
+        last_workspace_bytes,
+        num_microbatches=1,
     )
 
 
@@ -249,7 +252,7 @@ def test_an_evaluation_fits_wherever_training_does() -> None:
 def test_a_step_starts_with_the_batch_and_ends_with_its_results() -> None:
     program = chain(1, batch=("batch/x", "key"), num_aux=1).program
     options = StepOptions(2, False, DEVICE, HOST)
-    assert initial_copies(program, options) == [
+    assert initial_copies(program, options.num_microbatches) == [
         (value("batch/x", 0), HOST),
         (value("key", 0), DEVICE),
         (value("batch/x", 1), HOST),

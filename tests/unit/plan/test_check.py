@@ -213,7 +213,7 @@ def real_plan(**options: bool) -> tuple[Plan, list, dict[Tier, int], set]:
     homes = toy.homes(NVME, NVME)
     catalog, arranged = toy.catalog(homes), StepOptions(1, True, DEVICE, HOST)
     plan = build(catalog, toy.units(homes), AMPLE, arranged)
-    initial = initial_copies(toy.program, arranged)
+    initial = initial_copies(toy.program, arranged.num_microbatches)
     held = {**NONE, HOST: sum(catalog.nbytes(a) for a, t in initial if t == HOST)}
     return plan, initial, held, set(kept_copies(toy.program, arranged))
 

@@ -1,8 +1,10 @@
 import errno
 import os
+import time
 from importlib import import_module
+from itertools import count
 from pathlib import Path
-from time import monotonic
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -59,12 +61,23 @@ def test_the_first_round_is_completed_whatever_the_time(tmp_nvme: Path) -> None:
     assert "1 rounds" in profile.measured
 
 
-def test_rounds_go_on_until_the_time_is_over(tmp_nvme: Path) -> None:
+def test_rounds_go_on_until_the_time_is_over(
+    tmp_nvme: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parts: list[float] = []
-    began = monotonic()
-    _, rows = measure_drive(tmp_nvme, seconds=0.5, progress=parts.append)
-    assert monotonic() - began > 0.5
-    assert len({len(row.reads) for row in rows}) == 1
+    ticks = count()
+    # Each look at the clock takes a second: a round looks several times.
+    clock = SimpleNamespace(
+        perf_counter=lambda: float(next(ticks)), strftime=time.strftime
+    )
+    monkeypatch.setattr(MODULE, "time", clock)
+    _, (one, *_) = measure_drive(tmp_nvme, seconds=1.0, progress=parts.append)
+    assert len(one.reads) == 1
+    round_seconds = next(ticks)
+    parts.clear()
+    seconds = 2.5 * round_seconds
+    _, rows = measure_drive(tmp_nvme, seconds=seconds, progress=parts.append)
+    assert {len(row.reads) for row in rows} == {3}
     assert parts == sorted(parts) and parts[-1] == 1.0
 
 

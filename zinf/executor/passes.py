@@ -1,0 +1,120 @@
+"""Passes of one program over the microbatches of a batch, as a plan lists them."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from zinf.executor.batch import microbatches
+from zinf.executor.run import StepRecord, Work, run_plan
+from zinf.jaxpr.keys import to_words
+from zinf.memory import Stores, to_devices
+from zinf.plan import Plan, initial_copies, value
+from zinf.program import ArrayId, Program
+from zinf.segment import KEY, Segment, Segmented
+from zinf.sharding import Layouts
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Puts the inputs of a program in the stores, runs a plan, and takes the results.
+
+    Attributes:
+        spec: shapes and dtypes of one microbatch.
+    """
+
+    segmented: Segmented
+    segments: Sequence[Segment]
+    layouts: Layouts
+    stores: Stores
+    spec: Any
+    num_microbatches: int
+
+    @property
+    def program(self) -> Program:
+        return self.segmented.program
+
+    def put_consts(self) -> None:
+        """Puts the arrays that the loss closed over on the device, where they stay.
+
+        They may depend on the shape of the batch: a causal mask, say.
+        """
+        for name, content in self.segmented.consts.items():
+            self._put_on_device(ArrayId("const", name), content)
+
+    def free_consts(self) -> None:
+        for name in self.segmented.consts:
+            array = ArrayId("const", name)
+            if self.stores.device.contains(array):
+                self.stores.device.free(array)
+
+    @contextmanager
+    def in_place_of(self, other: "Passes") -> Iterator[None]:
+        """Has its own arrays on the device for a while, and not those of `other`."""
+        if other is self:
+            yield
+            return
+        other.free_consts()
+        try:
+            self.put_consts()
+            yield
+        finally:
+            self.free_consts()
+            other.put_consts()
+
+    def run(
+        self,
+        plan: Plan,
+        work: Work,
+        batch: Any,
+        keys: Sequence[Any],
+        seed: Any,
+        record: StepRecord,
+    ) -> tuple[list[float], Any]:
+        """`(losses, other outputs)` by microbatch; inputs are gone also if it fails."""
+        try:
+            self.put(batch, keys)
+            run_plan(plan, work, self.stores, seed, record)
+        except BaseException:
+            for array, tier in initial_copies(self.program, self.num_microbatches):
+                if self.stores[tier].contains(array):
+                    self.stores[tier].free(array)
+            raise
+        return self._take()
+
+    def put(self, batch: Any, keys: Sequence[Any]) -> None:
+        """Stores the inputs that segments read: the batch on the host, keys on the
+        device."""
+        read = {n for s in self.program.segments for n in s.inputs}
+        for m, arrays in enumerate(
+            microbatches(batch, self.spec, self.num_microbatches)
+        ):
+            for name, array in arrays.items():
+                if name in read:
+                    self.stores.host.write(value(name, m), array).result()
+        for m, key in enumerate(keys):
+            if KEY in read:
+                self._put_on_device(value(KEY, m), to_words(key))
+
+    def _put_on_device(self, array: ArrayId, content: Any) -> None:
+        """Writes something that is the same on every process to the devices."""
+        layouts = [self.layouts.of(array)]
+        (placed,) = to_devices([np.asarray(content)], layouts)
+        self.stores.device.write(array, placed).result()
+
+    def _take(self) -> tuple[list[float], Any]:
+        """Removes the results of a step from the host store."""
+        columns: list[list[np.ndarray]] = []
+        for m in range(self.num_microbatches):
+            column = []
+            for name in (self.program.loss, *self.program.aux):
+                array = value(name, m)
+                column.append(np.array(self.stores.host.read(array).result()))
+                self.stores.host.free(array)
+            columns.append(column)
+        losses, *extra = (np.stack(rows) for rows in zip(*columns, strict=True))
+        structure = self.segmented.aux_structure
+        return [float(x) for x in losses], jax.tree.unflatten(structure, extra)

@@ -1,0 +1,65 @@
+"""One loss for training and one for evaluation, of what a user gives."""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+TRAIN = "train"
+
+
+def for_training(loss_fn: Callable) -> Callable:
+    """`loss_fn`, with `train=True` if it takes that."""
+    return partial(loss_fn, train=True) if takes_train(loss_fn) else loss_fn
+
+
+def for_evaluation(loss_fn: Callable, eval_loss_fn: Callable | None) -> Callable | None:
+    """What evaluation computes; None if that is what training computes.
+
+    Args:
+        eval_loss_fn: takes what `loss_fn` takes, where the random key may be left out,
+            and returns the loss, alone or first in a tuple.
+    """
+    if eval_loss_fn is None:
+        return partial(loss_fn, train=False) if takes_train(loss_fn) else None
+    if takes_train(eval_loss_fn):
+        eval_loss_fn = partial(eval_loss_fn, train=False)
+    return eval_loss_fn
+
+
+def takes_train(function: Callable) -> bool:
+    """Whether a loss can be told by `train=` if it is being trained.
+
+    One that its user has told already, by `functools.partial`, is left as it is.
+    """
+    if isinstance(function, partial) and TRAIN in function.keywords:
+        return False
+    parameter = _parameters(function).get(TRAIN)
+    return parameter is not None and parameter.kind in (
+        inspect.Parameter.KEYWORD_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    )
+
+
+def evaluated(function: Callable, arguments: tuple[Any, ...], key: tuple) -> Any:
+    """The loss alone that an evaluation function gives, with a key if it takes one."""
+    given = (*arguments, *key) if _accepts(function, (*arguments, *key)) else arguments
+    result = function(*given)
+    return result[0] if isinstance(result, tuple) and result else result
+
+
+def _accepts(function: Callable, arguments: tuple[Any, ...]) -> bool:
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # it has no signature, as some built-in functions
+        return True
+    return True
+
+
+def _parameters(function: Callable) -> dict[str, inspect.Parameter]:
+    try:
+        return dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return {}
