@@ -1,4 +1,4 @@
-"""The command line: `zinf train`, `plan`, `plot`, `checkpoint`, `config`, `bench`."""
+"""The command line: `zinf train`, `plan`, `report`, `plot`, `checkpoint` and more."""
 
 import json
 import os
@@ -82,7 +82,8 @@ def train(
         Path | None, typer.Option(help="File of metrics, in place of run.metrics.")
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="File for a trace of the first steps.")
+        Path | None,
+        typer.Option(help="File for a trace of the first steps, not in run.output."),
     ] = None,
     trace_steps: Annotated[
         int, typer.Option(min=1, help="Steps that the trace has.")
@@ -150,6 +151,28 @@ def plot(
         print(f"Step {number} is drawn in {picture}.")
 
 
+@app.command("report")
+def draw_run(
+    folder: Annotated[
+        Path, typer.Argument(help="What zinf train wrote: run.output of its config.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option(help="The page; FOLDER/report.html if absent.")
+    ] = None,
+    traceback: ShowTraceback = False,
+) -> None:
+    """Draw a run as one HTML page: curves, bytes held, a step by link, its config.
+
+    The page has all it needs in itself, and opens in any browser without a network.
+    """
+    from zinf.observe.page import run_page, write_page
+
+    with clean_errors(traceback):
+        path = folder / "report.html" if output is None else output
+        write_page(run_page(folder), path)
+        print(f"The run is drawn in {path}.")
+
+
 @app.command()
 def plan(
     configs: Annotated[
@@ -163,6 +186,9 @@ def plan(
     topology: Annotated[
         str | None,
         typer.Option(help="Compile for this machine, such as v5p:8x8x8 or h200:8."),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Draw the plan of one config as an HTML page.")
     ] = None,
     table: Annotated[
         bool, typer.Option("--table", help="Print the tables of the ZeRO papers.")
@@ -184,8 +210,10 @@ def plan(
         if table:
             return
         raise typer.BadParameter("Name at least one config file, or ask for --table.")
+    if html is not None and len(configs) > 1:
+        raise typer.BadParameter("--html draws one config; name one.")
     given = [*(overrides or ()), *[IGNORE] * ignore_unsupported]
-    rest = given, every, topology, traceback
+    rest = given, every, topology, html, traceback
     codes = [plan_config(config, *rest) for config in configs]
     raise typer.Exit(max(codes))
 

@@ -7,7 +7,7 @@ import typer
 
 from zinf.cli.endings import INTERRUPTED
 from zinf.cli.errors import DOES_NOT_FIT, clean_errors
-from zinf.cli.problem import heading, problem
+from zinf.cli.problem import devices, heading, num_tokens, problem, title
 from zinf.cli.report import console
 from zinf.config import grouping
 from zinf.executor.compiled import compiled_runs
@@ -15,6 +15,9 @@ from zinf.executor.devices import group_devices, on_devices
 from zinf.executor.prepare import Fused, Streamed
 from zinf.initialize import make_planner
 from zinf.observe.compiled import executables_table, traffic_table, verdict
+from zinf.observe.page import page, write_page
+from zinf.observe.record import RunRecord
+from zinf.observe.traced import planned_step
 from zinf.paper import infinity_table, zero_table
 from zinf.plan import InfeasibleError
 from zinf.plan.show import show_instructions, show_tilings
@@ -28,9 +31,14 @@ def plan_config(
     overrides: Sequence[str],
     every: bool,
     topology: str | None,
+    html: Path | None,
     traceback: bool,
 ) -> int:
-    """Prints the plan of one config and returns an exit code."""
+    """Prints the plan of one config and returns an exit code.
+
+    Args:
+        html: where to draw it as a page; None: nowhere.
+    """
     try:
         with clean_errors(traceback):
             machine, mesh = None, None
@@ -50,6 +58,16 @@ def plan_config(
                 print(f"does not fit: {error}\n", flush=True)
                 return DOES_NOT_FIT
             print(f"fits: {_shown(made, every)}\n", flush=True)
+            if html is not None:
+                record = RunRecord.of(
+                    config,
+                    made.plan,
+                    title=title(Path(path.name), config),
+                    num_tokens=num_tokens(config),
+                    devices=devices(mesh),
+                )
+                write_page(page(record, (), planned_step(made.plan)), html)
+                print(f"The plan is drawn in {html}.\n", flush=True)
             if machine is not None:
                 _print_compiled(made, machine, planner.param_bytes)
     except typer.Exit as ended:

@@ -6,6 +6,7 @@ from typing import Any
 import grain
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from zinf.config import Config, notices
 from zinf.data import text_dataset
@@ -76,9 +77,23 @@ def batch_size(config: Config) -> int:
 
 def heading(path: Path, config: Config) -> str:
     """What is trained, and what a user should know of the config."""
-    tokens = batch_size(config) * config.data.sequence_length
-    first = (
-        f"{path}: {num_parameters(_model(config)):,} parameters, {tokens:,} tokens a "
-        f"step, {config.compute_dtype}"
+    notes = [f"note: {line}" for line in notices(config)]
+    return "\n".join([title(path, config), *notes])
+
+
+def title(path: Path, config: Config) -> str:
+    """What is trained, in one line."""
+    return (
+        f"{path}: {num_parameters(_model(config)):,} parameters, "
+        f"{num_tokens(config):,} tokens a step, {config.compute_dtype}"
     )
-    return "\n".join([first, *(f"note: {line}" for line in notices(config))])
+
+
+def num_tokens(config: Config) -> int:
+    """Tokens that a step trains on."""
+    return batch_size(config) * config.data.sequence_length
+
+
+def devices(mesh: Mesh) -> str:
+    """How many devices of which kind, in words."""
+    return f"{mesh.size} of {mesh.devices.flat[0].device_kind}"

@@ -2,17 +2,20 @@
 
 import logging
 import shlex
+import shutil
 from collections.abc import Sequence
 from contextlib import closing
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from zinf.checkpoint import Checkpoints
-from zinf.cli.problem import dataset, heading, problem
+from zinf.cli.problem import dataset, devices, heading, num_tokens, problem, title
 from zinf.config import Config
 from zinf.distributed import AbstractGroup, flat
 from zinf.executor.devices import on_devices
 from zinf.initialize import initialize
+from zinf.observe.record import METRICS, RUN, TRACE, RunRecord
 from zinf.optim.factory import build_schedule
 from zinf.trainer import Trainer
 
@@ -24,7 +27,11 @@ def train_config(
     trace_steps: int,
     group: AbstractGroup,
 ) -> None:
-    """Trains the model of a config file, as one of a group of processes."""
+    """Trains the model of a config file, as one of a group of processes.
+
+    Args:
+        trace: where to write a trace; None: into the folder of the run.
+    """
     config, mesh = on_devices(path, overrides=overrides)
     if group.count > 1:
         group.agree(_alike(config))
@@ -38,11 +45,28 @@ def train_config(
     say(heading(path, config))
     with closing(initialize(*arguments, **named, mesh=mesh, group=group)) as engine:
         say(f"{engine.plan.summary()}\n")
-        folder = config.run.output / "checkpoints"
+        output = config.run.output
+        folder = output / "checkpoints"
+        metrics = config.run.metrics or output / METRICS
+        drawn = trace or output / TRACE
         if group.is_first and not config.run.resume:
             _set_aside(folder)
+            _set_aside_records(output, metrics, drawn)
         group.barrier("checkpoints of earlier runs are set aside")
         with Checkpoints(folder, keep=config.run.keep_checkpoints) as checkpoints:
+            if group.is_first:
+                record = RunRecord.of(
+                    config,
+                    engine.plan,
+                    title=title(Path(path.name), config),
+                    num_tokens=num_tokens(config),
+                    devices=devices(mesh),
+                    begun=datetime.now().astimezone().isoformat(" ", "minutes"),
+                    after_step=checkpoints.latest_step() or 0,
+                    metrics=metrics,
+                    trace=drawn,
+                )
+                record.save(output)
             trainer = Trainer(
                 engine,
                 data,
@@ -52,9 +76,9 @@ def train_config(
                 evaluate_batches=config.run.evaluate_batches,
                 checkpoints=checkpoints,
                 checkpoint_every=config.run.checkpoint_every,
-                metrics=config.run.metrics,
+                metrics=metrics,
                 tensorboard=config.tensorboard_folder,
-                trace=trace,
+                trace=drawn,
                 trace_steps=trace_steps,
                 log_every=config.log_every,
                 learning_rate=build_schedule(config),
@@ -65,11 +89,11 @@ def train_config(
                 if checkpoints.latest_step() is not None:
                     say(f"Continue with: {resume_command(path, overrides)}")
                 raise
-    if config.run.metrics is not None:
-        say(f"The metrics of each step are in {config.run.metrics}.")
+    say(f"The metrics of each step are in {metrics}.")
     if trace is not None and trace.exists():
-        drawn = shlex.join(["zinf", "plot", str(trace)])
-        say(f"{trace} opens in https://ui.perfetto.dev; draw it with {drawn}")
+        picture = shlex.join(["zinf", "plot", str(trace)])
+        say(f"{trace} opens in https://ui.perfetto.dev; draw it with {picture}")
+    say(f"Draw the run as a page: {shlex.join(['zinf', 'report', str(output)])}")
 
 
 def _say(text: str) -> None:
@@ -99,6 +123,20 @@ def _set_aside(folder: Path) -> None:
         "of starting anew, use --set run.resume=true.",
         flush=True,
     )
+
+
+def _set_aside_records(output: Path, metrics: Path, trace: Path) -> None:
+    """Moves what is told of an earlier run into a folder that `zinf report` takes."""
+    found = [path for path in (output / RUN, metrics, trace) if path.is_file()]
+    if not (output / RUN).is_file() and metrics not in found:
+        return
+    number = 1
+    while (kept := output / f"run.{number}").exists():
+        number += 1
+    kept.mkdir(parents=True)
+    for path in found:
+        shutil.move(path, kept / path.name)
+    print(f"Metrics of an earlier run are kept in {kept}.", flush=True)
 
 
 def resume_command(path: Path, overrides: Sequence[str]) -> str:

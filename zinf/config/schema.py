@@ -212,7 +212,8 @@ class Run(Section):
     """Continue from the newest checkpoint in `output`, if there is one."""
 
     metrics: Folder | None = None
-    """File of metrics, one JSON object per line and step; null: none."""
+    """File of metrics, one JSON object per line and step; null: metrics.jsonl in
+    `output`."""
 
     tensorboard: Flag = False
     """Write TensorBoard events to `output`."""

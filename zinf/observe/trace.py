@@ -8,7 +8,7 @@ each with a thread a link, and an event a line.
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from zinf.plan import (
     Decide,
     Free,
     FusedStep,
+    Instruction,
     Link,
     Plan,
     Run,
@@ -26,6 +27,7 @@ from zinf.plan import (
     Update,
 )
 from zinf.plan.instruction import Operation
+from zinf.program import Tier
 
 Event = dict[str, Any]
 
@@ -41,7 +43,7 @@ BEGIN, BETWEEN, END = b"[\n", b",\n", b"\n]\n"
 class TraceFile:
     """Writes the first `num_steps` steps that it is given, and ignores the others.
 
-    A few steps show what all do, and viewers stay quick: an instruction takes some 500
+    A few steps show what all do, and viewers stay quick: an instruction takes some 800
     bytes a step. Steps stand one after another, without the time between them.
 
     The file appears with its first step, in place of one of that name. It is a complete
@@ -87,7 +89,7 @@ class TraceFile:
         timelines = {"measured": measured, "predicted": plan.timeline}
         for process in PROCESSES:
             yield from self._names(process, used)
-        common = _common(step, plan)
+        common = instruction_events(step, plan)
         for process, timeline in timelines.items():
             place = {"pid": PROCESSES[process]}
             spans = zip(common, timeline.start, timeline.end, strict=True)
@@ -95,10 +97,11 @@ class TraceFile:
                 yield event | place | self._span(start, end)
         # Last, so that a step whose event is there is there as a whole.
         whole = {"name": f"step {step}", "cat": STEP_KIND, "ph": "X"}
+        held = _by_tier(held_before(plan))
         for process, timeline in timelines.items():
             place = {"pid": PROCESSES[process], "tid": STEP_THREAD}
             span = self._span(0.0, timeline.seconds)
-            yield whole | place | span | {"args": {"step": step}}
+            yield whole | place | span | {"args": {"step": step, "held": held}}
 
     def _names(self, process: str, used: set[Link]) -> Iterator[Event]:
         """Names of a process and its threads, the first time that they are used."""
@@ -115,9 +118,8 @@ class TraceFile:
             yield _metadata("thread_sort_index", pid, tid, sort_index=tid)
 
     def _span(self, start: float, end: float) -> Event:
-        """In microseconds, to the nanosecond, from the start of the first step."""
-        began = self._offset_seconds + start
-        return {"ts": round(began * 1e6, 3), "dur": round((end - start) * 1e6, 3)}
+        """Counted from the start of the first step."""
+        return event_times(self._offset_seconds + start, end - start)
 
 
 def kind(operation: Operation) -> str:
@@ -155,7 +157,49 @@ def _moved(transfer: Transfer) -> str:
     return "norm" if "norm" in roles else "activations"
 
 
-def _common(step: int, plan: Plan) -> list[Event]:
+def array_names(instruction: Instruction) -> list[str]:
+    """The arrays that an instruction reads, writes, moves or frees, each once."""
+    operation = instruction.operation
+    if isinstance(operation, Transfer | Free):
+        return [str(array) for array in operation.arrays]
+    copies = (*instruction.reads, *instruction.writes)
+    return list(dict.fromkeys(str(array) for array, _ in copies))
+
+
+def held_before(plan: Plan) -> dict[Tier, int]:
+    """Bytes that each tier holds when a step begins.
+
+    They are what is at home, the batch, and the gradients of updates that the step
+    before left to this one: copies that the step frees without having made them.
+    """
+    held = dict(plan.home_bytes)
+    made = set()
+    for instruction in plan.instructions:
+        operation = instruction.operation
+        if isinstance(operation, Free):
+            copies = {(array, operation.tier) for array in operation.arrays}
+            if not copies & made:
+                held[operation.tier] += instruction.nbytes
+            made -= copies
+        made.update(instruction.writes)
+    return held
+
+
+def _freed(instruction: Instruction) -> dict[Tier, int]:
+    operation = instruction.operation
+    return {operation.tier: instruction.nbytes} if isinstance(operation, Free) else {}
+
+
+def _by_tier(amounts: Mapping[Tier, int]) -> dict[str, int]:
+    return {str(tier): nbytes for tier, nbytes in amounts.items()}
+
+
+def event_times(start: float, seconds: float) -> Event:
+    """In microseconds, to the nanosecond."""
+    return {"ts": round(start * 1e6, 3), "dur": round(seconds * 1e6, 3)}
+
+
+def instruction_events(step: int, plan: Plan) -> list[Event]:
     """The events of a plan without their processes and times."""
     waiting: dict[int, list[int]] = defaultdict(list)
     for index, instruction in enumerate(plan.instructions):
@@ -174,6 +218,10 @@ def _common(step: int, plan: Plan) -> list[Event]:
                 "flops": instruction.flops,
                 "waits for": instruction.after,
                 "waited for by": waiting[index],
+                "arrays": array_names(instruction),
+                "allocates": _by_tier(dict(instruction.allocates)),
+                "workspace": _by_tier(dict(instruction.workspace)),
+                "frees": _by_tier(_freed(instruction)),
             },
         }
         for index, instruction in enumerate(plan.instructions)

@@ -2,11 +2,21 @@
 
 import json
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zinf.observe.trace import MARK, PROCESSES, STEP_KIND, Event
+from zinf.observe.trace import (
+    MARK,
+    PROCESSES,
+    STEP_KIND,
+    Event,
+    event_times,
+    held_before,
+    instruction_events,
+)
+from zinf.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +26,8 @@ class Span:
     Attributes:
         kind: what it is for, see `zinf.observe.trace.kind`.
         after: instructions that it waited for.
+        arrays: names of what it reads, writes, moves or frees.
+        allocates, workspace, frees: bytes by tier, see `zinf.plan.Instruction`.
     """
 
     instruction: int
@@ -26,15 +38,41 @@ class Span:
     end: float
     nbytes: int
     after: tuple[int, ...]
+    arrays: tuple[str, ...] = ()
+    allocates: Mapping[str, int] = field(default_factory=dict)
+    workspace: Mapping[str, int] = field(default_factory=dict)
+    frees: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class TracedStep:
-    """A step as it was measured and as it was predicted, in the order of its plan."""
+    """A step as it was measured and as it was predicted, in the order of its plan.
+
+    Attributes:
+        measured: empty of a step that was only planned.
+        held_bytes: by tier, when the step begins; empty of traces by older versions.
+    """
 
     number: int
     measured: tuple[Span, ...]
     predicted: tuple[Span, ...]
+    held_bytes: Mapping[str, int] = field(default_factory=dict)
+
+
+def planned_step(plan: Plan) -> TracedStep:
+    """A plan as a step that has not run, with the number 0."""
+    spans = tuple(
+        _span(event | event_times(start, end - start), str(instruction.link), 0.0)
+        for event, instruction, start, end in zip(
+            instruction_events(0, plan),
+            plan.instructions,
+            plan.timeline.start,
+            plan.timeline.end,
+            strict=True,
+        )
+    )
+    held = {str(tier): nbytes for tier, nbytes in held_before(plan).items()}
+    return TracedStep(0, (), spans, held)
 
 
 def read_trace(path: Path | str) -> list[TracedStep]:
@@ -82,11 +120,12 @@ def _steps(events: list[Event]) -> list[TracedStep]:
         if event["name"] == "thread_name"
     }
     complete = [event for event in events if event["ph"] == "X"]
-    begun = {
-        (event["pid"], event["args"]["step"]): event["ts"]
+    wholes = {
+        (event["pid"], event["args"]["step"]): event
         for event in complete
         if event["cat"] == STEP_KIND
     }
+    begun = {key: event["ts"] for key, event in wholes.items()}
     spans: dict[tuple[int, int], list[Span]] = defaultdict(list)
     for event in complete:
         key = event["pid"], event["args"]["step"]
@@ -95,9 +134,14 @@ def _steps(events: list[Event]) -> list[TracedStep]:
             spans[key].append(_span(event, link, begun[key]))
     measured, predicted = PROCESSES["measured"], PROCESSES["predicted"]
     return [
-        TracedStep(step, tuple(spans[pid, step]), tuple(spans[predicted, step]))
-        for pid, step in begun
-        if pid == measured and (predicted, step) in begun
+        TracedStep(
+            step,
+            tuple(spans[pid, step]),
+            tuple(spans[predicted, step]),
+            whole["args"].get("held", {}),
+        )
+        for (pid, step), whole in wholes.items()
+        if pid == measured and (predicted, step) in wholes
     ]
 
 
@@ -112,6 +156,11 @@ def _span(event: Event, link: str, begun: float) -> Span:
         end=(start + event["dur"]) / 1e6,
         nbytes=args["bytes"],
         after=tuple(args["waits for"]),
+        # Earlier versions did not write these.
+        arrays=tuple(args.get("arrays", ())),
+        allocates=args.get("allocates", {}),
+        workspace=args.get("workspace", {}),
+        frees=args.get("frees", {}),
     )
 
 

@@ -45,7 +45,6 @@ def small_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "run": {
             "steps": 8,
             "output": str(folder / "run"),
-            "metrics": str(folder / "run" / "metrics.jsonl"),
             "evaluate_every": 4,
             "evaluate_batches": 2,
         },
@@ -59,5 +58,5 @@ def small_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_folder(small_config: Path) -> Path:
     """What `zinf train` left of a run of that config."""
     folder = small_config.parent / "run"
-    train_config(small_config, [], folder / "trace.json", 3, Alone())
+    train_config(small_config, [], None, 3, Alone())
     return folder

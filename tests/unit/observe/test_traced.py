@@ -7,6 +7,8 @@ import pytest
 from tests.unit.observe.cases import slower, write_trace
 from zinf.observe import read_trace
 from zinf.observe.trace import MARK
+from zinf.observe.traced import TracedStep, planned_step
+from zinf.plan import Free, Transfer
 
 
 def test_steps_come_back_as_they_were_written(tmp_path):
@@ -82,3 +84,29 @@ def test_damage_in_the_middle_is_an_error(tmp_path):
 def test_a_file_that_is_not_there_is_an_os_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         read_trace(tmp_path / "absent.json")
+
+
+def test_arrays_and_what_is_held_are_read_back(tmp_path):
+    plan = write_trace(tmp_path / "trace.json", num_steps=1)
+    (step,) = read_trace(tmp_path / "trace.json")
+    for span, instruction in zip(step.measured, plan.instructions, strict=True):
+        if isinstance(instruction.operation, Transfer | Free):
+            assert span.arrays == tuple(map(str, instruction.operation.arrays))
+    freed = {span.instruction: span.frees for span in step.measured if span.frees}
+    assert freed == {6: {"device": 3_000_000}}
+    # The step frees a copy that nothing in it made.
+    assert step.held_bytes == {"device": 3_000_000, "host": 0, "nvme": 0}
+    assert planned_step(plan) == TracedStep(0, (), step.predicted, step.held_bytes)
+
+
+def test_a_trace_of_an_earlier_version_is_read(tmp_path):
+    path = tmp_path / "trace.json"
+    write_trace(path, num_steps=1)
+    events = json.loads(path.read_text())
+    for event in events:
+        for name in ("arrays", "allocates", "workspace", "frees", "held"):
+            event.get("args", {}).pop(name, None)
+    path.write_text(json.dumps(events))
+    (step,) = read_trace(path)
+    assert step.held_bytes == {}
+    assert {span.arrays for span in step.measured} == {()}

@@ -1,0 +1,197 @@
+"""The page in a real browser: what is drawn, on a desktop and on a phone, and no error.
+
+Nothing is fetched: the browser is offline, and each request is noted.
+"""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Locator, Page, sync_playwright
+
+from zinf.cli.plan import plan_config
+from zinf.observe import read_trace
+from zinf.observe.page import run_page, write_page
+from zinf.plan import Link
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
+FLAGS = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+LANES = [str(link) for link in Link if not link.only_frees]
+
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="needs a browser: apt-get install chromium"
+)
+
+
+@dataclass
+class Opened:
+    """A page, with the requests that it made and the errors that it logged."""
+
+    page: Page
+    requests: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=FLAGS, headless=True
+        )
+        yield browser
+        browser.close()
+
+
+def opened(browser: Browser, path: Path, width: int, *, is_phone: bool) -> Opened:
+    context = browser.new_context(
+        viewport={"width": width, "height": 844},
+        has_touch=is_phone,
+        is_mobile=is_phone,
+        offline=True,
+    )
+    found = Opened(context.new_page())
+    found.page.on("request", lambda request: found.requests.append(request.url))
+    found.page.on("pageerror", lambda error: found.errors.append(str(error)))
+    found.page.on("console", lambda message: found.errors.append(message.text))
+    found.page.goto(path.as_uri())
+    found.page.wait_for_function("document.querySelector('#held .main-svg')")
+    return found
+
+
+@pytest.fixture(scope="module")
+def run_file(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    write_page(run_page(run_folder), path)
+    return path
+
+
+@pytest.fixture(scope="module", params=[1280, 390], ids=["desktop", "phone"])
+def shown(request, browser: Browser, run_file: Path) -> Iterator[Opened]:
+    found = opened(browser, run_file, request.param, is_phone=request.param == 390)
+    yield found
+    found.page.context.close()
+
+
+def texts(page: Page, selector: str) -> list[str]:
+    return [text or "" for text in page.locator(selector).all_text_contents()]
+
+
+def test_there_is_no_error_and_nothing_is_fetched(shown, run_file):
+    assert shown.errors == []
+    assert shown.requests == [run_file.as_uri()]
+
+
+def test_every_curve_is_drawn(shown):
+    for name in ("loss", "learning rate", "gradient norm"):
+        assert any(name in t for t in texts(shown.page, "#training .annotation-text"))
+    # The path of a line has a point for each of the 8 steps.
+    lines = shown.page.locator("#training .scatterlayer path.js-line")
+    assert lines.count() == 3
+    for index in range(3):
+        drawn = lines.nth(index).get_attribute("d") or ""
+        assert drawn.count("L") + drawn.count("H") + drawn.count("V") >= 4
+    assert shown.page.locator("#training .scatterlayer path.point").count() == 2
+    assert shown.page.locator("#speed .scatterlayer path.js-line").count() == 2
+    assert shown.page.locator("#held .scatterlayer path.js-line").count() == 3
+
+
+def test_every_lane_and_every_instruction_is_drawn(shown, run_folder):
+    for axis in ("y", "y2"):
+        found = texts(shown.page, f"#timeline .{axis}tick text")
+        assert sorted(found) == sorted(LANES)
+    step = read_trace(run_folder / "trace.json")[-1]
+    spans = [s for s in (*step.measured, *step.predicted) if s.kind != "free"]
+    bars = shown.page.locator("#timeline .barlayer .point path")
+    assert bars.count() == len(spans)
+    kinds = {span.kind for span in spans}
+    assert set(texts(shown.page, ".legend li")) == kinds
+
+
+def test_the_page_is_as_wide_as_the_screen_and_no_text_is_cut_off(shown):
+    width = shown.page.evaluate("innerWidth")
+    assert shown.page.evaluate("document.documentElement.scrollWidth") <= width
+    boxes = shown.page.evaluate(
+        "[...document.querySelectorAll('.js-plotly-plot svg text, h1, h2, dd, li')]"
+        ".filter(e => e.textContent.trim())"
+        ".map(e => [e.textContent, e.getBoundingClientRect().x,"
+        " e.getBoundingClientRect().right])"
+    )
+    assert boxes
+    assert [t for t, left, right in boxes if left < 0 or right > width] == []
+
+
+def test_tiers_are_beside_their_budgets(shown):
+    for tier, budget in (("device", 16), ("host", 32), ("nvme", 64)):
+        label = shown.page.locator(f"#tier-{tier}")
+        assert f"of {budget}.0 MiB" in (label.text_content() or "")
+        outer = label.locator(".bar").bounding_box()
+        inner = label.locator(".bar i").bounding_box()
+        assert outer and inner and 0 < inner["width"] < outer["width"]
+
+
+@pytest.fixture
+def desktop(browser: Browser, run_file: Path) -> Iterator[Page]:
+    found = opened(browser, run_file, 1280, is_phone=False)
+    yield found.page
+    assert found.errors == []
+    found.page.context.close()
+
+
+def test_pointing_at_an_instruction_says_what_it_is(desktop):
+    # The longest that is planned: it is the same in each run, and has parameters.
+    bars = desktop.locator("#timeline .x2y2 .point path")
+    widths = [bar["width"] for bar in map(Locator.bounding_box, bars.all()) if bar]
+    bar = bars.nth(widths.index(max(widths)))
+    bar.scroll_into_view_if_needed()
+    box = bar.bounding_box()
+    assert box
+    desktop.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    hover = desktop.locator("#timeline .hovertext")
+    hover.wait_for()
+    text = hover.text_content() or ""
+    for words in (" on ", "measured ", "planned ", "param/"):
+        assert words in text
+
+
+def test_a_stretch_of_time_is_zoomed_in_both_panels(desktop):
+    ranges = (
+        "[document.getElementById('timeline')._fullLayout.xaxis.range.slice(),"
+        " document.getElementById('timeline')._fullLayout.xaxis2.range.slice()]"
+    )
+    whole, _ = desktop.evaluate(ranges)
+    plot = desktop.locator("#timeline .nsewdrag").first
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    assert box
+    middle = box["y"] + box["height"] / 2
+    desktop.mouse.move(box["x"] + 0.25 * box["width"], middle)
+    desktop.mouse.down()
+    desktop.mouse.move(box["x"] + 0.5 * box["width"], middle, steps=4)
+    desktop.mouse.up()
+    desktop.wait_for_function(
+        "end => document.getElementById('timeline')._fullLayout.xaxis.range[1] < end",
+        arg=whole[1],
+    )
+    measured, planned = desktop.evaluate(ranges)
+    assert measured == planned
+    assert measured == pytest.approx([whole[1] / 4, whole[1] / 2], rel=0.05)
+
+
+def test_a_plan_is_drawn_without_an_error(browser, small_config, tmp_path):
+    path = tmp_path / "plan.html"
+    assert plan_config(small_config, (), False, None, path, False) == 0
+    found = opened(browser, path, 390, is_phone=True)
+    assert found.errors == []
+    assert found.requests == [path.as_uri()]
+    assert sorted(texts(found.page, "#timeline .ytick text")) == sorted(LANES)
+    found.page.context.close()

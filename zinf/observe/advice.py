@@ -1,0 +1,167 @@
+"""What binds a step, and what would help, in numbers and in sentences."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zinf.observe.record import RunRecord
+from zinf.observe.replay import busy_seconds, replay
+from zinf.observe.traced import Span, TracedStep
+from zinf.plan import Link, show_bytes, show_seconds
+from zinf.program import Tier
+
+NVME = (Link.NVME_READ, Link.NVME_WRITE)
+COPIES = (Link.H2D, Link.D2H)
+# A link that saves less of a step when it is twice as fast is not worth a sentence.
+LEAST_GAIN = 0.05
+# Of a budget: from here on it is called full.
+FULL = 0.9
+# Of a prediction that is off by more than this, the rates are not this machine's.
+LARGEST_ERROR = 0.25
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """One link, or two that share a device.
+
+    Attributes:
+        busy_share: of the step, the busier of two.
+        gain: share of the step that is saved if it is twice as fast.
+    """
+
+    links: tuple[Link, ...]
+    busy_share: float
+    gain: float
+
+    @property
+    def name(self) -> str:
+        return "nvme, both ways" if self.links == NVME else str(self.links[0])
+
+
+def what_ifs(spans: Sequence[Span]) -> list[WhatIf]:
+    """For each link that works in the step, what doubling its speed would save."""
+    seconds, busy = replay(spans, {}), busy_seconds(spans)
+    used = [link for link in Link if not link.only_frees and link in busy]
+    groups: list[tuple[Link, ...]] = [(link,) for link in used]
+    if set(NVME) <= set(used):
+        groups.append(NVME)
+    length = max(span.end for span in spans)
+    return [
+        WhatIf(
+            links,
+            max(busy[link] for link in links) / length,
+            1 - replay(spans, dict.fromkeys(links, 2.0)) / seconds,
+        )
+        for links in groups
+    ]
+
+
+def advice(record: RunRecord, step: TracedStep) -> list[str]:
+    """Sentences: what binds the step first, then what would help, then doubts."""
+    spans = step.measured or step.predicted
+    found = what_ifs(spans)
+    alone = [one for one in found if len(one.links) == 1]
+    binding = max(alone, key=lambda one: one.busy_share)
+    best = max(found, key=lambda one: one.gain)
+    how = "was" if step.measured else "is planned to be"
+    said = [
+        f"The {binding.name} link binds: it {how} busy for {binding.busy_share:.0%} of "
+        "the step."
+        if binding.name != Link.DEVICE
+        else f"Computing binds: the device {how} busy for {binding.busy_share:.0%} of "
+        "the step."
+    ]
+    if best.gain < LEAST_GAIN:
+        said.append(
+            "No link alone holds the step up: each of them, twice as fast, would save "
+            f"less than {LEAST_GAIN:.0%}. A larger batch spreads what a step costs "
+            "over more tokens."
+        )
+    else:
+        said += _helps(best, record, spans)
+    return [*said, *_doubts(record, step)]
+
+
+def _helps(best: WhatIf, record: RunRecord, spans: Sequence[Span]) -> list[str]:
+    link, said = best.links[0], []
+    if link in NVME:
+        said.append(
+            f"Drives twice as fast would take {best.gain:.0%} off the step. Name a "
+            "folder on each further drive in memory.nvme: their speeds add up."
+        )
+        said.append(_room(record, Tier.HOST, "less of the state has to rest on nvme"))
+    elif link in COPIES:
+        said.append(
+            f"A copy link twice as fast ({link}) would take {best.gain:.0%} off the "
+            "step."
+        )
+        said.append(_room(record, Tier.DEVICE, "more stays on the device"))
+    elif link == Link.HOST:
+        said.append(
+            f"Updates on the host twice as fast would take {best.gain:.0%} off the "
+            "step: more processor cores, or fewer other programs beside this one."
+        )
+    else:
+        said.append(
+            f"A device twice as fast would take {best.gain:.0%} off the step; the "
+            "links keep up with it."
+        )
+        again = _recomputing(spans)
+        if again:
+            said.append(
+                f"{again:.0%} of its time is backward passes that compute forward "
+                "again. "
+                + _room(record, Tier.DEVICE, "segments keep residuals instead")
+            )
+        if record.resolved.get("dtype of computing") == "float32":
+            said.append(
+                "It computes in float32. With bf16.enabled: true accelerators compute "
+                "faster, and half the bytes of parameters move."
+            )
+    if link != Link.DEVICE:
+        said.append(
+            "More samples in a step (train_batch_size, or gradient_accumulation_steps) "
+            "move the same state for more tokens."
+        )
+    return said
+
+
+def _room(record: RunRecord, tier: Tier, gain: str) -> str:
+    held = record.held[tier]
+    share = held.peak / held.budget if held.budget else 1.0
+    used = f"{show_bytes(held.peak)} of {show_bytes(held.budget)} are planned for"
+    if share >= FULL:
+        return f"The {tier} budget is full ({used}): raise memory.{tier}, and {gain}."
+    return (
+        f"The {tier} budget is not full ({used}), so a larger memory.{tier} changes "
+        "little."
+    )
+
+
+def _recomputing(spans: Sequence[Span]) -> float:
+    """Share of the device's time in backward passes that recompute."""
+    times: dict[str, float] = {}
+    for span in spans:
+        if span.link == Link.DEVICE:
+            times[span.kind] = times.get(span.kind, 0.0) + span.end - span.start
+    return times.get("backward", 0.0) / (sum(times.values()) or 1.0)
+
+
+def _doubts(record: RunRecord, step: TracedStep) -> list[str]:
+    predicted = max(span.end for span in step.predicted)
+    if not step.measured:
+        if record.has_measured_rates:
+            return []
+        return [
+            "The plan goes by usual rates, not by those of this machine. zinf bench "
+            "step CONFIG measures them; name its file in the config's key rates."
+        ]
+    measured = max(span.end for span in step.measured)
+    error = predicted / measured - 1
+    if abs(error) < LARGEST_ERROR or record.has_measured_rates:
+        return []
+    return [
+        f"The plan predicted {show_seconds(predicted)}, {abs(error):.0%} "
+        f"{'more' if error > 0 else 'less'} than measured, by usual rates. zinf bench "
+        "step CONFIG measures those of this machine; name its file in the config's key "
+        "rates, and plans are chosen by them."
+    ]

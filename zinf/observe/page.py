@@ -1,0 +1,297 @@
+"""A run, or a plan, as one HTML page that needs nothing but a browser."""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from statistics import median
+from string import Template
+from typing import Any
+
+from zinf.distributed import flat
+from zinf.observe.advice import advice, what_ifs
+from zinf.observe.colors import colors
+from zinf.observe.figures import (
+    TIER_COLORS,
+    Figure,
+    held_figure,
+    speed_figure,
+    timeline_figure,
+    training_figure,
+)
+from zinf.observe.record import RunRecord, read_record
+from zinf.observe.traced import TracedStep, read_trace
+from zinf.observe.writer import Metrics
+from zinf.plan import show_bytes, show_seconds
+from zinf.program import Tier
+
+FREE = "free"
+
+
+def run_page(folder: Path) -> str:
+    """The page of a run, from what `zinf train` left in its folder.
+
+    Raises:
+        OSError: a file of the run is absent or cannot be read.
+        ValueError: one is damaged, or the run ended before its first step was over.
+    """
+    record = read_record(folder)
+    metrics = _read_metrics(_beside(record.metrics, folder))
+    if not metrics:
+        raise ValueError(
+            f"{folder} has no step to draw: the run ended before its first step was "
+            "over. Train on, or draw what is planned: zinf plan CONFIG --html FILE."
+        )
+    step = read_trace(_beside(record.trace, folder))[-1]
+    return page(record, metrics, step)
+
+
+def page(record: RunRecord, metrics: Sequence[Metrics], step: TracedStep) -> str:
+    """The page as HTML; without metrics, of what is only planned."""
+    figures: dict[str, Figure] = {}
+    parts = [_heading(record, metrics), _facts(record, metrics, step)]
+    if metrics:
+        figures["training"] = training_figure(metrics)
+        parts += [_title("Loss and learning rate"), _figure("training")]
+        tokens = median(m["tokens_per_second"] * m["step_seconds"] for m in metrics)
+        figures["speed"] = speed_figure(metrics, tokens / record.planned_seconds)
+        parts += [_title("Speed"), _figure("speed")]
+    parts += [_title("What binds, and what would help"), *_binding(record, step)]
+    figures["timeline"] = timeline_figure(step)
+    parts += [*_timeline_words(step), _figure("timeline")]
+    parts += [_title("Bytes held, by tier"), *_held(record, metrics)]
+    if step.held_bytes:
+        figures["held"] = held_figure(step)
+        how = "at the times measured" if step.measured else "as it is planned"
+        parts += [
+            _note(f"What the tiers hold in the course of that step, {how}."),
+            _figure("held"),
+        ]
+    parts += [_title("Config"), *_config(record)]
+    parts += [_title("Versions"), _versions(record)]
+    here = Path(__file__).parent
+    return Template((here / "page.html").read_text()).substitute(
+        title=escape(record.title.partition(":")[0]),
+        body="\n".join(parts),
+        plotly=(files("plotly") / "package_data" / "plotly.min.js").read_text(),
+        # A "</script>" in a name would end the element that holds the data.
+        figures=json.dumps(figures, separators=(",", ":")).replace("</", "<\\/"),
+    )
+
+
+def write_page(html: str, path: Path) -> None:
+    """Writes a page, in place of one of that name.
+
+    Raises:
+        OSError: it cannot be written; what was there stays.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.write_text(html, encoding="utf-8")
+    fresh.replace(path)
+
+
+def _beside(path: Path | None, folder: Path) -> Path:
+    """Where a file of a run is: the folder may have been moved since."""
+    assert path is not None, "the record of a run names its files"
+    moved = folder / path.name
+    return moved if moved.exists() else path
+
+
+def _read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Lines of JSON, without a last one that a crash cut off."""
+    lines = path.read_text().splitlines(keepends=True)
+    try:
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def _heading(record: RunRecord, metrics: Sequence[Metrics]) -> str:
+    name, _, size = record.title.partition(": ")
+    if metrics:
+        state = f"{metrics[-1]['step']:,} of {record.num_steps:,} steps"
+        state += f", begun {record.begun}" if record.begun else ""
+        if record.after_step:
+            state += f", resumed after step {record.after_step:,}"
+    else:
+        state = "a plan, which has not run"
+    return (
+        f"<h1>{escape(name)}</h1>\n"
+        f"<p class='note'>{escape(size)}<br>{escape(state)}</p>"
+    )
+
+
+def _facts(record: RunRecord, metrics: Sequence[Metrics], step: TracedStep) -> str:
+    planned = show_seconds(record.planned_seconds)
+    found: list[tuple[str, str, str]] = []
+    if metrics:
+        first, last = metrics[0], metrics[-1]
+        found.append(("loss", f"{last['loss']:.4f}", f"{first['loss']:.4f} at first"))
+        evaluated = [m for m in metrics if m.get("evaluation_loss") is not None]
+        if evaluated:
+            newest = evaluated[-1]
+            text = f"{newest['evaluation_loss']:.4f}"
+            found.append(("evaluation loss", text, f"after step {newest['step']:,}"))
+        rate = median(m["tokens_per_second"] for m in metrics)
+        found.append(("tokens a second", f"{rate:,.0f}", "median of all steps"))
+        seconds = median(m["step_seconds"] for m in metrics)
+        found.append(("a step", show_seconds(seconds), f"planned {planned}"))
+    else:
+        rate = record.num_tokens / record.planned_seconds
+        found.append(("a step", planned, "planned"))
+        found.append(("tokens a second", f"{rate:,.0f}", "planned"))
+        count = record.resolved["instructions of a step"]
+        found.append(("instructions", count, record.resolved["execution"]))
+    spans = step.measured or step.predicted
+    busiest = max(
+        what_ifs(spans), key=lambda one: (len(one.links) == 1, one.busy_share)
+    )
+    share = f"busy {busiest.busy_share:.0%} of a step"
+    found.append(("binds", busiest.name, share))
+    skipped = sum(bool(m.get("skipped")) for m in metrics)
+    if skipped:
+        found.append(("skipped", f"{skipped:,}", "steps: gradients overflowed"))
+    items = "\n".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}"
+        f"<small>{escape(more)}</small></dd></div>"
+        for name, value, more in found
+    )
+    return f"<dl class='facts'>\n{items}\n</dl>"
+
+
+def _binding(record: RunRecord, step: TracedStep) -> list[str]:
+    sentences = "\n".join(f"<li>{escape(x)}</li>" for x in advice(record, step))
+    rows = [
+        (one.name, f"{one.busy_share:.0%}", f"{max(0.0, one.gain):.0%}")
+        for one in sorted(
+            what_ifs(step.measured or step.predicted), key=lambda one: -one.gain
+        )
+    ]
+    head = ("link", "busy", "saved if twice as fast")
+    return [
+        f"<ul class='advice'>\n{sentences}\n</ul>",
+        _table(rows, head, numbers=(1, 2)),
+        _note(
+            "Of the time of a step. What would be saved is found by playing the "
+            "instructions of the step again on a clock, with that link faster."
+        ),
+    ]
+
+
+def _timeline_words(step: TracedStep) -> list[str]:
+    which = f"Step {step.number}, by link" if step.measured else "A step, by link"
+    kinds = colors(
+        span.kind for span in (*step.measured, *step.predicted) if span.kind != FREE
+    )
+    items = "".join(
+        f"<li><i style='background:{color}'></i>{escape(kind)}</li>"
+        for kind, color in kinds.items()
+    )
+    return [
+        _title(which),
+        _note(
+            "White is idle. Point at an instruction, or tap it, for its arrays, bytes "
+            "and times. Drag over a stretch of time to zoom in, and double-click to "
+            "see the whole step again; on a phone the buttons zoom."
+        ),
+        f"<ul class='legend'>{items}</ul>",
+    ]
+
+
+def _held(record: RunRecord, metrics: Sequence[Metrics]) -> list[str]:
+    parts = []
+    for tier in Tier:
+        planned = record.held[tier]
+        if not (planned.peak or planned.rest):
+            continue
+        measured = max((m[f"{tier}_bytes"] for m in metrics), default=None)
+        most = planned.peak if measured is None else measured
+        budget = max(planned.budget, 1)
+        words = [f"planned {show_bytes(planned.peak)}"] if metrics else []
+        words.append(f"{show_bytes(planned.rest)} at rest")
+        mark = (
+            f"<u style='left:{_percent(planned.peak, budget)}'></u>" if metrics else ""
+        )
+        parts.append(
+            f"<div class='tier' id='tier-{tier}'><div class='label'>"
+            f"<span><b>{tier}</b> {show_bytes(most)} of {show_bytes(planned.budget)} "
+            f"({most / budget:.0%})</span>"
+            f"<span class='note'>{', '.join(words)}</span></div>"
+            f"<div class='bar'><i style='width:{_percent(most, budget)};"
+            f"background:{TIER_COLORS[tier]}'></i>{mark}</div></div>"
+        )
+    what = (
+        "The most that any step held, as a bar; the mark is what was planned. The "
+        "whole width is the budget, which is never exceeded."
+        if metrics
+        else "The most that a step holds. The whole width is the budget."
+    )
+    return [_note(what), *parts]
+
+
+def _percent(amount: int, whole: int) -> str:
+    return f"{100 * min(1.0, amount / whole):.2f}%"
+
+
+def _config(record: RunRecord) -> list[str]:
+    keys, given = flat(record.config), set(record.given)
+    own = [(key, _shown(keys[key])) for key in keys if key in given]
+    rest = [(key, _shown(keys[key])) for key in keys if key not in given]
+    return [
+        *(f"<p>{escape(notice)}</p>" for notice in record.notices),
+        _note("What automatic settings became:"),
+        _table(record.resolved.items()),
+        _note("Keys that the config has:"),
+        _table(own, code=True),
+        f"<details><summary>{len(rest)} more keys, at their defaults</summary>"
+        f"{_table(rest, code=True)}</details>",
+    ]
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _versions(record: RunRecord) -> str:
+    tables = _table(record.versions.items()), _table(record.machine.items())
+    return f"<div class='columns'>{tables[0]}{tables[1]}</div>"
+
+
+def _table(
+    rows: Iterable[Sequence[str]],
+    head: Sequence[str] = (),
+    *,
+    numbers: Sequence[int] = (),
+    code: bool = False,
+) -> str:
+    def cells(row: Sequence[str], tag: str) -> str:
+        shown = [_code(cell) if code else escape(cell) for cell in row]
+        return "".join(
+            f"<{tag}{' class=number' * (i in numbers)}>{cell}</{tag}>"
+            for i, cell in enumerate(shown)
+        )
+
+    first = f"<tr>{cells(head, 'th')}</tr>" if head else ""
+    body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
+    return f"<div class='scroll'><table>{first}{body}</table></div>"
+
+
+def _code(text: str) -> str:
+    """Code that a narrow screen may break after a dot, a slash or an underscore."""
+    breakable = re.sub(r"([._/,])", r"\1<wbr>", escape(text))
+    return f"<code>{breakable}</code>"
+
+
+def _title(text: str) -> str:
+    return f"<h2>{escape(text)}</h2>"
+
+
+def _note(text: str) -> str:
+    return f"<p class='note'>{escape(text)}</p>"
+
+
+def _figure(name: str) -> str:
+    return f"<div id='{name}'></div>"

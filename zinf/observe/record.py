@@ -1,0 +1,184 @@
+"""What a run is, kept in its folder: config, versions and what was planned.
+
+`zinf train` writes it as `run.json` when a run begins, beside the metrics and the trace
+of the first steps; `zinf report` draws the three.
+"""
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from zinf.config import Config, notices
+from zinf.distributed import flat
+from zinf.plan import Plan
+from zinf.program import Tier
+
+RUN, METRICS, TRACE = "run.json", "metrics.jsonl", "trace.json"
+PACKAGES = (
+    "zinf",
+    "jax",
+    "jaxlib",
+    "optax",
+    "flax",
+    "numpy",
+    "numba",
+    "orbax-checkpoint",
+    "tensorstore",
+    "grain",
+)
+
+
+class Held(BaseModel):
+    """Bytes of one tier: at rest between steps, at most in a step, and allowed."""
+
+    model_config = ConfigDict(frozen=True)
+
+    rest: int
+    peak: int
+    budget: int
+
+
+class RunRecord(BaseModel):
+    """Attributes:
+    title: the config file and the size of what it trains, in one line.
+    begun: when, in ISO 8601 with the zone; None of a plan that is not run.
+    after_step: steps that were taken before, of a run that goes on.
+    num_tokens, num_steps: tokens of a step, and steps in all.
+    config: every key of the config, also those that have their default.
+    given: dotted keys that the file or the command line has.
+    notices: what a user should know of the config, a sentence each.
+    resolved: what automatic settings became, by name.
+    held: bytes by tier, as planned.
+    planned_seconds: of a step.
+    has_measured_rates: the config names a file of measured rates.
+    metrics, trace: absolute paths of the other two files.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    version: Literal[1] = 1
+    title: str
+    begun: str | None
+    after_step: int = Field(ge=0)
+    num_tokens: int
+    num_steps: int
+    config: dict[str, Any]
+    given: list[str]
+    notices: list[str]
+    resolved: dict[str, str]
+    held: dict[Tier, Held]
+    planned_seconds: float
+    has_measured_rates: bool
+    versions: dict[str, str]
+    machine: dict[str, str]
+    metrics: Path | None = None
+    trace: Path | None = None
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        plan: Plan,
+        *,
+        title: str,
+        num_tokens: int,
+        devices: str,
+        begun: str | None = None,
+        after_step: int = 0,
+        metrics: Path | None = None,
+        trace: Path | None = None,
+    ) -> Self:
+        """The record of a config and its plan, made now by these versions.
+
+        Args:
+            devices: which and how many, such as "1 of cpu".
+        """
+        return cls(
+            title=title,
+            begun=begun,
+            after_step=after_step,
+            num_tokens=num_tokens,
+            num_steps=config.run.steps,
+            config=config.model_dump(mode="json"),
+            given=list(flat(config.model_dump(mode="json", exclude_unset=True))),
+            notices=list(notices(config)),
+            resolved=_resolved(config, plan, devices),
+            held={
+                tier: Held(
+                    rest=plan.home_bytes[tier],
+                    peak=plan.peak_bytes[tier],
+                    budget=plan.capacity_bytes[tier],
+                )
+                for tier in Tier
+            },
+            planned_seconds=plan.timeline.seconds,
+            has_measured_rates=config.rates is not None,
+            versions=_versions(),
+            machine=_machine(),
+            metrics=metrics and metrics.absolute(),
+            trace=trace and trace.absolute(),
+        )
+
+    def save(self, folder: Path) -> None:
+        """Writes `run.json` into the folder of the run, in place of one of before.
+
+        Raises:
+            OSError: it cannot be written; what was there stays.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        fresh = folder / f"{RUN}.new"
+        fresh.write_text(self.model_dump_json(indent=2) + "\n")
+        fresh.replace(folder / RUN)
+
+
+def read_record(folder: Path) -> RunRecord:
+    """The record in the folder of a run.
+
+    Raises:
+        FileNotFoundError: the folder is not one that `zinf train` wrote.
+        ValueError: the file is damaged, or of a later version.
+    """
+    path = folder / RUN
+    try:
+        return RunRecord.model_validate_json(path.read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(
+            f"{folder} has no {RUN}, which zinf train writes into the folder "
+            "run.output of its config. Name that folder, or train again with this "
+            "version."
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def _resolved(config: Config, plan: Plan, devices: str) -> dict[str, str]:
+    samples = config.batch_size
+    return {
+        "execution": "one executable" if plan.is_fused else "streamed by segments",
+        "instructions of a step": f"{len(plan.instructions):,}",
+        "dtype of computing": config.compute_dtype,
+        "samples of a step": "as the batch has" if samples is None else f"{samples:,}",
+        "microbatches of a step": f"{config.num_microbatches:,}",
+        "devices": devices,
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed as a package"
+    return found
+
+
+def _machine() -> dict[str, str]:
+    return {
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+        "processors": str(os.cpu_count()),
+    }
