@@ -53,6 +53,7 @@ LATE: dict[str, tuple[str, ...]] = {
         "zinf.interchange",
     ),
     "zinf.cli.report": ("zinf.memory",),
+    "zinf.data.extract": ("pyarrow",),
     "zinf.cli.errors": ("zinf.executor", "zinf.memory", "zinf.plan"),
 }
 DUMPING_GROUNDS = {"utils", "util", "common", "helpers", "misc"}

@@ -108,6 +108,39 @@ def test_training_ends_by_saying_what_it_did(run, file, tmp_path):
     assert result.stderr == ""
 
 
+def test_a_mixed_folder_trains_and_what_is_skipped_is_said(run, config, tmp_path):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    letters = (tmp_path / "text.txt").read_text()
+    (folder / "a.txt").write_text(letters)
+    (folder / "b.jsonl").write_text(json.dumps({"body": letters}) + "\n")
+    (folder / "c.png").write_bytes(b"\x89PNG\0\0")
+    # No sequence length either: the model takes fewer than the usual 256 tokens.
+    config["data"] = {"paths": str(folder), "field": "body"}
+    result = run("train", write(tmp_path / "mixed.yaml", config), "--steps", 1)
+    assert result.exit_code == 0, result.output
+    for words in (
+        "data: 2 files (1 of text, 1 of JSON lines)",
+        "data: 1 skipped, binary, no text: c.png",
+        f"is written to {tmp_path / 'out' / 'data'}",
+        "64 tokens a step",
+        "step 1/1",
+    ):
+        assert words in result.stdout
+    assert result.stdout.count("data: 2 files") == 1
+
+
+def test_tokens_that_the_model_lacks_end_the_run(run, config, tmp_path):
+    np.full(4000, 300, np.uint16).tofile(tmp_path / "train.bin")
+    config["data"] = {"paths": str(tmp_path / "train.bin")}
+    file = write(tmp_path / "tokens.yaml", config)
+    result = run("train", file, "--steps", 1)
+    assert result.exit_code == 2
+    assert "error: The data has the token 300" in result.stderr
+    result = run("train", file, "--steps", 1, "--set", "model.vocab_size=301")
+    assert result.exit_code == 0, result.output
+
+
 def test_a_traced_run_is_drawn(run, file, tmp_path):
     trace, output = tmp_path / "trace.json", tmp_path / "second.svg"
     result = run("train", file, "--trace", trace, "--trace-steps", 2)

@@ -1,5 +1,6 @@
 """What `zinf train` and `zinf plan` train: model, data and optimizer of a config."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from jax.sharding import Mesh
 
 from zinf.config import Config, notices
 from zinf.data import text_dataset
-from zinf.data.text import Split, text_hash
+from zinf.data.text import Split, read_tokens, tokens_hash
 from zinf.distributed import AbstractGroup, Alone
 from zinf.models import GPTConfig, init_and_loss, num_parameters
 from zinf.optim.factory import build_optimizer
@@ -25,7 +26,7 @@ def problem(
     model = _model(config)
     init, loss = init_and_loss(model, seed=config.run.seed)
     rows = batch_size(config) // group.count
-    shape = (rows, config.data.sequence_length + 1)
+    shape = (rows, config.sequence_length + 1)
     named = {
         "rng": jax.random.key(config.run.seed) if model.dropout else None,
         "batch": {"tokens": jax.ShapeDtypeStruct(shape, np.int32)},
@@ -34,25 +35,41 @@ def problem(
 
 
 def dataset(
-    config: Config, split: Split, group: AbstractGroup = ALONE
+    config: Config,
+    split: Split,
+    group: AbstractGroup = ALONE,
+    *,
+    say: Callable[[str], None] = lambda text: None,
 ) -> grain.IterDataset:
-    """The batches of this process that a config asks for."""
+    """The batches of this process that a config asks for.
+
+    Args:
+        say: told which files are read, and which are skipped.
+    """
     data = config.data
     # A folder that is named stdlib is not the standard library: hence absolute paths.
     paths = data.paths
     names = [paths] if isinstance(paths, str) else [str(p.absolute()) for p in paths]
+    files: dict[str, Any] = {
+        "glob": data.glob,
+        "field": data.field,
+        "bin_dtype": data.bin_dtype,
+        "cache": data.cache or config.run.output / "data",
+    }
     if group.count > 1:
-        group.agree({"text of the files": text_hash(names, glob=data.glob)})
+        group.agree({"data of the files": tokens_hash(read_tokens(names, **files))})
     return text_dataset(
         names,
-        glob=data.glob,
-        sequence_length=data.sequence_length,
+        **files,
+        sequence_length=config.sequence_length,
         batch_size=batch_size(config),
         seed=data.seed,
         split=split,
         validation_fraction=data.validation_fraction,
+        vocab_size=_model(config).vocab_size,
         process=(group.index, group.count),
         num_microbatches=config.num_microbatches,
+        say=say,
     )
 
 
@@ -91,7 +108,7 @@ def title(path: Path, config: Config) -> str:
 
 def num_tokens(config: Config) -> int:
     """Tokens that a step trains on."""
-    return batch_size(config) * config.data.sequence_length
+    return batch_size(config) * config.sequence_length
 
 
 def devices(mesh: Mesh) -> str:

@@ -37,11 +37,11 @@ def train_config(
         group.agree(_alike(config))
     # Orbax logs a traceback of every error, which it then raises all the same.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
-    data = dataset(config, "train", group)
+    say = _say if group.is_first else _say_nothing
+    data = dataset(config, "train", group, say=say)
     evaluates = config.run.evaluate_every is not None
     evaluation_data = dataset(config, "validation", group) if evaluates else None
     arguments, named = problem(config, group)
-    say = _say if group.is_first else _say_nothing
     say(heading(path, config))
     with closing(initialize(*arguments, **named, mesh=mesh, group=group)) as engine:
         say(f"{engine.plan.summary()}\n")

@@ -21,7 +21,15 @@ from zinf.config.rules import (
     training_violations,
 )
 from zinf.config.scalar import Flag, Folder, Text
-from zinf.config.schema import Data, Memory, MeshAxes, Model, Run, Segment
+from zinf.config.schema import (
+    SEQUENCE_LENGTH,
+    Data,
+    Memory,
+    MeshAxes,
+    Model,
+    Run,
+    Segment,
+)
 from zinf.config.section import Violation
 from zinf.config.size import Threshold
 from zinf.config.stand_in import with_stand_in
@@ -291,6 +299,14 @@ class Config(DeepSpeedKeys):
         if self._persistent_elements is not None:
             return f"zero_optimization.{PERSISTENT_ELEMENTS}"
         return "persistence_threshold"
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens that a sample of `zinf train` predicts."""
+        if self.data.sequence_length is not None:
+            return self.data.sequence_length
+        longest = SEQUENCE_LENGTH if self.model is None else self.model.max_length
+        return min(SEQUENCE_LENGTH, longest)
 
     @property
     def log_every(self) -> int:

@@ -102,10 +102,17 @@ def override(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]
         if not equals or not all(path):
             raise ValueError(f"override {text!r} must be of the form a.b=value")
         try:
-            _set(result, path, yaml.load(value, _Loader))
+            _set(result, path, _value(value))
         except (yaml.YAMLError, TypeError) as error:
             raise ValueError(f"override {text!r}: {error}") from error
     return result
+
+
+def _value(text: str) -> Any:
+    """A value as YAML; what cannot begin a YAML value, such as `*.txt`, is a text."""
+    if text.strip()[:1] in tuple("*&!%@`"):
+        return text.strip()
+    return yaml.load(text, _Loader)
 
 
 def _set(raw: dict[str, Any], path: Sequence[str], value: Any) -> None:

@@ -6,6 +6,7 @@ from zinf.config.optimizer import Optimizer
 from zinf.config.scheduler import DecayParams, OneCycleParams, Scheduler
 from zinf.config.schema import (
     BYTE_VALUES,
+    STDLIB,
     Data,
     Memory,
     MeshAxes,
@@ -100,10 +101,15 @@ def model_violations(model: Model | None, data: Data) -> Iterator[Violation]:
     """Data that the model cannot take."""
     if model is None:
         return
-    if data.sequence_length > model.max_length:
+    if data.sequence_length is not None and data.sequence_length > model.max_length:
         text = f"{data.sequence_length} tokens are more than model.max_length"
         path = ("data", "sequence_length")
         yield path, f"{text}, which is {model.max_length}. Lower it, or raise that."
-    if model.vocab_size < BYTE_VALUES:
+    # Of token arrays each batch is checked when it is read.
+    paths = () if data.paths == STDLIB else data.paths
+    may_be_tokens = any(
+        path.suffix.lower() in (".npy", ".bin") or path.is_dir() for path in paths
+    )
+    if model.vocab_size < BYTE_VALUES and not may_be_tokens:
         text = f"text is read as bytes, which have {BYTE_VALUES} values, not"
         yield ("model", "vocab_size"), f"{text} {model.vocab_size}."

@@ -13,6 +13,7 @@ from zinf.config.size import Size
 from zinf.config.status import Auto
 
 STDLIB = "stdlib"
+SEQUENCE_LENGTH = 256
 BYTE_VALUES = 256
 
 
@@ -149,7 +150,9 @@ def _paths(value: object) -> object:
     allowed = f"must be a list of files and folders, or {STDLIB!r}"
     if isinstance(value, str):
         hint = did_you_mean(value, [STDLIB])
-        raise ValueError(f"{allowed}.{hint} Write [{value}] for one path.")
+        if hint:
+            raise ValueError(f"{allowed}.{hint} Write ./{value} for a folder.")
+        value = [value] if value else []
     if not isinstance(value, list | tuple) or not value:
         raise ValueError(allowed)
     if not all(isinstance(path, str | Path) and str(path) for path in value):
@@ -158,24 +161,33 @@ def _paths(value: object) -> object:
 
 
 class Data(Section):
-    """The text that `zinf train` trains on, as bytes."""
+    """The files that `zinf train` trains on: text, as bytes, or tokens."""
 
     name: Literal["text"] = "text"
-    """Files read as bytes."""
+    """Files of text, JSON lines, parquet or tokens (.npy, .bin)."""
 
     paths: Annotated[Literal["stdlib"] | tuple[Path, ...], BeforeValidator(_paths)] = (
         "stdlib"
     )
     """Files and folders; stdlib: the source of Python's standard library."""
 
-    glob: Text = "*.py"
-    """Pattern of the file names that are read in folders, at any depth."""
+    glob: Text | None = None
+    """Pattern of the file names that are read in folders, at any depth; null: all."""
 
-    sequence_length: Count = 256
-    """Tokens per sample."""
+    field: Text = "text"
+    """Name of the text in JSON lines and parquet."""
+
+    bin_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
+    """Dtype of the tokens in .bin files; nanoGPT writes uint16."""
+
+    cache: Folder | None = None
+    """Where the text of JSON lines and parquet is put once; null: run.output/data."""
+
+    sequence_length: Count | None = None
+    """Tokens per sample; null: 256, or model.max_length if that is less."""
 
     validation_fraction: Fraction = 0.05
-    """Share of the text that is only evaluated on."""
+    """Share of the data that is only evaluated on."""
 
     seed: Whole = 0
     """Seed of the order of samples."""

@@ -1,5 +1,9 @@
-"""Data for the shipped configs: text that every machine has."""
+"""Data for the shipped configs: text and tokens in files."""
 
+from zinf.data.files import Found as Found
+from zinf.data.files import Kind as Kind
+from zinf.data.files import find_files as find_files
 from zinf.data.share import Share as Share
-from zinf.data.text import find_files as find_files
+from zinf.data.text import read_tokens as read_tokens
 from zinf.data.text import text_dataset as text_dataset
+from zinf.data.tokens import Tokens as Tokens

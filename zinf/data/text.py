@@ -1,11 +1,11 @@
-"""Byte-level language modelling over text files: every byte is a token below 256.
+"""Language modelling over files: bytes of text, or tokens that others have made.
 
-Real text that every machine has is the source of Python's own standard library, so a
-model can be trained on something with structure and nothing downloaded.
+Every byte of text is a token below 256. Real text that every machine has is the source
+of Python's own standard library, so a model can be trained on something with structure
+and nothing downloaded.
 """
 
-import sysconfig
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Literal
@@ -13,79 +13,68 @@ from typing import Literal
 import grain
 import numpy as np
 
+from zinf.data.extract import extracted
+from zinf.data.files import Kind, find_files
 from zinf.data.share import Share
+from zinf.data.tokens import Tokens, array_part, text_part
 
 Split = Literal["train", "validation"]
 
-STDLIB = "stdlib"
-# Installed packages differ between machines; tests hold tables and broken encodings.
-NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests"})
-SEPARATOR = 0  # the byte after each file; text has no other use for it
-MAX_BYTES = 64 * 2**20
+# Tokens by which two processes see that they read the same data.
+COMPARED_WINDOWS, COMPARED_TOKENS = 64, 4096
 
 
-def find_files(paths: Sequence[str], glob: str) -> list[Path]:
-    """The files that `paths` stand for, in an order that is the same on every run.
+def read_tokens(
+    paths: Sequence[str],
+    *,
+    glob: str | None = None,
+    field: str = "text",
+    bin_dtype: str = "uint16",
+    cache: Path | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Tokens:
+    """The tokens of all files, which stay on the drive.
 
     Args:
-        paths: Each a file, taken whatever its name; a folder, searched to any depth;
-            or "stdlib", Python's standard library without installed packages or tests
-            (a folder of that name is "./stdlib").
-        glob: Names to take from folders, such as "*.py".
+        paths: See `find_files`; with `glob`.
+        field: Name of the text in JSON lines and parquet.
+        bin_dtype: Of the tokens in `.bin` files.
+        cache: Folder for the text of JSON lines and parquet; see `extracted`.
+        say: Told what is read, and what is skipped.
 
     Raises:
-        FileNotFoundError: A path does not exist.
-        ValueError: Nothing in a folder matches, or no paths were given.
+        FileNotFoundError, ValueError: See `find_files`, `extracted`, `array_part`.
     """
-    if not paths:
-        raise ValueError(
-            f"No paths to read text from. Name files, folders or {STDLIB!r}."
-        )
-    found = [file for path in paths for file in _files_of(path, glob)]
-    return list(dict.fromkeys(found))  # a file named twice is read once
+    found = find_files(paths, glob)
+    say(found.summary())
+    parts = []
+    for path, kind in found.files:
+        if kind is Kind.TOKENS:
+            parts.append(array_part(path, dtype=bin_dtype))
+        elif kind is Kind.TEXT:
+            parts.append(text_part(path))
+        elif cache is None:
+            raise ValueError(
+                f"The text of {path} is taken out of it once. Say where it may be "
+                "written: `cache`, a folder."
+            )
+        else:
+            path = extracted(path, kind, field=field, cache=cache, say=say)
+            parts.append(text_part(path))
+    return Tokens(parts)
 
 
-def _files_of(path: str, glob: str) -> list[Path]:
-    is_stdlib = path == STDLIB
-    root = Path(sysconfig.get_paths()["stdlib"] if is_stdlib else path).expanduser()
-    if root.is_file():
-        return [root]
-    if not root.is_dir():
-        raise FileNotFoundError(
-            f"There is no file or folder {str(root)!r} to read text from (relative "
-            f"paths start at {str(Path.cwd())!r})."
-        )
-    files = [file for file in sorted(root.rglob(glob)) if file.is_file()]
-    if is_stdlib:
-        files = [f for f in files if NOT_STDLIB.isdisjoint(f.relative_to(root).parts)]
-    if not files:
-        raise ValueError(
-            f"No file in folder {str(root)!r} matches {glob!r}. Name another folder "
-            f"or another glob ('*' takes every file)."
-        )
-    return files
+def tokens_hash(tokens: Tokens) -> str:
+    """Equal for equal tokens, and almost surely not for others.
 
-
-def read_bytes(files: Sequence[Path], *, max_bytes: int = MAX_BYTES) -> np.ndarray:
-    """The files one after another, each closed by a zero byte: uint8 (num_bytes,).
-
-    Stops at `max_bytes` of host memory, within a file if need be.
+    Of long data a part is read: its length and 64 windows all over it.
     """
-    text = bytearray()
-    for file in files:
-        room_bytes = max_bytes - len(text)
-        if room_bytes <= 0:
-            break
-        with file.open("rb") as stream:
-            text += stream.read(room_bytes)
-        text.append(SEPARATOR)
-    return np.frombuffer(text, np.uint8)[:max_bytes]
-
-
-def text_hash(paths: Sequence[str], *, glob: str, max_bytes: int = MAX_BYTES) -> str:
-    """The same where `text_dataset` reads the same text."""
-    text = read_bytes(find_files(paths, glob), max_bytes=max_bytes)
-    return sha256(text.tobytes()).hexdigest()[:12]
+    total = sha256(str(len(tokens)).encode())
+    last = max(0, len(tokens) - COMPARED_TOKENS)
+    for start in np.linspace(0, last, COMPARED_WINDOWS, dtype=np.int64).tolist():
+        stop = min(start + COMPARED_TOKENS, len(tokens))
+        total.update(tokens.read(start, stop).tobytes())
+    return total.hexdigest()[:12]
 
 
 class TokenWindows(grain.sources.RandomAccessDataSource):
@@ -94,59 +83,90 @@ class TokenWindows(grain.sources.RandomAccessDataSource):
     Neighbours share one token: the last that one window predicts is the first that the
     next one reads. So each token but the first is predicted once per epoch; the rest
     that fills no window is left out.
+
+    Args:
+        first, last: The windows are of these tokens: `first` up to `last`.
+        vocab_size: Tokens that the model has; a larger one is an error.
     """
 
-    def __init__(self, tokens: np.ndarray, *, sequence_length: int):
+    def __init__(
+        self,
+        tokens: Tokens,
+        *,
+        sequence_length: int,
+        first: int = 0,
+        last: int | None = None,
+        vocab_size: int | None = None,
+    ):
         self._tokens = tokens
         self._sequence_length = sequence_length
+        self._first = first
+        self._count = (len(tokens) if last is None else last) - first
+        self._vocab_size = vocab_size
 
     def __len__(self) -> int:
-        return max(0, len(self._tokens) - 1) // self._sequence_length
+        return max(0, self._count - 1) // self._sequence_length
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """{"tokens": int32 (sequence_length + 1,)}."""
-        start = index * self._sequence_length
-        window = self._tokens[start : start + self._sequence_length + 1]
-        return {"tokens": window.astype(np.int32)}
+        start = self._first + index * self._sequence_length
+        window = self._tokens.read(start, start + self._sequence_length + 1)
+        if self._vocab_size is not None:
+            # An embedding would take its last row for a larger token, silently.
+            low, high = int(window.min()), int(window.max())
+            if low < 0 or high >= self._vocab_size:
+                raise ValueError(
+                    f"The data has the token {low if low < 0 else high}, near token "
+                    f"{start:,}, but model.vocab_size is {self._vocab_size}. Set it to "
+                    "that of the tokenizer; or data.bin_dtype is not the dtype that a "
+                    ".bin file was written with."
+                )
+        return {"tokens": window}
 
 
 def text_dataset(
     paths: Sequence[str],
     *,
-    glob: str,
+    glob: str | None = None,
+    field: str = "text",
+    bin_dtype: str = "uint16",
+    cache: Path | None = None,
     sequence_length: int,
     batch_size: int,
     seed: int,
     split: Split,
     validation_fraction: float,
+    vocab_size: int | None = None,
     num_epochs: int | None = None,
-    max_bytes: int = MAX_BYTES,
     process: tuple[int, int] = (0, 1),
     num_microbatches: int = 1,
+    say: Callable[[str], None] = lambda text: None,
 ) -> grain.IterDataset:
-    """Shuffled batches {"tokens": int32 (rows, sequence_length + 1)} of text.
+    """Shuffled batches {"tokens": int32 (rows, sequence_length + 1)} of files.
 
-    Reads in the calling process and thread: the text is in memory, and cutting a window
-    out of it is cheaper than handing it over. The iterator's `get_state()` is JSON, and
+    Reads in the calling process and thread, each window from the drive when it is
+    needed, so data may be larger than memory. The iterator's `get_state()` is JSON, and
     after `set_state()` of it the same batches follow while the files are the same.
 
     Args:
         paths: See `find_files`; with `glob`.
+        field, bin_dtype, cache: See `read_tokens`.
         sequence_length: Tokens that a window predicts.
         batch_size: Windows per optimizer step, over all microbatches and devices.
         seed: Of the shuffling, which differs from epoch to epoch.
-        split: "validation" is the last `validation_fraction` of the text, "train" what
-            comes before it. They share no byte.
+        split: "validation" is the last `validation_fraction` of the tokens, "train"
+            what comes before it. They share no token.
+        vocab_size: Tokens that the model has; a larger one in the data is an error.
         num_epochs: Passes over the split; `None` goes on for ever. Windows that fill no
             batch at the end are left out.
-        max_bytes: Most text to read, in bytes of host memory.
         process: (index, count) of several processes, which read equal files: this one
             gets its rows, `batch_size / count`, of every batch (see `Share`).
         num_microbatches: `gradient_accumulation_steps`, by which several processes
             divide a batch.
+        say: Told what is read, and what is skipped.
 
     Raises:
-        FileNotFoundError, ValueError: See `find_files`; or the split has too little
+        FileNotFoundError, ValueError: See `read_tokens`; or the split has too little
             text for one batch, or a batch does not divide (see `Share`).
     """
     if split not in ("train", "validation"):
@@ -155,15 +175,23 @@ def text_dataset(
         raise ValueError(
             f"validation_fraction is {validation_fraction}; it must be in [0, 1)."
         )
-    tokens = read_bytes(find_files(paths, glob), max_bytes=max_bytes)
+    tokens = read_tokens(
+        paths, glob=glob, field=field, bin_dtype=bin_dtype, cache=cache, say=say
+    )
     cut = len(tokens) - round(len(tokens) * validation_fraction)
-    tokens = tokens[:cut] if split == "train" else tokens[cut:]
-    windows = TokenWindows(tokens, sequence_length=sequence_length)
+    first, last = (0, cut) if split == "train" else (cut, len(tokens))
+    windows = TokenWindows(
+        tokens,
+        sequence_length=sequence_length,
+        first=first,
+        last=last,
+        vocab_size=vocab_size,
+    )
     if len(windows) < batch_size:
         raise ValueError(
-            f"The {split} split has {len(tokens):,} bytes, which is {len(windows)} "
-            f"windows of sequence_length {sequence_length}, but batch_size is "
-            f"{batch_size}. Give more text, or lower sequence_length or batch_size"
+            f"The {split} split has {last - first:,} tokens, which is {len(windows)} "
+            f"windows of data.sequence_length {sequence_length}, but train_batch_size "
+            f"is {batch_size}. Give more text, or lower sequence_length or batch size"
             f"{' or raise validation_fraction' if split == 'validation' else ''}."
         )
     samples = grain.MapDataset.source(windows).shuffle(seed).repeat(num_epochs)

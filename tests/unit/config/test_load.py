@@ -181,3 +181,9 @@ def test_errors_of_a_file_name_the_file(tmp_path):
 def test_a_source_of_another_kind_is_refused(source):
     with pytest.raises(TypeError, match="mapping, a path or a Config"):
         Config.load(source)
+
+
+@pytest.mark.parametrize("pattern", ["*", "*.txt", "!old", "%x", "@x", "`x"])
+def test_an_override_that_cannot_be_yaml_is_a_text(pattern):
+    """A shell passes `--set data.glob='*'` without the quotes."""
+    assert Config.load({}, [f"data.glob={pattern}"]).data.glob == pattern

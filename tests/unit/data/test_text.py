@@ -1,7 +1,6 @@
 """Promises of `zinf.data.text`, on a few hundred bytes and on the standard library."""
 
 import json
-import sysconfig
 import threading
 from collections.abc import Iterator
 from itertools import islice
@@ -11,22 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zinf.data import find_files, text_dataset
-from zinf.data.text import TokenWindows, read_bytes
+from zinf.data import read_tokens, text_dataset
+from zinf.data.text import TokenWindows, tokens_hash
 from zinf.executor.batch import batch_spec, microbatches
 
 WINDOW = 4  # sequence_length of the datasets below
 NUMBERS = bytes(range(1, 201))  # each byte once: a token tells its place
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "inner").mkdir()
-    (tmp_path / "b.txt").write_bytes(b"bb")
-    (tmp_path / "a.txt").write_bytes(b"a")
-    (tmp_path / "inner" / "c.txt").write_bytes(b"ccc")
-    (tmp_path / "d.bin").write_bytes(b"dddd")
-    return tmp_path
 
 
 @pytest.fixture
@@ -51,53 +40,10 @@ def taken(iterator: Iterator[dict[str, np.ndarray]], count: int) -> list[Any]:
     return [batch["tokens"].tolist() for batch in islice(iterator, count)]
 
 
-def test_a_folder_is_searched_to_any_depth_in_a_fixed_order(folder: Path) -> None:
-    names = [file.name for file in find_files([str(folder)], "*.txt")]
-    assert names == ["a.txt", "b.txt", "c.txt"]
-
-
-def test_paths_keep_their_order_and_no_file_is_read_twice(folder: Path) -> None:
-    paths = [str(folder / "d.bin"), str(folder), str(folder / "a.txt")]
-    names = [file.name for file in find_files(paths, "*.txt")]
-    assert names == ["d.bin", "a.txt", "b.txt", "c.txt"]
-
-
-def test_stdlib_is_source_text_without_packages_or_tests() -> None:
-    files = find_files(["stdlib"], "*.py")
-    assert {"argparse.py", "typing.py"} < {file.name for file in files}
-    root = Path(sysconfig.get_paths()["stdlib"])
-    parts = {part for file in files for part in file.relative_to(root).parts}
-    assert not parts & {"site-packages", "test"}
-    # Enough for the quickstart: on 3.11 to 3.13 it is about 12 MB.
-    assert len(read_bytes(files)) > 5e6
-
-
-def test_a_missing_path_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no file or folder '.*/absent'"):
-        find_files([str(tmp_path / "absent")], "*")
-
-
-def test_a_glob_without_matches_is_refused_with_its_folder(folder: Path) -> None:
-    with pytest.raises(ValueError, match=rf"'{folder}' matches '\*\.rst'"):
-        find_files([str(folder)], "*.rst")
-    with pytest.raises(ValueError, match="No paths"):
-        find_files([], "*")
-
-
-def test_files_are_joined_with_a_zero_byte_after_each(folder: Path) -> None:
-    files = find_files([str(folder)], "*.txt")
-    assert read_bytes(files).tobytes() == b"a\0bb\0ccc\0"
-
-
-@pytest.mark.parametrize("max_bytes", [1, 2, 4, 9, 100])
-def test_no_more_than_max_bytes_are_read(folder: Path, max_bytes: int) -> None:
-    text = read_bytes(find_files([str(folder)], "*.txt"), max_bytes=max_bytes)
-    assert text.tobytes() == b"a\0bb\0ccc\0"[:max_bytes]
-
-
 @pytest.mark.parametrize("num_tokens", [0, 1, WINDOW, WINDOW + 1, 3 * WINDOW + 2])
-def test_windows_predict_each_token_once(num_tokens: int) -> None:
-    tokens = np.arange(num_tokens, dtype=np.uint8)
+def test_windows_predict_each_token_once(num_tokens: int, tmp_path: Path) -> None:
+    np.save(tmp_path / "t.npy", np.arange(num_tokens, dtype=np.uint8))
+    tokens = read_tokens([str(tmp_path / "t.npy")])
     windows = TokenWindows(tokens, sequence_length=WINDOW)
     # The first token is only read, and the rest fills whole windows.
     assert len(windows) == max(0, num_tokens - 1) // WINDOW
@@ -179,9 +125,9 @@ def test_no_thread_or_process_is_started(numbers: list[str]) -> None:
 def test_too_little_text_for_a_batch_is_refused_with_the_sizes(
     numbers: list[str],
 ) -> None:
-    with pytest.raises(ValueError, match="201 bytes, which is 50 windows .* is 51"):
+    with pytest.raises(ValueError, match="201 tokens, which is 50 windows .* is 51"):
         batches(numbers, batch_size=51)
-    with pytest.raises(ValueError, match="validation split has 0 bytes.*raise valid"):
+    with pytest.raises(ValueError, match="validation split has 0 tokens.*raise valid"):
         batches(numbers, split="validation")
 
 
@@ -249,3 +195,36 @@ def test_a_batch_that_does_not_divide_is_refused(
     found = f"4 samples .* {num_microbatches} micro.* {count} proc.*multiple of "
     with pytest.raises(ValueError, match=f"{found}{count * num_microbatches}"):
         batches(numbers, process=(0, count), num_microbatches=num_microbatches)
+
+
+def test_a_token_that_the_model_lacks_is_refused(tmp_path: Path) -> None:
+    np.array([1, 2, 3, 700, 5, 6], np.uint16).tofile(tmp_path / "t.bin")
+    paths = [str(tmp_path / "t.bin")]
+    named = {"batch_size": 1, "sequence_length": 5, "num_epochs": 1}
+    (batch,) = batches(paths, vocab_size=701, **named)
+    assert batch["tokens"].tolist() == [[1, 2, 3, 700, 5, 6]]
+    with pytest.raises(ValueError, match="token 700, .* model.vocab_size is 700"):
+        list(batches(paths, vocab_size=700, **named))
+
+
+def test_equal_data_has_equal_hashes_wherever_it_is(tmp_path: Path) -> None:
+    long = np.random.default_rng(0).integers(0, 99, 300_000).astype(np.uint8)
+    hashes = []
+    for name, change in (("a", None), ("b", None), ("c", 0), ("d", 299_999)):
+        text = long.copy()
+        if change is not None:
+            text[change] += 1
+        (tmp_path / name).write_bytes(text.tobytes())
+        hashes.append(tokens_hash(read_tokens([str(tmp_path / name)])))
+    assert hashes[0] == hashes[1]
+    assert len({*hashes[1:]}) == 3
+
+
+def test_data_is_not_read_into_memory(tmp_path: Path) -> None:
+    """A sparse file of 1 TB, larger than any memory here, trains and resumes."""
+    path = tmp_path / "tokens.bin"
+    with path.open("wb") as stream:
+        stream.truncate(10**12)
+    iterator = batches([str(path)], sequence_length=1024)
+    assert next(iterator)["tokens"].shape == (4, 1025)
+    assert iterator.get_state() == {"next_index": 4}

@@ -1,0 +1,118 @@
+"""Text out of JSON lines and parquet, written once to a file of its own.
+
+Neither format gives a piece from the middle without reading what surrounds it. So the
+text is taken out once, a little at a time, and read at random from then on.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from zinf.data.files import Kind
+from zinf.data.tokens import SEPARATOR
+
+# Rows of parquet in memory at a time.
+BATCH_ROWS = 1024
+
+
+def extracted(
+    path: Path,
+    kind: Kind,
+    *,
+    field: str,
+    cache: Path,
+    say: Callable[[str], None] = lambda text: None,
+) -> Path:
+    """A file with the text of all rows of `path`, each closed by a zero byte.
+
+    It is in the folder `cache`, and is made anew when `path` changes.
+
+    Args:
+        field: the name of the text in each row.
+        say: told when the file is made.
+
+    Raises:
+        ValueError: A row is damaged, or has no text of that name.
+        OSError: The file cannot be written.
+    """
+    about = path.stat()
+    state = [str(path.absolute()), about.st_size, about.st_mtime_ns, field]
+    digest = hashlib.sha256(json.dumps(state).encode()).hexdigest()[:16]
+    result = cache / f"{path.stem}-{digest}.text"
+    if result.exists():
+        return result
+    cache.mkdir(parents=True, exist_ok=True)
+    say(f"data: the text of {path} is written to {result}, once")
+    # Several processes of a host may do the same: each in a file of its own.
+    partial = result.with_suffix(f".{os.getpid()}.partial")
+    rows = _json_rows(path, field) if kind is Kind.JSON_LINES else _rows(path, field)
+    try:
+        with partial.open("wb") as stream:
+            for text in rows:
+                stream.write(text.encode("utf-8", "surrogatepass"))
+                stream.write(bytes([SEPARATOR]))
+        partial.replace(result)
+    finally:
+        partial.unlink(missing_ok=True)
+    return result
+
+
+def _json_rows(path: Path, field: str) -> Iterator[str]:
+    with path.open("rb") as stream:
+        for number, line in enumerate(stream, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: no JSON: {error}") from None
+            yield _text(row, field, f"{path}, line {number}")
+
+
+def _text(row: Any, field: str, where: str) -> str:
+    text = row.get(field) if isinstance(row, dict) else row
+    if isinstance(text, str):
+        return text
+    if isinstance(row, dict):
+        names = ", ".join(repr(k) for k, v in row.items() if isinstance(v, str))
+        found = f"It has text in {names or 'no field'}. Name that in data.field."
+    else:
+        found = "A line must be a text, or an object with a text in it."
+    raise ValueError(f"{where}: there is no text in {field!r}. {found}")
+
+
+def _rows(path: Path, field: str) -> Iterator[str]:
+    try:
+        import pyarrow as pa
+        from pyarrow import parquet
+    except ImportError:
+        raise ValueError(
+            f"To read {path}, install pyarrow: pip install 'zinf[parquet]'."
+        ) from None
+    try:
+        with parquet.ParquetFile(path) as file:
+            schema = file.schema_arrow
+            texts = [
+                column.name
+                for column in schema
+                if pa.types.is_string(column.type)
+                or pa.types.is_large_string(column.type)
+            ]
+            if field not in texts:
+                raise ValueError(
+                    f"{path} has no column {field!r} of text, only "
+                    f"{', '.join(map(repr, texts)) or 'other columns'}. Name a column "
+                    "of text in data.field."
+                )
+            number = 0
+            for batch in file.iter_batches(BATCH_ROWS, columns=[field]):
+                for value in batch.column(0):
+                    number += 1
+                    if not value.is_valid:
+                        raise ValueError(f"{path}, row {number}: {field!r} is null.")
+                    yield value.as_py()
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{path} is no parquet file, or is damaged: {error}") from None

@@ -1,0 +1,104 @@
+"""Many files as one long sequence of tokens, of which any part is read on its own."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+
+SEPARATOR = 0  # the byte after each text; text has no other use for it
+
+
+@dataclass(frozen=True)
+class Part:
+    """The tokens of one file.
+
+    Attributes:
+        dtype: of each token in the file; bytes of text are uint8.
+        offset_bytes: where the first token is in the file.
+        is_closed: whether one separator follows that is not in the file.
+    """
+
+    path: Path
+    num_tokens: int
+    dtype: np.dtype
+    offset_bytes: int = 0
+    is_closed: bool = False
+
+    def __len__(self) -> int:
+        return self.num_tokens + self.is_closed
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """int32 (stop - start,), read from the drive.
+
+        Raises:
+            OSError: The file cannot be read, or is shorter than it was.
+        """
+        end = min(stop, self.num_tokens)
+        size = self.dtype.itemsize
+        with self.path.open("rb", buffering=0) as stream:
+            stream.seek(self.offset_bytes + start * size)
+            content = stream.read((end - start) * size)
+        if len(content) != (end - start) * size:
+            raise OSError(
+                f"{self.path} had {self.num_tokens:,} tokens when the run started and "
+                f"now ends before token {end:,}. Leave data as it is during a run."
+            )
+        found = np.frombuffer(content, self.dtype).astype(np.int32)
+        return np.append(found, np.int32(SEPARATOR)) if stop > end else found
+
+
+class Tokens:
+    """The tokens of files one after another. Nothing is kept in memory."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = tuple(part for part in parts if len(part))
+        # Where each part ends.
+        self._ends = list(accumulate(map(len, self.parts)))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens `start` up to `stop`, int32 (stop - start,)."""
+        found = []
+        number = bisect_right(self._ends, start)
+        while start < stop:
+            part, end = self.parts[number], self._ends[number]
+            begin = end - len(part)
+            found.append(part.read(start - begin, min(stop, end) - begin))
+            start, number = end, number + 1
+        return np.concatenate(found) if found else np.zeros(0, np.int32)
+
+
+def text_part(path: Path) -> Part:
+    """The bytes of a file of text."""
+    return Part(path, path.stat().st_size, np.dtype(np.uint8), is_closed=True)
+
+
+def array_part(path: Path, *, dtype: str) -> Part:
+    """The tokens of a NumPy file, or of a raw array of `dtype` as nanoGPT writes it.
+
+    Raises:
+        ValueError: The file has something else than a whole number of integers.
+    """
+    if path.suffix.lower() == ".npy":
+        array = np.load(path, mmap_mode="r")
+        if array.dtype.kind not in "iu":
+            raise ValueError(
+                f"{path} has numbers of dtype {array.dtype}, and tokens are integers."
+            )
+        if not array.flags.c_contiguous:
+            raise ValueError(
+                f"{path} is stored by columns. Save np.ascontiguousarray of it."
+            )
+        return Part(path, array.size, array.dtype, array.offset)
+    raw, nbytes = np.dtype(dtype), path.stat().st_size
+    if nbytes % raw.itemsize:
+        raise ValueError(
+            f"{path} has {nbytes:,} bytes, which is no whole number of {dtype}. Set "
+            "data.bin_dtype to the dtype that it was written with."
+        )
+    return Part(path, nbytes // raw.itemsize, raw)
