@@ -231,6 +231,7 @@ class Engine:
             InfeasibleError: this shape does not fit beside what is placed already.
         """
         with self._turn.of("prepare"):
+            self.planner.check_batch(batch)
             return self._prepare(batch)
 
     def initialize_state(self) -> None:
@@ -251,6 +252,7 @@ class Engine:
     def _step(self, batch: Any) -> dict[str, Any]:
         start = perf_counter()
         self._condition.check()
+        self.planner.check_batch(batch)
         runner = self._prepare(batch)
         self.stores.reset_peaks()
         record = self.last_step = StepRecord()

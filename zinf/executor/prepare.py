@@ -138,9 +138,21 @@ class Planner:
 
     def batch_spec(self, batch: Any) -> Any:
         """Shapes and dtypes of a microbatch, of this process's part of a batch."""
-        shares = num_batch_shares(self.rule.mesh)
-        check_rows(batch, self.config, shares)
-        return batch_spec(batch, self.config.num_microbatches, shares)
+        return batch_spec(batch, self.config.num_microbatches, self.num_shares)
+
+    @cached_property
+    def num_shares(self) -> int:
+        """Into how many parts a batch is cut among processes."""
+        return num_batch_shares(self.rule.mesh)
+
+    def check_batch(self, batch: Any) -> None:
+        """Refuses this process's part of a batch of training of the wrong size.
+
+        Raises:
+            ValueError: the config says how many samples a step has, and these are not
+                as many. Batches of evaluation may have any number.
+        """
+        check_rows(batch, self.config, self.num_shares)
 
     @property
     def param_bytes(self) -> int:

@@ -1,6 +1,7 @@
 """Settings that are right and without effect are said, each in a sentence."""
 
 import logging
+from contextlib import closing
 
 import jax
 import jax.numpy as jnp
@@ -162,3 +163,15 @@ def test_a_batch_of_another_size_than_the_config_s_is_refused(sizes):
 
 def test_a_batch_of_the_config_s_size_is_taken():
     planned({"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2})
+
+
+def test_steps_keep_to_the_config_s_size_and_evaluation_need_not():
+    loss = lambda params, batch: jnp.mean((batch["x"] @ params) ** 2)  # noqa: E731
+    batch = {"x": jnp.ones((4, 2))}
+    rest = jnp.ones((2, 2)), optax.sgd(0.1), {"train_batch_size": 4}
+    with closing(zinf.initialize(loss, *rest, batch=batch)) as engine:
+        for train in (engine.step, engine.prepare):
+            with pytest.raises(ValueError, match="6 samples, but the config asks"):
+                train({"x": jnp.ones((6, 2))})
+        assert engine.evaluate({"x": jnp.ones((6, 2))}) == 4.0
+        assert engine.step(batch)["loss"] == 4.0
