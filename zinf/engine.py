@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
+from hashlib import sha256
 from os import PathLike
 from pathlib import Path
 from time import perf_counter
@@ -19,6 +20,7 @@ from zinf.executor.batch import signature
 from zinf.executor.condition import Condition
 from zinf.executor.decision import MIXED
 from zinf.executor.metrics import step_metrics
+from zinf.executor.named import GRADIENT, MASTER, check_path, read_named, writes_of
 from zinf.executor.pending_save import PendingSave
 from zinf.executor.prepare import Planner
 from zinf.executor.random_key import key_from_json, key_to_json, step_keys
@@ -88,7 +90,7 @@ class Engine:
 
     @property
     def residents(self) -> Residents:
-        """Every persistent array by name, with no update due.
+        """Every persistent array by `ArrayId`, with no update due.
 
         Writing a master here leaves its compute copy as it was; `set` writes both.
         """
@@ -162,6 +164,64 @@ class Engine:
         """The model state pytree as the last step left it (None if there is none)."""
         with self._turn.of("model_state"):
             return self._read_model_state()
+
+    def get(self, path: str, kind: str = MASTER) -> Any:
+        """A copy of one whole array on the host, such as `engine.get("layers/0/w")`.
+
+        Of several processes all have to call. What a step left to the next one is done
+        first, unless the gradient is asked for.
+
+        Args:
+            path: the key path of a leaf of the parameters, joined by "/"; of the model
+                state, "model_state/" and the key path.
+            kind: "master", in the precision that it is kept in; "compute", as the loss
+                reads it; a name of optax's state, such as "mu" or "nu"; or "gradient":
+                of the last step, before clipping, as long as its update is due. That
+                depends on the plan; `gradient_clipping` leaves most updates to the next
+                step of a plan that is streamed.
+
+        Returns:
+            an np.ndarray; of a leaf that is a random key, the key.
+
+        Raises:
+            ValueError: the leaf or kind is unknown, the gradient is not kept, or there
+                was no batch yet.
+        """
+        with self._turn.of("get"):
+            self._condition.check()
+            if kind == GRADIENT:
+                return self._gradient(path)
+            check_path(self.planner, path)
+            return read_named(self.planner, self._current_residents(), path, kind)
+
+    def set(self, path: str, value: Any, kind: str = MASTER) -> None:
+        """Replaces one whole array, on whatever tiers it rests.
+
+        Setting the master sets the compute copy as well. Updates that a step left to
+        the next one are done first. Of several processes all have to call, with one
+        value.
+
+        Args:
+            path: as for `get`.
+            value: of the shape of the array; it is cast to the array's dtype.
+            kind: "master", or a name of optax's state.
+
+        Raises:
+            ValueError: the leaf, kind, shape or sort of number does not fit, or there
+                was no batch yet. Nothing was set.
+        """
+        with self._turn.of("set"):
+            self._condition.check()
+            residents = self._current_residents()
+            writes = writes_of(self.planner, residents, path, value, kind)
+            for array, content in writes.items():
+                digest = sha256(np.ascontiguousarray(content).tobytes()).hexdigest()
+                self.planner.group.agree({f"engine.set, {array}": digest})
+            record = StepRecord()
+            with self._condition.updating(f"Setting {path!r}", record):
+                record.is_mixed = True
+                for array, content in writes.items():
+                    residents.write(array, content)
 
     def save(self, directory: str | PathLike) -> None:
         """Saves all state in a new folder; what is on nvme is linked, not copied."""
@@ -276,6 +336,20 @@ class Engine:
             raise KeyboardInterrupt
         return metrics
 
+    def _gradient(self, path: str) -> np.ndarray:
+        check_path(self.planner, path)
+        found = None
+        if self._current is not None:
+            found = self._current.gradient(self.planner, path)
+        if found is None:
+            raise ValueError(
+                f"The gradient of {path!r} is not kept: there was no step, or its "
+                "update has run, and no array is left for it. Return it from loss_fn "
+                "as an auxiliary output, or set gradient_clipping in a config that "
+                "streams, which leaves most updates to the next step."
+            )
+        return found
+
     def _warn_of_randomness(self) -> None:
         is_training_loss = self.planner.problem.evaluation_loss is None
         if self.rng is not None and is_training_loss and not self._has_warned:
@@ -293,7 +367,11 @@ class Engine:
                 self._current.flush(record)
 
     def _current_residents(self) -> Residents:
-        assert self.plan, "arrays have no place before there is a plan"
+        if self._current is None:
+            raise ValueError(
+                "Arrays have their places when the first batch is known, and none was "
+                "given yet. Pass batch= to zinf.initialize, or take a step first."
+            )
         self._flush()
         return self._residents
 

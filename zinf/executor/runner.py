@@ -4,7 +4,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from zinf.executor.outcome import Outcome
+from zinf.executor.prepare import Planner
 from zinf.executor.run import StepRecord
 from zinf.executor.scalars import Advance
 from zinf.plan import Plan
@@ -54,6 +57,13 @@ class AbstractRunner(ABC):
     @abstractmethod
     def drop_pending(self) -> None:
         """Forgets those updates: the state that they belong to is being replaced."""
+
+    def gradient(self, planner: Planner, path: str) -> np.ndarray | None:
+        """The gradient of a leaf in the last step, not scaled and before clipping.
+
+        None unless all of it waits for an update that the step left to the next one.
+        """
+        return None
 
     @abstractmethod
     def evaluate(self, batch: Any, keys: Sequence[Any]) -> float:

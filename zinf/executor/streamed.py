@@ -11,9 +11,10 @@ import numpy as np
 
 from zinf.executor.decision import MIXED, UNTOUCHED, NonFiniteError, Pending, decide
 from zinf.executor.joint import unit_parts
+from zinf.executor.named import read_gradient
 from zinf.executor.outcome import Outcome
 from zinf.executor.passes import Passes
-from zinf.executor.prepare import Evaluation, Streamed
+from zinf.executor.prepare import Evaluation, Planner, Streamed
 from zinf.executor.run import StepRecord, Work, run_plan
 from zinf.executor.runner import AbstractRunner
 from zinf.executor.scalars import Advance
@@ -43,6 +44,7 @@ class StreamedRunner(AbstractRunner):
         self.clipping, self.skips_overflow = clipping, skips_overflow
         self.before_update = before_update
         self.pending: Pending | None = None
+        self.pending_scale = 1.0  # what the gradients that are at rest are scaled by
         updates, units = streamed.updates, self.arranged.units
         updates.compile_in_place(units)
         self.parts = unit_parts(updates, units, self.plan.homes)
@@ -76,6 +78,7 @@ class StreamedRunner(AbstractRunner):
         decision = record.decision
         assert decision is not None
         if first is not None:
+            self.pending_scale = loss_scale
             self.pending = Pending(decision, advance.values(decision.loss))
             if decision.skips:
                 self.drop_pending()
@@ -122,6 +125,13 @@ class StreamedRunner(AbstractRunner):
                 # Of a step that failed, some are used up already.
                 if self.stores[tier].contains(array):
                     self.stores[tier].free(array)
+
+    def gradient(self, planner: Planner, path: str) -> np.ndarray | None:
+        if self.pending is None:
+            return None
+        at_rest, layouts = self.arranged.pending, self.passes.layouts
+        found = read_gradient(planner, self.stores, layouts, at_rest, path)
+        return None if found is None else found / np.float32(self.pending_scale)
 
     def evaluate(self, batch: Any, keys: Sequence[Any]) -> float:
         assert self.pending is None, "evaluation reads finished updates"

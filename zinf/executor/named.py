@@ -1,0 +1,176 @@
+"""One array of a run by the path of its leaf, and by its kind.
+
+In DeepSpeed these are `safe_get_full_fp32_param`, `safe_get_full_optimizer_state`, and
+the functions `safe_set_...`.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zinf.config.nearest import did_you_mean
+from zinf.executor.prepare import Planner
+from zinf.jaxpr.keys import from_words, is_key, to_words
+from zinf.memory import Residents, Stores, gathered, to_shares
+from zinf.plan import Copy
+from zinf.program import ArrayId
+from zinf.segment.problem import ParamSpec
+from zinf.sharding import Layouts
+
+MASTER, COMPUTE, GRADIENT = "master", "compute", "gradient"
+
+
+def check_path(planner: Planner, path: str) -> None:
+    """Raises ValueError, with the nearest, unless `path` is that of a leaf."""
+    paths = planner.problem.params
+    if path not in paths:
+        raise ValueError(
+            f"There is no parameter {path!r}.{did_you_mean(path, paths)} There are "
+            f"{len(paths)}, such as {next(iter(paths))!r}: paths are key paths joined "
+            "by '/', and those of model state begin with 'model_state/'."
+        )
+
+
+def array_of(planner: Planner, path: str, kind: str) -> ArrayId:
+    """The persistent array of a kind.
+
+    Raises:
+        ValueError: there is no such leaf, or it has no such kind; with those it has.
+    """
+    check_path(planner, path)
+    has_master = planner.problem.params[path].has_master
+    found = {
+        MASTER: ArrayId("master" if has_master else "param", path),
+        COMPUTE: ArrayId("param", path),
+        **_states(planner, path),
+    }
+    if kind not in found:
+        kinds = [*found, GRADIENT]
+        raise ValueError(
+            f"The parameter {path!r} has no {kind!r}.{did_you_mean(kind, kinds)} It "
+            f"has {', '.join(map(repr, kinds))}."
+        )
+    return found[kind]
+
+
+def _states(planner: Planner, path: str) -> dict[str, ArrayId]:
+    """The optimizer state of a leaf by optax's names, such as "mu".
+
+    Of several with one name, by their path in optax's tree, such as "0/trace".
+    """
+    leaves = [leaf for leaf in planner.separated.leaves if leaf.path == path]
+    states = {
+        state.optax_path.removesuffix(f"/{path}"): state.role
+        for leaf in leaves
+        for state in leaf.states
+    }
+    short = Counter(name.rpartition("/")[2] for name in states)
+    named = {}
+    for name, role in states.items():
+        last = name.rpartition("/")[2]
+        named[last if short[last] == 1 else name] = ArrayId(role, path)
+    return named
+
+
+def read_named(
+    planner: Planner, residents: Residents, path: str, kind: str
+) -> np.ndarray | Any:
+    """A copy of the whole array on the host; of a random key, the key."""
+    array = array_of(planner, path, kind)
+    content = np.array(residents.read(array))
+    spec = planner.problem.params[path]
+    return from_words(content, spec.given) if kind in (MASTER, COMPUTE) else content
+
+
+def writes_of(
+    planner: Planner, residents: Residents, path: str, value: Any, kind: str
+) -> dict[ArrayId, np.ndarray]:
+    """What is to be written for `value` to be the array of a kind.
+
+    Raises:
+        ValueError: the leaf or kind is unknown, is only read, or has another shape or
+            kind of number; or the compute copy would overflow.
+    """
+    if kind in (COMPUTE, GRADIENT):
+        check_path(planner, path)
+        why = "is made from the master" if kind == COMPUTE else "is made by each step"
+        raise ValueError(
+            f"The {kind} array of {path!r} {why}, so that setting it would not last. "
+            "Set kind='master': the compute copy is set with it."
+        )
+    array = array_of(planner, path, kind)
+    spec, wanted = planner.problem.params[path], residents.specs[array]
+    given = value if isinstance(value, jax.Array) else np.asarray(value)
+    if kind == MASTER and is_key(spec.given) and is_key(given):
+        given = to_words(given)
+    content = _checked(given, f"{kind} {path!r}", wanted.shape, jnp.dtype(wanted.dtype))
+    writes = {array: content}
+    if kind == MASTER and spec.has_master:
+        writes[ArrayId("param", path)] = _compute_copy(content, spec)
+    return writes
+
+
+def _checked(
+    given: Any, name: str, shape: tuple[int, ...], dtype: np.dtype
+) -> np.ndarray:
+    if given.shape != shape:
+        raise ValueError(
+            f"The value for the {name} has shape {list(given.shape)}; the array has "
+            f"shape {list(shape)}. Give the whole array."
+        )
+    order = (np.bool_, np.integer, np.floating, np.complexfloating)
+    rank = [jnp.issubdtype(given.dtype, kind) for kind in order]
+    own = [jnp.issubdtype(dtype, kind) for kind in order]
+    if True not in rank or rank.index(True) > own.index(True):
+        raise ValueError(
+            f"The value for the {name} is {given.dtype}; the array is {dtype}, which "
+            "does not hold such numbers. Convert it first."
+        )
+    # A copy: no store may make the caller's own memory its own.
+    return np.array(given, dtype=dtype)
+
+
+def _compute_copy(master: np.ndarray, spec: ParamSpec) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        copy = master.astype(spec.compute.dtype)
+    lost = np.isfinite(master) & ~np.isfinite(copy.astype(np.float32))
+    if lost.any():
+        raise ValueError(
+            f"The value for the master {spec.path!r} has {int(lost.sum())} numbers of "
+            f"up to {np.abs(master[lost]).max():g}, which are infinite in "
+            f"{spec.compute.dtype}, in which the loss reads it. Nothing was set."
+        )
+    return copy
+
+
+def read_gradient(
+    planner: Planner,
+    stores: Stores,
+    layouts: Layouts,
+    at_rest: Sequence[Copy],
+    path: str,
+) -> np.ndarray | None:
+    """The whole of a gradient that waits for its update; None if some of it does not.
+
+    Args:
+        at_rest: where gradients wait.
+    """
+    mine = [(array, tier) for array, tier in at_rest if array.path == path]
+    if not mine:
+        return None
+    mine.sort(key=lambda copy: copy[0].rows or (0, 0))
+    shape = planner.problem.params[path].master.shape
+    rows = [array.rows for array, _ in mine]
+    if None not in rows and sum(b - a for a, b in filter(None, rows)) != shape[0]:
+        return None
+    parts = []
+    for array, tier in mine:
+        layout, content = layouts.of(array), stores[tier].read(array).result()
+        if not isinstance(content, np.ndarray):
+            (content,) = to_shares([content], [layout])
+        parts.append(gathered(content, layout))
+    return np.array(parts[0]) if len(parts) == 1 else np.concatenate(parts)
