@@ -57,11 +57,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_dry_run_goes_through_every_section(found: dict[str, Any]) -> None:
     ran = {s["section"]: s["status"] for s in found["sections"]}
     assert ran == dict.fromkeys(SECTIONS, "ok")
 
 
+@pytest.mark.slow
 def test_every_row_has_the_same_fields(found: dict[str, Any]) -> None:
     assert found["is_dry"] is True
     assert found["seconds"] > 0
@@ -76,6 +78,7 @@ def test_every_row_has_the_same_fields(found: dict[str, Any]) -> None:
             assert row["value"] is not None or row["note"].startswith("skipped: ")
 
 
+@pytest.mark.slow
 def test_what_needs_cuda_says_that_there_is_no_gpu(found: dict[str, Any]) -> None:
     rows = rows_of(found, "registered")
     driver = [r for r in rows if r["of"].get("path") == "driver, registered"]
@@ -83,6 +86,7 @@ def test_what_needs_cuda_says_that_there_is_no_gpu(found: dict[str, Any]) -> Non
     assert all(r["note"].startswith("skipped: no GPU") for r in driver)
 
 
+@pytest.mark.slow
 def test_training_reports_step_bound_and_prediction(found: dict[str, Any]) -> None:
     for section in ("train-host", "train-nvme", "largest"):
         names = {row["name"] for row in rows_of(found, section)}
@@ -91,6 +95,7 @@ def test_training_reports_step_bound_and_prediction(found: dict[str, Any]) -> No
     assert rows_of(found, "train-plain")[-2]["name"] == "out of memory"
 
 
+@pytest.mark.slow
 def test_a_module_that_zinf_lacks_skips_only_what_needs_it(tmp_path: Path) -> None:
     (tmp_path / "pydantic.py").write_text("raise ImportError('not on this machine')")
     names = "environment", "train-host", "registered"

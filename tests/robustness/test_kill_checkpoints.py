@@ -1,16 +1,23 @@
-"""Twenty of the kills of `scripts/kill_checkpoints.py`, with a seed of their own."""
+"""Some of the kills of `scripts/kill_checkpoints.py`, with a seed of their own."""
 
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.marks import slow_except
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "kill_checkpoints.py"
-KILLS = 20
+FEW, MANY = 4, 20
 
 
-def test_killed_at_any_instant_training_resumes_bit_equal(tmp_path: Path) -> None:
-    options = ["--kills", str(KILLS), "--seed", "1", "--folder", str(tmp_path)]
+@pytest.mark.parametrize("kills", slow_except([FEW], [FEW, MANY]))
+def test_killed_at_any_instant_training_resumes_bit_equal(
+    kills: int, tmp_path: Path
+) -> None:
+    options = ["--kills", str(kills), "--seed", "1", "--folder", str(tmp_path)]
     ended = subprocess.run(
         [sys.executable, str(SCRIPT), *options],
         capture_output=True,
@@ -22,6 +29,6 @@ def test_killed_at_any_instant_training_resumes_bit_equal(tmp_path: Path) -> Non
     found = re.search(r"(\d+) kills in .*: \{(.*)\}", ended.stdout)
     resumed = re.search(r"(\d+) resumed; every loss", ended.stdout)
     assert found is not None and resumed is not None, ended.stdout
-    assert int(found[1]) == KILLS
-    assert found[2].count("': ") >= 5, "instants of several kinds"
-    assert int(resumed[1]) >= KILLS // 2, "most lives had a checkpoint to resume"
+    assert int(found[1]) == kills
+    assert found[2].count("': ") >= kills // 4, "instants of several kinds"
+    assert int(resumed[1]) >= kills // 2, "most lives had a checkpoint to resume"
