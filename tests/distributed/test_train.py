@@ -98,6 +98,7 @@ def test_two_processes_train_save_and_evaluate_as_one_also_interrupted(
         )
 
 
+@pytest.mark.slow
 def test_a_full_drive_of_the_one_that_writes_ends_both_and_keeps_what_was_saved(config):
     every = sets("run.checkpoint_every=2")
     ended = train(config, *every, deeds=("full", "nothing"), at_step=3)
@@ -109,6 +110,7 @@ def test_a_full_drive_of_the_one_that_writes_ends_both_and_keeps_what_was_saved(
     assert "Resuming after step 2" in one.output
 
 
+@pytest.mark.slow
 def test_an_error_in_one_process_is_named_on_both(config):
     fine, failed = train(config, deeds=("nothing", "broken"), at_step=1)
     message = "Input/output error: '/drive/chunk'"
@@ -118,6 +120,7 @@ def test_an_error_in_one_process_is_named_on_both(config):
     assert message in fine.error
 
 
+@pytest.mark.slow
 def test_a_kill_leaves_no_half_written_checkpoint(config):
     every = sets("run.checkpoint_every=1")
     ended = train(config, *every, deeds=("nothing", "killed"), at_step=3)

@@ -22,6 +22,7 @@ from tests.distributed.training import (
     overflowing,
 )
 from tests.equivalence.meshes import BOUND, batches, config, init, loss
+from tests.marks import slow_except
 
 DEVICES = 4
 COUNTS = (2, 4)
@@ -29,7 +30,7 @@ STATE_ARRAYS = 3  # of each parameter: itself and two moments
 FLOAT_BYTES = 4
 
 
-@pytest.fixture(scope="module", params=COUNTS)
+@pytest.fixture(scope="module", params=slow_except([2], COUNTS))
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     """`(folder, what each process reported)`."""
     count = request.param

@@ -43,6 +43,7 @@ def test_half_the_bytes_give_the_same_losses(tiers, tmp_path):
     assert losses == expected
 
 
+@pytest.mark.slow
 def test_smaller_segments_differ_by_rounding_alone(tmp_path):
     """A layer that does not fit is cut, and XLA orders the sums of its parts anew."""
     expected, plan = train(EQUINOX, str(tmp_path / "ample"), {}, 1)

@@ -21,6 +21,7 @@ SAMPLE = [
     ("4x2", 3, "nvme"),
     ("2", 1, "fused"),
     ("2", 3, "nvme"),
+    ("4", 2, "fused"),
     ("4", 2, "host"),
     ("4", 3, "optimizer on host"),
 ]
@@ -29,7 +30,7 @@ FAST = [
     *[(*ALL_ON, tier) for tier in TIERS],
     ("2x4", 0, "nvme"),
     ("4x2", 1, "host"),
-    ("4", 2, "host"),
+    ("4", 2, "fused"),
     ("2", 1, "fused"),
 ]
 

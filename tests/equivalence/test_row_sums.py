@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import zinf
+from tests.marks import slow_except
 from zinf.models import GPTConfig, init_and_loss
 from zinf.program import Tier
 from zinf.segment.executables import BodyExecutables
@@ -56,7 +57,9 @@ def trained_as(name: str) -> tuple[Any, ...]:
     return trained(VARIANTS[name])
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name", slow_except(["bf16, accumulation and clipping"], VARIANTS)
+)
 def test_losses_and_parameters_are_the_same_to_the_bit(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,6 +72,7 @@ def test_losses_and_parameters_are_the_same_to_the_bit(
     assert "gradient rows" not in _roles(whole_plan)
 
 
+@pytest.mark.slow
 def test_the_first_of_several_microbatches_begins_the_sum() -> None:
     settings = {"gradient_accumulation_steps": 2}
     losses, _, plan = trained(settings, is_tied=False)

@@ -16,6 +16,7 @@ import pytest
 from flax import nnx
 
 import zinf
+from tests.marks import slow_except
 from zinf.executor.prepare import Planner, Streamed
 from zinf.initialize import make_planner
 from zinf.models import GPTConfig
@@ -163,7 +164,7 @@ def planner_of(name: str, num_layers: int) -> Planner:
     return make_planner(loss, init, optax.adam(1e-3), config, rng=KEY)
 
 
-@pytest.mark.parametrize("name", FRAMEWORKS)
+@pytest.mark.parametrize("name", slow_except(["linen", "gpt_scan"], FRAMEWORKS))
 def test_48_layers_have_as_many_executables_as_4(name):
     planners = [planner_of(name, n) for n in (FEW, MANY)]
     few, many = (p.cut(p.trace(SPEC), None).program for p in planners)
@@ -175,6 +176,7 @@ def count_bodies(program: Program) -> int:
     return len({segment.body for segment in program.segments})
 
 
+@pytest.mark.slow
 def test_48_layers_are_compiled_in_as_many_calls_as_4(monkeypatch):
     compiled = []
     compile_lowered = jax.stages.Lowered.compile

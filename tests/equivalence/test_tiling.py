@@ -10,6 +10,7 @@ import pytest
 import zinf
 from tests.equivalence.models import NNX, PYTREE, Model
 from tests.equivalence.training import OPTIMIZERS, SETTINGS, streamed_config
+from tests.marks import slow_except
 from zinf.engine import Engine
 from zinf.executor.streamed import StreamedRunner
 from zinf.program import Program
@@ -51,6 +52,7 @@ def test_tiled_weights_train_as_whole_ones(tmp_path):
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["accumulation and clipping", "bf16 accumulation"])
 def test_tiles_are_accumulated_clipped_and_cast_as_wholes_are(setting, tmp_path):
     # The fewer tiles, the less there is to compile; in bfloat16 weights take half the
@@ -65,7 +67,10 @@ def test_tiles_are_accumulated_clipped_and_cast_as_wholes_are(setting, tmp_path)
     )
 
 
-@pytest.mark.parametrize("placement", [("none", "cpu"), ("cpu", "nvme")])
+@pytest.mark.parametrize(
+    "placement",
+    [("cpu", "nvme"), pytest.param(("none", "cpu"), marks=pytest.mark.slow)],
+)
 def test_where_tiles_rest_changes_no_bit(placement, tmp_path):
     segment = {"max_bytes": MAX_BYTES}
     expected, _, params = train(PYTREE, tmp_path / "a", "plain", segment=segment)
@@ -109,6 +114,7 @@ def test_a_layer_larger_than_the_device_trains_within_its_budget(tmp_path):
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_tiles_are_as_small_as_their_updates_on_the_host_need(tmp_path):
     """A tile that just fits the device takes four times as much of the host."""
     hidden = 256
@@ -148,7 +154,7 @@ def language_loss(params: Any, batch: Any) -> jax.Array:
     return (losses * mask).sum() / mask.sum()
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("num_microbatches", slow_except([2], [1, 2]))
 def test_intermediate_values_larger_than_the_device_exist_a_block_at_a_time(
     num_microbatches, tmp_path
 ):
@@ -212,6 +218,7 @@ def test_tiles_and_blocks_of_rows_are_the_same_on_a_mesh(num_devices, tmp_path):
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_tiles_train_on_a_mesh_as_whole_weights_do(tmp_path):
     losses = []
     for number, segment in enumerate(({}, {"max_bytes": 4 * MAX_BYTES})):

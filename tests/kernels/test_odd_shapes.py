@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +18,8 @@ from zinf_kernels.cross_entropy.cases import Case as LossCase
 from zinf_kernels.quantize import dequantize, quantize
 from zinf_kernels.quantize.blocks import LARGEST
 from zinf_kernels.tiled_matmul.cases import Case as MatmulCase
+
+pytestmark = pytest.mark.slow
 
 LENGTHS = st.sampled_from([0, 1, 2, 5, 23, 29, 31, 64, 101])
 DTYPES = st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16])

@@ -66,6 +66,7 @@ def check_the_report(tmp_path: Path) -> None:
             assert (kernel.get("shared_bytes") or 1) <= 227 << 10
 
 
+@pytest.mark.slow
 def test_the_benchmark_times_whatever_can_run_beside_its_floor(tmp_path):
     path = tmp_path / "bench.json"
     run("bench_kernels.py", "--dry-run", "--rounds", "2", "--output", str(path))
@@ -91,6 +92,7 @@ def test_no_case_is_begun_after_the_time_is_up(tmp_path):
     assert text.count("after 0 s") == len(rows)
 
 
+@pytest.mark.slow
 def test_the_loss_is_planned_and_runs_in_a_twentieth_of_the_plain_forms_memory(
     tmp_path,
 ):

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.marks import slow_except
 from tests.memory.small import (
     MATRIX_BYTES,
     NUM_LAYERS,
@@ -56,9 +57,10 @@ def budgets_of(error: InfeasibleError) -> dict[str, int]:
 # By budget, what does not fit on nvme stays in memory.
 CASES = [("on nvme", small) for small in SMALL]
 CASES += [("by budget", small) for small in SMALL if small != "nvme"]
+FAST = [("on nvme", "device"), ("on nvme", "nvme"), ("by budget", "all")]
 
 
-@pytest.mark.parametrize(("placement", "small"), CASES)
+@pytest.mark.parametrize(("placement", "small"), slow_except(FAST, CASES))
 def test_the_budgets_of_the_error_will_do(
     placement: str, small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

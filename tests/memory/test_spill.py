@@ -23,6 +23,7 @@ def in_memory(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
         return losses(metrics)
 
 
+@pytest.mark.slow
 def test_values_wait_on_the_host_when_told_to(
     in_memory: list[float], tmp_path: Path
 ) -> None:
@@ -33,6 +34,7 @@ def test_values_wait_on_the_host_when_told_to(
         assert losses(metrics) == in_memory
 
 
+@pytest.mark.slow
 def test_values_wait_on_the_host_when_the_device_is_small(
     in_memory: list[float], tmp_path: Path
 ) -> None:

@@ -258,7 +258,7 @@ class Worker:
             assert found.tobytes() == expected.tobytes()
 
 
-@repeatable(max_examples=200)
+@repeatable(max_examples=60)
 @given(cases)
 def test_what_is_read_is_what_was_written(case: Case) -> None:
     with folder() as root, ExitStack() as opened:

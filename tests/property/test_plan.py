@@ -26,7 +26,7 @@ from zinf.program import Tier
 
 UNLIMITED = dict.fromkeys(Tier, 1 << 40)
 
-repeatable = settings(derandomize=True, deadline=None, database=None, max_examples=150)
+repeatable = settings(derandomize=True, deadline=None, database=None, max_examples=50)
 budgets = st.fixed_dictionaries(
     {tier: st.integers(0, 12_000) for tier in (Tier.DEVICE, Tier.HOST)}
 )

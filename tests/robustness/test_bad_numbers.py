@@ -92,6 +92,7 @@ def fp16_engines(start, tmp_path):
     return [make(c | FP16) for c in (STREAMED, host, offload, FUSED)]
 
 
+@pytest.mark.slow
 def test_an_overflow_is_skipped_and_halves_the_loss_scale(tmp_path, start):
     for engine in fp16_engines(start, tmp_path):
         before, shared = content(engine), engine.scalars()["shared"]

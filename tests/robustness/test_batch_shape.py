@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 
+from tests.marks import slow_except
 from tests.robustness.small import (
     BATCH,
     DIM,
@@ -36,7 +37,9 @@ def reference(loss, batches):
     return losses, params
 
 
-@pytest.mark.parametrize("config", [FUSED, STREAMED, "nvme"], ids=str)
+@pytest.mark.parametrize(
+    "config", slow_except([FUSED, STREAMED], [FUSED, STREAMED, "nvme"]), ids=str
+)
 def test_a_batch_of_another_shape_is_planned_for(config, start, tmp_path):
     config = on_nvme(tmp_path / "nvme") if config == "nvme" else config
     engine = start(config)
@@ -55,7 +58,7 @@ def test_a_batch_of_another_shape_is_planned_for(config, start, tmp_path):
     )
 
 
-@pytest.mark.parametrize("config", [FUSED, STREAMED], ids=str)
+@pytest.mark.parametrize("config", slow_except([STREAMED], [FUSED, STREAMED]), ids=str)
 def test_constants_that_depend_on_the_shape_are_those_of_the_batch(config, start):
     def loss(params, batch):
         # Made by NumPy, so they are constants of the traced program.
@@ -75,7 +78,7 @@ def test_constants_that_depend_on_the_shape_are_those_of_the_batch(config, start
     np.testing.assert_allclose(losses, reference(loss, batches)[0], rtol=1e-5)
 
 
-@pytest.mark.parametrize("config", [FUSED, STREAMED], ids=str)
+@pytest.mark.parametrize("config", slow_except([STREAMED], [FUSED, STREAMED]), ids=str)
 def test_a_batch_that_exceeds_the_budget_is_refused_with_numbers(config, start):
     fitting = start(config, batch=draw())
     # Also on the host, where the batch itself lies.
@@ -111,7 +114,7 @@ def test_the_plan_is_that_of_the_latest_batch(start):
     assert engine.plan is small
 
 
-@pytest.mark.parametrize("config", [FUSED, STREAMED], ids=str)
+@pytest.mark.parametrize("config", slow_except([STREAMED], [FUSED, STREAMED]), ids=str)
 def test_an_evaluation_may_have_another_shape_between_steps(config, start):
     engine, undisturbed = start(config), start(config)
     for i in range(3):

@@ -184,6 +184,7 @@ def test_a_run_is_continued_when_told_to(run, file, tmp_path):
     assert steps_in(metrics) == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_a_run_on_eight_devices_continues_on_two_as_if_undisturbed(run, file, tmp_path):
     moved, undisturbed = tmp_path / "moved.jsonl", tmp_path / "undisturbed.jsonl"
 
@@ -228,6 +229,7 @@ def test_planning_prints_the_plan_and_makes_nothing(run, file, tmp_path):
     assert "... and " not in whole and len(whole) > len(result.stdout)
 
 
+@pytest.mark.slow
 def test_planning_names_the_weights_that_are_read_by_tile_and_why(run, file):
     result = run("plan", file, "--set", "segment.max_bytes=2KiB")
     assert result.exit_code == 0, result.output
@@ -392,6 +394,7 @@ def test_steps_are_measured_and_plans_go_by_them(run, file, tmp_path):
     assert result.exit_code == 2 and "zinf bench step" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_step_without_links_is_not_measured(run, config, tmp_path):
     del config["zero_optimization"]
     file = write(tmp_path / "fused.yaml", config)

@@ -15,6 +15,7 @@ import optax
 import pytest
 
 import zinf
+from tests.marks import slow_except
 from zinf.executor.compiled import compiled_runs, largest_deviation, step_traffic
 from zinf.initialize import make_planner
 from zinf.models import GPTConfig, init_and_loss
@@ -78,7 +79,10 @@ def test_a_gpu_sends_what_the_paper_derives(stage, execution):
 
 @pytest.mark.parametrize(
     ("stage", "execution", "gathers"),
-    [(0, "fused", 0), (2, "fused", 1), (3, "fused", 2), (3, "streamed", 2)],
+    slow_except(
+        [(3, "fused", 2)],
+        [(0, "fused", 0), (2, "fused", 1), (3, "fused", 2), (3, "streamed", 2)],
+    ),
 )
 def test_a_cpu_sends_an_all_reduce_in_place_of_a_reduce_scatter(
     stage, execution, gathers
@@ -89,7 +93,7 @@ def test_a_cpu_sends_an_all_reduce_in_place_of_a_reduce_scatter(
     assert gathered == pytest.approx(gathers * RING, rel=SMALL_TERMS)
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", slow_except([3], range(4)))
 def test_the_compiler_counts_the_bytes_that_the_plan_does(stage):
     _, made = planned(stage, "streamed")
     runs = compiled_runs(made)

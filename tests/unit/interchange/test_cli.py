@@ -178,6 +178,7 @@ def test_names_of_an_export_may_be_given_and_taken_back(shared, runs, tmp_path):
     assert run(*settings, "--names", names).exit_code == 2
 
 
+@pytest.mark.slow
 def test_orbax_is_another_format_both_ways(shared, runs, tmp_path):
     exported = run("export", runs, tmp_path / "out", "--to", "orbax")
     assert exported.exit_code == 0, exported.output

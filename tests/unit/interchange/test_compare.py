@@ -129,6 +129,7 @@ SMALL = {
 }
 
 
+@pytest.mark.slow
 def test_verify_finds_every_flipped_byte_of_a_checkpoint(save):
     folder = save("a", SMALL)
     with Saved(folder) as saved:

@@ -136,6 +136,7 @@ def test_an_import_holds_two_parts_and_what_becomes_of_one(engine, tmp_path):
         assert_same_trees(other.params(), engine.params())
 
 
+@pytest.mark.slow
 def test_orbax_holds_a_few_copies_of_a_part_more(engine, tmp_path):
     index_bytes = CONTEXT["cache_pool#ocdbt"]["total_bytes_limit"]
     held = (2 + COPIES_WRITTEN) * PART_BYTES

@@ -9,6 +9,7 @@ import pytest
 import safetensors
 
 import zinf
+from tests.marks import slow_except
 from tests.robustness.small import content
 from tests.unit.interchange.models import (
     BATCH,
@@ -40,7 +41,7 @@ def fused(folder: Path) -> dict[str, Any]:
     return {**ON_DEVICE, **zero, **BF16}
 
 
-@pytest.mark.parametrize("config", [streamed, fused])
+@pytest.mark.parametrize("config", slow_except([streamed], [streamed, fused]))
 def test_a_model_on_several_devices_goes_out_and_comes_in(config, tmp_path):
     engine = start(config(tmp_path / "a"), init)
     params, layouts = engine.params(), engine.residents.layouts

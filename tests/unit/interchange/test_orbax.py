@@ -120,6 +120,7 @@ class Norm(nn.Module):
         return nn.Dense(1)(x)
 
 
+@pytest.mark.slow
 def test_model_state_goes_beside_the_parameters(tmp_path):
     x = np.random.default_rng(0).random((8, 3), np.float32)
 

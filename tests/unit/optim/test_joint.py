@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.marks import slow_except
 from tests.unit.optim.test_update import OPTIMIZERS, SHAPES
 from zinf.optim.joint import JointCompiler
 from zinf.optim.separate import separate
@@ -67,7 +68,10 @@ class Case:
 
 @pytest.mark.parametrize(
     ("name", "compute_dtype"),
-    [(name, None) for name in NAMES] + [("adamw", "bfloat16")],
+    slow_except(
+        [("adamw", "bfloat16"), ("adamw", None), ("conditional", None)],
+        [(name, None) for name in NAMES] + [("adamw", "bfloat16")],
+    ),
 )
 def test_it_gives_the_bits_of_each_alone(name, compute_dtype):
     case = Case(name, compute_dtype)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 
+from tests.marks import slow_except
 from zinf.jaxpr import compat
 from zinf.segment import leafwise
 from zinf.segment.leafwise import initialize, leaves_of
@@ -98,7 +99,11 @@ def numbers(x):
     return np.asarray(jax.random.key_data(x) if is_key else x)
 
 
-@pytest.mark.parametrize("init_fn", MODELS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "init_fn",
+    slow_except([plain_leaves, nnx_stacked_layers], MODELS),
+    ids=lambda f: f.__name__,
+)
 def test_leaves_equal_those_of_the_whole_init_function(init_fn):
     wanted = named_leaves(jax.jit(init_fn)())
     found = dict(initialize(init_fn))
@@ -138,7 +143,9 @@ def test_equal_layers_are_compiled_once(monkeypatch, num_layers):
     assert len(compiled) == 4
 
 
-@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+@pytest.mark.parametrize(
+    "make_key", slow_except([jax.random.key], [jax.random.key, jax.random.PRNGKey])
+)
 def test_so_are_leaves_of_many_keys(monkeypatch, make_key):
     compiled = []
     jit = jax.jit

@@ -91,6 +91,7 @@ def test_output_splits_change_no_bit(rows, dim, out, splits, dtype):
     )
 
 
+@pytest.mark.slow
 def test_many_tiles_lose_no_more_than_two():
     """Sums over tiles are float32: in bfloat16 they would lose 64 times as much."""
     kernel, x = (abs(normal(s, jnp.bfloat16)) for s in ((512, 64), (4, 512)))

@@ -75,6 +75,7 @@ def test_values_and_gradients_are_those_of_the_plain_form(
         np.testing.assert_allclose(one, other, rtol=3e-5, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tile_rows", [None, 16])
 def test_bfloat16_is_as_near_to_exact_as_the_plain_form(tile_rows):
     """The sum over 16 tiles is float32, so that cutting costs a rounding, not 16."""

@@ -56,6 +56,7 @@ def test_values_and_gradients_are_those_of_all_rows_at_once(batch, rows, tile):
     assert_equal(made, expected)
 
 
+@pytest.mark.slow
 def test_gradients_of_parameters_are_summed_in_float32():
     """200 tiles of bfloat16, added in bfloat16, would lose every second bit."""
     params = jax.tree.map(abs, make(dtype=jnp.bfloat16))

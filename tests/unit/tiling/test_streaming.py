@@ -118,6 +118,7 @@ def test_training_from_nvme_has_the_losses_of_plain_optax(tmp_path):
     np.testing.assert_allclose(losses_from(tmp_path, loss), expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_so_has_training_on_a_mesh_where_each_device_keeps_its_tokens(tmp_path):
     mesh = zinf.make_mesh(jax.devices()[:4])
 
