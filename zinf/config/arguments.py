@@ -41,7 +41,7 @@ class Row:
 
 
 OPTIMIZER, SCHEDULER = ("optimizer", "params"), ("scheduler", "params")
-LR = (*OPTIMIZER, "lr")
+LR, TOTAL_STEPS = (*OPTIMIZER, "lr"), (*SCHEDULER, "total_num_steps")
 ROWS = (
     Row(("train_micro_batch_size_per_gpu",), ("per_device_train_batch_size",), None),
     Row(("gradient_accumulation_steps",), ("gradient_accumulation_steps",), 1),
@@ -53,7 +53,7 @@ ROWS = (
     Row((*SCHEDULER, "warmup_min_lr"), (), 0.0),
     Row((*SCHEDULER, "warmup_max_lr"), ("learning_rate",), None),
     Row((*SCHEDULER, "warmup_num_steps"), ("warmup_steps",), 0),
-    Row((*SCHEDULER, "total_num_steps"), ("max_steps",), None),
+    Row(TOTAL_STEPS, ("max_steps",), None),
     Row(("bf16", "enabled"), ("bf16",), False),
     Row(("bfloat16", "enabled"), ("bf16",), False),
     Row(("fp16", "enabled"), ("fp16",), False),
@@ -67,10 +67,12 @@ class Filled:
     """Attributes:
     raw: the keys and values, with "auto" replaced where a row says by what.
     given: the keys that an argument gave, or another key.
+    open: the keys that nothing gave, and that have no default.
     """
 
     raw: dict[str, Any]
     given: frozenset[Key]
+    open: frozenset[Key]
 
 
 def fill(raw: Mapping[str, Any], arguments: Mapping[str, Any] | None = None) -> Filled:
@@ -82,7 +84,7 @@ def fill(raw: Mapping[str, Any], arguments: Mapping[str, Any] | None = None) -> 
             that are None, are not read.
     """
     given = _steps_resolved(dict(arguments or {}), raw)
-    filled, keys = copy.deepcopy(dict(raw)), set()
+    filled, keys, left = copy.deepcopy(dict(raw)), set(), set()
     for row in ROWS:
         section = section_at(filled, row.key[:-1])
         name = row.key[-1]
@@ -95,10 +97,12 @@ def fill(raw: Mapping[str, Any], arguments: Mapping[str, Any] | None = None) -> 
             value = row.default
         else:
             keys.add(row.key)
-        if value is not None or name == "total_num_steps":
+        if value is None:
+            left.add(row.key)
+        if value is not None or row.key == TOTAL_STEPS:
             # An explicit null there means run.steps; an absent key is refused.
             section[name] = list(value) if isinstance(value, tuple) else value
-    return Filled(filled, frozenset(keys))
+    return Filled(filled, frozenset(keys), frozenset(left))
 
 
 def chosen_values(

@@ -1,8 +1,8 @@
 """`zinf config check`: what zinf does with each key of a config, and why."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,14 @@ from zinf.config.config import Config, check_raw
 from zinf.config.load import override, raw_config
 from zinf.config.messages import Problem, dotted
 from zinf.config.nearest import did_you_mean
-from zinf.config.notices import notices
+from zinf.config.notices import notices, shown
 from zinf.config.optimizer import AdamParams
 from zinf.config.scheduler import DecayParams
 from zinf.config.section import Section
 from zinf.config.status import AUTO, Status, asks, status_of
 
 LONGEST_VALUE = 24
+ABSENT = "As if absent. "
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ def report(
     raw = override(raw_config(source), overrides)
     found = check_raw(raw, world_size=world_size)
     return Report(
-        rows=tuple(_rows(Config, raw)),
+        rows=tuple(_with_choices(_rows(Config, raw), found.config)),
         problems=found.problems,
         notes=tuple(_notes(raw, found.config)),
     )
@@ -86,6 +87,17 @@ def _rows(
         else:
             status, reason = _classified(section, key, value)
             yield from _leaves(path, value, status, reason)
+
+
+def _with_choices(rows: Iterable[Row], config: Config | None) -> Iterator[Row]:
+    """The rows, where "auto" became a value with that."""
+    chosen = config.chosen if config else {}
+    by_name = {dotted(key): shown(value) for key, value in chosen.items()}
+    for row in rows:
+        if row.key in by_name:
+            reason = row.reason.removeprefix(ABSENT)
+            row = replace(row, reason=f"Chosen here: {by_name[row.key]}. {reason}")
+        yield row
 
 
 def _leaves(
@@ -110,7 +122,7 @@ def _classified(section: type[Section], key: str, value: Any) -> tuple[Status, s
     ):
         return Status.AUTOMATIC, "Asks for nothing that zinf does not do."
     if value == "auto" and status is Status.USED and AUTO in field.metadata:
-        return Status.AUTOMATIC, f"Chosen here, see the notes. {reason}"
+        return Status.AUTOMATIC, f"{ABSENT}{reason}"
     return status, reason
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PrivateAttr
 
-from zinf.config.arguments import Key, chosen_values, fill
+from zinf.config.arguments import TOTAL_STEPS, Key, chosen_values, fill
 from zinf.config.batch import BatchSizes, batch_sizes, batch_violations
 from zinf.config.deepspeed import DeepSpeedKeys
 from zinf.config.load import override, raw_config
@@ -390,6 +390,8 @@ def check_raw(
         for key, value in chosen_values(config, raw)
         if key not in filled.given
     }
+    if TOTAL_STEPS in filled.open and "steps" not in config.run.model_fields_set:
+        config._chosen[TOTAL_STEPS] = config.run.steps
     left_out = [Notice(p.path, f"left out. {p.text}") for p in checked.left_out]
     config._left_out = (*stand_ins, *left_out) if ignores else ()
     return CheckedConfig(config, ())

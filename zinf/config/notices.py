@@ -141,7 +141,7 @@ RULES: tuple[Callable[[Config], Iterator[Notice]], ...] = (
 
 def chosen_line(chosen: Mapping[Key, Any]) -> str:
     """One line for all the values that were "auto"."""
-    values = [f"{dotted(key)} {_shown(value)}" for key, value in chosen.items()]
+    values = [f"{dotted(key)} {shown(value)}" for key, value in chosen.items()]
     return (
         f'"auto" is chosen here: {", ".join(values)}. To choose yourself, give the '
         "key a value, or the arguments of transformers' trainer to "
@@ -149,7 +149,8 @@ def chosen_line(chosen: Mapping[Key, Any]) -> str:
     )
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A number, a switch or a list of them, as a config has it."""
     if isinstance(value, tuple | list):
-        return f"[{', '.join(map(_shown, value))}]"
+        return f"[{', '.join(map(shown, value))}]"
     return str(value).lower() if isinstance(value, bool) else f"{value:g}"

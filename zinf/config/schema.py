@@ -31,7 +31,8 @@ class Memory(Section):
     host: Auto[Size | None] = None
     """Bytes of host memory that one process may hold. Absent or auto: 0.7 of the
     machine's memory, or of its container's limit if that is lower; 0.35 if the devices
-    are CPUs, which lie in the same memory, or what memory.device leaves of 0.7."""
+    are CPUs, which lie in the same memory, or what memory.device leaves of 0.7.
+    Processes of a run on one machine share it equally."""
 
     nvme: Annotated[
         tuple[Folder, ...] | None,

@@ -1,5 +1,6 @@
 """What there is to plan with: bytes of each tier, and rates of each link."""
 
+import platform
 import sys
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -68,11 +69,19 @@ class Resources:
             device = device or int(chip.memory_bytes * DEVICE_FRACTION)
             host = host or int(count * chip.host_memory_bytes * HOST_FRACTION)
             nvme = nvme or sys.maxsize
+        count = self._processes_here
         devices = local_devices(self.mesh)
-        device, host = memory_budgets(devices, device=device, host=host)
+        device, host = memory_budgets(
+            devices, device=device, host=host, num_processes=count
+        )
         if nvme is None:
-            nvme = nvme_capacity_bytes(paths) if paths else 0
+            nvme = nvme_capacity_bytes(paths) // count if paths else 0
         return {Tier.DEVICE: device, Tier.HOST: host, Tier.NVME: nvme if paths else 0}
+
+    @cached_property
+    def _processes_here(self) -> int:
+        """Processes of the group on this machine, which share its memory and drives."""
+        return self.group.gather("machines", platform.node()).count(platform.node())
 
     def _measured(self, own: Rates) -> Rates:
         """Measured rates, of the slowest process each."""

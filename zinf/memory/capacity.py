@@ -24,7 +24,11 @@ CGROUP_MEMORY = {
 
 
 def memory_budgets(
-    devices: Sequence[jax.Device], *, device: int | None, host: int | None
+    devices: Sequence[jax.Device],
+    *,
+    device: int | None,
+    host: int | None,
+    num_processes: int = 1,
 ) -> tuple[int, int]:
     """The budgets of one device and of the host, in bytes; None is chosen here.
 
@@ -38,10 +42,11 @@ def memory_budgets(
         devices: those of this process.
         device: the budget asked for each of them.
         host: the budget asked for the host.
+        num_processes: those of the run on this machine, each with an equal part.
     """
     if device is not None and host is not None:
         return device, host
-    memory = host_memory_bytes()
+    memory = host_memory_bytes() // num_processes
     room = int(memory * HOST_FRACTION)
     stats = [one.memory_stats() for one in devices]
     reported = [each["bytes_limit"] for each in stats if each is not None]

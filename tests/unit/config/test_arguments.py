@@ -9,7 +9,7 @@ from tests.unit.config.test_in_the_wild import (
     AUTO_PRECISION,
     AUTO_WARMUP,
 )
-from zinf.config import Config, notices, report
+from zinf.config import Config, Status, notices, report
 
 FILE = {
     **AUTO_BATCH,
@@ -68,10 +68,15 @@ def test_what_no_argument_fills_is_as_the_trainer_has_it_and_said_in_one_line():
         "scheduler.params.warmup_num_steps 0",
         "gradient_clipping 1",
         "bf16.enabled false",
+        "scheduler.params.total_num_steps 1000",
         "arguments=",
     ):
         assert words in line
     assert line in report(FILE).notes
+    rows = {row.key: row for row in report(FILE).rows}
+    assert rows["optimizer.params.lr"].status is Status.AUTOMATIC
+    assert rows["optimizer.params.lr"].reason.startswith("Chosen here: 5e-05. ")
+    assert rows["train_batch_size"].reason.startswith("As if absent. ")
 
 
 def test_what_a_config_says_goes_before_arguments():
@@ -102,6 +107,9 @@ def test_an_automatic_length_is_that_of_the_run():
     config = Config.load({"scheduler": AUTO_DECAY, "run": {"steps": 77}})
     assert config.scheduler.params.total_num_steps is None
     assert config.run.steps == 77
+    total = ("scheduler", "params", "total_num_steps")
+    assert total not in config.chosen
+    assert Config.load({"scheduler": AUTO_DECAY}).chosen[total] == 1000
     changed = Config.load(config, ["run.steps=5"])
     assert changed.scheduler.params.total_num_steps is None
 

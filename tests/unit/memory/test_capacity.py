@@ -71,6 +71,16 @@ def test_an_accelerator_has_memory_of_its_own():
     assert memory_budgets(devices, device=GIB, host=None) == (GIB, ROOM)
 
 
+@pytest.mark.usefixtures("machine")
+def test_processes_on_one_machine_share_its_memory():
+    asked = {"device": None, "host": None, "num_processes": 4}
+    device, host = memory_budgets([CPU, CPU], **asked)
+    assert 4 * (2 * device + host) <= HOST_FRACTION * MEMORY
+    assert host == ROOM // 4 // 2
+    device, host = memory_budgets([FakeDevice(40 * GIB)], **asked)
+    assert (device, host) == (int(40 * GIB * DEVICE_FRACTION), ROOM // 4)
+
+
 LIMIT = 300 << 20
 V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
 SERVICE = "system.slice/train.service"
