@@ -54,7 +54,9 @@ def test_initialize_imports_no_library_before_it_is_called():
     The function stays, too, whoever imports the module of its name.
     """
     code = (
-        "import zinf; f = zinf.initialize\n"
+        "import gc; before = gc.get_stats()[-1]['collections']\n"
+        "import zinf; f = zinf.initialize; assert gc.isenabled()\n"
+        "assert gc.get_stats()[-1]['collections'] == before, gc.get_stats()\n"
         "def below(cls):\n"
         "    for sub in cls.__subclasses__():\n"
         "        yield sub\n"
