@@ -56,8 +56,11 @@ class Trainer:
         evaluate_batches: batches of an evaluation.
         checkpoints: where to save; None for nowhere.
         checkpoint_every: steps between checkpoints; the end of the run always has one.
-        metrics: a file for the metrics of each step, as JSON lines.
-        tensorboard: a folder for the same as TensorBoard events.
+        metrics: a file for the metrics of each step, as JSON lines. Lines of an earlier
+            run, of steps that this one does anew, are moved to `metrics.1.jsonl`, or
+            the next number that is free.
+        tensorboard: a folder for the same as TensorBoard events. Those of an earlier
+            run are moved to the folder `run.1` in it, unless that run is resumed.
         trace: a file for a trace of the first `trace_steps` steps of this run: every
             instruction on its link, as `zinf plot` draws it.
         log_every: steps between printed lines, where there is no terminal for a bar.
@@ -140,13 +143,24 @@ class _Run:
         )
         self.writers.append(self.progress)
         if settings.metrics is not None:
-            self.writers.append(JsonLines(settings.metrics, after_step=first))
+            lines = JsonLines(settings.metrics, after_step=first)
+            self.writers.append(lines)
+            self.say_kept("Metrics", lines.kept)
         if settings.tensorboard is not None:
-            self.writers.append(TensorBoard(settings.tensorboard, after_step=first))
+            events = TensorBoard(settings.tensorboard, after_step=first)
+            self.writers.append(events)
+            self.say_kept("TensorBoard events", events.kept)
         if settings.trace is not None:
             self.trace = TraceFile(settings.trace, num_steps=settings.trace_steps)
         if first:
             self.progress.say(f"Resuming after step {first}.")
+
+    def say_kept(self, what: str, kept: Path | None) -> None:
+        if kept is not None:
+            said = (
+                f"{what} of an earlier run, of steps that are done anew, are in {kept}."
+            )
+            self.progress.say(said)
 
     def resume(self, checkpoints: Checkpoints) -> None:
         self.saved_step = checkpoints.latest_step()

@@ -208,14 +208,22 @@ def test_a_run_on_eight_devices_continues_on_two_as_if_undisturbed(run, file, tm
     assert losses_in(moved)[:2] == losses_in(undisturbed)[:2]
 
 
-def test_a_new_run_keeps_the_checkpoints_of_the_one_before(run, file, tmp_path):
-    output = tmp_path / "out"
+def test_a_new_run_keeps_all_of_the_one_before_under_one_number(run, file, tmp_path):
+    output, events = tmp_path / "out", tmp_path / "events"
+    (output / "run.1").mkdir(parents=True)  # that number is taken
+    tensorboard = f"tensorboard={{enabled: true, output_path: {events}}}"
     for steps in (1, 2):
-        result = run("train", file, "--steps", steps)
+        result = run("train", file, "--steps", steps, "--set", tensorboard)
         assert result.exit_code == 0, result.output
-    assert f"are kept in {output / 'checkpoints.1'}" in result.stdout
+    assert f"are kept in {output / 'checkpoints.2'}" in result.stdout
+    assert f"are kept in {output / 'run.2'}" in result.stdout
     assert (output / "checkpoints" / "2").exists()
-    assert (output / "checkpoints.1" / "1").exists()
+    assert (output / "checkpoints.2" / "1").exists()
+    assert steps_in(output / "metrics.jsonl") == [1, 2]
+    assert steps_in(output / "run.2" / "metrics.jsonl") == [1]
+    # One file of each run, and that of the first in a folder of its own.
+    found = [path.parent.name for path in events.rglob("events.*")]
+    assert len(found) == 2 and found.count("run.1") == 1
 
 
 def test_planning_prints_the_plan_and_makes_nothing(run, file, tmp_path):

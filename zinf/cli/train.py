@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Sequence
 from contextlib import closing
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,7 @@ def train_config(
         metrics = config.run.metrics or output / METRICS
         drawn = trace or output / TRACE
         if group.is_first and not config.run.resume:
-            _set_aside(folder)
-            _set_aside_records(output, metrics, drawn)
+            _set_aside(output, folder, metrics, drawn)
         group.barrier("checkpoints of earlier runs are set aside")
         with Checkpoints(folder, keep=config.run.keep_checkpoints) as checkpoints:
             if group.is_first:
@@ -110,33 +110,32 @@ def _alike(config: Config) -> dict[str, Any]:
     return {key: keys[key] for key in keys if key.rpartition(".")[2] not in own}
 
 
-def _set_aside(folder: Path) -> None:
-    """Renames the checkpoints of an earlier run, which a new one would replace."""
-    if not folder.is_dir() or not any(folder.iterdir()):
-        return
-    number = 1
-    while (kept := folder.with_name(f"{folder.name}.{number}")).exists():
-        number += 1
-    folder.rename(kept)
-    print(
-        f"Checkpoints of an earlier run are kept in {kept}. To continue a run instead "
-        "of starting anew, use --set run.resume=true.",
-        flush=True,
-    )
+def _set_aside(output: Path, checkpoints: Path, metrics: Path, trace: Path) -> None:
+    """Moves what is left of an earlier run away, under one number for all of it.
 
-
-def _set_aside_records(output: Path, metrics: Path, trace: Path) -> None:
-    """Moves what is told of an earlier run into a folder that `zinf report` takes."""
-    found = [path for path in (output / RUN, metrics, trace) if path.is_file()]
-    if not (output / RUN).is_file() and metrics not in found:
-        return
-    number = 1
-    while (kept := output / f"run.{number}").exists():
-        number += 1
-    kept.mkdir(parents=True)
-    for path in found:
-        shutil.move(path, kept / path.name)
-    print(f"Metrics of an earlier run are kept in {kept}.", flush=True)
+    Its checkpoints to `checkpoints.1`; its record, metrics and trace to `run.1`, a
+    folder that `zinf report` takes.
+    """
+    has_checkpoints = checkpoints.is_dir() and any(checkpoints.iterdir())
+    records = [path for path in (output / RUN, metrics, trace) if path.is_file()]
+    # A trace alone is a file that its user made.
+    has_records = (output / RUN).is_file() or metrics in records
+    for number in count(1):
+        run = output / f"run.{number}"
+        folder = checkpoints.with_name(f"{checkpoints.name}.{number}")
+        if not run.exists() and not folder.exists():
+            break
+    if has_checkpoints:
+        checkpoints.rename(folder)
+        _say(
+            f"Checkpoints of an earlier run are kept in {folder}. To continue a run "
+            "instead of starting anew, use --set run.resume=true."
+        )
+    if has_records:
+        run.mkdir(parents=True)
+        for path in records:
+            shutil.move(path, run / path.name)
+        _say(f"Metrics of an earlier run are kept in {run}.")
 
 
 def resume_command(path: Path, overrides: Sequence[str]) -> str:

@@ -1,21 +1,34 @@
 """Metrics as TensorBoard scalars."""
 
+from itertools import count
 from pathlib import Path
 
 from tensorboardX import SummaryWriter
 
 from zinf.observe.writer import AbstractWriter, Metrics, numbers
 
+EVENTS = "events.out.tfevents.*"
+
 
 class TensorBoard(AbstractWriter):
     """Writes each step's numbers as scalars to event files in `directory`.
 
-    TensorBoard hides what an earlier run wrote there of steps after `after_step`.
+    TensorBoard hides what an earlier run wrote there of steps after `after_step`. With
+    `after_step` of 0 that would be all: so what is there is moved to the folder `run.1`
+    in `directory`, or the first number that is free, which TensorBoard shows as a run.
+
+    Attributes:
+        kept: where files of an earlier run were moved to; None if there were none.
     """
 
     def __init__(self, directory: Path | str, *, after_step: int = 0) -> None:
+        self.kept = None if after_step else _set_aside(Path(directory))
         self._events = SummaryWriter(
-            logdir=str(directory), purge_step=after_step + 1, write_to_disk=True
+            logdir=str(directory),
+            purge_step=after_step + 1,
+            # Names are of the second: a run that is resumed in it would overwrite.
+            filename_suffix=f".after-{after_step}",
+            write_to_disk=True,
         )
 
     def write(self, metrics: Metrics) -> None:
@@ -26,3 +39,15 @@ class TensorBoard(AbstractWriter):
 
     def close(self) -> None:
         self._events.close()
+
+
+def _set_aside(directory: Path) -> Path | None:
+    found = sorted(directory.glob(EVENTS))
+    if not found:
+        return None
+    numbered = (directory / f"run.{n}" for n in count(1))
+    kept = next(each for each in numbered if not each.exists())
+    kept.mkdir()
+    for path in found:
+        path.rename(kept / path.name)
+    return kept

@@ -27,18 +27,26 @@ def test_a_line_is_complete_when_write_returns(tmp_path):
     writer.close()
 
 
-def test_a_resumed_run_replaces_the_steps_it_repeats(tmp_path):
+def test_a_resumed_run_replaces_the_steps_it_repeats_and_keeps_their_lines(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, range(1, 8))
     write(path, range(6, 10), after_step=5)
     assert steps_in(path) == list(range(1, 10))
+    assert steps_in(tmp_path / "metrics.1.jsonl") == [6, 7]
+    # One that repeats nothing leaves nothing to keep.
+    write(path, range(10, 12), after_step=9)
+    assert steps_in(path) == list(range(1, 12))
+    assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_new_run_begins_the_file_anew(tmp_path):
+def test_new_runs_begin_the_file_anew_and_number_those_before(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    write(path, range(1, 4))
-    write(path, range(1, 3))
-    assert steps_in(path) == [1, 2]
+    for last in (4, 3, 2):
+        write(path, range(1, last))
+    assert steps_in(path) == [1]
+    assert steps_in(tmp_path / "metrics.1.jsonl") == [1, 2, 3]
+    assert steps_in(tmp_path / "metrics.2.jsonl") == [1, 2]
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 @pytest.mark.parametrize("rest", ['{"step": 3, "lo', "not json\n", "[1]\n"])

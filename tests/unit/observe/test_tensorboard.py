@@ -41,3 +41,16 @@ def test_steps_that_are_repeated_are_hidden(after_step, tmp_path):
     TensorBoard(tmp_path, after_step=after_step).close()
     starts = [e.step for e in events_in(tmp_path) if e.HasField("session_log")]
     assert starts == [after_step + 1]
+
+
+def test_events_of_an_earlier_run_are_kept_as_a_run_of_their_own(tmp_path):
+    for run in range(3):
+        writer = TensorBoard(tmp_path)
+        writer.write(metrics_of(run + 1))
+        writer.close()
+    # A run that is resumed goes on beside what it wrote before.
+    TensorBoard(tmp_path, after_step=3).close()
+    assert len([p for p in tmp_path.iterdir() if p.is_file()]) == 2
+    for run in (1, 2):
+        (events,) = (tmp_path / f"run.{run}").iterdir()
+        assert {e.step for e in events_in(events.parent) if e.summary.value} == {run}
