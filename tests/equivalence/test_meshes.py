@@ -17,6 +17,7 @@ SAMPLE = [
     ("2x4", 0, "nvme"),
     ("2x4", 2, "device"),
     ("2x4", 3, "fused"),
+    ("4x2", 1, "fused"),
     ("4x2", 1, "host"),
     ("4x2", 3, "nvme"),
     ("2", 1, "fused"),
@@ -29,7 +30,7 @@ SAMPLE = [
 FAST = [
     *[(*ALL_ON, tier) for tier in TIERS],
     ("2x4", 0, "nvme"),
-    ("4x2", 1, "host"),
+    ("4x2", 1, "fused"),
     ("4", 2, "fused"),
     ("2", 1, "fused"),
 ]

@@ -97,6 +97,7 @@ def test_a_full_drive_is_refused(monkeypatch, tmp_path, start):
         start(on_nvme(tmp_path / "nvme"), batch=draw())
 
 
+@pytest.mark.slow
 def test_state_that_fits_nowhere_is_refused_with_numbers(start):
     memory = {"device": "1KiB", "host": "1KiB"}
     with pytest.raises(ValueError, match=r"1,024 bytes.*at least [0-9,]+"):

@@ -58,6 +58,7 @@ def test_a_batch_of_another_shape_is_planned_for(config, start, tmp_path):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", slow_except([STREAMED], [FUSED, STREAMED]), ids=str)
 def test_constants_that_depend_on_the_shape_are_those_of_the_batch(config, start):
     def loss(params, batch):
@@ -126,6 +127,7 @@ def test_an_evaluation_may_have_another_shape_between_steps(config, start):
         expect_at_rest(engine)
 
 
+@pytest.mark.slow
 def test_a_batch_that_does_not_divide_is_refused(start):
     engine = start({"gradient_accumulation_steps": 3})
     with pytest.raises(ValueError, match=r"'x' has shape \[4, 8\].*= 3"):

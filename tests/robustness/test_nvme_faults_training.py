@@ -17,6 +17,7 @@ import pytest
 
 import zinf
 from tests.clock import Clock, still
+from tests.marks import slow_except
 from tests.robustness import small
 from tests.robustness.faults import (
     BlockLayer,
@@ -150,7 +151,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("fault", REFUSED)
+@pytest.mark.parametrize(
+    "fault",
+    slow_except(["the first read", "the fifth write", "opening for writes"], REFUSED),
+)
 def test_a_step_that_fails_is_done_again_from_the_checkpoint(fault, train, expected):
     rule, code = REFUSED[fault]
     trained = train()
@@ -164,7 +168,7 @@ def test_a_step_that_fails_is_done_again_from_the_checkpoint(fault, train, expec
     trained.expect_resumes(expected)
 
 
-@pytest.mark.parametrize("first", [1, 4, 9])
+@pytest.mark.parametrize("first", slow_except([4], [1, 4, 9]))
 @pytest.mark.parametrize("deed", [pretend, flip_bit(5)], ids=["nothing", "a wrong bit"])
 def test_a_write_that_was_none_is_found_in_the_next_step(deed, first, train, expected):
     trained = train()
@@ -242,7 +246,7 @@ CHANGED: dict[str, tuple[Callable[[Engine], None], int]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGED)
+@pytest.mark.parametrize("change", slow_except(["deleted", "another bit"], CHANGED))
 def test_a_file_that_is_changed_in_mid_step_is_not_trained_on(change, train, expected):
     do, code = CHANGED[change]
     trained = train()
@@ -287,7 +291,7 @@ def test_a_tier_that_is_deleted_in_mid_run_is_replaced_by_a_new_engine(
     ("call", "code"),
     [("open", EACCES), ("allocate", ENOSPC), ("pwritev", EIO), ("pwritev", EROFS)],
 )
-@pytest.mark.parametrize("first", [1, 7])
+@pytest.mark.parametrize("first", slow_except([7], [1, 7]))
 def test_a_fault_at_the_start_is_named_and_the_folder_can_be_used_at_once(
     call, code, first, layer, start, tmp_path, expected
 ):

@@ -248,6 +248,7 @@ def test_planning_names_the_weights_that_are_read_by_tile_and_why(run, file):
     assert "as a segment may hold 2.00 KiB;  contracted" in result.stdout
 
 
+@pytest.mark.slow
 def test_the_exit_code_says_that_one_of_several_plans_does_not_fit(run, file):
     tight = ("--set", "memory.device=2KiB")
     result = run("plan", file, file, *tight)
@@ -338,6 +339,7 @@ def test_a_traceback_is_shown_on_request(run, file):
     assert isinstance(result.exception, InfeasibleError)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_names_the_last_checkpoint(run, file, tmp_path):
     settings = ("--set", "optimizer.params.lr=1e38", "--set", "run.checkpoint_every=1")
     result = run("train", file, "--steps", 50, *settings)

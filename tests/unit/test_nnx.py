@@ -152,6 +152,7 @@ def test_parameters_outside_wrt_are_frozen():
         assert np.array_equal(after[name], before[name]) == name.startswith("['base']")
 
 
+@pytest.mark.slow
 def test_each_microbatch_draws_masks_of_its_own():
     def kept(module, batch):
         mask = module.dropout(batch["x"])

@@ -160,6 +160,7 @@ def begin(source: Path, shared: Path, folder: Path, runs: Path, *options: str) -
     assert "has checkpoints already" in again.output
 
 
+@pytest.mark.slow
 def test_names_of_an_export_may_be_given_and_taken_back(shared, runs, tmp_path):
     names = tmp_path / "names.json"
     names.write_text(json.dumps({"token_embedding": "wte.weight"}))

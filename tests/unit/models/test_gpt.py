@@ -160,6 +160,7 @@ def test_grouped_heads_equal_repeated_key_and_value_heads() -> None:
     np.testing.assert_allclose(actual, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_residual_projections_start_smaller_by_the_root_of_their_number() -> None:
     config = dataclasses.replace(GPT2, num_layers=8, embed_dim=32, scan_layers=True)
     blocks = initial(config)["blocks"]

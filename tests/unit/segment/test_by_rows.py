@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+from tests.marks import slow_except
 from zinf.jaxpr import trace
 from zinf.jaxpr.compat import open_jaxpr
 from zinf.segment.by_rows import by_rows
@@ -124,14 +125,18 @@ def assert_close(found: Any, expected: Any) -> None:
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * scale)
 
 
-@pytest.mark.parametrize("name", BY_ROW)
+FAST = ("mlp of a batch", "mlp with a rule", "masked loss", "embedding", "experts")
+FAST += ("samples of attention", "several results")
+
+
+@pytest.mark.parametrize("name", slow_except(FAST, BY_ROW))
 def test_blocks_of_rows_give_what_all_rows_give(name):
     function, rest = BY_ROW[name]
     run = in_blocks(function, PARAMS, rest)
     assert_close(jax.jit(run)(PARAMS, *rest), jax.jit(function)(PARAMS, *rest))
 
 
-@pytest.mark.parametrize("name", BY_ROW)
+@pytest.mark.parametrize("name", slow_except(FAST, BY_ROW))
 def test_derivatives_in_blocks_are_those_of_all_rows(name):
     function, rest = BY_ROW[name]
     cotangents = jax.tree.map(jnp.cos, function(PARAMS, *rest))

@@ -143,9 +143,8 @@ def test_equal_layers_are_compiled_once(monkeypatch, num_layers):
     assert len(compiled) == 4
 
 
-@pytest.mark.parametrize(
-    "make_key", slow_except([jax.random.key], [jax.random.key, jax.random.PRNGKey])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
 def test_so_are_leaves_of_many_keys(monkeypatch, make_key):
     compiled = []
     jit = jax.jit

@@ -128,6 +128,7 @@ def test_an_index_out_of_range_gives_what_jax_says():
     assert (y[1:3] == 7).all()
 
 
+@pytest.mark.slow
 def test_sums_of_narrow_products_are_rounded_once():
     # 1 and then 64 times 2^-9: each is lost when added to a bfloat16 of 1.
     weight = jnp.concatenate([jnp.ones((1, 1)), jnp.full((64, 1), 2**-9)]).astype(BF16)

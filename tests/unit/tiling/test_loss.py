@@ -97,6 +97,7 @@ def test_bfloat16_loses_one_rounding_for_each_tile():
         assert error <= 3 * 2.0**-8
 
 
+@pytest.mark.slow
 def test_one_tile_is_the_kernel_to_the_bit():
     x, weight, labels, weights = make((3, 11), 13, 37)
     given_ = {"token_weights": weights, "z_loss": 0.1, **PIECES}
