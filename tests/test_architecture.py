@@ -21,10 +21,10 @@ LAYERS = (
     ("activation", "tiling", "data", "models"),
     ("segment",),
     ("plan", "optim"),
-    ("executor", "checkpoint", "observe"),
+    ("executor", "checkpoint", "observe", "verification"),
     ("engine",),
     ("initialize", "interchange"),
-    ("nnx", "linen", "trainer"),
+    ("nnx", "linen", "trainer", "verify"),
     ("cli",),
     ("__main__",),
 )

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from zinf.initialize import plan_only as plan_only
     from zinf.mesh import make_mesh as make_mesh
     from zinf.trainer import Trainer as Trainer
+    from zinf.verify import verify as verify
 
 __version__ = "0.1.0"
 
@@ -34,6 +35,7 @@ make_lazy(
         "initialize": "zinf.initialize",
         "make_mesh": "zinf.mesh",
         "plan_only": "zinf.initialize",
+        "verify": "zinf.verify",
     },
     modules=(
         "checkpoint",

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from zinf.cli.checkpoint import checkpoint_app
-from zinf.cli.errors import USER_ERROR, clean_errors
+from zinf.cli.errors import DIFFERS, USER_ERROR, clean_errors
 from zinf.distributed import Flags, Limits, find_seat, options
 
 # [Note: late imports] Each command imports what it runs, so that help and wrong
@@ -216,6 +216,30 @@ def plan(
     rest = given, every, topology, html, traceback
     codes = [plan_config(config, *rest) for config in configs]
     raise typer.Exit(max(codes))
+
+
+@app.command()
+def verify(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that are compared.")] = 3,
+    every: Annotated[
+        bool, typer.Option("--all", help="Print every leaf, not the worst alone.")
+    ] = False,
+    traceback: ShowTraceback = False,
+) -> None:
+    """Train a few steps on zinf and in plain jax, and compare them leaf by leaf.
+
+    The model is that of the config, and the tokens are random. It has to fit one device
+    in plain jax: use fewer layers (--set model.num_layers=2) of a large one.
+
+    The exit code is 1 if they differ by more than rounding.
+    """
+    from zinf.cli.verify import verify_config
+
+    with clean_errors(traceback):
+        if not verify_config(config, overrides or (), steps, every=every):
+            raise typer.Exit(DIFFERS)
 
 
 @config_app.command()

@@ -13,7 +13,8 @@ from zinf.cli.endings import INTERRUPTED, PIPE_CLOSED, exit_at_once, is_unread
 if TYPE_CHECKING:
     from zinf.distributed import AbstractGroup
 
-DOES_NOT_FIT, USER_ERROR = 1, 2
+DOES_NOT_FIT = DIFFERS = 1
+USER_ERROR = 2
 
 
 @contextmanager

@@ -1,0 +1,41 @@
+"""`zinf verify`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from zinf.cli.problem import heading, problem
+from zinf.cli.report import console
+from zinf.executor.devices import on_devices
+from zinf.verify import verify
+
+
+def verify_config(
+    path: Path, overrides: Sequence[str], num_steps: int, *, every: bool
+) -> bool:
+    """Compares the training of a config with plain jax; whether both agree.
+
+    Tokens are drawn at random, so that no data is needed.
+    """
+    config, mesh = on_devices(path, overrides=overrides)
+    (loss_fn, init, tx, config), named = problem(config)
+    print(heading(path, config), flush=True)
+    assert config.model is not None
+    random = np.random.default_rng(config.run.seed)
+    tokens = {
+        name: random.integers(0, config.model.vocab_size, spec.shape, spec.dtype)
+        for name, spec in named["batch"].items()
+    }
+    found = verify(
+        loss_fn,
+        init,
+        tx,
+        config,
+        batch=tokens,
+        num_steps=num_steps,
+        rng=named["rng"],
+        mesh=mesh,
+    )
+    console().print(found.shown(every=every), soft_wrap=True)
+    return found.agrees
