@@ -6,7 +6,7 @@ from typing import Any
 from zinf.config.arguments import Key
 from zinf.config.config import Config
 from zinf.config.messages import Notice, dotted
-from zinf.config.optimizer import AdamParams
+from zinf.config.optimizer import AdamParams, MuonParams
 from zinf.config.scheduler import (
     LRRangeTestParams,
     OneCycleParams,
@@ -102,11 +102,47 @@ def _nothing_to_cut(config: Config) -> Iterator[Notice]:
 def _scheduled_rate(config: Config) -> Iterator[Notice]:
     params = config.optimizer.params if config.optimizer else None
     scheduled = config.scheduler and _rate_of(config.scheduler.params)
-    if params and scheduled and "lr" in params.model_fields_set:
-        key, rate = scheduled
-        if rate != params.lr:
-            text = f"{params.lr:g} has no effect: scheduler.params.{key} is {rate:g}"
-            yield Notice(("optimizer", "params", "lr"), f"{text}, and sets the rate.")
+    if not params or not scheduled:
+        return
+    key, rate = scheduled
+    for name in ("lr", "muon_lr", "adam_lr"):
+        given = getattr(params, name) if name in params.model_fields_set else None
+        if given is not None and given != rate:
+            text = f"{given:g} has no effect: scheduler.params.{key} is {rate:g}"
+            yield Notice(("optimizer", "params", name), f"{text}, and sets the rate.")
+
+
+def _replaced_rate(config: Config) -> Iterator[Notice]:
+    params = config.optimizer.params if config.optimizer else None
+    if (
+        isinstance(params, MuonParams)
+        and "lr" in params.model_fields_set
+        and None not in (params.muon_lr, params.adam_lr)
+    ):
+        text = "has no effect beside muon_lr and adam_lr, which are of all arrays"
+        yield Notice(("optimizer", "params", "lr"), f"{text}.")
+
+
+def _cycled_betas(config: Config) -> Iterator[Notice]:
+    optimizer, scheduler = config.optimizer, config.scheduler
+    params = optimizer.params if optimizer else None
+    cycle = scheduler.params if scheduler else None
+    if (
+        isinstance(params, AdamParams)
+        and "betas" in params.model_fields_set
+        and isinstance(cycle, OneCycleParams)
+        and cycle.cycle_momentum
+    ):
+        text = "has no effect: scheduler OneCycle moves the first, and holds the second"
+        path = ("optimizer", "params", "betas")
+        yield Notice(path, f"{text} at 0.99, unless cycle_momentum is false.")
+
+
+def _no_evaluation(config: Config) -> Iterator[Notice]:
+    run = config.run
+    if run.evaluate_every is None and "evaluate_batches" in run.model_fields_set:
+        text = "has no effect without run.evaluate_every: nothing is evaluated"
+        yield Notice(("run", "evaluate_batches"), f"{text}.")
 
 
 def _rate_of(params: SchedulerParams) -> tuple[str, float] | None:
@@ -135,6 +171,9 @@ RULES: tuple[Callable[[Config], Iterator[Notice]], ...] = (
     _no_drive,
     _nothing_to_cut,
     _scheduled_rate,
+    _replaced_rate,
+    _cycled_betas,
+    _no_evaluation,
     _decoupled_decay,
 )
 

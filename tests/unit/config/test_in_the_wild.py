@@ -501,6 +501,40 @@ FILES = (
         num_devices=32,
     ),
     File(
+        f"{EXAMPLES}/applications/DeepSpeed-Chat/dschat/utils/ds_utils.py, with LoRA",
+        {
+            "train_batch_size": 32,
+            "train_micro_batch_size_per_gpu": 4,
+            "zero_optimization": {
+                "stage": 3,
+                "overlap_comm": True,
+                "offload_param": {"device": "none"},
+                "offload_optimizer": {"device": "none"},
+                "stage3_param_persistence_threshold": 1e4,
+                "stage3_max_live_parameters": 3e7,
+                "memory_efficient_linear": False,
+                "zero_quantized_nontrainable_weights": True,
+            },
+            "bfloat16": {"enabled": True},
+            "hybrid_engine": {"enabled": True, "max_out_tokens": 512},
+            "tensorboard": {"enabled": False, "output_path": "/ds_tensorboard_logs/"},
+        },
+        refused=(
+            "zero_optimization.zero_quantized_nontrainable_weights",
+            "hybrid_engine",
+        ),
+        num_devices=8,
+        expected={"param_tier": Tier.DEVICE, "compute_dtype": "bfloat16"},
+    ),
+    File(
+        "DeepSpeed/docs/_pages/config-json.md, sums of gradients in bf16",
+        {
+            "bf16": {"enabled": True},
+            "data_types": {"grad_accum_dtype": "bf16"},
+        },
+        refused=("data_types.grad_accum_dtype",),
+    ),
+    File(
         "DeepSpeed before 0.5: keys that it has dropped",
         {
             "fp32_allreduce": True,

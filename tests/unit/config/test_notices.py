@@ -75,6 +75,40 @@ CPU = {"device": "cpu"}
             "0.0003 has no effect: scheduler.params.warmup_max_lr is 0.001",
         ),
         (
+            {
+                "optimizer": {"type": "Muon", "params": {"muon_lr": 0.02}},
+                "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01}},
+            },
+            "optimizer.params.muon_lr",
+            "0.02 has no effect: scheduler.params.warmup_max_lr is 0.01",
+        ),
+        (
+            {
+                "optimizer": {
+                    "type": "Muon",
+                    "params": {"lr": 1e-3, "muon_lr": 0.02, "adam_lr": 3e-4},
+                }
+            },
+            "optimizer.params.lr",
+            "no effect beside muon_lr and adam_lr",
+        ),
+        (
+            {
+                "optimizer": {"type": "Adam", "params": {"betas": [0.8, 0.9]}},
+                "scheduler": {
+                    "type": "OneCycle",
+                    "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2},
+                },
+            },
+            "optimizer.params.betas",
+            "cycle_momentum",
+        ),
+        (
+            {"run": {"evaluate_batches": 3}},
+            "run.evaluate_batches",
+            "nothing is evaluated",
+        ),
+        (
             {"optimizer": {"type": "AdamW", "params": {"adam_w_mode": False}}},
             "optimizer.params.adam_w_mode",
             "use type Adam",
