@@ -16,7 +16,16 @@ ROOT = Path(__file__).resolve().parents[1]
 # Lowest first. A module may import from its own package and from lower layers.
 LAYERS = (
     ("lazy",),
-    ("program", "config", "mesh", "topology", "paper", "jaxpr", "distributed"),
+    (
+        "program",
+        "config",
+        "mesh",
+        "jax_modes",
+        "topology",
+        "paper",
+        "jaxpr",
+        "distributed",
+    ),
     ("memory", "sharding"),
     ("activation", "tiling", "data", "models"),
     ("segment",),

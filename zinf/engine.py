@@ -66,7 +66,7 @@ class Engine:
         # garbage is collected when it is dropped.
         self.planner, self.config, self.rng = planner, planner.config, rng
         self._pending_save = PendingSave()
-        self._turn = Turn()
+        self._turn = Turn(planner.problem.modes)
         self.last_step = StepRecord()
         self._scalars = Scalars(planner.separated, self.config.loss_scaling)
         self._runners: dict[tuple, AbstractRunner] = {}

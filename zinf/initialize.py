@@ -14,6 +14,7 @@ from zinf.distributed import AbstractGroup, Alone
 from zinf.engine import Engine
 from zinf.executor.devices import on_devices
 from zinf.executor.prepare import Planner
+from zinf.jax_modes import Modes
 from zinf.memory import share_heap
 from zinf.optim.separate import separate
 from zinf.plan import Plan
@@ -41,6 +42,11 @@ def initialize(
     group: AbstractGroup | None = None,
 ) -> Engine:
     """Prepares training of `params` under `loss_fn`, wherever its bytes have to rest.
+
+    A surrounding `jax.set_mesh` and `jax.transfer_guard` are set aside in all that zinf
+    does (`mesh=` says which devices train), and so is strict dtype promotion but for
+    `loss_fn` and functions that make parameters. An engine that is made with 64 bits
+    enabled keeps them enabled.
 
     Args:
         loss_fn: a pure function `(params, batch) -> loss`, one floating-point number;
@@ -75,7 +81,8 @@ def initialize(
         ValueError: with what was asked, found, and to change: a coupled optimizer, a
             leaf that is not an array, an unknown config key, a batch that does not
             divide, budgets that no plan keeps (`InfeasibleError`), processes of one
-            `group` that begin with different values.
+            `group` that begin with different values,
+            `jax.disable_jit`.
         StorageError: a folder of the nvme tier cannot be used, or has too little room.
     """
     share_heap()
@@ -134,6 +141,7 @@ def make_planner(
     Args:
         topology: the machine of `mesh`, if that is one to compile for and never to run.
     """
+    modes = Modes.current()
     config, mesh = on_devices(config, mesh)
     if not config.is_told and (group is None or group.is_first):
         for line in notices(config, in_python=True):
@@ -144,17 +152,19 @@ def make_planner(
         min_bytes=config.persistence_bytes,
         gathers_in_group=config.gathers_in_group,
     )
-    problem = make_problem(
-        loss_fn,
-        params,
-        model_state=model_state,
-        has_aux=has_aux,
-        eval_loss_fn=eval_loss_fn,
-        frozen=config.frozen,
-        compute_dtype=config.compute_dtype,
-    )
-    separated = separate(tx, problem.abstract_params, trainable=problem.trainable)
-    key = None if rng is None else jax.eval_shape(lambda: rng)
+    with modes.own():
+        problem = make_problem(
+            loss_fn,
+            params,
+            model_state=model_state,
+            has_aux=has_aux,
+            eval_loss_fn=eval_loss_fn,
+            frozen=config.frozen,
+            compute_dtype=config.compute_dtype,
+            modes=modes,
+        )
+        separated = separate(tx, problem.abstract_params, trainable=problem.trainable)
+        key = None if rng is None else jax.eval_shape(lambda: rng)
     if group is None:
         group = Alone()
         if jax.process_count() > 1:

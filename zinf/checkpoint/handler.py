@@ -14,6 +14,7 @@ from zinf.checkpoint.arrays import begin, finish
 from zinf.checkpoint.parts import commit
 from zinf.checkpoint.save import Save
 from zinf.checkpoint.share import Share, shares_of
+from zinf.jax_modes import with_own_modes
 from zinf.memory.residents import Residents
 
 
@@ -48,7 +49,7 @@ class StateHandler(ocp.AsyncCheckpointHandler):
             failed: Future[None] = Future()
             failed.set_exception(error)
             return [failed]
-        return [self._worker.submit(finish, save)]
+        return [self._worker.submit(with_own_modes(finish), save)]
 
     def save(self, directory: PathLike[str], args: "StateSave") -> None:
         self._args = args

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zinf.executor.arrays import array_specs
+from zinf.executor.sums import sum_dtype
 from zinf.mesh import replicated
 from zinf.optim.clipping import Clipping
 from zinf.optim.separate import Separated
@@ -200,7 +201,7 @@ def _accumulate(
         return total, (loss, extra)
 
     zeros = {
-        p: cut(jnp.zeros(x.shape, jnp.float32), gradient_forms[p])
+        p: cut(jnp.zeros(x.shape, sum_dtype(x.dtype)), gradient_forms[p])
         for p, x in trainables.items()
     }
     grads, (losses, extra) = jax.lax.scan(body, zeros, (batch, keys))

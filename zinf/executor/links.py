@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from time import perf_counter
 from types import FrameType
 
+from zinf.jax_modes import with_own_modes
 from zinf.plan import Instruction, Link, Timeline
 
 
@@ -122,7 +123,7 @@ def run_links(
             progress.complete(index)
 
     workers = [
-        threading.Thread(target=work, args=(link,), name=f"zinf {link}")
+        threading.Thread(target=with_own_modes(work), args=(link,), name=f"zinf {link}")
         for link in queues
     ]
     with _interrupts_noted(progress):

@@ -178,7 +178,7 @@ class Planner:
             InfeasibleError: nothing fits.
         """
         try:
-            with uncollected():
+            with self.problem.modes.own(), uncollected():
                 made = self._plan(batch, homes)
         except jax.errors.JaxRuntimeError as error:
             raise self._refused(error) from error

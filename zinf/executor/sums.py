@@ -1,6 +1,7 @@
 """Sums of gradients and cotangents on the devices."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,21 +10,27 @@ from zinf.segment.row_sums import add_rows
 from zinf.sharding import Layout
 
 
+def sum_dtype(dtype: Any) -> Any:
+    """What sums of gradients of a dtype are kept in: at least float32."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
 def accumulated(
     total: jax.Array | None, part: jax.Array, *, is_wide: bool
 ) -> jax.Array:
-    """The sum, in the memory of the total so far; `is_wide` begins it in float32."""
+    """The sum, in the memory of the total so far; `is_wide`: begun in `sum_dtype`."""
     if total is not None:
         return _add(total, part)
-    return part.astype(jnp.float32) if is_wide else part
+    return part.astype(sum_dtype(part.dtype)) if is_wide else part
 
 
 def accumulated_rows(
     total: jax.Array | None, rows: jax.Array, numbers: jax.Array, layout: Layout
 ) -> jax.Array:
-    """The same of rows of a float32 total that lies as `layout` says."""
+    """The same of rows of a total in `sum_dtype` that lies as `layout` says."""
     if total is None:
-        total = jnp.zeros(layout.device_shape, jnp.float32, device=layout.device)
+        dtype = sum_dtype(rows.dtype)
+        total = jnp.zeros(layout.device_shape, dtype, device=layout.device)
     return add_rows(total, rows, numbers)
 
 

@@ -1,8 +1,10 @@
-"""One thread at a time inside an engine."""
+"""One thread at a time inside an engine, in the engine's own modes of jax."""
 
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
+
+from zinf.jax_modes import Modes
 
 
 class ConcurrentUseError(RuntimeError):
@@ -16,13 +18,14 @@ class Turn:
     numbers from run to run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, modes: Modes) -> None:
+        self._modes = modes
         self._lock = threading.Lock()
         self._holder: tuple[threading.Thread, str] | None = None
 
     @contextmanager
     def of(self, what: str) -> Generator[None, None, None]:
-        """Takes the turn for the call `what`, such as "step".
+        """Takes the turn for the call `what`, such as "step", and runs it in the modes.
 
         Raises:
             ConcurrentUseError: another call has not returned.
@@ -31,7 +34,8 @@ class Turn:
             raise ConcurrentUseError(self._refusal(what))
         self._holder = threading.current_thread(), what
         try:
-            yield
+            with self._modes.own():
+                yield
         finally:
             self._holder = None
             self._lock.release()

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, Sharding
 
 from zinf.executor.decision import Pending
 from zinf.executor.exchange import exchange_of
+from zinf.executor.sums import sum_dtype
 from zinf.memory import in_device_form
 from zinf.mesh import local_devices, replicated
 from zinf.optim.host_update import AbstractHostUpdate
@@ -192,7 +193,7 @@ def compile_program_updates(
     """Compiles the update of every trained array of a program, for both tiers.
 
     Args:
-        accumulates: parameter arrays whose gradient is a float32 sum.
+        accumulates: parameter arrays whose gradient is a sum (see `sum_dtype`).
         layouts: of persistent arrays and gradients.
     """
     numbers = {leaf.path: i for i, leaf in enumerate(separated.leaves)}
@@ -205,7 +206,7 @@ def compile_program_updates(
         for array in _completed_by(program, segment.name):
             leaf = separated.leaves[numbers[array.path]]
             compute = problem.params[array.path].compute.dtype
-            gradient_dtype = jnp.float32 if array in accumulates else compute
+            gradient_dtype = sum_dtype(compute) if array in accumulates else compute
             whole = layouts.of(array)
             blocks: list[tuple[int, int] | None] = [None]
             # A tile is small enough as it is; parts of it would have other names.

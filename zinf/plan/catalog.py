@@ -211,7 +211,7 @@ class Catalog:
             counted = {(array.path, rows) for rows in (array.rows, None)}
             accumulates = any(self.num_contributions[key] > 1 for key in counted)
             wide = array.role == "gradient" and accumulates
-            itemsize = FLOAT32_BYTES if wide else spec.itemsize
+            itemsize = max(FLOAT32_BYTES, spec.itemsize) if wide else spec.itemsize
             return spec.nbytes // spec.itemsize * itemsize
         if array in self.specs:
             return self.specs[array].nbytes

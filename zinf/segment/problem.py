@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zinf.jax_modes import Modes
 from zinf.jaxpr.keys import from_words, in_words, is_key, to_words
 from zinf.segment.leafwise import initialize, leaves_of
 from zinf.segment.modes import evaluated, for_evaluation, for_training
@@ -53,6 +54,7 @@ class Problem:
         loss: `(flat arrays, batch[, key]) -> (loss, {"aux": ..., "model_state": ...})`.
         evaluation_loss: `(flat arrays, batch[, key]) -> (loss, {})`, or None if it
             computes what `loss` does.
+        modes: jax's modes, in which what the user wrote is traced.
         state_paths: the leaves that the loss returns anew, in the order of
             the flattened `model_state` output.
     """
@@ -62,6 +64,7 @@ class Problem:
     loss: Callable
     evaluation_loss: Callable | None
     state_paths: tuple[str, ...]
+    modes: Modes
     _source: Any = field(repr=False)
     _state: Any = field(repr=False)
     _structure: Any = field(repr=False)
@@ -139,6 +142,7 @@ def make_problem(
     eval_loss_fn: Callable | None = None,
     frozen: Sequence[str] = (),
     compute_dtype: str = MASTER_DTYPE,
+    modes: Modes | None = None,
 ) -> Problem:
     """Describes training of `params` under `loss_fn`.
 
@@ -151,11 +155,17 @@ def make_problem(
         frozen: glob patterns over key paths; matching leaves get no gradient.
         compute_dtype: "bfloat16" or "float16" for mixed precision: trained leaves are
             kept in float32 and cast for the loss. Otherwise leaves keep their dtypes.
+        modes: those that the user's functions run in; by default those of the caller.
 
     Raises:
         ValueError: a leaf is not an array, or a pattern matches nothing.
         NotImplementedError: a complex leaf that is not frozen.
     """
+    modes = Modes.current() if modes is None else modes
+    params = modes.of_user(params) if _is_function(params) else params
+    model_state = (
+        modes.of_user(model_state) if _is_function(model_state) else model_state
+    )
     abstract = _abstract(params)
     leaves = named_leaves(abstract)
     if not leaves:
@@ -179,7 +189,9 @@ def make_problem(
     structure = jax.tree.structure(abstract)
     state_structure = jax.tree.structure(abstract_state)
 
-    training, evaluating = for_training(loss_fn), for_evaluation(loss_fn, eval_loss_fn)
+    training = modes.of_user(for_training(loss_fn))
+    evaluating = for_evaluation(loss_fn, eval_loss_fn)
+    evaluating = None if evaluating is None else modes.of_user(evaluating)
 
     def user_trees(flat: Mapping[str, Any]) -> list[Any]:
         values = [from_words(x, specs[p].given) for p, x in flat.items()]
@@ -205,6 +217,7 @@ def make_problem(
         loss=loss,
         evaluation_loss=None if evaluating is None else evaluation_loss,
         state_paths=state_paths,
+        modes=modes,
         _source=params,
         _state=model_state,
         _structure=structure,
