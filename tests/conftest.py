@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import chromium
+
 assert "jax" not in sys.modules, "jax was imported before its settings were made"
 
 PLATFORM = os.environ.get("ZINF_TEST_PLATFORM", "cpu")
@@ -51,6 +53,7 @@ NEEDS = {
         find_spec("nbclient") is not None and find_spec("ipykernel") is not None,
         "needs Jupyter: pip install '.[notebooks]'",
     ),
+    "browser": (chromium() is not None, "needs a browser: apt-get install chromium"),
 }
 # Only `.ci/run` has all that tests with these markers need, so they run with the slow.
 ALSO_SLOW = ("tpu_compiler", "gpu_compiler", "notebook", "browser")

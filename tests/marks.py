@@ -1,9 +1,17 @@
-"""Which cases of a parametrized test the README's command leaves to `-m slow`."""
+"""What tests need, and which cases the README's command leaves to `-m slow`."""
 
+import shutil
 from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+def chromium() -> str | None:
+    """The path of the browser in which tests open pages, or None."""
+    return next(filter(None, map(shutil.which, BROWSERS)), None)
 
 
 def slow_except(fast: Collection[Any], cases: Iterable[Any]) -> list[Any]:

@@ -3,7 +3,6 @@
 Nothing is fetched: the browser is offline, and each request is noted.
 """
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,13 +10,12 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
+from tests.marks import chromium
 from zinf.cli.plan import plan_config
 from zinf.observe import read_trace
 from zinf.observe.page import run_page, write_page
 from zinf.plan import Link
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
 FLAGS = (
     "--no-sandbox",
     "--disable-gpu",
@@ -28,9 +26,7 @@ FLAGS = (
 )
 LANES = [str(link) for link in Link if not link.only_frees]
 
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="needs a browser: apt-get install chromium"
-)
+pytestmark = pytest.mark.browser
 
 
 @dataclass
@@ -46,7 +42,7 @@ class Opened:
 def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=FLAGS, headless=True
+            executable_path=chromium(), args=FLAGS, headless=True
         )
         yield browser
         browser.close()
