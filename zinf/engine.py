@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from hashlib import sha256
+from html import escape
 from os import PathLike
 from pathlib import Path
 from time import perf_counter
@@ -277,6 +278,25 @@ class Engine:
                 self._closing.detach()
                 self._runners.clear()
                 self._current = None
+
+    def __repr__(self) -> str:
+        return f"<Engine: {self._brief()}>"
+
+    def _repr_html_(self) -> str:
+        """In a notebook: how far it is, and what its plan comes to."""
+        current = self._current
+        tables = "" if current is None else current.plan._repr_html_()
+        return f"<p><b>Engine</b>: {escape(self._brief())}</p>{tables}"
+
+    def _brief(self) -> str:
+        """How far the engine is, in one line; asked also while a step runs."""
+        taken = f"{self.num_steps} step{'s' * (self.num_steps != 1)} taken"
+        if self._condition.refusal is not None:
+            return f"{taken}; {self._condition.refusal}"
+        current = self._current
+        if current is None:
+            return f"{taken}; it is planned when the first batch is known"
+        return f"{taken}; {current.plan!r}"
 
     def __enter__(self) -> Self:
         return self

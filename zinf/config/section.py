@@ -1,5 +1,6 @@
 """What every section of a config has in common: it is frozen, strict and documented."""
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Self, get_args
 
@@ -8,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from zinf.config.docstrings import docstrings
 from zinf.config.nearest import did_you_mean
 from zinf.config.status import AUTO, Status, asks, status_of
+from zinf.tables import html_table
 
 Violation = tuple[tuple[str, ...], str]
 """The path of an offending key below its section, and what is wrong with it."""
@@ -40,6 +42,23 @@ class Section(BaseModel):
     def violations(self) -> Iterator[Violation]:
         """Combinations of keys of this section that cannot be."""
         yield from ()
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """Only keys that were given: all others are the defaults."""
+        for name, value in super().__repr_args__():
+            if name in self.model_fields_set:
+                yield name, value
+
+    def _repr_html_(self) -> str:
+        """In a notebook: a table of the keys that were given."""
+        given = dotted(self.model_dump(mode="json", exclude_unset=True))
+        if not given:
+            return f"<p>{type(self).__name__}: every key has its default.</p>"
+        rows = [
+            (key, value if isinstance(value, str) else json.dumps(value))
+            for key, value in given.items()
+        ]
+        return html_table(rows, ("key", "value"), code=True)
 
     @classmethod
     def section_at(
@@ -89,6 +108,17 @@ def _section_in(annotation: Any) -> type[Section] | None:
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
     return next(filter(None, map(_section_in, get_args(annotation))), None)
+
+
+def dotted(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    found: dict[str, Any] = {}
+    for key, value in keys.items():
+        if isinstance(value, Mapping) and value:
+            found |= {f"{key}.{name}": below for name, below in dotted(value).items()}
+        else:
+            found[key] = value
+    return found
 
 
 def unknown_key(key: str, allowed: Iterable[str]) -> str:

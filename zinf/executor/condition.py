@@ -13,6 +13,11 @@ class Condition:
     def __init__(self) -> None:
         self._refusal: str | None = None
 
+    @property
+    def refusal(self) -> str | None:
+        """Why the state cannot be used, and what to do; None if it can."""
+        return self._refusal
+
     def check(self) -> None:
         """Raises RuntimeError, with what to do, unless the state can be used."""
         if self._refusal is not None:

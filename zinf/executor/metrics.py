@@ -1,6 +1,6 @@
 """The figures that a step reports."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -11,8 +11,9 @@ from zinf.executor.outcome import Outcome
 from zinf.executor.runner import AbstractRunner
 from zinf.executor.scalars import Scalars
 from zinf.memory import Stores
-from zinf.plan import Link
+from zinf.plan import Link, show_bytes, show_seconds
 from zinf.program import Tier
+from zinf.tables import html_table
 
 TRAFFIC = {
     "nvme_read_bytes": Link.NVME_READ,
@@ -22,6 +23,41 @@ TRAFFIC = {
 }
 
 
+class StepMetrics(dict[str, Any]):
+    """The metrics of a step: a dict, and a pytree as a dict is, shown with units."""
+
+    def __repr__(self) -> str:
+        shown = (f"{name}={_shown(name, value)}" for name, value in self.items())
+        return f"StepMetrics({', '.join(shown)})"
+
+    def _repr_html_(self) -> str:
+        rows = [(name, _shown(name, value)) for name, value in self.items()]
+        return html_table(rows, numbers=(1,))
+
+
+def _shown(name: str, value: Any) -> str:
+    if isinstance(value, int) and name.endswith("_bytes"):
+        return show_bytes(value)
+    if isinstance(value, float) and name.endswith("_seconds"):
+        return show_seconds(value)
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+    return str(value)
+
+
+def _flatten(metrics: StepMetrics) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
+    names = tuple(sorted(metrics))
+    return [(jax.tree_util.DictKey(name), metrics[name]) for name in names], names
+
+
+def _unflatten(names: tuple[str, ...], values: Iterable[Any]) -> StepMetrics:
+    return StepMetrics(zip(names, values, strict=True))
+
+
+# A subclass of dict is a leaf to jax.tree.map unless it is registered.
+jax.tree_util.register_pytree_with_keys(StepMetrics, _flatten, _unflatten)
+
+
 def step_metrics(
     outcome: Outcome,
     runner: AbstractRunner,
@@ -29,14 +65,15 @@ def step_metrics(
     stores: Stores,
     advanced: Sequence[np.ndarray],
     seconds: float,
-) -> dict[str, Any]:
+) -> StepMetrics:
     """Metrics of the step that `scalars` are about to count; see `Engine.step`.
 
     Args:
         advanced: the optimizer's shared state after the step.
     """
     num_tokens = count_tokens(runner.spec, runner.num_microbatches)
-    metrics = {
+    metrics = StepMetrics()
+    metrics |= {
         "step": scalars.num_steps + 1,
         "loss": outcome.loss,
         "grad_norm": outcome.grad_norm,

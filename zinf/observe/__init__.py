@@ -1,12 +1,37 @@
 """What a run shows while it goes and when it ends."""
 
-from zinf.observe.json_lines import JsonLines as JsonLines
-from zinf.observe.progress import Progress as Progress
-from zinf.observe.progress import Silence as Silence
-from zinf.observe.summary import summary as summary
-from zinf.observe.tensorboard import TensorBoard as TensorBoard
-from zinf.observe.totals import Totals as Totals
-from zinf.observe.trace import TraceFile as TraceFile
-from zinf.observe.traced import read_trace as read_trace
-from zinf.observe.writer import AbstractWriter as AbstractWriter
-from zinf.observe.writer import Metrics as Metrics
+from typing import TYPE_CHECKING
+
+from zinf.lazy import make_lazy
+
+if TYPE_CHECKING:
+    from zinf.observe.inline import plot_losses as plot_losses
+    from zinf.observe.inline import plot_timeline as plot_timeline
+    from zinf.observe.json_lines import JsonLines as JsonLines
+    from zinf.observe.progress import Progress as Progress
+    from zinf.observe.progress import Silence as Silence
+    from zinf.observe.summary import summary as summary
+    from zinf.observe.tensorboard import TensorBoard as TensorBoard
+    from zinf.observe.totals import Totals as Totals
+    from zinf.observe.trace import TraceFile as TraceFile
+    from zinf.observe.traced import read_trace as read_trace
+    from zinf.observe.writer import AbstractWriter as AbstractWriter
+    from zinf.observe.writer import Metrics as Metrics
+
+make_lazy(
+    __name__,
+    {
+        "AbstractWriter": "zinf.observe.writer",
+        "JsonLines": "zinf.observe.json_lines",
+        "Metrics": "zinf.observe.writer",
+        "Progress": "zinf.observe.progress",
+        "Silence": "zinf.observe.progress",
+        "TensorBoard": "zinf.observe.tensorboard",
+        "Totals": "zinf.observe.totals",
+        "TraceFile": "zinf.observe.trace",
+        "plot_losses": "zinf.observe.inline",
+        "plot_timeline": "zinf.observe.inline",
+        "read_trace": "zinf.observe.traced",
+        "summary": "zinf.observe.summary",
+    },
+)

@@ -1,8 +1,7 @@
 """A run, or a plan, as one HTML page that needs nothing but a browser."""
 
 import json
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -10,7 +9,7 @@ from statistics import median
 from string import Template
 from typing import Any
 
-from zinf.distributed import flat
+from zinf.config.section import dotted
 from zinf.observe.advice import advice, what_ifs
 from zinf.observe.colors import colors
 from zinf.observe.figures import (
@@ -26,6 +25,7 @@ from zinf.observe.traced import TracedStep, read_trace
 from zinf.observe.writer import Metrics
 from zinf.plan import show_bytes, show_seconds
 from zinf.program import Tier
+from zinf.tables import html_table
 
 FREE = "free"
 
@@ -173,7 +173,7 @@ def _binding(record: RunRecord, step: TracedStep) -> list[str]:
     head = ("link", "busy", "saved if twice as fast")
     return [
         f"<ul class='advice'>\n{sentences}\n</ul>",
-        _table(rows, head, numbers=(1, 2)),
+        html_table(rows, head, numbers=(1, 2)),
         _note(
             "Of the time of a step. What would be saved is found by playing the "
             "instructions of the step again on a clock, with that link faster."
@@ -237,17 +237,17 @@ def _percent(amount: int, whole: int) -> str:
 
 
 def _config(record: RunRecord) -> list[str]:
-    keys, given = flat(record.config), set(record.given)
+    keys, given = dotted(record.config), set(record.given)
     own = [(key, _shown(keys[key])) for key in keys if key in given]
     rest = [(key, _shown(keys[key])) for key in keys if key not in given]
     return [
         *(f"<p>{escape(notice)}</p>" for notice in record.notices),
         _note("What automatic settings became:"),
-        _table(record.resolved.items()),
+        html_table(record.resolved.items()),
         _note("Keys that the config has:"),
-        _table(own, code=True),
+        html_table(own, code=True),
         f"<details><summary>{len(rest)} more keys, at their defaults</summary>"
-        f"{_table(rest, code=True)}</details>",
+        f"{html_table(rest, code=True)}</details>",
     ]
 
 
@@ -256,33 +256,8 @@ def _shown(value: Any) -> str:
 
 
 def _versions(record: RunRecord) -> str:
-    tables = _table(record.versions.items()), _table(record.machine.items())
+    tables = html_table(record.versions.items()), html_table(record.machine.items())
     return f"<div class='columns'>{tables[0]}{tables[1]}</div>"
-
-
-def _table(
-    rows: Iterable[Sequence[str]],
-    head: Sequence[str] = (),
-    *,
-    numbers: Sequence[int] = (),
-    code: bool = False,
-) -> str:
-    def cells(row: Sequence[str], tag: str) -> str:
-        shown = [_code(cell) if code else escape(cell) for cell in row]
-        return "".join(
-            f"<{tag}{' class=number' * (i in numbers)}>{cell}</{tag}>"
-            for i, cell in enumerate(shown)
-        )
-
-    first = f"<tr>{cells(head, 'th')}</tr>" if head else ""
-    body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
-    return f"<div class='scroll'><table>{first}{body}</table></div>"
-
-
-def _code(text: str) -> str:
-    """Code that a narrow screen may break after a dot, a slash or an underscore."""
-    breakable = re.sub(r"([._/,])", r"\1<wbr>", escape(text))
-    return f"<code>{breakable}</code>"
 
 
 def _title(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from math import ceil
 from pathlib import Path
 
@@ -34,23 +35,35 @@ def plot(step: TracedStep, output: Path | str) -> None:
     picture(step).savefig(output)
 
 
-def picture(step: TracedStep) -> Figure:
-    """The step as a figure of matplotlib, which needs no display.
+class Picture(Figure):
+    """A figure of matplotlib, which needs no display, and which notebooks show."""
+
+    def _repr_png_(self) -> bytes:
+        drawn = BytesIO()
+        self.savefig(drawn, format="png", dpi=100)
+        return drawn.getvalue()
+
+
+def picture(step: TracedStep) -> Picture:
+    """The step as a figure: predicted below measured, or alone if it did not run.
 
     White is idle; of the links, the busiest binds. Freeing takes no time and is left
     out.
     """
+    panels = {"measured": step.measured, "predicted": step.predicted}
+    panels = {name: spans for name, spans in panels.items() if spans}
     spans = (*step.measured, *step.predicted)
     used = {span.link for span in spans}
     links = [link for link in ROWS if link in used]
     shades = colors(span.kind for span in spans if span.link in links)
     panel = len(links) * ROW
     bottom = BOTTOM + ceil(len(shades) / LEGEND_KINDS) * LEGEND_ROW
-    height = TOP + panel + BETWEEN + panel + bottom
-    figure = Figure(figsize=(WIDTH, height), dpi=150, facecolor="white")
-    above, below = figure.subplots(
-        2,
+    height = TOP + len(panels) * panel + (len(panels) - 1) * BETWEEN + bottom
+    figure = Picture(figsize=(WIDTH, height), dpi=150, facecolor="white")
+    rows = figure.subplots(
+        len(panels),
         sharex=True,
+        squeeze=False,
         gridspec_kw={
             "left": LEFT / WIDTH,
             "right": 1 - RIGHT / WIDTH,
@@ -58,13 +71,13 @@ def picture(step: TracedStep) -> Figure:
             "bottom": bottom / height,
             "hspace": BETWEEN / panel,
         },
-    )
+    )[:, 0]
     seconds = max(span.end for span in spans)
     scale, unit = (1e3, "ms") if seconds < 1 else (1.0, "s")
-    _draw(above, "measured", step.measured, links, scale)
-    _draw(below, "predicted", step.predicted, links, scale)
-    below.set_xlim(0, seconds * scale)
-    below.set_xlabel(f"time since the step began ({unit})")
+    for axes, (name, drawn) in zip(rows, panels.items(), strict=True):
+        _draw(axes, name, drawn, links, scale)
+    rows[-1].set_xlim(0, seconds * scale)
+    rows[-1].set_xlabel(f"time since the step began ({unit})")
     figure.text(
         LEFT / WIDTH,
         1 - 0.3 / height,
@@ -86,11 +99,15 @@ def picture(step: TracedStep) -> Figure:
 
 
 def _title(step: TracedStep) -> str:
-    measured, predicted = _seconds(step.measured), _seconds(step.predicted)
+    name = f"Step {step.number}" if step.number else "A step"
+    predicted = _seconds(step.predicted)
+    if not step.measured:
+        return f"{name}: {show_seconds(predicted)} predicted"
+    measured = _seconds(step.measured)
     parts = f"{show_seconds(measured)} measured, {show_seconds(predicted)} predicted"
     error = predicted / measured - 1
     side = "more" if error > 0 else "less"
-    return f"Step {step.number}: {parts} ({abs(error):.0%} {side})"
+    return f"{name}: {parts} ({abs(error):.0%} {side})"
 
 
 def _draw(

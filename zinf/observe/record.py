@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field
 
 from zinf.config import Config, notices
-from zinf.distributed import flat
+from zinf.config.section import dotted
 from zinf.plan import Plan
 from zinf.program import Tier
 
@@ -104,7 +104,7 @@ class RunRecord(BaseModel):
             num_tokens=num_tokens,
             num_steps=config.run.steps,
             config=config.model_dump(mode="json"),
-            given=list(flat(config.model_dump(mode="json", exclude_unset=True))),
+            given=list(dotted(config.model_dump(mode="json", exclude_unset=True))),
             notices=list(notices(config)),
             resolved=_resolved(config, plan, devices),
             held={

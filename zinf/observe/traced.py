@@ -16,7 +16,7 @@ from zinf.observe.trace import (
     held_before,
     instruction_events,
 )
-from zinf.plan import Plan
+from zinf.plan import Plan, Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +61,26 @@ class TracedStep:
 
 def planned_step(plan: Plan) -> TracedStep:
     """A plan as a step that has not run, with the number 0."""
-    spans = tuple(
+    return TracedStep(0, (), _spans(plan, plan.timeline), _held(plan))
+
+
+def measured_step(plan: Plan, timeline: Timeline) -> TracedStep:
+    """A step that ran, as `engine.last_step` has it, with the number 0."""
+    spans = _spans(plan, timeline), _spans(plan, plan.timeline)
+    return TracedStep(0, *spans, _held(plan))
+
+
+def _held(plan: Plan) -> dict[str, int]:
+    return {str(tier): nbytes for tier, nbytes in held_before(plan).items()}
+
+
+def _spans(plan: Plan, timeline: Timeline) -> tuple[Span, ...]:
+    events = instruction_events(0, plan)
+    times = zip(events, plan.instructions, timeline.start, timeline.end, strict=True)
+    return tuple(
         _span(event | event_times(start, end - start), str(instruction.link), 0.0)
-        for event, instruction, start, end in zip(
-            instruction_events(0, plan),
-            plan.instructions,
-            plan.timeline.start,
-            plan.timeline.end,
-            strict=True,
-        )
+        for event, instruction, start, end in times
     )
-    held = {str(tier): nbytes for tier, nbytes in held_before(plan).items()}
-    return TracedStep(0, (), spans, held)
 
 
 def read_trace(path: Path | str) -> list[TracedStep]:

@@ -2,15 +2,19 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from html import escape
 
 from zinf.plan.cost import Rates, Timeline, predict
 from zinf.plan.instruction import FusedStep, Instruction, Link, Pass, Run, Update
 from zinf.plan.shared import Shared, shared_arrays
-from zinf.plan.show import show_instructions, show_summary
+from zinf.plan.show import Summary, show_bytes, show_instructions, summarize
 from zinf.program import ArrayId, Tier
 
+# A notebook keeps what it shows, and a large model has thousands.
+SHOWN_INSTRUCTIONS = 200
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Plan:
     """Immutable; printed, it is one line an instruction below a summary.
 
@@ -20,8 +24,8 @@ class Plan:
         rates: what the links are taken to do in `timeline`.
     """
 
-    instructions: tuple[Instruction, ...] = field(repr=False)
-    homes: dict[ArrayId, Tier] = field(repr=False)
+    instructions: tuple[Instruction, ...]
+    homes: dict[ArrayId, Tier]
     home_bytes: dict[Tier, int]
     peak_bytes: dict[Tier, int]
     capacity_bytes: dict[Tier, int]
@@ -83,7 +87,11 @@ class Plan:
 
     def summary(self) -> str:
         """What rests where, what moves, and what binds."""
-        return show_summary(
+        return str(self._summary)
+
+    @cached_property
+    def _summary(self) -> Summary:
+        return summarize(
             self.instructions,
             self.timeline,
             home_bytes=self.home_bytes,
@@ -94,3 +102,18 @@ class Plan:
     def __str__(self) -> str:
         table = show_instructions(self.instructions, self.timeline)
         return f"{self.summary()}\n\n{table}"
+
+    def __repr__(self) -> str:
+        peaks = self.peak_bytes.items()
+        held = ", ".join(f"{tier} {show_bytes(n)}" for tier, n in peaks if n)
+        return f"<Plan: {self._summary.sentence}; at most {held}>"
+
+    def _repr_html_(self) -> str:
+        """In a notebook: the tables of the summary, and instructions to unfold."""
+        shown = self.instructions[:SHOWN_INSTRUCTIONS]
+        listing = escape(show_instructions(shown, self.timeline))
+        first = "The first" if len(shown) < len(self.instructions) else "All"
+        return (
+            f"{self._summary.html()}<details><summary>{first} {len(shown)} "
+            f"instructions</summary><pre>{listing}</pre></details>"
+        )

@@ -2,10 +2,13 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
 
 from zinf.plan.cost import Timeline
 from zinf.plan.instruction import Instruction, Link
 from zinf.program import Program, Tier
+from zinf.tables import html_table
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -25,14 +28,32 @@ def show_seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-def show_summary(
+@dataclass(frozen=True)
+class Summary:
+    """What a plan comes to: a sentence, and two tables with a row of names first."""
+
+    sentence: str
+    tiers: list[tuple[str, ...]]
+    links: list[tuple[str, ...]]
+
+    def __str__(self) -> str:
+        tiers, links = _aligned(self.tiers, left=(0,)), _aligned(self.links, (0, 3))
+        return "\n".join([self.sentence, "", *tiers, "", *links])
+
+    def html(self) -> str:
+        tiers = html_table(self.tiers[1:], self.tiers[0], numbers=(1, 2, 3))
+        links = html_table(self.links[1:], self.links[0], numbers=(1, 2))
+        return f"<p>{escape(self.sentence)}</p>{tiers}{links}"
+
+
+def summarize(
     instructions: Sequence[Instruction],
     timeline: Timeline,
     *,
     home_bytes: Mapping[Tier, int],
     peak_bytes: Mapping[Tier, int],
     capacity_bytes: Mapping[Tier, int],
-) -> str:
+) -> Summary:
     """Bytes by tier, traffic by link, and the link that binds."""
     rows: list[tuple[str, ...]] = [("tier", "at rest", "peak", "budget")]
     for tier in Tier:
@@ -43,7 +64,7 @@ def show_summary(
     moved: dict[Link, int] = defaultdict(int)
     for instruction in instructions:
         moved[instruction.link] += instruction.nbytes
-    links = [("link", "bytes a step", "busy", "")]
+    links: list[tuple[str, ...]] = [("link", "bytes a step", "busy", "")]
     binding = max(busy, key=lambda link: busy[link])
     for link in Link:
         if link in busy and not link.only_frees:
@@ -57,15 +78,8 @@ def show_summary(
             ("between devices", show_bytes(sent), "", f"{hidden:.0%} behind products")
         )
     predicted = show_seconds(timeline.seconds)
-    return "\n".join(
-        [
-            f"{len(instructions)} instructions, predicted {predicted} a step",
-            "",
-            *_aligned(rows, left=(0,)),
-            "",
-            *_aligned(links, left=(0, 3)),
-        ]
-    )
+    count = f"{len(instructions)} instruction{'s' * (len(instructions) != 1)}"
+    return Summary(f"{count}, predicted {predicted} a step", rows, links)
 
 
 def show_instructions(instructions: Sequence[Instruction], timeline: Timeline) -> str:

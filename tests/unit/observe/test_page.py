@@ -138,7 +138,7 @@ def test_tiers_config_and_versions_are_written_out(html, run_folder):
         "<code>optimizer.params.lr</code>",
         "<code>run.keep_checkpoints</code>",
         "streamed by segments",
-        f"<td>jax</td><td>{record.versions['jax']}</td>",
+        f">{record.versions['jax']}</td>",
         "8 of 8 steps",
     ):
         assert words in text

@@ -1,0 +1,156 @@
+"""What a notebook shows of an engine, a plan, metrics, a config, and in pictures."""
+
+import json
+import pickle
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from matplotlib.colors import to_hex
+from matplotlib.text import Text
+
+import zinf
+from zinf.executor.metrics import StepMetrics
+from zinf.observe import plot_losses, plot_timeline, read_trace
+from zinf.observe.colors import COLORS
+
+CONFIG = {
+    "execution": "streamed",
+    "memory": {"device": "1MiB", "host": "2MiB"},
+    "gradient_clipping": 1.0,
+}
+
+
+def loss_fn(params, batch):
+    hidden = jnp.tanh(batch @ params["in"])
+    loss = jnp.mean((hidden @ params["out"]) ** 2)
+    return loss, {"scale": jnp.float32(0.5)}
+
+
+def new_engine() -> zinf.Engine:
+    params = {"in": np.ones((8, 16), np.float32), "out": np.ones((16, 4), np.float32)}
+    return zinf.initialize(loss_fn, params, optax.adam(1e-3), CONFIG, has_aux=True)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with new_engine() as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def history(engine) -> list[StepMetrics]:
+    return [engine.step(np.ones((4, 8), np.float32)) for _ in range(3)]
+
+
+def test_metrics_are_a_dict_everywhere_and_are_shown_with_units(history):
+    metrics = history[0]
+    assert isinstance(metrics, dict)
+    assert metrics["step"] == 1 and metrics == {**metrics}
+    numbers = {key: metrics[key] for key in metrics if key != "aux"}
+    assert json.loads(json.dumps(numbers)) == numbers
+    assert pickle.loads(pickle.dumps(metrics)) == metrics
+    assert type(pickle.loads(pickle.dumps(metrics))) is StepMetrics
+    shown = repr(metrics)
+    assert shown.startswith(f"StepMetrics(step=1, loss={metrics['loss']:.4g}, ")
+    assert re.search(r"device_bytes=[\d.]+ (B|KiB), ", shown)
+    assert re.search(r"step_seconds=[\d.]+ m?s, ", shown)
+    html = metrics._repr_html_()
+    assert all(f">{key}<" in html for key in metrics)
+
+
+def test_metrics_are_the_pytree_that_a_dict_is(history):
+    plain, metrics = dict(history[0]), history[0]
+    paths = jax.tree_util.tree_leaves_with_path(metrics)
+    expected = jax.tree_util.tree_leaves_with_path(plain)
+    assert [path for path, _ in paths] == [path for path, _ in expected]
+    # One leaf a number, as with a dict; a subclass that jax does not know is one leaf.
+    means = jax.tree.map(lambda *xs: np.mean(xs), *history)
+    assert type(means) is StepMetrics
+    assert means["step"] == 2.0
+    assert means["aux"]["scale"] == 0.5
+
+
+def test_an_engine_says_how_far_it_is(engine, history):
+    plan = engine.plan
+    assert repr(engine) == f"<Engine: {len(history)} steps taken; {plan!r}>"
+    assert plan._repr_html_() in engine._repr_html_()
+    fresh = new_engine()
+    assert "0 steps taken; it is planned when the first batch is known" in repr(fresh)
+    assert "planned when" in fresh._repr_html_()
+    fresh.close()
+    assert repr(fresh).startswith("<Engine: 0 steps taken; This engine was closed.")
+
+
+def test_a_plan_says_in_one_line_what_it_needs_and_in_a_table_what_moves(engine):
+    plan = engine.plan
+    shown = repr(plan)
+    assert "\n" not in shown and len(shown) < 200
+    assert shown.startswith(f"<Plan: {len(plan.instructions)} instructions, predicted")
+    assert "at most device " in shown
+    html = plan._repr_html_()
+    for words in ("budget", "1.00 MiB", "2.00 MiB", "binds", "h2d", "All "):
+        assert words in html
+    assert str(plan.instructions[0].operation) in html
+
+
+def test_a_config_shows_the_keys_that_were_given():
+    config = zinf.Config.load(CONFIG)
+    shown = repr(config)
+    assert shown.startswith("Config(")
+    assert "gradient_clipping=1.0" in shown and "execution='streamed'" in shown
+    assert "Memory(device=1048576, host=2097152)" in shown
+    assert "steps_per_print" not in shown and "checkpoint_every" not in shown
+    html = config._repr_html_().replace("<wbr>", "")
+    assert "<code>memory.host</code>" in html and "<code>2097152</code>" in html
+    assert "checkpoint_every" not in html
+    assert repr(zinf.Config.load()) == "Config()"
+    assert "every key has its default" in zinf.Config.load()._repr_html_()
+
+
+def drawn_colors(figure) -> set[str]:
+    found = [c for axes in figure.axes for c in axes.collections]
+    return {to_hex(bars.get_facecolor()[0]).upper() for bars in found}
+
+
+def titles(figure) -> list[str]:
+    return [text.get_text() for text in figure.findobj(Text)]
+
+
+def test_a_timeline_is_drawn_of_a_step_a_plan_and_a_trace(engine, history, run_folder):
+    assert history
+    ran = plot_timeline(engine.last_step)
+    assert len(ran.axes) == 2
+    assert any(re.match(r"A step: .* measured, .* predicted", t) for t in titles(ran))
+    assert {COLORS["loss"], COLORS["update"]} <= drawn_colors(ran)
+    planned = plot_timeline(engine.plan)
+    assert len(planned.axes) == 1
+    assert any(re.match(r"A step: [\d.]+ m?s predicted$", t) for t in titles(planned))
+    traced = plot_timeline(read_trace(run_folder / "trace.json")[1])
+    assert any(t.startswith("Step 2: ") for t in titles(traced))
+    for figure in (ran, planned, traced):
+        assert figure._repr_png_().startswith(b"\x89PNG")
+
+
+def test_without_a_step_there_is_no_timeline():
+    engine = new_engine()
+    with pytest.raises(ValueError, match="Take a step first"):
+        plot_timeline(engine.last_step)
+    engine.close()
+
+
+def test_losses_are_drawn_of_metrics_and_of_their_file(history, run_folder):
+    (axes,) = plot_losses(history).axes
+    (curve,) = axes.lines
+    assert list(curve.get_xdata()) == [1, 2, 3]
+    assert list(curve.get_ydata()) == [metrics["loss"] for metrics in history]
+    figure = plot_losses(run_folder / "metrics.jsonl")
+    curve, evaluations = figure.axes[0].lines
+    assert list(curve.get_xdata()) == list(range(1, 9))
+    assert list(evaluations.get_xdata()) == [4, 8]
+    assert figure._repr_png_().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="no step to draw"):
+        plot_losses([])

@@ -1,0 +1,75 @@
+"""Pictures of steps and losses for notebooks."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.ticker import MaxNLocator
+
+from zinf.executor.run import StepRecord
+from zinf.observe.plot import GREY, Picture, picture
+from zinf.observe.traced import TracedStep, measured_step, planned_step
+from zinf.observe.writer import Metrics
+from zinf.plan import Plan
+
+LOSS, EVALUATION = "#1F5A9E", "#B5480F"
+
+
+def plot_timeline(step: StepRecord | Plan | TracedStep) -> Picture:
+    """One step as a picture: links as rows, time across, predicted below measured.
+
+    The last line of a notebook cell is shown; elsewhere, `savefig` writes a file.
+
+    Args:
+        step: `engine.last_step`; `engine.plan` for what is predicted alone; or a step
+            of `read_trace`.
+
+    Raises:
+        ValueError: the engine has not completed a step yet, or the last one failed.
+    """
+    if isinstance(step, TracedStep):
+        return picture(step)
+    if isinstance(step, Plan):
+        return picture(planned_step(step))
+    if step.plan is None or step.timeline is None:
+        raise ValueError(
+            "There is no complete step to draw. Take a step first, or draw what is "
+            "planned: plot_timeline(engine.plan)."
+        )
+    return picture(measured_step(step.plan, step.timeline))
+
+
+def plot_losses(history: Sequence[Metrics] | Path | str) -> Picture:
+    """The loss of each step as a curve, with evaluations as points.
+
+    Args:
+        history: what `engine.step` returned, step after step; or the file of metrics
+            that a `Trainer` or `zinf train` wrote.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: there is no step.
+    """
+    if isinstance(history, Path | str):
+        lines = Path(history).read_text().splitlines()
+        history = [json.loads(line) for line in lines]
+    if not history:
+        raise ValueError("There is no step to draw. Take a step first.")
+    figure = Picture(figsize=(8.0, 3.2), dpi=150, facecolor="white", layout="tight")
+    axes = figure.subplots()
+    steps = [metrics["step"] for metrics in history]
+    losses = [metrics["loss"] for metrics in history]
+    style = "-" if len(steps) > 1 else "o"
+    axes.plot(steps, losses, style, color=LOSS, linewidth=1.6, label="loss")
+    found = [m for m in history if m.get("evaluation_loss") is not None]
+    if found:
+        evaluated = [m["step"] for m in found], [m["evaluation_loss"] for m in found]
+        axes.plot(*evaluated, "D", color=EVALUATION, label="on evaluation data")
+        axes.legend(frameon=False)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(color="#E5E5E5", linewidth=0.6)
+    for side in axes.spines.values():
+        side.set_color(GREY)
+    return figure
