@@ -142,6 +142,13 @@ def test_processes_restore_what_one_saved_and_what_they_saved(run):
         assert found["restored saved"] == found["params"]
 
 
+def test_processes_read_and_set_one_array(run):
+    _, processes = run
+    for process in processes:
+        (found,) = (x for name, x in process.items() if name.endswith("nvme"))
+        assert found["are set"]
+
+
 def test_what_all_saved_one_process_restores_bit_equal(run):
     folder, processes = run
     mesh = zinf.make_mesh(jax.devices()[:1])

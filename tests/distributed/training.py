@@ -78,7 +78,14 @@ def train(group: AbstractGroup, folder: str) -> None:
     for stage, tier in CASES[group.count]:
         settings = config(stage, tier, folder)
         engine = zinf.initialize(
-            loss, init, optax.adamw(1e-2), settings, mesh=mesh, group=group
+            loss,
+            init,
+            optax.adamw(1e-2),
+            settings,
+            # The same loss, by a program of its own.
+            eval_loss_fn=(lambda *given: loss(*given)) if tier == "nvme" else None,
+            mesh=mesh,
+            group=group,
         )
         given = [own_part(b, group.index, group.count) for b in batches(STEPS)]
         metrics = [engine.step(batch) for batch in given]
@@ -98,10 +105,24 @@ def train(group: AbstractGroup, folder: str) -> None:
             for name in ("alone", "saved"):
                 engine.restore(Path(folder) / name)
                 found[f"restored {name}"] = fingerprint(engine.params())
+            found |= set_arrays(engine)
         report(f"{stage} {tier}", found)
         engine.close()
     if group.count == OVERFLOWING:
         train_fp16(group, folder)
+
+
+def set_arrays(engine: zinf.Engine) -> dict[str, bool]:
+    """Sets each parameter, and a moment of it, to what it was plus one."""
+    found = {}
+    for path in engine.planner.problem.params:
+        for kind in ("master", "mu"):
+            before = engine.get(path, kind)
+            engine.set(path, before + 1, kind)
+            found[f"{kind} of {path} is set"] = bool(
+                np.array_equal(engine.get(path, kind), before + 1)
+            )
+    return {"are set": all(found.values()) and len(found) > 0}
 
 
 def train_fp16(group: AbstractGroup, folder: str) -> None:

@@ -8,3 +8,4 @@ from zinf.executor.run import Work as Work
 from zinf.executor.run import run_plan as run_plan
 from zinf.executor.runner import AbstractRunner as AbstractRunner
 from zinf.executor.runners import make_runner as make_runner
+from zinf.executor.turn import ConcurrentUseError as ConcurrentUseError
