@@ -131,7 +131,10 @@ class _Run:
     def begin(self) -> None:
         """Place the state, take it from the newest checkpoint, and open the writers."""
         self.group.say("preparing")
-        self.engine.prepare(self.batches.peek())
+        runner = self.engine.prepare(self.batches.peek())
+        if self.settings.evaluate_every is not None:
+            # What does not fit is found now, and not after hours of training.
+            runner.prepare_evaluation()
         if self.settings.checkpoints is not None:
             self.resume(self.settings.checkpoints)
             self.settings.checkpoints.check_space(self.engine)

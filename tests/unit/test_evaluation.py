@@ -14,6 +14,7 @@ from flax.training.train_state import TrainState
 import zinf
 from tests.robustness.small import DIM, content, draw, init, loss_fn, on_nvme
 from zinf.models import GPTConfig, init_and_loss
+from zinf.plan import InfeasibleError
 
 FUSED = {"execution": "fused"}
 STREAMED = {"execution": "streamed"}
@@ -144,6 +145,21 @@ def test_an_evaluation_with_the_randomness_of_training_is_said_once(caplog):
         assert len(caplog.records) == count
         assert all("eval_loss_fn=" in r.message for r in caplog.records)
         engine.close()
+
+
+def test_an_evaluation_that_does_not_fit_is_found_before_the_first_step():
+    def wide(params, batch):
+        rows = jnp.tile(batch["x"], (4096, 1)) @ params["out"]
+        return loss_fn(params, batch) + jnp.mean(jnp.sort(rows, axis=0))
+
+    config = STREAMED | {"memory": {"device": "64KiB"}}
+    with zinf.initialize(loss_fn, init, SGD, config, eval_loss_fn=wide) as engine:
+        batches = [draw(i) for i in range(4)]
+        named = {"steps": 2, "evaluation_data": batches, "evaluate_every": 2}
+        with pytest.raises(InfeasibleError):
+            zinf.Trainer(engine, batches, **named).run()
+        assert engine.num_steps == 0
+        assert engine.step(draw())["step"] == 1
 
 
 # Adapters.

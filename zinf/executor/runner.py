@@ -66,5 +66,13 @@ class AbstractRunner(ABC):
         return None
 
     @abstractmethod
+    def prepare_evaluation(self) -> None:
+        """Plans and compiles what `evaluate` runs, if that is planned at all.
+
+        Raises:
+            InfeasibleError: it does not fit beside what is at rest.
+        """
+
+    @abstractmethod
     def evaluate(self, batch: Any, keys: Sequence[Any]) -> float:
         """The mean loss of a batch; changes nothing."""

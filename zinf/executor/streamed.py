@@ -3,7 +3,7 @@
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -40,6 +40,7 @@ class StreamedRunner(AbstractRunner):
         self.plan = self.arranged.plan
         self.num_microbatches = streamed.arranged.options.num_microbatches
         self.make_evaluation = make_evaluation
+        self._evaluation: tuple[Evaluation, Passes] | None = None
         self.passes = self._passes(streamed)
         self.clipping, self.skips_overflow = clipping, skips_overflow
         self.before_update = before_update
@@ -133,9 +134,12 @@ class StreamedRunner(AbstractRunner):
         found = read_gradient(planner, self.stores, layouts, at_rest, path)
         return None if found is None else found / np.float32(self.pending_scale)
 
+    def prepare_evaluation(self) -> None:
+        self._planned_evaluation()
+
     def evaluate(self, batch: Any, keys: Sequence[Any]) -> float:
         assert self.pending is None, "evaluation reads finished updates"
-        evaluation, passes = self._evaluation
+        evaluation, passes = self._planned_evaluation()
         work = replace(
             self.work(1.0),
             program=passes.program,
@@ -149,11 +153,13 @@ class StreamedRunner(AbstractRunner):
             raise KeyboardInterrupt
         return sum(losses) / len(losses)
 
-    @cached_property
-    def _evaluation(self) -> tuple[Evaluation, Passes]:
-        evaluation = self.make_evaluation()
-        is_own = evaluation.segmented is self.streamed.segmented
-        return evaluation, self.passes if is_own else self._passes(evaluation)
+    def _planned_evaluation(self) -> tuple[Evaluation, Passes]:
+        """Made once, with what puts in place what it reads."""
+        if self._evaluation is None:
+            made = self.make_evaluation()
+            is_own = made.segmented is self.streamed.segmented
+            self._evaluation = made, self.passes if is_own else self._passes(made)
+        return self._evaluation
 
     def _passes(self, made: Streamed | Evaluation) -> Passes:
         return Passes(
