@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from zinf import topology as topology
     from zinf.config import Config as Config
     from zinf.engine import Engine as Engine
+    from zinf.engine import close_all as close_all
     from zinf.initialize import initialize as initialize
     from zinf.initialize import plan_only as plan_only
     from zinf.mesh import make_mesh as make_mesh
@@ -32,6 +33,7 @@ make_lazy(
         "Config": "zinf.config",
         "Engine": "zinf.engine",
         "Trainer": "zinf.trainer",
+        "close_all": "zinf.engine",
         "initialize": "zinf.initialize",
         "make_mesh": "zinf.mesh",
         "plan_only": "zinf.initialize",

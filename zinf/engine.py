@@ -11,7 +11,7 @@ from os import PathLike
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Self
-from weakref import finalize
+from weakref import WeakSet, finalize
 
 import jax
 import numpy as np
@@ -41,6 +41,7 @@ from zinf.memory import Residents, Stores, close_when_dropped
 from zinf.plan import Plan
 
 logger = logging.getLogger(__name__)
+_ENGINES: WeakSet["Engine"] = WeakSet()
 
 
 class Engine:
@@ -75,6 +76,7 @@ class Engine:
         self._restore_from: tuple[Path, bool] | None = None
         self._condition = Condition()
         self._has_warned = False
+        _ENGINES.add(self)
 
     @property
     def num_steps(self) -> int:
@@ -460,3 +462,18 @@ class Engine:
             residents = self._current_residents()
             return partial(read_leaf, residents, self.planner.problem)
         return dict(self.planner.initial_leaves()).__getitem__
+
+
+def close_all() -> int:
+    """Closes every engine of this process that holds anything, and counts them.
+
+    For notebooks: after an error, the traceback that is kept refers to the engine, also
+    when no name does any more.
+
+    Raises:
+        ConcurrentUseError: one is inside a call, in another thread.
+    """
+    placed = [engine for engine in _ENGINES if engine.is_placed]
+    for engine in placed:
+        engine.close()
+    return len(placed)

@@ -5,6 +5,7 @@ rest are frozen; other variables (batch statistics, counters, random keys) are s
 which the loss may change and which is carried from step to step.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,8 @@ from zinf.segment import (
     for_training,
     named_leaves,
 )
+
+logger = logging.getLogger(__name__)
 
 Tree = dict[Any, Any]
 ORDER = (
@@ -79,9 +82,9 @@ def initialize(
             not its parameters. With a parameter `train` it is told by it whether it is
             being trained.
         module: it keeps its initial values until `update_module`. Or a function of no
-            arguments that builds it: then it is never whole in memory. In training it
-            is in the mode in which it was given (`module.train()` or `module.eval()`);
-            `evaluate` has it in the mode of `module.eval()`: without dropout, and with
+            arguments that builds it: then it is never whole in memory. It is trained
+            in the mode in which it was given, with a warning if that is the one of
+            `module.eval()`. `evaluate` has it in that mode: without dropout, and with
             the running averages of batch normalisation.
         eval_loss_fn: what `evaluate` computes in place of `loss_fn`, also of the module
             in the mode of `module.eval()`; see `zinf.initialize`.
@@ -106,7 +109,7 @@ def initialize(
     training = for_training(loss_fn)
     loss = _Loss(split.graphdef, training, wrt, has_aux, takes_key, is_reseeded)
     evaluating = for_evaluation(loss_fn, eval_loss_fn)
-    if evaluating is not None or _has_modes(split):
+    if _has_modes(split) or evaluating is not None:
         evaluating = _EvaluationLoss(split.graphdef, evaluating or loss_fn, takes_key)
     if is_reseeded and rng is None:
         rng = jax.random.key(0)
@@ -196,10 +199,22 @@ class _EvaluationLoss:
 
 
 def _has_modes(split: _Split) -> bool:
-    """Whether `module.eval()` changes anything."""
-    module = nnx.merge(split.graphdef, split.params, split.state)
-    module.eval()
-    return nnx.graphdef(module) != split.graphdef
+    """Whether `module.eval()` changes anything; says so if that is its mode already."""
+    training, evaluating = (_module(split) for _ in range(2))
+    training.train()
+    evaluating.eval()
+    is_changed = nnx.graphdef(evaluating) != split.graphdef
+    if not is_changed and nnx.graphdef(training) != split.graphdef:
+        logger.warning(
+            "The module is in the mode of module.eval(), and is trained in it: without "
+            "dropout, and with the running averages of batch normalisation. Call "
+            "module.train() before zinf.nnx.initialize to train it as usual."
+        )
+    return is_changed
+
+
+def _module(split: _Split) -> nnx.Module:
+    return nnx.merge(split.graphdef, split.params, split.state)
 
 
 def _fold_in(keys: jax.Array, salt: jax.Array) -> jax.Array:

@@ -191,6 +191,22 @@ def test_an_engine_on_the_same_folder_is_told_what_to_close(tmp_path):
     initialize(config, batch=draw()).close()
 
 
+def test_an_engine_that_a_traceback_refers_to_can_be_closed(tmp_path):
+    """As in a notebook, where the last error stays."""
+    config = on_nvme(tmp_path / "nvme")
+    engine = initialize(config, batch=draw())
+    with pytest.raises(ValueError, match="not an array") as kept:
+        engine.step({"x": "text"})
+    engine = initialize(config)
+    with pytest.raises(StorageError, match=r"zinf\.close_all\(\)"):
+        engine.step(draw())
+    assert zinf.close_all() == 1
+    assert engine.step(draw())["step"] == 1
+    assert zinf.close_all() == 1
+    assert zinf.close_all() == 0
+    assert kept.value.args
+
+
 def test_an_engine_is_closed_once_the_save_of_it_is_done(tmp_path):
     """Dropped in the middle of a save in the background, which then still completes."""
     engine = initialize(FUSED, batch=draw())

@@ -206,6 +206,17 @@ def test_a_module_without_modes_is_evaluated_by_what_trains_it():
         assert passes is engine._current.passes
 
 
+def test_a_module_that_is_trained_in_the_mode_of_eval_is_said(caplog):
+    for mode, count in (("train", 0), ("eval", 1)):
+        module = Module(rngs=nnx.Rngs(0))
+        getattr(module, mode)()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="zinf"):
+            zinf.nnx.initialize(module_loss, module, SGD, FUSED)
+        assert len(caplog.records) == count
+        assert all("module.train()" in r.message for r in caplog.records)
+
+
 def test_a_train_state_is_evaluated_by_its_own_loss():
     class Net(nn.Module):
         @nn.compact

@@ -69,8 +69,9 @@ class FolderLock:
             message = (
                 "The NVMe folder is in use by another engine of this process. Close "
                 "that engine first, with engine.close() or by making it in "
-                "`with zinf.initialize(...) as engine:`; to run a notebook cell again, "
-                "put engine.close() before it. Or name another folder in memory.nvme"
+                "`with zinf.initialize(...) as engine:`. If no name refers to it any "
+                "more, as after an error in a notebook, zinf.close_all() closes it. Or "
+                "name another folder in memory.nvme"
             )
         else:
             self._file.seek(0)
