@@ -58,6 +58,9 @@ def training_figure(metrics: Sequence[Metrics]) -> Figure:
             }
         )
         layout[f"yaxis{axis}"] = _y_axis() | {"domain": domain}
+        if key != "loss":
+            # Also so that a constant has a scale of its size.
+            layout[f"yaxis{axis}"]["rangemode"] = "tozero"
         layout["annotations"].append(_panel_title(title, domain[1]))
     found = [m for m in metrics if m.get("evaluation_loss") is not None]
     if found:
@@ -128,7 +131,7 @@ def timeline_figure(step: TracedStep) -> Figure:
     height += len(panels) * len(lanes) * LANE
     layout = _layout(height=height)
     layout |= {"barmode": "overlay", "bargap": 0.16, "hovermode": "closest"}
-    layout["margin"] |= {"l": 84, "r": 42}
+    layout["margin"] |= {"l": 84, "r": 48}
     plotted = height - TOP - BOTTOM
     gap = PANEL_GAP / plotted
     hovers = _hovers(step)

@@ -195,7 +195,8 @@ def _timeline_words(step: TracedStep) -> list[str]:
         _note(
             "White is idle. Point at an instruction, or tap it, for its arrays, bytes "
             "and times. Drag over a stretch of time to zoom in, and double-click to "
-            "see the whole step again; on a phone the buttons zoom."
+            "see the whole step again; on a phone the buttons zoom. What is shorter "
+            "than a pixel is drawn a pixel wide."
         ),
         f"<ul class='legend'>{items}</ul>",
     ]

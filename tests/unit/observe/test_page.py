@@ -20,6 +20,7 @@ from zinf.observe.colors import COLORS
 from zinf.observe.figures import MAX_POINTS, held_curve, training_figure
 from zinf.observe.page import page, run_page
 from zinf.observe.record import read_record
+from zinf.observe.traced import Span, TracedStep
 from zinf.plan import Link, show_bytes
 from zinf.program import Tier
 
@@ -181,6 +182,17 @@ def test_a_step_that_waits_for_drives_is_told_of_drives_and_a_full_host(run_fold
     assert said[0].startswith("The nvme read link binds")
     assert "memory.nvme" in said[1]
     assert "raise memory.host" in said[2]
+
+
+def test_a_step_that_is_one_executable_is_not_told_of_links(run_folder):
+    whole = Span(0, "device", "whole step", "run the whole step", 1.0, 3.0, 0, ())
+    step = TracedStep(1, (whole,), (replace(whole, start=0.0, end=0.5),))
+    said = " ".join(advice(read_record(run_folder), step))
+    assert "the device was busy for 67% of the step" in said
+    # It works for 2 of 3 seconds, and would for 1.
+    assert "A device twice as fast would take 33% off the step." in said
+    assert "waits for the batch and for Python" in said
+    assert "links" not in said and "bench" not in said
 
 
 def test_a_name_cannot_end_the_script_that_it_is_in(run_folder):
