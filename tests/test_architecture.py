@@ -32,7 +32,7 @@ LAYERS = (
     ("plan", "optim"),
     ("executor", "checkpoint", "observe", "verification"),
     ("engine",),
-    ("initialize", "interchange"),
+    ("initialize", "arguments", "interchange"),
     ("nnx", "linen", "trainer", "verify"),
     ("cli",),
     ("__main__",),

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from zinf.checkpoint import read_arrays, write_arrays
-from zinf.executor.batch import signature
+from zinf.executor.batch import signature, with_shapes_before
 from zinf.executor.condition import Condition
 from zinf.executor.decision import MIXED
 from zinf.executor.metrics import step_metrics
@@ -404,7 +404,8 @@ class Engine:
         if shape not in self._runners:
             spec = self.planner.batch_spec(batch)
             homes = self._residents.homes if self.is_placed else None
-            made = self.planner.plan(spec, homes)
+            with with_shapes_before(batch, self._runners):
+                made = self.planner.plan(spec, homes)
             if homes is None:
                 self._place(made.plan)
             pending = self._pending_save if made.plan.is_fused else PendingSave()

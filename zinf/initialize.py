@@ -9,6 +9,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
+from zinf.arguments import check_arguments
 from zinf.config import Config, notices
 from zinf.distributed import AbstractGroup, Alone
 from zinf.engine import Engine
@@ -141,6 +142,7 @@ def make_planner(
     Args:
         topology: the machine of `mesh`, if that is one to compile for and never to run.
     """
+    check_arguments(loss_fn, params, tx, has_state=model_state is not None, rng=rng)
     modes = Modes.current()
     config, mesh = on_devices(config, mesh)
     if not config.is_told and (group is None or group.is_first):

@@ -6,9 +6,10 @@ not see those that are set by a `with` block.
 """
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import wraps
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -17,6 +18,11 @@ NO_JIT = (
     "jax.disable_jit is on (a `with` block, JAX_DISABLE_JIT or jax.config), and zinf "
     "compiles every step before it runs: loss_fn would not run line by line. Turn "
     "disable_jit off for zinf. To debug loss_fn, call loss_fn(params, batch) yourself."
+)
+
+IN_A_TRACE = (
+    "zinf was called inside of a function that jax traces (jax.jit, grad, vmap, scan). "
+    "An engine compiles and runs by itself: call zinf outside of that function."
 )
 
 
@@ -59,7 +65,7 @@ class Modes:
         Every transfer of zinf is meant, so none is guarded.
         """
         with (
-            jax.set_mesh(None),
+            _without_mesh(),
             jax.transfer_guard("allow"),
             jax.numpy_dtype_promotion("standard"),
             jax.disable_jit(False),
@@ -87,6 +93,21 @@ class Modes:
         return in_modes
 
 
+def traceback_of_user(error: BaseException) -> TracebackType | None:
+    """The frames of the user's function in which an error was raised.
+
+    Those of jax and zinf around it say nothing about the mistake. Without such a frame,
+    all of them.
+    """
+    frame = error.__traceback__
+    while frame is not None:
+        code = frame.tb_frame.f_code
+        if code.co_name == "in_modes" and code.co_filename == __file__:
+            return frame.tb_next or error.__traceback__
+        frame = frame.tb_next
+    return error.__traceback__
+
+
 def with_own_modes(function: Callable) -> Callable:
     """For another thread: runs in zinf's modes, with the caller's 64 bits."""
     enable_x64 = _setting("jax_enable_x64")
@@ -97,6 +118,13 @@ def with_own_modes(function: Callable) -> Callable:
             return function(*arguments)
 
     return in_thread
+
+
+def _without_mesh() -> AbstractContextManager:
+    try:
+        return jax.set_mesh(None)
+    except ValueError:
+        raise ValueError(IN_A_TRACE) from None
 
 
 def _setting(name: str) -> Any:

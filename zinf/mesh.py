@@ -39,6 +39,11 @@ def make_mesh(devices: Sequence[jax.Device], *, num_replicas: int = 1) -> Mesh:
 
 def check_mesh(mesh: Mesh) -> None:
     """Raise ValueError for a mesh that training cannot be laid out on."""
+    if not isinstance(mesh, Mesh):
+        raise ValueError(
+            f"mesh must be a jax.sharding.Mesh; found {mesh!r:.60}. "
+            "zinf.make_mesh(devices) makes one."
+        )
     unknown = [name for name in mesh.axis_names if name not in AXES]
     if unknown:
         raise ValueError(

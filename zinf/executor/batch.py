@@ -1,5 +1,7 @@
 """Batches: their shape, and how a step cuts them into microbatches."""
 
+from collections.abc import Collection, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -7,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zinf.config import Config
+from zinf.plan import InfeasibleError
 from zinf.segment import named_leaves
 
 
@@ -24,6 +27,11 @@ def batch_spec(batch: Any, num_microbatches: int, num_shares: int = 1) -> Any:
     for path, leaf in named_leaves(batch).items():
         _check_kind(path, leaf)
         _check_divides(path, leaf, num_microbatches)
+        if np.shape(leaf)[:1] == (0,):
+            raise ValueError(
+                f"batch leaf {path!r} has shape {list(np.shape(leaf))}: the batch is "
+                "empty. Leave such batches out."
+            )
 
     def cut(leaf: Any) -> jax.ShapeDtypeStruct:
         shape = tuple(np.shape(leaf))
@@ -32,6 +40,53 @@ def batch_spec(batch: Any, num_microbatches: int, num_shares: int = 1) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.result_type(leaf))
 
     return jax.tree.map(cut, batch)
+
+
+def check_values(batch: Any) -> None:
+    """Refuses shapes in place of a batch.
+
+    Raises:
+        ValueError: a leaf has no values.
+    """
+    for path, leaf in named_leaves(batch).items():
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise ValueError(
+                f"batch leaf {path!r} is a jax.ShapeDtypeStruct, which has no values. "
+                "Shapes are enough for zinf.initialize(batch=) alone."
+            )
+
+
+@contextmanager
+def with_shapes_before(
+    batch: Any, earlier: Collection[tuple]
+) -> Generator[None, None, None]:
+    """Says of an error that the batch differs from those before, if it does.
+
+    Args:
+        earlier: their signatures.
+    """
+    try:
+        yield
+    except Exception as error:
+        if earlier and not isinstance(error, InfeasibleError):
+            error.add_note(_difference(batch, list(earlier)[-1]))
+        raise
+
+
+def _difference(batch: Any, before: tuple) -> str:
+    structure, kinds = before
+    if jax.tree.structure(batch) != structure:
+        return (
+            f"This batch has the structure {jax.tree.structure(batch)}; the one before "
+            f"had {structure}."
+        )
+    pairs = zip(named_leaves(batch).items(), kinds, signature(batch)[1], strict=True)
+    changes = [
+        f"{path!r} is {new[1]}{list(new[0])}, before it was {old[1]}{list(old[0])}"
+        for (path, _), old, new in pairs
+        if old != new
+    ]
+    return f"This batch has another shape than the one before: {'; '.join(changes)}."
 
 
 def check_rows(batch: Any, config: Config, num_shares: int = 1) -> None:
@@ -62,6 +117,11 @@ def check_rows(batch: Any, config: Config, num_shares: int = 1) -> None:
 def _check_kind(path: str, leaf: Any) -> None:
     if isinstance(leaf, (bool, int, float)):
         return
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        raise ValueError(
+            f"batch leaf {path!r} was deleted, as jax.jit does with arguments that are "
+            "donated to it. Give the engine a copy made before, or do not donate it."
+        )
     found = f"a {type(leaf).__name__}"
     if isinstance(leaf, (jax.ShapeDtypeStruct, jax.Array, np.ndarray, np.generic)):
         # ml_dtypes' numbers, such as bfloat16, are numbers to jax alone.

@@ -68,6 +68,12 @@ def leaves_of(params: Any) -> Iterator[tuple[str, Any]]:
     """
     for path, leaf in named_leaves(params).items():
         if isinstance(leaf, jax.Array):
+            if leaf.is_deleted():
+                raise ValueError(
+                    f"The parameter leaf {path!r} was deleted, as jax.jit does with "
+                    "arguments that are donated to it. Give zinf the new array that "
+                    "that function returned, or a copy made before."
+                )
             yield path, leaf
             continue
         if isinstance(leaf, (np.ndarray, np.generic, bool, int, float, complex)):

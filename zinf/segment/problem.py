@@ -19,7 +19,7 @@ from zinf.jax_modes import Modes
 from zinf.jaxpr.keys import from_words, in_words, is_key, to_words
 from zinf.segment.leafwise import initialize, leaves_of
 from zinf.segment.modes import evaluated, for_evaluation, for_training
-from zinf.segment.source import named_leaves
+from zinf.segment.source import WrongResult, described, named_leaves
 
 STATE_PREFIX = "model_state/"
 MASTER_DTYPE = "float32"
@@ -176,6 +176,12 @@ def make_problem(
                 f"frozen: no parameter matches {pattern!r}. The parameters are "
                 f"{', '.join(list(leaves)[:5])}, ... ({len(leaves)} in all)."
             )
+    if not any(jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves.values()):
+        path, leaf = next(iter(leaves.items()))
+        raise ValueError(
+            "No parameter is floating-point, so nothing can be trained: "
+            f"{path!r} is {leaf.dtype}. Cast the parameters to float32."
+        )
     mixed = compute_dtype if compute_dtype != MASTER_DTYPE else None
     specs = {}
     for path, leaf in leaves.items():
@@ -235,18 +241,22 @@ def _sort_result(
         wanted = "(loss, (new_model_state, aux))"
     if not (has_aux or has_state):
         if isinstance(result, tuple):
-            raise ValueError(
+            raise WrongResult(
                 f"loss_fn returned a tuple of {len(result)}; it must return the loss "
                 "alone. If it returns (loss, aux), pass has_aux=True."
             )
         return result, {}
     if not isinstance(result, tuple) or len(result) != 2:
-        raise ValueError(f"loss_fn must return {wanted}; it returned {result!r}.")
+        raise WrongResult(
+            f"loss_fn must return {wanted}; it returned {described(result)}."
+        )
     loss, extra = result
     state, aux = None, None
     if has_aux and has_state:
         if not isinstance(extra, tuple) or len(extra) != 2:
-            raise ValueError(f"loss_fn must return {wanted}; it returned {result!r}.")
+            raise WrongResult(
+                f"loss_fn must return {wanted}; it returned {described(result)}."
+            )
         state, aux = extra
     elif has_state:
         state = extra
@@ -259,7 +269,7 @@ def _sort_result(
 
 def _check_state(state: Any, wanted: Any, returned: str) -> None:
     if jax.tree.structure(state) != jax.tree.structure(wanted):
-        raise ValueError(
+        raise WrongResult(
             f"loss_fn must return {returned} with the structure of model_state, "
             f"{jax.tree.structure(wanted)}; it returned {jax.tree.structure(state)}."
         )
@@ -267,7 +277,7 @@ def _check_state(state: Any, wanted: Any, returned: str) -> None:
     for path, old in named_leaves(wanted).items():
         found = jnp.shape(new[path]), jnp.result_type(new[path])
         if found != (old.shape, old.dtype):
-            raise ValueError(
+            raise WrongResult(
                 f"loss_fn returned the model state {path!r} as {found[1]}"
                 f"{list(found[0])}, but it is {old.dtype}{list(old.shape)}. Shapes and "
                 "dtypes must stay what they are; cast it in loss_fn."

@@ -6,12 +6,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from zinf.jax_modes import traceback_of_user
 from zinf.jaxpr import Graph, flatten, trace, variables
 from zinf.jaxpr.compat import Equation, Var, open_jaxpr
 from zinf.segment.order import variable_bytes
 
 KEY = "key"
+REFS = {"new_ref", "ref", "get", "swap", "addupdate", "mutable_array", "freeze"}
 
 
 def key_path(path: Any) -> str:
@@ -72,11 +75,21 @@ def trace_loss(
     def function(params: Any, batch: Any, *rest: Any) -> tuple[Any, Any]:
         result = loss_fn(params, batch, *rest)
         loss, aux = result if has_aux else (result, None)
-        _check_loss(loss, has_aux)
+        _check_loss(loss)
         return jnp.asarray(loss), aux
 
     arguments = (params, batch) if key is None else (params, batch, key)
-    closed, (_, aux) = trace(function, *arguments)
+    try:
+        closed, (_, aux) = trace(function, *arguments)
+    except WrongResult as error:
+        # Raised anew, without the frames and notes of the trace.
+        raise WrongResult(str(error)) from None
+    except Exception as error:
+        given = ", ".join(f"{n} {_brief(x)}" for n, x in named_leaves(batch).items())
+        error.add_note(
+            f"loss_fn raised this when zinf traced it with the batch {given or 'None'}."
+        )
+        raise error.with_traceback(traceback_of_user(error)) from error.__cause__
     invars = open_jaxpr(closed)[0].invars
     names = named_leaves(params)
     batch_names = [f"batch/{n}" for n in named_leaves(batch)]
@@ -90,29 +103,72 @@ def trace_loss(
         return sum(map(variable_bytes, read)) > max_remat_bytes
 
     graph = flatten(closed, inline_remat=inline_remat, stacked=tuple(param_vars))
+    _check_constants(graph)
     for equation in graph.equations:
         _check_effects(equation)
     return Source(graph, param_vars, batch_vars, jax.tree.structure(aux))
 
 
-def _check_loss(loss: Any, has_aux: bool) -> None:
+class WrongResult(ValueError):
+    """The loss function returned something else than it should."""
+
+
+def described(value: Any) -> str:
+    """What a function returned: "float32[4, 8]", or "a dict with float32[]"."""
+    if isinstance(value, (jax.Array, np.ndarray, np.generic)):
+        return _brief(value)
+    if isinstance(value, (bool, int, float, complex, str, type(None))):
+        return repr(value)
+    inside = ", ".join(described(x) for x in jax.tree.leaves(value)[:4])
+    more = ", ..." if len(jax.tree.leaves(value)) > 4 else ""
+    return f"a {type(value).__name__} with {inside or 'nothing'}{more}"
+
+
+def _brief(value: Any) -> str:
+    return f"{value.dtype}{list(value.shape)}"
+
+
+def _check_loss(loss: Any) -> None:
     shape = getattr(loss, "shape", None)
     dtype = getattr(loss, "dtype", None)
-    if shape != () or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        hint = "" if has_aux else " If it returns (loss, aux), pass has_aux=True."
-        raise ValueError(
-            "loss_fn must return one floating-point number; it returned "
-            f"{jax.tree.map(jnp.shape, loss) if shape is None else (shape, dtype)}."
-            f"{hint}"
-        )
+    is_float = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
+    if shape == () and is_float:
+        return
+    hint = ""
+    if shape is not None and shape != () and is_float:
+        hint = " Take the mean or the sum of it."
+    if isinstance(loss, tuple):
+        hint = " If it returns (loss, aux), pass has_aux=True."
+    if isinstance(loss, float):
+        hint = " A number that depends on no parameter cannot be differentiated."
+    raise WrongResult(
+        "loss_fn must return one floating-point number; it returned "
+        f"{described(loss)}.{hint}"
+    )
+
+
+def _check_constants(graph: Graph) -> None:
+    """Refuses a value of another trace: jax calls it a leaked tracer."""
+    for value in graph.consts.values():
+        if isinstance(value, jax.core.Tracer):
+            raise ValueError(
+                f"loss_fn closes over {_brief(value)} of another function that jax "
+                "traces or traced (a leaked tracer), which has no value. Compute it "
+                "outside of jax.jit, or pass it in the batch."
+            )
 
 
 def _check_effects(equation: Equation) -> None:
     refused = [str(e) for e in equation.effects if "Debug" not in type(e).__name__]
     if refused:
+        if equation.primitive.name in REFS:
+            raise NotImplementedError(
+                "loss_fn makes or changes a mutable array (jax.new_ref), which zinf "
+                "cannot cut into segments. Return the new value in place of it: "
+                "x = x.at[i].set(y), or a carry of jax.lax.scan."
+            )
         raise NotImplementedError(
             f"The loss function contains `{equation.primitive.name}` with the effect "
             f"{', '.join(refused)}. A segment runs again in the backward pass, so the "
-            f"effect would happen twice. Return the value as an auxiliary output.\n"
-            f"The equation: {equation}"
+            "effect would happen twice. Return the value as an auxiliary output."
         )

@@ -1,0 +1,132 @@
+"""What `zinf.initialize` is given, checked before anything is traced or made.
+
+Whatever is found here ends in one sentence, a few lines below the caller's own. Found
+later, in the middle of a trace, the same mistake would come from inside jax or optax.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from zinf.segment.modes import for_training
+
+RAW_KEY_SHAPES = ((2,), (4,))
+
+
+def check_arguments(
+    loss_fn: Any, params: Any, tx: Any, *, has_state: bool, rng: Any
+) -> None:
+    """Refuses arguments of a wrong kind.
+
+    Args:
+        has_state: whether `model_state` was given.
+
+    Raises:
+        ValueError: with what was found, and what to give instead.
+    """
+    if not callable(loss_fn):
+        raise ValueError(
+            f"loss_fn must be a function; found {_kind(loss_fn)}. The order is "
+            "zinf.initialize(loss_fn, params, tx, config)."
+        )
+    _check_init(params)
+    _check_tx(tx)
+    if rng is not None:
+        _check_key(rng)
+    # What zinf itself gives a loss that takes `train=` is not missing.
+    _check_signature(
+        for_training(loss_fn), has_state=has_state, has_key=rng is not None
+    )
+
+
+def _check_init(params: Any) -> None:
+    if inspect.isfunction(params) and not _takes(params, ()):
+        raise ValueError(
+            f"params is the function {_named(params)}, and zinf calls it without "
+            "arguments. Give the parameters, or a function of none: "
+            "lambda: init(key)."
+        )
+
+
+def _check_tx(tx: Any) -> None:
+    parts = (getattr(tx, name, None) for name in ("init", "update"))
+    if all(map(callable, parts)) and not isinstance(tx, type):
+        return
+    hint = "Give one, such as optax.adamw(3e-4)."
+    if callable(tx):
+        hint = (
+            "Call what makes one: optax.adamw(3e-4), not optax.adamw. A schedule goes "
+            "into it: optax.adamw(schedule)."
+        )
+    kind = optax.GradientTransformation.__name__
+    raise ValueError(f"tx must be an optax.{kind}; found {_kind(tx)}. {hint}")
+
+
+def _check_key(rng: Any) -> None:
+    shape, dtype = getattr(rng, "shape", None), getattr(rng, "dtype", None)
+    if dtype is not None:
+        is_typed = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+        if (is_typed and shape == ()) or (
+            dtype == jnp.uint32 and shape in RAW_KEY_SHAPES
+        ):
+            return
+    raise ValueError(
+        f"rng must be one random key, such as jax.random.key(0); found {_kind(rng)}."
+    )
+
+
+def _check_signature(loss_fn: Callable, *, has_state: bool, has_key: bool) -> None:
+    given = ["params", *(["model_state"] if has_state else []), "batch"]
+    with_key = [*given, "key"]
+    called = with_key if has_key else given
+    if _takes(loss_fn, called):
+        return
+    call, name = f"loss_fn({', '.join(called)})", _named(loss_fn)
+    if has_key and _takes(loss_fn, given):
+        raise ValueError(
+            f"rng= was given, so zinf calls {call}, but {name} takes no key. Add a "
+            "parameter for the key, or leave rng= out."
+        )
+    hint = ""
+    if not has_key and _takes(loss_fn, with_key):
+        hint = " If the last one is a random key, pass rng=jax.random.key(0)."
+        if not has_state:
+            hint += " If it is model state, pass model_state=."
+    raise ValueError(f"zinf calls {call}, but loss_fn is {name}.{hint}")
+
+
+def _takes(function: Callable, arguments: Any) -> bool:
+    """Whether a function can be called with so many positional arguments."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # it has none, as some built-in functions
+        return True
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        return False
+    return True
+
+
+def _named(function: Callable) -> str:
+    """Such as "loss(params, batch)"."""
+    inner = function.func if isinstance(function, partial) else function
+    name = getattr(inner, "__name__", type(inner).__name__)
+    return f"{name}{inspect.signature(function)}"
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if inspect.isroutine(value):
+        return f"the function {getattr(value, '__name__', value)}"
+    if isinstance(value, jax.Array):
+        return f"an array {value.dtype}{list(value.shape)}"
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return f"{value!r:.60}"
+    return f"a {type(value).__name__}"
