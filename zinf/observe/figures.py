@@ -23,6 +23,8 @@ MAX_POINTS = 2000
 SHOWN_ARRAYS, SHOWN_LETTERS = 6, 46
 # Bars of one kind that are few enough to be outlined.
 FEW = 400
+# Share of a budget from which on it is drawn; below, it would flatten the curve.
+NEAR = 0.3
 # A trace has nanoseconds: what is freed may seem to go just after what takes its room.
 SAME_TIME = 5e-9
 # Heights in pixels. The buttons of a figure lie above its first title.
@@ -205,8 +207,8 @@ def timeline_figure(step: TracedStep) -> Figure:
     return {"data": data, "layout": layout}
 
 
-def held_figure(step: TracedStep) -> Figure:
-    """Bytes that tiers hold as the step goes on, as a share of the most they hold.
+def held_figure(step: TracedStep, budgets: Mapping[Tier, int]) -> Figure:
+    """Bytes that each tier holds as the step goes on, and its budget if that is near.
 
     Drawn by the measured times if there are any, of what the plan says is held.
     """
@@ -242,6 +244,21 @@ def held_figure(step: TracedStep) -> Figure:
             "nticks": 4,
         }
         title = f"<b>{tier}</b>, {name}: at most {show_bytes(max(held))}"
+        if max(held) >= NEAR * budgets[tier]:
+            title += f" <span style='color:{ACCENT}'>&#9476; budget</span>"
+            layout[f"yaxis{axis}"]["range"] = [0, 1.08 * budgets[tier] / divisor]
+            layout["shapes"].append(
+                {
+                    "type": "line",
+                    "xref": "paper",
+                    "yref": f"y{axis}",
+                    "x0": 0,
+                    "x1": 1,
+                    "y0": budgets[tier] / divisor,
+                    "y1": budgets[tier] / divisor,
+                    "line": {"color": ACCENT, "width": 1.6, "dash": "dash"},
+                }
+            )
         layout["annotations"].append(_panel_title(title, domain[1]))
     layout["xaxis"] = _x_axis(f"{unit} since the step began") | {
         "anchor": f"y{len(tiers)}" if tiers[1:] else "y",

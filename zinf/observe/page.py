@@ -63,7 +63,8 @@ def page(record: RunRecord, metrics: Sequence[Metrics], step: TracedStep) -> str
     parts += [*_timeline_words(step), _figure("timeline")]
     parts += [_title("Bytes held, by tier"), *_held(record, metrics)]
     if step.held_bytes:
-        figures["held"] = held_figure(step)
+        budgets = {tier: record.held[tier].budget for tier in Tier}
+        figures["held"] = held_figure(step, budgets)
         how = "at the times measured" if step.measured else "as it is planned"
         parts += [
             _note(f"What the tiers hold in the course of that step, {how}."),

@@ -113,17 +113,23 @@ def test_every_lane_and_every_instruction_is_drawn(shown, run_folder):
     assert set(texts(shown.page, ".legend li")) == kinds
 
 
-def test_the_page_is_as_wide_as_the_screen_and_no_text_is_cut_off(shown):
-    width = shown.page.evaluate("innerWidth")
-    assert shown.page.evaluate("document.documentElement.scrollWidth") <= width
-    boxes = shown.page.evaluate(
+def cut_off(page: Page) -> list[str]:
+    """Texts that reach over an edge of the screen."""
+    width = page.evaluate("innerWidth")
+    boxes = page.evaluate(
         "[...document.querySelectorAll('.js-plotly-plot svg text, h1, h2, dd, li')]"
         ".filter(e => e.textContent.trim())"
         ".map(e => [e.textContent, e.getBoundingClientRect().x,"
         " e.getBoundingClientRect().right])"
     )
     assert boxes
-    assert [t for t, left, right in boxes if left < 0 or right > width] == []
+    return [text for text, left, right in boxes if left < 0 or right > width]
+
+
+def test_the_page_is_as_wide_as_the_screen_and_no_text_is_cut_off(shown):
+    width = shown.page.evaluate("innerWidth")
+    assert shown.page.evaluate("document.documentElement.scrollWidth") <= width
+    assert cut_off(shown.page) == []
 
 
 def test_tiers_are_beside_their_budgets(shown):
@@ -183,11 +189,16 @@ def test_a_stretch_of_time_is_zoomed_in_both_panels(desktop):
     assert measured == pytest.approx([whole[1] / 4, whole[1] / 2], rel=0.05)
 
 
-def test_a_plan_is_drawn_without_an_error(browser, small_config, tmp_path):
+def test_a_plan_of_little_room_is_drawn_on_a_phone(browser, small_config, tmp_path):
     path = tmp_path / "plan.html"
-    assert plan_config(small_config, (), False, None, path, False) == 0
+    # Just enough for the 424 KiB that it needs, so that the budget is drawn too.
+    given = ("memory.device=480KiB",)
+    assert plan_config(small_config, given, False, None, path, False) == 0
     found = opened(browser, path, 390, is_phone=True)
     assert found.errors == []
     assert found.requests == [path.as_uri()]
     assert sorted(texts(found.page, "#timeline .ytick text")) == sorted(LANES)
+    assert any("budget" in text for text in texts(found.page, "#held text"))
+    assert found.page.locator("#held .shapelayer path").count() == 1
+    assert cut_off(found.page) == []
     found.page.context.close()

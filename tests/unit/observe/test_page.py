@@ -17,7 +17,7 @@ from zinf.distributed import Alone
 from zinf.observe import read_trace
 from zinf.observe.advice import advice, what_ifs
 from zinf.observe.colors import COLORS
-from zinf.observe.figures import MAX_POINTS, held_curve, training_figure
+from zinf.observe.figures import MAX_POINTS, held_curve, held_figure, training_figure
 from zinf.observe.page import page, run_page
 from zinf.observe.record import read_record
 from zinf.observe.traced import Span, TracedStep
@@ -124,6 +124,21 @@ def test_bytes_held_come_back_to_where_they_began_and_stay_below_the_plan(run_fo
             assert record.held[tier].rest <= min(held)
             assert max(held) <= record.held[tier].peak <= record.held[tier].budget
     assert max(held_curve(step, step.predicted, Tier.DEVICE)[1]) > 0
+
+
+def test_a_budget_that_is_near_is_drawn_above_what_is_held(run_folder):
+    step = read_trace(run_folder / "trace.json")[-1]
+    most = {tier: max(held_curve(step, step.measured, tier)[1]) for tier in Tier}
+    near, far = 2 * most[Tier.DEVICE], 1000 * most[Tier.HOST]
+    budgets = {Tier.DEVICE: near, Tier.HOST: far, Tier.NVME: 1000 * most[Tier.NVME]}
+    figure = held_figure(step, budgets)
+    go.Figure(figure)
+    (line,) = figure["layout"]["shapes"]
+    curve = figure["data"][0]
+    assert line["yref"] == "y" and curve["yaxis"] == "y"
+    assert line["y0"] == line["y1"] == pytest.approx(2 * max(curve["y"]))
+    assert figure["layout"]["yaxis"]["range"][1] > line["y0"]
+    assert figures_in(run_page(run_folder))["held"]["layout"]["shapes"] == []
 
 
 def test_tiers_config_and_versions_are_written_out(html, run_folder):
