@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from zinf.checkpoint import read_arrays, write_arrays
-from zinf.executor.batch import signature, with_shapes_before
+from zinf.executor.batch import check_values, signature, with_shapes_before
 from zinf.executor.condition import Condition
 from zinf.executor.decision import MIXED
 from zinf.executor.metrics import step_metrics
@@ -145,6 +145,7 @@ class Engine:
         """
         with self._turn.of("evaluate"):
             self._condition.check()
+            check_values(batch)
             self._warn_of_randomness()
             runner = self._prepare(batch)
             self._flush()

@@ -190,6 +190,20 @@ def with_ref(params: Any, batch: Any) -> jax.Array:
     return total[...]
 
 
+def with_ref_in_loop(params: Any, batch: Any) -> jax.Array:
+    def add(carry: Any, x: Any) -> Any:
+        total = jax.new_ref(jnp.zeros(()))
+        total[...] += jnp.sum(x)
+        return carry + total[...], None
+
+    return loss_fn(params, batch) + jax.lax.scan(add, 0.0, batch["x"])[0]
+
+
+def evaluated_on_shapes() -> None:
+    with zinf.initialize(loss_fn, init, TX) as engine:
+        engine.evaluate(jax.eval_shape(draw))
+
+
 def in_jit() -> None:
     jax.jit(lambda batch: first_step(batch=batch))(draw())
 
@@ -225,6 +239,10 @@ SENTENCES: dict[str, tuple[Callable[[], Any], str]] = {
     "a mutable array": (
         lambda: first_step(with_ref),
         r"mutable array \(jax.new_ref\).*x.at\[i\].set",
+    ),
+    "a mutable array in a loop": (
+        lambda: first_step(with_ref_in_loop),
+        r"mutable array \(jax.new_ref\)",
     ),
     "a loss with aux, without has_aux": (
         lambda: first_step(returning(lambda loss: (loss, {}))),
@@ -307,6 +325,10 @@ SENTENCES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: first_step(batch=jax.eval_shape(draw)),
         r"jax.ShapeDtypeStruct, which has no values",
     ),
+    "shapes to evaluate": (
+        evaluated_on_shapes,
+        r"jax.ShapeDtypeStruct, which has no values",
+    ),
     "text in a batch": (
         lambda: first_step(batch={**draw(), "id": "a"}),
         r"batch leaf 'id' is a str",
@@ -364,6 +386,18 @@ def test_an_error_of_the_loss_is_its_own_and_names_the_batch(start):
     assert "in_modes" not in frames
     (note,) = [n for n in caught.value.__notes__ if "loss_fn raised this" in n]
     assert "x float32[4, 8], y float32[4, 8]" in note
+
+
+def test_what_an_error_of_the_loss_came_from_is_shown(start):
+    def loss(params, batch):
+        try:
+            return batch["inputs"]
+        except KeyError:
+            raise LookupError("no inputs")  # noqa: B904
+
+    with pytest.raises(LookupError, match="no inputs") as caught:
+        start(loss=loss, batch=draw())
+    assert "KeyError" in "".join(traceback.format_exception(caught.value))
 
 
 def test_a_batch_that_does_not_fit_is_compared_with_the_one_before(start):

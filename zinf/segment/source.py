@@ -14,7 +14,13 @@ from zinf.jaxpr.compat import Equation, Var, open_jaxpr
 from zinf.segment.order import variable_bytes
 
 KEY = "key"
-REFS = {"new_ref", "ref", "get", "swap", "addupdate", "mutable_array", "freeze"}
+# Also of a loop in which a mutable array of the outside is read or written.
+REF_EFFECTS = {
+    "InternalMutableArrayEffect",
+    "ReadEffect",
+    "WriteEffect",
+    "AccumEffect",
+}
 
 
 def key_path(path: Any) -> str:
@@ -89,7 +95,8 @@ def trace_loss(
         error.add_note(
             f"loss_fn raised this when zinf traced it with the batch {given or 'None'}."
         )
-        raise error.with_traceback(traceback_of_user(error)) from error.__cause__
+        error.__traceback__ = traceback_of_user(error)
+        raise
     invars = open_jaxpr(closed)[0].invars
     names = named_leaves(params)
     batch_names = [f"batch/{n}" for n in named_leaves(batch)]
@@ -159,16 +166,21 @@ def _check_constants(graph: Graph) -> None:
 
 
 def _check_effects(equation: Equation) -> None:
-    refused = [str(e) for e in equation.effects if "Debug" not in type(e).__name__]
-    if refused:
-        if equation.primitive.name in REFS:
-            raise NotImplementedError(
-                "loss_fn makes or changes a mutable array (jax.new_ref), which zinf "
-                "cannot cut into segments. Return the new value in place of it: "
-                "x = x.at[i].set(y), or a carry of jax.lax.scan."
-            )
+    refused = {
+        type(e).__name__: str(e)
+        for e in equation.effects
+        if "Debug" not in type(e).__name__
+    }
+    if not refused:
+        return
+    if not refused.keys().isdisjoint(REF_EFFECTS):
         raise NotImplementedError(
-            f"The loss function contains `{equation.primitive.name}` with the effect "
-            f"{', '.join(refused)}. A segment runs again in the backward pass, so the "
-            "effect would happen twice. Return the value as an auxiliary output."
+            "loss_fn makes or changes a mutable array (jax.new_ref), which zinf "
+            "cannot cut into segments. Return the new value in place of it: "
+            "x = x.at[i].set(y), or a carry of jax.lax.scan."
         )
+    raise NotImplementedError(
+        f"The loss function contains `{equation.primitive.name}` with the effect "
+        f"{', '.join(refused.values())}. A segment runs again in the backward pass, so "
+        "the effect would happen twice. Return the value as an auxiliary output."
+    )
