@@ -290,3 +290,16 @@ def test_a_second_run_keeps_what_is_told_of_the_first(
     assert len(metrics_in(output / "metrics.jsonl")) == 1
     assert figures_in(run_page(output / "run.1"))["training"]["data"][0]["x"][-1] == 8
     assert figures_in(run_page(output))["training"]["data"][0]["x"] == [1]
+
+
+def test_a_run_that_goes_on_is_drawn_from_its_first_step(small_config, tmp_path):
+    output = tmp_path / "resumed"
+    given = [f"run.output={output}", "run.evaluate_every=null"]
+    train_config(small_config, [*given, "run.steps=2"], None, 1, Alone())
+    rest = ["run.steps=3", "run.resume=true"]
+    train_config(small_config, [*given, *rest], None, 1, Alone())
+    html = run_page(output)
+    assert figures_in(html)["training"]["data"][0]["x"] == [1, 2, 3]
+    assert "3 of 3 steps" in html and "resumed after step 2" in html
+    # The trace is of the first step since then.
+    assert "Step 3, by link" in html
