@@ -335,6 +335,7 @@ class Engine:
     def _step(self, batch: Any) -> dict[str, Any]:
         start = perf_counter()
         self._condition.check()
+        check_values(batch)
         self.planner.check_batch(batch)
         runner = self._prepare(batch)
         self.stores.reset_peaks()

@@ -104,6 +104,14 @@ def test_a_batch_that_exceeds_the_budget_is_refused_with_numbers(config, start):
     assert_trees_equal(engine.params(), fitting.params())
 
 
+def test_shapes_are_enough_to_plan_and_to_place(start):
+    engine = start(STREAMED, batch=jax.eval_shape(draw))
+    plan = engine.plan
+    assert engine.is_placed
+    engine.step(draw())
+    assert engine.plan is plan
+
+
 def test_the_plan_is_that_of_the_latest_batch(start):
     engine = start(STREAMED)
     engine.step(draw())

@@ -23,7 +23,7 @@ from zinf.executor.arrays import (
     piece_specs,
     residents,
 )
-from zinf.executor.batch import batch_spec, check_rows, check_values
+from zinf.executor.batch import batch_spec, check_rows
 from zinf.executor.exchange import forward_exchanges, segment_exchanges
 from zinf.executor.fused import FusedProgram, compile_fused
 from zinf.executor.keeping import keeping_as_chosen, what_may_be_kept
@@ -150,9 +150,8 @@ class Planner:
 
         Raises:
             ValueError: the config says how many samples a step has, and these are not
-                as many (batches of evaluation may have any number), or they are shapes.
+                as many (batches of evaluation may have any number).
         """
-        check_values(batch)
         check_rows(batch, self.config, self.num_shares)
 
     @property
