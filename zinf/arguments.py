@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from zinf.segment.modes import for_training
@@ -68,12 +69,11 @@ def _check_tx(tx: Any) -> None:
 
 
 def _check_key(rng: Any) -> None:
-    shape, dtype = getattr(rng, "shape", None), getattr(rng, "dtype", None)
-    if dtype is not None:
-        is_typed = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-        if (is_typed and shape == ()) or (
-            dtype == jnp.uint32 and shape in RAW_KEY_SHAPES
-        ):
+    if isinstance(rng, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+        is_typed = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
+        if is_typed and rng.shape == ():
+            return
+        if rng.dtype == jnp.uint32 and rng.shape in RAW_KEY_SHAPES:
             return
     raise ValueError(
         f"rng must be one random key, such as jax.random.key(0); found {_kind(rng)}."

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import zinf
 from tests.robustness.small import (
@@ -226,6 +227,10 @@ SENTENCES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: first_step(with_key, rng=0),
         r"one random key, such as jax.random.key\(0\); found 0",
     ),
+    "rng is nnx.Rngs": (
+        lambda: first_step(with_key, rng=nnx.Rngs(0)),
+        r"one random key.*found a Rngs",
+    ),
     "rng is several keys": (
         lambda: first_step(with_key, rng=jax.random.split(KEY, 3)),
         r"one random key.*found an array key<fry>\[3\]",
@@ -275,6 +280,14 @@ SENTENCES: dict[str, tuple[Callable[[], Any], str]] = {
     "the gradient in place of the loss": (
         lambda: first_step(jax.grad(loss_fn)),
         r"it returned a dict with float32",
+    ),
+    "a loss of a model from outside": (
+        lambda: first_step(lambda params, batch: loss_fn(init(), batch)),
+        r"depends on no parameter.*not a model from outside",
+    ),
+    "text beside the loss": (
+        lambda: first_step(returning(lambda x: (x, {"name": "a"})), has_aux=True),
+        r"returned 'name' as 'a', beside the loss",
     ),
     "integer parameters": (
         lambda: first_step(params={"w": np.ones(4, np.int32)}),

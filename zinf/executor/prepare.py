@@ -59,7 +59,7 @@ from zinf.segment import (
     trace_loss,
 )
 from zinf.segment.problem import Problem
-from zinf.segment.source import Source
+from zinf.segment.source import Source, check_dependence
 from zinf.sharding import Layouts, ZeroRule, persistent_layouts
 from zinf.topology import Topology, shortage
 
@@ -216,6 +216,7 @@ class Planner:
             )
         # Refuses what is no loss, however it runs.
         source = self.trace(batch, self.config.segment_max_bytes)
+        check_dependence(source)
         if may_fuse:
             try:
                 return self.fuse(batch)

@@ -285,6 +285,13 @@ def _check_state(state: Any, wanted: Any, returned: str) -> None:
 
 
 def _unwrapped(tree: Any) -> Any:
+    numbers = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+    for path, leaf in named_leaves(tree).items():
+        if not isinstance(leaf, numbers):
+            raise WrongResult(
+                f"loss_fn returned {path!r} as {described(leaf)}, beside the loss; "
+                "what it returns there are arrays of numbers. Leave it out."
+            )
     return jax.tree.map(lambda x: to_words(jnp.asarray(x)), tree)
 
 

@@ -135,6 +135,20 @@ def _brief(value: Any) -> str:
     return f"{value.dtype}{list(value.shape)}"
 
 
+def check_dependence(source: Source) -> None:
+    """Refuses a loss in which no parameter takes part.
+
+    Raises:
+        ValueError: with what is probably wrong.
+    """
+    read = source.graph.needed_for(source.graph.outvars[:1]).used_invars()
+    if source.params.keys().isdisjoint(read):
+        raise ValueError(
+            "The loss depends on no parameter, so nothing can be trained. Does loss_fn "
+            "use its own arguments, and not a model from outside of it?"
+        )
+
+
 def _check_loss(loss: Any) -> None:
     shape = getattr(loss, "shape", None)
     dtype = getattr(loss, "dtype", None)
