@@ -152,7 +152,9 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def train_zinf(job: Job) -> None:
-    zinf, models = imported("zinf"), imported("zinf.models")
+    # Not "zinf" itself, which imports what it needs when that is first used.
+    initialize = imported("zinf.initialize").initialize
+    models = imported("zinf.models")
     init, loss = models.init_and_loss(job.model, seed=0)
     setting = job.setting
     folder = Path(mkdtemp(prefix="zinf-gpu-", dir=setting.folder))
@@ -160,7 +162,7 @@ def train_zinf(job: Job) -> None:
         began = time.perf_counter()
         config = zinf_config(setting, folder)
         try:
-            engine = zinf.initialize(loss, init, optimizer(), config, batch=job.batch)
+            engine = initialize(loss, init, optimizer(), config, batch=job.batch)
         except imported("zinf.plan").InfeasibleError as error:
             raise Skipped(f"no plan fits: {error}") from error
         job.rows.add("initialize", time.perf_counter() - began, "s")

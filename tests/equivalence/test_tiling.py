@@ -22,7 +22,7 @@ MAX_BYTES = 512
 def running_program(engine: Engine) -> Program:
     """The segments of the step that an engine takes, streamed."""
     assert isinstance(engine._current, StreamedRunner)
-    return engine._current.program
+    return engine._current.passes.program
 
 
 def train(

@@ -48,7 +48,7 @@ def fits(hidden: int, num_tiles: int) -> bool:
     assert sum(len(t.rows) for t in tilings) == (num_tiles if num_tiles > 1 else 0)
     compiled = planner.compile(segmented, limits)
     try:
-        plan = planner.stream_segments(segmented, compiled, None).plan
+        plan = planner.stream_segments(segmented, compiled, limits, None).plan
     except InfeasibleError:
         return False
     assert plan.peak_bytes[Tier.DEVICE] <= BUDGET
