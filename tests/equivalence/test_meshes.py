@@ -1,6 +1,6 @@
 """On every mesh, ZeRO stage and tier training is that of one device.
 
-`scripts/mesh_matrix.py` runs all of them; here is a sample.
+`scripts/reports/mesh_matrix.py` runs all of them; here is a sample.
 """
 
 import pytest

@@ -39,7 +39,7 @@ def check_the_report(tmp_path: Path) -> None:
     """Where the compiler is, it compiles them: here for one GPU, to save time."""
     gpus = GPUS if why_not() else ["H200"]
     path = tmp_path / "report.json"
-    text = run("kernel_report.py", "--json", str(path), "--gpu", *gpus)
+    text = run("bench/kernel_report.py", "--json", str(path), "--gpu", *gpus)
     rows = rows_of(path)
     ops = {row["op"] for row in rows}
     assert ops >= {"quantize", "dequantize", "adam_on_device", "cross_entropy"}
@@ -69,7 +69,7 @@ def check_the_report(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_benchmark_times_whatever_can_run_beside_its_floor(tmp_path):
     path = tmp_path / "bench.json"
-    run("bench_kernels.py", "--dry-run", "--rounds", "2", "--output", str(path))
+    run("bench/bench_kernels.py", "--dry-run", "--rounds", "2", "--output", str(path))
     made = rows_of(path)
     assert made["device"] and made["rounds"] == 2
     timed = [row for row in made["rows"] if "seconds" in row]
@@ -86,7 +86,7 @@ def test_the_benchmark_times_whatever_can_run_beside_its_floor(tmp_path):
 def test_no_case_is_begun_after_the_time_is_up(tmp_path):
     path = tmp_path / "bench.json"
     given = "--dry-run", "--most-seconds", "0", "--output", str(path)
-    text = run("bench_kernels.py", *given)
+    text = run("bench/bench_kernels.py", *given)
     rows = rows_of(path)["rows"]
     assert len(rows) > 3 and {row["not_run"] for row in rows} == {"after 0 s"}
     assert text.count("after 0 s") == len(rows)
@@ -99,7 +99,7 @@ def test_the_loss_is_planned_and_runs_in_a_twentieth_of_the_plain_forms_memory(
     path, sizes = tmp_path / "memory.json", ("1024", "262144", "16")
     names = ("--tokens", "--vocab", "--dim")
     given = [word for pair in zip(names, sizes, strict=True) for word in pair]
-    run("logits_memory.py", *given, "--step", "--json", str(path))
+    run("reports/logits_memory.py", *given, "--step", "--json", str(path))
     *compiled, plan, in_blocks, ledger = rows_of(path)
     assert compiled and all(row["share"] < 1 for row in compiled)
     # The plain loss, which zinf divides by itself; there is a gradient per block.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from scripts.fuzz_checkpoints import FILE, Fuzzed, fuzz
+from scripts.faults.fuzz_checkpoints import FILE, Fuzzed, fuzz
 from tests.unit.checkpoint.cases import ARRAYS
 
 VERSION_1 = Path(__file__).parents[1] / "unit/checkpoint/version1/4/state"
@@ -57,7 +57,7 @@ def test_the_fuzzer_sees_a_crash_and_what_is_written(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fuzzed, "load", write)
     assert fuzzed.run(0, 0).problem == "something was written"
-    monkeypatch.setattr("scripts.fuzz_checkpoints.read_arrays", json.loads)
+    monkeypatch.setattr("scripts.faults.fuzz_checkpoints.read_arrays", json.loads)
     monkeypatch.setattr(fuzzed, "load", load)
     assert (fuzzed.run(0, 0).problem or "").startswith("TypeError")
     assert (fuzzed.checkpoint / FILE).exists()

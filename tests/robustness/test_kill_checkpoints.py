@@ -1,4 +1,4 @@
-"""Some of the kills of `scripts/kill_checkpoints.py`, with a seed of their own."""
+"""Some of the kills of `scripts/faults/kill_checkpoints.py`, with another seed."""
 
 import re
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 from tests.marks import slow_except
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "kill_checkpoints.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "faults" / "kill_checkpoints.py"
 FEW, MANY = 4, 20
 
 

@@ -1,8 +1,8 @@
 """Adam on the host, in place: one pass over memory, compiled by numba.
 
 An update reads 16 bytes an element, writes 12, and takes as long as the reads alone
-(scripts/bench_adam.py). So all that counts is that nothing is read twice, that no page
-is new, and that the loop is vectorised.
+(scripts/bench/bench_adam.py). So all that counts is that nothing is read twice, that no
+page is new, and that the loop is vectorised.
 
 [Note: the bits of optax] Operations and their order are those of XLA:CPU (jax 0.10 and
 0.12) for `optax.adamw` under jit, of a gradient that is multiplied by a factor there. A

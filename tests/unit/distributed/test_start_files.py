@@ -12,14 +12,14 @@ from zinf.distributed import Flags, Seat, find_seat
 from zinf.distributed.launch import SECRET
 from zinf.distributed.secret import Secret
 
-SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
+LAUNCH = Path(__file__).resolve().parents[3] / "scripts" / "launch"
 GIVEN = "of the cluster's own secrets"
 
 
 @pytest.fixture(scope="module")
 def kubernetes() -> dict[str, Any]:
     """The objects of the file, by kind."""
-    text = (SCRIPTS / "kubernetes_job.yaml").read_text()
+    text = (LAUNCH / "kubernetes_job.yaml").read_text()
     return {found["kind"]: found for found in yaml.safe_load_all(text)}
 
 
@@ -50,7 +50,7 @@ def test_a_pod_starts_without_the_secret_too(kubernetes):
 
 
 def test_the_slurm_script_is_bash_and_leaves_the_places_to_srun():
-    script = SCRIPTS / "slurm_train.sh"
+    script = LAUNCH / "slurm_train.sh"
     subprocess.run(["bash", "-n", str(script)], check=True)
     text = script.read_text()
     assert "\nsrun " in text

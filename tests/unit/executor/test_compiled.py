@@ -116,7 +116,7 @@ def test_a_step_that_exchanges_takes_longer_than_its_flops_alone():
 @pytest.mark.slow
 def test_model_state_of_the_stages_is_the_papers():
     """ZeRO, figure 1: 31.4 and 1.88 GB; the other stages by the script."""
-    script = ROOT / "scripts/zero_table.py"
+    script = ROOT / "scripts/reports/zero_table.py"
     command = [sys.executable, str(script), "--stages", "1", "3"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert ran.returncode == 0, ran.stderr

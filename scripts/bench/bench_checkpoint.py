@@ -1,6 +1,6 @@
 """What a checkpoint of a model on NVMe costs the step, and how fast it is read.
 
-    python scripts/bench_checkpoint.py PATH [--num-layers 24] [--embed-dim 1024]
+    python scripts/bench/bench_checkpoint.py PATH [--num-layers 24] [--embed-dim 1024]
         [--tokens 64] [--rounds 5]
 
 In each round, in turns: a step alone; a save, which holds up the step for as long as

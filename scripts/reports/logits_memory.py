@@ -1,6 +1,7 @@
 """What a language model's loss takes of memory, in pieces and with all its logits.
 
-    python scripts/logits_memory.py [--tokens 32768] [--vocab 131072] [--dim 1024]
+    python scripts/reports/logits_memory.py [--tokens 32768] [--vocab 131072]
+        [--dim 1024]
 
 Of value and gradients, by `zinf.tiling.cross_entropy` and by the plain form: temporary
 bytes as XLA's compilers plan them, for a CPU and, where the plugin that

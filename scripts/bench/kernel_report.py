@@ -1,6 +1,6 @@
 """Compiles all ops of zinf_kernels for GPUs that are not there, and says what came out.
 
-    python scripts/kernel_report.py [--json FILE] [--gpu H200 ...]
+    python scripts/bench/kernel_report.py [--json FILE] [--gpu H200 ...]
 
 For each op, case and GPU: the implementation that is chosen there, then with a plus the
 kernels that can be asked for, and why others cannot run; bytes of temporary memory; and

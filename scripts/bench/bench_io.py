@@ -1,6 +1,6 @@
 """Compares the NVMe tier with what else moves arrays to and from the same drive.
 
-    python scripts/bench_io.py PATH [--sizes 64 256 512] [--rounds 7]
+    python scripts/bench/bench_io.py PATH [--sizes 64 256 512] [--rounds 7]
         [--deepspeed-python VENV/bin/python] [--json FILE]
 
 Contenders take turns in one run, in another order each round: this tier, bare loops of

@@ -1,7 +1,7 @@
 """Compiles a ZeRO-3 layer for machines that are not there and prints what it sends.
 
-    python scripts/layer_traffic.py v5p:8x8x8 h200:8
-    python scripts/layer_traffic.py v5p:8x8x8 --stages 64x8
+    python scripts/reports/layer_traffic.py v5p:8x8x8 h200:8
+    python scripts/reports/layer_traffic.py v5p:8x8x8 --stages 64x8
 
 The layer is an MLP of h x 4h in bfloat16: matrices come in shards and are gathered,
 gradients leave in shards. With `--stages` the devices are also taken as a mesh of that

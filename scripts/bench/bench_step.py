@@ -1,7 +1,7 @@
 """The streamed step against the fused step of the same model and batch, all in memory.
 
-    python scripts/bench_step.py [--num-layers 8] [--embed-dim 512] [--tokens 1024]
-        [--rounds 15]
+    python scripts/bench/bench_step.py [--num-layers 8] [--embed-dim 512]
+        [--tokens 1024] [--rounds 15]
 
 Both keep all state on the device and do the same arithmetic: the fused step recomputes
 each block in the backward pass (`remat`), as segments do. Beside them: the fused step

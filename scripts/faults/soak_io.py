@@ -1,6 +1,6 @@
 """Moves many gigabytes through a small pool, and shows that nothing grows.
 
-    python scripts/soak_io.py PATH [--gigabytes 200] [--seconds 600]
+    python scripts/faults/soak_io.py PATH [--gigabytes 200] [--seconds 600]
 
 Several threads read arrays of the NVMe tier, check them, change them and write them
 back, with 64 MiB of array memory in all, while other threads make and free small ones.

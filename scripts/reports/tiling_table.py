@@ -1,6 +1,6 @@
 """The largest layer that fits a device, by how many tiles its weight is read in.
 
-    python scripts/tiling_table.py --nvme /tmp/tiles --run 4096 --run 8192
+    python scripts/reports/tiling_table.py --nvme /tmp/tiles --run 4096 --run 8192
 
 A layer of h x 4h in float32 (forward, backward and update, with everything on the NVMe
 tier) is planned for a device budget of 2 GiB: for hidden sizes of 4K to 64K and 1 to

@@ -9,9 +9,9 @@ ratios within a round are compared. Two do no update, and no update can beat the
 "reads" reads master, moments and gradient once; "moves" also writes all that an update
 writes, where it is, with an addition for each.
 
-    python scripts/bench_adam.py --baseline-python ~/baselines/venv/bin/python
-    python scripts/bench_adam.py --precision bfloat16 --arrays 12 --threads 2
-    python scripts/bench_adam.py --transform lion rmsprop
+    python scripts/bench/bench_adam.py --baseline-python ~/baselines/venv/bin/python
+    python scripts/bench/bench_adam.py --precision bfloat16 --arrays 12 --threads 2
+    python scripts/bench/bench_adam.py --transform lion rmsprop
 
 bfloat16 is what mixed precision asks for: a gradient in bfloat16 comes in, and a copy
 of the new parameters in bfloat16 goes out. DeepSpeed and torch need passes before and
@@ -233,7 +233,7 @@ class Contender(Served):
         environment = os.environ | {
             "OMP_NUM_THREADS": str(group.threads),
             "JAX_PLATFORMS": "cpu",
-            "PYTHONPATH": str(here.parents[1]),
+            "PYTHONPATH": str(here.parents[2]),
             "DS_ACCELERATOR": "cpu",
             # NumPy asks for huge pages, torch only when told to.
             "THP_MEM_ALLOC_ENABLE": "1",

@@ -1,6 +1,6 @@
 """Damages a small checkpoint in thousands of ways, and loads it each time.
 
-    python scripts/fuzz_checkpoints.py [--cases 2000] [--seed 0] [--only CASE]
+    python scripts/faults/fuzz_checkpoints.py [--cases 2000] [--seed 0] [--only CASE]
 
 A case changes one to three places in manifest, zarr.json or chunk files: bits, lengths,
 files that are swapped, lost or links to elsewhere, and values of the manifest, mostly

@@ -2,7 +2,7 @@
 
 It runs in the interpreter that has torch and deepspeed, and knows nothing of zinf:
 
-    python scripts/deepspeed_gpt.py deepspeed-nvme '{"model": {...}, ...}'
+    python scripts/bench/deepspeed_gpt.py deepspeed-nvme '{"model": {...}, ...}'
 
 Then it takes a step for every line of stdin and prints what that took, as JSON. Its
 arithmetic is that of `zinf.models.GPT` with equal weights: pre-norm, tanh GELU, learned

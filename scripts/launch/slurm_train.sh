@@ -1,7 +1,7 @@
 #!/bin/bash
 # zinf train on several hosts, one process a GPU. Submit with, for example:
 #
-#   sbatch --nodes=4 scripts/slurm_train.sh configs/gpt_13b_1xh200.yaml
+#   sbatch --nodes=4 scripts/launch/slurm_train.sh configs/gpt_13b_1xh200.yaml
 #
 # srun tells each process its place, and the first host of the job is the coordinator.
 # run.output must be on storage that all hosts share; memory.nvme is each host's own.

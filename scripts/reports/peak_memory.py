@@ -3,7 +3,7 @@
 Run it in a process of its own: what it reports is the largest resident set that the
 kernel has seen since the process began, with the interpreter, jax and the compiler.
 
-    python scripts/peak_memory.py --num-layers 24 --embed-dim 1024 --mlp-dim 5120
+    python scripts/reports/peak_memory.py --num-layers 24 --mlp-dim 5120
 """
 
 import argparse

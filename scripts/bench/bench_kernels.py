@@ -1,7 +1,7 @@
 """Times every op of zinf_kernels on the device: kernels, XLA's own, and the floors.
 
-    python scripts/bench_kernels.py [--output FILE] [--rounds 20] [--op adam_on_device]
-    python scripts/bench_kernels.py --dry-run     (a small case of each, on any device)
+    python scripts/bench/bench_kernels.py [--output FILE] [--rounds 20] [--op NAME]
+    python scripts/bench/bench_kernels.py --dry-run      (small cases, on any device)
 
 In each round every implementation that can run here takes its turn, so that what else
 happens on the machine falls on all alike; medians are compared. The floor of a time is

@@ -2,7 +2,7 @@
 
 On 8 virtual CPU devices, from the root of the repository:
 
-    PYTHONPATH=. python scripts/mesh_matrix.py
+    PYTHONPATH=. python scripts/reports/mesh_matrix.py
 
 Deviations are relative, the largest of any loss and norm of a run. The bit-equality is
 of losses, norms and parameters, among the tiers that run segment by segment. Exits with

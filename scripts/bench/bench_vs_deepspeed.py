@@ -1,6 +1,6 @@
 """Trains one GPT with DeepSpeed ZeRO-3 and with zinf, both on host and on NVMe.
 
-    python scripts/bench_vs_deepspeed.py --model 124m --tokens 512 \\
+    python scripts/bench/bench_vs_deepspeed.py --model 124m --tokens 512 \\
         --deepspeed-python ~/baselines/venv/bin/python --folder /mnt/nvme
 
 float32, AdamW, the same tokens in each step, and equal weights at the start (a hash of
@@ -203,7 +203,7 @@ def environment(python: str | None) -> dict[str, str]:
     found |= {"OMP_NUM_THREADS": threads, "THP_MEM_ALLOC_ENABLE": "1"}
     # DeepSpeed builds its kernels with the ninja of its environment.
     path = f"{Path(python).parent}:{os.environ['PATH']}" if python else found["PATH"]
-    return found | {"PYTHONPATH": str(here.parents[1]), "PATH": path}
+    return found | {"PYTHONPATH": str(here.parents[2]), "PATH": path}
 
 
 def race(names: list[str], options: argparse.Namespace, folder: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Checks a GPU machine in under eight minutes: links, overlap, host, drive, training.
 
-    python scripts/gpu_check.py [--folder DIR] [--output FILE] [--minutes 7.7]
-    python scripts/gpu_check.py --dry-run      (tiny sizes, on the CPU backend)
+    python scripts/gpu/gpu_check.py [--folder DIR] [--output FILE] [--minutes 7.7]
+    python scripts/gpu/gpu_check.py --dry-run      (tiny sizes, on the CPU backend)
 
 Prints a table and writes all rows as JSON. Each section is a process of its own with a
 time limit, so one that fails or hangs costs only itself; what cannot be measured says
@@ -34,7 +34,7 @@ from gpu_environment import memory_bytes
 from gpu_report import LINKS, Result, given, summary, table
 from gpu_rows import GIB, Rows, Setting, Skipped
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 # By section, in the order in which they run: what runs it, in which module, its time
 # limit in seconds, and the case for those that have several.
 SECTIONS = {
@@ -234,7 +234,9 @@ def _environment(setting: Setting) -> dict[str, str]:
         )
         environment |= {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": cache}
         environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # The section "host" runs the contenders of bench_adam.py.
+    ours = [str(ROOT), str(ROOT / "scripts" / "bench")]
+    path = [*ours, *filter(None, [os.environ.get("PYTHONPATH")])]
     return environment | {"PYTHONPATH": os.pathsep.join(path)}
 
 

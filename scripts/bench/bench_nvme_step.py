@@ -1,6 +1,6 @@
 """Steps with all state on NVMe, from bound by the drive to bound by the processor.
 
-    python scripts/bench_nvme_step.py PATH [--num-layers 12] [--embed-dim 768]
+    python scripts/bench/bench_nvme_step.py PATH [--num-layers 12] [--embed-dim 768]
         [--tokens 128 256 512 1024 2048] [--rounds 5]
 
 For each number of tokens a step: the measured step; the bound, the larger of all work

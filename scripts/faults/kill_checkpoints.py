@@ -1,6 +1,6 @@
 """Kills training at random instants, and shows that nothing saved is lost.
 
-    python scripts/kill_checkpoints.py [--kills 200] [--seed 0] [--folder PATH]
+    python scripts/faults/kill_checkpoints.py [--kills 200] [--seed 0] [--folder PATH]
 
 A small run that saves every other step is killed by SIGKILL, resumed, and killed again:
 at the nth call of something in a forward pass, an update, a save, a load, a rename or
