@@ -30,7 +30,9 @@ LAYERS = (
     ("activation", "tiling", "data", "models"),
     ("segment",),
     ("plan", "optim"),
+    ("prepare",),
     ("executor", "checkpoint", "observe", "verification"),
+    ("session",),
     ("engine",),
     ("initialize", "arguments", "interchange"),
     ("nnx", "linen", "trainer", "verify"),
@@ -57,13 +59,13 @@ LATE: dict[str, tuple[str, ...]] = {
     "zinf.cli.checkpoint": (
         "zinf.checkpoint",
         "zinf.cli",
-        "zinf.executor",
         "zinf.initialize",
         "zinf.interchange",
+        "zinf.prepare",
     ),
     "zinf.cli.report": ("zinf.memory",),
     "zinf.data.extract": ("pyarrow",),
-    "zinf.cli.errors": ("zinf.executor", "zinf.memory", "zinf.plan"),
+    "zinf.cli.errors": ("zinf.memory", "zinf.optim", "zinf.plan"),
 }
 DUMPING_GROUNDS = {"utils", "util", "common", "helpers", "misc"}
 

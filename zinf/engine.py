@@ -17,28 +17,28 @@ import jax
 import numpy as np
 
 from zinf.checkpoint import read_arrays, write_arrays
-from zinf.executor.batch import check_values, signature, with_shapes_before
-from zinf.executor.condition import Condition
-from zinf.executor.decision import MIXED
-from zinf.executor.metrics import step_metrics
-from zinf.executor.named import GRADIENT, MASTER, check_path, read_named, writes_of
-from zinf.executor.pending_save import PendingSave
-from zinf.executor.prepare import Planner
-from zinf.executor.random_key import key_from_json, key_to_json, step_keys
 from zinf.executor.run import StepRecord
 from zinf.executor.runner import AbstractRunner
 from zinf.executor.runners import make_runner, switch
-from zinf.executor.scalars import Scalars
-from zinf.executor.state import (
+from zinf.memory import Residents, Stores, close_when_dropped
+from zinf.optim.decision import MIXED
+from zinf.plan import Plan
+from zinf.prepare.batch import check_values, signature, with_shapes_before
+from zinf.prepare.planner import Planner
+from zinf.session.condition import Condition
+from zinf.session.metrics import step_metrics
+from zinf.session.named import GRADIENT, MASTER, check_path, read_named, writes_of
+from zinf.session.pending_save import PendingSave
+from zinf.session.random_key import key_from_json, key_to_json, step_keys
+from zinf.session.scalars import Scalars
+from zinf.session.state import (
     initialize_arrays,
     make_residents,
     make_stores,
     read_leaf,
     write_model_state,
 )
-from zinf.executor.turn import Turn
-from zinf.memory import Residents, Stores, close_when_dropped
-from zinf.plan import Plan
+from zinf.session.turn import Turn
 
 logger = logging.getLogger(__name__)
 _ENGINES: WeakSet["Engine"] = WeakSet()

@@ -13,12 +13,12 @@ from zinf.arguments import check_arguments
 from zinf.config import Config, notices
 from zinf.distributed import AbstractGroup, Alone
 from zinf.engine import Engine
-from zinf.executor.devices import on_devices
-from zinf.executor.prepare import Planner
 from zinf.jax_modes import Modes
 from zinf.memory import share_heap
 from zinf.optim.separate import separate
 from zinf.plan import Plan
+from zinf.prepare.devices import on_devices
+from zinf.prepare.planner import Planner
 from zinf.segment.problem import make_problem
 from zinf.sharding import zero_rule
 from zinf.topology import Topology

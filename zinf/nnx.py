@@ -18,8 +18,8 @@ from jax.sharding import Mesh
 
 from zinf.distributed import AbstractGroup
 from zinf.engine import Engine
-from zinf.executor.devices import on_devices
 from zinf.initialize import ConfigSource, make_planner
+from zinf.prepare.devices import on_devices
 from zinf.segment import (
     evaluated,
     for_evaluation,

@@ -16,7 +16,6 @@ import optax
 
 from zinf.checkpoint import Checkpoints
 from zinf.engine import Engine
-from zinf.executor import NonFiniteError
 from zinf.memory import StorageError
 from zinf.observe import (
     AbstractWriter,
@@ -29,6 +28,7 @@ from zinf.observe import (
     TraceFile,
     summary,
 )
+from zinf.optim.decision import NonFiniteError
 
 STDERR = 2
 INTERRUPTED = b"""

@@ -18,17 +18,17 @@ from jax.sharding import Mesh
 from zinf.config import Config
 from zinf.config.load import raw_config
 from zinf.engine import Engine
-from zinf.executor.batch import batch_spec, microbatches
-from zinf.executor.devices import on_devices
-from zinf.executor.random_key import step_keys
 from zinf.initialize import ConfigSource, initialize, make_planner
 from zinf.jaxpr.keys import to_words
 from zinf.memory.capacity import host_memory_bytes
 from zinf.mesh import local_devices
+from zinf.prepare.batch import batch_spec, microbatches
+from zinf.prepare.devices import on_devices
 from zinf.program import ArrayId
 from zinf.segment.modes import for_training
 from zinf.segment.problem import STATE_PREFIX, Problem
 from zinf.segment.source import named_leaves
+from zinf.session.random_key import step_keys
 from zinf.verification import (
     LeafChecks,
     Microbatches,

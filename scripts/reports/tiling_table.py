@@ -24,10 +24,10 @@ import numpy as np
 import optax
 
 import zinf
-from zinf.executor.prepare import Planner
-from zinf.executor.shrink import Limits
 from zinf.initialize import make_planner
 from zinf.plan import InfeasibleError, Plan
+from zinf.prepare.planner import Planner
+from zinf.prepare.shrink import Limits
 from zinf.program import Tier
 
 BUDGET = 2 << 30

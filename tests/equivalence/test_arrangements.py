@@ -21,9 +21,7 @@ import pytest
 from tests.equivalence.models import PYTREE
 from tests.equivalence.training import OPTIMIZERS, STEPS, streamed_config
 from tests.marks import slow_except
-from zinf.executor import prepare, transfer, updates
-from zinf.executor.keeping import what_may_be_kept
-from zinf.executor.prepare import Planner
+from zinf.executor import transfer
 from zinf.memory import alias
 from zinf.plan import (
     Catalog,
@@ -41,6 +39,9 @@ from zinf.plan import (
 )
 from zinf.plan.job import Job
 from zinf.plan.schedule import _Schedule
+from zinf.prepare import updates
+from zinf.prepare.keeping import what_may_be_kept
+from zinf.prepare.planner import Planner
 from zinf.program import Tier
 
 DEVICE, HOST, NVME = Tier
@@ -142,7 +143,7 @@ def train(setting: str, arranged: Arranged) -> Result:
         patch.setattr(choose, "WORTHWHILE", math.inf)
         patch.setattr(choose, "FINER", math.inf)
         patch.setattr(choose, "COMPUTE_BOUND", 0 if arranged.kept_share else math.inf)
-        patch.setattr(prepare, "what_may_be_kept", partial(_of_last, arranged))
+        patch.setattr(planner, "what_may_be_kept", partial(_of_last, arranged))
         # All but the reference have one memory for host and device, where they can.
         smallest = 1 << 40 if arranged == PLAINEST else 1
         patch.setattr(alias, "SHARED_FROM_BYTES", smallest)

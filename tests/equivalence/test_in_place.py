@@ -17,8 +17,8 @@ from tests.equivalence.training import (
     train,
 )
 from tests.marks import slow_except
-from zinf.executor.updates import Updates
 from zinf.optim import chunked, on_host
+from zinf.prepare.updates import Updates
 
 ON_HOST = ("cpu", "cpu")
 

@@ -17,10 +17,10 @@ from flax import nnx
 
 import zinf
 from tests.marks import slow_except
-from zinf.executor.prepare import Planner, Streamed
 from zinf.initialize import make_planner
 from zinf.models import GPTConfig
 from zinf.models.gpt import init_and_loss
+from zinf.prepare.planner import Planner, Streamed
 from zinf.program import Program
 
 DIM, BATCH, FEW, MANY = 8, 4, 4, 48

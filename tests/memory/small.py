@@ -11,9 +11,9 @@ import numpy as np
 import optax
 
 import zinf
-from zinf.executor.prepare import Streamed
 from zinf.initialize import make_planner
 from zinf.plan import InfeasibleError, Plan, StepOptions, Transfer, build
+from zinf.prepare.planner import Streamed
 from zinf.program import Tier
 
 NUM_LAYERS, WIDTH, BATCH, STEPS = 6, 64, 8, 3

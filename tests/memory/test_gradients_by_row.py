@@ -10,8 +10,8 @@ import pytest
 
 import zinf
 from tests.equivalence.training import streamed_config
-from zinf.executor import updates
 from zinf.plan import Transfer
+from zinf.prepare import updates
 from zinf.program import Tier
 
 ROWS, COLUMNS = 1024, 128

@@ -8,9 +8,9 @@ import optax
 import pytest
 
 from tests.marks import slow_except
-from zinf.executor.shrink import Limits
 from zinf.initialize import make_planner
 from zinf.plan import InfeasibleError
+from zinf.prepare.shrink import Limits
 from zinf.program import Tier
 
 BUDGET = 8 << 20

@@ -15,7 +15,6 @@ import pytest
 
 from tests.marks import slow_except
 from tests.toy.program import Layer, LeafCase, Toy, make_toy
-from zinf.executor.prepare import DEFERRED_SHARES, LEADING_SHARES, SLACK
 from zinf.plan import (
     Choices,
     Instruction,
@@ -28,6 +27,7 @@ from zinf.plan import (
     predict,
 )
 from zinf.plan.cost import duration
+from zinf.prepare.planner import DEFERRED_SHARES, LEADING_SHARES, SLACK
 from zinf.program import ArrayId, Tier
 
 NUM_PROGRAMS = 16

@@ -13,7 +13,7 @@ from tests.robustness.small import (
     expect_at_rest,
     on_nvme,
 )
-from zinf.executor import NonFiniteError
+from zinf.optim.decision import NonFiniteError
 
 FUSED = {"execution": "fused"}
 STREAMED = {"execution": "streamed"}

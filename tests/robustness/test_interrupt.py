@@ -14,8 +14,8 @@ from tests.robustness.small import (
     expect_at_rest,
     on_nvme,
 )
-from zinf.executor.fused import FusedProgram
 from zinf.memory.nvme import NvmeStore
+from zinf.prepare.fused import FusedProgram
 
 SECONDS_TO_WAIT = 60.0
 # Of each Ctrl-C that was handled.

@@ -16,9 +16,9 @@ from tests.robustness.small import (
     with_tight_host,
 )
 from zinf.executor.passes import Passes
-from zinf.executor.updates import Updates
 from zinf.memory.nvme import NvmeStore
 from zinf.memory.storage_error import StorageError, storage_error
+from zinf.prepare.updates import Updates
 from zinf.program import ArrayId
 from zinf.segment import Segment
 

@@ -20,8 +20,8 @@ from tests.robustness.small import (
     on_nvme,
 )
 from zinf.checkpoint import Checkpoints
-from zinf.executor.turn import ConcurrentUseError
 from zinf.memory import StorageError, wait_for_closing
+from zinf.session.turn import ConcurrentUseError
 
 FUSED = {"execution": "fused"}
 

@@ -24,10 +24,10 @@ from zinf.checkpoint import Checkpoints
 from zinf.checkpoint.save import Save
 from zinf.distributed import AbstractGroup, Alone
 from zinf.distributed.agreement import differences
-from zinf.executor import NonFiniteError
 from zinf.memory import StorageError
 from zinf.memory.nvme import System
 from zinf.observe import read_trace
+from zinf.optim.decision import NonFiniteError
 from zinf.plan import Link
 from zinf.trainer import Trainer
 

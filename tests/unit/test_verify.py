@@ -18,7 +18,7 @@ import zinf
 from tests.robustness.small import BATCH, DIM, draw, init, loss_fn, on_nvme
 from zinf.cli import app
 from zinf.executor import streamed
-from zinf.executor.decision import Decision, decide
+from zinf.optim.decision import Decision, decide
 from zinf.verification import Check, check_arrays, check_losses
 from zinf.verification.compare import FACTOR, ULPS
 from zinf.verify import verify

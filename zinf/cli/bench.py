@@ -12,8 +12,6 @@ from tqdm import trange
 
 from zinf.cli.problem import dataset, heading, problem
 from zinf.cli.report import console
-from zinf.executor.devices import on_devices
-from zinf.executor.rates_file import save_rates
 from zinf.initialize import initialize
 from zinf.plan import (
     Rates,
@@ -23,6 +21,8 @@ from zinf.plan import (
     predict,
     show_seconds,
 )
+from zinf.prepare.devices import on_devices
+from zinf.prepare.rates_file import save_rates
 
 # No step left the first one anything to do, and memory is touched anew.
 WARM_STEPS = 2

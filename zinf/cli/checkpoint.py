@@ -194,10 +194,10 @@ def import_(
     from zinf.checkpoint import Checkpoints
     from zinf.cli.problem import dataset, problem
     from zinf.cli.train import resume_command
-    from zinf.executor.devices import on_devices
     from zinf.initialize import initialize
     from zinf.interchange import import_orbax, import_safetensors
     from zinf.interchange.orbax_import import METADATA
+    from zinf.prepare.devices import on_devices
 
     _quiet_orbax()
     with clean_errors(traceback):

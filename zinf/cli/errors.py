@@ -64,8 +64,8 @@ def _is_users(error: Exception) -> bool:
     if isinstance(error, ValueError | OSError | NotImplementedError):
         return True
     # Imported by now if they were raised.
-    from zinf.executor import NonFiniteError
     from zinf.memory import BudgetExceeded
+    from zinf.optim.decision import NonFiniteError
 
     return isinstance(error, NonFiniteError | BudgetExceeded)
 

@@ -10,9 +10,6 @@ from zinf.cli.errors import DOES_NOT_FIT, clean_errors
 from zinf.cli.problem import devices, heading, num_tokens, problem, title
 from zinf.cli.report import console
 from zinf.config import grouping
-from zinf.executor.compiled import compiled_runs
-from zinf.executor.devices import group_devices, on_devices
-from zinf.executor.prepare import Fused, Streamed
 from zinf.initialize import make_planner
 from zinf.observe.compiled import executables_table, traffic_table, verdict
 from zinf.observe.page import page, write_page
@@ -21,6 +18,9 @@ from zinf.observe.traced import planned_step
 from zinf.paper import infinity_table, zero_table
 from zinf.plan import InfeasibleError
 from zinf.plan.show import show_instructions, show_tilings
+from zinf.prepare.compiled import compiled_runs
+from zinf.prepare.devices import group_devices, on_devices
+from zinf.prepare.planner import Fused, Streamed
 from zinf.topology import Topology, parse_topology
 
 SHOWN_INSTRUCTIONS = 40

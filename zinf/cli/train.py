@@ -14,10 +14,10 @@ from zinf.checkpoint import Checkpoints
 from zinf.cli.problem import dataset, devices, heading, num_tokens, problem, title
 from zinf.config import Config
 from zinf.distributed import AbstractGroup, flat
-from zinf.executor.devices import on_devices
 from zinf.initialize import initialize
 from zinf.observe.record import METRICS, RUN, TRACE, RunRecord
 from zinf.optim.factory import build_schedule
+from zinf.prepare.devices import on_devices
 from zinf.trainer import Trainer
 
 

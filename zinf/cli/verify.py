@@ -7,7 +7,7 @@ import numpy as np
 
 from zinf.cli.problem import heading, problem
 from zinf.cli.report import console
-from zinf.executor.devices import on_devices
+from zinf.prepare.devices import on_devices
 from zinf.verify import verify
 
 

@@ -1,11 +1,7 @@
 """Runs plans: one worker per link, every error named."""
 
-from zinf.executor.decision import Decision as Decision
-from zinf.executor.decision import NonFiniteError as NonFiniteError
-from zinf.executor.decision import decide as decide
 from zinf.executor.run import StepRecord as StepRecord
 from zinf.executor.run import Work as Work
 from zinf.executor.run import run_plan as run_plan
 from zinf.executor.runner import AbstractRunner as AbstractRunner
 from zinf.executor.runners import make_runner as make_runner
-from zinf.executor.turn import ConcurrentUseError as ConcurrentUseError

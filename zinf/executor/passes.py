@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from zinf.executor.batch import microbatches
 from zinf.executor.run import StepRecord, Work, run_plan
 from zinf.jaxpr.keys import to_words
 from zinf.memory import Stores, to_devices
 from zinf.plan import Plan, initial_copies, value
+from zinf.prepare.batch import microbatches
 from zinf.program import ArrayId, Program
 from zinf.segment import KEY, Segment, Segmented
 from zinf.sharding import Layouts

@@ -14,16 +14,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from zinf.executor.decision import Decision, Pending
-from zinf.executor.joint import JointUpdate, UnitParts
 from zinf.executor.links import Progress, run_links
-from zinf.executor.sums import accumulated, accumulated_rows, sum_squares
 from zinf.executor.transfer import Mover
 from zinf.memory import (
     Stores,
     aligned_empty,
     in_device_form,
 )
+from zinf.optim.decision import Decision, Pending
 from zinf.plan import (
     Accumulate,
     ArrayUpdate,
@@ -42,6 +40,8 @@ from zinf.plan import (
     UpdateUnit,
     value,
 )
+from zinf.prepare.joint import JointUpdate, UnitParts
+from zinf.prepare.sums import accumulated, accumulated_rows, sum_squares
 from zinf.program import ArrayId, Program, SegmentSpec, Tier
 from zinf.segment import Segment
 from zinf.sharding import Layouts

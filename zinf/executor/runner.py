@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from zinf.executor.outcome import Outcome
-from zinf.executor.prepare import Planner
 from zinf.executor.run import StepRecord
-from zinf.executor.scalars import Advance
+from zinf.optim.advance import Advance
 from zinf.plan import Plan
+from zinf.prepare.planner import Planner
 
 
 class AbstractRunner(ABC):

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from zinf.executor.prepare import Fused, Planner, Streamed
 from zinf.executor.runner import AbstractRunner
 from zinf.executor.streamed import StreamedRunner
 from zinf.executor.whole import FusedRunner
 from zinf.memory import Stores
+from zinf.prepare.planner import Fused, Planner, Streamed
 
 
 def switch(current: AbstractRunner | None, runner: AbstractRunner) -> AbstractRunner:

@@ -9,17 +9,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from zinf.executor.decision import MIXED, UNTOUCHED, NonFiniteError, Pending, decide
-from zinf.executor.joint import unit_parts
-from zinf.executor.named import read_gradient
+from zinf.executor.gradient import read_gradient
 from zinf.executor.outcome import Outcome
 from zinf.executor.passes import Passes
-from zinf.executor.prepare import Evaluation, Planner, Streamed
 from zinf.executor.run import StepRecord, Work, run_plan
 from zinf.executor.runner import AbstractRunner
-from zinf.executor.scalars import Advance
 from zinf.memory import Stores, to_devices
+from zinf.optim.advance import Advance
 from zinf.optim.clipping import Clipping
+from zinf.optim.decision import MIXED, UNTOUCHED, NonFiniteError, Pending, decide
+from zinf.prepare.joint import unit_parts
+from zinf.prepare.planner import Evaluation, Planner, Streamed
 from zinf.sharding import whole_layout
 
 

@@ -7,18 +7,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from zinf.executor.batch import microbatches
-from zinf.executor.decision import ADVICE, UNTOUCHED, NonFiniteError
-from zinf.executor.fused import FusedProgram, batch_shardings, fused_evaluation
 from zinf.executor.links import Progress, run_links
 from zinf.executor.outcome import Outcome
-from zinf.executor.prepare import Fused
 from zinf.executor.run import StepRecord
 from zinf.executor.runner import AbstractRunner
-from zinf.executor.scalars import Advance
 from zinf.jaxpr.keys import from_words, to_words
 from zinf.memory import Stores, to_devices
+from zinf.optim.advance import Advance
+from zinf.optim.decision import ADVICE, UNTOUCHED, NonFiniteError
 from zinf.plan import Instruction
+from zinf.prepare.batch import microbatches
+from zinf.prepare.fused import FusedProgram, batch_shardings, fused_evaluation
+from zinf.prepare.planner import Fused
 from zinf.segment.problem import Problem
 from zinf.sharding import placed_layout, whole_layout
 

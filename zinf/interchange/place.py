@@ -5,13 +5,13 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from zinf.engine import Engine
-from zinf.executor.updates import cpu_device
 from zinf.interchange.names import Terms, match
 from zinf.interchange.rounding import MASK_BYTES, rounded
 from zinf.interchange.sources import EngineTensors
 from zinf.interchange.tensors import AbstractTensors, read_bytes, stream
 from zinf.memory import Residents
 from zinf.optim.separate import LeafUpdate
+from zinf.prepare.updates import cpu_device
 from zinf.program import ArrayId, ArraySpec
 from zinf.sharding import Box
 

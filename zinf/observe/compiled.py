@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from zinf.executor.compiled import CompiledRun, largest_deviation, step_traffic
 from zinf.plan import Link, Plan, show_bytes, show_seconds
+from zinf.prepare.compiled import CompiledRun, largest_deviation, step_traffic
 from zinf.topology import Topology
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from zinf.data import read_tokens, text_dataset
 from zinf.data.text import TokenWindows, tokens_hash
-from zinf.executor.batch import batch_spec, microbatches
+from zinf.prepare.batch import batch_spec, microbatches
 
 WINDOW = 4  # sequence_length of the datasets below
 NUMBERS = bytes(range(1, 201))  # each byte once: a token tells its place

@@ -9,8 +9,8 @@ import yaml
 
 from zinf.cli.train import train_config
 from zinf.distributed import Alone
-from zinf.executor.rates_file import save_rates
 from zinf.plan import Rates
+from zinf.prepare.rates_file import save_rates
 
 
 @pytest.fixture(scope="session")

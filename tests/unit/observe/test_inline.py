@@ -13,9 +13,9 @@ from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
 import zinf
-from zinf.executor.metrics import StepMetrics
 from zinf.observe import plot_losses, plot_timeline, read_trace
 from zinf.observe.colors import COLORS
+from zinf.session.metrics import StepMetrics
 
 CONFIG = {
     "execution": "streamed",

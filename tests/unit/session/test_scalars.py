@@ -6,8 +6,8 @@ import optax
 import pytest
 
 from zinf.config import LossScaling
-from zinf.executor.scalars import Scalars
 from zinf.optim.separate import separate
+from zinf.session.scalars import Scalars
 
 PARAMS = {"w": jnp.ones((2, 3))}
 SCALING = LossScaling(

@@ -10,11 +10,11 @@ from jax.sharding import Mesh
 from zinf.config import Config
 from zinf.distributed import Digests
 from zinf.executor.outcome import Outcome, mean_over_microbatches
-from zinf.executor.prepare import Planner
 from zinf.executor.run import StepRecord
-from zinf.executor.updates import block_bytes, cpu_device
 from zinf.memory import Residents, Stores, open_stores
 from zinf.plan import Plan
+from zinf.prepare.planner import Planner
+from zinf.prepare.updates import block_bytes, cpu_device
 from zinf.program import ArrayId, Tier
 from zinf.segment.problem import Problem
 

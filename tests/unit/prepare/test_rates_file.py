@@ -11,9 +11,9 @@ import pytest
 
 from zinf.config import Config
 from zinf.distributed import Alone
-from zinf.executor.rates_file import load_rates, save_rates
-from zinf.executor.resources import Resources
 from zinf.plan import Link, Rates
+from zinf.prepare.rates_file import load_rates, save_rates
+from zinf.prepare.resources import Resources
 
 RATES = replace(Rates(), flops_per_second=123.0, overhead_seconds=0.0)
 

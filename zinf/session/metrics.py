@@ -6,13 +6,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from zinf.executor.batch import count_tokens
 from zinf.executor.outcome import Outcome
 from zinf.executor.runner import AbstractRunner
-from zinf.executor.scalars import Scalars
 from zinf.memory import Stores
 from zinf.plan import Link, show_bytes, show_seconds
+from zinf.prepare.batch import count_tokens
 from zinf.program import Tier
+from zinf.session.scalars import Scalars
 from zinf.tables import html_table
 
 TRAFFIC = {

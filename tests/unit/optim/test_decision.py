@@ -3,8 +3,8 @@ from math import inf, nan, sqrt
 
 import pytest
 
-from zinf.executor.decision import Decision, decide
 from zinf.optim.clipping import TORCH_EPSILON, Clipping
+from zinf.optim.decision import Decision, decide
 
 plain = partial(decide, clipping=Clipping(), loss_scale=1.0, skips_overflow=False)
 fp16 = partial(decide, clipping=Clipping(), loss_scale=8.0, skips_overflow=True)

@@ -4,9 +4,9 @@ import numpy as np
 import optax
 import pytest
 
-from zinf.executor import updates
-from zinf.executor.decision import Decision, Pending
 from zinf.initialize import make_planner
+from zinf.optim.decision import Decision, Pending
+from zinf.prepare import updates
 from zinf.program import ArrayId, Tier
 from zinf_kernels.adam import cpu
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from zinf.executor.decision import Pending
-from zinf.executor.updates import Updates
+from zinf.optim.decision import Pending
 from zinf.optim.joint import JointStep
 from zinf.plan import NO_EXCHANGE, ArrayUpdate, UpdateUnit
+from zinf.prepare.updates import Updates
 from zinf.program import ArrayId, Tier
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import optax
 import pytest
 
-from zinf.executor.decision import Decision, Pending
-from zinf.executor.joint import unit_parts
-from zinf.executor.updates import compile_program_updates
 from zinf.initialize import make_planner
+from zinf.optim.decision import Decision, Pending
+from zinf.prepare.joint import unit_parts
+from zinf.prepare.updates import compile_program_updates
 from zinf.program import Tier
 
 WIDTH = 64

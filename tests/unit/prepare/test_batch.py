@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zinf.executor.batch import batch_spec, count_tokens, microbatches, signature
+from zinf.prepare.batch import batch_spec, count_tokens, microbatches, signature
 
 BATCH = {"x": np.arange(12, dtype=np.float32).reshape(6, 2), "weight": 2.0}
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from zinf.executor.saved_scalars import damaged
+from zinf.session.saved_scalars import damaged
 
 
 def step_keys(rng: jax.Array | None, step: int, count: int) -> list[jax.Array]:

@@ -5,7 +5,6 @@ the functions `safe_set_...`.
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,13 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from zinf.config.nearest import did_you_mean
-from zinf.executor.prepare import Planner
 from zinf.jaxpr.keys import from_words, is_key, to_words
-from zinf.memory import Residents, Stores, gathered, to_shares
-from zinf.plan import Copy
+from zinf.memory import Residents
+from zinf.prepare.planner import Planner
 from zinf.program import ArrayId
 from zinf.segment.problem import ParamSpec
-from zinf.sharding import Layouts
 
 MASTER, COMPUTE, GRADIENT = "master", "compute", "gradient"
 
@@ -145,32 +142,3 @@ def _compute_copy(master: np.ndarray, spec: ParamSpec) -> np.ndarray:
             f"{spec.compute.dtype}, in which the loss reads it. Nothing was set."
         )
     return copy
-
-
-def read_gradient(
-    planner: Planner,
-    stores: Stores,
-    layouts: Layouts,
-    at_rest: Sequence[Copy],
-    path: str,
-) -> np.ndarray | None:
-    """The whole of a gradient that waits for its update; None if some of it does not.
-
-    Args:
-        at_rest: where gradients wait.
-    """
-    mine = [(array, tier) for array, tier in at_rest if array.path == path]
-    if not mine:
-        return None
-    mine.sort(key=lambda copy: copy[0].rows or (0, 0))
-    shape = planner.problem.params[path].master.shape
-    rows = [array.rows for array, _ in mine]
-    if None not in rows and sum(b - a for a, b in filter(None, rows)) != shape[0]:
-        return None
-    parts = []
-    for array, tier in mine:
-        layout, content = layouts.of(array), stores[tier].read(array).result()
-        if not isinstance(content, np.ndarray):
-            (content,) = to_shares([content], [layout])
-        parts.append(gathered(content, layout))
-    return np.array(parts[0]) if len(parts) == 1 else np.concatenate(parts)

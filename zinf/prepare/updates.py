@@ -11,11 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
-from zinf.executor.decision import Pending
-from zinf.executor.exchange import exchange_of
-from zinf.executor.sums import sum_dtype
 from zinf.memory import in_device_form
 from zinf.mesh import local_devices, replicated
+from zinf.optim.decision import Pending
 from zinf.optim.host_update import AbstractHostUpdate
 from zinf.optim.joint import JointCompiler
 from zinf.optim.on_host import host_updates
@@ -28,6 +26,8 @@ from zinf.optim.update import (
     compile_updates,
 )
 from zinf.plan import NO_EXCHANGE, ArrayUpdate, Exchange, UpdateUnit
+from zinf.prepare.exchange import exchange_of
+from zinf.prepare.sums import sum_dtype
 from zinf.program import ArrayId, Program, Tier
 from zinf.segment.problem import Problem
 from zinf.sharding import Layout, Layouts

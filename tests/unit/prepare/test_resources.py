@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from zinf.config import Config
 from zinf.distributed import Alone
-from zinf.executor.resources import Resources
+from zinf.prepare.resources import Resources
 from zinf.program import Tier
 
 

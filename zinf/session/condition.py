@@ -3,8 +3,8 @@
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from zinf.executor.decision import MIXED
 from zinf.executor.run import StepRecord
+from zinf.optim.decision import MIXED
 
 
 class Condition:

@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zinf.executor.arrays import array_specs
-from zinf.executor.sums import sum_dtype
 from zinf.mesh import replicated
 from zinf.optim.clipping import Clipping
 from zinf.optim.separate import Separated
 from zinf.optim.update import update_function
+from zinf.prepare.arrays import array_specs
+from zinf.prepare.sums import sum_dtype
 from zinf.program import ArrayId
 from zinf.segment.problem import Problem
 from zinf.segment.source import named_leaves

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zinf.executor.joint import UnitParts, unit_parts
-from zinf.executor.prepare import Fused, Streamed
 from zinf.plan import ArrayUpdate, Instruction, Pass, Run, Update
+from zinf.prepare.joint import UnitParts, unit_parts
+from zinf.prepare.planner import Fused, Streamed
 from zinf.program import ArrayId, Tier
 from zinf.topology import (
     Collective,

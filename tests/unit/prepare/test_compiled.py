@@ -16,10 +16,10 @@ import pytest
 
 import zinf
 from tests.marks import slow_except
-from zinf.executor.compiled import compiled_runs, largest_deviation, step_traffic
 from zinf.initialize import make_planner
 from zinf.models import GPTConfig, init_and_loss
 from zinf.paper import sent_params
+from zinf.prepare.compiled import compiled_runs, largest_deviation, step_traffic
 from zinf.topology import parse_topology
 
 ROOT = Path(__file__).parents[3]

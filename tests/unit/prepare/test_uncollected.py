@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from zinf.executor.uncollected import uncollected
 from zinf.initialize import make_planner
 from zinf.plan import Arrangement, build_placed
+from zinf.prepare.uncollected import uncollected
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def test_steps_are_planned_without_it(monkeypatch) -> None:
         enabled.append(gc.isenabled())
         return build_placed(*arguments)
 
-    monkeypatch.setattr("zinf.executor.prepare.build_placed", note)
+    monkeypatch.setattr("zinf.prepare.planner.build_placed", note)
     planner = make_planner(
         lambda params, batch: jnp.sum(batch["x"] @ params["w"]),
         {"w": jnp.zeros((8, 8))},

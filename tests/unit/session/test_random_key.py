@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from zinf.executor.random_key import key_from_json, key_to_json, step_keys
+from zinf.session.random_key import key_from_json, key_to_json, step_keys
 
 KEY = jax.random.key(7)
 

@@ -9,7 +9,6 @@ from jax.sharding import Mesh
 
 from zinf.config import Config
 from zinf.distributed import AbstractGroup
-from zinf.executor.rates_file import RatesFile, load_rates
 from zinf.memory.capacity import (
     DEVICE_FRACTION,
     HOST_FRACTION,
@@ -20,6 +19,7 @@ from zinf.memory.capacity import (
 from zinf.memory.nvme import measured_speeds
 from zinf.mesh import local_devices
 from zinf.plan import Link, Rates, accelerator_rates, slowest_rates
+from zinf.prepare.rates_file import RatesFile, load_rates
 from zinf.program import Tier
 from zinf.topology import Topology
 

@@ -17,20 +17,6 @@ import numpy as np
 
 from zinf.config import Config
 from zinf.distributed import AbstractGroup, Alone
-from zinf.executor.arrays import (
-    array_specs,
-    kept_off_nvme,
-    piece_specs,
-    residents,
-)
-from zinf.executor.batch import batch_spec, check_rows
-from zinf.executor.exchange import forward_exchanges, segment_exchanges
-from zinf.executor.fused import FusedProgram, compile_fused
-from zinf.executor.keeping import keeping_as_chosen, what_may_be_kept
-from zinf.executor.resources import Resources
-from zinf.executor.shrink import Limits, is_worth_trying, reasons, tighter
-from zinf.executor.uncollected import uncollected
-from zinf.executor.updates import Updates, compile_program_updates
 from zinf.mesh import local_devices, num_batch_shares
 from zinf.optim.clipping import Clipping
 from zinf.optim.separate import Separated
@@ -50,6 +36,20 @@ from zinf.plan import (
     count_contributions,
     fused_plan,
 )
+from zinf.prepare.arrays import (
+    array_specs,
+    kept_off_nvme,
+    piece_specs,
+    residents,
+)
+from zinf.prepare.batch import batch_spec, check_rows
+from zinf.prepare.exchange import forward_exchanges, segment_exchanges
+from zinf.prepare.fused import FusedProgram, compile_fused
+from zinf.prepare.keeping import keeping_as_chosen, what_may_be_kept
+from zinf.prepare.resources import Resources
+from zinf.prepare.shrink import Limits, is_worth_trying, reasons, tighter
+from zinf.prepare.uncollected import uncollected
+from zinf.prepare.updates import Updates, compile_program_updates
 from zinf.program import ArrayId, ArraySpec, Program, Tier
 from zinf.segment import (
     Segment,

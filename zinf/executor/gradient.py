@@ -1,0 +1,39 @@
+"""Gradients that a step left at rest, for updates in the next one."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from zinf.memory import Stores, gathered, to_shares
+from zinf.plan import Copy
+from zinf.prepare.planner import Planner
+from zinf.sharding import Layouts
+
+
+def read_gradient(
+    planner: Planner,
+    stores: Stores,
+    layouts: Layouts,
+    at_rest: Sequence[Copy],
+    path: str,
+) -> np.ndarray | None:
+    """The whole of a gradient that waits for its update; None if some of it does not.
+
+    Args:
+        at_rest: where gradients wait.
+    """
+    mine = [(array, tier) for array, tier in at_rest if array.path == path]
+    if not mine:
+        return None
+    mine.sort(key=lambda copy: copy[0].rows or (0, 0))
+    shape = planner.problem.params[path].master.shape
+    rows = [array.rows for array, _ in mine]
+    if None not in rows and sum(b - a for a, b in filter(None, rows)) != shape[0]:
+        return None
+    parts = []
+    for array, tier in mine:
+        layout, content = layouts.of(array), stores[tier].read(array).result()
+        if not isinstance(content, np.ndarray):
+            (content,) = to_shares([content], [layout])
+        parts.append(gathered(content, layout))
+    return np.array(parts[0]) if len(parts) == 1 else np.concatenate(parts)

@@ -1,0 +1,1 @@
+"""From a problem, an optimizer and budgets to something that can run."""

@@ -1,0 +1,1 @@
+"""What lasts between steps: scalars, keys, the condition of the state, metrics."""
