@@ -121,7 +121,7 @@ def _given_secret(
         path = Path(environ[SECRET_FILE])
         source = f"{SECRET_FILE}, {path}"
         try:
-            text = path.read_text()
+            text = path.read_text("utf-8")
         except (OSError, ValueError) as error:
             raise JoinError(
                 f"{SECRET_FILE} in the environment names {path}, which cannot be read: "

@@ -34,7 +34,7 @@ def make_file(port: int) -> tuple[Secret, Path]:
         new = path.with_suffix(".new")
         new.unlink(missing_ok=True)
         descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(descriptor, "w") as file:
+        with open(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
         new.replace(path)
     except OSError as error:
@@ -54,7 +54,7 @@ def read_file(port: int) -> Secret:
     path = _file(port)
     try:
         _check_owner(path.parent)
-        text = path.read_text()
+        text = path.read_text("utf-8")
     except OSError as error:
         raise JoinError(
             f"All processes of this run are on one host, so process 0 wrote their "

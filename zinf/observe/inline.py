@@ -51,7 +51,7 @@ def plot_losses(history: Sequence[Metrics] | Path | str) -> Picture:
         ValueError: there is no step.
     """
     if isinstance(history, Path | str):
-        lines = Path(history).read_text().splitlines()
+        lines = Path(history).read_text("utf-8").splitlines()
         history = [json.loads(line) for line in lines]
     if not history:
         raise ValueError("There is no step to draw. Take a step first.")

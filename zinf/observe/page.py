@@ -73,10 +73,10 @@ def page(record: RunRecord, metrics: Sequence[Metrics], step: TracedStep) -> str
     parts += [_title("Config"), *_config(record)]
     parts += [_title("Versions"), _versions(record)]
     here = Path(__file__).parent
-    return Template((here / "page.html").read_text()).substitute(
+    return Template((here / "page.html").read_text("utf-8")).substitute(
         title=escape(record.title.partition(":")[0]),
         body="\n".join(parts),
-        plotly=(files("plotly") / "package_data" / "plotly.min.js").read_text(),
+        plotly=(files("plotly") / "package_data" / "plotly.min.js").read_text("utf-8"),
         # A "</script>" in a name would end the element that holds the data.
         figures=json.dumps(figures, separators=(",", ":")).replace("</", "<\\/"),
     )
@@ -103,7 +103,7 @@ def _beside(path: Path | None, folder: Path) -> Path:
 
 def _read_metrics(path: Path) -> list[dict[str, Any]]:
     """Lines of JSON, without a last one that a crash cut off."""
-    lines = path.read_text().splitlines(keepends=True)
+    lines = path.read_text("utf-8").splitlines(keepends=True)
     try:
         return [json.loads(line) for line in lines if line.endswith("\n")]
     except ValueError as error:

@@ -131,7 +131,7 @@ class RunRecord(BaseModel):
         """
         folder.mkdir(parents=True, exist_ok=True)
         fresh = folder / f"{RUN}.new"
-        fresh.write_text(self.model_dump_json(indent=2) + "\n")
+        fresh.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
         fresh.replace(folder / RUN)
 
 
@@ -144,7 +144,7 @@ def read_record(folder: Path) -> RunRecord:
     """
     path = folder / RUN
     try:
-        return RunRecord.model_validate_json(path.read_text())
+        return RunRecord.model_validate_json(path.read_text("utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(
             f"{folder} has no {RUN}, which zinf train writes into the folder "

@@ -66,7 +66,9 @@ def save_rates(rates: Rates, file: Path, measured: str) -> None:
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     fresh = file.with_name(f"{file.name}.new")
-    fresh.write_text(RatesFile.of(rates, measured).model_dump_json(indent=2) + "\n")
+    fresh.write_text(
+        RatesFile.of(rates, measured).model_dump_json(indent=2) + "\n", encoding="utf-8"
+    )
     fresh.replace(file)
 
 
@@ -78,7 +80,7 @@ def load_rates(file: Path) -> Rates:
     """
     advice = "Measure anew with `zinf bench step`, or remove `rates` from the config."
     try:
-        return RatesFile.model_validate_json(file.read_text()).rates
+        return RatesFile.model_validate_json(file.read_text("utf-8")).rates
     except OSError as error:
         text = f"The file of measured rates cannot be read: {error}. {advice}"
         raise ValueError(text) from error

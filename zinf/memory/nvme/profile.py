@@ -76,7 +76,7 @@ def save_profile(profile: Profile, folder: Path) -> Path:
     fresh = file.with_name(f"{PROFILE}.new")
     try:
         fresh.touch(mode=0o600)
-        fresh.write_text(profile.model_dump_json(indent=2) + "\n")
+        fresh.write_text(profile.model_dump_json(indent=2) + "\n", encoding="utf-8")
         fresh.replace(file)
     except OSError as error:
         raise from_os_error("Cannot write the profile", file, error) from error
@@ -85,7 +85,7 @@ def save_profile(profile: Profile, folder: Path) -> Path:
 
 def _load(file: Path) -> Profile:
     try:
-        return Profile.model_validate_json(file.read_text())
+        return Profile.model_validate_json(file.read_text("utf-8"))
     except ValueError as error:
         raise ValueError(
             f"{file} is no profile of a drive: {error}. Delete it, or measure anew "

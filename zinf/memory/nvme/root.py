@@ -92,7 +92,7 @@ class Root:
         try:
             fresh = marker.with_name(f"{MARKER}.new")
             fresh.touch(mode=0o600)
-            fresh.write_text(json.dumps(ABOUT, indent=2) + "\n")
+            fresh.write_text(json.dumps(ABOUT, indent=2) + "\n", encoding="utf-8")
             fresh.replace(marker)
         except OSError as error:
             raise from_os_error("Cannot mark the folder", marker, error) from error
@@ -101,7 +101,7 @@ class Root:
 def _check_marker(marker: Path) -> None:
     # What lies beside it is about to be deleted.
     try:
-        found = json.loads(marker.read_text())["format"]
+        found = json.loads(marker.read_text("utf-8"))["format"]
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise StorageError(
             errno.EINVAL,
