@@ -43,6 +43,8 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Features know nothing of each other; elsewhere siblings may, without a cycle.
 STRANGERS = LEVEL["activation"]
 COMPAT = "zinf.jaxpr.compat"
+# Modules that may choose what to import, by the version of jax or by the system.
+CHOOSING = (COMPAT, "zinf.memory.nvme.system")
 WITHOUT_ARRAYS = ("zinf.program", "zinf.plan")
 # Modules that may import inside functions, and what: imports so heavy that most users
 # of the module should not wait for them. tests/test_startup.py holds what this buys.
@@ -136,10 +138,11 @@ def not_pointing_down(module: Source) -> list[str]:
 def nested_or_relative(module: Source) -> list[str]:
     """Imports that are not absolute, or not at the top level of the module.
 
-    The compat module may choose between versions of jax in an `if` or a `try`. Any
-    module may import for type checkers only, and those in `LATE` a little in functions.
+    Those of `CHOOSING` may choose in an `if` or a `try`. Any module may import for type
+    checkers only, and those in `LATE` a little in functions.
     """
-    inside = module.tree.body if module.name != COMPAT else list(functions(module.tree))
+    may_choose = module.name in CHOOSING
+    inside = list(functions(module.tree)) if may_choose else module.tree.body
     nested = {
         node
         for statement in inside

@@ -159,7 +159,7 @@ def walked(files: Files, folder: int, prefix: str = "") -> Iterator[str]:
 def test_without_its_syncs_a_checkpoint_is_lost(tmp_path, monkeypatch):
     """That the simulation would find it, if Orbax's own rename were all there is."""
     monkeypatch.setattr("zinf.checkpoint.durable.sync_folder", lambda folder: None)
-    monkeypatch.setattr("zinf.checkpoint.durable._sync_file", lambda file: None)
+    monkeypatch.setattr("zinf.checkpoint.durable.sync_file", lambda file: None)
     recorded = Recorded(tmp_path, monkeypatch)
     count = max(recorded.committed.values())
     files = recorded.recorder.after(count, STRICT)

@@ -12,13 +12,13 @@ from xxhash import xxh3_64
 
 from zinf.checkpoint.failure import failure
 from zinf.checkpoint.grid import Grid, Index, chunk_name, folder_name
-from zinf.checkpoint.manifest import sync_folder
 from zinf.checkpoint.snapshot import Linked
 from zinf.memory import StorageError, aligned_empty
 from zinf.memory.nvme import Drive
 from zinf.memory.nvme.file import as_bytes
 from zinf.memory.nvme.open_file import Bytes, Mover
 from zinf.memory.nvme.request import Request
+from zinf.memory.nvme.system import sync_folder
 from zinf.memory.zarr_format import METADATA, zarr_json
 from zinf.program import ArrayId
 

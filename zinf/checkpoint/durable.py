@@ -6,7 +6,7 @@ from pathlib import Path
 
 from orbax.checkpoint.path import atomicity
 
-from zinf.checkpoint.manifest import sync_folder
+from zinf.memory.nvme.system import sync_file, sync_folder
 
 
 class DurableRename(atomicity.AtomicRenameTemporaryPath):
@@ -25,15 +25,7 @@ class DurableRename(atomicity.AtomicRenameTemporaryPath):
 def _rename(source: Path, target: Path) -> None:
     for path in source.iterdir():
         if path.is_file():
-            _sync_file(path)
+            sync_file(path)
     sync_folder(source)
     os.rename(source, target)
     sync_folder(target.parent)
-
-
-def _sync_file(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -13,6 +13,7 @@ from xxhash import xxh3_64_intdigest
 
 from zinf.checkpoint.failure import explain, failure
 from zinf.checkpoint.grid import Grid
+from zinf.memory.nvme.system import sync, sync_folder
 from zinf.program import ArrayId, ArraySpec
 
 FILE = "manifest.json"
@@ -73,7 +74,7 @@ class Manifest:
             with open(fresh, "w", encoding="utf-8") as file:
                 json.dump(content, file, indent=1)
                 file.flush()
-                os.fsync(file.fileno())
+                sync(file.fileno())
             os.replace(fresh, directory / FILE)
             sync_folder(directory)
         except OSError as error:
@@ -112,15 +113,6 @@ def differences(
         there = saved.get(array)
         if there != here.get(array):
             yield f"{array}: {shown(there)} there, {shown(here.get(array))} here"
-
-
-def sync_folder(folder: Path) -> None:
-    """Make what was made or renamed in `folder` survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def checksum_of(content: Mapping[str, Any]) -> str:

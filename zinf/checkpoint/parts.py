@@ -1,7 +1,6 @@
 """What each process wrote of a checkpoint, until all of it is one manifest."""
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +8,8 @@ from typing import Any
 
 from zinf.checkpoint.failure import failure
 from zinf.checkpoint.grid import Grid, Index
-from zinf.checkpoint.manifest import Manifest, StoredArray, sync_folder
+from zinf.checkpoint.manifest import Manifest, StoredArray
+from zinf.memory.nvme.system import sync, sync_folder
 from zinf.program import ArrayId
 
 
@@ -41,7 +41,7 @@ class Part:
             with open(path, "w", encoding="utf-8") as file:
                 json.dump(content, file)
                 file.flush()
-                os.fsync(file.fileno())
+                sync(file.fileno())
         except OSError as error:
             raise failure("Cannot save a checkpoint", path, error) from error
 

@@ -23,6 +23,7 @@ from zinf.memory.nvme import Drive
 from zinf.memory.nvme.file import as_bytes
 from zinf.memory.nvme.open_file import Bytes, Mover
 from zinf.memory.nvme.request import Request, Task
+from zinf.memory.nvme.system import O_NOFOLLOW
 from zinf.memory.zarr_format import METADATA, numpy_dtype, zarr_json
 from zinf.program import ArrayId
 from zinf.sharding import Box, intersection, relative
@@ -145,7 +146,7 @@ class ChunkSource(AbstractSource):
         self._check_file(path, mover.what)
         if memory is None:
             memory = aligned_empty((grid.chunk_bytes,), np.uint8)
-        with mover.open(path, os.O_RDONLY | os.O_NOFOLLOW, memory.size) as file:
+        with mover.open(path, os.O_RDONLY | O_NOFOLLOW, memory.size) as file:
             if not verify:
                 file.read(0, memory)
                 return memory

@@ -7,8 +7,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from zinf.checkpoint.manifest import sync_folder
 from zinf.interchange.failure import explain, explained
+from zinf.memory.nvme.system import sync_folder
 
 
 @contextmanager
@@ -31,6 +31,8 @@ def complete_folder(directory: Path, needed_bytes: int) -> Generator[Path, None,
         yield fresh
         with explained(what, directory):
             sync_folder(fresh)
+            if directory.is_dir():
+                os.rmdir(directory)  # Not all systems rename over an empty folder.
             os.rename(fresh, directory)
             sync_folder(directory.parent)
     except BaseException:

@@ -14,9 +14,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
-from zinf.checkpoint.manifest import sync_folder
 from zinf.interchange.rounding import rounded
 from zinf.interchange.tensors import AbstractTensors, boxes, stream
+from zinf.memory.nvme.system import sync_file, sync_folder
 from zinf.memory.zarr_format import numpy_dtype
 from zinf.program import ArraySpec
 from zinf.sharding import Box
@@ -138,9 +138,5 @@ def _sync_all(folder: Path) -> None:
     """Makes everything in a folder survive a power cut."""
     for root, _, files in os.walk(folder):
         for file in files:
-            descriptor = os.open(os.path.join(root, file), os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            sync_file(Path(root, file))
         sync_folder(Path(root))

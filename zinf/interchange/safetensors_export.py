@@ -1,7 +1,6 @@
 """Parameters written as safetensors files, in memory that does not depend on them."""
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from zinf.interchange.rounding import rounded
 from zinf.interchange.sources import parameters
 from zinf.interchange.tensors import AbstractTensors, boxes, stream
 from zinf.memory.nvme import Drive, File
+from zinf.memory.nvme.system import sync
 from zinf.program import ArraySpec
 from zinf.sharding import Box
 
@@ -167,4 +167,4 @@ def _write_index(path: Path, shards: Sequence[Shard]) -> None:
     with explained("Cannot export", path), open(path, "x", encoding="utf-8") as file:
         json.dump(content, file, indent=2)
         file.flush()
-        os.fsync(file.fileno())
+        sync(file.fileno())

@@ -6,7 +6,9 @@ import os
 import stat
 from collections.abc import Mapping
 from contextlib import ExitStack
+from io import FileIO
 from pathlib import Path
+from threading import Lock
 from typing import Self
 
 import numpy as np
@@ -39,9 +41,10 @@ class SafetensorsFiles(AbstractTensors):
     """
 
     def __init__(self, path: Path | str) -> None:
-        self._files: dict[str, tuple[Path, int]] = {}
+        self._files: dict[str, tuple[Path, FileIO]] = {}
         self._stored: dict[str, Stored] = {}
         self._open = ExitStack()
+        self._reading = Lock()
         path = Path(path)
         try:
             if path.is_dir():
@@ -66,7 +69,7 @@ class SafetensorsFiles(AbstractTensors):
         return chunk_shape(self.specs[name])
 
     def read(self, name: str, box: Box) -> np.ndarray:
-        path, descriptor = self._files[name]
+        path, file = self._files[name]
         stored = self._stored[name]
         value = aligned_empty(
             tuple(high - low for low, high in box), numpy_dtype(stored.spec.dtype)
@@ -76,13 +79,16 @@ class SafetensorsFiles(AbstractTensors):
         start = stored.start + first * stored.spec.itemsize
         left = value.reshape(-1).view(np.uint8).data
         what = f"Cannot read {name!r}"
-        while left:
-            with explained(what, path):
-                count = os.preadv(descriptor, [left], start)
-            if not count:
-                found = f"the file ends at byte {start:,}, within the tensor"
-                raise explain(what, errno.EIO, path, found)
-            left, start = left[count:], start + count
+        # Not all systems can read at a place in one call.
+        with self._reading:
+            while left:
+                with explained(what, path):
+                    file.seek(start)
+                    count = file.readinto(left)
+                if not count:
+                    found = f"the file ends at byte {start:,}, within the tensor"
+                    raise explain(what, errno.EIO, path, found)
+                left, start = left[count:], start + count
         return value
 
     def _add_folder(self, folder: Path) -> None:
@@ -106,14 +112,14 @@ class SafetensorsFiles(AbstractTensors):
             # such as a pipe, would be waited for.
             if not stat.S_ISREG(os.stat(path).st_mode):
                 raise ValueError(f"{path} is no file.")
-            file = self._open.enter_context(open(path, "rb", buffering=0))
+            file = self._open.enter_context(FileIO(path))
             found = read_header(file, path)
         twice = [name for name in found if name in self._stored]
         if twice:
             other = self._files[twice[0]][0]
             raise ValueError(f"{listed(twice)} is in {path} and in {other}.")
         self._stored.update(found)
-        self._files.update(dict.fromkeys(found, (path, file.fileno())))
+        self._files.update(dict.fromkeys(found, (path, file)))
 
     def _check_index(self, index: Path, weights: Mapping[str, str]) -> None:
         found = {name: path.name for name, (path, _) in self._files.items()}

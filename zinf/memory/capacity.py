@@ -1,6 +1,5 @@
 """How many bytes a tier has when the user names no budget."""
 
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from errno import ENOSPC
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import jax
 
+from zinf.memory.physical import physical_bytes
 from zinf.memory.storage_error import StorageError
 
 # XLA's own allocator takes three quarters of an accelerator by default; the rest of
@@ -92,8 +92,7 @@ def host_memory_bytes(root: Path = Path("/")) -> int:
     Args:
         root: where `proc` and `sys` are.
     """
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min((physical, *_cgroup_limits(root)))
+    return min((physical_bytes(), *_cgroup_limits(root)))
 
 
 def _cgroup_limits(root: Path) -> Iterator[int]:

@@ -7,11 +7,11 @@ when memory is short, so until then they count as that process's.
 """
 
 import ctypes
-import mmap
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+MADV_DONTNEED = 4  # Of <sys/mman.h>, on Linux, which alone has the list of mappings.
 # Of smaller mappings there is little to be had for the time that it takes.
 LEAST_BYTES = 2**20
 HEADER = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ (\d+) +(.*)")
@@ -37,7 +37,7 @@ def drop_code() -> int:
     dropped = 0
     for start, nbytes, resident in _unchanged(smaps):
         address, size = ctypes.c_void_p(start), ctypes.c_size_t(nbytes)
-        if libc.madvise(address, size, mmap.MADV_DONTNEED) == 0:
+        if libc.madvise(address, size, MADV_DONTNEED) == 0:
             dropped += resident
     return dropped
 

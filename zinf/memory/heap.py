@@ -16,14 +16,13 @@ Code of libraries that only compiling needed is taken out of what is resident as
 
 import ctypes
 import mmap
-import os
 import platform
 from collections.abc import Iterable, Sequence
 from threading import Lock
 from typing import ClassVar
 from weakref import WeakSet
 
-from zinf.memory.code import drop_code
+from zinf.memory.code import MADV_DONTNEED, drop_code
 from zinf.memory.ledger import Ledger
 from zinf.memory.pool import IDLE_BYTES, POOL
 from zinf.program import Tier
@@ -42,7 +41,7 @@ MANY = 65536
 # Where memory is short, blocks from this size are mapped one by one: kept, they are
 # what is given back and then faulted in anew.
 LARGE_BYTES = 32 * 2**20
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+PAGE_BYTES = mmap.PAGESIZE
 # Free memory is given back in pieces of this size.
 PIECE_BYTES = 8 * 2**20
 
@@ -205,7 +204,7 @@ def give_back(nbytes: int) -> None:
         pieces.append(piece)
         if (piece.value or 0) + PIECE_BYTES > end:
             break
-        libc.madvise(piece, ctypes.c_size_t(PIECE_BYTES), mmap.MADV_DONTNEED)
+        libc.madvise(piece, ctypes.c_size_t(PIECE_BYTES), MADV_DONTNEED)
         if resident_bytes() <= wanted:
             break
     for piece in pieces:

@@ -7,13 +7,13 @@ ones (3.3 against 2.8 GB/s, 7.5 against 6.0), since a request of 4 MiB is then a
 runs of physical memory and not a thousand.
 """
 
-import os
 import weakref
 from collections import deque
 from threading import Lock
 
 import numpy as np
 
+from zinf.memory.physical import physical_bytes
 from zinf.memory.region import HUGE_PAGE_BYTES, Region, are_addresses_counted
 
 # What lies idle for the next request at most.
@@ -114,7 +114,7 @@ def _reserve(nbytes: int) -> Region:
     If addresses are short, what can be had of them; `nbytes` where they are counted as
     memory, and would be missing elsewhere.
     """
-    wished = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    wished = physical_bytes()
     if are_addresses_counted():
         wished = nbytes
     while wished > nbytes:

@@ -8,6 +8,7 @@ ones, and the other way round.
 import mmap
 import sys
 from bisect import bisect_left
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -33,14 +34,8 @@ class Region:
     def __init__(self, nbytes: int) -> None:
         """Raises OSError if the system has no such range of addresses."""
         num_pages = -(-nbytes // HUGE_PAGE_BYTES)
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         # One page more, to begin at a huge one.
-        self.memory = mmap.mmap(-1, (1 + num_pages) * HUGE_PAGE_BYTES, flags=flags)
-        try:
-            self.memory.madvise(mmap.MADV_HUGEPAGE)
-        except (AttributeError, OSError):
-            # A kernel without huge pages: everything works, on small ones.
-            pass
+        self.memory = _map((1 + num_pages) * HUGE_PAGE_BYTES)
         found = np.frombuffer(self.memory, np.uint8).__array_interface__["data"][0]
         self._offset = -found % HUGE_PAGE_BYTES
         # First and last unit of what is free, in order and never side by side.
@@ -93,16 +88,23 @@ class Region:
         return not self._is_touched.any()
 
     def trim(self, num_pages: int) -> None:
-        """Lets so many idle pages go, those of the highest addresses."""
+        """Lets so many idle pages go, those of the highest addresses.
+
+        On systems other than Linux only all pages at once, when none is in use: they go
+        with the addresses, which the pool then lets go of.
+        """
         idle = np.flatnonzero(self._is_touched & (self._units_in_use == 0))
-        gone = idle[max(len(idle) - num_pages, 0) :]
+        if sys.platform == "linux":
+            gone = idle[max(len(idle) - num_pages, 0) :]
+        else:
+            gone = idle if not self._units_in_use.any() else idle[:0]
         self._is_touched[gone] = False
         self.idle_pages -= len(gone)
         for run in np.split(gone, np.flatnonzero(np.diff(gone) > 1) + 1):
             if len(run):
                 start = self._offset + int(run[0]) * HUGE_PAGE_BYTES
                 nbytes = len(run) * HUGE_PAGE_BYTES
-                self.memory.madvise(mmap.MADV_DONTNEED, start, nbytes)
+                _forget(self.memory, start, nbytes)
 
     def _num_new(self, start: int, stop: int) -> int:
         pages = self._is_touched[start // UNITS : -(-stop // UNITS)]
@@ -122,6 +124,26 @@ class Region:
     def _num_idle(self, pages: slice) -> int:
         is_free = self._units_in_use[pages] == 0
         return int(np.count_nonzero(is_free & self._is_touched[pages]))
+
+
+def _map(nbytes: int) -> mmap.mmap:
+    """Addresses; memory comes with the first use of a page."""
+    if sys.platform == "win32":
+        memory = mmap.mmap(-1, nbytes)
+    else:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        memory = mmap.mmap(-1, nbytes, flags=flags)
+    if sys.platform == "linux":
+        # A kernel without huge pages: everything works, on small ones.
+        with suppress(AttributeError, OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def _forget(memory: mmap.mmap, start: int, nbytes: int) -> None:
+    """Gives pages back; what is in them is lost."""
+    if sys.platform == "linux":
+        memory.madvise(mmap.MADV_DONTNEED, start, nbytes)
 
 
 def are_addresses_counted() -> bool:

@@ -15,7 +15,7 @@ from typing import Literal, Self
 from zinf.memory.nvme.open_file import Mover
 from zinf.memory.nvme.profile import Profile, find_profile
 from zinf.memory.nvme.request import Request, Task
-from zinf.memory.nvme.system import System
+from zinf.memory.nvme.system import O_DIRECT, System
 from zinf.memory.storage_error import StorageError, from_os_error, storage_error
 
 # Beyond the retries of the kernel, which takes a request for lost after 30 seconds.
@@ -214,9 +214,9 @@ def _takes_direct_requests(folder: Path, system: System) -> bool:
 
 def _opens_direct(what: str, file: Path, flags: int, system: System) -> bool:
     try:
-        system.close(system.open(file, flags | os.O_DIRECT))
+        system.close(system.open(file, flags | O_DIRECT))
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if error.errno != errno.EINVAL or not O_DIRECT:
             raise from_os_error(what, file.parent, error) from error
         logger.warning(
             "The file system of %s does not take O_DIRECT: files there are read and "
@@ -224,4 +224,4 @@ def _opens_direct(what: str, file: Path, flags: int, system: System) -> bool:
             file.parent,
         )
         return False
-    return True
+    return O_DIRECT != 0

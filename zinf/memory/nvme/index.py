@@ -70,7 +70,7 @@ class Index:
 
     def _rewrite(self) -> None:
         fresh = self._path.with_name(f"{INDEX}.new")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
         file = os.open(fresh, flags, 0o600)
         old, self._file = self._file, file
         if old is not None:

@@ -1,13 +1,12 @@
 """The lock on a folder of the NVMe tier: one engine uses it at a time."""
 
 import errno
-import fcntl
 import gc
 import os
 from pathlib import Path
-from typing import IO
 
 from zinf.memory.closing import wait_for_closing
+from zinf.memory.nvme.system import try_lock, unlock
 from zinf.memory.storage_error import StorageError, from_os_error
 
 LOCK = "zinf.lock"
@@ -34,7 +33,7 @@ class FolderLock:
         found = os.fstat(self._file.fileno())
         self._key = found.st_dev, found.st_ino
         self._process = os.getpid()
-        if not (_try(self._file) or self._try_after_dropped()):
+        if not (self._try() or self._try_after_dropped()):
             with self._file:
                 raise self._refusal(folder)
         _HELD.add(self._key)
@@ -49,20 +48,23 @@ class FolderLock:
         if os.getpid() == self._process:
             _HELD.discard(self._key)
             # Closing alone would leave the lock with children that were forked.
-            fcntl.flock(self._file, fcntl.LOCK_UN)
+            unlock(self._file.fileno())
         self._file.close()
+
+    def _try(self) -> bool:
+        return try_lock(self._file.fileno())
 
     def _try_after_dropped(self) -> bool:
         """Tries again if the holder is an engine here that nobody can reach."""
         if self._key not in _HELD:
             return False
         wait_for_closing()
-        if _try(self._file):
+        if self._try():
             return True
         # A traceback that refers to itself may be all that still holds the engine.
         gc.collect()
         wait_for_closing()
-        return _try(self._file)
+        return self._try()
 
     def _refusal(self, folder: Path) -> StorageError:
         if self._key in _HELD:
@@ -81,14 +83,6 @@ class FolderLock:
                 "or name another folder in memory.nvme"
             )
         return StorageError(errno.EBUSY, message, str(folder))
-
-
-def _try(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _private(path: str, flags: int) -> int:

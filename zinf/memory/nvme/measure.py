@@ -175,12 +175,13 @@ def _buffer_bytes(row: Measured) -> int:
 
 
 def _as_profile(row: Measured) -> Profile:
+    system = f"{platform.system()} {platform.release()}"
     return row.profile.model_copy(
         update={
             "read_bytes_per_second": median(row.reads),
             "write_bytes_per_second": median(row.writes),
             "mixed_bytes_per_second": median(row.mixed),
-            "measured": f"{time.strftime('%Y-%m-%d')}, Linux {platform.release()}, "
+            "measured": f"{time.strftime('%Y-%m-%d')}, {system}, "
             f"{os.cpu_count()} cores, {len(row.reads)} rounds",
         }
     )

@@ -1,7 +1,6 @@
 """One open file: moves whole byte ranges past the page cache, or says why it cannot."""
 
 import errno
-import fcntl
 import mmap
 import os
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 
 from zinf.memory.aligned import address, aligned_empty
-from zinf.memory.nvme.system import System
+from zinf.memory.nvme.system import O_BINARY, O_DIRECT, RWF_NOWAIT, System
 from zinf.memory.storage_error import StorageError, from_os_error, storage_error
 
 PAGE_BYTES = mmap.PAGESIZE
@@ -198,7 +197,7 @@ class OpenFile:
 
     def _open(self, flags: int) -> int:
         mover, system = self._mover, self._mover.system
-        flags |= os.O_CLOEXEC | (os.O_DIRECT if self._is_direct else 0)
+        flags |= O_BINARY | (O_DIRECT if self._is_direct else 0)
         try:
             if mover.only_cached:
                 return system.open_cached(self.path, flags)
@@ -210,10 +209,8 @@ class OpenFile:
         """Have what follows move by O_DIRECT, or through the page cache."""
         if is_direct == self._is_direct:
             return
-        system = self._mover.system
         try:
-            flags = system.fcntl(self._descriptor, fcntl.F_GETFL)
-            system.fcntl(self._descriptor, fcntl.F_SETFL, flags ^ os.O_DIRECT)
+            self._mover.call(self._mover.system.toggle_direct, self._descriptor)
         except OSError as error:
             raise self._failure(error) from error
         self._is_direct = is_direct
@@ -239,7 +236,7 @@ class OpenFile:
 
     def _fill(self, offset: int, memory: Bytes, is_direct: bool) -> None:
         preadv = self._mover.system.preadv
-        flags = (os.RWF_NOWAIT,) if self._mover.only_cached else ()
+        flags = (RWF_NOWAIT,) if self._mover.only_cached else ()
 
         def read(*where: Any) -> int:
             return preadv(*where, *flags)

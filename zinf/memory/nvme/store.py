@@ -24,7 +24,7 @@ from zinf.memory.nvme.open_file import DIRECT_FROM_BYTES
 from zinf.memory.nvme.request import Request, Task
 from zinf.memory.nvme.root import PROBE, Root
 from zinf.memory.nvme.space import check_space
-from zinf.memory.nvme.system import System
+from zinf.memory.nvme.system import System, check_has_tier
 from zinf.memory.store import (
     AbstractStore,
     check_kind,
@@ -54,6 +54,10 @@ class NvmeStore(AbstractStore):
         checksums: kept in memory for every chunk and compared on each read: "full", of
             all bytes; "sampled", of 128 KiB of every 2 MiB, others each time; "off".
         system: the system calls, for tests.
+
+    Raises:
+        NotImplementedError: this is Windows.
+        StorageError: a folder is in use, foreign or cannot be written.
     """
 
     tier = Tier.NVME
@@ -67,6 +71,7 @@ class NvmeStore(AbstractStore):
         checksums: Coverage = "sampled",
         system: System | None = None,
     ) -> None:
+        check_has_tier()
         self.ledger = Ledger(Tier.NVME, capacity_bytes)
         self.holds = Holds()
         self.read_bytes = 0

@@ -1,16 +1,42 @@
-"""The system calls of the tier, in one place, so that tests can make them fail."""
+"""What the tier asks of the operating system, in one place.
+
+So tests can make any call fail, and nothing else knows which system it runs on:
+
+|                       | Linux             | macOS             | Windows            |
+|-----------------------|-------------------|-------------------|--------------------|
+| past the page cache   | `O_DIRECT`        | no                | no                 |
+| a range of a file     | `preadv`          | `preadv`, or seek | seek               |
+| room on the drive     | `posix_fallocate` | length only       | length only        |
+| content is safe after | `fdatasync`       | `F_FULLFSYNC`     | `fsync`            |
+| names are safe after  | `fsync` of folder | `F_FULLFSYNC`     | as the system does |
+| lock on a folder      | `flock`           | `flock`           | no NVMe tier       |
+
+"Length only": a full drive shows when content is written, not when a file is made.
+"""
 
 import ctypes
-import fcntl
+import errno
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
+
+if sys.platform != "win32":
+    import fcntl
 
 OPENAT2 = 437  # The number of the call on every architecture.
 AT_FDCWD = -100
 RESOLVE_CACHED = 0x20
+
+# Flags of `System.open` and `System.preadv`; 0 where the system has no such thing.
+O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+O_NOFOLLOW: int = getattr(os, "O_NOFOLLOW", 0)
+RWF_NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
+# Without it Windows takes every line feed for two characters.
+O_BINARY: int = getattr(os, "O_BINARY", 0)
 
 
 class OpenHow(ctypes.Structure):
@@ -26,22 +52,128 @@ def open_cached(path: Path, flags: int) -> int:
         OSError: EAGAIN if it cannot, ENOSYS where there is no such call, and what
             else `os.open` raises.
     """
-    how = OpenHow(flags | os.O_CLOEXEC | os.O_NOATIME, 0, RESOLVE_CACHED)
-    found = _libc.syscall(
-        ctypes.c_long(OPENAT2),
-        ctypes.c_long(AT_FDCWD),
-        os.fsencode(path),
-        ctypes.byref(how),
-        ctypes.c_size_t(ctypes.sizeof(how)),
-    )
-    if found < 0:
+    code = errno.ENOSYS
+    if sys.platform == "linux":
+        how = OpenHow(flags | os.O_CLOEXEC | os.O_NOATIME, 0, RESOLVE_CACHED)
+        found = _libc.syscall(
+            ctypes.c_long(OPENAT2),
+            ctypes.c_long(AT_FDCWD),
+            os.fsencode(path),
+            ctypes.byref(how),
+            ctypes.c_size_t(ctypes.sizeof(how)),
+        )
+        if found >= 0:
+            return found
         code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), str(path))
-    return found
+    raise OSError(code, os.strerror(code), str(path))
 
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.syscall.restype = ctypes.c_long
+if sys.platform == "linux":
+    _libc = ctypes.CDLL(None, use_errno=True)
+    _libc.syscall.restype = ctypes.c_long
+
+
+def read_at(descriptor: int, memory: Sequence[Any], offset: int) -> int:
+    """`os.preadv` of one buffer, for a descriptor that no other thread uses."""
+    with FileIO(descriptor, "rb", closefd=False) as file:
+        file.seek(offset)
+        return file.readinto(memory[0]) or 0
+
+
+def write_at(descriptor: int, memory: Sequence[Any], offset: int) -> int:
+    """`os.pwritev` of one buffer, for a descriptor that no other thread uses."""
+    with FileIO(descriptor, "r+b", closefd=False) as file:
+        file.seek(offset)
+        return file.write(memory[0]) or 0
+
+
+def allocate(descriptor: int, offset: int, nbytes: int) -> None:
+    """Make a file of at least `offset + nbytes`; with room for them where it can be."""
+    if sys.platform == "linux":
+        os.posix_fallocate(descriptor, offset, nbytes)
+    elif os.fstat(descriptor).st_size < offset + nbytes:
+        os.ftruncate(descriptor, offset + nbytes)
+
+
+def toggle_direct(descriptor: int) -> None:
+    """Have what follows move past the page cache if it did not, and the reverse."""
+    assert O_DIRECT, "without it no file moves past the page cache"
+    if sys.platform != "win32":
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags ^ O_DIRECT)
+
+
+def sync(descriptor: int) -> None:
+    """Wait until the drive has content and length of a file for good."""
+    if sys.platform == "darwin":
+        # There fsync(2) only hands the content to the drive, which may keep it in a
+        # cache and write it in another order.
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
+            return
+        except OSError as error:
+            # What network and some external drives answer is not documented. After a
+            # lost write fsync could succeed, so that one is raised.
+            if error.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
+                raise
+    os.fsync(descriptor)
+
+
+def sync_content(descriptor: int) -> None:
+    """`sync` without the times of the file, where that can be left out."""
+    if sys.platform == "linux":
+        os.fdatasync(descriptor)
+    else:
+        sync(descriptor)
+
+
+def sync_file(path: Path) -> None:
+    """Make the content of a file survive a power cut."""
+    # Windows syncs only what may be written; elsewhere a file may be read-only.
+    _sync_path(path, os.O_RDWR if sys.platform == "win32" else os.O_RDONLY)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make what was made or renamed in `folder` survive a power cut.
+
+    Windows opens no folder to be synced, and NTFS has a journal for its entries: there
+    the last ones may be lost, and those that are there are whole.
+    """
+    if sys.platform != "win32":
+        _sync_path(folder, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _sync_path(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        sync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def try_lock(descriptor: int) -> bool:
+    """Lock a file for this process; false if another, or another opening, has it."""
+    check_has_tier()
+    if sys.platform != "win32":
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
+def unlock(descriptor: int) -> None:
+    if sys.platform != "win32":
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+def check_has_tier() -> None:
+    """Raise NotImplementedError where there can be no NVMe tier."""
+    if sys.platform == "win32":
+        raise NotImplementedError(
+            "The NVMe tier needs Linux or macOS, and this is Windows: take memory.nvme "
+            "and every `device: nvme` out of the config; the host tier works here."
+        )
 
 
 @dataclass(frozen=True)
@@ -51,11 +183,11 @@ class System:
     open: Callable[..., int] = os.open
     open_cached: Callable[[Path, int], int] = open_cached
     close: Callable[[int], None] = os.close
-    preadv: Callable[..., int] = os.preadv
-    pwritev: Callable[..., int] = os.pwritev
-    allocate: Callable[[int, int, int], None] = os.posix_fallocate
+    preadv: Callable[..., int] = getattr(os, "preadv", read_at)
+    pwritev: Callable[..., int] = getattr(os, "pwritev", write_at)
+    allocate: Callable[[int, int, int], None] = allocate
     stat: Callable[[int], os.stat_result] = os.fstat
-    fcntl: Callable[..., Any] = fcntl.fcntl
-    sync: Callable[[int], None] = os.fdatasync
+    toggle_direct: Callable[[int], None] = toggle_direct
+    sync: Callable[[int], None] = sync_content
     replace: Callable[..., Any] = os.replace
     unlink: Callable[..., None] = os.unlink

@@ -3,10 +3,12 @@ import os
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.unit.memory.nvme.conftest import open_files
 from zinf.memory.nvme import System
+from zinf.memory.nvme.system import read_at, write_at
 
 REFUSED = {errno.EAGAIN, errno.ENOSYS, errno.EPERM}
 
@@ -42,3 +44,20 @@ def test_a_missing_file_is_not_opened_and_the_error_names_it(tmp_nvme: Path) -> 
         System().open_cached(tmp_nvme / "missing", os.O_RDONLY)
     assert error.value.errno in REFUSED | {errno.ENOENT}
     assert error.value.filename == str(tmp_nvme / "missing")
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 5000])
+def test_a_seek_moves_what_preadv_and_pwritev_move(tmp_nvme: Path, nbytes: int) -> None:
+    """For systems without them: short at the end of the file, and past it nothing."""
+    content = bytes(range(256)) * 40
+    with open(tmp_nvme / "file", "w+b", buffering=0) as file:
+        number = file.fileno()
+        os.write(number, content)
+        assert write_at(number, [np.full(nbytes, 7, np.uint8)], 300) == nbytes
+        content = content[:300] + bytes([7] * nbytes) + content[300 + nbytes :]
+        for start in (0, 299, len(content) - nbytes // 2, len(content), 99_999):
+            memory, expected = (np.zeros(nbytes, np.uint8) for _ in range(2))
+            count = os.preadv(number, [expected], start)
+            assert read_at(number, [memory], start) == count
+            np.testing.assert_array_equal(memory, expected)
+        assert os.pread(number, 99_999, 0) == content
