@@ -1,0 +1,288 @@
+"""zinf on macOS and Windows, as far as Linux can show it.
+
+Nothing here runs on those systems. A type checker knows from typeshed which names
+Python has where. And processes that pretend to be on another system import everything,
+train, save and restore; `tests.other_system` says what that shows and what it cannot.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SYSTEMS = ("darwin", "win32")
+# Modules of the standard library that are not the same everywhere.
+MISSING = re.compile(r"No attribute `\w+` in module `(os|mmap|fcntl|socket|signal)`.*")
+
+IMPORT_ALL = """
+import importlib, pkgutil
+import zinf, zinf_kernels
+for package in (zinf, zinf_kernels):
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        if module.name != "zinf.__main__":
+            importlib.import_module(module.name)
+            print(module.name)
+"""
+
+TRAIN = """
+import json
+from pathlib import Path
+import optax
+import zinf
+from tests.robustness.small import content, draw, init, loss_fn
+from zinf.checkpoint import Checkpoints
+
+folder, config = Path(sys.argv[2]), json.loads(sys.argv[3])
+start = lambda: zinf.initialize(loss_fn, init, optax.adam(1e-2), config, batch=draw())
+with start() as engine, Checkpoints(folder / "many") as checkpoints:
+    losses = [float(engine.step(draw(seed))["loss"]) for seed in range(3)]
+    engine.save(folder / "one")
+    checkpoints.save(3, engine)
+    saved = content(engine)
+    losses.append(float(engine.step(draw(3))["loss"]))
+    checkpoints.restore(engine, 3)
+    assert content(engine) == saved
+with start() as engine:
+    engine.restore(folder / "one")
+    assert content(engine) == saved
+    assert float(engine.step(draw(3))["loss"]) == losses[-1]
+names = {Path(path).name for path in synced}
+print(json.dumps({"losses": losses, "synced": sorted(names)}))
+"""
+
+COMMANDS = """
+from zinf.cli import main
+for command in json.loads(sys.argv[2]):
+    sys.argv = ["zinf", *command]
+    try:
+        main()
+    except SystemExit as end:
+        print("ended", end.code or 0, flush=True)
+"""
+
+# What a system does not have is not there for zinf, and there for everybody else.
+LACKING = """
+import os
+ours, others = {"__name__": "zinf.some.module"}, {"__name__": "another.module"}
+def lacks(code):
+    exec(code, others.copy())
+    try:
+        exec(code, ours.copy())
+    except (AttributeError, ImportError, TypeError):
+        return True
+codes = [
+    "import os; os.O_DIRECT",
+    "import os; os.fdatasync",
+    "from os import preadv",
+    "import mmap; mmap.MADV_HUGEPAGE",
+]
+if sys.argv[1] == "win32":
+    codes += [
+        "import fcntl",
+        "import os; os.sysconf",
+        "import os; os.getuid",
+        "import mmap; mmap.mmap(-1, 4096).madvise",
+        "import mmap; mmap.mmap(-1, 4096, flags=34)",
+        "import signal; signal.SIGHUP",
+        "import socket; socket.AF_UNIX",
+    ]
+print([code for code in codes if not lacks(code)])
+exec("import os, signal; os.getpid(); signal.SIGINT; signal.SIGTERM", ours.copy())
+try:
+    open("/proc/self/statm")
+except FileNotFoundError:
+    pass
+else:
+    print("/proc is there")
+"""
+
+POOL = """
+from zinf.memory.capacity import host_memory_bytes
+from zinf.memory.pool import Pool
+pool = Pool()
+blocks = [pool.take(nbytes) for nbytes in (2**23, 2**20, 2**23)]
+blocks[0][:] = 7
+middle = blocks.pop(1)
+middle[:] = 8
+del blocks
+pool.trim()
+assert (middle == 8).all() and pool.idle_bytes == 0, pool.idle_bytes
+assert len(pool._regions) == 1
+del middle
+pool.trim()
+assert pool._regions == []
+print(host_memory_bytes())
+"""
+
+SYNC = """
+import errno, os
+from zinf.memory.nvme import system
+code = errno.ENOTSUP
+def refuse(*arguments):
+    raise OSError(code, "F_FULLFSYNC failed")
+system.fcntl.fcntl = refuse
+calls = []
+os.fsync = calls.append
+with open(sys.argv[2], "w") as file:
+    system.sync(file.fileno())
+    assert calls == [file.fileno()]
+    code = errno.EIO
+    try:
+        system.sync(file.fileno())
+    except OSError as error:
+        assert error.errno == errno.EIO and len(calls) == 1
+        print("synced, then lost")
+"""
+
+
+def run(system: str, code: str, *arguments: str) -> str:
+    """What code prints in a process on that system."""
+    begin = "import json, sys\nsynced = ()\n"
+    if system != "linux":
+        begin += "from tests.other_system import pretend\n"
+        begin += f"synced = pretend({system!r})\n"
+    command = [sys.executable, "-W", "error", "-c", begin + code, system, *arguments]
+    asked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert asked.returncode == 0, asked.stderr
+    return asked.stdout
+
+
+def offloaded(device: str, **memory: object) -> dict[str, object]:
+    return {
+        "execution": "streamed",
+        "segment": {"remat": "always"},
+        "memory": memory,
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": device},
+            "offload_optimizer": {"device": device},
+        },
+        "persistence_threshold": 1,
+    }
+
+
+def trained(system: str, folder: Path, config: object) -> dict[str, list]:
+    return json.loads(run(system, TRAIN, str(folder), json.dumps(config)))
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Of streamed steps on Linux."""
+    folder = tmp_path_factory.mktemp("linux")
+    return trained("linux", folder, offloaded("cpu"))["losses"]
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_no_module_uses_a_name_that_the_system_lacks(system: str) -> None:
+    command = [sys.executable, "-m", "pyrefly", "check", "--python-platform", system]
+    command += ["--python-interpreter-path", sys.executable]
+    asked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert "errors" in asked.stdout + asked.stderr, asked
+    found = (match[0] for match in MISSING.finditer(asked.stdout + asked.stderr))
+    assert list(found) == []
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_what_a_system_lacks_is_not_there(system: str) -> None:
+    assert run(system, LACKING).strip() == "[]"
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_module_can_be_imported(system: str) -> None:
+    imported = run(system, IMPORT_ALL).split()
+    files = [p for p in (ROOT / "zinf").rglob("*.py") if p.name != "__main__.py"]
+    assert {"zinf.memory.nvme.lock", "zinf_kernels.adam.cpu"} <= {*imported}
+    assert len(imported) >= len(files) - 1  # `zinf` itself is not listed.
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_host_memory_is_given_back_with_its_addresses(system: str) -> None:
+    total = int(run(system, POOL))
+    assert total == 2**33 if system == "win32" else total > 2**30
+
+
+@pytest.mark.parametrize(("system", "device"), [("darwin", "nvme"), ("win32", "cpu")])
+def test_a_streamed_step_is_the_same_as_on_linux(
+    system: str, device: str, losses: list[float], tmp_path: Path
+) -> None:
+    memory = {"nvme": [str(tmp_path / "nvme")]} if device == "nvme" else {}
+    found = trained(system, tmp_path, offloaded(device, **memory))
+    assert found["losses"] == losses
+    if system == "darwin":
+        # Files, their folders, and what is renamed at the end.
+        assert {"c.0.0", "zarr.json", "manifest.json.new", "one"} <= {*found["synced"]}
+
+
+@pytest.mark.slow
+def test_a_fused_step_runs_on_windows(losses: list[float], tmp_path: Path) -> None:
+    found = trained("win32", tmp_path, {"execution": "fused"})
+    # Another executable rounds otherwise: float32 has 24 bits, and 4 steps are few.
+    assert found["losses"] == pytest.approx(losses, rel=1e-5)
+
+
+def test_a_drive_without_full_sync_is_synced_as_it_can_be(tmp_path: Path) -> None:
+    assert run("darwin", SYNC, str(tmp_path / "file")) == "synced, then lost\n"
+
+
+CONFIG = """
+model: {num_layers: 2, num_heads: 2, embed_dim: 32, max_length: 16}
+data: {paths: [TEXT], sequence_length: 16}
+train_batch_size: 8
+execution: streamed
+optimizer: {type: AdamW, params: {lr: 1e-3}}
+zero_optimization:
+  stage: 3
+  offload_param: {device: DEVICE}
+  offload_optimizer: {device: DEVICE}
+memory: MEMORY
+run: {steps: 2, output: RUN, metrics: RUN/metrics.jsonl, checkpoint_every: 1}
+"""
+
+
+def written(folder: Path, *, device: str, memory: str) -> str:
+    """A config file, and a text to train on that is not ASCII."""
+    (folder / "text.txt").write_text("Größer als Gerätespeicher. " * 99, "utf-8")
+    places = {"TEXT": "text.txt", "RUN": "run", "DEVICE": device, "MEMORY": memory}
+    config = CONFIG
+    for name, value in places.items():
+        is_path = name in ("TEXT", "RUN")
+        config = config.replace(name, str(folder / value) if is_path else value)
+    path = folder / "config.yaml"
+    path.write_text(config, "utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "system", [pytest.param("darwin", marks=pytest.mark.slow), "win32"]
+)
+def test_the_command_line_trains_and_exchanges(system: str, tmp_path: Path) -> None:
+    config = written(tmp_path, device="cpu", memory="{}")
+    checkpoints, out = str(tmp_path / "run" / "checkpoints"), str(tmp_path / "out")
+    elsewhere = ["--set", f"run.output={tmp_path / 'new'}"]
+    commands = [
+        ["--help"],
+        ["plan", config],
+        ["train", config],
+        ["report", str(tmp_path / "run")],
+        ["checkpoint", "verify", checkpoints],
+        ["checkpoint", "export", checkpoints, out],
+        ["checkpoint", "import", out, config, *elsewhere],
+    ]
+    printed = run(system, COMMANDS, json.dumps(commands))
+    assert printed.count("ended 0") == len(commands), printed
+    assert (tmp_path / "run" / "metrics.jsonl").read_text("utf-8").count("\n") == 2
+    assert list((tmp_path / "out").glob("*.safetensors"))
+
+
+def test_an_nvme_tier_on_windows_is_refused_in_a_line(tmp_path: Path) -> None:
+    config = written(tmp_path, device="nvme", memory=f"{{nvme: [{tmp_path / 'n'}]}}")
+    code = "import os\nos.dup2(1, 2)\n" + COMMANDS
+    printed = run("win32", code, json.dumps([["train", config]]))
+    assert "ended 2" in printed and "Traceback" not in printed
+    (line,) = re.findall("^error: .*", printed, re.MULTILINE)
+    assert "needs Linux or macOS" in line and "the host tier works here" in line
+    assert not (tmp_path / "n").exists()
