@@ -10,7 +10,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from zinf.plan import (
     Accumulate,
@@ -57,7 +57,7 @@ class TraceFile:
             raise IsADirectoryError(f"The trace cannot be written: {path} is a folder.")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._partial = self.path.with_name(f"{self.path.name}.partial")
-        self._file = self._partial.open("wb")
+        self._file: IO[bytes] = self._partial.open("wb")
         self._file.write(BEGIN + _line(MARK) + END)
         self._left, self._is_new = num_steps, True
         self._named: set[tuple[int, int]] = set()
@@ -74,7 +74,10 @@ class TraceFile:
         self._file.flush()
         self._offset_seconds += max(timeline.seconds, plan.timeline.seconds)
         if self._is_new:
+            # Windows does not rename a file that is open.
+            self._file.close()
             self._partial.replace(self.path)
+            self._file = self.path.open("r+b")
             self._is_new = False
         if self._left == 0:
             self._file.close()
