@@ -14,7 +14,7 @@ from functools import cache, partial
 from itertools import product
 from typing import Any
 
-import jax
+import chex
 import numpy as np
 import pytest
 
@@ -39,7 +39,7 @@ from zinf.plan import (
 )
 from zinf.plan.job import Job
 from zinf.plan.schedule import _Schedule
-from zinf.prepare import updates
+from zinf.prepare import planner, updates
 from zinf.prepare.keeping import what_may_be_kept
 from zinf.prepare.planner import Planner
 from zinf.program import Tier
@@ -230,7 +230,7 @@ def test_losses_and_parameters_are_bit_equal(setting, arranged):
     expected, found = train(setting, PLAINEST), train(setting, arranged)
     assert found.losses == expected.losses
     assert found.skipped == expected.skipped
-    jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+    chex.assert_trees_all_equal(found.params, expected.params, strict=True)
     # And it was arranged so: updates ran there and then, and memory was shared.
     assert expected.num_shared == 0
     assert setting in UNSHARED or found.num_shared > 0 or arranged.params == "none"
@@ -272,7 +272,7 @@ def test_gradients_that_come_by_row_change_no_bit(setting):
     # Rows of a stacked leaf come one by one in both.
     assert found.rows_moved > expected.rows_moved
     assert found.losses == expected.losses
-    jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+    chex.assert_trees_all_equal(found.params, expected.params, strict=True)
 
 
 def horizontal_schedule(
@@ -312,7 +312,7 @@ def test_the_vertical_schedule_gives_the_losses_of_the_horizontal_one(setting):
     assert expected.runs.index((Pass.LOSS, 0)) < expected.runs.index((Pass.FORWARD, 1))
     assert found.losses == expected.losses
     assert found.skipped == expected.skipped
-    jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+    chex.assert_trees_all_equal(found.params, expected.params, strict=True)
 
 
 def test_the_late_overflow_is_one():

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-import jax
+import chex
 import numpy as np
 import pytest
 
@@ -29,7 +29,7 @@ def test_losses_and_parameters_are_bit_equal_with_updates_on_the_host(variant):
     found = train(PYTREE, variant, ON_HOST)
     assert found.losses == expected.losses
     assert found.grad_norms == expected.grad_norms
-    jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+    chex.assert_trees_all_equal(found.params, expected.params, strict=True)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_updates_by_a_loop_made_for_the_transform_change_no_number(variant):
     expected = train(PYTREE, variant, ON_DEVICE, "sgd")
     found = train(PYTREE, variant, ON_HOST, "sgd")
     assert found.losses == expected.losses
-    jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+    chex.assert_trees_all_equal(found.params, expected.params, strict=True)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_updates_in_pieces_change_no_number(variant, monkeypatch):
     monkeypatch.setattr(chunked, "CHUNK_NUMEL", 100)
     found = train.__wrapped__(PYTREE, variant, ON_HOST, "sgd")
     assert found.losses == expected.losses
-    jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+    chex.assert_trees_all_equal(found.params, expected.params, strict=True)
 
 
 def test_loss_scaling_skips_steps_in_these_runs():

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 import optax
@@ -42,8 +43,8 @@ def start(on: Mesh | None, *, tier: str = "host", stage: int = 3, **rest: Any) -
     return zinf.initialize(loss, init, ADAM, settings, mesh=on)
 
 
-def assert_close(found: Sequence[Any], expected: Sequence[Any], **rest: Any) -> None:
-    np.testing.assert_allclose(found, expected, rtol=BOUND, **rest)
+def assert_close(found: Sequence[Any], expected: Sequence[Any]) -> None:
+    np.testing.assert_allclose(found, expected, rtol=BOUND)
 
 
 @pytest.mark.parametrize(
@@ -79,13 +80,8 @@ def test_a_program_is_that_of_one_device(program):
 
     expected, found = train(1), train(2)
     assert_close(found[0], expected[0])
-    for path, leaf in expected[1].items():
-        np.testing.assert_allclose(found[1][path], leaf, atol=1e-5, err_msg=path)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=BOUND, atol=BOUND),
-        found[2],
-        expected[2],
-    )
+    chex.assert_trees_all_close(found[1], expected[1], rtol=1e-7, atol=1e-5)
+    chex.assert_trees_all_close(found[2], expected[2], rtol=BOUND, atol=BOUND)
 
 
 def test_every_name_is_of_a_program():
@@ -161,7 +157,7 @@ def test_model_state_is_that_of_one_device():
 
     expected, found = train(1), train(4)
     assert_close(found[0], expected[0])
-    jax.tree.map(lambda x, y: assert_close(x, y, atol=1e-6), found[1], expected[1])
+    chex.assert_trees_all_close(found[1], expected[1], rtol=BOUND, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from functools import cache, partial
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -93,10 +94,9 @@ def test_state_is_that_of_plain_jax_and_bit_equal_on_all_tiers(count, tmp_path):
             streamed_config(placement, str(tmp_path / placement[0])) | variant
         )
         assert found[0] == expected[0]
-        jax.tree.map(np.testing.assert_array_equal, found[1], expected[1])
+        chex.assert_trees_all_equal(found[1], expected[1], strict=True)
     for run in (expected, train({"execution": "fused"} | variant)):
         # As in test_reference: the order of float32 sums.
         np.testing.assert_allclose(run[0], wanted[0], rtol=1e-5)
-        near = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-        jax.tree.map(near, run[1], wanted[1])
+        chex.assert_trees_all_close(run[1], wanted[1], rtol=1e-5, atol=1e-6)
     assert run[1]["layers"][0]["count"] == STEPS

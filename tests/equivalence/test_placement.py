@@ -2,8 +2,7 @@
 
 from itertools import cycle
 
-import jax
-import numpy as np
+import chex
 import pytest
 
 from tests.equivalence.models import MODELS, PYTREE
@@ -36,7 +35,7 @@ def test_losses_and_parameters_are_bit_equal_on_all_tiers(model, variant, placem
     found = train(model, variant, placement)
     assert found.losses == expected.losses
     assert found.grad_norms == expected.grad_norms
-    jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+    chex.assert_trees_all_equal(found.params, expected.params, strict=True)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +45,7 @@ def test_optimizers_that_need_whole_leaves_give_the_same_everywhere(optimizer):
     expected = train(PYTREE, "plain", ON_DEVICE, optimizer)
     found = train(PYTREE, "plain", ("nvme", "nvme"), optimizer)
     assert found.losses == expected.losses
-    jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+    chex.assert_trees_all_equal(found.params, expected.params, strict=True)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """What a user's loss may contain: streamed gradients and losses are those of jax."""
 
 from fnmatch import fnmatch
-from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -122,9 +122,7 @@ def test_streamed_gradients_are_those_of_jax(program):
         np.testing.assert_array_equal(after[path], named_leaves(params)[path])
     if program.has_aux:
         wanted = program.loss(params, program.batch)[1]
-        jax.tree.map(
-            partial(np.testing.assert_allclose, rtol=1e-5), metrics[0]["aux"], wanted
-        )
+        chex.assert_trees_all_close(metrics[0]["aux"], wanted, rtol=1e-5)
     runs = {i.operation.name for i in engine.plan.instructions if is_run(i)}
     assert len(runs) >= program.min_segments
     engine.close()

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 import optax
@@ -79,7 +80,7 @@ def test_where_tiles_rest_changes_no_bit(placement, tmp_path):
         PYTREE, tmp_path / "b", "plain", segment=segment, zero_optimization=moved
     )
     assert losses == expected
-    jax.tree.map(np.testing.assert_array_equal, there, params)
+    chex.assert_trees_all_equal(there, params, strict=True)
 
 
 def layer_loss(params: Any, batch: Any) -> jax.Array:

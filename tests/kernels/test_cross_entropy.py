@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -78,8 +79,7 @@ def assert_exact(case: Case, arrays: Any, made: Any) -> None:
     """`made` is loss, gradient by activations and gradient by weight."""
     loss, *grads = made
     expected = exact(case, arrays)
-    assert loss.total.dtype == jnp.float32
-    assert [grad.dtype for grad in grads] == [case.dtype] * 2
+    chex.assert_type([loss.total, *grads], [jnp.float32, case.dtype, case.dtype])
     unit = 4 * UNIT[jnp.dtype(case.dtype).name] + SUMS
     assert abs(float(loss.total) - expected["total"]) <= SUMS * expected["total_sum"]
     np.testing.assert_allclose(float(loss.weight), expected["weight"], rtol=SUMS)
@@ -211,8 +211,7 @@ def test_the_mean_over_devices_is_exact_with_uneven_shards(checked):
         jax.jit(jax.value_and_grad(partial(mean, loss), (0, 1)))(x, weight)
         for loss in (sharded, plain)
     )
-    for one, other in zip(*map(jax.tree.leaves, (made, expected)), strict=True):
-        np.testing.assert_allclose(one, other, rtol=SUMS, atol=1e-7)
+    chex.assert_trees_all_close(made, expected, rtol=SUMS, atol=1e-7)
 
 
 def memory_of(implementation: str, *, tokens: int, dim: int, vocab: int) -> Any:

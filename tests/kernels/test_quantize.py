@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,8 +68,7 @@ def test_the_kernel_gives_the_bits_of_the_reference(case):
     with interpreted():
         made = mosaic_gpu.quantize(x, seed, **options)
         blocks = mosaic_gpu.dequantize(*expected, dtype=x.dtype, **options)
-    for one, other in zip(made, expected, strict=True):
-        np.testing.assert_array_equal(one, other)
+    chex.assert_trees_all_equal(made, expected, strict=True)
     again = reference.dequantize(*expected, dtype=x.dtype, **options)
     np.testing.assert_array_equal(np.asarray(blocks), np.asarray(again))
 
@@ -80,8 +80,7 @@ def test_the_kernel_takes_several_tiles_in_turn():
     expected = reference.quantize(x, seed, bits=8, num_cores=1)
     with interpreted():
         made = mosaic_gpu.quantize(x, seed, bits=8, num_cores=1)
-    for one, other in zip(made, expected, strict=True):
-        np.testing.assert_array_equal(one, other)
+    chex.assert_trees_all_equal(made, expected, strict=True)
 
 
 def odd(implementation: str, x: jax.Array, *, bits: int):

@@ -90,7 +90,3 @@ def expect_at_rest(engine: Engine) -> None:
 
 def workers() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("zinf ")]
-
-
-def assert_trees_equal(found: Any, expected: Any) -> None:
-    jax.tree.map(np.testing.assert_array_equal, found, expected)

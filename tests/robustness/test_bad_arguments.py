@@ -7,6 +7,7 @@ from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,15 +16,7 @@ import pytest
 from flax import nnx
 
 import zinf
-from tests.robustness.small import (
-    BATCH,
-    DIM,
-    assert_trees_equal,
-    draw,
-    init,
-    loss_fn,
-    on_nvme,
-)
+from tests.robustness.small import BATCH, DIM, draw, init, loss_fn, on_nvme
 from zinf.memory.storage_error import StorageError
 
 Usage = namedtuple("Usage", "total used free")
@@ -140,7 +133,7 @@ def test_a_frozen_pattern_that_matches_nothing_is_refused(start):
 def test_a_model_that_is_frozen_whole_stays_as_it_is(start):
     engine = start({"frozen": ["*"]}, batch=draw())
     engine.step(draw())
-    assert_trees_equal(engine.params(), init())
+    chex.assert_trees_all_equal(engine.params(), init(), strict=True)
 
 
 # What a newcomer does wrong on the first day: one clear sentence each.
@@ -384,7 +377,7 @@ def test_a_mistake_ends_in_one_sentence(mistake):
 def test_batches_that_look_odd_train_as_the_others(batch, start):
     engine, usual = start(), start()
     assert engine.step(batch)["loss"] == usual.step(draw())["loss"]
-    assert_trees_equal(engine.params(), usual.params())
+    chex.assert_trees_all_equal(engine.params(), usual.params(), strict=True)
 
 
 def test_an_error_of_the_loss_is_its_own_and_names_the_batch(start):

@@ -3,16 +3,11 @@
 from functools import partial
 from itertools import pairwise
 
+import chex
 import numpy as np
 import pytest
 
-from tests.robustness.small import (
-    assert_trees_equal,
-    content,
-    draw,
-    expect_at_rest,
-    on_nvme,
-)
+from tests.robustness.small import content, draw, expect_at_rest, on_nvme
 from zinf.optim.decision import NonFiniteError
 
 FUSED = {"execution": "fused"}
@@ -54,7 +49,7 @@ def test_a_loss_that_is_not_finite_changes_nothing(config, value, start):
     found, expected = engine.step(draw(2)), unharmed.step(draw(2))
     for name in ("step", "loss", "grad_norm", "skipped"):
         assert found[name] == expected[name]
-    assert_trees_equal(engine.params(), unharmed.params())
+    chex.assert_trees_all_equal(engine.params(), unharmed.params(), strict=True)
 
 
 def test_it_loses_nothing_on_the_nvme_tier_either(tmp_path, start):
@@ -136,4 +131,4 @@ def test_after_overflows_every_placement_trains_alike(tmp_path, start):
     # fp16 keeps 11 bits; the fused step rounds elsewhere.
     losses = [[loss for loss, _ in run] for run in (runs[0], runs[3])]
     np.testing.assert_allclose(*losses, rtol=2e-2)
-    assert_trees_equal(streamed[0].params(), streamed[2].params())
+    chex.assert_trees_all_equal(streamed[0].params(), streamed[2].params(), strict=True)

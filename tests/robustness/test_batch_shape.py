@@ -1,5 +1,6 @@
 """A batch of another shape is planned for anew, or refused; the old one goes on."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,6 @@ from tests.marks import slow_except
 from tests.robustness.small import (
     BATCH,
     DIM,
-    assert_trees_equal,
     content,
     draw,
     expect_at_rest,
@@ -51,11 +51,7 @@ def test_a_batch_of_another_shape_is_planned_for(config, start, tmp_path):
         expect_at_rest(engine)
     expected, params = reference(loss_fn, batches)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5),
-        engine.params(),
-        params,
-    )
+    chex.assert_trees_all_close(engine.params(), params, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -101,7 +97,7 @@ def test_a_batch_that_exceeds_the_budget_is_refused_with_numbers(config, start):
     expect_at_rest(engine)
     fitting.step(draw(1))
     assert engine.step(draw(3))["loss"] == fitting.step(draw(3))["loss"]
-    assert_trees_equal(engine.params(), fitting.params())
+    chex.assert_trees_all_equal(engine.params(), fitting.params(), strict=True)
 
 
 def test_shapes_are_enough_to_plan_and_to_place(start):
@@ -133,6 +129,22 @@ def test_an_evaluation_may_have_another_shape_between_steps(config, start):
         plain = float(jax.jit(loss_fn)(engine.params(), batch))
         np.testing.assert_allclose(engine.evaluate(batch), plain, rtol=1e-5)
         expect_at_rest(engine)
+
+
+@pytest.mark.parametrize(
+    ("config", "num_traces"), [(FUSED, 3), (STREAMED, 1)], ids=["fused", "streamed"]
+)
+def test_a_shape_that_was_seen_before_is_not_traced_again(config, num_traces, start):
+    """A fused engine looks at the loss, compiles a step and compiles an evaluation."""
+    sizes = [BATCH, 2 * BATCH]
+    chex.clear_trace_counter()
+    engine = start(
+        config, loss=chex.assert_max_traces(loss_fn, num_traces * len(sizes))
+    )
+    for i in range(3):
+        for size in sizes:
+            engine.step(draw(i, size))
+            engine.evaluate(draw(i, size))
 
 
 @pytest.mark.slow

@@ -6,14 +6,10 @@ from collections.abc import Iterator
 from threading import Event, Semaphore, Thread
 from typing import Any
 
+import chex
 import pytest
 
-from tests.robustness.small import (
-    assert_trees_equal,
-    draw,
-    expect_at_rest,
-    on_nvme,
-)
+from tests.robustness.small import draw, expect_at_rest, on_nvme
 from zinf.memory.nvme import NvmeStore
 from zinf.prepare.fused import FusedProgram
 
@@ -82,7 +78,7 @@ def test_the_step_completes_and_is_counted_before_it_ends(
     unharmed.step(draw(1))
     expect_at_rest(engine)
     assert engine.num_steps == 1
-    assert_trees_equal(engine.params(), unharmed.params())
+    chex.assert_trees_all_equal(engine.params(), unharmed.params(), strict=True)
     assert engine.step(draw(2))["loss"] == unharmed.step(draw(2))["loss"]
 
 
@@ -104,7 +100,7 @@ def test_a_fused_step_completes_too(monkeypatch, start):
     unharmed.step(draw(1))
     assert engine.num_steps == 1
     expect_at_rest(engine)
-    assert_trees_equal(engine.params(), unharmed.params())
+    chex.assert_trees_all_equal(engine.params(), unharmed.params(), strict=True)
     assert engine.step(draw(2))["loss"] == unharmed.step(draw(2))["loss"]
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -114,7 +115,7 @@ def expected(execution: str) -> tuple[list[float], Any]:
 
 def expect_equal(found: tuple[list[float], Any], expected: tuple[list[float], Any]):
     assert found[0] == expected[0]
-    jax.tree.map(np.testing.assert_array_equal, found[1], expected[1])
+    chex.assert_trees_all_equal(found[1], expected[1], strict=True)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -166,12 +167,8 @@ def test_with_x64_an_engine_trains_as_jax_does(dtype, rtol, where, execution):
                 assert counted == params["layers"][0]["w"].nbytes
         expected, wanted = train_in_jax(params)
     np.testing.assert_allclose(losses, expected, rtol=rtol)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol),
-        found,
-        wanted,
-    )
-    assert {x.dtype for x in jax.tree.leaves(found)} == {np.dtype(dtype)}
+    chex.assert_trees_all_close(found, wanted, rtol=rtol, atol=rtol)
+    chex.assert_type(jax.tree.leaves(found), dtype)
 
 
 def test_an_engine_made_with_x64_keeps_it(execution):

@@ -5,10 +5,10 @@ import shutil
 from threading import Event
 from time import sleep
 
+import chex
 import pytest
 
 from tests.robustness.small import (
-    assert_trees_equal,
     content,
     draw,
     expect_at_rest,
@@ -93,7 +93,7 @@ def test_a_read_that_fails_before_the_updates_loses_nothing(
     assert content(engine) == before
     assert engine.num_steps == 0
     assert engine.step(draw())["loss"] == unharmed.step(draw())["loss"]
-    assert_trees_equal(engine.params(), unharmed.params())
+    chex.assert_trees_all_equal(engine.params(), unharmed.params(), strict=True)
 
 
 @pytest.mark.parametrize("verb", ["read", "write"])
@@ -177,7 +177,7 @@ def test_a_step_that_fails_before_the_updates_that_are_due_leaves_them_due(
             engine.step(draw(2))
     assert engine.num_steps == 1
     assert engine.step(draw(2))["loss"] == unharmed.step(draw(2))["loss"]
-    assert_trees_equal(engine.params(), unharmed.params())
+    chex.assert_trees_all_equal(engine.params(), unharmed.params(), strict=True)
     expect_at_rest(engine)
 
 

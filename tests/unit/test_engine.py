@@ -1,5 +1,6 @@
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,15 +8,7 @@ import optax
 import pytest
 
 import zinf
-from tests.robustness.small import (
-    DIM,
-    assert_trees_equal,
-    content,
-    draw,
-    init,
-    loss_fn,
-    on_nvme,
-)
+from tests.robustness.small import DIM, content, draw, init, loss_fn, on_nvme
 from zinf.memory import StorageError, aligned_empty
 from zinf.plan import Link
 from zinf.program import ArrayId, Tier
@@ -62,8 +55,7 @@ def train_in_jax(loss, params, tx, batches):
 
 
 def assert_close(found, expected, rtol=1e-5):
-    check = partial(np.testing.assert_allclose, rtol=rtol, atol=1e-6)
-    jax.tree.map(check, found, expected)
+    chex.assert_trees_all_close(found, expected, rtol=rtol, atol=1e-6)
 
 
 def noisy_loss(params, batch, key):
@@ -197,9 +189,9 @@ def test_parameters_before_the_first_step_are_the_initial_ones(config, start):
         # A function is compiled leaf by leaf, which rounds in other places.
         assert_close(before, ready)
         if params is ready:
-            assert_trees_equal(before, ready)
+            chex.assert_trees_all_equal(before, ready, strict=True)
         engine.prepare(draw())
-        assert_trees_equal(engine.params(), before)
+        chex.assert_trees_all_equal(engine.params(), before, strict=True)
 
 
 def test_a_pytree_and_a_function_that_returns_it_train_alike(start):
@@ -207,9 +199,9 @@ def test_a_pytree_and_a_function_that_returns_it_train_alike(start):
     engines = [start(STREAMED, params=params) for params in (init, ready)]
     losses = [[e.step(draw(i))["loss"] for i in range(3)] for e in engines]
     assert losses[0] == losses[1]
-    assert_trees_equal(*(e.params() for e in engines))
+    chex.assert_trees_all_equal(*(e.params() for e in engines), strict=True)
     # The engine trains arrays of its own.
-    assert_trees_equal(ready, start(STREAMED).params())
+    chex.assert_trees_all_equal(ready, start(STREAMED).params(), strict=True)
 
 
 @both
@@ -219,7 +211,7 @@ def test_frozen_leaves_stay_bitwise_and_have_no_optimizer_state(config, start):
     for i in range(3):
         engine.step(draw(i))
     found = engine.params()
-    assert_trees_equal(found["layers"][0], initial["layers"][0])
+    chex.assert_trees_all_equal(found["layers"][0], initial["layers"][0], strict=True)
     assert not np.array_equal(found["layers"][1]["w"], initial["layers"][1]["w"])
     owners = {a.path for a in engine.residents.specs if a.role.startswith("state")}
     assert owners == {"layers/1/w", "layers/1/b", "out"}
@@ -314,7 +306,7 @@ def test_model_state_is_carried_as_in_a_loop_by_hand(config, microbatches, start
     state = {"mean": jnp.zeros(DIM), "count": jnp.int32(0)}
     config = {**config, "gradient_accumulation_steps": microbatches}
     engine = start(config, loss=loss, model_state=state)
-    assert_trees_equal(engine.model_state(), state)
+    chex.assert_trees_all_equal(engine.model_state(), state, strict=True)
     mean = np.zeros(DIM)
     for i in range(3):
         engine.step(draw(i))
@@ -353,7 +345,7 @@ def test_a_run_goes_on_bit_equal_on_other_tiers(start, tmp_path):
         expected, found = (e.step(draw(i)) for e in (first, last))
         assert found["loss"] == expected["loss"]
         assert found["step"] == expected["step"] == i + 1
-    assert_trees_equal(last.params(), first.params())
+    chex.assert_trees_all_equal(last.params(), first.params(), strict=True)
 
 
 def test_a_state_of_another_model_is_refused_and_changes_nothing(start, tmp_path):
@@ -414,7 +406,7 @@ def test_arrays_that_a_user_gives_stay_the_users(start, device):
     engine = start(STREAMED | {"zero_optimization": stage}, params=given)
     for step in range(2):
         engine.step(draw(step))
-    jax.tree.map(np.testing.assert_array_equal, given, before)
+    chex.assert_trees_all_equal(given, before, strict=True)
     assert (engine.params()["out"] != before["out"]).any()
 
 

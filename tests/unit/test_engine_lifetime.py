@@ -5,20 +5,14 @@ import os
 import threading
 from pathlib import Path
 
+import chex
 import jax
 import numpy as np
 import optax
 import pytest
 
 import zinf
-from tests.robustness.small import (
-    assert_trees_equal,
-    content,
-    draw,
-    init,
-    loss_fn,
-    on_nvme,
-)
+from tests.robustness.small import content, draw, init, loss_fn, on_nvme
 from zinf.checkpoint import Checkpoints
 from zinf.memory import StorageError, wait_for_closing
 from zinf.session.turn import ConcurrentUseError
@@ -219,7 +213,7 @@ def test_an_engine_is_closed_once_the_save_of_it_is_done(tmp_path):
     with initialize(FUSED, batch=draw()) as resumed:
         with Checkpoints(tmp_path) as checkpoints:
             checkpoints.restore(resumed)
-        assert_trees_equal(resumed.params(), expected)
+        chex.assert_trees_all_equal(resumed.params(), expected, strict=True)
 
 
 def test_a_forked_child_closes_nothing_of_its_parent(tmp_path):

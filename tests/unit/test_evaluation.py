@@ -2,6 +2,7 @@
 
 import logging
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -195,7 +196,7 @@ def test_a_module_is_evaluated_in_the_mode_of_eval(config, microbatches):
         after = jax.tree.leaves(
             nnx.to_pure_dict(nnx.state(engine.update_module(), nnx.BatchStat))
         )
-        jax.tree.map(np.testing.assert_array_equal, after, before)
+        chex.assert_trees_all_equal(after, before, strict=True)
 
 
 def test_a_module_without_modes_is_evaluated_by_what_trains_it():

@@ -1,6 +1,7 @@
 from functools import cache
 from typing import Any
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -99,12 +100,11 @@ def trained_in_flax():
 
 def assert_close(found, wanted):
     """Within some hundred float32 roundings."""
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    chex.assert_trees_all_equal_shapes_and_dtypes(found, wanted)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             assert x == y
         else:
-            assert x.dtype == y.dtype
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 

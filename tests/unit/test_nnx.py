@@ -1,3 +1,4 @@
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,10 +87,8 @@ def test_training_is_that_of_a_plain_nnx_loop(is_given, config):
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     module = engine.update_module()
     found, wanted = flat(module), flat(expected_module)
-    assert found.keys() == wanted.keys()
     assert "['dropout']['rngs']['count']" in found
-    for name in wanted:
-        np.testing.assert_allclose(found[name], wanted[name], rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(found, wanted, rtol=1e-5, atol=1e-6)
     assert module.reused is module.linear
     engine.close()
 
@@ -100,7 +99,7 @@ def test_a_given_module_changes_only_when_it_is_updated():
     engine = zinf.nnx.initialize(loss, module, optax.sgd(0.1), {"execution": "fused"})
     assert isinstance(engine, Engine)
     engine.step(batches()[0])
-    jax.tree.map(np.testing.assert_array_equal, flat(module), before)
+    chex.assert_trees_all_equal(flat(module), before, strict=True)
     assert engine.update_module() is module
     kernel = module.linear.kernel[...]
     assert isinstance(kernel, jax.Array)
@@ -112,7 +111,7 @@ def test_a_module_can_be_had_before_the_first_batch():
     module = create()
     before = flat(module)
     engine = zinf.nnx.initialize(loss, module, optax.sgd(0.1))
-    jax.tree.map(np.testing.assert_array_equal, flat(engine.update_module()), before)
+    chex.assert_trees_all_equal(flat(engine.update_module()), before, strict=True)
 
 
 def test_state_and_random_streams_come_back_from_a_checkpoint(tmp_path):

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,12 +76,14 @@ def start(config: dict[str, Any], params: Any = init, tx: Any = None) -> zinf.En
 
 def assert_same_trees(found: Any, expected: Any) -> None:
     """Equal in structure, dtypes and every bit."""
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
-    for a, b in pairs:
-        a, b = np.asarray(a), np.asarray(b)
-        assert (a.dtype, a.shape) == (b.dtype, b.shape)
-        assert a.tobytes() == b.tobytes()
+    chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)
+    # Equality of numbers does not tell -0.0 from 0.0.
+    chex.assert_trees_all_equal_comparator(
+        lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(),
+        lambda a, b: f"the bits of {a} and {b}",
+        found,
+        expected,
+    )
 
 
 def flat(tree: Any) -> dict[str, np.ndarray]:

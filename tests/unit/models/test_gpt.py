@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -204,9 +205,7 @@ def test_stacked_and_separate_layers_start_equal() -> None:
     separate = initial(GPT2)["blocks"]
     stacked = initial(dataclasses.replace(GPT2, scan_layers=True))["blocks"]
     expected = jax.tree.map(lambda *x: np.stack(x), separate[0], separate[1])
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-6), stacked, expected
-    )
+    chex.assert_trees_all_close(stacked, expected, rtol=1e-6)
     kernel = stacked["mlp"]["up"]["kernel"]
     assert np.any(kernel[0] != kernel[1])
 
@@ -215,8 +214,8 @@ def test_stacked_and_separate_layers_start_equal() -> None:
 def test_gradients_are_finite_and_reach_every_parameter(config: GPTConfig) -> None:
     model = compiled(config)
     gradients = jax.jit(jax.grad(model.loss))(model.params, batch())
+    chex.assert_tree_all_finite(gradients)
     for path, grad in zip(paths(gradients), jax.tree.leaves(gradients), strict=True):
-        assert np.isfinite(grad).all(), path
         # A key bias moves all scores of a query alike, and softmax ignores that.
         if not path.endswith("key/bias"):
             assert np.any(grad != 0), path
@@ -231,7 +230,7 @@ def test_bfloat16_parameters_compute_in_bfloat16(config: GPTConfig) -> None:
     np.testing.assert_allclose(value, model.loss(model.params, batch()), rtol=0.02)
     assert value.dtype == jnp.float32
     gradients = jax.eval_shape(jax.grad(model.loss), half, batch())
-    assert {grad.dtype for grad in jax.tree.leaves(gradients)} == {BF16}
+    chex.assert_type(jax.tree.leaves(gradients), BF16)
     # Every matmul with a kernel reads and writes bfloat16; the last one writes logits.
     matmuls = [
         eqn

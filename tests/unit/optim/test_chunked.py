@@ -1,5 +1,6 @@
 """Updates by pieces give the bits of whole blocks, and take less memory."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,8 +70,7 @@ def test_pieces_together_have_the_bits_of_the_whole(name, dtypes):
             update(FACTOR, values, gradient, *found)
             operands = jax.device_put(expected[:num_operands], CPU)
             expected = list(map(np.array, step(FACTOR, values, gradient, *operands)))
-        for x, y in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(x, y)
+        chex.assert_trees_all_equal(found, expected, strict=True)
 
 
 def test_pieces_need_room_for_one_of_them():

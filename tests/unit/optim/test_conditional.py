@@ -1,5 +1,6 @@
 """A cond over several leaves is taken apart without changing a result."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,8 +35,8 @@ def test_nested_conds_are_taken_apart_by_leaf():
     x, y = np.random.default_rng(0).normal(size=(2, 4)).astype("f")
     for count in (1, 4, 8):
         wanted = two_leaves(count, x, y)
-        for part, whole in zip(graph(np.int32(count), x, y), wanted, strict=True):
-            np.testing.assert_array_equal(part, whole)
+        found = tuple(graph(np.int32(count), x, y))
+        chex.assert_trees_all_equal(found, wanted, strict=True)
 
 
 def test_a_cond_of_one_leaf_keeps_its_branches_unevaluated():

@@ -1,5 +1,6 @@
 """Every optimizer against its definition in torch or DeepSpeed, written in numpy."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,8 +49,7 @@ def config(kind, **params):
 
 
 def assert_close(found, wanted, rtol=2e-4):
-    for key in wanted:
-        np.testing.assert_allclose(found[key], wanted[key], rtol, 1e-5, err_msg=key)
+    chex.assert_trees_all_close(found, wanted, rtol=rtol, atol=1e-5)
 
 
 def adam_direction(g, memory, step, *, b1=0.9, b2=0.999, eps=1e-8):

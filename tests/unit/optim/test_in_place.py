@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,8 +77,7 @@ def test_updates_have_the_bits_of_their_executables(name, dtypes):
             update(FACTOR, values, gradient, *found)
             operands = jax.device_put(expected[: 1 + len(states)], CPU)
             expected = list(map(np.array, step(FACTOR, values, gradient, *operands)))
-        for x, y in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(x, y)
+        chex.assert_trees_all_equal(found, expected, strict=True)
 
 
 def test_a_block_has_the_bits_of_the_whole():
@@ -91,8 +91,7 @@ def test_a_block_has_the_bits_of_the_whole():
     whole(FACTOR, values, gradient, *wholes)
     first(FACTOR, values, gradient[:7], *(x[:7] for x in blocks))
     last(FACTOR, values, gradient[7:], *(x[7:] for x in blocks))
-    for x, y in zip(wholes, blocks, strict=True):
-        np.testing.assert_array_equal(x, y)
+    chex.assert_trees_all_equal(wholes, blocks, strict=True)
 
 
 @pytest.mark.parametrize(

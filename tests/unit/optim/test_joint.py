@@ -1,5 +1,6 @@
 """Updates as one executable give what each gives alone, where their arrays were."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,8 +86,7 @@ def test_it_gives_the_bits_of_each_alone(name, compute_dtype):
             for step, grad, own in zip(case.steps, grads, alone, strict=True)
         ]
         found = case.joint(factor, values, grads, together)
-        for x, y in zip(jax.tree.leaves(results), jax.tree.leaves(found), strict=True):
-            np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+        chex.assert_trees_all_equal(results, found, strict=True)
         alone = [list(r[:n]) for r, n in zip(results, num_kept, strict=True)]
         together = [list(r[:n]) for r, n in zip(found, num_kept, strict=True)]
 
@@ -111,8 +111,7 @@ def test_what_somebody_looks_at_stays_as_it_is():
     jax.block_until_ready(
         case.joint(np.float32(1), case.step_values(), case.grads(1), arrays)
     )
-    for view, old in zip(views, before, strict=True):
-        np.testing.assert_array_equal(view, old)
+    chex.assert_trees_all_equal(views, before, strict=True)
 
 
 def test_equal_groups_share_an_executable():

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import product
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -91,8 +92,7 @@ def steps_of(tx, dtypes, leaf=KERNEL):
 )
 def test_updates_have_the_bits_of_their_executables(name, dtypes):
     for *_, found, expected in steps_of(SAME_BITS[name], dtypes):
-        for x, y in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(x, y)
+        chex.assert_trees_all_equal(found, expected, strict=True)
 
 
 @pytest.mark.parametrize(
@@ -125,8 +125,7 @@ def test_a_block_has_the_bits_of_the_whole():
     whole(FACTOR, [], gradient, *wholes)
     first(FACTOR, [], gradient[:7], *(x[:7] for x in blocks))
     last(FACTOR, [], gradient[7:], *(x[7:] for x in blocks))
-    for x, y in zip(wholes, blocks, strict=True):
-        np.testing.assert_array_equal(x, y)
+    chex.assert_trees_all_equal(wholes, blocks, strict=True)
 
 
 def test_updates_that_differ_in_numbers_share_a_loop():

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -178,10 +179,7 @@ def test_streamed_updates_equal_plain_optax(name, data):
 def test_blocks_of_rows_give_the_bits_of_the_whole_leaf(name, num_rows, data):
     whole = streamed(OPTIMIZERS[name], data)
     blocks = streamed(OPTIMIZERS[name], data, num_rows=num_rows)
-    for wanted, found in zip(whole, blocks, strict=True):
-        assert found.keys() == wanted.keys()
-        for path in wanted:
-            np.testing.assert_array_equal(found[path], wanted[path], err_msg=path)
+    chex.assert_trees_all_equal(blocks, whole, strict=True)
 
 
 def test_noise_is_that_of_optax_with_plain_numbers_for_its_key(data):
@@ -274,4 +272,4 @@ def test_updates_run_on_the_device_that_they_were_compiled_for():
     _, values = advance([s.value for s in separated.shared])
     block = np.ones((8, 4), np.float32)
     outputs = step(np.float32(1), values, block, block, block, block)
-    assert all(x.devices() == {device} for x in outputs)
+    chex.assert_tree_is_on_device(outputs, device=device)

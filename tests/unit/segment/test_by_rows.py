@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -119,8 +120,8 @@ def in_blocks(function: Any, params: Any, rest: Any, num_blocks: int = 4) -> Any
 
 def assert_close(found: Any, expected: Any) -> None:
     """To 1e-5 of the largest: sums over rows are in another order."""
+    chex.assert_trees_all_equal_shapes_and_dtypes(found, expected)
     for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        assert x.dtype == y.dtype and x.shape == y.shape
         scale = float(jnp.abs(y).max())
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * scale)
 

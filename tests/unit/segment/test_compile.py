@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,8 +97,8 @@ def check(loss, params, batch, *, frozen=(), has_aux=False):
     wanted, wanted_gradients = jax.jit(function)(params, batch)
     if has_aux:
         wanted, wanted_aux = wanted
-        for x, y in zip(aux, jax.tree.leaves(wanted_aux), strict=True):
-            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+        wanted_aux = jax.tree.leaves(wanted_aux)
+        chex.assert_trees_all_close(aux, wanted_aux, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
     read = arrays_of(wanted_gradients)
     trained = {
@@ -215,8 +216,8 @@ def test_frozen_integer_and_unused_leaves_and_auxiliary_outputs():
         loss, has_aux=True, allow_int=True
     )(params, {"x": X})
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
-    for x, y in zip(aux, jax.tree.leaves(wanted_aux), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+    wanted_aux = jax.tree.leaves(wanted_aux)
+    chex.assert_trees_all_close(aux, wanted_aux, rtol=1e-5, atol=1e-6)
     paths = {a.path for a in gradients}
     assert "layers/1/w" not in paths and "order" not in paths
     read = arrays_of(wanted_gradients)

@@ -1,3 +1,4 @@
+import chex
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -181,11 +182,7 @@ def test_the_tree_that_was_stored_is_the_tree_that_was_given(from_function):
         p: s.master.shape for p, s in problem.params.items()
     }
     restored, wanted = problem.restore_tree(stored.__getitem__), init()
-    assert jax.tree.structure(restored) == jax.tree.structure(wanted)
-    assert bool((restored.pop("keys") == wanted.pop("keys")).all())
-    for x, y in zip(jax.tree.leaves(restored), jax.tree.leaves(wanted), strict=True):
-        assert x.dtype == y.dtype
-        np.testing.assert_array_equal(x, y)
+    chex.assert_trees_all_equal(restored, wanted, strict=True)
     assert problem.restore_state(stored.__getitem__) is None
 
 

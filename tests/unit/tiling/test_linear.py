@@ -1,5 +1,6 @@
 """Tiled linear layers have the numbers of the plain one, for any shape and cut."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,7 +67,7 @@ def test_values_and_gradients_are_within_the_stated_bound(
     w, v, g = map(wide, (kernel, x, by))
     terms = (0 if bias is None else wide(bias), 0 if bias is None else abs(wide(bias)))
     exact, parts = v @ w + terms[0], abs(v) @ abs(w) + terms[1]
-    assert made.dtype == by_x.dtype == by_kernel.dtype == dtype
+    chex.assert_type([made, by_x, by_kernel], dtype)
     # Of tiles, of their sum, and with the bias.
     assert_within(made, exact, parts, dtype=dtype, roundings=3)
     assert_within(by_x, g @ w.T, abs(g) @ abs(w).T, dtype=dtype, roundings=2)
@@ -119,7 +120,7 @@ def test_parts_go_from_layer_to_layer_without_being_joined():
     up = LinearTiles.split(first, out_splits=3)
     down = LinearTiles.split(second, in_splits=3)
     hidden = linear_parts(up, [x])
-    assert [h.shape for h in hidden] == [(5, 8), (5, 7), (5, 7)]
+    chex.assert_shape(hidden, [(5, 8), (5, 7), (5, 7)])
     (made,) = linear_parts(down, hidden)
     np.testing.assert_array_equal(join(hidden), linear(up, x))
     np.testing.assert_array_equal(made, linear(down, linear(up, x)))
@@ -130,8 +131,7 @@ def test_tiles_are_joined_to_what_was_split():
     tiles = LinearTiles.split(kernel, bias, in_splits=5, out_splits=4)
     assert tiles.in_sizes == (5, 5, 5, 4, 4) and tiles.out_sizes == (8, 7, 7, 7)
     assert len(jax.tree.leaves(tiles)) == 5 * 4 + 4
-    for one, other in zip(tiles.join(), (kernel, bias), strict=True):
-        np.testing.assert_array_equal(one, other)
+    chex.assert_trees_all_equal(tiles.join(), (kernel, bias), strict=True)
 
 
 def test_init_gives_the_numbers_of_the_plain_layer():

@@ -1,5 +1,6 @@
 """Losses from tiles of words are those of the whole weight, also on several devices."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,12 +44,6 @@ def plain(x, weight, labels, weights, *, vocab_axis=1, z_loss=0.0):
     return jnp.sum(weights * losses) / jnp.maximum(jnp.sum(weights), 1e-9)
 
 
-def assert_equal(made, expected, *, rtol=SUMS, atol=1e-6):
-    for one, other in zip(*map(jax.tree.leaves, (made, expected)), strict=True):
-        one, other = (np.asarray(a, np.float64) for a in (one, other))
-        np.testing.assert_allclose(one, other, rtol=rtol, atol=atol)
-
-
 @settings(max_examples=5, deadline=None)
 @given(
     tokens=st.sampled_from([(23,), (0,), (1,), (3, 7)]),
@@ -74,7 +69,7 @@ def test_loss_and_gradients_are_those_of_the_plain_form(
     made, expected = (
         jax.jit(jax.value_and_grad(run, (0, 1)))(x, weight) for run in (tiled, whole)
     )
-    assert_equal(made, expected)
+    chex.assert_trees_all_close(made, expected, rtol=SUMS, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -133,7 +128,7 @@ def test_the_mean_over_a_mesh_is_exact_with_uneven_shards(batch):
     made, expected = (
         jax.jit(jax.value_and_grad(run, (0, 1)))(x, weight) for run in (sharded, whole)
     )
-    assert_equal(made, expected)
+    chex.assert_trees_all_close(made, expected, rtol=SUMS, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -149,4 +144,6 @@ def test_no_device_sees_the_tokens_of_another():
     assert "all-gather" not in run.as_text()
     ones = jnp.ones(labels.shape)
     expected = jax.value_and_grad(lambda x, w: plain(x, w, labels, ones), (0, 1))
-    assert_equal(run(x, weight), expected(x, weight))
+    chex.assert_trees_all_close(
+        run(x, weight), expected(x, weight), rtol=SUMS, atol=1e-6
+    )

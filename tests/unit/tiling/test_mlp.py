@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,8 +72,7 @@ def test_values_and_gradients_are_those_of_the_plain_form(
         for run in (tiled, plain)
     )
     # Sums of under 30 terms, and of their squares' gradients over up to 26 rows.
-    for one, other in zip(*map(jax.tree.leaves, (made, expected)), strict=True):
-        np.testing.assert_allclose(one, other, rtol=3e-5, atol=1e-4)
+    chex.assert_trees_all_close(made, expected, rtol=3e-5, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -130,9 +130,7 @@ def test_with_tiles_of_rows_the_activations_of_one_tile_are_there_at_a_time():
 def test_tiles_are_joined_to_what_was_split_and_init_to_plain_numbers():
     p = weights(7, 23, gated=True, biased=True)
     joined = MlpTiles.split(**p, splits=4).join()
-    assert joined.keys() == p.keys()
-    for name, x in p.items():
-        np.testing.assert_array_equal(joined[name], x)
+    chex.assert_trees_all_equal(joined, p, strict=True)
     assert MlpTiles.split(p["up"], p["down"], splits=4).join()["gate"] is None
 
     key = jax.random.key(0)
@@ -142,7 +140,7 @@ def test_tiles_are_joined_to_what_was_split_and_init_to_plain_numbers():
     keys = jax.random.split(key, 3)
     for k, (name, shape) in zip(keys, shapes.items(), strict=True):
         np.testing.assert_array_equal(made[name], init(k, shape, jnp.float32))
-    assert made["gate_bias"].shape == (24,) and made["bias"].shape == (6,)
+    chex.assert_shape([made["gate_bias"], made["bias"]], [(24,), (6,)])
 
 
 def test_an_mlp_can_be_mapped_and_has_no_more_tiles_than_units():

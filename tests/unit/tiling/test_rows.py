@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,12 +30,10 @@ def make(dim=6, hidden=20, dtype=jnp.float32):
     return {"up": up / dim**0.5, "down": down / hidden**0.5}
 
 
-def assert_equal(made, expected, *, unit=2.0**-24):
-    """Sums of up to 64 terms of unit size, in another order."""
-    for one, other in zip(*map(jax.tree.leaves, (made, expected)), strict=True):
-        assert one.dtype == other.dtype
-        one, other = (np.asarray(a, np.float64) for a in (one, other))
-        np.testing.assert_allclose(one, other, rtol=64 * unit, atol=64 * unit)
+def assert_equal(made, expected):
+    """Sums of up to 64 float32 terms of unit size, in another order."""
+    bound = 64 * 2.0**-24
+    chex.assert_trees_all_close(made, expected, rtol=bound, atol=bound, strict=True)
 
 
 @settings(max_examples=5, deadline=None)
@@ -69,10 +68,9 @@ def test_gradients_of_parameters_are_summed_in_float32():
     exact = jax.grad(lambda p: jnp.sum(block(p, x.astype(jnp.float32))))(
         jax.tree.map(lambda a: a.astype(jnp.float32), params)
     )
-    for one, other in zip(*map(jax.tree.leaves, (grads, exact)), strict=True):
-        assert one.dtype == jnp.bfloat16
-        # A row's own roundings average out, and there is one of the sum.
-        np.testing.assert_allclose(one, other, rtol=4 * 2.0**-8)
+    chex.assert_type(jax.tree.leaves(grads), jnp.bfloat16)
+    # A row's own roundings average out, and there is one of the sum.
+    chex.assert_trees_all_close(grads, exact, rtol=4 * 2.0**-8)
 
 
 def test_the_widest_part_is_there_for_one_tile_only():
