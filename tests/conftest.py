@@ -5,6 +5,7 @@ too, and before jax is imported, because jax reads it only once.
 """
 
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -23,6 +24,9 @@ DRIVE = os.environ.get("ZINF_TEST_NVME")
 # The optimizer may run on the CPU backend, so a GPU run needs both.
 os.environ["JAX_PLATFORMS"] = PLATFORM if PLATFORM == "cpu" else f"{PLATFORM},cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+# A shell's background job ignores SIGINT, and so would each process that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Models of flax, equinox and haiku and all of optax pass with this.
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 
