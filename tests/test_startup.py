@@ -147,3 +147,30 @@ def test_a_reader_that_went_away_is_no_error(arguments):
         os.close(writer)
     assert asked.stderr == b""
     assert asked.returncode in (1, 141)
+
+
+PRINT = """
+import typer
+from zinf.cli.errors import clean_errors
+try:
+    with clean_errors(traceback=False):
+        print("a plan", flush=True)
+except typer.Exit as ended:
+    raise SystemExit(ended.exit_code)
+"""
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_what_a_command_prints_may_stay_unread(unbuffered):
+    """Containers often set PYTHONUNBUFFERED: then the failed write leaves no buffer."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    run = [sys.executable, "-c", PRINT]
+    try:
+        asked = subprocess.run(
+            run, cwd=ROOT, env=env, stdout=writer, stderr=subprocess.PIPE
+        )
+    finally:
+        os.close(writer)
+    assert (asked.returncode, asked.stderr) == (141, b"")

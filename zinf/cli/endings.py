@@ -1,6 +1,7 @@
 """How a process ends when it is interrupted, or when nobody reads its output."""
 
 import os
+import select
 import sys
 from typing import Never
 
@@ -27,6 +28,18 @@ def is_unread() -> bool:
         discard_output()
         return True
     return False
+
+
+def lost_reader() -> bool:
+    """Like `is_unread`, after a BrokenPipeError: also if nothing is left to write.
+
+    With PYTHONUNBUFFERED the failed write left nothing in a buffer, so flushing works.
+    """
+    if is_unread():
+        return True
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return bool(poll.poll(0))
 
 
 def discard_output() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from zinf.cli.endings import INTERRUPTED, PIPE_CLOSED, exit_at_once, is_unread
+from zinf.cli.endings import INTERRUPTED, PIPE_CLOSED, exit_at_once, lost_reader
 
 if TYPE_CHECKING:
     from zinf.distributed import AbstractGroup
@@ -37,7 +37,7 @@ def clean_errors(
     except typer.Exit:
         raise
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and is_unread():
+        if isinstance(error, BrokenPipeError) and lost_reader():
             raise typer.Exit(PIPE_CLOSED) from None
         if traceback or not _is_users(error):
             raise
