@@ -103,8 +103,8 @@ def model_violations(model: Model | None, data: Data) -> Iterator[Violation]:
         return
     if data.sequence_length is not None and data.sequence_length > model.max_length:
         text = f"{data.sequence_length} tokens are more than model.max_length"
-        path = ("data", "sequence_length")
-        yield path, f"{text}, which is {model.max_length}. Lower it, or raise that."
+        text = f"{text}, which is {model.max_length}"
+        yield ("data", "sequence_length"), f"{text}. Lower it, or raise max_length."
     # Of token arrays each batch is checked when it is read.
     paths = () if data.paths == STDLIB else data.paths
     may_be_tokens = any(
