@@ -6,7 +6,6 @@ results away while the next are.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any
@@ -28,23 +27,10 @@ LEAST_TILES = 2
 # Results of the last tile leave while those of the next are written.
 RESULT_SLOTS = 2
 
+# A warpgroup reduces rows only in the layout of a matrix, which has 64 rows.
+TILE_ROWS = 64
+
 Compute = Callable[[Any, Sequence[Any], Sequence[Any], Sequence[Any]], None]
-
-
-@dataclass(frozen=True)
-class Tile:
-    """How many rows a tile has, and whether it lies swizzled in shared memory."""
-
-    rows: int
-    is_swizzled: bool
-
-
-# A warpgroup's layout of a matrix, the only one in which it can reduce rows, has 64 of
-# them, of which threads with the same bank in mind read different ones at once.
-MATRIX = Tile(64, is_swizzled=True)
-# Where every element is for itself threads take neighbours, and tiles can be small: so
-# many arrays fit.
-ELEMENTS = Tile(8, is_swizzled=False)
 
 
 def stream(
@@ -53,7 +39,6 @@ def stream(
     scalars: Sequence[jax.Array] = (),
     *,
     results: Sequence[jax.ShapeDtypeStruct],
-    tile: Tile,
     num_cores: int,
 ) -> tuple[jax.Array, ...]:
     """Runs `compute` on all tiles.
@@ -62,15 +47,15 @@ def stream(
         compute: is called with the index of the tile's first row (int32), the elements
             of `scalars`, references to a tile of each of `arrays` and to one of each
             result, and writes the last. It runs once for a tile, on one warpgroup.
-        arrays: of one length, a positive multiple of the tile's, with one or two
-            dimensions. The bytes of a row of two are 16, 32, 64 or a multiple of 128.
+        arrays: of one length, a positive multiple of `TILE_ROWS`, with one or two
+            dimensions. A row of two dimensions has 16, 32, 64 or n * 128 bytes.
         scalars: small arrays with one dimension, read once by each block of threads.
         results: shapes and dtypes of what to return, under the same conditions.
         num_cores: streaming multiprocessors of the device.
     """
-    tiles, rest = divmod(arrays[0].shape[0], tile.rows)
+    tiles, rest = divmod(arrays[0].shape[0], TILE_ROWS)
     assert tiles and not rest, arrays[0].shape
-    per_core, in_flight = _occupancy(tile, arrays, results)
+    per_core, in_flight = _occupancy(arrays, results)
     blocks = min(tiles, num_cores * per_core)
 
     def body(*refs: Any) -> None:
@@ -82,7 +67,7 @@ def stream(
         def index(step: Any) -> Any:
             return first + step * blocks
 
-        @partial(pl.run_scoped, slots=[_slots(tile, result) for result in results])
+        @partial(pl.run_scoped, slots=[_slots(result) for result in results])
         def _(slots: Any) -> None:
             def step(indices: Any, *tile_refs: Any) -> None:
                 (number,) = indices
@@ -91,17 +76,17 @@ def stream(
                 # Each result is a group of its own: all but the last tile's are gone.
                 outstanding = len(results) * (RESULT_SLOTS - 1)
                 plgpu.wait_smem_to_gmem(outstanding, wait_read_only=True)
-                start = index(number) * tile.rows
+                start = index(number) * TILE_ROWS
                 compute(start, numbers, tile_refs, written)
                 plgpu.commit_smem()
                 for ref, output in zip(written, outputs, strict=True):
-                    rows = output.at[pl.ds(start, tile.rows)]
+                    rows = output.at[pl.ds(start, TILE_ROWS)]
                     plgpu.copy_smem_to_gmem(ref, rows)
 
             plgpu.emit_pipeline(
                 step,
                 grid=(lax.div(tiles - first + blocks - 1, blocks),),
-                in_specs=[_spec(tile, array, index) for array in arrays],
+                in_specs=[_spec(array, index) for array in arrays],
                 max_concurrent_steps=in_flight,
             )(*inputs)
             plgpu.wait_smem_to_gmem(0)
@@ -117,12 +102,10 @@ def stream(
     )(*arrays, *scalars)
 
 
-def _occupancy(
-    tile: Tile, arrays: Sequence[Any], results: Sequence[Any]
-) -> tuple[int, int]:
+def _occupancy(arrays: Sequence[Any], results: Sequence[Any]) -> tuple[int, int]:
     """Blocks for each core, and tiles in flight for each block."""
-    tile_bytes = sum(_bytes(tile, array) for array in arrays)
-    result_bytes = RESULT_SLOTS * sum(_bytes(tile, result) for result in results)
+    tile_bytes = sum(map(_bytes, arrays))
+    result_bytes = RESULT_SLOTS * sum(map(_bytes, results))
     for blocks in range(MOST_BLOCKS_PER_CORE, 0, -1):
         tiles = (SHARED_BYTES // blocks - result_bytes) // tile_bytes
         if tiles >= LEAST_TILES:
@@ -130,17 +113,17 @@ def _occupancy(
     raise AssertionError(f"tiles of {tile_bytes:,} bytes do not fit in shared memory")
 
 
-def _bytes(tile: Tile, array: Any) -> int:
-    return prod(_shape(tile, array)) * jnp.dtype(array.dtype).itemsize
+def _bytes(array: Any) -> int:
+    return prod(_shape(array)) * jnp.dtype(array.dtype).itemsize
 
 
-def _shape(tile: Tile, array: Any) -> tuple[int, ...]:
-    return (tile.rows, *array.shape[1:])
+def _shape(array: Any) -> tuple[int, ...]:
+    return (TILE_ROWS, *array.shape[1:])
 
 
-def _transforms(tile: Tile, array: Any) -> tuple[Any, ...]:
+def _transforms(array: Any) -> tuple[Any, ...]:
     """How a tile lies in shared memory so that rows do not meet in the same banks."""
-    if len(array.shape) == 1 or not tile.is_swizzled:
+    if len(array.shape) == 1:
         return ()
     itemsize = jnp.dtype(array.dtype).itemsize
     swizzle = plgpu.find_swizzle(array.shape[1] * itemsize * 8)
@@ -148,15 +131,15 @@ def _transforms(tile: Tile, array: Any) -> tuple[Any, ...]:
     return tiling, plgpu.SwizzleTransform(swizzle)
 
 
-def _slots(tile: Tile, result: Any) -> Any:
-    shape = (RESULT_SLOTS, *_shape(tile, result))
-    return plgpu.SMEM(shape, result.dtype, transforms=_transforms(tile, result))
+def _slots(result: Any) -> Any:
+    shape = (RESULT_SLOTS, *_shape(result))
+    return plgpu.SMEM(shape, result.dtype, transforms=_transforms(result))
 
 
-def _spec(tile: Tile, array: Any, index: Callable[[Any], Any]) -> Any:
+def _spec(array: Any, index: Callable[[Any], Any]) -> Any:
     rest = (0,) * (array.ndim - 1)
     return plgpu.BlockSpec(
-        _shape(tile, array),
+        _shape(array),
         lambda step: (index(step), *rest),
-        transforms=_transforms(tile, array),
+        transforms=_transforms(array),
     )

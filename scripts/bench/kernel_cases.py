@@ -8,10 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zinf_kernels import adam_on_device, cross_entropy, quantize, tiled_matmul
-from zinf_kernels.adam import adam_scalars
-from zinf_kernels.adam_on_device import api as adam_api
-from zinf_kernels.adam_on_device import cases as adam_cases
+from zinf_kernels import cross_entropy, quantize, tiled_matmul
 from zinf_kernels.cross_entropy import api as cross_entropy_api
 from zinf_kernels.cross_entropy import cases as cross_entropy_cases
 from zinf_kernels.cross_entropy.chunks import Chunks
@@ -76,7 +73,7 @@ class Problem:
         return list(dict.fromkeys((self.chosen(device), *others)))
 
     def make(self) -> tuple[Any, ...]:
-        """Arguments on the default device, none negative, for the roots of moments."""
+        """Arguments on the default device, none negative."""
         keys = iter(jax.random.split(jax.random.key(0), 8))
 
         def made(spec: Any) -> jax.Array:
@@ -92,8 +89,6 @@ def problems(sizes: Sizes) -> Iterator[Problem]:
     """All of them, op by op."""
     for case in quantize_cases.benchmark_cases(sizes.numel):
         yield from quantize_problems(case)
-    for case in adam_cases.benchmark_cases(sizes.numel // 4):
-        yield adam_problem(case)
     widths = sizes.tokens, sizes.dim, sizes.vocab
     for case in cross_entropy_cases.benchmark_cases(*widths):
         yield cross_entropy_problem(case)
@@ -129,31 +124,6 @@ def quantize_problems(case: quantize_cases.Case) -> Iterator[Problem]:
             (jax.eval_shape(partial(there, "reference"), x),),
             **common,
         )
-
-
-def adam_problem(case: Any) -> Problem:
-    scalars = adam_scalars(
-        step=10, learning_rate=1e-3, m_dtype=case.m_dtype, **case.hyperparameters
-    )
-
-    def update(implementation: str | None, *arrays: Any) -> Any:
-        return adam_on_device.adam_update(
-            *arrays,
-            scalars=scalars,
-            copy_dtype=case.copy_dtype,
-            implementation=implementation,
-        )
-
-    dtypes = jnp.float32, case.m_dtype, jnp.float32, case.gradient_dtype
-    return Problem(
-        "adam_on_device",
-        case.name,
-        partial(partial, update),
-        tuple(jax.ShapeDtypeStruct((case.numel,), dtype) for dtype in dtypes),
-        adam_api.EXISTING,
-        partial(adam_on_device.obstacles, numel=case.numel),
-        adam_cases.bytes_moved(case),
-    )
 
 
 def cross_entropy_problem(case: cross_entropy_cases.Case) -> Problem:

@@ -9,11 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels import test_adam_on_device as adam
 from tests.kernels import test_cross_entropy as cross_entropy
 from tests.kernels import test_tiled_matmul as matmul
-from zinf_kernels.adam.arguments import BFLOAT16
-from zinf_kernels.adam.cases import Case as AdamCase
 from zinf_kernels.cross_entropy.cases import Case as LossCase
 from zinf_kernels.quantize import dequantize, quantize
 from zinf_kernels.quantize.blocks import LARGEST
@@ -80,15 +77,3 @@ def test_quantized_numbers(shape, dtype, bits, block_size, is_stochastic):
     # To a neighbour, or the nearer one, and the scale's own rounding.
     allowed = (1.0 if is_stochastic else 0.5) + 2.0**-14
     assert (error <= allowed * scales[: wide.size]).all()
-
-
-@few
-@given(
-    numel=st.sampled_from([1, 2, 23, 29, 31, 1023, 1024, 1025]),
-    gradient_dtype=st.sampled_from([np.dtype("f4"), np.dtype("f2"), BFLOAT16]),
-    m_dtype=st.sampled_from([np.dtype("f4"), BFLOAT16]),
-)
-def test_adam(numel, gradient_dtype, m_dtype):
-    case = AdamCase("odd", numel, gradient_dtype, m_dtype, BFLOAT16)
-    for name in ("reference", "mosaic_gpu"):
-        adam.test_a_step_is_within_the_stated_bound_of_exact_arithmetic(case, name)

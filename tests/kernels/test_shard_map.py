@@ -6,8 +6,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from zinf_kernels.absent_gpu import GPUS, compile_over
-from zinf_kernels.adam import adam_scalars
-from zinf_kernels.adam_on_device import adam_update
 from zinf_kernels.cross_entropy import token_losses
 from zinf_kernels.quantize import dequantize, quantize
 from zinf_kernels.tiled_matmul import matmul
@@ -18,11 +16,6 @@ SHORT = jnp.bfloat16
 
 def there_and_back(x):
     return dequantize(quantize(x))
-
-
-def update(*arrays):
-    scalars = adam_scalars(step=1, learning_rate=0.1, b1=0.9, b2=0.9, eps=1e-8)
-    return adam_update(*arrays, scalars=scalars, copy_dtype=SHORT)
 
 
 def losses(x, weight, labels):
@@ -39,7 +32,6 @@ def losses(x, weight, labels):
 
 OPS = {
     "quantize": (there_and_back, [((1 << 15,), jnp.float32, CUT)]),
-    "adam": (update, [((1 << 14,), jnp.float32, CUT)] * 4),
     "matmul": (matmul, [((512, 64), SHORT, CUT), ((64, 128), SHORT, WHOLE)]),
     "cross_entropy": (
         losses,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int8, UInt32
 
-from zinf_kernels.mosaic_stream import MATRIX, stream
+from zinf_kernels.mosaic_stream import TILE_ROWS, stream
 from zinf_kernels.quantize.blocks import pad
 from zinf_kernels.quantize.rounding import (
     packed,
@@ -33,7 +33,7 @@ def quantize(
 ) -> tuple[Int8[Array, "blocks width"], Float32[Array, " blocks"]]:
     """Values and scales as `Quantized` has them."""
     num_blocks, block_size = x.shape
-    x = pad(x, -num_blocks % MATRIX.rows)
+    x = pad(x, -num_blocks % TILE_ROWS)
     values = jax.ShapeDtypeStruct((len(x), block_size * bits // 8), jnp.int8)
     scales = jax.ShapeDtypeStruct((len(x),), jnp.float32)
 
@@ -57,7 +57,6 @@ def quantize(
         (x,),
         () if seed is None else (seed,),
         results=(values, scales),
-        tile=MATRIX,
         num_cores=num_cores,
     )
     return made[0][:num_blocks], made[1][:num_blocks]
@@ -74,7 +73,7 @@ def dequantize(
 ) -> Float[Array, "blocks block_size"]:
     """Blocks of numbers from what `quantize` made."""
     num_blocks, width = values.shape
-    padding = -num_blocks % MATRIX.rows
+    padding = -num_blocks % TILE_ROWS
     arrays = pad(values, padding), pad(scales, padding)
     blocks = jax.ShapeDtypeStruct((len(arrays[0]), width * 8 // bits), dtype)
 
@@ -87,7 +86,5 @@ def dequantize(
             numbers = (half.astype(jnp.float32) * scale).astype(dtype)
             results[0][:, i * width : (i + 1) * width] = numbers
 
-    (made,) = stream(
-        compute, arrays, results=(blocks,), tile=MATRIX, num_cores=num_cores
-    )
+    (made,) = stream(compute, arrays, results=(blocks,), num_cores=num_cores)
     return made[:num_blocks]
