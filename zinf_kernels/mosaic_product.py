@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -24,6 +25,8 @@ MOST_STEPS = 4
 # Columns of tiles that are done before the next, for the cache.
 SNAKE_WIDTH = 8
 COMPUTE_WARPGROUPS = 2
+# `plgpu.kernel` of jax 0.10 has no such argument.
+TAKES_ESTIMATE = jax.__version_info__ >= (0, 12)
 MEMORY_REGISTERS = 40
 
 
@@ -45,8 +48,15 @@ class Place:
     mine: Any
 
 
-def kernel(body: Callable[..., None], results: Any, *, num_cores: int) -> Any:
-    """A kernel whose body calls `for_tiles`, with a block of threads for each core."""
+def kernel(
+    body: Callable[..., None], results: Any, *, num_cores: int, flops: int
+) -> Any:
+    """A kernel whose body calls `for_tiles`, with a block of threads for each core.
+
+    `flops` is what a planner that counts operations is told.
+    """
+    estimate = pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=0)
+    options: Any = {"cost_estimate": estimate} if TAKES_ESTIMATE else {}
     return plgpu.kernel(
         body,
         out_type=results,
@@ -54,6 +64,7 @@ def kernel(body: Callable[..., None], results: Any, *, num_cores: int) -> Any:
         grid_names=("block",),
         num_threads=COMPUTE_WARPGROUPS + 1,
         thread_name="warpgroup",
+        **options,
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),

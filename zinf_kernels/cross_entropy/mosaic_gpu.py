@@ -199,7 +199,8 @@ def _run(
             is_transposed=not launch.chunks.vocab_axis,
         )
 
-    made = kernel(body, result, num_cores=launch.num_cores)
+    flops = 2 * len(x) * weight.size
+    made = kernel(body, result, num_cores=launch.num_cores, flops=flops)
     return made(x, weight, *of_tokens.values())
 
 

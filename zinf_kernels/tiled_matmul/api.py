@@ -1,5 +1,6 @@
 """`matmul`: signature, checks, gradients and choice of implementation."""
 
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -10,7 +11,7 @@ from jaxtyping import Array, Float
 
 from zinf_kernels.device import Device, device_for, hopper_obstacle
 from zinf_kernels.dispatch import Implementation, choose_name
-from zinf_kernels.tiled_matmul.epilogue import ACTIVATIONS, Epilogue
+from zinf_kernels.pieces import accumulator, varying_as
 from zinf_kernels.tiled_matmul.gradients import gradients
 from zinf_kernels.tiles import TILES
 
@@ -18,34 +19,44 @@ EXISTING = ("mosaic_gpu", "reference")
 KERNEL_DTYPES = (jnp.bfloat16, jnp.float16)
 
 
+@dataclass(frozen=True)
+class _Call:
+    """What is static about a call, for both passes."""
+
+    implementation: str
+    dtype: Any
+    has_bias: bool
+    residual_dtype: Any  # None without a residual
+    num_cores: int
+
+
 def matmul(
     a: Float[Array, "m k"],
     b: Float[Array, "k n"],
     *,
     bias: Float[Array, " n"] | None = None,
-    activation: str | None = None,
     residual: Float[Array, "m n"] | None = None,
     out_dtype: Any = None,
     implementation: Implementation = None,
 ) -> Float[Array, "m n"]:
-    """activation(a @ b + bias) + residual, rounded once at the end.
+    """a @ b + bias + residual, rounded once at the end.
 
     The product is summed in float32 (float64 of float64) and never rounded before the
-    end. To add a product to a sum of gradients in float32, pass the sum as `residual`
-    and float32 as `out_dtype`.
+    end. To add a product to a sum in float32, pass the sum as `residual` and float32 as
+    `out_dtype`.
 
-    Differentiable in reverse: by XLA, which computes a @ b again if there is an
-    activation. The gradient by the product is rounded to the dtype of `a` before it is
-    multiplied; those by `a` and `b` are summed in float32 and rounded once.
+    Differentiable in reverse: by XLA, from `a` and `b` alone. The gradient by the
+    product is rounded to the dtype of `a` before it is multiplied; those by `a` and `b`
+    are summed in float32 and rounded once.
 
     Under `jax.jit` with several devices call it in `jax.shard_map`: XLA does not cut
-    kernels.
+    kernels. There an array may be the same on all devices: its gradient is then summed
+    over them.
 
     Args:
         a: float32, bfloat16, float16 or float64; the kernel takes the short ones.
         b: of the dtype of `a`.
         bias: any floating dtype.
-        activation: "relu", "gelu" (by tanh) or "silu".
         residual: any floating dtype; for the kernel float32, or that of `a`.
         out_dtype: of the result, by default that of `a`.
         implementation: "mosaic_gpu", "reference", or names in order of preference.
@@ -54,16 +65,21 @@ def matmul(
         ValueError: shapes or dtypes do not fit together, or the implementation cannot
             run: see `obstacles`.
     """
-    epilogue = Epilogue(
-        activation, jnp.dtype(a.dtype if out_dtype is None else out_dtype)
-    )
-    _check(a, b, bias, residual, epilogue)
+    dtype = jnp.dtype(a.dtype if out_dtype is None else out_dtype)
+    _check(a, b, bias, residual, dtype)
     device = device_for(a, b)
-    why_not = obstacles(device, a=a, b=b, residual=residual, out_dtype=epilogue.dtype)
+    why_not = obstacles(device, a=a, b=b, residual=residual, out_dtype=dtype)
     name = choose_name(
         implementation, op="matmul", existing=EXISTING, obstacles=why_not
     )
-    return _matmul(a, b, bias, residual, name, epilogue, device.num_cores)
+    residual_dtype = None if residual is None else residual.dtype
+    call = _Call(name, dtype, bias is not None, residual_dtype, device.num_cores)
+    bias = None if bias is None else bias.astype(accumulator(a.dtype))
+    arrays = a, b, bias, residual
+    given = [x for x in arrays if x is not None]
+    return _matmul(
+        *(None if x is None else varying_as(x, *given) for x in arrays), call
+    )
 
 
 def obstacles(
@@ -86,38 +102,39 @@ def obstacles(
     return {} if found is None else {"mosaic_gpu": found}
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _matmul(
-    a: Array,
-    b: Array,
-    bias: Array | None,
-    residual: Array | None,
-    name: str,
-    epilogue: Epilogue,
-    num_cores: int,
+    a: Array, b: Array, bias: Array | None, residual: Array | None, call: _Call
 ) -> Array:
     # Only now: importing Pallas takes 1.4 s, and most will never need it.
-    backend = import_module(f"zinf_kernels.tiled_matmul.{name}")
-    bias = (
-        None if bias is None else bias.astype(jnp.promote_types(a.dtype, jnp.float32))
+    backend = import_module(f"zinf_kernels.tiled_matmul.{call.implementation}")
+    return backend.matmul(
+        a, b, bias, residual, out_dtype=call.dtype, num_cores=call.num_cores
     )
-    return backend.matmul(a, b, bias, residual, epilogue=epilogue, num_cores=num_cores)
 
 
-def _forward(*arguments: Any) -> Any:
-    return _matmul(*arguments), arguments[:4]
+def _forward(
+    a: Array, b: Array, bias: Array | None, residual: Array | None, call: _Call
+) -> Any:
+    return _matmul(a, b, bias, residual, call), (a, b)
 
 
-def _backward(name: str, epilogue: Epilogue, cores: int, kept: Any, by: Any) -> Any:
-    del name, cores
-    a, b, bias, residual = kept
-    return gradients(a, b, bias, residual, by, epilogue=epilogue)
+def _backward(call: _Call, kept: Any, by_result: Array) -> Any:
+    a, b = kept
+    by_a, by_b, by_bias = gradients(a, b, by_result)
+    residual_dtype = call.residual_dtype
+    return (
+        by_a,
+        by_b,
+        by_bias if call.has_bias else None,
+        None if residual_dtype is None else by_result.astype(residual_dtype),
+    )
 
 
 _matmul.defvjp(_forward, _backward)
 
 
-def _check(a: Any, b: Any, bias: Any, residual: Any, epilogue: Epilogue) -> None:
+def _check(a: Any, b: Any, bias: Any, residual: Any, dtype: Any) -> None:
     given = {"a": a, "b": b, "bias": bias, "residual": residual}
     for name, x in given.items():
         if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
@@ -133,10 +150,5 @@ def _check(a: Any, b: Any, bias: Any, residual: Any, epilogue: Epilogue) -> None
         raise ValueError(f"bias has shape {bias.shape}, not {shape[1:]}.")
     if residual is not None and residual.shape != shape:
         raise ValueError(f"residual has shape {residual.shape}, not {shape}.")
-    if epilogue.activation not in (None, *ACTIVATIONS):
-        raise ValueError(
-            f"activation is {epilogue.activation!r}. Pass None or one of "
-            f"{', '.join(map(repr, ACTIVATIONS))}."
-        )
-    if not jnp.issubdtype(epilogue.dtype, jnp.floating):
-        raise ValueError(f"out_dtype is {epilogue.dtype}. Pass a floating dtype.")
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"out_dtype is {dtype}. Pass a floating dtype.")

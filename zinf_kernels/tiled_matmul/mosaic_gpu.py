@@ -23,7 +23,6 @@ from zinf_kernels.mosaic_product import (
     kernel,
     transforms,
 )
-from zinf_kernels.tiled_matmul.epilogue import Epilogue
 from zinf_kernels.tiles import TILES, Tiles
 
 # Of pieces of the result, each of a warpgroup: one is filled while the other leaves.
@@ -33,26 +32,26 @@ PIECE_ROWS = 64
 PIECE_ROW_BYTES = 128
 
 
-@partial(jax.jit, static_argnames=("epilogue", "num_cores", "tiles"))
+@partial(jax.jit, static_argnames=("out_dtype", "num_cores", "tiles"))
 def matmul(
     a: Float[Array, "m k"],
     b: Float[Array, "k n"],
     bias: Float[Array, " n"] | None,
     residual: Float[Array, "m n"] | None,
     *,
-    epilogue: Epilogue,
+    out_dtype: Any,
     num_cores: int,
     tiles: Tiles = TILES,
 ) -> Float[Array, "m n"]:
-    """The product in float32, and what comes after it; sizes are multiples of tiles."""
-    result = jax.ShapeDtypeStruct((a.shape[0], b.shape[1]), epilogue.dtype)
+    """The product and the sums in float32; sizes are multiples of tiles."""
+    result = jax.ShapeDtypeStruct((a.shape[0], b.shape[1]), out_dtype)
     extras = [x for x in (bias, residual) if x is not None]
 
     def body(*refs: Any) -> None:
         a_ref, b_ref, *others, out = refs
         bias_ref = others.pop(0) if bias is not None else None
         residual_ref = others.pop(0) if residual is not None else None
-        outer = _Outer(out, bias_ref, residual_ref, epilogue, tiles)
+        outer = _Outer(out, bias_ref, residual_ref, tiles)
         for_tiles(
             outer.fetch_first,
             outer.finish,
@@ -63,7 +62,8 @@ def matmul(
             memory_bytes=outer.memory_bytes,
         )
 
-    return kernel(body, result, num_cores=num_cores)(a, b, *extras)
+    flops = 2 * result.size * a.shape[1]
+    return kernel(body, result, num_cores=num_cores, flops=flops)(a, b, *extras)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,6 @@ class _Outer:
     out: Any
     bias: Any  # or None
     residual: Any  # or None
-    epilogue: Epilogue
     tiles: Tiles
 
     @property
@@ -161,7 +160,9 @@ class _Outer:
             part = product[row : row + PIECE_ROWS, there]
             line, extra = self.joining(number, there, place, memory)
             plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)
-            leaving[warpgroup, slot] = self.epilogue(part, line, extra)
+            part = part if line is None else part + line
+            part = part if extra is None else part + extra.astype(part.dtype)
+            leaving[warpgroup, slot] = part.astype(self.out.dtype)
             # Also ends all reads of the residual's slot.
             plgpu.commit_smem()
             target = self.piece_of(self.out, (row, column), place)

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from zinf_kernels.tiled_matmul.epilogue import Epilogue
+from zinf_kernels.pieces import accumulator
 
 
 def matmul(
@@ -14,12 +14,14 @@ def matmul(
     bias: Float[Array, " n"] | None,
     residual: Float[Array, "m n"] | None,
     *,
-    epilogue: Epilogue,
+    out_dtype: Any,
     num_cores: int,
 ) -> Float[Array, "m n"]:
-    """The product in float32 or better, and what comes after it."""
+    """The product in float32 or better, the sums too, and one rounding."""
     del num_cores
-    wide: Any = jnp.promote_types(a.dtype, jnp.float32)
-    product = jnp.matmul(a, b, preferred_element_type=wide)
-    bias = None if bias is None else bias[None, :]
-    return epilogue(product, bias, residual)
+    out = jnp.matmul(a, b, preferred_element_type=accumulator(a.dtype))
+    if bias is not None:
+        out = out + bias[None, :].astype(out.dtype)
+    if residual is not None:
+        out = out + residual.astype(out.dtype)
+    return out.astype(out_dtype)
