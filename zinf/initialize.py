@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from zinf.distributed import AbstractGroup, Alone
 from zinf.engine import Engine
 from zinf.jax_modes import Modes
 from zinf.memory import share_heap
+from zinf.mesh import local_devices
 from zinf.optim.separate import separate
 from zinf.plan import Plan
 from zinf.prepare.devices import on_devices
@@ -145,6 +147,7 @@ def make_planner(
     check_arguments(loss_fn, params, tx, has_state=model_state is not None, rng=rng)
     modes = Modes.current()
     config, mesh = on_devices(config, mesh)
+    modes = replace(modes, default_device=tracing_device(mesh, topology))
     if not config.is_told and (group is None or group.is_first):
         for line in notices(config, in_python=True):
             logger.warning(line)
@@ -176,3 +179,15 @@ def make_planner(
                 "jax.distributed.initialize, and pass group= to zinf.initialize."
             )
     return Planner(problem, separated, config, rule, key, group, topology)
+
+
+def tracing_device(mesh: Mesh, topology: Topology | None) -> jax.Device | None:
+    """The default device while a loss is traced, if it must not be jax's own.
+
+    Layers choose kernels by this device (`zinf.tiling`). A machine that is planned for
+    but is not there is traced as on a CPU: without kernels.
+    """
+    if topology is not None:
+        return jax.local_devices(backend="cpu")[0]
+    first = local_devices(mesh)[0]
+    return None if first.platform == jax.default_backend() else first

@@ -6,7 +6,7 @@ not see those that are set by a `with` block.
 """
 
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from types import TracebackType
@@ -37,11 +37,14 @@ class Modes:
             optax promotes dtypes.
         has_mesh: whether there is a surrounding mesh. zinf arranges devices by `mesh=`
             or its config, and sets this mesh aside.
+        default_device: of the user's functions while they are traced, from which they
+            may choose kernels; None for jax's own.
     """
 
     enable_x64: bool
     dtype_promotion: str
     has_mesh: bool
+    default_device: jax.Device | None = None
 
     @classmethod
     def current(cls) -> "Modes":
@@ -79,7 +82,7 @@ class Modes:
         @wraps(function, updated=())
         def in_modes(*arguments: Any) -> Any:
             try:
-                with jax.numpy_dtype_promotion(self.dtype_promotion):
+                with jax.numpy_dtype_promotion(self.dtype_promotion), self._device():
                     return function(*arguments)
             except Exception as error:
                 if self.has_mesh:
@@ -91,6 +94,10 @@ class Modes:
                 raise
 
         return in_modes
+
+    def _device(self) -> AbstractContextManager:
+        device = self.default_device
+        return nullcontext() if device is None else jax.default_device(device)
 
 
 def traceback_of_user(error: BaseException) -> TracebackType | None:

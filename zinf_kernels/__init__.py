@@ -1,4 +1,14 @@
-"""Kernels that zinf uses and that know nothing of zinf: one function per op."""
+"""Kernels that zinf uses and that know nothing of zinf: one op in each folder.
+
+What calls each op:
+
+* `adam`: updates on the host whose code is Adam's (`zinf.optim.in_place`).
+* `elementwise`: other element-wise updates on the host (`zinf.optim.looped`).
+* `cross_entropy`: the last layer and the loss in tiles (`zinf.tiling.loss`).
+* `tiled_matmul`: the products of tiled layers and MLPs (`zinf.tiling.product`), if they
+  are traced for one Hopper GPU or in `jax.shard_map`; XLA's products elsewhere.
+* `quantize`: nothing yet. It waits for frozen weights that are stored quantized.
+"""
 
 from zinf_kernels.adam import adam_update
 

@@ -55,6 +55,17 @@ def device_for(*arrays: Any) -> Device:
     return _described(default)
 
 
+def is_alone() -> bool:
+    """Whether what is traced now runs on one device, or on its part in `jax.shard_map`.
+
+    Without a mesh to go by, programs are for all devices of the process and others.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.axis_names:
+        return mesh.size == 1 or mesh.are_all_axes_manual
+    return mesh.abstract_device is not None or jax.device_count() == 1
+
+
 def hopper_obstacle(device: Device) -> str | None:
     """Why a kernel that needs wgmma and TMA as Hopper has them cannot run, if so."""
     if device.capability == HOPPER:

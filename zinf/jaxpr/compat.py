@@ -28,6 +28,18 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     return jaxpr, ()
 
 
+def inner_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """A jaxpr among an equation's parameters, and the values of its constvars.
+
+    The values of constvars inside a Pallas kernel are operands of the equation, so they
+    are left out. jax 0.12 has tracers in their place.
+    """
+    if not isinstance(jaxpr, jcore.ClosedJaxpr):
+        return jaxpr, ()
+    consts = [c for c in jaxpr.consts if not isinstance(c, jax.core.Tracer)]
+    return jaxpr.jaxpr, consts
+
+
 def is_function(value: Any) -> bool:
     """Whether an equation's parameter is code, such as the rule of a `custom_jvp`.
 

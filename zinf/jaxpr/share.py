@@ -24,8 +24,8 @@ from zinf.jaxpr.compat import (
     build_jaxpr,
     evaluate,
     fresh,
+    inner_jaxpr,
     is_function,
-    open_jaxpr,
 )
 from zinf.jaxpr.primitives import ZERO_DERIVATIVE
 
@@ -179,13 +179,13 @@ def _param_key(value: Any, calls: list[Any]) -> Hashable:
     return repr(value)
 
 
-def _jaxpr_key(closed: Any, calls: list[Any]) -> Hashable:
+def _jaxpr_key(inner: Any, calls: list[Any]) -> Hashable:
     """What an inner jaxpr computes: its code, all its numbers, and its constants.
 
     Its printed form would not do: it leaves out the constants of jaxprs inside, and
     shows the addresses of functions, which differ between equal rules.
     """
-    jaxpr, consts = open_jaxpr(closed)
+    jaxpr, consts = inner_jaxpr(inner)
     numbers: dict[Var, int] = {}
 
     def define(variables: Sequence[Var]) -> tuple:

@@ -9,7 +9,8 @@ def equation_flops(equation: Equation) -> int:
     """Multiply-adds count two; everything but contractions counts one an element.
 
     A loop counts its body once an iteration where the number is known (`scan`), a
-    `while` once, a `cond` its dearest branch.
+    `while` once, a `cond` its dearest branch. A Pallas kernel counts what its cost
+    estimate says; without one, an operation for each element of its results.
     """
     params = equation.params
     name = equation.primitive.name
@@ -21,6 +22,9 @@ def equation_flops(equation: Equation) -> int:
         kernel = equation.invars[1].aval.shape
         out_features = params["dimension_numbers"].rhs_spec[0]
         return 2 * _num_elements(equation) * prod(kernel) // kernel[out_features]
+    if "cost_estimate" in params:
+        estimate = params["cost_estimate"]
+        return _num_elements(equation) if estimate is None else estimate.flops
     inner = [
         sum(map(equation_flops, open_jaxpr(p)[0].eqns)) for p in _inner_jaxprs(params)
     ]

@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from zinf.tiling.splits import cut, join, plus, shared, split
+from zinf.tiling.product import affine
+from zinf.tiling.splits import cut, join, shared, split
+from zinf_kernels.dispatch import Implementation
 
 Initializer = Callable[..., Array]
 KERNEL_INIT: Initializer = jax.nn.initializers.lecun_normal()
@@ -94,7 +96,10 @@ class LinearTiles:
 
 
 def linear(
-    tiles: LinearTiles, x: Float[Array, "*batch in"]
+    tiles: LinearTiles,
+    x: Float[Array, "*batch in"],
+    *,
+    implementation: Implementation = None,
 ) -> Float[Array, "*batch out"]:
     """x @ kernel + bias, tile by tile.
 
@@ -105,21 +110,30 @@ def linear(
     bfloat16, which is where the product of a tile is rounded), it differs from the
     plain form by at most 2 u for the sum of the magnitudes of the n products, beside
     how products themselves are summed. Without `in_splits` the result is that of the
-    plain form to the bit, if a product does not depend on how many columns it has.
+    plain form to the bit, if a product does not depend on how many columns it has. A
+    kernel, on Hopper GPUs, rounds the result only, and is differentiable in reverse.
+
+    Args:
+        implementation: of the products; see `zinf.tiling.product.affine`.
 
     Raises:
-        ValueError: the input is not as long as the layer's.
+        ValueError: the input is not as long as the layer's, or the implementation
+            cannot run.
     """
     if x.shape[-1:] != (sum(tiles.in_sizes),):
         raise ValueError(
             f"x has shape {x.shape}, but the tiles take {sum(tiles.in_sizes)} features "
             f"({' + '.join(map(str, tiles.in_sizes))})."
         )
-    return join(linear_parts(tiles, cut(x, tiles.in_sizes)))
+    parts = cut(x, tiles.in_sizes)
+    return join(linear_parts(tiles, parts, implementation=implementation))
 
 
 def linear_parts(
-    tiles: LinearTiles, parts: Sequence[Float[Array, "*batch in_i"]]
+    tiles: LinearTiles,
+    parts: Sequence[Float[Array, "*batch in_i"]],
+    *,
+    implementation: Implementation = None,
 ) -> tuple[Float[Array, "*batch out_j"], ...]:
     """The same from parts of the input to parts of the output, which are not joined.
 
@@ -136,14 +150,12 @@ def linear_parts(
     dtype = jnp.result_type(*parts, *tiles.kernel[0][:1])
     num_out = len(tiles.out_sizes)
     readable = [shared(part.astype(dtype), num_out) for part in parts]
-    made = []
-    for j in range(num_out):
-        products = [
-            jnp.matmul(part.astype(dtype), row[j].astype(dtype))
-            for part, row in zip(readable, tiles.kernel, strict=True)
-        ]
-        out = reduce(plus, products).astype(dtype)
-        if tiles.bias is not None:
-            out = out + jnp.expand_dims(tiles.bias[j], tuple(range(out.ndim - 1)))
-        made.append(out)
-    return tuple(made)
+    return tuple(
+        affine(
+            [part.astype(dtype) for part in readable],
+            [row[j] for row in tiles.kernel],
+            None if tiles.bias is None else tiles.bias[j],
+            implementation=implementation,
+        )
+        for j in range(num_out)
+    )

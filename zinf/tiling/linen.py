@@ -15,6 +15,7 @@ from zinf.tiling.linear import (
     linear,
 )
 from zinf.tiling.splits import split
+from zinf_kernels.dispatch import Implementation
 
 
 class TiledDense(nn.Module):
@@ -30,6 +31,7 @@ class TiledDense(nn.Module):
     param_dtype: Any = jnp.float32
     kernel_init: Initializer = KERNEL_INIT
     bias_init: Initializer = BIAS_INIT
+    implementation: Implementation = None
 
     @nn.compact
     def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
@@ -46,4 +48,5 @@ class TiledDense(nn.Module):
 
         kernel = self.param("kernel", kernel_tiles)
         bias = self.param("bias", bias_tiles) if self.use_bias else None
-        return linear(LinearTiles(kernel, bias), x)
+        tiles = LinearTiles(kernel, bias)
+        return linear(tiles, x, implementation=self.implementation)

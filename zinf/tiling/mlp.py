@@ -10,8 +10,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from zinf.tiling.linear import BIAS_INIT, KERNEL_INIT, Initializer
+from zinf.tiling.product import affine
 from zinf.tiling.rows import over_rows
 from zinf.tiling.splits import join, plus, shared, split
+from zinf_kernels.dispatch import Implementation
 
 Activation = Callable[[Array], Array]
 
@@ -32,15 +34,23 @@ class HiddenTile:
     gate_bias: Float[Array, " hidden"] | None = None
 
     def __call__(
-        self, x: Float[Array, "*batch dim"], activation: Activation
+        self,
+        x: Float[Array, "*batch dim"],
+        activation: Activation,
+        implementation: Implementation = None,
     ) -> Float[Array, "*batch out"]:
         """What these units add to the output."""
-        hidden = _affine(x, self.up, self.up_bias)
+
+        def product(x: Array, kernel: Array, bias: Array | None = None) -> Array:
+            bias = None if bias is None else bias.astype(x.dtype)
+            return affine([x], [kernel], bias, implementation=implementation)
+
+        hidden = product(x, self.up, self.up_bias)
         if self.gate is None:
             hidden = activation(hidden)
         else:
-            hidden = activation(_affine(x, self.gate, self.gate_bias)) * hidden
-        return jnp.matmul(hidden, self.down.astype(hidden.dtype))
+            hidden = activation(product(x, self.gate, self.gate_bias)) * hidden
+        return product(hidden, self.down)
 
 
 @partial(
@@ -133,6 +143,7 @@ def mlp(
     activation: Activation = jax.nn.gelu,
     tile_rows: int | None = None,
     axis: int = -2,
+    implementation: Implementation = None,
 ) -> Float[Array, "*batch out"]:
     """activation(x @ up) @ down with biases, or activation(x @ gate) * (x @ up) @ down.
 
@@ -146,11 +157,12 @@ def mlp(
         activation: of gate or, without one, of the hidden layer.
         tile_rows: rows of `x` along `axis` at a time; by default all. See `over_rows`.
         axis: of the rows, by default that of the sequence.
+        implementation: of the products; see `zinf.tiling.product.affine`.
     """
     dtype = jnp.result_type(x, tiles.hidden[0].up)
 
     def add(tile: HiddenTile, x: Array) -> Array:
-        return tile(x, activation)
+        return tile(x, activation, implementation)
 
     run = jax.checkpoint(add)
     if tile_rows is not None:
@@ -160,11 +172,6 @@ def mlp(
     products = (run(tile, wide.astype(dtype)) for tile in tiles.hidden)
     out = reduce(plus, products).astype(dtype)
     return out if tiles.bias is None else out + _line(tiles.bias, out)
-
-
-def _affine(x: Array, kernel: Array, bias: Array | None) -> Array:
-    out = jnp.matmul(x, kernel.astype(x.dtype))
-    return out if bias is None else out + _line(bias, out)
 
 
 def _line(bias: Array, like: Array) -> Array:

@@ -16,6 +16,7 @@ from zinf.tiling.linear import (
     linear,
 )
 from zinf.tiling.mlp import MlpTiles, mlp
+from zinf_kernels.dispatch import Implementation
 
 
 class TiledLinear(nnx.Module):
@@ -36,8 +37,10 @@ class TiledLinear(nnx.Module):
         param_dtype: Any = jnp.float32,
         kernel_init: Initializer = KERNEL_INIT,
         bias_init: Initializer = BIAS_INIT,
+        implementation: Implementation = None,
         rngs: nnx.Rngs,
     ):
+        self.implementation = implementation
         kernel = kernel_init(rngs.params(), (in_features, out_features), param_dtype)
         bias = None
         if use_bias:
@@ -46,7 +49,7 @@ class TiledLinear(nnx.Module):
         self.tiles = _params(LinearTiles.split(kernel, bias, **splits))
 
     def __call__(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
-        return linear(_values(self.tiles), x)
+        return linear(_values(self.tiles), x, implementation=self.implementation)
 
 
 class TiledMlp(nnx.Module):
@@ -69,9 +72,11 @@ class TiledMlp(nnx.Module):
         param_dtype: Any = jnp.float32,
         kernel_init: Initializer = KERNEL_INIT,
         bias_init: Initializer = BIAS_INIT,
+        implementation: Implementation = None,
         rngs: nnx.Rngs,
     ):
         self.activation, self.tile_rows = activation, tile_rows
+        self.implementation = implementation
         shapes = {"up": (dim, hidden), "down": (hidden, dim), "gate": (dim, hidden)}
         biases = {"up": "up_bias", "down": "bias", "gate": "gate_bias"}
         made: dict[str, Any] = {}
@@ -83,8 +88,13 @@ class TiledMlp(nnx.Module):
         self.tiles = _params(MlpTiles.split(**made, splits=splits))
 
     def __call__(self, x: Float[Array, "*batch dim"]) -> Float[Array, "*batch dim"]:
-        options = {"activation": self.activation, "tile_rows": self.tile_rows}
-        return mlp(_values(self.tiles), x, **options)
+        return mlp(
+            _values(self.tiles),
+            x,
+            activation=self.activation,
+            tile_rows=self.tile_rows,
+            implementation=self.implementation,
+        )
 
 
 def _params(tiles: Any) -> Any:
