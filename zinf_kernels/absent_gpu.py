@@ -1,8 +1,9 @@
 """Compiles for GPUs that are not there, to machine code, on any machine.
 
-What is compiled never runs: this says that it compiles, and the memory it will need. It
-takes the wheels `jax-cuda13-plugin` and `jax-cuda13-pjrt` of jax's own version, without
-the CUDA libraries; Pallas also takes `ptxas`, from a CUDA toolkit or a wheel.
+The compiled program never runs: it shows that a program compiles, and how much memory
+it needs. Compiling takes the wheels `jax-cuda13-plugin` and `jax-cuda13-pjrt` of jax's
+own version, without the CUDA libraries; Pallas also takes `ptxas`, from a CUDA toolkit
+or a wheel.
 """
 
 from collections.abc import Callable
@@ -32,9 +33,10 @@ OPTIONS: dict[str, bool | str] = {"xla_gpu_autotune_level": "0"}
 
 @dataclass(frozen=True)
 class Gpu:
-    """What compilers ask of a GPU, from NVIDIA's data sheets and CUDA's tables.
+    """The facts about a GPU that compilers need, from NVIDIA's data sheets and CUDA.
 
-    `flops_per_second` is that of dense products of short floats, which is for floors.
+    `flops_per_second` is the data sheet's for dense products of bfloat16. Only lower
+    bounds of times use it.
     """
 
     kind: str
@@ -125,7 +127,7 @@ def compile_for(gpu: Gpu, function: Callable[..., Any], *args: Any) -> Any:
 
     Args:
         gpu: one of `GPUS`.
-        function: what to compile; ops of this package choose what they choose there.
+        function: what to compile; ops of this package choose implementations for `gpu`.
         args: arrays or `jax.ShapeDtypeStruct`s, in any pytrees.
 
     Raises:
@@ -149,7 +151,7 @@ def compile_for(gpu: Gpu, function: Callable[..., Any], *args: Any) -> Any:
 def compile_over(
     gpu: Gpu, function: Callable[..., Any], *args: Any, specs: Any, num_devices: int
 ) -> Any:
-    """The same for several such GPUs, on whose parts `jax.shard_map` runs `function`.
+    """`jax.shard_map` of a function, compiled for several such GPUs.
 
     Args:
         specs: a `PartitionSpec` for each argument and for the result, on axis "device".
@@ -179,7 +181,8 @@ def why_not() -> str | None:
 def absent_devices(
     gpu: Gpu, *, num_hosts: int = 1, devices_per_host: int = 1
 ) -> list[Any]:
-    """Such GPUs, host by host, for the shardings of what is compiled and never run.
+    """Descriptions of such GPUs, host by host: for shardings of programs that never
+    run.
 
     Raises:
         NotImplementedError: the compiler is not installed; the message says what to do.

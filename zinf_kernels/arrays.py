@@ -16,7 +16,7 @@ LINE_BYTES = 64
 def check_array(
     name: str, array: np.ndarray, *, dtypes: Collection[np.dtype], is_written: bool
 ) -> None:
-    """Raises ValueError (TypeError for what is no array) unless it can be used."""
+    """Raises ValueError, or TypeError for a non-array, unless kernels can use it."""
     if not isinstance(array, np.ndarray):
         raise TypeError(
             f"{name} is a {type(array).__name__}, but an update in place needs NumPy "
@@ -52,7 +52,7 @@ def check_apart(arrays: Mapping[str, np.ndarray]) -> None:
                 f"{arrays[first].size:,}. Give all arrays the same length."
             )
     for (one, a), (other, b) in combinations(arrays.items(), 2):
-        # Exact for contiguous arrays, whose bounds are all there is to know.
+        # Exact for contiguous arrays: they share memory if their bounds overlap.
         if np.may_share_memory(a, b):
             raise ValueError(
                 f"{one} and {other} share memory. Give each array its own."
@@ -62,7 +62,8 @@ def check_apart(arrays: Mapping[str, np.ndarray]) -> None:
 def elements_before_line(array: np.ndarray) -> int:
     """Elements of an array before the first cache line that starts with one.
 
-    NumPy aligns to 16 bytes. Vectors that lie across two cache lines cost 6%.
+    NumPy aligns arrays to 16 bytes. A loop over vectors that cross cache lines takes 6%
+    longer.
     """
     before = -array.ctypes.data % LINE_BYTES // array.itemsize
     return min(before, array.size)

@@ -1,4 +1,4 @@
-"""Which device an op will run on, as far as a choice of kernels depends on it."""
+"""The device that an op will run on, as far as the choice of a kernel depends on it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 HOPPER = (9, 0)
-# For devices that are described and not there. Those that are there say it themselves.
+# For devices that are only described. Present devices report it themselves.
 CAPABILITIES = {
     "T4": (7, 5),
     "V100": (7, 0),
@@ -32,10 +32,10 @@ class Device:
 def device_for(*arrays: Any) -> Device:
     """The device that a computation on these arrays will run on.
 
-    Under `jax.sharding.use_abstract_mesh` it is the mesh's, there or not; otherwise
-    that of the first array that has one, and for arrays being traced the default
-    device. A program that is traced on a machine with an accelerator but runs on its
-    CPU has to pass `implementation`, or set `jax.default_device`.
+    Under `jax.sharding.use_abstract_mesh` it is the mesh's device, present or not.
+    Otherwise it is that of the first array that has one, and the default device for
+    arrays being traced. A program that is traced on a machine with an accelerator but
+    runs on its CPU has to pass `implementation`, or set `jax.default_device`.
     """
     described = jax.sharding.get_abstract_mesh().abstract_device
     if described is not None:
@@ -56,9 +56,9 @@ def device_for(*arrays: Any) -> Device:
 
 
 def is_alone() -> bool:
-    """Whether what is traced now runs on one device, or on its part in `jax.shard_map`.
+    """Whether the program being traced runs on one device, or inside `jax.shard_map`.
 
-    Without a mesh to go by, programs are for all devices of the process and others.
+    Without a mesh, the program may run on all devices that jax sees.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.axis_names:
@@ -67,7 +67,7 @@ def is_alone() -> bool:
 
 
 def hopper_obstacle(device: Device) -> str | None:
-    """Why a kernel that needs wgmma and TMA as Hopper has them cannot run, if so."""
+    """Why a kernel that needs Hopper's wgmma and TMA cannot run; None if it can."""
     if device.capability == HOPPER:
         return None
     if device.platform != "gpu":

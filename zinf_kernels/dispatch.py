@@ -1,4 +1,4 @@
-"""Which implementation of an op runs: one that was asked for, or an error."""
+"""Chooses the implementation of an op: one that was asked for, or an error."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -11,7 +11,7 @@ NO_OBSTACLES: Mapping[str, str] = MappingProxyType({})
 def choose(
     implementation: Implementation, *, op: str, existing: Mapping[str, Callable]
 ) -> Callable[..., Any]:
-    """The implementation to run, of those that can run anywhere: see `choose_name`."""
+    """The implementation to run, where all can run anywhere: see `choose_name`."""
     return existing[choose_name(implementation, op=op, existing=existing)]
 
 
@@ -25,12 +25,13 @@ def choose_name(
     """The name of the implementation to run.
 
     Args:
-        implementation: its name; names in order of preference, the first that exists
-            and can run being taken; or `None` for the first of `existing` that can.
+        implementation: its name; or names in order of preference, of which the first
+            that exists and can run is taken; or `None` for the first of `existing` that
+            can.
         op: what to call the op in errors.
         existing: all implementations of the op, the preferred one first.
-        obstacles: why those of `existing` that cannot run here and now cannot, a
-            sentence each. Whoever asks an op which implementations can run gets this.
+        obstacles: for each of `existing` that cannot run here, the reason as a
+            sentence. The function `obstacles` of an op returns this.
 
     Raises:
         ValueError: none of those asked for exists and can run; nothing else takes

@@ -1,8 +1,8 @@
-"""What numba lacks for kernels: fused multiply-adds, selects, bfloat16 and float16.
+"""Operations that numba lacks: fused multiply-adds, selects, bfloat16 and float16.
 
-The short floats are their bits, uint16, to numba. Each function is a few instructions
-of LLVM, which its vectoriser widens. Written in numba's own integers the conversions
-would take place in 64 bits, and twice as long.
+Numba sees short floats as their bits, uint16. Each function is a few instructions of
+LLVM, which LLVM vectorises. Written with numba's own integers, conversions would be in
+64 bits and take twice as long.
 """
 
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ def inlined(build: Any) -> Any:
 
 @inlined
 def fused(_: Any, x: Any, y: Any, z: Any) -> Any:
-    """`x * y + z` in float32, rounded once where the processor can, as most can.
+    """`x * y + z` in float32, rounded once if the processor has FMA, as most have.
 
     Numba's `fastmath={"contract"}` fuses as well, but of two products that are added
     the compiler chooses the one that it does not round.
@@ -92,7 +92,7 @@ def to_float16(_: Any, number: Any) -> Any:
 
 @inlined
 def sign(_: Any, number: Any) -> Any:
-    """1 or -1; zeros and NaNs are their own sign."""
+    """1 or -1; zeros and NaNs are returned as they are."""
 
     def build(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
         has_sign = builder.fcmp_ordered("!=", arguments[0], FLOAT(0))

@@ -1,7 +1,7 @@
 """Runs Mosaic GPU kernels on the CPU, slowly: for tests of their numbers.
 
-It also finds reads of what TMA has not brought yet, which show as NaNs, and from jax
-0.11 on races between warpgroups and transfers, which raise.
+It also finds reads of data that TMA has not copied yet, which are NaN, and, from jax
+0.11 on, races between warpgroups and transfers, which raise.
 """
 
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ if IS_OLD:
     from jax._src.pallas.mosaic_gpu.interpret import params as modes
 else:
     modes: Any = plgpu
-# On two cores 4 of 4 runs of three warpgroups did; with NPROC=8 in the environment, so
-# many threads XLA then has, none of 4.
+# Three warpgroups on two cores hung in 4 of 4 runs, and in none of 4 with NPROC=8 in
+# the environment, which gives XLA eight threads.
 LOCKS_UP = (
     "Warpgroups that wait in the interpreter of jax before 0.11 hold threads of XLA, "
     "and may leave none for the others."

@@ -1,9 +1,9 @@
 """Products of matrices tile by tile, by TMA and wgmma, for kernels to finish.
 
-One warpgroup fetches pieces of both matrices, two multiply; each block of threads stays
-and takes tile after tile of the product, in an order that keeps what neighbours read in
-the cache. This is as in jax's own example (hopper_matmul_mgpu.py in
-jax/experimental/pallas/ops/gpu), but for what is done before a tile and after it.
+One warpgroup fetches pieces of both matrices and two multiply. Blocks of threads are
+persistent: each takes tile after tile of the product, in an order that lets neighbours
+share the cache. This follows jax's own example (hopper_matmul_mgpu.py in
+jax/experimental/pallas/ops/gpu), with hooks before and after a tile.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ from zinf_kernels.tiles import Tiles
 # Shared memory of a block, some of its 227 KiB being left for barriers.
 SHARED_BYTES = 226 << 10
 MOST_STEPS = 4
-# Columns of tiles that are done before the next, for the cache.
+# Columns of tiles that are computed before the next columns, for the cache.
 SNAKE_WIDTH = 8
 COMPUTE_WARPGROUPS = 2
 # `plgpu.kernel` of jax 0.10 has no such argument.
@@ -82,16 +82,16 @@ def for_tiles(
     memory_bytes: int,
     is_transposed: bool = False,
 ) -> None:
-    """What every block of threads does.
+    """The loop of every block of threads.
 
     Args:
-        begin: is called by each warpgroup that multiplies before its part of a tile,
-            to fetch what it needs for it; and with the shared memory that it asked for.
-        finish: is called after it, with its sums, float32 [tiles.m, tiles.n], too.
+        begin: called by each warpgroup that multiplies, before its part of a tile, with
+            `memory`. It starts to fetch the operands of `finish`.
+        finish: called after that part, also with its sums, float32 [tiles.m, tiles.n].
         a: [m, k] in device memory, sizes being multiples of tiles.
         b: [k, n], or [n, k] if it is transposed.
-        memory: names and kinds of shared memory and barriers, or None for nothing.
-        memory_bytes: how large that is; the rest is for pieces of `a` and `b`.
+        memory: shared memory and barriers to allocate, by name.
+        memory_bytes: the size of `memory`; the rest is for pieces of `a` and `b`.
     """
     block_m, block_n = tiles.m * COMPUTE_WARPGROUPS, tiles.n
     grid_m, grid_n = a.shape[0] // block_m, b.shape[not is_transposed] // block_n
@@ -113,7 +113,7 @@ def for_tiles(
         )
 
     def ignore(*_: Any, **__: Any) -> None:
-        """Allocations do not depend on what is computed."""
+        """Allocations do not depend on the computation."""
 
     @partial(
         pl.run_scoped,
@@ -153,7 +153,7 @@ def for_tiles(
 
 
 def transforms(columns: int, dtype: Any) -> tuple[Any, ...]:
-    """How rows of so many elements lie in shared memory."""
+    """The layout in shared memory of rows of so many elements."""
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(columns * itemsize * 8)
     tiling = plgpu.TilingTransform((8, swizzle // itemsize))

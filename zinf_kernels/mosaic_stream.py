@@ -1,8 +1,8 @@
 """Rows of arrays through a function, tile by tile, at the speed of device memory.
 
-What memory-bound kernels share: each block of threads takes every so manyth tile of
-rows. TMA brings the next tiles to shared memory while one is computed, and takes
-results away while the next are.
+The frame of memory-bound kernels: of n blocks of threads, each takes every nth tile of
+rows. TMA copies the next tiles to shared memory while one is computed, and copies
+results out while the next are computed.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,15 +16,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-# What is for us of the shared memory of a core (227 KiB), some being left for barriers.
+# Shared memory of a core for tiles: 227 KiB, less some for barriers.
 SHARED_BYTES = 208 << 10
 # Two blocks for each core, one of which computes while the other waits, if both fit.
 MOST_BLOCKS_PER_CORE = 2
-# More tiles in flight would bring nothing: at 4.8 TB/s and a microsecond of latency a
-# core needs 36 KB under way.
+# More tiles in flight gain nothing: at 4.8 TB/s and a microsecond of latency a core
+# needs 36 KB in flight.
 MOST_TILES = 4
 LEAST_TILES = 2
-# Results of the last tile leave while those of the next are written.
+# Results of one tile are copied out while those of the next are written.
 RESULT_SLOTS = 2
 
 # A warpgroup reduces rows only in the layout of a matrix, which has 64 rows.
@@ -73,7 +73,7 @@ def stream(
                 (number,) = indices
                 slot = lax.rem(number, RESULT_SLOTS)
                 written = [ref.at[slot] for ref in slots]
-                # Each result is a group of its own: all but the last tile's are gone.
+                # Each result is a group of its own. Wait for all but the last tile's.
                 outstanding = len(results) * (RESULT_SLOTS - 1)
                 plgpu.wait_smem_to_gmem(outstanding, wait_read_only=True)
                 start = index(number) * TILE_ROWS
@@ -122,7 +122,7 @@ def _shape(array: Any) -> tuple[int, ...]:
 
 
 def _transforms(array: Any) -> tuple[Any, ...]:
-    """How a tile lies in shared memory so that rows do not meet in the same banks."""
+    """The layout of a tile in shared memory, swizzled against bank conflicts."""
     if len(array.shape) == 1:
         return ()
     itemsize = jnp.dtype(array.dtype).itemsize

@@ -1,6 +1,6 @@
 """Loops over pieces of arrays that XLA updates in place, and products with wide sums.
 
-All of it works in `jax.shard_map` too.
+All functions work inside `jax.shard_map`.
 """
 
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def accumulator(dtype: Any) -> Any:
 
 
 def product(one: Array, other: Array, contracted: tuple[int, int]) -> Array:
-    """Of two matrices along an axis of each, as it was summed: in `accumulator`."""
+    """The product of two matrices along an axis of each, in the dtype of its sums."""
     a, b = contracted
     dimensions = (((a,), (b,)), ((), ()))
     wide = accumulator(one.dtype)
@@ -54,8 +54,8 @@ def product(one: Array, other: Array, contracted: tuple[int, int]) -> Array:
 def varying_as(x: Array, *likes: Array) -> Array:
     """`x` marked as different on the devices on which `likes` may be, in shard_map.
 
-    What a loop carries has to be marked from the start. The transpose of marking is the
-    sum over devices, which is what the gradient of a weight that all have needs.
+    The carry of a loop has to be marked from the start. The transpose of marking is a
+    sum over devices, which the gradient of a replicated weight needs.
     """
     wanted = frozenset().union(*map(_varying, likes))
     axes = tuple(wanted - _varying(x))

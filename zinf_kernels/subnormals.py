@@ -1,8 +1,8 @@
-"""Has the processor take floats below the normal ones for zero, as XLA:CPU does.
+"""Makes the processor treat subnormal floats as zero, as XLA:CPU does.
 
-With them an operation takes a hundred cycles, and a number that XLA has for zero may
-make a step of Lion's, which goes by signs. Zeroing each result in the loop instead made
-loops in the cache take two to three times as long.
+An operation with subnormals takes a hundred cycles, and a number that is zero for XLA
+may still have a sign, which moves a parameter by a whole step of Lion. Zeroing each
+result in the loop instead made loops in the cache take two to three times as long.
 """
 
 import platform
@@ -23,7 +23,7 @@ ARM_BITS = 1 << 24
 
 @inlined
 def flush_subnormals(_: Any) -> Any:
-    """Begins it on this thread; returns what `restore` wants at the end."""
+    """Starts flushing on this thread; returns the state for `restore`."""
 
     def build(_: Any, builder: Any, __: Any, ___: Any) -> Any:
         before = _control(builder)
@@ -36,7 +36,7 @@ def flush_subnormals(_: Any) -> Any:
 
 @inlined
 def restore(_: Any, before: Any) -> Any:
-    """Ends it."""
+    """Returns this thread to the state before `flush_subnormals`."""
 
     def build(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
         _set_control(builder, arguments[0])

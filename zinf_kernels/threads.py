@@ -1,8 +1,7 @@
 """Runs a function that needs no GIL over blocks of a range, on several threads.
 
-Numba's own parallel loops are not for us: unless TBB or OpenMP is installed they run on
-a pool that aborts the process when two Python threads use it at once, as threads that
-train do.
+Numba's own parallel loops cannot be used: without TBB or OpenMP they run on a pool that
+aborts the process when two Python threads use it at once, as training threads do.
 """
 
 from collections.abc import Callable
@@ -13,10 +12,10 @@ from threading import Lock
 
 from numba import config
 
-# Under this many elements waking a thread, or taking the GIL, costs more than it saves.
+# With fewer elements, waking a thread or taking the GIL costs more than it saves.
 LEAST_NUMEL = 1 << 17
-# So many blocks for each thread that one that XLA holds up leaves work to the others,
-# so few that taking the GIL between blocks costs nothing (16 took 4% longer).
+# Enough blocks that other threads can take over from one that waits for XLA, and so few
+# that taking the GIL between blocks is free (16 took 4% longer).
 BLOCKS_PER_THREAD = 4
 # Blocks start at whole cache lines, of any element type, if the range does.
 BLOCK_MULTIPLE = 1024
@@ -32,8 +31,8 @@ def for_blocks(
 ) -> None:
     """Calls `function(i, j)` for ranges that make up `start:stop`, and waits for all.
 
-    The caller's thread works too and waits for nothing that has not begun, so this
-    cannot lock up, however many threads call it, in forked processes too.
+    The caller's thread works too, and waits only for blocks that have begun. So this
+    cannot deadlock, whatever number of threads call it, also in forked processes.
     """
     numel = stop - start
     threads = min(num_threads or usable_cores(), max(numel // LEAST_NUMEL, 1))

@@ -55,9 +55,10 @@ def adam_update(
         master  e |master| + learning_rate * (12 e (|change| + |weight_decay master|)
                 + 3 e M |change / m|): the last sum, all before it, and m's own
 
-    of exact arithmetic, up to multiples of 2**-126; two of them, within twice that of
-    each other. No bound in units of m's own last place can hold, as its two terms may
-    cancel. "cpu" mostly gives the very bits of `optax.adamw` under jit on XLA:CPU.
+    of exact arithmetic, up to multiples of 2**-126. Two implementations stay within
+    twice that of each other. The bound of m is not in units of m's own last place,
+    because the two terms of m may cancel. "cpu" mostly gives the very bits of
+    `optax.adamw` under jit on XLA:CPU.
 
     Results of m and v below 2**-126 become zero, as XLA:CPU has them. Infinities and
     NaNs go where the formulas send them.
@@ -116,7 +117,7 @@ def adam_update_scalars(
 ) -> None:
     """`adam_update` with all scalars as they are.
 
-    For callers that have them in float32 already, say from a traced optimizer.
+    For callers whose scalars are float32 already, such as a traced optimizer's.
     """
     update = choose(implementation, op="adam_update", existing=EXISTING)
     if num_threads is not None and num_threads < 1:

@@ -1,4 +1,4 @@
-"""What one update is given: its arrays, checked, and its scalars in float32."""
+"""The arguments of one update: its arrays, checked, and its scalars in float32."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,8 +7,8 @@ import numpy as np
 
 from zinf_kernels.arrays import BFLOAT16, FLOAT16, FLOAT32, check_apart, check_array
 
-# What each array may be made of. `v` has no short form: bfloat16 keeps 8 bits, and a
-# step changes v by a part in 1 / (1 - b2) = 1000.
+# The dtypes that each array may have. `v` is never short: bfloat16 has 8 bits of
+# precision, and one step changes v by one part in 1 / (1 - b2) = 1000.
 DTYPES = {
     "master": (FLOAT32,),
     "m": (FLOAT32, BFLOAT16),
@@ -29,7 +29,7 @@ class Arrays:
     copy: np.ndarray | None
 
     def check(self) -> None:
-        """Raises ValueError (TypeError for what is no array) unless all can be used."""
+        """Raises ValueError, or TypeError for a non-array, unless all can be used."""
         arrays = {"master": self.master, "m": self.m, "v": self.v}
         arrays["gradient"] = self.gradient
         if self.copy is not None:
@@ -44,9 +44,9 @@ class Arrays:
 class Scalars:
     """The scalars of one update, in float32.
 
-    `correction1` and `correction2` are `1 - b1**step` and `1 - b2**step`. Each is given
-    for itself because rounding makes them so: `1 - b1` is taken in float64 by optax and
-    cannot be had from `b1` in float32.
+    `correction1` and `correction2` are `1 - b1**step` and `1 - b2**step`. `1 - b1` is a
+    field of its own: optax computes it in float64, and float32 `b1` no longer has the
+    digits for it.
     """
 
     learning_rate: np.float32
@@ -76,7 +76,7 @@ def adam_scalars(
 ) -> Scalars:
     """Rounds hyperparameters as `optax.adamw` under jit does.
 
-    An average kept in bfloat16 decays by b1 in bfloat16 there, 0.8984 for 0.9.
+    There an average in bfloat16 decays by b1 rounded to bfloat16: 0.8984 for 0.9.
 
     Raises:
         ValueError: `step` is not 1 or more, or `b1` or `b2` is not in [0, 1).

@@ -43,13 +43,13 @@ class Case:
 
     def gradients(self, *, seed: int) -> np.ndarray:
         random = np.random.default_rng(seed)
-        # Divided by the factor, as a loss scale would have it.
+        # A loss scale of 1 / factor makes gradients larger by it.
         wide = random.standard_normal(self.numel) * (1e-3 / self.factor)
         return wide.astype(np.float32).astype(self.gradient_dtype)
 
 
 def cases() -> Iterator[Case]:
-    """Every pair of gradient and moment, both copies, all that changes the formulas."""
+    """Every pair of gradient and moment dtype, both copies, every formula."""
     yield Case("float32", 4097)
     yield Case("adam", 4097, hyperparameters=ADAM)
     yield Case("rooted", 1000, factor=0.37, hyperparameters=ROOTED)

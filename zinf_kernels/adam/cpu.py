@@ -1,15 +1,15 @@
 """Adam on the host, in place: one pass over memory, compiled by numba.
 
 An update reads 16 bytes an element, writes 12, and takes as long as the reads alone
-(scripts/bench/bench_adam.py). So all that counts is that nothing is read twice, that no
-page is new, and that the loop is vectorised.
+(scripts/bench/bench_adam.py). So the time depends on three things only: nothing is read
+twice, no page is newly mapped, and the loop is vectorised.
 
 [Note: the bits of optax] Operations and their order are those of XLA:CPU (jax 0.10 and
-0.12) for `optax.adamw` under jit, of a gradient that is multiplied by a factor there. A
+0.12) for `optax.adamw` under jit, whose gradient is multiplied by a factor first. A
 division by a bias correction is a product with its inverse. Of two products that are
-added one is rounded and the other fused into the sum; which one, LLVM decides for XLA
-and we write down (with float16 gradients its choice depends on the length). Nothing is
-slower for it.
+added, one is rounded and the other is fused into the sum. LLVM chooses which for XLA,
+and this file repeats its choice (with float16 gradients the choice depends on the
+length). This costs no time.
 """
 
 from collections.abc import Callable
@@ -27,8 +27,8 @@ from zinf_kernels.threads import for_blocks
 
 ZERO = np.float32(0)
 ONE = np.float32(1)
-# XLA:CPU flushes what is smaller. Moments of a token that is not seen again decay into
-# that range, where an update takes 1.6 times as long on Zen 4.
+# XLA:CPU flushes smaller numbers to zero. The moments of a token that no longer occurs
+# decay into that range, where an update takes 1.6 times as long on Zen 4.
 SMALLEST_NORMAL = np.finfo(np.float32).smallest_normal
 NO_COPY = np.empty(0, np.uint16)
 COMPILING = Lock()
@@ -74,12 +74,12 @@ def compiled(
 ) -> Callable[..., None]:
     """The loop for arrays of these dtypes, in about 0.2 s (the first one 0.8 s).
 
-    It is not cached on disk: that needs a folder that can be written and is shared by
-    no two kinds of machine.
+    It is not cached on disk: a cache needs a writable folder, one for each kind of
+    processor.
     """
     m_type, widen_m, narrow_m = FORMATS[m_dtype]
     gradient_type, widen_gradient, _ = FORMATS[gradient_dtype]
-    # As LLVM decides for XLA when the gradient is widened and scaled just before.
+    # LLVM's choice for XLA if the gradient is widened and scaled just before.
     fuse_gradient = gradient_dtype != BFLOAT16 or m_dtype == BFLOAT16
     has_copy = copy_dtype is not None
     _, _, narrow_copy = FORMATS[copy_dtype or BFLOAT16]
@@ -115,7 +115,7 @@ def compiled(
             else:
                 new_m = fused(b1, widen_m(m[i]), one_minus_b1 * g)
             new_v = fused(b2, v[i], one_minus_b2 * (g * g))
-            # Written so that a NaN stays.
+            # This comparison keeps a NaN.
             new_m = ZERO if abs(new_m) < SMALLEST_NORMAL else new_m
             new_v = ZERO if new_v < SMALLEST_NORMAL else new_v
             m[i] = narrow_m(new_m)

@@ -31,7 +31,7 @@ def _updated(
     m_hat = new_m / s["correction1"]
     v_hat = new_v / s["correction2"]
     change = m_hat / (jnp.sqrt(v_hat + s["eps_root"]) + s["eps"])
-    # A decay of zero is no decay, even of an infinite parameter.
+    # 0 * inf is NaN: with a decay of zero the product is left out.
     decay = s["weight_decay"]
     change = jnp.where(decay == 0, change, change + decay * master)
     return master - s["learning_rate"] * change, new_m.astype(m.dtype), new_v

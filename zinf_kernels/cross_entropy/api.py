@@ -12,8 +12,8 @@ from zinf_kernels.dispatch import Implementation, choose_name
 from zinf_kernels.pieces import varying_as
 from zinf_kernels.tiles import TILES
 
-# The kernel is not first before it has been faster on a GPU: XLA's pieces of logits
-# take no more memory, only traffic.
+# XLA first, until the kernel has been measured to be faster on a GPU: XLA's pieces of
+# logits cost traffic, but no more memory.
 EXISTING = ("xla", "mosaic_gpu", "reference")
 CHUNKS = Chunks()
 KERNEL_DTYPES = (jnp.bfloat16, jnp.float16)
@@ -22,8 +22,8 @@ KERNEL_DTYPES = (jnp.bfloat16, jnp.float16)
 class Loss(NamedTuple):
     """A sum of losses and the weight of the tokens in it, float32 scalars.
 
-    Over microbatches or devices add both up, and take the mean last: it is then exact
-    however unevenly the tokens that count are spread.
+    Add both over microbatches or devices, and take the mean last: it is then exact,
+    even if the microbatches have different numbers of tokens that count.
     """
 
     total: Float[Array, ""]
@@ -31,7 +31,7 @@ class Loss(NamedTuple):
 
     @property
     def mean(self) -> Float[Array, ""]:
-        """Loss for a unit of weight; zero, and flat, if no token counts."""
+        """Loss per unit of weight; zero, with zero gradient, if no token counts."""
         is_empty = self.weight == 0
         return jnp.where(is_empty, 0, self.total / jnp.where(is_empty, 1, self.weight))
 
@@ -58,13 +58,13 @@ def cross_entropy(
 
     Args:
         token_weights: a mask, or weights of any sign and size; by default all are 1.
-            What a token without a label has here, NaN too, does not matter; its
-            vector has to be finite all the same.
+            The weight of a token without a label is ignored, even NaN; the token's
+            vector must still be finite.
         z_loss: weight of the square of the logsumexp (PaLM, arXiv:2204.02311, section
             5, has 1e-4), which keeps logits from drifting.
 
     Returns:
-        Sum and weight; `.mean` is what one usually minimises.
+        Sum and weight; `.mean` is the usual loss.
 
     Raises:
         ValueError: as `token_losses`, or `token_weights` has another shape than labels.
@@ -89,7 +89,7 @@ def weighted(
     token_weights: Float[Array, "*batch"] | None = None,
     z_loss: float = 0.0,
 ) -> Loss:
-    """What `cross_entropy` makes of the losses and logsumexps of tokens."""
+    """`cross_entropy` from the losses and logsumexps of tokens."""
     if token_weights is None:
         token_weights = jnp.ones(labels.shape, losses.dtype)
     elif token_weights.shape != labels.shape:
@@ -99,7 +99,7 @@ def weighted(
         )
     counts = labels >= 0
     weights = jnp.where(counts, token_weights.astype(losses.dtype), 0)
-    # Where no weight is, nothing may come of a loss that is not finite.
+    # A loss that is not finite must not reach the sum, or a gradient, with weight 0.
     matters = weights != 0
     lse, losses = jnp.where(matters, lse, 0), jnp.where(matters, losses, 0)
     total = jnp.sum(weights * (losses + z_loss * jnp.square(lse)))
@@ -119,24 +119,24 @@ def token_losses(
     """-log softmax(x @ weight)[label] and logsumexp(x @ weight) of each token.
 
     Both differentiable (in reverse) by `x` and `weight`. "xla" never holds more than
-    `chunk_tokens` x `chunk_vocab` logits. Beside arguments and results its backward
+    `chunk_tokens` x `chunk_vocab` logits. Besides arguments and results, its backward
     pass takes 4 N D bytes, 4 D chunk_vocab, and a few times 4 chunk_tokens chunk_vocab.
 
     Rounding: products of bfloat16 or float16 are summed in float32, exponentials and
     sums are float32, in pieces that are added in order; gradients by logits are rounded
     to the dtype of `x` before they are multiplied, and results to that of their
-    argument once. The sizes of the pieces change the order of sums, nothing else.
+    argument once. The sizes of the pieces change only the order of sums.
 
     In `jax.shard_map` the weight may be the same on all devices: its gradient is then
-    summed over them. Under `jax.jit` alone, tokens that lie on several devices would be
-    gathered, because XLA does not cut a loop over a cut axis.
+    summed over them. Under `jax.jit` alone XLA would gather tokens that are sharded
+    over devices: it does not split a loop over a sharded axis.
 
     Args:
         x: the last activations; float32, bfloat16, float16 or float64.
         weight: of the last layer, [dim, vocab], or [vocab, dim] with `vocab_axis=0` as
             embeddings are, of the dtype of `x`.
-        labels: integers. Where negative, no label: the loss is the logsumexp alone.
-            From the size of the vocabulary on: the loss is NaN.
+        labels: integers. A negative one is no label: the loss is the logsumexp alone.
+            One that is not below the size of the vocabulary gives NaN.
         vocab_axis: which axis of the weight is the vocabulary.
         chunk_tokens: most tokens in a piece of the logits.
         chunk_vocab: largest part of the vocabulary in a piece.
@@ -164,16 +164,16 @@ def token_losses(
         existing=EXISTING,
         obstacles=obstacles(device, x=x, weight=weight, chunks=chunks),
     )
-    # Only now: importing Pallas takes 1.4 s, and most will never need it.
+    # Imported late: Pallas takes 1.4 s to import, and most programs never need it.
     backend = import_module(f"zinf_kernels.cross_entropy.{name}")
-    # Whatever differs between devices makes the results differ; the transpose of
-    # saying so is the sum over devices.
+    # In shard_map, results vary over devices if any argument does. The transpose of
+    # marking an argument as varying is the sum of its gradient over devices.
     arrays = x, weight, labels
     x, weight, labels = (varying_as(a, *arrays) for a in arrays)
     flat = x.reshape(-1, x.shape[-1]), weight, labels.reshape(-1)
     losses, lse = backend.token_losses(*flat, chunks, num_cores=device.num_cores)
     losses, lse = losses.reshape(labels.shape), lse.reshape(labels.shape)
-    # An error cannot be raised inside of jit, and a wrong number would be worse.
+    # Code under jit cannot raise, and NaN is better than a wrong number.
     is_wrong = labels >= weight.shape[vocab_axis]
     return jnp.where(is_wrong, jnp.nan, losses), lse
 
@@ -181,9 +181,9 @@ def token_losses(
 def obstacles(
     device: Device, *, x: Any, weight: Any, chunks: Chunks = CHUNKS
 ) -> dict[str, str]:
-    """Why the implementations that cannot run there on such arrays cannot.
+    """For each implementation that cannot run there on such arrays, the reason.
 
-    `implementation=None` takes the first of `EXISTING` that is not here.
+    `implementation=None` takes the first of `EXISTING` that is not among them.
     """
     found = hopper_obstacle(device)
     if found is None and x.dtype not in KERNEL_DTYPES:

@@ -40,7 +40,7 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What `cross_entropy` is to be told beside its arrays."""
+        """The arguments of `cross_entropy` besides the arrays."""
         names = ("vocab_axis", "chunk_tokens", "chunk_vocab", "z_loss")
         return {name: getattr(self, name) for name in names}
 

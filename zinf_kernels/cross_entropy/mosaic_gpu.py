@@ -32,10 +32,10 @@ from zinf_kernels.mosaic_product import (
 from zinf_kernels.pieces import for_pieces, part, put, varying_as
 from zinf_kernels.tiles import TILES, Tiles
 
-# What is known of a token beside its vector comes as one row for each of these.
+# The numbers of each token besides its vector, one row for each name.
 FORWARD, BACKWARD = ("index",), ("index", "lse", "by_losses", "by_both")
 NUMBERS = 3
-# Pieces in which gradients leave: one is filled while the other leaves.
+# Gradients are written in pieces: one is filled while the other is copied out.
 SLOTS, PIECE_ROWS, PIECE_COLUMNS = 2, 64, 64
 
 
@@ -96,7 +96,7 @@ def statistics(
     index: Int32[Array, " tokens"],
     launch: Launch,
 ) -> Float32[Array, "3 word_tiles tokens"]:
-    """Of a token's logits in each tile: largest, sum of exponentials, the label's."""
+    """Largest logit, sum of exponentials and label's logit, by tile and token."""
     words = weight.shape[launch.chunks.vocab_axis] // launch.tiles.n
     result = jax.ShapeDtypeStruct((NUMBERS, words, len(x)), jnp.float32)
     shape = (COMPUTE_WARPGROUPS, NUMBERS, launch.tiles.m)
@@ -106,7 +106,7 @@ def statistics(
         largest = jnp.max(logits, axis=1)
         exponentials = jnp.exp(logits - _across(largest, logits))
         picked = jnp.where(_is_label(place, memory, logits), logits, jnp.float32(0))
-        # Of the last tile, which left while this one was summed.
+        # Wait for the last tile's copy, which ran while this one was summed.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         numbers = memory["numbers"].at[place.warpgroup]
         made = largest, jnp.sum(exponentials, axis=1), jnp.sum(picked, axis=1)
@@ -211,7 +211,7 @@ def _is_label(place: Place, memory: Mapping[str, Any], logits: Any) -> Any:
 
 
 def _across(numbers: Any, like: Any) -> Any:
-    """A number for each row, in all columns."""
+    """One number for each row, broadcast over columns."""
     return lax.broadcast_in_dim(numbers, like.shape, (0,))
 
 

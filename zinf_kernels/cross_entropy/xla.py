@@ -1,14 +1,14 @@
 """`token_losses` by XLA, a piece of the logits at a time.
 
 Forward, sums over the vocabulary are kept as in FlashAttention (arXiv:2205.14135): the
-largest logit so far, and the sum of exponentials relative to it. Backward computes each
-piece of the logits again: 8 instead of 6 multiplications for each weight and token.
+largest logit so far, and the sum of exponentials relative to it. Backward recomputes
+each piece of the logits: 8 operations for each weight and token, not 6.
 
 The vocabulary is the outer loop. A piece of the weight's gradient is then complete
-after one inner loop and is rounded to the weight's dtype at once, while that of the
-activations is summed in float32, which takes N D numbers more. The other way round it
-would be V D numbers, which is more for most models, and each of them read and written
-for every piece of the tokens.
+after one inner loop and is rounded to the weight's dtype at once. The activations'
+gradient is summed in float32, which takes N D numbers more. With the loops exchanged,
+the weight's gradient would be summed: V D numbers, which is more for most models, and
+each read and written for every piece of the tokens.
 """
 
 from collections.abc import Callable
@@ -69,9 +69,9 @@ def _token_losses(x: Array, weight: Array, labels: Array, chunks: Chunks) -> Any
 
 
 def _extended(sums: list[Array], logits: Array, index: Array) -> list[Array]:
-    """Largest logit, sum of exponentials and label's logit with those of one piece.
+    """Largest logit, sum of exponentials and label's logit, after one more piece.
 
-    `index` is that of the label in this piece, if it is within it.
+    `index` is the label's position in this piece; it may lie outside.
     """
     old, total, picked = sums
     largest = jnp.maximum(old, jnp.max(logits, axis=1))
@@ -107,7 +107,7 @@ def _by_logits(
     p = jnp.exp(chunks.logits(x, weight) - lse[:, None])
     is_label = lax.broadcasted_iota(index.dtype, p.shape, 1) == index[:, None]
     down = jnp.where(is_label, by_losses[:, None], 0)
-    # In the dtype of the model, as matrix units want it.
+    # Matrix units multiply only the short dtype of the model at full speed.
     return (p * by_both[:, None] - down).astype(x.dtype)
 
 
@@ -117,9 +117,10 @@ def gradients(
     """Cotangents of activations, weight and labels.
 
     Args:
-        by_logits: of some activations, a part of the weight, the labels' indices in it,
-            logsumexps, and cotangents of losses and of their sum with those of
-            logsumexps: the gradient by these logits, in the dtype of the activations.
+        by_logits: computes the gradient by some logits, in the dtype of the
+            activations, from activations, a part of the weight, the labels' indices in
+            it, logsumexps, the cotangents of losses, and those plus the cotangents of
+            logsumexps.
         kept: activations, weight, labels and logsumexps.
         cotangents: of losses and logsumexps.
     """

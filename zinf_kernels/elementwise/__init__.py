@@ -1,4 +1,4 @@
-"""Any update that acts on every element by itself, on host memory, in place."""
+"""Any element-wise update of arrays in host memory, in place."""
 
 from zinf_kernels.elementwise.api import elementwise_update
 from zinf_kernels.elementwise.program import Operation, Program

@@ -37,10 +37,10 @@ def elementwise_update(
     """Runs a program on every element of some arrays, in place, in one pass.
 
     Rounding: each operation is rounded to float32, to nearest with ties to even, and
-    what is below 2**-126 counts as zero, as with XLA:CPU. Fused operations are rounded
-    once where the processor can, as most can. So all implementations give the same
-    bits, but for the one in 2**29 fused operations that the reference rounds twice, and
-    but for what NaNs carry.
+    numbers below 2**-126 count as zero, as with XLA:CPU. Fused operations are rounded
+    once if the processor has them, and most have. So all implementations give the same
+    bits, with two exceptions: one in 2**29 fused operations, which the reference rounds
+    twice, and the payload of NaNs.
 
     Args:
         arrays: contiguous 1-D NumPy arrays of one length, of the dtypes of the program,

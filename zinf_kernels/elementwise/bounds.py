@@ -1,8 +1,7 @@
-"""How far rounding may carry a program away from exact arithmetic.
+"""Bounds on the rounding error of a program.
 
-Running error analysis (Higham 2002, section 3.3): beside each value in float64, which
-is exact for our purpose, goes a bound of its error in float32, whichever products are
-fused.
+Running error analysis (Higham 2002, section 3.3): each value in float64, which is exact
+enough here, carries a bound of its error in float32, whichever products are fused.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,13 +17,13 @@ from zinf_kernels.elementwise.program import Program
 ROUNDING = 2.0**-24
 # XLA improves an estimate of reciprocal roots: 2.4 roundings, measured on AVX-512.
 RSQRT_ROUNDINGS = 4
-# What lies below becomes zero.
+# Smaller results become zero.
 SMALLEST_NORMAL = 2.0**-126
 
 
 @dataclass(frozen=True)
 class Bounded:
-    """Values and the most by which each may be wrong; of truths, whether it may be."""
+    """Values and a bound of each one's error; for booleans, whether it may be wrong."""
 
     value: Any
     error: Any
@@ -35,7 +34,7 @@ def error_bounds(
 ) -> list[np.ndarray]:
     """For each output, how far an implementation may be from exact arithmetic.
 
-    Two of them may be twice that apart. A bound is NaN where the output is.
+    Two implementations may be twice that apart. A bound is NaN where the output is.
     """
     inputs = [Bounded(np.asarray(x, np.float64), 0.0) for x in (*arrays, *scalars)]
     with np.errstate(all="ignore"):
@@ -74,7 +73,7 @@ def _mul(x: Bounded, y: Bounded) -> Bounded:
 def _div(x: Bounded, y: Bounded) -> Bounded:
     value = x.value / y.value
     smallest = np.maximum(np.abs(y.value) - y.error, 0)
-    # Twice, in case it is a product with an inverse.
+    # Two roundings: compilers may multiply by the inverse.
     return _rounded(value, (x.error + np.abs(value) * y.error) / smallest, 2)
 
 
@@ -95,7 +94,7 @@ def _sign(x: Bounded) -> Bounded:
 
 
 def _either(function: Callable[..., Any]) -> Callable[[Bounded, Bounded], Bounded]:
-    """Of an operation whose result is one of its operands."""
+    """The bound of an operation whose result is one of its operands."""
     return lambda x, y: Bounded(
         function(x.value, y.value), np.maximum(x.error, y.error)
     )
@@ -131,7 +130,7 @@ OPERATIONS = {
     "sub": _sub,
     "mul": _mul,
     "div": _div,
-    # As if the product were rounded, so that it does not matter if it is.
+    # Bounded as if the product were rounded, which holds if it is fused too.
     "fused_add": lambda x, y, z: _add(_mul(x, y), z),
     "fused_sub": lambda x, y, z: _sub(_mul(x, y), z),
     "fused_from": lambda x, y, z: _sub(z, _mul(x, y)),

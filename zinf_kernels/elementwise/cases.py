@@ -28,12 +28,12 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """Every operation for itself, every dtype, and an optimizer."""
+    """Every operation alone, every dtype, and one optimizer."""
     for name, arity in ARITIES.items():
         if name not in (*COMPARISONS, "and_", "or_", "not_", "select"):
             operation = Operation(name, tuple(range(arity)))
             yield Case(name, _program([FLOAT32] * 3, 0, operation))
-    # The first number if the two compare so, else the second.
+    # The first number if the comparison holds, else the second.
     for name in COMPARISONS:
         operations = Operation(name, (0, 1)), Operation("select", (3, 0, 1))
         yield Case(name, _program([FLOAT32] * 3, 0, *operations))

@@ -1,7 +1,7 @@
-"""Fuses products into the sums that they go into, as compilers do.
+"""Fuses products into sums, as compilers do.
 
-Which product of two LLVM fuses for XLA, and whether one that goes into two sums,
-depends on the rest of the loop. Who wants the bits of XLA has to try.
+Which of two products LLVM fuses for XLA, and whether it fuses one that two sums read,
+depends on the rest of the loop. Code that wants the bits of XLA has to try both.
 """
 
 from collections import Counter
@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from zinf_kernels.elementwise.program import Operation, Program
 
-# For a sum and the position of the product in it.
+# The fused operation for a sum and the position of the product in it.
 FUSED = {
     ("add", 0): "fused_add",
     ("add", 1): "fused_add",
@@ -20,13 +20,13 @@ FUSED = {
 
 
 def contracted(program: Program, distance: Callable[[Program], int]) -> Program:
-    """The program with products fused into sums, nearest to what is wanted.
+    """The program with products fused into sums such that `distance` is least.
 
     One sum after another is tried in all ways and keeps the best, so the time is linear
-    in their number. A product that is not needed any more stays, unused.
+    in the number of sums. A product that no sum reads any more stays.
 
     Args:
-        distance: from what is wanted, 0 if nothing can be nearer.
+        distance: of a program from the wanted bits; 0 ends the search.
     """
     ways = [_ways(program, operation) for operation in program.operations]
     best = replace(program, operations=tuple(first for first, *_ in ways))
@@ -43,7 +43,7 @@ def contracted(program: Program, distance: Callable[[Program], int]) -> Program:
 
 
 def _ways(program: Program, operation: Operation) -> Sequence[Operation]:
-    """What an operation may be compiled to, beginning with the likeliest."""
+    """The forms that an operation may be compiled to, likeliest first."""
     if operation.name not in ("add", "sub"):
         return [operation]
     uses = Counter(k for o in program.operations for k in o.operands)

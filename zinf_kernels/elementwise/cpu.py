@@ -1,8 +1,9 @@
 """Loops on the host, in place: one pass over memory, compiled by numba.
 
-As with Adam (zinf_kernels/adam/cpu.py) all that counts is that nothing is read twice,
-that no page is new, and that the loop is vectorised. Its source is written line by
-line from the program, since numba has no loops over different numbers of arrays.
+As with Adam (zinf_kernels/adam/cpu.py) the time depends on three things only: nothing
+is read twice, no page is newly mapped, and the loop is vectorised. The source of the
+loop is generated from the program, because numba cannot loop over a variable number of
+arrays.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from zinf_kernels.threads import for_blocks
 
 COMPILING = Lock()
 
-# Numba expressions.
+# Operations as expressions for numba.
 TEMPLATES = {
     "add": "{} + {}",
     "sub": "{} - {}",

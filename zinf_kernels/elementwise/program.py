@@ -1,4 +1,4 @@
-"""What a loop computes for each element: a list of operations on numbers.
+"""The computation of a loop for each element, as a list of operations.
 
     Program(
         arrays=(FLOAT32, FLOAT32),             # values 0 and 1
@@ -8,8 +8,8 @@
         outputs=((1, 4),),
     )
 
-adds to array 1 a multiple of array 0. All constants are scalars, so that loops which
-differ in numbers only are one loop.
+adds to array 1 a multiple of array 0. All constants are scalars, so that loops that
+differ only in constants are one loop.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
-# How many operands each operation has. All are float32 but for comparisons, `and_`,
-# `or_` and `not_`, which give truths, and the first operand of `select`.
+# How many operands each operation has. All are float32 except the results of
+# comparisons, `and_`, `or_` and `not_`, and the first operand of `select`, which are
+# boolean.
 ARITIES = {
     "add": 2,
     "sub": 2,
@@ -33,9 +34,9 @@ ARITIES = {
     "abs": 1,
     "sqrt": 1,
     "rsqrt": 1,
-    # Zeros and NaNs are their own sign.
+    # Zeros and NaNs are returned as they are.
     "sign": 1,
-    # NaN if one of the two is.
+    # NaN if one operand is.
     "max": 2,
     "min": 2,
     "gt": 2,
@@ -47,7 +48,7 @@ ARITIES = {
     "and_": 2,
     "or_": 2,
     "not_": 1,
-    # A truth, the value if it holds, and the value otherwise.
+    # A boolean, the value if it is true, and the value otherwise.
     "select": 3,
 }
 
@@ -64,8 +65,7 @@ class Operation:
 class Program:
     """Operations on the elements i of some arrays and on scalars, for every i.
 
-    Values are numbered: elements of the arrays, then scalars, then what operations
-    give.
+    Values are numbered: elements of the arrays, then scalars, then results.
 
     Attributes:
         arrays: the dtypes of all arrays. Elements are widened to float32.
@@ -85,7 +85,7 @@ class Program:
 
     @property
     def num_inputs(self) -> int:
-        """How many values come before those of operations."""
+        """The number of values before the results of operations."""
         return len(self.arrays) + self.num_scalars
 
     def evaluate(
@@ -94,7 +94,7 @@ class Program:
         """All values, if operations mean this.
 
         Args:
-            inputs: what stands for elements and scalars.
+            inputs: the elements and scalars.
         """
         values = list(inputs)
         for operation in self.operations:

@@ -19,7 +19,7 @@ def elementwise_update(
     num_threads: int | None,
 ) -> None:
     """Computes new arrays and copies them over the old ones."""
-    del num_threads  # Too slow for it to matter.
+    del num_threads  # One thread: this is for tests.
     inputs = [_flushed(x.astype(FLOAT32)) for x in arrays] + list(scalars)
     with np.errstate(all="ignore"):
         values = program.evaluate(OPERATIONS, inputs)
@@ -28,7 +28,7 @@ def elementwise_update(
 
 
 def _flushed(x: Any) -> Any:
-    """With zeros of their sign for what is below the normal numbers."""
+    """Numbers below the normal range become zeros of their sign."""
     return np.where(np.abs(x) < SMALLEST_NORMAL, np.copysign(np.float32(0), x), x)
 
 

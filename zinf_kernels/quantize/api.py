@@ -75,7 +75,7 @@ def dequantize(
     dtype: Any = None,
     implementation: Implementation = None,
 ) -> Float[Array, "..."]:
-    """The array that was quantized, up to what `quantize` lost.
+    """The array that was quantized, up to rounding by `quantize`.
 
     Args:
         quantized: what `quantize` made, by any implementation.
@@ -100,9 +100,9 @@ def dequantize(
 
 
 def obstacles(device: Device, *, x: Any, block_size: int = 128) -> dict[str, str]:
-    """Why the implementations that cannot run there on such an array cannot.
+    """For each implementation that cannot run there on such an array, the reason.
 
-    `implementation=None` takes the first of `EXISTING` that is not here.
+    `implementation=None` takes the first of `EXISTING` that is not among them.
     """
     found = hopper_obstacle(device)
     if found is None and block_size not in KERNEL_BLOCK_SIZES:
@@ -114,7 +114,7 @@ def obstacles(device: Device, *, x: Any, block_size: int = 128) -> dict[str, str
 
 def _backend(implementation: Implementation, op: str, why_not: dict[str, str]) -> Any:
     name = choose_name(implementation, op=op, existing=EXISTING, obstacles=why_not)
-    # Only now: importing Pallas takes 1.4 s, and most will never need it.
+    # Imported late: Pallas takes 1.4 s to import, and most programs never need it.
     return import_module(f"zinf_kernels.quantize.{name}")
 
 

@@ -27,8 +27,8 @@ class Quantized:
             byte holds number i of the block in its lower half and number
             block_size / 2 + i in its upper half, both as two's complement.
         scales: [blocks]; zero for a block of zeros, NaN for one with a NaN or infinity.
-        shape: of the array. Blocks are cut from it in C order; what the last block has
-            too many are zeros.
+        shape: of the array. Blocks are cut from it in C order, and the last one is
+            filled with zeros.
         dtype: of the array, and of what `dequantize` makes unless told otherwise.
         bits: 8 or 4.
     """
@@ -54,7 +54,7 @@ def blocks_of(
 
 
 def array_of(blocks: Float[Array, "blocks block_size"], shape: tuple[int, ...]) -> Any:
-    """What `blocks_of` was given; it had this shape."""
+    """The array of this shape that `blocks_of` cut into blocks."""
     return blocks.reshape(-1)[: prod(shape)].reshape(shape)
 
 

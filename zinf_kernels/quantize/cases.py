@@ -33,7 +33,7 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What `quantize` is to be told, but for the key."""
+        """The arguments of `quantize` besides the array and the key."""
         return {"bits": self.bits, "block_size": self.block_size}
 
 
@@ -49,7 +49,7 @@ def cases() -> Iterator[Case]:
 
 
 def benchmark_cases(numel: int) -> Iterator[Case]:
-    """What collectives and streamed state would quantize, `numel` numbers at a time."""
+    """Arrays as collectives and streamed state would quantize them."""
     for bits in (8, 4):
         yield Case(f"int{bits}_bfloat16", (numel,), jnp.bfloat16, bits, 256)
         name = f"int{bits}_bfloat16_stochastic"

@@ -20,8 +20,8 @@ INFINITY = np.float32(np.inf)
 def scale_and_inverse(x: Any, *, bits: int) -> tuple[Any, Any]:
     """float32 scales of blocks (the rows of `x`) and their inverses.
 
-    A NaN or an infinity gives a scale of NaN, so that nothing of it is hidden, and an
-    inverse of zero.
+    A block with a NaN or an infinity has a scale of NaN, which shows, and an inverse of
+    zero.
     """
     # NaNs as infinities: XLA:CPU (jax 0.10.2 and 0.12.0) loses them in the maxima of a
     # matrix of 64 x 128, and keeps them in those of 8 x 128.
@@ -30,7 +30,7 @@ def scale_and_inverse(x: Any, *, bits: int) -> tuple[Any, Any]:
     absmax = jnp.max(magnitude, axis=1)
     scale = absmax * np.float32(1 / LARGEST[bits])
     is_normal = (scale >= SMALLEST_NORMAL) & (scale < INFINITY)
-    # Divides by one where the inverse is not used, which no backend can trip over.
+    # Divides by one where the inverse is unused, so that nothing divides by zero.
     inverse = jnp.where(is_normal, ONE / jnp.where(is_normal, scale, ONE), ONE * 0)
     # Zero for what is finite but not normal.
     return jnp.where(is_normal, scale, absmax - absmax), inverse
@@ -61,8 +61,8 @@ def to_integers(scaled: Any, random: Any | None, *, bits: int) -> Any:
 def random_bits(index: Any, seed0: Any, seed1: Any) -> Any:
     """uint32 that look random, one for each index: Wellons's lowbias32, seeded twice.
 
-    A dozen integer operations, where Threefry's hundred would take longer than the
-    memory does.
+    A dozen integer operations. Threefry's hundred would take longer than reading the
+    array.
     """
     x = index ^ seed0
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)

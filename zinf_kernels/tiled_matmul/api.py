@@ -85,9 +85,9 @@ def matmul(
 def obstacles(
     device: Device, *, a: Any, b: Any, residual: Any = None, out_dtype: Any = None
 ) -> dict[str, str]:
-    """Why the implementations that cannot run there on such arrays cannot.
+    """For each implementation that cannot run there on such arrays, the reason.
 
-    `implementation=None` takes the first of `EXISTING` that is not here.
+    `implementation=None` takes the first of `EXISTING` that is not among them.
     """
     found = hopper_obstacle(device)
     if found is None and a.dtype not in KERNEL_DTYPES:
@@ -106,7 +106,7 @@ def obstacles(
 def _matmul(
     a: Array, b: Array, bias: Array | None, residual: Array | None, call: _Call
 ) -> Array:
-    # Only now: importing Pallas takes 1.4 s, and most will never need it.
+    # Imported late: Pallas takes 1.4 s to import, and most programs never need it.
     backend = import_module(f"zinf_kernels.tiled_matmul.{call.implementation}")
     return backend.matmul(
         a, b, bias, residual, out_dtype=call.dtype, num_cores=call.num_cores

@@ -40,7 +40,7 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What `matmul` is to be told beside its arrays."""
+        """The arguments of `matmul` besides the arrays."""
         return {"out_dtype": self.out_dtype}
 
 

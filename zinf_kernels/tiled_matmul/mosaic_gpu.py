@@ -1,7 +1,7 @@
-"""`matmul` for Hopper GPUs: products of tiles, and an epilogue piece by piece.
+"""`matmul` for Hopper GPUs: products of tiles, then the sums, piece by piece.
 
-The first pieces of a residual are fetched while the product is computed; one piece of
-the result is filled while the other leaves.
+The first pieces of a residual are fetched while the product is computed. One piece of
+the result is filled while the other is copied out.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ from zinf_kernels.mosaic_product import (
 )
 from zinf_kernels.tiles import TILES, Tiles
 
-# Of pieces of the result, each of a warpgroup: one is filled while the other leaves.
+# Pieces of the result for each warpgroup: one is filled while the other is copied.
 SLOTS = 2
 PIECE_ROWS = 64
 # A row of a piece: as wide as the widest swizzle.
@@ -68,9 +68,9 @@ def matmul(
 
 @dataclass(frozen=True)
 class _Outer:
-    """The result, and what joins the product on its way there, in device memory.
+    """The result, bias and residual in device memory.
 
-    What is done with it in shared memory goes by the names in `memory`.
+    Their copies in shared memory are named in `memory`.
     """
 
     out: Any
@@ -80,7 +80,8 @@ class _Outer:
 
     @property
     def piece_columns(self) -> int:
-        """Of the pieces in which a warpgroup's tile of the result leaves."""
+        """Columns of the pieces in which a warpgroup's tile of the result is copied
+        out."""
         return PIECE_ROW_BYTES // max(jnp.dtype(x).itemsize for x in self.dtypes)
 
     @property
@@ -89,7 +90,7 @@ class _Outer:
 
     @property
     def offsets(self) -> list[tuple[int, int]]:
-        """Of the pieces in the tile."""
+        """Row and column of each piece in the tile."""
         return [
             (i, j)
             for i in range(0, self.tiles.m, PIECE_ROWS)
@@ -97,7 +98,7 @@ class _Outer:
         ]
 
     def memory(self) -> dict[str, Any]:
-        """Shared memory of a block beside the factors, and barriers for what comes."""
+        """Shared memory of a block besides the factors, and barriers for fetches."""
         slots = COMPUTE_WARPGROUPS * SLOTS
         made: dict[str, Any] = {"leaving": self._slots(self.out.dtype)}
         if self.residual is not None:
@@ -111,7 +112,7 @@ class _Outer:
 
     @property
     def memory_bytes(self) -> int:
-        """How much that is at most."""
+        """An upper bound of the bytes of `memory`."""
         numel = COMPUTE_WARPGROUPS * SLOTS * PIECE_ROWS * self.piece_columns
         itemsizes = sum(jnp.dtype(dtype).itemsize for dtype in self.dtypes)
         return numel * itemsizes + 4 * COMPUTE_WARPGROUPS * self.tiles.n
@@ -121,7 +122,7 @@ class _Outer:
         return plgpu.SMEM(shape, dtype, transforms=transforms(shape[-1], dtype))
 
     def fetch_first(self, place: Place, memory: Mapping[str, Any]) -> None:
-        """Begins to fetch what the epilogue takes in."""
+        """Starts to fetch the bias and the first pieces of the residual."""
         if self.bias is not None:
             plgpu.copy_gmem_to_smem(
                 self.bias.at[place.columns],
@@ -133,7 +134,7 @@ class _Outer:
                 self.fetch(number, place, memory)
 
     def fetch(self, number: int, place: Place, memory: Mapping[str, Any]) -> None:
-        """Begins to fetch a piece of the residual."""
+        """Starts to fetch a piece of the residual."""
         slot = number % SLOTS
         plgpu.copy_gmem_to_smem(
             self.piece_of(self.residual, self.offsets[number], place),
@@ -147,11 +148,11 @@ class _Outer:
         return tile.at[pl.ds(row, PIECE_ROWS), pl.ds(column, self.piece_columns)]
 
     def finish(self, place: Place, memory: Mapping[str, Any], sums: Any) -> None:
-        """Puts the product through the epilogue and sends it off, piece by piece."""
+        """Adds bias and residual to the product and copies it out, piece by piece."""
         product, warpgroup = sums[...], place.warpgroup
         if self.bias is not None:
             plgpu.barrier_wait(memory["bias_came"].at[warpgroup])
-        # Of the last tile; its pieces left while this one was summed.
+        # Wait for the last tile's copies, which ran while this one was summed.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         leaving = memory["leaving"]
         for number, (row, column) in enumerate(self.offsets):

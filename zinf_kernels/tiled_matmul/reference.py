@@ -1,4 +1,4 @@
-"""What `matmul` means, in plain jnp: XLA has its own product, and fuses the rest."""
+"""What `matmul` means, in plain jnp: XLA has its own product and fuses the sums."""
 
 from typing import Any
 
