@@ -1,4 +1,4 @@
-"""Layers in tiles, for those who want to say themselves what is cut and where."""
+"""Layers in tiles, for users who choose by hand what is cut and where."""
 
 from zinf.tiling.embedding import embed as embed
 from zinf.tiling.linear import LinearTiles as LinearTiles

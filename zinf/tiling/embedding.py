@@ -1,4 +1,4 @@
-"""The first layer of a language model from tiles of words, as its last one has them."""
+"""The embedding of a language model, from a table that is cut into tiles of words."""
 
 from collections.abc import Sequence
 
@@ -9,14 +9,14 @@ from jaxtyping import Array, Float, Int
 def embed(
     tiles: Sequence[Float[Array, "words dim"]], tokens: Int[Array, "*batch"]
 ) -> Float[Array, "*batch dim"]:
-    """The vectors of tokens, of which each tile gives those that it has.
+    """The vectors of tokens, each from the tile that has its row.
 
-    To the bit what one look-up gives, forward and backward: a row's gradient is summed
-    within its tile, in the order of tokens. Tokens that no tile has get NaN.
+    Bit-equal to a look-up in the whole table, forward and backward: a row's gradient is
+    summed within its tile, in the order of tokens. Tokens that no tile has get NaN.
 
     Args:
         tiles: `split(table, n, axis=0)`.
-        tokens: integers from zero up to the number of all rows.
+        tokens: integers from zero to the number of rows of all tiles, exclusive.
     """
     dim, first = tiles[0].shape[1], 0
     made = jnp.full((*tokens.shape, dim), jnp.nan, tiles[0].dtype)

@@ -1,4 +1,4 @@
-"""A linear layer in tiles: each a parameter of its own, streamed by itself."""
+"""A linear layer in tiles; each tile is a parameter of its own, streamed alone."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -43,7 +43,8 @@ class LinearTiles:
         in_splits: int = 1,
         out_splits: int = 1,
     ) -> "LinearTiles":
-        """The tiles of a plain layer, the first ones longer where it does not divide.
+        """The tiles of a plain layer; the first ones are longer if an axis does not
+        divide.
 
         Raises:
             ValueError: an axis is shorter than its number of tiles.
@@ -64,10 +65,11 @@ class LinearTiles:
         kernel_init: Initializer = KERNEL_INIT,
         bias_init: Initializer | None = BIAS_INIT,
     ) -> "LinearTiles":
-        """The tiles of `kernel_init(key, shape, dtype)`: numbers of the plain layer.
+        """The tiles of `kernel_init(key, shape, dtype)`, with the plain layer's
+        numbers.
 
         The bias is made with a key folded from `key`. `zinf.initialize` makes one tile
-        at a time: on the CPU it makes the whole kernel for each, and keeps a tile.
+        at a time. For each tile XLA:CPU makes the whole kernel and keeps the tile.
 
         Args:
             shape: lengths of input and output.
@@ -103,15 +105,15 @@ def linear(
 ) -> Float[Array, "*batch out"]:
     """x @ kernel + bias, tile by tile.
 
-    Rounding: the product of a tile is rounded to the dtype of the layer as any product
-    is. Products are summed over tiles of the input in float32 (float64 of float64), and
-    so are gradients by `x` over tiles of the output; each sum is rounded once. So with
-    n tiles in a sum, and u the unit of rounding (2**-24 for float32, 2**-8 for
-    bfloat16, which is where the product of a tile is rounded), it differs from the
-    plain form by at most 2 u for the sum of the magnitudes of the n products, beside
-    how products themselves are summed. Without `in_splits` the result is that of the
-    plain form to the bit, if a product does not depend on how many columns it has. A
-    kernel, on Hopper GPUs, rounds the result only, and is differentiable in reverse.
+    Rounding: the product of each tile is rounded to the dtype of the layer. Products
+    are summed over tiles of the input in float32 (float64 of float64), and so are
+    gradients by `x` over tiles of the output; each sum is rounded once. Let u be the
+    unit of rounding, 2**-24 for float32 and 2**-8 for bfloat16. Then the result differs
+    from the plain form by at most 2 u times the sum of the magnitudes of the products,
+    besides the different order of summation. Without `in_splits` the result is
+    bit-equal to the plain form, if a product does not depend on its number of columns.
+    A kernel, on Hopper GPUs, rounds only the result, and is differentiable in reverse
+    only.
 
     Args:
         implementation: of the products; see `zinf.tiling.product.affine`.
@@ -135,7 +137,7 @@ def linear_parts(
     *,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "*batch out_j"], ...]:
-    """The same from parts of the input to parts of the output, which are not joined.
+    """`linear` from parts of the input to parts of the output, which are not joined.
 
     So the outputs of a layer can go to the inputs of the next one.
 

@@ -27,8 +27,9 @@ def cross_entropy(
 ) -> Loss:
     """`zinf_kernels.cross_entropy.cross_entropy` with a weight in tiles of words.
 
-    Each tile gives the logsumexp of its logits and the label's logit, if it has it; and
-    no more of a tile is kept than these. The logits of a tile are never whole either.
+    Each tile gives the logsumexp of its logits and, if it has the label, the label's
+    logit. Nothing else of a tile is kept. The logits of one tile are never whole
+    either.
 
     Rounding: logsumexps of tiles are added in float32 (float64 of float64), which adds
     a few units of rounding of the logsumexp. The gradient by `x` is rounded to its
@@ -38,8 +39,8 @@ def cross_entropy(
         tiles: of the weight, each [dim, words] or, with `vocab_axis=0`, [words, dim];
             `split(weight, n, axis=vocab_axis)` makes them. One tile is a whole weight.
         x: the last activations.
-        labels: integers; negative ones are ignored. From the number of all words on:
-            the loss is NaN.
+        labels: integers. Negative ones are ignored; one that is not below the number of
+            words of all tiles gives NaN.
         token_weights: a mask or weights, by default all 1.
         z_loss: weight of the square of the logsumexp.
         options: `chunk_tokens`, `chunk_vocab` and `implementation`, of each tile.
@@ -60,7 +61,7 @@ def cross_entropy(
         first += words
     losses, lse = parts[0]
     if len(parts) > 1:
-        # Without the label a tile gives its logsumexp as the loss.
+        # The loss of a tile without the label is its logsumexp.
         picked = lse - losses
         for loss, other in parts[1:]:
             lse, picked = jnp.logaddexp(lse, other), picked + (other - loss)
@@ -79,16 +80,16 @@ def cross_entropy_over(
     token_weights: Float[Array, "*batch"] | None = None,
     **options: Any,
 ) -> Loss:
-    """The same, each device of a mesh taking its part of the batch.
+    """`cross_entropy`, where each device of a mesh takes its part of the batch.
 
     Under `jax.jit` alone XLA would gather tokens that lie on several devices. Sum and
-    weight are added over all devices, so the mean is exact however many tokens count on
-    each; a batch that does not divide is filled up with tokens that do not.
+    weight are added over all devices, so the mean is exact, even if different numbers
+    of tokens count on each. A batch that does not divide is padded with ignored tokens.
 
     Args:
         mesh: of the devices.
-        axes: of the mesh along which the batch is cut; the weight is whole on each
-            device, XLA gathering it from where it is cut.
+        axes: axes of the mesh along which the batch is cut. Each device has the whole
+            weight; XLA gathers it if it is sharded.
     """
     names = (axes,) if isinstance(axes, str) else axes
     num_devices = 1
@@ -109,7 +110,7 @@ def cross_entropy_over(
 
 
 def _filled(arrays: Any, num_rows: int) -> Any:
-    """The batch with so many rows after it that do not count."""
+    """The batch, padded with so many ignored rows."""
     if not num_rows:
         return arrays
     x, labels, weights = (

@@ -1,4 +1,4 @@
-"""A transformer's MLP in tiles of its hidden layer, and of the sequence."""
+"""A transformer's MLP in tiles of its hidden layer and of the sequence."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ Activation = Callable[[Array], Array]
 )
 @dataclass(frozen=True)
 class HiddenTile:
-    """The parameters of some hidden units: into them, and out of them."""
+    """The parameters into and out of some hidden units."""
 
     up: Float[Array, "dim hidden"]
     down: Float[Array, "hidden out"]
@@ -39,7 +39,7 @@ class HiddenTile:
         activation: Activation,
         implementation: Implementation = None,
     ) -> Float[Array, "*batch out"]:
-        """What these units add to the output."""
+        """The part of the output that these units give."""
 
         def product(x: Array, kernel: Array, bias: Array | None = None) -> Array:
             bias = None if bias is None else bias.astype(x.dtype)
@@ -75,7 +75,8 @@ class MlpTiles:
         bias: Float[Array, " out"] | None = None,
         splits: int,
     ) -> "MlpTiles":
-        """The tiles of a plain MLP, the first ones longer where it does not divide.
+        """The tiles of a plain MLP; the first are longer if the hidden axis does not
+        divide.
 
         Raises:
             ValueError: the hidden layer is shorter than the number of tiles.
@@ -147,14 +148,14 @@ def mlp(
 ) -> Float[Array, "*batch out"]:
     """activation(x @ up) @ down with biases, or activation(x @ gate) * (x @ up) @ down.
 
-    No activation of the hidden layer outlives its tile: the backward pass computes them
-    again, which is 8 products for the 6 of the plain form. zinf runs tiles one after
-    the other where it streams them; under plain `jax.jit` XLA may run several at once,
-    unless `tile_rows` makes a loop of each. Rounding is as in `linear`, of which the
-    product with `down` has its sum, and the gradient by `x` too.
+    No activation of the hidden layer outlives its tile: the backward pass recomputes
+    it, with 8 products where the plain form has 6. zinf streams one tile after the
+    other. Under plain `jax.jit` XLA may run several at once, unless `tile_rows` makes a
+    loop of each. Rounding is as in `linear`: the products with `down`, and the
+    gradients by `x`, are summed over tiles.
 
     Args:
-        activation: of gate or, without one, of the hidden layer.
+        activation: applied to the gate or, without a gate, to the hidden layer.
         tile_rows: rows of `x` along `axis` at a time; by default all. See `over_rows`.
         axis: of the rows, by default that of the sequence.
         implementation: of the products; see `zinf.tiling.product.affine`.
@@ -168,12 +169,12 @@ def mlp(
     if tile_rows is not None:
         run = partial(over_rows, add, tile_rows=tile_rows, axis=axis)
     wide = shared(x.astype(dtype), len(tiles.hidden))
-    # In the loop of `reduce`, so that what a tile reads is not made before its turn.
+    # A generator, so that the input of a tile is not converted before its turn.
     products = (run(tile, wide.astype(dtype)) for tile in tiles.hidden)
     out = reduce(plus, products).astype(dtype)
     return out if tiles.bias is None else out + _line(tiles.bias, out)
 
 
 def _line(bias: Array, like: Array) -> Array:
-    """For sums where ranks are not promoted."""
+    """Expanded, for programs in which ranks are not promoted."""
     return jnp.expand_dims(bias, tuple(range(like.ndim - 1))).astype(like.dtype)

@@ -22,8 +22,8 @@ from zinf_kernels.dispatch import Implementation
 class TiledLinear(nnx.Module):
     """`nnx.Linear` with each tile of its kernel and bias an `nnx.Param`.
 
-    Made with the same `rngs` it has the same numbers: `LinearTiles.join` of `tiles`
-    gives kernel and bias of `nnx.Linear`.
+    With the same `rngs` it has the same numbers: `LinearTiles.join` of `tiles` gives
+    the kernel and bias of `nnx.Linear`.
     """
 
     def __init__(

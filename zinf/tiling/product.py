@@ -26,9 +26,9 @@ def affine(
 ) -> Float[Array, "*batch out"]:
     """The sum of `part @ kernel` over tiles, plus a bias.
 
-    XLA rounds each product to the dtype of the parts, and so the sum and the result.
-    The kernel rounds the result only; it is called once for each tile, so that zinf can
-    put each tile into a segment of its own. Both add products up in float32.
+    XLA rounds each product, the sum and the result to the dtype of the parts. The
+    kernel rounds only the result. It is called once for each tile, so that zinf can put
+    each tile into a segment of its own. Both sum products in float32.
 
     Args:
         parts: all of one dtype.
@@ -80,7 +80,7 @@ def _matmul(rows: Array, kernel: Array, **options: Any) -> Array:
 def _obstacles(
     parts: Sequence[Array], kernels: Sequence[Array], bias: Array | None
 ) -> dict[str, str]:
-    """Why the kernel cannot run on some of the tiles, if it cannot."""
+    """The reason why the kernel cannot run on one of the tiles, if there is one."""
     device: Device = device_for(parts[0], kernels[0])
     residual = None
     if len(parts) > 1:

@@ -1,7 +1,7 @@
-"""Functions that treat each row by itself, on some rows at a time.
+"""Runs functions of independent rows on some rows at a time.
 
-Arctic Long Sequence Training (arXiv:2506.13996, section 3.1) tiles so what is large
-only because the sequence is long.
+Arctic Long Sequence Training (arXiv:2506.13996, section 3.1) tiles activations of long
+sequences in this way.
 """
 
 from collections.abc import Callable
@@ -28,14 +28,13 @@ def over_rows(
 ) -> Float[Array, "..."]:
     """`function(params, x)`, on at most `tile_rows` rows at a time, in sequence.
 
-    What the function holds between its input and its output is there for one tile at a
-    time, forward and backward: the backward pass keeps `params` and `x` only, and
-    computes each tile again. Gradients by `params` are summed over tiles in float32
-    (float64 of float64) and rounded once. Differentiable in reverse.
+    The intermediate values of the function exist for one tile at a time, forward and
+    backward: the backward pass keeps only `params` and `x`, and recomputes each tile.
+    Gradients by `params` are summed over tiles in float32 (float64 of float64) and
+    rounded once. Differentiable in reverse.
 
-    On a mesh leave the rows of an axis together, say those of a sequence, and shard
-    another one, such as the batch: XLA would gather an axis that is cut. Or call it in
-    `jax.shard_map`.
+    On a mesh do not shard `axis`, because XLA would gather it: shard another one, such
+    as the batch. Or call it in `jax.shard_map`.
 
     Args:
         function: takes `params` and some rows of `x`, and returns as many rows. No row
@@ -107,7 +106,8 @@ def _backward(tiled: _Tiled, kept: Any, by_out: Array) -> Any:
     def body(start: Any, size: int, sums: Any) -> Any:
         by_params, by_x = sums
         mine = params, tiled.part(x, start, size), tiled.part(by_out, start, size)
-        # Or XLA may keep from the forward pass what is to be computed again.
+        # Without the barrier XLA may keep values of the forward pass in place of
+        # recomputing.
         given, rows, by_rows = jax.lax.optimization_barrier(mine)
         more, by_some = jax.vjp(tiled.function, given, rows)[1](by_rows)
         by_params = jax.tree.map(lambda a, b: a + b.astype(a.dtype), by_params, more)

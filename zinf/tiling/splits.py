@@ -1,4 +1,4 @@
-"""Where an array is cut into tiles, and what is made of tiles again."""
+"""Cuts arrays into tiles, and joins and sums tiles."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -36,15 +36,15 @@ def cut(x: Array, lengths: Sequence[int], *, axis: int = -1) -> tuple[Array, ...
 
 
 def join(tiles: Sequence[Array], *, axis: int = -1) -> Array:
-    """What was `split`."""
+    """The array that was `split`."""
     return tiles[0] if len(tiles) == 1 else jnp.concatenate(tiles, axis=axis)
 
 
 def shared(x: Array, num_readers: int) -> Array:
-    """`x` for so many tiles that read it and convert it back to its dtype.
+    """`x` widened, for several tiles that read it and convert it back to its dtype.
 
-    Its gradient is the sum over them. In this form it is summed in float32, and rounded
-    once; a sum of bfloat16 would be rounded for every tile.
+    Its gradient is the sum over these tiles. Widened, it is summed in float32 and
+    rounded once; in bfloat16 it would be rounded for every tile.
     """
     return x.astype(accumulator(x.dtype)) if num_readers > 1 else x
 
