@@ -1,9 +1,9 @@
 """Recognises Adam and AdamW in the code of a leaf's update.
 
 The update that `separate` cut out is compared with what optax traces to, term by term
-from the outputs. What matches is Adam whatever it was built from (`optax.adamw`, a
-chain by hand, injected hyperparameters); what has anything more or less (Nesterov
-momentum, AMSGrad, a clip) does not.
+from the outputs. An update that matches is Adam, however it was built (`optax.adamw`, a
+chain by hand, injected hyperparameters). An update with any term more or less (Nesterov
+momentum, AMSGrad, a clip) does not match.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ NARROW = "convert_element_type new_dtype=bfloat16"
 
 @dataclass(frozen=True)
 class AdamForm:
-    """Where an update that is Adam's has its arrays and scalars.
+    """The positions of the arrays and scalars of an update that is Adam's.
 
     Attributes:
         m, v: positions of the two moments among the states.
@@ -49,7 +49,7 @@ class AdamForm:
 
     @property
     def decays(self) -> tuple[float, ...]:
-        """The weight decay; zero and another number if it comes with each step."""
+        """The weight decay; if it may change each step, zero and one other number."""
         decay = self.scalars.get("weight_decay", np.float32(0))
         return (0.0, 1.0) if isinstance(decay, int) else (float(decay),)
 
@@ -71,7 +71,7 @@ class AdamForm:
 
 
 def match_adam(body: Body) -> AdamForm | None:
-    """How a leaf's update is Adam's, or None if it is anything else.
+    """The form of a leaf's update if it is Adam's, else None.
 
     Args:
         body: from `(gradient, master, *states, *scalars)` to `(change, *new states)`.
@@ -111,8 +111,8 @@ def _moments(m_dtype: np.dtype) -> tuple[Term, Term]:
 
 
 def _wide_m(m_dtype: np.dtype) -> Term:
-    # An average in bfloat16 decays in bfloat16 on paper. Compiled by XLA:CPU it does so
-    # in float32, as in the kernel.
+    # In the jaxpr an average in bfloat16 decays in bfloat16. XLA:CPU compiles that to
+    # float32, as in the kernel.
     decayed = ("mul", "b1", "m")
     return (
         "add",
@@ -141,7 +141,7 @@ class _Matcher:
         self.used: set[Var] = set()
 
     def matches_outputs(self, terms: Sequence[Term]) -> bool:
-        """Whether the outputs are these terms, and nothing is computed beside them."""
+        """Whether the outputs are these terms and no other equation is left."""
         return (
             all(map(self.matches, self.jaxpr.outvars, terms))
             and self.used == self.producers.keys()
@@ -170,7 +170,7 @@ class _Matcher:
         return False
 
     def binds(self, atom: Atom, name: str) -> bool:
-        """Takes a scalar for the one of this name, unless another was."""
+        """Binds a scalar to this name; False if another one is bound to it."""
         if atom.aval.shape != ():
             return False
         if isinstance(atom, Literal):

@@ -1,4 +1,4 @@
-"""Compares a program with the executable whose place it may take."""
+"""Compares a program with the executable that it may replace."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from zinf_kernels.elementwise.contract import contracted
 
 @dataclass(frozen=True)
 class Trial:
-    """What a program is given, and what the executable made of the same.
+    """Inputs for a program, and the executable's outputs for them.
 
     Attributes:
-        arrays: those of the program, which stay as they are.
-        expected: what replaces those that the program writes.
+        arrays: the program's arrays, which are not changed.
+        expected: the new values of those that the program writes.
     """
 
     arrays: Sequence[np.ndarray]
@@ -25,17 +25,17 @@ class Trial:
     expected: Sequence[np.ndarray]
 
     def results(self, program: Program) -> list[np.ndarray]:
-        """What the program makes of it.
+        """The program's outputs for these inputs.
 
-        What it means is computed, not its loop: that takes no compiler, and finds a
-        term that was taken for another.
+        Runs the reference, not the loop: that needs no compiler, and it finds a term
+        that was mistaken for another.
         """
         copies = [x.copy() for x in self.arrays]
         elementwise_update(program, copies, self.scalars, implementation="reference")
         return [copies[number] for number, _ in program.outputs]
 
     def num_different(self, program: Program) -> int:
-        """How many numbers have other bits than expected."""
+        """The number of elements whose bits differ from those expected."""
         pairs = zip(self.results(program), self.expected, strict=True)
         return sum(int(np.sum(_bits(x) != _bits(y))) for x, y in pairs)
 
@@ -48,7 +48,7 @@ class Trial:
 
 
 def closest(program: Program, trials: Sequence[Trial]) -> Program:
-    """The contraction of a program that gives most of the bits that are expected."""
+    """The contraction of a program that gives the most expected bits."""
     return contracted(
         program, lambda candidate: sum(t.num_different(candidate) for t in trials)
     )
@@ -63,7 +63,7 @@ def _are_close(x: np.ndarray, y: np.ndarray, bound: np.ndarray) -> bool:
 
 
 def _bits(array: np.ndarray) -> Any:
-    """Bits of the elements; the same for all NaNs, which carry nothing for us."""
+    """Bits of the elements; all NaNs are equal, because no payload is used."""
     bits = array.view(f"u{array.itemsize}")
     return np.where(np.isnan(_wide(array)), np.iinfo(bits.dtype).max, bits)
 

@@ -1,9 +1,9 @@
-"""Updates in host memory that no loop can be made for: XLA, a piece at a time.
+"""Updates in host memory that cannot be translated to a loop: XLA, in pieces.
 
-XLA writes results into memory of its own, from where they are copied to the arrays that
-rest on the host. For a block of 16 MiB that is new pages and twice the traffic; the
-results of a piece are in pages just used, and still in the cache when they are copied.
-A third of the time for AdamW alone, two thirds in a step with work on all cores.
+XLA writes results into memory of its own, and they are copied from there to the arrays
+at rest. For a block of 16 MiB that maps new pages and doubles the traffic. The results
+of a piece reuse pages, and are still in the cache when they are copied. AdamW alone
+takes a third of the time, and two thirds in a step with work on all cores.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -31,9 +31,9 @@ class ChunkedUpdate(AbstractHostUpdate):
     It gives the bits of the unit's own executable: the code is the same.
 
     Attributes:
-        num_states: how many arrays lie between master and compute copy.
-        padded_bytes: of all operands of a piece. The last one is filled up in memory of
-            its own.
+        num_states: the number of arrays between the master and the compute copy.
+        padded_bytes: bytes of all operands of a piece. The last piece is padded, in
+            memory of its own.
     """
 
     step: UpdateStep
@@ -58,7 +58,7 @@ class ChunkedUpdate(AbstractHostUpdate):
                 np.copyto(target, np.asarray(content)[: target.size])
 
     def compile(self) -> None:
-        """Nothing to do: the executable is compiled."""
+        """Nothing to do: the executable is compiled already."""
 
 
 def chunked_updates(
@@ -94,7 +94,7 @@ def _chunked(
 
 
 def _may_be_chunked(separated: Separated, unit: Unit) -> bool:
-    # How XLA rounds with float16 gradients depends on the length.
+    # With float16 gradients XLA's rounding depends on the length.
     return (
         separated.leaves[unit.leaf].is_elementwise
         and prod(unit.shape) > CHUNK_NUMEL

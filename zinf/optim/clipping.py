@@ -1,4 +1,4 @@
-"""Clipping by the global norm: read off a transform, and done once per step.
+"""Clipping by the global norm: found in a transform, and done once per step.
 
 The global norm needs every gradient, so a transform that clips by it cannot be
 separated by leaf. zinf has the norm anyway. A leading `optax.clip_by_global_norm` is
@@ -45,7 +45,7 @@ class Clipping:
         return self.torch_bound is not None or bool(self.optax_bounds)
 
     def factor(self, norm: float) -> float:
-        """What every gradient is multiplied by, given their finite global norm."""
+        """The factor of every gradient, given their finite global norm."""
         factor = 1.0
         if self.torch_bound is not None:
             factor = min(1.0, self.torch_bound / (norm + TORCH_EPSILON))
@@ -56,7 +56,7 @@ class Clipping:
         return factor
 
     def traced_factor(self, norm: jax.Array) -> jax.Array:
-        """The same of a traced float32 scalar."""
+        """`factor` for a norm that is a traced float32 scalar."""
         factor = jnp.ones_like(norm)
         if self.torch_bound is not None:
             factor = jnp.minimum(1.0, self.torch_bound / (norm + TORCH_EPSILON))
@@ -71,8 +71,8 @@ def peel_clipping(
 ) -> tuple[Graph, tuple[float, ...]]:
     """Takes leading `optax.clip_by_global_norm` off an update.
 
-    It is recognised by its equations: those that optax itself makes for these gradients
-    and a bound that occurs in the update. Nothing else may read the gradients.
+    It is recognised by its equations, which equal those of optax itself for these
+    gradients and a bound that occurs in the update. Nothing else may read gradients.
 
     Args:
         found: the leaves behind each variable, as a bit set.
@@ -116,7 +116,7 @@ def _peel_once(
 
 
 def _possible_bounds(update: Graph, found: Mapping[Var, int]) -> list[float]:
-    """The positive numbers that a scalar made from gradients meets in the update."""
+    """The positive numbers that the update combines with scalars from gradients."""
     numbers: dict[float, None] = {}
     for equation in update.equations:
         read = variables(equation.invars)
@@ -128,7 +128,7 @@ def _possible_bounds(update: Graph, found: Mapping[Var, int]) -> list[float]:
 
 
 def _optax_clipping(gradients: Sequence[Var], bound: float) -> Graph:
-    """What optax makes of gradients like these."""
+    """The equations of optax for gradients like these."""
     clip = optax.clip_by_global_norm(bound)
 
     def clipped(gradients: Any) -> Any:
@@ -141,10 +141,10 @@ def _optax_clipping(gradients: Sequence[Var], bound: float) -> Graph:
 def _find(
     pattern: Graph, inputs: Sequence[Var], results: Mapping[Hashable, Sequence[Var]]
 ) -> tuple[list[Var], set[Hashable]] | None:
-    """The outputs of `pattern` on `inputs`, and its equations, if all were computed.
+    """The outputs of `pattern` on `inputs`, and its equations, if the update has all.
 
     Args:
-        results: of the equations that were, by their key (`EqualEquations`).
+        results: of the equations of the update, by key (`EqualEquations`).
     """
     there = EqualEquations()
     there.renamed.update(zip(pattern.invars, inputs, strict=True))
@@ -170,7 +170,7 @@ def _renamed(graph: Graph, names: Mapping[Var, Var]) -> Graph:
 
 
 def _is_as_optax(bound: float) -> bool:
-    """Whether `Clipping.factor` is that of the installed optax, around a bound."""
+    """Whether `Clipping.factor` equals the installed optax's, near a bound."""
     clip = optax.clip_by_global_norm(bound)
     for size in (0.25, 1.0, 3.0):
         gradients = [np.full(1, x * size * bound, np.float32) for x in (0.6, 0.8)]

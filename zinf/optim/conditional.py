@@ -1,10 +1,9 @@
-"""Takes a `cond` over many leaves apart: each output then depends on its leaf alone.
+"""Splits a `cond` over many leaves, so that each output depends on its leaf alone.
 
 Some transforms (`optax.conditionally_transform`, `optax.novograd`) put the update of
 all leaves into the branches of one `cond`, which as one equation would couple them.
-With a predicate that reads no leaf the branches are independent of one another: both
-are computed and each output selected. The results are the same; the price is the
-branch that is not taken.
+If the predicate reads no leaf, both branches are computed and each output is selected.
+The results are the same; the cost is the branch that is not taken.
 """
 
 from collections.abc import Mapping, Sequence

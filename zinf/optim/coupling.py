@@ -14,7 +14,7 @@ LEARNING_RATE = (
     "This optimizer estimates a learning rate from all parameters at once, and zinf "
     "updates each by itself. Use one with a learning rate, such as optax.adamw."
 )
-# What to do about a coupling, by a word in the name of the function that made it.
+# Advice about a coupling, by a word in the name of the function that made it.
 HINTS = {
     "clip_by_global_norm": (
         "zinf clips by the global norm where optax.clip_by_global_norm, with a plain "
@@ -127,7 +127,7 @@ def _source(equation: Equation) -> str:
     library = str(Path(jax.__file__).parent)
     frames = traceback.frames if traceback else []
     frames = [f for f in frames if not f.file_name.startswith(library)]
-    # The transform itself says more than the tree arithmetic that it calls.
+    # The transform's own frame is more useful than the tree arithmetic that it calls.
     updates = [f for f in frames if "update" in f.function_name]
     for frame in (*updates, *frames):
         name = Path(frame.file_name).name

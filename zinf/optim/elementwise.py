@@ -1,4 +1,4 @@
-"""Which updates act on every entry by itself, and how they look on a block of rows.
+"""Finds element-wise updates, and rewrites them for a block of rows.
 
 An element-wise update may run on any block of a leaf with the result of the whole. A
 block's code is the leaf's with other shapes: no trace of the transform at the block's
@@ -19,7 +19,7 @@ Program = TypeVar("Program", Piece, Graph)
 def is_elementwise(
     program: Piece | Graph, *, shape: tuple[int, ...], num_arrays: int
 ) -> bool:
-    """Whether a program acts on every entry of arrays of one shape by itself.
+    """Whether a program acts on each entry of arrays of one shape alone.
 
     Args:
         shape: that of the leaf; its first `num_arrays` inputs are arrays of it (grad,

@@ -1,4 +1,4 @@
-"""What an update is that changes arrays where they rest on the host."""
+"""The interface of updates that change arrays in host memory, in place."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ class AbstractHostUpdate(ABC):
     @property
     @abstractmethod
     def workspace_bytes(self) -> int:
-        """Host memory that a call takes beside its arrays."""
+        """Host memory that a call takes besides its arrays."""
 
     @abstractmethod
     def __call__(
@@ -31,7 +31,7 @@ class AbstractHostUpdate(ABC):
 
     @abstractmethod
     def compile(self) -> None:
-        """Compiles what calls run, if that is not done; else the first call does."""
+        """Compiles ahead of the first call, which would compile otherwise."""
 
 
 def flat(array: np.ndarray) -> np.ndarray:

@@ -1,8 +1,8 @@
 """Updates in host memory, in place, for the leaves whose update is Adam's.
 
-XLA writes results into memory of its own, from where they are copied: for arrays that
-rest on the host that is twice the traffic, and room for both. `zinf_kernels.adam` reads
-and writes each array once, where it is. For whatever is not Adam see `looped`.
+XLA writes results into memory of its own, and they are copied from there. For arrays at
+rest on the host that doubles the traffic and takes room for both. `zinf_kernels.adam`
+reads and writes each array once, in place. Other optimizers take `looped`.
 """
 
 import warnings
@@ -21,8 +21,8 @@ from zinf.optim.separate import Separated
 from zinf.optim.update import Unit, copy_dtype_of
 from zinf_kernels.adam import Scalars, adam_update_scalars
 
-# With float16 gradients it depends on the length how XLA rounds, so no kernel can give
-# the same bits.
+# With float16 gradients XLA's rounding depends on the length, so no kernel can give the
+# same bits.
 GRADIENT_DTYPES = (FLOAT32, BFLOAT16)
 # Half a unit in the last place of 1 in float32.
 ROUNDING = 2.0**-24
@@ -34,8 +34,8 @@ class InPlaceUpdate(AbstractHostUpdate):
     """The update of one unit on arrays that rest in host memory.
 
     It gives the bits of the unit's executable on XLA:CPU up to the rounding that
-    `zinf_kernels.adam_update` states; in practice all of them. A decay of zero that
-    is not known before the step leaves parameters that are not finite as they are.
+    `zinf_kernels.adam_update` states; in practice all of them. If the weight decay is a
+    step value and zero, parameters that are not finite stay as they are.
     """
 
     form: AdamForm
@@ -61,8 +61,8 @@ class InPlaceUpdate(AbstractHostUpdate):
         moments = [np.empty(0, np.float32), np.empty(0, np.float32)]
         moments[self.form.m] = np.empty(0, self.form.m_dtype)
         gradient = np.empty(0, self.gradient_dtype)
-        # Whether there is decay makes another loop. A number that comes with each step
-        # may be zero in one and not in the next.
+        # A loop with decay differs from one without. A decay that is a step value may
+        # be zero in one step and not in the next, so both are compiled.
         for decay in self.form.decays:
             ones = {field.name: np.float32(1) for field in fields(Scalars)}
             scalars = Scalars(**{**ones, "weight_decay": np.float32(decay)})
@@ -75,10 +75,10 @@ class InPlaceUpdate(AbstractHostUpdate):
 def in_place_updates(
     separated: Separated, units: Sequence[Unit], *, device: jax.Device
 ) -> list[InPlaceUpdate | None]:
-    """For each unit its update in place, or None where only the executable will do.
+    """For each unit its update in place, or None where only the executable can run.
 
     Args:
-        device: the one on which executables are made to compare with.
+        device: compiles and runs the executables to compare with.
     """
     leaves = sorted({u.leaf for u in units if may_be_in_place(separated, u)})
     probes = separated.bodies([(leaf, (PROBE_NUMEL,)) for leaf in leaves])
@@ -104,19 +104,19 @@ def in_place_updates(
 
 
 def may_be_in_place(separated: Separated, unit: Unit) -> bool:
-    """Whether the update acts on every float32 of the master by itself."""
+    """Whether the update is element-wise on a float32 master."""
     leaf = separated.leaves[unit.leaf]
-    # A scalar leaf has no form at another shape, in which scalars stay scalars.
+    # A scalar leaf cannot be probed at another shape, where its scalars stay scalars.
     return leaf.is_elementwise and leaf.spec.shape != () and leaf.spec.dtype == FLOAT32
 
 
 def _agrees(
     separated: Separated, unit: Unit, update: InPlaceUpdate, device: jax.Device
 ) -> bool:
-    """Whether the update, with numbers at random, is what its executable computes.
+    """Whether the update agrees with its executable on random numbers.
 
-    What the kernel means is compared, not its loop: that takes no compiler but XLA's,
-    and is enough to find a term that was taken for another.
+    The kernel's reference is compared, not its loop: that needs only XLA's compiler,
+    and is enough to find a term that was mistaken for another.
     """
     random = np.random.default_rng(0)
     gradient = normal(random, 1.0).astype(update.gradient_dtype)
@@ -152,7 +152,8 @@ def _agrees(
 def _bounds(
     form: AdamForm, scalars: Scalars, gradient: np.ndarray, *arrays: np.ndarray
 ) -> list[np.ndarray]:
-    """How far two implementations may be apart: see `zinf_kernels.adam_update`."""
+    """The largest difference between two implementations: see
+    `zinf_kernels.adam_update`."""
     s = {name: float(value) for name, value in vars(scalars).items()}
     g, master = _wide(gradient) * s["factor"], _wide(arrays[0])
     old_m, old_v = _wide(arrays[1 + form.m]), _wide(arrays[1 + form.v])

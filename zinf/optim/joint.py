@@ -1,9 +1,8 @@
 """Several updates as one executable, computed in place.
 
-An update that is called for each array of a layer costs what a call does (0.3 ms on a
-CPU) for a vector of a few hundred numbers, and memory for results beside the arrays
-that they replace. Where arrays rest on the devices, one call does for several, and
-takes the memory of what it replaces.
+One call for each array of a layer costs 0.3 ms on a CPU, even for a vector of a few
+hundred numbers, and memory for results besides the arrays that they replace. Where
+arrays rest on the devices, one call updates several, in the memory of the arrays.
 """
 
 from collections.abc import Hashable, Sequence
@@ -19,8 +18,8 @@ from zinf.optim.update import Compile, UpdateStep
 class JointStep:
     """The updates of several units.
 
-    `workspace_bytes` is what a call allocates on each device where no result can take
-    the place of an argument: memory that is not XLA's own is never written.
+    `workspace_bytes` is what a call allocates on each device if no result can reuse the
+    memory of an argument: XLA does not write into memory that it did not allocate.
     """
 
     executable: jax.stages.Compiled
@@ -35,12 +34,12 @@ class JointStep:
         grads: Sequence[Any],
         arrays: Sequence[Sequence[Any]],
     ) -> list[tuple[jax.Array, ...]]:
-        """For each unit what its `UpdateStep` gives, to the bit.
+        """For each unit the results of its `UpdateStep`, bit-equal.
 
         Args:
             factor: float32 scalar that gradients are multiplied by.
             step_values: all those of this step (see `compile_advance`).
-            arrays: of each unit the master and the states; they are donated.
+            arrays: the master and the states of each unit; they are donated.
         """
         mine = [step_values[k] for k in self.step_values]
         return self.executable(factor, mine, self.hoisted, list(grads), list(arrays))
@@ -54,7 +53,8 @@ class JointCompiler:
         self._compiled: dict[Hashable, jax.stages.Compiled] = {}
 
     def __call__(self, steps: Sequence[UpdateStep]) -> JointStep:
-        """The updates of `steps`, all element-wise: sums might round otherwise."""
+        """The updates of `steps`, all element-wise: joint sums may round
+        differently."""
         assert all(step.is_elementwise for step in steps)
         values = tuple(sorted({k for step in steps for k in step.step_values}))
         taken = [tuple(map(values.index, step.step_values)) for step in steps]
@@ -81,7 +81,8 @@ def _lowered(
             functions, taken, hoisted, grads, arrays, strict=True
         ):
             mine = [step_values[k] for k in numbers]
-            # XLA divides by a scalar of one array otherwise than by that of several.
+            # Without the barrier, XLA divides differently by a scalar that several
+            # arrays share.
             own = jax.lax.optimization_barrier((factor, mine, literals))
             results.append(function(*own, grad, master, states))
         return results

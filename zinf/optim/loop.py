@@ -1,7 +1,7 @@
 """The update of a leaf as a program for `zinf_kernels.elementwise_update`.
 
-The code that `compile_updates` gives to XLA is translated equation by equation. What
-has no counterpart (exponentials, integers, float64) has no loop.
+The code that `compile_updates` gives to XLA is translated equation by equation. A
+program with other operations (exponentials, integers, float64) has no loop.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,11 +16,11 @@ from zinf_kernels.arrays import BFLOAT16, FLOAT16, FLOAT32
 from zinf_kernels.elementwise import Operation, Program
 
 BOOL = np.dtype(np.bool_)
-# Arithmetic on bfloat16 is in float32 as XLA:CPU compiles it, not rounded in between.
+# XLA:CPU computes bfloat16 arithmetic in float32, without rounding in between.
 NUMBERS = {FLOAT32, BFLOAT16}
 ZERO, ONE = np.float32(0), np.float32(1)
 
-# Primitives and the operation of a program that is the same.
+# Primitives, and the operation of a program that each one equals.
 OF_NUMBERS = {
     name: name
     for name in "add sub mul neg abs sqrt rsqrt sign max min gt ge lt le eq ne".split()
@@ -41,7 +41,7 @@ class Loop:
 def loop_of(
     function: Callable, arguments: Sequence[Any], *, num_read_only: int
 ) -> Loop | None:
-    """What an element-wise function computes, or None if no program can.
+    """The program of an element-wise function, or None if there is none.
 
     Args:
         function: gives new values of all its arrays but the first `num_read_only`, then
@@ -149,7 +149,7 @@ class _Translation:
         return self.emit((OF_NUMBERS | OF_TRUTHS)[name], *operands)
 
     def _quotient(self, x: int, y: int) -> int:
-        """A division by what all elements have in common is a product in XLA."""
+        """XLA divides by a scalar by multiplying with its inverse."""
         if y in self.scalars and x not in self.scalars:
             return self.emit("mul", x, self.emit("div", self.one, y))
         return self.emit("div", x, y)

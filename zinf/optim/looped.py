@@ -1,8 +1,8 @@
-"""Updates in host memory, in place, by a loop made for the transform.
+"""Updates in host memory, in place, by a loop generated from the transform.
 
-For what is not Adam: the update's code is translated for `zinf_kernels`, which compiles
-one pass over memory of it. XLA reads and writes the same, but its results come in new
-memory and are copied to where the arrays rest.
+For optimizers other than Adam: the update's code is translated for `zinf_kernels`,
+which compiles it to one pass over memory. XLA reads and writes as much, but into new
+memory, from where results are copied to the arrays at rest.
 """
 
 import warnings
@@ -30,7 +30,7 @@ class LoopedUpdate(AbstractHostUpdate):
     """The update of one unit on arrays that rest in host memory.
 
     It is within twice `zinf_kernels.elementwise.bounds.error_bounds` of the unit's
-    executable on XLA:CPU. In practice it has all its bits unless there are reciprocal
+    executable on XLA:CPU. In practice it is bit-equal, unless there are reciprocal
     roots, as in RMSprop and Adagrad: XLA estimates those.
     """
 
@@ -54,7 +54,7 @@ class LoopedUpdate(AbstractHostUpdate):
         self._run(arrays, [np.float32(1)] * program.num_scalars)
 
     def scalars(self, factor: Any, step_values: Sequence[Any]) -> list[np.float32]:
-        """Those of the program, in one step."""
+        """The scalars of the program in one step."""
         mine = [step_values[k] for k in self.step_values]
         scalars = (factor, *mine, *self.hoisted, *self.loop.literals)
         return [np.float32(x) for x in scalars]
@@ -66,12 +66,12 @@ class LoopedUpdate(AbstractHostUpdate):
 def looped_updates(
     separated: Separated, units: Sequence[Unit], *, device: jax.Device
 ) -> list[LoopedUpdate | None]:
-    """For each unit its update by a loop, or None where only the executable will do.
+    """For each unit its update by a loop, or None where only the executable can run.
 
-    On a processor that loops are not made for, that is everywhere.
+    All are None on a processor that loops do not support.
 
     Args:
-        device: the one on which executables are made to compare with.
+        device: compiles and runs the executables to compare with.
     """
     if not is_known_processor():
         return [None] * len(units)
@@ -99,7 +99,7 @@ def looped_updates(
 def _loop(
     separated: Separated, unit: Unit, own: Shared, device: jax.Device
 ) -> Loop | None:
-    """The loop with the numbers of the unit's executable, if there is one."""
+    """The loop that agrees with the unit's executable, if there is one."""
     leaf = separated.leaves[unit.leaf]
     unit = replace(unit, shape=(PROBE_NUMEL,))
     function = update_function(own.body, copy_dtype_of(unit, leaf.spec.dtype))
@@ -125,7 +125,7 @@ def _loop(
 def _trials(
     separated: Separated, unit: Unit, update: LoopedUpdate, device: jax.Device
 ) -> list[Trial]:
-    """Numbers at random, with all truths among the step values and with none."""
+    """Random numbers, with all booleans among the step values true, and false."""
     execute = compile_probe(separated, unit, device=device)
     random = np.random.default_rng(0)
     arrays = _random_arrays(update.loop.program, random)
@@ -142,8 +142,8 @@ def _trials(
 def _random_arrays(program: Program, random: np.random.Generator) -> list[np.ndarray]:
     """Gradient, master, and states of either sign in one half, positive in the other.
 
-    Averages of squares are positive, others are not. Every seventh gradient is zero, as
-    those of tokens that are not seen, and every fifth state, as at first.
+    Averages of squares are positive, other states are not. Every seventh gradient is
+    zero, as for tokens that do not occur, and every fifth state, as initially.
     """
     gradient, master, *states = (normal(random, 0.3) for _ in program.arrays)
     gradient[::7] = 0

@@ -18,9 +18,8 @@ class LossScaleSettings:
     Attributes:
         initial_scale: 2 ** `initial_scale_power`; the scale itself if not `dynamic`.
         window: clean steps in a row before the scale doubles.
-        hysteresis: overflows that the scale bears before it halves.
-        consecutive_hysteresis: a clean step makes `hysteresis` whole again, not only
-            a doubling.
+        hysteresis: number of overflows before the scale halves.
+        consecutive_hysteresis: a clean step restores `hysteresis`, not only a doubling.
         min_scale: the scale never falls below.
     """
 
@@ -34,7 +33,7 @@ class LossScaleSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class LossScale:
-    """The scale of the coming step, and what decides on the next.
+    """The scale of the coming step, and the state that decides the next one.
 
     Attributes:
         scale: multiplies the loss; gradients are multiplied by its inverse.
@@ -103,7 +102,7 @@ class LossScale:
         settings, after = self.settings, self
         if settings.consecutive_hysteresis:
             after = replace(after, patience=settings.hysteresis)
-        # Clean steps before this one, so growth comes with the (window + 1)-th.
+        # Clean steps before this one, so the scale doubles at the (window + 1)-th.
         clean_steps = self.step - self.last_overflow - 1
         if clean_steps > 0 and clean_steps % settings.window == 0:
             doubled = self.scale * SCALE_FACTOR

@@ -1,4 +1,4 @@
-"""Which way an update takes on the host: the first of several that serves for it."""
+"""Chooses how an update runs on the host: the first of `WAYS` that can run it."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ def host_updates(
 ) -> list[AbstractHostUpdate | None]:
     """For each unit its update on arrays in host memory, in place.
 
-    None where its executable serves as well, or nothing else will do.
+    None where its executable is as fast, or nothing else can run.
 
     Args:
         device: the one on which executables are made.

@@ -103,7 +103,7 @@ def _bits(found: Mapping[Var, int], atom: Atom) -> int:
 
 
 def _owner(output: int, num_leaves: int, bits: list[int]) -> int:
-    """The leaf that an output belongs to, or `SHARED`."""
+    """The leaf of an output, or `SHARED`."""
     if output < num_leaves:
         return output
     leaves = bits[output - num_leaves]

@@ -1,4 +1,4 @@
-"""What an executable makes of numbers at random, for others to be compared with."""
+"""Runs an executable on random numbers, to compare other implementations with it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,7 +10,7 @@ import numpy as np
 from zinf.optim.separate import Separated
 from zinf.optim.update import Unit, compile_updates
 
-# Enough that a difference shows, and little beside compiling for it.
+# Enough numbers that a difference shows; compiling takes longer than running on them.
 PROBE_NUMEL = 1000
 
 
@@ -39,7 +39,7 @@ def compile_probe(
     def execute(
         factor: np.float32, step_values: Sequence[Any], *arrays: np.ndarray
     ) -> list[np.ndarray]:
-        # Copies: the CPU backend would alias NumPy memory that changes later.
+        # Copies, because the CPU backend would alias NumPy memory that changes later.
         placed = jax.device_put([x.copy() for x in arrays], device)
         return [np.asarray(x) for x in step(factor, step_values, *placed)]
 

@@ -1,4 +1,4 @@
-"""Update rules of torch and DeepSpeed that optax has in another form, or not at all.
+"""Update rules of torch and DeepSpeed that optax lacks or defines differently.
 
 All are separable per leaf.
 """
@@ -29,7 +29,7 @@ class MuonState(NamedTuple):
 def scale_by_adagrad(*, eps: float, initial: float) -> optax.GradientTransformation:
     """Divides by the root of the sum of squares, plus `eps`.
 
-    `optax.scale_by_rss` adds eps below the root, where 1e-10 is 1e-5 outside of it.
+    `optax.scale_by_rss` adds eps inside the root, where 1e-10 acts as 1e-5 outside.
     """
 
     def init(params: optax.Params) -> AdagradState:

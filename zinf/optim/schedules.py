@@ -3,8 +3,9 @@
 The formulas are those of `deepspeed/runtime/lr_schedules.py` (0.19.6).
 
 [Note: count] optax calls a schedule with the number of updates done. DeepSpeed steps
-its scheduler after each update, so that update `count` uses what the scheduler made of
-`last_batch_iteration = count - 1`, and the first one what its constructor left.
+its scheduler after each update, so update `count` uses the rate at
+`last_batch_iteration = count - 1`, and the first update uses the rate that the
+constructor set.
 """
 
 import jax
@@ -32,7 +33,7 @@ def schedule_of(
     Args:
         params: the parameters of a scheduler; None for a constant `lr`.
         lr: the optimizer's learning rate.
-        num_steps: where a decay ends whose parameters do not say.
+        num_steps: the end of a decay whose parameters do not give one.
     """
     match params:
         case None:
@@ -142,7 +143,7 @@ def _warm_steps(params: WarmupParams) -> int:
 
 
 def _warmth(params: WarmupParams, iteration: jax.Array) -> jax.Array:
-    """How far the warm-up is, 0 to 1."""
+    """Progress of the warm-up, 0 to 1."""
     num_warm = _warm_steps(params)
     if params.warmup_type == "linear":
         share = iteration / num_warm

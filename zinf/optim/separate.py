@@ -5,11 +5,11 @@ separable when no update and no state array depends on two leaves; then the equa
 behind one leaf's update and state are a program of their own, which runs wherever that
 leaf's state lives and needs nothing else in memory.
 
-What depends on no leaf (step counts, schedules, injected hyperparameters, what is made
-from the loss) is *shared*.
-It advances once per step, together with the *step values*: the few numbers, such as
-the learning rate of this step, that leaf updates read. Computing those once and not
-in every update gives all leaves and all blocks the same bits.
+State that depends on no leaf (step counts, schedules, injected hyperparameters, values
+made from the loss) is *shared*. It advances once per step, together with the *step
+values*: the few numbers, such as the learning rate of this step, that leaf updates
+read. They are computed once and not in every update, so that all leaves and all blocks
+see the same bits.
 """
 
 from collections.abc import Collection, Sequence
@@ -125,7 +125,8 @@ class Separated:
         """
         graph = self._at_block(self.inits, leaf, param.shape)
         with jax.default_device(device):
-            # Most states start from zeros: do not copy a parameter that is not read.
+            # Most initial states are zeros: do not copy a parameter that init does not
+            # read.
             param = jnp.array(param) if graph.used_invars() else param
             return [jnp.asarray(x) for x in graph(param)]
 
@@ -220,7 +221,7 @@ def _cut_updates(
 def _possible_step_values(
     update: Graph, shared: Sequence[Var], ownership: Ownership
 ) -> set[Var]:
-    """What leaf updates may take as given: shared state, and scalars made from it.
+    """The possible step values: shared state, and scalars made from it.
 
     Larger values that depend on no leaf (noise of a leaf's shape, say) are computed in
     the update, and so are random keys, which cannot leave a program as plain numbers.

@@ -27,9 +27,8 @@ class Transform:
     data, so that all arrays are plain numbers. The loss is a float32 scalar, the
     `value=` of optax's transforms with extra arguments.
 
-    Attributes:
-        clip_bounds: of `optax.clip_by_global_norm` that was taken off the front of
-            `update`, which takes gradients that are clipped already.
+    Attributes: clip_bounds: bounds of the leading `optax.clip_by_global_norm`, which
+        was taken off `update`: its gradients are clipped already.
     """
 
     leaves: dict[str, jax.ShapeDtypeStruct]

@@ -28,7 +28,7 @@ def _plainly(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
 
 @dataclass(frozen=True)
 class Unit:
-    """What one update works on: a leaf (by number), or a block of its rows.
+    """The array of one update: a leaf (by number), or a block of its rows.
 
     The gradient comes in `grad_dtype`; unless `compute_dtype` is `None` or that of the
     master, the update also makes a copy of the new parameter in it.
@@ -42,7 +42,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class UnitPlacement:
-    """How the arrays of a unit lie where it is updated. Scalars are everywhere."""
+    """Shardings of the arrays of a unit during its update. Scalars are replicated."""
 
     scalars: Sharding
     gradient: Sharding
@@ -53,7 +53,7 @@ class UnitPlacement:
 
 @dataclass(frozen=True, eq=False)
 class UpdateCode:
-    """What an update step is compiled from; shardings are pytree prefixes."""
+    """The source of a compiled update step; shardings are pytree prefixes."""
 
     function: Callable
     arguments: Any
@@ -78,11 +78,11 @@ class UpdateStep:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes needed beside the inputs, which stay valid."""
+        """Bytes needed besides the inputs, which stay valid."""
         return self.output_bytes + self.temp_bytes
 
     def collectives(self) -> tuple[Collective, ...]:
-        """What it sends between the devices that it is compiled for."""
+        """The collectives of its executable."""
         return collectives_of(self.executable)
 
     def __call__(
@@ -170,11 +170,11 @@ def compile_advance(
 ) -> Callable[..., tuple[list[np.ndarray], list[np.ndarray]]]:
     """A function from shared state to `(new shared state, step values)`.
 
-    Of a transform that `reads_loss` it takes the loss too, as a float32 scalar.
+    For a transform that `reads_loss` it takes the loss too, as a float32 scalar.
 
-    Call it once per step; its results are NumPy arrays that serve every unit, wherever
-    that runs. Give it a CPU device if there is one: on an accelerator the result would
-    come after everything that is queued there.
+    Call it once per step. Its results are NumPy arrays for all units, on any tier. Give
+    it a CPU device if there is one: on an accelerator it would wait for everything that
+    is queued there.
     """
     loss = [jax.ShapeDtypeStruct((), jnp.float32)] if separated.reads_loss else []
     arguments = list(separated.shared_specs), *loss
@@ -190,7 +190,7 @@ def compile_advance(
 
 
 def update_function(body: Body, copy_dtype: Any) -> Callable:
-    """What every update step computes, as a traceable function.
+    """The computation of every update step, as a traceable function.
 
     The gradient is widened to float32 (or stays wider), multiplied by `factor`, and
     given to the transform in the master's dtype. `copy_dtype` is that of the compute
@@ -213,7 +213,7 @@ def update_function(body: Body, copy_dtype: Any) -> Callable:
 def step_arguments(
     separated: Separated, unit: Unit, hoisted: Sequence[np.generic]
 ) -> tuple[Any, ...]:
-    """What the `update_function` of a unit takes, abstract: scalars, then arrays."""
+    """Abstract arguments of the `update_function` of a unit: scalars, then arrays."""
     leaf = separated.leaves[unit.leaf]
     states = tuple(
         jax.ShapeDtypeStruct(
