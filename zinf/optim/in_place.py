@@ -152,8 +152,7 @@ def _agrees(
 def _bounds(
     form: AdamForm, scalars: Scalars, gradient: np.ndarray, *arrays: np.ndarray
 ) -> list[np.ndarray]:
-    """The largest difference between two implementations: see
-    `zinf_kernels.adam_update`."""
+    """Bounds of the differences that `zinf_kernels.adam_update` allows."""
     s = {name: float(value) for name, value in vars(scalars).items()}
     g, master = _wide(gradient) * s["factor"], _wide(arrays[0])
     old_m, old_v = _wide(arrays[1 + form.m]), _wide(arrays[1 + form.v])

@@ -53,8 +53,7 @@ class JointCompiler:
         self._compiled: dict[Hashable, jax.stages.Compiled] = {}
 
     def __call__(self, steps: Sequence[UpdateStep]) -> JointStep:
-        """The updates of `steps`, all element-wise: joint sums may round
-        differently."""
+        """The updates of `steps`, all element-wise: sums could round differently."""
         assert all(step.is_elementwise for step in steps)
         values = tuple(sorted({k for step in steps for k in step.step_values}))
         taken = [tuple(map(values.index, step.step_values)) for step in steps]

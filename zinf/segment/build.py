@@ -1,4 +1,4 @@
-"""From a traced loss to a `Program`: cut, name, and find the bodies that are shared."""
+"""From a traced loss to a `Program`: cuts, names, and finds shared bodies."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -68,7 +68,7 @@ def segment_loss(
 
 
 def array_spec(aval: Any) -> ArraySpec:
-    """How a value is kept: random keys as words, as every tier can hold them."""
+    """The stored form of a value: random keys as words, which every tier can hold."""
     aval = in_words(aval)
     return ArraySpec(tuple(aval.shape), str(aval.dtype), aval.dtype.itemsize)
 
@@ -81,7 +81,7 @@ def _leaf(variable: Var, path: str, is_stacked: bool, is_frozen: bool) -> Leaf:
 
 @dataclass
 class _Draft:
-    """A segment before it is named: equations in order, with its inputs and outputs."""
+    """A segment before it has a name: equations in order, inputs and outputs."""
 
     equations: list[Equation]
     params: list[Var]
@@ -256,10 +256,10 @@ def _is_variable(atom: Atom) -> bool:
 
 
 def _active(graph: Graph, trainable: Collection[Var]) -> set[Var]:
-    """Real and complex values on a path from a trainable parameter to the loss.
+    """Floating-point values on a path from a trainable parameter to the loss.
 
-    All of the path is of such values: what reaches the loss through integers alone (an
-    `argmax`, a choice of expert) has no cotangent.
+    All values of the path are real or complex: a value that reaches the loss only
+    through integers (an `argmax`, a choice of expert) has no cotangent.
     """
     depends = set(trainable)
     for equation in graph.equations:

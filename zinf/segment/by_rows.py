@@ -1,9 +1,9 @@
 """Runs a function a block of rows at a time, where its rows are independent.
 
 Activations of a long sequence can be larger than the device: the hidden layer of an
-MLP, the logits of a language model. Where the jaxpr shows that every row (a token, a
-sample) goes its own way, and at most sums are taken over all, blocks of rows run in a
-loop and only one block's intermediate values exist at a time (Arctic Long Sequence
+MLP, the logits of a language model. Where the jaxpr shows that rows (tokens, samples)
+are independent up to sums over them, blocks of rows run in a loop, and only one block's
+intermediate values exist at a time (Arctic Long Sequence
 Training, arXiv:2506.13996, section 3.1, tiles MLP, logits and loss so by hand).
 """
 
@@ -38,15 +38,15 @@ def by_rows(
     may_be_rows: Sequence[Collection[int]],
     num_blocks: int,
 ) -> Callable:
-    """The same function of the same arguments, in blocks of rows.
+    """The function, computed in blocks of rows.
 
     Args:
         arguments: a pytree of shapes and dtypes, for `function(*arguments)`.
-        may_be_rows: of each leaf, the dims that blocks may be taken along.
-        num_blocks: at least so many, if there is such a divisor of the rows.
+        may_be_rows: for each leaf, the dims that may be divided into blocks.
+        num_blocks: the least number of blocks, if a divisor of the rows is as large.
 
     Raises:
-        NotByRow: it needs all rows at once; the message says for what.
+        NotByRow: an equation needs all rows at once; the message says which.
     """
     closed, results = trace(function, *arguments)
     graph = inline_all(closed)
@@ -64,7 +64,7 @@ def by_rows(
 def _best(
     graph: Graph, may_be_rows: Sequence[Collection[int]], num_blocks: int
 ) -> "RowWise":
-    """Of all dims of the largest argument, that which leaves least at a time."""
+    """Tries each dim of the largest argument; takes that with the smallest block."""
     flags = zip(graph.invars, may_be_rows, strict=True)
     candidates = {v: dims for v, dims in flags if dims}
     if not candidates:
@@ -93,15 +93,15 @@ def _best(
 
 @dataclass
 class RowWise:
-    """What of a program is by row, given which of its inputs are (`seeds`).
+    """The values of a program that are by row, given its inputs that are (`seeds`).
 
     Attributes:
         dims: values that are computed by block, and the dim of their rows.
-        varying: of these, those that differ between rows for good.
+        varying: of these, those that really differ between rows.
         sliced: values that are computed as wholes, and read by block.
         sums: values that are sums over all rows.
-        phase: of every value, how many loops over the rows have to be over before it
-            can be computed.
+        phase: for every value, the number of loops over the rows that must end before
+            it can be computed.
     """
 
     graph: Graph
@@ -123,10 +123,10 @@ class RowWise:
                 raise NotByRow("a value is read both by row and as a whole")
 
     def _follow(self, equation: Equation) -> dict[int, int]:
-        """Finds what becomes of an equation; returns which operands are by row."""
+        """Classifies the results of an equation; returns which operands are by row."""
         dims = self.dims_of(equation)
         if not any(a in self.varying for a in variables(equation.invars)):
-            dims = {}  # the same for all rows, whoever reads it by row
+            dims = {}  # equal for all rows, even where it is read by row
         phase = max((self.phase[v] for v in variables(equation.invars)), default=0)
         result: Any = None
         if dims:
@@ -158,7 +158,7 @@ class RowWise:
         return self.dims.get(atom, self.sliced.get(atom))
 
     def _demand(self, atom: Atom, dim: int) -> None:
-        """Has a value by row that is the same for all: made so, or read so."""
+        """Makes a value that is equal for all rows by row: computed so, or read so."""
         if isinstance(atom, Literal) or self.dim_of(atom) not in (None, dim):
             raise NotByRow("rows meet others")
         if self.dim_of(atom) == dim:
@@ -177,27 +177,27 @@ class RowWise:
             self.sliced[atom] = dim
 
     def _check_sum(self, equation: Equation) -> None:
-        """What rows are added to has to be zero, or it would be added many times."""
+        """Rows must be added to zeros, or each block would add the operand."""
         if equation.primitive.name != "scatter-add":
             return
         if not is_zeros(equation.invars[0], self.producer):
             raise NotByRow("`scatter-add` to what is not zero")
 
-    # How many blocks, and what they take.
+    # Number and size of blocks.
 
     @cached_property
     def _divisor(self) -> int:
-        """What every number of blocks has to divide."""
+        """Every possible number of blocks divides this."""
         found = {**self.dims, **self.sliced}
         return gcd(*(v.aval.shape[dim] for v, dim in found.items()))
 
     def blocks(self, least: int) -> int:
-        """The smallest possible number of blocks that is not less; else the largest."""
+        """The smallest possible number of blocks from `least` on; else the largest."""
         divisors = [n for n in range(1, self._divisor + 1) if self._divisor % n == 0]
         return next((n for n in divisors if n >= least), divisors[-1])
 
     def largest_bytes(self, num_blocks: int) -> int:
-        """Of the largest intermediate value, as it is there at a time."""
+        """Bytes of the largest intermediate value, of one block if it is by row."""
         made = [v for e in self.graph.equations for v in e.outvars]
         sizes = (
             variable_bytes(v) // (num_blocks if v in self.dims else 1) for v in made
@@ -219,7 +219,7 @@ class RowWise:
         ]
 
     def _run_wholes(self, values: dict[Var, Any], phase: int) -> None:
-        """What no row has a part in; of what turns out unused XLA makes nothing."""
+        """Equations outside of all rows. XLA drops those that are unused."""
         for equation in self.graph.equations:
             out, reads = equation.outvars[0], variables(equation.invars)
             is_whole = out not in self.varying and out not in self.sums
@@ -229,7 +229,7 @@ class RowWise:
                 values.update(zip(equation.outvars, results, strict=True))
 
     def _run_blocks(self, values: dict[Var, Any], phase: int, num_blocks: int) -> None:
-        """The loop whose sums and outputs need what is there in this phase."""
+        """The loop whose sums and outputs need only values of this phase."""
         finals = set(variables(self.graph.outvars))
         made = [v for e in self.graph.equations for v in e.outvars]
         sums = [v for v in made if v in self.sums and self.phase[v] == phase + 1]
@@ -239,7 +239,7 @@ class RowWise:
         outputs = [v for v in outputs if v not in values]
         if not sums and not outputs:
             return
-        # By block is computed again what an earlier loop did.
+        # Values by block of an earlier loop are recomputed.
         stop = {v for v in values if v not in self.dims or v in self.seeds}
         piece = Slicer(self.graph).behind([*sums, *outputs], stop=stop)
         body = _Block(self, piece.equations, num_blocks)
@@ -279,7 +279,7 @@ class _Block:
         return evaluate(jaxpr, list(known.values()))
 
     def _here(self, atom: Atom) -> Atom:
-        """A value as a block has it: fewer rows, and sums wide enough to add up."""
+        """The aval of a value in one block: fewer rows, and sums in a wide dtype."""
         if isinstance(atom, Literal):
             return atom
         if atom not in self.renamed:
@@ -317,7 +317,7 @@ def _is_made_anywhere(equation: Equation, dim: int) -> bool:
 
 
 def _sum_dtype(variable: Var) -> np.dtype:
-    """float32 where a sum of many blocks would be rounded at each."""
+    """float32 for sums that a narrower dtype would round at every block."""
     dtype = variable.aval.dtype
     is_narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
     return np.dtype(np.float32) if is_narrow else dtype
@@ -331,7 +331,7 @@ def _split(value: jax.Array, dim: int, num_blocks: int) -> jax.Array:
 
 
 def _join(blocks: jax.Array, dim: int) -> jax.Array:
-    """What `_split` took apart."""
+    """Joins what `_split` divided."""
     moved = jnp.moveaxis(blocks, 0, dim)
     shape = moved.shape
     return moved.reshape((*shape[:dim], prod(shape[dim : dim + 2]), *shape[dim + 2 :]))

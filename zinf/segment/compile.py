@@ -1,8 +1,8 @@
 """Runnable segments: equal ones share the executables of one body.
 
-What differs between equal segments (hoisted literals) is passed as arguments. All is
-compiled ahead of time, so that the plan knows the workspace of each run before the
-first step, and a step never compiles.
+The hoisted literals in which equal segments differ are passed as arguments. Everything
+is compiled ahead of time, so that the plan knows each workspace before the first step,
+and no step compiles.
 """
 
 from collections.abc import Collection, Sequence
@@ -20,13 +20,13 @@ from zinf.topology import Collective, collectives_of
 
 _Halved = tuple[HalvedExecutables, HalvedExecutables]
 _Body = tuple[BodyExecutables, _Halved, str]
-# More blocks have to save at least a tenth.
+# Run in more blocks only if that takes less than this share of the workspace.
 WORTHWHILE = 0.9
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """Bytes of each device that an executable takes beside arguments and results."""
+    """Bytes per device that an executable takes besides arguments and results."""
 
     forward_bytes: int
     backward_bytes: int
@@ -36,15 +36,15 @@ class Workspace:
 class Segment:
     """One runnable segment. Arguments and results are jax.Arrays on the devices.
 
-    `params` and `inputs` follow the order of its `SegmentSpec`, where those of backward
-    passes are its `read_backward`; gradients follow that of its trained params,
-    cotangents that of its active inputs and outputs. All are in the device forms of
+    `params` and `inputs` are in the order of its `SegmentSpec`; a backward pass takes
+    those in `read_backward`. Gradients are in the order of its trained params,
+    cotangents in that of its active inputs and outputs. All are in the device forms of
     their layouts.
 
     Attributes:
-        halved: the executables that keep residuals, and those that keep less.
-        is_selective: it keeps less.
-        why_whole: why it does not run in (more) blocks of rows though that was asked.
+        halved: the executables that keep residuals, then those that keep fewer.
+        is_selective: whether it keeps fewer residuals.
+        why_whole: why it does not run in as many blocks of rows as were asked for.
     """
 
     spec: SegmentSpec
@@ -56,11 +56,12 @@ class Segment:
 
     @property
     def keeping(self) -> HalvedExecutables:
-        """What `forward_keeping` and `backward_from` run."""
+        """The executables of `forward_keeping` and `backward_from`."""
         return self.halved[self.is_selective]
 
     def selective(self) -> "Segment":
-        """Itself keeping less, if there is a product that it need not keep.
+        """This segment with fewer residuals, if there is a product that it can
+        recompute.
 
         Compiles nothing.
         """
@@ -79,17 +80,18 @@ class Segment:
     ) -> tuple[list[Any], list[Any]]:
         """`(gradients, input cotangents)`; runs the forward pass again inside.
 
-        Of `spec.row_sums` the rows; their numbers follow all gradients.
+        The gradients of `spec.row_sums` are rows; their row numbers follow all
+        gradients.
         """
         arguments = (*params, *inputs, *self.hoisted)
         return self.executables.backward(arguments, tuple(cotangents))
 
     def residuals(self) -> tuple[ArraySpec, ...]:
-        """What `forward_keeping` keeps on one device; empty if nothing is worth it.
+        """The residuals that `forward_keeping` keeps, per device; empty if none is
+        worth it.
 
-        The last segment, and one without a backward pass, have nothing to keep for; one
-        that leaves rows looks them up again.
-        Compiles nothing for one device.
+        The last segment, and one without a backward pass, keep none; one that leaves
+        rows looks them up again. Compiles nothing for one device.
         """
         if not self._may_keep:
             return ()
@@ -111,7 +113,7 @@ class Segment:
         residuals: Sequence[Any],
         cotangents: Sequence[Any],
     ) -> tuple[list[Any], list[Any]]:
-        """What `backward` returns, without running the forward pass again."""
+        """The results of `backward`, without running the forward pass again."""
         assert self._may_keep, self.spec.name
         arguments = (*params, *inputs, *self.hoisted)
         given = tuple(residuals), tuple(cotangents)
@@ -145,13 +147,13 @@ class Segment:
         return Workspace(forward, backward)
 
     def traffic(self) -> dict[str, tuple[Collective, ...]]:
-        """What is sent between devices, by the passes that `workspace` is of."""
+        """The collectives of the passes that `workspace` belongs to."""
         if self.executables.mesh.size == 1:
             return {}
         return self.executables.traffic
 
     def forward_traffic(self) -> tuple[Collective, ...]:
-        """What its forward pass sends between devices, also if it is the last one."""
+        """The collectives of its forward pass, also if it is the last segment."""
         if self.executables.mesh.size == 1:
             return ()
         return collectives_of(self.executables.forward)
@@ -176,8 +178,8 @@ def compile_segments(
         layouts: of persistent arrays, and of the values that no segment makes.
         max_workspace_bytes: segments that take more run in blocks of rows, if their
             rows are independent.
-        accumulates: parameter arrays whose gradient is a sum over passes: what a lookup
-            adds to it is left as rows.
+        accumulates: parameter arrays whose gradient is a sum over passes. A lookup
+            leaves its part of such a gradient as rows.
 
     Returns:
         the segments, and the layout of every value.
@@ -236,7 +238,7 @@ def _row_sums(executables: BodyExecutables, spec: SegmentSpec) -> tuple[RowSum, 
 
 
 def _in_blocks(whole: BodyExecutables, max_bytes: int) -> tuple[BodyExecutables, str]:
-    """The same in as many blocks of rows as it takes, or why in no more of them."""
+    """As many blocks of rows as `max_bytes` takes, or fewer and the reason."""
     best = whole
     while (taken := _largest(best)) > max_bytes:
         wanted = max(2 * best.num_blocks, ceil(_largest(whole) / max_bytes))

@@ -1,4 +1,4 @@
-"""Chooses where to cut: few live bytes at a cut, and every layer cut alike.
+"""Chooses the cuts: few live bytes at each, and every layer cut alike.
 
 The search first looks for a repetition and cuts it at one phase of its period, the
 narrowest; what comes before and after is cut on its own. Where nothing repeats, or one
@@ -14,7 +14,7 @@ from zinf.jaxpr.share import equation_key
 from zinf.segment.order import Order, variable_bytes
 from zinf.segment.repeat import Repetition, find_repetition
 
-# A segment costs dispatches and a synchronisation: worth this many live bytes at a cut.
+# The cost of a segment's dispatches and synchronisation, as live bytes at a cut.
 SEGMENT_COST_BYTES = 4096
 
 
@@ -79,8 +79,8 @@ def choose_cuts(tape: Tape, *, max_bytes: int | None) -> list[int]:
 def _automatic_bytes(tape: Tape) -> int:
     """The size of a layer, or an eighth of a program without layers.
 
-    Never less than two of the largest arrays: cutting a head from its loss, or two
-    small tables apart, carries more than it saves.
+    Never less than two of the largest arrays: a cut between a head and its loss, or
+    between two small tables, carries more than it saves.
     """
     repetition = _repetition(tape, 0, len(tape))
     if repetition is None:
@@ -105,7 +105,7 @@ def _cut(
     first = repetition.start + phase
     period, copies = repetition.period, repetition.copies(phase)
     boundaries = [first + k * period for k in range(copies + 1)]
-    # Cut one copy in the middle of the run, and every other copy in the same places.
+    # Cuts one copy in the middle of the run, and every other copy at the same places.
     middle = boundaries[copies // 2]
     inner = []
     if max_layer_bytes is not None:

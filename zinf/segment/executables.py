@@ -1,8 +1,8 @@
 """Executables of one body: forward, and backward from the inputs.
 
-On a mesh of several devices each executable is one program for all of them: parameters
-that are cut are gathered as it begins, gradients leave it cut, and what lies between
-follows from how the batch is divided (GSPMD).
+On a mesh of several devices each executable is one program for all of them: sharded
+parameters are gathered at its start, gradients leave it sharded, and the sharding of
+all other values follows from that of the batch (GSPMD).
 """
 
 from collections.abc import Callable, Sequence
@@ -31,10 +31,11 @@ class BodyExecutables:
     Attributes:
         params, inputs: the layouts of its arguments; `gradients` those of its trained
             params' gradients.
-        num_blocks: in how many blocks of rows each pass runs, at least. With more than
-            one, whoever compiles a pass gets a `NotByRow` if its rows need each other.
-        accumulates: of the trained params, whether gradients are added to others: of
-            lookups they leave the backward pass as rows, their numbers behind them all.
+        num_blocks: the least number of blocks of rows of each pass. With more than one,
+            compiling a pass raises `NotByRow` if its rows depend on each other.
+        accumulates: for each trained param, whether its gradient is added to others.
+            Then the gradient of a lookup leaves the backward pass as rows, and the row
+            numbers follow all gradients.
     """
 
     body: Body
@@ -70,7 +71,7 @@ class BodyExecutables:
 
         Args:
             results: a pytree prefix of shardings; None leaves one to the compiler.
-            reads: which params it is given; the others have no part in its results.
+            reads: the params that it is given; the results do not depend on others.
         """
         flags = [True] * len(self.params) if reads is None else list(reads)
         flags += [True] * (len(self.abstract) - len(flags))
@@ -82,13 +83,14 @@ class BodyExecutables:
         def on_wholes(arguments: Sequence[Any], *rest: Any) -> Any:
             return function(self._wholes(arguments, flags), *rest)
 
-        # Unused arguments stay, so that the compiler counts what the plan does.
+        # Unused arguments stay, so that the compiler counts the bytes that the plan
+        # counts.
         jitted = jax.jit(on_wholes, out_shardings=results, keep_unused=True)
         lowered = jitted.lower(given, *extra)
         return compile_for(self.mesh, lowered)
 
     def _in_blocks(self, function: Callable, extra: Sequence[Any]) -> Callable:
-        """A pass that runs a block of rows at a time; no parameter has rows."""
+        """A pass that runs one block of rows at a time; parameters have no rows."""
         num_params, num_values = len(self.params), len(self.params) + len(self.inputs)
         params = [
             jax.ShapeDtypeStruct(layout.shape, kind.dtype)
@@ -108,9 +110,9 @@ class BodyExecutables:
         return by_rows(function, arguments, rows, self.num_blocks)
 
     def _wholes(self, arguments: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
-        """Arguments as the body knows them: parameters gathered, without padding.
+        """The arguments of the body: parameters gathered, without padding.
 
-        Those that are not given are zeros, which nothing reads.
+        Parameters that are not given are zeros, which nothing reads.
         """
         rest = iter(arguments)
         wholes = []
@@ -145,8 +147,8 @@ class BodyExecutables:
     def lookups(self) -> dict[int, Lookup]:
         """The gradients that leave the backward pass as rows, by position.
 
-        None on several devices, where rows would have to be exchanged, in blocks, which
-        add gradients up, and of the last segment.
+        None on several devices, where rows would have to be exchanged; in blocks, which
+        sum gradients; and for the last segment.
         """
         is_simple = self.mesh.size == 1 and self.num_blocks == 1
         has_vjp = not self.is_last and any(self._outputs)
@@ -157,14 +159,14 @@ class BodyExecutables:
 
     @cached_property
     def forward(self) -> Any:
-        # Without arguments, nothing else would say which devices it is for.
+        # Without arguments, only the shardings of results name its devices.
         is_made_here = not self.body.jaxpr.invars
         results = replicated(self.mesh) if self.is_last or is_made_here else None
         return self.compile(self._call, results=results)
 
     @cached_property
     def outputs(self) -> tuple[Layout, ...]:
-        """Layouts of the outputs; those of the last segment are on every device."""
+        """Layouts of the outputs; those of the last segment are replicated."""
         kinds = [in_words(v.aval).shape for v in self.body.jaxpr.outvars]
         if self.is_last or self.mesh.size == 1:
             return tuple(whole_layout(shape, self.mesh) for shape in kinds)
@@ -289,7 +291,7 @@ class BodyExecutables:
 
 
 def _whole_dims(value: jax.ShapeDtypeStruct) -> list[int]:
-    """The dims of a value that devices do not divide among them."""
+    """The dims along which a value is not sharded."""
     assert isinstance(value.sharding, NamedSharding)
     sizes = value.sharding.shard_shape(value.shape)
     return [d for d, n in enumerate(value.shape) if sizes[d] == n > 1]

@@ -19,7 +19,7 @@ class HalvedExecutables:
     """Both passes of one body, compiled at first use.
 
     Attributes:
-        is_selective: products that are cheap for their size are computed again.
+        is_selective: whether products that are cheap for their size are recomputed.
     """
 
     whole: BodyExecutables
@@ -27,7 +27,7 @@ class HalvedExecutables:
 
     @cached_property
     def halves(self) -> Halves:
-        """What the forward pass keeps for the backward pass; traced, not compiled."""
+        """The residuals that the forward pass keeps; traced, not compiled."""
         whole = self.whole
         first = len(whole.spec.params)
         return halve(
@@ -53,7 +53,7 @@ class HalvedExecutables:
 
     @property
     def residuals(self) -> tuple[NamedSharding, ...]:
-        """How what the forward pass keeps lies on the devices."""
+        """Shardings of the residuals."""
         if self.whole.mesh.size == 1:
             return (replicated(self.whole.mesh),) * len(self.halves.kept)
         return tuple(self.forward.output_shardings[1])

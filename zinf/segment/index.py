@@ -1,7 +1,7 @@
-"""Makes layers equal that read a table at different places: `keys[i]` of layer i.
+"""Makes layers equal that read different places of a table: `keys[i]` in layer i.
 
-A slice names its place in a parameter of the equation, by which the layers differ. As a
-dynamic slice it takes the place as literals, which equal layers pass as arguments.
+A slice has its place as a parameter of the equation, in which layers differ. A dynamic
+slice has it as literals, which equal layers pass as arguments.
 """
 
 from collections.abc import Iterable

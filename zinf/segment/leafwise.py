@@ -1,9 +1,9 @@
-"""Makes parameters one leaf at a time, so that a model is never whole in memory.
+"""Initialises parameters leaf by leaf, so that memory never holds the whole model.
 
-The init function is traced, and every leaf becomes the part of the program behind it.
-Random keys and other small values on the way are evaluated on their own, as each leaf
-needs them; what remains of two equal layers is then equal code on different keys, so
-all layers together compile each distinct leaf once.
+The init function is traced, and each leaf gets the part of the program that computes
+it. Random keys and other small values are evaluated separately, when a leaf needs them.
+The rest of two equal layers is then equal code with different keys, so each distinct
+leaf is compiled once for all layers.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,12 +20,12 @@ from zinf.jaxpr.compat import Atom, Literal, Var, build_jaxpr, evaluate
 from zinf.jaxpr.slice import Slicer
 from zinf.segment.source import named_leaves
 
-# Evaluated on their own, operation by operation: keys and counters, but no weights,
-# whose dozens of operations would each be compiled for each shape (at 4 KiB that was a
-# third of the time in which a model of 16 channels was ready).
+# Values up to this size are evaluated operation by operation: keys and counters.
+# Weights are not: dozens of operations would each be compiled for each shape (with 4
+# KiB that was a third of the start-up time of a model of 16 channels).
 SMALL_BYTES = 256
-# An array of keys is split into those of all layers, so it may be larger. One without a
-# type is known by the numbers in a key (threefry, rbg), as narrow weights have too.
+# The limit for an array of keys, which may hold those of all layers. Untyped keys are
+# recognised by the numbers in a key (threefry, rbg); narrow weights match too.
 SMALL_KEY_BYTES = 64 * 1024
 SMALL_RAW_KEY_BYTES = 4 * 1024
 KEY_NUMBERS = 2, 4
@@ -37,9 +37,9 @@ def initialize(
     """Yields `(key path, array)` of the tree that `init_fn()` returns, leaf by leaf.
 
     Values are those of `jax.jit(init_fn)()`: random bits equal, floats up to rounding.
-    At any time one leaf is held here, beside small values that later leaves share; let
-    go of a leaf before asking for the next. A leaf computed from something larger than
-    itself, such as one slice of a single random vector, needs that in memory as well.
+    This function holds one leaf at a time, and small values that later leaves share.
+    Drop a leaf before asking for the next. A leaf computed from a larger value, such as
+    a slice of one random vector, needs that value in memory too.
 
     Args:
         init_fn: traced once; it may close over arrays and make random keys.
@@ -92,9 +92,8 @@ def leaves_of(params: Any) -> Iterator[tuple[str, Any]]:
 class _Recipe:
     """How a leaf is made: small values first, then the rest in one executable.
 
-    `small` makes `small_outputs`, all of them values that are still needed after it.
-    `leaf` is the leaf itself where that is small or given, else `code` computes it
-    from `inputs`.
+    `small` computes `small_outputs`, the values that are needed after it. `leaf` is the
+    leaf itself if it is small or given; else `code` computes it from `inputs`.
     """
 
     small: Piece
@@ -109,7 +108,7 @@ def _make(
     compiled: dict[Body, Callable],
     device: jax.Device | None,
 ) -> jax.Array:
-    """Computes one leaf, and adds the small values on the way to `known`."""
+    """Computes one leaf, and adds its small values to `known`."""
     small, code = recipe.small, recipe.code
     with jax.default_device(device):
         jaxpr = build_jaxpr(small.invars, small.outvars, small.equations)
@@ -124,12 +123,12 @@ def _make(
                 compiled[code.body] = jax.jit(code.body.__call__)
             arguments = [known[v] for v in recipe.inputs]
             (leaf,) = compiled[code.body](*arguments, *code.hoisted)
-    # An array that `init_fn` closed over may live elsewhere, and its results with it.
+    # An array that `init_fn` closed over may be on another device, and so its results.
     return leaf if device is None else jax.device_put(leaf, device)
 
 
 def _recipes(graph: Graph) -> tuple[list[_Recipe], Mapping[int, Sequence[Var]]]:
-    """How to make each leaf; which values are not needed after it, by its number."""
+    """How to make each leaf, and which values are not needed after leaf i."""
     small = _small_values(graph)
     slicer = Slicer(graph)
     pieces, parts = [], []
@@ -156,7 +155,7 @@ def _recipes(graph: Graph) -> tuple[list[_Recipe], Mapping[int, Sequence[Var]]]:
 
 
 def _small_values(graph: Graph) -> set[Var]:
-    """What is known beforehand: constants, and small values made from nothing else."""
+    """Values known beforehand: constants, and small values made from them only."""
     small = set(graph.consts)
     for equation in graph.equations:
         if all(isinstance(a, Literal) or a in small for a in equation.invars):

@@ -1,8 +1,8 @@
-"""Chooses which values to keep so that others can be computed again from them.
+"""Chooses which values to keep so that others can be recomputed from them.
 
-The values of least total weight through which every path from a source to a target
-goes: the minimum vertex cut, by maximum flow (Ford and Fulkerson 1956, with the
-shortest augmenting paths of Edmonds and Karp 1972). Chen et al. 2016
+These are the values of least total weight such that every path from a source to a
+target goes through one: the minimum vertex cut, by maximum flow (Ford and Fulkerson
+1956, with the shortest augmenting paths of Edmonds and Karp 1972). Chen et al. 2016
 (https://arxiv.org/abs/1604.06174) and PyTorch's AOTAutograd choose residuals likewise.
 """
 
@@ -23,8 +23,8 @@ def min_vertex_cut(
 ) -> set[V]:
     """The cheapest vertices that separate `sources` from `targets`, ends included.
 
-    Of equally cheap cuts the one nearest to the targets, from which least has to be
-    computed again.
+    Of equally cheap cuts, the one nearest to the targets, which needs the least
+    recomputing.
 
     Args:
         weights: what it costs to keep each vertex.
@@ -32,8 +32,9 @@ def min_vertex_cut(
     """
     spare: Residual = defaultdict(lambda: defaultdict(int))
     unlimited = 1 + sum(weights.values())
-    # Each vertex is an edge from its entry to its exit, of its weight; a weight of
-    # nothing still counts, or an empty cut would leave zero-sized values uncomputed.
+    # Each vertex is an edge from its entry to its exit, with its weight. A weight of
+    # zero counts as positive, or an empty cut would leave values of size zero
+    # uncomputed.
     for vertex, weight in weights.items():
         spare[vertex, "in"][vertex, "out"] = max(weight, 1)
     unlimited += len(weights)

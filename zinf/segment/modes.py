@@ -1,4 +1,4 @@
-"""One loss for training and one for evaluation, of what a user gives."""
+"""The losses of training and evaluation, from the user's functions."""
 
 import inspect
 from collections.abc import Callable
@@ -9,15 +9,15 @@ TRAIN = "train"
 
 
 def for_training(loss_fn: Callable) -> Callable:
-    """`loss_fn`, with `train=True` if it takes that."""
+    """`loss_fn`, called with `train=True` if it takes `train`."""
     return partial(loss_fn, train=True) if takes_train(loss_fn) else loss_fn
 
 
 def for_evaluation(loss_fn: Callable, eval_loss_fn: Callable | None) -> Callable | None:
-    """What evaluation computes; None if that is what training computes.
+    """The evaluation loss; None if it is the training loss.
 
     Args:
-        eval_loss_fn: takes what `loss_fn` takes, where the random key may be left out,
+        eval_loss_fn: takes the arguments of `loss_fn`, with or without the random key,
             and returns the loss, alone or first in a tuple.
     """
     if eval_loss_fn is None:
@@ -53,7 +53,7 @@ def _accepts(function: Callable, arguments: tuple[Any, ...]) -> bool:
         inspect.signature(function).bind(*arguments)
     except TypeError:
         return False
-    except ValueError:  # it has no signature, as some built-in functions
+    except ValueError:  # some built-in functions have no signature
         return True
     return True
 

@@ -1,14 +1,14 @@
-"""Which equations must run in place, and which can be computed again wherever needed.
+"""Divides equations: those that run in place, and those that any segment recomputes.
 
 An equation is *floating* when it is cheap and reads no activation: a cast or transpose
-of a parameter, a mask, a broadcast bias. Floating equations have no place in the
-program; each segment that reads their result computes them itself, so they are never
-carried across a cut, and a model that casts all its parameters at the top still
-streams layer by layer. All others are *anchored*, in their traced order.
+of a parameter, a mask, a broadcast bias. Each segment that reads the result of a
+floating equation computes it itself. So these results are never carried across a cut,
+and a model that casts all its parameters at the top still streams layer by layer. All
+others are *anchored*, in their traced order.
 
 A small value that depends on no parameter (a random key, a position, a counter) is
-anchored: carrying it costs nothing, and computing it again in layer k would cost k
-equations where each layer derives its own from the one before.
+anchored: carrying it costs nothing, and recomputing it in layer k would cost k
+equations if each layer derives its own from the one before.
 """
 
 from collections.abc import Iterable
@@ -44,8 +44,8 @@ class Order:
     def closure(self, atoms: Iterable[Atom]) -> tuple[list[int], list[Var]]:
         """Floating equations behind `atoms` (positions, in order) and what those read.
 
-        The second list holds parameters, sources and anchored variables: what `atoms`
-        amount to once every floating value is computed in place.
+        The second list holds the parameters, sources and anchored variables that
+        `atoms` depend on through floating equations only.
         """
         positions: set[int] = set()
         roots: dict[Var, None] = {}

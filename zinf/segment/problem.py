@@ -1,4 +1,4 @@
-"""What is trained: a loss over a flat dict of arrays, whatever pytree the user has.
+"""The training problem: a loss over a flat dict of arrays, for any pytree of the user.
 
 Everything below the engine names a parameter by its key path. This module turns the
 user's loss, parameters and model state into that form, and back.
@@ -27,7 +27,7 @@ MASTER_DTYPE = "float32"
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One leaf: as it is given, as it is stored (`master`), as the loss sees it.
+    """One leaf: as given, as stored (`master`), and as the loss sees it (`compute`).
 
     Typed random keys are stored as their 32-bit words, and given to the loss as keys.
     """
@@ -40,7 +40,7 @@ class ParamSpec:
 
     @property
     def has_master(self) -> bool:
-        """True if the stored precision is kept in an array of its own."""
+        """True if the master is an array of its own, besides the compute copy."""
         return self.is_trainable and self.master.dtype != self.compute.dtype
 
 
@@ -54,7 +54,7 @@ class Problem:
         loss: `(flat arrays, batch[, key]) -> (loss, {"aux": ..., "model_state": ...})`.
         evaluation_loss: `(flat arrays, batch[, key]) -> (loss, {})`, or None if it
             computes what `loss` does.
-        modes: jax's modes, in which what the user wrote is traced.
+        modes: jax's modes, in which the user's functions are traced.
         state_paths: the leaves that the loss returns anew, in the order of
             the flattened `model_state` output.
     """
@@ -75,7 +75,7 @@ class Problem:
         return frozenset(p for p, spec in self.params.items() if spec.is_trainable)
 
     def abstract_arguments(self) -> "OrderedDict[str, jax.ShapeDtypeStruct]":
-        """What `loss` takes first, in compute dtypes."""
+        """The first argument of `loss`, in compute dtypes."""
         return OrderedDict((p, spec.compute) for p, spec in self.params.items())
 
     def initial_leaves(self, device: jax.Device) -> Iterator[tuple[str, np.ndarray]]:
@@ -124,7 +124,7 @@ class Problem:
     def _stored(self, path: str, leaf: Any) -> np.ndarray:
         spec = self.params[path]
         stored = np.asarray(to_words(leaf)).astype(spec.master.dtype, copy=False)
-        # It may be the user's own array, which no store may make its own.
+        # It may be the user's own array, which a store must not take over.
         stored = stored.view()
         stored.flags.writeable = False
         return stored
@@ -298,7 +298,7 @@ def _unwrapped(tree: Any) -> Any:
 def _abstract(source: Any) -> Any:
     """Shapes and dtypes of a pytree of arrays, or of what a function returns.
 
-    Leaves of a pytree that are no arrays are refused.
+    A leaf that is not an array is refused.
     """
     if _is_function(source):
         return jax.eval_shape(source)

@@ -1,7 +1,7 @@
 """Finds where a program repeats: the layers of a model, in its list of equations.
 
-Cuts that follow the repetition make all layers one executable. The narrowest points of
-a program alone do not: in a post-norm block they lie inside the block.
+Cuts that follow the repetition give all layers one executable. Cuts at the narrowest
+points alone do not: in a post-norm block these lie inside the block.
 """
 
 from collections.abc import Hashable, Sequence
@@ -30,10 +30,10 @@ class Repetition:
 def find_repetition(
     keys: Sequence[Hashable], param_bytes: Sequence[int]
 ) -> Repetition | None:
-    """The repetition that covers most parameter bytes; of nearly equals, the shortest.
+    """The repetition that covers the most parameter bytes; of near ties, the shortest.
 
     Args:
-        keys: what each equation is, apart from its variables.
+        keys: a key of each equation, without its variables.
         param_bytes: bytes of the parameters that each equation is the first to read.
     """
     if len(keys) < 2:

@@ -1,14 +1,14 @@
-"""Halves a forward and backward pass: what to keep in between, what to compute again.
+"""Splits a pass in two: which residuals to save, and what to recompute.
 
-jax keeps all that its backward pass reads. Of that, arguments are at hand anyway, and
-cheap equations run again from what is: values are kept so that the rest follows by
-cheap equations, in as few bytes as possible. What jax itself would compute again in the
-backward pass (`jax.checkpoint`, a `custom_vjp` rule that does) is left to it.
+jax saves everything that its backward pass reads. Here arguments are not saved again,
+and cheap equations are recomputed: the saved residuals are the fewest bytes from which
+cheap equations compute the rest. Values that jax itself recomputes in the backward pass
+(`jax.checkpoint`, some `custom_vjp` rules) are left to jax.
 
-To keep still less, products with few operations a byte run again as well: selective
-activation recomputation (Korthikanti et al. 2022, arXiv:2205.05198, section 5), found
-in the jaxpr instead of named. Scores of attention are such, of which a long sequence
-has more than of everything else.
+To save still less, products with few operations per byte are recomputed as well:
+selective activation recomputation (Korthikanti et al. 2022, arXiv:2205.05198, section
+5), found in the jaxpr and not by name. Attention scores are such products, and in a
+long sequence the largest residuals.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,8 +27,8 @@ from zinf.segment.flops import equation_flops
 from zinf.segment.min_cut import min_vertex_cut
 from zinf.segment.order import CHEAP
 
-# Elementwise or layout only, so that XLA fuses them into what reads them. No
-# reductions: they pass over memory, and what they save is small.
+# Elementwise or layout only, so that XLA fuses them into what reads them. Reductions
+# are not among them: they pass over memory, and their results are small.
 COMPUTED_AGAIN = CHEAP | frozenset(
     """
     atan2 bitcast_convert_type cbrt conj cosh erf erf_inv erfc expm1 imag is_finite
@@ -36,10 +36,10 @@ COMPUTED_AGAIN = CHEAP | frozenset(
     reduce_precision sinh split tan tanh
     """.split()
 )
-# A product with at most so many operations a byte of its result is cheap for its size:
-# scores of heads that are 128 wide, in float32. Accelerators compute more in the time
-# in which their memory moves a byte (an H100 about 300): reading the result back would
-# not be faster.
+# A product with at most this many operations per byte of its result is cheap for its
+# size: scores of heads of width 128, in float32. An accelerator does more operations in
+# the time of moving one byte (an H100 about 300), so reading a saved result would not
+# be faster.
 SELECTIVE_FLOPS_PER_BYTE = 64
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
@@ -50,8 +50,8 @@ class Halves:
 
     Attributes:
         forward: arguments -> `num_outputs` outputs, then what is kept.
-        again: arguments, what is kept -> all that `backward` reads.
-        backward: what `again` returns, cotangents -> cotangents of the arguments.
+        again: arguments, residuals -> everything that `backward` reads.
+        backward: results of `again`, cotangents -> cotangents of the arguments.
     """
 
     kept: tuple[Var, ...]
@@ -98,10 +98,10 @@ def halve(
 
     Args:
         arguments, cotangents: their shapes and dtypes.
-        inputs: the arguments that differ between microbatches. What depends on none of
-            them (casts of parameters, masks) is computed again whatever it costs: kept,
-            it would be there once a microbatch.
-        is_selective: products that are cheap for their size run again too.
+        inputs: the arguments that differ between microbatches. Values that depend on
+            none of them (casts of parameters, masks) are always recomputed: saved,
+            there would be one for each microbatch.
+        is_selective: whether products that are cheap for their size are recomputed.
     """
     structures = []
 
@@ -164,7 +164,7 @@ def _choose(
     inputs: Sequence[Var],
     runs_again: Callable[[Equation], bool],
 ) -> tuple[Var, ...]:
-    """The values to keep, in program order, so that `leaves` follow by cheap means."""
+    """Values to save, in program order, from which cheap equations give `leaves`."""
     producer = {v: e for e in early.equations for v in e.outvars}
     varying = _depending_on(inputs, early.equations) & set(producer)
 

@@ -1,8 +1,8 @@
-"""How rows go through an equation: along which dim its results have them.
+"""Rules for rows: along which dim the results of an equation have them.
 
-A value is *by row* along a dim if block k of n blocks of it follows from block k of
-what it is computed from. A rule says so of one equation, from its operands that are;
-what an equation cannot do by row is an error that says why.
+A value is *by row* along a dim if its block k of n can be computed from block k of its
+inputs. A rule gives that dim for one equation, from the dims of its operands. An
+equation that cannot run by row raises an error that says why.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,15 +20,15 @@ class NotByRow(Exception):
 
 
 class Sum:
-    """A result that is the sum of what each block of rows gives."""
+    """A result that is the sum of the results of all blocks of rows."""
 
 
 def result_dim(equation: Equation, dims: Dims) -> int | type[Sum]:
     """The dim along which results are by row.
 
-    Operands that are not in `dims` are the same for all rows, except that those of an
-    elementwise equation, and the other one of a product along `paired`, must be by row
-    too (see `needs`).
+    Operands that are not in `dims` are equal for all rows. But those of an elementwise
+    equation, and the other factor of a product along `paired`, must be by row too (see
+    `needs`).
 
     Raises:
         NotByRow: it needs all rows at once.
@@ -51,7 +51,7 @@ def needs(equation: Equation, dims: Dims) -> dict[int, int]:
             for n, a in enumerate(equation.invars)
             if n not in dims
             and a.aval.ndim == out.ndim
-            # One row is for all of them.
+            # A dim of size one is broadcast to all rows.
             and (name == "concatenate" or a.aval.shape[dim] == out.shape[dim])
         }
     if name == "dot_general" and len(dims) == 1:
@@ -124,7 +124,7 @@ def _squeeze(equation: Equation, dims: Dims) -> int:
 
 
 def _reshape(equation: Equation, dims: Dims) -> int:
-    """Blocks stay blocks if what is before them is not merged with them."""
+    """Blocks stay contiguous unless a dim before them is merged with theirs."""
     dim, old = _one(equation, dims), equation.invars[0].aval.shape
     new = equation.outvars[0].aval.shape
     before = prod(old[:dim])
@@ -158,7 +158,7 @@ def _reduce_sum(equation: Equation, dims: Dims) -> int | type[Sum]:
 
 
 def _along(param: str) -> Callable[[Equation, Dims], int]:
-    """A rule for what works along one dim, named by a parameter."""
+    """A rule for equations that work along one dim, named by a parameter."""
 
     def rule(equation: Equation, dims: Dims) -> int:
         dim, axis = _one(equation, dims), equation.params[param]
@@ -224,9 +224,7 @@ def _gather(equation: Equation, dims: Dims) -> int:
                 raise NotByRow("`gather` from rows by other rows")
         elif is_paired:
             raise NotByRow("`gather` from what is not by row")
-        return batch[
-            dim
-        ]  # the last dim of indices, which is none of these, is left out
+        return batch[dim]  # without the last dim of indices, which is not a batch dim
     dim, shape = dims[0], equation.invars[0].aval.shape
     if equation.params["slice_sizes"][dim] != shape[dim]:
         raise NotByRow("`gather` of some rows")
@@ -234,7 +232,7 @@ def _gather(equation: Equation, dims: Dims) -> int:
 
 
 def _offset(equation: Equation, dim: int) -> int:
-    """Which of the offset dims is a dim of the operand."""
+    """The offset dim that belongs to a dim of the operand."""
     numbers = equation.params["dimension_numbers"]
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     return sum(d < dim and d not in gone for d in range(dim))

@@ -1,10 +1,10 @@
 """Gradients of lookups: sums of the rows that were read, and zero elsewhere.
 
-The transpose of a lookup adds its rows to zeros of the size of the table, which then
-are added to what the table has of gradients already. Of a table of embeddings that is
-also the output layer, that takes twice its memory and passes over it four times, for as
-many rows as there are tokens. Left as rows, they are added to it in its place: with all
-bits of the other way, but for the sign of zeros.
+The transpose of a lookup adds its rows to zeros of the size of the table, and these are
+then added to the table's other gradients. For an embedding table that is also the
+output layer this takes twice its memory and four passes over it, to add one row a
+token. As rows they are added to the other gradient in place. The result is bit-equal,
+except the sign of zeros.
 """
 
 from collections.abc import Mapping
@@ -20,9 +20,9 @@ from jax.lax import GatherScatterMode, ScatterDimensionNumbers, scatter_add
 from zinf.jaxpr import Graph
 from zinf.jaxpr.compat import Equation, Literal, Var
 
-# Where rows are more than this part of the table, they save too little.
+# With more rows than this share of the table, they save too little.
 LARGEST_PART = 0.5
-# In other modes a number beyond the table is not left out.
+# In other modes a number beyond the table is not dropped.
 LEAVING_OUT = (
     GatherScatterMode.FILL_OR_DROP,
     GatherScatterMode.PROMISE_IN_BOUNDS,
@@ -38,7 +38,7 @@ class Lookup:
 
 
 def find_lookups(graph: Graph, count: int) -> dict[int, Lookup]:
-    """Which of the first `count` outputs are sums of few rows, by their position."""
+    """Those of the first `count` outputs that are sums of few rows, by position."""
     makers = {v: e for e in graph.equations for v in e.outvars}
     found = {}
     for i, out in enumerate(graph.outvars[:count]):
@@ -50,7 +50,7 @@ def find_lookups(graph: Graph, count: int) -> dict[int, Lookup]:
 
 
 def leave_as_rows(graph: Graph, lookups: dict[int, Lookup]) -> Graph:
-    """The same with rows in place of these outputs; their numbers come last."""
+    """The program with rows in place of these outputs; row numbers come last."""
     outvars = [
         lookups[i].rows if i in lookups else v for i, v in enumerate(graph.outvars)
     ]
@@ -60,14 +60,14 @@ def leave_as_rows(graph: Graph, lookups: dict[int, Lookup]) -> Graph:
 
 @partial(jax.jit, donate_argnums=0)
 def add_rows(total: jax.Array, rows: jax.Array, numbers: jax.Array) -> jax.Array:
-    """Adds rows to a float32 sum, in the memory of that.
+    """Adds rows to a float32 sum, in place.
 
-    Rows of one number are summed first, in their order and in their own dtype, as they
-    would be in zeros.
+    Rows with equal numbers are summed first, in order and in their own dtype, as the
+    transpose of the lookup would.
     """
     numbers = numbers.reshape(-1)
     rows = rows.reshape(numbers.size, *total.shape[1:])
-    # The fill is beyond the table, so that it adds to nothing.
+    # The fill value is beyond the table, so it adds to nothing.
     unique, places = jnp.unique(
         numbers, return_inverse=True, size=numbers.size, fill_value=len(total)
     )
@@ -79,7 +79,7 @@ def add_rows(total: jax.Array, rows: jax.Array, numbers: jax.Array) -> jax.Array
         sums.astype(total.dtype),
         ScatterDimensionNumbers(dims, (0,), (0,)),
         indices_are_sorted=True,
-        unique_indices=False,  # what fills up is equal
+        unique_indices=False,  # the padding is equal
         mode=GatherScatterMode.FILL_OR_DROP,
     )
 
@@ -109,7 +109,7 @@ def _adds_rows_to_zeros(equation: Equation, makers: dict[Var, Equation]) -> bool
 
 
 def is_zeros(atom: Any, makers: Mapping[Var, Equation]) -> bool:
-    """Whether a value is zero everywhere by how it is made."""
+    """Whether the equation that makes a value shows that it is all zeros."""
     maker = None if isinstance(atom, Literal) else makers.get(atom)
     if maker is None or maker.primitive.name != "broadcast_in_dim":
         return False

@@ -1,8 +1,8 @@
 """Leaves that are stacked over layers become one array a row.
 
 `lax.scan` over stacked parameters, once unrolled, and a Python loop over `params[i]`
-both read a leaf by rows of its leading dim only. Such a leaf never has to be on the
-device as a whole: each row is an array of its own, which its layer alone fetches.
+both read a leaf by rows of its leading dim only. Such a leaf is never whole on the
+device: each row is an array of its own, and only its layer fetches it.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -44,7 +44,7 @@ def split_rows(
             (out,) = equation.outvars
             array = ArrayId("param", leaves[variable], (row, row + 1))
             renamed[out] = chosen.setdefault(array, out)
-        # Rows that nothing reads are part of the leaf too: they have an update.
+        # Rows that nothing reads belong to the leaf too: they have an update.
         unread = variable.aval.update(shape=(1, *variable.aval.shape[1:]))
         for row in range(variable.aval.shape[0]):
             array = ArrayId("param", leaves[variable], (row, row + 1))
@@ -65,7 +65,7 @@ def split_rows(
 
 
 def _row(equation: Equation) -> int | None:
-    """The row that an equation slices out of its operand, if that is what it does."""
+    """The row that an equation slices out of its operand, or None."""
     if equation.primitive.name != "slice":
         return None
     (operand,) = equation.invars

@@ -14,7 +14,7 @@ from zinf.jaxpr.compat import Equation, Var, open_jaxpr
 from zinf.segment.order import variable_bytes
 
 KEY = "key"
-# Also of a loop in which a mutable array of the outside is read or written.
+# A loop that reads or writes a mutable array from outside has these effects too.
 REF_EFFECTS = {
     "InternalMutableArrayEffect",
     "ReadEffect",
@@ -88,7 +88,7 @@ def trace_loss(
     try:
         closed, (_, aux) = trace(function, *arguments)
     except WrongResult as error:
-        # Raised anew, without the frames and notes of the trace.
+        # A new error, without the frames and notes of the trace.
         raise WrongResult(str(error)) from None
     except Exception as error:
         given = ", ".join(f"{n} {_brief(x)}" for n, x in named_leaves(batch).items())
@@ -117,7 +117,7 @@ def trace_loss(
 
 
 class WrongResult(ValueError):
-    """The loss function returned something else than it should."""
+    """The loss function returned the wrong kind of value."""
 
 
 def described(value: Any) -> str:
@@ -139,7 +139,7 @@ def check_dependence(source: Source) -> None:
     """Refuses a loss in which no parameter takes part.
 
     Raises:
-        ValueError: with what is probably wrong.
+        ValueError: the message says what is probably wrong.
     """
     read = source.graph.needed_for(source.graph.outvars[:1]).used_invars()
     if source.params.keys().isdisjoint(read):

@@ -1,11 +1,11 @@
-"""Weights that are larger than a segment may hold are read a tile at a time.
+"""Reads weights that are larger than a segment may hold one tile at a time.
 
 Memory-centric tiling (Rajbhandari et al. 2021, "ZeRO-Infinity", section 5.1.3) without
 a change to the model: a leaf is cut into tiles of consecutive rows, and every equation
-that reads it becomes one for each tile. What the leaf's rows are to a matmul decides
-how the parts are put together: rows that are contracted give sums, others stand side by
-side. The cuts between segments then fall between tiles, so that a tile is fetched,
-used, and gone before the next one, forward and backward.
+that reads it becomes one for each tile. The results are summed where a matmul contracts
+the leaf's rows, and concatenated elsewhere. The cuts between segments then fall between
+tiles, so that a tile is fetched, used and freed before the next one, forward and
+backward.
 """
 
 from collections.abc import Collection, Mapping
@@ -26,8 +26,8 @@ class Tiled:
     Attributes:
         graph: its extra invars are the tiles.
         arrays: what each parameter invar is: an array, or a tile of it.
-        tilings: what was tiled; `refused` says of other leaves that are too large why
-            they were not, by path.
+        tilings: the leaves that were tiled. `refused` has the reason, by path, for
+            other leaves that are too large.
     """
 
     graph: Graph
@@ -46,8 +46,8 @@ def tile_leaves(
     """Cuts the arrays that are larger than `max_bytes` into tiles of at most that.
 
     Args:
-        arrays: what the invars of `graph` that are parameters stand for.
-        tileable: paths of leaves whose rows may be fetched and updated by themselves.
+        arrays: the array of each invar of `graph` that is a parameter.
+        tileable: paths of leaves whose rows may be fetched and updated separately.
     """
     large = {
         v: a
@@ -83,7 +83,7 @@ def tile_leaves(
 
 
 def _cut(variable: Var, path: str, max_bytes: int) -> Tiling:
-    """Tiles of one size if that takes less than twice as many, else a smaller last."""
+    """Equal tiles if fewer than twice as many are needed; else the last is smaller."""
     num_rows = variable.aval.shape[0]
     row_bytes = variable_bytes(variable) // num_rows
     least = ceil(num_rows / max(1, max_bytes // row_bytes))
@@ -96,7 +96,7 @@ def _cut(variable: Var, path: str, max_bytes: int) -> Tiling:
 def _uses(
     graph: Graph, tilings: Mapping[Var, Tiling], refused: dict[str, str]
 ) -> dict[Var, list[str]]:
-    """How each leaf is read by tile; adds those that cannot be to `refused`."""
+    """How each leaf is read by tile; adds leaves that cannot be to `refused`."""
     uses: dict[Var, list[str]] = {v: [] for v in tilings}
     splits = {v: (v, Split(0, t.edges)) for v, t in tilings.items()}
     for equation in graph.equations:
@@ -130,7 +130,7 @@ def _forget(splits: dict[Var, tuple[Var, Split]], leaf: Var) -> None:
 
 
 class _Writer(Emitter):
-    """Writes a program anew, with values that come from tiled leaves in pieces."""
+    """Rewrites a program so that values from tiled leaves are in pieces."""
 
     def __init__(self, tilings: Mapping[Var, Tiling]):
         super().__init__()

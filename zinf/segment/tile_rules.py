@@ -1,7 +1,7 @@
-"""What becomes of an equation when one of its operands comes in pieces along a dim.
+"""Rewrites an equation that has one operand in pieces along a dim.
 
-Either its result comes in pieces too (a cast, a transpose), or the pieces are put
-together there: sums over contracted pieces, and side by side what is not contracted.
+Either its result is in pieces too (a cast, a transpose), or it joins the pieces: it
+sums over a contracted dim, and concatenates along any other.
 """
 
 from collections.abc import Callable, Sequence
@@ -77,7 +77,7 @@ def write(
     return [_write_beside(emitter, dot, split, pieces)]
 
 
-# Equations whose result comes in pieces.
+# Equations whose result is in pieces.
 
 
 def _check_elementwise(equation: Equation, number: int, split: Split) -> Split:
@@ -92,7 +92,7 @@ def _check_elementwise(equation: Equation, number: int, split: Split) -> Split:
     return split
 
 
-# Equations that only move entries, and why one of them may need all rows.
+# Equations that only move entries, and the reasons why one may need all rows.
 MOVES = {
     "transpose": "",
     "squeeze": "",
@@ -103,7 +103,7 @@ MOVES = {
 
 
 def _moved(equation: Equation, number: int, split: Split) -> Split:
-    """Where the pieces lie in the result: rows may be merged, or cut into groups."""
+    """The pieces' place in the result: rows may be merged, or split into groups."""
     old = equation.invars[0].aval.shape
     new = equation.outvars[0].aval.shape
     reason = MOVES[equation.primitive.name].format(old=list(old), new=list(new))
@@ -144,7 +144,7 @@ def _write_pieces(
 
 
 def _part(emitter: Emitter, atom: Atom, dim: int, start: int, stop: int) -> Atom:
-    """Entries `start:stop` of an atom along a dim; a single one is for all."""
+    """Entries `start:stop` of an atom along a dim; a single entry is broadcast."""
     if not atom.aval.shape or atom.aval.shape[dim] == 1:
         return atom
     cut = partial(jax.lax.slice_in_dim, start_index=start, limit_index=stop, axis=dim)
@@ -156,7 +156,7 @@ def _part(emitter: Emitter, atom: Atom, dim: int, start: int, stop: int) -> Atom
 
 @dataclass(frozen=True)
 class _Dot:
-    """A `dot_general` of which operand `number` comes in pieces."""
+    """A `dot_general` whose operand `number` is in pieces."""
 
     equation: Equation
     number: int
@@ -166,7 +166,7 @@ class _Dot:
         return self.equation.invars[1 - self.number]
 
     def _dims(self, kind: int) -> tuple[Sequence[int], Sequence[int]]:
-        """Of both operands, that in pieces first: contracted (0) or batch (1) dims."""
+        """Contracted (0) or batch (1) dims, of the operand in pieces first."""
         both = self.equation.params["dimension_numbers"][kind]
         return both[self.number], both[1 - self.number]
 
@@ -174,14 +174,14 @@ class _Dot:
         return dim in self._dims(0)[0]
 
     def other_dim(self, dim: int) -> int | None:
-        """The dim of the other operand that goes with `dim`; None if none does."""
+        """The dim of the other operand that is paired with `dim`, or None."""
         for mine, others in (self._dims(0), self._dims(1)):
             if dim in mine:
                 return others[list(mine).index(dim)]
         return None
 
     def out_dim(self, dim: int) -> int:
-        """Where a dim that is not contracted comes out."""
+        """The dim of the result for a dim that is not contracted."""
         contracted, batch = self._dims(0)[0], list(self._dims(1)[0])
         if dim in batch:
             return batch.index(dim)
@@ -189,7 +189,7 @@ class _Dot:
         shape = self.equation.invars[self.number].aval.shape
         free = [d for d in range(len(shape)) if d not in taken]
         first = len(batch)
-        if self.number == 1:  # free dims of the left operand come before
+        if self.number == 1:  # free dims of the left operand come first
             first += len(self.other.aval.shape) - len(contracted) - len(batch)
         return first + free.index(dim)
 
@@ -198,7 +198,7 @@ class _Dot:
 
 
 def _others(emitter: Emitter, dot: _Dot, split: Split, count: int) -> list[Atom]:
-    """The other operand, or what of it goes with each piece."""
+    """The other operand, or its part for each piece."""
     dim = dot.other_dim(split.dim)
     if dim is None:
         return [dot.other] * count
@@ -226,7 +226,7 @@ def _write_beside(
 def _write_sum(
     emitter: Emitter, dot: _Dot, split: Split, pieces: Sequence[Atom]
 ) -> Atom:
-    """Sums the products in order, in float32 where the result has less than that."""
+    """Sums the products in order, in float32 if the result is narrower."""
     others = _others(emitter, dot, split, len(pieces))
     dtype = dot.equation.outvars[0].aval.dtype
     is_narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
@@ -254,9 +254,9 @@ def _dot_arguments(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_float32(product: Callable) -> Callable:
-    """A product whose result is not rounded, and whose derivatives are as without.
+    """A product that is not rounded, with the derivatives of the rounded one.
 
-    The cotangent comes from a cast of the sum, so that the narrow dtype has it exactly;
+    The cotangent comes from a cast of the sum, so the narrow dtype holds it exactly.
     jax's own rule would multiply float32 by narrow operands.
     """
 
@@ -297,7 +297,7 @@ def _check_lookup(equation: Equation, number: int, split: Split) -> str:
 def _write_lookup(
     emitter: Emitter, equation: Equation, split: Split, pieces: Sequence[Atom]
 ) -> Atom:
-    """Each tile gives the rows that it has; where none has a row, jax's fill value."""
+    """Each tile gives the rows that it has; rows of no tile get jax's fill value."""
     (out,) = equation.outvars
     indices = equation.invars[1]
     numbers = equation.params["dimension_numbers"]
@@ -307,7 +307,7 @@ def _write_lookup(
 
     def in_range(i: jax.Array) -> jax.Array:
         i = i if i.dtype.itemsize == 8 else i.astype(jnp.int32)
-        return i if fills else jnp.clip(i, 0, num_rows - 1)  # the nearest that there is
+        return i if fills else jnp.clip(i, 0, num_rows - 1)  # the nearest row
 
     (indices,) = emitter.apply(in_range, indices)
     batch = [d for d in range(out.aval.ndim) if d not in numbers.offset_dims]
@@ -334,7 +334,7 @@ def _write_lookup(
 
     (total,) = emitter.apply(nothing)
     for piece, (start, _) in zip(pieces, split.ranges, strict=True):
-        # An argument of the code, so that all tiles of one size share it.
+        # A literal becomes an argument of the code, so that equal tiles share the code.
         place = literal(np.int32(start))
         (total,) = emitter.apply(look_up, total, piece, indices, place)
     return total
