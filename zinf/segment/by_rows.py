@@ -3,8 +3,8 @@
 Activations of a long sequence can be larger than the device: the hidden layer of an
 MLP, the logits of a language model. Where the jaxpr shows that rows (tokens, samples)
 are independent up to sums over them, blocks of rows run in a loop, and only one block's
-intermediate values exist at a time (Arctic Long Sequence
-Training, arXiv:2506.13996, section 3.1, tiles MLP, logits and loss so by hand).
+intermediate values exist at a time. Arctic Long Sequence Training (arXiv:2506.13996,
+section 3.1) tiles MLP, logits and loss by hand in this way.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
