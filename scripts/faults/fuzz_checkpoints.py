@@ -17,7 +17,6 @@ import os
 import random
 import sys
 import time
-import zlib
 from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
@@ -73,23 +72,21 @@ class Fuzzed:
     """A checkpoint that is damaged, loaded and mended again and again.
 
     Args:
-        folder: where to work; `folder/checkpoint` is the checkpoint. One that is there
-            is used, and has to hold `arrays` then.
+        folder: where to work; `folder/checkpoint` is the checkpoint.
     """
 
-    def __init__(self, folder: Path, arrays: dict[ArrayId, np.ndarray] = ARRAYS):
-        self.folder, self.arrays = folder, arrays
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.arrays = folder, ARRAYS
         self.checkpoint = folder / "checkpoint"
         specs = {
             array: ArraySpec(x.shape, x.dtype.name, x.dtype.itemsize)
-            for array, x in arrays.items()
+            for array, x in ARRAYS.items()
         }
-        homes = dict.fromkeys(arrays, Tier.HOST)
+        homes = dict.fromkeys(ARRAYS, Tier.HOST)
         self.residents = Residents(open_stores(jax.devices()[0]), specs, homes)
-        for array, content in arrays.items():
+        for array, content in ARRAYS.items():
             self.residents.write(array, content.copy())
-        if not self.checkpoint.exists():
-            write_arrays(self.checkpoint, self.residents, SCALARS)
+        write_arrays(self.checkpoint, self.residents, SCALARS)
         (folder / "outside").mkdir()
         (folder / "outside" / "file").write_bytes(bytes(range(96)))
         self.files = {
@@ -97,11 +94,6 @@ class Fuzzed:
             for path in sorted(self.checkpoint.rglob("*"))
             if path.is_file()
         }
-
-        # In format 1 a chunk has its checksum in itself, and one that took the place of
-        # another of its size goes unnoticed.
-        version = json.loads(self.files[Path(FILE)])["format_version"]
-        self.names_files = version > 1
 
     def run(self, seed: int, number: int) -> Case:
         """One case, the same each time."""
@@ -138,7 +130,7 @@ class Fuzzed:
         elif kind == 1:
             path.unlink(missing_ok=True)
             path.symlink_to(choose.choice([self.folder / "outside" / "file", path]))
-        elif kind == 2 and self.names_files:
+        elif kind == 2:
             replace(path, self.files[other])
         else:
             replace(path, changed_bytes(content, choose))
@@ -291,12 +283,7 @@ def change_value(content: Any, choose: Choose) -> None:
 def sign(content: dict[str, Any]) -> None:
     """Puts the checksum in that a manifest of this content has to have."""
     content.pop("checksum", None)
-    content.pop("crc32", None)
-    if content.get("format_version") == 1:
-        text = json.dumps(content, sort_keys=True)
-        content["crc32"] = zlib.crc32(text.encode())
-    else:
-        content["checksum"] = checksum_of(content)
+    content["checksum"] = checksum_of(content)
 
 
 def fuzz(fuzzed: Fuzzed, *, cases: range, seed: int) -> tuple[Counter, list[str]]:

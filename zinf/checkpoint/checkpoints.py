@@ -1,7 +1,6 @@
 """The checkpoints of one run: kept by number of steps, the newest few of them."""
 
 import base64
-import json
 from concurrent.futures import Future
 from datetime import timedelta
 from itertools import count
@@ -137,7 +136,7 @@ class Checkpoints:
         if step is None:
             raise FileNotFoundError(f"There is no checkpoint in {self.directory}.")
         folder = self.folder(step) / ITEM
-        data = _data_of(folder)
+        data = _from_json(read_manifest(folder).data)
         engine.restore(folder, verify=verify)
         return data
 
@@ -193,15 +192,6 @@ def _meeting_place() -> ocp.options.MultiprocessingOptions:
         active_processes=set(range(num_processes)),
         barrier_sync_key_prefix="zinf",
     )
-
-
-def _data_of(folder: Path) -> Any:
-    """Where the data is read next, as it was saved."""
-    manifest = read_manifest(folder)
-    if manifest.format_version == 1:
-        file = folder.parent / "data" / "metadata"
-        return _from_json(json.loads(file.read_text(encoding="utf-8"))["state"])
-    return _from_json(manifest.data)
 
 
 def _has_room(engine: AbstractSaveable, save: Save) -> bool:

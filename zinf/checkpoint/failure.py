@@ -4,7 +4,7 @@ import errno
 import os
 from pathlib import Path
 
-from zinf.memory.storage_error import StorageError, from_tensorstore
+from zinf.memory.storage_error import StorageError
 
 # What to do about an error, by its number. (OSError itself appends the file.)
 ADVICE = {
@@ -23,14 +23,10 @@ ADVICE = {
 OTHER_ADVICE = "Check the drive, and that nothing else writes in that folder"
 
 
-def failure(what: str, folder: Path, error: Exception) -> StorageError:
-    """The StorageError for what the system or TensorStore raised about `folder`."""
-    if isinstance(error, OSError):
-        code, path = error.errno or errno.EIO, Path(error.filename or folder)
-        return explain(what, code, path, os.strerror(code))
-    found = from_tensorstore(what, folder, error)
-    message = str(error).partition(" [")[0].rstrip(".")
-    return explain(what, found.errno or errno.EIO, Path(found.filename), message)
+def failure(what: str, folder: Path, error: OSError) -> StorageError:
+    """The StorageError for what the system raised about `folder`."""
+    code, path = error.errno or errno.EIO, Path(error.filename or folder)
+    return explain(what, code, path, os.strerror(code))
 
 
 def explain(what: str, code: int, path: Path, found: str) -> StorageError:

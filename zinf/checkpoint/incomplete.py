@@ -10,7 +10,7 @@ from orbax.checkpoint.path import atomicity_types
 from zinf.checkpoint.manifest import FILE
 
 # All that there is in the folder of a step.
-OURS = {"state", "data", "_CHECKPOINT_METADATA", "commit_success.txt"}
+OURS = {"state", "_CHECKPOINT_METADATA", "commit_success.txt"}
 
 logger = logging.getLogger(__name__)
 

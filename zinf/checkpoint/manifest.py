@@ -27,12 +27,11 @@ class StoredArray:
     grid: its shape, dtype and chunks.
     metadata: XXH3 (64 bits) of its `zarr.json`.
     checksums: the same of every chunk file, padding included, in order of the grid.
-        Format 1 has none of either, but sums within the chunk files.
     """
 
     grid: Grid
-    metadata: int | None = None
-    checksums: tuple[int, ...] = ()
+    metadata: int
+    checksums: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -41,13 +40,11 @@ class Manifest:
     arrays: what the checkpoint holds, by ids without rows.
     scalars: step, loss scale, random key and the like, as JSON values.
     data: where the training data is read next, as a JSON value.
-    format_version: that it was read in; it is always written in the newest.
     """
 
     arrays: Mapping[ArrayId, StoredArray]
     scalars: dict[str, Any]
     data: Any = None
-    format_version: int = FORMAT_VERSION
 
     @property
     def specs(self) -> dict[ArrayId, ArraySpec]:
@@ -136,7 +133,6 @@ def damaged(path: Path, found: str) -> OSError:
 
 
 def _entry(array: ArrayId, stored: StoredArray) -> dict[str, Any]:
-    assert stored.metadata is not None
     assert len(stored.checksums) == stored.grid.num_chunks
     spec = stored.grid.spec
     return {

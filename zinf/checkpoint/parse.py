@@ -2,7 +2,6 @@
 
 import json
 import re
-import zlib
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -20,7 +19,6 @@ from zinf.checkpoint.manifest import (
     not_found,
 )
 from zinf.memory import StorageError
-from zinf.memory.chunk import chunk_shape
 from zinf.memory.zarr_format import numpy_dtype
 from zinf.program import ArrayId, ArraySpec
 
@@ -50,35 +48,29 @@ def read_manifest(directory: Path) -> Manifest:
         FileNotFoundError: there is none: no checkpoint, or one whose saving was cut
             short.
         StorageError: it cannot be read, is damaged, or says what cannot be.
-        ValueError: it is of a later format.
+        ValueError: it is of another format.
     """
     path = directory / FILE
     content = _load(directory, path)
-    stored_version = content.get("format_version")
-    if stored_version not in (1, FORMAT_VERSION) or isinstance(stored_version, bool):
-        raise ValueError(
-            f"Checkpoint {directory} has format {stored_version!r}, written by zinf "
-            f"{content.get('zinf_version')}; this zinf reads formats 1 to "
-            f"{FORMAT_VERSION}. Use that version of zinf."
-        )
     try:
-        entry = _entry_of_version_1 if stored_version == 1 else _entry
-        arrays = [entry(item) for item in _typed(content, "arrays", list)]
+        arrays = [_entry(item) for item in _typed(content, "arrays", list)]
         names = dict(arrays)
         if len(names) != len(arrays):
             raise _Wrong("an array is named twice")
         scalars = _typed(content, "scalars", dict)
     except _Wrong as error:
         raise damaged(path, str(error)) from error
-    return Manifest(names, scalars, content.get("data"), stored_version)
+    return Manifest(names, scalars, content.get("data"))
 
 
 def _load(directory: Path, path: Path) -> dict[str, Any]:
+    """The JSON of a manifest of this format whose checksum is right."""
     try:
         if path.is_symlink() or path.stat().st_size > MAX_MANIFEST_BYTES:
             raise damaged(path, "it is a link, or larger than any manifest")
         content = json.loads(path.read_text(encoding="utf-8"))
-        is_sound = _take_checksum(content)
+        stored_version = content["format_version"]
+        is_sound = content.pop("checksum", None) == checksum_of(content)
     except FileNotFoundError as error:
         raise not_found(directory) from error
     except StorageError:
@@ -87,17 +79,25 @@ def _load(directory: Path, path: Path) -> dict[str, Any]:
         raise failure("Cannot read the manifest", path, error) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise damaged(path, "it is no JSON of a manifest") from error
+    # The format is judged first: another format may have another kind of checksum.
+    if stored_version != FORMAT_VERSION:
+        raise ValueError(_refusal(directory, content))
     if not is_sound:
         raise damaged(path, "its content does not match its checksum")
     return content
 
 
-def _take_checksum(content: dict[str, Any]) -> bool:
-    """Whether the checksum is right, which is taken out."""
-    if content["format_version"] == 1:
-        crc32 = content.pop("crc32")
-        return crc32 == zlib.crc32(json.dumps(content, sort_keys=True).encode())
-    return content.pop("checksum") == checksum_of(content)
+def _refusal(directory: Path, content: Mapping[str, Any]) -> str:
+    """Says that a checkpoint has another format, and what to do about it."""
+    # A hostile manifest may have megabytes in either value.
+    found = f"{content['format_version']!r:.40}"
+    written_by = f"{content.get('zinf_version')!s:.40}"
+    return (
+        f"Checkpoint {directory} has format {found}, written by zinf {written_by}; "
+        f"this zinf reads only format {FORMAT_VERSION}. Continue the run with that "
+        "version of zinf, or export the weights there (`zinf checkpoint export`) and "
+        "import them here (`zinf checkpoint import`)."
+    )
 
 
 def _entry(item: Any) -> tuple[ArrayId, StoredArray]:
@@ -115,11 +115,6 @@ def _entry(item: Any) -> tuple[ArrayId, StoredArray]:
         )
     metadata = _checksum(_typed(item, "metadata", str))
     return array, StoredArray(grid, metadata, tuple(map(_checksum, checksums)))
-
-
-def _entry_of_version_1(item: Any) -> tuple[ArrayId, StoredArray]:
-    array, spec = _name(item), _spec(item)
-    return array, StoredArray(Grid(spec, chunk_shape(spec)))
 
 
 def _name(item: Any) -> ArrayId:

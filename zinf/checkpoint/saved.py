@@ -12,10 +12,9 @@ import numpy as np
 
 from zinf.checkpoint.failure import explain
 from zinf.checkpoint.grid import Grid, folder_name, whole_box
-from zinf.checkpoint.manifest import FILE, StoredArray
+from zinf.checkpoint.manifest import FILE
 from zinf.checkpoint.parse import read_manifest
-from zinf.checkpoint.source import AbstractSource, ChunkSource, Damage
-from zinf.checkpoint.version1 import TensorStoreSource
+from zinf.checkpoint.source import ChunkSource, Damage
 from zinf.memory.nvme import Drive
 from zinf.program import ArrayId, ArraySpec
 from zinf.sharding import Box
@@ -24,7 +23,7 @@ __all__ = ["Damage", "Saved"]
 
 
 class Saved:
-    """The checkpoint in a folder that has a manifest, of this format or an older one.
+    """The checkpoint in a folder that has a manifest.
 
     Opening reads the manifest alone. Nothing is executed or unpickled, nothing is
     written, and no file outside the folder is read. Use it in `with`, or close it: it
@@ -34,13 +33,12 @@ class Saved:
         arrays: shape and dtype of every array, by its id without rows.
         scalars: the JSON values that were saved with them.
         data: where the training data is read next, as JSON.
-        format_version: that it was written in.
 
     Raises:
         FileNotFoundError: there is no checkpoint, or none that is complete.
         StorageError: the manifest is damaged, or says what cannot be, or a folder of an
             array is a link out of the checkpoint.
-        ValueError: it is of a later format.
+        ValueError: it is of another format.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -49,8 +47,7 @@ class Saved:
         self.arrays: dict[ArrayId, ArraySpec] = self._manifest.specs
         self.scalars: dict[str, Any] = self._manifest.scalars
         self.data: Any = self._manifest.data
-        self.format_version = self._manifest.format_version
-        self._sources: dict[ArrayId, AbstractSource] = {}
+        self._sources: dict[ArrayId, ChunkSource] = {}
         self._refuse_links()
 
     def __enter__(self) -> Self:
@@ -113,12 +110,10 @@ class Saved:
         for array in self.arrays:
             yield from self._source(array).damages()
 
-    def _source(self, array: ArrayId) -> AbstractSource:
+    def _source(self, array: ArrayId) -> ChunkSource:
         if array not in self._sources:
-            stored: StoredArray = self._manifest.arrays[array]
-            kind = TensorStoreSource if self.format_version == 1 else ChunkSource
-            folder = self.folder(array)
-            self._sources[array] = kind(array, stored, folder, self._drive)
+            stored, folder = self._manifest.arrays[array], self.folder(array)
+            self._sources[array] = ChunkSource(array, stored, folder, self._drive)
         return self._sources[array]
 
     @cached_property

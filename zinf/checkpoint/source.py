@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import stat
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -49,23 +48,8 @@ class Damage:
     found: str
 
 
-class AbstractSource(ABC):
-    """One array of a checkpoint."""
-
-    @abstractmethod
-    def read(self, box: Box, *, verify: bool) -> Future[np.ndarray]:
-        """A part of the array, in aligned memory that is the caller's.
-
-        The future raises StorageError for what is missing, damaged or unreadable.
-        """
-
-    @abstractmethod
-    def damages(self) -> Iterator[Damage]:
-        """All that is wrong with it, in order; it is read as a whole for that."""
-
-
-class ChunkSource(AbstractSource):
-    """An array in plain chunk files, moved past the page cache (format 2).
+class ChunkSource:
+    """An array of a checkpoint, read from its chunk files past the page cache.
 
     Nothing of its `zarr.json` is used, as shape, dtype and chunks are the manifest's;
     but it is verified too, for other readers go by it.
@@ -80,6 +64,10 @@ class ChunkSource(AbstractSource):
         self._is_described = False  # The metadata is verified once.
 
     def read(self, box: Box, *, verify: bool) -> Future[np.ndarray]:
+        """A part of the array, in aligned memory that is the caller's.
+
+        The future raises StorageError for what is missing, damaged or unreadable.
+        """
         grid = self.stored.grid
         shape = tuple(high - low for low, high in box)
         value = aligned_empty(shape, self._dtype)
@@ -94,6 +82,7 @@ class ChunkSource(AbstractSource):
         return self._start(f"Cannot read {self.array}", tasks, lambda: value)
 
     def damages(self) -> Iterator[Damage]:
+        """All that is wrong with it, in order; it is read as a whole for that."""
         found = self._damage_of_metadata()
         if found is not None:
             yield Damage(self.array, None, self.folder / METADATA, found)
@@ -191,7 +180,6 @@ class ChunkSource(AbstractSource):
         except OSError as error:
             return os.strerror(error.errno or errno.EIO)
         found = xxh3_64_intdigest(content)
-        assert self.stored.metadata is not None
         if found != self.stored.metadata:
             return f"checksum {found:016x} instead of {self.stored.metadata:016x}"
         if not self._is_described_by(content):

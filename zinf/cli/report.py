@@ -77,18 +77,17 @@ def print_measured(rows: "Sequence[Measured]", chosen: "Profile") -> None:
 
 
 def print_checkpoints(found: "Sequence[Entry]") -> None:
-    table = Table("step", "arrays", "bytes", "on the drive", "format", box=None)
-    table.add_column("written by")
+    table = Table("step", "arrays", "bytes", "on the drive", "written by", box=None)
     for column in table.columns[:4]:
         column.justify = "right"
     for entry in found:
         step = "-" if entry.step is None else str(entry.step)
         own = f"{entry.own_bytes:,}"
         if entry.problem is not None:
-            table.add_row(step, "", "", own, "", "")
+            table.add_row(step, "", "", own, "")
             continue
         sizes = f"{entry.num_arrays:,}", f"{entry.array_bytes:,}", own
-        table.add_row(step, *sizes, str(entry.format_version), entry.written_by)
+        table.add_row(step, *sizes, entry.written_by)
     out = console()
     out.print(table)
     for entry in found:

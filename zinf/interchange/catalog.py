@@ -34,7 +34,6 @@ class Entry:
     num_arrays: int = 0
     array_bytes: int = 0
     own_bytes: int = 0
-    format_version: int = 0
     written_by: str = ""
 
 
@@ -107,7 +106,6 @@ def _entry(folder: Path, step: int | None, seen: set[Inode]) -> Entry:
                 num_arrays=len(saved.arrays),
                 array_bytes=sum(spec.nbytes for spec in saved.arrays.values()),
                 own_bytes=own_bytes,
-                format_version=saved.format_version,
                 written_by=_written_by(folder),
             )
     except (OSError, ValueError) as error:

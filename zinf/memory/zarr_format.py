@@ -29,18 +29,12 @@ def as_stored(array: np.ndarray) -> np.ndarray:
     return array.view(np.uint16) if array.dtype == BFLOAT16 else array
 
 
-def zarr_spec(
-    folder: Path, spec: ArraySpec, chunk: Sequence[int], *, codecs: Sequence[str] = ()
-) -> dict[str, Any]:
-    """The TensorStore spec of an uncompressed array with chunks of one shape.
-
-    Args:
-        codecs: of the bytes of a chunk, such as "crc32c", after the array's own.
-    """
+def zarr_spec(folder: Path, spec: ArraySpec, chunk: Sequence[int]) -> dict[str, Any]:
+    """The TensorStore spec of an uncompressed array with chunks of one shape."""
     return {
         "driver": "zarr3",
         "kvstore": {"driver": "file", "path": str(folder)},
-        "metadata": _metadata(spec, chunk, codecs),
+        "metadata": _metadata(spec, chunk),
         # Without these, all-zero chunks (new moments) are deleted, not written, and
         # missing ones read as zeros.
         "store_data_equal_to_fill_value": True,
@@ -51,12 +45,10 @@ def zarr_spec(
 def zarr_json(spec: ArraySpec, chunk: Sequence[int]) -> bytes:
     """The file `zarr.json` of an uncompressed array with chunks of one shape."""
     kind = {"zarr_format": 3, "node_type": "array"}
-    return json.dumps({**kind, **_metadata(spec, chunk, ())}, indent=1).encode()
+    return json.dumps({**kind, **_metadata(spec, chunk)}, indent=1).encode()
 
 
-def _metadata(
-    spec: ArraySpec, chunk: Sequence[int], codecs: Sequence[str]
-) -> dict[str, Any]:
+def _metadata(spec: ArraySpec, chunk: Sequence[int]) -> dict[str, Any]:
     stored = STORED_DTYPES.get(spec.dtype, spec.dtype)
     return {
         "shape": list(spec.shape),
@@ -70,10 +62,7 @@ def _metadata(
             "name": "default",
             "configuration": {"separator": "."},
         },
-        "codecs": [
-            {"name": "bytes", "configuration": {"endian": "little"}},
-            *({"name": name} for name in codecs),
-        ],
+        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
         "fill_value": _zero(stored),
         "attributes": {"dtype": spec.dtype},
     }

@@ -77,7 +77,8 @@ def test_checkpoints_are_listed_with_what_they_take(runs):
     assert listed.exit_code == 0, listed.output
     rows = [line.split() for line in listed.output.splitlines()]
     assert [row[0] for row in rows[1:3]] == ["1", "2"]
-    assert all(row[4] == "2" for row in rows[1:3])
+    manifest = json.loads((runs / "2" / "state" / "manifest.json").read_text())
+    assert all(" ".join(row[4:]) == manifest["zinf_version"] for row in rows[1:3])
     files = [path for path in runs.rglob("*") if path.is_file() and path.parent != runs]
     inside = [path for path in files if "state" in path.parts]
     total = sum({p.stat().st_ino: p.stat().st_size for p in inside}.values())
