@@ -1,4 +1,4 @@
-"""Saving and resuming: arrays streamed from and to any tier, committed by Orbax."""
+"""Saves and restores the arrays of every tier; Orbax commits and keeps checkpoints."""
 
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from zinf.checkpoint.saved import Damage as Damage
     from zinf.checkpoint.saved import Saved as Saved
 
-# An engine saves and restores without Orbax, which only `Checkpoints` needs.
+# Lazy: only `Checkpoints` imports Orbax; an engine saves and restores without it.
 make_lazy(
     __name__,
     {

@@ -1,4 +1,4 @@
-"""Saving and restoring persistent arrays, on whatever tiers they rest."""
+"""Saves and restores persistent arrays on all tiers."""
 
 import errno
 import shutil
@@ -42,24 +42,25 @@ def write_arrays(
 ) -> None:
     """Save every array of `residents`, and `scalars`, as the checkpoint `directory`.
 
-    Each array is a zarr v3 array, uncompressed, in `directory/role/key path`, of files
-    that are linked where they are on the NVMe tier already; the manifest has checksums
-    of all. All is on the drive, safe from a power cut, when this returns. The manifest
-    is written last: without one, a checkpoint is not complete.
+    Each array becomes an uncompressed zarr v3 array in `directory/role/key path`. Chunk
+    files of the NVMe tier are hard-linked; everything else is written. The manifest has
+    the checksums of all files. It is written last: a folder without a manifest is not a
+    complete checkpoint. When this function returns, all files are synced to the drive
+    and survive a power cut.
 
-    The arrays must not change meanwhile. Where they rest does not matter. Of several
-    processes each writes its own share, and all have to call.
+    The arrays may rest on any tiers and must not change during the save. If there are
+    several processes, all must call this function; each writes its own share.
 
     Args:
         directory: absent or empty; the same for all processes.
         scalars: JSON values.
         data: where the training data is read next, as a JSON value.
-        barrier: waits until all processes have called it, with the same name.
+        barrier: waits until all processes have called it with the same name.
 
     Raises:
-        FileExistsError: the folder holds something already.
-        StorageError: it cannot be written, or there is too little space, which is
-            found before anything is written.
+        FileExistsError: the folder is not empty.
+        StorageError: a file cannot be written, or the drive has too little free space.
+            The space is checked before the first byte is written.
         BudgetExceeded: a tier has no room for the blocks.
     """
     is_first = jax.process_index() == 0
@@ -76,10 +77,11 @@ def write_arrays(
 
 
 def begin(save: Save) -> None:
-    """Begin a save, if there is room for what it will write.
+    """Link and hold the arrays, then check that the drive has room for the rest.
 
     Raises:
-        StorageError: there is not, or it cannot be begun; nothing is held then.
+        StorageError: the drive has no room, or an array cannot be linked or held. All
+            holds are released and the folder is deleted.
     """
     try:
         with _explained("Cannot begin a checkpoint", save.directory):
@@ -92,7 +94,7 @@ def begin(save: Save) -> None:
 
 
 def finish(save: Save) -> None:
-    """Write what was begun; if that fails, nothing is left of it."""
+    """Write the files of a save that was begun; on failure, delete its folder."""
     try:
         save.finish()
     except BaseException:
@@ -101,9 +103,10 @@ def finish(save: Save) -> None:
 
 
 def remove(directory: Path) -> None:
-    """Delete what was written of a checkpoint, as far as that can be done.
+    """Delete the files of an incomplete checkpoint; ignore files that stay.
 
-    It may be on a drive that is full. Whatever is left has no manifest.
+    Deleting may fail, for example on a broken drive. The files that stay have no
+    manifest, so they are not taken for a checkpoint.
     """
     shutil.rmtree(directory, ignore_errors=True)
 
@@ -115,22 +118,26 @@ def read_arrays(
     take_scalars: Callable[[dict[str, Any]], None] | None = None,
     verify: bool = True,
 ) -> dict[str, Any]:
-    """Overwrite every array of `residents` by the one saved in `directory`.
+    """Overwrite every array of `residents` with the one saved in `directory`.
 
-    They may rest on other tiers than when they were saved, and on other devices and
-    processes: each reads what it needs. The names, shapes and dtypes of all are
-    compared before the first is overwritten. Returns the scalars.
+    The arrays may now rest on other tiers, devices and processes than when they were
+    saved: each process reads the chunks that it needs. The names, shapes and dtypes of
+    all arrays are compared before the first array is overwritten.
+
+    Returns:
+        The scalars of the checkpoint.
 
     Args:
-        take_scalars: called with the scalars before the first array is overwritten,
-            so that it can refuse them.
-        verify: compare what is read with its checksums.
+        take_scalars: called with the scalars before the first array is overwritten. It
+            may raise to refuse them.
+        verify: compare every chunk that is read with its checksum.
 
     Raises:
-        FileNotFoundError: there is no checkpoint, or no complete one.
-        ValueError: it is of another model or optimizer; the message says where.
-        StorageError: a file is missing, damaged or cannot be read. Some arrays may be
-            overwritten then: restore another checkpoint.
+        FileNotFoundError: there is no checkpoint, or it is not complete.
+        ValueError: the checkpoint is of another model or optimizer; the message names
+            the arrays that differ.
+        StorageError: a file is missing, damaged or cannot be read. Some arrays may
+            already be overwritten: restore another checkpoint.
         BudgetExceeded: a tier has no room for the blocks.
     """
     with Saved(directory) as saved:
@@ -157,7 +164,7 @@ def read_arrays(
 
 
 def check_space(directory: Path, needed_bytes: int) -> None:
-    """Raise StorageError unless `needed_bytes` more can be written in `directory`."""
+    """Raise StorageError unless `needed_bytes` are free on the drive of `directory`."""
     free_bytes = shutil.disk_usage(directory).free
     if free_bytes < needed_bytes:
         found = (
@@ -168,7 +175,7 @@ def check_space(directory: Path, needed_bytes: int) -> None:
 
 
 def claim(directory: Path) -> None:
-    """Make the folder of a checkpoint, or take an empty one."""
+    """Make the folder of a checkpoint, or use an empty one that exists."""
     with _explained("Cannot make the folder of a checkpoint", directory):
         directory.mkdir(parents=True, exist_ok=True)
         is_empty = not any(directory.iterdir())
@@ -181,7 +188,7 @@ def claim(directory: Path) -> None:
 
 @contextmanager
 def _explained(what: str, folder: Path) -> Generator[None, None, None]:
-    """Makes a StorageError with a checkpoint's advice of what the system raises."""
+    """Turns an OSError into a StorageError that says what to do about a checkpoint."""
     try:
         yield
     except StorageError:

@@ -1,4 +1,4 @@
-"""Arrays moved in blocks of rows that are small enough to hold one or two of."""
+"""Moves arrays in blocks of rows, so that two blocks fit in the host budget."""
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -9,16 +9,19 @@ from zinf.memory.chunk import MAX_CHUNK_BYTES
 from zinf.memory.residents import Residents
 from zinf.program import ArrayId, Tier
 
-# One block is read while the one before it is still being written.
+# While one block is being written, the next block is read.
 NUM_BLOCKS_HELD = 2
 
 Finish = Callable[[], None]
 Transfer = tuple[int, Callable[[], Finish]]
-"""The bytes of a block, and what begins to move it and returns what ends it."""
+"""The bytes of a block, and a function that begins to move the block.
+
+That function returns another one, which waits until the move is complete.
+"""
 
 
 def block_bytes(block: ArrayId, share: Share) -> int:
-    """Bytes of a block of a share: rows counted in it, or all of it."""
+    """Bytes of a block: rows of a share, counted from its first row, or all of it."""
     spec = share.spec
     return (spec.rows(*block.rows) if block.rows else spec).nbytes
 
@@ -26,9 +29,10 @@ def block_bytes(block: ArrayId, share: Share) -> int:
 def held_bytes(
     blocks: Mapping[ArrayId, Share], residents: Residents
 ) -> dict[Tier, int]:
-    """What moving blocks holds at once, at most, on the host and on the device.
+    """Upper bounds on the host and device bytes that moving the blocks holds at once.
 
-    On the device it is rows of an array, which are copied there on their way.
+    The device holds a copy of the rows that are moved, because rows of a device array
+    are copied on the device before they go to the host.
     """
     sizes = {block: block_bytes(block, share) for block, share in blocks.items()}
     largest = max(sizes.values(), default=0)
@@ -49,10 +53,16 @@ def held_bytes(
 def counted(
     held: Mapping[Tier, int], residents: Residents, what: str
 ) -> Generator[int, None, None]:
-    """Counts `held_bytes` as held while `what` is done, and gives those of the host.
+    """Reserve `held` in the ledgers of the tiers while the body runs.
+
+    Yields the reserved bytes of the host.
+
+    Args:
+        held: bytes per tier, from `held_bytes`.
+        what: names the reservation in error messages.
 
     Raises:
-        BudgetExceeded: a tier has no room for them.
+        BudgetExceeded: a tier has too little room.
     """
     with ExitStack() as releases:
         for tier, nbytes in held.items():
@@ -63,9 +73,9 @@ def counted(
 
 
 def move(transfers: Iterable[Transfer], capacity_bytes: int) -> None:
-    """Runs all transfers, as many of them at once as `capacity_bytes` hold.
+    """Run all transfers, as many at once as fit in `capacity_bytes`.
 
-    They begin and end in order, in this thread.
+    This thread begins and ends the transfers in order.
     """
     under_way: deque[tuple[int, Finish]] = deque()
     moving_bytes = 0

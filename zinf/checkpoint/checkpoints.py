@@ -1,4 +1,4 @@
-"""The checkpoints of one run: kept by number of steps, the newest few of them."""
+"""The checkpoints of one run, named by step; only the newest few are kept."""
 
 import base64
 from concurrent.futures import Future
@@ -22,18 +22,19 @@ from zinf.plan import Plan
 
 ITEM = "state"
 BYTES = "base64"
-# A meeting of processes needs a name of its own: one for each folder that all open.
+# Every barrier needs a unique name. All processes open the same folders in order, so
+# they count alike.
 OPENED = count(1)
-# Orbax gives up on a save after this; terabytes take hours on a slow drive.
+# Orbax abandons a save after this time. Terabytes take hours on a slow drive.
 TIMEOUT = timedelta(days=7)
 
 
 class AbstractSaveable(Protocol):
-    """What of an engine is saved."""
+    """The parts of an engine that a checkpoint needs."""
 
     @property
     def pending_save(self) -> Future[None] | None:
-        """Waited for before arrays that no store holds change."""
+        """Done when the save holds no array any more. A fused step waits for it."""
 
     @pending_save.setter
     def pending_save(self, save: Future[None] | None) -> None: ...
@@ -52,19 +53,20 @@ class AbstractSaveable(Protocol):
 class Checkpoints:
     """Saves, keeps and restores the checkpoints of a run.
 
-    `directory/<step>/state` is a checkpoint. Orbax keeps the newest few, and gives one
-    that name when it is complete and on the drive for good; so a process that is killed
-    at any instant, or a power cut, leaves the one before. What was begun and not
-    completed is named in a warning, and deleted, when the directory is opened.
+    `directory/<step>/state` is a checkpoint. Orbax deletes all but the newest `keep`.
+    It renames a checkpoint to `<step>` only when all files are synced to the drive. So
+    if the process is killed or the power fails, the checkpoint before is still there.
+    Opening the directory deletes incomplete checkpoints and logs a warning for each.
 
     Args:
-        keep: how many to keep, the newest.
-        asynchronous: write while training goes on. A save is waited for all the same if
-            the plan leaves too little memory for its blocks, and if there are several
-            processes (which write at once, each its share).
+        keep: number of checkpoints to keep.
+        asynchronous: write while training goes on. `save` still waits for the write if
+            the plan leaves too little memory for two blocks, or if there are several
+            processes. Several processes write their shares in parallel.
 
     Raises:
-        StorageError: the directory cannot be made.
+        StorageError: the directory cannot be made, or an incomplete checkpoint cannot
+            be deleted.
     """
 
     def __init__(
@@ -78,12 +80,12 @@ class Checkpoints:
         except OSError as error:
             what = "Cannot make the folder of checkpoints"
             raise failure(what, self.directory, error) from error
-        # Nobody is to find what is being deleted.
+        # Other processes must not open a checkpoint that the first one is deleting.
         processes = set(range(jax.process_count()))
         name = f"zinf opens checkpoints {next(OPENED)}"
         ocp.multihost.sync_global_processes(name, processes=processes)
-        # Of several processes, one whose save fails in the background would leave the
-        # others waiting for it in theirs, where nothing ends them.
+        # Several processes save synchronously: if one failed in the background, the
+        # others would wait for it forever in theirs.
         self.asynchronous = asynchronous and jax.process_count() == 1
         self._handler = StateHandler()
         self._manager = ocp.CheckpointManager(
@@ -106,15 +108,18 @@ class Checkpoints:
     def save(self, step: int, engine: AbstractSaveable, data_state: Any = None) -> None:
         """Begin to save `engine` as it is now, after `step` steps.
 
-        `data_state` is JSON, in which there may be bytes: where the data is read next.
-        Waits for the save before it. Afterwards `engine.pending_save` tells when arrays
-        may all change at once; errors are raised by the next `save` or `check`, or by
-        `wait`. Of several processes all have to call.
+        Waits until the save before is complete. Sets `engine.pending_save`, which is
+        done when a fused step may replace all arrays. An asynchronous save that fails
+        raises its error from the next `save`, `check` or `wait`. If there are several
+        processes, all must call `save`.
+
+        Args:
+            data_state: position of the data iterator, as JSON that may contain bytes.
 
         Raises:
             ValueError: there is a checkpoint of that step.
-            StorageError: the save before this one failed, or this one if it is not
-                asynchronous.
+            StorageError: the save before this one failed, or this one if it is
+                synchronous.
         """
         state = StateSave(engine.residents, engine.scalars(), _as_json(data_state))
         args = ocp.args.Composite(**{ITEM: state})
@@ -126,10 +131,10 @@ class Checkpoints:
     def restore(
         self, engine: AbstractSaveable, step: int | None = None, *, verify: bool = True
     ) -> Any:
-        """Set `engine` to a checkpoint, the newest if `step` is None.
+        """Set `engine` to the checkpoint of `step`, or to the newest if it is None.
 
-        Returns the state of the data iterator that was saved with it. For `verify` and
-        errors see `read_arrays`.
+        Returns the state of the data iterator that was saved with the arrays. For
+        `verify` and the errors see `read_arrays`.
         """
         self.wait()
         step = self.latest_step() if step is None else step
@@ -142,28 +147,28 @@ class Checkpoints:
 
     @property
     def last_save(self) -> Save:
-        """The save that was begun last: what it linked, and what it copies."""
+        """The most recent save, with the files that it linked and copied."""
         return self._handler.last
 
     def latest_step(self) -> int | None:
-        """The step of the newest checkpoint, begun or complete; None: there is none."""
+        """Step of the newest checkpoint, complete or being saved; None if none."""
         return self._manager.latest_step()
 
     def folder(self, step: int) -> Path:
         return self.directory / str(step)
 
     def check_space(self, engine: AbstractSaveable) -> None:
-        """Raise StorageError unless one more checkpoint of `engine` fits."""
+        """Raise StorageError unless the drive has room for all arrays of `engine`."""
         nbytes = sum(spec.nbytes for spec in engine.residents.specs.values())
         check_space(self.directory, nbytes)
 
     def check(self) -> None:
-        """Raise what went wrong with a save that has ended; wait for none."""
+        """Raise the error of a save that has ended; return at once if one runs."""
         if not self._manager.is_saving_in_progress():
             self.wait()
 
     def wait(self) -> None:
-        """Wait until what was saved is complete, or raise what went wrong."""
+        """Wait until the save that runs is complete; raise its error if it fails."""
         self._manager.wait_until_finished()
 
     def close(self) -> None:
@@ -180,9 +185,9 @@ class Checkpoints:
 
 
 def _meeting_place() -> ocp.options.MultiprocessingOptions:
-    """Where several processes wait for each other: with the coordinator of the run.
+    """Options that make Orbax wait for other processes through JAX's coordinator.
 
-    Orbax's default is a collective between devices.
+    By default Orbax runs a collective between devices instead.
     """
     num_processes = jax.process_count()
     if num_processes == 1:
@@ -195,7 +200,7 @@ def _meeting_place() -> ocp.options.MultiprocessingOptions:
 
 
 def _has_room(engine: AbstractSaveable, save: Save) -> bool:
-    """Whether what a save holds fits beside all that a step may hold."""
+    """Whether the blocks of a save fit in the budgets beside the peak of a step."""
     for tier, nbytes in save.held_bytes.items():
         capacity_bytes = engine.residents.stores[tier].ledger.capacity_bytes
         step_bytes = engine.plan.peak_bytes[tier]
@@ -205,7 +210,7 @@ def _has_room(engine: AbstractSaveable, save: Save) -> bool:
 
 
 def _as_json(state: Any) -> Any:
-    """`state` with its bytes, of which JSON has none, as text."""
+    """`state` with every bytes object encoded as base64, since JSON has no bytes."""
     match state:
         case bytes():
             return {BYTES: base64.b64encode(state).decode()}

@@ -1,4 +1,4 @@
-"""Writes the files of a checkpoint, each for good before it is counted as written."""
+"""Writes the files of a checkpoint and syncs them to the drive."""
 
 import errno
 import os
@@ -27,10 +27,10 @@ NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL
 
 
 class ChunkWriter:
-    """Makes zarr arrays in a folder, chunk by chunk, from several threads of a drive.
+    """Writes zarr arrays in a folder, chunk by chunk, on the threads of a drive.
 
-    A file's content is on the drive, safe from a power cut, when its future is done;
-    that it is there at all, after `sync`.
+    When the future of a file is done, the content of the file is synced to the drive.
+    The folder entry of the file survives a power cut only after `sync`.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -42,7 +42,7 @@ class ChunkWriter:
         self._drive.close()
 
     def describe(self, array: ArrayId, grid: Grid) -> Future[int]:
-        """Write the metadata of an array; the future has its checksum."""
+        """Write `zarr.json` of an array; the future has the checksum of that file."""
         content = zarr_json(grid.spec, grid.chunk)
         path = self._folder(array) / METADATA
         write = partial(_write, path, np.frombuffer(content, np.uint8))
@@ -51,10 +51,11 @@ class ChunkWriter:
     def write(
         self, array: ArrayId, grid: Grid, index: Index, content: np.ndarray
     ) -> Future[int]:
-        """Write the file of a chunk; the future has its checksum.
+        """Write the file of a chunk; the future has the checksum of that file.
 
         Args:
-            content: the chunk without padding, not to be changed until it is done.
+            content: the chunk without padding. It must not change before the future is
+                done.
         """
         path = self._folder(array) / chunk_name(index)
 
@@ -64,7 +65,7 @@ class ChunkWriter:
         return self._start(f"Cannot save {array}", write)
 
     def adopt(self, linked: Linked) -> Future[int]:
-        """Put a linked chunk file in its place; the future has its checksum."""
+        """Move or copy a linked file to its array; the future has its checksum."""
         array = linked.share.array
         path = self._folder(array) / chunk_name(linked.index)
         if linked.drive is None:
@@ -75,11 +76,11 @@ class ChunkWriter:
         return self._start(f"Cannot save {array}", take)
 
     def sync(self) -> None:
-        """Make everything that was written survive a power cut."""
+        """Sync all folders, so that every file written so far survives a power cut."""
         by_depth: dict[int, list[Path]] = {}
         for folder in self._folders | {self.directory}:
             by_depth.setdefault(len(folder.parts), []).append(folder)
-        # From the deepest up: a folder is found only through the one that it is in.
+        # Deepest first: the entry of a folder is in the folder above it.
         for _, folders in sorted(by_depth.items(), reverse=True):
             tasks = [partial(_sync_folder, folder) for folder in folders]
             request = Request("Cannot save a checkpoint", len(tasks), lambda: None)
@@ -87,7 +88,7 @@ class ChunkWriter:
             request.future.result()
 
     def _folder(self, array: ArrayId) -> Path:
-        """The folder of an array, made if it is not there, and to be synced."""
+        """The folder of an array; made if it is missing, and registered for `sync`."""
         made = folder = self.directory / folder_name(array)
         if made in self._folders:
             return made
@@ -105,7 +106,7 @@ class ChunkWriter:
                 found.append(task(mover))
             except StorageError as error:
                 if error.errno in UNWRITABLE:
-                    # What to do about it is not what it is for the tier.
+                    # The advice for the NVMe tier does not apply to a checkpoint.
                     raise failure(what, self.directory, error) from error
                 raise
 
@@ -128,7 +129,7 @@ def _write(path: Path, memory: Bytes, mover: Mover) -> int:
 
 
 def _keep(linked: Linked, mover: Mover) -> int:
-    """Waits for the drive to have a linked file; reads it if it has no full sum."""
+    """Sync a moved chunk file; read the file only if its full checksum is unknown."""
     chunk = linked.chunk
     known = chunk.full_checksum
     if known is not None:
@@ -141,7 +142,7 @@ def _keep(linked: Linked, mover: Mover) -> int:
 
 
 def _copy(linked: Linked, path: Path, mover: Mover) -> int:
-    """Copies a file that is linked on another file system."""
+    """Copy a chunk file from the file system of the NVMe tier, and sync the copy."""
     assert linked.drive is not None
     chunk, total = linked.chunk, xxh3_64()
     with mover.open(path, NEW_FILE, chunk.file_bytes) as file:
@@ -160,7 +161,7 @@ def _copy(linked: Linked, path: Path, mover: Mover) -> int:
 
 
 def _padded(content: np.ndarray, grid: Grid) -> Bytes:
-    """The bytes of a chunk file: all are of one size."""
+    """The bytes of a chunk file: `content`, padded with zeros to a whole chunk."""
     if content.nbytes == grid.chunk_bytes:
         return as_bytes(np.ascontiguousarray(content))
     whole = aligned_empty(grid.chunk, content.dtype)

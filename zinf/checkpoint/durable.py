@@ -1,4 +1,4 @@
-"""The one rename that commits a checkpoint, between two waits for the drive."""
+"""Commits a checkpoint by one rename, with a sync before and after."""
 
 import asyncio
 import os
@@ -10,10 +10,10 @@ from zinf.memory.nvme.system import sync_file, sync_folder
 
 
 class DurableRename(atomicity.AtomicRenameTemporaryPath):
-    """A folder that Orbax gives its name when all in it is on the drive for good.
+    """A temporary folder of Orbax that is synced before and after it is renamed.
 
-    Orbax itself syncs nothing: after a power cut its rename could be there without what
-    was renamed, or the checkpoint before be deleted and this one not be there.
+    Orbax itself syncs nothing. After a power cut, the drive could then have the rename
+    without the files, or the deletion of an older checkpoint without the new one.
     """
 
     async def finalize(self) -> None:

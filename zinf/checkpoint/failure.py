@@ -1,4 +1,4 @@
-"""What goes wrong with the files of a checkpoint, said so that somebody can act."""
+"""Errors about the files of a checkpoint, each with advice."""
 
 import errno
 import os
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from zinf.memory.storage_error import StorageError
 
-# What to do about an error, by its number. (OSError itself appends the file.)
+# Advice per error number. OSError itself appends the name of the file.
 ADVICE = {
     errno.ENOSPC: "Free space on that drive, keep fewer checkpoints "
     "(run.keep_checkpoints), or save to another folder (run.output)",
@@ -24,12 +24,12 @@ OTHER_ADVICE = "Check the drive, and that nothing else writes in that folder"
 
 
 def failure(what: str, folder: Path, error: OSError) -> StorageError:
-    """The StorageError for what the system raised about `folder`."""
+    """A StorageError with advice for an OSError that was raised about `folder`."""
     code, path = error.errno or errno.EIO, Path(error.filename or folder)
     return explain(what, code, path, os.strerror(code))
 
 
 def explain(what: str, code: int, path: Path, found: str) -> StorageError:
-    """A StorageError that says what was asked, what was found and what to change."""
+    """A StorageError that says what was tried, what was found and what to change."""
     advice = ADVICE.get(code, OTHER_ADVICE)
     return StorageError(code, f"{what}: {found}. {advice}", str(path))

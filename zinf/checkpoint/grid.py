@@ -1,4 +1,4 @@
-"""Where an array lies in a checkpoint: its folder, and the chunk files in it."""
+"""The folder of an array in a checkpoint, and the chunk files in that folder."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from urllib.parse import quote
 from zinf.program import ArrayId, ArraySpec
 from zinf.sharding import Box
 
-# "." is escaped in names, so none can be "..", "zarr.json" or a chunk file.
+# These are not escaped. "." is, so no name can be "..", "zarr.json" or a chunk file.
 PLAIN_CHARACTERS = "[](){}=+,:'! @"
 
 Index = tuple[int, ...]
-"""Which chunk: its place along each dim of the grid."""
+"""The position of a chunk along each dim of the grid."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Grid:
     """A regular grid of chunks over an array, numbered in C order.
 
     Attributes:
-        chunk: shape of every chunk file; those at the end of a dim may be padded.
+        chunk: shape of every chunk file. The last chunks of a dim may have padding.
     """
 
     spec: ArraySpec
@@ -29,7 +29,7 @@ class Grid:
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """Chunks along each dim."""
+        """Number of chunks along each dim."""
         pairs = zip(self.spec.shape, self.chunk, strict=True)
         return tuple(-(-size // length) for size, length in pairs)
 
@@ -55,7 +55,7 @@ class Grid:
         return tuple(reversed(index))
 
     def box(self, index: Index) -> Box:
-        """The part of the array that a chunk holds, without what pads it."""
+        """The part of the array that a chunk holds, without padding."""
         return tuple(
             (place * length, min((place + 1) * length, size))
             for place, length, size in zip(
@@ -64,7 +64,7 @@ class Grid:
         )
 
     def meeting(self, box: Box) -> Iterator[Index]:
-        """The chunks that hold some of `box`, in C order."""
+        """The chunks that overlap `box`, in C order."""
         if any(low >= high for low, high in box):
             return iter(())
         ranges = [
@@ -78,10 +78,10 @@ class Grid:
 
 
 def _product(ranges: Sequence[range]) -> Iterator[Index]:
-    """As `itertools.product`, which makes a tuple of every range before it begins.
+    """Like `itertools.product`, without turning the ranges into tuples first.
 
-    A manifest of anybody may say that there are 2**60 chunks; the first that is missing
-    ends it.
+    A hostile manifest may claim 2**60 chunks. The caller stops at the first chunk file
+    that is missing.
     """
     if not ranges:
         yield ()
@@ -96,15 +96,15 @@ def whole_box(shape: Sequence[int]) -> Box:
 
 
 def chunk_name(index: Index) -> str:
-    """The file of a chunk, as zarr names it with the separator "."."""
+    """The name of a chunk file, as zarr has it with the separator "."."""
     return ".".join(["c", *map(str, index)])
 
 
 def folder_name(array: ArrayId) -> str:
-    """Where an array lies in a checkpoint: `role/key path`."""
+    """The folder of an array in a checkpoint: `role/key path`, escaped."""
     return "/".join(map(_escape, (array.role, *array.path.split("/"))))
 
 
 def _escape(name: str) -> str:
-    """`name` as one component of a file path; different names stay different."""
+    """`name` as one component of a file path; no two names give the same one."""
     return quote(name, safe=PLAIN_CHARACTERS).replace(".", "%2E") or "%"

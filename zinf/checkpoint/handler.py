@@ -1,4 +1,4 @@
-"""zinf's arrays as an item that Orbax saves and commits."""
+"""The Orbax handler that saves the arrays of a run as one item."""
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,14 +19,14 @@ from zinf.memory.residents import Residents
 
 
 class StateHandler(ocp.AsyncCheckpointHandler):
-    """Saves the arrays of a run in the folder that Orbax names.
+    """Saves the arrays of a run in the folder that Orbax passes.
 
-    Orbax calls `async_save` in the thread that saves, on every process, and waits for
-    the future in one of its own. When all processes have come so far, the first calls
-    `finalize`, and gives the folder its final name.
+    On every process, Orbax calls `async_save` in the thread that called `save`, and
+    waits for the future in a thread of its own. When the futures of all processes are
+    done, the first process calls `finalize` and renames the folder.
 
     Attributes:
-        last: the save that was begun last.
+        last: the most recent save.
     """
 
     last: Save
@@ -35,7 +35,7 @@ class StateHandler(ocp.AsyncCheckpointHandler):
         self._shares: tuple[Residents, list[Share]] | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="zinf-checkpoint")
 
-    # Orbax itself only ever passes `args`, by keyword.
+    # Orbax passes only `args`, by keyword, so *args and **kwargs are left out.
     async def async_save(  # pyrefly: ignore[bad-override]
         self, directory: PathLike[str], args: "StateSave"
     ) -> list[Future[None]]:
@@ -44,8 +44,8 @@ class StateHandler(ocp.AsyncCheckpointHandler):
         try:
             begin(save)
         except Exception as error:
-            # For who waits for the save. Raised here, it would leave Orbax half-way,
-            # and other processes waiting for this one.
+            # Raise it where Orbax waits for the future. If `async_save` raised, Orbax
+            # would stop halfway and the other processes would wait for this one.
             failed: Future[None] = Future()
             failed.set_exception(error)
             return [failed]
@@ -81,7 +81,7 @@ class StateHandler(ocp.AsyncCheckpointHandler):
 @ocp.args.register_with_handler(StateHandler, for_save=True, for_restore=True)
 @dataclass
 class StateSave(ocp.args.CheckpointArgs):
-    """What to save; see `write_arrays`."""
+    """The arguments of a save; see `write_arrays`."""
 
     residents: Residents
     scalars: Mapping[str, Any]

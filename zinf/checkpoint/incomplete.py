@@ -1,4 +1,4 @@
-"""Finds and deletes what a save or a deletion that was cut short has left."""
+"""Finds and deletes incomplete checkpoints: a save or a deletion was cut short."""
 
 import logging
 import shutil
@@ -9,14 +9,14 @@ from orbax.checkpoint.path import atomicity_types
 
 from zinf.checkpoint.manifest import FILE
 
-# All that there is in the folder of a step.
+# Names that a step's folder may have. A folder with any other name in it is not ours.
 OURS = {"state", "_CHECKPOINT_METADATA", "commit_success.txt"}
 
 logger = logging.getLogger(__name__)
 
 
 def delete_incomplete(directory: Path) -> None:
-    """Delete half-written checkpoints in a folder of them, each with a warning."""
+    """Delete the incomplete checkpoints in `directory`, with a warning for each."""
     for folder in sorted(incomplete(directory)):
         logger.warning(
             "%s is a checkpoint whose saving or deleting was cut short; it is deleted.",
@@ -26,7 +26,7 @@ def delete_incomplete(directory: Path) -> None:
 
 
 def incomplete(directory: Path) -> Iterator[Path]:
-    """Checkpoints in a folder that were begun, or begun to be deleted."""
+    """The checkpoints in `directory` that are only partly saved or partly deleted."""
     for folder in directory.iterdir():
         if folder.is_symlink() or not folder.is_dir():
             continue

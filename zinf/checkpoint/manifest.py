@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: which arrays it holds, and all that is no array."""
+"""The manifest of a checkpoint: its arrays, its scalars and the state of the data."""
 
 import errno
 import json
@@ -23,10 +23,13 @@ MAX_DIFFERENCES_SHOWN = 5
 
 @dataclass(frozen=True)
 class StoredArray:
-    """Attributes:
-    grid: its shape, dtype and chunks.
-    metadata: XXH3 (64 bits) of its `zarr.json`.
-    checksums: the same of every chunk file, padding included, in order of the grid.
+    """One array of a checkpoint.
+
+    Attributes:
+        grid: shape, dtype and chunks of the array.
+        metadata: XXH3 checksum (64 bits) of its `zarr.json`.
+        checksums: XXH3 checksum (64 bits) of every chunk file, padding included, in C
+            order of the grid.
     """
 
     grid: Grid
@@ -36,10 +39,12 @@ class StoredArray:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Attributes:
-    arrays: what the checkpoint holds, by ids without rows.
-    scalars: step, loss scale, random key and the like, as JSON values.
-    data: where the training data is read next, as a JSON value.
+    """The content of `manifest.json`.
+
+    Attributes:
+        arrays: the arrays of the checkpoint, by ids without rows.
+        scalars: step, loss scale, random key and the like, as JSON values.
+        data: where the training data is read next, as a JSON value.
     """
 
     arrays: Mapping[ArrayId, StoredArray]
@@ -51,10 +56,12 @@ class Manifest:
         return {array: stored.grid.spec for array, stored in self.arrays.items()}
 
     def write(self, directory: Path) -> None:
-        """Write the manifest, the last file of a checkpoint, at once and for good.
+        """Write the manifest, which is the last file of a checkpoint, and sync it.
+
+        The file is written under another name and renamed, so it is never half there.
 
         Raises:
-            StorageError: it cannot be written.
+            StorageError: the file cannot be written.
         """
         content = {
             "about": "A checkpoint of zinf: one zarr v3 array per entry of arrays, in "
@@ -105,7 +112,7 @@ def check_same(
 def differences(
     saved: Mapping[ArrayId, ArraySpec], here: Mapping[ArrayId, ArraySpec]
 ) -> Iterator[str]:
-    """One line for each array that is not the same there and here."""
+    """One line for each array whose shape or dtype differs, or that one side lacks."""
     for array in (*here, *(a for a in saved if a not in here)):
         there = saved.get(array)
         if there != here.get(array):
@@ -113,7 +120,7 @@ def differences(
 
 
 def checksum_of(content: Mapping[str, Any]) -> str:
-    """Of a manifest without its own checksum, whatever the order and white space."""
+    """Checksum of a manifest without its `checksum`; ignores key order and spaces."""
     text = json.dumps(content, sort_keys=True)
     return f"{xxh3_64_intdigest(text.encode()):016x}"
 

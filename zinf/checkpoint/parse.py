@@ -1,4 +1,4 @@
-"""Reads a manifest, which may be anybody's, and believes none of it unchecked."""
+"""Reads a manifest and checks every entry: anybody may have written the file."""
 
 import json
 import re
@@ -22,13 +22,13 @@ from zinf.memory import StorageError
 from zinf.memory.zarr_format import numpy_dtype
 from zinf.program import ArrayId, ArraySpec
 
-# 256 MiB of manifest are the checksums of 200 TB.
+# A manifest of 256 MiB has the checksums of about 200 TB of arrays.
 MAX_MANIFEST_BYTES = 256 * 2**20
 MAX_ARRAY_BYTES = 2**60
 MAX_CHUNK_BYTES = 2**30
 MAX_DIMS = 32
 CHECKSUM = re.compile("[0-9a-f]{16}")
-# Plain numbers. NumPy's own names include pointers and strings of any length.
+# Numbers only. NumPy accepts other names too: of pointers, and strings of any length.
 DTYPES = frozenset(
     "bool int2 uint2 int4 uint4 int8 uint8 int16 uint16 int32 uint32 int64 uint64 "
     "float4_e2m1fn float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn "
@@ -38,17 +38,17 @@ DTYPES = frozenset(
 
 
 class _Wrong(Exception):
-    """What of a manifest cannot be, in a sentence."""
+    """A manifest has an impossible value; the message says which."""
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest in `directory`, its checksum verified and every entry checked.
+    """The manifest in `directory`, with its checksum verified and every entry checked.
 
     Raises:
-        FileNotFoundError: there is none: no checkpoint, or one whose saving was cut
-            short.
-        StorageError: it cannot be read, is damaged, or says what cannot be.
-        ValueError: it is of another format.
+        FileNotFoundError: there is no manifest: `directory` is not a checkpoint, or the
+            save was cut short.
+        StorageError: the manifest cannot be read, is damaged or has impossible values.
+        ValueError: the manifest has another format.
     """
     path = directory / FILE
     content = _load(directory, path)
@@ -64,7 +64,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def _load(directory: Path, path: Path) -> dict[str, Any]:
-    """The JSON of a manifest of this format whose checksum is right."""
+    """The JSON of a manifest, after its format and its checksum were verified."""
     try:
         if path.is_symlink() or path.stat().st_size > MAX_MANIFEST_BYTES:
             raise damaged(path, "it is a link, or larger than any manifest")
@@ -79,7 +79,7 @@ def _load(directory: Path, path: Path) -> dict[str, Any]:
         raise failure("Cannot read the manifest", path, error) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise damaged(path, "it is no JSON of a manifest") from error
-    # The format is judged first: another format may have another kind of checksum.
+    # Check the format first: another format may have another kind of checksum.
     if stored_version != FORMAT_VERSION:
         raise ValueError(_refusal(directory, content))
     if not is_sound:
@@ -88,8 +88,8 @@ def _load(directory: Path, path: Path) -> dict[str, Any]:
 
 
 def _refusal(directory: Path, content: Mapping[str, Any]) -> str:
-    """Says that a checkpoint has another format, and what to do about it."""
-    # A hostile manifest may have megabytes in either value.
+    """The message for a checkpoint of another format."""
+    # Cut both values: in a hostile manifest each may have megabytes.
     found = f"{content['format_version']!r:.40}"
     written_by = f"{content.get('zinf_version')!s:.40}"
     return (

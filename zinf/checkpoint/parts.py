@@ -1,4 +1,4 @@
-"""What each process wrote of a checkpoint, until all of it is one manifest."""
+"""The parts of a checkpoint that each process wrote, and how they become one."""
 
 import json
 from collections.abc import Mapping
@@ -18,9 +18,10 @@ class Part:
     """The files of a checkpoint that one process wrote.
 
     Attributes:
-        grids: of all arrays, the same on every process.
-        metadata: checksums of their metadata, on the process that wrote it.
-        checksums: of the chunk files that this process wrote.
+        grids: the grids of all arrays, the same on every process.
+        metadata: checksums of `zarr.json` of all arrays, on the first process, which
+            writes these files; empty on the others.
+        checksums: checksums of the chunk files that this process wrote.
     """
 
     grids: dict[ArrayId, Grid] = field(default_factory=dict)
@@ -28,7 +29,7 @@ class Part:
     checksums: dict[ArrayId, dict[Index, int]] = field(default_factory=dict)
 
     def write(self, directory: Path, process: int) -> None:
-        """Leave a note of it in the checkpoint, for `commit`."""
+        """Write the grids and checksums to a file, which `commit` reads."""
         content = [
             [
                 grid.chunk,
@@ -54,14 +55,16 @@ def commit(
     *,
     num_processes: int,
 ) -> None:
-    """Write the manifest of a checkpoint of which all processes have written theirs.
+    """Merge the parts of all processes and write the manifest.
+
+    Only the first process calls this, after all processes have written their parts.
 
     Args:
-        part: of the first process, which calls this.
+        part: the part of the first process.
 
     Raises:
         StorageError: the manifest cannot be written.
-        RuntimeError: the processes did not write one checkpoint.
+        RuntimeError: the parts differ in their grids, or a chunk is in none of them.
     """
     checksums = {array: dict(part.checksums[array]) for array in part.grids}
     others = [_path(directory, process) for process in range(1, num_processes)]

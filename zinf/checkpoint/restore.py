@@ -1,4 +1,4 @@
-"""Brings a block of an array from a checkpoint to where this process keeps it."""
+"""Reads blocks of an array from a checkpoint and writes them to their tier."""
 
 from collections.abc import Iterator
 from math import prod
@@ -18,13 +18,14 @@ from zinf.sharding import relative
 def blocks_to_restore(
     share: Share, grid: Grid, residents: Residents
 ) -> Iterator[ArrayId]:
-    """A share by rows, counted in it, along the files that it is in.
+    """The blocks of rows in which a share is restored, counted from its first row.
 
-    So no file is read twice. Of what is cut by rows on several devices, all at once:
+    A block has the rows of one row of chunk files, so no file is read twice. A share
+    on several devices whose leading dim is sharded is one block;
     `Residents.write_share` says why.
 
     Args:
-        grid: of the checkpoint.
+        grid: the grid of the array in the checkpoint.
     """
     array, shape = share.array, grid.spec.shape
     if not prod(shape):
@@ -36,7 +37,7 @@ def blocks_to_restore(
     (first, last), *_ = share.layout.box
     step, end = grid.chunk[0], min(last, shape[0])
     if first >= end:
-        return  # It is nothing but padding.
+        return  # The share has only padding.
     for start in range(first - first % step, end, step):
         rows = max(start, first) - first, min(start + step, end) - first
         is_all = rows == (0, share.spec.shape[0])
@@ -46,7 +47,7 @@ def blocks_to_restore(
 def begin_restore(
     block: ArrayId, share: Share, residents: Residents, saved: Saved, *, verify: bool
 ) -> Finish:
-    """Begin to read a block; what is returned waits for it and writes it."""
+    """Begin to read a block; the function returned waits for it and writes it."""
     box, place = share.box(block), share.place(block)
     reading = None
     if place is not None:
@@ -55,7 +56,7 @@ def begin_restore(
     def finish() -> None:
         content = None if reading is None else reading.result()
         if place is None or place != box:
-            # What pads a share is zero.
+            # The padding of a share is zero.
             shape = tuple(stop - start for start, stop in box)
             padded = np.zeros(shape, numpy_dtype(share.spec.dtype))
             if place is not None:

@@ -1,4 +1,4 @@
-"""One save: begun in a moment, and finished beside training."""
+"""One save: links and holds the arrays at once, and writes them during training."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -26,19 +26,20 @@ from zinf.sharding import relative
 
 
 class Save:
-    """Writes this process's shares of all arrays of a moment into a folder.
+    """Saves this process's shares of all arrays, as they are when `begin` is called.
 
-    Every process has one for the same folder, and none needs another until all have
-    finished; then the first writes the manifest (`commit`).
+    Every process has a `Save` for the same folder. The processes do not wait for each
+    other until all have finished; then the first one writes the manifest (`commit`).
 
-    `begin` takes the time of the links. After `finish`, in whatever thread, all files
-    are on the drive for good. At most two blocks of 16 MiB are on the host at a time,
-    and one on the device, counted in their ledgers. What fails leaves nothing held.
+    `begin` makes hard links and copies nothing, so it is short. `finish` may run in any
+    thread; when it returns, all files are synced to the drive. At a time, the host has
+    at most two blocks of 16 MiB and the device at most one, counted in their ledgers.
+    If either fails, all holds are released.
 
     Attributes:
-        released: done when nothing is held any more: arrays of a fused step, which are
-            replaced all at once, may change then.
-        held_bytes: what `finish` needs of the host and of a device, once begun.
+        released: done when no array is held any more. A fused step, which replaces all
+            arrays at once, waits for it.
+        held_bytes: host and device bytes that `finish` needs; known after `begin`.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Save:
         self.held_bytes = dict.fromkeys((Tier.HOST, Tier.DEVICE), 0)
 
     def begin(self) -> None:
-        """Take the arrays as they are now.
+        """Link or hold every array as it is now.
 
         Raises:
             StorageError: an array was never written, or its last write failed.
@@ -67,10 +68,11 @@ class Save:
             self.released.set_result(None)
 
     def finish(self) -> None:
-        """Write what is not linked, sum what has no sum, and wait for the drive.
+        """Write the held blocks, checksum the linked files, and sync all files.
 
         Raises:
-            StorageError: a file cannot be written, or is not what the tier wrote.
+            StorageError: a file cannot be written, or a linked file has other content
+                than the NVMe tier wrote.
             BudgetExceeded: a tier has no room for the blocks.
         """
         try:
@@ -86,13 +88,13 @@ class Save:
             self.cancel()
 
     def cancel(self) -> None:
-        """Let go of everything."""
+        """Release all holds and delete the links that were not moved."""
         self.snapshot.drop()
         if not self.released.done():
             self.released.set_result(None)
 
     def _write(self, writer: ChunkWriter) -> None:
-        """First what others wait for: blocks that are held; then all the rest."""
+        """Write the held blocks first, since updates wait for them; then the rest."""
         part, is_first = self.part, jax.process_index() == 0
         for share in self.snapshot.shares:
             part.grids[share.array] = share.grid

@@ -1,4 +1,4 @@
-"""A checkpoint on a drive, read array by array without trusting what is in it."""
+"""Reads a checkpoint array by array, and verifies what it reads."""
 
 import errno
 import os
@@ -25,20 +25,20 @@ __all__ = ["Damage", "Saved"]
 class Saved:
     """The checkpoint in a folder that has a manifest.
 
-    Opening reads the manifest alone. Nothing is executed or unpickled, nothing is
-    written, and no file outside the folder is read. Use it in `with`, or close it: it
-    has threads once something was read. They may read from several threads.
+    Opening reads only the manifest. No code of the checkpoint is executed or unpickled,
+    nothing is written, and no file outside the folder is read. The first read starts
+    threads: use `with`, or call `close`. Several threads may read at once.
 
     Attributes:
         arrays: shape and dtype of every array, by its id without rows.
-        scalars: the JSON values that were saved with them.
+        scalars: the JSON values that were saved with the arrays.
         data: where the training data is read next, as JSON.
 
     Raises:
-        FileNotFoundError: there is no checkpoint, or none that is complete.
-        StorageError: the manifest is damaged, or says what cannot be, or a folder of an
-            array is a link out of the checkpoint.
-        ValueError: it is of another format.
+        FileNotFoundError: there is no checkpoint, or it is not complete.
+        StorageError: the manifest is damaged or has impossible values, or the folder of
+            an array is a link out of the checkpoint.
+        ValueError: the checkpoint has another format.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -71,12 +71,13 @@ class Saved:
         """An array, or rows of its leading dim, in aligned memory that is the caller's.
 
         Args:
-            verify: compare every chunk that is read, which is read whole for it, with
-                its checksum.
+            verify: compare every chunk that is read with its checksum. A chunk is then
+                read as a whole, even if only a part of it is needed.
 
         Raises:
             KeyError: the checkpoint has no such array.
-            StorageError: a file is missing, damaged or cannot be read; it names it.
+            StorageError: a file is missing, damaged or cannot be read; the error names
+                the file.
         """
         rows = rows or array.rows
         box = whole_box(self.arrays[array.whole].shape)
@@ -87,7 +88,7 @@ class Saved:
     def begin_read(
         self, array: ArrayId, box: Box, *, verify: bool = True
     ) -> Future[np.ndarray]:
-        """As `read`, later, and of any part: a range along each dim."""
+        """Begin to read a part of an array; `box` has a range along each dim."""
         shape = self.arrays[array].shape
         is_inside = len(box) == len(shape) and all(
             0 <= low <= high <= size
@@ -102,11 +103,11 @@ class Saved:
         return self._manifest.arrays[array].grid
 
     def folder(self, array: ArrayId) -> Path:
-        """The zarr array that holds an array."""
+        """The folder of the zarr array that holds an array."""
         return self.directory / folder_name(array)
 
     def verify(self) -> Iterator[Damage]:
-        """Read everything, and name each file that is not what was saved."""
+        """Read all arrays, and yield every file that differs from what was saved."""
         for array in self.arrays:
             yield from self._source(array).damages()
 
@@ -121,7 +122,7 @@ class Saved:
         return Drive(self.directory, probe=self.directory / FILE)
 
     def _refuse_links(self) -> None:
-        """Every folder between the checkpoint and its chunks is one itself."""
+        """Raise StorageError if a folder on the way to the chunks is a link."""
         top = os.path.realpath(self.directory)
         for array in self.arrays:
             name = folder_name(array)

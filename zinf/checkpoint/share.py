@@ -1,4 +1,4 @@
-"""What a process saves of an array: its share of it, in files of its own."""
+"""The share of an array that one process saves, in files of its own."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,10 +17,12 @@ from zinf.sharding import Box, Layout, intersection
 
 @dataclass(frozen=True)
 class Share:
-    """Attributes:
-    array: the whole.
-    grid: of the files of all processes together.
-    layout: which part of it this process has.
+    """The part of an array that this process has.
+
+    Attributes:
+        array: the whole array.
+        grid: the chunks of the whole array, which the files of all processes form.
+        layout: which part of the array this process has.
     """
 
     array: ArrayId
@@ -34,15 +36,15 @@ class Share:
 
     @cached_property
     def is_ours(self) -> bool:
-        """Whether this process writes the share, of all that have the same."""
+        """Whether this process writes the share; others may have the same share."""
         return jax.process_index() == self.layout.keepers[0]
 
     @cached_property
     def blocks(self) -> Sequence[ArrayId]:
-        """The share by rows, counted in it: each is a row of chunk files of its own.
+        """The share as blocks of rows, counted from the first row of the share.
 
-        Rows beyond the array, which only pad the share, are in none, and nor is an
-        array without elements.
+        Each block has the rows of one row of chunk files. No block has only padding. An
+        array without elements has no blocks.
         """
         if not prod(self.grid.spec.shape):
             return ()
@@ -58,30 +60,30 @@ class Share:
         return found
 
     def place(self, block: ArrayId) -> Box | None:
-        """Where in the array a block lies, without what pads it; None is nowhere."""
+        """The box of a block in the array without padding; None if all is padding."""
         return intersection(self.box(block), whole_box(self.grid.spec.shape))
 
     def box(self, block: ArrayId) -> Box:
-        """Where in the padded array a block lies."""
+        """The box of a block in the padded array."""
         if block.rows is None:
             return self.layout.box
         (first, _), *rest = self.layout.box
         return ((block.rows[0] + first, block.rows[1] + first), *rest)
 
     def index(self, name: str) -> Index:
-        """Which chunk of the array the chunk `name` of the share is."""
+        """The index in the array's grid of the chunk file `name` of the share."""
         own = map(int, name.split(".")[1:])
         places = zip(own, self.layout.box, self.grid.chunk, strict=True)
         return tuple(place + start // length for place, (start, _), length in places)
 
 
 def shares_of(residents: Residents) -> list[Share]:
-    """Those of all arrays, which stay the same for as long as they are placed so."""
+    """The shares of all arrays. They stay valid as long as the placement does."""
     return [share_of(residents, array) for array in residents.specs]
 
 
 def share_of(residents: Residents, array: ArrayId) -> Share:
-    """The share of this process, in the files that it has on nvme where it can be."""
+    """The share of this process, in the chunks of the NVMe tier where possible."""
     layout = residents.layouts.of(array)
     spec = residents.layouts.share_spec(array, residents.specs[array])
     chunk = _common_chunk(spec, layout)
@@ -94,11 +96,12 @@ def share_of(residents: Residents, array: ArrayId) -> Share:
 
 
 def _common_chunk(spec: ArraySpec, layout: Layout) -> tuple[int, ...]:
-    """Chunks of a share that lie on one grid with those of the other shares."""
+    """A chunk shape with which the chunks of all shares lie on one grid."""
     chunk = chunk_shape(spec, cut_dims=layout.cut_dims)
     if on_one_grid(spec, chunk, layout.cut_dims):
         return chunk
-    # A length such as a prime: in one piece, or in as many as it has.
+    # No chunk length near 16 MiB divides the cut dim, as when its length is prime. Make
+    # it one chunk if that is not too large, else one chunk per index.
     cut = next(d for d in layout.cut_dims if spec.shape[d] % chunk[d])
     inner_bytes = prod(spec.shape[cut + 1 :]) * spec.itemsize
     is_moderate = spec.shape[cut] * inner_bytes <= MAX_EXCESS * MAX_CHUNK_BYTES

@@ -1,9 +1,9 @@
-"""The arrays as they are at one moment, taken in the time that links take.
+"""A snapshot of all arrays at one moment, made without copying any of them.
 
-[Note: instant snapshots] A chunk file of the NVMe tier that has a second name is never
-changed again: the tier writes a new file. So giving it a name in the checkpoint is
-saving it, and no byte is copied. What rests elsewhere is held: it is read while
-training goes on, and an update of it, of that array alone, waits until it is read.
+[Note: instant snapshots] The NVMe tier never overwrites a chunk file that has a second
+hard link: it writes a new file instead. So a hard link in the checkpoint saves the
+chunk and copies no byte. Arrays on the other tiers are held: they are read while
+training goes on, and only an update of the same array waits until it is read.
 """
 
 import errno
@@ -27,7 +27,7 @@ from zinf.memory.nvme.drive import Drive
 from zinf.memory.residents import Residents
 from zinf.program import ArrayId, Tier
 
-# What a file system answers that has no hard links, or no more of this file.
+# Error numbers of a file system that has no hard links, or no more for this file.
 WITHOUT_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 logger = logging.getLogger(__name__)
@@ -35,11 +35,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Linked:
-    """A chunk file that has a name of the save's own.
+    """A chunk file of the NVMe tier that the save has linked.
 
     Attributes:
-        drive: what moves its bytes, if it has to be copied: the checkpoint is on
-            another file system.
+        chunk: the link that the save made.
+        drive: the drive to copy the file from if the checkpoint is on another file
+            system; None if the link itself is moved into the checkpoint.
     """
 
     share: Share
@@ -50,11 +51,13 @@ class Linked:
 
 @dataclass
 class Snapshot:
-    """Attributes:
-    shares: of all arrays.
-    linked: chunk files with a name in a folder `links` of the checkpoint, or in one of
-        the tier.
-    held: blocks that are still to be read, and whose they are.
+    """The links and the held blocks of one save.
+
+    Attributes:
+        shares: this process's shares of all arrays.
+        linked: linked chunk files. The links are in a folder of the checkpoint, or in a
+            folder of the tier if the checkpoint is on another file system.
+        held: blocks that are still to be read, and the share of each.
     """
 
     directory: Path
@@ -68,13 +71,13 @@ class Snapshot:
 
     @property
     def copied_bytes(self) -> int:
-        """What has to be written, beside metadata and what pads files."""
+        """Bytes that `finish` has to write, without metadata and padding of files."""
         copies = [x.share.grid for x in self.linked if x.drive is not None]
         streamed = sum(block_bytes(*item) for item in self.held.items())
         return streamed + sum(grid.chunk_bytes for grid in copies)
 
     def take(self) -> None:
-        """Link and hold everything. On failure, `drop` undoes what was done.
+        """Link or hold every block. On failure, the caller must call `drop`.
 
         Raises:
             StorageError: an array was never written, or its last write failed.
@@ -89,13 +92,13 @@ class Snapshot:
                     self._hold(share, block)
 
     def release(self, block: ArrayId) -> None:
-        """Let a held block, which was read, change again."""
+        """Allow updates of a held block again, after it was read."""
         del self.held[block]
         for tier in self._tiers(block):
             self.residents.stores[tier].holds.release(block)
 
     def drop(self) -> None:
-        """Let go of everything that is still held, and of links outside."""
+        """Release all held blocks, and delete the folders of links."""
         for block in list(self.held):
             self.release(block)
         for folder in (self._links, *self._scratch):
@@ -104,7 +107,7 @@ class Snapshot:
 
     @property
     def _links(self) -> Path:
-        # One folder for all: making those of the arrays takes longer than all links.
+        # One folder for all arrays: a folder for each would take longer than all links.
         return self.directory / f"links-{jax.process_index()}"
 
     def _tiers(self, block: ArrayId) -> set[Tier]:
@@ -117,7 +120,11 @@ class Snapshot:
         self.held[block] = share
 
     def _link(self, share: Share, block: ArrayId) -> bool:
-        """Whether the block rests on nvme, in such files, and all could be linked."""
+        """Link the chunk files of a block; False if it must be held instead.
+
+        A block can be linked if all of it is on nvme in chunks of the share's grid, and
+        the file system has hard links.
+        """
         if self._tiers(block) != {Tier.NVME}:
             return False
         store = self.residents.stores[Tier.NVME]
@@ -128,7 +135,7 @@ class Snapshot:
         try:
             for name, chunk in store.chunks(block):
                 index = share.index(name)
-                # Chunks of nothing but padding have no place in the array.
+                # Chunks that have only padding are outside the array: skip them.
                 inside = zip(index, share.grid.counts, strict=True)
                 if all(place < number for place, number in inside):
                     made.append(self._link_chunk(store, share, index, chunk))

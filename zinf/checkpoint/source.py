@@ -1,4 +1,4 @@
-"""Reads one array of a checkpoint: any part of it, if it is what was saved."""
+"""Reads any part of one array of a checkpoint, and verifies the checksums."""
 
 import errno
 import json
@@ -28,17 +28,17 @@ from zinf.program import ArrayId
 from zinf.sharding import Box, intersection, relative
 
 MAX_METADATA_BYTES = 2**20
-# Chunks that `damages` reads at once: what keeps every thread of a drive busy.
+# Chunks that `damages` reads at once, enough to keep every thread of a drive busy.
 NUM_AHEAD = 16
 
 
 @dataclass(frozen=True)
 class Damage:
-    """Something of a checkpoint that is not what was saved.
+    """A file of a checkpoint that differs from what was saved.
 
     Attributes:
-        index: which chunk of the array; None is its metadata.
-        file: where it lies.
+        index: the chunk of the array; None if the file is `zarr.json`.
+        file: the path of the file.
         found: what is wrong, in a sentence.
     """
 
@@ -51,8 +51,8 @@ class Damage:
 class ChunkSource:
     """An array of a checkpoint, read from its chunk files past the page cache.
 
-    Nothing of its `zarr.json` is used, as shape, dtype and chunks are the manifest's;
-    but it is verified too, for other readers go by it.
+    Shape, dtype and chunks come from the manifest. `zarr.json` is not used here, but it
+    is verified too, because other readers use it.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class ChunkSource:
         self.array, self.stored, self.folder = array, stored, folder
         self._drive = drive
         self._dtype = numpy_dtype(stored.grid.spec.dtype)
-        self._is_described = False  # The metadata is verified once.
+        self._is_described = False  # `zarr.json` is verified once.
 
     def read(self, box: Box, *, verify: bool) -> Future[np.ndarray]:
         """A part of the array, in aligned memory that is the caller's.
 
-        The future raises StorageError for what is missing, damaged or unreadable.
+        The future raises StorageError if a file is missing, damaged or unreadable.
         """
         grid = self.stored.grid
         shape = tuple(high - low for low, high in box)
@@ -82,7 +82,7 @@ class ChunkSource:
         return self._start(f"Cannot read {self.array}", tasks, lambda: value)
 
     def damages(self) -> Iterator[Damage]:
-        """All that is wrong with it, in order; it is read as a whole for that."""
+        """Read the whole array, and yield every damaged file in order."""
         found = self._damage_of_metadata()
         if found is not None:
             yield Damage(self.array, None, self.folder / METADATA, found)
@@ -111,7 +111,7 @@ class ChunkSource:
     def _fill(
         self, index: Index, part: Box, target: np.ndarray, verify: bool, mover: Mover
     ) -> None:
-        """Fill `target`, a part of a chunk, from its file."""
+        """Read `part` of the array into `target`; the part lies in one chunk."""
         grid = self.stored.grid
         is_whole = target.nbytes == grid.chunk_bytes and target.flags.c_contiguous
         if is_whole:
@@ -123,14 +123,14 @@ class ChunkSource:
         np.copyto(target, chunk[(*relative(part, corner), ...)])
 
     def _corner(self, index: Index) -> Iterator[tuple[tuple[int, int], int]]:
-        """The range of a chunk along each dim, and what it has there with padding."""
+        """For each dim: the range of a chunk, and its length with padding."""
         grid = self.stored.grid
         return zip(grid.box(index), grid.chunk, strict=True)
 
     def _read_chunk(
         self, index: Index, memory: Bytes | None, verify: bool, mover: Mover
     ) -> Bytes:
-        """The content of a chunk file, in `memory` if there is some for it."""
+        """The content of a chunk file, read into `memory` if it is given."""
         grid, path = self.stored.grid, self.folder / chunk_name(index)
         self._check_file(path, mover.what)
         if memory is None:
@@ -148,9 +148,9 @@ class ChunkSource:
         return memory
 
     def _check_file(self, path: Path, what: str) -> None:
-        """Raise StorageError unless it is a file, and of the size of a chunk.
+        """Raise StorageError unless `path` is a plain file of the size of a chunk.
 
-        Asked before memory is made for it, and before a pipe would be waited for.
+        Checked first: opening a pipe would wait, and a large file would take memory.
         """
         try:
             status = os.lstat(path)
@@ -167,7 +167,7 @@ class ChunkSource:
         found = self._damage_of_metadata()
         if found is not None:
             raise explain(mover.what, errno.EIO, self.folder / METADATA, found)
-        # Only now: who reads again after an error gets it again.
+        # Set only on success: a read that is tried again must fail again.
         self._is_described = True
 
     def _damage_of_metadata(self) -> str | None:
@@ -187,7 +187,7 @@ class ChunkSource:
         return None
 
     def _is_described_by(self, metadata: bytes) -> bool:
-        """Whether other readers, which go by `zarr.json`, see the same array."""
+        """Whether `zarr.json`, which other readers use, describes the same array."""
         grid = self.stored.grid
         expected = json.loads(zarr_json(grid.spec, grid.chunk))
         try:
