@@ -1,4 +1,4 @@
-"""Parameters to and from other formats, and checkpoints compared."""
+"""Exports parameters to other formats, imports them, and compares checkpoints."""
 
 from zinf.interchange.catalog import entries as entries
 from zinf.interchange.catalog import find as find

@@ -1,4 +1,4 @@
-"""The checkpoints that a folder has, and what they take on the drive."""
+"""Lists the checkpoints in a folder and the bytes that they take on the drive."""
 
 import json
 import os
@@ -20,12 +20,12 @@ class Entry:
     """One checkpoint in a folder of them.
 
     Attributes:
-        step: None for one that was saved alone, without a number.
-        problem: why it cannot be used; None if it can.
-        array_bytes: of all its arrays.
-        own_bytes: of its files on the drive, but for those that an entry before it, or
-            it itself, has under another name: hard links cost nothing.
-        written_by: the version of zinf.
+        step: the step; None for a checkpoint that was saved alone, without a number.
+        problem: why the checkpoint cannot be used; None if it can.
+        array_bytes: bytes of all arrays.
+        own_bytes: bytes of the files on the drive. Hard links count once: files that an
+            entry before this one has too are left out.
+        written_by: the version of zinf that wrote the checkpoint.
     """
 
     folder: Path
@@ -38,10 +38,10 @@ class Entry:
 
 
 def entries(path: Path) -> list[Entry]:
-    """The checkpoints in a folder by step, then what was begun and is incomplete.
+    """The checkpoints in a folder by step, followed by the incomplete ones.
 
     Raises:
-        FileNotFoundError: there is no such folder, or none in it.
+        FileNotFoundError: there is no such folder, or it has no checkpoint.
     """
     seen: set[Inode] = set()
     found = [_entry(folder, step, seen) for step, folder in _complete(path)]
@@ -60,11 +60,12 @@ def find(path: Path, step: int | None = None) -> Path:
     """The folder with the manifest of a checkpoint.
 
     Args:
-        path: that folder, the one of a step, or one of several checkpoints.
-        step: which of several; the newest if None.
+        path: the folder with the manifest, the folder of a step, or a folder of several
+            checkpoints.
+        step: which of several checkpoints; None is the newest.
 
     Raises:
-        FileNotFoundError: there is none, or none of that step.
+        FileNotFoundError: there is no checkpoint, or none of that step.
     """
     complete = dict(_complete(path))
     if step is None and complete:
@@ -80,7 +81,7 @@ def find(path: Path, step: int | None = None) -> Path:
 
 
 def _complete(path: Path) -> Iterator[tuple[int | None, Path]]:
-    """`(step, folder of the manifest)` of each, by step."""
+    """`(step, folder of the manifest)` of each complete checkpoint, by step."""
     if (path / FILE).exists():
         yield None, path
         return
@@ -117,7 +118,7 @@ def _written_by(folder: Path) -> str:
 
 
 def _new_bytes(folder: Path, seen: set[Inode]) -> int:
-    """Bytes of the files in a folder that are not in `seen`, in which they are put."""
+    """Bytes of the files whose inodes are not in `seen`; adds these inodes to it."""
     total = 0
     for root, _, files in os.walk(folder):
         for file in files:

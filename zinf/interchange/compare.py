@@ -1,4 +1,4 @@
-"""Where two checkpoints differ."""
+"""Finds the differences between two checkpoints."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,13 +17,15 @@ MAX_SCALAR_CHARACTERS = 60
 
 @dataclass(frozen=True)
 class Difference:
-    """An array of two checkpoints that is not the same in both.
+    """An array that differs between two checkpoints.
 
     Attributes:
-        found: what differs, if not the values: shape, dtype, or that one lacks it.
-        num_different: how many elements have other bits.
-        largest: the largest difference of two values, in float64; nan if one is.
-        first: the index of the first element that differs.
+        found: both shapes and dtypes if these differ or one checkpoint lacks the array;
+            None if only values differ.
+        num_different: number of elements whose bits differ.
+        largest: largest absolute difference of two elements, in float64; nan if an
+            element is nan.
+        first: index of the first element that differs.
     """
 
     name: str
@@ -34,7 +36,7 @@ class Difference:
 
 
 def differences(first: Saved, second: Saved) -> Iterator[Difference]:
-    """The arrays that differ in any bit, in order, each read part by part.
+    """The arrays that differ in at least one bit, in order. Arrays are read in parts.
 
     Raises:
         StorageError: a file is missing, damaged or cannot be read.
@@ -51,7 +53,7 @@ def differences(first: Saved, second: Saved) -> Iterator[Difference]:
 
 
 def scalar_differences(first: Saved, second: Saved) -> Iterator[str]:
-    """A line for each scalar that is not the same in both."""
+    """One line for each scalar that differs between the two checkpoints."""
     for key in dict.fromkeys((*first.scalars, *second.scalars)):
         values = [saved.scalars.get(key) for saved in (first, second)]
         if values[0] != values[1]:
@@ -59,7 +61,7 @@ def scalar_differences(first: Saved, second: Saved) -> Iterator[str]:
 
 
 class _Comparison:
-    """One array of two checkpoints, compared part by part."""
+    """Compares one array of two checkpoints part by part."""
 
     def __init__(self, here: AbstractTensors, there: AbstractTensors, name: str):
         self.here, self.there, self.name = here, there, name

@@ -1,4 +1,4 @@
-"""What goes wrong with files of other formats, said so that somebody can act."""
+"""Errors about files of other formats, each with advice."""
 
 import errno
 import os
@@ -20,7 +20,7 @@ OTHER_ADVICE = "Check the drive, and that nothing else writes in that folder"
 
 
 def explain(what: str, code: int, path: Path, found: str) -> StorageError:
-    """A StorageError that says what was asked, what was found and what to change."""
+    """A StorageError that says what was tried, what was found and what to change."""
     return StorageError(
         code, f"{what}: {found}. {ADVICE.get(code, OTHER_ADVICE)}", str(path)
     )
@@ -28,7 +28,7 @@ def explain(what: str, code: int, path: Path, found: str) -> StorageError:
 
 @contextmanager
 def explained(what: str, path: Path) -> Generator[None, None, None]:
-    """Makes an error that names the file, and what to do, of any that a file gives."""
+    """Turns an OSError into a StorageError that names the file and what to do."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A folder that is there when all in it is, and not before."""
+"""Creates a folder that gets its name only when all files in it are written."""
 
 import errno
 import os
@@ -13,14 +13,15 @@ from zinf.memory.nvme.system import sync_folder
 
 @contextmanager
 def complete_folder(directory: Path, needed_bytes: int) -> Generator[Path, None, None]:
-    """A new folder to write in, which becomes `directory` if the body succeeds.
+    """A new folder to write in, which is renamed to `directory` if the body succeeds.
 
-    What the body writes it must sync itself. A process that is killed leaves a folder
-    `.<name>.incomplete.<process>` beside it, and never half an export.
+    The body must sync the files that it writes. If the process is killed, the folder
+    `.<name>.incomplete.<process>` is left beside `directory`, which has not changed.
 
     Raises:
-        FileExistsError: `directory` holds something already.
-        StorageError: it cannot be made, or has no room for `needed_bytes`.
+        FileExistsError: `directory` is a file, or a folder that is not empty.
+        StorageError: the folder cannot be made, or its drive has fewer than
+            `needed_bytes` free.
     """
     what = f"Cannot write {directory}"
     check_target(directory, needed_bytes)
@@ -32,7 +33,7 @@ def complete_folder(directory: Path, needed_bytes: int) -> Generator[Path, None,
         with explained(what, directory):
             sync_folder(fresh)
             if directory.is_dir():
-                os.rmdir(directory)  # Not all systems rename over an empty folder.
+                os.rmdir(directory)  # Some systems cannot rename over an empty folder.
             os.rename(fresh, directory)
             sync_folder(directory.parent)
     except BaseException:
@@ -41,7 +42,7 @@ def complete_folder(directory: Path, needed_bytes: int) -> Generator[Path, None,
 
 
 def check_target(directory: Path, needed_bytes: int) -> None:
-    """Raise, as `complete_folder` does, unless a folder can be made and filled."""
+    """Raise the errors of `complete_folder` before anything is written."""
     what = f"Cannot write {directory}"
     with explained(what, directory):
         is_taken = os.path.lexists(directory) and not (

@@ -1,9 +1,10 @@
-"""The header of a safetensors file: what is in it, and where.
+"""The header of a safetensors file: names, dtypes, shapes and places of its tensors.
 
-A file is 8 bytes of length, a header of JSON of that length, and the tensors' bytes,
-little-endian, in C order and without gaps: https://github.com/huggingface/safetensors.
-The library writes a file only from tensors that are all in memory, so zinf writes and
-reads the format itself; a test compares the two.
+A file has the length of its header in 8 bytes, the header in JSON, and the bytes of the
+tensors, little-endian, in C order and without gaps:
+https://github.com/huggingface/safetensors. To write a file, the safetensors library
+needs all tensors of the file in memory, so zinf writes and reads the format itself. A
+test compares the files of both.
 """
 
 import json
@@ -38,7 +39,7 @@ DTYPES = {
 CODES = {dtype: code for code, (dtype, _) in DTYPES.items()}
 METADATA = "__metadata__"
 LENGTH_BYTES = 8
-# What the library allows: a header that claims more is no header.
+# The largest header that the safetensors library accepts.
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMS = 32
 MAX_NUMEL = 2**62
@@ -46,24 +47,25 @@ MAX_NUMEL = 2**62
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a tensor lies in a file: `start` is its first byte there."""
+    """A tensor in a file; `start` is the position of its first byte in the file."""
 
     spec: ArraySpec
     start: int
 
 
 def ordered(specs: Mapping[str, ArraySpec]) -> list[str]:
-    """The order of tensors in a file: by it each lies at a multiple of its itemsize."""
+    """Names by falling itemsize, so that each tensor is aligned to its itemsize."""
     return sorted(specs, key=lambda name: -specs[name].itemsize)
 
 
 def write_header(
     specs: Mapping[str, ArraySpec], names: Iterable[str], metadata: Mapping[str, str]
 ) -> bytes:
-    """The bytes before the tensors, which follow in the order of `names`.
+    """The bytes before the tensors; the tensors must follow in the order of `names`.
 
     Raises:
-        ValueError: a dtype that the format does not have.
+        ValueError: safetensors has no such dtype, or a tensor has the name of the
+            metadata.
     """
     content: dict[str, Any] = {METADATA: dict(metadata)}
     start = 0
@@ -83,16 +85,17 @@ def write_header(
         }
         start += spec.nbytes
     text = json.dumps(content, separators=(",", ":")).encode()
-    # Tensors begin at a page, as drives take them without a copy.
+    # Pad to a whole page: O_DIRECT writes from there without copying.
     text += b" " * (-(LENGTH_BYTES + len(text)) % PAGE_BYTES)
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 def read_header(file: BinaryIO, path: Path) -> dict[str, Stored]:
-    """The tensors of a file, none of which lies outside it or in another.
+    """The tensors of a file, checked to fill it without gaps or overlaps.
 
     Raises:
-        ValueError: it is no safetensors file, or contradicts itself.
+        ValueError: the file is not a safetensors file, or its header contradicts itself
+            or the size of the file.
     """
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(LENGTH_BYTES), "little")
@@ -121,7 +124,7 @@ def read_header(file: BinaryIO, path: Path) -> dict[str, Stored]:
 
 
 def _entry(name: str, entry: Any, start: int, path: Path) -> Stored:
-    """One tensor of a header, of which nothing is believed unchecked."""
+    """One tensor of a header, after every value of its entry was checked."""
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= {
         *entry
     }:

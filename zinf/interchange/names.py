@@ -1,4 +1,4 @@
-"""Which tensor of a file is which leaf."""
+"""Finds the tensor of a file that belongs to each leaf of a model."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -8,23 +8,26 @@ from zinf.interchange.rounding import is_exact, is_float
 from zinf.program import ArraySpec
 
 Names = Mapping[str, str] | Callable[[str], str] | None
-"""Names of tensors by key path: of some leaves, or a function of any; None is usual."""
+"""Names of tensors: a mapping by key path, or a function of a key path.
+
+A leaf has its usual name if the mapping lacks it, or if there is no mapping (None).
+"""
 
 MAX_SHOWN = 8
 
 
 def dotted(path: str) -> str:
-    """The usual name in safetensors files: "blocks.0.kernel" of "blocks/0/kernel"."""
+    """The usual name in safetensors files: "blocks/0/kernel" is "blocks.0.kernel"."""
     return path.replace("/", ".")
 
 
 def named(
     paths: Collection[str], names: Names, usual: Callable[[str], str] = dotted
 ) -> dict[str, str]:
-    """The name of the tensor of every leaf.
+    """The name of every leaf's tensor.
 
     Raises:
-        ValueError: `names` has a key that is no leaf, or two leaves have one name.
+        ValueError: `names` has a key that is not a leaf, or two leaves have one name.
     """
     if callable(names):
         return _distinct({path: names(path) for path in paths})
@@ -40,12 +43,12 @@ def named(
 
 @dataclass(frozen=True)
 class Terms:
-    """What an import allows.
+    """The differences between a file and a model that an import accepts.
 
     Attributes:
-        keep: patterns of key paths; a leaf that matches and is not in the file keeps
+        keep: patterns of key paths. A matching leaf without a tensor in the file keeps
             its value.
-        ignore: patterns of tensor names; one that matches and is no leaf is left.
+        ignore: patterns of tensor names. A matching tensor without a leaf is skipped.
         may_round: whether values may be rounded to the dtype that a leaf is kept in.
     """
 
@@ -60,11 +63,11 @@ def match(
     name_of: Mapping[str, str],
     terms: Terms,
 ) -> dict[str, str]:
-    """The tensor of every leaf that there is one for, after all were compared.
+    """The name of the tensor of every leaf that has one, after all were compared.
 
     Raises:
-        ValueError: a leaf or a tensor is left over, or differs in shape or dtype; the
-            message names all that do, up to a few of a kind.
+        ValueError: a leaf has no tensor, a tensor has no leaf, or their shapes or
+            dtypes differ. The message names the first few of each kind.
     """
     found = {path: name for path, name in name_of.items() if name in tensors}
     used = set(found.values())
@@ -100,7 +103,7 @@ def match(
 
 
 def listed(items: Iterable[str]) -> str:
-    """The first few, and how many more there are."""
+    """The first few items, and the number of all if there are more."""
     items = list(items)
     more = [f"... ({len(items)} in all)"] * (len(items) > MAX_SHOWN)
     return ", ".join([*items[:MAX_SHOWN], *more])

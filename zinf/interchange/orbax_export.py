@@ -1,4 +1,4 @@
-"""Parameters written as a plain Orbax checkpoint."""
+"""Writes parameters as a plain Orbax checkpoint."""
 
 import shutil
 from collections.abc import Mapping
@@ -21,9 +21,9 @@ from zinf.program import ArraySpec
 from zinf.segment import named_leaves
 from zinf.segment.problem import STATE_PREFIX
 
-# What the parameters are called beside model state.
+# Key of the parameters in a tree that also has model state.
 PARAMS = "params"
-# TensorStore has a chunk as it is given, encoded, and in the file that it writes.
+# Besides the part to write, TensorStore holds its encoded chunk and the file's bytes.
 COPIES_WRITTEN = 2
 
 
@@ -32,24 +32,26 @@ def export_orbax(
 ) -> None:
     """Write the parameters of an engine or a checkpoint as a plain Orbax checkpoint.
 
-    `ocp.StandardCheckpointer().restore(directory)` gives the tree of `engine.params()`;
-    of a checkpoint, which has no code, a tree of dicts alone: keys that were indices of
-    a list are then text. With model state the tree is `{"params": ..., "model_state":
-    ...}`. Values are those of `export_safetensors`, and as few are in memory: leaf by
-    leaf, part by part, each part a chunk of its own.
+    `ocp.StandardCheckpointer().restore(directory)` then gives the tree of
+    `engine.params()`. If `source` is a checkpoint, the tree has only dicts, because a
+    checkpoint does not say which containers a model has: the indices of a list become
+    text keys. With model state the tree is `{"params": ..., "model_state": ...}`.
+
+    The values are those of `export_safetensors`. Leaves are written in parts, each a
+    chunk of its own, so only two parts and their copies are in memory.
 
     Args:
         directory: absent or empty.
         dtype: see `export_safetensors`.
 
     Raises:
-        ValueError: as in `export_safetensors`, or a leaf without elements, which Orbax
-            does not store.
+        ValueError: as in `export_safetensors`, or a leaf has no elements: Orbax cannot
+            store it.
         FileExistsError, StorageError: as in `export_safetensors`.
         BudgetExceeded: the host has no room for the parts.
     """
     tensors, directory = parameters(source), Path(directory).absolute()
-    # Orbax joins keys with dots: two leaves of one name would overwrite each other.
+    # Raise if two leaves have one dotted name: Orbax would write both to one array.
     named(tensors.specs, None)
     leaves = {}
     for path, spec in tensors.specs.items():
@@ -69,7 +71,7 @@ def export_orbax(
     written = COPIES_WRITTEN * max(block_bytes(tensors, path) for path in leaves)
     handler = ocp.PyTreeCheckpointHandler(
         type_handler_registry=leaf_handlers(StreamedLeaf),
-        # Numbers of chance hardly shrink, and compressing them took most of the time.
+        # Compression took most of the time and hardly shrinks parameters.
         use_compression=False,
     )
     item = ocp.args.PyTreeSave(tree(leaves, structure))
@@ -80,13 +82,13 @@ def export_orbax(
         ):
             checkpointer.save(directory, args=item)
     except BaseException:
-        # Once it is closed: its threads go on a while after the first has failed.
+        # Only after `checkpointer` is closed: its threads write on after one fails.
         _delete_incomplete(directory)
         raise
 
 
 def _delete_incomplete(directory: Path) -> None:
-    """Deletes what Orbax has written until something failed."""
+    """Deletes the temporary folders of a save by Orbax that failed."""
     begun = f"{directory.name}{atomicity_types.TMP_DIR_SUFFIX}"
     for path in directory.parent.iterdir():
         if path.name.startswith(begun):
@@ -94,7 +96,7 @@ def _delete_incomplete(directory: Path) -> None:
 
 
 def tree(leaves: Mapping[str, Any], structure: Any = None) -> Any:
-    """The pytree of leaves: as the parameters of `structure`, or of dicts."""
+    """The pytree of `leaves`, with the containers of `structure` or only dicts."""
     state = {p: leaf for p, leaf in leaves.items() if p.startswith(STATE_PREFIX)}
     params = {p: leaf for p, leaf in leaves.items() if p not in state}
     if structure is None:
@@ -108,10 +110,10 @@ def tree(leaves: Mapping[str, Any], structure: Any = None) -> Any:
 
 
 def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Dicts of dicts, by the parts of key paths.
+    """Nested dicts, whose keys are the parts of the key paths.
 
     Raises:
-        ValueError: a leaf would be within another.
+        ValueError: the key path of one leaf begins with that of another.
     """
     made: dict[str, Any] = {}
     for path, leaf in leaves.items():
@@ -128,7 +130,7 @@ def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def orbax_names(paths: Mapping[str, ArraySpec]) -> dict[str, str]:
-    """What `export_orbax` calls each leaf: its keys, joined by "/"."""
+    """The name of each leaf in an Orbax checkpoint: its keys there, joined by "/"."""
     has_state = any(path.startswith(STATE_PREFIX) for path in paths)
     return {
         path: f"{PARAMS}/{path}"

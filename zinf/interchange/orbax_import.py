@@ -1,4 +1,4 @@
-"""Parameters of a plain Orbax checkpoint, taken by an engine."""
+"""Imports the parameters of a plain Orbax checkpoint into an engine."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -24,20 +24,21 @@ METADATA = "_METADATA"
 
 
 class OrbaxTensors(AbstractTensors):
-    """The arrays of an Orbax checkpoint, opened and not read: by keys joined by "/".
+    """The arrays of an Orbax checkpoint, named by their keys joined by "/".
 
-    A part is of whole chunks, and Orbax's own saves put up to 2 GB of an array in one.
+    Opening reads no array. Parts consist of whole chunks. Orbax saves up to 2 GB of an
+    array in one chunk.
 
     Args:
-        directory: of the item: what `StandardCheckpointer.save` was given, or
+        directory: the folder that was passed to `StandardCheckpointer.save`, or
             `<step>/default` of a `CheckpointManager`.
 
     Raises:
-        FileNotFoundError: it is no such folder.
-        ValueError: its metadata cannot be used, or a leaf is no array.
+        FileNotFoundError: `directory` is not the folder of an Orbax checkpoint.
+        ValueError: the metadata cannot be read, or a leaf is not an array.
     """
 
-    # TensorStore has a chunk as it is in the file, decoded, and as the part it gives.
+    # TensorStore holds a chunk encoded, decoded, and in the part that it returns.
     copies = 3
 
     def __init__(self, directory: Path | str) -> None:
@@ -97,19 +98,19 @@ def import_orbax(
 ) -> None:
     """Begin training from the arrays of a plain Orbax checkpoint.
 
-    As `import_safetensors`, but a part is as large as the chunks that the checkpoint
-    was saved in, which is often a whole leaf.
+    This is `import_safetensors` for Orbax, but it needs more host memory: a part is at
+    least one chunk of the checkpoint, which is often a whole leaf.
 
     Args:
         directory: see `OrbaxTensors`.
-        names: of arrays, by key path of the leaf: keys joined by "/", as in
-            "params/dense/kernel"; without, those of the leaf itself, and below "params"
-            if the engine has model state.
+        names: array of each leaf, by the leaf's key path: its keys in the checkpoint
+            joined by "/", as in "params/dense/kernel". Other leaves have their key path
+            as name, below "params" if the engine has model state.
         keep, ignore, may_round: see `import_safetensors`.
 
     Raises:
         FileNotFoundError, ValueError: see `OrbaxTensors` and `import_safetensors`.
-        StorageError: a file cannot be read. The engine has its initial values then.
+        StorageError: a file cannot be read. The engine gets its initial values back.
         BudgetExceeded: the host has no room for the parts.
     """
     leaves = EngineTensors(engine).specs

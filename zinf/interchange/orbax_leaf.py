@@ -1,7 +1,7 @@
-"""Leaves that Orbax writes and opens without any of them being in memory.
+"""Orbax leaves that are written and opened without being in memory as a whole.
 
-Orbax writes the tree's metadata, merges its files and renames the folder when all is
-done; a `TypeHandler` is where it lets others move the bytes of a leaf.
+Orbax writes the metadata of the tree, merges its files and renames the folder at the
+end. It calls a `TypeHandler` to move the bytes of a leaf: zinf passes its own.
 """
 
 import os
@@ -21,27 +21,27 @@ from zinf.memory.zarr_format import numpy_dtype
 from zinf.program import ArraySpec
 from zinf.sharding import Box
 
-# What Orbax calls the leaves that are arrays, in the metadata of a tree.
+# Orbax's names for kinds of leaves that are arrays, in the metadata of a tree.
 ARRAY_KINDS = ("np.ndarray", "jax.Array", "scalar")
-# A sync for each part took most of the time. All are synced before Orbax goes on.
+# No sync per part: that took most of the time. `_write_all` syncs all files at its end.
 CONTEXT: dict[str, Any] = {
     "file_io_sync": False,
     "cache_pool": {"total_bytes_limit": 0},
-    # Orbax's name for what keeps the index of its files.
+    # Orbax's name for the cache of its OCDBT index.
     "cache_pool#ocdbt": {"total_bytes_limit": 2**24},
 }
 
 
 @dataclass(frozen=True)
 class StreamedLeaf:
-    """A leaf to write: `spec` says in which dtype."""
+    """A leaf to write in the dtype of `spec`."""
 
     tensors: AbstractTensors
     name: str
     spec: ArraySpec
 
     def write(self, target: ts.TensorStore) -> None:
-        """Writes it in the parts that it is best read in, one after the other."""
+        """Writes the leaf in the parts that `tensors` is best read in, in order."""
         shape = self.spec.shape
         wanted = (
             (self.name, box) for box in boxes(shape, self.tensors.block(self.name))
@@ -56,7 +56,7 @@ class StreamedLeaf:
 
 
 class OpenedLeaf:
-    """A leaf that was opened to be read, as TensorStore has it."""
+    """A leaf of a checkpoint as an open TensorStore; no content was read yet."""
 
     def __init__(self, array: ts.TensorStore) -> None:
         self.array = array
@@ -97,7 +97,7 @@ class LeafHandler(ocp.type_handlers.TypeHandler):
         values: Sequence[StreamedLeaf],
         infos: Sequence[ocp.type_handlers.ParamInfo],
     ) -> None:
-        # In a thread of its own, in which nothing else waits for this loop.
+        # Blocking is fine: Orbax runs this coroutine in a thread and loop of its own.
         context = ts.Context(CONTEXT)
         for value, info in zip(values, infos, strict=True):
             await info.await_path_creation()
@@ -107,7 +107,7 @@ class LeafHandler(ocp.type_handlers.TypeHandler):
                 info,
                 use_ocdbt=bool(info.is_ocdbt_checkpoint),
                 global_shape=shape,
-                # Chunks are of the shape that is said to be written at once.
+                # Orbax makes chunks of this shape.
                 local_shape=block,
                 dtype=numpy_dtype(value.spec.dtype),
                 process_index=0,
@@ -119,7 +119,7 @@ class LeafHandler(ocp.type_handlers.TypeHandler):
 
 
 def leaf_handlers(leaf_type: type) -> Any:
-    """What Orbax looks up the handlers of arrays in, all of them ours."""
+    """A registry in which the handler of every kind of array is a `LeafHandler`."""
     first, *rest = (LeafHandler(kind) for kind in ARRAY_KINDS)
     made = ocp.type_handlers.create_type_handler_registry((leaf_type, first))
     for handler in rest:
@@ -135,7 +135,7 @@ async def _opened(info: ocp.type_handlers.ParamInfo) -> ts.TensorStore:
 
 
 def _sync_all(folder: Path) -> None:
-    """Makes everything in a folder survive a power cut."""
+    """Syncs all files and folders in a folder, so that they survive a power cut."""
     for root, _, files in os.walk(folder):
         for file in files:
             sync_file(Path(root, file))

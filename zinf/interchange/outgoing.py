@@ -1,4 +1,4 @@
-"""What an array becomes when it is exported."""
+"""The dtype of an exported array, and the host memory that an export needs."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from zinf.program import ArraySpec
 
 
 def as_dtype(spec: ArraySpec, dtype: str | None) -> ArraySpec:
-    """The spec that an array is exported with."""
+    """The spec of an exported array: floating-point arrays get `dtype`, if not None."""
     if dtype is None or not is_float(spec.dtype):
         return spec
     if not is_float(dtype):
@@ -20,7 +20,7 @@ def as_dtype(spec: ArraySpec, dtype: str | None) -> ArraySpec:
 
 
 def held_bytes(tensors: AbstractTensors, dtype: str | None) -> int:
-    """What an export holds on the host at most: two parts, and one in its new dtype."""
+    """Most host bytes that an export holds: two parts, and one cast to `dtype`."""
     most = 0
     for name, spec in tensors.specs.items():
         nbytes = block_bytes(tensors, name)

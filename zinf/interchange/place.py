@@ -1,4 +1,4 @@
-"""Parameters from elsewhere, put on the tiers of an engine before its first step."""
+"""Writes imported parameters to the tiers of an engine before its first step."""
 
 from collections.abc import Iterator, Mapping
 
@@ -22,11 +22,11 @@ def place(
     name_of: Mapping[str, str],
     terms: Terms,
 ) -> None:
-    """Begin training from `tensors`: the engine is as if it were initialized with them.
+    """Set an engine to the state that initializing it with `tensors` would give.
 
-    Optimizer state is made anew from the new values. All names, shapes and dtypes are
-    compared before the first array is overwritten. If reading fails half-way, every
-    array has its initial value again.
+    Optimizer state is initialized from the new values. All names, shapes and dtypes are
+    compared before the first array is overwritten. If a read fails halfway, all arrays
+    get their initial values back.
 
     Raises:
         ValueError: the engine has taken steps, or the tensors are of another model.
@@ -52,7 +52,7 @@ def place(
 
 
 class _Placing:
-    """One import: `found` has the tensor of each leaf."""
+    """One import; `found` maps the key path of each leaf to the name of its tensor."""
 
     def __init__(
         self, engine: Engine, tensors: AbstractTensors, found: Mapping[str, str]
@@ -65,7 +65,7 @@ class _Placing:
             leaf.path: (number, leaf)
             for number, leaf in enumerate(planner.separated.leaves)
         }
-        # State is made where it ends: it need not go to an accelerator and come back.
+        # Initialize state on the CPU: it need not go to an accelerator and back.
         self.device = cpu_device(planner.rule.mesh)
 
     def run(self) -> None:
@@ -81,7 +81,7 @@ class _Placing:
         stream(self.tensors, wanted, write)
 
     def cut(self, path: str) -> Iterator[Box]:
-        """A leaf in the parts that are read and written: rows, or the whole."""
+        """The parts in which a leaf is read and written: blocks of rows."""
         shape = self.params[path].master.shape
         rows = self.rows(path)
         rest = [(0, size) for size in shape[1:]]
@@ -92,7 +92,7 @@ class _Placing:
                 yield ((start, min(start + rows, shape[0])), *rest)
 
     def rows(self, path: str) -> int:
-        """Rows of a leaf that are moved at once."""
+        """Number of rows of a leaf that are moved at once."""
         shape = self.params[path].master.shape
         if not shape:
             return 1
@@ -103,7 +103,7 @@ class _Placing:
         return self.tensors.block(self.found[path])[0]
 
     def held_bytes(self) -> int:
-        """What the host has at most: parts as they are read, kept, and their state."""
+        """Most host bytes that the import holds: parts as read, as kept, and state."""
         most = 0
         for path, name in self.found.items():
             spec, read = self.params[path], self.tensors.specs[name]
@@ -122,7 +122,7 @@ class _Placing:
         return most
 
     def write(self, path: str, box: Box, content: np.ndarray) -> None:
-        """Writes one part of a leaf, and its state, to their homes."""
+        """Writes one part of a leaf, and the state of that part, to their tiers."""
         spec = self.params[path]
         is_whole = content.shape == spec.master.shape
         rows = None if is_whole else box[0]

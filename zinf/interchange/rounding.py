@@ -1,22 +1,24 @@
-"""Between the dtypes of floating-point numbers, with every loss said."""
+"""Converts between floating-point dtypes, and refuses values that are out of range."""
 
 import jax.numpy as jnp
 import numpy as np
 
 from zinf.memory.zarr_format import numpy_dtype
 
-# What `rounded` holds for each number beside both arrays: whether it is finite in each,
-# and whether it was lost.
+# Bytes per element of the three masks in `rounded`: finite before, finite after, lost.
 MASK_BYTES = 3
 
 
 def is_float(dtype: str) -> bool:
-    """True of real floating-point numbers, bfloat16 and the like too."""
+    """Whether a dtype is real floating-point, such as float32 or bfloat16."""
     return jnp.issubdtype(numpy_dtype(dtype), jnp.floating)
 
 
 def is_exact(source: str, target: str) -> bool:
-    """Whether every value of one dtype is one of the other, of the same kind."""
+    """Whether every value of dtype `source` is also a value of dtype `target`.
+
+    Both must be floating-point, or the same dtype.
+    """
     if source == target:
         return True
     if not (is_float(source) and is_float(target)):
@@ -25,13 +27,13 @@ def is_exact(source: str, target: str) -> bool:
     return (
         narrow.nmant <= wide.nmant
         and narrow.maxexp <= wide.maxexp
-        # The smallest subnormal number.
+        # Compares the exponents of the smallest subnormal numbers.
         and narrow.minexp - narrow.nmant >= wide.minexp - wide.nmant
     )
 
 
 def rounded(content: np.ndarray, dtype: str, *, name: str) -> np.ndarray:
-    """`content` in another dtype, each value the nearest one (ties to even).
+    """`content` in another dtype, rounded to the nearest value (ties to even).
 
     Raises:
         ValueError: a finite value is beyond the range of `dtype`.

@@ -1,4 +1,4 @@
-"""Parameters written as safetensors files, in memory that does not depend on them."""
+"""Writes parameters as safetensors files, in parts of bounded size."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -23,9 +23,9 @@ from zinf.program import ArraySpec
 from zinf.sharding import Box
 
 INDEX = "model.safetensors.index.json"
-# What Hugging Face's libraries write at most into one file.
+# Largest file that Hugging Face's libraries write by default.
 MAX_SHARD_BYTES = 5 * 10**9
-# They look at what wrote a file, for names and layouts differ between frameworks.
+# Hugging Face's libraries read which framework's names and layouts a file has.
 METADATA = {"format": "flax"}
 
 
@@ -34,7 +34,7 @@ class Shard:
     """One file of an export.
 
     Attributes:
-        specs: of its tensors, in the order of the file.
+        specs: specs of its tensors by name, in the order of the file.
     """
 
     file: str
@@ -55,29 +55,32 @@ def export_safetensors(
 ) -> None:
     """Write the parameters of an engine or a checkpoint as safetensors files.
 
-    The values are those that are trained: where there is a master copy it is written,
-    not the copy that the loss is computed with. Frozen leaves are written as they are
-    kept, a tied leaf once, and model state below "model_state". The folder is there
-    when it is complete: `model.safetensors`, or several files and an index, as Hugging
-    Face's libraries name them. Typed random keys are written as their words.
+    If a leaf has a master copy, the master copy is written, not the compute copy.
+    Frozen leaves are written in the dtype that they are kept in. A tied leaf is written
+    once. Model state is written below "model_state". Typed random keys are written as
+    their uint32 words. The files are `model.safetensors`, or several files and an
+    index, named as Hugging Face's libraries name them. `directory` appears only when
+    all files are complete.
 
-    A part of 16 MiB (or one row, if that is larger) is read while another is written,
-    counted in the ledger of the host; of an engine on several devices, a whole leaf if
-    it is cut along its leading dim.
+    While one part of 16 MiB (or one row, if a row is larger) is written, the next is
+    read; both count against the host budget. If an engine has several devices, a leaf
+    that is sharded along its leading dim is one part.
 
     Args:
         directory: absent or empty.
-        dtype: of all floating-point numbers, rounded to the nearest, ties to even; by
-            default each leaf has the dtype it is kept in.
-        max_shard_bytes: of the tensors in a file; a larger tensor has one of its own.
-        names: of tensors, by key path; "blocks.0.kernel" for "blocks/0/kernel" without.
+        dtype: dtype of all floating-point tensors; values are rounded to the nearest,
+            ties to even. By default each leaf has the dtype that it is kept in.
+        max_shard_bytes: largest sum of tensor bytes in a file. A tensor that is larger
+            gets a file of its own.
+        names: names of tensors, by key path. By default, the tensor of
+            "blocks/0/kernel" is "blocks.0.kernel".
 
     Raises:
-        ValueError: two leaves have one name, a dtype does not exist in the format, or a
-            finite value is beyond the range of `dtype`.
-        FileExistsError: the folder holds something already.
-        StorageError: it cannot be written, or there is too little space, which is found
-            before anything is written.
+        ValueError: two leaves have one name, safetensors has no such dtype, or a finite
+            value is beyond the range of `dtype`.
+        FileExistsError: the folder is not empty.
+        StorageError: a file cannot be written, or the drive has too little free space.
+            The space is checked before the first byte is written.
         BudgetExceeded: the host has no room for two parts.
     """
     tensors = parameters(source)
@@ -101,7 +104,7 @@ def export_safetensors(
 
 
 def plan_shards(specs: Mapping[str, ArraySpec], max_bytes: int) -> list[Shard]:
-    """Tensors dealt to files in order, as many as fit in each."""
+    """Distributes tensors over files in order; each file gets as many as fit."""
     if max_bytes <= 0:
         raise ValueError(f"max_shard_bytes is {max_bytes}, and has to be positive.")
     groups: list[dict[str, ArraySpec]] = [{}]
@@ -141,7 +144,8 @@ def _write(
         for box in boxes(tensors.specs[leaf].shape, tensors.block(leaf))
     )
     with explained(what, path):
-        # As anybody's files are: those of the NVMe tier are this user's alone.
+        # Created here with the usual permissions: `File` would make it private to the
+        # user, as files of the NVMe tier are.
         path.touch(exist_ok=False)
         file = File(drive, path, nbytes=len(header) + shard.nbytes)
         file.write(header)

@@ -1,4 +1,4 @@
-"""Safetensors files read a part at a time, whoever wrote them."""
+"""Reads safetensors files in parts; checks headers, which anybody may have written."""
 
 import errno
 import json
@@ -30,13 +30,14 @@ MAX_INDEX_BYTES = 100_000_000
 class SafetensorsFiles(AbstractTensors):
     """The tensors of one file, or of all files of a folder.
 
-    A folder may have an index (`*.safetensors.index.json`), which has to be right about
-    every tensor. Headers are read and checked at once, tensors when they are asked for.
-    Use it in `with`, or close it.
+    If the folder has an index (`*.safetensors.index.json`), the index must name exactly
+    the tensors of the files. Opening reads and checks the headers, and no tensor. Use
+    `with`, or call `close`.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a file is no safetensors file, or contradicts itself or the index.
+        ValueError: a file is not a safetensors file, or it contradicts itself or the
+            index.
         StorageError: a file cannot be read.
     """
 
@@ -79,7 +80,7 @@ class SafetensorsFiles(AbstractTensors):
         start = stored.start + first * stored.spec.itemsize
         left = value.reshape(-1).view(np.uint8).data
         what = f"Cannot read {name!r}"
-        # Not all systems can read at a place in one call.
+        # The lock keeps `seek` and `readinto` together: Windows has no `os.pread`.
         with self._reading:
             while left:
                 with explained(what, path):
@@ -108,8 +109,8 @@ class SafetensorsFiles(AbstractTensors):
 
     def _add(self, path: Path) -> None:
         with explained("Cannot read the header", path):
-            # Links are followed: Hugging Face's cache is made of them. What is no file,
-            # such as a pipe, would be waited for.
+            # Follow links: the files in Hugging Face's cache are links. Refuse anything
+            # but a file: opening a pipe would wait.
             if not stat.S_ISREG(os.stat(path).st_mode):
                 raise ValueError(f"{path} is no file.")
             file = self._open.enter_context(FileIO(path))
@@ -132,7 +133,7 @@ class SafetensorsFiles(AbstractTensors):
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """The file of each tensor, all in the folder of the index itself."""
+    """The file name of each tensor; all files are in the folder of the index."""
     with explained("Cannot read the index", path):
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_INDEX_BYTES:

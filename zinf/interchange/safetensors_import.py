@@ -1,4 +1,4 @@
-"""Parameters of safetensors files, taken by an engine."""
+"""Imports the parameters of safetensors files into an engine."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -21,23 +21,26 @@ def import_safetensors(
 ) -> None:
     """Begin training from the tensors of a safetensors file, or of a folder of them.
 
-    They go straight to the tiers of the engine, a part at a time: the model need not
-    fit in memory. The engine is then as if it were initialized with them. A tensor in a
-    narrower dtype is widened; one in a wider dtype is refused unless `may_round`.
+    The tensors are read in parts and written to the tiers of the engine, so the model
+    need not fit in memory. The engine then has the state that initializing it with
+    these tensors would give. Tensors in a narrower dtype than their leaf are widened.
+    Tensors in a wider dtype are refused unless `may_round` is true.
 
     Args:
-        engine: placed (a batch is known), and before its first step.
-        names: of tensors, by key path; "blocks.0.kernel" for "blocks/0/kernel" without.
-        keep: patterns of key paths; a leaf that matches and has no tensor keeps its
-            initial value.
-        ignore: patterns of names; a tensor that matches and is no leaf's is left out.
-        may_round: round to the nearest value, ties to even, of the dtype of a leaf.
+        engine: an engine that knows its batch and has not taken a step.
+        names: names of tensors, by key path. By default, the tensor of
+            "blocks/0/kernel" is "blocks.0.kernel".
+        keep: patterns of key paths. A matching leaf without a tensor keeps its initial
+            value.
+        ignore: patterns of tensor names. A matching tensor without a leaf is skipped.
+        may_round: round values to the nearest, ties to even, in the dtype of the leaf.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a file is damaged or no safetensors file, tensors are missing, left
-            over or of another shape or dtype, or the engine has taken steps.
-        StorageError: a file cannot be read. The engine has its initial values then.
+        ValueError: a file is damaged or is not a safetensors file, a leaf has no
+            tensor, a tensor has no leaf, shapes or dtypes differ, or the engine has
+            taken steps.
+        StorageError: a file cannot be read. The engine gets its initial values back.
         BudgetExceeded: the host has no room for the parts.
     """
     name_of = named(EngineTensors(engine).specs, names)

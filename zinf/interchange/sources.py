@@ -1,4 +1,4 @@
-"""The parameters of an engine, and the arrays of a checkpoint, as named tensors."""
+"""Reads the parameters of an engine or the arrays of a checkpoint as named tensors."""
 
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
@@ -16,15 +16,16 @@ from zinf.memory.chunk import chunk_shape
 from zinf.program import ArrayId, Tier
 from zinf.sharding import Box
 
-# Parts of whole chunks that are larger than this are cut, and chunks read twice.
+# Parts consist of whole chunks up to this size. Larger parts are cut across chunks, and
+# each chunk is then read more than once.
 MAX_BLOCK_BYTES = 128 * 2**20
 
 
 class EngineTensors(AbstractTensors):
-    """The parameters and model state of an engine by key path, as they are kept.
+    """The parameters and model state of an engine by key path.
 
-    Parts are rows of the leading dim. An array that is cut along that dim, as it may be
-    on several devices, is put together as a whole.
+    They have the dtype that they are kept in. Parts are blocks of rows. An array whose
+    leading dim is sharded over several devices is one part.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -66,17 +67,17 @@ class EngineTensors(AbstractTensors):
             for name, array in self._arrays.items()
             if homes.get(array) == Tier.DEVICE
         )
-        # Rows of an array are copied on the device, on their way to the host.
+        # The device copies rows of an array before they go to the host.
         held = {Tier.HOST: nbytes, Tier.DEVICE: max(on_device, default=0)}
         with counted(held, self._residents, "exporting parameters"):
             yield
 
 
 class SavedTensors(AbstractTensors):
-    """Arrays of a checkpoint, each chunk compared with its checksum when it is read.
+    """Arrays of a checkpoint. Every chunk that is read is compared with its checksum.
 
     Args:
-        arrays: what to call which.
+        arrays: the array of each name.
     """
 
     def __init__(self, saved: Saved, arrays: Mapping[str, ArrayId]) -> None:
@@ -102,7 +103,7 @@ def parameters(source: Engine | Saved) -> AbstractTensors:
 
 
 def kept(arrays: Iterable[ArrayId]) -> dict[str, ArrayId]:
-    """The array that holds each leaf in the precision it is kept in, by key path."""
+    """The array to export for each leaf, by key path: its master, or else its param."""
     masters = {array.path: array for array in arrays if array.role == "master"}
     return {
         array.path: masters.get(array.path, array)

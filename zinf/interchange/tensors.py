@@ -1,4 +1,4 @@
-"""Named arrays that are read a part at a time: what is exported, imported, compared."""
+"""Named arrays that are read in parts, to be exported, imported or compared."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,11 +15,11 @@ from zinf.sharding import Box
 
 
 class AbstractTensors(ABC):
-    """Arrays that rest somewhere, by name.
+    """Named arrays of an engine, a checkpoint or files.
 
     Attributes:
-        specs: shape and dtype of each, in the order they are best read in.
-        copies: of a part that are in memory while it is read.
+        specs: shape and dtype of each array, in the order in which to read them.
+        copies: number of copies of a part that are in memory while it is read.
     """
 
     specs: Mapping[str, ArraySpec]
@@ -27,33 +27,34 @@ class AbstractTensors(ABC):
 
     @abstractmethod
     def block(self, name: str) -> tuple[int, ...]:
-        """The shape of the parts that an array is best read in.
+        """The shape of the parts in which to read an array.
 
-        A part is one run of the array's memory: one index of the leading dims, some of
-        one dim, and all of those behind it.
+        A part is contiguous in the array: it has one index of each leading dim, a range
+        of the next dim, and all of the dims after that.
         """
 
     @abstractmethod
     def read(self, name: str, box: Box) -> np.ndarray:
-        """A part of an array, contiguous, which the caller must not change.
+        """A part of an array, in contiguous memory that the caller must not change.
 
         Raises:
-            StorageError: a file is missing, damaged or cannot be read; it names it.
+            StorageError: a file is missing, damaged or cannot be read; the error names
+                the file.
         """
 
     def holding(self, nbytes: int) -> AbstractContextManager[None]:
-        """Counts what a reader holds against the budget of these arrays, if any.
+        """Reserve `nbytes` in the host budget of these arrays, if they have one.
 
         Raises:
-            BudgetExceeded: there is no room for that many bytes.
+            BudgetExceeded: the budget has fewer bytes left.
         """
         return nullcontext()
 
 
 def boxes(shape: tuple[int, ...], block: tuple[int, ...]) -> Iterator[Box]:
-    """An array in parts of one shape, those at the end of a dim smaller, in C order.
+    """The parts of an array in C order. The last parts of a dim may be smaller.
 
-    One without elements is a part too: reading it shows that it is what it should be.
+    An array without elements is one part, so that its metadata is read and checked.
     """
     if 0 in shape:
         return iter([whole_box(shape)])
@@ -69,10 +70,10 @@ def stream(
     wanted: Iterable[tuple[str, Box]],
     use: Callable[[str, Box, np.ndarray], None],
 ) -> None:
-    """Calls `use` with every part in order, and reads the next one meanwhile.
+    """Calls `use` with every part in order, while the next part is read.
 
-    So two parts are in memory (`read_bytes`). A generator would not do: its caller's
-    loop still holds a part when the one after the next is begun.
+    So two parts are in memory (`read_bytes`). A generator would need three: the loop
+    variable of its caller still refers to a part when the read after the next begins.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="zinf-interchange") as reader:
         ahead: tuple[str, Box, Future[np.ndarray]] | None = None
@@ -86,7 +87,7 @@ def stream(
 
 
 def first_element(box: Box, shape: tuple[int, ...]) -> int:
-    """The number of the first element of a part, counted in C order."""
+    """The position in C order of the first element of a part."""
     number = 0
     for (low, _), size in zip(box, shape, strict=True):
         number = number * size + low
@@ -100,11 +101,11 @@ def block_bytes(tensors: AbstractTensors, name: str) -> int:
 
 
 def read_bytes(tensors: AbstractTensors, nbytes: int) -> int:
-    """What `stream` holds of parts of that many bytes: one read, one used."""
+    """Bytes that `stream` holds if parts have `nbytes`: one is read, one is used."""
     return nbytes * (tensors.copies + 1)
 
 
 def block_of_chunks(spec: ArraySpec, chunk: tuple[int, ...]) -> tuple[int, ...]:
-    """The smallest part of an array, as `block` has them, that is of whole chunks."""
+    """The shape of the smallest contiguous part that consists of whole chunks."""
     cut = next((dim for dim, size in enumerate(chunk) if size > 1), len(chunk) - 1)
     return (*chunk[: cut + 1], *(max(1, size) for size in spec.shape[cut + 1 :]))
