@@ -5,6 +5,7 @@ later, in the middle of a trace, the same mistake would come from inside jax or 
 """
 
 import inspect
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -52,6 +53,18 @@ def _check_init(params: Any) -> None:
             "arguments. Give the parameters, or a function of none: "
             "lambda: init(key)."
         )
+    # Who made a module has imported flax.nnx; nobody else waits for it.
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is not None and isinstance(params, nnx.Module):
+        _, _, rest = nnx.split(params, nnx.Param, ...)
+        if jax.tree.leaves(rest):
+            name = type(params).__name__
+            raise ValueError(
+                f"params is the NNX module {name}, which has state beside its "
+                "parameters (random keys, statistics). It would stand still here: "
+                "dropout would draw one mask again and again. Give the module to "
+                "zinf.nnx.initialize(loss_fn, module, tx, config), which carries it on."
+            )
 
 
 def _check_tx(tx: Any) -> None:

@@ -323,6 +323,10 @@ SENTENCES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: first_step(batch=donated(draw())),
         r"batch leaf 'x' was deleted.*donated",
     ),
+    "a module with dropout, without its adapter": (
+        lambda: first_step(params=nnx.Dropout(0.5, rngs=nnx.Rngs(0))),
+        r"params is the NNX module Dropout.*zinf.nnx.initialize\(loss_fn, module",
+    ),
     "an empty batch": (
         lambda: first_step(batch=draw(size=0)),
         r"batch leaf 'x' has shape \[0, 8\]: the batch is empty",
