@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from zinf.config.optimizer import AdamParams
 from zinf.config.scheduler import DecayParams
 from zinf.config.section import Section
 from zinf.config.status import AUTO, Status, asks, status_of
+from zinf.tables import html_table
 
 LONGEST_VALUE = 24
 ABSENT = "As if absent. "
@@ -30,9 +32,12 @@ class Row:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Report:
-    """A row per key in file order, what is wrong, and what is worth knowing."""
+    """A row per key in file order, what is wrong, and what is worth knowing.
+
+    Printed, and in a notebook, it is a table.
+    """
 
     rows: tuple[Row, ...]
     problems: tuple[Problem, ...]
@@ -50,6 +55,20 @@ class Report:
         lines += [f"error: {problem}" for problem in self.problems]
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        """In a notebook: the rows as a table, with errors and notes below it."""
+        rows = [(r.key, r.value, str(r.status), r.reason) for r in self.rows]
+        table = html_table(rows, ("key", "value", "status", "what zinf does"))
+        below = [("error", str(problem)) for problem in self.problems]
+        below += [("note", note) for note in self.notes]
+        lines = "".join(
+            f"<li><b>{kind}</b>: {escape(text)}</li>" for kind, text in below
+        )
+        return f"{table}<ul>{lines}</ul>" if lines else table
 
 
 def report(

@@ -155,3 +155,12 @@ def test_a_config_object_can_be_checked():
 def test_a_missing_file_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         report(tmp_path / "a.yaml")
+
+
+def test_a_notebook_shows_a_table_with_errors_and_notes_below():
+    found = report({"train_batch_size": 8, "<b>": 1})
+    html = found._repr_html_()
+    assert html.count("<tr>") == 1 + len(found.rows)
+    assert "<b>" not in html.replace("<b>error</b>", "").replace("<b>note</b>", "")
+    assert html.count("<b>error</b>") == len(found.problems) == 1
+    assert html.count("<b>note</b>") == len(found.notes) > 0
