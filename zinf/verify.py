@@ -4,7 +4,7 @@ import platform
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -344,11 +344,19 @@ def _product_unit(device: jax.Device) -> float:
 
 def _versions(mesh: Mesh) -> str:
     packages = [
-        f"{name} {version(name)}" for name in ("zinf", "jax", "jaxlib", "optax")
+        f"{name} {_version(name)}" for name in ("zinf", "jax", "jaxlib", "optax")
     ]
     device = local_devices(mesh)[0]
     devices = f"{mesh.size} x {device.device_kind} ({device.platform})"
     return ", ".join((*packages, f"Python {platform.python_version()}", devices))
+
+
+def _version(package: str) -> str:
+    """The installed version; zinf has none where a checkout is on the path."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed as a package"
 
 
 def _setting(engine: Engine) -> tuple[str, ...]:

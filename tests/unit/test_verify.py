@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,32 @@ def test_other_ways_to_run_agree(config):
         losses = [loss for loss, _ in found.losses]
         assert losses[0] == losses[1], "no step was skipped, or nothing is tested"
         assert losses[-1] < losses[0]
+
+
+def test_a_checkout_that_is_not_installed_can_be_verified(monkeypatch):
+    """As on a path, where no installed package says the version of zinf."""
+    module = import_module("zinf.verify")
+
+    def version_of_others(name: str) -> str:
+        if name == "zinf":
+            raise PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(module, "version", version_of_others)
+    found = verify(loss_fn, init, TX, batch=draw(), num_steps=1)
+    assert found.setting[0].startswith("zinf not installed as a package, jax ")
+
+
+def test_a_notebook_is_shown_one_table_without_terminal_codes(monkeypatch):
+    """In Jupyter, rich displays what is printed to any console, if it is not told."""
+    found = verify(loss_fn, init, TX, batch=draw(), num_steps=1)
+    shown: list[Any] = []
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("rich.jupyter.display", lambda *given: shown.append(given))
+    assert "They agree" in found._repr_html_()
+    assert "\x1b" not in repr(found)
+    assert not shown
 
 
 def test_an_error_of_a_thousandth_is_found(monkeypatch):

@@ -12,7 +12,8 @@ from zinf.verification.compare import REASON, Check
 
 SHOWN_LEAVES = 20
 WIDTH = 100
-HTML = '<pre style="line-height:1.2">{code}</pre>'
+# Notebooks give a pre no font of its own.
+HTML = '<pre style="line-height:1.2;font-family:monospace">{code}</pre>'
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,11 @@ class Verification:
         return console.export_html(inline_styles=True, code_format=HTML)
 
     def _console(self) -> Console:
+        # In Jupyter, rich would also display what is printed, and with the codes of a
+        # terminal, since the kernel sets FORCE_COLOR.
         plain = {"highlight": False, "markup": False}
-        return Console(file=StringIO(), width=WIDTH, record=True, **plain)
+        nowhere = {"force_jupyter": False, "force_terminal": False}
+        return Console(file=StringIO(), width=WIDTH, record=True, **plain, **nowhere)
 
     def shown(self, *, every: bool = False) -> RenderableType:
         """The tables; without `every` of the worst leaves alone."""
