@@ -288,8 +288,12 @@ class Engine:
     def _repr_html_(self) -> str:
         """In a notebook: how far it is, and what its plan comes to."""
         current = self._current
-        tables = "" if current is None else current.plan._repr_html_()
-        return f"<p><b>Engine</b>: {escape(self._brief())}</p>{tables}"
+        brief, tables = self._brief(), ""
+        if current is not None:
+            # The tables begin with what the plan says of itself in a line.
+            brief = brief.removesuffix(f"; {current.plan!r}")
+            tables = current.plan._repr_html_()
+        return f"<p><b>Engine</b>: {escape(brief)}</p>{tables}"
 
     def _brief(self) -> str:
         """How far the engine is, in one line; asked also while a step runs."""

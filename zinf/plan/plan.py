@@ -115,5 +115,6 @@ class Plan:
         first = "The first" if len(shown) < len(self.instructions) else "All"
         return (
             f"{self._summary.html()}<details><summary>{first} {len(shown)} "
-            f"instructions</summary><pre>{listing}</pre></details>"
+            f"instructions</summary>"
+            f'<pre style="font-family:monospace">{listing}</pre></details>'
         )

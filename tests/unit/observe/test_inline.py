@@ -77,7 +77,9 @@ def test_metrics_are_the_pytree_that_a_dict_is(history):
 def test_an_engine_says_how_far_it_is(engine, history):
     plan = engine.plan
     assert repr(engine) == f"<Engine: {len(history)} steps taken; {plan!r}>"
-    assert plan._repr_html_() in engine._repr_html_()
+    html = engine._repr_html_()
+    assert plan._repr_html_() in html
+    assert html.count("predicted") == 1, "no sentence is there twice"
     fresh = new_engine()
     assert "0 steps taken; it is planned when the first batch is known" in repr(fresh)
     assert "planned when" in fresh._repr_html_()
