@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # Lowest first. A module may import from its own package and from lower layers.
 LAYERS = (
-    ("lazy", "tables"),
+    ("lazy", "malloc", "tables"),
     (
         "program",
         "config",

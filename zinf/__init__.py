@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from zinf.engine import close_all as close_all
     from zinf.initialize import initialize as initialize
     from zinf.initialize import plan_only as plan_only
+    from zinf.malloc import tune_malloc as tune_malloc
     from zinf.mesh import make_mesh as make_mesh
     from zinf.trainer import Trainer as Trainer
     from zinf.verify import verify as verify
@@ -37,6 +38,7 @@ make_lazy(
         "initialize": "zinf.initialize",
         "make_mesh": "zinf.mesh",
         "plan_only": "zinf.initialize",
+        "tune_malloc": "zinf.malloc",
         "verify": "zinf.verify",
     },
     modules=(

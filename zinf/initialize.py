@@ -15,8 +15,6 @@ from zinf.config import Config, notices
 from zinf.distributed import AbstractGroup, Alone
 from zinf.engine import Engine
 from zinf.jax_modes import Modes
-from zinf.memory import share_heap
-from zinf.mesh import local_devices
 from zinf.optim.separate import separate
 from zinf.plan import Plan
 from zinf.prepare.devices import on_devices
@@ -50,6 +48,9 @@ def initialize(
     does (`mesh=` says which devices train), and so is strict dtype promotion but for
     `loss_fn` and functions that make parameters. An engine that is made with 64 bits
     enabled keeps them enabled.
+
+    No setting of the process is changed. On Linux `zinf.tune_malloc()`, called before
+    jax makes an array, saves memory and page faults.
 
     Args:
         loss_fn: a pure function `(params, batch) -> loss`, one floating-point number;
@@ -88,7 +89,6 @@ def initialize(
             `jax.disable_jit`.
         StorageError: a folder of the nvme tier cannot be used, or has too little room.
     """
-    share_heap()
     planner = make_planner(
         loss_fn,
         params,

@@ -10,11 +10,13 @@ else happens on the machine falls on all alike. The losses of all must agree.
 
 "remat" recomputes each block in the backward pass; zinf's streamed steps do where the
 device has no room for what they would keep. The two sides have different matmuls, so
-each is held against its own step in memory without. Memory is the largest resident set
-since a process began, bytes are what the kernel counts as read from and written to a
-drive (/proc/PID/io); both are read from outside. Where memory has no room for all
-contenders at once, --contenders may be given several times: each time is a group that
-runs interleaved, with its own table.
+each is held against its own step in memory without. Memory is the most anonymous memory
+of a process (`anonymous_memory.py`), bytes are what the kernel counts as read from and
+written to a drive (/proc/PID/io); both are read from outside. zinf's processes have
+malloc set as the command `zinf` does, unless --leave-malloc is given.
+
+Where memory has no room for all contenders at once, --contenders may be given several
+times: each time is a group that runs interleaved, with its own table.
 
 zinf-nvme has everything at rest on the drive, as deepspeed-nvme has; zinf-budgets the
 same budgets alone, and the plan decides what rests in memory.
@@ -45,6 +47,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from anonymous_memory import MemoryPeak
 from rich.console import Console
 from rich.table import Table
 from served import Served, answer
@@ -128,6 +131,8 @@ def zinf_config(name: str, options: dict[str, Any]) -> dict[str, Any]:
 
 def serve(name: str, options: dict[str, Any]) -> None:
     """Takes a step for every line of stdin and prints its seconds and loss, as JSON."""
+    if options["tunes_malloc"]:
+        zinf.tune_malloc()
     began = time.perf_counter()
     step = zinf_step(name, options)
     answer({"init_seconds": time.perf_counter() - began})
@@ -151,6 +156,7 @@ class Contender(Served):
             "folder": str(place),
             "device": options.device,
             "host": options.host,
+            "tunes_malloc": not options.leave_malloc,
         }
         here = Path(__file__)
         command = [options.deepspeed_python, here.with_name("deepspeed_gpt.py")]
@@ -159,9 +165,10 @@ class Contender(Served):
         self.name = name
         command += [name, json.dumps(given)]
         super().__init__(command, environment(options.deepspeed_python))
+        self.peak = MemoryPeak(self.process.pid)
         self.found: Measures = {"seconds": [], "loss": [], "read": [], "written": []}
         self.ready = self.answer()
-        self.init_bytes = self.peak_bytes = self.largest_resident()
+        self.init_bytes = self.peak.nbytes()
 
     def step(self) -> None:
         before = self.moved()
@@ -169,7 +176,6 @@ class Contender(Served):
         moved = {key: after[key] - before[key] for key in after}
         for key, value in (found | moved).items():
             self.found[key].append(value)
-        self.peak_bytes = self.largest_resident()
 
     def moved(self) -> dict[str, int]:
         """Bytes between this process and drives since it began."""
@@ -180,14 +186,13 @@ class Contender(Served):
             "written": int(counts["write_bytes"]),
         }
 
-    def largest_resident(self) -> int:
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        (line,) = (x for x in status.splitlines() if x.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
-
     def result(self) -> dict[str, Any]:
-        sizes = {"init_bytes": self.init_bytes, "peak_bytes": self.peak_bytes}
+        sizes = {"init_bytes": self.init_bytes, "peak_bytes": self.peak.nbytes()}
         return sizes | self.ready | self.found
+
+    def close(self) -> None:
+        self.peak.stop()
+        super().close()
 
 
 def environment(python: str | None) -> dict[str, str]:
@@ -350,6 +355,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--folder", help="on the drive; a temporary folder by default")
     parser.add_argument("--device", default="512MiB", help="zinf's budget")
     parser.add_argument("--host", default="512MiB", help="zinf's budget")
+    parser.add_argument(
+        "--leave-malloc", action="store_true", help="do not set zinf's malloc"
+    )
     parser.add_argument(
         "--contenders",
         nargs="+",

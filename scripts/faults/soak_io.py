@@ -4,7 +4,7 @@
 
 Several threads read arrays of the NVMe tier, check them, change them and write them
 back, with 64 MiB of array memory in all, while other threads make and free small ones.
-Printed are, for each tenth of the way, the rate, resident memory and open descriptors;
+Printed are, for each tenth of the way, the rate, anonymous memory, open descriptors;
 at the end it fails unless both are what they were after the first tenth.
 """
 
@@ -18,7 +18,7 @@ from tempfile import mkdtemp
 
 import numpy as np
 
-from zinf.memory.heap import resident_bytes
+from zinf.malloc import anonymous_bytes
 from zinf.memory.nvme import NvmeStore
 from zinf.memory.pool import POOL
 from zinf.program import ArrayId
@@ -113,21 +113,21 @@ def _soak(store: NvmeStore, options: argparse.Namespace) -> None:
     first = states[0] if states else last
     grown_bytes, opened = last[0] - first[0], last[1] - first[1]
     print(
-        f"resident memory grew by {grown_bytes / MIB:.1f} MiB, descriptors by {opened}"
+        f"anonymous memory grew by {grown_bytes / MIB:.1f} MiB, descriptors by {opened}"
     )
     if grown_bytes > SLACK_BYTES or opened > NUM_THREADS:
         raise SystemExit("It is not flat.")
 
 
 def _report(soak: Soak, seconds: float) -> tuple[int, int]:
-    resident, descriptors = resident_bytes(), len(os.listdir("/proc/self/fd"))
+    anonymous, descriptors = anonymous_bytes(), len(os.listdir("/proc/self/fd"))
     print(
         f"{soak.moved_bytes / 1e9:7.1f} GB in {seconds:6.1f} s, "
         f"{soak.moved_bytes / seconds / 1e9:5.2f} GB/s, "
-        f"{resident / MIB:7.1f} MiB resident, {descriptors} descriptors",
+        f"{anonymous / MIB:7.1f} MiB anonymous, {descriptors} descriptors",
         flush=True,
     )
-    return resident, descriptors
+    return anonymous, descriptors
 
 
 def _parse() -> argparse.Namespace:

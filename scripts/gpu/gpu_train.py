@@ -4,7 +4,6 @@ Both keep a float32 master, two float32 moments and a bfloat16 copy of each para
 14 bytes, and recompute each layer in the backward pass.
 """
 
-import resource
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -54,6 +53,7 @@ HOST = {"device": "cpu"}
 def run(setting: Setting, rows: Rows) -> None:
     """One contender: `case` is "plain", or where zinf keeps the state."""
     setting.device()
+    peak = imported("anonymous_memory").MemoryPeak()
     shape = LARGEST_SHAPE if setting.section == "largest" else TRAIN_SHAPE
     shape = DRY_SHAPE if setting.is_dry else shape
     models = imported("zinf.models")
@@ -72,7 +72,8 @@ def run(setting: Setting, rows: Rows) -> None:
     rows.add("parameters", job.num_parameters / 1e9, "G", layers=setting.num_layers)
     rows.add("tokens a step", shape.num_sequences * shape.length)
     (train_plain if setting.case == "plain" else train_zinf)(job)
-    rows.add("peak resident memory", _resident_bytes() / GIB, "GiB")
+    rows.add("peak anonymous memory", peak.nbytes() / GIB, "GiB")
+    peak.stop()
     stats = jax.devices()[0].memory_stats()
     if stats:
         rows.add("peak device memory", stats["peak_bytes_in_use"] / GIB, "GiB")
@@ -271,7 +272,3 @@ def _peak_flops(setting: Setting) -> tuple[float, str]:
             return tflops * 1e12, f"{tflops} TFLOP/s ({name})"
     measured = setting.given.get("device", 0.0)
     return measured * 1e12, f"{measured:.3g} TFLOP/s (matmul, measured)"
-
-
-def _resident_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,9 +1,11 @@
 """Trains a byte-level GPT on the NVMe tier and prints the process's peak memory.
 
-Run it in a process of its own: what it reports is the largest resident set that the
-kernel has seen since the process began, with the interpreter, jax and the compiler.
+Run it in a process of its own: what it reports is the most anonymous memory since the
+process began (`memory_peak.py`), with what the interpreter, jax and the compiler take.
 
-    python scripts/reports/peak_memory.py --num-layers 24 --mlp-dim 5120
+    python scripts/bench/peak_memory.py --num-layers 24 --embed-dim 1024 --mlp-dim 5120
+
+With --tune-malloc malloc is set as the command `zinf` sets it (`zinf.tune_malloc`).
 """
 
 import argparse
@@ -15,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import optax
+from memory_peak import MemoryPeak
 
 import zinf
 from zinf.models import GPTConfig, init_and_loss, num_parameters
@@ -22,6 +25,8 @@ from zinf.models import GPTConfig, init_and_loss, num_parameters
 
 def main() -> None:
     options = _parse()
+    if options.tune_malloc:
+        zinf.tune_malloc()
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="zinf-peak-") as folder:
         print(json.dumps(measure(options, Path(folder))), flush=True)
 
@@ -36,21 +41,23 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         max_length=options.sequence_length,
     )
     init, loss = init_and_loss(model, seed=0)
+    peak = MemoryPeak()
     # What python, jax, flax and the rest take before anything is trained.
-    imported_bytes = peak_resident_bytes()
+    imported_bytes = peak.nbytes()
     start = time.perf_counter()
     batch = tokens(options, seed=0)
     engine = zinf.initialize(
         loss, init, optax.adamw(1e-4), config=_config(options, folder), batch=batch
     )
     init_seconds = time.perf_counter() - start
-    init_bytes = peak_resident_bytes()
+    init_bytes = peak.nbytes()
     losses, step_seconds = [], []
     for step in range(options.steps):
         metrics = engine.step(tokens(options, seed=step))
         losses.append(metrics["loss"])
         step_seconds.append(metrics["step_seconds"])
     engine.close()
+    peak.stop()
     return {
         "num_layers": options.num_layers,
         "num_parameters": num_parameters(model),
@@ -59,7 +66,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "step_seconds": step_seconds,
         "imported_bytes": imported_bytes,
         "init_bytes": init_bytes,
-        "peak_bytes": peak_resident_bytes(),
+        "peak_bytes": peak.nbytes(),
         "device_bytes": metrics["device_bytes"],
         "host_bytes": metrics["host_bytes"],
         "nvme_bytes": metrics["nvme_bytes"],
@@ -69,14 +76,6 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def tokens(options: argparse.Namespace, *, seed: int) -> dict[str, np.ndarray]:
     shape = options.batch_size, options.sequence_length + 1
     return {"tokens": np.random.default_rng(seed).integers(0, 256, shape, np.int32)}
-
-
-def peak_resident_bytes() -> int:
-    """The largest resident set of this program since it began (Linux)."""
-    # Not getrusage's, which counts that of the process that started this one too.
-    status = Path("/proc/self/status").read_text()
-    (line,) = [x for x in status.splitlines() if x.startswith("VmHWM:")]
-    return int(line.split()[1]) * 1024
 
 
 def _config(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -113,6 +112,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--folder", default=None, help="where the NVMe tier goes (a temporary folder)"
     )
+    parser.add_argument("--tune-malloc", action="store_true")
     return parser.parse_args()
 
 

@@ -20,7 +20,7 @@ BLOCK_BYTES = 4 * 12 * WIDTH * WIDTH * 4
 def peak(num_layers: int, folder: Path) -> dict[str, Any]:
     command = [
         sys.executable,
-        str(ROOT / "scripts" / "reports" / "peak_memory.py"),
+        str(ROOT / "scripts" / "bench" / "peak_memory.py"),
         *("--num-layers", str(num_layers)),
         *("--embed-dim", str(WIDTH)),
         *("--num-heads", "8"),

@@ -3,6 +3,7 @@
 import signal
 
 from zinf.cli.endings import PIPE_CLOSED, exit_at_once, is_unread
+from zinf.malloc import tune_malloc
 
 
 def main() -> None:
@@ -16,6 +17,8 @@ def main() -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, exit_at_once)
     try:
+        # The process is ours.
+        tune_malloc()
         from zinf.cli.app import app
 
         app()

@@ -4,7 +4,6 @@ from zinf.memory.alias import device_alias, host_alias
 from zinf.memory.aligned import aligned_empty
 from zinf.memory.closing import close_when_dropped, wait_for_closing
 from zinf.memory.device import DeviceStore, to_device, to_host
-from zinf.memory.heap import share_heap
 from zinf.memory.host import HostStore
 from zinf.memory.ledger import BudgetExceeded, Ledger
 from zinf.memory.nvme import NvmeStore
@@ -31,7 +30,6 @@ __all__ = [
     "host_alias",
     "in_device_form",
     "open_stores",
-    "share_heap",
     "to_device",
     "to_devices",
     "to_host",

@@ -28,7 +28,7 @@ from zinf.interchange.orbax_leaf import CONTEXT
 from zinf.interchange.outgoing import held_bytes
 from zinf.interchange.safetensors_files import SafetensorsFiles
 from zinf.interchange.sources import parameters
-from zinf.memory.heap import resident_bytes
+from zinf.malloc import anonymous_bytes
 from zinf.memory.pool import POOL
 from zinf.program import Tier
 
@@ -68,11 +68,11 @@ def start(folder: Path, seed: int = 0) -> zinf.Engine:
 def memory_below(limit_bytes: int) -> Generator[None, None, None]:
     """Fails if more than that is allocated or resident meanwhile than before."""
     POOL.trim()
-    ended, before, peak = threading.Event(), resident_bytes(), [0]
+    ended, before, peak = threading.Event(), anonymous_bytes(), [0]
 
     def watch() -> None:
         while not ended.wait(0.001):
-            peak[0] = max(peak[0], resident_bytes())
+            peak[0] = max(peak[0], anonymous_bytes())
 
     watcher = threading.Thread(target=watch)
     tracemalloc.start()

@@ -6,8 +6,8 @@ from weakref import WeakSet
 import pytest
 
 from tests.marks import slow_except
-from zinf.memory import heap as module
-from zinf.memory.heap import CODE_BYTES, Heap, resident_bytes
+from zinf import malloc
+from zinf.memory.heap import Heap
 from zinf.memory.ledger import Ledger
 from zinf.memory.pool import IDLE_BYTES, POOL
 from zinf.program import Tier
@@ -15,23 +15,22 @@ from zinf.program import Tier
 MIB = 2**20
 SLACK = 64 * MIB
 
-# In a process of its own: the heap of the test run is full of others' holes. Once a
-# mapped block was freed, glibc keeps freed blocks of up to that size in the heap, as
-# long as something is in use above them.
+# In a process of its own: the heap of the test run is full of others' holes.
 HOARD = """
 import numpy as np
-from zinf.memory.heap import Heap, resident_bytes
+from zinf.malloc import anonymous_bytes, tune_malloc
+tune_malloc()
+from zinf.memory.heap import Heap
 
 MIB = 2**20
-np.ones(31 * MIB, np.uint8)
 heap = Heap([], slack_bytes=64 * MIB)
-start = resident_bytes()
+start = anonymous_bytes()
 arrays = [np.ones(4 * MIB, np.uint8) for _ in range(50)]
 pin = arrays.pop()
 del arrays
-assert resident_bytes() - start > 100 * MIB, "nothing was hoarded"
+assert anonymous_bytes() - start > 100 * MIB, "nothing was hoarded"
 heap.relieve()
-assert resident_bytes() - start < 64 * MIB
+assert anonymous_bytes() - start < 64 * MIB
 """
 
 # A block that was freed is there again without a page fault, where budgets allow
@@ -41,9 +40,9 @@ import os
 import resource
 os.environ["NUMPY_MADVISE_HUGEPAGE"] = "0"
 import numpy as np
-from zinf.memory import share_heap
-share_heap()
-from zinf.memory.heap import Heap, give_back, resident_bytes
+from zinf.malloc import anonymous_bytes, tune_malloc
+tune_malloc()
+from zinf.memory.heap import Heap
 from zinf.memory.ledger import Ledger
 from zinf.program import Tier
 
@@ -67,20 +66,10 @@ assert faults() < 1000
 heap.close()
 """
 TIGHT = f"""{LARGE.replace("CAPACITY", "150")}
-before = resident_bytes()
+before = anonymous_bytes()
 assert faults() > 10_000
-assert resident_bytes() - before < 20 * MIB
+assert anonymous_bytes() - before < 20 * MIB
 """
-PARTLY = f"""{LARGE.replace("CAPACITY", "400")}
-faults()
-full = resident_bytes()
-give_back(40 * MIB)
-assert 32 * MIB < full - resident_bytes() < 56 * MIB, (full - resident_bytes()) / MIB
-give_back(1000 * MIB)
-heap.close()
-assert full - resident_bytes() > 80 * MIB
-"""
-
 needs_glibc = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="only glibc hoards so"
 )
@@ -88,26 +77,26 @@ needs_glibc = pytest.mark.skipif(
 
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
-    """Says what is resident, before and after a trim; `process.trims` counts those."""
+    """Says what is in memory, before and after a trim; `process.trims` counts those."""
 
-    def set_resident(before: int, after: int) -> None:
+    def set_anonymous(before: int, after: int) -> None:
         now = [before]
 
         def trim(self: Heap) -> int:
-            set_resident.trims += 1
+            set_anonymous.trims += 1
             now[0] = after
             return after
 
-        monkeypatch.setattr(module, "measured", lambda: (now[0], 0))
+        monkeypatch.setattr(malloc, "anonymous_bytes", lambda: now[0])
         monkeypatch.setattr(Heap, "_trim", trim)
 
-    set_resident.trims = 0
+    set_anonymous.trims = 0
     monkeypatch.setattr(Heap, "_open", WeakSet())
-    monkeypatch.setattr(module, "give_back", lambda nbytes: None)
-    monkeypatch.setattr(module, "drop_code", lambda: 0)
-    monkeypatch.setattr(module, "_is_glibc", lambda: True)
-    set_resident(1000 * MIB, 1000 * MIB)
-    return set_resident
+    monkeypatch.setattr(malloc, "give_back", lambda nbytes: None)
+    monkeypatch.setattr(malloc, "keep_large_blocks", lambda is_wanted: None)
+    monkeypatch.setattr(malloc, "is_tuned", lambda: True)
+    set_anonymous(1000 * MIB, 1000 * MIB)
+    return set_anonymous
 
 
 @needs_glibc
@@ -118,8 +107,8 @@ def test_freed_memory_beyond_the_slack_goes_back_to_the_system() -> None:
 @needs_glibc
 @pytest.mark.parametrize(
     "script",
-    slow_except([TIGHT], [ROOMY, TIGHT, PARTLY]),
-    ids=["roomy", "tight", "partly"],
+    slow_except([TIGHT], [ROOMY, TIGHT]),
+    ids=["roomy", "tight"],
 )
 def test_large_blocks_are_kept_where_budgets_leave_room(script: str) -> None:
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
@@ -215,32 +204,6 @@ def test_what_the_first_step_loads_is_the_own_memory_of_the_process(process) -> 
     assert process.trims < trims + 10, "it is measured before every step"
 
 
-def test_code_is_dropped_when_more_of_it_was_touched_than_steps_do(
-    process, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    resident, drops = [300 * MIB], []
-
-    def drop() -> int:
-        drops.append(resident[0])
-        resident[0] = 30 * MIB
-        return 0
-
-    monkeypatch.setattr(module, "drop_code", drop)
-    monkeypatch.setattr(module, "measured", lambda: (1000 * MIB, resident[0]))
-    monkeypatch.setattr(Heap, "_code_bytes", 0)
-    heap = Heap([], SLACK)
-    assert drops == [300 * MIB]
-    resident[0] += CODE_BYTES
-    Heap([], SLACK).relieve()
-    heap.relieve()
-    heap.settle()
-    assert len(drops) == 1
-    resident[0] += 1
-    heap.relieve()
-    heap.relieve()
-    assert drops[1:] == [30 * MIB + CODE_BYTES + 1]
-
-
 def test_the_pool_may_keep_what_the_ledgers_counted(process) -> None:
     ledger = Ledger(Tier.HOST, None)
     heap = Heap([ledger], SLACK)
@@ -251,21 +214,21 @@ def test_the_pool_may_keep_what_the_ledgers_counted(process) -> None:
     assert POOL.idle_limit_bytes == IDLE_BYTES
 
 
-def test_without_glibc_nothing_is_done(
+def test_without_leave_malloc_is_neither_set_nor_trimmed(
     process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_is_glibc", lambda: False)
-    heap = Heap([], SLACK)
+    def touch(*_: object) -> None:
+        raise AssertionError("malloc was touched")
+
+    for name in ("keep_large_blocks", "give_back", "trim"):
+        monkeypatch.setattr(malloc, name, touch)
+    monkeypatch.setattr(malloc, "is_tuned", lambda: False)
+    ledger = Ledger(Tier.HOST, None)
+    heap = Heap([ledger], SLACK)
+    ledger.reserve(2 * IDLE_BYTES, "arrays")
     process(2**60, 0)
     heap.relieve()
+    assert POOL.idle_limit_bytes == 2 * IDLE_BYTES
     heap.settle()
     heap.close()
     assert process.trims == 0
-
-
-@needs_glibc
-def test_resident_memory_grows_with_what_is_written() -> None:
-    before = resident_bytes()
-    block = bytearray(64 * MIB)
-    assert resident_bytes() - before > 60 * MIB
-    del block
