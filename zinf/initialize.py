@@ -15,6 +15,7 @@ from zinf.config import Config, notices
 from zinf.distributed import AbstractGroup, Alone
 from zinf.engine import Engine
 from zinf.jax_modes import Modes
+from zinf.mesh import local_devices
 from zinf.optim.separate import separate
 from zinf.plan import Plan
 from zinf.prepare.devices import on_devices

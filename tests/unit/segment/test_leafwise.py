@@ -158,6 +158,50 @@ def test_so_are_leaves_of_many_keys(monkeypatch, make_key):
     assert len(compiled) == 1
 
 
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+def test_keys_of_all_layers_are_taken_by_the_same_operations(monkeypatch, make_key):
+    operations = set()
+
+    def evaluate(jaxpr, arguments):
+        operations.update((e.primitive.name, str(e.params)) for e in jaxpr.eqns)
+        return compat.evaluate(jaxpr, arguments)
+
+    def num_operations(num_layers):
+        def init_fn():
+            keys = jax.random.split(make_key(0), 50)
+            return [jax.random.normal(key, (16, 8)) for key in keys[:num_layers]]
+
+        operations.clear()
+        assert len(list(initialize(init_fn))) == num_layers
+        # The first slice takes all keys that are used: one operation for any number.
+        return len(operations)
+
+    monkeypatch.setattr(leafwise, "evaluate", evaluate)
+    assert num_operations(40) == num_operations(3)
+
+
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+def test_keys_at_any_position_give_equal_bits(make_key):
+    def init_fn():
+        keys = jax.random.split(make_key(5), 12)
+        grid = jax.random.split(keys[1], (3, 4))
+        taken = [keys[0], keys[-1], grid[1, 2], grid[2, 3], keys[3:9:2][1]]
+        taken += [*keys[4:6], *grid[1:, 3]]
+        counts = jnp.arange(12).reshape(3, 4)
+        return {
+            "bits": [jax.random.bits(key, (100, 8)) for key in taken],
+            "counts": [counts[1:, 2:], counts[::2, 1], counts[2, 0]],
+            "keys": [keys[2:7], keys[1::3], grid[1:, 2:], grid[0]],
+        }
+
+    wanted = named_leaves(jax.jit(init_fn)())
+    found = dict(initialize(init_fn))
+    assert list(found) == list(wanted)
+    for path, leaf in wanted.items():
+        assert found[path].dtype == leaf.dtype
+        np.testing.assert_array_equal(numbers(found[path]), numbers(leaf))
+
+
 @pytest.mark.parametrize("rows", [8, 4096])
 def test_bits_of_narrow_weights_are_not_taken_for_keys(monkeypatch, rows):
     """They look as keys do that are not typed, but as keys they would be many."""

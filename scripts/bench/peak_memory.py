@@ -1,7 +1,7 @@
 """Trains a byte-level GPT on the NVMe tier and prints the process's peak memory.
 
 Run it in a process of its own: what it reports is the most anonymous memory since the
-process began (`memory_peak.py`), with what the interpreter, jax and the compiler take.
+process began (`anonymous_memory.py`), with what the interpreter, jax and the compiler take.
 
     python scripts/bench/peak_memory.py --num-layers 24 --embed-dim 1024 --mlp-dim 5120
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import optax
-from memory_peak import MemoryPeak
+from anonymous_memory import MemoryPeak
 
 import zinf
 from zinf.models import GPTConfig, init_and_loss, num_parameters
