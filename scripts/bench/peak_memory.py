@@ -1,7 +1,8 @@
 """Trains a byte-level GPT on the NVMe tier and prints the process's peak memory.
 
 Run it in a process of its own: what it reports is the most anonymous memory since the
-process began (`anonymous_memory.py`), with what the interpreter, jax and the compiler take.
+process began (`anonymous_memory.py`), with what the interpreter, jax and the compiler
+take.
 
     python scripts/bench/peak_memory.py --num-layers 24 --embed-dim 1024 --mlp-dim 5120
 

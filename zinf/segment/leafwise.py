@@ -3,8 +3,8 @@
 The init function is traced, and each leaf gets the part of the program that computes
 it. Random keys and other small values are evaluated separately, when a leaf needs them.
 The rest of two equal layers is then equal code with different keys, so each distinct
-leaf is compiled once for all layers. So is taking one layer's key from an array of keys:
-its position is an argument.
+leaf is compiled once for all layers. So is taking a layer's key from an array of keys,
+as its position is an argument.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
