@@ -61,6 +61,21 @@ def place(
     return homes
 
 
+def may_rest(residents: Iterable[Resident], capacity_bytes: Mapping[Tier, int]) -> bool:
+    """False if all tiers together are too small for what rests, however it is placed.
+
+    One device holds a part of an array whose share on host or drive is larger: its
+    budget counts by the largest such ratio.
+    """
+    residents = list(residents)
+    ratios = (
+        r.nbytes / r.bytes_on(Tier.DEVICE) for r in residents if r.bytes_on(Tier.DEVICE)
+    )
+    on_device = capacity_bytes[Tier.DEVICE] * max(ratios, default=1.0)
+    elsewhere = capacity_bytes[Tier.HOST] + capacity_bytes[Tier.NVME]
+    return sum(r.nbytes for r in residents) <= on_device + elsewhere
+
+
 def _choose(
     resident: Resident, left: Mapping[Tier, int], persistence_bytes: int
 ) -> Tier:

@@ -20,7 +20,7 @@ from zinf.plan.choose import (
     UnitsFor,
     better_of,
 )
-from zinf.plan.place import Resident, place
+from zinf.plan.place import Resident, may_rest, place
 from zinf.program import Tier
 
 # A tier gives up room for what moves through it in growing steps until the plan fits.
@@ -52,7 +52,11 @@ def build_placed(
         InfeasibleError: even with everything on the slowest tier allowed; with the
             budgets of the arrangement that misses least, on the device to begin with.
     """
+    # One attempt, with all on the slowest tier allowed, says which budgets would do.
+    # For 70B parameters the others take minutes.
     is_fixed = all(resident.tier is not None for resident in residents)
+    is_hopeless = not may_rest(residents, capacity_bytes)
+    num_attempts = 1 if is_fixed or is_hopeless else MAX_ATTEMPTS
 
     def homes(reserve: Mapping[Tier, int]) -> Homes:
         return place(
@@ -62,8 +66,8 @@ def build_placed(
         )
 
     def placements(reserve: dict[Tier, int]) -> Iterator[Homes]:
-        for attempt in range(1, 1 + (1 if is_fixed else MAX_ATTEMPTS)):
-            if attempt == MAX_ATTEMPTS:
+        for attempt in range(1, 1 + num_attempts):
+            if attempt == num_attempts:
                 reserve.update(capacity_bytes)  # all on the slowest tier allowed
             yield homes(reserve)
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -9,13 +10,18 @@ from tests.toy.program import LeafCase, chain
 from zinf.plan import (
     Arrangement,
     Choices,
+    InfeasibleError,
     Keeping,
     Link,
+    Plan,
     Rates,
     Resident,
     StepOptions,
     build_placed,
+    choose,
 )
+from zinf.plan.passage import streamed
+from zinf.plan.place import may_rest
 from zinf.program import ArrayId, ArraySpec, Tier
 
 DEVICE, HOST, NVME = Tier
@@ -118,3 +124,35 @@ def test_where_a_plan_is_long_no_other_placement_is_searched_for(
     made = placed(SLOW, device)
     assert made.options.num_kept < searched.options.num_kept
     assert made.plan.home_bytes[DEVICE] > searched.plan.home_bytes[DEVICE]
+
+
+def test_state_larger_than_all_tiers_together_is_refused_after_one_attempt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Parameters and two moments are 3 matrices a layer."""
+    attempts = []
+
+    def plan(*arguments: Any) -> Plan:
+        attempts.append(arguments)
+        return streamed(*arguments)
+
+    monkeypatch.setattr(choose, "streamed", plan)
+    state = 3 * NUM_LAYERS * MATRIX_BYTES
+    device, host = 6 * MATRIX_BYTES, 6 * MATRIX_BYTES
+    budgets = {"host": host, "keeps": False}
+    with pytest.raises(InfeasibleError) as caught:
+        placed(FAST, device, nvme=state - device - host - 1, **budgets)
+    assert len(attempts) == 1
+    needed = {t: short.needed_bytes for t, short in caught.value.shortages.items()}
+    assert needed == {NVME: state}
+    made = placed(FAST, device, nvme=state, **budgets)
+    assert made.plan.peak_bytes[NVME] <= state
+
+
+@pytest.mark.parametrize("ratio", [1, 4])
+def test_whether_state_has_room_anywhere_counts_one_device_s_part(ratio: int) -> None:
+    array = ArrayId("param", "w")
+    resident = Resident(array, 400, None, 3, device_bytes=400 // ratio)
+    room = {DEVICE: 50, HOST: 100, NVME: 300 - 50 * ratio}
+    assert may_rest([resident], room)
+    assert not may_rest([resident], {**room, NVME: room[NVME] - 1})
