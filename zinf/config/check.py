@@ -131,16 +131,18 @@ def _leaves(
 
 
 def _classified(section: type[Section], key: str, value: Any) -> tuple[Status, str]:
-    field = section.model_fields.get(key)
-    if field is None:
-        hint = did_you_mean(str(key), section.model_fields)
+    reason = section.description_of(key)
+    ignored, field = section.IGNORED.get(key), section.model_fields.get(key)
+    if ignored is not None:
+        status, asks_nothing = ignored.status, not ignored.is_missed(value)
+    elif field is not None:
+        status, asks_nothing = status_of(field), not asks(value, field.default)
+    else:
+        hint = did_you_mean(str(key), section.known_keys())
         return Status.UNKNOWN, f"There is no such key here.{hint}"
-    status, reason = status_of(field), section.description_of(key)
-    if status in (Status.UNSUPPORTED, Status.NO_EFFECT) and (
-        value == "auto" or not asks(value, field.default)
-    ):
+    if status in (Status.UNSUPPORTED, Status.NO_EFFECT) and asks_nothing:
         return Status.AUTOMATIC, "Asks for nothing that zinf does not do."
-    if value == "auto" and status is Status.USED and AUTO in field.metadata:
+    if value == "auto" and status is Status.USED and field and AUTO in field.metadata:
         return Status.AUTOMATIC, f"{ABSENT}{reason}"
     return status, reason
 

@@ -11,7 +11,7 @@ from zinf.config.arguments import TOTAL_STEPS, Key, chosen_values, fill
 from zinf.config.batch import BatchSizes, batch_sizes, batch_violations
 from zinf.config.deepspeed import DeepSpeedKeys
 from zinf.config.load import override, raw_config
-from zinf.config.messages import ConfigError, Notice, Problem, dotted
+from zinf.config.messages import ConfigError, Notice, Problem, without_effect
 from zinf.config.precision import BF16, LossScaling, precision_violations
 from zinf.config.rules import (
     execution_violations,
@@ -34,7 +34,7 @@ from zinf.config.section import Violation
 from zinf.config.size import Threshold
 from zinf.config.stand_in import with_stand_in
 from zinf.config.status import Auto
-from zinf.config.validate import validate
+from zinf.config.validate import overlaps, validate
 from zinf.program import Tier
 
 FP32_BYTES = 4
@@ -85,7 +85,7 @@ class Config(DeepSpeedKeys):
 
     _world_size: int = PrivateAttr(default=1)
     _chosen: dict[Key, Any] = PrivateAttr(default_factory=dict)
-    _left_out: tuple[Notice, ...] = PrivateAttr(default=())
+    _not_done: tuple[Notice, ...] = PrivateAttr(default=())
     _is_told: bool = PrivateAttr(default=False)
 
     @classmethod
@@ -135,12 +135,13 @@ class Config(DeepSpeedKeys):
 
     def _take_over(self, source: "Config", overrides: Sequence[str]) -> None:
         """What is known of a config that this one was made from."""
-        changed = {text.partition("=")[0].strip() for text in overrides}
+        keys = (text.partition("=")[0].strip() for text in overrides)
+        changed = [tuple(key.split(".")) for key in keys]
         for key, value in source._chosen.items():
-            if dotted(key) not in changed:
+            if not overlaps(key, changed):
                 self._chosen.setdefault(key, value)
-        kept = [n for n in source._left_out if dotted(n.path) not in changed]
-        self._left_out = tuple(dict.fromkeys([*kept, *self._left_out]))
+        kept = [n for n in source._not_done if not overlaps(n.path, changed)]
+        self._not_done = tuple(dict.fromkeys([*kept, *self._not_done]))
 
     def told(self) -> "Config":
         """This config, for `zinf.initialize` not to log again what was printed."""
@@ -159,9 +160,9 @@ class Config(DeepSpeedKeys):
         return dict(self._chosen)
 
     @property
-    def left_out(self) -> tuple[Notice, ...]:
-        """What was asked for, is not supported, and was left out."""
-        return self._left_out
+    def not_done(self) -> tuple[Notice, ...]:
+        """What was asked for and is not done: left out, or without effect."""
+        return self._not_done
 
     def model_post_init(self, context: Any) -> None:
         if isinstance(context, Mapping):
@@ -393,5 +394,6 @@ def check_raw(
     if TOTAL_STEPS in filled.open and "steps" not in config.run.model_fields_set:
         config._chosen[TOTAL_STEPS] = config.run.steps
     left_out = [Notice(p.path, f"left out. {p.text}") for p in checked.left_out]
-    config._left_out = (*stand_ins, *left_out) if ignores else ()
+    unsupported = (*stand_ins, *left_out) if ignores else ()
+    config._not_done = (*unsupported, *without_effect(filled.raw, Config))
     return CheckedConfig(config, ())

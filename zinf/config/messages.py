@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from zinf.config.nearest import did_you_mean, nearest
-from zinf.config.section import Section, Violations, unknown_key
+from zinf.config.nearest import did_you_mean, nearest, unknown_key
+from zinf.config.section import Section, Violations
 from zinf.config.status import Status, status_of
 
 KeyPath = tuple[str | int, ...]
@@ -108,7 +108,7 @@ def section_of(
 
 def paths_of(key: str, schema: type[Section], above: str = "") -> Iterator[str]:
     """Dotted paths of all keys of that name."""
-    for name in schema.model_fields:
+    for name in schema.known_keys():
         if name == key:
             yield f"{above}{name}"
         section = schema.section_at(name, {})
@@ -129,9 +129,11 @@ def can_be_left_out(
     for key in path:
         if section is None or not isinstance(key, str):
             return False
+        if key in section.IGNORED:
+            return True
         field = section.model_fields.get(key)
         if field is None:
-            known = [*section.model_fields, *schema.model_fields]
+            known = [*section.known_keys(), *schema.known_keys()]
             return nearest(key, known) is None and not any(paths_of(key, schema))
         if status_of(field) is not Status.USED:
             return True
@@ -140,11 +142,23 @@ def can_be_left_out(
     return False
 
 
+def without_effect(
+    raw: Mapping[str, Any], schema: type[Section], above: KeyPath = ()
+) -> Iterator[Notice]:
+    """The keys of a config of class `schema` that are ignored and ask for something."""
+    for key, value in raw.items():
+        ignored, below = schema.IGNORED.get(key), schema.section_at(key, raw)
+        if ignored and ignored.is_missed(value):
+            yield Notice((*above, key), f"has no effect here. {ignored.sentence}")
+        elif below and isinstance(value, Mapping):
+            yield from without_effect(value, below, (*above, key))
+
+
 def _unknown(path: KeyPath, schema: type[Section], raw: Mapping[str, Any]) -> str:
     section = section_of(path[:-1], schema, raw) or Section
     key = str(path[-1])
     elsewhere = list(paths_of(key, schema))
-    text = unknown_key(key, section.model_fields)
+    text = unknown_key(key, section.known_keys())
     return f"{text} It exists as {', '.join(elsewhere)}." if elsewhere else text
 
 
@@ -156,7 +170,7 @@ def _message(details: dict[str, Any], section: type[Section] | None) -> str:
         options = QUOTED.findall(details["ctx"]["expected"])
         return f"{message}.{did_you_mean(str(details['input']), options)}"
     if section is not None and details["type"].startswith(("model_", "dict_")):
-        return f"must be a mapping with keys among {', '.join(section.model_fields)}."
+        return f"must be a mapping with keys among {', '.join(section.known_keys())}."
     return message if message.endswith("?") else f"{message}."
 
 

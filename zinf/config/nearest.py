@@ -15,3 +15,10 @@ def did_you_mean(name: str, options: Iterable[str], *, cutoff: float = 0.6) -> s
     """ " Did you mean 'x'?", or nothing when no option is near."""
     match = nearest(name, options, cutoff=cutoff)
     return f" Did you mean {match!r}?" if match else ""
+
+
+def unknown_key(key: str, allowed: Iterable[str]) -> str:
+    """The message for a key that is not one of `allowed`."""
+    names = sorted(allowed)
+    hint = did_you_mean(key, names)
+    return f"unknown key.{hint} Allowed keys here: {', '.join(names)}."

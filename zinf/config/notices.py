@@ -15,7 +15,6 @@ from zinf.config.scheduler import (
     WarmupLRParams,
 )
 from zinf.config.section import Section
-from zinf.config.status import Status, asks, status_of
 
 ZERO = "zero_optimization"
 
@@ -39,7 +38,7 @@ def notices(config: Config, *, in_python: bool = False) -> tuple[str, ...]:
     """
     unread = FOR_TRAIN if in_python else ()
     chosen = {k: v for k, v in config.chosen.items() if k[0] not in unread}
-    found = [*config.left_out, *_without_effect(config)]
+    found = [*config.not_done]
     for rule in RULES:
         found.extend(rule(config))
     lines = [chosen_line(chosen)] if chosen else []
@@ -58,18 +57,6 @@ def _is_given(config: Config, key: str) -> bool:
         return False
     value = getattr(config, key)
     return bool(value.model_fields_set) if isinstance(value, Section) else bool(value)
-
-
-def _without_effect(section: Section, above: Key = ()) -> Iterator[Notice]:
-    for key in type(section).model_fields:
-        if key not in section.model_fields_set:
-            continue
-        field, value = type(section).model_fields[key], getattr(section, key)
-        if isinstance(value, Section):
-            yield from _without_effect(value, (*above, key))
-        elif status_of(field) is Status.NO_EFFECT and asks(value, field.default):
-            why = " ".join(section.description_of(key).split())
-            yield Notice((*above, key), f"has no effect here. {why}")
 
 
 # Combinations of keys, one rule each.

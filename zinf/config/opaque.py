@@ -1,14 +1,12 @@
-"""DeepSpeed sections that zinf looks into no further than their keys.
+"""Sections that zinf looks into no further than their keys, as in DeepSpeed 0.19.6.
 
-They are off, moot or automatic as a whole; a mistyped key in them is still an error.
-Keys as in DeepSpeed 0.19.6.
+They are ignored or unsupported as a whole; a mistyped key in them is still an error.
 """
 
-from typing import Annotated, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from pydantic import AfterValidator, ValidationInfo
-
-from zinf.config.section import Violations, unknown_key
+from zinf.config.nearest import unknown_key
 
 KEYS = {
     "autotuning": """
@@ -76,17 +74,14 @@ KEYS = {
     "zeropp_loco_param": "err_beta reset_T",
 }
 
-
-def _check_keys(value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-    allowed = KEYS[str(info.field_name)].split()
-    unknown = [key for key in value if key not in allowed]
-    if unknown:
-        raise Violations(((key,), unknown_key(key, allowed)) for key in unknown)
-    return value
-
-
-Opaque = Annotated[dict[str, Any], AfterValidator(_check_keys)]
-"""A mapping whose keys are those of `KEYS` under the field's name."""
-
 AnyKeys = dict[str, Any]
-"""A mapping whose keys are passed on to something else, such as NVIDIA Apex."""
+"""A mapping of which no type is checked; its keys are, if they are in `KEYS`."""
+
+
+def unknown_below(key: str, value: object) -> Iterator[tuple[str, str]]:
+    """The keys of `value` that are not allowed below `key`, each with a message."""
+    if key in KEYS and isinstance(value, Mapping):
+        allowed = KEYS[key].split()
+        for below in value:
+            if below not in allowed:
+                yield below, unknown_key(below, allowed)

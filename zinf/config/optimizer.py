@@ -1,18 +1,21 @@
 """The `optimizer` section: DeepSpeed's optimizer types with their own parameters."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated
 
 from pydantic import SerializeAsAny
 
+from zinf.config.ignored import TABLE
 from zinf.config.scalar import Count, Flag, Fraction, NonNegative, Number
 from zinf.config.section import Section, Violation
-from zinf.config.status import Auto, Moot, Unsupported
+from zinf.config.status import AUTO, Auto, Status, Unsupported
 from zinf.config.typed import TypedSection
 
 
 class OptimizerParams(Section):
     """What all optimizers take."""
+
+    IGNORED = TABLE["optimizer.params"]
 
     lr: Auto[NonNegative] = 1e-3
     """Learning rate; a scheduler may set it instead."""
@@ -22,15 +25,6 @@ class OptimizerParams(Section):
 
     max_grad_norm: Unsupported[NonNegative] = 0.0
     """Clipping belongs to the engine: set the top-level gradient_clipping instead."""
-
-    fused: Moot[Flag] = None
-    """Fused kernels; XLA fuses."""
-
-    foreach: Moot[Flag] = None
-    """Batched kernels; XLA fuses."""
-
-    capturable: Moot[Flag] = None
-    """CUDA graph capture; XLA compiles the update."""
 
     maximize: Unsupported[Flag] = False
     """Gradient ascent; negate the loss instead."""
@@ -42,6 +36,11 @@ class OptimizerParams(Section):
 class BetaParams(OptimizerParams):
     """What Adam and its relatives take."""
 
+    IGNORED = {
+        **OptimizerParams.IGNORED,
+        **TABLE["optimizer.params of Adam, AdamW and Lamb"],
+    }
+
     betas: Auto[tuple[Fraction, Fraction]] = (0.9, 0.999)
     """Decay rates per step of the first and the second moment."""
 
@@ -51,9 +50,6 @@ class BetaParams(OptimizerParams):
     bias_correction: Unsupported[Flag] = True
     """Moments without bias correction; leave it true."""
 
-    set_grad_none: Moot[Flag] = None
-    """How gradients are cleared; gradients are values, not buffers."""
-
 
 class AdamParams(BetaParams):
     """Adam and AdamW."""
@@ -61,8 +57,8 @@ class AdamParams(BetaParams):
     adam_w_mode: Auto[Flag] = True
     """Decoupled weight decay, https://arxiv.org/abs/1711.05101; false: L2 penalty."""
 
-    torch_adam: Moot[Flag] = None
-    """Which kernel computes the same numbers; XLA compiles the update."""
+    torch_adam: Annotated[Flag | None, Status.MOOT, AUTO] = None
+    """Which kernel of Adam runs; zinf compiles every update."""
 
     fp32_optimizer_states: Unsupported[Flag] = True
     """Moments in the compute dtype; leave it true."""
@@ -89,11 +85,10 @@ class SGDParams(OptimizerParams):
 class LionParams(OptimizerParams):
     """Lion (https://arxiv.org/abs/2302.06675), weight decay decoupled."""
 
+    IGNORED = {**OptimizerParams.IGNORED, **TABLE["optimizer.params of Lion"]}
+
     betas: Auto[tuple[Fraction, Fraction]] = (0.9, 0.99)
     """Rates per step that mix the update and decay the momentum."""
-
-    set_grad_none: Moot[Flag] = None
-    """How gradients are cleared; gradients are values, not buffers."""
 
 
 class AdagradParams(OptimizerParams):
@@ -128,6 +123,8 @@ class LambParams(BetaParams):
 class MuonParams(OptimizerParams):
     """Muon (https://kellerjordan.github.io/posts/muon) for matrices, else Adam."""
 
+    IGNORED = {**OptimizerParams.IGNORED, **TABLE["optimizer.params of Muon"]}
+
     momentum: Auto[Fraction] = 0.95
     """Decay rate per step of the momentum of matrices."""
 
@@ -146,14 +143,8 @@ class MuonParams(OptimizerParams):
     ns_steps: Auto[Count] = 5
     """Newton-Schulz iterations per update."""
 
-    ns_method: Moot[Literal["gram", "standard"]] = None
-    """Two orders of computing the same orthogonal matrix."""
-
     adam_w_mode: Auto[Flag] = True
     """Decoupled weight decay for everything else; false: L2 penalty."""
-
-    torch_adam: Moot[Flag] = None
-    """Which kernel computes the same numbers; XLA compiles the update."""
 
     per_head_muon: Unsupported[Flag] = False
     """One orthogonal matrix per attention head; leave it false."""
@@ -161,6 +152,8 @@ class MuonParams(OptimizerParams):
 
 class Optimizer(TypedSection):
     """The optimizer, with the meaning its parameters have in torch and DeepSpeed."""
+
+    IGNORED = TABLE["optimizer"]
 
     KNOWN = {
         "Adam": AdamParams,
@@ -176,6 +169,3 @@ class Optimizer(TypedSection):
 
     params: SerializeAsAny[OptimizerParams]
     """The parameters of that type."""
-
-    legacy_fusion: Moot[Flag] = None
-    """DeepSpeed's older fused wrapper; XLA fuses."""

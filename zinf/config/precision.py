@@ -6,9 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
+from zinf.config.ignored import TABLE
 from zinf.config.scalar import Count, Flag, NonNegative, Whole
 from zinf.config.section import Section, Violation
-from zinf.config.status import Auto, Automatic, Moot, Unsupported
+from zinf.config.status import Auto, Unsupported
 
 DtypeName = Literal["fp32", "float32", "bf16", "bfloat16", "fp16", "float16"]
 
@@ -40,17 +41,10 @@ class LossScaling:
 class BF16(Section):
     """bfloat16 compute copies of fp32 master parameters."""
 
+    IGNORED = TABLE["bf16"]
+
     enabled: Auto[Flag] = False
     """Compute in bfloat16; masters and optimizer state stay fp32."""
-
-    immediate_grad_update: Moot[Flag] = None
-    """When PyTorch hooks copy gradients; here gradients are values, not buffers."""
-
-    check_grad_overflow: Automatic[Flag] = None
-    """A loss or gradient norm that is not finite always stops the run with an error."""
-
-    check_overflow: Automatic[Flag] = None
-    """What DeepSpeed's documentation calls check_grad_overflow."""
 
     bf16_master_weights_and_grads: Unsupported[Flag] = False
     """Masters in bf16 would change the numerics; zinf keeps them in fp32."""
@@ -61,6 +55,8 @@ class BF16(Section):
 
 class FP16(Section):
     """float16 compute copies of fp32 master parameters, with loss scaling."""
+
+    IGNORED = TABLE["fp16"]
 
     enabled: Auto[Flag] = False
     """Compute in float16 with loss scaling; masters and optimizer state stay fp32."""
@@ -88,9 +84,6 @@ class FP16(Section):
 
     fp16_master_weights_and_grads: Unsupported[Flag] = False
     """Masters in fp16 would change the numerics; zinf keeps them in fp32."""
-
-    fused_mode: Moot[Flag] = None
-    """Which of DeepSpeed's two fp16 wrappers runs; here XLA fuses."""
 
     def violations(self) -> Iterator[Violation]:
         initial = (

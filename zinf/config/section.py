@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Self, get_args
+from typing import Any, ClassVar, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from zinf.config.docstrings import docstrings
-from zinf.config.nearest import did_you_mean
+from zinf.config.ignored import Ignored
+from zinf.config.opaque import unknown_below
 from zinf.config.status import AUTO, Status, asks, status_of
 from zinf.tables import html_table
 
@@ -34,10 +35,19 @@ class Section(BaseModel):
         defer_build=True,
     )
 
+    IGNORED: ClassVar[Mapping[str, Ignored]] = {}
+    """Keys that are allowed beside the fields, and that a section does not keep."""
+
+    @classmethod
+    def known_keys(cls) -> list[str]:
+        """The keys that may be given."""
+        return [*cls.model_fields, *cls.IGNORED]
+
     @classmethod
     def description_of(cls, key: str) -> str:
-        """The docstring of a key, "" if it has none."""
-        return docstrings(cls).get(key, "")
+        """What a key does, "" if nothing says it."""
+        ignored = cls.IGNORED.get(key)
+        return ignored.sentence if ignored else docstrings(cls).get(key, "")
 
     def violations(self) -> Iterator[Violation]:
         """Combinations of keys of this section that cannot be."""
@@ -74,16 +84,23 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _omit_automatic(cls, data: Any) -> Any:
+    def _omit_ignored(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
+        found = [
+            ((key, below), text)
+            for key in cls.known_keys()
+            for below, text in unknown_below(key, data.get(key))
+        ]
+        if found:
+            raise Violations(found)
         return {k: v for k, v in data.items() if not cls._is_omitted(k, v)}
 
     @classmethod
     def _is_omitted(cls, key: Any, value: Any) -> bool:
         field = cls.model_fields.get(key) if isinstance(key, str) else None
         if field is None:
-            return False
+            return key in cls.IGNORED
         if value is None:
             return _section_in(field.annotation) is not None
         return isinstance(value, str) and value == "auto" and AUTO in field.metadata
@@ -119,10 +136,3 @@ def dotted(keys: Mapping[str, Any]) -> dict[str, Any]:
         else:
             found[key] = value
     return found
-
-
-def unknown_key(key: str, allowed: Iterable[str]) -> str:
-    """The message for a key that is not one of `allowed`."""
-    names = sorted(allowed)
-    hint = did_you_mean(key, names)
-    return f"unknown key.{hint} Allowed keys here: {', '.join(names)}."

@@ -1,4 +1,4 @@
-"""How keys are classified: used, automatic, without meaning or effect, unsupported."""
+"""How keys are classified: used, unsupported, or ignored for one of three reasons."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -28,10 +28,6 @@ AUTO = _AcceptsAuto()
 AUTO_WORD = "auto"
 T = TypeVar("T")
 Auto = Annotated[T, AUTO]
-Automatic = Annotated[T | None, Status.AUTOMATIC, AUTO]
-Moot = Annotated[T | None, Status.MOOT, AUTO]
-NoEffect = Annotated[T, Status.NO_EFFECT, AUTO]
-"""Accepted, but whoever asks for more than the default is told so at every start."""
 Unsupported = Annotated[T, Status.UNSUPPORTED, AUTO]
 
 
@@ -49,7 +45,7 @@ def asks(value: object, default: object) -> bool:
     if isinstance(value, Mapping):
         switches = list(_switches(value))
         return any(switches) if switches else bool(value)
-    if value == default:
+    if value in (default, AUTO_WORD):
         return False
     return bool(default) or bool(value)
 

@@ -49,7 +49,8 @@ def validate(
             seen = [problem.path for problem in problems]
             changed = False
             for problem in explain(error, schema, rest):
-                follows = _follows(problem.path, seen)
+                # It may be due to what was left out before.
+                follows = overlaps(problem.path, seen)
                 may_go = can_be_left_out(problem.path, schema, rest)
                 if not follows:
                     kept = left_out if ignores_unsupported and may_go else problems
@@ -63,9 +64,9 @@ def validate(
             return Checked(found, tuple(problems), tuple(left_out))
 
 
-def _follows(path: KeyPath, seen: Sequence[KeyPath]) -> bool:
-    """Whether a problem at `path` may be due to leaving out one of `seen`."""
-    return any(path[: len(s)] == s or s[: len(path)] == path for s in seen)
+def overlaps(path: KeyPath, others: Sequence[KeyPath]) -> bool:
+    """Whether `path` is one of `others`, or above or below one."""
+    return any(path[: len(o)] == o or o[: len(path)] == path for o in others)
 
 
 def _leave_out(raw: dict[str, Any], path: KeyPath) -> bool:

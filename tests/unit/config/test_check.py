@@ -108,7 +108,7 @@ def test_overrides_are_reported_too():
             {
                 "zero_optimization": {
                     "stage": 2,
-                    "offload_optimizer": {"device": "cpu", "pin_memory": False},
+                    "offload_optimizer": {"device": "cpu", "pin_memory": True},
                 }
             },
             "pin_memory: has no effect here",

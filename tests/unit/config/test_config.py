@@ -161,7 +161,7 @@ def sections(section: type[BaseModel]):
 
 def test_every_key_has_a_sentence():
     for section in sections(Config):
-        for name in section.model_fields:
+        for name in section.known_keys():
             description = section.description_of(name)
             assert description.rstrip().endswith("."), f"{section.__name__}.{name}"
 

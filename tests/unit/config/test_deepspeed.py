@@ -110,7 +110,7 @@ SWITCHED_OFF = {
 
 @pytest.mark.parametrize("key", TOP_LEVEL)
 def test_every_top_level_key_of_deepspeed_is_known(key):
-    assert key in Config.model_fields
+    assert key in Config.known_keys()
 
 
 def test_a_hugging_face_config_loads_with_auto_as_its_trainer_has_it():

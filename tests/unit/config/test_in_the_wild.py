@@ -579,7 +579,7 @@ def test_without_what_is_not_supported_every_file_loads_and_says_so(file: File):
     for key in file.refused:
         assert any(line.startswith(f"{key}: ") for line in said), key
     if not file.refused:
-        assert config.left_out == ()
+        assert not any("left out" in line for line in said)
 
 
 @pytest.mark.parametrize(
