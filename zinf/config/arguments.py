@@ -1,7 +1,8 @@
-""" "auto" in a config: filled from a trainer's arguments, or as that trainer would.
+"""Fills in values that are "auto".
 
-Files written for Hugging Face's `Trainer` leave to its arguments what they call "auto".
-A key that is in none of the rows below is as if absent, which zinf's own "auto" means.
+Config files for Hugging Face's `Trainer` write "auto" where the trainer's arguments
+decide. The table below says which argument that is, and its default. A key outside the
+table that is "auto" counts as absent.
 """
 
 import copy
@@ -18,11 +19,11 @@ Key = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A key, and where its value comes from.
+    """A key, and the arguments that its value comes from.
 
     Attributes:
         names: arguments of `transformers.TrainingArguments`; several make a list.
-        default: what those are when nobody gives them; None leaves the key absent.
+        default: the value if no argument is given; None leaves the key absent.
     """
 
     key: Key
@@ -30,7 +31,7 @@ class Row:
     default: Any
 
     def value(self, arguments: Mapping[str, Any]) -> Any:
-        """What the arguments say, or None if they do not."""
+        """The value that the arguments give, or None if none of them is given."""
         given = [arguments.get(name) for name in self.names]
         if all(value is None for value in given):
             return None
@@ -58,16 +59,16 @@ ROWS = (
     Row(("bfloat16", "enabled"), ("bf16",), False),
     Row(("fp16", "enabled"), ("fp16",), False),
 )
-# Keys of schedulers that set the learning rate, whatever the optimizer's is.
+# Keys of schedulers that replace the optimizer's learning rate.
 SCHEDULED = ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")
 
 
 @dataclass(frozen=True, slots=True)
 class Filled:
     """Attributes:
-    raw: the keys and values, with "auto" replaced where a row says by what.
-    given: the keys that an argument gave, or another key.
-    open: the keys that nothing gave, and that have no default.
+    raw: the keys and values, with "auto" replaced for every key in the table.
+    given: the keys whose value came from an argument or from another key.
+    open: the keys that have neither a value nor a default.
     """
 
     raw: dict[str, Any]
@@ -76,12 +77,12 @@ class Filled:
 
 
 def fill(raw: Mapping[str, Any], arguments: Mapping[str, Any] | None = None) -> Filled:
-    """Replaces "auto" by the arguments of a trainer, or by what they usually are.
+    """Replaces "auto" by a trainer's arguments, or by the defaults of those arguments.
 
     Args:
         raw: keys and values, not yet checked.
-        arguments: by the names of `transformers.TrainingArguments`; others, and those
-            that are None, are not read.
+        arguments: by the names of `transformers.TrainingArguments`. Other names, and
+            arguments that are None, are not read.
     """
     given = _steps_resolved(dict(arguments or {}), raw)
     filled, keys, left = copy.deepcopy(dict(raw)), set(), set()
@@ -100,7 +101,7 @@ def fill(raw: Mapping[str, Any], arguments: Mapping[str, Any] | None = None) -> 
         if value is None:
             left.add(row.key)
         if value is not None or row.key == TOTAL_STEPS:
-            # An explicit null there means run.steps; an absent key is refused.
+            # A null total_num_steps means run.steps; an absent one is refused.
             section[name] = list(value) if isinstance(value, tuple) else value
     return Filled(filled, frozenset(keys), frozenset(left))
 
@@ -108,9 +109,9 @@ def fill(raw: Mapping[str, Any], arguments: Mapping[str, Any] | None = None) -> 
 def chosen_values(
     section: Section, raw: Mapping[str, Any], above: Key = ()
 ) -> Iterator[tuple[Key, Any]]:
-    """Keys that the raw config leaves to a trainer as "auto", and what they became.
+    """Keys that are "auto" in the raw config, and the values they have now.
 
-    Keys that zinf decides as it plans are none of them: those became nothing yet.
+    Keys that the plan decides are left out: they have no value yet.
     """
     for key, value in raw.items():
         field = type(section).model_fields.get(key)
@@ -137,7 +138,7 @@ def section_at(raw: Mapping[str, Any], path: Key) -> dict[str, Any] | None:
 
 
 def _steps_resolved(given: dict[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments without those that mean "not given", and a ratio as steps."""
+    """The arguments without a max_steps of -1, and warmup_ratio as warmup_steps."""
     if (given.get("max_steps") or 0) <= 0:
         given.pop("max_steps", None)
     run = section_at(raw, ("run",)) or {}
@@ -148,7 +149,7 @@ def _steps_resolved(given: dict[str, Any], raw: Mapping[str, Any]) -> dict[str, 
 
 
 def _scheduled_lr(raw: Mapping[str, Any]) -> float | None:
-    """The learning rate that a scheduler sets, for an optimizer that leaves it open."""
+    """The learning rate that the scheduler sets, or None."""
     params = section_at(raw, SCHEDULER) or {}
     rates = (params.get(key) for key in SCHEDULED)
     return next((rate for rate in rates if isinstance(rate, int | float)), None)

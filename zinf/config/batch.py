@@ -26,11 +26,10 @@ def batch_sizes(
     *,
     world_size: int = 1,
 ) -> BatchSizes:
-    """Any two of the three sizes imply the third, as in DeepSpeed.
+    """The three sizes, where any two of them imply the third, as in DeepSpeed.
 
-    The batch or the microbatch alone means no accumulation. With neither, the sizes are
-    those of the first batch that comes. Divisions round down; `batch_violations` tells
-    when they had to.
+    The batch or the microbatch alone means no accumulation. With neither, the first
+    batch decides. Divisions round down, and `batch_violations` reports remainders.
     """
     if batch is not None and microbatch is not None and accumulation is None:
         accumulation = batch // (microbatch * world_size)
@@ -49,7 +48,7 @@ def batch_violations(
     *,
     world_size: int = 1,
 ) -> Iterator[Violation]:
-    """Sizes that do not multiply."""
+    """Sizes whose product is not the batch size."""
     sizes = batch_sizes(batch, microbatch, accumulation, world_size=world_size)
     if sizes.batch is None or sizes.microbatch is None:
         return

@@ -24,7 +24,7 @@ ABSENT = "As if absent. "
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One key of the file."""
+    """What zinf does with one key of the file."""
 
     key: str
     value: str
@@ -109,7 +109,7 @@ def _rows(
 
 
 def _with_choices(rows: Iterable[Row], config: Config | None) -> Iterator[Row]:
-    """The rows, where "auto" became a value with that."""
+    """The rows; where "auto" was replaced, the reason names the value."""
     chosen = config.chosen if config else {}
     by_name = {dotted(key): shown(value) for key, value in chosen.items()}
     for row in rows:
@@ -122,7 +122,7 @@ def _with_choices(rows: Iterable[Row], config: Config | None) -> Iterator[Row]:
 def _leaves(
     path: tuple[str, ...], value: Any, status: Status, reason: str
 ) -> Iterator[Row]:
-    """Rows of a key of which zinf knows no sections: one per value below it."""
+    """Rows of a key that is no section of zinf: one per value below it."""
     if isinstance(value, Mapping) and value:
         for key, below in value.items():
             yield from _leaves((*path, str(key)), below, status, reason)
@@ -141,7 +141,7 @@ def _classified(section: type[Section], key: str, value: Any) -> tuple[Status, s
         hint = did_you_mean(str(key), section.known_keys())
         return Status.UNKNOWN, f"There is no such key here.{hint}"
     if status in (Status.UNSUPPORTED, Status.NO_EFFECT) and asks_nothing:
-        return Status.AUTOMATIC, "Asks for nothing that zinf does not do."
+        return Status.AUTOMATIC, "This value asks for nothing that zinf lacks."
     if value == "auto" and status is Status.USED and field and AUTO in field.metadata:
         return Status.AUTOMATIC, f"{ABSENT}{reason}"
     return status, reason

@@ -1,4 +1,4 @@
-"""The whole config, and what the engine reads off it."""
+"""The whole config, and the properties of it that the engine reads."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -108,9 +108,9 @@ class Config(DeepSpeedKeys):
                 those that a given config was loaded for, else 1.
             arguments: what fills in keys that are "auto", by the names of
                 `transformers.TrainingArguments` (`learning_rate`, `max_grad_norm`,
-                `max_steps`, ...), as its `to_dict` gives them. What is not given is as
-                there by default, and `chosen` says what that was.
-            ignore_unsupported: the key of that name, if given.
+                `max_steps`, ...), as its `to_dict` gives them. Those that are not given
+                have that class's defaults, and `chosen` lists them.
+            ignore_unsupported: replaces the key of that name.
 
         Raises:
             ConfigError: a ValueError that names every unknown key, wrong value and
@@ -134,7 +134,7 @@ class Config(DeepSpeedKeys):
         return found.config
 
     def _take_over(self, source: "Config", overrides: Sequence[str]) -> None:
-        """What is known of a config that this one was made from."""
+        """Copies from the config that this one was made from what no key holds."""
         keys = (text.partition("=")[0].strip() for text in overrides)
         changed = [tuple(key.split(".")) for key in keys]
         for key, value in source._chosen.items():
@@ -144,7 +144,7 @@ class Config(DeepSpeedKeys):
         self._not_done = tuple(dict.fromkeys([*kept, *self._not_done]))
 
     def told(self) -> "Config":
-        """This config, for `zinf.initialize` not to log again what was printed."""
+        """A copy whose notices `zinf.initialize` does not log, as they were printed."""
         told = self.model_copy()
         told._is_told = True
         return told
@@ -156,12 +156,12 @@ class Config(DeepSpeedKeys):
 
     @property
     def chosen(self) -> dict[Key, Any]:
-        """What keys became that were "auto", and that no argument gave."""
+        """Keys that were "auto" and that no argument gave, with their values."""
         return dict(self._chosen)
 
     @property
     def not_done(self) -> tuple[Notice, ...]:
-        """What was asked for and is not done: left out, or without effect."""
+        """Keys that ask for what zinf does not do: left out, or without effect."""
         return self._not_done
 
     def model_post_init(self, context: Any) -> None:
@@ -190,12 +190,12 @@ class Config(DeepSpeedKeys):
 
     @property
     def stage(self) -> int:
-        """The ZeRO stage: what is cut on the devices."""
+        """The ZeRO stage: which state is sharded over the devices."""
         return self.zero_optimization.stage
 
     @property
     def gathers_in_group(self) -> bool:
-        """Whether groups of devices hold parameters, and all together the rest."""
+        """Whether each group of devices holds all parameters (ZeRO++ hpZ)."""
         return self.zero_optimization.zero_hpz_partition_size > 1
 
     @property
@@ -210,7 +210,7 @@ class Config(DeepSpeedKeys):
 
     @property
     def activation_tier(self) -> Tier | None:
-        """Tier that inputs of segments wait on for backward; None: placed by budget."""
+        """Tier of segment inputs until backward needs them; None: placed by budget."""
         is_offloaded = self.activation_checkpointing.cpu_checkpointing
         return Tier.HOST if is_offloaded else None
 
@@ -267,12 +267,12 @@ class Config(DeepSpeedKeys):
 
     @property
     def microbatch_size(self) -> int | None:
-        """Samples per microbatch and device; None: as the first batch has it."""
+        """Samples per microbatch and device; None: the first batch decides."""
         return self._sizes.microbatch
 
     @property
     def batch_size(self) -> int | None:
-        """Samples per step; None: as the first batch has it."""
+        """Samples per step; None: the first batch decides."""
         return self._sizes.batch
 
     @property
@@ -367,8 +367,11 @@ def check_raw(
     world_size: int = 1,
     arguments: Mapping[str, Any] | None = None,
 ) -> CheckedConfig:
-    """Makes a config of keys and values: fills in what is "auto", leaves out what is
-    not supported if `ignore_unsupported` says so, and checks the rest."""
+    """Makes a config of keys and values.
+
+    Fills in "auto", leaves out unsupported keys if `ignore_unsupported` is true, and
+    checks the rest.
+    """
     filled = fill(raw, arguments)
     ignores = raw.get("ignore_unsupported") is True
     asked, stand_ins = with_stand_in(filled.raw)

@@ -24,7 +24,7 @@ class ActivationCheckpointing(Section):
     IGNORED = TABLE["activation_checkpointing"]
 
     cpu_checkpointing: Auto[Flag] = False
-    """Keep the inputs of segments in host memory until backward."""
+    """Keep the inputs of segments in host memory until the backward pass."""
 
 
 class Pipeline(Section):
@@ -33,14 +33,14 @@ class Pipeline(Section):
     IGNORED = TABLE["pipeline"]
 
     stages: Unsupported[Count] = 1
-    """Devices that each hold a part of the layers; leave it out."""
+    """Pipeline parallelism; leave it out."""
 
 
 class TensorBoard(Section):
     """Metrics as TensorBoard events."""
 
     enabled: Flag = False
-    """Write events; as run.tensorboard."""
+    """Write events; the same as run.tensorboard."""
 
     output_path: str = ""
     """Folder of all jobs; run.output when empty."""
@@ -89,7 +89,7 @@ class DeepSpeedKeys(Section):
     """float16 compute with loss scaling."""
 
     data_types: DataTypes = Field(default_factory=DataTypes)
-    """Dtypes of what is neither a compute copy nor a master."""
+    """Dtypes of other arrays than compute copies and masters."""
 
     activation_checkpointing: ActivationCheckpointing = Field(
         default_factory=ActivationCheckpointing
@@ -103,13 +103,13 @@ class DeepSpeedKeys(Section):
     """Metrics as TensorBoard events."""
 
     elasticity: Unsupported[AnyKeys | None] = None
-    """Batch sizes that follow the number of devices; give batch sizes instead."""
+    """Batch sizes chosen by the number of devices; give batch sizes instead."""
 
     autotuning: Unsupported[AnyKeys | None] = None
     """Trial runs for the best settings; `zinf plan` predicts them without running."""
 
     managed_gradient_accumulation: Unsupported[Flag] = True
-    """The user decides when to step; here `engine.step` is one optimizer step."""
+    """False lets the user decide when to step; `engine.step` is one optimizer step."""
 
     gradient_allreduce_op: Unsupported[Literal["mean", "sum"]] = "mean"
     """Sum gradients over devices and microbatches; leave it mean, scale the loss."""
@@ -121,7 +121,7 @@ class DeepSpeedKeys(Section):
     """NVIDIA Apex; use bf16 or fp16."""
 
     torch_autocast: Unsupported[AnyKeys | None] = None
-    """Per-operation casts; use bf16 or fp16."""
+    """Casts for each operation; use bf16 or fp16."""
 
     pipeline: Pipeline | None = None
     """Pipeline parallelism."""
@@ -139,10 +139,10 @@ class DeepSpeedKeys(Section):
     """Progressive layer dropping; remove it."""
 
     eigenvalue: Unsupported[AnyKeys | None] = None
-    """Eigenvalues of the loss, for quantisation; remove it."""
+    """Eigenvalues of the Hessian, for quantisation; remove it."""
 
     quantize_training: Unsupported[AnyKeys | None] = None
-    """Mixture of quantisation; remove it."""
+    """Mixture-of-Quantization (MoQ); remove it."""
 
     compression_training: Unsupported[AnyKeys | None] = None
     """Compression while training; remove it."""
@@ -151,10 +151,10 @@ class DeepSpeedKeys(Section):
     """Quantised weights for inference; remove it."""
 
     curriculum_learning: Unsupported[AnyKeys | None] = None
-    """Sequence lengths that grow; remove it."""
+    """Sequences that get longer while training; remove it."""
 
     data_efficiency: Unsupported[AnyKeys | None] = None
-    """Curriculum and random token dropping; remove it."""
+    """Curricula and random layerwise token dropping; remove it."""
 
     hybrid_engine: Unsupported[AnyKeys | None] = None
     """Generation inside training; remove it."""

@@ -1,7 +1,7 @@
 """The docstring of each key of a section: the string below its annotation.
 
 Pydantic's own `use_attribute_docstrings` reads the source when a class is made, which
-took a tenth of the time of `import zinf`. Here the source is read when a description is
+took a tenth of the time of `import zinf`. This module reads it when a description is
 shown.
 """
 
@@ -15,9 +15,9 @@ from itertools import pairwise
 
 @cache
 def docstrings(cls: type) -> Mapping[str, str]:
-    """By name of an annotated attribute of a class, the string that follows it.
+    """For each annotated attribute of a class, the string below it.
 
-    Attributes of base classes are included. Needs the source of the class.
+    Attributes of base classes are included. The source of the class must be there.
     """
     found: dict[str, str] = {}
     for base in reversed(cls.__bases__):

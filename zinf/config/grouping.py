@@ -1,6 +1,6 @@
-"""Which devices a config asks for, before anything else in it is checked.
+"""Which devices a config asks for.
 
-How batch sizes multiply depends on the number of devices, so that is known first.
+This is read before the rest is checked: batch sizes depend on the number of devices.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from zinf.config.section import Section
 class Grouping:
     """Attributes:
     num_replicas: groups of devices that each hold all state.
-    num_shards: devices of a group; None: all that there are.
+    num_shards: devices of a group; None: all devices.
     group_size: devices of a group that holds all parameters, in DeepSpeed's keys.
     """
 
@@ -33,7 +33,7 @@ def grouping(
     source: Mapping[str, Any] | str | Path | Section | None,
     overrides: Sequence[str] = (),
 ) -> Grouping:
-    """What a config says of devices; values that are wrong count as absent.
+    """The grouping that a config asks for; wrong values count as absent.
 
     Raises:
         FileNotFoundError, TypeError, ValueError: the config cannot be read.

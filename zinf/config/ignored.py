@@ -32,8 +32,8 @@ class Ignored:
 
 ON_BY_DEFAULT = ("ratio", "load_from_fp32_weights", "ignore_unused_parameters")
 
-# [section] status
-# keys: sentence, which goes on in lines that are indented
+# A line "[section] status" begins a group of rows "keys: sentence".
+# Indented lines continue a row.
 ROWS = """
 [top level] automatic here
 wall_clock_breakdown: Step times are always in the metrics.

@@ -30,7 +30,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-# YAML 1.1, which PyYAML reads, wants a dot and a sign: it takes 1e-4 for a text.
+# PyYAML reads YAML 1.1, where 1e-4 is a string: a float needs a dot there.
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+"),
@@ -109,7 +109,7 @@ def override(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]
 
 
 def _value(text: str) -> Any:
-    """A value as YAML; what cannot begin a YAML value, such as `*.txt`, is a text."""
+    """A value as YAML; what cannot begin YAML, such as `*.txt`, is a string."""
     if text.strip()[:1] in tuple("*&!%@`"):
         return text.strip()
     return yaml.load(text, _Loader)
@@ -117,7 +117,7 @@ def _value(text: str) -> Any:
 
 def _set(raw: dict[str, Any], path: Sequence[str], value: Any) -> None:
     for depth, key in enumerate(path[:-1]):
-        # Below null a section begins, as below an absent key.
+        # A null section is as an absent one: keys can be set below it.
         below = raw.get(key)
         raw[key] = raw = {} if below is None else below
         if not isinstance(raw, dict):
@@ -126,21 +126,21 @@ def _set(raw: dict[str, Any], path: Sequence[str], value: Any) -> None:
     raw[path[-1]] = value
 
 
-# DeepSpeed reads its files with hjson: comments, and a comma after the last entry, are
-# common in them. Texts come first, so that a "//" in a path is no comment.
+# DeepSpeed reads its files with hjson, so comments and trailing commas are common in
+# them. Strings are matched first, so that a "//" in a path is no comment.
 _NO_JSON = re.compile(
     r""""(?:\\.|[^"\\])*"|//[^\n]*|\#[^\n]*|/\*.*?\*/|,(?=\s*[}\]])""", re.DOTALL
 )
 
 
 def _strict_json(text: str) -> str:
-    """JSON without comments and last commas, each part at the line it was."""
+    """JSON without comments and trailing commas; line numbers stay the same."""
 
     def kept(match: re.Match[str]) -> str:
         part = match.group()
         return part if part.startswith('"') else re.sub(r"[^\n]", " ", part)
 
-    # Comments go first: a comma may be the last one but for a comment after it.
+    # Comments go in the first pass: one may stand between a trailing comma and its "}".
     return _NO_JSON.sub(kept, _NO_JSON.sub(kept, text))
 
 

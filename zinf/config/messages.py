@@ -1,4 +1,4 @@
-"""Errors of a config: every problem with its full key path and what is allowed."""
+"""Messages about a config: every problem has its full key path and what is allowed."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,9 +25,9 @@ LONGEST_VALUE = 60
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong with a config: the key to change, its value if that is wrong.
+    """One thing wrong with a config: the key to change, and its value if that is wrong.
 
-    `is_unsupported` says that training without the key is possible (`can_be_left_out`).
+    `is_unsupported`: training is possible without the key (`can_be_left_out`).
     """
 
     path: KeyPath
@@ -42,7 +42,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """What a user should know of a config that is right: a key and a sentence."""
+    """What a user should know about a key of a valid config."""
 
     path: KeyPath
     text: str
@@ -119,10 +119,10 @@ def paths_of(key: str, schema: type[Section], above: str = "") -> Iterator[str]:
 def can_be_left_out(
     path: KeyPath, schema: type[Section], raw: Mapping[str, Any]
 ) -> bool:
-    """Whether training without the key is what ignoring it would be.
+    """Whether `ignore_unsupported` may leave out the key.
 
-    True of keys that zinf reads nothing from, and of unknown ones that are like none
-    that it knows: those that are may be mistyped.
+    True for keys that change nothing or are unsupported, and for unknown keys. An
+    unknown key that resembles a known one is an exception, as it may be mistyped.
     """
     section: type[Section] | None = schema
     value: Any = raw
@@ -145,7 +145,7 @@ def can_be_left_out(
 def without_effect(
     raw: Mapping[str, Any], schema: type[Section], above: KeyPath = ()
 ) -> Iterator[Notice]:
-    """The keys of a config of class `schema` that are ignored and ask for something."""
+    """A notice for each ignored key that asks for something zinf does not do."""
     for key, value in raw.items():
         ignored, below = schema.IGNORED.get(key), schema.section_at(key, raw)
         if ignored and ignored.is_missed(value):

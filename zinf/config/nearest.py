@@ -5,14 +5,14 @@ from collections.abc import Iterable
 
 
 def nearest(name: str, options: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """The option most like `name` (in any case), or None when none is like it."""
+    """The option most like `name`, upper or lower case; None if none is similar."""
     by_lower_case = {option.lower(): option for option in options}
     matches = difflib.get_close_matches(name.lower(), by_lower_case, 1, cutoff)
     return by_lower_case[matches[0]] if matches else None
 
 
 def did_you_mean(name: str, options: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """ " Did you mean 'x'?", or nothing when no option is near."""
+    """The question " Did you mean 'x'?", or "" if no option is similar."""
     match = nearest(name, options, cutoff=cutoff)
     return f" Did you mean {match!r}?" if match else ""
 

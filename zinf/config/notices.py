@@ -1,4 +1,4 @@
-"""What a config asks for and does not get, though it is right: each in a sentence."""
+"""Notices about a valid config: what it asks for that has no effect."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -19,7 +19,7 @@ from zinf.config.section import Section
 ZERO = "zero_optimization"
 
 
-# What `zinf train` reads and `zinf.initialize` does not.
+# Keys that `zinf train` reads and `zinf.initialize` does not.
 FOR_TRAIN = (
     *("optimizer", "scheduler", "model", "data", "run"),
     *("tensorboard", "steps_per_print"),
@@ -27,14 +27,14 @@ FOR_TRAIN = (
 
 
 def notices(config: Config, *, in_python: bool = False) -> tuple[str, ...]:
-    """What a user should know of a config before it trains, a line each.
+    """What a user should know about a config before it trains, a line each.
 
-    What "auto" became here, what was left out because it is not supported, and what is
-    given without effect.
+    The values chosen for "auto", unsupported keys that were left out, and keys that
+    have no effect.
 
     Args:
-        in_python: a loss and an optax transform are given to `zinf.initialize`, which
-            does not read what a config says of them.
+        in_python: the config is given to `zinf.initialize`, which does not read the
+            keys that its own arguments decide.
     """
     unread = FOR_TRAIN if in_python else ()
     chosen = {k: v for k, v in config.chosen.items() if k[0] not in unread}
@@ -106,7 +106,7 @@ def _replaced_rate(config: Config) -> Iterator[Notice]:
         and "lr" in params.model_fields_set
         and None not in (params.muon_lr, params.adam_lr)
     ):
-        text = "has no effect beside muon_lr and adam_lr, which are of all arrays"
+        text = "has no effect beside muon_lr and adam_lr, which cover all arrays"
         yield Notice(("optimizer", "params", "lr"), f"{text}.")
 
 
@@ -133,7 +133,7 @@ def _no_evaluation(config: Config) -> Iterator[Notice]:
 
 
 def _rate_of(params: SchedulerParams) -> tuple[str, float] | None:
-    """The key of a scheduler that sets the learning rate by itself, and its value."""
+    """The key and the value of the learning rate that a scheduler sets, if it does."""
     match params:
         case WarmupLRParams() | WarmupDecayLRParams() if params.warmup_max_lr:
             return "warmup_max_lr", params.warmup_max_lr
@@ -176,7 +176,7 @@ def chosen_line(chosen: Mapping[Key, Any]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A number, a switch or a list of them, as a config has it."""
+    """A number, a flag or a list of them, as written in a config."""
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(shown, value))}]"
     return str(value).lower() if isinstance(value, bool) else f"{value:g}"

@@ -1,6 +1,7 @@
-"""Sections that zinf looks into no further than their keys, as in DeepSpeed 0.19.6.
+"""The keys of DeepSpeed's sections that are ignored or unsupported as a whole.
 
-They are ignored or unsupported as a whole; a mistyped key in them is still an error.
+zinf reads only flags such as "enabled" in them; a mistyped key is still an error. Keys
+as in DeepSpeed 0.19.6.
 """
 
 from collections.abc import Iterator, Mapping
@@ -75,7 +76,7 @@ KEYS = {
 }
 
 AnyKeys = dict[str, Any]
-"""A mapping of which no type is checked; its keys are, if they are in `KEYS`."""
+"""A mapping whose values are not checked; its keys are, if it is in `KEYS`."""
 
 
 def unknown_below(key: str, value: object) -> Iterator[tuple[str, str]]:

@@ -47,10 +47,10 @@ class BF16(Section):
     """Compute in bfloat16; masters and optimizer state stay fp32."""
 
     bf16_master_weights_and_grads: Unsupported[Flag] = False
-    """Masters in bf16 would change the numerics; zinf keeps them in fp32."""
+    """Masters and gradients in bf16 would change the numerics; masters are fp32."""
 
     bf16_optimizer_states: Unsupported[Flag] = False
-    """Optimizer state in bf16 would change the numerics; zinf keeps the optimizer's."""
+    """Optimizer state in bf16 would change the numerics; the optimizer chooses it."""
 
 
 class FP16(Section):
@@ -83,7 +83,7 @@ class FP16(Section):
     """The dynamic loss scale never falls below this."""
 
     fp16_master_weights_and_grads: Unsupported[Flag] = False
-    """Masters in fp16 would change the numerics; zinf keeps them in fp32."""
+    """Masters and gradients in fp16 would change the numerics; masters are fp32."""
 
     def violations(self) -> Iterator[Violation]:
         initial = (
@@ -112,20 +112,20 @@ class FP16(Section):
 
 
 class DataTypes(Section):
-    """Dtypes of what is neither a compute copy nor a master."""
+    """Dtypes of other arrays than compute copies and masters."""
 
     grad_accum_dtype: Unsupported[Dtype] = "fp32"
-    """Gradients of microbatches add up in fp32; a narrower sum would lose the small."""
+    """Gradients of microbatches are summed in fp32; 16 bits would lose small ones."""
 
     param_dtype: Unsupported[Dtype] = "fp32"
     """Parameters are kept in fp32, whatever the compute precision."""
 
     buffer_dtype: Unsupported[DtypeName | None] = None
-    """Leaves that are no parameters keep the dtype they come with."""
+    """Leaves that are not parameters keep their dtype."""
 
 
 def precision_violations(bf16: BF16, fp16: FP16) -> Iterator[Violation]:
-    """Both precisions at once."""
+    """Both 16-bit precisions at once."""
     if bf16.enabled and fp16.enabled:
         text = "bf16.enabled and fp16.enabled are both true: turn one of them off."
         yield ("fp16", "enabled"), text

@@ -1,4 +1,4 @@
-"""Combinations of sections that cannot be."""
+"""Combinations of sections that contradict each other."""
 
 from collections.abc import Iterator
 
@@ -20,7 +20,7 @@ from zinf.program import Tier
 
 
 def memory_violations(zero: ZeroOptimization, memory: Memory) -> Iterator[Violation]:
-    """An NVMe tier without a folder, or with two opinions about it."""
+    """An NVMe tier without a folder, or with two different ones."""
     offload = {
         "offload_param": (zero.offload_param, zero.param_tier),
         "offload_optimizer": (zero.offload_optimizer, zero.optimizer_tier),
@@ -29,7 +29,7 @@ def memory_violations(zero: ZeroOptimization, memory: Memory) -> Iterator[Violat
         path = ("zero_optimization", key, "nvme_path")
         folder = section.nvme_path if section else None
         if tier not in (None, Tier.NVME):
-            continue  # its folder has no effect
+            continue  # The folder has no effect, which is a notice.
         if tier is Tier.NVME and folder is None and not memory.nvme:
             yield path, "device is nvme: give a folder here, or in memory.nvme."
         if folder is not None and memory.nvme and folder not in memory.nvme:
@@ -49,7 +49,10 @@ def mesh_violations(zero: ZeroOptimization, mesh: MeshAxes) -> Iterator[Violatio
     }
     asked = [path for path, size in given.items() if size > 1]
     if len(asked) > 1:
-        yield asked[1], "is another grouping than zero_hpz_partition_size; keep one."
+        yield (
+            asked[1],
+            "groups devices, and so does zero_hpz_partition_size; keep one.",
+        )
     if asked and (mesh.replica > 1 or mesh.fsdp is not None):
         text = "groups devices, and so does the mesh section. Remove one of them."
         yield asked[0], text
@@ -61,7 +64,7 @@ def execution_violations(
     segment: Segment,
     memory: Memory,
 ) -> Iterator[Violation]:
-    """A fused step that is told to stream; a segment larger than the device."""
+    """A fused step with a tier to stream to; a segment larger than the device."""
     for path, tier in tiers.items():
         if execution == "fused" and tier in (Tier.HOST, Tier.NVME):
             text = "fused keeps everything on the device, but"
@@ -80,7 +83,7 @@ def training_violations(
     if (
         isinstance(params, DecayParams)
         and params.total_num_steps is None
-        # Given as "auto", it is run.steps.
+        # If it was "auto", it is run.steps.
         and "total_num_steps" not in params.model_fields_set
         and "steps" not in run.model_fields_set
     ):
@@ -105,7 +108,7 @@ def model_violations(model: Model | None, data: Data) -> Iterator[Violation]:
         text = f"{data.sequence_length} tokens are more than model.max_length"
         text = f"{text}, which is {model.max_length}"
         yield ("data", "sequence_length"), f"{text}. Lower it, or raise max_length."
-    # Of token arrays each batch is checked when it is read.
+    # Token arrays are checked batch by batch, when they are read.
     paths = () if data.paths == STDLIB else data.paths
     may_be_tokens = any(
         path.suffix.lower() in (".npy", ".bin") or path.is_dir() for path in paths

@@ -1,4 +1,4 @@
-"""The kinds of values that keys take. All are strict: "3" is no number."""
+"""The types of values that keys take. All are strict: "3" is not a number."""
 
 from pathlib import Path
 from typing import Annotated

@@ -17,7 +17,7 @@ from zinf.config.section import Section
 from zinf.config.status import Auto, Unsupported
 from zinf.config.typed import TypedSection
 
-# "auto" is the optimizer's learning rate, which is not what an absent key means.
+# "auto" means the optimizer's learning rate; an absent key may mean another one.
 OptimizerLR = BeforeValidator(lambda value: None if value == "auto" else value)
 
 
@@ -38,7 +38,7 @@ class LRRangeTestParams(SchedulerParams):
     """Steps per interval."""
 
     lr_range_test_step_rate: Auto[NonNegative] = 1.0
-    """Growth per interval, as a share of the minimum."""
+    """Growth per interval, relative to lr_range_test_min_lr."""
 
     lr_range_test_staircase: Auto[Flag] = False
     """Grow at the end of each interval instead of each step."""
@@ -69,10 +69,10 @@ class OneCycleParams(SchedulerParams):
     """Steps per decay interval after the cycle; 0 is no decay."""
 
     decay_lr_rate: Auto[NonNegative] = 0.0
-    """Growth of the learning rate's divisor per decay interval."""
+    """The learning rate is divided by 1 + this times the decay intervals."""
 
     cycle_momentum: Auto[Flag] = True
-    """Move Adam's first beta against the learning rate, hold the second at 0.99."""
+    """Lower Adam's first beta as the learning rate rises; the second is 0.99."""
 
     cycle_min_mom: Auto[Fraction] = 0.8
     """First beta at the peak."""
@@ -105,7 +105,7 @@ class WarmupLRParams(WarmupParams):
 
 
 class DecayParams(WarmupParams):
-    """What schedules take that end."""
+    """What all schedules take that end at some step."""
 
     total_num_steps: Auto[Count | None] = None
     """Steps until the end of the decay; run.steps when absent."""

@@ -26,13 +26,13 @@ class Memory(Section):
 
     device: Auto[Size | None] = None
     """Bytes of each device's memory, such as 120GiB. Absent or auto: 0.9 of what an
-    accelerator reports; of CPU devices, all together 0.35 of the host's memory."""
+    accelerator reports; all CPU devices together have 0.35 of the host's memory."""
 
     host: Auto[Size | None] = None
     """Bytes of host memory that one process may hold. Absent or auto: 0.7 of the
-    machine's memory, or of its container's limit if that is lower; 0.35 if the devices
-    are CPUs, which lie in the same memory, or what memory.device leaves of 0.7.
-    Processes of a run on one machine share it equally."""
+    machine's memory, or of its container's limit if that is lower. CPU devices use the
+    same memory: with them it is 0.35, or what memory.device leaves of 0.7. Processes of
+    a run on one machine share it equally."""
 
     nvme: Annotated[
         tuple[Folder, ...] | None,
@@ -49,9 +49,9 @@ class Memory(Section):
     """How long a drive may take to answer a request before the step fails."""
 
     checksums: Literal["sampled", "full", "off"] = "sampled"
-    """What is summed of what is swapped to nvme, and compared when it comes back: a
-    different sixteenth each time, which costs 1 to 3% of throughput; everything, which
-    costs 4 to 14% on two cores; or nothing."""
+    """Which part of the bytes on the NVMe tier has checksums that reads verify.
+    sampled: a sixteenth, another one at each write, for 1 to 3% of throughput. full:
+    all, for 4 to 14% on two cores. off: none."""
 
     def violations(self) -> Iterator[Violation]:
         folders = self.nvme or ()
@@ -67,8 +67,8 @@ class Segment(Section):
     """Bytes of parameters in one segment; absent or auto: chosen by the plan."""
 
     remat: Literal["auto", "always"] = "auto"
-    """Auto: residuals are kept where there is room and it pays. Always: they are never
-    kept, so that no bit of a result depends on how much room there is."""
+    """auto: segments keep residuals where there is room and the step is faster.
+    always: they never do, so no bit of a result depends on how much room there is."""
 
 
 class MeshAxes(Section):
@@ -78,8 +78,8 @@ class MeshAxes(Section):
     """Groups of devices that each hold all state."""
 
     fsdp: Count | None = None
-    """Devices of a group, among which state is divided; absent: all that there are, but
-    of one process on the CPU, whose other devices are virtual, only the first."""
+    """Devices of a group, among which state is divided. Absent: all devices; one
+    process on the CPU takes only its first, as the others are virtual."""
 
 
 class Model(Section):
@@ -131,7 +131,7 @@ class Model(Section):
     """Stack the parameters of all blocks and run them in a `lax.scan`."""
 
     remat: Flag = False
-    """Recompute blocks in backward also when the step is not streamed."""
+    """Recompute blocks in the backward pass even if the step is not streamed."""
 
     def violations(self) -> Iterator[Violation]:
         heads, kv_heads = self.num_heads, self.num_kv_heads or self.num_heads
@@ -173,7 +173,7 @@ class Data(Section):
     """Files and folders; stdlib: the source of Python's standard library."""
 
     glob: Text | None = None
-    """Pattern of the file names that are read in folders, at any depth; null: all."""
+    """Pattern of the names of files to read in folders, at any depth; null: all."""
 
     field: Text = "text"
     """Name of the text in JSON lines and parquet."""
@@ -182,13 +182,13 @@ class Data(Section):
     """Dtype of the tokens in .bin files; nanoGPT writes uint16."""
 
     cache: Folder | None = None
-    """Where the text of JSON lines and parquet is put once; null: run.output/data."""
+    """Folder for the text of JSON lines and parquet; null: run.output/data."""
 
     sequence_length: Count | None = None
     """Tokens per sample; null: 256, or model.max_length if that is less."""
 
     validation_fraction: Fraction = 0.05
-    """Share of the data that is only evaluated on."""
+    """Share of the data that is used for evaluation only."""
 
     seed: Whole = 0
     """Seed of the order of samples."""

@@ -1,4 +1,4 @@
-"""What every section of a config has in common: it is frozen, strict and documented."""
+"""The base class of all sections of a config: frozen, strict and documented."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +17,7 @@ Violation = tuple[tuple[str, ...], str]
 
 
 class Violations(ValueError):
-    """Everything wrong with one section; pydantic reports it beside its own errors."""
+    """Everything wrong with one section, as an error that pydantic passes on."""
 
     def __init__(self, found: Iterable[Violation]) -> None:
         self.found = tuple(found)
@@ -45,16 +45,16 @@ class Section(BaseModel):
 
     @classmethod
     def description_of(cls, key: str) -> str:
-        """What a key does, "" if nothing says it."""
+        """The sentence about a key, or "" if it has none."""
         ignored = cls.IGNORED.get(key)
         return ignored.sentence if ignored else docstrings(cls).get(key, "")
 
     def violations(self) -> Iterator[Violation]:
-        """Combinations of keys of this section that cannot be."""
+        """Keys of this section that contradict each other."""
         yield from ()
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        """Only keys that were given: all others are the defaults."""
+        """Only keys that were given; all others have their defaults."""
         for name, value in super().__repr_args__():
             if name in self.model_fields_set:
                 yield name, value
@@ -74,9 +74,10 @@ class Section(BaseModel):
     def section_at(
         cls, key: str, siblings: Mapping[str, Any]
     ) -> "type[Section] | None":
-        """The class of the section at `key`, if it is one.
+        """The class of the section at `key`, or None if no section is there.
 
-        `siblings` are the raw values beside it: some sections depend on a type there.
+        `siblings` are the raw values beside `key`: the class of `params` depends on
+        their `type`.
         """
         del siblings
         field = cls.model_fields.get(key)

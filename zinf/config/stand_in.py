@@ -1,4 +1,4 @@
-"""Optimizers that zinf has not, and what trains in their place where a config says
+"""Optimizers that zinf lacks, and which ones replace them if a config says
 `ignore_unsupported`."""
 
 import copy
@@ -10,7 +10,8 @@ from zinf.config.messages import Notice
 
 _COMPRESSED = "cuda_aware comm_backend_name"
 STAND_INS = {
-    # What each approximates by sending fewer bytes, and the parameters for that.
+    # These approximate the other optimizer with fewer bytes exchanged. The parameters
+    # that control the approximation are dropped.
     "OneBitAdam": ("Adam", f"freeze_step {_COMPRESSED}"),
     "ZeroOneAdam": (
         "Adam",
@@ -21,7 +22,7 @@ STAND_INS = {
         "Lamb",
         f"freeze_step coeff_beta factor_max factor_min factor_threshold {_COMPRESSED}",
     ),
-    # The same rule, with learning rates by the width of each layer.
+    # The same update rules, with learning rates that depend on each layer's width.
     "MuAdam": ("Adam", ""),
     "MuAdamW": ("AdamW", ""),
     "MuSGD": ("SGD", ""),
@@ -29,7 +30,7 @@ STAND_INS = {
 
 
 def with_stand_in(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[Notice]]:
-    """The config with an optimizer that zinf has, and what was changed for it."""
+    """The config with an optimizer that zinf has, and a notice if it was replaced."""
     section = section_at(raw, ("optimizer",))
     asked = str(section and section.get("type"))
     by_lower_case = {name.lower(): name for name in STAND_INS}

@@ -21,7 +21,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class _AcceptsAuto:
-    """Marks a key for which "auto", Hugging Face's word, means: as if absent."""
+    """Marks a key for which "auto" means the same as no key."""
 
 
 AUTO = _AcceptsAuto()
@@ -38,9 +38,9 @@ def status_of(field: FieldInfo) -> Status:
 
 
 def asks(value: object, default: object) -> bool:
-    """Whether `value` asks for more than `default`, the one behaviour zinf has.
+    """Whether `value` asks for something other than `default`, which is what zinf does.
 
-    A mapping with switches anywhere inside asks only when one of them is on.
+    A mapping with flags such as "enabled" at any depth asks only if one of them is on.
     """
     if isinstance(value, Mapping):
         switches = list(_switches(value))

@@ -60,6 +60,6 @@ class TypedSection(Section):
     @classmethod
     def _params_of_type(cls, value: Any, info: ValidationInfo) -> Section:
         if "type" not in info.data:
-            # The wrong type is reported; what its parameters are is unknown.
+            # The type is wrong and reported, so its parameters cannot be checked.
             return cls.ANY()
         return cls.KNOWN[info.data["type"]].model_validate(value)

@@ -18,7 +18,7 @@ class Checked(Generic[S]):
     """Attributes:
     config: None if there are problems.
     problems: everything that is wrong.
-    left_out: what is not supported, and was left out instead of refused.
+    left_out: unsupported keys that were left out instead of refused.
     """
 
     config: S | None
@@ -35,9 +35,8 @@ def validate(
 ) -> Checked[S]:
     """The config of class `schema` in `raw`, or None and everything wrong with it.
 
-    Keys are checked one by one and combinations only after them, so wrong keys would
-    hide wrong combinations. Therefore what is wrong is left out and the rest is checked
-    again, until the rest is right.
+    pydantic checks combinations of keys only if every key is right. So keys with
+    problems are removed and the rest is validated again, until no problem is left.
     """
     problems: list[Problem] = []
     left_out: list[Problem] = []
@@ -49,7 +48,7 @@ def validate(
             seen = [problem.path for problem in problems]
             changed = False
             for problem in explain(error, schema, rest):
-                # It may be due to what was left out before.
+                # Removing a key in an earlier round may have caused the problem.
                 follows = overlaps(problem.path, seen)
                 may_go = can_be_left_out(problem.path, schema, rest)
                 if not follows:
@@ -65,12 +64,12 @@ def validate(
 
 
 def overlaps(path: KeyPath, others: Sequence[KeyPath]) -> bool:
-    """Whether `path` is one of `others`, or above or below one."""
+    """Whether `path` is equal to, above or below one of `others`."""
     return any(path[: len(o)] == o or o[: len(path)] == path for o in others)
 
 
 def _leave_out(raw: dict[str, Any], path: KeyPath) -> bool:
-    """Removes the key at `path`, or the section that lacks it. False: there is none."""
+    """Removes the deepest part of `path` that exists; False if no part does."""
     found: tuple[dict[str, Any], Any] | None = None
     value: Any = raw
     for key in path:

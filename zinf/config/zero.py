@@ -69,11 +69,11 @@ class ZeroOptimization(Section):
     """Elements; smaller fp32 arrays (4 bytes each) never go to NVMe."""
 
     zero_hpz_partition_size: Auto[Whole] = 1
-    """Devices of a group that holds all parameters, while other state is divided among
-    all devices (ZeRO++ hpZ); 1: there are no such groups."""
+    """Devices in each group that holds all parameters (ZeRO++ hpZ). Other state is
+    divided among all devices. 1: no groups."""
 
     mics_shard_size: Auto[Annotated[Integer, Field(ge=-1)]] = -1
-    """Devices of a group that holds all state (MiCS); -1: there are no such groups."""
+    """Devices in each group that holds all state (MiCS); -1: no groups."""
 
     zenflow: Unsupported[AnyKeys | None] = None
     """ZenFlow applies gradients late, which changes the numerics; remove it."""
@@ -91,7 +91,7 @@ class ZeroOptimization(Section):
     """Error feedback for quantised gradients, which are not supported; remove it."""
 
     aio: AIO | None = None
-    """Where Hugging Face's documentation has it, and DeepSpeed reads none; as aio."""
+    """The same as aio. Hugging Face documents it here; DeepSpeed does not read it."""
 
     param_persistence_threshold: Auto[Whole | None] = None
     """Another name of stage3_param_persistence_threshold."""
@@ -124,9 +124,9 @@ class ZeroOptimization(Section):
 
     @property
     def nvme_paths(self) -> tuple[Path, ...]:
-        """The folders of both offload sections, each once.
+        """The folders of both offload sections, without duplicates.
 
-        Not those of a section that asks for another tier: nothing is to rest there.
+        The folder of a section that asks for another tier is left out.
         """
         sections = (self.offload_param, self.offload_optimizer)
         asking = [s for s in sections if s and s.device in (None, "nvme")]
