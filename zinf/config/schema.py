@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
 from zinf.config.nearest import did_you_mean
 from zinf.config.scalar import Count, Flag, Folder, Fraction, Seconds, Text, Whole
@@ -18,6 +18,8 @@ BYTE_VALUES = 256
 
 
 def _one_or_many(value: object) -> object:
+    if isinstance(value, list | tuple) and not value:
+        raise ValueError("must have at least 1 folder")
     return (value,) if isinstance(value, str | Path) else value
 
 
@@ -34,11 +36,7 @@ class Memory(Section):
     same memory: with them it is 0.35, or what memory.device leaves of 0.7. Processes of
     a run on one machine share it equally."""
 
-    nvme: Annotated[
-        tuple[Folder, ...] | None,
-        BeforeValidator(_one_or_many),
-        Field(min_length=1),
-    ] = None
+    nvme: Annotated[tuple[Folder, ...] | None, BeforeValidator(_one_or_many)] = None
     """Folders of the NVMe tier, best one per drive."""
 
     nvme_capacity: Auto[Size | None] = None

@@ -61,6 +61,10 @@ def test_a_single_folder_may_be_given_without_a_list():
     assert loaded({}, memory={"nvme": "a"}).nvme_paths == (Path("a"),)
 
 
+def test_no_folder_is_written_as_null_too():
+    assert loaded({}, memory={"nvme": None}).nvme_paths == ()
+
+
 def test_the_folders_of_both_sections_make_the_tier():
     zero = {
         "stage": 3,
