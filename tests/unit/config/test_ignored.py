@@ -11,7 +11,7 @@ from zinf.config.ignored import TABLE, Ignored
 from zinf.config.section import Section
 from zinf.config.typed import TypedSection
 
-ODD_VALUES = (None, "auto", True, False, 0, -1, 1e9, "x", [1], {})
+ODD_VALUES = (None, "auto", True, False, 0, -1, 8, 1e9, "x", [1], {})
 
 
 def sections(

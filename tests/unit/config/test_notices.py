@@ -130,6 +130,9 @@ def test_what_has_no_effect_is_said(raw, key, words):
         {"sparse_gradients": False, "communication_data_type": None},
         {"comms_logger": {"enabled": False, "verbose": True}},
         {"zero_optimization": {"offload_param": {**CPU, "pin_memory": False}}},
+        {"zero_optimization": {"offload_optimizer": {**CPU, "ratio": 1.0}}},
+        {"zero_optimization": {"load_from_fp32_weights": True}},
+        {"zero_optimization": {"ignore_unused_parameters": True}},
         {"zero_optimization": {"offload_param": {"nvme_path": "drive"}}},
         {
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
