@@ -46,7 +46,7 @@ prescale_gradients: Gradients are divided before they are exchanged, because the
 
 [top level] without meaning under XLA
 gradient_predivide_factor: The loss function averages over all devices, which divides.
-compile: XLA compiles every program that zinf runs.
+compile: XLA compiles forward and backward passes.
 timers: zinf has none of DeepSpeed's timers to synchronise.
 log_level: zinf logs through Python's logging.
 seq_parallel_communication_data_type seq_parallel_comm_data_type: zinf does not divide
