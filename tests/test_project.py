@@ -83,17 +83,23 @@ def test_readme_has_two_set_up_commands_that_need_nothing_but_python():
     assert test.endswith("bin/python -m pytest -n 2 --dist worksteal")
 
 
+def run_ci(folder: Path, python: str) -> subprocess.CompletedProcess[str]:
+    """`.ci/run` with a stand-in for `python3`, and a browser that is there already."""
+    for name, content in (("python3", python), ("chromium", "#!/bin/sh\n")):
+        stand_in = folder / name
+        stand_in.write_text(content)
+        stand_in.chmod(0o755)
+    environment = {"PATH": f"{folder}:/usr/local/bin:/usr/bin:/bin"}
+    command = [ROOT / ".ci/run"]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
 def test_ci_runs_the_test_command_of_the_readme(tmp_path):
     """A stand-in for `python3` notes its arguments and ends the README's command."""
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
     log = tmp_path / "log"
-    stand_in = tmp_path / "python3"
-    stand_in.write_text(f'#!/bin/sh\necho "$(pwd): $*" >>{log}\nexit 1\n')
-    stand_in.chmod(0o755)
-    path = f"{tmp_path}:/usr/local/bin:/usr/bin:/bin"
-    ci = [ROOT / ".ci/run"]
-    asked = subprocess.run(ci, env={"PATH": path}, capture_output=True, text=True)
+    asked = run_ci(tmp_path, f'#!/bin/sh\necho "$(pwd): $*" >>{log}\nexit 1\n')
     assert asked.returncode != 0
     fast = set_up_commands()[1]
     slow = f"{fast.split(' && ')[-1]} -m slow"
@@ -109,12 +115,7 @@ def test_ci_ends_with_the_summaries_of_the_test_runner(tmp_path):
     """Stand-ins for the programs of the README's command print one each."""
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
-    stand_in = tmp_path / "python3"
-    stand_in.write_text(STAND_IN)
-    stand_in.chmod(0o755)
-    path = f"{tmp_path}:/usr/local/bin:/usr/bin:/bin"
-    ci = [ROOT / ".ci/run"]
-    asked = subprocess.run(ci, env={"PATH": path}, capture_output=True, text=True)
+    asked = run_ci(tmp_path, STAND_IN)
     assert asked.returncode == 0, asked.stderr
     lines = asked.stdout.splitlines()
     fast, slow = (i for i, line in enumerate(lines) if line.startswith("== the"))
