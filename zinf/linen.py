@@ -88,7 +88,7 @@ class TrainStateEngine(Engine):
     def _optimizer_arrays(self) -> dict[str, ArrayId]:
         """The arrays of the optimizer state by their key path in optax's tree."""
         return {
-            state.optax_path: ArrayId(state.role, leaf.path)
+            state.optax_path: state.array(leaf.path)
             for leaf in self.planner.separated.leaves
             for state in leaf.states
         }

@@ -3,6 +3,7 @@
 Nothing here imports jax or numpy, so that `plan` can be built and tested without them.
 """
 
+import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import prod
@@ -14,6 +15,57 @@ class Tier(StrEnum):
     DEVICE = "device"
     HOST = "host"
     NVME = "nvme"
+
+
+class Role(StrEnum):
+    """What an array is for: the first part of its name.
+
+    Those of PARAM, MASTER and STATE persist between steps, and checkpoints hold them.
+    """
+
+    PARAM = "param"  # in the dtype that the loss computes with
+    MASTER = "master"  # in the dtype that it is kept in, where that is another one
+    STATE = "state"  # of the optimizer; a leaf's are counted by `ArrayId.slot`
+    CONST = "const"  # the loss closed over it
+    VALUE = "value"  # crosses a cut, or is of the batch
+    COTANGENT = "cotangent"  # of a value
+    COTANGENT_PART = "cotangent part"  # to be added to the cotangent
+    GRADIENT = "gradient"  # of a parameter array
+    GRADIENT_PART = "gradient part"  # to be added to the gradient
+    GRADIENT_ROWS = "gradient rows"  # of a `RowSum`, to be added to the gradient
+    ROW_NUMBERS = "row numbers"  # where those rows go
+    NORM = "norm"  # a sum of squares of gradients
+    RESIDUAL = "residual"  # kept from a forward pass for the backward pass
+
+    @property
+    def part(self) -> "Role":
+        """Of what is to be added to an array of this role."""
+        return PARTS[self]
+
+    @property
+    def total(self) -> "Role | None":
+        """Of the sum to which an array of this role is added; None if it is no part."""
+        return TOTALS.get(self)
+
+    @property
+    def lies_as(self) -> "Role":
+        """The role whose arrays lie on the devices as those of this one do."""
+        return LIES_AS.get(self, self)
+
+
+PARTS = {
+    Role.COTANGENT: Role.COTANGENT_PART,
+    Role.GRADIENT: Role.GRADIENT_PART,
+}
+TOTALS = {part: total for total, part in PARTS.items()}
+LIES_AS = {
+    Role.CONST: Role.VALUE,
+    Role.COTANGENT: Role.VALUE,
+    Role.COTANGENT_PART: Role.VALUE,
+    Role.GRADIENT_PART: Role.GRADIENT,
+}
+# The kinds of arrays that persist; the optimizer's have a number: "state0".
+PERSISTENT = re.compile(r"(param|master|state(?=[0-9]))((?<=state)(?:0|[1-9][0-9]*))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +107,19 @@ def covers(rows: Rows, other: Rows) -> bool:
 class ArrayId:
     """The name of an array, the same on every tier.
 
-    `role` says what it is for its owner ("param", "master", "state0", "grad", "value"),
-    `path` whose it is (a parameter's key path such as "blocks/0/mlp/kernel", or a value
-    of the program). `rows` selects rows of the leading dim: a leaf stacked over layers
-    is kept as one array per layer, with `rows=(i, i + 1)`; `None` is the whole array.
-    Values that exist once per microbatch carry its number.
+    `role` says what it is for, `path` whose it is: a parameter's key path such as
+    "blocks/0/mlp/kernel", or a value of the program. `rows` selects rows of the leading
+    dim: a leaf stacked over layers is kept as one array per layer, with
+    `rows=(i, i + 1)`; `None` is the whole array. Values that exist once per microbatch
+    carry its number, arrays of the optimizer state their place (`slot`) in optax's
+    order: those of a leaf are "state0", "state1", ...
     """
 
-    role: str
+    role: Role
     path: str
     rows: Rows = None
     microbatch: int | None = None
+    slot: int | None = None
     _hash: int = field(default=0, init=False, repr=False, compare=False)
     _whole: "ArrayId | None" = field(
         default=None, init=False, repr=False, compare=False
@@ -73,7 +127,7 @@ class ArrayId:
 
     def __post_init__(self) -> None:
         # Planning looks names up millions of times; they are hashed once.
-        name = (self.role, self.path, self.rows, self.microbatch)
+        name = (self.role, self.path, self.rows, self.microbatch, self.slot)
         object.__setattr__(self, "_hash", hash(name))
 
     def __hash__(self) -> int:
@@ -82,7 +136,38 @@ class ArrayId:
     def __str__(self) -> str:
         rows = f"[{self.rows[0]}:{self.rows[1]}]" if self.rows else ""
         batch = f"@{self.microbatch}" if self.microbatch is not None else ""
-        return f"{self.role}/{self.path}{rows}{batch}"
+        return f"{self.kind}/{self.path}{rows}{batch}"
+
+    @property
+    def kind(self) -> str:
+        """Its role, with its place among the optimizer's arrays: "param", "state0"."""
+        return str(self.role) if self.slot is None else f"{self.role}{self.slot}"
+
+    @staticmethod
+    def persistent(kind: str, path: str) -> "ArrayId":
+        """The whole persistent array of a `kind`, as checkpoints name it.
+
+        Raises:
+            ValueError: no persistent array is of that kind.
+        """
+        found = PERSISTENT.fullmatch(kind)
+        if found is None:
+            raise ValueError(f"{kind!r} is no kind of array that persists")
+        role, slot = found.groups()
+        return ArrayId(Role(role), path, slot=int(slot) if slot else None)
+
+    def piece(self, rows: Rows) -> "ArrayId":
+        """The same array, of these rows alone."""
+        return ArrayId(self.role, self.path, rows, self.microbatch, self.slot)
+
+    def of_role(self, role: Role) -> "ArrayId":
+        """The array of another role that belongs to this one."""
+        return ArrayId(role, self.path, self.rows, self.microbatch)
+
+    @property
+    def lies_as(self) -> "ArrayId":
+        """The whole array that lies on the devices as this one, or its whole, does."""
+        return ArrayId(self.role.lies_as, self.path, slot=self.slot)
 
     @property
     def whole(self) -> "ArrayId":
@@ -90,8 +175,7 @@ class ArrayId:
         if self.rows is None:
             return self
         if self._whole is None:
-            whole = ArrayId(self.role, self.path, None, self.microbatch)
-            object.__setattr__(self, "_whole", whole)
+            object.__setattr__(self, "_whole", self.piece(None))
         assert self._whole is not None
         return self._whole
 
@@ -105,11 +189,15 @@ class Leaf:
     is_trainable: bool
     num_rows: int | None = None
 
-    def arrays(self, role: str = "param") -> tuple[ArrayId, ...]:
+    def arrays(self) -> tuple[ArrayId, ...]:
         """The arrays that hold this leaf: one, or one a row when it is stacked."""
+        return self.pieces(ArrayId(Role.PARAM, self.path))
+
+    def pieces(self, whole: ArrayId) -> tuple[ArrayId, ...]:
+        """The arrays that hold a whole array of this leaf, of whatever role."""
         if self.num_rows is None:
-            return (ArrayId(role, self.path),)
-        return tuple(ArrayId(role, self.path, (i, i + 1)) for i in range(self.num_rows))
+            return (whole,)
+        return tuple(whole.piece((i, i + 1)) for i in range(self.num_rows))
 
     def array_spec(self) -> ArraySpec:
         """The spec of each of `arrays()`."""

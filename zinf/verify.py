@@ -24,7 +24,7 @@ from zinf.memory.capacity import host_memory_bytes
 from zinf.mesh import local_devices
 from zinf.prepare.batch import batch_spec, microbatches
 from zinf.prepare.devices import on_devices
-from zinf.program import ArrayId
+from zinf.program import ArrayId, Role
 from zinf.segment.modes import for_training
 from zinf.segment.problem import STATE_PREFIX, Problem
 from zinf.segment.source import named_leaves
@@ -296,7 +296,7 @@ def _gradients(
         engine.step(batch)
         residents = engine.residents
         return {
-            path: np.array(residents.read(ArrayId("state0", path)))
+            path: np.array(residents.read(ArrayId(Role.STATE, path, slot=0)))
             for path, spec in engine.planner.problem.params.items()
             if spec.is_trainable
         }

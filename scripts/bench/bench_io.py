@@ -38,7 +38,7 @@ from rich.table import Table
 
 from zinf.memory.nvme import NvmeStore
 from zinf.memory.pool import POOL
-from zinf.program import ArrayId, ArraySpec
+from zinf.program import ArrayId, ArraySpec, Role
 
 SMALL_BYTES = (256, 4096, 64 * 1024, MIB)
 SMALL_CALLS = 200
@@ -135,7 +135,7 @@ def _bench_small(options: argparse.Namespace, folder: Path) -> dict:
     medians: dict[str, dict[int, float]] = {}
     for nbytes in SMALL_BYTES:
         value = np.zeros(nbytes, np.uint8)
-        array = ArrayId("small", f"{nbytes}")
+        array = ArrayId(Role.VALUE, f"{nbytes}")
         store.create(array, ArraySpec(value.shape, "uint8", 1))
         other = TensorStore._open(folder / f"ts{nbytes}", value.view(np.int32))
         calls: dict[str, Callable[[], object]] = {

@@ -20,7 +20,7 @@ import tensorstore as ts
 
 from zinf.memory import aligned_empty
 from zinf.memory.nvme import Coverage, NvmeStore
-from zinf.program import ArrayId
+from zinf.program import ArrayId, Role
 
 MIB = 2**20
 OPERATIONS = ("overwrite", "read", "mixed")
@@ -55,12 +55,12 @@ class Tier:
             ("l", self.upper),
             ("u", self.upper),
         ):
-            self.store.write(ArrayId("bench", name), content).result()
-        found = self.store.read(ArrayId("bench", "whole")).result()
+            self.store.write(ArrayId(Role.VALUE, name), content).result()
+        found = self.store.read(ArrayId(Role.VALUE, "whole")).result()
         assert np.array_equal(found, self.value)
 
     def run(self, operation: str) -> Cost:
-        store, whole = self.store, ArrayId("bench", "whole")
+        store, whole = self.store, ArrayId(Role.VALUE, "whole")
         match operation:
             case "overwrite":
                 return timed(lambda: store.write(whole, self.value).result())
@@ -69,8 +69,8 @@ class Tier:
         return timed(self._mix)
 
     def _mix(self) -> None:
-        written = self.store.write(ArrayId("bench", "u"), self.upper)
-        self.store.read(ArrayId("bench", "l")).result()
+        written = self.store.write(ArrayId(Role.VALUE, "u"), self.upper)
+        self.store.read(ArrayId(Role.VALUE, "l")).result()
         written.result()
 
     def close(self) -> None:
@@ -155,7 +155,7 @@ class BareLoop:
         writer.join()
 
     def _move(self, name: str, array: np.ndarray, *, write: bool = True) -> None:
-        files = self.tier.store.chunk_files(ArrayId("bench", name))
+        files = self.tier.store.chunk_files(ArrayId(Role.VALUE, name))
         memory = memoryview(array).cast("B")
         size = files[0].stat().st_size
         offsets, lock = iter(range(0, len(memory), self.block)), threading.Lock()

@@ -34,20 +34,20 @@ from zinf.checkpoint.manifest import FILE, checksum_of
 from zinf.interchange import export_safetensors
 from zinf.interchange.safetensors_files import SafetensorsFiles
 from zinf.memory import Residents, StorageError, open_stores
-from zinf.program import ArrayId, ArraySpec, Tier
+from zinf.program import ArrayId, ArraySpec, Role, Tier
 
 REFUSALS = (ValueError, StorageError, FileNotFoundError)
 # A case that takes longer does something that a size in a file told it to.
 MAX_SECONDS = 5.0
 ARRAYS = {
-    ArrayId("param", "embed"): np.arange(24, dtype=np.float32).reshape(8, 3),
-    ArrayId("master", "embed"): np.arange(24, dtype=np.float32).reshape(8, 3) + 0.5,
-    ArrayId("param", "blocks/0/w"): np.linspace(0, 1, 40)
+    ArrayId(Role.PARAM, "embed"): np.arange(24, dtype=np.float32).reshape(8, 3),
+    ArrayId(Role.MASTER, "embed"): np.arange(24, dtype=np.float32).reshape(8, 3) + 0.5,
+    ArrayId(Role.PARAM, "blocks/0/w"): np.linspace(0, 1, 40)
     .reshape(2, 4, 5)
     .astype(ml_dtypes.bfloat16),
-    ArrayId("state0", "embed"): np.zeros((8, 3), np.float32),
-    ArrayId("state1", "scale"): np.array(7, np.float32),
-    ArrayId("param", "none"): np.zeros((0, 3), np.int32),
+    ArrayId(Role.STATE, "embed", slot=0): np.zeros((8, 3), np.float32),
+    ArrayId(Role.STATE, "scale", slot=1): np.array(7, np.float32),
+    ArrayId(Role.PARAM, "none"): np.zeros((0, 3), np.int32),
 }
 SCALARS = {"num_steps": 7, "shared": [{"name": "count", "value": 7}], "rng": None}
 # What somebody might put where a number, a name or a list is expected.
@@ -185,7 +185,7 @@ class Fuzzed:
                 for name, spec in files.specs.items():
                     content = files.read(name, tuple((0, n) for n in spec.shape))
                     path = name.replace(".", "/")
-                    kept = (ArrayId(role, path) for role in ("master", "param"))
+                    kept = (ArrayId(role, path) for role in (Role.MASTER, Role.PARAM))
                     if not any(self.is_right(array, content) for array in kept):
                         return f"{name} was exported other than saved"
         return None

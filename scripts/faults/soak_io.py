@@ -21,7 +21,7 @@ import numpy as np
 from zinf.malloc import anonymous_bytes
 from zinf.memory.nvme import NvmeStore
 from zinf.memory.pool import POOL
-from zinf.program import ArrayId
+from zinf.program import ArrayId, Role
 
 MIB = 2**20
 POOL_BYTES = 64 * MIB
@@ -62,7 +62,7 @@ class Soak:
 
     def _turn(self, index: int) -> None:
         """Read an array, check that it is what was written last, and change it."""
-        array = ArrayId("soak", f"{index}")
+        array = ArrayId(Role.VALUE, f"{index}")
         value = self.store.read(array).result()
         expected = self.counts[index] * NUM_ARRAYS + index
         if not (value == expected).all():
@@ -73,7 +73,9 @@ class Soak:
 
     def _spill(self, number: int) -> None:
         """What a step spills: arrays that come and go."""
-        array = ArrayId("spill", f"{number}", microbatch=int(self.counts[number]))
+        array = ArrayId(
+            Role.COTANGENT, f"{number}", microbatch=int(self.counts[number])
+        )
         self.store.write(array, np.full(100_000, number, np.float32)).result()
         assert (self.store.read(array).result() == number).all()
         self.store.free(array)
@@ -87,7 +89,7 @@ def main() -> None:
     try:
         for index in range(NUM_ARRAYS):
             value = np.full(ARRAY_BYTES // 4, index, np.int32)
-            store.write(ArrayId("soak", f"{index}"), value).result()
+            store.write(ArrayId(Role.VALUE, f"{index}"), value).result()
         _soak(store, options)
     finally:
         store.close()

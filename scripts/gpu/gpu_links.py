@@ -151,7 +151,7 @@ def staged_put(nbytes: int, device: Any) -> Path:
 
 def zinf_put(nbytes: int, device: Any) -> Path:
     memory, program = imported("zinf.memory"), imported("zinf.program")
-    store, array = memory.DeviceStore(device), program.ArrayId("param", "x")
+    store, array = memory.DeviceStore(device), program.ArrayId(program.Role.PARAM, "x")
     source = memory.aligned_empty((nbytes // 4,), np.float32)
     source[:] = 1
 

@@ -30,7 +30,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "scale": (),
     "empty": (0, 4),
 }
-ROLES = {"param": ml_dtypes.bfloat16, "master": np.float32, "state0": np.float32}
+KINDS = {"param": ml_dtypes.bfloat16, "master": np.float32, "state0": np.float32}
 SPREAD = (Tier.NVME, Tier.DEVICE, Tier.HOST)
 
 
@@ -51,8 +51,10 @@ class Placement:
 def contents() -> dict[ArrayId, np.ndarray]:
     random = np.random.default_rng(0)
     return {
-        ArrayId(role, path): np.asarray(random.standard_normal(shape)).astype(dtype)
-        for role, dtype in ROLES.items()
+        ArrayId.persistent(kind, path): np.asarray(
+            random.standard_normal(shape)
+        ).astype(dtype)
+        for kind, dtype in KINDS.items()
         for path, shape in SHAPES.items()
     }
 
@@ -70,7 +72,7 @@ def placed(
     for array in arrays:
         by_layer = array.path == STACKED and layouts.of(array).has_whole_rows
         rows = range(specs[array].shape[0]) if by_layer else ()
-        pieces += [ArrayId(*_name(array), (i, i + 1)) for i in rows] or [array]
+        pieces += [array.piece((i, i + 1)) for i in rows] or [array]
     tiers = placement.tiers
     homes = {piece: tiers[i % len(tiers)] for i, piece in enumerate(pieces)}
     with tempfile.TemporaryDirectory() as folder:
@@ -85,7 +87,3 @@ def placed(
             residents.write(piece, content.copy())
         yield residents
         stores.close()
-
-
-def _name(array: ArrayId) -> tuple[str, str]:
-    return array.role, array.path

@@ -42,7 +42,7 @@ from zinf.plan.schedule import _Schedule
 from zinf.prepare import planner, updates
 from zinf.prepare.keeping import what_may_be_kept
 from zinf.prepare.planner import Planner
-from zinf.program import Tier
+from zinf.program import Role, Tier
 
 DEVICE, HOST, NVME = Tier
 ACCUMULATING = {"gradient_accumulation_steps": 2}
@@ -178,7 +178,7 @@ def train(setting: str, arranged: Arranged) -> Result:
             for x in engine.last_step.plan.instructions
             if isinstance(x.operation, Transfer)
             for array in x.operation.arrays
-            if array.role == "gradient" and array.rows is not None
+            if array.role == Role.GRADIENT and array.rows is not None
         ]
         options = engine._current.arranged.options
         assert options.slack == arranged.slack

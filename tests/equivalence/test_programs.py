@@ -14,7 +14,7 @@ from tests.equivalence.programs import PROGRAMS
 from tests.equivalence.training import streamed_config
 from tests.marks import slow_except
 from zinf.plan import Run
-from zinf.program import ArrayId
+from zinf.program import ArrayId, Role
 from zinf.segment import named_leaves
 
 # As in test_reference: the order of float32 sums. What programs cast to bfloat16
@@ -130,7 +130,7 @@ def test_streamed_gradients_are_those_of_jax(program):
 
 def read_trace(engine, path):
     # A copy: the next step may overwrite what is read on the host.
-    return np.array(engine.residents.read(ArrayId("state0", path)))
+    return np.array(engine.residents.read(ArrayId(Role.STATE, path, slot=0)))
 
 
 def is_run(instruction):

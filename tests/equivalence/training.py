@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from tests.equivalence.models import Model
-from zinf.program import ArrayId
+from zinf.program import ArrayId, Role
 from zinf.segment import named_leaves
 
 STEPS = 20
@@ -101,7 +101,7 @@ def train(
             if optimizer == "sgd" and not gradients:
                 paths = [leaf.path for leaf in engine.planner.separated.leaves]
                 gradients = {
-                    p: np.array(engine.residents.read(ArrayId("state0", p)))
+                    p: np.array(engine.residents.read(ArrayId(Role.STATE, p, slot=0)))
                     for p in paths
                 }
         params = engine.params()

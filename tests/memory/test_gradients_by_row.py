@@ -12,7 +12,7 @@ import zinf
 from tests.equivalence.training import streamed_config
 from zinf.plan import Transfer
 from zinf.prepare import updates
-from zinf.program import Tier
+from zinf.program import Role, Tier
 
 ROWS, COLUMNS = 1024, 128
 MATRIX_BYTES = 4 * ROWS * COLUMNS
@@ -42,7 +42,7 @@ def train(folder: Any, host: int) -> tuple[list[dict[str, Any]], set[Any]]:
         for x in engine.last_step.plan.instructions
         if isinstance(x.operation, Transfer) and x.operation.source == Tier.DEVICE
         for array in x.operation.arrays
-        if array.role == "gradient"
+        if array.role == Role.GRADIENT
     }
     engine.close()
     return metrics, moved

@@ -28,7 +28,7 @@ from zinf.plan import (
 )
 from zinf.plan.cost import duration
 from zinf.prepare.planner import DEFERRED_SHARES, LEADING_SHARES, SLACK
-from zinf.program import ArrayId, Tier
+from zinf.program import ArrayId, Role, Tier
 
 NUM_PROGRAMS = 16
 PLENTY = 10**9
@@ -104,7 +104,9 @@ def _chain(random: Random) -> Toy:
         numel = random.choice([500, 1000, 2000, 4000]) // NUM_BLOCKS
         leaves.append(LeafCase(f"w{i}", num_rows=rows, row_numel=numel))
         output = f"s{i}.0"
-        layers.append(Layer(f"s{i}", (ArrayId("param", f"w{i}"),), (value,), (output,)))
+        layers.append(
+            Layer(f"s{i}", (ArrayId(Role.PARAM, f"w{i}"),), (value,), (output,))
+        )
         value = output
     return make_toy(
         leaves,

@@ -22,7 +22,7 @@ from zinf.memory import NvmeStore, StorageError, aligned_empty
 from zinf.memory.chunk import chunk_shape
 from zinf.memory.nvme import Drive, File, Profile, System, save_profile
 from zinf.memory.zarr_format import numpy_dtype
-from zinf.program import ArrayId, ArraySpec
+from zinf.program import ArrayId, ArraySpec, Role
 
 PAGE_BYTES = 4096
 # Everything is small, so that a few pages show what gigabytes would.
@@ -186,7 +186,7 @@ class Worker:
         return sum(known.spec.nbytes for known in self._known.values())
 
     def _do(self, step: Step) -> None:
-        array = ArrayId("param", f"{self._number}/{step.array}")
+        array = ArrayId(Role.PARAM, f"{self._number}/{step.array}")
         # Who uses one array again waits for it; others go on meanwhile.
         self._finish(array)
         known = self._known.get(array) or self._create(array, step)

@@ -16,10 +16,10 @@ from zinf.memory import NvmeStore
 from zinf.memory.nvme import Profile, save_profile
 from zinf.memory.nvme.profile import PROFILE
 from zinf.memory.storage_error import ADVICE, OTHER_ADVICE, SAME_ADVICE, StorageError
-from zinf.program import ArrayId, ArraySpec
+from zinf.program import ArrayId, ArraySpec, Role
 
-ARRAY = ArrayId("param", "blocks/kernel")
-OTHER = ArrayId("param", "other")
+ARRAY = ArrayId(Role.PARAM, "blocks/kernel")
+OTHER = ArrayId(Role.PARAM, "other")
 
 
 @dataclass(frozen=True)

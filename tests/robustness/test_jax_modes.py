@@ -14,7 +14,7 @@ import pytest
 import zinf
 from zinf import Engine
 from zinf.executor.streamed import StreamedRunner
-from zinf.program import ArrayId
+from zinf.program import ArrayId, Role
 
 DIM, ROWS, STEPS = 8, 16, 3
 EXECUTIONS = ("fused", "streamed")
@@ -162,7 +162,7 @@ def test_with_x64_an_engine_trains_as_jax_does(dtype, rtol, where, execution):
                 assert peak <= engine.plan.peak_bytes[tier]
             runner = engine._current
             if isinstance(runner, StreamedRunner):
-                gradient = ArrayId("gradient", "layers/0/w")
+                gradient = ArrayId(Role.GRADIENT, "layers/0/w")
                 counted = runner.arranged.catalog.nbytes(gradient)
                 assert counted == params["layers"][0]["w"].nbytes
         expected, wanted = train_in_jax(params)

@@ -25,7 +25,7 @@ from tests.robustness.faulty_store import eventually, threads_of
 from zinf.memory import NvmeStore
 from zinf.memory.nvme import Profile, save_profile
 from zinf.memory.storage_error import StorageError
-from zinf.program import ArrayId, ArraySpec
+from zinf.program import ArrayId, ArraySpec, Role
 
 NUM_ARRAYS, NUM_TURNS = 6, 60
 # Small ones, and large ones with and without a rest that does not fill a page.
@@ -59,7 +59,7 @@ class User:
     def __init__(self, store: NvmeStore, folder: Path, number: int, seed: int) -> None:
         self.store = store
         self.folder = folder
-        self.array = ArrayId("param", f"array {number}")
+        self.array = ArrayId(Role.PARAM, f"array {number}")
         self.random = Random(f"{seed} {number}")
         self.rows: list[np.ndarray | None] = []
         self.num_failures = self.num_checks = 0

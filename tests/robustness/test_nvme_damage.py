@@ -32,12 +32,12 @@ from tests.robustness.faulty_store import (
 )
 from zinf.memory.nvme.checksum import NUM_WINDOWS, STRIPE_BYTES, WINDOW_BYTES
 from zinf.memory.storage_error import StorageError
-from zinf.program import ArrayId
+from zinf.program import ArrayId, Role
 
 Make = Callable[..., Bench]
 
 # One file of two stripes and a half.
-LONG = ArrayId("param", "long")
+LONG = ArrayId(Role.PARAM, "long")
 LONG_BYTES = STRIPE_BYTES * 5 // 2
 
 
@@ -183,7 +183,7 @@ def test_a_whole_tier_that_is_deleted_is_named_and_can_be_opened_again(
     bench = make(size)
     bench.fill()
     shutil.rmtree(tmp_nvme)
-    other = ArrayId("param", "new")
+    other = ArrayId(Role.PARAM, "new")
     for ask in (
         bench.read,
         lambda: bench.write(bench.new),

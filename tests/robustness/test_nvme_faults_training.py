@@ -38,13 +38,13 @@ from tests.robustness.small import BATCH, expect_at_rest, loss_fn, on_nvme
 from zinf import Engine
 from zinf.memory.nvme import drive, open_file
 from zinf.memory.storage_error import StorageError
-from zinf.program import ArrayId
+from zinf.program import ArrayId, Role
 
 # Weights are 256 KiB, which do not go through the page cache; biases do.
 DIM = 256
 NUM_STEPS = 5
 STALL_SECONDS = 0.5
-WEIGHT = ArrayId("param", "layers/1/w")
+WEIGHT = ArrayId(Role.PARAM, "layers/1/w")
 
 
 def init() -> dict[str, Any]:

@@ -21,9 +21,9 @@ from zinf.memory.nvme.chunk_file import ChunkFile
 from zinf.memory.nvme.open_file import DIRECT_FROM_BYTES, Mover
 from zinf.memory.nvme.profile import PROFILE, find_profile
 from zinf.memory.nvme.root import ARRAYS, MARKER, Root
-from zinf.program import ArrayId, ArraySpec
+from zinf.program import ArrayId, ArraySpec, Role
 
-W, V = ArrayId("param", "w"), ArrayId("param", "v")
+W, V = ArrayId(Role.PARAM, "w"), ArrayId(Role.PARAM, "v")
 
 
 @pytest.mark.parametrize("coverage", ["off", "full"])

@@ -52,7 +52,7 @@ import os, sys, threading
 from pathlib import Path
 import numpy as np
 from zinf.memory.nvme import NvmeStore, System
-from zinf.program import ArrayId
+from zinf.program import Role, ArrayId
 
 def pwritev(*arguments):
     if (Path(sys.argv[1]) / "hold").exists():
@@ -62,9 +62,9 @@ def pwritev(*arguments):
 
 store = NvmeStore([Path(sys.argv[1])], system=System(pwritev=pwritev))
 for n in range(3):
-    store.write(ArrayId("param", str(n)), np.zeros(99)).result()
+    store.write(ArrayId(Role.PARAM, str(n)), np.zeros(99)).result()
 (Path(sys.argv[1]) / "hold").touch()
-store.write(ArrayId("param", "1"), np.zeros(99)).result()
+store.write(ArrayId(Role.PARAM, "1"), np.zeros(99)).result()
 """
 
 

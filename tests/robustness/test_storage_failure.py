@@ -19,7 +19,7 @@ from zinf.executor.passes import Passes
 from zinf.memory.nvme import NvmeStore
 from zinf.memory.storage_error import StorageError, storage_error
 from zinf.prepare.updates import Updates
-from zinf.program import ArrayId
+from zinf.program import ArrayId, Role
 from zinf.segment import Segment
 
 CLIPPED = {"gradient_clipping": 1.0}
@@ -216,7 +216,7 @@ def test_an_evaluation_that_fails_leaves_no_copy(monkeypatch, tmp_path, start):
 
 def test_a_deleted_file_is_named_and_nothing_is_updated(tmp_path, start):
     engine = start(on_nvme(tmp_path / "nvme", **CLIPPED), batch=draw())
-    array = ArrayId("param", "layers/1/w")
+    array = ArrayId(Role.PARAM, "layers/1/w")
     folder = engine.stores.nvme.folder(array)
     kept = folder.with_name("kept")
     shutil.copytree(folder, kept)

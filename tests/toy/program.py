@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zinf.plan import ArrayUpdate, Catalog, UpdateUnit, count_contributions
-from zinf.program import ArrayId, ArraySpec, Leaf, Program, SegmentSpec, Tier
+from zinf.program import ArrayId, ArraySpec, Leaf, Program, Role, SegmentSpec, Tier
 
 FLOAT_BYTES, HALF_BYTES = 4, 2
 
@@ -57,7 +57,7 @@ class Toy:
         workspace = [(self.workspace_bytes, 2 * self.workspace_bytes)]
         counts = count_contributions(self.program, num_microbatches)
         num_segments = len(self.program.segments)
-        consts = {ArrayId("const", n): Tier.DEVICE for n in self.program.consts}
+        consts = {ArrayId(Role.CONST, n): Tier.DEVICE for n in self.program.consts}
         return Catalog(
             self.program,
             self.specs,
@@ -92,9 +92,9 @@ class Toy:
     def homes(self, param: Tier, state: Tier) -> dict[ArrayId, Tier]:
         """Parameters on one tier; masters and optimizer state on another."""
         return {
-            a: param if a.role == "param" else state
+            a: param if a.role == Role.PARAM else state
             for a in self.specs
-            if a.role != "const"
+            if a.role != Role.CONST
         }
 
     def bytes_of(self, *roles: str) -> int:
@@ -152,7 +152,7 @@ def make_toy(
         all_leaves, segments, values, batch, consts, outputs[0], outputs[1:]
     )
     specs = _specs(all_leaves, is_mixed=is_mixed, num_states=num_states)
-    specs.update({ArrayId("const", name): values[name] for name in consts})
+    specs.update({ArrayId(Role.CONST, name): values[name] for name in consts})
     updates = _updates(program, is_mixed, num_states, block_rows)
     return Toy(program, specs, updates, workspace_bytes, is_fine)
 
@@ -166,7 +166,7 @@ def chain(num_layers: int, *, leaf: LeafCase | None = None, **options: object) -
         leaves.append(LeafCase(path, base.num_rows, base.row_numel))
         output = f"layer{i}.0"
         layers.append(
-            Layer(f"layer{i}", (ArrayId("param", path),), (value,), (output,))
+            Layer(f"layer{i}", (ArrayId(Role.PARAM, path),), (value,), (output,))
         )
         value = output
     return make_toy(leaves, layers, **options)
@@ -197,11 +197,13 @@ def _specs(
     for leaf in leaves:
         spec = leaf.array_spec()
         wide = ArraySpec(spec.shape, "f4", FLOAT_BYTES)
-        specs.update(dict.fromkeys(leaf.arrays("param"), spec))
+        specs.update(dict.fromkeys(leaf.arrays(), spec))
         if leaf.is_trainable:
-            roles = [f"state{i}" for i in range(num_states)]
-            for role in [*(["master"] if is_mixed else []), *roles]:
-                specs.update(dict.fromkeys(leaf.arrays(role), wide))
+            wholes = [ArrayId(Role.MASTER, leaf.path)] if is_mixed else []
+            slots = range(num_states)
+            wholes += [ArrayId(Role.STATE, leaf.path, slot=i) for i in slots]
+            for whole in wholes:
+                specs.update(dict.fromkeys(leaf.pieces(whole), wide))
     return specs
 
 
@@ -241,13 +243,13 @@ def _update(
     array: ArrayId, rows: tuple[int, int] | None, is_mixed: bool, num_states: int
 ) -> ArrayUpdate:
     stored = rows or array.rows
-    compute = ArrayId("param", array.path, stored)
+    compute = ArrayId(Role.PARAM, array.path, stored)
     return ArrayUpdate(
-        gradient=ArrayId("gradient", array.path, array.rows),
+        gradient=ArrayId(Role.GRADIENT, array.path, array.rows),
         rows=rows,
-        master=ArrayId("master", array.path, stored) if is_mixed else compute,
+        master=ArrayId(Role.MASTER, array.path, stored) if is_mixed else compute,
         states=tuple(
-            ArrayId(f"state{i}", array.path, stored) for i in range(num_states)
+            ArrayId(Role.STATE, array.path, stored, slot=i) for i in range(num_states)
         ),
         compute=compute if is_mixed else None,
     )

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.toy.program import Layer, LeafCase, Toy, make_toy
 from zinf.plan import StepOptions
-from zinf.program import ArrayId, Tier
+from zinf.program import ArrayId, Role, Tier
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def toys(draw: st.DrawFn) -> Toy:
     for i in range(num_layers):
         is_last = i == num_layers - 1
         params = draw(st.lists(st.sampled_from(arrays), unique=True, max_size=3))
-        if is_last and ArrayId("param", "w0") not in params:
+        if is_last and ArrayId(Role.PARAM, "w0") not in params:
             params += [a for a in leaves[0].leaf(4).arrays() if a not in params]
         inputs = draw(st.lists(st.sampled_from(made), unique=True, max_size=3))
         if is_last:
@@ -83,7 +83,7 @@ def cases(draw: st.DrawFn) -> Case:
     # Arrays are placed one by one: neighbours need not rest together.
     choose = Random(draw(st.integers(0, 2**16)))
     tiers = draw(st.lists(st.sampled_from(list(Tier)), min_size=1, max_size=3))
-    homes = {a: choose.choice(tiers) for a in toy.specs if a.role != "const"}
+    homes = {a: choose.choice(tiers) for a in toy.specs if a.role != Role.CONST}
     late = draw(st.sampled_from([0.0, 0.5, 1.0]))
     numbers = range(len(toy.units(homes)))
     options = StepOptions(

@@ -11,7 +11,7 @@ import zinf
 from tests.robustness.small import DIM, content, draw, init, loss_fn, on_nvme
 from zinf.memory import StorageError, aligned_empty
 from zinf.plan import Link
-from zinf.program import ArrayId, Tier
+from zinf.program import ArrayId, Role, Tier
 
 FUSED = {"execution": "fused"}
 STREAMED = {"execution": "streamed", "segment": {"remat": "always"}}
@@ -213,7 +213,7 @@ def test_frozen_leaves_stay_bitwise_and_have_no_optimizer_state(config, start):
     found = engine.params()
     chex.assert_trees_all_equal(found["layers"][0], initial["layers"][0], strict=True)
     assert not np.array_equal(found["layers"][1]["w"], initial["layers"][1]["w"])
-    owners = {a.path for a in engine.residents.specs if a.role.startswith("state")}
+    owners = {a.path for a in engine.residents.specs if a.role == Role.STATE}
     assert owners == {"layers/1/w", "layers/1/b", "out"}
 
 
@@ -384,9 +384,9 @@ def test_two_engines_do_not_share_a_folder(start, tmp_path):
 
 def test_arrays_are_read_by_name_from_any_tier(start, tmp_path):
     engine = start(on_nvme(tmp_path / "nvme"), batch=draw())
-    found = engine.residents.read(ArrayId("param", "out"))
+    found = engine.residents.read(ArrayId(Role.PARAM, "out"))
     np.testing.assert_array_equal(found, engine.params()["out"])
-    rows = engine.residents.read(ArrayId("param", "out", (2, 5)))
+    rows = engine.residents.read(ArrayId(Role.PARAM, "out", (2, 5)))
     np.testing.assert_array_equal(rows, found[2:5])
 
 

@@ -8,7 +8,6 @@ import pytest
 
 import zinf
 from tests.robustness.small import DIM, content, draw, init, loss_fn, on_nvme
-from zinf.program import ArrayId
 
 BF16 = {"bf16": {"enabled": True}}
 CLIPPED = {"gradient_clipping": 1.0}
@@ -43,7 +42,7 @@ def test_an_array_is_read_and_set_on_any_tier(name, tmp_path):
         (state,) = (
             leaf.states for leaf in engine.planner.separated.leaves if leaf.path == path
         )
-        mu, nu = (engine.residents.read(ArrayId(s.role, path)) for s in state)
+        mu, nu = (engine.residents.read(s.array(path)) for s in state)
         np.testing.assert_array_equal(engine.get(path, "mu"), mu)
         np.testing.assert_array_equal(engine.get(path, "nu"), nu)
 

@@ -102,7 +102,7 @@ def chunk_name(index: Index) -> str:
 
 def folder_name(array: ArrayId) -> str:
     """The folder of an array in a checkpoint: `role/key path`, escaped."""
-    return "/".join(map(_escape, (array.role, *array.path.split("/"))))
+    return "/".join(map(_escape, (array.kind, *array.path.split("/"))))
 
 
 def _escape(name: str) -> str:

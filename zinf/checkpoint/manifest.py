@@ -143,7 +143,7 @@ def _entry(array: ArrayId, stored: StoredArray) -> dict[str, Any]:
     assert len(stored.checksums) == stored.grid.num_chunks
     spec = stored.grid.spec
     return {
-        "role": array.role,
+        "role": array.kind,
         "path": array.path,
         "shape": spec.shape,
         "dtype": spec.dtype,

@@ -118,12 +118,15 @@ def _entry(item: Any) -> tuple[ArrayId, StoredArray]:
 
 
 def _name(item: Any) -> ArrayId:
-    role, path = _typed(item, "role", str), _typed(item, "path", str)
+    kind, path = _typed(item, "role", str), _typed(item, "path", str)
     try:
-        f"{role}/{path}".encode()
+        f"{kind}/{path}".encode()
     except UnicodeEncodeError as error:
         raise _Wrong("a name is no text") from error
-    return ArrayId(role, path)
+    try:
+        return ArrayId.persistent(kind, path)
+    except ValueError as error:
+        raise _Wrong(str(error)) from error
 
 
 def _spec(item: Mapping[str, Any]) -> ArraySpec:

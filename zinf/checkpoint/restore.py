@@ -41,7 +41,7 @@ def blocks_to_restore(
     for start in range(first - first % step, end, step):
         rows = max(start, first) - first, min(start + step, end) - first
         is_all = rows == (0, share.spec.shape[0])
-        yield array if is_all else ArrayId(array.role, array.path, rows)
+        yield array if is_all else array.piece(rows)
 
 
 def begin_restore(

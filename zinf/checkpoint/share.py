@@ -54,7 +54,7 @@ class Share:
         step, num_rows = self.grid.chunk[0], self.spec.shape[0]
         for start in range(0, num_rows, step):
             rows = (start, min(start + step, num_rows))
-            block = ArrayId(self.array.role, self.array.path, rows)
+            block = self.array.piece(rows)
             if self.place(block) is not None:
                 found.append(self.array if rows == (0, num_rows) else block)
         return found

@@ -13,7 +13,7 @@ from zinf.jaxpr.keys import to_words
 from zinf.memory import Stores, to_devices
 from zinf.plan import Plan, initial_copies, value
 from zinf.prepare.batch import microbatches
-from zinf.program import ArrayId, Program
+from zinf.program import ArrayId, Program, Role
 from zinf.segment import KEY, Segment, Segmented
 from zinf.sharding import Layouts
 
@@ -43,11 +43,11 @@ class Passes:
         They may depend on the shape of the batch: a causal mask, say.
         """
         for name, content in self.segmented.consts.items():
-            self._put_on_device(ArrayId("const", name), content)
+            self._put_on_device(ArrayId(Role.CONST, name), content)
 
     def free_consts(self) -> None:
         for name in self.segmented.consts:
-            array = ArrayId("const", name)
+            array = ArrayId(Role.CONST, name)
             if self.stores.device.contains(array):
                 self.stores.device.free(array)
 

@@ -42,7 +42,7 @@ from zinf.plan import (
 )
 from zinf.prepare.joint import JointUpdate, UnitParts
 from zinf.prepare.sums import accumulated, accumulated_rows, sum_squares
-from zinf.program import ArrayId, Program, SegmentSpec, Tier
+from zinf.program import ArrayId, Program, Role, SegmentSpec, Tier
 from zinf.segment import Segment
 from zinf.sharding import Layouts
 
@@ -272,12 +272,14 @@ class _StepRun:
         self.write_computed(targets, (*outputs, *kept, *gradients, *inward))
 
     def cotangents(self, spec: SegmentSpec, microbatch: int) -> list[Any]:
-        names = [ArrayId("cotangent", n, None, microbatch) for n in spec.active_outputs]
+        names = [
+            ArrayId(Role.COTANGENT, n, None, microbatch) for n in spec.active_outputs
+        ]
         return [self.read(array, Tier.DEVICE) for array in names]
 
     def value(self, name: str, microbatch: int) -> ArrayId:
         if name in self.work.program.consts:
-            return ArrayId("const", name)
+            return ArrayId(Role.CONST, name)
         return value(name, microbatch)
 
     def accumulate(self, operation: Accumulate) -> None:
@@ -291,7 +293,7 @@ class _StepRun:
                 rows = part, self.read(numbers[source], Tier.DEVICE)
                 total = accumulated_rows(total, *rows, layout)
             else:
-                is_wide = target.role == "gradient"
+                is_wide = target.role == Role.GRADIENT
                 total = accumulated(total, part, is_wide=is_wide)
             self.write_computed([target], [total])
 

@@ -19,6 +19,7 @@ from zinf.plan import Instruction
 from zinf.prepare.batch import microbatches
 from zinf.prepare.fused import FusedProgram, batch_shardings, fused_evaluation
 from zinf.prepare.planner import Fused
+from zinf.program import Role
 from zinf.segment.problem import Problem
 from zinf.sharding import placed_layout, whole_layout
 
@@ -116,7 +117,7 @@ class FusedRunner(AbstractRunner):
         params = [
             self.stores.device.read(a).result()
             for a in self.program.arrays
-            if a.role == "param"
+            if a.role == Role.PARAM
         ]
         batches, stacked_keys = self.placed(*self.inputs(batch, keys))
         return float(np.mean(self._evaluate(params, batches, stacked_keys)))

@@ -12,7 +12,7 @@ from zinf.interchange.tensors import AbstractTensors, read_bytes, stream
 from zinf.memory import Residents
 from zinf.optim.separate import LeafUpdate
 from zinf.prepare.updates import cpu_device
-from zinf.program import ArrayId, ArraySpec
+from zinf.program import ArrayId, ArraySpec, Role
 from zinf.sharding import Box
 
 
@@ -96,7 +96,7 @@ class _Placing:
         shape = self.params[path].master.shape
         if not shape:
             return 1
-        has_rows = self.residents.layouts.of(ArrayId("param", path)).has_whole_rows
+        has_rows = self.residents.layouts.of(ArrayId(Role.PARAM, path)).has_whole_rows
         update = self.updates.get(path)
         if not has_rows or (update is not None and not update[1].is_elementwise):
             return max(1, shape[0])
@@ -129,11 +129,11 @@ class _Placing:
         kept = rounded(content, spec.master.dtype.name, name=path)
         compute = kept.astype(spec.compute.dtype, copy=False)
         if spec.has_master:
-            self.residents.write(ArrayId("master", path, rows), kept)
-        self.residents.write(ArrayId("param", path, rows), compute)
+            self.residents.write(ArrayId(Role.MASTER, path, rows), kept)
+        self.residents.write(ArrayId(Role.PARAM, path, rows), compute)
         if path in self.updates:
             number, update = self.updates[path]
             states = self.separated.init_state(number, kept, device=self.device)
             for state, value in zip(update.states, states, strict=True):
-                array = ArrayId(state.role, path, rows)
+                array = state.array(path, rows)
                 self.residents.write(array, np.asarray(value))

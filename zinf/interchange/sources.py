@@ -13,7 +13,7 @@ from zinf.checkpoint.saved import Saved
 from zinf.engine import Engine
 from zinf.interchange.tensors import AbstractTensors, block_bytes, block_of_chunks
 from zinf.memory.chunk import chunk_shape
-from zinf.program import ArrayId, Tier
+from zinf.program import ArrayId, Role, Tier
 from zinf.sharding import Box
 
 # Parts consist of whole chunks up to this size. Larger parts are cut across chunks, and
@@ -54,7 +54,7 @@ class EngineTensors(AbstractTensors):
     def read(self, name: str, box: Box) -> np.ndarray:
         array, shape = self._arrays[name], self.specs[name].shape
         if box != whole_box(shape):
-            array = ArrayId(array.role, array.path, box[0])
+            array = array.piece(box[0])
         return np.ascontiguousarray(self._residents.read(array)).reshape(
             [high - low for low, high in box]
         )
@@ -104,9 +104,9 @@ def parameters(source: Engine | Saved) -> AbstractTensors:
 
 def kept(arrays: Iterable[ArrayId]) -> dict[str, ArrayId]:
     """The array to export for each leaf, by key path: its master, or else its param."""
-    masters = {array.path: array for array in arrays if array.role == "master"}
+    masters = {array.path: array for array in arrays if array.role == Role.MASTER}
     return {
         array.path: masters.get(array.path, array)
         for array in arrays
-        if array.role == "param"
+        if array.role == Role.PARAM
     }

@@ -184,4 +184,4 @@ class Residents:
             assert piece.rows is not None
             low, high = max(start, piece.rows[0]), min(stop, piece.rows[1])
             if low < high:
-                yield piece, ArrayId(piece.role, piece.path, (low, high))
+                yield piece, piece.piece((low, high))

@@ -27,7 +27,7 @@ from zinf.plan import (
     Update,
 )
 from zinf.plan.instruction import Operation
-from zinf.program import Tier
+from zinf.program import Role, Tier
 
 Event = dict[str, Any]
 
@@ -150,14 +150,14 @@ def kind(operation: Operation) -> str:
 
 def _moved(transfer: Transfer) -> str:
     roles = {array.role for array in transfer.arrays}
-    has_state = any(role.startswith("state") for role in roles)
-    if roles & {"param", "master"}:
+    has_state = Role.STATE in roles
+    if roles & {Role.PARAM, Role.MASTER}:
         return "parameters and state" if has_state else "parameters"
     if has_state:
         return "optimizer state"
-    if any(role.startswith("gradient") for role in roles):
+    if any(role.lies_as == Role.GRADIENT for role in roles):
         return "gradients"
-    return "norm" if "norm" in roles else "activations"
+    return "norm" if Role.NORM in roles else "activations"
 
 
 def array_names(instruction: Instruction) -> list[str]:

@@ -28,15 +28,20 @@ from zinf.optim.coupling import dependencies
 from zinf.optim.elementwise import at_shape, is_elementwise
 from zinf.optim.ownership import Ownership, find_owners
 from zinf.optim.transform import Transform, trace_transform
+from zinf.program import ArrayId, Role, Rows
 
 
 @dataclass(frozen=True)
 class State:
-    """A state array of a leaf; roles are "state0", "state1", ... in optax's order."""
+    """A state array of a leaf; `slot` counts those of the leaf in optax's order."""
 
-    role: str
+    slot: int
     spec: jax.ShapeDtypeStruct
     optax_path: str
+
+    def array(self, path: str, rows: Rows = None) -> ArrayId:
+        """Its name, of the leaf `path` or of rows of it."""
+        return ArrayId(Role.STATE, path, rows, slot=self.slot)
 
 
 @dataclass(frozen=True)
@@ -173,7 +178,7 @@ def separate(
     leaves = []
     for i, (path, spec) in enumerate(traced.leaves.items()):
         own = [traced.states[k] for k in ownership.of_leaf[i]]
-        states = [State(f"state{n}", x, name) for n, (name, x) in enumerate(own)]
+        states = [State(n, x, name) for n, (name, x) in enumerate(own)]
         num_arrays = 2 + len(own)
         blockwise = is_elementwise(
             inits[i], shape=spec.shape, num_arrays=1

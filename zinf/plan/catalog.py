@@ -2,21 +2,15 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 
 from zinf.plan.cost import Rates
 from zinf.plan.instruction import NO_EXCHANGE, Exchange, Rows
-from zinf.program import ArrayId, ArraySpec, Program, Tier
+from zinf.program import ArrayId, ArraySpec, Program, Role, Tier
 
 FLOAT32_BYTES = 4
-# Roles of arrays that lie on the devices as others do.
-PART_OF = {
-    "cotangent": "value",
-    "cotangent part": "value",
-    "gradient part": "gradient",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +31,7 @@ class ArrayUpdate:
     @property
     def gradient_rows(self) -> ArrayId:
         """The rows of the gradient that it reads."""
-        return replace(self.gradient, rows=self.rows) if self.rows else self.gradient
+        return self.gradient.piece(self.rows) if self.rows else self.gradient
 
     @property
     def operands(self) -> tuple[ArrayId, ...]:
@@ -128,7 +122,7 @@ class Catalog:
 
     Attributes:
         specs: of persistent arrays, by their home id.
-        device_parts: by role ("value" for cotangents too) and path, what one device has
+        device_parts: by `ArrayId.lies_as`, what one device has
             of an array over the share, where that is not 1.
         workspace: `(forward, backward)` device bytes of each segment.
         exchange: what these passes send between devices, if there are several.
@@ -142,7 +136,7 @@ class Catalog:
     num_contributions: Counter = field(default_factory=Counter)
     rates: Rates = field(default_factory=Rates)
     keeping: Mapping[int, Keeping] = field(default_factory=dict)
-    device_parts: Mapping[tuple[str, str], Fraction] = field(default_factory=dict)
+    device_parts: Mapping[ArrayId, Fraction] = field(default_factory=dict)
     exchange: Sequence[tuple[Exchange, Exchange]] = ()
 
     def exchange_of(self, k: int) -> tuple[Exchange, Exchange]:
@@ -158,7 +152,7 @@ class Catalog:
         """The names of what segment `k` keeps of a microbatch."""
         name = self.program.segments[k].name
         return tuple(
-            ArrayId("residual", f"{name}/{i}", None, microbatch)
+            ArrayId(Role.RESIDUAL, f"{name}/{i}", None, microbatch)
             for i in range(len(self.keeping[k].residuals))
         )
 
@@ -166,10 +160,10 @@ class Catalog:
         """The names of the rows and numbers of the `i`-th row sum of segment `k`."""
         path = f"{self.program.segments[k].name}/{i}"
         rest = path, None, microbatch
-        return ArrayId("gradient rows", *rest), ArrayId("row numbers", *rest)
+        return ArrayId(Role.GRADIENT_ROWS, *rest), ArrayId(Role.ROW_NUMBERS, *rest)
 
     @cached_property
-    def _row_sum_bytes(self) -> dict[tuple[str, str], int]:
+    def _row_sum_bytes(self) -> dict[tuple[Role, str], int]:
         found = {}
         for k, segment in enumerate(self.program.segments):
             for i, row_sum in enumerate(segment.row_sums):
@@ -192,25 +186,24 @@ class Catalog:
         if found is None:
             found = self._share_bytes(array)
             if tier == Tier.DEVICE and self.device_parts:
-                kind = PART_OF.get(array.role, array.role)
-                found = int(found * self.device_parts.get((kind, array.path), 1))
+                found = int(found * self.device_parts.get(array.lies_as, 1))
             self._found_bytes[array, tier] = found
         return found
 
     def _share_bytes(self, array: ArrayId) -> int:
-        if array.role in ("value", "cotangent", "cotangent part"):
+        if array.role in (Role.VALUE, Role.COTANGENT, Role.COTANGENT_PART):
             return self.program.values[array.path].nbytes
-        if array.role == "residual":
+        if array.role == Role.RESIDUAL:
             return self._residual_bytes[array.path]
-        if array.role in ("gradient rows", "row numbers"):
+        if array.role in (Role.GRADIENT_ROWS, Role.ROW_NUMBERS):
             return self._row_sum_bytes[array.role, array.path]
-        if array.role == "norm":
+        if array.role == Role.NORM:
             return FLOAT32_BYTES
-        if array.role in ("gradient", "gradient part"):
+        if array.role.lies_as == Role.GRADIENT:
             spec = self.param_spec(array)
             counted = {(array.path, rows) for rows in (array.rows, None)}
             accumulates = any(self.num_contributions[key] > 1 for key in counted)
-            wide = array.role == "gradient" and accumulates
+            wide = array.role == Role.GRADIENT and accumulates
             itemsize = max(FLOAT32_BYTES, spec.itemsize) if wide else spec.itemsize
             return spec.nbytes // spec.itemsize * itemsize
         if array in self.specs:
@@ -220,7 +213,7 @@ class Catalog:
 
     def param_spec(self, gradient: ArrayId) -> ArraySpec:
         """The spec of the parameter array that a gradient is of."""
-        array = ArrayId("param", gradient.path, gradient.rows)
+        array = ArrayId(Role.PARAM, gradient.path, gradient.rows)
         if array in self.specs or array.rows is None:
             return self.specs[array]
         return self.specs[array.whole].rows(*array.rows)
@@ -262,12 +255,12 @@ def count_contributions(program: Program, num_microbatches: int) -> Counter:
 
 
 def gradient_of(array: ArrayId) -> ArrayId:
-    return ArrayId("gradient", array.path, array.rows)
+    return array.of_role(Role.GRADIENT)
 
 
 def value(name: str, microbatch: int) -> ArrayId:
-    return ArrayId("value", name, None, microbatch)
+    return ArrayId(Role.VALUE, name, None, microbatch)
 
 
 def norm_of(segment: str) -> ArrayId:
-    return ArrayId("norm", segment)
+    return ArrayId(Role.NORM, segment)

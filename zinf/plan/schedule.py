@@ -33,7 +33,7 @@ from zinf.plan.instruction import (
 )
 from zinf.plan.job import Job, JobList
 from zinf.plan.updates import Updates
-from zinf.program import ArrayId, SegmentSpec, Tier
+from zinf.program import ArrayId, Role, SegmentSpec, Tier
 
 # Rows are summed by number, and the sums cast, beside what they are added to.
 ROW_SUM_COPIES = 3
@@ -136,7 +136,8 @@ class _Schedule:
     ) -> tuple[Copy, ...]:
         consts = set(self.program.consts)
         values = [
-            ArrayId("const", n) if n in consts else value(n, m) for n in segment.inputs
+            ArrayId(Role.CONST, n) if n in consts else value(n, m)
+            for n in segment.inputs
         ]
         return tuple((a, Tier.DEVICE) for a in (*params, *values))
 
@@ -170,7 +171,7 @@ class _Schedule:
 
     def backward(self, k: int, m: int) -> None:
         outputs = self.program.segments[k].active_outputs
-        cotangents = [ArrayId("cotangent", n, None, m) for n in outputs]
+        cotangents = [ArrayId(Role.COTANGENT, n, None, m) for n in outputs]
         kind = Pass.KEPT if k in self.keeps else Pass.BACKWARD
         self.run_backward(k, m, kind, cotangents, ())
 
@@ -193,7 +194,7 @@ class _Schedule:
         ]
         gradients += [numbers for _, numbers in sums.values()]
         inward = [
-            self.landing(ArrayId("cotangent", n, None, m), is_gradient=False)
+            self.landing(ArrayId(Role.COTANGENT, n, None, m), is_gradient=False)
             for n in segment.active_inputs
         ]
         params = segment.params if kind == Pass.LOSS else segment.read_backward
@@ -216,8 +217,9 @@ class _Schedule:
             flops=flops,
             exchange=self.catalog.exchange_of(k)[1],
         )
-        parts = [a for a in (*gradients, *inward) if a.role.endswith("part")]
-        targets = [ArrayId(a.role.removesuffix(" part"), *_rest(a)) for a in parts]
+        totals = {a: a.role.total for a in (*gradients, *inward)}
+        parts = [a for a, total in totals.items() if total]
+        targets = [a.of_role(total) for a, total in totals.items() if total]
         targets += map(gradient_of, sums)
         if targets:
             rows = list(sums.values())
@@ -228,7 +230,7 @@ class _Schedule:
 
         A narrow gradient that accumulates always lands beside: its accumulator is wide.
         """
-        part = ArrayId(f"{target.role} part", *_rest(target))
+        part = target.of_role(target.role.part)
         if is_gradient:
             spec = self.catalog.param_spec(target)
             total = self.catalog.num_contributions[target.path, target.rows]
@@ -286,7 +288,3 @@ class _Schedule:
     def is_complete(self, gradient: ArrayId) -> bool:
         counted = (gradient.path, gradient.rows)
         return self.contributed[counted] == self.catalog.num_contributions[counted]
-
-
-def _rest(array: ArrayId) -> tuple:
-    return array.path, array.rows, array.microbatch

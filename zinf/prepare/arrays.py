@@ -7,7 +7,7 @@ import jax
 from zinf.config import Config
 from zinf.optim.separate import Separated
 from zinf.plan import Catalog, Resident
-from zinf.program import ArrayId, ArraySpec, Leaf, Program, Tier
+from zinf.program import ArrayId, ArraySpec, Leaf, Program, Role, Tier
 from zinf.segment.problem import Problem
 
 # How often a step moves an array that rests away from where it is used.
@@ -19,11 +19,11 @@ def array_specs(problem: Problem, separated: Separated) -> dict[ArrayId, ArraySp
     specs = {}
     states = {leaf.path: leaf.states for leaf in separated.leaves}
     for path, param in problem.params.items():
-        specs[ArrayId("param", path)] = _spec(param.compute)
+        specs[ArrayId(Role.PARAM, path)] = _spec(param.compute)
         if param.has_master:
-            specs[ArrayId("master", path)] = _spec(param.master)
+            specs[ArrayId(Role.MASTER, path)] = _spec(param.master)
         for state in states.get(path, ()):
-            specs[ArrayId(state.role, path)] = _spec(state.spec)
+            specs[state.array(path)] = _spec(state.spec)
     return specs
 
 
@@ -46,7 +46,7 @@ def piece_specs(
             else:
                 specs[whole] = spec
     for name in program.consts:
-        specs[ArrayId("const", name)] = program.values[name]
+        specs[ArrayId(Role.CONST, name)] = program.values[name]
     return specs
 
 
@@ -55,9 +55,9 @@ def residents(catalog: Catalog, config: Config) -> list[Resident]:
     found = []
     readers = catalog.program.first_readers()
     for array, spec in catalog.specs.items():
-        if array.role == "const":
+        if array.role == Role.CONST:
             asked, moves = Tier.DEVICE, PARAM_MOVES
-        elif array.role == "param":
+        elif array.role == Role.PARAM:
             asked, moves = config.param_tier, PARAM_MOVES
         else:
             asked, moves = config.optimizer_tier, STATE_MOVES
@@ -81,8 +81,8 @@ def kept_off_nvme(
     asked["offload_optimizer"] = config.optimizer_tier
     kept: dict[str, list[ArrayId]] = {key: [] for key in asked}
     for array in homes:
-        if array.role != "const":
-            is_param = array.role == "param"
+        if array.role != Role.CONST:
+            is_param = array.role == Role.PARAM
             kept["offload_param" if is_param else "offload_optimizer"].append(array)
     sections = [
         key
@@ -110,4 +110,4 @@ def _spec(abstract: jax.ShapeDtypeStruct) -> ArraySpec:
 def _pieces(whole: ArrayId, leaf: Leaf) -> list[ArrayId]:
     if leaf.num_rows is None:
         return [whole]
-    return list(leaf.arrays(whole.role))
+    return list(leaf.pieces(whole))

@@ -7,7 +7,7 @@ for a machine that is not there can be read as well as one that runs.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from zinf.plan import ArrayUpdate, Instruction, Pass, Run, Update
@@ -124,7 +124,7 @@ def _update_bytes(made: Streamed, update: ArrayUpdate) -> int:
 
     own = made.updates.own_parts.get(update)
     rows = update.rows or update.gradient.rows
-    gradient = replace(update.gradient, rows=rows)
+    gradient = update.gradient.piece(rows)
     nbytes = device_bytes(gradient) if own is None else own.nbytes
     return nbytes + sum(map(device_bytes, (*update.operands, *update.results)))
 

@@ -22,7 +22,7 @@ from zinf.optim.separate import Separated
 from zinf.optim.update import update_function
 from zinf.prepare.arrays import array_specs
 from zinf.prepare.sums import sum_dtype
-from zinf.program import ArrayId
+from zinf.program import ArrayId, Role
 from zinf.segment.problem import Problem
 from zinf.segment.source import named_leaves
 from zinf.sharding import Layout, Layouts, as_cut, batch_layout, cut, gather
@@ -66,7 +66,7 @@ def compile_fused(
     updates = _leaf_updates(problem, separated, layouts)
     trained = [leaf.path for leaf in separated.leaves]
 
-    gradient_forms = {p: layouts.of(ArrayId("gradient", p)) for p in trained}
+    gradient_forms = {p: layouts.of(ArrayId(Role.GRADIENT, p)) for p in trained}
     specs = {
         array: jax.ShapeDtypeStruct(layouts.of(array).padded, spec.dtype)
         for array, spec in array_specs(problem, separated).items()
@@ -87,7 +87,9 @@ def compile_fused(
         loss_scale: Any,
     ) -> tuple[list[Any], Mapping[str, Any]]:
         arrays = dict(zip(ids, values, strict=True))
-        params = OrderedDict((p, arrays[ArrayId("param", p)]) for p in problem.params)
+        params = OrderedDict(
+            (p, arrays[ArrayId(Role.PARAM, p)]) for p in problem.params
+        )
         grads, losses, extra = _accumulate(
             problem, trained, params, batch, keys, loss_scale, num_microbatches, layouts
         )
@@ -131,7 +133,7 @@ def compile_fused(
 
 def fused_evaluation(problem: Problem, layouts: Layouts) -> Callable:
     """`(params, batches, keys) -> losses`, of what a fused step has on the devices."""
-    forms = [layouts.of(ArrayId("param", p)) for p in problem.params]
+    forms = [layouts.of(ArrayId(Role.PARAM, p)) for p in problem.params]
 
     def losses(params: Sequence[Any], batches: Any, keys: Any) -> Any:
         wholes = [gather(x, form) for x, form in zip(params, forms, strict=True)]
@@ -168,8 +170,8 @@ def _accumulate(
     layouts: Layouts,
 ) -> tuple[dict[str, Any], Any, Any]:
     """Gradients summed over microbatches in order, losses and other outputs stacked."""
-    forms = {p: layouts.of(ArrayId("param", p)) for p in params}
-    gradient_forms = {p: layouts.of(ArrayId("gradient", p)) for p in trained}
+    forms = {p: layouts.of(ArrayId(Role.PARAM, p)) for p in params}
+    gradient_forms = {p: layouts.of(ArrayId(Role.GRADIENT, p)) for p in trained}
 
     def scaled_loss(values: Mapping[str, Any], microbatch: Any, key: Any) -> Any:
         arguments = OrderedDict(
@@ -221,7 +223,9 @@ def _leaf_updates(
 ) -> list[Callable]:
     """For each trained leaf, a function from all arrays to its new ones."""
     masters = [
-        ArrayId("master" if problem.params[x.path].has_master else "param", x.path)
+        ArrayId(
+            Role.MASTER if problem.params[x.path].has_master else Role.PARAM, x.path
+        )
         for x in separated.leaves
     ]
     shapes = [(i, layouts.of(master).padded) for i, master in enumerate(masters)]
@@ -232,9 +236,9 @@ def _leaf_updates(
         spec = problem.params[leaf.path]
         copy_dtype = spec.compute.dtype if spec.has_master else None
         function = update_function(shared.body, copy_dtype)
-        states = [ArrayId(s.role, leaf.path) for s in leaf.states]
+        states = [s.array(leaf.path) for s in leaf.states]
         results = [master, *states]
-        results += [ArrayId("param", leaf.path)] if spec.has_master else []
+        results += [ArrayId(Role.PARAM, leaf.path)] if spec.has_master else []
 
         def update(
             arrays: Arrays,

@@ -50,7 +50,7 @@ from zinf.prepare.resources import Resources
 from zinf.prepare.shrink import Limits, is_worth_trying, reasons, tighter
 from zinf.prepare.uncollected import uncollected
 from zinf.prepare.updates import Updates, compile_program_updates
-from zinf.program import ArrayId, ArraySpec, Program, Tier
+from zinf.program import ArrayId, ArraySpec, Program, Role, Tier
 from zinf.segment import (
     Segment,
     Segmented,
@@ -158,7 +158,7 @@ class Planner:
     def param_bytes(self) -> int:
         """Of all parameters, in the precision that they are computed with."""
         specs = self.array_specs().items()
-        return sum(spec.nbytes for array, spec in specs if array.role == "param")
+        return sum(spec.nbytes for array, spec in specs if array.role == Role.PARAM)
 
     def plan_batch(self, batch: Any) -> Streamed | Fused:
         """The plan for a batch of all processes, with nothing placed yet."""
@@ -314,7 +314,7 @@ class Planner:
         here = {
             path
             for path in by_row | frozen
-            if self.layouts.of(ArrayId("param", path)).has_whole_rows
+            if self.layouts.of(ArrayId(Role.PARAM, path)).has_whole_rows
         }
         fixed = frozen if trains else set(self.problem.params)
         return segment_loss(source, frozen=fixed, splittable=here, max_bytes=max_bytes)
@@ -332,7 +332,9 @@ class Planner:
     def accumulates(self, program: Program) -> frozenset[ArrayId]:
         """The parameter arrays whose gradient is a sum over several passes."""
         counts = count_contributions(program, self.config.num_microbatches)
-        return frozenset(ArrayId("param", *key) for key, n in counts.items() if n > 1)
+        return frozenset(
+            ArrayId(Role.PARAM, *key) for key, n in counts.items() if n > 1
+        )
 
     def stream_segments(
         self,
@@ -384,7 +386,7 @@ class Planner:
             choices = replace(choices, keepings=keepings)
         rest = updates.units, capacity, options, choices
         if homes is not None:
-            consts = [ArrayId("const", name) for name in program.consts]
+            consts = [ArrayId(Role.CONST, name) for name in program.consts]
             homes = {**homes, **dict.fromkeys(consts, Tier.DEVICE)}
             arranged = build_at_home(replace(catalog, homes=homes), *rest)
         else:
@@ -455,8 +457,8 @@ class Planner:
     ) -> Catalog:
         """What the forward pass of another program than that of training reads."""
         segments, layouts = compiled.segments, compiled.layouts
-        arrays = {a: t for a, t in training.plan.homes.items() if a.role != "const"}
-        consts = [ArrayId("const", name) for name in program.consts]
+        arrays = {a: t for a, t in training.plan.homes.items() if a.role != Role.CONST}
+        consts = [ArrayId(Role.CONST, name) for name in program.consts]
         homes = {**arrays, **dict.fromkeys(consts, Tier.DEVICE)}
         wholes = self.array_specs()
         specs = {

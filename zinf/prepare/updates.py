@@ -28,7 +28,7 @@ from zinf.optim.update import (
 from zinf.plan import NO_EXCHANGE, ArrayUpdate, Exchange, UpdateUnit
 from zinf.prepare.exchange import exchange_of
 from zinf.prepare.sums import sum_dtype
-from zinf.program import ArrayId, Program, Tier
+from zinf.program import ArrayId, Program, Role, Tier
 from zinf.segment.problem import Problem
 from zinf.sharding import Layout, Layouts
 from zinf.sharding.zero import STATE_STAGE
@@ -339,14 +339,14 @@ def _array_update(
     stored = rows or array.rows
     has_master = problem.params[array.path].has_master
     return ArrayUpdate(
-        gradient=ArrayId("gradient", array.path, array.rows),
+        gradient=ArrayId(Role.GRADIENT, array.path, array.rows),
         rows=rows,
-        master=ArrayId("master" if has_master else "param", array.path, stored),
+        master=ArrayId(Role.MASTER if has_master else Role.PARAM, array.path, stored),
         states=tuple(
-            ArrayId(s.role, array.path, stored if leaf.is_elementwise else None)
+            s.array(array.path, stored if leaf.is_elementwise else None)
             for s in leaf.states
         ),
-        compute=ArrayId("param", array.path, stored) if has_master else None,
+        compute=ArrayId(Role.PARAM, array.path, stored) if has_master else None,
     )
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from zinf.jaxpr import Graph, Piece, Shared, share, variables
 from zinf.jaxpr.compat import Atom, Equation, Literal, Var
 from zinf.jaxpr.keys import in_words, to_words
-from zinf.program import ArrayId, ArraySpec, Leaf, Program, SegmentSpec
+from zinf.program import ArrayId, ArraySpec, Leaf, Program, Role, SegmentSpec
 from zinf.segment.cut import choose_cuts, read_tape
 from zinf.segment.flops import equation_flops
 from zinf.segment.index import index_by_literals
@@ -241,7 +241,7 @@ class _Builder:
         arrays = [self.arrays[v] for v in draft.params]
         tiles = [a for a in arrays if a.rows and a.path not in self.stacked]
         if len(tiles) == 1:
-            return str(replace(tiles[0], role="")).removeprefix("/")
+            return str(tiles[0]).removeprefix(f"{Role.PARAM}/")
         rows = {a.rows for a in arrays if a.rows}
         if len(rows) == 1:
             arrays = [a for a in arrays if a.rows]

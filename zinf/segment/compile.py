@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
-from zinf.program import ArrayId, ArraySpec, RowSum, SegmentSpec
+from zinf.program import ArrayId, ArraySpec, Role, RowSum, SegmentSpec
 from zinf.segment.build import Segmented, array_spec
 from zinf.segment.executables import BodyExecutables
 from zinf.segment.halved import HalvedExecutables
@@ -191,7 +191,7 @@ def compile_segments(
     for spec, shared in zip(specs, segmented.shared, strict=True):
         params = tuple(map(layouts.of, spec.params))
         inputs = tuple(values[name] for name in spec.inputs)
-        trained = [replace(array, role="gradient") for array in spec.trained_params]
+        trained = [a.of_role(Role.GRADIENT) for a in spec.trained_params]
         gradients = tuple(map(layouts.of, trained))
         sums = tuple(array in accumulates for array in spec.trained_params)
         key = spec.body, params, inputs, gradients, sums

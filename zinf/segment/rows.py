@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from zinf.jaxpr import Graph
 from zinf.jaxpr.compat import Atom, Equation, Literal, Var, fresh
-from zinf.program import ArrayId
+from zinf.program import ArrayId, Role
 
 
 def split_rows(
@@ -34,7 +34,7 @@ def split_rows(
     split = {
         v: s for v, s in slices.items() if v not in whole and leaves[v] in splittable
     }
-    arrays = {v: ArrayId("param", p) for v, p in leaves.items() if v not in split}
+    arrays = {v: ArrayId(Role.PARAM, p) for v, p in leaves.items() if v not in split}
     chosen: dict[ArrayId, Var] = {}
     renamed: dict[Var, Var] = {}
     for variable, equations in split.items():
@@ -42,12 +42,12 @@ def split_rows(
             row = _row(equation)
             assert row is not None
             (out,) = equation.outvars
-            array = ArrayId("param", leaves[variable], (row, row + 1))
+            array = ArrayId(Role.PARAM, leaves[variable], (row, row + 1))
             renamed[out] = chosen.setdefault(array, out)
         # Rows that nothing reads belong to the leaf too: they have an update.
         unread = variable.aval.update(shape=(1, *variable.aval.shape[1:]))
         for row in range(variable.aval.shape[0]):
-            array = ArrayId("param", leaves[variable], (row, row + 1))
+            array = ArrayId(Role.PARAM, leaves[variable], (row, row + 1))
             chosen.setdefault(array, fresh(unread))
     arrays.update({variable: array for array, variable in chosen.items()})
 

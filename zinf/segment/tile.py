@@ -14,7 +14,7 @@ from math import ceil
 
 from zinf.jaxpr import Emitter, Graph
 from zinf.jaxpr.compat import Atom, Literal, Var, fresh
-from zinf.program import ArrayId, Tiling
+from zinf.program import ArrayId, Role, Tiling
 from zinf.segment.order import variable_bytes
 from zinf.segment.tile_rules import Split, Untileable, follow, write
 
@@ -144,7 +144,7 @@ class _Writer(Emitter):
     def tiles(self, leaf: Var) -> list[tuple[Var, ArrayId]]:
         """The tiles of a leaf, as invars and as arrays."""
         tiling = self.tilings[leaf]
-        arrays = [ArrayId("param", tiling.path, rows) for rows in tiling.rows]
+        arrays = [ArrayId(Role.PARAM, tiling.path, rows) for rows in tiling.rows]
         return list(zip(self.pieces[leaf][1], arrays, strict=True))
 
     def run(self, graph: Graph) -> tuple[Atom, ...]:

@@ -15,7 +15,7 @@ from zinf.config.nearest import did_you_mean
 from zinf.jaxpr.keys import from_words, is_key, to_words
 from zinf.memory import Residents
 from zinf.prepare.planner import Planner
-from zinf.program import ArrayId
+from zinf.program import ArrayId, Role
 from zinf.segment.problem import ParamSpec
 
 MASTER, COMPUTE, GRADIENT = "master", "compute", "gradient"
@@ -41,8 +41,8 @@ def array_of(planner: Planner, path: str, kind: str) -> ArrayId:
     check_path(planner, path)
     has_master = planner.problem.params[path].has_master
     found = {
-        MASTER: ArrayId("master" if has_master else "param", path),
-        COMPUTE: ArrayId("param", path),
+        MASTER: ArrayId(Role.MASTER if has_master else Role.PARAM, path),
+        COMPUTE: ArrayId(Role.PARAM, path),
         **_states(planner, path),
     }
     if kind not in found:
@@ -61,15 +61,15 @@ def _states(planner: Planner, path: str) -> dict[str, ArrayId]:
     """
     leaves = [leaf for leaf in planner.separated.leaves if leaf.path == path]
     states = {
-        state.optax_path.removesuffix(f"/{path}"): state.role
+        state.optax_path.removesuffix(f"/{path}"): state.array(path)
         for leaf in leaves
         for state in leaf.states
     }
     short = Counter(name.rpartition("/")[2] for name in states)
     named = {}
-    for name, role in states.items():
+    for name, array in states.items():
         last = name.rpartition("/")[2]
-        named[last if short[last] == 1 else name] = ArrayId(role, path)
+        named[last if short[last] == 1 else name] = array
     return named
 
 
@@ -107,7 +107,7 @@ def writes_of(
     content = _checked(given, f"{kind} {path!r}", wanted.shape, jnp.dtype(wanted.dtype))
     writes = {array: content}
     if kind == MASTER and spec.has_master:
-        writes[ArrayId("param", path)] = _compute_copy(content, spec)
+        writes[ArrayId(Role.PARAM, path)] = _compute_copy(content, spec)
     return writes
 
 

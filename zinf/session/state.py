@@ -15,7 +15,7 @@ from zinf.memory import Residents, Stores, open_stores
 from zinf.plan import Plan
 from zinf.prepare.planner import Planner
 from zinf.prepare.updates import block_bytes, cpu_device
-from zinf.program import ArrayId, Tier
+from zinf.program import ArrayId, Role, Tier
 from zinf.segment.problem import Problem
 
 
@@ -47,7 +47,7 @@ def make_residents(stores: Stores, planner: Planner, plan: Plan) -> Residents:
         StorageError: a drive is not writable, or has less room than a step needs.
     """
     specs, separated = planner.array_specs(), planner.separated
-    homes = {a: tier for a, tier in plan.homes.items() if a.role != "const"}
+    homes = {a: tier for a, tier in plan.homes.items() if a.role != Role.CONST}
     residents = Residents(stores, specs, homes, planner.layouts)
     if stores.nvme is not None:
         stores.nvme.check_space(plan.peak_bytes[Tier.NVME])
@@ -80,18 +80,18 @@ def initialize_arrays(planner: Planner, residents: Residents) -> Digests:
         spec = problem.params[path]
         digests.add(path, leaf)
         if spec.has_master:
-            residents.write(ArrayId("master", path), leaf)
+            residents.write(ArrayId(Role.MASTER, path), leaf)
         compute = np.asarray(leaf).astype(spec.compute.dtype, copy=False)
-        residents.write(ArrayId("param", path), compute)
+        residents.write(ArrayId(Role.PARAM, path), compute)
         del compute
         if path in updates:
             number, update = updates[path]
-            may_block = residents.layouts.of(ArrayId("param", path)).has_whole_rows
+            may_block = residents.layouts.of(ArrayId(Role.PARAM, path)).has_whole_rows
             by_rows = update.is_elementwise and may_block
             for rows, block in _state_blocks(leaf, by_rows, limit):
                 states = separated.init_state(number, block, device=device)
                 for state, content in zip(update.states, states, strict=True):
-                    array = ArrayId(state.role, path, rows)
+                    array = state.array(path, rows)
                     residents.write_new(array, np.asarray(content))
                 residents.stores.heap.relieve()
     return digests
@@ -99,7 +99,7 @@ def initialize_arrays(planner: Planner, residents: Residents) -> Digests:
 
 def read_leaf(residents: Residents, problem: Problem, path: str) -> np.ndarray:
     """A copy of a leaf, in the precision it is kept in."""
-    role = "master" if problem.params[path].has_master else "param"
+    role = Role.MASTER if problem.params[path].has_master else Role.PARAM
     return np.array(residents.read(ArrayId(role, path)))
 
 
@@ -111,7 +111,7 @@ def write_model_state(
     record.is_mixed = True
     for path, content in zip(planner.problem.state_paths, new, strict=True):
         array = np.asarray(mean_over_microbatches(content))
-        residents.write(ArrayId("param", path), array)
+        residents.write(ArrayId(Role.PARAM, path), array)
     record.is_mixed = False
 
 

@@ -9,13 +9,11 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zinf.mesh import DATA_AXES, axis_size, make_mesh, present, replicated
-from zinf.program import ArrayId, ArraySpec, Program
+from zinf.program import ArrayId, ArraySpec, Program, Role
 from zinf.sharding.layout import Layout
 from zinf.sharding.zero import ZeroRule, zero_rule
 
 FLOAT32_BYTES = 4
-VALUE_ROLES = ("value", "const", "cotangent", "cotangent part")
-GRADIENT_ROLES = ("gradient", "gradient part")
 
 
 @dataclass(frozen=True)
@@ -35,12 +33,11 @@ class Layouts:
 
     def of(self, array: ArrayId) -> Layout:
         """The layout of one array, or of rows of one."""
-        if array.role in VALUE_ROLES:
+        if array.role.lies_as == Role.VALUE:
             return self.values[array.path]
-        if array.role == "norm":
+        if array.role == Role.NORM:
             return whole_layout((), self.mesh)
-        role = "gradient" if array.role in GRADIENT_ROLES else array.role
-        layout = self.arrays[ArrayId(role, array.path)]
+        layout = self.arrays[array.lies_as]
         return layout.rows(*array.rows) if array.rows else layout
 
     def with_inputs(self, program: Program) -> "Layouts":
@@ -75,14 +72,14 @@ class Layouts:
         segments = tuple(replace(s, flops=s.flops // count) for s in program.segments)
         return replace(program, values=values, segments=segments)
 
-    def device_parts(self) -> dict[tuple[str, str], Fraction]:
+    def device_parts(self) -> dict[ArrayId, Fraction]:
         """What one device has of an array, over what the process keeps elsewhere.
 
-        By role ("value" for cotangents too) and path; only where it is not 1.
+        By `ArrayId.lies_as`; only where it is not 1.
         """
-        found = {("value", name): _part(layout) for name, layout in self.values.items()}
-        found |= {(a.role, a.path): _part(layout) for a, layout in self.arrays.items()}
-        return {name: part for name, part in found.items() if part != 1}
+        values = {ArrayId(Role.VALUE, n): layout for n, layout in self.values.items()}
+        parts = {a: _part(layout) for a, layout in {**values, **self.arrays}.items()}
+        return {array: part for array, part in parts.items() if part != 1}
 
 
 def whole_layout(shape: tuple[int, ...], mesh: Mesh) -> Layout:
@@ -131,9 +128,9 @@ def persistent_layouts(
     for array, spec in specs.items():
         may_pad = array.path not in indivisible
         found[array] = _layout(array.role, spec.shape, rule, may_pad)
-        if array.role == "param":
-            gradient = ArrayId("gradient", array.path)
-            found[gradient] = _layout("gradient", spec.shape, rule, may_pad)
+        if array.role == Role.PARAM:
+            gradient = ArrayId(Role.GRADIENT, array.path)
+            found[gradient] = _layout(Role.GRADIENT, spec.shape, rule, may_pad)
     return Layouts(rule, found, {})
 
 
@@ -148,7 +145,9 @@ def _part(layout: Layout) -> Fraction:
     return Fraction(prod(layout.device_shape), share) if share else Fraction(1)
 
 
-def _layout(role: str, shape: tuple[int, ...], rule: ZeroRule, may_pad: bool) -> Layout:
+def _layout(
+    role: Role, shape: tuple[int, ...], rule: ZeroRule, may_pad: bool
+) -> Layout:
     # The same for all arrays of a shape, whatever their dtype: what is updated together
     # has to be cut alike.
     dim = rule.cut_dim(shape, prod(shape) * FLOAT32_BYTES, may_pad=may_pad)

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from zinf.mesh import FSDP, REPLICA, axis_size, present
+from zinf.program import Role
 
 STATE_STAGE, GRADIENT_STAGE, PARAM_STAGE = 1, 2, 3
 # A share narrower than this wastes lanes of a TPU along the last dim.
@@ -40,11 +41,11 @@ class ZeroRule:
     param_axes: tuple[str, ...]
     min_bytes: int
 
-    def device_axes(self, role: str) -> tuple[str, ...]:
+    def device_axes(self, role: Role) -> tuple[str, ...]:
         """The axes along which arrays of a role are cut on the devices, if at all."""
-        if role == "param":
+        if role == Role.PARAM:
             return self.param_axes if self.stage >= PARAM_STAGE else ()
-        if role == "gradient":
+        if role == Role.GRADIENT:
             return self.state_axes if self.stage >= GRADIENT_STAGE else ()
         return self.state_axes if self.stage >= STATE_STAGE else ()
 

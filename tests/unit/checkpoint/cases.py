@@ -12,19 +12,19 @@ import numpy as np
 from zinf.checkpoint import read_arrays
 from zinf.memory.residents import Residents
 from zinf.plan import Plan
-from zinf.program import ArrayId, ArraySpec, Tier
+from zinf.program import ArrayId, ArraySpec, Role, Tier
 
-STACKED = ArrayId("param", "blocks/kernel")
+STACKED = ArrayId(Role.PARAM, "blocks/kernel")
 # A matrix, one that rests in pieces (a layer each), a
 # scalar, a narrow dtype, and names that a file system would take otherwise.
 ARRAYS = {
-    ArrayId("param", "embed"): np.arange(48, dtype=np.float32).reshape(12, 4),
+    ArrayId(Role.PARAM, "embed"): np.arange(48, dtype=np.float32).reshape(12, 4),
     STACKED: np.arange(4 * 3 * 2, dtype=np.float32).reshape(4, 3, 2) + 1,
-    ArrayId("state0", "embed"): np.zeros((12, 4), np.float32),
-    ArrayId("state1", "scale"): np.array(7, np.float32),
-    ArrayId("frozen", "a/../c.0"): np.arange(5, dtype=np.int32),
-    ArrayId("frozen", ""): np.zeros((0, 3), np.float32),
-    ArrayId("compute", "embed"): np.arange(48)
+    ArrayId(Role.STATE, "embed", slot=0): np.zeros((12, 4), np.float32),
+    ArrayId(Role.STATE, "scale", slot=1): np.array(7, np.float32),
+    ArrayId(Role.PARAM, "a/../c.0"): np.arange(5, dtype=np.int32),
+    ArrayId(Role.MASTER, ""): np.zeros((0, 3), np.float32),
+    ArrayId(Role.MASTER, "embed"): np.arange(48)
     .reshape(12, 4)
     .astype(ml_dtypes.bfloat16),
 }
@@ -45,7 +45,7 @@ def homes_on(
     for array, value in arrays.items():
         if array == STACKED:
             rows = range(value.shape[0])
-            pieces += [ArrayId(array.role, array.path, (i, i + 1)) for i in rows]
+            pieces += [array.piece((i, i + 1)) for i in rows]
         else:
             pieces.append(array)
     return {piece: tiers[i % len(tiers)] for i, piece in enumerate(pieces)}

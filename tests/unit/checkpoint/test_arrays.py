@@ -12,10 +12,10 @@ from tests.unit.checkpoint.cases import ARRAYS, STACKED
 from zinf.checkpoint import read_arrays, write_arrays
 from zinf.checkpoint.grid import folder_name
 from zinf.memory import BudgetExceeded, StorageError
-from zinf.program import ArrayId, Tier
+from zinf.program import ArrayId, Role, Tier
 
 MIB = 2**20
-EMBED = ArrayId("param", "embed")
+EMBED = ArrayId(Role.PARAM, "embed")
 PLACEMENTS = {
     "device": [Tier.DEVICE],
     "host": [Tier.HOST],
@@ -53,7 +53,9 @@ def test_arrays_of_several_blocks_stay_within_two_blocks_of_the_host(
     tier, open_residents, saved
 ):
     """80 MiB in 8 rows are 8 blocks of 10 MiB: two blocks of 16 MiB hold three."""
-    arrays = {ArrayId("param", "large"): np.arange(8 * 5 * MIB // 2, dtype=np.float32)}
+    arrays = {
+        ArrayId(Role.PARAM, "large"): np.arange(8 * 5 * MIB // 2, dtype=np.float32)
+    }
     arrays = {a: x.reshape(8, -1) for a, x in arrays.items()}
     residents = open_residents([tier], arrays)
     tiers = (Tier.HOST, Tier.DEVICE)
@@ -126,7 +128,7 @@ def test_a_missing_file_is_an_error_that_names_the_array(name, open_residents, s
 def test_a_truncated_file_is_an_error_that_names_the_array(open_residents, saved):
     residents = open_residents([Tier.HOST])
     write_arrays(saved, residents, {})
-    (file,) = chunk_files(saved, ArrayId("param", "embed"))
+    (file,) = chunk_files(saved, ArrayId(Role.PARAM, "embed"))
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(StorageError, match="Cannot read param/embed"):
         read_arrays(saved, residents)
@@ -134,7 +136,7 @@ def test_a_truncated_file_is_an_error_that_names_the_array(open_residents, saved
 
 def test_a_checkpoint_of_another_model_changes_nothing(open_residents, saved):
     write_arrays(saved, open_residents([Tier.HOST]), {})
-    others = {**blank(), ArrayId("param", "embed"): np.ones((12, 5), np.float32)}
+    others = {**blank(), ArrayId(Role.PARAM, "embed"): np.ones((12, 5), np.float32)}
     residents = open_residents([Tier.HOST], others)
     with pytest.raises(ValueError, match="param/embed.*12, 4.* there.*12, 5.* here"):
         read_arrays(saved, residents)
@@ -184,8 +186,8 @@ def test_a_path_through_a_file_is_an_error_that_names_it(open_residents, tmp_pat
 
 def test_names_are_folders_inside_the_checkpoint_and_stay_different():
     names = ["a", "a.b", "a%2Eb", "..", ".", "c.0", "zarr.json", "", "a b", "a\\b", "é"]
-    folders = [folder_name(ArrayId("param", name)) for name in names]
+    folders = [folder_name(ArrayId(Role.PARAM, name)) for name in names]
     assert len(set(folders)) == len(names)
     for folder in folders:
         role, part = folder.split("/")
-        assert role == "param" and part not in {"", ".", "..", "zarr.json", "c.0"}
+        assert role == Role.PARAM and part not in {"", ".", "..", "zarr.json", "c.0"}

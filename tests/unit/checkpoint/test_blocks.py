@@ -11,10 +11,10 @@ from zinf.checkpoint.restore import blocks_to_restore
 from zinf.checkpoint.share import Share, share_of
 from zinf.memory import open_stores
 from zinf.memory.residents import Residents
-from zinf.program import ArrayId, ArraySpec, Tier
+from zinf.program import ArrayId, ArraySpec, Role, Tier
 
 MIB = 2**20
-ARRAY = ArrayId("param", "kernel")
+ARRAY = ArrayId(Role.PARAM, "kernel")
 SHAPES = [(), (3,), (7, 5), (100, MIB), (4 * MIB + 1,), (50 * MIB, 1), (3, 8 * MIB)]
 
 

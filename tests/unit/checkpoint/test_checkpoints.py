@@ -17,9 +17,9 @@ from zinf.checkpoint import Checkpoints
 from zinf.checkpoint.save import Save
 from zinf.memory import StorageError
 from zinf.memory.residents import Residents
-from zinf.program import ArrayId, Tier
+from zinf.program import ArrayId, Role, Tier
 
-EMBED = ArrayId("param", "embed")
+EMBED = ArrayId(Role.PARAM, "embed")
 
 
 @pytest.fixture
@@ -201,11 +201,11 @@ from tests.unit.checkpoint.cases import ARRAYS, SavedEngine, homes_on, specs_of
 from zinf.checkpoint import Checkpoints
 from zinf.memory import open_stores
 from zinf.memory.residents import Residents
-from zinf.program import Tier
+from zinf.program import Role, Tier
 
 class Stuck(Residents):
     def read_share(self, array):
-        if self.is_stuck and array.role != "param":
+        if self.is_stuck and array.role != Role.PARAM:
             print("stuck", flush=True)
             threading.Event().wait()
         return super().read_share(array)

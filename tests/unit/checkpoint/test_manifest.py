@@ -9,18 +9,18 @@ from zinf.checkpoint.grid import Grid
 from zinf.checkpoint.manifest import FILE, Manifest, StoredArray, check_same
 from zinf.checkpoint.parse import read_manifest
 from zinf.memory import StorageError
-from zinf.program import ArrayId, ArraySpec
+from zinf.program import ArrayId, ArraySpec, Role
 
 SPECS = {
-    ArrayId("param", "a/b"): ArraySpec((3, 4), "bfloat16", 2),
-    ArrayId("state0", "a/b"): ArraySpec((), "float32", 4),
+    ArrayId(Role.PARAM, "a/b"): ArraySpec((3, 4), "bfloat16", 2),
+    ArrayId(Role.STATE, "a/b", slot=0): ArraySpec((), "float32", 4),
 }
 ARRAYS = {
-    ArrayId("param", "a/b"): StoredArray(
-        Grid(SPECS[ArrayId("param", "a/b")], (2, 4)), 2**64 - 1, (7, 0)
+    ArrayId(Role.PARAM, "a/b"): StoredArray(
+        Grid(SPECS[ArrayId(Role.PARAM, "a/b")], (2, 4)), 2**64 - 1, (7, 0)
     ),
-    ArrayId("state0", "a/b"): StoredArray(
-        Grid(SPECS[ArrayId("state0", "a/b")], ()), 0, (3,)
+    ArrayId(Role.STATE, "a/b", slot=0): StoredArray(
+        Grid(SPECS[ArrayId(Role.STATE, "a/b", slot=0)], ()), 0, (3,)
     ),
 }
 SCALARS = {"step": 3, "loss_scale": 65536.0, "shared": [{"value": [0.1, 1e-45]}]}
@@ -85,8 +85,8 @@ def test_a_manifest_without_a_checksum_is_refused(tmp_path):
 
 def test_differences_are_named_with_both_sides(tmp_path):
     here = {
-        ArrayId("param", "a/b"): ArraySpec((3, 5), "bfloat16", 2),
-        ArrayId("state1", "a/b"): ArraySpec((2,), "float32", 4),
+        ArrayId(Role.PARAM, "a/b"): ArraySpec((3, 5), "bfloat16", 2),
+        ArrayId(Role.STATE, "a/b", slot=1): ArraySpec((2,), "float32", 4),
     }
     with pytest.raises(ValueError) as refused:
         check_same(SPECS, here, tmp_path)
@@ -97,7 +97,7 @@ def test_differences_are_named_with_both_sides(tmp_path):
 
 
 def test_many_differences_are_counted_but_not_all_shown(tmp_path):
-    here = {ArrayId("param", str(i)): ArraySpec((), "int8", 1) for i in range(100)}
+    here = {ArrayId(Role.PARAM, str(i)): ArraySpec((), "int8", 1) for i in range(100)}
     with pytest.raises(ValueError, match="102 differ") as refused:
         check_same(SPECS, here, tmp_path)
     assert "and 97 more" in str(refused.value)

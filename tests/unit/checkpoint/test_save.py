@@ -19,10 +19,10 @@ from zinf.checkpoint.share import shares_of
 from zinf.memory import StorageError, open_stores
 from zinf.memory.nvme import NvmeStore
 from zinf.memory.residents import Residents
-from zinf.program import ArrayId, Tier
+from zinf.program import ArrayId, Role, Tier
 
-EMBED = ArrayId("param", "embed")
-LARGE = ArrayId("param", "large")
+EMBED = ArrayId(Role.PARAM, "embed")
+LARGE = ArrayId(Role.PARAM, "large")
 ROWS, WIDTH = 6, 2**20
 CONTENT = np.arange(ROWS * WIDTH, dtype=np.float32).reshape(ROWS, WIDTH)
 
@@ -87,13 +87,13 @@ def test_what_changes_after_a_save_has_begun_is_not_in_it(
 
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.DEVICE])
 def test_an_update_waits_for_its_own_array_alone(tier, open_residents, tmp_path):
-    others = {ArrayId("param", "other"): ARRAYS[EMBED], EMBED: ARRAYS[EMBED]}
+    others = {ArrayId(Role.PARAM, "other"): ARRAYS[EMBED], EMBED: ARRAYS[EMBED]}
     residents = open_residents([tier], others)
     save = started(tmp_path / "saved", residents)
     save.snapshot.release(EMBED)
     residents.write(EMBED, ARRAYS[EMBED] + 1)
     with ThreadPoolExecutor(1) as updating:
-        other = ArrayId("param", "other")
+        other = ArrayId(Role.PARAM, "other")
         update = updating.submit(residents.write, other, ARRAYS[EMBED] + 1)
         assert not update.done()
         save.cancel()

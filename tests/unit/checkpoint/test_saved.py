@@ -12,9 +12,9 @@ from zinf.checkpoint import write_arrays
 from zinf.checkpoint.manifest import FILE, checksum_of
 from zinf.checkpoint.saved import Saved
 from zinf.memory import StorageError
-from zinf.program import ArrayId, Tier
+from zinf.program import ArrayId, Role, Tier
 
-EMBED = ArrayId("param", "embed")
+EMBED = ArrayId(Role.PARAM, "embed")
 
 
 @pytest.fixture
@@ -126,11 +126,13 @@ WRONG = {
     "chunks of too many bytes": ("chunk", [2**40, 4]),
     "chunks of another rank": ("chunk", [12]),
     "a role that is no text": ("role", 3),
+    "a role that there is not": ("role", "../../escape"),
+    "a number that is no place": ("role", "state00"),
     "a path that is no text": ("path", None),
     "half a character": ("path", "\ud800"),
     "a checksum that is no number": ("checksums", ["x" * 16]),
     "a checksum with a sign": ("checksums", ["-" + "0" * 15]),
-    "a name twice": ("role", "compute"),
+    "a name twice": ("role", "master"),
 }
 
 
@@ -155,10 +157,10 @@ def test_a_manifest_that_says_what_cannot_be_is_refused(wrong, saved):
 def test_no_name_of_an_array_leads_out_of_the_folder(name, saved):
     content = json.loads((saved / FILE).read_text())
     del content["checksum"]
-    content["arrays"][0].update(role=name, path=name)
+    content["arrays"][0].update(path=name)
     content["checksum"] = checksum_of(content)
     (saved / FILE).write_text(json.dumps(content))
     with Saved(saved) as found:
-        folder = found.folder(ArrayId(name, name))
+        folder = found.folder(ArrayId(Role.PARAM, name))
         assert saved in folder.parents
         assert ".." not in folder.relative_to(saved).parts

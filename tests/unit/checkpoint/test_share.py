@@ -22,7 +22,7 @@ from zinf.checkpoint.share import shares_of
 from zinf.checkpoint.source import ChunkSource
 from zinf.memory import open_stores
 from zinf.memory.residents import Residents
-from zinf.program import ArrayId, ArraySpec, Tier
+from zinf.program import ArrayId, ArraySpec, Role, Tier
 from zinf.sharding import Box, intersection
 
 # One process and several from each tier, and what divides few of the arrays.
@@ -107,7 +107,7 @@ class Parts:
 def contents() -> dict[ArrayId, np.ndarray]:
     random = np.random.default_rng(0)
     return {
-        ArrayId("param", name): random.standard_normal(shape, np.float32)
+        ArrayId(Role.PARAM, name): random.standard_normal(shape, np.float32)
         for name, (shape, _, _) in ARRAYS.items()
     }
 

@@ -8,7 +8,7 @@ from tests.clock import still
 from zinf.executor import links
 from zinf.executor.links import Progress, run_links
 from zinf.plan import Free, Instruction, Link
-from zinf.program import ArrayId, Tier
+from zinf.program import ArrayId, Role, Tier
 
 A, B, C = Link.NVME_READ, Link.HOST, Link.DEVICE
 
@@ -16,7 +16,7 @@ A, B, C = Link.NVME_READ, Link.HOST, Link.DEVICE
 def instructions(*steps: tuple[Link, tuple[int, ...]]) -> list[Instruction]:
     """Each on a link, after others; its operation is named by its number."""
     return [
-        Instruction(Free((ArrayId("param", f"n{i}"),), Tier.HOST), link, after)
+        Instruction(Free((ArrayId(Role.PARAM, f"n{i}"),), Tier.HOST), link, after)
         for i, (link, after) in zip(range(len(steps)), steps, strict=True)
     ]
 

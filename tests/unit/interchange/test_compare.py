@@ -14,9 +14,9 @@ from zinf.checkpoint.manifest import FILE
 from zinf.checkpoint.saved import Saved
 from zinf.interchange import differences, entries, find, scalar_differences
 from zinf.memory import StorageError
-from zinf.program import ArrayId, Tier
+from zinf.program import ArrayId, Role, Tier
 
-EMBED, COMPUTE = ArrayId("param", "embed"), ArrayId("compute", "embed")
+EMBED, COMPUTE = ArrayId(Role.PARAM, "embed"), ArrayId(Role.MASTER, "embed")
 SCALARS = {"num_steps": 3, "shared": [0.5]}
 
 
@@ -68,7 +68,7 @@ def test_a_difference_has_its_size_and_place(array, index, change, save):
 
 
 def test_a_scalar_array_and_a_value_without_number_differ_too(save):
-    scale = ArrayId("state1", "scale")
+    scale = ArrayId(Role.STATE, "scale", slot=1)
     second = {**ARRAYS, scale: np.array(9, np.float32)}
     (found,), _ = compared(save("a"), save("b", second))
     assert (found.num_different, found.largest, found.first) == (1, 2.0, ())
@@ -85,11 +85,13 @@ def test_shapes_dtypes_and_absence_are_named(save):
     second = dict(ARRAYS)
     second[EMBED] = ARRAYS[EMBED].reshape(4, 12)
     second[COMPUTE] = ARRAYS[COMPUTE].astype(np.float32)
-    second[ArrayId("param", "more")] = second.pop(ArrayId("state0", "embed"))
+    second[ArrayId(Role.PARAM, "more")] = second.pop(
+        ArrayId(Role.STATE, "embed", slot=0)
+    )
     found, _ = compared(save("a"), save("b", second))
     assert {f.name: f.found for f in found} == {
         "param/embed": "float32[12, 4] / float32[4, 12]",
-        "compute/embed": "bfloat16[12, 4] / float32[12, 4]",
+        "master/embed": "bfloat16[12, 4] / float32[12, 4]",
         "state0/embed": "float32[12, 4] / absent",
         "param/more": "absent / float32[12, 4]",
     }
@@ -105,7 +107,7 @@ def test_large_arrays_are_compared_part_by_part(save):
     second = large.copy()
     second[1, 5] = 1
     second[2, 7] = -3
-    name = ArrayId("param", "large")
+    name = ArrayId(Role.PARAM, "large")
     (found,), _ = compared(save("a", {name: large}), save("b", {name: second}))
     assert (found.num_different, found.largest, found.first) == (2, 3.0, (1, 5))
 
@@ -125,7 +127,7 @@ def flips(folder: Path, positions=None):
 
 SMALL = {
     EMBED: np.arange(6, dtype=np.float32).reshape(2, 3),
-    ArrayId("state0", "a/b"): np.ones(3, ml_dtypes.bfloat16),
+    ArrayId(Role.STATE, "a/b", slot=0): np.ones(3, ml_dtypes.bfloat16),
 }
 
 

@@ -9,10 +9,10 @@ import pytest
 from zinf.memory import HostStore, aligned_empty, device_alias, host_alias
 from zinf.memory.aligned import POOLED_FROM_BYTES, address
 from zinf.memory.pool import POOL
-from zinf.program import ArrayId
+from zinf.program import ArrayId, Role
 
 NUMEL = 2**17
-W, G = ArrayId("param", "w"), ArrayId("gradient", "w")
+W, G = ArrayId(Role.PARAM, "w"), ArrayId(Role.GRADIENT, "w")
 
 
 @pytest.fixture

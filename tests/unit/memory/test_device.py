@@ -12,10 +12,10 @@ from zinf.memory import device as device_module
 from zinf.memory.aligned import POOLED_FROM_BYTES
 from zinf.memory.device import to_device
 from zinf.memory.pool import POOL
-from zinf.program import ArrayId
+from zinf.program import ArrayId, Role
 
-WHOLE = ArrayId("param", "w")
-ROWS = ArrayId("param", "w", rows=(2, 3))
+WHOLE = ArrayId(Role.PARAM, "w")
+ROWS = ArrayId(Role.PARAM, "w", rows=(2, 3))
 
 
 @pytest.fixture
@@ -51,8 +51,8 @@ def test_arrays_are_on_the_device_of_the_store() -> None:
     device = jax.devices()[-1]
     store = DeviceStore(device)
     store.write(WHOLE, np.zeros((4, 2), np.float32))
-    store.write(ArrayId("param", "b"), jnp.zeros(3))
-    for array in (WHOLE, ROWS, ArrayId("param", "b")):
+    store.write(ArrayId(Role.PARAM, "b"), jnp.zeros(3))
+    for array in (WHOLE, ROWS, ArrayId(Role.PARAM, "b")):
         assert store.read(array).result().devices() == {device}
 
 
@@ -80,7 +80,7 @@ def test_prng_keys_pass_through(store: DeviceStore) -> None:
     third = store.read(ROWS).result()
     data = np.asarray(jax.random.key_data(keys))
     np.testing.assert_array_equal(jax.random.key_data(third), data[2:3])
-    store.write(ArrayId("param", "w", rows=(0, 1)), third)
+    store.write(ArrayId(Role.PARAM, "w", rows=(0, 1)), third)
     written = jax.random.key_data(store.read(WHOLE).result())
     np.testing.assert_array_equal(written, data[[2, 1, 2, 3]])
 
@@ -101,7 +101,7 @@ def test_rows_of_all_layers_share_an_executable(store: DeviceStore) -> None:
     functions = (device_module._put_rows, device_module._take_rows)
     before = [function._cache_size() for function in functions]
     for row in range(6):
-        array = ArrayId("param", "w", rows=(row, row + 1))
+        array = ArrayId(Role.PARAM, "w", rows=(row, row + 1))
         store.write(array, np.ones((1, 7), np.float32)).result()
         store.read(array).result()
     assert [function._cache_size() for function in functions] == [

@@ -5,13 +5,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from zinf.memory.hold import Holds
-from zinf.program import ArrayId
+from zinf.program import ArrayId, Role
 
-WHOLE = ArrayId("param", "kernel")
+WHOLE = ArrayId(Role.PARAM, "kernel")
 
 
 def rows(start: int, stop: int) -> ArrayId:
-    return ArrayId("param", "kernel", (start, stop))
+    return ArrayId(Role.PARAM, "kernel", (start, stop))
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ def rows(start: int, stop: int) -> ArrayId:
         (rows(3, 4), WHOLE, True),
         (rows(2, 4), rows(3, 5), True),
         (rows(2, 4), rows(4, 5), False),
-        (WHOLE, ArrayId("master", "kernel"), False),
+        (WHOLE, ArrayId(Role.MASTER, "kernel"), False),
     ],
     ids=str,
 )

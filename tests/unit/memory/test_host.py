@@ -4,10 +4,10 @@ import pytest
 
 from zinf.memory import HostStore, aligned_empty, to_host
 from zinf.memory.host import is_adoptable
-from zinf.program import ArrayId
+from zinf.program import ArrayId, Role
 
-WHOLE = ArrayId("state0", "w")
-ROWS = ArrayId("state0", "w", rows=(2, 3))
+WHOLE = ArrayId(Role.STATE, "w", slot=0)
+ROWS = ArrayId(Role.STATE, "w", rows=(2, 3), slot=0)
 
 
 def aligned_zeros(*shape: int) -> np.ndarray:
@@ -61,7 +61,7 @@ def test_a_read_only_array_is_copied_so_that_its_rows_can_be_written() -> None:
 
 
 def test_two_ids_never_share_memory() -> None:
-    store, other = HostStore(), ArrayId("state1", "w")
+    store, other = HostStore(), ArrayId(Role.STATE, "w", slot=1)
     store.write(WHOLE, aligned_zeros(4, 16))
     store.write(other, store.read(WHOLE).result())
     store.write(ROWS, np.ones((1, 16), np.float32))
@@ -79,7 +79,7 @@ def test_what_comes_from_a_device_is_adopted() -> None:
 
 
 def test_an_update_in_place_is_a_write_that_takes_no_memory() -> None:
-    store, other = HostStore(), ArrayId("state1", "w")
+    store, other = HostStore(), ArrayId(Role.STATE, "w", slot=1)
     store.write(WHOLE, aligned_zeros(4, 16))
     store.write(other, aligned_zeros(1, 16))
     before = store.read(WHOLE).result()

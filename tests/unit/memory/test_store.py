@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from zinf.memory import AbstractStore, BudgetExceeded
-from zinf.program import ArrayId
+from zinf.program import ArrayId, Role
 
-WHOLE = ArrayId("param", "blocks/0/kernel")
-SPILLED = ArrayId("grad", "blocks/0/kernel", rows=(1, 2), microbatch=3)
+WHOLE = ArrayId(Role.PARAM, "blocks/0/kernel")
+SPILLED = ArrayId(Role.GRADIENT, "blocks/0/kernel", rows=(1, 2), microbatch=3)
 
 
 def rows_of(array: ArrayId, start: int, stop: int) -> ArrayId:
@@ -175,7 +175,7 @@ def test_role_path_rows_and_microbatch_all_tell_arrays_apart(
 ) -> None:
     arrays = [
         WHOLE,
-        replace(WHOLE, role="master"),
+        replace(WHOLE, role=Role.MASTER),
         replace(WHOLE, path="blocks/1/kernel"),
         replace(WHOLE, microbatch=0),
         replace(WHOLE, microbatch=1),
@@ -193,7 +193,7 @@ def test_role_path_rows_and_microbatch_all_tell_arrays_apart(
 def test_bytes_are_counted_from_the_first_write_to_the_free(
     store: AbstractStore,
 ) -> None:
-    other = ArrayId("master", "b")
+    other = ArrayId(Role.MASTER, "b")
     write(store, WHOLE, counted(4, 2))
     write(store, other, counted(3))
     write(store, other, counted(3))
@@ -209,7 +209,7 @@ def test_bytes_are_counted_from_the_first_write_to_the_free(
 def test_an_array_over_the_budget_is_refused_and_leaves_nothing(open_store) -> None:
     store = open_store(4 * 4)
     write(store, WHOLE, counted(3))
-    other = ArrayId("master", "b")
+    other = ArrayId(Role.MASTER, "b")
     with pytest.raises(BudgetExceeded, match=r"master/b needs 8 bytes"):
         store.write(other, counted(2))
     assert not store.contains(other)
@@ -223,7 +223,7 @@ def test_an_array_over_the_budget_is_refused_and_leaves_nothing(open_store) -> N
 def test_an_unknown_id_is_named_with_the_nearest_that_is_kept(
     store: AbstractStore, array: ArrayId
 ) -> None:
-    write(store, ArrayId("param", "blocks/1/kernel"), counted(2))
+    write(store, ArrayId(Role.PARAM, "blocks/1/kernel"), counted(2))
     for verb in (store.read, store.free):
         with pytest.raises(KeyError) as error:
             verb(array)
@@ -257,7 +257,7 @@ def test_what_is_no_array_is_refused(store: AbstractStore) -> None:
 
 def test_threads_may_use_different_arrays_at_once(store: AbstractStore) -> None:
     def work(number: int) -> None:
-        array = ArrayId("value", "x", microbatch=number)
+        array = ArrayId(Role.VALUE, "x", microbatch=number)
         for step in range(5):
             write(store, array, np.full((3, 4), number * 10 + step, np.float32))
             assert (read(store, array) == number * 10 + step).all()

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from zinf.memory import open_stores
-from zinf.program import ArrayId, Tier
+from zinf.program import ArrayId, Role, Tier
 
-WHOLE = ArrayId("param", "w")
+WHOLE = ArrayId(Role.PARAM, "w")
 
 
 def test_each_tier_gives_its_store_with_its_budget(tmp_nvme: Path) -> None:

@@ -16,7 +16,7 @@ from zinf.plan import (
     Transfer,
     Update,
 )
-from zinf.program import ArrayId, Tier
+from zinf.program import ArrayId, Role, Tier
 
 
 def metrics_of(step: int, **changed: Any) -> dict[str, Any]:
@@ -41,8 +41,8 @@ def metrics_of(step: int, **changed: Any) -> dict[str, Any]:
 
 def plan_of_a_step() -> Plan:
     """A step of one segment: every link, and most kinds of operations."""
-    param, state = ArrayId("param", "w"), ArrayId("state0", "w")
-    gradient = ArrayId("gradient", "w")
+    param, state = ArrayId(Role.PARAM, "w"), ArrayId(Role.STATE, "w", slot=0)
+    gradient = ArrayId(Role.GRADIENT, "w")
     device, host, nvme = Tier.DEVICE, Tier.HOST, Tier.NVME
     run = partial(Run, 0, "layer", microbatch=0)
 

@@ -21,7 +21,7 @@ from zinf.plan import (
     Transfer,
     Update,
 )
-from zinf.program import ArrayId, Tier
+from zinf.program import ArrayId, Role, Tier
 
 Event = dict[str, Any]
 
@@ -121,8 +121,10 @@ def test_a_folder_in_its_place_is_refused_at_once(tmp_path):
         TraceFile(tmp_path)
 
 
-PARAM, MASTER, STATE = (ArrayId(role, "w") for role in ("param", "master", "state1"))
-GRADIENT, VALUE, NORM = (ArrayId(role, "w") for role in ("gradient", "value", "norm"))
+PARAM, MASTER = ArrayId(Role.PARAM, "w"), ArrayId(Role.MASTER, "w")
+STATE = ArrayId(Role.STATE, "w", slot=1)
+GRADIENT, VALUE = ArrayId(Role.GRADIENT, "w"), ArrayId(Role.VALUE, "w")
+NORM = ArrayId(Role.NORM, "w")
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_moments_belong_to_their_leaf_and_counts_to_all():
     assert paths(separated) == ["bias", "down", "up"]
     for leaf in separated.leaves:
         assert leaf.is_elementwise
-        assert [s.role for s in leaf.states] == ["state0", "state1"]
+        assert [s.slot for s in leaf.states] == [0, 1]
         assert [s.spec.shape for s in leaf.states] == [leaf.spec.shape] * 2
         moments = [f"0/mu/{leaf.path}", f"0/nu/{leaf.path}"]
         assert [s.optax_path for s in leaf.states] == moments

@@ -25,7 +25,7 @@ from zinf.plan import (
     kept_copies,
     value,
 )
-from zinf.program import ArrayId, Tier
+from zinf.program import ArrayId, Role, Tier
 
 DEVICE, HOST, NVME = Tier
 AMPLE = 1 << 30
@@ -93,9 +93,9 @@ def test_gradients_come_by_row_where_the_host_has_no_room_for_them() -> None:
     assert not any("gradient/layer0/w[" in str(x.operation) for x in ample.instructions)
 
 
-def tiers_of(plan: Plan, role: str) -> list[Tier]:
+def tiers_of(plan: Plan, kind: str) -> list[Tier]:
     homes = sorted(plan.homes.items(), key=lambda item: str(item[0]))
-    return [tier for array, tier in homes if array.role == role]
+    return [tier for array, tier in homes if array.kind == kind]
 
 
 def moved_to(plan: Plan, tier: Tier) -> set[str]:
@@ -264,7 +264,7 @@ def test_a_step_starts_with_the_batch_and_ends_with_its_results() -> None:
 
 
 def fused(device: int) -> Plan:
-    homes = {ArrayId("param", "w"): DEVICE}
+    homes = {ArrayId(Role.PARAM, "w"): DEVICE}
     capacity = {**dict.fromkeys(Tier, AMPLE), DEVICE: device}
     return fused_plan(homes, 600, 400, capacity, 1000, Rates())
 

@@ -2,12 +2,12 @@ import pytest
 
 from tests.toy.program import Layer, LeafCase, chain, make_toy
 from zinf.plan import count_contributions, value
-from zinf.program import ArrayId, Tier
+from zinf.program import ArrayId, Role, Tier
 
 ROWS, NUMEL = 4, 64
 TIED = [
-    Layer("first", (ArrayId("param", "w"),), ("batch/x",), ("x",)),
-    Layer("last", (ArrayId("param", "w"),), ("x",), ()),
+    Layer("first", (ArrayId(Role.PARAM, "w"),), ("batch/x",), ("x",)),
+    Layer("last", (ArrayId(Role.PARAM, "w"),), ("x",), ()),
 ]
 
 
@@ -19,23 +19,26 @@ def catalog(*, is_mixed: bool = False, num_microbatches: int = 1, tied: bool = F
     return toy.catalog(homes, num_microbatches=num_microbatches)
 
 
-def gradient(path: str, role: str = "gradient") -> ArrayId:
+def gradient(path: str, role: Role = Role.GRADIENT) -> ArrayId:
     return ArrayId(role, path)
 
 
 def test_rows_have_their_share_of_the_bytes_of_the_whole() -> None:
     sizes = catalog()
-    whole = sizes.nbytes(ArrayId("state0", "layer0/w"))
+    whole = sizes.nbytes(ArrayId(Role.STATE, "layer0/w", slot=0))
     assert whole == 4 * ROWS * NUMEL
-    assert sizes.nbytes(ArrayId("state0", "layer0/w", (1, 3))) == whole * 2 // ROWS
+    assert (
+        sizes.nbytes(ArrayId(Role.STATE, "layer0/w", (1, 3), slot=0))
+        == whole * 2 // ROWS
+    )
 
 
 def test_values_and_their_cotangents_have_equal_bytes() -> None:
     sizes = catalog()
     names = [
         value("layer0.0", 0),
-        ArrayId("cotangent", "layer0.0", None, 0),
-        ArrayId("cotangent part", "layer0.0", None, 0),
+        ArrayId(Role.COTANGENT, "layer0.0", None, 0),
+        ArrayId(Role.COTANGENT_PART, "layer0.0", None, 0),
     ]
     assert {sizes.nbytes(name) for name in names} == {4 * 32}
 
@@ -50,8 +53,8 @@ def test_a_gradient_is_as_wide_as_its_parameter_unless_it_is_a_sum(
     wide = 4 if num_microbatches > 1 else narrow
     numel = ROWS * NUMEL
     assert sizes.nbytes(gradient("layer0/w")) == wide * numel
-    assert sizes.nbytes(gradient("layer0/w", "gradient part")) == narrow * numel
-    assert sizes.nbytes(ArrayId("gradient", "layer0/w", (1, 3))) == wide * 2 * NUMEL
+    assert sizes.nbytes(gradient("layer0/w", Role.GRADIENT_PART)) == narrow * numel
+    assert sizes.nbytes(ArrayId(Role.GRADIENT, "layer0/w", (1, 3))) == wide * 2 * NUMEL
 
 
 def test_a_tied_parameter_is_a_sum_over_its_segments() -> None:
@@ -70,8 +73,8 @@ def test_contributions_are_counted_by_segment_and_microbatch() -> None:
 
 def test_a_segment_without_a_backward_pass_contributes_nothing() -> None:
     layers = [
-        Layer("frozen", (ArrayId("param", "f"),), ("batch/x",), ("x",)),
-        Layer("last", (ArrayId("param", "w"),), ("x",), ()),
+        Layer("frozen", (ArrayId(Role.PARAM, "f"),), ("batch/x",), ("x",)),
+        Layer("last", (ArrayId(Role.PARAM, "w"),), ("x",), ()),
     ]
     leaves = [LeafCase("f", is_trainable=False), LeafCase("w")]
     program = make_toy(leaves, layers).program
@@ -80,8 +83,8 @@ def test_a_segment_without_a_backward_pass_contributes_nothing() -> None:
 
 def test_rows_rest_where_their_whole_does() -> None:
     sizes = catalog()
-    whole = ArrayId("param", "layer0/w")
-    rows = ArrayId("param", "layer0/w", (0, 2))
+    whole = ArrayId(Role.PARAM, "layer0/w")
+    rows = ArrayId(Role.PARAM, "layer0/w", (0, 2))
     assert sizes.home(rows) == sizes.home(whole) == whole
     assert sizes.home_tier(rows) == Tier.NVME
     assert sizes.home(value("layer0.0", 0)) is None

@@ -22,14 +22,14 @@ from zinf.plan import (
     initial_copies,
     kept_copies,
 )
-from zinf.program import ArrayId, Tier
+from zinf.program import ArrayId, Role, Tier
 
 DEVICE, HOST, NVME = Tier
 AMPLE = dict.fromkeys(Tier, 1 << 30)
 NONE = dict.fromkeys(Tier, 0)
-W, V = ArrayId("param", "w"), ArrayId("param", "v")
-ROWS = ArrayId("param", "w", (0, 2))
-G = ArrayId("gradient", "w")
+W, V = ArrayId(Role.PARAM, "w"), ArrayId(Role.PARAM, "v")
+ROWS = ArrayId(Role.PARAM, "w", (0, 2))
+G = ArrayId(Role.GRADIENT, "w")
 
 
 def plan_of(*instructions: Instruction, **capacity: int) -> Plan:

@@ -4,11 +4,11 @@ from tests.toy.program import LeafCase, chain
 from zinf.plan import StepOptions, Update, value
 from zinf.plan.copies import NEVER, Copies
 from zinf.plan.schedule import schedule
-from zinf.program import ArrayId, Tier
+from zinf.program import ArrayId, Role, Tier
 
 DEVICE, HOST, NVME = Tier
-W0, W1, W2 = (ArrayId("param", f"layer{i}/w") for i in range(3))
-ROWS = ArrayId("param", "layer0/w", (0, 2))
+W0, W1, W2 = (ArrayId(Role.PARAM, f"layer{i}/w") for i in range(3))
+ROWS = ArrayId(Role.PARAM, "layer0/w", (0, 2))
 MATRIX_BYTES = 4 * 4 * 64
 
 

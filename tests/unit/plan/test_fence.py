@@ -6,19 +6,19 @@ import pytest
 
 from zinf.plan import Free, Instruction, Link, Rates, Transfer
 from zinf.plan.fence import add_fences
-from zinf.program import ArrayId, Tier
+from zinf.program import ArrayId, Role, Tier
 
 NONE = dict.fromkeys(Tier, 0)
 
 
 def allocate(nbytes: int, *after: int, link: Link = Link.H2D) -> Instruction:
-    operation = Transfer((ArrayId("param", "w"),), Tier.HOST, Tier.DEVICE)
+    operation = Transfer((ArrayId(Role.PARAM, "w"),), Tier.HOST, Tier.DEVICE)
     taken = ((Tier.DEVICE, nbytes),)
     return Instruction(operation, link, after, allocates=taken, nbytes=nbytes)
 
 
 def free(nbytes: int, *after: int) -> Instruction:
-    operation = Free((ArrayId("param", "w"),), Tier.DEVICE)
+    operation = Free((ArrayId(Role.PARAM, "w"),), Tier.DEVICE)
     link = Link.FREE_AT_ONCE if not after else Link.FREE_AFTER_H2D
     return Instruction(operation, link, after, nbytes=nbytes)
 
@@ -70,7 +70,7 @@ def test_workspace_is_given_back_by_the_instruction_itself() -> None:
 
 
 def test_frees_of_other_tiers_do_not_help() -> None:
-    operation = Free((ArrayId("param", "w"),), Tier.HOST)
+    operation = Free((ArrayId(Role.PARAM, "w"),), Tier.HOST)
     other = Instruction(operation, Link.FREE_AT_ONCE, ())
     plan = allocate(4), other, free(4), allocate(4)
     assert fenced(*plan, limit=4)[-1] == (2,)

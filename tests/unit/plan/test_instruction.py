@@ -14,11 +14,11 @@ from zinf.plan import (
     Update,
 )
 from zinf.plan.instruction import TRANSFER_LINKS, summary
-from zinf.program import ArrayId, Tier
+from zinf.program import ArrayId, Role, Tier
 
-W = ArrayId("param", "w")
-ROWS = ArrayId("param", "stack", (2, 3))
-VALUE = ArrayId("value", "x", None, 1)
+W = ArrayId(Role.PARAM, "w")
+ROWS = ArrayId(Role.PARAM, "stack", (2, 3))
+VALUE = ArrayId(Role.VALUE, "x", None, 1)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ VALUE = ArrayId("value", "x", None, 1)
         (Transfer((ROWS,), Tier.HOST, Tier.NVME), "offload param/stack[2:3]"),
         (Run(3, "blocks/3", Pass.BACKWARD, 1), "backward blocks/3 @1"),
         (Accumulate((W,), (ROWS,)), "accumulate param/w"),
-        (SumSquares((W,), ArrayId("norm", "s")), "norm param/w"),
+        (SumSquares((W,), ArrayId(Role.NORM, "s")), "norm param/w"),
         (Decide((VALUE,), ()), "decide on the update: loss"),
         (Decide((VALUE,), (W,)), "decide on the update: gradient norm"),
         (Update(0, "blocks/3 1/2", Tier.HOST), "update blocks/3 1/2"),

@@ -4,11 +4,11 @@ from tests.toy.program import LeafCase, chain
 from zinf.plan import Copy, Link, Transfer, Update
 from zinf.plan.copies import Copies
 from zinf.plan.listing import Listing
-from zinf.program import ArrayId, Tier
+from zinf.program import ArrayId, Role, Tier
 
 DEVICE, HOST, NVME = Tier
-W = ArrayId("param", "layer0/w")
-ROWS = ArrayId("param", "layer0/w", (0, 2))
+W = ArrayId(Role.PARAM, "layer0/w")
+ROWS = ArrayId(Role.PARAM, "layer0/w", (0, 2))
 MATRIX_BYTES = 4 * 4 * 64
 
 

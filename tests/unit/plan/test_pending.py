@@ -16,7 +16,7 @@ from zinf.plan.pending import (
     spread,
 )
 from zinf.plan.schedule import schedule, schedule_first, schedule_flush
-from zinf.program import ArrayId, Tier
+from zinf.program import ArrayId, Role, Tier
 
 DEVICE, HOST, NVME = Tier
 LATE = StepOptions(1, False, DEVICE, HOST)
@@ -37,7 +37,7 @@ def uneven(num_layers: int) -> Toy:
     leaves = [LeafCase(f"w{i}", num_rows=1 + i % 3) for i in range(num_layers)]
     values = ["batch/x", *(f"layer{i}.0" for i in range(num_layers))]
     layers = [
-        Layer(f"layer{i}", (ArrayId("param", f"w{i}"),), (before,), (after,))
+        Layer(f"layer{i}", (ArrayId(Role.PARAM, f"w{i}"),), (before,), (after,))
         for i, (before, after) in enumerate(zip(values, values[1:], strict=False))
     ]
     return make_toy(leaves, layers)
@@ -139,7 +139,7 @@ def test_gradients_wait_on_the_device_only_for_what_rests_there(param, state, ti
     homes = toy.homes(param, state)
     catalog, units = toy.catalog(homes), toy.units(homes)
     found = pending_copies(units, range(len(units)), catalog, LATE)
-    gradients = {ArrayId("gradient", f"layer{i}/w") for i in range(2)}
+    gradients = {ArrayId(Role.GRADIENT, f"layer{i}/w") for i in range(2)}
     assert set(found) == {(g, tier) for g in gradients}
 
 
@@ -153,5 +153,5 @@ def test_blocks_are_updated_inside_of_what_the_forward_pass_reads(home, rows):
         for job in jobs(toy, param=home, state=NVME)
         if isinstance(job.operation, Update)
     ]
-    assert {a.rows for a, _ in late.reads if a.role == "param"} == rows
-    assert {a.rows for a, _ in late.writes if a.role == "param"} == {(0, 1), (1, 2)}
+    assert {a.rows for a, _ in late.reads if a.role == Role.PARAM} == rows
+    assert {a.rows for a, _ in late.writes if a.role == Role.PARAM} == {(0, 1), (1, 2)}

@@ -3,7 +3,7 @@
 import pytest
 
 from zinf.plan import Resident, place
-from zinf.program import ArrayId, Tier
+from zinf.program import ArrayId, Role, Tier
 
 DEVICE, HOST, NVME = Tier
 AMPLE = dict.fromkeys(Tier, 1 << 30)
@@ -12,7 +12,7 @@ AMPLE = dict.fromkeys(Tier, 1 << 30)
 def resident(
     name: str, nbytes: int = 100, tier: Tier | None = None, moves: int = 2
 ) -> Resident:
-    return Resident(ArrayId("param", name), nbytes, tier, moves)
+    return Resident(ArrayId(Role.PARAM, name), nbytes, tier, moves)
 
 
 def homes(

@@ -22,7 +22,7 @@ from zinf.plan import (
 )
 from zinf.plan.passage import streamed
 from zinf.plan.place import may_rest
-from zinf.program import ArrayId, ArraySpec, Tier
+from zinf.program import ArrayId, ArraySpec, Role, Tier
 
 DEVICE, HOST, NVME = Tier
 NUM_LAYERS, NUMEL = 8, 1000
@@ -55,7 +55,9 @@ def placed(
         return int(array.path[len("layer")])
 
     residents = [
-        Resident(a, s.nbytes, asked, 3 if a.role == "param" else 2, segment=segment(a))
+        Resident(
+            a, s.nbytes, asked, 3 if a.role == Role.PARAM else 2, segment=segment(a)
+        )
         for a, s in TOY.specs.items()
     ]
     keepings = (keeping,) if keeps else ()
@@ -97,7 +99,7 @@ def test_without_residuals_to_keep_or_with_a_slow_drive_memory_is_filled() -> No
         assert made.plan.home_bytes[DEVICE] > device // 2
         homes = made.catalog.homes
         at_drive = [a for a, tier in homes.items() if tier == NVME]
-        assert all(a.role != "param" for a in at_drive), "what moves most is fast"
+        assert all(a.role != Role.PARAM for a in at_drive), "what moves most is fast"
 
 
 def test_without_a_drive_state_waits_on_the_host() -> None:
@@ -151,7 +153,7 @@ def test_state_larger_than_all_tiers_together_is_refused_after_one_attempt(
 
 @pytest.mark.parametrize("ratio", [1, 4])
 def test_whether_state_has_room_anywhere_counts_one_device_s_part(ratio: int) -> None:
-    array = ArrayId("param", "w")
+    array = ArrayId(Role.PARAM, "w")
     resident = Resident(array, 400, None, 3, device_bytes=400 // ratio)
     room = {DEVICE: 50, HOST: 100, NVME: 300 - 50 * ratio}
     assert may_rest([resident], room)

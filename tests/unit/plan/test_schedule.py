@@ -18,13 +18,13 @@ from zinf.plan import (
 )
 from zinf.plan.job import Job
 from zinf.plan.schedule import schedule, schedule_evaluation
-from zinf.program import ArrayId, ArraySpec, RowSum, Tier
+from zinf.program import ArrayId, ArraySpec, Role, RowSum, Tier
 
 TIED = make_toy(
     [LeafCase("w")],
     [
-        Layer("first", (ArrayId("param", "w"),), ("batch/x",), ("x",)),
-        Layer("last", (ArrayId("param", "w"),), ("x",), ()),
+        Layer("first", (ArrayId(Role.PARAM, "w"),), ("batch/x",), ("x",)),
+        Layer("last", (ArrayId(Role.PARAM, "w"),), ("x",), ()),
     ],
     is_mixed=False,
 )
@@ -93,7 +93,7 @@ def test_a_narrow_gradient_is_widened_before_anything_is_added() -> None:
     found = [j.operation for j in jobs if isinstance(j.operation, Run)]
     assert {k.gradients[0].role for k in found} == {"gradient part"}
     sums = [j for j in jobs if isinstance(j.operation, Accumulate)]
-    target = (ArrayId("gradient", "layer0/w"), Tier.DEVICE)
+    target = (ArrayId(Role.GRADIENT, "layer0/w"), Tier.DEVICE)
     assert [target in job.reads for job in sums] == [False, True]
 
 
@@ -112,7 +112,7 @@ def test_a_tied_parameter_is_complete_after_the_first_of_its_segments() -> None:
 
 def test_a_gradient_that_is_left_as_rows_is_added_to_what_there_is() -> None:
     rows, numbers = ArraySpec((2, 64), "f4", 4), ArraySpec((2, 1), "i4", 4)
-    row_sum = RowSum(ArrayId("param", "w"), rows, numbers)
+    row_sum = RowSum(ArrayId(Role.PARAM, "w"), rows, numbers)
     segments = list(TIED.program.segments)
     segments[0] = replace(segments[0], row_sums=(row_sum,))
     toy = replace(TIED, program=replace(TIED.program, segments=tuple(segments)))
@@ -120,7 +120,7 @@ def test_a_gradient_that_is_left_as_rows_is_added_to_what_there_is() -> None:
     homes = toy.homes(Tier.NVME, Tier.NVME)
     catalog = toy.catalog(homes, num_microbatches=2)
     adds = [j for j in jobs if isinstance(j.operation, Accumulate)]
-    gradient = ArrayId("gradient", "w")
+    gradient = ArrayId(Role.GRADIENT, "w")
     # The second microbatch of the last segment, then both of the first.
     assert [bool(j.operation.row_numbers) for j in adds] == [False, True, True]
     for m, job in enumerate(adds[1:]):
@@ -135,9 +135,9 @@ def test_a_gradient_that_is_left_as_rows_is_added_to_what_there_is() -> None:
 def test_cotangents_of_a_value_that_two_segments_read_add_up() -> None:
     leaves = [LeafCase(f"w{i}") for i in range(3)]
     layers = [
-        Layer("s0", (ArrayId("param", "w0"),), ("batch/x",), ("x",)),
-        Layer("s1", (ArrayId("param", "w1"),), ("x",), ("y",)),
-        Layer("s2", (ArrayId("param", "w2"),), ("x", "y"), ()),
+        Layer("s0", (ArrayId(Role.PARAM, "w0"),), ("batch/x",), ("x",)),
+        Layer("s1", (ArrayId(Role.PARAM, "w1"),), ("x",), ("y",)),
+        Layer("s2", (ArrayId(Role.PARAM, "w2"),), ("x", "y"), ()),
     ]
     jobs = jobs_of(make_toy(leaves, layers))
     assert "accumulate cotangent/x@0" in words(jobs, Accumulate)
@@ -169,7 +169,7 @@ def test_gradients_wait_on_the_device_for_the_updates_of_their_rows() -> None:
         "offload gradient/layer0/w[2:4]",
         "update layer0",
     ]
-    whole = ArrayId("gradient", "layer0/w")
+    whole = ArrayId(Role.GRADIENT, "layer0/w")
     assert not any((whole, Tier.HOST) in (*j.reads, *j.writes) for j in jobs)
     # Taking rows makes an array of them on the device first.
     (rows, *_) = [j for j in jobs if str(j.operation).endswith("layer0/w[0:2]")]
@@ -205,7 +205,7 @@ def test_the_decision_reads_every_loss_and_every_norm() -> None:
     jobs = jobs_of(chain(2), microbatches=2, in_backward=False)
     (decision,) = (j for j in jobs if isinstance(j.operation, Decide))
     losses = tuple(value("out/0", m) for m in range(2))
-    norms = tuple(ArrayId("norm", f"layer{k}") for k in (1, 0))
+    norms = tuple(ArrayId(Role.NORM, f"layer{k}") for k in (1, 0))
     assert decision.operation == Decide(losses, norms)
     assert decision.reads == tuple((a, Tier.HOST) for a in (*losses, *norms))
 
@@ -236,7 +236,7 @@ def test_complete_gradients_wait_on_nvme_only_if_updates_are_late() -> None:
             for j in jobs
             if isinstance(j.operation, Transfer)
             and j.operation.target == Tier.NVME
-            and j.operation.arrays[0].role == "gradient"
+            and j.operation.arrays[0].role == Role.GRADIENT
         ]
 
     assert to_nvme(in_backward=True) == []
@@ -248,7 +248,7 @@ def test_new_values_go_home_once_per_tier() -> None:
     toy = chain(1, is_mixed=True)
     jobs = jobs_of(toy, param=Tier.DEVICE, state=Tier.NVME)
     home = [j.operation for j in jobs[-3:] if isinstance(j.operation, Transfer)]
-    moved = {op.target: {a.role for a in op.arrays} for op in home}
+    moved = {op.target: {a.kind for a in op.arrays} for op in home}
     assert moved == {Tier.NVME: {"master", "state0", "state1"}, Tier.DEVICE: {"param"}}
 
 
@@ -263,8 +263,8 @@ def test_every_update_is_scheduled_once_whatever_its_blocks() -> None:
 
 def test_a_frozen_segment_runs_forward_only() -> None:
     layers = [
-        Layer("frozen", (ArrayId("param", "f"),), ("batch/x",), ("x",)),
-        Layer("last", (ArrayId("param", "w"),), ("x",), ()),
+        Layer("frozen", (ArrayId(Role.PARAM, "f"),), ("batch/x",), ("x",)),
+        Layer("last", (ArrayId(Role.PARAM, "w"),), ("x",), ()),
     ]
     leaves = [LeafCase("f", is_trainable=False), LeafCase("w")]
     jobs = jobs_of(make_toy(leaves, layers))

@@ -2,11 +2,11 @@
 
 from zinf.plan import Accumulate, Instruction, Link, Transfer, Update
 from zinf.plan.shared import shared_arrays
-from zinf.program import ArrayId, Tier
+from zinf.program import ArrayId, Role, Tier
 
 DEVICE, HOST, NVME = Tier
-W, G = ArrayId("param", "w"), ArrayId("gradient", "w")
-ROWS = ArrayId("param", "w", (0, 2))
+W, G = ArrayId(Role.PARAM, "w"), ArrayId(Role.GRADIENT, "w")
+ROWS = ArrayId(Role.PARAM, "w", (0, 2))
 
 
 def move(array: ArrayId, source: Tier, target: Tier) -> Instruction:

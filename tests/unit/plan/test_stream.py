@@ -18,7 +18,7 @@ from zinf.plan import (
     Transfer,
     build,
 )
-from zinf.program import ArrayId, Tier
+from zinf.program import ArrayId, Role, Tier
 
 DEVICE, HOST, NVME = Tier
 AMPLE = 1 << 30
@@ -56,7 +56,7 @@ def fetched(plan: Plan, target: Tier) -> Counter[ArrayId]:
         if isinstance(x.operation, Transfer) and x.operation.target == target
         if str(x.operation).startswith("fetch")
         for array in x.operation.arrays
-        if array.role != "value"
+        if array.role != Role.VALUE
     )
 
 
@@ -95,7 +95,7 @@ def test_what_is_at_home_on_the_device_is_never_moved() -> None:
 def test_parameters_are_fetched_before_the_segment_in_front_has_run() -> None:
     plan = plan_of()
     for layer in range(1, NUM_LAYERS - 1):
-        array = ArrayId("param", f"layer{layer}/w")
+        array = ArrayId(Role.PARAM, f"layer{layer}/w")
         runs = position(plan, f"forward layer{layer - 1} @0")
         assert first_fetch(plan, array, HOST) < first_fetch(plan, array, DEVICE) < runs
 
@@ -104,7 +104,7 @@ def test_the_lookahead_is_bounded() -> None:
     # Not everything at once, although all of it would fit: it would take the links from
     # what is needed first, and the room from nobody knows whom.
     plan = plan_of()
-    last = ArrayId("param", f"layer{NUM_LAYERS - 1}/w")
+    last = ArrayId(Role.PARAM, f"layer{NUM_LAYERS - 1}/w")
     assert first_fetch(plan, last, HOST) > position(plan, "forward layer0 @0")
 
 
@@ -197,7 +197,7 @@ def least_bytes(tier: Tier, **budgets: int) -> int:
 
 def test_copies_go_as_soon_as_nobody_needs_them() -> None:
     plan = plan_of(in_backward=False)
-    gradient = ArrayId("gradient", "layer3/w")
+    gradient = ArrayId(Role.GRADIENT, "layer3/w")
     freed = {
         (array, x.operation.tier): i
         for i, x in enumerate(plan.instructions)
@@ -218,7 +218,7 @@ def test_copies_go_as_soon_as_nobody_needs_them() -> None:
 def test_rows_are_taken_from_a_whole_that_is_on_the_host_already() -> None:
     plan = plan_of(toy(block_rows=2))
     assert not any(
-        array.rows and array.role == "param" for array in fetched(plan, HOST)
+        array.rows and array.role == Role.PARAM for array in fetched(plan, HOST)
     )
     reads = 3 * NUM_LAYERS * MATRIX_BYTES
     assert plan.link_bytes(Link.NVME_READ) == reads
@@ -231,7 +231,7 @@ def test_a_whole_makes_way_for_the_rows_that_are_needed_of_it() -> None:
     least = caught.value.shortages[HOST].needed_bytes
     plan = plan_of(program, host=least)
     assert plan.peak_bytes[HOST] <= least
-    assert any(array.rows and array.role == "param" for array in fetched(plan, HOST))
+    assert any(array.rows and array.role == Role.PARAM for array in fetched(plan, HOST))
 
 
 def test_all_budgets_that_are_too_small_are_named_at_once() -> None:
@@ -252,7 +252,7 @@ def test_what_is_at_home_must_fit_before_anything_else() -> None:
 
 def test_losses_stay_on_the_host_for_the_caller() -> None:
     plan = plan_of()
-    loss = ArrayId("value", "out/0", None, 0)
+    loss = ArrayId(Role.VALUE, "out/0", None, 0)
     freed = [
         (array, x.operation.tier)
         for x in plan.instructions

@@ -7,7 +7,7 @@ import pytest
 from zinf.initialize import make_planner
 from zinf.optim.decision import Decision, Pending
 from zinf.prepare import updates
-from zinf.program import ArrayId, Tier
+from zinf.program import ArrayId, Role, Tier
 from zinf_kernels.adam import cpu
 
 ROWS, COLUMNS = 10, 4
@@ -140,7 +140,7 @@ def test_steps_compile_no_loop_that_was_compiled_before_them(small_blocks):
 def test_a_leaf_with_its_state_elsewhere_is_updated_on_the_host():
     found = compiled()
     homes = dict.fromkeys(homes_of(found), Tier.DEVICE)
-    homes[ArrayId("state0", "a")] = Tier.NVME
+    homes[ArrayId(Role.STATE, "a", slot=0)] = Tier.NVME
     tiers = {
         u.gradient.path: unit.tier for unit in found.units(homes) for u in unit.arrays
     }

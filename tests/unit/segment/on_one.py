@@ -1,12 +1,12 @@
 """Segments of a program that lies whole on one device."""
 
-from zinf.program import ArrayId
+from zinf.program import ArrayId, Role
 from zinf.segment import compile_segments
 from zinf.sharding import layouts_on_one
 
 
 def compiled_on(device, segmented):
     leaves = segmented.program.leaves
-    specs = {ArrayId("param", leaf.path): leaf.spec for leaf in leaves}
+    specs = {ArrayId(Role.PARAM, leaf.path): leaf.spec for leaf in leaves}
     layouts = layouts_on_one(device, specs).with_inputs(segmented.program)
     return compile_segments(segmented, layouts)[0]

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zinf.program import ArrayId
+from zinf.program import ArrayId, Role
 from zinf.segment import segment_loss, trace_loss
 
 WEIGHT = jax.ShapeDtypeStruct((8, 8), jnp.float32)
@@ -55,7 +55,7 @@ def test_segments_are_named_after_their_parameters():
     names = [s.name for s in program.segments]
     assert names == ["blocks/0", "blocks/1", "blocks/2", "segment"]
     assert [s.params for s in program.segments] == [
-        *((ArrayId("param", f"blocks/{i}/w"),) for i in range(3)),
+        *((ArrayId(Role.PARAM, f"blocks/{i}/w"),) for i in range(3)),
         (),  # what is left after the layers
     ]
 
@@ -107,7 +107,7 @@ def test_only_paths_from_a_trained_parameter_to_the_loss_are_active():
     assert not by_path["a"].has_backward
     assert not any(by_path["a"].trainable)
     # `c` feeds an auxiliary output only: its gradient is zero, from the last segment.
-    assert ArrayId("param", "c") in program.segments[-1].trained_params
+    assert ArrayId(Role.PARAM, "c") in program.segments[-1].trained_params
 
 
 def test_parameters_without_a_use_are_adopted_by_the_last_segment():
@@ -118,7 +118,7 @@ def test_parameters_without_a_use_are_adopted_by_the_last_segment():
     params["ids"] = jax.ShapeDtypeStruct((3,), jnp.int32)
     program = build(loss, params).program
     last = program.segments[-1]
-    assert ArrayId("param", "unused") in last.trained_params
+    assert ArrayId(Role.PARAM, "unused") in last.trained_params
     assert all(a.path != "ids" for s in program.segments for a in s.params)
     assert not next(x for x in program.leaves if x.path == "ids").is_trainable
 
@@ -131,7 +131,7 @@ def test_a_stacked_leaf_of_which_some_rows_are_read_trains_them_all():
     program = build(loss, {"w": stack}, splittable=["w"]).program
     (leaf,) = program.leaves
     assert leaf.num_rows == 3
-    unread = ArrayId("param", "w", (1, 2))
+    unread = ArrayId(Role.PARAM, "w", (1, 2))
     assert unread in program.segments[-1].trained_params
 
 
@@ -142,7 +142,7 @@ def test_tied_parameters_are_read_by_every_segment_that_uses_them():
         return (x @ params["table"].T).mean()
 
     program = build(loss, {"table": WEIGHT, "w": WEIGHT}).program
-    table = ArrayId("param", "table")
+    table = ArrayId(Role.PARAM, "table")
     readers = [s for s in program.segments if table in s.params]
     assert len(readers) == 2
     assert readers[0] is program.segments[0] and readers[1] is program.segments[-1]
@@ -184,7 +184,7 @@ def test_a_loss_that_is_the_batch_or_a_parameter_is_still_a_program():
     program = build(lambda p, x: x, {"a": scalar}, scalar).program
     assert program.segments[-1].inputs == ("batch/value",)
     program = build(lambda p, x: p["a"], {"a": scalar}, scalar).program
-    assert program.segments[-1].trained_params == (ArrayId("param", "a"),)
+    assert program.segments[-1].trained_params == (ArrayId(Role.PARAM, "a"),)
 
 
 def test_aux_outputs_may_be_inputs_parameters_numbers_or_repeated():

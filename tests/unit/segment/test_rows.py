@@ -7,7 +7,7 @@ import pytest
 
 from zinf.jaxpr import flatten, trace
 from zinf.jaxpr.compat import open_jaxpr
-from zinf.program import ArrayId
+from zinf.program import ArrayId, Role
 from zinf.segment.rows import split_rows
 
 STACK = jax.ShapeDtypeStruct((3, 4, 4), jnp.float32)
@@ -82,7 +82,9 @@ def test_a_row_that_is_read_twice_is_one_array():
 def is_whole(leaf, result):
     graph, arrays, paths = result
     return (
-        leaf in graph.invars and arrays == {leaf: ArrayId("param", "w")} and not paths
+        leaf in graph.invars
+        and arrays == {leaf: ArrayId(Role.PARAM, "w")}
+        and not paths
     )
 
 

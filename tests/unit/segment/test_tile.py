@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from tests.marks import slow_except
 from zinf.jaxpr import flatten, trace
 from zinf.jaxpr.compat import open_jaxpr
-from zinf.program import ArrayId
+from zinf.program import ArrayId, Role
 from zinf.segment.tile import tile_leaves
 
 F32, BF16 = jnp.float32, jnp.bfloat16
-WHOLE = ArrayId("param", "w")
+WHOLE = ArrayId(Role.PARAM, "w")
 IDS = np.array([[0, 5, 22], [7, 7, 11]], np.int32)
 
 

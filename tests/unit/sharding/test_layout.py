@@ -11,19 +11,21 @@ from hypothesis import strategies as st
 from zinf.memory import DeviceStore, in_device_form, to_devices, to_shares
 from zinf.memory.shares import gathered
 from zinf.mesh import make_mesh
-from zinf.program import ArrayId, ArraySpec
+from zinf.program import ArrayId, ArraySpec, Role
 from zinf.sharding import Layout, persistent_layouts, zero_rule
 
 # Few, as each is compiled for.
 SHAPES = [(), (0, 3), (5,), (23,), (3, 5), (23, 29), (4, 6, 10), (3, 1, 7), (1100, 2)]
 MESHES = [(1, 1), (1, 2), (2, 2), (1, 8), (2, 4), (4, 2)]
-ROLES = ("param", "gradient", "master", "state0")
+PERSISTENT = [ArrayId.persistent(kind, "w") for kind in ("param", "master", "state0")]
+PARAM = PERSISTENT[0]
+ARRAYS = [*PERSISTENT, ArrayId(Role.GRADIENT, "w")]
 
 
 @cache
 def layout(
     shape: tuple[int, ...],
-    role: str,
+    array: ArrayId,
     grouping: tuple[int, int],
     stage: int,
     gathers_in_group: bool,
@@ -32,14 +34,13 @@ def layout(
     mesh = make_mesh(jax.devices()[: replicas * shards], num_replicas=replicas)
     rule = zero_rule(mesh, stage=stage, min_bytes=0, gathers_in_group=gathers_in_group)
     spec = ArraySpec(shape, "float32", 4)
-    specs = {ArrayId(role, "w"): spec for role in ("param", "master", "state0")}
-    return persistent_layouts(specs, rule).of(ArrayId(role, "w"))
+    return persistent_layouts(dict.fromkeys(PERSISTENT, spec), rule).of(array)
 
 
 layouts = st.builds(
     layout,
     st.sampled_from(SHAPES),
-    st.sampled_from(ROLES),
+    st.sampled_from(ARRAYS),
     st.sampled_from(MESHES),
     st.integers(0, 3),
     st.booleans(),
@@ -103,22 +104,22 @@ def test_rows_are_the_rows_of_the_whole(made, data):
 
 
 def test_the_ledger_counts_what_one_device_has():
-    made = layout((23, 29), "param", (1, 8), 3, False)
+    made = layout((23, 29), PARAM, (1, 8), 3, False)
     store = DeviceStore(jax.devices()[:8])
     (moved,) = to_devices([made.take_share(numbers(made.shape))], [made])
-    store.write(ArrayId("param", "w"), moved).result()
+    store.write(PARAM, moved).result()
     shard_bytes = 4 * 23 * 32 // 8
     assert store.ledger.used_bytes == shard_bytes
-    everywhere = layout((23, 29), "param", (1, 8), 1, False)
+    everywhere = layout((23, 29), PARAM, (1, 8), 1, False)
     whole = in_device_form(moved, everywhere)
-    store.write(ArrayId("param", "w"), whole).result()
+    store.write(PARAM, whole).result()
     assert store.ledger.used_bytes == 4 * 23 * 32
-    store.free(ArrayId("param", "w"))
+    store.free(PARAM)
     assert store.ledger.used_bytes == 0
 
 
 def test_devices_of_a_process_that_are_no_neighbours_are_refused(monkeypatch):
-    made = layout((16, 32), "param", (1, 8), 3, False)
+    made = layout((16, 32), PARAM, (1, 8), 3, False)
     blocks = dict(list(made.blocks(made.share).items())[::2])
     monkeypatch.setattr(Layout, "blocks", lambda self, sharding: blocks)
     apart = Layout(made.shape, made.padded, made.device, made.share)

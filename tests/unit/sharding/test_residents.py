@@ -6,7 +6,7 @@ import pytest
 
 from zinf.memory import Residents, open_stores
 from zinf.mesh import make_mesh
-from zinf.program import ArrayId, ArraySpec, Tier
+from zinf.program import ArrayId, ArraySpec, Role, Tier
 from zinf.sharding import persistent_layouts, zero_rule
 
 SHAPES = {"by rows": (1100, 2), "a vector": (23,), "by columns": (6, 23)}
@@ -18,7 +18,7 @@ BUDGET_BYTES = 1 << 20
 @pytest.mark.parametrize("stage", [1, 3])
 def test_rows_are_those_of_the_whole(name, tier, stage):
     mesh = make_mesh(jax.devices()[:8])
-    array, shape = ArrayId("param", name), SHAPES[name]
+    array, shape = ArrayId(Role.PARAM, name), SHAPES[name]
     specs = {array: ArraySpec(shape, "float32", 4)}
     rule = zero_rule(mesh, stage=stage, min_bytes=0)
     layouts = persistent_layouts(specs, rule)
@@ -33,12 +33,12 @@ def test_rows_are_those_of_the_whole(name, tier, stage):
     expected = np.random.default_rng(0).standard_normal(shape, np.float32)
     for start in range(0, shape[0], 5):
         rows = start, min(start + 5, shape[0])
-        part = ArrayId("param", name, rows)
+        part = ArrayId(Role.PARAM, name, rows)
         residents.write_new(part, expected[slice(*rows)])
     np.testing.assert_array_equal(residents.read(array), expected)
     some = 2, 5
     np.testing.assert_array_equal(
-        residents.read(ArrayId("param", name, some)), expected[slice(*some)]
+        residents.read(ArrayId(Role.PARAM, name, some)), expected[slice(*some)]
     )
     residents.write(array, -expected)
     np.testing.assert_array_equal(residents.read(array), -expected)

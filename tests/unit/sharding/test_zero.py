@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zinf.mesh import AXES, make_mesh
+from zinf.program import Role
 from zinf.sharding.zero import LANES, MAX_LAYERS, ZeroRule, zero_rule
 
 NUM_SHARDS = 8
@@ -74,16 +75,16 @@ def test_small_arrays_stay_whole():
     ("stage", "cut"),
     [
         (0, set()),
-        (1, {"master"}),
-        (2, {"master", "gradient"}),
-        (3, {"master", "gradient", "param"}),
+        (1, {Role.MASTER}),
+        (2, {Role.MASTER, Role.GRADIENT}),
+        (3, {Role.MASTER, Role.GRADIENT, Role.PARAM}),
     ],
 )
 def test_a_stage_says_what_is_cut_on_the_devices(stage, cut):
     made = rule(stage=stage)
-    roles = {"param", "gradient", "master"}
+    roles = {Role.PARAM, Role.GRADIENT, Role.MASTER}
     assert {role for role in roles if made.device_axes(role)} == cut
-    assert made.device_axes("state0") == made.device_axes("master")
+    assert made.device_axes(Role.STATE) == made.device_axes(Role.MASTER)
 
 
 def test_groups_have_parameters_and_share_the_rest_or_are_copies():

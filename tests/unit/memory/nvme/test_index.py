@@ -8,10 +8,10 @@ import pytest
 from zinf.memory.nvme import index as module
 from zinf.memory.nvme.index import Index
 from zinf.memory.nvme.root import INDEX
-from zinf.program import ArrayId, ArraySpec
+from zinf.program import ArrayId, ArraySpec, Role
 
 SPEC = ArraySpec((2, 3), "bfloat16", 2)
-ROWS = ArrayId("grad", "a/b", rows=(1, 2), microbatch=3)
+ROWS = ArrayId(Role.GRADIENT, "a/b", rows=(1, 2), microbatch=3)
 
 
 def lines(folder: Path) -> list[dict]:

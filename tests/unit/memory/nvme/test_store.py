@@ -25,15 +25,15 @@ from tests.unit.memory.nvme.conftest import (
 from zinf.memory import BudgetExceeded, NvmeStore, StorageError
 from zinf.memory.chunk import MAX_CHUNK_BYTES
 from zinf.memory.nvme import Coverage, Profile, System, save_profile
-from zinf.program import ArrayId, ArraySpec
+from zinf.program import ArrayId, ArraySpec, Role
 
-WHOLE = ArrayId("param", "blocks/kernel")
+WHOLE = ArrayId(Role.PARAM, "blocks/kernel")
 SPEC = ArraySpec((6, 4), "float32", 4)
 VALUE = np.arange(24, dtype=np.float32).reshape(6, 4)
 
 
 def rows(start: int, stop: int) -> ArrayId:
-    return ArrayId("param", "blocks/kernel", rows=(start, stop))
+    return ArrayId(Role.PARAM, "blocks/kernel", rows=(start, stop))
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_an_array_lies_in_a_folder_with_a_short_id_that_an_index_explains(
     names = [path.name for path in filled.chunk_files(WHOLE)]
     assert names == ["c.0.0", "c.1.0", "c.2.0"]
     with pytest.raises(KeyError):
-        filled.folder(ArrayId("param", "missing"))
+        filled.folder(ArrayId(Role.PARAM, "missing"))
     entries = [
         json.loads(line)
         for line in (tmp_nvme / "zinf.index.jsonl").read_text().splitlines()
@@ -120,7 +120,7 @@ def test_an_array_lies_in_a_folder_with_a_short_id_that_an_index_explains(
 )
 def test_any_path_of_a_leaf_can_be_kept(nvme: NvmeStore, path: str) -> None:
     for number, array in enumerate(
-        [ArrayId("param", path), ArrayId("grad", path, (1, 2), 0)]
+        [ArrayId(Role.PARAM, path), ArrayId(Role.GRADIENT, path, (1, 2), 0)]
     ):
         nvme.write(array, VALUE + number).result()
         np.testing.assert_array_equal(nvme.read(array).result(), VALUE + number)
@@ -250,12 +250,12 @@ def test_without_checksums_nothing_is_compared(tmp_nvme: Path) -> None:
 def test_a_file_in_the_way_of_a_folder_is_an_error(
     nvme: NvmeStore, tmp_nvme: Path
 ) -> None:
-    nvme.write(ArrayId("param", "a"), VALUE).result()
+    nvme.write(ArrayId(Role.PARAM, "a"), VALUE).result()
     (tmp_nvme / "arrays" / "000002").write_text("a file where a folder should be")
-    with pytest.raises(StorageError, match="Cannot create grad/b.*nothing else"):
-        nvme.write(ArrayId("grad", "b"), VALUE)
+    with pytest.raises(StorageError, match="Cannot create gradient/b.*nothing else"):
+        nvme.write(ArrayId(Role.GRADIENT, "b"), VALUE)
     assert nvme.ledger.used_bytes == VALUE.nbytes
-    nvme.write(ArrayId("grad", "b"), VALUE).result()
+    nvme.write(ArrayId(Role.GRADIENT, "b"), VALUE).result()
 
 
 def test_files_of_freed_arrays_are_used_again_by_the_same_layout(
@@ -280,7 +280,7 @@ def test_files_without_an_array_hold_no_more_than_was_held_already(
         if held and random.random() < 0.5:
             store.free(held.pop(random.randrange(len(held))))
         else:
-            held.append(ArrayId("value", f"{number}"))
+            held.append(ArrayId(Role.VALUE, f"{number}"))
             numel = random.choice([100, 200, 300])
             store.write(held[-1], np.ones(numel, np.float32)).result()
         files = (tmp_nvme / "arrays").glob("*/c.*")
@@ -323,7 +323,7 @@ def test_chunks_are_dealt_over_the_folders(tmp_path: Path) -> None:
 
 
 def test_many_arrays_can_be_under_way_at_once(nvme: NvmeStore) -> None:
-    arrays = [ArrayId("param", f"blocks/{i}/w") for i in range(50)]
+    arrays = [ArrayId(Role.PARAM, f"blocks/{i}/w") for i in range(50)]
     values = [np.full((3, 5), i, np.float32) for i in range(50)]
     writes = [nvme.write(*pair) for pair in zip(arrays, values, strict=True)]
     assert all(write.result() is None for write in writes)
@@ -334,7 +334,7 @@ def test_many_arrays_can_be_under_way_at_once(nvme: NvmeStore) -> None:
 def test_clear_deletes_the_arrays_and_their_folders(
     filled: NvmeStore, tmp_nvme: Path
 ) -> None:
-    filled.write(ArrayId("grad", "a"), VALUE)
+    filled.write(ArrayId(Role.GRADIENT, "a"), VALUE)
     filled.clear()
     assert filled.ledger.used_bytes == 0
     assert not filled.contains(WHOLE)
@@ -346,7 +346,7 @@ def test_close_waits_for_what_is_under_way_and_lets_go_of_the_folder(
     tmp_nvme: Path,
 ) -> None:
     store = NvmeStore([tmp_nvme])
-    pending = [store.write(ArrayId("param", f"{i}"), VALUE) for i in range(20)]
+    pending = [store.write(ArrayId(Role.PARAM, f"{i}"), VALUE) for i in range(20)]
     store.close()
     assert all(write.done() for write in pending)
     assert len(list((tmp_nvme / "arrays").glob("*/c.0.0"))) == 20
