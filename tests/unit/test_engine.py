@@ -168,7 +168,7 @@ def test_aux_is_returned_with_a_dim_for_microbatches_if_there_are_several(
     aux = start(config, loss=loss, has_aux=True).step(draw())["aux"]
     parts = np.split(draw()["x"], microbatches)
     means = [part.mean(0) for part in parts]
-    assert_close(aux["mean"], means[0] if microbatches == 1 else means)
+    assert_close(aux["mean"], means[0] if microbatches == 1 else np.stack(means))
     np.testing.assert_array_equal(aux["n"], 3 if microbatches == 1 else [3, 3])
 
 

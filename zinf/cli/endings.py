@@ -37,9 +37,11 @@ def lost_reader() -> bool:
     """
     if is_unread():
         return True
-    poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
-    return bool(poll.poll(0))
+    if sys.platform != "win32":
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        return bool(poll.poll(0))
+    return True  # Windows has no poll, and only a lost reader breaks a pipe.
 
 
 def discard_output() -> None:
