@@ -1,4 +1,4 @@
-"""Runs plans: one worker per link, every error named."""
+"""Runs plans: one worker per link; every error names the instruction that failed."""
 
 from zinf.executor.run import StepRecord as StepRecord
 from zinf.executor.run import Work as Work

@@ -1,4 +1,4 @@
-"""Gradients that a step left at rest, for updates in the next one."""
+"""Reads gradients that wait for a deferred update in the next step."""
 
 from collections.abc import Sequence
 
@@ -17,10 +17,10 @@ def read_gradient(
     at_rest: Sequence[Copy],
     path: str,
 ) -> np.ndarray | None:
-    """The whole of a gradient that waits for its update; None if some of it does not.
+    """The whole gradient of a leaf, or None if a part of it no longer waits.
 
     Args:
-        at_rest: where gradients wait.
+        at_rest: the gradients that wait for a deferred update, and their tiers.
     """
     mine = [(array, tier) for array, tier in at_rest if array.path == path]
     if not mine:

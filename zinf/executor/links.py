@@ -1,8 +1,8 @@
-"""One worker a link: runs a list of instructions, each after those that it waits for.
+"""One worker thread per link runs the instructions of the link in order.
 
-Workers live for one step. The first error on any of them stops all at their next
-instruction, is raised to the caller with the name of the instruction, and leaves no
-thread behind.
+An instruction starts when all instructions in its `after` are complete. Workers live
+for one step. After the first error every worker stops at its next instruction, and all
+threads end. The caller gets the error, with a note that names the instruction.
 """
 
 import signal
@@ -17,15 +17,16 @@ from zinf.plan import Instruction, Link, Timeline
 
 
 class Progress:
-    """Which instructions of a step are complete, and since when.
+    """Which instructions of a step are complete, and when each one ran.
 
-    Shared by the workers; each writes only the times of its own instructions.
+    All workers share it; each worker writes only the times of its own instructions.
     """
 
     def __init__(self, num_instructions: int):
         self._done = bytearray(num_instructions)
-        # Held locks of workers, by what they wait for, to be released when it is done.
-        # To wake all each time would cost the others a switch of threads, or six.
+        # By instruction: the held locks of the workers that wait for it. `complete`
+        # releases them. notify_all of one condition would cost up to six extra thread
+        # switches per instruction.
         self._waiting: dict[int, list[threading.Lock]] = {}
         self._changing = threading.RLock()
         self.error: BaseException | None = None
@@ -36,7 +37,10 @@ class Progress:
 
     @property
     def timeline(self) -> Timeline:
-        """What was measured, without the waits: of a step that is complete."""
+        """Measured start and end of each instruction; the step must be complete.
+
+        The time from start to end does not include the wait for other instructions.
+        """
         began = self._began
         return Timeline(
             tuple(start - began for start in self.starts),
@@ -50,8 +54,9 @@ class Progress:
         return bool(self._done[index])
 
     def wait_for(self, after: Sequence[int]) -> bool:
-        """Waits until `after` are complete; false if the step has failed."""
-        # What begins last is most likely to be done last: the others are done then.
+        """Wait until all of `after` are complete; False if the step has failed."""
+        # The instruction listed last probably completes last. Wait for it first: then
+        # the others need no wait.
         for index in sorted(after, reverse=True):
             if not self._done[index]:
                 self._wait_for(index)
@@ -88,17 +93,17 @@ def run_links(
     execute: Callable[[Instruction], None],
     progress: Progress,
 ) -> None:
-    """Executes a plan; returns when every worker has ended.
+    """Execute all instructions of a plan; return when every worker has ended.
+
+    The first Ctrl-C does not stop the workers, because a step that stops half-way has
+    updated some parameters and not others. It sets `progress.interrupted`; the caller
+    raises KeyboardInterrupt when the step is complete. A second Ctrl-C stops the step.
 
     Args:
-        progress: of so many instructions; filled in as they go.
-
-    An interrupt (Ctrl-C) while the workers run does not stop them, since a step that
-    stops half-way has updated some parameters and not others: it is noted, and the
-    caller raises it once the step is complete. A second one stops the step.
+        progress: made for this number of instructions; filled in while they run.
 
     Raises:
-        whatever the first failing instruction raised, with a note that names it.
+        the error of the first instruction that failed, with a note that names it.
     """
     queues: dict[Link, list[int]] = {}
     for index, instruction in enumerate(instructions):
@@ -112,7 +117,7 @@ def run_links(
             progress.starts[index] = perf_counter()
             try:
                 execute(instruction)
-            except BaseException as error:  # handed to the caller's thread
+            except BaseException as error:  # raised in the caller's thread
                 error.add_note(
                     f"in instruction #{index} on the link {link}: "
                     f"{instruction.operation}"
@@ -137,10 +142,11 @@ def run_links(
 
 @contextmanager
 def _interrupts_noted(progress: Progress) -> Generator[None, None, None]:
-    """Handles Ctrl-C, unless this program handles it in a way of its own.
+    """Note Ctrl-C in `progress`, unless the program has its own SIGINT handler.
 
-    It is not caught as an exception: a `Thread.join` that it leaves takes its thread
-    for ended from then on (Python 3.11), and one that is just being started is lost.
+    KeyboardInterrupt must not be raised here. If it leaves `Thread.join`, the running
+    thread counts as ended from then on (Python 3.11); if it leaves `Thread.start`, the
+    thread is lost.
     """
 
     def note(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""What one step gives back, whichever way it ran."""
+"""The result of one step, streamed or fused."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,11 +15,12 @@ class Outcome:
     """Results and measurements of a step.
 
     Attributes:
-        losses: of each microbatch, not scaled.
-        grad_norm: of the whole gradient, not scaled and before clipping.
-        skips: the step overflowed and changed nothing.
+        losses: the loss of each microbatch, without the loss scale.
+        grad_norm: the norm of the whole gradient, without the loss scale and before
+            clipping.
+        skips: the gradient overflowed, so the step changed nothing.
         extra: the loss function's other outputs, with a leading microbatch dim.
-        interrupted: Ctrl-C came while it ran; the step is complete all the same.
+        interrupted: Ctrl-C came while the step ran; the step is complete nevertheless.
     """
 
     losses: Sequence[float]
@@ -35,11 +36,11 @@ class Outcome:
 
 
 def mean_over_microbatches(array: np.ndarray) -> np.ndarray:
-    """One value of a state that every microbatch computed: a mean, or the last count.
+    """One value for a model state of which every microbatch computed a new value.
 
-    All microbatches start from the same state, so a running mean of batch statistics
-    advances by the mean over the whole batch; what is not floating-point (a counter, a
-    random key) advances once.
+    Floating-point values are averaged. All microbatches start from the same state, so a
+    running mean of batch statistics advances by the mean over the whole batch. Other
+    values (a counter, a random key) come from the last microbatch: they advance once.
     """
     if len(array) == 1 or not jnp.issubdtype(array.dtype, jnp.floating):
         return array[-1]

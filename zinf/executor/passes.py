@@ -1,4 +1,4 @@
-"""Passes of one program over the microbatches of a batch, as a plan lists them."""
+"""Runs the plan of one program on a batch: stores the inputs, takes the results."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ from zinf.sharding import Layouts
 
 @dataclass(frozen=True)
 class Passes:
-    """Puts the inputs of a program in the stores, runs a plan, and takes the results.
+    """Stores the inputs of a program, runs a plan, and takes the results.
 
     Attributes:
         spec: shapes and dtypes of one microbatch.
@@ -38,9 +38,9 @@ class Passes:
         return self.segmented.program
 
     def put_consts(self) -> None:
-        """Puts the arrays that the loss closed over on the device, where they stay.
+        """Put the arrays that the loss closes over on the device, to stay there.
 
-        They may depend on the shape of the batch: a causal mask, say.
+        They may depend on the shape of the batch, as a causal mask does.
         """
         for name, content in self.segmented.consts.items():
             self._put_on_device(ArrayId(Role.CONST, name), content)
@@ -53,7 +53,10 @@ class Passes:
 
     @contextmanager
     def in_place_of(self, other: "Passes") -> Iterator[None]:
-        """Has its own arrays on the device for a while, and not those of `other`."""
+        """While the body runs, the device has the constants of these passes.
+
+        The constants of `other` are freed before the body and put back after it.
+        """
         if other is self:
             yield
             return
@@ -74,7 +77,10 @@ class Passes:
         seed: Any,
         record: StepRecord,
     ) -> tuple[list[float], Any]:
-        """`(losses, other outputs)` by microbatch; inputs are gone also if it fails."""
+        """Run `plan`; return `(losses, other outputs)`, each by microbatch.
+
+        If the run fails, the inputs are freed too.
+        """
         try:
             self.put(batch, keys)
             run_plan(plan, work, self.stores, seed, record)
@@ -86,8 +92,10 @@ class Passes:
         return self._take()
 
     def put(self, batch: Any, keys: Sequence[Any]) -> None:
-        """Stores the inputs that segments read: the batch on the host, keys on the
-        device."""
+        """Store the batch on the host and the keys on the device.
+
+        Inputs that no segment reads are left out.
+        """
         read = {n for s in self.program.segments for n in s.inputs}
         for m, arrays in enumerate(
             microbatches(batch, self.spec, self.num_microbatches)
@@ -100,13 +108,13 @@ class Passes:
                 self._put_on_device(value(KEY, m), to_words(key))
 
     def _put_on_device(self, array: ArrayId, content: Any) -> None:
-        """Writes something that is the same on every process to the devices."""
+        """Write `content`, which all processes have alike, to the devices."""
         layouts = [self.layouts.of(array)]
         (placed,) = to_devices([np.asarray(content)], layouts)
         self.stores.device.write(array, placed).result()
 
     def _take(self) -> tuple[list[float], Any]:
-        """Removes the results of a step from the host store."""
+        """Read the results of a step from the host store and free them there."""
         columns: list[list[np.ndarray]] = []
         for m in range(self.num_microbatches):
             column = []

@@ -1,7 +1,7 @@
-"""Obeys a plan: moves the arrays it names and runs the segments and updates it lists.
+"""Executes the instructions of a plan: transfers, segments, updates.
 
-There is no decision here. Where an array goes, and when, is the plan's; how it is
-stored is the stores'; what is computed is the segments' and the optimizer's.
+This module decides nothing. The plan decides where and when an array goes; the stores
+decide how it is stored; the segments and the optimizer decide what is computed.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,22 +51,25 @@ UpdateFunction = Callable[..., Sequence[Any]]
 
 @dataclass(frozen=True)
 class Work:
-    """What the operations of a plan stand for.
+    """The segments and functions that the operations of a plan refer to.
+
+    `goes_by` is a `Pending`: the decision and the step values that an update reads.
 
     Attributes:
-        parts: of each unit, what runs jointly, and what one by one.
+        parts: for each update unit, which updates run jointly and which singly.
         update: `(array update, tier, gradient, operands, goes_by) -> results` computes
             the new values of an array update's results.
-        is_in_place: `(array update, tier)`: it is done by `update_in_place` instead.
-        update_in_place: `(array update, gradient, goes_by, *results)` changes results
-            that are on the host, given their memory.
-        step_values: `(loss) -> what the updates of this step go by`, beside its
-            decision; the loss is the mean over microbatches.
-        pending: what those that the step before left go by.
+        is_in_place: `(array update, tier)`: whether to call `update_in_place` instead
+            of `update`.
+        update_in_place: `(array update, gradient, goes_by, *results)` overwrites the
+            results; it gets their host memory.
+        step_values: `(loss) -> step values` for the updates of this step; the loss is
+            the mean over microbatches.
+        pending: `goes_by` of the updates that the step before deferred.
         decide: `(losses, sums of squares or None) -> Decision`.
         before_update: called before the first update of a step.
-        compute_dtype: of the parameters, where masters are kept apart.
-        layouts: of everything that moves between host and devices.
+        compute_dtype: dtype of the compute copies, if masters are stored separately.
+        layouts: layouts of all arrays that move between host and devices.
     """
 
     program: Program
@@ -86,15 +89,15 @@ class Work:
 
 @dataclass
 class StepRecord:
-    """What one step did, beside its results.
+    """What one step did, apart from its results.
 
     Attributes:
-        plan: what ran.
-        timeline: when each of its instructions ran; None of a step that is not
+        plan: the plan that ran.
+        timeline: when each instruction of the plan ran; None if the step is not
             complete.
-        has_updated: an update by this step's own gradients was begun.
-        is_mixed: the step failed, and some arrays are updated while others are not.
-        has_begun: the first of the updates that were pending was begun, if any were.
+        has_updated: an update from this step's own gradients was begun.
+        is_mixed: the step failed after some arrays were updated and before all were.
+        has_begun: an update that the step before deferred was begun.
     """
 
     plan: Plan | None = None
@@ -110,15 +113,16 @@ class StepRecord:
 def run_plan(
     plan: Plan, work: Work, stores: Stores, seeds: Any, record: StepRecord
 ) -> None:
-    """Runs one step. Its inputs are in the stores, and its results stay there.
+    """Run one step. It reads its inputs from the stores and leaves its results there.
 
     Args:
         seeds: the cotangent of the loss (loss scale over number of microbatches).
-        record: filled in as the step goes, also when it fails.
+        record: filled in while the step runs, also if the step fails.
 
     Raises:
-        whatever an instruction raised, with a note naming it. All copies that the plan
-        made are gone then; `record` says how arrays at home are.
+        the error of the first instruction that failed, with a note that names it. All
+        copies that the plan made are freed; `record` says whether the arrays at home
+        were updated.
     """
     run = _StepRun(work, stores, seeds, record, plan)
     progress = Progress(len(plan.instructions))
@@ -196,9 +200,10 @@ class _StepRun:
         return self.stores[tier].read(array).result()
 
     def read_there(self, array: ArrayId, tier: Tier) -> Any:
-        """What a run or an update on a tier reads: on devices in the device form.
+        """The content of `array` on `tier`, in the form that an executable reads.
 
-        What came there as shares is gathered now, and stays so.
+        A device array that came as shares of the processes is gathered, and the
+        gathered content replaces the shares in the store.
         """
         content = self.read(array, tier)
         if tier != Tier.DEVICE or self.work.layouts.mesh.size == 1:
@@ -214,18 +219,19 @@ class _StepRun:
     def write_computed(
         self, arrays: Sequence[ArrayId], contents: Sequence[jax.Array]
     ) -> None:
-        """Writes to the devices what they compute just now; complete on return."""
+        """Write computed contents to the device store; wait until they are computed."""
         try:
             for array, content in zip(arrays, contents, strict=True):
                 self.write(array, Tier.DEVICE, content)
         finally:
-            # What it is made from may be freed then.
+            # Later instructions may free the inputs of the computation.
             jax.block_until_ready(contents)
 
     def begin_write(
         self, array: ArrayId, tier: Tier, content: Any, *, is_alias: bool = False
     ) -> Future[None]:
-        # Rows of a copy that is here as a whole are written into that.
+        # If a copy of the whole array is on the tier, its rows are written into that
+        # copy; they are no copy of their own.
         is_part = (array.whole, tier) in self.copies
         if not is_part and self.homes.get(array, self.homes.get(array.whole)) != tier:
             self.copies.add((array, tier))
@@ -234,7 +240,7 @@ class _StepRun:
         return self.stores[tier].write(array, content)
 
     def drop_copies(self) -> None:
-        # A write that failed may have made its array, or may not.
+        # After a failed write the store may or may not contain the array.
         for array, tier in self.copies:
             if self.stores[tier].contains(array):
                 self.stores[tier].free(array)
@@ -333,7 +339,10 @@ class _StepRun:
         return Pending(self.record.decision, self.step_values)
 
     def refresh(self, array_update: ArrayUpdate, tier: Tier) -> None:
-        """Without an update, makes the compute copy that the plan goes on to move."""
+        """Make the compute copy of an array whose update is skipped.
+
+        The plan moves that copy next, with or without an update.
+        """
         compute = array_update.compute
         if compute is not None and not self.stores[tier].contains(compute):
             dtype = self.work.compute_dtype

@@ -1,4 +1,4 @@
-"""What runs the steps of one plan, whichever way."""
+"""The interface of runners, which run the steps of one plan."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -22,14 +22,15 @@ class AbstractRunner(ABC):
 
     @abstractmethod
     def enter(self) -> None:
-        """Puts in place what this plan has at rest and others have not.
+        """Put the arrays in place that only this plan has at rest.
 
-        Called before the first step, and when the last one was another runner's.
+        Called before the first step, and before a step that follows one of another
+        runner.
         """
 
     @abstractmethod
     def leave(self) -> None:
-        """Takes away what `enter` put in place; nothing is pending then."""
+        """Free what `enter` put in place. No deferred update may be pending."""
 
     @abstractmethod
     def step(
@@ -41,38 +42,39 @@ class AbstractRunner(ABC):
         loss_scale: float,
         record: StepRecord,
     ) -> Outcome:
-        """One training step. `keys` holds a random key a microbatch, or nothing.
+        """Run one training step. It makes `advance.after` available.
 
-        Afterwards `advance.after` is known.
+        Args:
+            keys: one random key per microbatch, or empty.
 
         Raises:
-            NonFiniteError: the loss or the gradient is not finite; unless
-                `record.is_mixed`, nothing was updated by it.
+            NonFiniteError: the loss or the gradient is not finite. This step's
+                gradients updated nothing, unless `record.is_mixed`.
         """
 
     @abstractmethod
     def flush(self, record: StepRecord) -> None:
-        """Does the updates that the last step left to the next one, if any."""
+        """Run the updates that the last step deferred, if any."""
 
     @abstractmethod
     def drop_pending(self) -> None:
-        """Forgets those updates: the state that they belong to is being replaced."""
+        """Drop the deferred updates; the state that they would update is replaced."""
 
     def gradient(self, planner: Planner, path: str) -> np.ndarray | None:
-        """The gradient of a leaf in the last step, not scaled and before clipping.
+        """The gradient of a leaf in the last step, unscaled and before clipping.
 
-        None unless all of it waits for an update that the step left to the next one.
+        None unless the whole gradient waits for a deferred update.
         """
         return None
 
     @abstractmethod
     def prepare_evaluation(self) -> None:
-        """Plans and compiles what `evaluate` runs, if that is planned at all.
+        """Make the plan and the executables of `evaluate`. A fused runner has none.
 
         Raises:
-            InfeasibleError: it does not fit beside what is at rest.
+            InfeasibleError: the evaluation does not fit beside the arrays at rest.
         """
 
     @abstractmethod
     def evaluate(self, batch: Any, keys: Sequence[Any]) -> float:
-        """The mean loss of a batch; changes nothing."""
+        """The mean loss of a batch. Changes no array."""

@@ -1,4 +1,4 @@
-"""The runner of a prepared step."""
+"""Makes the runner of a prepared step, and switches between runners."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +12,7 @@ from zinf.prepare.planner import Fused, Planner, Streamed
 
 
 def switch(current: AbstractRunner | None, runner: AbstractRunner) -> AbstractRunner:
-    """Makes `runner` the one that runs next, in place of `current`."""
+    """Leave `current` and enter `runner`, unless they are the same; return `runner`."""
     if runner is not current:
         if current is not None:
             current.leave()
@@ -27,7 +27,7 @@ def make_runner(
     spec: Any,
     before_update: Callable[[], None],
 ) -> AbstractRunner:
-    """What runs a prepared step on batches of one shape.
+    """The runner of a prepared step, for batches of one shape.
 
     Args:
         spec: shapes and dtypes of one microbatch.

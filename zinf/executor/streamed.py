@@ -1,4 +1,4 @@
-"""Steps that run segment by segment, as a plan lists them."""
+"""Runs streamed steps: segment by segment, in the order of a plan."""
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -45,7 +45,7 @@ class StreamedRunner(AbstractRunner):
         self.clipping, self.skips_overflow = clipping, skips_overflow
         self.before_update = before_update
         self.pending: Pending | None = None
-        self.pending_scale = 1.0  # what the gradients that are at rest are scaled by
+        self.pending_scale = 1.0  # loss scale of the gradients at rest
         updates, units = streamed.updates, self.arranged.units
         updates.compile_in_place(units)
         self.parts = unit_parts(updates, units, self.plan.homes)
@@ -109,8 +109,11 @@ class StreamedRunner(AbstractRunner):
 
     @contextmanager
     def pending_settled(self, record: StepRecord) -> Generator[None, None, None]:
-        """What was pending is done, gone with a step that failed after it began, or
-        still pending after one that failed before."""
+        """Settles the deferred updates when the body, which runs them, ends.
+
+        If the body succeeds, they are done. If it fails after the first of them began,
+        they are dropped. If it fails before that, they stay pending.
+        """
         try:
             yield
         except BaseException:
@@ -123,7 +126,7 @@ class StreamedRunner(AbstractRunner):
         if self.pending is not None:
             self.pending = None
             for array, tier in self.arranged.pending:
-                # Of a step that failed, some are used up already.
+                # A step that failed may have freed some of them already.
                 if self.stores[tier].contains(array):
                     self.stores[tier].free(array)
 
@@ -154,7 +157,7 @@ class StreamedRunner(AbstractRunner):
         return sum(losses) / len(losses)
 
     def _planned_evaluation(self) -> tuple[Evaluation, Passes]:
-        """Made once, with what puts in place what it reads."""
+        """The evaluation and its passes, made at the first call."""
         if self._evaluation is None:
             made = self.make_evaluation()
             is_own = made.segmented is self.streamed.segmented

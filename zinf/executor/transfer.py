@@ -18,10 +18,13 @@ BeginWrite = Callable[..., Future[None]]
 
 @dataclass(frozen=True, slots=True)
 class Mover:
-    """Attributes:
-    begin_write: `(array, tier, content, is_alias=False) -> future` makes or changes a
-        copy; an alias is for the host to keep as it is.
-    shared: what may be an alias where a device computes in the memory of the host.
+    """Moves arrays between tiers.
+
+    Attributes:
+        begin_write: `(array, tier, content, is_alias=False) -> future` makes or
+            changes a copy. With `is_alias` the host store keeps `content` itself.
+        shared: the arrays that may be aliased instead of copied if the device computes
+            in host memory ([Note: shared memory] in `plan/shared.py`).
     """
 
     stores: Stores
@@ -46,7 +49,7 @@ class Mover:
         alias_of: Callable[[ArrayId], Any],
         copies_of: Callable[..., Sequence[Any]],
     ) -> None:
-        """Between host and devices: aliases where they may be, copies of the rest."""
+        """Move between host and devices: alias arrays where allowed, copy the rest."""
         source, target = self.stores[operation.source], operation.target
         aliases = {array: alias_of(array) for array in operation.arrays}
         copied = [array for array, alias in aliases.items() if alias is None]
@@ -71,7 +74,7 @@ class Mover:
             return None
         return host_alias(self.stores.device.read(array).result())
 
-    # Drives answer fastest with several requests under way.
+    # Drives are fastest with several requests in flight.
 
     def from_drive(self, arrays: Sequence[ArrayId]) -> None:
         reads = [(a, self.stores[Tier.NVME].read(a)) for a in arrays]
@@ -79,7 +82,7 @@ class Mover:
             for array, future in reads:
                 self.begin_write(array, Tier.HOST, future.result()).result()
         finally:
-            # If one fails, the step ends with none of the others under way.
+            # On failure, no read may be in flight when the step ends.
             wait([future for _, future in reads])
 
     def to_drive(self, arrays: Sequence[ArrayId]) -> None:
@@ -89,7 +92,7 @@ class Mover:
             for array, content in contents:
                 writes.append(self.begin_write(array, Tier.NVME, content))
         finally:
-            # If one fails, what the others write is dropped: not while they do.
+            # On failure, wait for the other writers before dropping their output.
             wait(writes)
         for written in writes:
             written.result()

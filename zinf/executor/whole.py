@@ -1,4 +1,4 @@
-"""Steps that are one executable, everything being on the device."""
+"""Runs fused steps: one executable, with all arrays on the device."""
 
 from collections.abc import Callable, Sequence
 from math import isfinite
@@ -94,7 +94,7 @@ class FusedRunner(AbstractRunner):
     def execute(
         self, instruction: Instruction, inputs: Any, record: StepRecord
     ) -> dict[str, Any]:
-        """Replaces all arrays by those of the next step, and gives its outputs."""
+        """Run the executable, replace all arrays by its results, return its outputs."""
         ((tier, workspace),) = instruction.workspace
         device = self.stores[tier]
         arrays = [device.read(a).result() for a in self.program.arrays]
@@ -129,7 +129,7 @@ class FusedRunner(AbstractRunner):
         return batches, jax.numpy.stack(list(keys)) if keys else None
 
     def placed(self, batches: Any, keys: Any) -> tuple[Any, Any]:
-        """Microbatches and keys on the devices, of this process's share of them."""
+        """Put the keys and this process's share of the microbatches on the devices."""
         shardings = batch_shardings(self.spec, self._layouts)
         layouts = [
             placed_layout((self.num_microbatches, *spec.shape), sharding)
