@@ -1,1 +1,1 @@
-"""From a problem, an optimizer and budgets to something that can run."""
+"""Plans and compiles the step of a problem and an optimizer within budgets."""

@@ -1,4 +1,4 @@
-"""The persistent arrays of a problem: which there are, in which pieces, asked where."""
+"""The persistent arrays of a problem: their shapes, pieces and configured tiers."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from zinf.plan import Catalog, Resident
 from zinf.program import ArrayId, ArraySpec, Leaf, Program, Role, Tier
 from zinf.segment.problem import Problem
 
-# How often a step moves an array that rests away from where it is used.
+# Transfers per step of an array that rests on another tier than the one that uses it.
 PARAM_MOVES, STATE_MOVES = 3, 2
 
 
@@ -32,10 +32,12 @@ def piece_specs(
     program: Program,
     homes: Mapping[ArrayId, Tier] | None,
 ) -> dict[ArrayId, ArraySpec]:
-    """Every persistent array as it rests: leaves stacked over layers by row.
+    """Every persistent array in the pieces in which it rests.
+
+    A leaf that is stacked over layers has one piece per row; any other leaf has one.
 
     Args:
-        homes: where arrays rest already, in the pieces that they do.
+        homes: the tiers of pieces that are already placed; None if none is placed.
     """
     leaves = {leaf.path: leaf for leaf in program.leaves}
     specs = {}
@@ -51,7 +53,7 @@ def piece_specs(
 
 
 def residents(catalog: Catalog, config: Config) -> list[Resident]:
-    """The arrays of a catalog with the tiers that their user asked for."""
+    """The arrays of a catalog, each with the tier that the config asks for."""
     found = []
     readers = catalog.program.first_readers()
     for array, spec in catalog.specs.items():
@@ -70,12 +72,14 @@ def residents(catalog: Catalog, config: Config) -> list[Resident]:
 def kept_off_nvme(
     homes: Mapping[ArrayId, Tier], specs: Mapping[ArrayId, ArraySpec], config: Config
 ) -> str | None:
-    """One line if the persistence threshold keeps everything off nvme that was asked
-    for there: all parameters, or all masters and optimizer state.
+    """A warning if `device: nvme` has no effect, or None.
+
+    That happens if the persistence threshold keeps all parameters, or all masters and
+    optimizer state, off nvme although the config asks for nvme.
 
     Args:
-        homes: where a plan lets arrays rest.
-        specs: one process's share of each of them.
+        homes: the tier where each array rests in the plan.
+        specs: one process's share of each array.
     """
     asked = {"offload_param": config.param_tier}
     asked["offload_optimizer"] = config.optimizer_tier

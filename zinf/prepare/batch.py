@@ -14,15 +14,16 @@ from zinf.segment import named_leaves
 
 
 def batch_spec(batch: Any, num_microbatches: int, num_shares: int = 1) -> Any:
-    """The pytree of shapes and dtypes of one microbatch, of all processes together.
+    """The shapes and dtypes of one microbatch of all processes together, as a pytree.
 
-    Every leaf with a leading dim is cut along it; scalars go to every microbatch whole.
+    A leaf with a leading dim is cut along it; every microbatch gets scalars whole.
 
     Args:
-        batch: one of `num_shares` parts of equal shapes that processes give.
+        batch: the part of one process; all `num_shares` parts have the same shapes.
 
     Raises:
-        ValueError: a leaf is no array of numbers, or its leading dim does not divide.
+        ValueError: a leaf is no array of numbers, or its leading dim cannot be divided
+            into `num_microbatches`.
     """
     for path, leaf in named_leaves(batch).items():
         _check_kind(path, leaf)
@@ -43,7 +44,7 @@ def batch_spec(batch: Any, num_microbatches: int, num_shares: int = 1) -> Any:
 
 
 def check_values(batch: Any) -> None:
-    """Refuses shapes in place of a batch.
+    """Raise if a leaf of the batch is only a shape.
 
     Raises:
         ValueError: a leaf has no values.
@@ -60,10 +61,10 @@ def check_values(batch: Any) -> None:
 def with_shapes_before(
     batch: Any, earlier: Collection[tuple]
 ) -> Generator[None, None, None]:
-    """Says of an error that the batch differs from those before, if it does.
+    """Adds a note to an error of the body: how `batch` differs from the batch before.
 
     Args:
-        earlier: their signatures.
+        earlier: the signatures of the batches before; without any there is no note.
     """
     try:
         yield
@@ -90,13 +91,13 @@ def _difference(batch: Any, before: tuple) -> str:
 
 
 def check_rows(batch: Any, config: Config, num_shares: int = 1) -> None:
-    """Refuses a batch of another size than the config's, if that has one.
+    """Raise if the config sets a batch size and `batch` has another one.
 
     Args:
-        batch: one of `num_shares` parts of equal shapes that processes give.
+        batch: the part of one process; all `num_shares` parts have the same shapes.
 
     Raises:
-        ValueError: a leaf has more or fewer samples.
+        ValueError: a leaf has more or fewer samples than the config says.
     """
     if config.batch_size is None:
         return
@@ -124,7 +125,7 @@ def _check_kind(path: str, leaf: Any) -> None:
         )
     found = f"a {type(leaf).__name__}"
     if isinstance(leaf, (jax.ShapeDtypeStruct, jax.Array, np.ndarray, np.generic)):
-        # ml_dtypes' numbers, such as bfloat16, are numbers to jax alone.
+        # jax counts ml_dtypes such as bfloat16 as numbers; numpy does not.
         if any(jnp.issubdtype(leaf.dtype, kind) for kind in (np.number, np.bool_)):
             return
         found = f"of {leaf.dtype}"
@@ -147,9 +148,9 @@ def _check_divides(path: str, leaf: Any, num_microbatches: int) -> None:
 def microbatches(
     batch: Any, spec: Any, num_microbatches: int
 ) -> list[dict[str, np.ndarray]]:
-    """This process's part of each microbatch by name ("batch/tokens").
+    """This process's part of each microbatch, by name ("batch/tokens").
 
-    In the dtypes of `spec`, which has the shapes of all parts together.
+    The arrays have the dtypes of `spec`. Its shapes are those of all parts together.
     """
     names = [f"batch/{n}" for n in named_leaves(spec)]
     leaves = jax.tree.leaves(batch)
@@ -168,7 +169,10 @@ def microbatches(
 
 
 def count_tokens(spec: Any, num_microbatches: int) -> int:
-    """Entries of the largest integer leaf of a batch; without one, its examples."""
+    """Entries of the largest integer leaf of a batch.
+
+    A batch without integer leaves counts its examples.
+    """
     leaves = [s for s in jax.tree.leaves(spec) if s.shape]
     integers = [s.size for s in leaves if jnp.issubdtype(s.dtype, jnp.integer)]
     examples = [s.shape[0] for s in leaves]
@@ -176,7 +180,7 @@ def count_tokens(spec: Any, num_microbatches: int) -> int:
 
 
 def signature(batch: Any) -> tuple:
-    """What decides whether a plan fits a batch: structure, shapes and dtypes.
+    """Structure, shapes and dtypes of a batch; a plan is for one signature.
 
     Raises:
         ValueError: a leaf is no array.

@@ -1,8 +1,8 @@
-"""What the executables of a planned step need and send, beside what the plan says.
+"""Bytes and collectives of a step's executables, to compare with the plan.
 
-The plan counts bytes from shapes and shardings; the compiler counts what it assigned,
-padding of layouts and all. Comparing the two needs no device: a step that was planned
-for a machine that is not there can be read as well as one that runs.
+The plan counts bytes from shapes and shardings. The compiler counts the bytes that it
+assigned, with the padding of layouts. The comparison needs no device, so it also works
+for a step that was planned for another machine.
 """
 
 from collections import Counter
@@ -32,9 +32,10 @@ class CompiledRun:
     """One executable of a step.
 
     Attributes:
-        name: of the first instruction that runs it; `times` how many of a step do.
-        planned_bytes: what the plan counts for its arguments and results on a device;
-            None of the fused step, where the compiler's figure is the plan's.
+        name: the operation of the first instruction that runs it.
+        times: how often a step runs it.
+        planned_bytes: the plan's count for its arguments and results on one device.
+            None for the fused step, whose plan uses the compiler's count.
     """
 
     name: str
@@ -46,7 +47,7 @@ class CompiledRun:
 
     @property
     def compiled_bytes(self) -> int:
-        """Arguments and results on a device, as the compiler lays them out."""
+        """Bytes of arguments and results on a device in the compiler's layouts."""
         return self.memory.argument_bytes + self.memory.output_bytes
 
 
@@ -82,7 +83,7 @@ def step_traffic(runs: tuple[CompiledRun, ...]) -> Mapping[Kind, Traffic]:
 
 
 def largest_deviation(runs: tuple[CompiledRun, ...]) -> float:
-    """How far the plan's bytes are from the compiler's, as a share of the latter."""
+    """Largest difference of planned and compiled bytes, as a share of the compiled."""
     return max(
         (
             abs(run.compiled_bytes - run.planned_bytes) / run.compiled_bytes
@@ -96,7 +97,7 @@ def largest_deviation(runs: tuple[CompiledRun, ...]) -> float:
 def _executables(
     made: Streamed, parts: Sequence[UnitParts], instruction: Instruction
 ) -> list[tuple[Any, int]]:
-    """What an instruction runs, and the bytes that the plan counts for each of it."""
+    """The executables that an instruction runs, each with the bytes the plan counts."""
     operation, catalog = instruction.operation, made.arranged.catalog
     if isinstance(operation, Run):
         segment = made.segments[operation.segment]
@@ -117,7 +118,7 @@ def _executables(
 
 
 def _update_bytes(made: Streamed, update: ArrayUpdate) -> int:
-    """Bytes of what an update on the devices reads and makes."""
+    """Bytes on one device that an update reads and writes, as the plan counts them."""
 
     def device_bytes(array: ArrayId) -> int:
         return made.arranged.catalog.nbytes(array, Tier.DEVICE)

@@ -1,4 +1,4 @@
-"""The devices that a config asks for, and the config for so many."""
+"""The mesh of devices that a config asks for, and the config loaded for that mesh."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,10 +16,13 @@ def on_devices(
     mesh: Mesh | None = None,
     overrides: Sequence[str] = (),
 ) -> tuple[Config, Mesh]:
-    """A config, checked for the devices of a mesh: the one given, or that it asks for.
+    """Load a config for the devices of a mesh; return both.
+
+    Args:
+        mesh: None makes the mesh that the config asks for.
 
     Raises:
-        ValueError: the config is wrong, or there are no such devices.
+        ValueError: the config is wrong, or the devices that it asks for do not exist.
     """
     mesh = mesh_for(grouping(source, overrides)) if mesh is None else mesh
     check_mesh(mesh)
@@ -28,10 +31,11 @@ def on_devices(
 
 
 def mesh_for(asked: Grouping) -> Mesh:
-    """The mesh that a config asks for, on the devices that there are.
+    """The mesh that a config asks for, on the devices that jax has.
 
     Raises:
-        ValueError: there are fewer, or they do not divide into the groups asked for.
+        ValueError: jax has fewer devices, or they cannot be divided into the groups
+            that the config asks for.
     """
     devices = jax.devices()
     if asked.num_shards is not None:
@@ -50,10 +54,10 @@ def mesh_for(asked: Grouping) -> Mesh:
 
 
 def group_devices(devices: Sequence[jax.Device], asked: Grouping) -> Mesh:
-    """The mesh of all the devices, in the groups that a config asks for.
+    """The mesh of all `devices`, in the groups that a config asks for.
 
     Raises:
-        ValueError: they do not divide into such groups.
+        ValueError: the devices cannot be divided into groups of that size.
     """
     num_replicas = asked.num_replicas
     if asked.group_size is not None:

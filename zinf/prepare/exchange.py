@@ -1,4 +1,4 @@
-"""What executables send between devices, as the plan counts it."""
+"""Bytes that executables send between devices, in the form that the plan counts."""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,7 +8,10 @@ from zinf.topology import Collective
 
 
 def exchange_of(collectives: Iterable[Collective]) -> Exchange:
-    """The bytes that a device sends; those are hidden that products run beside."""
+    """The bytes that one device sends in these collectives.
+
+    The bytes of a collective are hidden if matrix products overlap it, else exposed.
+    """
     hidden, exposed = 0, 0
     for one in collectives:
         sent = round(one.sent_bytes * one.times)
@@ -20,12 +23,12 @@ def exchange_of(collectives: Iterable[Collective]) -> Exchange:
 
 
 def forward_exchanges(segments: Sequence[Segment]) -> list[Exchange]:
-    """What the forward pass of each segment sends, where only forward passes run."""
+    """Exchange of the forward pass of each segment, for an evaluation."""
     return [exchange_of(segment.forward_traffic()) for segment in segments]
 
 
 def segment_exchanges(segments: Sequence[Segment]) -> list[tuple[Exchange, Exchange]]:
-    """What the forward and the backward pass of each segment send."""
+    """Exchanges of the forward and of the backward pass of each segment."""
     found = []
     for segment in segments:
         passes = segment.traffic()

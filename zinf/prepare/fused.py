@@ -1,9 +1,9 @@
 """The fused step: forward, backward and update as one jitted, donated executable.
 
-It computes what the streamed step computes, with the same separated updates, so the two
-agree up to the rounding that XLA's fusions choose. On a mesh it is one program for all
-devices: parameters that are cut are gathered for each pass over them, and gradients are
-cut as the optimizer state is before they are used.
+It runs the same operations as the streamed step, with the same separated updates, so
+the two agree up to the rounding of XLA's fusions. On a mesh it is one program for all
+devices: sharded parameters are gathered for each pass that reads them, and gradients
+are sharded like the optimizer state before the update.
 """
 
 from collections import OrderedDict
@@ -36,14 +36,14 @@ Arrays = Mapping[ArrayId, Any]
 class FusedProgram:
     """The compiled step.
 
-    `step(values, batch, keys, scalars, loss_scale) -> (values, outputs)`, where
-    `values` are all persistent arrays in the order of `arrays` (donated), `batch` and
-    `keys` have a leading microbatch dim, and `outputs` are `losses`, `grad_norm`,
-    `is_finite` and `extra` (the loss function's other outputs, by microbatch). A step
-    that is not finite changes no array.
+    `step(values, batch, keys, scalars, loss_scale) -> (values, outputs)`. `values` are
+    all persistent arrays in the order of `arrays` (donated). `batch` and `keys` have a
+    leading microbatch dim. `outputs` are `losses`, `grad_norm`, `is_finite` and `extra`
+    (the loss function's other outputs, by microbatch). A step whose losses or gradient
+    are not finite changes no array.
 
-    `scalars` are the step values. Of an optimizer that reads the loss they are its
-    shared state, and `outputs` has that of the next step as `shared`.
+    `scalars` are the step values. If the optimizer reads the loss, they are its shared
+    state instead, and `outputs["shared"]` is the shared state of the next step.
     """
 
     step: jax.stages.Compiled
@@ -74,7 +74,7 @@ def compile_fused(
     ids = tuple(specs)
 
     def for_update(gradient: Any, layout: Layout) -> Any:
-        """From stage 1 each device updates its part alone, and needs no more of it."""
+        """Shard a gradient if, from stage 1, each device updates only its own shard."""
         if layouts.rule.stage < STATE_STAGE or layouts.mesh.size == 1:
             return gradient
         return as_cut(gradient, layout.share)
@@ -132,7 +132,7 @@ def compile_fused(
 
 
 def fused_evaluation(problem: Problem, layouts: Layouts) -> Callable:
-    """`(params, batches, keys) -> losses`, of what a fused step has on the devices."""
+    """`(params, batches, keys) -> losses`, for parameters of a fused step."""
     forms = [layouts.of(ArrayId(Role.PARAM, p)) for p in problem.params]
 
     def losses(params: Sequence[Any], batches: Any, keys: Any) -> Any:
@@ -144,10 +144,13 @@ def fused_evaluation(problem: Problem, layouts: Layouts) -> Callable:
 
 
 def batch_shardings(batch: Any, layouts: Layouts) -> Any:
-    """How stacked microbatches lie on the devices; `batch` is one of them.
+    """The shardings of stacked microbatches.
+
+    Args:
+        batch: shapes of one microbatch.
 
     Raises:
-        ValueError: its examples do not divide among the devices.
+        ValueError: the examples of a microbatch cannot be divided among the devices.
     """
 
     def sharding(name: str, leaf: Any) -> NamedSharding:
@@ -169,7 +172,11 @@ def _accumulate(
     num_microbatches: int,
     layouts: Layouts,
 ) -> tuple[dict[str, Any], Any, Any]:
-    """Gradients summed over microbatches in order, losses and other outputs stacked."""
+    """`(gradients, losses, extra)` of all microbatches.
+
+    Gradients are summed in the order of the microbatches; losses and the other outputs
+    are stacked.
+    """
     forms = {p: layouts.of(ArrayId(Role.PARAM, p)) for p in params}
     gradient_forms = {p: layouts.of(ArrayId(Role.GRADIENT, p)) for p in trained}
 
@@ -183,8 +190,8 @@ def _accumulate(
         return loss * seed, (loss, extra)
 
     if any(not form.is_gathered for form in forms.values()):
-        # Parameters are gathered once more for the backward pass, not kept from the
-        # forward pass: nobody would need to cut them if they were.
+        # The backward pass gathers parameters again. To keep the gathered ones from the
+        # forward pass would hold whole parameters on every device.
         scaled_loss = jax.checkpoint(scaled_loss, policy=_is_kept)
 
     def gradient(values: Mapping[str, Any], *rest: Any) -> tuple[Any, dict[str, Any]]:
@@ -211,9 +218,9 @@ def _accumulate(
 
 
 def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Whether the backward pass takes a result of the forward pass as it is.
+    """A `jax.checkpoint` policy that saves all results but gathered parameters.
 
-    All but what was gathered, and the same without its padding.
+    A sharding constraint gathers a parameter, and a slice removes its padding.
     """
     return primitive.name not in ("sharding_constraint", "slice")
 
@@ -221,7 +228,7 @@ def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
 def _leaf_updates(
     problem: Problem, separated: Separated, layouts: Layouts
 ) -> list[Callable]:
-    """For each trained leaf, a function from all arrays to its new ones."""
+    """For each trained leaf, a function from all arrays to the leaf's new arrays."""
     masters = [
         ArrayId(
             Role.MASTER if problem.params[x.path].has_master else Role.PARAM, x.path
@@ -268,7 +275,7 @@ def _stacked(tree: Any, num_microbatches: int) -> Any:
 
 
 def _placed(arguments: Any, shardings: Any) -> Any:
-    """Abstract arguments with shardings, which are a pytree prefix of them."""
+    """Abstract arguments with shardings; `shardings` is a pytree prefix of them."""
     spread = jax.tree.map(
         lambda sharding, tree: jax.tree.map(lambda _: sharding, tree),
         shardings,
@@ -283,7 +290,7 @@ def _placed(arguments: Any, shardings: Any) -> Any:
 
 
 def _device_bytes(argument: jax.ShapeDtypeStruct) -> int:
-    """What one device has of an argument."""
+    """Bytes of an argument on one device."""
     assert argument.sharding is not None
     shape = argument.sharding.shard_shape(argument.shape)
     return prod(shape) * argument.dtype.itemsize

@@ -1,4 +1,4 @@
-"""Which updates of a unit run as one executable, in the memory of their arrays."""
+"""Groups the device updates of a unit into executables that donate their operands."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from zinf.program import ArrayId, Tier
 
 @dataclass(frozen=True)
 class JointUpdate:
-    """Updates that one executable does, of arrays that rest on the devices."""
+    """Updates that one executable runs. All their arrays rest on the devices."""
 
     arrays: tuple[ArrayUpdate, ...]
     step: JointStep
@@ -26,14 +26,17 @@ class JointUpdate:
         operands: Sequence[Sequence[Any]],
         goes_by: Pending,
     ) -> Sequence[Sequence[Any]]:
-        """New values of each update's results, computed or not. Donates operands."""
+        """New values of the results of each update. Donates `operands`.
+
+        The values may still be in computation on return.
+        """
         factor = np.float32(goes_by.decision.factor)
         return self.step(factor, goes_by.step_values, gradients, operands)
 
 
 @dataclass(frozen=True)
 class UnitParts:
-    """The updates of a unit: those that run jointly, and those that run one by one."""
+    """The updates of a unit, split into those that run jointly and singly."""
 
     joint: tuple[JointUpdate, ...]
     single: tuple[ArrayUpdate, ...]
@@ -42,11 +45,11 @@ class UnitParts:
 def unit_parts(
     updates: Updates, units: Iterable[UpdateUnit], homes: Mapping[ArrayId, Tier]
 ) -> list[UnitParts]:
-    """How each unit runs: jointly as much of it as needs no more memory for that.
+    """Which updates of each unit run jointly, and which singly.
 
-    Updates run together if they are element-wise, all that they touch rests on the
-    devices in arrays of its own, and they need no more beside those than the largest
-    of them alone.
+    Updates run jointly if they are element-wise, all their arrays rest on the devices,
+    not as rows of larger arrays, and their workspace together is at most that of the
+    largest of them alone.
     """
     return [_parts(updates, unit, homes) for unit in units]
 
@@ -63,7 +66,7 @@ def _parts(
     joint = []
     for group in _groups({u: steps[u].workspace_bytes for u in able}):
         step = updates.joint([steps[u] for u in group])
-        # Compiled together they may need other scratch than each alone.
+        # The joint executable may need more workspace than the sum of the single ones.
         if step.workspace_bytes <= unit.workspace_bytes:
             joint.append(JointUpdate(group, step))
     done = {update for j in joint for update in j.arrays}
@@ -73,7 +76,7 @@ def _parts(
 def _may_be_joint(
     updates: Updates, update: ArrayUpdate, homes: Mapping[ArrayId, Tier]
 ) -> bool:
-    """Whether it is the same in other company, of arrays that rest on the devices."""
+    """Whether an update gives the same bits jointly, and its arrays rest on devices."""
     return (
         updates.steps[Tier.DEVICE][update].is_elementwise
         and all(homes.get(array) == Tier.DEVICE for array in update.results)
@@ -83,7 +86,7 @@ def _may_be_joint(
 
 
 def _groups(nbytes: Mapping[ArrayUpdate, int]) -> list[tuple[ArrayUpdate, ...]]:
-    """Groups that need no more than the largest alone: each in the first with room."""
+    """First-fit groups, each of which needs at most the bytes of the largest update."""
     limit = max(nbytes.values(), default=0)
     groups: list[list[ArrayUpdate]] = []
     free: list[int] = []

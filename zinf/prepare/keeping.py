@@ -1,4 +1,4 @@
-"""What segments may keep for their backward pass, instead of computing it again."""
+"""The residuals that segments may save for their backward pass instead of remat."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,10 +10,12 @@ from zinf.segment import Segment
 def what_may_be_kept(
     segments: Sequence[Segment], is_selective: bool, room_bytes: int
 ) -> dict[int, Keeping]:
-    """What segments may keep; compiled only if there is room for any of it.
+    """The residuals that each segment may save, by segment number.
+
+    A segment whose residuals exceed `room_bytes` is left out and not compiled.
 
     Args:
-        is_selective: but for products that are cheap for their size, if there are any.
+        is_selective: recompute products that are cheap for their size, save the rest.
     """
     able = {k: s for k, s in enumerate(segments[:-1]) if s.spec.has_backward}
     found = {}
@@ -32,7 +34,7 @@ def what_may_be_kept(
 def keeping_as_chosen(
     segments: Sequence[Segment], keeping: Mapping[int, Keeping]
 ) -> tuple[Segment, ...]:
-    """The segments, which from now on keep what was chosen for each."""
+    """The segments, set to save all or selected residuals as `keeping` says."""
     return tuple(
         replace(s, is_selective=k in keeping and keeping[k].is_selective)
         for k, s in enumerate(segments)

@@ -1,7 +1,7 @@
-"""From a problem, an optimizer and budgets to something that can run: the planning.
+"""Plans steps and evaluations: cuts, compiles and arranges them within the budgets.
 
-Everything here is decided from shapes: no parameter is made and nothing is opened, so
-the same code answers "does it fit" for a machine that is not there.
+All decisions are made from shapes. No parameter is made and no store is opened, so the
+same code also answers "does it fit" for a machine that is not there.
 """
 
 import logging
@@ -65,9 +65,10 @@ from zinf.topology import Topology, shortage
 
 logger = logging.getLogger(__name__)
 
-# What is tried for `StepOptions` beside their defaults. An update that waits for the
-# norm has nothing to overlap with but the next step: then these shares are not. On
-# random chains others between them, and more slack, gained nothing (tests/overlap).
+# Values that the search tries for `StepOptions`, besides their defaults. Updates that
+# wait for the gradient norm cannot overlap the backward pass: for them DEFERRED_SHARES
+# are not tried. On random chains, values in between and more slack gained nothing
+# (tests/overlap).
 DEFERRED_SHARES = (0.25, 0.5, 0.75)
 LEADING_SHARES = (0.25, 0.375, 0.5, 0.625, 0.75, 1.0)
 SLACK = 1.5
@@ -75,7 +76,7 @@ SLACK = 1.5
 
 @dataclass(frozen=True)
 class Compiled:
-    """Segments that can run, and the layouts of all that they read and make."""
+    """Compiled segments, and the layouts of all arrays that they read and write."""
 
     segments: tuple[Segment, ...]
     layouts: Layouts
@@ -100,7 +101,7 @@ class Streamed:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A forward pass segment by segment, with arrays where training has them."""
+    """A forward pass, segment by segment; arrays rest where training puts them."""
 
     plan: Plan
     segmented: Segmented
@@ -122,10 +123,11 @@ class Planner:
     """Plans steps of one problem for batches of any shape.
 
     Attributes:
-        rule: how arrays are cut, and along which mesh.
+        rule: how arrays are sharded, and on which mesh.
         key: shape and dtype of the random key, or None.
-        group: the processes that plan the same; what they measured is made alike.
-        topology: the machine of the mesh, if it is not this one.
+        group: the processes that make the same plan. Each measures its budgets and
+            rates, and all plan with the lowest.
+        topology: the machine of the mesh; None for this machine.
     """
 
     problem: Problem
@@ -137,31 +139,36 @@ class Planner:
     topology: Topology | None = None
 
     def batch_spec(self, batch: Any) -> Any:
-        """Shapes and dtypes of a microbatch, of this process's part of a batch."""
+        """Shapes and dtypes of one microbatch of all processes.
+
+        Args:
+            batch: this process's part of a batch.
+        """
         return batch_spec(batch, self.config.num_microbatches, self.num_shares)
 
     @cached_property
     def num_shares(self) -> int:
-        """Into how many parts a batch is cut among processes."""
+        """Number of parts into which the processes divide a batch."""
         return num_batch_shares(self.rule.mesh)
 
     def check_batch(self, batch: Any) -> None:
-        """Refuses this process's part of a batch of training of the wrong size.
+        """Raise if this process's part of a training batch has the wrong size.
+
+        Batches of evaluation may have any size.
 
         Raises:
-            ValueError: the config says how many samples a step has, and these are not
-                as many (batches of evaluation may have any number).
+            ValueError: the number of samples is not the one that the config sets.
         """
         check_rows(batch, self.config, self.num_shares)
 
     @property
     def param_bytes(self) -> int:
-        """Of all parameters, in the precision that they are computed with."""
+        """Bytes of all parameters in the compute dtype."""
         specs = self.array_specs().items()
         return sum(spec.nbytes for array, spec in specs if array.role == Role.PARAM)
 
     def plan_batch(self, batch: Any) -> Streamed | Fused:
-        """The plan for a batch of all processes, with nothing placed yet."""
+        """The plan for the whole batch of all processes; places all arrays anew."""
         check_rows(batch, self.config)
         return self.plan(batch_spec(batch, self.config.num_microbatches))
 
@@ -172,10 +179,10 @@ class Planner:
 
         Args:
             batch: shapes and dtypes of one microbatch.
-            homes: where arrays rest already; `None` places them.
+            homes: the tiers where arrays already rest; None chooses them.
 
         Raises:
-            InfeasibleError: nothing fits.
+            InfeasibleError: no plan fits the budgets.
         """
         try:
             with self.problem.modes.own(), uncollected():
@@ -183,7 +190,7 @@ class Planner:
         except jax.errors.JaxRuntimeError as error:
             raise self._refused(error) from error
         if self.group.count > 1:
-            # Collectives that are begun in another order would wait for ever.
+            # Processes that began collectives in different orders would deadlock.
             listed = "\n".join(map(repr, made.plan.instructions))
             self.group.agree({"plan": sha256(listed.encode()).hexdigest()})
         if isinstance(made, Streamed) and homes is None and self.group.is_first:
@@ -194,7 +201,7 @@ class Planner:
         return made
 
     def _refused(self, error: Exception) -> Exception:
-        """What the compiler says of a program that does not fit, as a budget."""
+        """A compiler's out-of-memory error as an InfeasibleError; others unchanged."""
         found = shortage(error)
         if found is None:
             return error
@@ -214,7 +221,7 @@ class Planner:
                 "the state alone exceeds the device budget of "
                 f"{self.capacity()[Tier.DEVICE]:,} bytes. Remove one of the two."
             )
-        # Refuses what is no loss, however it runs.
+        # Trace before fusing too: this refuses functions that are not a loss.
         source = self.trace(batch, self.config.segment_max_bytes)
         check_dependence(source)
         if may_fuse:
@@ -235,7 +242,7 @@ class Planner:
             max_remat_bytes=max_bytes or 1 << 62,
         )
 
-    # Everything on the device.
+    # The fused step: everything is on the device.
 
     def fits_fused(self, homes: Mapping[ArrayId, Tier] | None) -> bool:
         if homes is not None:
@@ -247,7 +254,7 @@ class Planner:
         return tiers <= {None, Tier.DEVICE} and state <= self.capacity()[Tier.DEVICE]
 
     def device_state_bytes(self) -> int:
-        """Bytes of persistent arrays that one device holds if all rest there."""
+        """Bytes on one device if all persistent arrays rest on the devices."""
         specs, layouts = self.array_specs(), self.layouts
         return sum(
             replace(spec, shape=layouts.of(array).device_shape).nbytes
@@ -275,15 +282,16 @@ class Planner:
         )
         return Fused(plan, program, self.layouts)
 
-    # Segment by segment.
+    # The streamed step: segment by segment.
 
     def stream(
         self, batch: Any, source: Source, homes: Mapping[ArrayId, Tier] | None
     ) -> Streamed:
-        """Cuts by layer; if that does not fit the device, into smaller segments.
+        """Cut by layer; while the plan does not fit the device, tighten the limits.
 
-        Weights that are larger than those are read by tile, and what takes too much
-        beside them runs in blocks of rows.
+        Tighter limits make segments smaller. Weights larger than a segment may hold are
+        read by tile, and segments with too large intermediate values run in blocks of
+        rows.
         """
         limits = Limits(self.config.segment_max_bytes)
         segmented = self.cut(source, limits.param_bytes)
@@ -310,7 +318,8 @@ class Planner:
     ) -> Segmented:
         frozen = set(self.problem.params) - self.problem.trainable
         by_row = {leaf.path for leaf in self.separated.leaves if leaf.is_elementwise}
-        # Rows of a leaf that is itself cut by rows are not all here.
+        # A leaf sharded by rows cannot be streamed by rows too: each device holds only
+        # some of them.
         here = {
             path
             for path in by_row | frozen
@@ -330,7 +339,7 @@ class Planner:
         return Compiled(segments, replace(layouts, values=values))
 
     def accumulates(self, program: Program) -> frozenset[ArrayId]:
-        """The parameter arrays whose gradient is a sum over several passes."""
+        """The parameter arrays whose gradient is the sum of several contributions."""
         counts = count_contributions(program, self.config.num_microbatches)
         return frozenset(
             ArrayId(Role.PARAM, *key) for key, n in counts.items() if n > 1
@@ -403,13 +412,13 @@ class Planner:
         )
 
     def evaluation(self, batch: Any, training: Streamed) -> Evaluation:
-        """The forward pass alone, or that of the loss for evaluation, if there is one.
+        """The forward pass of the evaluation loss, or else of the training loss.
 
         Args:
-            batch: shapes and dtypes of one microbatch, as `training` takes it.
+            batch: shapes and dtypes of one microbatch, as in `training`.
 
         Raises:
-            InfeasibleError: it does not fit beside what is at rest.
+            InfeasibleError: the pass does not fit beside the arrays at rest.
         """
         with uncollected():
             made = self._evaluation(batch, training)
@@ -455,7 +464,7 @@ class Planner:
     def evaluation_catalog(
         self, program: Program, training: Streamed, compiled: Compiled
     ) -> Catalog:
-        """What the forward pass of another program than that of training reads."""
+        """The catalog for the forward pass of an evaluation loss."""
         segments, layouts = compiled.segments, compiled.layouts
         arrays = {a: t for a, t in training.plan.homes.items() if a.role != Role.CONST}
         consts = [ArrayId(Role.CONST, name) for name in program.consts]
@@ -484,7 +493,11 @@ class Planner:
         return catalog
 
     def choices(self, waits: bool) -> Choices:
-        """What a step may be arranged by, of what the config leaves open."""
+        """The options that the search may choose, where the config leaves them open.
+
+        Args:
+            waits: updates wait for the gradient norm or the overflow check.
+        """
         return Choices(
             self.tiers_from(self.config.activation_tier, Tier.DEVICE),
             self.tiers_from(None, Tier.HOST),
@@ -495,7 +508,7 @@ class Planner:
             defers_all=True,
             leading_shares=LEADING_SHARES,
             slack=SLACK,
-            # Rows of what several devices share are not rows of the whole.
+            # On several devices, rows of a shard are not rows of the whole array.
             by_row=self.rule.mesh.size == 1,
         )
 
@@ -507,18 +520,18 @@ class Planner:
 
     @property
     def clipping(self) -> Clipping:
-        """What `gradient_clipping` asks for, and then the optimizer."""
+        """The clipping of `gradient_clipping`, then that of the optimizer."""
         return Clipping(self.config.clip_norm, self.separated.clip_bounds)
 
     # Arrays and budgets.
 
     def initial_leaves(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Every parameter leaf by path, made one at a time."""
+        """Every parameter leaf with its path; each is made when it is asked for."""
         return self.problem.initial_leaves(local_devices(self.rule.mesh)[0])
 
     @cached_property
     def layouts(self) -> Layouts:
-        """How persistent arrays and gradients lie on the mesh."""
+        """The layouts of persistent arrays and gradients on the mesh."""
         whole = {x.path for x in self.separated.leaves if not x.is_elementwise}
         return persistent_layouts(self.array_specs(), self.rule, indivisible=whole)
 
@@ -531,7 +544,7 @@ class Planner:
         return dict(self.resources.capacity)
 
     def rates(self) -> Rates:
-        """Rates to predict with."""
+        """The rates that predict the times of a plan."""
         return self.resources.rates
 
     @cached_property

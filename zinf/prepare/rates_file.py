@@ -1,4 +1,4 @@
-"""Files of measured rates, which plans go by where a config names one."""
+"""Files of measured rates; a config may name one for predicting plan times."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -11,9 +11,9 @@ from zinf.program import Tier
 
 
 class RatesFile(BaseModel):
-    """What links, devices and updates of a machine did; see `Rates`.
+    """Measured rates of the links, devices and updates of a machine; see `Rates`.
 
-    Rates that nothing was measured of are those that the steps were planned with.
+    A rate that was not measured is the one with which the measured steps were planned.
     """
 
     model_config = ConfigDict(
@@ -21,22 +21,22 @@ class RatesFile(BaseModel):
     )
 
     measured: str
-    """When, and on what."""
+    """When, and on what machine."""
 
     link_bytes_per_second: dict[Link, PositiveFloat]
-    """Of the transfer links: nvme read, nvme write, h2d and d2h."""
+    """For each transfer link: nvme read, nvme write, h2d and d2h."""
 
     flops_per_second: PositiveFloat
-    """Of the device, by the compiler's count."""
+    """Of the device, with flops as the compiler counts them."""
 
     update_bytes_per_second: dict[Tier, PositiveFloat]
-    """Optimizer results written, by where updates run: device and host."""
+    """Bytes of optimizer results per second, by the tier where updates run."""
 
     overhead_seconds: float = Field(ge=0)
-    """Of any instruction."""
+    """Fixed time of each instruction."""
 
     exchange_bytes_per_second: PositiveFloat
-    """Of a device, to others."""
+    """Bytes per second that a device sends to other devices."""
 
     @model_validator(mode="after")
     def _has_all(self) -> Self:
@@ -59,10 +59,13 @@ class RatesFile(BaseModel):
 
 
 def save_rates(rates: Rates, file: Path, measured: str) -> None:
-    """Write a file, in place of one that is there; `measured` says when and on what.
+    """Write a file of rates; an existing file is replaced.
+
+    Args:
+        measured: when the rates were measured, and on what machine.
 
     Raises:
-        OSError: it cannot be written; what was there stays.
+        OSError: the file cannot be written; an existing one is unchanged.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     fresh = file.with_name(f"{file.name}.new")
@@ -76,7 +79,7 @@ def load_rates(file: Path) -> Rates:
     """The rates in a file that `save_rates` wrote.
 
     Raises:
-        ValueError: there is none, or it is damaged.
+        ValueError: the file cannot be read, or is damaged.
     """
     advice = "Measure anew with `zinf bench step`, or remove `rates` from the config."
     try:

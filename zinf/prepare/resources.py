@@ -1,4 +1,4 @@
-"""What there is to plan with: bytes of each tier, and rates of each link."""
+"""The budgets and rates that plans are made with."""
 
 import platform
 import sys
@@ -23,16 +23,16 @@ from zinf.prepare.rates_file import RatesFile, load_rates
 from zinf.program import Tier
 from zinf.topology import Topology
 
-# Of a peak, what is taken to be reached.
+# Assumed share of a peak rate that a machine attains.
 ATTAINED = 0.5
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What a config gives to each device of a mesh and to each process.
+    """The budgets and rates of each device of a mesh and of each process.
 
-    Processes may find different amounts; all plan with the least, since their plans
-    have to be the same.
+    Processes may find different budgets and rates. All plan with the lowest, because
+    their plans must be the same.
     """
 
     config: Config
@@ -42,13 +42,17 @@ class Resources:
 
     @cached_property
     def capacity(self) -> dict[Tier, int]:
-        """Bytes of one device, and of host and nvme of one process."""
+        """Budgets in bytes: of one device, and of one process on host and nvme."""
         found = self.group.gather("budgets", self._own_capacity())
         return {tier: min(own[tier] for own in found) for tier in Tier}
 
     @cached_property
     def rates(self) -> Rates:
-        """A device budget beyond a CPU's memory means another machine."""
+        """The rates to predict with.
+
+        If the devices are CPUs and the device budget exceeds the memory of this
+        machine, the plan is for another machine: rates of an accelerator are used.
+        """
         if self.topology is not None:
             return _rates_of(self.topology)
         if self.config.rates is not None:
@@ -84,7 +88,7 @@ class Resources:
         return self.group.gather("machines", platform.node()).count(platform.node())
 
     def _measured(self, own: Rates) -> Rates:
-        """Measured rates, of the slowest process each."""
+        """The lowest of each rate, over the measured rates of all processes."""
         file = RatesFile.of(own, "").model_dump(mode="json")
         found = self.group.gather("rates", file)
         return slowest_rates([RatesFile(**each).rates for each in found])
@@ -100,15 +104,15 @@ class Resources:
 
 
 def _rates_of(topology: Topology) -> Rates:
-    """What a device and a host of a machine do, of half their peaks.
+    """The rates of a machine, assumed to be `ATTAINED` times their peaks.
 
-    Links are those of a process: of all devices of a host together.
+    A link has the rate of all devices of a host together, which is that of a process.
     """
     chip, count = topology.chip, topology.devices_per_host
     usual = accelerator_rates()
     host_link = count * chip.host_link_bytes_per_second * ATTAINED
     updates = {
-        # An update reads about as much as it writes.
+        # Half, because an update reads about as many bytes as it writes.
         Tier.DEVICE: chip.memory_bytes_per_second * ATTAINED / 2,
         Tier.HOST: usual.update_bytes_per_second[Tier.HOST],
     }

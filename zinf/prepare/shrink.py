@@ -1,8 +1,8 @@
-"""How a step is made smaller that does not fit the device.
+"""Makes a step smaller that does not fit the device.
 
-Its segments get fewer parameters, where weights that are larger than that are read by
-tile; or, where intermediate values take most, run in blocks of rows. Tiles are updated
-whole, so they may be too large for the host too.
+Its segments get fewer parameters, and weights larger than such a segment are read by
+tile. If intermediate values take most of the bytes, segments run in blocks of rows
+instead. An update reads a whole tile, so a tile may be too large for the host too.
 """
 
 from collections.abc import Collection, Sequence
@@ -12,17 +12,18 @@ from zinf.plan import InfeasibleError, Shortage
 from zinf.program import ArrayId, Program, Tier
 from zinf.segment import Segment
 
-# What is asked to be smaller leaves a sixteenth more room than is missing.
+# The new workspace limit is a sixteenth below the limit that would just fit.
 SPARE = 16
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a segment may hold; None is no limit.
+    """Upper bounds on a segment; None is no limit.
 
     Attributes:
-        param_bytes: of parameters.
-        workspace_bytes: of intermediate values, if its rows are independent.
+        param_bytes: bytes of parameters.
+        workspace_bytes: bytes of intermediate values; only a segment with independent
+            rows can keep this limit.
     """
 
     param_bytes: int | None
@@ -35,10 +36,12 @@ def tighter(
     segments: Sequence[Segment],
     program: Program,
 ) -> Limits | None:
-    """Limits with which to try again; None: give up.
+    """Tighter limits to try next, or None to give up.
 
     Args:
-        error: what was missing with `segments`, which are of `program`.
+        error: the shortages of the plan that was tried.
+        segments: the compiled segments of that plan.
+        program: the program of that plan.
     """
     params = largest_segment_bytes(program)
     if Tier.DEVICE not in error.shortages:
@@ -49,11 +52,11 @@ def tighter(
     spaces = [s.workspace() for s in segments]
     workspace = max(max(w.forward_bytes, w.backward_bytes) for w in spaces)
     may_shrink = limits.workspace_bytes is None or workspace <= limits.workspace_bytes
-    # Blocks of rows change nothing else, so they come first where they are enough.
+    # Try blocks of rows first if they suffice, because they change nothing else.
     if may_shrink and workspace > short.missing_bytes:
         enough = workspace - short.missing_bytes
         return replace(limits, workspace_bytes=enough - enough // SPARE)
-    # A gradient is as large as its parameter.
+    # The factor 2 counts gradients, which are as large as their parameters.
     if may_shrink and workspace > 2 * params:
         return replace(limits, workspace_bytes=workspace // _divisor(short))
     return _with_fewer_params(limits, params, short)
@@ -72,9 +75,10 @@ def _divisor(short: Shortage) -> int:
 def is_worth_trying(
     program: Program, before: Program, capacity_bytes: int, num_devices: int
 ) -> bool:
-    """Whether a program, if it is another, has smaller segments, and may fit.
+    """Whether it is worth compiling `program` after `before` did not fit.
 
-    Where values alone are too large, compiling would take long in vain.
+    A new program must have smaller segments. The inputs and outputs of its largest
+    segment must fit the device: compiling takes long, and would be in vain otherwise.
     """
     shrinks = largest_segment_bytes(program) < largest_segment_bytes(before)
     fits = _value_bytes(program) // num_devices <= capacity_bytes
@@ -82,7 +86,7 @@ def is_worth_trying(
 
 
 def reasons(program: Program, segments: Sequence[Segment]) -> list[str]:
-    """Why nothing could be made smaller, in sentences."""
+    """Sentences that say why the step cannot be made smaller."""
     wholes = {s.spec.name: s.why_whole for s in segments if s.why_whole}
     bodies = {why: name for name, why in reversed(wholes.items())}
     return untiled(program) + [
@@ -92,7 +96,7 @@ def reasons(program: Program, segments: Sequence[Segment]) -> list[str]:
 
 
 def untiled(program: Program) -> list[str]:
-    """Why weights that are too large are not read by tile, in sentences."""
+    """Sentences that say why weights that are too large are not read by tile."""
     return [
         f"The parameter {path!r} cannot be read by tile: {reason}."
         for path, reason in program.untiled.items()
@@ -100,7 +104,7 @@ def untiled(program: Program) -> list[str]:
 
 
 def largest_segment_bytes(program: Program) -> int:
-    """Parameter bytes of the segment that holds most."""
+    """Parameter bytes of the segment with the most."""
     specs = {leaf.path: leaf.spec for leaf in program.leaves}
 
     def nbytes(array: ArrayId) -> int:
@@ -111,7 +115,7 @@ def largest_segment_bytes(program: Program) -> int:
 
 
 def _value_bytes(program: Program) -> int:
-    """What a segment reads and makes at most, but for parameters."""
+    """Bytes of inputs and outputs, without parameters, of the segment with the most."""
 
     def nbytes(names: Collection[str]) -> int:
         return sum(program.values[name].nbytes for name in names)

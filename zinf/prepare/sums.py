@@ -11,14 +11,19 @@ from zinf.sharding import Layout
 
 
 def sum_dtype(dtype: Any) -> Any:
-    """What sums of gradients of a dtype are kept in: at least float32."""
+    """The dtype of sums of gradients of `dtype`: at least float32."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
 def accumulated(
     total: jax.Array | None, part: jax.Array, *, is_wide: bool
 ) -> jax.Array:
-    """The sum, in the memory of the total so far; `is_wide`: begun in `sum_dtype`."""
+    """The sum of `total` and `part`, in the memory of `total`, which is donated.
+
+    Args:
+        total: None begins a sum.
+        is_wide: begin the sum in `sum_dtype`.
+    """
     if total is not None:
         return _add(total, part)
     return part.astype(sum_dtype(part.dtype)) if is_wide else part
@@ -27,7 +32,14 @@ def accumulated(
 def accumulated_rows(
     total: jax.Array | None, rows: jax.Array, numbers: jax.Array, layout: Layout
 ) -> jax.Array:
-    """The same of rows of a total in `sum_dtype` that lies as `layout` says."""
+    """Add rows to a total in `sum_dtype`.
+
+    Args:
+        total: None begins with zeros.
+        rows: the rows to add.
+        numbers: the row numbers in `total` where they are added.
+        layout: the layout of `total`.
+    """
     if total is None:
         dtype = sum_dtype(rows.dtype)
         total = jnp.zeros(layout.device_shape, dtype, device=layout.device)
@@ -36,7 +48,7 @@ def accumulated_rows(
 
 @jax.jit
 def sum_squares(arrays: Sequence[jax.Array]) -> jax.Array:
-    """The sum of squares of all, a float32 scalar."""
+    """The sum of the squares of all arrays, a float32 scalar."""
     squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in arrays]
     return jnp.sum(jnp.stack(squares))
 

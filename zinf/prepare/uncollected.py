@@ -1,4 +1,4 @@
-"""Work on many small objects, without a search for garbage among them."""
+"""Pauses the garbage collector during planning."""
 
 import gc
 from collections.abc import Generator
@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Generator[None, None, None]:
-    """Pauses the garbage collector of this process, unless it is off already.
+    """Pauses the garbage collector of this process while the body runs.
 
-    Plans are millions of small objects without reference cycles, which it looked
-    through again and again: a third of the time to plan for 13B parameters.
+    A plan is made of millions of small objects without reference cycles. The collector
+    scanned them repeatedly, which took a third of the planning time at 13B parameters.
     """
     was_enabled = gc.isenabled()
     gc.disable()

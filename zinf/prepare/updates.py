@@ -1,4 +1,4 @@
-"""Binds the separated optimizer to a plan: which blocks are updated, and by what."""
+"""Compiles the separated optimizer's updates, and groups them into units of a plan."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,18 +34,18 @@ from zinf.sharding import Layout, Layouts
 from zinf.sharding.zero import STATE_STAGE
 from zinf.topology import compile_for
 
-# An element-wise update works on this many bytes of master at a time: enough to keep a
-# drive and the cores busy, little beside any host's memory.
+# Bytes of master in one block of an element-wise update. A block keeps a drive and the
+# cores busy and is small compared with any host's memory.
 BLOCK_BYTES = 16 * 1024 * 1024
-# A model much larger than a block has larger blocks, so that there are never more than
-# a few thousand: the plan lists each of them.
+# A plan lists every block. Very large models get larger blocks, so that a plan has at
+# most a few thousand.
 MAX_BLOCKS = 2048
-# Updates run as one instruction up to this many blocks' worth of results.
+# One instruction runs updates whose results take up to this many blocks.
 UNIT_BLOCKS = 4
 
 
 def block_bytes(separated: Separated) -> int:
-    """Bytes of master that an element-wise update of this model works on at a time."""
+    """Bytes of master in one block of an element-wise update of this model."""
     specs = (leaf.spec for leaf in separated.leaves)
     total = sum(prod(s.shape) * s.dtype.itemsize for s in specs)
     return max(BLOCK_BYTES, total // MAX_BLOCKS)
@@ -53,10 +53,11 @@ def block_bytes(separated: Separated) -> int:
 
 @dataclass(frozen=True)
 class OwnPart:
-    """What each device takes of a gradient that it has more of, before an update.
+    """The shard of a gradient that each device cuts out before an update.
 
-    Taken within the update, the compiler might contract other products and sums than on
-    the host, where the part comes as it is.
+    This is for a device that holds more of the gradient than it updates. The cut is not
+    in the executable of the update: the compiler might then contract other products and
+    sums than on the host, where the shard comes already cut.
     """
 
     layout: Layout
@@ -69,15 +70,16 @@ class Updates:
 
     Attributes:
         arrays: the updates, grouped by the segment that completes their gradients.
-        steps: by tier, the compiled update of each: for the CPU and this process's
-            share on the host, and for all devices together on the device. An update of
-            whole leaves of which this process has only a share is not on the host.
-        in_place: of most, what takes its place where it runs on the host.
-        own_parts: of those that run on the devices by a part of the gradient there.
-        num_executables: how many distinct ones there are.
-        cpu: what updates on the host are compiled for.
-        exchanges: what updates on the devices send between them.
-        joint: compiles several of those on the devices together.
+        steps: the compiled updates by tier. On the host, a step updates this process's
+            share on the CPU; on the device, one step updates on all devices. An update
+            that needs a whole leaf has no host step if this process has only a share.
+        in_place: what runs on the host instead of the host step; most updates have it.
+        own_parts: the gradient's shard, for device updates that must cut it out first.
+        num_executables: number of distinct executables on the device.
+        cpu: the device that host updates are compiled for.
+        unit_bytes: most bytes of results in a unit, unless a single update has more.
+        exchanges: what each device update sends between devices.
+        joint: compiles several device updates into one executable.
     """
 
     arrays: tuple[tuple[str, tuple[ArrayUpdate, ...]], ...]
@@ -93,8 +95,11 @@ class Updates:
     def units(
         self, homes: Mapping[ArrayId, Tier], update_tier: Tier = Tier.HOST
     ) -> list[UpdateUnit]:
-        """The work units for a placement: an update runs on the device if all that it
-        touches rests there, or nothing else will do, and on `update_tier` otherwise."""
+        """The update units for arrays that rest at `homes`.
+
+        An update runs on the device if all its results rest there, or if it has no host
+        step. Every other update runs on `update_tier`.
+        """
         units = []
         for segment, updates in self.arrays:
             groups: dict[Tier, list[ArrayUpdate]] = {}
@@ -116,7 +121,7 @@ class Updates:
         return units
 
     def workspace_bytes(self, update: ArrayUpdate, tier: Tier) -> int:
-        """What an update needs on its tier beside operands and results at rest."""
+        """Bytes that an update needs on its tier beside its operands and results."""
         if self.is_in_place(update, tier):
             return self.in_place[update].workspace_bytes
         nbytes = self.steps[tier][update].workspace_bytes
@@ -125,11 +130,11 @@ class Updates:
         return nbytes
 
     def is_in_place(self, update: ArrayUpdate, tier: Tier) -> bool:
-        """Whether `apply_in_place` is how the update runs there, and not `apply`."""
+        """Whether the update runs by `apply_in_place` on this tier, and not `apply`."""
         return tier == Tier.HOST and update in self.in_place
 
     def compile_in_place(self, units: Iterable[UpdateUnit]) -> None:
-        """Compiles what `apply_in_place` runs for these units, so that no step does."""
+        """Compile what `apply_in_place` runs for these units, before the first step."""
         for unit in units:
             for update in unit.arrays:
                 if self.is_in_place(update, unit.tier):
@@ -157,7 +162,7 @@ class Updates:
         operands: Sequence[Any],
         goes_by: Pending,
     ) -> Sequence[Any]:
-        """New values of `update.results`, on the tier; complete on return."""
+        """Compute new values of `update.results` on the tier; complete on return."""
         factor = np.float32(goes_by.decision.factor)
         step = self.steps[tier][update]
         if tier == Tier.DEVICE and update in self.own_parts:
@@ -174,9 +179,11 @@ class Updates:
         goes_by: Pending,
         *results: np.ndarray,
     ) -> None:
-        """Gives `update.results`, of which it takes the host memory, their new values.
+        """Overwrite `update.results` with their new values.
 
-        What the compute copy among them holds is not read.
+        Args:
+            results: the host memory of the results. The compute copy among them is
+                written but not read.
         """
         factor = np.float32(goes_by.decision.factor)
         self.in_place[update](factor, goes_by.step_values, gradient, *results)
@@ -194,7 +201,7 @@ def compile_program_updates(
 
     Args:
         accumulates: parameter arrays whose gradient is a sum (see `sum_dtype`).
-        layouts: of persistent arrays and gradients.
+        layouts: the layouts of persistent arrays and gradients.
     """
     numbers = {leaf.path: i for i, leaf in enumerate(separated.leaves)}
     limit = block_bytes(separated)
@@ -209,7 +216,7 @@ def compile_program_updates(
             gradient_dtype = sum_dtype(compute) if array in accumulates else compute
             whole = layouts.of(array)
             blocks: list[tuple[int, int] | None] = [None]
-            # A tile is small enough as it is; parts of it would have other names.
+            # A tile is small enough, and blocks of a tile would have other names.
             if leaf.is_elementwise and whole.has_whole_rows and array.rows is None:
                 itemsize = leaf.spec.dtype.itemsize
                 blocks = _blocks(whole.share_shape, itemsize, limit)
@@ -251,7 +258,7 @@ def compile_program_updates(
 def _exchanges(
     steps: Mapping[ArrayUpdate, UpdateStep], mesh: Mesh
 ) -> dict[ArrayUpdate, Exchange]:
-    """What updates send between devices, each executable read once."""
+    """What each update sends between devices; each executable is analysed once."""
     read: dict[int, Exchange] = {}
     found = {}
     for update, step in steps.items():
@@ -265,7 +272,7 @@ def _exchanges(
 
 
 def _placement(update: ArrayUpdate, layouts: Layouts) -> UnitPlacement:
-    """Where the arrays of an update lie on the devices."""
+    """The shardings of the arrays of an update on the devices."""
 
     def device(array: ArrayId) -> Sharding:
         return layouts.of(array.whole).device
@@ -280,7 +287,10 @@ def _placement(update: ArrayUpdate, layouts: Layouts) -> UnitPlacement:
 
 
 def _gradient_form(update: ArrayUpdate, layouts: Layouts) -> Layout:
-    """From stage 1 each device updates its part alone, and needs no more of it."""
+    """The layout of the gradient that an update on the devices reads.
+
+    From stage 1 each device updates only its own shard, and reads only that.
+    """
     layout = layouts.of(update.gradient.whole)
     if layouts.rule.stage < STATE_STAGE:
         return layout
@@ -301,13 +311,13 @@ def _own_parts(
 
 
 def cpu_device(mesh: Mesh) -> jax.Device:
-    """The CPU next to the devices of a mesh; the first of them, if they are such."""
+    """The first local device of a mesh if it is a CPU, or else the first local CPU."""
     first = local_devices(mesh)[0]
     return first if first.platform == "cpu" else jax.local_devices(backend="cpu")[0]
 
 
 def _completed_by(program: Program, segment_name: str) -> list[ArrayId]:
-    """Trained arrays whose gradient is complete after this segment's backward pass."""
+    """Trained arrays whose gradient this segment's backward pass completes."""
     names = [s.name for s in program.segments]
     position = names.index(segment_name)
     earlier = {
@@ -324,7 +334,7 @@ def _completed_by(program: Program, segment_name: str) -> list[ArrayId]:
 def _blocks(
     shape: tuple[int, ...], itemsize: int, limit: int
 ) -> list[tuple[int, int] | None]:
-    """Rows of each block of an array, or `[None]` when it is updated whole."""
+    """Rows of each block of an array, or `[None]` if the array is one block."""
     nbytes = prod(shape) * itemsize
     if nbytes <= limit or shape[0] == 1:
         return [None]
