@@ -1,1 +1,1 @@
-"""What lasts between steps: scalars, keys, the condition of the state, metrics."""
+"""What an engine keeps between steps: scalars, keys, the condition of its state."""

@@ -8,18 +8,21 @@ from zinf.optim.decision import MIXED
 
 
 class Condition:
-    """Usable until something fails half-way, and again when all state was replaced."""
+    """The state is usable, unless an update failed half-way or the engine was closed.
+
+    Replacing all state (`mend`) makes it usable again.
+    """
 
     def __init__(self) -> None:
         self._refusal: str | None = None
 
     @property
     def refusal(self) -> str | None:
-        """Why the state cannot be used, and what to do; None if it can."""
+        """Why the state cannot be used, and what to do; None if it can be used."""
         return self._refusal
 
     def check(self) -> None:
-        """Raises RuntimeError, with what to do, unless the state can be used."""
+        """Raise RuntimeError, with what to do, if the state cannot be used."""
         if self._refusal is not None:
             raise RuntimeError(self._refusal)
 
@@ -31,7 +34,7 @@ class Condition:
 
     @contextmanager
     def updating(self, what: str, record: StepRecord) -> Generator[None, None, None]:
-        """Around what updates arrays and says in `record` if it did so half-way."""
+        """Refuse the state from now on if the body fails with `record.is_mixed`."""
         try:
             yield
         except BaseException:

@@ -1,4 +1,4 @@
-"""The figures that a step reports."""
+"""The metrics that a step reports."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -24,7 +24,7 @@ TRAFFIC = {
 
 
 class StepMetrics(dict[str, Any]):
-    """The metrics of a step: a dict, and a pytree as a dict is, shown with units."""
+    """The metrics of a step: a dict, also a pytree, that is printed with units."""
 
     def __repr__(self) -> str:
         shown = (f"{name}={_shown(name, value)}" for name, value in self.items())
@@ -54,7 +54,7 @@ def _unflatten(names: tuple[str, ...], values: Iterable[Any]) -> StepMetrics:
     return StepMetrics(zip(names, values, strict=True))
 
 
-# A subclass of dict is a leaf to jax.tree.map unless it is registered.
+# Without this jax.tree.map treats a subclass of dict as a leaf.
 jax.tree_util.register_pytree_with_keys(StepMetrics, _flatten, _unflatten)
 
 
@@ -66,9 +66,10 @@ def step_metrics(
     advanced: Sequence[np.ndarray],
     seconds: float,
 ) -> StepMetrics:
-    """Metrics of the step that `scalars` are about to count; see `Engine.step`.
+    """Metrics of the latest step; see `Engine.step`.
 
     Args:
+        scalars: they do not count this step yet.
         advanced: the optimizer's shared state after the step.
     """
     num_tokens = count_tokens(runner.spec, runner.num_microbatches)

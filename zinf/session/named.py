@@ -1,7 +1,7 @@
-"""One array of a run by the path of its leaf, and by its kind.
+"""Reads and writes one array of a run, by the path of its leaf and its kind.
 
-In DeepSpeed these are `safe_get_full_fp32_param`, `safe_get_full_optimizer_state`, and
-the functions `safe_set_...`.
+The counterparts in DeepSpeed are `safe_get_full_fp32_param`,
+`safe_get_full_optimizer_state` and the functions `safe_set_...`.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ MASTER, COMPUTE, GRADIENT = "master", "compute", "gradient"
 
 
 def check_path(planner: Planner, path: str) -> None:
-    """Raises ValueError, with the nearest, unless `path` is that of a leaf."""
+    """Raise ValueError, with the most similar path, unless `path` names a leaf."""
     paths = planner.problem.params
     if path not in paths:
         raise ValueError(
@@ -33,10 +33,11 @@ def check_path(planner: Planner, path: str) -> None:
 
 
 def array_of(planner: Planner, path: str, kind: str) -> ArrayId:
-    """The persistent array of a kind.
+    """The persistent array of a leaf and a kind.
 
     Raises:
-        ValueError: there is no such leaf, or it has no such kind; with those it has.
+        ValueError: there is no such leaf, or it has no such kind. The message lists the
+            kinds that it has.
     """
     check_path(planner, path)
     has_master = planner.problem.params[path].has_master
@@ -55,9 +56,10 @@ def array_of(planner: Planner, path: str, kind: str) -> ArrayId:
 
 
 def _states(planner: Planner, path: str) -> dict[str, ArrayId]:
-    """The optimizer state of a leaf by optax's names, such as "mu".
+    """The optimizer state arrays of a leaf by optax's names, such as "mu".
 
-    Of several with one name, by their path in optax's tree, such as "0/trace".
+    If several have the same name, their names are their paths in optax's tree, such as
+    "0/trace".
     """
     leaves = [leaf for leaf in planner.separated.leaves if leaf.path == path]
     states = {
@@ -76,7 +78,7 @@ def _states(planner: Planner, path: str) -> dict[str, ArrayId]:
 def read_named(
     planner: Planner, residents: Residents, path: str, kind: str
 ) -> np.ndarray | Any:
-    """A copy of the whole array on the host; of a random key, the key."""
+    """A copy of the whole array on the host. A random key is returned as a key."""
     array = array_of(planner, path, kind)
     content = np.array(residents.read(array))
     spec = planner.problem.params[path]
@@ -86,11 +88,11 @@ def read_named(
 def writes_of(
     planner: Planner, residents: Residents, path: str, value: Any, kind: str
 ) -> dict[ArrayId, np.ndarray]:
-    """What is to be written for `value` to be the array of a kind.
+    """The arrays to write in order to set an array of a leaf to `value`.
 
     Raises:
-        ValueError: the leaf or kind is unknown, is only read, or has another shape or
-            kind of number; or the compute copy would overflow.
+        ValueError: the leaf or kind is unknown, the kind cannot be set, the shape or
+            the kind of number differs, or the compute copy would overflow.
     """
     if kind in (COMPUTE, GRADIENT):
         check_path(planner, path)
@@ -127,7 +129,7 @@ def _checked(
             f"The value for the {name} is {given.dtype}; the array is {dtype}, which "
             "does not hold such numbers. Convert it first."
         )
-    # A copy: no store may make the caller's own memory its own.
+    # A copy, because a store may keep this memory, and the caller may change its own.
     return np.array(given, dtype=dtype)
 
 

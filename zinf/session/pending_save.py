@@ -1,4 +1,4 @@
-"""The save that goes on beside training."""
+"""The save that runs in the background of training."""
 
 from concurrent.futures import Future
 
@@ -8,19 +8,19 @@ from zinf.memory import Stores
 class PendingSave:
     """A save that still reads arrays, if there is one.
 
-    An object of its own, so that runners can wait for the save of their engine without
-    a reference to the engine: that reference would keep a dropped engine alive.
+    Runners refer to this object in order to wait for the save. A reference to the
+    engine would keep a dropped engine alive.
     """
 
     def __init__(self) -> None:
         self.future: Future[None] | None = None
 
     def wait(self) -> None:
-        """Waits until nothing is read any more; at once if there is no save."""
+        """Wait until the save reads no array any more; at once if there is none."""
         if self.future is not None:
             self.future.result()
 
     def close(self, stores: Stores) -> None:
-        """Closes the stores once no save reads them."""
+        """Close the stores when no save reads them any more."""
         self.wait()
         stores.close()

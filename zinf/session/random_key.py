@@ -1,4 +1,4 @@
-"""The random key of a run: what each step gets of it, and how it is saved."""
+"""The random key of a run: the keys of each step, and the key as JSON."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,9 +10,10 @@ from zinf.session.saved_scalars import damaged
 
 
 def step_keys(rng: jax.Array | None, step: int, count: int) -> list[jax.Array]:
-    """The key of each of `count` microbatches of step `step` (from 0), if there is one.
+    """The keys of the `count` microbatches of step `step` (from 0).
 
-    It is `fold_in(rng, step)`, folded again with the microbatch if there are several.
+    A key is `fold_in(rng, step)`; with several microbatches the number of the
+    microbatch is folded in too. Without `rng` there are no keys.
     """
     if rng is None:
         return []
@@ -21,7 +22,7 @@ def step_keys(rng: jax.Array | None, step: int, count: int) -> list[jax.Array]:
 
 
 def key_to_json(rng: jax.Array | None) -> dict[str, Any] | None:
-    """A random key, typed or raw, as its words and implementation."""
+    """A random key, typed or raw, as a dict of its words and its implementation."""
     if rng is None:
         return None
     if not jax.numpy.issubdtype(rng.dtype, jax.dtypes.prng_key):
@@ -33,11 +34,11 @@ def key_to_json(rng: jax.Array | None) -> dict[str, Any] | None:
 def key_from_json(
     saved: Mapping[str, Any] | None, current: jax.Array | None
 ) -> jax.Array | None:
-    """The saved key, which takes the place of the current one.
+    """The saved key, which replaces the current one.
 
     Raises:
-        ValueError: one run has a random key and the other has none, or the saved one
-            is damaged.
+        ValueError: only one of the two runs has a random key, or the saved key is
+            damaged.
     """
     if (saved is None) != (current is None):
         has, lacks = "the saved run", "this one"
@@ -53,7 +54,7 @@ def key_from_json(
         words = jax.numpy.asarray(np.asarray(saved["words"], np.uint32))
         if saved["implementation"] is not None:
             return jax.random.wrap_key_data(words, impl=saved["implementation"])
-        # A raw key has the shape that jax's own have.
+        # This raises if the words do not have the shape of a key of jax's default kind.
         jax.random.wrap_key_data(words)
     except (KeyError, TypeError, ValueError, OverflowError, NotImplementedError) as e:
         raise damaged(f"rng: {e}") from None

@@ -1,7 +1,8 @@
-"""The scalars of a checkpoint as they must be: nothing that it says is trusted.
+"""Parses and checks the scalars of a checkpoint, which are not trusted.
 
 [Note: saved scalars] A checkpoint may come from anywhere, and its checksum only says
-that it is as somebody wrote it. All is parsed before anything of a run is replaced.
+that nothing changed since it was written. All scalars are parsed and checked before any
+state of a run is replaced.
 """
 
 from collections.abc import Mapping
@@ -18,17 +19,20 @@ class _Part(BaseModel):
 
 
 class SavedShared(_Part):
-    """State that all leaves share; `value` has nested lists for an array."""
+    """Optimizer state that all leaves share; `value` is a number or nested lists."""
 
     name: Annotated[str, Field(strict=True)]
     dtype: Annotated[str, Field(strict=True)]
     value: Any
 
     def array(self, like: np.ndarray) -> np.ndarray:
-        """The value, which must have the dtype and shape of this run's.
+        """The value as an array.
+
+        Args:
+            like: this run's value; dtype and shape must be the same.
 
         Raises:
-            ValueError: it has others, or is no array of numbers.
+            ValueError: dtype or shape differ, or the value is no array of numbers.
         """
         found = f"{self.dtype} of which the value cannot be read"
         if self.dtype == str(like.dtype):
@@ -61,10 +65,10 @@ class SavedScalars(_Part):
 
 
 def parse_scalars(saved: Mapping[str, Any]) -> SavedScalars:
-    """The scalars of a checkpoint, but for the random key.
+    """The scalars of a checkpoint, without the random key.
 
     Raises:
-        ValueError: something is missing or of another kind.
+        ValueError: a scalar is missing or has a wrong type or value.
     """
     try:
         return SavedScalars.model_validate(dict(saved))

@@ -1,4 +1,4 @@
-"""The few numbers of a run that are not arrays of a leaf, and that a resume needs."""
+"""The few numbers that a resume needs besides the arrays of leaves."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -31,7 +31,7 @@ class Scalars:
 
     @cached_property
     def _advance(self) -> Any:
-        # On the host: the result must not wait behind what is queued on a device.
+        # On the CPU, because on a device the result would wait behind queued work.
         return compile_advance(
             self._separated, device=jax.local_devices(backend="cpu")[0]
         )
@@ -45,10 +45,10 @@ class Scalars:
         return 1.0 if self._scale is None else self._scale.scale
 
     def learning_rate(self, advanced: Sequence[np.ndarray]) -> float | None:
-        """What `optax.inject_hyperparams` keeps under that name, if it is used.
+        """The `learning_rate` that `optax.inject_hyperparams` stores, or None.
 
         Args:
-            advanced: the shared state after a step, which holds what the step used.
+            advanced: the shared state after a step. It holds the rate of that step.
         """
         for state, value in zip(self._separated.shared, advanced, strict=True):
             if state.optax_path.replace("'", "").rstrip("]").endswith("learning_rate"):
@@ -56,12 +56,12 @@ class Scalars:
         return None
 
     def advance(self) -> Advance:
-        """Shared state and step values of the coming step; changes nothing."""
+        """Shared state and step values of the next step. Changes nothing."""
         reads_loss = self._separated.reads_loss
         return Advance(self._shared, self._advance, reads_loss=reads_loss)
 
     def commit(self, advanced: Sequence[np.ndarray], *, skipped: bool) -> None:
-        """Counts a step. A skipped one does not advance the optimizer's own count."""
+        """Count a step. A skipped step does not advance the optimizer's own count."""
         self.num_steps += 1
         if not skipped:
             self._shared = list(advanced)
@@ -79,11 +79,11 @@ class Scalars:
         }
 
     def from_json(self, state: Mapping[str, Any]) -> None:
-        """Takes what `to_json` gave.
+        """Restore what `to_json` returned.
 
         Raises:
-            ValueError: the state is of another optimizer, or damaged. Nothing is taken
-                then (see [Note: saved scalars]).
+            ValueError: the state is of another optimizer, or damaged. Then nothing was
+                changed (see [Note: saved scalars]).
         """
         saved = parse_scalars(state)
         names = [s.optax_path for s in self._separated.shared]

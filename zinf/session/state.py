@@ -1,4 +1,4 @@
-"""Puts parameters and optimizer state on their tiers, one leaf at a time."""
+"""Opens the stores of a plan and writes the initial state, one leaf at a time."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +20,7 @@ from zinf.segment.problem import Problem
 
 
 def make_stores(plan: Plan, config: Config, mesh: Mesh) -> Stores:
-    """Empty tiers of the sizes that a plan was made for."""
+    """Empty stores with the capacities that a plan was made for."""
     capacity = plan.capacity_bytes
     return open_stores(
         list(mesh.devices.flat),
@@ -32,7 +32,7 @@ def make_stores(plan: Plan, config: Config, mesh: Mesh) -> Stores:
 
 
 def _own_folders(options: dict[str, Any]) -> dict[str, Any]:
-    """The same with folders of this process alone, as drives may be shared."""
+    """`options` with NVMe folders of this process alone: processes may share drives."""
     if jax.process_count() == 1:
         return options
     name = f"process-{jax.process_index()}"
@@ -41,10 +41,10 @@ def _own_folders(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_residents(stores: Stores, planner: Planner, plan: Plan) -> Residents:
-    """The persistent arrays, with their room on nvme checked and set aside.
+    """The persistent arrays of a plan; space on nvme is checked and reserved.
 
     Raises:
-        StorageError: a drive is not writable, or has less room than a step needs.
+        StorageError: a drive is not writable, or has less space than a step needs.
     """
     specs, separated = planner.array_specs(), planner.separated
     homes = {a: tier for a, tier in plan.homes.items() if a.role != Role.CONST}
@@ -52,7 +52,7 @@ def make_residents(stores: Stores, planner: Planner, plan: Plan) -> Residents:
     if stores.nvme is not None:
         stores.nvme.check_space(plan.peak_bytes[Tier.NVME])
         by_row = {a.whole for a in homes if a.rows}
-        # Chunks hold the rows of a block, so that a block never shares one.
+        # A chunk holds the rows of one block, so no two blocks share a chunk.
         limit = block_bytes(separated)
         chunks = {
             a: 1 if a in by_row else _block_rows(share.shape, share.nbytes, limit)
@@ -65,14 +65,16 @@ def make_residents(stores: Stores, planner: Planner, plan: Plan) -> Residents:
 
 
 def initialize_arrays(planner: Planner, residents: Residents) -> Digests:
-    """Writes the initial value of every array to its home.
+    """Write the initial value of every array to its home.
 
-    One leaf is in memory at a time, with blocks of its optimizer state. Returns digests
-    of all leaves, for a comparison with those of other processes.
+    Only one leaf at a time is in memory, with blocks of its optimizer state.
+
+    Returns:
+        Digests of all leaves, to compare them with those of the other processes.
     """
     digests = Digests(planner.group)
     problem, separated = planner.problem, planner.separated
-    # State is made where it ends: it need not go to an accelerator and come back.
+    # Optimizer state is computed on the CPU: it does not go to an accelerator and back.
     device = cpu_device(planner.rule.mesh)
     updates = {leaf.path: (i, leaf) for i, leaf in enumerate(separated.leaves)}
     limit = block_bytes(separated)
@@ -98,7 +100,7 @@ def initialize_arrays(planner: Planner, residents: Residents) -> Digests:
 
 
 def read_leaf(residents: Residents, problem: Problem, path: str) -> np.ndarray:
-    """A copy of a leaf, in the precision it is kept in."""
+    """A copy of a leaf: of its master, or of its parameter if it has no master."""
     role = Role.MASTER if problem.params[path].has_master else Role.PARAM
     return np.array(residents.read(ArrayId(role, path)))
 
@@ -106,7 +108,10 @@ def read_leaf(residents: Residents, problem: Problem, path: str) -> np.ndarray:
 def write_model_state(
     residents: Residents, planner: Planner, outcome: Outcome, record: StepRecord
 ) -> None:
-    """Replaces the model state by what a step made of it; says so if it fails."""
+    """Replace the model state by that of a step.
+
+    `record.is_mixed` is set until all arrays are written, and stays set on failure.
+    """
     new = jax.tree.leaves(outcome.extra["model_state"])
     record.is_mixed = True
     for path, content in zip(planner.problem.state_paths, new, strict=True):
@@ -118,7 +123,10 @@ def write_model_state(
 def _state_blocks(
     leaf: np.ndarray, by_rows: bool, limit: int
 ) -> Iterator[tuple[tuple[int, int] | None, Any]]:
-    """`(rows, parameter block)` to make optimizer state for; rows None is the whole."""
+    """Yields `(rows, block of the leaf)`, to make optimizer state block by block.
+
+    `rows` is None if the block is the whole leaf.
+    """
     step = _block_rows(leaf.shape, leaf.nbytes, limit)
     if step is None or not by_rows:
         yield None, leaf
@@ -129,7 +137,7 @@ def _state_blocks(
 
 
 def _block_rows(shape: tuple[int, ...], nbytes: int, limit: int) -> int | None:
-    """Rows of a block of an array, or None if the array is one block."""
+    """Number of rows in a block of an array, or None if the array is one block."""
     if not shape or nbytes <= limit:
         return None
     return max(1, limit * shape[0] // nbytes)

@@ -1,4 +1,4 @@
-"""One thread at a time inside an engine, in the engine's own modes of jax."""
+"""Admits one thread at a time to an engine, and sets the engine's modes of jax."""
 
 import threading
 from collections.abc import Generator
@@ -8,14 +8,14 @@ from zinf.jax_modes import Modes
 
 
 class ConcurrentUseError(RuntimeError):
-    """A call to an engine while another call to it was running; nothing was touched."""
+    """An engine was called while another call to it ran. Nothing was changed."""
 
 
 class Turn:
-    """Whose turn it is. Another caller is refused at once, and is not kept waiting.
+    """Which call runs inside an engine. A second call is refused at once.
 
-    Waiting would hide a mistake: which of two steps comes first would change the
-    numbers from run to run.
+    To let it wait would hide a mistake: the order of two steps, and so the numbers,
+    would change from run to run.
     """
 
     def __init__(self, modes: Modes) -> None:
@@ -25,10 +25,13 @@ class Turn:
 
     @contextmanager
     def of(self, what: str) -> Generator[None, None, None]:
-        """Takes the turn for the call `what`, such as "step", and runs it in the modes.
+        """Hold the turn, and set the engine's modes of jax, while the body runs.
+
+        Args:
+            what: the name of the call, such as "step".
 
         Raises:
-            ConcurrentUseError: another call has not returned.
+            ConcurrentUseError: another call has not returned yet.
         """
         if not self._lock.acquire(blocking=False):
             raise ConcurrentUseError(self._refusal(what))
@@ -42,7 +45,7 @@ class Turn:
 
     def _refusal(self, what: str) -> str:
         thread = threading.current_thread()
-        holder = self._holder  # None for the instant in which it comes or goes
+        holder = self._holder  # None while a turn begins or ends
         inside, doing = (None, "another call") if holder is None else holder
         if inside is thread:
             return (
