@@ -1,4 +1,4 @@
-"""Compares a run on zinf with the same training in plain jax and optax."""
+"""Compares a training run on zinf with the same run in plain jax and optax."""
 
 from zinf.verification.compare import Check as Check
 from zinf.verification.compare import check_arrays as check_arrays

@@ -1,14 +1,18 @@
-"""How far two runs may differ by rounding, and how far they do.
+"""Compares two runs, with a measured bound on how far rounding can set them apart.
 
-[Note: rounding bound] Streamed and plain programs do the same operations, which XLA
-fuses and orders otherwise, so that every number in between may differ in its last
-place. How far that carries depends on the model: a bias that the loss does not depend
-on has a gradient of rounding alone, and Adam makes a whole step of it. It is therefore
-measured: the plain run is repeated with every number that it reads from a parameter
-changed by a unit in its last place. What is allowed is `FACTOR` times the largest
-change that this made in an array, and `ULPS` units in the last place of the array's
-largest number, for what such a change happens to leave alone. Of numbers that are
-computed in 16 bits only an eighth of those units: they are large.
+[Note: rounding bound] Streamed and plain programs run the same operations, but XLA
+fuses and orders them differently. So every intermediate number may differ by a unit in
+its last place (ulp). The effect on a result depends on the model. For example, if the
+loss does not depend on a bias, the gradient of the bias is only rounding error, and
+Adam scales it to a whole step.
+
+The effect is therefore measured: the plain run is repeated with every number that it
+reads from a parameter changed by one ulp. The bound for an array is the sum of
+
+* `FACTOR` times the largest change of the array in these repetitions;
+* `ULPS` ulps of the largest number of the array, because a repetition may happen to
+  change nothing. For arrays that are computed in less than 32 bits, where an ulp is
+  large, `ULPS / HALF_SHARE` ulps.
 """
 
 from collections.abc import Sequence
@@ -21,7 +25,7 @@ NUM_PERTURBED = 3
 FACTOR = 4
 ULPS = 16
 HALF_SHARE = 8
-# A bound above this share of the largest number says that rounding hides all else.
+# If the bound exceeds this share of the largest number, agreement shows little.
 NOISE_SHARE = 0.1
 REASON = (
     f"Allowed is {FACTOR} times the largest change that the plain run shows in "
@@ -39,8 +43,8 @@ class Check:
 
     Attributes:
         largest: the largest magnitude in the plain run.
-        difference: the largest between the runs.
-        bound: what rounding explains of it. See [Note: rounding bound].
+        difference: the largest difference between the runs.
+        bound: the difference that rounding can explain. See [Note: rounding bound].
     """
 
     largest: float
@@ -53,7 +57,10 @@ class Check:
 
     @property
     def is_noise(self) -> bool:
-        """Whether rounding alone may change a tenth of the array: it shows little."""
+        """Whether rounding may change the array by over a tenth of its largest number.
+
+        Agreement of such an array shows little.
+        """
         return self.bound > NOISE_SHARE * self.largest > 0
 
 
@@ -64,11 +71,15 @@ def check_arrays(
     *,
     unit: float,
 ) -> Check:
-    """Compares an array; what is not floating-point, or not finite, has to be equal.
+    """Compare an array of both runs.
+
+    Arrays of other than floating-point numbers, and numbers that are not finite, must
+    be equal.
 
     Args:
-        perturbed: the array in repetitions of the plain run.
-        unit: in the last place of 1, of the coarsest dtype that it is computed in.
+        perturbed: the array in the perturbed repetitions of the plain run.
+        unit: the unit in the last place of 1 in the coarsest dtype that the array is
+            computed in.
     """
     if not jnp.issubdtype(plain.dtype, jnp.floating):
         is_equal = np.array_equal(found, plain)
@@ -86,7 +97,10 @@ def check_losses(
     plain: Sequence[float],
     perturbed: Sequence[Sequence[float]],
 ) -> list[Check]:
-    """Compares the losses of each step; what one step changed, those after it have."""
+    """Compare the losses of each step.
+
+    The bounds never fall: a change in one step persists in the steps after it.
+    """
     checks = []
     change = 0.0
     for number, (one, other) in enumerate(zip(found, plain, strict=True)):
@@ -101,7 +115,7 @@ def _largest(array: np.ndarray) -> float:
 
 
 def _distance(one: np.ndarray, other: np.ndarray) -> float:
-    """The largest difference of two numbers; infinite if only one is a number."""
+    """The largest difference of two entries; infinite if only one of them is NaN."""
     wide = np.asarray(one, np.float64), np.asarray(other, np.float64)
     with np.errstate(invalid="ignore"):
         differences = np.abs(wide[0] - wide[1])

@@ -1,6 +1,6 @@
-"""Training with `jax.jit`, `jax.value_and_grad` and optax alone, on one device.
+"""Training with only `jax.jit`, `jax.value_and_grad` and optax, on one device.
 
-It says in the plainest way what a step of zinf is meant to compute: the loss of each
+This module defines in the simplest way what a step of zinf computes: the loss of each
 microbatch on copies of the parameters in the compute dtype, the mean of the gradients
 in float32, clipping, and the optax update of the parameters.
 """
@@ -22,13 +22,13 @@ from zinf.segment.source import named_leaves
 
 # DeepSpeed and torch add this to the norm before they divide by it.
 TORCH_EPSILON = 1e-6
-GRADIENT_BYTES = 4  # a number of a gradient, in float32
-KEY_BYTES = 16  # no key is larger
+GRADIENT_BYTES = 4  # per number of a gradient, in float32
+KEY_BYTES = 16  # the largest size of a random key
 
 
 @dataclass(frozen=True)
 class Microbatches:
-    """What one step is given: a batch and a key (or None) for each microbatch."""
+    """The inputs of one step: a batch and a key (or None) for each microbatch."""
 
     batches: Sequence[Any]
     keys: Sequence[Any]
@@ -40,7 +40,7 @@ class Noise:
     """Changes numbers by one unit in their last place, up or down at random.
 
     Attributes:
-        unit: in the last place of 1, of the coarsest dtype that the loss computes in.
+        unit: the unit in the last place of 1 in the coarsest dtype of the loss.
     """
 
     random: jax.Array
@@ -55,11 +55,11 @@ class Noise:
 
 @dataclass(frozen=True)
 class PlainRun:
-    """What a run did, on the host.
+    """The results of a run, on the host.
 
     Attributes:
-        losses: of each step, the mean over its microbatches.
-        gradients: of the first step, by path, before clipping.
+        losses: the loss of each step, as the mean over its microbatches.
+        gradients: the gradients of the first step by path, before clipping.
         leaves: parameters and model state after the last step, by path.
     """
 
@@ -70,12 +70,12 @@ class PlainRun:
 
 @dataclass(frozen=True)
 class PlainTraining:
-    """Training of a loss function that is told nothing of zinf.
+    """Training of a loss function without segments, plans or stores.
 
     Attributes:
-        loss_fn: as in `zinf.initialize`, with `has_aux` and a `model_state` or not.
+        loss_fn: as in `zinf.initialize`; `has_aux` and `has_state` say what it returns.
         specs: the parameters by key path, in the order of the flattened tree.
-        structure: of the parameter tree.
+        structure: the structure of the parameter tree.
         clip_bound: the `gradient_clipping` of the config.
     """
 
@@ -97,15 +97,15 @@ class PlainTraining:
         gradient_scale: float = 1.0,
         noise: Noise | None = None,
     ) -> PlainRun:
-        """Trains for a few steps.
+        """Train for a few steps.
 
         Args:
-            derivative: what `compile` made.
-            gradient_scale: the loss scale at which `gradients` of the result are
-                computed; the steps have their own.
-            params: the leaves, as they are kept.
+            params: the leaves of the parameters, as masters.
             state: the model state; None if there is none.
-            noise: by which every number that a step reads from a parameter is changed.
+            derivative: the result of `compile`.
+            gradient_scale: the loss scale for the `gradients` of the result; each step
+                has its own loss scale.
+            noise: changes every number that a step reads from a parameter.
         """
         kept = [jnp.asarray(x) for x in params]
         optimizer = self.tx.init(self.for_optax(kept))
@@ -119,7 +119,7 @@ class PlainTraining:
             loss, grads, new_state = self.gradients(kept, state, step, derivative, at)
             losses.append(float(loss))
             new = self.update(kept, optimizer, grads, loss)
-            if bool(new[-1]):  # finite; a step of fp16 that overflows is skipped
+            if bool(new[-1]):  # is finite; fp16 skips a step that overflows
                 kept, optimizer, state = *new[:-1], new_state
             if at is not None:
                 kept = self.nudge(kept, at.key(1), 0.0)
@@ -157,7 +157,7 @@ class PlainTraining:
 
     @cached_property
     def copies(self) -> Callable:
-        """The parameters as the loss sees them."""
+        """Casts the parameters to the dtypes in which the loss reads them."""
         dtypes = [spec.compute.dtype for spec in self.specs.values()]
 
         def cast(kept: Sequence[Any]) -> list[Any]:
@@ -172,9 +172,9 @@ class PlainTraining:
 
     @cached_property
     def nudge(self) -> Callable:
-        """`(leaves, key, unit)`: changes trained numbers by a unit in the last place.
+        """`(leaves, key, unit) -> leaves`, with each trained number changed by one ulp.
 
-        That of their dtype, or `unit` (of the number 1) if that is more.
+        The ulp is that of the leaf's dtype, or `unit` (for the number 1) if larger.
         """
         trained = [spec.is_trainable for spec in self.specs.values()]
 
@@ -195,7 +195,7 @@ class PlainTraining:
         return jax.jit(nudge)
 
     def unit(self, state: Any, step: Microbatches) -> float:
-        """That in the last place of 1, of the coarsest dtype the loss computes in."""
+        """The unit in the last place of 1 in the coarsest dtype of the loss."""
         copies = [spec.compute for spec in self.specs.values()]
         batch, key = step.batches[0], step.keys[0]
         arguments = _as_given(copies, self.specs), state, batch, key, np.float32(1)
@@ -236,7 +236,10 @@ class PlainTraining:
 
     @cached_property
     def update(self) -> Callable:
-        """`(params, optimizer state, gradients, loss)` to new ones, and if finite."""
+        """`(params, optimizer state, gradients, loss) -> new params, state, is_finite`.
+
+        `is_finite` says whether the gradient norm is finite.
+        """
         trained = [spec.is_trainable for spec in self.specs.values()]
         tx = optax.with_extra_args_support(self.tx)
 
@@ -263,7 +266,7 @@ class PlainTraining:
         return jax.jit(update)
 
     def for_optax(self, leaves: Sequence[Any]) -> Any:
-        """The tree of leaves, where those that are frozen are masked."""
+        """The parameter tree of `leaves`, with frozen leaves masked."""
         specs = self.specs.values()
         chosen = [
             x if spec.is_trainable else optax.MaskedNode()
@@ -272,7 +275,7 @@ class PlainTraining:
         return jax.tree.unflatten(self.structure, chosen)
 
     def compile(self, state: Any, step: Microbatches) -> jax.stages.Compiled:
-        """The derivative of the loss on one microbatch, for `run`."""
+        """Compile the derivative of the loss on one microbatch, for `run`."""
         copies = [spec.compute for spec in self.specs.values()]
         batch, key = step.batches[0], step.keys[0]
         scale = jax.ShapeDtypeStruct((), jnp.float32)
@@ -280,7 +283,7 @@ class PlainTraining:
         return self.differentiate.lower(*arguments).compile()
 
     def state_bytes(self) -> int:
-        """Bytes that an update holds: old and new state, a gradient and its sum."""
+        """Bytes that an update holds: old and new state, one gradient and the sum."""
         masters = [spec.master for spec in self.specs.values()]
         kept = _as_given(masters, self.specs)
         optimizer = jax.eval_shape(self.tx.init, self.for_optax(kept))
@@ -298,7 +301,7 @@ class PlainTraining:
 
 
 def _as_given(stored: Sequence[Any], specs: Mapping[str, ParamSpec]) -> list[Any]:
-    """Specs with the random keys that the user gave, which are stored as words."""
+    """`stored`, with the user's random keys where zinf stores words."""
     return [
         spec.given if is_key(spec.given) else x
         for x, spec in zip(stored, specs.values(), strict=True)
@@ -332,7 +335,10 @@ def _widened(gradient: jax.Array) -> jax.Array:
 
 
 def _mean_state(states: Sequence[Any]) -> Any:
-    """What microbatches made of one model state: means, and the last of counters."""
+    """One model state from those of the microbatches.
+
+    Floating-point leaves are averaged; other leaves come from the last microbatch.
+    """
     if len(states) == 1:
         return states[0]
 

@@ -1,4 +1,4 @@
-"""What a comparison with plain jax found, as a value and as tables."""
+"""The result of a comparison with plain jax, as a value and as tables."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,8 +21,9 @@ class LeafChecks:
     """The comparison of one leaf of the parameters or the model state.
 
     Attributes:
-        gradient: of the first step, before clipping; None of what is not trained.
-        param: after the last step.
+        gradient: the gradient of the first step, before clipping; None if the leaf is
+            not trained.
+        param: the leaf after the last step.
     """
 
     path: str
@@ -41,23 +42,24 @@ class LeafChecks:
 
     @property
     def excess(self) -> float:
-        """The largest share of its bound that a difference takes."""
+        """The largest ratio of a difference to its bound."""
         return max(_share(check) for check in self.checks)
 
 
 @dataclass(frozen=True)
 class Verification:
-    """A few steps on zinf beside the same in plain jax and optax.
+    """The comparison of a few steps on zinf with the same steps in plain jax and optax.
 
-    True in a condition if both agree within rounding. Printed, and in a notebook, it is
-    a table.
+    As a condition it is true if both agree within rounding. It prints as a table, also
+    in a notebook.
 
     Attributes:
         execution: how zinf ran: "streamed" or "fused".
-        losses: of each step, on zinf and in plain jax.
-        loss_checks: their comparison.
+        losses: the losses of each step, on zinf and in plain jax.
+        loss_checks: the comparison of the losses of each step.
         leaves: the comparison of each leaf, in the order of the tree.
-        setting: versions, devices, and where arrays rested, a line each.
+        setting: lines with versions and devices, and with the bytes at rest on each
+            tier.
     """
 
     execution: str
@@ -73,7 +75,7 @@ class Verification:
 
     @property
     def different(self) -> tuple[LeafChecks, ...]:
-        """The leaves that are not within their bounds."""
+        """The leaves that exceed their bounds."""
         return tuple(leaf for leaf in self.leaves if not leaf.agrees)
 
     def __bool__(self) -> bool:
@@ -97,7 +99,11 @@ class Verification:
         return Console(file=StringIO(), width=WIDTH, record=True, **plain, **nowhere)
 
     def shown(self, *, every: bool = False) -> RenderableType:
-        """The tables; without `every` of the worst leaves alone."""
+        """The tables.
+
+        Args:
+            every: show all leaves, and not only the worst.
+        """
         ranked = sorted(self.leaves, key=lambda leaf: -leaf.excess)
         chosen = set(map(id, self.leaves if every else ranked[:SHOWN_LEAVES]))
         leaves = [leaf for leaf in self.leaves if id(leaf) in chosen]
@@ -118,7 +124,7 @@ class Verification:
 
     @property
     def verdict(self) -> str:
-        """One sentence."""
+        """The result in one sentence."""
         steps = f"{len(self.losses)} steps"
         if self:
             return (
@@ -179,7 +185,7 @@ def _table(first: str, *names: str) -> Table:
 
 
 def _cells(check: Check) -> tuple[str, str]:
-    """The difference and the bound, over the largest number if that is not zero."""
+    """The difference and the bound, divided by the largest number unless it is 0."""
     over = check.largest or 1.0
     return f"{check.difference / over:.1e}", f"{check.bound / over:.1e}"
 
