@@ -1,7 +1,7 @@
-"""What `zinf.initialize` is given, checked before anything is traced or made.
+"""Checks the arguments of `zinf.initialize` before anything is traced or made.
 
-Whatever is found here ends in one sentence, a few lines below the caller's own. Found
-later, in the middle of a trace, the same mistake would come from inside jax or optax.
+A mistake that is found here is reported in one sentence, from a frame just below the
+caller's. Found later, during a trace, it would be an error from inside jax or optax.
 """
 
 import inspect
@@ -23,13 +23,13 @@ RAW_KEY_SHAPES = ((2,), (4,))
 def check_arguments(
     loss_fn: Any, params: Any, tx: Any, *, has_state: bool, rng: Any
 ) -> None:
-    """Refuses arguments of a wrong kind.
+    """Raise if an argument is of a wrong kind.
 
     Args:
         has_state: whether `model_state` was given.
 
     Raises:
-        ValueError: with what was found, and what to give instead.
+        ValueError: the message says what was found and what to give instead.
     """
     if not callable(loss_fn):
         raise ValueError(
@@ -40,7 +40,7 @@ def check_arguments(
     _check_tx(tx)
     if rng is not None:
         _check_key(rng)
-    # What zinf itself gives a loss that takes `train=` is not missing.
+    # zinf itself passes `train=` to a loss that takes it, so it is not missing.
     _check_signature(
         for_training(loss_fn), has_state=has_state, has_key=rng is not None
     )
@@ -114,10 +114,10 @@ def _check_signature(loss_fn: Callable, *, has_state: bool, has_key: bool) -> No
 
 
 def _takes(function: Callable, arguments: Any) -> bool:
-    """Whether a function can be called with so many positional arguments."""
+    """Whether a function can be called with as many positional arguments."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # it has none, as some built-in functions
+    except (TypeError, ValueError):  # some built-in functions have no signature
         return True
     try:
         signature.bind(*arguments)
@@ -127,7 +127,7 @@ def _takes(function: Callable, arguments: Any) -> bool:
 
 
 def _named(function: Callable) -> str:
-    """Such as "loss(params, batch)"."""
+    """Name and signature of a function, such as "loss(params, batch)"."""
     inner = function.func if isinstance(function, partial) else function
     name = getattr(inner, "__name__", type(inner).__name__)
     return f"{name}{inspect.signature(function)}"

@@ -1,4 +1,4 @@
-"""The engine: wires a planner, its plans and the stores into training steps."""
+"""The engine: connects a planner, its plans and the stores into training steps."""
 
 import json
 import logging
@@ -47,16 +47,17 @@ _ENGINES: WeakSet["Engine"] = WeakSet()
 class Engine:
     """Training steps on state that rests on up to three tiers.
 
-    One thread at a time uses an engine: a call while another one runs raises
-    `ConcurrentUseError` and touches nothing.
+    Only one thread at a time may use an engine. A call while another call runs raises
+    `ConcurrentUseError` and changes nothing.
 
-    `close` gives back memory, threads and the NVMe folder. So does leaving a block
-    `with zinf.initialize(...) as engine:`, and so does dropping the last reference to
-    an engine, soon after; what was read through `stores` or `residents` ends then.
+    `close` frees memory, threads and the NVMe folder. The end of a block
+    `with zinf.initialize(...) as engine:` closes the engine too. After the last
+    reference to an engine is dropped, it is closed soon; then arrays that were read
+    through `stores` or `residents` are no longer valid.
 
     Attributes:
-        num_steps: steps taken, skipped ones included.
-        last_step: what the latest step moved, and when each instruction ran.
+        num_steps: number of steps taken, with skipped steps.
+        last_step: the bytes that the latest step moved, and when each instruction ran.
     """
 
     stores: Stores
@@ -64,8 +65,8 @@ class Engine:
     _closing: finalize
 
     def __init__(self, planner: Planner, rng: jax.Array | None):
-        # Nothing that the engine keeps may refer back to it, or it would stay until
-        # garbage is collected when it is dropped.
+        # No attribute may refer back to the engine: a dropped engine would then keep
+        # its tiers until the next garbage collection.
         self.planner, self.config, self.rng = planner, planner.config, rng
         self._pending_save = PendingSave()
         self._turn = Turn(planner.problem.modes)
@@ -84,7 +85,11 @@ class Engine:
 
     @property
     def pending_save(self) -> Future[None] | None:
-        """A save that still reads arrays; fused steps wait for it (`Holds`)."""
+        """The save that still reads arrays, if any.
+
+        A fused step waits for the whole save; a streamed step waits for each array that
+        it changes (`Holds`).
+        """
         return self._pending_save.future
 
     @pending_save.setter
@@ -93,21 +98,21 @@ class Engine:
 
     @property
     def residents(self) -> Residents:
-        """Every persistent array by `ArrayId`, with no update due.
+        """Every persistent array by `ArrayId`. Deferred updates are run first.
 
-        Writing a master here leaves its compute copy as it was; `set` writes both.
+        Writing a master here does not change its compute copy; `set` writes both.
         """
         with self._turn.of("residents"):
             return self._current_residents()
 
     @property
     def is_placed(self) -> bool:
-        """True once a batch was given, and so every array has its place."""
+        """Whether every array has a home, as it has from the first batch on."""
         return self._current is not None
 
     @property
     def plan(self) -> Plan:
-        """For the latest batch; `print` shows every transfer."""
+        """The plan for the shape of the latest batch; `print` shows every transfer."""
         if self._current is None:
             raise ValueError(
                 "The plan depends on the shape of the batch, and none was given yet. "
@@ -116,32 +121,39 @@ class Engine:
         return self._current.plan
 
     def step(self, batch: Any) -> dict[str, Any]:
-        """One optimizer step on a batch; returns its metrics.
+        """Take one optimizer step on a batch and return its metrics.
 
-        The batch is a pytree of arrays that share a leading dim, which is cut into
-        `gradient_accumulation_steps` microbatches. Metrics: `step` (from 1), `loss`,
-        `grad_norm` (before clipping), `learning_rate` (None if the optimizer does not
-        say), `step_seconds`, `tokens_per_second`, peaks `device_bytes`, `host_bytes`,
-        `nvme_bytes`, traffic `nvme_read_bytes`, `nvme_write_bytes`, `h2d_bytes`,
-        `d2h_bytes`, `skipped`, with fp16 `loss_scale`, and `aux` if the loss has it
-        (with a leading microbatch dim if there are several).
+        Args:
+            batch: a pytree of arrays with the same leading dim, which is cut into
+                `gradient_accumulation_steps` microbatches.
+
+        Returns:
+            `step` (from 1), `loss`, `grad_norm` (before clipping), `learning_rate`
+            (None if the optimizer does not give it), `step_seconds`,
+            `tokens_per_second`; peak bytes `device_bytes`, `host_bytes`, `nvme_bytes`;
+            bytes moved `nvme_read_bytes`, `nvme_write_bytes`, `h2d_bytes`, `d2h_bytes`;
+            `skipped`; with fp16 `loss_scale`; and `aux` if the loss returns it (with a
+            leading microbatch dim if there are several).
 
         Raises:
             NonFiniteError: nothing was updated, unless the message says so.
-            KeyboardInterrupt: after the step was completed and counted.
+            KeyboardInterrupt: Ctrl-C was pressed; the step is complete and counted.
             ConcurrentUseError: another call to this engine is running; nothing was
-                touched. So do all other methods.
+                changed. All other methods raise it too.
         """
         with self._turn.of("step"):
             return self._step(batch)
 
     def evaluate(self, batch: Any) -> float:
-        """The mean loss of a batch, of a shape that `step` takes; changes nothing.
+        """The mean loss of a batch. Takes no step.
 
         Computes `eval_loss_fn` if `zinf.initialize` was given one, otherwise `loss_fn`,
-        with `train=False` if it takes that. A loss that takes neither is computed as in
-        training, with the random key of the next step: then dropout is on, and a
+        with `train=False` if it takes that. Without either, the loss is computed as in
+        training, with the random key of the next step. Then dropout is on, and a
         warning says so once.
+
+        Args:
+            batch: a pytree as for `step`; the number of samples may differ.
         """
         with self._turn.of("evaluate"):
             self._condition.check()
@@ -152,44 +164,46 @@ class Engine:
             return runner.evaluate(batch, self._keys())
 
     def flush(self) -> None:
-        """Does the updates that the last step left to the next one, if there are any.
+        """Run the updates that the last step deferred to the next one, if any.
 
-        `params`, `evaluate`, `save` and `residents` do so first.
+        `params`, `model_state`, `evaluate`, `get`, `set`, `save` and `residents` do
+        this first.
         """
         with self._turn.of("flush"):
             self._flush()
 
     def params(self) -> Any:
-        """The whole parameter pytree, in the precision it is kept in, on the host."""
+        """The whole parameter pytree on the host, with masters where there are any."""
         with self._turn.of("params"):
             return self._read_params()
 
     def model_state(self) -> Any:
-        """The model state pytree as the last step left it (None if there is none)."""
+        """The model state pytree after the last step; None if there is none."""
         with self._turn.of("model_state"):
             return self._read_model_state()
 
     def get(self, path: str, kind: str = MASTER) -> Any:
         """A copy of one whole array on the host, such as `engine.get("layers/0/w")`.
 
-        Of several processes all have to call. What a step left to the next one is done
-        first, unless the gradient is asked for.
+        If there are several processes, all must call it. Deferred updates are run
+        first, except for the kind "gradient".
 
         Args:
-            path: the key path of a leaf of the parameters, joined by "/"; of the model
-                state, "model_state/" and the key path.
-            kind: "master", in the precision that it is kept in; "compute", as the loss
-                reads it; a name of optax's state, such as "mu" or "nu"; or "gradient":
-                of the last step, before clipping, as long as its update is due. That
-                depends on the plan; `gradient_clipping` leaves most updates to the next
-                step of a plan that is streamed.
+            path: the key path of a leaf of the parameters, joined by "/". For a leaf of
+                the model state, "model_state/" and its key path.
+            kind: "master" is the leaf in the precision that the optimizer updates;
+                "compute" is the copy that the loss reads; a name of optax's state is,
+                for example, "mu" or "nu". "gradient" is the gradient of the last step,
+                before clipping. It exists only while its update is deferred, which
+                depends on the plan. With `gradient_clipping`, streamed plans defer most
+                updates.
 
         Returns:
-            an np.ndarray; of a leaf that is a random key, the key.
+            an np.ndarray; for a leaf that is a random key, the key.
 
         Raises:
-            ValueError: the leaf or kind is unknown, the gradient is not kept, or there
-                was no batch yet.
+            ValueError: the leaf or kind is unknown, the gradient does not exist any
+                more, or no batch was given yet.
         """
         with self._turn.of("get"):
             self._condition.check()
@@ -199,20 +213,19 @@ class Engine:
             return read_named(self.planner, self._current_residents(), path, kind)
 
     def set(self, path: str, value: Any, kind: str = MASTER) -> None:
-        """Replaces one whole array, on whatever tiers it rests.
+        """Replace one whole array, on any tiers.
 
-        Setting the master sets the compute copy as well. Updates that a step left to
-        the next one are done first. Of several processes all have to call, with one
-        value.
+        Setting the master sets the compute copy too. Deferred updates are run first. If
+        there are several processes, all must call it with the same value.
 
         Args:
             path: as for `get`.
-            value: of the shape of the array; it is cast to the array's dtype.
+            value: has the shape of the array; it is cast to the array's dtype.
             kind: "master", or a name of optax's state.
 
         Raises:
-            ValueError: the leaf, kind, shape or sort of number does not fit, or there
-                was no batch yet. Nothing was set.
+            ValueError: the leaf, kind, shape or kind of number is wrong, or no batch
+                was given yet. Nothing was set.
         """
         with self._turn.of("set"):
             self._condition.check()
@@ -228,7 +241,7 @@ class Engine:
                     residents.write(array, content)
 
     def save(self, directory: str | PathLike) -> None:
-        """Saves all state in a new folder; what is on nvme is linked, not copied."""
+        """Save all state in a new folder. Files on nvme are linked, not copied."""
         with self._turn.of("save"):
             self._condition.check()
             assert self.plan, "there is no state before there is a plan"
@@ -237,9 +250,13 @@ class Engine:
             write_arrays(Path(directory), residents, scalars, barrier=meet)
 
     def restore(self, directory: str | PathLike, *, verify: bool = True) -> None:
-        """Takes all state from a folder that `save` wrote, whatever its placement was.
+        """Restore all state from a folder that `save` wrote, with any placement.
 
-        Done when the first batch is known. `verify`: compare it with its checksums.
+        Before the first batch, the call only notes the folder; the state is read when
+        the first batch is known.
+
+        Args:
+            verify: compare what is read with its checksums.
         """
         with self._turn.of("restore"):
             if not self.is_placed:
@@ -250,27 +267,28 @@ class Engine:
             self._read_state(Path(directory), verify)
 
     def scalars(self) -> dict[str, Any]:
-        """Everything but arrays that a resumed run needs, as JSON."""
+        """The JSON values that a resumed run needs besides the arrays."""
         with self._turn.of("scalars"):
             return self._all_scalars()
 
     def set_scalars(self, scalars: Mapping[str, Any]) -> None:
-        """Takes what `scalars` gave, the random key included.
+        """Restore what `scalars` returned, with the random key.
 
-        Whoever restores calls this before overwriting the arrays: it refuses the state
-        of another run, and ends that of a step that failed half-way.
+        A restore must call this before it overwrites the arrays: it refuses the state
+        of another run. It also makes an engine usable again whose step failed half-way.
         """
         with self._turn.of("set_scalars"):
             self._take_scalars(scalars)
 
     def before_update(self) -> None:
-        """Waits for a save that still reads the arrays."""
+        """Wait for a save that still reads the arrays."""
         self._pending_save.wait()
 
     def close(self) -> None:
-        """Frees every tier; files on nvme are scratch and go with the next run.
+        """Free every tier, after a save in progress is complete.
 
-        A save under way is waited for. Closing once more does nothing.
+        Files on nvme are scratch; the next run deletes them. Closing again does
+        nothing.
         """
         with self._turn.of("close"):
             self._condition.end(
@@ -286,7 +304,7 @@ class Engine:
         return f"<Engine: {self._brief()}>"
 
     def _repr_html_(self) -> str:
-        """In a notebook: how far it is, and what its plan comes to."""
+        """For notebooks: the steps taken, and the tables of the plan."""
         current = self._current
         brief, tables = self._brief(), ""
         if current is not None:
@@ -296,7 +314,7 @@ class Engine:
         return f"<p><b>Engine</b>: {escape(brief)}</p>{tables}"
 
     def _brief(self) -> str:
-        """How far the engine is, in one line; asked also while a step runs."""
+        """The steps taken and the plan, in one line. Safe to call while a step runs."""
         taken = f"{self.num_steps} step{'s' * (self.num_steps != 1)} taken"
         if self._condition.refusal is not None:
             return f"{taken}; {self._condition.refusal}"
@@ -312,20 +330,23 @@ class Engine:
         self.close()
 
     def prepare(self, batch: Any) -> AbstractRunner:
-        """Plans for the shape of a batch, if it is new; the first one places all state.
+        """Make the plan for the shape of a batch, if the shape is new.
+
+        The first batch places all state.
 
         Raises:
-            InfeasibleError: this shape does not fit beside what is placed already.
+            InfeasibleError: the shape does not fit the budgets beside the state that is
+                already placed.
         """
         with self._turn.of("prepare"):
             self.planner.check_batch(batch)
             return self._prepare(batch)
 
     def initialize_state(self) -> None:
-        """Gives every array its initial value, at its home.
+        """Write the initial value of every array to its home.
 
         Raises:
-            ValueError: another process begins with other values, and no restore is to
+            ValueError: another process begins with other values, and no restore will
                 replace them.
         """
         digests = initialize_arrays(self.planner, self._residents)
@@ -334,7 +355,7 @@ class Engine:
         if self._restore_from is None:
             digests.agree()
 
-    # What runs in the turn of a call above.
+    # The methods below run within the turn of a public call.
 
     def _step(self, batch: Any) -> dict[str, Any]:
         start = perf_counter()
@@ -463,7 +484,10 @@ class Engine:
         return step_keys(self.rng, self.num_steps, self.config.num_microbatches)
 
     def _reader(self) -> Callable[[str], np.ndarray]:
-        """What reads a leaf by its path; before the first batch, its initial value."""
+        """A function that reads a leaf by its path.
+
+        Before the first batch it returns initial values.
+        """
         self._condition.check()
         if self.is_placed:
             residents = self._current_residents()
@@ -472,13 +496,13 @@ class Engine:
 
 
 def close_all() -> int:
-    """Closes every engine of this process that holds anything, and counts them.
+    """Close every engine of this process that holds state; return how many there were.
 
-    For notebooks: after an error, the traceback that is kept refers to the engine, also
-    when no name does any more.
+    This is for notebooks: after an error, the stored traceback refers to the engine
+    even if no name does.
 
     Raises:
-        ConcurrentUseError: one is inside a call, in another thread.
+        ConcurrentUseError: a call to one of the engines runs in another thread.
     """
     placed = [engine for engine in _ENGINES if engine.is_placed]
     for engine in placed:

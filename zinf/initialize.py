@@ -1,4 +1,4 @@
-"""`zinf.initialize`: from what a user has to an engine."""
+"""`zinf.initialize`: makes an engine from a loss, parameters, optimizer and config."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -43,12 +43,12 @@ def initialize(
     mesh: Mesh | None = None,
     group: AbstractGroup | None = None,
 ) -> Engine:
-    """Prepares training of `params` under `loss_fn`, wherever its bytes have to rest.
+    """Prepare training of `params` under `loss_fn`, with state on any tiers.
 
-    A surrounding `jax.set_mesh` and `jax.transfer_guard` are set aside in all that zinf
-    does (`mesh=` says which devices train), and so is strict dtype promotion but for
-    `loss_fn` and functions that make parameters. An engine that is made with 64 bits
-    enabled keeps them enabled.
+    zinf overrides a surrounding `jax.set_mesh` (`mesh=` says which devices train) and
+    `jax.transfer_guard`. It overrides strict dtype promotion too, except in `loss_fn`
+    and in functions that make parameters. An engine that is made with 64 bits enabled
+    keeps them enabled.
 
     No setting of the process is changed. On Linux `zinf.tune_malloc()`, called before
     jax makes an array, saves memory and page faults.
@@ -62,33 +62,35 @@ def initialize(
             called with `train=True` in training and `train=False` by `evaluate`.
         params: a pytree of arrays, or a function of no arguments that returns one: then
             each leaf is made on its own and the model is never whole in memory.
-        tx: any optax transform whose update of a leaf depends on that leaf, and on the
-            loss where it takes `value=` (the mean over the batch, float32). A leading
-            `optax.clip_by_global_norm` in a chain is done by zinf, as optax does it.
-        config: a dict, a YAML or JSON file, or a `zinf.Config`. What it asks for
-            without effect, and what "auto" in it became, is logged as warnings.
-        eval_loss_fn: what `evaluate` computes in place of `loss_fn`, such as the loss
-            without dropout. Takes what `loss_fn` takes, where the key may be left out,
-            and returns the loss, alone or first in a tuple. Without it, and without
-            `train`, `evaluate` computes `loss_fn` as training does, dropout included.
+        tx: any optax transform whose update of a leaf depends only on that leaf, and
+            on the loss if it takes `value=` (the mean over the batch, float32). A
+            leading `optax.clip_by_global_norm` in a chain is allowed too: zinf clips
+            as optax does.
+        config: a dict, a YAML or JSON file, or a `zinf.Config`. Settings without
+            effect, and the values chosen for "auto", are logged as warnings.
+        eval_loss_fn: the function that `evaluate` computes instead of `loss_fn`, such
+            as the loss without dropout. It takes the arguments of `loss_fn`, with or
+            without the key, and returns the loss, alone or first in a tuple. Without
+            it, and without `train`, `evaluate` computes `loss_fn` as training does,
+            with dropout.
         rng: the key of step i (from 0) is `jax.random.fold_in(rng, i)`, folded again
-            with the number of the microbatch when there are several.
-        batch: an example, or its shapes; given, the plan is made and all state is put
-            in place now, otherwise at the first step.
+            with the number of the microbatch if there are several.
+        batch: an example, or its shapes. If given, the plan is made and all state is
+            placed now, otherwise at the first step.
         mesh: the devices that train, as `zinf.make_mesh(devices)` arranges them: axes
-            of `zinf.mesh.AXES`, in any order. By default what `mesh` in the config asks
-            for, and of accelerators all there are. With several processes each gives
-            its own part of every batch.
-        group: the processes that train together, as `zinf.distributed.join` gives them;
-            without, this process is the only one.
+            of `zinf.mesh.AXES`, in any order. The default is what `mesh` in the config
+            asks for, or else all accelerators. If there are several processes, each
+            gives its own part of every batch.
+        group: the processes that train together, from `zinf.distributed.join`; without
+            it this process is the only one.
 
     Raises:
-        ValueError: with what was asked, found, and to change: a coupled optimizer, a
-            leaf that is not an array, an unknown config key, a batch that does not
-            divide, budgets that no plan keeps (`InfeasibleError`), processes of one
-            `group` that begin with different values,
-            `jax.disable_jit`.
-        StorageError: a folder of the nvme tier cannot be used, or has too little room.
+        ValueError: the message says what was asked, what was found and what to change.
+            Causes are a coupled optimizer, a leaf that is not an array, an unknown
+            config key, a batch that cannot be divided, budgets that no plan keeps
+            (`InfeasibleError`), processes of one `group` that begin with different
+            values, and `jax.disable_jit`.
+        StorageError: a folder of the nvme tier cannot be used, or has too little space.
     """
     planner = make_planner(
         loss_fn,
@@ -117,9 +119,9 @@ def plan_only(
     batch: Any,
     **named: Any,
 ) -> Plan:
-    """The plan that `initialize` would follow, without making anything.
+    """The plan that `initialize` would make; makes no parameter and opens no store.
 
-    Takes the arguments of `initialize`, in the same order. `batch` is needed here: an
+    Takes the arguments of `initialize`, in the same order. `batch` is required: an
     example, or its shapes.
     """
     planner = make_planner(loss_fn, params, tx, config, **named)
@@ -140,10 +142,10 @@ def make_planner(
     group: AbstractGroup | None = None,
     topology: Topology | None = None,
 ) -> Planner:
-    """The arguments of `initialize` as something that plans steps.
+    """A planner for the arguments of `initialize`.
 
     Args:
-        topology: the machine of `mesh`, if that is one to compile for and never to run.
+        topology: the machine of `mesh`, if steps are only compiled for it and not run.
     """
     check_arguments(loss_fn, params, tx, has_state=model_state is not None, rng=rng)
     modes = Modes.current()
@@ -183,10 +185,10 @@ def make_planner(
 
 
 def tracing_device(mesh: Mesh, topology: Topology | None) -> jax.Device | None:
-    """The default device while a loss is traced, if it must not be jax's own.
+    """The default device while a loss is traced; None for jax's own.
 
-    Layers choose kernels by this device (`zinf.tiling`). A machine that is planned for
-    but is not there is traced as on a CPU: without kernels.
+    Layers choose kernels by this device (`zinf.tiling`). A step that is planned for
+    another machine is traced as on a CPU, without kernels.
     """
     if topology is not None:
         return jax.local_devices(backend="cpu")[0]

@@ -1,8 +1,8 @@
-"""jax's global modes: which of them zinf sets aside, and which go with an engine.
+"""jax's global modes: which ones zinf overrides, and which ones an engine keeps.
 
-A surrounding program may run under `jax.set_mesh`, `jax.transfer_guard` and so on. They
-are meant for its own code, and jax keeps them by thread: zinf's worker threads would
-not see those that are set by a `with` block.
+A program may call zinf under `jax.set_mesh`, `jax.transfer_guard` and so on. These
+modes are meant for the program's own code. A mode set by a `with` block also holds only
+in its thread, so zinf's worker threads would not see it.
 """
 
 from collections.abc import Callable, Generator
@@ -28,17 +28,17 @@ IN_A_TRACE = (
 
 @dataclass(frozen=True)
 class Modes:
-    """The modes of jax in which an engine was made.
+    """The modes of jax under which an engine was made.
 
     Attributes:
-        enable_x64: with it an engine runs all its life, in every thread, whatever the
-            caller has later: compiled code fits only the dtypes that it was made for.
-        dtype_promotion: the user's functions are traced with it. The optimizer is not:
-            optax promotes dtypes.
-        has_mesh: whether there is a surrounding mesh. zinf arranges devices by `mesh=`
-            or its config, and sets this mesh aside.
-        default_device: of the user's functions while they are traced, from which they
-            may choose kernels; None for jax's own.
+        enable_x64: an engine always runs with this setting, in every thread, even if
+            the caller changes it later: compiled code is for fixed dtypes.
+        dtype_promotion: used while the user's functions are traced. Optimizers are
+            traced with standard promotion, because optax promotes dtypes.
+        has_mesh: whether there is a surrounding mesh. zinf overrides it: `mesh=` or the
+            config says which devices train.
+        default_device: the default device while the user's functions are traced, by
+            which they may choose kernels. None for jax's own.
     """
 
     enable_x64: bool
@@ -51,7 +51,7 @@ class Modes:
         """The modes of the calling thread.
 
         Raises:
-            ValueError: jax compiles nothing now.
+            ValueError: `jax.disable_jit` is on.
         """
         if _setting("jax_disable_jit"):
             raise ValueError(NO_JIT)
@@ -63,9 +63,10 @@ class Modes:
 
     @contextmanager
     def own(self) -> Generator[None, None, None]:
-        """What zinf's own code runs in: plain jax, with these modes' 64 bits.
+        """Set the modes in which zinf's own code runs while the body runs.
 
-        Every transfer of zinf is meant, so none is guarded.
+        They are jax's defaults, with the `enable_x64` of this object. Transfers are not
+        guarded, because all transfers of zinf are intended.
         """
         with (
             _without_mesh(),
@@ -77,7 +78,7 @@ class Modes:
             yield
 
     def of_user(self, function: Callable) -> Callable:
-        """A function of the user that zinf traces, in the user's modes."""
+        """Wrap a function of the user, so that it is traced in the user's modes."""
 
         @wraps(function, updated=())
         def in_modes(*arguments: Any) -> Any:
@@ -101,10 +102,10 @@ class Modes:
 
 
 def traceback_of_user(error: BaseException) -> TracebackType | None:
-    """The frames of the user's function in which an error was raised.
+    """The part of a traceback that begins in the user's function.
 
-    Those of jax and zinf around it say nothing about the mistake. Without such a frame,
-    all of them.
+    The frames of jax and zinf above it say nothing about the mistake. If no frame is of
+    a function of the user, the whole traceback.
     """
     frame = error.__traceback__
     while frame is not None:
@@ -116,7 +117,10 @@ def traceback_of_user(error: BaseException) -> TracebackType | None:
 
 
 def with_own_modes(function: Callable) -> Callable:
-    """For another thread: runs in zinf's modes, with the caller's 64 bits."""
+    """Wrap a function for another thread, to run in zinf's modes.
+
+    It gets the `enable_x64` of the thread that wraps it.
+    """
     enable_x64 = _setting("jax_enable_x64")
 
     @wraps(function, updated=())
@@ -135,5 +139,5 @@ def _without_mesh() -> AbstractContextManager:
 
 
 def _setting(name: str) -> Any:
-    """A setting as this thread has it: by a `with` block, or else by `jax.config`."""
+    """A setting in this thread: from a `with` block, or else from `jax.config`."""
     return getattr(jax.config, name)

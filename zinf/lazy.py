@@ -1,7 +1,7 @@
-"""Packages whose names are imported when somebody first asks for them (PEP 562).
+"""Packages that import their public names on first use (PEP 562).
 
-jax and optax take half a second of a processor to import, and numba, Orbax and grain as
-much again. A package made lazy costs only what is used of it.
+Importing jax and optax takes half a second of CPU time, and numba, Orbax and grain take
+as long again. A lazy package imports only what is used.
 """
 
 import gc
@@ -13,7 +13,12 @@ from typing import Any
 
 
 class LazyPackage(ModuleType):
-    """A package that knows where each of its names is."""
+    """A package that imports the module of a public name when the name is first read.
+
+    Attributes:
+        lazy_names: the module of each public name.
+        lazy_modules: submodules that are public names themselves.
+    """
 
     lazy_names: Mapping[str, str]
     lazy_modules: tuple[str, ...]
@@ -28,8 +33,8 @@ class LazyPackage(ModuleType):
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # The import system sets each submodule as an attribute of its package. Where a
-        # function has the name of its module (zinf.initialize), the function stays.
+        # The import system sets each submodule as an attribute of its package. If a
+        # function has the name of its module (zinf.initialize), set the function.
         if isinstance(value, ModuleType) and name in self.lazy_names:
             value = getattr(value, name)
         super().__setattr__(name, value)
@@ -39,10 +44,10 @@ class LazyPackage(ModuleType):
 
 
 def import_at_once(name: str) -> ModuleType:
-    """Imports a module without collecting garbage meanwhile.
+    """Import a module with the garbage collector paused.
 
-    Modules make many objects that stay. Looking through all of them for garbage, again
-    and again, took an eighth of the time of `import zinf; zinf.initialize`.
+    Modules create many objects that stay. The collector scanned them repeatedly, which
+    took an eighth of the time of `import zinf; zinf.initialize`.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -56,14 +61,14 @@ def import_at_once(name: str) -> ModuleType:
 def make_lazy(
     package: str, names: Mapping[str, str], *, modules: tuple[str, ...] = ()
 ) -> None:
-    """Lets a package import its public names when they are first used.
+    """Make a package import its public names on first use.
 
     Call this in the package's `__init__`, with the same names imported under
     `if TYPE_CHECKING:` for type checkers and editors.
 
     Args:
         package: the package's `__name__`.
-        names: by public name, the module that has it as an attribute.
+        names: for each public name, the module that has it as an attribute.
         modules: submodules that are public names themselves.
     """
     module = sys.modules[package]

@@ -1,8 +1,8 @@
-"""Training from a Flax Linen `TrainState`, and back to one.
+"""Trains from a Flax Linen `TrainState`, and returns one.
 
-`state.tx` trains `state.params`. What a subclass of TrainState adds (batch statistics,
-a random key) is model state: the loss takes and returns it by the names of the fields,
-just as `apply(..., mutable=[...])` takes and returns collections.
+`state.tx` trains `state.params`. The fields that a subclass of TrainState adds (batch
+statistics, a random key) are model state. The loss takes and returns it as a dict by
+field name, just as `apply(..., mutable=[...])` takes and returns collections.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,16 +31,16 @@ ORDER = (
 
 
 class TrainStateEngine(Engine):
-    """An engine that also gives a `TrainState`; made by `initialize`."""
+    """An engine that also returns a `TrainState`; made by `initialize`."""
 
     _template: TrainState
-    _given_optimizer: Any = None  # until it is placed
+    _given_optimizer: Any = None  # the given one, until it is placed
 
     def train_state(self) -> TrainState:
-        """The state after the steps taken; the whole of it is in memory then.
+        """The state after the steps taken. The whole state is then in memory.
 
-        Its optimizer state has the structure of `tx.init(params)`, with the entries of
-        frozen parameters as `tx.init` makes them.
+        Its optimizer state has the structure of `tx.init(params)`. Entries of frozen
+        parameters have the values that `tx.init` gives them.
         """
         with self._turn.of("train_state"):
             params = jax.tree.map(jnp.asarray, self._read_params())
@@ -106,22 +106,23 @@ def initialize(
     mesh: Mesh | None = None,
     group: AbstractGroup | None = None,
 ) -> TrainStateEngine:
-    """Prepares training of a `TrainState` under `loss_fn`; see `zinf.initialize`.
+    """Prepare training of a `TrainState` under `loss_fn`; see `zinf.initialize`.
 
     Args:
         loss_fn: `(params, batch[, key]) -> loss`, or `(loss, aux)` with `has_aux`. If
             the class of `state` adds fields to TrainState, such as `batch_stats`, it is
             `(params, model_state, batch[, key])` and returns `(loss, new_model_state)`,
             or `(loss, (new_model_state, aux))`. `model_state` is a dict of those
-            fields; what the new one leaves out stays as it is. With a parameter `train`
-            it is told by it whether it is being trained.
-        state: where training starts, with its step and optimizer state. Or a function
-            of no arguments that creates it: then it is never whole in memory.
-        eval_loss_fn: what `evaluate` computes in place of `loss_fn`, such as `apply`
-            without dropout and with running averages; see `zinf.initialize`.
+            fields; fields that `new_model_state` leaves out do not change. If it has a
+            parameter `train`, it is called with `train=True` in training and
+            `train=False` by `evaluate`.
+        state: the state where training starts, with its step and optimizer state; or a
+            function of no arguments that creates one: then it is never whole in memory.
+        eval_loss_fn: the function that `evaluate` computes instead of `loss_fn`, such
+            as `apply` without dropout and with running averages; see `zinf.initialize`.
 
     Raises:
-        ValueError: as `zinf.initialize`.
+        ValueError: as for `zinf.initialize`.
     """
     if isinstance(loss_fn, TrainState) or _takes_arguments(state):
         raise ValueError(ORDER)
@@ -184,11 +185,11 @@ class _Loss:
                 return loss, ({**state, **new}, aux)
             case (loss, Mapping() as new) if not self.has_aux:
                 return loss, {**state, **new}
-        return result  # refused, with what it should have been
+        return result  # the caller refuses it and says what is expected
 
 
 def _added_fields(template: TrainState) -> list[str]:
-    """The fields of arrays that the class of `template` adds to TrainState."""
+    """The array fields that the class of `template` adds to TrainState."""
     return [
         field.name
         for field in fields(template)
@@ -197,7 +198,7 @@ def _added_fields(template: TrainState) -> list[str]:
 
 
 def _scalars_of(state: TrainState, engine: Engine) -> dict[str, Any]:
-    """The scalars of an engine that goes on from `state`."""
+    """The scalars of an engine that continues from `state`."""
     given = named_leaves(state.opt_state)
     scalars = engine.scalars()
     shared = [

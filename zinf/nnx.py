@@ -1,8 +1,8 @@
-"""Training of Flax NNX modules as they are: no change to the model.
+"""Trains Flax NNX modules without changes to the model.
 
-A module is split into the variables that are trained and the rest. Parameters among the
-rest are frozen; other variables (batch statistics, counters, random keys) are state,
-which the loss may change and which is carried from step to step.
+A module is split into the variables that are trained and all others. The other
+parameters are frozen. The other variables (batch statistics, counters, random keys) are
+model state: the loss may change it, and each step starts from that of the step before.
 """
 
 import logging
@@ -37,16 +37,16 @@ ORDER = (
 
 
 class ModuleEngine(Engine):
-    """An engine that also gives the trained module; made by `initialize`."""
+    """An engine that also returns the trained module; made by `initialize`."""
 
     _graphdef: Any
     _module: nnx.Module | None
 
     def update_module(self) -> nnx.Module:
-        """The module with what was trained, and its state, written into it.
+        """Write the trained parameters and the state into the module, and return it.
 
-        It is the one given to `initialize`, or a new one if that was a function. The
-        whole model is in memory then.
+        It is the module given to `initialize`, or a new one if that was a function. The
+        whole model is then in memory.
         """
         with self._turn.of("update_module"):
             found = self._read_params(), self._read_model_state()
@@ -71,27 +71,27 @@ def initialize(
     mesh: Mesh | None = None,
     group: AbstractGroup | None = None,
 ) -> ModuleEngine:
-    """Prepares training of a module under `loss_fn`; see `zinf.initialize`.
+    """Prepare training of a module under `loss_fn`; see `zinf.initialize`.
 
-    With several microbatches each draws its own dropout masks from the module's
-    `nnx.Rngs`; their counts advance as after one.
+    If there are several microbatches, each draws its own dropout masks from the
+    module's `nnx.Rngs`. The counts of the `nnx.Rngs` advance as with one microbatch.
 
     Args:
         loss_fn: `(module, batch) -> loss`; with `rng`, `(module, batch, key)`; with
             `has_aux`, it returns `(loss, aux)`. It may change the module's state, but
-            not its parameters. With a parameter `train` it is told by it whether it is
-            being trained.
-        module: it keeps its initial values until `update_module`. Or a function of no
-            arguments that builds it: then it is never whole in memory. It is trained
-            in the mode in which it was given, with a warning if that is the one of
-            `module.eval()`. `evaluate` has it in that mode: without dropout, and with
-            the running averages of batch normalisation.
-        eval_loss_fn: what `evaluate` computes in place of `loss_fn`, also of the module
-            in the mode of `module.eval()`; see `zinf.initialize`.
+            not its parameters. If it has a parameter `train`, it is called with
+            `train=True` in training and `train=False` by `evaluate`.
+        module: a module, which keeps its initial values until `update_module`; or a
+            function of no arguments that builds one: then it is never whole in memory.
+            It is trained in the mode in which it is given. If that is the mode of
+            `module.eval()`, there is a warning. `evaluate` uses the mode of
+            `module.eval()`: no dropout, and running averages in batch normalisation.
+        eval_loss_fn: the function that `evaluate` computes instead of `loss_fn`. It
+            gets the module in the mode of `module.eval()` too; see `zinf.initialize`.
         wrt: an NNX filter for the variables that are trained, such as `nnx.LoRAParam`.
 
     Raises:
-        ValueError: as `zinf.initialize`.
+        ValueError: as for `zinf.initialize`.
     """
     if isinstance(loss_fn, nnx.Module) or isinstance(
         module, optax.GradientTransformation
@@ -134,7 +134,13 @@ def initialize(
 
 @dataclass(frozen=True)
 class _Split:
-    """A module in parts; `params` are the trained and the frozen ones by name."""
+    """A module in parts.
+
+    Attributes:
+        params: trained and frozen parameters.
+        frozen: the key paths of the frozen parameters.
+        has_keys: whether the module has random keys.
+    """
 
     graphdef: Any
     params: Tree
@@ -166,7 +172,8 @@ class _Loss:
         module = nnx.merge(self.graphdef, params, state)
         keys = nnx.to_pure_dict(nnx.state(module, nnx.RngKey))
         if self.is_reseeded:
-            # All microbatches start from one state; without this, from one mask too.
+            # All microbatches start from the same state. Without this they would draw
+            # the same dropout masks.
             salt = jax.random.bits(key[0])
             nnx.update(module, jax.tree.map(lambda k: _fold_in(k, salt), keys))
         result = self.loss_fn(module, batch, *(key if self.takes_key else ()))
@@ -174,7 +181,7 @@ class _Loss:
             nnx.update(module, keys)
         after = _split(module, self.wrt)
         _refuse_changes(params, after.params)
-        # What the loss has added, such as sown intermediates, is no state.
+        # Variables that the loss adds, such as sown intermediates, are not model state.
         new_state = _of_structure(state, after.state)
         if not self.has_aux:
             return result, new_state
@@ -186,7 +193,7 @@ class _Loss:
 
 @dataclass(frozen=True)
 class _EvaluationLoss:
-    """The loss of the module as `module.eval()` leaves it; its state stays as it is."""
+    """The loss of the module in the mode of `module.eval()`. Keeps no state change."""
 
     graphdef: Any
     loss_fn: Callable
@@ -199,7 +206,10 @@ class _EvaluationLoss:
 
 
 def _has_modes(split: _Split) -> bool:
-    """Whether `module.eval()` changes anything; says so if that is its mode already."""
+    """Whether `module.eval()` changes the module.
+
+    Logs a warning if the module is already in that mode.
+    """
     training, evaluating = (_module(split) for _ in range(2))
     training.train()
     evaluating.eval()

@@ -1,4 +1,4 @@
-"""Tables as HTML, for notebooks and for the pages of `zinf report`."""
+"""HTML tables, for notebooks and for the pages of `zinf report`."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -12,12 +12,12 @@ def html_table(
     numbers: Sequence[int] = (),
     code: bool = False,
 ) -> str:
-    """A table of plain texts.
+    """An HTML table of plain texts.
 
     Args:
-        numbers: columns that are aligned right.
-        code: cells are names and values, which may be broken after a dot, a slash or
-            an underscore where the screen is narrow.
+        numbers: indices of the columns that are aligned right.
+        code: show cells as code. On a narrow screen a line may break after a dot,
+            slash, underscore or comma.
     """
 
     def cells(row: Sequence[str], tag: str) -> str:

@@ -1,4 +1,4 @@
-"""The training loop: steps on a data pipeline, with all that a long run needs."""
+"""The training loop: data, evaluation, checkpoints, metrics, resuming, interrupts."""
 
 import os
 import signal
@@ -41,30 +41,35 @@ without saving.
 class Trainer:
     """Trains `engine` on batches of `train_data` until it has taken `steps` steps.
 
-    Of several processes, each is given its own share of every batch; the first writes
-    the files and speaks for all, and an interrupt of one ends all after one step.
+    If there are several processes, each gets its own share of every batch. The first
+    process writes the files and prints for all. An interrupt of one process ends all of
+    them after one more step.
 
     Attributes:
         train_data: a `grain` dataset, loader or iterator, whose position is saved and
-            restored; or any iterable of batches, whose first ones are passed over again
-            when a run is resumed.
-        steps: optimizer steps in all, with those before a resume.
-        evaluation_data: batches of the same shape, begun anew for each evaluation
-            unless it is an iterator. Their loss is that of `engine.evaluate`: of
-            `eval_loss_fn`, or without dropout, if `zinf.initialize` was told how.
-        evaluate_every: steps between evaluations; None for none. The last step has one.
-        evaluate_batches: batches of an evaluation.
-        checkpoints: where to save; None for nowhere.
-        checkpoint_every: steps between checkpoints; the end of the run always has one.
+            restored; or any iterable of batches. When a run is resumed, the batches of
+            an iterable that were used before are skipped.
+        steps: number of optimizer steps, with those before a resume.
+        evaluation_data: batches of the same shape. Each evaluation starts from the
+            first batch, unless this is an iterator. The loss is that of
+            `engine.evaluate`.
+        evaluate_every: steps between evaluations; None for no evaluation. There is one
+            after the last step.
+        evaluate_batches: number of batches of an evaluation.
+        checkpoints: where to save; None to save nothing.
+        checkpoint_every: steps between checkpoints. There always is one at the end of
+            the run.
         metrics: a file for the metrics of each step, as JSON lines. Lines of an earlier
-            run, of steps that this one does anew, are moved to `metrics.1.jsonl`, or
-            the next number that is free.
-        tensorboard: a folder for the same as TensorBoard events. Those of an earlier
-            run are moved to the folder `run.1` in it, unless that run is resumed.
-        trace: a file for a trace of the first `trace_steps` steps of this run: every
-            instruction on its link, as `zinf plot` draws it.
-        log_every: steps between printed lines, where there is no terminal for a bar.
-        learning_rate: what the optimizer uses, to show it where the engine cannot tell.
+            run for steps that this run repeats are moved to `metrics.1.jsonl`, or the
+            next free number.
+        tensorboard: a folder for the metrics as TensorBoard events. Events of an
+            earlier run are moved to its subfolder `run.1`, unless that run is resumed.
+        trace: a file for a trace of the first `trace_steps` steps of this run. It shows
+            every instruction on its link; `zinf plot` draws it.
+        log_every: steps between printed lines, if there is no terminal for a progress
+            bar.
+        learning_rate: the schedule of the optimizer, to report the rate if the engine
+            cannot read it from the optimizer state.
         resume: begin from the newest of `checkpoints`, if there is one.
     """
 
@@ -86,17 +91,17 @@ class Trainer:
     resume: bool = True
 
     def run(self) -> dict[str, Any]:
-        """Train, save and report; returns the metrics of the last step.
+        """Train, save and report; return the metrics of the last step.
 
-        On the first Ctrl-C the step is completed and saved before it is raised; the
-        second is raised as soon as the engine can stop.
+        After the first Ctrl-C the step is completed and saved; then KeyboardInterrupt
+        is raised. After the second it is raised as soon as the engine can stop.
 
         Raises:
             NonFiniteError: from a step; a note names the last checkpoint.
-            StorageError: the last checkpoint cannot be written, or would not fit. (One
-            before it that cannot is reported, and training goes on.)
+            StorageError: the last checkpoint cannot be written, or would not fit. If an
+                earlier one fails, the error is printed and training continues.
             ValueError: `checkpoints` has those of another run.
-            KeyboardInterrupt: see above.
+            KeyboardInterrupt: after Ctrl-C, as described above.
         """
         run = _Run(self)
         try:
@@ -107,7 +112,8 @@ class Trainer:
             run.group.fail(error)
             raise
         except BaseException as error:
-            # Before anything waits for the other processes, which wait for this one.
+            # Report it before `close` can wait for the other processes, because they
+            # wait for this one.
             run.group.fail(error)
             raise
         finally:
@@ -115,7 +121,7 @@ class Trainer:
 
 
 class _Run:
-    """One run of a trainer: what changes while it goes."""
+    """The mutable state of one run of a trainer."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.settings, self.engine = trainer, trainer.engine
@@ -129,11 +135,11 @@ class _Run:
         self.progress: Progress | Silence = Silence()
 
     def begin(self) -> None:
-        """Place the state, take it from the newest checkpoint, and open the writers."""
+        """Place the state, restore the newest checkpoint, and open the writers."""
         self.group.say("preparing")
         runner = self.engine.prepare(self.batches.peek())
         if self.settings.evaluate_every is not None:
-            # What does not fit is found now, and not after hours of training.
+            # Find out now if evaluation does not fit, not after hours of training.
             runner.prepare_evaluation()
         if self.settings.checkpoints is not None:
             self.resume(self.settings.checkpoints)
@@ -167,7 +173,7 @@ class _Run:
 
     def resume(self, checkpoints: Checkpoints) -> None:
         self.saved_step = checkpoints.latest_step()
-        # A folder of the same name may be each host's own.
+        # On each host the same path may be a different folder.
         self.group.agree({"newest checkpoint that is found": self.saved_step})
         if self.saved_step is None:
             return
@@ -228,10 +234,10 @@ class _Run:
 
     @contextmanager
     def surviving(self) -> Generator[None, None, None]:
-        """Reports a save that failed, such as on a full drive, and goes on.
+        """Print the error if a save in the body fails, and let training continue.
 
-        The next one may succeed; the last one must. Of several processes one would go
-        on without the others, so there it ends all.
+        A drive may be full now and have space for the next save. With several processes
+        the error is raised, because one process would continue without the others.
         """
         try:
             yield
@@ -244,11 +250,11 @@ class _Run:
 
     def is_ending(self, is_interrupted: threading.Event) -> bool:
         """Whether any process was interrupted; the same on all."""
-        # The first process may be long at writing what it saves.
+        # No timeout: the first process may take long to write a checkpoint.
         return self.group.any("interrupted", is_interrupted.is_set(), timeout=None)
 
     def learning_rate(self, metrics: Metrics) -> float | None:
-        """Of the step that was just taken: schedules count only real updates."""
+        """The rate of the latest step; schedules do not count skipped steps."""
         schedule = self.settings.learning_rate
         if schedule is None:
             return metrics["learning_rate"]
@@ -285,7 +291,7 @@ class _Run:
         self.saved_step = self.engine.num_steps
 
     def finish(self) -> None:
-        """Save what is not saved yet, and report."""
+        """Save the last step if it is not saved yet, and print the summary."""
         if self.totals is None:
             self.progress.say(f"Nothing to do: {self.engine.num_steps} steps are done.")
             return
@@ -297,7 +303,7 @@ class _Run:
         self.progress.say(f"\n{checkpoint}")
 
     def last_checkpoint(self) -> str:
-        """Where the last complete checkpoint is, in a sentence."""
+        """A sentence that says where the last complete checkpoint is."""
         checkpoints = self.settings.checkpoints
         if checkpoints is not None:
             checkpoints.wait()
@@ -321,7 +327,7 @@ class _Batches:
         self._ahead: list[Any] = []
 
     def peek(self) -> Any:
-        """The next batch, which stays the next."""
+        """The next batch, which `next` still returns afterwards."""
         try:
             self._ahead = [next(self)]
         except StopIteration:
@@ -334,13 +340,13 @@ class _Batches:
         return self._ahead.pop() if self._ahead else next(self._iterator)
 
     def state(self) -> Any:
-        """What `resume` needs, as JSON or bytes, once the peeked batch is taken."""
+        """The position for `resume`, as JSON or bytes. No peeked batch may be left."""
         if isinstance(self._iterator, grain.DatasetIterator | grain.DataLoaderIterator):
             return self._iterator.get_state()
         return None
 
     def resume(self, state: Any, num_steps: int) -> None:
-        """Continue where `state` was taken, after `num_steps` steps of a batch each."""
+        """Continue at the position `state`, or after `num_steps` batches."""
         if isinstance(self._iterator, grain.DatasetIterator | grain.DataLoaderIterator):
             self._ahead.clear()
             self._iterator.set_state(state)
@@ -355,10 +361,10 @@ def _is_due(step: int, every: int | None) -> bool:
 
 @contextmanager
 def _interrupts() -> Generator[threading.Event, None, None]:
-    """Sets the event on the first Ctrl-C, instead of raising it anywhere.
+    """Yields an event that the first Ctrl-C sets; KeyboardInterrupt is not raised.
 
-    An interrupt between a batch and its step would leave the data a batch ahead of the
-    engine. Only the main thread gets signals; elsewhere this does nothing.
+    If it were raised between a batch and its step, the data would be one batch ahead of
+    the engine. Only the main thread gets signals; in other threads this does nothing.
     """
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
@@ -368,7 +374,7 @@ def _interrupts() -> Generator[threading.Event, None, None]:
     def ask(signum: int, frame: Any) -> None:
         asked.set()
         signal.signal(signal.SIGINT, previous)
-        # print() must not be entered from a signal that may have interrupted it.
+        # Not print(): the signal may have interrupted a print, which is not reentrant.
         os.write(STDERR, INTERRUPTED)
 
     previous = signal.signal(signal.SIGINT, ask)

@@ -1,4 +1,4 @@
-"""`zinf.verify`: a model trains on zinf as it does in plain jax and optax, or not."""
+"""`zinf.verify`: checks that a model trains on zinf as in plain jax and optax."""
 
 import platform
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -41,7 +41,8 @@ from zinf.verification import (
 )
 from zinf.verification.compare import NUM_PERTURBED
 
-# What float32 is rounded to before products: bfloat16 and TensorFloat-32.
+# Units in the last place of the formats to which accelerators round float32 operands of
+# matrix products: bfloat16 and TensorFloat-32.
 PRODUCT_UNITS = {"tpu": 2.0**-7, "gpu": 2.0**-10, "cuda": 2.0**-10}
 PRECISION = "jax_default_matmul_precision"
 FULL_PRECISION = {"highest", "float32", "F32_F32_F32"}
@@ -60,25 +61,25 @@ def verify(
     model_state: Any = None,
     mesh: Mesh | None = None,
 ) -> Verification:
-    """Trains for a few steps on zinf and in plain jax, and compares them leaf by leaf.
+    """Train for a few steps on zinf and in plain jax, and compare both leaf by leaf.
 
-    The plain run is `jax.jit`, `jax.value_and_grad` and optax on one device, from the
-    same parameters, with the same keys, microbatches, clipping, frozen leaves and
-    compute dtype. Compared are the loss of every step, the gradients of the first, and
-    the parameters (and the model state) after the last.
+    The plain run uses `jax.jit`, `jax.value_and_grad` and optax on one device. It has
+    the same initial parameters, keys, microbatches, clipping, frozen leaves and compute
+    dtype. The comparison covers the loss of every step, the gradients of the first
+    step, and the parameters and model state after the last step.
 
-    Nothing is left behind: folders of the NVMe tier are used through temporary ones in
-    them. Where `execution` is not given in the config, zinf streams.
+    No files are left: the NVMe tier uses temporary folders in the configured ones. If
+    the config does not set `execution`, zinf streams.
 
     Args:
         loss_fn, params, tx, config, has_aux, rng, model_state, mesh: as in
             `zinf.initialize`.
-        batch: an example, with its numbers; every step takes it.
-        num_steps: how many.
+        batch: an example with values; every step uses it.
+        num_steps: number of steps.
 
     Raises:
-        ValueError: what `zinf.initialize` raises; or the model is too large to be
-            trained in plain jax on one device.
+        ValueError: as for `zinf.initialize`, or the model is too large to train in
+            plain jax on one device.
     """
     if num_steps < 1:
         raise ValueError(f"num_steps is {num_steps}; at least one step is compared.")
@@ -141,12 +142,12 @@ def verify(
 
 @dataclass(frozen=True)
 class _Trained:
-    """What a run on zinf did, on the host.
+    """The results of a run on zinf, on the host.
 
     Attributes:
         leaves: parameters and model state after the last step, by path.
-        scales: the loss scale of each step, 1 without scaling.
-        gradient_scale: that of the first step that did not overflow.
+        scales: the loss scale of each step; 1 without scaling.
+        gradient_scale: the loss scale of the first step that did not overflow.
     """
 
     execution: str
@@ -160,7 +161,7 @@ class _Trained:
 def _steps(
     batch: Any, rng: jax.Array | None, num_microbatches: int, num_steps: int
 ) -> list[Microbatches]:
-    """The same batch in each step, with the keys that zinf promises."""
+    """The inputs of each step: the same batch, with the keys that zinf would use."""
     spec = batch_spec(batch, num_microbatches)
     structure = jax.tree.structure(spec)
     cut = [
@@ -175,7 +176,7 @@ def _steps(
 
 
 def _initial(problem: Problem, device: jax.Device) -> tuple[list[Any], Any]:
-    """The leaves of the parameters, and the model state, as zinf starts from them."""
+    """The initial leaves of the parameters and the initial model state."""
     read = dict(problem.initial_leaves(device)).__getitem__
     return jax.tree.leaves(problem.restore_tree(read)), problem.restore_state(read)
 
@@ -183,13 +184,13 @@ def _initial(problem: Problem, device: jax.Device) -> tuple[list[Any], Any]:
 def _refuse_large(
     plain: PlainTraining, device: jax.Device, temporary_bytes: int = 0
 ) -> None:
-    """Raises if the plain step does not fit on one device, which is all it can use."""
+    """Raise if the plain step does not fit on one device; it cannot use more."""
     needed = plain.state_bytes() + temporary_bytes
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
         available, where = stats["bytes_limit"], f"{device.device_kind} has"
     else:
-        # The results of the runs are kept beside them.
+        # The device uses host memory, which also holds the results of all runs.
         needed += (2 + NUM_PERTURBED) * plain.result_bytes()
         available, where = host_memory_bytes(), "this machine has"
     if needed > available:
@@ -203,7 +204,7 @@ def _refuse_large(
 
 @contextmanager
 def _scratch(config: Config) -> Generator[Config, None, None]:
-    """The config, streamed unless it says otherwise, in folders that go afterwards."""
+    """Yields the config with temporary NVMe folders; "auto" execution is streamed."""
     raw = raw_config(config)
     if config.execution == "auto":
         raw["execution"] = "streamed"
@@ -221,7 +222,7 @@ def _scratch(config: Config) -> Generator[Config, None, None]:
 
 @contextmanager
 def _folder_in(path: Path) -> Generator[Path, None, None]:
-    """A new folder in `path`; it goes again, and so does all that was made for it."""
+    """Yields a new folder in `path`; deletes it, and parents that it had to make."""
     missing = [p for p in (path, *path.absolute().parents) if not p.exists()]
     path.mkdir(parents=True, exist_ok=True)
     try:
@@ -241,7 +242,7 @@ def _train(
     batch: Any,
     num_steps: int,
 ) -> _Trained:
-    """The run on zinf."""
+    """Run the steps on zinf."""
     with closing(initialize(loss_fn, params, tx, config, **options)) as engine:
         metrics = [engine.step(batch) for _ in range(num_steps)]
         scales = [m.get("loss_scale", 1.0) for m in metrics]
@@ -278,7 +279,7 @@ def _gradients(
 ) -> dict[str, np.ndarray]:
     """The gradients of the first step on zinf, before clipping.
 
-    An optimizer whose state is the gradient keeps them, where state is kept.
+    They come from a second run, whose optimizer stores the gradient as its state.
     """
     given = ["gradient_clipping=null"]
     if config.loss_scaling is not None:
@@ -330,13 +331,13 @@ def _compare(
 
 
 def _unit(dtype: Any) -> float:
-    """The unit in the last place of 1; float32's of what has none."""
+    """The unit in the last place of 1; for other than floating-point, float32's."""
     kind = dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.float32
     return float(jnp.finfo(kind).eps)
 
 
 def _product_unit(device: jax.Device) -> float:
-    """The precision of float32 products of matrices, which accelerators round more."""
+    """The rounding unit of float32 matrix products on an accelerator, or 0."""
     if getattr(jax.config, PRECISION) in FULL_PRECISION:
         return 0.0
     return PRODUCT_UNITS.get(device.platform, 0.0)
