@@ -1,4 +1,4 @@
-"""When bytes move: a step as immutable data, built and checked before it runs."""
+"""Decides when bytes move: a step is immutable data, checked before it runs."""
 
 from zinf.plan.bound import bound_seconds as bound_seconds
 from zinf.plan.build import build as build

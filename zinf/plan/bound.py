@@ -1,11 +1,12 @@
-"""What no order of the instructions of a step could beat, whatever its memory.
+"""A lower bound on the time of a step, over all orders and with unlimited memory.
 
-Each link is a machine of a job shop. Heads and tails of its instructions, what must
-happen before and after, bound what it can do: its preemptive schedule by the longest
-tail is the best of all (Carlier, "The one-machine sequencing problem", 1982). The head
-of an instruction is itself such a bound, of what it waits for on each of the links
+Each link is a machine of a job shop. An instruction has a head, the time that must pass
+before it can start, and a tail, the time that must pass after it ends. No schedule of
+one link ends earlier than its preemptive schedule by the longest tail (Carlier, "The
+one-machine sequencing problem", 1982). The head of an instruction is the largest such
+bound, over the links, of the instructions that it waits for; its tail likewise
 (Brucker, Jurisch and Sievers, "A branch and bound algorithm for the job-shop scheduling
-problem", 1994, section 4), and so is its tail.
+problem", 1994, section 4).
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,9 +17,9 @@ from zinf.plan.instruction import Instruction, Link
 
 
 def bound_seconds(instructions: Sequence[Instruction], rates: Rates) -> float:
-    """The bound for these instructions; what waits only for memory does not wait.
+    """A lower bound on the seconds of these instructions; waits for frees are ignored.
 
-    Takes time by the square of their number: about a second for 1,000.
+    Takes time quadratic in their number: about a second for 1,000.
     """
     numbers = range(len(instructions))
     seconds = [duration(i, rates) for i in instructions]
@@ -42,10 +43,10 @@ def _least_before(
     seconds: Sequence[float],
     links: Sequence[Link],
 ) -> list[float]:
-    """By number, the least time from the beginning to where each can start."""
+    """The head of each instruction; with `order` and `waits_for` reversed, its tail."""
     heads = [0.0] * len(seconds)
-    places: dict[int, int] = {}  # of those looked at, in order
-    # As bits of their places, all that one waits for, directly or not.
+    places: dict[int, int] = {}  # Number -> its position in `order`.
+    # Bit sets of places: the instructions that each waits for, directly or indirectly.
     ancestors = [0] * len(seconds)
     seen: list[int] = []
     for number in order:
@@ -54,7 +55,7 @@ def _least_before(
         for j in waits_for[number]:
             ancestors[number] |= ancestors[j] | 1 << places[j]
         before = [seen[place] for place in _bits(ancestors[number])]
-        # The longest chain from the end of each to the start of this one.
+        # Longest chain from the end of each ancestor to the start of `number`.
         tails = [0.0] * len(seconds)
         for j in before:
             for i in waits_for[j]:
@@ -64,7 +65,7 @@ def _least_before(
 
 
 def _bits(word: int) -> list[int]:
-    """Places of what is set, highest first."""
+    """The positions of the bits that are set, highest first."""
     found = []
     while word:
         found.append(word.bit_length() - 1)
@@ -79,7 +80,7 @@ def _busiest_link(
     tails: Sequence[float],
     links: Sequence[Link],
 ) -> float:
-    """The least until the last tail has passed, if each link may interrupt its work."""
+    """The largest of the links' preemptive bounds."""
     by_link: dict[Link, list[int]] = {}
     for number in numbers:
         by_link.setdefault(links[number], []).append(number)
@@ -94,7 +95,7 @@ def _preemptive(
     seconds: Sequence[float],
     tails: Sequence[float],
 ) -> float:
-    """The schedule of Jackson: of what can run, always what has the longest tail."""
+    """When Jackson's preemptive schedule ends: the longest tail that is ready runs."""
     coming = sorted(numbers, key=lambda k: heads[k], reverse=True)
     ready: list[tuple[float, int]] = []
     left = {number: seconds[number] for number in numbers}

@@ -1,4 +1,4 @@
-"""Plans for arrays at given homes, and the degenerate plan."""
+"""Builds plans for arrays at given homes, and the plan of one fused executable."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,10 +21,10 @@ def build(
     """The plan of one training step with arrays at the homes of the catalog.
 
     Args:
-        units: the optimizer's work, in the order in which it is done.
+        units: the optimizer's updates, in the order in which they run.
 
     Raises:
-        InfeasibleError: with the budgets that would do.
+        InfeasibleError: the step does not fit; the error names budgets that suffice.
     """
     passage = step_passage(catalog, units, options)
     try:
@@ -42,10 +42,12 @@ def build_evaluation(
     """The plan of a forward pass with the arrays at the homes of a catalog.
 
     Args:
-        last_workspace_bytes: what the forward pass of the last segment takes.
+        last_workspace_bytes: workspace of the last segment's forward pass; in a
+            training step that segment has only a combined pass.
 
     Raises:
-        InfeasibleError: it does not fit, even with activations on the slowest tier.
+        InfeasibleError: the pass does not fit, even with activations on the slowest
+            tier.
     """
     workspace = [*catalog.workspace[:-1], (last_workspace_bytes, 0)]
     catalog = replace(catalog, workspace=workspace)
@@ -69,7 +71,7 @@ def fused_plan(
     flops: int,
     rates: Rates,
 ) -> Plan:
-    """The degenerate plan: one executable, everything on the device.
+    """The plan of one instruction: the whole step, with every array on the device.
 
     Raises:
         InfeasibleError: state and workspace exceed the device budget.

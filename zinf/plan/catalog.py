@@ -1,4 +1,4 @@
-"""What a plan is about: arrays, their sizes and homes, and the updates of them."""
+"""The input of planning: arrays with sizes and homes, update units, and options."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,9 +17,9 @@ FLOAT32_BYTES = 4
 class ArrayUpdate:
     """The update of one array, or of `rows` of it.
 
-    `gradient` is the whole gradient array, of which it reads `gradient_rows`; `master`,
-    `states` and `compute` (the copy in the compute dtype, if the master is kept apart)
-    carry the rows.
+    `gradient` is the whole gradient array; the update reads its `gradient_rows`.
+    `master`, `states` and `compute` name the rows. `compute` is the copy in the compute
+    dtype; it is None if the master is that copy.
     """
 
     gradient: ArrayId
@@ -30,7 +30,7 @@ class ArrayUpdate:
 
     @property
     def gradient_rows(self) -> ArrayId:
-        """The rows of the gradient that it reads."""
+        """The rows of the gradient that this update reads."""
         return self.gradient.piece(self.rows) if self.rows else self.gradient
 
     @property
@@ -44,10 +44,10 @@ class ArrayUpdate:
 
 @dataclass(frozen=True, slots=True)
 class UpdateUnit:
-    """Leaf updates that run as one instruction on `tier`, once all are accumulated.
+    """Leaf updates that run as one instruction on `tier`, once gradients are complete.
 
-    `workspace_bytes` are those of its largest leaf update: temporaries, and results
-    before they replace the old arrays where those are not updated in place.
+    `workspace_bytes` is the workspace of the largest leaf update: temporaries, and, if
+    arrays are not updated in place, results before they replace the old arrays.
     """
 
     name: str
@@ -59,25 +59,28 @@ class UpdateUnit:
 
 @dataclass(frozen=True, slots=True)
 class StepOptions:
-    """How a step is arranged; none of it changes a number.
+    """How a step is arranged; no option changes a result.
 
     Attributes:
         updates_in_backward: update a unit as soon as its gradient is complete; not
-            possible when the norm of the whole gradient decides on the update.
-        update_tier: where updates run whose arrays do not all rest on the device; their
-            state is streamed through the device if it is that.
+            possible if the update needs the norm of the whole gradient.
+        update_tier: where updates run whose arrays do not all rest on the device; if it
+            is the device, their state is streamed through the device.
         deferred: numbers of the units that are updated in the next step instead.
-        leading_share: of those, how many are updated before anything else is done, the
-            smallest first; the others wait for the segment that reads what they update.
-        num_kept: how many of the last segments that can keep residuals do so, instead
-            of computing them again.
-        gradients_by_row: what is updated on the host in several units has its gradient
-            wait on the device, and come over as it is needed: less of the host is taken
-            at once, and the device for longer.
-        slack: how much of what the plan moves may be there at once, over the least that
-            lets it go on: with more, links wait less for each other.
+        leading_share: fraction of the deferred units that run at the start of the next
+            step, smallest first; each other one runs just before the first segment that
+            reads its results.
+        num_kept: how many of the last segments that can save residuals do so, instead
+            of recomputing in the backward pass.
+        gradients_by_row: a gradient that several units on the host read waits on the
+            device, and each unit fetches its rows. This takes less of the host at once
+            and more of the device for longer.
+        slack: limit on the bytes away from home, as a multiple of their peak when
+            instructions run in list order. With more slack links wait less for each
+            other.
         value_tier: where activations wait for the backward pass.
-        gradient_tier: where complete gradients wait for a late update.
+        gradient_tier: where complete gradients wait for an update after the backward
+            pass or in the next step.
     """
 
     num_microbatches: int
@@ -94,13 +97,14 @@ class StepOptions:
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """What a segment keeps for its backward pass.
+    """What a segment saves for its backward pass.
 
     Attributes:
-        workspace: device bytes that the forward and the backward pass then take beside
-            arguments and results.
-        is_selective: products that are cheap for their size are not kept.
-        flops_again: floating-point operations of the products that run again.
+        residuals: the saved arrays.
+        workspace: device bytes that the forward pass that saves them and the backward
+            pass that reads them take beside arguments and results.
+        is_selective: matmuls that are cheap for their size are recomputed, not saved.
+        flops_again: floating-point operations of the matmuls that are recomputed.
     """
 
     residuals: tuple[ArraySpec, ...]
@@ -117,16 +121,19 @@ class Keeping:
 class Catalog:
     """Sizes of everything a plan may name.
 
-    On several devices or processes specs are those of one process's share, as it is on
-    host and drive.
+    With several devices or processes, specs are those of one process's share, which
+    its host and drive hold.
 
     Attributes:
-        specs: of persistent arrays, by their home id.
-        device_parts: by `ArrayId.lies_as`, what one device has
-            of an array over the share, where that is not 1.
+        specs: specs of persistent arrays, by the id that they have in `homes`.
+        homes: the tier where each persistent array rests between steps.
         workspace: `(forward, backward)` device bytes of each segment.
-        exchange: what these passes send between devices, if there are several.
-        keeping: the same and the residuals of segments that may keep some, by number.
+        num_contributions: see `count_contributions`.
+        keeping: residuals of the segments that can save some, by number.
+        device_parts: bytes of one device's part over those of the process's share, by
+            `ArrayId.lies_as`, for arrays where this fraction is not 1.
+        exchange: `(forward, backward)` bytes that each segment sends between devices;
+            empty on one device.
     """
 
     program: Program
@@ -144,12 +151,12 @@ class Catalog:
         return self.exchange[k] if self.exchange else (NO_EXCHANGE, NO_EXCHANGE)
 
     def kept_segments(self, num_kept: int) -> frozenset[int]:
-        """The segments that keep residuals: the last ones, which need them soonest."""
+        """The segments that save residuals: the last ones, which need them soonest."""
         able = sorted(self.keeping)
         return frozenset(able[len(able) - num_kept :] if num_kept else ())
 
     def residuals(self, k: int, microbatch: int) -> tuple[ArrayId, ...]:
-        """The names of what segment `k` keeps of a microbatch."""
+        """The names of the residuals that segment `k` saves for a microbatch."""
         name = self.program.segments[k].name
         return tuple(
             ArrayId(Role.RESIDUAL, f"{name}/{i}", None, microbatch)
@@ -157,7 +164,7 @@ class Catalog:
         )
 
     def row_sum(self, k: int, i: int, microbatch: int) -> Rows:
-        """The names of the rows and numbers of the `i`-th row sum of segment `k`."""
+        """The ids of the rows and row numbers of the `i`-th row sum of segment `k`."""
         path = f"{self.program.segments[k].name}/{i}"
         rest = path, None, microbatch
         return ArrayId(Role.GRADIENT_ROWS, *rest), ArrayId(Role.ROW_NUMBERS, *rest)
@@ -181,7 +188,7 @@ class Catalog:
         }
 
     def nbytes(self, array: ArrayId, tier: Tier = Tier.HOST) -> int:
-        """Bytes of a copy: of one device's part, or of the process's share."""
+        """Bytes of a copy: of one device's part, elsewhere of the process's share."""
         found = self._found_bytes.get((array, tier))
         if found is None:
             found = self._share_bytes(array)
@@ -212,21 +219,21 @@ class Catalog:
         return self.specs[array.whole].rows(*array.rows).nbytes
 
     def param_spec(self, gradient: ArrayId) -> ArraySpec:
-        """The spec of the parameter array that a gradient is of."""
+        """The spec of the parameter of a gradient."""
         array = ArrayId(Role.PARAM, gradient.path, gradient.rows)
         if array in self.specs or array.rows is None:
             return self.specs[array]
         return self.specs[array.whole].rows(*array.rows)
 
     def home(self, array: ArrayId) -> ArrayId | None:
-        """The persistent array that holds `array`, which may be some of its rows."""
+        """The persistent array that is `array` or has it as rows; None if none does."""
         home = array if array in self.homes else array.whole
         return home if home in self.homes else None
 
     def home_tier(self, array: ArrayId) -> Tier | None:
         return self._home_tiers[array]
 
-    # Planning asks for each of these hundreds of times.
+    # Cached: planning looks up each array hundreds of times.
     @cached_property
     def _home_tiers(self) -> "_HomeTiers":
         return _HomeTiers(self.homes)
@@ -237,7 +244,7 @@ class Catalog:
 
 
 class _HomeTiers(dict[ArrayId, Tier | None]):
-    """The tier of each array that was asked for; of rows, that of the whole."""
+    """A cache of home tiers; rows have the tier of their whole array."""
 
     def __missing__(self, array: ArrayId) -> Tier | None:
         tier = self[array] = None if array.rows is None else self[array.whole]

@@ -1,7 +1,7 @@
-"""Proves of a finished plan what the executor relies on, from the plan alone.
+"""Proves the properties of a plan that the executor relies on, from the plan alone.
 
-The rules that built the plan are not used here: orderings are derived again from the
-dependencies, so that a mistake in `stream` is found before anything runs.
+The check shares no rule with the code that built the plan: it derives the order of
+instructions from their dependencies. So a mistake in `stream` is found before a run.
 """
 
 from bisect import bisect_right
@@ -22,7 +22,7 @@ from zinf.program import ArrayId, Rows, Tier, covers, overlaps
 
 
 class PlanError(AssertionError):
-    """The plan is wrong; always a bug of zinf, never of its user."""
+    """The plan is wrong; this is always a bug of zinf, never the user's mistake."""
 
 
 def check(
@@ -34,15 +34,16 @@ def check(
     """Checks order, life times and budgets of a plan.
 
     * dependencies point backward, so the earliest unfinished instruction can run;
-    * what an instruction reads is there, in its newest version, made by one that it
-      waits for, and neither overwritten nor freed before it is done;
-    * what a device reads is not updated on the host before that is done, since the two
-      may be in one memory;
+    * each copy that an instruction reads exists, is the newest version, was made by an
+      instruction that the reader waits for, and is neither overwritten nor freed before
+      the reader is done;
+    * an array is not updated on the host while a device reads it, since host and device
+      copies may share memory;
     * at the end the newest versions are at home, and only `kept` copies are left;
     * no interleaving of the links exceeds a budget (see [Note: fences]).
 
     Raises:
-        PlanError: naming the instruction.
+        PlanError: a condition fails; the message names the instruction or the copy.
     """
     if plan.is_fused:
         return
@@ -55,8 +56,8 @@ def check(
 class _Reachability:
     """Which instructions are certainly complete when another starts.
 
-    Links run in order, so one number a link says it all: the last of its instructions
-    that is complete (a vector clock; Fidge and Mattern, 1988).
+    Links run in order, so one number for each link suffices: the last of its
+    instructions that is complete (a vector clock; Fidge and Mattern, 1988).
     """
 
     def __init__(self, instructions: tuple[Instruction, ...]):
@@ -84,20 +85,20 @@ class _Reachability:
 
 
 class _Copies:
-    """What is where as the plan goes on, and which version of it.
+    """Which copies exist after each instruction, and their versions.
 
-    Rows of a copy that is there as a whole are part of that, wherever it is.
+    If a tier has a copy of the whole array, rows on that tier are part of it.
     """
 
     def __init__(self, plan: Plan, reach: _Reachability, initial: Iterable[Copy]):
         self.plan, self.reach = plan, reach
-        # By holder: which rows, whether written, and by which instruction.
+        # Uses of a holder: (rows, whether they are written, instruction).
         self.uses: dict[Copy, list[tuple[Rows, bool, int]]] = defaultdict(list)
         self.freed: dict[Copy, int] = {}
-        # By array: which rows of it devices read, and in which instruction.
+        # Reads of an array on the devices: (rows, instruction).
         self.read_there: dict[ArrayId, list[tuple[Rows, int]]] = defaultdict(list)
         self.present = set(initial)
-        # Versions by rows (None: those rows that have no entry of their own).
+        # Versions by rows (None: all rows without an entry of their own).
         self.versions: dict[Copy, dict] = defaultdict(dict)
         self.newest: dict[ArrayId, dict] = defaultdict(dict)
 
@@ -107,7 +108,7 @@ class _Copies:
         return tier in (homes.get(array), homes.get(array.whole))
 
     def holder(self, copy: Copy) -> Copy | None:
-        """The copy, or the whole, that holds `copy`; None if nothing does."""
+        """The copy itself or the whole that has it as rows; None if neither exists."""
         array, tier = copy
         whole = (array.whole, tier)
         for held in (copy, whole):
@@ -150,7 +151,7 @@ class _Copies:
         self.versions[held].update(version)
 
     def settle(self, index: int, held: Copy, rows: Rows, verb: str) -> None:
-        """Everything that used these rows of the copy so far must be done."""
+        """Raises unless `index` waits for all earlier uses of these rows."""
         for used, _, other in self.uses[held]:
             if overlaps(rows, used) and not self.waits(index, other):
                 raise self.error(index, f"{verb} {_name(held)} under #{other}")
@@ -166,13 +167,13 @@ class _Copies:
         self.freed[copy] = index
 
     def update(self, index: int, array: ArrayId) -> None:
-        """Whoever reads an array on a device must be done before it changes here."""
+        """Raises unless a host update waits for the devices that read the array."""
         for rows, other in self.read_there[array.whole]:
             if overlaps(rows, array.rows) and not self.waits(index, other):
                 raise self.error(index, f"changes {array} under #{other}")
 
     def finish(self, kept: Iterable[Copy]) -> None:
-        """At the end homes and `kept` hold the newest versions; all else is gone."""
+        """Raises unless only homes and `kept` are left, with the newest versions."""
         kept = set(kept)
         if self.present != kept:
             copy = min(self.present ^ kept, key=str)
@@ -202,7 +203,7 @@ def _name(copy: Copy) -> str:
 
 
 def _seen(versions: Mapping, array: ArrayId) -> dict:
-    """The versions, of those by rows, that a reader of `array` sees."""
+    """The versions that a reader of `array` sees; `versions` is by rows."""
     if array.rows is None:
         return dict(versions)
     return {array.rows: versions.get(array.rows, versions.get(None))}
@@ -241,7 +242,7 @@ def _check_copies(
 def _check_budget(
     plan: Plan, reach: _Reachability, tier: Tier, initial_bytes: int
 ) -> None:
-    """At each allocation: all allocated up to it, less the frees that it waits for."""
+    """Checks, at each allocation, the bytes allocated so far less the awaited frees."""
     allocated = plan.home_bytes[tier] + initial_bytes
     if allocated > plan.capacity_bytes[tier]:
         raise PlanError(

@@ -1,7 +1,7 @@
-"""How a step is arranged with arrays at given homes: of what fits, the fastest.
+"""Searches for the fastest arrangement of a step that fits, with homes given.
 
-First a plain arrangement is found that fits; then others are timed on the clock of
-`cost`, and the fastest is taken. None of it changes a number.
+The search first finds a plain arrangement that fits. Then it predicts the time of other
+arrangements with `cost` and takes the fastest. No arrangement changes a result.
 """
 
 from bisect import bisect_right
@@ -25,44 +25,48 @@ from zinf.plan.pending import home_last, not_read_first, pending_copies, spread
 from zinf.plan.plan import Plan
 from zinf.program import ArrayId, Tier
 
-# Another arrangement has to be predicted to take less than so much of the time: what
-# it gains beyond that may be the prediction's error.
+# Take another arrangement only if its predicted time is below 98% of the best so far: a
+# smaller gain may be an error of the prediction.
 WORTHWHILE = 0.98
-# Less will do among those that differ only in when updates run: they err alike.
+# Plans that differ only in update order share the model's error: 0.2% is significant.
 FINER = 0.998
-# How many segments keep residuals is found to such a share of those that can.
+# Resolution of the search over the number of segments that save residuals: 1/16 of the
+# segments that can.
 KEPT_STEPS = 16
-# What is home last is deferred again and again, until it was so often in vain.
+# Stop after this many deferrals in a row without a gain.
 PATIENCE = 8
-# Of more, each plan takes seconds, and a search dozens; and what single updates gain is
-# a small part of the step.
+# With more instructions, building one plan takes seconds and a search takes dozens of
+# plans, while deferring single updates gains only a small part of the step.
 MAX_INSTRUCTIONS = 4096
-# It is asked what they can keep if computing takes so much of the time.
+# Try saving residuals only if compute is at least half of the predicted step.
 COMPUTE_BOUND = 0.5
 
 Homes = Mapping[ArrayId, Tier]
 UnitsFor = Callable[[Homes, Tier], Sequence[UpdateUnit]]
 KeepingIn = Callable[[int], Mapping[int, Keeping]]
-# Homes to try, one after another, given what each tier is to keep free: that grows
-# while they are tried.
+# Yields homes to try, one after another. The argument has the bytes that each tier must
+# keep free; `Search.plain` raises them between two placements.
 Placements = Callable[[dict[Tier, int]], Iterator[Homes]]
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What may be chosen from, best first.
+    """The alternatives that the search tries, best first.
 
     Attributes:
+        value_tiers, gradient_tiers, update_tiers, leading_shares: values to try for
+            these `StepOptions`.
         persistence_bytes: the size under which an array never goes to nvme.
-        update_tiers, leading_shares: see `StepOptions`.
-        deferred_shares: of the bytes that updates change, how many may be `deferred`.
-        defers_last: also what is home last in a step may be.
-        defers_all: also all may be, and all but what the first segment reads.
-        slack: the most of it.
+        keepings: functions from the device bytes free of resident arrays to the
+            residuals that each segment can save. The first saves most; later ones save
+            less and recompute more. A function is called only if it may gain time.
+        deferred_shares: fractions of the bytes that updates change, to be deferred.
+        defers_last: whether to try deferring the units whose results get home last.
+        defers_all: whether to try deferring all units, and all but those whose results
+            the first segment reads.
+        slack: largest slack tried; 1.0 allows no more bytes away from home than a run
+            in list order.
         by_row: whether gradients may wait on the device and come to the host by row.
-        keepings: what segments may keep, given the device bytes that are not taken by
-            what rests there: most first, then less with more to compute again. Each is
-            asked only if it may gain something.
     """
 
     value_tiers: tuple[Tier, ...]
@@ -80,12 +84,13 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """A step as it was chosen.
+    """The plans of a step and the choices that they are built from.
 
     Attributes:
-        plan: of a step that follows another.
-        first, flush: of a step before which nothing is pending, and of the pending
-            updates alone; None if nothing is ever pending.
+        plan: the plan of a step that follows another.
+        first: the plan of a step before which no update is pending; None if no unit is
+            deferred.
+        flush: the plan of the pending updates alone; None if no unit is deferred.
         pending: the gradients that are at rest between steps.
     """
 
@@ -108,11 +113,12 @@ def build_at_home(
     """The fastest step that fits, with arrays at the homes of the catalog.
 
     Args:
-        units_for: the update units for a placement and an `update_tier`.
+        units_for: returns the update units for homes and an `update_tier`.
 
     Raises:
-        InfeasibleError: it does not fit, even with activations and gradients on the
-            slowest tier allowed; with the budgets of the arrangement that misses least.
+        InfeasibleError: the step does not fit, even with activations and gradients on
+            the slowest tier allowed. The error names the budgets that suffice for the
+            arrangement with the fewest missing bytes.
     """
     search = Search(catalog, units_for, capacity_bytes, options, choices)
     return search.fastest(search.plain(lambda reserve: iter([catalog.homes])))
@@ -120,10 +126,10 @@ def build_at_home(
 
 @dataclass
 class Search:
-    """The arrangements of one step within budgets.
+    """A search over the arrangements of one step within budgets.
 
     Attributes:
-        options: what a step begins with that is not chosen here.
+        options: the options that the search starts from.
     """
 
     catalog: Catalog
@@ -133,15 +139,16 @@ class Search:
     choices: Choices
 
     def plain(self, placements: Placements) -> Arrangement:
-        """The plainest arrangement that fits, at the first homes with which one does.
+        """The first arrangement that fits, with no option that only gains time.
 
-        Tries the fastest place for activations and gradients first.
+        Tries the fastest tiers for activations and gradients first.
 
         Raises:
-            InfeasibleError: none does; with budgets that will do.
+            InfeasibleError: none fits; the error names budgets that suffice.
         """
         failures: list[tuple[InfeasibleError, Passage, Catalog]] = []
-        # Gradients come to the host by row only if that is faster, or has no room else.
+        # Here gradients come by row only if the host has no room for whole gradients;
+        # `fastest` tries them for speed.
         may_wait = (False, True) if self.may_wait else (False,)
         places = self.choices.value_tiers, self.choices.gradient_tiers, may_wait
         for value_tier, gradient_tier, by_row in product(*places):
@@ -175,13 +182,13 @@ class Search:
 
     @property
     def num_able(self) -> int:
-        """How many segments could keep residuals, with room."""
+        """How many segments could save residuals if memory were unlimited."""
         segments = self.catalog.program.segments[:-1]
         able = [s for s in segments if s.has_backward and not s.row_sums]
         return len(able) if self.choices.keepings else 0
 
     def set_aside(self, error: InfeasibleError, reserve: dict[Tier, int]) -> bool:
-        """Keeps what was missing free; false if nothing more can be."""
+        """Raises `reserve` by the missing bytes; False if all of a tier is reserved."""
         capacity = self.capacity_bytes
         if all(reserve[t] >= capacity[t] for t in error.shortages):
             return False
@@ -190,7 +197,10 @@ class Search:
         return True
 
     def fastest(self, best: Arrangement) -> Arrangement:
-        """The best arrangement with the same homes; of equal ones, the plainest."""
+        """The fastest arrangement with these homes; of equally fast ones, the plainest.
+
+        Times within `WORTHWHILE` count as equal.
+        """
         for tier in self.choices.update_tiers:
             best = self.better(best, update_tier=tier)
         best = self.with_residuals(best)
@@ -198,20 +208,21 @@ class Search:
             best = self.better(best, gradients_by_row=True)
         if _is_bound(best.plan):
             return best
-        # With more slack links wait less for each other, and what else gains shows.
+        # Search late updates with most slack: links wait less for each other there, so
+        # gains show. Then return to the old slack unless most slack is faster.
         found = self.with_late_updates(self.slackened(best, self.choices.slack))
         plainer = self.slackened(found, best.options.slack)
         return better_of(best, better_of(plainer, found))
 
     def slackened(self, best: Arrangement, slack: float) -> Arrangement:
-        """The same with other slack, if it fits."""
+        """The arrangement with another slack; `best` if that does not fit."""
         if slack == best.options.slack:
             return best
         options = replace(best.options, slack=slack)
         return self.attempt(best.catalog, options) or best
 
     def with_late_updates(self, best: Arrangement) -> Arrangement:
-        """The same with updates left to the next step, as many as pays."""
+        """The arrangement with the deferred units that make it fastest."""
         units, late = best.units, best
         is_short = len(best.plan.instructions) < MAX_INSTRUCTIONS
         for share in self.choices.deferred_shares:
@@ -227,7 +238,7 @@ class Search:
         return late
 
     def deferring_last(self, best: Arrangement) -> Arrangement:
-        """The same with what is home last deferred too, as long as it gains by that."""
+        """Defers the units whose results get home last, until that gains no more."""
         latest, in_vain = best, 0
         while in_vain < PATIENCE and not _is_bound(best.plan):
             last = home_last(latest.plan, best.units, len(best.units) // 64 + 1)
@@ -242,7 +253,7 @@ class Search:
         return best
 
     def with_residuals(self, best: Arrangement) -> Arrangement:
-        """The same with residuals of as many segments as pays."""
+        """The arrangement with the number of saved residuals that makes it fastest."""
         plan = best.plan
         busy_seconds = plan.timeline.busy_seconds(plan.instructions)
         if busy_seconds[Link.DEVICE] < COMPUTE_BOUND * plan.timeline.seconds:
@@ -259,12 +270,13 @@ class Search:
     def keeping_most(
         self, best: Arrangement, catalog: Catalog, room_bytes: int
     ) -> Arrangement | None:
-        """The same with residuals of about as many segments as there is room for.
+        """The arrangement with saved residuals of nearly as many segments as fit.
 
-        Where what they take would rather hold what is fetched ahead, of half of them.
+        If that is no faster than `best`, half as many segments save residuals, which
+        leaves room for prefetched arrays.
 
         Args:
-            room_bytes: of the device, for all that does not rest there.
+            room_bytes: device bytes that resident arrays leave.
         """
         num_able = len(catalog.keeping)
         count = self.most_kept(catalog, room_bytes)
@@ -281,7 +293,7 @@ class Search:
         return most
 
     def most_kept(self, catalog: Catalog, room_bytes: int) -> int:
-        """Of how many segments, the last ones, the residuals alone have room."""
+        """How many of the last segments' residuals fit, if nothing else needs room."""
         residuals = [catalog.residuals(k, 0) for k in sorted(catalog.keeping)]
         sizes = [
             sum(catalog.nbytes(a, Tier.DEVICE) for a in arrays) for arrays in residuals
@@ -292,18 +304,18 @@ class Search:
     def better(
         self, best: Arrangement, limit: float | None = None, **changes: Any
     ) -> Arrangement:
-        """The best so far, or the same with other options if that is faster."""
+        """The arrangement with some options changed, if it is faster than `best`."""
         options = replace(best.options, **changes)
         if options == best.options:
             return best
         return better_of(best, self.attempt(best.catalog, options), limit)
 
     def finer(self, best: Arrangement, **changes: Any) -> Arrangement:
-        """The same among such as are alike, unless the best can be no faster."""
+        """`better` with the limit `FINER`; `best` if a link already binds it."""
         return best if _is_bound(best.plan) else self.better(best, FINER, **changes)
 
     def attempt(self, catalog: Catalog, options: StepOptions) -> Arrangement | None:
-        """A step with these options, if it fits."""
+        """The arrangement with these options; None if it does not fit."""
         try:
             return self.arrange(catalog, options)
         except InfeasibleError:
@@ -326,7 +338,7 @@ class Search:
 def better_of(
     best: Arrangement, other: Arrangement | None, limit: float | None = None
 ) -> Arrangement:
-    """The first, unless the other takes less than so much of its time."""
+    """`other` if it takes less than `limit` (`WORTHWHILE`) of the time of `best`."""
     if other is None:
         return best
     limit = WORTHWHILE if limit is None else limit
@@ -335,6 +347,6 @@ def better_of(
 
 
 def _is_bound(plan: Plan) -> bool:
-    """Whether the links already overlap so well that a better order gains nothing."""
+    """Whether one link is busy for 98% of the step, so a better order gains nothing."""
     busy_seconds = plan.timeline.busy_seconds(plan.instructions)
     return max(busy_seconds.values()) > WORTHWHILE * plan.timeline.seconds

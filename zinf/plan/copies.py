@@ -1,7 +1,8 @@
-"""What exists on which tier while a plan is written, in list order.
+"""Tracks which copies exist while a plan is written, in list order.
 
-Copies away from home are counted here, and chosen to go when room is needed: the one
-that is needed last goes first (Belady, 1966), if its array can be had again.
+`Copies` counts the bytes of copies away from home and chooses which to evict when a
+tier needs room: the copy whose next use is farthest (Belady, 1966), among those whose
+array exists elsewhere too.
 """
 
 from bisect import bisect_right
@@ -22,10 +23,12 @@ SLOWER = {tier: TIERS[i + 1 :] for i, tier in enumerate(TIERS)}
 
 
 class Copies:
-    """Attributes:
-    now: the job that is being planned.
-    temporary: copies away from home, with their bytes.
-    used, peak: bytes of each tier, now and at most so far.
+    """The copies that exist before the next instruction of a plan.
+
+    Attributes:
+        now: the job that is being planned.
+        temporary: copies away from home, with their bytes.
+        used, peak: bytes of each tier, now and at most so far.
     """
 
     def __init__(self, jobs: Sequence[Job], catalog: Catalog, kept: Iterable[Copy]):
@@ -37,15 +40,16 @@ class Copies:
             self.used[tier] += catalog.nbytes(array, tier)
         self.peak = dict(self.used)
         self._kept = set(kept)
-        # Copies that may go, by their next use, farthest first. Each has one entry that
-        # is right, and some from before.
+        # Heaps of copies that may be evicted, farthest next use first. A copy has one
+        # valid entry and may have stale ones.
         self._spare: dict[Tier, list[tuple[int, int, Copy]]] = {t: [] for t in Tier}
         self._offers = count()
-        self._missing: dict[int, list[Copy]] = {}  # as found, until that changes
+        self._missing: dict[int, list[Copy]] = {}  # By job; a cache.
         self._uses: dict[Copy, list[int]] = defaultdict(list)
         self._reads: dict[ArrayId, list[int]] = defaultdict(list)
-        # What each job reads that is not at home, with the last job to write any of it
-        # (-1: none); and which jobs a copy is missing to.
+        # `_away`: the copies away from home that each job reads, with the last job
+        # that writes any of their rows (-1: none). `_wanted_by`: the jobs that read a
+        # copy away from home.
         self._away: list[dict[Copy, int]] = []
         self._wanted_by: dict[Copy, list[int]] = defaultdict(list)
         by_rows: dict[ArrayId, Uses] = defaultdict(Uses)
@@ -60,7 +64,7 @@ class Copies:
             for array, _ in job.writes:
                 by_rows[array.whole].write(array.rows, number)
             for array, tier in {*job.reads, *job.writes}:
-                # Who needs rows can take them from a copy of the whole.
+                # A job that needs rows can also use a copy of the whole.
                 for named in _with_whole(array, catalog.home(array) or array.whole):
                     self._uses[named, tier].append(number)
                     reads = self._reads[named]
@@ -68,7 +72,7 @@ class Copies:
                         reads.append(number)
 
     def begin(self, number: int) -> None:
-        """Goes on to the next job: what it uses is next needed by another."""
+        """Makes job `number` the present one and renews the entries of its copies."""
         self.now = number
         for array in self._named(self.jobs[number]):
             for tier in TIERS:
@@ -82,7 +86,7 @@ class Copies:
         return self.key(copy) in self.temporary or self.is_home(copy)
 
     def key(self, copy: Copy) -> Copy:
-        """The copy that holds `copy`: rows are part of the whole where that is."""
+        """The copy that holds `copy`: rows are part of a whole on the same tier."""
         array, tier = copy
         if array.rows is None or copy in self.temporary:
             return copy
@@ -98,7 +102,7 @@ class Copies:
         return {self.key(copy) for copy in (*job.reads, *job.writes)}
 
     def missing(self, number: int) -> list[Copy]:
-        """What a job reads and would not find."""
+        """The copies that a job reads and that do not exist now."""
         found = self._missing.get(number)
         if found is None:
             away = self._away[number]
@@ -107,16 +111,16 @@ class Copies:
         return found
 
     def next_use(self, copy: Copy, after: int) -> int:
-        """The next job that needs the array on this tier, or has it from there."""
+        """The next job that reads or writes the copy, or fetches the array from it."""
         uses = self._reads[copy[0]] if self._is_source(copy) else self._uses[copy]
         position = bisect_right(uses, after)
         return uses[position] if position < len(uses) else NEVER
 
     def route(self, copy: Copy) -> list[Tier]:
-        """The tiers to go through from the nearest copy that exists.
+        """The tiers on the way from the nearest existing copy, both ends included.
 
-        From a slower tier rather than from a faster one, but to the host rather from
-        the devices than from the drive.
+        A slower tier is preferred as the source, with one exception: the host copies
+        from the device rather than from nvme.
         """
         array, tier = copy
         tiers = TIERS
@@ -136,10 +140,11 @@ class Copies:
         return {self.key((array, tier)) for tier in route}
 
     def early(self, number: int) -> list[Copy]:
-        """What a later job misses that is there now, to be fetched ahead of time.
+        """The copies that a later job misses and that can be prefetched now.
 
-        Not what jobs until then make anew. What was made on a faster tier (a gradient)
-        may still change: its own offload brings it down when it is complete.
+        Excluded are copies that a job before it will write, and arrays that exist only
+        on a faster tier: those (gradients) may still change, and a transfer of their
+        own offloads them when they are complete.
         """
         made_by = self._away[number]
         return [
@@ -164,7 +169,7 @@ class Copies:
                     self._offer((array, other))
 
     def vacate(self, copies: Iterable[Copy]) -> int:
-        """Forgets copies; returns their bytes."""
+        """Removes copies from the account; returns their bytes."""
         total = 0
         for copy in copies:
             nbytes = self.temporary.pop(copy)
@@ -178,7 +183,7 @@ class Copies:
         self.peak[tier] = max(self.peak[tier], self.used[tier])
 
     def dead(self, job: Job) -> dict[Tier, list[ArrayId]]:
-        """Copies of what the present job touched that no later job needs."""
+        """Copies of the present job's arrays that no later job needs, by tier."""
         found: dict[Tier, list[ArrayId]] = defaultdict(list)
         for array in self._named(job):
             for tier in TIERS:
@@ -191,16 +196,16 @@ class Copies:
         return found
 
     def left(self) -> list[Copy]:
-        """Copies away from home that nobody asked to keep."""
+        """Copies away from home that are not in `kept`."""
         return [copy for copy in self.temporary if copy not in self._kept]
 
     def victims(
         self, tier: Tier, shortage_bytes: int, protected: set[Copy], spare_until: int
     ) -> tuple[list[Copy], int]:
-        """Copies that give `shortage_bytes` or all there is, and how much they give.
+        """Copies to evict for `shortage_bytes`, and their bytes, which may be fewer.
 
-        The last needed come first. With a number in `spare_until`, only those not
-        needed up to that job.
+        The copies with the farthest next use come first. If `spare_until` is not
+        `NEVER`, only copies whose next use is after that job are chosen.
         """
         heap, chosen, freed = self._spare[tier], [], 0
         seen: dict[Copy, tuple[int, int, Copy]] = {}
@@ -210,14 +215,15 @@ class Copies:
             if copy not in self.temporary or copy in seen:
                 continue
             if -negative != self.next_use(copy, self.now):
-                self._offer(copy)  # that was from before
+                self._offer(copy)  # The entry was stale.
                 continue
             seen[copy] = entry
             if spare_until != NEVER and -negative <= spare_until:
                 break
             if not self._is_spare(copy):
-                # It is offered again with what makes it spare, but for rows, which may
-                # be part of a whole that comes later.
+                # Drop the entry: `occupy` offers the copy again when its array gets
+                # another copy. Rows keep theirs: a copy of their whole also makes them
+                # spare, and `occupy` then offers only the whole.
                 if copy[0].rows is None:
                     del seen[copy]
                 continue
@@ -229,32 +235,32 @@ class Copies:
         return chosen, freed
 
     def _change(self, copy: Copy) -> None:
-        """A copy came or went: what jobs miss that read it is found anew."""
+        """Clears the cached `missing` of the jobs that read a copy made or freed."""
         for number in self._wanted_by.get(copy, ()):
             self._missing.pop(number, None)
 
     def _named(self, job: Job) -> Iterable[ArrayId]:
-        """The arrays of a job, and the wholes that they are rows of."""
+        """The arrays of a job, and the whole arrays that they are rows of."""
         arrays = [a for a, _ in (*job.reads, *job.writes)]
         return dict.fromkeys((*arrays, *(a.whole for a in arrays)))
 
     def _offer(self, copy: Copy) -> None:
-        """Notes that a copy may go, if its array then exists elsewhere."""
+        """Adds a copy to the heap of its tier; `victims` checks whether it is spare."""
         use = self.next_use(copy, self.now)
         heappush(self._spare[copy[1]], (-use, next(self._offers), copy))
 
     def _is_spare(self, copy: Copy) -> bool:
-        """True if the array rests elsewhere or has a copy on a slower tier.
+        """Whether the array rests elsewhere or has a copy on a slower tier.
 
-        A copy on a faster tier does not count: it is the one that goes first there.
+        A copy on a faster tier does not count: that copy is evicted first.
         """
         home = self.catalog.home_tier(copy[0])
         return home not in (None, copy[1]) or self._is_on_slower(copy)
 
     def _is_source(self, copy: Copy) -> bool:
-        """Whether other tiers would have the array from this one.
+        """Whether other tiers would fetch the array from this copy.
 
-        From the devices the host does, if else it had to ask the drive.
+        The host copies from the device if the only other source is nvme.
         """
         array, tier = copy
         if tier != Tier.DEVICE:

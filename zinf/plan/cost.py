@@ -1,7 +1,8 @@
 """Predicts when each instruction of a plan runs.
 
-Every link works through its instructions in order, each as soon as what it waits for is
-done: the executor's rule, played on a clock. The figures are only as good as the rates.
+The prediction follows the executor's rule: a link runs its instructions in order, each
+as soon as the instructions that it waits for are done. The times are only as good as
+the rates.
 """
 
 from collections.abc import Sequence
@@ -15,14 +16,15 @@ GB = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What each link is taken to do.
+    """The assumed speeds of links, devices and updates.
 
     Attributes:
-        link_bytes_per_second: of the transfer links.
-        flops_per_second: of the device.
-        update_bytes_per_second: optimizer results written, by where updates run.
-        exchange_bytes_per_second: of a device, to others.
-        overhead_seconds: of any instruction.
+        link_bytes_per_second: speed of each transfer link.
+        flops_per_second: speed of the device.
+        update_bytes_per_second: optimizer results written per second, by the tier where
+            updates run.
+        overhead_seconds: fixed time of every instruction but frees.
+        exchange_bytes_per_second: bytes that one device sends to others.
     """
 
     link_bytes_per_second: dict[Link, float] = field(
@@ -43,7 +45,7 @@ class Rates:
     def on_drive(
         self, read_bytes_per_second: float, write_bytes_per_second: float
     ) -> "Rates":
-        """The same with drives of which this was measured."""
+        """These rates with the measured speeds of a drive."""
         drive = {
             Link.NVME_READ: read_bytes_per_second,
             Link.NVME_WRITE: write_bytes_per_second,
@@ -54,9 +56,9 @@ class Rates:
 def accelerator_rates() -> Rates:
     """One accelerator of the H100 class on PCIe 5 with a fast drive.
 
-    Half of the peak of each: 25 GB/s each way of 64, 5 GB/s of a drive's 7 to 14, and
-    400 TFLOP/s of 989 in bfloat16; between accelerators what PCIe does. Measure yours;
-    these are for planning.
+    The rates are about half of the peaks: 25 GB/s each way of 64, 5 GB/s of a drive's
+    7 to 14, and 400 TFLOP/s of 989 in bfloat16. Accelerators exchange bytes over PCIe.
+    These rates are for planning; measure your machine for predictions.
     """
     return Rates(
         link_bytes_per_second={
@@ -76,7 +78,7 @@ def accelerator_rates() -> Rates:
 class Timeline:
     """Start and end of each instruction, in seconds from the step's start.
 
-    Predicted by `predict`, measured by the executor.
+    `predict` predicts timelines; the executor measures them.
     """
 
     start: tuple[float, ...]
@@ -87,7 +89,7 @@ class Timeline:
         return max(self.end, default=0.0)
 
     def busy_seconds(self, instructions: Sequence[Instruction]) -> dict[Link, float]:
-        """How long each link works in all, of those that have instructions."""
+        """The total seconds that each link with instructions is busy."""
         busy: dict[Link, float] = {}
         spans = zip(instructions, self.start, self.end, strict=True)
         for instruction, start, end in spans:
@@ -111,7 +113,7 @@ def duration(instruction: Instruction, rates: Rates) -> float:
 
 
 def predict(instructions: Sequence[Instruction], rates: Rates) -> Timeline:
-    """Plays the plan on a clock."""
+    """Predicted start and end of each instruction."""
     clock = Clock(rates)
     for instruction in instructions:
         clock.run(instruction)
@@ -119,10 +121,10 @@ def predict(instructions: Sequence[Instruction], rates: Rates) -> Timeline:
 
 
 class Clock:
-    """When instructions are predicted to run, one after another as they are listed.
+    """Predicts instructions one at a time, in plan order.
 
     Attributes:
-        starts, ends: of those so far, in seconds.
+        starts, ends: predicted seconds of the instructions so far.
     """
 
     def __init__(self, rates: Rates):
@@ -132,7 +134,7 @@ class Clock:
         self._free_at: dict[Link, float] = {}
 
     def run(self, instruction: Instruction) -> float:
-        """When the next one ends."""
+        """Adds the next instruction; returns when it ends."""
         begin = self._free_at.get(instruction.link, 0.0)
         begin = max([begin, *(self.ends[i] for i in instruction.after)])
         end = begin + duration(instruction, self._rates)

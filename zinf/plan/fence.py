@@ -1,14 +1,16 @@
 """The rule that keeps concurrent links within a budget. [Note: fences]
 
-Let the instructions be a list, and count, at each allocation, every allocation listed
-up to it and only the frees that it waits for. If that never exceeds the budget, no
-execution does: at any moment let i be the last listed allocation that has started; all
-that is held was allocated at or before i, less the frees that i waited for. So an
-allocation waits for as many of the frees listed before it as make its bytes fit, those
-first that are predicted to be done first; with room to spare it waits for none.
+At each allocation of the plan, count all allocations listed up to it, less only the
+frees that it waits for. If this count never exceeds the budget, no execution exceeds
+it. Proof: at any moment let i be the last listed allocation that has started. All bytes
+held were allocated at or before i, and the frees that i waited for are done.
 
-The limit is not the budget of a tier but the peak of the plan in list order, or a
-multiple of what moves then, so that what the plan says is what is measured at most.
+So an allocation waits for enough of the frees listed before it to make its bytes fit,
+earliest predicted end first. If it fits without, it waits for none.
+
+The limit is not the budget of the tier but the plan's own peak in list order, or home
+bytes plus a multiple of the others (`StepOptions.slack`). So the peak that the plan
+states is an upper bound on what is measured, even if the budget is larger.
 """
 
 from collections import defaultdict
@@ -26,8 +28,8 @@ class _TierFence:
     limit_bytes: int
     allocated_bytes: int
     peak_bytes: int
-    freed_bytes: int = 0  # by those that are waited for
-    # The others: when they are predicted to be done, number, link and bytes.
+    freed_bytes: int = 0  # Of the frees that an allocation waits for.
+    # The other frees: predicted end, instruction, link, bytes.
     frees: list[tuple[float, int, Link, int]] = field(default_factory=list)
     last: dict[Link, int] = field(default_factory=dict)
 
@@ -39,7 +41,7 @@ class _TierFence:
             self.last[link] = index
         held_bytes = self.allocated_bytes - self.freed_bytes
         self.peak_bytes = max(self.peak_bytes, held_bytes)
-        # Links run in order, so those of one come in order: the last implies the rest.
+        # Links run in order, so the last free of a link implies its earlier ones.
         return self.last.values()
 
 
@@ -49,14 +51,16 @@ def add_fences(
     held_bytes: Mapping[Tier, int],
     rates: Rates,
 ) -> tuple[tuple[Instruction, ...], dict[Tier, int]]:
-    """The instructions, each allocation waiting for the frees that it needs.
-
-    And the most that any execution of them holds on each tier.
+    """Makes each allocation wait for the frees that it needs.
 
     Args:
-        limit_bytes: what no execution may exceed; at least the peak in list order.
-        held_bytes: what each tier holds when the step starts.
-        rates: to predict which frees are done first.
+        limit_bytes: bytes that no execution may exceed; at least the peak in list
+            order.
+        held_bytes: bytes that each tier holds when the step starts.
+        rates: predict which frees are done first.
+
+    Returns:
+        The instructions, and the most bytes that any execution holds on each tier.
     """
     held = held_bytes
     tiers = {t: _TierFence(limit_bytes[t], held[t], held[t]) for t in Tier}

@@ -1,4 +1,4 @@
-"""What is said when no plan keeps within the budgets."""
+"""The error that is raised when no plan keeps within the budgets."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,12 @@ BUDGETS = {
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """A budget that is too small: what needs the most at once, and how much that is."""
+    """A budget that is too small.
+
+    Attributes:
+        needed_bytes: bytes that `what` needs at once.
+        what: the job or state that needs most.
+    """
 
     capacity_bytes: int
     needed_bytes: int
@@ -29,13 +34,12 @@ class InfeasibleError(ValueError):
     """No plan keeps within the budgets.
 
     Attributes:
-        shortages: by tier, the fastest first, what is missing; the tiers that are
-            large enough are not in it.
+        shortages: the tiers whose budgets are too small, fastest first.
         capacity_bytes: the budgets, by tier.
-        missing_bytes: of each tier, the fastest first.
+        missing_bytes: missing bytes of every tier, fastest first.
 
     Args:
-        reasons: sentences that say why nothing could be made smaller.
+        reasons: sentences that say why no array or segment could be made smaller.
     """
 
     def __init__(
@@ -62,5 +66,5 @@ class InfeasibleError(ValueError):
         super().__init__(" ".join((*found, *reasons, advice)))
 
     def because(self, reasons: Sequence[str]) -> "InfeasibleError":
-        """The same error that also says why nothing could be made smaller."""
+        """This error with `reasons` in its message."""
         return InfeasibleError(self.shortages, self.capacity_bytes, reasons)

@@ -1,4 +1,4 @@
-"""What a plan is made of: operations on named arrays, each on one link.
+"""The instructions of a plan: operations on named arrays, each on one link.
 
 A *copy* of an array is the array on one tier. Persistent arrays have a home, the tier
 where they rest between steps; every other copy is made and freed within the step.
@@ -11,7 +11,7 @@ from zinf.program import ArrayId, Tier
 
 
 class Link(StrEnum):
-    """A physical path, or a processor; instructions on one link run in plan order."""
+    """A physical path or a processor; instructions on one link run in plan order."""
 
     NVME_READ = "nvme read"
     NVME_WRITE = "nvme write"
@@ -19,8 +19,8 @@ class Link(StrEnum):
     D2H = "d2h"
     HOST = "host"
     DEVICE = "device"
-    # Frees are queues of their own, by the link that they wait for: one that is slow
-    # to come keeps none of the others.
+    # Frees have one queue for each link that they wait for, so that frees after a slow
+    # link do not delay the others.
     FREE_AT_ONCE = "free"
     FREE_AFTER_NVME_READ = "free after nvme read"
     FREE_AFTER_NVME_WRITE = "free after nvme write"
@@ -35,7 +35,7 @@ class Link(StrEnum):
 
     @property
     def frees_after(self) -> "Link":
-        """Where what waits for this link is freed."""
+        """The link of frees that wait for this link."""
         return Link(f"free after {self}")
 
 
@@ -48,9 +48,12 @@ TRANSFER_LINKS = {
 
 
 class Pass(StrEnum):
-    """What a segment does. `KEEPING` is a forward pass that keeps residuals, `KEPT` the
-    backward pass that goes on from them; `BACKWARD` computes them again. The last
-    segment does both passes at once, `LOSS`."""
+    """The pass of a segment that a `Run` executes.
+
+    `KEEPING` is a forward pass that saves residuals and `KEPT` the backward pass that
+    reads them. `BACKWARD` recomputes the forward pass. `LOSS` is the forward and
+    backward pass of the last segment in one executable.
+    """
 
     FORWARD = "forward"
     KEEPING = "forward, keeping"
@@ -60,7 +63,7 @@ class Pass(StrEnum):
 
 
 Copy = tuple[ArrayId, Tier]
-# Rows, and their numbers.
+# The ids of rows and of their row numbers.
 Rows = tuple[ArrayId, ArrayId]
 
 
@@ -85,8 +88,9 @@ class Run:
 
     `gradients` are the arrays that its parameter gradients are written to, and
     `cotangents` those of its input cotangents, in the order of the segment's results.
-    `residuals` are what it keeps, or goes on from. Of gradients that are row sums the
-    rows are written, and their numbers behind all gradients.
+    `residuals` are the arrays that a `KEEPING` pass writes and a `KEPT` pass reads. For
+    a gradient that is a row sum, `gradients` has its rows; the row numbers follow after
+    all gradients.
     """
 
     segment: int
@@ -106,8 +110,8 @@ class Accumulate:
     """Adds each source to its target on the device, in order.
 
     A target that does not exist yet becomes the source, cast to the accumulator's
-    dtype (float32 for gradients, the source's own for cotangents). Of sources that are
-    rows of their target, `row_numbers` has the source and which rows they are.
+    dtype (float32 for gradients, the source's own for cotangents). For each source that
+    holds only rows of its target, `row_numbers` has the source and its row numbers.
     """
 
     targets: tuple[ArrayId, ...]
@@ -131,11 +135,11 @@ class SumSquares:
 
 @dataclass(frozen=True, slots=True)
 class Decide:
-    """Reads losses and gradient norms on the host and decides how updates go on.
+    """Reads losses and gradient norms on the host and decides how updates run.
 
-    With the norms it sets the clip factor, or skips the step on an overflow; without
-    them it only refuses a loss that is not finite. A step that is refused runs to its
-    end without updates, since those of the step before may still be under way.
+    With norms it sets the clip factor, or skips the step on an overflow. Without norms
+    it only refuses a loss that is not finite. A refused step runs to its end without
+    its own updates, since deferred updates of the step before may be in flight.
     """
 
     losses: tuple[ArrayId, ...]
@@ -149,7 +153,7 @@ class Decide:
 class Update:
     """Updates one unit's arrays, all of which are on `tier`.
 
-    With `is_pending` by the gradients and the decision of the step before.
+    If `is_pending`, it uses the gradients and the decision of the step before.
     """
 
     unit: int
@@ -185,9 +189,9 @@ Operation = (
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What an executable sends from one device to others, in bytes.
+    """Bytes that an executable sends from one device to others.
 
-    `hidden_bytes` are sent while it computes products, `exposed_bytes` while it waits.
+    `hidden_bytes` are sent while it computes matmuls, `exposed_bytes` while it waits.
     """
 
     hidden_bytes: int = 0
@@ -210,14 +214,15 @@ class Instruction:
     """One operation of a plan.
 
     Attributes:
-        reads, writes: the copies that it uses and makes or changes.
+        reads, writes: the copies that it reads, and that it makes or changes.
         after: indices of the instructions that must be complete before it starts:
-            those that make what it reads, those that still read what it overwrites,
-            and those that free the bytes it needs. All are smaller than its own.
+            those that make its inputs, those that still read what it overwrites, and
+            those that free the bytes it needs. All are smaller than its own index.
         allocates: bytes that it adds to each tier, kept after it completes.
         workspace: bytes that it holds on each tier only while it runs.
-        nbytes: bytes that it moves over its link, or frees; of an update, its results.
-        exchange: what it sends between devices.
+        nbytes: bytes that it moves over its link or frees; for an update, the bytes of
+            its results.
+        exchange: bytes that it sends between devices.
     """
 
     operation: Operation
@@ -236,6 +241,6 @@ TIER_ORDER = {tier: i for i, tier in enumerate(Tier)}
 
 
 def summary(arrays: tuple[ArrayId, ...]) -> str:
-    """A short name for a group of arrays: the first, and how many more."""
+    """A short name for a group of arrays: the first one and the number of others."""
     more = f" +{len(arrays) - 1}" if len(arrays) > 1 else ""
     return f"{arrays[0]}{more}"

@@ -1,4 +1,4 @@
-"""The parts of a step before transfers are put between them, and the list of them."""
+"""The jobs of a step: its operations, before `stream` adds fetches and frees."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Job:
     flops: int = 0
     exchange: Exchange = NO_EXCHANGE
     consumes: tuple[ArrayId, ...] = ()
-    """Arrays of which nobody needs the present content afterwards."""
+    """Arrays whose present content no later job needs."""
 
 
 class JobList(list[Job]):
@@ -49,10 +49,10 @@ class JobList(list[Job]):
         *,
         workspace_bytes: int = 0,
     ) -> None:
-        """Moves arrays down (or up) tier by tier, one job a hop.
+        """Adds the transfers of arrays from tier to tier, one job for each hop.
 
         Args:
-            workspace_bytes: what each takes of the tier that it is from.
+            workspace_bytes: workspace of each hop on its source tier.
         """
         hops = {
             (Tier.DEVICE, Tier.NVME): (Tier.DEVICE, Tier.HOST, Tier.NVME),

@@ -1,8 +1,8 @@
-"""The list of instructions of a plan, as it is written.
+"""The list of instructions of a plan while it is written, and their hazards.
 
-It knows what was listed before, and from that what each instruction has to wait for:
-those that made what it reads, those that still read what it changes (which a host and
-its devices may have in one memory), those that freed what it makes again.
+From the instructions listed before, `Listing` finds those that a new one must wait for:
+the writers of what it reads, the readers of what it changes (also on the devices, which
+may share memory with the host), and the frees of the copies that it makes again.
 """
 
 from collections import defaultdict
@@ -33,12 +33,12 @@ class Listing:
         self._catalog, self._copies = catalog, copies
         self._uses: dict[Copy, Uses] = defaultdict(Uses)
         self._freed_by: dict[Copy, tuple[int]] = {}
-        # Who read an array on the devices, also where that copy is gone.
+        # Readers of an array on the devices, kept after that copy is freed.
         self._read_there: dict[ArrayId, Uses] = defaultdict(Uses)
         self._decided = -1
 
     def add_job(self, job: Job, created: Sequence[Copy]) -> None:
-        """Lists a job; `created` are the copies that exist only from now on."""
+        """Lists a job; `created` are those of its writes that did not exist before."""
         workspace = tuple((t, n) for t, n in job.workspace if n)
         self.add(
             job.operation,
@@ -82,7 +82,7 @@ class Listing:
         )
 
     def free(self, arrays: Sequence[ArrayId], tier: Tier, nbytes: int) -> None:
-        """Lists that copies go, once all that use them are done."""
+        """Lists the free of some copies, which waits for all their uses."""
         index = len(self.instructions)
         after = set()
         for array in arrays:
@@ -107,8 +107,8 @@ class Listing:
         index = len(self.instructions)
         after: set[int] = set()
         for array, tier in created:
-            # A copy that was here before must be gone first: it has the same name, or
-            # it is the whole, and would take the rows in.
+            # Wait for the free of an earlier copy of the same name, or of the whole:
+            # while a whole exists, rows are written into it.
             after.update(self._freed_by.pop((array, tier), ()))
             after.update(self._freed_by.get((array.whole, tier), ()))
         for copy in reads:
@@ -120,7 +120,8 @@ class Listing:
             uses = self._uses[self._copies.key(copy)]
             after.update(uses.write(copy[0].rows, index))
         if isinstance(operation, Update) and operation.tier == Tier.HOST:
-            # It changes them in place, and that may be where devices read them.
+            # A host update changes arrays in place, perhaps in memory that devices read
+            # ([Note: shared memory]).
             for array, _ in writes:
                 readers = self._read_there[array.whole]
                 after.update(readers.write(array.rows, index))

@@ -1,4 +1,4 @@
-"""What links, devices and updates did in steps that ran, to predict others with."""
+"""Rates of links, devices and updates, measured in steps that ran."""
 
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
@@ -15,14 +15,14 @@ Pick = Callable[[list[float]], float]
 def measured_rates(
     instructions: Sequence[Instruction], timeline: Timeline, otherwise: Rates
 ) -> Rates:
-    """What the links did in a step, to predict the next one with.
+    """The rates of one measured step, to predict the next one.
 
-    The overhead of an instruction is the median of those that move and compute nothing
-    to speak of; a rate is what all others of a kind did in the rest of their time.
+    The overhead is the median time of instructions with no bytes and no flops. Each
+    rate is the total work of its kind over the total time less overheads.
 
     Args:
-        timeline: measured, of exactly these instructions.
-        otherwise: for what the step had none of.
+        timeline: the measured times of exactly these instructions.
+        otherwise: rates for kinds of work that the step does not have.
     """
     seconds = [b - a for a, b in zip(timeline.start, timeline.end, strict=True)]
     idle = [
@@ -50,9 +50,10 @@ def measured_rates(
 
 
 def _work(instruction: Instruction) -> tuple[Link | Tier | None, float]:
-    """Which rate an instruction goes at, and how much it has to do.
+    """The key of an instruction's rate, and its amount of work.
 
-    Bytes of a link or of updates on a tier; for None floating-point operations.
+    The work is bytes for a link, or for the tier of an update, and floating-point
+    operations for the key None.
     """
     if isinstance(instruction.operation, Update):
         return instruction.operation.tier, instruction.nbytes
@@ -62,12 +63,12 @@ def _work(instruction: Instruction) -> tuple[Link | Tier | None, float]:
 
 
 def median_rates(found: Sequence[Rates]) -> Rates:
-    """The median of each rate, of one or more measurements."""
+    """The median of each rate over one or more measurements."""
     return _combined(found, median, median)
 
 
 def slowest_rates(found: Sequence[Rates]) -> Rates:
-    """The slowest of each, as of processes that wait for each other."""
+    """The slowest of each rate, for processes that wait for each other."""
     return _combined(found, min, max)
 
 

@@ -1,7 +1,7 @@
-"""What is built into one plan: jobs, with the copies before and after them.
+"""The jobs of one plan, with the copies that exist before and after them.
 
-A run has four such passages: the step; the first step, before which nothing is pending;
-the flush, which does what is pending and nothing else; and the evaluation.
+A training run has four passages: the step; the first step, before which no update is
+pending; the flush, which runs only the pending updates; and the evaluation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,10 +26,13 @@ from zinf.program import Program, Tier
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """Attributes:
-    initial: copies away from home that exist before.
-    kept: those that exist afterwards.
-    slack: see `StepOptions`.
+    """Jobs that become one plan, and what exists before and after them.
+
+    Attributes:
+        jobs: the jobs, in order.
+        initial: copies away from home that exist before the first job.
+        kept: copies away from home that exist after the last job.
+        slack: see `StepOptions`.
     """
 
     jobs: list[Job]
@@ -51,7 +54,7 @@ def step_passage(
 def first_passage(
     catalog: Catalog, units: Sequence[UpdateUnit], options: StepOptions
 ) -> Passage:
-    """A training step before which nothing is pending."""
+    """A training step before which no update is pending."""
     jobs = schedule_first(catalog, units, options)
     inputs, results = _boundary(jobs, catalog, options)
     left = results + _pending(catalog, units, options)
@@ -78,7 +81,8 @@ def streamed(
     """The checked plan of a passage, with arrays at the homes of the catalog.
 
     Raises:
-        InfeasibleError: with what is missing; `proven` says what will do.
+        InfeasibleError: some tier is too small. Its `needed_bytes` may not suffice;
+            `proven` finds budgets that do.
     """
     initial, kept = passage.initial, passage.kept
     plan = stream(
@@ -99,10 +103,10 @@ def streamed(
 def proven(
     error: InfeasibleError, passage: Passage, catalog: Catalog
 ) -> InfeasibleError:
-    """The error with budgets that were tried and will do.
+    """The error with budgets for which a plan was built, so they suffice.
 
-    With more room, other copies are there when a job starts, so another job may be the
-    one that needs most.
+    Raising a budget changes which copies exist when a job starts, so then another job
+    may need most. Budgets are raised until a plan fits.
     """
     shortages = dict(error.shortages)
     while True:
@@ -118,7 +122,7 @@ def proven(
 
 
 def initial_copies(program: Program, num_microbatches: int) -> list[Copy]:
-    """What is there when a step starts: batch on the host, keys on the device."""
+    """Copies that exist when a step starts: batch on the host, keys on the device."""
     return [
         (value(name, m), Tier.HOST if name.startswith("batch/") else Tier.DEVICE)
         for m in range(num_microbatches)
@@ -127,7 +131,7 @@ def initial_copies(program: Program, num_microbatches: int) -> list[Copy]:
 
 
 def kept_copies(program: Program, options: StepOptions) -> list[Copy]:
-    """What a step leaves on the host: losses and auxiliary outputs."""
+    """Copies that a step leaves on the host: losses and auxiliary outputs."""
     return [
         (value(name, m), Tier.HOST)
         for m in range(options.num_microbatches)

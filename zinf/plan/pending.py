@@ -1,21 +1,22 @@
-"""Updates that a step leaves to the next one. [Note: pending updates]
+"""Deferred updates, which a step leaves to the next one. [Note: pending updates]
 
-An update needs its gradient, and nothing needs its results before the next forward pass
-of its segment. So a step may end with gradients at rest, whose updates run at the
-beginning of the next step, each just before the forward pass that reads what it
-updates, while the segments before it compute. That is exact: the same gradients, the
-same decision, and no value is read in between. It is how updates that wait for the norm
-of the whole gradient, and so for the end of the backward pass, are hidden; and it keeps
-the drive busy in the forward pass too (a part of the optimizer step is overlapped with
-the next forward pass in GreedySnake, arXiv:2512.17570).
+No job needs the results of an update before the next forward pass of its segment. So a
+step may defer updates and end with their gradients at rest. Each deferred update runs
+in the next step, just before the forward pass that reads its results, while earlier
+segments compute. The results are exact: the update uses the same gradients and the same
+decision, and no value is read in between.
 
-The smallest of them may go before all else, wherever their segments are: the drive has
-something to write then while larger ones are read. (That is the order by which two
-machines that every job passes are done first, where the second takes longer: Johnson,
-"Optimal two- and three-stage production schedules", 1954.)
+Deferring hides updates that need the norm of the whole gradient, which is known only
+after the backward pass. It also keeps the drive busy in the forward pass. (GreedySnake,
+arXiv:2512.17570, overlaps a part of the optimizer step with the next forward pass.)
 
-Whoever looks at parameters or state in between (`params`, evaluation, a checkpoint)
-runs what is pending first.
+The smallest deferred updates may lead: they run before everything else, so that the
+drive can write their results while it reads the operands of larger ones. (Johnson,
+"Optimal two- and three-stage production schedules", 1954, gives this order for two
+machines that every job passes, where the second takes longer.)
+
+Between two steps a deferred update is *pending*. `params`, evaluation and checkpoints
+run all pending updates before they read parameters or state.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -29,9 +30,9 @@ from zinf.program import ArrayId, Rows, Tier
 def spread(
     units: Sequence[UpdateUnit], share: float, catalog: Catalog
 ) -> frozenset[int]:
-    """Numbers of units that change such a share of all bytes, evenly over the step.
+    """Numbers of units that change a fraction `share` of all bytes, spread evenly.
 
-    So what a pass moves is in proportion to what it computes.
+    Because they are spread evenly, a pass moves bytes in proportion to its compute.
     """
     found, due = [], 0.0
     for number, unit in enumerate(units):
@@ -44,13 +45,13 @@ def spread(
 
 
 def changed_bytes(unit: UpdateUnit, catalog: Catalog) -> int:
-    """Of the results of a unit."""
+    """Bytes of the results of a unit."""
     results = (a for update in unit.arrays for a in update.results)
     return sum(catalog.nbytes(a, unit.tier) for a in results)
 
 
 def home_last(plan: Plan, units: Sequence[UpdateUnit], count: int) -> frozenset[int]:
-    """Numbers of the units of this step whose results are home last."""
+    """Numbers of the `count` units, not deferred, whose results get home last."""
     owners = {a: n for n, u in enumerate(units) for x in u.arrays for a in x.results}
     ends: dict[int, float] = {}
     for index in plan.own_changes:
@@ -60,23 +61,27 @@ def home_last(plan: Plan, units: Sequence[UpdateUnit], count: int) -> frozenset[
 
 
 def not_read_first(units: Sequence[UpdateUnit], catalog: Catalog) -> frozenset[int]:
-    """Numbers of the units of which the first segment reads nothing.
+    """Numbers of the units whose results the first segment does not read.
 
-    For the others it would have to wait. They may be large, as tables of embeddings.
+    If the other units were deferred, the first segment would wait for them. They may be
+    large: tables of embeddings are.
     """
     readers = catalog.program.first_readers()
     return frozenset(i for i, unit in enumerate(units) if first_reader(unit, readers))
 
 
 def first_reader(unit: UpdateUnit, readers: Mapping[tuple[str, Rows], int]) -> int:
-    """The first segment that reads what a unit updates, of `Program.first_readers`."""
+    """The first segment that reads a result of the unit.
+
+    `readers` is `Program.first_readers()`.
+    """
     return min(readers[x.gradient.path, x.gradient.rows] for x in unit.arrays)
 
 
 def rest_tier(unit: UpdateUnit, catalog: Catalog, options: StepOptions) -> Tier:
-    """Where the gradients of a unit wait for a late update.
+    """The tier where gradients of a unit wait for an update after the backward pass.
 
-    On the device only where all that they are for rests there.
+    It is the device if all results of the unit rest there, and `gradient_tier` if not.
     """
     results = [a for update in unit.arrays for a in update.results]
     if all(catalog.home_tier(a) == Tier.DEVICE for a in results):

@@ -1,7 +1,7 @@
-"""Where persistent arrays rest: the fastest tier first, spilling only what must.
+"""Chooses the homes of persistent arrays: the fastest tier that has room.
 
-An array is worth more on a fast tier the more often a step moves it: parameters are
-read twice a step and written once, optimizer state is read and written once.
+Arrays that a step moves more often come first: a step reads parameters twice and writes
+them once; it reads and writes optimizer state once.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,11 +14,13 @@ from zinf.program import ArrayId, Tier
 class Resident:
     """A persistent array that needs a home.
 
-    `nbytes` are those of a process's share, `device_bytes` those of one device's part
-    (the same if it is None); `tier` is the tier its user asked for, or `None` for the
-    fastest that has room; `moves` is how many times a step moves it when it rests away
-    from where it is used; `segment` is the first to read it, or the parameter that it
-    is the state of.
+    Attributes:
+        nbytes: bytes of the process's share.
+        tier: the tier that the user asked for; None for the fastest that has room.
+        moves: how often a step moves the array if it rests away from where it is used.
+        device_bytes: bytes of one device's part; None if they are `nbytes`.
+        segment: the first segment that reads the array or, if it is optimizer state,
+            its parameter.
     """
 
     array: ArrayId
@@ -43,13 +45,13 @@ def place(
     """A home for every array.
 
     Args:
-        room_bytes: what each tier can spare for arrays at rest.
+        room_bytes: bytes of each tier for arrays at rest.
         persistence_bytes: smaller arrays never go to nvme: an operation on a drive
             costs as much as reading some tens of kilobytes.
 
-    Arrays of one `moves` are placed in the given order, so a stacked or layered model
-    keeps its first layers fast. Arrays that fit nowhere go to the slowest tier, where
-    the plan will say what is missing.
+    Arrays with equal `moves` are placed in the given order, so the first layers of a
+    model rest on the fastest tier. Arrays that fit nowhere go to the slowest tier; the
+    plan then reports the missing bytes.
     """
     left = dict(room_bytes)
     homes: dict[ArrayId, Tier] = {}
@@ -79,7 +81,7 @@ def may_rest(residents: Iterable[Resident], capacity_bytes: Mapping[Tier, int]) 
 def _choose(
     resident: Resident, left: Mapping[Tier, int], persistence_bytes: int
 ) -> Tier:
-    # An array of no numbers has no bytes to put on a drive.
+    # An array without elements never goes to nvme, even if persistence_bytes is 0.
     is_small = resident.nbytes < max(1, persistence_bytes)
     if resident.tier is not None:
         return Tier.HOST if is_small and resident.tier == Tier.NVME else resident.tier

@@ -1,8 +1,8 @@
-"""Where arrays rest and how a step is arranged, together: what fits, the fastest.
+"""Chooses homes and arrangement together: the fastest step that fits.
 
-What rests on a fast tier takes room from the residuals that a step keeps there for a
-while. Which of the two gains more depends on what binds the step, so both are planned,
-and the clock of `cost` decides. None of it changes a number.
+Arrays that rest on the device leave less room for saved residuals. Which of the two
+gains more depends on the link that binds the step, so both are planned and `cost`
+predicts which is faster. No choice changes a result.
 """
 
 from bisect import bisect_right
@@ -23,9 +23,9 @@ from zinf.plan.choose import (
 from zinf.plan.place import Resident, may_rest, place
 from zinf.program import Tier
 
-# A tier gives up room for what moves through it in growing steps until the plan fits.
+# Placements to try; each leaves more room for transfers, the last as much as it can.
 MAX_ATTEMPTS = 24
-# What rests beside residuals fills the room for it to such a share of the tier.
+# Resolution of the search for resident bytes beside residuals: 1/32 of a tier.
 ROOM_STEPS = 32
 
 
@@ -37,20 +37,22 @@ def build_placed(
     options: StepOptions,
     choices: Choices,
 ) -> Arrangement:
-    """Places arrays and arranges the step so that the plan fits, fastest first.
+    """Places arrays and arranges the step so that the plan fits and is fast.
 
-    Fills the fastest tiers as far as the plainest step lets it, and arranges that. If
-    then something is computed again, arranges the step with all on the slowest tier
-    that is allowed, and lets rest faster what has room beside the residuals. Takes the
-    faster of the two. Of more than `MAX_INSTRUCTIONS` the first is taken.
+    The first candidate has the fastest tiers as full as the plainest step allows. If
+    some segments recompute in it, a second candidate is built: it starts with all
+    arrays on the slowest tier allowed, so more residuals fit, and then moves arrays to
+    faster tiers where room is left. The faster candidate is taken. Plans of more than
+    `MAX_INSTRUCTIONS` have only the first.
 
     Args:
         catalog: its homes are not used.
-        units_for: the update units for a placement and an `update_tier`.
+        units_for: returns the update units for homes and an `update_tier`.
 
     Raises:
-        InfeasibleError: even with everything on the slowest tier allowed; with the
-            budgets of the arrangement that misses least, on the device to begin with.
+        InfeasibleError: no plan fits, even with all arrays on the slowest tier allowed.
+            The error names the budgets that suffice for the arrangement with the fewest
+            missing bytes, counted on the device first.
     """
     # One attempt, with all on the slowest tier allowed, says which budgets would do.
     # For 70B parameters the others take minutes.
@@ -68,7 +70,7 @@ def build_placed(
     def placements(reserve: dict[Tier, int]) -> Iterator[Homes]:
         for attempt in range(1, 1 + num_attempts):
             if attempt == num_attempts:
-                reserve.update(capacity_bytes)  # all on the slowest tier allowed
+                reserve.update(capacity_bytes)  # All on the slowest tier allowed.
             yield homes(reserve)
 
     search = Search(catalog, units_for, capacity_bytes, options, choices)
@@ -92,15 +94,15 @@ def build_placed(
 def _with_room(
     search: Search, arranged: Arrangement, residents: Sequence[Resident]
 ) -> Arrangement:
-    """The same with what has room beside it on faster tiers, if that is faster.
+    """The fastest arrangement with some arrays moved to faster tiers.
 
-    That of the first segments comes first: they are updated last, and where computing
-    binds, links are waited for only as a step begins and as it ends. How much has room
-    is found by bisection: it may be what the step has there in any case at the time
-    when there is least.
+    Arrays of the first segments move first: they are read first and updated last, and
+    if compute binds, the device waits for links only at the start and end of a step.
+    Bisection finds how many arrays have room. It has to build plans for that: a
+    resident array takes no extra bytes if the step holds a copy there at its peak.
 
     Args:
-        residents: what may rest anywhere.
+        residents: arrays whose tier the user left open.
     """
     best = arranged
     rest = sorted(residents, key=lambda r: (r.segment, -r.moves))

@@ -10,18 +10,20 @@ from zinf.plan.shared import Shared, shared_arrays
 from zinf.plan.show import Summary, show_bytes, show_instructions, summarize
 from zinf.program import ArrayId, Tier
 
-# A notebook keeps what it shows, and a large model has thousands.
+# A notebook file stores what it shows, and a large model has thousands of instructions.
 SHOWN_INSTRUCTIONS = 200
 
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """Immutable; printed, it is one line an instruction below a summary.
+    """An immutable plan; `str(plan)` is a summary and one line for each instruction.
 
     Attributes:
-        homes: where each persistent array rests between steps.
-        home_bytes, peak_bytes, capacity_bytes: per tier, at rest, at most, and allowed.
-        rates: what the links are taken to do in `timeline`.
+        homes: the tier where each persistent array rests between steps.
+        home_bytes: bytes at rest on each tier.
+        peak_bytes: the most bytes that any execution holds on each tier.
+        capacity_bytes: the budget of each tier.
+        rates: the speeds assumed in `timeline`.
     """
 
     instructions: tuple[Instruction, ...]
@@ -37,17 +39,17 @@ class Plan:
 
     @property
     def tiers(self) -> set[Tier]:
-        """The tiers that hold anything at any time."""
+        """The tiers that ever hold bytes."""
         return {tier for tier, nbytes in self.peak_bytes.items() if nbytes}
 
     @cached_property
     def late_changes(self) -> tuple[int, ...]:
-        """Instructions that do the updates that were pending, and bring them home."""
+        """Instructions that run pending updates or bring their results home."""
         return tuple(i for i in self._changes if i < self._end_of_forward)
 
     @cached_property
     def own_changes(self) -> tuple[int, ...]:
-        """Those that do the same by the gradients of the step itself."""
+        """Instructions that run updates of this step or bring their results home."""
         return tuple(i for i in self._changes if i > self._end_of_forward)
 
     @cached_property
@@ -64,7 +66,7 @@ class Plan:
 
     @cached_property
     def _end_of_forward(self) -> int:
-        """The first run of the last segment: it comes after all that was pending."""
+        """Index of the first run of the last segment, after all pending updates."""
         for i, instruction in enumerate(self.instructions):
             operation = instruction.operation
             if isinstance(operation, Run) and operation.kind == Pass.LOSS:
@@ -73,7 +75,7 @@ class Plan:
 
     @cached_property
     def shared(self) -> Shared:
-        """What may be in one memory on host and device, where they have one."""
+        """Arrays whose host and device copies may share memory (see `shared`)."""
         return shared_arrays(self.instructions, self.homes)
 
     def link_bytes(self, link: Link) -> int:
@@ -86,7 +88,7 @@ class Plan:
         return predict(self.instructions, self.rates)
 
     def summary(self) -> str:
-        """What rests where, what moves, and what binds."""
+        """Bytes on each tier, traffic of each link, and the link that binds."""
         return str(self._summary)
 
     @cached_property
@@ -109,7 +111,7 @@ class Plan:
         return f"<Plan: {self._summary.sentence}; at most {held}>"
 
     def _repr_html_(self) -> str:
-        """In a notebook: the tables of the summary, and instructions to unfold."""
+        """The summary as tables, and the first instructions folded, for a notebook."""
         shown = self.instructions[:SHOWN_INSTRUCTIONS]
         listing = escape(show_instructions(shown, self.timeline))
         first = "The first" if len(shown) < len(self.instructions) else "All"

@@ -3,10 +3,10 @@
 All microbatches go through a segment before the next segment starts, forward and
 backward, so parameters are fetched once a pass and not once a microbatch (GreedySnake,
 arXiv:2512.17570, section 3). Gradients accumulate in the order of microbatches within
-a segment, and of segments from last to first where several read one parameter: the
-order, and so the rounding, depends on nothing else.
+a segment, and of segments from last to first where several read one parameter. Order
+and rounding depend on nothing else.
 
-`updates` says where the updates go; `stream` puts the transfers between the jobs.
+`updates` inserts the updates; `stream` adds the transfers between the jobs.
 """
 
 from collections import Counter
@@ -35,14 +35,15 @@ from zinf.plan.job import Job, JobList
 from zinf.plan.updates import Updates
 from zinf.program import ArrayId, Role, SegmentSpec, Tier
 
-# Rows are summed by number, and the sums cast, beside what they are added to.
+# Workspace of adding rows to a gradient, in bytes of the rows: rows are first summed by
+# row number, and the sums are cast.
 ROW_SUM_COPIES = 3
 
 
 def schedule(
     catalog: Catalog, units: Sequence[UpdateUnit], options: StepOptions
 ) -> list[Job]:
-    """The jobs of one training step after another, in order."""
+    """The jobs of a training step that follows another, in order."""
     made = _Schedule(catalog, units, options)
     made.forward_passes(with_pending=True)
     made.train()
@@ -52,7 +53,7 @@ def schedule(
 def schedule_first(
     catalog: Catalog, units: Sequence[UpdateUnit], options: StepOptions
 ) -> list[Job]:
-    """The jobs of a step before which nothing is pending."""
+    """The jobs of a step before which no update is pending."""
     made = _Schedule(catalog, units, options)
     made.forward_passes()
     made.train()
@@ -62,7 +63,7 @@ def schedule_first(
 def schedule_flush(
     catalog: Catalog, units: Sequence[UpdateUnit], options: StepOptions
 ) -> list[Job]:
-    """The jobs that do what is pending, and nothing else."""
+    """The jobs that run the pending updates, and nothing else."""
     made = _Schedule(catalog, units, options)
     made.updates.add_leading()
     for k in range(len(catalog.program.segments)):
@@ -98,7 +99,7 @@ class _Schedule:
         self.keeps = catalog.kept_segments(options.num_kept)
 
     def forward_passes(self, *, with_pending: bool = False) -> None:
-        """All segments but the last; with `with_pending`, what is due before each."""
+        """Runs all segments but the last; `with_pending`, also the pending updates."""
         if with_pending:
             self.updates.add_leading()
         for k in self.body:
@@ -162,7 +163,7 @@ class _Schedule:
             self.jobs.transfer(outputs, Tier.DEVICE, target)
 
     def loss(self, k: int, m: int) -> ArrayId:
-        """Runs the last segment both ways; returns the loss, which is on the host."""
+        """Runs both passes of the last segment; returns the loss, moved to the host."""
         segment = self.program.segments[k]
         results = [value(n, m) for n in segment.outputs]
         self.run_backward(k, m, Pass.LOSS, (), results)
@@ -226,9 +227,11 @@ class _Schedule:
             self.accumulate(targets, [*parts, *(a for a, _ in rows)], rows)
 
     def landing(self, target: ArrayId, *, is_gradient: bool) -> ArrayId:
-        """Where a contribution lands: on its accumulator if it is the first, or beside.
+        """The array that a pass writes: the accumulator if it is first, or a part.
 
-        A narrow gradient that accumulates always lands beside: its accumulator is wide.
+        A part is added to the accumulator afterwards. If a gradient is narrower than
+        float32 and has several contributions, each is a part: its accumulator is
+        float32.
         """
         part = target.of_role(target.role.part)
         if is_gradient:
@@ -260,7 +263,7 @@ class _Schedule:
         )
 
     def finish_gradients(self, k: int) -> None:
-        """Measures and offloads the gradients that are complete after segment `k`."""
+        """Offloads the gradients that segment `k` completes, and their norm."""
         segment = self.program.segments[k]
         done = []
         for array in segment.trained_params:

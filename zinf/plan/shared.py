@@ -1,13 +1,15 @@
-"""Which copies of a plan may be in one memory. [Note: shared memory]
+"""Finds the arrays whose host and device copies may share memory. [Note: shared memory]
 
-Where a device computes in the memory of the host, a transfer between the two may make
-an alias instead of a copy, if nobody sees the difference:
+If a device computes in the memory of the host, a transfer between the two may make an
+alias instead of a copy, provided that no instruction can see the difference:
 
-* up to the device: an array that nothing there computes anew, or has at home. On the
-  host an update may change it in place; every plan therefore has such an update wait
-  for those that read the array on the device (`Listing`), and its check proves that;
-* down to the host: an array that has no home, that nothing there computes anew or hands
-  to the drive (which wants pages of its own), and that the device leaves as it is then.
+* host to device: the array does not rest on the device, and no instruction there writes
+  it. An update on the host may change the array in place, so in every plan such an
+  update waits for the device instructions that read the array (`Listing`), and `check`
+  proves this.
+* device to host: the array has no home, no instruction on the host writes it or sends
+  it to nvme (which needs page-aligned memory), and the device does not write it after
+  the transfer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,8 +21,11 @@ from zinf.program import ArrayId, Tier
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Attributes:
-    up, down: arrays whose copies on the device, and on the host, may be aliases.
+    """Arrays that may be aliases.
+
+    Attributes:
+        up: arrays whose device copy may be an alias of the host copy.
+        down: arrays whose host copy may be an alias of the device copy.
     """
 
     up: frozenset[ArrayId]
@@ -30,7 +35,7 @@ class Shared:
 def shared_arrays(
     instructions: Sequence[Instruction], homes: Mapping[ArrayId, Tier]
 ) -> Shared:
-    """What may share memory in a plan with arrays at `homes`."""
+    """The arrays that may share memory in a plan with these `homes`."""
     up: set[ArrayId] = set()
     down: set[ArrayId] = set()
     not_up = {a.whole for a, tier in homes.items() if tier == Tier.DEVICE}
@@ -53,7 +58,7 @@ def shared_arrays(
                         not_down.add(array.whole)
                 else:
                     not_down.add(array.whole)
-    # Rows that go up beside the whole are written into it there.
+    # If both a whole and its rows go up, the rows are written into the device's whole.
     not_up |= {a.whole for a in up if a.rows is not None and a.whole in up}
     return Shared(
         frozenset(a for a in up if a.whole not in not_up),

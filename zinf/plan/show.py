@@ -30,7 +30,7 @@ def show_seconds(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a plan comes to: a sentence, and two tables with a row of names first."""
+    """The summary of a plan: a sentence and two tables, with column names first."""
 
     sentence: str
     tiers: list[tuple[str, ...]]
@@ -100,9 +100,10 @@ def show_instructions(instructions: Sequence[Instruction], timeline: Timeline) -
 
 
 def show_tilings(program: Program) -> str:
-    """What runs in parts since the device cannot hold it at once, a line each.
+    """Lists what runs in parts because the device cannot hold it whole.
 
-    Leaves that are read by tile, and equal segments that run in blocks of rows.
+    These are leaves that are read by tile and segments that run in blocks of rows;
+    equal segments share a line.
     """
     tiles = []
     for tiling in program.tilings:

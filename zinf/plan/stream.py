@@ -1,13 +1,14 @@
-"""Puts transfers and frees between the jobs of a step, within hard byte budgets.
+"""Adds transfers and frees between the jobs of a step, within hard byte budgets.
 
-The plan is a list, and its memory is accounted in list order: an instruction may start
-only when enough of the frees listed before it are done for its bytes to fit, counting
-everything listed before it as allocated. So no interleaving of the links ever exceeds a
-budget, and the earliest unfinished instruction can always run.
+Memory is accounted in list order: an instruction counts every earlier allocation as
+held and starts only after enough earlier frees are done for its bytes to fit. So no
+interleaving of the links exceeds a budget, and the earliest unfinished instruction can
+always run ([Note: fences]).
 
-A copy whose array also rests elsewhere stays until the room is needed; then the copy
-that is needed last goes first (Belady, 1966). That is exact, because the whole step is
-known. Copies are fetched some jobs ahead, as long as they fit beside what is in use.
+A copy whose array also exists elsewhere stays until its room is needed; then the copy
+with the farthest next use is evicted first (Belady, 1966). Next uses are exact because
+the whole step is known. Copies are prefetched some jobs ahead if they fit beside those
+in use.
 """
 
 from collections import defaultdict
@@ -23,7 +24,7 @@ from zinf.plan.plan import Plan
 from zinf.plan.schedule import Job
 from zinf.program import ArrayId, Tier
 
-# How many of the next jobs that need a transfer are fetched for ahead of time.
+# Prefetch for this many of the next jobs that miss copies, at most MAX_DISTANCE ahead.
 # ZeRO-Infinity (arXiv:2104.07857, section 6.2) reads three modules ahead.
 LOOKAHEAD = 3
 MAX_DISTANCE = 64
@@ -46,7 +47,7 @@ def stream(
         slack: see `StepOptions`.
 
     Raises:
-        InfeasibleError: with the budgets that would do, if some job does not fit.
+        InfeasibleError: some job does not fit; the error has the bytes needed.
     """
     return _Streamer(jobs, catalog, capacity_bytes, initial, kept).plan(slack)
 
@@ -118,9 +119,9 @@ class _Streamer:
         *,
         needed_by: int,
     ) -> None:
-        """Emits the transfers for copies that job `needed_by` lacks.
+        """Lists the transfers of the copies that job `needed_by` misses.
 
-        A transfer ahead of time takes the room only of copies needed after `needed_by`.
+        A prefetch evicts only copies whose next use is after `needed_by`.
         """
         hops: dict[tuple[Tier, Tier], list[ArrayId]] = defaultdict(list)
         for copy in missing:
@@ -148,10 +149,11 @@ class _Streamer:
         )
 
     def prefetch(self, number: int, job: Job) -> None:
-        """Fetches for the next jobs what fits without taking anything needed sooner.
+        """Prefetches for the next jobs while nothing that is needed sooner is evicted.
 
-        The jobs until then must find their room too, or they would take it back. (For
-        350M parameters in 1 GiB, that saves a quarter of what is read from nvme.)
+        A prefetch must also leave the room that the jobs before its use claim, or they
+        would evict it again. (For 350M parameters in 1 GiB, this saves a quarter of the
+        bytes read from nvme.)
         """
         ahead, protected = 0, self.copies.touched(job)
         claimed: dict[Tier, int] = {}
@@ -161,7 +163,7 @@ class _Streamer:
             for tier, nbytes in self.claims[later].items():
                 claimed[tier] = max(claimed.get(tier, 0), nbytes)
             if isinstance(upcoming.operation, Transfer):
-                continue  # it moves what a job just before it made
+                continue  # It moves arrays that a job just before it makes.
             if missing := self.copies.early(later):
                 if not self.fits(later, missing, protected, claimed):
                     return
@@ -177,7 +179,7 @@ class _Streamer:
         protected: set[Copy],
         beside: Mapping[Tier, int],
     ) -> bool:
-        """Whether job `number` can have what it misses, with `beside` bytes more."""
+        """Whether the copies that job `number` misses fit, with `beside` more bytes."""
         need: dict[Tier, int] = defaultdict(int, beside)
         for copy in missing:
             route = self.copies.route(copy)
@@ -210,22 +212,23 @@ class _Streamer:
             self.free([array for array, _ in victims], tier)
 
     def require(self, tier: Tier, nbytes: int, what: str) -> None:
-        """Notes a budget that is too small, and goes on with one that is not.
+        """Records a budget that is too small, and raises it to go on planning.
 
-        So the error knows of all that is missing, and not only of the first of it. What
-        is fetched ahead goes first, so it is left out from then on.
+        So the error has the largest need of every tier, not only the first shortage.
+        After a shortage nothing is prefetched: prefetched copies are evicted first, so
+        they do not change what a job needs.
         """
         if nbytes > self.capacity[tier]:
             self.shortages[tier] = Shortage(self.asked[tier], nbytes, what)
             self.capacity[tier] = nbytes
 
     def part(self, number: int, job: Job) -> None:
-        """Frees wholes that a job needs only rows of, if they leave it too little room.
+        """Frees whole arrays of which the job needs only rows, if it does not fit.
 
-        So what a job needs at least does not depend on what happens to be there.
+        So the least room that a job needs does not depend on the copies that exist.
         """
         if isinstance(job.operation, Transfer):
-            return  # it moves new rows out of the whole
+            return  # It moves new rows out of the whole.
         wholes: dict[Tier, list[ArrayId]] = defaultdict(list)
         for copy in dict.fromkeys((*job.reads, *job.writes)):
             held, tier = self.copies.key(copy)
@@ -242,7 +245,7 @@ class _Streamer:
                 self.free(list(dict.fromkeys(arrays)), tier)
 
     def claim_of(self, job: Job, created: Sequence[Copy]) -> dict[Tier, int]:
-        """What a job takes of each tier to create copies and to work in."""
+        """Bytes of each tier that a job takes for new copies and as workspace."""
         need: dict[Tier, int] = defaultdict(int)
         for array, tier in created:
             if not self.copies.is_home((array, tier)):
@@ -252,7 +255,7 @@ class _Streamer:
         return need
 
     def claim(self, job: Job, created: Sequence[Copy]) -> None:
-        """Makes room for what a job creates and works in."""
+        """Makes room for the new copies and the workspace of a job."""
         for tier, nbytes in self.claim_of(job, created).items():
             self.make_room(tier, nbytes, self.copies.touched(job))
         self.copies.occupy(created)
@@ -264,7 +267,7 @@ class _Streamer:
         self.listing.free(arrays, tier, nbytes)
 
     def drop_stale(self, job: Job) -> None:
-        """Frees other copies of what a job is about to change."""
+        """Frees the copies on other tiers of arrays that the job changes."""
         for array, tier in job.writes:
             for other in Tier:
                 copy = (array, other)

@@ -1,7 +1,7 @@
-"""Which updates run in a step, when, and where gradients wait for them.
+"""Adds the updates to the jobs of a step, and chooses where gradients wait for them.
 
-A unit is updated when its gradients are complete, in this step or (see `pending`) at
-the beginning of the next. What it changes then goes home.
+A unit is updated when its gradients are complete, in this step or, if it is deferred
+(see `pending`), at the beginning of the next. Its results are then moved home.
 """
 
 from collections import Counter, defaultdict
@@ -15,11 +15,15 @@ from zinf.program import ArrayId, Tier
 
 
 class Updates:
-    """The updates that a step still has to do, added to `jobs` as they are due.
+    """The updates that are not yet in `jobs`; the methods add them as they are due.
 
     Attributes:
-        units: what is to be updated with gradients of this step, by number.
-        gradient_tiers: where complete gradients go.
+        units: `(number, unit)` of units to update with gradients of this step.
+        at_rest: gradients at rest between steps, with their tiers.
+        pending: `(number, unit)` of pending updates, by the first segment that reads
+            their results.
+        by_row: gradients that wait on the device and come to the host by row.
+        gradient_tiers: the tier where each complete gradient waits.
     """
 
     def __init__(
@@ -43,7 +47,7 @@ class Updates:
         self.gradient_tiers = self._gradient_tiers()
 
     def _by_row(self) -> frozenset[ArrayId]:
-        """The gradients that wait on the device for updates of their rows."""
+        """Gradients that several units on the host read, and that are not deferred."""
         if not self.options.updates_in_backward:
             return frozenset()
         on_host = [u for _, u in self.units if u.tier == Tier.HOST]
@@ -61,7 +65,7 @@ class Updates:
         return tiers | self.at_rest
 
     def add_ready(self, is_complete: Callable[[ArrayId], bool]) -> None:
-        """Updates the units whose gradients are complete, in order."""
+        """Adds the updates of the units whose gradients are complete, in order."""
         waiting = []
         for number, unit in self.units:
             if all(is_complete(update.gradient) for update in unit.arrays):
@@ -71,7 +75,7 @@ class Updates:
         self.units = waiting
 
     def add_leading(self) -> None:
-        """Does those of the pending updates that go before all else."""
+        """Adds the leading pending updates: the smallest, by `leading_share`."""
         due = [(k, *each) for k, some in self.pending.items() for each in some]
         due.sort(key=lambda each: self.operand_bytes(each[2]))
         for k, number, unit in due[: round(self.options.leading_share * len(due))]:
@@ -79,12 +83,12 @@ class Updates:
             self.add(number, unit, is_pending=True)
 
     def operand_bytes(self, unit: UpdateUnit) -> int:
-        """What comes to the host for a pending update."""
+        """Bytes of the operands that come to the host for a pending update."""
         operands = _with_whole_params(unit, self.catalog)
         return sum(self.catalog.nbytes(a, Tier.HOST) for a in operands)
 
     def add_pending(self, k: int) -> None:
-        """Does the pending updates of what segment `k` is the first to read."""
+        """Adds the pending updates whose results segment `k` is the first to read."""
         for number, unit in self.pending[k]:
             self.add(number, unit, is_pending=True)
 
@@ -119,7 +123,7 @@ class Updates:
             self.jobs.transfer(arrays, tier, home)
 
     def bring_rows(self, unit: UpdateUnit) -> list[ArrayId]:
-        """The gradients that a unit reads, whose rows it has come over if they wait."""
+        """The gradients that a unit reads; transfers the rows of waiting ones first."""
         rows = [u.gradient_rows for u in unit.arrays if u.gradient in self.by_row]
         if rows:
             nbytes = sum(self.catalog.nbytes(a, Tier.DEVICE) for a in rows)
@@ -131,9 +135,9 @@ class Updates:
 def _with_whole_params(unit: UpdateUnit, catalog: Catalog) -> list[ArrayId]:
     """The operands of a unit, with whole parameters in place of blocks of them.
 
-    The forward pass is the next to read the parameter, and as a whole. So blocks are
-    updated inside of it: made on their own, they would be fetched again from home,
-    unless that is the device.
+    The forward pass reads the whole parameter next, so its blocks are updated inside a
+    copy of the whole. Separate blocks would be moved home and fetched again from there,
+    unless the home is the device.
     """
     operands: list[ArrayId] = []
     for update in unit.arrays:
