@@ -1,4 +1,4 @@
-"""How arrays lie on a mesh of devices, and which part of each a process keeps."""
+"""Shards arrays over a mesh of devices, and over processes for host and nvme."""
 
 from zinf.sharding.collective import as_cut, cut, gather
 from zinf.sharding.layout import Box, Layout, intersection, relative

@@ -1,14 +1,16 @@
-"""Gathering and cutting inside compiled programs, for any layout.
+"""Gathers and cuts arrays inside compiled programs, for any layout.
 
-These are constraints for GSPMD, which chooses the collectives: a parameter that is cut
-is gathered, and a gradient that is a sum over devices reduce-scattered. Gather before
-what is differentiated: a constraint transposes to itself, and makes the gradient whole.
+The functions add sharding constraints, and GSPMD chooses the collectives: it gathers a
+sharded parameter, and reduce-scatters a gradient that is a sum over devices. Gather
+outside the differentiated function: a constraint transposes to itself, so inside it
+would make the gradient whole on every device.
 
-On a TPU both go in two steps, over all dims of the torus but the last, and over that.
-In one step XLA makes an all-gather over all chips of a three-dimensional torus an
-all-reduce of zero-padded parts, and a gradient's constraint an all-reduce and a slice:
-on 512 chips 6 times the bytes of all parameters a step, where two steps send 3 times
-them, with 20 in place of 32 GiB of temporaries (1T parameters, v5p:8x8x8).
+On a TPU, gather and cut take two steps: over all dims of the torus but the last, and
+over the last. In one step, XLA turns an all-gather over all chips of a
+three-dimensional torus into an all-reduce of zero-padded parts, and the constraint of a
+gradient into an all-reduce and a slice. On 512 chips one step sends 6 times the bytes
+of all parameters per training step, two steps send 3 times, and temporaries fall from
+32 to 20 GiB (1T parameters, v5p:8x8x8).
 """
 
 from functools import lru_cache
@@ -39,8 +41,8 @@ def gather(array: Any, layout: Layout) -> Any:
 def cut(array: Any, layout: Layout) -> Any:
     """A whole array in the device form of its layout, padded; traceable.
 
-    One that every device is to hold stays as it is: the compiler need not add it up
-    before it is used.
+    If the layout is gathered, no constraint is added, so that the compiler may delay
+    the sum over devices until the array is used.
     """
     if array.shape != layout.padded:
         sizes = zip(array.shape, layout.padded, strict=True)
@@ -49,7 +51,7 @@ def cut(array: Any, layout: Layout) -> Any:
 
 
 def as_cut(array: Any, sharding: NamedSharding) -> Any:
-    """An array, padded, under a sharding that cuts it; traceable."""
+    """A padded array under a sharding that cuts it; traceable."""
     half_way = _half_way(sharding)
     if half_way is not None:
         array = jax.lax.with_sharding_constraint(array, half_way)
@@ -57,10 +59,10 @@ def as_cut(array: Any, sharding: NamedSharding) -> Any:
 
 
 def _half_way(sharding: NamedSharding) -> NamedSharding | None:
-    """The cut along the outer dims of the torus alone, None if one step does."""
+    """The sharding over all torus dims but the last; None if one step suffices."""
     axes = [entry for entry in sharding.spec if entry is not None]
     mesh = _torus(_mesh_of(sharding))
-    # What is cut along a part of the mesh is gathered in groups of few dims anyway.
+    # An array cut along a part of the mesh is gathered in groups with few torus dims.
     if mesh is None or axes not in ([FSDP], [(FSDP,)]):
         return None
     entries = [None if entry is None else OUTER for entry in sharding.spec]
@@ -69,7 +71,10 @@ def _half_way(sharding: NamedSharding) -> NamedSharding | None:
 
 @lru_cache
 def _torus(mesh: Mesh) -> Mesh | None:
-    """All chips of a TPU's torus as a mesh of two axes, the last dim by itself."""
+    """All chips of a TPU torus as a mesh of two axes; the last dim is the inner axis.
+
+    None if the mesh is not a TPU torus of two or more dims with all devices on `fsdp`.
+    """
     devices = mesh.devices
     first = devices.flat[0]
     if first.platform != "tpu" or mesh.shape.get(FSDP) != devices.size:

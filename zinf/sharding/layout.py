@@ -1,9 +1,9 @@
-"""How one array lies on the devices of a mesh, and which part of it a process keeps.
+"""The layout of one array: its sharding on the devices, and the share of each process.
 
-An array has two forms. On the devices it is one global `jax.Array`, cut as its role and
-the ZeRO stage say. On host and drive every process keeps its *share*: the block of the
-array that its own devices have when it is cut, as one NumPy array. Where the two are
-cut alike, moving a share moves nothing between devices.
+An array has two forms. On the devices it is one global `jax.Array`, cut according to
+its role and the ZeRO stage. On host and drive each process stores its *share* as one
+NumPy array: the block that its own devices have when the array is cut. If both forms
+are cut alike, moving a share to the devices moves nothing between devices.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,12 +22,14 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """Attributes:
-    shape: of the array as the program knows it.
-    padded: the same with the dim that is cut rounded up to a multiple of the shards;
-        what is beyond `shape` is zero or without meaning. Both forms are padded.
-    device: sharding of the array on the devices.
-    share: sharding whose local part is what this process keeps elsewhere.
+    """The two forms of one array.
+
+    Attributes:
+        shape: the shape of the array in the program.
+        padded: `shape` with the cut dim rounded up to a multiple of the number of
+            shards. Both forms are padded; entries beyond `shape` are zero or unused.
+        device: the sharding of the array on the devices.
+        share: the sharding whose local part is the share of this process.
     """
 
     shape: tuple[int, ...]
@@ -41,17 +43,17 @@ class Layout:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether every device holds all of it."""
+        """Whether every device holds the whole array."""
         return self.device.is_fully_replicated
 
     @cached_property
     def device_shape(self) -> tuple[int, ...]:
-        """Shape of what one device holds."""
+        """Shape of the part that one device holds."""
         return self.device.shard_shape(self.padded)
 
     @cached_property
     def share_shape(self) -> tuple[int, ...]:
-        """Shape of what this process keeps on its host or drive."""
+        """Shape of the share that this process stores on its host or drive."""
         return tuple(stop - start for start, stop in self.box)
 
     @cached_property
@@ -80,13 +82,13 @@ class Layout:
 
     @cached_property
     def cut_dims(self) -> frozenset[int]:
-        """The dims along which other processes keep other parts."""
+        """The dims along which processes have different parts."""
         sizes = zip(self.share_shape, self.padded, strict=True)
         return frozenset(d for d, (own, all_) in enumerate(sizes) if own != all_)
 
     @cached_property
     def keepers(self) -> tuple[int, ...]:
-        """The processes that keep the same share as this one, itself among them."""
+        """The processes with the same share as this one, including this one."""
         first = next(iter(self.blocks(self.share)))
         everywhere = self.share.devices_indices_map(self.padded)
         same = {
@@ -96,23 +98,23 @@ class Layout:
 
     @property
     def has_whole_rows(self) -> bool:
-        """Whether rows of the leading dim lie as the whole does: it is not cut."""
+        """Whether the leading dim is not cut, so rows are sharded like the whole."""
         if not self.shape:
             return False
         return self.share.shard_shape(self.padded)[0] == self.shape[0]
 
     def blocks(self, sharding: Sharding) -> Mapping[jax.Device, Box]:
-        """What each device of this process has of `padded` under a sharding."""
+        """The block of `padded` that each device of this process has."""
         return _blocks(sharding, self.padded)
 
     def rows(self, start: int, stop: int) -> "Layout":
-        """The layout of rows of the leading dim, which is not cut."""
+        """The layout of rows `start:stop`; the leading dim must not be cut."""
         assert self.has_whole_rows, "rows were asked of an array that is cut by rows"
         shape, padded = ((stop - start, *s[1:]) for s in (self.shape, self.padded))
         return Layout(shape, padded, self.device, self.share)
 
     def take_share(self, content: np.ndarray) -> np.ndarray:
-        """The share of this process of a whole array, padded with zeros."""
+        """This process's share of the whole array `content`, padded with zeros."""
         if self.is_whole:
             return content
         inside = [
@@ -126,7 +128,7 @@ class Layout:
         return np.pad(part, missing)
 
     def unpadded(self, content: np.ndarray) -> np.ndarray:
-        """The array itself, of one in `padded` shape."""
+        """The array without its padding; `content` has the shape `padded`."""
         return content[tuple(slice(n) for n in self.shape)]
 
 
@@ -134,7 +136,8 @@ class Layout:
 def _blocks(sharding: Sharding, shape: tuple[int, ...]) -> Mapping[jax.Device, Box]:
     indices = dict(sharding.addressable_devices_indices_map(shape))
     if not indices and isinstance(sharding, NamedSharding):
-        # Devices that are only compiled for: a host of them stands for this process.
+        # No device is local, so programs are only compiled for these devices: the
+        # first host stands for this process.
         assert isinstance(sharding.mesh, Mesh)
         everywhere = sharding.devices_indices_map(shape)
         indices = {d: everywhere[d] for d in local_devices(sharding.mesh)}
@@ -147,7 +150,7 @@ def _blocks(sharding: Sharding, shape: tuple[int, ...]) -> Mapping[jax.Device, B
 
 
 def relative(block: Box, to: Box) -> tuple[slice, ...]:
-    """The selection of `block` in an array that is the block `to`."""
+    """The slices that select `block` from an array that holds the block `to`."""
     return tuple(
         slice(low - start, high - start)
         for (low, high), (start, _) in zip(block, to, strict=True)

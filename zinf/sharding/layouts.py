@@ -1,4 +1,4 @@
-"""The layout of everything that a step names."""
+"""The layouts of all arrays that a step names."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -18,9 +18,11 @@ FLOAT32_BYTES = 4
 
 @dataclass(frozen=True)
 class Layouts:
-    """Attributes:
-    arrays: of persistent arrays and gradients as wholes.
-    values: of what crosses cuts, by name.
+    """The layouts of all arrays that a step names.
+
+    Attributes:
+        arrays: layouts of persistent arrays and gradients, as wholes.
+        values: layouts of the values that cross cuts, by name.
     """
 
     rule: ZeroRule
@@ -32,7 +34,7 @@ class Layouts:
         return self.rule.mesh
 
     def of(self, array: ArrayId) -> Layout:
-        """The layout of one array, or of rows of one."""
+        """The layout of an array, which may be rows of another."""
         if array.role.lies_as == Role.VALUE:
             return self.values[array.path]
         if array.role == Role.NORM:
@@ -41,7 +43,7 @@ class Layouts:
         return layout.rows(*array.rows) if array.rows else layout
 
     def with_inputs(self, program: Program) -> "Layouts":
-        """The same with the values that a program is given: batch, key, constants.
+        """These layouts with those of a program's inputs: batch, key, constants.
 
         Raises:
             ValueError: the batch does not divide among the devices.
@@ -58,24 +60,24 @@ class Layouts:
         return replace(self, values=values)
 
     def share_spec(self, array: ArrayId, spec: ArraySpec) -> ArraySpec:
-        """What this process keeps of an array of `spec` on host or drive."""
+        """The spec of this process's share of an array of `spec`."""
         return replace(spec, shape=self.of(array).share_shape)
 
     def share_of(self, program: Program) -> Program:
-        """A program as the plan sees it: shares of values, a device's part of flops."""
+        """The program with specs of this process's shares and one device's flops."""
         values = {
             name: replace(spec, shape=self.values[name].share_shape)
             for name, spec in program.values.items()
-            if name in self.values  # outputs have other names in the last segment
+            if name in self.values  # The last segment's outputs have other names.
         }
         count = self.mesh.size
         segments = tuple(replace(s, flops=s.flops // count) for s in program.segments)
         return replace(program, values=values, segments=segments)
 
     def device_parts(self) -> dict[ArrayId, Fraction]:
-        """What one device has of an array, over what the process keeps elsewhere.
+        """The size of one device's part of each array over that of the process's share.
 
-        By `ArrayId.lies_as`; only where it is not 1.
+        The keys are `ArrayId.lies_as`; fractions of 1 are left out.
         """
         values = {ArrayId(Role.VALUE, n): layout for n, layout in self.values.items()}
         parts = {a: _part(layout) for a, layout in {**values, **self.arrays}.items()}
@@ -83,13 +85,13 @@ class Layouts:
 
 
 def whole_layout(shape: tuple[int, ...], mesh: Mesh) -> Layout:
-    """The layout of what every device and process has whole."""
+    """The layout of an array that every device and process has whole."""
     sharding = replicated(mesh)
     return Layout(shape, shape, sharding, sharding)
 
 
 def placed_layout(shape: tuple[int, ...], sharding: NamedSharding) -> Layout:
-    """The layout of a value that lies as `sharding` says."""
+    """The layout of a value with this sharding on the devices."""
     return Layout(shape, shape, sharding, sharding)
 
 
@@ -97,7 +99,7 @@ def batch_layout(name: str, shape: tuple[int, ...], mesh: Mesh) -> Layout:
     """The layout of a leaf of a microbatch: its examples are divided among devices.
 
     Raises:
-        ValueError: they do not divide.
+        ValueError: the examples do not divide evenly.
     """
     axes = present(mesh, DATA_AXES)
     count = axis_size(mesh, axes)
@@ -122,7 +124,7 @@ def persistent_layouts(
 
     Args:
         specs: every array as a whole.
-        indivisible: leaves that are updated as wholes, and so are never padded.
+        indivisible: leaves that are updated as wholes and therefore never padded.
     """
     found = {}
     for array, spec in specs.items():
@@ -135,7 +137,7 @@ def persistent_layouts(
 
 
 def layouts_on_one(device: jax.Device, specs: Mapping[ArrayId, ArraySpec]) -> Layouts:
-    """The layouts of arrays that lie whole on one device."""
+    """The layouts of arrays that are whole on one device."""
     rule = zero_rule(make_mesh([device]), stage=0, min_bytes=0)
     return persistent_layouts(specs, rule)
 
@@ -148,8 +150,8 @@ def _part(layout: Layout) -> Fraction:
 def _layout(
     role: Role, shape: tuple[int, ...], rule: ZeroRule, may_pad: bool
 ) -> Layout:
-    # The same for all arrays of a shape, whatever their dtype: what is updated together
-    # has to be cut alike.
+    # The bytes are counted in float32 for every dtype: all arrays of a shape are cut
+    # alike, since those that are updated together must be.
     dim = rule.cut_dim(shape, prod(shape) * FLOAT32_BYTES, may_pad=may_pad)
     if dim is None:
         return whole_layout(shape, rule.mesh)

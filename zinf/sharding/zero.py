@@ -1,9 +1,9 @@
-"""ZeRO as shardings: which dim of an array is cut along the mesh, and by which stage.
+"""ZeRO as shardings: which dim of an array is cut along the mesh, from which stage on.
 
-A stage says what is cut on the devices (Rajbhandari et al. 2020, "ZeRO", section 5):
-optimizer state from stage 1, gradients from 2, parameters from 3. On host and drive
-everything is cut whatever the stage: each process keeps its own share there, and the
-links of all of them work for every array ("bandwidth-centric partitioning",
+The stage decides which arrays are cut on the devices (Rajbhandari et al. 2020, "ZeRO",
+section 5): optimizer state from stage 1, gradients from 2, parameters from 3. On host
+and drive all arrays are cut at every stage: each process stores its own share, so the
+links of all processes move a part of every array ("bandwidth-centric partitioning",
 Rajbhandari et al. 2021, "ZeRO-Infinity", section 6.1).
 """
 
@@ -17,9 +17,9 @@ from zinf.mesh import FSDP, REPLICA, axis_size, present
 from zinf.program import Role
 
 STATE_STAGE, GRADIENT_STAGE, PARAM_STAGE = 1, 2, 3
-# A share narrower than this wastes lanes of a TPU along the last dim.
+# A shard narrower than this along the last dim wastes lanes of a TPU.
 LANES = 128
-# A leading dim up to this may be that of stacked layers.
+# A leading dim up to this size may be a stack of layers, so it is not cut.
 MAX_LAYERS = 1024
 
 
@@ -28,10 +28,11 @@ class ZeroRule:
     """How arrays are cut.
 
     Attributes:
-        stage: 0 to 3.
-        state_axes: mesh axes along which master, optimizer state and what rests off the
-            device is cut; `param_axes` those of parameters and gradients on the device.
-            They differ where each node has all parameters (ZeRO++'s hpZ).
+        stage: the ZeRO stage, 0 to 3.
+        state_axes: mesh axes that cut masters, optimizer state and gradients on the
+            devices, and all arrays off the devices.
+        param_axes: mesh axes that cut parameters on the devices. They differ from
+            `state_axes` if each group has all parameters (ZeRO++'s hpZ).
         min_bytes: smaller arrays are not cut.
     """
 
@@ -42,7 +43,7 @@ class ZeroRule:
     min_bytes: int
 
     def device_axes(self, role: Role) -> tuple[str, ...]:
-        """The axes along which arrays of a role are cut on the devices, if at all."""
+        """The axes that cut arrays of a role on the devices; none if they are whole."""
         if role == Role.PARAM:
             return self.param_axes if self.stage >= PARAM_STAGE else ()
         if role == Role.GRADIENT:
@@ -56,15 +57,16 @@ class ZeroRule:
     def cut_dim(
         self, shape: tuple[int, ...], nbytes: int, *, may_pad: bool = True
     ) -> int | None:
-        """The dim along which an array is cut into shares, None if it stays whole.
+        """The dim along which an array is cut into shares; None if it stays whole.
 
-        Later dims come first: rows of the leading one are moved and updated on their
-        own (a layer of a stack, a block), which a cut through them would make a
-        collective. With `may_pad`, a dim that does not divide is padded with zeros.
+        Dims after the leading one are tried first: rows of the leading dim (layers of a
+        stack, blocks) are moved and updated separately, which would need a collective
+        if that dim were cut. With `may_pad`, a dim that does not divide evenly may be
+        padded with zeros.
         """
         count = self.num_shards
-        # A shard of one number is compiled as a scalar, and may round otherwise than as
-        # a part of the share, on the host.
+        # Keep arrays whole whose shards would have one element: XLA compiles those as
+        # scalars, which may round differently from the share on the host.
         if count == 1 or nbytes < self.min_bytes or prod(shape) <= count:
             return None
         rows = [0] if len(shape) == 1 or shape[:1] > (MAX_LAYERS,) else []
@@ -74,7 +76,7 @@ class ZeroRule:
         wide = [d for d in even if d != last or shape[d] // count >= LANES]
         if wide or even:
             return (wide or even)[0]
-        # The largest dim wastes least.
+        # Padding the largest dim wastes least.
         return max(dims, key=lambda d: shape[d], default=None) if may_pad else None
 
 
@@ -84,8 +86,9 @@ def zero_rule(
     """The rule of a stage on a mesh.
 
     Args:
-        gathers_in_group: parameters are cut within a group of `fsdp` only, and all else
-            along `replica` too (hpZ); otherwise groups are copies of each other (MiCS).
+        gathers_in_group: if true, parameters are cut along `fsdp` and all other arrays
+            along `replica` too (hpZ). If false, all are cut along `fsdp` only, so the
+            groups are copies of each other (MiCS).
 
     Raises:
         ValueError: a group of hpZ has devices of several processes.
@@ -98,7 +101,10 @@ def zero_rule(
 
 
 def _check_groups(mesh: Mesh) -> None:
-    """A process's share of a parameter has to be among what its devices have of it."""
+    """Raise unless each group's devices are of one process.
+
+    The devices of a process must have all of its share of a parameter.
+    """
     if REPLICA not in mesh.shape:
         return
     groups = np.moveaxis(mesh.devices, mesh.axis_names.index(REPLICA), 0)
