@@ -1,8 +1,8 @@
-"""The device mesh: which axes it has, and what lies along them.
+"""The device mesh: its axes, and the devices of one process.
 
-A mesh is a `jax.sharding.Mesh` whose axes are named below, in any order; an axis that
-it lacks has size 1. Batches are cut along the data axes, and the state of training
-along `fsdp` (ZeRO's "partitions" are shards here).
+A mesh is a `jax.sharding.Mesh` with axes named below, in any order; an axis that it
+lacks has size 1. Batches are sharded along the data axes, and parameters, gradients and
+optimizer state along `fsdp` (ZeRO's "partitions" are shards here).
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,13 +18,13 @@ DATA_AXES = (REPLICA, FSDP)
 
 
 def make_mesh(devices: Sequence[jax.Device], *, num_replicas: int = 1) -> Mesh:
-    """Devices in the order given, in `num_replicas` groups that each hold all state.
+    """A mesh of `num_replicas` groups of devices; each group holds the whole state.
 
-    Devices of one process stay neighbours along `fsdp`, so that what a process keeps
-    of an array is in one piece.
+    The devices keep their order. In the order of `jax.devices()`, devices of one
+    process are neighbours along `fsdp`, so a process stores one block of an array.
 
     Raises:
-        ValueError: the devices do not divide into so many groups.
+        ValueError: the devices do not divide evenly into the groups.
     """
     if len(devices) % num_replicas:
         raise ValueError(
@@ -32,13 +32,13 @@ def make_mesh(devices: Sequence[jax.Device], *, num_replicas: int = 1) -> Mesh:
             "the same size. Set mesh.replica (or mics_shard_size) to a divisor."
         )
     shape = (num_replicas, len(devices) // num_replicas, 1, 1, 1)
-    # With Explicit axes, jax's default, a model's own `w @ w.T` is a type error.
+    # With Explicit axes, jax's default, `w @ w.T` in a model is a type error.
     types = (AxisType.Auto,) * len(AXES)
     return Mesh(np.asarray(devices, object).reshape(shape), AXES, axis_types=types)
 
 
 def check_mesh(mesh: Mesh) -> None:
-    """Raise ValueError for a mesh that training cannot be laid out on."""
+    """Raise ValueError if training cannot run on the mesh."""
     if not isinstance(mesh, Mesh):
         raise ValueError(
             f"mesh must be a jax.sharding.Mesh; found {mesh!r:.60}. "
@@ -59,25 +59,25 @@ def check_mesh(mesh: Mesh) -> None:
 
 
 def axis_size(mesh: Mesh, names: Iterable[str]) -> int:
-    """The number of devices along some axes together; those it lacks count once."""
+    """The product of the sizes of some axes; an axis that the mesh lacks has size 1."""
     return prod(mesh.shape.get(name, 1) for name in names)
 
 
 def present(mesh: Mesh, names: Iterable[str]) -> tuple[str, ...]:
-    """Those of the axes that the mesh has, in the order of `names`."""
+    """The names of axes that the mesh has, in the order of `names`."""
     return tuple(name for name in names if name in mesh.shape)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """The sharding of what every device holds whole."""
+    """The sharding of an array that every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def num_batch_shares(mesh: Mesh) -> int:
-    """Into how many parts a batch is cut among processes.
+    """The number of parts that processes divide a batch into.
 
-    Processes whose devices have the same examples (those of one tensor group, say) give
-    the same part.
+    Processes whose devices have the same examples, for instance those of one tensor
+    group, provide the same part.
     """
     axes = [mesh.axis_names.index(name) for name in present(mesh, DATA_AXES)]
     mine = set(local_devices(mesh))
@@ -90,9 +90,10 @@ def num_batch_shares(mesh: Mesh) -> int:
 
 
 def local_devices(mesh: Mesh) -> list[jax.Device]:
-    """The devices of a mesh that one process drives: those of this process.
+    """The devices of a mesh that belong to this process.
 
-    Of a mesh of devices that are only compiled for, those of the first host.
+    If none does, programs are only compiled for the mesh, and the devices of its first
+    host are returned.
     """
     local = set(mesh.local_devices)
     if not local:

@@ -1,4 +1,4 @@
-"""The vocabulary of the spine: tiers, array names, and programs as plain data.
+"""The terms that all packages share: tiers, array names, and programs as plain data.
 
 Nothing here imports jax or numpy, so that `plan` can be built and tested without them.
 """
@@ -18,38 +18,39 @@ class Tier(StrEnum):
 
 
 class Role(StrEnum):
-    """What an array is for: the first part of its name.
+    """The purpose of an array, which is the first part of its name.
 
-    Those of PARAM, MASTER and STATE persist between steps, and checkpoints hold them.
+    Arrays of the roles PARAM, MASTER and STATE persist between steps and are saved in
+    checkpoints.
     """
 
-    PARAM = "param"  # in the dtype that the loss computes with
-    MASTER = "master"  # in the dtype that it is kept in, where that is another one
-    STATE = "state"  # of the optimizer; a leaf's are counted by `ArrayId.slot`
-    CONST = "const"  # the loss closed over it
-    VALUE = "value"  # crosses a cut, or is of the batch
-    COTANGENT = "cotangent"  # of a value
-    COTANGENT_PART = "cotangent part"  # to be added to the cotangent
-    GRADIENT = "gradient"  # of a parameter array
-    GRADIENT_PART = "gradient part"  # to be added to the gradient
-    GRADIENT_ROWS = "gradient rows"  # of a `RowSum`, to be added to the gradient
-    ROW_NUMBERS = "row numbers"  # where those rows go
-    NORM = "norm"  # a sum of squares of gradients
-    RESIDUAL = "residual"  # kept from a forward pass for the backward pass
+    PARAM = "param"  # A parameter in the dtype that the loss computes with.
+    MASTER = "master"  # The parameter in the dtype that updates use, if it differs.
+    STATE = "state"  # Optimizer state; `ArrayId.slot` numbers the arrays of a leaf.
+    CONST = "const"  # An array that the loss function closed over.
+    VALUE = "value"  # A value that crosses a cut, or a part of the batch.
+    COTANGENT = "cotangent"  # The cotangent of a value.
+    COTANGENT_PART = "cotangent part"  # One contribution, to be added to the cotangent.
+    GRADIENT = "gradient"  # The gradient of a parameter array.
+    GRADIENT_PART = "gradient part"  # One contribution, to be added to the gradient.
+    GRADIENT_ROWS = "gradient rows"  # Rows of a `RowSum`, to be added to the gradient.
+    ROW_NUMBERS = "row numbers"  # The places of those rows in the gradient.
+    NORM = "norm"  # A sum of squares of gradients.
+    RESIDUAL = "residual"  # Saved by a forward pass for the backward pass.
 
     @property
     def part(self) -> "Role":
-        """Of what is to be added to an array of this role."""
+        """The role of contributions to an array of this role."""
         return PARTS[self]
 
     @property
     def total(self) -> "Role | None":
-        """Of the sum to which an array of this role is added; None if it is no part."""
+        """The role of the sum that a part of this role is added to; None if no part."""
         return TOTALS.get(self)
 
     @property
     def lies_as(self) -> "Role":
-        """The role whose arrays lie on the devices as those of this one do."""
+        """The role whose arrays are sharded on the devices like arrays of this role."""
         return LIES_AS.get(self, self)
 
 
@@ -64,7 +65,7 @@ LIES_AS = {
     Role.COTANGENT_PART: Role.VALUE,
     Role.GRADIENT_PART: Role.GRADIENT,
 }
-# The kinds of arrays that persist; the optimizer's have a number: "state0".
+# Kinds of persistent arrays; those of optimizer state have a number, as "state0".
 PERSISTENT = re.compile(r"(param|master|state(?=[0-9]))((?<=state)(?:0|[1-9][0-9]*))?")
 
 
@@ -86,18 +87,18 @@ class ArraySpec:
 
 
 Rows = tuple[int, int] | None
-"""Rows of the leading dim, from the first to the one after the last; None is all."""
+"""Rows `(start, stop)` of the leading dim, without `stop`; None is all rows."""
 
 
 def overlaps(rows: Rows, other: Rows) -> bool:
-    """Whether two selections of rows of one array have any in common."""
+    """Whether two selections of rows of one array have a row in common."""
     if rows is None or other is None:
         return True
     return rows[0] < other[1] and other[0] < rows[1]
 
 
 def covers(rows: Rows, other: Rows) -> bool:
-    """Whether a selection of rows holds all of another one."""
+    """Whether `rows` has every row of `other`."""
     if rows is None or other is None:
         return rows is None
     return rows[0] <= other[0] and other[1] <= rows[1]
@@ -107,12 +108,15 @@ def covers(rows: Rows, other: Rows) -> bool:
 class ArrayId:
     """The name of an array, the same on every tier.
 
-    `role` says what it is for, `path` whose it is: a parameter's key path such as
-    "blocks/0/mlp/kernel", or a value of the program. `rows` selects rows of the leading
-    dim: a leaf stacked over layers is kept as one array per layer, with
-    `rows=(i, i + 1)`; `None` is the whole array. Values that exist once per microbatch
-    carry its number, arrays of the optimizer state their place (`slot`) in optax's
-    order: those of a leaf are "state0", "state1", ...
+    Attributes:
+        role: the purpose of the array.
+        path: the key path of a parameter, such as "blocks/0/mlp/kernel", or the name of
+            a value of the program.
+        rows: rows of the leading dim; None is the whole array. A leaf stacked over
+            layers is stored as one array per layer, with `rows=(i, i + 1)`.
+        microbatch: the microbatch of a value that exists once in each; else None.
+        slot: the place of an optimizer state array among those of its leaf, in optax's
+            order: they are printed as "state0", "state1", ...
     """
 
     role: Role
@@ -126,7 +130,7 @@ class ArrayId:
     )
 
     def __post_init__(self) -> None:
-        # Planning looks names up millions of times; they are hashed once.
+        # Hash once: planning looks up names millions of times.
         name = (self.role, self.path, self.rows, self.microbatch, self.slot)
         object.__setattr__(self, "_hash", hash(name))
 
@@ -140,7 +144,7 @@ class ArrayId:
 
     @property
     def kind(self) -> str:
-        """Its role, with its place among the optimizer's arrays: "param", "state0"."""
+        """The role, followed by the slot of optimizer state: "param", "state0"."""
         return str(self.role) if self.slot is None else f"{self.role}{self.slot}"
 
     @staticmethod
@@ -148,7 +152,7 @@ class ArrayId:
         """The whole persistent array of a `kind`, as checkpoints name it.
 
         Raises:
-            ValueError: no persistent array is of that kind.
+            ValueError: `kind` is not a kind of persistent array.
         """
         found = PERSISTENT.fullmatch(kind)
         if found is None:
@@ -157,7 +161,7 @@ class ArrayId:
         return ArrayId(Role(role), path, slot=int(slot) if slot else None)
 
     def piece(self, rows: Rows) -> "ArrayId":
-        """The same array, of these rows alone."""
+        """The array that has only these rows."""
         return ArrayId(self.role, self.path, rows, self.microbatch, self.slot)
 
     def of_role(self, role: Role) -> "ArrayId":
@@ -166,12 +170,12 @@ class ArrayId:
 
     @property
     def lies_as(self) -> "ArrayId":
-        """The whole array that lies on the devices as this one, or its whole, does."""
+        """The whole array that is sharded on the devices like this one or its whole."""
         return ArrayId(self.role.lies_as, self.path, slot=self.slot)
 
     @property
     def whole(self) -> "ArrayId":
-        """The array that this one is rows of."""
+        """The array without its selection of rows."""
         if self.rows is None:
             return self
         if self._whole is None:
@@ -182,7 +186,7 @@ class ArrayId:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A parameter leaf; with `num_rows`, one that is stacked and kept by row."""
+    """A parameter leaf; if it has `num_rows`, each row is stored as its own array."""
 
     path: str
     spec: ArraySpec
@@ -190,11 +194,11 @@ class Leaf:
     num_rows: int | None = None
 
     def arrays(self) -> tuple[ArrayId, ...]:
-        """The arrays that hold this leaf: one, or one a row when it is stacked."""
+        """The parameter arrays of this leaf: one, or one for each row."""
         return self.pieces(ArrayId(Role.PARAM, self.path))
 
     def pieces(self, whole: ArrayId) -> tuple[ArrayId, ...]:
-        """The arrays that hold a whole array of this leaf, of whatever role."""
+        """The arrays that store `whole`, an array of this leaf of any role."""
         if self.num_rows is None:
             return (whole,)
         return tuple(whole.piece((i, i + 1)) for i in range(self.num_rows))
@@ -206,12 +210,13 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """A leaf that is read by tile, since a segment may not hold all of it.
+    """A leaf that is read by tile, since it is larger than a segment may be.
 
     Attributes:
-        nbytes, limit_bytes: of the leaf, and of the parameters of a segment.
-        edges: the rows at which tiles begin and end, from 0 to their number.
-        uses: how tiles are put together where the leaf is read.
+        nbytes: bytes of the leaf.
+        limit_bytes: the most bytes of parameters that a segment may have.
+        edges: the rows where tiles begin and end, from 0 to the number of rows.
+        uses: how tiles are combined at each read of the leaf.
     """
 
     path: str
@@ -228,13 +233,14 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True)
 class RowSum:
-    """A gradient that is zero but for a sum of rows, which a backward pass leaves so.
+    """A gradient that a backward pass returns as rows; all its other rows are zero.
 
     Attributes:
-        array: the parameter array that it is of, (V, ...).
-        rows: `numbers.shape[:-1]` rows of it; equal numbers add up.
-        numbers: of the rows, integers (..., 1); others than those of `array` add to
-            nothing.
+        array: the parameter array, (V, ...).
+        rows: spec of the rows, of shape `numbers.shape[:-1]` and the row's own. Rows
+            with equal numbers are summed.
+        numbers: spec of the row numbers, integers (..., 1). Rows whose number is not
+            that of a row of `array` are dropped.
     """
 
     array: ArrayId
@@ -244,21 +250,22 @@ class RowSum:
 
 @dataclass(frozen=True, slots=True)
 class SegmentSpec:
-    """A piece of the program that runs at once.
+    """A piece of the program that runs as one executable per pass.
 
     Attributes:
-        params: parameter arrays, in argument order; `trainable` marks those that get a
-            gradient. Its backward pass reads `backward_params` of them, where that is
-            known: a bias or a table of embeddings, say, has no part in gradients.
-        inputs: names of the values that it reads, in argument order; `active_inputs`
-            are those that get a cotangent.
-        outputs: names of the values that it computes; `active_outputs` are those whose
-            cotangents its backward pass takes.
+        params: parameter arrays, in argument order.
+        trainable: for each of `params`, whether it gets a gradient.
+        inputs: names of the values that the segment reads, in argument order.
+        outputs: names of the values that it computes.
+        active_inputs: the inputs that get a cotangent.
+        active_outputs: the outputs whose cotangents its backward pass takes.
         body: number of its executable; equal segments share one.
         flops: floating-point operations of one forward pass.
-        row_blocks: in how many blocks of rows its passes run, at least: more than one
-            where its intermediate values are too large for the device.
-        row_sums: the gradients that its backward pass leaves as rows.
+        backward_params: the parameter arrays that its backward pass reads; None if that
+            is unknown. A bias, or a table of embeddings, is not needed for gradients.
+        row_blocks: least number of blocks of rows that its passes run in. It is above 1
+            if intermediate values are too large for the device.
+        row_sums: the gradients that its backward pass returns as rows.
     """
 
     name: str
@@ -276,7 +283,7 @@ class SegmentSpec:
 
     @property
     def read_backward(self) -> tuple[ArrayId, ...]:
-        """The parameter arrays that its backward pass reads."""
+        """The parameter arrays that its backward pass reads, or all if unknown."""
         known = self.backward_params
         return self.params if known is None else known
 
@@ -298,11 +305,15 @@ class Program:
 
     Attributes:
         values: the spec of every value that crosses a cut, and of batch and constants.
-        batch: values given anew for every microbatch (batch leaves and the random key).
-        consts: arrays that the loss function closed over; they stay on the device.
-        loss: the name of the loss; `aux` the auxiliary outputs, in flattened order.
-        tilings: leaves that are read by tile; `untiled` says of others that are larger
-            than a segment may hold why they are not.
+        batch: names of the values that differ by microbatch (batch leaves and the
+            random key).
+        consts: names of the arrays that the loss function closed over; they stay on the
+            device.
+        loss: the name of the loss.
+        aux: names of the auxiliary outputs, in flattened order.
+        tilings: leaves that are read by tile.
+        untiled: why other leaves larger than a segment may be are not read by tile, by
+            path.
     """
 
     leaves: tuple[Leaf, ...]
@@ -316,8 +327,10 @@ class Program:
     untiled: dict[str, str] = field(default_factory=dict)
 
     def first_readers(self) -> dict[tuple[str, Rows], int]:
-        """By path and rows of a parameter, also of whole leaves, the first segment that
-        reads it."""
+        """The first segment that reads each parameter, by path and rows.
+
+        Leaves that are read by rows also have an entry for the whole leaf.
+        """
         found: dict[tuple[str, Rows], int] = {}
         for k, segment in enumerate(self.segments):
             for array in segment.params:
