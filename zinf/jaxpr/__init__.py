@@ -1,4 +1,4 @@
-"""Programs as flat lists of equations: flatten them, slice them, share equal pieces."""
+"""Flattens programs to lists of equations, slices them, and shares equal pieces."""
 
 from zinf.jaxpr.emit import Emitter as Emitter
 from zinf.jaxpr.emit import abstract as abstract

@@ -1,7 +1,7 @@
-"""The one place that knows which jax it runs on.
+"""The only module that depends on the version of jax.
 
-jax 0.11 merged `ClosedJaxpr` into `Jaxpr` and jax 0.12 changed the parameters of
-`scan`; everything else in zinf sees only the names below.
+jax 0.11 merged `ClosedJaxpr` into `Jaxpr`, and jax 0.12 changed the parameters of
+`scan`. Other modules use only the names below.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ JAXPR_TYPES = (jcore.Jaxpr, jcore.ClosedJaxpr)
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
-    """The jaxpr and the values of its constvars, closed or not."""
+    """The jaxpr of an open or closed jaxpr, and the values of its constvars."""
     if isinstance(jaxpr, jcore.ClosedJaxpr):
         return jaxpr.jaxpr, jaxpr.consts
     assert not jaxpr.constvars, "an open jaxpr with constants has no values for them"
@@ -29,10 +29,10 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
 
 
 def inner_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
-    """A jaxpr among an equation's parameters, and the values of its constvars.
+    """The jaxpr in an equation's parameters, and the values of its constvars.
 
-    The values of constvars inside a Pallas kernel are operands of the equation, so they
-    are left out. jax 0.12 has tracers in their place.
+    The constvars of a Pallas kernel get their values from operands of the equation, so
+    these are left out. jax 0.12 has tracers in their place.
     """
     if not isinstance(jaxpr, jcore.ClosedJaxpr):
         return jaxpr, ()

@@ -11,9 +11,11 @@ CALLS = {"jit", "pjit", "closed_call", "core_call"}
 
 
 class Emitter:
-    """Attributes:
-    equations: what was written, over variables of its own.
-    consts: what inlined jaxprs brought along.
+    """Collects the equations of a flat program.
+
+    Attributes:
+        equations: the equations written so far; their output variables are fresh.
+        consts: the constants of inlined jaxprs, by variable.
     """
 
     def __init__(self) -> None:
@@ -34,10 +36,11 @@ class Emitter:
         return self.append(equation.replace(invars=arguments))
 
     def inline(self, jaxpr: Any, env: dict[Var, Atom]) -> list[Atom]:
-        """Writes the equations of `jaxpr`; returns its outputs here.
+        """Writes the equations of `jaxpr`; returns its outputs, as atoms written here.
 
         Args:
-            env: what its inputs are here; extended by what it defines.
+            env: the atoms of this program for the variables of `jaxpr`. It has the
+                inputs; this call adds the variables that the equations define.
         """
 
         def outer(atom: Atom) -> Atom:
@@ -49,7 +52,7 @@ class Emitter:
         return [outer(a) for a in jaxpr.outvars]
 
     def call(self, closed: Any, arguments: Sequence[Atom]) -> list[Atom]:
-        """Inlines a jaxpr that brings constants of its own."""
+        """Inlines a closed jaxpr and its constants."""
         jaxpr, values = open_jaxpr(closed)
         env: dict[Var, Atom] = dict(zip(jaxpr.invars, arguments, strict=True))
         for variable, value in zip(jaxpr.constvars, values, strict=True):
@@ -58,7 +61,7 @@ class Emitter:
         return self.inline(jaxpr, env)
 
     def apply(self, function: Callable, *atoms: Atom) -> list[Atom]:
-        """Inlines a jax function of atoms."""
+        """Traces a jax function and inlines it on these atoms."""
         closed, _ = trace(function, *(abstract(a.aval) for a in atoms))
         return self.call(closed, atoms)
 

@@ -1,8 +1,8 @@
 """A flat program: equations without calls, over variables.
 
-`flatten` inlines every call-like equation and unrolls the scans that it is told to, so
-that one list of equations shows the whole program. Variables are fresh where an inner
-jaxpr was inlined, since jax shares one jaxpr object between equal calls.
+`flatten` inlines calls and unrolls scans over stacked inputs, so that one list of
+equations shows the whole program. Each inlined jaxpr gets fresh variables, since jax
+shares one jaxpr object between equal calls.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -41,7 +41,7 @@ class Graph:
     consts: dict[Var, Any]
 
     def needed_for(self, outvars: Sequence[Atom]) -> "Graph":
-        """The program of some outputs alone: dead code is gone, effects stay."""
+        """The program for only these outputs: dead code is gone, effects stay."""
         kept, needed = [], set(variables(outvars))
         for equation in reversed(self.equations):
             if equation.effects or not needed.isdisjoint(equation.outvars):
@@ -76,24 +76,24 @@ def flatten(
     """The flat program of a closed jaxpr.
 
     Args:
-        inline_remat: says of a `jax.checkpoint` equation whether to inline it (its
-            inputs are already those of the flat program).
-        stacked: inputs that may be stacked over layers; a scan that reads rows of one
-            of them is unrolled, one copy of its body an iteration.
+        inline_remat: whether to inline a `jax.checkpoint` equation, whose inputs are
+            already atoms of the flat program.
+        stacked: inputs that may be stacked over layers. A scan over one of them is
+            unrolled to one copy of its body for each iteration.
     """
     return _written(_Flattener(inline_remat, frozenset(stacked)), closed)
 
 
 def inline_all(closed: Any) -> Graph:
-    """The flat program of a closed jaxpr that nobody differentiates or saves for later.
+    """The flat program of a closed jaxpr that is not differentiated afterwards.
 
-    Custom derivatives and `jax.checkpoint` are inlined too.
+    `custom_jvp`, `custom_vjp` and `jax.checkpoint` are inlined too.
     """
     return _written(_Inliner(), closed)
 
 
 def _written(emitter: Emitter, closed: Any) -> Graph:
-    """The program as an emitter writes it, without dead code."""
+    """The program that an emitter writes for a closed jaxpr, without dead code."""
     jaxpr, consts = open_jaxpr(closed)
     emitter.consts.update(zip(jaxpr.constvars, consts, strict=True))
     outvars = emitter.inline(jaxpr, {v: v for v in jaxpr.invars})
@@ -137,13 +137,13 @@ class _Flattener(Emitter):
 
     def reads_stacked(self, equation: Equation) -> bool:
         if not equation.params["length"]:
-            return False  # nothing to unroll, and its empty stacks to make
+            return False  # Unrolling could not make the empty stacks of results.
         num_consts, num_carry = scan_arity(equation)
         rows = equation.invars[num_consts + num_carry :]
         return any(self.origin(a) is not None for a in rows)
 
     def origin(self, atom: Atom) -> tuple[Var, list[Equation]] | None:
-        """The stacked input behind `atom`, and the casts between, if that is all."""
+        """The stacked input that `atom` is a cast of, with the casts; else None."""
         casts: list[Equation] = []
         while not isinstance(atom, Literal) and atom not in self.stacked:
             equation = self.producer.get(atom)
@@ -160,9 +160,9 @@ class _Flattener(Emitter):
     def row(self, atom: Atom, index: int) -> Atom:
         """Row `index` of a scanned input.
 
-        Rows of a stacked parameter are static slices, which `segment` turns into
-        arrays of their own, cast after the slice; other rows take the index as a
-        literal, which is hoisted, so that all iterations stay one body.
+        A row of a stacked parameter is a static slice, which `segment` turns into an
+        array of its own; casts come after the slice. For other inputs the index is a
+        literal, which `share` hoists, so that all iterations can share one body.
         """
         found = self.origin(atom)
         if found is None:

@@ -1,7 +1,7 @@
-"""Which primitives act on every entry by itself, and which have no derivative."""
+"""Lists the primitives that are elementwise, and those that have no derivative."""
 
-# Entry i of every output depends on entry i of the inputs alone (scalars on all). A
-# primitive that is missing here only costs a freedom: to update or compute by parts.
+# Entry i of every output depends only on entry i of the inputs (and on scalar inputs).
+# A missing primitive costs only speed or memory: such code does not run in blocks.
 ELEMENTWISE = frozenset(
     """
     abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp
@@ -13,5 +13,5 @@ ELEMENTWISE = frozenset(
     """.split()
 )
 
-# jax gives the outputs of these no tangent, whatever their inputs have.
+# jax gives the outputs of these primitives no tangent, even if their inputs have one.
 ZERO_DERIVATIVE = frozenset("ceil floor round sign stop_gradient".split())

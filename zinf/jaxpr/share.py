@@ -1,4 +1,4 @@
-"""Finds pieces of a program that are the same code, so that one executable serves all.
+"""Finds pieces of a program with the same code, so that they share one executable.
 
 Two pieces are equal when their equations, read in order, are the same up to the names
 of variables and the values of scalar literals. The literals in which equal pieces
@@ -32,12 +32,12 @@ from zinf.jaxpr.primitives import ZERO_DERIVATIVE
 
 @dataclass(frozen=True)
 class Piece:
-    """Equations with inputs and outputs.
+    """A part of a program: equations with inputs and outputs.
 
     Attributes:
-        tags: must agree for pieces to be equal.
-        differentiated: the inputs by which the piece is differentiated later. Custom
-            derivative rules are compared for these inputs only.
+        tags: pieces are equal only if their tags are.
+        differentiated: the inputs with respect to which the piece is differentiated
+            later. Custom derivative rules are compared for these inputs only.
     """
 
     invars: tuple[Var, ...]
@@ -49,7 +49,7 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Body:
-    """The code that equal pieces share; takes a piece's inputs, then the hoisted."""
+    """The code of equal pieces; takes a piece's inputs, then the hoisted literals."""
 
     jaxpr: Jaxpr
     num_hoisted: int
@@ -60,14 +60,14 @@ class Body:
 
 @dataclass(frozen=True)
 class Shared:
-    """A piece as a body and the values that it passes for the hoisted literals."""
+    """The body of a piece, and its values for the hoisted literals."""
 
     body: Body
     hoisted: tuple[Any, ...]
 
 
 def share(pieces: Sequence[Piece]) -> list[Shared]:
-    """One `Shared` a piece, in order; equal pieces hold the same `Body` object."""
+    """One `Shared` for each piece, in order; equal pieces have one `Body` object."""
     groups: dict[Hashable, list[int]] = {}
     literals = []
     for i, piece in enumerate(pieces):
@@ -147,7 +147,7 @@ def _number(numbers: dict[Var, int], variables: Sequence[Var]) -> None:
 
 
 def equation_key(equation: Equation) -> Hashable:
-    """What an equation computes, apart from the variables that it reads and writes.
+    """A key of the function that an equation computes, without its variables.
 
     Custom derivative rules are not part of the key.
     """
@@ -164,7 +164,7 @@ def _bits(literal: Literal) -> Hashable:
 
 
 def _param_key(value: Any, calls: list[Any]) -> Hashable:
-    """A hashable stand-in for an equation's parameter; functions go into `calls`."""
+    """A hashable key of an equation's parameter; functions are added to `calls`."""
     if isinstance(value, JAXPR_TYPES):
         return _jaxpr_key(value, calls)
     if isinstance(value, dict):
@@ -180,10 +180,10 @@ def _param_key(value: Any, calls: list[Any]) -> Hashable:
 
 
 def _jaxpr_key(inner: Any, calls: list[Any]) -> Hashable:
-    """What an inner jaxpr computes: its code, all its numbers, and its constants.
+    """A key of an inner jaxpr: its code, all literals, and its constants.
 
-    Its printed form would not do: it leaves out the constants of jaxprs inside, and
-    shows the addresses of functions, which differ between equal rules.
+    The printed jaxpr is not enough: it omits the constants of nested jaxprs, and shows
+    the addresses of functions, which differ between equal rules.
     """
     jaxpr, consts = inner_jaxpr(inner)
     numbers: dict[Var, int] = {}
@@ -217,8 +217,8 @@ def _array_key(value: Any) -> Hashable:
 def _outputs_with_tangent(equation: Equation) -> list[Var]:
     """The outputs that jax gives a tangent when some input has one.
 
-    This may name more outputs than jax would, for a call whose inside ignores its
-    input. A rule is then probed for an input that it never sees perturbed.
+    This may include outputs that get no tangent in jax: those of a call that ignores
+    its input. A rule may then be traced for an input that never has a tangent.
     """
     if equation.primitive.name in ZERO_DERIVATIVE:
         return []
@@ -226,15 +226,15 @@ def _outputs_with_tangent(equation: Equation) -> list[Var]:
 
 
 def _derivative_key(equation: Equation, perturbed: Sequence[bool]) -> Hashable:
-    """Tells custom derivative rules apart by what they do; None if none is used.
+    """A key of what the custom derivative rule computes; None if it is not used.
 
-    The rules of `custom_jvp` and `custom_vjp` are functions that jax wraps anew at each
-    use, so their identity says nothing. Tracing the derivative of the one equation
-    shows the rule as a jaxpr.
+    jax wraps the rules of `custom_jvp` and `custom_vjp` anew at each use, so their
+    identity does not show which are equal. Tracing the derivative of the equation gives
+    the rule as a jaxpr.
 
     Args:
-        perturbed: the inputs that have a tangent. The trace must ask the rule for
-            exactly these. A rule may refuse others, and jax keeps one store of output
+        perturbed: for each input, whether it has a tangent. The trace must ask the rule
+            for exactly these. A rule may refuse others, and jax has one store of output
             structures for all traces of a rule: a trace that fails empties the store,
             and a later derivative of the same equation then fails with "Store empty".
     """
@@ -244,7 +244,7 @@ def _derivative_key(equation: Equation, perturbed: Sequence[bool]) -> Hashable:
         closed = jax.make_jaxpr(_derivative_of(equation, perturbed))(
             *(a.aval for a in equation.invars)
         )
-    except Exception:  # no derivative at all (a `while` with a custom rule inside)
+    except Exception:  # No derivative exists (a `while` with a custom rule inside).
         return id(equation)
     return _jaxpr_key(closed, [])
 

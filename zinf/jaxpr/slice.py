@@ -1,7 +1,8 @@
-"""Cuts the equations behind a few outputs out of a graph, in time linear in the cut.
+"""Finds the equations behind a few outputs, in time linear in their number.
 
-`Graph.needed_for` walks all equations. A program with one output per parameter leaf is
-cut into thousands of pieces; each cut here walks only the piece that it finds.
+`Graph.needed_for` walks all equations of a graph. A program with one output for each
+parameter leaf is sliced into thousands of pieces, so a `Slicer` walks only the
+equations that it finds.
 """
 
 from collections.abc import Container, Hashable, Sequence
@@ -16,10 +17,10 @@ from zinf.jaxpr.share import equation_key
 
 @dataclass(frozen=True)
 class Slice:
-    """Equations in program order, and the variables that they read from elsewhere.
+    """Equations in program order, and the variables that they read but do not define.
 
-    `inputs` are in the order of their first use, so that slices with equal code list
-    corresponding inputs at the same place.
+    `inputs` are in the order of first use, so slices with equal code have corresponding
+    inputs at the same position.
     """
 
     equations: tuple[Equation, ...]
@@ -49,12 +50,11 @@ class Slicer:
 
 
 class EqualEquations:
-    """Finds equations that compute what an earlier one has computed.
+    """Finds equations that compute the same values as an earlier one.
 
     Attributes:
-        results: by what an equation computes (`key`), the results of the first that
-            does.
-        renamed: results of later ones, to those of the first.
+        results: the results of the first equation with each `key`.
+        renamed: the results of later equal equations, mapped to those of the first.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class EqualEquations:
         return equation_key(equation), arguments
 
     def add(self, key: Hashable, equation: Equation) -> bool:
-        """Takes an equation without effects; whether it is the first of its `key`."""
+        """Adds an equation without effects; returns whether `key` is new."""
         if key not in self.results:
             self.results[key] = equation.outvars
             return True
@@ -78,7 +78,7 @@ class EqualEquations:
 
 
 def merge_equal(graph: Graph, keep: Container[Var]) -> Graph:
-    """The graph with equal equations computed once, but for results in `keep`."""
+    """The graph with equal equations computed once, except results in `keep`."""
     equal = EqualEquations()
     equations = []
     for equation in graph.equations:
