@@ -1,4 +1,4 @@
-"""Models for the shipped configs and for tests; none of the engine depends on them."""
+"""Models for the shipped configs and for tests; the engine does not depend on them."""
 
 from zinf.models.gpt import GPT as GPT
 from zinf.models.gpt import flops_per_token as flops_per_token

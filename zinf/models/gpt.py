@@ -24,7 +24,7 @@ from flax import nnx
 from zinf.models.cross_entropy import cross_entropy
 from zinf.models.gpt_config import GPTConfig
 
-Params = dict[str, Any]  # what `nnx.to_pure_dict` gives: nested dicts of arrays
+Params = dict[str, Any]  # Nested dicts of arrays, from `nnx.to_pure_dict`.
 Batch = Mapping[str, jax.Array]
 Rope = tuple[jax.Array, jax.Array]  # cosines_1T1R, sines_1T1R
 
@@ -41,8 +41,8 @@ def _linear(
     rngs: nnx.Rngs,
     adds_to_residual: bool = False,
 ) -> nnx.Linear:
-    # GPT-2, section 2.3: 2L sublayers add to the residual stream, so each adds with
-    # 1/sqrt(2L) of the spread, and the sum does not grow with depth.
+    # GPT-2, section 2.3: 2L sublayers add to the residual stream. Each has 1/sqrt(2L)
+    # of the standard deviation, so the sum does not grow with depth.
     scale = (2 * config.num_layers) ** -0.5 if adds_to_residual else 1.0
     return nnx.Linear(
         in_dim,
@@ -62,7 +62,7 @@ def _norm(config: GPTConfig, *, rngs: nnx.Rngs) -> nnx.LayerNorm | nnx.RMSNorm:
 
 
 def rope_tables(length: int, head_dim: int) -> Rope:
-    """Float32 cosines and sines of the angles of RoFormer, section 3.2.2."""
+    """Float32 cosines and sines of the rotary angles (RoFormer, section 3.2.2)."""
     positions_1T11 = jnp.arange(length)[None, :, None, None]
     exponents_111R = jnp.arange(0, head_dim, 2)[None, None, None] / head_dim
     angles_1T1R = positions_1T11 * ROPE_BASE**-exponents_111R
@@ -70,9 +70,9 @@ def rope_tables(length: int, head_dim: int) -> Rope:
 
 
 def rotate(x_BTNH: jax.Array, rope: Rope) -> jax.Array:
-    """Rotates entry i of each head with entry i + R, as Llama's checkpoints do.
+    """Rotates entry i of each head with entry i + R, the pairs of Llama's checkpoints.
 
-    In float32, because bfloat16 angles cannot tell distant positions apart.
+    Computes in float32, because bfloat16 angles cannot tell distant positions apart.
     """
     cos_1T1R, sin_1T1R = rope
     a_BTNR, b_BTNR = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
@@ -111,7 +111,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Two kernels around a GELU, or SwiGLU's three."""
+    """Two kernels around a GELU, or the three kernels of SwiGLU."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         linear = functools.partial(_linear, config, rngs=rngs)
@@ -128,7 +128,7 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: attention and MLP, each normalised before and added to its input."""
+    """One layer: attention and MLP, each after a norm and added to its input."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.attention_norm = _norm(config, rngs=rngs)
@@ -159,10 +159,10 @@ def _layer_key(
 class GPT(nnx.Module):
     """A decoder-only Transformer: tokens to the logits of each next token.
 
-    All its state is `nnx.Param`, float32 when created. It computes in the dtype of the
-    parameters that it is given, and its logits are float32 whatever that is. Layers
-    draw their weights from keys of their own, so that stacked and separate blocks are
-    created equal, and one leaf can be initialised without the others.
+    All state is `nnx.Param`, float32 when created. The model computes in the dtype of
+    the parameters that it is given; logits are always float32. Each layer draws its
+    weights from its own key, so stacked and separate blocks start from equal weights,
+    and one leaf can be initialised without the others.
     """
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
@@ -187,10 +187,10 @@ class GPT(nnx.Module):
     ) -> jax.Array:
         """Float32 logits (B, T, V) of the token after each of `tokens_BT`.
 
-        A token beyond the vocabulary gives NaN, so that the loss tells.
+        A token outside the vocabulary gives NaN logits, so the loss is NaN.
 
         Args:
-            tokens_BT: Integers below `vocab_size`, at most `max_length` of them.
+            tokens_BT: Integers below `vocab_size`; T is at most `max_length`.
             dropout_key: Turns dropout on; layer i uses `fold_in(dropout_key, i)`.
         """
         config, length = self.config, tokens_BT.shape[1]
@@ -203,14 +203,14 @@ class GPT(nnx.Module):
         if self.position_embedding is not None:
             x_BTD += self.position_embedding[None, :length]
         x_BTD = _drop(self.dropout, x_BTD, _layer_key(dropout_key, config.num_layers))
-        # Once for all layers: no parameter changes it, and layers stay equal.
+        # Computed once, outside the layers: the tables depend on no parameter.
         is_rope = config.position == "rope"
         rope = rope_tables(length, config.head_dim) if is_rope else None
         x_BTD = self.norm(self._run_blocks(x_BTD, rope, dropout_key))
         output = self.output_embedding
         output_VD = (self.token_embedding if output is None else output)[...]
-        # One row a token: XLA:CPU transposes what a product sums over several dims of,
-        # which in the backward pass is the gradient of the logits.
+        # One row per token: if a matmul sums over several dims of an operand, XLA:CPU
+        # transposes it, and in the backward pass the operand is the logits' gradient.
         x_RD = x_BTD.reshape(-1, config.embed_dim)
         logits_RV = jnp.einsum(
             "RD,VD->RV", x_RD, output_VD, preferred_element_type=jnp.float32
@@ -245,7 +245,7 @@ def _run_block(
 def _blocks(config: GPTConfig, key: jax.Array) -> nnx.List | Block:
     """The blocks, each from its own key: a list, or one block of stacked parameters."""
 
-    # Under jit one trace serves all layers: 96 of them took 20 s to trace one by one.
+    # Under jit, one trace serves all layers: tracing 96 layers separately took 20 s.
     @nnx.jit
     def create(key: jax.Array) -> Block:
         return Block(config, rngs=nnx.Rngs(key))
@@ -263,8 +263,8 @@ def next_token_loss(
     """Mean cross entropy in nats of each token given those before it, in float32.
 
     Args:
-        batch: {"tokens": integers (B, T + 1)}; the first token is only read, the last
-            only predicted.
+        batch: {"tokens": integers (B, T + 1)}; the first token is not predicted, and
+            the last is not an input.
         dropout_key: Turns dropout on.
     """
     tokens = batch["tokens"]
@@ -275,7 +275,7 @@ def next_token_loss(
 def init_and_loss(
     config: GPTConfig, *, seed: int
 ) -> tuple[Callable[[], Params], Callable[..., jax.Array]]:
-    """The model as two pure functions: what `zinf.initialize` takes.
+    """The model as two pure functions, for `zinf.initialize`.
 
     Returns:
         `init() -> params`: a nested dict of float32 arrays, such as
@@ -307,8 +307,8 @@ def init_and_loss(
 
 
 def num_parameters(config: GPTConfig) -> int:
-    """Entries of all parameters; tied embeddings count once."""
-    # Stacked blocks have as many entries and trace one block, however many there are.
+    """Number of entries of all parameters; tied embeddings count once."""
+    # Stacked blocks have the same entries, and only one block is traced.
     stacked = dataclasses.replace(config, scan_layers=True)
     model = nnx.eval_shape(lambda: GPT(stacked, rngs=nnx.Rngs(0)))
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model)))
@@ -318,9 +318,9 @@ def flops_per_token(config: GPTConfig) -> int:
     """Floating-point operations per token of forward and backward, without remat.
 
     6N + 12 LNHT at T = max_length, as in PaLM (https://arxiv.org/abs/2204.02311),
-    appendix B. The 6N counts parameters that are multiplied: not the rows that the
-    position table and an untied token embedding are read for. Attention is counted
-    whole, though causality needs only half of it.
+    appendix B. The 6N counts only parameters of matmuls, so the position table and an
+    untied token embedding, which are looked up, are left out. Attention counts in full,
+    though causal attention needs only half.
     """
     looked_up = 0
     if config.position == "learned":

@@ -27,33 +27,33 @@ SWIGLU_MULTIPLE = 256  # Llama rounds 8/3 * embed_dim up to a multiple of this
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """The shape of a model. The defaults are GPT-2's, over bytes.
+    """The shape of a model. The defaults are GPT-2's, with bytes as tokens.
 
     Args:
-        num_layers: Blocks.
-        num_heads: Query heads; they divide `embed_dim` evenly.
-        num_kv_heads: Key and value heads (grouped-query attention,
+        num_layers: Number of blocks.
+        num_heads: Number of query heads; divides `embed_dim` evenly.
+        num_kv_heads: Number of key and value heads (grouped-query attention,
             https://arxiv.org/abs/2305.13245). `None`: as many as query heads.
         embed_dim: Width of the residual stream.
         mlp_dim: Hidden width of the MLP. `None`: 4 * embed_dim for gelu; for swiglu
             8/3 * embed_dim, rounded up to a multiple of 256.
-        vocab_size: Tokens that exist; 256 for bytes.
+        vocab_size: Number of different tokens; 256 for bytes.
         max_length: Longest sequence, in tokens.
         norm: Normalisation before attention, before the MLP and at the end.
         activation: "swiglu" (https://arxiv.org/abs/2002.05202) adds a gate kernel.
         position: A learned table of `max_length` rows, or rotary embeddings.
-        tied_embeddings: The token embedding is the output embedding too.
+        tied_embeddings: Use the token embedding as the output embedding too.
         use_bias: Biases in linear layers and layer norms.
         dropout: Rate after the embedding, the attention and the MLP. Attention
             probabilities are never dropped: fused attention kernels cannot do it.
-        scan_layers: Keep the parameters of all blocks stacked along a leading L and
-            run the blocks in one `lax.scan`.
-        remat: Recompute each block in the backward pass from what comes in
-            (https://arxiv.org/abs/1604.06174). For steps that are not streamed: zinf's
-            segments always do.
+        scan_layers: Stack the parameters of all blocks along a leading dim L and run
+            the blocks in one `lax.scan`.
+        remat: Recompute each block from its inputs in the backward pass
+            (https://arxiv.org/abs/1604.06174). For fused steps only: in streamed steps
+            zinf decides which segments recompute.
 
     Raises:
-        ValueError: The fields contradict each other.
+        ValueError: A field is out of range, or fields contradict each other.
     """
 
     num_layers: int
