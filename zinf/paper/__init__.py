@@ -1,4 +1,4 @@
-"""What the ZeRO papers say that training needs, as formulas."""
+"""Formulas of the ZeRO papers for the memory and traffic of training."""
 
 from zinf.paper.infinity import MODELS, Transformer
 from zinf.paper.table import infinity_table, zero_table

@@ -72,7 +72,7 @@ COLUMNS = (
 
 
 def infinity_row(model: Transformer) -> tuple[str, ...]:
-    """The figures of a model, as the paper rounds them."""
+    """The table row of a model, with the paper's rounding."""
     checkpoints = model.checkpoint_bytes(
         batch=BATCH_OF_CHECKPOINTS,
         sequence=SEQUENCE_LENGTH,
@@ -98,5 +98,5 @@ def infinity_row(model: Transformer) -> tuple[str, ...]:
 
 
 def _rounded(value: float) -> str:
-    """To two digits, halves up: these are sums of powers of two, some halves."""
+    """Two decimals; halves are rounded up, since some values end exactly in a half."""
     return str(Decimal(value).quantize(Decimal("0.01"), ROUND_HALF_UP))
