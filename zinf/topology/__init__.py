@@ -1,4 +1,4 @@
-"""Machines that are not there, and reading what was compiled for them."""
+"""Describes machines that are absent, and reads programs compiled for them."""
 
 from zinf.topology.absent import compile_for
 from zinf.topology.chip import CHIPS, Chip

@@ -1,4 +1,4 @@
-"""Compiling for the devices of a mesh, whether they are there or not."""
+"""Compiles for the devices of a mesh, present or absent."""
 
 from functools import lru_cache
 
@@ -13,14 +13,14 @@ def compile_for(mesh: Mesh, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     """The executable of a program that was lowered for the devices of a mesh.
 
     Raises:
-        jax.errors.JaxRuntimeError: it does not compile; `shortage` says if it does not
-            fit.
+        jax.errors.JaxRuntimeError: the program does not compile; `shortage` tells
+            whether it ran out of memory.
     """
     first = mesh.devices.flat[0]
     if first in _present(first.platform):
         return lowered.compile()
     with uncached():
-        # Only GPUs need options: nothing can be timed on those that are not there.
+        # Only GPUs need options: without the device, XLA cannot time kernels.
         return lowered.compile(dict(OPTIONS) if first.platform == "gpu" else None)
 
 

@@ -1,17 +1,17 @@
-"""What is known of each accelerator and its host, from data sheets.
+"""Memory, flops and bandwidths of each accelerator and its host, from data sheets.
 
-Bandwidths are bytes per second of one device in one direction. Figures are what the
-maker states, which programs come near and do not reach.
+Bandwidths are bytes per second of one device in one direction. All figures are the
+manufacturer's peaks; programs come near them but do not reach them.
 
 Sources:
 * TPU: https://cloud.google.com/tpu/docs/v5e, /v5p, /v6e (memory, flops, bandwidth and
   interconnect per chip; memory of the virtual machine with four chips); for v4, /v4 and
   Jouppi et al., "TPU v4", arXiv 2304.01433, table 4. PCIe of TPU hosts: Austin et al.,
   "How to Scale Your Model", https://jax-ml.github.io/scaling-book/tpus, its table.
-* GPU: NVIDIA's data sheets of A100, H100, H200 and DGX B200; NVLink counts both ways
-  there, so half of it here. The host and the network are those of DGX systems: PCIe x16
-  of generation 4 (A100) or 5, one HDR (A100) or NDR port for each GPU, memory of the
-  host divided by its 8 GPUs.
+* GPU: NVIDIA's data sheets of A100, H100, H200 and DGX B200. The sheets add both
+  directions of NVLink; half of that is given here. The host and the network are those
+  of DGX systems: PCIe x16 of generation 4 (A100) or 5, one HDR (A100) or NDR port for
+  each GPU, and the memory of the host divided by its 8 GPUs.
 """
 
 from dataclasses import dataclass
@@ -25,15 +25,17 @@ GIGA = 10**9
 
 @dataclass(frozen=True)
 class Chip:
-    """An accelerator, and its share of the host that it is in.
+    """An accelerator, and its share of its host.
 
     Attributes:
-        interconnect_bytes_per_second: to the devices that it reaches without a network:
-            the torus of TPUs, the NVLink of GPUs on one host.
+        interconnect_bytes_per_second: to devices that are reached without a network: by
+            the torus of TPUs, or the NVLink of GPUs on one host.
         network_bytes_per_second: to devices of other hosts; None if the interconnect
-            goes there too.
+            reaches them.
+        host_link_bytes_per_second: between device and host memory.
+        host_memory_bytes: host memory for each device.
         num_torus_dims: dims of a TPU's torus; None for GPUs.
-        max_devices: in the largest slice of TPUs; None for GPUs.
+        max_devices: devices of the largest TPU slice; None for GPUs.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""A machine that need not be there, from a text such as "v5p:8x8x8" or "h200:8"."""
+"""A machine, perhaps absent, from a text such as "v5p:8x8x8" or "h200:8"."""
 
 import math
 import re
@@ -16,10 +16,11 @@ EXAMPLES = "v5p:8x8x8, v5e:16x16, h200:8 or h100:64"
 
 @dataclass(frozen=True)
 class Topology:
-    """Devices of one kind, and how they are spread over hosts.
+    """Devices of one kind, and their hosts.
 
-    `text` is the topology's own name, such as "v5p:8x8x8"; `shape` is that of the
-    torus, or the number of GPUs alone.
+    Attributes:
+        text: the name of the topology, such as "v5p:8x8x8".
+        shape: the shape of the torus, or only the number of GPUs.
     """
 
     text: str
@@ -40,7 +41,7 @@ class Topology:
 
     @property
     def link_bytes_per_second(self) -> int:
-        """What a device can send to the others: what is slowest on the way to them."""
+        """Bandwidth of a device to all others: that of the slowest link on the way."""
         inside = self.chip.interconnect_bytes_per_second
         outside = self.chip.network_bytes_per_second
         if self.num_hosts == 1 or outside is None:
@@ -49,29 +50,30 @@ class Topology:
 
     @property
     def compiler_options(self) -> dict[str, bool | str]:
-        """What `jax.stages.Lowered.compile` needs to compile without the device."""
+        """Options with which `jax.stages.Lowered.compile` needs no device."""
         return dict(OPTIONS) if self.chip.platform == "gpu" else {}
 
     def compile(self, lowered: Any) -> Any:
         """The `jax.stages.Compiled` of a `Lowered` over its devices; it never runs.
 
         Raises:
-            jax.errors.JaxRuntimeError: it does not compile. `shortage` says of a TPU
-                program if it does not fit; XLA for GPUs compiles what does not fit.
+            jax.errors.JaxRuntimeError: the program does not compile. For TPUs,
+                `shortage` tells whether it ran out of memory; XLA for GPUs also
+                compiles programs that do not fit.
         """
         with uncached():
             return lowered.compile(self.compiler_options)
 
     def devices(self) -> list[Any]:
-        """Its devices, in process order, for meshes of what is compiled and never run.
+        """Its devices, in process order, for meshes to compile for but not to run on.
 
-        Shardings over them lower and compile programs for the machine, beside the CPU
-        or whatever else this process uses. GPUs that are not there report no memories:
-        arguments in pinned host memory are taken for the device's.
+        Programs with shardings over these devices lower and compile for the machine,
+        while this process uses its own devices as before. Absent GPUs report no
+        memories, so arguments in pinned host memory count as device memory.
 
         Raises:
-            NotImplementedError: the compiler for them is not installed here.
-            ValueError: the compiler knows no such machine.
+            NotImplementedError: the compiler for these devices is not installed.
+            ValueError: the compiler does not support this machine.
         """
         if self.chip.platform == "tpu":
             return tpu_devices(self.text, self.shape)
@@ -83,14 +85,15 @@ class Topology:
 
 
 def parse_topology(text: str) -> Topology:
-    """The topology of a text.
+    """The topology that a text describes.
 
     Args:
-        text: a chip of `CHIPS`, a colon and, for TPUs, the shape of the slice in chips,
-            for GPUs their number.
+        text: a chip of `CHIPS`, a colon and the shape of the slice in chips (TPUs) or
+            the number of GPUs.
 
     Raises:
-        ValueError: the text is none, the chip is not known, or no such machine can be.
+        ValueError: the text has another form, the chip is unknown, or no such machine
+            exists.
     """
     name, colon, size = text.strip().lower().partition(":")
     if not colon or not NUMBERS.fullmatch(size):
@@ -112,7 +115,7 @@ def parse_topology(text: str) -> Topology:
 
 
 def _impossible(chip: Chip, shape: tuple[int, ...]) -> str | None:
-    """Why there is no such machine."""
+    """The reason why no such machine exists; None if it may exist."""
     count = math.prod(shape)
     if chip.max_devices is not None and count > chip.max_devices:
         return (

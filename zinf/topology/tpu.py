@@ -1,8 +1,8 @@
-"""TPUs that are not there: libtpu describes and compiles for them on any machine.
+"""Absent TPUs, which libtpu describes and compiles for on any machine.
 
-libtpu takes settings from the environment, and without these it asks the network which
-machine it runs on. They are set while it starts, if they are not set already, and are
-gone afterwards; libtpu starts once in a process.
+libtpu reads settings from the environment; without them it asks the network which
+machine it runs on. Settings that are not yet set are set while libtpu starts and
+removed afterwards. libtpu starts once in a process.
 """
 
 import math
@@ -16,14 +16,14 @@ import jax
 from jax.experimental import topologies
 
 SETTINGS = {
-    # Ask no metadata server.
+    # Do not ask a metadata server.
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     # One process at a time may hold the TPUs of a machine; any number may compile.
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    # Any type will do; without one it says on stderr that it knows none.
+    # Any type works; without one libtpu writes a warning to stderr.
     "TPU_ACCELERATOR_TYPE": "v5e-16",
-    # Errors only: it reports on stderr that there is no TPU, which is so.
+    # Errors only: libtpu would report on stderr that there is no TPU.
     "TPU_MIN_LOG_LEVEL": "3",
     "TPU_STDERR_LOG_LEVEL": "3",
 }
@@ -34,19 +34,19 @@ def tpu_devices(text: str, shape: tuple[int, ...]) -> list[Any]:
     """The chips of a slice, in process order.
 
     Args:
-        text: the name that libtpu gives it, such as "v5p:8x8x8".
-        shape: of the torus, in chips.
+        text: libtpu's name of the slice, such as "v5p:8x8x8".
+        shape: the shape of the torus, in chips.
 
     Raises:
         NotImplementedError: libtpu is not installed.
-        ValueError: it knows no such slice.
+        ValueError: libtpu does not support this slice.
     """
     if find_spec(LIBRARY) is None:
         raise NotImplementedError(
             f"The compiler for {text} is not installed; it needs no TPU: "
             f"pip install 'jax[tpu]=={jax.__version__}' (or zinf[tpu-topology])."
         )
-    # One core a chip, as in later chips: v4 can run its two as devices of their own.
+    # One device per chip, as in later chips: the two cores of a v4 can be two devices.
     options: dict[str, Any] = {}
     if text.startswith("v4:"):
         options["chip_config_name"] = "megacore"

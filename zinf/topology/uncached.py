@@ -1,4 +1,4 @@
-"""Compiling without jax's persistent cache."""
+"""Compiles without writing to jax's persistent cache."""
 
 import math
 from collections.abc import Iterator
@@ -11,10 +11,10 @@ SETTING = "jax_persistent_cache_min_compile_time_secs"
 
 @contextmanager
 def uncached() -> Iterator[None]:
-    """Lets jax keep nothing of what is compiled inside, in this process.
+    """While this context is open, jax writes no executable to its persistent cache.
 
-    What was compiled for a device that is not there cannot be read back without it:
-    jax would warn, and compile again, at every later run.
+    jax cannot load an executable for an absent device from the cache: it would warn and
+    compile again in every later run. The setting applies to the whole process.
     """
     before = getattr(jax.config, SETTING)
     jax.config.update(SETTING, math.inf)

@@ -1,4 +1,4 @@
-"""Reading a compiled program: traffic, host copies, memory."""
+"""Reads the traffic, host copies and memory of a compiled program."""
 
 from zinf.topology.compiled.collective import (
     Collective,

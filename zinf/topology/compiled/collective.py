@@ -1,4 +1,4 @@
-"""What a compiled program sends between its devices, and what hides it."""
+"""The collectives of a compiled program, and the matmuls that hide them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,13 +19,14 @@ class Collective:
     """A collective of a compiled program; bytes and flops are per device and execution.
 
     Attributes:
-        group_size: devices that take part together; those that send, for a permute.
-        times: executions per run of the program, its loops counted.
-        is_exact: False if it is in a loop whose trip count is not known; `times` then
-            counts that loop once.
-        is_async: the device may do other work before it ends.
-        overlapped_flops: of matrix products, `overlapped_products` in number, that are
-            issued between its start and its end, or the end of its computation.
+        group_size: devices of one group; for a permute, the devices that send.
+        times: executions per run of the program; iterations of loops count.
+        is_exact: False if the collective is in a loop with an unknown trip count, which
+            `times` counts once.
+        is_async: the device may do other work before the collective ends.
+        overlapped_flops: flops of the matmuls that are issued between its start and its
+            end, or the end of its computation.
+        overlapped_products: the number of those matmuls.
     """
 
     name: str
@@ -41,10 +42,10 @@ class Collective:
 
     @property
     def sent_bytes(self) -> Fraction:
-        """Bytes that a device sends in an execution, by the algorithm of a ring.
+        """Bytes that a device sends in one execution, by the ring algorithm.
 
-        Each device passes on all but its own 1/n of the whole. An all-reduce is a
-        reduce-scatter and an all-gather. In a permute a device sends what it holds.
+        Each device sends all but 1/n of the whole array. An all-reduce is a
+        reduce-scatter and an all-gather. In a permute a device sends its operand.
         """
         n = self.group_size
         if self.kind == "collective-permute":
@@ -56,7 +57,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Traffic:
-    """All collectives of a kind, per device and run of the program."""
+    """Sums over all collectives of one kind, per device and run of the program."""
 
     count: int
     operand_bytes: int
@@ -71,11 +72,11 @@ def collectives(text: str) -> tuple[Collective, ...]:
     """The collectives of a compiled program.
 
     Args:
-        text: what `jax.stages.Compiled.as_text()` returns.
+        text: the result of `jax.stages.Compiled.as_text()`.
 
     Raises:
-        ValueError: the text is no compiled program.
-        NotImplementedError: it has a collective that this cannot read.
+        ValueError: the text is not a compiled program.
+        NotImplementedError: the program has a collective that this cannot read.
     """
     module = parse(text)
     return tuple(
@@ -93,7 +94,7 @@ def collectives_of(compiled: jax.stages.Compiled) -> tuple[Collective, ...]:
 
 
 def traffic(found: Iterable[Collective]) -> dict[Kind, Traffic]:
-    """The sums of each kind that there is."""
+    """The sums for each kind of collective that occurs."""
     by_kind: dict[Kind, list[Collective]] = {}
     for one in found:
         by_kind.setdefault(one.kind, []).append(one)

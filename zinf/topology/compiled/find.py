@@ -1,12 +1,13 @@
-"""Where a compiled program has collectives, in each form in which XLA writes one.
+"""Finds the collectives of a compiled program, in each form that XLA writes.
 
 * plain: `all-gather(...)`, for which the device waits;
-* a pair, `all-gather-start(...)` and `all-gather-done(...)`, between which it works;
-* `async-start(...)`, which calls a computation that holds a plain one;
-* on TPU, fusions that work on a product and a collective at once: the first holds the
-  collective and `AsyncCollectiveStart`, those between hold it again, and so does the
-  last, with `AsyncCollectiveDone`;
-* on TPU, a fusion of an all-reduce with the slice that makes it a reduce-scatter.
+* a pair, `all-gather-start(...)` and `all-gather-done(...)`, between which the device
+  works;
+* `async-start(...)`, which calls a computation with a plain collective;
+* on TPU, a chain of fusions that compute matmuls during a collective. Each fusion of
+  the chain has the collective; the first also has `AsyncCollectiveStart` and the last
+  `AsyncCollectiveDone`;
+* on TPU, a fusion of an all-reduce and a slice, which is a reduce-scatter.
 """
 
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ Kind = Literal[
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 RAGGED = "ragged-all-to-all"
-# The GPU compiler marks so a pair that it issues as one.
+# The GPU compiler's mark of a start-done pair that the device waits for.
 IS_SYNCHRONOUS = '"is_sync":true'
 CHANNEL = r"\bchannel_id=(\d+)"
 CHAINED = "chain_id="
@@ -32,8 +33,12 @@ FIRST, LAST = "AsyncCollectiveStart", "AsyncCollectiveDone"
 class Site:
     """A collective in the computation that issues it.
 
-    `operation`, of computation `inside`, has its operands and groups. `issued` starts
-    it and `ended` waits for it, or is None if nothing in this computation does.
+    Attributes:
+        operation: the collective instruction, with its operands and groups.
+        inside: the computation of `operation`.
+        issued: the instruction that starts the collective.
+        ended: the instruction that waits for it; None if this computation has none.
+        results: the arrays that it returns.
     """
 
     kind: Kind
@@ -104,7 +109,7 @@ def _kind(opcode: str) -> Kind | None:
 
 
 def _user(inside: Computation, one: Instruction, opcode: str) -> Instruction | None:
-    """Who ends what `one` started, through updates in between."""
+    """The user of `one` with this opcode, perhaps after `async-update`s."""
     for user in inside.users.get(one.name, ()):
         if user.opcode == opcode:
             return user

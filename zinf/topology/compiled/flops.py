@@ -1,8 +1,8 @@
-"""Floating point operations of matrix products in a compiled program.
+"""Floating-point operations of the matmuls in a compiled program.
 
-What hides a transfer is the work between its start and its end, and in these programs
-that is products: of `dot`, of the calls of GPU libraries, and of the `convolution` that
-the TPU compiler makes of a product.
+A transfer is hidden by the work between its start and its end, which in these programs
+is mostly matmuls: `dot`, calls of GPU libraries, and the `convolution` that the TPU
+compiler makes of a matmul.
 """
 
 import math
@@ -19,7 +19,7 @@ CONTRACTED_IN_JSON = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 def flops_between(
     module: Module, inside: Computation, first: int, last: int
 ) -> tuple[int, int]:
-    """Flops and number of products issued after instruction `first`, before `last`."""
+    """Flops and number of matmuls issued after instruction `first`, before `last`."""
     flops = products = 0
     for one in inside.instructions[first + 1 : last]:
         more, count = _flops(module, inside, one)
@@ -50,7 +50,7 @@ def _flops(module: Module, inside: Computation, one: Instruction) -> tuple[int, 
 
 
 def _dot(inside: Computation, one: Instruction, contracted: re.Pattern[str]) -> int:
-    """Two for each element of the result and of the dims that are summed over."""
+    """Two flops for each element of the result times each that it sums over."""
     said = contracted.search(one.attributes)
     if said is None:
         return 0
@@ -60,10 +60,11 @@ def _dot(inside: Computation, one: Instruction, contracted: re.Pattern[str]) -> 
 
 
 def _convolution(inside: Computation, one: Instruction) -> int:
-    """Two for each element of the result and of what it sums over.
+    """Two flops for each element of the result times each that it sums over.
 
-    That is the kernel without its output features; but a batch dim of a product became
-    a spatial dim with a dilated input, of which each output meets one element.
+    A convolution sums over all kernel dims but the output features. The TPU compiler
+    turns a batch dim of a matmul into a spatial dim with a dilated input; an output has
+    one element along it, so that dim is left out too.
     """
     labels = one.attribute(r"\bdim_labels=\w+_(\w+)->")
     if labels is None:

@@ -1,7 +1,8 @@
-"""How many devices take part in a collective, from the three ways in which XLA says it.
+"""Reads the group size of a collective, which XLA writes in three ways.
 
-`{{0,1},{2,3}}` lists the groups; `[2,4]<=[4,2]T(1,0)` cuts a transposed range into
-groups; `mesh['a'=2,'b'=4] {'b'}` names axes of a mesh, or with `'b':(1)2` part of one.
+`{{0,1},{2,3}}` lists the groups. `[2,4]<=[4,2]T(1,0)` cuts a transposed range into 2
+groups of 4. `mesh['a'=2,'b'=4] {'b'}` names axes of a mesh, and `'b':(1)2` names a part
+of an axis.
 """
 
 import math
@@ -17,10 +18,10 @@ PAIRS = re.compile(r"\{(\d+),(\d+)\}")
 
 
 def group_size(attributes: str, num_devices: int) -> int:
-    """Devices in a group of a collective; all of them if it does not say.
+    """Devices in one group of a collective; all devices if no groups are given.
 
     Raises:
-        NotImplementedError: groups are written in a way that this does not know.
+        NotImplementedError: the groups are written in an unknown way.
     """
     said = GROUPS.search(attributes)
     if said is None or said.group(1).startswith("{}"):
@@ -43,6 +44,6 @@ def group_size(attributes: str, num_devices: int) -> int:
 
 
 def num_senders(attributes: str) -> int:
-    """Devices that send to another one in a collective-permute."""
+    """Number of devices that send to another device in a collective-permute."""
     pairs = attributes.partition("source_target_pairs=")[2].partition("}}")[0] + "}"
     return sum(source != target for source, target in PAIRS.findall(pairs))

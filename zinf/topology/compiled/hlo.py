@@ -1,7 +1,7 @@
-"""The text of a compiled program, as computations of instructions in their order.
+"""Parses the text of a compiled program into computations and instructions.
 
-XLA prints what it compiled (`jax.stages.Compiled.as_text`), instructions in the order
-in which they are issued. Only what the rest of this package asks about is taken apart.
+XLA prints a compiled program (`jax.stages.Compiled.as_text`) with instructions in the
+order in which they are issued. Only the parts that this package needs are parsed.
 """
 
 import re
@@ -34,7 +34,7 @@ class Instruction:
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
-        """Names of the instructions, of the same computation, that this one reads."""
+        """Names of the instructions that this one reads, in the same computation."""
         return tuple(REFERENCE.findall(self.arguments))
 
     @cached_property
@@ -51,7 +51,7 @@ class Instruction:
         return tuple(names)
 
     def attribute(self, pattern: str) -> str | None:
-        """The first group of a pattern in the attributes, None if it is not there."""
+        """The first group of a pattern in the attributes; None if it does not match."""
         found = re.search(pattern, self.attributes)
         return found.group(1) if found else None
 
@@ -73,7 +73,7 @@ class Computation:
 
     @cached_property
     def users(self) -> dict[str, tuple[Instruction, ...]]:
-        """Who reads the result of each instruction, in order."""
+        """The instructions that read the result of each instruction, in order."""
         found: dict[str, tuple[Instruction, ...]] = {}
         for one in self.instructions:
             for operand in one.operands:
@@ -93,7 +93,7 @@ class Computation:
 
 @dataclass(frozen=True)
 class Module:
-    """A compiled program for one device, which all its devices run."""
+    """A compiled program; every one of its devices runs the same instructions."""
 
     computations: dict[str, Computation]
     entry: str
@@ -101,10 +101,10 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """The module of a text that XLA printed.
+    """The module that XLA printed as `text`.
 
     Raises:
-        ValueError: it has no entry computation, so it is no module of XLA.
+        ValueError: the text has no entry computation, so it is not a module of XLA.
     """
     computations: dict[str, Computation] = {}
     entry = None
@@ -144,9 +144,9 @@ def _instruction(found: re.Match[str]) -> Instruction:
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the bracket that opens at `start` closes.
+    """The position where the bracket that opens at `start` closes.
 
-    A constant's text may hold brackets; those of XLA's arrays come in pairs too.
+    Constants may contain brackets too; those of XLA's arrays come in pairs.
     """
     depth = 0
     for at in range(start, len(text)):

@@ -1,4 +1,4 @@
-"""What a compiled program copies between device and host memory, and what hides it."""
+"""The copies between device and host memory, and the matmuls that hide them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ SLICES = ("dynamic-slice", "dynamic-update-slice", "copy")
 
 @dataclass(frozen=True)
 class HostCopy:
-    """A copy between the memories; bytes and flops are per device and execution.
+    """A copy between device and host; bytes and flops are per device and execution.
 
-    `times`, `is_exact` and what is overlapped are as in `Collective`.
+    `times`, `is_exact`, `is_async` and `overlapped_*` are as in `Collective`.
     """
 
     name: str
@@ -30,8 +30,8 @@ class HostCopy:
 def host_copies(text: str) -> tuple[HostCopy, ...]:
     """The copies of a compiled program to and from pinned host memory.
 
-    Whole arrays (`copy`, or `copy-start` and `copy-done`), and slices of them that an
-    asynchronous wrapper moves. Device memories among themselves do not count.
+    These are copies of whole arrays (`copy`, or `copy-start` and `copy-done`), and of
+    slices inside `async-start`. Copies between two device memories are left out.
     """
     module = parse(text)
     return tuple(copy for visit in visits(module) for copy in _of(module, visit))

@@ -1,4 +1,4 @@
-"""How often each computation of a compiled program runs."""
+"""Counts how often each computation of a compiled program runs."""
 
 import re
 from collections.abc import Iterator
@@ -12,11 +12,14 @@ TRIPS = r'known_trip_count"?[:=]\{"?n"?[:=]"?(\d+)'
 
 @dataclass(frozen=True)
 class Visit:
-    """A computation as it is reached by one way of calls from the entry.
+    """A computation, reached from the entry by one path of calls.
 
-    `times` is how often it runs that way: the trip counts of the loops around it
-    multiplied, where those that cannot be known count once; `is_exact` says that there
-    are none. A branch counts as taken: its traffic is a bound.
+    Both branches of a conditional count as taken, so traffic is an upper bound.
+
+    Attributes:
+        times: how often it runs by this path: the product of the trip counts of the
+            loops around it. A loop with unknown trip count counts once.
+        is_exact: whether all these trip counts are known.
     """
 
     computation: Computation
@@ -25,9 +28,10 @@ class Visit:
 
 
 def visits(module: Module) -> Iterator[Visit]:
-    """Each computation that the entry reaches, but not what is fused or asynchronous.
+    """Each computation that the entry reaches by loops, calls and conditionals.
 
-    Those are part of the instruction that holds them.
+    Computations of fusions and asynchronous wrappers belong to the instruction that
+    calls them, and are not visited.
     """
     entry = Visit(module.computations[module.entry], 1, True)
     waiting = [entry]
@@ -54,11 +58,11 @@ def _inside(module: Module, visit: Visit, one: Instruction) -> Iterator[Visit]:
 
 
 def trip_count(module: Module, around: Computation, loop: Instruction) -> int | None:
-    """How often a loop runs its body, None if the text does not tell.
+    """How often a loop runs its body; None if the text does not tell.
 
-    XLA says it of loops that it analysed. The TPU compiler makes loops of its own, for
-    products that overlap a ring of permutes, and does not: there it follows from the
-    counter `i < limit`, where it starts and what the body adds to it.
+    XLA writes the trip count of loops that it analysed. The TPU compiler does not write
+    it for its own loops, which overlap matmuls with a ring of permutes. For those it is
+    computed from the condition `i < limit`, the start of `i` and its increment.
     """
     if said := loop.attribute(TRIPS):
         return int(said)
@@ -78,7 +82,7 @@ def trip_count(module: Module, around: Computation, loop: Instruction) -> int | 
 
 
 def _counter(condition: Computation) -> tuple[int, int] | None:
-    """Which element of the loop's state is compared, and the limit it stays below."""
+    """The index of the counter in the loop's state, and the limit it stays below."""
     compare = condition.root
     if compare.opcode != "compare" or "direction=LT" not in compare.attributes:
         return None
@@ -102,14 +106,14 @@ def _element(inside: Computation, name: str, index: int) -> str | None:
 
 
 def _index(inside: Computation, name: str) -> int | None:
-    """The element of the loop's state that this is."""
+    """The index of the state element that `name` is; None if it is no such element."""
     one = _original(inside, name)
     said = one.attribute(r"\bindex=(\d+)")
     return None if one.opcode != "get-tuple-element" or said is None else int(said)
 
 
 def _constant(inside: Computation, name: str | None) -> int | None:
-    """The value of a scalar, None if it is no constant."""
+    """The value of an integer scalar; None if it is not a constant."""
     if name is None:
         return None
     one = _original(inside, name)
@@ -118,7 +122,7 @@ def _constant(inside: Computation, name: str | None) -> int | None:
 
 
 def _original(inside: Computation, name: str) -> Instruction:
-    """What an instruction is a copy of."""
+    """The instruction that `name` is a copy of, after all copies and bitcasts."""
     one = inside.by_name[name]
     while one.opcode in COPIES:
         one = inside.by_name[one.operands[0]]

@@ -1,13 +1,14 @@
-"""How many bytes a compiled program needs, and by how many it does not fit."""
+"""The bytes that a compiled program needs, and the shortage if it does not fit."""
 
 import re
 from dataclasses import dataclass
 from typing import Any
 
-# XLA's figures are rounded to two digits, in units of 1024.
+# XLA rounds bytes to two decimals, in binary units.
 UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 SIZE = r"([\d.]+)\s*([BKMGT]?)i?B?"
-# Temporaries alone; arguments, temporaries and all; what the GPU's allocator says.
+# The TPU compiler counts only temporaries in the first message, and arguments too in
+# the second.
 EXCEEDED = (
     re.compile(rf"\({SIZE}\) exceeds available \w+ \({SIZE}\)"),
     re.compile(rf"Used {SIZE} of {SIZE} \w+"),
@@ -19,8 +20,8 @@ EXHAUSTED = "RESOURCE_EXHAUSTED"
 class Memory:
     """Bytes of a compiled program on one device, and in the host's memory for it.
 
-    Aliased bytes are results that take the place of donated arguments. A GPU that is
-    not there reports no host memory, so arguments in it count as the device's.
+    Aliased bytes are results in the memory of donated arguments. An absent GPU reports
+    no host memory, so arguments in pinned host memory count as device memory.
     """
 
     argument_bytes: int
@@ -34,7 +35,7 @@ class Memory:
 
     @property
     def device_bytes(self) -> int:
-        """Device memory while the program runs, its own code left out."""
+        """Device memory while the program runs, without its code."""
         held = self.argument_bytes + self.output_bytes - self.alias_bytes
         return held + self.temp_bytes
 
@@ -47,14 +48,14 @@ class Memory:
 
 @dataclass(frozen=True)
 class Shortage:
-    """What a program needs of a device's memory and what there is, in bytes."""
+    """Device memory that a program needs, and that is available."""
 
     needed_bytes: int
     available_bytes: int
 
 
 def memory(compiled: Any) -> Memory:
-    """The bytes of a `jax.stages.Compiled`, as XLA's buffer assignment says."""
+    """The bytes of a `jax.stages.Compiled`, from XLA's buffer assignment."""
     found = compiled.memory_analysis()
     return Memory(
         argument_bytes=found.argument_size_in_bytes,
@@ -69,13 +70,13 @@ def memory(compiled: Any) -> Memory:
 
 
 def shortage(error: BaseException) -> Shortage | None:
-    """What an error of the compiler says of memory, None if it is another error.
+    """The memory shortage in an error of the compiler; None if it is another error.
 
-    The TPU compiler refuses a program that does not fit. XLA for GPUs compiles it all
-    the same: compare `Memory.device_bytes` with the memory of the device there.
+    The TPU compiler refuses a program that does not fit. XLA for GPUs compiles it, so
+    compare `Memory.device_bytes` with the memory of the GPU.
 
     Raises:
-        ValueError: it is out of memory, but says no figures that this knows.
+        ValueError: the compiler ran out of memory, but its message has an unknown form.
     """
     text = str(error)
     if EXHAUSTED not in text:

@@ -1,4 +1,4 @@
-"""Shapes in XLA's text: `bf16[512,8192]{1,0:T(8,128)(2,1)S(5)}` and tuples of them."""
+"""Parses XLA's shapes: `bf16[512,8192]{1,0:T(8,128)(2,1)S(5)}` and tuples of them."""
 
 import math
 import re
@@ -13,7 +13,7 @@ HOST_SPACE = "S(5)"
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array: element type, shape and whether it lies in host memory."""
+    """One array: its element type, its shape, and whether it is in host memory."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -25,12 +25,12 @@ class Leaf:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the elements, without what the layout pads them to."""
+        """Bytes of the elements, without padding by the layout."""
         return -(-self.numel * _bits(self.dtype) // 8)
 
 
 def leaves(shape: str) -> tuple[Leaf, ...]:
-    """The arrays of a shape, those of nested tuples in order."""
+    """The arrays of a shape, with nested tuples flattened in order."""
     return tuple(
         Leaf(
             dtype,
@@ -46,7 +46,7 @@ def nbytes(arrays: tuple[Leaf, ...]) -> int:
 
 
 def _bits(dtype: str) -> int:
-    """`bf16`, `f8e4m3fn` and `s4` say their bits first; others have names."""
+    """Bits per element: the first number in `bf16`, `f8e4m3fn` or `s4`, or by name."""
     named = {"pred": 8, "token": 0, "opaque": 0}
     if dtype in named:
         return named[dtype]
