@@ -1,4 +1,4 @@
-"""Several processes that train together: start, agreement, and one end for all."""
+"""Training with several processes: they join, compare settings and end together."""
 
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from zinf.distributed.seat import JoinError as JoinError
     from zinf.distributed.seat import Seat as Seat
 
-# The command line shows the options of several processes without importing jax.
+# Lazy, because the command line imports the options of this package for its help, which
+# must not import jax.
 make_lazy(
     __name__,
     {

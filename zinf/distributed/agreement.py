@@ -1,4 +1,4 @@
-"""What all processes must have alike, and the words for it when they have not."""
+"""Compares values that must be equal in all processes, and words the differences."""
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -6,10 +6,10 @@ from typing import Any
 
 
 def differences(values: Sequence[Mapping[str, Any]]) -> str | None:
-    """How processes differ, a line a key; None if they agree.
+    """How processes differ, one line per key; None if all values are equal.
 
     Args:
-        values: Of each process, in process order.
+        values: The values of each process, in process order.
     """
     keys = dict.fromkeys(key for value in values for key in value)
     lines = [_difference(key, values) for key in keys]
@@ -28,7 +28,7 @@ def _difference(key: str, values: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}, so that a difference names what differs."""
+    """{"a": {"b": 1}} -> {"a.b": 1}, so that an error names the exact key."""
     found = {}
     for key, value in tree.items():
         below = flat(value) if isinstance(value, Mapping) else {"": value}

@@ -1,4 +1,4 @@
-"""Whether all processes begin with the same arrays, by a digest of each."""
+"""Checks that all processes begin with the same arrays, by comparing their digests."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,17 +9,17 @@ from xxhash import xxh3_128
 from zinf.distributed.agreement import differences
 from zinf.distributed.group import AbstractGroup
 
-# Copied at once, of an array whose bytes do not lie one after another.
+# A non-contiguous array is copied and digested in blocks of this size.
 BLOCK_BYTES = 1 << 24
-# Digests in a message, and arrays that an error names.
+# Number of digests in one message, and of arrays that an error names at most.
 PART, MOST_NAMED = 1000, 5
 
 
 class Digests:
-    """Digests of what this process begins with; a run of one process makes none.
+    """Digests of this process's initial values; a run of one process makes none.
 
     Args:
-        group: The processes that should begin alike.
+        group: The processes whose initial values must be equal.
     """
 
     def __init__(self, group: AbstractGroup) -> None:
@@ -37,16 +37,18 @@ class Digests:
         self._found[name] = total.hexdigest()
 
     def add_text(self, name: str, text: str) -> None:
-        """Digest a text."""
+        """Digest a text under this name."""
         self._found[name] = xxh3_128(text.encode()).hexdigest()
 
     def agree(self) -> None:
-        """Compare them among all processes, which must all have added the same names.
+        """Compare the digests of all processes, which must have added the same names.
 
-        One digest of all is exchanged; only if it differs, the digest of each.
+        Processes first exchange one digest of all their digests. Only if these differ
+        do they exchange the digest of each array.
 
         Raises:
-            ValueError: On every process, naming arrays that differ, and who has what.
+            ValueError: Arrays differ. Raised on every process; names the first arrays
+                that differ and their digests in each process.
         """
         if self._group.count == 1:
             return
@@ -83,7 +85,7 @@ class Digests:
 
 
 def _blocks(array: np.ndarray) -> Sequence[np.ndarray]:
-    """The rows of an array, in blocks that may be copied."""
+    """The array in blocks of rows that are small enough to copy."""
     if array.flags.c_contiguous or not array.size:
         return [array]
     rows = max(1, BLOCK_BYTES * len(array) // array.nbytes)

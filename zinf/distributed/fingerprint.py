@@ -1,4 +1,4 @@
-"""What this process runs: versions, the code itself, and its devices."""
+"""What this process runs: package versions, a hash of zinf's source, and devices."""
 
 import hashlib
 import platform
@@ -14,14 +14,14 @@ PACKAGES = ("jax", "jaxlib", "numpy", "optax")
 
 
 def code_fingerprint() -> dict[str, str]:
-    """Versions, and a hash of zinf's own source; touches no device."""
+    """Versions and a hash of zinf's own source; touches no device."""
     found = {name: version(name) for name in PACKAGES}
     found["python"] = ".".join(platform.python_version_tuple()[:2])
     return {**found, "zinf source": _source_hash()}
 
 
 def device_fingerprint() -> dict[str, Any]:
-    """What devices this process brings; starts jax's backend."""
+    """Platform, number and kind of this process's devices; starts jax's backend."""
     return {
         "platform": jax.default_backend(),
         "devices per process": jax.local_device_count(),

@@ -1,12 +1,12 @@
-"""How a process and the hub know one another: three messages, before all others.
+"""How a process and the hub recognize each other: the first three messages.
 
     hub      {"zinf": NONCE}
     process  {"greeting": JSON of WHO, with a nonce of its own, "proof": of both}
     hub      {"proof": of the process's nonce}, or {"refused": WHY}
 
-Each proof is made with the secret of the run, of a number that the other end chose:
-what was overheard is of no use in another connection, and a process believes nobody who
-listens at the port in the place of process 0.
+A proof is a keyed digest, under the secret of the run, of a number that the other end
+chose. A recorded proof is therefore useless on another connection, and another program
+that listens on the port cannot pass for process 0.
 """
 
 import json
@@ -20,17 +20,17 @@ from zinf.distributed.secret import Secret, nonce
 from zinf.distributed.secret_file import read_file
 from zinf.distributed.wire import Message, Wire
 
-# Of all three messages; host names have 253 characters at most.
+# Largest size of each of the three messages; a host name has 253 characters at most.
 GREETING_BYTES = 4096
 
 
 class StrangerError(ValueError):
-    """What greets is no process of this run; the message says how that is known."""
+    """The other end is no process of this run; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """Who a process says it is, with the proof that it knows the secret checked."""
+    """Who a process says it is; it has proved that it knows the secret."""
 
     index: int
     count: int
@@ -40,15 +40,15 @@ class Greeting:
 
 
 def hello(number: str) -> Message:
-    """The hub's first message, with a number that is used once."""
+    """The hub's first message; `number` comes from `nonce`."""
     return {"zinf": number}
 
 
 def checked(message: Message, secret: Secret, number: str) -> Greeting:
-    """What a process answered to `hello(number)`.
+    """The greeting in a process's answer to `hello(number)`.
 
     Raises:
-        StrangerError: It is no such answer, or made without the secret.
+        StrangerError: The message is no greeting, or its proof is wrong.
     """
     match message:
         case {"greeting": str(text), "proof": proof}:
@@ -74,14 +74,15 @@ def welcome(secret: Secret, greeting: Greeting) -> Message:
 
 
 def introduce(seat: Seat, wire: Wire, secret: Secret | None) -> None:
-    """Say to the hub who this is, and see that it is the hub of this run.
+    """Tell the hub which process this is, and check that it is the hub of this run.
 
     Args:
-        secret: None: what process 0 wrote to its file before it said anything.
+        secret: None means the secret in the file of process 0, which it wrote before
+            its first message.
 
     Raises:
-        Closed: The other end went away meanwhile.
-        JoinError: It is no hub of this run, or refuses this process.
+        Closed: The other end closed the connection, or did not answer in time.
+        JoinError: The other end is no hub of this run, or refuses this process.
     """
     number = nonce()
     place = {"index": seat.index, "count": seat.count, "nonce": number}

@@ -1,4 +1,4 @@
-"""The processes of a run, seen from one of them."""
+"""How one process exchanges values with the others, and how it ends with them."""
 
 import atexit
 import os
@@ -18,18 +18,19 @@ from zinf.distributed.hub import Hub
 from zinf.distributed.limits import GRACE_SECONDS, Limits
 from zinf.distributed.wire import MESSAGE_BYTES, Closed, Message, Wire
 
-# This process was well; another ended the run.
+# Exit code of a process that had no error itself: another process ended the run.
 ENDED_BY_ANOTHER = 3
 STDERR = 2
 PRINT_SECONDS = 1.0
-# Of an error that goes to the others; a compiler's may have a whole program in it.
+# An error is cut to this length before it is sent to the other processes: an error of
+# the compiler can contain a whole program.
 FAILURE_CHARACTERS = 1 << 16
 
 
 class AbstractGroup(ABC):
-    """The processes of a run: small values between them, and one end for all.
+    """The processes of a run: they exchange small values and end together.
 
-    As a context manager: an exception that leaves it ends every process.
+    As a context manager, an exception that leaves the body ends every process.
     """
 
     index: int
@@ -38,52 +39,53 @@ class AbstractGroup(ABC):
 
     @abstractmethod
     def gather(self, name: str, value: Any, timeout: float | None = 300.0) -> list[Any]:
-        """Every process's JSON value, in process order, the same on all.
+        """The JSON values of all processes, in process order; the same on all.
 
-        Of at most 16 MiB each. Every process must call it, with the same name, within
-        `timeout` seconds of the first; else all end with an error that names who did
-        not come. With None they have until they count as hung. Calls of one name are
-        matched in order.
+        A value has at most 16 MiB. Every process must call this, with the same name,
+        within `timeout` seconds of the first call; else all processes end with an error
+        that names those that did not call. With a timeout of None they may take until
+        they count as hung. Calls with the same name are matched in order.
         """
 
     @abstractmethod
     def agree(self, values: Mapping[str, Any]) -> None:
-        """End all processes, saying what differs where, unless the values are equal."""
+        """End all processes, with an error that says what differs, if values differ."""
 
     @abstractmethod
     def say(self, text: str) -> None:
-        """Progress: what this process does now, which are its last words if it dies."""
+        """Report progress. If this process dies, the error of the others quotes it."""
 
     @abstractmethod
     def fail(self, error: BaseException) -> None:
-        """Tell all others that this process ends, and why; only the first counts.
+        """Tell all other processes that this process ends, and why.
 
-        To be called before anything that waits for them, such as closing files that all
-        write. If the error follows from another's end, this does not return.
+        Only the first call has an effect. Call this before anything that waits for the
+        other processes, such as closing files that all write. If the error is a
+        consequence of another process's end, this call does not return.
         """
 
     @abstractmethod
     def part(self) -> None:
-        """End watching one another, as every process is about to end, well or not."""
+        """Stop watching one another; every process calls this before it ends."""
 
     @abstractmethod
     def close(self) -> None:
-        """Part, and end what joining began."""
+        """Call `part`, then shut down `jax.distributed` and the connections."""
 
     def broadcast(self, name: str, value: Any) -> Any:
-        """Process 0's JSON value."""
+        """The JSON value of process 0, the same on all processes."""
         return self.gather(name, value)[0]
 
     def barrier(self, name: str, timeout: float | None = 300.0) -> None:
         self.gather(name, None, timeout)
 
     def any(self, name: str, claim: bool, timeout: float | None = 300.0) -> bool:
-        """Whether `claim` is true on any process, the same on all."""
+        """Whether `claim` is true on at least one process; the same on all."""
         return any(self.gather(name, claim, timeout))
 
     @property
     def is_first(self) -> bool:
-        """Whether this is process 0, which speaks for all."""
+        """Whether this is process 0, which prints for all."""
         return self.index == 0
 
     def __enter__(self) -> Self:
@@ -124,12 +126,12 @@ class Joined(AbstractGroup):
     """One of several processes, connected to the hub in process 0.
 
     A thread listens for the end of the run. It ends this process by `os._exit`, as the
-    main thread may be inside a collective that nothing can interrupt; files are renamed
-    into place when complete, so none is left half-written.
+    main thread may be inside a collective that nothing can interrupt. Files are renamed
+    into place when they are complete, so none is left half-written.
 
     Args:
-        wire: Connected to the hub, and introduced.
-        hub: In process 0.
+        wire: A connection to the hub on which `introduce` has succeeded.
+        hub: The hub if this is process 0; else None.
     """
 
     def __init__(
@@ -140,8 +142,8 @@ class Joined(AbstractGroup):
         self._calls: Counter[str] = Counter()
         self._results: dict[str, list[Any]] = {}
         self._came = threading.Condition()
-        self._has_verdict = threading.Event()  # that this process failed
-        self._is_ended = threading.Event()  # by another's end
+        self._has_verdict = threading.Event()  # the verdict is this process's error
+        self._is_ended = threading.Event()  # another process ended the run
         self._failure = ""
         self._first_said = "nothing"
         threading.Thread(target=self._listen, name="zinf-group", daemon=True).start()
@@ -159,10 +161,12 @@ class Joined(AbstractGroup):
         if self._failure or self.has_parted:
             return
         self._failure = describe(error)
-        # Later than jax's own, so before it, which would wait for the others and abort.
+        # Exit handlers run in reverse order, so this one runs before jax's, which would
+        # wait for the other processes and abort.
         atexit.register(leave, 1)
         self._send({"fail": self._failure[:FAILURE_CHARACTERS]})
-        # If this error only follows from another's end, the listener ends here with it.
+        # Wait for the verdict. If another process caused this error, the listener ends
+        # this process with that cause.
         self._has_verdict.wait(GRACE_SECONDS + self._limits.beat_seconds + 1.0)
         if self._is_ended.is_set():
             threading.Event().wait()
@@ -197,14 +201,15 @@ class Joined(AbstractGroup):
             self._wire.send(message, max_bytes=max_bytes)
         except Closed:
             if not self.has_parted:
-                # The listener knows by now, or will at once, and ends this process.
+                # The listener notices the closed connection and ends this process.
                 threading.Event().wait()
 
     def _listen(self) -> None:
         try:
             self._follow()
         except BaseException:
-            # Without it nobody would end this process: better that all end now.
+            # Without the listener nothing would end this process when another fails, so
+            # end all processes now.
             traceback.print_exc()
             os._exit(1)
 
@@ -233,7 +238,7 @@ class Joined(AbstractGroup):
         try:
             self._wire.send({"beat": None})
         except Closed:
-            pass  # receiving tells what to do about it
+            pass  # `_follow` notices a closed connection when it reads
 
     def _hear(self, message: Message) -> None:
         match message:
@@ -276,22 +281,22 @@ def describe(error: BaseException) -> str:
 
 
 def leave(code: int) -> None:
-    """End this process now, whatever its other threads do; what was printed stays."""
+    """End this process now without waiting for other threads; flushes the output."""
     announce("")
     os._exit(code)
 
 
 def announce(text: str) -> None:
-    """Print, and flush what was printed before, in a second at most."""
-    # Another thread may be stuck while it prints, and hold the stream's lock.
+    """Print a text and flush earlier output, in PRINT_SECONDS at most."""
+    # In a thread: another thread may be stuck in a print and hold the stream's lock.
     printing = threading.Thread(target=_print, args=(text,), daemon=True)
     printing.start()
     printing.join(PRINT_SECONDS)
 
 
 def _print(text: str) -> None:
-    # In one write, as several processes may share a terminal; and first, as jax's own
-    # client aborts within milliseconds of losing process 0.
+    # One write, so that lines of several processes on one terminal do not mix. Before
+    # the flush, as jax's client aborts within milliseconds after it loses process 0.
     os.write(STDERR, text.encode())
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

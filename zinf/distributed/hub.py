@@ -1,7 +1,7 @@
-"""Process 0's end of every connection: who is there, what they give, who is lost.
+"""Process 0's end of every connection: it exchanges values and detects lost processes.
 
-The first thing that goes wrong becomes a verdict: one text that every process gets, by
-which it ends. Runs in a thread of its own, so it works while a collective hangs.
+The first failure becomes the verdict: one text that the hub sends to every process,
+which then ends. The hub runs in its own thread, so it works while a collective hangs.
 """
 
 import contextlib
@@ -45,9 +45,10 @@ class Hub:
 
     Args:
         listener: A listening socket, which the hub closes.
-        count: Processes that the run has.
-        secret: What they know, and nobody else should.
-        secret_file: Holds the secret, and is removed when all processes have come.
+        count: Number of processes of the run.
+        secret: The secret that a process must prove to know.
+        secret_file: The file with the secret; the hub removes it when all processes
+            have joined.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Hub:
         self._deadlines: dict[str, float] = {}
         self._lost: dict[int, str] = {}
         self._failed: dict[int, str] = {}
-        self._due = float("inf")  # when what is lost or failed becomes the verdict
+        self._due = float("inf")  # when `_lost` or `_failed` becomes the verdict
         self._verdict: str | None = None
         self._has_left = False
         self._beat_at = 0.0
@@ -80,11 +81,11 @@ class Hub:
 
     @property
     def num_strangers(self) -> int:
-        """Connections that were dropped because they were not of this run."""
+        """Connections that were dropped because they did not belong to this run."""
         return self._strangers.num_dropped
 
     def wait(self) -> None:
-        """Until every other process has gone, or had time to."""
+        """Wait until every other process has left, but not longer than it may take."""
         self._over.wait(LINGER_SECONDS + 1.0)
 
     def _run(self) -> None:
@@ -93,10 +94,11 @@ class Hub:
                 self._round()
             self._close()
         except BaseException:
-            # Without a hub nobody would hear of a failure: better that all end now.
+            # Without a hub no process would learn of a failure. Ending process 0 ends
+            # all, as their connections close.
             traceback.print_exc()
             os._exit(1)
-        # Last, as the process may end as soon as this is set.
+        # Must be the last statement: the process may end as soon as this is set.
         self._over.set()
 
     def _close(self) -> None:
@@ -122,7 +124,7 @@ class Hub:
         for key, _ in self._selector.select(self._limits.beat_seconds / 4):
             if key.fileobj is self._listener:
                 self._accept()
-            elif key.data.fileno() >= 0:  # not dropped since
+            elif key.data.fileno() >= 0:  # not dropped earlier in this round
                 self._read(key.data)
         now = time.monotonic()
         self._drop(self._strangers.late(now - GREETING_SECONDS))
@@ -137,8 +139,8 @@ class Hub:
         try:
             connection, (host, *_) = self._listener.accept()
         except OSError as error:
-            # It was gone already; or too many connections are open, all but ours of
-            # strangers.
+            # Either the connection has closed already, or this process has too many
+            # open files. Dropping all strangers makes room again.
             logger.warning("A connection could not be accepted: %s", error)
             self._drop(self._strangers.all())
             return
@@ -162,10 +164,11 @@ class Hub:
             self._gone(wire, error)
 
     def _greet(self, wire: Wire, message: Message) -> None:
-        """Take in a process that says who it is, and knows the secret.
+        """Admit a process that proves that it knows the secret.
 
         Raises:
-            StrangerError, ValueError: It does not.
+            StrangerError, ValueError: It does not know the secret, or the message is no
+                greeting.
         """
         greeting = checked(message, self._secret, self._strangers.number(wire))
         index, peer = greeting.index, Peer(wire, greeting.host, greeting.pid)
@@ -183,7 +186,7 @@ class Hub:
         if twin is None:
             self._peers[index], self._indices[wire] = peer, index
         if len(self._peers) == self._count:
-            self._remove_secret()  # nobody else needs it
+            self._remove_secret()  # all processes have read it
 
     def _hear(self, wire: Wire, message: Message) -> None:
         index = self._indices.get(wire)
@@ -203,7 +206,7 @@ class Hub:
     def _give(
         self, name: str, index: int, value: Any, seconds: float | None, agree: bool
     ) -> None:
-        """Take one process's part of a gather; the last part sends them to all."""
+        """Keep one process's value of a gather; once all are here, send them to all."""
         given = self._given.setdefault(name, {})
         if seconds is not None:
             self._deadlines.setdefault(name, time.monotonic() + seconds)
@@ -217,12 +220,12 @@ class Hub:
         if found is not None:
             self._end(verdict.unlike(found))
             return
-        # Whoever has this may close its connection without being lost.
+        # From here on a closed connection is no loss: processes leave after this reply.
         self._has_left = self._has_left or name == "leave"
         self._tell_all({"name": name, "values": values})
 
     def _judge(self, now: float) -> None:
-        """Find what has gone wrong by this time."""
+        """End the run if a process is missing, silent, lost, failed, absent or hung."""
         limits, peers = self._limits, self._peers
         missing = sorted(set(range(self._count)) - peers.keys())
         if missing and now - self._start > limits.join_seconds:
@@ -244,7 +247,7 @@ class Hub:
             self._end(verdict.hung(peers, self._count, limits))
 
     def _gone(self, wire: Wire, why: Exception) -> None:
-        """Close a connection that was closed, or on which nonsense came."""
+        """Close a connection that the other end closed, or on which nonsense came."""
         if wire in self._strangers:
             self._drop([wire], str(why))
             return
@@ -254,7 +257,7 @@ class Hub:
         if index is None:
             return
         self._peers[index].is_connected = False
-        if index in self._failed:  # it said why before it went
+        if index in self._failed:  # its error is known, so there is nothing to wait for
             self._due = min(self._due, time.monotonic())
         elif not self._has_left:
             is_end = isinstance(why, Closed)
@@ -262,7 +265,7 @@ class Hub:
             self._lose(index, how)
 
     def _drop(self, wires: Sequence[Wire], why: str = "it did not greet in time"):
-        """Close connections of what is no process of this run, as far as is known."""
+        """Refuse and close connections without a valid greeting."""
         for wire in wires:
             self._selector.unregister(wire)
             self._strangers.drop(wire, why)
@@ -275,12 +278,12 @@ class Hub:
             self._due = min(self._due, time.monotonic() + TOGETHER_SECONDS)
 
     def _end(self, text: str, *, also: Wire | None = None) -> None:
-        """Tell every process what ends the run; the first verdict stands."""
+        """Tell every process what ends the run; later calls have no effect."""
         if self._verdict is not None:
             return
         self._verdict = text
         self._due = time.monotonic() + LINGER_SECONDS
-        # Who failed first tells of it itself.
+        # The process that failed first raises its own error instead of the verdict.
         first = [] if self._lost else list(self._failed)[:1]
         self._tell_all({"end": text, "failed": first})
         if also is not None:
@@ -292,5 +295,5 @@ class Hub:
                 self._tell(peer.wire, message)
 
     def _tell(self, wire: Wire, message: Message) -> None:
-        with contextlib.suppress(Closed):  # reading from it will tell
+        with contextlib.suppress(Closed):  # reading from the wire detects it too
             wire.send(message)

@@ -1,4 +1,4 @@
-"""How the processes of a run come together, before any of them touches a device."""
+"""Connects the processes of a run, before any of them touches a device."""
 
 import logging
 import socket
@@ -25,16 +25,17 @@ LIMITS = Limits()
 
 
 def join(seat: Seat | None, limits: Limits = LIMITS) -> AbstractGroup:
-    """This process's group, with `jax.distributed` initialized among it.
+    """Connects this process to the others and initializes `jax.distributed`.
 
-    To be called before anything starts a jax backend. Processes that run other code or
-    bring other devices end here, all of them, with an error that says how they differ.
+    Call this before anything starts a jax backend. If the processes differ in code,
+    versions or devices, all of them end here with an error that says how they differ.
 
     Args:
-        seat: From `find_seat`; None: a run of one process.
+        seat: From `find_seat`; None means a run of one process.
 
     Raises:
-        JoinError: The coordinator cannot be reached, or its port cannot be had.
+        JoinError: The coordinator cannot be reached or refuses this process, or process
+            0 cannot bind its port.
     """
     if seat is None:
         return Alone()
@@ -44,7 +45,8 @@ def join(seat: Seat | None, limits: Limits = LIMITS) -> AbstractGroup:
     wire = _connect(seat, secret, limits)
     group = Joined(wire, hub, index=seat.index, count=seat.count, limits=limits)
     try:
-        # The hub has the deadline: it knows who is missing.
+        # No timeout here: the hub ends the run after join_seconds and names the missing
+        # processes.
         group.barrier("join", timeout=None)
         group.agree(code_fingerprint())
         _initialize(seat, group, limits)
@@ -56,7 +58,7 @@ def join(seat: Seat | None, limits: Limits = LIMITS) -> AbstractGroup:
 
 
 def _open_hub(seat: Seat, limits: Limits) -> tuple[Hub, Secret]:
-    """The hub of this process, and the secret of the run, made if none was given."""
+    """Starts the hub; returns it and the secret of the run (new if none is set)."""
     host, port = seat.address
     try:
         listener = bound_socket(host, port)
@@ -68,7 +70,8 @@ def _open_hub(seat: Seat, limits: Limits) -> tuple[Hub, Secret]:
             "second process 0; choose another port for --coordinator."
         ) from error
     if seat.secret is None:
-        # Others read the file once the hub has spoken to them, so it is there by then.
+        # The file is written before the hub starts: the other processes read it after
+        # the hub's first message.
         secret, file = make_file(port)
         return Hub(listener, seat.count, limits, secret, secret_file=file), secret
     if not seat.secret.is_private:
@@ -83,7 +86,7 @@ def _open_hub(seat: Seat, limits: Limits) -> tuple[Hub, Secret]:
 
 
 def _connect(seat: Seat, secret: Secret | None, limits: Limits) -> Wire:
-    """To the hub, which may start later than this process."""
+    """A connection to the hub; retries, as process 0 may start later than this one."""
     deadline = time.monotonic() + limits.join_seconds
     while True:
         try:
@@ -113,12 +116,12 @@ def _unreachable(seat: Seat, limits: Limits, error: OSError) -> str:
 
 
 def _initialize(seat: Seat, group: AbstractGroup, limits: Limits) -> None:
-    """jax.distributed, at a port that process 0 has free."""
+    """Initializes jax.distributed at a port that is free on the host of process 0."""
     written, _, _ = seat.coordinator.rpartition(":")
     host, _ = seat.address
     address = group.broadcast("jax address", f"{written}:{_free_port()}")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # It would catch SIGTERM, so that nothing could end a run but SIGKILL.
+    # The preemption service catches SIGTERM, so only SIGKILL could end a run.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         address,
@@ -128,7 +131,8 @@ def _initialize(seat: Seat, group: AbstractGroup, limits: Limits) -> None:
         "deactivate",
         coordinator_bind_address=address if is_own_address(host) else None,
         initialization_timeout=round(limits.join_seconds) + 1,
-        # Its news of a lost process is an abort with a C++ stack: ours comes first.
+        # When jax notices a lost process it aborts with a C++ stack trace. The timeout
+        # is long enough that our error always comes first.
         heartbeat_timeout_seconds=3 * round(limits.silence_seconds) + 10,
     )
 

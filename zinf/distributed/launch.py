@@ -1,8 +1,9 @@
-"""Which process of the run this is: by flags, or by what a launcher left behind.
+"""Finds which process of the run this is: from flags, or a launcher's environment.
 
-The only file of zinf that reads the environment, and only when asked. jax knows some of
-these launchers too, but tells what it found only after it has connected, which is too
-late for an error that names it; and it knows neither Open MPI 5 nor MPICH.
+This is the only file of zinf that reads the environment, and only when called. jax
+detects some of these launchers too, but reports what it found only after it has
+connected, too late for an error that names the launcher. It knows neither Open MPI 5
+nor MPICH.
 """
 
 import re
@@ -17,16 +18,16 @@ from zinf.distributed.secret import Secret
 COORDINATOR = "JAX_COORDINATOR_ADDRESS"
 NUM_PROCESSES = "JAX_NUM_PROCESSES"
 SECRET, SECRET_FILE = "ZINF_SECRET", "ZINF_SECRET_FILE"
-# Open MPI 4 gives all processes of a run one random number of 128 bits, for networks
-# that need it.
+# Open MPI 4 gives all processes of a run the same random number of 128 bits; some
+# network transports need it.
 OPEN_MPI_SECRET = "OMPI_MCA_orte_precondition_transports"
-# The ports from which a Slurm job's is chosen by the numbers of job and step.
+# The port of a Slurm job is one of these; the numbers of job and step choose it.
 FIRST_PORT, NUM_PORTS = 61440, 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """What the user said; None: not said."""
+    """Flags of the command line; None if the user did not give one."""
 
     coordinator: str | None = None
     num_processes: int | None = None
@@ -36,15 +37,15 @@ class Flags:
 
 @dataclass(frozen=True, slots=True)
 class _Launcher:
-    """The variables in which a launcher tells a process its place."""
+    """Environment variables in which a launcher tells a process its place."""
 
     name: str
     index: str
     count: str
     local_index: str | None = None
     local_count: str | None = None
-    mark: str | None = None  # without it, the others are of a surrounding shell
-    run: tuple[str, ...] = ()  # together they tell this run from others
+    mark: str | None = None  # if unset, the rest was set for a shell around the run
+    run: tuple[str, ...] = ()  # together they identify this run
 
 
 SLURM = _Launcher(
@@ -58,7 +59,8 @@ SLURM = _Launcher(
 LAUNCHERS = (
     _Launcher("environment", "JAX_PROCESS_ID", NUM_PROCESSES),
     _Launcher("Kubernetes", "JOB_COMPLETION_INDEX", NUM_PROCESSES),
-    # mpirun before srun: inside an allocation, Open MPI starts its daemons by srun.
+    # mpirun comes before srun: inside a Slurm allocation Open MPI starts its daemons
+    # with srun, so the variables of both are set.
     _Launcher(
         "mpirun",
         "OMPI_COMM_WORLD_RANK",
@@ -81,17 +83,18 @@ LAUNCHERS = (
 
 
 def find_seat(flags: Flags, environ: Mapping[str, str]) -> Seat | None:
-    """The place of this process; None: it is alone.
+    """The place of this process; None if it is the only process of the run.
 
-    Each flag goes before what a launcher says, so that `--coordinator` can complete it.
+    A flag overrides the value of the launcher, so `--coordinator` can add an address
+    that the launcher does not tell.
 
     Raises:
-        JoinError: Half of what is needed is there, or it makes no sense.
+        JoinError: Some of the needed values are missing, or a value is invalid.
     """
     launcher = next((one for one in LAUNCHERS if _speaks(one, environ)), None)
     by_hand = flags.num_processes is not None and flags.process_id is not None
     if by_hand:
-        launcher = None  # its local index is of another numbering
+        launcher = None  # its local index does not fit indices given by hand
     count, index = flags.num_processes, flags.process_id
     if launcher is not None:
         count = _number(launcher.count, environ) if count is None else count
@@ -115,7 +118,7 @@ def find_seat(flags: Flags, environ: Mapping[str, str]) -> Seat | None:
 def _given_secret(
     launcher: _Launcher | None, environ: Mapping[str, str]
 ) -> Secret | None:
-    """What the user or the launcher gave all processes, and nobody else."""
+    """The secret that the user or the launcher gave to all processes, if any."""
     source, text = SECRET, environ.get(SECRET)
     if text is None and SECRET_FILE in environ:
         path = Path(environ[SECRET_FILE])
@@ -140,13 +143,12 @@ def _given_secret(
 
 
 def _public_secret(launcher: _Launcher | None, environ: Mapping[str, str]) -> Secret:
-    """What the processes of a run have in common, which is no secret.
+    """A key made from the name of the run, which other users can see or guess.
 
-    It keeps out what is no process of zinf, and processes of other runs, but nobody who
-    wants to come in.
+    It keeps out strays (port scanners, processes of other runs), but no attacker.
     """
     names = () if launcher is None else launcher.run
-    # Processes of one heterogeneous job have several numbers of jobs.
+    # The processes of a heterogeneous Slurm job differ in SLURM_JOB_ID.
     if not all(name in environ for name in names) or "SLURM_HET_SIZE" in environ:
         names = ()
     said = " ".join(f"{name}={environ[name]}" for name in names)
@@ -181,7 +183,7 @@ def _coordinator(launcher: _Launcher | None, environ: Mapping[str, str]) -> str 
         if {"MASTER_ADDR", "MASTER_PORT"} <= environ.keys():
             return f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
     if launcher is SLURM:
-        # Steps of a job may run side by side.
+        # Steps of one job may run at the same time, so the port depends on the step.
         run = sum(int(environ.get(f"SLURM_{of}_ID", "0")) for of in ("JOB", "STEP"))
         host = first_host(environ["SLURM_STEP_NODELIST"])
         return f"{host}:{FIRST_PORT + run % NUM_PORTS}"
@@ -189,7 +191,7 @@ def _coordinator(launcher: _Launcher | None, environ: Mapping[str, str]) -> str 
 
 
 def first_host(nodes: str) -> str:
-    """The first of a Slurm node list: "node[007-009,12],login" -> "node007"."""
+    """The first host of a Slurm node list: "node[007-009,12],login" -> "node007"."""
     found = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodes)
     if found is None:
         raise JoinError(f"SLURM_STEP_NODELIST is {nodes!r}, which names no host.")
@@ -197,9 +199,10 @@ def first_host(nodes: str) -> str:
 
 
 def _own_devices(launcher: _Launcher, environ: Mapping[str, str]) -> tuple[int, ...]:
-    """One accelerator a process where a host has several processes; else all.
+    """One accelerator per process if the host has several processes; else () for all.
 
-    A launcher that gave each process its own has them all numbered 0.
+    Also () if CUDA_VISIBLE_DEVICES names one accelerator: the launcher has then given
+    each process its own, and each process sees it as number 0.
     """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if launcher.local_index not in environ or (visible and "," not in visible):
@@ -212,7 +215,7 @@ def _own_devices(launcher: _Launcher, environ: Mapping[str, str]) -> tuple[int, 
 
 
 def _local_count(launcher: _Launcher, environ: Mapping[str, str]) -> int | None:
-    """Processes on this host; None where the launcher does not say."""
+    """Number of processes on this host; None if the launcher does not tell it."""
     if launcher is SLURM:
         nodes = _tasks_of_nodes(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
         node = int(environ.get("SLURM_NODEID", "0"))
@@ -222,7 +225,7 @@ def _local_count(launcher: _Launcher, environ: Mapping[str, str]) -> int | None:
 
 
 def _tasks_of_nodes(text: str) -> list[int]:
-    """Slurm's "2(x3),1" -> [2, 2, 2, 1]."""
+    """Numbers of tasks per node: Slurm's "2(x3),1" -> [2, 2, 2, 1]."""
     runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
     return [int(tasks) for tasks, times in runs for _ in range(int(times or 1))]
 

@@ -2,26 +2,28 @@
 
 from dataclasses import dataclass
 
-# A failing process's error may only follow from another's end, of which the news is
-# under way: so long a verdict waits for it.
+# The hub waits this long before an error becomes the verdict: the error may be only a
+# consequence of another process's end, and the news of that end may be under way.
 GRACE_SECONDS = 1.0
-# Processes of one host that go down together are named together.
+# A lost process becomes the verdict after this time. Processes that are lost within it,
+# such as those of one host, are named together.
 TOGETHER_SECONDS = 0.3
-# From a connection to a greeting on it; else it is dropped.
+# A connection on which no greeting came for this long is dropped.
 GREETING_SECONDS = 30.0
-# Process 0 leaves last, so that every other has the verdict; at most so much later.
+# Process 0 ends last, so that every other process gets the verdict. It waits for the
+# others at most this long.
 LINGER_SECONDS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Set by flags of `zinf train`.
+    """How long processes wait for one another; the flags of `zinf train` set it.
 
     Args:
-        join_seconds: from the start of process 0 until all others have joined.
-        silence_seconds: without any sign of life, until a process counts as lost.
-        hang_seconds: without progress (`AbstractGroup.say`), until a process counts as
-            hung. The longest compilation must fit.
+        join_seconds: time from the start of process 0 until all others have joined.
+        silence_seconds: a process from which nothing was heard for this long is lost.
+        hang_seconds: a process without progress (`AbstractGroup.say`) for this long is
+            hung. Must be longer than the longest compilation.
     """
 
     join_seconds: float = 300.0
@@ -30,5 +32,5 @@ class Limits:
 
     @property
     def beat_seconds(self) -> float:
-        """Between signs of life."""
+        """Seconds between two signs of life of a process."""
         return min(1.0, self.silence_seconds / 5)

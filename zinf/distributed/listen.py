@@ -1,4 +1,4 @@
-"""Where process 0 listens: at as few of its host's addresses as is certain."""
+"""The socket on which process 0 listens, and the addresses that it is bound to."""
 
 import os
 import socket
@@ -6,11 +6,12 @@ from ipaddress import ip_address
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket bound to the coordinator's port, at as few addresses as is certain.
+    """A socket bound to the coordinator's port on as few addresses as possible.
 
-    A numeric address of this host is bound alone. A name may mean another address on
-    another host (on Debian a host's own name is 127.0.1.1), or a service in front of
-    this host, so with a name all addresses are bound.
+    If `host` is a numeric address of this host, the socket is bound to it alone. If
+    `host` is a name, the socket is bound to all addresses of this host: other hosts may
+    resolve the name to another address (on Debian a host resolves its own name to
+    127.0.1.1), or the name may belong to a service in front of this host.
     """
     if is_own_address(host):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -23,8 +24,8 @@ def bound_socket(host: str, port: int) -> socket.socket:
 def _socket(family: socket.AddressFamily, address: tuple[str, int]) -> socket.socket:
     made = socket.socket(family, socket.SOCK_STREAM)
     try:
-        # A port that a process of an earlier run has just left is free; on Windows the
-        # option would let two programs have one port.
+        # Allows binding a port right after an earlier run has ended. On Windows this
+        # option would let two programs bind the same port.
         if os.name == "posix":
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6 and not address[0]:
@@ -37,7 +38,7 @@ def _socket(family: socket.AddressFamily, address: tuple[str, int]) -> socket.so
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of this host reach an address."""
+    """Whether only processes on this host can reach this address."""
     if host == "localhost":
         return True
     try:
@@ -47,7 +48,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_own_address(host: str) -> bool:
-    """Whether this is an address of this host, and not a name that has several."""
+    """Whether `host` is localhost or a numeric address of this host."""
     if is_loopback(host):
         return True
     try:

@@ -1,4 +1,4 @@
-"""The options of a command that several processes run together."""
+"""Command-line options of commands that run in several processes."""
 
 from typing import Annotated
 
@@ -8,7 +8,7 @@ from zinf.distributed.limits import Limits
 from zinf.distributed.seat import JoinError
 
 PANEL = "Several processes"
-# As values of their own: a dataclass with slots has no defaults on the class.
+# The class has slots, so its defaults can be read only from an instance.
 DEFAULTS = Limits()
 
 
@@ -49,10 +49,10 @@ HangTimeout = Annotated[
 
 
 def device_ids(text: str | None) -> tuple[int, ...] | None:
-    """ "0,1" -> (0, 1), "all" -> (), as `Flags` has them.
+    """ "0,1" -> (0, 1), "all" -> (), None -> None: the form that `Flags` takes.
 
     Raises:
-        JoinError: It is neither.
+        JoinError: The text is neither numbers nor "all".
     """
     if text is None or text == "all":
         return None if text is None else ()

@@ -1,4 +1,4 @@
-"""What process 0 knows of one process, itself included."""
+"""What process 0 knows of one process of the run. Process 0 has an entry too."""
 
 import time
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from zinf.distributed.wire import Wire
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """A process as it is seen over its connection."""
+    """One process of the run, as the hub knows it from its messages."""
 
     wire: Wire
     host: str

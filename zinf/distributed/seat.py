@@ -1,4 +1,4 @@
-"""Where this process sits among those of the run: a value, checked when made."""
+"""The place of one process in a run: its index and how it reaches the others."""
 
 from dataclasses import dataclass
 
@@ -14,13 +14,13 @@ class Seat:
     """One process's place in a run of `count` processes.
 
     Args:
-        launcher: What said so, for messages: "flags", "srun", ...
-        coordinator: "HOST:PORT" that process 0 listens on and all others reach.
-        index: Of this process, in `range(count)`.
-        local_device_ids: The accelerators of this host that are this process's; empty:
-            all that it sees.
-        secret: What all processes of the run know; None: process 0 makes one in a file
-            of its host, as all are there.
+        launcher: Where the values come from, for messages: "flags", "srun", ...
+        coordinator: "HOST:PORT" that process 0 listens on and all others connect to.
+        index: Index of this process, in `range(count)`.
+        local_device_ids: Numbers of the accelerators of this host that this process
+            uses; empty means all that it sees.
+        secret: The secret of the run. None if all processes are on one host: process 0
+            then writes a new secret to a file there.
 
     Raises:
         JoinError: The index is out of range, or the address is not HOST:PORT.
@@ -54,6 +54,6 @@ class Seat:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host, without the brackets of an IPv6 address, and port."""
+        """Host (an IPv6 address without its brackets) and port."""
         host, _, port = self.coordinator.rpartition(":")
         return host.strip("[]"), int(port)

@@ -1,8 +1,8 @@
-"""The secret by which the processes of a run know one another.
+"""The secret by which the processes of a run recognize one another.
 
-Both ends show that they know it, by a keyed digest of a number that the other end
-chose: the secret itself never crosses the network. What is said afterwards is neither
-encrypted nor signed.
+Each end of a connection proves that it knows the secret by a keyed digest of a number
+that the other end chose. The secret itself never crosses the network. Messages after
+the greeting are neither encrypted nor signed.
 """
 
 import hashlib
@@ -15,11 +15,11 @@ NONCE_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Secret:
-    """What only the processes of a run know, or should.
+    """The key that all processes of a run share.
 
     Args:
-        source: Where the key is from, for messages.
-        is_private: False if others can guess the key.
+        source: Where the key comes from, in words for messages.
+        is_private: False if other users can guess the key.
     """
 
     key: bytes = field(repr=False)
@@ -27,16 +27,16 @@ class Secret:
     is_private: bool = True
 
     def proof(self, *parts: str) -> str:
-        """What only someone with the key can make of the parts."""
+        """The keyed digest (HMAC-SHA256) of the parts."""
         text = "\0".join(parts).encode()
         return hmac.new(self.key, text, hashlib.sha256).hexdigest()
 
     def proves(self, proof: object, *parts: str) -> bool:
-        """Whether a proof, as it came from the network, is that of the parts."""
+        """Whether `proof`, which came from the network, equals `self.proof(*parts)`."""
         found = proof.encode() if isinstance(proof, str) else b""
         return hmac.compare_digest(found, self.proof(*parts).encode())
 
 
 def nonce() -> str:
-    """A number that is used once."""
+    """A random number that is used once, as hexadecimal text."""
     return secrets.token_hex(NONCE_BYTES)

@@ -1,4 +1,4 @@
-"""The secret of a run on one host: a file that process 0 makes."""
+"""The secret of a run on one host, in a file that process 0 writes for the others."""
 
 import contextlib
 import os
@@ -18,13 +18,13 @@ REMEDY = (
 
 
 def make_file(port: int) -> tuple[Secret, Path]:
-    """A new secret in a file that only this user can read; by process 0.
+    """Writes a new secret to a file that only this user can read.
 
-    Only the process that listens on the port calls it: it replaces the file of an
-    earlier run on that port.
+    Only process 0 may call this, after it has bound the port: the file replaces that
+    of an earlier run on the same port.
 
     Raises:
-        JoinError: The file cannot be written where nobody else can change it.
+        JoinError: The file cannot be written, or another user can change its folder.
     """
     path = _file(port)
     text = secrets.token_hex(SECRET_BYTES)
@@ -49,7 +49,7 @@ def read_file(port: int) -> Secret:
     """The secret that process 0 wrote on this host.
 
     Raises:
-        JoinError: There is no such file, or another user can change it.
+        JoinError: The file cannot be read, or another user can change its folder.
     """
     path = _file(port)
     try:
@@ -69,13 +69,13 @@ def remove_file(path: Path) -> None:
 
 
 def _file(port: int) -> Path:
-    # Windows gives each user a temporary folder, and no number.
+    # Windows has no user numbers, but each user has a temporary folder of their own.
     user = os.getuid() if hasattr(os, "getuid") else "user"
     return Path(tempfile.gettempdir()) / f"zinf-{user}" / f"secret-{port}"
 
 
 def _check_owner(folder: Path) -> None:
-    """A folder in /tmp may have been made by anybody."""
+    """Refuse a folder that another user made or can write to: anybody can use /tmp."""
     found = os.lstat(folder)
     if not hasattr(os, "getuid"):
         return

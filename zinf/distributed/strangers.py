@@ -1,4 +1,4 @@
-"""Connections to process 0 that have not shown yet that they belong to the run."""
+"""Connections to process 0 that have not yet proved that they belong to the run."""
 
 import logging
 import time
@@ -9,7 +9,7 @@ from zinf.distributed.wire import Wire
 
 logger = logging.getLogger(__name__)
 
-# Beside the processes of the run, which all may connect at once.
+# Connections that may be open without a greeting, in addition to one per process.
 MORE = 64
 
 
@@ -21,18 +21,18 @@ class _Stranger:
 
 
 class Strangers:
-    """Who has not greeted yet, and a count of who never did.
+    """Open connections without a greeting, and a count of those that were dropped.
 
     Args:
-        count: Processes of the run.
+        count: Number of processes of the run.
 
     Attributes:
-        num_dropped: Connections that were closed as they did not belong to the run.
+        num_dropped: Connections closed because they did not belong to the run.
     """
 
     def __init__(self, count: int) -> None:
         self._most = count + MORE
-        self._known: dict[Wire, _Stranger] = {}  # the oldest first
+        self._known: dict[Wire, _Stranger] = {}  # in order of connecting
         self.num_dropped = 0
         self._last = ""
 
@@ -40,29 +40,30 @@ class Strangers:
         return wire in self._known
 
     def add(self, wire: Wire, host: str, number: str) -> None:
-        """A connection from `host`, to which `hello(number)` is said."""
+        """Add a connection from `host`, to which the hub sends `hello(number)`."""
         self._known[wire] = _Stranger(host, number, time.monotonic())
 
     def number(self, wire: Wire) -> str:
-        """What the hub said `hello` with."""
+        """The number in the `hello` that the hub sent on this connection."""
         return self._known[wire].number
 
     def remove(self, wire: Wire) -> None:
-        """It has greeted."""
+        """Remove a connection that has proved that it belongs to the run."""
         del self._known[wire]
 
     def drop(self, wire: Wire, why: str) -> None:
-        """Count and log one that is no process of this run."""
+        """Remove and count a connection that does not belong to the run."""
         host = self._known.pop(wire).host
         self.num_dropped += 1
         self._last = f"from {host}: {why}"
-        # Each of the first, then ever fewer: a scanner must not fill the log.
+        # Log the 1st, 2nd, 4th, 8th, ... drop, so that a port scanner cannot fill the
+        # log.
         if self.num_dropped & (self.num_dropped - 1) == 0:
             logger.warning("Process 0 %s.", self.summary)
 
     @property
     def summary(self) -> str:
-        """What was dropped, in words; empty if nothing was."""
+        """How many connections were dropped and why the last one; "" if none were."""
         if not self.num_dropped:
             return ""
         return (
@@ -74,9 +75,9 @@ class Strangers:
         return list(self._known)
 
     def too_many(self) -> Sequence[Wire]:
-        """The oldest, if there is no room for another."""
+        """The oldest connections, which must be dropped to make room for one more."""
         return list(self._known)[: max(0, len(self._known) + 1 - self._most)]
 
     def late(self, before: float) -> Sequence[Wire]:
-        """Those that are connected since before some time."""
+        """Connections that were opened before this time (`time.monotonic`)."""
         return [wire for wire, known in self._known.items() if known.since < before]

@@ -1,4 +1,4 @@
-"""What ends a run, in words: who, what is known of it, and what to change."""
+"""Texts for what ends a run: which process, what is known of it, what to change."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,7 +10,11 @@ Peers = Mapping[int, Peer]
 
 
 def missing(indices: Sequence[int], count: int, limits: Limits, strangers: str) -> str:
-    """Args: strangers: What connected and was dropped, or nothing."""
+    """Processes did not join in time.
+
+    Args:
+        strangers: `Strangers.summary`: connections that were dropped, or "".
+    """
     meanwhile = f" Process 0 {strangers}." if strangers else ""
     return (
         f"{processes(indices).capitalize()} of {count} did not join within "
@@ -48,7 +52,7 @@ def lost(how: Mapping[int, str], peers: Peers, count: int) -> str:
 
 
 def failed(errors: Mapping[int, str], peers: Peers, count: int) -> str:
-    """Of the first, as the others may follow from it."""
+    """Names only the first error, as later ones may be consequences of it."""
     index, text = next(iter(errors.items()))
     return f"Process {index} of {count} ({peers[index].name}) failed: {text}"
 
@@ -62,7 +66,7 @@ def absent(indices: Sequence[int], name: str, peers: Peers) -> str:
 
 
 def hung(peers: Peers, count: int, limits: Limits) -> str:
-    """Of processes that wait for one another, the one that said least is behind."""
+    """Names the processes that reported least progress: the others wait for them."""
     least = min(peer.num_words for peer in peers.values())
     behind = [index for index, peer in peers.items() if peer.num_words == least]
     peer = peers[behind[0]]

@@ -1,4 +1,4 @@
-"""Messages between two processes: JSON objects, one a line, over a TCP connection."""
+"""Messages between two processes: one JSON object per line over a TCP connection."""
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 Message = Mapping[str, Any]
 READ_BYTES = 1 << 16
-# Of one process's message. The largest that zinf sends is the config, a few KiB.
+# Largest message of one process. The largest that zinf sends is the config, a few KiB.
 MESSAGE_BYTES = 1 << 24
 
 
@@ -31,7 +31,8 @@ class Wire:
         self, connection: socket.socket, *, max_bytes: int = MESSAGE_BYTES
     ) -> None:
         self.connection, self.max_bytes = connection, max_bytes
-        # Small messages must not wait for one another.
+        # Without TCP_NODELAY a small message waits until the one before it is
+        # acknowledged.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sending = threading.Lock()
         self._incoming: selectors.BaseSelector | None = None
@@ -42,10 +43,10 @@ class Wire:
         return self.connection.fileno()
 
     def send(self, message: Message, *, max_bytes: int | None = None) -> None:
-        """Send all of it, within the socket's timeout.
+        """Send the whole message, within the socket's timeout.
 
         Raises:
-            Closed: The other end is gone, or takes nothing.
+            Closed: The other end is gone, or did not read in time.
             ValueError: The message is longer than `max_bytes`.
         """
         line = json.dumps(message).encode() + b"\n"
@@ -62,21 +63,21 @@ class Wire:
             raise Closed(str(error)) from error
 
     def receive(self, seconds: float) -> list[Message]:
-        """The messages that have come; none if none comes within `seconds`.
+        """The messages that have come; empty if none comes within `seconds`.
 
         Raises:
             Closed: The other end is gone.
-            ValueError: What came is no message: the other end is not zinf.
+            ValueError: The data is no message, so the other end is not zinf.
         """
         if not self._ready and self._waited(seconds):
             self._read()
         return self._taken()
 
     def receive_now(self) -> list[Message]:
-        """The messages of what the socket has, which is known to have something.
+        """The messages that are complete after one read; waits if nothing has come.
 
         Raises:
-            Closed, ValueError: as `receive`.
+            Closed, ValueError: See `receive`.
         """
         self._read()
         return self._taken()
@@ -87,11 +88,11 @@ class Wire:
         return messages
 
     def receive_one(self, seconds: float) -> Message:
-        """The next message; those after it stay for the next call.
+        """The next message; those after it are kept for the next call.
 
         Raises:
             Closed: The other end is gone, or sent nothing within `seconds`.
-            ValueError: What came is no message: the other end is not zinf.
+            ValueError: The data is no message, so the other end is not zinf.
         """
         deadline = time.monotonic() + seconds
         while not self._ready:
@@ -109,7 +110,8 @@ class Wire:
             raise Closed(str(error)) from error
         if not data:
             raise Closed("end of stream")
-        # Only the new part is searched, so that a long line costs its length once.
+        # Search only the new data: searching the whole buffer each time would take
+        # quadratic time for a long line.
         end = data.rfind(b"\n")
         if end >= 0:
             lines = (bytes(self._buffer) + data[:end]).split(b"\n")
@@ -121,7 +123,7 @@ class Wire:
             raise ValueError(self._too_long())
 
     def close(self) -> None:
-        # Wakes a thread that waits for messages.
+        # shutdown wakes a thread that waits in `receive`; close alone does not.
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
         self.connection.close()
@@ -141,7 +143,7 @@ class Wire:
         return f"a message is longer than {self.max_bytes:,} bytes"
 
     def _waited(self, seconds: float) -> bool:
-        """Whether something came to be read within `seconds`."""
+        """Wait at most `seconds` for data; whether some came."""
         try:
             if self._incoming is None:
                 self._incoming = selectors.DefaultSelector()
