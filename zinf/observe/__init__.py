@@ -1,4 +1,4 @@
-"""What a run shows while it goes and when it ends."""
+"""Output of a run: progress, metrics, traces, pictures and reports."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""What binds a step, and what would help, in numbers and in sentences."""
+"""Which link binds a step, and which changes would make the step faster."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,23 +11,24 @@ from zinf.program import Tier
 
 NVME = (Link.NVME_READ, Link.NVME_WRITE)
 COPIES = (Link.H2D, Link.D2H)
-# A link that saves less of a step when it is twice as fast is not worth a sentence.
+# Advice for a link is given only if a link twice as fast saves this share of the step.
 LEAST_GAIN = 0.05
-# Of a budget: from here on it is called full.
+# A tier whose planned peak is at least this share of its budget is called full.
 FULL = 0.9
-# Of a step: a device that works for less of it waits for something.
+# A device that is busy for less than this share of a fused step waits for the host.
 BUSY = 0.8
-# Of a prediction that is off by more than this, the rates are not this machine's.
+# If the relative error of the prediction is larger than this, its rates do not fit this
+# machine.
 LARGEST_ERROR = 0.25
 
 
 @dataclass(frozen=True)
 class WhatIf:
-    """One link, or two that share a device.
+    """What doubling the speed of one link, or of the two NVMe links, would save.
 
     Attributes:
-        busy_share: of the step, the busier of two.
-        gain: share of the step that is saved if it is twice as fast.
+        busy_share: share of the step for which the link is busy; of two, the busier.
+        gain: share of the step that is saved if the links are twice as fast.
     """
 
     links: tuple[Link, ...]
@@ -40,7 +41,7 @@ class WhatIf:
 
 
 def what_ifs(spans: Sequence[Span]) -> list[WhatIf]:
-    """For each link that works in the step, what doubling its speed would save."""
+    """One entry per link that the step uses, and one for both NVMe links together."""
     seconds, busy = replay(spans, {}), busy_seconds(spans)
     used = [link for link in Link if not link.only_frees and link in busy]
     groups: list[tuple[Link, ...]] = [(link,) for link in used]
@@ -58,7 +59,7 @@ def what_ifs(spans: Sequence[Span]) -> list[WhatIf]:
 
 
 def advice(record: RunRecord, step: TracedStep) -> list[str]:
-    """Sentences: what binds the step first, then what would help, then doubts."""
+    """Sentences: what binds the step, what would help, and doubts about the rates."""
     spans = step.measured or step.predicted
     found = what_ifs(spans)
     alone = [one for one in found if len(one.links) == 1]
@@ -133,7 +134,7 @@ def _helps(best: WhatIf, record: RunRecord, spans: Sequence[Span]) -> list[str]:
 
 
 def _is_fused(spans: Sequence[Span]) -> bool:
-    """Whether the whole step is one executable, which has no links to wait for."""
+    """Whether the step is one executable, so that it never waits for a link."""
     return any(span.kind == "whole step" for span in spans)
 
 
@@ -150,7 +151,7 @@ def _room(record: RunRecord, tier: Tier, gain: str) -> str:
 
 
 def _recomputing(spans: Sequence[Span]) -> float:
-    """Share of the device's time in backward passes that recompute."""
+    """Share of the device's busy time that is spent in backward passes with remat."""
     times: dict[str, float] = {}
     for span in spans:
         if span.link == Link.DEVICE:
@@ -160,7 +161,8 @@ def _recomputing(spans: Sequence[Span]) -> float:
 
 def _doubts(record: RunRecord, step: TracedStep) -> list[str]:
     if _is_fused(step.predicted):
-        # zinf bench step measures links, of which such a step has none.
+        # The remedy for doubtful rates is zinf bench step, which measures links; a
+        # fused step uses none.
         return []
     predicted = max(span.end for span in step.predicted)
     if not step.measured:

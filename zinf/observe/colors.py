@@ -1,13 +1,13 @@
-"""One colour for each kind of instruction, wherever a step is drawn.
+"""One colour for each kind of instruction, the same in every picture of a step.
 
-Each kind is told from every other on its row, and from white, also by readers who are
-blind to red or green: a test computes how they see the colours.
+Readers with red or green colour blindness can distinguish each colour from white and
+from every other colour on its row; a test simulates how they see the colours.
 """
 
 from collections.abc import Iterable
 
-# What a device or the host computes. A pass that keeps residuals or goes on from them
-# has the dark shade of the pass that it takes the place of.
+# Kinds that compute on a device or the host. A pass that keeps or uses residuals has a
+# dark shade of the pass that it replaces.
 COMPUTING = {
     "forward": "#9DBBF2",
     "forward, keeping": "#1F5A9E",
@@ -20,7 +20,7 @@ COMPUTING = {
     "accumulate": "#A5DC52",
     "norm": "#5A4A08",
 }
-# What links move. Norms are computed on the device and moved to the host.
+# Kinds of transfers. "norm" is above: a norm is computed and then also transferred.
 MOVING = {
     "parameters": "#66B0F5",
     "parameters and state": "#DE981C",
@@ -29,12 +29,12 @@ MOVING = {
     "activations": "#968CA3",
 }
 COLORS = COMPUTING | MOVING
-# Of a kind that this version of zinf does not know: a trace may be of a later one.
+# For kinds that this version does not know: a later version may have written the trace.
 UNKNOWN = "#777777"
 
 
 def colors(kinds: Iterable[str]) -> dict[str, str]:
-    """The colours of these kinds, in the order of a legend."""
+    """The colours of these kinds, in the order of the legend."""
     present = set(kinds)
     known = {kind: color for kind, color in COLORS.items() if kind in present}
     return known | dict.fromkeys(sorted(present - COLORS.keys()), UNKNOWN)

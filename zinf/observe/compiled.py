@@ -1,4 +1,4 @@
-"""Prints what a planned step needs and sends, as the compiler for its machine says."""
+"""Tables of bytes, flops and collectives of a step, as its compiler reports them."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from zinf.topology import Topology
 
 
 def executables_table(runs: Sequence[CompiledRun]) -> Table:
-    """One row an executable: bytes of a device, planned and compiled, and flops."""
+    """One row per executable: planned and compiled bytes of one device, and flops."""
     table = Table(box=None, title="executables, bytes of a device", pad_edge=False)
     for name in ("executable", "runs", "planned", "compiled", "temporary", "flops"):
         table.add_column(name, justify="left" if name == "executable" else "right")
@@ -28,7 +28,7 @@ def executables_table(runs: Sequence[CompiledRun]) -> Table:
 
 
 def traffic_table(runs: tuple[CompiledRun, ...], param_bytes: int) -> Table:
-    """One row a kind of collective: what a device sends in a step, what hides it."""
+    """One row per kind of collective: bytes that a device sends, and their overlap."""
     table = Table(box=None, title="collectives of a step, by device", pad_edge=False)
     table.add_column("kind")
     for name in ("count", "sent", "x params", "asynchronous", "behind products"):
@@ -48,7 +48,7 @@ def traffic_table(runs: tuple[CompiledRun, ...], param_bytes: int) -> Table:
 def verdict(
     plan: Plan, runs: tuple[CompiledRun, ...], topology: Topology, param_bytes: int
 ) -> str:
-    """What holds of the whole step: agreement, time, what binds, transfers hidden."""
+    """Lines on the whole step: memory error, bytes sent, time and hidden transfers."""
     seconds = plan.timeline.seconds
     flops = sum(i.flops for i in plan.instructions)
     share = flops / seconds / topology.chip.flops_per_second if seconds else 0.0

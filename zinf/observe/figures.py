@@ -1,4 +1,4 @@
-"""The figures of a report, as plotly takes them: dicts of data and layout."""
+"""The figures of a report, as dicts of data and layout for plotly."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -17,24 +17,26 @@ Figure = dict[str, Any]
 INK, GREY, RULE = "#1A1A1A", "#5F5F5F", "#E3E3E3"
 LINE, ACCENT = "#1F5A9E", "#B5480F"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
-# More points than a screen has pixels only make the page slow.
+# A curve has at most this many points: more than a screen has pixels make a page slow.
 MAX_POINTS = 2000
-# Of a hover label: more arrays, or longer names, would not fit a phone.
+# Limits of a hover label, so that it fits a phone: arrays, and letters of a name.
 SHOWN_ARRAYS, SHOWN_LETTERS = 6, 46
-# Bars of one kind that are few enough to be outlined.
+# Bars get an outline if there are fewer than this of one kind.
 FEW = 400
-# Share of a budget from which on it is drawn; below, it would flatten the curve.
+# The budget is drawn if the peak is at least this share of it. A budget far above the
+# curve would flatten the curve.
 NEAR = 0.3
-# A trace has nanoseconds: what is freed may seem to go just after what takes its room.
+# A trace rounds times to nanoseconds, so a free may seem to come just after the
+# allocation that reuses its bytes. Changes within this time count as simultaneous.
 SAME_TIME = 5e-9
-# Heights in pixels. The buttons of a figure lie above its first title.
+# Heights in pixels. TOP has room for plotly's buttons above the first title.
 LANE, PANEL_GAP, TOP, BOTTOM = 30, 62, 50, 44
 LANES = [link for link in Link if not link.only_frees]
 TIER_COLORS = {Tier.DEVICE: "#1F5A9E", Tier.HOST: "#2E9A1E", Tier.NVME: "#B5480F"}
 
 
 def training_figure(metrics: Sequence[Metrics]) -> Figure:
-    """Loss with evaluations, learning rate and gradient norm, by step."""
+    """Loss and evaluation loss, learning rate and gradient norm, by step."""
     rows = [("loss", "loss", LINE, 3.0)]
     optional = [("learning rate", "learning_rate"), ("gradient norm", "grad_norm")]
     for title, key in optional:
@@ -61,7 +63,7 @@ def training_figure(metrics: Sequence[Metrics]) -> Figure:
         )
         layout[f"yaxis{axis}"] = _y_axis() | {"domain": domain}
         if key != "loss":
-            # Also so that a constant has a scale of its size.
+            # From zero, so that a constant value is not drawn on a scale of its noise.
             layout[f"yaxis{axis}"]["rangemode"] = "tozero"
         layout["annotations"].append(_panel_title(title, domain[1]))
     found = [m for m in metrics if m.get("evaluation_loss") is not None]
@@ -86,7 +88,7 @@ def training_figure(metrics: Sequence[Metrics]) -> Figure:
 
 
 def speed_figure(metrics: Sequence[Metrics], planned: float | None) -> Figure:
-    """Tokens a second by step, and what was planned as a dashed line."""
+    """Tokens per second by step; the planned rate is a dashed line."""
     steps, values = _thinned(metrics, "tokens_per_second")
     layout = _layout(height=270)
     layout["xaxis"] = _x_axis("step")
@@ -122,7 +124,7 @@ def speed_figure(metrics: Sequence[Metrics], planned: float | None) -> Figure:
 
 
 def timeline_figure(step: TracedStep) -> Figure:
-    """One step: links as lanes, time across; predicted below measured if it ran."""
+    """One step: a row per link, time across; the prediction below the measurement."""
     panels = [("measured", step.measured)] if step.measured else []
     panels.append(("planned", step.predicted))
     used = {span.link for _, spans in panels for span in spans}
@@ -154,7 +156,7 @@ def timeline_figure(step: TracedStep) -> Figure:
             "domain": domain,
             "categoryorder": "array",
             "categoryarray": lanes[::-1],
-            # A lane without a bar in this panel is there all the same.
+            # A fixed range keeps lanes that have no bar in this panel.
             "range": [-0.5, len(lanes) - 0.5],
             "type": "category",
             "tickmode": "array",
@@ -208,9 +210,10 @@ def timeline_figure(step: TracedStep) -> Figure:
 
 
 def held_figure(step: TracedStep, budgets: Mapping[Tier, int]) -> Figure:
-    """Bytes that each tier holds as the step goes on, and its budget if that is near.
+    """Bytes that each tier holds in the course of a step, and its budget if it is near.
 
-    Drawn by the measured times if there are any, of what the plan says is held.
+    The bytes are those of the plan, at measured times if there are any, else at
+    predicted times.
     """
     spans = step.measured or step.predicted
     seconds = max(span.end for span in spans)
@@ -270,7 +273,7 @@ def held_figure(step: TracedStep, budgets: Mapping[Tier, int]) -> Figure:
 def held_curve(
     step: TracedStep, spans: Sequence[Span], tier: Tier
 ) -> tuple[list[float], list[int]]:
-    """When the bytes of a tier change in a step, and what is held from then on."""
+    """Times at which the bytes of a tier change, and the bytes held from then on."""
     changes = [(0.0, step.held_bytes.get(tier, 0))]
     for span in spans:
         working = span.workspace.get(tier, 0)
@@ -302,8 +305,8 @@ def _bars(
         "base": [_short(span.start * scale) for span in spans],
         "x": [_short((span.end - span.start) * scale) for span in spans],
         "y": [span.link for span in spans],
-        # Without an outline, a bar that is shorter than a pixel would not be seen. Of
-        # very many bars the outlines would hide what lies between them.
+        # Without an outline, a bar narrower than a pixel is invisible. With very many
+        # bars, the outlines would cover the gaps between them.
         "marker": {
             "color": color,
             "line": {"color": color, "width": 0.7 if len(spans) < FEW else 0},
@@ -315,7 +318,7 @@ def _bars(
 
 
 def _hovers(step: TracedStep) -> dict[int, str]:
-    """By instruction: its name, kind, arrays and bytes, planned and measured time."""
+    """Hover text by instruction: name, kind, bytes, both times, and arrays."""
     measured = {span.instruction: span for span in step.measured}
     found = {}
     for span in step.predicted:
@@ -339,7 +342,7 @@ def _when(span: Span) -> str:
 
 
 def _fit(name: str) -> str:
-    """A name with its middle left out if it is long: both ends tell arrays apart."""
+    """The name, without its middle if it is long: arrays may differ at either end."""
     if len(name) <= SHOWN_LETTERS:
         return name
     half = SHOWN_LETTERS // 2
@@ -347,12 +350,12 @@ def _fit(name: str) -> str:
 
 
 def _short(number: float) -> float:
-    """Six significant digits: more only make the page larger."""
+    """The number with six significant digits; more would only enlarge the page."""
     return float(f"{number:.6g}")
 
 
 def _thinned(metrics: Sequence[Metrics], key: str) -> tuple[list[int], list[Any]]:
-    """Steps and values, as means over equal stretches if there are too many."""
+    """Steps and values; if there are too many, means over equal numbers of steps."""
     stretch = -(-len(metrics) // MAX_POINTS)
     steps, values = [], []
     for first in range(0, len(metrics), stretch):
@@ -364,7 +367,7 @@ def _thinned(metrics: Sequence[Metrics], key: str) -> tuple[list[int], list[Any]
 
 
 def _binary_unit(nbytes: int) -> tuple[int, str]:
-    """What to divide by, and the unit, as `show_bytes` would choose it."""
+    """A divisor and its unit, the one that `show_bytes` would choose."""
     divisor, unit = 1, show_bytes(nbytes).split()[1]
     for name in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
         if name == unit:
@@ -374,7 +377,7 @@ def _binary_unit(nbytes: int) -> tuple[int, str]:
 
 
 def _panels(weights: Sequence[float], gap: float) -> list[list[float]]:
-    """Domains of panels from the top down, with room for a title between them."""
+    """Vertical extents of panels from the top down; a title fits into each `gap`."""
     room = (1.0 - gap * (len(weights) - 1)) / sum(weights)
     domains, top = [], 1.0
     for weight in weights:

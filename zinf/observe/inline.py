@@ -16,13 +16,14 @@ LOSS, EVALUATION = "#1F5A9E", "#B5480F"
 
 
 def plot_timeline(step: StepRecord | Plan | TracedStep) -> Picture:
-    """One step as a picture: links as rows, time across, predicted below measured.
+    """One step as a picture: a row per link, time across, predicted below measured.
 
-    The last line of a notebook cell is shown; elsewhere, `savefig` writes a file.
+    A notebook shows the picture if it is the last expression of a cell. Elsewhere, call
+    its `savefig`.
 
     Args:
-        step: `engine.last_step`; `engine.plan` for what is predicted alone; or a step
-            of `read_trace`.
+        step: `engine.last_step`; `engine.plan` for the prediction alone; or a step that
+            `read_trace` returned.
 
     Raises:
         ValueError: the engine has not completed a step yet, or the last one failed.
@@ -43,12 +44,12 @@ def plot_losses(history: Sequence[Metrics] | Path | str) -> Picture:
     """The loss of each step as a curve, with evaluations as points.
 
     Args:
-        history: what `engine.step` returned, step after step; or the file of metrics
-            that a `Trainer` or `zinf train` wrote.
+        history: the metrics that `engine.step` returned for each step; or the path of
+            the metrics file that a `Trainer` or `zinf train` wrote.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: there is no step.
+        ValueError: `history` has no step.
     """
     if isinstance(history, Path | str):
         lines = Path(history).read_text("utf-8").splitlines()

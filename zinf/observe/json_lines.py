@@ -1,4 +1,4 @@
-"""Metrics as a file of JSON objects, one a line and step."""
+"""Metrics as a file with one JSON object, on one line, per step."""
 
 import json
 import shutil
@@ -11,9 +11,9 @@ from zinf.observe.writer import AbstractWriter, Metrics, numbers
 class JsonLines(AbstractWriter):
     """Appends each step to `path` and flushes it, so that `tail -f` shows it.
 
-    A run that begins after `after_step` repeats the later steps that are in the file.
-    Their lines, with `after_step` of 0 the whole file, are moved to `metrics.1.jsonl`,
-    or the first number that is free. A last line that was not completed is cut off.
+    If the file has lines of steps after `after_step`, this run repeats these steps. The
+    lines are moved to `metrics.1.jsonl`, or the first free number; with `after_step` of
+    0 that is the whole file. An incomplete last line is removed.
 
     Attributes:
         kept: where lines of an earlier run were moved to; None if there were none.
@@ -38,7 +38,7 @@ class JsonLines(AbstractWriter):
 
 
 def _keep(path: Path, start: int) -> Path | None:
-    """Copies what follows `start` to a file of its own, unless it is half a line."""
+    """Copies the lines from `start` on to a new file, unless there is no whole line."""
     with path.open("rb") as file:
         file.seek(start)
         if not file.readline().endswith(b"\n"):
@@ -46,7 +46,8 @@ def _keep(path: Path, start: int) -> Path | None:
         file.seek(start)
         numbered = (path.with_stem(f"{path.stem}.{n}") for n in count(1))
         kept = next(each for each in numbered if not each.exists())
-        # Its name says that it is complete, whenever the process is killed.
+        # Rename when complete: if the process is killed, no file with the final name is
+        # incomplete.
         fresh = kept.with_name(f"{kept.name}.new")
         with fresh.open("wb") as copy:
             shutil.copyfileobj(file, copy)
@@ -55,7 +56,7 @@ def _keep(path: Path, start: int) -> Path | None:
 
 
 def _bytes_until(path: Path, last_step: int) -> int:
-    """The length of what comes before the first line of a later step."""
+    """Length of the lines before the first line of a step after `last_step`."""
     nbytes = 0
     with path.open("rb") as file:
         for line in file:
@@ -66,7 +67,7 @@ def _bytes_until(path: Path, last_step: int) -> int:
 
 
 def _step(line: bytes) -> float:
-    """The step that a line is of; a line that is no metrics is later than any."""
+    """The step of a line; infinity if the line holds no metrics."""
     try:
         return json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""A run, or a plan, as one HTML page that needs nothing but a browser."""
+"""A run or a plan as one HTML page that needs no other files and no network."""
 
 import json
 from collections.abc import Sequence
@@ -31,11 +31,11 @@ FREE = "free"
 
 
 def run_page(folder: Path) -> str:
-    """The page of a run, from what `zinf train` left in its folder.
+    """The page of a run, from the files that `zinf train` wrote into its folder.
 
     Raises:
         OSError: a file of the run is absent or cannot be read.
-        ValueError: one is damaged, or the run ended before its first step was over.
+        ValueError: a file is damaged, or the run ended before its first step was over.
     """
     record = read_record(folder)
     metrics = _read_metrics(_beside(record.metrics, folder))
@@ -49,7 +49,7 @@ def run_page(folder: Path) -> str:
 
 
 def page(record: RunRecord, metrics: Sequence[Metrics], step: TracedStep) -> str:
-    """The page as HTML; without metrics, of what is only planned."""
+    """The page as HTML; without metrics it shows a plan that has not run."""
     figures: dict[str, Figure] = {}
     parts = [_heading(record, metrics), _facts(record, metrics, step)]
     if metrics:
@@ -77,16 +77,16 @@ def page(record: RunRecord, metrics: Sequence[Metrics], step: TracedStep) -> str
         title=escape(record.title.partition(":")[0]),
         body="\n".join(parts),
         plotly=(files("plotly") / "package_data" / "plotly.min.js").read_text("utf-8"),
-        # A "</script>" in a name would end the element that holds the data.
+        # Escaped, because "</script>" in a name would end the script element.
         figures=json.dumps(figures, separators=(",", ":")).replace("</", "<\\/"),
     )
 
 
 def write_page(html: str, path: Path) -> None:
-    """Writes a page, in place of one of that name.
+    """Writes a page; replaces a file of that name.
 
     Raises:
-        OSError: it cannot be written; what was there stays.
+        OSError: the page cannot be written; the earlier file is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f"{path.name}.new")
@@ -95,14 +95,14 @@ def write_page(html: str, path: Path) -> None:
 
 
 def _beside(path: Path | None, folder: Path) -> Path:
-    """Where a file of a run is: the folder may have been moved since."""
+    """The file of this name in `folder` (a run may have been moved), else `path`."""
     assert path is not None, "the record of a run names its files"
     moved = folder / path.name
     return moved if moved.exists() else path
 
 
 def _read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Lines of JSON, without a last one that a crash cut off."""
+    """The metrics of each line; an incomplete last line (after a crash) is left out."""
     lines = path.read_text("utf-8").splitlines(keepends=True)
     try:
         return [json.loads(line) for line in lines if line.endswith("\n")]

@@ -1,4 +1,4 @@
-"""A step as a picture: links as rows, time across, predicted below measured."""
+"""A step as a picture: a row per link, time across, predicted below measured."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -17,26 +17,26 @@ from zinf.plan import Link, show_seconds
 
 ROWS = [str(link) for link in Link if not link.only_frees]
 
-# Sizes in inches: rows keep their height, whatever their number.
+# Sizes in inches. The height of a row does not depend on the number of rows.
 WIDTH, ROW, BAR = 13.0, 0.36, 0.78
 LEFT, RIGHT, TOP, BETWEEN, BOTTOM = 1.15, 0.75, 0.95, 0.75, 0.8
-# The legend: as many kinds as fit beside each other, and the height of one row of them.
+# The legend: number of kinds in one row, and the height of a row in inches.
 LEGEND_KINDS, LEGEND_ROW = 8, 0.23
 GREY = "#777777"
 
 
 def plot(step: TracedStep, output: Path | str) -> None:
-    """Draws a step to a file; its ending says in which format (PNG, SVG, PDF).
+    """Draws a step to a file; the file's suffix is the format (PNG, SVG, PDF).
 
     Raises:
         OSError: the file cannot be written.
-        ValueError: there is no such format.
+        ValueError: matplotlib does not know the format.
     """
     picture(step).savefig(output)
 
 
 class Picture(Figure):
-    """A figure of matplotlib, which needs no display, and which notebooks show."""
+    """A matplotlib figure that needs no display and that notebooks show."""
 
     def _repr_png_(self) -> bytes:
         drawn = BytesIO()
@@ -45,10 +45,9 @@ class Picture(Figure):
 
 
 def picture(step: TracedStep) -> Picture:
-    """The step as a figure: predicted below measured, or alone if it did not run.
+    """The step as a figure: the prediction below the measurement, if the step ran.
 
-    White is idle; of the links, the busiest binds. Freeing takes no time and is left
-    out.
+    White is idle time. The busiest link binds. Frees take no time and are not drawn.
     """
     panels = {"measured": step.measured, "predicted": step.predicted}
     panels = {name: spans for name, spans in panels.items() if spans}

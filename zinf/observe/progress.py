@@ -12,9 +12,9 @@ class Progress(AbstractWriter):
     """Shows steps as they are taken, up to `num_steps`.
 
     Args:
-        after_step: steps taken before this run.
-        log_every: steps between lines where there is no terminal; the first and the
-            last step have one, and so has each evaluation.
+        after_step: number of steps taken before this run.
+        log_every: without a terminal, one line per this many steps. The first step, the
+            last step and each evaluation always have a line.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Progress(AbstractWriter):
 
 
 class Silence(AbstractWriter):
-    """Progress that nobody sees, of a process that another speaks for."""
+    """Progress that prints nothing, for all processes but process 0."""
 
     def write(self, metrics: Metrics) -> None: ...
 

@@ -1,7 +1,7 @@
-"""What a run is, kept in its folder: config, versions and what was planned.
+"""The record of a run: its config, package versions and planned figures.
 
-`zinf train` writes it as `run.json` when a run begins, beside the metrics and the trace
-of the first steps; `zinf report` draws the three.
+`zinf train` writes the record as `run.json` when a run begins. `zinf report` draws it
+with the metrics and the trace of the first steps, by default in the same folder.
 """
 
 import os
@@ -33,7 +33,7 @@ PACKAGES = (
 
 
 class Held(BaseModel):
-    """Bytes of one tier: at rest between steps, at most in a step, and allowed."""
+    """Bytes of one tier: at rest between steps, peak in a step, and budget."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -44,18 +44,18 @@ class Held(BaseModel):
 
 class RunRecord(BaseModel):
     """Attributes:
-    title: the config file and the size of what it trains, in one line.
-    begun: when, in ISO 8601 with the zone; None of a plan that is not run.
-    after_step: steps that were taken before, of a run that goes on.
-    num_tokens, num_steps: tokens of a step, and steps in all.
-    config: every key of the config, also those that have their default.
-    given: dotted keys that the file or the command line has.
-    notices: what a user should know of the config, a sentence each.
-    resolved: what automatic settings became, by name.
-    held: bytes by tier, as planned.
-    planned_seconds: of a step.
+    title: the config file and the size of the model, in one line.
+    begun: when the run began, in ISO 8601 with the zone; None for a plan.
+    after_step: the step after which the run was resumed; 0 for a new run.
+    num_tokens, num_steps: tokens per step, and steps in total.
+    config: every key of the config, including those with their defaults.
+    given: dotted keys that the file or the command line sets.
+    notices: what a user should know of the config; one sentence each.
+    resolved: the values that automatic settings received, by name.
+    held: planned bytes by tier.
+    planned_seconds: predicted time of a step.
     has_measured_rates: the config names a file of measured rates.
-    metrics, trace: absolute paths of the other two files.
+    metrics, trace: absolute paths of the metrics file and the trace file.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -92,10 +92,10 @@ class RunRecord(BaseModel):
         metrics: Path | None = None,
         trace: Path | None = None,
     ) -> Self:
-        """The record of a config and its plan, made now by these versions.
+        """The record of a config and its plan, with the versions of this process.
 
         Args:
-            devices: which and how many, such as "1 of cpu".
+            devices: number and kind of the devices, such as "1 of cpu".
         """
         return cls(
             title=title,
@@ -124,10 +124,10 @@ class RunRecord(BaseModel):
         )
 
     def save(self, folder: Path) -> None:
-        """Writes `run.json` into the folder of the run, in place of one of before.
+        """Writes `run.json` into the folder of the run; replaces an earlier one.
 
         Raises:
-            OSError: it cannot be written; what was there stays.
+            OSError: the file cannot be written; the earlier one is unchanged.
         """
         folder.mkdir(parents=True, exist_ok=True)
         fresh = folder / f"{RUN}.new"
@@ -139,8 +139,8 @@ def read_record(folder: Path) -> RunRecord:
     """The record in the folder of a run.
 
     Raises:
-        FileNotFoundError: the folder is not one that `zinf train` wrote.
-        ValueError: the file is damaged, or of a later version.
+        FileNotFoundError: the folder has no `run.json`.
+        ValueError: the file is damaged, or a later version wrote it.
     """
     path = folder / RUN
     try:

@@ -1,4 +1,4 @@
-"""What a step would have taken if a link were faster."""
+"""Predicts how long a measured step would take if a link were faster."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,14 +6,14 @@ from zinf.observe.traced import Span
 
 
 def replay(spans: Sequence[Span], speedups: Mapping[str, float]) -> float:
-    """Seconds of a step, played again by the rule of the executor.
+    """Seconds of a step, simulated by the rule of the executor.
 
-    Each link works through its instructions in the order of the plan, each as soon as
-    all that it waits for are done.
+    Each link runs its instructions in the order of the plan. An instruction starts when
+    its link is idle and the instructions that it waits for are done.
 
     Args:
-        spans: all instructions of a step, those that free included.
-        speedups: how many times as fast a link is; 1 where nothing is said.
+        spans: all instructions of a step, frees included.
+        speedups: factor by which a link is faster; 1 for links that are not named.
     """
     free_at: dict[str, float] = {}
     ends: dict[int, float] = {}
@@ -25,7 +25,7 @@ def replay(spans: Sequence[Span], speedups: Mapping[str, float]) -> float:
 
 
 def busy_seconds(spans: Sequence[Span]) -> dict[str, float]:
-    """How long each link works in all, of those that have instructions."""
+    """Total busy time of each link that has instructions."""
     busy: dict[str, float] = {}
     for span in spans:
         busy[span.link] = busy.get(span.link, 0.0) + span.end - span.start

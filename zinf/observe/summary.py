@@ -1,4 +1,4 @@
-"""The report at the end of a run: what it did, beside what the plan said."""
+"""The report at the end of a run: measured figures beside those of the plan."""
 
 from collections.abc import Sequence
 
@@ -50,7 +50,7 @@ def _moved(totals: Totals, plan: Plan) -> list[Row]:
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
-    """Rows with the first column aligned left, the others right."""
+    """Lines of a table; the first column is aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])

@@ -13,9 +13,10 @@ EVENTS = "events.out.tfevents.*"
 class TensorBoard(AbstractWriter):
     """Writes each step's numbers as scalars to event files in `directory`.
 
-    TensorBoard hides what an earlier run wrote there of steps after `after_step`. With
-    `after_step` of 0 that would be all: so what is there is moved to the folder `run.1`
-    in `directory`, or the first number that is free, which TensorBoard shows as a run.
+    If an earlier run wrote steps after `after_step` there, TensorBoard hides them. With
+    `after_step` of 0 it would hide all steps, so the files of the earlier run are moved
+    to the folder `run.1` in `directory`, or the first free number. TensorBoard shows
+    that folder as a run of its own.
 
     Attributes:
         kept: where files of an earlier run were moved to; None if there were none.
@@ -26,7 +27,8 @@ class TensorBoard(AbstractWriter):
         self._events = SummaryWriter(
             logdir=str(directory),
             purge_step=after_step + 1,
-            # Names are of the second: a run that is resumed in it would overwrite.
+            # File names have a resolution of one second: without the suffix, a run that
+            # is resumed within that second would overwrite the file.
             filename_suffix=f".after-{after_step}",
             write_to_disk=True,
         )

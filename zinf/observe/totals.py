@@ -1,4 +1,4 @@
-"""What the steps of a run add up to."""
+"""Sums of the metrics of a run: time, tokens, bytes moved and peak bytes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ LINKS = (Link.NVME_READ, Link.NVME_WRITE, Link.H2D, Link.D2H)
 @dataclass(frozen=True)
 class Totals:
     """Attributes:
-    first_loss, last_loss: of the first and the last step of this run.
-    evaluation_loss: of the last evaluation, None before there is one.
-    peak_bytes: most that any step held, per tier.
-    moved_bytes: all that was moved, per link.
+    first_loss, last_loss: losses of the first and the last step of this run.
+    evaluation_loss: loss of the last evaluation; None if there was none.
+    peak_bytes: largest number of bytes that any step held, per tier.
+    moved_bytes: sum of the bytes that were moved, per link.
     """
 
     num_steps: int

@@ -1,8 +1,8 @@
-"""Steps as a trace file: every instruction on its link, predicted beside measured.
+"""Writes steps to a trace file: the measured and predicted time of each instruction.
 
-The file is in the JSON array form of Chrome's trace event format, which
-https://ui.perfetto.dev and `zinf plot` open: the processes "measured" and "predicted",
-each with a thread a link, and an event a line.
+The file has the JSON array form of Chrome's trace event format, which
+https://ui.perfetto.dev and `zinf plot` open. It has the processes "measured" and
+"predicted", one thread per link in each, and one event per line.
 """
 
 import json
@@ -31,23 +31,23 @@ from zinf.program import Role, Tier
 
 Event = dict[str, Any]
 
-# The first event names the format. Viewers pass over metadata that they do not know.
+# The first event identifies the format. Viewers ignore metadata that they do not know.
 MARK = {"name": "zinf trace", "ph": "M", "pid": 1, "args": {"version": 1}}
 PROCESSES = {"measured": 1, "predicted": 2}
-# The row of whole steps stands above those of the links.
+# Thread 0 has one event for each whole step; viewers show it above the links.
 STEP_THREAD, STEP_KIND = 0, "step"
 THREADS = {link: number for number, link in enumerate(Link, start=1)}
 BEGIN, BETWEEN, END = b"[\n", b",\n", b"\n]\n"
 
 
 class TraceFile:
-    """Writes the first `num_steps` steps that it is given, and ignores the others.
+    """Writes the first `num_steps` steps that are added and ignores all later ones.
 
-    A few steps show what all do, and viewers stay quick: an instruction takes some 800
-    bytes a step. Steps stand one after another, without the time between them.
+    A few steps are enough, as all steps are alike; an instruction takes about 800 bytes
+    per step, and large files slow viewers down. The time between steps is left out.
 
-    The file appears with its first step, in place of one of that name. It is a complete
-    JSON array after each step; a crash while one is written leaves an array without an
+    The file gets its name with the first step; it replaces an earlier file. After each
+    step it is a complete JSON array. A crash during a write leaves an array without its
     end, which viewers and `read_trace` accept.
     """
 
@@ -64,7 +64,7 @@ class TraceFile:
         self._offset_seconds = 0.0
 
     def add(self, step: int, plan: Plan, timeline: Timeline) -> None:
-        """Writes a step: what `timeline` measured, and what the plan predicted."""
+        """Writes a step with its measured `timeline` and the plan's predicted times."""
         if self._left == 0:
             return
         self._left -= 1
@@ -74,7 +74,7 @@ class TraceFile:
         self._file.flush()
         self._offset_seconds += max(timeline.seconds, plan.timeline.seconds)
         if self._is_new:
-            # Windows does not rename a file that is open.
+            # Windows cannot rename an open file.
             self._file.close()
             self._partial.replace(self.path)
             self._file = self.path.open("r+b")
@@ -98,7 +98,8 @@ class TraceFile:
             spans = zip(common, timeline.start, timeline.end, strict=True)
             for event, start, end in spans:
                 yield event | place | self._span(start, end)
-        # Last, so that a step whose event is there is there as a whole.
+        # The event of the whole step comes last: if it is in the file, all instructions
+        # of the step are too.
         whole = {"name": f"step {step}", "cat": STEP_KIND, "ph": "X"}
         held = _by_tier(held_before(plan))
         for process, timeline in timelines.items():
@@ -107,7 +108,7 @@ class TraceFile:
             yield whole | place | span | {"args": {"step": step, "held": held}}
 
     def _names(self, process: str, used: set[Link]) -> Iterator[Event]:
-        """Names of a process and its threads, the first time that they are used."""
+        """Events that name a process and its threads, unless they are in the file."""
         pid = PROCESSES[process]
         threads = {STEP_THREAD: STEP_KIND} | {THREADS[x]: str(x) for x in used}
         for tid, name in sorted(threads.items()):
@@ -121,12 +122,12 @@ class TraceFile:
             yield _metadata("thread_sort_index", pid, tid, sort_index=tid)
 
     def _span(self, start: float, end: float) -> Event:
-        """Counted from the start of the first step."""
+        """Times of an event, counted from the start of the first step in the file."""
         return event_times(self._offset_seconds + start, end - start)
 
 
 def kind(operation: Operation) -> str:
-    """What an operation is for: the pass it runs, or what it moves."""
+    """What an operation does: the pass that it runs, or what it moves."""
     match operation:
         case Run():
             return str(operation.kind)
@@ -172,8 +173,9 @@ def array_names(instruction: Instruction) -> list[str]:
 def held_before(plan: Plan) -> dict[Tier, int]:
     """Bytes that each tier holds when a step begins.
 
-    They are what is at home, the batch, and the gradients of updates that the step
-    before left to this one: copies that the step frees without having made them.
+    These are the arrays at home, the batch, and the gradients of updates that the
+    previous step deferred to this one. Batch and gradients are found as copies that the
+    step frees but does not make.
     """
     held = dict(plan.home_bytes)
     made = set()
@@ -198,12 +200,12 @@ def _by_tier(amounts: Mapping[Tier, int]) -> dict[str, int]:
 
 
 def event_times(start: float, seconds: float) -> Event:
-    """In microseconds, to the nanosecond."""
+    """Start and duration in microseconds, rounded to nanoseconds."""
     return {"ts": round(start * 1e6, 3), "dur": round(seconds * 1e6, 3)}
 
 
 def instruction_events(step: int, plan: Plan) -> list[Event]:
-    """The events of a plan without their processes and times."""
+    """One event per instruction of a plan, without process and times."""
     waiting: dict[int, list[int]] = defaultdict(list)
     for index, instruction in enumerate(plan.instructions):
         for earlier in instruction.after:

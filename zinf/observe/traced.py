@@ -1,4 +1,4 @@
-"""What a trace file says, read back: steps, and what ran on each link."""
+"""Reads a trace file: its steps, and the instructions that ran on each link."""
 
 import json
 from collections import defaultdict
@@ -21,12 +21,12 @@ from zinf.plan import Plan, Timeline
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One instruction; `start` and `end` in seconds from the start of its step.
+    """One instruction; `start` and `end` are seconds from the start of its step.
 
     Attributes:
-        kind: what it is for, see `zinf.observe.trace.kind`.
-        after: instructions that it waited for.
-        arrays: names of what it reads, writes, moves or frees.
+        kind: see `zinf.observe.trace.kind`.
+        after: numbers of the instructions that it waited for.
+        arrays: names of the arrays that it reads, writes, moves or frees.
         allocates, workspace, frees: bytes by tier, see `zinf.plan.Instruction`.
     """
 
@@ -46,11 +46,12 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class TracedStep:
-    """A step as it was measured and as it was predicted, in the order of its plan.
+    """The measured and the predicted instructions of a step, in the order of the plan.
 
     Attributes:
-        measured: empty of a step that was only planned.
-        held_bytes: by tier, when the step begins; empty of traces by older versions.
+        measured: empty if the step was only planned.
+        held_bytes: bytes by tier when the step begins; empty in traces of older
+            versions.
     """
 
     number: int
@@ -65,7 +66,7 @@ def planned_step(plan: Plan) -> TracedStep:
 
 
 def measured_step(plan: Plan, timeline: Timeline) -> TracedStep:
-    """A step that ran, as `engine.last_step` has it, with the number 0."""
+    """A step that ran, from the plan and timeline of `engine.last_step`; number 0."""
     spans = _spans(plan, timeline), _spans(plan, plan.timeline)
     return TracedStep(0, *spans, _held(plan))
 
@@ -84,13 +85,11 @@ def _spans(plan: Plan, timeline: Timeline) -> tuple[Span, ...]:
 
 
 def read_trace(path: Path | str) -> list[TracedStep]:
-    """The whole steps of a file that `TraceFile` wrote, in its order.
-
-    A step that a crash cut off is left out.
+    """The complete steps of a file that `TraceFile` wrote, in the order of the file.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is damaged, or no trace of zinf, or has no whole step.
+        ValueError: the file is damaged, is no trace of zinf, or has no complete step.
     """
     try:
         events = _parse(Path(path).read_bytes())
@@ -116,7 +115,7 @@ def _parse(content: bytes) -> Any:
     try:
         return json.loads(content)
     except ValueError:
-        # A crash cuts the last line, and leaves no end of the array.
+        # After a crash the last line is incomplete and the array has no end.
         lines, _, _ = content.rpartition(b"\n")
         return json.loads(lines.rstrip(b",\n") + b"]")
 
@@ -164,7 +163,7 @@ def _span(event: Event, link: str, begun: float) -> Span:
         end=(start + event["dur"]) / 1e6,
         nbytes=args["bytes"],
         after=tuple(args["waits for"]),
-        # Earlier versions did not write these.
+        # Traces of earlier versions do not have the following keys.
         arrays=tuple(args.get("arrays", ())),
         allocates=args.get("allocates", {}),
         workspace=args.get("workspace", {}),

@@ -1,4 +1,4 @@
-"""What receives the metrics of every step."""
+"""The interface of everything that receives the metrics of each step."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -13,21 +13,21 @@ Number = bool | int | float | None
 
 
 class AbstractWriter(ABC):
-    """Keeps the metrics of steps somewhere, in the order of the steps."""
+    """Receives the metrics of each step, in the order of the steps."""
 
     @abstractmethod
     def write(self, metrics: Metrics) -> None:
-        """Keep the metrics of one step; `metrics["step"]` is its number from 1."""
+        """Write the metrics of one step; `metrics["step"]` is its number, from 1."""
 
     @abstractmethod
     def close(self) -> None: ...
 
 
 def numbers(metrics: Metrics) -> dict[str, Number]:
-    """The numbers in `metrics`, those inside a pytree as `aux/accuracy`.
+    """The numbers in `metrics`; those in a pytree have names such as `aux/accuracy`.
 
-    Numbers that JSON cannot express (an overflowed gradient norm) are None, as unknown
-    ones are. Arrays of more than one entry are left out.
+    Unknown numbers, and those that JSON cannot express (an overflowed gradient norm),
+    are None. Arrays of more than one entry are left out.
     """
     return {name: value for key in metrics for name, value in _flat(key, metrics[key])}
 
