@@ -1,4 +1,4 @@
-"""Data for the shipped configs: text and tokens in files."""
+"""Reads training data from files of text and of tokens."""
 
 from zinf.data.files import Found as Found
 from zinf.data.files import Kind as Kind

@@ -1,7 +1,7 @@
-"""Text out of JSON lines and parquet, written once to a file of its own.
+"""Extracts the text of JSON lines and parquet, once, to a plain file.
 
-Neither format gives a piece from the middle without reading what surrounds it. So the
-text is taken out once, a little at a time, and read at random from then on.
+In these formats a piece from the middle cannot be read without its surroundings. The
+plain file can be read at any position. The extraction holds only a few rows in memory.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from typing import Any
 from zinf.data.files import Kind
 from zinf.data.tokens import SEPARATOR
 
-# Rows of parquet in memory at a time.
+# Number of parquet rows in memory at a time.
 BATCH_ROWS = 1024
 
 
@@ -26,16 +26,17 @@ def extracted(
     cache: Path,
     say: Callable[[str], None] = lambda text: None,
 ) -> Path:
-    """A file with the text of all rows of `path`, each closed by a zero byte.
+    """A file with the text of all rows of `path`; a zero byte follows each text.
 
-    It is in the folder `cache`, and is made anew when `path` changes.
+    The file is in the folder `cache`. If `path` has changed, a new file is made.
 
     Args:
         field: the name of the text in each row.
-        say: told when the file is made.
+        say: called with a line of text when the file is made.
 
     Raises:
-        ValueError: A row is damaged, or has no text of that name.
+        ValueError: A row is damaged, or has no text named `field`; or pyarrow is
+            missing.
         OSError: The file cannot be written.
     """
     about = path.stat()
@@ -46,7 +47,8 @@ def extracted(
         return result
     cache.mkdir(parents=True, exist_ok=True)
     say(f"data: the text of {path} is written to {result}, once")
-    # Several processes of a host may do the same: each in a file of its own.
+    # Several processes of a host may extract the same file at the same time, so each
+    # writes to its own partial file.
     partial = result.with_suffix(f".{os.getpid()}.partial")
     rows = _json_rows(path, field) if kind is Kind.JSON_LINES else _rows(path, field)
     try:

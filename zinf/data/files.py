@@ -1,4 +1,4 @@
-"""Which files a dataset reads, what each holds, and which are left out, and why."""
+"""Finds the files of a dataset: their kinds, and which are skipped and why."""
 
 import sysconfig
 from collections import defaultdict
@@ -8,17 +8,19 @@ from enum import StrEnum
 from pathlib import Path
 
 STDLIB = "stdlib"
-# Installed packages differ between machines; tests hold tables and broken encodings.
+# Folders of the standard library that are left out: installed packages differ between
+# machines, and tests contain tables and broken encodings.
 NOT_STDLIB = frozenset({"site-packages", "dist-packages", "test", "tests"})
-# Enough to tell text from other files.
+# A file is judged to be text or binary by this many bytes at its start.
 SNIFFED_BYTES = 8192
-# Text in an old 8-bit encoding has a few letters that are not UTF-8.
+# A file with a larger share of bytes that are not UTF-8 is binary. Not 0, as text in an
+# old 8-bit encoding has a few such bytes.
 MAX_NOT_UTF8 = 0.1
 SHOWN_NAMES = 5
 
 
 class Kind(StrEnum):
-    """What a file holds, by the end of its name; any other file may be text."""
+    """What a file holds. Its suffix decides; with any other suffix it is text."""
 
     TEXT = "text"
     JSON_LINES = "JSON lines"
@@ -40,15 +42,15 @@ class Found:
     """The files of a dataset.
 
     Attributes:
-        files: each with what it holds, in an order that is the same on every run.
-        skipped: by reason, the files that are left out.
+        files: each file and its kind, in the same order on every run.
+        skipped: the files that are left out, by reason.
     """
 
     files: tuple[tuple[Path, Kind], ...]
     skipped: dict[str, tuple[Path, ...]]
 
     def summary(self) -> str:
-        """The files by kind, and each reason to skip files, on a line each."""
+        """A line with the number of files by kind, and a line per reason to skip."""
         counts: dict[str, int] = defaultdict(int)
         for _, kind in self.files:
             counts[kind] += 1
@@ -63,19 +65,20 @@ class Found:
 
 
 def find_files(paths: Sequence[str], glob: str | None = None) -> Found:
-    """The files that `paths` stand for.
+    """The files that `paths` name.
 
     Args:
-        paths: Each a file, read whatever it holds; a folder, searched to any depth; or
-            "stdlib", Python's standard library without installed packages or tests (a
-            folder of that name is "./stdlib").
-        glob: Names to take from folders, such as "*.py". By default all, and "*.py" of
-            the standard library. Hidden, empty and binary files are skipped.
+        paths: Each is a file, which is never skipped; a folder, searched to any depth;
+            or "stdlib", Python's standard library without installed packages and tests
+            (write "./stdlib" for a folder of that name).
+        glob: Pattern of file names to take from folders, such as "*.py". The default is
+            all files, but "*.py" for the standard library. Hidden, empty and binary
+            files in folders are skipped.
 
     Raises:
         FileNotFoundError: A path does not exist.
-        ValueError: There is nothing to read in a folder, no paths were given, or there
-            are both texts and token arrays, whose tokens differ.
+        ValueError: `paths` is empty, a folder has nothing to read, or there are both
+            texts and token arrays, whose tokens have different meanings.
     """
     if not paths:
         raise ValueError(
@@ -152,7 +155,7 @@ def _is_text(file: Path) -> bool:
 
 
 def _check_alike(files: dict[Path, Kind]) -> None:
-    """A vocabulary's tokens and bytes are different numbers for the same text."""
+    """Refuse text beside token arrays: one number would be a byte and also a token."""
     tokens = [path for path, kind in files.items() if kind is Kind.TOKENS]
     texts = [path for path, kind in files.items() if kind is not Kind.TOKENS]
     if tokens and texts:

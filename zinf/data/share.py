@@ -1,4 +1,4 @@
-"""One process's rows of every batch of a dataset."""
+"""Batches of a dataset, of which each process reads only its own rows."""
 
 from typing import Any
 
@@ -8,25 +8,26 @@ import numpy as np
 
 
 class Share(grain.IterDataset):
-    """Batches of `batch_size` samples, of which this process gets its rows.
+    """Batches of `batch_size` samples, reduced to the rows of this process.
 
-    Batch i is samples `i * batch_size` and on. A step cuts it, and each process's share
-    of it, into microbatches one after another; so each process has its rows of the
-    first microbatch, in process order, then of the second, and so on. A microbatch then
-    has the same samples on any number of processes, which counts where its loss is no
-    plain mean over samples (a mean over unmasked tokens, say).
+    Batch i begins at sample `i * batch_size`. Each microbatch of it is divided among
+    the processes, in process order. A process's rows are those of the first microbatch,
+    then those of the second, and so on, as a step cuts its rows into microbatches in
+    this order. A microbatch therefore has the same samples on any number of processes.
+    This matters if its loss is no plain mean over samples (for example a mean over
+    unmasked tokens).
 
-    Samples that fill no batch at the end are left out. Reads in the calling thread, and
-    only its own rows.
+    Samples at the end that do not fill a batch are left out. Only the rows of this
+    process are read, in the calling thread.
 
     Args:
         samples: Pytrees of arrays, the same on every process.
-        process: (index, count) of the processes.
+        process: (index, count): index of this process, and number of processes.
         num_microbatches: `gradient_accumulation_steps`.
 
     Raises:
-        ValueError: `batch_size` does not divide into microbatches, and each among the
-            processes.
+        ValueError: `batch_size` is no multiple of `num_microbatches` times the number
+            of processes.
     """
 
     def __init__(
@@ -55,9 +56,10 @@ class Share(grain.IterDataset):
 
 
 class ShareIterator(grain.DatasetIterator):
-    """Its state is the number of samples taken by all processes together.
+    """Iterates over a `Share`.
 
-    So it means the same to any number of processes, and to batches of any size.
+    Its state is the number of samples that all processes together have taken, so it can
+    be restored with another number of processes or another batch size.
     """
 
     def __init__(self, share: Share) -> None:

@@ -1,8 +1,7 @@
-"""Language modelling over files: bytes of text, or tokens that others have made.
+"""Datasets for language models from files of text, or of tokens made by other tools.
 
-Every byte of text is a token below 256. Real text that every machine has is the source
-of Python's own standard library, so a model can be trained on something with structure
-and nothing downloaded.
+Each byte of a text is a token below 256. Every machine has the source of Python's
+standard library, so a model can be trained on real text without a download.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from zinf.data.tokens import Tokens, array_part, text_part
 
 Split = Literal["train", "validation"]
 
-# Tokens by which two processes see that they read the same data.
+# `tokens_hash` reads this many windows of this many tokens.
 COMPARED_WINDOWS, COMPARED_TOKENS = 64, 4096
 
 
@@ -33,14 +32,14 @@ def read_tokens(
     cache: Path | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Tokens:
-    """The tokens of all files, which stay on the drive.
+    """The tokens of all files. They stay on the drive until they are read.
 
     Args:
-        paths: See `find_files`; with `glob`.
+        paths, glob: See `find_files`.
         field: Name of the text in JSON lines and parquet.
-        bin_dtype: Of the tokens in `.bin` files.
+        bin_dtype: Dtype of the tokens in `.bin` files.
         cache: Folder for the text of JSON lines and parquet; see `extracted`.
-        say: Told what is read, and what is skipped.
+        say: Called with lines on which files are read and which are skipped.
 
     Raises:
         FileNotFoundError, ValueError: See `find_files`, `extracted`, `array_part`.
@@ -65,9 +64,10 @@ def read_tokens(
 
 
 def tokens_hash(tokens: Tokens) -> str:
-    """Equal for equal tokens, and almost surely not for others.
+    """A hash by which processes check that they read the same data.
 
-    Of long data a part is read: its length and 64 windows all over it.
+    It covers the number of tokens and 64 windows of 4096 tokens, spread evenly. For
+    longer data it does not see changes between the windows.
     """
     total = sha256(str(len(tokens)).encode())
     last = max(0, len(tokens) - COMPARED_TOKENS)
@@ -80,13 +80,13 @@ def tokens_hash(tokens: Tokens) -> str:
 class TokenWindows(grain.sources.RandomAccessDataSource):
     """Windows of `sequence_length + 1` tokens, one every `sequence_length`.
 
-    Neighbours share one token: the last that one window predicts is the first that the
-    next one reads. So each token but the first is predicted once per epoch; the rest
-    that fills no window is left out.
+    Neighbouring windows share one token: the last target of one window is the first
+    input of the next. So each token but the first is predicted once per epoch. Tokens
+    at the end that do not fill a window are left out.
 
     Args:
-        first, last: The windows are of these tokens: `first` up to `last`.
-        vocab_size: Tokens that the model has; a larger one is an error.
+        first, last: The windows cover the tokens from `first` up to `last`.
+        vocab_size: Size of the model's vocabulary; a token outside it is an error.
     """
 
     def __init__(
@@ -112,7 +112,8 @@ class TokenWindows(grain.sources.RandomAccessDataSource):
         start = self._first + index * self._sequence_length
         window = self._tokens.read(start, start + self._sequence_length + 1)
         if self._vocab_size is not None:
-            # An embedding would take its last row for a larger token, silently.
+            # Without this check an embedding would silently use its last row for a
+            # token that is too large.
             low, high = int(window.min()), int(window.max())
             if low < 0 or high >= self._vocab_size:
                 raise ValueError(
@@ -142,32 +143,33 @@ def text_dataset(
     num_microbatches: int = 1,
     say: Callable[[str], None] = lambda text: None,
 ) -> grain.IterDataset:
-    """Shuffled batches {"tokens": int32 (rows, sequence_length + 1)} of files.
+    """Shuffled batches {"tokens": int32 (rows, sequence_length + 1)} from files.
 
-    Reads in the calling process and thread, each window from the drive when it is
-    needed, so data may be larger than memory. The iterator's `get_state()` is JSON, and
-    after `set_state()` of it the same batches follow while the files are the same.
+    Each window is read from the drive when it is needed, in the calling thread, so the
+    data may be larger than memory. The iterator's `get_state()` is JSON. After
+    `set_state()` the same batches follow, if the files have not changed.
 
     Args:
-        paths: See `find_files`; with `glob`.
+        paths, glob: See `find_files`.
         field, bin_dtype, cache: See `read_tokens`.
-        sequence_length: Tokens that a window predicts.
+        sequence_length: Number of tokens that a window predicts.
         batch_size: Windows per optimizer step, over all microbatches and devices.
-        seed: Of the shuffling, which differs from epoch to epoch.
-        split: "validation" is the last `validation_fraction` of the tokens, "train"
-            what comes before it. They share no token.
-        vocab_size: Tokens that the model has; a larger one in the data is an error.
-        num_epochs: Passes over the split; `None` goes on for ever. Windows that fill no
-            batch at the end are left out.
-        process: (index, count) of several processes, which read equal files: this one
-            gets its rows, `batch_size / count`, of every batch (see `Share`).
-        num_microbatches: `gradient_accumulation_steps`, by which several processes
-            divide a batch.
-        say: Told what is read, and what is skipped.
+        seed: Seed of the shuffling. Each epoch has another order.
+        split: "validation" is the last `validation_fraction` of the tokens, "train" is
+            the part before it. The splits share no token.
+        vocab_size: Size of the model's vocabulary; a token outside it is an error.
+        num_epochs: Number of passes over the split; None never ends. Windows at the end
+            that do not fill a batch are left out.
+        process: (index, count): index of this process, and number of processes, which
+            must read equal files. This process gets `batch_size / count` rows of every
+            batch (see `Share`).
+        num_microbatches: `gradient_accumulation_steps`; determines which rows a process
+            gets.
+        say: Called with lines on which files are read and which are skipped.
 
     Raises:
-        FileNotFoundError, ValueError: See `read_tokens`; or the split has too little
-            text for one batch, or a batch does not divide (see `Share`).
+        FileNotFoundError, ValueError: See `read_tokens`. ValueError also if the split
+            has too few tokens for one batch, or a batch does not divide (see `Share`).
     """
     if split not in ("train", "validation"):
         raise ValueError(f"split is {split!r}; it must be train or validation.")

@@ -1,4 +1,4 @@
-"""Many files as one long sequence of tokens, of which any part is read on its own."""
+"""Many files as one sequence of tokens, which can be read at any position."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-SEPARATOR = 0  # the byte after each text; text has no other use for it
+SEPARATOR = 0  # the byte after each text; text does not contain it
 
 
 @dataclass(frozen=True)
@@ -16,9 +16,9 @@ class Part:
     """The tokens of one file.
 
     Attributes:
-        dtype: of each token in the file; bytes of text are uint8.
-        offset_bytes: where the first token is in the file.
-        is_closed: whether one separator follows that is not in the file.
+        dtype: dtype of the tokens in the file; uint8 for text.
+        offset_bytes: position of the first token in the file.
+        is_closed: whether a separator follows the tokens. It is not in the file.
     """
 
     path: Path
@@ -31,7 +31,7 @@ class Part:
         return self.num_tokens + self.is_closed
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """int32 (stop - start,), read from the drive.
+        """Tokens `start` up to `stop`, int32 (stop - start,), read from the drive.
 
         Raises:
             OSError: The file cannot be read, or is shorter than it was.
@@ -51,11 +51,11 @@ class Part:
 
 
 class Tokens:
-    """The tokens of files one after another. Nothing is kept in memory."""
+    """The tokens of several files, one file after another; none is kept in memory."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = tuple(part for part in parts if len(part))
-        # Where each part ends.
+        # Number of tokens up to the end of each part.
         self._ends = list(accumulate(map(len, self.parts)))
 
     def __len__(self) -> int:
@@ -74,7 +74,7 @@ class Tokens:
 
 
 def text_part(path: Path) -> Part:
-    """The bytes of a file of text."""
+    """The bytes of a text file, with a separator after them."""
     return Part(path, path.stat().st_size, np.dtype(np.uint8), is_closed=True)
 
 
@@ -82,7 +82,8 @@ def array_part(path: Path, *, dtype: str) -> Part:
     """The tokens of a NumPy file, or of a raw array of `dtype` as nanoGPT writes it.
 
     Raises:
-        ValueError: The file has something else than a whole number of integers.
+        ValueError: A NumPy file has no integers or is stored by columns; or the size of
+            a raw file is no multiple of the item size.
     """
     if path.suffix.lower() == ".npy":
         array = np.load(path, mmap_mode="r")
