@@ -1,4 +1,4 @@
-"""The command line."""
+"""The command line `zinf`."""
 
 from typing import TYPE_CHECKING
 

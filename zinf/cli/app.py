@@ -13,15 +13,15 @@ from zinf.cli.checkpoint import checkpoint_app
 from zinf.cli.errors import DIFFERS, USER_ERROR, clean_errors
 from zinf.distributed import Flags, Limits, find_seat, options
 
-# [Note: late imports] Each command imports what it runs, so that help and wrong
-# arguments take no time: jax alone takes half a second. The imports come before
-# `clean_errors`, while an interrupt still ends the process at once.
+# [Note: late imports] Each command imports what it runs inside its function, so that
+# help and errors in arguments are fast: importing jax alone takes half a second. The
+# imports come before `clean_errors`: until then an interrupt ends the process at once.
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    # Rich tracebacks print every local, which may be an array of gigabytes.
+    # Rich tracebacks print every local variable, which may be an array of gigabytes.
     pretty_exceptions_enable=False,
 )
 config_app = typer.Typer(no_args_is_help=True, help="Config files.")
@@ -135,7 +135,7 @@ def plot(
     ] = None,
     traceback: ShowTraceback = False,
 ) -> None:
-    """Draw a traced step: links as rows, time across, predicted below measured."""
+    """Draw a step of a trace: a row per link, time across, predicted below measured."""
     from zinf.observe import read_trace
     from zinf.observe.plot import plot as draw
 
@@ -161,9 +161,9 @@ def draw_run(
     ] = None,
     traceback: ShowTraceback = False,
 ) -> None:
-    """Draw a run as one HTML page: curves, bytes held, a step by link, its config.
+    """Draw a run as one HTML page: curves, bytes held, a step by link, and the config.
 
-    The page has all it needs in itself, and opens in any browser without a network.
+    The page is a single file that any browser shows without a network.
     """
     from zinf.observe.page import run_page, write_page
 
@@ -197,8 +197,8 @@ def plan(
 ) -> None:
     """Print the plan of each config and whether it fits, without training.
 
-    With --topology for a machine that need not be here, compiled by its real compiler:
-    bytes of a device and a host, collectives, and the predicted time of a step.
+    With --topology, plan for another machine and compile with its real compiler: print
+    the bytes of a device and a host, collectives, and the predicted time of a step.
 
     The exit code is 1 if a plan does not fit and 2 if there is another error.
     """
@@ -228,12 +228,12 @@ def verify(
     ] = False,
     traceback: ShowTraceback = False,
 ) -> None:
-    """Train a few steps on zinf and in plain jax, and compare them leaf by leaf.
+    """Train a few steps in zinf and in plain jax, and compare the results by leaf.
 
-    The model is that of the config, and the tokens are random. It has to fit one device
-    in plain jax: use fewer layers (--set model.num_layers=2) of a large one.
+    The model is that of the config; the tokens are random. Plain jax needs a model that
+    fits on one device: give a large model fewer layers (--set model.num_layers=2).
 
-    The exit code is 1 if they differ by more than rounding.
+    The exit code is 1 if the results differ by more than rounding.
     """
     from zinf.cli.verify import verify_config
 
@@ -269,10 +269,10 @@ def io(
     ] = 30.0,
     traceback: ShowTraceback = False,
 ) -> None:
-    """Measure what the drive of a folder does, and how it is best asked.
+    """Measure the speed of the drive of a folder, and find its best settings.
 
-    The result is written to a file in the folder, which every run with an NVMe tier in
-    the folder or below it then goes by.
+    The settings are written to a file in the folder. Every run whose NVMe tier is in
+    the folder or below it then uses them.
     """
     from tqdm import tqdm
 
@@ -300,10 +300,10 @@ def step(
     steps: Annotated[int, typer.Option(min=1, help="Steps that are measured.")] = 5,
     traceback: ShowTraceback = False,
 ) -> None:
-    """Measure what links, devices and updates do in steps of a config.
+    """Measure the rates of links, devices and updates in steps of a config.
 
-    Nothing of what they train is kept. A config whose key `rates` names the file is
-    planned by it from then on, and predicted.
+    The trained parameters are discarded. If the key `rates` of a config names the file,
+    plans and predictions use these rates.
     """
     from zinf.cli.bench import measure_steps
 

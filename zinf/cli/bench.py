@@ -24,19 +24,21 @@ from zinf.plan import (
 from zinf.prepare.devices import on_devices
 from zinf.prepare.rates_file import save_rates
 
-# No step left the first one anything to do, and memory is touched anew.
+# Steps that are not measured: the first has no updates deferred to it, and it touches
+# memory for the first time.
 WARM_STEPS = 2
-# Of 4,000 the bound of a step takes half a minute.
+# The bound is computed for at most this many instructions: for 4,000 it takes half a
+# minute.
 MAX_BOUNDED = 2048
 
 
 def measure_steps(
     path: Path, overrides: Sequence[str], output: Path, num_steps: int
 ) -> None:
-    """Takes steps on the first batch of a config, and writes what was measured.
+    """Takes steps on the first batch of a config; prints and writes measured rates.
 
     Raises:
-        ValueError: the step is one executable, which has no links.
+        ValueError: the step is one executable, so no links can be measured.
     """
     config, mesh = on_devices(path, overrides=overrides)
     arguments, named = problem(config)

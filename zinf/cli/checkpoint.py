@@ -34,7 +34,7 @@ ShowTraceback = Annotated[
 
 
 class Format(StrEnum):
-    """What parameters are exchanged in."""
+    """Formats of exported and imported parameters."""
 
     SAFETENSORS = "safetensors"
     ORBAX = "orbax"
@@ -51,7 +51,7 @@ def ls(
 ) -> None:
     """List the checkpoints of a folder, or the arrays of one.
 
-    What several checkpoints share by hard links is counted for the first of them.
+    Bytes that several checkpoints share by hard links count for the first of them.
     """
     from zinf.checkpoint import Saved
     from zinf.cli.report import print_arrays, print_checkpoints
@@ -67,7 +67,7 @@ def ls(
 
 @checkpoint_app.command()
 def verify(folder: Folder, step: Step = None, traceback: ShowTraceback = False) -> None:
-    """Read all of a checkpoint, and name each array, chunk and file that is damaged.
+    """Read a whole checkpoint, and name each array, chunk and file that is damaged.
 
     The exit code is 1 if there is any damage, and 2 if the checkpoint cannot be read.
     """
@@ -143,7 +143,7 @@ def export(
 ) -> None:
     """Write the parameters of a checkpoint as safetensors files or for Orbax.
 
-    Master copies are written where there are any. No code of the model is needed.
+    If a parameter has a master copy, that is written. The model's code is not needed.
     """
     from zinf.checkpoint import Saved
     from zinf.interchange import export_orbax, export_safetensors, find
@@ -190,7 +190,7 @@ def import_(
     ] = False,
     traceback: ShowTraceback = False,
 ) -> None:
-    """Make the checkpoint of step 0 of a run from parameters, to train from."""
+    """Make a checkpoint of step 0 from parameters, from which a run can start."""
     from zinf.checkpoint import Checkpoints
     from zinf.cli.problem import dataset, problem
     from zinf.cli.train import resume_command
@@ -221,7 +221,7 @@ def import_(
                 import_safetensors(engine, source, **terms)
             batches = iter(dataset(loaded, "train")).get_state()
             with Checkpoints(folder, keep=loaded.run.keep_checkpoints) as checkpoints:
-                # As the trainer saves it.
+                # The same keys that `Trainer` saves.
                 state = {"batches": batches, "num_skipped": 0}
                 checkpoints.save(0, engine, state)
                 checkpoints.wait()
@@ -241,5 +241,5 @@ def _names(file: Path | None) -> dict[str, str] | None:
 
 
 def _quiet_orbax() -> None:
-    # It logs a traceback of every error, which it then raises all the same.
+    # Orbax logs a traceback of every error that it raises.
     logging.getLogger("absl").setLevel(logging.CRITICAL)

@@ -1,4 +1,4 @@
-"""How a process ends when it is interrupted, or when nobody reads its output."""
+"""How a process ends after an interrupt, or when the reader of its output is gone."""
 
 import os
 import select
@@ -6,13 +6,13 @@ import sys
 from typing import Never
 
 INTERRUPTED = 130
-# What a shell reports of a program that wrote to a pipe that nobody reads.
+# The exit code that a shell reports for a program that SIGPIPE (13) ended.
 PIPE_CLOSED = 128 + 13
 STDERR = 2
 
 
 def exit_at_once(*_: object) -> Never:
-    """Handles SIGINT while there is nothing to close."""
+    """Handler of SIGINT while nothing is open that must be closed."""
     os.write(STDERR, b"Interrupted.\n")
     os._exit(INTERRUPTED)
 
@@ -20,7 +20,7 @@ def exit_at_once(*_: object) -> Never:
 def is_unread() -> bool:
     """Whether the reader of standard output is gone, as in `zinf plan ... | head`.
 
-    Then what is left to write goes nowhere, so that Python does not complain at exit.
+    If so, the rest of the output is discarded: else Python prints an error at exit.
     """
     try:
         sys.stdout.flush()
@@ -31,9 +31,10 @@ def is_unread() -> bool:
 
 
 def lost_reader() -> bool:
-    """Like `is_unread`, after a BrokenPipeError: also if nothing is left to write.
+    """Whether a BrokenPipeError means that the reader of standard output is gone.
 
-    With PYTHONUNBUFFERED the failed write left nothing in a buffer, so flushing works.
+    `is_unread` alone does not detect it with PYTHONUNBUFFERED: after the failed write
+    the buffer is empty, so flushing succeeds.
     """
     if is_unread():
         return True

@@ -1,4 +1,4 @@
-"""What `zinf` runs first: it imports little, and ends without a traceback."""
+"""The entry point of the script `zinf`; it imports little and prints no traceback."""
 
 import signal
 
@@ -9,11 +9,11 @@ from zinf.malloc import tune_malloc
 def main() -> None:
     """Runs the command line and exits with its code.
 
-    Until a command begins, an interrupt ends the process at once with one line: nothing
-    is open yet. A KeyboardInterrupt could be lost inside an import, or leave a
-    traceback of all modules that import one another.
+    Until a command begins, nothing is open, so an interrupt ends the process at once
+    with one line. A KeyboardInterrupt could get lost inside an import, or print a long
+    traceback of nested imports.
     """
-    # An interrupt that is ignored (nohup, a shell's background job) stays ignored.
+    # If the parent has set SIGINT to be ignored (nohup, a background job), keep that.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, exit_at_once)
     try:

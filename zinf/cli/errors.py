@@ -1,4 +1,4 @@
-"""How a command ends: exit codes, and errors as messages."""
+"""Turns errors of a command into a message and an exit code."""
 
 import signal
 import sys
@@ -21,10 +21,10 @@ USER_ERROR = 2
 def clean_errors(
     traceback: bool, group: "AbstractGroup | None" = None
 ) -> Generator[None, None, None]:
-    """Prints a user's error as one message and ends with its exit code.
+    """Prints an error that the user can fix as one message; ends with an exit code.
 
-    A command imports what it needs before it enters this: from here on an interrupt is
-    a KeyboardInterrupt, which closes what is open.
+    A command must finish its imports before it enters this context: inside it an
+    interrupt raises KeyboardInterrupt, so that open files and engines are closed.
     """
     is_one_of_several = group is not None and group.count > 1
     prefix = f"[process {group.index}] " if is_one_of_several and group else ""
@@ -48,7 +48,7 @@ def clean_errors(
 
 @contextmanager
 def _interruptible() -> Generator[None, None, None]:
-    """Raises KeyboardInterrupt where `zinf.cli.main` would exit at once."""
+    """Makes an interrupt raise KeyboardInterrupt instead of ending the process."""
     if signal.getsignal(signal.SIGINT) is not exit_at_once:
         yield
         return
@@ -60,10 +60,11 @@ def _interruptible() -> Generator[None, None, None]:
 
 
 def _is_users(error: Exception) -> bool:
-    """Whether a user can mend the error, with a message that says how."""
+    """Whether the user can fix the error, so that its message says how."""
     if isinstance(error, ValueError | OSError | NotImplementedError):
         return True
-    # Imported by now if they were raised.
+    # Late, to keep help fast [Note: late imports]. An error of these types was raised
+    # by a module that is imported already.
     from zinf.memory import BudgetExceeded
     from zinf.optim.decision import NonFiniteError
 

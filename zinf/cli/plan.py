@@ -37,7 +37,7 @@ def plan_config(
     """Prints the plan of one config and returns an exit code.
 
     Args:
-        html: where to draw it as a page; None: nowhere.
+        html: file for the plan as an HTML page; None writes no page.
     """
     try:
         with clean_errors(traceback):

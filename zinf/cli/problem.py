@@ -1,4 +1,4 @@
-"""What `zinf train` and `zinf plan` train: model, data and optimizer of a config."""
+"""Builds the model, data and optimizer of a config for the commands."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -41,13 +41,14 @@ def dataset(
     *,
     say: Callable[[str], None] = lambda text: None,
 ) -> grain.IterDataset:
-    """The batches of this process that a config asks for.
+    """This process's share of the batches of a config.
 
     Args:
-        say: told which files are read, and which are skipped.
+        say: called with lines on which files are read and which are skipped.
     """
     data = config.data
-    # A folder that is named stdlib is not the standard library: hence absolute paths.
+    # Absolute, because `find_files` takes the name "stdlib" for the standard library,
+    # even if the user means a folder of that name.
     paths = data.paths
     names = [paths] if isinstance(paths, str) else [str(p.absolute()) for p in paths]
     files: dict[str, Any] = {
@@ -93,13 +94,13 @@ def batch_size(config: Config) -> int:
 
 
 def heading(path: Path, config: Config) -> str:
-    """What is trained, and what a user should know of the config."""
+    """The title, and notes on the config, as lines."""
     notes = [f"note: {line}" for line in notices(config)]
     return "\n".join([title(path, config), *notes])
 
 
 def title(path: Path, config: Config) -> str:
-    """What is trained, in one line."""
+    """Config file, number of parameters, tokens per step and dtype, in one line."""
     return (
         f"{path}: {num_parameters(_model(config)):,} parameters, "
         f"{num_tokens(config):,} tokens a step, {config.compute_dtype}"
@@ -107,10 +108,10 @@ def title(path: Path, config: Config) -> str:
 
 
 def num_tokens(config: Config) -> int:
-    """Tokens that a step trains on."""
+    """Number of tokens that one step trains on."""
     return batch_size(config) * config.sequence_length
 
 
 def devices(mesh: Mesh) -> str:
-    """How many devices of which kind, in words."""
+    """Number and kind of the devices, in words."""
     return f"{mesh.size} of {mesh.devices.flat[0].device_kind}"

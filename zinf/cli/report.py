@@ -1,4 +1,4 @@
-"""Tables of what commands find."""
+"""Tables that the commands print."""
 
 import sys
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from rich.table import Table
 
 from zinf.cli.endings import PIPE_CLOSED, discard_output
 
-# `zinf config check` prints by this module and needs no jax.
+# Imported only for types: `zinf config check` uses this module and must not import jax.
 if TYPE_CHECKING:
     from zinf.checkpoint.saved import Saved
     from zinf.config import Report
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from zinf.interchange.compare import Difference
     from zinf.memory.nvme import Measured, Profile
 
-# What reads a pipe wants a line a key.
+# Width of the output in a pipe, so that each row of a table stays on one line.
 PIPE_WIDTH = 1000
 
 
 class PipeConsole(Console):
-    """A console with an exit code of its own for a pipe that nobody reads.
+    """A console that exits with PIPE_CLOSED if the reader of a pipe is gone.
 
-    Rich's own is 1, which is that of a plan that does not fit.
+    Rich's Console exits with 1, which here means that a plan does not fit.
     """
 
     def on_broken_pipe(self) -> None:
@@ -34,7 +34,7 @@ class PipeConsole(Console):
 
 
 def console() -> Console:
-    """Where tables go: as wide as the terminal, and wider than any table in a pipe."""
+    """A console as wide as the terminal, or PIPE_WIDTH if the output is a pipe."""
     width = None if sys.stdout.isatty() else PIPE_WIDTH
     return PipeConsole(width=width, markup=False, highlight=False)
 

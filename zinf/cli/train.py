@@ -31,12 +31,12 @@ def train_config(
     """Trains the model of a config file, as one of a group of processes.
 
     Args:
-        trace: where to write a trace; None: into the folder of the run.
+        trace: file for the trace; None means `trace.json` in the folder of the run.
     """
     config, mesh = on_devices(path, overrides=overrides)
     if group.count > 1:
         group.agree(_alike(config))
-    # Orbax logs a traceback of every error, which it then raises all the same.
+    # Orbax logs a traceback of every error that it raises.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     say = _say if group.is_first else _say_nothing
     data = dataset(config, "train", group, say=say)
@@ -104,21 +104,22 @@ def _say_nothing(text: str) -> None: ...
 
 
 def _alike(config: Config) -> dict[str, Any]:
-    """What all processes must have alike: every key but a host's own folders."""
+    """The keys that must be equal on all processes: all but the folders of a host."""
     keys = flat(config.model_dump(mode="json"))
     own = ("nvme", "nvme_path")
     return {key: keys[key] for key in keys if key.rpartition(".")[2] not in own}
 
 
 def _set_aside(output: Path, checkpoints: Path, metrics: Path, trace: Path) -> None:
-    """Moves what is left of an earlier run away, under one number for all of it.
+    """Moves the files of an earlier run to new folders with the same number.
 
-    Its checkpoints to `checkpoints.1`; its record, metrics and trace to `run.1`, a
-    folder that `zinf report` takes.
+    Its checkpoints go to `checkpoints.1`; its record, metrics and trace to `run.1`, a
+    folder that `zinf report` can draw.
     """
     has_checkpoints = checkpoints.is_dir() and any(checkpoints.iterdir())
     records = [path for path in (output / RUN, metrics, trace) if path.is_file()]
-    # A trace alone is a file that its user made.
+    # A trace without a record or metrics belongs to no run of this folder: the user
+    # named the file, so it stays.
     has_records = (output / RUN).is_file() or metrics in records
     for number in count(1):
         run = output / f"run.{number}"
@@ -139,7 +140,7 @@ def _set_aside(output: Path, checkpoints: Path, metrics: Path, trace: Path) -> N
 
 
 def resume_command(path: Path, overrides: Sequence[str]) -> str:
-    """What to type to continue a run from its newest checkpoint."""
+    """The command line that continues a run from its newest checkpoint."""
     settings = [o for o in overrides if not o.startswith("run.resume=")]
     options = [part for o in [*settings, "run.resume=true"] for part in ("--set", o)]
     return shlex.join(["zinf", "train", str(path), *options])

@@ -14,9 +14,9 @@ from zinf.verify import verify
 def verify_config(
     path: Path, overrides: Sequence[str], num_steps: int, *, every: bool
 ) -> bool:
-    """Compares the training of a config with plain jax; whether both agree.
+    """Trains a config in zinf and in plain jax; returns whether the results agree.
 
-    Tokens are drawn at random, so that no data is needed.
+    The tokens are random, so no data is needed.
     """
     config, mesh = on_devices(path, overrides=overrides)
     (loss_fn, init, tx, config), named = problem(config)
