@@ -1,21 +1,21 @@
 """Times one step of AdamW on the host: zinf, DeepSpeed, torch, optax.
 
-Or of another transform: zinf and optax, which donates all arrays, in one call or in one
-for each.
+With --transform it times other transforms, of zinf and of optax. optax donates all
+arrays, in one call ("optax") or in one call per array ("optax_each").
 
-Each contender is a process of its own that keeps its arrays; in each round every one of
-them takes a step, so that what else happens on the machine falls on all alike. Only
-ratios within a round are compared. Two do no update, and no update can beat them:
-"reads" reads master, moments and gradient once; "moves" also writes all that an update
-writes, where it is, with an addition for each.
+Each contender runs in its own process and keeps its arrays. In each round every
+contender takes one step, so other load on the machine affects all of them alike. Only
+ratios within a round are compared. Two contenders do no update and are lower bounds:
+"reads" reads master, moments and gradient once; "moves" also writes in place all that
+an update writes, with one addition per element.
 
     python scripts/bench/bench_adam.py --baseline-python ~/baselines/venv/bin/python
     python scripts/bench/bench_adam.py --precision bfloat16 --arrays 12 --threads 2
     python scripts/bench/bench_adam.py --transform lion rmsprop
 
-bfloat16 is what mixed precision asks for: a gradient in bfloat16 comes in, and a copy
-of the new parameters in bfloat16 goes out. DeepSpeed and torch need passes before and
-after for that, as in ZeRO-Offload (arXiv:2101.06840).
+"bfloat16" is the update of mixed precision: it takes a gradient in bfloat16 and also
+writes a copy of the new parameters in bfloat16. DeepSpeed and torch need extra passes
+for the conversions, as in ZeRO-Offload (arXiv:2101.06840).
 """
 
 import argparse
@@ -41,23 +41,23 @@ from transform_contenders import (
 )
 
 LEARNING_RATE, B1, B2, EPS, WEIGHT_DECAY = 3e-4, 0.9, 0.95, 1e-8, 0.1
-# Numbers that bfloat16 holds exactly, so that all contenders get the same.
+# bfloat16 holds these numbers exactly, so all contenders start from equal values.
 MASTER, GRADIENT = 2.0**-6, 2.0**-10
 BASELINES = ("deepspeed", "torch")
 DONATED = ("optax", "optax_each")
 BOUNDS = ("reads", "moves")
 CONTENDERS = ("zinf", *BASELINES, *DONATED, *BOUNDS)
-# What the project wants of the faster baseline's time over zinf's, and of optax's for
-# transforms that have no other baseline.
+# Targets of the project: time of the faster baseline over that of zinf; for transforms
+# without such a baseline, time of optax over that of zinf.
 WANTED = {"float32": 1.1, "bfloat16": 1.3}
 WANTED_OF_DONATED = 0.8
-# Contenders compute alike up to float32 rounding.
+# Relative. The contenders do the same arithmetic up to float32 rounding.
 TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
 class Group:
-    """What the contenders of one table do: `numel` elements in `arrays` equal parts."""
+    """The task of the contenders of one table: `numel` elements in `arrays` arrays."""
 
     precision: str
     arrays: int
@@ -74,7 +74,8 @@ class Group:
         return self.precision == "bfloat16"
 
 
-# Modules are imported by name because the two interpreters have different ones.
+# Modules are imported inside functions, by name: contenders run in two interpreters,
+# which have different modules installed.
 def zinf_stepper(group: Group) -> Stepper:
     if group.transform == "adamw":
         return adam_stepper(group)
@@ -114,10 +115,10 @@ def reads_stepper(group: Group) -> Stepper:
     np, numba = import_module("numpy"), import_module("numba")
     threads = import_module("zinf_kernels.threads")
     element_bytes = 14 if group.is_short else 16
-    # Not zeros, which would all lie in one page until they are written.
+    # Ones: the pages of a zeroed array all map to one physical page until written.
     words = np.ones(group.numel * element_bytes // 8, np.int64)
 
-    # Integers may be added in any order, so the loop is vectorised.
+    # Integers, because the compiler may reorder their sum and so vectorise the loop.
     @numba.njit("i8(i8[::1])", nogil=True)
     def total(part: Any) -> int:
         found = 0
@@ -164,7 +165,7 @@ def moves_stepper(group: Group) -> Stepper:
             v[i] += one
 
     loop = move_short if group.is_short else move
-    loop(*(x[:0] for x in units[0]))  # compiled before it is timed
+    loop(*(x[:0] for x in units[0]))  # compile before timing
 
     def step() -> None:
         for unit in units:
@@ -211,10 +212,11 @@ def torch_stepper_of(group: Group, optimizer: Any, **options: Any) -> Stepper:
 
 def serve(contender: str, group: Group) -> None:
     """Takes a step for every line of stdin and prints its seconds, as JSON."""
-    # Before any module counts the cores.
+    # Must come before the imports: modules count the cores when they are imported.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: group.threads])
     step, first = globals()[f"{contender}_stepper"](group)
-    # The first compiles and touches all pages; the second finds the memory it keeps.
+    # Two warm-up steps: the first compiles and touches all pages, the second reuses
+    # that memory.
     step()
     step()
     answer({"ready": contender})
@@ -226,7 +228,7 @@ def serve(contender: str, group: Group) -> None:
 
 
 class Contender(Served):
-    """A process that serves one contender."""
+    """A process that runs `serve` for one contender."""
 
     def __init__(self, name: str, group: Group, python: str) -> None:
         here = Path(__file__)
@@ -235,9 +237,9 @@ class Contender(Served):
             "JAX_PLATFORMS": "cpu",
             "PYTHONPATH": str(here.parents[2]),
             "DS_ACCELERATOR": "cpu",
-            # NumPy asks for huge pages, torch only when told to.
+            # torch uses huge pages only with this variable; NumPy does by default.
             "THP_MEM_ALLOC_ENABLE": "1",
-            # DeepSpeed builds its kernels with the ninja of its environment.
+            # DeepSpeed builds its kernels with the ninja of its own environment.
             "PATH": f"{Path(python).parent}:{os.environ['PATH']}",
         }
         command = [python, here, "--serve", name, json.dumps(asdict(group))]
@@ -246,7 +248,7 @@ class Contender(Served):
 
 
 def race(group: Group, *, rounds: int, pythons: dict[str, str]) -> dict[str, Any]:
-    """Times of all contenders of a group, in seconds, round by round."""
+    """Seconds of each step of all contenders of a group, in order of the rounds."""
     running: list[Contender] = []
     missing = {}
     try:
@@ -279,7 +281,7 @@ def check_alike(first: dict[str, float]) -> None:
 
 
 def ratios(seconds: dict[str, list[float]], name: str) -> list[float]:
-    """Of each round: the time of a contender over that of zinf."""
+    """Time of a contender over that of zinf, for each round."""
     return [a / b for a, b in zip(seconds[name], seconds["zinf"], strict=True)]
 
 
@@ -325,8 +327,8 @@ def main() -> None:
 
 
 def pythons_of(group: Group, options: argparse.Namespace) -> dict[str, str]:
-    """The interpreter of each contender that there is."""
-    # Everything is compared with zinf.
+    """The interpreter of each contender that can run."""
+    # zinf always runs, as the others are compared with it.
     pythons = dict.fromkeys(("zinf", *options.contenders), sys.executable)
     is_adam = group.transform == "adamw"
     if group.arrays == 1:

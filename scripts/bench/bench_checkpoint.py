@@ -1,14 +1,14 @@
-"""What a checkpoint of a model on NVMe costs the step, and how fast it is read.
+"""Measures how long a checkpoint of a model on NVMe stalls a step, and reading it.
 
     python scripts/bench/bench_checkpoint.py PATH [--num-layers 24] [--embed-dim 1024]
         [--tokens 64] [--rounds 5]
 
-In each round, in turns: a step alone; a save, which holds up the step for as long as
-the call takes, and the step beside what it does in the background; the same arrays
-saved by streaming every byte (links are refused), which is what holding up the step
-until they are copied would take. Then the files of a checkpoint are read, in turns:
-plainly, which is what the drive does; and as loading does, with every chunk verified.
-Medians, and the smallest and largest.
+In each round these are timed in turn: a step alone; the call of a save, for which the
+next step has to wait; a step while the save goes on in the background; and a save of
+the same arrays by copying every byte (hard links are refused), which is how long a step
+would wait without links. Then the files of a checkpoint are read in turn: plainly, as
+fast as the drive allows; and as loading does, with every chunk verified. Printed are
+medians, and the smallest and largest value.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from zinf.memory.nvme.open_file import Mover
 from zinf.memory.nvme.request import Request
 from zinf.models import GPTConfig, init_and_loss
 
-NUM_AHEAD = 16  # Files that are read at once: what keeps every thread busy.
+NUM_AHEAD = 16  # Files that are read at once; enough to keep every thread busy.
 
 
 def main() -> None:
@@ -87,7 +87,7 @@ def saves(
 
 
 def stream(engine: zinf.Engine, folder: Path) -> None:
-    """A save of all arrays by copies, on a file system without links."""
+    """Saves all arrays by copying, as on a file system without hard links."""
 
     def refuse(source: Path, target: Path) -> None:
         raise OSError(errno.EPERM, "refused", str(source))
@@ -97,7 +97,7 @@ def stream(engine: zinf.Engine, folder: Path) -> None:
 
 
 def reads(directory: Path, rounds: int) -> None:
-    """Every chunk file of a checkpoint, plainly and with verification."""
+    """Times reading every chunk file of a checkpoint, plainly and with verification."""
     plain, verified = [], []
     with Saved(directory) as saved, Drive(directory) as drive:
         nbytes = sum(
@@ -131,7 +131,7 @@ def read_plainly(drive: Drive, files: list[Path]) -> None:
 
 
 def read_arrays(saved: Saved) -> None:
-    """As a restore does: some arrays' blocks under way, in order."""
+    """Reads as a restore does: blocks in order, NUM_AHEAD of them in flight."""
     under_way: deque[Future] = deque()
     for array, spec in saved.arrays.items():
         step = saved.grid(array).chunk[0] if spec.shape else 1

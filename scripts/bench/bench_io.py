@@ -1,14 +1,14 @@
-"""Compares the NVMe tier with what else moves arrays to and from the same drive.
+"""Compares the NVMe tier with other ways to move arrays to and from the same drive.
 
     python scripts/bench/bench_io.py PATH [--sizes 64 256 512] [--rounds 7]
         [--deepspeed-python VENV/bin/python] [--json FILE]
 
-Contenders take turns in one run, in another order each round: this tier, bare loops of
-O_DIRECT requests on the very same files, and on files of their own in PATH, of the same
-sizes, fio (if installed), TensorStore's zarr3 and DeepSpeed's DeepNVMe (if that
-interpreter has it). The page cache is bypassed, or for TensorStore dropped (as root).
-Printed are GB/s, median and range of the rounds, and processor seconds per GB; then the
-tier over the best of the others.
+The contenders are the NVMe tier; bare loops of O_DIRECT requests on the tier's files;
+and, on their own files of the same sizes in PATH, fio (if installed), TensorStore's
+zarr3 and DeepSpeed's DeepNVMe (if that interpreter has it). In each round all of them
+run, in random order. The page cache is bypassed; for TensorStore it is dropped (needs
+root). Printed are GB/s (median and range of the rounds), processor seconds per GB, and
+the rate of the tier over that of the best other contender.
 """
 
 import argparse
@@ -60,9 +60,9 @@ def main() -> None:
 
 
 def _bench(options: argparse.Namespace, folder: Path, nbytes: int) -> dict:
-    """All contenders on arrays of one size."""
+    """Runs all contenders on arrays of one size."""
     folder.mkdir()
-    # What the tier reads is dropped at once and used again, however large.
+    # Large enough for the pool to keep the memory of every array for the next read.
     POOL.idle_limit_bytes = 2 * nbytes
     contenders = list(_contenders(options, folder, nbytes))
     rates: Rates = {}
@@ -71,7 +71,7 @@ def _bench(options: argparse.Namespace, folder: Path, nbytes: int) -> dict:
         for operation in OPERATIONS:
             for contender in random.sample(contenders, len(contenders)):
                 seconds, processor = contender.run(operation)
-                if number:  # The first round warms up.
+                if number:  # Round 0 is a warm-up.
                     key = contender.name, operation
                     rates.setdefault(key, []).append(nbytes / seconds / 1e9)
                     costs.setdefault(key, []).append(processor / nbytes * 1e9)
@@ -129,7 +129,7 @@ def _report(title: str, names: list[str], rates: Rates, costs: Rates) -> dict:
 
 
 def _bench_small(options: argparse.Namespace, folder: Path) -> dict:
-    """Latency of one array at a time, with pages cached as in training."""
+    """Latency of one small array at a time, with the page cache as in training."""
     table = Table("us a call", *(f"{n:,} B" for n in SMALL_BYTES), box=None)
     store = NvmeStore([folder])
     medians: dict[str, dict[int, float]] = {}

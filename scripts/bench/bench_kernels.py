@@ -1,16 +1,16 @@
-"""Times every op of zinf_kernels on the device: kernels, XLA's own, and the floors.
+"""Times every op of zinf_kernels on the device: kernels, XLA's version, lower bounds.
 
     python scripts/bench/bench_kernels.py [--output FILE] [--rounds 20] [--op NAME]
     python scripts/bench/bench_kernels.py --dry-run      (small cases, on any device)
 
-In each round every implementation that can run here takes its turn, so that what else
-happens on the machine falls on all alike; medians are compared. The floor of a time is
-what the bytes that have to be moved take at the speed of a copy measured in the same
-rounds, or what the operations of matrices take at the data sheet's speed, whichever is
-longer. XLA's own is the last of an op's implementations, with cuBLAS for products; how
-far another's results are from it, relative to the largest of each array, is printed
-too. No case is begun after `--most-seconds`, and what was measured until then is on
-disk. Only `--dry-run` is tested without a GPU.
+In each round every implementation that can run here is called once, so other load on
+the machine affects all of them alike; medians are compared. The floor is a lower bound
+of the time: the bytes that must be moved at the speed of a copy measured in the same
+rounds, or the flops of matrix products at the speed of the data sheet, whichever takes
+longer. XLA's version is the last implementation of an op; it uses cuBLAS for products.
+The deviation of the others from its results is printed, relative to the largest element
+of each array. After `--most-seconds` no further case begins; the results so far are in
+the file. Only `--dry-run` is tested without a GPU.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from zinf_kernels.absent_gpu import GPUS
 from zinf_kernels.device import device_for
 
 WARM_UPS = 2
-# A copy of so much is beyond all caches, and takes far longer than its launch.
+# Large enough that a copy does not fit any cache and takes far longer than its launch.
 COPY_NUMEL = {True: 1 << 12, False: 1 << 28}
 HEADS = ("milliseconds", "of floor", "of XLA's", "spread", "deviation")
 
@@ -69,7 +69,7 @@ def main() -> None:
 def measured(
     problem: Problem, rounds: int, *, is_dry: bool
 ) -> Iterator[dict[str, Any]]:
-    """A row for each implementation; those that cannot run have a reason for it."""
+    """One row per implementation, with its times or the reason why it cannot run."""
     obstacles = problem.obstacles(device_for())
     arguments = problem.make()
     contenders: dict[str, Callable[[], Any]] = {}
@@ -79,13 +79,13 @@ def measured(
             try:
                 contenders[name] = compiled(problem.run(name), arguments)
             except jax.errors.JaxRuntimeError as error:
-                # Out of memory, as the logits of the plain form may be.
+                # Usually out of memory: XLA's cross-entropy keeps all logits.
                 failed[name] = str(error).partition("\n")[0]
     of_xla, deviations = problem.existing[-1], {}
     if of_xla in contenders:
         expected = contenders[of_xla]()
         deviations = {name: deviation(f(), expected) for name, f in contenders.items()}
-        # Room for what is timed.
+        # Frees device memory for the timed calls.
         del expected
     source = jnp.ones(COPY_NUMEL[is_dry], jnp.float32)
     contenders["copy"] = compiled(copied, (source,))
@@ -108,7 +108,7 @@ def measured(
 
 
 def deviation(made: Any, expected: Any) -> float:
-    """The largest difference in any array, relative to its largest number."""
+    """Largest absolute difference of an array over its largest element; the maximum."""
 
     def of_one(a: jax.Array, b: jax.Array) -> jax.Array:
         a, b = (x.astype(jnp.float32) for x in (a, b))
@@ -120,12 +120,12 @@ def deviation(made: Any, expected: Any) -> float:
 
 
 def copied(x: jax.Array) -> jax.Array:
-    """Reads and writes as a copy does; a mere copy might be left out."""
+    """Moves the bytes of a copy; XLA could optimize a plain copy away."""
     return x + 1
 
 
 def compiled(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """A call of the function, compiled and warm, that waits for its results."""
+    """A function that calls the compiled, warmed-up function and waits for results."""
     run = jax.jit(function)
 
     def call() -> Any:
@@ -139,7 +139,7 @@ def compiled(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
 def in_rounds(
     contenders: dict[str, Callable[[], Any]], rounds: int
 ) -> dict[str, list[float]]:
-    """Seconds of each call of each, taking turns."""
+    """Seconds of each call, by contender; in each round every contender has a call."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, call in contenders.items():
@@ -150,7 +150,7 @@ def in_rounds(
 
 
 def floor_seconds(problem: Problem, bytes_per_second: float) -> float:
-    """The least that the op can take; what is not known to compute does so at once."""
+    """Lower bound of the op's time; flops count only on GPUs whose speed is known."""
     kind = device_for().kind
     known = [gpu for gpu in GPUS.values() if gpu.kind == kind]
     computing = problem.floor_flops / known[0].flops_per_second if known else 0.0

@@ -1,24 +1,27 @@
-"""Steps with all state on NVMe, from bound by the drive to bound by the processor.
+"""Times steps with all state on NVMe, from drive-bound to processor-bound.
 
     python scripts/bench/bench_nvme_step.py PATH [--num-layers 12] [--embed-dim 768]
         [--tokens 128 256 512 1024 2048] [--rounds 5]
 
-For each number of tokens a step: the measured step; the bound, the larger of all work
-of the processor (the fused step of the same model, all in memory, which computes and
-updates on the same cores; with remat if any segment computes again) and the time that
-the drive takes for the bytes of the step (the same reads and writes of the same files,
-each as early as those before it allow, with an idle processor); the serial order (each
-instruction alone, one after another); and what the plan predicts with rates that the
-first steps measured. Contenders take turns; medians, in seconds.
+For each number of tokens per step it measures, in seconds (medians, in turn):
 
-"Together" is the fused step and those reads and writes at once, as two threads that
-never wait for each other: what another order of the same work could come to, where a
-drive needs the processor too, as one of a virtual machine does. (The streamed step may
-take less: its executables are others.)
+* the streamed step;
+* the fused step of the same model with all state in memory, which does all work of the
+  processor (with remat if any segment recomputes);
+* the drive alone: the same reads and writes of the same files, each as early as those
+  before it allow, with an idle processor;
+* "together": the fused step and these reads and writes in two threads that never wait
+  for each other. It shows what another order of the same work could reach if the drive
+  needs the processor too, as the drive of a virtual machine does. (The streamed step
+  may be faster, as it runs other executables.)
 
-What a drive does depends on how much is moved: virtual ones answer a few hundred MB
-from the memory of their host. So nothing is taken from `zinf bench io`, which is only
-printed to compare.
+The bound is the larger of the second and the third. The step, the serial order (each
+instruction alone, one after another) and the prediction with the rates of earlier steps
+are printed as ratios.
+
+The speed of a drive depends on the number of bytes: virtual drives serve a few hundred
+MB from the memory of their host. So the rates of `zinf bench io` are not used; they are
+printed only for comparison.
 """
 
 import argparse
@@ -98,7 +101,7 @@ def _row(options: argparse.Namespace, tokens: int) -> list[str]:
             (on_drive, moves.run),
             (at_once, lambda: _at_once(moves.run, lambda: fused.step(batch))),
         ]
-        # What comes is predicted from what was.
+        # Each step is predicted with the rates of the step before it.
         rates = _rates(streamed)
         for _ in range(options.rounds):
             for contender in random.sample(contenders, len(contenders)):
@@ -127,10 +130,10 @@ def _row(options: argparse.Namespace, tokens: int) -> list[str]:
 
 
 class Moves:
-    """The transfers of a plan from and to the drive, with nothing else between them.
+    """Runs the NVMe transfers of a plan without its other instructions.
 
-    Each waits for those listed before it that use its arrays, as in a step. What is
-    written is what was there.
+    A transfer waits for the earlier transfers of the same arrays, as in a step. Each
+    write writes what was read before, so the files do not change.
     """
 
     def __init__(self, engine: zinf.Engine) -> None:
@@ -146,7 +149,8 @@ class Moves:
                 after.update(users.get(array.whole, ()))
                 users.setdefault(array.whole, []).append(index)
             self._instructions.append(replace(x, after=tuple(sorted(after))))
-        # What was read and not yet written; between runs nothing, as in a step.
+        # Arrays that were read and not yet written. Empty between runs, as between
+        # steps.
         self._contents: dict[ArrayId, np.ndarray] = {}
 
     def run(self) -> None:

@@ -1,15 +1,15 @@
-"""The streamed step against the fused step of the same model and batch, all in memory.
+"""Compares the streamed step with the fused step of the same model, all in memory.
 
     python scripts/bench/bench_step.py [--num-layers 8] [--embed-dim 512]
         [--tokens 1024] [--rounds 15]
 
 Both keep all state on the device and do the same arithmetic: the fused step recomputes
-each block in the backward pass (`remat`), as segments do. Beside them: the fused step
-without remat, and the streamed one where segments keep residuals. Each has a process of
-its own, as in use: in one they would share a heap. They take turns, a streamed step
-right beside the fused one that it is compared with; the losses of the first and the
-last step are compared. Seconds are medians and ranges.
-Ratios are medians and quartiles of those within a round: on a shared machine seconds
+each block in the backward pass (`remat`), as segments do. A second pair is the fused
+step without remat, and the streamed step whose segments keep residuals. Each contender
+runs in its own process, as in normal use; in one process they would share a heap. They
+take turns, each streamed step next to the fused step that it is compared with. The
+losses of the first and the last step must agree. Seconds are medians and ranges. Ratios
+are taken within a round, then their median and quartiles: on a shared machine seconds
 drift by more than the steps differ.
 """
 
@@ -47,7 +47,7 @@ def main() -> None:
         pairs = random.sample(PAIRS, len(PAIRS))
         for name in [n for pair in pairs for n in random.sample(pair, len(pair))]:
             took, loss = engines[name].ask()
-            if number > 1:  # The first ones compile and fault in memory.
+            if number > 1:  # The first two steps compile and fault in memory.
                 seconds[name].append(took)
             losses[name].append(loss)
     over = {name: _ratios(seconds[name], seconds[FUSED]) for name in engines}

@@ -1,12 +1,13 @@
-"""Trains one GPT with DeepSpeed ZeRO-3 and with zinf, both on host and on NVMe.
+"""Trains one GPT with DeepSpeed ZeRO-3 and with zinf, each on host and on NVMe.
 
     python scripts/bench/bench_vs_deepspeed.py --model 124m --tokens 512 \\
         --deepspeed-python ~/baselines/venv/bin/python --folder /mnt/nvme
 
-float32, AdamW, the same tokens in each step, and equal weights at the start (a hash of
-name and position, so that neither side needs the other's file). Each contender is a
-process of its own. In each round every one takes a step, in random order, so that what
-else happens on the machine falls on all alike. The losses of all must agree.
+All train in float32 with AdamW, on the same tokens in each step, from equal weights (a
+hash of name and position, so that neither side needs a file of the other). Each
+contender runs in its own process. In each round every contender takes one step, in
+random order, so other load on the machine affects all of them alike. All losses must
+agree.
 
 "remat" recomputes each block in the backward pass; zinf's streamed steps do where the
 device has no room for what they would keep. The two sides have different matmuls, so
@@ -18,12 +19,12 @@ malloc set as the command `zinf` does, unless --leave-malloc is given.
 Where memory has no room for all contenders at once, --contenders may be given several
 times: each time is a group that runs interleaved, with its own table.
 
-zinf-nvme has everything at rest on the drive, as deepspeed-nvme has; zinf-budgets the
-same budgets alone, and the plan decides what rests in memory.
+zinf-nvme has all state at rest on the drive, like deepspeed-nvme. zinf-budgets has the
+same budgets, but the plan decides what rests in memory.
 
-deepspeed-nvme is DeepSpeed with the settings that were fastest of those tried on two
-cores, deepspeed-nvme-serial with those that need least memory; deepspeed_gpt.py has
-them, and says what had to be mended in DeepSpeed.
+deepspeed-nvme is DeepSpeed with the fastest of the settings tried on two cores;
+deepspeed-nvme-serial has the settings that need least memory. deepspeed_gpt.py has both
+and describes what had to be fixed in DeepSpeed.
 """
 
 import argparse
@@ -61,8 +62,8 @@ MODELS = {  # GPT-2 small and medium: 124,439,808 and 354,823,168 parameters.
 }
 MODEL = {"vocab_size": 50257, "max_length": 1024}
 SEQUENCE = 256
-SPREAD = 0.02 * 12**0.5  # Uniform numbers with the deviation of GPT-2's.
-# The step in memory that each contender is held against.
+SPREAD = 0.02 * 12**0.5  # Width of uniform weights with GPT-2's standard deviation.
+# The step in memory with which each contender is compared.
 OWN = {
     "torch": "torch",
     "torch-remat": "torch-remat",
@@ -77,15 +78,16 @@ OWN = {
     "zinf-budgets": "zinf",
 }
 DEFAULT = ["torch", "deepspeed-nvme", "zinf", "zinf-nvme", "zinf-budgets"]
-WARM_UP = 2  # Steps that compile, fault in memory and make files.
+WARM_UP = 2  # Steps that compile, fault in memory and create files.
 WANTED = 0.25
-# Of losses: float32 sums in another order, through some steps of AdamW.
+# Relative difference of losses: the sides add float32 numbers in different orders, and
+# AdamW enlarges the difference over the steps.
 TOLERANCE = 1e-3
 Measures = dict[str, list[float]]
 
 
 def zinf_step(name: str, options: dict[str, Any]) -> Callable[[], float]:
-    """Makes an engine; returns what takes a step and gives its loss."""
+    """Makes an engine; returns a function that takes a step and returns its loss."""
     model = GPTConfig(**options["model"], remat=name == "zinf-remat")
     init, loss = init_and_loss(model, seed=0)
     shapes = jax.eval_shape(init)
@@ -101,11 +103,12 @@ def zinf_step(name: str, options: dict[str, Any]) -> Callable[[], float]:
 
 
 def weights(path: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """Numbers that depend on the name alone; deepspeed_gpt.py has the same in NumPy."""
+    """Weights that depend on name and position, equal to those of deepspeed_gpt.py."""
     name = jax.tree_util.keystr(path, simple=True, separator="/")
     if name.endswith(("scale", "bias")):
         return jnp.full(like.shape, float(name.endswith("scale")), jnp.float32)
-    # The end of MurmurHash3. Integers, and floats in steps that are exact but one.
+    # The finalizer of MurmurHash3. All steps are exact, in integers or floats, except
+    # one rounding, so both sides get equal weights.
     x = jax.lax.iota(jnp.uint32, like.size) + jnp.uint32(zlib.crc32(name.encode()))
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
@@ -143,7 +146,7 @@ def serve(name: str, options: dict[str, Any]) -> None:
 
 
 class Contender(Served):
-    """A process that serves one contender."""
+    """A process that runs `serve` for one contender."""
 
     def __init__(self, name: str, options: argparse.Namespace, folder: Path) -> None:
         place = folder / name
@@ -178,7 +181,7 @@ class Contender(Served):
             self.found[key].append(value)
 
     def moved(self) -> dict[str, int]:
-        """Bytes between this process and drives since it began."""
+        """Bytes that the process has read from and written to drives, in total."""
         lines = Path(f"/proc/{self.process.pid}/io").read_text().splitlines()
         counts = dict(line.split(": ") for line in lines)
         return {
@@ -196,7 +199,7 @@ class Contender(Served):
 
 
 def environment(python: str | None) -> dict[str, str]:
-    """Of all contenders alike; DeepSpeed wants one of a cluster of one."""
+    """Environment of a contender; DeepSpeed needs the variables of a cluster of one."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -204,18 +207,18 @@ def environment(python: str | None) -> dict[str, str]:
     cluster = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     cluster |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     found = os.environ | cluster | {"DS_ACCELERATOR": "cpu", "JAX_PLATFORMS": "cpu"}
-    # NumPy and zinf ask for huge pages, torch only when told to.
+    # torch uses huge pages only with this variable; NumPy and zinf do by default.
     found |= {"OMP_NUM_THREADS": threads, "THP_MEM_ALLOC_ENABLE": "1"}
-    # DeepSpeed builds its kernels with the ninja of its environment.
+    # DeepSpeed builds its kernels with the ninja of its own environment.
     path = f"{Path(python).parent}:{os.environ['PATH']}" if python else found["PATH"]
     return found | {"PYTHONPATH": str(here.parents[2]), "PATH": path}
 
 
 def race(names: list[str], options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Measures of a group that runs interleaved; those that did not run say why."""
+    """Measures of each contender of an interleaved group, or why it did not run."""
     running: list[Contender] = []
     results: dict[str, Any] = {}
-    # One at a time: their first steps would only be in each other's way.
+    # Started one at a time, so that compilation and first steps do not slow each other.
     for name in names:
         try:
             running.append(Contender(name, options, folder))
@@ -235,7 +238,7 @@ def race(names: list[str], options: argparse.Namespace, folder: Path) -> dict[st
 
 
 def check_losses(results: dict[str, Any]) -> None:
-    """Raises an AssertionError unless all contenders trained alike."""
+    """Raises an AssertionError unless all contenders have equal losses in each step."""
     losses = {name: found["loss"] for name, found in results.items()}
     for step, values in enumerate(zip(*losses.values(), strict=True)):
         if max(values) - min(values) > TOLERANCE * max(values):
@@ -244,7 +247,7 @@ def check_losses(results: dict[str, Any]) -> None:
 
 
 def overhead(results: dict[str, Any], name: str) -> float | None:
-    """Of a step over the side's own in memory, as a share of that; None without."""
+    """Extra time of a step over the same side's step in memory, as a share of that."""
     if name == OWN[name] or not {name, OWN[name]} <= results.keys():
         return None
     return steady(results[name]) / steady(results[OWN[name]]) - 1
@@ -279,9 +282,9 @@ def report(results: dict[str, Any], failures: dict[str, str]) -> None:
 
 
 def compare(groups: list[dict[str, Any]]) -> None:
-    """Prints what the project wants of zinf on NVMe against DeepSpeed on NVMe.
+    """Prints ratios of zinf on NVMe to DeepSpeed on NVMe, and the project's target.
 
-    Overheads are over a step in memory of the same group; where a contender has been in
+    An overhead is relative to a step in memory of the same group. If a contender was in
     several groups, the last counts.
     """
     figures: dict[str, dict[str, float]] = {}
@@ -330,7 +333,7 @@ def main() -> None:
 
 
 def run(names: list[str], options: argparse.Namespace) -> dict[str, Any]:
-    """Races a group and prints its table."""
+    """Measures a group and prints its table."""
     sequences = max(1, options.tokens // SEQUENCE)
     shape = sequences, options.tokens // sequences + 1
     rng = np.random.default_rng(0)

@@ -1,17 +1,17 @@
 """The GPT of bench_vs_deepspeed.py in torch: in memory, or under DeepSpeed ZeRO-3.
 
-It runs in the interpreter that has torch and deepspeed, and knows nothing of zinf:
+It runs in an interpreter that has torch and deepspeed, and does not import zinf:
 
     python scripts/bench/deepspeed_gpt.py deepspeed-nvme '{"model": {...}, ...}'
 
-Then it takes a step for every line of stdin and prints what that took, as JSON. Its
-arithmetic is that of `zinf.models.GPT` with equal weights: pre-norm, tanh GELU, learned
-positions, tied embeddings, biases everywhere; query, key and value are one matmul here.
+It takes one step per line of stdin and prints time and loss as JSON. Its arithmetic and
+weights equal those of `zinf.models.GPT`: pre-norm, tanh GELU, learned positions, tied
+embeddings, biases everywhere. Only here query, key and value are one matmul.
 
-DeepSpeed 0.19.8 asks for float16 when it keeps parameters of a float32 model on NVMe:
-in `zero.Init`, `dtype or torch.float16 if ... else ...` means `(dtype or torch.float16)
-if ... else ...`, which ignores the dtype where the accelerator has no float16, as the
-CPU has not. `mend_dtype` puts that right; the rest of DeepSpeed is as it was installed.
+DeepSpeed 0.19.8 asks for float16 if parameters of a float32 model are on NVMe: in
+`zero.Init`, `dtype or torch.float16 if ... else ...` means `(dtype or torch.float16) if
+... else ...`, which ignores the dtype if the accelerator has no float16, like the CPU.
+`mend_dtype` fixes this; the rest of DeepSpeed is unchanged.
 """
 
 import contextlib
@@ -31,24 +31,24 @@ from torch.utils.checkpoint import checkpoint
 try:
     import deepspeed
     from deepspeed.runtime.zero.partition_parameters import Init
-except ModuleNotFoundError:  # Torch in memory does without.
+except ModuleNotFoundError:  # The contender "torch" does not need it.
     deepspeed = None
 
 LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY = 3e-4, (0.9, 0.95), 1e-8, 0.1
-SPREAD = 0.02 * 12**0.5  # Uniform numbers with the deviation of GPT-2's.
+SPREAD = 0.02 * 12**0.5  # Width of uniform weights with GPT-2's standard deviation.
 PIECE = 2**20
-# Of DeepNVMe: faster here than blocks of 1 MiB; with blocks of 8 MiB most parameters
-# would be too small to leave memory.
+# Settings of DeepNVMe. Blocks of 4 MiB were faster here than of 1 MiB; with blocks of
+# 8 MiB most parameters would be too small to be offloaded.
 AIO = {"block_size": 2**22, "queue_depth": 32, "intra_op_parallelism": 2}
 AIO |= {"single_submit": False, "overlap_events": True}
 Settings = dict[str, Any]
 
 
 def weights(name: str, *shape: int) -> torch.Tensor:
-    """Numbers that depend on the name alone; bench_vs_deepspeed.py makes them too.
+    """Weights that depend only on name and position, equal to bench_vs_deepspeed.py's.
 
-    A hash of the position (the end of MurmurHash3), in pieces, so that memory has
-    room for one copy of the model at most.
+    Each is a hash of its position (the finalizer of MurmurHash3). They are made in
+    pieces, as memory may have room for only one copy of the model.
     """
     values = np.empty(shape, np.float32)
     flat = values.reshape(-1)
@@ -66,9 +66,9 @@ def weights(name: str, *shape: int) -> torch.Tensor:
 
 
 class Linear(torch.nn.Module):
-    """One matmul for the kernels of all names, which bench_vs_deepspeed.py keeps apart.
+    """One matmul for all named kernels, which zinf's model keeps separate.
 
-    Kernels there are (in, out), and torch is fastest with (out, in).
+    The kernels there are (in, out); here they are (out, in), the fastest for torch.
     """
 
     def __init__(self, names: list[str], in_dim: int, out_dim: int) -> None:
@@ -157,7 +157,7 @@ def deepspeed_step(
     mend_dtype()
     config = deepspeed_config(name, settings)
     deepspeed.init_distributed(dist_backend="gloo")
-    # Without it the whole model is in memory before any of it leaves.
+    # Without Init the whole model is in memory before any of it is offloaded.
     construction: Any = contextlib.nullcontext()
     if "nvme" in name:
         construction = Init(config_dict_or_path=config, dtype=torch.float32)
@@ -177,7 +177,7 @@ def deepspeed_step(
 
 
 def deepspeed_config(name: str, settings: Settings) -> Settings:
-    """float32, no clipping (DeepSpeed's default is 1), AdamW in DeepSpeed's C++."""
+    """float32, no clipping (DeepSpeed's default is 1), and DeepSpeed's AdamW in C++."""
     adam = {"lr": LEARNING_RATE, "betas": BETAS, "eps": EPSILON}
     cpu = {"device": "cpu", "pin_memory": True}
     zero = {"offload_param": cpu, "offload_optimizer": cpu}
@@ -198,24 +198,25 @@ def deepspeed_config(name: str, settings: Settings) -> Settings:
 
 
 def nvme_config(settings: Settings, *, reads_ahead: bool) -> Settings:
-    """The settings that were best of those tried on two cores.
+    """The fastest of the settings tried on two cores.
 
-    Writing behind as well (pipeline_write, with 12 buffers) took more memory and was
-    no faster. With four requests in parallel (intra_op_parallelism), or with recomputed
-    blocks, losses were not those of torch and of DeepSpeed on the CPU.
+    Deferred writes (pipeline_write, with 12 buffers) took more memory and were no
+    faster. With four parallel requests (intra_op_parallelism), or with remat, the
+    losses differed from those of torch and of DeepSpeed in host memory.
     """
     dim, rows = settings["model"]["embed_dim"], settings["model"]["vocab_size"]
     place = {"device": "nvme", "nvme_path": settings["folder"], "pin_memory": True}
-    # Each has room for the largest parameter. Five are what a block needs.
+    # A buffer must hold the largest parameter. A block needs five buffers.
     parameters = {"buffer_count": 5, "buffer_size": rows * dim + 2**16}
-    # A parameter, its gradient and two moments, and four more to read ahead.
+    # Four buffers for a parameter, its gradient and two moments; four more to prefetch.
     state = {"buffer_count": 8 if reads_ahead else 4, "pipeline_read": reads_ahead}
     return {
         "offload_param": place | parameters | {"max_in_cpu": 0},
         "offload_optimizer": place | state | {"fast_init": True},
-        # About a block. With the default all is updated at once, from huge buffers.
+        # About the size of a block. With the default, one update covers everything and
+        # needs huge buffers.
         "sub_group_size": 12 * dim**2,
-        # Otherwise "Not enough buffers 0 for swapping 1".
+        # Avoids DeepSpeed's error "Not enough buffers 0 for swapping 1".
         "stage3_prefetch_bucket_size": 0,
         "stage3_max_live_parameters": 10**6,
         "stage3_max_reuse_distance": 10**6,

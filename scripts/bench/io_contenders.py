@@ -1,8 +1,8 @@
-"""What bench_io.py compares: ways to overwrite, read, and do both with files.
+"""The contenders of bench_io.py: ways to overwrite files, to read them, and to do both.
 
-Each contender has files, and `run(operation)` gives the seconds and the
-processor seconds of moving `nbytes` in all: "mixed" reads one half while it overwrites
-another.
+Each contender has its files. `run(operation)` moves `nbytes` in total and returns
+seconds and processor seconds. The operation "mixed" reads `nbytes / 2` from one file
+while it overwrites another of that size.
 """
 
 import json
@@ -30,7 +30,7 @@ CACHES = Path("/proc/sys/vm/drop_caches")
 
 @cache
 def filled(nbytes: int) -> np.ndarray:
-    """Memory on huge pages with content that does not compress; do not change it."""
+    """Memory on huge pages, filled with random bytes. Cached, so do not change it."""
     memory = aligned_empty((nbytes,), np.uint8)
     memory[:] = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
     return memory
@@ -43,7 +43,7 @@ def timed(function: Callable[[], object]) -> Cost:
 
 
 class Tier:
-    """This project's store."""
+    """zinf's NVMe store."""
 
     def __init__(self, folder: Path, nbytes: int, checksums: Coverage) -> None:
         self.name = f"zinf tier, checksums {checksums}"
@@ -78,7 +78,7 @@ class Tier:
 
 
 class TensorStore:
-    """Its zarr3 driver with default settings, which sync; caches dropped for reads."""
+    """TensorStore's zarr3 driver. Its default settings sync; reads drop the caches."""
 
     name = "TensorStore zarr3"
 
@@ -127,10 +127,10 @@ class TensorStore:
 
 
 class BareLoop:
-    """The least that can be done: requests in turn, on huge pages, hardly checked.
+    """A minimal loop: requests one after another, on huge pages, with few checks.
 
-    On the very files of `tier`, to which it writes what is there: where a file lies on
-    a drive is worth up to 10%.
+    It uses the files of `tier`, because the position of a file on the drive changes its
+    speed by up to 10%. Its writes do not change their content.
     """
 
     def __init__(self, tier: Tier, block: int, threads: int) -> None:
@@ -183,7 +183,7 @@ class BareLoop:
 
 
 class Fio:
-    """The usual measure of a drive. Its start is not counted, nor what it checks."""
+    """fio, the usual benchmark of drives, without the time of its start and checks."""
 
     def __init__(self, folder: Path, nbytes: int, engine: str, depth: int) -> None:
         self.name = f"fio {engine}, 8 MiB x {depth}"
@@ -250,7 +250,7 @@ for line in sys.stdin:
 
 
 class DeepNVMe:
-    """DeepSpeed's handle with pinned memory, in the interpreter that has it."""
+    """DeepSpeed's DeepNVMe with pinned memory, in an interpreter that has DeepSpeed."""
 
     def __init__(
         self, folder: Path, nbytes: int, python: Path, block: int, threads: int
@@ -283,7 +283,7 @@ class DeepNVMe:
 
 
 def drop_caches() -> None:
-    """Have reads come from the drive, where this user may."""
+    """Drop the page cache, if this user may, so that reads come from the drive."""
     os.sync()
     if os.access(CACHES, os.W_OK):
         CACHES.write_text("3")

@@ -1,4 +1,4 @@
-"""Every op of zinf_kernels on the device, with its benchmark cases and their floors."""
+"""Benchmark cases of every op of zinf_kernels, with lower bounds of bytes and flops."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from zinf_kernels.tiled_matmul import cases as matmul_cases
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the arrays are: `FULL` for a GPU, `SMALL` to see that all runs."""
+    """Sizes of the arrays: `FULL` for a GPU, `SMALL` to check that everything runs."""
 
     numel: int
     tokens: int
@@ -38,13 +38,14 @@ class Problem:
     """One op on one case.
 
     Attributes:
-        run: makes of the name of an implementation the function to compile.
-        specs: shapes and dtypes of its arguments, in pytrees.
-        existing: names of the implementations; the last is what XLA makes by itself.
-        obstacles: why some of them cannot run on a device.
-        floor_bytes: of device memory that have to be read or written.
-        floor_flops: additions and multiplications of matrices, counted apart.
-        num_labels: what integers have to stay under.
+        run: takes the name of an implementation; returns the function to compile.
+        specs: shapes and dtypes of the arguments of that function, in pytrees.
+        existing: names of the implementations; the last has no kernel, only XLA.
+        obstacles: reasons why implementations cannot run on a device, by name.
+        floor_bytes: bytes of device memory that must be read or written.
+        floor_flops: flops of matrix products; additions and multiplications count one
+            each.
+        num_labels: integer arguments are smaller than this.
     """
 
     op: str
@@ -62,18 +63,18 @@ class Problem:
         return f"{self.op} {self.case}"
 
     def chosen(self, device: Device) -> str:
-        """What runs there if nothing is asked for."""
+        """The implementation that runs on this device by default."""
         found = self.obstacles(device)
         return next(name for name in self.existing if name not in found)
 
     def worth_compiling(self, device: Device) -> list[str]:
-        """What is chosen there, and what else can run but XLA's own form."""
+        """The default implementation, and the other kernels that can run there."""
         found = self.obstacles(device)
         others = [name for name in self.existing[:-1] if name not in found]
         return list(dict.fromkeys((self.chosen(device), *others)))
 
     def make(self) -> tuple[Any, ...]:
-        """Arguments on the default device, none negative."""
+        """Random arguments on the default device; no element is negative."""
         keys = iter(jax.random.split(jax.random.key(0), 8))
 
         def made(spec: Any) -> jax.Array:
@@ -86,7 +87,7 @@ class Problem:
 
 
 def problems(sizes: Sizes) -> Iterator[Problem]:
-    """All of them, op by op."""
+    """All problems, ordered by op."""
     for case in quantize_cases.benchmark_cases(sizes.numel):
         yield from quantize_problems(case)
     widths = sizes.tokens, sizes.dim, sizes.vocab
@@ -97,7 +98,7 @@ def problems(sizes: Sizes) -> Iterator[Problem]:
 
 
 def quantize_problems(case: quantize_cases.Case) -> Iterator[Problem]:
-    """There and, once for both roundings, back."""
+    """Quantize, and dequantize, which is the same for both kinds of rounding."""
     numel = case.shape[0]
     wide = jnp.dtype(case.dtype).itemsize * numel
     short = numel * case.bits // 8 + 4 * numel // case.block_size
@@ -127,7 +128,7 @@ def quantize_problems(case: quantize_cases.Case) -> Iterator[Problem]:
 
 
 def cross_entropy_problem(case: cross_entropy_cases.Case) -> Problem:
-    """Value and both gradients."""
+    """Cross-entropy: its value, and the gradients of both matrices."""
     (tokens,) = case.batch
 
     def mean(implementation: str | None, x: Any, weight: Any, labels: Any) -> Any:
@@ -148,14 +149,15 @@ def cross_entropy_problem(case: cross_entropy_cases.Case) -> Problem:
         cross_entropy_api.EXISTING,
         partial(cross_entropy.obstacles, x=x, weight=weight, chunks=chunks),
         jnp.dtype(case.dtype).itemsize * numbers,
-        # The product, and one for each gradient, of 2 operations each.
+        # Three matrix products: one for the value, one for each of the two gradients;
+        # each multiplication comes with an addition.
         3 * 2 * products,
         case.vocab,
     )
 
 
 def matmul_problem(case: matmul_cases.Case) -> Problem:
-    """The product with all that comes after it."""
+    """A matrix product with its epilogue."""
     m, n, k = case.m, case.n, case.k
     a, b = (jax.ShapeDtypeStruct(s, case.dtype) for s in ((m, k), (k, n)))
     bias = jax.ShapeDtypeStruct((n,), case.dtype) if case.has_bias else None

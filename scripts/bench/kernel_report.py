@@ -1,13 +1,14 @@
-"""Compiles all ops of zinf_kernels for GPUs that are not there, and says what came out.
+"""Compiles all ops of zinf_kernels for GPUs that are absent; prints what they use.
 
     python scripts/bench/kernel_report.py [--json FILE] [--gpu H200 ...]
 
-For each op, case and GPU: the implementation that is chosen there, then with a plus the
-kernels that can be asked for, and why others cannot run; bytes of temporary memory; and
-for kernels registers of a thread, bytes spilled and shared memory of a block (which jax
-before 0.11 does not say), the most of any kernel of the op. It takes the wheels that
-`zinf_kernels.absent_gpu` names; without them it says so, and lists choices only. Exits
-with 1 if something does not compile.
+For each op, case and GPU it prints the default implementation there; the other kernels
+that can run, marked with a plus; and why the rest cannot run. For each of them it
+prints bytes of temporary memory, and for kernels registers per thread, bytes spilled
+and shared memory per block (not reported by jax before 0.11): the largest value of all
+kernels of the op. It needs the wheels that `zinf_kernels.absent_gpu` names; without
+them it says so and prints only which implementations run. Exits with 1 if something
+does not compile.
 """
 
 import argparse
@@ -38,7 +39,7 @@ def main() -> None:
     parser.add_argument("--gpu", nargs="*", help="which GPUs; by default all")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        # Read when jax is imported.
+        # Must be set before jax is imported.
         os.environ["MOSAIC_GPU_DUMP_TO"] = folder
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         rows = report(options.gpu, Path(folder))
@@ -48,7 +49,7 @@ def main() -> None:
 
 
 def report(names: list[str] | None, folder: Path) -> list[dict[str, Any]]:
-    """Prints and returns a row for each problem and GPU."""
+    """Prints and returns one row per problem, GPU and implementation."""
     absent_gpu = import_module("zinf_kernels.absent_gpu")
     kernel_cases = import_module("kernel_cases")
     missing = absent_gpu.why_not()
@@ -67,7 +68,8 @@ def report(names: list[str] | None, folder: Path) -> list[dict[str, Any]]:
                     row["not_compiled"] = missing
                 else:
                     row |= built(problem, implementation, gpu, folder)
-                # A GPU with the same instructions gets the kernel compiled first.
+                # GPUs of the same compute capability share a kernel. It is compiled for
+                # the first of them, so the others take their figures from there.
                 same = problem.name, implementation, gpu.capability
                 if "kernels" in row:
                     kernels[same] = row["kernels"]
@@ -81,7 +83,7 @@ def report(names: list[str] | None, folder: Path) -> list[dict[str, Any]]:
 
 
 def described(problem: Any, implementation: str, name: str) -> dict[str, Any]:
-    """The part of a row that needs no compiler."""
+    """The columns of a row that need no compiler."""
     device = import_module("zinf_kernels.absent_gpu").GPUS[name].device
     return {
         "op": problem.op,
@@ -94,7 +96,7 @@ def described(problem: Any, implementation: str, name: str) -> dict[str, Any]:
 
 
 def built(problem: Any, implementation: str, gpu: Any, folder: Path) -> dict[str, Any]:
-    """What compilers say of one problem on one GPU."""
+    """What the compilers report on one problem and GPU, or their error."""
     absent_gpu = import_module("zinf_kernels.absent_gpu")
     for left in folder.iterdir():
         left.unlink()
@@ -117,7 +119,7 @@ def built(problem: Any, implementation: str, gpu: Any, folder: Path) -> dict[str
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without what Mosaic writes to stderr for want of a disassembler."""
+    """Discards stderr, to which Mosaic writes that it finds no disassembler."""
     kept = os.dup(2)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
@@ -129,7 +131,7 @@ def quiet() -> Iterator[None]:
 
 
 def resources(said: Path, program: Path | None) -> dict[str, int | None]:
-    """Of one kernel, from what ptxas said and, if it was dumped, the program."""
+    """Resources of one kernel, from the output of ptxas and the dumped program."""
     texts = [(said.read_text(), name, found) for name, found in PTXAS.items()]
     if program is not None:
         texts.append((program.read_text(), "shared_bytes", SHARED))
@@ -151,7 +153,7 @@ def line(name: str, row: dict[str, Any]) -> str:
 
 
 def largest(kernels: Any, name: str) -> int | None:
-    """The most that any kernel has of something, if that is known of all."""
+    """Largest value of one resource over all kernels; None if one is unknown."""
     found = [kernel.get(name) for kernel in kernels]
     return None if not found or None in found else max(found)
 

@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Trains for some steps; sizes in bytes, times in seconds."""
+    """Trains for some steps; returns sizes in bytes and times in seconds."""
     model = GPTConfig(
         num_layers=options.num_layers,
         num_heads=options.num_heads,

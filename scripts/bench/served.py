@@ -1,4 +1,4 @@
-"""Contenders that run in processes of their own and take a step when they are asked."""
+"""Contenders that run in their own processes and take a step on request."""
 
 import json
 import subprocess
@@ -9,12 +9,12 @@ from typing import Any
 
 
 def answer(found: Any) -> None:
-    """Prints an answer, in the process that is asked."""
+    """Prints an answer; called in the process of the contender."""
     print(json.dumps({"answer": found}), flush=True)
 
 
 class Served:
-    """A process that answers every line of its stdin with one of `answer`."""
+    """A process that reads a line of stdin and answers by `answer`, repeatedly."""
 
     def __init__(
         self, command: Sequence[str | Path], env: Mapping[str, str] | None = None
@@ -35,10 +35,10 @@ class Served:
         return self.answer()
 
     def answer(self) -> Any:
-        """The next answer; what else is printed between them is passed over.
+        """The next answer of the process; other lines of its output are skipped.
 
         Raises:
-            RuntimeError: the process ended instead, say because a module is missing.
+            RuntimeError: the process has ended, for example as a module is missing.
         """
         for line in self.process.stdout or ():
             if line.startswith('{"answer"'):

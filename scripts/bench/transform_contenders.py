@@ -1,6 +1,6 @@
 """Contenders of bench_adam.py that run any optax transform: zinf's update, and XLA.
 
-As in bench_adam.py modules are imported by name, after the cores are chosen.
+As in bench_adam.py, modules are imported by name, after the number of cores is set.
 """
 
 from collections.abc import Callable
@@ -22,13 +22,13 @@ TRANSFORMS = {
     "yogi": lambda optax: optax.yogi(LEARNING_RATE),
     "adan": lambda optax: optax.adan(LEARNING_RATE),
 }
-# A contender makes its arrays, full of the two numbers that it is given, and returns a
-# step and a look at the first parameter.
+# A contender fills its arrays with the two given numbers. It returns a function that
+# takes a step, and one that returns the first parameter.
 Stepper = tuple[Callable[[], Any], Callable[[], float]]
 
 
 def host_stepper(group: Any, master: float, gradient: float) -> Stepper:
-    """zinf's update of arrays at rest in host memory, as its executor calls it."""
+    """zinf's update of arrays in host memory, called as by the executor."""
     np, jax, optax = (import_module(x) for x in ("numpy", "jax", "optax"))
     optim = import_module("zinf.optim")
     dtype = import_module("ml_dtypes").bfloat16 if group.is_short else np.float32
@@ -59,12 +59,12 @@ def host_stepper(group: Any, master: float, gradient: float) -> Stepper:
 
 
 def donated_stepper(group: Any, master: float, gradient: float) -> Stepper:
-    """optax under jit on all arrays at once, whose memory the results take."""
+    """optax under jit, one call for all arrays; the results reuse their memory."""
     return _donated(group, master, gradient, parts=[group.lengths])
 
 
 def donated_each_stepper(group: Any, master: float, gradient: float) -> Stepper:
-    """The same with a call for each array; equal ones share their code."""
+    """optax under jit, one call per array; equal arrays share an executable."""
     return _donated(group, master, gradient, parts=[[n] for n in group.lengths])
 
 
@@ -77,7 +77,7 @@ def _donated(group: Any, master: float, gradient: float, *, parts: Any) -> Stepp
     def made(lengths: list[int]) -> Any:
         masters = [jnp.full(n, master, jnp.float32) for n in lengths]
         copies = [jnp.zeros(n, short) for n in lengths] if group.is_short else None
-        # Copied, because a state may be the same array as another.
+        # Copied, because optax may use one array twice, which cannot be donated twice.
         return jax.tree.map(jnp.array, (masters, tx.init(masters), copies))
 
     states = [made(lengths) for lengths in parts]
@@ -91,7 +91,8 @@ def _donated(group: Any, master: float, gradient: float, *, parts: Any) -> Stepp
         copies = [x.astype(short) for x in masters] if group.is_short else None
         return masters, state, copies
 
-    # The old copies are given too, only for the new ones to take their memory.
+    # The old copies are unused arguments, donated so that the new copies reuse their
+    # memory.
     compiled = jax.jit(update, donate_argnums=0, keep_unused=True)
 
     def step() -> None:

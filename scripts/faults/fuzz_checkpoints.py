@@ -1,14 +1,15 @@
-"""Damages a small checkpoint in thousands of ways, and loads it each time.
+"""Damages a small checkpoint in thousands of ways and tries to load it each time.
 
     python scripts/faults/fuzz_checkpoints.py [--cases 2000] [--seed 0] [--only CASE]
 
-A case changes one to three places in manifest, zarr.json or chunk files: bits, lengths,
-files that are swapped, lost or links to elsewhere, and values of the manifest, mostly
-with a checksum that is right again, as somebody would make who means harm. Then it is
-opened, verified, read, exported, and restored into a run. Each has to refuse it with a
-ValueError, a StorageError or a FileNotFoundError, or give what was saved, bit for bit;
-`verify` has to find damage exactly if reading refuses; and nothing but the export may
-be written. A failure prints its case, which `--only` repeats. The exit code is 1 then.
+A case changes one to three places in manifest, zarr.json or chunk files: it flips bits,
+changes lengths, swaps or deletes files, replaces them by links, or changes values of
+the manifest, mostly with a correct new checksum, as an attacker would. Then the
+checkpoint is opened, verified, read, exported, and restored into a run. Each of these
+must raise a ValueError, a StorageError or a FileNotFoundError, or give the saved arrays
+bit for bit. `verify` must find damage if and only if reading raises. Nothing but the
+export may be written. A failed case prints its number, with which `--only` repeats it;
+the exit code is then 1.
 """
 
 import argparse
@@ -37,7 +38,7 @@ from zinf.memory import Residents, StorageError, open_stores
 from zinf.program import ArrayId, ArraySpec, Role, Tier
 
 REFUSALS = (ValueError, StorageError, FileNotFoundError)
-# A case that takes longer does something that a size in a file told it to.
+# A case that takes longer fails: it has probably trusted a damaged size in a file.
 MAX_SECONDS = 5.0
 ARRAYS = {
     ArrayId(Role.PARAM, "embed"): np.arange(24, dtype=np.float32).reshape(8, 3),
@@ -50,7 +51,7 @@ ARRAYS = {
     ArrayId(Role.PARAM, "none"): np.zeros((0, 3), np.int32),
 }
 SCALARS = {"num_steps": 7, "shared": [{"name": "count", "value": 7}], "rng": None}
-# What somebody might put where a number, a name or a list is expected.
+# Hostile values, which replace a number, a name or a list in the manifest.
 VALUES = (
     *(None, True, -1, 0, 1, 3, 2**31, 2**59, 2**63, 10**40, 0.5, 1e308, float("nan")),
     *("", ".", "..", "../../outside", "/etc/passwd", "a\0b", "x" * 300, "\ud800"),
@@ -62,17 +63,17 @@ Choose = random.Random
 
 @dataclass(frozen=True)
 class Case:
-    """What came of one case: how it was refused, if it was, or what is wrong."""
+    """Result of one case: the error that refused it, if any, and what is wrong."""
 
     refused_by: str | None
     problem: str | None = None
 
 
 class Fuzzed:
-    """A checkpoint that is damaged, loaded and mended again and again.
+    """A checkpoint that is damaged, loaded and repaired once per case.
 
     Args:
-        folder: where to work; `folder/checkpoint` is the checkpoint.
+        folder: folder for all files; the checkpoint is `folder/checkpoint`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -96,7 +97,7 @@ class Fuzzed:
         }
 
     def run(self, seed: int, number: int) -> Case:
-        """One case, the same each time."""
+        """Runs one case; equal arguments give the same case."""
         choose = random.Random(f"{seed}/{number}")
         changed: set[Path] = set()
         for _ in range(choose.randint(1, 3)):
@@ -116,7 +117,7 @@ class Fuzzed:
         return case
 
     def damage(self, choose: Choose) -> set[Path]:
-        """Changes one place; returns the files that are not as they were."""
+        """Changes one place; returns the files that differ from the saved ones."""
         name = choose.choice([*self.files, *[Path(FILE)] * len(self.files)])
         path = self.checkpoint / name
         if name == Path(FILE) and choose.random() < 0.8:
@@ -137,7 +138,7 @@ class Fuzzed:
         return {name}
 
     def change_manifest(self, choose: Choose) -> None:
-        """Changes values of the manifest, and mostly its checksum with them."""
+        """Changes one to three values of the manifest; mostly corrects its checksum."""
         content = json.loads(self.files[Path(FILE)])
         for _ in range(choose.randint(1, 3)):
             change_value(content, choose)
@@ -147,7 +148,7 @@ class Fuzzed:
         replace(self.checkpoint / FILE, text.encode("utf-8", "surrogatepass"))
 
     def load(self) -> Case:
-        """Opens, reads, verifies, restores and exports what is there now."""
+        """Opens, reads, verifies, exports and restores the damaged checkpoint."""
         try:
             with Saved(self.checkpoint) as saved:
                 problem, refused = self.read(saved)
@@ -157,7 +158,7 @@ class Fuzzed:
         return Case(refused, problem or self.restore())
 
     def read(self, saved: Saved) -> tuple[str | None, str | None]:
-        """`(what is wrong, how some array was refused)`."""
+        """Reads and verifies; returns `(what is wrong, error that refused a read)`."""
         refused = None
         for array, spec in saved.arrays.items():
             try:
@@ -191,7 +192,7 @@ class Fuzzed:
         return None
 
     def restore(self) -> str | None:
-        """Into a run, whose arrays are zero before."""
+        """Restores into a run whose arrays are zero; returns what is wrong."""
         for array, content in self.arrays.items():
             self.residents.write(array, np.zeros_like(content))
         try:
@@ -212,7 +213,7 @@ class Fuzzed:
         )
 
     def snapshot(self) -> dict[str, Any]:
-        """Every file and folder, with what would change if it were written."""
+        """Mode, inode, size and time of every file and folder, to detect writes."""
         found = {}
         for root, folders, files in os.walk(self.folder.parent):
             for name in (*folders, *files):
@@ -229,13 +230,13 @@ class Fuzzed:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """A new file, so that nothing is written through a link."""
+    """Writes a new file; an existing link is removed, not followed."""
     path.unlink(missing_ok=True)
     path.write_bytes(content)
 
 
 def changed_bytes(content: bytes, choose: Choose) -> bytes:
-    """Other bytes: some flipped, lost, more, zeroed, repeated or of chance."""
+    """The content with bytes flipped, removed, zeroed, repeated, added, or random."""
     place = choose.randrange(len(content) + 1)
     length = choose.randint(1, max(1, len(content) // 3))
     end = min(len(content), place + length)
@@ -259,7 +260,7 @@ def flipped(content: bytes, choose: Choose) -> bytes:
 
 
 def change_value(content: Any, choose: Choose) -> None:
-    """Changes one value, somewhere in a tree of JSON."""
+    """Changes one value at a random place of a JSON tree."""
     inside, key = content, choose.choice(list(content))
     while (
         isinstance(inside[key], dict | list) and inside[key] and choose.random() < 0.9
@@ -281,13 +282,13 @@ def change_value(content: Any, choose: Choose) -> None:
 
 
 def sign(content: dict[str, Any]) -> None:
-    """Puts the checksum in that a manifest of this content has to have."""
+    """Sets the checksum that matches the content of the manifest."""
     content.pop("checksum", None)
     content["checksum"] = checksum_of(content)
 
 
 def fuzz(fuzzed: Fuzzed, *, cases: range, seed: int) -> tuple[Counter, list[str]]:
-    """`(how often it was refused how, what is wrong)`."""
+    """Runs all cases; returns `(number of cases by refusing error, problems)`."""
     counts: Counter[str] = Counter()
     problems = []
     for number in cases:

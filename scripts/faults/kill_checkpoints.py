@@ -1,15 +1,15 @@
-"""Kills training at random instants, and shows that nothing saved is lost.
+"""Kills training at random instants and checks that no saved state is lost.
 
     python scripts/faults/kill_checkpoints.py [--kills 200] [--seed 0] [--folder PATH]
 
-A small run that saves every other step is killed by SIGKILL, resumed, and killed again:
-at the nth call of something in a forward pass, an update, a save, a load, a rename or
-a deletion, or after so many milliseconds, all drawn with a fixed seed. After each kill
-the newest complete checkpoint must be sound, the next life must resume from it, and
-every loss must be bit-equal to that of a run that was never disturbed.
+A small run that saves every other step is killed by SIGKILL and resumed, repeatedly. It
+is killed at the nth call of a function in a forward pass, an update, a save, a load, a
+rename or a deletion, or after n milliseconds; function and n are random with a fixed
+seed. After each kill the newest complete checkpoint must be undamaged, the next process
+must resume from it, and every loss must be bit-equal to that of an uninterrupted run.
 
-A life is a fork of a process that has imported everything and started no backend, which
-costs a tenth of a new interpreter; what it compiles, others before it compiled, too.
+Each process ("life") is a fork of one that has imported everything and started no
+backend: a fork costs a tenth of a new interpreter. Lives share a compilation cache.
 """
 
 import argparse
@@ -43,7 +43,8 @@ from zinf.executor.run import _StepRun
 from zinf.memory.residents import Residents
 
 WIDTH, BATCH, NUM_STEPS = 8, 4, 60
-# Where a life ends, and how many calls of it there are in a step or a save, roughly.
+# Where a life may be killed: owner and name of the function, and the largest number of
+# the call at which it dies (milliseconds for "clock").
 INSTANTS: dict[str, tuple[Any, str, int]] = {
     "forward": (_StepRun, "run", 60),
     "update": (_StepRun, "update_array", 60),
@@ -76,10 +77,10 @@ def main() -> None:
 
 
 def kill(num_kills: int, seed: int, folder: Path) -> tuple[Counter[str], int]:
-    """How many were killed at which instant, and how many lives resumed a checkpoint.
+    """Number of kills by instant, and number of lives that resumed a checkpoint.
 
     Raises:
-        AssertionError: something was lost.
+        AssertionError: a checkpoint was lost or damaged, or a loss differs.
     """
     expected = undisturbed(folder)
     drawn = random.Random(seed)
@@ -109,7 +110,7 @@ def kill(num_kills: int, seed: int, folder: Path) -> tuple[Counter[str], int]:
 
 
 def check(run: Path, before: int) -> None:
-    """The newest checkpoint is complete and sound, and not older than there was."""
+    """Checks that the newest checkpoint is undamaged and not older than `before`."""
     now = newest(run) or 0
     assert now >= before, f"checkpoint {before} is gone; the newest is {now}"
     if now:
@@ -132,7 +133,7 @@ def undisturbed(folder: Path) -> dict[int, str]:
 
 
 def live(run: Path, log: Path, instant: str, call: int) -> tuple[int, list[str]]:
-    """A life: how it ended, and what it logged."""
+    """Runs one life in a fork; returns its exit code and the lines that it logged."""
     sys.stdout.flush()
     output = log.with_suffix(".txt")
     pid = os.fork()
@@ -179,7 +180,7 @@ def train(run: Path, log: Path, instant: str, call: int) -> None:
 
 
 def report(engine: Engine, lines: int) -> None:
-    """Logs every loss, in all its digits, and where the run began."""
+    """Makes the engine log the step that it resumes from, and every loss exactly."""
     step, has_begun = engine.step, False
 
     def logged(batch: Any) -> dict[str, Any]:
@@ -196,14 +197,14 @@ def report(engine: Engine, lines: int) -> None:
 
 
 def arm(instant: str, call: int) -> None:
-    """Kills this process at the given call of what an instant is."""
+    """Makes this process kill itself at the given call of the function of `instant`."""
     owner, name, _ = INSTANTS[instant]
     if owner is None:
         threading.Timer(call / 1000, die).start()
         return
     function: Callable[..., Any] = getattr(owner, name)
     lock, calls = threading.Lock(), 0
-    # Half of the time what is called happens, and the process dies then.
+    # For odd call numbers the process dies after the function, else before it.
     is_after = call % 2
 
     def deadly(*arguments: Any, **options: Any) -> Any:
@@ -226,7 +227,7 @@ def die() -> None:
 
 
 def config(run: Path) -> dict[str, Any]:
-    """Updates that are pending between steps, a loss scale, arrays on two tiers."""
+    """A config with deferred updates, a loss scale, and arrays on two tiers."""
     return {
         "execution": "streamed",
         "memory": {"nvme": [str(run / "nvme")]},

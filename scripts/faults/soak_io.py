@@ -1,11 +1,12 @@
-"""Moves many gigabytes through a small pool, and shows that nothing grows.
+"""Moves many gigabytes through a small pool and checks that memory does not grow.
 
     python scripts/faults/soak_io.py PATH [--gigabytes 200] [--seconds 600]
 
 Several threads read arrays of the NVMe tier, check them, change them and write them
-back, with 64 MiB of array memory in all, while other threads make and free small ones.
-Printed are, for each tenth of the way, the rate, anonymous memory, open descriptors;
-at the end it fails unless both are what they were after the first tenth.
+back, with 64 MiB of array memory in total; between these they write, read and free
+small arrays. For each tenth of the bytes it prints the rate, anonymous memory and the
+number of open descriptors. It fails if from the first tenth to the end memory has grown
+by more than 32 MiB, or descriptors by more than one per thread.
 """
 
 import argparse
@@ -25,15 +26,15 @@ from zinf.program import ArrayId, Role
 
 MIB = 2**20
 POOL_BYTES = 64 * MIB
-ARRAY_BYTES = 8 * MIB + 4 * 1000  # Not a whole number of pages.
+ARRAY_BYTES = 8 * MIB + 4 * 1000  # Not a multiple of the page size.
 NUM_ARRAYS = 64
 NUM_THREADS = 3
-# What a flat line may vary by: the interpreter's own heaps.
+# Allowed growth of resident memory: the heaps of the interpreter vary.
 SLACK_BYTES = 32 * MIB
 
 
 class Soak:
-    """Threads that move arrays until enough has moved or the time is over."""
+    """The work of the threads, which ends after `nbytes` or `seconds`."""
 
     def __init__(self, store: NvmeStore, nbytes: int, seconds: float) -> None:
         self.store = store
@@ -61,7 +62,7 @@ class Soak:
             self.error = error
 
     def _turn(self, index: int) -> None:
-        """Read an array, check that it is what was written last, and change it."""
+        """Read an array, check it against the last write, change it, write it back."""
         array = ArrayId(Role.VALUE, f"{index}")
         value = self.store.read(array).result()
         expected = self.counts[index] * NUM_ARRAYS + index
@@ -72,7 +73,7 @@ class Soak:
         self.store.write(array, value).result()
 
     def _spill(self, number: int) -> None:
-        """What a step spills: arrays that come and go."""
+        """Write, read and free a short-lived array, as a step does with activations."""
         array = ArrayId(
             Role.COTANGENT, f"{number}", microbatch=int(self.counts[number])
         )

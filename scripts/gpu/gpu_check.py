@@ -3,15 +3,16 @@
     python scripts/gpu/gpu_check.py [--folder DIR] [--output FILE] [--minutes 7.7]
     python scripts/gpu/gpu_check.py --dry-run      (tiny sizes, on the CPU backend)
 
-Prints a table and writes all rows as JSON. Each section is a process of its own with a
-time limit, so one that fails or hangs costs only itself; what cannot be measured says
-why. Exits with 1 if a section failed. Nothing but jax, flax, optax and numpy has to be
-there; sections that import zinf are skipped, with the name of the module, where
-something that zinf needs is not (put it on PYTHONPATH).
+Prints a table and writes all rows as JSON. Each section runs in its own process with a
+time limit, so a section that fails or hangs does not affect the others. A figure that
+cannot be measured has a row with the reason. Exits with 1 if a section failed. Only
+jax, flax, optax and numpy are required. If another module that zinf needs is missing,
+sections that import zinf are skipped and name it (put it on PYTHONPATH).
 
-The largest model: layers are doubled, from the first size whose state (16 bytes a
-parameter with gradients) plain JAX cannot hold on the device, for as long as the time
-lasts; plain JAX is then given the same, to see it run out of memory.
+The section "largest" begins with the first model whose state (16 bytes per parameter
+with gradients) plain JAX cannot hold on the device, and doubles its layers as long as
+time is left. Plain JAX then tries each of these models, to show that it runs out of
+memory.
 """
 
 import argparse
@@ -35,8 +36,8 @@ from gpu_report import LINKS, Result, given, summary, table
 from gpu_rows import GIB, Rows, Setting, Skipped
 
 ROOT = Path(__file__).resolve().parents[2]
-# By section, in the order in which they run: what runs it, in which module, its time
-# limit in seconds, and the case for those that have several.
+# Sections in the order in which they run: module and function, time limit in seconds,
+# and the case if one function serves several sections.
 SECTIONS = {
     "environment": ("gpu_environment", "run", 40, ""),
     "links": ("gpu_links", "run", 60, ""),
@@ -50,17 +51,18 @@ SECTIONS = {
     "train-nvme": ("gpu_train", "run", 120, "nvme"),
 }
 TRAIN_LAYERS, DRY_LAYERS = 20, 2
-# A part of the limit is for leaving in good order.
+# A section is told to end this long before its process is killed.
 GRACE_SECONDS = 5
 LEAST_SECONDS = 10
-# Of "largest": bytes that plain JAX needs at least for a parameter (master, moments,
-# copy, gradient), and parameters of a layer and of the embedding.
+# For the section "largest": lower bound of plain JAX's bytes per parameter (master,
+# moments, copy, gradient), and number of parameters of a layer and of the embedding.
 PLAIN_BYTES = 16
 LAYER_NUMEL, EMBEDDING_NUMEL = 12 * 5120**2, 32768 * 5120
-# Another doubling needs about twice the time of the last, and some for plain JAX.
+# Double again only if this many times the last round's time is left: a doubled model
+# takes about twice as long, and plain JAX needs some time too.
 NEXT_TIMES = 2.5
-# XLA uses three quarters of the device by default, for the largest model too little; to
-# measure links it shall not take it all at once.
+# By default XLA takes three quarters of the device, too little for the largest model.
+# Sections that measure links allocate memory as they need it.
 ALL_MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
 AS_NEEDED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
@@ -112,7 +114,8 @@ def _run_all(
         if name in options.sections or name == "environment"
     ]
     if options.dry_run:
-        # One process for all: what is measured means nothing, and none should hang.
+        # All sections in one process, to save time: a dry run measures nothing, so it
+        # needs no time limit per section.
         yield from run_process(settings, dict.fromkeys(LINKS, 1.0), ends)
         return
     for setting in settings:
@@ -125,7 +128,7 @@ def _run_all(
 def _run_largest(
     setting: Setting, ends: float, results: list[Result]
 ) -> Iterator[Result]:
-    """Doubles the layers while zinf trains them and there is time."""
+    """Doubles the layers as long as zinf can train them and time is left."""
     memory = next((r.find("device memory") for r in results), None)
     if not memory:
         reason = "no GPU: the section environment found no device memory"
@@ -153,10 +156,10 @@ def _run_largest(
 def run_process(
     settings: list[Setting], rates: dict[str, float], ends: float
 ) -> list[Result]:
-    """Runs sections in one new process, stopped when their time is over.
+    """Runs sections in one new process, which is killed at their time limit.
 
-    What a section reported until then is kept. It has failed if it raised, or if its
-    process crashed or took longer than it should.
+    Rows that were reported until then are kept. A section has failed if it raised, or
+    if its process crashed or exceeded the time limit of the section.
     """
     results = [Result(s.section, s.case, s.num_layers) for s in settings]
     own_limit = sum(SECTIONS[s.section][2] for s in settings)
@@ -177,17 +180,17 @@ def run_process(
         tail = log.read_text(errors="replace")[-2000:]
     _fill(results, lines)
     for result in results:
-        if not result.seconds:  # It did not come to its end.
+        if not result.seconds:  # the section did not report its end
             result.seconds = taken
             why = "was stopped at its limit" if code is None else f"ended with {code}"
             result.reason = f"the process {why} after {taken:.0f} s; {tail}"
             if code is None and limit < own_limit:
-                result.status = "stopped"  # Not its fault: --minutes were over.
+                result.status = "stopped"  # no failure: the time of --minutes was over
     return results
 
 
 def _fill(results: list[Result], lines: list[dict[str, Any]]) -> None:
-    """Gives each section its rows; in a process they come in the order of sections."""
+    """Assigns rows to sections; a process writes them in the order of its sections."""
     waiting = iter(results)
     result = next(waiting)
     for line in lines:
@@ -202,7 +205,7 @@ def _fill(results: list[Result], lines: list[dict[str, Any]]) -> None:
 def _run_command(
     command: list[str], log: Path, limit: float, environment: dict[str, str]
 ) -> int | None:
-    """The exit code; None if it was stopped."""
+    """Runs a command; returns its exit code, None if it was killed at the limit."""
     with log.open("w") as file:
         process = subprocess.Popen(
             command,
@@ -217,7 +220,7 @@ def _run_command(
         except subprocess.TimeoutExpired:
             return None
         finally:
-            # It may have left processes of its own; they are in its group.
+            # Kills processes that the command may have left; they are in its group.
             try:
                 os.killpg(process.pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -228,20 +231,20 @@ def _run_command(
 def _environment(setting: Setting) -> dict[str, str]:
     environment = os.environ | ALL_MEMORY | ({} if setting.case else AS_NEEDED)
     if setting.is_dry:
-        # The cases of training have most executables in common.
+        # A compilation cache, as the training sections share most executables.
         cache = os.environ.get(
             "JAX_COMPILATION_CACHE_DIR", f"{setting.folder}/compiled"
         )
         environment |= {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": cache}
         environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    # The section "host" runs the contenders of bench_adam.py.
+    # The section "host" imports bench_adam.py.
     ours = [str(ROOT), str(ROOT / "scripts" / "bench")]
     path = [*ours, *filter(None, [os.environ.get("PYTHONPATH")])]
     return environment | {"PYTHONPATH": os.pathsep.join(path)}
 
 
 def run_tasks(file: Path, tasks: list[str]) -> None:
-    """In the process of sections: runs them, each row to the file as it comes."""
+    """Runs sections, in the process of `run_process`; appends each row to the file."""
     with file.open("a") as output:
         for text in tasks:
             setting = Setting.from_json(text)

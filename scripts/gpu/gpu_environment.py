@@ -1,4 +1,4 @@
-"""Section of gpu_check.py: what machine this is, and what of zinf can be imported."""
+"""Section of gpu_check.py: the machine, its versions, and modules that zinf needs."""
 
 import os
 import platform
@@ -11,8 +11,8 @@ from pathlib import Path
 
 from gpu_rows import GIB, Rows, Setting
 
-# What zinf imports beside jax, by module. Without those of the first line nothing of
-# zinf can be imported; zinf_kernels needs numpy and numba only.
+# Modules that zinf imports in addition to jax. Without those of the first line zinf
+# cannot be imported at all; zinf_kernels needs only numpy and numba.
 IMPORTS = (
     *("pydantic", "yaml", "grain", "orbax.checkpoint", "tensorstore", "xxhash"),
     *("numba", "flax", "optax", "rich", "tqdm", "tensorboardX", "typer", "matplotlib"),
@@ -74,7 +74,7 @@ def _imports(rows: Rows) -> None:
 def _is_there(name: str) -> bool:
     try:
         return find_spec(name) is not None
-    except ImportError:  # of a parent package
+    except ImportError:  # a parent package is missing
         return False
 
 
@@ -89,7 +89,7 @@ def _nvidia_smi(rows: Rows) -> None:
 
 
 def _device(rows: Rows) -> None:
-    """What jax sees, and which of the names that differ between versions it has."""
+    """The device as jax sees it, and which version-dependent names this jax has."""
     jax = import_module("jax")
     device = jax.devices()[0]
     rows.add("device", device.device_kind)

@@ -14,9 +14,9 @@ CONTENDERS = ("zinf", "optax", "reads")
 
 
 def run_adam(setting: Setting, rows: Rows) -> None:
-    """Elements a second of AdamW on the host, by who does it and on how many threads.
+    """Elements per second of AdamW on the host, by contender and number of threads.
 
-    Contenders take turns, as in bench_adam.py, whose processes these are.
+    The contenders are processes of bench_adam.py and take turns as there.
     """
     numel = DRY_NUMEL if setting.is_dry else NUMEL
     rounds = DRY_ROUNDS if setting.is_dry else ROUNDS
@@ -24,7 +24,8 @@ def run_adam(setting: Setting, rows: Rows) -> None:
     contenders = CONTENDERS[:1] if setting.is_dry else CONTENDERS
     longest = 0.0
     for precision, threads in cases:
-        # A race that is stopped half-way would be taken for a failure.
+        # Do not start a measurement that may hit the time limit: it would count as
+        # failed.
         if rows.seconds_left < 1.5 * longest:
             rows.skip("adam", "no time left", precision=precision, threads=threads)
             continue
@@ -46,7 +47,7 @@ def run_adam(setting: Setting, rows: Rows) -> None:
 
 
 def _cases() -> list[tuple[str, int]]:
-    """The most telling ones first, as the time may not do for all."""
+    """Pairs of precision and threads, the most important first: time may run out."""
     cores = len(os.sched_getaffinity(0))
     powers = [2**i for i in range(1, cores.bit_length()) if 2**i < cores]
     counts = [cores, *([1] if cores > 1 else []), *reversed(powers)]
@@ -54,7 +55,7 @@ def _cases() -> list[tuple[str, int]]:
 
 
 def run_drive(setting: Setting, rows: Rows) -> None:
-    """What `zinf bench io` finds on the drive."""
+    """The measurements of `zinf bench io` on the drive."""
     nvme = imported("zinf.memory.nvme")
     seconds = 0.0 if setting.is_dry else min(12.0, rows.seconds_left / 2)
     profile, measured = nvme.measure_drive(Path(setting.folder), seconds=seconds)

@@ -1,8 +1,8 @@
-"""Section of gpu_check.py: bandwidth between host and device, by the path taken.
+"""Section of gpu_check.py: bandwidth between host and device, by path.
 
-What is timed ends when the bytes are there. "zinf" is what the project does now; the
-others are what it could do. Pinned arrays belong to jax and are used again; how NumPy
-memory can be pinned is in gpu_registered.py.
+A transfer is timed until its bytes have arrived. The path "zinf" is what zinf does now;
+the others are alternatives. Here pinned arrays belong to jax and are reused;
+gpu_registered.py pins NumPy memory.
 """
 
 import threading
@@ -26,7 +26,7 @@ PATH_SECONDS = 0.15
 
 @dataclass(frozen=True)
 class Path:
-    """One way for an array of some bytes: what is given to `call`, and made anew."""
+    """One way to transfer an array. `prepare` makes the argument of each `call`."""
 
     call: Callable[[Any], object]
     prepare: Callable[[], Any]
@@ -35,7 +35,7 @@ class Path:
         return timed(self.call, self.prepare, seconds=seconds)
 
 
-# `(bytes, device)` to a path.
+# Makes the path for an array of this many bytes and a device.
 Make = Callable[[int, Any], Path]
 
 
@@ -65,13 +65,13 @@ def run(setting: Setting, rows: Rows) -> None:
     for there, back in (("NumPy", "np.asarray"), ("pinned", "pinned"), ("zinf",) * 2):
         work = partial(both, there, back, sizes[-2])
         rows.attempt("both at once", work, path=f"{there} / {back}")
-    # Memory kinds inside jit have crashed before: nothing comes after them.
+    # Last, because memory kinds inside jit have crashed the process before.
     measure("h2d", TO_DEVICE_JITTED)
     measure("d2h", TO_HOST_JITTED)
 
 
 def seconds_of_both(there: Path, back: Path, seconds: float) -> float:
-    """Of a pair of transfers, when two threads do many of each at the same time."""
+    """Seconds per pair of transfers when two threads run both directions at once."""
     alone = min(there.times(0) + back.times(0))
     count = max(3, min(50, int(seconds / alone)))
     given = [[path.prepare() for _ in range(count)] for path in (there, back)]
@@ -96,7 +96,7 @@ def seconds_of_both(there: Path, back: Path, seconds: float) -> float:
 
 
 def host_array(nbytes: int) -> np.ndarray:
-    """Touched, so that no page is new, at the start of a page."""
+    """A page-aligned array of ones, so that all its pages are in memory."""
     memory = np.ones(nbytes + 4096, np.uint8)
     offset = -memory.ctypes.data % 4096
     return memory[offset : offset + nbytes].view(np.float32)
@@ -123,7 +123,7 @@ def numpy_put(nbytes: int, device: Any) -> Path:
 
 
 def fresh_put(nbytes: int, device: Any) -> Path:
-    """From memory that was never sent before, as after a read from a drive."""
+    """From memory that was not transferred before, as after a read from a drive."""
     return put_path(lambda: host_array(nbytes), device)
 
 
@@ -140,7 +140,7 @@ def pinned_jit(nbytes: int, device: Any) -> Path:
 
 
 def staged_put(nbytes: int, device: Any) -> Path:
-    """NumPy to pinned memory, a copy on the host, and from there to the device."""
+    """From NumPy memory to pinned memory by a copy on the host, then to the device."""
     source, pinned, place = host_array(nbytes), pinned_kind(device), device_kind(device)
 
     def move(x: np.ndarray) -> None:
@@ -168,7 +168,7 @@ def put_path(prepare: Callable[[], Any], device: Any) -> Path:
     return Path(lambda x: jax.device_put(x, place).block_until_ready(), prepare)
 
 
-# To the host. An array that was read once keeps what was read: each is new.
+# To the host. A jax array caches its host copy, so each call reads a new array.
 
 
 def made(nbytes: int, device: Any) -> Callable[[], jax.Array]:
@@ -195,7 +195,7 @@ def pinned_get(nbytes: int, device: Any) -> Path:
 
 
 def pinned_numpy_get(nbytes: int, device: Any) -> Path:
-    """Through pinned memory into NumPy memory that is there already: two passes."""
+    """To pinned memory, then by a copy into NumPy memory that exists already."""
     kind, target = pinned_kind(device), host_array(nbytes)
 
     def move(x: jax.Array) -> None:
@@ -205,7 +205,7 @@ def pinned_numpy_get(nbytes: int, device: Any) -> Path:
 
 
 def donated_get(nbytes: int, device: Any) -> Path:
-    """Into the memory of a pinned array that is given up for it."""
+    """Into the memory of a donated pinned array."""
     kind = pinned_kind(device)
     last = [jax.device_put(host_array(nbytes), kind)]
     move = jax.jit(

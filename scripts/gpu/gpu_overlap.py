@@ -1,10 +1,11 @@
 """Section of gpu_check.py: do transfers go on while the device computes?
 
-A matmul chain and a list of transfers take about as long each, alone. Both at once take
-`together`: printed is that over the longer of the two, 1 where they overlap, about 2
-where one waits for the other. The chain is one executable, or many that are each begun
-when the last is done, as the executor runs segments: XLA lets a copy into new device
-memory wait for what was queued before that memory was given out.
+A chain of matmuls and a list of transfers are sized to take equally long alone. Then
+both run at once. Printed is the time of both over that of the longer one: 1 if they
+overlap, about 2 if one waits for the other. The chain is one executable, or many, each
+of which starts when the one before it is done, as the executor runs segments. The
+difference matters: a copy into new device memory waits for all work that XLA had queued
+when it allocated that memory.
 """
 
 import threading
@@ -60,7 +61,7 @@ def run(setting: Setting, rows: Rows) -> None:
 
 
 class Chain:
-    """Products of one matrix with another, as many as asked for."""
+    """A chain of matrix products of any length."""
 
     def __init__(self, width: int, device: Any):
         key = jax.random.key(0)
@@ -101,7 +102,7 @@ def _at_once(compute: Work, move: Work) -> None:
     threads = [threading.Thread(target=work, daemon=True) for work in (compute, move)]
     for thread in threads:
         thread.start()
-        # The device has work before the first transfer, as in a step that has begun.
+        # Gives the device work before the first transfer, as within a step.
         time.sleep(0.001)
     for thread in threads:
         thread.join()
@@ -113,11 +114,11 @@ def _seconds(work: Work) -> float:
     return time.perf_counter() - began
 
 
-# What moves `count` pieces, and returns when the last is there.
+# Each returns a function that moves `count` pieces and returns when all have arrived.
 
 
 def put_one_by_one(source: Any, device: Any) -> Callable[[int], None]:
-    """As the executor does: each is waited for."""
+    """Waits for each piece before it starts the next, as the executor does."""
 
     def work(count: int) -> None:
         for _ in range(count):
@@ -154,7 +155,7 @@ def pinned_together(nbytes: int, device: Any) -> Callable[[int], None]:
 
 
 def to_pinned(nbytes: int, device: Any) -> Callable[[int], None]:
-    # Nothing is computed: the array is there before the chain begins.
+    # The array is made before the chain begins, so the transfer waits for no work.
     return put_one_by_one(on_device(nbytes, device), pinned_kind(device))
 
 
@@ -163,7 +164,7 @@ def to_numpy(nbytes: int, device: Any) -> Callable[[int], None]:
 
     def work(count: int) -> None:
         for _ in range(count):
-            # Another array object: what is read is kept with the one it is read from.
+            # A new array object each time, because a jax array caches its host copy.
             np.asarray(source.addressable_data(0))
 
     return work

@@ -1,9 +1,9 @@
 """Section of gpu_check.py: bandwidth from and to NumPy memory that is pinned in place.
 
-Three things make it so: the CUDA driver (cuMemHostRegister; XLA does not know, so what
-it does with such memory is the question), `dma_map` of jax's client (XLA knows), and an
-import by DLPack as pinned memory (then it is a jax array). The driver's own copies show
-what the link can do.
+There are three ways to pin it: the CUDA driver (cuMemHostRegister; XLA does not know of
+it, so the question is how XLA treats such memory); `dma_map` of jax's client (XLA knows
+of it); and an import by DLPack as pinned memory (the result is a jax array). Copies by
+the driver itself show the limit of the link.
 """
 
 import ctypes
@@ -30,14 +30,14 @@ from gpu_links import (
 )
 from gpu_rows import MIB, Rows, Setting, Skipped
 
-NON_BLOCKING = 1  # of cuStreamCreate: it waits for no other stream.
-PORTABLE = 1  # of cuMemHostRegister: pinned for all contexts.
+NON_BLOCKING = 1  # flag of cuStreamCreate: does not wait for the default stream
+PORTABLE = 1  # flag of cuMemHostRegister: pinned for all contexts
 CPU, CUDA_HOST = 1, 3  # DLDeviceType
 DLTENSOR_DEVICE_OFFSET = 8  # struct DLTensor {void* data; DLDevice {int32, int32}; ...}
 
-# `(array, device)` to a context in which the array is pinned.
+# Takes an array and a device; returns a context in which the array is pinned.
 Pin = Callable[[np.ndarray, Any], Any]
-# `(bytes, device, seconds to take)` to the times of single transfers.
+# Takes bytes, device and seconds to spend; returns the times of single transfers.
 Measure = Callable[[int, Any, float], list[float]]
 
 
@@ -102,7 +102,7 @@ def imported_by_dlpack(array: np.ndarray, device: Any) -> Iterator[jax.Array]:
 
 
 class Labelled:
-    """A NumPy array that says by DLPack that it is memory of another kind."""
+    """A NumPy array that DLPack presents as memory of another device type."""
 
     def __init__(self, array: np.ndarray, device_type: int):
         self.array, self.device_type = array, device_type
@@ -123,7 +123,7 @@ class Labelled:
 
 
 def _shows_writes(device: Any, rows: Rows) -> None:
-    """Whether a jax array made by DLPack shows what NumPy writes there afterwards."""
+    """Reports whether a jax array made by DLPack sees later writes by NumPy."""
     source = host_array(MIB)
     with imported_by_dlpack(source, device) as shared:
         source[:] = 2
@@ -140,7 +140,7 @@ def put_pinned(pin: Pin, nbytes: int, device: Any, seconds: float) -> list[float
 
 
 def pin_itself(pin: Pin, nbytes: int, device: Any, seconds: float) -> list[float]:
-    """What pinning and unpinning costs."""
+    """Times of pinning and unpinning."""
 
     def both(array: np.ndarray) -> None:
         with pin(array, device):
@@ -171,7 +171,7 @@ def driver_both(nbytes: int, device: Any, seconds: float) -> float:
 
 
 def mapped_get(pin: Pin, nbytes: int, device: Any, seconds: float) -> list[float]:
-    """The driver copies a jax array into NumPy memory that stays."""
+    """Times of the driver's copy of a jax array into a reused NumPy array."""
     make = made(nbytes, device)
     with pin(host_array(nbytes), device) as target:
 
@@ -182,7 +182,7 @@ def mapped_get(pin: Pin, nbytes: int, device: Any, seconds: float) -> list[float
 
 
 def driver_copy(to_device: bool, array: np.ndarray, other: jax.Array) -> Path:
-    """Copies between host memory and the memory of a jax array, on an own stream."""
+    """The driver's copy between host memory and a jax array, on a separate stream."""
     cuda = driver(list(other.devices())[0])
     other.block_until_ready()
     there, here = c_void_p(other.unsafe_buffer_pointer()), c_void_p(array.ctypes.data)
@@ -194,13 +194,13 @@ def driver_copy(to_device: bool, array: np.ndarray, other: jax.Array) -> Path:
         cuda.enter()
         cuda(name, *ends, c_size_t(array.nbytes), stream)
         cuda("cuStreamSynchronize", stream)
-        assert other is not None  # Its memory is what is copied.
+        assert other is not None  # Keeps the array alive, as only its address is used.
 
     return Path(call, lambda: None)
 
 
 class Driver:
-    """The functions of libcuda, in the context that XLA uses (the primary one)."""
+    """Calls functions of libcuda in the primary context, which XLA uses too."""
 
     def __init__(self) -> None:
         try:
@@ -222,7 +222,7 @@ class Driver:
             raise RuntimeError(f"{name}: {(text.value or b'').decode()} ({code})")
 
     def enter(self) -> None:
-        """Makes the context that of this thread."""
+        """Makes the context current in the calling thread."""
         self("cuCtxSetCurrent", self.context)
 
     def stream(self, to_device: bool) -> c_void_p:
@@ -239,10 +239,10 @@ def _driver() -> Driver:
 
 
 def driver(device: Any) -> Driver:
-    """The driver of a GPU, entered.
+    """The driver, with its context current in the calling thread.
 
     Raises:
-        Skipped: there is none.
+        Skipped: there is no GPU.
     """
     if device.platform != "gpu":
         raise Skipped(f"no GPU: jax runs on {device.platform}")
@@ -259,6 +259,6 @@ MEASURES = (
     ("d2h", "driver, dma_map", partial(mapped_get, dma_mapped)),
     ("pin", "registered", partial(pin_itself, registered)),
     ("pin", "dma_map", partial(pin_itself, dma_mapped)),
-    # Last, as what takes memory for another kind may crash.
+    # Last, because memory labelled as another kind may crash the process.
     ("h2d", "dlpack", partial(put_pinned, imported_by_dlpack)),
 )

@@ -1,16 +1,16 @@
-"""What became of the sections of gpu_check.py, and how it is printed."""
+"""Results of the sections of gpu_check.py, and how they are printed."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
-# The rate of a link that later sections are given, by the name of the row it is from.
+# Rows whose rates are passed to later sections, and the name that the rate has there.
 GIVEN = {"h2d": "h2d", "d2h": "d2h", "matmul": "device", "mixed": "drive"}
 LINKS = (*GIVEN.values(), "host")
 
 
 @dataclass
 class Result:
-    """What became of one section."""
+    """The result of one section."""
 
     section: str
     case: str
@@ -21,12 +21,12 @@ class Result:
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def find(self, name: str) -> Any:
-        """The value of the first row of a name, or None."""
+        """The value of the first row with this name, or None."""
         return next((row["value"] for row in self.rows if row["name"] == name), None)
 
 
 def given(results: list[Result]) -> dict[str, float]:
-    """The best rate that was seen for each link, to compare steps with."""
+    """The highest measured rate of each link, with which steps are compared."""
     found: dict[str, float] = {}
     for row in (row for result in results for row in result.rows):
         name = GIVEN.get(row["name"])

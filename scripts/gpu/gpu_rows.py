@@ -1,4 +1,4 @@
-"""What the sections of gpu_check.py share: their setting, their rows, their clock."""
+"""Shared by the sections of gpu_check.py: settings, rows of results, and timing."""
 
 import json
 import shutil
@@ -15,19 +15,19 @@ GIB = 2**30
 
 
 class Skipped(Exception):
-    """Why a section, or a part of one, did not run; no failure."""
+    """A section, or a part of one, cannot run here. This is no failure."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What one run of a section is told.
+    """Settings of one run of a section.
 
     Attributes:
-        case, num_layers: which contender of a section that has several, and how large.
-        is_dry: tiny sizes on the CPU backend, to see that everything runs.
-        seconds: how long it may take, from when its process starts.
-        folder: on the drive to use.
-        ram_bytes: of this machine, as far as it may be used.
+        case, num_layers: contender, if the section has several, and size of its model.
+        is_dry: tiny sizes on the CPU backend, to check that everything runs.
+        seconds: time limit, from the start of the process.
+        folder: folder on the drive to use.
+        ram_bytes: bytes of host memory that may be used.
         given: rates that earlier sections measured, by name.
     """
 
@@ -48,7 +48,7 @@ class Setting:
         return json.dumps(asdict(self))
 
     def device(self) -> Any:
-        """The GPU; in a dry run whatever jax has.
+        """The GPU; in a dry run the default device of jax.
 
         Raises:
             Skipped: there is no GPU.
@@ -60,10 +60,10 @@ class Setting:
 
 
 def imported(name: str) -> Any:
-    """A module that the machine may lack.
+    """Imports a module that may be missing on this machine.
 
     Raises:
-        Skipped: it, or something that it imports, is not installed.
+        Skipped: the module, or one that it imports, is not installed.
     """
     try:
         return import_module(name)
@@ -73,7 +73,7 @@ def imported(name: str) -> Any:
 
 @dataclass
 class Rows:
-    """Writes what a section finds, row by row, so that nothing is lost if it dies."""
+    """Writes each row of a section at once, so that no row is lost if it crashes."""
 
     section: str
     file: TextIO
@@ -86,13 +86,13 @@ class Rows:
     def add(
         self, name: str, value: Any, unit: str = "", note: str = "", **of: Any
     ) -> None:
-        """One figure; `of` says what was varied."""
+        """Adds a row with one value; `of` names the parameters that were varied."""
         self._write(name=name, value=value, unit=unit, of=of, note=note)
 
     def add_all(
         self, name: str, values: list[float], unit: str, note: str = "", **of: Any
     ) -> None:
-        """What was measured several times: the median and the range."""
+        """Adds a row with the median and the range of several measurements."""
         self._write(
             name=name,
             value=median(values),
@@ -107,18 +107,18 @@ class Rows:
     def add_rate(
         self, name: str, amount: float, times: list[float], unit: str, **of: Any
     ) -> None:
-        """`amount` over each of `times`."""
+        """Adds a row with the rates `amount / time`, for each of `times`."""
         self.add_all(name, [amount / seconds for seconds in times], unit, **of)
 
     def skip(self, name: str, reason: object, **of: Any) -> None:
-        """A figure that cannot be had here, and why."""
+        """Adds a row without a value, with the reason why it cannot be measured."""
         note = " ".join(f"skipped: {reason}".split())[:400]
         self._write(name=name, value=None, unit="", of=of, note=note)
 
     def attempt(self, name: str, function: Callable[[], None], **of: Any) -> None:
-        """Calls what adds a row; if it cannot, the row says why.
+        """Calls a function that adds rows; if it raises, adds a row with the error.
 
-        For paths that may be unknown to this jax, driver or machine: that is a result.
+        For features that this jax, driver or machine may lack: an error is a result.
         """
         if self.seconds_left <= 0:
             self.skip(name, "no time left", **of)
@@ -149,9 +149,9 @@ def timed(
     seconds: float,
     most: int = 20,
 ) -> list[float]:
-    """Seconds of each call, after one that warms up: at least 3, for about `seconds`.
+    """Seconds of each of at least 3 calls, for about `seconds`, after a warm-up call.
 
-    `prepare` makes what `call` gets, and is not timed.
+    `prepare` makes the argument of `call` and is not timed.
     """
     call(prepare())
     times: list[float] = []
@@ -164,6 +164,6 @@ def timed(
 
 
 def free_bytes(folder: str) -> int:
-    """What may be written to the drive, with a tenth of it left alone."""
+    """Free bytes of the drive, less a tenth of its size, which stays free."""
     usage = shutil.disk_usage(Path(folder))
     return int(usage.free - usage.total * 0.1)

@@ -1,7 +1,7 @@
-"""Sections of gpu_check.py that train: a GPT by zinf, and by plain JAX beside it.
+"""Sections of gpu_check.py that train a GPT, with zinf and with plain JAX.
 
-Both keep a float32 master, two float32 moments and a bfloat16 copy of each parameter,
-14 bytes, and recompute each layer in the backward pass.
+Both keep a float32 master, two float32 moments and a bfloat16 copy of each parameter
+(14 bytes), and recompute each layer in the backward pass.
 """
 
 import shutil
@@ -18,15 +18,15 @@ import numpy as np
 import optax
 from gpu_rows import GIB, Rows, Setting, Skipped, free_bytes, imported
 
-# Dense bfloat16 of one chip as its maker gives it, by a part of its name.
+# Dense bfloat16 TFLOP/s of one chip from its data sheet, by a part of its name.
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "B200": 2250, "A100": 312}
-# Recomputing the forward pass is a third again of forward and backward.
+# Flops with remat over flops without: 4 forward passes' worth instead of 3.
 REMAT = 4 / 3
-# Of the memory that may be used, for the host tier; the rest is the process's own.
+# Share of the usable memory for the host tier; the process itself needs the rest.
 HOST_PART = 0.7
-# What a state that spills may take of the drive at most.
+# Share of the drive's free bytes that the nvme tier may use.
 DRIVE_PART = 0.6
-# Results of the update of an element: master, two moments and the bfloat16 copy.
+# Bytes that the update of an element writes: master, two moments, bfloat16 copy.
 RESULT_BYTES = 14
 OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "out of memory", "Out of memory")
 
@@ -42,7 +42,7 @@ class Shape:
     num_sequences: int
 
 
-# 1.07G parameters with 20 layers; in "largest" 0.31G a layer.
+# TRAIN_SHAPE has 1.07G parameters with 20 layers; LARGEST_SHAPE has 0.31G per layer.
 TRAIN_SHAPE = Shape(2048, 16, 32768, 1024, 16)
 LARGEST_SHAPE = Shape(5120, 40, 32768, 1024, 4)
 DRY_SHAPE = Shape(32, 2, 256, 16, 2)
@@ -51,7 +51,7 @@ HOST = {"device": "cpu"}
 
 
 def run(setting: Setting, rows: Rows) -> None:
-    """One contender: `case` is "plain", or where zinf keeps the state."""
+    """Trains one contender; `case` is "plain", or how zinf places the state."""
     setting.device()
     peak = imported("anonymous_memory").MemoryPeak()
     shape = LARGEST_SHAPE if setting.section == "largest" else TRAIN_SHAPE
@@ -97,7 +97,7 @@ class Job:
 
     @property
     def flops(self) -> float:
-        """Of a step, forward and backward, without recomputing."""
+        """Flops of a step: forward and backward, without recompute."""
         return self.num_tokens * imported("zinf.models").flops_per_token(self.model)
 
 
@@ -153,7 +153,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def train_zinf(job: Job) -> None:
-    # Not "zinf" itself, which imports what it needs when that is first used.
+    # Not the lazy package "zinf", whose import succeeds even if a module is missing.
     initialize = imported("zinf.initialize").initialize
     models = imported("zinf.models")
     init, loss = models.init_and_loss(job.model, seed=0)
@@ -176,7 +176,7 @@ def train_zinf(job: Job) -> None:
 
 
 def zinf_config(setting: Setting, folder: Path) -> dict[str, Any]:
-    """Everything on the tier of the case; "fill" takes the fastest that has room."""
+    """Puts all state on the tier of `case`; "fill" uses the fastest tiers with room."""
     memory: dict[str, Any] = {"host": int(setting.ram_bytes * HOST_PART)}
     if setting.is_dry:
         memory |= {"device": "256MiB", "host": "256MiB"}
@@ -206,7 +206,7 @@ def report_plan(job: Job, plan: Any) -> None:
 
 
 def report_links(job: Job, engine: Any, step: float) -> None:
-    """What each link did, what it would at least need, and what was predicted."""
+    """Reports busy time and lower bound of each link, and both predictions."""
     plans = imported("zinf.plan")
     plan, timeline = engine.last_step.plan, engine.last_step.timeline
     rows = job.rows
@@ -230,7 +230,7 @@ def report_links(job: Job, engine: Any, step: float) -> None:
 
 
 def least_seconds(job: Job, plan: Any, link: Any) -> dict[str, float]:
-    """Seconds that each link needs for its share, at the best rate seen for it."""
+    """Lower bound of each link's seconds in a step, at its highest measured rate."""
     given = job.setting.given
     drive = plan.link_bytes(link.NVME_READ) + plan.link_bytes(link.NVME_WRITE)
     work = {
@@ -243,11 +243,11 @@ def least_seconds(job: Job, plan: Any, link: Any) -> dict[str, float]:
     return {x: work[x] / given[x] for x in work if given.get(x)}
 
 
-# Both.
+# Both contenders.
 
 
 def report_steps(job: Job, step: Callable[[], float]) -> float:
-    """Times steps after the first while time is left; returns the median."""
+    """Times up to 5 steps after the first, while time is left; returns the median."""
     began = time.perf_counter()
     loss = step()
     first = time.perf_counter() - began

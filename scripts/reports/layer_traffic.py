@@ -1,12 +1,12 @@
-"""Compiles a ZeRO-3 layer for machines that are not there and prints what it sends.
+"""Compiles a ZeRO-3 layer for absent machines and prints the bytes that it sends.
 
     python scripts/reports/layer_traffic.py v5p:8x8x8 h200:8
     python scripts/reports/layer_traffic.py v5p:8x8x8 --stages 64x8
 
-The layer is an MLP of h x 4h in bfloat16: matrices come in shards and are gathered,
-gradients leave in shards. With `--stages` the devices are also taken as a mesh of that
-shape, and each array is gathered, and each gradient reduced, one axis after the other.
-The paper's figures are (n - 1) / n of the matrices for each gather and reduce-scatter.
+The layer is an MLP of h x 4h in bfloat16: sharded matrices are gathered, gradients are
+reduce-scattered. With `--stages` the devices also form a mesh of that shape, in which
+each array is gathered, and each gradient reduced, one axis after the other. The paper's
+figure for each gather and reduce-scatter is (n - 1) / n of the bytes of the matrices.
 """
 
 import argparse
@@ -25,7 +25,7 @@ TOKENS = 2048
 
 
 class Layer:
-    """How the arrays of the layer lie over a topology, and its two passes."""
+    """The shardings of the layer's arrays over a topology, and its two passes."""
 
     def __init__(self, topology: Topology, stages: tuple[int, ...]) -> None:
         devices = np.array(topology.devices())

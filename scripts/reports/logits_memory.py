@@ -1,16 +1,16 @@
-"""What a language model's loss takes of memory, in pieces and with all its logits.
+"""Memory of a language model's loss: fused in pieces, and plain with all logits.
 
     python scripts/reports/logits_memory.py [--tokens 32768] [--vocab 131072]
         [--dim 1024]
 
-Of value and gradients, by `zinf.tiling.cross_entropy` and by the plain form: temporary
-bytes as XLA's compilers plan them, for a CPU and, where the plugin that
-`zinf_kernels.absent_gpu` names is installed, for GPUs; and the peak of the device tier
-in zinf's plan of a step, with weight, gradient and update. A plan uses what memory it
-may, so that of the fused loss, whose weight is in tiles, gets 5% of the plain one's
-peak. The plain loss on a device of a tenth of that is run in blocks of rows by zinf
-itself. Nothing is computed or allocated for these. `--step` also runs that step, and
-prints the peak of the device's ledger.
+The fused loss is `zinf.tiling.cross_entropy`. For value and gradients of both losses it
+prints XLA's temporary bytes, for a CPU and, if the plugin that
+`zinf_kernels.absent_gpu` names is installed, for GPUs. It also prints the peak of the
+device tier in zinf's plan of a step, with weight, gradient and update. A plan uses all
+memory that it may use, so the step with the fused loss, whose weight is in tiles, gets
+a budget of 5% of the peak with the plain loss. The third figure is the plain loss with
+a tenth of its peak, where zinf runs it in blocks of rows. All this is only compiled and
+planned. `--step` also runs the step with the fused loss and prints the measured peak.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def measured(options: argparse.Namespace, sizes: Sizes) -> Iterator[dict[str, Any]]:
-    # In float32, because on a CPU XLA makes float32 copies of what is bfloat16.
+    # In float32, because XLA makes float32 copies of bfloat16 arrays on a CPU.
     yield compiled("CPU", jnp.float32, compile_here, sizes)
     missing = absent_gpu.why_not()
     if missing:
@@ -73,7 +73,7 @@ def compile_here(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def plain(x: jax.Array, head: jax.Array, labels: jax.Array) -> jax.Array:
-    """The mean loss with all logits, in float32 as is usual."""
+    """The mean loss from all logits in float32, the usual form."""
     logits = (x @ head).astype(jnp.float32)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     return losses.mean()
@@ -86,7 +86,7 @@ def fused(x: jax.Array, head: Any, labels: jax.Array) -> jax.Array:
 def compiled(
     where: str, dtype: Any, run: Callable[..., Any], sizes: Sizes
 ) -> dict[str, Any]:
-    """Temporary bytes of value and both gradients, by XLA's compiler."""
+    """XLA's temporary bytes for the value and both gradients."""
     tokens, dim, vocab = sizes
 
     def temporary(loss: Callable[..., Any]) -> int:
@@ -102,9 +102,10 @@ def compiled(
 
 
 def planned(sizes: Sizes) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Peaks of the device tier in plans of zinf, weight and gradient included.
+    """Peaks of the device tier in plans of zinf, with weight and gradient.
 
-    Of the fused loss, and of the plain one where it does not fit.
+    The first row is for the fused loss, the second for the plain loss with a budget in
+    which it does not fit whole.
     """
     batch = jax.eval_shape(partial(make_batch, sizes))
 
@@ -112,7 +113,7 @@ def planned(sizes: Sizes) -> tuple[dict[str, Any], dict[str, Any]]:
         given = problem(loss, sizes, device_bytes)
         return zinf.plan_only(*given, batch=batch).peak_bytes[Tier.DEVICE]
 
-    # More than the logits, their gradient and what comes of it.
+    # An ample budget: more than the logits, their gradient and the weights.
     tokens, dim, vocab = sizes
     ample = peak(plain, 16 * vocab * (tokens + 4 * dim))
     tight = int(TIGHT_SHARE * ample)
@@ -123,7 +124,7 @@ def planned(sizes: Sizes) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def stepped(sizes: Sizes, plain_bytes: int) -> dict[str, Any]:
-    """Peak of the device tier's ledger in a step with the fused loss."""
+    """Measured peak of the device tier in a step with the fused loss."""
     engine = zinf.initialize(*problem(fused, sizes, int(SHARE * plain_bytes)))
     metrics = engine.step(make_batch(sizes))
     engine.close()
@@ -131,7 +132,7 @@ def stepped(sizes: Sizes, plain_bytes: int) -> dict[str, Any]:
 
 
 def problem(loss: Callable[..., Any], sizes: Sizes, device_bytes: int) -> Any:
-    """The arguments of `zinf.initialize`; the fused loss has its weight in tiles."""
+    """Arguments of `zinf.initialize`; for the fused loss the weight is in tiles."""
     _, dim, vocab = sizes
     num_tiles = 1 if loss is plain else NUM_TILES
     config = {
@@ -146,7 +147,7 @@ def problem(loss: Callable[..., Any], sizes: Sizes, device_bytes: int) -> Any:
 
     def params() -> Any:
         head = jax.random.normal(jax.random.key(0), (dim, vocab)) * dim**-0.5
-        # Trained before the last layer, so that there is a gradient through it.
+        # "scale" is a trained parameter before the head, so that x needs a gradient.
         tiles = head if loss is plain else tiling.split(head, NUM_TILES)
         return {"scale": jnp.ones(dim), "head": tiles}
 

@@ -1,12 +1,12 @@
-"""Compares every mesh, ZeRO stage and tier with one device, and tiers with each other.
+"""Compares every mesh, ZeRO stage and tier with one device, and tiers to each other.
 
 On 8 virtual CPU devices, from the root of the repository:
 
     PYTHONPATH=. python scripts/reports/mesh_matrix.py
 
-Deviations are relative, the largest of any loss and norm of a run. The bit-equality is
-of losses, norms and parameters, among the tiers that run segment by segment. Exits with
-1 if a deviation is beyond the bound or tiers differ.
+A deviation is the largest relative difference of any loss or norm of a run. The tiers
+that run segment by segment must have bit-equal losses, norms and parameters. Exits with
+1 if a deviation exceeds the bound or these tiers differ.
 """
 
 import os

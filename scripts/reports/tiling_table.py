@@ -1,14 +1,14 @@
-"""The largest layer that fits a device, by how many tiles its weight is read in.
+"""The largest layer that fits a device, by the number of tiles of its weight.
 
     python scripts/reports/tiling_table.py --nvme /tmp/tiles --run 4096 --run 8192
 
-A layer of h x 4h in float32 (forward, backward and update, with everything on the NVMe
-tier) is planned for a device budget of 2 GiB: for hidden sizes of 4K to 64K and 1 to
-64 tiles, and with the largest h that fits each number of tiles. Weight and gradient are
-what takes room, so that h grows as the square root of the number of tiles at best
-(Rajbhandari et al. 2021, "ZeRO-Infinity", section 5.1.3, measures the same layer).
-With --run, a layer is trained for some steps with the fewest tiles that fit, and the
-bytes that the ledger of the device had at most are put beside the plan's.
+A layer of h x 4h in float32 (forward, backward and update, with all state on the NVMe
+tier) is planned for a device budget of 2 GiB: for hidden sizes of 4K to 64K and 1 to 64
+tiles. For each number of tiles the largest h that fits is printed too. Weight and
+gradient take most of the memory, so h grows at best as the square root of the number of
+tiles (Rajbhandari et al. 2021, "ZeRO-Infinity", section 5.1.3, measures the same
+layer). With --run, a layer is trained for some steps with the fewest tiles that fit,
+and the measured peak of the device tier is printed beside that of the plan.
 """
 
 import argparse
@@ -34,7 +34,7 @@ BUDGET = 2 << 30
 TOKENS = 16
 FACTORS = (1, 2, 4, 8, 16, 32, 64)
 SIZES = (4096, 8192, 16384, 32768, 65536)
-STEP = 128  # hidden sizes are multiples of it
+STEP = 128  # hidden sizes are multiples of this
 OPTIMIZERS = {
     "adamw": optax.adamw(1e-3),
     "sgd": optax.sgd(1e-3, momentum=0.9),
@@ -42,7 +42,8 @@ OPTIMIZERS = {
 
 
 def loss(params: Any, batch: Any) -> jax.Array:
-    # What is before the layer has a gradient too, for which the weight is read again.
+    # "before" is a trained parameter in front of the layer, as in a model. Its gradient
+    # needs the weight a second time.
     x = batch["x"] + jnp.broadcast_to(params["before"], batch["x"].shape)
     return jnp.mean(jnp.square(x @ params["kernel"] - batch["y"]))
 
@@ -84,7 +85,7 @@ def batch_specs(hidden: int) -> dict[str, jax.ShapeDtypeStruct]:
 def plan(
     hidden: int, factor: int, tx: optax.GradientTransformation, nvme: Path
 ) -> Plan | None:
-    """The plan with exactly so many tiles; None if it does not fit."""
+    """The plan with exactly `factor` tiles; None if it does not fit."""
     planner: Planner = make_planner(loss, initial(hidden), tx, config(nvme))
     limits = Limits(tile_bytes(hidden, factor))
     source = planner.trace(batch_specs(hidden), limits.param_bytes)
@@ -99,9 +100,9 @@ def plan(
 
 
 def largest(factor: int, tx: optax.GradientTransformation, nvme: Path) -> int:
-    """The largest hidden size, a multiple of `STEP` and of the factor, that fits."""
+    """The largest hidden size that fits, a multiple of `max(STEP, factor)`."""
     step = max(STEP, factor)
-    # 8192 x 32768 float32 are 1 GiB, and so is the gradient.
+    # Starts near h = 8192 for one tile: its weight has 1 GiB, and so has its gradient.
     low, high = (int(share * 8192 * factor**0.5) // step for share in (0.8, 1.1))
     while high - low > 1:
         middle = (low + high) // 2
@@ -111,7 +112,7 @@ def largest(factor: int, tx: optax.GradientTransformation, nvme: Path) -> int:
 
 
 def train(hidden: int, name: str, num_steps: int, nvme: Path) -> None:
-    """Trains with the fewest tiles that fit, and prints what it took."""
+    """Trains with the fewest tiles that fit; prints the peak and the time."""
     tx = OPTIMIZERS[name]
     factor = next(f for f in FACTORS if plan(hidden, f, tx, nvme))
     random = np.random.default_rng(0)

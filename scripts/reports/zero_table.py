@@ -1,15 +1,15 @@
-"""Model state per device of ZeRO's stages, from what is compiled for 64 devices.
+"""Model state per device of each ZeRO stage, from programs compiled for 64 devices.
 
-The paper (Rajbhandari et al. 2020, figure 1) counts 2 + 2 + 12 bytes a parameter for
-7.5 billion parameters in mixed precision with Adam. Here the same is added up from
-compiled programs: parameters are arguments of segments, gradients their results, master
-and moments arguments of updates. Nothing is run, and no parameter is made.
+The paper (Rajbhandari et al. 2020, figure 1) counts 2 + 2 + 12 bytes per parameter for
+7.5 billion parameters in mixed precision with Adam. This script adds up the same bytes
+from compiled programs: parameters are arguments of segments, gradients are results of
+segments, master and moments are arguments of updates. Nothing is run or allocated.
 """
 
 import os
 
 DEVICES = 64
-# Before jax starts: so many virtual devices of the CPU.
+# The number of virtual CPU devices must be set before jax is imported.
 os.environ["XLA_FLAGS"] = (
     f"{os.environ.get('XLA_FLAGS', '')} "
     f"--xla_force_host_platform_device_count={DEVICES}"
@@ -28,7 +28,8 @@ from zinf.models import GPTConfig, init_and_loss, num_parameters  # noqa: E402
 from zinf.paper import model_state_bytes  # noqa: E402
 from zinf.program import Tier  # noqa: E402
 
-# 12 * 36 * 4096^2 = 7.25 billion in the blocks, and 0.25 in 60,416 embeddings.
+# 12 * 36 * 4096^2 = 7.25 billion parameters in the blocks, and 0.25 billion in 60,416
+# embeddings.
 MODEL = GPTConfig(
     num_layers=36, num_heads=32, embed_dim=4096, vocab_size=60_416, max_length=128
 )
@@ -52,7 +53,8 @@ def compiled_state_bytes(stage: int) -> tuple[int, int]:
     for segment in made.segments:
         is_last = segment is made.segments[-1]
         compiled = segment.executables.backward
-        # A backward pass may do without some parameters, which the forward pass takes.
+        # The forward pass takes all parameters of a segment; a backward pass may not
+        # need some of them.
         takes_all = compiled if is_last else segment.executables.forward
         kinds, cuts = argument_kinds(takes_all)
         for array, kind, cut in zip(segment.spec.params, kinds, cuts, strict=False):
@@ -65,14 +67,14 @@ def compiled_state_bytes(stage: int) -> tuple[int, int]:
     optimizer = 0
     for _, step in made.updates.steps[Tier.DEVICE].items():
         kinds, cuts = argument_kinds(step.executable)
-        # Master and moments, after scalars and the gradient.
+        # The last three arguments are master and moments.
         optimizer += sum(map(device_bytes, kinds[-3:], cuts[-3:]))
     total = sum(params.values()) + sum(gradients.values()) + optimizer
     return total, num_parameters(MODEL)
 
 
 def argument_kinds(compiled: Any) -> tuple[list[Any], list[Any]]:
-    """Shapes and dtypes of the arguments of an executable, and their shardings."""
+    """Shapes and dtypes of an executable's arguments, and their shardings."""
     return jax.tree.leaves(compiled.args_info), jax.tree.leaves(
         compiled.input_shardings
     )
