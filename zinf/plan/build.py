@@ -7,7 +7,13 @@ from zinf.plan.catalog import Catalog, StepOptions, UpdateUnit
 from zinf.plan.cost import Rates
 from zinf.plan.infeasible import InfeasibleError, Shortage
 from zinf.plan.instruction import FusedStep, Instruction, Link
-from zinf.plan.passage import evaluation_passage, proven, step_passage, streamed
+from zinf.plan.passage import (
+    checked,
+    evaluation_passage,
+    proven,
+    step_passage,
+    streamed,
+)
 from zinf.plan.plan import Plan
 from zinf.program import ArrayId, Tier
 
@@ -28,9 +34,10 @@ def build(
     """
     passage = step_passage(catalog, units, options)
     try:
-        return streamed(passage, catalog, capacity_bytes)
+        plan = streamed(passage, catalog, capacity_bytes)
     except InfeasibleError as error:
         raise proven(error, passage, catalog) from None
+    return checked(plan, passage, catalog)
 
 
 def build_evaluation(
@@ -56,10 +63,12 @@ def build_evaluation(
         options = StepOptions(num_microbatches, False, tier, Tier.HOST)
         try:
             passage = evaluation_passage(catalog, options)
-            return streamed(passage, catalog, capacity_bytes)
+            plan = streamed(passage, catalog, capacity_bytes)
         except InfeasibleError:
             if tier == tiers[-1]:
                 raise
+        else:
+            return checked(plan, passage, catalog)
     raise AssertionError("no tier")
 
 

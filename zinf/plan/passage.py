@@ -78,25 +78,32 @@ def evaluation_passage(catalog: Catalog, options: StepOptions) -> Passage:
 def streamed(
     passage: Passage, catalog: Catalog, capacity_bytes: Mapping[Tier, int]
 ) -> Plan:
-    """The checked plan of a passage, with arrays at the homes of the catalog.
+    """The plan of a passage, with arrays at the homes of the catalog; not checked yet.
 
     Raises:
         InfeasibleError: some tier is too small. Its `needed_bytes` may not suffice;
             `proven` finds budgets that do.
     """
-    initial, kept = passage.initial, passage.kept
-    plan = stream(
+    return stream(
         passage.jobs,
         catalog,
         capacity_bytes,
-        initial=initial,
-        kept=kept,
+        initial=passage.initial,
+        kept=passage.kept,
         slack=passage.slack,
     )
+
+
+def checked(plan: Plan, passage: Passage, catalog: Catalog) -> Plan:
+    """The plan, after `check` has proved it. Every plan that runs went through here.
+
+    Raises:
+        PlanError: see `check`.
+    """
     held = dict.fromkeys(Tier, 0)
-    for array, tier in initial:
+    for array, tier in passage.initial:
         held[tier] += catalog.nbytes(array, tier)
-    check(plan, initial, held, kept)
+    check(plan, passage.initial, held, passage.kept)
     return plan
 
 

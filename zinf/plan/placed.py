@@ -75,9 +75,24 @@ def build_placed(
 
     search = Search(catalog, units_for, capacity_bytes, options, choices)
     plain = search.plain(placements)
-    filled = search.fastest(plain)
     on_host = {} if capacity_bytes[Tier.NVME] else {Tier.HOST: 0}
     slowest = homes({**capacity_bytes, **on_host})
+    free = [resident for resident in residents if resident.tier is None]
+    return search.checked(_fastest(search, plain, slowest, free))
+
+
+def _fastest(
+    search: Search,
+    plain: Arrangement,
+    slowest: Homes,
+    residents: Sequence[Resident],
+) -> Arrangement:
+    """The fastest step with the homes of `plain`, or with `slowest` and what has room.
+
+    Args:
+        residents: arrays whose tier the user left open.
+    """
+    filled = search.fastest(plain)
     num_kept = filled.options.num_kept
     if slowest == plain.catalog.homes or num_kept == search.num_able:
         return filled
@@ -87,8 +102,7 @@ def build_placed(
     spilled = spilled and search.fastest(spilled)
     if spilled is None or spilled.options.num_kept <= num_kept:
         return filled
-    free = [resident for resident in residents if resident.tier is None]
-    return better_of(filled, _with_room(search, spilled, free))
+    return better_of(filled, _with_room(search, spilled, residents))
 
 
 def _with_room(
