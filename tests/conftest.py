@@ -71,8 +71,21 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 # Before pytest leaves out what `-m` does not choose.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    sampled: dict[str, list[pytest.Item]] = {}
     for item in items:
         if any(item.get_closest_marker(name) for name in ALSO_SLOW):
+            item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+            sampled.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in sampled.values():
+        leave_fast(cases, cases[0].get_closest_marker("sampled").args[0])
+
+
+def leave_fast(cases: list[pytest.Item], count: int) -> None:
+    """Marks all but `count` cases as slow; those that stay are spread evenly."""
+    fast = {i * len(cases) // count for i in range(count)}
+    for i, item in enumerate(cases):
+        if i not in fast:
             item.add_marker(pytest.mark.slow)
 
 

@@ -78,6 +78,7 @@ def alone(stage: int, tier: str, fp16: bool = False) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_processes_give_the_losses_of_one(run):
     _, processes = run
     for stage, tier in CASES[len(processes)]:
@@ -105,6 +106,7 @@ def test_tiers_are_bit_equal(run):
             assert on_nvme[name] == on_device[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [OVERFLOWING], indirect=True)
 def test_an_overflow_in_one_process_is_skipped_by_all(run):
     _, processes = run

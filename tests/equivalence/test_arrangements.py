@@ -221,6 +221,7 @@ FAST = list(zip([*NAMES, *NAMES[1:6]], OTHERS, strict=True))
 assert {*FAST} <= {*CASES}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("setting", "arranged"),
     slow_except(FAST, CASES),
@@ -242,6 +243,7 @@ def test_losses_and_parameters_are_bit_equal(setting, arranged):
     assert any(late for _, late in found.operations) == (arranged.deferred_share > 0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("setting", "kept_share"),
     slow_except(

@@ -34,6 +34,7 @@ def segments(plan: Plan) -> list[str]:
     return [run.name for run in runs if isinstance(run, Run)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("tiers", [(Tier.DEVICE,), (Tier.HOST,), tuple(KEYS)])
 def test_half_the_bytes_give_the_same_losses(tiers, tmp_path):
     expected, plan = train(PYTREE, str(tmp_path / "ample"), {}, 3)

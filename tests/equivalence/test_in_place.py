@@ -32,6 +32,7 @@ def test_losses_and_parameters_are_bit_equal_with_updates_on_the_host(variant):
     chex.assert_trees_all_equal(found.params, expected.params, strict=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "variant",
     slow_except(["bf16 clipping"], ["plain", "bf16 clipping", "fp16 accumulation"]),

@@ -113,6 +113,7 @@ def test_optimizers_of_whole_leaves_see_no_padding(optimizer, tier):
     assert_close(train("4"), train(ONE))
 
 
+@pytest.mark.slow
 def test_an_overflow_is_skipped_on_every_mesh():
     def train(name: str, tier: str) -> list[list[Any]]:
         engine = start(mesh(name), tier=tier, **FP16)

@@ -84,6 +84,7 @@ def test_the_first_of_several_microbatches_begins_the_sum() -> None:
     np.testing.assert_allclose(losses, fused, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_step_on_the_drive_gives_the_same_losses(tmp_path: Any) -> None:
     zero = {"stage": 3, "stage3_param_persistence_threshold": 1, **ON_NVME}
     settings = {

@@ -59,6 +59,7 @@ def test_what_is_lost_is_within_the_stated_bound(case):
     np.testing.assert_array_equal(np.asarray(again), rounded)
 
 
+@pytest.mark.sampled(3)
 @by_case
 def test_the_kernel_gives_the_bits_of_the_reference(case):
     x = blocks_of(case.make(), case.block_size)

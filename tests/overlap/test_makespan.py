@@ -129,6 +129,7 @@ def least_seconds(instructions: Sequence[Instruction], rates: Rates) -> float:
     return max(*ends, *work.values())
 
 
+@pytest.mark.slow
 @each_way
 def test_a_step_never_takes_longer_than_its_instructions_one_by_one(clips) -> None:
     for step in steps(clips):

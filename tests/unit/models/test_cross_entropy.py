@@ -20,6 +20,7 @@ def example(shape: tuple[int, ...] = (2, 3)) -> tuple[jax.Array, jax.Array]:
     return logits, jnp.asarray(rng.integers(0, 11, shape))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3)])
 def test_values_and_gradients_are_those_of_log_softmax(shape: tuple[int, ...]) -> None:
     logits, labels = example(shape)
@@ -32,6 +33,7 @@ def test_values_and_gradients_are_those_of_log_softmax(shape: tuple[int, ...]) -
     chex.assert_trees_all_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_it_has_derivatives_of_every_order_and_kind() -> None:
     logits, labels = example()
     check_grads(lambda x: cross_entropy(x, labels), (logits,), 2, eps=1e-2, rtol=1e-2)

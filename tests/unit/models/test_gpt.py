@@ -98,6 +98,7 @@ def test_a_token_changes_no_logits_before_it(config: GPTConfig) -> None:
     assert changed[:, 5:].all()
 
 
+@pytest.mark.sampled(1)
 @STYLES
 def test_the_first_loss_is_that_of_a_uniform_guess(config: GPTConfig) -> None:
     # Weights of 0.02 leave the logits near zero: the loss is near log(vocab_size).
@@ -182,6 +183,7 @@ def test_key_paths_name_each_parameter_by_its_place() -> None:
     assert "output_embedding" in paths(compiled(LLAMA).params)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dropout", slow_except([0.5], [0.0, 0.5]))
 @STYLES
 def test_stacked_and_separate_layers_give_the_same_loss(
@@ -210,6 +212,7 @@ def test_stacked_and_separate_layers_start_equal() -> None:
     assert np.any(kernel[0] != kernel[1])
 
 
+@pytest.mark.sampled(1)
 @STYLES
 def test_gradients_are_finite_and_reach_every_parameter(config: GPTConfig) -> None:
     model = compiled(config)

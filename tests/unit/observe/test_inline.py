@@ -122,6 +122,7 @@ def titles(figure) -> list[str]:
     return [text.get_text() for text in figure.findobj(Text)]
 
 
+@pytest.mark.sampled(1)
 def test_a_timeline_is_drawn_of_a_step_a_plan_and_a_trace(engine, history, run_folder):
     assert history
     ran = plot_timeline(engine.last_step)

@@ -261,6 +261,7 @@ def test_what_is_no_folder_of_a_run_is_named(tmp_path, run_folder):
     assert "run.json cannot be read" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_plan_is_drawn_without_a_run(small_config, tmp_path):
     drawn = tmp_path / "plan.html"
     result = CliRunner().invoke(app, ["plan", str(small_config), "--html", str(drawn)])

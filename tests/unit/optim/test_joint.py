@@ -67,6 +67,7 @@ class Case:
         return [jnp.asarray(found[path]) for path in self.leaves]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "compute_dtype"),
     slow_except(

@@ -151,6 +151,7 @@ def joined(parts):
     return np.asarray(parts[0]) if len(parts) == 1 else np.concatenate(parts)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", slow_except(FAST, OPTIMIZERS))
 def test_streamed_updates_equal_plain_optax(name, data):
     found = streamed(OPTIMIZERS[name], data)
