@@ -256,9 +256,8 @@ def written(folder: Path, *, device: str, memory: str) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(
-    "system", [pytest.param("darwin", marks=pytest.mark.slow), "win32"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("system", SYSTEMS)
 def test_the_command_line_trains_and_exchanges(system: str, tmp_path: Path) -> None:
     config = written(tmp_path, device="cpu", memory="{}")
     checkpoints, out = str(tmp_path / "run" / "checkpoints"), str(tmp_path / "out")

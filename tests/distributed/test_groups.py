@@ -54,6 +54,7 @@ def test_a_killed_process_ends_the_others_inside_their_collective(victim):
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_that_shows_no_life_is_lost(victim):
     parts = ["watch", "watch"]
@@ -122,6 +123,7 @@ def test_two_processes_with_one_id_are_named():
     )
 
 
+@pytest.mark.slow
 def test_a_second_process_0_on_this_host_says_that_the_port_is_taken():
     ended = run_members(["talk"] * 2, ids=[0, 0], count=2, join_seconds=5.0)
     taken = [one for one in ended if "cannot listen on port" in one.output]

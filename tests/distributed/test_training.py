@@ -22,15 +22,16 @@ from tests.distributed.training import (
     overflowing,
 )
 from tests.equivalence.meshes import BOUND, batches, config, init, loss
-from tests.marks import slow_except
 
+# tests/distributed/test_train.py trains by two processes in the fast tests.
+pytestmark = pytest.mark.slow
 DEVICES = 4
 COUNTS = (2, 4)
 STATE_ARRAYS = 3  # of each parameter: itself and two moments
 FLOAT_BYTES = 4
 
 
-@pytest.fixture(scope="module", params=slow_except([2], COUNTS))
+@pytest.fixture(scope="module", params=COUNTS)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     """`(folder, what each process reported)`."""
     count = request.param
@@ -78,7 +79,6 @@ def alone(stage: int, tier: str, fp16: bool = False) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
 def test_processes_give_the_losses_of_one(run):
     _, processes = run
     for stage, tier in CASES[len(processes)]:
@@ -106,7 +106,6 @@ def test_tiers_are_bit_equal(run):
             assert on_nvme[name] == on_device[name]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("run", [OVERFLOWING], indirect=True)
 def test_an_overflow_in_one_process_is_skipped_by_all(run):
     _, processes = run

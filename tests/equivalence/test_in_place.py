@@ -66,6 +66,7 @@ def test_loss_scaling_skips_steps_in_these_runs():
     assert not np.isfinite(norms[0]) and np.isfinite(norms[-1])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("variant", "optimizer", "placement", "is_in_place"),
     [

@@ -161,6 +161,7 @@ def test_model_state_is_that_of_one_device():
     chex.assert_trees_all_close(found[1], expected[1], rtol=BOUND, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "size",
     slow_except(
@@ -239,6 +240,7 @@ def test_what_is_held_and_moved_on_a_mesh_is_what_was_planned(tier, tmp_path):
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_run_is_saved_and_restored_on_any_mesh_stage_and_tier(tmp_path: Path):
     cases = [
         ("8", 3, "nvme"),

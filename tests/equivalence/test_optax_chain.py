@@ -48,7 +48,7 @@ def in_optax() -> tuple[list[float], float]:
     return losses, float(state[-1].scale)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("on", "stage", "tier"),
     [

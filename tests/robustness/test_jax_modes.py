@@ -147,7 +147,7 @@ def test_disable_jit_is_refused_with_what_to_do():
     assert "call loss_fn(params, batch) yourself" in str(e.value)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("where", WITH_X64)
 @pytest.mark.parametrize(
     ("dtype", "rtol"), [(np.float32, 1e-4), (np.float64, 1e-12)], ids=str

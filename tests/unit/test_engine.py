@@ -217,6 +217,7 @@ def test_frozen_leaves_stay_bitwise_and_have_no_optimizer_state(config, start):
     assert owners == {"layers/1/w", "layers/1/b", "out"}
 
 
+@pytest.mark.sampled(1)
 @both
 def test_leaves_that_are_no_floats_stay_what_they_are(config, start):
     def params():
@@ -242,6 +243,7 @@ def test_leaves_that_are_no_floats_stay_what_they_are(config, start):
     assert_close(losses, expected)
 
 
+@pytest.mark.sampled(1)
 @both
 def test_an_unused_parameter_decays_as_in_optax(config, start):
     def params():
@@ -261,6 +263,7 @@ def test_an_unused_parameter_decays_as_in_optax(config, start):
 # Evaluation, plans, model state.
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("config", [FUSED, STREAMED, "nvme"], ids=str)
 def test_evaluation_gives_the_loss_of_plain_jax_and_changes_nothing(
     config, start, tmp_path
@@ -294,6 +297,7 @@ def test_a_plan_before_a_batch_is_a_clear_error(start, tmp_path):
     assert not engine.is_placed
 
 
+@pytest.mark.sampled(2)
 @both
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_model_state_is_carried_as_in_a_loop_by_hand(config, microbatches, start):

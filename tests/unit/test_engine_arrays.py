@@ -85,6 +85,7 @@ def test_a_run_goes_on_from_what_was_set_as_from_what_was_given(tmp_path):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["late", "mesh"])
 @pytest.mark.parametrize("scale", [{}, {"fp16": {"initial_scale_power": 4}}], ids=str)
 def test_a_gradient_is_read_as_long_as_its_update_is_due(name, scale, tmp_path):

@@ -50,6 +50,7 @@ def test_a_page_that_was_given_back_is_new_memory() -> None:
     assert region.memory[start : start + 4] == bytes(4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(5))
 def test_no_block_loses_a_byte_to_another(seed: int) -> None:
     random, region = Random(seed), Region(64 * HUGE_PAGE_BYTES)

@@ -99,6 +99,7 @@ def test_a_freed_id_can_be_used_for_another_shape(store: AbstractStore) -> None:
         store.free(WHOLE)
 
 
+@pytest.mark.sampled(3)
 def test_rows_of_a_whole_are_read_from_it(
     store: AbstractStore, dtype: np.dtype
 ) -> None:

@@ -293,6 +293,7 @@ def test_a_second_run_keeps_what_is_told_of_the_first(
     assert figures_in(run_page(output))["training"]["data"][0]["x"] == [1]
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_is_drawn_from_its_first_step(small_config, tmp_path):
     output = tmp_path / "resumed"
     given = [f"run.output={output}", "run.evaluate_every=null"]

@@ -46,7 +46,7 @@ def normal(shape, dtype, seed):
     return random.standard_normal(shape).astype(np.float32).astype(dtype)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "dtypes", [(np.float32, None), (jnp.bfloat16, jnp.bfloat16)], ids=["fp32", "bf16"]
 )

@@ -55,7 +55,7 @@ def random_like(specs, seed, scale=1.0):
     ]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtypes", DTYPES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_updates_have_the_bits_of_their_executables(name, dtypes):

@@ -77,6 +77,7 @@ def test_a_gpu_sends_what_the_paper_derives(stage, execution):
         assert found["reduce-scatter"] == pytest.approx(RING, rel=SMALL_TERMS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "execution", "gathers"),
     slow_except(

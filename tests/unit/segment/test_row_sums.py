@@ -38,6 +38,7 @@ def gradient_of(
     return graph, tokens, cotangents
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("shape", [(1,), (6,), (2, 5)])
 @pytest.mark.parametrize("look_up", [take, indexed])

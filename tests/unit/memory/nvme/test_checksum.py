@@ -70,6 +70,7 @@ def test_a_full_sum_finds_any_flipped_bit() -> None:
             content[byte] ^= 1 << bit
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("window", range(NUM_WINDOWS))
 def test_a_sampled_sum_finds_any_flipped_bit_in_its_window(window: int) -> None:
     content = random_bytes(2 * STRIPE_BYTES + 3 * WINDOW_BYTES + 11)

@@ -236,6 +236,7 @@ def test_what_others_wrote_before_the_first_write_has_no_checksum(
     assert read(chunk, mover)[10] == 4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("start", [0, 1, 5])
 def test_a_byte_that_stays_wrong_is_found_within_a_few_sampled_writes(
     make_chunk: MakeChunk, mover: Mover, start: int
