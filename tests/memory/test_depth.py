@@ -1,4 +1,9 @@
-"""Resident memory does not grow with depth, as the kernel sees it."""
+"""Anonymous memory does not grow with depth, as the kernel counts it.
+
+In a process whose malloc is tuned, as the command `zinf` tunes it. Left alone, glibc
+keeps freed memory in several heaps, depending on how threads happen to run: peaks of
+494 MB (6 layers) and 573 MB (24 layers) were seen.
+"""
 
 import json
 import os
@@ -28,6 +33,7 @@ def peak(num_layers: int, folder: Path) -> dict[str, Any]:
         *("--host", "96MiB"),
         *("--steps", "1"),
         *("--folder", str(folder)),
+        "--tune-malloc",
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
