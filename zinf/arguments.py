@@ -53,7 +53,7 @@ def _check_init(params: Any) -> None:
             "arguments. Give the parameters, or a function of none: "
             "lambda: init(key)."
         )
-    # Who made a module has imported flax.nnx; nobody else waits for it.
+    # flax.nnx is slow to import. A caller who has a module has imported it already.
     nnx = sys.modules.get("flax.nnx")
     if nnx is not None and isinstance(params, nnx.Module):
         _, _, rest = nnx.split(params, nnx.Param, ...)
