@@ -1,13 +1,14 @@
 """Compares the streamed step with the fused step of the same model, all in memory.
 
     python scripts/bench/bench_step.py [--num-layers 8] [--embed-dim 512]
-        [--tokens 1024] [--rounds 15]
+        [--tokens 1024] [--rounds 15] [--leave-malloc]
 
 Both keep all state on the device and do the same arithmetic: the fused step recomputes
 each block in the backward pass (`remat`), as segments do. A second pair is the fused
 step without remat, and the streamed step whose segments keep residuals. Each contender
-runs in its own process, as in normal use; in one process they would share a heap. They
-take turns, each streamed step next to the fused step that it is compared with. The
+runs in its own process, as in normal use; in one process they would share a heap. Its
+malloc is set as the command `zinf` does, unless --leave-malloc is given. They take
+turns, each streamed step next to the fused step that it is compared with. The
 losses of the first and the last step must agree. Seconds are medians and ranges. Ratios
 are taken within a round, then their median and quartiles: on a shared machine seconds
 drift by more than the steps differ.
@@ -69,6 +70,8 @@ def main() -> None:
 
 
 def _serve(options: argparse.Namespace) -> None:
+    if not options.leave_malloc:
+        zinf.tune_malloc()
     execution = "streamed" if options.serve in (STREAMED, KEEPING) else "fused"
     remat = options.serve in (STREAMED, FUSED)
     engine = _engine(options, execution=execution, remat=remat)
@@ -115,6 +118,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=1024, help="of a step")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument(
+        "--leave-malloc", action="store_true", help="do not set zinf's malloc"
+    )
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     return parser.parse_args()
 
