@@ -9,19 +9,21 @@ from zinf.memory.pool import POOL
 
 # XLA's CPU backend takes memory of this alignment as it is, and copies other memory.
 ALIGNMENT = 64
-# O_DIRECT and page pinning want whole pages; not worth the padding for small arrays.
+# O_DIRECT and page pinning need whole pages; small arrays are not worth the padding.
 PAGE_BYTES = 4096
 PAGED_FROM_BYTES = 2**20
-# From here on memory is pooled: malloc gives larger blocks back to the system each
-# time, whose first touch costs more than a drive takes to fill them.
+# Arrays of this size or more get memory from the pool. malloc would give such blocks
+# back to the system each time, and the first touch of new pages costs more time than a
+# drive takes to fill them.
 POOLED_FROM_BYTES = 4 * 2**20
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
     """An uninitialised array at a 64-byte boundary.
 
-    Of 1 MiB and more it begins at a page, so that drives need no copy of it; of 4 MiB
-    and more it is on huge pages that are used again once nothing refers to the array.
+    An array of 1 MiB or more begins at a page, so that drives need no copy of it. An
+    array of 4 MiB or more is on huge pages of the pool, which reuses them when nothing
+    refers to the array any more.
     """
     dtype = np.dtype(dtype)
     nbytes = prod(shape) * dtype.itemsize
@@ -46,5 +48,5 @@ def alignment_of(nbytes: int) -> int:
 
 
 def address(array: np.ndarray) -> int:
-    """Where in memory the first element of `array` is."""
+    """The memory address of the first element of `array`."""
     return array.__array_interface__["data"][0]

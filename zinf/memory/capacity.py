@@ -10,14 +10,14 @@ import jax
 from zinf.memory.physical import physical_bytes
 from zinf.memory.storage_error import StorageError
 
-# XLA's own allocator takes three quarters of an accelerator by default; the rest of
-# what the budget leaves is for fragmentation and the runtime.
+# Fraction of the bytes that XLA's allocator reports, which are three quarters of an
+# accelerator's memory by default. The rest is for fragmentation and the runtime.
 DEVICE_FRACTION = 0.9
 HOST_FRACTION = 0.7
 NVME_FRACTION = 0.95
 
 CGROUP_MEMORY = {
-    # Control groups of version 2 have one tree; of version 1, one for each controller.
+    # Control groups of version 2 have one tree; version 1 has one for each controller.
     "": (Path("sys/fs/cgroup"), "memory.max"),
     "memory": (Path("sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
 }
@@ -30,19 +30,21 @@ def memory_budgets(
     host: int | None,
     num_processes: int = 1,
 ) -> tuple[int, int]:
-    """The budgets of one device and of the host, in bytes; None is chosen here.
+    """The budgets of one device and of the host, in bytes.
 
-    An accelerator's budget is most of what the device reports, and the host's is
-    `HOST_FRACTION` of the memory. CPU devices lie in the host's memory: there all
-    devices together and the host have half of that fraction each, or what a given
-    budget leaves. A given budget of the whole memory or more is another machine's, and
-    takes nothing here.
+    A budget that is None is chosen here. An accelerator gets `DEVICE_FRACTION` of the
+    bytes that it reports, and the host gets `HOST_FRACTION` of its memory. CPU devices
+    use the host's memory: there all devices together get half of that fraction, and the
+    host gets the other half. If one budget is given, the other gets what is left. A
+    given budget as large as the whole memory was written for another machine, so it is
+    not subtracted.
 
     Args:
-        devices: those of this process.
-        device: the budget asked for each of them.
-        host: the budget asked for the host.
-        num_processes: those of the run on this machine, each with an equal part.
+        devices: the devices of this process.
+        device: the budget that the user asked for each device.
+        host: the budget that the user asked for the host.
+        num_processes: number of processes of this run on this machine. Each gets an
+            equal part of the memory.
     """
     if device is not None and host is not None:
         return device, host
@@ -63,14 +65,17 @@ def memory_budgets(
 
 
 def _beside(taken: int, memory: int) -> int:
-    """What a budget leaves of the memory, for the tier that has none."""
+    """Bytes that a given budget (`taken`) leaves for the tier without a budget."""
     if taken >= memory:
         return int(memory * HOST_FRACTION)
     return max(int(memory * HOST_FRACTION) - taken, (memory - taken) // 2)
 
 
 def nvme_capacity_bytes(paths: Sequence[Path]) -> int:
-    """What the drives behind the folders have free; folders need not exist yet."""
+    """`NVME_FRACTION` of the free bytes of the drives that the folders are on.
+
+    The folders need not exist yet.
+    """
     by_drive = {}
     for path in paths:
         existing = next(p for p in (path, *path.absolute().parents) if p.exists())
@@ -87,10 +92,10 @@ def nvme_capacity_bytes(paths: Sequence[Path]) -> int:
 
 
 def host_memory_bytes(root: Path = Path("/")) -> int:
-    """Bytes that this process may have in memory: the machine's, or its container's.
+    """Bytes of memory that this process may use: the machine's, or its container's.
 
     Args:
-        root: where `proc` and `sys` are.
+        root: the folder that contains `proc` and `sys`.
     """
     return min((physical_bytes(), *_cgroup_limits(root)))
 
@@ -101,8 +106,8 @@ def _cgroup_limits(root: Path) -> Iterator[int]:
         _, controllers, path = line.split(":", 2)
         found = [CGROUP_MEMORY.get(name) for name in controllers.split(",")]
         for mount, name in filter(None, found):
-            # A container may see its own limit at the mount and not below it, where
-            # the path, which is the machine's, says.
+            # The path is the machine's. In a container it may not exist below the
+            # mount; the limit of the container is then at the mount itself.
             group = root / mount / path.lstrip("/")
             for folder in (group, *group.parents):
                 limit = _text(folder / name).strip()

@@ -6,14 +6,14 @@ from math import ceil, gcd, isqrt, prod
 from zinf.memory.aligned import PAGE_BYTES
 from zinf.program import ArraySpec
 
-# Files of 4 to 16 MiB read and write fastest: one request each is enough for the drive,
-# and an array still has several to work on at once. 64 MiB was slower.
+# Files of 4 to 16 MiB are fastest: one request a file is enough for the drive, and an
+# array still has several files in flight. 64 MiB was slower.
 MAX_CHUNK_BYTES = 16 * 2**20
-# How many times that a chunk may have, so as not to cross rows that are used together.
+# A chunk may be this many times larger, rather than cross rows that are used together.
 MAX_EXCESS = 4
-# Files of parts of an array may be smaller, so as to lie on its grid, but not by more.
+# Chunks of a share may be as small as this to lie on one grid with those of the others.
 MIN_COMMON_BYTES = 2**20
-# O_DIRECT moves whole pages. Rounding chunks up to them may pad a file by this part.
+# O_DIRECT moves whole pages. Rounding a chunk up to pages may pad it by this fraction.
 LARGEST_PADDING = 1 / 32
 
 
@@ -26,24 +26,26 @@ def chunk_shape(
 ) -> tuple[int, ...]:
     """The shape of the chunks of an array, each of about `max_bytes` at most.
 
-    A chunk is one run of the array's memory: one index of the leading dims, a cut of
-    one dim, and all of those behind it. With `rows_per_chunk`, no chunk crosses a
-    multiple of that many rows, so that such rows can be read and written alone. For
-    that a chunk may have four times `max_bytes`; only larger ones that cannot be cut
-    evenly do cross.
+    A chunk is one run of the array's memory: one index of each leading dim, a range of
+    one dim, and all of the dims after it. With `rows_per_chunk`, no chunk crosses a
+    multiple of that many rows, so that a group of that many rows can be read and
+    written alone. For that a chunk may have `MAX_EXCESS` times `max_bytes`. Only if a
+    group is larger still and cannot be cut evenly, chunks cross its end.
 
-    Chunk files are of one size, so the last ones of a dim are padded where the chunk
-    does not divide it. Even cuts are preferred, then multiples of a page.
+    Chunk files of an array have one size, so the last ones along a dim are padded if
+    the chunk does not divide the dim. Even cuts are preferred, then multiples of a
+    page.
 
     Args:
-        cut_dims: dims along which `spec` is one of several equal parts of an array.
-            Chunks divide it evenly there, so that those of all parts lie on one grid,
-            if that makes no chunk tiny; `on_one_grid` tells.
+        cut_dims: dims along which `spec` is one of several equal shares of an array.
+            Chunks divide the share evenly along them, so that the chunks of all shares
+            lie on one grid, unless they would be smaller than `MIN_COMMON_BYTES`;
+            `on_one_grid` tells.
     """
     dims = [max(1, dim) for dim in spec.shape]
     if not dims:
         return ()
-    # The first dim of which several fit in a chunk, or the last: the one to cut.
+    # Cut the first dim of which one index fits in a chunk, or the last dim.
     cut = 0
     while cut < len(dims) - 1 and _inner_bytes(dims, cut, spec.itemsize) > max_bytes:
         cut += 1
@@ -89,7 +91,7 @@ def _inner_bytes(dims: list[int], dim: int, itemsize: int) -> int:
 
 
 def _even_cut(length: int, pieces: int) -> int | None:
-    """`length` in at least `pieces` equal pieces, if there are not many more."""
+    """The length of a piece in an even cut into `pieces` to `2 * pieces`, or None."""
     pieces = min(pieces, length)
     for even_pieces in range(pieces, 2 * pieces + 1):
         if length % even_pieces == 0:

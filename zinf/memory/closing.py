@@ -1,9 +1,9 @@
-"""Gives back what an owner held that was dropped without being closed.
+"""Closes what an owner held, if the owner is dropped without being closed.
 
 [Note: closing beside] The garbage collector may run a finalizer in any thread, at any
 instant: in a thread of a drive, which would then wait for itself, or in one that holds
-a lock which closing needs. So closing happens in a thread of its own, and whoever needs
-what is being given back waits for that thread.
+a lock which closing needs. So closing has a thread of its own, and code that needs what
+is being closed (such as the lock of a folder) waits for that thread.
 """
 
 import os
@@ -19,9 +19,9 @@ def close_when_dropped(
 ) -> weakref.finalize:
     """Have `close(*arguments)` called soon after nothing refers to `owner` any more.
 
-    None of them may refer to the owner. Who closes before, calls `detach` of the
-    result. Nothing is closed when the process ends, nor in a child that was forked: the
-    threads and locks are not the child's.
+    Neither `close` nor an argument may refer to `owner`. An owner that is closed
+    earlier calls `detach` on the result. Nothing is closed when the process ends, nor
+    in a forked child, which has neither the threads nor the locks.
     """
     process = os.getpid()
     finalizer = weakref.finalize(owner, _close_beside, process, close, *arguments)
@@ -30,7 +30,7 @@ def close_when_dropped(
 
 
 def wait_for_closing() -> None:
-    """Wait until what dropped owners held is given back."""
+    """Wait until everything that dropped owners held is closed."""
     for thread in _CLOSING - {current_thread()}:
         thread.join()
 

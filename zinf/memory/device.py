@@ -30,13 +30,14 @@ from zinf.program import ArrayId, Tier
 class DeviceStore(AbstractStore):
     """Arrays in the memory of some devices, as `jax.Array`s (typed keys included).
 
-    `write` takes a NumPy array or a jax array. A jax array on the devices is kept as it
-    is, computed or not. With one device, anything else is transferred, and the future
-    is done when the transfer is; with several, nothing else says how it is to lie.
-    `read` returns the array that is kept; writing rows donates it, so what was read
-    before is deleted then, rather than left to change.
+    `write` takes a NumPy array or a `jax.Array`. A `jax.Array` on the devices is kept
+    as it is, computed or not. With one device, anything else is transferred, and the
+    future is done when the transfer is. With several devices, nothing else may be
+    written, since nothing would say how to shard it. `read` returns the array that is
+    kept. Writing rows donates that array: values read before are deleted, so that they
+    do not change.
 
-    The ledger counts what one device holds, which is the same for all.
+    The ledger counts the bytes on one device; every device holds as many.
     """
 
     tier = Tier.DEVICE
@@ -54,8 +55,8 @@ class DeviceStore(AbstractStore):
         self.ledger = Ledger(Tier.DEVICE, capacity_bytes)
         self.holds = Holds()
         self._arrays: dict[ArrayId, jax.Array] = {}
-        # Rows of one array may be used from several threads, and writing some replaces
-        # the array that the others are taken from.
+        # Several threads may use rows of one array, and writing rows replaces the array
+        # that other threads take rows from.
         self._rows_lock = Lock()
 
     def read(self, array: ArrayId) -> Future[jax.Array]:
@@ -65,12 +66,12 @@ class DeviceStore(AbstractStore):
         return completed(stored)
 
     def donate(self, array: ArrayId) -> jax.Array:
-        """What is kept, for a computation that may take its memory.
+        """The array that is kept, for a computation that donates it.
 
-        The next that happens to `array` is that its result is written.
+        The next use of `array` must be to write the result of that computation.
 
         Raises:
-            KeyError: it is not kept here as it is, but as rows or not at all.
+            KeyError: `array` is not kept under exactly this id.
         """
         self.holds.wait(array)
         if array not in self._arrays:
@@ -107,10 +108,10 @@ class DeviceStore(AbstractStore):
         stored = self._arrays[array]
         check_replaces(array, value, shape=stored.shape, dtype=stored.dtype)
         old_bytes, new_bytes = _device_bytes(stored), _device_bytes(value)
-        # The old content goes first: the two together could exceed the budget.
+        # Drop the old content first: old and new together could exceed the budget.
         del stored, self._arrays[array]
         try:
-            # Gathered, an array takes more than its shares did.
+            # A gathered array takes more bytes on each device than a sharded one.
             if new_bytes > old_bytes:
                 self.ledger.reserve(new_bytes - old_bytes, str(array))
                 old_bytes = new_bytes
@@ -156,16 +157,16 @@ def to_device(
 ) -> list[jax.Array]:
     """Copy arrays to a device, or each to its own, sharing no memory with the caller's.
 
-    All transfers are begun before the first is waited for: an accelerator may give
-    memory for each only behind what it computes at the time.
+    All transfers begin before the first is waited for: an accelerator may provide the
+    memory of each only after the computation that it runs at the time.
 
     Raises:
-        ValueError: JAX would give an array another dtype there.
+        ValueError: JAX would give an array another dtype on the device.
     """
     devices = [device] * len(values) if isinstance(device, jax.Device) else device
     if devices and has_host_memory(devices[0]):
-        # The CPU backend would alias aligned NumPy memory, even when told not to, and
-        # show what the caller writes there later. It may alias these copies.
+        # The CPU backend aliases aligned NumPy memory, even when told not to, and would
+        # show what the caller writes there later. It gets copies, which it may alias.
         values = [
             _released_at_once(aligned_copy(x), where)
             if isinstance(x, np.ndarray)
@@ -184,7 +185,7 @@ def to_device(
 
 
 def _released_at_once(value: np.ndarray, device: jax.Device) -> np.ndarray | jax.Array:
-    """The same content in memory that goes back to its pool without delay."""
+    """The same content, as an array whose memory returns to the pool without delay."""
     if value.nbytes < POOLED_FROM_BYTES:
         return value
     alias = exchanged(value, device)
@@ -194,11 +195,11 @@ def _released_at_once(value: np.ndarray, device: jax.Device) -> np.ndarray | jax
 def to_host(*values: jax.Array) -> list[np.ndarray]:
     """Copy device arrays to aligned host memory of their own, which the caller owns.
 
-    Waits until they are computed; all transfers are begun before the first is waited
-    for. The results are what `HostStore.write` adopts.
+    Waits until they are computed. All transfers begin before the first is waited for.
+    `HostStore.write` can adopt the results.
     """
-    # np.asarray leaves a host copy with the array it is given, for as long as that
-    # lives: hence other array objects, over the same device memory, that go at once.
+    # np.asarray leaves a host copy in the array object that it gets, for as long as
+    # that lives. So it gets temporary array objects over the same device memory.
     single = [x.addressable_data(0) if len(x.devices()) == 1 else x for x in values]
     for value in single:
         value.copy_to_host_async()
@@ -206,7 +207,7 @@ def to_host(*values: jax.Array) -> list[np.ndarray]:
 
 
 def _device_bytes(value: np.ndarray | jax.Array) -> int:
-    """What one device has of an array."""
+    """Bytes of an array on one device."""
     if isinstance(value, np.ndarray) or value.sharding.num_devices == 1:
         return value.nbytes
     shape = value.sharding.shard_shape(value.shape)
@@ -214,7 +215,7 @@ def _device_bytes(value: np.ndarray | jax.Array) -> int:
 
 
 def _sharding(array: jax.Array) -> NamedSharding | None:
-    """How an array lies on several devices."""
+    """The sharding of an array on several devices; None on one device."""
     sharding = array.sharding
     return sharding if isinstance(sharding, NamedSharding) else None
 

@@ -1,10 +1,10 @@
-"""Keeps the memory of this process near what the ledgers count.
+"""Keeps the memory of this process near the bytes that the ledgers count.
 
 A ledger counts arrays; the system counts pages. The pool may keep idle pages up to the
-most that was counted. Where malloc may be tuned (`zinf.tune_malloc`), so may the heap,
-and what lies free in both beyond a limit is given back, no more than that. The limit
-goes by what was counted at most: memory that a step needs at one time is memory that it
-may keep for itself at another.
+recent peak of the ledgers. Where malloc is tuned (`zinf.tune_malloc`), malloc may keep
+freed memory too. Then free memory of both is given back only as far as the process
+exceeds a limit. The limit follows the recent peak, not the bytes held now: a step may
+keep at all times the memory that it needs at its peak.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,20 +17,20 @@ from zinf.memory.ledger import Ledger
 from zinf.memory.pool import IDLE_BYTES, POOL
 from zinf.program import Tier
 
-# What may be in memory beyond the most that was counted: what libraries work in, and
-# holes, of which pages are given back and faulted in anew where there are more.
+# Bytes allowed in memory beyond the counted peak: working memory of libraries, and free
+# holes in malloc's memory. Pages of more holes are given back and faulted in again.
 SLACK_BYTES = 224 * 2**20
-# When it is made, and before the first two steps.
+# The process's own memory is measured at the start and before the first two steps.
 NUM_SETTLED = 3
 
 
 class Heap:
-    """The memory of this process beside the bytes of `ledgers`.
+    """The memory of this process, compared with the bytes that `ledgers` count.
 
-    Where malloc is tuned, what is in memory beside them when the heap is made, and
-    after the first step, is taken for the process's own: the interpreter, jax, compiled
-    programs, what libraries load when they are first used. All heaps of a process are
-    one: what the ledgers of others count is theirs. Safe to call from several threads.
+    Where malloc is tuned, memory that no ledger counts when the heap is made, and after
+    the first step, is taken for the process's own: the interpreter, jax, compiled
+    programs, and what libraries load at their first use. With several heaps in one
+    process, each counts the ledgers of all. Safe to call from several threads.
     """
 
     _open: "ClassVar[WeakSet[Heap]]" = WeakSet()
@@ -48,18 +48,18 @@ class Heap:
             self._open.add(self)
         self._num_settled = 0
         self.settle()
-        # What was in use, counted or not, when memory was last looked for in vain.
+        # Bytes still in memory after the last trim; 0 once below the limit again.
         self._in_use_bytes = 0
 
     def settle(self) -> None:
-        """Measure the process's own memory anew; for when no step is under way.
+        """Measure the process's own memory again; call this while no step runs.
 
-        After the first step nothing new is loaded, so it is not measured any more.
-        Large blocks are kept from then on, if budgets allow twice what was counted.
+        After the first step nothing new is loaded, so later calls do not measure. Each
+        call lets malloc keep large blocks if the budgets allow twice the counted peak.
         """
         if not self._is_tuned:
             return
-        # What a step takes is known once there was one.
+        # The counted peak includes a step only after the first one.
         counted, kept = self._counted()
         malloc.keep_large_blocks(0 < 2 * counted <= kept)
         if self._num_settled < NUM_SETTLED:
@@ -70,13 +70,13 @@ class Heap:
     def relieve(self, coming: Iterable[tuple[Tier, int]] = ()) -> None:
         """Let the pool keep what steps need; give back what a tuned malloc hoards.
 
-        Needed is what the ledgers counted at most in this step and the last one, and as
-        much again where the budgets allow it, for holes that nothing fits into. Cheap
-        enough (20 us) for each time that an array is freed.
+        Steps need the peak that the ledgers counted in this step and the last one. As
+        much again is allowed if the budgets have it, for holes that no block fits into.
+        A call takes 20 us, cheap enough for each time that an array is freed.
 
         Args:
-            coming: bytes on each tier that are about to be used, in new memory for all
-                that is known here.
+            coming: bytes on each tier that will be used next. They are assumed to need
+                new memory.
         """
         counted, kept = self._counted()
         POOL.idle_limit_bytes = max(IDLE_BYTES, counted)
@@ -88,12 +88,12 @@ class Heap:
         if found <= limit:
             self._in_use_bytes = 0
             return
-        # What was in use the last time is not looked for again at each free.
+        # The last trim found about this much in use: do not trim again at each free.
         if found <= self._in_use_bytes + self._slack_bytes // 2:
             return
         if self._trimming.acquire(blocking=False):
             try:
-                # Huge pages of the pool are the cheapest to have again.
+                # The pool first: its huge pages are the cheapest to fault in again.
                 POOL.trim(found - limit)
                 surplus = malloc.anonymous_bytes() - limit
                 if surplus > 0:
@@ -104,7 +104,7 @@ class Heap:
                 self._trimming.release()
 
     def close(self) -> None:
-        """Let no more lie idle than without an engine."""
+        """Give idle memory back, and limit the pool as before there was an engine."""
         with self._registering:
             self._open.discard(self)
         POOL.idle_limit_bytes = IDLE_BYTES
@@ -114,7 +114,7 @@ class Heap:
             POOL.trim()
 
     def _counted(self) -> tuple[int, int]:
-        """Bytes counted at most lately, and how many may be in memory for them."""
+        """The ledgers' recent peak in bytes, and the bytes allowed in memory for it."""
         ledgers = self._all_ledgers()
         counted = sum(ledger.recent_peak_bytes for ledger in ledgers)
         if any(ledger.capacity_bytes is None for ledger in ledgers):
@@ -127,7 +127,10 @@ class Heap:
             return [ledger for heap in self._open for ledger in heap._ledgers]
 
     def _give_back(self, nbytes: int, limit: int) -> int:
-        """Gives back so much if it can, and all if not even the limit is kept."""
+        """Gives back `nbytes`, or all free memory if `limit` is still exceeded.
+
+        Returns the bytes then in memory.
+        """
         malloc.give_back(nbytes)
         found = malloc.anonymous_bytes()
         return found if found <= limit else self._trim()

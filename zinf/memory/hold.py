@@ -1,4 +1,4 @@
-"""Arrays that stay as they are until somebody has read them."""
+"""Holds: arrays must not change until a save has read them."""
 
 from collections.abc import Iterable
 from threading import Condition
@@ -7,10 +7,10 @@ from zinf.program import ArrayId, Rows, overlaps
 
 
 class Holds:
-    """What of a store's arrays is not to change yet: for a save that goes on beside.
+    """Arrays of a store that must not change yet, because a background save reads them.
 
-    Whoever changes an array waits here for it, and for nothing else; so what is saved
-    early is free early. Safe to use from several threads.
+    A thread that changes an array waits for the holds on that array only, so it need
+    not wait for the end of the save. Safe to use from several threads.
     """
 
     def __init__(self) -> None:
@@ -18,13 +18,13 @@ class Holds:
         self._changed = Condition()
 
     def hold(self, arrays: Iterable[ArrayId]) -> None:
-        """Let nobody change `arrays`, wholes or rows, until each is released."""
+        """Hold `arrays` (wholes or rows): each must not change until its release."""
         with self._changed:
             for array in arrays:
                 self._rows.setdefault(array.whole, []).append(array.rows)
 
     def release(self, array: ArrayId) -> None:
-        """Let go of exactly what was held under that name."""
+        """End one hold on exactly this id."""
         with self._changed:
             rows = self._rows[array.whole]
             rows.remove(array.rows)

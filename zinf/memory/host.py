@@ -29,9 +29,9 @@ class HostStore(AbstractStore):
     `write` and `update`, and since `write` never adopts a read-only array, no two ids
     share memory unless somebody asked for it with `adopt`.
 
-    `write` adopts an array that `is_adoptable` says it can keep as it is, and copies
-    any other. Rows, and replacements that cannot be adopted, are copied into the memory
-    that is there: views read earlier show the new content.
+    `write` adopts an array (keeps it without a copy) if `is_adoptable` allows it, and
+    copies any other. Rows, and replacements that cannot be adopted, are copied into the
+    memory that the array has: views read earlier show the new content.
     """
 
     tier = Tier.HOST
@@ -66,9 +66,9 @@ class HostStore(AbstractStore):
         return DONE
 
     def adopt(self, array: ArrayId, value: np.ndarray) -> Future[None]:
-        """Keep a read-only `value` itself as a new array, which then never changes.
+        """Keep a read-only `value` without a copy, as a new array that never changes.
 
-        It belongs to somebody else, who leaves it as it is until `array` is freed.
+        The memory stays the caller's, who must not change it until `array` is freed.
         """
         assert not value.flags.writeable and self._find(array) is None
         with self.ledger.holding(value.nbytes, str(array)):
@@ -78,9 +78,9 @@ class HostStore(AbstractStore):
     def update(self, arrays: Sequence[ArrayId], function: Callable[..., Any]) -> None:
         """Call `function` with the memory of `arrays`, for it to write them in place.
 
-        To every other user this is a `write` of each, that no memory is needed for. The
-        views are writeable and contiguous, and not to be kept when the call returns. If
-        it raises, arrays are left half-written.
+        For other users of the arrays this is a `write` of each, but it needs no memory
+        for new content. The views are writeable and contiguous; `function` must not
+        keep them. If it raises, arrays are left half-written.
 
         Raises:
             KeyError: an array, and its whole, is not kept here.
@@ -104,7 +104,7 @@ class HostStore(AbstractStore):
             self.free(array)
 
     def memory(self, array: ArrayId) -> np.ndarray:
-        """The memory of `array` itself, its own or its rows of the whole: to be shared.
+        """The memory of `array`, not a copy: its own, or its rows of the whole.
 
         Raises:
             KeyError: neither `array` nor its whole is kept here.

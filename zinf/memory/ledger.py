@@ -33,12 +33,12 @@ class BudgetExceeded(RuntimeError):
 
 
 class Ledger:
-    """How many bytes a tier holds now, at most, and may hold.
+    """The bytes that a tier holds now, the most that it held, and its budget.
 
-    It counts what the stores are asked to keep (`ArraySpec.nbytes`), not what an
-    allocator or a file system makes of it: the plan predicts the same figure, and the
-    CPU backend reports no memory statistics to compare with. `capacity_bytes` of None
-    is no limit. Safe to call from several threads.
+    It counts the bytes of arrays (`ArraySpec.nbytes`), without what an allocator or a
+    file system adds: the plan predicts the same number, and the CPU backend reports no
+    memory statistics to compare with. `capacity_bytes` None means no limit. Safe to
+    call from several threads.
     """
 
     def __init__(self, tier: Tier, capacity_bytes: int | None) -> None:
@@ -107,7 +107,7 @@ class Ledger:
             raise
 
     def reset_peak(self) -> None:
-        """Start measuring the peak anew, from what is held now."""
+        """Begin a new peak at the bytes held now."""
         with self._lock:
             self._last_peak_bytes = self._peak_bytes
             self._peak_bytes = self._used_bytes

@@ -1,10 +1,10 @@
-"""Large blocks of host memory on huge pages, given out again instead of freed.
+"""Large blocks of host memory on huge pages, reused instead of freed.
 
-A first touch of fresh memory costs more than a drive takes to fill it: reading into new
-pages ran at 1.3 GB/s and a second of processor time per GB, into pages touched before
-at 3.2 GB/s and 0.02 seconds. Drives also read and write huge pages faster than small
-ones (3.3 against 2.8 GB/s, 7.5 against 6.0), since a request of 4 MiB is then a few
-runs of physical memory and not a thousand.
+The first touch of a new page costs more time than a drive takes to fill it. Reads ran
+at 1.3 GB/s into new pages, with 1 second of processor time per GB, and at 3.2 GB/s into
+pages touched before, with 0.02 seconds. Huge pages also move faster than small ones
+(reads 3.3 against 2.8 GB/s, writes 7.5 against 6.0), because a request of 4 MiB is then
+a few runs of physical memory instead of a thousand.
 """
 
 import weakref
@@ -16,40 +16,41 @@ import numpy as np
 from zinf.memory.physical import physical_bytes
 from zinf.memory.region import HUGE_PAGE_BYTES, Region, are_addresses_counted
 
-# What lies idle for the next request at most.
+# Upper bound on idle bytes kept for reuse.
 IDLE_BYTES = 256 * 2**20
 
 
 class PooledMemory(np.ndarray):
-    """The bytes of one block, uint8; goes back to its pool when nothing refers to it.
+    """The bytes of one block, as uint8.
 
-    Views made of it keep it alive, so it goes back exactly when the last of them does.
+    A view of the block keeps the block alive. The block returns to its pool when
+    neither the block nor a view of it is referred to any more.
     """
 
 
 class Pool:
-    """Hands out blocks of memory, and takes back what is no longer referred to.
+    """Hands out blocks of memory, and takes back blocks that nothing refers to.
 
-    Safe to call from several threads. `idle_limit_bytes` bounds what is kept for later,
-    in whole huge pages; what is in use is bounded by who asks.
+    Safe to call from several threads. `idle_limit_bytes` bounds the idle memory kept
+    for reuse, in whole huge pages. The pool does not bound the memory in use.
     """
 
     def __init__(self, idle_bytes: int = IDLE_BYTES) -> None:
         self.idle_limit_bytes = idle_bytes
         self._lock = Lock()
         self._regions: list[Region] = []
-        # Blocks come back while the garbage collector runs, perhaps in a thread that
-        # holds the lock: a deque takes them without one.
+        # The garbage collector may return a block in a thread that already holds the
+        # lock. Appending to a deque needs no lock.
         self._returned: deque[tuple[Region, int, int]] = deque()
 
     def take(self, nbytes: int) -> PooledMemory:
-        """`nbytes` of memory with undefined content, at a boundary of 64 KiB."""
+        """A block of `nbytes`, aligned to 64 KiB; its content is undefined."""
         assert nbytes > 0
         with self._lock:
             self._collect()
             region, offset = self._place(nbytes)
-        # Over the region itself, not a view of an array: NumPy would make that array
-        # the base of every view of this one, and forget this one.
+        # The buffer is the region's memory, not an array over it: NumPy would make that
+        # array the base of every view, and views would not keep this block alive.
         memory = PooledMemory((nbytes,), np.uint8, buffer=region.memory, offset=offset)
         returns = weakref.finalize(memory, self._take_back, region, offset, nbytes)
         returns.atexit = False  # pyrefly: ignore
@@ -63,7 +64,7 @@ class Pool:
 
     @property
     def idle_bytes(self) -> int:
-        """What is kept for later now, in huge pages that nothing uses any part of."""
+        """Bytes kept for reuse: huge pages of which no part is in use."""
         with self._lock:
             self._collect()
             return self._idle_bytes
@@ -81,7 +82,7 @@ class Pool:
                 self._lock.release()
 
     def _collect(self) -> None:
-        """Make what came back idle, and give back what is beyond the limit."""
+        """Mark returned blocks as idle; give idle pages beyond the limit back."""
         while self._returned:
             region, offset, nbytes = self._returned.popleft()
             region.give_back(offset, nbytes)
@@ -109,10 +110,11 @@ class Pool:
 
 
 def _reserve(nbytes: int) -> Region:
-    """As many addresses as there is memory, so that one range does for all blocks.
+    """A region with as many addresses as the machine has memory, for all blocks.
 
-    If addresses are short, what can be had of them; `nbytes` where they are counted as
-    memory, and would be missing elsewhere.
+    If the system refuses so many, half as many are tried, down to `nbytes`. Where the
+    system counts addresses as memory, the region has only `nbytes`, because other
+    programs would lack the rest.
     """
     wished = physical_bytes()
     if are_addresses_counted():

@@ -1,8 +1,8 @@
-"""A range of addresses that blocks of any size are cut from, page by page in memory.
+"""A range of addresses that blocks of any size are cut from.
 
-Only addresses are taken at first. A page is in memory from its first use until it is
-given back, whoever uses it: what a large block leaves behind is used again by small
-ones, and the other way round.
+A new region takes only addresses. A page is in memory from its first use until `trim`
+gives it back, whichever block uses it. So small blocks reuse the pages of a large block
+that was freed, and a large block reuses those of small ones.
 """
 
 import mmap
@@ -14,40 +14,42 @@ from pathlib import Path
 import numpy as np
 
 HUGE_PAGE_BYTES = 2 * 2**20
-# Blocks begin at a multiple of it. Several may share a huge page.
+# Blocks begin at multiples of a unit. Several blocks may share a huge page.
 UNIT_BYTES = 64 * 2**10
 UNITS = HUGE_PAGE_BYTES // UNIT_BYTES
-# Addresses alone are not counted as memory (Linux: mmap(2), proc(5)), unless the system
-# promises no more memory than it has.
+# With this flag Linux does not count addresses as memory (mmap(2), proc(5)), unless it
+# is set never to promise more memory than it has.
 MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 OVERCOMMIT, NEVER = Path("/proc/sys/vm/overcommit_memory"), 2
 
 
 class Region:
-    """Not safe to call from several threads.
+    """A range of addresses, its blocks in use and its pages in memory.
+
+    Not safe to call from several threads.
 
     Attributes:
-        memory: of which only what `take` gave out may be touched.
-        idle_pages: huge pages that are in memory and not in use.
+        memory: the whole range; only blocks that `take` gave out may be touched.
+        idle_pages: number of huge pages that are in memory and not in use.
     """
 
     def __init__(self, nbytes: int) -> None:
         """Raises OSError if the system has no such range of addresses."""
         num_pages = -(-nbytes // HUGE_PAGE_BYTES)
-        # One page more, to begin at a huge one.
+        # One page more, so that the first block can begin at a huge page.
         self.memory = _map((1 + num_pages) * HUGE_PAGE_BYTES)
         found = np.frombuffer(self.memory, np.uint8).__array_interface__["data"][0]
         self._offset = -found % HUGE_PAGE_BYTES
-        # First and last unit of what is free, in order and never side by side.
+        # Free ranges as (first unit, unit after the last), in order, never adjacent.
         self._free = [(0, num_pages * UNITS)]
         self._units_in_use = np.zeros(num_pages, np.int8)
         self._is_touched = np.zeros(num_pages, bool)
         self.idle_pages = 0
 
     def take(self, nbytes: int) -> int | None:
-        """Where a block begins in `memory`; None if there are not as many addresses.
+        """Take a block; returns its offset in `memory`, or None if no range fits it.
 
-        It is where the fewest pages are new; of such, where the smallest room is.
+        It goes where the fewest pages are new; among equals, into the smallest range.
         """
         size, best = _units(nbytes), None
         for number, (start, stop) in enumerate(self._free):
@@ -67,7 +69,7 @@ class Region:
         return self._offset + first * UNIT_BYTES
 
     def give_back(self, offset: int, nbytes: int) -> None:
-        """Makes what `take` gave free again; its pages stay in memory."""
+        """Frees a block that `take` gave out; its pages stay in memory."""
         start = (offset - self._offset) // UNIT_BYTES
         stop = start + _units(nbytes)
         number = bisect_left(self._free, (start, stop))
@@ -84,14 +86,14 @@ class Region:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is in use, and nothing in memory."""
+        """Whether no block is in use and no page is in memory."""
         return not self._is_touched.any()
 
     def trim(self, num_pages: int) -> None:
-        """Lets so many idle pages go, those of the highest addresses.
+        """Gives idle pages back to the system, those at the highest addresses first.
 
-        On systems other than Linux only all pages at once, when none is in use: they go
-        with the addresses, which the pool then lets go of.
+        Systems other than Linux give pages back only with their addresses: there all
+        pages go at once when none is in use, and the pool then drops the region.
         """
         idle = np.flatnonzero(self._is_touched & (self._units_in_use == 0))
         if sys.platform == "linux":
@@ -127,27 +129,27 @@ class Region:
 
 
 def _map(nbytes: int) -> mmap.mmap:
-    """Addresses; memory comes with the first use of a page."""
+    """A range of addresses; each page gets memory at its first use."""
     if sys.platform == "win32":
         memory = mmap.mmap(-1, nbytes)
     else:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         memory = mmap.mmap(-1, nbytes, flags=flags)
     if sys.platform == "linux":
-        # A kernel without huge pages: everything works, on small ones.
+        # A kernel without huge pages refuses this; then small pages are used.
         with suppress(AttributeError, OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
 def _forget(memory: mmap.mmap, start: int, nbytes: int) -> None:
-    """Gives pages back; what is in them is lost."""
+    """Gives pages back to the system; their content is lost."""
     if sys.platform == "linux":
         memory.madvise(mmap.MADV_DONTNEED, start, nbytes)
 
 
 def are_addresses_counted() -> bool:
-    """Whether a range of addresses takes from the memory that others may have."""
+    """Whether the system counts reserved addresses as memory in use."""
     try:
         return not MAP_NORESERVE or int(OVERCOMMIT.read_text()) == NEVER
     except OSError:

@@ -21,17 +21,18 @@ from zinf.sharding import Layouts, layouts_on_one
 class Residents:
     """Reads and writes any rows of any persistent array, from or to its home.
 
-    A leaf that is stacked over layers may rest in pieces, some rows here and some
-    there; who asks for the leaf, or for some rows of it, does not see that.
+    A leaf stacked over layers may be kept in pieces, each with some of its rows, on
+    different tiers. Callers read and write the leaf, or any rows of it, without knowing
+    the pieces.
 
-    On several processes each keeps its share of every array. Reading puts the shares
-    together, so all processes have to read the same arrays in the same order; writing
-    takes its own share of a whole that every process has.
+    With several processes, each keeps its share of every array. `read` gathers the
+    shares, so all processes must read the same arrays in the same order. `write` gets
+    the whole array in every process, and each keeps its share of it.
 
     Args:
         specs: the spec of every array as a whole, by its id without rows.
         homes: the tier of every piece: whole arrays, or rows of them.
-        layouts: how arrays lie on the devices; without, on one.
+        layouts: how arrays lie on the devices; by default all lie on one device.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Residents:
             pieces.sort(key=lambda piece: piece.rows or (0, 0))
 
     def create(self, rows_per_chunk: Mapping[ArrayId, int | None]) -> None:
-        """Declares what rests on nvme, so that its bytes and files are spoken for."""
+        """Creates the arrays of the nvme tier, which reserves their bytes and files."""
         for whole, pieces in self._pieces.items():
             if any(self.homes[piece] == Tier.NVME for piece in pieces):
                 store = self.stores[Tier.NVME]
@@ -71,7 +72,7 @@ class Residents:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def write(self, array: ArrayId, content: np.ndarray) -> None:
-        """Replaces `array` (whole, or any rows) by `content` at its home."""
+        """Replaces `array` (whole, or any rows) with `content` at its home."""
         if array.rows and not self.layouts.of(array.whole).has_whole_rows:
             self._write_cut_rows(array, content)
             return
@@ -85,28 +86,29 @@ class Residents:
             self._write_share(piece, wanted, share)
 
     def pieces(self, whole: ArrayId) -> list[ArrayId]:
-        """What rests by itself of an array, in order: itself, or rows of it."""
+        """The pieces that an array is kept in, in order: itself, or rows of it."""
         return self._pieces[whole]
 
     def homes_of(self, array: ArrayId) -> list[ArrayId]:
-        """The pieces that hold some of an array, or of rows of it, in order."""
+        """The pieces that hold any part of `array` (whole, or any rows), in order."""
         return [piece for piece, _ in self._overlaps(array)]
 
     def read_share(self, array: ArrayId) -> np.ndarray:
-        """This process's share of an array, or rows of that, on the host.
+        """This process's share of an array, or rows of the share, on the host.
 
-        Rows are counted in the share. Needs no other process, and may be called beside
-        a step while the array is held (`Holds`). Not to be changed by the caller.
+        Row numbers count in the share. No other process has to call it. It may be
+        called during a step while the array is held (`Holds`). The caller must not
+        change the result.
         """
         parts = [self._share_rows(*pair) for pair in self._overlaps(array)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def write_share(self, array: ArrayId, content: np.ndarray) -> None:
-        """Replaces this process's share of an array, or rows of that.
+        """Replaces this process's share of an array, or rows of the share.
 
-        Of an array that is cut by rows and rests on several devices, the whole share:
-        on its way there it meets those of others, so that all processes have to write
-        the same arrays in the same order.
+        If an array is sharded by rows over several devices, only the whole share can be
+        written. Writing it is a collective: all processes must write the same arrays in
+        the same order.
         """
         start = array.rows[0] if array.rows else 0
         for piece, wanted in self._overlaps(array):
@@ -129,10 +131,10 @@ class Residents:
         return to_part_of_share(store.read(piece).result(), layout, box)
 
     def write_new(self, array: ArrayId, content: np.ndarray) -> None:
-        """Like `write`, also for rows of an array that is not there yet.
+        """Like `write`, but accepts rows of an array that does not exist yet.
 
-        Rows on nvme go straight to their file; in memory the array is made first, its
-        other rows without defined content until they are written in turn.
+        Rows on nvme go straight to their file. In memory the whole array is made first;
+        its other rows are undefined until they are written.
         """
         whole = array.whole
         if array.rows is not None and self._pieces[whole] == [whole]:
@@ -143,9 +145,10 @@ class Residents:
         self.write(array, content)
 
     def _write_cut_rows(self, array: ArrayId, content: np.ndarray) -> None:
-        """Writes rows of an array that is cut by rows: those that are kept here.
+        """Writes those rows that this process keeps of an array sharded by rows.
 
-        Also without any, for on its way to the devices a share meets those of others.
+        A process that keeps none of them writes its share too, because writing to the
+        devices is a collective.
         """
         whole = array.whole
         assert array.rows is not None and self._pieces[whole] == [whole]
@@ -173,13 +176,13 @@ class Residents:
         self.stores[tier].write(wanted, content).result()
 
     def _overlaps(self, array: ArrayId) -> Iterator[tuple[ArrayId, ArrayId]]:
-        """`(piece at home, the rows of it that belong to array)`, in order."""
+        """`(piece, the rows of it that belong to array)`, in order."""
         pieces = self._pieces[array.whole]
         if pieces[0].rows is None:
             yield pieces[0], array
             return
         start, stop = array.rows or (0, self.specs[array.whole].shape[0])
-        # Pieces are rows of the whole and of the share alike: such are not cut by rows.
+        # Arrays in pieces are not sharded by rows: row numbers are those of the share.
         for piece in pieces:
             assert piece.rows is not None
             low, high = max(start, piece.rows[0]), min(stop, piece.rows[1])

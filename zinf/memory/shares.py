@@ -17,14 +17,14 @@ from zinf.sharding import Box, Layout, intersection, relative
 def to_devices(
     shares: Sequence[np.ndarray], layouts: Sequence[Layout]
 ) -> list[jax.Array]:
-    """Global arrays of shares, cut as the shares are; complete on return.
+    """Global arrays made from shares, sharded like them; complete on return.
 
-    No device has more of an array than its process's share, whatever form the layout
-    has on the devices: `in_device_form` gathers the rest. The caller's memory is not
-    aliased, and all transfers are begun before the first is waited for.
+    A device gets at most its process's share of an array. If the layout asks for more
+    on each device, `in_device_form` gathers it. The caller's memory is not aliased. All
+    transfers begin before the first is waited for.
 
     Raises:
-        ValueError: JAX would give an array another dtype there.
+        ValueError: JAX would give an array another dtype on the devices.
     """
     if layouts and layouts[0].share.num_devices == 1:
         return to_device(shares, next(iter(layouts[0].share.device_set)))
@@ -50,8 +50,8 @@ def to_shares(
 ) -> list[np.ndarray]:
     """The shares of global arrays, in aligned memory of their own that the caller owns.
 
-    Waits until the arrays are computed. Of an array that devices hold whole, the share
-    alone is moved.
+    Waits until the arrays are computed. If the devices hold an array whole, only the
+    share is moved.
     """
     sources: list[list[tuple[Box, jax.Array]]] = []
     for array, layout in zip(arrays, layouts, strict=True):
@@ -65,10 +65,10 @@ def to_shares(
 
 
 def to_part_of_share(array: jax.Array, layout: Layout, box: Box) -> np.ndarray:
-    """A part of the share of a global array, alone, without any collective.
+    """The part `box` of this process's share of a global array, without a collective.
 
-    So it may be taken whatever other processes do, and beside a step. Memory as of
-    `to_shares`.
+    So it may be called during a step, and whatever other processes do. The result is in
+    memory like that of `to_shares`.
     """
     parts = list(_parts_of(box, array, layout))
     contents = to_host(*[part for _, part in parts])
@@ -77,10 +77,10 @@ def to_part_of_share(array: jax.Array, layout: Layout, box: Box) -> np.ndarray:
 
 
 def in_device_form(array: jax.Array, layout: Layout) -> jax.Array:
-    """`array` as its layout has it on the devices.
+    """`array` in the form that its layout has on the devices.
 
-    Between devices this is a collective, which every process has to begin in the same
-    order: on the device link, as the plan lists it.
+    With several devices this is a collective. Every process must begin collectives in
+    the same order: on the device link, as the plan lists them.
     """
     wanted = layout.device
     if wanted.num_devices == 1 or array.sharding.is_equivalent_to(wanted, array.ndim):
@@ -89,9 +89,10 @@ def in_device_form(array: jax.Array, layout: Layout) -> jax.Array:
 
 
 def gathered(share: np.ndarray, layout: Layout) -> np.ndarray:
-    """The whole array, of the shares of all processes, without padding.
+    """The whole array from the shares of all processes, without padding.
 
-    All processes have to call it, in the same order; the result is not to be changed.
+    All processes must call it for the same arrays in the same order. The caller must
+    not change the result.
     """
     if layout.is_whole:
         return share
@@ -117,7 +118,7 @@ def _assembled(
 def _parts_of(
     box: Box, array: jax.Array, layout: Layout
 ) -> Iterator[tuple[Box, jax.Array]]:
-    """Blocks that make up a part of this process's share, on some device each."""
+    """Blocks that make up `box` of this process's share, each on one of its devices."""
     if len(array.devices()) == 1:
         yield box, array if box == layout.box else _part(array, box, layout.box)
         return
@@ -139,7 +140,7 @@ def _parts_of(
 
 
 def _part(array: jax.Array, box: Box, of: Box) -> jax.Array:
-    """`box` of an array on one device that is the block `of`."""
+    """The part `box` of an array on one device; the array is the block `of`."""
     starts = [
         np.int32(low - first) for (low, _), (first, _) in zip(box, of, strict=True)
     ]
@@ -147,7 +148,7 @@ def _part(array: jax.Array, box: Box, of: Box) -> jax.Array:
     return _dynamic_slice(array, starts, sizes=sizes)
 
 
-# By starts that are arguments: blocks of one size are one executable.
+# Starts are arguments, so all blocks of one size share one executable.
 _dynamic_slice = jax.jit(
     lambda array, starts, *, sizes: jax.lax.dynamic_slice(array, starts, sizes),
     static_argnames="sizes",

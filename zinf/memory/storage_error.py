@@ -1,4 +1,4 @@
-"""What goes wrong with files, said so that somebody can act on it."""
+"""Errors of files: what was asked, what was found and what to change."""
 
 import errno
 import os
@@ -29,7 +29,7 @@ SAME_ADVICE = {
     errno.EROFS: errno.EACCES,
 }
 
-# The ends of TensorStore's messages: the system's error number, and a copy of the spec.
+# Parts of TensorStore's messages: error number of the system, copy of the spec, file.
 OS_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
 SPEC = re.compile(r" \[tensorstore_spec=.*", re.DOTALL)
 FILE = re.compile(r'local file "([^"]+)"')
@@ -38,7 +38,7 @@ FILE = re.compile(r'local file "([^"]+)"')
 class StorageError(OSError):
     """A file of the NVMe tier could not be read or written as asked.
 
-    `errno` is the system's number where it gave one, else the nearest; `filename` is
+    `errno` is the system's error number if it gave one, else the nearest; `filename` is
     the chunk file, or the folder of the array.
     """
 
@@ -52,7 +52,7 @@ def storage_error(what: str, code: int, path: Path | str, found: str) -> Storage
 def from_os_error(
     what: str, path: Path, error: OSError, *, place: str = ""
 ) -> StorageError:
-    """Say what the system refused, and at which `place` in the file."""
+    """A StorageError for an error of the system, at `place` in the file."""
     is_late = isinstance(error, TimeoutError)
     code = error.errno or (errno.ETIMEDOUT if is_late else errno.EIO)
     found = os.strerror(code)
@@ -60,10 +60,10 @@ def from_os_error(
 
 
 def from_tensorstore(what: str, folder: Path, error: Exception) -> StorageError:
-    """Translate what TensorStore raised, which is a ValueError for nearly everything.
+    """Translate an error of TensorStore, which raises ValueError for nearly everything.
 
     Its messages begin with a status ("NOT_FOUND: ...") and end with the system's error
-    number, if there was one.
+    number, if there is one.
     """
     message = SPEC.sub("", str(error))
     number, file = OS_ERROR.search(message), FILE.search(message)

@@ -20,17 +20,18 @@ class AbstractStore(ABC):
     An array is kept under exactly the `ArrayId` it was written with. Its bytes are
     counted in `ledger` from its first write (on the NVMe tier, from its `create`) to
     its `free`. An id with `rows` that is not kept itself stands for those rows of its
-    `whole`, if that is kept: reading and writing it reads and writes them in place.
+    `whole`, if the whole is kept: reads and writes of the id then use those rows in
+    place.
 
     Several threads may call at once, on different arrays or on different rows of one
-    array. Who uses one array from several threads orders them: a value that was read
-    is valid until that array (or its rows, or its whole) is next written or freed.
-    `close` waits for what is under way.
+    array. Callers must order their uses of the same rows. A value that was read is
+    valid until that array (or its rows, or its whole) is next written or freed. `close`
+    waits for reads and writes in flight.
 
-    Who writes, updates or frees an array that is in `holds` waits until it is not.
+    A write, update or free of an array that is in `holds` waits until it is not.
 
-    A value handed to `write` is the store's from then on: the caller must neither
-    change nor donate it, nor hand it to `write` again.
+    A value given to `write` belongs to the store from then on: the caller must neither
+    change nor donate it, nor give it to `write` again.
     """
 
     tier: Tier
@@ -39,7 +40,7 @@ class AbstractStore(ABC):
 
     @abstractmethod
     def read(self, array: ArrayId) -> Future[Any]:
-        """The content of `array`, as the kind of value of this tier.
+        """The content of `array`, as the kind of value that this tier keeps.
 
         Raises:
             KeyError: neither `array` nor its whole is kept here.
@@ -47,13 +48,13 @@ class AbstractStore(ABC):
 
     @abstractmethod
     def write(self, array: ArrayId, value: Any) -> Future[None]:
-        """Keep `value` as `array`, in place of what it was.
+        """Keep `value` as `array`, replacing its content.
 
-        The future is done when another thread may read it.
+        The future is done when another thread may read the new content.
 
         Raises:
-            BudgetExceeded: a new array that does not fit in the tier.
-            ValueError: another shape or dtype than the array has here already.
+            BudgetExceeded: `array` is new and does not fit in the tier.
+            ValueError: `array` has another shape or dtype here already.
         """
 
     @abstractmethod
@@ -79,7 +80,7 @@ def completed(value: Any) -> Future[Any]:
     return future
 
 
-# Of writes: one for all, since a future that is done does not change.
+# One for all writes, since a future that is done does not change.
 DONE = completed(None)
 
 
@@ -120,7 +121,7 @@ def check_replaces(
 
 
 def check_rows(array: ArrayId, shape: tuple[int, ...]) -> tuple[int, int]:
-    """The rows that `array` selects from its whole of `shape`, checked to be there."""
+    """The rows that `array` selects from its whole; ValueError if out of `shape`."""
     assert array.rows is not None
     start, stop = array.rows
     if not shape or not 0 <= start < stop <= shape[0]:

@@ -18,8 +18,8 @@ from zinf.program import Tier
 class Stores:
     """One store a tier: `stores[Tier.HOST]` is `stores.host`.
 
-    `nvme` is None where no folder was named; `heap` is what this process takes for the
-    tiers that are in its memory.
+    `nvme` is None if no folder was named. `heap` watches the memory that this process
+    takes for the tiers that are in its memory.
     """
 
     device: DeviceStore
@@ -44,11 +44,11 @@ class Stores:
         return tuple(t for t in Tier if t != Tier.NVME or self.nvme is not None)
 
     def peak_bytes(self, tier: Tier) -> int:
-        """The most that a tier has held since its ledger's peak was last reset."""
+        """The most bytes that a tier has held since its peak was last reset."""
         return self[tier].ledger.peak_bytes if tier in self.tiers else 0
 
     def reset_peaks(self) -> None:
-        """Before a step, while nothing is under way."""
+        """Begin new peaks; call this before a step, while nothing is in flight."""
         for tier in self.tiers:
             self[tier].ledger.reset_peak()
         self.heap.settle()
@@ -75,8 +75,8 @@ def open_stores(
     """Open the stores of devices, of this process's memory and of `nvme_paths`.
 
     Args:
-        device: one, or all that arrays lie on, those of other processes too.
-        device_bytes: budget of each; None is no limit. So for the other two tiers.
+        device: one device, or all devices of all processes that arrays lie on.
+        device_bytes: budget of each device. None means no limit, on every tier.
         nvme_paths: folders for arrays, empty, new, or left by an earlier run.
         stall_seconds, checksums: see `NvmeStore`.
 
@@ -85,7 +85,7 @@ def open_stores(
     """
     on_device = DeviceStore(device, device_bytes)
     on_host = HostStore(host_bytes)
-    # The ledger of the devices counts one of them.
+    # The device ledger counts one device: the heap counts it once for each CPU device.
     in_memory = [d for d in on_device.local if d.platform == "cpu"]
     ledgers = [on_host.ledger, *[on_device.ledger] * len(in_memory)]
     on_nvme = None

@@ -1,4 +1,4 @@
-"""How arrays lie in files: zarr v3 that every reader opens."""
+"""The file format of arrays: zarr v3, in a form that every zarr reader opens."""
 
 import json
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ import numpy as np
 from zinf.program import ArraySpec
 
 METADATA = "zarr.json"
-"""The file that says what an array is, beside its chunks."""
+"""Name of the file that describes an array, beside its chunks."""
 
-# zarr v3 itself knows no bfloat16, and few readers the extension. Its bits are stored
-# as uint16, and the attribute "dtype" of the array says what they are.
+# zarr v3 itself has no bfloat16, and few readers know the extension for it. The bits
+# are stored as uint16, and the array's attribute "dtype" says that they are bfloat16.
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 STORED_DTYPES = {"bfloat16": "uint16"}
 
@@ -25,7 +25,7 @@ def numpy_dtype(name: str) -> np.dtype:
 
 
 def as_stored(array: np.ndarray) -> np.ndarray:
-    """The same memory in the dtype that the file has."""
+    """The same memory, viewed as the dtype of the file."""
     return array.view(np.uint16) if array.dtype == BFLOAT16 else array
 
 
@@ -35,8 +35,8 @@ def zarr_spec(folder: Path, spec: ArraySpec, chunk: Sequence[int]) -> dict[str, 
         "driver": "zarr3",
         "kvstore": {"driver": "file", "path": str(folder)},
         "metadata": _metadata(spec, chunk),
-        # Without these, all-zero chunks (new moments) are deleted, not written, and
-        # missing ones read as zeros.
+        # By default TensorStore deletes chunks of zeros (new moments) instead of
+        # writing them, and reads missing chunks as zeros.
         "store_data_equal_to_fill_value": True,
         "fill_missing_data_reads": False,
     }
