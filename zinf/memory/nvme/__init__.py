@@ -1,6 +1,6 @@
-"""Arrays and byte ranges on drives: as fast as those are, checked at every step.
+"""Arrays and byte ranges on drives, at the speed of the drives and with checks.
 
-What DeepNVMe is for DeepSpeed, and useful alone:
+The counterpart of DeepSpeed's DeepNVMe. It is useful alone:
 
     with nvme.Drive(Path("/mnt/nvme")) as drive:
         file = nvme.File(drive, Path("/mnt/nvme/weights.bin"), nbytes=value.nbytes)
@@ -9,7 +9,8 @@ What DeepNVMe is for DeepSpeed, and useful alone:
         file.flush()                         # raises what failed
         file.read(zinf.memory.aligned_empty(value.shape, value.dtype))
 
-`NvmeStore` is the tier built on it: whole arrays by name, in zarr files with checksums.
+`NvmeStore` is the tier built on these: whole arrays by name, in zarr files with
+checksums.
 """
 
 from zinf.memory.nvme.checksum import Coverage

@@ -28,7 +28,10 @@ Rows = tuple[int, int]
 
 @dataclass(frozen=True)
 class Layout:
-    """What two arrays have in common if either can take over the files of the other."""
+    """The spec of an array, and the shape of its chunks.
+
+    An array can reuse the files of another array with an equal layout.
+    """
 
     spec: ArraySpec
     chunk: tuple[int, ...]
@@ -68,17 +71,17 @@ def layout_of(
 
 
 class NvmeArray:
-    """An array in files, of which rows or all can be read and written.
+    """An array in files, which can be read and written whole or by rows.
 
-    Uncompressed and little-endian: a chunk file is the bytes of the chunk and nothing
-    else. What was never written cannot be read.
+    A chunk file has the uncompressed, little-endian bytes of the chunk, then padding up
+    to the size that all chunks have. Rows that were never written cannot be read.
 
     Args:
-        folder: of the metadata, where zarr readers look.
-        chunks: of `layout`, in the order of its runs.
+        folder: has the metadata; zarr readers open it.
+        chunks: the files of `layout`, in the order of its runs.
 
     Attributes:
-        pending: reads and writes under way.
+        pending: reads and writes in flight.
     """
 
     def __init__(
@@ -102,12 +105,12 @@ class NvmeArray:
         return (rows[1] - rows[0], *self.spec.shape[1:])
 
     def is_written(self, rows: Rows | None) -> bool:
-        """Whether all of `rows` have content: a write of each that did not fail."""
+        """Whether all of `rows` have content: they were written, without failure."""
         with self._lock:
             return self._written.covers(*(rows or (0, self._num_rows)))
 
     def check_written(self, rows: Rows | None, what: str) -> None:
-        """Raise StorageError, of `what` is done, unless all of `rows` have content."""
+        """Raise StorageError, which begins with `what`, unless `rows` have content."""
         if not self.is_written(rows):
             found = "it was never (or not wholly) written, or its last write failed"
             raise storage_error(what, errno.ENODATA, self.folder, found)
@@ -118,7 +121,7 @@ class NvmeArray:
             change(*(rows or (0, self._num_rows)))
 
     def forget(self) -> None:
-        """Take the content for never written, so that another array has the files."""
+        """Mark the content as never written, for another array to use the files."""
         self.mark_written(None, is_written=False)
         for chunk in self.chunks:
             chunk.forget()
@@ -128,7 +131,7 @@ class NvmeArray:
         return self._tasks(rows, memory, ChunkFile.read)
 
     def writes(self, rows: Rows | None, memory: Bytes) -> list[tuple[ChunkFile, Task]]:
-        """Tasks that together replace `rows` by the content of `memory`."""
+        """Tasks that together replace `rows` with the content of `memory`."""
         return self._tasks(rows, memory, ChunkFile.write)
 
     def chunks_of(self, rows: Rows | None) -> Iterator[tuple[str, ChunkFile]]:
@@ -167,10 +170,10 @@ class NvmeArray:
 def write_metadata(
     folder: Path, layout: Layout, context: ts.Context, *, timeout_seconds: float
 ) -> None:
-    """Make `folder` a zarr array, without chunks yet, that this user only can read.
+    """Make `folder` with the metadata of a zarr array, readable by this user only.
 
     Raises:
-        ValueError: what TensorStore says of a dtype or a folder it cannot use.
+        ValueError: TensorStore cannot use the dtype or the folder.
         OSError: the folder cannot be made, or the drive does not answer in time.
     """
     folder.mkdir(mode=0o700)

@@ -1,4 +1,4 @@
-"""Checksums of chunks: of all their bytes, or of a part that is different each time."""
+"""Checksums of chunks: of all their bytes, or of a part that changes at each write."""
 
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
@@ -9,17 +9,18 @@ from zinf.memory.nvme.open_file import Bytes
 
 Coverage = Literal["full", "sampled", "off"]
 
-# One window of each stripe is summed. A full sum costs 28 ms of a core per GB, which
-# on two cores slows writes by 6 to 14% and reads by 4 to 5%; this a sixteenth of that.
-# Few large windows, since each is a call that the threads take turns to make: 64 KiB of
-# every 512 cost more in calls than in bytes.
+# Sampled checksums sum one window of each stripe, which is a sixteenth of the bytes. A
+# full sum costs 28 ms of a core per GB, which on two cores slows writes by 6 to 14% and
+# reads by 4 to 5%. Windows are few and large because each takes a call, and threads
+# make these calls one at a time: with 64 KiB of every 512 the calls cost more than the
+# bytes.
 WINDOW_BYTES = 128 * 1024
 NUM_WINDOWS = 16
 STRIPE_BYTES = NUM_WINDOWS * WINDOW_BYTES
 
 
 class Checksum(NamedTuple):
-    """XXH3 (64 bits) of a chunk, or of one window (which) of each of its stripes."""
+    """XXH3 (64 bits) of a chunk, or of window number `window` of each stripe in it."""
 
     value: int
     window: int | None
@@ -29,7 +30,7 @@ class Summer:
     """Computes the checksum of a chunk from its parts, in order.
 
     Args:
-        window: which of each stripe, or None for everything.
+        window: number of the window to sum in each stripe; None sums all bytes.
     """
 
     def __init__(self, window: int | None) -> None:
@@ -46,7 +47,7 @@ class Summer:
         return Checksum(self._sum.intdigest(), self._window)
 
     def _pieces(self, part: Bytes) -> Iterator[Bytes]:
-        """What of `part` is summed."""
+        """The pieces of `part` that are summed."""
         if self._window is None:
             yield part
             return
@@ -59,10 +60,10 @@ class Summer:
 
 
 def next_summer(coverage: Coverage, nbytes: int, num_writes: int) -> Summer | None:
-    """What sums a chunk of `nbytes` that is written now; None if nothing is to.
+    """The summer for a chunk of `nbytes` that is written now; None without checksums.
 
-    Each write of a chunk has the next window, so that what is wrong in a place for good
-    is found within a few writes. Chunks of a stripe or less are summed whole.
+    Each write of a chunk sums the next window, so that a permanent fault in one place
+    is found within `NUM_WINDOWS` writes. Chunks of a stripe or less are summed whole.
     """
     if coverage == "off":
         return None

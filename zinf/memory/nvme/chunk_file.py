@@ -22,17 +22,18 @@ from zinf.memory.storage_error import StorageError, storage_error
 class ChunkFile:
     """The file of bytes `start` to `start + nbytes` of an array.
 
-    It is overwritten in place as long as nothing else refers to it: the drive does that
-    at twice the rate of new files. While a hard link to it exists (a checkpoint's), or
-    a read of it is under way, a write makes a new file and renames it into place.
+    It is overwritten in place as long as nothing else refers to it: drives overwrite
+    files twice as fast as they write new ones. While a hard link to the file exists
+    (of a checkpoint), or a read of it is in flight, a write makes a new file and
+    renames it into place.
 
-    A write that fails in place leaves neither the old content nor the new one: reads
-    fail from then on, until the chunk is written as a whole.
+    A write that fails in place leaves neither the old content nor the new one. Reads
+    then fail until the chunk is written as a whole.
 
     Args:
-        path: of a file of `file_bytes`, the chunk's bytes and what pads it.
-        coverage: of the checksum that is kept of what is written, and compared with
-            what is read.
+        path: the file, of `file_bytes`: the bytes of the chunk, then padding.
+        coverage: which bytes the checksum covers. It is kept at each write and compared
+            at each read.
     """
 
     __slots__ = (
@@ -66,31 +67,31 @@ class ChunkFile:
         self._checksum: Checksum | None = None
         self._is_damaged = False
         self._num_readers = 0
-        # Neighbours begin with other windows.
+        # Neighbouring chunks begin with different windows.
         self._num_writes = start // max(1, nbytes)
         self._lock = Lock()
         self._count_lock = Lock()
 
     def allocate(self, mover: Mover) -> None:
-        """Make the file, of zeros."""
+        """Make the file, filled with zeros."""
         with mover.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as file:
             file.allocate(self.file_bytes)
 
     def forget(self) -> None:
-        """Take the content, whatever it is, for zeros that were never written."""
+        """Mark the content as never written: without checksum, and not damaged."""
         self._checksum, self._is_damaged = None, False
 
     def read(self, low: int, high: int, memory: Bytes, mover: Mover) -> None:
-        """Fill `memory` with bytes `low` to `high` of the chunk, whose sum is checked.
+        """Fill `memory` with bytes `low` to `high` of the chunk, and check the chunk.
 
         Raises:
-            StorageError: the system failed, the file has not the size or the content
-                that was written, or the last write failed.
+            StorageError: a system call failed, the file has another size or content
+                than was written, or the last write failed.
         """
         if not self._lock.acquire(blocking=not mover.only_cached):
             raise BlockingIOError(errno.EAGAIN, "the chunk is being written")
         try:
-            # What is opened now has this sum, whatever replaces it from here on.
+            # The file opened here has this checksum, even if a write replaces it later.
             expected = self._checksum
             file = self._open(mover)
             self._count_reader(1)
@@ -111,7 +112,7 @@ class ChunkFile:
         """Replace bytes `low` to `high` of the chunk.
 
         Raises:
-            StorageError: the system failed; or a part was to be written, and the rest
+            StorageError: a system call failed; or only a part is written, and the rest
                 of the chunk cannot be read.
         """
         with self._lock:
@@ -125,14 +126,14 @@ class ChunkFile:
                 self._replace(memory, mover)
 
     def link_to(self, path: Path) -> "ChunkFile":
-        """Give the content as it is now another name, `path`, that keeps it.
+        """Make a hard link `path`, which keeps the present content.
 
-        From then on a write makes a new file. Returns the chunk under that name, to be
-        read and checked as this one.
+        The next write of this chunk makes a new file. Returns the chunk at `path`,
+        which can be read and checked like this one.
 
         Raises:
             StorageError: the last write failed.
-            OSError: what the system says if it cannot make a hard link there.
+            OSError: the system cannot make a hard link there.
         """
         with self._lock:
             if self._is_damaged:
@@ -150,7 +151,7 @@ class ChunkFile:
         return linked
 
     def move_to(self, path: Path) -> None:
-        """Rename the file, on the same file system; for one that nobody else uses."""
+        """Rename the file within its file system, while nothing else uses it."""
         os.rename(self.path, path)
         self.path = path
 
@@ -163,13 +164,13 @@ class ChunkFile:
         return known.value if self.nbytes == self.file_bytes else None
 
     def check(self, each: Each, mover: Mover, *, durable: bool) -> None:
-        """Give the whole file to `each`, part by part, and compare its own checksum.
+        """Give the whole file to `each`, part by part, and compare its checksum.
 
         Args:
-            durable: also wait until the drive has the content for good.
+            durable: also wait until the content survives a power cut.
 
         Raises:
-            StorageError: the system failed, or this is not what was written.
+            StorageError: a system call failed, or this is not what was written.
         """
         with self._open(mover) as file:
             self._check_size(file, mover)
@@ -185,12 +186,12 @@ class ChunkFile:
                 file.sync()
 
     def _count_reader(self, change: int) -> None:
-        # Not under the lock of the content, which a write may hold for long.
+        # Not under `_lock`, which a write may hold for long.
         with self._count_lock:
             self._num_readers += change
 
     def _open(self, mover: Mover) -> OpenFile:
-        """The file, to be read."""
+        """Open the file for reading."""
         if self._is_damaged:
             found = "the last write of this file failed"
             raise storage_error(mover.what, errno.EIO, self.path, found)
@@ -223,7 +224,7 @@ class ChunkFile:
             raise storage_error(mover.what, errno.EIO, self.path, found)
 
     def _overwrite(self, memory: Bytes, mover: Mover) -> bool:
-        """Write in place, if nothing refers to the file as it is."""
+        """Write in place if nothing else refers to the file; returns whether it did."""
         if self._num_readers:
             return False
         try:

@@ -18,7 +18,7 @@ from zinf.memory.nvme.request import Request, Task
 from zinf.memory.nvme.system import O_DIRECT, System
 from zinf.memory.storage_error import StorageError, from_os_error, storage_error
 
-# Beyond the retries of the kernel, which takes a request for lost after 30 seconds.
+# Long enough for retries of the kernel, which takes a request for lost after 30 s.
 STALL_SECONDS = 120.0
 
 Direction = Literal["read", "write", "rare"]
@@ -27,24 +27,23 @@ logger = logging.getLogger(__name__)
 
 
 class Drive:
-    """Moves bytes between memory and files under `folder`, on threads of its own.
+    """Moves bytes between memory and files under `folder`, on its own threads.
 
     Reads and writes have `profile.num_threads` threads each, so that neither waits for
-    the other; a thread has one block of the profile's size in memory. All methods may
-    be called from any thread.
+    the other. Each thread has one system call in flight, of `profile.block_bytes` at
+    most. All methods may be called from any thread.
 
     Args:
-        folder: exists, and is writable unless there is a `probe`.
-        profile: by default the one found beside the files, or general ones.
-        stall_seconds: after a request to the kernel has taken this long, everything
-            that is pending fails with ETIMEDOUT, and so does what is asked until the
-            kernel has answered.
+        folder: an existing folder. It must be writable unless there is a `probe`.
+        profile: by default the one found in the folder or above it, else the defaults.
+        stall_seconds: if a system call takes longer than this, all pending requests
+            fail with ETIMEDOUT. New ones fail too until the kernel has answered.
         system: the system calls, for tests.
-        probe: a file to ask how files in the folder can be opened, where nothing is to
-            be written, not even for a moment.
+        probe: an existing file to test O_DIRECT with, for folders in which nothing may
+            be written, not even a temporary file.
 
     Raises:
-        StorageError: the folder cannot be written, or the probe read.
+        StorageError: the folder cannot be written, or the probe cannot be read.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class Drive:
     def submit(
         self, direction: Direction, request: Request, tasks: Sequence[Task]
     ) -> None:
-        """Have threads run `tasks` as parts of `request`; fails by its future."""
+        """Have threads run `tasks` as parts of `request`; failures go to its future."""
         with self._lock:
             if self._is_closed.is_set():
                 raise ValueError(f"The drive of {self.folder} is closed: open another.")
@@ -93,15 +92,15 @@ class Drive:
         if stalled_seconds:
             request.abandon(self._stall(request, stalled_seconds))
             return
-        # By its number: a future that refers to itself, even by a callback, would keep
-        # the caller's memory until the garbage collector comes by.
+        # The callback has only the number: a future that refers to itself through a
+        # callback would keep the caller's memory until the garbage collector runs.
         number = id(request)
         request.future.add_done_callback(lambda _: self._pending.pop(number))
         for task in tasks:
             self._queues[direction].put((request, task))
 
     def mover(self, *, only_cached: bool = False) -> Mover:
-        """A way to move bytes in the calling thread, for what is rare or cached."""
+        """A mover for the calling thread, for rare operations and cached reads."""
         return Mover(
             self.system,
             self.profile.block_bytes,
@@ -110,28 +109,28 @@ class Drive:
         )
 
     def run(self, what: str, task: Task) -> None:
-        """Have a thread run `task`, and wait for it; `what` is done, for errors.
+        """Have a thread run `task`, and wait for it; errors begin with `what`.
 
-        For what has to wait for the drive: it raises when that stalls.
+        For operations that wait for the drive: `run` raises if the drive stalls.
         """
         request = Request(what, 1, lambda: None)
-        # Not among the writes: this may be called from their callbacks.
+        # Not on the threads of writes: their callbacks may call this.
         self.submit("rare", request, [task])
         request.future.result()
 
     def flush(self) -> None:
-        """Wait for everything that was asked of this drive before; raises nothing."""
+        """Wait for all requests submitted before; raises nothing."""
         wait([request.future for request in self._pending.copy().values()])
 
     def close(self) -> None:
-        """Finish what is pending, and end the threads. What fails, fails in futures."""
+        """Finish pending requests, and end the threads. Failures go to the futures."""
         self.flush()
         with self._lock:
             self._is_closed.set()
         for direction, queue in self._queues.items():
             for _ in range(self._num_threads(direction)):
                 queue.put(None)
-        # Stalled threads would not come, and do not keep the process alive.
+        # Stalled threads would not end. As daemons they do not keep the process alive.
         if not self.is_stalled:
             for thread in self._threads:
                 thread.join()
@@ -171,7 +170,7 @@ class Drive:
         return self._stalled_seconds() > 0
 
     def _stalled_seconds(self) -> float:
-        """For how long the kernel has not answered a thread, if that is too long."""
+        """Longest time that a system call has taken so far; 0 if within the limit."""
         now = monotonic()
         since = [mover.busy_since for mover in self._movers]
         waited = max((now - begin for begin in since if begin is not None), default=0)
@@ -186,16 +185,16 @@ class Drive:
 
 
 def _work(queue: SimpleQueue, mover: Mover) -> None:
-    """A thread: runs what is in the queue until that is None."""
+    """The function of a thread: runs tasks from the queue until it gets None."""
     while (item := queue.get()) is not None:
         request, task = item
         request.run(task, mover)
-        # Both keep the caller's memory.
+        # Request and task would keep the caller's memory while the thread waits.
         del item, request, task
 
 
 def _takes_direct_requests(folder: Path, system: System) -> bool:
-    """Whether files in `folder` can be opened with O_DIRECT, which not all systems do.
+    """Whether files in `folder` can be opened with O_DIRECT: not all file systems can.
 
     Raises:
         StorageError: no file can be written there at all.

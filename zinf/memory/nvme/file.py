@@ -1,4 +1,4 @@
-"""A file of one's own on a drive: byte ranges and arrays, now or later."""
+"""One file on a drive: reads and writes of byte ranges and arrays, at once or later."""
 
 import os
 from collections.abc import Callable
@@ -19,20 +19,20 @@ SPAN_BYTES = 16 * 2**20
 
 
 class File:
-    """Reads and writes of a handle, as DeepNVMe's `aio_handle` has them.
+    """Reads and writes of one file, like those of DeepNVMe's `aio_handle`.
 
     `read` and `write` return when they are done. `read_async` and `write_async` return
-    a future, which takes completion callbacks; the memory must not be touched until it
-    is done. All may be called from many threads at once; ranges that overlap and are
-    written meanwhile have one content or the other, block by block.
+    a future, which takes completion callbacks. The memory must not be touched until the
+    future is done. All may be called from many threads at once. Where ranges overlap
+    that are moved at once, each block has one content or the other.
 
-    Memory that is aligned as the file is (`zinf.memory.aligned_empty`, and an offset in
-    multiples of 4096) is not copied; other memory goes through a buffer of the thread
-    that moves it.
+    Memory that is aligned like the file (from `zinf.memory.aligned_empty`, with an
+    offset that is a multiple of 4096) is not copied. Other memory goes through a buffer
+    of the thread that moves it.
 
     Args:
-        path: made if it is not there, readable by this user only.
-        nbytes: set aside this much room on the drive, so that a full one shows here.
+        path: the file; made if it does not exist, readable by this user only.
+        nbytes: bytes to reserve on the drive, so that a full drive is found here.
 
     Raises:
         StorageError: the file cannot be made, or the drive is full.
@@ -62,7 +62,7 @@ class File:
         return self._wait(self.read_async(into, offset))
 
     def read_async(self, into: np.ndarray, offset: int = 0) -> Future[np.ndarray]:
-        """As `read`; the future has `into`."""
+        """Like `read`; the result of the future is `into`."""
         if not into.flags.writeable:
             raise ValueError("Cannot read into an array that is not writeable.")
         return self._start("read", into, offset, lambda: into)
@@ -76,17 +76,17 @@ class File:
         self._wait(self.write_async(value, offset))
 
     def write_async(self, value: np.ndarray, offset: int = 0) -> Future[None]:
-        """As `write`."""
+        """Like `write`."""
         return self._start("write", value, offset, lambda: None)
 
     def flush(self, *, durable: bool = False) -> None:
-        """Wait for everything that was asked of this handle before.
+        """Wait for all reads and writes that were asked before.
 
         Args:
-            durable: wait until the drive itself has it, to survive a power cut.
+            durable: also wait until the content survives a power cut.
 
         Raises:
-            StorageError: one that failed since the last flush.
+            StorageError: a read or write has failed since the last flush.
         """
         with self._lock:
             asked, self._pending = self._pending, set()
@@ -120,7 +120,7 @@ class File:
         return request.future
 
     def _wait(self, future: Future[Any]) -> Any:
-        """The result of a request, whose failure is then not for `flush` to raise."""
+        """The result of a request. If it fails, `flush` does not raise that again."""
         try:
             return future.result()
         except BaseException:
@@ -158,7 +158,7 @@ def as_bytes(array: np.ndarray) -> Bytes:
 
 
 def _spans(offset: int, nbytes: int) -> list[tuple[int, int]]:
-    """Where a range is cut for the threads: at multiples of a span in the file."""
+    """How a range is cut for the threads: at multiples of `SPAN_BYTES` in the file."""
     cuts = range(SPAN_BYTES - offset % SPAN_BYTES, nbytes, SPAN_BYTES)
     edges = [0, *cuts, nbytes]
     return [(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True) if a < b]

@@ -18,7 +18,7 @@ from zinf.memory.storage_error import StorageError, from_os_error, from_tensorst
 
 
 class Place:
-    """A root, the drive that moves its files, and how much lies there."""
+    """A root, the drive that moves its files, and the bytes of the chunks there."""
 
     def __init__(self, root: Root, drive: Drive, bytes_per_second: float) -> None:
         self.root = root
@@ -30,13 +30,13 @@ class Place:
 class Files:
     """The files of all arrays of a store.
 
-    Chunks go to whichever drive would be done first if all that lies there were moved:
-    so each has a part of every large array that is in proportion to what it can do, and
-    all of them work on one request. Zarr readers see one folder an array, in which
-    chunks on other drives are symbolic links.
+    A new chunk goes to the drive that would finish first if each moved all of its
+    chunks. So each drive has a part of every large array in proportion to its speed,
+    and all drives work on one request. Zarr readers see one folder for each array, in
+    which chunks on other drives are symbolic links.
 
-    Files of arrays that are gone are given to new ones of the same layout: what a step
-    spills is then overwritten in place, at twice the rate of new files.
+    Files of freed arrays are reused for new arrays of the same layout. So arrays that
+    every step makes anew are overwritten in place, twice as fast as new files.
     """
 
     def __init__(self, places: Sequence[Place], *, checksums: Coverage) -> None:
@@ -50,19 +50,19 @@ class Files:
         self._lock = Lock()
 
     def root(self, chunk: ChunkFile) -> Root:
-        """Where `chunk` lies."""
+        """The root that `chunk` is in."""
         return self._place_of[chunk].root
 
     def drive(self, chunk: ChunkFile) -> Drive:
-        """What moves the bytes of `chunk`."""
+        """The drive that moves the bytes of `chunk`."""
         return self._place_of[chunk].drive
 
     def take(self, layout: Layout, *, what: str, spare_bytes: int) -> NvmeArray:
-        """Files for a new array, which was never written.
+        """Files for a new array, marked as never written.
 
         Args:
-            what: is done, for errors.
-            spare_bytes: what files that no array uses may hold from now on.
+            what: what errors begin with.
+            spare_bytes: new limit on the bytes of files that no array uses.
 
         Raises:
             StorageError: no drive has room, or none can be written.
@@ -78,7 +78,7 @@ class Files:
         return self._make(layout, what)
 
     def give_back(self, array: NvmeArray, *, spare_bytes: int) -> None:
-        """Keep or delete the files of an array that is gone."""
+        """Keep the files of a freed array for reuse, within `spare_bytes`."""
         with self._lock:
             self._spares.append(array)
             self._spare_bytes += array.spec.nbytes
@@ -146,7 +146,7 @@ class Files:
         raise full
 
     def _fastest(self, nbytes: int) -> list[Place]:
-        """The places, first the one that is done first with `nbytes` more."""
+        """The places, first the one that would move its chunks and `nbytes` first."""
         with self._lock:
             return sorted(
                 self.places,

@@ -10,8 +10,8 @@ from threading import Lock
 from zinf.memory.nvme.root import INDEX
 from zinf.program import ArrayId, ArraySpec
 
-# Arrays come and go in every step. The file is written anew when it has this many lines
-# and few of them say something that still holds.
+# Every step makes and frees arrays. The file is rewritten when it has more lines than
+# this and most of them are of arrays that are gone.
 REWRITE_LINES = 10_000
 
 logger = logging.getLogger(__name__)
@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 class Index:
     """A line of JSON for each array made or freed, in `folder`; for people and tools.
 
-    Nothing that zinf does depends on it: if it cannot be written, a warning says so,
-    and it ends there.
+    zinf does not read it. If it cannot be written, a warning says so, and the rest is
+    left out.
     """
 
     def __init__(self, folder: Path) -> None:

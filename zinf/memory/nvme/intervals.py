@@ -1,16 +1,16 @@
-"""Which rows of an array have something: a set of whole numbers, kept as ranges.
+"""A set of integers kept as ranges: the rows of an array that have content.
 
-A byte a row would be as large as the array itself where that has one dim.
+One byte for each row would be as large as the array itself if it has one dim.
 """
 
 from bisect import bisect_left, bisect_right
 
 
 class Intervals:
-    """A set of whole numbers that is added to and taken from by ranges."""
+    """A set of integers; ranges of them are added and removed."""
 
     def __init__(self) -> None:
-        # Disjoint, not adjacent, in order: starts and stops in turn.
+        # Starts and stops of the ranges in turn, in order. No ranges touch.
         self._edges: list[int] = []
 
     def add(self, start: int, stop: int) -> None:
@@ -20,7 +20,7 @@ class Intervals:
         self._replace(start, stop, is_in=False)
 
     def covers(self, start: int, stop: int) -> bool:
-        """Whether all of `start` to `stop` is in; true of nothing."""
+        """Whether all of `start` to `stop` is in; true for an empty range."""
         position = bisect_right(self._edges, start)
         is_inside = position % 2 == 1 and stop <= self._edges[position]
         return start >= stop or is_inside

@@ -15,13 +15,13 @@ _HELD: set[tuple[int, int]] = set()
 
 
 class FolderLock:
-    """Held from when it is made until `release`.
+    """The lock of `folder`, held from construction until `release`.
 
-    If an engine of this process holds it that nobody can reach any more, waits until
-    that engine's stores are closed.
+    If the holder is an engine of this process that nothing refers to any more, waits
+    until that engine's stores are closed.
 
     Raises:
-        StorageError: another process holds the lock, or another engine of this one; or
+        StorageError: another process, or another engine of this one, holds the lock; or
             the folder cannot be written.
     """
 
@@ -42,12 +42,12 @@ class FolderLock:
         self._file.flush()
 
     def release(self) -> None:
-        """Let go of the lock; further calls do nothing."""
+        """Give the lock up; further calls do nothing."""
         if self._file.closed:
             return
         if os.getpid() == self._process:
             _HELD.discard(self._key)
-            # Closing alone would leave the lock with children that were forked.
+            # If the file were only closed, forked children would keep the lock.
             unlock(self._file.fileno())
         self._file.close()
 
@@ -55,13 +55,13 @@ class FolderLock:
         return try_lock(self._file.fileno())
 
     def _try_after_dropped(self) -> bool:
-        """Tries again if the holder is an engine here that nobody can reach."""
+        """Closes dropped engines and tries again, if this process has the lock."""
         if self._key not in _HELD:
             return False
         wait_for_closing()
         if self._try():
             return True
-        # A traceback that refers to itself may be all that still holds the engine.
+        # A reference cycle through a traceback may be all that keeps the engine alive.
         gc.collect()
         wait_for_closing()
         return self._try()

@@ -1,4 +1,4 @@
-"""Measures what drives do, to choose request size and depth and to deal chunks."""
+"""Measures drives, to choose request size and depth and to deal chunks over them."""
 
 import os
 import platform
@@ -22,18 +22,18 @@ from zinf.memory.nvme.profile import Profile
 MIB = 2**20
 BLOCKS = tuple(n * MIB for n in (1, 2, 4, 8, 16))
 THREADS = (1, 2, 4, 8, 16)
-# A measurement moves what the drive does in this time, within these bounds.
+# A measurement moves as much as the drive does in this time, within these bounds.
 MEASURE_SECONDS = 0.1
 MEASURE_BYTES = (32 * MIB, 256 * MIB)
-# The cheapest settings that do this part of the best are chosen: fewer threads and
-# smaller buffers leave more to everything else.
+# The cheapest setting that reaches this fraction of the best score is chosen: fewer
+# threads and smaller blocks leave more of the machine to everything else.
 GOOD_ENOUGH = 0.99
 SPEED_BYTES = 64 * MIB
 
 
 @dataclass
 class Measured:
-    """One setting: what it did in each round, in bytes a second."""
+    """One setting, and its speed in each round in bytes per second."""
 
     profile: Profile
     reads: list[float] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Measured:
 
     @property
     def score(self) -> float:
-        """A step reads and writes about as much, so times add up."""
+        """Harmonic mean: a step reads about as much as it writes, so times add up."""
         return harmonic_mean([median(x) for x in (self.reads, self.writes, self.mixed)])
 
 
@@ -52,14 +52,14 @@ def measure_drive(
     seconds: float = 30.0,
     progress: Callable[[float], object] = lambda part: None,
 ) -> tuple[Profile, list[Measured]]:
-    """The best profile of the drive under `folder`, and all that was tried.
+    """The best profile of the drive under `folder`, and all settings that were tried.
 
-    Settings take turns, round after round, so that what else the machine does meanwhile
-    is shared by all. Files are made in `folder` and deleted again.
+    Settings take turns, round after round, so that other load on the machine affects
+    all of them alike. Files are made in `folder` and deleted again.
 
     Args:
         seconds: start no round after this time; the first is always completed.
-        progress: called with the part of the time that is over, 0 to 1.
+        progress: called with the fraction of `seconds` that is over, 0 to 1.
 
     Raises:
         StorageError: the folder cannot be written, or the drive is full.
@@ -87,9 +87,10 @@ def measure_drive(
 
 
 def relative_speeds(drives: Sequence[Drive]) -> list[float]:
-    """What each drive does when all work at once, to deal bytes by.
+    """The speed of each drive when all work at once, for dealing chunks over them.
 
-    From their profiles where all have one, else by a short measurement.
+    Speeds are those of the profiles if all drives have one, else of a short
+    measurement. A single drive has speed 1.
     """
     if len(drives) == 1:
         return [1.0]
@@ -110,7 +111,7 @@ def relative_speeds(drives: Sequence[Drive]) -> list[float]:
 
 
 def _seconds_each(files: Sequence[File], memory: np.ndarray) -> list[float]:
-    """How long each file takes to be overwritten, all at once."""
+    """Seconds to overwrite each file, when all are overwritten at once."""
     ends: SimpleQueue[tuple[int, float]] = SimpleQueue()
     began = time.perf_counter()
     for index, file in enumerate(files):
@@ -132,7 +133,7 @@ def _scratch(folder: Path) -> Iterator[Path]:
 
 
 def _measured_bytes(path: Path, profile: Profile) -> int:
-    """How much to move in one measurement, and the file for it."""
+    """Makes the file at `path`; returns the bytes to move in one measurement."""
     smallest, largest = MEASURE_BYTES
     with Drive(path.parent, profile=profile) as drive:
         file = File(drive, path, nbytes=largest)
@@ -142,7 +143,7 @@ def _measured_bytes(path: Path, profile: Profile) -> int:
         rate = smallest / _seconds(lambda: file.read(memory))
         nbytes = int(rate * MEASURE_SECONDS) // (16 * MIB) * 16 * MIB
         nbytes = min(max(nbytes, smallest), largest)
-        # What was never written reads as zeros, from no drive.
+        # Bytes that were never written read as zeros, without the drive.
         file.write(np.ones(nbytes, np.uint8))
     return nbytes
 

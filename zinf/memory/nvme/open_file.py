@@ -16,30 +16,32 @@ from zinf.memory.nvme.system import O_BINARY, O_DIRECT, RWF_NOWAIT, System
 from zinf.memory.storage_error import StorageError, from_os_error, storage_error
 
 PAGE_BYTES = mmap.PAGESIZE
-# Fewer bytes go through the page cache, whose answer takes 10 us and not a drive's 100.
-# More would cost a copy, and pages written back at a fraction of the drive's rate.
+# Shorter ranges go through the page cache, which answers in 10 us where a drive takes
+# 100 us. Longer ones would cost a copy there, and pages are written back at a fraction
+# of the drive's speed.
 DIRECT_FROM_BYTES = 256 * 1024
-# What a thread has for memory that does not lie like the file: small enough to stay in
-# a cache between the copy and the drive.
+# A thread's buffer for memory that is not aligned like the file: small enough to stay
+# in a processor cache between the copy and the drive.
 STAGING_BYTES = 2 * 2**20
-# A request that moves less than a page, again and again, is given up.
+# A read or write fails after this many calls in a row without progress (by O_DIRECT:
+# of less than a page).
 MAX_STANDSTILLS = 3
 
 Bytes = np.ndarray
 """Contiguous uint8 of one dim."""
 Each = Callable[[Any], None]
-"""What to do with each part of a range when it is at hand, such as a checksum."""
+"""Called with each part of a range as it is moved, for example to sum it."""
 
 
 class Mover:
-    """What one thread uses to move bytes: its way to ask, and one buffer.
+    """What one thread uses to move bytes: the system calls, and one buffer.
 
-    With `only_cached`, what would have to wait for a drive fails instead (EAGAIN, or
-    EOPNOTSUPP where the file system cannot tell): for threads of callers.
+    With `only_cached`, an operation that would wait for a drive fails instead (EAGAIN,
+    or EOPNOTSUPP where the file system cannot tell): for threads of callers.
 
-    `what` is what the thread is doing, for errors. `is_wanted` says whether anybody
-    still waits for it. `busy_since` is when the request that is under way began, as
-    `time.monotonic` has it, or None.
+    Errors begin with `what`, such as "Cannot read param/w". `is_wanted` says whether a
+    caller still waits for the result. `busy_since` is the `time.monotonic` at which the
+    system call in flight began, or None.
     """
 
     def __init__(
@@ -60,11 +62,11 @@ class Mover:
         self._staging: Bytes | None = None
 
     def open(self, path: Path, flags: int, nbytes: int = 0) -> "OpenFile":
-        """A file of which ranges of `nbytes` will be moved."""
+        """Open a file of which ranges of `nbytes` will be moved."""
         return OpenFile(self, path, flags, nbytes)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Ask the kernel, again if a signal came first."""
+        """Make a system call; repeat it if a signal interrupts it."""
         while True:
             self.busy_since = monotonic()
             try:
@@ -75,9 +77,9 @@ class Mover:
                 self.busy_since = None
 
     def check_wanted(self) -> None:
-        """Raise OSError if who asked has been told that it failed.
+        """Raise OSError if the caller was already told that its request failed.
 
-        The memory is the caller's again then.
+        Then the memory belongs to the caller again.
         """
         if not self.is_wanted():
             raise OSError(errno.ETIMEDOUT, "the request was given up")
@@ -90,12 +92,12 @@ class Mover:
             raise from_os_error(self.what, target, error) from error
 
     def discard(self, path: Path) -> None:
-        """Delete a file of no use, if it is there and can be deleted."""
+        """Delete a file that is not needed, if it exists and can be deleted."""
         with suppress(OSError):
             self.call(self.system.unlink, path)
 
     def staging(self, nbytes: int) -> Bytes:
-        """Page-aligned memory of this thread, until it is asked for again."""
+        """The page-aligned buffer of this thread, to be used until the next call."""
         if self._staging is None:
             self._staging = aligned_empty((STAGING_BYTES,), np.uint8)
         return self._staging[:nbytes]
@@ -106,20 +108,19 @@ def always() -> bool:
 
 
 class OpenFile:
-    """A file open for a while in one thread; close it, or use it in `with`.
+    """A file that one thread has opened; close it, or use it in `with`.
 
     Ranges of 256 KiB and more move by O_DIRECT, in blocks: straight from and to memory
-    that lies like the file does (address and offset at page boundaries), and through
-    the buffer of the thread otherwise. What does not fill a page at either end, and
-    shorter ranges, move through the page cache, which the kernel keeps coherent with
-    O_DIRECT page by page: who writes the other part of a page at that time loses
-    nothing.
+    that is aligned like the file (address and offset at page boundaries), and through
+    the buffer of the thread otherwise. Partial pages at either end, and shorter ranges,
+    move through the page cache. The kernel keeps it coherent with O_DIRECT page by
+    page, so a write of the other part of a page at the same time is not lost.
     """
 
     def __init__(self, mover: Mover, path: Path, flags: int, nbytes: int) -> None:
         self.path = path
         self._mover = mover
-        # The way that will be needed; another one is a flag of the same descriptor.
+        # Open for the mode that is needed first; `_turn` can change it later.
         self._is_direct = self._takes_direct(nbytes)
         self._descriptor: int | None = self._open(flags)
 
@@ -145,7 +146,7 @@ class OpenFile:
             each: called with each part of `memory` in turn when it is filled.
 
         Raises:
-            StorageError: the system failed, or the file ends before.
+            StorageError: a system call failed, or the file ends too soon.
         """
         for start, part, is_direct in self._parts(offset, memory):
             if is_direct and address(part) % PAGE_BYTES:
@@ -161,7 +162,7 @@ class OpenFile:
         """Write all of `memory` at `offset`; `each` as in `read`, before it is written.
 
         Raises:
-            StorageError: the system failed, or wrote less than it was asked.
+            StorageError: a system call failed, or wrote less than it was asked.
         """
         for start, part, is_direct in self._parts(offset, memory):
             if each is not None:
@@ -173,7 +174,7 @@ class OpenFile:
             self._drain(offset + start, part, is_direct)
 
     def allocate(self, nbytes: int) -> None:
-        """Give the file `nbytes` of zeros that are set aside on the drive."""
+        """Give the file `nbytes` of zeros, reserved on the drive where it can be."""
         try:
             if nbytes:
                 self._mover.call(
@@ -206,7 +207,7 @@ class OpenFile:
             raise self._failure(error) from error
 
     def _turn(self, *, is_direct: bool) -> None:
-        """Have what follows move by O_DIRECT, or through the page cache."""
+        """Switch the descriptor to O_DIRECT, or to the page cache."""
         if is_direct == self._is_direct:
             return
         try:
@@ -256,7 +257,7 @@ class OpenFile:
         is_direct: bool,
         is_read: bool,
     ) -> None:
-        """Call `function` until all of `memory` has moved, whatever part it moves."""
+        """Call `function` until all of `memory` has moved; a call may move less."""
         self._turn(is_direct=is_direct)
         done = standstills = 0
         while done < memory.size:
@@ -267,7 +268,7 @@ class OpenFile:
             except OSError as error:
                 raise self._failure(error, place, rest.size) from error
             if is_direct:
-                # The next request has to begin at a page, too.
+                # The next call has to begin at a page, too.
                 moved -= moved % PAGE_BYTES if done + moved < memory.size else 0
             standstills = 0 if moved else standstills + 1
             if standstills == MAX_STANDSTILLS:

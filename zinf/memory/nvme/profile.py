@@ -1,4 +1,4 @@
-"""How a drive is best asked: measured once, kept there, found by later runs."""
+"""The best request size and depth of a drive: measured once and kept on the drive."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,10 +11,11 @@ PROFILE = "zinf-io.json"
 
 
 class Profile(BaseModel):
-    """The request size and depth of a drive, and what it then does.
+    """The request size and depth for a drive, and its speed with them.
 
-    The defaults reach the limit of every drive that we measured (README.md): blocks of
-    1 MiB are up to 30% slower, and beyond 8 MiB and four at a time little changes.
+    The defaults reach the limit of every drive that we measured (README.md). Blocks of
+    1 MiB are up to 30% slower. Beyond blocks of 8 MiB and four at a time little
+    changes.
     """
 
     model_config = ConfigDict(
@@ -25,26 +26,26 @@ class Profile(BaseModel):
     """Bytes of one request to the kernel."""
 
     num_threads: int = Field(8, ge=1, le=64)
-    """Requests under way at once, of reads and of writes each."""
+    """Requests in flight at once: this many reads and this many writes."""
 
     read_bytes_per_second: float | None = Field(None, gt=0)
-    """Measured, with these settings; None where nothing was."""
+    """Measured with these settings; None if nothing was measured."""
 
     write_bytes_per_second: float | None = Field(None, gt=0)
-    """Of overwriting files that are there."""
+    """Measured by overwriting existing files."""
 
     mixed_bytes_per_second: float | None = Field(None, gt=0)
-    """Read and written at once, both counted."""
+    """Measured with reads and writes at once; bytes of both are counted."""
 
     measured: str = ""
-    """When, and on what."""
+    """When and on what machine it was measured."""
 
 
 def find_profile(folder: Path) -> Profile | None:
     """The profile in `folder` or the nearest folder above it on the same file system.
 
     Raises:
-        ValueError: there is one, and it is damaged.
+        ValueError: there is a profile, but it is damaged.
     """
     folder = folder.absolute()
     while not folder.exists():
@@ -59,7 +60,10 @@ def find_profile(folder: Path) -> Profile | None:
 
 
 def measured_speeds(folders: Sequence[Path]) -> tuple[float, float] | None:
-    """Bytes a second that drives read and write together, if all have a profile."""
+    """Bytes per second that all drives together read and write, by their profiles.
+
+    None unless every drive has a measured profile.
+    """
     reads, writes = 0.0, 0.0
     for folder in folders:
         profile = find_profile(folder)
@@ -71,7 +75,7 @@ def measured_speeds(folders: Sequence[Path]) -> tuple[float, float] | None:
 
 
 def save_profile(profile: Profile, folder: Path) -> Path:
-    """Write `profile` into `folder`, in place of one that is there."""
+    """Write `profile` into `folder`, replacing the one that is there."""
     file = folder / PROFILE
     fresh = file.with_name(f"{PROFILE}.new")
     try:

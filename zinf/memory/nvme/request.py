@@ -16,18 +16,18 @@ class Request:
     """Runs tasks on whichever threads take them, and settles `future` after the last.
 
     Args:
-        what: what is done, for errors ("Cannot read param/w").
+        what: what errors begin with, such as "Cannot read param/w".
         num_tasks: how many times `run` will be called.
         finish: called after the last task if none failed; returns the result.
 
-    If a task fails, those not begun are skipped, and the first error is raised when
-    none is under way any more: until then they may use the caller's memory.
+    If a task fails, those not begun are skipped. The future gets the first error only
+    when no task runs any more, since running tasks use the caller's memory.
     """
 
     def __init__(self, what: str, num_tasks: int, finish: Callable[[], Any]) -> None:
         self.what = what
         self.future: Future[Any] = Future()
-        self.future.set_running_or_notify_cancel()  # A drive would not stop, either.
+        self.future.set_running_or_notify_cancel()  # Drives cannot cancel a request.
         self._finish: Callable[[], Any] | None = finish
         self._num_left = num_tasks
         self._error: BaseException | None = None
@@ -39,7 +39,7 @@ class Request:
     def run(self, task: Task, mover: Mover) -> None:
         if self._error is None:
             error = self._attempt(task, mover)
-            del task  # Frames of an error refer to this one.
+            del task  # The error refers to this frame.
             if error is not None:
                 _forget_locals(error)
                 self._keep(error)
@@ -53,12 +53,13 @@ class Request:
         except BaseException as error:  # handed to who waits for the future
             return error
         finally:
-            # The thread must not keep this request, which has the caller's memory.
+            # The mover lives on and must not refer to this request, which would keep
+            # the caller's memory.
             mover.is_wanted = always
         return None
 
     def abandon(self, error: BaseException) -> None:
-        """Fail now, with tasks under way: for drives that do not answer."""
+        """Fail now, even if tasks still run: for drives that do not answer."""
         self._keep(error)
         self._settle()
 
@@ -79,7 +80,7 @@ class Request:
             if self._is_settled:
                 return
             self._is_settled = True
-        # Callbacks run in here, and may ask for more.
+        # Not under the lock: callbacks run below, and may submit more requests.
         error, result = self._error, None
         finish, self._finish = self._finish, None
         if error is None:
@@ -95,9 +96,9 @@ class Request:
 
 
 def _forget_locals(error: BaseException | None) -> None:
-    """Let go of what the functions had that an error came through.
+    """Clear the locals of the functions that an error came through.
 
-    They have the request and the caller's memory, which the error would keep alive.
+    They refer to the request and the caller's memory, which the error would keep alive.
     """
     while error is not None:
         clear_frames(error.__traceback__)

@@ -1,4 +1,4 @@
-"""A folder of the NVMe tier: whose it is, and where in it arrays lie."""
+"""A folder of the NVMe tier: who owns it, and where its arrays are."""
 
 import errno
 import json
@@ -14,7 +14,7 @@ MARKER = "zinf.json"
 INDEX = "zinf.index.jsonl"
 ARRAYS = "arrays"
 OURS = {MARKER, LOCK, INDEX, PROFILE, f"{MARKER}.new", f"{INDEX}.new", f"{PROFILE}.new"}
-# Files and folders of a moment; what is left of them goes when a root is opened.
+# Prefix of temporary files and folders. Leftovers are deleted when a root is opened.
 PROBE = ".zinf-"
 FORMAT = 2
 ABOUT = {
@@ -25,11 +25,11 @@ ABOUT = {
 
 
 class Root:
-    """One folder of the tier, this process's alone from opening to `close`.
+    """One folder of the tier, locked for one engine from construction to `close`.
 
-    A marker file says that the folder `arrays` in it is ours. That is deleted when the
-    root is next opened, since what an earlier run swapped out is of no use to a new
-    one. A folder that holds anything else and no marker is refused.
+    A marker file says that the folder `arrays` in it is ours. `arrays` is deleted when
+    the root is next opened, since arrays that an earlier run offloaded are of no use to
+    a new one. A folder that holds other files and no marker is refused.
 
     Raises:
         StorageError: it is in use (the message says by whom), foreign, or cannot be
@@ -50,7 +50,7 @@ class Root:
             raise
 
     def wipe(self) -> None:
-        """Delete every array, and begin anew."""
+        """Delete all arrays and leftovers."""
         try:
             if self.arrays.exists():
                 shutil.rmtree(self.arrays)
@@ -84,7 +84,7 @@ class Root:
             )
 
     def _claim(self) -> None:
-        """Mark the folder, or make sure that the mark in it is ours."""
+        """Write the marker, or check that the one in the folder is ours."""
         marker = self.path / MARKER
         if marker.exists():
             _check_marker(marker)
@@ -99,7 +99,7 @@ class Root:
 
 
 def _check_marker(marker: Path) -> None:
-    # What lies beside it is about to be deleted.
+    # The arrays beside a valid marker are about to be deleted.
     try:
         found = json.loads(marker.read_text("utf-8"))["format"]
     except (ValueError, KeyError, TypeError, OSError) as error:
@@ -119,7 +119,7 @@ def _check_marker(marker: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make the folder `path`, and those above it, unless it is there."""
+    """Make the folder `path`, and those above it, unless it exists."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=0o700, exist_ok=True)

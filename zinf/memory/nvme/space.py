@@ -1,4 +1,4 @@
-"""Whether the drives of the NVMe tier have room, asked before anything is written."""
+"""Checks the free bytes of the NVMe tier's drives before anything is written."""
 
 import errno
 import shutil

@@ -40,19 +40,21 @@ class NvmeStore(AbstractStore):
     """Arrays in files under `paths`, each folder locked for this store alone.
 
     An array is a zarr v3 array that any zarr reader opens while it is not being
-    written; `folder` says where it is. Its chunks are dealt over `paths` by what each
-    was measured to do, and are moved past the page cache.
+    written; `folder` says where it is. Its chunks are dealt over `paths` in proportion
+    to their measured speeds, and are moved past the page cache.
 
-    `read` gives an aligned array that the caller owns; `write` takes a NumPy array,
-    which must not change until its future is done. What fails with files raises
-    StorageError, from the future or at once. `read_bytes` and `written_bytes` count
-    the array bytes of finished reads and writes since the start.
+    `read` gives an aligned array that the caller owns. `write` takes a NumPy array,
+    which must not change until the future is done. Errors of files are StorageErrors,
+    raised by the future or at once. `read_bytes` and `written_bytes` count the array
+    bytes of finished reads and writes since the start.
 
     Args:
-        paths: empty, new, or left by an earlier run; best one a drive.
+        paths: folders that are empty, new, or left by an earlier run; best one for each
+            drive.
         stall_seconds: how long a drive may take to answer.
-        checksums: kept in memory for every chunk and compared on each read: "full", of
-            all bytes; "sampled", of 128 KiB of every 2 MiB, others each time; "off".
+        checksums: kept in memory for every chunk and compared on each read. "full" sums
+            all bytes; "sampled" 128 KiB of every 2 MiB, others at each write; "off"
+            none.
         system: the system calls, for tests.
 
     Raises:
@@ -98,7 +100,7 @@ class NvmeStore(AbstractStore):
     def check_space(self, needed_bytes: int) -> None:
         """Raise StorageError unless `needed_bytes` more can be written to the drives.
 
-        For before the first array is written: a full drive is then found in a second,
+        Call this before the first array is written: it finds a full drive in a second,
         not after an hour.
         """
         check_space([root.path for root in self._roots], needed_bytes)
@@ -111,19 +113,20 @@ class NvmeStore(AbstractStore):
         *,
         cut_dims: Collection[int] = (),
     ) -> None:
-        """Set room aside for `array` before it is written, and count its bytes as held.
+        """Make the files of `array` before it is written; count its bytes as held.
 
         Args:
             rows_per_chunk: how many rows of the leading dim will be read or written
-                together. Rows that start and stop at its multiples have files of their
-                own; others work too, by reading and rewriting the files they share.
-            cut_dims: dims along which it is one of several equal parts, whose chunks
-                are to lie on one grid.
+                together. Rows that start and stop at multiples of it have files of
+                their own. Other rows work too: files that they share with their
+                neighbours are read and rewritten.
+            cut_dims: dims along which `array` is one of several equal shares, whose
+                chunks are to lie on one grid.
 
         Raises:
-            BudgetExceeded: it does not fit in the tier.
-            ValueError: it was created before.
-            StorageError: the drives are full, or its files cannot be made.
+            BudgetExceeded: `array` does not fit in the tier.
+            ValueError: `array` was created before.
+            StorageError: the drives are full, or the files cannot be made.
         """
         if array in self._arrays:
             raise ValueError(f"{array} is on tier nvme already. Free it first.")
@@ -156,7 +159,7 @@ class NvmeStore(AbstractStore):
     def write(self, array: ArrayId, value: np.ndarray) -> Future[None]:
         check_kind(array, value, self.tier, np.ndarray)
         self.holds.wait(array)
-        if not value.dtype.isnative:  # Files are of this machine's order.
+        if not value.dtype.isnative:  # Files have this machine's byte order.
             value = value.astype(value.dtype.newbyteorder("="))
         stored, rows = self._find(array)
         if stored is None:
@@ -174,7 +177,7 @@ class NvmeStore(AbstractStore):
 
         content = as_bytes(np.ascontiguousarray(value))
         tasks = stored.writes(rows, content)
-        # If one of several files cannot be written, the rest is not to be read either.
+        # If one of several files cannot be written, the others must not be read either.
         stored.mark_written(rows, is_written=False)
         return self._start("write", f"Cannot write {array}", stored, tasks, finish)
 
@@ -183,7 +186,7 @@ class NvmeStore(AbstractStore):
         stored = self._arrays.pop(array, None)
         if stored is None:
             raise unknown_array(array, self.tier, list(self._arrays))
-        wait(stored.pending.copy())  # Its files may be another array's next.
+        wait(stored.pending.copy())  # Another array may get its files.
         self._index.remove(stored.folder.name)
         self.ledger.release(stored.spec.nbytes)
         self._files.give_back(stored, spare_bytes=self._spare_bytes())
@@ -192,7 +195,7 @@ class NvmeStore(AbstractStore):
         return array in self._arrays or array.whole in self._arrays
 
     def folder(self, array: ArrayId) -> Path:
-        """The folder of the zarr array that keeps `array`, for who wants its files."""
+        """The folder of the zarr array that keeps `array`."""
         return self._stored(array).folder
 
     def chunk_files(self, array: ArrayId) -> list[Path]:
@@ -206,10 +209,10 @@ class NvmeStore(AbstractStore):
     def chunks(self, array: ArrayId) -> Iterator[tuple[str, ChunkFile]]:
         """The name in zarr and the file of each chunk that holds some of `array`.
 
-        For who links to the files, while nothing writes to them.
+        The caller may link to the files while nothing writes to them.
 
         Raises:
-            StorageError: some of it was never written, or its last write failed.
+            StorageError: some of `array` was never written, or its last write failed.
         """
         stored, rows = self._find(array)
         if stored is None:
@@ -218,11 +221,11 @@ class NvmeStore(AbstractStore):
         return stored.chunks_of(rows)
 
     def drive(self, chunk: ChunkFile) -> Drive:
-        """What moves the bytes of a chunk."""
+        """The drive that moves the bytes of `chunk`."""
         return self._files.drive(chunk)
 
     def scratch(self, chunk: ChunkFile, name: str) -> Path:
-        """A folder for links to a chunk, which a later run deletes if it is left."""
+        """A folder for links to `chunk`; if it is left over, a later run deletes it."""
         return self._files.root(chunk).path / f"{PROBE}{name}"
 
     def clear(self) -> None:
@@ -244,7 +247,7 @@ class NvmeStore(AbstractStore):
         return stored
 
     def _find(self, array: ArrayId) -> tuple[NvmeArray | None, Rows | None]:
-        """The array in files that keeps `array`, and the rows of it that `array` is."""
+        """The stored array that keeps `array`, and the rows of it that `array` is."""
         stored = self._arrays.get(array)
         if stored is not None or array.rows is None:
             return stored, None
@@ -272,10 +275,10 @@ class NvmeStore(AbstractStore):
         return request.future
 
     def _read_cached(self, tasks: Sequence[tuple[ChunkFile, Task]]) -> bool:
-        """Run tasks here and now if they are small and the page cache has it all.
+        """Run tasks in this thread, if they are small and the page cache has all bytes.
 
-        A thread takes longer to wake than this; and it could not hang, as the thread
-        of a caller must not.
+        Waking a thread of the drive takes longer than such a read. The read cannot wait
+        for the drive, so it cannot hang the caller's thread.
         """
         if any(chunk.nbytes >= DIRECT_FROM_BYTES for chunk, _ in tasks):
             return False
@@ -286,7 +289,7 @@ class NvmeStore(AbstractStore):
                     return False
                 task(drive.mover(only_cached=True))
         except OSError:
-            return False  # Threads of the drive will find what it is.
+            return False  # Threads of the drive try again, and report errors.
         return True
 
     def _flush(self) -> None:
@@ -294,5 +297,5 @@ class NvmeStore(AbstractStore):
             drive.flush()
 
     def _spare_bytes(self) -> int:
-        """What files without an array may hold: never more than was held already."""
+        """Limit on the bytes of unused files, so that files never exceed the peak."""
         return self.ledger.peak_bytes - self.ledger.used_bytes

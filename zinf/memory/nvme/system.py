@@ -1,6 +1,6 @@
-"""What the tier asks of the operating system, in one place.
+"""The system calls that the tier makes, in one place.
 
-So tests can make any call fail, and nothing else knows which system it runs on:
+So tests can make any call fail, and no other code for files depends on the system:
 
 |                       | Linux             | macOS             | Windows            |
 |-----------------------|-------------------|-------------------|--------------------|
@@ -35,7 +35,7 @@ RESOLVE_CACHED = 0x20
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 O_NOFOLLOW: int = getattr(os, "O_NOFOLLOW", 0)
 RWF_NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
-# Without it Windows takes every line feed for two characters.
+# Without it Windows writes a line feed as two characters.
 O_BINARY: int = getattr(os, "O_BINARY", 0)
 
 
@@ -46,11 +46,11 @@ class OpenHow(ctypes.Structure):
 
 
 def open_cached(path: Path, flags: int) -> int:
-    """Open a file if the kernel can without asking a drive (Linux 5.12).
+    """Open a file if the kernel can do so without a drive (Linux 5.12).
 
     Raises:
-        OSError: EAGAIN if it cannot, ENOSYS where there is no such call, and what
-            else `os.open` raises.
+        OSError: EAGAIN if it cannot, ENOSYS if the system has no such call, and any
+            error of `os.open`.
     """
     code = errno.ENOSYS
     if sys.platform == "linux":
@@ -88,7 +88,7 @@ def write_at(descriptor: int, memory: Sequence[Any], offset: int) -> int:
 
 
 def allocate(descriptor: int, offset: int, nbytes: int) -> None:
-    """Make a file of at least `offset + nbytes`; with room for them where it can be."""
+    """Make a file `offset + nbytes` long at least, reserved on the drive on Linux."""
     if sys.platform == "linux":
         os.posix_fallocate(descriptor, offset, nbytes)
     elif os.fstat(descriptor).st_size < offset + nbytes:
@@ -96,7 +96,7 @@ def allocate(descriptor: int, offset: int, nbytes: int) -> None:
 
 
 def toggle_direct(descriptor: int) -> None:
-    """Have what follows move past the page cache if it did not, and the reverse."""
+    """Switch a descriptor from the page cache to O_DIRECT, or back."""
     assert O_DIRECT, "without it no file moves past the page cache"
     if sys.platform != "win32":
         flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
@@ -104,23 +104,24 @@ def toggle_direct(descriptor: int) -> None:
 
 
 def sync(descriptor: int) -> None:
-    """Wait until the drive has content and length of a file for good."""
+    """Wait until content and length of a file survive a power cut."""
     if sys.platform == "darwin":
-        # There fsync(2) only hands the content to the drive, which may keep it in a
+        # On macOS fsync(2) only hands the content to the drive, which may keep it in a
         # cache and write it in another order.
         try:
             fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
             return
         except OSError as error:
-            # What network and some external drives answer is not documented. After a
-            # lost write fsync could succeed, so that one is raised.
+            # Network and some external drives refuse with undocumented errors; then
+            # fsync is used. These three errors mean a lost write. They are raised,
+            # because fsync could succeed after one.
             if error.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
                 raise
     os.fsync(descriptor)
 
 
 def sync_content(descriptor: int) -> None:
-    """`sync` without the times of the file, where that can be left out."""
+    """`sync` without the times of the file, where the system can leave them out."""
     if sys.platform == "linux":
         os.fdatasync(descriptor)
     else:
@@ -129,15 +130,15 @@ def sync_content(descriptor: int) -> None:
 
 def sync_file(path: Path) -> None:
     """Make the content of a file survive a power cut."""
-    # Windows syncs only what may be written; elsewhere a file may be read-only.
+    # Windows syncs only files opened for writing; elsewhere a file may be read-only.
     _sync_path(path, os.O_RDWR if sys.platform == "win32" else os.O_RDONLY)
 
 
 def sync_folder(folder: Path) -> None:
-    """Make what was made or renamed in `folder` survive a power cut.
+    """Make new and renamed entries of `folder` survive a power cut.
 
-    Windows opens no folder to be synced, and NTFS has a journal for its entries: there
-    the last ones may be lost, and those that are there are whole.
+    Windows cannot open a folder to sync it. NTFS has a journal for entries: after a
+    power cut the last ones may be missing, but those that are there are whole.
     """
     if sys.platform != "win32":
         _sync_path(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -152,7 +153,7 @@ def _sync_path(path: Path, flags: int) -> None:
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock a file for this process; false if another, or another opening, has it."""
+    """Lock a file; false if another process, or another descriptor, has the lock."""
     check_has_tier()
     if sys.platform != "win32":
         try:
@@ -168,7 +169,7 @@ def unlock(descriptor: int) -> None:
 
 
 def check_has_tier() -> None:
-    """Raise NotImplementedError where there can be no NVMe tier."""
+    """Raise NotImplementedError on Windows, which has no NVMe tier."""
     if sys.platform == "win32":
         raise NotImplementedError(
             "The NVMe tier needs Linux or macOS, and this is Windows: take memory.nvme "
@@ -178,7 +179,7 @@ def check_has_tier() -> None:
 
 @dataclass(frozen=True)
 class System:
-    """What the tier asks of the kernel; each call raises OSError as `os` does."""
+    """The system calls that the tier makes; each raises OSError as `os` does."""
 
     open: Callable[..., int] = os.open
     open_cached: Callable[[Path, int], int] = open_cached
