@@ -17,6 +17,14 @@ class Tier(StrEnum):
     NVME = "nvme"
 
 
+BUDGETS = {
+    Tier.DEVICE: "memory.device",
+    Tier.HOST: "memory.host",
+    Tier.NVME: "memory.nvme_capacity",
+}
+"""The config key that sets the budget of each tier."""
+
+
 class Role(StrEnum):
     """The purpose of an array, which is the first part of its name.
 

@@ -79,15 +79,15 @@ def nvme_capacity_bytes(paths: Sequence[Path]) -> int:
     by_drive = {}
     for path in paths:
         existing = next(p for p in (path, *path.absolute().parents) if p.exists())
-        by_drive[existing.stat().st_dev] = shutil.disk_usage(existing).free
-    for drive, free in by_drive.items():
+        free = shutil.disk_usage(existing).free
         if not free:
-            full = ", ".join(str(p) for p in paths)
             raise StorageError(
                 ENOSPC,
-                f"drive {drive} of memory.nvme has no free bytes; name another folder",
-                full,
+                "The drive of this memory.nvme folder has no free bytes. Free space "
+                "there, or name a folder on another drive",
+                str(path),
             )
+        by_drive[existing.stat().st_dev] = free
     return int(sum(by_drive.values()) * NVME_FRACTION)
 
 

@@ -178,8 +178,8 @@ def to_device(
         if result.dtype != value.dtype:
             raise ValueError(
                 f"An array of shape {list(value.shape)} is {value.dtype}, which JAX "
-                f"would turn into {result.dtype} on the device. Cast it before, or set "
-                "jax_enable_x64."
+                f"would turn into {result.dtype} on the device. Cast the array first, "
+                "or set jax_enable_x64."
             )
     return moved
 

@@ -13,8 +13,8 @@ ADVICE = {
     "folder in memory.nvme",
     errno.ENOENT: "Something deleted files of the running job. Find out what, and "
     "resume from the last checkpoint in a new process",
-    errno.ENODATA: "Write the array before it is read; if it was, something made its "
-    "file shorter, and the last checkpoint is what to resume from",
+    errno.ENODATA: "Write the array before you read it. If it was written, something "
+    "shortened its file: resume from the last checkpoint",
     errno.ETIMEDOUT: "Check the drive and its cable, bus or network. If it is only "
     "slow, raise memory.stall_seconds. Then resume from the last checkpoint",
     errno.EMFILE: "Raise the limit of open files (ulimit -n), or close some",

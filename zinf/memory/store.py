@@ -88,10 +88,10 @@ def unknown_array(array: ArrayId, tier: Tier, known: Iterable[ArrayId]) -> KeyEr
     """The error for an id that a store does not keep, with the nearest that it does."""
     names = [str(other) for other in known]
     near = difflib.get_close_matches(str(array), names, n=1, cutoff=0.0)
-    hint = f" The nearest is {near[0]}." if near else ""
+    hint = f" The most similar name is {near[0]}." if near else ""
     return KeyError(
-        f"Tier {tier} keeps no array {array}; it keeps {len(names)}.{hint} "
-        "Write it first, or look on another tier."
+        f"Tier {tier} keeps no array {array}. It keeps {len(names)} arrays.{hint} "
+        f"Write {array} first, or read it from another tier."
     )
 
 
@@ -127,6 +127,6 @@ def check_rows(array: ArrayId, shape: tuple[int, ...]) -> tuple[int, int]:
     if not shape or not 0 <= start < stop <= shape[0]:
         raise ValueError(
             f"{array} selects rows {start}:{stop}, but the whole array has shape "
-            f"{list(shape)}."
+            f"{list(shape)}. Select rows within its first dim."
         )
     return start, stop

@@ -3,13 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zinf.program import Tier
-
-BUDGETS = {
-    Tier.DEVICE: "memory.device",
-    Tier.HOST: "memory.host",
-    Tier.NVME: "memory.nvme_capacity",
-}
+from zinf.program import BUDGETS, Tier
 
 
 @dataclass(frozen=True, slots=True)

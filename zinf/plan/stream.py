@@ -68,12 +68,12 @@ class _Streamer:
         self.listing = Listing(catalog, self.copies)
         self.home_bytes = dict(self.copies.used)
         for tier in Tier:
-            self.require(tier, self.home_bytes[tier], "what is placed there")
+            self.require(tier, self.home_bytes[tier], "the state placed there")
         self.copies.occupy(initial)
         self.started = dict(self.copies.used)
         self.claims = [self.claim_of(job, job.writes) for job in jobs]
         for tier in Tier:
-            self.require(tier, self.started[tier], "what is there when a step starts")
+            self.require(tier, self.started[tier], "the data at the start of a step")
 
     def plan(self, slack: float) -> Plan:
         copies = self.copies

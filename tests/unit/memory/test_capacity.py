@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +12,9 @@ from zinf.memory.capacity import (
     HOST_FRACTION,
     host_memory_bytes,
     memory_budgets,
+    nvme_capacity_bytes,
 )
+from zinf.memory.storage_error import StorageError
 
 GIB = 1 << 30
 MEMORY = 16 * GIB
@@ -132,3 +135,17 @@ def test_without_a_limit_the_memory_is_the_machine_s(tmp_path: Path, limit):
 def write(file: Path, content: object) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(f"{content}\n")
+
+
+def test_a_full_drive_is_an_error_that_names_its_folder(monkeypatch, tmp_path) -> None:
+    good, full = tmp_path / "good", tmp_path / "full"
+    good.mkdir()
+    full.mkdir()
+    monkeypatch.setattr(
+        capacity.shutil,
+        "disk_usage",
+        lambda path: SimpleNamespace(free=0 if path == full else GIB),
+    )
+    with pytest.raises(StorageError, match="no free bytes") as caught:
+        nvme_capacity_bytes([good, full])
+    assert caught.value.filename == str(full)

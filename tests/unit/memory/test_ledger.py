@@ -43,6 +43,7 @@ def test_exceeding_the_budget_says_who_asked_what_and_what_there_is() -> None:
     with pytest.raises(BudgetExceeded, match=r"param/w .*1,500 .*nvme.*500 too") as e:
         ledger.reserve(1500, "param/w")
     error = e.value
+    assert "Raise memory.nvme_capacity" in str(error)
     assert (error.tier, error.what) == (Tier.NVME, "param/w")
     assert (error.asked_bytes, error.used_bytes, error.capacity_bytes) == (
         1500,

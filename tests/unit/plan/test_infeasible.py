@@ -24,6 +24,6 @@ def test_all_budgets_are_named_at_once_the_fastest_tier_first() -> None:
 
 
 def test_the_budget_of_nvme_is_named_by_its_own_key() -> None:
-    short = Shortage(3000, 4000, "what is placed there")
+    short = Shortage(3000, 4000, "the state placed there")
     message = str(InfeasibleError({Tier.NVME: short}, CAPACITY))
     assert "memory.nvme_capacity to at least 4,000" in message

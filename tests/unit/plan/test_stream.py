@@ -244,7 +244,7 @@ def test_all_budgets_that_are_too_small_are_named_at_once() -> None:
 
 
 def test_what_is_at_home_must_fit_before_anything_else() -> None:
-    with pytest.raises(InfeasibleError, match="what is placed there needs") as caught:
+    with pytest.raises(InfeasibleError, match="the state placed there needs") as caught:
         plan_of(nvme=3 * NUM_LAYERS * MATRIX_BYTES - 1)
     shortage = caught.value.shortages[NVME]
     assert shortage.needed_bytes == 3 * NUM_LAYERS * MATRIX_BYTES

@@ -83,7 +83,9 @@ class Drive:
         """Have threads run `tasks` as parts of `request`; failures go to its future."""
         with self._lock:
             if self._is_closed.is_set():
-                raise ValueError(f"The drive of {self.folder} is closed: open another.")
+                raise ValueError(
+                    f"The Drive of {self.folder} is closed. Open a new one."
+                )
             if direction not in self._queues:
                 self._start(direction)
             stalled_seconds = self._stalled_seconds()

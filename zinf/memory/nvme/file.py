@@ -64,7 +64,10 @@ class File:
     def read_async(self, into: np.ndarray, offset: int = 0) -> Future[np.ndarray]:
         """Like `read`; the result of the future is `into`."""
         if not into.flags.writeable:
-            raise ValueError("Cannot read into an array that is not writeable.")
+            raise ValueError(
+                f"Cannot read into {into.dtype}{list(into.shape)}, which is not "
+                "writeable. Pass a writeable array."
+            )
         return self._start("read", into, offset, lambda: into)
 
     def write(self, value: np.ndarray, offset: int = 0) -> None:
@@ -105,7 +108,10 @@ class File:
         finish: Callable[[], Any],
     ) -> Future[Any]:
         if offset < 0:
-            raise ValueError(f"Cannot {direction} at offset {offset}: it is negative.")
+            raise ValueError(
+                f"Cannot {direction} at offset {offset}. Offsets are bytes from the "
+                "start of the file, 0 or more."
+            )
         memory = as_bytes(array)
         tasks = [
             partial(_move, self.path, direction, offset + low, memory[low:high])

@@ -54,7 +54,11 @@ class Index:
         try:
             function(*arguments)
         except OSError as error:
-            logger.warning("The index %s ends here: %s.", self._path, error)
+            logger.warning(
+                "Cannot write the index %s any more: %s. Training does not need it.",
+                self._path,
+                error,
+            )
             if self._file is not None:
                 os.close(self._file)
                 self._file = None

@@ -71,8 +71,8 @@ class FolderLock:
             message = (
                 "The NVMe folder is in use by another engine of this process. Close "
                 "that engine first, with engine.close() or by making it in "
-                "`with zinf.initialize(...) as engine:`. If no name refers to it any "
-                "more, as after an error in a notebook, zinf.close_all() closes it. Or "
+                "`with zinf.initialize(...) as engine:`. If no variable refers to it "
+                "any more, as after an error in a notebook, call zinf.close_all(). Or "
                 "name another folder in memory.nvme"
             )
         else:

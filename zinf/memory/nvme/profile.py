@@ -92,8 +92,8 @@ def _load(file: Path) -> Profile:
         return Profile.model_validate_json(file.read_text("utf-8"))
     except ValueError as error:
         raise ValueError(
-            f"{file} is no profile of a drive: {error}. Delete it, or measure anew "
-            "with `zinf bench io`."
+            f"{file} is not a valid profile: {error}. Delete the file, or measure "
+            f"the drive again with `zinf bench io {file.parent}`."
         ) from error
     except OSError as error:
         raise from_os_error("Cannot read the profile", file, error) from error

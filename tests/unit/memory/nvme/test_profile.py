@@ -68,7 +68,7 @@ def test_a_damaged_profile_is_an_error_and_not_ignored(
     tmp_path: Path, content: str
 ) -> None:
     (tmp_path / PROFILE).write_text(content)
-    with pytest.raises(ValueError, match="(?s)no profile.*zinf bench io") as error:
+    with pytest.raises(ValueError, match="(?s)not a valid.*zinf bench io") as error:
         find_profile(tmp_path)
     assert str(tmp_path / PROFILE) in str(error.value)
 
