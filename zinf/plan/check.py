@@ -68,7 +68,7 @@ class _Reachability:
             before = list(instruction.after)
             if any(i >= index for i in before):
                 raise PlanError(
-                    f"#{index} {instruction.operation} waits for a later one"
+                    f"#{index} {instruction.operation} waits for a later instruction"
                 )
             if instruction.link in newest:
                 before.append(newest[instruction.link])
@@ -126,7 +126,7 @@ class _Copies:
             for used, is_written, other in self.uses[held]
             if is_written and overlaps(rows, used)
         ):
-            raise self.error(index, f"reads {_name(copy)} before it is there")
+            raise self.error(index, f"reads {_name(copy)} before it exists")
         if _seen(self.versions[held], copy[0]) != _seen(
             self.newest[copy[0].whole], copy[0]
         ):
@@ -154,12 +154,13 @@ class _Copies:
         """Raises unless `index` waits for all earlier uses of these rows."""
         for used, _, other in self.uses[held]:
             if overlaps(rows, used) and not self.waits(index, other):
-                raise self.error(index, f"{verb} {_name(held)} under #{other}")
+                what = f"{verb} {_name(held)} while #{other} may still use it"
+                raise self.error(index, what)
         self.uses[held] = [u for u in self.uses[held] if not covers(rows, u[0])]
 
     def free(self, index: int, copy: Copy) -> None:
         if copy not in self.present:
-            raise self.error(index, f"frees {_name(copy)}, which is not there")
+            raise self.error(index, f"frees {_name(copy)}, which does not exist")
         self.settle(index, copy, None, "frees")
         self.present.remove(copy)
         self.uses.pop(copy, None)
@@ -170,24 +171,25 @@ class _Copies:
         """Raises unless a host update waits for the devices that read the array."""
         for rows, other in self.read_there[array.whole]:
             if overlaps(rows, array.rows) and not self.waits(index, other):
-                raise self.error(index, f"changes {array} under #{other}")
+                what = f"changes {array} while #{other} may still read it"
+                raise self.error(index, what)
 
     def finish(self, kept: Iterable[Copy]) -> None:
         """Raises unless only homes and `kept` are left, with the newest versions."""
         kept = set(kept)
         if self.present != kept:
             copy = min(self.present ^ kept, key=str)
-            what = "leaves" if copy in self.present else "does not leave"
-            raise PlanError(f"the plan {what} {_name(copy)} behind")
+            what = "ends with" if copy in self.present else "ends without"
+            raise PlanError(f"the plan {what} {_name(copy)}")
         for copy in kept:
             array = copy[0]
             found = _seen(self.versions[copy], array)
             if found != _seen(self.newest[array.whole], array):
-                raise PlanError(f"the plan leaves an old version of {_name(copy)}")
+                raise PlanError(f"the plan ends with an old version of {_name(copy)}")
         for array, tier in self.plan.homes.items():
             found = _seen(self.versions[array, tier], array)
             if found != _seen(self.newest[array.whole], array):
-                raise PlanError(f"the new {array} never gets home to {tier}")
+                raise PlanError(f"the plan does not write the new {array} to {tier}")
 
     def waits(self, index: int, other: int | None) -> bool:
         if other is None or other == index:

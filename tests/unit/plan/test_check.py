@@ -82,14 +82,14 @@ def test_a_fetch_that_is_freed_is_right() -> None:
 
 def test_no_instruction_waits_for_a_later_one() -> None:
     later = replace(UP, after=(1,))
-    refuse(plan_of(later, free(W, HOST, 0)), "waits for a later one")
+    refuse(plan_of(later, free(W, HOST, 0)), "waits for a later instruction")
 
 
 def test_a_read_waits_for_what_makes_the_copy() -> None:
     right = UP, move(W, HOST, DEVICE, 0), free(W, HOST, 1), free(W, DEVICE, 1)
     check(plan_of(*right))
     early = UP, move(W, HOST, DEVICE), free(W, HOST, 0, 1), free(W, DEVICE, 1)
-    refuse(plan_of(*early), "#1 .* reads param/w on host before it is there")
+    refuse(plan_of(*early), "#1 .* reads param/w on host before it exists")
 
 
 def test_the_order_of_a_link_counts() -> None:
@@ -99,17 +99,17 @@ def test_the_order_of_a_link_counts() -> None:
 
 def test_a_read_of_what_was_freed_is_found() -> None:
     plan = plan_of(UP, free(W, HOST, 0), move(W, HOST, DEVICE, 1))
-    refuse(plan, "#2 .* reads param/w on host before it is there")
+    refuse(plan, "#2 .* reads param/w on host before it exists")
 
 
 def test_a_free_waits_for_readers() -> None:
     plan = plan_of(UP, move(W, HOST, DEVICE, 0), free(W, HOST, 0), free(W, DEVICE, 1))
-    refuse(plan, "#2 .* frees param/w on host under #1")
+    refuse(plan, "#2 .* frees param/w on host while #1 may still use it")
 
 
 def test_a_free_of_what_is_not_there_is_found() -> None:
-    refuse(plan_of(UP, free(V, HOST, 0)), "frees param/v on host, which is not there")
-    refuse(plan_of(free(W, NVME)), "which is not there")  # nobody frees what is at home
+    refuse(plan_of(UP, free(V, HOST, 0)), "frees param/v on host, which does not exist")
+    refuse(plan_of(free(W, NVME)), "which does not exist")  # homes are never freed
 
 
 def test_a_change_waits_for_readers() -> None:
@@ -118,7 +118,7 @@ def test_a_change_waits_for_readers() -> None:
     rest = free(W, HOST, 3), free(W, DEVICE, 1)
     check(plan_of(UP, read, change(W, 0, 1), down, *rest))
     early = plan_of(UP, read, change(W, 0), down, *rest)
-    refuse(early, "#2 .* overwrites param/w on host under #1")
+    refuse(early, "#2 .* overwrites param/w on host while #1 may still use it")
 
 
 def test_an_update_on_the_host_waits_for_readers_on_the_device() -> None:
@@ -133,7 +133,7 @@ def test_an_update_on_the_host_waits_for_readers_on_the_device() -> None:
         return plan_of(*up, read, decide, update, *rest, free(W, DEVICE, 2))
 
     check(plan(0, 1, 2))
-    refuse(plan(0, 1), r"#4 .* changes param/w.* under #2")
+    refuse(plan(0, 1), r"#4 .* changes param/w.* while #2 may still read it")
 
 
 def test_an_old_version_is_not_read() -> None:
@@ -158,11 +158,11 @@ def test_a_change_of_rows_makes_the_whole_new() -> None:
 def test_what_is_new_gets_home() -> None:
     refuse(
         plan_of(UP, change(W, 0), free(W, HOST, 1)),
-        "the new param/w never gets home to nvme",
+        "the plan does not write the new param/w to nvme",
     )
     refuse(
         plan_of(UP, change(ROWS, 0), free(W, HOST, 1)),
-        "the new param/w never gets home to nvme",
+        "the plan does not write the new param/w to nvme",
     )
 
 
@@ -181,13 +181,13 @@ def test_rows_are_not_put_into_a_whole_that_is_going() -> None:
 
 
 def test_nothing_is_left_but_what_is_kept() -> None:
-    refuse(plan_of(UP), "the plan leaves param/w on host behind")
+    refuse(plan_of(UP), "the plan ends with param/w on host")
     check(plan_of(UP), kept=[(W, HOST)])
 
 
 def test_what_is_there_at_the_start_may_be_read_and_freed() -> None:
     plan = plan_of(move(G, HOST, DEVICE), free(G, HOST, 0), free(G, DEVICE, 0))
-    refuse(plan, "reads gradient/w on host before it is there")
+    refuse(plan, "reads gradient/w on host before it exists")
     check(plan, initial=[(G, HOST)])
 
 
