@@ -24,7 +24,8 @@ from zinf.memory import Residents, Stores, close_when_dropped
 from zinf.optim.decision import MIXED
 from zinf.plan import Plan
 from zinf.prepare.batch import check_values, signature, with_shapes_before
-from zinf.prepare.planner import Planner
+from zinf.prepare.planner import Fused, Planner, Streamed
+from zinf.session.ahead import Ahead
 from zinf.session.condition import Condition
 from zinf.session.metrics import step_metrics
 from zinf.session.named import GRADIENT, MASTER, check_path, read_named, writes_of
@@ -73,6 +74,7 @@ class Engine:
         self.last_step = StepRecord()
         self._scalars = Scalars(planner.separated, self.config.loss_scaling)
         self._runners: dict[tuple, AbstractRunner] = {}
+        self._ahead = Ahead()
         self._current: AbstractRunner | None = None
         self._restore_from: tuple[Path, bool] | None = None
         self._condition = Condition()
@@ -129,11 +131,12 @@ class Engine:
 
         Returns:
             `step` (from 1), `loss`, `grad_norm` (before clipping), `learning_rate`
-            (None if the optimizer does not give it), `step_seconds`,
-            `tokens_per_second`; peak bytes `device_bytes`, `host_bytes`, `nvme_bytes`;
-            bytes moved `nvme_read_bytes`, `nvme_write_bytes`, `h2d_bytes`, `d2h_bytes`;
-            `skipped`; with fp16 `loss_scale`; and `aux` if the loss returns it (with a
-            leading microbatch dim if there are several).
+            (None if the optimizer does not give it), `step_seconds`, `plan_seconds` of
+            which the step waited for its plan, `tokens_per_second`; peak bytes
+            `device_bytes`, `host_bytes`, `nvme_bytes`; bytes moved `nvme_read_bytes`,
+            `nvme_write_bytes`, `h2d_bytes`, `d2h_bytes`; `skipped`; with fp16
+            `loss_scale`; and `aux` if the loss returns it (with a leading microbatch
+            dim if there are several).
 
         Raises:
             NonFiniteError: nothing was updated, unless the message says so.
@@ -295,6 +298,7 @@ class Engine:
                 "This engine was closed. Make another: zinf.initialize."
             )
             if self.is_placed:
+                self._ahead.close()
                 self._pending_save.close(self.stores)
                 self._closing.detach()
                 self._runners.clear()
@@ -342,6 +346,38 @@ class Engine:
             self.planner.check_batch(batch)
             return self._prepare(batch)
 
+    def prepare_ahead(self, batch: Any) -> None:
+        """Have the plan for the shape of a coming batch made while steps run.
+
+        The plans are made in a thread, one after another. A batch whose plan is not
+        complete waits for it. Errors are raised when the batch comes. If there are
+        several processes, the plan is made before this returns, as they must agree.
+
+        Args:
+            batch: an example, or its shapes. State must have been placed before, for
+                the largest batch best.
+        """
+        with self._turn.of("prepare_ahead"):
+            self._condition.check()
+            self.planner.check_batch(batch)
+            shape = signature(batch)
+            if not self.is_placed or shape in self._runners or shape in self._ahead:
+                return
+            spec = self.planner.batch_spec(batch)
+            homes = self._residents.homes
+            # No reference to the engine: see `__init__`.
+            planner, stores, pending = self.planner, self.stores, self._pending_save
+
+            def make() -> AbstractRunner:
+                with planner.problem.modes.own():
+                    made = planner.plan(spec, homes)
+                    return _runner(made, planner, stores, spec, pending)
+
+            if planner.group.count > 1:
+                self._runners[shape] = make()
+            else:
+                self._ahead.begin(shape, make)
+
     def initialize_state(self) -> None:
         """Write the initial value of every array to its home.
 
@@ -363,6 +399,7 @@ class Engine:
         check_values(batch)
         self.planner.check_batch(batch)
         runner = self._prepare(batch)
+        waited = perf_counter() - start
         self.stores.reset_peaks()
         record = self.last_step = StepRecord()
         advance = self._scalars.advance()
@@ -378,7 +415,7 @@ class Engine:
                 write_model_state(self._residents, self.planner, outcome, record)
         seconds = perf_counter() - start
         metrics = step_metrics(
-            outcome, runner, self._scalars, self.stores, advance.after, seconds
+            outcome, runner, self._scalars, self.stores, advance.after, seconds, waited
         )
         self._scalars.commit(advance.after, skipped=outcome.skips)
         if outcome.interrupted:
@@ -429,17 +466,18 @@ class Engine:
         if self._runners.get(shape) is not self._current:
             self._flush()
         if shape not in self._runners:
-            spec = self.planner.batch_spec(batch)
-            homes = self._residents.homes if self.is_placed else None
             with with_shapes_before(batch, self._runners):
-                made = self.planner.plan(spec, homes)
-            if homes is None:
-                self._place(made.plan)
-            pending = self._pending_save if made.plan.is_fused else PendingSave()
-            rest = self.planner, self.stores, spec, pending.wait
-            self._runners[shape] = make_runner(made, *rest)
+                self._runners[shape] = self._ahead.take(shape) or self._make(batch)
         self._current = switch(self._current, self._runners[shape])
         return self._current
+
+    def _make(self, batch: Any) -> AbstractRunner:
+        spec = self.planner.batch_spec(batch)
+        homes = self._residents.homes if self.is_placed else None
+        made = self.planner.plan(spec, homes)
+        if homes is None:
+            self._place(made.plan)
+        return _runner(made, self.planner, self.stores, spec, self._pending_save)
 
     def _place(self, plan: Plan) -> None:
         stores = make_stores(plan, self.config, self.planner.rule.mesh)
@@ -493,6 +531,18 @@ class Engine:
             residents = self._current_residents()
             return partial(read_leaf, residents, self.planner.problem)
         return dict(self.planner.initial_leaves()).__getitem__
+
+
+def _runner(
+    made: Streamed | Fused,
+    planner: Planner,
+    stores: Stores,
+    spec: Any,
+    pending_save: PendingSave,
+) -> AbstractRunner:
+    # A streamed step waits for each array that it changes, and not for a whole save.
+    pending = pending_save if made.plan.is_fused else PendingSave()
+    return make_runner(made, planner, stores, spec, pending.wait)
 
 
 def close_all() -> int:

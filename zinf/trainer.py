@@ -3,7 +3,7 @@
 import os
 import signal
 import threading
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from itertools import islice
@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 from zinf.checkpoint import Checkpoints
+from zinf.data import PacedIterator
 from zinf.engine import Engine
 from zinf.memory import StorageError
 from zinf.observe import (
@@ -47,7 +48,8 @@ class Trainer:
 
     Attributes:
         train_data: a `grain` dataset, loader or iterator, whose position is saved and
-            restored; or any iterable of batches. When a run is resumed, the batches of
+            restored, such as `zinf.data.Paced`, for whose lengths plans are made while
+            steps run; or any iterable of batches. When a run is resumed, the batches of
             an iterable that were used before are skipped.
         steps: number of optimizer steps, with those before a resume.
         evaluation_data: batches of the same shape. Each evaluation starts from the
@@ -70,6 +72,9 @@ class Trainer:
             bar.
         learning_rate: the schedule of the optimizer, to report the rate if the engine
             cannot read it from the optimizer state.
+        describe: more metrics of a step, computed from its batch, such as
+            `zinf.data.describe`. Of `tokens`, those of this process, the metrics have
+            the sum over all processes and steps, as `tokens_seen`.
         resume: begin from the newest of `checkpoints`, if there is one.
     """
 
@@ -88,6 +93,7 @@ class Trainer:
     trace_steps: int = 3
     log_every: int = 10
     learning_rate: optax.Schedule | None = None
+    describe: Callable[[Any], Mapping[str, int]] | None = None
     resume: bool = True
 
     def run(self) -> dict[str, Any]:
@@ -127,7 +133,7 @@ class _Run:
         self.settings, self.engine = trainer, trainer.engine
         self.group = trainer.engine.planner.group
         self.batches = _Batches(trainer.train_data)
-        self.num_skipped = 0
+        self.num_skipped = self.tokens_seen = 0
         self.saved_step: int | None = None
         self.totals: Totals | None = None
         self.writers: list[AbstractWriter] = []
@@ -137,32 +143,38 @@ class _Run:
     def begin(self) -> None:
         """Place the state, restore the newest checkpoint, and open the writers."""
         self.group.say("preparing")
-        runner = self.engine.prepare(self.batches.peek())
+        first = self.batches.peek()
+        # Place the state for the largest batch, so that there is room for all others.
+        runner = self.engine.prepare(self.batches.largest())
         if self.settings.evaluate_every is not None:
             # Find out now if evaluation does not fit, not after hours of training.
             runner.prepare_evaluation()
         if self.settings.checkpoints is not None:
             self.resume(self.settings.checkpoints)
             self.settings.checkpoints.check_space(self.engine)
-        first, settings = self.engine.num_steps, self.settings
+        if not self.engine.num_steps:
+            self.engine.prepare(first)
+        for shapes in self.batches.coming(self.settings.steps - self.engine.num_steps):
+            self.engine.prepare_ahead(shapes)
+        done, settings = self.engine.num_steps, self.settings
         if not self.group.is_first:
             return
         self.progress = Progress(
-            num_steps=settings.steps, after_step=first, log_every=settings.log_every
+            num_steps=settings.steps, after_step=done, log_every=settings.log_every
         )
         self.writers.append(self.progress)
         if settings.metrics is not None:
-            lines = JsonLines(settings.metrics, after_step=first)
+            lines = JsonLines(settings.metrics, after_step=done)
             self.writers.append(lines)
             self.say_kept("Metrics", lines.kept)
         if settings.tensorboard is not None:
-            events = TensorBoard(settings.tensorboard, after_step=first)
+            events = TensorBoard(settings.tensorboard, after_step=done)
             self.writers.append(events)
             self.say_kept("TensorBoard events", events.kept)
         if settings.trace is not None:
             self.trace = TraceFile(settings.trace, num_steps=settings.trace_steps)
-        if first:
-            self.progress.say(f"Resuming after step {first}.")
+        if done:
+            self.progress.say(f"Resuming after step {done}.")
 
     def say_kept(self, what: str, kept: Path | None) -> None:
         if kept is not None:
@@ -186,6 +198,7 @@ class _Run:
         state = checkpoints.restore(self.engine) or {}
         self.batches.resume(state.get("batches"), self.engine.num_steps)
         self.num_skipped = state.get("num_skipped", 0)
+        self.tokens_seen = state.get("tokens_seen", 0)
 
     def loop(self) -> dict[str, Any]:
         metrics: dict[str, Any] = {"step": self.engine.num_steps}
@@ -215,6 +228,11 @@ class _Run:
         if self.trace is not None and ran.plan is not None and ran.timeline is not None:
             self.trace.add(metrics["step"], ran.plan, ran.timeline)
         metrics["learning_rate"] = self.learning_rate(metrics)
+        if self.settings.describe is not None:
+            described = dict(self.settings.describe(batch))
+            tokens = described.pop("tokens", 0)
+            self.tokens_seen += tokens * self.engine.planner.num_shares
+            metrics |= {**described, "tokens_seen": self.tokens_seen}
         self.num_skipped += metrics["skipped"]
         is_last = metrics["step"] == self.settings.steps
         is_due = self.evaluates_after(metrics["step"])
@@ -286,7 +304,11 @@ class _Run:
         self.group.say(f"saving after step {self.engine.num_steps}")
         with self.surviving():
             checkpoints.wait()
-        state = {"batches": self.batches.state(), "num_skipped": self.num_skipped}
+        state = {
+            "batches": self.batches.state(),
+            "num_skipped": self.num_skipped,
+            "tokens_seen": self.tokens_seen,
+        }
         checkpoints.save(self.engine.num_steps, self.engine, state)
         self.saved_step = self.engine.num_steps
 
@@ -335,6 +357,18 @@ class _Batches:
                 "train_data has no batch. Give more data, or a smaller batch."
             ) from None
         return self._ahead[0]
+
+    def largest(self) -> Any:
+        """The next batch, or the shapes of the largest one that comes; peek before."""
+        if isinstance(self._iterator, PacedIterator):
+            return self._iterator.whole()
+        return self._ahead[0]
+
+    def coming(self, num_steps: int) -> list[Any]:
+        """Shapes of the batches of the next steps, if they change."""
+        if isinstance(self._iterator, PacedIterator):
+            return self._iterator.coming(num_steps)
+        return []
 
     def __next__(self) -> Any:
         return self._ahead.pop() if self._ahead else next(self._iterator)

@@ -39,6 +39,7 @@ KEYS = {
     "grad_norm",
     "learning_rate",
     "step_seconds",
+    "plan_seconds",
     "tokens_per_second",
     "device_bytes",
     "host_bytes",

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from zinf.config import Config, notices
-from zinf.data import text_dataset
+from zinf.data import Pace, Paced, text_dataset
 from zinf.data.text import Split, read_tokens, tokens_hash
 from zinf.distributed import AbstractGroup, Alone
 from zinf.models import GPTConfig, init_and_loss, num_parameters
@@ -59,12 +59,15 @@ def dataset(
     }
     if group.count > 1:
         group.agree({"data of the files": tokens_hash(read_tokens(names, **files))})
-    return text_dataset(
+    efficiency = config.data_efficiency
+    num_epochs = None if efficiency is None else efficiency.num_epochs
+    samples = text_dataset(
         names,
         **files,
         sequence_length=config.sequence_length,
         batch_size=batch_size(config),
         seed=data.seed,
+        num_epochs=num_epochs if split == "train" else None,
         split=split,
         validation_fraction=data.validation_fraction,
         vocab_size=_model(config).vocab_size,
@@ -72,6 +75,11 @@ def dataset(
         num_microbatches=config.num_microbatches,
         say=say,
     )
+    lengths = config.lengths
+    if lengths is None or split != "train":
+        return samples
+    pace = Pace.of(lengths.pacing, config.data.max_buckets)
+    return Paced(samples, length=pace, reshapes=lengths.reshapes, count=group.count)
 
 
 def _model(config: Config) -> GPTConfig:

@@ -13,6 +13,7 @@ from typing import Any
 from zinf.checkpoint import Checkpoints
 from zinf.cli.problem import dataset, devices, heading, num_tokens, problem, title
 from zinf.config import Config
+from zinf.data import describe
 from zinf.distributed import AbstractGroup, flat
 from zinf.initialize import initialize
 from zinf.observe.record import METRICS, RUN, TRACE, RunRecord
@@ -82,6 +83,7 @@ def train_config(
                 trace_steps=trace_steps,
                 log_every=config.log_every,
                 learning_rate=build_schedule(config),
+                describe=describe,
             )
             try:
                 trainer.run()

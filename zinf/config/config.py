@@ -10,8 +10,10 @@ from pydantic import Field, PrivateAttr
 from zinf.config.arguments import TOTAL_STEPS, Key, chosen_values, fill
 from zinf.config.batch import BatchSizes, batch_sizes, batch_violations
 from zinf.config.deepspeed import DeepSpeedKeys
+from zinf.config.efficiency import RESHAPE, length_violations
 from zinf.config.load import override, raw_config
 from zinf.config.messages import ConfigError, Notice, Problem, without_effect
+from zinf.config.pacing import Pacing, buckets
 from zinf.config.precision import BF16, LossScaling, precision_violations
 from zinf.config.rules import (
     execution_violations,
@@ -178,6 +180,9 @@ class Config(DeepSpeedKeys):
         )
         yield from training_violations(self.optimizer, self.scheduler, self.run)
         yield from model_violations(self.model, self.data)
+        yield from length_violations(
+            self.curriculum_learning, self.data_efficiency, self.sequence_length
+        )
         if self.bfloat16 is not None and "bf16" in self.model_fields_set:
             yield (
                 ("bfloat16",),
@@ -310,6 +315,27 @@ class Config(DeepSpeedKeys):
         return min(SEQUENCE_LENGTH, longest)
 
     @property
+    def lengths(self) -> "Lengths | None":
+        """The lengths of sequences while training; None: all have sequence_length."""
+        legacy, efficiency = self.curriculum_learning, self.data_efficiency
+        path: tuple[str, ...]
+        if legacy is not None and legacy.enabled:
+            path, pacing, reshapes = ("curriculum_learning",), legacy, False
+        elif efficiency is not None and efficiency.lengths is not None:
+            name, pacing = efficiency.lengths
+            path = ("data_efficiency", "data_sampling", "curriculum_learning")
+            path, reshapes = (*path, "curriculum_metrics", name), name == RESHAPE
+        else:
+            return None
+        kept = buckets(pacing.levels(), self.data.max_buckets)
+        return Lengths(path, pacing, kept, reshapes)
+
+    @property
+    def cuts_rows(self) -> bool:
+        """Whether steps may have several rows per sample of a batch."""
+        return self.lengths is not None and self.lengths.reshapes
+
+    @property
     def log_every(self) -> int:
         """Steps between printed metrics."""
         if self.steps_per_print and "log_every" not in self.run.model_fields_set:
@@ -351,6 +377,23 @@ class Config(DeepSpeedKeys):
             ("zero_optimization", "offload_optimizer"): self.optimizer_tier,
             ("activation_checkpointing", "cpu_checkpointing"): self.activation_tier,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """How long the sequences of each step are.
+
+    Attributes:
+        path: the section that says so.
+        pacing: the length in tokens.
+        buckets: the lengths that are used; others are rounded down to these.
+        reshapes: whether a sample is cut into several, instead of truncated.
+    """
+
+    path: tuple[str, ...]
+    pacing: Pacing
+    buckets: tuple[int, ...]
+    reshapes: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from zinf.config.efficiency import CurriculumLearning, DataEfficiency
 from zinf.config.ignored import TABLE
 from zinf.config.opaque import AnyKeys
 from zinf.config.optimizer import Optimizer
@@ -150,11 +151,11 @@ class DeepSpeedKeys(Section):
     weight_quantization: Unsupported[AnyKeys | None] = None
     """Quantised weights for inference; remove it."""
 
-    curriculum_learning: Unsupported[AnyKeys | None] = None
-    """Sequences that get longer while training; remove it."""
+    curriculum_learning: CurriculumLearning | None = None
+    """Sequences that get longer while training, in `zinf train`."""
 
-    data_efficiency: Unsupported[AnyKeys | None] = None
-    """Curricula and random layerwise token dropping; remove it."""
+    data_efficiency: DataEfficiency | None = None
+    """Curricula, in `zinf train`."""
 
     hybrid_engine: Unsupported[AnyKeys | None] = None
     """Generation inside training; remove it."""

@@ -168,6 +168,12 @@ partition pipe_partitioned grad_partitioned: zinf has no pipeline stages yet.
 seed_layers: Random keys are explicit in JAX.
 activation_checkpoint_interval: Segments are cut from the traced program.
 
+[data_efficiency.data_sampling] no effect here
+num_workers pin_memory: Samples are read in the calling thread.
+
+[data_efficiency.data_sampling.curriculum_learning] automatic here
+data_cluster_path: Samples are drawn from the index itself; no clusters are written.
+
 [optimizer] without meaning under XLA
 legacy_fusion: zinf has none of DeepSpeed's wrappers of optimizers.
 

@@ -132,13 +132,14 @@ def can_be_left_out(
         if key in section.IGNORED:
             return True
         field = section.model_fields.get(key)
-        if field is None:
+        siblings = value if isinstance(value, Mapping) else {}
+        below = section.section_at(key, siblings)
+        if field is None and below is None:
             known = [*section.known_keys(), *schema.known_keys()]
             return nearest(key, known) is None and not any(paths_of(key, schema))
-        if status_of(field) is not Status.USED:
+        if field is not None and status_of(field) is not Status.USED:
             return True
-        siblings = value if isinstance(value, Mapping) else {}
-        section, value = section.section_at(key, siblings), siblings.get(key)
+        section, value = below, siblings.get(key)
     return False
 
 

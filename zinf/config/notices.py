@@ -22,7 +22,7 @@ ZERO = "zero_optimization"
 # Keys that `zinf train` reads and `zinf.initialize` does not.
 FOR_TRAIN = (
     *("optimizer", "scheduler", "model", "data", "run"),
-    *("tensorboard", "steps_per_print"),
+    *("tensorboard", "steps_per_print", "curriculum_learning", "data_efficiency"),
 )
 
 
@@ -153,6 +153,38 @@ def _decoupled_decay(config: Config) -> Iterator[Notice]:
         yield Notice(path, f"{text}. For an L2 penalty use type Adam.")
 
 
+def _switched_off(config: Config) -> Iterator[Notice]:
+    """A part of data_efficiency that is on below one that is off."""
+    efficiency = config.data_efficiency
+    if efficiency is None:
+        return
+    sampling = efficiency.data_sampling
+    chain = {
+        ("data_efficiency",): efficiency.enabled,
+        ("data_efficiency", "data_sampling"): sampling.enabled,
+        (
+            *("data_efficiency", "data_sampling", "curriculum_learning"),
+        ): sampling.curriculum_learning.enabled,
+    }
+    for path, is_on in chain.items():
+        above = [p for p, on in chain.items() if p == path[: len(p)] != path and not on]
+        if is_on and above:
+            text = f"has no effect, because {'.'.join(above[0])}.enabled is false"
+            yield Notice((*path, "enabled"), f"{text}.")
+
+
+def _fewer_lengths(config: Config) -> Iterator[Notice]:
+    lengths = config.lengths
+    if lengths is None:
+        return
+    levels = lengths.pacing.levels()
+    if len(levels) > len(lengths.buckets):
+        text = f"{len(levels)} lengths are rounded down to {len(lengths.buckets)}"
+        shown = ", ".join(map(str, lengths.buckets))
+        text = f"{text} ({shown}), as each has its own plan. More: data.max_buckets"
+        yield Notice(lengths.path, f"{text}.")
+
+
 RULES: tuple[Callable[[Config], Iterator[Notice]], ...] = (
     _unused_folders,
     _no_drive,
@@ -162,6 +194,8 @@ RULES: tuple[Callable[[Config], Iterator[Notice]], ...] = (
     _cycled_betas,
     _no_evaluation,
     _decoupled_decay,
+    _switched_off,
+    _fewer_lengths,
 )
 
 

@@ -33,10 +33,6 @@ KEYS = {
         weight_quantization activation_quantization sparse_pruning row_pruning
         head_pruning channel_pruning layer_reduction""",
     "csv_monitor": "enabled output_path job_name",
-    "curriculum_learning": """
-        enabled curriculum_type min_difficulty max_difficulty schedule_type
-        schedule_config""",
-    "data_efficiency": "enabled seed data_sampling data_routing",
     "eigenvalue": """
         enabled verbose max_iter tol stability gas_boundary_resolution layer_name
         layer_num model_name""",

@@ -185,6 +185,9 @@ class Data(Section):
     sequence_length: Count | None = None
     """Tokens per sample; null: 256, or model.max_length if that is less."""
 
+    max_buckets: Count = 8
+    """Most lengths that a schedule of lengths trains with. Each has its own plan."""
+
     validation_fraction: Fraction = 0.05
     """Share of the data that is used for evaluation only."""
 

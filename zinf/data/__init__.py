@@ -1,8 +1,13 @@
 """Reads training data from files of text and of tokens."""
 
+from zinf.config.pacing import Pacing as Pacing
 from zinf.data.files import Found as Found
 from zinf.data.files import Kind as Kind
 from zinf.data.files import find_files as find_files
+from zinf.data.paced import Pace as Pace
+from zinf.data.paced import Paced as Paced
+from zinf.data.paced import PacedIterator as PacedIterator
+from zinf.data.paced import describe as describe
 from zinf.data.share import Share as Share
 from zinf.data.text import read_tokens as read_tokens
 from zinf.data.text import text_dataset as text_dataset

@@ -65,12 +65,15 @@ def step_metrics(
     stores: Stores,
     advanced: Sequence[np.ndarray],
     seconds: float,
+    plan_seconds: float,
 ) -> StepMetrics:
     """Metrics of the latest step; see `Engine.step`.
 
     Args:
         scalars: they do not count this step yet.
         advanced: the optimizer's shared state after the step.
+        seconds: how long the step took, with `plan_seconds`, for which it waited for
+            its plan.
     """
     num_tokens = count_tokens(runner.spec, runner.num_microbatches)
     metrics = StepMetrics()
@@ -80,6 +83,7 @@ def step_metrics(
         "grad_norm": outcome.grad_norm,
         "learning_rate": scalars.learning_rate(advanced),
         "step_seconds": seconds,
+        "plan_seconds": plan_seconds,
         "tokens_per_second": num_tokens / seconds,
         **{f"{tier}_bytes": stores.peak_bytes(tier) for tier in Tier},
         **{name: outcome.moved_bytes.get(link, 0) for name, link in TRAFFIC.items()},

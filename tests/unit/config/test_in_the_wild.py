@@ -395,12 +395,23 @@ FILES = (
                 "data_routing": {"enabled": True, "random_ltd": {"enabled": True}},
             }
         },
-        refused=("data_efficiency",),
+        refused=("data_efficiency.data_routing",),
     ),
     File(
         "DeepSpeed/docs/_tutorials/curriculum-learning.md",
-        {"curriculum_learning": {"enabled": True, "curriculum_type": "seqlen"}},
-        refused=("curriculum_learning",),
+        {
+            "curriculum_learning": {
+                "enabled": True,
+                "curriculum_type": "seqlen",
+                "min_difficulty": 8,
+                "max_difficulty": 256,
+                "schedule_type": "fixed_linear",
+                "schedule_config": {
+                    "total_curriculum_step": 15000,
+                    "difficulty_step": 8,
+                },
+            }
+        },
     ),
     File(
         f"{EXAMPLES}/compression/bert/config/ds_config_W1A8_Qgroup64_fp32.json",

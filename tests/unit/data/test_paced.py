@@ -1,0 +1,171 @@
+"""Sequences get longer as the schedule says, and a run resumes at any step."""
+
+import json
+
+import grain
+import numpy as np
+import pytest
+
+from zinf.config.pacing import Pacing
+from zinf.data import Pace, Paced, Share, describe
+
+WINDOW, ROWS = 17, 8  # a row predicts 16 tokens
+
+
+def pace(*, tokens: bool = False, max_buckets: int = 8) -> Pace:
+    total = {"total_curriculum_tokens" if tokens else "total_curriculum_step": 12}
+    if tokens:
+        total = {"total_curriculum_tokens": 12 * ROWS * 8}
+    config = {
+        "min_difficulty": 4,
+        "max_difficulty": 16,
+        "schedule_type": "fixed_linear",
+        "schedule_config": {"difficulty_step": 4, **total},
+    }
+    return Pace.of(Pacing.model_validate(config), max_buckets)
+
+
+def samples(num: int = 200) -> grain.MapDataset:
+    rows = np.arange(num * WINDOW, dtype=np.int32).reshape(num, WINDOW)
+    data = grain.MapDataset.source([{"tokens": r, "id": r[0]} for r in rows])
+    return data.shuffle(5).repeat(None)
+
+
+def paced(length: Pace, process=(0, 1), *, reshapes=False, num_microbatches=1) -> Paced:
+    share = Share(samples(), ROWS, process=process, num_microbatches=num_microbatches)
+    return Paced(share, length=length, reshapes=reshapes, count=process[1])
+
+
+def take(iterator, count: int) -> list[np.ndarray]:
+    return [next(iterator)["tokens"] for _ in range(count)]
+
+
+def test_rows_are_truncated_to_the_length_of_the_step():
+    whole = iter(Share(samples(), ROWS))
+    length = pace()
+    for step, batch in zip(range(20), paced(length), strict=False):
+        expected = length.at(step, tokens=0)
+        assert batch["tokens"].shape == (ROWS, expected + 1)
+        row = next(whole)
+        assert (batch["tokens"] == row["tokens"][:, : expected + 1]).all()
+        assert (batch["id"] == row["id"]).all()
+    assert expected == 16
+
+
+def test_rows_are_cut_into_pieces_that_predict_each_token_once():
+    whole = iter(Share(samples(), ROWS))
+    for batch in [next(i) for i in [iter(paced(pace(), reshapes=True))] for _ in "ab"]:
+        row = next(whole)
+        assert batch["tokens"].shape == (ROWS * 4, 5)
+        targets = batch["tokens"][:, 1:].reshape(ROWS, 16)
+        assert (targets == row["tokens"][:, 1:]).all()
+        assert (batch["id"] == np.repeat(row["id"], 4)).all()
+
+
+@pytest.mark.parametrize("reshapes", [False, True])
+@pytest.mark.parametrize("tokens", [False, True])
+def test_a_run_resumes_at_any_step_on_any_number_of_processes(tokens, reshapes):
+    """The microbatches of all processes together are those of one."""
+    length = pace(tokens=tokens)
+    steps, parts = 16, 2
+
+    def together(count: int, position: int, number: int, state=None) -> list:
+        readers = []
+        for index in range(count):
+            made = paced(
+                length, (index, count), reshapes=reshapes, num_microbatches=parts
+            )
+            readers.append(iter(made))
+            if state is not None:
+                readers[-1].set_state(state)
+        found = []
+        for _ in range(number):
+            shares = [next(reader)["tokens"] for reader in readers]
+            cut = [np.split(share, parts) for share in shares]
+            found.append(np.concatenate([c[m] for m in range(parts) for c in cut]))
+        return [found, [reader.get_state() for reader in readers]]
+
+    undisturbed, _ = together(1, 0, steps)
+    assert len({batch.shape for batch in undisturbed}) == 4
+    for stop in range(0, steps, 5):
+        for before, after in ((1, 2), (2, 4), (4, 1)):
+            first, states = together(before, 0, stop)
+            assert all(state == states[0] for state in states)
+            state = json.loads(json.dumps(states[0]))
+            rest, _ = together(after, stop, steps - stop, state)
+            for batch, expected in zip(first + rest, undisturbed, strict=True):
+                assert (batch == expected).all()
+
+
+def test_tokens_before_a_step_decide_where_the_schedule_counts_them():
+    length, seen = pace(tokens=True), 0
+    iterator = iter(paced(length))
+    for step in range(30):
+        tokens = next(iterator)["tokens"]
+        assert tokens.shape[1] - 1 == length.at(step, seen)
+        seen += tokens.shape[0] * (tokens.shape[1] - 1)
+    assert iterator.get_state()["tokens"] == seen
+
+
+@pytest.mark.parametrize("reshapes", [False, True])
+def test_the_shapes_that_come_are_known_ahead(reshapes):
+    iterator = iter(paced(pace(tokens=True), reshapes=reshapes))
+    first = next(iterator)["tokens"].shape
+    coming = [batch["tokens"].shape for batch in iterator.coming(100)]
+    assert iterator.whole()["tokens"].shape == (ROWS, WINDOW)
+    seen = list(dict.fromkeys([first, *[b.shape for b in take(iterator, 40)]]))
+    assert [first, *[shape for shape in coming if shape != first]] == seen
+    assert [b["tokens"].shape for b in iterator.coming(100)] == [(ROWS, WINDOW)]
+    assert len(coming) == 4 and iterator.coming(0) == []
+
+
+def test_a_run_that_ends_before_makes_no_plan_that_it_does_not_use():
+    iterator = iter(paced(pace()))
+    next(iterator)
+    seen = {batch["tokens"].shape for batch in iterator.coming(5)}
+    assert seen == {batch.shape for batch in take(iterator, 5)}
+
+
+def test_few_buckets_stand_for_many_lengths():
+    length = pace(max_buckets=2)
+    assert length.buckets == (4, 16)
+    found = [batch.shape[1] - 1 for batch in take(iter(paced(length)), 20)]
+    assert {*found} == {4, 16} and found == sorted(found)
+
+
+def test_describe_counts_the_tokens_that_are_predicted():
+    batch = {"tokens": np.zeros((3, 9), np.int32)}
+    assert describe(batch) == {"sequence_length": 8, "tokens": 24}
+
+
+class Other(grain.IterDataset):
+    """Batches of a shape."""
+
+    def __init__(self, batch):
+        super().__init__()
+        self.batch = batch
+
+    def __iter__(self):
+        return grain.MapDataset.source([self.batch]).to_iter_dataset().__iter__()
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"tokens": np.zeros(8, np.int32)}, r"must have the shape \(rows, tokens\)"),
+        ({"x": np.zeros((8, 17))}, "must have the shape .* no such leaf"),
+        (
+            {"tokens": np.zeros((8, 9), np.int32)},
+            r"to predict 16 tokens.* \[8, 9\], which predicts 8",
+        ),
+    ],
+)
+def test_batches_that_cannot_be_shortened_are_refused(batch, message):
+    with pytest.raises(ValueError, match=message):
+        next(iter(Paced(Other(batch), length=pace())))
+
+
+@pytest.mark.parametrize("wrong", [(), (8, 4), (4, 4), (0, 8)])
+def test_buckets_that_are_no_lengths_are_refused(wrong):
+    with pytest.raises(ValueError, match="bucket"):
+        Pace(lambda count: count, wrong)
