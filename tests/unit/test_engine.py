@@ -17,7 +17,7 @@ FUSED = {"execution": "fused"}
 STREAMED = {"execution": "streamed", "segment": {"remat": "always"}}
 KEY = jax.random.key(3)
 KEYS = {
-    *("step", "loss", "grad_norm", "learning_rate", "step_seconds"),
+    *("step", "loss", "grad_norm", "learning_rate", "step_seconds", "plan_seconds"),
     *("tokens_per_second", "device_bytes", "host_bytes", "nvme_bytes"),
     *("nvme_read_bytes", "nvme_write_bytes", "h2d_bytes", "d2h_bytes", "skipped"),
 }
