@@ -26,7 +26,7 @@ LAYERS = (
         "jaxpr",
         "distributed",
     ),
-    ("memory", "sharding"),
+    ("memory", "sharding", "moe"),
     ("activation", "tiling", "data", "models"),
     ("segment",),
     ("plan", "optim"),

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from zinf import linen as linen
     from zinf import mesh as mesh
     from zinf import models as models
+    from zinf import moe as moe
     from zinf import nnx as nnx
     from zinf import observe as observe
     from zinf import tiling as tiling
@@ -49,6 +50,7 @@ make_lazy(
         "linen",
         "mesh",
         "models",
+        "moe",
         "nnx",
         "observe",
         "tiling",

@@ -14,6 +14,7 @@ from jax import lax
 
 from zinf.models import GPTConfig
 from zinf.models.gpt import init_and_loss
+from zinf.moe import experts, top_k
 
 DIM, BATCH, LAYERS = 8, 4, 3
 Tree = Any
@@ -533,6 +534,52 @@ def experts_chosen_by_a_router(params, batch):
         routed = block(p, x[order])[jnp.argsort(order)]
         x = x + best * routed
     return mse(x, batch)
+
+
+EXPERTS = 4
+
+
+def with_experts() -> Tree:
+    many = [
+        {
+            "router": weight(20 + i, DIM, EXPERTS),
+            "up": weight(30 + i, EXPERTS, DIM, 6) * 2,
+            "down": weight(40 + i, EXPERTS, 6, DIM),
+        }
+        for i in range(LAYERS)
+    ]
+    return {"layers": many}
+
+
+def one_expert(p: Tree, x: jax.Array) -> jax.Array:
+    return jnp.tanh(x @ p["up"]) @ p["down"]
+
+
+def mixed(p: Tree, x: jax.Array, *, splits: int) -> tuple[jax.Array, jax.Array]:
+    routing = top_k(x @ p["router"], 2, capacity=3)
+    weights = {"up": p["up"], "down": p["down"]}
+    routes = routing.choice, routing.gate
+    y = experts(one_expert, weights, x, *routes, block=2, splits=splits)
+    return x + y, routing.aux_loss
+
+
+@program(with_experts)
+def experts_of_every_layer(params, batch):
+    """`zinf.moe`: dropped routes, a balancing loss, a loop with its own derivative."""
+    x, balance = batch["x"], 0.0
+    for p in params["layers"]:
+        x, aux_loss = mixed(p, x, splits=1)
+        balance += aux_loss
+    return mse(x, batch) + 0.01 * balance
+
+
+@program(with_experts)
+def experts_fetched_in_pieces(params, batch):
+    x, balance = batch["x"], 0.0
+    for p in params["layers"]:
+        x, aux_loss = mixed(p, x, splits=2)
+        balance += aux_loss
+    return mse(x, batch) + 0.01 * balance
 
 
 def create_haiku(x):

@@ -22,7 +22,8 @@ def _path(value: object) -> object:
 Flag = Annotated[bool, Strict()]
 Number = Annotated[float, Strict(), AllowInfNan(False)]
 NonNegative = Annotated[Number, Field(ge=0)]
-Seconds = Annotated[Number, Field(gt=0)]
+Positive = Annotated[Number, Field(gt=0)]
+Seconds = Positive
 Fraction = Annotated[Number, Field(ge=0, lt=1)]
 Integer = Annotated[int, BeforeValidator(_whole), Strict()]
 Whole = Annotated[Integer, Field(ge=0)]

@@ -7,7 +7,17 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator
 
 from zinf.config.nearest import did_you_mean
-from zinf.config.scalar import Count, Flag, Folder, Fraction, Seconds, Text, Whole
+from zinf.config.scalar import (
+    Count,
+    Flag,
+    Folder,
+    Fraction,
+    NonNegative,
+    Positive,
+    Seconds,
+    Text,
+    Whole,
+)
 from zinf.config.section import Section, Violation
 from zinf.config.size import Size
 from zinf.config.status import Auto
@@ -131,6 +141,26 @@ class Model(Section):
     remat: Flag = False
     """Recompute blocks in the backward pass even if the step is not streamed."""
 
+    num_experts: Whole | tuple[Whole, ...] = 0
+    """Experts in place of each block's MLP; 0: a dense MLP. A list has one number for
+    each block."""
+
+    experts_per_token: Count = 1
+    """How many experts take a token."""
+
+    capacity_factor: Positive | None = None
+    """An expert takes up to this times experts_per_token times the tokens of a batch
+    over the number of experts; null: every token that chose it."""
+
+    residual_experts: Flag = False
+    """Each token also passes a dense MLP, as in PR-MoE."""
+
+    aux_loss_coefficient: NonNegative = 0.01
+    """Weight of the load-balancing loss of experts."""
+
+    expert_splits: Count = 1
+    """Pieces in which a layer's experts are fetched and computed."""
+
     def violations(self) -> Iterator[Violation]:
         heads, kv_heads = self.num_heads, self.num_kv_heads or self.num_heads
         if self.embed_dim % heads:
@@ -141,6 +171,27 @@ class Model(Section):
             yield ("embed_dim",), f"/ num_heads is {head_dim}; rope needs it even."
         if heads % kv_heads:
             yield ("num_kv_heads",), f"{kv_heads} does not divide num_heads, {heads}."
+        yield from self._violations_of_experts()
+
+    def _violations_of_experts(self) -> Iterator[Violation]:
+        given = self.num_experts
+        counts = given if isinstance(given, tuple) else (given,) * self.num_layers
+        if len(counts) != self.num_layers:
+            text = f"has {len(counts)} numbers, but num_layers is {self.num_layers}."
+            yield ("num_experts",), text
+        with_experts = [count for count in counts if count]
+        if not with_experts:
+            return
+        fewest = min(with_experts)
+        if self.experts_per_token > fewest:
+            text = f"{self.experts_per_token} is more than there are experts, {fewest}."
+            yield ("experts_per_token",), text
+        if any(count % self.expert_splits for count in with_experts):
+            text = f"{self.expert_splits} does not divide num_experts, {given}."
+            yield ("expert_splits",), text
+        if self.scan_layers:
+            text = "is not supported with num_experts. Set it to false; equal layers"
+            yield ("scan_layers",), f"{text} share one executable without it."
 
 
 def _paths(value: object) -> object:

@@ -23,6 +23,7 @@ from flax import nnx
 
 from zinf.models.cross_entropy import cross_entropy
 from zinf.models.gpt_config import GPTConfig
+from zinf.moe import MoE
 
 Params = dict[str, Any]  # Nested dicts of arrays, from `nnx.to_pure_dict`.
 Batch = Mapping[str, jax.Array]
@@ -127,23 +128,56 @@ class MLP(nnx.Module):
         return self.down(jax.nn.silu(self.gate(x_BTD)) * self.up(x_BTD))
 
 
-class Block(nnx.Module):
-    """One layer: attention and MLP, each after a norm and added to its input."""
+def _experts(config: GPTConfig, num_experts: int, *, rngs: nnx.Rngs) -> MoE:
+    # The likeliest experts and the first tokens: nothing is drawn, so no key is needed.
+    return MoE(
+        config.embed_dim,
+        lambda rngs: MLP(config, rngs=rngs),
+        num_experts,
+        config.experts_per_token,
+        drop_tokens=config.capacity_factor is not None,
+        capacity_factor=config.capacity_factor or 1.0,
+        eval_capacity_factor=config.capacity_factor or 1.0,
+        min_capacity=1,
+        use_rts=False,
+        top2_2nd_expert_sampling=False,
+        use_residual=config.residual_experts,
+        splits=config.expert_splits,
+        rngs=rngs,
+    )
 
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+
+class Block(nnx.Module):
+    """One layer: attention and MLP, each after a norm and added to its input.
+
+    Experts may stand in place of the MLP.
+    """
+
+    def __init__(self, config: GPTConfig, num_experts: int = 0, *, rngs: nnx.Rngs):
         self.attention_norm = _norm(config, rngs=rngs)
         self.attention = Attention(config, rngs=rngs)
         self.mlp_norm = _norm(config, rngs=rngs)
-        self.mlp = MLP(config, rngs=rngs)
+        self.mlp: MLP | MoE
+        if num_experts:
+            self.mlp = _experts(config, num_experts, rngs=rngs)
+        else:
+            self.mlp = MLP(config, rngs=rngs)
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(
         self, x_BTD: jax.Array, rope: Rope | None, key: jax.Array | None
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The output, and the load-balancing loss where there are experts."""
         attention_key, mlp_key = (None, None) if key is None else jax.random.split(key)
         attended_BTD = self.attention(self.attention_norm(x_BTD), rope)
         x_BTD = x_BTD + _drop(self.dropout, attended_BTD, attention_key)
-        return x_BTD + _drop(self.dropout, self.mlp(self.mlp_norm(x_BTD)), mlp_key)
+        hidden_BTD = self.mlp_norm(x_BTD)
+        aux_loss = None
+        if isinstance(self.mlp, MoE):
+            hidden_BTD, aux_loss, _ = self.mlp(hidden_BTD)
+        else:
+            hidden_BTD = self.mlp(hidden_BTD)
+        return x_BTD + _drop(self.dropout, hidden_BTD, mlp_key), aux_loss
 
 
 def _drop(dropout: nnx.Dropout, x: jax.Array, key: jax.Array | None) -> jax.Array:
@@ -193,6 +227,15 @@ class GPT(nnx.Module):
             tokens_BT: Integers below `vocab_size`; T is at most `max_length`.
             dropout_key: Turns dropout on; layer i uses `fold_in(dropout_key, i)`.
         """
+        return self.with_aux_loss(tokens_BT, dropout_key=dropout_key)[0]
+
+    def with_aux_loss(
+        self, tokens_BT: jax.Array, *, dropout_key: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The logits, and the mean load-balancing loss of the layers with experts.
+
+        The second is a float32 scalar; None if no layer has experts.
+        """
         config, length = self.config, tokens_BT.shape[1]
         if length > config.max_length:
             raise ValueError(
@@ -206,7 +249,8 @@ class GPT(nnx.Module):
         # Computed once, outside the layers: the tables depend on no parameter.
         is_rope = config.position == "rope"
         rope = rope_tables(length, config.head_dim) if is_rope else None
-        x_BTD = self.norm(self._run_blocks(x_BTD, rope, dropout_key))
+        x_BTD, aux_loss = self._run_blocks(x_BTD, rope, dropout_key)
+        x_BTD = self.norm(x_BTD)
         output = self.output_embedding
         output_VD = (self.token_embedding if output is None else output)[...]
         # One row per token: if a matmul sums over several dims of an operand, XLA:CPU
@@ -215,46 +259,57 @@ class GPT(nnx.Module):
         logits_RV = jnp.einsum(
             "RD,VD->RV", x_RD, output_VD, preferred_element_type=jnp.float32
         )
-        return logits_RV.reshape(*tokens_BT.shape, -1)
+        return logits_RV.reshape(*tokens_BT.shape, -1), aux_loss
 
     def _run_blocks(
         self, x_BTD: jax.Array, rope: Rope | None, dropout_key: jax.Array | None
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, jax.Array | None]:
         if isinstance(self.blocks, nnx.List):
             run_one = nnx.remat(_run_block) if self.config.remat else _run_block
+            aux_losses = []
             for layer, block in enumerate(self.blocks):
                 key = _layer_key(dropout_key, layer)
-                x_BTD = run_one(block, x_BTD, rope, key)
-            return x_BTD
+                x_BTD, aux_loss = run_one(block, x_BTD, rope, key)
+                if aux_loss is not None:
+                    aux_losses.append(aux_loss)
+            if not aux_losses:
+                return x_BTD, None
+            return x_BTD, sum(aux_losses[1:], aux_losses[0]) / len(aux_losses)
 
         def run(x_BTD: jax.Array, block: Block, layer: jax.Array | None) -> jax.Array:
-            return block(x_BTD, rope, _layer_key(dropout_key, layer))
+            return block(x_BTD, rope, _layer_key(dropout_key, layer))[0]
 
         run = nnx.remat(run) if self.config.remat else run
         layers_L = None if dropout_key is None else jnp.arange(self.config.num_layers)
         scan = nnx.scan(run, in_axes=(nnx.Carry, 0, 0), out_axes=nnx.Carry)
-        return scan(x_BTD, self.blocks, layers_L)
+        return scan(x_BTD, self.blocks, layers_L), None
 
 
 def _run_block(
     block: Block, x_BTD: jax.Array, rope: Rope | None, key: jax.Array | None
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array | None]:
     return block(x_BTD, rope, key)
 
 
 def _blocks(config: GPTConfig, key: jax.Array) -> nnx.List | Block:
     """The blocks, each from its own key: a list, or one block of stacked parameters."""
 
-    # Under jit, one trace serves all layers: tracing 96 layers separately took 20 s.
-    @nnx.jit
-    def create(key: jax.Array) -> Block:
-        return Block(config, rngs=nnx.Rngs(key))
+    # Under jit, one trace serves all equal layers: tracing 96 layers separately took
+    # 20 s.
+    @functools.cache
+    def creates(num_experts: int) -> Callable[[jax.Array], Block]:
+        @nnx.jit
+        def create(key: jax.Array) -> Block:
+            return Block(config, num_experts, rngs=nnx.Rngs(key))
+
+        return create
 
     if not config.scan_layers:
         keys = (jax.random.fold_in(key, layer) for layer in range(config.num_layers))
-        return nnx.List([create(key) for key in keys])
+        counts = config.experts_of_blocks
+        return nnx.List([creates(n)(k) for k, n in zip(keys, counts, strict=True)])
     fold_in = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
-    return nnx.vmap(create)(fold_in(key, jnp.arange(config.num_layers)))
+    return nnx.vmap(creates(0))(fold_in(key, jnp.arange(config.num_layers)))
 
 
 def next_token_loss(
@@ -262,14 +317,19 @@ def next_token_loss(
 ) -> jax.Array:
     """Mean cross entropy in nats of each token given those before it, in float32.
 
+    With experts, `aux_loss_coefficient` times the load-balancing loss is added.
+
     Args:
         batch: {"tokens": integers (B, T + 1)}; the first token is not predicted, and
             the last is not an input.
         dropout_key: Turns dropout on.
     """
     tokens = batch["tokens"]
-    logits_BTV = model(tokens[:, :-1], dropout_key=dropout_key)
-    return jnp.mean(cross_entropy(logits_BTV, tokens[:, 1:]))
+    logits_BTV, aux_loss = model.with_aux_loss(tokens[:, :-1], dropout_key=dropout_key)
+    loss = jnp.mean(cross_entropy(logits_BTV, tokens[:, 1:]))
+    if aux_loss is None:
+        return loss
+    return loss + model.config.aux_loss_coefficient * aux_loss
 
 
 def init_and_loss(
@@ -309,8 +369,9 @@ def init_and_loss(
 def num_parameters(config: GPTConfig) -> int:
     """Number of entries of all parameters; tied embeddings count once."""
     # Stacked blocks have the same entries, and only one block is traced.
-    stacked = dataclasses.replace(config, scan_layers=True)
-    model = nnx.eval_shape(lambda: GPT(stacked, rngs=nnx.Rngs(0)))
+    is_dense = not any(config.experts_of_blocks)
+    traced = dataclasses.replace(config, scan_layers=True) if is_dense else config
+    model = nnx.eval_shape(lambda: GPT(traced, rngs=nnx.Rngs(0)))
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model)))
 
 
@@ -320,12 +381,23 @@ def flops_per_token(config: GPTConfig) -> int:
     6N + 12 LNHT at T = max_length, as in PaLM (https://arxiv.org/abs/2204.02311),
     appendix B. The 6N counts only parameters of matmuls, so the position table and an
     untied token embedding, which are looked up, are left out. Attention counts in full,
-    though causal attention needs only half.
+    though causal attention needs only half. Of experts only those count that a token
+    passes, as if none were dropped.
     """
-    looked_up = 0
+    looked_up = _idle_parameters(config)
     if config.position == "learned":
         looked_up += config.max_length * config.embed_dim
     if not config.tied_embeddings:
         looked_up += config.vocab_size * config.embed_dim
     attention = 12 * config.num_layers * config.embed_dim * config.max_length
     return 6 * (num_parameters(config) - looked_up) + attention
+
+
+def _idle_parameters(config: GPTConfig) -> int:
+    """Entries of experts that a token does not pass."""
+    kernels = 3 if config.activation == "swiglu" else 2
+    expert = kernels * config.embed_dim * config.hidden_dim
+    if config.use_bias:
+        expert += (kernels - 1) * config.hidden_dim + config.embed_dim
+    counts = config.experts_of_blocks
+    return expert * sum(max(0, n - config.experts_per_token) for n in counts)

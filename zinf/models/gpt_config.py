@@ -21,6 +21,7 @@ POSITIVE = (
     "hidden_dim",
     "vocab_size",
     "max_length",
+    "expert_splits",
 )
 SWIGLU_MULTIPLE = 256  # Llama rounds 8/3 * embed_dim up to a multiple of this
 
@@ -51,6 +52,19 @@ class GPTConfig:
         remat: Recompute each block from its inputs in the backward pass
             (https://arxiv.org/abs/1604.06174). For fused steps only: in streamed steps
             zinf decides which segments recompute.
+        num_experts: Experts in place of each block's MLP (`zinf.moe.MoE`); 0: a dense
+            MLP. A sequence has one number for each block: a pyramid, as PR-MoE's
+            (https://arxiv.org/abs/2201.05596).
+        experts_per_token: The likeliest so many experts take a token.
+        capacity_factor: An expert takes up to this times `experts_per_token` times the
+            tokens of a batch over the number of experts. `None`: every token that
+            chose it.
+        residual_experts: Each token also passes a dense MLP (PR-MoE).
+        aux_loss_coefficient: What the mean load-balancing loss of the layers with
+            experts is multiplied with, before it is added to the loss; 0.01 in GShard
+            and Switch Transformers.
+        expert_splits: Experts of a layer are computed in so many pieces, each of which
+            zinf fetches by itself.
 
     Raises:
         ValueError: A field is out of range, or fields contradict each other.
@@ -71,6 +85,12 @@ class GPTConfig:
     dropout: float = 0.0
     scan_layers: bool = False
     remat: bool = False
+    num_experts: int | tuple[int, ...] = 0
+    experts_per_token: int = 1
+    capacity_factor: float | None = None
+    residual_experts: bool = False
+    aux_loss_coefficient: float = 0.01
+    expert_splits: int = 1
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
@@ -87,6 +107,7 @@ class GPTConfig:
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout is {self.dropout}; it must be in [0, 1).")
         self._check_heads()
+        self._check_experts()
 
     def _check_heads(self) -> None:
         if self.embed_dim % self.num_heads:
@@ -104,6 +125,47 @@ class GPTConfig:
                 f"Rotary embeddings rotate pairs, but a head has {self.head_dim} "
                 f"entries (embed_dim / num_heads). Make it even."
             )
+
+    def _check_experts(self) -> None:
+        counts = self.experts_of_blocks
+        if len(counts) != self.num_layers:
+            raise ValueError(
+                f"num_experts has {len(counts)} numbers, but there are "
+                f"{self.num_layers} layers. Give one for each, or one number for all."
+            )
+        if min(counts) < 0:
+            raise ValueError(f"num_experts is {min(counts)}; it must be at least 0.")
+        with_experts = [count for count in counts if count]
+        if not with_experts:
+            return
+        if not 1 <= self.experts_per_token <= min(with_experts):
+            raise ValueError(
+                f"experts_per_token is {self.experts_per_token}; it must be at "
+                f"least 1, and at most the fewest experts, {min(with_experts)}."
+            )
+        if self.capacity_factor is not None and not self.capacity_factor > 0:
+            raise ValueError(
+                f"capacity_factor is {self.capacity_factor}; it must be above zero, or "
+                "every token would be dropped. None drops no token."
+            )
+        if any(count % self.expert_splits for count in with_experts):
+            raise ValueError(
+                f"expert_splits is {self.expert_splits}; it must divide the numbers of "
+                f"experts evenly: {with_experts}."
+            )
+        if self.scan_layers:
+            raise ValueError(
+                "scan_layers stacks equal blocks, and is not supported with "
+                "num_experts. Set scan_layers to false; equal layers share one "
+                "executable in zinf without it."
+            )
+
+    @property
+    def experts_of_blocks(self) -> tuple[int, ...]:
+        """The number of experts in each block; 0 for a dense MLP."""
+        if isinstance(self.num_experts, int):
+            return (self.num_experts,) * self.num_layers
+        return tuple(self.num_experts)
 
     @property
     def head_dim(self) -> int:

@@ -1,0 +1,11 @@
+"""Mixture of experts: any expert function, DeepSpeed's routers, layers for Flax."""
+
+from zinf.moe.experts import experts as experts
+from zinf.moe.gating import Routing as Routing
+from zinf.moe.gating import top1 as top1
+from zinf.moe.gating import top2 as top2
+from zinf.moe.gating import top_k as top_k
+from zinf.moe.gating import z_loss as z_loss
+from zinf.moe.layer import Mixed as Mixed
+from zinf.moe.layer import MoE as MoE
+from zinf.moe.routing import Router as Router

@@ -1,0 +1,150 @@
+"""The MoE layer as a Flax NNX module, around any expert module."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from zinf.moe.experts import experts
+from zinf.moe.routing import Router
+
+ROUTER_INIT = nnx.initializers.variance_scaling(0.1, "fan_in", "truncated_normal")
+
+
+class Mixed(NamedTuple):
+    """What an MoE layer returns; DeepSpeed's order.
+
+    Attributes:
+        output: of the shape and dtype of the input.
+        aux_loss: float32 scalar, the load-balancing loss, to be added to the loss times
+            a coefficient such as 0.01.
+        counts: int32 [experts], tokens that chose each expert, dropped ones included.
+    """
+
+    output: Float[Array, "*batch dim"]
+    aux_loss: Float[Array, ""]
+    counts: Int[Array, " experts"]
+
+
+class MoE(nnx.Module):
+    """A mixture of experts in place of a dense module, as `deepspeed.moe.layer.MoE`.
+
+    The parameters of all experts are one expert's, stacked along a leading dim. Expert
+    i starts from the numbers of `expert(nnx.Rngs(fold_in(key, i)))`.
+
+    With `use_residual` it is a residual expert of PR-MoE
+    (https://arxiv.org/abs/2201.05596, section 4.1): every token also passes one dense
+    expert, and two learned, normalised coefficients weigh the sum.
+
+    Args:
+        hidden_size: the width of tokens.
+        expert: makes one expert: a module from (rows, hidden_size) to the same shape,
+            each row by itself. Its variables must be parameters alone.
+        num_experts: how many.
+        k: experts a token.
+        use_residual: see above.
+        shared_expert: makes a dense module whose result is added for every token
+            (DeepSeekMoE, https://arxiv.org/abs/2401.06066).
+        block, splits: see `zinf.moe.experts`.
+        options: of `Router`: capacity_factor, min_capacity, drop_tokens, ...
+
+    Raises:
+        ValueError: as `Router` and `zinf.moe.experts` do, or an expert has variables
+            that are not parameters.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        expert: Callable[[nnx.Rngs], nnx.Module],
+        num_experts: int,
+        k: int = 1,
+        *,
+        use_residual: bool = False,
+        shared_expert: Callable[[nnx.Rngs], nnx.Module] | None = None,
+        block: int | None = None,
+        splits: int = 1,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ):
+        self.router = Router(num_experts=num_experts, k=k, **options)
+        self.block, self.splits = block, splits
+        self.deterministic = False  # `module.eval()` sets it.
+        kernel = ROUTER_INIT(rngs.params(), (hidden_size, num_experts), jnp.float32)
+        self.router_kernel = nnx.Param(kernel)
+        self.experts = _stacked(expert, num_experts, rngs.params())
+        self.shared_expert = nnx.data(
+            None if shared_expert is None else shared_expert(rngs)
+        )
+        self.residual: nnx.Module | None = nnx.data(None)
+        self.coefficient: nnx.Linear | None = nnx.data(None)
+        if use_residual:
+            self.residual = expert(rngs)
+            self.coefficient = nnx.Linear(hidden_size, 2, rngs=rngs)
+
+    def __call__(
+        self,
+        x: Float[Array, "*batch dim"],
+        *,
+        key: jax.Array | None = None,
+        deterministic: bool | None = None,
+    ) -> Mixed:
+        """Sends each token through its experts.
+
+        Args:
+            x: tokens; all dims but the last are tokens.
+            key: a random key, if the router draws in training (`router.needs_key`).
+            deterministic: True: `eval_capacity_factor`, no noise and no key. None: what
+                `module.eval()` or `module.train()` has set.
+        """
+        if deterministic is None:
+            deterministic = self.deterministic
+        rows = x.reshape(-1, x.shape[-1])
+        routing = self.router(
+            self.router_kernel[...], rows, key=key, train=not deterministic
+        )
+        graphdef, weights = nnx.split(self.experts)
+
+        def apply(weights: Any, rows: jax.Array) -> jax.Array:
+            return nnx.merge(graphdef, weights)(rows)
+
+        output = experts(
+            apply,
+            weights,
+            rows,
+            routing.choice,
+            routing.gate,
+            block=self.block,
+            splits=self.splits,
+        )
+        if self.coefficient is not None and self.residual is not None:
+            weight = jax.nn.softmax(self.coefficient(rows), axis=-1)
+            output = output * weight[:, :1] + self.residual(rows) * weight[:, 1:]
+        if self.shared_expert is not None:
+            output = output + self.shared_expert(rows)
+        output = output.astype(x.dtype).reshape(x.shape)
+        return Mixed(output, routing.aux_loss, routing.counts)
+
+
+def _stacked(
+    expert: Callable[[nnx.Rngs], nnx.Module], num_experts: int, key: jax.Array
+) -> nnx.Module:
+    """One module whose parameters are all experts', along a leading dim."""
+
+    @nnx.vmap
+    def create(key: jax.Array) -> nnx.Module:
+        return expert(nnx.Rngs(key))
+
+    fold_in = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+    made = create(fold_in(key, jnp.arange(num_experts)))
+    others = jax.tree.leaves(nnx.state(made, nnx.Not(nnx.Param)))
+    if others:
+        raise ValueError(
+            f"An expert has {len(others)} variables that are not nnx.Param, such as "
+            "random keys of dropout or running averages. Experts compute rows in "
+            "blocks, so these cannot be kept; move them out of the expert."
+        )
+    return made

@@ -1,0 +1,83 @@
+"""The MoE layer as a Flax Linen module, around any expert module."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array, Float
+
+from zinf.moe.experts import experts
+from zinf.moe.layer import ROUTER_INIT, Mixed
+from zinf.moe.routing import Router
+
+
+class MoE(nn.Module):
+    """`zinf.moe.MoE` for Linen: the same routes, experts and options.
+
+    Parameters: "router" [dim, experts], and "experts", one expert's stacked along a
+    leading dim; with `use_residual` also "residual" and "coefficient".
+
+    Attributes:
+        expert: a module from (rows, dim) to the same shape, each row by itself, with
+            no variables but parameters.
+        router: what decides on routes, with the number of experts.
+        use_residual: PR-MoE's residual expert.
+        block, splits: see `zinf.moe.experts`.
+    """
+
+    expert: nn.Module
+    router: Router
+    use_residual: bool = False
+    block: int | None = None
+    splits: int = 1
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "*batch dim"],
+        *,
+        key: jax.Array | None = None,
+        deterministic: bool = False,
+    ) -> Mixed:
+        dim = x.shape[-1]
+        rows = x.reshape(-1, dim)
+        expert = self.expert.clone(parent=None)
+        one = jax.ShapeDtypeStruct((1, dim), x.dtype)
+
+        def init(key: jax.Array) -> Any:
+            variables = expert.init(key, jnp.zeros(one.shape, one.dtype))
+            others = sorted(set(variables) - {"params"})
+            if others:
+                raise ValueError(
+                    f"An expert has variables in {', '.join(others)}. Experts compute "
+                    "rows in blocks, so only parameters can be kept; move the others "
+                    "out of the expert."
+                )
+            return variables["params"]
+
+        def init_all(key: jax.Array) -> Any:
+            return jax.vmap(init)(jax.random.split(key, self.router.num_experts))
+
+        def apply(weights: Any, rows: jax.Array) -> jax.Array:
+            return jnp.asarray(expert.apply({"params": weights}, rows))
+
+        shape = dim, self.router.num_experts
+        kernel = self.param("router", ROUTER_INIT, shape, jnp.float32)
+        weights = self.param("experts", init_all)
+        routing = self.router(kernel, rows, key=key, train=not deterministic)
+        output = experts(
+            apply,
+            weights,
+            rows,
+            routing.choice,
+            routing.gate,
+            block=self.block,
+            splits=self.splits,
+        )
+        if self.use_residual:
+            weight = jax.nn.softmax(nn.Dense(2, name="coefficient")(rows), axis=-1)
+            residual = apply(self.param("residual", init), rows)
+            output = output * weight[:, :1] + residual * weight[:, 1:]
+        output = output.astype(x.dtype).reshape(x.shape)
+        return Mixed(output, routing.aux_loss, routing.counts)

@@ -1,0 +1,218 @@
+"""The router of an MoE layer: from tokens to routes, with DeepSpeed's options."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from zinf.moe.gating import Routing, capacity_of, top1, top2, top_k
+
+NoisyGatePolicy = Literal["Jitter", "RSample"]
+DropPolicy = Literal["probs", "position"]
+JITTER = 1e-2  # Switch Transformers, table 11, and DeepSpeed's multiplicative_jitter.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Router:
+    """What decides on routes, under the names of `deepspeed.moe.layer.MoE`.
+
+    Capacity is counted in each routing group of `group_size` tokens, so that the same
+    tokens are dropped on any mesh; DeepSpeed counts on each rank, for as many tokens as
+    the rank has.
+
+    Attributes:
+        num_experts: how many experts there are to choose from.
+        k: experts a token.
+        capacity_factor: in training an expert takes up to this times k times the tokens
+            of a group over the number of experts.
+        eval_capacity_factor: the same outside training.
+        min_capacity: an expert's capacity is at least this.
+        drop_tokens: False: no token is dropped, whatever the capacity.
+        drop_policy: for k above 2, which tokens an expert takes that is chosen too
+            often: "probs", those of the largest probability, or "position", the first.
+        noisy_gate_policy: in training, "Jitter" multiplies the router's input by
+            numbers within 1% of one; "RSample", for k = 1, adds Gumbel noise to the
+            logits that choose.
+        use_rts: for k = 1 in training, an expert that is chosen too often takes random
+            tokens; otherwise the first.
+        top2_2nd_expert_sampling: for k = 2 in training, the second expert is drawn in
+            proportion to its probability.
+        group_size: tokens of a routing group; None: all tokens are one group.
+
+    Raises:
+        ValueError: an option out of its range, or k above the number of experts.
+    """
+
+    num_experts: int
+    k: int = 1
+    capacity_factor: float = 1.0
+    eval_capacity_factor: float = 1.0
+    min_capacity: int = 4
+    drop_tokens: bool = True
+    drop_policy: DropPolicy = "probs"
+    noisy_gate_policy: NoisyGatePolicy | None = None
+    use_rts: bool = True
+    top2_2nd_expert_sampling: bool = True
+    group_size: int | None = None
+
+    def __post_init__(self) -> None:
+        _at_least(1, num_experts=self.num_experts, k=self.k)
+        _at_least(0, min_capacity=self.min_capacity)
+        if self.k > self.num_experts:
+            raise ValueError(
+                f"k is {self.k} but there are {self.num_experts} experts. Lower k, or "
+                "raise num_experts."
+            )
+        for name in ("capacity_factor", "eval_capacity_factor"):
+            factor = getattr(self, name)
+            if not factor > 0:
+                raise ValueError(
+                    f"{name} is {factor}; it must be above zero, or every token would "
+                    "be dropped. drop_tokens=False drops none."
+                )
+        policies = (None, *get_args(NoisyGatePolicy))
+        _one_of("noisy_gate_policy", self.noisy_gate_policy, policies)
+        _one_of("drop_policy", self.drop_policy, get_args(DropPolicy))
+        if self.noisy_gate_policy == "RSample" and self.k != 1:
+            raise ValueError(
+                f"noisy_gate_policy RSample is for k = 1, and k is {self.k}. Use "
+                "Jitter, or k = 1."
+            )
+        if self.group_size is not None:
+            _at_least(1, group_size=self.group_size)
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether training draws random numbers."""
+        draws_second = self.k == 2 and self.top2_2nd_expert_sampling
+        selects = self.k == 1 and self.use_rts and self.drop_tokens
+        return self.noisy_gate_policy is not None or draws_second or selects
+
+    def capacity(self, num_tokens: int, *, train: bool) -> int | None:
+        """Tokens that an expert takes of a group of `num_tokens`; None: any number."""
+        if not self.drop_tokens:
+            return None
+        factor = self.capacity_factor if train else self.eval_capacity_factor
+        return capacity_of(
+            num_tokens, self.num_experts, factor * self.k, self.min_capacity
+        )
+
+    def __call__(
+        self,
+        kernel_DE: Float[Array, "dim experts"],
+        x_TD: Float[Array, "tokens dim"],
+        *,
+        key: jax.Array | None = None,
+        train: bool = True,
+    ) -> Routing:
+        """Routes of the tokens, computed in float32 whatever the dtype of `x_TD`.
+
+        Args:
+            kernel_DE: the router's weights.
+            key: a random key; needed in training if `needs_key`.
+            train: False: no noise, and `eval_capacity_factor`.
+
+        Raises:
+            ValueError: a key is missing, the kernel has another number of experts,
+                tokens do not divide into groups, or a group is smaller than
+                `min_capacity`.
+        """
+        self._check(kernel_DE, x_TD)
+        if not train:
+            key = None
+        elif key is None and self.needs_key:
+            raise ValueError(
+                "The router draws random numbers in training (use_rts, "
+                "top2_2nd_expert_sampling or noisy_gate_policy) and got no key. Pass "
+                "key=, or train=False, or turn these options off."
+            )
+        x_TD = x_TD.astype(jnp.float32)
+        noise_key, choice_key = (None, None) if key is None else jax.random.split(key)
+        if noise_key is not None and self.noisy_gate_policy == "Jitter":
+            low, high = 1.0 - JITTER, 1.0 + JITTER
+            x_TD *= jax.random.uniform(noise_key, x_TD.shape, minval=low, maxval=high)
+        # Routes depend on the last bits of logits, so these are never rounded to a
+        # lower precision than the parameters' (https://arxiv.org/abs/2101.03961, 2.4).
+        logits_TE = jnp.dot(
+            x_TD, kernel_DE.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
+        )
+        num_tokens = x_TD.shape[0]
+        group_size = self.group_size or num_tokens
+        route = self._gating(self.capacity(group_size, train=train), is_random=train)
+        grouped = logits_TE.reshape(-1, group_size, self.num_experts)
+        keys = None
+        if choice_key is not None:
+            keys = jax.random.split(choice_key, grouped.shape[0])
+        routing = jax.vmap(route, in_axes=(0, None if keys is None else 0))(
+            grouped, keys
+        )
+        return replace(
+            routing,
+            choice=routing.choice.reshape(num_tokens, -1),
+            gate=routing.gate.reshape(num_tokens, -1),
+            aux_loss=routing.aux_loss.mean(),
+            counts=routing.counts.sum(0),
+        )
+
+    def _gating(
+        self, capacity: int | None, *, is_random: bool
+    ) -> Callable[[jax.Array, jax.Array | None], Routing]:
+        def route(logits_SE: jax.Array, key: jax.Array | None) -> Routing:
+            def drawn(draw: Callable, is_used: bool) -> jax.Array | None:
+                if key is None or not is_random or not is_used:
+                    return None
+                return draw(key, logits_SE.shape)
+
+            gumbel, uniform = jax.random.gumbel, jax.random.uniform
+            if self.k == 1:
+                is_noisy = self.noisy_gate_policy == "RSample"
+                return top1(
+                    logits_SE,
+                    capacity=capacity,
+                    gumbel=drawn(
+                        lambda k, s: gumbel(jax.random.fold_in(k, 1), s), is_noisy
+                    ),
+                    uniform=drawn(uniform, self.use_rts),
+                )
+            if self.k == 2:
+                samples = drawn(gumbel, self.top2_2nd_expert_sampling)
+                return top2(logits_SE, capacity=capacity, gumbel=samples)
+            return top_k(
+                logits_SE, self.k, capacity=capacity, drop_policy=self.drop_policy
+            )
+
+        return route
+
+    def _check(self, kernel_DE: jax.Array, x_TD: jax.Array) -> None:
+        if x_TD.ndim != 2 or kernel_DE.shape != (x_TD.shape[1], self.num_experts):
+            raise ValueError(
+                f"x is {x_TD.shape} and the router's kernel {kernel_DE.shape}; they "
+                f"must be (tokens, dim) and (dim, {self.num_experts})."
+            )
+        num_tokens = x_TD.shape[0]
+        group_size = self.group_size or num_tokens
+        if num_tokens % group_size:
+            raise ValueError(
+                f"{num_tokens} tokens do not divide into routing groups of "
+                f"{group_size}. Choose a group_size that divides them."
+            )
+        if self.drop_tokens and group_size < self.min_capacity:
+            raise ValueError(
+                f"A routing group has {group_size} tokens, fewer than min_capacity "
+                f"({self.min_capacity}). Lower min_capacity, or raise the batch size."
+            )
+
+
+def _at_least(least: int, **values: int) -> None:
+    for name, value in values.items():
+        if value < least:
+            raise ValueError(f"{name} is {value}; it must be at least {least}.")
+
+
+def _one_of(name: str, value: str | None, allowed: tuple) -> None:
+    if value not in allowed:
+        names = ", ".join(map(str, allowed))
+        raise ValueError(f"{name} is {value!r}; it must be one of {names}.")
