@@ -1,14 +1,15 @@
 """Executes the instructions of a plan: transfers, segments, updates.
 
-This module decides nothing. The plan decides where and when an array goes; the stores
-decide how it is stored; the segments and the optimizer decide what is computed.
+This module decides nothing. The plan decides where and when an array goes, and which
+copies an instruction makes; the stores decide how an array is stored; the segments and
+the optimizer decide what is computed.
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import jax
@@ -38,11 +39,10 @@ from zinf.plan import (
     Transfer,
     Update,
     UpdateUnit,
-    value,
 )
 from zinf.prepare.joint import JointUpdate, UnitParts
 from zinf.prepare.sums import accumulated, accumulated_rows, sum_squares
-from zinf.program import ArrayId, Program, Role, SegmentSpec, Tier
+from zinf.program import ArrayId, Role, Tier
 from zinf.segment import Segment
 from zinf.sharding import Layouts
 
@@ -72,7 +72,6 @@ class Work:
         layouts: layouts of all arrays that move between host and devices.
     """
 
-    program: Program
     segments: Sequence[Segment]
     units: Sequence[UpdateUnit]
     parts: Sequence[UnitParts]
@@ -152,14 +151,15 @@ class _StepRun:
         plan: Plan,
     ):
         self.work, self.stores, self.seed, self.record = work, stores, seed, record
-        self.homes = plan.homes
+        # Copies that this run made and has not freed.
         self.copies: set[Copy] = set()
-        self.mover = Mover(stores, work.layouts, self.begin_write, plan.shared)
+        self.mover = Mover(stores, work.layouts, plan.shared)
         self.has_updated = False
         self.step_values: Sequence[Any] = ()
 
     def execute(self, instruction: Instruction) -> None:
         operation = instruction.operation
+        self.copies.update(instruction.creates)
         with self.working_in(instruction):
             match operation:
                 case Transfer():
@@ -169,15 +169,15 @@ class _StepRun:
                 case Run():
                     new = (*instruction.allocates, *instruction.workspace)
                     self.stores.heap.relieve(new)
-                    self.run(operation)
+                    self.run(operation, instruction)
                 case Accumulate():
-                    self.accumulate(operation)
+                    self.accumulate(operation, instruction.creates)
                 case SumSquares():
                     self.sum_squares(operation)
                 case Decide():
                     self.decide(operation)
                 case Update():
-                    self.update(operation)
+                    self.update(operation, instruction.creates)
                 case Free():
                     for array in operation.arrays:
                         self.stores[operation.tier].free(array)
@@ -214,86 +214,58 @@ class _StepRun:
         return gathered
 
     def write(self, array: ArrayId, tier: Tier, content: Any) -> None:
-        self.begin_write(array, tier, content).result()
+        self.stores[tier].write(array, content).result()
 
     def write_computed(
-        self, arrays: Sequence[ArrayId], contents: Sequence[jax.Array]
+        self, copies: Sequence[Copy], contents: Sequence[jax.Array]
     ) -> None:
-        """Write computed contents to the device store; wait until they are computed."""
+        """Write computed contents to copies; wait until they are computed."""
         try:
-            for array, content in zip(arrays, contents, strict=True):
-                self.write(array, Tier.DEVICE, content)
+            for copy, content in zip(copies, contents, strict=True):
+                self.write(*copy, content)
         finally:
             # Later instructions may free the inputs of the computation.
             jax.block_until_ready(contents)
 
-    def begin_write(
-        self, array: ArrayId, tier: Tier, content: Any, *, is_alias: bool = False
-    ) -> Future[None]:
-        # If a copy of the whole array is on the tier, its rows are written into that
-        # copy; they are no copy of their own.
-        is_part = (array.whole, tier) in self.copies
-        if not is_part and self.homes.get(array, self.homes.get(array.whole)) != tier:
-            self.copies.add((array, tier))
-        if is_alias:
-            return self.stores.host.adopt(array, content)
-        return self.stores[tier].write(array, content)
-
     def drop_copies(self) -> None:
-        # After a failed write the store may or may not contain the array.
-        for array, tier in self.copies:
+        # After a failed instruction the store may or may not contain its copies. Wholes
+        # are freed first, because a store that has a whole also contains its rows.
+        for array, tier in sorted(self.copies, key=lambda copy: bool(copy[0].rows)):
             if self.stores[tier].contains(array):
                 self.stores[tier].free(array)
         self.copies.clear()
 
-    def run(self, operation: Run) -> None:
+    def run(self, operation: Run, instruction: Instruction) -> None:
         segment = self.work.segments[operation.segment]
-        spec, m = segment.spec, operation.microbatch
+        spec = segment.spec
         is_backward = operation.kind in (Pass.BACKWARD, Pass.KEPT)
-        arrays = spec.read_backward if is_backward else spec.params
-        params = [self.read_there(a, Tier.DEVICE) for a in arrays]
-        inputs = [self.read(self.value(n, m), Tier.DEVICE) for n in spec.inputs]
-        outputs: Sequence[Any] = ()
-        kept: Sequence[Any] = ()
-        gradients: Sequence[Any] = ()
-        inward: Sequence[Any] = ()
+        read = spec.read_backward if is_backward else spec.params
+        copies = iter(instruction.reads)
+        params = [self.read_there(*copy) for copy in islice(copies, len(read))]
+        inputs = [self.read(*copy) for copy in islice(copies, len(spec.inputs))]
+        rest = [self.read(*copy) for copy in copies]
+        results: tuple[Sequence[Any], ...]
         match operation.kind:
             case Pass.FORWARD:
-                outputs = segment.forward(params, inputs)
+                results = (segment.forward(params, inputs),)
             case Pass.KEEPING:
-                outputs, kept = segment.forward_keeping(params, inputs)
+                results = segment.forward_keeping(params, inputs)
             case Pass.LOSS:
-                outputs, gradients, inward = segment.loss(params, inputs, self.seed)
+                results = segment.loss(params, inputs, self.seed)
             case Pass.BACKWARD:
-                cotangents = self.cotangents(spec, m)
-                gradients, inward = segment.backward(params, inputs, cotangents)
+                results = segment.backward(params, inputs, rest)
             case Pass.KEPT:
-                residuals = [self.read(a, Tier.DEVICE) for a in operation.residuals]
-                gradients, inward = segment.backward_from(
-                    params, inputs, residuals, self.cotangents(spec, m)
-                )
-        names = [value(n, m) for n in spec.outputs] if outputs else []
-        keeps = operation.residuals if kept else ()
-        targets = (*names, *keeps, *operation.gradients, *operation.cotangents)
-        self.write_computed(targets, (*outputs, *kept, *gradients, *inward))
+                count = len(spec.active_outputs)
+                cotangents, residuals = rest[:count], rest[count:]
+                results = segment.backward_from(params, inputs, residuals, cotangents)
+        self.write_computed(instruction.writes, [x for some in results for x in some])
 
-    def cotangents(self, spec: SegmentSpec, microbatch: int) -> list[Any]:
-        names = [
-            ArrayId(Role.COTANGENT, n, None, microbatch) for n in spec.active_outputs
-        ]
-        return [self.read(array, Tier.DEVICE) for array in names]
-
-    def value(self, name: str, microbatch: int) -> ArrayId:
-        if name in self.work.program.consts:
-            return ArrayId(Role.CONST, name)
-        return value(name, microbatch)
-
-    def accumulate(self, operation: Accumulate) -> None:
+    def accumulate(self, operation: Accumulate, creates: Sequence[Copy]) -> None:
         numbers = dict(operation.row_numbers)
         for target, source in zip(operation.targets, operation.sources, strict=True):
-            part, total = self.read(source, Tier.DEVICE), None
-            if self.stores.device.contains(target):
-                total = self.read(target, Tier.DEVICE)
+            copy = target, Tier.DEVICE
+            part = self.read(source, Tier.DEVICE)
+            total = None if copy in creates else self.read(*copy)
             if source in numbers:
                 layout = self.work.layouts.of(target)
                 rows = part, self.read(numbers[source], Tier.DEVICE)
@@ -301,11 +273,12 @@ class _StepRun:
             else:
                 is_wide = target.role == Role.GRADIENT
                 total = accumulated(total, part, is_wide=is_wide)
-            self.write_computed([target], [total])
+            self.write_computed([copy], [total])
 
     def sum_squares(self, operation: SumSquares) -> None:
         gradients = [self.read(a, Tier.DEVICE) for a in operation.gradients]
-        self.write_computed([operation.target], [sum_squares(gradients)])
+        target = operation.target, Tier.DEVICE
+        self.write_computed([target], [sum_squares(gradients)])
 
     def decide(self, operation: Decide) -> None:
         losses = [float(self.read(a, Tier.HOST)) for a in operation.losses]
@@ -314,12 +287,11 @@ class _StepRun:
         self.step_values = self.work.step_values(decision.loss)
         self.record.decision = decision
 
-    def update(self, operation: Update) -> None:
+    def update(self, operation: Update, creates: Sequence[Copy]) -> None:
         goes_by = self.goes_by(operation)
         updates = self.work.units[operation.unit].arrays
         if goes_by.decision.skips:
-            for array_update in updates:
-                self.refresh(array_update, operation.tier)
+            self.refresh(updates, creates)
             return
         if not self.has_updated:
             self.work.before_update()
@@ -329,7 +301,7 @@ class _StepRun:
         for joint in parts.joint:
             self.update_jointly(joint, goes_by)
         for array_update in parts.single:
-            self.update_array(array_update, operation.tier, goes_by)
+            self.update_array(array_update, operation.tier, goes_by, creates)
 
     def goes_by(self, operation: Update) -> Pending:
         if operation.is_pending:
@@ -338,23 +310,26 @@ class _StepRun:
         assert self.record.decision is not None
         return Pending(self.record.decision, self.step_values)
 
-    def refresh(self, array_update: ArrayUpdate, tier: Tier) -> None:
-        """Make the compute copy of an array whose update is skipped.
+    def refresh(self, updates: Sequence[ArrayUpdate], creates: Sequence[Copy]) -> None:
+        """Make the compute copies that a skipped update would make.
 
-        The plan moves that copy next, with or without an update.
+        The plan moves these copies next, with or without an update.
         """
-        compute = array_update.compute
-        if compute is not None and not self.stores[tier].contains(compute):
-            dtype = self.work.compute_dtype
-            master = self.read(array_update.master, tier)
-            self.write(compute, tier, master.astype(dtype))
+        masters = {u.compute: u.master for u in updates if u.compute is not None}
+        for compute, tier in creates:
+            master = self.read(masters[compute], tier)
+            self.write(compute, tier, master.astype(self.work.compute_dtype))
 
     def update_array(
-        self, array_update: ArrayUpdate, tier: Tier, goes_by: Pending
+        self,
+        array_update: ArrayUpdate,
+        tier: Tier,
+        goes_by: Pending,
+        creates: Sequence[Copy],
     ) -> None:
         gradient = self.gradient_rows(array_update, tier)
         if self.work.is_in_place(array_update, tier):
-            self.update_in_place(array_update, gradient, goes_by)
+            self.update_in_place(array_update, gradient, goes_by, creates)
             return
         operands = [self.read_there(a, tier) for a in array_update.operands]
         results = self.work.update(array_update, tier, gradient, operands, goes_by)
@@ -371,14 +346,18 @@ class _StepRun:
                 self.read_there(array, Tier.DEVICE)
             operands.append(list(map(self.stores.device.donate, array_update.operands)))
         results = joint.apply(gradients, operands, goes_by)
-        targets = [a for array_update in joint.arrays for a in array_update.results]
+        targets = [(a, Tier.DEVICE) for u in joint.arrays for a in u.results]
         self.write_computed(targets, [x for some in results for x in some])
 
     def update_in_place(
-        self, array_update: ArrayUpdate, gradient: Any, goes_by: Pending
+        self,
+        array_update: ArrayUpdate,
+        gradient: Any,
+        goes_by: Pending,
+        creates: Sequence[Copy],
     ) -> None:
         host, compute = self.stores.host, array_update.compute
-        if compute is not None and not host.contains(compute):
+        if compute is not None and (compute, Tier.HOST) in creates:
             shape = self.read(array_update.master, Tier.HOST).shape
             content = aligned_empty(shape, self.work.compute_dtype)
             self.write(compute, Tier.HOST, content)

@@ -145,7 +145,6 @@ class StreamedRunner(AbstractRunner):
         evaluation, passes = self._planned_evaluation()
         work = replace(
             self.work(1.0),
-            program=passes.program,
             segments=passes.segments,
             layouts=passes.layouts,
         )
@@ -181,7 +180,6 @@ class StreamedRunner(AbstractRunner):
     ) -> Work:
         updates = self.streamed.updates
         return Work(
-            program=self.passes.program,
             segments=self.passes.segments,
             units=self.arranged.units,
             parts=self.parts,

@@ -1,7 +1,7 @@
 """Carries out the transfers of a plan."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,23 +13,18 @@ from zinf.plan import Shared, Transfer
 from zinf.program import ArrayId, Tier
 from zinf.sharding import Layouts
 
-BeginWrite = Callable[..., Future[None]]
-
 
 @dataclass(frozen=True, slots=True)
 class Mover:
     """Moves arrays between tiers.
 
     Attributes:
-        begin_write: `(array, tier, content, is_alias=False) -> future` makes or
-            changes a copy. With `is_alias` the host store keeps `content` itself.
         shared: the arrays that may be aliased instead of copied if the device computes
             in host memory ([Note: shared memory] in `plan/shared.py`).
     """
 
     stores: Stores
     layouts: Layouts
-    begin_write: BeginWrite
     shared: Shared
 
     def move(self, operation: Transfer) -> None:
@@ -55,12 +50,13 @@ class Mover:
         copied = [array for array, alias in aliases.items() if alias is None]
         for array, alias in aliases.items():
             if alias is not None:
-                is_kept = target == Tier.HOST
-                self.begin_write(array, target, alias, is_alias=is_kept).result()
+                stores = self.stores
+                keep = stores.host.adopt if target == Tier.HOST else stores.device.write
+                keep(array, alias).result()
         contents = [source.read(a).result() for a in copied]
         moved = copies_of(contents, [self.layouts.of(a) for a in copied])
         for array, content in zip(copied, moved, strict=True):
-            self.begin_write(array, target, content).result()
+            self.stores[target].write(array, content).result()
 
     def alias_on_device(self, array: ArrayId) -> jax.Array | None:
         share = self.layouts.of(array).share
@@ -80,7 +76,7 @@ class Mover:
         reads = [(a, self.stores[Tier.NVME].read(a)) for a in arrays]
         try:
             for array, future in reads:
-                self.begin_write(array, Tier.HOST, future.result()).result()
+                self.stores.host.write(array, future.result()).result()
         finally:
             # On failure, no read may be in flight when the step ends.
             wait([future for _, future in reads])
@@ -90,7 +86,7 @@ class Mover:
         writes = []
         try:
             for array, content in contents:
-                writes.append(self.begin_write(array, Tier.NVME, content))
+                writes.append(self.stores[Tier.NVME].write(array, content))
         finally:
             # On failure, wait for the other writers before dropping their output.
             wait(writes)

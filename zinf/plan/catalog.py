@@ -7,7 +7,7 @@ from fractions import Fraction
 from functools import cached_property
 
 from zinf.plan.cost import Rates
-from zinf.plan.instruction import NO_EXCHANGE, Exchange, Rows
+from zinf.plan.instruction import NO_EXCHANGE, Exchange, RowSumIds
 from zinf.program import ArrayId, ArraySpec, Program, Role, Tier
 
 FLOAT32_BYTES = 4
@@ -163,7 +163,7 @@ class Catalog:
             for i in range(len(self.keeping[k].residuals))
         )
 
-    def row_sum(self, k: int, i: int, microbatch: int) -> Rows:
+    def row_sum(self, k: int, i: int, microbatch: int) -> RowSumIds:
         """The ids of the rows and row numbers of the `i`-th row sum of segment `k`."""
         path = f"{self.program.segments[k].name}/{i}"
         rest = path, None, microbatch

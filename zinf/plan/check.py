@@ -37,6 +37,7 @@ def check(
     * each copy that an instruction reads exists, is the newest version, was made by an
       instruction that the reader waits for, and is neither overwritten nor freed before
       the reader is done;
+    * an instruction says of each copy that it writes whether it makes the copy;
     * an array is not updated on the host while a device reads it, since host and device
       copies may share memory;
     * at the end the newest versions are at home, and only `kept` copies are left;
@@ -137,6 +138,9 @@ class _Copies:
 
     def write(self, index: int, copy: Copy, version: Mapping) -> None:
         held = self.holder(copy)
+        if (held is None) != (copy in self.plan.instructions[index].creates):
+            what = "does not say that it makes" if held is None else "makes again"
+            raise self.error(index, f"{what} {_name(copy)}")
         if held is None:
             held = copy
             for gone in (copy, (copy[0].whole, copy[1])):

@@ -63,8 +63,8 @@ class Pass(StrEnum):
 
 
 Copy = tuple[ArrayId, Tier]
-# The ids of rows and of their row numbers.
-Rows = tuple[ArrayId, ArrayId]
+# The ids of the rows of a `RowSum` and of their row numbers.
+RowSumIds = tuple[ArrayId, ArrayId]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,20 +86,16 @@ class Transfer:
 class Run:
     """Runs one pass of a segment on one microbatch.
 
-    `gradients` are the arrays that its parameter gradients are written to, and
-    `cotangents` those of its input cotangents, in the order of the segment's results.
-    `residuals` are the arrays that a `KEEPING` pass writes and a `KEPT` pass reads. For
-    a gradient that is a row sum, `gradients` has its rows; the row numbers follow after
-    all gradients.
+    The instruction reads, in this order: the parameters of the pass, the segment's
+    inputs, the cotangents of its active outputs, and residuals. It writes outputs,
+    residuals, gradients of parameters, and cotangents of active inputs. For a gradient
+    that is a row sum it writes the rows; the row numbers follow after all gradients.
     """
 
     segment: int
     name: str
     kind: Pass
     microbatch: int
-    gradients: tuple[ArrayId, ...] = ()
-    cotangents: tuple[ArrayId, ...] = ()
-    residuals: tuple[ArrayId, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name} @{self.microbatch}"
@@ -116,7 +112,7 @@ class Accumulate:
 
     targets: tuple[ArrayId, ...]
     sources: tuple[ArrayId, ...]
-    row_numbers: tuple[Rows, ...] = ()
+    row_numbers: tuple[RowSumIds, ...] = ()
 
     def __str__(self) -> str:
         return f"accumulate {summary(self.targets)}"
@@ -215,6 +211,8 @@ class Instruction:
 
     Attributes:
         reads, writes: the copies that it reads, and that it makes or changes.
+        creates: those of `writes` that do not exist before. The others are at home, or
+            replace a copy, or are rows of a copy of the whole array.
         after: indices of the instructions that must be complete before it starts:
             those that make its inputs, those that still read what it overwrites, and
             those that free the bytes it needs. All are smaller than its own index.
@@ -230,6 +228,7 @@ class Instruction:
     after: tuple[int, ...]
     reads: tuple[Copy, ...] = ()
     writes: tuple[Copy, ...] = ()
+    creates: tuple[Copy, ...] = ()
     allocates: tuple[tuple[Tier, int], ...] = ()
     workspace: tuple[tuple[Tier, int], ...] = ()
     nbytes: int = 0

@@ -73,6 +73,7 @@ class Listing:
                 self._hazards(operation, reads, writes, created),
                 tuple(reads),
                 tuple(writes),
+                tuple(created),
                 tuple(allocates.items()),
                 workspace,
                 self._moved_bytes(operation, writes),

@@ -27,7 +27,7 @@ from zinf.plan.instruction import (
     Decide,
     Link,
     Pass,
-    Rows,
+    RowSumIds,
     Run,
     SumSquares,
 )
@@ -150,7 +150,7 @@ class _Schedule:
             kind, workspace = Pass.KEEPING, self.catalog.keeping[k].workspace[0]
             kept = self.catalog.residuals(k, m)
         self.jobs.add(
-            Run(k, segment.name, kind, m, residuals=kept),
+            Run(k, segment.name, kind, m),
             Link.DEVICE,
             reads=self.inputs(segment, segment.params, m),
             writes=tuple((a, Tier.DEVICE) for a in (*outputs, *kept)),
@@ -207,7 +207,7 @@ class _Schedule:
             flops = 2 * segment.flops + keeping.flops_again
         written = (*results, *gradients, *inward)
         self.jobs.add(
-            Run(k, segment.name, kind, m, tuple(gradients), tuple(inward), kept),
+            Run(k, segment.name, kind, m),
             Link.DEVICE,
             reads=(
                 *self.inputs(segment, params, m),
@@ -248,7 +248,7 @@ class _Schedule:
         self,
         targets: Sequence[ArrayId],
         sources: Sequence[ArrayId],
-        rows: Sequence[Rows],
+        rows: Sequence[RowSumIds],
     ) -> None:
         existing = [a for a in targets if a in self.begun]
         self.begun.update(targets)

@@ -33,9 +33,20 @@ G = ArrayId(Role.GRADIENT, "w")
 
 
 def plan_of(*instructions: Instruction, **capacity: int) -> Plan:
-    """A plan of two parameters at home on nvme."""
+    """A plan of two parameters at home on nvme.
+
+    Instructions say that they make the copies that are not there before them.
+    """
     budgets = {tier: capacity.get(tier.value, 1 << 30) for tier in Tier}
-    return Plan(instructions, {W: NVME, V: NVME}, NONE, budgets, budgets)
+    there = {(W, NVME), (V, NVME)}
+    made = []
+    for each in instructions:
+        new = [(a, t) for a, t in each.writes if not {(a, t), (a.whole, t)} & there]
+        made.append(replace(each, creates=(*each.creates, *new)))
+        there.update(new)
+        if isinstance(each.operation, Free):
+            there -= {(array, each.operation.tier) for array in each.operation.arrays}
+    return Plan(tuple(made), {W: NVME, V: NVME}, NONE, budgets, budgets)
 
 
 def move(
@@ -110,6 +121,21 @@ def test_a_free_waits_for_readers() -> None:
 def test_a_free_of_what_is_not_there_is_found() -> None:
     refuse(plan_of(UP, free(V, HOST, 0)), "frees param/v on host, which does not exist")
     refuse(plan_of(free(W, NVME)), "which does not exist")  # homes are never freed
+
+
+def test_an_instruction_says_which_copies_it_makes() -> None:
+    plan = plan_of(UP, free(W, HOST, 0))
+    silent = replace(plan.instructions[0], creates=())
+    refuse(
+        replace(plan, instructions=(silent, *plan.instructions[1:])),
+        "#0 .* does not say that it makes param/w on host",
+    )
+    again = replace(UP, creates=UP.writes)
+    twice = UP, move(W, HOST, DEVICE, 0), replace(again, after=(1,))
+    refuse(
+        plan_of(*twice, free(W, HOST, 1, 2), free(W, DEVICE, 1)),
+        "#2 .* makes again param/w on host",
+    )
 
 
 def test_a_change_waits_for_readers() -> None:
