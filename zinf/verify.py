@@ -5,6 +5,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,7 +23,7 @@ from zinf.initialize import ConfigSource, initialize, make_planner
 from zinf.jaxpr.keys import to_words
 from zinf.memory.capacity import host_memory_bytes
 from zinf.mesh import local_devices
-from zinf.prepare.batch import batch_spec, microbatches
+from zinf.prepare.batch import batch_spec, by_microbatch
 from zinf.prepare.devices import on_devices
 from zinf.program import ArrayId, Role
 from zinf.segment.modes import for_training
@@ -163,11 +164,8 @@ def _steps(
 ) -> list[Microbatches]:
     """The inputs of each step: the same batch, with the keys that zinf would use."""
     spec = batch_spec(batch, num_microbatches)
-    structure = jax.tree.structure(spec)
-    cut = [
-        jax.tree.unflatten(structure, list(arrays.values()))
-        for arrays in microbatches(batch, spec, num_microbatches)
-    ]
+    whole = by_microbatch(batch, spec, num_microbatches)
+    cut = [jax.tree.map(itemgetter((m, ...)), whole) for m in range(num_microbatches)]
     none = [None] * num_microbatches
     return [
         Microbatches(cut, step_keys(rng, number, num_microbatches) or none)

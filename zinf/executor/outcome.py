@@ -7,6 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from zinf.executor.run import StepRecord
+from zinf.optim.decision import MIXED, UNTOUCHED, NonFiniteError
 from zinf.plan import Link
 
 
@@ -33,6 +35,30 @@ class Outcome:
     @property
     def loss(self) -> float:
         return sum(self.losses) / len(self.losses)
+
+
+def outcome_of(record: StepRecord, losses: Sequence[float], extra: Any) -> Outcome:
+    """The outcome of a step that ran to its end.
+
+    Raises:
+        NonFiniteError: the step's decision was to refuse a loss or gradient that is not
+            finite. `record.is_mixed` is set if its gradients updated something before.
+    """
+    decision = record.decision
+    assert decision is not None
+    if decision.refusal:
+        record.is_mixed = record.has_updated
+        state = MIXED if record.is_mixed else UNTOUCHED
+        raise NonFiniteError(f"{decision.refusal} {state}")
+    assert decision.grad_norm is not None
+    return Outcome(
+        losses,
+        decision.grad_norm,
+        decision.skips,
+        extra,
+        record.interrupted,
+        record.moved_bytes,
+    )
 
 
 def mean_over_microbatches(array: np.ndarray) -> np.ndarray:

@@ -12,9 +12,9 @@ from zinf.executor.run import StepRecord, Work, run_plan
 from zinf.jaxpr.keys import to_words
 from zinf.memory import Stores, to_devices
 from zinf.plan import Plan, initial_copies, value
-from zinf.prepare.batch import microbatches
+from zinf.prepare.batch import by_microbatch
 from zinf.program import ArrayId, Program, Role
-from zinf.segment import KEY, Segment, Segmented
+from zinf.segment import KEY, Segment, Segmented, named_leaves
 from zinf.sharding import Layouts
 
 
@@ -97,12 +97,11 @@ class Passes:
         Inputs that no segment reads are left out.
         """
         read = {n for s in self.program.segments for n in s.inputs}
-        for m, arrays in enumerate(
-            microbatches(batch, self.spec, self.num_microbatches)
-        ):
-            for name, array in arrays.items():
-                if name in read:
-                    self.stores.host.write(value(name, m), array).result()
+        cut = by_microbatch(batch, self.spec, self.num_microbatches)
+        for path, array in named_leaves(cut).items():
+            name = f"batch/{path}"
+            for m in range(self.num_microbatches) if name in read else ():
+                self.stores.host.write(value(name, m), array[m, ...]).result()
         for m, key in enumerate(keys):
             if KEY in read:
                 self._put_on_device(value(KEY, m), to_words(key))

@@ -10,14 +10,14 @@ import jax
 import numpy as np
 
 from zinf.executor.gradient import read_gradient
-from zinf.executor.outcome import Outcome
+from zinf.executor.outcome import Outcome, outcome_of
 from zinf.executor.passes import Passes
 from zinf.executor.run import StepRecord, Work, run_plan
 from zinf.executor.runner import AbstractRunner
 from zinf.memory import Stores, to_devices
 from zinf.optim.advance import Advance
 from zinf.optim.clipping import Clipping
-from zinf.optim.decision import MIXED, UNTOUCHED, NonFiniteError, Pending, decide
+from zinf.optim.decision import Pending, decide
 from zinf.prepare.joint import unit_parts
 from zinf.prepare.planner import Evaluation, Planner, Streamed
 from zinf.sharding import whole_layout
@@ -83,19 +83,7 @@ class StreamedRunner(AbstractRunner):
             self.pending = Pending(decision, advance.values(decision.loss))
             if decision.skips:
                 self.drop_pending()
-        if decision.refusal:
-            record.is_mixed = record.has_updated
-            state = MIXED if record.is_mixed else UNTOUCHED
-            raise NonFiniteError(f"{decision.refusal} {state}")
-        assert decision.grad_norm is not None
-        return Outcome(
-            losses,
-            decision.grad_norm,
-            decision.skips,
-            extra,
-            record.interrupted,
-            record.moved_bytes,
-        )
+        return outcome_of(record, losses, extra)
 
     def flush(self, record: StepRecord) -> None:
         if self.pending is None:

@@ -1,22 +1,21 @@
 """Runs fused steps: one executable, with all arrays on the device."""
 
 from collections.abc import Callable, Sequence
-from math import isfinite
 from typing import Any
 
 import jax
 import numpy as np
 
 from zinf.executor.links import Progress, run_links
-from zinf.executor.outcome import Outcome
+from zinf.executor.outcome import Outcome, outcome_of
 from zinf.executor.run import StepRecord
 from zinf.executor.runner import AbstractRunner
 from zinf.jaxpr.keys import from_words, to_words
 from zinf.memory import Stores, to_devices
 from zinf.optim.advance import Advance
-from zinf.optim.decision import ADVICE, UNTOUCHED, NonFiniteError
+from zinf.optim.decision import decision_of
 from zinf.plan import Instruction
-from zinf.prepare.batch import microbatches
+from zinf.prepare.batch import by_microbatch
 from zinf.prepare.fused import FusedProgram, batch_shardings, fused_evaluation
 from zinf.prepare.planner import Fused
 from zinf.program import Role
@@ -81,15 +80,10 @@ class FusedRunner(AbstractRunner):
         if advance.reads_loss:
             advance.take(outputs["shared"])
         losses = [float(x) for x in outputs["losses"]]
-        norm = float(outputs["grad_norm"])
-        skips = not bool(outputs["is_finite"])
-        if skips and not self.skips_overflow:
-            loss = sum(losses) / len(losses)
-            what = (
-                f"loss is {loss}" if not isfinite(loss) else f"gradient norm is {norm}"
-            )
-            raise NonFiniteError(f"The {what}. {ADVICE} {UNTOUCHED}")
-        return Outcome(losses, norm, skips, outputs["extra"], record.interrupted)
+        record.decision = decision_of(
+            losses, outputs["judged"], skips_overflow=self.skips_overflow
+        )
+        return outcome_of(record, losses, outputs["extra"])
 
     def execute(
         self, instruction: Instruction, inputs: Any, record: StepRecord
@@ -123,9 +117,7 @@ class FusedRunner(AbstractRunner):
         return float(np.mean(self._evaluate(params, batches, stacked_keys)))
 
     def inputs(self, batch: Any, keys: Sequence[Any]) -> tuple[Any, Any]:
-        cut = microbatches(batch, self.spec, self.num_microbatches)
-        columns = [np.stack([arrays[name] for arrays in cut]) for name in cut[0]]
-        batches = jax.tree.unflatten(jax.tree.structure(self.spec), columns)
+        batches = by_microbatch(batch, self.spec, self.num_microbatches)
         return batches, jax.numpy.stack(list(keys)) if keys else None
 
     def placed(self, batches: Any, keys: Any) -> tuple[Any, Any]:

@@ -44,25 +44,18 @@ class Clipping:
     def __bool__(self) -> bool:
         return self.torch_bound is not None or bool(self.optax_bounds)
 
-    def factor(self, norm: float) -> float:
-        """The factor of every gradient, given their finite global norm."""
+    def factor(self, norm: Any, xp: Any = np) -> Any:
+        """The factor of every gradient, given their finite global norm.
+
+        Args:
+            norm: a scalar of `xp`: NumPy, or jax.numpy if the norm is traced.
+        """
         factor = 1.0
         if self.torch_bound is not None:
-            factor = min(1.0, self.torch_bound / (norm + TORCH_EPSILON))
+            factor = xp.minimum(1.0, self.torch_bound / (norm + TORCH_EPSILON))
         for bound in self.optax_bounds:
-            clipped = norm * factor
-            if clipped >= bound:
-                factor *= bound / clipped
-        return factor
-
-    def traced_factor(self, norm: jax.Array) -> jax.Array:
-        """`factor` for a norm that is a traced float32 scalar."""
-        factor = jnp.ones_like(norm)
-        if self.torch_bound is not None:
-            factor = jnp.minimum(1.0, self.torch_bound / (norm + TORCH_EPSILON))
-        for bound in self.optax_bounds:
-            clipped = norm * factor
-            factor = factor * jnp.where(clipped < bound, 1.0, bound / clipped)
+            # Below the bound this multiplies by exactly 1.
+            factor = factor * (bound / xp.maximum(norm * factor, bound))
         return factor
 
 

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite, sqrt
+from math import isfinite
 from typing import Any
+
+import numpy as np
 
 from zinf.optim.clipping import Clipping
 
@@ -57,6 +59,24 @@ class Pending:
     step_values: Sequence[Any]
 
 
+def judge(
+    losses: Any, square: Any, *, clipping: Clipping, loss_scale: Any, xp: Any
+) -> tuple[Any, Any, Any]:
+    """`(norm, factor, is_finite)` of a gradient, the rule of every step.
+
+    The streamed step calls it with numbers in double precision, the fused step inside
+    its executable.
+
+    Args:
+        losses: the loss of each microbatch.
+        square: the sum of the squares of the scaled gradient.
+        xp: NumPy, or jax.numpy if the arguments are traced.
+    """
+    norm = xp.sqrt(square) / loss_scale
+    is_finite = xp.isfinite(norm) & xp.all(xp.isfinite(losses))
+    return norm, clipping.factor(norm, xp) / loss_scale, is_finite
+
+
 def decide(
     losses: Sequence[float],
     sums_of_squares: Sequence[float] | None,
@@ -69,20 +89,35 @@ def decide(
 
     Sums run in the given order in double precision, so that the result does not depend
     on where anything is placed.
+
+    Args:
+        sums_of_squares: None if updates do not wait for the gradient.
     """
-    loss = sum(losses) / len(losses)
-    if not isfinite(loss) and not skips_overflow:
-        refusal = (
-            f"The loss is {loss} (by microbatch: {', '.join(map(str, losses))}). "
-            f"{ADVICE}"
-        )
-        return Decision(loss, None, 0.0, True, refusal)
     if sums_of_squares is None:
-        return Decision(loss, None, 1.0 / loss_scale, False)
-    norm = sqrt(sum(sums_of_squares)) / loss_scale
-    if not isfinite(norm) or not isfinite(loss):
-        refusal = None
-        if not skips_overflow:
-            refusal = f"The gradient norm is {norm} while the loss is {loss}. {ADVICE}"
-        return Decision(loss, norm, 0.0, True, refusal)
-    return Decision(loss, norm, clipping.factor(norm) / loss_scale, False)
+        judged = None, 1 / loss_scale, np.all(np.isfinite(losses))
+        return decision_of(losses, judged, skips_overflow=skips_overflow)
+    with np.errstate(invalid="ignore"):
+        judged = judge(
+            losses,
+            np.float64(sum(sums_of_squares)),
+            clipping=clipping,
+            loss_scale=loss_scale,
+            xp=np,
+        )
+    return decision_of(losses, judged, skips_overflow=skips_overflow)
+
+
+def decision_of(
+    losses: Sequence[float], judged: tuple[Any, Any, Any], *, skips_overflow: bool
+) -> Decision:
+    """The decision of a step from what `judge` found. The norm may be None."""
+    norm, factor, is_finite = judged
+    loss = sum(losses) / len(losses)
+    norm = None if norm is None else float(norm)
+    if is_finite:
+        return Decision(loss, norm, float(factor), False)
+    what = f"loss is {loss} (by microbatch: {', '.join(map(str, losses))})"
+    if isfinite(loss):
+        what = f"gradient norm is {norm} while the loss is {loss}"
+    refusal = None if skips_overflow else f"The {what}. {ADVICE}"
+    return Decision(loss, norm, 0.0, True, refusal)

@@ -146,27 +146,23 @@ def _check_divides(path: str, leaf: Any, num_microbatches: int) -> None:
         )
 
 
-def microbatches(
-    batch: Any, spec: Any, num_microbatches: int
-) -> list[dict[str, np.ndarray]]:
-    """This process's part of each microbatch, by name ("batch/tokens").
+def by_microbatch(batch: Any, spec: Any, num_microbatches: int) -> Any:
+    """This process's part of a batch, with a leading microbatch dim, as NumPy arrays.
 
-    The arrays have the dtypes of `spec`. Its shapes are those of all parts together.
+    The arrays have the dtypes of `spec` and memory of their own. The shapes of `spec`
+    are those of all parts together.
     """
-    names = [f"batch/{n}" for n in named_leaves(spec)]
-    leaves = jax.tree.leaves(batch)
-    specs = jax.tree.leaves(spec)
-    cut = []
-    for m in range(num_microbatches):
-        arrays = {}
-        for name, leaf, wanted in zip(names, leaves, specs, strict=True):
-            array = np.asarray(leaf)
-            if array.ndim:
-                rows = array.shape[0] // num_microbatches
-                array = array[m * rows : (m + 1) * rows]
-            arrays[name] = np.array(array, dtype=wanted.dtype)
-        cut.append(arrays)
-    return cut
+
+    def cut(wanted: jax.ShapeDtypeStruct, leaf: Any) -> np.ndarray:
+        array = np.asarray(leaf)
+        if array.ndim:
+            rows = array.shape[0] // num_microbatches
+            array = array.reshape(num_microbatches, rows, *array.shape[1:])
+        own = np.empty((num_microbatches, *array.shape[1:]), wanted.dtype)
+        own[...] = array
+        return own
+
+    return jax.tree.map(cut, spec, batch)
 
 
 def count_tokens(spec: Any, num_microbatches: int) -> int:

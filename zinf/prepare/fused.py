@@ -18,15 +18,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zinf.mesh import replicated
 from zinf.optim.clipping import Clipping
+from zinf.optim.decision import judge
 from zinf.optim.separate import Separated
 from zinf.optim.update import update_function
 from zinf.prepare.arrays import array_specs
-from zinf.prepare.sums import sum_dtype
+from zinf.prepare.sums import sum_dtype, sum_squares
 from zinf.program import ArrayId, Role
 from zinf.segment.problem import Problem
 from zinf.segment.source import named_leaves
-from zinf.sharding import Layout, Layouts, as_cut, batch_layout, cut, gather
-from zinf.sharding.zero import STATE_STAGE
+from zinf.sharding import Layouts, as_cut, batch_layout, cut, gather
 from zinf.topology import compile_for
 
 Arrays = Mapping[ArrayId, Any]
@@ -38,9 +38,9 @@ class FusedProgram:
 
     `step(values, batch, keys, scalars, loss_scale) -> (values, outputs)`. `values` are
     all persistent arrays in the order of `arrays` (donated). `batch` and `keys` have a
-    leading microbatch dim. `outputs` are `losses`, `grad_norm`, `is_finite` and `extra`
-    (the loss function's other outputs, by microbatch). A step whose losses or gradient
-    are not finite changes no array.
+    leading microbatch dim. `outputs` are `losses`, `judged` (what `judge` returns) and
+    `extra` (the loss function's other outputs, by microbatch). A step whose losses or
+    gradient are not finite changes no array.
 
     `scalars` are the step values. If the optimizer reads the loss, they are its shared
     state instead, and `outputs["shared"]` is the shared state of the next step.
@@ -66,18 +66,12 @@ def compile_fused(
     updates = _leaf_updates(problem, separated, layouts)
     trained = [leaf.path for leaf in separated.leaves]
 
-    gradient_forms = {p: layouts.of(ArrayId(Role.GRADIENT, p)) for p in trained}
+    own_parts = {p: layouts.own_part(ArrayId(Role.GRADIENT, p)) for p in trained}
     specs = {
         array: jax.ShapeDtypeStruct(layouts.of(array).padded, spec.dtype)
         for array, spec in array_specs(problem, separated).items()
     }
     ids = tuple(specs)
-
-    def for_update(gradient: Any, layout: Layout) -> Any:
-        """Shard a gradient if, from stage 1, each device updates only its own shard."""
-        if layouts.rule.stage < STATE_STAGE or layouts.mesh.size == 1:
-            return gradient
-        return as_cut(gradient, layout.share)
 
     def step(
         values: Sequence[Any],
@@ -93,12 +87,17 @@ def compile_fused(
         grads, losses, extra = _accumulate(
             problem, trained, params, batch, keys, loss_scale, num_microbatches, layouts
         )
-        grads = {p: for_update(g, gradient_forms[p]) for p, g in grads.items()}
-        squares = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in grads.values()]
-        total = jnp.sum(jnp.stack(squares)) if squares else jnp.float32(0)
-        norm = jnp.sqrt(total) / loss_scale
-        is_finite = jnp.isfinite(norm) & jnp.all(jnp.isfinite(losses))
-        factor = clipping.traced_factor(norm) / loss_scale
+        for path, part in own_parts.items():
+            if part is not None:
+                grads[path] = as_cut(grads[path], part.device)
+        judged = judge(
+            losses,
+            sum_squares(list(grads.values())),
+            clipping=clipping,
+            loss_scale=loss_scale,
+            xp=jnp,
+        )
+        _, factor, is_finite = judged
         shared, step_values = [], scalars
         if separated.reads_loss:
             loss = jnp.mean(losses.astype(jnp.float32))
@@ -107,8 +106,8 @@ def compile_fused(
         for update in updates:
             new.update(update(arrays, grads, factor, step_values))
         kept = [jnp.where(is_finite, new[a], arrays[a]) for a in ids]
-        outputs = {"losses": losses, "grad_norm": norm, "is_finite": is_finite}
-        return kept, {**outputs, "extra": extra, "shared": shared}
+        outputs = {"losses": losses, "judged": judged, "extra": extra}
+        return kept, {**outputs, "shared": shared}
 
     scalars = separated.step_value_specs
     if separated.reads_loss:

@@ -50,7 +50,7 @@ def accumulated_rows(
 def sum_squares(arrays: Sequence[jax.Array]) -> jax.Array:
     """The sum of the squares of all arrays, a float32 scalar."""
     squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in arrays]
-    return jnp.sum(jnp.stack(squares))
+    return jnp.sum(jnp.stack(squares)) if squares else jnp.float32(0)
 
 
 def _add_wide(total: jax.Array, part: jax.Array) -> jax.Array:

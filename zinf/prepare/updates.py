@@ -31,7 +31,6 @@ from zinf.prepare.sums import sum_dtype
 from zinf.program import ArrayId, Program, Role, Tier
 from zinf.segment.problem import Problem
 from zinf.sharding import Layout, Layouts
-from zinf.sharding.zero import STATE_STAGE
 from zinf.topology import compile_for
 
 # Bytes of master in one block of an element-wise update. A block keeps a drive and the
@@ -277,24 +276,14 @@ def _placement(update: ArrayUpdate, layouts: Layouts) -> UnitPlacement:
     def device(array: ArrayId) -> Sharding:
         return layouts.of(array.whole).device
 
+    gradient = layouts.own_part(update.gradient) or layouts.of(update.gradient.whole)
     return UnitPlacement(
         replicated(layouts.mesh),
-        _gradient_form(update, layouts).device,
+        gradient.device,
         device(update.master),
         tuple(map(device, update.states)),
         device(update.compute or update.master),
     )
-
-
-def _gradient_form(update: ArrayUpdate, layouts: Layouts) -> Layout:
-    """The layout of the gradient that an update on the devices reads.
-
-    From stage 1 each device updates only its own shard, and reads only that.
-    """
-    layout = layouts.of(update.gradient.whole)
-    if layouts.rule.stage < STATE_STAGE:
-        return layout
-    return replace(layout, device=layout.share)
 
 
 def _own_parts(
@@ -302,11 +291,11 @@ def _own_parts(
 ) -> dict[ArrayUpdate, OwnPart]:
     found = {}
     for update, unit in units.items():
-        form = _gradient_form(update, layouts)
-        if form.device != layouts.of(update.gradient.whole).device:
-            sizes = form.device.shard_shape(unit.shape)
+        part = layouts.own_part(update.gradient)
+        if part is not None:
+            sizes = part.device.shard_shape(unit.shape)
             nbytes = prod(sizes) * jnp.dtype(unit.grad_dtype).itemsize
-            found[update] = OwnPart(form, nbytes)
+            found[update] = OwnPart(part, nbytes)
     return found
 
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zinf.mesh import DATA_AXES, axis_size, make_mesh, present, replicated
 from zinf.program import ArrayId, ArraySpec, Program, Role
 from zinf.sharding.layout import Layout
-from zinf.sharding.zero import ZeroRule, zero_rule
+from zinf.sharding.zero import STATE_STAGE, ZeroRule, zero_rule
 
 FLOAT32_BYTES = 4
 
@@ -41,6 +41,17 @@ class Layouts:
             return whole_layout((), self.mesh)
         layout = self.arrays[array.lies_as]
         return layout.rows(*array.rows) if array.rows else layout
+
+    def own_part(self, gradient: ArrayId) -> Layout | None:
+        """The layout of the part of a gradient that each device updates alone.
+
+        None if a device holds no more than that: before stage 1 each device updates
+        everything, and from stage 2 on it has only its own part of a gradient.
+        """
+        layout = self.of(gradient.whole)
+        if self.rule.stage < STATE_STAGE or layout.share == layout.device:
+            return None
+        return replace(layout, device=layout.share)
 
     def with_inputs(self, program: Program) -> "Layouts":
         """These layouts with those of a program's inputs: batch, key, constants.

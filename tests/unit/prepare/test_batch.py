@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zinf.prepare.batch import batch_spec, count_tokens, microbatches, signature
+from zinf.prepare.batch import batch_spec, by_microbatch, count_tokens, signature
 
 BATCH = {"x": np.arange(12, dtype=np.float32).reshape(6, 2), "weight": 2.0}
 
@@ -16,24 +16,22 @@ def test_the_leading_dim_is_cut_and_scalars_are_not():
 
 
 def test_microbatches_are_consecutive_and_together_the_batch():
-    cut = microbatches(BATCH, batch_spec(BATCH, 3), 3)
-    assert [sorted(arrays) for arrays in cut] == [["batch/weight", "batch/x"]] * 3
-    together = np.concatenate([arrays["batch/x"] for arrays in cut])
-    np.testing.assert_array_equal(together, BATCH["x"])
-    assert all(arrays["batch/weight"] == 2.0 for arrays in cut)
+    cut = by_microbatch(BATCH, batch_spec(BATCH, 3), 3)
+    np.testing.assert_array_equal(np.concatenate(cut["x"]), BATCH["x"])
+    assert cut["weight"].tolist() == [2.0] * 3
 
 
 def test_microbatches_share_no_memory_with_the_batch():
     """The engine keeps them while the user may refill the buffer."""
-    (arrays,) = microbatches(BATCH, batch_spec(BATCH, 1), 1)
-    assert not np.shares_memory(arrays["batch/x"], BATCH["x"])
+    cut = by_microbatch(BATCH, batch_spec(BATCH, 1), 1)
+    assert not np.shares_memory(cut["x"], BATCH["x"])
 
 
 def test_leaves_take_the_dtypes_that_jax_gives_them():
     batch = {"x": np.zeros(2, np.float64), "n": np.zeros(2, np.int64)}
-    (arrays,) = microbatches(batch, batch_spec(batch, 1), 1)
-    assert arrays["batch/x"].dtype == np.float32
-    assert arrays["batch/n"].dtype == np.int32
+    cut = by_microbatch(batch, batch_spec(batch, 1), 1)
+    assert cut["x"].dtype == np.float32
+    assert cut["n"].dtype == np.int32
 
 
 @pytest.mark.parametrize("shape", [(4, 2), (1,)])
