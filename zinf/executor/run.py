@@ -40,7 +40,7 @@ from zinf.plan import (
     Update,
     UpdateUnit,
 )
-from zinf.prepare.joint import JointUpdate, UnitParts
+from zinf.prepare.joint import Joint, JointUpdate, jointly_and_singly
 from zinf.prepare.sums import accumulated, accumulated_rows, sum_squares
 from zinf.program import ArrayId, Role, Tier
 from zinf.segment import Segment
@@ -56,7 +56,7 @@ class Work:
     `goes_by` is a `Pending`: the decision and the step values that an update reads.
 
     Attributes:
-        parts: for each update unit, which updates run jointly and which singly.
+        joint: what runs the groups of updates that run together.
         update: `(array update, tier, gradient, operands, goes_by) -> results` computes
             the new values of an array update's results.
         is_in_place: `(array update, tier)`: whether to call `update_in_place` instead
@@ -74,7 +74,7 @@ class Work:
 
     segments: Sequence[Segment]
     units: Sequence[UpdateUnit]
-    parts: Sequence[UnitParts]
+    joint: Joint
     update: UpdateFunction
     is_in_place: Callable[[ArrayUpdate, Tier], bool]
     update_in_place: Callable[..., None]
@@ -289,18 +289,18 @@ class _StepRun:
 
     def update(self, operation: Update, creates: Sequence[Copy]) -> None:
         goes_by = self.goes_by(operation)
-        updates = self.work.units[operation.unit].arrays
         if goes_by.decision.skips:
-            self.refresh(updates, creates)
+            self.refresh(self.work.units[operation.unit].arrays, creates)
             return
         if not self.has_updated:
             self.work.before_update()
             self.has_updated = True
         self.record.has_updated |= not operation.is_pending
-        parts = self.work.parts[operation.unit]
-        for joint in parts.joint:
-            self.update_jointly(joint, goes_by)
-        for array_update in parts.single:
+        units, joint = self.work.units, self.work.joint
+        together, single = jointly_and_singly(operation, units, joint)
+        for each in together:
+            self.update_jointly(each, goes_by)
+        for array_update in single:
             self.update_array(array_update, operation.tier, goes_by, creates)
 
     def goes_by(self, operation: Update) -> Pending:

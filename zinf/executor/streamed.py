@@ -18,7 +18,6 @@ from zinf.memory import Stores, to_devices
 from zinf.optim.advance import Advance
 from zinf.optim.clipping import Clipping
 from zinf.optim.decision import Pending, decide
-from zinf.prepare.joint import unit_parts
 from zinf.prepare.planner import Evaluation, Planner, Streamed
 from zinf.sharding import whole_layout
 
@@ -46,9 +45,7 @@ class StreamedRunner(AbstractRunner):
         self.before_update = before_update
         self.pending: Pending | None = None
         self.pending_scale = 1.0  # loss scale of the gradients at rest
-        updates, units = streamed.updates, self.arranged.units
-        updates.compile_in_place(units)
-        self.parts = unit_parts(updates, units, self.plan.homes)
+        streamed.updates.compile_in_place(self.arranged.units)
 
     def enter(self) -> None:
         self.passes.put_consts()
@@ -170,7 +167,7 @@ class StreamedRunner(AbstractRunner):
         return Work(
             segments=self.passes.segments,
             units=self.arranged.units,
-            parts=self.parts,
+            joint=self.streamed.joint,
             update=updates.apply,
             is_in_place=updates.is_in_place,
             update_in_place=updates.apply_in_place,

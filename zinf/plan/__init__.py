@@ -13,6 +13,7 @@ from zinf.plan.catalog import count_contributions as count_contributions
 from zinf.plan.catalog import value as value
 from zinf.plan.check import PlanError as PlanError
 from zinf.plan.check import check as check
+from zinf.plan.check import check_groups as check_groups
 from zinf.plan.choose import Arrangement as Arrangement
 from zinf.plan.choose import Choices as Choices
 from zinf.plan.choose import build_at_home as build_at_home
@@ -29,6 +30,7 @@ from zinf.plan.instruction import Decide as Decide
 from zinf.plan.instruction import Exchange as Exchange
 from zinf.plan.instruction import Free as Free
 from zinf.plan.instruction import FusedStep as FusedStep
+from zinf.plan.instruction import Group as Group
 from zinf.plan.instruction import Instruction as Instruction
 from zinf.plan.instruction import Link as Link
 from zinf.plan.instruction import Pass as Pass

@@ -40,6 +40,8 @@ def check(
     * an instruction says of each copy that it writes whether it makes the copy;
     * an array is not updated on the host while a device reads it, since host and device
       copies may share memory;
+    * updates run together only in the memory of arrays that rest on the device, and
+      within the workspace of their instruction;
     * at the end the newest versions are at home, and only `kept` copies are left;
     * no interleaving of the links exceeds a budget (see [Note: fences]).
 
@@ -50,6 +52,7 @@ def check(
         return
     reach = _Reachability(plan.instructions)
     _check_copies(plan, reach, initial, kept)
+    check_groups(plan)
     for tier in Tier:
         _check_budget(plan, reach, tier, (initial_bytes or {}).get(tier, 0))
 
@@ -243,6 +246,32 @@ def _check_copies(
             for array in operation.arrays:
                 copies.free(index, (array, operation.tier))
     copies.finish(kept)
+
+
+def check_groups(plan: Plan) -> None:
+    """Checks the groups of updates that run together.
+
+    Raises:
+        PlanError: an executable would overwrite an array that is not its own, or need
+            more memory than its instruction reserves.
+    """
+    for index, instruction in enumerate(plan.instructions):
+        operation = instruction.operation
+        if not isinstance(operation, Update) or not operation.groups:
+            continue
+        where = f"#{index} {operation}"
+        arrays = [array for group in operation.groups for array in group.arrays]
+        left = {array for array, tier in instruction.writes if tier == Tier.DEVICE}
+        for array in arrays:
+            if array not in left:
+                raise PlanError(f"{where} groups {array}, which is not its own")
+            if plan.homes.get(array) != Tier.DEVICE:
+                raise PlanError(f"{where} groups {array}, which rests elsewhere")
+            left.remove(array)
+        needed = max(group.workspace_bytes for group in operation.groups)
+        reserved = dict(instruction.workspace).get(Tier.DEVICE, 0)
+        if needed > reserved:
+            raise PlanError(f"{where} needs {needed:,} bytes and has {reserved:,}")
 
 
 def _check_budget(

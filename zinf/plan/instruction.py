@@ -146,16 +146,31 @@ class Decide:
 
 
 @dataclass(frozen=True, slots=True)
+class Group:
+    """Updates that one executable runs on the device, in the memory of the old arrays.
+
+    Attributes:
+        arrays: the results of the updates, which rest on the device as wholes.
+        workspace_bytes: device bytes that the executable takes besides.
+    """
+
+    arrays: tuple[ArrayId, ...]
+    workspace_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Update:
     """Updates one unit's arrays, all of which are on `tier`.
 
-    If `is_pending`, it uses the gradients and the decision of the step before.
+    If `is_pending`, it uses the gradients and the decision of the step before. The
+    updates of a group run together, before the others, which run one by one.
     """
 
     unit: int
     name: str
     tier: Tier
     is_pending: bool = False
+    groups: tuple[Group, ...] = ()
 
     def __str__(self) -> str:
         return f"{'late ' if self.is_pending else ''}update {self.name}"

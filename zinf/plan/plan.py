@@ -1,11 +1,20 @@
 """The plan: every byte that moves in a step, in order."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from html import escape
 
 from zinf.plan.cost import Rates, Timeline, predict
-from zinf.plan.instruction import FusedStep, Instruction, Link, Pass, Run, Update
+from zinf.plan.instruction import (
+    FusedStep,
+    Group,
+    Instruction,
+    Link,
+    Pass,
+    Run,
+    Update,
+)
 from zinf.plan.shared import Shared, shared_arrays
 from zinf.plan.show import Summary, show_bytes, show_instructions, summarize
 from zinf.program import ArrayId, Tier
@@ -77,6 +86,19 @@ class Plan:
     def shared(self) -> Shared:
         """Arrays whose host and device copies may share memory (see `shared`)."""
         return shared_arrays(self.instructions, self.homes)
+
+    def grouped(self, groups: Sequence[tuple[Group, ...]]) -> "Plan":
+        """The plan in which updates run together, by the number of their unit."""
+
+        def with_groups(instruction: Instruction) -> Instruction:
+            operation = instruction.operation
+            if not isinstance(operation, Update) or not groups[operation.unit]:
+                return instruction
+            operation = replace(operation, groups=groups[operation.unit])
+            return replace(instruction, operation=operation)
+
+        instructions = tuple(map(with_groups, self.instructions))
+        return replace(self, instructions=instructions)
 
     def link_bytes(self, link: Link) -> int:
         """Bytes that a step moves over a link."""

@@ -6,12 +6,12 @@ for a step that was planned for another machine.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from zinf.plan import ArrayUpdate, Instruction, Pass, Run, Update
-from zinf.prepare.joint import UnitParts, unit_parts
+from zinf.prepare.joint import jointly_and_singly
 from zinf.prepare.planner import Fused, Streamed
 from zinf.program import ArrayId, Tier
 from zinf.topology import (
@@ -55,11 +55,10 @@ def compiled_runs(made: Streamed | Fused) -> tuple[CompiledRun, ...]:
     """Every distinct executable of a step, in the order of first use."""
     if isinstance(made, Fused):
         return (_fused(made),)
-    parts = unit_parts(made.updates, made.arranged.units, made.plan.homes)
     found: dict[int, tuple[Any, int, Instruction]] = {}
     times: Counter[int] = Counter()
     for instruction in made.plan.instructions:
-        for executable, nbytes in _executables(made, parts, instruction):
+        for executable, nbytes in _executables(made, instruction):
             found.setdefault(id(executable), (executable, nbytes, instruction))
             times[id(executable)] += 1
     return tuple(
@@ -94,9 +93,7 @@ def largest_deviation(runs: tuple[CompiledRun, ...]) -> float:
     )
 
 
-def _executables(
-    made: Streamed, parts: Sequence[UnitParts], instruction: Instruction
-) -> list[tuple[Any, int]]:
+def _executables(made: Streamed, instruction: Instruction) -> list[tuple[Any, int]]:
     """The executables that an instruction runs, each with the bytes the plan counts."""
     operation, catalog = instruction.operation, made.arranged.catalog
     if isinstance(operation, Run):
@@ -108,12 +105,12 @@ def _executables(
         is_forward = operation.kind in FORWARD
         return [(passes.forward if is_forward else passes.backward, nbytes)]
     if isinstance(operation, Update) and operation.tier == Tier.DEVICE:
-        unit = parts[operation.unit]
-        steps = made.updates.steps[Tier.DEVICE]
+        units, steps = made.arranged.units, made.updates.steps[Tier.DEVICE]
+        together, single = jointly_and_singly(operation, units, made.joint)
         return [
             (joint.step.executable, sum(_update_bytes(made, u) for u in joint.arrays))
-            for joint in unit.joint
-        ] + [(steps[u].executable, _update_bytes(made, u)) for u in unit.single]
+            for joint in together
+        ] + [(steps[u].executable, _update_bytes(made, u)) for u in single]
     return []
 
 

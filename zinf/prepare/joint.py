@@ -1,14 +1,22 @@
 """Groups the device updates of a unit into executables that donate their operands."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from zinf.optim.decision import Pending
 from zinf.optim.joint import JointStep
-from zinf.plan import NO_EXCHANGE, ArrayUpdate, UpdateUnit
+from zinf.plan import (
+    NO_EXCHANGE,
+    Arrangement,
+    ArrayUpdate,
+    Group,
+    Update,
+    UpdateUnit,
+    check_groups,
+)
 from zinf.prepare.updates import Updates
 from zinf.program import ArrayId, Tier
 
@@ -34,43 +42,57 @@ class JointUpdate:
         return self.step(factor, goes_by.step_values, gradients, operands)
 
 
-@dataclass(frozen=True)
-class UnitParts:
-    """The updates of a unit, split into those that run jointly and singly."""
-
-    joint: tuple[JointUpdate, ...]
-    single: tuple[ArrayUpdate, ...]
+Joint = Mapping[Group, JointUpdate]
 
 
-def unit_parts(
-    updates: Updates, units: Iterable[UpdateUnit], homes: Mapping[ArrayId, Tier]
-) -> list[UnitParts]:
-    """Which updates of each unit run jointly, and which singly.
+def grouped(arranged: Arrangement, updates: Updates) -> tuple[Arrangement, Joint]:
+    """The arrangement whose updates say which of them run together, and what runs them.
 
-    Updates run jointly if they are element-wise, all their arrays rest on the devices,
+    Updates run together if they are element-wise, all their arrays rest on the devices,
     not as rows of larger arrays, and their workspace together is at most that of the
     largest of them alone.
+
+    Raises:
+        PlanError: see `check_groups`.
     """
-    return [_parts(updates, unit, homes) for unit in units]
+    found = [_joint(updates, unit, arranged.plan.homes) for unit in arranged.units]
+    groups = [tuple(joint) for joint in found]
+    plans = {}
+    for name in ("plan", "first", "flush"):
+        plan = getattr(arranged, name)
+        if plan is not None:
+            plans[name] = plan.grouped(groups)
+            check_groups(plans[name])
+    joint = {group: update for some in found for group, update in some.items()}
+    return replace(arranged, **plans), joint
 
 
-def _parts(
+def jointly_and_singly(
+    operation: Update, units: Sequence[UpdateUnit], joint: Joint
+) -> tuple[list[JointUpdate], list[ArrayUpdate]]:
+    """What an operation runs: first the updates of its groups, then each other one."""
+    together = [joint[group] for group in operation.groups]
+    done = {update for each in together for update in each.arrays}
+    return together, [u for u in units[operation.unit].arrays if u not in done]
+
+
+def _joint(
     updates: Updates, unit: UpdateUnit, homes: Mapping[ArrayId, Tier]
-) -> UnitParts:
+) -> dict[Group, JointUpdate]:
     able = [
         update
         for update in unit.arrays
         if unit.tier == Tier.DEVICE and _may_be_joint(updates, update, homes)
     ]
     steps = updates.steps[Tier.DEVICE]
-    joint = []
-    for group in _groups({u: steps[u].workspace_bytes for u in able}):
-        step = updates.joint([steps[u] for u in group])
+    found = {}
+    for some in _groups({u: steps[u].workspace_bytes for u in able}):
+        step = updates.joint([steps[u] for u in some])
         # The joint executable may need more workspace than the sum of the single ones.
         if step.workspace_bytes <= unit.workspace_bytes:
-            joint.append(JointUpdate(group, step))
-    done = {update for j in joint for update in j.arrays}
-    return UnitParts(tuple(joint), tuple(u for u in unit.arrays if u not in done))
+            arrays = tuple(a for update in some for a in update.results)
+            found[Group(arrays, step.workspace_bytes)] = JointUpdate(some, step)
+    return found
 
 
 def _may_be_joint(

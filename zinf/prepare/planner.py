@@ -45,6 +45,7 @@ from zinf.prepare.arrays import (
 from zinf.prepare.batch import batch_spec, check_rows
 from zinf.prepare.exchange import forward_exchanges, segment_exchanges
 from zinf.prepare.fused import FusedProgram, compile_fused
+from zinf.prepare.joint import Joint, grouped
 from zinf.prepare.keeping import keeping_as_chosen, what_may_be_kept
 from zinf.prepare.resources import Resources
 from zinf.prepare.shrink import Limits, is_worth_trying, reasons, tighter
@@ -90,6 +91,7 @@ class Streamed:
     segmented: Segmented
     segments: tuple[Segment, ...]
     updates: Updates
+    joint: Joint
     compute_dtype: Any
     layouts: Layouts
     limits: Limits
@@ -401,11 +403,13 @@ class Planner:
         else:
             placed = residents(catalog, self.config)
             arranged = build_placed(catalog, placed, *rest)
+        arranged, joint = grouped(arranged, updates)
         return Streamed(
             arranged,
             segmented,
             keeping_as_chosen(segments, arranged.catalog.keeping),
             updates,
+            joint,
             jnp.dtype(self.config.compute_dtype),
             layouts,
             limits,

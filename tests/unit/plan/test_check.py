@@ -1,5 +1,6 @@
 """Each rule of the checker, broken by hand. (tests/property breaks plans by chance.)"""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from zinf.plan import (
     Decide,
     Free,
     FusedStep,
+    Group,
     Instruction,
     Link,
     Plan,
@@ -19,6 +21,7 @@ from zinf.plan import (
     Update,
     build,
     check,
+    check_groups,
     initial_copies,
     kept_copies,
 )
@@ -136,6 +139,25 @@ def test_an_instruction_says_which_copies_it_makes() -> None:
         plan_of(*twice, free(W, HOST, 1, 2), free(W, DEVICE, 1)),
         "#2 .* makes again param/w on host",
     )
+
+
+@pytest.mark.parametrize(
+    ("home", "group", "match"),
+    [
+        (DEVICE, Group((W,), 8), None),
+        (DEVICE, Group((W,), 9), "needs 9 bytes and has 8"),
+        (DEVICE, Group((W, W), 8), "groups param/w, which is not its own"),
+        (DEVICE, Group((V,), 8), "groups param/v, which is not its own"),
+        (HOST, Group((W,), 8), "groups param/w, which rests elsewhere"),
+    ],
+)
+def test_updates_run_together_in_memory_of_their_own(home, group, match) -> None:
+    copies, update = ((W, DEVICE),), Update(0, "w", DEVICE, groups=(group,))
+    space = ((DEVICE, 8),)
+    runs = Instruction(update, Link.DEVICE, (), copies, copies, workspace=space)
+    plan = replace(plan_of(), instructions=(runs,), homes={W: home, V: DEVICE})
+    with pytest.raises(PlanError, match=match) if match else nullcontext():
+        check_groups(plan)
 
 
 def test_a_change_waits_for_readers() -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from zinf.initialize import make_planner
 from zinf.optim.decision import Decision, Pending
-from zinf.prepare.joint import unit_parts
+from zinf.plan import Arrangement, Instruction, Link, Plan, Update
+from zinf.prepare.joint import grouped, jointly_and_singly
 from zinf.prepare.updates import compile_program_updates
 from zinf.program import Tier
 
@@ -49,8 +50,23 @@ def homes_of(found, elsewhere=()):
 
 
 def parts_of(found, homes, update_tier=Tier.HOST):
-    units = found.units(homes, update_tier)
-    return units, unit_parts(found, units, homes)
+    """The units, and what each runs jointly and singly."""
+    units = tuple(found.units(homes, update_tier))
+    instructions = tuple(
+        Instruction(
+            Update(number, unit.name, unit.tier),
+            Link.DEVICE,
+            (),
+            writes=tuple((a, unit.tier) for u in unit.arrays for a in u.results),
+            workspace=((unit.tier, unit.workspace_bytes),),
+        )
+        for number, unit in enumerate(units)
+    )
+    zeros = dict.fromkeys(Tier, 0)
+    plan = Plan(instructions, homes, zeros, zeros, zeros)
+    arranged, joint = grouped(Arrangement(plan, None, units, None), found)
+    operations = [i.operation for i in arranged.plan.instructions]
+    return units, [jointly_and_singly(x, units, joint) for x in operations]
 
 
 def paths(updates):
@@ -59,15 +75,15 @@ def paths(updates):
 
 def test_all_that_rests_on_the_device_is_updated_by_few_executables():
     found = compiled()
-    (unit,), (parts,) = parts_of(found, homes_of(found))
-    assert not parts.single
+    (unit,), ((joint, single),) = parts_of(found, homes_of(found))
+    assert not single
     # All vectors together need less than the matrix alone.
-    assert [paths(j.arrays) for j in parts.joint] == [
+    assert [paths(j.arrays) for j in joint] == [
         ["kernel"],
         ["bias", "scale", "shift"],
     ]
-    for joint in parts.joint:
-        assert joint.step.workspace_bytes <= unit.workspace_bytes
+    for each in joint:
+        assert each.step.workspace_bytes <= unit.workspace_bytes
 
 
 @pytest.mark.parametrize("update_tier", [Tier.HOST, Tier.DEVICE])
@@ -75,17 +91,17 @@ def test_what_rests_elsewhere_is_updated_alone(update_tier):
     found = compiled()
     homes = homes_of(found, elsewhere=("kernel", "scale"))
     units, parts = parts_of(found, homes, update_tier)
-    joint = [paths(j.arrays) for part in parts for j in part.joint]
-    assert joint in ([["bias", "shift"]], [["bias"], ["shift"]])
-    assert paths(u for part in parts for u in part.single) == ["kernel", "scale"]
+    together = [paths(j.arrays) for joint, _ in parts for j in joint]
+    assert together in ([["bias", "shift"]], [["bias"], ["shift"]])
+    assert paths(u for _, single in parts for u in single) == ["kernel", "scale"]
     assert paths(u for unit in units for u in unit.arrays) == sorted(NAMES)
 
 
 def test_updates_of_whole_leaves_run_alone():
     found = compiled(optax.lamb(0.1))
-    _, (parts,) = parts_of(found, homes_of(found))
-    assert not parts.joint
-    assert paths(parts.single) == sorted(NAMES)
+    _, ((joint, single),) = parts_of(found, homes_of(found))
+    assert not joint
+    assert paths(single) == sorted(NAMES)
 
 
 def test_an_executable_that_needs_more_is_not_run():
@@ -97,21 +113,21 @@ def test_an_executable_that_needs_more_is_not_run():
         space = step.workspace_bytes + (1 << 30) * (len(steps) > 1)
         return replace(step, workspace_bytes=space)
 
-    _, (parts,) = parts_of(replace(found, joint=greedy), homes_of(found))
-    assert [paths(j.arrays) for j in parts.joint] == [["kernel"]]
-    assert paths(parts.single) == ["bias", "scale", "shift"]
+    _, ((joint, single),) = parts_of(replace(found, joint=greedy), homes_of(found))
+    assert [paths(j.arrays) for j in joint] == [["kernel"]]
+    assert paths(single) == ["bias", "scale", "shift"]
 
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_it_gives_what_each_update_gives(compute):
     config = {} if compute == "float32" else {"bf16": {"enabled": True}}
     found = compiled(config=config)
-    _, (parts,) = parts_of(found, homes_of(found))
+    _, ((joint, _),) = parts_of(found, homes_of(found))
     goes_by = Pending(Decision(0.0, 1.0, 0.5, False), [np.float32(0.5)] * 2)
     rng = np.random.default_rng(0)
-    for joint in parts.joint:
+    for each in joint:
         operands, gradients = [], []
-        for update in joint.arrays:
+        for update in each.arrays:
             code = found.steps[Tier.DEVICE][update].code
             grad, master, states = code.arguments[3:]
             arrays = [rng.random(x.shape, np.float32) for x in (master, *states)]
@@ -120,11 +136,11 @@ def test_it_gives_what_each_update_gives(compute):
         alone = [
             found.apply(update, Tier.DEVICE, gradient, own, goes_by)
             for update, gradient, own in zip(
-                joint.arrays, gradients, operands, strict=True
+                each.arrays, gradients, operands, strict=True
             )
         ]
         alone = jax.tree.map(np.array, alone)
-        together = joint.apply(gradients, operands, goes_by)
-        for update, one, other in zip(joint.arrays, alone, together, strict=True):
+        together = each.apply(gradients, operands, goes_by)
+        for update, one, other in zip(each.arrays, alone, together, strict=True):
             assert len(other) == len(update.results)
             chex.assert_trees_all_equal(one, other, strict=True)
