@@ -4,12 +4,13 @@ Importing jax and optax takes half a second of CPU time, and numba, Orbax and gr
 as long again. A lazy package imports only what is used.
 """
 
-import gc
 import sys
 from collections.abc import Mapping
 from importlib import import_module
 from types import ModuleType
 from typing import Any
+
+from zinf.uncollected import uncollected
 
 
 class LazyPackage(ModuleType):
@@ -49,13 +50,8 @@ def import_at_once(name: str) -> ModuleType:
     Modules create many objects that stay. The collector scanned them repeatedly, which
     took an eighth of the time of `import zinf; zinf.initialize`.
     """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
+    with uncollected():
         return import_module(name)
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def make_lazy(

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from math import prod
 
+FLOAT32_BYTES = 4
+
 
 class Tier(StrEnum):
     """Where bytes rest, fastest first."""

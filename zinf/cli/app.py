@@ -1,6 +1,7 @@
 """The command line: `zinf train`, `plan`, `report`, `plot`, `checkpoint` and more."""
 
 import json
+import logging
 import os
 import platform
 from importlib.metadata import version
@@ -68,6 +69,8 @@ def command_line(
     ] = False,
 ) -> None:
     """Train any JAX model, of any size, on the hardware you have."""
+    # Orbax logs a traceback of every error that it raises.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 
 @app.command()

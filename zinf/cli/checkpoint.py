@@ -1,7 +1,6 @@
 """`zinf checkpoint ls`, `verify`, `export`, `import` and `diff`."""
 
 import json
-import logging
 import time
 from contextlib import closing
 from enum import StrEnum
@@ -148,7 +147,6 @@ def export(
     from zinf.checkpoint import Saved
     from zinf.interchange import export_orbax, export_safetensors, find
 
-    _quiet_orbax()
     with clean_errors(traceback), Saved(find(folder, step)) as saved:
         if to == Format.SAFETENSORS:
             export_safetensors(
@@ -199,7 +197,6 @@ def import_(
     from zinf.interchange.orbax_import import METADATA
     from zinf.prepare.devices import on_devices
 
-    _quiet_orbax()
     with clean_errors(traceback):
         loaded, mesh = on_devices(config, overrides=overrides or ())
         folder = loaded.run.output / "checkpoints"
@@ -238,8 +235,3 @@ def _names(file: Path | None) -> dict[str, str] | None:
     ):
         raise ValueError(f"{file} has to be a JSON object of texts: key path to name.")
     return found
-
-
-def _quiet_orbax() -> None:
-    # Orbax logs a traceback of every error that it raises.
-    logging.getLogger("absl").setLevel(logging.CRITICAL)

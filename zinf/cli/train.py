@@ -1,6 +1,5 @@
 """`zinf train`."""
 
-import logging
 import shlex
 import shutil
 from collections.abc import Sequence
@@ -37,8 +36,6 @@ def train_config(
     config, mesh = on_devices(path, overrides=overrides)
     if group.count > 1:
         group.agree(_alike(config))
-    # Orbax logs a traceback of every error that it raises.
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
     say = _say if group.is_first else _say_nothing
     data = dataset(config, "train", group, say=say)
     evaluates = config.run.evaluate_every is not None

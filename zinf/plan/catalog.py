@@ -8,9 +8,7 @@ from functools import cached_property
 
 from zinf.plan.cost import Rates
 from zinf.plan.instruction import NO_EXCHANGE, Exchange, RowSumIds
-from zinf.program import ArrayId, ArraySpec, Program, Role, Tier
-
-FLOAT32_BYTES = 4
+from zinf.program import FLOAT32_BYTES, ArrayId, ArraySpec, Program, Role, Tier
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 from zinf.plan.catalog import (
-    FLOAT32_BYTES,
     Catalog,
     StepOptions,
     UpdateUnit,
@@ -33,7 +32,7 @@ from zinf.plan.instruction import (
 )
 from zinf.plan.job import Job, JobList
 from zinf.plan.updates import Updates
-from zinf.program import ArrayId, Role, SegmentSpec, Tier
+from zinf.program import FLOAT32_BYTES, ArrayId, Role, SegmentSpec, Tier
 
 # Workspace of adding rows to a gradient, in bytes of the rows: rows are first summed by
 # row number, and the sums are cast.

@@ -49,7 +49,6 @@ from zinf.prepare.joint import Joint, grouped
 from zinf.prepare.keeping import keeping_as_chosen, what_may_be_kept
 from zinf.prepare.resources import Resources
 from zinf.prepare.shrink import Limits, is_worth_trying, reasons, tighter
-from zinf.prepare.uncollected import uncollected
 from zinf.prepare.updates import Updates, compile_program_updates
 from zinf.program import ArrayId, ArraySpec, Program, Role, Tier
 from zinf.segment import (
@@ -62,7 +61,8 @@ from zinf.segment import (
 from zinf.segment.problem import Problem
 from zinf.segment.source import Source, check_dependence
 from zinf.sharding import Layouts, ZeroRule, persistent_layouts
-from zinf.topology import Topology, shortage
+from zinf.topology import Topology, out_of_memory
+from zinf.uncollected import uncollected
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +204,7 @@ class Planner:
 
     def _refused(self, error: Exception) -> Exception:
         """A compiler's out-of-memory error as an InfeasibleError; others unchanged."""
-        found = shortage(error)
+        found = out_of_memory(error)
         if found is None:
             return error
         what = "an executable, as its compiler says,"

@@ -9,11 +9,9 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zinf.mesh import DATA_AXES, axis_size, make_mesh, present, replicated
-from zinf.program import ArrayId, ArraySpec, Program, Role
+from zinf.program import FLOAT32_BYTES, ArrayId, ArraySpec, Program, Role
 from zinf.sharding.layout import Layout
 from zinf.sharding.zero import STATE_STAGE, ZeroRule, zero_rule
-
-FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True)

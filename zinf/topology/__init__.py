@@ -7,13 +7,13 @@ from zinf.topology.compiled import (
     HostCopy,
     Kind,
     Memory,
-    Shortage,
+    OutOfMemory,
     Traffic,
     collectives,
     collectives_of,
     host_copies,
     memory,
-    shortage,
+    out_of_memory,
     traffic,
 )
 from zinf.topology.topology import Topology, parse_topology
@@ -25,7 +25,7 @@ __all__ = [
     "HostCopy",
     "Kind",
     "Memory",
-    "Shortage",
+    "OutOfMemory",
     "Topology",
     "Traffic",
     "collectives",
@@ -34,6 +34,6 @@ __all__ = [
     "host_copies",
     "memory",
     "parse_topology",
-    "shortage",
+    "out_of_memory",
     "traffic",
 ]

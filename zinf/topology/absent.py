@@ -13,7 +13,7 @@ def compile_for(mesh: Mesh, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     """The executable of a program that was lowered for the devices of a mesh.
 
     Raises:
-        jax.errors.JaxRuntimeError: the program does not compile; `shortage` tells
+        jax.errors.JaxRuntimeError: the program does not compile; `out_of_memory` tells
             whether it ran out of memory.
     """
     first = mesh.devices.flat[0]

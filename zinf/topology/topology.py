@@ -58,7 +58,7 @@ class Topology:
 
         Raises:
             jax.errors.JaxRuntimeError: the program does not compile. For TPUs,
-                `shortage` tells whether it ran out of memory; XLA for GPUs also
+                `out_of_memory` tells whether it ran out of memory; XLA for GPUs also
                 compiles programs that do not fit.
         """
         with uncached():

@@ -16,8 +16,8 @@ from zinf.topology import (
     collectives,
     host_copies,
     memory,
+    out_of_memory,
     parse_topology,
-    shortage,
     traffic,
 )
 
@@ -187,7 +187,7 @@ def test_a_tpu_program_that_does_not_fit_says_by_how_much(v5e):
     rows = 1 << 17
     with pytest.raises(jax.errors.JaxRuntimeError) as raised:
         v5e.compile(all_pairs, (rows, 128), out=v5e.whole)
-    found = shortage(raised.value)
+    found = out_of_memory(raised.value)
     assert found is not None
     memory_bytes = v5e.topology.chip.memory_bytes
     # What libtpu keeps for itself is less than a tenth.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zinf.topology import collectives, host_copies, shortage, traffic
+from zinf.topology import collectives, host_copies, out_of_memory, traffic
 
 RECORDED = Path(__file__).parent / "recorded"
 MATRIX = 8192 * 32768 * 2
@@ -248,13 +248,13 @@ calls=%wrapped
     ],
 )
 def test_out_of_memory_is_two_numbers(text, needed_gib, available_gib):
-    found = shortage(RuntimeError(text))
+    found = out_of_memory(RuntimeError(text))
     assert found is not None
     assert found.needed_bytes == round(needed_gib * 2**30)
     assert found.available_bytes == round(available_gib * 2**30)
 
 
 def test_another_error_is_no_shortage_and_unknown_figures_are_not_guessed():
-    assert shortage(RuntimeError("INVALID_ARGUMENT: 1G of 2G")) is None
+    assert out_of_memory(RuntimeError("INVALID_ARGUMENT: 1G of 2G")) is None
     with pytest.raises(ValueError, match="not known.*some new words"):
-        shortage(RuntimeError("RESOURCE_EXHAUSTED: some new words"))
+        out_of_memory(RuntimeError("RESOURCE_EXHAUSTED: some new words"))

@@ -9,19 +9,19 @@ from zinf.topology.compiled.collective import (
 )
 from zinf.topology.compiled.find import Kind
 from zinf.topology.compiled.host_copy import HostCopy, host_copies
-from zinf.topology.compiled.memory import Memory, Shortage, memory, shortage
+from zinf.topology.compiled.memory import Memory, OutOfMemory, memory, out_of_memory
 
 __all__ = [
     "Collective",
     "HostCopy",
     "Kind",
     "Memory",
-    "Shortage",
+    "OutOfMemory",
     "Traffic",
     "collectives",
     "collectives_of",
     "host_copies",
     "memory",
-    "shortage",
+    "out_of_memory",
     "traffic",
 ]

@@ -1,4 +1,4 @@
-"""The bytes that a compiled program needs, and the shortage if it does not fit."""
+"""The bytes that a compiled program needs, and what it lacks if it does not fit."""
 
 import re
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Shortage:
+class OutOfMemory:
     """Device memory that a program needs, and that is available."""
 
     needed_bytes: int
@@ -69,8 +69,8 @@ def memory(compiled: Any) -> Memory:
     )
 
 
-def shortage(error: BaseException) -> Shortage | None:
-    """The memory shortage in an error of the compiler; None if it is another error.
+def out_of_memory(error: BaseException) -> OutOfMemory | None:
+    """What an error of the compiler says of lacking memory; None for another error.
 
     The TPU compiler refuses a program that does not fit. XLA for GPUs compiles it, so
     compare `Memory.device_bytes` with the memory of the GPU.
@@ -84,7 +84,7 @@ def shortage(error: BaseException) -> Shortage | None:
     for pattern in EXCEEDED:
         if found := pattern.search(text):
             needed, needed_unit, available, available_unit = found.groups()
-            return Shortage(
+            return OutOfMemory(
                 round(float(needed) * UNITS[needed_unit]),
                 round(float(available) * UNITS[available_unit]),
             )

@@ -1,4 +1,4 @@
-"""Pauses the garbage collector during planning."""
+"""Pauses the garbage collector during planning and during imports."""
 
 import gc
 from collections.abc import Generator
@@ -10,7 +10,8 @@ def uncollected() -> Generator[None, None, None]:
     """Pauses the garbage collector of this process while the body runs.
 
     A plan is made of millions of small objects without reference cycles. The collector
-    scanned them repeatedly, which took a third of the planning time at 13B parameters.
+    scanned them repeatedly, which took a third of the planning time at 13B parameters,
+    and an eighth of the time of `import zinf; zinf.initialize`.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -11,7 +11,7 @@ import pytest
 
 from zinf.initialize import make_planner
 from zinf.plan import Arrangement, build_placed
-from zinf.prepare.uncollected import uncollected
+from zinf.uncollected import uncollected
 
 
 @pytest.fixture(autouse=True)
