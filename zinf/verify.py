@@ -43,8 +43,8 @@ from zinf.verification import (
 from zinf.verification.compare import NUM_PERTURBED
 
 # Units in the last place of the formats to which accelerators round float32 operands of
-# matrix products: bfloat16 and TensorFloat-32.
-PRODUCT_UNITS = {"tpu": 2.0**-7, "gpu": 2.0**-10, "cuda": 2.0**-10}
+# matmuls: bfloat16 and TensorFloat-32.
+MATMUL_UNITS = {"tpu": 2.0**-7, "gpu": 2.0**-10, "cuda": 2.0**-10}
 PRECISION = "jax_default_matmul_precision"
 FULL_PRECISION = {"highest", "float32", "F32_F32_F32"}
 
@@ -107,7 +107,7 @@ def verify(
     with jax.default_device(device):
         initial, state = _initial(problem, device)
         derivative = plain.compile(state, steps[0])
-        unit = max(plain.unit(state, steps[0]), _product_unit(device))
+        unit = max(plain.unit(state, steps[0]), _matmul_unit(device))
         memory = derivative.memory_analysis()
         _refuse_large(plain, device, memory.temp_size_in_bytes if memory else 0)
     with _scratch(config) as scratch:
@@ -334,11 +334,11 @@ def _unit(dtype: Any) -> float:
     return float(jnp.finfo(kind).eps)
 
 
-def _product_unit(device: jax.Device) -> float:
-    """The rounding unit of float32 matrix products on an accelerator, or 0."""
+def _matmul_unit(device: jax.Device) -> float:
+    """The rounding unit of float32 matmuls on an accelerator, or 0."""
     if getattr(jax.config, PRECISION) in FULL_PRECISION:
         return 0.0
-    return PRODUCT_UNITS.get(device.platform, 0.0)
+    return MATMUL_UNITS.get(device.platform, 0.0)
 
 
 def _versions(mesh: Mesh) -> str:

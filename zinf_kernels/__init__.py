@@ -5,8 +5,8 @@ What calls each op:
 * `adam`: updates on the host whose code is Adam's (`zinf.optim.in_place`).
 * `elementwise`: other element-wise updates on the host (`zinf.optim.looped`).
 * `cross_entropy`: the last layer and the loss in tiles (`zinf.tiling.loss`).
-* `tiled_matmul`: the products of tiled layers and MLPs (`zinf.tiling.product`), if they
-  are traced for one Hopper GPU or in `jax.shard_map`; XLA's products elsewhere.
+* `tiled_matmul`: the matmuls of tiled layers and MLPs (`zinf.tiling.matmul`), if they
+  are traced for one Hopper GPU or in `jax.shard_map`; XLA's matmuls elsewhere.
 * `quantize`: nothing yet. It waits for frozen weights that are stored quantized.
 """
 

@@ -35,7 +35,7 @@ OPTIONS: dict[str, bool | str] = {"xla_gpu_autotune_level": "0"}
 class Gpu:
     """The facts about a GPU that compilers need, from NVIDIA's data sheets and CUDA.
 
-    `flops_per_second` is the data sheet's for dense products of bfloat16. Only lower
+    `flops_per_second` is the data sheet's for dense matmuls of bfloat16. Only lower
     bounds of times use it.
     """
 

@@ -1,4 +1,4 @@
-"""Loops over pieces of arrays that XLA updates in place, and products with wide sums.
+"""Loops over pieces of arrays that XLA updates in place, and matmuls with wide sums.
 
 All functions work inside `jax.shard_map`.
 """
@@ -43,8 +43,8 @@ def accumulator(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def product(one: Array, other: Array, contracted: tuple[int, int]) -> Array:
-    """The product of two matrices along an axis of each, in the dtype of its sums."""
+def matmul(one: Array, other: Array, contracted: tuple[int, int]) -> Array:
+    """The matmul of two matrices along an axis of each, in the dtype of its sums."""
     a, b = contracted
     dimensions = (((a,), (b,)), ((), ()))
     wide = accumulator(one.dtype)

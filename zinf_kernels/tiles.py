@@ -1,4 +1,4 @@
-"""The piece of a product that one warpgroup computes at a time."""
+"""The piece of a matmul that one warpgroup computes at a time."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ class Tiles:
     k: int
 
     def obstacle(self, m: int, n: int, k: int) -> str | None:
-        """Why a product of such sizes cannot be cut into these tiles; None if it
+        """Why a matmul of such sizes cannot be cut into these tiles; None if it
         can."""
         sizes = {"m": (m, 2 * self.m), "n": (n, self.n), "k": (k, self.k)}
         for name, (size, unit) in sizes.items():

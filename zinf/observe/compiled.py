@@ -31,7 +31,7 @@ def traffic_table(runs: tuple[CompiledRun, ...], param_bytes: int) -> Table:
     """One row per kind of collective: bytes that a device sends, and their overlap."""
     table = Table(box=None, title="collectives of a step, by device", pad_edge=False)
     table.add_column("kind")
-    for name in ("count", "sent", "x params", "asynchronous", "behind products"):
+    for name in ("count", "sent", "x params", "asynchronous", "behind matmuls"):
         table.add_column(name, justify="right")
     for kind, found in step_traffic(runs).items():
         table.add_row(

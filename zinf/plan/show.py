@@ -75,7 +75,7 @@ def summarize(
     if sent:
         hidden = sum(i.exchange.hidden_bytes for i in instructions) / sent
         links.append(
-            ("between devices", show_bytes(sent), "", f"{hidden:.0%} behind products")
+            ("between devices", show_bytes(sent), "", f"{hidden:.0%} behind matmuls")
         )
     predicted = show_seconds(timeline.seconds)
     count = f"{len(instructions)} instruction{'s' * (len(instructions) != 1)}"

@@ -10,12 +10,12 @@ from zinf.topology import Collective
 def exchange_of(collectives: Iterable[Collective]) -> Exchange:
     """The bytes that one device sends in these collectives.
 
-    The bytes of a collective are hidden if matrix products overlap it, else exposed.
+    The bytes of a collective are hidden if matmuls overlap it, else exposed.
     """
     hidden, exposed = 0, 0
     for one in collectives:
         sent = round(one.sent_bytes * one.times)
-        if one.overlapped_products:
+        if one.overlapped_matmuls:
             hidden += sent
         else:
             exposed += sent

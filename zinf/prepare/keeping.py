@@ -15,7 +15,7 @@ def what_may_be_kept(
     A segment whose residuals exceed `room_bytes` is left out and not compiled.
 
     Args:
-        is_selective: recompute products that are cheap for their size, save the rest.
+        is_selective: recompute matmuls that are cheap for their size, save the rest.
     """
     able = {k: s for k, s in enumerate(segments[:-1]) if s.spec.has_backward}
     found = {}

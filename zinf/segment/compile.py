@@ -60,7 +60,7 @@ class Segment:
         return self.halved[self.is_selective]
 
     def selective(self) -> "Segment":
-        """This segment with fewer residuals, if there is a product that it can
+        """This segment with fewer residuals, if there is a matmul that it can
         recompute.
 
         Compiles nothing.

@@ -19,7 +19,7 @@ class HalvedExecutables:
     """Both passes of one body, compiled at first use.
 
     Attributes:
-        is_selective: whether products that are cheap for their size are recomputed.
+        is_selective: whether matmuls that are cheap for their size are recomputed.
     """
 
     whole: BodyExecutables

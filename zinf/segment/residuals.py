@@ -5,9 +5,9 @@ and cheap equations are recomputed: the saved residuals are the fewest bytes fro
 cheap equations compute the rest. Values that jax itself recomputes in the backward pass
 (`jax.checkpoint`, some `custom_vjp` rules) are left to jax.
 
-To save still less, products with few operations per byte are recomputed as well:
+To save still less, matmuls with few operations per byte are recomputed as well:
 selective activation recomputation (Korthikanti et al. 2022, arXiv:2205.05198, section
-5), found in the jaxpr and not by name. Attention scores are such products, and in a
+5), found in the jaxpr and not by name. Attention scores are such matmuls, and in a
 long sequence the largest residuals.
 """
 
@@ -36,12 +36,12 @@ COMPUTED_AGAIN = CHEAP | frozenset(
     reduce_precision sinh split tan tanh
     """.split()
 )
-# A product with at most this many operations per byte of its result is cheap for its
+# A matmul with at most this many operations per byte of its result is cheap for its
 # size: scores of heads of width 128, in float32. An accelerator does more operations in
 # the time of moving one byte (an H100 about 300), so reading a saved result would not
 # be faster.
 SELECTIVE_FLOPS_PER_BYTE = 64
-PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+MATMULS = frozenset({"dot_general", "conv_general_dilated"})
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class Halves:
 
     @property
     def flops_again(self) -> int:
-        """Floating-point operations of the products that run again."""
+        """Floating-point operations of the matmuls that run again."""
         equations = self.again.equations
-        return sum(map(equation_flops, filter(_is_product, equations)))
+        return sum(map(equation_flops, filter(_is_matmul, equations)))
 
     def run_forward(self, arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """`(outputs, residuals)`; traceable, random keys as words."""
@@ -101,7 +101,7 @@ def halve(
         inputs: the arguments that differ between microbatches. Values that depend on
             none of them (casts of parameters, masks) are always recomputed: saved,
             there would be one for each microbatch.
-        is_selective: whether products that are cheap for their size are recomputed.
+        is_selective: whether matmuls that are cheap for their size are recomputed.
     """
     structures = []
 
@@ -147,12 +147,12 @@ def _is_cheap(equation: Equation) -> bool:
     return equation.primitive.name in COMPUTED_AGAIN
 
 
-def _is_product(equation: Equation) -> bool:
-    return equation.primitive.name in PRODUCTS
+def _is_matmul(equation: Equation) -> bool:
+    return equation.primitive.name in MATMULS
 
 
 def _is_cheap_for_its_size(equation: Equation) -> bool:
-    if not _is_product(equation):
+    if not _is_matmul(equation):
         return _is_cheap(equation)
     nbytes = sum(array_spec(v.aval).nbytes for v in equation.outvars)
     return equation_flops(equation) <= SELECTIVE_FLOPS_PER_BYTE * nbytes

@@ -27,7 +27,7 @@ def result_dim(equation: Equation, dims: Dims) -> int | type[Sum]:
     """The dim along which results are by row.
 
     Operands that are not in `dims` are equal for all rows. But those of an elementwise
-    equation, and the other factor of a product along `paired`, must be by row too (see
+    equation, and the other factor of a matmul along `paired`, must be by row too (see
     `needs`).
 
     Raises:

@@ -226,17 +226,17 @@ def _write_beside(
 def _write_sum(
     emitter: Emitter, dot: _Dot, split: Split, pieces: Sequence[Atom]
 ) -> Atom:
-    """Sums the products in order, in float32 if the result is narrower."""
+    """Sums the matmuls in order, in float32 if the result is narrower."""
     others = _others(emitter, dot, split, len(pieces))
     dtype = dot.equation.outvars[0].aval.dtype
     is_narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
     params = {**dot.equation.params, "preferred_element_type": dtype}
-    product = partial(jax.lax.dot_general, **_dot_arguments(params))
+    matmul = partial(jax.lax.dot_general, **_dot_arguments(params))
     if is_narrow:
-        product = _in_float32(product)
+        matmul = _in_float32(matmul)
     total: Atom | None = None
     for piece, other in zip(pieces, others, strict=True):
-        (part,) = emitter.apply(product, *dot.operands(piece, other))
+        (part,) = emitter.apply(matmul, *dot.operands(piece, other))
         if total is None:
             total = part
         else:
@@ -253,8 +253,8 @@ def _dot_arguments(params: dict[str, Any]) -> dict[str, Any]:
     return {name: params[name] for name in names if name in params}
 
 
-def _in_float32(product: Callable) -> Callable:
-    """A product that is not rounded, with the derivatives of the rounded one.
+def _in_float32(matmul: Callable) -> Callable:
+    """A matmul that is not rounded, with the derivatives of the rounded one.
 
     The cotangent comes from a cast of the sum, so the narrow dtype holds it exactly.
     jax's own rule would multiply float32 by narrow operands.
@@ -262,13 +262,13 @@ def _in_float32(product: Callable) -> Callable:
 
     @jax.custom_vjp
     def wide(x: jax.Array, y: jax.Array) -> jax.Array:
-        return product(x, y, preferred_element_type=jnp.float32)
+        return matmul(x, y, preferred_element_type=jnp.float32)
 
     def forward(x: jax.Array, y: jax.Array) -> tuple[jax.Array, tuple]:
         return wide(x, y), (x, y)
 
     def backward(operands: tuple, cotangent: jax.Array) -> tuple:
-        result, vjp = jax.vjp(product, *operands)
+        result, vjp = jax.vjp(matmul, *operands)
         return vjp(cotangent.astype(result.dtype))
 
     wide.defvjp(forward, backward)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from zinf.tiling.product import affine
+from zinf.tiling.matmul import affine
 from zinf.tiling.splits import cut, join, shared, split
 from zinf_kernels.dispatch import Implementation
 
@@ -105,18 +105,18 @@ def linear(
 ) -> Float[Array, "*batch out"]:
     """x @ kernel + bias, tile by tile.
 
-    Rounding: the product of each tile is rounded to the dtype of the layer. Products
+    Rounding: the matmul of each tile is rounded to the dtype of the layer. Matmuls
     are summed over tiles of the input in float32 (float64 of float64), and so are
     gradients by `x` over tiles of the output; each sum is rounded once. Let u be the
     unit of rounding, 2**-24 for float32 and 2**-8 for bfloat16. Then the result differs
-    from the plain form by at most 2 u times the sum of the magnitudes of the products,
+    from the plain form by at most 2 u times the sum of the magnitudes of the matmuls,
     besides the different order of summation. Without `in_splits` the result is
-    bit-equal to the plain form, if a product does not depend on its number of columns.
+    bit-equal to the plain form, if a matmul does not depend on its number of columns.
     A kernel, on Hopper GPUs, rounds only the result, and is differentiable in reverse
     only.
 
     Args:
-        implementation: of the products; see `zinf.tiling.product.affine`.
+        implementation: of the matmuls; see `zinf.tiling.matmul.affine`.
 
     Raises:
         ValueError: the input is not as long as the layer's, or the implementation

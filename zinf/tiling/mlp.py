@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from zinf.tiling.linear import BIAS_INIT, KERNEL_INIT, Initializer
-from zinf.tiling.product import affine
+from zinf.tiling.matmul import affine
 from zinf.tiling.rows import over_rows
 from zinf.tiling.splits import join, plus, shared, split
 from zinf_kernels.dispatch import Implementation
@@ -41,16 +41,16 @@ class HiddenTile:
     ) -> Float[Array, "*batch out"]:
         """The part of the output that these units give."""
 
-        def product(x: Array, kernel: Array, bias: Array | None = None) -> Array:
+        def matmul(x: Array, kernel: Array, bias: Array | None = None) -> Array:
             bias = None if bias is None else bias.astype(x.dtype)
             return affine([x], [kernel], bias, implementation=implementation)
 
-        hidden = product(x, self.up, self.up_bias)
+        hidden = matmul(x, self.up, self.up_bias)
         if self.gate is None:
             hidden = activation(hidden)
         else:
-            hidden = activation(product(x, self.gate, self.gate_bias)) * hidden
-        return product(hidden, self.down)
+            hidden = activation(matmul(x, self.gate, self.gate_bias)) * hidden
+        return matmul(hidden, self.down)
 
 
 @partial(
@@ -149,16 +149,16 @@ def mlp(
     """activation(x @ up) @ down with biases, or activation(x @ gate) * (x @ up) @ down.
 
     No activation of the hidden layer outlives its tile: the backward pass recomputes
-    it, with 8 products where the plain form has 6. zinf streams one tile after the
+    it, with 8 matmuls where the plain form has 6. zinf streams one tile after the
     other. Under plain `jax.jit` XLA may run several at once, unless `tile_rows` makes a
-    loop of each. Rounding is as in `linear`: the products with `down`, and the
+    loop of each. Rounding is as in `linear`: the matmuls with `down`, and the
     gradients by `x`, are summed over tiles.
 
     Args:
         activation: applied to the gate or, without a gate, to the hidden layer.
         tile_rows: rows of `x` along `axis` at a time; by default all. See `over_rows`.
         axis: of the rows, by default that of the sequence.
-        implementation: of the products; see `zinf.tiling.product.affine`.
+        implementation: of the matmuls; see `zinf.tiling.matmul.affine`.
     """
     dtype = jnp.result_type(x, tiles.hidden[0].up)
 
@@ -170,8 +170,8 @@ def mlp(
         run = partial(over_rows, add, tile_rows=tile_rows, axis=axis)
     wide = shared(x.astype(dtype), len(tiles.hidden))
     # A generator, so that the input of a tile is not converted before its turn.
-    products = (run(tile, wide.astype(dtype)) for tile in tiles.hidden)
-    out = reduce(plus, products).astype(dtype)
+    matmuls = (run(tile, wide.astype(dtype)) for tile in tiles.hidden)
+    out = reduce(plus, matmuls).astype(dtype)
     return out if tiles.bias is None else out + _line(tiles.bias, out)
 
 

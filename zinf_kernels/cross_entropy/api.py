@@ -122,7 +122,7 @@ def token_losses(
     `chunk_tokens` x `chunk_vocab` logits. Besides arguments and results, its backward
     pass takes 4 N D bytes, 4 D chunk_vocab, and a few times 4 chunk_tokens chunk_vocab.
 
-    Rounding: products of bfloat16 or float16 are summed in float32, exponentials and
+    Rounding: matmuls of bfloat16 or float16 are summed in float32, exponentials and
     sums are float32, in pieces that are added in order; gradients by logits are rounded
     to the dtype of `x` before they are multiplied, and results to that of their
     argument once. The sizes of the pieces change only the order of sums.

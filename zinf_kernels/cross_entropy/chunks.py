@@ -1,11 +1,11 @@
-"""How tokens and vocabulary are cut, and the product of one piece of each."""
+"""How tokens and vocabulary are cut, and the matmul of one piece of each."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from jaxtyping import Array, Float
 
-from zinf_kernels.pieces import part, product
+from zinf_kernels.pieces import matmul, part
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Chunks:
         self, x: Float[Array, "tokens dim"], weight: Float[Array, "..."]
     ) -> Float[Array, "tokens vocab"]:
         """`x` times the weight, summed and kept in float32 or better."""
-        return product(x, weight, (1, 1 - self.vocab_axis))
+        return matmul(x, weight, (1, 1 - self.vocab_axis))
 
     def of_weight(self, weight: Array, start: Any, size: int) -> Array:
         """The part of the weight for a part of the vocabulary."""

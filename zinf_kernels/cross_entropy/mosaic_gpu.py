@@ -4,7 +4,7 @@ Forward, a tile of logits becomes three numbers for each of its tokens, in regis
 the largest, the sum of exponentials relative to it, and the label's. XLA's form writes
 each piece of the logits to memory and reads it twice. Backward, a tile becomes the
 gradient by these logits, which goes to memory in the dtype of the model, a piece at a
-time; the products with it are XLA's own.
+time; the matmuls with it are XLA's own.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 
 from zinf_kernels.cross_entropy.chunks import Chunks
 from zinf_kernels.cross_entropy.xla import gradients
-from zinf_kernels.mosaic_product import (
+from zinf_kernels.mosaic_matmul import (
     COMPUTE_WARPGROUPS,
     Place,
     for_tiles,

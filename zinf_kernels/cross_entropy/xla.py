@@ -24,8 +24,8 @@ from zinf_kernels.cross_entropy.chunks import Chunks
 from zinf_kernels.pieces import (
     accumulator,
     for_pieces,
+    matmul,
     part,
-    product,
     put,
     varying_as,
 )
@@ -138,10 +138,10 @@ def gradients(
             x_part, index = (part(a, start, size) for a in (x, labels - first))
             rest = (part(a, start, size) for a in of_tokens)
             slope = by_logits(x_part, w, index, *rest)
-            by_x = product(slope, w, (1, vocab_axis))
+            by_x = matmul(slope, w, (1, vocab_axis))
             grad_x = put(grad_x, part(grad_x, start, size) + by_x, start)
             sides = (x_part, slope) if vocab_axis else (slope, x_part)
-            return grad_x, grad_w + product(*sides, (0, 0))
+            return grad_x, grad_w + matmul(*sides, (0, 0))
 
         grad_w = varying_as(jnp.zeros(w.shape, wide), x)
         grad_x, grad_w = for_pieces(

@@ -1,4 +1,4 @@
-"""Products of matrices, with a bias and an array added before the one rounding."""
+"""Matmuls, with a bias and an array added before the one rounding."""
 
 from zinf_kernels.tiled_matmul.api import matmul, obstacles
 

@@ -41,12 +41,12 @@ def matmul(
 ) -> Float[Array, "m n"]:
     """a @ b + bias + residual, rounded once at the end.
 
-    The product is summed in float32 (float64 of float64) and never rounded before the
-    end. To add a product to a sum in float32, pass the sum as `residual` and float32 as
+    The matmul is summed in float32 (float64 of float64) and never rounded before the
+    end. To add a matmul to a sum in float32, pass the sum as `residual` and float32 as
     `out_dtype`.
 
     Differentiable in reverse: by XLA, from `a` and `b` alone. The gradient by the
-    product is rounded to the dtype of `a` before it is multiplied; those by `a` and `b`
+    matmul is rounded to the dtype of `a` before it is multiplied; those by `a` and `b`
     are summed in float32 and rounded once.
 
     Under `jax.jit` with several devices call it in `jax.shard_map`: XLA does not cut
@@ -143,7 +143,7 @@ def _check(a: Any, b: Any, bias: Any, residual: Any, dtype: Any) -> None:
         raise ValueError(f"a is {a.dtype} and b {b.dtype}. Convert both to one dtype.")
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
         raise ValueError(
-            f"a has shape {a.shape} and b {b.shape}: no product of matrices."
+            f"a has shape {a.shape} and b {b.shape}: their matmul does not exist."
         )
     shape = a.shape[0], b.shape[1]
     if bias is not None and bias.shape != shape[1:]:

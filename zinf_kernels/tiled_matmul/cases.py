@@ -1,4 +1,4 @@
-"""Named products for tests and benchmarks: sizes, dtypes and what is added."""
+"""Named matmuls for tests and benchmarks: sizes, dtypes and what is added."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Case:
-    """One product; `make` makes a, b, bias and residual, the last two or None."""
+    """One matmul; `make` makes a, b, bias and residual, the last two or None."""
 
     name: str
     m: int
@@ -61,7 +61,7 @@ def cases() -> Iterator[Case]:
 
 
 def benchmark_cases(tokens: int, dim: int) -> Iterator[Case]:
-    """A transformer's products: square, into and out of the MLP, and a gradient."""
+    """A transformer's matmuls: square, into and out of the MLP, and a gradient."""
     wide = 4 * dim
     yield Case("square", tokens, dim, dim)
     yield Case("up_bias", tokens, wide, dim, has_bias=True)

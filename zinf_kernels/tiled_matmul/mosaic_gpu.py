@@ -1,6 +1,6 @@
-"""`matmul` for Hopper GPUs: products of tiles, then the sums, piece by piece.
+"""`matmul` for Hopper GPUs: matmuls of tiles, then the sums, piece by piece.
 
-The first pieces of a residual are fetched while the product is computed. One piece of
+The first pieces of a residual are fetched while the matmul is computed. One piece of
 the result is filled while the other is copied out.
 """
 
@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from zinf_kernels.mosaic_product import (
+from zinf_kernels.mosaic_matmul import (
     COMPUTE_WARPGROUPS,
     Place,
     for_tiles,
@@ -43,7 +43,7 @@ def matmul(
     num_cores: int,
     tiles: Tiles = TILES,
 ) -> Float[Array, "m n"]:
-    """The product and the sums in float32; sizes are multiples of tiles."""
+    """The matmul and the sums in float32; sizes are multiples of tiles."""
     result = jax.ShapeDtypeStruct((a.shape[0], b.shape[1]), out_dtype)
     extras = [x for x in (bias, residual) if x is not None]
 
@@ -148,8 +148,8 @@ class _Outer:
         return tile.at[pl.ds(row, PIECE_ROWS), pl.ds(column, self.piece_columns)]
 
     def finish(self, place: Place, memory: Mapping[str, Any], sums: Any) -> None:
-        """Adds bias and residual to the product and copies it out, piece by piece."""
-        product, warpgroup = sums[...], place.warpgroup
+        """Adds bias and residual to the matmul and copies it out, piece by piece."""
+        matmul, warpgroup = sums[...], place.warpgroup
         if self.bias is not None:
             plgpu.barrier_wait(memory["bias_came"].at[warpgroup])
         # Wait for the last tile's copies, which ran while this one was summed.
@@ -158,7 +158,7 @@ class _Outer:
         for number, (row, column) in enumerate(self.offsets):
             slot = number % SLOTS
             there = slice(column, column + self.piece_columns)
-            part = product[row : row + PIECE_ROWS, there]
+            part = matmul[row : row + PIECE_ROWS, there]
             line, extra = self.joining(number, there, place, memory)
             plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)
             part = part if line is None else part + line

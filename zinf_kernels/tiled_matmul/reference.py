@@ -1,4 +1,4 @@
-"""What `matmul` means, in plain jnp: XLA has its own product and fuses the sums."""
+"""What `matmul` means, in plain jnp: XLA has its own matmul and fuses the sums."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def matmul(
     out_dtype: Any,
     num_cores: int,
 ) -> Float[Array, "m n"]:
-    """The product in float32 or better, the sums too, and one rounding."""
+    """The matmul in float32 or better, the sums too, and one rounding."""
     del num_cores
     out = jnp.matmul(a, b, preferred_element_type=accumulator(a.dtype))
     if bias is not None:

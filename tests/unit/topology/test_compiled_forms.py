@@ -60,7 +60,7 @@ def test_a_gather_over_several_tpu_fusions_counts_once():
     assert [one.group_size for one in gathers] == [n, n]
     assert sorted(one.is_async for one in gathers) == [False, True]
     (spread,) = [one for one in gathers if one.is_async]
-    assert spread.overlapped_products == 2
+    assert spread.overlapped_matmuls == 2
     assert spread.overlapped_flops == 2 * PRODUCT_FLOPS
 
 
@@ -91,7 +91,7 @@ rhs_contracting_dims={1}
     (found,) = collectives(made(lines, others=others))
     assert (found.kind, found.group_size, found.is_async) == ("reduce-scatter", 4, True)
     assert (found.operand_bytes, found.result_bytes) == (64 * 32 * 4, 16 * 32 * 4)
-    assert found.overlapped_products == 2
+    assert found.overlapped_matmuls == 2
     assert found.overlapped_flops == 2 * (2 * 64 * 64 * 32)
 
 
@@ -206,7 +206,7 @@ def test_copies_to_the_host_are_those_that_change_memory():
         ("out", True),
     ]
     assert [one.nbytes for one in found] == [64 * 32 * 4] * 2
-    assert [one.overlapped_products for one in found] == [1, 0]
+    assert [one.overlapped_matmuls for one in found] == [1, 0]
     assert all(one.is_async for one in found)
 
 

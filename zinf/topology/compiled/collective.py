@@ -26,7 +26,7 @@ class Collective:
         is_async: the device may do other work before the collective ends.
         overlapped_flops: flops of the matmuls that are issued between its start and its
             end, or the end of its computation.
-        overlapped_products: the number of those matmuls.
+        overlapped_matmuls: the number of those matmuls.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Collective:
     is_exact: bool
     is_async: bool
     overlapped_flops: int
-    overlapped_products: int
+    overlapped_matmuls: int
 
     @property
     def sent_bytes(self) -> Fraction:
@@ -108,16 +108,16 @@ def _sum(same: list[Collective]) -> Traffic:
         result_bytes=sum(c.times * c.result_bytes for c in same),
         sent_bytes=round(sum(c.times * c.sent_bytes for c in same)),
         async_count=sum(c.times for c in same if c.is_async),
-        overlapped_count=sum(c.times for c in same if c.overlapped_products),
+        overlapped_count=sum(c.times for c in same if c.overlapped_matmuls),
         is_exact=all(c.is_exact for c in same),
     )
 
 
 def _collective(module: Module, visit: Visit, site: Site) -> Collective:
     scheduled = visit.computation
-    flops, products = 0, 0
+    flops, matmuls = 0, 0
     if site.is_async:
-        flops, products = flops_between(
+        flops, matmuls = flops_between(
             module,
             scheduled,
             scheduled.position[site.issued.name],
@@ -139,5 +139,5 @@ def _collective(module: Module, visit: Visit, site: Site) -> Collective:
         is_exact=visit.is_exact,
         is_async=site.is_async,
         overlapped_flops=flops,
-        overlapped_products=products,
+        overlapped_matmuls=matmuls,
     )

@@ -20,12 +20,12 @@ def flops_between(
     module: Module, inside: Computation, first: int, last: int
 ) -> tuple[int, int]:
     """Flops and number of matmuls issued after instruction `first`, before `last`."""
-    flops = products = 0
+    flops = matmuls = 0
     for one in inside.instructions[first + 1 : last]:
         more, count = _flops(module, inside, one)
         flops += more
-        products += count
-    return flops, products
+        matmuls += count
+    return flops, matmuls
 
 
 def _flops(module: Module, inside: Computation, one: Instruction) -> tuple[int, int]:
@@ -38,15 +38,15 @@ def _flops(module: Module, inside: Computation, one: Instruction) -> tuple[int, 
         if target.startswith(GEMM_CALLS):
             return _dot(inside, one, CONTRACTED_IN_JSON), 1
         return 0, 0
-    flops = products = 0
+    flops = matmuls = 0
     for name in one.called:
         computation = module.computations[name]
         last = len(computation.instructions)
         more, count = flops_between(module, computation, -1, last)
         flops += more
-        products += count
+        matmuls += count
     trips = trip_count(module, inside, one) if one.opcode == "while" else 1
-    return flops * (trips or 1), products * (trips or 1)
+    return flops * (trips or 1), matmuls * (trips or 1)
 
 
 def _dot(inside: Computation, one: Instruction, contracted: re.Pattern[str]) -> int:

@@ -24,7 +24,7 @@ class HostCopy:
     is_exact: bool
     is_async: bool
     overlapped_flops: int
-    overlapped_products: int
+    overlapped_matmuls: int
 
 
 def host_copies(text: str) -> tuple[HostCopy, ...]:
@@ -73,13 +73,13 @@ def _made(
 ) -> HostCopy:
     scheduled = visit.computation
     is_async = one.opcode.endswith("-start")
-    flops = products = 0
+    flops = matmuls = 0
     if is_async:
         done = one.opcode.removesuffix("-start") + "-done"
         users = scheduled.users.get(one.name, ())
         ends = [scheduled.position[user.name] for user in users if user.opcode == done]
         first, last = scheduled.position[one.name], len(scheduled.instructions)
-        flops, products = flops_between(module, scheduled, first, min([*ends, last]))
+        flops, matmuls = flops_between(module, scheduled, first, min([*ends, last]))
     return HostCopy(
         name=one.name,
         is_to_host=is_to_host,
@@ -88,5 +88,5 @@ def _made(
         is_exact=visit.is_exact,
         is_async=is_async,
         overlapped_flops=flops,
-        overlapped_products=products,
+        overlapped_matmuls=matmuls,
     )

@@ -1,4 +1,4 @@
-"""The products of a tiled layer: by a kernel where one can run, by XLA elsewhere."""
+"""The matmuls of a tiled layer: by a kernel where one can run, by XLA elsewhere."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -26,9 +26,9 @@ def affine(
 ) -> Float[Array, "*batch out"]:
     """The sum of `part @ kernel` over tiles, plus a bias.
 
-    XLA rounds each product, the sum and the result to the dtype of the parts. The
+    XLA rounds each matmul, the sum and the result to the dtype of the parts. The
     kernel rounds only the result. It is called once for each tile, so that zinf can put
-    each tile into a segment of its own. Both sum products in float32.
+    each tile into a segment of its own. Both sum matmuls in float32.
 
     Args:
         parts: all of one dtype.
@@ -45,7 +45,7 @@ def affine(
         # XLA would gather the operands of a kernel from all devices.
         implementation = "xla"
     name = choose_name(
-        implementation, op="tiled product", existing=EXISTING, obstacles=found
+        implementation, op="tiled matmul", existing=EXISTING, obstacles=found
     )
     return (_by_kernel if name == "mosaic_gpu" else _by_xla)(parts, kernels, bias)
 

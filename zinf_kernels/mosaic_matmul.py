@@ -1,7 +1,7 @@
-"""Products of matrices tile by tile, by TMA and wgmma, for kernels to finish.
+"""Matmuls tile by tile, by TMA and wgmma, for kernels to finish.
 
 One warpgroup fetches pieces of both matrices and two multiply. Blocks of threads are
-persistent: each takes tile after tile of the product, in an order that lets neighbours
+persistent: each takes tile after tile of the matmul, in an order that lets neighbours
 share the cache. This follows jax's own example (hopper_matmul_mgpu.py in
 jax/experimental/pallas/ops/gpu), with hooks before and after a tile.
 """
@@ -32,7 +32,7 @@ MEMORY_REGISTERS = 40
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tile lies in the product, and which part of it is this warpgroup's.
+    """Where a tile lies in the matmul, and which part of it is this warpgroup's.
 
     Attributes:
         row, column: of tiles; a row is as high as all warpgroups together.
