@@ -14,7 +14,7 @@ from zinf.initialize import make_planner
 from zinf.observe.compiled import executables_table, traffic_table, verdict
 from zinf.observe.page import page, write_page
 from zinf.observe.record import RunRecord
-from zinf.observe.traced import planned_step
+from zinf.observe.traced import predicted_step
 from zinf.paper import infinity_table, zero_table
 from zinf.plan import InfeasibleError
 from zinf.plan.show import show_instructions, show_tilings
@@ -66,7 +66,7 @@ def plan_config(
                     num_tokens=num_tokens(config),
                     devices=devices(mesh),
                 )
-                write_page(page(record, (), planned_step(made.plan)), html)
+                write_page(page(record, (), predicted_step(made.plan)), html)
                 print(f"The plan is drawn in {html}.\n", flush=True)
             if machine is not None:
                 _print_compiled(made, machine, planner.param_bytes)

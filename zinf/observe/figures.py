@@ -87,8 +87,8 @@ def training_figure(metrics: Sequence[Metrics]) -> Figure:
     return {"data": data, "layout": layout}
 
 
-def speed_figure(metrics: Sequence[Metrics], planned: float | None) -> Figure:
-    """Tokens per second by step; the planned rate is a dashed line."""
+def speed_figure(metrics: Sequence[Metrics], predicted: float | None) -> Figure:
+    """Tokens per second by step; the predicted rate is a dashed line."""
     steps, values = _thinned(metrics, "tokens_per_second")
     layout = _layout(height=270)
     layout["xaxis"] = _x_axis("step")
@@ -105,20 +105,20 @@ def speed_figure(metrics: Sequence[Metrics], planned: float | None) -> Figure:
             "hovertemplate": "step %{x}<br>%{y:,.0f} tokens/s<extra></extra>",
         }
     ]
-    if planned is not None:
+    if predicted is not None:
         data.append(
             {
                 "type": "scatter",
                 "mode": "lines",
-                "name": "planned",
+                "name": "predicted",
                 "x": [steps[0], steps[-1]],
-                "y": [planned, planned],
+                "y": [predicted, predicted],
                 "line": {"color": GREY, "width": 1.4, "dash": "dash"},
-                "hovertemplate": f"planned: {planned:,.0f} tokens/s<extra></extra>",
+                "hovertemplate": f"predicted: {predicted:,.0f} tokens/s<extra></extra>",
             }
         )
         layout["annotations"][0]["text"] += (
-            f" <span style='color:{GREY}'>(dashed: planned)</span>"
+            f" <span style='color:{GREY}'>(dashed: predicted)</span>"
         )
     return {"data": data, "layout": layout}
 
@@ -126,7 +126,7 @@ def speed_figure(metrics: Sequence[Metrics], planned: float | None) -> Figure:
 def timeline_figure(step: TracedStep) -> Figure:
     """One step: a row per link, time across; the prediction below the measurement."""
     panels = [("measured", step.measured)] if step.measured else []
-    panels.append(("planned", step.predicted))
+    panels.append(("predicted", step.predicted))
     used = {span.link for _, spans in panels for span in spans}
     lanes = [str(link) for link in LANES if link in used]
     seconds = max(span.end for _, spans in panels for span in spans)
@@ -328,7 +328,7 @@ def _hovers(step: TracedStep) -> dict[int, str]:
             lines.append(show_bytes(span.nbytes))
         if span.instruction in measured:
             lines.append(f"measured {_when(measured[span.instruction])}")
-        lines.append(f"planned {_when(span)}")
+        lines.append(f"predicted {_when(span)}")
         shown = span.arrays[:SHOWN_ARRAYS]
         lines += [f"&#183; {escape(_fit(name))}" for name in shown]
         if len(span.arrays) > len(shown):

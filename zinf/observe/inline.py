@@ -8,7 +8,7 @@ from matplotlib.ticker import MaxNLocator
 
 from zinf.executor.run import StepRecord
 from zinf.observe.plot import GREY, Picture, picture
-from zinf.observe.traced import TracedStep, measured_step, planned_step
+from zinf.observe.traced import TracedStep, measured_step, predicted_step
 from zinf.observe.writer import Metrics
 from zinf.plan import Plan
 
@@ -31,7 +31,7 @@ def plot_timeline(step: StepRecord | Plan | TracedStep) -> Picture:
     if isinstance(step, TracedStep):
         return picture(step)
     if isinstance(step, Plan):
-        return picture(planned_step(step))
+        return picture(predicted_step(step))
     if step.plan is None or step.timeline is None:
         raise ValueError(
             "There is no complete step to draw. Take a step first, or draw what is "

@@ -56,7 +56,7 @@ def page(record: RunRecord, metrics: Sequence[Metrics], step: TracedStep) -> str
         figures["training"] = training_figure(metrics)
         parts += [_title("Loss and learning rate"), _figure("training")]
         tokens = median(m["tokens_per_second"] * m["step_seconds"] for m in metrics)
-        figures["speed"] = speed_figure(metrics, tokens / record.planned_seconds)
+        figures["speed"] = speed_figure(metrics, tokens / record.predicted_seconds)
         parts += [_title("Speed"), _figure("speed")]
     parts += [_title("What binds, and what would help"), *_binding(record, step)]
     figures["timeline"] = timeline_figure(step)
@@ -65,7 +65,7 @@ def page(record: RunRecord, metrics: Sequence[Metrics], step: TracedStep) -> str
     if step.held_bytes:
         budgets = {tier: record.held[tier].budget for tier in Tier}
         figures["held"] = held_figure(step, budgets)
-        how = "at the times measured" if step.measured else "as it is planned"
+        how = "at the times measured" if step.measured else "at the times predicted"
         parts += [
             _note(f"What the tiers hold in the course of that step, {how}."),
             _figure("held"),
@@ -126,7 +126,7 @@ def _heading(record: RunRecord, metrics: Sequence[Metrics]) -> str:
 
 
 def _facts(record: RunRecord, metrics: Sequence[Metrics], step: TracedStep) -> str:
-    planned = show_seconds(record.planned_seconds)
+    predicted = show_seconds(record.predicted_seconds)
     found: list[tuple[str, str, str]] = []
     if metrics:
         first, last = metrics[0], metrics[-1]
@@ -139,11 +139,11 @@ def _facts(record: RunRecord, metrics: Sequence[Metrics], step: TracedStep) -> s
         rate = median(m["tokens_per_second"] for m in metrics)
         found.append(("tokens a second", f"{rate:,.0f}", "median of all steps"))
         seconds = median(m["step_seconds"] for m in metrics)
-        found.append(("a step", show_seconds(seconds), f"planned {planned}"))
+        found.append(("a step", show_seconds(seconds), f"predicted {predicted}"))
     else:
-        rate = record.num_tokens / record.planned_seconds
-        found.append(("a step", planned, "planned"))
-        found.append(("tokens a second", f"{rate:,.0f}", "planned"))
+        rate = record.num_tokens / record.predicted_seconds
+        found.append(("a step", predicted, "predicted"))
+        found.append(("tokens a second", f"{rate:,.0f}", "predicted"))
         count = record.resolved["instructions of a step"]
         found.append(("instructions", count, record.resolved["execution"]))
     spans = step.measured or step.predicted

@@ -53,7 +53,7 @@ class RunRecord(BaseModel):
     notices: what a user should know of the config; one sentence each.
     resolved: the values that automatic settings received, by name.
     held: planned bytes by tier.
-    planned_seconds: predicted time of a step.
+    predicted_seconds: predicted time of a step.
     has_measured_rates: the config names a file of measured rates.
     metrics, trace: absolute paths of the metrics file and the trace file.
     """
@@ -71,7 +71,7 @@ class RunRecord(BaseModel):
     notices: list[str]
     resolved: dict[str, str]
     held: dict[Tier, Held]
-    planned_seconds: float
+    predicted_seconds: float
     has_measured_rates: bool
     versions: dict[str, str]
     machine: dict[str, str]
@@ -115,7 +115,7 @@ class RunRecord(BaseModel):
                 )
                 for tier in Tier
             },
-            planned_seconds=plan.timeline.seconds,
+            predicted_seconds=plan.timeline.seconds,
             has_measured_rates=config.rates is not None,
             versions=_versions(),
             machine=_machine(),

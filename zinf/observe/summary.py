@@ -15,14 +15,14 @@ def summary(totals: Totals, plan: Plan) -> str:
     steps = "1 step" if totals.num_steps == 1 else f"{totals.num_steps} steps"
     rate = totals.tokens / totals.seconds
     mean = show_seconds(totals.seconds / totals.num_steps)
-    planned = show_seconds(plan.timeline.seconds)
+    predicted = show_seconds(plan.timeline.seconds)
     losses = f"loss {totals.first_loss:.4f} -> {totals.last_loss:.4f}"
     if totals.evaluation_loss is not None:
         losses += f", evaluation loss {totals.evaluation_loss:.4f}"
     return "\n".join(
         [
             f"{steps} in {totals.seconds:.1f} s: {rate:,.0f} tokens/s, {mean} a step "
-            f"(planned {planned})",
+            f"(predicted {predicted})",
             losses,
             "",
             *_table(_held(totals, plan)),

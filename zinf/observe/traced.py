@@ -60,7 +60,7 @@ class TracedStep:
     held_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
-def planned_step(plan: Plan) -> TracedStep:
+def predicted_step(plan: Plan) -> TracedStep:
     """A plan as a step that has not run, with the number 0."""
     return TracedStep(0, (), _spans(plan, plan.timeline), _held(plan))
 

@@ -161,7 +161,7 @@ def test_pointing_at_an_instruction_says_what_it_is(desktop):
     hover = desktop.locator("#timeline .hovertext")
     hover.wait_for()
     text = hover.text_content() or ""
-    for words in (" on ", "measured ", "planned ", "param/"):
+    for words in (" on ", "measured ", "predicted ", "param/"):
         assert words in text
 
 

@@ -64,13 +64,13 @@ def test_curves_have_the_numbers_of_every_step(figures, run_folder):
         assert curves[name]["x"] == steps
         assert curves[name]["y"] == pytest.approx([m[key] for m in metrics], rel=1e-5)
     assert curves["evaluation loss"]["x"] == [4, 8]
-    speed, planned = figures["speed"]["data"]
+    speed, predicted = figures["speed"]["data"]
     expected = [m["tokens_per_second"] for m in metrics]
     assert speed["y"] == pytest.approx(expected, rel=1e-5)
     # 4 samples of 16 tokens, and the token that each of them predicts last.
     tokens = 4 * 17
-    seconds = read_record(run_folder).planned_seconds
-    assert planned["y"] == pytest.approx([tokens / seconds] * 2)
+    seconds = read_record(run_folder).predicted_seconds
+    assert predicted["y"] == pytest.approx([tokens / seconds] * 2)
 
 
 def test_the_timeline_has_each_instruction_in_its_lane_measured_and_planned(
@@ -107,7 +107,7 @@ def test_the_hover_names_instruction_arrays_bytes_and_both_times(figures, run_fo
     (hover,) = [text for text in hovers if f"#{moved.instruction} on nvme" in text]
     assert f"<b>{moved.name}</b>" in hover
     assert show_bytes(moved.nbytes) in hover
-    assert "<br>measured " in hover and "<br>planned " in hover
+    assert "<br>measured " in hover and "<br>predicted " in hover
     assert moved.arrays and moved.arrays[0] in hover
 
 

@@ -22,8 +22,8 @@ def test_measured_and_planned_stand_side_by_side():
     first = metrics_of(1, device_bytes=2**19, h2d_bytes=4096)
     second = metrics_of(2, device_bytes=2**18, h2d_bytes=4096, evaluation_loss=3.25)
     text = summary(Totals.of(first) + Totals.of(second), PLAN)
-    planned = show_seconds(PLAN.timeline.seconds)
-    speed = f"150 tokens/s, 2.00 s a step (planned {planned})"
+    predicted = show_seconds(PLAN.timeline.seconds)
+    speed = f"150 tokens/s, 2.00 s a step (predicted {predicted})"
     assert f"2 steps in 4.0 s: {speed}" in text
     assert "loss 4.0000 -> 3.0000, evaluation loss 3.2500" in text
     lines = [line.split() for line in text.splitlines()]

@@ -7,7 +7,7 @@ import pytest
 from tests.unit.observe.cases import slower, write_trace
 from zinf.observe import read_trace
 from zinf.observe.trace import MARK
-from zinf.observe.traced import TracedStep, planned_step
+from zinf.observe.traced import TracedStep, predicted_step
 from zinf.plan import Free, Transfer
 
 
@@ -96,7 +96,7 @@ def test_arrays_and_what_is_held_are_read_back(tmp_path):
     assert freed == {6: {"device": 3_000_000}}
     # The step frees a copy that nothing in it made.
     assert step.held_bytes == {"device": 3_000_000, "host": 0, "nvme": 0}
-    assert planned_step(plan) == TracedStep(0, (), step.predicted, step.held_bytes)
+    assert predicted_step(plan) == TracedStep(0, (), step.predicted, step.held_bytes)
 
 
 def test_a_trace_of_an_earlier_version_is_read(tmp_path):
