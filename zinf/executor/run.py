@@ -96,14 +96,14 @@ class StepRecord:
             complete.
         has_updated: an update from this step's own gradients was begun.
         is_mixed: the step failed after some arrays were updated and before all were.
-        has_begun: an update that the step before deferred was begun.
+        ran_pending: an update that the step before deferred was begun.
     """
 
     plan: Plan | None = None
     decision: Decision | None = None
     has_updated: bool = False
     is_mixed: bool = False
-    has_begun: bool = False
+    ran_pending: bool = False
     moved_bytes: dict[Link, int] = field(default_factory=lambda: dict.fromkeys(Link, 0))
     timeline: Timeline | None = None
     interrupted: bool = False
@@ -130,13 +130,13 @@ def run_plan(
         run_links(plan.instructions, run.execute, progress)
     except BaseException:
         run.drop_copies()
-        late = [progress.has_begun(i) for i in plan.late_changes]
+        pending = [progress.has_begun(i) for i in plan.pending_changes]
         own = [progress.has_begun(i) for i in plan.own_changes]
-        is_late_done = all(map(progress.is_complete, plan.late_changes))
-        record.is_mixed = any(own) or (any(late) and not is_late_done)
-        record.has_begun = any(late)
+        is_done = all(map(progress.is_complete, plan.pending_changes))
+        record.is_mixed = any(own) or (any(pending) and not is_done)
+        record.ran_pending = any(pending)
         raise
-    record.has_begun = bool(plan.late_changes)
+    record.ran_pending = bool(plan.pending_changes)
     record.timeline = progress.timeline
     record.interrupted = progress.interrupted
 

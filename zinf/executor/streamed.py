@@ -102,7 +102,7 @@ class StreamedRunner(AbstractRunner):
         try:
             yield
         except BaseException:
-            if record.has_begun:
+            if record.ran_pending:
                 self.drop_pending()
             raise
         self.pending = None

@@ -173,7 +173,7 @@ class Update:
     groups: tuple[Group, ...] = ()
 
     def __str__(self) -> str:
-        return f"{'late ' if self.is_pending else ''}update {self.name}"
+        return f"{'pending ' if self.is_pending else ''}update {self.name}"
 
 
 @dataclass(frozen=True, slots=True)

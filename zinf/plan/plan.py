@@ -52,7 +52,7 @@ class Plan:
         return {tier for tier, nbytes in self.peak_bytes.items() if nbytes}
 
     @cached_property
-    def late_changes(self) -> tuple[int, ...]:
+    def pending_changes(self) -> tuple[int, ...]:
         """Instructions that run pending updates or bring their results home."""
         return tuple(i for i in self._changes if i < self._end_of_forward)
 

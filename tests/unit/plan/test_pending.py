@@ -95,23 +95,23 @@ def test_what_the_first_segment_reads_is_known():
 def test_what_leads_is_the_smallest_and_goes_before_all_else():
     for share, leading in [(0.0, 0), (0.5, 2), (1.0, 3)]:
         found = names(jobs(uneven(3), options=replace(LATE, leading_share=share)))
-        by_size = [f"late update layer{i}" for i in range(3)]
+        by_size = [f"pending update layer{i}" for i in range(3)]
         assert found[:leading] == by_size[:leading]
-        assert sorted(n for n in found if n.startswith("late")) == by_size
+        assert sorted(n for n in found if n.startswith("pending")) == by_size
         assert found.index("forward layer0 @0") == max(leading, 1)
 
 
 def test_what_is_due_is_updated_just_before_it_is_read():
     order = names(jobs(chain(3)))
     assert order[:6] == [
-        "late update layer0",
+        "pending update layer0",
         "forward layer0 @0",
-        "late update layer1",
+        "pending update layer1",
         "forward layer1 @0",
-        "late update layer2",
+        "pending update layer2",
         "loss layer2 @0",
     ]
-    assert not any("late update" in name for name in order[6:])
+    assert not any("pending update" in name for name in order[6:])
 
 
 def test_the_first_step_and_the_flush_are_the_two_parts_of_a_step():
@@ -121,7 +121,7 @@ def test_the_first_step_and_the_flush_are_the_two_parts_of_a_step():
         return {str(job.operation) for job in jobs(toy, of)}
 
     assert found(schedule_first) | found(schedule_flush) == found(schedule)
-    assert not any("late update" in name for name in found(schedule_first))
+    assert not any("pending update" in name for name in found(schedule_first))
     assert not any("forward" in name for name in found(schedule_flush))
 
 
