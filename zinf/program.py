@@ -118,12 +118,21 @@ def covers(rows: Rows, other: Rows) -> bool:
 class ArrayId:
     """The name of an array, the same on every tier.
 
+    [Note: pieces] An array is stored and moved as a whole or in pieces, which are
+    named by their rows of the leading dim. There are four kinds of pieces:
+
+    * a layer, of a leaf that is stacked over layers (`Leaf.num_layers`): it is stored
+      as its own array, with rows `(i, i + 1)`;
+    * a tile, of a leaf that is larger than a segment may be (`Tiling.tiles`);
+    * an update block, which one call updates (`ArrayUpdate.block`), of an array that is
+      neither a layer nor a tile;
+    * a stripe, which a checkpoint saves and restores at once (`checkpoint.share`).
+
     Attributes:
         role: the purpose of the array.
         path: the key path of a parameter, such as "blocks/0/mlp/kernel", or the name of
             a value of the program.
-        rows: rows of the leading dim; None is the whole array. A leaf stacked over
-            layers is stored as one array per layer, with `rows=(i, i + 1)`.
+        rows: rows of the leading dim; None is the whole array. See [Note: pieces].
         microbatch: the microbatch of a value that exists once in each; else None.
         slot: the place of an optimizer state array among those of its leaf, in optax's
             order: they are printed as "state0", "state1", ...
@@ -196,12 +205,12 @@ class ArrayId:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A parameter leaf; if it has `num_rows`, each row is stored as its own array."""
+    """A parameter leaf; if it has `num_layers`, each layer is its own array."""
 
     path: str
     spec: ArraySpec
     is_trainable: bool
-    num_rows: int | None = None
+    num_layers: int | None = None
 
     def arrays(self) -> tuple[ArrayId, ...]:
         """The parameter arrays of this leaf: one, or one for each row."""
@@ -209,13 +218,13 @@ class Leaf:
 
     def pieces(self, whole: ArrayId) -> tuple[ArrayId, ...]:
         """The arrays that store `whole`, an array of this leaf of any role."""
-        if self.num_rows is None:
+        if self.num_layers is None:
             return (whole,)
-        return tuple(whole.piece((i, i + 1)) for i in range(self.num_rows))
+        return tuple(whole.piece((i, i + 1)) for i in range(self.num_layers))
 
     def array_spec(self) -> ArraySpec:
         """The spec of each of `arrays()`."""
-        return self.spec if self.num_rows is None else self.spec.rows(0, 1)
+        return self.spec if self.num_layers is None else self.spec.rows(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +245,7 @@ class Tiling:
     uses: tuple[str, ...] = ()
 
     @property
-    def rows(self) -> list[tuple[int, int]]:
+    def tiles(self) -> list[tuple[int, int]]:
         """The rows of each tile."""
         return list(zip(self.edges[:-1], self.edges[1:], strict=True))
 

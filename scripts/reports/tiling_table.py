@@ -91,7 +91,7 @@ def plan(
     source = planner.trace(batch_specs(hidden), limits.param_bytes)
     segmented = planner.cut(source, limits.param_bytes)
     tilings = segmented.program.tilings
-    assert len(tilings[0].rows if tilings else [()]) == factor, (hidden, factor)
+    assert len(tilings[0].tiles if tilings else [()]) == factor, (hidden, factor)
     compiled = planner.compile(segmented, limits)
     try:
         return planner.stream_segments(segmented, compiled, None).plan

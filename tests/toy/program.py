@@ -233,7 +233,7 @@ def _updates(
 
 def _blocks(leaf: Leaf, block_rows: int | None) -> list[tuple[int, int] | None]:
     count = leaf.spec.shape[0]
-    if leaf.num_rows is not None or block_rows is None or count <= block_rows:
+    if leaf.num_layers is not None or block_rows is None or count <= block_rows:
         return [None]
     starts = range(0, count, block_rows)
     return [(start, min(start + block_rows, count)) for start in starts]
@@ -246,7 +246,7 @@ def _update(
     compute = ArrayId(Role.PARAM, array.path, stored)
     return ArrayUpdate(
         gradient=ArrayId(Role.GRADIENT, array.path, array.rows),
-        rows=rows,
+        block=rows,
         master=ArrayId(Role.MASTER, array.path, stored) if is_mixed else compute,
         states=tuple(
             ArrayId(Role.STATE, array.path, stored, slot=i) for i in range(num_states)

@@ -10,21 +10,21 @@ from typing import Any
 
 import jax
 
-from zinf.checkpoint.blocks import (
-    Finish,
-    Transfer,
-    block_bytes,
-    counted,
-    held_bytes,
-    move,
-)
 from zinf.checkpoint.failure import explain, failure
 from zinf.checkpoint.manifest import check_same
 from zinf.checkpoint.parts import commit
-from zinf.checkpoint.restore import begin_restore, blocks_to_restore
+from zinf.checkpoint.restore import begin_restore, stripes_to_restore
 from zinf.checkpoint.save import Save
 from zinf.checkpoint.saved import Saved
 from zinf.checkpoint.share import Share, shares_of
+from zinf.checkpoint.stripes import (
+    Finish,
+    Transfer,
+    counted,
+    held_bytes,
+    move,
+    stripe_bytes,
+)
 from zinf.memory import StorageError
 from zinf.memory.residents import Residents
 from zinf.program import ArrayId
@@ -61,7 +61,7 @@ def write_arrays(
         FileExistsError: the folder is not empty.
         StorageError: a file cannot be written, or the drive has too little free space.
             The space is checked before the first byte is written.
-        BudgetExceeded: a tier has no room for the blocks.
+        BudgetExceeded: a tier has no room for the stripes.
     """
     is_first = jax.process_index() == 0
     if is_first:
@@ -138,26 +138,26 @@ def read_arrays(
             the arrays that differ.
         StorageError: a file is missing, damaged or cannot be read. Some arrays may
             already be overwritten: restore another checkpoint.
-        BudgetExceeded: a tier has no room for the blocks.
+        BudgetExceeded: a tier has no room for the stripes.
     """
     with Saved(directory) as saved:
         check_same(saved.arrays, residents.specs, directory)
         if take_scalars is not None:
             take_scalars(saved.scalars)
-        blocks: dict[ArrayId, Share] = {}
+        stripes: dict[ArrayId, Share] = {}
         for share in shares_of(residents):
             grid = saved.grid(share.array)
-            for block in blocks_to_restore(share, grid, residents):
-                blocks[block] = share
+            for stripe in stripes_to_restore(share, grid, residents):
+                stripes[stripe] = share
 
         def transfers() -> Iterator[Transfer]:
-            for block, share in blocks.items():
+            for stripe, share in stripes.items():
                 begin: Callable[[], Finish] = partial(
-                    begin_restore, block, share, residents, saved, verify=verify
+                    begin_restore, stripe, share, residents, saved, verify=verify
                 )
-                yield block_bytes(block, share), begin
+                yield stripe_bytes(stripe, share), begin
 
-        held = held_bytes(blocks, residents)
+        held = held_bytes(stripes, residents)
         with counted(held, residents, "restoring a checkpoint") as capacity_bytes:
             move(transfers(), capacity_bytes)
         return saved.scalars

@@ -61,7 +61,7 @@ class Checkpoints:
     Args:
         keep: number of checkpoints to keep.
         asynchronous: write while training goes on. `save` still waits for the write if
-            the plan leaves too little memory for two blocks, or if there are several
+            the plan leaves too little memory for two stripes, or if there are several
             processes. Several processes write their shares in parallel.
 
     Raises:
@@ -200,7 +200,7 @@ def _meeting_place() -> ocp.options.MultiprocessingOptions:
 
 
 def _has_room(engine: AbstractSaveable, save: Save) -> bool:
-    """Whether the blocks of a save fit in the budgets beside the peak of a step."""
+    """Whether the stripes of a save fit in the budgets beside the peak of a step."""
     for tier, nbytes in save.held_bytes.items():
         capacity_bytes = engine.residents.stores[tier].ledger.capacity_bytes
         step_bytes = engine.plan.peak_bytes[tier]

@@ -1,27 +1,27 @@
-"""Reads blocks of an array from a checkpoint and writes them to their tier."""
+"""Reads stripes of an array from a checkpoint and writes them to their tier."""
 
 from collections.abc import Iterator
 from math import prod
 
 import numpy as np
 
-from zinf.checkpoint.blocks import Finish
 from zinf.checkpoint.grid import Grid
 from zinf.checkpoint.saved import Saved
 from zinf.checkpoint.share import Share
+from zinf.checkpoint.stripes import Finish
 from zinf.memory.residents import Residents
 from zinf.memory.zarr_format import numpy_dtype
 from zinf.program import ArrayId, Tier
 from zinf.sharding import relative
 
 
-def blocks_to_restore(
+def stripes_to_restore(
     share: Share, grid: Grid, residents: Residents
 ) -> Iterator[ArrayId]:
-    """The blocks of rows in which a share is restored, counted from its first row.
+    """The stripes of rows in which a share is restored, counted from its first row.
 
-    A block has the rows of one row of chunk files, so no file is read twice. A share
-    on several devices whose leading dim is sharded is one block;
+    A stripe has the rows of one row of chunk files, so no file is read twice. A share
+    on several devices whose leading dim is sharded is one stripe;
     `Residents.write_share` says why.
 
     Args:
@@ -45,10 +45,10 @@ def blocks_to_restore(
 
 
 def begin_restore(
-    block: ArrayId, share: Share, residents: Residents, saved: Saved, *, verify: bool
+    stripe: ArrayId, share: Share, residents: Residents, saved: Saved, *, verify: bool
 ) -> Finish:
-    """Begin to read a block; the function returned waits for it and writes it."""
-    box, place = share.box(block), share.place(block)
+    """Begin to read a stripe; the function returned waits for it and writes it."""
+    box, place = share.box(stripe), share.place(stripe)
     reading = None
     if place is not None:
         reading = saved.begin_read(share.array, place, verify=verify)
@@ -63,6 +63,6 @@ def begin_restore(
                 padded[relative(place, box)] = content
             content = padded
         assert content is not None
-        residents.write_share(block, content)
+        residents.write_share(stripe, content)
 
     return finish

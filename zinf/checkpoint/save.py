@@ -7,19 +7,19 @@ from pathlib import Path
 
 import jax
 
-from zinf.checkpoint.blocks import (
-    Finish,
-    Transfer,
-    block_bytes,
-    counted,
-    held_bytes,
-    move,
-)
 from zinf.checkpoint.chunk_writer import ChunkWriter
 from zinf.checkpoint.grid import Index
 from zinf.checkpoint.parts import Part
 from zinf.checkpoint.share import Share
 from zinf.checkpoint.snapshot import Snapshot
+from zinf.checkpoint.stripes import (
+    Finish,
+    Transfer,
+    counted,
+    held_bytes,
+    move,
+    stripe_bytes,
+)
 from zinf.memory.residents import Residents
 from zinf.program import ArrayId, Tier
 from zinf.sharding import relative
@@ -33,7 +33,7 @@ class Save:
 
     `begin` makes hard links and copies nothing, so it is short. `finish` may run in any
     thread; when it returns, all files are synced to the drive. At a time, the host has
-    at most two blocks of 16 MiB and the device at most one, counted in their ledgers.
+    at most two stripes of 16 MiB and the device at most one, counted in their ledgers.
     If either fails, all holds are released.
 
     Attributes:
@@ -68,12 +68,12 @@ class Save:
             self.released.set_result(None)
 
     def finish(self) -> None:
-        """Write the held blocks, checksum the linked files, and sync all files.
+        """Write the held stripes, checksum the linked files, and sync all files.
 
         Raises:
             StorageError: a file cannot be written, or a linked file has other content
                 than the NVMe tier wrote.
-            BudgetExceeded: a tier has no room for the blocks.
+            BudgetExceeded: a tier has no room for the stripes.
         """
         try:
             writer = ChunkWriter(self.directory)
@@ -94,7 +94,7 @@ class Save:
             self.released.set_result(None)
 
     def _write(self, writer: ChunkWriter) -> None:
-        """Write the held blocks first, since updates wait for them; then the rest."""
+        """Write the held stripes first, since updates wait for them; then the rest."""
         part, is_first = self.part, jax.process_index() == 0
         for share in self.snapshot.shares:
             part.grids[share.array] = share.grid
@@ -114,14 +114,14 @@ class Save:
             part.metadata[array] = future.result()
 
     def _streams(self, writer: ChunkWriter) -> Iterator[Transfer]:
-        for block, share in list(self.snapshot.held.items()):
-            nbytes = block_bytes(block, share)
-            yield nbytes, partial(self._stream, writer, share, block)
+        for stripe, share in list(self.snapshot.held.items()):
+            nbytes = stripe_bytes(stripe, share)
+            yield nbytes, partial(self._stream, writer, share, stripe)
 
-    def _stream(self, writer: ChunkWriter, share: Share, block: ArrayId) -> Finish:
-        content = self.residents.read_share(block)
-        box = share.box(block)
-        place = share.place(block)
+    def _stream(self, writer: ChunkWriter, share: Share, stripe: ArrayId) -> Finish:
+        content = self.residents.read_share(stripe)
+        box = share.box(stripe)
+        place = share.place(stripe)
         assert place is not None
         writing: list[tuple[Index, Future[int]]] = []
         for index in share.grid.meeting(place):
@@ -131,6 +131,6 @@ class Save:
         def finish() -> None:
             for index, future in writing:
                 self.part.checksums[share.array][index] = future.result()
-            self.snapshot.release(block)
+            self.snapshot.release(stripe)
 
         return finish

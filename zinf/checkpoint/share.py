@@ -40,11 +40,11 @@ class Share:
         return jax.process_index() == self.layout.keepers[0]
 
     @cached_property
-    def blocks(self) -> Sequence[ArrayId]:
-        """The share as blocks of rows, counted from the first row of the share.
+    def stripes(self) -> Sequence[ArrayId]:
+        """The share as stripes of rows, counted from the first row of the share.
 
-        Each block has the rows of one row of chunk files. No block has only padding. An
-        array without elements has no blocks.
+        Each stripe has the rows of one row of chunk files. No stripe has only padding.
+        An array without elements has no stripes.
         """
         if not prod(self.grid.spec.shape):
             return ()
@@ -54,21 +54,21 @@ class Share:
         step, num_rows = self.grid.chunk[0], self.spec.shape[0]
         for start in range(0, num_rows, step):
             rows = (start, min(start + step, num_rows))
-            block = self.array.piece(rows)
-            if self.place(block) is not None:
-                found.append(self.array if rows == (0, num_rows) else block)
+            stripe = self.array.piece(rows)
+            if self.place(stripe) is not None:
+                found.append(self.array if rows == (0, num_rows) else stripe)
         return found
 
-    def place(self, block: ArrayId) -> Box | None:
-        """The box of a block in the array without padding; None if all is padding."""
-        return intersection(self.box(block), whole_box(self.grid.spec.shape))
+    def place(self, stripe: ArrayId) -> Box | None:
+        """The box of a stripe in the array without padding; None if all is padding."""
+        return intersection(self.box(stripe), whole_box(self.grid.spec.shape))
 
-    def box(self, block: ArrayId) -> Box:
-        """The box of a block in the padded array."""
-        if block.rows is None:
+    def box(self, stripe: ArrayId) -> Box:
+        """The box of a stripe in the padded array."""
+        if stripe.rows is None:
             return self.layout.box
         (first, _), *rest = self.layout.box
-        return ((block.rows[0] + first, block.rows[1] + first), *rest)
+        return ((stripe.rows[0] + first, stripe.rows[1] + first), *rest)
 
     def index(self, name: str) -> Index:
         """The index in the array's grid of the chunk file `name` of the share."""

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import jax
 
-from zinf.checkpoint.blocks import block_bytes
 from zinf.checkpoint.grid import Index
 from zinf.checkpoint.share import Share
+from zinf.checkpoint.stripes import stripe_bytes
 from zinf.memory import NvmeStore
 from zinf.memory.nvme.chunk_file import ChunkFile
 from zinf.memory.nvme.drive import Drive
@@ -51,13 +51,13 @@ class Linked:
 
 @dataclass
 class Snapshot:
-    """The links and the held blocks of one save.
+    """The links and the held stripes of one save.
 
     Attributes:
         shares: this process's shares of all arrays.
         linked: linked chunk files. The links are in a folder of the checkpoint, or in a
             folder of the tier if the checkpoint is on another file system.
-        held: blocks that are still to be read, and the share of each.
+        held: stripes that are still to be read, and the share of each.
     """
 
     directory: Path
@@ -73,11 +73,11 @@ class Snapshot:
     def copied_bytes(self) -> int:
         """Bytes that `finish` has to write, without metadata and padding of files."""
         copies = [x.share.grid for x in self.linked if x.drive is not None]
-        streamed = sum(block_bytes(*item) for item in self.held.items())
+        streamed = sum(stripe_bytes(*item) for item in self.held.items())
         return streamed + sum(grid.chunk_bytes for grid in copies)
 
     def take(self) -> None:
-        """Link or hold every block. On failure, the caller must call `drop`.
+        """Link or hold every stripe. On failure, the caller must call `drop`.
 
         Raises:
             StorageError: an array was never written, or its last write failed.
@@ -87,20 +87,20 @@ class Snapshot:
         for share in self.shares:
             if not share.is_ours:
                 continue
-            for block in share.blocks:
-                if not self._link(share, block):
-                    self._hold(share, block)
+            for stripe in share.stripes:
+                if not self._link(share, stripe):
+                    self._hold(share, stripe)
 
-    def release(self, block: ArrayId) -> None:
-        """Allow updates of a held block again, after it was read."""
-        del self.held[block]
-        for tier in self._tiers(block):
-            self.residents.stores[tier].holds.release(block)
+    def release(self, stripe: ArrayId) -> None:
+        """Allow updates of a held stripe again, after it was read."""
+        del self.held[stripe]
+        for tier in self._tiers(stripe):
+            self.residents.stores[tier].holds.release(stripe)
 
     def drop(self) -> None:
-        """Release all held blocks, and delete the folders of links."""
-        for block in list(self.held):
-            self.release(block)
+        """Release all held stripes, and delete the folders of links."""
+        for stripe in list(self.held):
+            self.release(stripe)
         for folder in (self._links, *self._scratch):
             shutil.rmtree(folder, ignore_errors=True)
         self._scratch.clear()
@@ -110,30 +110,30 @@ class Snapshot:
         # One folder for all arrays: a folder for each would take longer than all links.
         return self.directory / f"links-{jax.process_index()}"
 
-    def _tiers(self, block: ArrayId) -> set[Tier]:
+    def _tiers(self, stripe: ArrayId) -> set[Tier]:
         homes = self.residents.homes
-        return {homes[piece] for piece in self.residents.homes_of(block)}
+        return {homes[piece] for piece in self.residents.homes_of(stripe)}
 
-    def _hold(self, share: Share, block: ArrayId) -> None:
-        for tier in self._tiers(block):
-            self.residents.stores[tier].holds.hold([block])
-        self.held[block] = share
+    def _hold(self, share: Share, stripe: ArrayId) -> None:
+        for tier in self._tiers(stripe):
+            self.residents.stores[tier].holds.hold([stripe])
+        self.held[stripe] = share
 
-    def _link(self, share: Share, block: ArrayId) -> bool:
-        """Link the chunk files of a block; False if it must be held instead.
+    def _link(self, share: Share, stripe: ArrayId) -> bool:
+        """Link the chunk files of a stripe; False if it must be held instead.
 
-        A block can be linked if all of it is on nvme in chunks of the share's grid, and
-        the file system has hard links.
+        A stripe can be linked if all of it is on nvme in chunks of the share's grid,
+        and the file system has hard links.
         """
-        if self._tiers(block) != {Tier.NVME}:
+        if self._tiers(stripe) != {Tier.NVME}:
             return False
         store = self.residents.stores[Tier.NVME]
         assert isinstance(store, NvmeStore)
-        if store.layout(block).chunk != share.grid.chunk:
+        if store.layout(stripe).chunk != share.grid.chunk:
             return False
         made: list[Linked] = []
         try:
-            for name, chunk in store.chunks(block):
+            for name, chunk in store.chunks(stripe):
                 index = share.index(name)
                 # Chunks that have only padding are outside the array: skip them.
                 inside = zip(index, share.grid.counts, strict=True)

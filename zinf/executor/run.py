@@ -327,7 +327,7 @@ class _StepRun:
         goes_by: Pending,
         creates: Sequence[Copy],
     ) -> None:
-        gradient = self.gradient_rows(array_update, tier)
+        gradient = self.gradient_block(array_update, tier)
         if self.work.is_in_place(array_update, tier):
             self.update_in_place(array_update, gradient, goes_by, creates)
             return
@@ -339,7 +339,7 @@ class _StepRun:
             self.write(array, tier, content)
 
     def update_jointly(self, joint: JointUpdate, goes_by: Pending) -> None:
-        gradients = [self.gradient_rows(u, Tier.DEVICE) for u in joint.arrays]
+        gradients = [self.gradient_block(u, Tier.DEVICE) for u in joint.arrays]
         operands = []
         for array_update in joint.arrays:
             for array in array_update.operands:
@@ -364,12 +364,12 @@ class _StepRun:
         update = partial(self.work.update_in_place, array_update, gradient, goes_by)
         host.update(array_update.results, update)
 
-    def gradient_rows(self, array_update: ArrayUpdate, tier: Tier) -> Any:
+    def gradient_block(self, array_update: ArrayUpdate, tier: Tier) -> Any:
         if tier == Tier.HOST:
-            return self.read(array_update.gradient_rows, tier)
+            return self.read(array_update.gradient_block, tier)
         gradient = self.read_there(array_update.gradient, tier)
-        if array_update.rows is None:
+        if array_update.block is None:
             return gradient
-        start, stop = array_update.rows
+        start, stop = array_update.block
         part = gradient[start:stop]
         return in_device_form(part, self.work.layouts.of(array_update.gradient))

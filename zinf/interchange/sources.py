@@ -7,9 +7,9 @@ from math import prod
 import jax
 import numpy as np
 
-from zinf.checkpoint.blocks import counted
 from zinf.checkpoint.grid import whole_box
 from zinf.checkpoint.saved import Saved
+from zinf.checkpoint.stripes import counted
 from zinf.engine import Engine
 from zinf.interchange.tensors import AbstractTensors, block_bytes, block_of_chunks
 from zinf.memory.chunk import chunk_shape

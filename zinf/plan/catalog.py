@@ -13,23 +13,23 @@ from zinf.program import FLOAT32_BYTES, ArrayId, ArraySpec, Program, Role, Tier
 
 @dataclass(frozen=True, slots=True)
 class ArrayUpdate:
-    """The update of one array, or of `rows` of it.
+    """The update of one array, or of a `block` of its rows.
 
-    `gradient` is the whole gradient array; the update reads its `gradient_rows`.
-    `master`, `states` and `compute` name the rows. `compute` is the copy in the compute
-    dtype; it is None if the master is that copy.
+    `gradient` is the whole gradient array; the update reads its `gradient_block`.
+    `master`, `states` and `compute` name the block. `compute` is the copy in the
+    compute dtype; it is None if the master is that copy.
     """
 
     gradient: ArrayId
-    rows: tuple[int, int] | None
+    block: tuple[int, int] | None
     master: ArrayId
     states: tuple[ArrayId, ...]
     compute: ArrayId | None
 
     @property
-    def gradient_rows(self) -> ArrayId:
+    def gradient_block(self) -> ArrayId:
         """The rows of the gradient that this update reads."""
-        return self.gradient.piece(self.rows) if self.rows else self.gradient
+        return self.gradient.piece(self.block) if self.block else self.gradient
 
     @property
     def operands(self) -> tuple[ArrayId, ...]:

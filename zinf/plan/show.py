@@ -107,12 +107,12 @@ def show_tilings(program: Program) -> str:
     """
     tiles = []
     for tiling in program.tilings:
-        first, last = tiling.rows[0]
+        first, last = tiling.tiles[0]
         tiles.append(
             (
                 tiling.path,
                 show_bytes(tiling.nbytes),
-                f"in {len(tiling.rows)} tiles of up to {last - first} rows",
+                f"in {len(tiling.tiles)} tiles of up to {last - first} rows",
                 f"as a segment may hold {show_bytes(tiling.limit_bytes)};",
                 ", ".join(dict.fromkeys(tiling.uses)),
             )

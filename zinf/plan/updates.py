@@ -124,7 +124,7 @@ class Updates:
 
     def bring_rows(self, unit: UpdateUnit) -> list[ArrayId]:
         """The gradients that a unit reads; transfers the rows of waiting ones first."""
-        rows = [u.gradient_rows for u in unit.arrays if u.gradient in self.by_row]
+        rows = [u.gradient_block for u in unit.arrays if u.gradient in self.by_row]
         if rows:
             nbytes = sum(self.catalog.nbytes(a, Tier.DEVICE) for a in rows)
             self.jobs.transfer(rows, Tier.DEVICE, Tier.HOST, workspace_bytes=nbytes)
@@ -142,7 +142,7 @@ def _with_whole_params(unit: UpdateUnit, catalog: Catalog) -> list[ArrayId]:
     operands: list[ArrayId] = []
     for update in unit.arrays:
         param = update.compute or update.master
-        if update.rows is None or catalog.home_tier(param) == Tier.DEVICE:
+        if update.block is None or catalog.home_tier(param) == Tier.DEVICE:
             operands += update.operands
             continue
         operands += [a for a in update.operands if a != param]

@@ -112,6 +112,6 @@ def _spec(abstract: jax.ShapeDtypeStruct) -> ArraySpec:
 
 
 def _pieces(whole: ArrayId, leaf: Leaf) -> list[ArrayId]:
-    if leaf.num_rows is None:
+    if leaf.num_layers is None:
         return [whole]
     return list(leaf.pieces(whole))

@@ -121,7 +121,7 @@ def _update_bytes(made: Streamed, update: ArrayUpdate) -> int:
         return made.arranged.catalog.nbytes(array, Tier.DEVICE)
 
     own = made.updates.own_parts.get(update)
-    rows = update.rows or update.gradient.rows
+    rows = update.block or update.gradient.rows
     gradient = update.gradient.piece(rows)
     nbytes = device_bytes(gradient) if own is None else own.nbytes
     return nbytes + sum(map(device_bytes, (*update.operands, *update.results)))

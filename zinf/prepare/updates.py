@@ -219,8 +219,8 @@ def compile_program_updates(
             if leaf.is_elementwise and whole.has_whole_rows and array.rows is None:
                 itemsize = leaf.spec.dtype.itemsize
                 blocks = _blocks(whole.share_shape, itemsize, limit)
-            for rows in blocks:
-                update = _array_update(problem, leaf, array, rows)
+            for block in blocks:
+                update = _array_update(problem, leaf, array, block)
                 size = layouts.of(update.master).padded
                 units[update] = Unit(numbers[array.path], size, gradient_dtype, compute)
                 placements.append(_placement(update, layouts))
@@ -333,13 +333,13 @@ def _blocks(
 
 
 def _array_update(
-    problem: Problem, leaf: Any, array: ArrayId, rows: tuple[int, int] | None
+    problem: Problem, leaf: Any, array: ArrayId, block: tuple[int, int] | None
 ) -> ArrayUpdate:
-    stored = rows or array.rows
+    stored = block or array.rows
     has_master = problem.params[array.path].has_master
     return ArrayUpdate(
         gradient=ArrayId(Role.GRADIENT, array.path, array.rows),
-        rows=rows,
+        block=block,
         master=ArrayId(Role.MASTER if has_master else Role.PARAM, array.path, stored),
         states=tuple(
             s.array(array.path, stored if leaf.is_elementwise else None)

@@ -75,8 +75,8 @@ def array_spec(aval: Any) -> ArraySpec:
 
 def _leaf(variable: Var, path: str, is_stacked: bool, is_frozen: bool) -> Leaf:
     is_float = jnp.issubdtype(variable.aval.dtype, jnp.floating)
-    num_rows = variable.aval.shape[0] if is_stacked else None
-    return Leaf(path, array_spec(variable.aval), is_float and not is_frozen, num_rows)
+    num_layers = variable.aval.shape[0] if is_stacked else None
+    return Leaf(path, array_spec(variable.aval), is_float and not is_frozen, num_layers)
 
 
 @dataclass
@@ -100,7 +100,7 @@ class _Builder:
         self.source, self.order, self.arrays = source, order, arrays
         self.graph: Graph = order.graph
         self.leaves = tuple(leaves)
-        self.stacked = {leaf.path for leaf in leaves if leaf.num_rows is not None}
+        self.stacked = {leaf.path for leaf in leaves if leaf.num_layers is not None}
         trainable = {leaf.path for leaf in leaves if leaf.is_trainable}
         self.trainable = {v for v, a in arrays.items() if a.path in trainable}
         self.active = _active(self.graph, self.trainable)

@@ -137,14 +137,14 @@ class _Writer(Emitter):
         self.tilings = tilings
         self.pieces: dict[Var, tuple[Split, list[Atom]]] = {}
         for v, tiling in tilings.items():
-            sizes = (b - a for a, b in tiling.rows)
+            sizes = (b - a for a, b in tiling.tiles)
             tiles = [fresh(v.aval.update(shape=(n, *v.aval.shape[1:]))) for n in sizes]
             self.pieces[v] = Split(0, tiling.edges), tiles
 
     def tiles(self, leaf: Var) -> list[tuple[Var, ArrayId]]:
         """The tiles of a leaf, as invars and as arrays."""
         tiling = self.tilings[leaf]
-        arrays = [ArrayId(Role.PARAM, tiling.path, rows) for rows in tiling.rows]
+        arrays = [ArrayId(Role.PARAM, tiling.path, rows) for rows in tiling.tiles]
         return list(zip(self.pieces[leaf][1], arrays, strict=True))
 
     def run(self, graph: Graph) -> tuple[Atom, ...]:

@@ -56,17 +56,17 @@ def small_blocks(monkeypatch):
 
 def test_blocks_cover_every_row_once(small_blocks):
     found = all_updates(compiled())
-    rows = sorted(u.rows for u in found if u.gradient.path == "a")
+    rows = sorted(u.block for u in found if u.gradient.path == "a")
     assert rows == [(0, 3), (3, 6), (6, 9), (9, 10)]
-    assert [u.rows for u in found if u.gradient.path == "b"] == [None]
+    assert [u.block for u in found if u.gradient.path == "b"] == [None]
     for update in found:
-        assert {a.rows for a in update.results} == {update.rows}
+        assert {a.rows for a in update.results} == {update.block}
         assert update.gradient.rows is None
 
 
 def test_an_update_that_is_not_element_wise_keeps_its_leaf_whole(small_blocks):
     found = all_updates(compiled(optax.lamb(0.1)))
-    assert [u.rows for u in found if u.gradient.path == "a"] == [None]
+    assert [u.block for u in found if u.gradient.path == "a"] == [None]
 
 
 def test_blocks_of_a_large_model_are_larger(monkeypatch):
@@ -74,7 +74,7 @@ def test_blocks_of_a_large_model_are_larger(monkeypatch):
     monkeypatch.setattr(updates, "MAX_BLOCKS", 2)
     found = all_updates(compiled())
     # Half of the 13 rows of both leaves: six whole rows, and then four.
-    rows = [u.rows for u in found if u.gradient.path == "a"]
+    rows = [u.block for u in found if u.gradient.path == "a"]
     assert rows == [(0, 6), (6, 10)]
 
 
@@ -129,7 +129,7 @@ def test_steps_compile_no_loop_that_was_compiled_before_them(small_blocks):
     found.compile_in_place(found.units(homes_of(found)))
     before = cpu.compiled.cache_info().misses
     for update in all_updates(found):
-        shape = (update.rows[1] - update.rows[0] if update.rows else 3, COLUMNS)
+        shape = (update.block[1] - update.block[0] if update.block else 3, COLUMNS)
         arrays = [np.ones(shape, np.float32) for _ in update.results]
         goes_by = Pending(Decision(0.0, 1.0, 1.0, False), [0.5, 0.5])
         found.apply_in_place(update, np.ones_like(arrays[0]), goes_by, *arrays)
@@ -155,7 +155,7 @@ def test_blocks_together_are_the_update_of_the_whole(small_blocks):
     result = np.zeros_like(master)
     for update in all_updates(found):
         if update.gradient.path == "a":
-            block = slice(*update.rows)
+            block = slice(*update.block)
             new, _ = found.apply(
                 update,
                 Tier.HOST,

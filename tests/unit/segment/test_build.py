@@ -71,7 +71,7 @@ def test_segments_of_a_stacked_leaf_are_named_by_row():
     layers = program.segments[:3]
     assert [s.name for s in layers] == [f"blocks[{i}]" for i in range(3)]
     (leaf,) = program.leaves
-    assert leaf.num_rows == 3
+    assert leaf.num_layers == 3
     assert [s.params[0].rows for s in layers] == [(0, 1), (1, 2), (2, 3)]
 
 
@@ -130,7 +130,7 @@ def test_a_stacked_leaf_of_which_some_rows_are_read_trains_them_all():
     stack = jax.ShapeDtypeStruct((3, 8, 8), jnp.float32)
     program = build(loss, {"w": stack}, splittable=["w"]).program
     (leaf,) = program.leaves
-    assert leaf.num_rows == 3
+    assert leaf.num_layers == 3
     unread = ArrayId(Role.PARAM, "w", (1, 2))
     assert unread in program.segments[-1].trained_params
 

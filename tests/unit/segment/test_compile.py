@@ -175,7 +175,7 @@ def test_streamed_gradients_are_those_of_jax(loss):
 def test_gradients_of_a_stacked_leaf_come_row_by_row():
     params = jax.tree.map(lambda *x: jnp.stack(x), *layers(4))
     segmented, _ = check(scanned, params, X)
-    assert {leaf.num_rows for leaf in segmented.program.leaves} == {4}
+    assert {leaf.num_layers for leaf in segmented.program.leaves} == {4}
 
 
 def test_gradients_of_a_stacked_leaf_of_which_a_row_is_not_read():

@@ -190,7 +190,7 @@ def test_tiles_are_within_the_limit_and_alike_if_that_costs_little(rows, width, 
         return
     (tiling,) = found.tilings
     assert tiling.edges[0] == 0 and tiling.edges[-1] == rows
-    sizes = [b - a for a, b in tiling.rows]
+    sizes = [b - a for a, b in tiling.tiles]
     assert max(sizes) * width * 4 <= max(limit, width * 4)
     assert set(sizes[:-1]) <= {sizes[0]} and sizes[-1] <= sizes[0]
     fewest = -(-rows // max(1, limit // (width * 4)))

@@ -1,14 +1,14 @@
-"""Arrays are moved in blocks that are small, complete and few at a time."""
+"""Arrays are moved in stripes that are small, complete and few at a time."""
 
 from collections.abc import Callable
 
 import jax
 import pytest
 
-from zinf.checkpoint.blocks import block_bytes, held_bytes, move
 from zinf.checkpoint.grid import Grid
-from zinf.checkpoint.restore import blocks_to_restore
+from zinf.checkpoint.restore import stripes_to_restore
 from zinf.checkpoint.share import Share, share_of
+from zinf.checkpoint.stripes import held_bytes, move, stripe_bytes
 from zinf.memory import open_stores
 from zinf.memory.residents import Residents
 from zinf.program import ArrayId, ArraySpec, Role, Tier
@@ -29,41 +29,41 @@ def share(spec: ArraySpec) -> Share:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_blocks_are_all_rows_in_order_and_within_16_mib(shape):
+def test_stripes_are_all_rows_in_order_and_within_16_mib(shape):
     spec = ArraySpec(shape, "float32", 4)
-    found = list(share(spec).blocks)
+    found = list(share(spec).stripes)
     if found == [ARRAY]:
         assert spec.nbytes <= max(16 * MIB, 4)
         return
-    rows = [block.rows for block in found]
+    rows = [stripe.rows for stripe in found]
     assert rows[0][0] == 0 and rows[-1][1] == shape[0]
     assert all(a[1] == b[0] for a, b in zip(rows, rows[1:], strict=False))
     row_bytes = spec.rows(0, 1).nbytes
-    largest = max(block_bytes(block, share(spec)) for block in found)
+    largest = max(stripe_bytes(stripe, share(spec)) for stripe in found)
     assert largest <= max(16 * MIB, row_bytes)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 100])
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s], ids=str)
-def test_blocks_to_restore_are_all_rows_and_cross_no_saved_chunk(shape, length):
+def test_stripes_to_restore_are_all_rows_and_cross_no_saved_chunk(shape, length):
     spec = ArraySpec(shape, "float32", 4)
     if shape[0] > 100:
         length *= 2**18
     grid = Grid(spec, (length, *shape[1:]))
     residents = residents_of(spec, Tier.HOST)
-    blocks = list(blocks_to_restore(share(spec), grid, residents))
-    rows = [block.rows or (0, shape[0]) for block in blocks]
+    stripes = list(stripes_to_restore(share(spec), grid, residents))
+    rows = [stripe.rows or (0, shape[0]) for stripe in stripes]
     assert rows[0][0] == 0 and rows[-1][1] == shape[0]
     assert all(a[1] == b[0] for a, b in zip(rows, rows[1:], strict=False))
     for start, stop in rows:
         assert start % length == 0 and stop - start <= length
 
 
-def test_an_array_without_entries_has_no_blocks():
+def test_an_array_without_entries_has_no_stripes():
     spec = ArraySpec((0, 3), "float32", 4)
-    assert list(share(spec).blocks) == []
+    assert list(share(spec).stripes) == []
     residents = residents_of(spec, Tier.HOST)
-    assert list(blocks_to_restore(share(spec), Grid(spec, (1, 3)), residents)) == []
+    assert list(stripes_to_restore(share(spec), Grid(spec, (1, 3)), residents)) == []
 
 
 @pytest.mark.parametrize("home", [Tier.HOST, Tier.DEVICE])
@@ -72,22 +72,22 @@ def test_an_array_without_entries_has_no_blocks():
     [
         (ArraySpec((64, MIB), "float32", 4), 2 * 16 * MIB, 16 * MIB),
         (ArraySpec((3,), "float32", 4), 12, 0),
-        # Rows that exceed two blocks are moved alone.
+        # Rows that exceed two stripes are moved alone.
         (ArraySpec((2, 16 * MIB), "float32", 4), 64 * MIB, 64 * MIB),
         (None, 0, 0),
     ],
     ids=str,
 )
-def test_two_blocks_are_held_but_never_more_than_there_is(
+def test_two_stripes_are_held_but_never_more_than_there_is(
     spec, host_bytes, device_bytes, home
 ):
     expected = device_bytes if home == Tier.DEVICE else 0
     residents = residents_of(spec, home)
-    blocks = {}
+    stripes = {}
     for array in residents.specs:
         own = share_of(residents, array)
-        blocks |= dict.fromkeys(own.blocks, own)
-    found = held_bytes(blocks, residents)
+        stripes |= dict.fromkeys(own.stripes, own)
+    found = held_bytes(stripes, residents)
     assert found == {Tier.HOST: host_bytes, Tier.DEVICE: expected}
 
 

@@ -1,4 +1,4 @@
-"""Moves arrays in blocks of rows, so that two blocks fit in the host budget."""
+"""Moves arrays in stripes of rows, so that two stripes fit in the host budget."""
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -9,38 +9,38 @@ from zinf.memory.chunk import MAX_CHUNK_BYTES
 from zinf.memory.residents import Residents
 from zinf.program import ArrayId, Tier
 
-# While one block is being written, the next block is read.
+# While one stripe is being written, the next stripe is read.
 NUM_BLOCKS_HELD = 2
 
 Finish = Callable[[], None]
 Transfer = tuple[int, Callable[[], Finish]]
-"""The bytes of a block, and a function that begins to move the block.
+"""The bytes of a stripe, and a function that begins to move the stripe.
 
 That function returns another one, which waits until the move is complete.
 """
 
 
-def block_bytes(block: ArrayId, share: Share) -> int:
-    """Bytes of a block: rows of a share, counted from its first row, or all of it."""
+def stripe_bytes(stripe: ArrayId, share: Share) -> int:
+    """Bytes of a stripe: rows of a share, counted from its first row, or all of it."""
     spec = share.spec
-    return (spec.rows(*block.rows) if block.rows else spec).nbytes
+    return (spec.rows(*stripe.rows) if stripe.rows else spec).nbytes
 
 
 def held_bytes(
-    blocks: Mapping[ArrayId, Share], residents: Residents
+    stripes: Mapping[ArrayId, Share], residents: Residents
 ) -> dict[Tier, int]:
-    """Upper bounds on the host and device bytes that moving the blocks holds at once.
+    """Upper bounds on the host and device bytes that moving the stripes holds at once.
 
     The device holds a copy of the rows that are moved, because rows of a device array
     are copied on the device before they go to the host.
     """
-    sizes = {block: block_bytes(block, share) for block, share in blocks.items()}
+    sizes = {stripe: stripe_bytes(stripe, share) for stripe, share in stripes.items()}
     largest = max(sizes.values(), default=0)
     cut = (
         size
-        for block, size in sizes.items()
-        if residents.homes.get(block.whole) == Tier.DEVICE
-        and size < blocks[block].spec.nbytes
+        for stripe, size in sizes.items()
+        if residents.homes.get(stripe.whole) == Tier.DEVICE
+        and size < stripes[stripe].spec.nbytes
     )
     limit = max(NUM_BLOCKS_HELD * MAX_CHUNK_BYTES, largest)
     return {
