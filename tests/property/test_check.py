@@ -40,14 +40,14 @@ class Checked:
         units = case.toy.units(case.homes)
         self.plan = build(self.catalog, units, UNLIMITED, case.options)
         passage = step_passage(self.catalog, units, case.options)
-        self.initial, self.kept = passage.initial, set(passage.kept)
+        self.initial, self.final = passage.initial, set(passage.final)
         self.expected = run_jobs(passage.jobs, self.catalog, self.initial)
 
     def check(self, plan: Plan) -> None:
         held = dict.fromkeys(Tier, 0)
         for array, tier in self.initial:
             held[tier] += self.catalog.nbytes(array)
-        check(plan, self.initial, held, self.kept)
+        check(plan, self.initial, held, self.final)
 
     def run(self, plan: Plan, choose: Random) -> None:
         result = Machine(plan, self.catalog, self.initial).run(choose)
@@ -58,7 +58,7 @@ class Checked:
             for tier, store in result.stores.items()
             for array, content in store.arrays.items()
         }
-        assert found.keys() == {*self.catalog.homes.items(), *self.kept}
+        assert found.keys() == {*self.catalog.homes.items(), *self.final}
         for (array, _), content in found.items():
             assert content == self.expected[array]
 
@@ -129,7 +129,7 @@ def test_a_missing_free_is_found(case: Case, choose: Random) -> None:
         for i, x in enumerate(checked.plan.instructions)
         if isinstance(x.operation, Free)
         # Without the free of an old gradient the new one takes its place.
-        and not any((a, x.operation.tier) in checked.kept for a in x.operation.arrays)
+        and not any((a, x.operation.tier) in checked.final for a in x.operation.arrays)
     ]
     assume(frees)
     index = choose.choice(frees)

@@ -79,6 +79,6 @@ def test_no_timing_of_the_links_changes_a_result_or_exceeds_the_peak(
     for tier in Tier:
         assert result.peak_bytes[tier] <= plan.peak_bytes[tier]
     left = {(a, t) for t, store in result.stores.items() for a in store.arrays}
-    assert left == {*catalog.homes.items(), *passage.kept}
+    assert left == {*catalog.homes.items(), *passage.final}
     for array, tier in left:
         assert result.stores[tier].arrays[array] == expected[array]

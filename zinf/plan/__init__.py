@@ -41,8 +41,8 @@ from zinf.plan.instruction import Update as Update
 from zinf.plan.measured import measured_rates as measured_rates
 from zinf.plan.measured import median_rates as median_rates
 from zinf.plan.measured import slowest_rates as slowest_rates
+from zinf.plan.passage import final_copies as final_copies
 from zinf.plan.passage import initial_copies as initial_copies
-from zinf.plan.passage import kept_copies as kept_copies
 from zinf.plan.place import Resident as Resident
 from zinf.plan.place import place as place
 from zinf.plan.placed import build_placed as build_placed

@@ -29,7 +29,7 @@ def check(
     plan: Plan,
     initial: Iterable[Copy] = (),
     initial_bytes: Mapping[Tier, int] | None = None,
-    kept: Iterable[Copy] = (),
+    final: Iterable[Copy] = (),
 ) -> None:
     """Checks order, life times and budgets of a plan.
 
@@ -42,7 +42,7 @@ def check(
       copies may share memory;
     * updates run together only in the memory of arrays that rest on the device, and
       within the workspace of their instruction;
-    * at the end the newest versions are at home, and only `kept` copies are left;
+    * at the end the newest versions are at home, and only `final` copies are left;
     * no interleaving of the links exceeds a budget (see [Note: fences]).
 
     Raises:
@@ -51,7 +51,7 @@ def check(
     if plan.is_fused:
         return
     reach = _Reachability(plan.instructions)
-    _check_copies(plan, reach, initial, kept)
+    _check_copies(plan, reach, initial, final)
     check_groups(plan)
     for tier in Tier:
         _check_budget(plan, reach, tier, (initial_bytes or {}).get(tier, 0))
@@ -181,14 +181,14 @@ class _Copies:
                 what = f"changes {array} while #{other} may still read it"
                 raise self.error(index, what)
 
-    def finish(self, kept: Iterable[Copy]) -> None:
-        """Raises unless only homes and `kept` are left, with the newest versions."""
-        kept = set(kept)
-        if self.present != kept:
-            copy = min(self.present ^ kept, key=str)
+    def finish(self, final: Iterable[Copy]) -> None:
+        """Raises unless only homes and `final` are left, with the newest versions."""
+        final = set(final)
+        if self.present != final:
+            copy = min(self.present ^ final, key=str)
             what = "ends with" if copy in self.present else "ends without"
             raise PlanError(f"the plan {what} {_name(copy)}")
-        for copy in kept:
+        for copy in final:
             array = copy[0]
             found = _seen(self.versions[copy], array)
             if found != _seen(self.newest[array.whole], array):
@@ -219,7 +219,7 @@ def _seen(versions: Mapping, array: ArrayId) -> dict:
 
 
 def _check_copies(
-    plan: Plan, reach: _Reachability, initial: Iterable[Copy], kept: Iterable[Copy]
+    plan: Plan, reach: _Reachability, initial: Iterable[Copy], final: Iterable[Copy]
 ) -> None:
     copies = _Copies(plan, reach, initial)
     decisions: list[int] = []
@@ -245,7 +245,7 @@ def _check_copies(
         if isinstance(operation, Free):
             for array in operation.arrays:
                 copies.free(index, (array, operation.tier))
-    copies.finish(kept)
+    copies.finish(final)
 
 
 def check_groups(plan: Plan) -> None:

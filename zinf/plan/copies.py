@@ -31,7 +31,7 @@ class Copies:
         used, peak: bytes of each tier, now and at most so far.
     """
 
-    def __init__(self, jobs: Sequence[Job], catalog: Catalog, kept: Iterable[Copy]):
+    def __init__(self, jobs: Sequence[Job], catalog: Catalog, final: Iterable[Copy]):
         self.jobs, self.catalog = jobs, catalog
         self.now = 0
         self.temporary: dict[Copy, int] = {}
@@ -39,7 +39,7 @@ class Copies:
         for array, tier in catalog.homes.items():
             self.used[tier] += catalog.nbytes(array, tier)
         self.peak = dict(self.used)
-        self._kept = set(kept)
+        self._final = set(final)
         # Heaps of copies that may be evicted, farthest next use first. A copy has one
         # valid entry and may have stale ones.
         self._spare: dict[Tier, list[tuple[int, int, Copy]]] = {t: [] for t in Tier}
@@ -191,13 +191,13 @@ class Copies:
                 if copy not in self.temporary:
                     continue
                 is_last = self.next_use(copy, self.now) == NEVER
-                if array in job.consumes or (is_last and copy not in self._kept):
+                if array in job.consumes or (is_last and copy not in self._final):
                     found[tier].append(array)
         return found
 
     def left(self) -> list[Copy]:
-        """Copies away from home that are not in `kept`."""
-        return [copy for copy in self.temporary if copy not in self._kept]
+        """Copies away from home that are not in `final`."""
+        return [copy for copy in self.temporary if copy not in self._final]
 
     def victims(
         self, tier: Tier, shortage_bytes: int, protected: set[Copy], spare_until: int
@@ -227,7 +227,7 @@ class Copies:
                 if copy[0].rows is None:
                     del seen[copy]
                 continue
-            if copy not in protected and copy not in self._kept:
+            if copy not in protected and copy not in self._final:
                 chosen.append(copy)
                 freed += self.temporary[copy]
         for entry in seen.values():

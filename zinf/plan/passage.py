@@ -31,13 +31,13 @@ class Passage:
     Attributes:
         jobs: the jobs, in order.
         initial: copies away from home that exist before the first job.
-        kept: copies away from home that exist after the last job.
+        final: copies away from home that exist after the last job.
         slack: see `StepOptions`.
     """
 
     jobs: list[Job]
     initial: list[Copy]
-    kept: list[Copy]
+    final: list[Copy]
     slack: float
 
 
@@ -89,7 +89,7 @@ def streamed(
         catalog,
         capacity_bytes,
         initial=passage.initial,
-        kept=passage.kept,
+        final=passage.final,
         slack=passage.slack,
     )
 
@@ -103,7 +103,7 @@ def checked(plan: Plan, passage: Passage, catalog: Catalog) -> Plan:
     held = dict.fromkeys(Tier, 0)
     for array, tier in passage.initial:
         held[tier] += catalog.nbytes(array, tier)
-    check(plan, passage.initial, held, passage.kept)
+    check(plan, passage.initial, held, passage.final)
     return plan
 
 
@@ -137,7 +137,7 @@ def initial_copies(program: Program, num_microbatches: int) -> list[Copy]:
     ]
 
 
-def kept_copies(program: Program, options: StepOptions) -> list[Copy]:
+def final_copies(program: Program, options: StepOptions) -> list[Copy]:
     """Copies that a step leaves on the host: losses and auxiliary outputs."""
     return [
         (value(name, m), Tier.HOST)
@@ -153,7 +153,7 @@ def _boundary(
     read = {copy[0] for job in jobs for copy in job.reads}
     initial = initial_copies(catalog.program, options.num_microbatches)
     inputs = [c for c in initial if c[0] in read]
-    return inputs, kept_copies(catalog.program, options)
+    return inputs, final_copies(catalog.program, options)
 
 
 def _pending(

@@ -36,20 +36,20 @@ def stream(
     capacity_bytes: Mapping[Tier, int],
     *,
     initial: Iterable[Copy] = (),
-    kept: Iterable[Copy] = (),
+    final: Iterable[Copy] = (),
     slack: float = 1.0,
 ) -> Plan:
     """The plan that runs `jobs` in order within the budgets.
 
     Args:
         initial: copies that exist when the step starts (the batch).
-        kept: copies that the step leaves behind for its caller (loss, aux).
+        final: copies that the step leaves behind for its caller (loss, aux).
         slack: see `StepOptions`.
 
     Raises:
         InfeasibleError: some job does not fit; the error has the bytes needed.
     """
-    return _Streamer(jobs, catalog, capacity_bytes, initial, kept).plan(slack)
+    return _Streamer(jobs, catalog, capacity_bytes, initial, final).plan(slack)
 
 
 class _Streamer:
@@ -59,12 +59,12 @@ class _Streamer:
         catalog: Catalog,
         capacity_bytes: Mapping[Tier, int],
         initial: Iterable[Copy],
-        kept: Iterable[Copy],
+        final: Iterable[Copy],
     ):
         self.jobs, self.catalog = jobs, catalog
         self.asked, self.capacity = capacity_bytes, dict(capacity_bytes)
         self.shortages: dict[Tier, Shortage] = {}
-        self.copies = Copies(jobs, catalog, kept)
+        self.copies = Copies(jobs, catalog, final)
         self.listing = Listing(catalog, self.copies)
         self.home_bytes = dict(self.copies.used)
         for tier in Tier:

@@ -20,9 +20,9 @@ from zinf.plan import (
     build,
     build_evaluation,
     build_placed,
+    final_copies,
     fused_plan,
     initial_copies,
-    kept_copies,
     value,
 )
 from zinf.program import ArrayId, Role, Tier
@@ -258,7 +258,7 @@ def test_a_step_starts_with_the_batch_and_ends_with_its_results() -> None:
         (value("batch/x", 1), HOST),
         (value("key", 1), DEVICE),
     ]
-    assert kept_copies(program, options) == [
+    assert final_copies(program, options) == [
         (value(name, m), HOST) for m in range(2) for name in ("out/0", "out/1")
     ]
 

@@ -22,8 +22,8 @@ from zinf.plan import (
     build,
     check,
     check_groups,
+    final_copies,
     initial_copies,
-    kept_copies,
 )
 from zinf.program import ArrayId, Role, Tier
 
@@ -230,7 +230,7 @@ def test_rows_are_not_put_into_a_whole_that_is_going() -> None:
 
 def test_nothing_is_left_but_what_is_kept() -> None:
     refuse(plan_of(UP), "the plan ends with param/w on host")
-    check(plan_of(UP), kept=[(W, HOST)])
+    check(plan_of(UP), final=[(W, HOST)])
 
 
 def test_what_is_there_at_the_start_may_be_read_and_freed() -> None:
@@ -263,7 +263,7 @@ def real_plan(**options: bool) -> tuple[Plan, list, dict[Tier, int], set]:
     plan = build(catalog, toy.units(homes), AMPLE, arranged)
     initial = initial_copies(toy.program, arranged.num_microbatches)
     held = {**NONE, HOST: sum(catalog.nbytes(a) for a, t in initial if t == HOST)}
-    return plan, initial, held, set(kept_copies(toy.program, arranged))
+    return plan, initial, held, set(final_copies(toy.program, arranged))
 
 
 def test_an_update_waits_for_the_decision() -> None:
