@@ -9,6 +9,8 @@ from enum import StrEnum
 from math import prod
 
 FLOAT32_BYTES = 4
+# The name of the random key among the values of a program.
+KEY = "key"
 
 
 class Tier(StrEnum):
@@ -344,6 +346,11 @@ class Program:
     aux: tuple[str, ...]
     tilings: tuple[Tiling, ...] = ()
     untiled: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def batch_leaves(self) -> tuple[str, ...]:
+        """Those of `batch` that are leaves of the batch; the random key is none."""
+        return tuple(name for name in self.batch if name != KEY)
 
     def first_readers(self) -> dict[tuple[str, Rows], int]:
         """The first segment that reads each parameter, by path and rows.

@@ -13,8 +13,8 @@ from zinf.jaxpr.keys import to_words
 from zinf.memory import Stores, to_devices
 from zinf.plan import Plan, initial_copies, value
 from zinf.prepare.batch import by_microbatch
-from zinf.program import ArrayId, Program, Role
-from zinf.segment import KEY, Segment, Segmented, named_leaves
+from zinf.program import KEY, ArrayId, Program, Role
+from zinf.segment import Segment, Segmented, named_leaves
 from zinf.sharding import Layouts
 
 

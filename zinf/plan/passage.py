@@ -21,7 +21,7 @@ from zinf.plan.schedule import (
     schedule_flush,
 )
 from zinf.plan.stream import stream
-from zinf.program import Program, Tier
+from zinf.program import KEY, Program, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def proven(
 def initial_copies(program: Program, num_microbatches: int) -> list[Copy]:
     """Copies that exist when a step starts: batch on the host, keys on the device."""
     return [
-        (value(name, m), Tier.HOST if name.startswith("batch/") else Tier.DEVICE)
+        (value(name, m), Tier.DEVICE if name == KEY else Tier.HOST)
         for m in range(num_microbatches)
         for name in program.batch
     ]

@@ -8,6 +8,5 @@ from zinf.segment.compile import compile_segments as compile_segments
 from zinf.segment.modes import evaluated as evaluated
 from zinf.segment.modes import for_evaluation as for_evaluation
 from zinf.segment.modes import for_training as for_training
-from zinf.segment.source import KEY as KEY
 from zinf.segment.source import named_leaves as named_leaves
 from zinf.segment.source import trace_loss as trace_loss

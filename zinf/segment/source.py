@@ -11,9 +11,9 @@ import numpy as np
 from zinf.jax_modes import traceback_of_user
 from zinf.jaxpr import Graph, flatten, trace, variables
 from zinf.jaxpr.compat import Equation, Var, open_jaxpr
+from zinf.program import KEY
 from zinf.segment.order import variable_bytes
 
-KEY = "key"
 # A loop that reads or writes a mutable array from outside has these effects too.
 REF_EFFECTS = {
     "InternalMutableArrayEffect",

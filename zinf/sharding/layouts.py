@@ -59,13 +59,10 @@ class Layouts:
         """
         values = {}
         for name in (*program.batch, *program.consts):
-            is_batch = name.startswith("batch/")
             shape = program.values[name].shape
-            values[name] = (
-                batch_layout(name, shape, self.mesh)
-                if is_batch
-                else whole_layout(shape, self.mesh)
-            )
+            is_batch = name in program.batch_leaves
+            layout = batch_layout(name, shape, self.mesh) if is_batch else None
+            values[name] = layout or whole_layout(shape, self.mesh)
         return replace(self, values=values)
 
     def share_spec(self, array: ArrayId, spec: ArraySpec) -> ArraySpec:

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import io_callback
 
-from zinf.segment import KEY, named_leaves, trace_loss
+from zinf.program import KEY
+from zinf.segment import named_leaves, trace_loss
 
 WEIGHT = jax.ShapeDtypeStruct((4, 4), jnp.float32)
 X = jax.ShapeDtypeStruct((2, 4), jnp.float32)
