@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from zinf.initialize import plan_only as plan_only
     from zinf.malloc import tune_malloc as tune_malloc
     from zinf.mesh import make_mesh as make_mesh
+    from zinf.models.random_ltd import random_ltd as random_ltd
+    from zinf.models.random_ltd import sample_kept as sample_kept
     from zinf.trainer import Trainer as Trainer
     from zinf.verify import verify as verify
 
@@ -39,6 +41,8 @@ make_lazy(
         "initialize": "zinf.initialize",
         "make_mesh": "zinf.mesh",
         "plan_only": "zinf.initialize",
+        "random_ltd": "zinf.models.random_ltd",
+        "sample_kept": "zinf.models.random_ltd",
         "tune_malloc": "zinf.malloc",
         "verify": "zinf.verify",
     },

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from zinf.config import Config, notices
-from zinf.data import Pace, Paced, text_dataset
+from zinf.data import Dropping, Pace, Paced, text_dataset
 from zinf.data.text import Split, read_tokens, tokens_hash
 from zinf.distributed import AbstractGroup, Alone
 from zinf.models import GPTConfig, init_and_loss, num_parameters
@@ -75,11 +75,21 @@ def dataset(
         num_microbatches=config.num_microbatches,
         say=say,
     )
-    lengths = config.lengths
-    if lengths is None or split != "train":
+    return paced(config, samples) if split == "train" else samples
+
+
+def paced(config: Config, samples: grain.IterDataset) -> grain.IterDataset:
+    """The batches of training, with fewer tokens in the first steps if so asked."""
+    lengths, kept, most = config.lengths, config.kept_tokens, config.data.max_buckets
+    if lengths is None and kept is None:
         return samples
-    pace = Pace.of(lengths.pacing, config.data.max_buckets)
-    return Paced(samples, length=pace, reshapes=lengths.reshapes, count=group.count)
+    length = None if lengths is None else Pace.of(lengths.pacing, most)
+    dropping = None
+    if kept is not None:
+        pace = Pace.of(kept.pacing, most, first=0)
+        dropping = Dropping(pace, len(kept.layers), kept.seed)
+    reshapes = lengths is not None and lengths.reshapes
+    return Paced(samples, length=length, reshapes=reshapes, dropping=dropping)
 
 
 def _model(config: Config) -> GPTConfig:
@@ -89,7 +99,10 @@ def _model(config: Config) -> GPTConfig:
             "Add one, such as model: {num_layers: 8, num_heads: 5, embed_dim: 320, "
             "max_length: 256}, or pass a loss function to zinf.initialize in Python."
         )
-    return GPTConfig(**config.model.model_dump(exclude={"name"}))
+    kept = config.kept_tokens
+    layers = () if kept is None else kept.layers
+    given = config.model.model_dump(exclude={"name"})
+    return GPTConfig(**given, random_ltd_layers=layers)
 
 
 def batch_size(config: Config) -> int:

@@ -10,7 +10,11 @@ from pydantic import Field, PrivateAttr
 from zinf.config.arguments import TOTAL_STEPS, Key, chosen_values, fill
 from zinf.config.batch import BatchSizes, batch_sizes, batch_violations
 from zinf.config.deepspeed import DeepSpeedKeys
-from zinf.config.efficiency import RESHAPE, length_violations
+from zinf.config.efficiency import (
+    RESHAPE,
+    dropping_violations,
+    length_violations,
+)
 from zinf.config.load import override, raw_config
 from zinf.config.messages import ConfigError, Notice, Problem, without_effect
 from zinf.config.pacing import Pacing, buckets
@@ -183,6 +187,9 @@ class Config(DeepSpeedKeys):
         yield from length_violations(
             self.curriculum_learning, self.data_efficiency, self.sequence_length
         )
+        yield from dropping_violations(
+            self.data_efficiency, self.model, self.sequence_length
+        )
         if self.bfloat16 is not None and "bf16" in self.model_fields_set:
             yield (
                 ("bfloat16",),
@@ -331,6 +338,18 @@ class Config(DeepSpeedKeys):
         return Lengths(path, pacing, kept, reshapes)
 
     @property
+    def kept_tokens(self) -> "KeptTokens | None":
+        """The tokens that some layers keep; None: all layers keep all."""
+        efficiency = self.data_efficiency
+        dropping = efficiency.random_ltd if efficiency is not None else None
+        if efficiency is None or dropping is None:
+            return None
+        pacing = dropping.random_ltd_schedule.pacing
+        kept = buckets(pacing.levels(first_count=0), self.data.max_buckets)
+        layers = dropping.random_ltd_layer_id or ()
+        return KeptTokens(pacing, kept, layers, efficiency.seed)
+
+    @property
     def cuts_rows(self) -> bool:
         """Whether steps may have several rows per sample of a batch."""
         return self.lengths is not None and self.lengths.reshapes
@@ -394,6 +413,23 @@ class Lengths:
     pacing: Pacing
     buckets: tuple[int, ...]
     reshapes: bool
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTokens:
+    """How many tokens of a sequence some layers keep.
+
+    Attributes:
+        pacing: the number of kept tokens; its steps count from 0.
+        buckets: the numbers that are used; others are rounded down to these.
+        layers: the layers that drop tokens.
+        seed: of the choice of tokens.
+    """
+
+    pacing: Pacing
+    buckets: tuple[int, ...]
+    layers: tuple[int, ...]
+    seed: int
 
 
 @dataclass(frozen=True, slots=True)

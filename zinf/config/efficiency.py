@@ -7,8 +7,9 @@ from pydantic import Field
 
 from zinf.config.ignored import TABLE
 from zinf.config.opaque import AnyKeys
-from zinf.config.pacing import Pacing, pacing_violations
+from zinf.config.pacing import Pacing, PacingConfig, pacing_violations
 from zinf.config.scalar import Count, Flag, Folder, Whole
+from zinf.config.schema import Model
 from zinf.config.section import Section, Violation
 from zinf.config.status import Unsupported
 
@@ -112,6 +113,116 @@ class DataSampling(Section):
     """Batches of about the same number of tokens; remove it."""
 
 
+class KeptConfig(Section):
+    """The parameters of the schedule of kept tokens."""
+
+    require_steps: Count | None = None
+    """Steps until max_value is reached."""
+
+    seq_per_step: Count | None = None
+    """Kept tokens are multiples of this; max_value is one always."""
+
+
+class KeptSchedule(Section):
+    """How many tokens layers keep. It grows linearly with the step."""
+
+    min_value: Count | None = None
+    """Kept tokens at the beginning."""
+
+    max_value: Count | None = None
+    """Kept tokens at the end; those of a whole sequence drop none."""
+
+    schedule_type: Literal["fixed_linear"] | None = None
+    """How it grows."""
+
+    schedule_config: KeptConfig = Field(default_factory=KeptConfig)
+    """The parameters of the schedule."""
+
+    @property
+    def pacing(self) -> Pacing:
+        """The schedule, of which DeepSpeed counts the steps from 0."""
+        return Pacing(
+            min_difficulty=self.min_value,
+            max_difficulty=self.max_value,
+            schedule_type=self.schedule_type,
+            schedule_config=PacingConfig(
+                total_curriculum_step=self.schedule_config.require_steps,
+                difficulty_step=self.schedule_config.seq_per_step,
+            ),
+        )
+
+    def missing(self) -> Iterator[Violation]:
+        """What is missing or contradicts itself in a schedule that is to be used."""
+        for key in ("min_value", "max_value", "schedule_type"):
+            if getattr(self, key) is None:
+                yield (key,), "is missing."
+        for key in ("require_steps", "seq_per_step"):
+            if getattr(self.schedule_config, key) is None:
+                yield ("schedule_config", key), "is missing."
+        low, high = self.min_value, self.max_value
+        if low is not None and high is not None and low > high:
+            yield ("min_value",), f"{low} is above max_value, which is {high}."
+        if low is not None and low < (self.schedule_config.seq_per_step or 1):
+            text = f"{low} is rounded down to 0 kept tokens"
+            yield ("min_value",), f"{text}. Make it a multiple of seq_per_step."
+
+
+class RandomLTD(Section):
+    """Layers that run on some tokens of a sequence (https://arxiv.org/abs/2211.11586).
+
+    DeepSpeed wraps modules of a model. `zinf train` has the layers of its own model do
+    it; other models call `zinf.random_ltd`.
+    """
+
+    IGNORED = TABLE["data_efficiency.data_routing.random_ltd"]
+
+    enabled: Flag = False
+    """Whether layers drop tokens while training."""
+
+    total_layer_num: Count | None = None
+    """Layers of the model; model.num_layers when absent."""
+
+    random_ltd_layer_num: Count | None = None
+    """How many layers drop tokens; the length of random_ltd_layer_id when absent."""
+
+    random_ltd_layer_id: tuple[Whole, ...] | None = None
+    """Which layers drop tokens, from 0."""
+
+    model_type: Literal["decoder"] | None = None
+    """Kept tokens stay in order, so that attention stays causal."""
+
+    random_ltd_schedule: KeptSchedule = Field(default_factory=KeptSchedule)
+    """How many tokens they keep."""
+
+    layer_token_lr_schedule: Unsupported[AnyKeys | None] = None
+    """DeepSpeed has no code for it either; remove it."""
+
+    def violations(self) -> Iterator[Violation]:
+        if not self.enabled:
+            return
+        for key, text in self.random_ltd_schedule.missing():
+            yield ("random_ltd_schedule", *key), text
+        layers, path = self.random_ltd_layer_id, ("random_ltd_layer_id",)
+        if not layers:
+            yield path, "is missing: list the layers that drop tokens."
+            return
+        if list(layers) != sorted({*layers}):
+            yield path, "must be ascending, each layer once."
+        if self.random_ltd_layer_num not in (None, len(layers)):
+            text = f"has {len(layers)} layers, and random_ltd_layer_num is"
+            yield path, f"{text} {self.random_ltd_layer_num}."
+
+
+class DataRouting(Section):
+    """Which tokens which layers see."""
+
+    enabled: Flag = False
+    """Whether anything below is used."""
+
+    random_ltd: RandomLTD = Field(default_factory=RandomLTD)
+    """Random layerwise token dropping."""
+
+
 class DataEfficiency(Section):
     """The same loss from fewer tokens."""
 
@@ -124,8 +235,15 @@ class DataEfficiency(Section):
     data_sampling: DataSampling = Field(default_factory=DataSampling)
     """Curricula."""
 
-    data_routing: Unsupported[AnyKeys | None] = None
-    """Random layerwise token dropping; remove it."""
+    data_routing: DataRouting = Field(default_factory=DataRouting)
+    """Random layerwise token dropping."""
+
+    @property
+    def random_ltd(self) -> RandomLTD | None:
+        """The dropping of tokens, if it is used."""
+        routing = self.data_routing
+        is_on = self.enabled and routing.enabled and routing.random_ltd.enabled
+        return routing.random_ltd if is_on else None
 
     @property
     def num_epochs(self) -> int | None:
@@ -167,3 +285,30 @@ def length_violations(
         if shortest < 1:
             text = f"begins with sequences of {shortest} tokens: it is rounded down to"
             yield (*path, "min_difficulty"), f"{text} a multiple of difficulty_step."
+
+
+def dropping_violations(
+    efficiency: DataEfficiency | None, model: Model | None, sequence_length: int
+) -> Iterator[Violation]:
+    """Layers that the model does not have, and more tokens than a sequence has."""
+    dropping = efficiency.random_ltd if efficiency is not None else None
+    if dropping is None:
+        return
+    path = ("data_efficiency", "data_routing", "random_ltd")
+    highest = dropping.random_ltd_schedule.max_value
+    if highest is not None and highest > sequence_length:
+        text = f"{highest} kept tokens are more than data.sequence_length, which is"
+        yield (*path, "random_ltd_schedule", "max_value"), f"{text} {sequence_length}."
+    if model is None:
+        return
+    num_layers, total = model.num_layers, dropping.total_layer_num
+    if total not in (None, num_layers):
+        text = f"is {total}, and model.num_layers is {num_layers}."
+        yield (*path, "total_layer_num"), text
+    outside = [n for n in dropping.random_ltd_layer_id or () if n >= num_layers]
+    if outside:
+        text = f"has {outside[0]}, but the layers are 0 to {num_layers - 1}."
+        yield (*path, "random_ltd_layer_id"), text
+    if model.scan_layers:
+        text = "names single layers, and model.scan_layers makes all of them one"
+        yield (*path, "random_ltd_layer_id"), f"{text}. Set scan_layers to false."

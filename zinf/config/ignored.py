@@ -174,6 +174,10 @@ num_workers pin_memory: Samples are read in the calling thread.
 [data_efficiency.data_sampling.curriculum_learning] automatic here
 data_cluster_path: Samples are drawn from the index itself; no clusters are written.
 
+[data_efficiency.data_routing.random_ltd] automatic here
+model_mask_name: Kept tokens stay in order, so causal attention needs no mask.
+hidden_state_order: zinf's model has rows before tokens.
+
 [optimizer] without meaning under XLA
 legacy_fusion: zinf has none of DeepSpeed's wrappers of optimizers.
 

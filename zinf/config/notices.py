@@ -1,6 +1,6 @@
 """Notices about a valid config: what it asks for that has no effect."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from zinf.config.arguments import Key
@@ -158,13 +158,17 @@ def _switched_off(config: Config) -> Iterator[Notice]:
     efficiency = config.data_efficiency
     if efficiency is None:
         return
-    sampling = efficiency.data_sampling
+    sampling, routing = efficiency.data_sampling, efficiency.data_routing
     chain = {
         ("data_efficiency",): efficiency.enabled,
         ("data_efficiency", "data_sampling"): sampling.enabled,
         (
             *("data_efficiency", "data_sampling", "curriculum_learning"),
         ): sampling.curriculum_learning.enabled,
+        ("data_efficiency", "data_routing"): routing.enabled,
+        (
+            *("data_efficiency", "data_routing", "random_ltd"),
+        ): routing.random_ltd.enabled,
     }
     for path, is_on in chain.items():
         above = [p for p, on in chain.items() if p == path[: len(p)] != path and not on]
@@ -174,15 +178,23 @@ def _switched_off(config: Config) -> Iterator[Notice]:
 
 
 def _fewer_lengths(config: Config) -> Iterator[Notice]:
-    lengths = config.lengths
-    if lengths is None:
-        return
-    levels = lengths.pacing.levels()
-    if len(levels) > len(lengths.buckets):
-        text = f"{len(levels)} lengths are rounded down to {len(lengths.buckets)}"
-        shown = ", ".join(map(str, lengths.buckets))
-        text = f"{text} ({shown}), as each has its own plan. More: data.max_buckets"
-        yield Notice(lengths.path, f"{text}.")
+    lengths, kept = config.lengths, config.kept_tokens
+    if lengths is not None:
+        levels = lengths.pacing.levels()
+        yield from _rounded(lengths.path, "lengths", levels, lengths.buckets)
+    if kept is not None:
+        path = ("data_efficiency", "data_routing", "random_ltd")
+        levels = kept.pacing.levels(first_count=0)
+        yield from _rounded(path, "numbers of kept tokens", levels, kept.buckets)
+
+
+def _rounded(
+    path: tuple[str, ...], what: str, levels: Sequence[int], buckets: Sequence[int]
+) -> Iterator[Notice]:
+    if len(levels) > len(buckets):
+        text = f"{len(levels)} {what} are rounded down to {len(buckets)}"
+        text = f"{text} ({', '.join(map(str, buckets))}), as each has its own plan"
+        yield Notice(path, f"{text}. More: data.max_buckets.")
 
 
 RULES: tuple[Callable[[Config], Iterator[Notice]], ...] = (

@@ -111,13 +111,18 @@ class Pacing(Section):
         )
         return min(grown - grown % config.difficulty_step, self.max_difficulty)
 
-    def levels(self) -> tuple[int, ...]:
-        """All difficulties that may occur, ascending."""
+    def levels(self, first_count: int | None = None) -> tuple[int, ...]:
+        """All difficulties that may occur, ascending.
+
+        Args:
+            first_count: the count of the first step, if it is not `self.first_count`.
+        """
         config = self._config
         if self.schedule_type in ("fixed_discrete", "custom"):
             return tuple(sorted({*(config.difficulty or ())}))
         assert config.difficulty_step is not None and self.max_difficulty is not None
-        first, step = self(self.first_count), config.difficulty_step
+        count = self.first_count if first_count is None else first_count
+        first, step = self(count), config.difficulty_step
         between = range(first - first % step + step, self.max_difficulty, step)
         return tuple(sorted({first, *between, self.max_difficulty}))
 

@@ -4,6 +4,7 @@ from zinf.config.pacing import Pacing as Pacing
 from zinf.data.files import Found as Found
 from zinf.data.files import Kind as Kind
 from zinf.data.files import find_files as find_files
+from zinf.data.paced import Dropping as Dropping
 from zinf.data.paced import Pace as Pace
 from zinf.data.paced import Paced as Paced
 from zinf.data.paced import PacedIterator as PacedIterator

@@ -1,10 +1,12 @@
-"""Sequences that get longer while training (arXiv 2108.06084), as a grain dataset.
+"""Steps that get longer, as a grain dataset: longer sequences, and more kept tokens.
 
-Lengths come from a few buckets, because each length has its own plan. The lengths that
-come are known ahead, so that their plans can be made while training goes on.
+Sequence-length warm-up (arXiv 2108.06084) shortens the sequences of the first steps;
+random-LTD (arXiv 2211.11586) has some layers run on some tokens, which a batch names.
+Both numbers come from a few buckets, because each shape has its own plan. The shapes
+that come are known ahead, so that plans can be made while training goes on.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -14,8 +16,9 @@ import jax
 import numpy as np
 
 from zinf.config.pacing import Pacing, buckets, round_down
+from zinf.data.share import Share
 
-TOKENS = "tokens"
+TOKENS, KEPT = "tokens", "kept"
 Batch = Mapping[str, Any]
 
 
@@ -48,10 +51,17 @@ class Pace:
             )
 
     @classmethod
-    def of(cls, pacing: Pacing, max_buckets: int) -> "Pace":
-        """The pace of a section of a config."""
-        kept = buckets(pacing.levels(), max_buckets)
-        return cls(pacing, kept, pacing.first_count, pacing.counts_tokens)
+    def of(
+        cls, pacing: Pacing, max_buckets: int, *, first: int | None = None
+    ) -> "Pace":
+        """The pace of a section of a config.
+
+        Args:
+            first: the count of the first step, if it is not the one of a curriculum.
+        """
+        kept = buckets(pacing.levels(first), max_buckets)
+        first = pacing.first_count if first is None else first
+        return cls(pacing, kept, first, pacing.counts_tokens)
 
     def at(self, step: int, tokens: int) -> int:
         """The number for a step.
@@ -64,38 +74,88 @@ class Pace:
         return round_down(self.grow(count), self.buckets)
 
 
+@dataclass(frozen=True)
+class Dropping:
+    """Which tokens some layers keep.
+
+    Attributes:
+        kept: number of kept tokens; its first step has the count 0 in DeepSpeed. A step
+            whose sequences are not longer drops none.
+        num_layers: number of layers that drop tokens, each other ones.
+        seed: of the choice.
+    """
+
+    kept: Pace
+    num_layers: int
+    seed: int = 1234
+
+    def draw(self, step: int, rows: Iterable[int], length: int, kept: int) -> Any:
+        """Ascending positions, int32 (rows, num_layers, kept), each choice as likely.
+
+        Args:
+            step: the number of steps before.
+            rows: numbers of the rows among those of all processes.
+        """
+        drawn = [self._row(step, row, length)[:, :kept] for row in rows]
+        return np.sort(np.stack(drawn), axis=2).astype(np.int32)
+
+    def _row(self, step: int, row: int, length: int) -> Any:
+        # From its own seed, so that a row's choice does not depend on which other rows
+        # a process has.
+        generator = np.random.default_rng((self.seed, step, row))
+        return generator.random((self.num_layers, length), np.float32).argsort(axis=1)
+
+
 class Paced(grain.IterDataset):
-    """Batches of a dataset, with sequences that are shortened in the first steps.
+    """Batches of a dataset whose first steps have fewer tokens.
 
     A batch of `data` is {"tokens": (rows, T + 1)}, and may have other arrays, whose dim
     1 is T + 1 or T. A step of length t trains on the first t + 1 (or t) of these.
     With `reshapes` it trains on all T // t pieces of a row instead, each a row of its
     own; then a step has the same number of tokens at every length, up to the remainder.
 
+    With `dropping`, a batch has "kept" too, int32 (rows, layers, kept), the positions
+    of the tokens on which each of these layers runs; see `zinf.random_ltd`. It is
+    absent where no token is dropped, as in evaluation.
+
     Args:
-        length: the number of tokens that a row predicts in each step.
+        data: If it is a `Share`, the numbers of its rows and processes are known.
+        length: the number of tokens that a row predicts in each step; None: all.
         reshapes: cut rows into pieces, instead of truncating them.
-        count: number of processes; each has its own rows of every batch (see `Share`).
 
     Raises:
         ValueError: in the first step, if a batch has no "tokens" with a sequence dim,
-            or rows that are shorter than the longest of `length`.
+            or rows that are shorter than the longest of `length`, or fewer tokens than
+            are to be kept.
     """
 
     def __init__(
         self,
         data: grain.IterDataset,
         *,
-        length: Pace,
+        length: Pace | None = None,
         reshapes: bool = False,
-        count: int = 1,
+        dropping: Dropping | None = None,
     ) -> None:
         super().__init__()
         self.data, self.length = data, length
-        self.reshapes, self.count = reshapes, count
+        self.reshapes, self.dropping = reshapes, dropping
+        self.count = data.count if isinstance(data, Share) else 1
 
     def __iter__(self) -> "PacedIterator":
         return PacedIterator(self)
+
+    def paces(self) -> dict[str, Pace | None]:
+        """What grows, each with the beginning of a sentence on it."""
+        return {
+            "The longest sequences are to predict": self.length,
+            "Layers are to keep": None if self.dropping is None else self.dropping.kept,
+        }
+
+    def rows(self, num_rows: int, pieces: int) -> Iterator[int]:
+        """Numbers of this process's rows among those of all, by piece."""
+        whole = self.data.rows if isinstance(self.data, Share) else range(num_rows)
+        return (row * pieces + piece for row in whole for piece in range(pieces))
 
 
 class PacedIterator(grain.DatasetIterator):
@@ -115,11 +175,14 @@ class PacedIterator(grain.DatasetIterator):
     def __next__(self) -> Any:
         whole = next(self._batches)
         if self._like is None:
-            check_sequences(whole, self._paced.length.buckets[-1])
+            check_sequences(whole, self._paced)
             self._like = abstract(whole)
-        batch = self._cut(whole, self._length(self._step, self._tokens))
-        self._step += 1
+        length, kept = self._shape(self._step, self._tokens)
+        batch = self._cut(whole, length)
         self._tokens += self._num_tokens(batch)
+        if kept < length:
+            batch = {**batch, KEPT: self._draw(whole, length, kept)}
+        self._step += 1
         return batch
 
     def get_state(self) -> dict[str, Any]:
@@ -142,37 +205,59 @@ class PacedIterator(grain.DatasetIterator):
 
         In the order in which they come. One batch must have been taken.
         """
-        found: dict[int, Any] = {}
-        for length in islice(self._lengths(), num_steps):
-            if length not in found:
-                found[length] = self._cut(self.whole(), length)
-            if length == self._paced.length.buckets[-1]:
-                break
-        return list(found.values())
+        shapes = dict.fromkeys(islice(self._shapes(), num_steps))
+        return [self._abstract(length, kept) for length, kept in shapes]
 
-    def _lengths(self) -> Iterator[int]:
+    def _shapes(self) -> Iterator[tuple[int, int]]:
+        """Length and kept tokens of each step from now on, until they stay."""
         step, tokens, sizes = self._step, self._tokens, dict[int, int]()
+        paces = [pace for pace in self._paced.paces().values() if pace is not None]
+        last = [pace.buckets[-1] for pace in paces]
         while True:
-            length = self._length(step, tokens)
+            length, kept = self._shape(step, tokens)
+            yield length, min(length, kept)
+            if [pace.at(step, tokens) for pace in paces] == last:
+                return
             if length not in sizes:
                 sizes[length] = self._num_tokens(self._cut(self.whole(), length))
-            yield length
             step, tokens = step + 1, tokens + sizes[length]
 
-    def _length(self, step: int, tokens: int) -> int:
-        return self._paced.length.at(step, tokens)
+    def _shape(self, step: int, tokens: int) -> tuple[int, int]:
+        """Length and kept tokens of a step."""
+        length, dropping = self.whole()[TOKENS].shape[1] - 1, self._paced.dropping
+        if self._paced.length is not None:
+            length = self._paced.length.at(step, tokens)
+        kept = length if dropping is None else dropping.kept.at(step, tokens)
+        return length, min(kept, length)
 
     def _num_tokens(self, batch: Batch) -> int:
         """Number of tokens that all processes predict in a batch."""
         rows, length = batch[TOKENS].shape
         return self._paced.count * rows * (length - 1)
 
+    def _draw(self, whole: Batch, length: int, kept: int) -> Any:
+        dropping, num_rows = self._paced.dropping, len(whole[TOKENS])
+        assert dropping is not None
+        rows = self._paced.rows(num_rows, self._pieces(length))
+        return dropping.draw(self._step, rows, length, kept)
+
+    def _abstract(self, length: int, kept: int) -> Batch:
+        batch, dropping = self._cut(self.whole(), length), self._paced.dropping
+        if dropping is None or kept == length:
+            return batch
+        shape = (batch[TOKENS].shape[0], dropping.num_layers, kept)
+        return {**batch, KEPT: jax.ShapeDtypeStruct(shape, np.int32)}
+
+    def _pieces(self, length: int) -> int:
+        longest = self.whole()[TOKENS].shape[1] - 1
+        return longest // length if self._paced.reshapes else 1
+
     def _cut(self, batch: Batch, length: int) -> Batch:
         """A batch, or its shapes, with rows of `length` tokens."""
         longest = batch[TOKENS].shape[1] - 1
         if length == longest:
             return batch
-        pieces = longest // length if self._paced.reshapes else 1
+        pieces = self._pieces(length)
 
         def cut(leaf: Any) -> Any:
             if leaf.ndim < 2 or leaf.shape[1] not in (longest, longest + 1):
@@ -211,7 +296,7 @@ def abstract(batch: Batch) -> Batch:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
 
 
-def check_sequences(batch: Any, longest: int) -> None:
+def check_sequences(batch: Any, paced: Paced) -> None:
     """Raise if batches cannot be shortened.
 
     Raises:
@@ -224,21 +309,29 @@ def check_sequences(batch: Any, longest: int) -> None:
         raise ValueError(
             f"Sequences cannot be shortened: batch leaf {TOKENS!r} must have the shape "
             f"(rows, tokens), and the batch has {found}. Name the tokens {TOKENS!r}, "
-            "or turn curriculum_learning off."
+            "or turn curriculum_learning and data_efficiency off."
         )
-    if shape[1] - 1 < longest:
-        raise ValueError(
-            f"The longest sequences are to predict {longest} tokens, but the batch has "
-            f"the shape {list(shape)}, which predicts {shape[1] - 1}. Lower "
-            "max_difficulty, or raise data.sequence_length."
-        )
+    for what, pace in paced.paces().items():
+        if pace is not None and pace.buckets[-1] > shape[1] - 1:
+            raise ValueError(
+                f"{what} {pace.buckets[-1]} tokens, but the batch has the shape "
+                f"{list(shape)}, which predicts {shape[1] - 1}. Lower the maximum, or "
+                "raise data.sequence_length."
+            )
 
 
 def describe(batch: Any) -> dict[str, int]:
-    """For the metrics: the tokens that a row of a batch predicts, and all its rows do.
+    """For the metrics: the tokens of a row that a batch predicts, and of all its rows.
+
+    Also those of a row that layers keep which drop tokens.
 
     Args:
         batch: {"tokens": (rows, length + 1)}, as `text_dataset` makes them.
     """
     rows, length = np.shape(batch[TOKENS])
-    return {"sequence_length": length - 1, "tokens": rows * (length - 1)}
+    kept = np.shape(batch[KEPT])[2] if KEPT in batch else length - 1
+    return {
+        "sequence_length": length - 1,
+        "kept_tokens": kept,
+        "tokens": rows * (length - 1),
+    }

@@ -48,6 +48,7 @@ class Share(grain.IterDataset):
                 f"{num_microbatches * count}."
             )
         self.samples, self.batch_size = samples, batch_size
+        self.count = count
         parts = np.arange(batch_size).reshape(num_microbatches, count, -1)
         self.rows = parts[:, index].ravel().tolist()
 

@@ -9,6 +9,8 @@ Shape suffixes:
   D  embed_dim                       H  head_dim
   V  vocab_size                      R  head_dim / 2, the rotated pairs
   L  num_layers
+  S  layers that drop tokens
+  P  tokens that those keep
 """
 
 import dataclasses
@@ -23,6 +25,7 @@ from flax import nnx
 
 from zinf.models.cross_entropy import cross_entropy
 from zinf.models.gpt_config import GPTConfig
+from zinf.models.random_ltd import random_ltd
 from zinf.moe import MoE
 
 Params = dict[str, Any]  # Nested dicts of arrays, from `nnx.to_pure_dict`.
@@ -217,7 +220,11 @@ class GPT(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(
-        self, tokens_BT: jax.Array, *, dropout_key: jax.Array | None = None
+        self,
+        tokens_BT: jax.Array,
+        *,
+        dropout_key: jax.Array | None = None,
+        kept_BSP: jax.Array | None = None,
     ) -> jax.Array:
         """Float32 logits (B, T, V) of the token after each of `tokens_BT`.
 
@@ -226,11 +233,18 @@ class GPT(nnx.Module):
         Args:
             tokens_BT: Integers below `vocab_size`; T is at most `max_length`.
             dropout_key: Turns dropout on; layer i uses `fold_in(dropout_key, i)`.
+            kept_BSP: The positions of the tokens on which each of `random_ltd_layers`
+                runs, ascending; see `random_ltd`. None: all tokens.
         """
-        return self.with_aux_loss(tokens_BT, dropout_key=dropout_key)[0]
+        named = {"dropout_key": dropout_key, "kept_BSP": kept_BSP}
+        return self.with_aux_loss(tokens_BT, **named)[0]
 
     def with_aux_loss(
-        self, tokens_BT: jax.Array, *, dropout_key: jax.Array | None = None
+        self,
+        tokens_BT: jax.Array,
+        *,
+        dropout_key: jax.Array | None = None,
+        kept_BSP: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array | None]:
         """The logits, and the mean load-balancing loss of the layers with experts.
 
@@ -249,7 +263,7 @@ class GPT(nnx.Module):
         # Computed once, outside the layers: the tables depend on no parameter.
         is_rope = config.position == "rope"
         rope = rope_tables(length, config.head_dim) if is_rope else None
-        x_BTD, aux_loss = self._run_blocks(x_BTD, rope, dropout_key)
+        x_BTD, aux_loss = self._run_blocks(x_BTD, rope, dropout_key, kept_BSP)
         x_BTD = self.norm(x_BTD)
         output = self.output_embedding
         output_VD = (self.token_embedding if output is None else output)[...]
@@ -262,19 +276,28 @@ class GPT(nnx.Module):
         return logits_RV.reshape(*tokens_BT.shape, -1), aux_loss
 
     def _run_blocks(
-        self, x_BTD: jax.Array, rope: Rope | None, dropout_key: jax.Array | None
+        self,
+        x_BTD: jax.Array,
+        rope: Rope | None,
+        dropout_key: jax.Array | None,
+        kept_BSP: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array | None]:
         if isinstance(self.blocks, nnx.List):
             run_one = nnx.remat(_run_block) if self.config.remat else _run_block
             aux_losses = []
             for layer, block in enumerate(self.blocks):
                 key = _layer_key(dropout_key, layer)
-                x_BTD, aux_loss = run_one(block, x_BTD, rope, key)
+                one = functools.partial(run_one, block)
+                kept_BP = self._kept(layer, kept_BSP)
+                # Rope tables are (1, T, 1, R): kept tokens keep their positions.
+                on_kept = random_ltd(one, kept_BP, dims={1: 1})
+                x_BTD, aux_loss = on_kept(x_BTD, rope, key)
                 if aux_loss is not None:
                     aux_losses.append(aux_loss)
             if not aux_losses:
                 return x_BTD, None
             return x_BTD, sum(aux_losses[1:], aux_losses[0]) / len(aux_losses)
+        assert kept_BSP is None, "GPTConfig refuses it"
 
         def run(x_BTD: jax.Array, block: Block, layer: jax.Array | None) -> jax.Array:
             return block(x_BTD, rope, _layer_key(dropout_key, layer))[0]
@@ -283,6 +306,13 @@ class GPT(nnx.Module):
         layers_L = None if dropout_key is None else jnp.arange(self.config.num_layers)
         scan = nnx.scan(run, in_axes=(nnx.Carry, 0, 0), out_axes=nnx.Carry)
         return scan(x_BTD, self.blocks, layers_L), None
+
+    def _kept(self, layer: int, kept_BSP: jax.Array | None) -> jax.Array | None:
+        if kept_BSP is None or layer not in self.config.random_ltd_layers:
+            return None
+        number = self.config.random_ltd_layers.index(layer)
+        # The number is an operand here, so that all layers can share one executable.
+        return jax.lax.dynamic_index_in_dim(kept_BSP, number, 1, keepdims=False)
 
 
 def _run_block(
@@ -321,11 +351,14 @@ def next_token_loss(
 
     Args:
         batch: {"tokens": integers (B, T + 1)}; the first token is not predicted, and
-            the last is not an input.
+            the last is not an input. With "kept", integers (B, S, P), those of
+            `random_ltd_layers` run on these positions alone.
         dropout_key: Turns dropout on.
     """
     tokens = batch["tokens"]
-    logits_BTV, aux_loss = model.with_aux_loss(tokens[:, :-1], dropout_key=dropout_key)
+    logits_BTV, aux_loss = model.with_aux_loss(
+        tokens[:, :-1], dropout_key=dropout_key, kept_BSP=batch.get("kept")
+    )
     loss = jnp.mean(cross_entropy(logits_BTV, tokens[:, 1:]))
     if aux_loss is None:
         return loss
@@ -370,7 +403,8 @@ def num_parameters(config: GPTConfig) -> int:
     """Number of entries of all parameters; tied embeddings count once."""
     # Stacked blocks have the same entries, and only one block is traced.
     is_dense = not any(config.experts_of_blocks)
-    traced = dataclasses.replace(config, scan_layers=True) if is_dense else config
+    stacked = dataclasses.replace(config, scan_layers=True, random_ltd_layers=())
+    traced = stacked if is_dense else config
     model = nnx.eval_shape(lambda: GPT(traced, rngs=nnx.Rngs(0)))
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model)))
 

@@ -65,6 +65,8 @@ class GPTConfig:
             and Switch Transformers.
         expert_splits: Experts of a layer are computed in so many pieces, each of which
             zinf fetches by itself.
+        random_ltd_layers: Numbers of the blocks that run on some tokens only, if a
+            batch says on which (random-LTD, https://arxiv.org/abs/2211.11586).
 
     Raises:
         ValueError: A field is out of range, or fields contradict each other.
@@ -91,6 +93,7 @@ class GPTConfig:
     residual_experts: bool = False
     aux_loss_coefficient: float = 0.01
     expert_splits: int = 1
+    random_ltd_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
@@ -108,6 +111,7 @@ class GPTConfig:
             raise ValueError(f"dropout is {self.dropout}; it must be in [0, 1).")
         self._check_heads()
         self._check_experts()
+        self._check_dropping()
 
     def _check_heads(self) -> None:
         if self.embed_dim % self.num_heads:
@@ -166,6 +170,24 @@ class GPTConfig:
         if isinstance(self.num_experts, int):
             return (self.num_experts,) * self.num_layers
         return tuple(self.num_experts)
+
+    def _check_dropping(self) -> None:
+        layers = self.random_ltd_layers
+        for layer in layers:
+            if not 0 <= layer < self.num_layers:
+                raise ValueError(
+                    f"random_ltd_layers has {layer}, but the layers are 0 to "
+                    f"{self.num_layers - 1}."
+                )
+        if list(layers) != sorted({*layers}):
+            raise ValueError(
+                f"random_ltd_layers is {list(layers)}; it must be ascending, each once."
+            )
+        if layers and self.scan_layers:
+            raise ValueError(
+                "random_ltd_layers names single layers, and scan_layers makes all of "
+                "them one. Turn scan_layers off."
+            )
 
     @property
     def head_dim(self) -> int:

@@ -168,10 +168,13 @@ def by_microbatch(batch: Any, spec: Any, num_microbatches: int) -> Any:
 def count_tokens(spec: Any, num_microbatches: int) -> int:
     """Entries of the largest integer leaf of a batch.
 
-    A batch without integer leaves counts its examples.
+    Leaves of more than two dims count only if there are no others, as they may be
+    positions of tokens. A batch without integer leaves counts its examples.
     """
     leaves = [s for s in jax.tree.leaves(spec) if s.shape]
-    integers = [s.size for s in leaves if jnp.issubdtype(s.dtype, jnp.integer)]
+    integers = [s for s in leaves if jnp.issubdtype(s.dtype, jnp.integer)]
+    flat = [s.size for s in integers if len(s.shape) <= 2]
+    integers = flat or [s.size for s in integers]
     examples = [s.shape[0] for s in leaves]
     return num_microbatches * max(integers or examples or [1])
 

@@ -147,7 +147,6 @@ def test_sections_that_are_off_are_accepted():
         ("autotuning", {"enabled": True}),
         ("elasticity", {"enabled": True}),
         ("progressive_layer_drop", {"enabled": True, "theta": 0.5}),
-        ("data_efficiency", {"data_routing": {"enabled": True}}),
         ("hybrid_engine", {"enabled": True}),
         ("nebula", {"enabled": True}),
         ("eigenvalue", {"enabled": True}),

@@ -392,10 +392,29 @@ FILES = (
         {
             "data_efficiency": {
                 "enabled": True,
-                "data_routing": {"enabled": True, "random_ltd": {"enabled": True}},
+                "data_routing": {
+                    "enabled": True,
+                    "random_ltd": {
+                        "enabled": True,
+                        "total_layer_num": 12,
+                        "random_ltd_layer_num": 10,
+                        "random_ltd_layer_id": [1, 2, 3, 4, 5, 6, 7, 8, 9, 10],
+                        "model_mask_name": "attention_mask",
+                        "model_type": "decoder",
+                        "hidden_state_order": "batch_seq_dim",
+                        "random_ltd_schedule": {
+                            "min_value": 128,
+                            "max_value": 256,
+                            "schedule_type": "fixed_linear",
+                            "schedule_config": {
+                                "require_steps": 200,
+                                "seq_per_step": 16,
+                            },
+                        },
+                    },
+                },
             }
         },
-        refused=("data_efficiency.data_routing",),
     ),
     File(
         "DeepSpeed/docs/_tutorials/curriculum-learning.md",

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from zinf.config import Config, ConfigError, notices
+from zinf.config.efficiency import KeptSchedule
 from zinf.config.pacing import Pacing, buckets, round_down
 
 # What scripts/reports/record_deepspeed_data.py recorded.
@@ -37,6 +38,84 @@ def test_the_difficulty_of_each_step_is_deepspeeds(case):
     expected = [value for value, count in case["values"] for _ in range(count)]
     assert [pacing(step) for step in range(1, len(expected) + 1)] == expected
     assert {*expected} <= {*pacing.levels()} and pacing.is_complete
+
+
+@pytest.mark.parametrize("case", RECORD["kept"], ids=lambda case: case["name"])
+def test_the_kept_tokens_of_each_step_are_deepspeeds(case):
+    schedule = KeptSchedule.model_validate(case["config"])
+    expected = [value for value, count in case["values"] for _ in range(count)]
+    assert [schedule.pacing(step) for step in range(len(expected))] == expected
+    # What DeepSpeed counts: 4 rows, 10 of 12 layers drop tokens.
+    highest = case["config"]["max_value"]
+    assert case["layer_tokens"] == sum(4 * (10 * n + 2 * highest) for n in expected)
+
+
+def dropping(**changed: Any) -> dict[str, Any]:
+    schedule = {
+        "min_value": 32,
+        "max_value": 256,
+        "schedule_type": "fixed_linear",
+        "schedule_config": {"require_steps": 100, "seq_per_step": 16},
+    }
+    random_ltd = {
+        "enabled": True,
+        "total_layer_num": 6,
+        "random_ltd_layer_num": 4,
+        "random_ltd_layer_id": [1, 2, 3, 4],
+        "model_mask_name": "attention_mask",
+        "model_type": "decoder",
+        "hidden_state_order": "seq_batch_dim",
+        "random_ltd_schedule": schedule | changed.pop("schedule", {}),
+        **changed,
+    }
+    routing = {"enabled": True, "random_ltd": random_ltd}
+    return {
+        "data_efficiency": {"enabled": True, "data_routing": routing},
+        "model": {"num_layers": 6, "num_heads": 2, "embed_dim": 8, "max_length": 256},
+    }
+
+
+def test_random_ltd_is_read_as_deepspeed_spells_it():
+    assert Config.load({}).kept_tokens is None
+    config = Config.load(dropping(), ["data.max_buckets=4"])
+    kept = config.kept_tokens
+    assert kept is not None and kept.layers == (1, 2, 3, 4) and kept.seed == 1234
+    # 15 numbers from 32 to 256, of which the first and the last stay.
+    assert kept.buckets[0] == 32 and kept.buckets[-1] == 256 and len(kept.buckets) == 4
+    assert "15 numbers of kept tokens are rounded down to 4" in notices(config)[0]
+    off = Config.load(dropping(), ["data_efficiency.data_routing.enabled=false"])
+    assert (
+        off.kept_tokens is None and "data_routing.enabled is false" in notices(off)[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"random_ltd_layer_id": [1, 2, 3, 6]}, r"has 6, but the layers are 0 to 5"),
+        ({"random_ltd_layer_id": [2, 1]}, "must be ascending"),
+        ({"random_ltd_layer_id": None}, "list the layers that drop tokens"),
+        ({"random_ltd_layer_num": 3}, "has 4 layers, and random_ltd_layer_num is 3"),
+        ({"total_layer_num": 12}, "total_layer_num: is 12, and model.num_layers is 6"),
+        ({"model_type": "encoder"}, "model_type"),
+        ({"schedule": {"max_value": 512}}, "512 kept tokens are more than data.seq"),
+        ({"schedule": {"min_value": 300}}, "300 is above max_value, which is 256"),
+        ({"schedule": {"min_value": 8}}, "8 is rounded down to 0 kept tokens"),
+        ({"schedule": {"schedule_config": {}}}, "require_steps: is missing"),
+        (
+            {"layer_token_lr_schedule": {"enabled": True}},
+            "layer_token_lr_schedule: not supported yet",
+        ),
+    ],
+)
+def test_a_wrong_dropping_is_refused_by_name(changed, message):
+    with pytest.raises(ConfigError, match=message):
+        Config.load(dropping(**changed))
+
+
+def test_layers_in_a_scan_cannot_drop_tokens():
+    with pytest.raises(ConfigError, match="Set scan_layers to false"):
+        Config.load(dropping(), ["model.scan_layers=true"])
 
 
 def test_tokens_are_counted_in_place_of_steps_where_a_schedule_says_so():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from zinf.config.pacing import Pacing
-from zinf.data import Pace, Paced, Share, describe
+from zinf.data import Dropping, Pace, Paced, Share, describe
 
 WINDOW, ROWS = 17, 8  # a row predicts 16 tokens
 
@@ -33,7 +33,7 @@ def samples(num: int = 200) -> grain.MapDataset:
 
 def paced(length: Pace, process=(0, 1), *, reshapes=False, num_microbatches=1) -> Paced:
     share = Share(samples(), ROWS, process=process, num_microbatches=num_microbatches)
-    return Paced(share, length=length, reshapes=reshapes, count=process[1])
+    return Paced(share, length=length, reshapes=reshapes)
 
 
 def take(iterator, count: int) -> list[np.ndarray]:
@@ -135,7 +135,90 @@ def test_few_buckets_stand_for_many_lengths():
 
 def test_describe_counts_the_tokens_that_are_predicted():
     batch = {"tokens": np.zeros((3, 9), np.int32)}
-    assert describe(batch) == {"sequence_length": 8, "tokens": 24}
+    assert describe(batch) == {
+        "sequence_length": 8,
+        "kept_tokens": 8,
+        "tokens": 24,
+    }
+
+
+def dropping(num_layers: int = 3) -> Dropping:
+    config = {
+        "min_difficulty": 4,
+        "max_difficulty": 16,
+        "schedule_type": "fixed_linear",
+        "schedule_config": {"total_curriculum_step": 9, "difficulty_step": 4},
+    }
+    kept = Pace.of(Pacing.model_validate(config), 8, first=0)
+    return Dropping(kept, num_layers, seed=7)
+
+
+def dropped(process=(0, 1), length: Pace | None = None, **named) -> Paced:
+    parts = named.pop("num_microbatches", 1)
+    share = Share(samples(), ROWS, process=process, num_microbatches=parts)
+    return Paced(share, length=length, dropping=dropping(), **named)
+
+
+def test_kept_positions_are_ascending_and_as_many_as_the_schedule_says():
+    for step, batch in zip(range(12), dropped(), strict=False):
+        count = dropping().kept.at(step, 0)
+        assert count == min(4 + 12 * step // 9 // 4 * 4, 16)
+        assert describe(batch)["kept_tokens"] == count
+        if count == 16:
+            assert "kept" not in batch
+            continue
+        kept = batch["kept"]
+        assert kept.shape == (ROWS, 3, count) and kept.dtype == np.int32
+        assert (np.diff(kept, axis=2) > 0).all() and kept.max() < 16
+        # Each row and each layer has its own.
+        assert len(np.unique(kept.reshape(-1, count), axis=0)) > ROWS * 3 // 2
+
+
+def test_sequences_that_are_no_longer_than_what_is_kept_drop_nothing():
+    """Both schedules together: lengths 4, 8, 12, 16 and as many kept tokens."""
+    seen = [
+        (describe(batch)["sequence_length"], describe(batch)["kept_tokens"])
+        for batch, _ in zip(dropped(length=pace()), range(14), strict=False)
+    ]
+    assert seen[0] == (4, 4) and seen[-1] == (16, 16)
+    assert all(kept <= length for length, kept in seen)
+    iterator = iter(dropped(length=pace()))
+    next(iterator)
+    coming = [
+        (describe(batch)["sequence_length"], describe(batch)["kept_tokens"])
+        for batch in ({k: np.empty(v.shape) for k, v in b.items()}
+        for b in iterator.coming(50))
+    ]  # fmt: skip
+    assert coming == list(dict.fromkeys(seen[1:]))
+
+
+@pytest.mark.parametrize("reshapes", [False, True])
+def test_kept_tokens_are_the_same_on_any_number_of_processes_and_after_a_resume(
+    reshapes,
+):
+    named = {"length": pace(), "reshapes": reshapes, "num_microbatches": 2}
+    one = [next(it) for it in [iter(dropped(**named))] for _ in range(6)]
+    readers = [iter(dropped((index, 2), **named)) for index in range(2)]
+    for expected in one[:3]:
+        for batch in [next(reader) for reader in readers]:
+            assert ("kept" in batch) == ("kept" in expected)
+    again = iter(dropped(**named))
+    again.set_state(json.loads(json.dumps(readers[1].get_state())))
+    for expected in one[3:]:
+        batch = next(again)
+        assert batch.keys() == expected.keys()
+        assert all((batch[key] == expected[key]).all() for key in batch)
+        shares = [next(reader) for reader in readers]
+        for key in batch:
+            cut = [np.split(share[key], 2) for share in shares]
+            whole = np.concatenate([c[m] for m in range(2) for c in cut])
+            assert (whole == expected[key]).all()
+
+
+def test_more_kept_tokens_than_a_sequence_has_are_refused():
+    other = Other({"tokens": np.zeros((8, 9), np.int32)})
+    with pytest.raises(ValueError, match="to keep 16 tokens.* which predicts 8"):
+        next(iter(Paced(other, dropping=dropping())))
 
 
 class Other(grain.IterDataset):
