@@ -65,6 +65,7 @@ LATE: dict[str, tuple[str, ...]] = {
         "zinf.interchange",
         "zinf.prepare",
     ),
+    "zinf.cli.data": ("zinf.data",),
     "zinf.cli.report": ("zinf.memory",),
     "zinf.data.extract": ("pyarrow",),
     "zinf.cli.errors": ("zinf.memory", "zinf.optim", "zinf.plan"),

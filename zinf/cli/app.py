@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from zinf.cli.checkpoint import checkpoint_app
+from zinf.cli.data import data_app
 from zinf.cli.errors import DIFFERS, USER_ERROR, clean_errors
 from zinf.distributed import Flags, Limits, find_seat, options
 
@@ -30,6 +31,7 @@ app.add_typer(config_app, name="config")
 bench_app = typer.Typer(no_args_is_help=True, help="Measure this machine.")
 app.add_typer(bench_app, name="bench")
 app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(data_app, name="data")
 
 ConfigFile = Annotated[Path, typer.Argument(help="A YAML or JSON file.")]
 Overrides = Annotated[

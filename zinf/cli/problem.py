@@ -1,6 +1,6 @@
 """Builds the model, data and optimizer of a config for the commands."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from zinf.config import Config, notices
-from zinf.data import Dropping, Pace, Paced, text_dataset
+from zinf.data import (
+    DifficultyIndex,
+    Dropping,
+    Metric,
+    Pace,
+    Paced,
+    text_dataset,
+)
 from zinf.data.text import Split, read_tokens, tokens_hash
 from zinf.distributed import AbstractGroup, Alone
 from zinf.models import GPTConfig, init_and_loss, num_parameters
@@ -61,21 +68,46 @@ def dataset(
         group.agree({"data of the files": tokens_hash(read_tokens(names, **files))})
     efficiency = config.data_efficiency
     num_epochs = None if efficiency is None else efficiency.num_epochs
+    metrics = _metrics(config) if split == "train" else None
     samples = text_dataset(
         names,
         **files,
         sequence_length=config.sequence_length,
         batch_size=batch_size(config),
-        seed=data.seed,
+        seed=data.seed if efficiency is None or metrics is None else efficiency.seed,
         num_epochs=num_epochs if split == "train" else None,
         split=split,
         validation_fraction=data.validation_fraction,
         vocab_size=_model(config).vocab_size,
         process=(group.index, group.count),
         num_microbatches=config.num_microbatches,
+        metrics=metrics,
         say=say,
     )
     return paced(config, samples) if split == "train" else samples
+
+
+def _metrics(config: Config) -> Callable[[int], Sequence[Metric]] | None:
+    """From the number of samples to the difficulties of a config; None without any."""
+    efficiency = config.data_efficiency
+    if efficiency is None or not efficiency.metrics:
+        return None
+
+    def read(num_samples: int) -> list[Metric]:
+        found = []
+        for name, metric in efficiency.metrics.items():
+            samples, values = metric.index_to_sample_path, metric.index_to_metric_path
+            assert samples is not None and metric.max_difficulty is not None
+            index = DifficultyIndex.read(
+                samples,
+                values if metric.difficulty_type == "value" else None,
+                num_samples=num_samples,
+            )
+            kind, highest = metric.difficulty_type, metric.max_difficulty
+            found.append(Metric(name, metric, index, kind, highest))
+        return found
+
+    return read
 
 
 def paced(config: Config, samples: grain.IterDataset) -> grain.IterDataset:

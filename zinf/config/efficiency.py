@@ -49,6 +49,24 @@ class Metric(Pacing):
     """schedule_based: samples above the difficulty wait. single_cluster: none waits;
     sequences are shortened instead."""
 
+    @property
+    def draws(self) -> bool:
+        """Whether samples above the difficulty wait."""
+        return self.clustering_type != SINGLE
+
+    def sample_violations(self) -> Iterator[Violation]:
+        """What is missing for a difficulty of samples."""
+        if not self.draws:
+            return
+        missing = "is missing: name what zinf data analyze wrote, without a suffix."
+        if self.index_to_sample_path is None:
+            yield ("index_to_sample_path",), missing
+        if self.index_to_metric_path is None and self.difficulty_type == "value":
+            yield ("index_to_metric_path",), missing
+        if self.counts_tokens:
+            text = "samples are drawn by the step. Give steps in place of tokens."
+            yield ("schedule_config",), text
+
 
 class Metrics(Section):
     """A section per metric, by its name."""
@@ -89,7 +107,9 @@ class SamplingCurriculum(Section):
             at = ("curriculum_metrics", name)
             yield from ((at + key, text) for key, text in pacing_violations(metric))
             if name not in LENGTHS:
-                yield at, "not supported yet; only seqlen_truncate and seqlen_reshape."
+                yield from (
+                    (at + key, text) for key, text in metric.sample_violations()
+                )
             elif metric.clustering_type == "schedule_based":
                 text = f"a length has no clusters of samples. Set it to {SINGLE}."
                 yield (*at, "clustering_type"), text
@@ -260,6 +280,16 @@ class DataEfficiency(Section):
             return None
         found = curriculum.curriculum_metrics.items()
         return next(((n, m) for n, m in found if n in LENGTHS), None)
+
+    @property
+    def metrics(self) -> dict[str, Metric]:
+        """The difficulties by which samples are drawn."""
+        sampling = self.data_sampling
+        curriculum = sampling.curriculum_learning
+        if not (self.enabled and sampling.enabled and curriculum.enabled):
+            return {}
+        found = curriculum.curriculum_metrics.items()
+        return {n: m for n, m in found if n not in LENGTHS and m.draws}
 
 
 def length_violations(

@@ -1,6 +1,11 @@
 """Reads training data from files of text and of tokens."""
 
 from zinf.config.pacing import Pacing as Pacing
+from zinf.data.analyze import Analysis as Analysis
+from zinf.data.analyze import analyze as analyze
+from zinf.data.curriculum import CurriculumSamples as CurriculumSamples
+from zinf.data.curriculum import DifficultyIndex as DifficultyIndex
+from zinf.data.curriculum import Metric as Metric
 from zinf.data.files import Found as Found
 from zinf.data.files import Kind as Kind
 from zinf.data.files import find_files as find_files

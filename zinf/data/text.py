@@ -12,6 +12,7 @@ from typing import Literal
 import grain
 import numpy as np
 
+from zinf.data.curriculum import CurriculumSamples, Metric
 from zinf.data.extract import extracted
 from zinf.data.files import Kind, find_files
 from zinf.data.share import Share
@@ -101,11 +102,11 @@ class TokenWindows(grain.sources.RandomAccessDataSource):
         self._tokens = tokens
         self._sequence_length = sequence_length
         self._first = first
-        self._count = (len(tokens) if last is None else last) - first
+        self.num_tokens = (len(tokens) if last is None else last) - first
         self._vocab_size = vocab_size
 
     def __len__(self) -> int:
-        return max(0, self._count - 1) // self._sequence_length
+        return max(0, self.num_tokens - 1) // self._sequence_length
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """{"tokens": int32 (sequence_length + 1,)}."""
@@ -125,6 +126,32 @@ class TokenWindows(grain.sources.RandomAccessDataSource):
         return {"tokens": window}
 
 
+def split_windows(
+    tokens: Tokens,
+    *,
+    sequence_length: int,
+    split: Split,
+    validation_fraction: float,
+    vocab_size: int | None = None,
+) -> TokenWindows:
+    """The windows of one split of the tokens; see `text_dataset`."""
+    if split not in ("train", "validation"):
+        raise ValueError(f"split is {split!r}; it must be train or validation.")
+    if not 0.0 <= validation_fraction < 1.0:
+        raise ValueError(
+            f"validation_fraction is {validation_fraction}; it must be in [0, 1)."
+        )
+    cut = len(tokens) - round(len(tokens) * validation_fraction)
+    first, last = (0, cut) if split == "train" else (cut, len(tokens))
+    return TokenWindows(
+        tokens,
+        sequence_length=sequence_length,
+        first=first,
+        last=last,
+        vocab_size=vocab_size,
+    )
+
+
 def text_dataset(
     paths: Sequence[str],
     *,
@@ -141,6 +168,7 @@ def text_dataset(
     num_epochs: int | None = None,
     process: tuple[int, int] = (0, 1),
     num_microbatches: int = 1,
+    metrics: Callable[[int], Sequence[Metric]] | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> grain.IterDataset:
     """Shuffled batches {"tokens": int32 (rows, sequence_length + 1)} from files.
@@ -165,38 +193,38 @@ def text_dataset(
             batch (see `Share`).
         num_microbatches: `gradient_accumulation_steps`; determines which rows a process
             gets.
+        metrics: from the number of samples to their difficulties: each step draws
+            samples that are easy enough; see `CurriculumSamples`.
         say: Called with lines on which files are read and which are skipped.
 
     Raises:
         FileNotFoundError, ValueError: See `read_tokens`. ValueError also if the split
             has too few tokens for one batch, or a batch does not divide (see `Share`).
     """
-    if split not in ("train", "validation"):
-        raise ValueError(f"split is {split!r}; it must be train or validation.")
-    if not 0.0 <= validation_fraction < 1.0:
-        raise ValueError(
-            f"validation_fraction is {validation_fraction}; it must be in [0, 1)."
-        )
     tokens = read_tokens(
         paths, glob=glob, field=field, bin_dtype=bin_dtype, cache=cache, say=say
     )
-    cut = len(tokens) - round(len(tokens) * validation_fraction)
-    first, last = (0, cut) if split == "train" else (cut, len(tokens))
-    windows = TokenWindows(
+    windows = split_windows(
         tokens,
         sequence_length=sequence_length,
-        first=first,
-        last=last,
+        split=split,
+        validation_fraction=validation_fraction,
         vocab_size=vocab_size,
     )
     if len(windows) < batch_size:
         raise ValueError(
-            f"The {split} split has {last - first:,} tokens, which is {len(windows)} "
+            f"The {split} split has {windows.num_tokens:,} tokens, which is "
+            f"{len(windows)} "
             f"windows of data.sequence_length {sequence_length}, but train_batch_size "
             f"is {batch_size}. Give more text, or lower sequence_length or batch size"
             f"{' or raise validation_fraction' if split == 'validation' else ''}."
         )
-    samples = grain.MapDataset.source(windows).shuffle(seed).repeat(num_epochs)
+    source = grain.MapDataset.source(windows)
+    if metrics is None:
+        samples = source.shuffle(seed).repeat(num_epochs)
+    else:
+        named = {"batch_size": batch_size, "seed": seed, "num_epochs": num_epochs}
+        samples = CurriculumSamples(source, metrics(len(windows)), **named)
     return Share(
         samples, batch_size, process=process, num_microbatches=num_microbatches
     )
