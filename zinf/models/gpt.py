@@ -402,9 +402,8 @@ def init_and_loss(
 def num_parameters(config: GPTConfig) -> int:
     """Number of entries of all parameters; tied embeddings count once."""
     # Stacked blocks have the same entries, and only one block is traced.
-    is_dense = not any(config.experts_of_blocks)
-    stacked = dataclasses.replace(config, scan_layers=True, random_ltd_layers=())
-    traced = stacked if is_dense else config
+    stacks = not any(config.experts_of_blocks)
+    traced = dataclasses.replace(config, scan_layers=stacks, random_ltd_layers=())
     model = nnx.eval_shape(lambda: GPT(traced, rngs=nnx.Rngs(0)))
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(model)))
 
