@@ -168,22 +168,21 @@ class Catalog:
         return ArrayId(Role.GRADIENT_ROWS, *rest), ArrayId(Role.ROW_NUMBERS, *rest)
 
     @cached_property
-    def _row_sum_bytes(self) -> dict[tuple[Role, str], int]:
+    def _temporary_bytes(self) -> dict[tuple[Role, str], int]:
+        """The table of arrays that a step makes, but gradients: bytes by role, path."""
         found = {}
+        for name, spec in self.program.values.items():
+            for role in (Role.VALUE, Role.COTANGENT, Role.COTANGENT_PART):
+                found[role, name] = spec.nbytes
+        specs: dict[ArrayId, ArraySpec] = {}
         for k, segment in enumerate(self.program.segments):
+            found[Role.NORM, segment.name] = FLOAT32_BYTES
             for i, row_sum in enumerate(segment.row_sums):
                 rows, numbers = self.row_sum(k, i, 0)
-                found[rows.role, rows.path] = row_sum.rows.nbytes
-                found[numbers.role, numbers.path] = row_sum.numbers.nbytes
-        return found
-
-    @cached_property
-    def _residual_bytes(self) -> dict[str, int]:
-        return {
-            array.path: spec.nbytes
-            for k, kept in self.keeping.items()
-            for array, spec in zip(self.residuals(k, 0), kept.residuals, strict=True)
-        }
+                specs |= {rows: row_sum.rows, numbers: row_sum.numbers}
+        for k, keeping in self.keeping.items():
+            specs |= zip(self.residuals(k, 0), keeping.residuals, strict=True)
+        return found | {(a.role, a.path): spec.nbytes for a, spec in specs.items()}
 
     def nbytes(self, array: ArrayId, tier: Tier = Tier.HOST) -> int:
         """Bytes of a copy: of one device's part, elsewhere of the process's share."""
@@ -196,14 +195,9 @@ class Catalog:
         return found
 
     def _share_bytes(self, array: ArrayId) -> int:
-        if array.role in (Role.VALUE, Role.COTANGENT, Role.COTANGENT_PART):
-            return self.program.values[array.path].nbytes
-        if array.role == Role.RESIDUAL:
-            return self._residual_bytes[array.path]
-        if array.role in (Role.GRADIENT_ROWS, Role.ROW_NUMBERS):
-            return self._row_sum_bytes[array.role, array.path]
-        if array.role == Role.NORM:
-            return FLOAT32_BYTES
+        found = self._temporary_bytes.get((array.role, array.path))
+        if found is not None:
+            return found
         if array.role.lies_as == Role.GRADIENT:
             spec = self.param_spec(array)
             counted = {(array.path, rows) for rows in (array.rows, None)}
