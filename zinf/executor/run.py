@@ -345,7 +345,8 @@ class _StepRun:
             for array in array_update.operands:
                 self.read_there(array, Tier.DEVICE)
             operands.append(list(map(self.stores.device.donate, array_update.operands)))
-        results = joint.apply(gradients, operands, goes_by)
+        step_values = goes_by.step_values
+        results = joint.step(goes_by.factor, step_values, gradients, operands)
         targets = [(a, Tier.DEVICE) for u in joint.arrays for a in u.results]
         self.write_computed(targets, [x for some in results for x in some])
 

@@ -49,14 +49,15 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """What the updates that a step left to the next one go by.
-
-    Attributes:
-        step_values: those of the step whose gradients are at rest.
-    """
+    """What updates go by: the decision and the step values of their gradients' step."""
 
     decision: Decision
     step_values: Sequence[Any]
+
+    @property
+    def factor(self) -> np.float32:
+        """What each gradient is multiplied by."""
+        return np.float32(self.decision.factor)
 
 
 def judge(

@@ -2,11 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-import numpy as np
-
-from zinf.optim.decision import Pending
 from zinf.optim.joint import JointStep
 from zinf.plan import (
     NO_EXCHANGE,
@@ -27,19 +23,6 @@ class JointUpdate:
 
     arrays: tuple[ArrayUpdate, ...]
     step: JointStep
-
-    def apply(
-        self,
-        gradients: Sequence[Any],
-        operands: Sequence[Sequence[Any]],
-        goes_by: Pending,
-    ) -> Sequence[Sequence[Any]]:
-        """New values of the results of each update. Donates `operands`.
-
-        The values may still be in computation on return.
-        """
-        factor = np.float32(goes_by.decision.factor)
-        return self.step(factor, goes_by.step_values, gradients, operands)
 
 
 Joint = Mapping[Group, JointUpdate]

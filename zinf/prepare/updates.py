@@ -162,14 +162,14 @@ class Updates:
         goes_by: Pending,
     ) -> Sequence[Any]:
         """Compute new values of `update.results` on the tier; complete on return."""
-        factor = np.float32(goes_by.decision.factor)
         step = self.steps[tier][update]
         if tier == Tier.DEVICE and update in self.own_parts:
             gradient = in_device_form(gradient, self.own_parts[update].layout)
         arguments = [gradient, *operands]
         if tier == Tier.HOST:
             arguments = jax.device_put(arguments, self.cpu)
-        return jax.block_until_ready(step(factor, goes_by.step_values, *arguments))
+        results = step(goes_by.factor, goes_by.step_values, *arguments)
+        return jax.block_until_ready(results)
 
     def apply_in_place(
         self,
@@ -184,8 +184,7 @@ class Updates:
             results: the host memory of the results. The compute copy among them is
                 written but not read.
         """
-        factor = np.float32(goes_by.decision.factor)
-        self.in_place[update](factor, goes_by.step_values, gradient, *results)
+        self.in_place[update](goes_by.factor, goes_by.step_values, gradient, *results)
 
 
 def compile_program_updates(

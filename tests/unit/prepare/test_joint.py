@@ -140,7 +140,7 @@ def test_it_gives_what_each_update_gives(compute):
             )
         ]
         alone = jax.tree.map(np.array, alone)
-        together = each.apply(gradients, operands, goes_by)
+        together = each.step(goes_by.factor, goes_by.step_values, gradients, operands)
         for update, one, other in zip(each.arrays, alone, together, strict=True):
             assert len(other) == len(update.results)
             chex.assert_trees_all_equal(one, other, strict=True)
