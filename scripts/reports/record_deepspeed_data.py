@@ -6,8 +6,8 @@
 Needs numpy and torch, not an installed deepspeed: only the modules of its data pipeline
 are imported, and stand-ins take the place of its logger, accelerator and communication.
 Recorded are the difficulty at each step, the tokens kept by random-LTD, the samples
-eligible at each step (the union of the clusters of its sampler), the microbatches and
-learning rates of dynamic batching, and the index files of its analyzer.
+eligible at each step (the union of the clusters of its sampler), and the index files of
+its analyzer.
 """
 
 import argparse
@@ -75,12 +75,11 @@ KEPT = {
     "no growth": (64, 64, 16, 10),
 }
 SAMPLES, BATCH, STEPS = 260, 4, 24
-SEQLENS = [5, 3, 9, 4, 4, 12, 7, 3, 2, 8, 30, 6, 5, 5, 2, 11, 9, 3, 4, 6, 7, 2]
 
 
 def stand_ins(folder: Path) -> None:
     """Makes DeepSpeed's modules importable one by one, without its packages' code."""
-    for name in ("", ".runtime", ".runtime.data_pipeline", ".runtime.pipe"):
+    for name in ("", ".runtime", ".runtime.data_pipeline"):
         module = types.ModuleType(f"deepspeed{name}")
         path = folder.joinpath("deepspeed", *name.split(".")[1:])
         module.__path__ = [str(path)]
@@ -91,7 +90,6 @@ def stand_ins(folder: Path) -> None:
         "utils": {"logger": quiet},
         "comm": {"barrier": lambda group: None, "broadcast": lambda *a, **k: None},
         "accelerator": {"get_accelerator": Accelerator},
-        "runtime.pipe.engine": {"PipelineEngine": object},
     }
     for name, content in named.items():
         module = types.ModuleType(f"deepspeed.{name}")
@@ -290,46 +288,6 @@ def eligible(metrics: dict[str, dict]) -> list[list[Any]]:
     ]
 
 
-def dynamic_batches() -> list[dict[str, Any]]:
-    from deepspeed.runtime.data_pipeline.data_sampling import variable_batch_size_and_lr
-
-    found = []
-    for order, max_tokens, low, high in [
-        ("dataloader", 20, 1, None),
-        ("seqlen", 20, 1, None),
-        ("seqlen", 32, 2, 4),
-        ("dataloader", 24, 1, 2),
-    ]:
-        batches, sizes, longest = variable_batch_size_and_lr.batch_by_seqlens(
-            SEQLENS,
-            max_tokens,
-            min_batch_size=low,
-            max_batch_size=high,
-            sequence_picking_order=order,
-        )
-        scaled = {
-            method: [
-                variable_batch_size_and_lr.scale_lr(4, size, 0.1, method)
-                for size in sizes
-            ]
-            for method in ("linear", "sqrt", "none")
-        }
-        found.append(
-            {
-                "config": {
-                    "max_tokens": max_tokens,
-                    "min_batch_size": low,
-                    "max_batch_size": high,
-                    "sequence_picking_order": order,
-                },
-                "batches": [list(map(int, ids)) for _, ids in batches],
-                "longest": list(map(int, longest)),
-                "rates": scaled,
-            }
-        )
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("deepspeed", type=Path, help="a checkout of DeepSpeed")
@@ -344,8 +302,6 @@ def main() -> None:
             "kept": kept(),
             "metrics": write_indexes(asked.output),
             "samplers": samplers(asked.output),
-            "seqlens": SEQLENS,
-            "dynamic_batches": dynamic_batches(),
         }
     text = json.dumps(record, separators=(",", ":"))
     (asked.output / "record.json").write_text(f"{text}\n")

@@ -130,7 +130,7 @@ class DataSampling(Section):
     """Curricula."""
 
     dynamic_batching: Unsupported[AnyKeys | None] = None
-    """Batches of about the same number of tokens; remove it."""
+    """Batches of samples of several lengths; zinf train's samples are equally long."""
 
 
 class KeptConfig(Section):
@@ -215,7 +215,7 @@ class RandomLTD(Section):
     """How many tokens they keep."""
 
     layer_token_lr_schedule: Unsupported[AnyKeys | None] = None
-    """DeepSpeed has no code for it either; remove it."""
+    """DeepSpeed has no code for it; set scheduler.count to layer_tokens instead."""
 
     def violations(self) -> Iterator[Violation]:
         if not self.enabled:

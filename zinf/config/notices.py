@@ -188,6 +188,15 @@ def _fewer_lengths(config: Config) -> Iterator[Notice]:
         yield from _rounded(path, "numbers of kept tokens", levels, kept.buckets)
 
 
+def _counted_alike(config: Config) -> Iterator[Notice]:
+    scheduler = config.scheduler
+    count = "steps" if scheduler is None else scheduler.count
+    drops = config.kept_tokens is not None and count == "layer_tokens"
+    if count != "steps" and config.lengths is None and not drops:
+        text = f"{count} has no effect: every step has the same number"
+        yield Notice(("scheduler", "count"), f"{text}, so it counts steps.")
+
+
 def _rounded(
     path: tuple[str, ...], what: str, levels: Sequence[int], buckets: Sequence[int]
 ) -> Iterator[Notice]:
@@ -208,6 +217,7 @@ RULES: tuple[Callable[[Config], Iterator[Notice]], ...] = (
     _decoupled_decay,
     _switched_off,
     _fewer_lengths,
+    _counted_alike,
 )
 
 

@@ -145,3 +145,8 @@ class Scheduler(TypedSection):
 
     params: SerializeAsAny[SchedulerParams]
     """The parameters of that type."""
+
+    count: Literal["steps", "tokens", "layer_tokens"] = "steps"
+    """What the schedule counts. tokens: a step of a curriculum counts as much as its
+    tokens are of those of a whole step. layer_tokens: so, summed over the layers, of
+    which some drop tokens."""

@@ -13,6 +13,7 @@ from zinf.data.paced import Dropping as Dropping
 from zinf.data.paced import Pace as Pace
 from zinf.data.paced import Paced as Paced
 from zinf.data.paced import PacedIterator as PacedIterator
+from zinf.data.paced import counted_steps as counted_steps
 from zinf.data.paced import describe as describe
 from zinf.data.share import Share as Share
 from zinf.data.text import read_tokens as read_tokens

@@ -267,6 +267,45 @@ class PacedIterator(grain.DatasetIterator):
         return jax.tree.map(cut, batch)
 
 
+def counted_steps(
+    num_steps: int,
+    *,
+    longest: int,
+    length: Pace | None = None,
+    reshapes: bool = False,
+    kept: Pace | None = None,
+    share: float = 0.0,
+    rows: int = 1,
+) -> tuple[list[int], list[float]]:
+    """Tokens before a step, in whole steps: a function that is linear between points.
+
+    The learning rate of a run with a curriculum follows its tokens with it: decay by
+    steps would be too early (arXiv 2108.06084, section 4).
+
+    Args:
+        longest: tokens of a row of a whole step.
+        length, reshapes: as for `Paced`.
+        kept: as for `Dropping`; None to count tokens and not tokens of layers.
+        share: share of the layers that drop tokens.
+        rows: rows of a batch of all processes.
+
+    Returns:
+        the steps where the number of tokens changes, and what was counted before them.
+        The last point is `num_steps`.
+    """
+    steps, counted, tokens, done, before = [0], [0.0], 0, 0.0, None
+    for step in range(num_steps):
+        size = longest if length is None else length.at(step, tokens)
+        pieces = longest // size if reshapes else 1
+        few = size if kept is None else min(kept.at(step, tokens), size)
+        now = pieces * ((1 - share) * size + share * few) / longest
+        if before not in (None, now):
+            steps.append(step)
+            counted.append(done)
+        before, done, tokens = now, done + now, tokens + rows * pieces * size
+    return [*steps, num_steps], [*counted, done]
+
+
 def cut_columns(leaf: Any, length: int, extra: int, pieces: int) -> Any:
     """The first pieces of `length + extra` columns of an array, as rows.
 

@@ -5,6 +5,7 @@ transform: it couples all leaves, so the engine does it (`gradient_clipping`).
 """
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from zinf.config import Config
@@ -19,6 +20,7 @@ from zinf.config.optimizer import (
     SGDParams,
 )
 from zinf.config.scheduler import OneCycleParams
+from zinf.data import Pace, counted_steps
 from zinf.optim.rules import (
     scale_by_adagrad,
     scale_by_clipped_trust_ratio,
@@ -82,7 +84,34 @@ def _optimizer(config: Config) -> Optimizer:
 
 def _schedule(config: Config, lr: float) -> optax.Schedule:
     scheduler = config.scheduler.params if config.scheduler else None
-    return schedule_of(scheduler, lr=lr, num_steps=config.run.steps)
+    schedule = schedule_of(scheduler, lr=lr, num_steps=config.run.steps)
+    if config.scheduler is None or config.scheduler.count == "steps":
+        return schedule
+    steps, counted = _counted(config, config.scheduler.count == "layer_tokens")
+
+    def by_tokens(count: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
+        after = jnp.maximum(jnp.asarray(count) - steps[-1], 0)
+        return schedule(jnp.interp(count, jnp.array(steps), jnp.array(counted)) + after)
+
+    return by_tokens
+
+
+def _counted(config: Config, by_layer: bool) -> tuple[list[float], list[float]]:
+    lengths, kept, most = config.lengths, config.kept_tokens, config.data.max_buckets
+    pace, share = None, 0.0
+    if by_layer and kept is not None and config.model is not None:
+        pace = Pace.of(kept.pacing, most, first=0)
+        share = len(kept.layers) / config.model.num_layers
+    steps, counted = counted_steps(
+        config.run.steps,
+        longest=config.sequence_length,
+        length=None if lengths is None else Pace.of(lengths.pacing, most),
+        reshapes=lengths is not None and lengths.reshapes,
+        kept=pace,
+        share=share,
+        rows=config.batch_size or 1,
+    )
+    return [float(step) for step in steps], counted
 
 
 def _chain(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from zinf.config.pacing import Pacing
-from zinf.data import Dropping, Pace, Paced, Share, describe
+from zinf.data import Dropping, Pace, Paced, Share, counted_steps, describe
 
 WINDOW, ROWS = 17, 8  # a row predicts 16 tokens
 
@@ -252,3 +252,27 @@ def test_batches_that_cannot_be_shortened_are_refused(batch, message):
 def test_buckets_that_are_no_lengths_are_refused(wrong):
     with pytest.raises(ValueError, match="bucket"):
         Pace(lambda count: count, wrong)
+
+
+def test_counted_steps_are_the_tokens_before_each_step_in_whole_steps():
+    for reshapes in (False, True):
+        length = pace(tokens=True)
+        steps, counted = counted_steps(
+            24, longest=16, length=length, reshapes=reshapes, rows=ROWS
+        )
+        iterator = iter(paced(length, reshapes=reshapes))
+        for step in range(25):
+            found = float(np.interp(step, steps, counted))
+            tokens = iterator.get_state()["tokens"]
+            assert abs(found * 16 * ROWS - tokens) < 1e-6 * max(tokens, 1)
+            next(iterator)
+        # Of pieces of 4, 8 and 16 tokens no token is left out; of 12, 4 of 16 are.
+        assert len(steps) == len(counted) <= 5
+
+
+def test_dropped_tokens_count_less_where_layers_are_counted():
+    kept = dropping().kept
+    steps, counted = counted_steps(12, longest=16, kept=kept, share=0.5)
+    for step in range(12):
+        before = sum(0.5 + 0.5 * kept.at(i, 0) / 16 for i in range(step))
+        assert abs(float(np.interp(step, steps, counted)) - before) < 1e-9

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from zinf.config import Config
+from zinf.config import Config, notices
 from zinf.config.optimizer import Optimizer
 from zinf.optim.factory import build_optimizer, build_schedule
 from zinf.optim.separate import separate
@@ -252,3 +252,62 @@ def test_every_optimizer_is_separable_per_leaf(optimizer, kind):
 def test_a_config_without_optimizer_is_told_what_to_add(build):
     with pytest.raises(ValueError, match="optimizer: {type: AdamW"):
         build(Config.load({}))
+
+
+CURRICULUM = {
+    "enabled": True,
+    "min_difficulty": 64,
+    "max_difficulty": 256,
+    "schedule_type": "fixed_discrete",
+    "schedule_config": {"difficulty": [64, 128, 256], "max_step": [4, 8]},
+}
+
+
+def test_a_schedule_that_counts_tokens_is_late_by_what_a_curriculum_left_out():
+    """4 steps of a quarter, 4 of a half, then whole ones: step 8 counts 1 + 2."""
+    params = {"warmup_num_steps": 3, "total_num_steps": 12, "warmup_max_lr": LR}
+    raw = {
+        "optimizer": {"type": "SGD", "params": {"lr": LR}},
+        "scheduler": {"type": "WarmupDecayLR", "params": params},
+        "run": {"steps": 20},
+    }
+    by_steps = build_schedule(Config.load(raw))
+    raw["scheduler"]["count"] = "tokens"
+    alike = build_schedule(Config.load(raw))
+    raw["curriculum_learning"] = CURRICULUM
+    by_tokens = jax.jit(build_schedule(Config.load(raw)))
+    for step in range(25):
+        counted = min(step, 4) / 4 + min(max(step - 4, 0), 4) / 2 + max(step - 8, 0)
+        np.testing.assert_allclose(by_tokens(step), by_steps(counted), rtol=1e-6)
+        np.testing.assert_allclose(alike(step), by_steps(step), rtol=1e-6)
+    trained(raw, num_steps=2)
+
+
+def test_a_schedule_that_counts_tokens_of_layers_knows_those_that_drop_some():
+    schedule = {
+        "min_value": 64,
+        "max_value": 256,
+        "schedule_type": "fixed_linear",
+        "schedule_config": {"require_steps": 10**9, "seq_per_step": 64},
+    }
+    random_ltd = {
+        "enabled": True,
+        "random_ltd_layer_id": [1, 2],
+        "random_ltd_schedule": schedule,
+    }
+    routing = {"enabled": True, "random_ltd": random_ltd}
+    raw = {
+        "optimizer": {"type": "SGD", "params": {"lr": LR}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_type": "linear"}},
+        "data_efficiency": {"enabled": True, "data_routing": routing},
+        "model": {"num_layers": 4, "num_heads": 1, "embed_dim": 8, "max_length": 256},
+        "run": {"steps": 100},
+    }
+    by_steps = build_schedule(Config.load(raw))
+    by_tokens = build_schedule(Config.load(raw, ["scheduler.count=layer_tokens"]))
+    # Two of four layers run on a quarter of the tokens: 5/8 of a step.
+    np.testing.assert_allclose(by_tokens(80), by_steps(50), rtol=1e-5)
+    (line,) = [
+        n for n in notices(Config.load(raw, ["scheduler.count=tokens"])) if "count" in n
+    ]
+    assert "scheduler.count: tokens has no effect" in line
