@@ -1,5 +1,6 @@
 """Reads training data from files of text and of tokens."""
 
+from zinf.config.pace import Pace as Pace
 from zinf.config.pacing import Pacing as Pacing
 from zinf.data.analyze import Analysis as Analysis
 from zinf.data.analyze import analyze as analyze
@@ -10,10 +11,8 @@ from zinf.data.files import Found as Found
 from zinf.data.files import Kind as Kind
 from zinf.data.files import find_files as find_files
 from zinf.data.paced import Dropping as Dropping
-from zinf.data.paced import Pace as Pace
 from zinf.data.paced import Paced as Paced
 from zinf.data.paced import PacedIterator as PacedIterator
-from zinf.data.paced import counted_steps as counted_steps
 from zinf.data.paced import describe as describe
 from zinf.data.share import Share as Share
 from zinf.data.text import read_tokens as read_tokens

@@ -19,8 +19,8 @@ from zinf.config.optimizer import (
     OptimizerParams,
     SGDParams,
 )
+from zinf.config.pace import Pace, counted_steps
 from zinf.config.scheduler import OneCycleParams
-from zinf.data import Pace, counted_steps
 from zinf.optim.rules import (
     scale_by_adagrad,
     scale_by_clipped_trust_ratio,

@@ -6,8 +6,9 @@ import grain
 import numpy as np
 import pytest
 
+from zinf.config.pace import counted_steps
 from zinf.config.pacing import Pacing
-from zinf.data import Dropping, Pace, Paced, Share, counted_steps, describe
+from zinf.data import Dropping, Pace, Paced, Share, describe
 
 WINDOW, ROWS = 17, 8  # a row predicts 16 tokens
 
