@@ -14,23 +14,38 @@ from typing import Any, Self
 from weakref import WeakSet, finalize
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from zinf.checkpoint import read_arrays, write_arrays
+from zinf.executor.forward import ForwardRunner, joined
 from zinf.executor.run import StepRecord
 from zinf.executor.runner import AbstractRunner
-from zinf.executor.runners import make_runner, switch
+from zinf.executor.runners import Evaluation, make_evaluation, make_runner, switch
 from zinf.memory import Residents, Stores, close_when_dropped
 from zinf.optim.decision import MIXED
 from zinf.plan import Plan
-from zinf.prepare.batch import check_values, signature, with_shapes_before
+from zinf.prepare.batch import (
+    batch_spec,
+    check_values,
+    signature,
+    with_shapes_before,
+)
+from zinf.prepare.forward import check_rows_of_outputs, plan_forward
 from zinf.prepare.planner import Fused, Planner, Streamed
+from zinf.segment import user_function
 from zinf.session.ahead import Ahead
 from zinf.session.condition import Condition
 from zinf.session.metrics import step_metrics
 from zinf.session.named import GRADIENT, MASTER, check_path, read_named, writes_of
 from zinf.session.pending_save import PendingSave
-from zinf.session.random_key import key_from_json, key_to_json, step_keys
+from zinf.session.random_key import (
+    key_from_json,
+    key_to_json,
+    microbatch_keys,
+    step_keys,
+)
+from zinf.session.recent import Recent, SameFunction
 from zinf.session.scalars import Scalars
 from zinf.session.state import (
     initialize_arrays,
@@ -43,6 +58,8 @@ from zinf.session.turn import Turn
 
 logger = logging.getLogger(__name__)
 _ENGINES: WeakSet["Engine"] = WeakSet()
+# Forward-only programs whose executables an engine keeps.
+MAX_FORWARD = 32
 
 
 class Engine:
@@ -75,6 +92,7 @@ class Engine:
         self._scalars = Scalars(planner.separated, self.config.loss_scaling)
         self._runners: dict[tuple, AbstractRunner] = {}
         self._ahead = Ahead()
+        self._forward: Recent[Any] = Recent(MAX_FORWARD)
         self._current: AbstractRunner | None = None
         self._restore_from: tuple[Path, bool] | None = None
         self._condition = Condition()
@@ -162,15 +180,68 @@ class Engine:
             self._condition.check()
             check_values(batch)
             self._warn_of_randomness()
-            runner = self._prepare(batch)
+            evaluation = self._evaluation(batch)
             self._flush()
-            return runner.evaluate(batch, self._keys())
+            return evaluation.compute(batch, self._keys(), self._placed())
+
+    def prepare_evaluation(self, batch: Any) -> None:
+        """Plan and compile `evaluate` for the shape of a batch, if the shape is new.
+
+        Raises:
+            InfeasibleError: the evaluation does not fit beside the arrays at rest.
+        """
+        with self._turn.of("prepare_evaluation"):
+            self._evaluation(batch)
+
+    def apply(
+        self,
+        function: Callable,
+        batch: Any,
+        *,
+        key: jax.Array | None = None,
+        num_microbatches: int = 1,
+    ) -> Any:
+        """What a function computes from the parameters and a batch. Takes no step.
+
+        The function runs as training does: segment by segment, with the arrays streamed
+        from where they rest. It may return logits, features or anything else. The
+        values do not depend on where arrays rest.
+
+        A function is traced once for each shape of batch, as by `jax.jit`: pass the
+        same function again, not a new lambda.
+
+        Args:
+            function: a pure function `(params, batch)`, or with model state
+                `(params, model_state, batch)`, that returns a pytree of arrays.
+                Parameters have the dtypes that the loss sees. If it has a parameter
+                `train`, it is called with `train=False`.
+            batch: a pytree of arrays. If there are several processes, each gives its
+                part of the rows.
+            key: a random key, which the function gets as its last argument.
+            num_microbatches: the batch is cut into so many along the leading dim. All
+                go through a segment before the next segment starts, so arrays are
+                fetched once. Then every output must have one row for each row of the
+                microbatch.
+
+        Returns:
+            what the function returns, as NumPy arrays in memory of the caller. Until
+            they are complete, they count in the host budget. All processes get the
+            whole arrays.
+
+        Raises:
+            ValueError: no batch was given yet, or the function takes other arguments,
+                or returns no array.
+            InfeasibleError: the pass does not fit beside the arrays at rest, or the
+                host has no room for the outputs.
+        """
+        with self._turn.of("apply"):
+            return self._apply(function, batch, key, num_microbatches)
 
     def flush(self) -> None:
         """Run the updates that the last step deferred to the next one, if any.
 
-        `params`, `model_state`, `evaluate`, `get`, `set`, `save` and `residents` do
-        this first.
+        `params`, `model_state`, `evaluate`, `apply`, `get`, `set`, `save` and
+        `residents` do this first.
         """
         with self._turn.of("flush"):
             self._flush()
@@ -302,6 +373,7 @@ class Engine:
                 self._pending_save.close(self.stores)
                 self._closing.detach()
                 self._runners.clear()
+                self._forward.clear()
                 self._current = None
 
     def __repr__(self) -> str:
@@ -452,12 +524,65 @@ class Engine:
             with self._condition.updating("What a step left to do", record):
                 self._current.flush(record)
 
-    def _current_residents(self) -> Residents:
+    def _evaluation(self, batch: Any) -> Evaluation:
+        """The evaluation of batches of one shape; the first batch places all state."""
+        current = self._current or self._prepare(batch)
+        shape = signature(batch)
+
+        def make() -> Evaluation:
+            spec = self.planner.batch_spec(batch)
+            runner = self._runners.get(shape, current)
+            with with_shapes_before(batch, self._runners):
+                return make_evaluation(self.planner, self.stores, spec, runner)
+
+        return self._forward.get(("evaluate", shape), make)
+
+    def _apply(
+        self,
+        function: Callable,
+        batch: Any,
+        key: jax.Array | None,
+        num_microbatches: int,
+        of_params: Callable[[Callable], Callable] | None = None,
+    ) -> Any:
+        """`apply`; for `of_params` see `user_function`."""
+        self._condition.check()
+        check_values(batch)
+        current = self._placed()
+
+        def make() -> ForwardRunner:
+            spec = batch_spec(batch, num_microbatches, self.planner.num_shares)
+            found = user_function(function, self.planner.problem, key, of_params)
+            forward = plan_forward(
+                self.planner,
+                found,
+                spec,
+                self._residents.homes,
+                num_microbatches=num_microbatches,
+            )
+            if num_microbatches > 1:
+                check_rows_of_outputs(forward, spec, found.name)
+            return ForwardRunner(forward, self.stores, spec)
+
+        kind = None if key is None else (np.shape(key), str(jnp.result_type(key)))
+        named = SameFunction(function), kind, num_microbatches, signature(batch)
+        runner = self._forward.get(named, make)
+        self._flush()
+        keys = [] if key is None else microbatch_keys(key, num_microbatches)
+        outputs = runner.outputs(runner.run(batch, keys, current))
+        return joined(outputs, self.planner.num_shares)
+
+    def _placed(self) -> AbstractRunner:
+        """The current runner, which exists from the first batch on."""
         if self._current is None:
             raise ValueError(
                 "Arrays have their places when the first batch is known, and none was "
                 "given yet. Pass batch= to zinf.initialize, or take a step first."
             )
+        return self._current
+
+    def _current_residents(self) -> Residents:
+        self._placed()
         self._flush()
         return self._residents
 

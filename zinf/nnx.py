@@ -8,6 +8,7 @@ model state: the loss may change it, and each step starts from that of the step 
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -55,6 +56,25 @@ class ModuleEngine(Engine):
             return nnx.merge(self._graphdef, *trees)
         nnx.update(self._module, *trees)
         return self._module
+
+    def apply(
+        self,
+        function: Callable,
+        batch: Any,
+        *,
+        key: jax.Array | None = None,
+        num_microbatches: int = 1,
+    ) -> Any:
+        """What a function computes from the module and a batch; see `Engine.apply`.
+
+        Args:
+            function: a function `(module, batch)`, such as
+                `lambda module, batch: module(batch["x"])`. It gets the module in the
+                mode of `module.eval()`. Changes to the module are dropped.
+        """
+        with self._turn.of("apply"):
+            of_params = partial(_ModuleFunction, self._graphdef)
+            return self._apply(function, batch, key, num_microbatches, of_params)
 
 
 def initialize(
@@ -203,6 +223,19 @@ class _EvaluationLoss:
         module = nnx.merge(self.graphdef, params, state)
         module.eval()
         return evaluated(self.loss_fn, (module, batch), key if self.takes_key else ())
+
+
+@dataclass(frozen=True)
+class _ModuleFunction:
+    """A function of the module, in the mode of `module.eval()`, on its parts."""
+
+    graphdef: Any
+    function: Callable
+
+    def __call__(self, params: Tree, state: Tree, batch: Any, *key: jax.Array) -> Any:
+        module = nnx.merge(self.graphdef, params, state)
+        module.eval()
+        return self.function(module, batch, *key)
 
 
 def _has_modes(split: _Split) -> bool:

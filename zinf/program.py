@@ -320,9 +320,7 @@ class SegmentSpec:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A loss function cut into segments.
-
-    The last segment computes the loss; it runs forward and backward at once.
+    """A function cut into segments.
 
     Attributes:
         values: the spec of every value that crosses a cut, and of batch and constants.
@@ -330,8 +328,12 @@ class Program:
             random key).
         consts: names of the arrays that the loss function closed over; they stay on the
             device.
-        loss: the name of the loss.
-        aux: names of the auxiliary outputs, in flattened order.
+        outputs: names of the values that the function returns, in flattened order. One
+            name may occur more than once.
+        is_trained: whether the first output is a loss with a backward pass. Then all
+            outputs are those of the last segment, which runs forward and backward at
+            once. Otherwise each output is made by the segment that computes it, and all
+            segments only run forward.
         tilings: leaves that are read by tile.
         untiled: why other leaves larger than a segment may be are not read by tile, by
             path.
@@ -342,10 +344,15 @@ class Program:
     values: dict[str, ArraySpec] = field(repr=False)
     batch: tuple[str, ...]
     consts: tuple[str, ...]
-    loss: str
-    aux: tuple[str, ...]
+    outputs: tuple[str, ...]
+    is_trained: bool = True
     tilings: tuple[Tiling, ...] = ()
     untiled: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def loss(self) -> str:
+        """The name of the first output."""
+        return self.outputs[0]
 
     @property
     def batch_leaves(self) -> tuple[str, ...]:

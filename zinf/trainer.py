@@ -145,10 +145,11 @@ class _Run:
         self.group.say("preparing")
         first = self.batches.peek()
         # Place the state for the largest batch, so that there is room for all others.
-        runner = self.engine.prepare(self.batches.largest())
+        largest = self.batches.largest()
+        self.engine.prepare(largest)
         if self.settings.evaluate_every is not None:
             # Find out now if evaluation does not fit, not after hours of training.
-            runner.prepare_evaluation()
+            self.engine.prepare_evaluation(largest)
         if self.settings.checkpoints is not None:
             self.resume(self.settings.checkpoints)
             self.settings.checkpoints.check_space(self.engine)

@@ -93,7 +93,7 @@ def test_every_process_has_the_same_losses_and_parameters(run):
     _, (first, *others) = run
     for stage, tier in CASES[1 + len(others)]:
         case = f"{stage} {tier}"
-        for name in ("loss", "grad_norm", "evaluated", "params"):
+        for name in ("loss", "grad_norm", "evaluated", "applied", "params"):
             for process in others:
                 assert process[case][name] == first[case][name], (case, name)
 
@@ -102,7 +102,7 @@ def test_tiers_are_bit_equal(run):
     _, processes = run
     for process in processes:
         on_device, on_nvme, *_ = process.values()
-        for name in ("loss", "grad_norm", "params"):
+        for name in ("loss", "grad_norm", "applied", "params"):
             assert on_nvme[name] == on_device[name]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from zlib import crc32
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -93,6 +94,7 @@ def train(group: AbstractGroup, folder: str) -> None:
             "loss": [m["loss"] for m in metrics],
             "grad_norm": [m["grad_norm"] for m in metrics],
             "evaluated": engine.evaluate(given[0]),
+            "applied": [applied(engine, group, given[0], n) for n in (1, MICROBATCHES)],
             "params": fingerprint(engine.params()),
             "peaks": {t.name: max(m[f"{t}_bytes"] for m in metrics) for t in Tier},
             "planned": {t.name: engine.plan.peak_bytes[t] for t in Tier},
@@ -110,6 +112,20 @@ def train(group: AbstractGroup, folder: str) -> None:
         engine.close()
     if group.count == OVERFLOWING:
         train_fp16(group, folder)
+
+
+def applied(engine: zinf.Engine, group: AbstractGroup, batch: Any, num: int) -> int:
+    """What all processes get, of which this one can check its own rows."""
+    found = engine.apply(hidden, batch, num_microbatches=num)
+    own = np.split(found, group.count)[group.index]
+    expected = hidden(engine.params(), batch)
+    np.testing.assert_allclose(own, expected, rtol=1e-5, atol=1e-6)
+    return fingerprint(found)
+
+
+def hidden(params: Any, batch: Any) -> jax.Array:
+    x = jnp.tanh(batch["x"] @ params["up"] + params["up_bias"][None])
+    return jnp.tanh(x @ params["mid"] + params["mid_bias"][None])
 
 
 def set_arrays(engine: zinf.Engine) -> dict[str, bool]:

@@ -148,9 +148,7 @@ def make_toy(
         )
         for i, layer in enumerate(layers)
     )
-    program = Program(
-        all_leaves, segments, values, batch, consts, outputs[0], outputs[1:]
-    )
+    program = Program(all_leaves, segments, values, batch, consts, tuple(outputs))
     specs = _specs(all_leaves, is_mixed=is_mixed, num_states=num_states)
     specs.update({ArrayId(Role.CONST, name): values[name] for name in consts})
     updates = _updates(program, is_mixed, num_states, block_rows)

@@ -204,8 +204,8 @@ def test_a_module_without_modes_is_evaluated_by_what_trains_it():
     create = lambda: nnx.Linear(DIM, DIM, rngs=nnx.Rngs(0))  # noqa: E731
     with zinf.nnx.initialize(module_loss, create, SGD, STREAMED) as engine:
         engine.evaluate(draw())
-        evaluation, passes = engine._current._evaluation
-        assert passes is engine._current.passes
+        (evaluate,) = engine._forward._made.values()
+        assert evaluate.forward.segments is engine._current.streamed.segments
 
 
 def test_a_module_that_is_trained_in_the_mode_of_eval_is_said(caplog):

@@ -1,7 +1,6 @@
 """Runs the plan of one program on a batch: stores the inputs, takes the results."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,23 +50,6 @@ class Passes:
             if self.stores.device.contains(array):
                 self.stores.device.free(array)
 
-    @contextmanager
-    def in_place_of(self, other: "Passes") -> Iterator[None]:
-        """While the body runs, the device has the constants of these passes.
-
-        The constants of `other` are freed before the body and put back after it.
-        """
-        if other is self:
-            yield
-            return
-        other.free_consts()
-        try:
-            self.put_consts()
-            yield
-        finally:
-            self.free_consts()
-            other.put_consts()
-
     def run(
         self,
         plan: Plan,
@@ -76,10 +58,11 @@ class Passes:
         keys: Sequence[Any],
         seed: Any,
         record: StepRecord,
-    ) -> tuple[list[float], Any]:
-        """Run `plan`; return `(losses, other outputs)`, each by microbatch.
+    ) -> list[list[np.ndarray]]:
+        """Run `plan`; return the flattened outputs of each microbatch.
 
-        If the run fails, the inputs are freed too.
+        An output is this process's share, on the host. If the run fails, the inputs
+        are freed too.
         """
         try:
             self.put(batch, keys)
@@ -112,16 +95,23 @@ class Passes:
         (placed,) = to_devices([np.asarray(content)], layouts)
         self.stores.device.write(array, placed).result()
 
-    def _take(self) -> tuple[list[float], Any]:
-        """Read the results of a step from the host store and free them there."""
-        columns: list[list[np.ndarray]] = []
+    def _take(self) -> list[list[np.ndarray]]:
+        """Move the outputs out of the host store, one after another."""
+        names = self.program.outputs
+        columns = []
         for m in range(self.num_microbatches):
-            column = []
-            for name in (self.program.loss, *self.program.aux):
+            found = {}
+            for name in dict.fromkeys(names):
                 array = value(name, m)
-                column.append(np.array(self.stores.host.read(array).result()))
+                found[name] = np.array(self.stores.host.read(array).result())
                 self.stores.host.free(array)
-            columns.append(column)
-        losses, *extra = (np.stack(rows) for rows in zip(*columns, strict=True))
-        structure = self.segmented.aux_structure
-        return [float(x) for x in losses], jax.tree.unflatten(structure, extra)
+            columns.append([found[name] for name in names])
+        return columns
+
+    def stacked(self, outputs: Sequence[Sequence[np.ndarray]]) -> Any:
+        """The outputs of all microbatches in the function's own pytree.
+
+        Each array has a leading microbatch dim.
+        """
+        arrays = [np.stack(rows) for rows in zip(*outputs, strict=True)]
+        return jax.tree.unflatten(self.segmented.structure, arrays)

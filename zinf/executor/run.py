@@ -49,9 +49,16 @@ from zinf.sharding import Layouts
 UpdateFunction = Callable[..., Sequence[Any]]
 
 
-@dataclass(frozen=True)
+def _none(*_: Any) -> Any:
+    raise AssertionError("a forward pass has no updates and no decision")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Work:
     """The segments and functions that the operations of a plan refer to.
+
+    A plan that only runs forward has no updates and no decision. It needs only
+    `segments` and `layouts`.
 
     `goes_by` is a `Pending`: the decision and the step values that an update reads.
 
@@ -73,16 +80,16 @@ class Work:
     """
 
     segments: Sequence[Segment]
-    units: Sequence[UpdateUnit]
-    joint: Joint
-    update: UpdateFunction
-    is_in_place: Callable[[ArrayUpdate, Tier], bool]
-    update_in_place: Callable[..., None]
-    step_values: Callable[[float], Sequence[Any]]
-    pending: Pending | None
-    decide: Callable[[Sequence[float], Sequence[float] | None], Decision]
-    before_update: Callable[[], None]
-    compute_dtype: Any
+    units: Sequence[UpdateUnit] = ()
+    joint: Joint = field(default_factory=dict)
+    update: UpdateFunction = _none
+    is_in_place: Callable[[ArrayUpdate, Tier], bool] = _none
+    update_in_place: Callable[..., None] = _none
+    step_values: Callable[[float], Sequence[Any]] = _none
+    pending: Pending | None = None
+    decide: Callable[[Sequence[float], Sequence[float] | None], Decision] = _none
+    before_update: Callable[[], None] = _none
+    compute_dtype: Any = None
     layouts: Layouts
 
 

@@ -66,15 +66,3 @@ class AbstractRunner(ABC):
         None unless the whole gradient waits for a deferred update.
         """
         return None
-
-    @abstractmethod
-    def prepare_evaluation(self) -> None:
-        """Make the plan and the executables of `evaluate`. A fused runner has none.
-
-        Raises:
-            InfeasibleError: the evaluation does not fit beside the arrays at rest.
-        """
-
-    @abstractmethod
-    def evaluate(self, batch: Any, keys: Sequence[Any]) -> float:
-        """The mean loss of a batch. Changes no array."""

@@ -1,14 +1,19 @@
-"""Makes the runner of a prepared step, and switches between runners."""
+"""Makes the runners of steps and evaluations, and switches between runners."""
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import jax
+
+from zinf.executor.forward import ForwardRunner
 from zinf.executor.runner import AbstractRunner
 from zinf.executor.streamed import StreamedRunner
 from zinf.executor.whole import FusedRunner
 from zinf.memory import Stores
+from zinf.prepare.forward import Forward, forward_of, plan_forward
 from zinf.prepare.planner import Fused, Planner, Streamed
+from zinf.segment import evaluation_function
 
 
 def switch(current: AbstractRunner | None, runner: AbstractRunner) -> AbstractRunner:
@@ -40,7 +45,6 @@ def make_runner(
             prepared,
             stores,
             spec,
-            make_evaluation=partial(planner.evaluation, spec, prepared),
             clipping=planner.clipping,
             skips_overflow=skips_overflow,
             before_update=before_update,
@@ -54,3 +58,61 @@ def make_runner(
         skips_overflow=skips_overflow,
         before_update=before_update,
     )
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Computes the mean evaluation loss of batches of one shape.
+
+    Attributes:
+        forward: the program of an evaluation that runs segment by segment.
+        compute: `(batch, keys, current runner) -> mean loss`.
+    """
+
+    forward: Forward | None
+    compute: Callable[[Any, Sequence[Any], AbstractRunner], float]
+
+
+def make_evaluation(
+    planner: Planner, stores: Stores, spec: Any, training: AbstractRunner
+) -> Evaluation:
+    """Plans and compiles the evaluation of batches of one shape.
+
+    If evaluation computes the loss of training, and `training` is for this shape, its
+    executables are used.
+
+    Args:
+        spec: shapes and dtypes of one microbatch.
+        training: a runner of training steps for this shape or another.
+
+    Raises:
+        InfeasibleError: the evaluation does not fit beside the arrays at rest.
+    """
+    if isinstance(training, FusedRunner):
+        fused = training
+
+        def on_device(batch: Any, keys: Sequence[Any], _: AbstractRunner) -> float:
+            return fused.evaluate(batch, spec, keys)
+
+        return Evaluation(None, on_device)
+    assert isinstance(training, StreamedRunner)
+    streamed = training.streamed
+    is_same = jax.tree.flatten(training.spec) == jax.tree.flatten(spec)
+    if planner.problem.evaluation_loss is None and is_same:
+        forward = forward_of(planner, streamed)
+    else:
+        forward = plan_forward(
+            planner,
+            evaluation_function(planner.problem, planner.key),
+            spec,
+            streamed.plan.homes,
+            limits=streamed.limits,
+            num_microbatches=training.num_microbatches,
+        )
+    runner = ForwardRunner(forward, stores, spec)
+
+    def by_segment(batch: Any, keys: Sequence[Any], current: AbstractRunner) -> float:
+        losses = [float(loss) for loss, *_ in runner.run(batch, keys, current)]
+        return sum(losses) / len(losses)
+
+    return Evaluation(forward, by_segment)

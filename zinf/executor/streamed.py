@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from zinf.memory import Stores, to_devices
 from zinf.optim.advance import Advance
 from zinf.optim.clipping import Clipping
 from zinf.optim.decision import Pending, decide
-from zinf.prepare.planner import Evaluation, Planner, Streamed
+from zinf.prepare.planner import Planner, Streamed
 from zinf.sharding import whole_layout
 
 
@@ -29,7 +28,6 @@ class StreamedRunner(AbstractRunner):
         stores: Stores,
         spec: Any,
         *,
-        make_evaluation: Callable[[], Evaluation],
         clipping: Clipping,
         skips_overflow: bool,
         before_update: Callable[[], None],
@@ -38,9 +36,14 @@ class StreamedRunner(AbstractRunner):
         self.arranged = streamed.arranged
         self.plan = self.arranged.plan
         self.num_microbatches = streamed.arranged.options.num_microbatches
-        self.make_evaluation = make_evaluation
-        self._evaluation: tuple[Evaluation, Passes] | None = None
-        self.passes = self._passes(streamed)
+        self.passes = Passes(
+            streamed.segmented,
+            streamed.segments,
+            streamed.layouts,
+            stores,
+            spec,
+            self.num_microbatches,
+        )
         self.clipping, self.skips_overflow = clipping, skips_overflow
         self.before_update = before_update
         self.pending: Pending | None = None
@@ -72,7 +75,8 @@ class StreamedRunner(AbstractRunner):
         )
         (seed,) = to_devices([seed], [whole_layout((), layouts.mesh)])
         with self.pending_settled(record):
-            losses, extra = self.passes.run(plan, work, batch, keys, seed, record)
+            outputs = self.passes.run(plan, work, batch, keys, seed, record)
+        losses, extra = self.passes.stacked(outputs)
         decision = record.decision
         assert decision is not None
         if first is not None:
@@ -80,7 +84,7 @@ class StreamedRunner(AbstractRunner):
             self.pending = Pending(decision, advance.values(decision.loss))
             if decision.skips:
                 self.drop_pending()
-        return outcome_of(record, losses, extra)
+        return outcome_of(record, [float(x) for x in losses], extra)
 
     def flush(self, record: StepRecord) -> None:
         if self.pending is None:
@@ -121,42 +125,6 @@ class StreamedRunner(AbstractRunner):
         at_rest, layouts = self.arranged.pending, self.passes.layouts
         found = read_gradient(planner, self.stores, layouts, at_rest, path)
         return None if found is None else found / np.float32(self.pending_scale)
-
-    def prepare_evaluation(self) -> None:
-        self._planned_evaluation()
-
-    def evaluate(self, batch: Any, keys: Sequence[Any]) -> float:
-        assert self.pending is None, "evaluation reads finished updates"
-        evaluation, passes = self._planned_evaluation()
-        work = replace(
-            self.work(1.0),
-            segments=passes.segments,
-            layouts=passes.layouts,
-        )
-        record = StepRecord()
-        with passes.in_place_of(self.passes):
-            losses, _ = passes.run(evaluation.plan, work, batch, keys, None, record)
-        if record.interrupted:
-            raise KeyboardInterrupt
-        return sum(losses) / len(losses)
-
-    def _planned_evaluation(self) -> tuple[Evaluation, Passes]:
-        """The evaluation and its passes, made at the first call."""
-        if self._evaluation is None:
-            made = self.make_evaluation()
-            is_own = made.segmented is self.streamed.segmented
-            self._evaluation = made, self.passes if is_own else self._passes(made)
-        return self._evaluation
-
-    def _passes(self, made: Streamed | Evaluation) -> Passes:
-        return Passes(
-            made.segmented,
-            made.segments,
-            made.layouts,
-            self.stores,
-            self.spec,
-            self.num_microbatches,
-        )
 
     def work(
         self,

@@ -50,8 +50,6 @@ class FusedRunner(AbstractRunner):
 
     def flush(self, record: StepRecord) -> None: ...
 
-    def prepare_evaluation(self) -> None: ...
-
     def drop_pending(self) -> None: ...
 
     def step(
@@ -66,7 +64,7 @@ class FusedRunner(AbstractRunner):
         self.before_update()
         scale = np.float32(loss_scale)
         scalars = advance.before if advance.reads_loss else advance.values(0.0)
-        inputs = (*self.inputs(batch, keys), list(scalars), scale)
+        inputs = (*self.inputs(batch, self.spec, keys), list(scalars), scale)
         outputs: dict[str, Any] = {}
 
         def execute(instruction: Instruction) -> None:
@@ -95,7 +93,7 @@ class FusedRunner(AbstractRunner):
         device.ledger.reserve(workspace, "the fused step")
         try:
             batches, keys, *scalars = inputs
-            placed = *self.placed(batches, keys), *scalars
+            placed = *self.placed(batches, self.spec, keys), *scalars
             record.is_mixed = True
             results, outputs = self.program.step(arrays, *placed)
             del arrays
@@ -107,27 +105,28 @@ class FusedRunner(AbstractRunner):
         record.is_mixed = False
         return outputs
 
-    def evaluate(self, batch: Any, keys: Sequence[Any]) -> float:
+    def evaluate(self, batch: Any, spec: Any, keys: Sequence[Any]) -> float:
+        """The mean evaluation loss of a batch with microbatches of shape `spec`."""
         params = [
             self.stores.device.read(a).result()
             for a in self.program.arrays
             if a.role == Role.PARAM
         ]
-        batches, stacked_keys = self.placed(*self.inputs(batch, keys))
-        return float(np.mean(self._evaluate(params, batches, stacked_keys)))
+        batches, stacked_keys = self.inputs(batch, spec, keys)
+        placed = self.placed(batches, spec, stacked_keys)
+        return float(np.mean(self._evaluate(params, *placed)))
 
-    def inputs(self, batch: Any, keys: Sequence[Any]) -> tuple[Any, Any]:
-        batches = by_microbatch(batch, self.spec, self.num_microbatches)
+    def inputs(self, batch: Any, spec: Any, keys: Sequence[Any]) -> tuple[Any, Any]:
+        batches = by_microbatch(batch, spec, self.num_microbatches)
         return batches, jax.numpy.stack(list(keys)) if keys else None
 
-    def placed(self, batches: Any, keys: Any) -> tuple[Any, Any]:
+    def placed(self, batches: Any, spec: Any, keys: Any) -> tuple[Any, Any]:
         """Put the keys and this process's share of the microbatches on the devices."""
-        shardings = batch_shardings(self.spec, self._layouts)
+        shardings = batch_shardings(spec, self._layouts)
+        pairs = zip(jax.tree.leaves(spec), jax.tree.leaves(shardings), strict=True)
         layouts = [
-            placed_layout((self.num_microbatches, *spec.shape), sharding)
-            for spec, sharding in zip(
-                jax.tree.leaves(self.spec), jax.tree.leaves(shardings), strict=True
-            )
+            placed_layout((self.num_microbatches, *leaf.shape), sharding)
+            for leaf, sharding in pairs
         ]
         placed = to_devices(jax.tree.leaves(batches), layouts)
         if keys is not None:

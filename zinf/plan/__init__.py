@@ -2,7 +2,7 @@
 
 from zinf.plan.bound import bound_seconds as bound_seconds
 from zinf.plan.build import build as build
-from zinf.plan.build import build_evaluation as build_evaluation
+from zinf.plan.build import build_forward as build_forward
 from zinf.plan.build import fused_plan as fused_plan
 from zinf.plan.catalog import ArrayUpdate as ArrayUpdate
 from zinf.plan.catalog import Catalog as Catalog

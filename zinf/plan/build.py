@@ -1,7 +1,6 @@
 """Builds plans for arrays at given homes, and the plan of one fused executable."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from zinf.plan.catalog import Catalog, StepOptions, UpdateUnit
 from zinf.plan.cost import Rates
@@ -9,7 +8,7 @@ from zinf.plan.infeasible import InfeasibleError, Shortage
 from zinf.plan.instruction import FusedStep, Instruction, Link
 from zinf.plan.passage import (
     checked,
-    evaluation_passage,
+    forward_passage,
     proven,
     step_passage,
     streamed,
@@ -40,29 +39,20 @@ def build(
     return checked(plan, passage, catalog)
 
 
-def build_evaluation(
-    catalog: Catalog,
-    capacity_bytes: Mapping[Tier, int],
-    last_workspace_bytes: int,
-    num_microbatches: int,
+def build_forward(
+    catalog: Catalog, capacity_bytes: Mapping[Tier, int], num_microbatches: int
 ) -> Plan:
     """The plan of a forward pass with the arrays at the homes of a catalog.
-
-    Args:
-        last_workspace_bytes: workspace of the last segment's forward pass; in a
-            training step that segment has only a combined pass.
 
     Raises:
         InfeasibleError: the pass does not fit, even with activations on the slowest
             tier.
     """
-    workspace = [*catalog.workspace[:-1], (last_workspace_bytes, 0)]
-    catalog = replace(catalog, workspace=workspace)
     tiers = [Tier.DEVICE, Tier.HOST] + [Tier.NVME] * bool(capacity_bytes[Tier.NVME])
     for tier in tiers:
         options = StepOptions(num_microbatches, False, tier, Tier.HOST)
         try:
-            passage = evaluation_passage(catalog, options)
+            passage = forward_passage(catalog, options)
             plan = streamed(passage, catalog, capacity_bytes)
         except InfeasibleError:
             if tier == tiers[-1]:

@@ -31,9 +31,8 @@ class InfeasibleError(ValueError):
         shortages: the tiers whose budgets are too small, fastest first.
         capacity_bytes: the budgets, by tier.
         missing_bytes: missing bytes of every tier, fastest first.
-
-    Args:
-        reasons: sentences that say why no array or segment could be made smaller.
+        reasons: sentences that say why no array or segment could be made smaller, or
+            what to make smaller.
     """
 
     def __init__(
@@ -42,7 +41,7 @@ class InfeasibleError(ValueError):
         capacity_bytes: Mapping[Tier, int],
         reasons: Sequence[str] = (),
     ):
-        self.capacity_bytes = dict(capacity_bytes)
+        self.capacity_bytes, self.reasons = dict(capacity_bytes), tuple(reasons)
         self.shortages = {t: shortages[t] for t in Tier if t in shortages}
         found = [
             f"The {tier} budget is {short.capacity_bytes:,} bytes, but {short.what} "
@@ -60,5 +59,6 @@ class InfeasibleError(ValueError):
         super().__init__(" ".join((*found, *reasons, advice)))
 
     def because(self, reasons: Sequence[str]) -> "InfeasibleError":
-        """This error with `reasons` in its message."""
-        return InfeasibleError(self.shortages, self.capacity_bytes, reasons)
+        """This error with further `reasons` in its message."""
+        given = (*self.reasons, *reasons)
+        return InfeasibleError(self.shortages, self.capacity_bytes, given)

@@ -1,7 +1,7 @@
 """The jobs of one plan, with the copies that exist before and after them.
 
 A training run has four passages: the step; the first step, before which no update is
-pending; the flush, which runs only the pending updates; and the evaluation.
+pending; the flush, which runs only the pending updates; and the forward pass alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,9 +16,9 @@ from zinf.plan.plan import Plan
 from zinf.plan.schedule import (
     Job,
     schedule,
-    schedule_evaluation,
     schedule_first,
     schedule_flush,
+    schedule_forward,
 )
 from zinf.plan.stream import stream
 from zinf.program import KEY, Program, Tier
@@ -69,9 +69,9 @@ def flush_passage(
     return Passage(jobs, _pending(catalog, units, options), [], options.slack)
 
 
-def evaluation_passage(catalog: Catalog, options: StepOptions) -> Passage:
-    """A forward pass; losses and outputs end on the host."""
-    jobs = schedule_evaluation(catalog, options)
+def forward_passage(catalog: Catalog, options: StepOptions) -> Passage:
+    """A forward pass alone; all outputs of the program end on the host."""
+    jobs = schedule_forward(catalog, options)
     return Passage(jobs, *_boundary(jobs, catalog, options), options.slack)
 
 
@@ -138,11 +138,11 @@ def initial_copies(program: Program, num_microbatches: int) -> list[Copy]:
 
 
 def final_copies(program: Program, options: StepOptions) -> list[Copy]:
-    """Copies that a step leaves on the host: losses and auxiliary outputs."""
+    """Copies that a step leaves on the host: the outputs of the program."""
     return [
         (value(name, m), Tier.HOST)
         for m in range(options.num_microbatches)
-        for name in (program.loss, *program.aux)
+        for name in dict.fromkeys(program.outputs)
     ]
 
 

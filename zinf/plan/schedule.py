@@ -70,12 +70,12 @@ def schedule_flush(
     return made.jobs
 
 
-def schedule_evaluation(catalog: Catalog, options: StepOptions) -> list[Job]:
-    """The jobs of a forward pass alone; losses and outputs end on the host."""
+def schedule_forward(catalog: Catalog, options: StepOptions) -> list[Job]:
+    """The jobs of a forward pass alone; all outputs of the program end on the host."""
     made = _Schedule(catalog, (), options)
     made.forward_passes()
     for m in made.microbatches:
-        made.forward(made.last, m, results_to=Tier.HOST)
+        made.forward(made.last, m)
     return made.jobs
 
 
@@ -96,6 +96,7 @@ class _Schedule:
         self.begun: set[ArrayId] = set()
         self.norms: list[ArrayId] = []
         self.keeps = catalog.kept_segments(options.num_kept)
+        self.returned = frozenset(self.program.outputs)
 
     def forward_passes(self, *, with_pending: bool = False) -> None:
         """Runs all segments but the last; `with_pending`, also the pending updates."""
@@ -141,7 +142,7 @@ class _Schedule:
         ]
         return tuple((a, Tier.DEVICE) for a in (*params, *values))
 
-    def forward(self, k: int, m: int, results_to: Tier | None = None) -> None:
+    def forward(self, k: int, m: int) -> None:
         segment = self.program.segments[k]
         outputs = [value(n, m) for n in segment.outputs]
         kind, workspace, kept = Pass.FORWARD, self.catalog.workspace[k][0], ()
@@ -157,9 +158,12 @@ class _Schedule:
             flops=segment.flops,
             exchange=self.catalog.exchange_of(k)[0],
         )
-        target = results_to or self.options.value_tier
-        if target != Tier.DEVICE and outputs:
-            self.jobs.transfer(outputs, Tier.DEVICE, target)
+        returned = [a for a in outputs if a.path in self.returned]
+        if returned:
+            self.jobs.transfer(returned, Tier.DEVICE, Tier.HOST)
+        others = [a for a in outputs if a.path not in self.returned]
+        if self.options.value_tier != Tier.DEVICE and others:
+            self.jobs.transfer(others, Tier.DEVICE, self.options.value_tier)
 
     def loss(self, k: int, m: int) -> ArrayId:
         """Runs both passes of the last segment; returns the loss, moved to the host."""

@@ -1,15 +1,16 @@
-"""Plans steps and evaluations: cuts, compiles and arranges them within the budgets.
+"""Plans training steps: cuts, compiles and arranges them within the budgets.
 
 All decisions are made from shapes. No parameter is made and no store is opened, so the
 same code also answers "does it fit" for a machine that is not there.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from hashlib import sha256
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,6 @@ from zinf.mesh import local_devices, num_batch_shares
 from zinf.optim.clipping import Clipping
 from zinf.optim.separate import Separated
 from zinf.plan import (
-    NO_EXCHANGE,
     Arrangement,
     Catalog,
     Choices,
@@ -31,7 +31,6 @@ from zinf.plan import (
     Shortage,
     StepOptions,
     build_at_home,
-    build_evaluation,
     build_placed,
     count_contributions,
     fused_plan,
@@ -43,7 +42,7 @@ from zinf.prepare.arrays import (
     residents,
 )
 from zinf.prepare.batch import batch_spec, check_rows
-from zinf.prepare.exchange import forward_exchanges, segment_exchanges
+from zinf.prepare.exchange import segment_exchanges
 from zinf.prepare.fused import FusedProgram, compile_fused
 from zinf.prepare.joint import Joint, grouped
 from zinf.prepare.keeping import keeping_as_chosen, what_may_be_kept
@@ -65,6 +64,7 @@ from zinf.topology import Topology, out_of_memory
 from zinf.uncollected import uncollected
 
 logger = logging.getLogger(__name__)
+Made = TypeVar("Made")
 
 # Values that the search tries for `StepOptions`, besides their defaults. Updates that
 # wait for the gradient norm cannot overlap the backward pass: for them DEFERRED_SHARES
@@ -99,16 +99,6 @@ class Streamed:
     @property
     def plan(self) -> Plan:
         return self.arranged.plan
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """A forward pass, segment by segment; arrays rest where training puts them."""
-
-    plan: Plan
-    segmented: Segmented
-    segments: tuple[Segment, ...]
-    layouts: Layouts
 
 
 @dataclass(frozen=True)
@@ -186,21 +176,36 @@ class Planner:
         Raises:
             InfeasibleError: no plan fits the budgets.
         """
-        try:
-            with self.problem.modes.own(), uncollected():
-                made = self._plan(batch, homes)
-        except jax.errors.JaxRuntimeError as error:
-            raise self._refused(error) from error
-        if self.group.count > 1:
-            # Processes that began collectives in different orders would deadlock.
-            listed = "\n".join(map(repr, made.plan.instructions))
-            self.group.agree({"plan": sha256(listed.encode()).hexdigest()})
+        with self.planning():
+            made = self._plan(batch, homes)
+        self.agree_on(made.plan, "plan")
         if isinstance(made, Streamed) and homes is None and self.group.is_first:
             arranged = made.arranged.catalog
             kept = kept_off_nvme(made.plan.homes, arranged.specs, self.config)
             if kept is not None:
                 logger.warning(kept)
         return made
+
+    @contextmanager
+    def planning(self) -> Generator[None, None, None]:
+        """Plans in zinf's modes of jax while the body runs.
+
+        A compiler's out-of-memory error becomes an InfeasibleError.
+        """
+        try:
+            with self.problem.modes.own(), uncollected():
+                yield
+        except jax.errors.JaxRuntimeError as error:
+            raise self._refused(error) from error
+
+    def agree_on(self, plan: Plan, name: str) -> None:
+        """Raise unless all processes have made the same plan.
+
+        Processes that began collectives in different orders would deadlock.
+        """
+        if self.group.count > 1:
+            listed = "\n".join(map(repr, plan.instructions))
+            self.group.agree({name: sha256(listed.encode()).hexdigest()})
 
     def _refused(self, error: Exception) -> Exception:
         """A compiler's out-of-memory error as an InfeasibleError; others unchanged."""
@@ -296,39 +301,72 @@ class Planner:
         rows.
         """
         limits = Limits(self.config.segment_max_bytes)
-        segmented = self.cut(source, limits.param_bytes)
+
+        def cut_to(max_bytes: int | None) -> Segmented:
+            is_traced = max_bytes == limits.param_bytes
+            traced = source if is_traced else self.trace(batch, max_bytes)
+            return self.cut(traced, max_bytes)
+
+        def attempt(
+            segmented: Segmented, compiled: Compiled, limits: Limits
+        ) -> Streamed:
+            return self.stream_segments(segmented, compiled, limits, homes)
+
+        return self.shrunk(cut_to, attempt, limits)
+
+    def shrunk(
+        self,
+        cut_to: Callable[[int | None], Segmented],
+        attempt: Callable[[Segmented, Compiled, Limits], Made],
+        limits: Limits,
+    ) -> Made:
+        """What `attempt` makes of the first segments that fit the device.
+
+        Args:
+            cut_to: cuts the program into segments of at most so many parameter bytes.
+            limits: the first limits that are tried.
+        """
+        segmented = cut_to(limits.param_bytes)
         while True:
             compiled = self.compile(segmented, limits)
             try:
-                return self.stream_segments(segmented, compiled, limits, homes)
+                return attempt(segmented, compiled, limits)
             except InfeasibleError as error:
                 before = segmented.program
                 tight = tighter(limits, error, compiled.segments, before)
                 if tight is None:
                     raise error.because(reasons(before, compiled.segments)) from None
                 if tight.param_bytes != limits.param_bytes:
-                    source = self.trace(batch, tight.param_bytes)
-                    segmented = self.cut(source, tight.param_bytes)
+                    segmented = cut_to(tight.param_bytes)
                 rest = self.capacity()[Tier.DEVICE], self.rule.mesh.size
                 if not is_worth_trying(segmented.program, before, *rest):
                     found = reasons(segmented.program, compiled.segments)
                     raise error.because(found) from None
                 limits = tight
 
-    def cut(
-        self, source: Source, max_bytes: int | None, *, trains: bool = True
-    ) -> Segmented:
-        frozen = set(self.problem.params) - self.problem.trainable
+    def cut(self, source: Source, max_bytes: int | None) -> Segmented:
+        return segment_loss(
+            source,
+            frozen=self.frozen,
+            splittable=self.splittable,
+            max_bytes=max_bytes,
+        )
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        return frozenset(self.problem.params) - self.problem.trainable
+
+    @property
+    def splittable(self) -> frozenset[str]:
+        """The leaves that may rest and be read by rows."""
         by_row = {leaf.path for leaf in self.separated.leaves if leaf.is_elementwise}
         # A leaf sharded by rows cannot be streamed by rows too: each device holds only
         # some of them.
-        here = {
+        return frozenset(
             path
-            for path in by_row | frozen
+            for path in by_row | self.frozen
             if self.layouts.of(ArrayId(Role.PARAM, path)).has_whole_rows
-        }
-        fixed = frozen if trains else set(self.problem.params)
-        return segment_loss(source, frozen=fixed, splittable=here, max_bytes=max_bytes)
+        )
 
     def compile(self, segmented: Segmented, limits: Limits) -> Compiled:
         layouts = self.layouts.with_inputs(segmented.program)
@@ -414,87 +452,6 @@ class Planner:
             layouts,
             limits,
         )
-
-    def evaluation(self, batch: Any, training: Streamed) -> Evaluation:
-        """The forward pass of the evaluation loss, or else of the training loss.
-
-        Args:
-            batch: shapes and dtypes of one microbatch, as in `training`.
-
-        Raises:
-            InfeasibleError: the pass does not fit beside the arrays at rest.
-        """
-        with uncollected():
-            made = self._evaluation(batch, training)
-        if self.group.count > 1:
-            listed = "\n".join(map(repr, made.plan.instructions))
-            digest = sha256(listed.encode()).hexdigest()
-            self.group.agree({"plan of evaluation": digest})
-        return made
-
-    def _evaluation(self, batch: Any, training: Streamed) -> Evaluation:
-        arranged, segmented = training.arranged, training.segmented
-        segments, layouts = training.segments, training.layouts
-        catalog = replace(arranged.catalog, homes=training.plan.homes)
-        if self.problem.evaluation_loss is not None:
-            source = self.trace_evaluation(batch, training.limits.param_bytes)
-            segmented = self.cut(source, training.limits.param_bytes, trains=False)
-            compiled = self.compile(segmented, training.limits)
-            segments, layouts = compiled.segments, compiled.layouts
-            specs = tuple(s.spec for s in segments)
-            segmented = replace(
-                segmented, program=replace(segmented.program, segments=specs)
-            )
-            catalog = self.evaluation_catalog(segmented.program, training, compiled)
-        plan = build_evaluation(
-            catalog,
-            training.plan.capacity_bytes,
-            segments[-1].evaluation_bytes(),
-            arranged.options.num_microbatches,
-        )
-        return Evaluation(plan, segmented, segments, layouts)
-
-    def trace_evaluation(self, batch: Any, max_bytes: int | None) -> Source:
-        assert self.problem.evaluation_loss is not None
-        return trace_loss(
-            self.problem.evaluation_loss,
-            self.problem.abstract_arguments(),
-            batch,
-            key=self.key,
-            has_aux=True,
-            max_remat_bytes=max_bytes or 1 << 62,
-        )
-
-    def evaluation_catalog(
-        self, program: Program, training: Streamed, compiled: Compiled
-    ) -> Catalog:
-        """The catalog for the forward pass of an evaluation loss."""
-        segments, layouts = compiled.segments, compiled.layouts
-        arrays = {a: t for a, t in training.plan.homes.items() if a.role != Role.CONST}
-        consts = [ArrayId(Role.CONST, name) for name in program.consts]
-        homes = {**arrays, **dict.fromkeys(consts, Tier.DEVICE)}
-        wholes = self.array_specs()
-        specs = {
-            a: wholes[a.whole].rows(*a.rows) if a.rows else wholes[a] for a in arrays
-        }
-        specs |= {array: program.values[array.path] for array in consts}
-        catalog = Catalog(
-            layouts.share_of(program),
-            {array: layouts.share_spec(array, spec) for array, spec in specs.items()},
-            homes,
-            [(segment.evaluation_bytes(), 0) for segment in segments],
-            rates=self.rates(),
-            device_parts=layouts.device_parts(),
-            exchange=[(x, NO_EXCHANGE) for x in forward_exchanges(segments)],
-        )
-        for array in {a for segment in program.segments for a in segment.params}:
-            if catalog.home_tier(array) is None:
-                raise NotImplementedError(
-                    f"The loss for evaluation reads the parameter {array.path!r} as a "
-                    "whole, and the loss for training reads it layer by layer, so that "
-                    "it rests in pieces. Loop over its layers (lax.scan) in both."
-                )
-        return catalog
 
     def choices(self, waits: bool) -> Choices:
         """The options that the search may choose, where the config leaves them open.

@@ -1,4 +1,4 @@
-"""From a traced loss to a `Program`: cuts, names, and finds shared bodies."""
+"""From a traced function to a `Program`: cuts, names, and finds shared bodies."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -24,14 +24,14 @@ from zinf.segment.tile import tile_leaves
 class Segmented:
     """A program, and for each of its segments the body that runs it.
 
-    `consts` holds the values of `program.consts`; `aux_structure` the pytree of the
-    auxiliary outputs.
+    `consts` holds the values of `program.consts`; `structure` is the pytree of the
+    outputs.
     """
 
     program: Program
     shared: tuple[Shared, ...]
     consts: dict[str, Any]
-    aux_structure: Any
+    structure: Any
 
 
 def segment_loss(
@@ -41,7 +41,7 @@ def segment_loss(
     splittable: Collection[str],
     max_bytes: int | None,
 ) -> Segmented:
-    """Cuts a traced loss into segments.
+    """Cuts a traced loss into segments with a backward pass.
 
     Args:
         frozen: key paths of leaves that get no gradient. Leaves that are not
@@ -51,6 +51,29 @@ def segment_loss(
         max_bytes: parameter bytes that a segment may hold; `None` cuts by layer.
             Splittable leaves that are larger are read by tile.
     """
+    return _segmented(source, set(frozen), splittable, max_bytes, is_trained=True)
+
+
+def segment_function(
+    source: Source, *, splittable: Collection[str], max_bytes: int | None
+) -> Segmented:
+    """Cuts a traced function into segments that only run forward.
+
+    Each output is made by the segment that computes it. The arguments are those of
+    `segment_loss`.
+    """
+    frozen = set(source.params.values())
+    return _segmented(source, frozen, splittable, max_bytes, is_trained=False)
+
+
+def _segmented(
+    source: Source,
+    frozen: Collection[str],
+    splittable: Collection[str],
+    max_bytes: int | None,
+    *,
+    is_trained: bool,
+) -> Segmented:
     graph, arrays, stacked = split_rows(source.graph, source.params, splittable)
     tiled = tile_leaves(graph, arrays, tileable=splittable, max_bytes=max_bytes)
     graph, arrays = tiled.graph, dict(tiled.arrays)
@@ -62,7 +85,7 @@ def segment_loss(
     order = order_equations(index_by_literals(graph, floats), floats)
     tape = read_tape(order)
     cuts = choose_cuts(tape, max_bytes=max_bytes)
-    made = _Builder(source, order, arrays, leaves).build(cuts)
+    made = _Builder(source, order, arrays, leaves, is_trained).build(cuts)
     program = replace(made.program, tilings=tiled.tilings, untiled=dict(tiled.refused))
     return replace(made, program=program)
 
@@ -96,10 +119,17 @@ class _Builder:
         order: Order,
         arrays: dict[Var, ArrayId],
         leaves: Sequence[Leaf],
+        is_trained: bool,
     ):
         self.source, self.order, self.arrays = source, order, arrays
         self.graph: Graph = order.graph
         self.leaves = tuple(leaves)
+        self.is_trained = is_trained
+        # The outputs that the segments make which compute them; others, such as
+        # literals and parameters, are outputs of the last segment.
+        made = {v for e in order.anchored for v in e.outvars}
+        found = () if is_trained else variables(self.graph.outvars)
+        self.own_outputs = made.intersection(found)
         self.stacked = {leaf.path for leaf in leaves if leaf.num_layers is not None}
         trainable = {leaf.path for leaf in leaves if leaf.is_trainable}
         self.trainable = {v for v, a in arrays.items() if a.path in trainable}
@@ -107,7 +137,8 @@ class _Builder:
 
     def build(self, cuts: Sequence[int]) -> Segmented:
         drafts = self.draft(cuts)
-        self.adopt_unused(drafts)
+        if self.is_trained:
+            self.adopt_unused(drafts)
         names = _unique_names([self.title(d) for d in drafts])
         value_names = dict(self.source.batch)
         value_names.update({v: f"const/{i}" for i, v in enumerate(self.graph.consts)})
@@ -115,51 +146,56 @@ class _Builder:
             fresh = [v for v in draft.outputs if not isinstance(v, Literal)]
             for i, v in enumerate(v for v in fresh if v not in value_names):
                 value_names[v] = f"{name}.{i}"
-        loss, *aux = self.graph.outvars
-        shared = share([self.piece(d, d is drafts[-1]) for d in drafts])
+        last = drafts[-1]
+        shared = share([self.piece(d, self.is_trained and d is last) for d in drafts])
         bodies = {id(s.body): None for s in shared}
         numbers = {b: i for i, b in enumerate(bodies)}
         segments = tuple(
             self.spec(name, draft, value_names, numbers[id(s.body)])
             for name, draft, s in zip(names, drafts, shared, strict=True)
         )
-        # Outputs of the last segment are named by their position, since an output may
-        # be a literal or an input and appear more than once.
-        last = segments[-1]
+        # Outputs that no other segment makes are named by their position, since such
+        # an output may be a literal or an input and appear more than once.
         values = {n: array_spec(v.aval) for v, n in value_names.items()}
-        outputs = tuple(f"out/{i}" for i in range(1 + len(aux)))
-        values.update(
-            {n: array_spec(a.aval) for n, a in zip(outputs, (loss, *aux), strict=True)}
+        outputs = tuple(
+            value_names[a] if self.is_own(a) else f"out/{i}"
+            for i, a in enumerate(self.graph.outvars)
         )
-        segments = (*segments[:-1], replace(last, outputs=outputs))
+        pairs = zip(outputs, self.graph.outvars, strict=True)
+        finals = {name: atom for name, atom in pairs if not self.is_own(atom)}
+        values.update({name: array_spec(a.aval) for name, a in finals.items()})
+        own = [value_names[a] for a in last.outputs if self.is_own(a)]
+        named = replace(segments[-1], outputs=(*own, *finals))
+        segments = (*segments[:-1], named)
         program = Program(
             leaves=self.leaves,
             segments=segments,
             values=values,
             batch=tuple(self.source.batch.values()),
             consts=tuple(value_names[v] for v in self.graph.consts),
-            loss=outputs[0],
-            aux=outputs[1:],
+            outputs=outputs,
+            is_trained=self.is_trained,
         )
         consts = {value_names[v]: to_words(x) for v, x in self.graph.consts.items()}
-        return Segmented(program, tuple(shared), consts, self.source.aux_structure)
+        return Segmented(program, tuple(shared), consts, self.source.structure)
 
     def draft(self, cuts: Sequence[int]) -> list[_Draft]:
-        """One draft a segment; the last one returns the outputs of the program."""
+        """One draft a segment; the last one returns what no other segment makes."""
         pairs = zip(cuts, cuts[1:], strict=False)
         ranges = [self.order.anchored[a:b] for a, b in pairs if b > a] or [()]
-        drafts = []
-        for i, equations in enumerate(ranges):
-            is_last = i == len(ranges) - 1
-            finals = self.graph.outvars if is_last else ()
-            drafts.append(self.gather(equations, finals))
-        needed: set[Var] = set()
+        finals = [a for a in self.graph.outvars if not self.is_own(a)]
+        drafts = [self.gather(equations, ()) for equations in ranges[:-1]]
+        drafts.append(self.gather(ranges[-1], finals))
+        needed: set[Var] = set(self.own_outputs)
         for draft in reversed(drafts):
-            if draft is not drafts[-1]:
-                defined = [v for e in draft.equations for v in e.outvars]
-                draft.outputs = [v for v in defined if v in needed]
+            defined = [v for e in draft.equations for v in e.outvars]
+            draft.outputs = [v for v in defined if v in needed] + draft.outputs
             needed.update(draft.inputs)
         return drafts
+
+    def is_own(self, atom: Atom) -> bool:
+        """Whether it is an output that the segment makes which computes it."""
+        return _is_variable(atom) and atom in self.own_outputs
 
     def gather(self, anchored: Sequence[Equation], finals: Sequence[Atom]) -> _Draft:
         """The equations of a segment with the floating ones that they read."""

@@ -196,7 +196,7 @@ def compile_segments(
         sums = tuple(array in accumulates for array in spec.trained_params)
         key = spec.body, params, inputs, gradients, sums
         if key not in bodies:
-            is_last = spec is specs[-1]
+            is_last = segmented.program.is_trained and spec is specs[-1]
             whole = BodyExecutables(
                 shared.body,
                 spec,

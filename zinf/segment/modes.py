@@ -1,7 +1,7 @@
 """The losses of training and evaluation, from the user's functions."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -43,12 +43,13 @@ def takes_train(function: Callable) -> bool:
 
 def evaluated(function: Callable, arguments: tuple[Any, ...], key: tuple) -> Any:
     """The loss alone that an evaluation function gives, with a key if it takes one."""
-    given = (*arguments, *key) if _accepts(function, (*arguments, *key)) else arguments
+    given = (*arguments, *key) if accepts(function, (*arguments, *key)) else arguments
     result = function(*given)
     return result[0] if isinstance(result, tuple) and result else result
 
 
-def _accepts(function: Callable, arguments: tuple[Any, ...]) -> bool:
+def accepts(function: Callable, arguments: Sequence[Any]) -> bool:
+    """Whether a function can be called with as many positional arguments."""
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError:

@@ -19,7 +19,7 @@ from zinf.jax_modes import Modes
 from zinf.jaxpr.keys import from_words, in_words, is_key, to_words
 from zinf.segment.leafwise import initialize, leaves_of
 from zinf.segment.modes import evaluated, for_evaluation, for_training
-from zinf.segment.source import WrongResult, described, named_leaves
+from zinf.segment.source import NUMBERS, WrongResult, described, named_leaves
 
 STATE_PREFIX = "model_state/"
 MASTER_DTYPE = "float32"
@@ -57,6 +57,8 @@ class Problem:
         modes: jax's modes, in which the user's functions are traced.
         state_paths: the leaves that the loss returns anew, in the order of
             the flattened `model_state` output.
+        bound: turns any function of the user, `(params[, model_state], batch[, key])`,
+            into one of `(flat arrays, batch[, key])`.
     """
 
     params: Mapping[str, ParamSpec]
@@ -64,11 +66,17 @@ class Problem:
     loss: Callable
     evaluation_loss: Callable | None
     state_paths: tuple[str, ...]
+    bound: Callable[[Callable], Callable]
     modes: Modes
     _source: Any = field(repr=False)
     _state: Any = field(repr=False)
     _structure: Any = field(repr=False)
     _state_structure: Any = field(repr=False)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether functions of the user take the model state after the parameters."""
+        return self._state is not None
 
     @property
     def trainable(self) -> frozenset[str]:
@@ -206,6 +214,14 @@ def make_problem(
             trees.append(jax.tree.unflatten(state_structure, values[len(leaves) :]))
         return trees
 
+    def bound(function: Callable) -> Callable:
+        in_modes = modes.of_user(function)
+
+        def on_named(flat: Mapping[str, Any], batch: Any, *key: Any) -> Any:
+            return in_modes(*user_trees(flat), batch, *key)
+
+        return on_named
+
     def loss(flat: Mapping[str, Any], batch: Any, *key: Any) -> tuple[Any, Any]:
         result = training(*user_trees(flat), batch, *key)
         return _sort_result(result, has_aux, abstract_state)
@@ -223,6 +239,7 @@ def make_problem(
         loss=loss,
         evaluation_loss=None if evaluating is None else evaluation_loss,
         state_paths=state_paths,
+        bound=bound,
         modes=modes,
         _source=params,
         _state=model_state,
@@ -285,9 +302,8 @@ def _check_state(state: Any, wanted: Any, returned: str) -> None:
 
 
 def _unwrapped(tree: Any) -> Any:
-    numbers = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
     for path, leaf in named_leaves(tree).items():
-        if not isinstance(leaf, numbers):
+        if not isinstance(leaf, NUMBERS):
             raise WrongResult(
                 f"loss_fn returned {path!r} as {described(leaf)}, beside the loss; "
                 "what it returns there are arrays of numbers. Leave it out."

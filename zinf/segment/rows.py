@@ -6,10 +6,15 @@ device: each row is an array of its own, and only its layer fetches it.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
-from zinf.jaxpr import Graph
+import jax
+import jax.numpy as jnp
+
+from zinf.jaxpr import Emitter, Graph
 from zinf.jaxpr.compat import Atom, Equation, Literal, Var, fresh
 from zinf.program import ArrayId, Role
+from zinf.segment.source import Source
 
 
 def split_rows(
@@ -62,6 +67,39 @@ def split_rows(
     outvars = tuple(rename(graph.outvars))
     graph = Graph(tuple(invars), outvars, tuple(kept), graph.consts)
     return graph, arrays, paths
+
+
+def rest_by_row(source: Source, paths: Collection[str]) -> Source:
+    """A function in which no equation reads a leaf of `paths` as a whole.
+
+    Where one does, it reads the concatenation of the rows of the leaf. So a function
+    may read a leaf as a whole that another function reads, and keeps, by row.
+    """
+    emitter = Emitter()
+    wholes: dict[Var, Atom] = {}
+    stacked = {v for v, path in source.params.items() if path in paths}
+
+    def whole(atom: Atom) -> Atom:
+        if isinstance(atom, Literal) or atom not in stacked:
+            return atom
+        if atom not in wholes:
+            rows = [
+                emitter.apply(lambda x, i=i: jax.lax.slice_in_dim(x, i, i + 1), atom)[0]
+                for i in range(atom.aval.shape[0])
+            ]
+            (wholes[atom],) = emitter.apply(lambda *xs: jnp.concatenate(xs), *rows)
+        return wholes[atom]
+
+    graph = source.graph
+    equations = [
+        e if _row(e) is not None else e.replace(invars=[whole(a) for a in e.invars])
+        for e in graph.equations
+    ]
+    outvars = tuple(whole(a) for a in graph.outvars)
+    written = (*emitter.equations, *equations)
+    return replace(
+        source, graph=replace(graph, outvars=outvars, equations=tuple(written))
+    )
 
 
 def _row(equation: Equation) -> int | None:

@@ -1,4 +1,4 @@
-"""Traces a loss function to a flat graph whose inputs have names."""
+"""Traces a function to a flat graph whose inputs have names."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,9 +11,13 @@ import numpy as np
 from zinf.jax_modes import traceback_of_user
 from zinf.jaxpr import Graph, flatten, trace, variables
 from zinf.jaxpr.compat import Equation, Var, open_jaxpr
+from zinf.jaxpr.keys import to_words
 from zinf.program import KEY
 from zinf.segment.order import variable_bytes
 
+# The types of the leaves that a function may return.
+NUMBERS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+NUM_LISTED = 5
 # A loop that reads or writes a mutable array from outside has these effects too.
 REF_EFFECTS = {
     "InternalMutableArrayEffect",
@@ -44,16 +48,17 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Source:
-    """A traced loss: its graph, and what each input variable and output is.
+    """A traced function: its graph, and what each input variable and output is.
 
     `params` are named by key path, `batch` by "batch/<key path>" (and "key"). The
-    first output of the graph is the loss, the rest the flattened auxiliary outputs.
+    outputs of the graph are the flattened outputs of the function, whose pytree is
+    `structure`. The outputs of a loss are `(loss, aux)`.
     """
 
     graph: Graph
     params: Mapping[Var, str]
     batch: Mapping[Var, str]
-    aux_structure: Any
+    structure: Any
 
 
 def trace_loss(
@@ -74,9 +79,14 @@ def trace_loss(
 
     Raises:
         ValueError: the loss is not one floating-point number.
-        NotImplementedError: an equation has an ordered or input-output effect, which
-            would happen once more when the backward pass recomputes its segment.
+        NotImplementedError: an equation has a side effect other than printing.
     """
+    rest = {"key": key, "max_remat_bytes": max_remat_bytes, "name": "loss_fn"}
+    return trace_function(checked_loss(loss_fn, has_aux), params, batch, **rest)
+
+
+def checked_loss(loss_fn: Callable, has_aux: bool) -> Callable:
+    """A loss that returns `(loss, aux)`, and raises if the loss is none."""
 
     def function(params: Any, batch: Any, *rest: Any) -> tuple[Any, Any]:
         result = loss_fn(params, batch, *rest)
@@ -84,25 +94,53 @@ def trace_loss(
         _check_loss(loss)
         return jnp.asarray(loss), aux
 
+    return function
+
+
+def trace_function(
+    function: Callable,
+    params: Any,
+    batch: Any,
+    *,
+    key: Any = None,
+    max_remat_bytes: int,
+    name: str,
+) -> Source:
+    """The flat graph of `function(params, batch[, key])` on abstract arguments.
+
+    Args:
+        params, batch, key, max_remat_bytes: see `trace_loss`.
+        name: what errors call the function.
+
+    Raises:
+        ValueError: the function returns nothing, or something that is no array.
+        NotImplementedError: an equation has a side effect other than printing.
+    """
+
+    def checked(*arguments: Any) -> Any:
+        return _outputs(function(*arguments), name)
+
     arguments = (params, batch) if key is None else (params, batch, key)
     try:
-        closed, (_, aux) = trace(function, *arguments)
+        closed, outputs = trace(checked, *arguments)
     except WrongResult as error:
         # A new error, without the frames and notes of the trace.
         raise WrongResult(str(error)) from None
     except Exception as error:
         given = ", ".join(f"{n} {_brief(x)}" for n, x in named_leaves(batch).items())
         error.add_note(
-            f"loss_fn raised this when zinf traced it with the batch {given or 'None'}."
+            f"{name} raised this when zinf traced it with the batch {given or 'None'}."
         )
+        if isinstance(error, (KeyError, AttributeError, IndexError)):
+            error.add_note(f"The parameters are {_listed(params)}.")
         error.__traceback__ = traceback_of_user(error)
         raise
     invars = open_jaxpr(closed)[0].invars
-    names = named_leaves(params)
+    leaves = named_leaves(params)
     batch_names = [f"batch/{n}" for n in named_leaves(batch)]
     batch_names += [] if key is None else [KEY]
-    param_vars = dict(zip(invars, names, strict=False))
-    batch_vars = dict(zip(invars[len(names) :], batch_names, strict=True))
+    param_vars = dict(zip(invars, leaves, strict=False))
+    batch_vars = dict(zip(invars[len(leaves) :], batch_names, strict=True))
     param_set = set(param_vars)
 
     def inline_remat(equation: Equation) -> bool:
@@ -110,14 +148,31 @@ def trace_loss(
         return sum(map(variable_bytes, read)) > max_remat_bytes
 
     graph = flatten(closed, inline_remat=inline_remat, stacked=tuple(param_vars))
-    _check_constants(graph)
+    _check_constants(graph, name)
     for equation in graph.equations:
-        _check_effects(equation)
-    return Source(graph, param_vars, batch_vars, jax.tree.structure(aux))
+        _check_effects(equation, name)
+    return Source(graph, param_vars, batch_vars, jax.tree.structure(outputs))
 
 
 class WrongResult(ValueError):
-    """The loss function returned the wrong kind of value."""
+    """A function of the user returned the wrong kind of value."""
+
+
+def _outputs(tree: Any, name: str) -> Any:
+    """What a function returns, as arrays; random keys as their words."""
+    leaves = named_leaves(tree)
+    if not leaves:
+        raise WrongResult(
+            f"{name} returned {described(tree)}, in which there is no array. Return an "
+            "array, or a pytree of arrays."
+        )
+    for path, leaf in leaves.items():
+        if not isinstance(leaf, NUMBERS):
+            raise WrongResult(
+                f"{name} returned {path!r} as {described(leaf)}, which is no array of "
+                "numbers. Leave it out."
+            )
+    return jax.tree.map(lambda x: to_words(jnp.asarray(x)), tree)
 
 
 def described(value: Any) -> str:
@@ -129,6 +184,13 @@ def described(value: Any) -> str:
     inside = ", ".join(described(x) for x in jax.tree.leaves(value)[:4])
     more = ", ..." if len(jax.tree.leaves(value)) > 4 else ""
     return f"a {type(value).__name__} with {inside or 'nothing'}{more}"
+
+
+def _listed(params: Any) -> str:
+    """The key paths of the first parameters, and how many there are."""
+    names = list(named_leaves(params))
+    more = f", ... ({len(names)} in all)" if len(names) > NUM_LISTED else ""
+    return ", ".join(names[:NUM_LISTED]) + more
 
 
 def _brief(value: Any) -> str:
@@ -168,18 +230,18 @@ def _check_loss(loss: Any) -> None:
     )
 
 
-def _check_constants(graph: Graph) -> None:
+def _check_constants(graph: Graph, name: str) -> None:
     """Refuses a value of another trace: jax calls it a leaked tracer."""
     for value in graph.consts.values():
         if isinstance(value, jax.core.Tracer):
             raise ValueError(
-                f"loss_fn closes over {_brief(value)} of another function that jax "
+                f"{name} closes over {_brief(value)} of another function that jax "
                 "traces or traced (a leaked tracer), which has no value. Compute it "
                 "outside of jax.jit, or pass it in the batch."
             )
 
 
-def _check_effects(equation: Equation) -> None:
+def _check_effects(equation: Equation, name: str) -> None:
     refused = {
         type(e).__name__: str(e)
         for e in equation.effects
@@ -189,12 +251,13 @@ def _check_effects(equation: Equation) -> None:
         return
     if not refused.keys().isdisjoint(REF_EFFECTS):
         raise NotImplementedError(
-            "loss_fn makes or changes a mutable array (jax.new_ref), which zinf "
+            f"{name} makes or changes a mutable array (jax.new_ref), which zinf "
             "cannot cut into segments. Return the new value in place of it: "
             "x = x.at[i].set(y), or a carry of jax.lax.scan."
         )
     raise NotImplementedError(
-        f"The loss function contains `{equation.primitive.name}` with the effect "
-        f"{', '.join(refused.values())}. A segment runs again in the backward pass, so "
-        "the effect would happen twice. Return the value as an auxiliary output."
+        f"{name} contains `{equation.primitive.name}` with the effect "
+        f"{', '.join(refused.values())}. zinf runs a function in segments, and those "
+        "of a loss again in the backward pass, so the effect would happen at another "
+        "time, or twice. Return the value as an output instead."
     )

@@ -17,7 +17,11 @@ def step_keys(rng: jax.Array | None, step: int, count: int) -> list[jax.Array]:
     """
     if rng is None:
         return []
-    key = jax.random.fold_in(rng, step)
+    return microbatch_keys(jax.random.fold_in(rng, step), count)
+
+
+def microbatch_keys(key: jax.Array, count: int) -> list[jax.Array]:
+    """The key itself, or one for each of several microbatches."""
     return [key] if count == 1 else [jax.random.fold_in(key, m) for m in range(count)]
 
 

@@ -18,7 +18,7 @@ from zinf.plan import (
     StepOptions,
     Transfer,
     build,
-    build_evaluation,
+    build_forward,
     build_placed,
     final_copies,
     fused_plan,
@@ -217,13 +217,9 @@ def test_fixed_homes_are_kept_for_another_batch() -> None:
     build(program.catalog(homes), program.units(homes), enough, LATE)
 
 
-def evaluation(plan: Plan, program: Toy, last_workspace_bytes: int = 40) -> Plan:
-    return build_evaluation(
-        program.catalog(plan.homes),
-        plan.capacity_bytes,
-        last_workspace_bytes,
-        num_microbatches=1,
-    )
+def evaluation(plan: Plan, program: Toy) -> Plan:
+    catalog = program.catalog(plan.homes)
+    return build_forward(catalog, plan.capacity_bytes, num_microbatches=1)
 
 
 def test_an_evaluation_only_runs_forward_and_leaves_arrays_at_home() -> None:

@@ -17,7 +17,7 @@ from zinf.plan import (
     value,
 )
 from zinf.plan.job import Job
-from zinf.plan.schedule import schedule, schedule_evaluation
+from zinf.plan.schedule import schedule, schedule_forward
 from zinf.program import ArrayId, ArraySpec, Role, RowSum, Tier
 
 TIED = make_toy(
@@ -281,7 +281,7 @@ def test_an_evaluation_runs_forward_and_brings_its_results_to_the_host() -> None
     toy = chain(2, num_aux=1)
     catalog = toy.catalog(toy.homes(Tier.NVME, Tier.NVME), num_microbatches=2)
     options = StepOptions(2, False, Tier.DEVICE, Tier.HOST)
-    jobs = schedule_evaluation(catalog, options)
+    jobs = schedule_forward(catalog, options)
     assert {kind for _, kind, _ in runs(jobs)} == {Pass.FORWARD}
     results = {
         a for j in jobs if isinstance(j.operation, Transfer) for a, _ in j.writes

@@ -32,7 +32,7 @@ def check_consistent(program):
         assert set(segment.active_inputs) <= set(segment.inputs)
         known.update(segment.outputs)
     last = program.segments[-1]
-    assert last.outputs == (program.loss, *program.aux)
+    assert last.outputs == program.outputs
     read = {n for s in program.segments for n in s.inputs}
     for segment in program.segments[:-1]:
         assert read.issuperset(segment.outputs)
@@ -195,8 +195,8 @@ def test_aux_outputs_may_be_inputs_parameters_numbers_or_repeated():
 
     segmented = build(loss, {"a": WEIGHT, "b": WEIGHT}, has_aux=True)
     program = segmented.program
-    assert len(program.aux) == 6 and len(set(program.aux)) == 6
-    shapes = [program.values[n].shape for n in program.aux]
+    assert len(program.outputs) == 7 and len(set(program.outputs)) == 7
+    shapes = [program.values[n].shape for n in program.outputs[1:]]
     assert shapes == [(4, 8)] * 3 + [(), (8, 8), ()]
 
 

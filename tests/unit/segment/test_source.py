@@ -49,8 +49,8 @@ def test_auxiliary_outputs_follow_the_loss_in_flattened_order():
 
     found = source(loss, has_aux=True)
     assert len(found.graph.outvars) == 1 + 3
-    assert found.aux_structure.num_leaves == 3
-    assert source(mean).aux_structure.num_leaves == 0
+    assert found.structure.num_leaves == 4
+    assert source(mean).structure.num_leaves == 1
 
 
 def test_two_leaves_with_one_key_path_are_refused_with_its_name():
