@@ -551,7 +551,8 @@ class Engine:
         current = self._placed()
 
         def make() -> ForwardRunner:
-            spec = batch_spec(batch, num_microbatches, self.planner.num_shares)
+            rest = num_microbatches, self.planner.num_shares
+            spec = batch_spec(batch, *rest, setting="num_microbatches")
             found = user_function(function, self.planner.problem, key, of_params)
             forward = plan_forward(
                 self.planner,

@@ -13,21 +13,30 @@ from zinf.plan import InfeasibleError
 from zinf.segment import named_leaves
 
 
-def batch_spec(batch: Any, num_microbatches: int, num_shares: int = 1) -> Any:
+def batch_spec(
+    batch: Any,
+    num_microbatches: int,
+    num_shares: int = 1,
+    *,
+    setting: str = "gradient_accumulation_steps",
+) -> Any:
     """The shapes and dtypes of one microbatch of all processes together, as a pytree.
 
     A leaf with a leading dim is cut along it; every microbatch gets scalars whole.
 
     Args:
         batch: the part of one process; all `num_shares` parts have the same shapes.
+        setting: what errors call `num_microbatches`.
 
     Raises:
         ValueError: a leaf is no array of numbers, or its leading dim cannot be divided
             into `num_microbatches`.
     """
+    if num_microbatches < 1:
+        raise ValueError(f"{setting} must be at least 1; found {num_microbatches}.")
     for path, leaf in named_leaves(batch).items():
         _check_kind(path, leaf)
-        _check_divides(path, leaf, num_microbatches)
+        _check_divides(path, leaf, num_microbatches, setting)
         if np.shape(leaf)[:1] == (0,):
             raise ValueError(
                 f"batch leaf {path!r} has shape {list(np.shape(leaf))}: the batch is "
@@ -136,13 +145,12 @@ def _check_kind(path: str, leaf: Any) -> None:
     )
 
 
-def _check_divides(path: str, leaf: Any, num_microbatches: int) -> None:
+def _check_divides(path: str, leaf: Any, num_microbatches: int, setting: str) -> None:
     shape = np.shape(leaf)
     if shape and shape[0] % num_microbatches:
         raise ValueError(
             f"batch leaf {path!r} has shape {list(shape)}, whose leading dim "
-            f"{shape[0]} is not a multiple of gradient_accumulation_steps = "
-            f"{num_microbatches}."
+            f"{shape[0]} is not a multiple of {setting} = {num_microbatches}."
         )
 
 

@@ -259,5 +259,6 @@ def _check_effects(equation: Equation, name: str) -> None:
         f"{name} contains `{equation.primitive.name}` with the effect "
         f"{', '.join(refused.values())}. zinf runs a function in segments, and those "
         "of a loss again in the backward pass, so the effect would happen at another "
-        "time, or twice. Return the value as an output instead."
+        "time, or twice. Return the value as an output; of a loss, as an auxiliary "
+        "output."
     )

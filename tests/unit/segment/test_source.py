@@ -82,7 +82,7 @@ def test_an_ordered_callback_is_refused_with_its_primitive():
     with pytest.raises(NotImplementedError) as error:
         source(loss)
     assert "`io_callback`" in str(error.value)
-    assert "auxiliary output" in str(error.value)
+    assert "as an auxiliary" in str(error.value)
 
 
 def test_an_effect_inside_a_loop_is_refused_too():
