@@ -287,3 +287,28 @@ def test_an_evaluation_runs_forward_and_brings_its_results_to_the_host() -> None
         a for j in jobs if isinstance(j.operation, Transfer) for a, _ in j.writes
     }
     assert results == {value(f"out/{i}", m) for i in range(2) for m in range(2)}
+
+
+def test_an_output_goes_to_the_host_before_the_next_segment_runs() -> None:
+    toy = chain(3)
+    first = toy.program.segments[0].outputs
+    returned = (*first, *toy.program.outputs)
+    program = replace(toy.program, outputs=returned, is_trained=False)
+    toy = replace(toy, program=program)
+    catalog = toy.catalog(toy.homes(Tier.NVME, Tier.NVME), num_microbatches=2)
+    for tier in Tier:
+        jobs = schedule_forward(catalog, StepOptions(2, False, tier, Tier.HOST))
+        moved = [
+            (a.path, i)
+            for i, job in enumerate(jobs)
+            if isinstance(job.operation, Transfer)
+            for a, target in job.writes
+            if target == Tier.HOST and a.path in returned
+        ]
+        assert sorted(name for name, _ in moved) == sorted(2 * returned)
+        second = next(
+            i
+            for i, job in enumerate(jobs)
+            if isinstance(job.operation, Run) and job.operation.segment == 1
+        )
+        assert all(i < second for name, i in moved if name in first)

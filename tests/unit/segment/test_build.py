@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from zinf.program import ArrayId, Role
-from zinf.segment import segment_loss, trace_loss
+from zinf.segment import (
+    rest_by_row,
+    segment_function,
+    segment_loss,
+    trace_function,
+    trace_loss,
+)
 
 WEIGHT = jax.ShapeDtypeStruct((8, 8), jnp.float32)
 X = jax.ShapeDtypeStruct((4, 8), jnp.float32)
@@ -234,3 +240,75 @@ def test_a_frozen_layer_does_not_share_the_body_of_a_trained_one():
     program = build(loss, [WEIGHT] * 5, frozen=["2"]).program
     bodies = [s.body for s in program.segments]
     assert bodies[1] == bodies[3] != bodies[2]
+
+
+# Functions that only run forward.
+
+
+def forward(function, params, batch=X, *, max_bytes=NBYTES, splittable=(), by_row=()):
+    named = {"max_remat_bytes": 0, "name": "function"}
+    source = trace_function(function, params, batch, **named)
+    source = rest_by_row(source, by_row)
+    segmented = segment_function(source, splittable=splittable, max_bytes=max_bytes)
+    program = segmented.program
+    assert not program.is_trained
+    made = {name for segment in program.segments for name in segment.outputs}
+    assert made.issuperset(program.outputs)
+    assert not any(segment.has_backward for segment in program.segments)
+    return segmented
+
+
+def test_each_output_of_a_function_is_made_by_the_segment_that_computes_it():
+    def function(params, x):
+        hidden = []
+        for name in "abc":
+            x = jnp.tanh(x @ params[name])
+            hidden.append(x)
+        return hidden, hidden[1]
+
+    segmented = forward(function, dict.fromkeys("abc", WEIGHT))
+    program = segmented.program
+    first, second, third, again = program.outputs
+    assert again == second
+    for segment, output in zip(program.segments, (first, second, third), strict=True):
+        assert segment.outputs == (output,)
+    # The last segment is equal to the others, so that all share one executable.
+    assert len({segment.body for segment in program.segments}) == 1
+
+
+def test_outputs_that_nothing_computes_are_those_of_the_last_segment():
+    def function(params, x):
+        y = jnp.tanh(x @ params["a"])
+        return x, params["a"], 3, y @ params["b"], y
+
+    program = forward(function, {"a": WEIGHT, "b": WEIGHT}).program
+    *_, last = program.segments
+    assert program.outputs[:3] == ("out/0", "out/1", "out/2")
+    assert {"out/0", "out/1", "out/2", program.outputs[3]} == set(last.outputs)
+    shapes = [program.values[name].shape for name in program.outputs]
+    assert shapes == [(4, 8), (8, 8), (), (4, 8), (4, 8)]
+
+
+def test_what_the_outputs_do_not_need_is_not_read():
+    def function(params, x):
+        y = jnp.tanh(x @ params["a"])
+        (y @ params["head"]).sum()
+        return y
+
+    program = forward(function, {"a": WEIGHT, "head": WEIGHT}).program
+    read = {array.path for segment in program.segments for array in segment.params}
+    assert read == {"a"}
+
+
+def test_a_leaf_that_rests_by_row_is_read_by_row_also_as_a_whole():
+    layers = jax.ShapeDtypeStruct((3, 8, 8), jnp.float32)
+
+    def function(params, x):
+        return jnp.tanh(x @ params["layers"][1]), params["layers"].sum((1, 2))
+
+    for by_row in ((), ("layers",)):
+        options = {"splittable": ("layers",), "by_row": by_row, "max_bytes": None}
+        program = forward(function, {"layers": layers}, **options).program
+        read = {array for segment in program.segments for array in segment.params}
+        rows = {ArrayId(Role.PARAM, "layers", (i, i + 1)) for i in range(3)}
+        assert read == (rows if by_row else {ArrayId(Role.PARAM, "layers")})
