@@ -215,8 +215,8 @@ class Engine:
                 `(params, model_state, batch)`, that returns a pytree of arrays.
                 Parameters have the dtypes that the loss sees. If it has a parameter
                 `train`, it is called with `train=False`.
-            batch: a pytree of arrays. If there are several processes, each gives its
-                part of the rows.
+            batch: a pytree of arrays, of any size. If there are several processes, all
+                must call `apply`, and each gives its part of the rows.
             key: a random key, which the function gets as its last argument.
             num_microbatches: the batch is cut into so many along the leading dim. All
                 go through a segment before the next segment starts, so arrays are
