@@ -131,6 +131,7 @@ def test_outputs_of_a_mesh_are_whole_and_bit_equal_on_its_tiers(tmp_path):
     chex.assert_trees_all_close(found[0], expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_layers_larger_than_the_device_are_applied_within_its_budget(tmp_path):
     def loss(params, batch):
         x = jnp.tanh(batch["x"] @ params["up"])

@@ -15,6 +15,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import zinf
+from tests.marks import slow_except
 from tests.robustness.small import (
     DIM,
     content,
@@ -64,7 +65,7 @@ def runner_of(engine):
     return runner
 
 
-@pytest.mark.parametrize("config", ["fused", "nvme"])
+@pytest.mark.parametrize("config", slow_except(["nvme"], ["fused", "nvme"]))
 def test_a_function_returns_what_it_computes_and_training_goes_on(config, tmp_path):
     settings = FUSED if config == "fused" else on_nvme(tmp_path, gradient_clipping=1.0)
     losses = []
@@ -305,6 +306,7 @@ def test_a_function_gets_the_module_in_the_mode_of_eval():
             engine.apply(lambda module: 1, draw())
 
 
+@pytest.mark.slow
 def test_a_function_gets_the_fields_of_a_train_state():
     class Net(nn.Module):
         @nn.compact
@@ -336,6 +338,7 @@ def test_a_function_gets_the_fields_of_a_train_state():
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_example_of_the_readme_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     section = README.read_text().partition("## What else runs over the residents")[2]
