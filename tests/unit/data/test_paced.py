@@ -6,9 +6,12 @@ import grain
 import numpy as np
 import pytest
 
+from zinf.cli.problem import dataset
+from zinf.config import Config
 from zinf.config.pace import counted_steps
 from zinf.config.pacing import Pacing
 from zinf.data import Dropping, Pace, Paced, Share, describe
+from zinf.prepare.batch import check_rows
 
 WINDOW, ROWS = 17, 8  # a row predicts 16 tokens
 
@@ -277,3 +280,47 @@ def test_dropped_tokens_count_less_where_layers_are_counted():
     for step in range(12):
         before = sum(0.5 + 0.5 * kept.at(i, 0) / 16 for i in range(step))
         assert abs(float(np.interp(step, steps, counted)) - before) < 1e-9
+
+
+def test_the_sections_of_a_config_become_the_paces_of_the_training_data():
+    schedule = {
+        "min_difficulty": 8,
+        "max_difficulty": 32,
+        "schedule_type": "fixed_linear",
+        "schedule_config": {"total_curriculum_step": 9, "difficulty_step": 8},
+    }
+    curriculum = {"enabled": True, "curriculum_metrics": {"seqlen_reshape": schedule}}
+    kept = {
+        "min_value": 16,
+        "max_value": 32,
+        "schedule_type": "fixed_linear",
+        "schedule_config": {"require_steps": 9, "seq_per_step": 16},
+    }
+    random_ltd = {
+        "enabled": True,
+        "random_ltd_layer_id": [1],
+        "random_ltd_schedule": kept,
+    }
+    raw = {
+        "model": {"num_layers": 3, "num_heads": 1, "embed_dim": 8, "max_length": 32},
+        "data": {"sequence_length": 32},
+        "train_batch_size": 4,
+        "data_efficiency": {
+            "enabled": True,
+            "seed": 3,
+            "data_sampling": {"enabled": True, "curriculum_learning": curriculum},
+            "data_routing": {"enabled": True, "random_ltd": random_ltd},
+        },
+    }
+    made = dataset(Config.load(raw), "train")
+    assert isinstance(made, Paced) and made.reshapes
+    assert made.length is not None and made.length.buckets == (8, 16, 24, 32)
+    assert made.dropping is not None and made.dropping.num_layers == 1
+    assert (made.dropping.kept.first, made.dropping.seed) == (0, 3)
+    assert isinstance(dataset(Config.load(raw), "validation"), Share)
+    # The rows of a batch are more than train_batch_size, in whole pieces of samples.
+    batch = next(iter(made))
+    assert batch["tokens"].shape == (16, 9)
+    check_rows(batch, Config.load(raw))
+    with pytest.raises(ValueError, match="the config asks for 4"):
+        check_rows({"tokens": batch["tokens"][:6]}, Config.load(raw))

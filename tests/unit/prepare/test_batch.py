@@ -73,3 +73,8 @@ def test_tokens_are_the_entries_of_the_largest_integer_leaf():
 def test_without_integers_examples_are_counted():
     assert count_tokens(batch_spec(BATCH, 3), 3) == 6
     assert count_tokens(batch_spec({"weight": 1.0}, 1), 1) == 1
+
+
+def test_positions_of_tokens_are_no_tokens():
+    batch = {"tokens": np.zeros((4, 9), np.int32), "kept": np.zeros((4, 6, 8), int)}
+    assert count_tokens(batch_spec(batch, 2), 2) == 4 * 9
