@@ -1,5 +1,6 @@
 """Plans of coming batches are made in another thread, and only once."""
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import optax
 import pytest
 
 import zinf
+from zinf.checkpoint import Checkpoints
 from zinf.config.pacing import Pacing
 from zinf.data import Pace, Paced, Share, describe
 from zinf.data.text import TokenWindows
@@ -180,3 +182,25 @@ def test_settings_of_the_calling_thread_hold_where_the_plan_is_made():
     ahead.wait()
     ahead.close()
     assert found == ["highest", "rbg"]
+
+
+def test_a_run_that_was_stopped_goes_on_with_the_lengths_and_losses_of_one(tmp_path):
+    """The second part begins in the middle of the schedule."""
+
+    def run(folder: str, *, steps: int) -> list[tuple[float, int, int]]:
+        file = tmp_path / folder / "metrics.jsonl"
+        with (
+            engine({}) as trained,
+            Checkpoints(tmp_path / folder / "checkpoints") as checkpoints,
+        ):
+            named = {"checkpoints": checkpoints, "metrics": file, "steps": steps}
+            Trainer(trained, data(tmp_path), describe=describe, **named).run()
+        return [
+            (line["loss"], line["sequence_length"], line["tokens_seen"])
+            for line in map(json.loads, file.read_text().splitlines())
+        ]
+
+    undisturbed = run("one", steps=9)
+    assert len({length for _, length, _ in undisturbed}) == 3
+    run("two", steps=5)
+    assert run("two", steps=9) == undisturbed
