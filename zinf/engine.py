@@ -174,7 +174,8 @@ class Engine:
         warning says so once.
 
         Args:
-            batch: a pytree as for `step`; the number of samples may differ.
+            batch: a pytree as for `step`. The number of samples may differ; then only a
+                forward pass is compiled for it.
         """
         with self._turn.of("evaluate"):
             self._condition.check()
