@@ -6,8 +6,8 @@
 Four ways to train a GPT (3.3M parameters by default) on the source of Python's standard
 library: as usual; with sequence-length warm-up (SLW); with random layerwise token
 dropping in the middle layers (random-LTD); with both. All end after as many tokens as
-`--steps` whole steps have, and their learning rates follow the tokens. SLW and
-random-LTD grow over the first `--share` of the steps.
+`--steps` whole steps have, and their learning rates follow the tokens. Lengths grow
+over the first `--share` of the steps, kept tokens over twice as many.
 
 A row is the median over seeds, with the range: the validation loss at the end, and at
 half of the tokens; the share of the baseline's tokens in layers; seconds of steps,
@@ -51,7 +51,9 @@ def config_of(way: str, seed: int, asked: argparse.Namespace) -> zinf.Config:
         "min_value": max(step, length // 4),
         "max_value": length,
         "schedule_type": "fixed_linear",
-        "schedule_config": {"require_steps": grown, "seq_per_step": step},
+        # Twice as long as lengths grow: kept tokens that grow as fast as the length
+        # would never be fewer, and nothing would be dropped with both.
+        "schedule_config": {"require_steps": 2 * grown, "seq_per_step": step},
     }
     random_ltd = {
         "enabled": way in ("random-LTD", "both"),
