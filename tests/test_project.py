@@ -105,7 +105,7 @@ def test_ci_runs_the_test_command_of_the_readme(tmp_path):
     slow = f"{fast.split(' && ')[-1]} -m slow"
     commands = [line for line in asked.stdout.splitlines() if "bash -c" in line]
     assert [line.partition("bash -c ")[2] for line in commands] == [fast, slow]
-    assert "[tpu-topology,gpu-topology,notebooks]" in asked.stdout
+    assert "[tpu-topology,gpu-topology,notebooks,hf]" in asked.stdout
     folder, arguments = log.read_text().splitlines()[0].split(": ")
     assert arguments == "-m venv .venv-test"
     assert not Path(folder).exists(), "the clone is left behind"
@@ -159,14 +159,15 @@ def test_other_paths_are_no_machine_paths(text):
 
 def test_every_import_of_zinf_is_a_declared_dependency():
     # What an extra brings is imported late, with an error that names the extra.
-    wanted = PROJECT["dependencies"] + PROJECT["optional-dependencies"]["parquet"]
+    extras = PROJECT["optional-dependencies"]
+    wanted = [*PROJECT["dependencies"], *extras["parquet"], *extras["hf"]]
     declared = {requirement_name(text) for text in wanted}
     providers = packages_distributions()
     missing = {
         f"{path.relative_to(ROOT)} imports {name}"
         for path in (ROOT / "zinf").rglob("*.py")
         for name in top_level_imports(path) - sys.stdlib_module_names - OURS
-        if not declared & {normal(provider) for provider in providers.get(name, ())}
+        if not declared & {normal(x) for x in (name, *providers.get(name, ()))}
     }
     assert missing == set()
 

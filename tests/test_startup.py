@@ -29,6 +29,8 @@ HEAVY = {
     "rich",
     "tensorboardX",
     "torch",
+    "torchax",
+    "transformers",
     "typer",
     "zarr",
 }

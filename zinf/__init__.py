@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from zinf import config as config
     from zinf import data as data
     from zinf import distributed as distributed
+    from zinf import hf as hf
     from zinf import linen as linen
     from zinf import mesh as mesh
     from zinf import models as models
@@ -51,6 +52,7 @@ make_lazy(
         "config",
         "data",
         "distributed",
+        "hf",
         "linen",
         "mesh",
         "models",

@@ -13,23 +13,37 @@ from typing import Any
 from zinf.uncollected import uncollected
 
 
+class MissingExtra(ImportError):
+    """A library is not installed that only an extra of zinf brings."""
+
+
 class LazyPackage(ModuleType):
     """A package that imports the module of a public name when the name is first read.
 
     Attributes:
         lazy_names: the module of each public name.
         lazy_modules: submodules that are public names themselves.
+        lazy_extra: the extra of zinf that the package needs; "" if it needs none.
     """
 
     lazy_names: Mapping[str, str]
     lazy_modules: tuple[str, ...]
+    lazy_extra: str
 
     def __getattr__(self, name: str) -> Any:
         if name in self.lazy_modules:
             return import_at_once(f"{self.__name__}.{name}")
         if name not in self.lazy_names:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        value = getattr(import_at_once(self.lazy_names[name]), name)
+        try:
+            value = getattr(import_at_once(self.lazy_names[name]), name)
+        except ModuleNotFoundError as error:
+            if not self.lazy_extra:
+                raise
+            raise MissingExtra(
+                f"{self.__name__} needs {error.name}, which is not installed: "
+                f"pip install 'zinf[{self.lazy_extra}]'"
+            ) from error
         setattr(self, name, value)
         return value
 
@@ -55,7 +69,11 @@ def import_at_once(name: str) -> ModuleType:
 
 
 def make_lazy(
-    package: str, names: Mapping[str, str], *, modules: tuple[str, ...] = ()
+    package: str,
+    names: Mapping[str, str],
+    *,
+    modules: tuple[str, ...] = (),
+    extra: str = "",
 ) -> None:
     """Make a package import its public names on first use.
 
@@ -66,7 +84,8 @@ def make_lazy(
         package: the package's `__name__`.
         names: for each public name, the module that has it as an attribute.
         modules: submodules that are public names themselves.
+        extra: the extra of zinf that brings what the package imports, if one does.
     """
     module = sys.modules[package]
-    vars(module).update(lazy_names=dict(names), lazy_modules=modules)
+    vars(module).update(lazy_names=dict(names), lazy_modules=modules, lazy_extra=extra)
     module.__class__ = LazyPackage

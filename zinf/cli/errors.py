@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from zinf.cli.endings import INTERRUPTED, PIPE_CLOSED, exit_at_once, lost_reader
+from zinf.lazy import MissingExtra
 
 if TYPE_CHECKING:
     from zinf.distributed import AbstractGroup
@@ -68,7 +69,7 @@ def _is_users(error: Exception) -> bool:
     from zinf.memory import BudgetExceeded
     from zinf.optim.decision import NonFiniteError
 
-    return isinstance(error, NonFiniteError | BudgetExceeded)
+    return isinstance(error, NonFiniteError | BudgetExceeded | MissingExtra)
 
 
 def _exit_code(error: Exception) -> int:

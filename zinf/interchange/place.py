@@ -4,15 +4,17 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from zinf.checkpoint.blocks import counted
 from zinf.engine import Engine
 from zinf.interchange.names import Terms, match
 from zinf.interchange.rounding import MASK_BYTES, rounded
-from zinf.interchange.sources import EngineTensors
+from zinf.interchange.sources import EngineTensors, kept
 from zinf.interchange.tensors import AbstractTensors, read_bytes, stream
 from zinf.memory import Residents
 from zinf.optim.separate import LeafUpdate
+from zinf.prepare.planner import Planner
 from zinf.prepare.updates import cpu_device
-from zinf.program import ArrayId, ArraySpec, Role
+from zinf.program import ArrayId, ArraySpec, Role, Tier
 from zinf.sharding import Box
 
 
@@ -41,7 +43,7 @@ def place(
         )
     found = match(here.specs, tensors.specs, name_of, terms)
     engine.before_update()
-    placing = _Placing(engine, tensors, found)
+    placing = _Placing(engine.planner, engine.residents, tensors, found)
     with here.holding(placing.held_bytes()):
         try:
             placing.run()
@@ -51,15 +53,43 @@ def place(
             raise
 
 
+def fill(
+    planner: Planner,
+    residents: Residents,
+    tensors: AbstractTensors,
+    name_of: Mapping[str, str],
+    terms: Terms,
+) -> None:
+    """Write the initial state of a new engine, made of `tensors`, to its tiers.
+
+    Nothing else need have been written there, so each byte is written once.
+
+    Raises:
+        ValueError: the tensors are of another model.
+        StorageError: a file cannot be read.
+        BudgetExceeded: the host has no room for two parts and the state of one.
+    """
+    arrays = kept(residents.specs)
+    leaves = {path: residents.specs[array] for path, array in arrays.items()}
+    found = match(leaves, tensors.specs, name_of, terms)
+    placing = _Placing(planner, residents, tensors, found)
+    held = {Tier.HOST: placing.held_bytes()}
+    with counted(held, residents, "reading weights"):
+        placing.run()
+
+
 class _Placing:
     """One import; `found` maps the key path of each leaf to the name of its tensor."""
 
     def __init__(
-        self, engine: Engine, tensors: AbstractTensors, found: Mapping[str, str]
+        self,
+        planner: Planner,
+        residents: Residents,
+        tensors: AbstractTensors,
+        found: Mapping[str, str],
     ) -> None:
-        planner = engine.planner
         self.tensors, self.found = tensors, found
-        self.residents: Residents = engine.residents
+        self.residents = residents
         self.params, self.separated = planner.problem.params, planner.separated
         self.updates: dict[str, tuple[int, LeafUpdate]] = {
             leaf.path: (number, leaf)
@@ -85,8 +115,14 @@ class _Placing:
         shape = self.params[path].master.shape
         rows = self.rows(path)
         rest = [(0, size) for size in shape[1:]]
+        pieces = self.residents.pieces(ArrayId(Role.PARAM, path))
         if not shape:
             yield ()
+        elif pieces[0].rows is not None:
+            # Some rows of a piece cannot be written before the piece is there.
+            for piece in pieces:
+                assert piece.rows is not None
+                yield (piece.rows, *rest)
         elif 0 not in shape:
             for start in range(0, shape[0], rows):
                 yield ((start, min(start + rows, shape[0])), *rest)
@@ -96,6 +132,9 @@ class _Placing:
         shape = self.params[path].master.shape
         if not shape:
             return 1
+        pieces = self.residents.pieces(ArrayId(Role.PARAM, path))
+        if pieces[0].rows is not None:
+            return max(b - a for a, b in (p.rows for p in pieces if p.rows))
         has_rows = self.residents.layouts.of(ArrayId(Role.PARAM, path)).has_whole_rows
         update = self.updates.get(path)
         if not has_rows or (update is not None and not update[1].is_elementwise):
@@ -129,11 +168,11 @@ class _Placing:
         kept = rounded(content, spec.master.dtype.name, name=path)
         compute = kept.astype(spec.compute.dtype, copy=False)
         if spec.has_master:
-            self.residents.write(ArrayId(Role.MASTER, path, rows), kept)
-        self.residents.write(ArrayId(Role.PARAM, path, rows), compute)
+            self.residents.write_new(ArrayId(Role.MASTER, path, rows), kept)
+        self.residents.write_new(ArrayId(Role.PARAM, path, rows), compute)
         if path in self.updates:
             number, update = self.updates[path]
             states = self.separated.init_state(number, kept, device=self.device)
             for state, value in zip(update.states, states, strict=True):
                 array = state.array(path, rows)
-                self.residents.write(array, np.asarray(value))
+                self.residents.write_new(array, np.asarray(value))

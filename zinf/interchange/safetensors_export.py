@@ -1,7 +1,7 @@
 """Writes parameters as safetensors files, in parts of bounded size."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,12 +46,14 @@ class Shard:
 
 
 def export_safetensors(
-    source: Engine | Saved,
+    source: Engine | Saved | AbstractTensors,
     directory: Path | str,
     *,
     dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     names: Names = None,
+    metadata: Mapping[str, str] = METADATA,
+    beside: Callable[[Path], None] | None = None,
 ) -> None:
     """Write the parameters of an engine or a checkpoint as safetensors files.
 
@@ -74,6 +76,8 @@ def export_safetensors(
             gets a file of its own.
         names: names of tensors, by key path. By default, the tensor of
             "blocks/0/kernel" is "blocks.0.kernel".
+        metadata: texts that each file has beside its tensors.
+        beside: called with the folder before it gets its name, to add other files.
 
     Raises:
         ValueError: two leaves have one name, safetensors has no such dtype, or a finite
@@ -98,9 +102,11 @@ def export_safetensors(
         Drive(fresh) as drive,
     ):
         for shard in shards:
-            _write(fresh / shard.file, shard, tensors, path_of, drive)
+            _write(fresh / shard.file, shard, tensors, path_of, drive, metadata)
         if len(shards) > 1:
             _write_index(fresh / INDEX, shards)
+        if beside is not None:
+            beside(fresh)
 
 
 def plan_shards(specs: Mapping[str, ArraySpec], max_bytes: int) -> list[Shard]:
@@ -134,9 +140,10 @@ def _write(
     tensors: AbstractTensors,
     path_of: Mapping[str, str],
     drive: Drive,
+    metadata: Mapping[str, str],
 ) -> None:
     what = f"Cannot write {path.name}"
-    header = np.frombuffer(write_header(shard.specs, shard.specs, METADATA), np.uint8)
+    header = np.frombuffer(write_header(shard.specs, shard.specs, metadata), np.uint8)
     leaves = {path_of[name]: spec for name, spec in shard.specs.items()}
     wanted = (
         (leaf, box)

@@ -95,8 +95,10 @@ class SavedTensors(AbstractTensors):
         return self._saved.begin_read(self._arrays[name], box).result()
 
 
-def parameters(source: Engine | Saved) -> AbstractTensors:
+def parameters(source: Engine | Saved | AbstractTensors) -> AbstractTensors:
     """The parameters and model state of an engine or a checkpoint, by key path."""
+    if isinstance(source, AbstractTensors):
+        return source
     if isinstance(source, Saved):
         return SavedTensors(source, kept(source.arrays))
     return EngineTensors(source)

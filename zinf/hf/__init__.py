@@ -1,0 +1,24 @@
+"""Trains models of Hugging Face's `transformers` as they are; needs the extra `hf`."""
+
+from typing import TYPE_CHECKING
+
+from zinf.lazy import make_lazy
+
+if TYPE_CHECKING:
+    from zinf.hf.engine import ModelEngine as ModelEngine
+    from zinf.hf.engine import initialize as initialize
+    from zinf.hf.export import export as export
+    from zinf.hf.model import Model as Model
+    from zinf.hf.model import load as load
+
+make_lazy(
+    __name__,
+    {
+        "Model": "zinf.hf.model",
+        "ModelEngine": "zinf.hf.engine",
+        "export": "zinf.hf.export",
+        "initialize": "zinf.hf.engine",
+        "load": "zinf.hf.model",
+    },
+    extra="hf",
+)

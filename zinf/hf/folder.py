@@ -1,0 +1,90 @@
+"""Finds the files of a model: in a folder, or on the Hugging Face hub."""
+
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+from zinf.hf.module import CONFIG
+from zinf.interchange.safetensors_files import INDEX_SUFFIX, SUFFIX
+
+SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
+WEIGHTS = "model.safetensors"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+def find_folder(path_or_id: str | Path, *, weights: bool = False) -> Path:
+    """The folder of a model; one of the hub is downloaded to the hub's cache.
+
+    Args:
+        path_or_id: a folder, a config.json in one, or the name of a model on the hub,
+            such as "Qwen/Qwen3-8B".
+        weights: whether the weights are needed too; else only the small files are.
+
+    Raises:
+        FileNotFoundError: there is no such folder, and the hub has no such model or
+            cannot be reached.
+        OSError: the hub refused the request.
+    """
+    path = Path(path_or_id).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        if path.name == CONFIG:
+            return path.parent
+        raise ValueError(
+            f"{path} is a file. Name the folder of the model, or the {CONFIG} in it."
+        )
+    name = str(path_or_id)
+    is_path = name.startswith((".", "/", "~")) or name.count("/") != 1
+    if is_path or path.parent.is_dir() and name.startswith(str(path.parent) + "/"):
+        raise FileNotFoundError(
+            f"There is no folder {name} (relative paths start at {Path.cwd()}). Name "
+            "one with a config.json, or a model of the hub, such as Qwen/Qwen3-8B."
+        )
+    patterns = [*SMALL_FILES, *[f"*{SUFFIX}"] * weights]
+    try:
+        found = huggingface_hub.snapshot_download(name, allow_patterns=patterns)
+    except LocalEntryNotFoundError as error:
+        raise FileNotFoundError(
+            f"{name} is no folder here, and the Hugging Face hub cannot be reached to "
+            "get it, nor is it in the hub's cache. Download the model elsewhere, and "
+            "name its folder."
+        ) from error
+    except HfHubHTTPError as error:
+        code = error.response.status_code if error.response is not None else "no code"
+        raise OSError(
+            f"The Hugging Face hub refused {name} ({code}). It is misspelt, or private "
+            "or gated: accept its terms on its page, and log in with `hf auth login`."
+        ) from error
+    except ValueError as error:
+        raise FileNotFoundError(
+            f"{name} is no folder here, and no name of a model on the hub: {error}"
+        ) from error
+    return Path(found)
+
+
+def weights_path(folder: Path) -> Path:
+    """What `SafetensorsFiles` opens: the file of a model, or its folder of shards.
+
+    Raises:
+        FileNotFoundError: the folder has no safetensors file.
+        NotImplementedError: its weights are pickles.
+    """
+    if (folder / WEIGHTS.replace(SUFFIX, INDEX_SUFFIX)).is_file():
+        return folder
+    if (folder / WEIGHTS).is_file():
+        return folder / WEIGHTS
+    if any(folder.glob(f"*{SUFFIX}")):
+        return folder
+    pickles = sorted(p.name for pattern in PICKLES for p in folder.glob(pattern))
+    if pickles:
+        raise NotImplementedError(
+            f"The weights in {folder} are pickles ({pickles[0]}), which run code when "
+            "they are read; zinf reads safetensors only. Load the model in "
+            "transformers and save it: save_pretrained writes safetensors."
+        )
+    raise FileNotFoundError(
+        f"{folder} has a {CONFIG} and no weights: no file *{SUFFIX} is there. Get "
+        "them, or only plan: zinf plan --model."
+    )

@@ -1,0 +1,265 @@
+"""A `transformers` model as a pure function of its parameters.
+
+`torchax` runs a torch module on jax arrays, so tracing it gives a jaxpr as any other
+loss does. Parameters have the names that the module gives them.
+"""
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+import transformers
+from torchax import default_env
+from torchax.interop import jax_view, torch_view
+
+from zinf.hf.folder import find_folder, weights_path
+from zinf.hf.module import build, read_config
+from zinf.hf.weights import StoredWeights, check_dtypes, spec_of, to_numpy
+from zinf.interchange.names import listed
+from zinf.interchange.safetensors_files import SafetensorsFiles
+from zinf.models.cross_entropy import cross_entropy
+from zinf.program import ArraySpec
+
+Params = dict[str, jax.Array]
+Batch = Mapping[str, jax.Array]
+
+IGNORED = -100  # The label of a token that is not trained on, as in `transformers`.
+KEYS = ("input_ids", "labels", "attention_mask", "position_ids")
+# Parts of the names of settings that make a training pass random.
+RANDOM = ("drop", "jitter", "noise")
+
+
+def load(path_or_id: str | Path, *, dtype: str = "float32") -> "Model":
+    """A causal language model. Only its config.json is read now, and no weight.
+
+    Args:
+        path_or_id: a folder, a config.json, or the name of a model on the hub.
+        dtype: of the trained parameters. With `bf16` in the config of zinf, parameters
+            in float32 have copies in bfloat16. "bfloat16" trains without masters.
+
+    Raises:
+        FileNotFoundError, OSError: see `find_folder`.
+        ValueError, NotImplementedError: see `read_config`; or the architecture has no
+            causal language model.
+    """
+    folder = find_folder(path_or_id)
+    return Model(str(path_or_id), folder, read_config(folder), dtype)
+
+
+class Model:
+    """A causal language model without its weights.
+
+    Attributes:
+        name: what `load` was given.
+        folder: has config.json, the tokenizer, and maybe the weights.
+        config: of `transformers`.
+        dtype: of the trained parameters.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        config: transformers.PretrainedConfig,
+        dtype: str = "float32",
+    ) -> None:
+        self.name, self.folder, self.config, self.dtype = name, folder, config, dtype
+        self._modules: dict[str, transformers.PreTrainedModel] = {}
+        self._stored_buffers: dict[str, np.ndarray] = {}
+
+    @property
+    def module(self) -> transformers.PreTrainedModel:
+        """The torch module; its parameters are on the meta device."""
+        return self.module_in(self.dtype)
+
+    def module_in(self, dtype: str) -> transformers.PreTrainedModel:
+        """The torch module in a dtype, on which the dtypes of its buffers depend."""
+        if dtype not in self._modules:
+            self._modules[dtype] = build(self.config, getattr(torch, dtype))
+        return self._modules[dtype]
+
+    @cached_property
+    def specs(self) -> dict[str, ArraySpec]:
+        """Shape and dtype of each parameter by its name; a tied one once."""
+        return {name: spec_of(p) for name, p in self.module.named_parameters()}
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(spec.nbytes // spec.itemsize for spec in self.specs.values())
+
+    @property
+    def vocab_size(self) -> int:
+        return self.module.get_input_embeddings().weight.shape[0]
+
+    @property
+    def max_length(self) -> int | None:
+        """The longest sequence that the model was made for; None if it says none."""
+        text = self.config.get_text_config()
+        return getattr(text, "max_position_embeddings", None)
+
+    @cached_property
+    def tokenizer(self) -> transformers.PreTrainedTokenizerBase:
+        """The tokenizer beside the model.
+
+        Raises:
+            ValueError: there is none, or it cannot be read.
+        """
+        try:
+            return transformers.AutoTokenizer.from_pretrained(self.folder)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ValueError(
+                f"{self.folder} has no tokenizer that transformers can read: "
+                f"{str(error).splitlines()[0]} Put tokenizer.json and "
+                "tokenizer_config.json of the model there."
+            ) from error
+
+    @cached_property
+    def is_random(self) -> bool:
+        """Whether a training pass of the model draws random numbers (dropout)."""
+        settings = self.config.get_text_config().to_dict()
+        asked = [
+            key
+            for key, value in settings.items()
+            if isinstance(value, float) and value and any(w in key for w in RANDOM)
+        ]
+        drops = (m for m in self.module.modules() if isinstance(m, torch.nn.Dropout))
+        return bool(asked) or any(module.p for module in drops)
+
+    def zeros(self) -> Params:
+        """Parameters of 0, by name: their shapes and dtypes under `jax.eval_shape`."""
+        return {n: jnp.zeros(s.shape, s.dtype) for n, s in self.specs.items()}
+
+    def open_weights(self) -> tuple[SafetensorsFiles, StoredWeights]:
+        """The open files, which the caller closes, and the weights in them.
+
+        Raises:
+            FileNotFoundError, NotImplementedError: see `weights_path` and
+                `check_dtypes`.
+            ValueError: a file is damaged, or lacks what the model needs.
+        """
+        folder = find_folder(self.name, weights=True)
+        files = SafetensorsFiles(weights_path(folder))
+        try:
+            check_dtypes(files.specs)
+            return files, StoredWeights(files, self.module)
+        except BaseException:
+            files.close()
+            raise
+
+    def logits(
+        self, params: Params, batch: Batch, *key: jax.Array, train: bool = False
+    ) -> jax.Array:
+        """(batch, tokens, words), in the dtype that the model gives.
+
+        Args:
+            params: by name, all in one dtype; see `specs`.
+            batch: `input_ids` (batch, tokens) and, where given, `attention_mask` and
+                `position_ids` of that shape.
+            key: for dropout; without it the model runs as in evaluation.
+            train: whether the model runs as in training.
+        """
+        unknown = sorted(set(batch) - set(KEYS))
+        if unknown or "input_ids" not in batch:
+            raise ValueError(
+                f"A batch has input_ids and may have {', '.join(KEYS[1:])}; this one "
+                f"has {', '.join(batch)}."
+            )
+        first = next(iter(params.values()))
+        module = self.module_in(str(jnp.dtype(first.dtype)))
+        module.train(train and bool(key))
+        env = default_env()
+        inputs = {name: torch_view(batch[name]) for name in batch if name != "labels"}
+        prng = env.override_property(prng=key[0] if key else None)
+        with env, prng, _torch_promotion():
+            weights = {name: torch_view(value) for name, value in params.items()}
+            buffers = {
+                name: torch_view(
+                    jnp.asarray(self._stored_buffers.get(name, to_numpy(b)))
+                )
+                for name, b in module.named_buffers()
+            }
+            result = torch.func.functional_call(
+                module,
+                weights | buffers,
+                kwargs={**inputs, "use_cache": False},
+                tie_weights=True,
+            )
+        return jax_view(result.logits)
+
+    def loss(
+        self, params: Params, batch: Batch, *key: jax.Array, train: bool = True
+    ) -> jax.Array:
+        """The mean cross entropy of the next token, in nats, over tokens with a label.
+
+        Args:
+            batch: as for `logits`; also `labels` (batch, tokens), which are those of
+                the same position, -100 where a token is not trained on. Without labels,
+                all tokens are trained on but those that `attention_mask` leaves out.
+
+        The loss is not finite if no token has a label.
+        """
+        logits = self.logits(params, batch, *key, train=train).astype(jnp.float32)
+        labels = batch.get("labels")
+        if labels is None:
+            labels = batch["input_ids"]
+            if "attention_mask" in batch:
+                labels = jnp.where(batch["attention_mask"] != 0, labels, IGNORED)
+        ends = jnp.full_like(labels[:, :1], IGNORED)
+        next_labels = jnp.concatenate([labels[:, 1:], ends], axis=1)
+        is_trained = next_labels != IGNORED
+        losses = cross_entropy(logits, jnp.where(is_trained, next_labels, 0))
+        total = jnp.sum(jnp.where(is_trained, losses, 0.0))
+        return total / jnp.sum(is_trained.astype(jnp.float32))
+
+    def persistent_buffers(self) -> dict[str, np.ndarray]:
+        """The buffers that files of the model have, by name."""
+        kept = self.module.state_dict().keys()
+        return {
+            name: self._stored_buffers.get(name, to_numpy(buffer))
+            for name, buffer in self.module.named_buffers()
+            if name in kept
+        }
+
+    def read_buffers(self) -> None:
+        """Read the buffers that the files have; they are constants of the loss.
+
+        Raises:
+            ValueError: a file has none, or one of another shape.
+        """
+        buffers = dict(self.module.named_buffers())
+        stored = sorted(self.module.state_dict().keys() & buffers.keys())
+        if not stored:
+            return
+        files, weights = self.open_weights()
+        with files:
+            missing = [name for name in stored if name not in weights.specs]
+            if missing:
+                raise ValueError(
+                    f"The files in {self.folder} have no tensor for the buffers "
+                    f"{listed(missing)}. Get the files again."
+                )
+            for name in stored:
+                value, buffer = weights.whole(name), to_numpy(buffers[name])
+                if value.shape != buffer.shape:
+                    raise ValueError(
+                        f"The buffer {name!r} is {list(value.shape)} in the files of "
+                        f"{self.folder} and {list(buffer.shape)} in the model. Check "
+                        "that config.json belongs to the files."
+                    )
+                self._stored_buffers[name] = value.astype(buffer.dtype)
+
+    def __repr__(self) -> str:
+        kind = self.config.model_type
+        return f"<Model {self.name}: {kind}, {self.num_parameters:,} parameters>"
+
+
+@contextmanager
+def _torch_promotion() -> Generator[None, None, None]:
+    """The promotion of ranks and dtypes that torch has, whatever jax is set to."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield

@@ -1,0 +1,113 @@
+"""Builds a `transformers` model whose parameters have shapes and no values."""
+
+import json
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.initialization import no_init_weights
+
+from zinf.hf import attention, experts
+
+CONFIG = "config.json"
+
+
+def read_config(folder: Path) -> transformers.PretrainedConfig:
+    """The configuration of the model in a folder.
+
+    Raises:
+        FileNotFoundError: the folder has no config.json.
+        ValueError: it is no JSON, or of an architecture that `transformers` lacks.
+        NotImplementedError: the model needs code from its folder, or is quantized.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{folder} has no {CONFIG}. Name a folder that `save_pretrained` wrote, or "
+            "that was downloaded whole."
+        )
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}. Get it again.") from None
+    kind = raw.get("model_type") if isinstance(raw, dict) else None
+    if not isinstance(kind, str):
+        raise ValueError(f"{path} has no model_type, so its architecture is unknown.")
+    if "auto_map" in raw and kind not in transformers.CONFIG_MAPPING:
+        raise NotImplementedError(
+            f"{path} needs the code beside it (trust_remote_code), which zinf does not "
+            f"run. Use a version of the model that transformers has built in."
+        )
+    if kind not in transformers.CONFIG_MAPPING:
+        raise ValueError(
+            f"{path} is of the architecture {kind!r}, which transformers "
+            f"{transformers.__version__} does not have. Install a version that has it."
+        )
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method", "an unknown method")
+        raise NotImplementedError(
+            f"{path} says that the weights are quantized ({method}), and zinf reads "
+            "only plain ones. Use the checkpoint in bfloat16, or dequantize this one "
+            "in transformers and save it."
+        )
+    return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+
+
+def build(
+    config: transformers.PretrainedConfig, dtype: torch.dtype
+) -> transformers.PreTrainedModel:
+    """The model of a configuration: parameters on the meta device, buffers computed.
+
+    Raises:
+        ValueError: it is no causal language model.
+    """
+    attention.register()
+    experts.register()
+    kinds = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) not in kinds:
+        raise ValueError(
+            f"The architecture {config.model_type!r} has no causal language model in "
+            "transformers, and zinf.hf trains no other kind yet."
+        )
+    kind = kinds[type(config)]
+    if isinstance(kind, (list, tuple)):
+        kind = kind[0]
+    options: dict[str, Any] = {"attn_implementation": _attention_of(kind)}
+    config._experts_implementation = experts.NAME
+    with no_init_weights(), _meta_parameters():
+        model = kind._from_config(config, dtype=dtype, **options)
+        model.tie_weights()
+    return model
+
+
+def _attention_of(kind: type) -> str:
+    supports = getattr(kind, "_supports_attention_backend", False)
+    return attention.NAME if supports else "eager"
+
+
+@contextmanager
+def _meta_parameters() -> Generator[None, None, None]:
+    """Modules made in the body get their parameters on the meta device.
+
+    A whole model made there has no buffers either, and some are computed once, by a
+    constructor. Each parameter is allocated for a moment, and never touched.
+    """
+    original = torch.nn.Module.register_parameter
+
+    def register(
+        module: torch.nn.Module, name: str, param: torch.nn.Parameter | None
+    ) -> None:
+        original(module, name, param)
+        if param is not None and not param.is_meta:
+            module._parameters[name] = torch.nn.Parameter(
+                param.detach().to("meta"), requires_grad=param.requires_grad
+            )
+
+    torch.nn.Module.register_parameter = register
+    try:
+        yield
+    finally:
+        torch.nn.Module.register_parameter = original

@@ -1,0 +1,243 @@
+"""Reads the weights of a model from its files, under whatever names they have there.
+
+The names in a file are often not those of the parameters: Mixtral's files have a tensor
+per expert, and the model one for all. `transformers` says what becomes of each tensor
+of a file: it renames it, or converts several into one, or one into several. Its own
+operations run here too, for one parameter at a time, or for some experts of one.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from zinf.interchange.tensors import AbstractTensors
+from zinf.memory.zarr_format import numpy_dtype
+from zinf.program import ArraySpec
+from zinf.sharding import Box
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def to_torch(array: np.ndarray) -> torch.Tensor:
+    """A tensor in the memory of an array."""
+    if array.dtype == BFLOAT16:
+        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """An array in the memory of a tensor, which is made contiguous first."""
+    tensor = tensor.detach().contiguous()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.uint16).numpy().view(BFLOAT16)
+    return tensor.numpy()
+
+
+def spec_of(tensor: torch.Tensor) -> ArraySpec:
+    """The shape and dtype of a tensor."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    return ArraySpec(tuple(tensor.shape), name, tensor.dtype.itemsize)
+
+
+def meta_tensor(spec: ArraySpec) -> torch.Tensor:
+    """A tensor with a shape and dtype, and without values."""
+    return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """How tensors become other ones.
+
+    Attributes:
+        name: the name that the results are derived from.
+        converter: the operations; None if the tensor only has another name.
+        sources: names of the tensors, by the pattern of the converter they match.
+    """
+
+    name: str
+    converter: WeightConverter | None
+    sources: Mapping[str, Sequence[str]]
+
+    @property
+    def is_by_row(self) -> bool:
+        """Whether row i of the result is made of the i-th tensor of each pattern."""
+        if self.converter is None:
+            return False
+        first, *others = self.converter.operations
+        named = [dim for op in others for dim in dims(op)]
+        return isinstance(first, MergeModulelist) and first.dim == 0 and 0 not in named
+
+    def run(
+        self,
+        tensors: Mapping[str, Sequence[torch.Tensor]],
+        model: PreTrainedModel,
+    ) -> dict[str, torch.Tensor]:
+        """The results by name, of the tensors of each pattern."""
+        assert self.converter is not None
+        converter = deepcopy(self.converter)
+        for pattern, found in tensors.items():
+            for tensor in found:
+                converter.add_tensor(self.name, self.name, pattern, tensor)
+        done = converter.convert(self.name, model=model, config=model.config)
+        return {
+            name: tensor[0] if isinstance(tensor, list) else tensor
+            for name, tensor in done.items()
+        }
+
+
+def dims(operation: Any) -> list[int]:
+    """The dims that an operation names; 0 if it names none, as any may be meant."""
+    found = [getattr(operation, name, None) for name in ("dim", "dim0", "dim1")]
+    return [dim for dim in found if dim is not None] or [0]
+
+
+class StoredWeights(AbstractTensors):
+    """The parameters and persistent buffers of a model, read from its files.
+
+    Attributes:
+        unused: tensors of the files that the model has no place for, and that it does
+            not expect there.
+    """
+
+    def __init__(self, files: AbstractTensors, model: PreTrainedModel) -> None:
+        self._files, self._model = files, model
+        self._made_by: dict[str, Conversion] = {}
+        found, unused = conversions(list(files.specs), model)
+        self.unused = unused
+        specs: dict[str, ArraySpec] = {}
+        first = first_names(model)
+        # What is tied may be in a file under each of its names.
+        for conversion in found:
+            for name, spec in self._results(conversion).items():
+                name = first.get(name, name)
+                if name not in specs:
+                    specs[name], self._made_by[name] = spec, conversion
+        self.specs = specs
+        if any(c.converter is not None for c in self._made_by.values()):
+            # A conversion holds what it reads, and what two operations make of that.
+            self.copies = 3
+
+    def block(self, name: str) -> tuple[int, ...]:
+        conversion, shape = self._made_by[name], self.specs[name].shape
+        if conversion.converter is None:
+            return self._files.block(self._source(conversion))
+        if not shape:
+            return ()
+        return (1 if conversion.is_by_row else shape[0], *shape[1:])
+
+    def read(self, name: str, box: Box) -> np.ndarray:
+        conversion = self._made_by[name]
+        if conversion.converter is None:
+            return self._files.read(self._source(conversion), box)
+        rows = slice(*box[0]) if conversion.is_by_row else slice(None)
+        tensors = {
+            pattern: [to_torch(self._whole(source)) for source in sources[rows]]
+            for pattern, sources in conversion.sources.items()
+        }
+        done = conversion.run(tensors, self._model)
+        first = first_names(self._model)
+        result = next(x for n, x in done.items() if first.get(n, n) == name)
+        array = to_numpy(result)
+        return array if conversion.is_by_row or not box else array[slice(*box[0])]
+
+    def whole(self, name: str) -> np.ndarray:
+        """All of a parameter or buffer."""
+        return self.read(name, tuple((0, size) for size in self.specs[name].shape))
+
+    def _whole(self, source: str) -> np.ndarray:
+        shape = self._files.specs[source].shape
+        return self._files.read(source, tuple((0, size) for size in shape))
+
+    def _source(self, conversion: Conversion) -> str:
+        ((source,),) = conversion.sources.values()
+        return source
+
+    def _results(self, conversion: Conversion) -> dict[str, ArraySpec]:
+        specs = self._files.specs
+        if conversion.converter is None:
+            return {conversion.name: specs[self._source(conversion)]}
+        tensors = {
+            pattern: [meta_tensor(specs[source]) for source in sources]
+            for pattern, sources in conversion.sources.items()
+        }
+        try:
+            done = conversion.run(tensors, self._model)
+        except (RuntimeError, ValueError, IndexError) as error:
+            sources = [s for found in conversion.sources.values() for s in found]
+            shapes = {f"{s} {list(specs[s].shape)}" for s in sources[:4]}
+            raise ValueError(
+                f"{conversion.name!r} cannot be made of {', '.join(sorted(shapes))}: "
+                f"{error}. Get the files again, or check that config.json belongs to "
+                "them."
+            ) from error
+        return {name: spec_of(tensor) for name, tensor in done.items()}
+
+
+def first_names(model: PreTrainedModel) -> dict[str, str]:
+    """The name under which a tied parameter is trained, by each of its names."""
+    first: dict[int, str] = {}
+    return {
+        name: first.setdefault(id(parameter), name)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+
+
+def conversions(
+    names: Sequence[str], model: PreTrainedModel
+) -> tuple[list[Conversion], tuple[str, ...]]:
+    """How the tensors of a model's files become its weights; and names without use."""
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {p: c for c in converters for p in c.source_patterns}
+    wanted = model.state_dict()
+    sources: dict[str, dict[str, list[str]]] = {}
+    by_name: dict[str, WeightConverter | None] = {}
+    unused = []
+    for source in sorted(names, key=dot_natural_key):
+        prefix = model.base_model_prefix
+        target, pattern = rename_source_key(
+            source, renamings, converters, prefix, wanted
+        )
+        if target not in wanted and source in wanted:
+            target, pattern = source, None
+        if target not in wanted:
+            unused.append(source)
+            continue
+        by_name[target] = by_pattern[pattern] if pattern is not None else None
+        sources.setdefault(target, {}).setdefault(pattern or source, []).append(source)
+    found = [Conversion(name, by_name[name], parts) for name, parts in sources.items()]
+    expected = model._keys_to_ignore_on_load_unexpected or ()
+    expected = [*expected, r"rotary_emb\.inv_freq"]
+    left = [n for n in unused if not any(re.search(p, n) for p in expected)]
+    return found, tuple(left)
+
+
+def check_dtypes(specs: Mapping[str, ArraySpec]) -> None:
+    """Refuse tensors that are no plain numbers.
+
+    Raises:
+        NotImplementedError: some are in 8 bits, as quantized weights are.
+    """
+    for name, spec in specs.items():
+        if numpy_dtype(spec.dtype).itemsize == 1 and spec.dtype != "bool":
+            raise NotImplementedError(
+                f"The tensor {name!r} is {spec.dtype}: the weights are quantized, and "
+                "zinf reads only plain ones. Use the checkpoint in bfloat16, or "
+                "dequantize this one in transformers and save it."
+            )
