@@ -129,6 +129,66 @@ def train(
 
 
 @app.command()
+def finetune(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A folder with config.json, safetensors and tokenizer, or a name on "
+            "the Hugging Face hub."
+        ),
+    ],
+    data: Annotated[
+        list[Path],
+        typer.Option(
+            help="JSON lines of text, of prompt and completion, or of messages; "
+            "repeatable."
+        ),
+    ],
+    output: Annotated[Path, typer.Option(help="Folder for the tuned model.")],
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Optimizer steps, in place of --epochs.")
+    ] = None,
+    epochs: Annotated[float, typer.Option(help="How often each sample is used.")] = 1.0,
+    learning_rate: Annotated[float, typer.Option(help="Of AdamW.")] = 1e-5,
+    samples: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 8,
+    sequence_length: Annotated[
+        int, typer.Option(min=2, help="Most tokens of a sample.")
+    ] = 1024,
+    nvme: Annotated[
+        Path | None,
+        typer.Option(help="Folder on a drive, for state that memory has no room for."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the newest checkpoint.")
+    ] = False,
+    overrides: Overrides = None,
+    traceback: ShowTraceback = False,
+) -> None:
+    """Fine-tune a model of transformers, and write it in the form it came in.
+
+    The config, checkpoints and metrics of the run are in the folder OUTPUT.run. All
+    parameters are trained, with masters in float32 and computing in bfloat16.
+    """
+    from zinf.cli.finetune import finetune_model, model_config
+    from zinf.distributed import Alone
+
+    with clean_errors(traceback):
+        raw = model_config(
+            model,
+            data=data,
+            nvme=nvme,
+            learning_rate=learning_rate,
+            samples=samples,
+            sequence_length=sequence_length,
+            steps=steps,
+            resumes=resume,
+        )
+        finetune_model(
+            raw, overrides or (), output=output, epochs=epochs, group=Alone()
+        )
+
+
+@app.command()
 def plot(
     trace: Annotated[Path, typer.Argument(help="What zinf train --trace wrote.")],
     output: Annotated[
@@ -192,6 +252,19 @@ def plan(
         str | None,
         typer.Option(help="Compile for this machine, such as v5p:8x8x8 or h200:8."),
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Plan to train this model of transformers: a folder, a config.json or "
+            "a name on the Hugging Face hub. No weights are needed."
+        ),
+    ] = None,
+    samples: Annotated[
+        int, typer.Option(min=1, help="Samples of a step, with --model.")
+    ] = 1,
+    sequence_length: Annotated[
+        int, typer.Option(min=2, help="Tokens of a sample, with --model.")
+    ] = 1024,
     html: Annotated[
         Path | None, typer.Option(help="Draw the plan of one config as an HTML page.")
     ] = None,
@@ -207,19 +280,26 @@ def plan(
 
     The exit code is 1 if a plan does not fit and 2 if there is another error.
     """
+    from zinf.cli.finetune import model_config
     from zinf.cli.plan import plan_config, print_tables
 
     if table:
         print_tables()
-    if not configs:
+    configs = configs or []
+    if not configs and model is None:
         if table:
             return
-        raise typer.BadParameter("Name at least one config file, or ask for --table.")
-    if html is not None and len(configs) > 1:
-        raise typer.BadParameter("--html draws one config; name one.")
+        raise typer.BadParameter(
+            "Name at least one config file, or a --model, or ask for --table."
+        )
+    if html is not None and len(configs) + (model is not None) > 1:
+        raise typer.BadParameter("--html draws one plan; name one config.")
     given = [*(overrides or ()), *[IGNORE] * ignore_unsupported]
     rest = given, every, topology, html, traceback
     codes = [plan_config(config, *rest) for config in configs]
+    if model is not None:
+        raw = model_config(model, samples=samples, sequence_length=sequence_length)
+        codes.append(plan_config(model, *rest, raw))
     raise typer.Exit(max(codes))
 
 

@@ -1,7 +1,8 @@
 """`zinf plan`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -16,7 +17,8 @@ from zinf.observe.page import page, write_page
 from zinf.observe.record import RunRecord
 from zinf.observe.traced import predicted_step
 from zinf.paper import infinity_table, zero_table
-from zinf.plan import InfeasibleError
+from zinf.plan import InfeasibleError, Plan
+from zinf.plan.instruction import Link
 from zinf.plan.show import show_instructions, show_tilings
 from zinf.prepare.compiled import compiled_runs
 from zinf.prepare.devices import group_devices, on_devices
@@ -27,26 +29,30 @@ SHOWN_INSTRUCTIONS = 40
 
 
 def plan_config(
-    path: Path,
+    path: Path | str,
     overrides: Sequence[str],
     every: bool,
     topology: str | None,
     html: Path | None,
     traceback: bool,
+    raw: Mapping[str, Any] | None = None,
 ) -> int:
     """Prints the plan of one config and returns an exit code.
 
     Args:
+        path: the config file, or with `raw` the name of what is planned.
+        raw: the keys and values of the config; None reads them from the file.
         html: file for the plan as an HTML page; None writes no page.
     """
     try:
         with clean_errors(traceback):
             machine, mesh = None, None
+            source = path if raw is None else raw
             if topology is not None:
                 machine = parse_topology(topology)
-                asked = grouping(path, overrides)
+                asked = grouping(source, overrides)
                 mesh = group_devices(machine.devices(), asked)
-            config, mesh = on_devices(path, mesh, overrides)
+            config, mesh = on_devices(source, mesh, overrides)
             arguments, named = problem(config)
             print(heading(path, config), flush=True)
             planner = make_planner(
@@ -58,11 +64,13 @@ def plan_config(
                 print(f"does not fit: {error}\n", flush=True)
                 return DOES_NOT_FIT
             print(f"fits: {_shown(made, every)}\n", flush=True)
+            if raw is not None:
+                print(f"{_wear(made.plan)}\n", flush=True)
             if html is not None:
                 record = RunRecord.of(
                     config,
                     made.plan,
-                    title=title(Path(path.name), config),
+                    title=title(Path(path).name, config),
                     num_tokens=num_tokens(config),
                     devices=devices(mesh),
                 )
@@ -87,6 +95,21 @@ def _print_compiled(
         out.print(table)
         out.print()
     print(verdict(made.plan, runs, machine, param_bytes), flush=True)
+
+
+def _wear(plan: Plan) -> str:
+    """What a plan writes to the drives in a day, in a sentence."""
+    written = sum(
+        instruction.nbytes
+        for instruction in plan.instructions
+        if instruction.link == Link.NVME_WRITE
+    )
+    seconds = plan.timeline.seconds
+    a_day = written / seconds * 86_400
+    return (
+        f"At {seconds:.3g} s a step, {written / 1e9:,.1f} GB a step and "
+        f"{a_day / 1e12:,.2f} TB a day are written to the drives."
+    )
 
 
 def _shown(made: Streamed | Fused, every: bool) -> str:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from zinf import hf
 from zinf.config import Config, notices
 from zinf.data import (
     DifficultyIndex,
@@ -16,10 +17,13 @@ from zinf.data import (
     Metric,
     Pace,
     Paced,
+    describe,
     text_dataset,
 )
 from zinf.data.text import Split, read_tokens, tokens_hash
 from zinf.distributed import AbstractGroup, Alone
+from zinf.engine import Engine
+from zinf.initialize import initialize
 from zinf.models import GPTConfig, init_and_loss, num_parameters
 from zinf.optim.factory import build_optimizer
 
@@ -29,16 +33,36 @@ ALONE = Alone()
 def problem(
     config: Config, group: AbstractGroup = ALONE
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of `initialize` for the model, data and optimizer of a config."""
+    """The arguments of `initialize` for the model, data and optimizer of a config.
+
+    A model of `transformers` has parameters of 0 here, to plan with; `make_engine` has
+    those of its files.
+    """
+    rows = batch_size(config) // group.count
+    if is_huggingface(config):
+        return hf.Task(config).arguments(rows)
     model = _model(config)
     init, loss = init_and_loss(model, seed=config.run.seed)
-    rows = batch_size(config) // group.count
     shape = (rows, config.sequence_length + 1)
     named = {
         "rng": jax.random.key(config.run.seed) if model.dropout else None,
         "batch": {"tokens": jax.ShapeDtypeStruct(shape, np.int32)},
     }
     return (loss, init, build_optimizer(config), config.told()), named
+
+
+def make_engine(config: Config, mesh: Mesh, group: AbstractGroup = ALONE) -> Engine:
+    """The engine of a config, with its initial parameters."""
+    if is_huggingface(config):
+        rows = batch_size(config) // group.count
+        return hf.Task(config).engine(rows, mesh=mesh, group=group)
+    arguments, named = problem(config, group)
+    return initialize(*arguments, **named, mesh=mesh, group=group)
+
+
+def is_huggingface(config: Config) -> bool:
+    """Whether the model of a config is one of `transformers`."""
+    return config.model is not None and config.model.huggingface is not None
 
 
 def dataset(
@@ -53,6 +77,13 @@ def dataset(
     Args:
         say: called with lines on which files are read and which are skipped.
     """
+    if is_huggingface(config):
+        return hf.Task(config).dataset(
+            batch_size(config),
+            is_training=split == "train",
+            group=group,
+            say=say,
+        )
     data = config.data
     # Absolute, because `find_files` takes the name "stdlib" for the standard library,
     # even if the user means a folder of that name.
@@ -124,6 +155,11 @@ def paced(config: Config, samples: grain.IterDataset) -> grain.IterDataset:
     return Paced(samples, length=length, reshapes=reshapes, dropping=dropping)
 
 
+def describing(config: Config) -> Callable[[Any], dict[str, int]]:
+    """The function that adds the tokens of a batch to the metrics of its step."""
+    return hf.Task.describe if is_huggingface(config) else describe
+
+
 def _model(config: Config) -> GPTConfig:
     if config.model is None:
         raise ValueError(
@@ -133,7 +169,7 @@ def _model(config: Config) -> GPTConfig:
         )
     kept = config.kept_tokens
     layers = () if kept is None else kept.layers
-    given = config.model.model_dump(exclude={"name"})
+    given = config.model.model_dump(exclude={"name", "huggingface"})
     return GPTConfig(**given, random_ltd_layers=layers)
 
 
@@ -146,16 +182,20 @@ def batch_size(config: Config) -> int:
     return config.batch_size
 
 
-def heading(path: Path, config: Config) -> str:
+def heading(path: Path | str, config: Config) -> str:
     """The title, and notes on the config, as lines."""
     notes = [f"note: {line}" for line in notices(config)]
     return "\n".join([title(path, config), *notes])
 
 
-def title(path: Path, config: Config) -> str:
+def title(path: Path | str, config: Config) -> str:
     """Config file, number of parameters, tokens per step and dtype, in one line."""
+    if is_huggingface(config):
+        count = hf.Task(config).model.num_parameters
+    else:
+        count = num_parameters(_model(config))
     return (
-        f"{path}: {num_parameters(_model(config)):,} parameters, "
+        f"{path}: {count:,} parameters, "
         f"{num_tokens(config):,} tokens a step, {config.compute_dtype}"
     )
 

@@ -9,12 +9,20 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from zinf import hf
 from zinf.checkpoint import Checkpoints
-from zinf.cli.problem import dataset, devices, heading, num_tokens, problem, title
+from zinf.cli.problem import (
+    dataset,
+    describing,
+    devices,
+    heading,
+    make_engine,
+    num_tokens,
+    title,
+)
 from zinf.config import Config
-from zinf.data import describe
 from zinf.distributed import AbstractGroup, flat
-from zinf.initialize import initialize
+from zinf.engine import Engine
 from zinf.observe.record import METRICS, RUN, TRACE, RunRecord
 from zinf.optim.factory import build_schedule
 from zinf.prepare.devices import on_devices
@@ -40,9 +48,8 @@ def train_config(
     data = dataset(config, "train", group, say=say)
     evaluates = config.run.evaluate_every is not None
     evaluation_data = dataset(config, "validation", group) if evaluates else None
-    arguments, named = problem(config, group)
     say(heading(path, config))
-    with closing(initialize(*arguments, **named, mesh=mesh, group=group)) as engine:
+    with closing(make_engine(config, mesh, group)) as engine:
         say(f"{engine.plan.summary()}\n")
         output = config.run.output
         folder = output / "checkpoints"
@@ -80,7 +87,7 @@ def train_config(
                 trace_steps=trace_steps,
                 log_every=config.log_every,
                 learning_rate=build_schedule(config),
-                describe=describe,
+                describe=describing(config),
             )
             try:
                 trainer.run()
@@ -88,11 +95,24 @@ def train_config(
                 if checkpoints.latest_step() is not None:
                     say(f"Continue with: {resume_command(path, overrides)}")
                 raise
+        if config.run.export is not None:
+            _export(engine, config.run.export)
+            say(f"The tuned model is in {config.run.export}.")
     say(f"The metrics of each step are in {metrics}.")
     if trace is not None and trace.exists():
         picture = shlex.join(["zinf", "plot", str(trace)])
         say(f"{trace} opens in https://ui.perfetto.dev; draw it with {picture}")
     say(f"Draw the run as a page: {shlex.join(['zinf', 'report', str(output)])}")
+
+
+def _export(engine: Engine, folder: Path) -> None:
+    if not isinstance(engine, hf.ModelEngine):
+        raise ValueError(
+            "run.export writes models of model.huggingface only. Use zinf checkpoint "
+            "export for this one."
+        )
+    # As `transformers` keeps models: half the size of the masters.
+    hf.export(engine, folder, dtype=engine.config.compute_dtype)
 
 
 def _say(text: str) -> None:

@@ -318,8 +318,8 @@ class Config(DeepSpeedKeys):
         """Tokens that a sample of `zinf train` predicts."""
         if self.data.sequence_length is not None:
             return self.data.sequence_length
-        longest = SEQUENCE_LENGTH if self.model is None else self.model.max_length
-        return min(SEQUENCE_LENGTH, longest)
+        longest = None if self.model is None else self.model.max_length
+        return min(SEQUENCE_LENGTH, longest or SEQUENCE_LENGTH)
 
     @property
     def lengths(self) -> "Lengths | None":

@@ -102,8 +102,9 @@ def training_violations(
 
 def model_violations(model: Model | None, data: Data) -> Iterator[Violation]:
     """Data that the model cannot take."""
-    if model is None:
+    if model is None or model.huggingface is not None:
         return
+    assert model.max_length is not None, "a violation of the model section itself"
     if data.sequence_length is not None and data.sequence_length > model.max_length:
         text = f"{data.sequence_length} tokens are more than model.max_length"
         text = f"{text}, which is {model.max_length}"

@@ -93,20 +93,24 @@ class MeshAxes(Section):
 class Model(Section):
     """The model that `zinf train` trains."""
 
+    huggingface: Text | None = None
+    """Folder of a model of transformers, or its name on the Hugging Face hub, to train
+    from its weights; null: a new model of the sizes below. Needs zinf[hf]."""
+
     name: Literal["gpt"] = "gpt"
     """A decoder-only Transformer."""
 
-    num_layers: Count
-    """Number of blocks."""
+    num_layers: Count | None = None
+    """Number of blocks; required without huggingface."""
 
-    num_heads: Count
-    """Attention heads per block."""
+    num_heads: Count | None = None
+    """Attention heads per block; required without huggingface."""
 
     num_kv_heads: Count | None = None
     """Key and value heads; num_heads when null."""
 
-    embed_dim: Count
-    """Width of the residual stream."""
+    embed_dim: Count | None = None
+    """Width of the residual stream; required without huggingface."""
 
     mlp_dim: Count | None = None
     """Hidden width of the MLP; null: 4 embed_dim for gelu, about 8/3 for swiglu."""
@@ -114,8 +118,8 @@ class Model(Section):
     vocab_size: Count = BYTE_VALUES
     """Number of token values; bytes have 256."""
 
-    max_length: Count
-    """Longest sequence in tokens."""
+    max_length: Count | None = None
+    """Longest sequence in tokens; required without huggingface."""
 
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalisation."""
@@ -162,6 +166,17 @@ class Model(Section):
     """Pieces in which a layer's experts are fetched and computed."""
 
     def violations(self) -> Iterator[Violation]:
+        if self.huggingface is not None:
+            for key in sorted(self.model_fields_set - {"huggingface"}):
+                yield (key,), "has no effect: huggingface names the model. Remove it."
+            return
+        sizes = self.num_layers, self.num_heads, self.embed_dim, self.max_length
+        names = "num_layers", "num_heads", "embed_dim", "max_length"
+        missing = [n for n, size in zip(names, sizes, strict=True) if size is None]
+        for key in missing:
+            yield (key,), "is required here, but missing."
+        if self.num_heads is None or self.embed_dim is None:
+            return
         heads, kv_heads = self.num_heads, self.num_kv_heads or self.num_heads
         if self.embed_dim % heads:
             text = f"{self.embed_dim} is not a multiple of num_heads, {heads}."
@@ -227,6 +242,14 @@ class Data(Section):
     field: Text = "text"
     """Name of the text in JSON lines and parquet."""
 
+    truncate: Flag = False
+    """With model.huggingface: cut samples longer than sequence_length; else they are
+    refused."""
+
+    completion_only: Flag = True
+    """With model.huggingface: train on completions and on what an assistant says, and
+    not on prompts."""
+
     bin_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
     """Dtype of the tokens in .bin files; nanoGPT writes uint16."""
 
@@ -257,6 +280,10 @@ class Run(Section):
 
     output: Folder = Path("runs/default")
     """Folder of checkpoints and logs."""
+
+    export: Folder | None = None
+    """Folder for the tuned model, in the form that transformers loads, with
+    model.huggingface; null: none is written."""
 
     checkpoint_every: Count | None = None
     """Steps between checkpoints; null: only at the end."""

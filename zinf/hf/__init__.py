@@ -10,12 +10,14 @@ if TYPE_CHECKING:
     from zinf.hf.export import export as export
     from zinf.hf.model import Model as Model
     from zinf.hf.model import load as load
+    from zinf.hf.task import Task as Task
 
 make_lazy(
     __name__,
     {
         "Model": "zinf.hf.model",
         "ModelEngine": "zinf.hf.engine",
+        "Task": "zinf.hf.task",
         "export": "zinf.hf.export",
         "initialize": "zinf.hf.engine",
         "load": "zinf.hf.model",

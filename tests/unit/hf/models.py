@@ -9,6 +9,9 @@ pytest.importorskip("torchax", reason="needs torch and more: pip install '.[hf]'
 
 import torch
 import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 VOCAB, TOKENS = 96, 12
 SMALL = {
@@ -63,3 +66,22 @@ def tokens(rows: int = 2) -> np.ndarray:
 def torch_logits(model: transformers.PreTrainedModel, ids: np.ndarray) -> np.ndarray:
     with torch.no_grad():
         return model(torch.tensor(ids).long(), use_cache=False).logits.numpy()
+
+
+CHAT = (
+    "{% for m in messages %}"
+    "{% if m.role == 'assistant' %}a: {% generation %}{{ m.content }} </s>"
+    "{% endgeneration %}{% else %}u: {{ m.content }} {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}a: {% endif %}"
+)
+WORDS = ("<unk>", "</s>", "<pad>", "a:", "u:", *(f"w{i}" for i in range(40)))
+
+
+def tokenizer(**named) -> transformers.PreTrainedTokenizerFast:
+    """A token for each word; `w0` is token 5."""
+    vocabulary = {word: number for number, word in enumerate(WORDS)}
+    model = WordLevel(vocabulary, unk_token="<unk>")
+    words = Tokenizer(model)
+    words.pre_tokenizer = WhitespaceSplit()
+    ends = {"unk_token": "<unk>", "eos_token": "</s>"} | named
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, **ends)

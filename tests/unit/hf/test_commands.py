@@ -1,0 +1,83 @@
+"""`zinf finetune` and `zinf plan --model`."""
+
+import json
+
+import numpy as np
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from tests.unit.hf.models import CHAT, VOCAB, llama, save, tokenizer, torch_logits
+
+import torch  # isort: skip
+import transformers  # isort: skip
+
+from zinf.cli import app  # isort: skip
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(x) for x in arguments])
+
+
+def model_folder(tmp_path):
+    folder = tmp_path / "model"
+    save(llama(), folder)
+    tokenizer(chat_template=CHAT).save_pretrained(folder)
+    return folder
+
+
+def data_file(tmp_path, count=6):
+    path = tmp_path / "data.jsonl"
+    lines = [{"prompt": f"w{i} w1", "completion": f"w{i} w2"} for i in range(count)]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+@pytest.mark.slow
+def test_a_model_is_tuned_and_loads_in_transformers(tmp_path):
+    folder, data = model_folder(tmp_path), data_file(tmp_path)
+    output = tmp_path / "tuned"
+    common = ["--data", data, "--output", output, "--samples", 2]
+    common += ["--sequence-length", 8, "--learning-rate", 1e-2]
+    done = run("finetune", folder, *common, "--epochs", 4)
+    assert done.exit_code == 0, done.output
+    assert f"The tuned model is in {output}." in done.output
+    metrics = (tmp_path / "tuned.run/metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in metrics]
+    # Four epochs of six samples, two a step.
+    assert len(losses) == 12
+    assert losses[-1] < losses[0] / 2
+    config = yaml.safe_load((tmp_path / "tuned.run/finetune.yaml").read_text())
+    assert config["model"] == {"huggingface": str(folder)}
+    tuned = transformers.AutoModelForCausalLM.from_pretrained(output).float().eval()
+    words = transformers.AutoTokenizer.from_pretrained(output)
+    ids = np.array([words("w3 w1 w3").input_ids])
+    # All completions end so.
+    assert words.decode([int(torch_logits(tuned, ids)[0, -1].argmax())]) == "w2"
+    assert tuned.config.dtype == torch.bfloat16
+    again = run("finetune", folder, *common)
+    assert again.exit_code == 2 and "is there already" in again.output
+
+
+@pytest.mark.slow
+def test_a_config_json_alone_is_planned(tmp_path):
+    llama(max_position_embeddings=2048).save_pretrained(tmp_path)
+    nvme = ["--set", f"memory.nvme={tmp_path / 'nvme'}", "--set", "execution=streamed"]
+    done = run("plan", "--model", tmp_path / "config.json", *nvme)
+    assert done.exit_code == 0, done.output
+    # Embedding and head; attention, MLP and norms of two layers; the last norm.
+    layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32
+    count = 2 * VOCAB * 32 + 2 * layer + 32
+    assert f"{count:,} parameters, 1,024 tokens a step, bfloat16" in done.output
+    assert "a day are written to the drives" in done.output
+    long = run("plan", "--model", tmp_path, "--sequence-length", 4096)
+    assert long.exit_code == 2
+    assert "was made for 2,048 tokens" in long.output
+
+
+def test_sizes_beside_a_model_of_the_hub_are_refused(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("model: {huggingface: some/model, num_layers: 2}\n")
+    done = run("plan", path)
+    assert done.exit_code == 2
+    assert "model.num_layers: has no effect: huggingface names" in done.output

@@ -1,0 +1,181 @@
+"""Samples for fine-tuning from files of JSON lines, as a grain dataset.
+
+All lines are turned into tokens once, when a run begins, and kept in a folder: so what
+is wrong with a line is found before training, and no step waits for a tokenizer.
+"""
+
+import json
+import os
+import shutil
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import grain
+import numpy as np
+
+from zinf.data.share import Share
+from zinf.hf.model import IGNORED
+from zinf.hf.samples import Tokenizing
+
+IDS, LABELS, ENDS = "ids.int32", "labels.int32", "ends.npy"
+
+
+class Samples(grain.sources.RandomAccessDataSource):
+    """Tokenized samples of a folder, each padded to one length.
+
+    Padding comes last and has no label, so in a causal model no trained token sees it,
+    and any number may stand for it.
+
+    Args:
+        folder: made by `tokenized`.
+        first, last: the samples to have.
+        padding: the token of the padding.
+    """
+
+    def __init__(
+        self, folder: Path, *, length: int, padding: int, first: int, last: int
+    ) -> None:
+        self._folder, self._length, self._padding = folder, length, padding
+        ends = np.load(folder / ENDS)
+        self._starts = np.concatenate([[0], ends[:-1]])[first:last]
+        self._ends = ends[first:last]
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """`input_ids` and `labels`, int32 (length,)."""
+        start, end = int(self._starts[index]), int(self._ends[index])
+        return {
+            "input_ids": self._padded(IDS, start, end, self._padding),
+            "labels": self._padded(LABELS, start, end, IGNORED),
+        }
+
+    def _padded(self, file: str, start: int, end: int, padding: int) -> np.ndarray:
+        path = self._folder / file
+        found = np.fromfile(path, np.int32, count=end - start, offset=4 * start)
+        if len(found) != end - start:
+            raise OSError(f"{path} was cut short. Delete {self._folder}.")
+        result = np.full(self._length, padding, np.int32)
+        result[: len(found)] = found
+        return result
+
+
+def tokenized(
+    paths: Sequence[Path],
+    how: Tokenizing,
+    *,
+    tokenizer_files: Sequence[Path],
+    cache: Path,
+    say: Callable[[str], None] = lambda text: None,
+) -> Path:
+    """A folder with the tokens of all lines, made once for files and settings.
+
+    Args:
+        tokenizer_files: what the tokenizer was read from: if it changes, so do tokens.
+        cache: where the folder is made.
+        say: called with a line of text when the folder is made.
+
+    Raises:
+        FileNotFoundError: a file does not exist.
+        ValueError: a line is wrong, or there is none; see `Tokenizing.sample`.
+    """
+    settings = how.sequence_length, how.truncates, how.completion_only, how.vocab_size
+    state: list[Any] = [list(settings), *map(_state, [*paths, *tokenizer_files])]
+    digest = sha256(json.dumps(state).encode()).hexdigest()[:16]
+    folder = cache / f"samples-{digest}"
+    if folder.is_dir():
+        return folder
+    cache.mkdir(parents=True, exist_ok=True)
+    partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
+    partial.mkdir()
+    try:
+        ends = array("q")
+        total = trained = 0
+        with (partial / IDS).open("wb") as ids, (partial / LABELS).open("wb") as labels:
+            for line, where in _lines(paths):
+                found = [np.array(x, np.int32) for x in how.sample(line, where)]
+                ids.write(found[0].tobytes())
+                labels.write(found[1].tobytes())
+                total += len(found[0])
+                trained += int(np.count_nonzero(found[1][1:] != IGNORED))
+                ends.append(total)
+        if not ends:
+            raise ValueError(f"{', '.join(map(str, paths))}: there is no line to read.")
+        np.save(partial / ENDS, np.array(ends, np.int64))
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    say(
+        f"data: {len(ends):,} samples, {total:,} tokens, {trained:,} of them trained on"
+    )
+    return folder
+
+
+def sample_batches(
+    folder: Path,
+    *,
+    length: int,
+    padding: int,
+    batch_size: int,
+    seed: int,
+    is_training: bool,
+    validation_fraction: float,
+    process: tuple[int, int] = (0, 1),
+    num_microbatches: int = 1,
+) -> grain.IterDataset:
+    """Shuffled batches of `input_ids` and `labels`, int32 (rows, length).
+
+    The iterator's state is JSON; after `set_state` the same batches follow.
+
+    Raises:
+        ValueError: the split has fewer samples than a batch, or a batch does not divide
+            (see `Share`).
+    """
+    count = num_samples(folder)
+    cut = count - round(count * validation_fraction)
+    first, last = (0, cut) if is_training else (cut, count)
+    if last - first < batch_size:
+        split = "train" if is_training else "validation"
+        raise ValueError(
+            f"The {split} split has {last - first} samples of {count}, and "
+            f"train_batch_size is {batch_size}. Give more samples, or lower the batch "
+            f"size{'' if is_training else ' or raise data.validation_fraction'}."
+        )
+    samples = Samples(folder, length=length, padding=padding, first=first, last=last)
+    shuffled = grain.MapDataset.source(samples).shuffle(seed).repeat()
+    return Share(
+        shuffled, batch_size, process=process, num_microbatches=num_microbatches
+    )
+
+
+def num_samples(folder: Path) -> int:
+    """Number of samples in a folder of `tokenized`."""
+    return len(np.load(folder / ENDS))
+
+
+def _state(path: Path) -> tuple[str, int, int]:
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"There is no file {path} (relative paths start at {Path.cwd()}). Name "
+            "files of JSON lines in data.paths."
+        )
+    about = path.stat()
+    return str(path.absolute()), about.st_size, about.st_mtime_ns
+
+
+def _lines(paths: Sequence[Path]) -> Iterator[tuple[Any, str]]:
+    """Each line that is not blank, as JSON, and where it is."""
+    for path in paths:
+        with path.open("rb") as stream:
+            for number, line in enumerate(stream, 1):
+                if not line.strip():
+                    continue
+                where = f"{path}, line {number}"
+                try:
+                    yield json.loads(line), where
+                except ValueError as error:
+                    raise ValueError(f"{where}: no JSON: {error}") from None

@@ -1,0 +1,181 @@
+"""Turns a line of a fine-tuning file into tokens and labels.
+
+A line of JSON holds a `text`, a `prompt` and its `completion`, or a conversation in
+`messages` (with `tools`), which the tokenizer's chat template lays out.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from zinf.hf.model import IGNORED
+
+KINDS = "text, prompt and completion, or messages"
+# The tag of a chat template around what an assistant says.
+GENERATION = re.compile(r"\{%-?\s*generation\b")
+NO_LAST_ANSWER = (
+    "the chat template does not show where the last answer begins. Use one with "
+    "{% generation %} tags, end the conversation with the assistant, or set "
+    "data.completion_only to false."
+)
+
+
+@dataclass(frozen=True)
+class Tokenizing:
+    """How lines become samples.
+
+    Attributes:
+        sequence_length: most tokens of a sample.
+        truncates: cut longer samples; else they are refused.
+        completion_only: train on completions and on what the assistant says, and not on
+            prompts and what the user says.
+        vocab_size: of the model.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    sequence_length: int
+    truncates: bool
+    completion_only: bool
+    vocab_size: int
+
+    def sample(self, line: Any, where: str) -> tuple[list[int], list[int]]:
+        """The tokens of a line, and their labels: themselves, or -100.
+
+        Args:
+            line: the JSON value.
+            where: file and number of the line, for messages.
+
+        Raises:
+            ValueError: the line has none of the known fields, is too long, or has no
+                token to train on; the message names the line.
+        """
+        ids, labels = self._tokens(line, where)
+        if len(ids) > self.sequence_length:
+            if not self.truncates:
+                raise ValueError(
+                    f"{where}: the sample has {len(ids):,} tokens, and "
+                    f"data.sequence_length is {self.sequence_length:,}. Raise it, "
+                    "shorten the sample, or set data.truncate to cut it."
+                )
+            ids, labels = ids[: self.sequence_length], labels[: self.sequence_length]
+        # The first token is predicted by none.
+        if all(label == IGNORED for label in labels[1:]):
+            raise ValueError(
+                f"{where}: no token of the sample is trained on: it has {len(ids)} "
+                "tokens, and all of them are of the prompt, or there is one alone. "
+                "Leave the line out, or set data.completion_only to false."
+            )
+        beyond = [token for token in ids if not 0 <= token < self.vocab_size]
+        if beyond:
+            raise ValueError(
+                f"{where}: the tokenizer gives token {beyond[0]}, and the model has "
+                f"{self.vocab_size} words. Use the tokenizer of this model."
+            )
+        return ids, labels
+
+    def _tokens(self, line: Any, where: str) -> tuple[list[int], list[int]]:
+        if not isinstance(line, Mapping):
+            raise ValueError(
+                f"{where}: a line must be a JSON object with {KINDS}; found a "
+                f"{type(line).__name__}."
+            )
+        if "messages" in line:
+            return self._conversation(line["messages"], line.get("tools"), where)
+        if "prompt" in line and "completion" in line:
+            prompt, completion = line["prompt"], line["completion"]
+            if isinstance(prompt, list) and isinstance(completion, list):
+                return self._conversation(
+                    [*prompt, *completion], line.get("tools"), where
+                )
+            _check_text(prompt, "prompt", where)
+            _check_text(completion, "completion", where)
+            return self._joined(
+                self.tokenizer(prompt).input_ids, self._ended(completion)
+            )
+        if "text" in line:
+            _check_text(line["text"], "text", where)
+            ids = self._closed(self.tokenizer(line["text"]).input_ids)
+            return ids, list(ids)
+        found = ", ".join(map(str, line)) or "nothing"
+        raise ValueError(f"{where}: a line must have {KINDS}; found {found}.")
+
+    def _joined(
+        self, prompt: list[int], completion: list[int]
+    ) -> tuple[list[int], list[int]]:
+        hidden = [IGNORED] * len(prompt) if self.completion_only else prompt
+        return [*prompt, *completion], [*hidden, *completion]
+
+    def _ended(self, text: str) -> list[int]:
+        ids = self.tokenizer(text, add_special_tokens=False).input_ids
+        return self._closed(ids)
+
+    def _closed(self, ids: list[int]) -> list[int]:
+        end = self.tokenizer.eos_token_id
+        return ids if end is None or ids[-1:] == [end] else [*ids, end]
+
+    def _conversation(
+        self, messages: Any, tools: Any, where: str
+    ) -> tuple[list[int], list[int]]:
+        template = self.tokenizer.chat_template
+        if not template:
+            raise ValueError(
+                f"{where} has messages, and the tokenizer has no chat template. Put "
+                "chat_template.jinja of the model beside its tokenizer, or give prompt "
+                "and completion."
+            )
+        _check_messages(messages, where)
+        has_tags = GENERATION.search(str(template)) is not None
+        ends_with_answer = len(messages) > 1 and messages[-1]["role"] == "assistant"
+        if self.completion_only and not has_tags and not ends_with_answer:
+            raise ValueError(f"{where}: {NO_LAST_ANSWER}")
+        try:
+            if not self.completion_only:
+                ids = self._laid_out(messages, tools)
+                return ids, list(ids)
+            if has_tags:
+                return self._by_tags(messages, tools)
+            before = self._laid_out(messages[:-1], tools, add_generation_prompt=True)
+            ids = self._laid_out(messages, tools)
+        except Exception as error:
+            # A template is a program, and raises what it likes.
+            raise ValueError(
+                f"{where}: the chat template refuses the conversation: {error}"
+            ) from error
+        if ids[: len(before)] != before:
+            raise ValueError(f"{where}: {NO_LAST_ANSWER}")
+        return self._joined(before, ids[len(before) :])
+
+    def _laid_out(self, messages: Sequence[Any], tools: Any, **named: Any) -> list[int]:
+        return self.tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=True, return_dict=True, **named
+        )["input_ids"]
+
+    def _by_tags(self, messages: Any, tools: Any) -> tuple[list[int], list[int]]:
+        found = self.tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        ids, mask = found["input_ids"], found["assistant_masks"]
+        return ids, [x if m else IGNORED for x, m in zip(ids, mask, strict=True)]
+
+
+def _check_text(value: Any, name: str, where: str) -> None:
+    if not isinstance(value, str) or not value:
+        raise ValueError(
+            f"{where}: {name} must be a text that is not empty; found {value!r:.40}."
+        )
+
+
+def _check_messages(messages: Any, where: str) -> None:
+    is_list = isinstance(messages, list) and messages
+    if not is_list or not all(isinstance(m, Mapping) and "role" in m for m in messages):
+        raise ValueError(
+            f"{where}: messages must be a list of objects with role and content; "
+            f"found {messages!r:.60}."
+        )
