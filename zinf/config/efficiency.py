@@ -329,7 +329,7 @@ def dropping_violations(
     if highest is not None and highest > sequence_length:
         text = f"{highest} kept tokens are more than data.sequence_length, which is"
         yield (*path, "random_ltd_schedule", "max_value"), f"{text} {sequence_length}."
-    if model is None:
+    if model is None or model.num_layers is None:
         return
     num_layers, total = model.num_layers, dropping.total_layer_num
     if total not in (None, num_layers):

@@ -175,7 +175,7 @@ class Model(Section):
         missing = [n for n, size in zip(names, sizes, strict=True) if size is None]
         for key in missing:
             yield (key,), "is required here, but missing."
-        if self.num_heads is None or self.embed_dim is None:
+        if self.num_layers is None or self.num_heads is None or self.embed_dim is None:
             return
         heads, kv_heads = self.num_heads, self.num_kv_heads or self.num_heads
         if self.embed_dim % heads:
@@ -186,13 +186,13 @@ class Model(Section):
             yield ("embed_dim",), f"/ num_heads is {head_dim}; rope needs it even."
         if heads % kv_heads:
             yield ("num_kv_heads",), f"{kv_heads} does not divide num_heads, {heads}."
-        yield from self._violations_of_experts()
+        yield from self._violations_of_experts(self.num_layers)
 
-    def _violations_of_experts(self) -> Iterator[Violation]:
+    def _violations_of_experts(self, num_layers: int) -> Iterator[Violation]:
         given = self.num_experts
-        counts = given if isinstance(given, tuple) else (given,) * self.num_layers
-        if len(counts) != self.num_layers:
-            text = f"has {len(counts)} numbers, but num_layers is {self.num_layers}."
+        counts = given if isinstance(given, tuple) else (given,) * num_layers
+        if len(counts) != num_layers:
+            text = f"has {len(counts)} numbers, but num_layers is {num_layers}."
             yield ("num_experts",), text
         with_experts = [count for count in counts if count]
         if not with_experts:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from zinf.checkpoint.blocks import counted
+from zinf.checkpoint.stripes import counted
 from zinf.engine import Engine
 from zinf.interchange.names import Terms, match
 from zinf.interchange.rounding import MASK_BYTES, rounded
