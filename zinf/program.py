@@ -158,6 +158,19 @@ class ArrayId:
     def __hash__(self) -> int:
         return self._hash
 
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, ArrayId) or self._hash != other._hash:
+            return False
+        return (
+            self.path == other.path
+            and self.role == other.role
+            and self.rows == other.rows
+            and self.microbatch == other.microbatch
+            and self.slot == other.slot
+        )
+
     def __str__(self) -> str:
         rows = f"[{self.rows[0]}:{self.rows[1]}]" if self.rows else ""
         batch = f"@{self.microbatch}" if self.microbatch is not None else ""

@@ -6,9 +6,8 @@ one exception is stated where it is tested: with room, a segment keeps residuals
 its backward pass is another executable.
 """
 
-import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
@@ -24,27 +23,28 @@ from tests.marks import slow_except
 from zinf.executor import transfer
 from zinf.memory import alias
 from zinf.plan import (
+    Arrangement,
     Catalog,
     Choices,
     Decide,
     Keeping,
     Pass,
+    Resident,
     Run,
     StepOptions,
     Transfer,
     Update,
     UpdateUnit,
-    choose,
+    arrange,
     passage,
+    place,
 )
 from zinf.plan.job import Job
 from zinf.plan.schedule import _Schedule
-from zinf.prepare import planner, updates
-from zinf.prepare.keeping import what_may_be_kept
-from zinf.prepare.planner import Planner
+from zinf.prepare import updates
 from zinf.program import Role, Tier
 
-DEVICE, HOST, NVME = Tier
+DEVICE, HOST, NVME = ORDER = tuple(Tier)
 ACCUMULATING = {"gradient_accumulation_steps": 2}
 # Below the norms that occur, so that every step is clipped.
 CLIPPED = {"gradient_clipping": 0.05}
@@ -74,36 +74,34 @@ class Arranged:
     update_tier: Tier = HOST
     value_tier: Tier = DEVICE
     gradient_tier: Tier = HOST
-    slack: float = 1.0
     kept_share: float = 0.0
     is_horizontal: bool = False
     block_bytes: int = updates.BLOCK_BYTES
     by_row: bool = False
-    leading_share: float = 0.0
 
     def __str__(self) -> str:
         return (
             f"{self.params}-{self.states}-late{self.deferred_share}-on-"
             f"{self.update_tier}-values-{self.value_tier}-gradients-"
-            f"{self.gradient_tier}-slack{self.slack}"
+            f"{self.gradient_tier}"
         )
 
 
 PLAINEST = Arranged()
 # Every pair of what can be chosen is in one of these at least: see the test below.
 OTHERS = [
-    Arranged("nvme", "nvme", 1.0, HOST, DEVICE, HOST, 1.5, leading_share=0.5),
-    Arranged("nvme", "nvme", 0.5, DEVICE, HOST, NVME, 1.0, leading_share=0.5),
-    Arranged("nvme", "nvme", 1.0, DEVICE, NVME, HOST, 1.0),
-    Arranged("nvme", "nvme", 0.0, HOST, NVME, NVME, 1.5, leading_share=0.5),
-    Arranged("cpu", "nvme", 0.5, HOST, HOST, HOST, 1.5),
-    Arranged("cpu", "nvme", 0.0, DEVICE, DEVICE, NVME, 1.0),
-    Arranged("cpu", "cpu", 1.0, HOST, HOST, NVME, 1.0),
-    Arranged("cpu", "cpu", 0.5, DEVICE, NVME, HOST, 1.5, leading_share=0.5),
-    Arranged("none", "cpu", 1.0, DEVICE, DEVICE, HOST, 1.5),
-    Arranged("none", "nvme", 0.5, HOST, DEVICE, NVME, 1.0, leading_share=0.5),
-    Arranged("none", "none", 0.0, HOST, HOST, HOST, 1.0),
-    Arranged("none", "none", 1.0, HOST, NVME, HOST, 1.0),
+    Arranged("nvme", "nvme", 1.0, HOST, DEVICE, HOST),
+    Arranged("nvme", "nvme", 0.5, DEVICE, HOST, NVME),
+    Arranged("nvme", "nvme", 1.0, DEVICE, NVME, HOST),
+    Arranged("nvme", "nvme", 0.0, HOST, NVME, NVME),
+    Arranged("cpu", "nvme", 0.5, HOST, HOST, HOST),
+    Arranged("cpu", "nvme", 0.0, DEVICE, DEVICE, NVME),
+    Arranged("cpu", "cpu", 1.0, HOST, HOST, NVME),
+    Arranged("cpu", "cpu", 0.5, DEVICE, NVME, HOST),
+    Arranged("none", "cpu", 1.0, DEVICE, DEVICE, HOST),
+    Arranged("none", "nvme", 0.5, HOST, DEVICE, NVME),
+    Arranged("none", "none", 0.0, HOST, HOST, HOST),
+    Arranged("none", "none", 1.0, HOST, NVME, HOST),
 ]
 
 
@@ -121,29 +119,10 @@ class Result:
 @cache
 def train(setting: str, arranged: Arranged) -> Result:
     """Twenty steps, with updates by gradients of steps before where they are late."""
-    tiers = tuple(
-        t for t in Tier if t != NVME or "nvme" in (arranged.params, arranged.states)
-    )
     settings = SETTINGS[setting]
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        choices = Choices(
-            (arranged.value_tier if arranged.value_tier in tiers else HOST,),
-            (arranged.gradient_tier if arranged.gradient_tier in tiers else HOST,),
-            256,
-            update_tiers=(arranged.update_tier,),
-            deferred_shares=(arranged.deferred_share,),
-            leading_shares=(arranged.leading_share,),
-            slack=arranged.slack,
-            by_row=arranged.by_row,
-        )
         patch.setattr(updates, "BLOCK_BYTES", arranged.block_bytes)
         patch.setattr(updates, "UNIT_BLOCKS", 1)
-        patch.setattr(Planner, "choices", lambda planner, *rest: choices)
-        # Whatever is tried is taken.
-        patch.setattr(choose, "WORTHWHILE", math.inf)
-        patch.setattr(choose, "FINER", math.inf)
-        patch.setattr(choose, "COMPUTE_BOUND", 0 if arranged.kept_share else math.inf)
-        patch.setattr(planner, "what_may_be_kept", partial(_of_last, arranged))
         # All but the reference have one memory for host and device, where they can.
         smallest = 1 << 40 if arranged == PLAINEST else 1
         patch.setattr(alias, "SHARED_FROM_BYTES", smallest)
@@ -157,6 +136,8 @@ def train(setting: str, arranged: Arranged) -> Result:
         if arranged.kept_share:
             config["segment"] = {"remat": "auto"}
         engine = PYTREE.start(OPTIMIZERS["adam"], {**config, **settings})
+        forced = partial(_forced, arranged)
+        engine.planner = replace(engine.planner, build_placed=forced)
         metrics, operations = [], set()
         count = settings.get("gradient_accumulation_steps", 1)
         for number, batch in enumerate(PYTREE.batches(STEPS, count), start=1):
@@ -180,10 +161,6 @@ def train(setting: str, arranged: Arranged) -> Result:
             for array in x.operation.arrays
             if array.role == Role.GRADIENT and array.rows is not None
         ]
-        options = engine._current.arranged.options
-        assert options.slack == arranged.slack
-        leading_share = arranged.leading_share if options.deferred else 0.0
-        assert options.leading_share == leading_share
         params = engine.params()
         engine.close()
     return Result(
@@ -197,10 +174,38 @@ def train(setting: str, arranged: Arranged) -> Result:
     )
 
 
-def _of_last(arranged: Arranged, *args: Any) -> dict[int, Keeping]:
-    found = what_may_be_kept(*args)
-    count = round(arranged.kept_share * len(found))
-    return {k: found[k] for k in sorted(found)[len(found) - count :]}
+def _forced(
+    arranged: Arranged,
+    catalog: Catalog,
+    residents: Sequence[Resident],
+    units_for: Callable[..., Sequence[UpdateUnit]],
+    capacity_bytes: dict[Tier, int],
+    options: StepOptions,
+    choices: Choices,
+) -> Arrangement:
+    """The step as `arranged` says; where there is no drive, the host stands for it."""
+    tiers = [t for t in Tier if capacity_bytes[t]]
+    homes = place(residents, capacity_bytes, persistence_bytes=256)
+    keeping: Mapping[int, Keeping] = {}
+    if arranged.kept_share:
+        keeping = choices.keepings[0](capacity_bytes[DEVICE])
+    units = units_for(homes, arranged.update_tier)
+    # Every other unit, or all, or none.
+    step = round(1 / arranged.deferred_share) if arranged.deferred_share else None
+    return arrange(
+        replace(catalog, homes=homes, keeping=keeping),
+        units_for,
+        capacity_bytes,
+        replace(
+            options,
+            update_tier=arranged.update_tier,
+            value_tier=min(arranged.value_tier, tiers[-1], key=ORDER.index),
+            gradient_tier=min(arranged.gradient_tier, tiers[-1], key=ORDER.index),
+            gradients_by_row=arranged.by_row,
+            num_kept=round(arranged.kept_share * len(keeping)),
+            deferred=frozenset(range(len(units))[::step] if step else ()),
+        ),
+    )
 
 
 def _noting(found: list[Any], function: Callable[..., Any], *args: Any) -> Any:
@@ -330,8 +335,6 @@ def test_every_pair_of_choices_occurs():
         "update_tier": (HOST, DEVICE),
         "value_tier": tuple(Tier),
         "gradient_tier": (HOST, NVME),
-        "slack": (1.0, 1.5),
-        "leading_share": (0.0, 0.5),
     }
     for first, second in product(fields, fields):
         if first < second:

@@ -92,8 +92,6 @@ def cases(draw: st.DrawFn) -> Case:
         value_tier=draw(st.sampled_from(list(Tier))),
         gradient_tier=draw(st.sampled_from([Tier.HOST, Tier.NVME])),
         deferred=frozenset(i for i in numbers if choose.random() < late),
-        leading_share=draw(st.sampled_from([0.0, 0.5, 1.0])),
         gradients_by_row=draw(st.booleans()),
-        slack=draw(st.sampled_from([1.0, 1.5])),
     )
     return Case(toy, homes, options)

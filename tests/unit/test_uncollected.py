@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -39,20 +40,20 @@ def test_who_switched_it_off_finds_it_so() -> None:
     assert not gc.isenabled()
 
 
-def test_steps_are_planned_without_it(monkeypatch) -> None:
+def test_steps_are_planned_without_it() -> None:
     enabled: list[bool] = []
 
     def note(*arguments: Any) -> Arrangement:
         enabled.append(gc.isenabled())
         return build_placed(*arguments)
 
-    monkeypatch.setattr("zinf.prepare.planner.build_placed", note)
     planner = make_planner(
         lambda params, batch: jnp.sum(batch["x"] @ params["w"]),
         {"w": jnp.zeros((8, 8))},
         optax.sgd(0.1),
         {"execution": "streamed"},
     )
+    planner = replace(planner, build_placed=note)
     planner.plan({"x": jax.ShapeDtypeStruct((4, 8), jnp.float32)})
     assert enabled == [False]
     assert gc.isenabled()

@@ -16,7 +16,9 @@ from zinf.plan.check import check as check
 from zinf.plan.check import check_groups as check_groups
 from zinf.plan.choose import Arrangement as Arrangement
 from zinf.plan.choose import Choices as Choices
+from zinf.plan.choose import arrange as arrange
 from zinf.plan.choose import build_at_home as build_at_home
+from zinf.plan.choose import retimed as retimed
 from zinf.plan.cost import Rates as Rates
 from zinf.plan.cost import Timeline as Timeline
 from zinf.plan.cost import accelerator_rates as accelerator_rates

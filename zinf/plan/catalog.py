@@ -65,17 +65,11 @@ class StepOptions:
         update_tier: where updates run whose arrays do not all rest on the device; if it
             is the device, their state is streamed through the device.
         deferred: numbers of the units that are updated in the next step instead.
-        leading_share: fraction of the deferred units that run at the start of the next
-            step, smallest first; each other one runs just before the first segment that
-            reads its results.
         num_kept: how many of the last segments that can save residuals do so, instead
             of recomputing in the backward pass.
         gradients_by_row: a gradient that several units on the host read waits on the
             device, and each unit fetches its rows. This takes less of the host at once
             and more of the device for longer.
-        slack: limit on the bytes away from home, as a multiple of their peak when
-            instructions run in list order. With more slack links wait less for each
-            other.
         value_tier: where activations wait for the backward pass.
         gradient_tier: where complete gradients wait for an update after the backward
             pass or in the next step.
@@ -88,9 +82,7 @@ class StepOptions:
     update_tier: Tier = Tier.HOST
     num_kept: int = 0
     deferred: frozenset[int] = frozenset()
-    leading_share: float = 0.0
     gradients_by_row: bool = False
-    slack: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,11 +215,12 @@ class Catalog:
         return home if home in self.homes else None
 
     def home_tier(self, array: ArrayId) -> Tier | None:
-        return self._home_tiers[array]
+        return self.home_tiers[array]
 
     # Cached: planning looks up each array hundreds of times.
     @cached_property
-    def _home_tiers(self) -> "_HomeTiers":
+    def home_tiers(self) -> Mapping[ArrayId, Tier | None]:
+        """The result of `home_tier` for any array."""
         return _HomeTiers(self.homes)
 
     @cached_property

@@ -11,6 +11,7 @@ from itertools import accumulate, product
 from typing import Any
 
 from zinf.plan.catalog import Catalog, Keeping, StepOptions, UpdateUnit
+from zinf.plan.cost import Rates
 from zinf.plan.infeasible import InfeasibleError
 from zinf.plan.instruction import Copy, Link
 from zinf.plan.passage import (
@@ -22,25 +23,13 @@ from zinf.plan.passage import (
     step_passage,
     streamed,
 )
-from zinf.plan.pending import home_last, not_read_first, pending_copies, spread
+from zinf.plan.pending import not_read_first, pending_copies
 from zinf.plan.plan import Plan
 from zinf.program import ArrayId, Tier
 
-# Take another arrangement only if its predicted time is below 98% of the best so far: a
-# smaller gain may be an error of the prediction.
-WORTHWHILE = 0.98
-# Plans that differ only in update order share the model's error: 0.2% is significant.
-FINER = 0.998
-# Resolution of the search over the number of segments that save residuals: 1/16 of the
-# segments that can.
-KEPT_STEPS = 16
-# Stop after this many deferrals in a row without a gain.
-PATIENCE = 8
-# With more instructions, building one plan takes seconds and a search takes dozens of
-# plans, while deferring single updates gains only a small part of the step.
-MAX_INSTRUCTIONS = 4096
-# Try saving residuals only if compute is at least half of the predicted step.
-COMPUTE_BOUND = 0.5
+# Take another arrangement only if its predicted time is below this part of the best so
+# far: a smaller gain may be an error of the prediction.
+WORTHWHILE = 0.99
 
 Homes = Mapping[ArrayId, Tier]
 UnitsFor = Callable[[Homes, Tier], Sequence[UpdateUnit]]
@@ -55,19 +44,16 @@ class Choices:
     """The alternatives that the search tries, best first.
 
     Attributes:
-        value_tiers, gradient_tiers, update_tiers, leading_shares: values to try for
-            these `StepOptions`.
+        value_tiers, gradient_tiers, update_tiers: values to try for these
+            `StepOptions`.
         persistence_bytes: the size under which an array never goes to nvme.
         keepings: functions from the device bytes free of resident arrays to the
             residuals that each segment can save. The first saves most; later ones save
             less and recompute more. A function is called only if it may gain time.
-        deferred_shares: fractions of the bytes that updates change, to be deferred.
-        defers_last: whether to try deferring the units whose results get home last.
-        defers_all: whether to try deferring all units, and all but those whose results
-            the first segment reads.
-        slack: largest slack tried; 1.0 allows no more bytes away from home than a run
-            in list order.
-        by_row: whether gradients may wait on the device and come to the host by row.
+        defers: whether to try deferring all units, and all but those whose results the
+            first segment reads.
+        by_row: whether gradients may wait on the device and come to the host by row, if
+            the host has no room for whole gradients.
     """
 
     value_tiers: tuple[Tier, ...]
@@ -75,11 +61,7 @@ class Choices:
     persistence_bytes: int
     update_tiers: tuple[Tier, ...] = ()
     keepings: tuple[KeepingIn, ...] = ()
-    deferred_shares: tuple[float, ...] = ()
-    defers_last: bool = False
-    defers_all: bool = False
-    leading_shares: tuple[float, ...] = ()
-    slack: float = 1.0
+    defers: bool = False
     by_row: bool = False
 
 
@@ -103,6 +85,79 @@ class Arrangement:
     flush: Plan | None = None
     pending: tuple[Copy, ...] = ()
 
+    @property
+    def seconds(self) -> float:
+        """The predicted time of a step."""
+        return self.plan.timeline.seconds
+
+
+def arrange(
+    catalog: Catalog,
+    units_for: UnitsFor,
+    capacity_bytes: Mapping[Tier, int],
+    options: StepOptions,
+) -> Arrangement:
+    """The step with exactly these homes, residuals and options; nothing is searched.
+
+    Args:
+        catalog: `homes` and `keeping` say where arrays rest and what segments may save.
+        units_for: returns the update units for homes and an `update_tier`.
+
+    Raises:
+        InfeasibleError: the step does not fit.
+    """
+    return proved(whole(step(catalog, units_for, capacity_bytes, options)))
+
+
+def step(
+    catalog: Catalog,
+    units_for: UnitsFor,
+    capacity_bytes: Mapping[Tier, int],
+    options: StepOptions,
+) -> Arrangement:
+    """An arrangement to compare with others: `first` and `flush` are not built."""
+    units = tuple(units_for(catalog.homes, options.update_tier))
+    passage = step_passage(catalog, units, options)
+    plan = streamed(passage, catalog, capacity_bytes)
+    return Arrangement(plan, catalog, units, options)
+
+
+def whole(arranged: Arrangement) -> Arrangement:
+    """The arrangement of a `step` with the plans `first` and `flush`.
+
+    Raises:
+        InfeasibleError: one of them does not fit.
+    """
+    catalog, units, options = arranged.catalog, arranged.units, arranged.options
+    if not options.deferred or arranged.first is not None:
+        return arranged
+
+    def plan(of: Callable[..., Passage]) -> Plan:
+        passage = of(catalog, units, options)
+        return streamed(passage, catalog, arranged.plan.capacity_bytes)
+
+    pending = tuple(pending_copies(units, options.deferred, catalog, options))
+    first, flush = plan(first_passage), plan(flush_passage)
+    return replace(arranged, first=first, flush=flush, pending=pending)
+
+
+def proved(arranged: Arrangement) -> Arrangement:
+    """The arrangement, after `check` has proved its plans.
+
+    Plans that are only compared are not checked, which saves a tenth of the time of
+    planning 13B parameters.
+    """
+    passages = {
+        step_passage: arranged.plan,
+        first_passage: arranged.first,
+        flush_passage: arranged.flush,
+    }
+    for passage_of, plan in passages.items():
+        if plan is not None:
+            passage = passage_of(arranged.catalog, arranged.units, arranged.options)
+            checked(plan, passage, arranged.catalog)
+    return arranged
+
 
 def build_at_home(
     catalog: Catalog,
@@ -123,7 +178,22 @@ def build_at_home(
     """
     search = Search(catalog, units_for, capacity_bytes, options, choices)
     plain = search.plain(lambda reserve: iter([catalog.homes]))
-    return search.checked(search.fastest(plain))
+    return proved(search.fastest(plain))
+
+
+def retimed(
+    arranged: Arrangement, units_for: UnitsFor, rates: Rates, choices: Choices
+) -> Arrangement:
+    """The step with the same homes and residuals that is fastest by other rates."""
+    catalog = replace(arranged.catalog, rates=rates)
+    options = replace(arranged.options, update_tier=Tier.HOST, deferred=frozenset())
+    capacity_bytes = arranged.plan.capacity_bytes
+    search = Search(catalog, units_for, capacity_bytes, options, choices)
+    found = search.attempt(replace(arranged, catalog=catalog, options=options))
+    if found is None:
+        # It fits only with updates on the device, or with deferred ones.
+        return arrange(catalog, units_for, capacity_bytes, arranged.options)
+    return proved(search.with_deferred(search.with_updates(found)))
 
 
 @dataclass
@@ -149,10 +219,9 @@ class Search:
             InfeasibleError: none fits; the error names budgets that suffice.
         """
         failures: list[tuple[InfeasibleError, Passage, Catalog]] = []
-        # Here gradients come by row only if the host has no room for whole gradients;
-        # `fastest` tries them for speed.
-        may_wait = (False, True) if self.may_wait else (False,)
-        places = self.choices.value_tiers, self.choices.gradient_tiers, may_wait
+        may_wait = self.choices.by_row and self.options.updates_in_backward
+        by_rows = (False, True) if may_wait else (False,)
+        places = self.choices.value_tiers, self.choices.gradient_tiers, by_rows
         for value_tier, gradient_tier, by_row in product(*places):
             if by_row and Tier.HOST not in failures[-1][0].shortages:
                 continue
@@ -178,27 +247,6 @@ class Search:
             failures.append(failure)
         raise proven(*min(failures, key=lambda failed: failed[0].missing_bytes))
 
-    def checked(self, best: Arrangement) -> Arrangement:
-        """The arrangement, after its plans were proved.
-
-        Plans that are only compared are not checked, which saves a tenth of the time of
-        planning 13B parameters.
-        """
-        passages = {
-            step_passage: best.plan,
-            first_passage: best.first,
-            flush_passage: best.flush,
-        }
-        for passage_of, plan in passages.items():
-            if plan is not None:
-                passage = passage_of(best.catalog, best.units, best.options)
-                checked(plan, passage, best.catalog)
-        return best
-
-    @property
-    def may_wait(self) -> bool:
-        return self.choices.by_row and self.options.updates_in_backward
-
     @property
     def num_able(self) -> int:
         """How many segments could save residuals if memory were unlimited."""
@@ -220,99 +268,61 @@ class Search:
 
         Times within `WORTHWHILE` count as equal.
         """
+        return self.with_deferred(self.with_residuals(self.with_updates(best)))
+
+    def with_updates(self, best: Arrangement) -> Arrangement:
+        """The arrangement with updates on the tier that makes it fastest."""
         for tier in self.choices.update_tiers:
-            best = self.better(best, update_tier=tier)
-        best = self.with_residuals(best)
-        if self.may_wait:
-            best = self.better(best, gradients_by_row=True)
-        if _is_bound(best.plan):
+            best = faster(best, self.attempt(best, update_tier=tier))
+        return best
+
+    def with_deferred(self, best: Arrangement) -> Arrangement:
+        """The arrangement with all units deferred, or all but those read first."""
+        if not self.choices.defers or self.binds(best, *Link):
             return best
-        # Search late updates with most slack: links wait less for each other there, so
-        # gains show. Then return to the old slack unless most slack is faster.
-        found = self.with_late_updates(self.slackened(best, self.choices.slack))
-        plainer = self.slackened(found, best.options.slack)
-        return better_of(best, better_of(plainer, found))
-
-    def slackened(self, best: Arrangement, slack: float) -> Arrangement:
-        """The arrangement with another slack; `best` if that does not fit."""
-        if slack == best.options.slack:
-            return best
-        options = replace(best.options, slack=slack)
-        return self.attempt(best.catalog, options) or best
-
-    def with_late_updates(self, best: Arrangement) -> Arrangement:
-        """The arrangement with the deferred units that make it fastest."""
-        units, late = best.units, best
-        is_short = len(best.plan.instructions) < MAX_INSTRUCTIONS
-        for share in self.choices.deferred_shares:
-            late = self.finer(late, deferred=spread(units, share, best.catalog))
-        if self.choices.defers_last and is_short:
-            late = self.deferring_last(late)
-        if self.choices.defers_all:
-            late = self.finer(late, deferred=frozenset(range(len(units))))
-            late = self.finer(late, deferred=not_read_first(units, best.catalog))
-        if late.options.deferred and is_short:
-            for share in self.choices.leading_shares:
-                late = self.finer(late, leading_share=share)
-        return late
-
-    def deferring_last(self, best: Arrangement) -> Arrangement:
-        """Defers the units whose results get home last, until that gains no more."""
-        latest, in_vain = best, 0
-        while in_vain < PATIENCE and not _is_bound(best.plan):
-            last = home_last(latest.plan, best.units, len(best.units) // 64 + 1)
-            deferred = latest.options.deferred | last
-            options = replace(latest.options, deferred=deferred)
-            attempt = self.attempt(best.catalog, options) if last else None
-            if attempt is None:
-                break
-            latest, before = attempt, best
-            best = better_of(best, latest, FINER)
-            in_vain = in_vain + 1 if best is before else 0
+        every = frozenset(range(len(best.units)))
+        for deferred in (every, not_read_first(best.units, best.catalog)):
+            found = faster(best, self.attempt(best, deferred=deferred))
+            if found is not best:
+                try:
+                    best = whole(found)
+                except InfeasibleError:
+                    continue
         return best
 
     def with_residuals(self, best: Arrangement) -> Arrangement:
-        """The arrangement with the number of saved residuals that makes it fastest."""
+        """The arrangement with the residuals that make it fastest."""
         plan = best.plan
-        busy_seconds = plan.timeline.busy_seconds(plan.instructions)
-        if busy_seconds[Link.DEVICE] < COMPUTE_BOUND * plan.timeline.seconds:
+        if self.binds(best, *(link for link in Link if link != Link.DEVICE)):
             return best
         room_bytes = plan.capacity_bytes[Tier.DEVICE] - plan.home_bytes[Tier.DEVICE]
         for keeping_in in self.choices.keepings:
             if best.options.num_kept < self.num_able:
                 keeping = keeping_in(room_bytes)
                 catalog = replace(best.catalog, keeping=keeping)
-                most = self.keeping_most(best, catalog, room_bytes)
-                best = better_of(best, most)
+                kept = self.keeping_most(replace(best, catalog=catalog), room_bytes)
+                best = faster(best, kept)
         return best
 
-    def keeping_most(
-        self, best: Arrangement, catalog: Catalog, room_bytes: int
-    ) -> Arrangement | None:
-        """The arrangement with saved residuals of nearly as many segments as fit.
-
-        If that is no faster than `best`, half as many segments save residuals, which
-        leaves room for prefetched arrays.
+    def keeping_most(self, best: Arrangement, room_bytes: int) -> Arrangement | None:
+        """The arrangement in which about as many segments save residuals as fit.
 
         Args:
             room_bytes: device bytes that resident arrays leave.
         """
-        num_able = len(catalog.keeping)
-        count = self.most_kept(catalog, room_bytes)
-        most, fits, too_many = None, 0, count + 1
-        while too_many - fits > max(1, num_able // KEPT_STEPS):
-            found = self.attempt(catalog, replace(best.options, num_kept=count))
-            if found is None:
-                too_many = count
-            else:
-                most, fits = found, count
-            count = (fits + too_many) // 2
-        if fits > 1 and better_of(best, most) is best:
-            most = self.attempt(catalog, replace(best.options, num_kept=fits // 2))
-        return most
+        catalog, count = best.catalog, len(best.catalog.keeping)
+        while count := min(count, self.most_kept(catalog, room_bytes)):
+            options = replace(best.options, num_kept=count)
+            try:
+                return step(catalog, self.units_for, self.capacity_bytes, options)
+            except InfeasibleError as error:
+                count -= 1
+                if Tier.DEVICE in error.shortages:
+                    room_bytes -= error.shortages[Tier.DEVICE].missing_bytes
+        return None
 
     def most_kept(self, catalog: Catalog, room_bytes: int) -> int:
-        """How many of the last segments' residuals fit, if nothing else needs room."""
+        """How many of the last segments' residuals fit in `room_bytes`."""
         residuals = [catalog.residuals(k, 0) for k in sorted(catalog.keeping)]
         sizes = [
             sum(catalog.nbytes(a, Tier.DEVICE) for a in arrays) for arrays in residuals
@@ -320,52 +330,23 @@ class Search:
         room_bytes //= self.options.num_microbatches
         return bisect_right(list(accumulate(reversed(sizes))), room_bytes)
 
-    def better(
-        self, best: Arrangement, limit: float | None = None, **changes: Any
-    ) -> Arrangement:
-        """The arrangement with some options changed, if it is faster than `best`."""
+    def binds(self, arranged: Arrangement, *links: Link) -> bool:
+        """Whether one of the links is busy so long that no other order gains time."""
+        plan = arranged.plan
+        busy_seconds = plan.timeline.busy_seconds(plan.instructions)
+        most = max(busy_seconds.get(link, 0.0) for link in links)
+        return most > WORTHWHILE * arranged.seconds
+
+    def attempt(self, best: Arrangement, **changes: Any) -> Arrangement | None:
+        """The `step` with some options changed; None if it does not fit."""
         options = replace(best.options, **changes)
-        if options == best.options:
-            return best
-        return better_of(best, self.attempt(best.catalog, options), limit)
-
-    def finer(self, best: Arrangement, **changes: Any) -> Arrangement:
-        """`better` with the limit `FINER`; `best` if a link already binds it."""
-        return best if _is_bound(best.plan) else self.better(best, FINER, **changes)
-
-    def attempt(self, catalog: Catalog, options: StepOptions) -> Arrangement | None:
-        """The arrangement with these options; None if it does not fit."""
         try:
-            return self.arrange(catalog, options)
+            return step(best.catalog, self.units_for, self.capacity_bytes, options)
         except InfeasibleError:
             return None
 
-    def arrange(self, catalog: Catalog, options: StepOptions) -> Arrangement:
-        units = tuple(self.units_for(catalog.homes, options.update_tier))
 
-        def plan(of: Callable[..., Passage]) -> Plan:
-            return streamed(of(catalog, units, options), catalog, self.capacity_bytes)
-
-        step = plan(step_passage)
-        if not options.deferred:
-            return Arrangement(step, catalog, units, options)
-        pending = tuple(pending_copies(units, options.deferred, catalog, options))
-        first, flush = plan(first_passage), plan(flush_passage)
-        return Arrangement(step, catalog, units, options, first, flush, pending)
-
-
-def better_of(
-    best: Arrangement, other: Arrangement | None, limit: float | None = None
-) -> Arrangement:
-    """`other` if it takes less than `limit` (`WORTHWHILE`) of the time of `best`."""
-    if other is None:
-        return best
-    limit = WORTHWHILE if limit is None else limit
-    seconds = limit * best.plan.timeline.seconds
-    return other if other.plan.timeline.seconds < seconds else best
-
-
-def _is_bound(plan: Plan) -> bool:
-    """Whether one link is busy for 98% of the step, so a better order gains nothing."""
-    busy_seconds = plan.timeline.busy_seconds(plan.instructions)
-    return max(busy_seconds.values()) > WORTHWHILE * plan.timeline.seconds
+def faster(best: Arrangement, other: Arrangement | None) -> Arrangement:
+    """`other` if it takes less than `WORTHWHILE` of the time of `best`."""
+    is_faster = other is not None and other.seconds < WORTHWHILE * best.seconds
+    return other if is_faster else best

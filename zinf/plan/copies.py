@@ -7,15 +7,14 @@ array exists elsewhere too.
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import count
 
 from zinf.plan.catalog import Catalog
 from zinf.plan.instruction import Copy
 from zinf.plan.job import Job
-from zinf.plan.uses import Uses
-from zinf.program import ArrayId, Tier
+from zinf.program import ArrayId, Rows, Tier, overlaps
 
 NEVER = 1 << 60
 TIERS = tuple(Tier)
@@ -33,7 +32,9 @@ class Copies:
 
     def __init__(self, jobs: Sequence[Job], catalog: Catalog, final: Iterable[Copy]):
         self.jobs, self.catalog = jobs, catalog
+        self._home_tiers = catalog.home_tiers
         self.now = 0
+        self._named: list[ArrayId] = []  # Of the present job.
         self.temporary: dict[Copy, int] = {}
         self.used = dict.fromkeys(Tier, 0)
         for array, tier in catalog.homes.items():
@@ -52,35 +53,49 @@ class Copies:
         # copy away from home.
         self._away: list[dict[Copy, int]] = []
         self._wanted_by: dict[Copy, list[int]] = defaultdict(list)
-        by_rows: dict[ArrayId, Uses] = defaultdict(Uses)
+        writers: dict[ArrayId, dict[Rows, int]] = defaultdict(dict)
         for number, job in enumerate(jobs):
             away = dict.fromkeys((c for c in job.reads if not self.is_home(c)), -1)
             self._away.append(away)
-            for array, tier in away:
-                writers = by_rows[array.whole].read(array.rows, number)
-                away[array, tier] = max(writers, default=-1)
-                for named in _with_whole(array, array.whole):
-                    self._wanted_by[named, tier].append(number)
+            for copy in away:
+                array, tier = copy
+                self._wanted_by[copy].append(number)
+                if array.rows is not None:
+                    self._wanted_by[array.whole, tier].append(number)
+                written = writers.get(array.whole)
+                if written:
+                    away[copy] = _last_writer(written, array.rows)
             for array, _ in job.writes:
-                by_rows[array.whole].write(array.rows, number)
-            for array, tier in {*job.reads, *job.writes}:
-                # A job that needs rows can also use a copy of the whole.
-                for named in _with_whole(array, catalog.home(array) or array.whole):
-                    self._uses[named, tier].append(number)
-                    reads = self._reads[named]
-                    if not reads or reads[-1] != number:
-                        reads.append(number)
+                written = writers[array.whole]
+                if array.rows is None:
+                    written.clear()
+                written[array.rows] = number
+            for copy in {*job.reads, *job.writes}:
+                self._note_use(number, *copy)
+                array = copy[0]
+                if array.rows is not None:
+                    # A job that needs rows can also use a copy of the whole.
+                    whole = catalog.home(array) or array.whole
+                    if whole != array:
+                        self._note_use(number, whole, copy[1])
+
+    def _note_use(self, number: int, array: ArrayId, tier: Tier) -> None:
+        self._uses[array, tier].append(number)
+        reads = self._reads[array]
+        if not reads or reads[-1] != number:
+            reads.append(number)
 
     def begin(self, number: int) -> None:
         """Makes job `number` the present one and renews the entries of its copies."""
         self.now = number
-        for array in self._named(self.jobs[number]):
+        self._named = _named(self.jobs[number])
+        for array in self._named:
             for tier in TIERS:
                 if (array, tier) in self.temporary:
                     self._offer((array, tier))
 
     def is_home(self, copy: Copy) -> bool:
-        return self.catalog.home_tier(copy[0]) == copy[1]
+        return self._home_tiers[copy[0]] == copy[1]
 
     def exists(self, copy: Copy) -> bool:
         return self.key(copy) in self.temporary or self.is_home(copy)
@@ -99,7 +114,8 @@ class Copies:
         return copy
 
     def touched(self, job: Job) -> set[Copy]:
-        return {self.key(copy) for copy in (*job.reads, *job.writes)}
+        copies = (*job.reads, *job.writes)
+        return {copy if copy[0].rows is None else self.key(copy) for copy in copies}
 
     def missing(self, number: int) -> list[Copy]:
         """The copies that a job reads and that do not exist now."""
@@ -146,15 +162,14 @@ class Copies:
         on a faster tier: those (gradients) may still change, and a transfer of their
         own offloads them when they are complete.
         """
+        missing = self.missing(number)
+        if not missing:
+            return missing
         made_by = self._away[number]
-        return [
-            copy
-            for copy in self.missing(number)
-            if made_by[copy] < self.now and self._is_there(copy)
-        ]
+        return [c for c in missing if made_by[c] < self.now and self._is_there(c)]
 
     def _is_there(self, copy: Copy) -> bool:
-        has_home = self.catalog.home_tier(copy[0]) is not None
+        has_home = self._home_tiers[copy[0]] is not None
         return has_home or self._is_on_slower(copy)
 
     def occupy(self, copies: Iterable[Copy]) -> None:
@@ -185,7 +200,7 @@ class Copies:
     def dead(self, job: Job) -> dict[Tier, list[ArrayId]]:
         """Copies of the present job's arrays that no later job needs, by tier."""
         found: dict[Tier, list[ArrayId]] = defaultdict(list)
-        for array in self._named(job):
+        for array in self._named:
             for tier in TIERS:
                 copy = (array, tier)
                 if copy not in self.temporary:
@@ -239,11 +254,6 @@ class Copies:
         for number in self._wanted_by.get(copy, ()):
             self._missing.pop(number, None)
 
-    def _named(self, job: Job) -> Iterable[ArrayId]:
-        """The arrays of a job, and the whole arrays that they are rows of."""
-        arrays = [a for a, _ in (*job.reads, *job.writes)]
-        return dict.fromkeys((*arrays, *(a.whole for a in arrays)))
-
     def _offer(self, copy: Copy) -> None:
         """Adds a copy to the heap of its tier; `victims` checks whether it is spare."""
         use = self.next_use(copy, self.now)
@@ -254,7 +264,7 @@ class Copies:
 
         A copy on a faster tier does not count: that copy is evicted first.
         """
-        home = self.catalog.home_tier(copy[0])
+        home = self._home_tiers[copy[0]]
         return home not in (None, copy[1]) or self._is_on_slower(copy)
 
     def _is_source(self, copy: Copy) -> bool:
@@ -265,7 +275,7 @@ class Copies:
         array, tier = copy
         if tier != Tier.DEVICE:
             return True
-        is_on_drive = self.catalog.home_tier(array) == Tier.NVME
+        is_on_drive = self._home_tiers[array] == Tier.NVME
         return is_on_drive and self.key((array, Tier.HOST)) not in self.temporary
 
     def _is_on_slower(self, copy: Copy) -> bool:
@@ -273,5 +283,12 @@ class Copies:
         return any(self.exists((array, t)) for t in SLOWER[tier])
 
 
-def _with_whole(array: ArrayId, whole: ArrayId) -> tuple[ArrayId, ...]:
-    return (array,) if array.rows is None or array == whole else (array, whole)
+def _named(job: Job) -> list[ArrayId]:
+    """The arrays of a job, and the whole arrays that they are rows of."""
+    arrays = [a for a, _ in (*job.reads, *job.writes)]
+    return list(dict.fromkeys((*arrays, *(a.whole for a in arrays))))
+
+
+def _last_writer(written: Mapping[Rows, int], rows: Rows) -> int:
+    """The last job that writes any of these rows; -1 if none does."""
+    return max((n for other, n in written.items() if overlaps(rows, other)), default=-1)

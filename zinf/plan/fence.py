@@ -8,9 +8,9 @@ held were allocated at or before i, and the frees that i waited for are done.
 So an allocation waits for enough of the frees listed before it to make its bytes fit,
 earliest predicted end first. If it fits without, it waits for none.
 
-The limit is not the budget of the tier but the plan's own peak in list order, or home
-bytes plus a multiple of the others (`StepOptions.slack`). So the peak that the plan
-states is an upper bound on what is measured, even if the budget is larger.
+The limit is not the budget of the tier but the plan's own peak in list order. So the
+peak that the plan states is an upper bound on what is measured, even if the budget is
+larger.
 """
 
 from collections import defaultdict

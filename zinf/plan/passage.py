@@ -32,13 +32,11 @@ class Passage:
         jobs: the jobs, in order.
         initial: copies away from home that exist before the first job.
         final: copies away from home that exist after the last job.
-        slack: see `StepOptions`.
     """
 
     jobs: list[Job]
     initial: list[Copy]
     final: list[Copy]
-    slack: float
 
 
 def step_passage(
@@ -48,7 +46,7 @@ def step_passage(
     jobs = schedule(catalog, units, options)
     inputs, results = _boundary(jobs, catalog, options)
     pending = _pending(catalog, units, options)
-    return Passage(jobs, inputs + pending, results + pending, options.slack)
+    return Passage(jobs, inputs + pending, results + pending)
 
 
 def first_passage(
@@ -58,7 +56,7 @@ def first_passage(
     jobs = schedule_first(catalog, units, options)
     inputs, results = _boundary(jobs, catalog, options)
     left = results + _pending(catalog, units, options)
-    return Passage(jobs, inputs, left, options.slack)
+    return Passage(jobs, inputs, left)
 
 
 def flush_passage(
@@ -66,13 +64,13 @@ def flush_passage(
 ) -> Passage:
     """The pending updates alone."""
     jobs = schedule_flush(catalog, units, options)
-    return Passage(jobs, _pending(catalog, units, options), [], options.slack)
+    return Passage(jobs, _pending(catalog, units, options), [])
 
 
 def forward_passage(catalog: Catalog, options: StepOptions) -> Passage:
     """A forward pass alone; all outputs of the program end on the host."""
     jobs = schedule_forward(catalog, options)
-    return Passage(jobs, *_boundary(jobs, catalog, options), options.slack)
+    return Passage(jobs, *_boundary(jobs, catalog, options))
 
 
 def streamed(
@@ -90,7 +88,6 @@ def streamed(
         capacity_bytes,
         initial=passage.initial,
         final=passage.final,
-        slack=passage.slack,
     )
 
 

@@ -10,11 +10,6 @@ Deferring hides updates that need the norm of the whole gradient, which is known
 after the backward pass. It also keeps the drive busy in the forward pass. (GreedySnake,
 arXiv:2512.17570, overlaps a part of the optimizer step with the next forward pass.)
 
-The smallest deferred updates may lead: they run before everything else, so that the
-drive can write their results while it reads the operands of larger ones. (Johnson,
-"Optimal two- and three-stage production schedules", 1954, gives this order for two
-machines that every job passes, where the second takes longer.)
-
 Between two steps a deferred update is *pending*. `params`, evaluation and checkpoints
 run all pending updates before they read parameters or state.
 """
@@ -23,41 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from zinf.plan.catalog import Catalog, StepOptions, UpdateUnit
 from zinf.plan.instruction import Copy
-from zinf.plan.plan import Plan
 from zinf.program import ArrayId, Rows, Tier
-
-
-def spread(
-    units: Sequence[UpdateUnit], share: float, catalog: Catalog
-) -> frozenset[int]:
-    """Numbers of units that change a fraction `share` of all bytes, spread evenly.
-
-    Because they are spread evenly, a pass moves bytes in proportion to its compute.
-    """
-    found, due = [], 0.0
-    for number, unit in enumerate(units):
-        nbytes = changed_bytes(unit, catalog)
-        due += share * nbytes
-        if due >= nbytes:
-            found.append(number)
-            due -= nbytes
-    return frozenset(found)
-
-
-def changed_bytes(unit: UpdateUnit, catalog: Catalog) -> int:
-    """Bytes of the results of a unit."""
-    results = (a for update in unit.arrays for a in update.results)
-    return sum(catalog.nbytes(a, unit.tier) for a in results)
-
-
-def home_last(plan: Plan, units: Sequence[UpdateUnit], count: int) -> frozenset[int]:
-    """Numbers of the `count` units, not deferred, whose results get home last."""
-    owners = {a: n for n, u in enumerate(units) for x in u.arrays for a in x.results}
-    ends: dict[int, float] = {}
-    for index in plan.own_changes:
-        for array, _ in plan.instructions[index].writes:
-            ends[owners[array]] = plan.timeline.end[index]
-    return frozenset(sorted(ends, key=ends.__getitem__)[-count:])
 
 
 def not_read_first(units: Sequence[UpdateUnit], catalog: Catalog) -> frozenset[int]:

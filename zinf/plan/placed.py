@@ -9,22 +9,25 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from operator import attrgetter
 
 from zinf.plan.catalog import Catalog, StepOptions
 from zinf.plan.choose import (
-    MAX_INSTRUCTIONS,
     Arrangement,
     Choices,
     Homes,
     Search,
     UnitsFor,
-    better_of,
+    faster,
+    proved,
+    whole,
 )
+from zinf.plan.infeasible import InfeasibleError
 from zinf.plan.place import Resident, may_rest, place
 from zinf.program import Tier
 
-# Placements to try; each leaves more room for transfers, the last as much as it can.
-MAX_ATTEMPTS = 24
+# Building a longer plan takes seconds, and a second placement takes several plans.
+MAX_INSTRUCTIONS = 4096
 # Resolution of the search for resident bytes beside residuals: 1/32 of a tier.
 ROOM_STEPS = 32
 
@@ -42,8 +45,8 @@ def build_placed(
     The first candidate has the fastest tiers as full as the plainest step allows. If
     some segments recompute in it, a second candidate is built: it starts with all
     arrays on the slowest tier allowed, so more residuals fit, and then moves arrays to
-    faster tiers where room is left. The faster candidate is taken. Plans of more than
-    `MAX_INSTRUCTIONS` have only the first.
+    faster tiers where room is left. `cost` says which candidate is taken. Plans of more
+    than `MAX_INSTRUCTIONS` have only the first.
 
     Args:
         catalog: its homes are not used.
@@ -57,8 +60,7 @@ def build_placed(
     # One attempt, with all on the slowest tier allowed, says which budgets would do.
     # For 70B parameters the others take minutes.
     is_fixed = all(resident.tier is not None for resident in residents)
-    is_hopeless = not may_rest(residents, capacity_bytes)
-    num_attempts = 1 if is_fixed or is_hopeless else MAX_ATTEMPTS
+    is_only_one = is_fixed or not may_rest(residents, capacity_bytes)
 
     def homes(reserve: Mapping[Tier, int]) -> Homes:
         return place(
@@ -68,9 +70,9 @@ def build_placed(
         )
 
     def placements(reserve: dict[Tier, int]) -> Iterator[Homes]:
-        for attempt in range(1, 1 + num_attempts):
-            if attempt == num_attempts:
-                reserve.update(capacity_bytes)  # All on the slowest tier allowed.
+        if is_only_one:
+            reserve.update(capacity_bytes)
+        while True:
             yield homes(reserve)
 
     search = Search(catalog, units_for, capacity_bytes, options, choices)
@@ -78,7 +80,7 @@ def build_placed(
     on_host = {} if capacity_bytes[Tier.NVME] else {Tier.HOST: 0}
     slowest = homes({**capacity_bytes, **on_host})
     free = [resident for resident in residents if resident.tier is None]
-    return search.checked(_fastest(search, plain, slowest, free))
+    return proved(_fastest(search, plain, slowest, free))
 
 
 def _fastest(
@@ -93,16 +95,16 @@ def _fastest(
         residents: arrays whose tier the user left open.
     """
     filled = search.fastest(plain)
-    num_kept = filled.options.num_kept
-    if slowest == plain.catalog.homes or num_kept == search.num_able:
+    is_long = len(filled.plan.instructions) > MAX_INSTRUCTIONS
+    if slowest == plain.catalog.homes or is_long:
         return filled
-    if len(filled.plan.instructions) > MAX_INSTRUCTIONS:
+    if filled.options.num_kept == search.num_able:
         return filled
-    spilled = search.attempt(replace(plain.catalog, homes=slowest), plain.options)
-    spilled = spilled and search.fastest(spilled)
-    if spilled is None or spilled.options.num_kept <= num_kept:
+    catalog = replace(plain.catalog, homes=slowest)
+    spilled = search.attempt(replace(plain, catalog=catalog))
+    if spilled is None:
         return filled
-    return better_of(filled, _with_room(search, spilled, residents))
+    return faster(filled, _with_room(search, search.fastest(spilled), residents))
 
 
 def _with_room(
@@ -130,13 +132,12 @@ def _with_room(
             count = (fits + too_many) // 2
             moved = dict.fromkeys((r.array for r in rest[:count]), tier)
             catalog = replace(arranged.catalog, homes={**homes, **moved})
-            found = search.attempt(catalog, arranged.options)
+            found = search.attempt(replace(arranged, catalog=catalog))
             if found is None:
                 too_many = count
             else:
-                fits, best = count, min(best, found, key=_seconds)
-    return best
-
-
-def _seconds(arrangement: Arrangement) -> float:
-    return arrangement.plan.timeline.seconds
+                fits, best = count, min(best, found, key=attrgetter("seconds"))
+    try:
+        return whole(best)
+    except InfeasibleError:
+        return arranged

@@ -64,7 +64,6 @@ def schedule_flush(
 ) -> list[Job]:
     """The jobs that run the pending updates, and nothing else."""
     made = _Schedule(catalog, units, options)
-    made.updates.add_leading()
     for k in range(len(catalog.program.segments)):
         made.updates.add_pending(k)
     return made.jobs
@@ -100,8 +99,6 @@ class _Schedule:
 
     def forward_passes(self, *, with_pending: bool = False) -> None:
         """Runs all segments but the last; `with_pending`, also the pending updates."""
-        if with_pending:
-            self.updates.add_leading()
         for k in self.body:
             if with_pending:
                 self.updates.add_pending(k)

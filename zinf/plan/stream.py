@@ -37,19 +37,17 @@ def stream(
     *,
     initial: Iterable[Copy] = (),
     final: Iterable[Copy] = (),
-    slack: float = 1.0,
 ) -> Plan:
     """The plan that runs `jobs` in order within the budgets.
 
     Args:
         initial: copies that exist when the step starts (the batch).
         final: copies that the step leaves behind for its caller (loss, aux).
-        slack: see `StepOptions`.
 
     Raises:
         InfeasibleError: some job does not fit; the error has the bytes needed.
     """
-    return _Streamer(jobs, catalog, capacity_bytes, initial, final).plan(slack)
+    return _Streamer(jobs, catalog, capacity_bytes, initial, final).plan()
 
 
 class _Streamer:
@@ -72,10 +70,12 @@ class _Streamer:
         self.copies.occupy(initial)
         self.started = dict(self.copies.used)
         self.claims = [self.claim_of(job, job.writes) for job in jobs]
+        # A transfer moves arrays that a job just before it makes.
+        self.prefetches = [not isinstance(job.operation, Transfer) for job in jobs]
         for tier in Tier:
             self.require(tier, self.started[tier], "the data at the start of a step")
 
-    def plan(self, slack: float) -> Plan:
+    def plan(self) -> Plan:
         copies = self.copies
         for number, job in enumerate(self.jobs):
             copies.begin(number)
@@ -95,13 +95,8 @@ class _Streamer:
         if self.shortages:
             raise InfeasibleError(self.shortages, self.asked)
         assert not copies.left(), f"the plan leaves {copies.left()[0]} behind"
-        limit = {}
-        for tier, peak_bytes in copies.peak.items():
-            moving_bytes = peak_bytes - self.home_bytes[tier]
-            wished = self.home_bytes[tier] + int(slack * moving_bytes)
-            limit[tier] = min(wished, self.capacity[tier])
         fenced, peak = add_fences(
-            self.listing.instructions, limit, self.started, self.catalog.rates
+            self.listing.instructions, copies.peak, self.started, self.catalog.rates
         )
         return Plan(
             fenced,
@@ -159,11 +154,11 @@ class _Streamer:
         claimed: dict[Tier, int] = {}
         end = min(number + MAX_DISTANCE, len(self.jobs))
         for later in range(number + 1, end):
-            upcoming = self.jobs[later]
             for tier, nbytes in self.claims[later].items():
-                claimed[tier] = max(claimed.get(tier, 0), nbytes)
-            if isinstance(upcoming.operation, Transfer):
-                continue  # It moves arrays that a job just before it makes.
+                if nbytes > claimed.get(tier, 0):
+                    claimed[tier] = nbytes
+            if not self.prefetches[later]:
+                continue
             if missing := self.copies.early(later):
                 if not self.fits(later, missing, protected, claimed):
                     return
@@ -230,7 +225,8 @@ class _Streamer:
         if isinstance(job.operation, Transfer):
             return  # It moves new rows out of the whole.
         wholes: dict[Tier, list[ArrayId]] = defaultdict(list)
-        for copy in dict.fromkeys((*job.reads, *job.writes)):
+        copies = dict.fromkeys((*job.reads, *job.writes))
+        for copy in (c for c in copies if c[0].rows is not None):
             held, tier = self.copies.key(copy)
             if held != copy[0] and (held, tier) in self.copies.temporary:
                 wholes[tier].append(held)
@@ -268,9 +264,9 @@ class _Streamer:
 
     def drop_stale(self, job: Job) -> None:
         """Frees the copies on other tiers of arrays that the job changes."""
+        if isinstance(job.operation, Transfer):
+            return
         for array, tier in job.writes:
             for other in Tier:
-                copy = (array, other)
-                moved = isinstance(job.operation, Transfer)
-                if other != tier and copy in self.copies.temporary and not moved:
+                if other != tier and (array, other) in self.copies.temporary:
                     self.free([array], other)

@@ -74,19 +74,6 @@ class Updates:
                 waiting.append((number, unit))
         self.units = waiting
 
-    def add_leading(self) -> None:
-        """Adds the leading pending updates: the smallest, by `leading_share`."""
-        due = [(k, *each) for k, some in self.pending.items() for each in some]
-        due.sort(key=lambda each: self.operand_bytes(each[2]))
-        for k, number, unit in due[: round(self.options.leading_share * len(due))]:
-            self.pending[k].remove((number, unit))
-            self.add(number, unit, is_pending=True)
-
-    def operand_bytes(self, unit: UpdateUnit) -> int:
-        """Bytes of the operands that come to the host for a pending update."""
-        operands = _with_whole_params(unit, self.catalog)
-        return sum(self.catalog.nbytes(a, Tier.HOST) for a in operands)
-
     def add_pending(self, k: int) -> None:
         """Adds the pending updates whose results segment `k` is the first to read."""
         for number, unit in self.pending[k]:

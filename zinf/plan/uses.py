@@ -13,6 +13,8 @@ class Uses:
     def read(self, rows: Rows, index: int) -> list[int]:
         """Adds a reader of some rows; returns the writers that it must wait for."""
         self._readers.append((rows, index))
+        if rows is None:
+            return [i for _, i in self._writers]
         return [i for other, i in self._writers if overlaps(rows, other)]
 
     def write(self, rows: Rows, index: int) -> list[int]:
@@ -22,6 +24,11 @@ class Uses:
         waiting for them.
         """
         uses = self._writers + self._readers
+        if rows is None:
+            self._writers.clear()
+            self._readers.clear()
+            self._writers.append((None, index))
+            return [i for _, i in uses]
         self._writers = [u for u in self._writers if not covers(rows, u[0])]
         self._readers = [u for u in self._readers if not covers(rows, u[0])]
         self._writers.append((rows, index))

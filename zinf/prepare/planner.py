@@ -34,6 +34,7 @@ from zinf.plan import (
     build_placed,
     count_contributions,
     fused_plan,
+    retimed,
 )
 from zinf.prepare.arrays import (
     array_specs,
@@ -66,13 +67,7 @@ from zinf.uncollected import uncollected
 logger = logging.getLogger(__name__)
 Made = TypeVar("Made")
 
-# Values that the search tries for `StepOptions`, besides their defaults. Updates that
-# wait for the gradient norm cannot overlap the backward pass: for them DEFERRED_SHARES
-# are not tried. On random chains, values in between and more slack gained nothing
-# (tests/overlap).
-DEFERRED_SHARES = (0.25, 0.5, 0.75)
-LEADING_SHARES = (0.25, 0.375, 0.5, 0.625, 0.75, 1.0)
-SLACK = 1.5
+Measure = Callable[["Streamed", "Planner", Any], Rates]
 
 
 @dataclass(frozen=True)
@@ -120,6 +115,10 @@ class Planner:
         group: the processes that make the same plan. Each measures its budgets and
             rates, and all plan with the lowest.
         topology: the machine of the mesh; None for this machine.
+        measure: measures the rates of this machine for a planned step, given the shapes
+            of a microbatch; None plans by the rates of `resources` alone.
+        build_placed: arranges a step whose arrays have no homes yet; a test may give
+            another function than `zinf.plan.build_placed`.
     """
 
     problem: Problem
@@ -129,6 +128,8 @@ class Planner:
     key: jax.ShapeDtypeStruct | None
     group: AbstractGroup = Alone()
     topology: Topology | None = None
+    measure: Measure | None = None
+    build_placed: Callable[..., Arrangement] = build_placed
 
     def batch_spec(self, batch: Any) -> Any:
         """Shapes and dtypes of one microbatch of all processes.
@@ -178,6 +179,8 @@ class Planner:
         """
         with self.planning():
             made = self._plan(batch, homes)
+            if isinstance(made, Streamed) and self.measure is not None:
+                made = self._timed(made, batch)
         self.agree_on(made.plan, "plan")
         if isinstance(made, Streamed) and homes is None and self.group.is_first:
             arranged = made.arranged.catalog
@@ -206,6 +209,18 @@ class Planner:
         if self.group.count > 1:
             listed = "\n".join(map(repr, plan.instructions))
             self.group.agree({name: sha256(listed.encode()).hexdigest()})
+
+    def _timed(self, made: "Streamed", batch: Any) -> "Streamed":
+        """The step with the options that are fastest by the rates of this machine.
+
+        Homes and residuals stay as the rates of `resources` chose them: saved residuals
+        may round differently, and measured rates differ from run to run.
+        """
+        assert self.measure is not None
+        rates = self.resources.slowest(self.measure(made, self, batch))
+        arranged = retimed(made.arranged, made.updates.units, rates, self.choices())
+        arranged, joint = grouped(arranged, made.updates)
+        return replace(made, arranged=arranged, joint=joint)
 
     def _refused(self, error: Exception) -> Exception:
         """A compiler's out-of-memory error as an InfeasibleError; others unchanged."""
@@ -428,7 +443,7 @@ class Planner:
             device_parts=layouts.device_parts(),
             exchange=segment_exchanges(segments),
         )
-        choices = self.choices(waits)
+        choices = self.choices()
         if self.config.keeps_residuals:
             levels = (False, True)
             keepings = tuple(partial(what_may_be_kept, segments, x) for x in levels)
@@ -440,7 +455,7 @@ class Planner:
             arranged = build_at_home(replace(catalog, homes=homes), *rest)
         else:
             placed = residents(catalog, self.config)
-            arranged = build_placed(catalog, placed, *rest)
+            arranged = self.build_placed(catalog, placed, *rest)
         arranged, joint = grouped(arranged, updates)
         return Streamed(
             arranged,
@@ -453,22 +468,14 @@ class Planner:
             limits,
         )
 
-    def choices(self, waits: bool) -> Choices:
-        """The options that the search may choose, where the config leaves them open.
-
-        Args:
-            waits: updates wait for the gradient norm or the overflow check.
-        """
+    def choices(self) -> Choices:
+        """The options that the search may choose, where the config leaves them open."""
         return Choices(
             self.tiers_from(self.config.activation_tier, Tier.DEVICE),
             self.tiers_from(None, Tier.HOST),
             self.config.persistence_bytes,
             update_tiers=(Tier.DEVICE,),
-            deferred_shares=() if waits else DEFERRED_SHARES,
-            defers_last=not waits,
-            defers_all=True,
-            leading_shares=LEADING_SHARES,
-            slack=SLACK,
+            defers=True,
             # On several devices, rows of a shard are not rows of the whole array.
             by_row=self.rule.mesh.size == 1,
         )

@@ -4,6 +4,7 @@ import platform
 import sys
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 from jax.sharding import Mesh
 
@@ -48,15 +49,15 @@ class Resources:
 
     @cached_property
     def rates(self) -> Rates:
-        """The rates to predict with.
+        """The rates to plan with before any are measured.
 
         If the devices are CPUs and the device budget exceeds the memory of this
         machine, the plan is for another machine: rates of an accelerator are used.
         """
         if self.topology is not None:
             return _rates_of(self.topology)
-        if self.config.rates is not None:
-            return self._measured(load_rates(self.config.rates))
+        if isinstance(self.config.rates, Path):
+            return self.slowest(load_rates(self.config.rates))
         is_cpu = self.mesh.devices.flat[0].platform == "cpu"
         device_bytes = self.config.device_bytes or 0
         is_elsewhere = is_cpu and device_bytes > host_memory_bytes()
@@ -87,7 +88,7 @@ class Resources:
         """Processes of the group on this machine, which share its memory and drives."""
         return self.group.gather("machines", platform.node()).count(platform.node())
 
-    def _measured(self, own: Rates) -> Rates:
+    def slowest(self, own: Rates) -> Rates:
         """The lowest of each rate, over the measured rates of all processes."""
         file = RatesFile.of(own, "").model_dump(mode="json")
         found = self.group.gather("rates", file)

@@ -6,7 +6,6 @@ from typing import Any
 from tests.toy.program import LeafCase, chain
 from zinf.plan import (
     Arrangement,
-    Catalog,
     Choices,
     Keeping,
     Link,
@@ -15,8 +14,8 @@ from zinf.plan import (
     Run,
     StepOptions,
     build_at_home,
+    choose,
 )
-from zinf.plan.choose import Search
 from zinf.program import ArraySpec, Tier
 
 DEVICE, HOST, NVME = Tier
@@ -36,7 +35,6 @@ def arranged(
     host: int = AMPLE,
     device: int = AMPLE,
     waits: bool = False,
-    shares: tuple[float, ...] = (0.5,),
     selective: tuple[int, int] | None = None,
 ) -> Arrangement:
     """Args:
@@ -69,9 +67,7 @@ def arranged(
             0,
             (DEVICE,),
             keepings,
-            deferred_shares=shares,
-            defers_all=True,
-            slack=1.5,
+            defers=True,
         ),
     )
     assert all(room == device for room in asked)
@@ -87,7 +83,7 @@ def kept(made: Arrangement) -> int:
 
 def test_what_the_processor_binds_is_left_as_plain_as_it_is() -> None:
     options = arranged(SLOW).options
-    assert (options.deferred, options.slack) == (frozenset(), 1.0)
+    assert options.deferred == frozenset()
     assert options.update_tier == HOST
 
 
@@ -104,13 +100,13 @@ def test_residuals_are_kept_by_as_many_segments_as_there_is_room_for() -> None:
 
 def test_no_plan_is_tried_whose_residuals_alone_have_no_room(monkeypatch) -> None:
     tried = []
-    attempt = Search.attempt
+    step = choose.step
 
-    def note(search: Search, catalog: Catalog, options: StepOptions) -> Any:
-        tried.append(options.num_kept * KEPT_BYTES)
-        return attempt(search, catalog, options)
+    def note(*arguments: Any) -> Arrangement:
+        tried.append(arguments[-1].num_kept * KEPT_BYTES)
+        return step(*arguments)
 
-    monkeypatch.setattr(Search, "attempt", note)
+    monkeypatch.setattr(choose, "step", note)
     assert kept(arranged(SLOW, device=24_000)) > 0
     assert 12_000 < max(tried) <= 24_000
 
@@ -152,8 +148,8 @@ def test_updates_are_left_to_the_next_step_where_the_drive_binds() -> None:
 def test_what_is_read_first_is_not_left_to_the_next_step_where_that_has_to_wait() -> (
     None
 ):
-    ample = arranged(FAST, waits=True, shares=())
-    scarce = arranged(FAST, waits=True, shares=(), host=48_000)
+    ample = arranged(FAST, waits=True)
+    scarce = arranged(FAST, waits=True, host=48_000)
     assert ample.options.deferred == set(range(8))
     # The update of the first layer is the last.
     assert scarce.options.deferred == set(range(7))

@@ -125,7 +125,7 @@ def test_copies_that_no_later_job_needs_are_dead() -> None:
     found = copies()
     found.occupy([(W0, DEVICE), (W0, HOST)])
     last = max(n for n, job in enumerate(found.jobs) if (W0, DEVICE) in job.reads)
-    found.now = last
+    found.begin(last)
     # The backward pass is done with it; the update on the host is not.
     assert found.dead(found.jobs[last]) == {DEVICE: [W0]}
 

@@ -7,14 +7,7 @@ import pytest
 from tests.toy.program import Layer, LeafCase, Toy, chain, make_toy
 from zinf.plan import Run, StepOptions, Update
 from zinf.plan.job import Job
-from zinf.plan.passage import step_passage, streamed
-from zinf.plan.pending import (
-    changed_bytes,
-    home_last,
-    not_read_first,
-    pending_copies,
-    spread,
-)
+from zinf.plan.pending import not_read_first, pending_copies
 from zinf.plan.schedule import schedule, schedule_first, schedule_flush
 from zinf.program import ArrayId, Role, Tier
 
@@ -49,40 +42,6 @@ def names(some: list[Job]) -> list[str]:
     return [str(job.operation) for job in some if isinstance(job.operation, kinds)]
 
 
-@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.75, 1.0])
-def test_updates_are_left_in_proportion_of_bytes_and_evenly(share):
-    toy = uneven(20)
-    homes = toy.homes(NVME, NVME)
-    catalog, units = toy.catalog(homes), toy.units(homes)
-    sizes = [changed_bytes(unit, catalog) for unit in units]
-    assert len(set(sizes)) == 3
-    found = spread(units, share, catalog)
-    passed = left = 0
-    for number, nbytes in enumerate(sizes):
-        passed += nbytes
-        left += nbytes * (number in found)
-        assert abs(left - share * passed) <= max(sizes)
-    assert share < 1 or len(found) == len(units)
-
-
-def test_what_is_home_last_is_known_by_the_clock():
-    toy = uneven(3)
-    homes = toy.homes(NVME, NVME)
-    catalog, units = toy.catalog(homes), toy.units(homes)
-    options = replace(LATE, deferred=frozenset({1}))
-    ample = dict.fromkeys(Tier, 1 << 30)
-    plan = streamed(step_passage(catalog, units, options), catalog, ample)
-    writes = [
-        (plan.timeline.end[i], array.path)
-        for i in plan.own_changes
-        for array, tier in plan.instructions[i].writes
-        if tier == NVME
-    ]
-    (last,) = home_last(plan, units, 1)
-    assert {x.master.path for x in units[last].arrays} == {max(writes)[1]}
-    assert home_last(plan, units, 9) == {0, 2}
-
-
 def test_what_the_first_segment_reads_is_known():
     toy = uneven(3)
     homes = toy.homes(NVME, NVME)
@@ -90,15 +49,6 @@ def test_what_the_first_segment_reads_is_known():
     found = not_read_first(units, toy.catalog(homes))
     paths = {x.master.path for number in found for x in units[number].arrays}
     assert paths == {"w1", "w2"}
-
-
-def test_what_leads_is_the_smallest_and_goes_before_all_else():
-    for share, leading in [(0.0, 0), (0.5, 2), (1.0, 3)]:
-        found = names(jobs(uneven(3), options=replace(LATE, leading_share=share)))
-        by_size = [f"pending update layer{i}" for i in range(3)]
-        assert found[:leading] == by_size[:leading]
-        assert sorted(n for n in found if n.startswith("pending")) == by_size
-        assert found.index("forward layer0 @0") == max(leading, 1)
 
 
 def test_what_is_due_is_updated_just_before_it_is_read():
