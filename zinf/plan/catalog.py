@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
+from math import prod
 
 from zinf.plan.cost import Rates
 from zinf.plan.instruction import NO_EXCHANGE, Exchange, RowSumIds
@@ -175,6 +176,18 @@ class Catalog:
         for k, keeping in self.keeping.items():
             specs |= zip(self.residuals(k, 0), keeping.residuals, strict=True)
         return found | {(a.role, a.path): spec.nbytes for a, spec in specs.items()}
+
+    def wide_row_bytes(self, rows: ArrayId) -> int:
+        """Bytes of the rows of a row sum if they were float32."""
+        return self._wide_row_bytes[rows.path]
+
+    @cached_property
+    def _wide_row_bytes(self) -> dict[str, int]:
+        return {
+            self.row_sum(k, i, 0)[0].path: FLOAT32_BYTES * prod(row_sum.rows.shape)
+            for k, segment in enumerate(self.program.segments)
+            for i, row_sum in enumerate(segment.row_sums)
+        }
 
     def nbytes(self, array: ArrayId, tier: Tier = Tier.HOST) -> int:
         """Bytes of a copy: of one device's part, elsewhere of the process's share."""

@@ -34,8 +34,8 @@ from zinf.plan.job import Job, JobList
 from zinf.plan.updates import Updates
 from zinf.program import FLOAT32_BYTES, ArrayId, Role, SegmentSpec, Tier
 
-# Workspace of adding rows to a gradient, in bytes of the rows: rows are first summed by
-# row number, and the sums are cast.
+# Workspace of adding rows to a gradient, in bytes of the rows in float32: rows are first
+# summed by row number, and the sums are cast. (XLA:CPU sums bfloat16 in float32.)
 ROW_SUM_COPIES = 3
 
 
@@ -253,7 +253,7 @@ class _Schedule:
         existing = [a for a in targets if a in self.begun]
         self.begun.update(targets)
         numbers = [a for _, a in rows]
-        row_bytes = sum(self.catalog.nbytes(a, Tier.DEVICE) for a, _ in rows)
+        row_bytes = sum(map(self.catalog.wide_row_bytes, (a for a, _ in rows)))
         self.jobs.add(
             Accumulate(tuple(targets), tuple(sources), tuple(rows)),
             Link.DEVICE,

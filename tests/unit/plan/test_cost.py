@@ -93,3 +93,18 @@ def test_a_drive_that_was_measured_replaces_two_rates() -> None:
         Link.NVME_READ: 3.0,
         Link.NVME_WRITE: 4.0,
     }
+
+
+def test_fixed_rates_are_those_of_two_cores_and_of_an_accelerator() -> None:
+    """Every shipped plan and its golden tests go by them: a change shows here."""
+    cores, accelerator = Rates(), accelerator_rates()
+    links = Link.NVME_READ, Link.NVME_WRITE, Link.H2D, Link.D2H
+    found = [
+        [rates.link_bytes_per_second[link] for link in links]
+        + [rates.update_bytes_per_second[tier] for tier in (Tier.HOST, Tier.DEVICE)]
+        + [rates.flops_per_second, rates.exchange_bytes_per_second]
+        for rates in (cores, accelerator)
+    ]
+    assert found[0] == [3e9, 3e9, 6e9, 6e9, 8e9, 3e9, 6e10, 2e9]
+    assert found[1] == [5e9, 4e9, 25e9, 25e9, 30e9, 8e11, 4e14, 25e9]
+    assert (cores.overhead_seconds, accelerator.overhead_seconds) == (2e-4, 5e-5)

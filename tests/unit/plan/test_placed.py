@@ -20,6 +20,7 @@ from zinf.plan import (
     build_placed,
     choose,
 )
+from zinf.plan.choose import UnitsFor
 from zinf.plan.passage import streamed
 from zinf.plan.place import may_rest
 from zinf.program import ArrayId, ArraySpec, Role, Tier
@@ -44,6 +45,7 @@ def placed(
     nvme: int = 1 << 30,
     asked: Tier | None = None,
     keeps: bool = True,
+    units_for: UnitsFor = TOY.units_for,
 ) -> Arrangement:
     """The step of a chain within these budgets."""
 
@@ -64,7 +66,7 @@ def placed(
     return build_placed(
         replace(TOY.catalog({}), rates=rates),
         residents,
-        TOY.units_for,
+        units_for,
         {DEVICE: device, HOST: host, NVME: nvme},
         StepOptions(1, True, DEVICE, HOST),
         Choices((DEVICE,), (HOST,), 0, keepings=keepings),
@@ -149,6 +151,23 @@ def test_state_larger_than_all_tiers_together_is_refused_after_one_attempt(
     assert needed == {NVME: state}
     made = placed(FAST, device, nvme=state, **budgets)
     assert made.plan.peak_bytes[NVME] <= state
+
+
+def test_placements_leave_more_and_more_room_until_one_fits() -> None:
+    """Each is a sixteenth of a tier smaller at least: 16 of a tier leave it empty."""
+    asked: list[int] = []
+
+    def units_for(homes: dict[ArrayId, Tier], tier: Tier) -> Any:
+        asked.append(sum(tier == DEVICE for tier in homes.values()))
+        return TOY.units_for(homes, tier)
+
+    # All 24 arrays would fit, but no step beside them; one with all of them away does.
+    device = 3 * NUM_LAYERS * MATRIX_BYTES + 1
+    made = placed(FAST, device, host=1 << 30, keeps=False, units_for=units_for)
+    assert made.plan.home_bytes[DEVICE] > device // 2
+    tried = asked[: asked.index(min(asked)) + 1]
+    assert tried == sorted(tried, reverse=True)
+    assert 1 < len(set(asked)) <= 17
 
 
 @pytest.mark.parametrize("ratio", [1, 4])

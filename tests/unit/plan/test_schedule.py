@@ -131,6 +131,8 @@ def test_a_gradient_that_is_left_as_rows_is_added_to_what_there_is() -> None:
         left = catalog.row_sum(0, 0, m)
         assert job.operation == Accumulate((gradient,), left[:1], (left,))
         assert job.writes == ((gradient, Tier.DEVICE),)
+        # Rows by number, their sums, and the sums in float32.
+        assert job.workspace == ((Tier.DEVICE, 3 * rows.nbytes),)
         copies = {(array, Tier.DEVICE) for array in left}
         (made,) = [j for j in jobs if copies & {*j.writes}]
         assert copies <= {*made.writes}
