@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from zinf.lazy import make_lazy
 
 if TYPE_CHECKING:
+    from zinf import adapt as adapt
     from zinf import checkpoint as checkpoint
     from zinf import config as config
     from zinf import data as data
@@ -48,6 +49,7 @@ make_lazy(
         "verify": "zinf.verify",
     },
     modules=(
+        "adapt",
         "checkpoint",
         "config",
         "data",

@@ -150,6 +150,13 @@ def make_planner(
     check_arguments(loss_fn, params, tx, has_state=model_state is not None, rng=rng)
     modes = Modes.current()
     config, mesh = on_devices(config, mesh)
+    if config.adapter is not None:
+        raise ValueError(
+            "The config has an adapter section, and in Python adapters are made first: "
+            "adapted = zinf.adapt.lora(loss_fn, params, batch=batch, r=8), then "
+            "zinf.initialize(adapted.loss_fn, adapted.params, tx, "
+            "adapted.config(config))."
+        )
     modes = replace(modes, default_device=tracing_device(mesh, topology))
     if not config.is_told and (group is None or group.is_first):
         for line in notices(config, in_python=True):

@@ -138,19 +138,42 @@ def export(
         int, typer.Option(help="Bytes of tensors in a file of safetensors.")
     ] = 5 * 10**9,
     names: NamesFile = None,
+    merge: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="CONFIG", help="Add adapters to the base: the config of the run."
+        ),
+    ] = None,
+    adapter: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="CONFIG",
+            help="Write adapters alone, as PEFT does: the run's config.",
+        ),
+    ] = None,
     traceback: ShowTraceback = False,
 ) -> None:
     """Write the parameters of a checkpoint as safetensors files or for Orbax.
 
     If a parameter has a master copy, that is written. The model's code is not needed.
     """
+    from zinf.adapt import MergedTensors, save_adapter
     from zinf.checkpoint import Saved
+    from zinf.cli.problem import adapted_model
+    from zinf.config import Config
     from zinf.interchange import export_orbax, export_safetensors, find
 
     with clean_errors(traceback), Saved(find(folder, step)) as saved:
-        if to == Format.SAFETENSORS:
+        if None not in (merge, adapter):
+            raise ValueError("--merge and --adapter exclude each other; give one.")
+        source = saved
+        if merge is not None:
+            source = MergedTensors(adapted_model(Config.load(merge)), saved)
+        if adapter is not None:
+            save_adapter(adapted_model(Config.load(adapter)), saved, output)
+        elif to == Format.SAFETENSORS:
             export_safetensors(
-                saved,
+                source,
                 output,
                 dtype=dtype,
                 max_shard_bytes=max_shard_bytes,
@@ -158,6 +181,8 @@ def export(
             )
         elif names is not None:
             raise ValueError("--names is for safetensors: Orbax stores a tree.")
+        elif merge is not None:
+            raise ValueError("--merge is for safetensors; leave --to out.")
         else:
             export_orbax(saved, output, dtype=dtype)
         print(f"The parameters of {saved.directory} are in {output}.")

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from zinf import hf
+from zinf.adapt import Adapted, adapt
 from zinf.config import Config, notices
 from zinf.data import (
     DifficultyIndex,
@@ -38,17 +39,46 @@ def problem(
     A model of `transformers` has parameters of 0 here, to plan with; `make_engine` has
     those of its files.
     """
-    rows = batch_size(config) // group.count
     if is_huggingface(config):
-        return hf.Task(config).arguments(rows)
+        return hf.Task(config).arguments(batch_size(config) // group.count)
+    loss, init, named = _given(config, group)
+    optimizer, told = build_optimizer(config), config.told()
+    if config.adapter is None:
+        return (loss, init, optimizer, told), named
+    adapted = adapt(loss, init, config.adapter, **named)
+    named["eval_loss_fn"] = adapted.eval_loss_fn
+    return (adapted.loss_fn, adapted.params, optimizer, adapted.config(told)), named
+
+
+def adapted_model(config: Config) -> Adapted:
+    """The adapted model of a config, of which only shapes are known.
+
+    Raises:
+        ValueError: the config has no adapter section.
+    """
+    if config.adapter is None:
+        raise ValueError(
+            "The config has no adapter section, so there is no adapter to export or "
+            "merge. Give the config of the run that made the checkpoint."
+        )
+    loss, init, named = _given(config, ALONE)
+    return adapt(loss, init, config.adapter, **named)
+
+
+def _given(
+    config: Config, group: AbstractGroup
+) -> tuple[Callable, Callable, dict[str, Any]]:
+    """The loss and the parameters of a config's model, and its key and batch."""
+    rows = batch_size(config) // group.count
     model = _model(config)
     init, loss = init_and_loss(model, seed=config.run.seed)
     shape = (rows, config.sequence_length + 1)
+    dropout = 0.0 if config.adapter is None else config.adapter.lora_dropout
     named = {
-        "rng": jax.random.key(config.run.seed) if model.dropout else None,
+        "rng": jax.random.key(config.run.seed) if model.dropout or dropout else None,
         "batch": {"tokens": jax.ShapeDtypeStruct(shape, np.int32)},
     }
-    return (loss, init, build_optimizer(config), config.told()), named
+    return loss, init, named
 
 
 def make_engine(config: Config, mesh: Mesh, group: AbstractGroup = ALONE) -> Engine:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, PrivateAttr
 
+from zinf.config.adapter import Adapter
 from zinf.config.arguments import TOTAL_STEPS, Key, chosen_values, fill
 from zinf.config.batch import BatchSizes, batch_sizes, batch_violations
 from zinf.config.deepspeed import DeepSpeedKeys
@@ -68,6 +69,9 @@ class Config(DeepSpeedKeys):
 
     frozen: tuple[Text, ...] = ()
     """Glob patterns of parameter key paths (such as embed/*) that are not trained."""
+
+    adapter: Adapter | None = None
+    """Train low-rank adapters of frozen weights; null: the weights themselves."""
 
     rates: Folder | None = None
     """File of this machine's rates to plan by, as `zinf bench step` measures them;

@@ -55,7 +55,7 @@ def export_safetensors(
     metadata: Mapping[str, str] = METADATA,
     beside: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write the parameters of an engine or a checkpoint as safetensors files.
+    """Write parameters as safetensors files: an engine's, a checkpoint's, or others.
 
     If a leaf has a master copy, the master copy is written, not the compute copy.
     Frozen leaves are written in the dtype that they are kept in. A tied leaf is written

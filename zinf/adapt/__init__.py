@@ -1,0 +1,26 @@
+"""Trains small adapters beside frozen weights, for any loss."""
+
+from typing import TYPE_CHECKING
+
+from zinf.lazy import make_lazy
+
+if TYPE_CHECKING:
+    from zinf.adapt.files import MergedTensors as MergedTensors
+    from zinf.adapt.files import load_adapter as load_adapter
+    from zinf.adapt.files import save_adapter as save_adapter
+    from zinf.adapt.lora import Adapted as Adapted
+    from zinf.adapt.lora import adapt as adapt
+    from zinf.adapt.lora import lora as lora
+
+# Files need the libraries of `interchange`, which take long to import.
+make_lazy(
+    __name__,
+    {
+        "Adapted": "zinf.adapt.lora",
+        "MergedTensors": "zinf.adapt.files",
+        "adapt": "zinf.adapt.lora",
+        "load_adapter": "zinf.adapt.files",
+        "lora": "zinf.adapt.lora",
+        "save_adapter": "zinf.adapt.files",
+    },
+)

@@ -1,0 +1,176 @@
+"""Which weights get adapters, and which are trained whole."""
+
+import re
+from collections.abc import Mapping, Sequence
+from math import prod, sqrt
+from typing import Any
+
+import jax.numpy as jnp
+
+from zinf.adapt.blocks import Encoding
+from zinf.adapt.contraction import Contraction, Found
+from zinf.adapt.weight import Target
+from zinf.config.adapter import ALL_LINEAR, Adapter
+from zinf.config.nearest import did_you_mean
+
+
+def choose_targets(
+    adapter: Adapter, found: Found, leaves: Mapping[str, Any]
+) -> dict[str, Target]:
+    """The weights that get an adapter or are stored otherwise, by key path.
+
+    Args:
+        leaves: shapes and dtypes of all parameters by key path.
+
+    Raises:
+        ValueError: a name matches no weight, or the rank is too large for one.
+    """
+    saved = saved_leaves(adapter, leaves)
+    excluded = {p for p in leaves if _is_named(p, adapter.exclude_modules)}
+    names = adapter.target_modules
+    if names == ALL_LINEAR:
+        chosen = [p for p in found.linear if p not in saved]
+        if not chosen:
+            raise ValueError(
+                "adapter.target_modules is all-linear, but the loss multiplies no "
+                "parameter by an activation. Name leaves: "
+                f"{_listed(leaves)}."
+            )
+    else:
+        chosen = _named(names, leaves, found)
+        both = sorted(saved & {*chosen})
+        if both:
+            raise ValueError(
+                f"adapter.modules_to_save and adapter.target_modules both name "
+                f"{both[0]!r}. Leave it out of one of them."
+            )
+    chosen = [p for p in chosen if p not in excluded]
+    if not chosen:
+        raise ValueError(
+            "adapter.exclude_modules leaves no weight. Name fewer of them."
+        )
+    encoded = () if adapter.quantize_base is None else found.linear
+    targets = {}
+    for path, leaf in leaves.items():
+        if path in chosen:
+            contraction = found.contractions.get(path) or _as_kernel(leaf.shape)
+            _check_rank(adapter.r, path, leaf.shape, contraction)
+        elif path in encoded and path not in saved:
+            contraction = found.contractions[path]
+        else:
+            continue
+        rank = adapter.r if path in chosen else 0
+        encoding = None
+        if adapter.quantize_base is not None and path in encoded:
+            block = adapter.quantize_block
+            encoding = Encoding(adapter.quantize_base, block, contraction.stack)
+        targets[path] = Target(
+            path=path,
+            shape=tuple(leaf.shape),
+            dtype=str(leaf.dtype),
+            contraction=contraction,
+            r=rank,
+            scale=_scale(adapter),
+            is_dora=adapter.use_dora and rank > 0,
+            encoding=encoding,
+        )
+    return targets
+
+
+def saved_leaves(adapter: Adapter, leaves: Mapping[str, Any]) -> set[str]:
+    """The leaves that are trained whole."""
+    if not adapter.modules_to_save:
+        return set()
+    _refuse_unmatched("modules_to_save", adapter.modules_to_save, leaves)
+    return {path for path in leaves if _is_named(path, adapter.modules_to_save)}
+
+
+def module_of(path: str) -> str:
+    """The name of the module that holds a leaf, or of the leaf itself at the top."""
+    parts = path.replace("/", ".").split(".")
+    return ".".join(parts[:-1] or parts)
+
+
+def _named(
+    names: str | Sequence[str], leaves: Mapping[str, Any], found: Found
+) -> list[str]:
+    """The weights that target_modules names; a leaf alone must be able to have one."""
+    _refuse_unmatched("target_modules", names, leaves)
+    chosen = []
+    refused: dict[str, str] = {}
+    for path, leaf in leaves.items():
+        if not _is_named(path, names):
+            continue
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            refused[path] = f"is {leaf.dtype}"
+        elif path in found.contractions:
+            chosen.append(path)
+        elif sum(size > 1 for size in leaf.shape) < 2:
+            refused[path] = f"has the shape {list(leaf.shape)}"
+        elif _matches(path, names):
+            chosen.append(path)
+        else:
+            refused[path] = "is not multiplied by an activation"
+    if not chosen:
+        path, reason = next(iter(refused.items()))
+        raise ValueError(
+            f"adapter.target_modules is {names!r}, which matches no matrix: {path!r} "
+            f"{reason}. Name weights, or write {ALL_LINEAR}."
+        )
+    return chosen
+
+
+def _refuse_unmatched(
+    key: str, names: str | Sequence[str], leaves: Mapping[str, Any]
+) -> None:
+    for name in [names] if isinstance(names, str) else names:
+        wanted: str | Sequence[str] = names if isinstance(names, str) else (name,)
+        if not any(_is_named(path, wanted) for path in leaves):
+            modules = {part for p in leaves for part in (p, *re.split("[./]", p))}
+            raise ValueError(
+                f"adapter.{key}: no parameter matches {name!r}."
+                f"{did_you_mean(name, sorted(modules))} The parameters are "
+                f"{_listed(leaves)}."
+            )
+
+
+def _is_named(path: str, names: str | Sequence[str]) -> bool:
+    return _matches(path, names) or _matches(module_of(path), names)
+
+
+def _matches(path: str, names: str | Sequence[str]) -> bool:
+    dotted = path.replace("/", ".")
+    if isinstance(names, str):
+        found = (re.fullmatch(names, text) for text in (path, dotted))
+        return any(match is not None for match in found)
+    ends = (name.replace("/", ".") for name in names)
+    return any(dotted == end or dotted.endswith(f".{end}") for end in ends)
+
+
+def _as_kernel(shape: tuple[int, ...]) -> Contraction:
+    """Outputs in the last dim, as in kernels of Flax and Haiku."""
+    dims = tuple(i for i, size in enumerate(shape) if size != 1)
+    return Contraction(0, (), dims[:-1], dims[-1:], is_product=False)
+
+
+def _check_rank(
+    r: int, path: str, shape: tuple[int, ...], contraction: Contraction
+) -> None:
+    inputs = prod(shape[i] for i in contraction.inputs)
+    outputs = prod(shape[i] for i in contraction.outputs)
+    if r > min(inputs, outputs):
+        raise ValueError(
+            f"adapter.r is {r}, but {path!r} maps {inputs} numbers to {outputs}: a "
+            f"product of rank {min(inputs, outputs)} can be any change of it. Lower r, "
+            "or name the leaf in adapter.exclude_modules or modules_to_save."
+        )
+
+
+def _scale(adapter: Adapter) -> float:
+    ranks = sqrt(adapter.r) if adapter.use_rslora else adapter.r
+    return adapter.lora_alpha / ranks
+
+
+def _listed(leaves: Mapping[str, Any]) -> str:
+    names = ", ".join(list(leaves)[:5])
+    return f"{names}, ... ({len(leaves)} in all)" if len(leaves) > 5 else names

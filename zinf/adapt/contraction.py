@@ -1,0 +1,327 @@
+"""Finds the parameters that a loss multiplies by activations, in its jaxpr.
+
+The jaxpr is read once, without evaluating it. Each variable gets a `Fact`: whether it
+depends on the batch, and whether it is a parameter, perhaps cast, transposed or
+reshaped.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from zinf.adapt.view import (
+    Dims,
+    Shape,
+    broadcast,
+    own_dims,
+    reshaped,
+    transposed,
+    union,
+    without,
+)
+from zinf.jaxpr.compat import Literal, open_jaxpr, scan_arity
+from zinf.jaxpr.emit import CALLS
+from zinf.jaxpr.graph import REMAT, RULES
+from zinf.jaxpr.primitives import ELEMENTWISE
+
+CASTS = {"convert_element_type", "copy", "copy_p"}
+# What is computed from the scores of a choice along their last dim: a softmax begins
+# with their largest entry.
+CHOICES = {"reduce_max", "argmax", "top_k", "approx_top_k", "sort"}
+
+
+@dataclass(frozen=True)
+class Contraction:
+    """How a parameter is multiplied by an activation, in dims of the parameter.
+
+    Attributes:
+        stack: leading dims of which one entry is taken first, as by a scan over layers.
+        batch: dims that the activation has too, such as the dim of experts.
+        inputs: dims that are summed over. They are several in an attention's output.
+        outputs: all others.
+        is_product: a product of matrices; False for a convolution.
+    """
+
+    stack: int
+    batch: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    is_product: bool = True
+
+
+@dataclass(frozen=True)
+class Fact:
+    """What is known of a value.
+
+    Attributes:
+        path: the parameter that it is, or None.
+        taken: leading dims of the parameter of which one entry was taken.
+        dims: the parameter's dims in each dim of the value.
+        is_active: whether it depends on the batch.
+        scores: the parameters of whose product with an activation it is an elementwise
+            function, with the outputs in the last dim.
+    """
+
+    path: str | None = None
+    taken: int = 0
+    dims: Dims = ()
+    is_active: bool = False
+    scores: frozenset[str] = frozenset()
+
+    @property
+    def value(self) -> "Fact":
+        """The same without a parameter's identity."""
+        return Fact(is_active=self.is_active)
+
+
+@dataclass
+class Found:
+    """What a loss does with its parameters, by key path."""
+
+    contractions: dict[str, Contraction] = field(default_factory=dict)
+    looked_up: set[str] = field(default_factory=set)
+    choosing: set[str] = field(default_factory=set)
+
+    @property
+    def linear(self) -> list[str]:
+        """Weights of linear layers: no embedding, router or output head."""
+        left_out = self.looked_up | self.choosing
+        return [
+            path
+            for path, contraction in self.contractions.items()
+            if contraction.is_product and path not in left_out
+        ]
+
+
+def find_contractions(closed: Any, shapes: Mapping[str, Shape]) -> Found:
+    """What the jaxpr of a loss does with its first inputs, the parameters.
+
+    Args:
+        shapes: the parameters by key path, in the order of the inputs.
+    """
+    jaxpr, _ = open_jaxpr(closed)
+    facts = [Fact(p, 0, own_dims(shape)) for p, shape in shapes.items()]
+    others = len(jaxpr.invars) - len(facts)
+    finder = _Finder(shapes)
+    finder.walk(closed, [*facts, *[Fact(is_active=True)] * others])
+    return finder.found
+
+
+class _Finder:
+    def __init__(self, shapes: Mapping[str, Shape]) -> None:
+        self.shapes = shapes
+        self.found = Found()
+
+    def walk(self, closed: Any, facts: Sequence[Fact]) -> list[Fact]:
+        jaxpr, _ = open_jaxpr(closed)
+        known = dict(zip(jaxpr.invars, facts, strict=True))
+
+        def fact(atom: Any) -> Fact:
+            return Fact() if isinstance(atom, Literal) else known.get(atom, Fact())
+
+        for equation in jaxpr.eqns:
+            inputs = [fact(a) for a in equation.invars]
+            outputs = self.equation(equation, inputs)
+            known.update(zip(equation.outvars, outputs, strict=True))
+        return [fact(a) for a in jaxpr.outvars]
+
+    def equation(self, equation: Any, facts: list[Fact]) -> list[Fact]:
+        name, params = equation.primitive.name, equation.params
+        if name in CALLS:
+            return self.walk(params.get("jaxpr", params.get("call_jaxpr")), facts)
+        if name in REMAT:
+            return self.walk(params["jaxpr"], facts)
+        if name in RULES:
+            return self.walk(params["call_jaxpr"], facts)
+        if name == "scan":
+            return self.scan(equation, facts)
+        if name == "while":
+            count = params["cond_nconsts"], params["body_nconsts"]
+            carry = [f.value for f in facts[sum(count) :]]
+            self.walk(params["body_jaxpr"], [*facts[count[0] : sum(count)], *carry])
+            return self.plain(equation, facts)
+        if name == "cond":
+            branches = [self.walk(b, facts[1:]) for b in params["branches"]]
+            is_active = facts[0].is_active
+            return [
+                Fact(is_active=is_active or any(f.is_active for f in outs))
+                for outs in zip(*branches, strict=True)
+            ]
+        if len(facts) > 0 and facts[0].path is not None and len(equation.outvars) == 1:
+            viewed = self.view(equation, facts)
+            if viewed is not None:
+                return [viewed]
+        if name == "dot_general":
+            return [self.dot(equation, facts)]
+        if name == "ragged_dot_general":
+            return [self.ragged_dot(equation, facts)]
+        if name == "conv_general_dilated":
+            return [self.convolution(equation, facts)]
+        if name == "gather" and facts[0].path is not None and facts[1].is_active:
+            self.found.looked_up.add(facts[0].path)
+        if name in CHOICES and reduces_last_dim(equation):
+            self.found.choosing |= facts[0].scores
+        return self.plain(equation, facts)
+
+    def plain(self, equation: Any, facts: list[Fact]) -> list[Fact]:
+        """Facts of an equation without a rule: parameters lose their identity."""
+        is_active = any(f.is_active for f in facts)
+        active = [f for f in facts if f.is_active]
+        keeps = (
+            equation.primitive.name in ELEMENTWISE | {"reshape", "broadcast_in_dim"}
+            # The sum of two activations is a residual stream, and no score.
+            and (len(active) == 1 or equation.primitive.name == "select_n")
+        )
+        found = []
+        for outvar in equation.outvars:
+            scores: frozenset[str] = frozenset()
+            if keeps:
+                for atom, fact in zip(equation.invars, facts, strict=True):
+                    if fact.scores and _has_last_dim(
+                        atom.aval.shape, outvar.aval.shape
+                    ):
+                        scores |= fact.scores
+            found.append(Fact(is_active=is_active, scores=scores))
+        return found
+
+    def view(self, equation: Any, facts: list[Fact]) -> Fact | None:
+        """The fact of a parameter that is seen in another form, else None."""
+        fact = facts[0]
+        assert fact.path is not None
+        shape = self.shapes[fact.path]
+        old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+        dims = viewed_dims(equation, fact.dims, shape, old, new)
+        if dims is not None:
+            return replace(fact, dims=dims)
+        if is_row(equation) and is_whole(fact.dims, shape, fact.taken):
+            # The dim stays, with size 1, until it is squeezed.
+            return replace(fact, taken=fact.taken + 1, dims=((), *fact.dims[1:]))
+        return None
+
+    def scan(self, equation: Any, facts: list[Fact]) -> list[Fact]:
+        num_consts, num_carry = scan_arity(equation)
+        first = num_consts + num_carry
+        rows = []
+        for fact in facts[first:]:
+            if fact.path is not None and is_whole(
+                fact.dims, self.shapes[fact.path], fact.taken
+            ):
+                rows.append(replace(fact, taken=fact.taken + 1, dims=fact.dims[1:]))
+            else:
+                rows.append(fact.value)
+        carry = [Fact(is_active=True)] * num_carry
+        given = [*facts[:num_consts], *carry, *rows]
+        outputs = self.walk(equation.params["jaxpr"], given)
+        return [f.value for f in outputs]
+
+    def dot(self, equation: Any, facts: list[Fact]) -> Fact:
+        contract, batch = equation.params["dimension_numbers"]
+        scores: frozenset[str] = frozenset()
+        for side, other in ((0, 1), (1, 0)):
+            fact = facts[side]
+            if fact.path is None or not facts[other].is_active:
+                continue
+            inputs = union(fact.dims, contract[side])
+            batched = union(fact.dims, batch[side])
+            self.add(fact, batched, inputs)
+            if side == 1:
+                # The free dims of the right side come last.
+                scores = frozenset([fact.path])
+        is_active = any(f.is_active for f in facts)
+        return Fact(is_active=is_active, scores=scores)
+
+    def ragged_dot(self, equation: Any, facts: list[Fact]) -> Fact:
+        numbers = equation.params["ragged_dot_dimension_numbers"]
+        (_, contract), (_, batch) = numbers.dot_dimension_numbers
+        fact = facts[1]
+        if fact.path is not None and facts[0].is_active:
+            groups = union(fact.dims, numbers.rhs_group_dimensions)
+            batched = (*union(fact.dims, batch), *groups)
+            self.add(fact, batched, union(fact.dims, contract))
+        return Fact(is_active=any(f.is_active for f in facts))
+
+    def convolution(self, equation: Any, facts: list[Fact]) -> Fact:
+        fact = facts[1]
+        if fact.path is not None and facts[0].is_active:
+            kernel = equation.params["dimension_numbers"].rhs_spec
+            self.add(fact, (), union(fact.dims, kernel[1:]), is_product=False)
+        return Fact(is_active=any(f.is_active for f in facts))
+
+    def add(
+        self,
+        fact: Fact,
+        batch: tuple[int, ...],
+        inputs: tuple[int, ...],
+        *,
+        is_product: bool = True,
+    ) -> None:
+        assert fact.path is not None
+        everything = {i for group in fact.dims for i in group}
+        outputs = sorted(everything - {*batch, *inputs})
+        if not inputs or not outputs:
+            return
+        found = Contraction(
+            fact.taken,
+            tuple(sorted(batch)),
+            tuple(sorted(inputs)),
+            tuple(outputs),
+            is_product,
+        )
+        self.found.contractions.setdefault(fact.path, found)
+
+
+def viewed_dims(
+    equation: Any, dims: Dims, shape: Shape, old: Shape, new: Shape
+) -> Dims | None:
+    """The dims of a parameter's value after an equation that only shows it otherwise.
+
+    None for any other equation.
+
+    Args:
+        shape, old, new: of the parameter, and of the value before and after.
+    """
+    name, params = equation.primitive.name, equation.params
+    if name in CASTS:
+        return dims
+    if name == "transpose":
+        return transposed(dims, params["permutation"])
+    if name == "reshape" and params["dimensions"] is None:
+        return reshaped(dims, shape, new)
+    if name == "squeeze":
+        return without(dims, params["dimensions"])
+    if name == "expand_dims":
+        return reshaped(dims, shape, new)
+    if name == "broadcast_in_dim" and len(equation.invars) == 1:
+        return broadcast(dims, old, new, params["broadcast_dimensions"])
+    return None
+
+
+def is_whole(dims: Dims, shape: Shape, taken: int) -> bool:
+    """Whether a value is a parameter, or a row of it, that was only cast."""
+    return dims == own_dims(shape)[taken:]
+
+
+def is_row(equation: Any) -> bool:
+    """Whether an equation takes one entry of the leading dim, and keeps the dim."""
+    old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    name, params = equation.primitive.name, equation.params
+    if name not in ("slice", "dynamic_slice") or old[1:] != new[1:] or new[0] != 1:
+        return False
+    strides = params.get("strides")
+    return strides is None or set(strides) == {1}
+
+
+def reduces_last_dim(equation: Any) -> bool:
+    """Whether a reduction or a sort is along the last dim of its first input."""
+    last = len(equation.invars[0].aval.shape) - 1
+    params = equation.params
+    if "axes" in params:
+        return last in params["axes"]
+    for key in ("dimension", "reduction_dimension", "axis"):
+        if key in params:
+            return params[key] in (last, -1)
+    return True
+
+
+def _has_last_dim(old: Shape, new: Shape) -> bool:
+    return bool(old) and bool(new) and old[-1] == new[-1]

@@ -1,0 +1,322 @@
+"""Adapters in files of their own, as the PEFT library writes them, and merged weights.
+
+A folder has `adapter_model.safetensors`, `adapter_config.json` and, with what PEFT does
+not know, `zinf_adapter.json`. The factors of a weight are matrices there: `lora_A` is
+[r, inputs] and `lora_B` is [outputs, r], after the dims of a stack or of experts.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zinf.adapt.lora import ADAPTER, BASE, Adapted, Layout
+from zinf.adapt.weight import LORA_A, LORA_B, MAGNITUDE, WEIGHT, Target, merged, whole
+from zinf.checkpoint.grid import whole_box
+from zinf.checkpoint.saved import Saved
+from zinf.engine import Engine
+from zinf.interchange.failure import explained
+from zinf.interchange.folder import complete_folder
+from zinf.interchange.header import ordered, write_header
+from zinf.interchange.safetensors_files import SafetensorsFiles
+from zinf.interchange.sources import parameters
+from zinf.interchange.tensors import AbstractTensors
+from zinf.memory.nvme.system import sync
+from zinf.program import ArraySpec
+from zinf.sharding import Box
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+OWN_CONFIG = "zinf_adapter.json"
+PREFIX = "base_model.model."
+KERNELS = ("kernel", "weight", "w")
+
+
+def save_adapter(
+    adapted: Adapted, source: Engine | Saved, directory: Path | str
+) -> None:
+    """Write the adapters of an engine or a checkpoint, without the base.
+
+    Args:
+        directory: absent or empty. It appears only when it is complete.
+
+    Raises:
+        FileExistsError: the folder is not empty.
+        StorageError: a file cannot be written.
+    """
+    tensors = parameters(source)
+    arrays: dict[str, np.ndarray] = {}
+    for name, path in _names(adapted).items():
+        found = tensors.read(path, whole_box(tensors.specs[path].shape))
+        target = adapted.targets.get(
+            path.removeprefix(f"{ADAPTER}/").rpartition("/")[0]
+        )
+        arrays[name] = found if target is None else _outgoing(target, path, found)
+    specs = {n: ArraySpec(x.shape, str(x.dtype), x.itemsize) for n, x in arrays.items()}
+    names = ordered(specs)
+    header = write_header(specs, names, {"format": "pt"})
+    nbytes = sum(x.nbytes for x in arrays.values()) + len(header)
+    with complete_folder(Path(directory), nbytes) as fresh:
+        parts = [header, *(np.ascontiguousarray(arrays[n]).tobytes() for n in names)]
+        _write(fresh / WEIGHTS, parts)
+        _write(fresh / CONFIG, [_json(_peft_config(adapted))])
+        _write(fresh / OWN_CONFIG, [_json(_own_config(adapted.layout))])
+
+
+def load_adapter(adapted: Adapted, directory: Path | str) -> Adapted:
+    """The same, with first values from a folder that `save_adapter` or PEFT wrote.
+
+    Raises:
+        FileNotFoundError: the folder or a file of it is absent.
+        ValueError: the adapter is of another base: a tensor is missing or left over, or
+            a shape or an option differs. The message names the first one.
+    """
+    directory = Path(directory)
+    _check_base(adapted, directory)
+    values: dict[str, Any] = {path: {} for path in adapted.targets}
+    with SafetensorsFiles(directory / WEIGHTS) as tensors:
+        wanted = _names(adapted)
+        _check_names(wanted, tensors.specs, directory)
+        for name, path in wanted.items():
+            spec = tensors.specs[name]
+            found = tensors.read(name, whole_box(spec.shape))
+            leaf = path.removeprefix(f"{ADAPTER}/")
+            if leaf in adapted.saved:
+                shape = adapted.layout.specs[leaf].shape
+                _check_shape(name, found.shape, shape, directory)
+                values[leaf] = found
+                continue
+            leaf, _, part = leaf.rpartition("/")
+            target = adapted.targets[leaf]
+            shape = _outgoing_shape(target, part)
+            _check_shape(name, found.shape, shape, directory)
+            values[leaf][part] = _incoming(target, part, found)
+    loaded = {path: value for path, value in values.items() if len(value)}
+    params = adapted.params
+    if callable(params):
+        return replace(adapted, params=lambda: {**params(), ADAPTER: loaded})
+    return replace(adapted, params={**params, ADAPTER: loaded})
+
+
+class MergedTensors(AbstractTensors):
+    """The user's parameters with the adapters added, read from an engine or checkpoint.
+
+    `zinf.interchange.export_safetensors` writes them. A weight is merged whole, or a
+    row of its stack at a time.
+    """
+
+    copies = 4
+
+    def __init__(self, adapted: Adapted, source: Engine | Saved) -> None:
+        self._layout, self._inner = adapted.layout, parameters(source)
+        # A merged weight has the dtype that the base is kept in.
+        self.specs = {p: self._spec(p) for p in adapted.layout.specs}
+        state = (p for p in self._inner.specs if p.startswith("model_state/"))
+        self._state = frozenset(state)
+        self.specs |= {p: self._inner.specs[p] for p in self._state}
+
+    def block(self, name: str) -> tuple[int, ...]:
+        target = self._layout.targets.get(name)
+        if target is None:
+            return self._inner.block(self._path(name))
+        sizes = tuple(max(1, size) for size in target.shape)
+        return (1, *sizes[1:]) if 0 in target.lead else sizes
+
+    def read(self, name: str, box: Box) -> np.ndarray:
+        target = self._layout.targets.get(name)
+        if target is None:
+            return self._inner.read(self._path(name), box)
+        names = (WEIGHT,) if target.encoding is None else target.encoding.names
+        base = f"{BASE}/{name}"
+        paths = {n: base if n == WEIGHT else f"{base}/{n}" for n in names}
+        paths |= {n: f"{ADAPTER}/{name}/{n}" for n in target.factor_shapes}
+        rows = box[0] if 0 in target.lead else None
+        parts = {n: jnp.asarray(self._part(path, rows)) for n, path in paths.items()}
+        if rows is not None:
+            target = replace(target, shape=(rows[1] - rows[0], *target.shape[1:]))
+        # The factors are multiplied in float32, and the sum is rounded once.
+        found = merged(whole(target, parts, "float32"))
+        found = found.astype(self.specs[name].dtype)
+        return np.ascontiguousarray(jax.device_get(found))
+
+    def _part(self, path: str, rows: tuple[int, int] | None) -> np.ndarray:
+        shape = self._inner.specs[path].shape
+        box = whole_box(shape)
+        if rows is None:
+            return self._inner.read(path, box)
+        # The parts of other tensors need not be cut where rows end.
+        step = self._inner.block(path)[0]
+        low, high = rows[0] // step * step, min(-(-rows[1] // step) * step, shape[0])
+        read = [
+            self._inner.read(path, ((i, min(i + step, shape[0])), *box[1:]))
+            for i in range(low, high, step)
+        ]
+        return np.concatenate(read)[rows[0] - low : rows[1] - low]
+
+    def _path(self, name: str) -> str:
+        if name in self._state:
+            return name
+        return f"{ADAPTER if name in self._layout.saved else BASE}/{name}"
+
+    def _spec(self, name: str) -> ArraySpec:
+        target = self._layout.targets.get(name)
+        if target is None:
+            folder = ADAPTER if name in self._layout.saved else BASE
+            return self._inner.specs[f"{folder}/{name}"]
+        if target.encoding is None:
+            return self._inner.specs[f"{BASE}/{name}"]
+        return ArraySpec(target.shape, target.dtype, jnp.dtype(target.dtype).itemsize)
+
+
+def _names(adapted: Adapted) -> dict[str, str]:
+    """The array of each tensor of a file: key paths by name."""
+    modules = [_module(path) for path in adapted.targets]
+    found = {}
+    for path, target in adapted.targets.items():
+        module = _module(path)
+        if modules.count(module) > 1:
+            module = path.replace("/", ".")
+        for part in target.factor_shapes:
+            end = part if part == MAGNITUDE else f"{part}.weight"
+            found[f"{PREFIX}{module}.{end}"] = f"{ADAPTER}/{path}/{part}"
+    for path in adapted.saved:
+        found[f"{PREFIX}{path.replace('/', '.')}"] = f"{ADAPTER}/{path}"
+    return found
+
+
+def _module(path: str) -> str:
+    dotted = path.replace("/", ".")
+    module, _, last = dotted.rpartition(".")
+    return module if module and last in KERNELS else dotted
+
+
+def _outgoing(target: Target, path: str, array: np.ndarray) -> np.ndarray:
+    part = path.rpartition("/")[2]
+    count = len(target.lead)
+    if part == LORA_A:
+        flat = array.reshape(*array.shape[:count], -1, target.r)
+        return np.ascontiguousarray(np.swapaxes(flat, -1, -2))
+    if part == LORA_B:
+        flat = array.reshape(*array.shape[:count], target.r, -1)
+        return np.ascontiguousarray(np.swapaxes(flat, -1, -2))
+    return array.reshape(_outgoing_shape(target, part))
+
+
+def _outgoing_shape(target: Target, part: str) -> tuple[int, ...]:
+    lead = target.sizes(target.lead)
+    inputs = prod(target.sizes(target.contraction.inputs))
+    outputs = prod(target.sizes(target.contraction.outputs))
+    if part == MAGNITUDE:
+        return (*lead, outputs)
+    return (*lead, target.r, inputs) if part == LORA_A else (*lead, outputs, target.r)
+
+
+def _incoming(target: Target, part: str, array: np.ndarray) -> jax.Array:
+    if part != MAGNITUDE:
+        array = np.swapaxes(array, -1, -2)
+    shape = target.factor_shapes[part]
+    return jnp.asarray(array.reshape(shape)).astype(jnp.float32)
+
+
+def _peft_config(adapted: Adapted) -> dict[str, Any]:
+    adapter = adapted.adapter
+    trained = [path for path, target in adapted.targets.items() if target.r]
+    return {
+        "peft_type": "LORA",
+        "base_model_name_or_path": None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "task_type": None,
+        "r": adapter.r,
+        "lora_alpha": adapter.lora_alpha,
+        "lora_dropout": adapter.lora_dropout,
+        "target_modules": sorted(_module(path) for path in trained),
+        "modules_to_save": sorted({_module(p) for p in adapted.saved}) or None,
+        "use_rslora": adapter.use_rslora,
+        "use_dora": adapter.use_dora,
+        "init_lora_weights": adapter.init_lora_weights,
+    }
+
+
+def _own_config(layout: Layout) -> dict[str, Any]:
+    """The base's leaves: an adapter is for parameters of just these shapes."""
+    return {
+        "base": {path: list(spec.shape) for path, spec in layout.specs.items()},
+        "targets": {p: asdict(t.contraction) for p, t in layout.targets.items()},
+    }
+
+
+def _check_base(adapted: Adapted, directory: Path) -> None:
+    """Raises if the options or the base differ from those of the folder."""
+    for name in (CONFIG, WEIGHTS):
+        if not (directory / name).is_file():
+            raise FileNotFoundError(
+                f"{directory} has no adapter: {name} is absent. Name a folder that "
+                "zinf.adapt.save_adapter or PEFT wrote."
+            )
+    with explained("Cannot read an adapter", directory / CONFIG):
+        config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+    for key in ("r", "lora_alpha", "use_rslora", "use_dora"):
+        asked = getattr(adapted.adapter, key)
+        if key in config and config[key] != asked:
+            raise ValueError(
+                f"The adapter in {directory} has {key} = {config[key]}, and here it is "
+                f"{asked}. Set adapter.{key} to {config[key]}."
+            )
+    if not (directory / OWN_CONFIG).exists():
+        return  # PEFT wrote it: names and shapes of the tensors are compared.
+    base = json.loads((directory / OWN_CONFIG).read_text(encoding="utf-8"))["base"]
+    here = {p: list(spec.shape) for p, spec in adapted.layout.specs.items()}
+    for path in {**base, **here}:
+        if base.get(path) != here.get(path):
+            raise ValueError(
+                f"The adapter in {directory} is of another base: {path!r} has "
+                f"{_shape(base.get(path))} there and {_shape(here.get(path))} here. "
+                "Load the model that it was trained on."
+            )
+
+
+def _check_names(
+    wanted: Mapping[str, str], found: Mapping[str, Any], directory: Path
+) -> None:
+    for name in {**wanted, **found}:
+        if name not in found or name not in wanted:
+            where = "is in the file and not here" if name in found else "is not in it"
+            raise ValueError(
+                f"The adapter in {directory} is of other weights: {name!r} {where}. "
+                "Give target_modules and modules_to_save as they were when it was "
+                "trained, and the model that it was trained on."
+            )
+
+
+def _check_shape(
+    name: str, found: tuple[int, ...], wanted: tuple[int, ...], directory: Path
+) -> None:
+    if tuple(found) != tuple(wanted):
+        raise ValueError(
+            f"The adapter in {directory} is of another base: {name!r} has "
+            f"{_shape(found)}, and {_shape(wanted)} here. Load the model that it was "
+            "trained on."
+        )
+
+
+def _shape(shape: Any) -> str:
+    return "no such leaf" if shape is None else f"the shape {list(shape)}"
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, indent=2).encode()
+
+
+def _write(path: Path, parts: list[bytes]) -> None:
+    with explained(f"Cannot write {path.name}", path), open(path, "xb") as file:
+        for part in parts:
+            file.write(part)
+        file.flush()
+        sync(file.fileno())

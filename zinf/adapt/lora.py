@@ -1,0 +1,368 @@
+"""`zinf.adapt.lora`: a loss over a frozen base and small trained adapters."""
+
+import inspect
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import prod, sqrt
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zinf.adapt.choose import choose_targets, saved_leaves
+from zinf.adapt.contraction import find_contractions
+from zinf.adapt.rewrite import Rewriter
+from zinf.adapt.weight import (
+    LORA_A,
+    LORA_B,
+    MAGNITUDE,
+    ROW,
+    WEIGHT,
+    Target,
+    lengths,
+    merged,
+    stored,
+    whole,
+)
+from zinf.config import Config
+from zinf.config.adapter import Adapter
+from zinf.segment.leafwise import leaves_of
+from zinf.segment.modes import for_evaluation, for_training
+from zinf.segment.source import named_leaves
+
+BASE, ADAPTER = "base", "adapter"
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A loss over `{"base": frozen, "adapter": trained}`; made by `lora`.
+
+    Attributes:
+        loss_fn: takes the arguments of the user's loss, with these params first; with
+            dropout, a random key last.
+        eval_loss_fn: the same without dropout, for `zinf.initialize`.
+        params: a pytree, or a function that makes one, as the user's were.
+        frozen: the patterns for `frozen` in the config.
+        targets: the weights that are changed, by key path in the user's parameters.
+        saved: the leaves that are trained whole; they are below "adapter".
+        adapter: the options.
+    """
+
+    loss_fn: Callable
+    eval_loss_fn: Callable | None
+    params: Any
+    frozen: tuple[str, ...]
+    targets: Mapping[str, Target]
+    saved: tuple[str, ...]
+    adapter: Adapter
+    layout: "Layout"
+
+    def config(self, config: Any = None) -> Config:
+        """A config in which the base is frozen, and `adapter` is done."""
+        given = Config.load(config)
+        frozen = tuple(f"{BASE}/{pattern}" for pattern in given.frozen)
+        changed = {"frozen": (*self.frozen, *frozen), "adapter": None}
+        return given.model_copy(update=changed)
+
+    def merge(self, params: Any) -> Any:
+        """The user's parameters with the adapters added, one leaf at a time.
+
+        A merged weight has the dtype of the frozen one. Quantized weights are decoded.
+
+        Args:
+            params: trained values, as `engine.params()` gives them.
+        """
+        return self.layout.tree(
+            {p: merge_leaf(x) for p, x in self.layout.values(params, None).items()}
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The user's parameters, and where each is in `{"base": ..., "adapter": ...}`.
+
+    Attributes:
+        specs: shapes and dtypes by key path.
+    """
+
+    specs: Mapping[str, jax.ShapeDtypeStruct]
+    structure: Any
+    targets: Mapping[str, Target]
+    saved: frozenset[str]
+
+    def tree(self, leaves: Mapping[str, Any]) -> Any:
+        """The user's pytree of leaves by key path."""
+        return jax.tree.unflatten(self.structure, [leaves[p] for p in self.specs])
+
+    def split(self, leaves: Mapping[str, Any]) -> dict[str, Any]:
+        """The user's leaves as `{"base": ..., "adapter": ...}`, with first values."""
+        base, adapters = [], {}
+        for path, leaf in leaves.items():
+            target = self.targets.get(path)
+            if path in self.saved:
+                adapters[path] = jnp.asarray(leaf)
+                leaf = None
+            elif target is not None:
+                if target.encoding is not None:
+                    leaf = target.encoding.encode(leaf)
+                if target.r:
+                    adapters[path] = leaf
+            base.append(leaf)
+        return {BASE: jax.tree.unflatten(self.structure, base), ADAPTER: adapters}
+
+    def values(self, params: Any, rows: Any) -> dict[str, Any]:
+        """For each path a leaf, or a `Weight` with its parts.
+
+        Args:
+            rows: what makes the numbers of a stack's rows, or None without dropout.
+        """
+        base = dict(named_leaves(params[BASE]))
+        adapters = params[ADAPTER]
+        dtype = _compute_dtype(params[ADAPTER])
+        found: dict[str, Any] = {}
+        for path, spec in self.specs.items():
+            target = self.targets.get(path)
+            if path in self.saved:
+                found[path] = adapters[path]
+            elif target is None:
+                found[path] = base[path]
+            else:
+                names = (WEIGHT,) if target.encoding is None else target.encoding.names
+                parts = {n: base[path if n == WEIGHT else f"{path}/{n}"] for n in names}
+                if target.r:
+                    parts |= adapters[path]
+                if rows is not None:
+                    parts[ROW] = rows(target.shape[: target.contraction.stack])
+                own = parts[WEIGHT].dtype if WEIGHT in parts else None
+                if own is None:
+                    is_mixed = spec.dtype == jnp.float32 and dtype is not None
+                    own = dtype if is_mixed else spec.dtype
+                found[path] = whole(target, parts, str(own))
+        return found
+
+
+def lora(
+    loss_fn: Callable,
+    params: Any,
+    *,
+    batch: Any,
+    rng: jax.Array | None = None,
+    model_state: Any = None,
+    eval_loss_fn: Callable | None = None,
+    **options: Any,
+) -> Adapted:
+    """A loss that trains low-rank adapters beside frozen weights.
+
+    Works for any loss that `zinf.initialize` takes:
+
+        adapted = zinf.adapt.lora(loss_fn, params, batch=batch, r=16)
+        engine = zinf.initialize(
+            adapted.loss_fn, adapted.params, tx, adapted.config(config)
+        )
+
+    Each product of an activation and a chosen weight gets a second product, with two
+    thin matrices. Other uses of the weight get the sum of the weight and the product of
+    the matrices. The first values do not change the loss.
+
+    Args:
+        loss_fn, params, rng, model_state, eval_loss_fn: as in `zinf.initialize`.
+            `loss_fn` need not take a key for `lora_dropout`.
+        batch: an example, or its shapes.
+        options: the keys of the config's `adapter` section (`zinf.config.adapter`),
+            which are PEFT's: `r`, `lora_alpha`, `lora_dropout`, `target_modules`, ...
+
+    Raises:
+        ValueError: an option is unknown or wrong, a name matches no weight, `r` is too
+            large for a weight, or dropout has no key.
+    """
+    adapter = Config.load({"adapter": options}).adapter
+    assert adapter is not None
+    return adapt(
+        loss_fn,
+        params,
+        adapter,
+        batch=batch,
+        rng=rng,
+        model_state=model_state,
+        eval_loss_fn=eval_loss_fn,
+    )
+
+
+def adapt(
+    loss_fn: Callable,
+    params: Any,
+    adapter: Adapter,
+    *,
+    batch: Any,
+    rng: jax.Array | None = None,
+    model_state: Any = None,
+    eval_loss_fn: Callable | None = None,
+) -> Adapted:
+    """`lora` with the options as a section of a config."""
+    if adapter.lora_dropout and rng is None:
+        raise ValueError(
+            f"adapter.lora_dropout is {adapter.lora_dropout}, which needs a random "
+            "key. Pass rng=jax.random.key(0), here and to zinf.initialize."
+        )
+    abstract = _abstract(params)
+    specs = named_leaves(abstract)
+    given = (_abstract(model_state),) if model_state is not None else ()
+    given = (*given, jax.eval_shape(lambda: batch) if batch is not None else None)
+    key = () if rng is None else (jax.eval_shape(lambda: rng),)
+    training = for_training(loss_fn)
+    takes_key = rng is not None and _accepts(training, 1 + len(given) + 1)
+    closed = jax.make_jaxpr(training)(abstract, *given, *(key if takes_key else ()))
+    shapes = {path: tuple(spec.shape) for path, spec in specs.items()}
+    targets = choose_targets(adapter, find_contractions(closed, shapes), specs)
+    saved = frozenset(saved_leaves(adapter, specs))
+    layout = Layout(specs, jax.tree.structure(abstract), targets, saved)
+    has_key = rng is not None
+    dropout = adapter.lora_dropout
+    loss = AdaptedLoss(training, layout, dropout, has_key and not takes_key)
+    evaluating = for_evaluation(loss_fn, eval_loss_fn)
+    if evaluating is None and adapter.lora_dropout:
+        evaluating = training
+    if evaluating is not None:
+        drops_key = has_key and not _accepts(evaluating, 1 + len(given) + 1)
+        evaluating = AdaptedLoss(evaluating, layout, 0.0, drops_key)
+    return Adapted(
+        loss_fn=loss,
+        eval_loss_fn=evaluating,
+        params=_split_params(params, layout, adapter),
+        frozen=(f"{BASE}/*",),
+        targets=targets,
+        saved=tuple(sorted(saved)),
+        adapter=adapter,
+        layout=layout,
+    )
+
+
+@dataclass(frozen=True)
+class AdaptedLoss:
+    """The loss as a function of `{"base": ..., "adapter": ...}`.
+
+    Attributes:
+        drops_key: the last argument is a random key, which `function` does not take.
+    """
+
+    function: Callable
+    layout: Layout
+    dropout: float
+    drops_key: bool
+
+    def __call__(self, params: Any, *rest: Any) -> Any:
+        layout = self.layout
+        has_dropout = self.dropout > 0
+        values = layout.values(params, _row_numbers if has_dropout else None)
+        given = rest[:-1] if self.drops_key else rest
+        abstract = layout.tree({p: _spec(x) for p, x in values.items()})
+        closed, result = jax.make_jaxpr(self.function, return_shape=True)(
+            abstract, *given
+        )
+        key = jax.random.fold_in(rest[-1], SALT) if has_dropout else None
+        rewriter = Rewriter(self.dropout, key)
+        arguments = [*values.values(), *jax.tree.leaves(given)]
+        found = rewriter.results(closed, arguments)
+        return jax.tree.unflatten(jax.tree.structure(result), found)
+
+
+# Keys of adapters, apart from what the loss draws from the same key.
+SALT = zlib.crc32(b"lora_dropout")
+
+
+def merge_leaf(value: Any) -> Any:
+    """A leaf as the user has it: a weight with its adapter, decoded."""
+    if not hasattr(value, "target"):
+        return value
+    return jax.device_get(merged(value))
+
+
+def first_adapter(target: Target, adapter: Adapter, base: Any) -> dict[str, Any]:
+    """The first values of an adapter, which depend on its path and the seed.
+
+    Args:
+        base: the frozen weight as the loss will see it.
+    """
+    shapes = target.factor_shapes
+    key = jax.random.key(adapter.seed)
+    key = jax.random.fold_in(key, zlib.crc32(target.path.encode()))
+    for_a, for_b = jax.random.split(key)
+    num_inputs = prod(target.sizes(target.contraction.inputs))
+    if adapter.init_lora_weights == "gaussian":
+        a = jax.random.normal(for_a, shapes[LORA_A]) / target.r
+    else:
+        # As torch's Linear: kaiming_uniform with a = sqrt(5).
+        a = _uniform(for_a, shapes[LORA_A], 1 / sqrt(num_inputs))
+    b = jnp.zeros(shapes[LORA_B])
+    if adapter.init_lora_weights is False:
+        b = _uniform(for_b, shapes[LORA_B], 1 / sqrt(target.r))
+    found = {LORA_A: a, LORA_B: b}
+    if target.is_dora:
+        found[MAGNITUDE] = lengths(base, target)
+    return found
+
+
+def _split_params(params: Any, layout: Layout, adapter: Adapter) -> Any:
+    def split(leaves: Mapping[str, Any]) -> dict[str, Any]:
+        found = layout.split(leaves)
+        for path, target in layout.targets.items():
+            if not target.r:
+                continue
+            frozen = found[ADAPTER].pop(path)
+            parts = frozen if target.encoding is not None else {WEIGHT: frozen}
+            plain = replace(target, r=0, is_dora=False)
+            base = None
+            if target.is_dora:
+                base = stored(whole(plain, parts, target.dtype))
+            found[ADAPTER][path] = first_adapter(target, adapter, base)
+        return found
+
+    if _is_function(params):
+        return lambda: split(named_leaves(params()))
+    return split(dict(leaves_of(params)))
+
+
+def _uniform(key: jax.Array, shape: tuple[int, ...], bound: float) -> jax.Array:
+    return jax.random.uniform(key, shape, minval=-bound, maxval=bound)
+
+
+def _row_numbers(stack: tuple[int, ...]) -> jax.Array:
+    return jnp.arange(prod(stack), dtype=jnp.int32).reshape(stack)
+
+
+def _compute_dtype(adapters: Mapping[str, Any]) -> Any:
+    """The dtype of the adapters as the loss gets them: that of mixed precision."""
+    for value in adapters.values():
+        if isinstance(value, Mapping):
+            return value[LORA_A].dtype
+    return None
+
+
+def _spec(value: Any) -> jax.ShapeDtypeStruct:
+    if hasattr(value, "target"):
+        return jax.ShapeDtypeStruct(value.target.shape, jnp.dtype(value.dtype))
+    return jax.ShapeDtypeStruct(jnp.shape(value), jnp.result_type(value))
+
+
+def _abstract(source: Any) -> Any:
+    if _is_function(source):
+        return jax.eval_shape(source)
+    specs = {p: jax.eval_shape(jnp.asarray, x) for p, x in leaves_of(source)}
+    paths = named_leaves(source)
+    return jax.tree.unflatten(jax.tree.structure(source), [specs[p] for p in paths])
+
+
+def _is_function(source: Any) -> bool:
+    """False for a pytree that can be called, such as an Equinox module."""
+    return callable(source) and jax.tree_util.all_leaves([source])
+
+
+def _accepts(function: Callable, count: int) -> bool:
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:  # some built-in functions have no signature
+        return True
+    return True
