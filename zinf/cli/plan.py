@@ -20,6 +20,7 @@ from zinf.paper import infinity_table, zero_table
 from zinf.plan import InfeasibleError, Plan
 from zinf.plan.instruction import Link
 from zinf.plan.show import show_instructions, show_tilings
+from zinf.prepare.arrays import describe_state
 from zinf.prepare.compiled import compiled_runs
 from zinf.prepare.devices import group_devices, on_devices
 from zinf.prepare.planner import Fused, Streamed
@@ -64,6 +65,7 @@ def plan_config(
                 print(f"does not fit: {error}\n", flush=True)
                 return DOES_NOT_FIT
             print(f"fits: {_shown(made, every)}\n", flush=True)
+            print(f"{describe_state(planner.problem, planner.separated)}\n", flush=True)
             if raw is not None:
                 print(f"{_wear(made.plan)}\n", flush=True)
             if html is not None:

@@ -1,7 +1,7 @@
 """The `optimizer` section: DeepSpeed's optimizer types with their own parameters."""
 
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import SerializeAsAny
 
@@ -56,6 +56,11 @@ class AdamParams(BetaParams):
 
     adam_w_mode: Auto[Flag] = True
     """Decoupled weight decay, https://arxiv.org/abs/1711.05101; false: L2 penalty."""
+
+    moments: Literal["float32", "bfloat16", "8bit"] = "float32"
+    """How the two moments are kept. bfloat16: rounded at random, 4 bytes a parameter
+    instead of 8. 8bit: blocks of 256 with a scale, https://arxiv.org/abs/2110.02861, 2
+    bytes a parameter; leaves are then updated whole."""
 
     torch_adam: Annotated[Flag | None, Status.MOOT, AUTO] = None
     """Which kernel of Adam runs; zinf compiles every update."""
@@ -150,6 +155,39 @@ class MuonParams(OptimizerParams):
     """One orthogonal matrix per attention head; leave it false."""
 
 
+class AdafactorParams(OptimizerParams):
+    """Adafactor (https://arxiv.org/abs/1804.04235), as in optax."""
+
+    min_dim_size_to_factor: Auto[Count] = 128
+    """A matrix whose two largest dims are at least this keeps sums of rows and columns
+    in place of the second moment."""
+
+    decay_rate: Auto[Fraction] = 0.8
+    """Exponent of the decay of the second moment."""
+
+    clipping_threshold: Auto[NonNegative | None] = 1.0
+    """Largest root mean square of a leaf's update; null: any."""
+
+    momentum: Auto[Fraction | None] = None
+    """Decay rate per step of the momentum; null: none is kept."""
+
+    multiply_by_parameter_scale: Auto[Flag] = True
+    """Multiply the learning rate by the root mean square of the leaf."""
+
+
+class GaLoreParams(BetaParams):
+    """GaLore (https://arxiv.org/abs/2403.03507): Adam of projected matrices."""
+
+    rank: Auto[Count] = 128
+    """Rank of the space that the gradient of a matrix is projected to."""
+
+    update_proj_gap: Auto[Count] = 200
+    """Steps after which the space is chosen anew, by an SVD of the gradient."""
+
+    scale: Auto[NonNegative] = 1.0
+    """Factor of the updates of projected matrices."""
+
+
 class Optimizer(TypedSection):
     """The optimizer, with the meaning its parameters have in torch and DeepSpeed."""
 
@@ -161,6 +199,8 @@ class Optimizer(TypedSection):
         "SGD": SGDParams,
         "Lion": LionParams,
         "Adagrad": AdagradParams,
+        "Adafactor": AdafactorParams,
+        "GaLore": GaLoreParams,
         "Lamb": LambParams,
         "Muon": MuonParams,
     }

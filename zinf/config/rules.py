@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from zinf.config.optimizer import Optimizer
+from zinf.config.optimizer import AdamParams, Optimizer
 from zinf.config.scheduler import DecayParams, OneCycleParams, Scheduler
 from zinf.config.schema import (
     BYTE_VALUES,
@@ -93,11 +93,22 @@ def training_violations(
         isinstance(params, OneCycleParams)
         and params.cycle_momentum
         and optimizer is not None
-        and optimizer.type in ("Lamb", "Lion")
+        and optimizer.type in ("Lamb", "Lion", "Adafactor", "GaLore")
     ):
         path = ("scheduler", "params", "cycle_momentum")
         text = f"moving the betas of {optimizer.type} is not supported yet"
         yield path, f"{text}. Set it to false, or use Adam or AdamW."
+
+    if (
+        isinstance(params, OneCycleParams)
+        and params.cycle_momentum
+        and optimizer is not None
+        and isinstance(optimizer.params, AdamParams)
+        and optimizer.params.moments != "float32"
+    ):
+        path = ("optimizer", "params", "moments")
+        text = f"{optimizer.params.moments} moments with betas that move"
+        yield path, f"{text} are not supported yet. Set cycle_momentum to false."
 
 
 def model_violations(model: Model | None, data: Data) -> Iterator[Violation]:

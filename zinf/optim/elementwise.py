@@ -81,11 +81,16 @@ def _acts_elementwise(equation: Equation, shape: tuple[int, ...]) -> bool:
         isinstance(a, Literal) and _shape(a) != () for a in equation.invars
     )
     return (
-        equation.primitive.name in ELEMENTWISE
+        (equation.primitive.name in ELEMENTWISE or _is_bits(equation))
         and not equation.effects
         and not has_array_literal
         and all(s in (shape, ()) for s in (*inputs, *outputs))
     )
+
+
+def _is_bits(equation: Equation) -> bool:
+    """Whether it shows the bits of each entry; another width would add a dim."""
+    return equation.primitive.name == "bitcast_convert_type"
 
 
 def _reads_constants(program: Piece | Graph) -> bool:

@@ -4,14 +4,19 @@ Parameters mean what they mean in torch and DeepSpeed. Clipping is not part of t
 transform: it couples all leaves, so the engine does it (`gradient_clipping`).
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 
 from zinf.config import Config
 from zinf.config.optimizer import (
+    AdafactorParams,
     AdagradParams,
     AdamParams,
+    GaLoreParams,
     LambParams,
     LionParams,
     MuonParams,
@@ -27,9 +32,15 @@ from zinf.optim.rules import (
     scale_by_muon,
 )
 from zinf.optim.schedules import beta_of, schedule_of
+from zinf.optim.small_state import scale_by_adam_8bit, scale_by_adam_bfloat16
 
 ONE_CYCLE_SECOND_BETA = 0.99  # what DeepSpeed's OneCycle sets beside the moving beta
 NOT_HIDDEN = ("embed", "lm_head")
+MOMENTS: dict[str, Callable[..., optax.GradientTransformation]] = {
+    "float32": optax.scale_by_adam,
+    "bfloat16": scale_by_adam_bfloat16,
+    "8bit": scale_by_adam_8bit,
+}
 
 
 def build_schedule(config: Config) -> optax.Schedule:
@@ -66,6 +77,17 @@ def build_optimizer(config: Config) -> optax.GradientTransformation:
             initial = params.initial_accumulator_value
             rule = scale_by_adagrad(eps=params.eps, initial=initial)
             return _chain(rule, params, schedule, is_decoupled=False)
+        case AdafactorParams():
+            return _adafactor(params, schedule)
+        case GaLoreParams():
+            return optax.contrib.galore(
+                schedule,
+                params.rank,
+                params.update_proj_gap,
+                params.scale,
+                optax.scale_by_adam(*params.betas, eps=params.eps),
+                params.weight_decay,
+            )
         case LambParams():
             return _lamb(params, schedule)
         case MuonParams():
@@ -137,7 +159,22 @@ def _adam(params: AdamParams, config: Config) -> optax.GradientTransformation:
         )
         beta = beta_of(scheduler)
         return moving(b1=beta, b2=ONE_CYCLE_SECOND_BETA, eps=params.eps)
-    return optax.scale_by_adam(*params.betas, eps=params.eps)
+    rule = MOMENTS[params.moments]
+    return rule(*params.betas, eps=params.eps)
+
+
+def _adafactor(
+    params: AdafactorParams, schedule: optax.Schedule
+) -> optax.GradientTransformation:
+    return optax.adafactor(
+        schedule,
+        min_dim_size_to_factor=params.min_dim_size_to_factor,
+        decay_rate=params.decay_rate,
+        clipping_threshold=params.clipping_threshold,
+        momentum=params.momentum,
+        multiply_by_parameter_scale=params.multiply_by_parameter_scale,
+        weight_decay_rate=params.weight_decay or None,
+    )
 
 
 def _lamb(params: LambParams, schedule: optax.Schedule) -> optax.GradientTransformation:

@@ -1,6 +1,7 @@
 """The persistent arrays of a problem: their shapes, pieces and configured tiers."""
 
 from collections.abc import Mapping
+from math import prod
 
 import jax
 
@@ -8,7 +9,7 @@ from zinf.config import Config
 from zinf.optim.separate import Separated
 from zinf.plan import Catalog, Resident
 from zinf.program import ArrayId, ArraySpec, Leaf, Program, Role, Tier
-from zinf.segment.problem import Problem
+from zinf.segment.problem import STATE_PREFIX, Problem
 
 # Transfers per step of an array that rests on another tier than the one that uses it.
 PARAM_MOVES, STATE_MOVES = 3, 2
@@ -25,6 +26,26 @@ def array_specs(problem: Problem, separated: Separated) -> dict[ArrayId, ArraySp
         for state in states.get(path, ()):
             specs[state.array(path)] = _spec(state.spec)
     return specs
+
+
+def describe_state(problem: Problem, separated: Separated) -> str:
+    """The bytes of all persistent arrays for each parameter, in one line."""
+    given = [s.given for p, s in problem.params.items() if _is_param(p)]
+    count = sum(prod(x.shape) for x in given)
+    trained = sum(prod(leaf.spec.shape) for leaf in separated.leaves)
+    words = {Role.PARAM: "parameters", Role.MASTER: "masters", Role.STATE: "optimizer"}
+    nbytes = dict.fromkeys(words, 0)
+    for array, spec in array_specs(problem, separated).items():
+        if _is_param(array.path):
+            nbytes[array.role] += spec.nbytes
+    parts = [f"{words[r]} {n / count:.2f}" for r, n in nbytes.items() if n]
+    frozen = "" if trained == count else f"; {trained:,} of {count:,} are trained"
+    total = sum(nbytes.values()) / count
+    return f"{total:.2f} bytes at rest a parameter: {', '.join(parts)}{frozen}"
+
+
+def _is_param(path: str) -> bool:
+    return not path.startswith(STATE_PREFIX)
 
 
 def piece_specs(

@@ -236,7 +236,8 @@ def test_clipping_is_left_to_the_engine():
 def test_every_optimizer_is_separable_per_leaf(optimizer, kind):
     cycle = {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1}
     params = {"WarmupCosineLR": {"total_num_steps": 9}, "OneCycle": cycle}[kind]
-    if optimizer in ("Lamb", "Lion") and kind == "OneCycle":
+    fixed = ("Lamb", "Lion", "Adafactor", "GaLore")
+    if optimizer in fixed and kind == "OneCycle":
         params = {**params, "cycle_momentum": False}
     raw = {
         **config(optimizer, weight_decay=0.1),
@@ -245,7 +246,33 @@ def test_every_optimizer_is_separable_per_leaf(optimizer, kind):
     separated = separate(build_optimizer(Config.load(raw)), arrays(0))
     assert {leaf.path for leaf in separated.leaves} == set(SHAPES)
     (kernel,) = [leaf for leaf in separated.leaves if leaf.path == "kernel"]
-    assert kernel.is_elementwise is (optimizer not in ("Lamb", "Muon"))
+    whole = ("Lamb", "Muon", "Adafactor", "GaLore")
+    assert kernel.is_elementwise is (optimizer not in whole)
+
+
+def test_adafactor_keeps_rows_and_columns_of_a_matrix():
+    raw = config("Adafactor", min_dim_size_to_factor=4)
+    separated = separate(build_optimizer(Config.load(raw)), arrays(0))
+    (kernel,) = [leaf for leaf in separated.leaves if leaf.path == "kernel"]
+    sizes = [state.spec.size for state in kernel.states]
+    # Six rows, four columns, and a placeholder for the whole second moment.
+    assert sorted(sizes)[-2:] == [4, 6] and sum(sizes) <= 11
+    with_optax = optax.adafactor(LR, min_dim_size_to_factor=4)
+    params = jax.tree.map(jnp.asarray, arrays(0))
+    state = with_optax.init(params)
+    for step in range(STEPS):
+        gradient = jax.tree.map(jnp.asarray, arrays(1 + step))
+        updates, state = with_optax.update(gradient, state, params)
+        params = optax.apply_updates(params, updates)
+    assert_close(trained(raw), params)
+
+
+def test_galore_keeps_moments_of_the_projected_matrix():
+    raw = config("GaLore", rank=2)
+    separated = separate(build_optimizer(Config.load(raw)), arrays(0))
+    (kernel,) = [leaf for leaf in separated.leaves if leaf.path == "kernel"]
+    # The projection of (6, 4) to rank 2, and two moments of the projected gradient.
+    assert sum(state.spec.size for state in kernel.states) <= 4 * 2 + 2 * (2 * 6)
 
 
 @pytest.mark.parametrize("build", [build_optimizer, build_schedule])
