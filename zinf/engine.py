@@ -32,7 +32,7 @@ from zinf.prepare.batch import (
     with_shapes_before,
 )
 from zinf.prepare.forward import check_rows_of_outputs, plan_forward
-from zinf.prepare.planner import Fused, Planner, Streamed
+from zinf.prepare.planner import AtRest, Fused, Planner, Streamed
 from zinf.segment import user_function
 from zinf.session.ahead import Ahead
 from zinf.session.condition import Condition
@@ -55,6 +55,7 @@ from zinf.session.state import (
     write_model_state,
 )
 from zinf.session.turn import Turn
+from zinf.sharding import Layouts
 
 logger = logging.getLogger(__name__)
 _ENGINES: WeakSet["Engine"] = WeakSet()
@@ -437,13 +438,13 @@ class Engine:
             if not self.is_placed or shape in self._runners or shape in self._ahead:
                 return
             spec = self.planner.batch_spec(batch)
-            homes = self._residents.homes
+            at_rest = self._at_rest()
             # No reference to the engine: see `__init__`.
             planner, stores, pending = self.planner, self.stores, self._pending_save
 
             def make() -> AbstractRunner:
                 with planner.problem.modes.own():
-                    made = planner.plan(spec, homes)
+                    made = planner.plan(spec, at_rest)
                     return _runner(made, planner, stores, spec, pending)
 
             if planner.group.count > 1:
@@ -559,7 +560,7 @@ class Engine:
                 self.planner,
                 found,
                 spec,
-                self._residents.homes,
+                AtRest(self._residents.homes, self._residents.layouts),
                 num_microbatches=num_microbatches,
             )
             if num_microbatches > 1:
@@ -600,18 +601,23 @@ class Engine:
 
     def _make(self, batch: Any) -> AbstractRunner:
         spec = self.planner.batch_spec(batch)
-        homes = self._residents.homes if self.is_placed else None
-        made = self.planner.plan(spec, homes)
-        if homes is None:
-            self._place(made.plan)
+        made = self.planner.plan(spec, self._at_rest())
+        if not self.is_placed:
+            self._place(made.plan, made.layouts)
         return _runner(made, self.planner, self.stores, spec, self._pending_save)
 
-    def _place(self, plan: Plan) -> None:
+    def _at_rest(self) -> AtRest | None:
+        """Where the arrays rest; None if they are not placed yet."""
+        if not self.is_placed:
+            return None
+        return AtRest(self._residents.homes, self._residents.layouts)
+
+    def _place(self, plan: Plan, layouts: Layouts) -> None:
         stores = make_stores(plan, self.config, self.planner.rule.mesh)
         close = self._pending_save.close
         self.stores, self._closing = stores, close_when_dropped(self, close, stores)
         try:
-            self._residents = make_residents(self.stores, self.planner, plan)
+            self._residents = make_residents(self.stores, self.planner, plan, layouts)
             self.initialize_state()
             if self._restore_from is not None:
                 self._read_state(*self._restore_from)

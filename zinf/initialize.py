@@ -21,7 +21,7 @@ from zinf.plan import Plan
 from zinf.prepare.devices import on_devices
 from zinf.prepare.planner import Planner
 from zinf.segment.problem import make_problem
-from zinf.sharding import zero_rule
+from zinf.sharding import axis_rule
 from zinf.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -161,7 +161,7 @@ def make_planner(
     if not config.is_told and (group is None or group.is_first):
         for line in notices(config, in_python=True):
             logger.warning(line)
-    rule = zero_rule(
+    rule = axis_rule(
         mesh,
         stage=config.stage,
         min_bytes=config.persistence_bytes,

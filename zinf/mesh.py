@@ -1,8 +1,8 @@
 """The device mesh: its axes, and the devices of one process.
 
 A mesh is a `jax.sharding.Mesh` with axes named below, in any order; an axis that it
-lacks has size 1. Batches are sharded along the data axes, and parameters, gradients and
-optimizer state along `fsdp` (ZeRO's "partitions" are shards here).
+lacks has size 1. `zinf.sharding.rule` says which dims of arrays are cut along which
+axes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 REPLICA, FSDP = "replica", "fsdp"
 AXES = (REPLICA, FSDP, "seq", "expert", "tensor")
-DATA_AXES = (REPLICA, FSDP)
 
 
 def make_mesh(devices: Sequence[jax.Device], *, num_replicas: int = 1) -> Mesh:
@@ -63,30 +62,9 @@ def axis_size(mesh: Mesh, names: Iterable[str]) -> int:
     return prod(mesh.shape.get(name, 1) for name in names)
 
 
-def present(mesh: Mesh, names: Iterable[str]) -> tuple[str, ...]:
-    """The names of axes that the mesh has, in the order of `names`."""
-    return tuple(name for name in names if name in mesh.shape)
-
-
 def replicated(mesh: Mesh) -> NamedSharding:
     """The sharding of an array that every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())
-
-
-def num_batch_shares(mesh: Mesh) -> int:
-    """The number of parts that processes divide a batch into.
-
-    Processes whose devices have the same examples, for instance those of one tensor
-    group, provide the same part.
-    """
-    axes = [mesh.axis_names.index(name) for name in present(mesh, DATA_AXES)]
-    mine = set(local_devices(mesh))
-    positions = {
-        tuple(position[axis] for axis in axes)
-        for position, device in np.ndenumerate(mesh.devices)
-        if device in mine
-    }
-    return axis_size(mesh, present(mesh, DATA_AXES)) // len(positions)
 
 
 def local_devices(mesh: Mesh) -> list[jax.Device]:

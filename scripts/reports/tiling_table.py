@@ -89,12 +89,13 @@ def plan(
     planner: Planner = make_planner(loss, initial(hidden), tx, config(nvme))
     limits = Limits(tile_bytes(hidden, factor))
     source = planner.trace(batch_specs(hidden), limits.param_bytes)
-    segmented = planner.cut(source, limits.param_bytes)
+    layouts = planner.layouts(source)
+    segmented = planner.cut(source, layouts, limits.param_bytes)
     tilings = segmented.program.tilings
     assert len(tilings[0].tiles if tilings else [()]) == factor, (hidden, factor)
-    compiled = planner.compile(segmented, limits)
+    compiled = planner.compile(segmented, layouts, limits)
     try:
-        return planner.stream_segments(segmented, compiled, None).plan
+        return planner.stream_segments(segmented, compiled, limits, None).plan
     except InfeasibleError:
         return None
 

@@ -15,7 +15,7 @@ from tests.unit.checkpoint.cases import specs_of
 from zinf.memory import open_stores
 from zinf.memory.residents import Residents
 from zinf.program import ArrayId, Tier
-from zinf.sharding import persistent_layouts, zero_rule
+from zinf.sharding import axis_rule, persistent_layouts
 
 STACKED = "blocks/kernel"
 # Matrices that no number of devices divides, one whose rows are its longer dim and one
@@ -66,7 +66,7 @@ def placed(
     """The arrays at rest as `placement` says."""
     mesh = zinf.make_mesh(jax.devices()[: placement.num_devices])
     specs = specs_of(arrays)
-    rule = zero_rule(mesh, stage=placement.stage, min_bytes=1)
+    rule = axis_rule(mesh, stage=placement.stage, min_bytes=1)
     layouts = persistent_layouts(specs, rule)
     pieces: list[ArrayId] = []
     for array in arrays:

@@ -43,10 +43,11 @@ def fits(hidden: int, num_tiles: int) -> bool:
     limits = Limits(-(-hidden // num_tiles) * 16 * hidden)
     batch = jax.ShapeDtypeStruct((TOKENS, hidden), jnp.float32)
     source = planner.trace(batch, limits.param_bytes)
-    segmented = planner.cut(source, limits.param_bytes)
+    layouts = planner.layouts(source)
+    segmented = planner.cut(source, layouts, limits.param_bytes)
     tilings = segmented.program.tilings
-    assert sum(len(t.rows) for t in tilings) == (num_tiles if num_tiles > 1 else 0)
-    compiled = planner.compile(segmented, limits)
+    assert sum(len(t.tiles) for t in tilings) == (num_tiles if num_tiles > 1 else 0)
+    compiled = planner.compile(segmented, layouts, limits)
     try:
         plan = planner.stream_segments(segmented, compiled, limits, None).plan
     except InfeasibleError:

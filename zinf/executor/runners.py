@@ -12,7 +12,7 @@ from zinf.executor.streamed import StreamedRunner
 from zinf.executor.whole import FusedRunner
 from zinf.memory import Stores
 from zinf.prepare.forward import Forward, forward_of, plan_forward
-from zinf.prepare.planner import Fused, Planner, Streamed
+from zinf.prepare.planner import AtRest, Fused, Planner, Streamed
 from zinf.segment import evaluation_function
 
 
@@ -105,7 +105,7 @@ def make_evaluation(
             planner,
             evaluation_function(planner.problem, planner.key),
             spec,
-            streamed.plan.homes,
+            AtRest(streamed.plan.homes, streamed.layouts),
             limits=streamed.limits,
             num_microbatches=training.num_microbatches,
         )

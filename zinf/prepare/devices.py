@@ -8,7 +8,8 @@ import jax
 from jax.sharding import Mesh
 
 from zinf.config import Config, Grouping, grouping
-from zinf.mesh import DATA_AXES, axis_size, check_mesh, make_mesh
+from zinf.mesh import check_mesh, make_mesh
+from zinf.sharding import num_data_parallel
 
 
 def on_devices(
@@ -26,8 +27,7 @@ def on_devices(
     """
     mesh = mesh_for(grouping(source, overrides)) if mesh is None else mesh
     check_mesh(mesh)
-    num_devices = axis_size(mesh, DATA_AXES)
-    return Config.load(source, overrides, world_size=num_devices), mesh
+    return Config.load(source, overrides, world_size=num_data_parallel(mesh)), mesh
 
 
 def mesh_for(asked: Grouping) -> Mesh:

@@ -23,7 +23,7 @@ from zinf.plan import (
     value,
 )
 from zinf.prepare.exchange import forward_exchanges
-from zinf.prepare.planner import Compiled, Planner, Streamed
+from zinf.prepare.planner import AtRest, Compiled, Planner, Streamed
 from zinf.prepare.shrink import Limits
 from zinf.program import ArrayId, Program, Role, Tier
 from zinf.segment import (
@@ -52,7 +52,7 @@ def plan_forward(
     planner: Planner,
     function: Function,
     batch: Any,
-    homes: Mapping[ArrayId, Tier],
+    at_rest: AtRest,
     *,
     limits: Limits | None = None,
     num_microbatches: int = 1,
@@ -61,13 +61,16 @@ def plan_forward(
 
     Args:
         batch: shapes and dtypes of one microbatch.
-        homes: the tiers where the persistent arrays rest.
+        at_rest: where the persistent arrays rest.
         limits: the first limits on segments; None for those of the config.
 
     Raises:
         InfeasibleError: the pass does not fit beside the arrays at rest.
     """
-    made = _Planned(planner, function, batch, _resting(homes), num_microbatches)
+    # Each program has constants of its own.
+    homes = {a: tier for a, tier in at_rest.homes.items() if a.role != Role.CONST}
+    rest = homes, at_rest.layouts, num_microbatches
+    made = _Planned(planner, function, batch, *rest)
     with planner.planning():
         forward = made.fitting(limits or Limits(planner.config.segment_max_bytes))
     planner.agree_on(forward.plan, f"plan of {function.name}")
@@ -121,10 +124,11 @@ class _Planned:
     function: Function
     batch: Any
     homes: Mapping[ArrayId, Tier]
+    layouts: Layouts
     num_microbatches: int
 
     def fitting(self, limits: Limits) -> Forward:
-        return self.planner.shrunk(self.cut, self.attempt, limits)
+        return self.planner.shrunk(self.layouts, self.cut, self.attempt, limits)
 
     def cut(self, max_bytes: int | None) -> Segmented:
         planner = self.planner
@@ -132,7 +136,7 @@ class _Planned:
         by_row = {array.path for array in self.homes if array.rows}
         return segment_function(
             rest_by_row(source, by_row),
-            splittable=planner.splittable,
+            splittable=planner.splittable(self.layouts),
             max_bytes=max_bytes,
         )
 
@@ -184,8 +188,3 @@ class _Planned:
             "give a smaller batch."
         )
         raise InfeasibleError({Tier.HOST: short}, capacity, [advice])
-
-
-def _resting(homes: Mapping[ArrayId, Tier]) -> dict[ArrayId, Tier]:
-    """The homes of persistent arrays; each program has constants of its own."""
-    return {a: tier for a, tier in homes.items() if a.role != Role.CONST}

@@ -153,7 +153,7 @@ def batch_shardings(batch: Any, layouts: Layouts) -> Any:
     """
 
     def sharding(name: str, leaf: Any) -> NamedSharding:
-        layout = batch_layout(f"batch/{name}", leaf.shape, layouts.mesh)
+        layout = batch_layout(f"batch/{name}", leaf.shape, layouts.rule)
         spec = PartitionSpec(None, *layout.device.spec)
         return NamedSharding(layouts.mesh, spec)
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from zinf.config import Config
 from zinf.distributed import AbstractGroup, Alone
-from zinf.mesh import local_devices, num_batch_shares
+from zinf.mesh import local_devices
 from zinf.optim.clipping import Clipping
 from zinf.optim.separate import Separated
 from zinf.plan import (
@@ -59,8 +59,9 @@ from zinf.segment import (
     trace_loss,
 )
 from zinf.segment.problem import Problem
+from zinf.segment.rows import read_by_row
 from zinf.segment.source import Source, check_dependence
-from zinf.sharding import Layouts, ZeroRule, persistent_layouts
+from zinf.sharding import AxisRule, Layouts, num_batch_shares, persistent_layouts
 from zinf.topology import Topology, out_of_memory
 from zinf.uncollected import uncollected
 
@@ -68,6 +69,14 @@ logger = logging.getLogger(__name__)
 Made = TypeVar("Made")
 
 Measure = Callable[["Streamed", "Planner", Any], Rates]
+
+
+@dataclass(frozen=True)
+class AtRest:
+    """The tiers where the arrays of an earlier step rest, and how they are cut."""
+
+    homes: Mapping[ArrayId, Tier]
+    layouts: Layouts
 
 
 @dataclass(frozen=True)
@@ -124,7 +133,7 @@ class Planner:
     problem: Problem
     separated: Separated
     config: Config
-    rule: ZeroRule
+    rule: AxisRule
     key: jax.ShapeDtypeStruct | None
     group: AbstractGroup = Alone()
     topology: Topology | None = None
@@ -165,24 +174,22 @@ class Planner:
         check_rows(batch, self.config)
         return self.plan(batch_spec(batch, self.config.num_microbatches))
 
-    def plan(
-        self, batch: Any, homes: Mapping[ArrayId, Tier] | None = None
-    ) -> Streamed | Fused:
+    def plan(self, batch: Any, at_rest: AtRest | None = None) -> Streamed | Fused:
         """The best step that fits the budgets, the same on all processes.
 
         Args:
             batch: shapes and dtypes of one microbatch.
-            homes: the tiers where arrays already rest; None chooses them.
+            at_rest: where arrays already rest; None chooses that.
 
         Raises:
             InfeasibleError: no plan fits the budgets.
         """
         with self.planning():
-            made = self._plan(batch, homes)
+            made = self._plan(batch, at_rest)
             if isinstance(made, Streamed) and self.measure is not None:
                 made = self._timed(made, batch)
         self.agree_on(made.plan, "plan")
-        if isinstance(made, Streamed) and homes is None and self.group.is_first:
+        if isinstance(made, Streamed) and at_rest is None and self.group.is_first:
             arranged = made.arranged.catalog
             kept = kept_off_nvme(made.plan.homes, arranged.specs, self.config)
             if kept is not None:
@@ -231,11 +238,14 @@ class Planner:
         short = Shortage(found.available_bytes, found.needed_bytes, what)
         return InfeasibleError({Tier.DEVICE: short}, self.capacity())
 
-    def _plan(
-        self, batch: Any, homes: Mapping[ArrayId, Tier] | None
-    ) -> Streamed | Fused:
+    def _plan(self, batch: Any, at_rest: AtRest | None) -> Streamed | Fused:
         mode = self.config.execution
-        may_fuse = mode != "streamed" and self.fits_fused(homes)
+        # Trace before fusing too: this refuses functions that are not a loss.
+        source = self.trace(batch, self.config.segment_max_bytes)
+        check_dependence(source)
+        homes = None if at_rest is None else at_rest.homes
+        layouts = self.layouts(source) if at_rest is None else at_rest.layouts
+        may_fuse = mode != "streamed" and self.fits_fused(layouts, homes)
         if mode == "fused" and not may_fuse:
             raise ValueError(
                 "execution is 'fused', which keeps everything on the device, but "
@@ -243,16 +253,13 @@ class Planner:
                 "the state alone exceeds the device budget of "
                 f"{self.capacity()[Tier.DEVICE]:,} bytes. Remove one of the two."
             )
-        # Trace before fusing too: this refuses functions that are not a loss.
-        source = self.trace(batch, self.config.segment_max_bytes)
-        check_dependence(source)
         if may_fuse:
             try:
-                return self.fuse(batch)
+                return self.fuse(batch, layouts)
             except InfeasibleError:
                 if mode == "fused" or homes is not None:
                     raise
-        return self.stream(batch, source, homes)
+        return self.stream(batch, source, layouts, homes)
 
     def trace(self, batch: Any, max_bytes: int | None = None) -> Source:
         return trace_loss(
@@ -266,24 +273,25 @@ class Planner:
 
     # The fused step: everything is on the device.
 
-    def fits_fused(self, homes: Mapping[ArrayId, Tier] | None) -> bool:
+    def fits_fused(
+        self, layouts: Layouts, homes: Mapping[ArrayId, Tier] | None
+    ) -> bool:
         if homes is not None:
             return set(homes.values()) == {Tier.DEVICE} and not any(
                 a.rows for a in homes
             )
         tiers = {self.config.param_tier, self.config.optimizer_tier}
-        state = self.device_state_bytes()
+        state = self.device_state_bytes(layouts)
         return tiers <= {None, Tier.DEVICE} and state <= self.capacity()[Tier.DEVICE]
 
-    def device_state_bytes(self) -> int:
+    def device_state_bytes(self, layouts: Layouts) -> int:
         """Bytes on one device if all persistent arrays rest on the devices."""
-        specs, layouts = self.array_specs(), self.layouts
         return sum(
             replace(spec, shape=layouts.of(array).device_shape).nbytes
-            for array, spec in specs.items()
+            for array, spec in self.array_specs().items()
         )
 
-    def fuse(self, batch: Any) -> Fused:
+    def fuse(self, batch: Any, layouts: Layouts) -> Fused:
         specs = self.array_specs()
         program = compile_fused(
             self.problem,
@@ -292,22 +300,26 @@ class Planner:
             key=self.key,
             num_microbatches=self.config.num_microbatches,
             clipping=self.clipping,
-            layouts=self.layouts,
+            layouts=layouts,
         )
         plan = fused_plan(
             dict.fromkeys(specs, Tier.DEVICE),
-            self.device_state_bytes(),
+            self.device_state_bytes(layouts),
             program.workspace_bytes,
             self.capacity(),
             program.flops,
             self.rates(),
         )
-        return Fused(plan, program, self.layouts)
+        return Fused(plan, program, layouts)
 
     # The streamed step: segment by segment.
 
     def stream(
-        self, batch: Any, source: Source, homes: Mapping[ArrayId, Tier] | None
+        self,
+        batch: Any,
+        source: Source,
+        layouts: Layouts,
+        homes: Mapping[ArrayId, Tier] | None,
     ) -> Streamed:
         """Cut by layer; while the plan does not fit the device, tighten the limits.
 
@@ -320,17 +332,18 @@ class Planner:
         def cut_to(max_bytes: int | None) -> Segmented:
             is_traced = max_bytes == limits.param_bytes
             traced = source if is_traced else self.trace(batch, max_bytes)
-            return self.cut(traced, max_bytes)
+            return self.cut(traced, layouts, max_bytes)
 
         def attempt(
             segmented: Segmented, compiled: Compiled, limits: Limits
         ) -> Streamed:
             return self.stream_segments(segmented, compiled, limits, homes)
 
-        return self.shrunk(cut_to, attempt, limits)
+        return self.shrunk(layouts, cut_to, attempt, limits)
 
     def shrunk(
         self,
+        layouts: Layouts,
         cut_to: Callable[[int | None], Segmented],
         attempt: Callable[[Segmented, Compiled, Limits], Made],
         limits: Limits,
@@ -338,12 +351,13 @@ class Planner:
         """What `attempt` makes of the first segments that fit the device.
 
         Args:
+            layouts: how persistent arrays are cut.
             cut_to: cuts the program into segments of at most so many parameter bytes.
             limits: the first limits that are tried.
         """
         segmented = cut_to(limits.param_bytes)
         while True:
-            compiled = self.compile(segmented, limits)
+            compiled = self.compile(segmented, layouts, limits)
             try:
                 return attempt(segmented, compiled, limits)
             except InfeasibleError as error:
@@ -359,11 +373,11 @@ class Planner:
                     raise error.because(found) from None
                 limits = tight
 
-    def cut(self, source: Source, max_bytes: int | None) -> Segmented:
+    def cut(self, source: Source, layouts: Layouts, max_bytes: int | None) -> Segmented:
         return segment_loss(
             source,
             frozen=self.frozen,
-            splittable=self.splittable,
+            splittable=self.splittable(layouts),
             max_bytes=max_bytes,
         )
 
@@ -371,8 +385,7 @@ class Planner:
     def frozen(self) -> frozenset[str]:
         return frozenset(self.problem.params) - self.problem.trainable
 
-    @property
-    def splittable(self) -> frozenset[str]:
+    def splittable(self, layouts: Layouts) -> frozenset[str]:
         """The leaves that may rest and be read by rows."""
         by_row = {leaf.path for leaf in self.separated.leaves if leaf.is_elementwise}
         # A leaf sharded by rows cannot be streamed by rows too: each device holds only
@@ -380,11 +393,13 @@ class Planner:
         return frozenset(
             path
             for path in by_row | self.frozen
-            if self.layouts.of(ArrayId(Role.PARAM, path)).has_whole_rows
+            if layouts.of(ArrayId(Role.PARAM, path)).has_whole_rows
         )
 
-    def compile(self, segmented: Segmented, limits: Limits) -> Compiled:
-        layouts = self.layouts.with_inputs(segmented.program)
+    def compile(
+        self, segmented: Segmented, layouts: Layouts, limits: Limits
+    ) -> Compiled:
+        layouts = layouts.with_inputs(segmented.program)
         segments, values = compile_segments(
             segmented,
             layouts,
@@ -497,11 +512,18 @@ class Planner:
         """Every parameter leaf with its path; each is made when it is asked for."""
         return self.problem.initial_leaves(local_devices(self.rule.mesh)[0])
 
-    @cached_property
-    def layouts(self) -> Layouts:
-        """The layouts of persistent arrays and gradients on the mesh."""
-        whole = {x.path for x in self.separated.leaves if not x.is_elementwise}
-        return persistent_layouts(self.array_specs(), self.rule, indivisible=whole)
+    def layouts(self, source: Source) -> Layouts:
+        """The layouts of persistent arrays and gradients on the mesh.
+
+        Args:
+            source: the training loss. It shows which leaves are stacked over layers.
+        """
+        return persistent_layouts(
+            self.array_specs(),
+            self.rule,
+            layers=read_by_row(source.graph, source.params),
+            indivisible={x.path for x in self.separated.leaves if not x.is_elementwise},
+        )
 
     def array_specs(self) -> dict[ArrayId, ArraySpec]:
         """Every persistent array as a whole."""

@@ -17,6 +17,11 @@ from zinf.program import ArrayId, Role
 from zinf.segment.source import Source
 
 
+def read_by_row(graph: Graph, leaves: Mapping[Var, str]) -> frozenset[str]:
+    """The paths of the leaves that are read by single rows only: stacks of layers."""
+    return frozenset(leaves[v] for v in _row_reads(graph, leaves))
+
+
 def split_rows(
     graph: Graph, leaves: Mapping[Var, str], splittable: Collection[str]
 ) -> tuple[Graph, dict[Var, ArrayId], set[str]]:
@@ -26,19 +31,8 @@ def split_rows(
         The graph, whose extra invars are the rows; the array that each leaf or row
         variable stands for; and the paths of the leaves that were split.
     """
-    whole: set[Var] = {a for a in graph.outvars if not isinstance(a, Literal)}
-    slices: dict[Var, list[Equation]] = {}
-    for equation in graph.equations:
-        for atom in equation.invars:
-            if isinstance(atom, Literal) or atom not in leaves:
-                continue
-            if _row(equation) is None:
-                whole.add(atom)
-            else:
-                slices.setdefault(atom, []).append(equation)
-    split = {
-        v: s for v, s in slices.items() if v not in whole and leaves[v] in splittable
-    }
+    reads = _row_reads(graph, leaves)
+    split = {v: s for v, s in reads.items() if leaves[v] in splittable}
     arrays = {v: ArrayId(Role.PARAM, p) for v, p in leaves.items() if v not in split}
     chosen: dict[ArrayId, Var] = {}
     renamed: dict[Var, Var] = {}
@@ -100,6 +94,21 @@ def rest_by_row(source: Source, paths: Collection[str]) -> Source:
     return replace(
         source, graph=replace(graph, outvars=outvars, equations=tuple(written))
     )
+
+
+def _row_reads(graph: Graph, leaves: Mapping[Var, str]) -> dict[Var, list[Equation]]:
+    """The reads of each leaf that is read by rows only."""
+    whole: set[Var] = {a for a in graph.outvars if not isinstance(a, Literal)}
+    slices: dict[Var, list[Equation]] = {}
+    for equation in graph.equations:
+        for atom in equation.invars:
+            if isinstance(atom, Literal) or atom not in leaves:
+                continue
+            if _row(equation) is None:
+                whole.add(atom)
+            else:
+                slices.setdefault(atom, []).append(equation)
+    return {v: s for v, s in slices.items() if v not in whole}
 
 
 def _row(equation: Equation) -> int | None:

@@ -17,6 +17,7 @@ from zinf.prepare.planner import Planner
 from zinf.prepare.updates import block_bytes, cpu_device
 from zinf.program import ArrayId, Role, Tier
 from zinf.segment.problem import Problem
+from zinf.sharding import Layouts
 
 
 def make_stores(plan: Plan, config: Config, mesh: Mesh) -> Stores:
@@ -40,7 +41,9 @@ def _own_folders(options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "nvme_paths": paths}
 
 
-def make_residents(stores: Stores, planner: Planner, plan: Plan) -> Residents:
+def make_residents(
+    stores: Stores, planner: Planner, plan: Plan, layouts: Layouts
+) -> Residents:
     """The persistent arrays of a plan; space on nvme is checked and reserved.
 
     Raises:
@@ -48,7 +51,7 @@ def make_residents(stores: Stores, planner: Planner, plan: Plan) -> Residents:
     """
     specs, separated = planner.array_specs(), planner.separated
     homes = {a: tier for a, tier in plan.homes.items() if a.role != Role.CONST}
-    residents = Residents(stores, specs, homes, planner.layouts)
+    residents = Residents(stores, specs, homes, layouts)
     if stores.nvme is not None:
         stores.nvme.check_space(plan.peak_bytes[Tier.NVME])
         by_row = {a.whole for a in homes if a.rows}
@@ -57,7 +60,7 @@ def make_residents(stores: Stores, planner: Planner, plan: Plan) -> Residents:
         chunks = {
             a: 1 if a in by_row else _block_rows(share.shape, share.nbytes, limit)
             for a, share in (
-                (a, planner.layouts.share_spec(a, spec)) for a, spec in specs.items()
+                (a, layouts.share_spec(a, spec)) for a, spec in specs.items()
             )
         }
         residents.create(chunks)

@@ -10,22 +10,31 @@ from zinf.sharding.layouts import (
     placed_layout,
     whole_layout,
 )
-from zinf.sharding.zero import ZeroRule, zero_rule
+from zinf.sharding.rule import (
+    AxisRule,
+    Dim,
+    axis_rule,
+    num_batch_shares,
+    num_data_parallel,
+)
 
 __all__ = [
+    "AxisRule",
     "Box",
+    "Dim",
     "Layout",
     "Layouts",
-    "ZeroRule",
     "as_cut",
+    "axis_rule",
     "batch_layout",
     "cut",
     "gather",
     "intersection",
     "layouts_on_one",
+    "num_batch_shares",
+    "num_data_parallel",
     "persistent_layouts",
     "placed_layout",
     "relative",
     "whole_layout",
-    "zero_rule",
 ]

@@ -8,10 +8,16 @@ from math import prod
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zinf.mesh import DATA_AXES, axis_size, make_mesh, present, replicated
+from zinf.mesh import make_mesh, replicated
 from zinf.program import FLOAT32_BYTES, ArrayId, ArraySpec, Program, Role
 from zinf.sharding.layout import Layout
-from zinf.sharding.zero import STATE_STAGE, ZeroRule, zero_rule
+from zinf.sharding.rule import (
+    STATE_STAGE,
+    AxisRule,
+    Dim,
+    axis_rule,
+    num_data_parallel,
+)
 
 
 @dataclass(frozen=True)
@@ -23,7 +29,7 @@ class Layouts:
         values: layouts of the values that cross cuts, by name.
     """
 
-    rule: ZeroRule
+    rule: AxisRule
     arrays: Mapping[ArrayId, Layout]
     values: Mapping[str, Layout]
 
@@ -61,7 +67,7 @@ class Layouts:
         for name in (*program.batch, *program.consts):
             shape = program.values[name].shape
             is_batch = name in program.batch_leaves
-            layout = batch_layout(name, shape, self.mesh) if is_batch else None
+            layout = batch_layout(name, shape, self.rule) if is_batch else None
             values[name] = layout or whole_layout(shape, self.mesh)
         return replace(self, values=values)
 
@@ -101,50 +107,54 @@ def placed_layout(shape: tuple[int, ...], sharding: NamedSharding) -> Layout:
     return Layout(shape, shape, sharding, sharding)
 
 
-def batch_layout(name: str, shape: tuple[int, ...], mesh: Mesh) -> Layout:
+def batch_layout(name: str, shape: tuple[int, ...], rule: AxisRule) -> Layout:
     """The layout of a leaf of a microbatch: its examples are divided among devices.
 
     Raises:
         ValueError: the examples do not divide evenly.
     """
-    axes = present(mesh, DATA_AXES)
-    count = axis_size(mesh, axes)
+    count = num_data_parallel(rule.mesh)
     if not shape or count == 1:
-        return whole_layout(shape, mesh)
+        return whole_layout(shape, rule.mesh)
     if shape[0] % count:
         raise ValueError(
             f"{name} has {shape[0]} examples in a microbatch of all processes, which "
             f"{count} data-parallel devices cannot divide evenly. Give a multiple of "
             f"{count}, or fewer devices (mesh=zinf.make_mesh(devices))."
         )
-    return placed_layout(shape, NamedSharding(mesh, PartitionSpec(axes)))
+    return placed_layout(shape, rule.sharding([Dim.BATCH]))
 
 
 def persistent_layouts(
     specs: Mapping[ArrayId, ArraySpec],
-    rule: ZeroRule,
+    rule: AxisRule,
     *,
+    layers: Collection[str] = (),
     indivisible: Collection[str] = (),
 ) -> Layouts:
     """The layouts of persistent arrays, and of the gradients of parameters.
 
     Args:
         specs: every array as a whole.
+        layers: leaves whose leading dim counts layers (`zinf.segment.read_by_row`).
         indivisible: leaves that are updated as wholes and therefore never padded.
     """
     found = {}
     for array, spec in specs.items():
-        may_pad = array.path not in indivisible
-        found[array] = _layout(array.role, spec.shape, rule, may_pad)
+        # State may have fewer dims than its parameter (adafactor).
+        param = specs[ArrayId(Role.PARAM, array.path)]
+        has_layers = array.path in layers and spec.shape[:1] == param.shape[:1]
+        flags = has_layers, array.path not in indivisible
+        found[array] = _layout(array.role, spec.shape, rule, *flags)
         if array.role == Role.PARAM:
             gradient = ArrayId(Role.GRADIENT, array.path)
-            found[gradient] = _layout(Role.GRADIENT, spec.shape, rule, may_pad)
+            found[gradient] = _layout(Role.GRADIENT, spec.shape, rule, *flags)
     return Layouts(rule, found, {})
 
 
 def layouts_on_one(device: jax.Device, specs: Mapping[ArrayId, ArraySpec]) -> Layouts:
     """The layouts of arrays that are whole on one device."""
-    rule = zero_rule(make_mesh([device]), stage=0, min_bytes=0)
+    rule = axis_rule(make_mesh([device]), stage=0, min_bytes=0)
     return persistent_layouts(specs, rule)
 
 
@@ -154,11 +164,16 @@ def _part(layout: Layout) -> Fraction:
 
 
 def _layout(
-    role: Role, shape: tuple[int, ...], rule: ZeroRule, may_pad: bool
+    role: Role,
+    shape: tuple[int, ...],
+    rule: AxisRule,
+    has_layers: bool,
+    may_pad: bool,
 ) -> Layout:
     # The bytes are counted in float32 for every dtype: all arrays of a shape are cut
     # alike, since those that are updated together must be.
-    dim = rule.cut_dim(shape, prod(shape) * FLOAT32_BYTES, may_pad=may_pad)
+    nbytes = prod(shape) * FLOAT32_BYTES
+    dim = rule.cut_dim(shape, nbytes, has_layers=has_layers, may_pad=may_pad)
     if dim is None:
         return whole_layout(shape, rule.mesh)
     size = -(-shape[dim] // rule.num_shards) * rule.num_shards

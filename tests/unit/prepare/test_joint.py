@@ -35,12 +35,13 @@ def compiled(tx=None, config=None):
         loss, params, tx or optax.adam(0.1), {"execution": "streamed"} | (config or {})
     )
     source = planner.trace(jax.ShapeDtypeStruct((2, WIDTH), jnp.float32), None)
+    layouts = planner.layouts(source)
     return compile_program_updates(
-        planner.cut(source, None).program,
+        planner.cut(source, layouts, None).program,
         planner.problem,
         planner.separated,
         accumulates=(),
-        layouts=planner.layouts,
+        layouts=layouts,
     )
 
 

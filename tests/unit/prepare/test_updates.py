@@ -29,13 +29,14 @@ def compiled(tx=None, max_bytes=None):
         config["segment"] = {"max_bytes": max_bytes}
     planner = make_planner(loss, params, tx or optax.adam(0.1), config)
     source = planner.trace(jax.ShapeDtypeStruct((2, ROWS), jnp.float32), max_bytes)
-    segmented = planner.cut(source, max_bytes)
+    layouts = planner.layouts(source)
+    segmented = planner.cut(source, layouts, max_bytes)
     return updates.compile_program_updates(
         segmented.program,
         planner.problem,
         planner.separated,
         accumulates=(),
-        layouts=planner.layouts,
+        layouts=layouts,
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 from zinf.jaxpr import flatten, trace
 from zinf.jaxpr.compat import open_jaxpr
 from zinf.program import ArrayId, Role
-from zinf.segment.rows import split_rows
+from zinf.segment.rows import read_by_row, split_rows
 
 STACK = jax.ShapeDtypeStruct((3, 4, 4), jnp.float32)
 X = jax.ShapeDtypeStruct((4,), jnp.float32)
@@ -19,6 +19,12 @@ def split(function, *specs, splittable=("w",), stack=STACK):
     leaf = open_jaxpr(closed)[0].invars[0]
     graph = flatten(closed, stacked=(leaf,))
     return leaf, split_rows(graph, {leaf: "w"}, splittable)
+
+
+def stacked(function, *specs):
+    closed, _ = trace(function, STACK, *specs)
+    leaf = open_jaxpr(closed)[0].invars[0]
+    return read_by_row(flatten(closed, stacked=(leaf,)), {leaf: "w"})
 
 
 def rows(arrays):
@@ -134,3 +140,22 @@ def test_rows_that_nothing_reads_are_arrays_of_the_leaf_too():
     assert rows(arrays) == [(0, 1), (1, 2), (2, 3)]
     assert set(arrays) <= set(graph.invars)
     assert {v.aval.shape for v in arrays} == {(1, 4, 4)}
+
+
+@pytest.mark.parametrize("function", [by_scan, by_number, by_cast_scan])
+def test_a_leaf_read_by_rows_is_a_stack_of_layers(function):
+    assert stacked(function, X) == {"w"}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda w, x: w[0] @ x + w[1:].sum((0, 1)),
+        lambda w, x: jnp.tensordot(w, x, 1),
+        lambda w, x: (w[0] @ x, w),
+        lambda w, x: x,
+    ],
+    ids=["some rows at once", "whole", "returned", "unread"],
+)
+def test_a_leaf_that_is_read_otherwise_is_no_stack(function):
+    assert stacked(function, X) == set()

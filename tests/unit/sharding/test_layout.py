@@ -12,7 +12,7 @@ from zinf.memory import DeviceStore, in_device_form, to_devices, to_shares
 from zinf.memory.shares import gathered
 from zinf.mesh import make_mesh
 from zinf.program import ArrayId, ArraySpec, Role
-from zinf.sharding import Layout, persistent_layouts, zero_rule
+from zinf.sharding import Layout, axis_rule, persistent_layouts
 
 # Few, as each is compiled for.
 SHAPES = [(), (0, 3), (5,), (23,), (3, 5), (23, 29), (4, 6, 10), (3, 1, 7), (1100, 2)]
@@ -32,7 +32,7 @@ def layout(
 ) -> Layout:
     replicas, shards = grouping
     mesh = make_mesh(jax.devices()[: replicas * shards], num_replicas=replicas)
-    rule = zero_rule(mesh, stage=stage, min_bytes=0, gathers_in_group=gathers_in_group)
+    rule = axis_rule(mesh, stage=stage, min_bytes=0, gathers_in_group=gathers_in_group)
     spec = ArraySpec(shape, "float32", 4)
     return persistent_layouts(dict.fromkeys(PERSISTENT, spec), rule).of(array)
 

@@ -7,7 +7,7 @@ import pytest
 from zinf.memory import Residents, open_stores
 from zinf.mesh import make_mesh
 from zinf.program import ArrayId, ArraySpec, Role, Tier
-from zinf.sharding import persistent_layouts, zero_rule
+from zinf.sharding import axis_rule, persistent_layouts
 
 SHAPES = {"by rows": (1100, 2), "a vector": (23,), "by columns": (6, 23)}
 BUDGET_BYTES = 1 << 20
@@ -20,7 +20,7 @@ def test_rows_are_those_of_the_whole(name, tier, stage):
     mesh = make_mesh(jax.devices()[:8])
     array, shape = ArrayId(Role.PARAM, name), SHAPES[name]
     specs = {array: ArraySpec(shape, "float32", 4)}
-    rule = zero_rule(mesh, stage=stage, min_bytes=0)
+    rule = axis_rule(mesh, stage=stage, min_bytes=0)
     layouts = persistent_layouts(specs, rule)
     assert layouts.of(array).has_whole_rows == (name == "by columns")
     stores = open_stores(

@@ -6,27 +6,31 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zinf.mesh import AXES, make_mesh
 from zinf.program import Role
-from zinf.sharding.zero import LANES, MAX_LAYERS, ZeroRule, zero_rule
+from zinf.sharding.rule import LANES, WIDE_BYTES, AxisRule, axis_rule
 
 NUM_SHARDS = 8
 ITEM_BYTES = 4
 
 
-def rule(**options) -> ZeroRule:
+def rule(**options) -> AxisRule:
     arguments = {"stage": 3, "min_bytes": 0, **options}
-    return zero_rule(make_mesh(jax.devices()[:NUM_SHARDS]), **arguments)
+    return axis_rule(make_mesh(jax.devices()[:NUM_SHARDS]), **arguments)
 
 
-def cut_dim(*shape: int, may_pad: bool = True, **options) -> int | None:
+def cut_dim(
+    *shape: int, has_layers: bool = False, may_pad: bool = True, **options
+) -> int | None:
     nbytes = ITEM_BYTES * prod(shape)
-    return rule(**options).cut_dim(shape, nbytes, may_pad=may_pad)
+    flags = {"has_layers": has_layers, "may_pad": may_pad}
+    return rule(**options).cut_dim(shape, nbytes, **flags)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 40), max_size=4), st.booleans())
 def test_a_dim_that_is_cut_gives_every_shard_some_of_it(shape, may_pad):
     dim = cut_dim(*shape, may_pad=may_pad)
@@ -41,11 +45,16 @@ def test_rows_are_cut_last():
     assert cut_dim(16, 24) == 1
     assert cut_dim(16, 24, 5) == 1
     assert cut_dim(64) == 0
-    # Even where they divide and the other dim does not: a row may be a layer.
-    assert cut_dim(16, 23) == 1
-    # More rows than any network has layers.
-    assert cut_dim(MAX_LAYERS + NUM_SHARDS, 23) == 0
-    assert cut_dim(16, 1) is None
+    assert cut_dim(16, 23) == 0
+    assert cut_dim(16, 1) == 0
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 40), max_size=4), st.booleans())
+def test_layers_are_never_cut_however_many_there_are(shape, may_pad):
+    assert cut_dim(*shape, has_layers=True, may_pad=may_pad) != 0
+    assert cut_dim(1 << 20, *shape, has_layers=True, may_pad=may_pad) != 0
+    assert cut_dim(16, 23, has_layers=True) == 1
 
 
 def test_the_last_dim_is_cut_into_whole_lanes_or_after_others():
@@ -54,6 +63,15 @@ def test_the_last_dim_is_cut_into_whole_lanes_or_after_others():
     assert cut_dim(3, 5, wide) == 2
     assert cut_dim(3, 16, wide // 2) == 1
     assert cut_dim(3, 5, wide // 2) == 2
+
+
+def test_of_a_large_array_rows_are_cut_if_that_makes_the_last_dim_narrow():
+    narrow = LANES * NUM_SHARDS // 2
+    rows = WIDE_BYTES // ITEM_BYTES // narrow
+    assert cut_dim(rows, narrow) == 0
+    assert cut_dim(rows - NUM_SHARDS, narrow) == 1
+    assert cut_dim(rows, narrow, has_layers=True) == 1
+    assert cut_dim(rows, 2 * narrow) == 1
 
 
 def test_the_largest_dim_is_padded():
@@ -89,11 +107,11 @@ def test_a_stage_says_what_is_cut_on_the_devices(stage, cut):
 
 def test_groups_have_parameters_and_share_the_rest_or_are_copies():
     mesh = make_mesh(jax.devices()[:8], num_replicas=2)
-    hpz = zero_rule(mesh, stage=3, min_bytes=0, gathers_in_group=True)
+    hpz = axis_rule(mesh, stage=3, min_bytes=0, gathers_in_group=True)
     assert hpz.device_axes("param") == ("fsdp",)
     assert hpz.device_axes("master") == ("replica", "fsdp")
     assert hpz.num_shards == 8
-    mics = zero_rule(mesh, stage=3, min_bytes=0)
+    mics = axis_rule(mesh, stage=3, min_bytes=0)
     assert mics.device_axes("param") == mics.device_axes("master") == ("fsdp",)
     assert mics.num_shards == 4
 
@@ -107,6 +125,6 @@ def test_groups_that_cross_processes_are_refused_where_they_hold_parameters():
         devices=np.array(devices, object).reshape(shape),
     )
     with pytest.raises(ValueError, match="4 devices .* some of the processes 0, 1"):
-        zero_rule(mesh, stage=3, min_bytes=0, gathers_in_group=True)
-    zero_rule(mesh, stage=2, min_bytes=0, gathers_in_group=True)
-    zero_rule(mesh, stage=3, min_bytes=0)
+        axis_rule(mesh, stage=3, min_bytes=0, gathers_in_group=True)
+    axis_rule(mesh, stage=2, min_bytes=0, gathers_in_group=True)
+    axis_rule(mesh, stage=3, min_bytes=0)

@@ -1,0 +1,194 @@
+"""One rule: which dims of arrays and values are cut along which axes of a mesh.
+
+A dim of an array has a meaning, its *logical dim*: examples of a batch, positions of a
+sequence, layers of a stack, or rows, which have no other meaning. `DIM_AXES` maps each
+to mesh axes. The rule is the same for values that a step computes and for state that
+persists.
+
+For state the ZeRO stage decides which arrays are cut on the devices (Rajbhandari et al.
+2020, "ZeRO", section 5): optimizer state from stage 1, gradients from 2, parameters
+from 3. On host and drive all arrays are cut at every stage: each process stores its own
+share, so the links of all processes move a part of every array ("bandwidth-centric
+partitioning", Rajbhandari et al. 2021, "ZeRO-Infinity", section 6.1).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from math import prod
+
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zinf.mesh import FSDP, REPLICA, axis_size, local_devices
+from zinf.program import Role
+
+STATE_STAGE, GRADIENT_STAGE, PARAM_STAGE = 1, 2, 3
+# A shard narrower than this along the last dim wastes lanes of a TPU.
+LANES = 128
+# Arrays of fewer bytes waste little so, and keep their rows whole for reads by tile.
+WIDE_BYTES = 4 << 20
+
+
+class Dim(StrEnum):
+    """The meaning of a dim of an array or value."""
+
+    BATCH = "batch"  # Examples.
+    LAYERS = "layers"  # Each row is read by one layer: an array of its own.
+    ROWS = "rows"  # Any dim of state that ZeRO may cut.
+
+
+DIM_AXES: Mapping[Dim, tuple[str, ...]] = {
+    Dim.BATCH: (REPLICA, FSDP),
+    Dim.LAYERS: (),
+    Dim.ROWS: (FSDP,),
+}
+
+
+@dataclass(frozen=True)
+class AxisRule:
+    """How arrays and values are cut.
+
+    Attributes:
+        stage: the ZeRO stage, 0 to 3.
+        min_bytes: smaller arrays are not cut.
+        gathers_in_group: if true, parameters are cut within each replica only, and all
+            other arrays among all replicas too (ZeRO++'s hpZ). If false, no array is
+            cut along `replica`, so the groups are copies of each other (MiCS).
+    """
+
+    mesh: Mesh
+    stage: int
+    min_bytes: int
+    gathers_in_group: bool = False
+
+    def axes(self, dim: Dim) -> tuple[str, ...]:
+        """The axes of the mesh that cut a logical dim; none if it is not cut."""
+        return axes_of(self.mesh, dim)
+
+    def sharding(self, dims: Sequence[Dim | None]) -> NamedSharding:
+        """The sharding of a value whose dims have these meanings."""
+        entries = [None if dim is None else self.axes(dim) or None for dim in dims]
+        while entries and entries[-1] is None:
+            entries.pop()
+        return NamedSharding(self.mesh, PartitionSpec(*entries))
+
+    @property
+    def param_axes(self) -> tuple[str, ...]:
+        """The axes that cut parameters on the devices from stage 3 on."""
+        return self.axes(Dim.ROWS)
+
+    @property
+    def state_axes(self) -> tuple[str, ...]:
+        """The axes that cut masters, optimizer state and gradients on the devices, and
+        all arrays off the devices."""
+        group = self.param_axes
+        spans = self.gathers_in_group and axis_size(self.mesh, (REPLICA,)) > 1
+        return (REPLICA, *group) if spans else group
+
+    def device_axes(self, role: Role) -> tuple[str, ...]:
+        """The axes that cut arrays of a role on the devices; none if they are whole."""
+        if role == Role.PARAM:
+            return self.param_axes if self.stage >= PARAM_STAGE else ()
+        if role == Role.GRADIENT:
+            return self.state_axes if self.stage >= GRADIENT_STAGE else ()
+        return self.state_axes if self.stage >= STATE_STAGE else ()
+
+    @property
+    def num_shards(self) -> int:
+        return axis_size(self.mesh, self.state_axes)
+
+    def cut_dim(
+        self,
+        shape: tuple[int, ...],
+        nbytes: int,
+        *,
+        has_layers: bool = False,
+        may_pad: bool = True,
+    ) -> int | None:
+        """The dim along which an array is cut into shares; None if it stays whole.
+
+        Dims after the leading one are tried first: rows of the leading dim (tiles,
+        blocks of an update) are moved and updated separately, which would need a
+        collective if that dim were cut.
+
+        Args:
+            has_layers: the leading dim counts layers, so it is never cut.
+            may_pad: a dim that does not divide evenly may be padded with zeros.
+        """
+        count = self.num_shards
+        # Keep arrays whole whose shards would have one element: XLA compiles those as
+        # scalars, which may round differently from the share on the host.
+        if count == 1 or nbytes < self.min_bytes or prod(shape) <= count:
+            return None
+        meanings = [Dim.ROWS] * len(shape)
+        if has_layers and shape:
+            meanings[0] = Dim.LAYERS
+        order = (*range(1, len(shape)), *range(min(1, len(shape))))
+        dims = [d for d in order if self.axes(meanings[d]) and shape[d] > 1]
+        even = [d for d in dims if shape[d] % count == 0]
+        last = len(shape) - 1
+        wide = [d for d in even if d != last or shape[d] // count >= LANES]
+        if wide == [0] and nbytes < WIDE_BYTES:
+            wide = []  # Only the leading dim is wide, and lanes matter less than rows.
+        if wide or even:
+            return (wide or even)[0]
+        # Padding the largest dim wastes least.
+        return max(dims, key=lambda d: shape[d], default=None) if may_pad else None
+
+
+def axis_rule(
+    mesh: Mesh, *, stage: int, min_bytes: int, gathers_in_group: bool = False
+) -> AxisRule:
+    """The rule of a ZeRO stage on a mesh.
+
+    Raises:
+        ValueError: a group of hpZ has devices of several processes.
+    """
+    if gathers_in_group and stage >= PARAM_STAGE:
+        _check_groups(mesh)
+    return AxisRule(mesh, stage, min_bytes, gathers_in_group)
+
+
+def axes_of(mesh: Mesh, dim: Dim) -> tuple[str, ...]:
+    """The axes, of more than one device, that cut a logical dim on a mesh."""
+    return tuple(name for name in DIM_AXES[dim] if mesh.shape.get(name, 1) > 1)
+
+
+def num_data_parallel(mesh: Mesh) -> int:
+    """The number of parts into which the examples of a batch are divided."""
+    return axis_size(mesh, DIM_AXES[Dim.BATCH])
+
+
+def num_batch_shares(mesh: Mesh) -> int:
+    """The number of parts that processes divide a batch into.
+
+    Processes whose devices have the same examples, for instance those of one tensor
+    group, provide the same part.
+    """
+    axes = [mesh.axis_names.index(name) for name in axes_of(mesh, Dim.BATCH)]
+    mine = set(local_devices(mesh))
+    positions = {
+        tuple(position[axis] for axis in axes)
+        for position, device in np.ndenumerate(mesh.devices)
+        if device in mine
+    }
+    return num_data_parallel(mesh) // len(positions)
+
+
+def _check_groups(mesh: Mesh) -> None:
+    """Raise unless each group's devices are of one process.
+
+    The devices of a process must have all of its share of a parameter.
+    """
+    if REPLICA not in mesh.shape:
+        return
+    groups = np.moveaxis(mesh.devices, mesh.axis_names.index(REPLICA), 0)
+    for group in groups:
+        processes = sorted({device.process_index for device in group.flat})
+        if processes[1:]:
+            raise ValueError(
+                f"A group of {group.size} devices (zero_hpz_partition_size) has some "
+                f"of the processes {', '.join(map(str, processes))}. Make it a divisor "
+                "of the devices of a process, or use mics_shard_size."
+            )
