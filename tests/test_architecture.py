@@ -30,7 +30,7 @@ LAYERS = (
     ("memory", "sharding", "moe"),
     ("tiling", "data", "models"),
     ("segment",),
-    ("plan", "optim"),
+    ("plan", "optim", "sequence"),
     ("prepare",),
     ("executor", "checkpoint", "observe", "verification"),
     ("session",),

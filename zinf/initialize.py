@@ -21,6 +21,7 @@ from zinf.plan import Plan
 from zinf.prepare.devices import on_devices
 from zinf.prepare.planner import Planner
 from zinf.segment.problem import make_problem
+from zinf.sequence import along_sequence
 from zinf.sharding import axis_rule
 from zinf.topology import Topology
 
@@ -177,6 +178,12 @@ def make_planner(
             frozen=config.frozen,
             compute_dtype=config.compute_dtype,
             modes=modes,
+        )
+        problem = replace(
+            problem,
+            loss=along_sequence(problem.loss, rule),
+            evaluation_loss=problem.evaluation_loss
+            and along_sequence(problem.evaluation_loss, rule),
         )
         separated = separate(tx, problem.abstract_params, trainable=problem.trainable)
         key = None if rng is None else jax.eval_shape(lambda: rng)

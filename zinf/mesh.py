@@ -12,12 +12,16 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-REPLICA, FSDP = "replica", "fsdp"
-AXES = (REPLICA, FSDP, "seq", "expert", "tensor")
+REPLICA, FSDP, SEQ = "replica", "fsdp", "seq"
+AXES = (REPLICA, FSDP, SEQ, "expert", "tensor")
 
 
-def make_mesh(devices: Sequence[jax.Device], *, num_replicas: int = 1) -> Mesh:
+def make_mesh(
+    devices: Sequence[jax.Device], *, num_replicas: int = 1, num_seq: int = 1
+) -> Mesh:
     """A mesh of `num_replicas` groups of devices; each group holds the whole state.
+
+    In a group, `num_seq` devices each divide the positions of the same examples.
 
     The devices keep their order. In the order of `jax.devices()`, devices of one
     process are neighbours along `fsdp`, so a process stores one block of an array.
@@ -25,12 +29,18 @@ def make_mesh(devices: Sequence[jax.Device], *, num_replicas: int = 1) -> Mesh:
     Raises:
         ValueError: the devices do not divide evenly into the groups.
     """
+    if len(devices) % (num_replicas * num_seq) and num_seq > 1:
+        raise ValueError(
+            f"{len(devices)} devices cannot be divided into {num_replicas} replicas, "
+            f"each of groups of {num_seq} that divide sequences. Set mesh.seq to a "
+            "divisor."
+        )
     if len(devices) % num_replicas:
         raise ValueError(
             f"{len(devices)} devices cannot be divided into {num_replicas} replicas of "
             "the same size. Set mesh.replica (or mics_shard_size) to a divisor."
         )
-    shape = (num_replicas, len(devices) // num_replicas, 1, 1, 1)
+    shape = (num_replicas, len(devices) // (num_replicas * num_seq), num_seq, 1, 1)
     # With Explicit axes, jax's default, `w @ w.T` in a model is a type error.
     types = (AxisType.Auto,) * len(AXES)
     return Mesh(np.asarray(devices, object).reshape(shape), AXES, axis_types=types)

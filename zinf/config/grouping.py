@@ -16,13 +16,15 @@ from zinf.config.section import Section
 class Grouping:
     """Attributes:
     num_replicas: groups of devices that each hold all state.
-    num_shards: devices of a group; None: all devices.
+    num_shards: devices of a group, over `num_seq`; None: all devices.
     group_size: devices of a group that holds all parameters, in DeepSpeed's keys.
+    num_seq: devices that divide the positions of the same examples.
     """
 
     num_replicas: int = 1
     num_shards: int | None = None
     group_size: int | None = None
+    num_seq: int = 1
 
     @property
     def is_given(self) -> bool:
@@ -43,7 +45,10 @@ def grouping(
     sizes = [zero.get("zero_hpz_partition_size"), zero.get("mics_shard_size")]
     group_size = next((size for size in map(_count, sizes) if size and size > 1), None)
     return Grouping(
-        _count(mesh.get("replica")) or 1, _count(mesh.get("fsdp")), group_size
+        _count(mesh.get("replica")) or 1,
+        _count(mesh.get("fsdp")),
+        group_size,
+        _count(mesh.get("seq")) or 1,
     )
 
 

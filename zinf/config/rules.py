@@ -53,7 +53,7 @@ def mesh_violations(zero: ZeroOptimization, mesh: MeshAxes) -> Iterator[Violatio
             asked[1],
             "groups devices, and so does zero_hpz_partition_size; keep one.",
         )
-    if asked and (mesh.replica > 1 or mesh.fsdp is not None):
+    if asked and (mesh.replica > 1 or mesh.fsdp is not None or mesh.seq > 1):
         text = "groups devices, and so does the mesh section. Remove one of them."
         yield asked[0], text
 

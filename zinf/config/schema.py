@@ -89,6 +89,10 @@ class MeshAxes(Section):
     """Devices of a group, among which state is divided. Absent: all devices; one
     process on the CPU takes only its first, as the others are virtual."""
 
+    seq: Count = 1
+    """Devices that divide the positions of the same examples (sequence parallelism).
+    They divide state too: a group has fsdp times seq devices."""
+
 
 class Model(Section):
     """The model that `zinf train` trains."""

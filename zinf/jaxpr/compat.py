@@ -59,6 +59,19 @@ def scan_arity(equation: Equation) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def with_inner(equation: Equation, closed: Any) -> Equation | None:
+    """An equation of `scan` or `checkpoint` with another program inside.
+
+    None if the program has constants that the equation cannot hold.
+    """
+    is_closed = isinstance(equation.params["jaxpr"], jcore.ClosedJaxpr)
+    jaxpr, consts = open_jaxpr(closed)
+    if consts and not is_closed:
+        return None
+    inner = closed if is_closed else jaxpr
+    return equation.replace(params={**equation.params, "jaxpr": inner})
+
+
 def fresh(aval: Any) -> Var:
     return Var(aval)
 

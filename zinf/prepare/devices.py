@@ -39,13 +39,15 @@ def mesh_for(asked: Grouping) -> Mesh:
     """
     devices = jax.devices()
     if asked.num_shards is not None:
-        wanted = asked.num_replicas * asked.num_shards
+        wanted = asked.num_replicas * asked.num_shards * asked.num_seq
         if wanted > len(devices):
+            sizes = f"{asked.num_replicas} x {asked.num_shards}"
+            sizes += f" x {asked.num_seq}" if asked.num_seq > 1 else ""
             raise ValueError(
-                f"mesh asks for {asked.num_replicas} x {asked.num_shards} = {wanted} "
-                f"devices, and jax has {len(devices)} ({devices[0].platform}). Lower "
-                "mesh.replica or mesh.fsdp, start more processes, or, to plan for a "
-                "machine that is not here, name it: zinf plan --topology h200:8."
+                f"mesh asks for {sizes} = {wanted} devices, and jax has {len(devices)} "
+                f"({devices[0].platform}). Lower mesh.replica, mesh.fsdp or mesh.seq, "
+                "start more processes, or, to plan for a machine that is not here, "
+                "name it: zinf plan --topology h200:8."
             )
         devices = devices[:wanted]
     elif devices[0].platform == "cpu" and jax.process_count() == 1:
@@ -68,4 +70,4 @@ def group_devices(devices: Sequence[jax.Device], asked: Grouping) -> Mesh:
                 "mics_shard_size to a divisor."
             )
         num_replicas = len(devices) // asked.group_size
-    return make_mesh(devices, num_replicas=num_replicas)
+    return make_mesh(devices, num_replicas=num_replicas, num_seq=asked.num_seq)

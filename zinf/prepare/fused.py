@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zinf.mesh import replicated
+from zinf.mesh import SEQ, replicated
 from zinf.optim.clipping import Clipping
 from zinf.optim.decision import judge
 from zinf.optim.separate import Separated
@@ -26,7 +26,7 @@ from zinf.prepare.sums import sum_dtype, sum_squares
 from zinf.program import ArrayId, Role
 from zinf.segment.problem import Problem
 from zinf.segment.source import named_leaves
-from zinf.sharding import Layouts, as_cut, batch_layout, cut, gather
+from zinf.sharding import Layouts, as_cut, batch_layouts, cut, gather
 from zinf.topology import compile_for
 
 Arrays = Mapping[ArrayId, Any]
@@ -149,15 +149,13 @@ def batch_shardings(batch: Any, layouts: Layouts) -> Any:
         batch: shapes of one microbatch.
 
     Raises:
-        ValueError: the examples of a microbatch cannot be divided among the devices.
+        ValueError: a microbatch cannot be divided among the devices.
     """
-
-    def sharding(name: str, leaf: Any) -> NamedSharding:
-        layout = batch_layout(f"batch/{name}", leaf.shape, layouts.rule)
-        spec = PartitionSpec(None, *layout.device.spec)
-        return NamedSharding(layouts.mesh, spec)
-
-    leaves = [sharding(name, leaf) for name, leaf in named_leaves(batch).items()]
+    shapes = {f"batch/{n}": leaf.shape for n, leaf in named_leaves(batch).items()}
+    leaves = [
+        NamedSharding(layouts.mesh, PartitionSpec(None, *layout.device.spec))
+        for layout in batch_layouts(shapes, layouts.rule).values()
+    ]
     return jax.tree.unflatten(jax.tree.structure(batch), leaves)
 
 
@@ -216,12 +214,15 @@ def _accumulate(
     return grads, losses, extra
 
 
-def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
+def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
     """A `jax.checkpoint` policy that saves all results but gathered parameters.
 
-    A sharding constraint gathers a parameter, and a slice removes its padding.
+    A sharding constraint gathers a parameter, and a slice removes its padding. The
+    constraints of `zinf.sequence` cut values along `seq`; those are saved.
     """
-    return primitive.name not in ("sharding_constraint", "slice")
+    if primitive.name == "sharding_constraint":
+        return any(SEQ in (entry or ()) for entry in params["sharding"].spec)
+    return primitive.name != "slice"
 
 
 def _leaf_updates(

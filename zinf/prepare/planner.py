@@ -55,13 +55,20 @@ from zinf.segment import (
     Segment,
     Segmented,
     compile_segments,
+    named_leaves,
     segment_loss,
     trace_loss,
 )
 from zinf.segment.problem import Problem
 from zinf.segment.rows import read_by_row
 from zinf.segment.source import Source, check_dependence
-from zinf.sharding import AxisRule, Layouts, num_batch_shares, persistent_layouts
+from zinf.sharding import (
+    AxisRule,
+    Layouts,
+    batch_dims,
+    num_batch_shares,
+    persistent_layouts,
+)
 from zinf.topology import Topology, out_of_memory
 from zinf.uncollected import uncollected
 
@@ -262,6 +269,8 @@ class Planner:
         return self.stream(batch, source, layouts, homes)
 
     def trace(self, batch: Any, max_bytes: int | None = None) -> Source:
+        leaves = named_leaves(batch)
+        batch_dims({f"batch/{n}": x.shape for n, x in leaves.items()}, self.rule)
         return trace_loss(
             self.problem.loss,
             self.problem.abstract_arguments(),

@@ -4,7 +4,8 @@ from zinf.sharding.collective import as_cut, cut, gather
 from zinf.sharding.layout import Box, Layout, intersection, relative
 from zinf.sharding.layouts import (
     Layouts,
-    batch_layout,
+    batch_dims,
+    batch_layouts,
     layouts_on_one,
     persistent_layouts,
     placed_layout,
@@ -26,7 +27,8 @@ __all__ = [
     "Layouts",
     "as_cut",
     "axis_rule",
-    "batch_layout",
+    "batch_dims",
+    "batch_layouts",
     "cut",
     "gather",
     "intersection",

@@ -11,13 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zinf.mesh import make_mesh, replicated
 from zinf.program import FLOAT32_BYTES, ArrayId, ArraySpec, Program, Role
 from zinf.sharding.layout import Layout
-from zinf.sharding.rule import (
-    STATE_STAGE,
-    AxisRule,
-    Dim,
-    axis_rule,
-    num_data_parallel,
-)
+from zinf.sharding.rule import STATE_STAGE, AxisRule, Dim, axis_rule
 
 
 @dataclass(frozen=True)
@@ -63,13 +57,13 @@ class Layouts:
         Raises:
             ValueError: the batch does not divide among the devices.
         """
-        values = {}
-        for name in (*program.batch, *program.consts):
-            shape = program.values[name].shape
-            is_batch = name in program.batch_leaves
-            layout = batch_layout(name, shape, self.rule) if is_batch else None
-            values[name] = layout or whole_layout(shape, self.mesh)
-        return replace(self, values=values)
+        shapes = {
+            name: program.values[name].shape
+            for name in (*program.batch, *program.consts)
+        }
+        batch = {name: shapes[name] for name in program.batch_leaves}
+        values = {n: whole_layout(shape, self.mesh) for n, shape in shapes.items()}
+        return replace(self, values=values | batch_layouts(batch, self.rule))
 
     def share_spec(self, array: ArrayId, spec: ArraySpec) -> ArraySpec:
         """The spec of this process's share of an array of `spec`."""
@@ -107,22 +101,80 @@ def placed_layout(shape: tuple[int, ...], sharding: NamedSharding) -> Layout:
     return Layout(shape, shape, sharding, sharding)
 
 
-def batch_layout(name: str, shape: tuple[int, ...], rule: AxisRule) -> Layout:
-    """The layout of a leaf of a microbatch: its examples are divided among devices.
+def batch_layouts(
+    shapes: Mapping[str, tuple[int, ...]], rule: AxisRule
+) -> dict[str, Layout]:
+    """The layouts of the leaves of a microbatch, by name.
+
+    Examples are divided among devices, and positions too if the mesh has a `seq` axis.
 
     Raises:
-        ValueError: the examples do not divide evenly.
+        ValueError: examples or positions do not divide evenly.
     """
-    count = num_data_parallel(rule.mesh)
-    if not shape or count == 1:
-        return whole_layout(shape, rule.mesh)
-    if shape[0] % count:
+    found = {}
+    for name, dims in batch_dims(shapes, rule).items():
+        shape = shapes[name]
+        # S + 1 tokens are cut later, where the loss takes S of them.
+        even = [
+            dim if dim is not None and size % rule.size(dim) == 0 else None
+            for size, dim in zip(shape, dims, strict=True)
+        ]
+        found[name] = placed_layout(shape, rule.sharding(even))
+    return found
+
+
+def batch_dims(
+    shapes: Mapping[str, tuple[int, ...]], rule: AxisRule
+) -> dict[str, tuple[Dim | None, ...]]:
+    """What the dims of the leaves of a microbatch hold, by name.
+
+    Dim 0 holds examples. If the mesh has a `seq` axis, dim 1 of the largest leaf that
+    has one holds positions, and so does dim 1 of others with as many, or with one more
+    or less: labels may be tokens, shifted by one.
+
+    Raises:
+        ValueError: examples or positions do not divide evenly, or no leaf has
+            positions.
+    """
+    count, parts = rule.size(Dim.BATCH), rule.size(Dim.SEQUENCE)
+    length = _num_positions(shapes, parts) if parts > 1 else None
+    found = {}
+    for name, shape in shapes.items():
+        if shape and shape[0] % count:
+            raise ValueError(
+                f"{name} has {shape[0]} examples in a microbatch of all processes, "
+                f"which {count} data-parallel devices cannot divide evenly. Give a "
+                f"multiple of {count}, or fewer devices "
+                "(mesh=zinf.make_mesh(devices))."
+            )
+        dims: list[Dim | None] = [None] * len(shape)
+        dims[:1] = [Dim.BATCH][: len(shape)]
+        if length is not None and len(shape) > 1 and abs(shape[1] - length) <= 1:
+            dims[1] = Dim.SEQUENCE
+        found[name] = tuple(dims)
+    return found
+
+
+def _num_positions(shapes: Mapping[str, tuple[int, ...]], parts: int) -> int:
+    """The number of positions in a batch, of which `parts` devices take some each."""
+    sequences = {name: shape for name, shape in shapes.items() if len(shape) > 1}
+    if not sequences:
+        given = ", ".join(f"{n} {list(shape)}" for n, shape in shapes.items())
         raise ValueError(
-            f"{name} has {shape[0]} examples in a microbatch of all processes, which "
-            f"{count} data-parallel devices cannot divide evenly. Give a multiple of "
-            f"{count}, or fewer devices (mesh=zinf.make_mesh(devices))."
+            f"mesh.seq = {parts} divides the sequences of a batch, and no leaf has "
+            f"any: {given or 'it has no leaves'}. Dim 1 of a leaf must hold positions. "
+            "Give such a batch, or set mesh.seq to 1."
         )
-    return placed_layout(shape, rule.sharding([Dim.BATCH]))
+    name = max(sequences, key=lambda n: prod(sequences[n]))
+    length = sequences[name][1]
+    # S inputs and their labels are S + 1 tokens.
+    if length % parts and (length - 1) % parts:
+        raise ValueError(
+            f"{name} has {length} positions, which mesh.seq = {parts} devices cannot "
+            f"divide evenly. Give a multiple of {parts}, or one more (inputs and "
+            "labels of one array), or set mesh.seq to a divisor."
+        )
+    return length
 
 
 def persistent_layouts(

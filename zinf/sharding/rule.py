@@ -20,7 +20,7 @@ from math import prod
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zinf.mesh import FSDP, REPLICA, axis_size, local_devices
+from zinf.mesh import FSDP, REPLICA, SEQ, axis_size, local_devices
 from zinf.program import Role
 
 STATE_STAGE, GRADIENT_STAGE, PARAM_STAGE = 1, 2, 3
@@ -34,14 +34,19 @@ class Dim(StrEnum):
     """The meaning of a dim of an array or value."""
 
     BATCH = "batch"  # Examples.
+    SEQUENCE = "sequence"  # Positions of each example.
+    HEADS = "heads"  # Of an attention, which needs all positions of a head.
     LAYERS = "layers"  # Each row is read by one layer: an array of its own.
     ROWS = "rows"  # Any dim of state that ZeRO may cut.
 
 
 DIM_AXES: Mapping[Dim, tuple[str, ...]] = {
     Dim.BATCH: (REPLICA, FSDP),
+    Dim.SEQUENCE: (SEQ,),
+    Dim.HEADS: (SEQ,),
     Dim.LAYERS: (),
-    Dim.ROWS: (FSDP,),
+    # Devices with other positions of the same examples are data-parallel too.
+    Dim.ROWS: (FSDP, SEQ),
 }
 
 
@@ -65,6 +70,10 @@ class AxisRule:
     def axes(self, dim: Dim) -> tuple[str, ...]:
         """The axes of the mesh that cut a logical dim; none if it is not cut."""
         return axes_of(self.mesh, dim)
+
+    def size(self, dim: Dim) -> int:
+        """The number of parts into which a logical dim is cut."""
+        return axis_size(self.mesh, self.axes(dim))
 
     def sharding(self, dims: Sequence[Dim | None]) -> NamedSharding:
         """The sharding of a value whose dims have these meanings."""
@@ -143,10 +152,16 @@ def axis_rule(
     """The rule of a ZeRO stage on a mesh.
 
     Raises:
-        ValueError: a group of hpZ has devices of several processes.
+        ValueError: a group of hpZ, or the devices that divide a sequence, are of
+            several processes.
     """
     if gathers_in_group and stage >= PARAM_STAGE:
-        _check_groups(mesh)
+        # The devices of a process must have all of its share of a parameter.
+        what = "A group of {} devices (zero_hpz_partition_size)"
+        _check_within_processes(mesh, (REPLICA,), f"{what} has", "use mics_shard_size")
+    others = [name for name in mesh.axis_names if name != SEQ]
+    what = "A sequence that {} devices divide (mesh.seq) is on"
+    _check_within_processes(mesh, others, what, "use mesh.fsdp for the rest")
     return AxisRule(mesh, stage, min_bytes, gathers_in_group)
 
 
@@ -176,19 +191,24 @@ def num_batch_shares(mesh: Mesh) -> int:
     return num_data_parallel(mesh) // len(positions)
 
 
-def _check_groups(mesh: Mesh) -> None:
-    """Raise unless each group's devices are of one process.
+def _check_within_processes(
+    mesh: Mesh, across: Sequence[str], what: str, instead: str
+) -> None:
+    """Raise unless the devices at one place along the axes `across` are of one process.
 
-    The devices of a process must have all of its share of a parameter.
+    Args:
+        what: the subject of the message, with a place for the number of devices.
+        instead: what else to do, for the message.
     """
-    if REPLICA not in mesh.shape:
-        return
-    groups = np.moveaxis(mesh.devices, mesh.axis_names.index(REPLICA), 0)
-    for group in groups:
+    names = [name for name in across if name in mesh.shape]
+    sources = [mesh.axis_names.index(name) for name in names]
+    groups = np.moveaxis(mesh.devices, sources, range(len(sources)))
+    for place in np.ndindex(*groups.shape[: len(sources)]):
+        group = np.atleast_1d(groups[place])
         processes = sorted({device.process_index for device in group.flat})
         if processes[1:]:
             raise ValueError(
-                f"A group of {group.size} devices (zero_hpz_partition_size) has some "
+                f"{what.format(group.size)} some "
                 f"of the processes {', '.join(map(str, processes))}. Make it a divisor "
-                "of the devices of a process, or use mics_shard_size."
+                f"of the devices of a process, or {instead}."
             )

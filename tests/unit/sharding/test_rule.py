@@ -116,15 +116,25 @@ def test_groups_have_parameters_and_share_the_rest_or_are_copies():
     assert mics.num_shards == 4
 
 
-def test_groups_that_cross_processes_are_refused_where_they_hold_parameters():
+def mesh_of_processes(*shape: int) -> SimpleNamespace:
+    """A mesh of 8 devices, of which two each are of one process."""
     devices = [SimpleNamespace(process_index=i // 2) for i in range(8)]
-    shape = (2, 4, 1, 1, 1)
-    mesh = SimpleNamespace(
+    return SimpleNamespace(
         shape=dict(zip(AXES, shape, strict=True)),
         axis_names=AXES,
         devices=np.array(devices, object).reshape(shape),
     )
+
+
+def test_groups_that_cross_processes_are_refused_where_they_hold_parameters():
+    mesh = mesh_of_processes(2, 4, 1, 1, 1)
     with pytest.raises(ValueError, match="4 devices .* some of the processes 0, 1"):
         axis_rule(mesh, stage=3, min_bytes=0, gathers_in_group=True)
     axis_rule(mesh, stage=2, min_bytes=0, gathers_in_group=True)
     axis_rule(mesh, stage=3, min_bytes=0)
+
+
+def test_a_sequence_over_several_processes_is_refused():
+    with pytest.raises(ValueError, match=r"4 devices divide \(mesh.seq\) .* 0, 1"):
+        axis_rule(mesh_of_processes(1, 2, 4, 1, 1), stage=0, min_bytes=0)
+    axis_rule(mesh_of_processes(1, 4, 2, 1, 1), stage=0, min_bytes=0)
