@@ -22,7 +22,7 @@ from zinf.prepare.devices import on_devices
 from zinf.prepare.planner import Planner
 from zinf.segment.problem import make_problem
 from zinf.sequence import along_sequence
-from zinf.sharding import axis_rule
+from zinf.sharding import Blocks, axis_rule
 from zinf.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -167,6 +167,7 @@ def make_planner(
         stage=config.stage,
         min_bytes=config.persistence_bytes,
         gathers_in_group=config.gathers_in_group,
+        encoding=Blocks() if config.quantizes_weights else None,
     )
     with modes.own():
         problem = make_problem(

@@ -7,7 +7,8 @@ What calls each op:
 * `cross_entropy`: the last layer and the loss in tiles (`zinf.tiling.loss`).
 * `tiled_matmul`: the matmuls of tiled layers and MLPs (`zinf.tiling.matmul`), if they
   are traced for one Hopper GPU or in `jax.shard_map`; XLA's matmuls elsewhere.
-* `quantize`: frozen weights in int8 (`zinf.adapt.blocks`).
+* `quantize`: frozen weights in int8 (`zinf.adapt.blocks`), and parameters that are
+  gathered as integers (`zinf.sharding.encoding`).
 """
 
 from zinf_kernels.adam import adam_update

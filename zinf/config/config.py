@@ -184,7 +184,11 @@ class Config(DeepSpeedKeys):
         yield from memory_violations(self.zero_optimization, self.memory)
         yield from mesh_violations(self.zero_optimization, self.mesh)
         yield from execution_violations(
-            self.execution, self._tiers, self.segment, self.memory
+            self.execution,
+            self.quantizes_weights,
+            self._tiers,
+            self.segment,
+            self.memory,
         )
         yield from training_violations(self.optimizer, self.scheduler, self.run)
         yield from model_violations(self.model, self.data)
@@ -213,6 +217,11 @@ class Config(DeepSpeedKeys):
     def gathers_in_group(self) -> bool:
         """Whether each group of devices holds all parameters (ZeRO++ hpZ)."""
         return self.zero_optimization.zero_hpz_partition_size > 1
+
+    @property
+    def quantizes_weights(self) -> bool:
+        """Whether parameters are gathered as 8-bit integers (ZeRO++ qwZ)."""
+        return self.zero_optimization.zero_quantized_weights is True
 
     @property
     def param_tier(self) -> Tier | None:

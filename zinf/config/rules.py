@@ -60,11 +60,16 @@ def mesh_violations(zero: ZeroOptimization, mesh: MeshAxes) -> Iterator[Violatio
 
 def execution_violations(
     execution: str,
+    quantizes_weights: bool,
     tiers: dict[tuple[str, ...], Tier | None],
     segment: Segment,
     memory: Memory,
 ) -> Iterator[Violation]:
     """A fused step with a tier to stream to; a segment larger than the device."""
+    if execution == "fused" and quantizes_weights:
+        text = "fused steps cannot gather parameters as integers, which"
+        where = "zero_optimization.zero_quantized_weights asks for"
+        yield ("execution",), f"{text} {where}. Use auto or streamed."
     for path, tier in tiers.items():
         if execution == "fused" and tier in (Tier.HOST, Tier.NVME):
             text = "fused keeps everything on the device, but"

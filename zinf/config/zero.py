@@ -78,8 +78,9 @@ class ZeroOptimization(Section):
     zenflow: Unsupported[AnyKeys | None] = None
     """ZenFlow applies gradients late, which changes the numerics; remove it."""
 
-    zero_quantized_weights: Unsupported[Flag] = False
-    """Quantised gathers would change the numerics; leave it false."""
+    zero_quantized_weights: Auto[Flag] = False
+    """Gather parameters as 8-bit integers (ZeRO++ qwZ), at stage 3. A weight is rounded
+    by at most 1/254 of the largest of up to 256 beside it. The step is streamed."""
 
     zero_quantized_nontrainable_weights: Unsupported[Flag] = False
     """Quantised frozen weights would change the numerics; leave it false."""
@@ -155,6 +156,13 @@ class ZeroOptimization(Section):
             self.param_persistence_threshold,
             self.stage3_param_persistence_threshold,
         )
+        if self.zero_quantized_weights is True and self.stage != 3:
+            yield (
+                ("zero_quantized_weights",),
+                f"sends parameters as 8-bit integers where they are gathered, and at "
+                f"stage {self.stage} every device holds all parameters. Set stage to "
+                "3, or leave it false.",
+            )
         if None not in given:
             yield (
                 ("param_persistence_threshold",),

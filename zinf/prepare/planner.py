@@ -253,6 +253,9 @@ class Planner:
         homes = None if at_rest is None else at_rest.homes
         layouts = self.layouts(source) if at_rest is None else at_rest.layouts
         may_fuse = mode != "streamed" and self.fits_fused(layouts, homes)
+        # The fused step gathers inside the differentiated function, where an encoded
+        # gather would have no derivative, and would be saved for the backward pass.
+        may_fuse = may_fuse and self.rule.encoding is None
         if mode == "fused" and not may_fuse:
             raise ValueError(
                 "execution is 'fused', which keeps everything on the device, but "

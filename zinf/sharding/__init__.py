@@ -1,6 +1,6 @@
 """Shards arrays over a mesh of devices, and over processes for host and nvme."""
 
-from zinf.sharding.collective import as_cut, cut, gather
+from zinf.sharding.encoding import Blocks
 from zinf.sharding.layout import Box, Layout, intersection, relative
 from zinf.sharding.layouts import (
     Layouts,
@@ -18,9 +18,11 @@ from zinf.sharding.rule import (
     num_batch_shares,
     num_data_parallel,
 )
+from zinf.sharding.wire import as_cut, cut, gather
 
 __all__ = [
     "AxisRule",
+    "Blocks",
     "Box",
     "Dim",
     "Layout",

@@ -7,7 +7,7 @@ are cut alike, moving a share to the devices moves nothing between devices.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
 
@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from zinf.mesh import local_devices
+from zinf.sharding.encoding import Blocks
 
 Box = tuple[tuple[int, int], ...]
 
@@ -30,12 +31,15 @@ class Layout:
             shards. Both forms are padded; entries beyond `shape` are zero or unused.
         device: the sharding of the array on the devices.
         share: the sharding whose local part is the share of this process.
+        encoding: what parts are sent as when compiled programs gather the array from
+            its device form; None sends them as they are.
     """
 
     shape: tuple[int, ...]
     padded: tuple[int, ...]
     device: NamedSharding
     share: NamedSharding
+    encoding: Blocks | None = None
 
     @property
     def is_padded(self) -> bool:
@@ -111,7 +115,7 @@ class Layout:
         """The layout of rows `start:stop`; the leading dim must not be cut."""
         assert self.has_whole_rows, "rows were asked of an array that is cut by rows"
         shape, padded = ((stop - start, *s[1:]) for s in (self.shape, self.padded))
-        return Layout(shape, padded, self.device, self.share)
+        return replace(self, shape=shape, padded=padded)
 
     def take_share(self, content: np.ndarray) -> np.ndarray:
         """This process's share of the whole array `content`, padded with zeros."""

@@ -13,6 +13,8 @@ from zinf.program import FLOAT32_BYTES, ArrayId, ArraySpec, Program, Role
 from zinf.sharding.layout import Layout
 from zinf.sharding.rule import STATE_STAGE, AxisRule, Dim, axis_rule
 
+ENCODED_DTYPES = ("float32", "bfloat16", "float16")
+
 
 @dataclass(frozen=True)
 class Layouts:
@@ -197,11 +199,22 @@ def persistent_layouts(
         param = specs[ArrayId(Role.PARAM, array.path)]
         has_layers = array.path in layers and spec.shape[:1] == param.shape[:1]
         flags = has_layers, array.path not in indivisible
-        found[array] = _layout(array.role, spec.shape, rule, *flags)
+        layout = _layout(array.role, spec.shape, rule, *flags)
+        if array.role == Role.PARAM and spec.dtype in ENCODED_DTYPES:
+            layout = _encoded(layout, rule)
+        found[array] = layout
         if array.role == Role.PARAM:
             gradient = ArrayId(Role.GRADIENT, array.path)
             found[gradient] = _layout(Role.GRADIENT, spec.shape, rule, *flags)
     return Layouts(rule, found, {})
+
+
+def _encoded(layout: Layout, rule: AxisRule) -> Layout:
+    """A layout with the encoding of the rule, if that saves bytes."""
+    encoding = rule.encoding
+    if encoding is None or not encoding.is_worth_it(layout.device_shape):
+        return layout
+    return replace(layout, encoding=encoding)
 
 
 def layouts_on_one(device: jax.Device, specs: Mapping[ArrayId, ArraySpec]) -> Layouts:

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zinf.mesh import FSDP, REPLICA, SEQ, axis_size, local_devices
 from zinf.program import Role
+from zinf.sharding.encoding import Blocks
 
 STATE_STAGE, GRADIENT_STAGE, PARAM_STAGE = 1, 2, 3
 # A shard narrower than this along the last dim wastes lanes of a TPU.
@@ -60,12 +61,14 @@ class AxisRule:
         gathers_in_group: if true, parameters are cut within each replica only, and all
             other arrays among all replicas too (ZeRO++'s hpZ). If false, no array is
             cut along `replica`, so the groups are copies of each other (MiCS).
+        encoding: what floating-point parameters are sent as when they are gathered.
     """
 
     mesh: Mesh
     stage: int
     min_bytes: int
     gathers_in_group: bool = False
+    encoding: Blocks | None = None
 
     def axes(self, dim: Dim) -> tuple[str, ...]:
         """The axes of the mesh that cut a logical dim; none if it is not cut."""
@@ -147,7 +150,12 @@ class AxisRule:
 
 
 def axis_rule(
-    mesh: Mesh, *, stage: int, min_bytes: int, gathers_in_group: bool = False
+    mesh: Mesh,
+    *,
+    stage: int,
+    min_bytes: int,
+    gathers_in_group: bool = False,
+    encoding: Blocks | None = None,
 ) -> AxisRule:
     """The rule of a ZeRO stage on a mesh.
 
@@ -162,7 +170,9 @@ def axis_rule(
     others = [name for name in mesh.axis_names if name != SEQ]
     what = "A sequence that {} devices divide (mesh.seq) is on"
     _check_within_processes(mesh, others, what, "use mesh.fsdp for the rest")
-    return AxisRule(mesh, stage, min_bytes, gathers_in_group)
+    if not axes_of(mesh, Dim.ROWS):
+        encoding = None
+    return AxisRule(mesh, stage, min_bytes, gathers_in_group, encoding)
 
 
 def axes_of(mesh: Mesh, dim: Dim) -> tuple[str, ...]:

@@ -57,7 +57,7 @@ def test_nested_keys_are_classified_by_their_own_section():
                 "stage": 3,
                 "reduce_bucket_size": 5e8,
                 "sub_group_size": "auto",
-                "zero_quantized_weights": True,
+                "zero_quantized_gradients": True,
             },
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
         }
@@ -66,7 +66,7 @@ def test_nested_keys_are_classified_by_their_own_section():
     assert found[f"{section}.stage"].status is Status.USED
     assert found[f"{section}.reduce_bucket_size"].status is Status.MOOT
     assert found[f"{section}.sub_group_size"].status is Status.AUTOMATIC
-    assert found[f"{section}.zero_quantized_weights"].status is Status.UNSUPPORTED
+    assert found[f"{section}.zero_quantized_gradients"].status is Status.UNSUPPORTED
     assert found["optimizer.params.lr"].status is Status.USED
     assert found["optimizer.params.torch_adam"].status is Status.MOOT
 

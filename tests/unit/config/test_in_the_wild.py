@@ -511,10 +511,7 @@ FILES = (
                 "zero_hpz_partition_size": 4,
             }
         },
-        refused=(
-            "zero_optimization.zero_quantized_weights",
-            "zero_optimization.zero_quantized_gradients",
-        ),
+        refused=("zero_optimization.zero_quantized_gradients",),
         num_devices=4,
     ),
     File(

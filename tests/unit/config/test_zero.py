@@ -112,7 +112,6 @@ def test_a_flag_is_the_old_form_of_the_section(flag, stage):
 @pytest.mark.parametrize(
     "key",
     [
-        "zero_quantized_weights",
         "zero_quantized_nontrainable_weights",
         "zero_quantized_gradients",
     ],
@@ -121,6 +120,13 @@ def test_what_would_change_the_numerics_is_refused_unless_off(key):
     assert loaded({key: False})
     with pytest.raises(ConfigError, match=f"{key}: not supported yet"):
         loaded({key: True})
+
+
+def test_weights_are_quantized_at_stage_3_only():
+    assert loaded({"stage": 3, "zero_quantized_weights": True}).quantizes_weights
+    assert not loaded({"zero_quantized_weights": False}).quantizes_weights
+    with pytest.raises(ConfigError, match="zero_quantized_weights: .* stage 2"):
+        loaded({"stage": 2, "zero_quantized_weights": True})
 
 
 def test_zenflow_is_refused_unless_empty():
