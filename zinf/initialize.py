@@ -14,6 +14,7 @@ from zinf.arguments import check_arguments
 from zinf.config import Config, notices
 from zinf.distributed import AbstractGroup, Alone
 from zinf.engine import Engine
+from zinf.executor.calibrate import measure_rates
 from zinf.jax_modes import Modes
 from zinf.mesh import local_devices
 from zinf.optim.separate import separate
@@ -105,6 +106,8 @@ def initialize(
         mesh=mesh,
         group=group,
     )
+    if planner.config.rates is None:
+        planner = replace(planner, measure=measure_rates)
     engine = Engine(planner, rng)
     if batch is not None:
         engine.prepare(batch)

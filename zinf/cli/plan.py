@@ -10,7 +10,7 @@ from zinf.cli.endings import INTERRUPTED
 from zinf.cli.errors import DOES_NOT_FIT, clean_errors
 from zinf.cli.problem import devices, heading, num_tokens, problem, title
 from zinf.cli.report import console
-from zinf.config import grouping
+from zinf.config import Config, grouping
 from zinf.initialize import make_planner
 from zinf.observe.compiled import executables_table, traffic_table, verdict
 from zinf.observe.page import page, write_page
@@ -68,6 +68,7 @@ def plan_config(
             print(f"{describe_state(planner.problem, planner.separated)}\n", flush=True)
             if raw is not None:
                 print(f"{_wear(made.plan)}\n", flush=True)
+            print(f"{_rates_note(config, topology)}\n", flush=True)
             if html is not None:
                 record = RunRecord.of(
                     config,
@@ -85,6 +86,20 @@ def plan_config(
             raise
         return ended.exit_code
     return 0
+
+
+def _rates_note(config: Config, topology: str | None) -> str:
+    """Whose rates the predicted times go by."""
+    if topology is not None:
+        return (
+            f"Times go by half of the peak rates of {topology}; nothing was measured."
+        )
+    if isinstance(config.rates, Path):
+        return f"Times go by the rates in {config.rates}."
+    return (
+        "Times go by fixed rates, and a drive's if zinf bench io measured it. zinf "
+        "train measures the rates of its machine before the first step."
+    )
 
 
 def _print_compiled(

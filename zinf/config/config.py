@@ -73,9 +73,9 @@ class Config(DeepSpeedKeys):
     adapter: Adapter | None = None
     """Train low-rank adapters of frozen weights; null: the weights themselves."""
 
-    rates: Folder | None = None
-    """File of this machine's rates to plan by, as `zinf bench step` measures them;
-    null: fixed ones, with the drive's where `zinf bench io` has measured it."""
+    rates: Literal["fixed"] | Folder | None = None
+    """Rates to plan by: a file that `zinf bench step` wrote, or fixed, which are those
+    of no machine; null: each run measures its own before the first step."""
 
     persistence_threshold: Auto[Threshold | None] = None
     """Bytes; smaller arrays never go to NVMe; 32KiB when absent, 0: all may go."""

@@ -148,6 +148,25 @@ def run_plan(
     record.interrupted = progress.interrupted
 
 
+def run_alone(
+    instruction: Instruction,
+    plan: Plan,
+    work: Work,
+    stores: Stores,
+    seeds: Any,
+    goes_by: Pending,
+) -> None:
+    """Run one instruction of a plan; the stores have what it reads.
+
+    Args:
+        goes_by: what an update goes by, in place of the decision of a step.
+    """
+    record = StepRecord(plan, goes_by.decision)
+    run = _StepRun(work, stores, seeds, record, plan)
+    run.step_values = goes_by.step_values
+    run.execute(instruction)
+
+
 class _StepRun:
     def __init__(
         self,

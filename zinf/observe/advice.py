@@ -169,8 +169,9 @@ def _doubts(record: RunRecord, step: TracedStep) -> list[str]:
         if record.has_measured_rates:
             return []
         return [
-            "The plan goes by usual rates, not by those of this machine. zinf bench "
-            "step CONFIG measures them; name its file in the config's key rates."
+            "The plan goes by fixed rates, not by those of this machine. zinf train "
+            "measures them before its first step; zinf bench step CONFIG writes a file "
+            "of them for the config's key rates."
         ]
     measured = max(span.end for span in step.measured)
     error = predicted / measured - 1
@@ -178,7 +179,7 @@ def _doubts(record: RunRecord, step: TracedStep) -> list[str]:
         return []
     return [
         f"The plan predicted {show_seconds(predicted)}, {abs(error):.0%} "
-        f"{'more' if error > 0 else 'less'} than measured, by usual rates. zinf bench "
+        f"{'more' if error > 0 else 'less'} than measured, by fixed rates. zinf bench "
         "step CONFIG measures those of this machine; name its file in the config's key "
         "rates, and plans are chosen by them."
     ]

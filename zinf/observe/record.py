@@ -54,7 +54,7 @@ class RunRecord(BaseModel):
     resolved: the values that automatic settings received, by name.
     held: planned bytes by tier.
     predicted_seconds: predicted time of a step.
-    has_measured_rates: the config names a file of measured rates.
+    has_measured_rates: the run measured its rates, or the config names a file of them.
     metrics, trace: absolute paths of the metrics file and the trace file.
     """
 
@@ -116,7 +116,8 @@ class RunRecord(BaseModel):
                 for tier in Tier
             },
             predicted_seconds=plan.timeline.seconds,
-            has_measured_rates=config.rates is not None,
+            has_measured_rates=config.rates != "fixed"
+            and (begun is not None or config.rates is not None),
             versions=_versions(),
             machine=_machine(),
             metrics=metrics and metrics.absolute(),

@@ -34,8 +34,8 @@ from zinf.plan.job import Job, JobList
 from zinf.plan.updates import Updates
 from zinf.program import FLOAT32_BYTES, ArrayId, Role, SegmentSpec, Tier
 
-# Workspace of adding rows to a gradient, in bytes of the rows in float32: rows are first
-# summed by row number, and the sums are cast. (XLA:CPU sums bfloat16 in float32.)
+# Workspace of adding rows to a gradient, in bytes of the rows in float32: rows are
+# first summed by row number, and the sums are cast. XLA:CPU sums bfloat16 in float32.
 ROW_SUM_COPIES = 3
 
 

@@ -1,0 +1,135 @@
+"""Rates are measured on a few instructions of a plan; they change no bit, no home."""
+
+from collections import Counter
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.equivalence.models import PYTREE
+from tests.equivalence.training import OPTIMIZERS, streamed_config
+from zinf import Engine
+from zinf.executor import calibrate
+from zinf.executor.calibrate import measure_rates, samples
+from zinf.plan import Link, Rates, Run, SumSquares, Transfer, Update
+from zinf.prepare.batch import batch_spec
+from zinf.prepare.rates_file import save_rates
+from zinf.program import Tier
+
+NUM_STEPS = 4
+
+
+def engine(folder: Path, **settings: Any) -> Engine:
+    config = streamed_config(("nvme", "nvme"), str(folder))
+    config |= {"gradient_clipping": 0.05, "segment": {"remat": "auto"}, **settings}
+    return PYTREE.start(OPTIMIZERS["adam"], config)
+
+
+def losses(made: Engine) -> list[float]:
+    batches = PYTREE.batches(NUM_STEPS)
+    found = [made.step(batch)["loss"] for batch in batches]
+    made.close()
+    return found
+
+
+@pytest.fixture
+def peaks(monkeypatch: pytest.MonkeyPatch) -> Counter:
+    """The most bytes of each tier while rates are measured."""
+    found: Counter = Counter()
+    run_alone = calibrate.run_alone
+
+    def note(*arguments: Any) -> None:
+        run_alone(*arguments)
+        stores = arguments[3]
+        for tier in stores.tiers:
+            found[tier] = max(found[tier], stores.peak_bytes(tier))
+
+    monkeypatch.setattr(calibrate, "run_alone", note)
+    monkeypatch.setattr(calibrate, "FOUND", {})
+    return found
+
+
+def test_measuring_changes_no_loss_and_no_home(tmp_path: Path, peaks: Counter) -> None:
+    plain = engine(tmp_path / "plain")
+    timed = engine(tmp_path / "timed")
+    timed.planner = replace(timed.planner, measure=measure_rates)
+    for each in (plain, timed):
+        each.prepare(PYTREE.batches(1)[0])
+    assert timed.plan.homes == plain.plan.homes
+    assert timed.plan.rates != plain.plan.rates
+    # Its folders are gone, and so is all that it held.
+    assert {x.name for x in tmp_path.iterdir()} == {"plain", "timed"}
+    assert losses(timed) == losses(plain)
+    assert peaks[Tier.NVME] > 0
+
+
+def test_residuals_are_saved_by_fixed_rates_or_those_of_a_file(tmp_path: Path) -> None:
+    """They may round differently, so that a run has to save the same ones each time."""
+    slow = replace(Rates(), flops_per_second=1e3)
+    save_rates(slow, tmp_path / "rates.json", "of no machine")
+    planner = engine(tmp_path / "nvme").planner
+    by_file = engine(tmp_path / "nvme", rates=str(tmp_path / "rates.json")).planner
+    spec = batch_spec(PYTREE.batches(1)[0], 1)
+    fixed, measured, of_file = (
+        each.plan(spec)
+        for each in (planner, replace(planner, measure=lambda *_: slow), by_file)
+    )
+    assert measured.plan.rates == of_file.plan.rates == slow
+    assert of_file.arranged.options.num_kept > 0
+    assert measured.arranged.options.num_kept == 0
+    assert fixed.arranged.options.num_kept == 0
+
+
+def test_it_holds_no_more_than_the_plan_does(tmp_path: Path, peaks: Counter) -> None:
+    made = engine(tmp_path / "ample")
+    spec = batch_spec(PYTREE.batches(1)[0], 1)
+    peak = made.planner.plan(spec).plan.peak_bytes
+    peaks.clear()
+    budgets = {"device": peak[Tier.DEVICE], "host": peak[Tier.HOST]}
+    tight = engine(tmp_path / "tight", memory={"nvme": [str(tmp_path)], **budgets})
+    planner = replace(tight.planner, measure=measure_rates)
+    plan = planner.plan(spec).plan
+    for tier in Tier:
+        assert 0 < peaks[tier] <= plan.capacity_bytes[tier]
+
+
+def test_each_kind_of_work_is_measured_and_is_so_once_in_a_process(
+    tmp_path: Path, peaks: Counter
+) -> None:
+    planner = engine(tmp_path).planner
+    spec = batch_spec(PYTREE.batches(1)[0], 1)
+    made = planner.plan(spec)
+    chosen = [x for some in samples(made.plan) for x in some]
+    links = {x.link for x in chosen if isinstance(x.operation, Transfer)}
+    assert links == {Link.NVME_READ, Link.NVME_WRITE, Link.H2D, Link.D2H}
+    kinds = {type(x.operation) for x in chosen}
+    assert kinds == {Transfer, Update, Run, SumSquares}
+    rates, assumed = measure_rates(made, planner, spec), made.plan.rates
+    assert peaks
+    assert rates.flops_per_second != assumed.flops_per_second
+    on_host, on_device = Tier.HOST, Tier.DEVICE
+    updates = rates.update_bytes_per_second
+    assert updates[on_host] != assumed.update_bytes_per_second[on_host]
+    # No update runs on the device, so that rate stays.
+    assert updates[on_device] == assumed.update_bytes_per_second[on_device]
+    peaks.clear()
+    assert measure_rates(made, planner, spec) == rates
+    assert not peaks
+
+
+@pytest.mark.parametrize(
+    ("settings", "measures"), [({}, True), ({"rates": "fixed"}, False)]
+)
+def test_fixed_rates_are_not_measured(
+    settings: dict[str, str],
+    measures: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # `zinf.initialize` is the function; the module has the same name.
+    module = import_module("zinf.initialize")
+    monkeypatch.setattr(module, "measure_rates", measure_rates)
+    planner = engine(tmp_path, **settings).planner
+    assert (planner.measure is measure_rates) == measures
