@@ -75,7 +75,7 @@ class Config(DeepSpeedKeys):
 
     rates: Literal["fixed"] | Folder | None = None
     """Rates to plan by: a file that `zinf bench step` wrote, or fixed, which are those
-    of no machine; null: each run measures its own before the first step."""
+    of no machine; null: a streamed run of one process measures its own first."""
 
     persistence_threshold: Auto[Threshold | None] = None
     """Bytes; smaller arrays never go to NVMe; 32KiB when absent, 0: all may go."""

@@ -61,8 +61,7 @@ FOUND: dict[Any, Rates] = {}
 def measure_rates(made: Streamed, planner: Planner, spec: Any) -> Rates:
     """The rates of this machine, for the work of a plan; measured once in a process.
 
-    All processes of a run call this at the same time: some instructions of a mesh need
-    all of its devices.
+    For a run of one process: several would have to run each instruction together.
 
     Args:
         made: planned by assumed rates, which stay for work that it does not have.

@@ -231,7 +231,7 @@ class Planner:
         may round differently, and measured rates differ from run to run.
         """
         assert self.measure is not None
-        rates = self.resources.slowest(self.measure(made, self, batch))
+        rates = self.measure(made, self, batch)
         arranged = retimed(made.arranged, made.updates.units, rates, self.choices())
         arranged, joint = grouped(arranged, made.updates)
         return replace(made, arranged=arranged, joint=joint)
