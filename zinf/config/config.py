@@ -22,6 +22,7 @@ from zinf.config.pacing import Pacing, buckets
 from zinf.config.precision import BF16, LossScaling, precision_violations
 from zinf.config.rules import (
     execution_violations,
+    huggingface_violations,
     memory_violations,
     mesh_violations,
     model_violations,
@@ -197,6 +198,9 @@ class Config(DeepSpeedKeys):
         )
         yield from dropping_violations(
             self.data_efficiency, self.model, self.sequence_length
+        )
+        yield from huggingface_violations(
+            self.model, self.adapter, self.curriculum_learning, self.data_efficiency
         )
         if self.bfloat16 is not None and "bf16" in self.model_fields_set:
             yield (

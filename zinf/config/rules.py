@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+from zinf.config.adapter import Adapter
+from zinf.config.efficiency import CurriculumLearning, DataEfficiency
 from zinf.config.optimizer import AdamParams, Optimizer
 from zinf.config.scheduler import DecayParams, OneCycleParams, Scheduler
 from zinf.config.schema import (
@@ -114,6 +116,28 @@ def training_violations(
         path = ("optimizer", "params", "moments")
         text = f"{optimizer.params.moments} moments with betas that move"
         yield path, f"{text} are not supported yet. Set cycle_momentum to false."
+
+
+def huggingface_violations(
+    model: Model | None,
+    adapter: Adapter | None,
+    legacy: CurriculumLearning | None,
+    efficiency: DataEfficiency | None,
+) -> Iterator[Violation]:
+    """Sections that only zinf's own model has yet."""
+    if model is None or model.huggingface is None:
+        return
+    text = "is not supported with model.huggingface yet. Remove one of them"
+    if adapter is not None:
+        yield ("adapter",), f"{text}, or call zinf.adapt on your own loss in Python."
+    if legacy is not None and legacy.enabled:
+        yield ("curriculum_learning",), f"{text}."
+    if efficiency is not None and (
+        efficiency.lengths is not None
+        or efficiency.random_ltd is not None
+        or efficiency.metrics
+    ):
+        yield ("data_efficiency",), f"{text}."
 
 
 def model_violations(model: Model | None, data: Data) -> Iterator[Violation]:

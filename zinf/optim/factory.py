@@ -121,9 +121,10 @@ def _schedule(config: Config, lr: float) -> optax.Schedule:
 def _counted(config: Config, by_layer: bool) -> tuple[list[float], list[float]]:
     lengths, kept, most = config.lengths, config.kept_tokens, config.data.max_buckets
     pace, share = None, 0.0
-    if by_layer and kept is not None and config.model is not None:
+    model = config.model
+    if by_layer and kept is not None and model is not None and model.num_layers:
         pace = Pace.of(kept.pacing, most, first=0)
-        share = len(kept.layers) / config.model.num_layers
+        share = len(kept.layers) / model.num_layers
     steps, counted = counted_steps(
         config.run.steps,
         longest=config.sequence_length,
