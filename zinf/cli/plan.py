@@ -8,7 +8,14 @@ import typer
 
 from zinf.cli.endings import INTERRUPTED
 from zinf.cli.errors import DOES_NOT_FIT, clean_errors
-from zinf.cli.problem import devices, heading, num_tokens, problem, title
+from zinf.cli.problem import (
+    devices,
+    heading,
+    num_model_parameters,
+    num_tokens,
+    problem,
+    title,
+)
 from zinf.cli.report import console
 from zinf.config import Config, grouping
 from zinf.initialize import make_planner
@@ -65,7 +72,14 @@ def plan_config(
                 print(f"does not fit: {error}\n", flush=True)
                 return DOES_NOT_FIT
             print(f"fits: {_shown(made, every)}\n", flush=True)
-            print(f"{describe_state(planner.problem, planner.separated)}\n", flush=True)
+            count = num_model_parameters(config)
+            print(
+                describe_state(
+                    planner.problem, planner.separated, num_parameters=count
+                ),
+                end="\n\n",
+                flush=True,
+            )
             if raw is not None:
                 print(f"{_wear(made.plan)}\n", flush=True)
             print(f"{_rates_note(config, topology)}\n", flush=True)

@@ -220,14 +220,17 @@ def heading(path: Path | str, config: Config) -> str:
 
 def title(path: Path | str, config: Config) -> str:
     """Config file, number of parameters, tokens per step and dtype, in one line."""
-    if is_huggingface(config):
-        count = hf.Task(config).model.num_parameters
-    else:
-        count = num_parameters(_model(config))
     return (
-        f"{path}: {count:,} parameters, "
+        f"{path}: {num_model_parameters(config):,} parameters, "
         f"{num_tokens(config):,} tokens a step, {config.compute_dtype}"
     )
+
+
+def num_model_parameters(config: Config) -> int:
+    """Number of the model's parameters, without adapters."""
+    if is_huggingface(config):
+        return hf.Task(config).model.num_parameters
+    return num_parameters(_model(config))
 
 
 def num_tokens(config: Config) -> int:

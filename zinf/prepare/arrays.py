@@ -28,24 +28,25 @@ def array_specs(problem: Problem, separated: Separated) -> dict[ArrayId, ArraySp
     return specs
 
 
-def describe_state(problem: Problem, separated: Separated) -> str:
-    """The bytes of all persistent arrays for each parameter, in one line."""
-    given = [s.given for p, s in problem.params.items() if _is_param(p)]
-    count = sum(prod(x.shape) for x in given)
+def describe_state(
+    problem: Problem, separated: Separated, *, num_parameters: int
+) -> str:
+    """The bytes of all persistent arrays for each parameter, in one line.
+
+    Args:
+        num_parameters: those of the model, without adapters, however they are stored.
+    """
+    count = num_parameters
     trained = sum(prod(leaf.spec.shape) for leaf in separated.leaves)
     words = {Role.PARAM: "parameters", Role.MASTER: "masters", Role.STATE: "optimizer"}
     nbytes = dict.fromkeys(words, 0)
     for array, spec in array_specs(problem, separated).items():
-        if _is_param(array.path):
+        if not array.path.startswith(STATE_PREFIX):
             nbytes[array.role] += spec.nbytes
     parts = [f"{words[r]} {n / count:.2f}" for r, n in nbytes.items() if n]
-    frozen = "" if trained == count else f"; {trained:,} of {count:,} are trained"
+    frozen = "" if trained == count else f"; {trained:,} numbers are trained"
     total = sum(nbytes.values()) / count
     return f"{total:.2f} bytes at rest a parameter: {', '.join(parts)}{frozen}"
-
-
-def _is_param(path: str) -> bool:
-    return not path.startswith(STATE_PREFIX)
 
 
 def piece_specs(
