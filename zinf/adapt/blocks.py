@@ -20,6 +20,8 @@ from jax import lax
 from zinf_kernels.quantize import Quantized, dequantize, quantize
 
 CODES, SCALES = "codes", "scales"
+# XLA does not cut a kernel over the devices of a mesh; it does cut plain jnp.
+CUT_BY_XLA = "reference"
 # Quantiles of the normal distribution, 8 of each sign and 0, from the paper's appendix.
 NF4 = np.array(
     [
@@ -82,7 +84,7 @@ class Encoding:
         rows = jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % self.block)))
         blocks = rows.reshape(-1, self.block)
         if self.name == "int8":
-            found = quantize(blocks, block_size=self.block)
+            found = quantize(blocks, block_size=self.block, implementation=CUT_BY_XLA)
             codes, scales = found.values, found.scales
         else:
             codes, scales = _nf4(blocks)
@@ -106,7 +108,8 @@ class Encoding:
         if self.name == "int8":
             numel = codes.size
             blocks = dequantize(
-                Quantized(codes, scales, (numel,), jnp.dtype(jnp.float32), 8)
+                Quantized(codes, scales, (numel,), jnp.dtype(jnp.float32), 8),
+                implementation=CUT_BY_XLA,
             )
         else:
             pairs = jnp.asarray(PAIRS).at[codes.astype(jnp.int32)].get(mode="clip")

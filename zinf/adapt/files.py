@@ -6,7 +6,7 @@ not know, `zinf_adapter.json`. The factors of a weight are matrices there: `lora
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from math import prod
 from pathlib import Path
@@ -20,6 +20,7 @@ from zinf.adapt.lora import ADAPTER, BASE, Adapted, Layout
 from zinf.adapt.weight import LORA_A, LORA_B, MAGNITUDE, WEIGHT, Target, merged, whole
 from zinf.checkpoint.grid import whole_box
 from zinf.checkpoint.saved import Saved
+from zinf.config.adapter import Adapter
 from zinf.engine import Engine
 from zinf.interchange.failure import explained
 from zinf.interchange.folder import complete_folder
@@ -35,6 +36,8 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 OWN_CONFIG = "zinf_adapter.json"
 PREFIX = "base_model.model."
 KERNELS = ("kernel", "weight", "w")
+# Leaves that a file of a base does not have.
+LORA_PATTERNS = [f"{ADAPTER}/*/{name}" for name in (LORA_A, LORA_B)]
 
 
 def save_adapter(
@@ -171,6 +174,33 @@ class MergedTensors(AbstractTensors):
         if target.encoding is None:
             return self._inner.specs[f"{BASE}/{name}"]
         return ArraySpec(target.shape, target.dtype, jnp.dtype(target.dtype).itemsize)
+
+
+def names_of_base(
+    adapter: Adapter, names: Mapping[str, str] | None
+) -> Callable[[str], str]:
+    """The name of a base's tensor by key path, to import a base under an adapter.
+
+    Args:
+        names: names by key path in the user's parameters; by default its own, with ".".
+
+    Raises:
+        ValueError: the base is stored otherwise than in the file, or the adapter has
+            values that were computed from it.
+    """
+    if adapter.quantize_base is not None or adapter.use_dora:
+        key = "use_dora" if adapter.use_dora else "quantize_base"
+        raise ValueError(
+            f"adapter.{key} needs the base when the adapters are made, so no base can "
+            "be imported later. Make the parameters from the file in Python, and call "
+            "zinf.adapt.lora."
+        )
+
+    def name(path: str) -> str:
+        own = path.partition("/")[2]
+        return (names or {}).get(own, own.replace("/", "."))
+
+    return name
 
 
 def _names(adapted: Adapted) -> dict[str, str]:

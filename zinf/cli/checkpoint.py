@@ -213,7 +213,11 @@ def import_(
     ] = False,
     traceback: ShowTraceback = False,
 ) -> None:
-    """Make a checkpoint of step 0 from parameters, from which a run can start."""
+    """Make a checkpoint of step 0 from parameters, from which a run can start.
+
+    If the config has an adapter section, they are those of the base.
+    """
+    from zinf.adapt.files import LORA_PATTERNS, names_of_base
     from zinf.checkpoint import Checkpoints
     from zinf.cli.problem import dataset, problem
     from zinf.cli.train import resume_command
@@ -230,9 +234,13 @@ def import_(
                 f"{folder} has checkpoints already. Name another run.output."
             )
         arguments, named = problem(loaded)
+        name_of, kept = _names(names), list(keep or ())
+        if loaded.adapter is not None:
+            name_of = names_of_base(loaded.adapter, name_of)
+            kept += LORA_PATTERNS
         terms = {
-            "names": _names(names),
-            "keep": keep or (),
+            "names": name_of,
+            "keep": kept,
             "ignore": ignore or (),
             "may_round": may_round,
         }

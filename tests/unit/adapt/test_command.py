@@ -10,7 +10,10 @@ from safetensors.numpy import load_file
 from typer.testing import CliRunner, Result
 
 from tests.unit.interchange.test_cli import config_in
+from zinf.checkpoint.grid import whole_box
+from zinf.checkpoint.saved import Saved
 from zinf.cli import app
+from zinf.interchange.sources import parameters
 
 MATRICES = 6  # of a block: query, key, value, out, up, down
 
@@ -68,3 +71,38 @@ def test_an_export_needs_the_config_of_the_run(trained):
     result = run("checkpoint", "export", saved, trained / "none", "--merge", plain)
     assert result.exit_code == 2
     assert "no adapter section" in result.stderr
+
+
+@pytest.mark.slow
+def test_a_base_is_imported_under_an_adapter(trained):
+    """The merged weights of a run become the base of another one."""
+    merged = trained / "merged"
+    if not merged.exists():
+        run(
+            "checkpoint",
+            "export",
+            trained / "out" / "checkpoints",
+            merged,
+            "--merge",
+            trained / "run.yaml",
+        )
+    settings = ("--set", f"run.output={trained / 'next'}", "--set", "adapter={r: 2}")
+    result = run(
+        "checkpoint",
+        "import",
+        merged,
+        trained / "run.yaml",
+        *settings,
+        "--may-round",
+    )
+    assert result.exit_code == 0, result.output
+    with Saved(trained / "next" / "checkpoints" / "0") as saved:
+        tensors = parameters(saved)
+        path = "base/blocks/0/attention/query/kernel"
+        found = tensors.read(path, whole_box(tensors.specs[path].shape))
+    wanted = load_file(merged / "model.safetensors")
+    wanted = wanted["blocks.0.attention.query.kernel"].astype(found.dtype)
+    np.testing.assert_array_equal(found, wanted)
+    settings = ("--set", f"run.output={trained / 'other'}")
+    result = run("checkpoint", "import", merged, trained / "run.yaml", *settings)
+    assert result.exit_code == 2 and "adapter.quantize_base needs" in result.stderr
