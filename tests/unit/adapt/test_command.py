@@ -13,6 +13,7 @@ from tests.unit.interchange.test_cli import config_in
 from zinf.checkpoint.grid import whole_box
 from zinf.checkpoint.saved import Saved
 from zinf.cli import app
+from zinf.interchange import find
 from zinf.interchange.sources import parameters
 
 MATRICES = 6  # of a block: query, key, value, out, up, down
@@ -96,7 +97,7 @@ def test_a_base_is_imported_under_an_adapter(trained):
         "--may-round",
     )
     assert result.exit_code == 0, result.output
-    with Saved(trained / "next" / "checkpoints" / "0") as saved:
+    with Saved(find(trained / "next" / "checkpoints")) as saved:
         tensors = parameters(saved)
         path = "base/blocks/0/attention/query/kernel"
         found = tensors.read(path, whole_box(tensors.specs[path].shape))
