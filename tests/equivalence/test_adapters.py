@@ -24,6 +24,9 @@ WITHOUT = {
     "weights_normalised_before_use",
     "a_loss_that_is_a_parameter",
     "a_loss_without_a_gradient",
+    # Its rows are stacked anew before the loop over experts, where all-linear does not
+    # look for weights.
+    "experts_fetched_in_pieces",
 }
 ADAPTED = [p for p in PROGRAMS if p.name not in WITHOUT]
 KEY = jax.random.key(11, impl="unsafe_rbg")
@@ -49,13 +52,16 @@ def loss_by_hand(program, adapted, params, adapters):
 @pytest.mark.parametrize("program", ADAPTED, ids=lambda p: p.name)
 def test_adapters_train_as_merged_by_hand_on_every_tier(program):
     key = KEY if program.uses_key else None
-    # A random lora_B: with zeros the gradient of lora_A would be zero.
+    # A random lora_B: with zeros the gradient of lora_A would be zero. Scale one: with
+    # four, as by default, networks this narrow amplify so much that two orders of the
+    # same float32 sums, both in plain jax, differed by 1.3e-5.
     adapted = zinf.adapt.lora(
         program.loss,
         program.init,
         batch=program.batch,
         rng=key,
         r=2,
+        lora_alpha=2,
         init_lora_weights=False,
     )
     losses, gradients = [], {}
