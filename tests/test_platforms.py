@@ -23,7 +23,7 @@ import importlib, pkgutil
 import zinf, zinf_kernels
 for package in (zinf, zinf_kernels):
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        if module.name != "zinf.__main__":
+        if module.name != "zinf.__main__" and not module.name.startswith("zinf.hf."):
             importlib.import_module(module.name)
             print(module.name)
 """
@@ -194,7 +194,13 @@ def test_what_a_system_lacks_is_not_there(system: str) -> None:
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_every_module_can_be_imported(system: str) -> None:
     imported = run(system, IMPORT_ALL).split()
-    files = [p for p in (ROOT / "zinf").rglob("*.py") if p.name != "__main__.py"]
+    # The modules of `hf` need torch, which is not pretended to be on another system.
+    files = [
+        path
+        for path in (ROOT / "zinf").rglob("*.py")
+        if path.name != "__main__.py"
+        and (path.parent.name != "hf" or path.name == "__init__.py")
+    ]
     assert {"zinf.memory.nvme.lock", "zinf_kernels.adam.cpu"} <= {*imported}
     assert len(imported) >= len(files) - 1  # `zinf` itself is not listed.
 
