@@ -196,7 +196,7 @@ def persistent_layouts(
     found = {}
     for array, spec in specs.items():
         # State may have fewer dims than its parameter (adafactor).
-        param = specs[ArrayId(Role.PARAM, array.path)]
+        param = specs.get(ArrayId(Role.PARAM, array.path), spec)
         has_layers = array.path in layers and spec.shape[:1] == param.shape[:1]
         flags = has_layers, array.path not in indivisible
         layout = _layout(array.role, spec.shape, rule, *flags)
