@@ -48,7 +48,7 @@ def test_half_the_bytes_give_the_same_losses(tiers, tmp_path):
 def test_smaller_segments_differ_by_rounding_alone(tmp_path):
     """A layer that does not fit is cut, and XLA orders the sums of its parts anew."""
     expected, plan = train(EQUINOX, str(tmp_path / "ample"), {}, 1)
-    budgets = {Tier.DEVICE: int(0.45 * plan.peak_bytes[Tier.DEVICE])}
+    budgets = {Tier.DEVICE: int(0.65 * plan.peak_bytes[Tier.DEVICE])}
     losses, tight = train(EQUINOX, str(tmp_path / "tight"), budgets, 1)
     assert len(segments(tight)) > len(segments(plan))
     np.testing.assert_allclose(losses, expected, rtol=1e-5)

@@ -4,6 +4,7 @@
 loss does. Parameters have the names that the module gives them.
 """
 
+import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
@@ -261,5 +262,9 @@ class Model:
 @contextmanager
 def _torch_promotion() -> Generator[None, None, None]:
     """The promotion of ranks and dtypes that torch has, whatever jax is set to."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+    rank, dtype = jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion
+    with rank, dtype("standard"), warnings.catch_warnings():
+        # Modules count positions and words in int64; int32 holds as many.
+        text = "Explicitly requested dtype int64 .* is not available"
+        warnings.filterwarnings("ignore", message=text)
         yield
