@@ -166,5 +166,5 @@ def test_all_files_are_private(tmp_path):
 
 def test_a_profile_of_any_bytes_is_named(tmp_path):
     (tmp_path / PROFILE).write_bytes(b"\xff\xfe{")
-    with pytest.raises(ValueError, match="Delete it"):
+    with pytest.raises(ValueError, match="Delete the file"):
         find_profile(tmp_path)
