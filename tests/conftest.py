@@ -9,7 +9,6 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -94,17 +93,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for name, (is_there, reason) in NEEDS.items():
         if item.get_closest_marker(name) and not is_there:
             pytest.skip(reason)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def fixed_rates() -> Iterator[None]:
-    """No engine of a test measures rates: plans are the same in every session.
-
-    A command that a test starts measures them. That changes no loss.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(import_module("zinf.initialize"), "measure_rates", None)
-        yield
 
 
 @pytest.fixture

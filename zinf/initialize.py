@@ -106,7 +106,7 @@ def initialize(
         mesh=mesh,
         group=group,
     )
-    if planner.config.rates is None and planner.group.count == 1:
+    if planner.config.rates == "measured" and planner.group.count == 1:
         planner = replace(planner, measure=measure_rates)
     engine = Engine(planner, rng)
     if batch is not None:

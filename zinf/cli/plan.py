@@ -111,8 +111,8 @@ def _rates_note(config: Config, topology: str | None) -> str:
     if isinstance(config.rates, Path):
         return f"Times go by the rates in {config.rates}."
     return (
-        "Times go by fixed rates, and a drive's if zinf bench io measured it. zinf "
-        "train measures the rates of its machine before the first step."
+        "Times go by fixed rates, and a drive's if zinf bench io measured it. With "
+        "rates: measured zinf train measures those of its machine first."
     )
 
 

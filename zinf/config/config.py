@@ -74,9 +74,10 @@ class Config(DeepSpeedKeys):
     adapter: Adapter | None = None
     """Train low-rank adapters of frozen weights; null: the weights themselves."""
 
-    rates: Literal["fixed"] | Folder | None = None
-    """Rates to plan by: a file that `zinf bench step` wrote, or fixed, which are those
-    of no machine; null: a streamed run of one process measures its own first."""
+    rates: Literal["measured"] | Folder | None = None
+    """Rates to plan by: a file that `zinf bench step` wrote; measured: a streamed run
+    of one process measures its own before the first step; null: fixed ones, with the
+    drive's where `zinf bench io` has measured it."""
 
     persistence_threshold: Auto[Threshold | None] = None
     """Bytes; smaller arrays never go to NVMe; 32KiB when absent, 0: all may go."""

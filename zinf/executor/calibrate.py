@@ -136,7 +136,8 @@ class _Bench:
         try:
             for _ in range(1 + times):
                 for instruction, seconds in zip(some, found, strict=True):
-                    for copy in instruction.reads:
+                    changed = set(instruction.writes) - set(instruction.creates)
+                    for copy in (*instruction.reads, *changed):
                         self.make(copy)
                     began = perf_counter()
                     run_alone(

@@ -116,8 +116,8 @@ class RunRecord(BaseModel):
                 for tier in Tier
             },
             predicted_seconds=plan.timeline.seconds,
-            has_measured_rates=config.rates != "fixed"
-            and (begun is not None or config.rates is not None),
+            has_measured_rates=config.rates is not None
+            and (begun is not None or config.rates != "measured"),
             versions=_versions(),
             machine=_machine(),
             metrics=metrics and metrics.absolute(),

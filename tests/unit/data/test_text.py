@@ -12,7 +12,7 @@ import pytest
 
 from zinf.data import read_tokens, text_dataset
 from zinf.data.text import TokenWindows, tokens_hash
-from zinf.prepare.batch import batch_spec, microbatches
+from zinf.prepare.batch import batch_spec, by_microbatch
 
 WINDOW = 4  # sequence_length of the datasets below
 NUMBERS = bytes(range(1, 201))  # each byte once: a token tells its place
@@ -140,8 +140,8 @@ def test_impossible_settings_are_named(numbers: list[str]) -> None:
 
 def microbatches_of(batch: dict[str, np.ndarray], count: int) -> list[list[Any]]:
     """The rows of each microbatch, as a step cuts a batch or a share of one."""
-    cut = microbatches(batch, batch_spec(batch, count), count)
-    return [part["batch/tokens"].tolist() for part in cut]
+    cut = by_microbatch(batch, batch_spec(batch, count), count)
+    return cut["tokens"].tolist()
 
 
 def joined_microbatches(

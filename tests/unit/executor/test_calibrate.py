@@ -120,9 +120,9 @@ def test_each_kind_of_work_is_measured_and_is_so_once_in_a_process(
 
 
 @pytest.mark.parametrize(
-    ("settings", "measures"), [({}, True), ({"rates": "fixed"}, False)]
+    ("settings", "measures"), [({}, False), ({"rates": "measured"}, True)]
 )
-def test_fixed_rates_are_not_measured(
+def test_rates_are_measured_if_asked_for(
     settings: dict[str, str],
     measures: bool,
     tmp_path: Path,
