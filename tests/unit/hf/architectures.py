@@ -2,6 +2,10 @@
 
 from typing import Any
 
+import pytest
+
+pytest.importorskip("torchax", reason="needs torch and more: pip install '.[hf]'")
+
 import transformers
 
 from tests.unit.hf.models import SMALL, VOCAB
