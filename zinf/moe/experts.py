@@ -218,9 +218,7 @@ def _experts(
         routes = jax.lax.dynamic_slice_in_dim(routes_P, i * block, block)
         rows = function(_one(weights, owners[i]), _rows(x, routes // k))
         gates = _rows(gate.reshape(-1), routes)[:, None].astype(jnp.float32)
-        return sum_TD.at[routes // k].add(
-            rows.astype(jnp.float32) * gates, mode="drop", unique_indices=False
-        )
+        return sum_TD.at[routes // k].add(rows.astype(jnp.float32) * gates, mode="drop")
 
     zeros = jnp.zeros(x.shape, jnp.float32)
     return jax.lax.fori_loop(0, total, body, zeros)

@@ -29,6 +29,16 @@ class Mixed(NamedTuple):
     counts: Int[Array, " experts"]
 
 
+def weighed(
+    output: Float[Array, "tokens dim"],
+    residual: Float[Array, "tokens dim"],
+    logits: Float[Array, "tokens 2"],
+) -> Float[Array, "tokens dim"]:
+    """PR-MoE's sum of the experts' output and the dense expert's, weighed by token."""
+    weight = jax.nn.softmax(logits, axis=-1)
+    return output * weight[:, :1] + residual * weight[:, 1:]
+
+
 class MoE(nnx.Module):
     """A mixture of experts in place of a dense module, as `deepspeed.moe.layer.MoE`.
 
@@ -121,8 +131,7 @@ class MoE(nnx.Module):
             splits=self.splits,
         )
         if self.coefficient is not None and self.residual is not None:
-            weight = jax.nn.softmax(self.coefficient(rows), axis=-1)
-            output = output * weight[:, :1] + self.residual(rows) * weight[:, 1:]
+            output = weighed(output, self.residual(rows), self.coefficient(rows))
         if self.shared_expert is not None:
             output = output + self.shared_expert(rows)
         output = output.astype(x.dtype).reshape(x.shape)

@@ -8,7 +8,7 @@ from flax import linen as nn
 from jaxtyping import Array, Float
 
 from zinf.moe.experts import experts
-from zinf.moe.layer import ROUTER_INIT, Mixed
+from zinf.moe.layer import ROUTER_INIT, Mixed, weighed
 from zinf.moe.routing import Router
 
 
@@ -76,8 +76,8 @@ class MoE(nn.Module):
             splits=self.splits,
         )
         if self.use_residual:
-            weight = jax.nn.softmax(nn.Dense(2, name="coefficient")(rows), axis=-1)
+            logits = nn.Dense(2, name="coefficient")(rows)
             residual = apply(self.param("residual", init), rows)
-            output = output * weight[:, :1] + residual * weight[:, 1:]
+            output = weighed(output, residual, logits)
         output = output.astype(x.dtype).reshape(x.shape)
         return Mixed(output, routing.aux_loss, routing.counts)

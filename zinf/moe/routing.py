@@ -141,7 +141,7 @@ class Router:
         )
         num_tokens = x_TD.shape[0]
         group_size = self.group_size or num_tokens
-        route = self._gating(self.capacity(group_size, train=train), is_random=train)
+        route = self._gating(self.capacity(group_size, train=train))
         grouped = logits_TE.reshape(-1, group_size, self.num_experts)
         keys = None
         if choice_key is not None:
@@ -158,28 +158,25 @@ class Router:
         )
 
     def _gating(
-        self, capacity: int | None, *, is_random: bool
+        self, capacity: int | None
     ) -> Callable[[jax.Array, jax.Array | None], Routing]:
-        def route(logits_SE: jax.Array, key: jax.Array | None) -> Routing:
-            def drawn(draw: Callable, is_used: bool) -> jax.Array | None:
-                if key is None or not is_random or not is_used:
-                    return None
-                return draw(key, logits_SE.shape)
+        """The routes of one group; without a key nothing is drawn."""
 
-            gumbel, uniform = jax.random.gumbel, jax.random.uniform
+        def route(logits_SE: jax.Array, key: jax.Array | None) -> Routing:
+            shape = logits_SE.shape
             if self.k == 1:
-                is_noisy = self.noisy_gate_policy == "RSample"
+                gumbel = uniform = None
+                if key is not None and self.noisy_gate_policy == "RSample":
+                    gumbel = jax.random.gumbel(jax.random.fold_in(key, 1), shape)
+                if key is not None and self.use_rts:
+                    uniform = jax.random.uniform(key, shape)
                 return top1(
-                    logits_SE,
-                    capacity=capacity,
-                    gumbel=drawn(
-                        lambda k, s: gumbel(jax.random.fold_in(k, 1), s), is_noisy
-                    ),
-                    uniform=drawn(uniform, self.use_rts),
+                    logits_SE, capacity=capacity, gumbel=gumbel, uniform=uniform
                 )
             if self.k == 2:
-                samples = drawn(gumbel, self.top2_2nd_expert_sampling)
-                return top2(logits_SE, capacity=capacity, gumbel=samples)
+                is_drawn = key is not None and self.top2_2nd_expert_sampling
+                gumbel = jax.random.gumbel(key, shape) if is_drawn else None
+                return top2(logits_SE, capacity=capacity, gumbel=gumbel)
             return top_k(
                 logits_SE, self.k, capacity=capacity, drop_policy=self.drop_policy
             )
