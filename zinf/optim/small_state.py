@@ -32,7 +32,7 @@ class AdamState(NamedTuple):
     nu: optax.Updates
 
 
-class Blocks(NamedTuple):
+class QuantizedMoment(NamedTuple):
     """An array as codes of 8 bits, [blocks, 256], and the scale of each block."""
 
     codes: Any
@@ -160,11 +160,11 @@ def _encoded(x: jax.Array, book: np.ndarray) -> Any:
     safe = jnp.where(scales > 0, scales, jnp.ones_like(scales))
     borders = jnp.asarray((book[1:] + book[:-1]) / 2)
     codes = jnp.searchsorted(borders, blocks / safe[:, None], side="left")
-    return Blocks(codes.astype(jnp.uint8), scales)
+    return QuantizedMoment(codes.astype(jnp.uint8), scales)
 
 
 def _decoded(stored: Any, shape: tuple[int, ...], book: np.ndarray) -> jax.Array:
-    if not isinstance(stored, Blocks):
+    if not isinstance(stored, QuantizedMoment):
         return stored
     values = jnp.asarray(book)[stored.codes.astype(jnp.int32)] * stored.scales[:, None]
     numel = int(np.prod(shape))

@@ -11,7 +11,7 @@ from zinf.optim.factory import build_optimizer
 from zinf.optim.separate import separate
 from zinf.optim.small_state import (
     BLOCK,
-    Blocks,
+    QuantizedMoment,
     code_book,
     scale_by_adam_8bit,
     scale_by_adam_bfloat16,
@@ -88,7 +88,7 @@ def test_8_bit_moments_are_the_nearest_codes():
     grad = gradients(1)
     _, state = rule.update(grad, rule.init(grad))
     kept = state.mu["w"]
-    assert isinstance(kept, Blocks) and kept.codes.dtype == jnp.uint8
+    assert isinstance(kept, QuantizedMoment) and kept.codes.dtype == jnp.uint8
     flat = np.asarray(grad["w"]).reshape(-1)
     book = code_book(is_signed=True)
     for block in (0, len(kept.scales) - 1):
