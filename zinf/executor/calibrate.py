@@ -1,9 +1,10 @@
 """Measures the rates of this machine by running some instructions of a plan alone.
 
-Before the first step of a run, a few instructions of its plan run one at a time, on
-arrays of zeros in stores of their own. Each does what it does in a step, by the same
-executable, host update, transfer or file. So the first plan that a run prints predicts
-its steps with rates of this machine. (`zinf bench step` measures whole steps instead.)
+With `rates: measured` a few instructions of a run's plan run before its first step, one
+at a time, on arrays of zeros in stores of their own. Each does what it does in a step,
+by the same executable, host update, transfer or file. So the first plan that a run
+prints predicts its steps with rates of this machine. (`zinf bench step` measures whole
+steps instead.)
 
 In a step the plan holds all that one of its instructions needs. So measuring keeps
 within the budgets too.
@@ -136,7 +137,12 @@ class _Bench:
         try:
             for _ in range(1 + times):
                 for instruction, seconds in zip(some, found, strict=True):
-                    changed = set(instruction.writes) - set(instruction.creates)
+                    # An update in place changes copies that exist before it runs.
+                    changed = [
+                        copy
+                        for copy in instruction.writes
+                        if copy not in instruction.creates
+                    ]
                     for copy in (*instruction.reads, *changed):
                         self.make(copy)
                     began = perf_counter()

@@ -2,14 +2,13 @@
 
 from collections import Counter
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.equivalence.models import PYTREE
-from tests.equivalence.training import OPTIMIZERS, streamed_config
+from tests.equivalence.training import OPTIMIZERS, SETTINGS, streamed_config
 from zinf import Engine
 from zinf.executor import calibrate
 from zinf.executor.calibrate import measure_rates, samples
@@ -21,8 +20,10 @@ from zinf.program import Tier
 NUM_STEPS = 4
 
 
-def engine(folder: Path, **settings: Any) -> Engine:
-    config = streamed_config(("nvme", "nvme"), str(folder))
+def engine(
+    folder: Path, tiers: tuple[str, str] = ("nvme", "nvme"), **settings: Any
+) -> Engine:
+    config = streamed_config(tiers, str(folder))
     config |= {"gradient_clipping": 0.05, "segment": {"remat": "auto"}, **settings}
     return PYTREE.start(OPTIMIZERS["adam"], config)
 
@@ -63,6 +64,23 @@ def test_measuring_changes_no_loss_and_no_home(tmp_path: Path, peaks: Counter) -
     assert {x.name for x in tmp_path.iterdir()} == {"plain", "timed"}
     assert losses(timed) == losses(plain)
     assert peaks[Tier.NVME] > 0
+
+
+@pytest.mark.parametrize(
+    ("tiers", "variant"),
+    [
+        (("cpu", "cpu"), "bf16 accumulation"),
+        (("none", "none"), "plain"),
+        (("none", "nvme"), "fp16"),
+    ],
+)
+def test_state_may_rest_anywhere_and_be_updated_in_place(
+    tiers: tuple[str, str], variant: str, tmp_path: Path, peaks: Counter
+) -> None:
+    made = engine(tmp_path, tiers, rates="measured", **SETTINGS[variant])
+    made.prepare(PYTREE.batches(1, 2 if "accumulation" in variant else 1)[0])
+    assert peaks
+    made.close()
 
 
 def test_residuals_are_saved_by_fixed_rates_or_those_of_a_file(tmp_path: Path) -> None:
@@ -123,13 +141,7 @@ def test_each_kind_of_work_is_measured_and_is_so_once_in_a_process(
     ("settings", "measures"), [({}, False), ({"rates": "measured"}, True)]
 )
 def test_rates_are_measured_if_asked_for(
-    settings: dict[str, str],
-    measures: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, str], measures: bool, tmp_path: Path
 ) -> None:
-    # `zinf.initialize` is the function; the module has the same name.
-    module = import_module("zinf.initialize")
-    monkeypatch.setattr(module, "measure_rates", measure_rates)
     planner = engine(tmp_path, **settings).planner
     assert (planner.measure is measure_rates) == measures
