@@ -37,6 +37,7 @@ FAST = {
     "loops_and_branches_in_every_layer",
     "an_encoder_and_a_decoder",
     "experts_chosen_by_a_router",
+    "experts_of_every_layer",
     "a_haiku_transform",
     "aux_outputs_of_all_kinds",
     "batch_leaves_that_are_scalars_or_unread",

@@ -45,16 +45,15 @@ def test_a_layer_is_the_gated_sum_of_its_experts() -> None:
     rows = X.reshape(-1, DIM)
     routing = moe.router(moe.router_kernel[...], rows)
     graphdef, weights = nnx.split(moe.experts)
-    each = [
-        nnx.merge(graphdef, jax.tree.map(operator.itemgetter(i), weights))
+    # Of each expert, the results of all tokens.
+    results = [
+        nnx.merge(graphdef, jax.tree.map(operator.itemgetter(i), weights))(rows)
         for i in range(EXPERTS)
     ]
     wanted = np.zeros_like(rows)
     for j in range(2):
         for token, expert in enumerate(np.asarray(routing.choice[:, j])):
-            wanted[token] += (
-                routing.gate[token, j] * each[expert](rows[token : token + 1])[0]
-            )
+            wanted[token] += routing.gate[token, j] * results[expert][token]
     np.testing.assert_allclose(output, wanted.reshape(X.shape), **ROUNDING)
     np.testing.assert_array_equal(counts, routing.counts)
     assert int(counts.sum()) == 2 * TOKENS
