@@ -62,16 +62,26 @@ def extracted(
     return result
 
 
-def _json_rows(path: Path, field: str) -> Iterator[str]:
+def json_lines(path: Path) -> Iterator[tuple[Any, str]]:
+    """Each line that is not blank, as JSON, and where it is, for messages.
+
+    Raises:
+        ValueError: a line is no JSON.
+    """
     with path.open("rb") as stream:
         for number, line in enumerate(stream, 1):
             if not line.strip():
                 continue
+            where = f"{path}, line {number}"
             try:
-                row = json.loads(line)
+                yield json.loads(line), where
             except ValueError as error:
-                raise ValueError(f"{path}, line {number}: no JSON: {error}") from None
-            yield _text(row, field, f"{path}, line {number}")
+                raise ValueError(f"{where}: no JSON: {error}") from None
+
+
+def _json_rows(path: Path, field: str) -> Iterator[str]:
+    for row, where in json_lines(path):
+        yield _text(row, field, where)
 
 
 def _text(row: Any, field: str, where: str) -> str:

@@ -8,14 +8,16 @@ import json
 import os
 import shutil
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import grain
 import numpy as np
 
+from zinf.data.extract import json_lines
 from zinf.data.share import Share
 from zinf.hf.model import IGNORED
 from zinf.hf.samples import Tokenizing
@@ -96,7 +98,7 @@ def tokenized(
         ends = array("q")
         total = trained = 0
         with (partial / IDS).open("wb") as ids, (partial / LABELS).open("wb") as labels:
-            for line, where in _lines(paths):
+            for line, where in chain.from_iterable(map(json_lines, paths)):
                 found = [np.array(x, np.int32) for x in how.sample(line, where)]
                 ids.write(found[0].tobytes())
                 labels.write(found[1].tobytes())
@@ -165,17 +167,3 @@ def _state(path: Path) -> tuple[str, int, int]:
         )
     about = path.stat()
     return str(path.absolute()), about.st_size, about.st_mtime_ns
-
-
-def _lines(paths: Sequence[Path]) -> Iterator[tuple[Any, str]]:
-    """Each line that is not blank, as JSON, and where it is."""
-    for path in paths:
-        with path.open("rb") as stream:
-            for number, line in enumerate(stream, 1):
-                if not line.strip():
-                    continue
-                where = f"{path}, line {number}"
-                try:
-                    yield json.loads(line), where
-                except ValueError as error:
-                    raise ValueError(f"{where}: no JSON: {error}") from None
