@@ -12,6 +12,7 @@ from zinf.adapt.contraction import Contraction, Found
 from zinf.adapt.weight import Target
 from zinf.config.adapter import ALL_LINEAR, Adapter
 from zinf.config.nearest import did_you_mean
+from zinf.segment.source import listed
 
 
 def choose_targets(
@@ -34,7 +35,7 @@ def choose_targets(
             raise ValueError(
                 "adapter.target_modules is all-linear, but the loss multiplies no "
                 "parameter by an activation. Name leaves: "
-                f"{_listed(leaves)}."
+                f"{listed(leaves)}."
             )
     else:
         chosen = _named(names, leaves, found)
@@ -130,7 +131,7 @@ def _refuse_unmatched(
             raise ValueError(
                 f"adapter.{key}: no parameter matches {name!r}."
                 f"{did_you_mean(name, sorted(modules))} The parameters are "
-                f"{_listed(leaves)}."
+                f"{listed(leaves)}."
             )
 
 
@@ -169,8 +170,3 @@ def _check_rank(
 def _scale(adapter: Adapter) -> float:
     ranks = sqrt(adapter.r) if adapter.use_rslora else adapter.r
     return adapter.lora_alpha / ranks
-
-
-def _listed(leaves: Mapping[str, Any]) -> str:
-    names = ", ".join(list(leaves)[:5])
-    return f"{names}, ... ({len(leaves)} in all)" if len(leaves) > 5 else names

@@ -1,6 +1,5 @@
 """`zinf.adapt.lora`: a loss over a frozen base and small trained adapters."""
 
-import inspect
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -27,8 +26,8 @@ from zinf.adapt.weight import (
 )
 from zinf.config import Config
 from zinf.config.adapter import Adapter
-from zinf.segment.leafwise import leaves_of
-from zinf.segment.modes import for_evaluation, for_training
+from zinf.segment.leafwise import abstract_leaves, is_function, leaves_of
+from zinf.segment.modes import accepts, for_evaluation, for_training
 from zinf.segment.source import named_leaves
 
 BASE, ADAPTER = "base", "adapter"
@@ -205,13 +204,14 @@ def adapt(
             f"adapter.lora_dropout is {adapter.lora_dropout}, which needs a random "
             "key. Pass rng=jax.random.key(0), here and to zinf.initialize."
         )
-    abstract = _abstract(params)
+    abstract = abstract_leaves(params)
     specs = named_leaves(abstract)
-    given = (_abstract(model_state),) if model_state is not None else ()
+    given = (abstract_leaves(model_state),) if model_state is not None else ()
     given = (*given, jax.eval_shape(lambda: batch) if batch is not None else None)
     key = () if rng is None else (jax.eval_shape(lambda: rng),)
     training = for_training(loss_fn)
-    takes_key = rng is not None and _accepts(training, 1 + len(given) + 1)
+    num_arguments = 1 + len(given) + 1  # Parameters first, and a key last.
+    takes_key = rng is not None and accepts(training, range(num_arguments))
     closed = jax.make_jaxpr(training)(abstract, *given, *(key if takes_key else ()))
     shapes = {path: tuple(spec.shape) for path, spec in specs.items()}
     targets = choose_targets(adapter, find_contractions(closed, shapes), specs)
@@ -224,7 +224,7 @@ def adapt(
     if evaluating is None and adapter.lora_dropout:
         evaluating = training
     if evaluating is not None:
-        drops_key = has_key and not _accepts(evaluating, 1 + len(given) + 1)
+        drops_key = has_key and not accepts(evaluating, range(num_arguments))
         evaluating = AdaptedLoss(evaluating, layout, 0.0, drops_key)
     return Adapted(
         loss_fn=loss,
@@ -318,7 +318,7 @@ def _split_params(params: Any, layout: Layout, adapter: Adapter) -> Any:
             found[ADAPTER][path] = first_adapter(target, adapter, base)
         return found
 
-    if _is_function(params):
+    if is_function(params):
         return lambda: split(named_leaves(params()))
     return split(dict(leaves_of(params)))
 
@@ -343,26 +343,3 @@ def _spec(value: Any) -> jax.ShapeDtypeStruct:
     if hasattr(value, "target"):
         return jax.ShapeDtypeStruct(value.target.shape, jnp.dtype(value.dtype))
     return jax.ShapeDtypeStruct(jnp.shape(value), jnp.result_type(value))
-
-
-def _abstract(source: Any) -> Any:
-    if _is_function(source):
-        return jax.eval_shape(source)
-    specs = {p: jax.eval_shape(jnp.asarray, x) for p, x in leaves_of(source)}
-    paths = named_leaves(source)
-    return jax.tree.unflatten(jax.tree.structure(source), [specs[p] for p in paths])
-
-
-def _is_function(source: Any) -> bool:
-    """False for a pytree that can be called, such as an Equinox module."""
-    return callable(source) and jax.tree_util.all_leaves([source])
-
-
-def _accepts(function: Callable, count: int) -> bool:
-    try:
-        inspect.signature(function).bind(*range(count))
-    except TypeError:
-        return False
-    except ValueError:  # some built-in functions have no signature
-        return True
-    return True

@@ -66,6 +66,26 @@ def initialize(
             del known[variable]
 
 
+def abstract_leaves(source: Any) -> Any:
+    """Shapes and dtypes of a pytree of arrays, or of what a function returns.
+
+    A leaf that is not an array is refused.
+    """
+    if is_function(source):
+        return jax.eval_shape(source)
+    named = {
+        path: jax.eval_shape(lambda x=x: jnp.asarray(x))
+        for path, x in leaves_of(source)
+    }
+    structure = jax.tree.structure(source)
+    return jax.tree.unflatten(structure, [named[path] for path in named_leaves(source)])
+
+
+def is_function(source: Any) -> bool:
+    """False for a pytree that can be called, such as an Equinox module."""
+    return callable(source) and jax.tree_util.all_leaves([source])
+
+
 def leaves_of(params: Any) -> Iterator[tuple[str, Any]]:
     """Yields `(key path, array)` of a ready pytree, leaf by leaf.
 

@@ -17,7 +17,12 @@ import numpy as np
 
 from zinf.jax_modes import Modes
 from zinf.jaxpr.keys import from_words, in_words, is_key, to_words
-from zinf.segment.leafwise import initialize, leaves_of
+from zinf.segment.leafwise import (
+    abstract_leaves,
+    initialize,
+    is_function,
+    leaves_of,
+)
 from zinf.segment.modes import evaluated, for_evaluation, for_training
 from zinf.segment.source import NUMBERS, WrongResult, described, named_leaves
 
@@ -170,11 +175,11 @@ def make_problem(
         NotImplementedError: a complex leaf that is not frozen.
     """
     modes = Modes.current() if modes is None else modes
-    params = modes.of_user(params) if _is_function(params) else params
+    params = modes.of_user(params) if is_function(params) else params
     model_state = (
-        modes.of_user(model_state) if _is_function(model_state) else model_state
+        modes.of_user(model_state) if is_function(model_state) else model_state
     )
-    abstract = _abstract(params)
+    abstract = abstract_leaves(params)
     leaves = named_leaves(abstract)
     if not leaves:
         raise ValueError("The parameter pytree has no leaves; nothing can be trained.")
@@ -195,7 +200,7 @@ def make_problem(
     for path, leaf in leaves.items():
         is_frozen = any(fnmatch(path, pattern) for pattern in frozen)
         specs[path] = _param_spec(path, leaf, not is_frozen, mixed)
-    abstract_state = None if model_state is None else _abstract(model_state)
+    abstract_state = None if model_state is None else abstract_leaves(model_state)
     state_leaves = named_leaves(abstract_state)
     state_paths = tuple(STATE_PREFIX + n for n in state_leaves)
     for path, leaf in zip(state_paths, state_leaves.values(), strict=True):
@@ -311,28 +316,8 @@ def _unwrapped(tree: Any) -> Any:
     return jax.tree.map(lambda x: to_words(jnp.asarray(x)), tree)
 
 
-def _abstract(source: Any) -> Any:
-    """Shapes and dtypes of a pytree of arrays, or of what a function returns.
-
-    A leaf that is not an array is refused.
-    """
-    if _is_function(source):
-        return jax.eval_shape(source)
-    named = {
-        path: jax.eval_shape(lambda x=x: jnp.asarray(x))
-        for path, x in leaves_of(source)
-    }
-    structure = jax.tree.structure(source)
-    return jax.tree.unflatten(structure, [named[path] for path in named_leaves(source)])
-
-
-def _is_function(source: Any) -> bool:
-    """False for a pytree that can be called, such as an Equinox module."""
-    return callable(source) and jax.tree_util.all_leaves([source])
-
-
 def _leaves(source: Any, device: jax.Device) -> Iterator[tuple[str, Any]]:
-    if _is_function(source):
+    if is_function(source):
         return initialize(source, device=device)
     return leaves_of(source)
 

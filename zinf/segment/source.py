@@ -1,6 +1,6 @@
 """Traces a function to a flat graph whose inputs have names."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,7 +132,7 @@ def trace_function(
             f"{name} raised this when zinf traced it with the batch {given or 'None'}."
         )
         if isinstance(error, (KeyError, AttributeError, IndexError)):
-            error.add_note(f"The parameters are {_listed(params)}.")
+            error.add_note(f"The parameters are {listed(named_leaves(params))}.")
         error.__traceback__ = traceback_of_user(error)
         raise
     invars = open_jaxpr(closed)[0].invars
@@ -186,9 +186,9 @@ def described(value: Any) -> str:
     return f"a {type(value).__name__} with {inside or 'nothing'}{more}"
 
 
-def _listed(params: Any) -> str:
-    """The key paths of the first parameters, and how many there are."""
-    names = list(named_leaves(params))
+def listed(paths: Iterable[str]) -> str:
+    """The first key paths, and how many there are if these are not all."""
+    names = list(paths)
     more = f", ... ({len(names)} in all)" if len(names) > NUM_LISTED else ""
     return ", ".join(names[:NUM_LISTED]) + more
 
