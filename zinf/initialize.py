@@ -106,8 +106,11 @@ def initialize(
         mesh=mesh,
         group=group,
     )
-    if planner.config.rates == "measured" and planner.group.count == 1:
-        planner = replace(planner, measure=measure_rates)
+    if planner.config.rates == "measured":
+        if planner.group.count == 1:
+            planner = replace(planner, measure=measure_rates)
+        else:
+            logger.info("Several processes plan by fixed rates; none are measured.")
     engine = Engine(planner, rng)
     if batch is not None:
         engine.prepare(batch)

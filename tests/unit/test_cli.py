@@ -16,6 +16,7 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from zinf.cli import app
+from zinf.observe.record import read_record
 from zinf.plan import InfeasibleError
 from zinf_kernels import absent_gpu
 
@@ -106,6 +107,19 @@ def test_training_ends_by_saying_what_it_did(run, file, tmp_path):
     ):
         assert words in result.stdout
     assert result.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "measures"),
+    [((), True), (("--set", "rates=fixed"), False)],
+    ids=["default", "fixed"],
+)
+def test_training_measures_rates_unless_told_not_to(
+    settings, measures, run, file, tmp_path
+):
+    result = run("train", file, "--steps", 1, *settings)
+    assert result.exit_code == 0, result.output
+    assert read_record(tmp_path / "out").has_measured_rates == measures
 
 
 def test_a_mixed_folder_trains_and_what_is_skipped_is_said(run, config, tmp_path):

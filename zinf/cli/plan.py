@@ -90,6 +90,7 @@ def plan_config(
                     title=title(Path(path).name, config),
                     num_tokens=num_tokens(config),
                     devices=devices(mesh),
+                    has_measured_rates=planner.has_measured_rates,
                 )
                 write_page(page(record, (), predicted_step(made.plan)), html)
                 print(f"The plan is drawn in {html}.\n", flush=True)
@@ -111,8 +112,8 @@ def _rates_note(config: Config, topology: str | None) -> str:
     if isinstance(config.rates, Path):
         return f"Times go by the rates in {config.rates}."
     return (
-        "Times go by fixed rates, and a drive's if zinf bench io measured it. With "
-        "rates: measured zinf train measures those of its machine first."
+        "Times go by fixed rates, and a drive's if zinf bench io measured it. Unless "
+        "the config sets rates, zinf train measures those of its machine first."
     )
 
 

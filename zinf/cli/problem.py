@@ -82,7 +82,12 @@ def _given(
 
 
 def make_engine(config: Config, mesh: Mesh, group: AbstractGroup = ALONE) -> Engine:
-    """The engine of a config, with its initial parameters."""
+    """The engine of a config, with its initial parameters.
+
+    It measures the rates that it plans by, unless the config says otherwise.
+    """
+    if config.rates is None:
+        config = config.model_copy(update={"rates": "measured"})
     if is_huggingface(config):
         rows = batch_size(config) // group.count
         return hf.Task(config).engine(rows, mesh=mesh, group=group)

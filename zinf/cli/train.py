@@ -66,6 +66,7 @@ def train_config(
                     title=title(Path(path.name), config),
                     num_tokens=num_tokens(config),
                     devices=devices(mesh),
+                    has_measured_rates=engine.planner.has_measured_rates,
                     begun=datetime.now().astimezone().isoformat(" ", "minutes"),
                     after_step=checkpoints.latest_step() or 0,
                     metrics=metrics,

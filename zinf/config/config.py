@@ -74,10 +74,11 @@ class Config(DeepSpeedKeys):
     adapter: Adapter | None = None
     """Train low-rank adapters of frozen weights; null: the weights themselves."""
 
-    rates: Literal["measured"] | Folder | None = None
+    rates: Literal["measured", "fixed"] | Folder | None = None
     """Rates to plan by: a file that `zinf bench step` wrote; measured: a streamed run
-    of one process measures its own before the first step; null: fixed ones, with the
-    drive's where `zinf bench io` has measured it."""
+    of one process measures its own before the first step; fixed: the same on every
+    machine, but for the drive's where `zinf bench io` has measured it. Null: measured
+    in `zinf train` and `zinf finetune`, fixed in Python."""
 
     persistence_threshold: Auto[Threshold | None] = None
     """Bytes; smaller arrays never go to NVMe; 32KiB when absent, 0: all may go."""

@@ -169,9 +169,9 @@ def _doubts(record: RunRecord, step: TracedStep) -> list[str]:
         if record.has_measured_rates:
             return []
         return [
-            "The plan goes by fixed rates, not by those of this machine. With rates: "
-            "measured zinf train measures them before its first step; zinf bench step "
-            "CONFIG writes a file of them for the config's key rates."
+            "The plan goes by fixed rates, not by those of this machine. Unless the "
+            "config sets rates, zinf train measures them before its first step; zinf "
+            "bench step CONFIG writes a file of them for the config's key rates."
         ]
     measured = max(span.end for span in step.measured)
     error = predicted / measured - 1

@@ -87,6 +87,7 @@ class RunRecord(BaseModel):
         title: str,
         num_tokens: int,
         devices: str,
+        has_measured_rates: bool,
         begun: str | None = None,
         after_step: int = 0,
         metrics: Path | None = None,
@@ -116,8 +117,7 @@ class RunRecord(BaseModel):
                 for tier in Tier
             },
             predicted_seconds=plan.timeline.seconds,
-            has_measured_rates=config.rates is not None
-            and (begun is not None or config.rates != "measured"),
+            has_measured_rates=has_measured_rates,
             versions=_versions(),
             machine=_machine(),
             metrics=metrics and metrics.absolute(),

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from hashlib import sha256
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -544,6 +545,11 @@ class Planner:
     def capacity(self) -> dict[Tier, int]:
         """The byte budget of each tier."""
         return dict(self.resources.capacity)
+
+    @property
+    def has_measured_rates(self) -> bool:
+        """Whether plans go by rates that were measured on a machine."""
+        return self.measure is not None or isinstance(self.config.rates, Path)
 
     def rates(self) -> Rates:
         """The rates that predict the times of a plan."""
