@@ -17,13 +17,14 @@ from zinf.engine import Engine
 from zinf.executor.calibrate import measure_rates
 from zinf.jax_modes import Modes
 from zinf.mesh import local_devices
+from zinf.moe.exchange import on_mesh
 from zinf.optim.separate import separate
 from zinf.plan import Plan
 from zinf.prepare.devices import on_devices
 from zinf.prepare.planner import Planner
-from zinf.segment.problem import make_problem
+from zinf.segment.problem import Problem, make_problem
 from zinf.sequence import along_sequence
-from zinf.sharding import Blocks, axis_rule
+from zinf.sharding import AxisRule, Blocks, axis_rule
 from zinf.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -186,12 +187,7 @@ def make_planner(
             compute_dtype=config.compute_dtype,
             modes=modes,
         )
-        problem = replace(
-            problem,
-            loss=along_sequence(problem.loss, rule),
-            evaluation_loss=problem.evaluation_loss
-            and along_sequence(problem.evaluation_loss, rule),
-        )
+        problem = _on_mesh(problem, rule)
         separated = separate(tx, problem.abstract_params, trainable=problem.trainable)
         key = None if rng is None else jax.eval_shape(lambda: rng)
     if group is None:
@@ -203,6 +199,21 @@ def make_planner(
                 "jax.distributed.initialize, and pass group= to zinf.initialize."
             )
     return Planner(problem, separated, config, rule, key, group, topology)
+
+
+def _on_mesh(problem: Problem, rule: AxisRule) -> Problem:
+    """A problem whose functions are traceable only, for the mesh of a rule."""
+
+    def divided(loss: Callable) -> Callable:
+        return along_sequence(on_mesh(loss, rule.mesh), rule)
+
+    evaluation = problem.evaluation_loss
+    return replace(
+        problem,
+        loss=divided(problem.loss),
+        evaluation_loss=None if evaluation is None else divided(evaluation),
+        bound=lambda function: on_mesh(problem.bound(function), rule.mesh),
+    )
 
 
 def tracing_device(mesh: Mesh, topology: Topology | None) -> jax.Device | None:

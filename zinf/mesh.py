@@ -12,16 +12,21 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-REPLICA, FSDP, SEQ = "replica", "fsdp", "seq"
-AXES = (REPLICA, FSDP, SEQ, "expert", "tensor")
+REPLICA, FSDP, SEQ, EXPERT = "replica", "fsdp", "seq", "expert"
+AXES = (REPLICA, FSDP, SEQ, EXPERT, "tensor")
 
 
 def make_mesh(
-    devices: Sequence[jax.Device], *, num_replicas: int = 1, num_seq: int = 1
+    devices: Sequence[jax.Device],
+    *,
+    num_replicas: int = 1,
+    num_seq: int = 1,
+    num_expert: int = 1,
 ) -> Mesh:
     """A mesh of `num_replicas` groups of devices; each group holds the whole state.
 
-    In a group, `num_seq` devices each divide the positions of the same examples.
+    In a group, `num_seq` devices each divide the positions of the same examples, and
+    `num_expert` devices each divide the experts of a layer.
 
     The devices keep their order. In the order of `jax.devices()`, devices of one
     process are neighbours along `fsdp`, so a process stores one block of an array.
@@ -29,18 +34,27 @@ def make_mesh(
     Raises:
         ValueError: the devices do not divide evenly into the groups.
     """
-    if len(devices) % (num_replicas * num_seq) and num_seq > 1:
+    inner = num_seq * num_expert
+    if len(devices) % (num_replicas * inner) and inner > 1:
+        counts = {"sequences": num_seq, "experts": num_expert}
+        groups = " and ".join(
+            f"of {count} that divide {what}"
+            for what, count in counts.items()
+            if count > 1
+        )
+        names = {"mesh.seq": num_seq, "mesh.expert": num_expert}
+        asked = " or ".join(name for name, count in names.items() if count > 1)
         raise ValueError(
             f"{len(devices)} devices cannot be divided into {num_replicas} replicas, "
-            f"each of groups of {num_seq} that divide sequences. Set mesh.seq to a "
-            "divisor."
+            f"each of groups {groups}. Set {asked} to a divisor."
         )
     if len(devices) % num_replicas:
         raise ValueError(
             f"{len(devices)} devices cannot be divided into {num_replicas} replicas of "
             "the same size. Set mesh.replica (or mics_shard_size) to a divisor."
         )
-    shape = (num_replicas, len(devices) // (num_replicas * num_seq), num_seq, 1, 1)
+    num_shards = len(devices) // (num_replicas * inner)
+    shape = (num_replicas, num_shards, num_seq, num_expert, 1)
     # With Explicit axes, jax's default, `w @ w.T` in a model is a type error.
     types = (AxisType.Auto,) * len(AXES)
     return Mesh(np.asarray(devices, object).reshape(shape), AXES, axis_types=types)

@@ -185,7 +185,9 @@ class Config(DeepSpeedKeys):
         yield from batch_violations(*self._given_sizes, world_size=self._world_size)
         yield from precision_violations(self._bf16, self.fp16)
         yield from memory_violations(self.zero_optimization, self.memory)
-        yield from mesh_violations(self.zero_optimization, self.mesh)
+        yield from mesh_violations(
+            self.zero_optimization, self.mesh, self.expert_parallel
+        )
         yield from execution_violations(
             self.execution,
             self.quantizes_weights,

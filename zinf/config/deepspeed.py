@@ -37,6 +37,26 @@ class Pipeline(Section):
     """Pipeline parallelism; leave it out."""
 
 
+class ExpertParallel(Section):
+    """DeepSpeed's AutoEP. zinf finds the experts of any model in its traced program."""
+
+    IGNORED = TABLE["expert_parallel"]
+
+    enabled: Flag = False
+    """Divide the experts of each layer among devices."""
+
+    autoep_size: Count = 1
+    """Devices that divide experts; the same as mesh.expert."""
+
+    expert_tensor_parallel_size: Unsupported[Count | None] = None
+    """Tensor parallelism of experts; remove it."""
+
+    @property
+    def size(self) -> int:
+        """The devices that divide experts; 1 if it is off."""
+        return self.autoep_size if self.enabled else 1
+
+
 class TensorBoard(Section):
     """Metrics as TensorBoard events."""
 
@@ -130,8 +150,8 @@ class DeepSpeedKeys(Section):
     tensor_parallel: Unsupported[AnyKeys | None] = None
     """Tensor parallelism; remove it."""
 
-    expert_parallel: Unsupported[AnyKeys | None] = None
-    """Expert parallelism; remove it."""
+    expert_parallel: ExpertParallel = Field(default_factory=ExpertParallel)
+    """DeepSpeed's AutoEP: expert parallelism for models of transformers."""
 
     sparse_attention: Unsupported[AnyKeys | None] = None
     """Sparse attention kernels; attention is up to the model. Remove it."""

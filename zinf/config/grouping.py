@@ -16,19 +16,27 @@ from zinf.config.section import Section
 class Grouping:
     """Attributes:
     num_replicas: groups of devices that each hold all state.
-    num_shards: devices of a group, over `num_seq`; None: all devices.
+    num_shards: devices of a group, over `num_seq` and `num_expert`; None: all devices.
     group_size: devices of a group that holds all parameters, in DeepSpeed's keys.
     num_seq: devices that divide the positions of the same examples.
+    num_expert: devices that divide the experts of a layer.
     """
 
     num_replicas: int = 1
     num_shards: int | None = None
     group_size: int | None = None
     num_seq: int = 1
+    num_expert: int = 1
 
     @property
     def is_given(self) -> bool:
         return self != Grouping()
+
+    @property
+    def inner_sizes(self) -> dict[str, int]:
+        """The sizes of the axes within a group that are not 1, by their keys."""
+        sizes = {"mesh.seq": self.num_seq, "mesh.expert": self.num_expert}
+        return {key: size for key, size in sizes.items() if size > 1}
 
 
 def grouping(
@@ -44,11 +52,14 @@ def grouping(
     mesh, zero = _section(raw, "mesh"), _section(raw, "zero_optimization")
     sizes = [zero.get("zero_hpz_partition_size"), zero.get("mics_shard_size")]
     group_size = next((size for size in map(_count, sizes) if size and size > 1), None)
+    experts = _section(raw, "expert_parallel")
+    is_on, size = experts.get("enabled") is True, experts.get("autoep_size")
     return Grouping(
         _count(mesh.get("replica")) or 1,
         _count(mesh.get("fsdp")),
         group_size,
         _count(mesh.get("seq")) or 1,
+        _count(mesh.get("expert")) or (_count(size) if is_on else 1) or 1,
     )
 
 

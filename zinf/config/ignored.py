@@ -56,7 +56,7 @@ zero_allow_untested_optimizer: Any separable optax transform works.
 zero_force_ds_cpu_optimizer: zinf has its own updates in host memory.
 graph_harvesting: XLA launches whole programs.
 vocabulary_size: DeepSpeed only checks its alignment; see model.vocab_size.
-use_data_before_expert_parallelism: zinf has no expert parallelism yet.
+use_data_before_expert_parallelism: Devices that divide experts are neighbours.
 
 [top level] no effect here
 comms_logger: Collectives are inside XLA programs; `jax.profiler` shows them.
@@ -69,6 +69,23 @@ communication_data_type: Gradients are exchanged in the dtype that backward make
 fp32_allreduce: DeepSpeed dropped this old name of communication_data_type: fp32.
   Gradients are exchanged in the dtype that backward makes them in.
 sparse_gradients: Gradients of embeddings are exchanged dense; the sum is the same.
+
+[expert_parallel] automatic here
+preset_model moe_layer_pattern expert_pattern router_pattern expert_w1 expert_w2
+  expert_w3 num_experts_attr top_k_attr has_shared_experts shared_experts_pattern
+  shared_experts_gate_pattern expert_activation: Experts are found in the traced
+  program.
+validate_folding_routing: The mesh decides no route.
+
+[expert_parallel] without meaning under XLA
+use_grouped_mm disable_triton_grouped_mm combine_impl row_weighting_impl gate_up_impl:
+  Experts are computed in blocks of rows (zinf.moe.experts).
+comm_backend comm_num_sm comm_qp_margin comm_max_tokens_per_rank async_split_plan: XLA
+  exchanges tokens.
+
+[expert_parallel] no effect here
+route_norm route_scale score_apply score_func top_k num_expert_groups num_limited_groups
+  routed_scaling_factor load_balance_coeff: The router is the model's own.
 
 [zero_optimization] automatic here
 sub_group_size: zinf cuts updates into leaves and blocks of them.

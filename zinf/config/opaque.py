@@ -40,15 +40,6 @@ KEYS = {
         enabled max_train_batch_size micro_batch_sizes min_gpus max_gpus
         num_gpus_per_node model_parallel_size min_time prefer_larger_batch
         ignore_non_elastic_batch_info version""",
-    "expert_parallel": """
-        enabled autoep_size expert_tensor_parallel_size validate_folding_routing
-        async_split_plan preset_model moe_layer_pattern expert_pattern router_pattern
-        use_grouped_mm disable_triton_grouped_mm route_norm route_scale score_apply
-        combine_impl row_weighting_impl gate_up_impl comm_backend comm_num_sm
-        comm_qp_margin comm_max_tokens_per_rank num_expert_groups num_limited_groups
-        score_func top_k load_balance_coeff routed_scaling_factor expert_w1 expert_w2
-        expert_w3 num_experts_attr top_k_attr has_shared_experts
-        shared_experts_pattern shared_experts_gate_pattern expert_activation""",
     "flops_profiler": """
         enabled recompute_fwd_factor profile_step module_depth top_modules detailed
         output_file""",

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from zinf.config.adapter import Adapter
+from zinf.config.deepspeed import ExpertParallel
 from zinf.config.efficiency import CurriculumLearning, DataEfficiency
 from zinf.config.optimizer import AdamParams, Optimizer
 from zinf.config.scheduler import DecayParams, OneCycleParams, Scheduler
@@ -43,7 +44,9 @@ def memory_violations(zero: ZeroOptimization, memory: Memory) -> Iterator[Violat
         yield ("memory", "nvme_capacity"), text
 
 
-def mesh_violations(zero: ZeroOptimization, mesh: MeshAxes) -> Iterator[Violation]:
+def mesh_violations(
+    zero: ZeroOptimization, mesh: MeshAxes, experts: ExpertParallel
+) -> Iterator[Violation]:
     """Groups of devices that are given twice."""
     given = {
         ("zero_optimization", "zero_hpz_partition_size"): zero.zero_hpz_partition_size,
@@ -55,7 +58,11 @@ def mesh_violations(zero: ZeroOptimization, mesh: MeshAxes) -> Iterator[Violatio
             asked[1],
             "groups devices, and so does zero_hpz_partition_size; keep one.",
         )
-    if asked and (mesh.replica > 1 or mesh.fsdp is not None or mesh.seq > 1):
+    if experts.size > 1 and mesh.expert not in (1, experts.size):
+        text = f"{experts.size} is not mesh.expert, {mesh.expert}. Remove one of them."
+        yield ("expert_parallel", "autoep_size"), text
+    sizes = mesh.replica, mesh.seq, mesh.expert
+    if asked and (max(sizes) > 1 or mesh.fsdp is not None):
         text = "groups devices, and so does the mesh section. Remove one of them."
         yield asked[0], text
 

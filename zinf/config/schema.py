@@ -91,7 +91,11 @@ class MeshAxes(Section):
 
     seq: Count = 1
     """Devices that divide the positions of the same examples (sequence parallelism).
-    They divide state too: a group has fsdp times seq devices."""
+    They divide state too: a group has fsdp times seq times expert devices."""
+
+    expert: Count = 1
+    """Devices that divide the experts of each layer (expert parallelism); outside of
+    experts they are data-parallel. DeepSpeed's ep_size."""
 
 
 class Model(Section):
@@ -157,8 +161,12 @@ class Model(Section):
     """How many experts take a token."""
 
     capacity_factor: Positive | None = None
-    """An expert takes up to this times experts_per_token times the tokens of a batch
-    over the number of experts; null: every token that chose it."""
+    """An expert takes up to this times experts_per_token times the tokens of a routing
+    group over the number of experts; null: every token that chose it."""
+
+    routing_group_size: Count | None = None
+    """Tokens of a routing group, in which capacity is counted; null: all tokens of a
+    microbatch. Groups within a device let tokens travel by all-to-all."""
 
     residual_experts: Flag = False
     """Each token also passes a dense MLP, as in PR-MoE."""

@@ -142,6 +142,7 @@ def _experts(config: GPTConfig, num_experts: int, *, rngs: nnx.Rngs) -> MoE:
         capacity_factor=config.capacity_factor or 1.0,
         eval_capacity_factor=config.capacity_factor or 1.0,
         min_capacity=1,
+        group_size=config.routing_group_size,
         use_rts=False,
         top2_2nd_expert_sampling=False,
         use_residual=config.residual_experts,

@@ -57,8 +57,11 @@ class GPTConfig:
             (https://arxiv.org/abs/2201.05596).
         experts_per_token: The likeliest so many experts take a token.
         capacity_factor: An expert takes up to this times `experts_per_token` times the
-            tokens of a batch over the number of experts. `None`: every token that
-            chose it.
+            tokens of a routing group over the number of experts. `None`: every token
+            that chose it.
+        routing_group_size: Consecutive tokens of a microbatch that are a routing group.
+            `None`: all of them. On a mesh with experts divided, groups that lie within
+            a device let tokens travel by all-to-all (`zinf.moe.exchange`).
         residual_experts: Each token also passes a dense MLP (PR-MoE).
         aux_loss_coefficient: What the mean load-balancing loss of the layers with
             experts is multiplied with, before it is added to the loss; 0.01 in GShard
@@ -90,6 +93,7 @@ class GPTConfig:
     num_experts: int | tuple[int, ...] = 0
     experts_per_token: int = 1
     capacity_factor: float | None = None
+    routing_group_size: int | None = None
     residual_experts: bool = False
     aux_loss_coefficient: float = 0.01
     expert_splits: int = 1
@@ -151,6 +155,11 @@ class GPTConfig:
             raise ValueError(
                 f"capacity_factor is {self.capacity_factor}; it must be above zero, or "
                 "every token would be dropped. None drops no token."
+            )
+        if self.routing_group_size is not None and self.routing_group_size < 1:
+            raise ValueError(
+                f"routing_group_size is {self.routing_group_size}; it must be at least "
+                "1. None makes all tokens one group."
             )
         if any(count % self.expert_splits for count in with_experts):
             raise ValueError(

@@ -1,6 +1,7 @@
 """Mixture of experts: any expert function, DeepSpeed's routers, layers for Flax."""
 
 from zinf.moe.experts import experts as experts
+from zinf.moe.gating import Capacity as Capacity
 from zinf.moe.gating import Routing as Routing
 from zinf.moe.gating import top1 as top1
 from zinf.moe.gating import top2 as top2

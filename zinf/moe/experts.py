@@ -1,26 +1,16 @@
-"""Applies experts to the tokens that chose them, in blocks of one expert's rows.
+"""`zinf.moe.experts`: applies experts to the tokens that chose them, on any mesh."""
 
-No token is dropped here and none is computed in vain, for any expert function, on any
-backend. `jax.lax.ragged_dot` fits matrix products only, and computes every expert for
-every row on CPUs (`scripts/bench/bench_experts.py` compares). MegaBlocks
-(https://arxiv.org/abs/2211.15841) has the idea, as block-sparse products on GPUs.
-
-Shape suffixes:
-  T  tokens            E  experts
-  D  width of a token  N  routes: T * k, the choices of all tokens
-  k  choices a token   P  places: routes sorted by expert, padded to whole blocks
-"""
-
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from zinf.moe.exchange import check_divides, current_mesh, divided
+from zinf.moe.gating import Capacity
+from zinf.moe.loop import ExpertFunction, in_blocks
+
 DEFAULT_BLOCK = 128
-ExpertFunction = Callable[[Any, jax.Array], jax.Array]
 
 
 def experts(
@@ -32,6 +22,7 @@ def experts(
     *,
     block: int | None = None,
     splits: int = 1,
+    capacity: Capacity | None = None,
 ) -> Float[Array, "tokens dim"]:
     """The sum over j of gate[t, j] * function(weights of choice[t, j], x[t]).
 
@@ -39,8 +30,8 @@ def experts(
     backward pass computes each block again. Sums over the choices of a token, and over
     the rows of an expert's gradient, are made in float32, always in the same order.
 
-    Under a mesh the result is right for any sharding, but the loop is not divided:
-    each device runs it for all tokens.
+    On a mesh of devices a training step divides tokens among all of them, and experts
+    along its axis `expert`: `zinf.moe.exchange` says how tokens reach their experts.
 
     Args:
         function: `function(weights_of_one, rows)`, from (block, dim) to (block, dim),
@@ -57,13 +48,16 @@ def experts(
         splits: how many blocks of experts are computed one after another. Each is a
             piece of the program that reads the weights of its own experts alone, so
             that zinf streams experts which do not fit the device at once.
+        capacity: what the choices keep to, as `Routing.capacity` says; None: nothing.
+            On a mesh it bounds what devices send each other, and changes no number.
 
     Returns:
         An array of the shape and dtype of `x`.
 
     Raises:
         ValueError: shapes that do not fit together, an expert that changes the width,
-            or no expert at all.
+            no expert at all, or experts that the devices along `expert` cannot divide.
+        NotImplementedError: `splits` on a mesh with an axis `expert`.
     """
     arrays = jax.tree.map(jnp.asarray, (stacked_weights, x, choice, gate))
     stacked_weights, x, choice, gate = arrays
@@ -74,12 +68,19 @@ def experts(
         raise ValueError(
             f"splits is {splits}; it must divide the {num_experts} experts evenly."
         )
+    mesh = current_mesh()
+    if mesh is not None:
+        check_divides(num_experts, splits, mesh)
     size = num_experts // splits
     total = jnp.zeros(x.shape, jnp.float32)
     for first in range(0, num_experts, size):
         own = _rows_of(stacked_weights, range(first, first + size))
         # An expert of another block becomes negative, or too large: no expert here.
-        total += _experts(function, block, own, x, choice - first, gate)
+        operands = function, block, own, x, choice - first, gate
+        if mesh is None:
+            total += in_blocks(*operands)
+        else:
+            total += divided(*operands, mesh=mesh, capacity=capacity)
     return total.astype(x.dtype)
 
 
@@ -152,124 +153,3 @@ def _check(
             "return an array of the same shape: results of experts are added up."
         )
     return num_experts
-
-
-def _blocks(
-    choice: jax.Array, num_experts: int, block: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Routes sorted by expert, each expert's padded to whole blocks.
-
-    Returns:
-        routes_P: the route in each place; N where there is none.
-        owners: the expert of each block.
-        total: how many blocks have a route; those behind are empty.
-    """
-    num_routes = choice.size
-    flat_N = choice.reshape(-1)
-    # What no expert has is sorted behind all experts, and given no place.
-    is_expert = (flat_N >= 0) & (flat_N < num_experts)
-    flat_N = jnp.where(is_expert, flat_N, num_experts).astype(jnp.int32)
-    counts_E = jnp.zeros(num_experts + 1, jnp.int32).at[flat_N].add(1)[:num_experts]
-    padded_E = -(-counts_E // block) * block
-    ends_E = jnp.cumsum(padded_E, dtype=jnp.int32)
-    order_N = jnp.argsort(flat_N, stable=True).astype(jnp.int32)
-    owner_N = flat_N[order_N]
-    known_N = jnp.minimum(owner_N, num_experts - 1)
-    starts_E = jnp.cumsum(counts_E, dtype=jnp.int32) - counts_E
-    rank_N = jnp.arange(num_routes, dtype=jnp.int32) - starts_E[known_N]
-    # Each expert adds less than one block of padding.
-    num_places = (num_routes // block + num_experts) * block
-    place_N = jnp.where(
-        owner_N < num_experts, (ends_E - padded_E)[known_N] + rank_N, num_places
-    )
-    routes_P = jnp.full(num_places, num_routes, jnp.int32)
-    routes_P = routes_P.at[place_N].set(order_N, mode="drop")
-    first_places = jnp.arange(num_places // block, dtype=jnp.int32) * block
-    owners = jnp.searchsorted(ends_E, first_places, side="right").astype(jnp.int32)
-    return routes_P, jnp.minimum(owners, num_experts - 1), ends_E[-1] // block
-
-
-def _rows(array: jax.Array, index: jax.Array) -> jax.Array:
-    return array.at[index].get(mode="fill", fill_value=0)
-
-
-def _one(weights: Any, expert: jax.Array) -> Any:
-    return jax.tree.map(
-        lambda w: jax.lax.dynamic_index_in_dim(w, expert, 0, keepdims=False), weights
-    )
-
-
-# Returns float32. The index of a route divided by k is its token; N // k is T, beyond
-# all tokens.
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _experts(
-    function: ExpertFunction,
-    block: int,
-    weights: Any,
-    x: jax.Array,
-    choice: jax.Array,
-    gate: jax.Array,
-) -> jax.Array:
-    num_experts = jax.tree.leaves(weights)[0].shape[0]
-    routes_P, owners, total = _blocks(choice, num_experts, block)
-    k = choice.shape[1]
-
-    def body(i: jax.Array, sum_TD: jax.Array) -> jax.Array:
-        routes = jax.lax.dynamic_slice_in_dim(routes_P, i * block, block)
-        rows = function(_one(weights, owners[i]), _rows(x, routes // k))
-        gates = _rows(gate.reshape(-1), routes)[:, None].astype(jnp.float32)
-        return sum_TD.at[routes // k].add(rows.astype(jnp.float32) * gates, mode="drop")
-
-    zeros = jnp.zeros(x.shape, jnp.float32)
-    return jax.lax.fori_loop(0, total, body, zeros)
-
-
-def _forward(
-    function: ExpertFunction,
-    block: int,
-    weights: Any,
-    x: jax.Array,
-    choice: jax.Array,
-    gate: jax.Array,
-) -> tuple[jax.Array, tuple]:
-    result = _experts(function, block, weights, x, choice, gate)
-    return result, (weights, x, choice, gate)
-
-
-def _backward(
-    function: ExpertFunction, block: int, saved: tuple, gradient_TD: jax.Array
-) -> tuple:
-    weights, x, choice, gate = saved
-    num_experts = jax.tree.leaves(weights)[0].shape[0]
-    routes_P, owners, total = _blocks(choice, num_experts, block)
-    k = choice.shape[1]
-
-    def gated(weights: Any, rows: jax.Array, gates: jax.Array) -> jax.Array:
-        result = function(weights, rows).astype(jnp.float32)
-        return result * gates[:, None].astype(jnp.float32)
-
-    def body(i: jax.Array, sums: tuple) -> tuple:
-        weights_sum, x_sum, gate_N = sums
-        routes = jax.lax.dynamic_slice_in_dim(routes_P, i * block, block)
-        one, rows = _one(weights, owners[i]), _rows(x, routes // k)
-        _, vjp = jax.vjp(gated, one, rows, _rows(gate.reshape(-1), routes))
-        gradient = _rows(gradient_TD, routes // k)
-        of_weights, of_rows, of_gates = vjp(gradient)
-        weights_sum = jax.tree.map(
-            lambda s, g: s.at[owners[i]].add(g.astype(s.dtype)), weights_sum, of_weights
-        )
-        x_sum = x_sum.at[routes // k].add(of_rows.astype(jnp.float32), mode="drop")
-        gate_N = gate_N.at[routes].set(of_gates.astype(jnp.float32), mode="drop")
-        return weights_sum, x_sum, gate_N
-
-    def zeros(array: jax.Array) -> jax.Array:
-        return jnp.zeros(array.shape, jnp.float32)
-
-    start = jax.tree.map(zeros, weights), zeros(x), zeros(gate.reshape(-1))
-    weights_sum, x_sum, gate_N = jax.lax.fori_loop(0, total, body, start)
-    of_weights = jax.tree.map(lambda s, w: s.astype(w.dtype), weights_sum, weights)
-    of_gate = gate_N.reshape(gate.shape).astype(gate.dtype)
-    return of_weights, x_sum.astype(x.dtype), None, of_gate
-
-
-_experts.defvjp(_forward, _backward)

@@ -15,13 +15,21 @@ Shape suffixes:
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 NO_EXPERT = -1
+
+
+class Capacity(NamedTuple):
+    """Each expert takes at most so many of every `group_size` consecutive tokens."""
+
+    tokens: int
+    group_size: int
 
 
 @jax.tree_util.register_dataclass
@@ -37,12 +45,15 @@ class Routing:
             if all experts get equally many tokens with equal probability.
         counts: int32 [experts], the tokens that chose each expert, dropped ones
             included.
+        capacity: what the choices keep to; None: an expert may take every token. Static
+            in jax's sense.
     """
 
     choice: Int[Array, "tokens k"]
     gate: Float[Array, "tokens k"]
     aux_loss: Float[Array, ""]
     counts: Int[Array, " experts"]
+    capacity: Capacity | None = field(default=None, metadata={"static": True})
 
     @property
     def dropped(self) -> Float[Array, ""]:

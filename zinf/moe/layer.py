@@ -129,6 +129,7 @@ class MoE(nnx.Module):
             routing.gate,
             block=self.block,
             splits=self.splits,
+            capacity=routing.capacity,
         )
         if self.coefficient is not None and self.residual is not None:
             output = weighed(output, self.residual(rows), self.coefficient(rows))

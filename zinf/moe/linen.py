@@ -74,6 +74,7 @@ class MoE(nn.Module):
             routing.gate,
             block=self.block,
             splits=self.splits,
+            capacity=routing.capacity,
         )
         if self.use_residual:
             logits = nn.Dense(2, name="coefficient")(rows)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from zinf.moe.gating import Routing, capacity_of, top1, top2, top_k
+from zinf.moe.gating import Capacity, Routing, capacity_of, top1, top2, top_k
 
 NoisyGatePolicy = Literal["Jitter", "RSample"]
 DropPolicy = Literal["probs", "position"]
@@ -141,7 +141,8 @@ class Router:
         )
         num_tokens = x_TD.shape[0]
         group_size = self.group_size or num_tokens
-        route = self._gating(self.capacity(group_size, train=train))
+        capacity = self.capacity(group_size, train=train)
+        route = self._gating(capacity)
         grouped = logits_TE.reshape(-1, group_size, self.num_experts)
         keys = None
         if choice_key is not None:
@@ -155,6 +156,7 @@ class Router:
             gate=routing.gate.reshape(num_tokens, -1),
             aux_loss=routing.aux_loss.mean(),
             counts=routing.counts.sum(0),
+            capacity=None if capacity is None else Capacity(capacity, group_size),
         )
 
     def _gating(

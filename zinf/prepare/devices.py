@@ -1,6 +1,7 @@
 """The mesh of devices that a config asks for, and the config loaded for that mesh."""
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +40,16 @@ def mesh_for(asked: Grouping) -> Mesh:
     """
     devices = jax.devices()
     if asked.num_shards is not None:
-        wanted = asked.num_replicas * asked.num_shards * asked.num_seq
+        sizes = [asked.num_replicas, asked.num_shards, *asked.inner_sizes.values()]
+        wanted = prod(sizes)
         if wanted > len(devices):
-            sizes = f"{asked.num_replicas} x {asked.num_shards}"
-            sizes += f" x {asked.num_seq}" if asked.num_seq > 1 else ""
+            keys = ["mesh.replica", "mesh.fsdp", *asked.inner_sizes]
             raise ValueError(
-                f"mesh asks for {sizes} = {wanted} devices, and jax has {len(devices)} "
-                f"({devices[0].platform}). Lower mesh.replica, mesh.fsdp or mesh.seq, "
-                "start more processes, or, to plan for a machine that is not here, "
-                "name it: zinf plan --topology h200:8."
+                f"mesh asks for {' x '.join(map(str, sizes))} = {wanted} devices, and "
+                f"jax has {len(devices)} ({devices[0].platform}). Lower "
+                f"{', '.join(keys[:-1])} or {keys[-1]}, start more processes, or, to "
+                "plan for a machine that is not here, name it: "
+                "zinf plan --topology h200:8."
             )
         devices = devices[:wanted]
     elif devices[0].platform == "cpu" and jax.process_count() == 1:
@@ -70,4 +72,9 @@ def group_devices(devices: Sequence[jax.Device], asked: Grouping) -> Mesh:
                 "mics_shard_size to a divisor."
             )
         num_replicas = len(devices) // asked.group_size
-    return make_mesh(devices, num_replicas=num_replicas, num_seq=asked.num_seq)
+    return make_mesh(
+        devices,
+        num_replicas=num_replicas,
+        num_seq=asked.num_seq,
+        num_expert=asked.num_expert,
+    )

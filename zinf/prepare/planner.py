@@ -20,6 +20,7 @@ import numpy as np
 from zinf.config import Config
 from zinf.distributed import AbstractGroup, Alone
 from zinf.mesh import local_devices
+from zinf.moe.leaves import expert_dims
 from zinf.optim.clipping import Clipping
 from zinf.optim.separate import Separated
 from zinf.plan import (
@@ -529,12 +530,14 @@ class Planner:
         """The layouts of persistent arrays and gradients on the mesh.
 
         Args:
-            source: the training loss. It shows which leaves are stacked over layers.
+            source: the training loss. It shows which leaves are stacked over layers,
+                and which over experts.
         """
         return persistent_layouts(
             self.array_specs(),
             self.rule,
             layers=read_by_row(source.graph, source.params),
+            experts=expert_dims(source.graph, source.params),
             indivisible={x.path for x in self.separated.leaves if not x.is_elementwise},
         )
 

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
-from zinf.mesh import local_devices
+from zinf.mesh import local_devices, replicated
 from zinf.sharding.encoding import Blocks
 
 Box = tuple[tuple[int, int], ...]
@@ -31,6 +31,8 @@ class Layout:
             shards. Both forms are padded; entries beyond `shape` are zero or unused.
         device: the sharding of the array on the devices.
         share: the sharding whose local part is the share of this process.
+        whole: the sharding with which compiled programs compute; None: every device has
+            the array. Experts are cut along `expert` here too.
         encoding: what parts are sent as when compiled programs gather the array from
             its device form; None sends them as they are.
     """
@@ -40,15 +42,24 @@ class Layout:
     device: NamedSharding
     share: NamedSharding
     encoding: Blocks | None = None
+    whole: NamedSharding | None = None
 
     @property
     def is_padded(self) -> bool:
         return self.shape != self.padded
 
-    @property
+    @cached_property
     def is_gathered(self) -> bool:
-        """Whether every device holds the whole array."""
-        return self.device.is_fully_replicated
+        """Whether every device holds all that its programs compute with."""
+        return self.device.is_equivalent_to(self.computed, len(self.shape))
+
+    @cached_property
+    def computed(self) -> NamedSharding:
+        """The sharding with which compiled programs compute."""
+        if self.whole is not None:
+            return self.whole
+        assert isinstance(self.device.mesh, Mesh)
+        return replicated(self.device.mesh)
 
     @cached_property
     def device_shape(self) -> tuple[int, ...]:

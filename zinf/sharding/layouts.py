@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import prod
+from types import MappingProxyType
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -184,6 +185,7 @@ def persistent_layouts(
     rule: AxisRule,
     *,
     layers: Collection[str] = (),
+    experts: Mapping[str, int] = MappingProxyType({}),
     indivisible: Collection[str] = (),
 ) -> Layouts:
     """The layouts of persistent arrays, and of the gradients of parameters.
@@ -191,6 +193,8 @@ def persistent_layouts(
     Args:
         specs: every array as a whole.
         layers: leaves whose leading dim counts layers (`zinf.segment.read_by_row`).
+        experts: for leaves with experts, the dim that counts them
+            (`zinf.moe.expert_dims`).
         indivisible: leaves that are updated as wholes and therefore never padded.
     """
     found = {}
@@ -198,7 +202,10 @@ def persistent_layouts(
         # State may have fewer dims than its parameter (adafactor).
         param = specs.get(ArrayId(Role.PARAM, array.path), spec)
         has_layers = array.path in layers and spec.shape[:1] == param.shape[:1]
-        flags = has_layers, array.path not in indivisible
+        dim = experts.get(array.path)
+        if dim is not None and spec.shape[: dim + 1] != param.shape[: dim + 1]:
+            dim = None
+        flags = has_layers, dim, array.path not in indivisible
         layout = _layout(array.role, spec.shape, rule, *flags)
         if array.role == Role.PARAM and spec.dtype in ENCODED_DTYPES:
             layout = _encoded(layout, rule)
@@ -233,19 +240,35 @@ def _layout(
     shape: tuple[int, ...],
     rule: AxisRule,
     has_layers: bool,
+    experts: int | None,
     may_pad: bool,
 ) -> Layout:
+    if experts is not None:
+        rule = rule.for_experts
     # The bytes are counted in float32 for every dtype: all arrays of a shape are cut
     # alike, since those that are updated together must be.
     nbytes = prod(shape) * FLOAT32_BYTES
-    dim = rule.cut_dim(shape, nbytes, has_layers=has_layers, may_pad=may_pad)
-    if dim is None:
-        return whole_layout(shape, rule.mesh)
-    size = -(-shape[dim] // rule.num_shards) * rule.num_shards
-    padded = (*shape[:dim], size, *shape[dim + 1 :])
+    dim = rule.cut_dim(
+        shape, nbytes, has_layers=has_layers, experts=experts, may_pad=may_pad
+    )
+    padded = list(shape)
+    if dim is not None:
+        padded[dim] = -(-shape[dim] // rule.num_shards) * rule.num_shards
 
     def along(axes: tuple[str, ...]) -> NamedSharding:
-        entries = [None] * dim + [axes] if axes else []
+        entries: list[tuple[str, ...] | None] = [None] * len(shape)
+        if experts is not None:
+            entries[experts] = rule.axes(Dim.EXPERTS)
+        if dim is not None:
+            entries[dim] = axes or None
+        while entries and entries[-1] is None:
+            entries.pop()
         return NamedSharding(rule.mesh, PartitionSpec(*entries))
 
-    return Layout(shape, padded, along(rule.device_axes(role)), along(rule.state_axes))
+    return Layout(
+        shape,
+        tuple(padded),
+        along(rule.device_axes(role)),
+        along(rule.state_axes),
+        whole=None if experts is None else along(()),
+    )

@@ -13,14 +13,14 @@ partitioning", Rajbhandari et al. 2021, "ZeRO-Infinity", section 6.1).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import prod
 
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zinf.mesh import FSDP, REPLICA, SEQ, axis_size, local_devices
+from zinf.mesh import EXPERT, FSDP, REPLICA, SEQ, axis_size, local_devices
 from zinf.program import Role
 from zinf.sharding.encoding import Blocks
 
@@ -37,17 +37,20 @@ class Dim(StrEnum):
     BATCH = "batch"  # Examples.
     SEQUENCE = "sequence"  # Positions of each example.
     HEADS = "heads"  # Of an attention, which needs all positions of a head.
+    EXPERTS = "experts"  # Each row is read by one expert.
     LAYERS = "layers"  # Each row is read by one layer: an array of its own.
     ROWS = "rows"  # Any dim of state that ZeRO may cut.
 
 
 DIM_AXES: Mapping[Dim, tuple[str, ...]] = {
-    Dim.BATCH: (REPLICA, FSDP),
+    # Devices with other experts compute other examples in the rest of a model.
+    Dim.BATCH: (REPLICA, FSDP, EXPERT),
     Dim.SEQUENCE: (SEQ,),
     Dim.HEADS: (SEQ,),
+    Dim.EXPERTS: (EXPERT,),
     Dim.LAYERS: (),
     # Devices with other positions of the same examples are data-parallel too.
-    Dim.ROWS: (FSDP, SEQ),
+    Dim.ROWS: (FSDP, SEQ, EXPERT),
 }
 
 
@@ -62,6 +65,10 @@ class AxisRule:
             other arrays among all replicas too (ZeRO++'s hpZ). If false, no array is
             cut along `replica`, so the groups are copies of each other (MiCS).
         encoding: what floating-point parameters are sent as when they are gathered.
+        is_for_experts: the arrays have a dim of experts, which `expert` cuts in every
+            form of the array. ZeRO cuts them along the other axes alone, since devices
+            along `expert` have other experts (DeepSpeed-MoE's expert-data parallelism,
+            https://arxiv.org/abs/2201.05596, section 5.2).
     """
 
     mesh: Mesh
@@ -69,10 +76,19 @@ class AxisRule:
     min_bytes: int
     gathers_in_group: bool = False
     encoding: Blocks | None = None
+    is_for_experts: bool = False
+
+    @property
+    def for_experts(self) -> "AxisRule":
+        """The rule of arrays that have a dim of experts."""
+        return replace(self, is_for_experts=True)
 
     def axes(self, dim: Dim) -> tuple[str, ...]:
         """The axes of the mesh that cut a logical dim; none if it is not cut."""
-        return axes_of(self.mesh, dim)
+        found = axes_of(self.mesh, dim)
+        if self.is_for_experts and dim == Dim.ROWS:
+            return tuple(name for name in found if name not in self.axes(Dim.EXPERTS))
+        return found
 
     def size(self, dim: Dim) -> int:
         """The number of parts into which a logical dim is cut."""
@@ -116,9 +132,10 @@ class AxisRule:
         nbytes: int,
         *,
         has_layers: bool = False,
+        experts: int | None = None,
         may_pad: bool = True,
     ) -> int | None:
-        """The dim along which an array is cut into shares; None if it stays whole.
+        """The dim along which ZeRO cuts an array into shares; None if it does not.
 
         Dims after the leading one are tried first: rows of the leading dim (tiles,
         blocks of an update) are moved and updated separately, which would need a
@@ -126,6 +143,7 @@ class AxisRule:
 
         Args:
             has_layers: the leading dim counts layers, so it is never cut.
+            experts: the dim that counts experts, which ZeRO never cuts.
             may_pad: a dim that does not divide evenly may be padded with zeros.
         """
         count = self.num_shards
@@ -136,8 +154,10 @@ class AxisRule:
         meanings = [Dim.ROWS] * len(shape)
         if has_layers and shape:
             meanings[0] = Dim.LAYERS
+        if experts is not None:
+            meanings[experts] = Dim.EXPERTS
         order = (*range(1, len(shape)), *range(min(1, len(shape))))
-        dims = [d for d in order if self.axes(meanings[d]) and shape[d] > 1]
+        dims = [d for d in order if meanings[d] == Dim.ROWS and shape[d] > 1]
         even = [d for d in dims if shape[d] % count == 0]
         last = len(shape) - 1
         wide = [d for d in even if d != last or shape[d] // count >= LANES]

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from zinf.mesh import FSDP, replicated
+from zinf.mesh import FSDP
 from zinf.sharding.encoding import Blocks
 from zinf.sharding.layout import Layout
 
@@ -35,27 +35,33 @@ OUTER, INNER = "outer", "inner"
 
 
 def gather(array: Any, layout: Layout) -> Any:
-    """The whole of an array in its device form, without padding; traceable."""
+    """The whole of an array in its device form, without padding; traceable.
+
+    Of experts, a device gets those that it has, whole.
+    """
     if not layout.is_gathered:
         if layout.encoding is not None:
-            array = _gather_encoded(layout.encoding, layout.device)(array)
+            array = _gather_encoded(layout.encoding, layout)(array)
         else:
-            array = _gather_plain(array, layout.device)
+            array = _gather_plain(array, layout)
     return layout.unpadded(array) if layout.is_padded else array
 
 
-def _gather_plain(array: Any, sharding: NamedSharding) -> Any:
-    half_way = _half_way(sharding)
+def _gather_plain(array: Any, layout: Layout) -> Any:
+    half_way = _half_way(layout.device)
     if half_way is not None:
         array = jax.lax.with_sharding_constraint(array, half_way)
-    everywhere = replicated(_mesh_of(sharding))
-    return jax.lax.with_sharding_constraint(array, everywhere)
+    return jax.lax.with_sharding_constraint(array, layout.computed)
 
 
-def _gather_encoded(encoding: Blocks, sharding: NamedSharding) -> Callable:
+def _gather_encoded(encoding: Blocks, layout: Layout) -> Callable:
     """`array -> array` on all devices, by way of encoded parts."""
-    mesh = _mesh_of(sharding)
-    ((dim, axes),) = [(d, e) for d, e in enumerate(sharding.spec) if e is not None]
+    sharding, computed = layout.device, layout.computed
+    before, after = (
+        [*s.spec, *[None] * (len(layout.shape) - len(s.spec))]
+        for s in (sharding, computed)
+    )
+    ((dim, axes),) = [(d, e) for d, e in enumerate(before) if e != after[d]]
 
     def gather_here(own: Any) -> Any:
         sent = [jax.lax.all_gather(x, axes) for x in encoding.encode(own)]
@@ -63,13 +69,12 @@ def _gather_encoded(encoding: Blocks, sharding: NamedSharding) -> Callable:
         parts = jnp.moveaxis(parts, 0, dim)
         return parts.reshape(*own.shape[:dim], -1, *own.shape[dim + 1 :])
 
-    # Every device computes the same whole, which shard_map cannot see.
-    everywhere = PartitionSpec()
+    # Devices along `axes` compute the same whole, which shard_map cannot see.
     return jax.shard_map(
         gather_here,
-        mesh=mesh,
+        mesh=_mesh_of(sharding),
         in_specs=sharding.spec,
-        out_specs=everywhere,
+        out_specs=computed.spec,
         check_vma=False,
     )
 

@@ -9,6 +9,12 @@ from zinf.config import Grouping, grouping
         ({}, Grouping()),
         ({"mesh": {"replica": 2, "fsdp": 4}}, Grouping(2, 4)),
         ({"mesh": {"fsdp": 2, "seq": 4}}, Grouping(1, 2, num_seq=4)),
+        ({"mesh": {"fsdp": 2, "expert": 4}}, Grouping(1, 2, num_expert=4)),
+        (
+            {"expert_parallel": {"enabled": True, "autoep_size": 8}},
+            Grouping(num_expert=8),
+        ),
+        ({"expert_parallel": {"enabled": False, "autoep_size": 8}}, Grouping()),
         ({"zero_optimization": {"mics_shard_size": 4}}, Grouping(group_size=4)),
         ({"zero_optimization": {"zero_hpz_partition_size": 8}}, Grouping(group_size=8)),
         ({"zero_optimization": {"mics_shard_size": -1}}, Grouping()),

@@ -472,7 +472,6 @@ FILES = (
                 "params": {"total_num_steps": 1000, "warmup_type": "linear"},
             },
         },
-        refused=("expert_parallel",),
     ),
     File(
         f"{EXAMPLES}/training/expert_parallel/configs/ds_zero3_leaf_qwen3_5.json",

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
 
 from zinf.mesh import AXES, make_mesh
-from zinf.program import Role
+from zinf.program import ArrayId, ArraySpec, Role
+from zinf.sharding import num_data_parallel, persistent_layouts
 from zinf.sharding.rule import LANES, WIDE_BYTES, AxisRule, axis_rule
 
 NUM_SHARDS = 8
@@ -138,3 +140,39 @@ def test_a_sequence_over_several_processes_is_refused():
     with pytest.raises(ValueError, match=r"4 devices divide \(mesh.seq\) .* 0, 1"):
         axis_rule(mesh_of_processes(1, 2, 4, 1, 1), stage=0, min_bytes=0)
     axis_rule(mesh_of_processes(1, 4, 2, 1, 1), stage=0, min_bytes=0)
+
+
+def test_experts_are_cut_by_experts_alone_and_their_state_among_the_other_devices():
+    mesh = make_mesh(jax.devices()[:NUM_SHARDS], num_expert=4)
+    rule = axis_rule(mesh, stage=3, min_bytes=0)
+    assert rule.param_axes == ("fsdp", "expert")
+    assert rule.for_experts.param_axes == ("fsdp",)
+    assert rule.for_experts.num_shards == 2
+    assert num_data_parallel(mesh) == NUM_SHARDS
+    specs = {
+        ArrayId(role, name): ArraySpec((8, 24, 32), "float32", ITEM_BYTES)
+        for role in (Role.PARAM, Role.MASTER)
+        for name in ("experts", "dense")
+    }
+    found = persistent_layouts(specs, rule, experts={"experts": 0})
+    for role in (Role.PARAM, Role.MASTER, Role.GRADIENT):
+        layout = found.of(ArrayId(role, "experts"))
+        assert layout.device.spec == PartitionSpec(("expert",), ("fsdp",))
+        assert layout.computed.spec == PartitionSpec(("expert",))
+        assert layout.share == layout.device
+        assert not layout.is_gathered
+    dense = found.of(ArrayId(Role.PARAM, "dense"))
+    assert dense.device.spec == PartitionSpec(None, ("fsdp", "expert"))
+    assert dense.computed.is_fully_replicated
+
+
+def test_small_experts_are_cut_by_experts_at_any_stage():
+    mesh = make_mesh(jax.devices()[:NUM_SHARDS], num_expert=4)
+    specs = {ArrayId(Role.PARAM, "bias"): ArraySpec((8, 3), "float32", ITEM_BYTES)}
+    for stage in range(4):
+        rule = axis_rule(mesh, stage=stage, min_bytes=1 << 20)
+        layout = persistent_layouts(specs, rule, experts={"bias": 0}).of(
+            ArrayId(Role.PARAM, "bias")
+        )
+        assert layout.is_gathered
+        assert layout.device_shape == (2, 3)

@@ -1,0 +1,163 @@
+"""Experts that devices divide: how tokens travel, and that the numbers are the same."""
+
+from collections import Counter
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tests.marks import slow
+from zinf.mesh import make_mesh
+from zinf.moe import Capacity, Router, experts
+from zinf.moe.exchange import on_mesh
+from zinf.topology import collectives_of
+
+EXPERTS, DIM, HIDDEN, TOKENS = 8, 16, 24, 256
+PARTS = 4
+MESH = make_mesh(jax.devices()[:8], num_expert=PARTS)
+A_DEVICE = TOKENS // 8
+# Sums of float32 in another order.
+ROUNDING = 1e-6
+
+
+def expert(weights, rows):
+    return jnp.tanh(rows @ weights["up"]) @ weights["down"]
+
+
+def loss_with(router):
+    def loss(params, x):
+        routing = router(params["router"], x)
+        y = experts(
+            expert,
+            params["experts"],
+            x,
+            routing.choice,
+            routing.gate,
+            capacity=routing.capacity,
+        )
+        return jnp.mean(y**2) + routing.aux_loss
+
+    return loss
+
+
+def normals(**shapes):
+    random = np.random.default_rng(0)
+    return {n: random.standard_normal(s, np.float32) for n, s in shapes.items()}
+
+
+PARAMS = {
+    "router": normals(r=(DIM, EXPERTS))["r"],
+    "experts": normals(up=(EXPERTS, DIM, HIDDEN), down=(EXPERTS, HIDDEN, DIM)),
+}
+X = normals(x=(TOKENS, DIM))["x"]
+
+
+def router(k, **options):
+    return Router(
+        num_experts=EXPERTS,
+        k=k,
+        top2_2nd_expert_sampling=False,
+        min_capacity=1,
+        **options,
+    )
+
+
+def compiled(loss):
+    """The gradient with experts and tokens divided, and its arguments."""
+    rows = NamedSharding(MESH, PartitionSpec(("fsdp", "expert")))
+    whole = NamedSharding(MESH, PartitionSpec())
+    own = NamedSharding(MESH, PartitionSpec("expert"))
+    forms = {"router": whole, "experts": {"up": own, "down": own}}
+    gradient = jax.value_and_grad(on_mesh(loss, MESH), (0, 1))
+    shardings = {
+        "in_shardings": (forms, rows),
+        "out_shardings": (whole, (forms, rows)),
+    }
+    run = jax.jit(gradient, **shardings).lower(PARAMS, X).compile()
+    return run, (jax.device_put(PARAMS, forms), jax.device_put(X, rows))
+
+
+@pytest.mark.parametrize(
+    ("options", "sent"),
+    [
+        # Groups of a device, and of half a device.
+        ({"k": 2, "group_size": A_DEVICE}, True),
+        slow(({"k": 3, "group_size": A_DEVICE // 2, "drop_policy": "position"}, True)),
+        # Any device's tokens may all go to one expert.
+        slow(({"k": 2}, False)),
+        ({"k": 2, "drop_tokens": False}, False),
+        # Six of eight experts a token: to gather sends less.
+        slow(({"k": 6, "group_size": A_DEVICE}, False)),
+    ],
+)
+def test_tokens_travel_by_two_all_to_alls_each_way_or_are_gathered(options, sent):
+    loss = loss_with(router(**options))
+    run, arguments = compiled(loss)
+    found = collectives_of(run)
+    kinds = Counter(c.kind for c in found for _ in range(c.times))
+    assert kinds["all-to-all"] == (4 if sent else 0)
+    # Sums of tokens forward, and gradients of tokens and of gates backward.
+    assert kinds["reduce-scatter"] == (0 if sent else 3)
+    # Gradients of experts are summed by the devices that have the same ones.
+    own = 2 * EXPERTS // PARTS * DIM * HIDDEN * 4
+    (summed,) = (c for c in found if c.kind == "all-reduce" and c.sent_bytes >= own)
+    assert summed.group_size == 8 // PARTS
+    # No expert moves.
+    weights = EXPERTS * DIM * HIDDEN * 4
+    gathered = [c.sent_bytes for c in found if c.kind == "all-gather"]
+    assert max(gathered) < weights * (PARTS - 1) / PARTS
+    expected = jax.jit(jax.value_and_grad(loss, (0, 1)))(PARAMS, X)
+    chex.assert_trees_all_close(
+        jax.device_get(run(*arguments)), expected, rtol=ROUNDING, atol=ROUNDING
+    )
+
+
+@pytest.mark.slow
+def test_tokens_that_devices_cannot_divide_evenly_are_padded():
+    loss = loss_with(router(2, group_size=13))
+    found = jax.jit(on_mesh(loss, MESH))(PARAMS, X[:13])
+    np.testing.assert_allclose(found, loss(PARAMS, X[:13]), rtol=ROUNDING)
+
+
+@pytest.mark.slow
+def test_routes_beyond_a_capacity_make_the_result_nan():
+    choice = jnp.zeros((TOKENS, 1), jnp.int32)
+    gate = jnp.ones(choice.shape)
+
+    def total(weights, x, capacity):
+        return experts(expert, weights, x, choice, gate, capacity=capacity).sum()
+
+    run = jax.jit(on_mesh(total, MESH), static_argnums=2)
+    capacity = Capacity(A_DEVICE // 2, A_DEVICE)
+    assert jnp.isnan(run(PARAMS["experts"], X, capacity))
+    wanted = total(PARAMS["experts"], X, None)
+    np.testing.assert_allclose(
+        run(PARAMS["experts"], X, Capacity(TOKENS, TOKENS)), wanted, rtol=1e-5
+    )
+
+
+def test_pieces_and_an_odd_number_of_experts_are_refused():
+    choice = jnp.zeros((TOKENS, 1), jnp.int32)
+
+    def total(weights, x, splits):
+        gate = jnp.ones(choice.shape)
+        return experts(expert, weights, x, choice, gate, splits=splits).sum()
+
+    with pytest.raises(NotImplementedError, match="in 2 pieces .* mesh.expert is 4"):
+        jax.eval_shape(on_mesh(lambda w, x: total(w, x, 2), MESH), PARAMS["experts"], X)
+    some = jax.tree.map(lambda w: w[:6], PARAMS["experts"])
+    with pytest.raises(ValueError, match="6 experts, which mesh.expert = 4 devices"):
+        jax.eval_shape(on_mesh(lambda w, x: total(w, x, 1), MESH), some, X)
+
+
+@pytest.mark.slow
+def test_a_mesh_without_an_expert_axis_divides_tokens_alone():
+    mesh = make_mesh(jax.devices()[:8])
+    loss = loss_with(router(2))
+    rows = NamedSharding(mesh, PartitionSpec("fsdp"))
+    whole = NamedSharding(mesh, PartitionSpec())
+    run = jax.jit(on_mesh(loss, mesh), in_shardings=(whole, rows), out_shardings=whole)
+    np.testing.assert_allclose(run(PARAMS, X), loss(PARAMS, X), rtol=ROUNDING)

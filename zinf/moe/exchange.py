@@ -1,0 +1,225 @@
+"""Experts on a mesh: tokens are divided among all devices, experts along `expert`.
+
+The weights of an expert stay on the devices that have it, and tokens travel, in one of
+two ways (DeepSpeed-MoE, https://arxiv.org/abs/2201.05596, section 5; GShard,
+https://arxiv.org/abs/2006.16668, section 3.2):
+
+* If the number of tokens that an expert takes is bounded (`Capacity`), each device
+  sends each expert its tokens, and gets back what the expert makes of them: two
+  all-to-alls forward, and two backward.
+* Without a bound shapes would depend on the routes, so the devices along `expert`
+  gather all their tokens, each computes what its experts add, and the sums are
+  scattered: an all-gather and a reduce-scatter in each pass.
+
+With a bound the way that sends fewer bytes is taken; both give the same numbers up to
+the order of sums. The gradient of an expert is summed over the devices that have it,
+and the other passes of the loop are those of one device (`zinf.moe.loop`).
+
+Shape suffixes, beside those of `loop`: T are the tokens of a device here.
+  O  experts that a device has    S  slots: places of a device's tokens at one expert
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from zinf.mesh import EXPERT, FSDP, REPLICA, SEQ, axis_size
+from zinf.moe.gating import NO_EXPERT, Capacity
+from zinf.moe.loop import ExpertFunction, in_blocks, queues, rows_at
+
+# The mesh of the step that is traced; None for one device. jax traces a cached function
+# again if it changes.
+_mesh = jax.make_user_context(None)
+# Examples are cut along these, and then positions: (batch, time) merged into one dim.
+TOKEN_AXES = (REPLICA, FSDP, EXPERT, SEQ)
+
+
+def on_mesh(function: Callable, mesh: Mesh) -> Callable:
+    """A function in which `zinf.moe.experts` divides its work among a mesh.
+
+    It is traceable only. On one device it is `function` itself.
+    """
+    if mesh.size == 1:
+        return function
+
+    @wraps(function, updated=())
+    def wrapped(*arguments: Any) -> Any:
+        with _mesh(mesh):
+            return function(*arguments)
+
+    return wrapped
+
+
+def current_mesh() -> Mesh | None:
+    """The mesh of `on_mesh` while its function is traced."""
+    return _mesh.value
+
+
+def check_divides(num_experts: int, splits: int, mesh: Mesh) -> None:
+    """Raise unless the devices along `expert` can divide the experts.
+
+    Raises:
+        ValueError: they do not divide evenly.
+        NotImplementedError: the experts come in pieces too.
+    """
+    count = axis_size(mesh, (EXPERT,))
+    if num_experts % count:
+        raise ValueError(
+            f"A layer has {num_experts} experts, which mesh.expert = {count} devices "
+            f"cannot divide evenly. Make it a divisor of {num_experts}, and use "
+            "mesh.fsdp for the other devices."
+        )
+    if count > 1 and splits > 1:
+        raise NotImplementedError(
+            f"A layer's experts come in {splits} pieces (splits, or "
+            f"model.expert_splits) and mesh.expert is {count}, which zinf cannot do at "
+            f"once. Set splits to 1: a device has 1/{count} of the experts."
+        )
+
+
+def divided(
+    function: ExpertFunction,
+    block: int,
+    weights: Any,
+    x: Float[Array, "tokens dim"],
+    choice: Int[Array, "tokens k"],
+    gate: Float[Array, "tokens k"],
+    *,
+    mesh: Mesh,
+    capacity: Capacity | None,
+) -> Float[Array, "tokens dim"]:
+    """`zinf.moe.loop.in_blocks` on a mesh.
+
+    Args:
+        capacity: what the choices keep to; if they do not, the result is NaN.
+    """
+    axes = tuple(name for name in TOKEN_AXES if mesh.shape.get(name, 1) > 1)
+    num_tokens, parts = x.shape[0], axis_size(mesh, axes)
+    missing = -num_tokens % parts
+
+    def padded(array: jax.Array, value: int) -> jax.Array:
+        return jnp.pad(array, [(0, missing), (0, 0)], constant_values=value)
+
+    if missing:
+        x, choice, gate = padded(x, 0), padded(choice, NO_EXPERT), padded(gate, 0)
+    count = axis_size(mesh, (EXPERT,))
+    num_experts = jax.tree.leaves(weights)[0].shape[0]
+    here: Callable = partial(in_blocks, function, block)
+    if count > 1:
+        here = _Exchange(function, block, num_experts, count).gathering
+        slots = _slots(capacity, x.shape[0] // parts, choice.shape[1])
+        # A device sends `num_experts * slots` rows to the experts, and gets as many; or
+        # it gets the tokens of `count` devices, and sends as many sums.
+        if slots is not None and num_experts * slots <= count * x.shape[0] // parts:
+            one = jax.tree.map(
+                lambda w: jax.ShapeDtypeStruct(w.shape[1:], w.dtype), weights
+            )
+            made = jax.eval_shape(function, one, jax.ShapeDtypeStruct(x.shape, x.dtype))
+            exchange = _Exchange(function, block, num_experts, count)
+            here = partial(exchange.sending, slots, made.dtype)
+    rows = PartitionSpec(axes)
+    result = jax.shard_map(
+        here,
+        mesh=mesh,
+        in_specs=(PartitionSpec(EXPERT if count > 1 else None), rows, rows, rows),
+        out_specs=rows,
+        check_vma=False,
+    )(weights, x, choice, gate)
+    return result[:num_tokens]
+
+
+def _slots(capacity: Capacity | None, num_tokens: int, k: int) -> int | None:
+    """The most routes that lead from `num_tokens` neighbours to one expert."""
+    if capacity is None:
+        return None
+    size = capacity.group_size
+    # Groups that a device has a part of.
+    groups = -(-num_tokens // size)
+    if num_tokens % size and size % num_tokens:
+        groups += 1
+    return min(groups * capacity.tokens, num_tokens * k)
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """What one device does with its tokens.
+
+    Attributes:
+        num_experts: experts of the layer.
+        count: devices along `expert`, each of which has some of them.
+    """
+
+    function: ExpertFunction
+    block: int
+    num_experts: int
+    count: int
+
+    @property
+    def num_own(self) -> int:
+        return self.num_experts // self.count
+
+    def gathering(
+        self, weights: Any, x_TD: jax.Array, choice_Tk: jax.Array, gate_Tk: jax.Array
+    ) -> jax.Array:
+        """All tokens of the group go past the experts of each device."""
+        x, choice, gate = (
+            jax.lax.all_gather(array, EXPERT, tiled=True)
+            for array in (x_TD, choice_Tk, gate_Tk)
+        )
+        # An expert of another device becomes negative, or too large: no expert here.
+        choice -= jax.lax.axis_index(EXPERT).astype(choice.dtype) * self.num_own
+        sums = in_blocks(self.function, self.block, weights, x, choice, gate)
+        return jax.lax.psum_scatter(sums, EXPERT, tiled=True)
+
+    def sending(
+        self,
+        slots: int,
+        dtype: Any,
+        weights: Any,
+        x_TD: jax.Array,
+        choice_Tk: jax.Array,
+        gate_Tk: jax.Array,
+    ) -> jax.Array:
+        """Each token goes to its experts and comes back.
+
+        Args:
+            slots: the most routes from one device to one expert.
+            dtype: of what an expert returns.
+        """
+        num_routes, k = choice_Tk.size, choice_Tk.shape[1]
+        order_N, owner_N, rank_N, counts_E = queues(choice_Tk, self.num_experts)
+        num_places = self.num_experts * slots
+        is_placed_N = (owner_N < self.num_experts) & (rank_N < slots)
+        place_N = jnp.where(is_placed_N, owner_N * slots + rank_N, num_places)
+        route_P = jnp.full(num_places, num_routes, jnp.int32)
+        route_P = route_P.at[place_N].set(order_N, mode="drop")
+        arrived = self._to_experts(rows_at(x_TD, route_P // k), slots)
+        # Slots are filled from the first, so counts say which hold tokens.
+        all_counts = jax.lax.all_gather(counts_E, EXPERT)
+        first = jax.lax.axis_index(EXPERT) * self.num_own
+        counts_O = jax.lax.dynamic_slice_in_dim(all_counts, first, self.num_own, 1)
+        is_token = jnp.arange(slots)[None, None] < counts_O[:, :, None]
+        own_O = jnp.arange(self.num_own, dtype=jnp.int32)[None, :, None]
+        expert = jnp.where(is_token, own_O, NO_EXPERT).reshape(-1, 1)
+        ones = jnp.ones(expert.shape, jnp.float32)
+        made = in_blocks(self.function, self.block, weights, arrived, expert, ones)
+        made_PD = self._to_experts(made.astype(dtype), slots)  # And back: its inverse.
+        gate_P1 = rows_at(gate_Tk.reshape(-1), route_P)[:, None].astype(jnp.float32)
+        sum_TD = jnp.zeros(x_TD.shape, jnp.float32)
+        sum_TD = sum_TD.at[route_P // k].add(
+            made_PD.astype(jnp.float32) * gate_P1, mode="drop"
+        )
+        # No router here does this; another one must not lose tokens in silence.
+        is_broken = (counts_E > slots).any()
+        return jnp.where(is_broken, jnp.nan, sum_TD)
+
+    def _to_experts(self, rows_PD: jax.Array, slots: int) -> jax.Array:
+        """Exchanges blocks of `num_own * slots` rows along `expert`."""
+        blocks = rows_PD.reshape(self.count, self.num_own * slots, -1)
+        return jax.lax.all_to_all(blocks, EXPERT, 0, 0).reshape(rows_PD.shape)
