@@ -82,18 +82,21 @@ class Encoding:
         lead = weight.shape[: self.stack]
         rows = jnp.asarray(weight).astype(jnp.float32).reshape(prod(lead), -1)
         rows = jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % self.block)))
-        blocks = rows.reshape(-1, self.block)
-        if self.name == "int8":
-            found = quantize(blocks, block_size=self.block, implementation=CUT_BY_XLA)
-            codes, scales = found.values, found.scales
-        else:
-            codes, scales = _nf4(blocks)
-        bits = lax.bitcast_convert_type(scales, jnp.uint32)
+        codes, bits = self.encode_blocks(rows.reshape(-1, self.block))
         width = codes.shape[-1]
         return {
             CODES: codes.reshape(*lead, -1, width),
             SCALES: bits.reshape(*lead, -1),
         }
+
+    def encode_blocks(self, blocks: Any) -> tuple[Any, Any]:
+        """Codes and scales of float32 [count, block]: [count, width] and [count]."""
+        if self.name == "int8":
+            found = quantize(blocks, block_size=self.block, implementation=CUT_BY_XLA)
+            codes, scales = found.values, found.scales
+        else:
+            codes, scales = _nf4(blocks)
+        return codes, lax.bitcast_convert_type(scales, jnp.uint32)
 
     def decode(self, arrays: Mapping[str, Any], shape: tuple[int, ...]) -> Any:
         """The weight, or some rows of its stack, in float32.

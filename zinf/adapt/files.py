@@ -41,12 +41,18 @@ LORA_PATTERNS = [f"{ADAPTER}/*/{name}" for name in (LORA_A, LORA_B)]
 
 
 def save_adapter(
-    adapted: Adapted, source: Engine | Saved, directory: Path | str
+    adapted: Adapted,
+    source: Engine | Saved,
+    directory: Path | str,
+    *,
+    base: str | None = None,
+    task: str | None = None,
 ) -> None:
     """Write the adapters of an engine or a checkpoint, without the base.
 
     Args:
         directory: absent or empty. It appears only when it is complete.
+        base, task: what PEFT's `base_model_name_or_path` and `task_type` say.
 
     Raises:
         FileExistsError: the folder is not empty.
@@ -67,7 +73,9 @@ def save_adapter(
     with complete_folder(Path(directory), nbytes) as fresh:
         parts = [header, *(np.ascontiguousarray(arrays[n]).tobytes() for n in names)]
         _write(fresh / WEIGHTS, parts)
-        _write(fresh / CONFIG, [_json(_peft_config(adapted))])
+        config = _peft_config(adapted)
+        config |= {"base_model_name_or_path": base, "task_type": task}
+        _write(fresh / CONFIG, [_json(config)])
         _write(fresh / OWN_CONFIG, [_json(_own_config(adapted.layout))])
 
 
@@ -102,8 +110,10 @@ def load_adapter(adapted: Adapted, directory: Path | str) -> Adapted:
     loaded = {path: value for path, value in values.items() if len(value)}
     params = adapted.params
     if callable(params):
-        return replace(adapted, params=lambda: {**params(), ADAPTER: loaded})
-    return replace(adapted, params={**params, ADAPTER: loaded})
+        begun: Any = lambda: {**params(), ADAPTER: loaded}  # noqa: E731
+    else:
+        begun = {**params, ADAPTER: loaded}
+    return replace(adapted, params=begun, loaded=loaded)
 
 
 class MergedTensors(AbstractTensors):

@@ -46,6 +46,7 @@ class Adapted:
         targets: the weights that are changed, by key path in the user's parameters.
         saved: the leaves that are trained whole; they are below "adapter".
         adapter: the options.
+        loaded: first values of the adapters by key path, where a file gave them.
     """
 
     loss_fn: Callable
@@ -56,6 +57,7 @@ class Adapted:
     saved: tuple[str, ...]
     adapter: Adapter
     layout: "Layout"
+    loaded: Mapping[str, Any] | None = None
 
     def config(self, config: Any = None) -> Config:
         """A config in which the base is frozen, and `adapter` is done."""

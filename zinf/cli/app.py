@@ -149,7 +149,10 @@ def finetune(
         int | None, typer.Option(min=1, help="Optimizer steps, in place of --epochs.")
     ] = None,
     epochs: Annotated[float, typer.Option(help="How often each sample is used.")] = 1.0,
-    learning_rate: Annotated[float, typer.Option(help="Of AdamW.")] = 1e-5,
+    learning_rate: Annotated[
+        float | None,
+        typer.Option(help="Of AdamW; 1e-5 if absent, and 2e-4 with adapters."),
+    ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 8,
     sequence_length: Annotated[
         int, typer.Option(min=2, help="Most tokens of a sample.")
@@ -158,6 +161,51 @@ def finetune(
         Path | None,
         typer.Option(help="Folder on a drive, for state that memory has no room for."),
     ] = None,
+    lora: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="RANK", help="Train adapters of this rank, such as 16."
+        ),
+    ] = None,
+    lora_alpha: Annotated[
+        float | None, typer.Option(help="Adapters are scaled by this over the rank.")
+    ] = None,
+    lora_dropout: Annotated[
+        float | None, typer.Option(help="Share of an adapter's inputs to drop.")
+    ] = None,
+    target_modules: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Weights with adapters, such as q_proj; repeatable. All linear layers "
+            "if absent."
+        ),
+    ] = None,
+    modules_to_save: Annotated[
+        list[str] | None,
+        typer.Option(help="Parameters to train whole beside adapters; repeatable."),
+    ] = None,
+    use_rslora: Annotated[
+        bool, typer.Option("--use-rslora", help="Scale by the root of the rank.")
+    ] = False,
+    use_dora: Annotated[
+        bool, typer.Option("--use-dora", help="Train lengths of columns apart.")
+    ] = False,
+    base_encoding: Annotated[
+        str | None,
+        typer.Option(help="Keep frozen weights in blocks: int8 or nf4 (QLoRA)."),
+    ] = None,
+    adapter: Annotated[
+        Path | None,
+        typer.Option(help="Folder of a saved adapter to begin from; needs --lora."),
+    ] = None,
+    merge: Annotated[
+        bool,
+        typer.Option(
+            "--merge/--no-merge",
+            help="Write the model with its adapters added to OUTPUT, and the adapters "
+            "to OUTPUT.adapter; else the adapters alone to OUTPUT.",
+        ),
+    ] = True,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the newest checkpoint.")
     ] = False,
@@ -167,12 +215,24 @@ def finetune(
     """Fine-tune a model of transformers, and write it in the form it came in.
 
     The config, checkpoints and metrics of the run are in the folder OUTPUT.run. All
-    parameters are trained, with masters in float32 and computing in bfloat16.
+    parameters are trained, with masters in float32 and computing in bfloat16; with
+    --lora, small adapters beside the frozen parameters.
     """
-    from zinf.cli.finetune import finetune_model, model_config
+    from zinf.cli.finetune import adapter_section, finetune_model, model_config
     from zinf.distributed import Alone
 
     with clean_errors(traceback):
+        section = adapter_section(
+            lora,
+            lora_alpha=lora_alpha,
+            lora_dropout=lora_dropout,
+            target_modules=target_modules,
+            modules_to_save=modules_to_save,
+            use_rslora=use_rslora or None,
+            use_dora=use_dora or None,
+            quantize_base=base_encoding,
+            begin_from=None if adapter is None else str(adapter),
+        )
         raw = model_config(
             model,
             data=data,
@@ -182,9 +242,15 @@ def finetune(
             sequence_length=sequence_length,
             steps=steps,
             resumes=resume,
+            adapter=section,
         )
         finetune_model(
-            raw, overrides or (), output=output, epochs=epochs, group=Alone()
+            raw,
+            overrides or (),
+            output=output,
+            merges=merge,
+            epochs=epochs,
+            group=Alone(),
         )
 
 

@@ -5,7 +5,7 @@ import time
 from contextlib import closing
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -157,28 +157,21 @@ def export(
 
     If a parameter has a master copy, that is written. The model's code is not needed.
     """
-    from zinf.adapt import MergedTensors, save_adapter
     from zinf.checkpoint import Saved
-    from zinf.cli.problem import adapted_model
+    from zinf.cli.adapters import export_adapter, export_merged
     from zinf.config import Config
     from zinf.interchange import export_orbax, export_safetensors, find
 
     with clean_errors(traceback), Saved(find(folder, step)) as saved:
         if None not in (merge, adapter):
             raise ValueError("--merge and --adapter exclude each other; give one.")
-        source = saved
-        if merge is not None:
-            source = MergedTensors(adapted_model(Config.load(merge)), saved)
+        written: dict[str, Any] = {"dtype": dtype, "max_shard_bytes": max_shard_bytes}
         if adapter is not None:
-            save_adapter(adapted_model(Config.load(adapter)), saved, output)
+            export_adapter(Config.load(adapter), saved, output)
+        elif to == Format.SAFETENSORS and merge is not None:
+            export_merged(Config.load(merge), saved, output, _names(names), **written)
         elif to == Format.SAFETENSORS:
-            export_safetensors(
-                source,
-                output,
-                dtype=dtype,
-                max_shard_bytes=max_shard_bytes,
-                names=_names(names),
-            )
+            export_safetensors(saved, output, names=_names(names), **written)
         elif names is not None:
             raise ValueError("--names is for safetensors: Orbax stores a tree.")
         elif merge is not None:

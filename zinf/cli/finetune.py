@@ -1,6 +1,6 @@
 """`zinf finetune`, and the config that it and `zinf plan --model` have by default."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,10 @@ from zinf.config import Config
 from zinf.distributed import AbstractGroup
 
 CONFIG = "finetune.yaml"
+LEARNING_RATE = 1e-5
+# Adapters begin at zero change and learn at rates ten times those of whole weights:
+# https://arxiv.org/abs/2106.09685, table 11.
+ADAPTER_LEARNING_RATE = 2e-4
 
 
 def finetune_model(
@@ -20,23 +24,34 @@ def finetune_model(
     overrides: Sequence[str],
     *,
     output: Path,
+    merges: bool = True,
     epochs: float,
     group: AbstractGroup,
 ) -> None:
     """Trains the model of a config on its data, and writes the tuned model.
 
-    The config is written to the folder of the run, which is `OUTPUT.run`.
+    The config is written to the folder of the run, which is `OUTPUT.run`. Adapters are
+    written to `OUTPUT.adapter`, and the model with them added to `OUTPUT`.
 
     Args:
         raw: see `model_config`.
+        merges: whether the model is written if it has adapters. Else they are written
+            to `OUTPUT`, alone.
         epochs: how often each sample is used, if `run.steps` is not given.
     """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise FileExistsError(
-            f"{output} is there already. Name another folder, or delete it first."
-        )
     run = output.with_name(f"{output.name}.run")
-    raw = raw | {"run": {"output": str(run), "export": str(output), **raw["run"]}}
+    exports = {"export": output}
+    if "adapter" in raw and merges:
+        exports["export_adapter"] = output.with_name(f"{output.name}.adapter")
+    elif "adapter" in raw:
+        exports = {"export_adapter": output}
+    for folder in exports.values():
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise FileExistsError(
+                f"{folder} is there already. Name another folder, or delete it first."
+            )
+    named = {key: str(folder) for key, folder in exports.items()}
+    raw = raw | {"run": {"output": str(run), **named, **raw["run"]}}
     config = Config.load(raw, overrides)
     if "steps" not in config.run.model_fields_set:
         task = hf.Task(config)
@@ -52,17 +67,23 @@ def model_config(
     *,
     data: Sequence[Path] = (),
     nvme: Path | None = None,
-    learning_rate: float = 1e-5,
+    learning_rate: float | None = None,
     samples: int = 1,
     sequence_length: int | None = None,
     steps: int | None = None,
     resumes: bool = False,
+    adapter: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The keys and values of a config that trains a model of `transformers`.
 
     Parameters are in bfloat16 with masters in float32, the optimizer is AdamW, and the
     gradient is clipped to norm 1.
+
+    Args:
+        adapter: keys of the `adapter` section; None trains all parameters.
     """
+    if learning_rate is None:
+        learning_rate = LEARNING_RATE if adapter is None else ADAPTER_LEARNING_RATE
     run: dict[str, Any] = {} if steps is None else {"steps": steps}
     files: dict[str, Any] = {"validation_fraction": 0.0}
     if sequence_length is not None:
@@ -70,7 +91,8 @@ def model_config(
     if data:
         files["paths"] = [str(path) for path in data]
     memory = {} if nvme is None else {"nvme": str(nvme)}
-    return {
+    adapted = {} if adapter is None else {"adapter": dict(adapter)}
+    return adapted | {
         "model": {"huggingface": model},
         "data": files,
         "train_batch_size": samples,
@@ -81,6 +103,23 @@ def model_config(
         "memory": memory,
         "run": run | ({"resume": True} if resumes else {}),
     }
+
+
+def adapter_section(rank: int | None, **options: Any) -> dict[str, Any] | None:
+    """The `adapter` section that options of the command line ask for.
+
+    Raises:
+        ValueError: there are options of adapters, and no rank.
+    """
+    given = {key: value for key, value in options.items() if value}
+    if rank is None:
+        if given:
+            raise ValueError(
+                f"{', '.join(given)}: this is about adapters, and none are asked for. "
+                "Add --lora RANK, such as --lora 16."
+            )
+        return None
+    return {"r": rank, **given}
 
 
 def _say(text: str) -> None:

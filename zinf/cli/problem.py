@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from zinf import hf
-from zinf.adapt import Adapted, adapt
+from zinf.adapt import Adapted, adapt, load_adapter
 from zinf.config import Config, notices
 from zinf.data import (
     DifficultyIndex,
@@ -45,7 +45,7 @@ def problem(
     optimizer, told = build_optimizer(config), config.told()
     if config.adapter is None:
         return (loss, init, optimizer, told), named
-    adapted = adapt(loss, init, config.adapter, **named)
+    adapted = _with_adapters(config, loss, init, named)
     named["eval_loss_fn"] = adapted.eval_loss_fn
     return (adapted.loss_fn, adapted.params, optimizer, adapted.config(told)), named
 
@@ -61,8 +61,18 @@ def adapted_model(config: Config) -> Adapted:
             "The config has no adapter section, so there is no adapter to export or "
             "merge. Give the config of the run that made the checkpoint."
         )
-    loss, init, named = _given(config, ALONE)
-    return adapt(loss, init, config.adapter, **named)
+    if is_huggingface(config):
+        return hf.Task(config).adapted()
+    return _with_adapters(config, *_given(config, ALONE))
+
+
+def _with_adapters(
+    config: Config, loss: Callable, init: Callable, named: dict[str, Any]
+) -> Adapted:
+    assert config.adapter is not None
+    found = adapt(loss, init, config.adapter, **named)
+    begin_from = config.adapter.begin_from
+    return found if begin_from is None else load_adapter(found, begin_from)
 
 
 def _given(

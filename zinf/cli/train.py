@@ -16,6 +16,7 @@ from zinf.cli.problem import (
     describing,
     devices,
     heading,
+    is_huggingface,
     make_engine,
     num_tokens,
     title,
@@ -42,6 +43,7 @@ def train_config(
         trace: file for the trace; None means `trace.json` in the folder of the run.
     """
     config, mesh = on_devices(path, overrides=overrides)
+    _check_exports(config)
     if group.count > 1:
         group.agree(_alike(config))
     say = _say if group.is_first else _say_nothing
@@ -99,6 +101,10 @@ def train_config(
         if config.run.export is not None:
             _export(engine, config.run.export)
             say(f"The tuned model is in {config.run.export}.")
+        if config.run.export_adapter is not None:
+            assert isinstance(engine, hf.ModelEngine)
+            hf.export_adapter(engine, config.run.export_adapter)
+            say(f"The adapter is in {config.run.export_adapter}.")
     say(f"The metrics of each step are in {metrics}.")
     if trace is not None and trace.exists():
         picture = shlex.join(["zinf", "plot", str(trace)])
@@ -106,12 +112,24 @@ def train_config(
     say(f"Draw the run as a page: {shlex.join(['zinf', 'report', str(output)])}")
 
 
-def _export(engine: Engine, folder: Path) -> None:
-    if not isinstance(engine, hf.ModelEngine):
+def _check_exports(config: Config) -> None:
+    """Refuse an export that cannot be made, before the run and not after it."""
+    run = config.run
+    asked = [k for k in ("export", "export_adapter") if getattr(run, k) is not None]
+    if asked and not is_huggingface(config):
         raise ValueError(
-            "run.export writes models of model.huggingface only. Use zinf checkpoint "
-            "export for this one."
+            f"run.{asked[0]} writes models of model.huggingface only. Remove it, and "
+            "use zinf checkpoint export for this model."
         )
+    if run.export_adapter is not None and config.adapter is None:
+        raise ValueError(
+            "run.export_adapter names a folder, and the config has no adapter section. "
+            "Remove it, or add one, such as adapter: {r: 16}."
+        )
+
+
+def _export(engine: Engine, folder: Path) -> None:
+    assert isinstance(engine, hf.ModelEngine)
     # As `transformers` keeps models: half the size of the masters.
     hf.export(engine, folder, dtype=engine.config.compute_dtype)
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from zinf.config.scalar import Count, Flag, Fraction, Number, Text
+from zinf.config.scalar import Count, Flag, Folder, Fraction, Number, Text
 from zinf.config.section import Section, Violation
 
 ALL_LINEAR = "all-linear"
@@ -62,6 +62,10 @@ class Adapter(Section):
 
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of the first values."""
+
+    begin_from: Folder | None = None
+    """Folder of a saved adapter, of zinf or of PEFT, whose values are the first ones;
+    null: they are made."""
 
     def violations(self) -> Iterator[Violation]:
         for key in ("target_modules", "exclude_modules", "modules_to_save"):

@@ -204,7 +204,7 @@ class Config(DeepSpeedKeys):
             self.data_efficiency, self.model, self.sequence_length
         )
         yield from huggingface_violations(
-            self.model, self.adapter, self.curriculum_learning, self.data_efficiency
+            self.model, self.curriculum_learning, self.data_efficiency
         )
         if self.bfloat16 is not None and "bf16" in self.model_fields_set:
             yield (

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from zinf.config.adapter import Adapter
 from zinf.config.deepspeed import ExpertParallel
 from zinf.config.efficiency import CurriculumLearning, DataEfficiency
 from zinf.config.optimizer import AdamParams, Optimizer
@@ -127,7 +126,6 @@ def training_violations(
 
 def huggingface_violations(
     model: Model | None,
-    adapter: Adapter | None,
     legacy: CurriculumLearning | None,
     efficiency: DataEfficiency | None,
 ) -> Iterator[Violation]:
@@ -135,8 +133,6 @@ def huggingface_violations(
     if model is None or model.huggingface is None:
         return
     text = "is not supported with model.huggingface yet. Remove one of them"
-    if adapter is not None:
-        yield ("adapter",), f"{text}, or call zinf.adapt on your own loss in Python."
     if legacy is not None and legacy.enabled:
         yield ("curriculum_learning",), f"{text}."
     if efficiency is not None and (

@@ -297,6 +297,10 @@ class Run(Section):
     """Folder for the tuned model, in the form that transformers loads, with
     model.huggingface; null: none is written."""
 
+    export_adapter: Folder | None = None
+    """Folder for the trained adapters, in the form that PEFT loads, with
+    model.huggingface and an adapter section; null: none is written."""
+
     checkpoint_every: Count | None = None
     """Steps between checkpoints; null: only at the end."""
 

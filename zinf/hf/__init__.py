@@ -8,6 +8,9 @@ if TYPE_CHECKING:
     from zinf.hf.engine import ModelEngine as ModelEngine
     from zinf.hf.engine import initialize as initialize
     from zinf.hf.export import export as export
+    from zinf.hf.export import export_adapter as export_adapter
+    from zinf.hf.export import write_adapter as write_adapter
+    from zinf.hf.export import write_model as write_model
     from zinf.hf.model import Model as Model
     from zinf.hf.model import load as load
     from zinf.hf.task import Task as Task
@@ -19,8 +22,11 @@ make_lazy(
         "ModelEngine": "zinf.hf.engine",
         "Task": "zinf.hf.task",
         "export": "zinf.hf.export",
+        "export_adapter": "zinf.hf.export",
         "initialize": "zinf.hf.engine",
         "load": "zinf.hf.model",
+        "write_adapter": "zinf.hf.export",
+        "write_model": "zinf.hf.export",
     },
     extra="hf",
 )

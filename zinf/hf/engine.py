@@ -7,25 +7,37 @@ import jax
 import optax
 from jax.sharding import Mesh
 
+from zinf.adapt import Adapted, adapt, load_adapter
+from zinf.adapt.state import FirstState
+from zinf.config import Config
+from zinf.config.adapter import Adapter
 from zinf.distributed import AbstractGroup
 from zinf.engine import Engine
 from zinf.hf.model import Model
 from zinf.initialize import ConfigSource, make_planner
 from zinf.interchange.names import Terms, listed
 from zinf.interchange.place import fill
+from zinf.interchange.tensors import AbstractTensors
 
 logger = logging.getLogger(__name__)
+TRACED_TOKENS = 8
 
 
 class ModelEngine(Engine):
     """An engine that trains a `transformers` model; made by `initialize`."""
 
     _model: Model
+    _adapted: Adapted | None = None
 
     @property
     def model(self) -> Model:
         """The model, without its weights."""
         return self._model
+
+    @property
+    def adapted(self) -> Adapted | None:
+        """The adapters beside the model's frozen weights; None if all are trained."""
+        return self._adapted
 
     def initialize_state(self) -> None:
         """Write the weights of the model's files to their tiers, in parts."""
@@ -39,9 +51,13 @@ class ModelEngine(Engine):
                     f"{listed(weights.unused)}"
                 )
             buffers = [name for name, _ in model.module.named_buffers()]
-            names = {name: name for name in model.specs}
             terms = Terms(ignore=buffers, may_round=True)
-            fill(self.planner, self._residents, weights, names, terms)
+            state: AbstractTensors = weights
+            names = list(model.specs)
+            if self._adapted is not None:
+                state = FirstState(self._adapted, weights, terms)
+                names = list(state.specs)
+            fill(self.planner, self._residents, state, {n: n for n in names}, terms)
 
 
 def initialize(
@@ -61,6 +77,8 @@ def initialize(
     in, if that is narrower than the files'.
 
     Args:
+        config: with an `adapter` section, the model's weights are frozen, and adapters
+            are trained beside them (see `zinf.adapt`).
         rng: for dropout. If the model has any and this is absent, it is key 0.
         batch: `input_ids` and maybe `labels`, `attention_mask`, `position_ids`, each
             (samples, tokens); see `Model.loss`.
@@ -76,15 +94,46 @@ def initialize(
             "The weights of a model are read by one process. Use one process with all "
             "devices of the machine."
         )
-    if rng is None and model.is_random:
+    config = Config.load(config)
+    if rng is None and draws(model, config):
         rng = jax.random.key(0)
     # Buffers that the files have are constants of the loss, which is traced first.
     model.read_buffers()
+    adapted = None
+    arguments, evaluates = (model.loss, model.zeros, tx, config), None
+    if config.adapter is not None:
+        adapted = adapted_model(model, config.adapter, rng=rng)
+        arguments = (adapted.loss_fn, adapted.params, tx, adapted.config(config))
+        evaluates = adapted.eval_loss_fn
     planner = make_planner(
-        model.loss, model.zeros, tx, config, rng=rng, mesh=mesh, group=group
+        *arguments, eval_loss_fn=evaluates, rng=rng, mesh=mesh, group=group
     )
     engine = ModelEngine(planner, rng)
-    engine._model = model
+    engine._model, engine._adapted = model, adapted
     if batch is not None:
         engine.prepare(batch)
     return engine
+
+
+def draws(model: Model, config: Config) -> bool:
+    """Whether training draws random numbers, for the model or for its adapters."""
+    has_dropout = config.adapter is not None and config.adapter.lora_dropout > 0
+    return model.is_random or has_dropout
+
+
+def adapted_model(
+    model: Model, adapter: Adapter, *, rng: jax.Array | None = None
+) -> Adapted:
+    """The model with adapters, of which only shapes are known.
+
+    Raises:
+        ValueError: see `zinf.adapt.lora` and, for `adapter.begin_from`, `load_adapter`.
+    """
+    # Which weights are multiplied by activations does not depend on the batch.
+    tokens = jax.ShapeDtypeStruct((1, TRACED_TOKENS), "int32")
+    found = adapt(
+        model.loss, model.zeros, adapter, batch={"input_ids": tokens}, rng=rng
+    )
+    if adapter.begin_from is not None:
+        found = load_adapter(found, adapter.begin_from)
+    return found

@@ -21,6 +21,9 @@ from transformers.core_model_loading import (
     dot_natural_key,
 )
 
+from zinf.adapt import Adapted, MergedTensors, save_adapter
+from zinf.checkpoint.saved import Saved
+from zinf.engine import Engine
 from zinf.hf.engine import ModelEngine
 from zinf.hf.model import Model
 from zinf.hf.weights import (
@@ -38,6 +41,7 @@ from zinf.program import ArraySpec
 from zinf.sharding import Box
 
 METADATA = {"format": "pt"}
+PEFT_TASK = "CAUSAL_LM"
 
 
 def export(
@@ -50,7 +54,8 @@ def export(
     """Write the trained model as a folder that `transformers` loads.
 
     The folder has the weights in safetensors files, config.json, generation settings
-    and the tokenizer, if the model has one. It appears only when it is complete.
+    and the tokenizer, if the model has one. Adapters are added to the weights that they
+    are beside. The folder appears only when it is complete.
 
     Args:
         directory: absent or empty.
@@ -62,14 +67,30 @@ def export(
         FileExistsError, StorageError, BudgetExceeded, ValueError: see
             `zinf.interchange.export_safetensors`.
     """
-    model = engine.model
+    tensors: AbstractTensors = EngineTensors(engine)
+    if engine.adapted is not None:
+        tensors = MergedTensors(engine.adapted, engine)
+    write_model(
+        tensors, engine.model, directory, dtype=dtype, max_shard_bytes=max_shard_bytes
+    )
+
+
+def write_model(
+    tensors: AbstractTensors,
+    model: Model,
+    directory: Path | str,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """`export` with the parameters by name, such as those of a checkpoint."""
     kept = dtype or model.dtype
 
     def beside(folder: Path) -> None:
         _save_small_files(model, folder, kept)
 
     export_safetensors(
-        ExportedWeights(EngineTensors(engine), model),
+        ExportedWeights(tensors, model),
         directory,
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,
@@ -77,6 +98,31 @@ def export(
         metadata=METADATA,
         beside=beside,
     )
+
+
+def export_adapter(engine: ModelEngine, directory: Path | str) -> None:
+    """Write the trained adapters alone, as a folder that PEFT loads.
+
+    Args:
+        directory: absent or empty. It appears only when it is complete.
+
+    Raises:
+        ValueError: the engine trains no adapters.
+        FileExistsError, StorageError: see `zinf.adapt.save_adapter`.
+    """
+    if engine.adapted is None:
+        raise ValueError(
+            "This engine trains all weights of the model, so there is no adapter to "
+            "write. Use zinf.hf.export, or give the config an adapter section."
+        )
+    write_adapter(engine.adapted, engine, engine.model, directory)
+
+
+def write_adapter(
+    adapted: Adapted, source: Engine | Saved, model: Model, directory: Path | str
+) -> None:
+    """`export_adapter` for an engine or a checkpoint."""
+    save_adapter(adapted, source, directory, base=model.name, task=PEFT_TASK)
 
 
 def _save_small_files(model: Model, folder: Path, dtype: str) -> None:

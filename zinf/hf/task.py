@@ -11,10 +11,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from zinf.adapt import Adapted
 from zinf.config import Config
 from zinf.distributed import AbstractGroup
 from zinf.hf.dataset import num_samples, sample_batches, tokenized
-from zinf.hf.engine import ModelEngine, initialize
+from zinf.hf.engine import ModelEngine, adapted_model, draws, initialize
 from zinf.hf.folder import SMALL_FILES
 from zinf.hf.model import IGNORED, Model, load
 from zinf.hf.samples import Tokenizing
@@ -61,13 +62,29 @@ class Task:
 
     def arguments(self, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of `zinf.initialize` to plan with: parameters of 0."""
-        model, config = self.model, self.config
-        named = {
-            "rng": jax.random.key(config.run.seed) if model.is_random else None,
-            "batch": self.batch_spec(rows),
-        }
-        tx = build_optimizer(config)
-        return (model.loss, model.zeros, tx, config.told()), named
+        model, config, rng = self.model, self.config, self._rng
+        named: dict[str, Any] = {"rng": rng, "batch": self.batch_spec(rows)}
+        tx, told = build_optimizer(config), config.told()
+        if config.adapter is None:
+            return (model.loss, model.zeros, tx, told), named
+        adapted = self.adapted()
+        named["eval_loss_fn"] = adapted.eval_loss_fn
+        return (adapted.loss_fn, adapted.params, tx, adapted.config(told)), named
+
+    def adapted(self) -> Adapted:
+        """The model with the adapters of the config, of which only shapes are known.
+
+        Raises:
+            ValueError: the config has no adapter section, or see `adapted_model`.
+        """
+        if self.config.adapter is None:
+            raise ValueError("The config has no adapter section.")
+        return adapted_model(self.model, self.config.adapter, rng=self._rng)
+
+    @property
+    def _rng(self) -> jax.Array | None:
+        config = self.config
+        return jax.random.key(config.run.seed) if draws(self.model, config) else None
 
     def engine(self, rows: int, *, mesh: Mesh, group: AbstractGroup) -> ModelEngine:
         """An engine with the weights of the model's files."""
@@ -76,7 +93,7 @@ class Task:
             model,
             build_optimizer(config),
             config.told(),
-            rng=jax.random.key(config.run.seed) if model.is_random else None,
+            rng=self._rng,
             batch=self.batch_spec(rows),
             mesh=mesh,
             group=group,

@@ -26,5 +26,6 @@ def held_bytes(tensors: AbstractTensors, dtype: str | None) -> int:
         nbytes = block_bytes(tensors, name)
         target = as_dtype(spec, dtype)
         cast = 0 if target == spec else target.itemsize + MASK_BYTES
-        most = max(most, read_bytes(tensors, nbytes) + nbytes // spec.itemsize * cast)
+        held = read_bytes(tensors, name, nbytes)
+        most = max(most, held + nbytes // spec.itemsize * cast)
     return most

@@ -149,7 +149,7 @@ class _Placing:
             shape = spec.master.shape
             rows = min(self.rows(path), shape[0]) if shape else 1
             numel = ArraySpec((rows, *shape[1:]), "bool", 1).nbytes
-            each = read_bytes(self.tensors, read.itemsize)
+            each = read_bytes(self.tensors, name, read.itemsize)
             if read.dtype != spec.master.dtype.name:
                 each += spec.master.dtype.itemsize + MASK_BYTES
             if spec.has_master:

@@ -42,6 +42,10 @@ class AbstractTensors(ABC):
                 the file.
         """
 
+    def copies_of(self, name: str) -> int:
+        """`copies` of one array, whose parts may take more memory than others."""
+        return self.copies
+
     def holding(self, nbytes: int) -> AbstractContextManager[None]:
         """Reserve `nbytes` in the host budget of these arrays, if they have one.
 
@@ -100,9 +104,9 @@ def block_bytes(tensors: AbstractTensors, name: str) -> int:
     return prod(map(min, tensors.block(name), spec.shape)) * spec.itemsize
 
 
-def read_bytes(tensors: AbstractTensors, nbytes: int) -> int:
+def read_bytes(tensors: AbstractTensors, name: str, nbytes: int) -> int:
     """Bytes that `stream` holds if parts have `nbytes`: one is read, one is used."""
-    return nbytes * (tensors.copies + 1)
+    return nbytes * (tensors.copies_of(name) + 1)
 
 
 def block_of_chunks(spec: ArraySpec, chunk: tuple[int, ...]) -> tuple[int, ...]:
