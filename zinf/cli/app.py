@@ -140,8 +140,8 @@ def finetune(
     data: Annotated[
         list[Path],
         typer.Option(
-            help="JSON lines of text, of prompt and completion, or of messages; "
-            "repeatable."
+            help="JSON lines or parquet of text, prompt and completion, messages, "
+            "conversations (ShareGPT) or instruction and output (Alpaca); repeatable."
         ),
     ],
     output: Annotated[Path, typer.Option(help="Folder for the tuned model.")],
@@ -157,6 +157,27 @@ def finetune(
     sequence_length: Annotated[
         int, typer.Option(min=2, help="Most tokens of a sample.")
     ] = 1024,
+    eval_data: Annotated[
+        list[Path] | None,
+        typer.Option(help="Files like --data for evaluation; repeatable."),
+    ] = None,
+    completion_only_loss: Annotated[
+        bool,
+        typer.Option(
+            "--completion-only-loss/--no-completion-only-loss",
+            help="Train on completions and answers; else on prompts too.",
+        ),
+    ] = True,
+    assistant_only_loss: Annotated[
+        bool,
+        typer.Option(
+            "--assistant-only-loss",
+            help="Train on all that the assistant says, as the chat template marks it.",
+        ),
+    ] = False,
+    packing: Annotated[
+        bool, typer.Option("--packing", help="Put several samples into one row.")
+    ] = False,
     nvme: Annotated[
         Path | None,
         typer.Option(help="Folder on a drive, for state that memory has no room for."),
@@ -243,6 +264,10 @@ def finetune(
             steps=steps,
             resumes=resume,
             adapter=section,
+            evaluation=eval_data or (),
+            completion_only=completion_only_loss,
+            assistant_only=assistant_only_loss,
+            packing=packing,
         )
         finetune_model(
             raw,

@@ -13,6 +13,7 @@ from zinf.config import Config
 from zinf.distributed import AbstractGroup
 
 CONFIG = "finetune.yaml"
+EVALUATE_EVERY = 100
 LEARNING_RATE = 1e-5
 # Adapters begin at zero change and learn at rates ten times those of whole weights:
 # https://arxiv.org/abs/2106.09685, table 11.
@@ -73,6 +74,8 @@ def model_config(
     steps: int | None = None,
     resumes: bool = False,
     adapter: Mapping[str, Any] | None = None,
+    evaluation: Sequence[Path] = (),
+    **options: Any,
 ) -> dict[str, Any]:
     """The keys and values of a config that trains a model of `transformers`.
 
@@ -81,6 +84,9 @@ def model_config(
 
     Args:
         adapter: keys of the `adapter` section; None trains all parameters.
+        evaluation: files that the model is evaluated on, every 100 steps and at last.
+        options: keys of the `data` section; those that are false are left out, but for
+            `completion_only`.
     """
     if learning_rate is None:
         learning_rate = LEARNING_RATE if adapter is None else ADAPTER_LEARNING_RATE
@@ -88,6 +94,12 @@ def model_config(
     files: dict[str, Any] = {"validation_fraction": 0.0}
     if sequence_length is not None:
         files["sequence_length"] = sequence_length
+    if not options.pop("completion_only", True):
+        files["completion_only"] = False
+    files |= {key: value for key, value in options.items() if value}
+    if evaluation:
+        files["evaluation_paths"] = [str(path) for path in evaluation]
+        run["evaluate_every"] = EVALUATE_EVERY
     if data:
         files["paths"] = [str(path) for path in data]
     memory = {} if nvme is None else {"nvme": str(nvme)}

@@ -262,6 +262,19 @@ class Data(Section):
     """With model.huggingface: train on completions and on what an assistant says, and
     not on prompts."""
 
+    assistant_only: Flag = False
+    """With model.huggingface: train on all that an assistant says, and refuse a chat
+    template without generation tags, which mark it; false: without tags, train on the
+    last answer."""
+
+    packing: Flag = False
+    """With model.huggingface: put several samples into a row of sequence_length tokens.
+    No token sees another sample."""
+
+    evaluation_paths: Annotated[tuple[Path, ...], BeforeValidator(_paths)] | None = None
+    """With model.huggingface: files for evaluation; null: validation_fraction of the
+    data."""
+
     bin_dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
     """Dtype of the tokens in .bin files; nanoGPT writes uint16."""
 

@@ -79,6 +79,43 @@ def json_lines(path: Path) -> Iterator[tuple[Any, str]]:
                 raise ValueError(f"{where}: no JSON: {error}") from None
 
 
+def parquet_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    """Each row of a parquet file as JSON would have it, and where it is, for messages.
+
+    Fields that are null are left out, at any depth: a column of structs has them all.
+
+    Raises:
+        ValueError: the file is damaged, or pyarrow is missing.
+    """
+    pa, parquet = _pyarrow(path)
+    try:
+        with parquet.ParquetFile(path) as file:
+            number = 0
+            for batch in file.iter_batches(BATCH_ROWS):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield _without_null(row), f"{path}, row {number}"
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{path} is no parquet file, or is damaged: {error}") from None
+
+
+def _without_null(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_null(v) for k, v in value.items() if v is not None}
+    return list(map(_without_null, value)) if isinstance(value, list) else value
+
+
+def _pyarrow(path: Path) -> tuple[Any, Any]:
+    try:
+        import pyarrow as pa
+        from pyarrow import parquet
+    except ImportError:
+        raise ValueError(
+            f"To read {path}, install pyarrow: pip install 'zinf[parquet]'."
+        ) from None
+    return pa, parquet
+
+
 def _json_rows(path: Path, field: str) -> Iterator[str]:
     for row, where in json_lines(path):
         yield _text(row, field, where)
@@ -97,13 +134,7 @@ def _text(row: Any, field: str, where: str) -> str:
 
 
 def _rows(path: Path, field: str) -> Iterator[str]:
-    try:
-        import pyarrow as pa
-        from pyarrow import parquet
-    except ImportError:
-        raise ValueError(
-            f"To read {path}, install pyarrow: pip install 'zinf[parquet]'."
-        ) from None
+    pa, parquet = _pyarrow(path)
     try:
         with parquet.ParquetFile(path) as file:
             schema = file.schema_arrow

@@ -6,6 +6,9 @@ registers one function, which gives plain attention to `jax.nn.dot_product_atten
 (gpt-oss), dropout, and values of another width than keys (DeepSeek).
 """
 
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -17,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 NAME = "zinf"
+_SEGMENTS: ContextVar[jax.Array | None] = ContextVar("segments", default=None)
 
 
 def register() -> None:
@@ -25,12 +29,31 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, boolean_mask)
 
 
+@contextmanager
+def within_segments(segment_ids: jax.Array | None) -> Generator[None, None, None]:
+    """In the body no token sees one of another segment.
+
+    Args:
+        segment_ids: (batch, tokens); None: all tokens of a row are one sample's.
+    """
+    token = _SEGMENTS.set(segment_ids)
+    try:
+        yield
+    finally:
+        _SEGMENTS.reset(token)
+
+
 def boolean_mask(**named: Any) -> torch.Tensor | None:
     """The mask of a layer, True where a query sees a key; None for a causal one."""
     # With a mask of padding, the choice would depend on its values.
     may_skip = named.pop("allow_is_causal_skip", True)
-    may_skip = may_skip and named.get("attention_mask") is None
-    return sdpa_mask(**named, allow_is_causal_skip=may_skip)
+    segments = _SEGMENTS.get()
+    may_skip = may_skip and named.get("attention_mask") is None and segments is None
+    mask = sdpa_mask(**named, allow_is_causal_skip=may_skip)
+    if segments is None or mask is None:
+        return mask
+    is_same = segments[:, None, :, None] == segments[:, None, None, :]
+    return torch_view(jnp.logical_and(jax_view(mask), is_same))
 
 
 def attend(

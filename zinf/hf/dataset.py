@@ -1,4 +1,4 @@
-"""Samples for fine-tuning from files of JSON lines, as a grain dataset.
+"""Samples for fine-tuning from files of JSON lines or parquet, as a grain dataset.
 
 All lines are turned into tokens once, when a run begins, and kept in a folder: so what
 is wrong with a line is found before training, and no step waits for a tokenizer.
@@ -17,9 +17,9 @@ from typing import Any
 import grain
 import numpy as np
 
-from zinf.data.extract import json_lines
 from zinf.data.share import Share
 from zinf.hf.model import IGNORED
+from zinf.hf.records import records
 from zinf.hf.samples import Tokenizing
 
 IDS, LABELS, ENDS = "ids.int32", "labels.int32", "ends.npy"
@@ -37,33 +37,48 @@ class Samples(grain.sources.RandomAccessDataSource):
         padding: the token of the padding.
     """
 
+    ignored = IGNORED
+
     def __init__(
         self, folder: Path, *, length: int, padding: int, first: int, last: int
     ) -> None:
-        self._folder, self._length, self._padding = folder, length, padding
+        self._folder, self.length, self._padding = folder, length, padding
         ends = np.load(folder / ENDS)
         self._starts = np.concatenate([[0], ends[:-1]])[first:last]
         self._ends = ends[first:last]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Number of tokens of each sample."""
+        return self._ends - self._starts
 
     def __len__(self) -> int:
         return len(self._ends)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """`input_ids` and `labels`, int32 (length,)."""
-        start, end = int(self._starts[index]), int(self._ends[index])
-        return {
-            "input_ids": self._padded(IDS, start, end, self._padding),
-            "labels": self._padded(LABELS, start, end, IGNORED),
-        }
+        row = self.empty()
+        ids, labels = self.tokens(index)
+        row["input_ids"][: len(ids)], row["labels"][: len(ids)] = ids, labels
+        return row
 
-    def _padded(self, file: str, start: int, end: int, padding: int) -> np.ndarray:
+    def empty(self) -> dict[str, np.ndarray]:
+        """A row of padding alone."""
+        padding = {"input_ids": self._padding, "labels": IGNORED}
+        return {n: np.full(self.length, x, np.int32) for n, x in padding.items()}
+
+    def tokens(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of a sample and their labels, without padding."""
+        start, end = int(self._starts[index]), int(self._ends[index])
+        ids, labels = (self._read(file, start, end) for file in (IDS, LABELS))
+        return ids, labels
+
+    def _read(self, file: str, start: int, end: int) -> np.ndarray:
         path = self._folder / file
         found = np.fromfile(path, np.int32, count=end - start, offset=4 * start)
         if len(found) != end - start:
             raise OSError(f"{path} was cut short. Delete {self._folder}.")
-        result = np.full(self._length, padding, np.int32)
-        result[: len(found)] = found
-        return result
+        return found
 
 
 def tokenized(
@@ -85,8 +100,7 @@ def tokenized(
         FileNotFoundError: a file does not exist.
         ValueError: a line is wrong, or there is none; see `Tokenizing.sample`.
     """
-    settings = how.sequence_length, how.truncates, how.completion_only, how.vocab_size
-    state: list[Any] = [list(settings), *map(_state, [*paths, *tokenizer_files])]
+    state: list[Any] = [how.settings, *map(_state, [*paths, *tokenizer_files])]
     digest = sha256(json.dumps(state).encode()).hexdigest()[:16]
     folder = cache / f"samples-{digest}"
     if folder.is_dir():
@@ -98,8 +112,9 @@ def tokenized(
         ends = array("q")
         total = trained = 0
         with (partial / IDS).open("wb") as ids, (partial / LABELS).open("wb") as labels:
-            for line, where in chain.from_iterable(map(json_lines, paths)):
-                found = [np.array(x, np.int32) for x in how.sample(line, where)]
+            lines = chain.from_iterable(map(records, paths))
+            for sample in chain.from_iterable(how.samples(*line) for line in lines):
+                found = [np.array(x, np.int32) for x in sample]
                 ids.write(found[0].tobytes())
                 labels.write(found[1].tobytes())
                 total += len(found[0])
@@ -117,38 +132,38 @@ def tokenized(
     return folder
 
 
-def sample_batches(
-    folder: Path,
+def split_of(
+    count: int, validation_fraction: float, *, is_training: bool
+) -> tuple[int, int]:
+    """The samples of a split of `count`: those of validation are the last ones."""
+    cut = count - round(count * validation_fraction)
+    return (0, cut) if is_training else (cut, count)
+
+
+def batches(
+    rows: grain.sources.RandomAccessDataSource,
     *,
-    length: int,
-    padding: int,
     batch_size: int,
     seed: int,
-    is_training: bool,
-    validation_fraction: float,
+    split: str = "train",
     process: tuple[int, int] = (0, 1),
     num_microbatches: int = 1,
 ) -> grain.IterDataset:
-    """Shuffled batches of `input_ids` and `labels`, int32 (rows, length).
+    """Shuffled batches of rows such as those of `Samples`.
 
     The iterator's state is JSON; after `set_state` the same batches follow.
 
     Raises:
-        ValueError: the split has fewer samples than a batch, or a batch does not divide
+        ValueError: there are fewer rows than a batch has, or a batch does not divide
             (see `Share`).
     """
-    count = num_samples(folder)
-    cut = count - round(count * validation_fraction)
-    first, last = (0, cut) if is_training else (cut, count)
-    if last - first < batch_size:
-        split = "train" if is_training else "validation"
+    if len(rows) < batch_size:
         raise ValueError(
-            f"The {split} split has {last - first} samples of {count}, and "
-            f"train_batch_size is {batch_size}. Give more samples, or lower the batch "
-            f"size{'' if is_training else ' or raise data.validation_fraction'}."
+            f"The {split} split has {len(rows)} rows of samples, and train_batch_size "
+            f"is {batch_size}. Give more samples, lower the batch size, or change "
+            "data.validation_fraction or data.evaluation_paths."
         )
-    samples = Samples(folder, length=length, padding=padding, first=first, last=last)
-    shuffled = grain.MapDataset.source(samples).shuffle(seed).repeat()
+    shuffled = grain.MapDataset.source(rows).shuffle(seed).repeat()
     return Share(
         shuffled, batch_size, process=process, num_microbatches=num_microbatches
     )

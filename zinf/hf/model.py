@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
+from inspect import signature
 from pathlib import Path
 
 import jax
@@ -18,6 +19,8 @@ import transformers
 from torchax import default_env
 from torchax.interop import jax_view, torch_view
 
+from zinf.hf import attention
+from zinf.hf.attention import within_segments
 from zinf.hf.folder import find_folder, weights_path
 from zinf.hf.module import build, read_config
 from zinf.hf.weights import StoredWeights, check_dtypes, spec_of, to_numpy
@@ -30,7 +33,11 @@ Params = dict[str, jax.Array]
 Batch = Mapping[str, jax.Array]
 
 IGNORED = -100  # The label of a token that is not trained on, as in `transformers`.
-KEYS = ("input_ids", "labels", "attention_mask", "position_ids")
+KEYS = ("input_ids", "labels", "attention_mask", "position_ids", "segment_ids")
+# What is not given to the module.
+OWN_KEYS = ("labels", "segment_ids")
+# Layers in which a token sees others through a mask alone.
+MASKED_LAYERS = {"full_attention", "sliding_attention"}
 # Parts of the names of settings that make a training pass random.
 RANDOM = ("drop", "jitter", "noise")
 
@@ -159,8 +166,9 @@ class Model:
 
         Args:
             params: by name, all in one dtype; see `specs`.
-            batch: `input_ids` (batch, tokens) and, where given, `attention_mask` and
-                `position_ids` of that shape.
+            batch: `input_ids` (batch, tokens) and, where given, `attention_mask`,
+                `position_ids` and `segment_ids` of that shape. No token sees one with
+                another segment id; positions then begin anew with each segment.
             key: for dropout; without it the model runs as in evaluation.
             train: whether the model runs as in training.
         """
@@ -170,13 +178,17 @@ class Model:
                 f"A batch has input_ids and may have {', '.join(KEYS[1:])}; this one "
                 f"has {', '.join(batch)}."
             )
+        if "segment_ids" in batch:
+            self.check_packing()
+            batch = _packed(batch)
         first = next(iter(params.values()))
         module = self.module_in(str(jnp.dtype(first.dtype)))
         module.train(train and bool(key))
         env = default_env()
-        inputs = {name: torch_view(batch[name]) for name in batch if name != "labels"}
+        inputs = {n: torch_view(batch[n]) for n in batch if n not in OWN_KEYS}
+        segments = within_segments(batch.get("segment_ids"))
         prng = env.override_property(prng=key[0] if key else None)
-        with env, prng, _torch_promotion():
+        with env, prng, _torch_promotion(), segments:
             weights = {name: torch_view(value) for name, value in params.items()}
             buffers = {
                 name: torch_view(
@@ -212,10 +224,39 @@ class Model:
                 labels = jnp.where(batch["attention_mask"] != 0, labels, IGNORED)
         ends = jnp.full_like(labels[:, :1], IGNORED)
         next_labels = jnp.concatenate([labels[:, 1:], ends], axis=1)
+        if "segment_ids" in batch:
+            segments = batch["segment_ids"]
+            last = jnp.zeros_like(segments[:, :1])
+            following = jnp.concatenate([segments[:, 1:], last], axis=1)
+            next_labels = jnp.where(following == segments, next_labels, IGNORED)
         is_trained = next_labels != IGNORED
         losses = cross_entropy(logits, jnp.where(is_trained, next_labels, 0))
         total = jnp.sum(jnp.where(is_trained, losses, 0.0))
         return total / jnp.sum(is_trained.astype(jnp.float32))
+
+    def check_packing(self) -> None:
+        """Refuse a model in which samples of one row would see each other.
+
+        Raises:
+            NotImplementedError: it has layers that a mask does not part, such as
+                recurrent ones, or takes no positions.
+        """
+        module, text = self.module, self.config.get_text_config()
+        kinds = set(getattr(text, "layer_types", None) or ()) - MASKED_LAYERS
+        if any(isinstance(m, torch.nn.Conv1d) for m in module.modules()):
+            kinds.add("convolution")
+        reason = f"it has layers of {', '.join(sorted(kinds))}" if kinds else ""
+        if getattr(module, "_is_stateful", False):
+            reason = "it keeps a state from token to token"
+        elif self.config._attn_implementation != attention.NAME:
+            reason = "its attention takes no mask from outside"
+        elif "position_ids" not in signature(module.forward).parameters:
+            reason = "it takes no position_ids"
+        if reason:
+            raise NotImplementedError(
+                f"Several samples in a row would see each other in {self.name}: "
+                f"{reason}. Set data.packing to false."
+            )
 
     def persistent_buffers(self) -> dict[str, np.ndarray]:
         """The buffers that files of the model have, by name."""
@@ -257,6 +298,20 @@ class Model:
     def __repr__(self) -> str:
         kind = self.config.model_type
         return f"<Model {self.name}: {kind}, {self.num_parameters:,} parameters>"
+
+
+def _packed(batch: Batch) -> dict[str, jax.Array]:
+    """A batch with all that makes segments apart: positions, and a mask of ones.
+
+    Without a mask `transformers` would look for segments in the values of positions.
+    """
+    segments = batch["segment_ids"]
+    index = jnp.arange(segments.shape[1], dtype=jnp.int32)[None]
+    before = jnp.concatenate([segments[:, :1] - 1, segments[:, :-1]], axis=1)
+    starts = jnp.where(segments != before, index, 0)
+    positions = index - jax.lax.cummax(starts, axis=1)
+    ones = jnp.ones_like(batch["input_ids"])
+    return {"position_ids": positions, "attention_mask": ones} | dict(batch)
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """Turns a line of a fine-tuning file into tokens and labels.
 
-A line of JSON holds a `text`, a `prompt` and its `completion`, or a conversation in
-`messages` (with `tools`), which the tokenizer's chat template lays out.
+A record holds a `text`, a `prompt` and its `completion`, or a conversation in
+`messages` (with `tools`), which the tokenizer's chat template lays out; for other forms
+see `zinf.hf.records`.
 """
 
 import re
@@ -12,14 +13,23 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from zinf.hf.model import IGNORED
+from zinf.hf.records import standard
 
-KINDS = "text, prompt and completion, or messages"
+KINDS = (
+    "text, prompt and completion, messages, conversations (ShareGPT), or instruction "
+    "and output (Alpaca)"
+)
 # The tag of a chat template around what an assistant says.
 GENERATION = re.compile(r"\{%-?\s*generation\b")
 NO_LAST_ANSWER = (
     "the chat template does not show where the last answer begins. Use one with "
     "{% generation %} tags, end the conversation with the assistant, or set "
     "data.completion_only to false."
+)
+NO_TAGS = (
+    "the chat template has no {% generation %} tags, which show what the assistant "
+    "says. Put a template with them beside the tokenizer (chat_template.jinja), or set "
+    "data.assistant_only to false to train on the last answer."
 )
 
 
@@ -33,6 +43,8 @@ class Tokenizing:
         completion_only: train on completions and on what the assistant says, and not on
             prompts and what the user says.
         vocab_size: of the model.
+        assistant_only: conversations must have all that the assistant says marked by
+            the chat template.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -40,6 +52,17 @@ class Tokenizing:
     truncates: bool
     completion_only: bool
     vocab_size: int
+    assistant_only: bool = False
+
+    @property
+    def settings(self) -> list[Any]:
+        """What the tokens depend on, beside the line and the tokenizer."""
+        found = {n: x for n, x in vars(self).items() if n != "tokenizer"}
+        return [type(self).__name__, *found.items()]
+
+    def samples(self, line: Any, where: str) -> list[tuple[list[int], list[int]]]:
+        """The samples of a line: one here."""
+        return [self.sample(line, where)]
 
     def sample(self, line: Any, where: str) -> tuple[list[int], list[int]]:
         """The tokens of a line, and their labels: themselves, or -100.
@@ -77,6 +100,8 @@ class Tokenizing:
         return ids, labels
 
     def _tokens(self, line: Any, where: str) -> tuple[list[int], list[int]]:
+        has_template = bool(self.tokenizer.chat_template)
+        line = standard(line, where, has_template=has_template)
         if not isinstance(line, Mapping):
             raise ValueError(
                 f"{where}: a line must be a JSON object with {KINDS}; found a "
@@ -99,6 +124,12 @@ class Tokenizing:
             _check_text(line["text"], "text", where)
             ids = self._closed(self.tokenizer(line["text"]).input_ids)
             return ids, list(ids)
+        if "chosen" in line and "rejected" in line:
+            raise ValueError(
+                f"{where}: chosen and rejected are preferences, which objective sft "
+                "does not take. Set data.objective to dpo (zinf finetune --objective "
+                "dpo)."
+            )
         found = ", ".join(map(str, line)) or "nothing"
         raise ValueError(f"{where}: a line must have {KINDS}; found {found}.")
 
@@ -128,11 +159,13 @@ class Tokenizing:
             )
         _check_messages(messages, where)
         has_tags = GENERATION.search(str(template)) is not None
+        if self.assistant_only and not has_tags:
+            raise ValueError(f"{where}: {NO_TAGS}")
         ends_with_answer = len(messages) > 1 and messages[-1]["role"] == "assistant"
         if self.completion_only and not has_tags and not ends_with_answer:
             raise ValueError(f"{where}: {NO_LAST_ANSWER}")
         try:
-            if not self.completion_only:
+            if not self.completion_only and not self.assistant_only:
                 ids = self._laid_out(messages, tools)
                 return ids, list(ids)
             if has_tags:

@@ -14,10 +14,11 @@ from jax.sharding import Mesh
 from zinf.adapt import Adapted
 from zinf.config import Config
 from zinf.distributed import AbstractGroup
-from zinf.hf.dataset import num_samples, sample_batches, tokenized
+from zinf.hf.dataset import Samples, batches, num_samples, split_of, tokenized
 from zinf.hf.engine import ModelEngine, adapted_model, draws, initialize
 from zinf.hf.folder import SMALL_FILES
 from zinf.hf.model import IGNORED, Model, load
+from zinf.hf.packing import Packed
 from zinf.hf.samples import Tokenizing
 from zinf.optim.factory import build_optimizer
 
@@ -58,7 +59,8 @@ class Task:
     def batch_spec(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes of this process's part of a batch."""
         shape = jax.ShapeDtypeStruct((rows, self.length), np.int32)
-        return {"input_ids": shape, "labels": shape}
+        packed = ("segment_ids", "position_ids") * self.config.data.packing
+        return dict.fromkeys(("input_ids", "labels", *packed), shape)
 
     def arguments(self, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of `zinf.initialize` to plan with: parameters of 0."""
@@ -99,10 +101,22 @@ class Task:
             group=group,
         )
 
-    def samples(self, say: Callable[[str], None] = lambda text: None) -> Path:
-        """The folder of the tokenized samples; made now if it is not there."""
+    def samples(
+        self,
+        say: Callable[[str], None] = lambda text: None,
+        *,
+        for_evaluation: bool = False,
+    ) -> Path:
+        """The folder of the tokenized samples; made now if it is not there.
+
+        Args:
+            for_evaluation: those of `data.evaluation_paths`, if there are any.
+        """
         data, model = self.config.data, self.model
-        if isinstance(data.paths, str):
+        paths = data.paths
+        if for_evaluation and data.evaluation_paths is not None:
+            paths = data.evaluation_paths
+        if isinstance(paths, str):
             raise ValueError(
                 "data.paths names no file. To fine-tune, name files of JSON lines "
                 "there, with text, prompt and completion, or messages."
@@ -113,10 +127,11 @@ class Task:
             truncates=data.truncate,
             completion_only=data.completion_only,
             vocab_size=model.vocab_size,
+            assistant_only=data.assistant_only,
         )
         files = [p for name in SMALL_FILES for p in sorted(model.folder.glob(name))]
         return tokenized(
-            data.paths,
+            paths,
             how,
             tokenizer_files=files,
             cache=data.cache or self.config.run.output / "data",
@@ -127,8 +142,35 @@ class Task:
         self, batch_size: int, epochs: float, say: Callable[[str], None]
     ) -> int:
         """Steps in which each sample is used `epochs` times, at least 1."""
-        count = num_samples(self.samples(say))
-        return max(1, round(epochs * count / batch_size))
+        return max(1, round(epochs * len(self.rows(say)) / batch_size))
+
+    def rows(
+        self,
+        say: Callable[[str], None] = lambda text: None,
+        *,
+        is_training: bool = True,
+    ) -> Samples | Packed:
+        """The rows of a split, of which batches are made.
+
+        Raises:
+            NotImplementedError: rows would have several samples, and the model cannot
+                keep them apart.
+        """
+        data, tokenizer = self.config.data, self.model.tokenizer
+        if data.packing:
+            self.model.check_packing()
+        folder = self.samples(say, for_evaluation=not is_training)
+        fraction, count = data.validation_fraction, num_samples(folder)
+        if data.evaluation_paths is not None:
+            # All of the files of a split are its own.
+            fraction = 0.0 if is_training else 1.0
+        first, last = split_of(count, fraction, is_training=is_training)
+        ids = tokenizer.pad_token_id, tokenizer.eos_token_id, 0
+        padding = next(token for token in ids if token is not None)
+        found = Samples(
+            folder, length=self.length, padding=padding, first=first, last=last
+        )
+        return Packed(found) if data.packing else found
 
     @staticmethod
     def describe(batch: Mapping[str, np.ndarray]) -> dict[str, int]:
@@ -145,7 +187,7 @@ class Task:
         say: Callable[[str], None],
     ) -> grain.IterDataset:
         """This process's share of the batches."""
-        config, tokenizer = self.config, self.model.tokenizer
+        config = self.config
         schedules = config.lengths, config.kept_tokens, config.data_efficiency
         if any(schedule is not None for schedule in schedules):
             raise NotImplementedError(
@@ -153,15 +195,11 @@ class Task:
                 "for model.huggingface yet. Remove curriculum_learning and "
                 "data_efficiency."
             )
-        ids = tokenizer.pad_token_id, tokenizer.eos_token_id, 0
-        return sample_batches(
-            self.samples(say),
-            length=self.length,
-            padding=next(token for token in ids if token is not None),
+        return batches(
+            self.rows(say, is_training=is_training),
             batch_size=batch_size,
             seed=config.data.seed,
-            is_training=is_training,
-            validation_fraction=config.data.validation_fraction,
+            split="train" if is_training else "validation",
             process=(group.index, group.count),
             num_microbatches=config.num_microbatches,
         )

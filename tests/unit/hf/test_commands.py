@@ -60,6 +60,26 @@ def test_a_model_is_tuned_and_loads_in_transformers(tmp_path):
 
 
 @pytest.mark.slow
+def test_packed_rows_are_trained_on_and_an_evaluation_set_is_evaluated(tmp_path):
+    folder, data = model_folder(tmp_path), data_file(tmp_path, count=12)
+    held = tmp_path / "held.jsonl"
+    held.write_text(data.read_text())
+    common = ["--data", data, "--eval-data", held, "--output", tmp_path / "tuned"]
+    common += ["--samples", 2, "--sequence-length", 12, "--learning-rate", 1e-2]
+    done = run("finetune", folder, *common, "--packing", "--epochs", 6)
+    assert done.exit_code == 0, done.output
+    lines = (tmp_path / "tuned.run/metrics.jsonl").read_text().splitlines()
+    metrics = list(map(json.loads, lines))
+    # Twelve samples of five tokens, two in a row: six rows, two a step.
+    steps = [line for line in metrics if "loss" in line]
+    assert len(steps) == 6 * 6 // 2
+    # Both of a row are trained on: the answer of two tokens, and its end.
+    assert steps[0]["tokens_seen"] == 2 * 2 * 3
+    assert steps[-1]["loss"] < steps[0]["loss"] / 2
+    assert steps[-1]["evaluation_loss"] < steps[0]["loss"] / 2
+
+
+@pytest.mark.slow
 def test_a_config_json_alone_is_planned(tmp_path):
     llama(max_position_embeddings=2048).save_pretrained(tmp_path)
     nvme = ["--set", f"memory.nvme={tmp_path / 'nvme'}", "--set", "execution=streamed"]

@@ -7,7 +7,8 @@ import pytest
 
 from tests.unit.hf.models import CHAT, VOCAB, tokenizer
 
-from zinf.hf.dataset import sample_batches, tokenized  # isort: skip
+from zinf.hf.dataset import Samples, batches, split_of, tokenized  # isort: skip
+from zinf.hf.records import records  # isort: skip
 from zinf.hf.samples import Tokenizing  # isort: skip
 
 END = 1
@@ -29,6 +30,7 @@ def turns(*contents):
     return [{"role": role, "content": content} for role, content in pairs]
 
 
+SAID = {"from": "gpt", "value": "w1"}
 # A line, its tokens, and how many of the first have no label.
 LINES = [
     ({"text": "w0 w1"}, [5, 6, END], 0),
@@ -39,6 +41,13 @@ LINES = [
         [4, 5, 3, 6, END],
         3,
     ),
+    (
+        {"conversations": [{"from": "human", "value": "w0"}, SAID]},
+        [4, 5, 3, 6, END],
+        3,
+    ),
+    ({"instruction": "w0", "input": "", "output": "w1"}, [4, 5, 3, 6, END], 3),
+    ({"instruction": "w0", "input": "w2", "output": "w1"}, [4, 5, 7, 3, 6, END], 4),
 ]
 
 
@@ -58,13 +67,13 @@ def test_every_answer_is_trained_on_where_the_template_marks_them():
 
 
 def test_without_marks_the_last_answer_is_trained_on():
-    plain = CHAT.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    words = tokenizer(chat_template=plain)
+    words = tokenizer(chat_template=UNTAGGED)
     line = {"messages": turns("w0", "w1", "w2", "w3")}
     _, labels = tokenizing(words, sequence_length=10).sample(line, "line 1")
     assert labels == [-100] * 8 + [8, END]
 
 
+UNTAGGED = CHAT.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 LONG = {"text": " ".join(["w0"] * 9)}
 WRONG = [
     ({}, LONG, "line 7: the sample has 10 tokens.*data.sequence_length is 8"),
@@ -89,6 +98,18 @@ WRONG = [
         {"messages": turns("w0")},
         "does not show where the last answer begins",
     ),
+    (
+        {"words": {"chat_template": UNTAGGED}, "assistant_only": True},
+        {"messages": turns("w0", "w1")},
+        "line 7: the chat template has no {% generation %} tags",
+    ),
+    (
+        {},
+        {"conversations": [{"from": "narrator", "value": "w0"}]},
+        "line 7: turn 1 of conversations must have a value and be from",
+    ),
+    ({}, {"instruction": "w0", "output": ""}, "line 7: output must be a text that"),
+    ({}, {"chosen": "w0", "rejected": "w1"}, "chosen and rejected are preferences"),
 ]
 
 
@@ -114,7 +135,7 @@ def test_batches_are_the_same_after_resuming_and_padding_has_no_label(tmp_path):
     data.write_text("\n\n".join(lines))
     said = []
 
-    def batches():
+    def begun():
         folder = tokenized(
             [data],
             tokenizing(),
@@ -122,23 +143,15 @@ def test_batches_are_the_same_after_resuming_and_padding_has_no_label(tmp_path):
             cache=tmp_path / "cache",
             say=said.append,
         )
-        return iter(
-            sample_batches(
-                folder,
-                length=8,
-                padding=2,
-                batch_size=2,
-                seed=0,
-                is_training=True,
-                validation_fraction=0.2,
-            )
-        )
+        first, last = split_of(5, 0.2, is_training=True)
+        rows = Samples(folder, length=8, padding=2, first=first, last=last)
+        return iter(batches(rows, batch_size=2, seed=0))
 
-    first = batches()
+    first = begun()
     for _ in range(3):
         next(first)
     state = json.loads(json.dumps(first.get_state()))
-    again = batches()
+    again = begun()
     again.set_state(state)
     batch, repeated = next(first), next(again)
     assert batch["input_ids"].dtype == np.int32
@@ -157,3 +170,31 @@ def test_a_line_that_is_no_json_is_named(tmp_path):
     with pytest.raises(ValueError, match="data.jsonl, line 2: no JSON"):
         tokenized([data], tokenizing(), tokenizer_files=[], cache=tmp_path / "cache")
     assert not list((tmp_path / "cache").iterdir())
+
+
+def test_alpaca_without_a_template_has_the_prompt_of_its_authors():
+    line = {"instruction": "w0", "input": "w2", "output": "w1"}
+    words = tokenizer()
+    ids, labels = tokenizing(words, sequence_length=60).sample(line, "line 1")
+    prompt = words.decode([i for i, x in zip(ids, labels, strict=True) if x == -100])
+    assert prompt.count("w0") == prompt.count("w2") == 1 and "w1" not in prompt
+    assert labels[-2:] == [6, END]
+
+
+def test_parquet_and_arrays_of_json_give_the_samples_of_lines(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    lines = [
+        {"messages": turns("w0", "w1")},
+        {"messages": [*turns("w2", "w3"), {"role": "tool", "content": "w4"}]},
+    ]
+    (tmp_path / "lines.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "array.json").write_text(json.dumps(lines))
+    parquet.write_table(pa.Table.from_pylist(lines), tmp_path / "rows.parquet")
+    found = [[line for line, _ in records(path)] for path in sorted(tmp_path.iterdir())]
+    assert found == [lines] * 3
+    damaged = tmp_path / "damaged.parquet"
+    damaged.write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match="damaged.parquet is no parquet file"):
+        next(records(damaged))

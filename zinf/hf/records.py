@@ -1,0 +1,126 @@
+"""The forms that lines of fine-tuning files have, as one of three.
+
+A line has a `text`, a `prompt` and its `completion`, or `messages`; and a pair for
+preferences has `chosen` and `rejected`. ShareGPT's `conversations` and Alpaca's
+`instruction`, `input` and `output` are turned into those.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from zinf.data.extract import json_lines, parquet_records
+
+# Who speaks in ShareGPT's lines, as chat templates name them.
+SPEAKERS = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+# The prompts of https://github.com/tatsu-lab/stanford_alpaca, for tokenizers without a
+# chat template.
+ALPACA = (
+    "Below is an instruction that describes a task{with_input}. Write a response that "
+    "appropriately completes the request.\n\n### Instruction:\n{instruction}\n\n"
+    "{input}### Response:\n"
+)
+WITH_INPUT = ", paired with an input that provides further context"
+
+
+def records(path: Path) -> Iterator[tuple[Any, str]]:
+    """Each record of a file, and where it is, for messages.
+
+    A file is parquet, a JSON array (`.json`) or JSON lines.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is damaged, or a line is no JSON.
+    """
+    suffix = path.suffix.lower()
+    if suffix == ".parquet":
+        yield from parquet_records(path)
+    elif suffix == ".json" and path.read_bytes()[:64].lstrip()[:1] == b"[":
+        try:
+            found = json.loads(path.read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{path}: no JSON: {error}") from None
+        yield from ((x, f"{path}, record {i}") for i, x in enumerate(found, 1))
+    else:
+        yield from json_lines(path)
+
+
+def standard(line: Any, where: str, *, has_template: bool) -> Any:
+    """A line in the form of `messages`, or of `prompt` and `completion`.
+
+    What has neither ShareGPT's nor Alpaca's form stays as it is.
+
+    Args:
+        has_template: whether the tokenizer lays out conversations; else Alpaca's lines
+            become a prompt of text.
+    """
+    if not isinstance(line, Mapping):
+        return line
+    if "conversations" in line and "messages" not in line:
+        return _from_sharegpt(line, where)
+    is_alpaca = "instruction" in line and "output" in line
+    if is_alpaca and not {"messages", "prompt", "text"} & line.keys():
+        return _from_alpaca(line, where, has_template)
+    return line
+
+
+def _from_sharegpt(line: Mapping[str, Any], where: str) -> dict[str, Any]:
+    turns = line["conversations"]
+    if not isinstance(turns, list) or not turns:
+        raise ValueError(
+            f"{where}: conversations must be a list of objects with from and value; "
+            f"found {turns!r:.60}."
+        )
+    messages: list[dict[str, Any]] = []
+    if line.get("system"):
+        messages.append({"role": "system", "content": line["system"]})
+    for number, turn in enumerate(turns, 1):
+        if isinstance(turn, Mapping) and "role" in turn:
+            messages.append(dict(turn))
+            continue
+        speaker = turn.get("from") if isinstance(turn, Mapping) else None
+        if speaker not in SPEAKERS or not isinstance(turn.get("value"), str):
+            raise ValueError(
+                f"{where}: turn {number} of conversations must have a value and be "
+                f"from one of {', '.join(SPEAKERS)}; found {turn!r:.60}."
+            )
+        messages.append({"role": SPEAKERS[speaker], "content": turn["value"]})
+    found: dict[str, Any] = {"messages": messages}
+    if line.get("tools"):
+        tools = line["tools"]
+        found["tools"] = json.loads(tools) if isinstance(tools, str) else tools
+    return found
+
+
+def _from_alpaca(
+    line: Mapping[str, Any], where: str, has_template: bool
+) -> dict[str, Any]:
+    texts = {key: line.get(key) or "" for key in ("instruction", "input", "output")}
+    for key, text in texts.items():
+        if not isinstance(text, str) or (not text and key != "input"):
+            raise ValueError(
+                f"{where}: {key} must be a text that is not empty; found {text!r:.40}."
+            )
+    instruction, given, output = texts.values()
+    if has_template:
+        asked = f"{instruction}\n\n{given}" if given else instruction
+        question = {"role": "user", "content": asked}
+        return {"messages": [question, {"role": "assistant", "content": output}]}
+    prompt = ALPACA.format(
+        with_input=WITH_INPUT if given else "",
+        instruction=instruction,
+        input=f"### Input:\n{given}\n\n" if given else "",
+    )
+    return {"prompt": prompt, "completion": output}
