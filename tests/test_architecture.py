@@ -305,6 +305,7 @@ def lazy_packages() -> list[Source]:
     return [m for m in sources("zinf") if "make_lazy(" in ast.unparse(m.tree)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name", [m.name for m in lazy_packages() if m.name != "zinf.lazy"]
 )

@@ -176,6 +176,7 @@ def losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return trained("linux", folder, offloaded("cpu"))["losses"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_no_module_uses_a_name_that_the_system_lacks(system: str) -> None:
     command = [sys.executable, "-m", "pyrefly", "check", "--python-platform", system]
@@ -191,6 +192,7 @@ def test_what_a_system_lacks_is_not_there(system: str) -> None:
     assert run(system, LACKING).strip() == "[]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_every_module_can_be_imported(system: str) -> None:
     imported = run(system, IMPORT_ALL).split()
@@ -211,6 +213,7 @@ def test_host_memory_is_given_back_with_its_addresses(system: str) -> None:
     assert total == 2**33 if system == "win32" else total > 2**30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("system", "device"), [("darwin", "nvme"), ("win32", "cpu")])
 def test_a_streamed_step_is_the_same_as_on_linux(
     system: str, device: str, losses: list[float], tmp_path: Path
@@ -283,6 +286,7 @@ def test_the_command_line_trains_and_exchanges(system: str, tmp_path: Path) -> N
     assert list((tmp_path / "out").glob("*.safetensors"))
 
 
+@pytest.mark.slow
 def test_an_nvme_tier_on_windows_is_refused_in_a_line(tmp_path: Path) -> None:
     config = written(tmp_path, device="nvme", memory=f"{{nvme: [{tmp_path / 'n'}]}}")
     code = "import os\nos.dup2(1, 2)\n" + COMMANDS

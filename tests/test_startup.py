@@ -128,6 +128,7 @@ def test_an_interrupt_while_importing_is_one_line(name):
     assert (asked.returncode, asked.stderr) == (130, "Interrupted.\n")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "arguments",
     [

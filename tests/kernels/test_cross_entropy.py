@@ -94,7 +94,7 @@ def summed(case: Case, implementation: str | None, x, weight, labels, weights):
     return loss.total, loss
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(3)
 @by_implementation
 @by_case
 def test_loss_and_gradients_are_those_of_exact_arithmetic(case, implementation):

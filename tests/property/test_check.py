@@ -105,6 +105,7 @@ def tightened(plan: Plan, choose: Random) -> Plan:
 MUTATIONS = [without_dependency, relinked, swapped, tightened]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mutate", MUTATIONS)
 @repeatable
 @given(cases(), choices)

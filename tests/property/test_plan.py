@@ -58,6 +58,7 @@ def test_a_plan_fits_or_says_what_would(case: Case, budget: dict[Tier, int]) -> 
     assert all(plan.peak_bytes[tier] <= capacity[tier] for tier in Tier)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("of", [step_passage, first_passage, flush_passage])
 @repeatable
 @given(cases(), st.randoms(use_true_random=False), st.booleans())

@@ -30,6 +30,7 @@ def broken(value: float) -> dict[str, np.ndarray]:
     return batch
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 @pytest.mark.parametrize(
     "config",

@@ -118,6 +118,7 @@ def expect_equal(found: tuple[list[float], Any], expected: tuple[list[float], An
     chex.assert_trees_all_equal(found[1], expected[1], strict=True)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", MODES)
 def test_an_engine_made_under_a_mode_computes_the_same(mode, execution, expected):
     with MODES[mode](), start(execution) as engine:
@@ -172,6 +173,7 @@ def test_with_x64_an_engine_trains_as_jax_does(dtype, rtol, where, execution):
     chex.assert_type(jax.tree.leaves(found), dtype)
 
 
+@pytest.mark.sampled(1)
 def test_an_engine_made_with_x64_keeps_it(execution):
     with jax.enable_x64(True):
         engine = start(execution, make_params(np.float64))

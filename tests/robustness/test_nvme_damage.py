@@ -288,6 +288,7 @@ def is_found(bench: Bench, at: int, nbytes: int) -> bool:
     return False
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("at", [0, 1, 4095, 100_001, LONG_BYTES - STRIPE_BYTES])
 def test_samples_always_show_a_wrong_stripe(at, sampled):
     assert all(is_found(sampled, at, STRIPE_BYTES) for _ in range(NUM_WINDOWS))

@@ -151,6 +151,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "fault",
     slow_except(["the first read", "the fifth write", "opening for writes"], REFUSED),
@@ -287,6 +288,7 @@ def test_a_tier_that_is_deleted_in_mid_run_is_replaced_by_a_new_engine(
     assert losses(engine, 3) == expected[2:]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("call", "code"),
     [("open", EACCES), ("allocate", ENOSPC), ("pwritev", EIO), ("pwritev", EROFS)],
@@ -315,6 +317,7 @@ def test_a_restore_that_fails_can_be_done_again(train, expected):
     trained.expect_resumes(expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("call", "code"), [("allocate", ENOSPC), ("open", EROFS), ("pwritev", EIO)]
 )

@@ -144,6 +144,7 @@ def test_a_mixed_folder_trains_and_what_is_skipped_is_said(run, config, tmp_path
     assert result.stdout.count("data: 2 files") == 1
 
 
+@pytest.mark.slow
 def test_tokens_that_the_model_lacks_end_the_run(run, config, tmp_path):
     np.full(4000, 300, np.uint16).tofile(tmp_path / "train.bin")
     config["data"] = {"paths": str(tmp_path / "train.bin")}
@@ -362,6 +363,7 @@ def test_a_loss_that_is_not_finite_names_the_last_checkpoint(run, file, tmp_path
     assert f"The last checkpoint is {tmp_path / 'out' / 'checkpoints'}" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_drive_is_measured_and_plans_go_by_it(run, file, tmp_path, monkeypatch):
     monkeypatch.setattr("zinf.memory.nvme.measure.THREADS", (1, 8))
     monkeypatch.setattr("zinf.memory.nvme.measure.BLOCKS", (2**20, 2**24))
@@ -394,6 +396,7 @@ def _seconds(shown: str) -> float:
     return float(found[1]) * {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}[found[2]]
 
 
+@pytest.mark.slow
 def test_steps_are_measured_and_plans_go_by_them(run, file, tmp_path):
     rates = tmp_path / "rates.json"
     result = run("bench", "step", file, "--output", rates, "--steps", 2)

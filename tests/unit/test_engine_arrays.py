@@ -27,7 +27,7 @@ def place(name, folder):
     }[name]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["fused", "streamed", "nvme", "late", "mesh"])
 def test_an_array_is_read_and_set_on_any_tier(name, tmp_path):
     with zinf.initialize(loss_fn, init, ADAM, place(name, tmp_path)) as engine:

@@ -131,6 +131,7 @@ def test_a_call_that_failed_leaves_the_engine_to_the_next(tmp_path):
         assert engine.step(draw())["step"] == 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("settings", [{}, {"gradient_clipping": 1.0}], ids=str)
 def test_a_dropped_engine_gives_back_threads_files_lock_and_bytes(settings, tmp_path):
     config = on_nvme(tmp_path / "nvme", **settings)
@@ -185,6 +186,7 @@ def test_an_engine_on_the_same_folder_is_told_what_to_close(tmp_path):
     initialize(config, batch=draw()).close()
 
 
+@pytest.mark.slow
 def test_an_engine_that_a_traceback_refers_to_can_be_closed(tmp_path):
     """As in a notebook, where the last error stays."""
     config = on_nvme(tmp_path / "nvme")

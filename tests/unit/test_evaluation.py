@@ -49,7 +49,7 @@ def keyless_evaluation(params, batch):
     return 2 * loss_fn(params, {**batch, "x": jnp.where(mask, batch["x"], 0)})
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("config", ["fused", "streamed", "nvme", "clipped", "mesh"])
 @pytest.mark.parametrize("given", ["train", "key", "no key"])
 def test_evaluation_is_of_its_own_loss_and_changes_nothing(config, given, tmp_path):
@@ -107,6 +107,7 @@ def test_layers_that_rest_by_row_are_evaluated_by_row(tmp_path):
         np.testing.assert_allclose(engine.evaluate(draw(1)), expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_model_state_is_read_and_not_written():
     def loss(params, state, batch, *, train):
         mean = batch["x"].mean(0, keepdims=True) if train else state["mean"]
@@ -181,6 +182,7 @@ def module_loss(module, batch):
     return jnp.mean(jnp.square(module(batch["x"]) - batch["y"]))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("config", [FUSED, STREAMED], ids=["fused", "streamed"])
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_module_is_evaluated_in_the_mode_of_eval(config, microbatches):
@@ -252,6 +254,7 @@ def test_a_train_state_is_evaluated_by_its_own_loss():
         np.testing.assert_allclose(engine.evaluate(draw(1)), expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_gpt_of_zinf_train_is_evaluated_without_dropout():
     shape = {"num_layers": 1, "num_heads": 2, "embed_dim": 8, "max_length": 8}
     create, loss = init_and_loss(GPTConfig(**shape, dropout=0.5), seed=0)

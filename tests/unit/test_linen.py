@@ -108,6 +108,7 @@ def assert_close(found, wanted):
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("config", [FUSED, STREAMED_FROM_HOST])
 @pytest.mark.parametrize(
     "is_given", slow_except([True], [False, True]), ids=["function", "state"]
@@ -126,6 +127,7 @@ def test_training_is_that_of_a_plain_linen_loop(is_given, config):
     engine.close()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("config", [FUSED, STREAMED_FROM_HOST])
 def test_training_goes_on_from_a_state_as_if_it_had_not_stopped(config):
     straight = zinf.linen.initialize(loss, create(), config)
@@ -160,6 +162,7 @@ def test_a_checkpoint_wins_over_the_given_state(tmp_path):
     assert resumed.train_state().step == 2
 
 
+@pytest.mark.slow
 def test_model_state_that_the_loss_leaves_out_stays():
     def without_key(params, model_state, batch):
         value, new = loss(params, model_state, batch)

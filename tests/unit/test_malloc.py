@@ -80,6 +80,7 @@ assert full - anonymous_bytes() > 80 * MIB
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "script",
     [ENGINE, TUNED, COMMAND, PARTLY],

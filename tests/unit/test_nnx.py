@@ -72,6 +72,7 @@ def train_in_flax(module, tx):
     return [float(step(module, optimizer, b)) for b in batches()]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("config", [{"execution": "fused"}, STREAMED_FROM_HOST])
 @pytest.mark.parametrize(
     "is_given", slow_except([True], [False, True]), ids=["function", "module"]

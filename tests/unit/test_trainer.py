@@ -130,6 +130,7 @@ def saved_steps(checkpoints: Checkpoints) -> set[str]:
     return {path.name for path in checkpoints.directory.iterdir()}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("offloaded", [False, True], ids=["fused", "nvme"])
 @pytest.mark.parametrize("make_data", [dataset, plain_data])
 def test_a_resumed_run_is_bit_equal_to_one_that_was_not_stopped(

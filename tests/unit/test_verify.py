@@ -72,6 +72,7 @@ def test_all_that_a_loss_may_use_agrees_and_no_file_is_left(tmp_path):
     assert found._repr_html_().startswith("<pre")
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_plain_jax(tmp_path):
     """The figures of the table are those of the runs, and the bound is tight."""
     found = verify(loss_fn, init, optax.sgd(0.1), batch=draw(), num_steps=1)
@@ -82,6 +83,7 @@ def test_gradients_are_those_of_plain_jax(tmp_path):
     assert all(check.bound < 1e-4 * check.largest for check in checks)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "config",
     [
@@ -145,6 +147,7 @@ def test_an_error_of_a_thousandth_is_found(monkeypatch):
     assert "6 results differ by more than rounding: the loss of step 2" in found.verdict
 
 
+@pytest.mark.slow
 def test_what_rounds_in_the_loss_itself_widens_the_bound():
     def in_bfloat16(params: Any, batch: Any) -> jax.Array:
         half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
@@ -208,6 +211,7 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_command_says_what_it_found_by_its_exit_code(config, monkeypatch):
     def run(*arguments: str) -> Any:
         return CliRunner().invoke(app, ["verify", str(config), *arguments])

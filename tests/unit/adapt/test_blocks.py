@@ -56,7 +56,7 @@ def test_nf4_is_symmetric_in_its_ends_and_has_an_exact_zero():
     assert not np.any(Encoding("nf4", 64, 0).decode(stored, (4, 32)))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nf4", "int8"])
 def test_a_row_of_a_stack_is_decoded_alone(name):
     """Blocks do not cross rows, so a segment reads only its own layer."""

@@ -58,6 +58,7 @@ def test_a_linear_layer():
     assert list(adapted.targets) == ["first/kernel", "second/kernel"]
 
 
+@pytest.mark.slow
 def test_weights_as_torch_keeps_them_and_heads_in_three_dims():
     def loss(params, batch):
         x = batch["x"] @ params["torch"].T
@@ -145,6 +146,7 @@ def test_first_values_are_spread_as_in_peft():
     assert deviation == pytest.approx(1 / 64, rel=0.04)
 
 
+@pytest.mark.slow
 def test_dora_sets_the_length_of_each_column():
     params = two_layers()
     adapted = lora(
@@ -223,6 +225,7 @@ def test_rows_of_a_stack_and_places_draw_their_own_dropout():
     assert not np.isclose(both.loss_fn(values, BATCH, key), 2 * first)
 
 
+@pytest.mark.slow
 def test_equinox_and_linen_modules():
     mlp = eqx.nn.MLP(DIM, DIM, 6, 1, key=jax.random.key(0))
     params, static = eqx.partition(mlp, eqx.is_array)
@@ -325,6 +328,7 @@ def test_python_makes_adapters_before_the_engine():
         zinf.initialize(two_layers_loss, two_layers(), optax.sgd(0.1), config)
 
 
+@pytest.mark.slow
 def test_frozen_leaves_have_no_state_and_do_not_change():
     adapted = lora(two_layers_loss, two_layers, batch=BATCH, r=2)
     config = adapted.config({"execution": "streamed"})

@@ -163,6 +163,7 @@ def test_shares_make_one_checkpoint(saved):
     assert not list(directory.glob("part-*")) and not list(directory.glob("links-*"))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("count", "tier"),
     [(2, Tier.HOST), (5, Tier.HOST), (1, Tier.NVME), (4, Tier.NVME)],

@@ -72,6 +72,7 @@ def parameters_of(folder: Path) -> dict[str, bytes]:
         }
 
 
+@pytest.mark.slow
 def test_checkpoints_are_listed_with_what_they_take(runs):
     listed = run("ls", runs)
     assert listed.exit_code == 0, listed.output

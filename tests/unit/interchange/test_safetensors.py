@@ -168,6 +168,7 @@ def other(request, start, tmp_path):
     return start({**config, **BF16}, lambda: init(1))
 
 
+@pytest.mark.sampled(2)
 def test_what_was_exported_is_imported_onto_any_tier(
     other, trained, exported, start, tmp_path
 ):
@@ -180,6 +181,7 @@ def test_what_was_exported_is_imported_onto_any_tier(
     assert other.step(draw())["loss"] == fresh.step(draw())["loss"]
 
 
+@pytest.mark.slow
 def test_state_that_is_made_of_parameters_is_made_of_the_imported(
     start, tmp_path, exported, trained
 ):
@@ -307,6 +309,7 @@ def test_an_index_without_a_sound_map_is_refused(weights, tmp_path):
         SafetensorsFiles(tmp_path)
 
 
+@pytest.mark.slow
 def test_an_index_that_disagrees_with_the_files_is_refused(exported, tmp_path):
     file = tmp_path / "model.safetensors"
     file.symlink_to(exported / "model.safetensors")

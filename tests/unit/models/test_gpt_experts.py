@@ -32,6 +32,7 @@ def with_experts(num_experts, **options) -> GPTConfig:
     return dataclasses.replace(DENSE, num_experts=num_experts, **options)
 
 
+@pytest.mark.slow
 def test_one_expert_that_takes_all_is_a_dense_mlp() -> None:
     config = with_experts(1)
     init, loss = init_and_loss(config, seed=0)
@@ -109,6 +110,7 @@ def test_a_shape_that_cannot_be_is_refused(options: dict, message: str) -> None:
         dataclasses.replace(DENSE, **options)
 
 
+@pytest.mark.slow
 def test_nan_logits_of_a_router_are_an_error_and_no_update() -> None:
     init, loss = init_and_loss(with_experts(2), seed=0)
 

@@ -165,7 +165,7 @@ def gpt(position: str, layers=(1, 2), **named) -> tuple:
     return init(), jax.jit(loss)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("position", ["rope", "learned"])
 def test_all_positions_kept_is_the_model_without_dropping(position):
     params, loss = gpt(position)

@@ -53,6 +53,7 @@ def choices(name: str) -> jax.Array:
     return jnp.asarray(choice, jnp.int32)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name", ["mixed", "one expert for all", "dropped", "all dropped"]
 )

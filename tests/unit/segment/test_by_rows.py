@@ -137,7 +137,7 @@ def test_blocks_of_rows_give_what_all_rows_give(name):
     assert_close(jax.jit(run)(PARAMS, *rest), jax.jit(function)(PARAMS, *rest))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", slow_except(FAST, BY_ROW))
 def test_derivatives_in_blocks_are_those_of_all_rows(name):
     function, rest = BY_ROW[name]

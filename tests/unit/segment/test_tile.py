@@ -87,7 +87,7 @@ SLOW = {("narrow", 1), ("narrow", 8), ("looked up", 1)}
 FAST = [case for case in CASES if case not in SLOW]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "num_rows"), slow_except(FAST, CASES))
 def test_a_weight_read_by_tile_gives_what_it_gives_as_a_whole(name, num_rows):
     function, shape, rest = READERS[name]

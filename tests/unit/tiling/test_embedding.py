@@ -11,6 +11,7 @@ from tests.marks import slow_except
 from zinf.tiling import embed, split
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("num_tiles", "shape", "dtype"),
     slow_except(

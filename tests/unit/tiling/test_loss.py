@@ -44,6 +44,7 @@ def plain(x, weight, labels, weights, *, vocab_axis=1, z_loss=0.0):
     return jnp.sum(weights * losses) / jnp.maximum(jnp.sum(weights), 1e-9)
 
 
+@pytest.mark.slow
 @settings(max_examples=5, deadline=None)
 @given(
     tokens=st.sampled_from([(23,), (0,), (1,), (3, 7)]),
@@ -101,6 +102,7 @@ def test_one_tile_is_the_kernel_to_the_bit():
     assert made.total == expected.total and made.weight == expected.weight
 
 
+@pytest.mark.slow
 def test_a_label_that_no_tile_has_is_not_passed_over():
     x, weight, labels, _ = make((5,), 7, 12, ignored=0)
     tiles = split(weight, 3)

@@ -49,6 +49,7 @@ def total(run, weights, x):
     return jnp.sum(jnp.square(run(weights, x).astype(jnp.float32)))
 
 
+@pytest.mark.slow
 @settings(max_examples=5, deadline=None)
 @given(
     shape=st.sampled_from([(7, 23), (29, 11), (1, 5)]),

@@ -111,6 +111,7 @@ def losses_from(drive, loss, *, mesh=None):
     return made
 
 
+@pytest.mark.sampled(1)
 def test_training_from_nvme_has_the_losses_of_plain_optax(tmp_path):
     expected = plain_losses()
     assert expected[-1] < expected[0] - 0.1
