@@ -38,6 +38,24 @@ ROUTERS = {
         drop_policy="position",
     ),
     "top 3, one group": Router(num_experts=EXPERTS, k=3, min_capacity=1),
+    "sigmoid": Router(
+        num_experts=EXPERTS,
+        k=2,
+        group_size=GROUP,
+        min_capacity=1,
+        score_func="sigmoid",
+        num_expert_groups=4,
+        num_limited_groups=2,
+        route_scale=2.5,
+    ),
+    "experts choose": Router(
+        num_experts=EXPERTS,
+        k=2,
+        group_size=GROUP,
+        min_capacity=1,
+        expert_choice=True,
+        may_see_later_tokens=True,
+    ),
     "top 2, none dropped": Router(num_experts=EXPERTS, k=2, drop_tokens=False),
 }
 DROPLESS = "top 2, none dropped"

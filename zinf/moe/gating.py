@@ -1,10 +1,10 @@
-"""Which experts a token goes to, and with which weight: DeepSpeed's three gatings.
+"""Which experts a token goes to, and with which weight.
 
 The numbers are those of DeepSpeed's `top1gating`, `top2gating` and `topkgating`
 (deepspeed/moe/sharded_moe.py; GShard, https://arxiv.org/abs/2006.16668, and Switch
 Transformers, https://arxiv.org/abs/2101.03961), in float32. Their results are large
 [tokens, experts, capacity] tensors; these are the same routes as indices, which
-`zinf.moe.experts` takes.
+`zinf.moe.experts` takes. DeepSeek's router and expert choice are here too.
 
 Randomness comes in as arrays that the caller has drawn, so that a gating is a pure
 function, and can be compared on recorded draws.
@@ -15,7 +15,7 @@ Shape suffixes:
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import jax
@@ -158,10 +158,24 @@ def top_k(
     """
     num_tokens, num_experts = logits_SE.shape
     gates_SE = jax.nn.softmax(logits_SE.astype(jnp.float32), axis=1)
-    top_Sk, index_Sk = jax.lax.top_k(gates_SE, k)
+    _, index_Sk = jax.lax.top_k(gates_SE, k)
+    routing = _kept(gates_SE, index_Sk, capacity, drop_policy)
+    mask_E = routing.counts / num_tokens
+    aux_loss = jnp.mean(gates_SE.mean(0) * mask_E) * num_experts**2 / k
+    gate_Sk = routing.gate / _at_least_epsilon(routing.gate.sum(1, keepdims=True))
+    return replace(routing, gate=gate_Sk, aux_loss=aux_loss)
+
+
+def _kept(
+    gates_SE: jax.Array, index_Sk: jax.Array, capacity: int | None, drop_policy: str
+) -> Routing:
+    """The routes to chosen experts without those that are dropped.
+
+    Gates are entries of `gates_SE`; the balancing loss is left to the caller.
+    """
+    num_tokens, num_experts = gates_SE.shape
     chosen = jax.nn.one_hot(index_Sk, num_experts, dtype=jnp.float32)
     mask_SE = chosen.sum(1)
-    aux_loss = jnp.mean(gates_SE.mean(0) * mask_SE.mean(0)) * num_experts**2 / k
     kept_SE = mask_SE
     if capacity is not None and capacity < num_tokens:
         if drop_policy == "probs":
@@ -169,10 +183,98 @@ def top_k(
         else:
             kept_SE = mask_SE * (jnp.cumsum(mask_SE, axis=0) <= capacity)
     is_kept_Sk = jnp.einsum("SkE,SE->Sk", chosen, kept_SE) > 0
+    top_Sk = jnp.take_along_axis(gates_SE, index_Sk, axis=1)
     gate_Sk = jnp.where(is_kept_Sk, top_Sk, 0.0)
-    gate_Sk = gate_Sk / _at_least_epsilon(gate_Sk.sum(1, keepdims=True))
     choice_Sk = jnp.where(is_kept_Sk, index_Sk, NO_EXPERT).astype(jnp.int32)
-    return Routing(choice_Sk, gate_Sk, aux_loss, mask_SE.sum(0).astype(jnp.int32))
+    counts_E = mask_SE.sum(0).astype(jnp.int32)
+    return Routing(choice_Sk, gate_Sk, jnp.float32(0), counts_E)
+
+
+def sigmoid_top_k(
+    logits_SE: Float[Array, "tokens experts"],
+    k: int,
+    *,
+    bias_E: Float[Array, " experts"] | None = None,
+    num_groups: int = 1,
+    num_limited_groups: int | None = None,
+    is_normalised: bool = True,
+    scale: float = 1.0,
+    capacity: int | None = None,
+    drop_policy: str = "probs",
+) -> Routing:
+    """The router of DeepSeek-V3 (https://arxiv.org/abs/2412.19437, section 2.1.2).
+
+    Each expert has a score of its own, the sigmoid of its logit. A bias, which balances
+    the experts (`balanced_bias`), takes part in the choice alone, not in the gate. With
+    groups of experts a token chooses in its best groups only: those whose two highest
+    biased scores have the largest sum.
+
+    The balancing loss is that of the paper's equation 17, over the routing group in
+    place of a sequence.
+
+    Args:
+        num_groups: the experts are so many groups of neighbours.
+        num_limited_groups: a token chooses in so many of them; `None`: in all.
+        is_normalised: the gates of a token are divided by their sum.
+        scale: what gates are multiplied with at last.
+        capacity, drop_policy: see `top_k`; "probs" compares scores without the bias.
+    """
+    num_experts = logits_SE.shape[1]
+    scores_SE = jax.nn.sigmoid(logits_SE.astype(jnp.float32))
+    # The choice has no derivative, so neither has the bias.
+    biased_SE = jax.lax.stop_gradient(scores_SE)
+    if bias_E is not None:
+        biased_SE += jax.lax.stop_gradient(bias_E.astype(jnp.float32))[None]
+    if num_limited_groups is not None and num_limited_groups < num_groups:
+        grouped = biased_SE.reshape(-1, num_groups, num_experts // num_groups)
+        best_two, _ = jax.lax.top_k(grouped, min(2, grouped.shape[2]))
+        _, chosen = jax.lax.top_k(best_two.sum(-1), num_limited_groups)
+        is_open = jax.nn.one_hot(chosen, num_groups, dtype=bool).any(1)
+        is_open = jnp.repeat(is_open, num_experts // num_groups, axis=1)
+        biased_SE = jnp.where(is_open, biased_SE, -jnp.inf)
+    _, index_Sk = jax.lax.top_k(biased_SE, k)
+    shares_SE = scores_SE / _at_least_epsilon(scores_SE.sum(1, keepdims=True))
+    routing = _kept(scores_SE, index_Sk, capacity, drop_policy)
+    mask_E = routing.counts / (k * logits_SE.shape[0])
+    aux_loss = jnp.sum(mask_E * shares_SE.mean(0)) * num_experts
+    gate_Sk = routing.gate
+    if is_normalised:
+        gate_Sk /= _at_least_epsilon(gate_Sk.sum(1, keepdims=True))
+    return replace(routing, gate=gate_Sk * scale, aux_loss=aux_loss)
+
+
+def balanced_bias(
+    bias_E: Float[Array, " experts"], counts_E: Int[Array, " experts"], rate: float
+) -> Float[Array, " experts"]:
+    """The bias of the next step: up by `rate` for experts with few tokens, else down.
+
+    Balance without a loss (https://arxiv.org/abs/2408.15664, algorithm 1).
+    """
+    counts_E = counts_E.astype(bias_E.dtype)
+    return bias_E + rate * jnp.sign(counts_E.mean() - counts_E)
+
+
+def expert_choice(
+    logits_SE: Float[Array, "tokens experts"], *, capacity: int
+) -> Routing:
+    """Each expert chooses tokens (https://arxiv.org/abs/2202.09368, section 3).
+
+    Every expert takes exactly `capacity` tokens, those that give it the largest
+    probability, so there is nothing to balance: the balancing loss is zero. A token
+    goes to any number of experts, or to none. Which ones depends on the other tokens of
+    the routing group, later ones too.
+
+    Returns:
+        a routing with one column for each expert.
+    """
+    num_tokens, num_experts = logits_SE.shape
+    capacity = min(capacity, num_tokens)
+    gates_SE = jax.nn.softmax(logits_SE.astype(jnp.float32), axis=1)
+    kept_SE = _largest(gates_SE, capacity)
+    numbers_E = jnp.arange(num_experts, dtype=jnp.int32)[None]
+    choice_SE = jnp.where(kept_SE > 0, numbers_E, NO_EXPERT)
+    counts_E = jnp.full(num_experts, capacity, jnp.int32)
+    return Routing(choice_SE, gates_SE * kept_SE, jnp.float32(0), counts_E)
 
 
 def z_loss(logits: Float[Array, "tokens experts"]) -> Float[Array, ""]:

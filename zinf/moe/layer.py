@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from zinf.moe.experts import experts
+from zinf.moe.gating import balanced_bias
 from zinf.moe.routing import Router
 
 ROUTER_INIT = nnx.initializers.variance_scaling(0.1, "fan_in", "truncated_normal")
@@ -39,6 +40,19 @@ def weighed(
     return output * weight[:, :1] + residual * weight[:, 1:]
 
 
+class RouterBias(nnx.Variable):
+    """What a router adds to the scores of experts when it chooses; not trained."""
+
+
+def check_bias(router: Router) -> None:
+    """Raise ValueError if a router takes no bias."""
+    if router.score_func != "sigmoid":
+        raise ValueError(
+            'load_balance_coeff moves a bias that only score_func="sigmoid" has. Set '
+            "it, or leave load_balance_coeff out and add aux_loss to the loss."
+        )
+
+
 class MoE(nnx.Module):
     """A mixture of experts in place of a dense module, as `deepspeed.moe.layer.MoE`.
 
@@ -58,6 +72,10 @@ class MoE(nnx.Module):
         use_residual: see above.
         shared_expert: makes a dense module whose result is added for every token
             (DeepSeekMoE, https://arxiv.org/abs/2401.06066).
+        load_balance_coeff: with `score_func="sigmoid"`, the experts are balanced by a
+            bias of the router and not by a loss: each call in training moves it by so
+            much (`zinf.moe.balanced_bias`). It is a `RouterBias`, which is state of the
+            model and has no gradient; 0.001 in DeepSeek-V3.
         block, splits: see `zinf.moe.experts`.
         options: of `Router`: capacity_factor, min_capacity, drop_tokens, ...
 
@@ -75,12 +93,18 @@ class MoE(nnx.Module):
         *,
         use_residual: bool = False,
         shared_expert: Callable[[nnx.Rngs], nnx.Module] | None = None,
+        load_balance_coeff: float | None = None,
         block: int | None = None,
         splits: int = 1,
         rngs: nnx.Rngs,
         **options: Any,
     ):
         self.router = Router(num_experts=num_experts, k=k, **options)
+        self.load_balance_coeff = load_balance_coeff
+        self.router_bias: RouterBias | None = nnx.data(None)
+        if load_balance_coeff is not None:
+            check_bias(self.router)
+            self.router_bias = RouterBias(jnp.zeros(num_experts, jnp.float32))
         self.block, self.splits = block, splits
         self.deterministic = False  # `module.eval()` sets it.
         kernel = ROUTER_INIT(rngs.params(), (hidden_size, num_experts), jnp.float32)
@@ -113,9 +137,17 @@ class MoE(nnx.Module):
         if deterministic is None:
             deterministic = self.deterministic
         rows = x.reshape(-1, x.shape[-1])
+        state, rate = self.router_bias, self.load_balance_coeff
+        bias = None if state is None else state[...]
         routing = self.router(
-            self.router_kernel[...], rows, key=key, train=not deterministic
+            self.router_kernel[...],
+            rows,
+            key=key,
+            train=not deterministic,
+            bias_E=bias,
         )
+        if state is not None and rate is not None and not deterministic:
+            state[...] = balanced_bias(state[...], routing.counts, rate)
         graphdef, weights = nnx.split(self.experts)
 
         def apply(weights: Any, rows: jax.Array) -> jax.Array:

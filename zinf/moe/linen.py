@@ -8,7 +8,8 @@ from flax import linen as nn
 from jaxtyping import Array, Float
 
 from zinf.moe.experts import experts
-from zinf.moe.layer import ROUTER_INIT, Mixed, weighed
+from zinf.moe.gating import balanced_bias
+from zinf.moe.layer import ROUTER_INIT, Mixed, check_bias, weighed
 from zinf.moe.routing import Router
 
 
@@ -16,19 +17,23 @@ class MoE(nn.Module):
     """`zinf.moe.MoE` for Linen: the same routes, experts and options.
 
     Parameters: "router" [dim, experts], and "experts", one expert's stacked along a
-    leading dim; with `use_residual` also "residual" and "coefficient".
+    leading dim; with `use_residual` also "residual" and "coefficient". With
+    `load_balance_coeff` the router's bias is "router_bias" in the collection
+    "router_state", which must be mutable in training.
 
     Attributes:
         expert: a module from (rows, dim) to the same shape, each row by itself, with
             no variables but parameters.
         router: what decides on routes, with the number of experts.
         use_residual: PR-MoE's residual expert.
+        load_balance_coeff: see `zinf.moe.MoE`.
         block, splits: see `zinf.moe.experts`.
     """
 
     expert: nn.Module
     router: Router
     use_residual: bool = False
+    load_balance_coeff: float | None = None
     block: int | None = None
     splits: int = 1
 
@@ -65,7 +70,21 @@ class MoE(nn.Module):
         shape = dim, self.router.num_experts
         kernel = self.param("router", ROUTER_INIT, shape, jnp.float32)
         weights = self.param("experts", init_all)
-        routing = self.router(kernel, rows, key=key, train=not deterministic)
+        bias, rate = None, self.load_balance_coeff
+        if rate is not None:
+            check_bias(self.router)
+            zeros = jnp.zeros(self.router.num_experts, jnp.float32)
+            bias = self.variable("router_state", "router_bias", lambda: zeros)
+        routing = self.router(
+            kernel,
+            rows,
+            key=key,
+            train=not deterministic,
+            bias_E=None if bias is None else bias.value,
+        )
+        is_trained = not (deterministic or self.is_initializing())
+        if bias is not None and rate is not None and is_trained:
+            bias.value = balanced_bias(bias.value, routing.counts, rate)
         output = experts(
             apply,
             weights,

@@ -8,10 +8,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from zinf.moe.gating import Capacity, Routing, capacity_of, top1, top2, top_k
+from zinf.moe.gating import (
+    Capacity,
+    Routing,
+    capacity_of,
+    expert_choice,
+    sigmoid_top_k,
+    top1,
+    top2,
+    top_k,
+)
 
 NoisyGatePolicy = Literal["Jitter", "RSample"]
 DropPolicy = Literal["probs", "position"]
+ScoreFunction = Literal["softmax", "sigmoid"]
 JITTER = 1e-2  # Switch Transformers, table 11, and DeepSpeed's multiplicative_jitter.
 
 
@@ -41,6 +51,18 @@ class Router:
         top2_2nd_expert_sampling: for k = 2 in training, the second expert is drawn in
             proportion to its probability.
         group_size: tokens of a routing group; None: all tokens are one group.
+        score_func: "softmax", or "sigmoid" for DeepSeek-V3's router
+            (`zinf.moe.sigmoid_top_k`). This and the next four have the names of
+            DeepSpeed's AutoEP.
+        num_expert_groups, num_limited_groups: with "sigmoid", a token chooses in so
+            many of so many groups of neighbouring experts.
+        route_norm, route_scale: with "sigmoid", whether the gates of a token are
+            divided by their sum, and what they are multiplied with then.
+        expert_choice: each expert chooses as many tokens as its capacity
+            (`zinf.moe.expert_choice`); k is the mean number of experts a token.
+        may_see_later_tokens: must be true with `expert_choice`: which experts a token
+            gets depends on all tokens of its group. A causal model would learn from
+            tokens that it does not have when it generates.
 
     Raises:
         ValueError: an option out of its range, or k above the number of experts.
@@ -57,6 +79,13 @@ class Router:
     use_rts: bool = True
     top2_2nd_expert_sampling: bool = True
     group_size: int | None = None
+    score_func: ScoreFunction = "softmax"
+    num_expert_groups: int = 1
+    num_limited_groups: int | None = None
+    route_norm: bool = True
+    route_scale: float = 1.0
+    expert_choice: bool = False
+    may_see_later_tokens: bool = False
 
     def __post_init__(self) -> None:
         _at_least(1, num_experts=self.num_experts, k=self.k)
@@ -83,10 +112,65 @@ class Router:
             )
         if self.group_size is not None:
             _at_least(1, group_size=self.group_size)
+        self._check_scores()
+        self._check_expert_choice()
+
+    def _check_scores(self) -> None:
+        _one_of("score_func", self.score_func, get_args(ScoreFunction))
+        groups, limited = self.num_expert_groups, self.num_limited_groups
+        if self.score_func == "softmax" and (
+            groups != 1 or limited or not self.route_norm or self.route_scale != 1.0
+        ):
+            raise ValueError(
+                "num_expert_groups, num_limited_groups, route_norm and route_scale are "
+                'options of score_func="sigmoid". Set it, or leave them out.'
+            )
+        _at_least(1, num_expert_groups=groups)
+        if self.num_experts % groups:
+            raise ValueError(
+                f"num_expert_groups is {groups}; it must divide the "
+                f"{self.num_experts} experts evenly."
+            )
+        if limited is None:
+            return
+        if not 1 <= limited <= groups:
+            raise ValueError(
+                f"num_limited_groups is {limited}; it must be between 1 and "
+                f"num_expert_groups, {groups}."
+            )
+        if self.k > limited * self.num_experts // groups:
+            raise ValueError(
+                f"k is {self.k}, but {limited} of {groups} groups have "
+                f"{limited * self.num_experts // groups} experts. Raise "
+                "num_limited_groups, or lower k."
+            )
+
+    def _check_expert_choice(self) -> None:
+        if not self.expert_choice:
+            return
+        if not self.may_see_later_tokens:
+            raise ValueError(
+                "expert_choice lets the experts of a token depend on later tokens, so "
+                "a causal model would train on what it does not have when it "
+                "generates. Use it in encoders, or, if that is meant, pass "
+                "may_see_later_tokens=True."
+            )
+        if (
+            self.score_func == "sigmoid"
+            or self.noisy_gate_policy
+            or not self.drop_tokens
+        ):
+            raise ValueError(
+                "expert_choice takes as many tokens as the capacity of an expert, by "
+                'softmax and without noise. Leave out score_func="sigmoid", '
+                "noisy_gate_policy and drop_tokens=False."
+            )
 
     @property
     def needs_key(self) -> bool:
         """Whether training draws random numbers."""
+        if self.expert_choice or self.score_func == "sigmoid":
+            return self.noisy_gate_policy is not None
         draws_second = self.k == 2 and self.top2_2nd_expert_sampling
         selects = self.k == 1 and self.use_rts and self.drop_tokens
         return self.noisy_gate_policy is not None or draws_second or selects
@@ -107,6 +191,7 @@ class Router:
         *,
         key: jax.Array | None = None,
         train: bool = True,
+        bias_E: Float[Array, " experts"] | None = None,
     ) -> Routing:
         """Routes of the tokens, computed in float32 whatever the dtype of `x_TD`.
 
@@ -114,13 +199,14 @@ class Router:
             kernel_DE: the router's weights.
             key: a random key; needed in training if `needs_key`.
             train: False: no noise, and `eval_capacity_factor`.
+            bias_E: with "sigmoid", what is added to scores for the choice alone.
 
         Raises:
             ValueError: a key is missing, the kernel has another number of experts,
                 tokens do not divide into groups, or a group is smaller than
                 `min_capacity`.
         """
-        self._check(kernel_DE, x_TD)
+        self._check(kernel_DE, x_TD, bias_E)
         if not train:
             key = None
         elif key is None and self.needs_key:
@@ -142,7 +228,7 @@ class Router:
         num_tokens = x_TD.shape[0]
         group_size = self.group_size or num_tokens
         capacity = self.capacity(group_size, train=train)
-        route = self._gating(capacity)
+        route = self._gating(capacity, bias_E)
         grouped = logits_TE.reshape(-1, group_size, self.num_experts)
         keys = None
         if choice_key is not None:
@@ -160,12 +246,27 @@ class Router:
         )
 
     def _gating(
-        self, capacity: int | None
+        self, capacity: int | None, bias_E: jax.Array | None
     ) -> Callable[[jax.Array, jax.Array | None], Routing]:
         """The routes of one group; without a key nothing is drawn."""
 
         def route(logits_SE: jax.Array, key: jax.Array | None) -> Routing:
             shape = logits_SE.shape
+            if self.expert_choice:
+                assert capacity is not None, "it needs drop_tokens"
+                return expert_choice(logits_SE, capacity=capacity)
+            if self.score_func == "sigmoid":
+                return sigmoid_top_k(
+                    logits_SE,
+                    self.k,
+                    bias_E=bias_E,
+                    num_groups=self.num_expert_groups,
+                    num_limited_groups=self.num_limited_groups,
+                    is_normalised=self.route_norm,
+                    scale=self.route_scale,
+                    capacity=capacity,
+                    drop_policy=self.drop_policy,
+                )
             if self.k == 1:
                 gumbel = uniform = None
                 if key is not None and self.noisy_gate_policy == "RSample":
@@ -185,7 +286,11 @@ class Router:
 
         return route
 
-    def _check(self, kernel_DE: jax.Array, x_TD: jax.Array) -> None:
+    def _check(
+        self, kernel_DE: jax.Array, x_TD: jax.Array, bias_E: jax.Array | None
+    ) -> None:
+        if bias_E is not None and self.score_func != "sigmoid":
+            raise ValueError('A bias of the router needs score_func="sigmoid".')
         if x_TD.ndim != 2 or kernel_DE.shape != (x_TD.shape[1], self.num_experts):
             raise ValueError(
                 f"x is {x_TD.shape} and the router's kernel {kernel_DE.shape}; they "
