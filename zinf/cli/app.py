@@ -151,7 +151,9 @@ def finetune(
     epochs: Annotated[float, typer.Option(help="How often each sample is used.")] = 1.0,
     learning_rate: Annotated[
         float | None,
-        typer.Option(help="Of AdamW; 1e-5 if absent, and 2e-4 with adapters."),
+        typer.Option(
+            help="Of AdamW; 1e-5 if absent, 2e-4 with adapters, a tenth for dpo."
+        ),
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 8,
     sequence_length: Annotated[
@@ -175,6 +177,14 @@ def finetune(
             help="Train on all that the assistant says, as the chat template marks it.",
         ),
     ] = False,
+    objective: Annotated[
+        str,
+        typer.Option(help="sft, or dpo for lines with chosen and rejected answers."),
+    ] = "sft",
+    beta: Annotated[
+        float | None,
+        typer.Option(help="Of dpo: how much the model is kept as it was; 0.1."),
+    ] = None,
     packing: Annotated[
         bool, typer.Option("--packing", help="Put several samples into one row.")
     ] = False,
@@ -268,6 +278,8 @@ def finetune(
             completion_only=completion_only_loss,
             assistant_only=assistant_only_loss,
             packing=packing,
+            objective=objective,
+            beta=beta,
         )
         finetune_model(
             raw,

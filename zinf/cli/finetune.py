@@ -14,6 +14,9 @@ from zinf.distributed import AbstractGroup
 
 CONFIG = "finetune.yaml"
 EVALUATE_EVERY = 100
+# Preferences are learnt at lower rates, such as 1e-6 of all weights:
+# https://arxiv.org/abs/2305.18290, appendix B.
+DPO_LEARNING_RATE = 0.1
 LEARNING_RATE = 1e-5
 # Adapters begin at zero change and learn at rates ten times those of whole weights:
 # https://arxiv.org/abs/2106.09685, table 11.
@@ -90,6 +93,8 @@ def model_config(
     """
     if learning_rate is None:
         learning_rate = LEARNING_RATE if adapter is None else ADAPTER_LEARNING_RATE
+        if options.get("objective") == "dpo":
+            learning_rate *= DPO_LEARNING_RATE
     run: dict[str, Any] = {} if steps is None else {"steps": steps}
     files: dict[str, Any] = {"validation_fraction": 0.0}
     if sequence_length is not None:

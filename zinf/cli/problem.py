@@ -250,7 +250,8 @@ def num_model_parameters(config: Config) -> int:
 
 def num_tokens(config: Config) -> int:
     """Number of tokens that one step trains on."""
-    return batch_size(config) * config.sequence_length
+    each = 2 if config.data.objective == "dpo" else 1
+    return batch_size(config) * config.sequence_length * each
 
 
 def devices(mesh: Mesh) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from zinf import hf
 from zinf.checkpoint import Checkpoints
 from zinf.cli.problem import (
+    batch_size,
     dataset,
     describing,
     devices,
@@ -53,6 +54,8 @@ def train_config(
     say(heading(path, config))
     with closing(make_engine(config, mesh, group)) as engine:
         say(f"{engine.plan.summary()}\n")
+        if isinstance(engine, hf.ModelEngine):
+            hf.Task(config).before_training(engine, batch_size(config), say)
         output = config.run.output
         folder = output / "checkpoints"
         metrics = config.run.metrics or output / METRICS

@@ -267,6 +267,14 @@ class Data(Section):
     template without generation tags, which mark it; false: without tags, train on the
     last answer."""
 
+    objective: Literal["sft", "dpo"] = "sft"
+    """With model.huggingface: sft: predict the next token; dpo: prefer chosen answers
+    to rejected ones, https://arxiv.org/abs/2305.18290."""
+
+    beta: Positive = 0.1
+    """With dpo: how strongly the model is kept near the one that training begins
+    with."""
+
     packing: Flag = False
     """With model.huggingface: put several samples into a row of sequence_length tokens.
     No token sees another sample."""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from zinf.hf.export import write_model as write_model
     from zinf.hf.model import Model as Model
     from zinf.hf.model import load as load
+    from zinf.hf.preference import Preference as Preference
     from zinf.hf.task import Task as Task
 
 make_lazy(
@@ -20,6 +21,7 @@ make_lazy(
     {
         "Model": "zinf.hf.model",
         "ModelEngine": "zinf.hf.engine",
+        "Preference": "zinf.hf.preference",
         "Task": "zinf.hf.task",
         "export": "zinf.hf.export",
         "export_adapter": "zinf.hf.export",

@@ -1,6 +1,7 @@
 """`zinf.hf.initialize`: an engine whose weights come from the files of a model."""
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -65,6 +66,7 @@ def initialize(
     tx: optax.GradientTransformation,
     config: ConfigSource = None,
     *,
+    loss: Callable | None = None,
     rng: jax.Array | None = None,
     batch: Any = None,
     mesh: Mesh | None = None,
@@ -79,6 +81,8 @@ def initialize(
     Args:
         config: with an `adapter` section, the model's weights are frozen, and adapters
             are trained beside them (see `zinf.adapt`).
+        loss: a function with the arguments of `Model.loss`, such as that of
+            `zinf.hf.Preference`; by default `model.loss`. It needs `batch`.
         rng: for dropout. If the model has any and this is absent, it is key 0.
         batch: `input_ids` and maybe `labels`, `attention_mask`, `position_ids`, each
             (samples, tokens); see `Model.loss`.
@@ -100,9 +104,10 @@ def initialize(
     # Buffers that the files have are constants of the loss, which is traced first.
     model.read_buffers()
     adapted = None
-    arguments, evaluates = (model.loss, model.zeros, tx, config), None
+    loss = model.loss if loss is None else loss
+    arguments, evaluates = (loss, model.zeros, tx, config), None
     if config.adapter is not None:
-        adapted = adapted_model(model, config.adapter, rng=rng)
+        adapted = adapted_model(model, config.adapter, loss=loss, batch=batch, rng=rng)
         arguments = (adapted.loss_fn, adapted.params, tx, adapted.config(config))
         evaluates = adapted.eval_loss_fn
     planner = make_planner(
@@ -122,18 +127,26 @@ def draws(model: Model, config: Config) -> bool:
 
 
 def adapted_model(
-    model: Model, adapter: Adapter, *, rng: jax.Array | None = None
+    model: Model,
+    adapter: Adapter,
+    *,
+    loss: Callable | None = None,
+    batch: Any = None,
+    rng: jax.Array | None = None,
 ) -> Adapted:
     """The model with adapters, of which only shapes are known.
+
+    Args:
+        loss, batch: as for `initialize`.
 
     Raises:
         ValueError: see `zinf.adapt.lora` and, for `adapter.begin_from`, `load_adapter`.
     """
-    # Which weights are multiplied by activations does not depend on the batch.
-    tokens = jax.ShapeDtypeStruct((1, TRACED_TOKENS), "int32")
-    found = adapt(
-        model.loss, model.zeros, adapter, batch={"input_ids": tokens}, rng=rng
-    )
+    if batch is None:
+        # Which weights are multiplied by activations does not depend on the batch.
+        batch = {"input_ids": jax.ShapeDtypeStruct((1, TRACED_TOKENS), "int32")}
+    loss = model.loss if loss is None else loss
+    found = adapt(loss, model.zeros, adapter, batch=batch, rng=rng)
     if adapter.begin_from is not None:
         found = load_adapter(found, adapter.begin_from)
     return found

@@ -216,6 +216,27 @@ class Model:
 
         The loss is not finite if no token has a label.
         """
+        losses, is_trained = self._token_losses(params, batch, *key, train=train)
+        return jnp.sum(losses) / jnp.sum(is_trained.astype(jnp.float32))
+
+    def log_probabilities(
+        self, params: Params, batch: Batch, *key: jax.Array, train: bool = False
+    ) -> jax.Array:
+        """The log-probability of all tokens with a label together, float32 (batch,).
+
+        Args:
+            batch: as for `loss`.
+        """
+        losses, _ = self._token_losses(params, batch, *key, train=train)
+        return -jnp.sum(losses, axis=1)
+
+    def _token_losses(
+        self, params: Params, batch: Batch, *key: jax.Array, train: bool
+    ) -> tuple[jax.Array, jax.Array]:
+        """The cross entropy of each token's successor, and whether it has a label.
+
+        Both (batch, tokens); where there is no label, the loss is 0.
+        """
         logits = self.logits(params, batch, *key, train=train).astype(jnp.float32)
         labels = batch.get("labels")
         if labels is None:
@@ -231,8 +252,7 @@ class Model:
             next_labels = jnp.where(following == segments, next_labels, IGNORED)
         is_trained = next_labels != IGNORED
         losses = cross_entropy(logits, jnp.where(is_trained, next_labels, 0))
-        total = jnp.sum(jnp.where(is_trained, losses, 0.0))
-        return total / jnp.sum(is_trained.astype(jnp.float32))
+        return jnp.where(is_trained, losses, 0.0), is_trained
 
     def check_packing(self) -> None:
         """Refuse a model in which samples of one row would see each other.

@@ -32,6 +32,9 @@ NO_TAGS = (
     "data.assistant_only to false to train on the last answer."
 )
 
+# Tokens, and their labels.
+Sample = tuple[list[int], list[int]]
+
 
 @dataclass(frozen=True)
 class Tokenizing:
@@ -60,7 +63,7 @@ class Tokenizing:
         found = {n: x for n, x in vars(self).items() if n != "tokenizer"}
         return [type(self).__name__, *found.items()]
 
-    def samples(self, line: Any, where: str) -> list[tuple[list[int], list[int]]]:
+    def samples(self, line: Any, where: str) -> list[Sample]:
         """The samples of a line: one here."""
         return [self.sample(line, where)]
 

@@ -1,8 +1,10 @@
 """The model, data and optimizer of a config whose `model.huggingface` names a model."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,15 @@ from zinf.hf.engine import ModelEngine, adapted_model, draws, initialize
 from zinf.hf.folder import SMALL_FILES
 from zinf.hf.model import IGNORED, Model, load
 from zinf.hf.packing import Packed
+from zinf.hf.preference import (
+    SIDES,
+    Pairs,
+    PairTokenizing,
+    Preference,
+    write_reference,
+)
 from zinf.hf.samples import Tokenizing
+from zinf.interchange.safetensors_files import SUFFIX
 from zinf.optim.factory import build_optimizer
 
 
@@ -42,6 +52,29 @@ class Task:
         return _loaded(asked.huggingface)
 
     @property
+    def preference(self) -> Preference | None:
+        """The loss of preferences, if that is the objective.
+
+        Raises:
+            ValueError: samples are to be packed, which pairs cannot be.
+        """
+        data = self.config.data
+        if data.objective != "dpo":
+            return None
+        if data.packing:
+            raise ValueError(
+                "data.packing puts samples of objective sft into rows; those of dpo "
+                "stay in pairs. Set data.packing to false."
+            )
+        return Preference(self.model, data.beta)
+
+    @property
+    def loss(self) -> Callable:
+        """The loss of the objective, as a function of the parameters by name."""
+        preference = self.preference
+        return self.model.loss if preference is None else preference.loss
+
+    @property
     def length(self) -> int:
         """Tokens of a sample.
 
@@ -58,6 +91,10 @@ class Task:
 
     def batch_spec(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes of this process's part of a batch."""
+        if self.preference is not None:
+            pairs = jax.ShapeDtypeStruct((rows, len(SIDES), self.length), np.int32)
+            reference = jax.ShapeDtypeStruct((rows, len(SIDES)), np.float32)
+            return {"input_ids": pairs, "labels": pairs, "reference": reference}
         shape = jax.ShapeDtypeStruct((rows, self.length), np.int32)
         packed = ("segment_ids", "position_ids") * self.config.data.packing
         return dict.fromkeys(("input_ids", "labels", *packed), shape)
@@ -68,7 +105,7 @@ class Task:
         named: dict[str, Any] = {"rng": rng, "batch": self.batch_spec(rows)}
         tx, told = build_optimizer(config), config.told()
         if config.adapter is None:
-            return (model.loss, model.zeros, tx, told), named
+            return (self.loss, model.zeros, tx, told), named
         adapted = self.adapted()
         named["eval_loss_fn"] = adapted.eval_loss_fn
         return (adapted.loss_fn, adapted.params, tx, adapted.config(told)), named
@@ -81,7 +118,13 @@ class Task:
         """
         if self.config.adapter is None:
             raise ValueError("The config has no adapter section.")
-        return adapted_model(self.model, self.config.adapter, rng=self._rng)
+        return adapted_model(
+            self.model,
+            self.config.adapter,
+            loss=self.loss,
+            batch=self.batch_spec(1),
+            rng=self._rng,
+        )
 
     @property
     def _rng(self) -> jax.Array | None:
@@ -95,6 +138,7 @@ class Task:
             model,
             build_optimizer(config),
             config.told(),
+            loss=self.loss,
             rng=self._rng,
             batch=self.batch_spec(rows),
             mesh=mesh,
@@ -121,7 +165,8 @@ class Task:
                 "data.paths names no file. To fine-tune, name files of JSON lines "
                 "there, with text, prompt and completion, or messages."
             )
-        how = Tokenizing(
+        kind = Tokenizing if data.objective == "sft" else PairTokenizing
+        how = kind(
             model.tokenizer,
             sequence_length=self.length,
             truncates=data.truncate,
@@ -149,7 +194,7 @@ class Task:
         say: Callable[[str], None] = lambda text: None,
         *,
         is_training: bool = True,
-    ) -> Samples | Packed:
+    ) -> Samples | Packed | Pairs:
         """The rows of a split, of which batches are made.
 
         Raises:
@@ -164,18 +209,64 @@ class Task:
         if data.evaluation_paths is not None:
             # All of the files of a split are its own.
             fraction = 0.0 if is_training else 1.0
-        first, last = split_of(count, fraction, is_training=is_training)
+        each = 1 if self.preference is None else len(SIDES)
+        first, last = split_of(count // each, fraction, is_training=is_training)
         ids = tokenizer.pad_token_id, tokenizer.eos_token_id, 0
         padding = next(token for token in ids if token is not None)
         found = Samples(
-            folder, length=self.length, padding=padding, first=first, last=last
+            folder,
+            length=self.length,
+            padding=padding,
+            first=first * each,
+            last=last * each,
         )
+        if self.preference is not None:
+            return Pairs(found, self._reference_file(folder), first)
         return Packed(found) if data.packing else found
+
+    def before_training(
+        self, engine: ModelEngine, batch_size: int, say: Callable[[str], None]
+    ) -> None:
+        """Compute what batches need of the model as it is before the first step.
+
+        That is the reference of preferences, for all pairs of the files, unless an
+        earlier run computed it.
+        """
+        preference, data = self.preference, self.config.data
+        if preference is None:
+            return
+        evaluates = self.config.run.evaluate_every is not None
+        is_apart = evaluates and data.evaluation_paths is not None
+        for folder in (self.samples(), *[self.samples(for_evaluation=True)] * is_apart):
+            path = self._reference_file(folder)
+            if path.exists():
+                continue
+            found = Samples(
+                folder, length=self.length, padding=0, first=0, last=num_samples(folder)
+            )
+            pairs = Pairs(found, path, 0)
+            say(f"data: log-probabilities of {len(pairs):,} pairs, once, to {path}")
+            write_reference(engine, preference, pairs, path, batch_size=batch_size)
+
+    def _reference_file(self, folder: Path) -> Path:
+        """Where the log-probabilities of the pairs in a folder are, for this model."""
+        adapter, model = self.config.adapter, self.model
+        begin_from = None if adapter is None else adapter.begin_from
+        encoding = None if adapter is None else adapter.quantize_base
+        weights = [
+            (str(path), path.stat().st_size, path.stat().st_mtime_ns)
+            for place in (model.folder, begin_from)
+            if place is not None
+            for path in sorted(place.glob(f"*{SUFFIX}"))
+        ]
+        state = [weights, encoding, self.config.compute_dtype]
+        digest = sha256(json.dumps(state).encode()).hexdigest()[:16]
+        return folder / f"reference-{digest}.npy"
 
     @staticmethod
     def describe(batch: Mapping[str, np.ndarray]) -> dict[str, int]:
         """For the metrics: the tokens of a batch that are trained on."""
-        is_trained = batch["labels"][:, 1:] != IGNORED
+        is_trained = batch["labels"][..., 1:] != IGNORED
         return {"tokens": int(np.count_nonzero(is_trained))}
 
     def dataset(

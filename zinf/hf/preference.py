@@ -1,0 +1,175 @@
+"""Direct preference optimization: answers that were chosen against rejected ones.
+
+DPO (https://arxiv.org/abs/2305.18290, equation 7) compares the log-probabilities of the
+trained model with those of a reference, which is the model as training begins. The
+reference never changes, so its log-probabilities are computed once, and kept in a file.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zinf.adapt.lora import AdaptedLoss
+from zinf.hf.dataset import Samples
+from zinf.hf.engine import ModelEngine
+from zinf.hf.model import Batch, Model, Params
+from zinf.hf.samples import Sample, Tokenizing
+
+SIDES = ("chosen", "rejected")
+ANSWER_KEYS = ("input_ids", "labels")
+
+
+@dataclass(frozen=True)
+class Preference:
+    """The loss of DPO for a model.
+
+    Attributes:
+        beta: how strongly the model is kept near the reference; 0.1 is usual.
+    """
+
+    model: Model
+    beta: float = 0.1
+
+    def loss(
+        self, params: Params, batch: Batch, *key: jax.Array, train: bool = True
+    ) -> jax.Array:
+        """The mean of -log sigmoid(beta * (gain of chosen - gain of rejected)).
+
+        A gain is the log-probability of an answer less that of the reference.
+
+        Args:
+            batch: `input_ids` and `labels` (pairs, 2, tokens), chosen first, and
+                `reference` (pairs, 2), what `log_probabilities` gave for the reference.
+        """
+        found = self.log_probabilities(params, batch, *key, train=train)
+        gains = found - batch["reference"]
+        return jnp.mean(jax.nn.softplus(self.beta * (gains[:, 1] - gains[:, 0])))
+
+    def log_probabilities(
+        self, params: Params, batch: Batch, *key: jax.Array, train: bool = False
+    ) -> jax.Array:
+        """The log-probability of each answer, float32 (pairs, 2)."""
+        flat = {n: batch[n].reshape(-1, batch[n].shape[-1]) for n in ANSWER_KEYS}
+        found = self.model.log_probabilities(params, flat, *key, train=train)
+        return found.reshape(-1, len(SIDES))
+
+
+@dataclass(frozen=True)
+class PairTokenizing(Tokenizing):
+    """How lines with `chosen` and `rejected` become two samples each."""
+
+    def samples(self, line: Any, where: str) -> list[Sample]:
+        """The chosen and the rejected sample of a line.
+
+        Both are texts or messages that follow `prompt`, or whole conversations.
+
+        Raises:
+            ValueError: the line has no such fields, or see `Tokenizing.sample`.
+        """
+        if not isinstance(line, Mapping) or not line.keys() >= set(SIDES):
+            found = ", ".join(map(str, line)) if isinstance(line, Mapping) else line
+            raise ValueError(
+                f"{where}: with data.objective dpo a line must have prompt, chosen and "
+                f"rejected, or two conversations chosen and rejected; found {found}."
+            )
+        one = replace(self, completion_only=True)
+        tools = {"tools": line["tools"]} if line.get("tools") else {}
+        return [
+            one.sample(_answered(line, side, where) | tools, f"{where}, {side}")
+            for side in SIDES
+        ]
+
+
+def _answered(line: Mapping[str, Any], side: str, where: str) -> dict[str, Any]:
+    prompt, answer = line.get("prompt"), line[side]
+    is_conversation = isinstance(answer, list)
+    if is_conversation and isinstance(prompt, list):
+        return {"prompt": prompt, "completion": answer}
+    if is_conversation:
+        return {"messages": answer}
+    if not isinstance(prompt, str):
+        raise ValueError(
+            f"{where}: {side} is a text, so prompt must be the text before it; found "
+            f"{prompt!r:.40}."
+        )
+    return {"prompt": prompt, "completion": answer}
+
+
+class Pairs(grain.sources.RandomAccessDataSource):
+    """Pairs of samples, with the log-probabilities of the reference.
+
+    Args:
+        samples: chosen and rejected in turn.
+        reference: the file that `write_reference` writes, before the first pair is
+            read.
+        first: the number of the first pair in that file.
+    """
+
+    def __init__(self, samples: Samples, reference: Path, first: int) -> None:
+        self._samples, self._path, self._first = samples, reference, first
+        self._reference: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self._samples) // len(SIDES)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """`input_ids` and `labels`, int32 (2, length); `reference`, float32 (2,)."""
+        if self._reference is None:
+            self._reference = np.load(self._path)
+        return self.answers(index) | {"reference": self._reference[self._first + index]}
+
+    def answers(self, index: int) -> dict[str, np.ndarray]:
+        """A pair without the reference."""
+        both = [self._samples[len(SIDES) * index + side] for side in range(len(SIDES))]
+        return {name: np.stack([x[name] for x in both]) for name in ANSWER_KEYS}
+
+
+def write_reference(
+    engine: ModelEngine,
+    preference: Preference,
+    pairs: Pairs,
+    path: Path,
+    *,
+    batch_size: int,
+) -> None:
+    """Compute the reference's log-probabilities of all pairs, and write them to a file.
+
+    The engine has taken no step: the reference is its model as it is now. The passes
+    run forward alone, with weights streamed from where they rest.
+
+    Args:
+        batch_size: pairs of a pass.
+    """
+    assert engine.num_steps == 0, "the reference is the model before the first step"
+    function = _forward(engine, preference)
+    found = []
+    for start in range(0, len(pairs), batch_size):
+        # The last pass has the shape of the others: it repeats the last pair.
+        numbers = np.minimum(np.arange(start, start + batch_size), len(pairs) - 1)
+        rows = [pairs.answers(int(number)) for number in numbers]
+        batch = {name: np.stack([row[name] for row in rows]) for name in ANSWER_KEYS}
+        found.append(engine.apply(function, batch))
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        np.save(file, np.concatenate(found)[: len(pairs)])
+    partial.replace(path)
+
+
+def _forward(engine: ModelEngine, preference: Preference) -> Callable:
+    adapted = engine.adapted
+
+    def function(params: Any, batch: Batch) -> jax.Array:
+        if adapted is None:
+            return preference.log_probabilities(params, batch)
+        inner = AdaptedLoss(
+            preference.log_probabilities, adapted.layout, 0.0, drops_key=False
+        )
+        return inner(params, batch)
+
+    return function
