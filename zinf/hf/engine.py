@@ -14,6 +14,7 @@ from zinf.config import Config
 from zinf.config.adapter import Adapter
 from zinf.distributed import AbstractGroup
 from zinf.engine import Engine
+from zinf.hf.batch import check_tokens
 from zinf.hf.model import Model
 from zinf.initialize import ConfigSource, make_planner
 from zinf.interchange.names import Terms, listed
@@ -39,6 +40,21 @@ class ModelEngine(Engine):
     def adapted(self) -> Adapted | None:
         """The adapters beside the model's frozen weights; None if all are trained."""
         return self._adapted
+
+    def step(self, batch: Any) -> dict[str, Any]:
+        """Take a step; see `Engine.step`.
+
+        Raises:
+            ValueError: the batch has tokens that the model does not know, or none that
+                is trained on; the message names the sample.
+        """
+        check_tokens(self._model, batch)
+        return super().step(batch)
+
+    def evaluate(self, batch: Any) -> float:
+        """The mean loss of a batch; see `Engine.evaluate` and `step`."""
+        check_tokens(self._model, batch)
+        return super().evaluate(batch)
 
     def initialize_state(self) -> None:
         """Write the weights of the model's files to their tiers, in parts."""

@@ -3,13 +3,24 @@
 from pathlib import Path
 
 import huggingface_hub
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 
 from zinf.hf.module import CONFIG
 from zinf.interchange.safetensors_files import INDEX_SUFFIX, SUFFIX
 
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 WEIGHTS = "model.safetensors"
+GGUF = ".gguf"
+NO_GGUF = (
+    "is quantized for llama.cpp (GGUF), and zinf does not read that form. Use the "
+    "model's own checkpoint in safetensors."
+)
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -24,14 +35,21 @@ def find_folder(path_or_id: str | Path, *, weights: bool = False) -> Path:
     Raises:
         FileNotFoundError: there is no such folder, and the hub has no such model or
             cannot be reached.
-        OSError: the hub refused the request.
+        PermissionError: the model is gated.
+        OSError: the hub refused the request, or a download was cut off.
+        NotImplementedError: the weights are a GGUF file.
     """
     path = Path(path_or_id).expanduser()
     if path.is_dir():
+        quantized = sorted(path.glob(f"*{GGUF}"))
+        if quantized and not any(path.glob(f"*{SUFFIX}")):
+            raise NotImplementedError(f"{quantized[0]} {NO_GGUF}")
         return path
     if path.is_file():
         if path.name == CONFIG:
             return path.parent
+        if path.suffix == GGUF:
+            raise NotImplementedError(f"{path} {NO_GGUF}")
         raise ValueError(
             f"{path} is a file. Name the folder of the model, or the {CONFIG} in it."
         )
@@ -51,17 +69,37 @@ def find_folder(path_or_id: str | Path, *, weights: bool = False) -> Path:
             "get it, nor is it in the hub's cache. Download the model elsewhere, and "
             "name its folder."
         ) from error
+    except GatedRepoError as error:
+        raise PermissionError(
+            f"The Hugging Face hub gives {name} only to those who accepted its terms "
+            f"({_code(error)}). Accept them on the page of the model, and log in with "
+            "`hf auth login`."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise FileNotFoundError(
+            f"The Hugging Face hub has no model {name} ({_code(error)}), or it is "
+            "private. Check the spelling; for a private one log in with `hf auth "
+            "login`."
+        ) from error
     except HfHubHTTPError as error:
-        code = error.response.status_code if error.response is not None else "no code"
         raise OSError(
-            f"The Hugging Face hub refused {name} ({code}). It is misspelt, or private "
-            "or gated: accept its terms on its page, and log in with `hf auth login`."
+            f"The Hugging Face hub refused {name} ({_code(error)}): {error}. Try again "
+            "later, or download the model elsewhere and name its folder."
+        ) from error
+    except HTTPError as error:
+        raise OSError(
+            f"The download of {error.request.url.path} for {name} was cut off: "
+            f"{error}. Run the command again: complete files are kept."
         ) from error
     except ValueError as error:
         raise FileNotFoundError(
             f"{name} is no folder here, and no name of a model on the hub: {error}"
         ) from error
     return Path(found)
+
+
+def _code(error: HfHubHTTPError) -> str:
+    return str(error.response.status_code) if error.response is not None else "no code"
 
 
 def weights_path(folder: Path) -> Path:

@@ -6,15 +6,27 @@ import numpy as np
 import optax
 import pytest
 
-from tests.unit.hf.models import gpt2, llama, make, mixtral, save, tokens, torch_logits
+from tests.unit.hf.hub import hub
+from tests.unit.hf.models import (
+    VOCAB,
+    gpt2,
+    llama,
+    make,
+    mixtral,
+    save,
+    tokens,
+    torch_logits,
+)
 
 import jax  # isort: skip
 import jax.numpy as jnp  # isort: skip
 import torch  # isort: skip
 import transformers  # isort: skip
+from huggingface_hub import constants  # isort: skip
 from safetensors.numpy import load_file  # isort: skip
 
 from zinf import hf  # isort: skip
+from zinf.hf.batch import check_tokens  # isort: skip
 
 # Logits of float32 models of two layers: a few units of rounding of the largest entry.
 TOLERANCE = 2e-6
@@ -161,8 +173,22 @@ def remote_code(folder):
     change(folder, model_type="own", auto_map={"AutoConfig": "own.Config"})
 
 
-def quantized(folder):
-    change(folder, quantization_config={"quant_method": "fp8"})
+def quantized(method):
+    def spoil(folder):
+        change(folder, quantization_config={"quant_method": method})
+
+    spoil.__name__ = method
+    return spoil
+
+
+def gguf(folder):
+    no_weights(folder)
+    (folder / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
+
+
+def cut_off(folder):
+    path = sorted(folder.glob("*.safetensors"))[1]
+    path.write_bytes(path.read_bytes()[:-1])
 
 
 def no_config(folder):
@@ -201,7 +227,12 @@ BROKEN = [
     (wider, ValueError, r"\[96, 64\] here and \[96, 32\] there"),
     (another_kind, ValueError, "config.json.*'no_such_model'.*Install"),
     (remote_code, NotImplementedError, "trust_remote_code"),
-    (quantized, NotImplementedError, "fp8.*bfloat16"),
+    *(
+        (quantized(method), NotImplementedError, f"config.json.*{method}.*bfloat16")
+        for method in ("bitsandbytes", "gptq", "awq")
+    ),
+    (gguf, NotImplementedError, "model-Q4_K_M.gguf is quantized for llama.cpp"),
+    (cut_off, ValueError, "model-00002-of-.*safetensors"),
     (no_config, FileNotFoundError, "has no config.json"),
     (no_language_model, ValueError, "'vit' has no causal language model"),
     (lacking, ValueError, "no tensor for 1 leaves: 'model.norm.weight'"),
@@ -216,6 +247,69 @@ def test_a_broken_model_is_refused_by_name(spoil, error, words, tmp_path):
     spoil(tmp_path)
     with pytest.raises(error, match=f"(?s){words}"):
         engine_of(tmp_path, {"execution": "fused"})
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "words"),
+    [
+        ({"refuses": "GatedRepo"}, PermissionError, r"some/model.*\(401\).*Accept"),
+        ({"refuses": "RepoNotFound"}, FileNotFoundError, r"some/model \(404\).*spell"),
+        ({"cuts": "config.json"}, OSError, "config.json for some/model was cut off"),
+    ],
+    ids=["gated", "absent", "cut off"],
+)
+def test_a_hub_that_refuses_is_quoted(how, error, words, tmp_path, monkeypatch):
+    # A download that is cut off is tried again five times, a second apart.
+    monkeypatch.setattr(
+        "huggingface_hub.file_download.time.sleep", lambda seconds: None
+    )
+    make(llama()).config.save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with hub(tmp_path / "model", **how) as address:
+        url = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url)
+        with pytest.raises(error, match=words):
+            hf.load("some/model")
+
+
+def test_a_model_of_a_hub_is_loaded(tmp_path, monkeypatch):
+    save(llama(), tmp_path / "model")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with hub(tmp_path / "model") as address:
+        url = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url)
+        model = hf.load("some/model")
+        assert not list(model.folder.glob("*.safetensors"))
+        files, weights = model.open_weights()
+    with files:
+        assert weights.specs.keys() == model.specs.keys()
+
+
+# What is wrong with a batch, and words of the error.
+WRONG = [
+    ({"input_ids": [[3, 4, VOCAB]]}, r"sample 0 .* has 96 at token 2.*96 words"),
+    (
+        {"input_ids": [[3, 4]], "labels": [[3, -1]]},
+        "labels of sample 0.*-100 for tokens",
+    ),
+    (
+        {"input_ids": [[3, 4]], "labels": [[3, -100]]},
+        "No token of the batch is trained",
+    ),
+    ({"input_ids": [[3] * 33]}, "have 33 tokens, and .* was made for 32"),
+]
+
+
+@pytest.mark.parametrize(("given", "words"), WRONG)
+def test_a_wrong_batch_is_refused(given, words, tmp_path):
+    llama().save_pretrained(tmp_path)
+    batch = {name: np.int32(x) for name, x in given.items()}
+    with pytest.raises(ValueError, match=words):
+        check_tokens(hf.load(tmp_path), batch)
 
 
 def test_a_folder_that_is_not_there_is_no_model_of_the_hub(tmp_path):
