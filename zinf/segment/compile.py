@@ -200,11 +200,11 @@ def compile_segments(
             whole = BodyExecutables(
                 shared.body,
                 spec,
+                gradients,
                 is_last,
                 layouts.mesh,
                 params,
                 inputs,
-                gradients,
                 accumulates=sums,
             )
             why_whole = ""

@@ -14,23 +14,22 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from zinf.jaxpr import Body, Graph, flatten, trace
-from zinf.jaxpr.keys import from_words, in_words, to_words
+from zinf.jaxpr import Graph, flatten, trace
+from zinf.jaxpr.keys import in_words
 from zinf.mesh import replicated
-from zinf.program import SegmentSpec
 from zinf.segment.by_rows import by_rows
+from zinf.segment.passes import BodyPasses
 from zinf.segment.row_sums import Lookup, find_lookups, leave_as_rows
-from zinf.sharding import Layout, cut, gather, placed_layout, whole_layout
+from zinf.sharding import Layout, gather, placed_layout, whole_layout
 from zinf.topology import Collective, collectives_of, compile_for
 
 
 @dataclass(eq=False)
-class BodyExecutables:
+class BodyExecutables(BodyPasses):
     """The executables of one body, compiled at first use.
 
     Attributes:
-        params, inputs: the layouts of its arguments; `gradients` those of its trained
-            params' gradients.
+        params, inputs: the layouts of its arguments.
         num_blocks: the least number of blocks of rows of each pass. With more than one,
             compiling a pass raises `NotByRow` if its rows depend on each other.
         accumulates: for each trained param, whether its gradient is added to others.
@@ -38,13 +37,10 @@ class BodyExecutables:
             numbers follow all gradients.
     """
 
-    body: Body
-    spec: SegmentSpec
     is_last: bool
     mesh: Mesh
     params: tuple[Layout, ...]
     inputs: tuple[Layout, ...]
-    gradients: tuple[Layout, ...]
     num_blocks: int = 1
     accumulates: tuple[bool, ...] = ()
     abstract: tuple[jax.ShapeDtypeStruct, ...] = field(init=False)
@@ -128,7 +124,7 @@ class BodyExecutables:
     @cached_property
     def backward_reads(self) -> tuple[bool, ...]:
         """Which params the backward pass reads; traced, not compiled."""
-        if self.is_last or not any(self._outputs):
+        if self.is_last or not any(self.are_active):
             return (True,) * len(self.params)
         graph = self.vjp_graph
         read = set(graph.needed_for(graph.outvars).used_invars())
@@ -137,10 +133,10 @@ class BodyExecutables:
     @cached_property
     def vjp_graph(self) -> Graph:
         """`arguments, cotangents -> gradients, input cotangents`; not of the last."""
-        outvars = zip(self.body.jaxpr.outvars, self._outputs, strict=True)
+        outvars = zip(self.body.jaxpr.outvars, self.are_active, strict=True)
         cotangents = [in_words(v.aval) for v, active in outvars if active]
         arguments = [in_words(v.aval) for v in self.body.jaxpr.invars]
-        closed, _ = trace(self._vjp, tuple(arguments), tuple(cotangents))
+        closed, _ = trace(self.vjp, tuple(arguments), tuple(cotangents))
         return flatten(closed)
 
     @cached_property
@@ -151,7 +147,7 @@ class BodyExecutables:
         sum gradients; and for the last segment.
         """
         is_simple = self.mesh.size == 1 and self.num_blocks == 1
-        has_vjp = not self.is_last and any(self._outputs)
+        has_vjp = not self.is_last and any(self.are_active)
         if not (is_simple and has_vjp and any(self.accumulates)):
             return {}
         found = find_lookups(self.vjp_graph, sum(self.spec.trainable))
@@ -162,7 +158,7 @@ class BodyExecutables:
         # Without arguments, only the shardings of results name its devices.
         is_made_here = not self.body.jaxpr.invars
         results = replicated(self.mesh) if self.is_last or is_made_here else None
-        return self.compile(self._call, results=results)
+        return self.compile(self.call, results=results)
 
     @cached_property
     def outputs(self) -> tuple[Layout, ...]:
@@ -184,7 +180,7 @@ class BodyExecutables:
             everywhere = replicated(self.mesh)
             seed = jax.ShapeDtypeStruct((), loss.dtype, sharding=everywhere)
             results = everywhere, *self.backward_results
-            return self.compile(self._loss, seed, results=results)
+            return self.compile(self.loss, seed, results=results)
         results = self.backward_results
         return self.compile(
             self._backward,
@@ -214,80 +210,21 @@ class BodyExecutables:
     @property
     def cotangents(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of the cotangents that a backward pass takes."""
-        triples = zip(self.body.jaxpr.outvars, self._outputs, self.outputs, strict=True)
+        triples = zip(
+            self.body.jaxpr.outvars, self.are_active, self.outputs, strict=True
+        )
         return tuple(
             placed(v.aval, layout.device) for v, active, layout in triples if active
         )
 
-    def _call(self, arguments: Sequence[Any]) -> list[Any]:
-        """The body, with random keys going in and out as words."""
-        kinds = [v.aval for v in self.body.jaxpr.invars]
-        pairs = zip(arguments, kinds, strict=True)
-        outputs = self.body(*(from_words(x, kind) for x, kind in pairs))
-        return [to_words(y) for y in outputs]
-
-    @property
-    def _outputs(self) -> list[bool]:
-        return [name in self.spec.active_outputs for name in self.spec.outputs]
-
-    @property
-    def _differentiated(self) -> list[bool]:
-        active = set(self.spec.active_inputs)
-        flags = [*self.spec.trainable, *(n in active for n in self.spec.inputs)]
-        return flags + [False] * self.body.num_hoisted
-
-    def _split(self, arguments: Sequence[Any]) -> tuple[list[Any], Callable]:
-        """The differentiated arguments, and how to put them back among the others."""
-        flags = self._differentiated
-        chosen = [x for x, flag in zip(arguments, flags, strict=True) if flag]
-
-        def merge(values: Sequence[Any]) -> list[Any]:
-            rest = iter(values)
-            pairs = zip(arguments, flags, strict=True)
-            return [next(rest) if flag else x for x, flag in pairs]
-
-        return chosen, merge
-
     def _backward(self, arguments: Sequence[Any], cotangents: Sequence[Any]) -> Any:
         if not self.lookups:
-            return self.sort(self._vjp(arguments, cotangents))
+            return self.sort(self.vjp(arguments, cotangents))
         # One device, so that nothing is cut.
         graph = leave_as_rows(self.vjp_graph, self.lookups)
         results = graph(*arguments, *cotangents)
         first, end = sum(self.spec.trainable), len(results) - len(self.lookups)
         return [*results[:first], *results[end:]], results[first:end]
-
-    def _vjp(self, arguments: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-        """The cotangents of the differentiated arguments."""
-        _, vjp = self.linearize(arguments)
-        return vjp(list(cotangents))[0]
-
-    def linearize(self, arguments: Sequence[Any]) -> tuple[list[Any], Callable]:
-        """All outputs, and the vjp function of the active ones."""
-        chosen, merge = self._split(arguments)
-
-        def active_outputs(values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            outputs = self._call(merge(values))
-            pairs = zip(outputs, self._outputs, strict=True)
-            return [y for y, active in pairs if active], outputs
-
-        _, vjp, outputs = jax.vjp(active_outputs, chosen, has_aux=True)
-        return outputs, vjp
-
-    def _loss(self, arguments: Sequence[Any], seed: Any) -> Any:
-        chosen, merge = self._split(arguments)
-
-        def loss_and_outputs(values: Sequence[Any]) -> tuple[Any, list[Any]]:
-            outputs = self._call(merge(values))
-            return outputs[0], outputs
-
-        loss, vjp, outputs = jax.vjp(loss_and_outputs, chosen, has_aux=True)
-        return outputs, *self.sort(vjp(jnp.asarray(seed, loss.dtype))[0])
-
-    def sort(self, cotangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        num_params = sum(self.spec.trainable)
-        gradients = zip(cotangents[:num_params], self.gradients, strict=True)
-        return [cut(*pair) for pair in gradients], list(cotangents[num_params:])
 
 
 def _whole_dims(value: jax.ShapeDtypeStruct) -> list[int]:
