@@ -32,7 +32,7 @@ from zinf.prepare.batch import (
     with_shapes_before,
 )
 from zinf.prepare.forward import check_rows_of_outputs, plan_forward
-from zinf.prepare.planner import AtRest, Fused, Planner, Streamed
+from zinf.prepare.planner import AtRest, Fused, Offloaded, Planner, Streamed
 from zinf.segment import user_function
 from zinf.session.ahead import Ahead
 from zinf.session.condition import Condition
@@ -55,7 +55,6 @@ from zinf.session.state import (
     write_model_state,
 )
 from zinf.session.turn import Turn
-from zinf.sharding import Layouts
 
 logger = logging.getLogger(__name__)
 _ENGINES: WeakSet["Engine"] = WeakSet()
@@ -603,7 +602,7 @@ class Engine:
         spec = self.planner.batch_spec(batch)
         made = self.planner.plan(spec, self._at_rest())
         if not self.is_placed:
-            self._place(made.plan, made.layouts)
+            self._place(made)
         return _runner(made, self.planner, self.stores, spec, self._pending_save)
 
     def _at_rest(self) -> AtRest | None:
@@ -612,8 +611,10 @@ class Engine:
             return None
         return AtRest(self._residents.homes, self._residents.layouts)
 
-    def _place(self, plan: Plan, layouts: Layouts) -> None:
-        stores = make_stores(plan, self.config, self.planner.rule.mesh)
+    def _place(self, made: Streamed | Fused | Offloaded) -> None:
+        plan, layouts = made.plan, made.layouts
+        stacks = made.program.stacks if isinstance(made, Offloaded) else ()
+        stores = make_stores(plan, self.config, self.planner.rule.mesh, stacks)
         close = self._pending_save.close
         self.stores, self._closing = stores, close_when_dropped(self, close, stores)
         try:
@@ -667,14 +668,14 @@ class Engine:
 
 
 def _runner(
-    made: Streamed | Fused,
+    made: Streamed | Fused | Offloaded,
     planner: Planner,
     stores: Stores,
     spec: Any,
     pending_save: PendingSave,
 ) -> AbstractRunner:
     # A streamed step waits for each array that it changes, and not for a whole save.
-    pending = pending_save if made.plan.is_fused else PendingSave()
+    pending = pending_save if made.plan.is_one_program else PendingSave()
     return make_runner(made, planner, stores, spec, pending.wait)
 
 

@@ -23,6 +23,7 @@ from zinf.initialize import ConfigSource, initialize, make_planner
 from zinf.jaxpr.keys import to_words
 from zinf.memory.capacity import host_memory_bytes
 from zinf.mesh import local_devices
+from zinf.plan import Plan
 from zinf.prepare.batch import batch_spec, by_microbatch
 from zinf.prepare.devices import on_devices
 from zinf.program import ArrayId, Role
@@ -258,13 +259,19 @@ def _train(
             for path, leaf in named_leaves(tree).items()
         }
         return _Trained(
-            "fused" if engine.plan.is_fused else "streamed",
+            _execution(engine.plan),
             [m["loss"] for m in metrics],
             leaves,
             scales,
             taken[0],
             _setting(engine),
         )
+
+
+def _execution(plan: Plan) -> str:
+    if plan.is_offloaded:
+        return "offloaded"
+    return "fused" if plan.is_fused else "streamed"
 
 
 def _gradients(

@@ -84,14 +84,18 @@ def streamed_config(placement: tuple[str, str], folder: str) -> dict[str, Any]:
 def train(
     model: Model,
     variant: str,
-    placement: tuple[str, str] | None,
+    placement: tuple[str, str] | str | None,
     optimizer: str = "adam",
 ) -> Run:
-    """Twenty steps on zinf; without a placement, of the fused step."""
+    """Twenty steps on zinf; without a placement, of the fused step.
+
+    Args:
+        placement: of the arrays of a streamed step, or the name of an `execution`.
+    """
     settings = SETTINGS[variant]
     with tempfile.TemporaryDirectory() as folder:
-        config = {"execution": "fused"}
-        if placement is not None:
+        config = {"execution": placement or "fused"}
+        if isinstance(placement, tuple):
             config = streamed_config(placement, folder)
         engine = model.start(OPTIMIZERS[optimizer], {**config, **settings})
         batches = model.batches(STEPS, settings.get("gradient_accumulation_steps", 1))

@@ -48,10 +48,10 @@ def measure_steps(
     seconds: list[float] = []
     with closing(initialize(*arguments, **named, mesh=mesh)) as engine:
         engine.prepare(batch)
-        if engine.plan.is_fused:
+        if engine.plan.is_one_program:
             raise ValueError(
-                "Everything fits on the device, so a step is one executable, which has "
-                "no links to measure. Give smaller budgets in `memory`, or --set "
+                "A step of this config is one executable, which has no links to "
+                "measure. Give smaller budgets in `memory`, or --set "
                 "execution=streamed."
             )
         for number in trange(WARM_STEPS + num_steps, disable=None, leave=False):

@@ -30,7 +30,7 @@ from zinf.plan.show import show_instructions, show_tilings
 from zinf.prepare.arrays import describe_state
 from zinf.prepare.compiled import compiled_runs
 from zinf.prepare.devices import group_devices, on_devices
-from zinf.prepare.planner import Fused, Streamed
+from zinf.prepare.planner import Fused, Offloaded, Streamed
 from zinf.topology import Topology, parse_topology
 
 SHOWN_INSTRUCTIONS = 40
@@ -118,7 +118,7 @@ def _rates_note(config: Config, topology: str | None) -> str:
 
 
 def _print_compiled(
-    made: Streamed | Fused, machine: Topology, param_bytes: int
+    made: Streamed | Fused | Offloaded, machine: Topology, param_bytes: int
 ) -> None:
     runs = compiled_runs(made)
     out = console()
@@ -144,7 +144,7 @@ def _wear(plan: Plan) -> str:
     )
 
 
-def _shown(made: Streamed | Fused, every: bool) -> str:
+def _shown(made: Streamed | Fused | Offloaded, every: bool) -> str:
     plan = made.plan
     count = len(plan.instructions) if every else SHOWN_INSTRUCTIONS
     text = show_instructions(plan.instructions[:count], plan.timeline)

@@ -65,8 +65,10 @@ class Config(DeepSpeedKeys):
     mesh: MeshAxes = Field(default_factory=MeshAxes)
     """Which devices train, and how they are grouped."""
 
-    execution: Literal["auto", "fused", "streamed"] = "auto"
-    """One fused step, or segments streamed between tiers; auto: fused if it fits."""
+    execution: Literal["auto", "fused", "offloaded", "streamed"] = "auto"
+    """One fused step on the device; one program whose state rests in pinned host memory
+    (offloaded); or segments streamed between tiers. auto: fused if it fits, otherwise
+    streamed."""
 
     frozen: tuple[Text, ...] = ()
     """Glob patterns of parameter key paths (such as embed/*) that are not trained."""

@@ -84,6 +84,9 @@ def _nothing_to_cut(config: Config) -> Iterator[Notice]:
         for key in sorted(config.segment.model_fields_set):
             text = "has no effect, because execution is fused: there are no segments"
             yield Notice(("segment", key), f"{text}.")
+    if config.execution == "offloaded" and "remat" in config.segment.model_fields_set:
+        text = "has no effect, because execution is offloaded, which recomputes always"
+        yield Notice(("segment", "remat"), f"{text}.")
 
 
 def _scheduled_rate(config: Config) -> Iterator[Notice]:

@@ -74,11 +74,15 @@ def execution_violations(
     memory: Memory,
 ) -> Iterator[Violation]:
     """A fused step with a tier to stream to; a segment larger than the device."""
-    if execution == "fused" and quantizes_weights:
-        text = "fused steps cannot gather parameters as integers, which"
+    if execution in ("fused", "offloaded") and quantizes_weights:
+        text = f"{execution} steps cannot gather parameters as integers, which"
         where = "zero_optimization.zero_quantized_weights asks for"
         yield ("execution",), f"{text} {where}. Use auto or streamed."
     for path, tier in tiers.items():
+        if execution == "offloaded" and tier not in (None, Tier.HOST):
+            text = "offloaded keeps everything in pinned host memory, but"
+            where = f"{'.'.join(path)} asks for the {tier} tier"
+            yield ("execution",), f"{text} {where}. Use streamed, or device: cpu."
         if execution == "fused" and tier in (Tier.HOST, Tier.NVME):
             text = "fused keeps everything on the device, but"
             where = f"{'.'.join(path)} asks for the {tier} tier"

@@ -7,12 +7,13 @@ from typing import Any
 import jax
 
 from zinf.executor.forward import ForwardRunner
+from zinf.executor.offloaded import OffloadedRunner
 from zinf.executor.runner import AbstractRunner
 from zinf.executor.streamed import StreamedRunner
 from zinf.executor.whole import FusedRunner
 from zinf.memory import Stores
 from zinf.prepare.forward import Forward, forward_of, plan_forward
-from zinf.prepare.planner import AtRest, Fused, Planner, Streamed
+from zinf.prepare.planner import AtRest, Fused, Offloaded, Planner, Streamed
 from zinf.segment import evaluation_function
 
 
@@ -26,7 +27,7 @@ def switch(current: AbstractRunner | None, runner: AbstractRunner) -> AbstractRu
 
 
 def make_runner(
-    prepared: Streamed | Fused,
+    prepared: Streamed | Fused | Offloaded,
     planner: Planner,
     stores: Stores,
     spec: Any,
@@ -49,11 +50,20 @@ def make_runner(
             skips_overflow=skips_overflow,
             before_update=before_update,
         )
+    if isinstance(prepared, Offloaded):
+        return OffloadedRunner(
+            prepared,
+            stores,
+            spec,
+            num_microbatches=config.num_microbatches,
+            skips_overflow=skips_overflow,
+            before_update=before_update,
+        )
     return FusedRunner(
         prepared,
         stores,
         spec,
-        planner.problem,
+        problem=planner.problem,
         num_microbatches=config.num_microbatches,
         skips_overflow=skips_overflow,
         before_update=before_update,
@@ -95,6 +105,17 @@ def make_evaluation(
             return fused.evaluate(batch, spec, keys)
 
         return Evaluation(None, on_device)
+    if isinstance(training, OffloadedRunner):
+        # A forward pass streams the arrays from where the offloaded step left them.
+        made = training.offloaded
+        forward = plan_forward(
+            planner,
+            evaluation_function(planner.problem, planner.key),
+            spec,
+            AtRest(made.plan.homes, made.layouts),
+            num_microbatches=training.num_microbatches,
+        )
+        return _by_segment(forward, stores, spec)
     assert isinstance(training, StreamedRunner)
     streamed = training.streamed
     is_same = jax.tree.flatten(training.spec) == jax.tree.flatten(spec)
@@ -109,6 +130,10 @@ def make_evaluation(
             limits=streamed.limits,
             num_microbatches=training.num_microbatches,
         )
+    return _by_segment(forward, stores, spec)
+
+
+def _by_segment(forward: Forward, stores: Stores, spec: Any) -> Evaluation:
     runner = ForwardRunner(forward, stores, spec)
 
     def by_segment(batch: Any, keys: Sequence[Any], current: AbstractRunner) -> float:

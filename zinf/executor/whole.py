@@ -1,5 +1,6 @@
-"""Runs fused steps: one executable, with all arrays on the device."""
+"""Runs steps that are one executable, and fused ones with all arrays on the device."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,32 +18,31 @@ from zinf.optim.decision import decision_of
 from zinf.plan import Instruction
 from zinf.prepare.batch import by_microbatch
 from zinf.prepare.fused import FusedProgram, batch_shardings, fused_evaluation
-from zinf.prepare.planner import Fused
+from zinf.prepare.planner import Fused, Offloaded
 from zinf.program import Role
 from zinf.segment.problem import Problem
 from zinf.sharding import placed_layout, whole_layout
 
 
-class FusedRunner(AbstractRunner):
+class OneProgramRunner(AbstractRunner):
+    """Runs a step that is one executable, wherever its arrays rest."""
+
     def __init__(
         self,
-        fused: Fused,
+        prepared: Fused | Offloaded,
         stores: Stores,
         spec: Any,
-        problem: Problem,
         *,
         num_microbatches: int,
         skips_overflow: bool,
         before_update: Callable[[], None],
     ):
-        self.fused, self.stores, self.spec = fused, stores, spec
-        self.plan = fused.plan
-        self.program: FusedProgram = fused.program
+        self.stores, self.spec = stores, spec
+        self.plan = prepared.plan
         self.num_microbatches = num_microbatches
         self.skips_overflow = skips_overflow
         self.before_update = before_update
-        self._layouts = fused.layouts
-        self._evaluate = fused_evaluation(problem, fused.layouts)
+        self._layouts = prepared.layouts
 
     def enter(self) -> None: ...
 
@@ -83,6 +83,42 @@ class FusedRunner(AbstractRunner):
         )
         return outcome_of(record, losses, outputs["extra"])
 
+    @abstractmethod
+    def execute(
+        self, instruction: Instruction, inputs: Any, record: StepRecord
+    ) -> dict[str, Any]:
+        """Run the executable, replace all arrays by its results, return its outputs."""
+
+    def inputs(self, batch: Any, spec: Any, keys: Sequence[Any]) -> tuple[Any, Any]:
+        batches = by_microbatch(batch, spec, self.num_microbatches)
+        return batches, jax.numpy.stack(list(keys)) if keys else None
+
+    def placed(self, batches: Any, spec: Any, keys: Any) -> tuple[Any, Any]:
+        """Put the keys and this process's share of the microbatches on the devices."""
+        shardings = batch_shardings(spec, self._layouts)
+        pairs = zip(jax.tree.leaves(spec), jax.tree.leaves(shardings), strict=True)
+        layouts = [
+            placed_layout((self.num_microbatches, *leaf.shape), sharding)
+            for leaf, sharding in pairs
+        ]
+        placed = to_devices(jax.tree.leaves(batches), layouts)
+        if keys is not None:
+            words = np.asarray(to_words(keys))
+            everywhere = whole_layout(words.shape, self._layouts.mesh)
+            keys = from_words(to_devices([words], [everywhere])[0], keys)
+        return jax.tree.unflatten(jax.tree.structure(batches), placed), keys
+
+
+class FusedRunner(OneProgramRunner):
+    """Runs fused steps: all arrays rest on the device."""
+
+    def __init__(
+        self, fused: Fused, stores: Stores, spec: Any, *, problem: Problem, **rest: Any
+    ):
+        super().__init__(fused, stores, spec, **rest)
+        self.program: FusedProgram = fused.program
+        self._evaluate = fused_evaluation(problem, fused.layouts)
+
     def execute(
         self, instruction: Instruction, inputs: Any, record: StepRecord
     ) -> dict[str, Any]:
@@ -115,22 +151,3 @@ class FusedRunner(AbstractRunner):
         batches, stacked_keys = self.inputs(batch, spec, keys)
         placed = self.placed(batches, spec, stacked_keys)
         return float(np.mean(self._evaluate(params, *placed)))
-
-    def inputs(self, batch: Any, spec: Any, keys: Sequence[Any]) -> tuple[Any, Any]:
-        batches = by_microbatch(batch, spec, self.num_microbatches)
-        return batches, jax.numpy.stack(list(keys)) if keys else None
-
-    def placed(self, batches: Any, spec: Any, keys: Any) -> tuple[Any, Any]:
-        """Put the keys and this process's share of the microbatches on the devices."""
-        shardings = batch_shardings(spec, self._layouts)
-        pairs = zip(jax.tree.leaves(spec), jax.tree.leaves(shardings), strict=True)
-        layouts = [
-            placed_layout((self.num_microbatches, *leaf.shape), sharding)
-            for leaf, sharding in pairs
-        ]
-        placed = to_devices(jax.tree.leaves(batches), layouts)
-        if keys is not None:
-            words = np.asarray(to_words(keys))
-            everywhere = whole_layout(words.shape, self._layouts.mesh)
-            keys = from_words(to_devices([words], [everywhere])[0], keys)
-        return jax.tree.unflatten(jax.tree.structure(batches), placed), keys

@@ -156,10 +156,16 @@ def read_record(folder: Path) -> RunRecord:
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
+def _execution(plan: Plan) -> str:
+    if plan.is_offloaded:
+        return "one executable, state on the host"
+    return "one executable" if plan.is_fused else "streamed by segments"
+
+
 def _resolved(config: Config, plan: Plan, devices: str) -> dict[str, str]:
     samples = config.batch_size
     return {
-        "execution": "one executable" if plan.is_fused else "streamed by segments",
+        "execution": _execution(plan),
         "instructions of a step": f"{len(plan.instructions):,}",
         "dtype of computing": config.compute_dtype,
         "samples of a step": "as the batch has" if samples is None else f"{samples:,}",

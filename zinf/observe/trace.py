@@ -19,6 +19,7 @@ from zinf.plan import (
     FusedStep,
     Instruction,
     Link,
+    OffloadedStep,
     Plan,
     Run,
     SumSquares,
@@ -143,7 +144,7 @@ def kind(operation: Operation) -> str:
             return "update"
         case Free():
             return "free"
-        case FusedStep():
+        case FusedStep() | OffloadedStep():
             return "whole step"
         case _:
             raise AssertionError(f"no kind for {operation}")

@@ -4,6 +4,7 @@ from zinf.plan.bound import bound_seconds as bound_seconds
 from zinf.plan.build import build as build
 from zinf.plan.build import build_forward as build_forward
 from zinf.plan.build import fused_plan as fused_plan
+from zinf.plan.build import offloaded_plan as offloaded_plan
 from zinf.plan.catalog import ArrayUpdate as ArrayUpdate
 from zinf.plan.catalog import Catalog as Catalog
 from zinf.plan.catalog import Keeping as Keeping
@@ -35,6 +36,7 @@ from zinf.plan.instruction import FusedStep as FusedStep
 from zinf.plan.instruction import Group as Group
 from zinf.plan.instruction import Instruction as Instruction
 from zinf.plan.instruction import Link as Link
+from zinf.plan.instruction import OffloadedStep as OffloadedStep
 from zinf.plan.instruction import Pass as Pass
 from zinf.plan.instruction import Run as Run
 from zinf.plan.instruction import SumSquares as SumSquares

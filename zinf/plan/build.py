@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from zinf.plan.catalog import Catalog, StepOptions, UpdateUnit
 from zinf.plan.cost import Rates
 from zinf.plan.infeasible import InfeasibleError, Shortage
-from zinf.plan.instruction import FusedStep, Instruction, Link
+from zinf.plan.instruction import FusedStep, Instruction, Link, OffloadedStep
 from zinf.plan.passage import (
     checked,
     forward_passage,
@@ -92,4 +92,41 @@ def fused_plan(
         {**zeros, Tier.DEVICE: needed},
         dict(capacity_bytes),
         rates,
+    )
+
+
+def offloaded_plan(
+    homes: Mapping[ArrayId, Tier],
+    step: OffloadedStep,
+    home_bytes: int,
+    peak_bytes: Mapping[Tier, int],
+    capacity_bytes: Mapping[Tier, int],
+    flops: int,
+    rates: Rates,
+) -> Plan:
+    """The plan of one instruction: the whole step, with every array on the host.
+
+    Args:
+        home_bytes: bytes at rest on the host.
+        peak_bytes: what device and host hold while the step runs.
+
+    Raises:
+        InfeasibleError: a budget is exceeded.
+    """
+    needed = {tier: peak_bytes.get(tier, 0) for tier in Tier}
+    lacking = {
+        tier: Shortage(capacity_bytes[tier], needed[tier], "the offloaded step")
+        for tier in (Tier.DEVICE, Tier.HOST)
+        if needed[tier] > capacity_bytes[tier]
+    }
+    if lacking:
+        raise InfeasibleError(lacking, capacity_bytes)
+    workspace = (
+        (Tier.DEVICE, needed[Tier.DEVICE]),
+        (Tier.HOST, needed[Tier.HOST] - home_bytes),
+    )
+    instruction = Instruction(step, Link.DEVICE, (), workspace=workspace, flops=flops)
+    at_rest = {**dict.fromkeys(Tier, 0), Tier.HOST: home_bytes}
+    return Plan(
+        (instruction,), dict(homes), at_rest, needed, dict(capacity_bytes), rates
     )

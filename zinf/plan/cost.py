@@ -8,7 +8,7 @@ the rates.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from zinf.plan.instruction import Instruction, Link, Update
+from zinf.plan.instruction import Instruction, Link, OffloadedStep, Update
 from zinf.program import Tier
 
 GB = 1e9
@@ -107,6 +107,11 @@ def duration(instruction: Instruction, rates: Rates) -> float:
         tier = instruction.operation.tier
         seconds += instruction.nbytes / rates.update_bytes_per_second[tier]
     computing = instruction.flops / rates.flops_per_second
+    if isinstance(instruction.operation, OffloadedStep):
+        # Passes overlap with the transfers of their parameters and gradients.
+        speeds = rates.link_bytes_per_second
+        moving = [n / speeds[x] for x, n in instruction.operation.moved.items()]
+        computing = max(computing, *moving)
     rate = rates.exchange_bytes_per_second
     hidden = instruction.exchange.hidden_bytes / rate
     return seconds + max(computing, hidden) + instruction.exchange.exposed_bytes / rate

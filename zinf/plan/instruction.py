@@ -193,8 +193,36 @@ class FusedStep:
         return "run the whole step"
 
 
+@dataclass(frozen=True, slots=True)
+class OffloadedStep:
+    """The whole training step as one executable that moves host arrays by itself.
+
+    Attributes:
+        h2d_bytes, d2h_bytes: what the executable moves between host and device.
+    """
+
+    h2d_bytes: int
+    d2h_bytes: int
+
+    @property
+    def moved(self) -> dict[Link, int]:
+        """The bytes that it moves over each link."""
+        return {Link.H2D: self.h2d_bytes, Link.D2H: self.d2h_bytes}
+
+    def __str__(self) -> str:
+        return "run the whole step, state on the host"
+
+
 Operation = (
-    Transfer | Run | Accumulate | SumSquares | Decide | Update | Free | FusedStep
+    Transfer
+    | Run
+    | Accumulate
+    | SumSquares
+    | Decide
+    | Update
+    | Free
+    | FusedStep
+    | OffloadedStep
 )
 
 

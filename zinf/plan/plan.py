@@ -11,6 +11,7 @@ from zinf.plan.instruction import (
     Group,
     Instruction,
     Link,
+    OffloadedStep,
     Pass,
     Run,
     Update,
@@ -45,6 +46,16 @@ class Plan:
     @property
     def is_fused(self) -> bool:
         return isinstance(self.instructions[0].operation, FusedStep)
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether it is one executable that moves host arrays by itself."""
+        return isinstance(self.instructions[0].operation, OffloadedStep)
+
+    @property
+    def is_one_program(self) -> bool:
+        """Whether the whole step is one executable."""
+        return self.is_fused or self.is_offloaded
 
     @property
     def tiers(self) -> set[Tier]:
@@ -102,6 +113,9 @@ class Plan:
 
     def link_bytes(self, link: Link) -> int:
         """Bytes that a step moves over a link."""
+        operation = self.instructions[0].operation
+        if isinstance(operation, OffloadedStep):
+            return operation.moved.get(link, 0)
         return sum(i.nbytes for i in self.instructions if i.link == link)
 
     @cached_property

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from html import escape
 
 from zinf.plan.cost import Timeline
-from zinf.plan.instruction import Instruction, Link
+from zinf.plan.instruction import Instruction, Link, OffloadedStep
 from zinf.program import Program, Tier
 from zinf.tables import html_table
 
@@ -71,6 +71,10 @@ def summarize(
             carries = show_bytes(moved[link]) if moved[link] else "-"
             mark = "binds" if link == binding else ""
             links.append((str(link), carries, show_seconds(busy[link]), mark))
+    for step in (i.operation for i in instructions):
+        if isinstance(step, OffloadedStep):
+            for link, nbytes in step.moved.items():
+                links.append((str(link), show_bytes(nbytes), "", "within the program"))
     sent = sum(i.exchange.nbytes for i in instructions)
     if sent:
         hidden = sum(i.exchange.hidden_bytes for i in instructions) / sent

@@ -12,7 +12,7 @@ from typing import Any
 
 from zinf.plan import ArrayUpdate, Instruction, Pass, Run, Update
 from zinf.prepare.joint import jointly_and_singly
-from zinf.prepare.planner import Fused, Streamed
+from zinf.prepare.planner import Fused, Offloaded, Streamed
 from zinf.program import ArrayId, Tier
 from zinf.topology import (
     Collective,
@@ -35,7 +35,7 @@ class CompiledRun:
         name: the operation of the first instruction that runs it.
         times: how often a step runs it.
         planned_bytes: the plan's count for its arguments and results on one device.
-            None for the fused step, whose plan uses the compiler's count.
+            None for a step of one executable, whose plan uses the compiler's count.
     """
 
     name: str
@@ -51,9 +51,9 @@ class CompiledRun:
         return self.memory.argument_bytes + self.memory.output_bytes
 
 
-def compiled_runs(made: Streamed | Fused) -> tuple[CompiledRun, ...]:
+def compiled_runs(made: Streamed | Fused | Offloaded) -> tuple[CompiledRun, ...]:
     """Every distinct executable of a step, in the order of first use."""
-    if isinstance(made, Fused):
+    if isinstance(made, Fused | Offloaded):
         return (_fused(made),)
     found: dict[int, tuple[Any, int, Instruction]] = {}
     times: Counter[int] = Counter()
@@ -127,7 +127,7 @@ def _update_bytes(made: Streamed, update: ArrayUpdate) -> int:
     return nbytes + sum(map(device_bytes, (*update.operands, *update.results)))
 
 
-def _fused(made: Fused) -> CompiledRun:
+def _fused(made: Fused | Offloaded) -> CompiledRun:
     executable = made.program.step
     return CompiledRun(
         str(made.plan.instructions[0].operation),

@@ -113,19 +113,22 @@ def compile_fused(
     if separated.reads_loss:
         scalars = separated.shared_specs
     scale = jax.ShapeDtypeStruct((), jnp.float32)
-    inputs = _stacked(batch, num_microbatches), _stacked(key, num_microbatches)
+    inputs = (
+        stacked_specs(batch, num_microbatches),
+        stacked_specs(key, num_microbatches),
+    )
     arguments = list(specs.values()), *inputs, list(scalars), scale
     everywhere = replicated(layouts.mesh)
     forms = [layouts.of(array).device for array in ids]
     shardings = forms, batch_shardings(batch, layouts), *[everywhere] * 3
-    placed = _placed(arguments, shardings)
+    placed = placed_specs(arguments, shardings)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(forms, everywhere))
     compiled = compile_for(layouts.mesh, jitted.lower(*placed))
     memory = compiled.memory_analysis()
     assert memory is not None, "this backend does not say how much memory it needs"
     workspace = memory.temp_size_in_bytes + memory.output_size_in_bytes
     workspace -= memory.alias_size_in_bytes
-    workspace += sum(map(_device_bytes, jax.tree.leaves(placed[1:])))
+    workspace += sum(map(device_bytes, jax.tree.leaves(placed[1:])))
     cost = compiled.cost_analysis() or {}
     return FusedProgram(compiled, ids, workspace, int(cost.get("flops", 0)))
 
@@ -268,13 +271,13 @@ def _leaf_updates(
     return functions
 
 
-def _stacked(tree: Any, num_microbatches: int) -> Any:
+def stacked_specs(tree: Any, num_microbatches: int) -> Any:
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((num_microbatches, *x.shape), x.dtype), tree
     )
 
 
-def _placed(arguments: Any, shardings: Any) -> Any:
+def placed_specs(arguments: Any, shardings: Any) -> Any:
     """Abstract arguments with shardings; `shardings` is a pytree prefix of them."""
     spread = jax.tree.map(
         lambda sharding, tree: jax.tree.map(lambda _: sharding, tree),
@@ -289,7 +292,7 @@ def _placed(arguments: Any, shardings: Any) -> Any:
     )
 
 
-def _device_bytes(argument: jax.ShapeDtypeStruct) -> int:
+def device_bytes(argument: jax.ShapeDtypeStruct) -> int:
     """Bytes of an argument on one device."""
     assert argument.sharding is not None
     shape = argument.sharding.shard_shape(argument.shape)

@@ -28,6 +28,7 @@ from zinf.plan import (
     Catalog,
     Choices,
     InfeasibleError,
+    OffloadedStep,
     Plan,
     Rates,
     Shortage,
@@ -36,6 +37,7 @@ from zinf.plan import (
     build_placed,
     count_contributions,
     fused_plan,
+    offloaded_plan,
     retimed,
 )
 from zinf.prepare.arrays import (
@@ -49,6 +51,11 @@ from zinf.prepare.exchange import segment_exchanges
 from zinf.prepare.fused import FusedProgram, compile_fused
 from zinf.prepare.joint import Joint, grouped
 from zinf.prepare.keeping import keeping_as_chosen, what_may_be_kept
+from zinf.prepare.offloaded import (
+    OffloadedProgram,
+    check_offloadable,
+    compile_offloaded,
+)
 from zinf.prepare.resources import Resources
 from zinf.prepare.shrink import Limits, is_worth_trying, reasons, tighter
 from zinf.prepare.updates import Updates, compile_program_updates
@@ -124,6 +131,15 @@ class Fused:
 
 
 @dataclass(frozen=True)
+class Offloaded:
+    """A step that is one executable, with all arrays in pinned host memory."""
+
+    plan: Plan
+    program: OffloadedProgram
+    layouts: Layouts
+
+
+@dataclass(frozen=True)
 class Planner:
     """Plans steps of one problem for batches of any shape.
 
@@ -178,12 +194,14 @@ class Planner:
         specs = self.array_specs().items()
         return sum(spec.nbytes for array, spec in specs if array.role == Role.PARAM)
 
-    def plan_batch(self, batch: Any) -> Streamed | Fused:
+    def plan_batch(self, batch: Any) -> Streamed | Fused | Offloaded:
         """The plan for the whole batch of all processes; places all arrays anew."""
         check_rows(batch, self.config)
         return self.plan(batch_spec(batch, self.config.num_microbatches))
 
-    def plan(self, batch: Any, at_rest: AtRest | None = None) -> Streamed | Fused:
+    def plan(
+        self, batch: Any, at_rest: AtRest | None = None
+    ) -> Streamed | Fused | Offloaded:
         """The best step that fits the budgets, the same on all processes.
 
         Args:
@@ -247,13 +265,15 @@ class Planner:
         short = Shortage(found.available_bytes, found.needed_bytes, what)
         return InfeasibleError({Tier.DEVICE: short}, self.capacity())
 
-    def _plan(self, batch: Any, at_rest: AtRest | None) -> Streamed | Fused:
+    def _plan(self, batch: Any, at_rest: AtRest | None) -> Streamed | Fused | Offloaded:
         mode = self.config.execution
         # Trace before fusing too: this refuses functions that are not a loss.
         source = self.trace(batch, self.config.segment_max_bytes)
         check_dependence(source)
         homes = None if at_rest is None else at_rest.homes
         layouts = self.layouts(source) if at_rest is None else at_rest.layouts
+        if mode == "offloaded":
+            return self.offload(batch, source, layouts)
         may_fuse = mode != "streamed" and self.fits_fused(layouts, homes)
         # The fused step gathers inside the differentiated function, where an encoded
         # gather would have no derivative, and would be saved for the backward pass.
@@ -325,6 +345,35 @@ class Planner:
             self.rates(),
         )
         return Fused(plan, program, layouts)
+
+    # The offloaded step: everything is on the host, and the program moves it.
+
+    def offload(self, batch: Any, source: Source, layouts: Layouts) -> Offloaded:
+        check_offloadable(self.rule, num_processes=self.group.count)
+        segmented = self.cut(source, layouts, self.config.segment_max_bytes)
+        program = compile_offloaded(
+            self.problem,
+            self.separated,
+            segmented,
+            batch,
+            key=self.key,
+            num_microbatches=self.config.num_microbatches,
+            clipping=self.clipping,
+            layouts=layouts,
+            offloads_values=self.config.activation_tier == Tier.HOST,
+        )
+        found = piece_specs(self.array_specs(), segmented.program, None)
+        pieces = [array for array in found if array.role != Role.CONST]
+        plan = offloaded_plan(
+            dict.fromkeys(pieces, Tier.HOST),
+            OffloadedStep(program.h2d_bytes, program.d2h_bytes),
+            sum(stack.nbytes for stack in program.stacks),
+            {Tier.DEVICE: program.device_bytes, Tier.HOST: program.host_bytes},
+            self.capacity(),
+            program.flops,
+            self.rates(),
+        )
+        return Offloaded(plan, program, layouts)
 
     # The streamed step: segment by segment.
 

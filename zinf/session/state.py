@@ -1,6 +1,6 @@
 """Opens the stores of a plan and writes the initial state, one leaf at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from zinf.distributed import Digests
 from zinf.executor.outcome import Outcome, mean_over_microbatches
 from zinf.executor.run import StepRecord
 from zinf.memory import Residents, Stores, open_stores
+from zinf.memory.pinned import Stack
 from zinf.plan import Plan
 from zinf.prepare.planner import Planner
 from zinf.prepare.updates import block_bytes, cpu_device
@@ -20,15 +21,22 @@ from zinf.segment.problem import Problem
 from zinf.sharding import Layouts
 
 
-def make_stores(plan: Plan, config: Config, mesh: Mesh) -> Stores:
-    """Empty stores with the capacities that a plan was made for."""
+def make_stores(
+    plan: Plan, config: Config, mesh: Mesh, stacks: Sequence[Stack] = ()
+) -> Stores:
+    """Empty stores with the capacities that a plan was made for.
+
+    Args:
+        stacks: what rests in pinned host memory, for an offloaded step.
+    """
     capacity = plan.capacity_bytes
     return open_stores(
         list(mesh.devices.flat),
         device_bytes=capacity[Tier.DEVICE],
         host_bytes=capacity[Tier.HOST],
         nvme_bytes=capacity[Tier.NVME],
-        **({} if plan.is_fused else _own_folders(config.nvme_options)),
+        stacks=stacks,
+        **({} if plan.is_one_program else _own_folders(config.nvme_options)),
     )
 
 

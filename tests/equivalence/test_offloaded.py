@@ -1,0 +1,193 @@
+"""A step of one program, with its state in pinned host memory, trains like the others.
+
+On the CPU all memory kinds are one memory. So these tests show the numbers, the stacks
+and the way of the arrays in and out of them; what such a program holds and moves on an
+accelerator is shown by the TPU compiler (`tests/unit/prepare/test_offloaded.py`).
+"""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import zinf
+from tests.equivalence import meshes
+from tests.equivalence.models import EQUINOX, MODELS, PYTREE
+from tests.equivalence.test_reference import TOLERANCE, assert_same_leaves, name_of
+from tests.equivalence.training import BOTH, MIXED, train, train_in_jax
+from tests.marks import slow_except
+from zinf.segment import named_leaves
+
+OFFLOADED = "offloaded"
+# A value of bfloat16 or float16 that the two programs round to different sides.
+HALF = {"bf16": 2.0**-8, "fp16": 2.0**-10}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["plain", BOTH])
+@pytest.mark.parametrize("model", MODELS, ids=name_of)
+def test_gradients_and_losses_are_those_of_plain_jax(model, variant):
+    found = train(model, variant, OFFLOADED, "sgd")
+    wanted = train_in_jax(model, variant, "sgd")
+    assert_same_leaves(found.gradients, wanted.gradients)
+    np.testing.assert_allclose(found.losses, wanted.losses, rtol=TOLERANCE)
+    np.testing.assert_allclose(found.grad_norms, wanted.grad_norms, rtol=TOLERANCE)
+    assert_same_leaves(*map(named_leaves, (found.params, wanted.params)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adam", "lamb", "adafactor", "muon"])
+def test_losses_are_those_of_optax(optimizer):
+    found = train(PYTREE, "plain", OFFLOADED, optimizer)
+    wanted = train_in_jax(PYTREE, "plain", optimizer)
+    np.testing.assert_allclose(found.losses, wanted.losses, rtol=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", MIXED)
+@pytest.mark.parametrize("model", [PYTREE, EQUINOX], ids=name_of)
+def test_16_bit_steps_are_those_of_the_fused_step(model, variant):
+    """With fp16 the first steps overflow, and are skipped."""
+    found, wanted = train(model, variant, OFFLOADED), train(model, variant, None)
+    bound = HALF[variant.split()[0]]
+    np.testing.assert_allclose(found.losses, wanted.losses, rtol=bound)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "stage"),
+    slow_except(
+        [("8", 3)],
+        [("8", 3), ("8", 0), ("8", 1), ("2x4", 2), ("4x2", 3), ("2", 2), ("4", 0)],
+    ),
+)
+def test_losses_on_meshes_are_those_of_one_device(mesh, stage):
+    expected = meshes.train(meshes.ONE, 0, "fused")
+    found = train_on_mesh(mesh, stage)
+    assert found.deviation(expected) <= meshes.BOUND
+
+
+def train_on_mesh(name, stage):
+    settings = meshes.config(stage, "fused", "") | {"execution": OFFLOADED}
+    del settings["segment"]
+    on = meshes.mesh(name)
+    start = meshes.loss, meshes.init, optax.adamw(1e-2), settings
+    with zinf.initialize(*start, mesh=on) as engine:
+        metrics = [engine.step(batch) for batch in meshes.batches()]
+        params = engine.params()
+    numbers = [tuple(m[k] for m in metrics) for k in ("loss", "grad_norm")]
+    return meshes.Trained(*numbers, params)
+
+
+def init():
+    keys = jax.random.split(jax.random.key(0), 4)
+    layers = [
+        {"w": jax.random.normal(k, (6, 6)) * 0.3, "b": jax.numpy.zeros(6)} for k in keys
+    ]
+    return {"layers": layers, "out": jax.random.normal(keys[0], (6, 3))}
+
+
+def loss(params, batch):
+    x = batch["x"]
+    for layer in params["layers"]:
+        x = x + jax.numpy.tanh(x @ layer["w"] + layer["b"][None])
+    return jax.numpy.mean(jax.numpy.square(x @ params["out"] - batch["y"]))
+
+
+def batch(seed=0):
+    random = np.random.default_rng(seed)
+    draw = random.standard_normal
+    return {"x": draw((4, 6), np.float32), "y": draw((4, 3), np.float32)}
+
+
+def start(execution, **config):
+    settings = {"execution": execution, **config}
+    return zinf.initialize(loss, init, optax.adamw(1e-2), settings)
+
+
+def test_equal_layers_rest_in_stacks_and_run_as_one_loop():
+    with start(OFFLOADED) as engine:
+        engine.step(batch())
+        program = engine._current.offloaded.program
+        shapes = sorted(stack.shape for stack in program.stacks)
+        # The first layer reads the batch, which gets no cotangent: another body. Each
+        # is there three times: the parameter and two moments of Adam.
+        first, out = [(6,), (6, 6)], (6, 3)
+        assert shapes == sorted([(3, 6), (3, 6, 6), *first, out] * 3)
+        assert program.num_loops == 1
+        assert len(engine.plan.instructions) == 1
+        assert "within the program" in engine.plan.summary()
+
+
+@pytest.mark.slow
+def test_checkpoints_load_into_the_other_ways_of_execution(tmp_path):
+    with start(OFFLOADED) as engine:
+        engine.step(batch())
+        engine.save(tmp_path / "first")
+        wanted = engine.step(batch(1))["loss"], engine.step(batch(2))["loss"]
+    with start("streamed") as engine:
+        engine.restore(tmp_path / "first")
+        found = engine.step(batch(1))["loss"]
+        engine.save(tmp_path / "second")
+    np.testing.assert_allclose(found, wanted[0], rtol=TOLERANCE)
+    with start(OFFLOADED) as engine:
+        engine.restore(tmp_path / "second")
+        found = engine.step(batch(2))["loss"]
+    np.testing.assert_allclose(found, wanted[1], rtol=TOLERANCE)
+
+
+def test_a_member_of_a_stack_is_read_set_and_evaluated_like_any_array():
+    value = np.full((6, 6), 0.25, np.float32)
+    losses = {}
+    for execution in ("fused", OFFLOADED):
+        with start(execution) as engine:
+            engine.step(batch())
+            before = engine.get("layers/1/w")
+            engine.set("layers/2/w", value)
+            assert np.array_equal(engine.get("layers/2/w"), value)
+            assert np.array_equal(engine.get("layers/1/w"), before)
+            losses[execution] = engine.evaluate(batch(1)), engine.step(batch(1))["loss"]
+            assert not np.array_equal(engine.get("layers/1/w"), before)
+    np.testing.assert_allclose(losses[OFFLOADED], losses["fused"], rtol=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_frozen_leaves_are_read_and_never_written():
+    frozen = {"frozen": ["layers/1/*", "out"]}
+    params = {}
+    for execution in ("fused", OFFLOADED):
+        with start(execution, **frozen) as engine:
+            for number in range(3):
+                engine.step(batch(number))
+            params[execution] = named_leaves(engine.params())
+    assert_same_leaves(
+        *(
+            {k: v for k, v in params[e].items() if np.any(v)}
+            for e in (OFFLOADED, "fused")
+        )
+    )
+    assert np.array_equal(params[OFFLOADED]["out"], init()["out"])
+
+
+def test_neither_device_nor_host_holds_more_than_the_plan_says():
+    with start(OFFLOADED, gradient_clipping=0.1) as engine:
+        metrics = engine.step(batch())
+        peaks = engine.plan.peak_bytes
+    for tier in ("device", "host"):
+        assert 0 < metrics[f"{tier}_bytes"] <= peaks[zinf.program.Tier(tier)]
+
+
+def test_a_budget_that_is_too_small_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"host budget .* the offloaded step"):
+        start(OFFLOADED, memory={"host": "1KiB"}).step(batch())
+
+
+def test_what_cannot_be_offloaded_yet_is_refused_by_name():
+    zero = {"offload_optimizer": {"device": "nvme"}}
+    with pytest.raises(ValueError, match="offloaded keeps everything in pinned host"):
+        start(OFFLOADED, zero_optimization=zero, memory={"nvme": ["x"]})
+    with pytest.raises(
+        NotImplementedError, match="does not work yet with mesh.seq = 2"
+    ):
+        start(OFFLOADED, mesh={"seq": 2}).step(batch())
+    with pytest.raises(NotImplementedError, match=r"does not read tiles, and layers"):
+        start(OFFLOADED, segment={"max_bytes": 100}).step(batch())

@@ -1,0 +1,46 @@
+"""Runs offloaded steps: one executable that reads and writes pinned host memory."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from zinf.executor.run import StepRecord
+from zinf.executor.whole import OneProgramRunner
+from zinf.memory import Stores
+from zinf.memory.pinned import PinnedStore
+from zinf.plan import Instruction, OffloadedStep
+from zinf.prepare.planner import Offloaded
+
+
+class OffloadedRunner(OneProgramRunner):
+    def __init__(self, offloaded: Offloaded, stores: Stores, spec: Any, **rest: Any):
+        super().__init__(offloaded, stores, spec, **rest)
+        self.offloaded = offloaded
+
+    def execute(
+        self, instruction: Instruction, inputs: Any, record: StepRecord
+    ) -> dict[str, Any]:
+        program, host = self.offloaded.program, self.stores.host
+        assert isinstance(host, PinnedStore)
+        changed, fixed = ([host.take(s) for s in g] for g in program.groups)
+        reserved = []
+        try:
+            for tier, nbytes in instruction.workspace:
+                self.stores[tier].ledger.reserve(nbytes, "the offloaded step")
+                reserved.append((tier, nbytes))
+            batches, keys, *scalars = inputs
+            placed = *self.placed(batches, self.spec, keys), *scalars
+            record.is_mixed = True
+            results, outputs = program.step(changed, fixed, *placed)
+            del changed
+            for stack, content in zip(program.changed, results, strict=True):
+                host.put(stack, content)
+            outputs = jax.tree.map(np.asarray, outputs)
+        finally:
+            for tier, nbytes in reserved:
+                self.stores[tier].ledger.release(nbytes)
+        assert isinstance(instruction.operation, OffloadedStep)
+        record.moved_bytes.update(instruction.operation.moved)
+        record.is_mixed = False
+        return outputs
