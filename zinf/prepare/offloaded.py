@@ -51,6 +51,10 @@ Rest = dict[Stack, Any]
 # Blocks of rows of a matrix begin at multiples of this: tiles of a TPU's memory have 8
 # rows of 32 bits, or 32 of 8 bits.
 TILE_ROWS = 32
+# Two iterations are one in the compiled loop. What a loop carries has one buffer, so
+# the parameters of the next iteration could arrive only after the last use of those of
+# this one; of two, one set has a buffer of its own.
+UNROLLED = 2
 ON_DEVICE, ON_HOST = jax.memory.Space.Device, jax.memory.Space.Host
 
 
@@ -607,7 +611,7 @@ class _Step:
 
         start = [self._as_batch(x) for x in initial], self._params(run.rest, spec, 0)
         xs = jnp.arange(count, dtype=jnp.int32), self._columns(part)
-        (last, ahead), saved = jax.lax.scan(layer, start, xs)
+        (last, ahead), saved = jax.lax.scan(layer, start, xs, unroll=UNROLLED)
         outputs = self.specs[part.segments[-1]].outputs
         for j, value in zip(carried, last, strict=True):
             run.values[outputs[from_output[j]]] = value
@@ -671,7 +675,7 @@ class _Step:
         start = *start[:2], [start[2][s] for s in stacks], params
         xs = jnp.arange(count, dtype=jnp.int32), self._columns(part), saved
         (of_carried, of_same, gradients, _), squares = jax.lax.scan(
-            layer, start, xs, reverse=True
+            layer, start, xs, reverse=True, unroll=UNROLLED
         )
         run.gradients.update(zip(stacks, gradients, strict=True))
         run.squares += squares

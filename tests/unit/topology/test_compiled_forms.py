@@ -229,6 +229,27 @@ calls=%wrapped
     assert (found.nbytes, found.is_to_host, found.is_async) == (32 * 4, False, True)
 
 
+def test_slices_that_the_tpu_compiler_starts_and_ends_are_copies():
+    lines = """
+  %h = f32[64,32]{1,0:S(5)} parameter(0)
+  %p = f32[64,64]{1,0} parameter(1)
+  %i = s32[] constant(8)
+  %in = ((f32[64,32]{1,0:S(5)}, s32[], s32[]), f32[1,32]{1,0}, u32[]{:S(2)}) \
+dynamic-slice-start(%h, %i, %i), dynamic_slice_sizes={1,32}
+  %dot = f32[64,64]{1,0} dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+  %row = f32[1,32]{1,0} dynamic-slice-done(%in)
+  %out = ((f32[64,32]{1,0:S(5)}, f32[1,32]{1,0}, s32[], s32[]), \
+f32[64,32]{1,0:S(5)}, u32[]{:S(2)}) dynamic-update-slice-start(%h, %row, %i, %i)
+  ROOT %there = f32[64,32]{1,0:S(5)} dynamic-update-slice-done(%out)
+"""
+    found = host_copies(made(lines))
+    assert [(x.name, x.is_to_host, x.nbytes) for x in found] == [
+        ("in", False, 32 * 4),
+        ("out", True, 32 * 4),
+    ]
+    assert [x.overlapped_matmuls for x in found] == [1, 0]
+
+
 @pytest.mark.parametrize(
     ("text", "needed_gib", "available_gib"),
     [

@@ -7,6 +7,7 @@ from zinf.topology.compiled.flops import flops_between
 from zinf.topology.compiled.hlo import Instruction, Module, parse
 from zinf.topology.compiled.loop import Visit, visits
 
+SLICE_STARTS = ("dynamic-slice-start", "dynamic-update-slice-start")
 SLICES = ("dynamic-slice", "dynamic-update-slice", "copy")
 
 
@@ -31,7 +32,8 @@ def host_copies(text: str) -> tuple[HostCopy, ...]:
     """The copies of a compiled program to and from pinned host memory.
 
     These are copies of whole arrays (`copy`, or `copy-start` and `copy-done`), and of
-    slices inside `async-start`. Copies between two device memories are left out.
+    slices (`dynamic-slice-start`, or inside `async-start`). Copies between two device
+    memories are left out.
     """
     module = parse(text)
     return tuple(copy for visit in visits(module) for copy in _of(module, visit))
@@ -50,6 +52,15 @@ def _of(module: Module, visit: Visit) -> Iterator[HostCopy]:
                 yield _made(module, visit, one, result.is_on_host, result.nbytes)
         elif one.opcode == "async-start":
             yield from _slices(module, visit, one)
+        elif one.opcode in SLICE_STARTS:
+            # The TPU compiler's short form: operands, result and context.
+            operands = visit.computation.operand_leaves(one)
+            moved, into = operands[0], one.leaves[-2]
+            if one.opcode == SLICE_STARTS[1]:
+                moved = operands[1]
+            if moved.is_on_host != into.is_on_host:
+                nbytes = min(moved.nbytes, into.nbytes)
+                yield _made(module, visit, one, into.is_on_host, nbytes)
 
 
 def _slices(module: Module, visit: Visit, one: Instruction) -> Iterator[HostCopy]:
