@@ -10,7 +10,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "scripts/notebooks").glob("*.ipynb"))
-NAMES = ["1_larger_than_memory", "2_your_own_loss", "3_from_deepspeed", "4_plan_70b"]
+NAMES = [
+    "1_larger_than_memory",
+    "2_your_own_loss",
+    "3_from_deepspeed",
+    "4_plan_70b",
+    "5_experts",
+]
 # Places of the machine on which a notebook was executed.
 PATHS = re.compile(r"(?<![\w.])/(tmp|home|root|work|Users|var|usr)/")
 # A reader gives a notebook five minutes; a cell that hangs must not hold the queue.
