@@ -33,7 +33,7 @@ LAYERS = (
     ("plan", "optim", "sequence"),
     ("prepare",),
     ("executor", "checkpoint", "observe", "verification"),
-    ("session",),
+    ("session", "inference"),
     ("engine",),
     ("initialize", "arguments", "interchange", "adapt"),
     ("nnx", "linen", "hf", "trainer", "verify"),

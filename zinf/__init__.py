@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from zinf import data as data
     from zinf import distributed as distributed
     from zinf import hf as hf
+    from zinf import inference as inference
     from zinf import linen as linen
     from zinf import mesh as mesh
     from zinf import models as models
@@ -55,6 +56,7 @@ make_lazy(
         "data",
         "distributed",
         "hf",
+        "inference",
         "linen",
         "mesh",
         "models",

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from hashlib import sha256
@@ -22,6 +22,7 @@ from zinf.executor.forward import ForwardRunner, joined
 from zinf.executor.run import StepRecord
 from zinf.executor.runner import AbstractRunner
 from zinf.executor.runners import Evaluation, make_evaluation, make_runner, switch
+from zinf.inference import ROWS, Asked, Decoder, GenerationPlanner, Sampling, complete
 from zinf.memory import Residents, Stores, close_when_dropped
 from zinf.optim.decision import MIXED
 from zinf.plan import Plan
@@ -237,6 +238,62 @@ class Engine:
         """
         with self._turn.of("apply"):
             return self._apply(function, batch, key, num_microbatches)
+
+    def generate(
+        self,
+        prompts: Sequence[Any],
+        *,
+        decoder: Decoder | None = None,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        key: jax.Array | None = None,
+        rows: int = ROWS,
+        batch_size: int | None = None,
+        on_token: Callable[[int, int], None] | None = None,
+        **sampling: Any,
+    ) -> list[list[int]]:
+        """The tokens that the model writes after each prompt. Takes no step.
+
+        Parameters are streamed from where they rest, and once a token for all sequences
+        that are completed together. The cache of keys and values rests on the fastest
+        tier that has room for it; it is freed at the end. The tokens of a sequence
+        depend neither on where arrays rest nor on the other prompts.
+
+        Args:
+            prompts: token ids, a sequence of whole numbers for each prompt.
+            decoder: the model as a function of tokens and a cache; not needed for
+                models that have one of their own.
+            temperature: 0 takes the likeliest token; above 0 a token is drawn.
+            key: a random key, of which each prompt gets its own by its position, or one
+                a prompt. Needed if tokens are drawn.
+            rows: sequences that run as one array. Results depend on it within rounding:
+                use 1 for the fastest answer to one prompt.
+            batch_size: the most sequences that are completed together; by default as
+                many as the budgets allow.
+            on_token: called with the number of a prompt and its next token.
+            sampling: `top_k`, `top_p`, `min_p`, `repetition_penalty`, `eos_token_ids`
+                and `min_new_tokens`; see `zinf.inference.Sampling`.
+
+        Returns:
+            the new tokens of each prompt, with the one of `eos_token_ids` that ended
+            it, if one did.
+
+        Raises:
+            ValueError: a prompt is empty or too long, or no batch was given yet.
+            InfeasibleError: the programs or the cache of one microbatch do not fit
+                beside the arrays at rest.
+            NonFiniteError: the logits of a prompt are not finite.
+            KeyboardInterrupt: Ctrl-C was pressed; the caches are freed.
+        """
+        with self._turn.of("generate"):
+            asked = Asked(
+                max_new_tokens=max_new_tokens,
+                rows=rows,
+                batch_size=batch_size,
+                on_token=on_token,
+            )
+            how = Sampling(temperature=temperature, **sampling)
+            return self._generate(prompts, self._decoder(decoder), how, asked, key)
 
     def flush(self) -> None:
         """Run the updates that the last step deferred to the next one, if any.
@@ -573,6 +630,64 @@ class Engine:
         keys = [] if key is None else microbatch_keys(key, num_microbatches)
         outputs = runner.outputs(runner.run(batch, keys, current))
         return joined(outputs, self.planner.num_shares)
+
+    def _of_params(self) -> Callable[[Callable], Callable] | None:
+        """For an engine of modules: see `user_function`."""
+        return None
+
+    def _decoder(self, given: Decoder | None) -> Decoder:
+        """The given decoder, or the one of the model.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if given is None:
+            raise ValueError(
+                "This engine trains a function, so it does not know how the model "
+                "decodes. Pass decoder=zinf.inference.Decoder(apply, init_cache)."
+            )
+        return given
+
+    def _generate(
+        self,
+        prompts: Sequence[Any],
+        decoder: Decoder,
+        sampling: Sampling,
+        asked: Asked,
+        key: jax.Array | None,
+    ) -> list[list[int]]:
+        self._condition.check()
+        current = self._placed()
+        if key is None and not sampling.is_greedy:
+            raise ValueError(
+                f"With temperature = {sampling.temperature} tokens are drawn: pass "
+                "key=jax.random.key(0), or temperature=0."
+            )
+        problem, of_params = self.planner.problem, self._of_params()
+        planner = GenerationPlanner(
+            self.planner,
+            AtRest(self._residents.homes, self._residents.layouts),
+            decoder,
+            sampling,
+            lambda f: problem.bound(f if of_params is None else of_params(f)),
+            jax.random.key(0) if key is None else key.reshape(-1)[0],
+        )
+        if self.planner.rule.mesh.size > 1:
+            raise NotImplementedError(
+                "engine.generate runs on one device, and this engine has "
+                f"{self.planner.rule.mesh.size}. Use one device."
+            )
+        same = SameFunction(decoder.apply), sampling.steps, str(planner.key.dtype)
+        self._flush()
+        return complete(
+            prompts,
+            asked,
+            planner,
+            key,
+            self.stores,
+            current,
+            lambda shape, make: self._forward.get((*same, shape), make),
+        )
 
     def _placed(self) -> AbstractRunner:
         """The current runner, which exists from the first batch on."""

@@ -19,7 +19,11 @@ from jax.sharding import Mesh
 
 from zinf.distributed import AbstractGroup
 from zinf.engine import Engine
+from zinf.inference import Decoder
 from zinf.initialize import ConfigSource, make_planner
+from zinf.models.gpt import GPT
+from zinf.models.gpt_config import GPTConfig
+from zinf.models.gpt_decode import decode, init_cache
 from zinf.prepare.devices import on_devices
 from zinf.segment import (
     evaluated,
@@ -42,6 +46,7 @@ class ModuleEngine(Engine):
 
     _graphdef: Any
     _module: nnx.Module | None
+    _gpt_config: GPTConfig | None
 
     def update_module(self) -> nnx.Module:
         """Write the trained parameters and the state into the module, and return it.
@@ -73,8 +78,21 @@ class ModuleEngine(Engine):
                 mode of `module.eval()`. Changes to the module are dropped.
         """
         with self._turn.of("apply"):
-            of_params = partial(_ModuleFunction, self._graphdef)
-            return self._apply(function, batch, key, num_microbatches, of_params)
+            return self._apply(
+                function, batch, key, num_microbatches, self._of_params()
+            )
+
+    def _of_params(self) -> Callable[[Callable], Callable]:
+        return partial(_ModuleFunction, self._graphdef)
+
+    def _decoder(self, given: Decoder | None) -> Decoder:
+        """The given decoder, whose `apply` takes the module, or that of a `GPT`."""
+        config = self._gpt_config
+        if given is not None or config is None:
+            return super()._decoder(given)
+        table = self.planner.problem.params["token_embedding"]
+        init = partial(init_cache, config, dtype=table.compute.dtype)
+        return Decoder(decode, init, config.max_length)
 
 
 def initialize(
@@ -119,7 +137,8 @@ def initialize(
         raise ValueError(ORDER)
     config, mesh = on_devices(config, mesh)
     given = module if isinstance(module, nnx.Module) else None
-    split = _split(nnx.eval_shape(module) if given is None else given, wrt)
+    shapes = nnx.eval_shape(module) if given is None else given
+    split = _split(shapes, wrt)
     params, state = split.params, split.state
     if given is None:
         params = lambda: _split(module(), wrt).params  # noqa: E731
@@ -147,6 +166,7 @@ def initialize(
     )
     engine = ModuleEngine(planner, rng)
     engine._graphdef, engine._module = split.graphdef, given
+    engine._gpt_config = shapes.config if isinstance(shapes, GPT) else None
     if batch is not None:
         engine.prepare(batch)
     return engine

@@ -41,6 +41,7 @@ class Role(StrEnum):
     STATE = "state"  # Optimizer state; `ArrayId.slot` numbers the arrays of a leaf.
     CONST = "const"  # An array that the loss function closed over.
     VALUE = "value"  # A value that crosses a cut, or a part of the batch.
+    CACHE = "cache"  # State that runs of a program read and overwrite at its home.
     COTANGENT = "cotangent"  # The cotangent of a value.
     COTANGENT_PART = "cotangent part"  # One contribution, to be added to the cotangent.
     GRADIENT = "gradient"  # The gradient of a parameter array.
@@ -73,6 +74,7 @@ PARTS = {
 TOTALS = {part: total for total, part in PARTS.items()}
 LIES_AS = {
     Role.CONST: Role.VALUE,
+    Role.CACHE: Role.VALUE,
     Role.COTANGENT: Role.VALUE,
     Role.COTANGENT_PART: Role.VALUE,
     Role.GRADIENT_PART: Role.GRADIENT,
@@ -295,7 +297,8 @@ class SegmentSpec:
     Attributes:
         params: parameter arrays, in argument order.
         trainable: for each of `params`, whether it gets a gradient.
-        inputs: names of the values that the segment reads, in argument order.
+        inputs: names of the values and caches that the segment only reads, in argument
+            order.
         outputs: names of the values that it computes.
         active_inputs: the inputs that get a cotangent.
         active_outputs: the outputs whose cotangents its backward pass takes.
@@ -306,6 +309,8 @@ class SegmentSpec:
         row_blocks: least number of blocks of rows that its passes run in. It is above 1
             if intermediate values are too large for the device.
         row_sums: the gradients that its backward pass returns as rows.
+        caches: names of the caches that it reads and overwrites. They follow `inputs`
+            among its arguments, and `outputs` among its results.
     """
 
     name: str
@@ -320,6 +325,7 @@ class SegmentSpec:
     backward_params: tuple[ArrayId, ...] | None = None
     row_blocks: int = 1
     row_sums: tuple[RowSum, ...] = ()
+    caches: tuple[str, ...] = ()
 
     @property
     def read_backward(self) -> tuple[ArrayId, ...]:
@@ -356,6 +362,8 @@ class Program:
         tilings: leaves that are read by tile.
         untiled: why other leaves larger than a segment may be are not read by tile, by
             path.
+        caches: names of the arrays that the program overwrites where they rest. Each
+            microbatch has its own. They are neither in `batch` nor in `outputs`.
     """
 
     leaves: tuple[Leaf, ...]
@@ -367,6 +375,7 @@ class Program:
     is_trained: bool = True
     tilings: tuple[Tiling, ...] = ()
     untiled: dict[str, str] = field(default_factory=dict)
+    caches: tuple[str, ...] = ()
 
     @property
     def loss(self) -> str:

@@ -1,6 +1,6 @@
 """Runs the plan of one program on a batch: stores the inputs, takes the results."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,8 +64,21 @@ class Passes:
         An output is this process's share, on the host. If the run fails, the inputs
         are freed too.
         """
+        named = self._named(batch)
+        return self.run_on(plan, work, named, keys, seed, record)
+
+    def run_on(
+        self,
+        plan: Plan,
+        work: Work,
+        microbatches: Sequence[Mapping[str, np.ndarray]],
+        keys: Sequence[Any],
+        seed: Any,
+        record: StepRecord,
+    ) -> list[list[np.ndarray]]:
+        """`run`, given the leaves of each microbatch by the names of the program."""
         try:
-            self.put(batch, keys)
+            self._put(microbatches, keys)
             run_plan(plan, work, self.stores, seed, record)
         except BaseException:
             for array, tier in initial_copies(self.program, self.num_microbatches):
@@ -79,12 +92,24 @@ class Passes:
 
         Inputs that no segment reads are left out.
         """
-        read = {n for s in self.program.segments for n in s.inputs}
+        self._put(self._named(batch), keys)
+
+    def _named(self, batch: Any) -> list[dict[str, np.ndarray]]:
+        """The leaves of each microbatch, by the names that the program has for them."""
         cut = by_microbatch(batch, self.spec, self.num_microbatches)
-        for path, array in named_leaves(cut).items():
-            name = f"batch/{path}"
-            for m in range(self.num_microbatches) if name in read else ():
-                self.stores.host.write(value(name, m), array[m, ...]).result()
+        leaves = named_leaves(cut).items()
+        return [
+            {f"batch/{path}": array[m, ...] for path, array in leaves}
+            for m in range(self.num_microbatches)
+        ]
+
+    def _put(
+        self, microbatches: Sequence[Mapping[str, np.ndarray]], keys: Sequence[Any]
+    ) -> None:
+        read = {n for s in self.program.segments for n in s.inputs}
+        for m, leaves in enumerate(microbatches):
+            for name in read.intersection(leaves):
+                self.stores.host.write(value(name, m), leaves[name]).result()
         for m, key in enumerate(keys):
             if KEY in read:
                 self._put_on_device(value(KEY, m), to_words(key))

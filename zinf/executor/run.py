@@ -273,7 +273,7 @@ class _StepRun:
         results: tuple[Sequence[Any], ...]
         match operation.kind:
             case Pass.FORWARD:
-                results = (segment.forward(params, inputs),)
+                results = (segment.forward(params, inputs, rest),)
             case Pass.KEEPING:
                 results = segment.forward_keeping(params, inputs)
             case Pass.LOSS:

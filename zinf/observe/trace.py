@@ -159,6 +159,8 @@ def _moved(transfer: Transfer) -> str:
         return "optimizer state"
     if any(role.lies_as == Role.GRADIENT for role in roles):
         return "gradients"
+    if Role.CACHE in roles:
+        return "caches"
     return "norm" if Role.NORM in roles else "activations"
 
 

@@ -10,6 +10,7 @@ from zinf.plan.catalog import Catalog as Catalog
 from zinf.plan.catalog import Keeping as Keeping
 from zinf.plan.catalog import StepOptions as StepOptions
 from zinf.plan.catalog import UpdateUnit as UpdateUnit
+from zinf.plan.catalog import cache as cache
 from zinf.plan.catalog import count_contributions as count_contributions
 from zinf.plan.catalog import value as value
 from zinf.plan.check import PlanError as PlanError

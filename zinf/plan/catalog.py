@@ -267,5 +267,9 @@ def value(name: str, microbatch: int) -> ArrayId:
     return ArrayId(Role.VALUE, name, None, microbatch)
 
 
+def cache(name: str, microbatch: int) -> ArrayId:
+    return ArrayId(Role.CACHE, name, None, microbatch)
+
+
 def norm_of(segment: str) -> ArrayId:
     return ArrayId(Role.NORM, segment)

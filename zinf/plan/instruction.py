@@ -89,7 +89,9 @@ class Run:
     The instruction reads, in this order: the parameters of the pass, the segment's
     inputs, the cotangents of its active outputs, and residuals. It writes outputs,
     residuals, gradients of parameters, and cotangents of active inputs. For a gradient
-    that is a row sum it writes the rows; the row numbers follow after all gradients.
+    that is a row sum it writes the rows; the row numbers follow after all gradients. A
+    forward pass reads the caches that it overwrites after its inputs, and writes them
+    last.
     """
 
     segment: int

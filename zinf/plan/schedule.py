@@ -16,6 +16,7 @@ from zinf.plan.catalog import (
     Catalog,
     StepOptions,
     UpdateUnit,
+    cache,
     gradient_of,
     norm_of,
     value,
@@ -132,16 +133,21 @@ class _Schedule:
     def inputs(
         self, segment: SegmentSpec, params: Sequence[ArrayId], m: int
     ) -> tuple[Copy, ...]:
-        consts = set(self.program.consts)
-        values = [
-            ArrayId(Role.CONST, n) if n in consts else value(n, m)
-            for n in segment.inputs
-        ]
+        consts, caches = set(self.program.consts), set(self.program.caches)
+
+        def named(name: str) -> ArrayId:
+            if name in consts:
+                return ArrayId(Role.CONST, name)
+            return cache(name, m) if name in caches else value(name, m)
+
+        values = map(named, segment.inputs)
         return tuple((a, Tier.DEVICE) for a in (*params, *values))
 
     def forward(self, k: int, m: int) -> None:
         segment = self.program.segments[k]
         outputs = [value(n, m) for n in segment.outputs]
+        caches = [cache(n, m) for n in segment.caches]
+        changed = tuple((a, Tier.DEVICE) for a in caches)
         kind, workspace, kept = Pass.FORWARD, self.catalog.workspace[k][0], ()
         if k in self.keeps:
             kind, workspace = Pass.KEEPING, self.catalog.keeping[k].workspace[0]
@@ -149,18 +155,26 @@ class _Schedule:
         self.jobs.add(
             Run(k, segment.name, kind, m),
             Link.DEVICE,
-            reads=self.inputs(segment, segment.params, m),
-            writes=tuple((a, Tier.DEVICE) for a in (*outputs, *kept)),
+            reads=(*self.inputs(segment, segment.params, m), *changed),
+            writes=(*((a, Tier.DEVICE) for a in (*outputs, *kept)), *changed),
             workspace=((Tier.DEVICE, workspace),),
             flops=segment.flops,
             exchange=self.catalog.exchange_of(k)[0],
         )
+        self.bring_home(caches)
         returned = [a for a in outputs if a.path in self.returned]
         if returned:
             self.jobs.transfer(returned, Tier.DEVICE, Tier.HOST)
         others = [a for a in outputs if a.path not in self.returned]
         if self.options.value_tier != Tier.DEVICE and others:
             self.jobs.transfer(others, Tier.DEVICE, self.options.value_tier)
+
+    def bring_home(self, caches: Sequence[ArrayId]) -> None:
+        """Moves caches that a run overwrote on the device to where they rest."""
+        for tier in (Tier.HOST, Tier.NVME):
+            there = [a for a in caches if self.catalog.home_tier(a) == tier]
+            if there:
+                self.jobs.transfer(there, Tier.DEVICE, tier)
 
     def loss(self, k: int, m: int) -> ArrayId:
         """Runs both passes of the last segment; returns the loss, moved to the host."""

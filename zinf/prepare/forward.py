@@ -3,11 +3,12 @@
 Such a program has no gradients, residuals or updates. It needs the homes of the arrays,
 not the training step that they were chosen for, so several of them share the arrays of
 one engine: an evaluation, and any function of the user. Its outputs are arrays of its
-plan, which end on the host.
+plan, which end on the host. It may have caches: arrays of its own at rest, which each
+run reads and overwrites, such as the keys and values of attention.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from zinf.plan import (
     Plan,
     Shortage,
     build_forward,
+    cache,
     show_bytes,
     value,
 )
@@ -38,6 +40,23 @@ from zinf.sharding import Layouts
 
 
 @dataclass(frozen=True)
+class Cached:
+    """The leaves of a batch that a program may keep as caches, and where.
+
+    Attributes:
+        outputs: for each leaf by its name ("batch/..."), the position among the
+            flattened outputs of what takes its place in the next run.
+        tiers: tiers for the caches; the first for which the pass fits is taken.
+    """
+
+    outputs: Mapping[str, int] = field(default_factory=dict)
+    tiers: Sequence[Tier] = (Tier.DEVICE,)
+
+
+NO_CACHES = Cached()
+
+
+@dataclass(frozen=True)
 class Forward:
     """A planned and compiled program that only runs forward."""
 
@@ -46,6 +65,12 @@ class Forward:
     segments: tuple[Segment, ...]
     layouts: Layouts
     num_microbatches: int
+
+    @property
+    def cache_homes(self) -> dict[ArrayId, Tier]:
+        """Where the caches of all microbatches rest."""
+        homes = self.plan.homes.items()
+        return {array: tier for array, tier in homes if array.role == Role.CACHE}
 
 
 def plan_forward(
@@ -56,6 +81,7 @@ def plan_forward(
     *,
     limits: Limits | None = None,
     num_microbatches: int = 1,
+    caches: Cached = NO_CACHES,
 ) -> Forward:
     """The forward pass of a function, the same on all processes.
 
@@ -65,16 +91,50 @@ def plan_forward(
         limits: the first limits on segments; None for those of the config.
 
     Raises:
-        InfeasibleError: the pass does not fit beside the arrays at rest.
+        InfeasibleError: the pass does not fit beside the arrays at rest, on any tier
+            for the caches.
     """
     # Each program has constants of its own.
     homes = {a: tier for a, tier in at_rest.homes.items() if a.role != Role.CONST}
     rest = homes, at_rest.layouts, num_microbatches
-    made = _Planned(planner, function, batch, *rest)
+    made = _Planned(planner, function, batch, *rest, caches)
     with planner.planning():
         forward = made.fitting(limits or Limits(planner.config.segment_max_bytes))
     planner.agree_on(forward.plan, f"plan of {function.name}")
     return forward
+
+
+def plan_again(
+    planner: Planner,
+    forward: Forward,
+    name: str,
+    at_rest: AtRest,
+    *,
+    num_microbatches: int,
+    cache_tiers: Sequence[Tier],
+) -> Forward:
+    """A program for another number of microbatches, with the same executables.
+
+    Args:
+        name: what errors call the function.
+        cache_tiers: tiers for its caches; the first for which the pass fits is taken.
+
+    Raises:
+        InfeasibleError: the pass does not fit beside the arrays at rest.
+    """
+    homes = {a: tier for a, tier in at_rest.homes.items() if a.role != Role.CONST}
+    function = Function(name, _never)
+    rest = homes, at_rest.layouts, num_microbatches
+    made = _Planned(planner, function, None, *rest, Cached(tiers=cache_tiers))
+    compiled = Compiled(forward.segments, forward.layouts)
+    with planner.planning():
+        found = made.planned(forward.segmented, compiled)
+    planner.agree_on(found.plan, f"plan of {name}")
+    return found
+
+
+def _never(*_: Any) -> Any:
+    raise AssertionError("it is traced and compiled already")
 
 
 def check_rows_of_outputs(forward: Forward, spec: Any, name: str) -> None:
@@ -126,6 +186,7 @@ class _Planned:
     homes: Mapping[ArrayId, Tier]
     layouts: Layouts
     num_microbatches: int
+    caches: Cached
 
     def fitting(self, limits: Limits) -> Forward:
         return self.planner.shrunk(self.layouts, self.cut, self.attempt, limits)
@@ -138,22 +199,41 @@ class _Planned:
             rest_by_row(source, by_row),
             splittable=planner.splittable(self.layouts),
             max_bytes=max_bytes,
+            caches=self.caches.outputs,
         )
 
     def attempt(
         self, segmented: Segmented, compiled: Compiled, limits: Limits
     ) -> Forward:
+        return self.planned(segmented, compiled)
+
+    def planned(self, segmented: Segmented, compiled: Compiled) -> Forward:
         segments, layouts = compiled.segments, compiled.layouts
         specs = tuple(s.spec for s in segments)
         program = replace(segmented.program, segments=specs)
-        catalog = self.catalog(program, compiled)
         capacity = self.planner.capacity()
-        self.check_outputs(catalog, capacity)
-        plan = build_forward(catalog, capacity, self.num_microbatches)
+        tiers = self.caches.tiers if program.caches else self.caches.tiers[:1]
+
+        def resting(tier: Tier) -> Plan:
+            catalog = self.catalog(program, compiled, tier)
+            self.check_outputs(catalog, capacity)
+            return build_forward(catalog, capacity, self.num_microbatches)
+
+        *faster, slowest = tiers
+        for tier in faster:
+            try:
+                plan = resting(tier)
+            except InfeasibleError:
+                continue
+            break
+        else:
+            plan = resting(slowest)
         segmented = replace(segmented, program=program)
         return Forward(plan, segmented, segments, layouts, self.num_microbatches)
 
-    def catalog(self, program: Program, compiled: Compiled) -> Catalog:
+    def catalog(
+        self, program: Program, compiled: Compiled, cache_tier: Tier
+    ) -> Catalog:
         segments, layouts = compiled.segments, compiled.layouts
         consts = [ArrayId(Role.CONST, name) for name in program.consts]
         wholes = self.planner.array_specs()
@@ -161,11 +241,20 @@ class _Planned:
             a: wholes[a.whole].rows(*a.rows) if a.rows else wholes[a]
             for a in self.homes
         }
-        specs |= {array: program.values[array.path] for array in consts}
+        caches = [
+            cache(name, m)
+            for name in program.caches
+            for m in range(self.num_microbatches)
+        ]
+        specs |= {array: program.values[array.path] for array in (*consts, *caches)}
         return Catalog(
             layouts.share_of(program),
             {array: layouts.share_spec(array, spec) for array, spec in specs.items()},
-            {**self.homes, **dict.fromkeys(consts, Tier.DEVICE)},
+            {
+                **self.homes,
+                **dict.fromkeys(consts, Tier.DEVICE),
+                **dict.fromkeys(caches, cache_tier),
+            },
             [(segment.evaluation_bytes(), 0) for segment in segments],
             rates=self.planner.rates(),
             device_parts=layouts.device_parts(),
@@ -177,7 +266,7 @@ class _Planned:
         names = dict.fromkeys(catalog.program.outputs)
         once = sum(catalog.nbytes(value(name, 0), Tier.HOST) for name in names)
         output_bytes = self.num_microbatches * once
-        resting = [a for a, tier in self.homes.items() if tier == Tier.HOST]
+        resting = [a for a, tier in catalog.homes.items() if tier == Tier.HOST]
         needed = output_bytes + sum(catalog.nbytes(a, Tier.HOST) for a in resting)
         if needed <= capacity[Tier.HOST]:
             return

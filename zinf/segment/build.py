@@ -1,7 +1,7 @@
 """From a traced function to a `Program`: cuts, names, and finds shared bodies."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from os.path import commonprefix
 from typing import Any
 
@@ -55,15 +55,25 @@ def segment_loss(
 
 
 def segment_function(
-    source: Source, *, splittable: Collection[str], max_bytes: int | None
+    source: Source,
+    *,
+    splittable: Collection[str],
+    max_bytes: int | None,
+    caches: Mapping[str, int] | None = None,
 ) -> Segmented:
     """Cuts a traced function into segments that only run forward.
 
-    Each output is made by the segment that computes it. The arguments are those of
-    `segment_loss`.
+    Each output is made by the segment that computes it. The other arguments are those
+    of `segment_loss`.
+
+    Args:
+        caches: leaves of the batch, each with the output that takes its place in the
+            next run. Those that one segment can overwrite become `Program.caches`; the
+            others stay inputs and outputs.
     """
     frozen = set(source.params.values())
-    return _segmented(source, frozen, splittable, max_bytes, is_trained=False)
+    rest = splittable, max_bytes
+    return _segmented(source, frozen, *rest, is_trained=False, caches=caches or {})
 
 
 def _segmented(
@@ -73,6 +83,7 @@ def _segmented(
     max_bytes: int | None,
     *,
     is_trained: bool,
+    caches: Mapping[str, int] | None = None,
 ) -> Segmented:
     graph, arrays, stacked = split_rows(source.graph, source.params, splittable)
     tiled = tile_leaves(graph, arrays, tileable=splittable, max_bytes=max_bytes)
@@ -85,7 +96,7 @@ def _segmented(
     order = order_equations(index_by_literals(graph, floats), floats)
     tape = read_tape(order)
     cuts = choose_cuts(tape, max_bytes=max_bytes)
-    made = _Builder(source, order, arrays, leaves, is_trained).build(cuts)
+    made = _Builder(source, order, arrays, leaves, is_trained, caches or {}).build(cuts)
     program = replace(made.program, tilings=tiled.tilings, untiled=dict(tiled.refused))
     return replace(made, program=program)
 
@@ -104,12 +115,16 @@ def _leaf(variable: Var, path: str, is_stacked: bool, is_frozen: bool) -> Leaf:
 
 @dataclass
 class _Draft:
-    """A segment before it has a name: equations in order, inputs and outputs."""
+    """A segment before it has a name: equations in order, inputs and outputs.
+
+    `caches` has the variable of each cache that it overwrites, before and after.
+    """
 
     equations: list[Equation]
     params: list[Var]
     inputs: list[Var]
     outputs: list[Atom]
+    caches: dict[Var, Var] = field(default_factory=dict)
 
 
 class _Builder:
@@ -120,8 +135,10 @@ class _Builder:
         arrays: dict[Var, ArrayId],
         leaves: Sequence[Leaf],
         is_trained: bool,
+        caches: Mapping[str, int],
     ):
         self.source, self.order, self.arrays = source, order, arrays
+        self.given_caches = caches
         self.graph: Graph = order.graph
         self.leaves = tuple(leaves)
         self.is_trained = is_trained
@@ -142,6 +159,10 @@ class _Builder:
         names = _unique_names([self.title(d) for d in drafts])
         value_names = dict(self.source.batch)
         value_names.update({v: f"const/{i}" for i, v in enumerate(self.graph.consts)})
+        # Before and after it is overwritten, a cache is the same array.
+        for draft in drafts:
+            value_names |= {new: value_names[old] for old, new in draft.caches.items()}
+        caches = [value_names[old] for draft in drafts for old in draft.caches]
         for name, draft in zip(names, drafts, strict=True):
             fresh = [v for v in draft.outputs if not isinstance(v, Literal)]
             for i, v in enumerate(v for v in fresh if v not in value_names):
@@ -157,11 +178,17 @@ class _Builder:
         # Outputs that no other segment makes are named by their position, since such
         # an output may be a literal or an input and appear more than once.
         values = {n: array_spec(v.aval) for v, n in value_names.items()}
+        new = {v for draft in drafts for v in draft.caches.values()}
+        returned = {
+            i: a
+            for i, a in enumerate(self.graph.outvars)
+            if not (_is_variable(a) and a in new)
+        }
         outputs = tuple(
             value_names[a] if self.is_own(a) else f"out/{i}"
-            for i, a in enumerate(self.graph.outvars)
+            for i, a in returned.items()
         )
-        pairs = zip(outputs, self.graph.outvars, strict=True)
+        pairs = zip(outputs, returned.values(), strict=True)
         finals = {name: atom for name, atom in pairs if not self.is_own(atom)}
         values.update({name: array_spec(a.aval) for name, a in finals.items()})
         own = [value_names[a] for a in last.outputs if self.is_own(a)]
@@ -171,10 +198,11 @@ class _Builder:
             leaves=self.leaves,
             segments=segments,
             values=values,
-            batch=tuple(self.source.batch.values()),
+            batch=tuple(n for n in self.source.batch.values() if n not in caches),
             consts=tuple(value_names[v] for v in self.graph.consts),
             outputs=outputs,
             is_trained=self.is_trained,
+            caches=tuple(caches),
         )
         consts = {value_names[v]: to_words(x) for v, x in self.graph.consts.items()}
         return Segmented(program, tuple(shared), consts, self.source.structure)
@@ -186,12 +214,41 @@ class _Builder:
         finals = [a for a in self.graph.outvars if not self.is_own(a)]
         drafts = [self.gather(equations, ()) for equations in ranges[:-1]]
         drafts.append(self.gather(ranges[-1], finals))
+        self.assign_caches(drafts)
+        new = {v for draft in drafts for v in draft.caches.values()}
+        self.own_outputs -= new
         needed: set[Var] = set(self.own_outputs)
         for draft in reversed(drafts):
             defined = [v for e in draft.equations for v in e.outvars]
             draft.outputs = [v for v in defined if v in needed] + draft.outputs
-            needed.update(draft.inputs)
+            needed.update(v for v in draft.inputs if v not in new)
         return drafts
+
+    def assign_caches(self, drafts: list[_Draft]) -> None:
+        """Gives each cache to the segment that can overwrite it.
+
+        The segment reads it and makes what replaces it, and no later segment reads the
+        old content. Later segments may read the new content from the same array.
+        """
+        variables_of = {name: v for v, name in self.source.batch.items()}
+        returned = self.graph.outvars
+        for name, position in self.given_caches.items():
+            old, new = variables_of[name], returned[position]
+            if not _is_variable(new) or returned.count(new) > 1:
+                continue
+            makers = [d for d in drafts if any(new in e.outvars for e in d.equations)]
+            is_same = array_spec(old.aval) == array_spec(new.aval)
+            if (
+                new not in self.own_outputs
+                or not is_same
+                or old not in makers[0].inputs
+            ):
+                continue
+            (maker,) = makers
+            later = drafts[drafts.index(maker) + 1 :]
+            if all(old not in draft.inputs for draft in later):
+                maker.caches[old] = new
+                maker.inputs.remove(old)
 
     def is_own(self, atom: Atom) -> bool:
         """Whether it is an output that the segment makes which computes it."""
@@ -241,15 +298,17 @@ class _Builder:
     def piece(self, draft: _Draft, is_last: bool) -> Piece:
         tags = (
             is_last,
+            len(draft.caches),
             tuple(v in self.trainable for v in draft.params),
             tuple(v in self.active for v in draft.inputs),
             tuple(a in self.active for a in draft.outputs if _is_variable(a)),
         )
-        invars = (*draft.params, *draft.inputs)
+        invars = (*draft.params, *draft.inputs, *draft.caches)
+        outvars = (*draft.outputs, *draft.caches.values())
         differentiated = frozenset(self.trainable.intersection(draft.params))
         differentiated |= self.active.intersection(draft.inputs)
         equations = tuple(draft.equations)
-        return Piece(invars, tuple(draft.outputs), equations, tags, differentiated)
+        return Piece(invars, outvars, equations, tags, differentiated)
 
     def spec(
         self, name: str, draft: _Draft, value_names: dict[Var, str], body: int
@@ -267,6 +326,7 @@ class _Builder:
             active_outputs=tuple(value_names[v] for v in outputs if v in self.active),
             body=body,
             flops=sum(map(equation_flops, draft.equations)),
+            caches=tuple(value_names[v] for v in draft.caches),
         )
 
     def title(self, draft: _Draft) -> str:

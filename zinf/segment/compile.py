@@ -71,9 +71,17 @@ class Segment:
         same = less.keeping.halves.residuals() == self.keeping.halves.residuals()
         return self if same else less
 
-    def forward(self, params: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-        """The outputs, in the order of `spec.outputs`."""
-        return self.executables.forward((*params, *inputs, *self.hoisted))
+    def forward(
+        self, params: Sequence[Any], inputs: Sequence[Any], caches: Sequence[Any] = ()
+    ) -> list[Any]:
+        """The outputs, in the order of `spec.outputs`, then the new `spec.caches`.
+
+        The old caches are donated: the new ones take their memory.
+        """
+        arguments = (*params, *inputs, *self.hoisted)
+        if self.spec.caches:
+            return self.executables.forward(arguments, tuple(caches))
+        return self.executables.forward(arguments)
 
     def backward(
         self, params: Sequence[Any], inputs: Sequence[Any], cotangents: Sequence[Any]
@@ -132,7 +140,7 @@ class Segment:
 
     def evaluation_bytes(self) -> int:
         """Workspace of a forward pass alone, also of the last segment."""
-        return _temporary_bytes(self.executables.forward)
+        return _forward_bytes(self.executables)
 
     def workspace(self) -> Workspace:
         """Compiles the segment and reads what XLA says about its memory."""
@@ -190,7 +198,7 @@ def compile_segments(
     segments = []
     for spec, shared in zip(specs, segmented.shared, strict=True):
         params = tuple(map(layouts.of, spec.params))
-        inputs = tuple(values[name] for name in spec.inputs)
+        inputs = tuple(values[name] for name in (*spec.inputs, *spec.caches))
         trained = [a.of_role(Role.GRADIENT) for a in spec.trained_params]
         gradients = tuple(map(layouts.of, trained))
         sums = tuple(array in accumulates for array in spec.trained_params)
@@ -216,7 +224,8 @@ def compile_segments(
                 halved = HalvedExecutables(whole), HalvedExecutables(whole, True)
             bodies[key] = whole, halved, why_whole
         executables, halved, why_whole = bodies[key]
-        values.update(zip(spec.outputs, executables.outputs, strict=True))
+        results = (*spec.outputs, *spec.caches)
+        values.update(zip(results, executables.outputs, strict=True))
         reads = zip(spec.params, executables.backward_reads, strict=True)
         read = tuple(array for array, is_read in reads if is_read)
         count = executables.num_blocks
@@ -239,6 +248,8 @@ def _row_sums(executables: BodyExecutables, spec: SegmentSpec) -> tuple[RowSum, 
 
 def _in_blocks(whole: BodyExecutables, max_bytes: int) -> tuple[BodyExecutables, str]:
     """As many blocks of rows as `max_bytes` takes, or fewer and the reason."""
+    if whole.spec.caches:
+        return whole, "it overwrites a cache"
     best = whole
     while (taken := _largest(best)) > max_bytes:
         wanted = max(2 * best.num_blocks, ceil(_largest(whole) / max_bytes))
@@ -261,10 +272,21 @@ def _largest(executables: BodyExecutables) -> int:
 def _workspace(executables: BodyExecutables) -> Workspace:
     forward = backward = 0
     if not executables.is_last:
-        forward = _temporary_bytes(executables.forward)
+        forward = _forward_bytes(executables)
     if executables.is_last or executables.spec.has_backward:
         backward = _temporary_bytes(executables.backward)
     return Workspace(forward, backward)
+
+
+def _forward_bytes(executables: BodyExecutables) -> int:
+    """Temporaries, and new caches that do not take the memory of the old ones."""
+    compiled = executables.forward
+    taken = _temporary_bytes(compiled)
+    analysis = compiled.memory_analysis()
+    if not executables.spec.caches or analysis is None:
+        return taken
+    in_place = int(analysis.alias_size_in_bytes)
+    return taken + max(0, executables.cache_bytes - in_place)
 
 
 def _temporary_bytes(compiled: Any) -> int:

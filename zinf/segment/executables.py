@@ -29,7 +29,8 @@ class BodyExecutables(BodyPasses):
     """The executables of one body, compiled at first use.
 
     Attributes:
-        params, inputs: the layouts of its arguments.
+        params, inputs: the layouts of its arguments; the caches that it overwrites are
+            the last inputs.
         num_blocks: the least number of blocks of rows of each pass. With more than one,
             compiling a pass raises `NotByRow` if its rows depend on each other.
         accumulates: for each trained param, whether its gradient is added to others.
@@ -158,7 +159,35 @@ class BodyExecutables(BodyPasses):
         # Without arguments, only the shardings of results name its devices.
         is_made_here = not self.body.jaxpr.invars
         results = replicated(self.mesh) if self.is_last or is_made_here else None
+        if self.spec.caches:
+            return self._compile_in_place(results)
         return self.compile(self.call, results=results)
+
+    def _compile_in_place(self, results: Any) -> Any:
+        """`(params, inputs and hoisted literals; caches) -> outputs, new caches`.
+
+        The caches are donated. An argument of their own holds them, since `jax.jit`
+        donates whole arguments.
+        """
+        end = len(self.params) + len(self.inputs)
+        first = end - len(self.spec.caches)
+        rest = (*self.abstract[:first], *self.abstract[end:])
+
+        def in_place(arguments: Sequence[Any], caches: Sequence[Any]) -> list[Any]:
+            given = (*arguments[:first], *caches, *arguments[first:])
+            return self.call(self._wholes(given, (True,) * len(self.params)))
+
+        jitted = jax.jit(
+            in_place, donate_argnums=1, out_shardings=results, keep_unused=True
+        )
+        return compile_for(self.mesh, jitted.lower(rest, self.abstract[first:end]))
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the caches that it overwrites."""
+        end = len(self.params) + len(self.inputs)
+        caches = self.abstract[end - len(self.spec.caches) : end]
+        return sum(x.size * x.dtype.itemsize for x in caches)
 
     @cached_property
     def outputs(self) -> tuple[Layout, ...]:

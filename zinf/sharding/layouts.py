@@ -55,16 +55,19 @@ class Layouts:
         return replace(layout, device=layout.share)
 
     def with_inputs(self, program: Program) -> "Layouts":
-        """These layouts with those of a program's inputs: batch, key, constants.
+        """These layouts with those of a program's inputs.
+
+        They are the batch, the key, constants and caches.
 
         Raises:
             ValueError: the batch does not divide among the devices.
         """
         shapes = {
             name: program.values[name].shape
-            for name in (*program.batch, *program.consts)
+            for name in (*program.batch, *program.consts, *program.caches)
         }
-        batch = {name: shapes[name] for name in program.batch_leaves}
+        by_example = (*program.batch_leaves, *program.caches)
+        batch = {name: shapes[name] for name in by_example}
         values = {n: whole_layout(shape, self.mesh) for n, shape in shapes.items()}
         return replace(self, values=values | batch_layouts(batch, self.rule))
 

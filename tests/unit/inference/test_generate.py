@@ -1,0 +1,275 @@
+"""`engine.generate`: text from streamed weights and a cache, between training steps."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import zinf
+from zinf.inference import Decoder, plan
+from zinf.models import GPT, GPTConfig, next_token_loss
+from zinf.optim.decision import NonFiniteError
+from zinf.plan import InfeasibleError, Run
+from zinf.program import Role, Tier
+
+SHAPE = GPTConfig(num_layers=2, num_heads=2, embed_dim=32, max_length=64, vocab_size=97)
+LLAMA = {
+    "position": "rope",
+    "norm": "rmsnorm",
+    "activation": "swiglu",
+    "num_kv_heads": 1,
+    "tied_embeddings": False,
+    "use_bias": False,
+}
+DRAWN = {
+    "temperature": 0.9,
+    "top_k": 60,
+    "top_p": 0.95,
+    "min_p": 0.01,
+    "repetition_penalty": 1.2,
+    "eos_token_ids": (5,),
+    "min_new_tokens": 2,
+}
+RNG = np.random.default_rng(0)
+BATCH = {"tokens": RNG.integers(0, 97, (4, 17))}
+PROMPTS = [RNG.integers(0, 97, length) for length in (3, 1, 9, 16)]
+KEYS = jax.random.split(jax.random.key(0), len(PROMPTS))
+
+
+def make_engine(settings=None, **shape):
+    config = GPTConfig(**{**SHAPE.__dict__, **shape})
+    create = lambda: GPT(config, rngs=nnx.Rngs(0))  # noqa: E731
+    tx = optax.sgd(1.0)
+    return zinf.nnx.initialize(next_token_loss, create, tx, settings or {}, batch=BATCH)
+
+
+def on_nvme(folder):
+    return {
+        "execution": "streamed",
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 0,
+            "offload_param": {"device": "nvme"},
+            "offload_optimizer": {"device": "nvme"},
+        },
+        "memory": {"nvme": str(folder)},
+    }
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with make_engine() as engine:
+        engine.step(BATCH)
+        yield engine
+
+
+def check_greedy(model, prompts, found):
+    """Each token is the likeliest after those before it, for the model without cache.
+
+    All texts are read at once: what follows a token does not change its logits.
+    """
+    texts = [[*prompt, *tokens] for prompt, tokens in zip(prompts, found, strict=True)]
+    whole = np.zeros((len(texts), 32), np.int32)
+    for row, text in enumerate(texts):
+        whole[row, : len(text)] = text
+    logits = nnx.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(whole))
+    likeliest = np.asarray(logits.argmax(-1))
+    for row, (prompt, tokens) in enumerate(zip(prompts, found, strict=True)):
+        first = len(prompt) - 1
+        assert list(likeliest[row, first : first + len(tokens)]) == tokens
+
+
+def used_bytes(engine):
+    """The bytes of each tier that arrays take."""
+    return [engine.stores[tier].ledger.used_bytes for tier in engine.stores.tiers]
+
+
+def programs(engine):
+    """The programs that the engine used last."""
+    return list(engine._forward._made.values())[-1]
+
+
+def test_greedy_tokens_are_those_of_the_model_on_the_whole_text(engine):
+    before = used_bytes(engine)
+    found = engine.generate(PROMPTS, max_new_tokens=6)
+    check_greedy(engine.update_module(), PROMPTS, found)
+    assert [len(tokens) for tokens in found] == [6] * len(PROMPTS)
+    assert used_bytes(engine) == before
+
+
+def test_a_cache_is_overwritten_where_it_rests(engine):
+    engine.generate(PROMPTS[:1], max_new_tokens=6)
+    made = programs(engine)
+    for forward in (made.prefill, made.decode):
+        program = forward.segmented.program
+        # Keys and values of both layers, and the number of slots in use.
+        assert len(program.caches) == 2 * SHAPE.num_layers + 1
+        assert sum(len(s.caches) for s in program.segments) == len(program.caches)
+        for segment in forward.segments:
+            caches = segment.executables.cache_bytes
+            analysis = segment.executables.forward.memory_analysis()
+            assert analysis.alias_size_in_bytes == caches
+        runs = [i for i in forward.plan.instructions if isinstance(i.operation, Run)]
+        made_here = {a.role for run in runs for a, _ in run.creates}
+        assert Role.CACHE not in made_here
+
+
+def test_the_other_sequences_of_a_batch_change_nothing(engine):
+    rest = {"max_new_tokens": 6, **DRAWN}
+    together = engine.generate(PROMPTS, key=KEYS, **rest)
+    alone = [
+        engine.generate([prompt], key=KEYS[i : i + 1], **rest)[0]
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    assert together == alone
+    assert engine.generate(PROMPTS, key=KEYS, batch_size=1, **rest) == together
+    assert len({tuple(tokens) for tokens in together}) > 1
+    others = jax.random.split(jax.random.key(1), len(PROMPTS))
+    assert engine.generate(PROMPTS, key=others, **rest) != together
+
+
+def test_a_sequence_ends_with_a_token_that_ends_texts(engine):
+    whole = engine.generate(PROMPTS[:1], max_new_tokens=6)[0]
+    end = whole[-1]
+    first = whole.index(end)
+    found = engine.generate(PROMPTS[:1], max_new_tokens=6, eos_token_ids=(end,))
+    assert found == [whole[: first + 1]]
+
+
+def test_tokens_are_told_as_they_are_made(engine):
+    told = []
+    found = engine.generate(
+        PROMPTS[:2], max_new_tokens=3, on_token=lambda *token: told.append(token)
+    )
+    assert told == [(i, found[i][n]) for n in range(3) for i in range(2)]
+
+
+BAD = [
+    ([[]], {}, "Prompt 0 is empty"),
+    (["text"], {}, "Prompt 0 is a text"),
+    ([[1], [0.5]], {}, "Prompt 1 is float64"),
+    ([[-1]], {}, "below 0"),
+    ([[1] * 60], {"max_new_tokens": 5}, "60 tokens.*more than the 64.*at most 4"),
+    ([[1]], {"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+    ([[1]], {"temperature": 0.5}, "pass key="),
+    ([[1]], {"temperature": -1.0}, "temperature must be at least 0"),
+    ([[1]], {"key": KEYS}, "4.*and there are 1 prompts"),
+    ([[1]], {"rows": 0}, "rows must be at least 1"),
+]
+
+
+@pytest.mark.parametrize(("prompts", "options", "message"), BAD)
+def test_bad_input_is_refused_by_name(engine, prompts, options, message):
+    with pytest.raises(ValueError, match=message):
+        engine.generate(prompts, **{"max_new_tokens": 5, **options})
+
+
+def test_logits_that_are_not_finite_are_an_error_that_names_the_prompt(engine):
+    before = used_bytes(engine)
+    with pytest.raises(NonFiniteError, match="prompt 1 are not finite at new token 1"):
+        engine.generate([[1], [97]], max_new_tokens=5)  # 97 is no token.
+    assert used_bytes(engine) == before
+
+
+def test_ctrl_c_frees_the_caches(engine):
+    before = used_bytes(engine)
+
+    def press(number, token):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(PROMPTS, max_new_tokens=5, on_token=press)
+    assert used_bytes(engine) == before
+    assert len(engine.generate(PROMPTS[:1], max_new_tokens=5)[0]) == 5
+
+
+@pytest.fixture(scope="module")
+def small():
+    with zinf.initialize(
+        lambda params, batch: (params["w"] * batch["x"]).mean(),
+        {"w": jnp.ones(2)},
+        optax.sgd(0.1),
+        batch={"x": np.ones(2)},
+    ) as engine:
+        yield engine
+
+
+def test_a_function_without_a_decoder_is_refused(small):
+    with pytest.raises(ValueError, match="Pass decoder="):
+        small.generate([[1]], max_new_tokens=1)
+
+
+def wrong_cache(params, tokens, cache):
+    return jnp.zeros((len(tokens), 3)) + params["w"].sum(), {"a": cache["a"][1:]}
+
+
+@pytest.mark.parametrize(
+    ("apply", "message"),
+    [
+        (wrong_cache, r"leaf 'a' of its cache as int32\[1\]; it was int32\[2\]"),
+        (lambda p, t, c: p["w"], r"must return \(logits, cache\)"),
+        (lambda p, t, c: (p["w"], c), r"must return logits \(B, V\)"),
+        (lambda p, t, c: (p["w"], {}), "with the structure"),
+    ],
+)
+def test_a_wrong_decoder_is_refused_by_name(small, apply, message):
+    decoder = Decoder(apply, lambda starts, length: {"a": jnp.zeros(2, jnp.int32)})
+    with pytest.raises(ValueError, match=message):
+        small.generate([[1]], decoder=decoder, max_new_tokens=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tier", [*Tier])
+@pytest.mark.parametrize("shape", [{}, LLAMA, {"scan_layers": True}])
+def test_tokens_are_the_same_wherever_the_cache_rests(
+    shape, tier, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(plan.GenerationPlanner, "tiers", (tier,))
+    with make_engine(on_nvme(tmp_path), **shape) as engine:
+        losses = [engine.step(BATCH)["loss"]]
+        found = engine.generate(PROMPTS, max_new_tokens=6)
+        losses += [engine.step(BATCH)["loss"] for _ in range(2)]
+        assert set(programs(engine).prefill.cache_homes.values()) == {tier}
+    with make_engine(on_nvme(tmp_path), **shape) as engine:
+        engine.step(BATCH)
+        check_greedy(engine.update_module(), PROMPTS, found)
+        # Generating between two steps changes no bit of the training.
+        assert losses[1:] == [engine.step(BATCH)["loss"] for _ in range(2)]
+
+
+@pytest.mark.slow
+def test_a_cache_rests_on_the_first_tier_that_has_room(tmp_path):
+    """The peaks stay within budgets that have no room for the cache on the device."""
+    settings = on_nvme(tmp_path)
+    with make_engine(settings) as engine:
+        whole = engine.generate(PROMPTS, max_new_tokens=6)
+        made = programs(engine)
+        most = made.prefill.plan.peak_bytes[Tier.DEVICE]
+        needed = max(engine.plan.peak_bytes[Tier.DEVICE], most)
+    # All caches but one layer's need not be on the device at once.
+    tight = {**settings["memory"], "device": needed}
+    with make_engine({**settings, "memory": tight}) as engine:
+        engine.stores.reset_peaks()
+        many = [PROMPTS[i % 4] for i in range(64)]
+        found = engine.generate(many, max_new_tokens=6)
+        assert found == [whole[i % 4] for i in range(64)]
+        assert engine.stores.peak_bytes(Tier.DEVICE) <= needed
+
+
+@pytest.mark.slow
+def test_no_room_for_a_cache_is_refused_with_the_bytes_that_are_needed(tmp_path):
+    settings = on_nvme(tmp_path)
+    with make_engine(settings, max_length=1 << 20, position="rope") as engine:
+        taken = engine.plan.peak_bytes
+    budgets = {"device": 2 * taken[Tier.DEVICE], "host": 2 * taken[Tier.HOST]}
+    memory = {**settings["memory"], **budgets, "nvme_capacity": 2 * taken[Tier.NVME]}
+    with make_engine(
+        {**settings, "memory": memory}, max_length=1 << 20, position="rope"
+    ) as engine:
+        before = used_bytes(engine)
+        with pytest.raises(InfeasibleError, match="budget is"):
+            engine.generate([[1]], max_new_tokens=1 << 19)
+        assert used_bytes(engine) == before
+        assert np.isfinite(engine.step(BATCH)["loss"])

@@ -1,0 +1,8 @@
+"""Generates text with weights that stream from where they rest, and a cache."""
+
+from zinf.inference.complete import ROWS as ROWS
+from zinf.inference.complete import Asked as Asked
+from zinf.inference.complete import complete as complete
+from zinf.inference.decoder import Decoder as Decoder
+from zinf.inference.plan import GenerationPlanner as GenerationPlanner
+from zinf.inference.sampling import Sampling as Sampling

@@ -1,0 +1,121 @@
+"""Completes prompts of any lengths: groups them, plans each shape, runs the groups."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from zinf.executor.runner import AbstractRunner
+from zinf.inference.generate import Generator, OnToken
+from zinf.inference.plan import Generation, GenerationPlanner, Shape
+from zinf.inference.prompts import Request, as_tokens, by_shape, check_lengths
+from zinf.jaxpr.keys import is_key, to_words
+from zinf.memory import Stores
+
+ROWS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What `engine.generate` was asked for, beside the prompts and how to sample.
+
+    Attributes:
+        rows: sequences of a microbatch, which run as one array. With fewer prompts the
+            other rows are filled. The tokens of a sequence depend on `rows` within
+            rounding, and not on the number of prompts.
+        batch_size: the most sequences that are completed together; None: as many as
+            the budgets allow.
+    """
+
+    max_new_tokens: int
+    rows: int = ROWS
+    batch_size: int | None = None
+    on_token: OnToken | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "batch_size"):
+            found = getattr(self, name)
+            if found is not None and found < 1:
+                raise ValueError(f"{name} must be at least 1; found {found}.")
+
+
+def complete(
+    prompts: Sequence[Any],
+    asked: Asked,
+    planner: GenerationPlanner,
+    keys: jax.Array | None,
+    stores: Stores,
+    current: AbstractRunner,
+    planned: Callable[[Shape, Callable[[], Generation]], Generation],
+) -> list[list[int]]:
+    """The new tokens of each prompt.
+
+    Args:
+        keys: a random key a prompt; or one, of which each prompt gets its own.
+        current: the runner that the arrays at rest belong to.
+        planned: `(shape, make) -> programs`: those made before for a shape, or new.
+
+    Raises:
+        ValueError: a prompt is empty, is no tokens, or is too long.
+        InfeasibleError: the programs or the cache do not fit.
+        NonFiniteError: logits are not finite.
+    """
+    tokens = as_tokens(prompts)
+    check_lengths(tokens, asked.max_new_tokens, planner.decoder.max_length)
+    requests = [
+        Request(number, one, words)
+        for number, (one, words) in enumerate(
+            zip(tokens, _words(keys, planner.key, len(tokens)), strict=True)
+        )
+    ]
+    found: dict[int, list[int]] = {}
+    groups = by_shape(requests, asked.rows, asked.max_new_tokens)
+    for shape, group in groups.items():
+        made = planned(shape, lambda shape=shape: planner.plan(shape))
+        at_once = min(len(group), asked.batch_size or len(group))
+        made = planner.most(made, -(-at_once // asked.rows))
+        size = min(at_once, asked.rows * made.prefill.num_microbatches)
+        for first in range(0, len(group), size):
+            some = group[first : first + size]
+            fitting = made
+            if len(some) < size:
+                fitting = planner.repeated(made, -(-len(some) // asked.rows))
+            generator = Generator(
+                planner.decoder,
+                planner.sampling,
+                fitting,
+                stores,
+                asked.max_new_tokens,
+                asked.on_token or _ignore,
+            )
+            found |= generator.run(some, current)
+    return [found[number] for number in range(len(requests))]
+
+
+def _words(keys: jax.Array | None, kind: jax.Array, count: int) -> Sequence[np.ndarray]:
+    """The key of each prompt, as 32-bit words.
+
+    Raises:
+        ValueError: there are fewer or more keys than prompts.
+    """
+    if keys is None:
+        keys = kind
+    if not isinstance(keys, jax.Array) or not is_key(keys):
+        raise ValueError(
+            "key must be a random key, such as jax.random.key(0), or one a prompt; "
+            f"found {type(keys).__name__}."
+        )
+    if keys.ndim == 0:
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(keys, np.arange(count))
+    if keys.shape != (count,):
+        raise ValueError(
+            f"key has the shape {list(keys.shape)}, and there are {count} prompts. "
+            "Give one key, or as many as prompts."
+        )
+    return list(np.asarray(to_words(keys)))
+
+
+def _ignore(number: int, token: int) -> None:
+    pass

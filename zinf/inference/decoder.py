@@ -1,0 +1,76 @@
+"""What generation needs of a model: one function that makes logits, and its cache."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zinf.segment.source import WrongResult, described, named_leaves
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A model that reads tokens in parts and remembers the earlier ones in a cache.
+
+    Sequences are padded on the left: position `p` of a sequence is in slot
+    `start + p` of the cache, and the slots before `start` hold no token.
+
+    Attributes:
+        apply: `(params[, model_state], tokens, cache) -> (logits, cache)`. `tokens` are
+            int32 (B, S), for the next S slots. `logits` are those of the token after
+            the last one, (B, V), or of all, (B, S, V). The new cache has the structure,
+            shapes and dtypes of the old one.
+        init_cache: `(starts, length) -> cache`, the cache before the first token: a
+            pytree of arrays with room for `length` slots. `starts` are int32 (B,); a
+            model that reads no padding must keep them in its cache.
+        max_length: the most tokens of a sequence; None if there is no limit.
+    """
+
+    apply: Callable
+    init_cache: Callable
+    max_length: int | None = None
+
+
+def checked_apply(decoder: Decoder, *arguments: Any) -> tuple[jax.Array, Any]:
+    """The float32 logits (B, V) of the next token, and the new cache.
+
+    Raises:
+        ValueError: `apply` returned something else.
+    """
+    cache = arguments[-1]
+    result = decoder.apply(*arguments)
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise WrongResult(
+            "apply of a decoder must return (logits, cache); it returned "
+            f"{described(result)}."
+        )
+    logits, new = result
+    _check_cache(cache, new)
+    if jnp.ndim(logits) == 3:
+        logits = logits[:, -1]
+    tokens = arguments[-2]
+    if jnp.ndim(logits) != 2 or logits.shape[0] != tokens.shape[0]:
+        raise WrongResult(
+            "apply of a decoder must return logits (B, V) or (B, S, V) for "
+            f"{tokens.shape[0]} sequences; it returned {described(logits)}."
+        )
+    return logits.astype(jnp.float32), new
+
+
+def _check_cache(old: Any, new: Any) -> None:
+    if jax.tree.structure(old) != jax.tree.structure(new):
+        raise WrongResult(
+            "apply of a decoder must return its cache with the structure "
+            f"{jax.tree.structure(old)}; it returned {jax.tree.structure(new)}."
+        )
+    found = named_leaves(new)
+    for path, leaf in named_leaves(old).items():
+        kinds = [(jnp.shape(x), jnp.result_type(x)) for x in (leaf, found[path])]
+        if kinds[0] != kinds[1]:
+            raise WrongResult(
+                f"apply of a decoder returned the leaf {path!r} of its cache as "
+                f"{described(found[path])}; it was {described(leaf)}. Shapes and "
+                "dtypes of a cache stay what they are."
+            )

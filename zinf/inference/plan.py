@@ -1,0 +1,207 @@
+"""Plans prefill and decode: two programs over one cache.
+
+Prefill reads the prompts, and decode one token of each sequence. Both run all sequences
+through a segment before the next segment starts, in microbatches of `rows`, so weights
+cross each link once a token however many sequences there are (FlexGen,
+arXiv:2303.06865, section 4.1; ZeRO-Inference, arXiv:2207.00032, section 6).
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zinf.inference.decoder import Decoder, checked_apply
+from zinf.inference.sampling import Sampling
+from zinf.jaxpr.keys import in_words
+from zinf.plan import InfeasibleError
+from zinf.prepare.forward import Cached, Forward, plan_again, plan_forward
+from zinf.prepare.planner import AtRest, Planner
+from zinf.program import Tier
+from zinf.segment import Function, named_leaves
+
+NAME = "the decoder"
+RESULTS = ("is_finite", "token")  # As `jax.tree` sorts them.
+CACHE = "batch/cache/"
+MODEL, SEEN = "model", "seen"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one microbatch: sequences, tokens of a prompt, slots of the cache."""
+
+    rows: int
+    prompt: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The two programs for one shape.
+
+    Attributes:
+        names: the leaves of the cache in flattened order, as the programs name them.
+    """
+
+    shape: Shape
+    prefill: Forward
+    decode: Forward
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class GenerationPlanner:
+    """Plans generation for the arrays at rest of an engine.
+
+    Attributes:
+        bound: turns `(params[, model_state], batch) -> outputs` into a function of flat
+            arrays and a batch.
+        key: a random key of the kind of those of the sequences.
+    """
+
+    planner: Planner
+    at_rest: AtRest
+    decoder: Decoder
+    sampling: Sampling
+    bound: Callable[[Callable], Callable]
+    key: jax.Array
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """Where a cache may rest, fastest first."""
+        nvme = self.planner.capacity()[Tier.NVME]
+        return tuple(Tier) if nvme else (Tier.DEVICE, Tier.HOST)
+
+    def plan(self, shape: Shape) -> Generation:
+        """Both programs for one microbatch, compiled.
+
+        Raises:
+            InfeasibleError: they do not fit beside the arrays at rest.
+            ValueError: the decoder returned something else than a decoder must.
+        """
+        only, tiers = None, self.tiers
+        while True:
+            prefill, names = self._plan(shape, shape.prompt, only, tiers)
+            caches = set(prefill.segmented.program.caches)
+            decode, _ = self._plan(shape, 1, caches, self._tiers_from(prefill))
+            if decode.cache_homes == prefill.cache_homes:
+                return Generation(shape, prefill, decode, names)
+            # A leaf that only one of them can overwrite is passed by both.
+            only = caches.intersection(decode.segmented.program.caches)
+            tiers = self._tiers_from(decode)
+
+    def repeated(self, made: Generation, num_microbatches: int) -> Generation:
+        """The same programs for so many microbatches; nothing is compiled.
+
+        Raises:
+            InfeasibleError: they do not fit.
+        """
+        tiers = self.tiers
+        while True:
+            prefill = self._again(made.prefill, num_microbatches, tiers)
+            tiers = self._tiers_from(prefill)
+            decode = self._again(made.decode, num_microbatches, tiers)
+            if decode.cache_homes == prefill.cache_homes:
+                return Generation(made.shape, prefill, decode, made.names)
+            tiers = self._tiers_from(decode)
+
+    def most(self, made: Generation, wanted: int) -> Generation:
+        """As many microbatches as fit, up to `wanted`."""
+        while wanted > 1:
+            try:
+                return self.repeated(made, wanted)
+            except InfeasibleError:
+                wanted = -(-wanted // 2)
+        return made
+
+    def _tiers_from(self, forward: Forward) -> tuple[Tier, ...]:
+        """The tiers no faster than those where the caches of a program rest."""
+        found = {self.tiers.index(tier) for tier in forward.cache_homes.values()}
+        return self.tiers[max(found, default=0) :]
+
+    def _again(
+        self, forward: Forward, num_microbatches: int, tiers: Sequence[Tier]
+    ) -> Forward:
+        return plan_again(
+            self.planner,
+            forward,
+            NAME,
+            self.at_rest,
+            num_microbatches=num_microbatches,
+            cache_tiers=tiers,
+        )
+
+    def _plan(
+        self,
+        shape: Shape,
+        num_tokens: int,
+        only: Collection[str] | None,
+        tiers: Sequence[Tier],
+    ) -> tuple[Forward, tuple[str, ...]]:
+        function = Function(NAME, self.bound(self._step))
+        batch = self._batch(shape, num_tokens)
+        names = [CACHE + path for path in named_leaves(batch["cache"])]
+        outputs = {
+            name: len(RESULTS) + i
+            for i, name in enumerate(names)
+            if only is None or name in only
+        }
+        forward = plan_forward(
+            self.planner,
+            function,
+            batch,
+            self.at_rest,
+            caches=Cached(outputs, tuple(tiers)),
+        )
+        return forward, tuple(names)
+
+    def _step(self, *arguments: Any) -> tuple[Any, Any]:
+        """`(params[, model_state], batch) -> ({"is_finite", "token"}, new cache)`."""
+        *trees, batch = arguments
+        cache, tokens = batch["cache"], batch["tokens"]
+        logits, model = checked_apply(self.decoder, *trees, tokens, cache[MODEL])
+        seen = cache.get(SEEN)
+        token = self.sampling.choose(
+            logits, batch["numbers"], batch["words"], self.key, seen
+        )
+        new = {MODEL: model}
+        if seen is not None:
+            new[SEEN] = seen.at[jnp.arange(len(token)), token].set(True)
+        found = {"is_finite": jnp.isfinite(logits.max(axis=-1)), "token": token}
+        return found, new
+
+    def _batch(self, shape: Shape, num_tokens: int) -> Any:
+        """Shapes and dtypes of one microbatch."""
+        words = in_words(self.key).shape[-1]
+        tokens = jax.ShapeDtypeStruct((shape.rows, num_tokens), np.int32)
+        cache = {MODEL: self._cache(shape)}
+        numbers = jax.eval_shape(lambda: self.sampling.numbers(0))
+        batch = {
+            "tokens": tokens,
+            "cache": cache,
+            "numbers": numbers,
+            "words": jax.ShapeDtypeStruct((shape.rows, words), np.uint32),
+        }
+        if self.sampling.penalizes:
+            cache[SEEN] = jax.ShapeDtypeStruct(
+                (shape.rows, self._vocab_size(batch)), np.bool_
+            )
+        return batch
+
+    def _cache(self, shape: Shape) -> Any:
+        starts = jax.ShapeDtypeStruct((shape.rows,), np.int32)
+        return jax.eval_shape(
+            lambda s: self.decoder.init_cache(s, shape.length), starts
+        )
+
+    def _vocab_size(self, batch: Mapping[str, Any]) -> int:
+        def logits(*arguments: Any) -> jax.Array:
+            *trees, given = arguments
+            model = given["cache"][MODEL]
+            return checked_apply(self.decoder, *trees, given["tokens"], model)[0]
+
+        flat = self.planner.problem.abstract_arguments()
+        return jax.eval_shape(self.bound(logits), flat, batch).shape[-1]

@@ -1,0 +1,92 @@
+"""Groups prompts so that each sequence has shapes that depend on itself alone."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from zinf.inference.plan import Shape
+
+LEAST = 16  # Slots of the shortest bucket.
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sequence to complete.
+
+    Attributes:
+        number: its place among the prompts.
+        words: its random key as 32-bit words.
+    """
+
+    number: int
+    tokens: np.ndarray
+    words: np.ndarray
+
+
+def as_tokens(prompts: Sequence[Any]) -> list[np.ndarray]:
+    """Prompts as int32 arrays.
+
+    Raises:
+        ValueError: a prompt is empty, or no sequence of whole numbers.
+    """
+    found = []
+    for number, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            raise ValueError(
+                f"Prompt {number} is a text. engine.generate takes tokens: use the "
+                "tokenizer of the model first."
+            )
+        tokens = np.asarray(prompt)
+        if tokens.size == 0:
+            raise ValueError(
+                f"Prompt {number} is empty. Give at least one token, such as the one "
+                "that begins a text (bos_token_id)."
+            )
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise ValueError(
+                f"Prompt {number} is {tokens.dtype}{list(tokens.shape)}; a prompt is a "
+                "sequence of token ids."
+            )
+        if tokens.min() < 0:
+            raise ValueError(f"Prompt {number} has the token {tokens.min()}, below 0.")
+        found.append(tokens.astype(np.int32))
+    return found
+
+
+def check_lengths(
+    prompts: Sequence[np.ndarray], max_new_tokens: int, max_length: int | None
+) -> None:
+    """Raise if a sequence may become longer than the model allows."""
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1; found {max_new_tokens}.")
+    if max_length is None:
+        return
+    for number, tokens in enumerate(prompts):
+        if len(tokens) + max_new_tokens > max_length:
+            raise ValueError(
+                f"Prompt {number} has {len(tokens):,} tokens, and with max_new_tokens "
+                f"= {max_new_tokens:,} they are more than the {max_length:,} that the "
+                "model was made for. Shorten the prompt, or lower max_new_tokens to at "
+                f"most {max(0, max_length - len(tokens)):,}."
+            )
+
+
+def bucket(length: int) -> int:
+    """The slots for a prompt of this length: a power of two."""
+    return max(LEAST, 1 << (length - 1).bit_length())
+
+
+def by_shape(
+    requests: Sequence[Request], rows: int, max_new_tokens: int
+) -> dict[Shape, list[Request]]:
+    """The requests of each shape. That of a sequence does not depend on the others."""
+    groups: dict[Shape, list[Request]] = defaultdict(list)
+    for request in requests:
+        prompt = bucket(len(request.tokens))
+        # The last new token is never read, so it has no slot.
+        slots = -(-(prompt + max_new_tokens - 1) // LEAST) * LEAST
+        groups[Shape(rows, prompt, slots)].append(request)
+    return groups

@@ -1,0 +1,136 @@
+"""GPT with a cache of keys and values, for generation.
+
+A cache is {"at": int32 (), "starts": int32 (B,), "layers": [{"key": (B, C, K, H),
+"value": (B, C, K, H)}, ...]}. Sequences are padded on the left: position p of a
+sequence is in slot `start + p`, and slots before `start` are never attended to. The
+suffixes are those of `gpt.py`; also
+
+  C  slots of the cache
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from zinf.models.gpt import GPT, ROPE_BASE, Attention, Block, Rope, rotate
+from zinf.models.gpt_config import GPTConfig
+from zinf.moe import MoE
+
+Cache = dict[str, Any]
+
+
+def init_cache(
+    config: GPTConfig, starts_B: jax.Array, length: int, dtype: Any = jnp.float32
+) -> Cache:
+    """The cache before the first token, with room for `length` slots.
+
+    Args:
+        starts_B: the first slot of each sequence that holds a token.
+        dtype: of keys and values: that of the parameters.
+    """
+    if config.capacity_factor is not None and any(config.experts_of_blocks):
+        raise NotImplementedError(
+            "Experts with a capacity_factor drop tokens, and which ones depends on the "
+            "other sequences. Generate with capacity_factor=None."
+        )
+    shape = len(starts_B), length, config.kv_heads, config.head_dim
+    layer = lambda: {n: jnp.zeros(shape, dtype) for n in ("key", "value")}  # noqa: E731
+    return {
+        "at": jnp.zeros((), jnp.int32),
+        "starts": jnp.asarray(starts_B, jnp.int32),
+        "layers": [layer() for _ in range(config.num_layers)],
+    }
+
+
+def decode(model: GPT, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+    """Float32 logits (B, V) of the token after `tokens_BT`, and the new cache."""
+    config, at, starts_B = model.config, cache["at"], cache["starts"]
+    num_slots, length = cache["layers"][0]["key"].shape[1], tokens_BT.shape[1]
+    slots_1T = at + jnp.arange(length)[None]
+    # The padding has position 0; nothing that is read depends on it.
+    positions_BT = jnp.maximum(slots_1T - starts_B[:, None], 0)
+    slots_11C = jnp.arange(num_slots)[None, None]
+    is_past_1TC = slots_11C <= slots_1T[..., None]
+    is_seen_BTC = is_past_1TC & (slots_11C >= starts_B[:, None, None])
+    x_BTD = jnp.take(model.token_embedding[...], tokens_BT, axis=0)
+    if model.position_embedding is not None:
+        x_BTD += jnp.take(model.position_embedding[...], positions_BT, axis=0)
+    rope = None
+    if config.position == "rope":
+        rope = _rope_at(positions_BT, config.head_dim)
+    layers = []
+    for i, old in enumerate(cache["layers"]):
+        block = _block(model, i)
+        x_BTD, new = _run_block(block, x_BTD, rope, is_seen_BTC, at, old)
+        layers.append(new)
+    x_BD = model.norm(x_BTD[:, -1])
+    output = model.output_embedding
+    output_VD = (model.token_embedding if output is None else output)[...]
+    logits_BV = jnp.einsum(
+        "BD,VD->BV", x_BD, output_VD, preferred_element_type=jnp.float32
+    )
+    return logits_BV, {"at": at + length, "starts": starts_B, "layers": layers}
+
+
+def _block(model: GPT, layer: int) -> Block:
+    if isinstance(model.blocks, nnx.List):
+        return model.blocks[layer]
+    graphdef, stacked = nnx.split(model.blocks)
+    return nnx.merge(graphdef, jax.tree.map(lambda x: x[layer], stacked))
+
+
+def _rope_at(positions_BT: jax.Array, head_dim: int) -> Rope:
+    """The tables of `rope_tables`, for these positions."""
+    exponents_111R = jnp.arange(0, head_dim, 2)[None, None, None] / head_dim
+    angles_BT1R = positions_BT[..., None, None] * ROPE_BASE**-exponents_111R
+    return jnp.cos(angles_BT1R), jnp.sin(angles_BT1R)
+
+
+def _run_block(
+    block: Block,
+    x_BTD: jax.Array,
+    rope: Rope | None,
+    is_seen_BTC: jax.Array,
+    at: jax.Array,
+    cache: Cache,
+) -> tuple[jax.Array, Cache]:
+    hidden_BTD = block.attention_norm(x_BTD)
+    attended_BTD, new = _attend(
+        block.attention, hidden_BTD, rope, is_seen_BTC, at, cache
+    )
+    x_BTD = x_BTD + attended_BTD
+    hidden_BTD = block.mlp_norm(x_BTD)
+    if isinstance(block.mlp, MoE):
+        hidden_BTD = block.mlp(hidden_BTD)[0]
+    else:
+        hidden_BTD = block.mlp(hidden_BTD)
+    return x_BTD + hidden_BTD, new
+
+
+def _attend(
+    attention: Attention,
+    x_BTD: jax.Array,
+    rope: Rope | None,
+    is_seen_BTC: jax.Array,
+    at: jax.Array,
+    cache: Cache,
+) -> tuple[jax.Array, Cache]:
+    heads = (*x_BTD.shape[:2], -1, attention.head_dim)
+    query_BTNH = attention.query(x_BTD).reshape(heads)
+    key_BTKH = attention.key(x_BTD).reshape(heads)
+    value_BTKH = attention.value(x_BTD).reshape(heads)
+    if rope is not None:
+        query_BTNH, key_BTKH = rotate(query_BTNH, rope), rotate(key_BTKH, rope)
+    made = {"key": key_BTKH, "value": value_BTKH}
+    new = {
+        name: jax.lax.dynamic_update_slice_in_dim(
+            cache[name], part.astype(cache[name].dtype), at, axis=1
+        )
+        for name, part in made.items()
+    }
+    mixed_BTNH = jax.nn.dot_product_attention(
+        query_BTNH, new["key"], new["value"], mask=is_seen_BTC[:, None]
+    )
+    return attention.out(mixed_BTNH.reshape(*x_BTD.shape[:2], -1)), new
