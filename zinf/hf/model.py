@@ -21,6 +21,7 @@ from torchax.interop import jax_view, torch_view
 
 from zinf.hf import attention
 from zinf.hf.attention import within_segments
+from zinf.hf.dequantize import Dequantized, block_of
 from zinf.hf.folder import find_folder, weights_path
 from zinf.hf.module import build, read_config
 from zinf.hf.weights import StoredWeights, check_dtypes, spec_of, to_numpy
@@ -153,8 +154,9 @@ class Model:
         folder = find_folder(self.name, weights=True)
         files = SafetensorsFiles(weights_path(folder))
         try:
-            check_dtypes(files.specs)
-            return files, StoredWeights(files, self.module)
+            plain = Dequantized(files, block_of(folder))
+            check_dtypes(plain.specs)
+            return files, StoredWeights(plain, self.module)
         except BaseException:
             files.close()
             raise

@@ -11,6 +11,7 @@ import transformers
 from transformers.initialization import no_init_weights
 
 from zinf.hf import attention, experts
+from zinf.hf.dequantize import METHODS, is_readable
 
 CONFIG = "config.json"
 
@@ -46,14 +47,19 @@ def read_config(folder: Path) -> transformers.PretrainedConfig:
             f"{path} is of the architecture {kind!r}, which transformers "
             f"{transformers.__version__} does not have. Install a version that has it."
         )
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "an unknown method")
+    quantization = raw.get("quantization_config")
+    if quantization and not is_readable(quantization):
+        method = quantization.get("quant_method", "an unknown method")
         raise NotImplementedError(
             f"{path} says that the weights are quantized ({method}), and zinf reads "
-            "only plain ones. Use the checkpoint in bfloat16, or dequantize this one "
-            "in transformers and save it."
+            f"plain ones, {' and '.join(METHODS)}. Use the checkpoint in bfloat16, or "
+            "dequantize this one in transformers and save it."
         )
-    return transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    if quantization:
+        # The model computes with plain weights, and is exported so.
+        del config.quantization_config
+    return config
 
 
 def build(

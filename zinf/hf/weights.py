@@ -128,9 +128,13 @@ class StoredWeights(AbstractTensors):
                 if name not in specs:
                     specs[name], self._made_by[name] = spec, conversion
         self.specs = specs
-        if any(c.converter is not None for c in self._made_by.values()):
-            # A conversion holds what it reads, and what two operations make of that.
-            self.copies = 3
+
+    def copies_of(self, name: str) -> int:
+        conversion = self._made_by[name]
+        sources = [s for found in conversion.sources.values() for s in found]
+        copies = max(map(self._files.copies_of, sources))
+        # A conversion holds what it reads, and what two operations make of that.
+        return copies if conversion.converter is None else copies + 2
 
     def block(self, name: str) -> tuple[int, ...]:
         conversion, shape = self._made_by[name], self.specs[name].shape
@@ -237,7 +241,8 @@ def check_dtypes(specs: Mapping[str, ArraySpec]) -> None:
     for name, spec in specs.items():
         if numpy_dtype(spec.dtype).itemsize == 1 and spec.dtype != "bool":
             raise NotImplementedError(
-                f"The tensor {name!r} is {spec.dtype}: the weights are quantized, and "
-                "zinf reads only plain ones. Use the checkpoint in bfloat16, or "
-                "dequantize this one in transformers and save it."
+                f"The tensor {name!r} is {spec.dtype}: it is quantized, and the files "
+                "have no scales for it that zinf knows (NAME_scale_inv of fp8). Use "
+                "the checkpoint in bfloat16, or dequantize this one in transformers "
+                "and save it."
             )
