@@ -54,7 +54,8 @@ def train_config(
     say(heading(path, config))
     with closing(make_engine(config, mesh, group)) as engine:
         say(f"{engine.plan.summary()}\n")
-        if isinstance(engine, hf.ModelEngine):
+        if is_huggingface(config):
+            assert isinstance(engine, hf.ModelEngine)
             hf.Task(config).before_training(engine, batch_size(config), say)
         output = config.run.output
         folder = output / "checkpoints"
