@@ -1,16 +1,42 @@
 """Mixture of experts: any expert function, DeepSpeed's routers, layers for Flax."""
 
-from zinf.moe.experts import experts as experts
-from zinf.moe.gating import Capacity as Capacity
-from zinf.moe.gating import Routing as Routing
-from zinf.moe.gating import balanced_bias as balanced_bias
-from zinf.moe.gating import expert_choice as expert_choice
-from zinf.moe.gating import sigmoid_top_k as sigmoid_top_k
-from zinf.moe.gating import top1 as top1
-from zinf.moe.gating import top2 as top2
-from zinf.moe.gating import top_k as top_k
-from zinf.moe.gating import z_loss as z_loss
-from zinf.moe.layer import Mixed as Mixed
-from zinf.moe.layer import MoE as MoE
-from zinf.moe.layer import RouterBias as RouterBias
-from zinf.moe.routing import Router as Router
+from typing import TYPE_CHECKING
+
+from zinf.lazy import make_lazy
+
+if TYPE_CHECKING:
+    from zinf.moe.experts import experts as experts
+    from zinf.moe.gating import Capacity as Capacity
+    from zinf.moe.gating import Routing as Routing
+    from zinf.moe.gating import balanced_bias as balanced_bias
+    from zinf.moe.gating import expert_choice as expert_choice
+    from zinf.moe.gating import sigmoid_top_k as sigmoid_top_k
+    from zinf.moe.gating import top1 as top1
+    from zinf.moe.gating import top2 as top2
+    from zinf.moe.gating import top_k as top_k
+    from zinf.moe.gating import z_loss as z_loss
+    from zinf.moe.layer import Mixed as Mixed
+    from zinf.moe.layer import MoE as MoE
+    from zinf.moe.layer import RouterBias as RouterBias
+    from zinf.moe.routing import Router as Router
+
+# Lazy, because every engine imports `exchange` and `leaves`, and layers need Flax.
+make_lazy(
+    __name__,
+    {
+        "Capacity": "zinf.moe.gating",
+        "Mixed": "zinf.moe.layer",
+        "MoE": "zinf.moe.layer",
+        "Router": "zinf.moe.routing",
+        "RouterBias": "zinf.moe.layer",
+        "Routing": "zinf.moe.gating",
+        "balanced_bias": "zinf.moe.gating",
+        "expert_choice": "zinf.moe.gating",
+        "experts": "zinf.moe.experts",
+        "sigmoid_top_k": "zinf.moe.gating",
+        "top1": "zinf.moe.gating",
+        "top2": "zinf.moe.gating",
+        "top_k": "zinf.moe.gating",
+        "z_loss": "zinf.moe.gating",
+    },
+)
