@@ -109,6 +109,36 @@ def test_training_ends_by_saying_what_it_did(run, file, tmp_path):
     assert result.stderr == ""
 
 
+@pytest.mark.slow
+def test_the_metrics_say_how_experts_are_used_on_any_mesh(run, config, tmp_path):
+    config["model"] |= {"num_experts": [4, 8], "experts_per_token": 2}
+    config["model"] |= {"capacity_factor": 1.0, "routing_group_size": 16}
+    config |= {"train_batch_size": 8, "gradient_accumulation_steps": 2}
+    config |= {"execution": "fused", "zero_optimization": {"stage": 2}}
+    config["run"]["steps"] = 2
+    alone = write(tmp_path / "alone.yaml", config)
+    config["mesh"] = {"fsdp": 1, "expert": 4}
+    config["run"]["output"] = str(tmp_path / "divided")
+    divided = write(tmp_path / "divided.yaml", config)
+    lines = []
+    for path, folder in ((alone, "out"), (divided, "divided")):
+        result = run("train", path)
+        assert result.exit_code == 0, result.output
+        text = (tmp_path / folder / "metrics.jsonl").read_text()
+        lines.append([json.loads(line) for line in text.splitlines()])
+    for step, same in zip(*lines, strict=True):
+        for layer, count in (("blocks/0", 4), ("blocks/1", 8)):
+            tokens = step[f"aux/experts/{layer}/tokens"]
+            # Of each microbatch: 4 samples of 16 tokens, each with 2 experts.
+            assert [len(row) for row in tokens] == [count] * 2
+            assert [sum(row) for row in tokens] == [4 * 16 * 2] * 2
+            assert tokens == same[f"aux/experts/{layer}/tokens"]
+            dropped = step[f"aux/experts/{layer}/dropped"]
+            assert all(0 < share < 1 for share in dropped)
+            assert dropped == same[f"aux/experts/{layer}/dropped"]
+        assert step["loss"] == pytest.approx(same["loss"], rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("settings", "measures"),
     [((), True), (("--set", "rates=fixed"), False)],

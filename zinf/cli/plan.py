@@ -64,7 +64,11 @@ def plan_config(
             arguments, named = problem(config)
             print(heading(path, config), flush=True)
             planner = make_planner(
-                *arguments, rng=named["rng"], mesh=mesh, topology=machine
+                *arguments,
+                rng=named["rng"],
+                has_aux=named.get("has_aux", False),
+                mesh=mesh,
+                topology=machine,
             )
             try:
                 made = planner.plan_batch(named["batch"])

@@ -42,6 +42,10 @@ def problem(
     if is_huggingface(config):
         return hf.Task(config).arguments(batch_size(config) // group.count)
     loss, init, named = _given(config, group)
+    if config.adapter is None and any(_model(config).experts_of_blocks):
+        # How experts are used, for the metrics.
+        init, loss = init_and_loss(_model(config), seed=config.run.seed, has_aux=True)
+        named["has_aux"] = True
     optimizer, told = build_optimizer(config), config.told()
     if config.adapter is None:
         return (loss, init, optimizer, told), named

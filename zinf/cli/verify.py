@@ -37,6 +37,7 @@ def verify_config(
         batch=tokens,
         num_steps=num_steps,
         rng=named["rng"],
+        has_aux=named.get("has_aux", False),
         mesh=mesh,
     )
     console().print(found.shown(every=every), soft_wrap=True)

@@ -30,6 +30,7 @@ from zinf.moe import MoE
 
 Params = dict[str, Any]  # Nested dicts of arrays, from `nnx.to_pure_dict`.
 Batch = Mapping[str, jax.Array]
+Usage = dict[str, jax.Array]  # `zinf.moe.Mixed.usage`
 Rope = tuple[jax.Array, jax.Array]  # cosines_1T1R, sines_1T1R
 
 INIT_STDDEV = 0.02  # GPT-2
@@ -170,18 +171,19 @@ class Block(nnx.Module):
 
     def __call__(
         self, x_BTD: jax.Array, rope: Rope | None, key: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """The output, and the load-balancing loss where there are experts."""
+    ) -> tuple[jax.Array, Usage | None]:
+        """The output, and how experts are used where there are any."""
         attention_key, mlp_key = (None, None) if key is None else jax.random.split(key)
         attended_BTD = self.attention(self.attention_norm(x_BTD), rope)
         x_BTD = x_BTD + _drop(self.dropout, attended_BTD, attention_key)
         hidden_BTD = self.mlp_norm(x_BTD)
-        aux_loss = None
+        usage = None
         if isinstance(self.mlp, MoE):
-            hidden_BTD, aux_loss, _ = self.mlp(hidden_BTD)
+            mixed = self.mlp(hidden_BTD)
+            hidden_BTD, usage = mixed.output, mixed.usage
         else:
             hidden_BTD = self.mlp(hidden_BTD)
-        return x_BTD + _drop(self.dropout, hidden_BTD, mlp_key), aux_loss
+        return x_BTD + _drop(self.dropout, hidden_BTD, mlp_key), usage
 
 
 def _drop(dropout: nnx.Dropout, x: jax.Array, key: jax.Array | None) -> jax.Array:
@@ -238,18 +240,18 @@ class GPT(nnx.Module):
                 runs, ascending; see `random_ltd`. None: all tokens.
         """
         named = {"dropout_key": dropout_key, "kept_BSP": kept_BSP}
-        return self.with_aux_loss(tokens_BT, **named)[0]
+        return self.with_usage(tokens_BT, **named)[0]
 
-    def with_aux_loss(
+    def with_usage(
         self,
         tokens_BT: jax.Array,
         *,
         dropout_key: jax.Array | None = None,
         kept_BSP: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """The logits, and the mean load-balancing loss of the layers with experts.
+    ) -> tuple[jax.Array, dict[str, Usage]]:
+        """The logits, and how experts are used in each block that has any.
 
-        The second is a float32 scalar; None if no layer has experts.
+        The second is `zinf.moe.Mixed.usage` by the name of the block, "blocks/0".
         """
         config, length = self.config, tokens_BT.shape[1]
         if length > config.max_length:
@@ -264,7 +266,7 @@ class GPT(nnx.Module):
         # Computed once, outside the layers: the tables depend on no parameter.
         is_rope = config.position == "rope"
         rope = rope_tables(length, config.head_dim) if is_rope else None
-        x_BTD, aux_loss = self._run_blocks(x_BTD, rope, dropout_key, kept_BSP)
+        x_BTD, usages = self._run_blocks(x_BTD, rope, dropout_key, kept_BSP)
         x_BTD = self.norm(x_BTD)
         output = self.output_embedding
         output_VD = (self.token_embedding if output is None else output)[...]
@@ -274,7 +276,7 @@ class GPT(nnx.Module):
         logits_RV = jnp.einsum(
             "RD,VD->RV", x_RD, output_VD, preferred_element_type=jnp.float32
         )
-        return logits_RV.reshape(*tokens_BT.shape, -1), aux_loss
+        return logits_RV.reshape(*tokens_BT.shape, -1), usages
 
     def _run_blocks(
         self,
@@ -282,22 +284,20 @@ class GPT(nnx.Module):
         rope: Rope | None,
         dropout_key: jax.Array | None,
         kept_BSP: jax.Array | None,
-    ) -> tuple[jax.Array, jax.Array | None]:
+    ) -> tuple[jax.Array, dict[str, Usage]]:
         if isinstance(self.blocks, nnx.List):
             run_one = nnx.remat(_run_block) if self.config.remat else _run_block
-            aux_losses = []
+            usages = {}
             for layer, block in enumerate(self.blocks):
                 key = _layer_key(dropout_key, layer)
                 one = functools.partial(run_one, block)
                 kept_BP = self._kept(layer, kept_BSP)
                 # Rope tables are (1, T, 1, R): kept tokens keep their positions.
                 on_kept = random_ltd(one, kept_BP, dims={1: 1})
-                x_BTD, aux_loss = on_kept(x_BTD, rope, key)
-                if aux_loss is not None:
-                    aux_losses.append(aux_loss)
-            if not aux_losses:
-                return x_BTD, None
-            return x_BTD, sum(aux_losses[1:], aux_losses[0]) / len(aux_losses)
+                x_BTD, usage = on_kept(x_BTD, rope, key)
+                if usage is not None:
+                    usages[f"blocks/{layer}"] = usage
+            return x_BTD, usages
         assert kept_BSP is None, "GPTConfig refuses it"
 
         def run(x_BTD: jax.Array, block: Block, layer: jax.Array | None) -> jax.Array:
@@ -306,7 +306,7 @@ class GPT(nnx.Module):
         run = nnx.remat(run) if self.config.remat else run
         layers_L = None if dropout_key is None else jnp.arange(self.config.num_layers)
         scan = nnx.scan(run, in_axes=(nnx.Carry, 0, 0), out_axes=nnx.Carry)
-        return scan(x_BTD, self.blocks, layers_L), None
+        return scan(x_BTD, self.blocks, layers_L), {}
 
     def _kept(self, layer: int, kept_BSP: jax.Array | None) -> jax.Array | None:
         if kept_BSP is None or layer not in self.config.random_ltd_layers:
@@ -318,7 +318,7 @@ class GPT(nnx.Module):
 
 def _run_block(
     block: Block, x_BTD: jax.Array, rope: Rope | None, key: jax.Array | None
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, Usage | None]:
     return block(x_BTD, rope, key)
 
 
@@ -346,9 +346,17 @@ def _blocks(config: GPTConfig, key: jax.Array) -> nnx.List | Block:
 def next_token_loss(
     model: GPT, batch: Batch, *, dropout_key: jax.Array | None = None
 ) -> jax.Array:
+    """The first result of `loss_and_usage`."""
+    return loss_and_usage(model, batch, dropout_key=dropout_key)[0]
+
+
+def loss_and_usage(
+    model: GPT, batch: Batch, *, dropout_key: jax.Array | None = None
+) -> tuple[jax.Array, dict[str, Usage]]:
     """Mean cross entropy in nats of each token given those before it, in float32.
 
-    With experts, `aux_loss_coefficient` times the load-balancing loss is added.
+    With experts, `aux_loss_coefficient` times the mean load-balancing loss of the
+    blocks is added, and the second result is that of `GPT.with_usage`.
 
     Args:
         batch: {"tokens": integers (B, T + 1)}; the first token is not predicted, and
@@ -357,19 +365,25 @@ def next_token_loss(
         dropout_key: Turns dropout on.
     """
     tokens = batch["tokens"]
-    logits_BTV, aux_loss = model.with_aux_loss(
+    logits_BTV, usages = model.with_usage(
         tokens[:, :-1], dropout_key=dropout_key, kept_BSP=batch.get("kept")
     )
     loss = jnp.mean(cross_entropy(logits_BTV, tokens[:, 1:]))
-    if aux_loss is None:
-        return loss
-    return loss + model.config.aux_loss_coefficient * aux_loss
+    aux_losses = [usage["balance_loss"] for usage in usages.values()]
+    if aux_losses:
+        aux_loss = sum(aux_losses[1:], aux_losses[0]) / len(aux_losses)
+        loss += model.config.aux_loss_coefficient * aux_loss
+    return loss, usages
 
 
 def init_and_loss(
-    config: GPTConfig, *, seed: int
-) -> tuple[Callable[[], Params], Callable[..., jax.Array]]:
+    config: GPTConfig, *, seed: int, has_aux: bool = False
+) -> tuple[Callable[[], Params], Callable[..., Any]]:
     """The model as two pure functions, for `zinf.initialize`.
+
+    Args:
+        has_aux: the loss function returns `(loss, {"experts": usage of each block})`,
+            see `GPT.with_usage`.
 
     Returns:
         `init() -> params`: a nested dict of float32 arrays, such as
@@ -387,15 +401,18 @@ def init_and_loss(
     def init() -> Params:
         return nnx.to_pure_dict(nnx.state(create()))
 
-    def loss(params: Params, batch: Batch) -> jax.Array:
-        return next_token_loss(nnx.merge(graphdef, params), batch)
+    def results(params: Params, batch: Batch, dropout_key: jax.Array | None) -> Any:
+        model = nnx.merge(graphdef, params)
+        loss, usages = loss_and_usage(model, batch, dropout_key=dropout_key)
+        return (loss, {"experts": usages}) if has_aux else loss
+
+    def loss(params: Params, batch: Batch) -> Any:
+        return results(params, batch, None)
 
     def loss_with_dropout(
         params: Params, batch: Batch, key: jax.Array, *, train: bool = True
-    ) -> jax.Array:
-        dropout_key = key if train else None
-        model = nnx.merge(graphdef, params)
-        return next_token_loss(model, batch, dropout_key=dropout_key)
+    ) -> Any:
+        return results(params, batch, key if train else None)
 
     return init, loss_with_dropout if config.dropout else loss
 

@@ -103,7 +103,7 @@ def _run_block(
     x_BTD = x_BTD + attended_BTD
     hidden_BTD = block.mlp_norm(x_BTD)
     if isinstance(block.mlp, MoE):
-        hidden_BTD = block.mlp(hidden_BTD)[0]
+        hidden_BTD = block.mlp(hidden_BTD).output
     else:
         hidden_BTD = block.mlp(hidden_BTD)
     return x_BTD + hidden_BTD, new

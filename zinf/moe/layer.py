@@ -1,7 +1,8 @@
 """The MoE layer as a Flax NNX module, around any expert module."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,19 +16,37 @@ from zinf.moe.routing import Router
 ROUTER_INIT = nnx.initializers.variance_scaling(0.1, "fan_in", "truncated_normal")
 
 
-class Mixed(NamedTuple):
-    """What an MoE layer returns; DeepSpeed's order.
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Mixed:
+    """What an MoE layer returns.
+
+    `output, aux_loss, counts = mixed` takes what DeepSpeed's layer returns.
 
     Attributes:
         output: of the shape and dtype of the input.
         aux_loss: float32 scalar, the load-balancing loss, to be added to the loss times
             a coefficient such as 0.01.
         counts: int32 [experts], tokens that chose each expert, dropped ones included.
+        dropped: float32 scalar, the share of routes that were dropped.
     """
 
     output: Float[Array, "*batch dim"]
     aux_loss: Float[Array, ""]
     counts: Int[Array, " experts"]
+    dropped: Float[Array, ""]
+
+    def __iter__(self) -> Iterator[jax.Array]:
+        return iter((self.output, self.aux_loss, self.counts))
+
+    @property
+    def usage(self) -> dict[str, jax.Array]:
+        """How experts are used, for the auxiliary output of a loss and its metrics."""
+        return {
+            "tokens": self.counts,
+            "dropped": self.dropped,
+            "balance_loss": self.aux_loss,
+        }
 
 
 def weighed(
@@ -168,7 +187,7 @@ class MoE(nnx.Module):
         if self.shared_expert is not None:
             output = output + self.shared_expert(rows)
         output = output.astype(x.dtype).reshape(x.shape)
-        return Mixed(output, routing.aux_loss, routing.counts)
+        return Mixed(output, routing.aux_loss, routing.counts, routing.dropped)
 
 
 def _stacked(

@@ -100,4 +100,4 @@ class MoE(nn.Module):
             residual = apply(self.param("residual", init), rows)
             output = weighed(output, residual, logits)
         output = output.astype(x.dtype).reshape(x.shape)
-        return Mixed(output, routing.aux_loss, routing.counts)
+        return Mixed(output, routing.aux_loss, routing.counts, routing.dropped)

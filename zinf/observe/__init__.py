@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from zinf.lazy import make_lazy
 
 if TYPE_CHECKING:
+    from zinf.observe.inline import plot_experts as plot_experts
     from zinf.observe.inline import plot_losses as plot_losses
     from zinf.observe.inline import plot_timeline as plot_timeline
     from zinf.observe.json_lines import JsonLines as JsonLines
@@ -29,6 +30,7 @@ make_lazy(
         "TensorBoard": "zinf.observe.tensorboard",
         "Totals": "zinf.observe.totals",
         "TraceFile": "zinf.observe.trace",
+        "plot_experts": "zinf.observe.inline",
         "plot_losses": "zinf.observe.inline",
         "plot_timeline": "zinf.observe.inline",
         "read_trace": "zinf.observe.traced",

@@ -5,7 +5,7 @@ import shutil
 from itertools import count
 from pathlib import Path
 
-from zinf.observe.writer import AbstractWriter, Metrics, numbers
+from zinf.observe.writer import AbstractWriter, Metrics, lists, numbers
 
 
 class JsonLines(AbstractWriter):
@@ -29,7 +29,8 @@ class JsonLines(AbstractWriter):
         self._file.truncate(num_bytes)
 
     def write(self, metrics: Metrics) -> None:
-        line = json.dumps(numbers(metrics), allow_nan=False)
+        found = numbers(metrics) | lists(metrics)
+        line = json.dumps(found, allow_nan=False)
         self._file.write(line.encode() + b"\n")
         self._file.flush()
 

@@ -9,6 +9,8 @@ import jax
 import numpy as np
 
 Metrics = Mapping[str, Any]
+# Longer arrays would make lines that are slow to read.
+MAX_LISTED = 1024
 Number = bool | int | float | None
 
 
@@ -30,6 +32,21 @@ def numbers(metrics: Metrics) -> dict[str, Number]:
     are None. Arrays of more than one entry are left out.
     """
     return {name: value for key in metrics for name, value in _flat(key, metrics[key])}
+
+
+def lists(metrics: Metrics) -> dict[str, list]:
+    """The short arrays in `metrics`, as lists under the names of `numbers`.
+
+    Such as the tokens of each expert. Numbers that JSON cannot express are None.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(dict(metrics))
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): jax.tree.map(
+            _number, np.asarray(leaf).tolist()
+        )
+        for path, leaf in leaves
+        if 1 < np.size(leaf) <= MAX_LISTED
+    }
 
 
 def _flat(key: str, value: Any) -> Iterator[tuple[str, Number]]:

@@ -13,7 +13,13 @@ from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
 import zinf
-from zinf.observe import plot_losses, plot_timeline, read_trace
+from zinf.observe import (
+    JsonLines,
+    plot_experts,
+    plot_losses,
+    plot_timeline,
+    read_trace,
+)
 from zinf.observe.colors import COLORS
 from zinf.session.metrics import StepMetrics
 
@@ -157,3 +163,29 @@ def test_losses_are_drawn_of_metrics_and_of_their_file(history, run_folder):
     assert figure._repr_png_().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="no step to draw"):
         plot_losses([])
+
+
+def test_the_use_of_experts_is_drawn_of_metrics_and_of_their_file(tmp_path):
+    def step(number, tokens, dropped):
+        usage = {"tokens": np.array(tokens), "dropped": np.float32(dropped)}
+        return {"step": number, "aux": {"experts": {"blocks/1": usage}}}
+
+    # Three experts; of the second run each step has two microbatches.
+    alone = [step(1, [6, 2, 0], 0.25), step(2, [4, 4, 8], 0.5)]
+    both = [step(n, [[3, 1, 0], [3, 1, 0]], [0.0, 0.5]) for n in (1, 2)]
+    for history, shares in ((alone, [0.75, 0.25]), (both, [0.75, 0.75])):
+        path = tmp_path / f"{len(shares)}{shares[1]}.jsonl"
+        writer = JsonLines(path)
+        for metrics in history:
+            writer.write(metrics)
+        writer.close()
+        for given in (history, path):
+            (axes,) = plot_experts(given).axes
+            assert len(axes.collections) == 3
+            first = axes.collections[0].get_paths()[0].vertices
+            tops = {x: max(y for a, y in first if a == x) for x in (1, 2)}
+            np.testing.assert_allclose([tops[1], tops[2]], shares)
+            dropped = 0.5 if history is alone else 0.25
+            assert axes.get_title(loc="left") == f"blocks/1: {dropped:.1%} dropped"
+    with pytest.raises(ValueError, match="say nothing about experts"):
+        plot_experts([{"step": 1, "loss": 0.5}])
