@@ -40,6 +40,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # and the case if one function serves several sections.
 SECTIONS = {
     "environment": ("gpu_environment", "run", 40, ""),
+    "offloaded": ("gpu_offloaded", "run", 120, ""),
     "links": ("gpu_links", "run", 60, ""),
     "registered": ("gpu_registered", "run", 45, ""),
     "overlap": ("gpu_overlap", "run", 50, ""),

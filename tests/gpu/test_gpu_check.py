@@ -14,6 +14,7 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu" / "gpu_check.py"
 SECTIONS = (
     "environment",
+    "offloaded",
     "links",
     "registered",
     "overlap",

@@ -19,6 +19,7 @@ import numpy as np
 
 from zinf.config import Config
 from zinf.distributed import AbstractGroup, Alone
+from zinf.memory.pinned import check_pinned
 from zinf.mesh import local_devices
 from zinf.moe.leaves import expert_dims
 from zinf.optim.clipping import Clipping
@@ -373,6 +374,8 @@ class Planner:
             program.flops,
             self.rates(),
         )
+        if self.topology is None:
+            check_pinned(local_devices(self.rule.mesh), program.host_bytes)
         return Offloaded(plan, program, layouts)
 
     # The streamed step: segment by segment.

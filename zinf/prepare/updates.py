@@ -1,5 +1,6 @@
 """Compiles the separated optimizer's updates, and groups them into units of a plan."""
 
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -301,7 +302,17 @@ def _own_parts(
 def cpu_device(mesh: Mesh) -> jax.Device:
     """The first local device of a mesh if it is a CPU, or else the first local CPU."""
     first = local_devices(mesh)[0]
-    return first if first.platform == "cpu" else jax.local_devices(backend="cpu")[0]
+    if first.platform == "cpu":
+        return first
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError as error:
+        named = os.environ.get("JAX_PLATFORMS", "")
+        raise ValueError(
+            f"Optimizer state begins on the CPU, and jax has no CPU devices here: "
+            f"JAX_PLATFORMS is {named!r}. Set it to '{named or first.platform},cpu', "
+            "or unset it, before Python starts."
+        ) from error
 
 
 def _completed_by(program: Program, segment_name: str) -> list[ArrayId]:

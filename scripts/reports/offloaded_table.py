@@ -1,0 +1,173 @@
+"""Bytes and copies of an offloaded step as the TPU compiler schedules it, beside plain
+jax with whole-tree offload.
+
+    python scripts/reports/offloaded_table.py v5e:1x1
+    python scripts/reports/offloaded_table.py v5p:1x1x1 --layers 40 --dim 5120
+
+It needs the TPU compiler (`pip install 'zinf[tpu-topology]'`) and no TPU. Plain jax
+keeps masters and Adam's moments of the same model in pinned host memory, moves them to
+the device at once, and computes the layers in one scan with remat, as MaxText does.
+Hidden bytes of a copy are those that the host link moves while the matmuls between its
+start and its end run, at half of the peak of both; "in passes" leaves out the copies
+without such matmuls, which are those of updates.
+"""
+
+import argparse
+from collections.abc import Sequence
+from time import process_time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import zinf
+from zinf.initialize import make_planner
+from zinf.models import GPTConfig, init_and_loss, num_parameters
+from zinf.topology import HostCopy, Topology, host_copies, memory, parse_topology
+
+GIB = 2**30
+TX = optax.adamw(1e-4)
+COLUMNS = "step", "device GiB", "host GiB", "async", "hidden", "in passes", "compile s"
+
+
+def gpt(layers: int, dim: int, length: int, **options: Any) -> GPTConfig:
+    return GPTConfig(
+        num_layers=layers,
+        num_heads=dim // 128,
+        embed_dim=dim,
+        vocab_size=50_304,
+        max_length=length,
+        **options,
+    )
+
+
+def offloaded(model: GPTConfig, machine: Topology, batch: int, budget: int) -> Any:
+    """The planned offloaded step of a model."""
+    init, loss = init_and_loss(model, seed=0)
+    config = {
+        "execution": "offloaded",
+        "bf16": {"enabled": True},
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 3},
+        "memory": {"device": budget, "host": "16TiB"},
+    }
+    mesh = zinf.make_mesh(machine.devices())
+    planner = make_planner(loss, init, TX, config, mesh=mesh, topology=machine)
+    shape = (batch, model.max_length + 1)
+    return planner.plan_batch({"tokens": jax.ShapeDtypeStruct(shape, np.int32)})
+
+
+def whole_tree(model: GPTConfig, machine: Topology, batch: int) -> Any:
+    """The compiled step of plain jax whose masters and moments rest on the host."""
+    init, loss = init_and_loss(model, seed=0)
+    mesh = Mesh(np.array(machine.devices()), ("fsdp",))
+    masters = jax.eval_shape(init)
+    moments = jax.eval_shape(TX.init, masters)
+
+    def sharding(x: Any, kind: str) -> NamedSharding:
+        cuts = [d for d in range(1, len(x.shape)) if x.shape[d] % mesh.size == 0]
+        spec = [None] * len(x.shape)
+        if cuts:
+            spec[cuts[0]] = "fsdp"
+        return NamedSharding(mesh, PartitionSpec(*spec), memory_kind=kind)
+
+    def on(kind: str, tree: Any, dtype: Any = None) -> Any:
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(
+                x.shape, dtype or x.dtype, sharding=sharding(x, kind)
+            ),
+            tree,
+        )
+
+    def step(params: Any, masters: Any, moments: Any, tokens: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, {"tokens": tokens})
+        masters, moments = jax.device_put((masters, moments), jax.memory.Space.Device)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        scale = jnp.minimum(1.0, 1.0 / optax.tree.norm(grads))
+        grads = jax.tree.map(lambda g: g * scale, grads)
+        updates, moments = TX.update(grads, moments, masters)
+        masters = optax.apply_updates(masters, updates)
+        params = jax.tree.map(lambda m: m.astype(jnp.bfloat16), masters)
+        return params, masters, moments, value
+
+    params = on("device", masters, jnp.bfloat16)
+    masters, moments = (on("pinned_host", tree) for tree in (masters, moments))
+    state = params, masters, moments
+    results = (
+        *jax.tree.map(lambda x: x.sharding, state),
+        NamedSharding(mesh, PartitionSpec()),
+    )
+    tokens = jax.ShapeDtypeStruct(
+        (batch, model.max_length + 1),
+        jnp.int32,
+        sharding=NamedSharding(mesh, PartitionSpec("fsdp")),
+    )
+    jitted = jax.jit(step, donate_argnums=(0, 1, 2), out_shardings=results)
+    return machine.compile(jitted.lower(*state, tokens))
+
+
+def hidden(copies: Sequence[HostCopy], machine: Topology) -> tuple[float, float, float]:
+    """`(asynchronous, hidden, hidden of copies with matmuls)` as shares of bytes."""
+    link = machine.chip.host_link_bytes_per_second / 2
+    flops = machine.chip.flops_per_second / 2
+    moved = behind = started = passes = 0.0
+    for copy in copies:
+        nbytes = copy.nbytes * copy.times
+        within = min(nbytes, copy.overlapped_flops / flops * link * copy.times)
+        moved += nbytes
+        behind += within
+        started += nbytes * copy.is_async
+        passes += nbytes * (copy.overlapped_matmuls > 0)
+    return started / moved, behind / moved, behind / (passes or 1)
+
+
+def row(name: str, compiled: Any, machine: Topology, seconds: float) -> tuple[str, ...]:
+    found = memory(compiled)
+    shares = hidden(host_copies(compiled.as_text()), machine)
+    nbytes = [f"{n / GIB:.2f}" for n in (found.device_bytes, found.host_bytes)]
+    return (name, *nbytes, *[f"{share:.0%}" for share in shares], f"{seconds:.0f}")
+
+
+def show(cells: Sequence[str]) -> None:
+    first, *others = cells
+    print(f"{first:22}", *[f"{cell:>10}" for cell in others], flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("topology", help="such as v5p:1x1x1")
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--dim", type=int, default=2048)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--without-plain", action="store_true")
+    asked = parser.parse_args()
+    machine = parse_topology(asked.topology)
+    rest = machine, asked.batch
+    model = gpt(asked.layers, asked.dim, asked.length)
+    start = process_time()
+    made = offloaded(model, *rest, machine.chip.memory_bytes)
+    seconds = process_time() - start
+    print(f"{num_parameters(model) / 1e9:.2f}B parameters on {machine.text}")
+    print(made.plan.summary())
+    show(COLUMNS)
+    show(row("offloaded", made.program.step, machine, seconds))
+    if not asked.without_plain:
+        stacked = gpt(
+            asked.layers, asked.dim, asked.length, scan_layers=True, remat=True
+        )
+        start = process_time()
+        try:
+            compiled = whole_tree(stacked, *rest)
+        except jax.errors.JaxRuntimeError as error:
+            print(f"plain jax with whole-tree offload: {str(error)[:600]}")
+        else:
+            seconds = process_time() - start
+            show(row("whole tree, plain jax", compiled, machine, seconds))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Stacks in pinned host memory, and what machines without enough of it are told."""
+
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+import zinf
+from zinf.memory.pinned import (
+    GIB,
+    PINNED,
+    POOL_GIB,
+    POOL_VARIABLE,
+    PinnedStore,
+    Stack,
+    check_pinned,
+)
+from zinf.prepare.updates import cpu_device
+from zinf.program import ArrayId, Role
+from zinf.sharding import whole_layout
+
+SHAPE = (4, 3)
+NAMES = [ArrayId(Role.PARAM, f"layers/{n}/w") for n in range(2)]
+
+
+def stack():
+    mesh = zinf.make_mesh(jax.devices()[:1])
+    return Stack(tuple(NAMES), whole_layout(SHAPE, mesh), "float32")
+
+
+def test_members_are_written_one_by_one_and_taken_as_one_pinned_array():
+    one = stack()
+    store = PinnedStore([one], 2 * 4 * 12)
+    assert not store.contains(NAMES[0])
+    contents = [np.full(SHAPE, n, np.float32) for n in range(2)]
+    for name, content in zip(NAMES, contents, strict=True):
+        store.write(name, content).result()
+    taken = store.take(one)
+    assert taken.shape == (2, *SHAPE) and taken.sharding.memory_kind == PINNED
+    np.testing.assert_array_equal(taken, np.stack(contents))
+    store.put(one, jax.device_put(taken + 1, one.sharding))
+    for name, content in zip(NAMES, contents, strict=True):
+        found = store.read(name).result()
+        assert not found.flags.writeable
+        np.testing.assert_array_equal(found, content + 1)
+    rows = NAMES[1].piece((1, 3))
+    store.write(rows, np.zeros((2, 3), np.float32)).result()
+    np.testing.assert_array_equal(store.read(rows).result(), np.zeros((2, 3)))
+    np.testing.assert_array_equal(store.read(NAMES[0]).result(), contents[0] + 1)
+    assert store.ledger.used_bytes == one.nbytes == 2 * 4 * 12
+    store.close()
+    assert store.ledger.used_bytes == 0
+
+
+def test_other_shapes_and_other_dtypes_are_refused():
+    store = PinnedStore([stack()])
+    with pytest.raises(ValueError, match="Free it first"):
+        store.write(NAMES[0], np.zeros((3, 3), np.float32))
+    with pytest.raises(ValueError, match="Free it first"):
+        store.write(NAMES[0], np.zeros(SHAPE, np.float64))
+
+
+def device(platform, *kinds):
+    memories = [SimpleNamespace(kind=kind) for kind in kinds]
+    return SimpleNamespace(platform=platform, addressable_memories=lambda: memories)
+
+
+def test_a_budget_above_the_pool_says_which_variable_to_set(monkeypatch):
+    gpus = [device("gpu", "device", PINNED)]
+    monkeypatch.delenv(POOL_VARIABLE, raising=False)
+    check_pinned(gpus, POOL_GIB * GIB)
+    with pytest.raises(ValueError, match=rf"{POOL_VARIABLE} is not set. Set it to 66"):
+        check_pinned(gpus, POOL_GIB * GIB + 1)
+    monkeypatch.setenv(POOL_VARIABLE, "80")
+    check_pinned(gpus, 80 * GIB)
+    with pytest.raises(ValueError, match=r"is set to 80. Set it to 82 before Python"):
+        check_pinned(gpus, 80 * GIB + 1)
+    check_pinned([device("tpu", "device", PINNED)], 500 * GIB)
+
+
+def test_devices_without_pinned_memory_are_named():
+    with pytest.raises(NotImplementedError, match="needs memory of the kind pinned"):
+        check_pinned([device("gpu", "device")], 1)
+
+
+def test_a_run_without_cpu_devices_says_what_jax_platforms_needs(monkeypatch):
+    def refuse(backend):
+        raise RuntimeError(f"Unknown backend {backend}")
+
+    gpu = SimpleNamespace(platform="cuda")
+    monkeypatch.setattr("zinf.prepare.updates.local_devices", lambda mesh: [gpu])
+    monkeypatch.setattr(jax, "local_devices", refuse)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    with pytest.raises(
+        ValueError, match=r"JAX_PLATFORMS is 'cuda'. Set it to 'cuda,cpu'"
+    ):
+        cpu_device(None)

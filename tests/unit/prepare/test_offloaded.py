@@ -1,0 +1,78 @@
+"""What an offloaded step holds and moves, as the TPU compiler schedules it."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import zinf
+from zinf.initialize import make_planner
+from zinf.models import GPTConfig, init_and_loss
+from zinf.program import Tier
+from zinf.topology import host_copies, memory, parse_topology
+
+MODEL = {"num_heads": 2, "embed_dim": 256, "vocab_size": 512, "max_length": 256}
+# A copy of less takes longer to begin than to move, whatever it lies behind.
+SMALL_BYTES = 64 * 1024
+
+
+def compiled(num_layers, topology="v5e:1x1", **model):
+    config = GPTConfig(num_layers=num_layers, **MODEL, **model)
+    init, loss = init_and_loss(config, seed=0)
+    machine = parse_topology(topology)
+    planner = make_planner(
+        loss,
+        init,
+        optax.adamw(1e-4),
+        {
+            "execution": "offloaded",
+            "bf16": {"enabled": True},
+            "gradient_clipping": 1.0,
+            "zero_optimization": {"stage": 3},
+            "memory": {"device": "8GiB", "host": "64GiB"},
+        },
+        mesh=zinf.make_mesh(machine.devices()),
+        topology=machine,
+    )
+    shape = (8, config.max_length + 1)
+    return planner.plan_batch({"tokens": jax.ShapeDtypeStruct(shape, np.int32)})
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_state_rests_on_the_host_and_passes_hide_their_copies(scan_layers):
+    made = compiled(6, scan_layers=scan_layers)
+    found = memory(made.program.step)
+    plan, state_bytes = made.plan, sum(s.nbytes for s in made.program.stacks)
+    # All state is in pinned host memory, and its results are in the same memory.
+    assert plan.home_bytes[Tier.HOST] == state_bytes
+    assert found.host_argument_bytes >= state_bytes
+    assert found.host_alias_bytes == found.host_argument_bytes
+    # Layouts of the TPU pad rows of vectors; all else is as planned.
+    assert found.host_argument_bytes <= 1.05 * state_bytes
+    assert found.device_bytes <= 1.05 * plan.peak_bytes[Tier.DEVICE]
+    assert found.device_bytes < state_bytes + found.temp_bytes
+    copies = host_copies(made.program.step.as_text())
+    assert all(copy.is_async for copy in copies if copy.nbytes >= SMALL_BYTES)
+    assert {copy.is_to_host for copy in copies} == {True, False}
+    # Three loops over layers: forward, backward, and updates. The passes move each
+    # layer's parameters in twice and its gradients out, behind its matmuls.
+    layers = [c for c in copies if c.times > 1 and c.nbytes >= SMALL_BYTES]
+    hidden = sum(c.nbytes * c.times for c in layers if c.overlapped_matmuls)
+    gradients = 2 * 12 * MODEL["embed_dim"] ** 2 * 4  # of four layers, as bfloat16
+    assert hidden >= 0.9 * 3 * gradients
+
+
+@pytest.mark.tpu_compiler
+def test_the_program_does_not_grow_with_depth():
+    few, many = (compiled(n).program.step.as_text() for n in (6, 12))
+    # The numbers of iterations and the sizes of stacks have more digits.
+    assert len(many) < 1.02 * len(few)
+
+
+@pytest.mark.tpu_compiler
+def test_each_chip_of_a_mesh_has_its_share_on_its_host():
+    one, eight = compiled(4), compiled(4, "v5e:2x4")
+    shares = [memory(x.program.step).host_argument_bytes for x in (one, eight)]
+    # Vectors are smaller than the threshold below which arrays stay whole.
+    assert shares[1] < 1.3 * shares[0] / 8
