@@ -168,12 +168,24 @@ def test_frozen_leaves_are_read_and_never_written():
     assert np.array_equal(params[OFFLOADED]["out"], init()["out"])
 
 
+@pytest.mark.slow
 def test_neither_device_nor_host_holds_more_than_the_plan_says():
     with start(OFFLOADED, gradient_clipping=0.1) as engine:
         metrics = engine.step(batch())
         peaks = engine.plan.peak_bytes
     for tier in ("device", "host"):
         assert 0 < metrics[f"{tier}_bytes"] <= peaks[zinf.program.Tier(tier)]
+
+
+@pytest.mark.slow
+def test_batches_of_another_shape_use_the_same_stacks():
+    losses = {}
+    for execution in ("fused", OFFLOADED):
+        with start(execution) as engine:
+            small = {name: x[:2] for name, x in batch(1).items()}
+            taken = [engine.step(x)["loss"] for x in (batch(), small, batch(2))]
+            losses[execution] = taken
+    np.testing.assert_allclose(losses[OFFLOADED], losses["fused"], rtol=TOLERANCE)
 
 
 def test_a_budget_that_is_too_small_is_refused_by_name():

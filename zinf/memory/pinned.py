@@ -124,8 +124,16 @@ class PinnedStore(HostStore):
         """The content of a stack, for a step, which may donate it.
 
         Raises:
-            KeyError: no member was ever written.
+            NotImplementedError: the arrays rest in other stacks, because the program of
+                an earlier batch has other loops.
         """
+        if stack not in self._stacks:
+            raise NotImplementedError(
+                f"{stack.members[0]} does not rest in one stack with the "
+                f"{len(stack.members) - 1} arrays that the program of this batch reads "
+                "in one loop: an earlier batch has other loops over layers. Give "
+                "batches of one shape, or use execution: streamed."
+            )
         content = self._stacks[stack]
         if isinstance(content, np.ndarray):
             content = self._stacks[stack] = _pinned(stack, content)
