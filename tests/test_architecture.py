@@ -71,6 +71,7 @@ LATE: dict[str, tuple[str, ...]] = {
         "zinf.prepare",
     ),
     "zinf.cli.data": ("zinf.data",),
+    "zinf.cli.inference": ("zinf.cli",),
     "zinf.cli.report": ("zinf.memory",),
     "zinf.data.extract": ("pyarrow",),
     "zinf.cli.errors": ("zinf.memory", "zinf.optim", "zinf.plan"),

@@ -295,6 +295,23 @@ class Engine:
             how = Sampling(temperature=temperature, **sampling)
             return self._generate(prompts, self._decoder(decoder), how, asked, key)
 
+    def log_probabilities(self, batch: Any, *, num_microbatches: int = 1) -> np.ndarray:
+        """The log-probability of each token of a batch given those before it.
+
+        Args:
+            batch: as for the loss of the model.
+            num_microbatches: see `apply`.
+
+        Returns:
+            float32 (sequences, tokens - 1) in nats. Tokens without a label have 0.
+
+        Raises:
+            ValueError: the engine trains a function, not a model that it knows.
+        """
+        return self.apply(
+            self._token_scores(), batch, num_microbatches=num_microbatches
+        )
+
     def flush(self) -> None:
         """Run the updates that the last step deferred to the next one, if any.
 
@@ -647,6 +664,13 @@ class Engine:
                 "decodes. Pass decoder=zinf.inference.Decoder(apply, init_cache)."
             )
         return given
+
+    def _token_scores(self) -> Callable:
+        """What `log_probabilities` applies, if the engine knows its model."""
+        raise ValueError(
+            "This engine trains a function, so it does not know how the model scores "
+            "tokens. Use engine.apply with a function that returns log-probabilities."
+        )
 
     def _generate(
         self,

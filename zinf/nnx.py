@@ -21,7 +21,7 @@ from zinf.distributed import AbstractGroup
 from zinf.engine import Engine
 from zinf.inference import Decoder
 from zinf.initialize import ConfigSource, make_planner
-from zinf.models.gpt import GPT
+from zinf.models.gpt import GPT, token_scores
 from zinf.models.gpt_config import GPTConfig
 from zinf.models.gpt_decode import decode, init_cache
 from zinf.prepare.devices import on_devices
@@ -84,6 +84,9 @@ class ModuleEngine(Engine):
 
     def _of_params(self) -> Callable[[Callable], Callable]:
         return partial(_ModuleFunction, self._graphdef)
+
+    def _token_scores(self) -> Callable:
+        return super()._token_scores() if self._gpt_config is None else token_scores
 
     def _decoder(self, given: Decoder | None) -> Decoder:
         """The given decoder, whose `apply` takes the module, or that of a `GPT`."""

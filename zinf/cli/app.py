@@ -13,6 +13,7 @@ import typer
 from zinf.cli.checkpoint import checkpoint_app
 from zinf.cli.data import data_app
 from zinf.cli.errors import DIFFERS, USER_ERROR, clean_errors
+from zinf.cli.inference import evaluate, generate
 from zinf.distributed import Flags, Limits, find_seat, options
 
 # [Note: late imports] Each command imports what it runs inside its function, so that
@@ -32,6 +33,8 @@ bench_app = typer.Typer(no_args_is_help=True, help="Measure this machine.")
 app.add_typer(bench_app, name="bench")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(data_app, name="data")
+app.command()(generate)
+app.command()(evaluate)
 
 ConfigFile = Annotated[Path, typer.Argument(help="A YAML or JSON file.")]
 Overrides = Annotated[

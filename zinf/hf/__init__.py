@@ -5,8 +5,12 @@ from typing import TYPE_CHECKING
 from zinf.lazy import make_lazy
 
 if TYPE_CHECKING:
+    from zinf.hf.completion import complete_texts as complete_texts
+    from zinf.hf.completion import prompt_tokens as prompt_tokens
+    from zinf.hf.completion import settings_of as settings_of
     from zinf.hf.engine import ModelEngine as ModelEngine
     from zinf.hf.engine import initialize as initialize
+    from zinf.hf.engine import open_model as open_model
     from zinf.hf.export import export as export
     from zinf.hf.export import export_adapter as export_adapter
     from zinf.hf.export import write_adapter as write_adapter
@@ -14,6 +18,7 @@ if TYPE_CHECKING:
     from zinf.hf.model import Model as Model
     from zinf.hf.model import load as load
     from zinf.hf.preference import Preference as Preference
+    from zinf.hf.samples import Tokenizing as Tokenizing
     from zinf.hf.task import Task as Task
 
 make_lazy(
@@ -23,10 +28,15 @@ make_lazy(
         "ModelEngine": "zinf.hf.engine",
         "Preference": "zinf.hf.preference",
         "Task": "zinf.hf.task",
+        "Tokenizing": "zinf.hf.samples",
+        "complete_texts": "zinf.hf.completion",
         "export": "zinf.hf.export",
         "export_adapter": "zinf.hf.export",
         "initialize": "zinf.hf.engine",
         "load": "zinf.hf.model",
+        "open_model": "zinf.hf.engine",
+        "prompt_tokens": "zinf.hf.completion",
+        "settings_of": "zinf.hf.completion",
         "write_adapter": "zinf.hf.export",
         "write_model": "zinf.hf.export",
     },

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -15,7 +16,9 @@ from zinf.config.adapter import Adapter
 from zinf.distributed import AbstractGroup
 from zinf.engine import Engine
 from zinf.hf.batch import check_tokens
+from zinf.hf.decoder import decoder_of
 from zinf.hf.model import Model
+from zinf.inference import Decoder
 from zinf.initialize import ConfigSource, make_planner
 from zinf.interchange.names import Terms, listed
 from zinf.interchange.place import fill
@@ -30,6 +33,7 @@ class ModelEngine(Engine):
 
     _model: Model
     _adapted: Adapted | None = None
+    _own_decoder: Decoder | None = None
 
     @property
     def model(self) -> Model:
@@ -56,6 +60,28 @@ class ModelEngine(Engine):
         check_tokens(self._model, batch)
         return super().evaluate(batch)
 
+    def _decoder(self, given: Decoder | None) -> Decoder:
+        if given is not None:
+            return given
+        if self._adapted is not None:
+            raise NotImplementedError(
+                "Text with adapters beside frozen weights is not supported yet. Export "
+                "the merged model, and generate with that."
+            )
+        if self._own_decoder is None:
+            name = next(iter(self._model.specs))
+            dtype = self.planner.problem.params[name].compute.dtype
+            self._own_decoder = decoder_of(self._model, dtype)
+        return self._own_decoder
+
+    def _token_scores(self) -> Callable:
+        if self._adapted is not None:
+            raise NotImplementedError(
+                "Scores with adapters beside frozen weights are not supported yet. "
+                "Export the merged model, and score with that."
+            )
+        return self._model.token_log_probabilities
+
     def initialize_state(self) -> None:
         """Write the weights of the model's files to their tiers, in parts."""
         model = self._model
@@ -75,6 +101,26 @@ class ModelEngine(Engine):
                 state = FirstState(self._adapted, weights, terms)
                 names = list(state.specs)
             fill(self.planner, self._residents, state, {n: n for n in names}, terms)
+
+
+def open_model(
+    model: Model, config: ConfigSource = None, *, rows: int, length: int
+) -> ModelEngine:
+    """An engine that runs a model and trains nothing, with the weights of its files.
+
+    Args:
+        config: budgets, folders and tiers; what it says of training has no effect.
+        rows, length: shape of the largest batch, for which room is left beside the
+            weights.
+
+    Raises:
+        InfeasibleError: the budgets have no room for the weights.
+        ValueError, NotImplementedError, FileNotFoundError: see `initialize`.
+    """
+    loaded = Config.load(config)
+    frozen = loaded.model_copy(update={"frozen": ("*",), "execution": "streamed"})
+    shape = jax.ShapeDtypeStruct((rows, length), np.int32)
+    return initialize(model, optax.identity(), frozen, batch={"input_ids": shape})
 
 
 def initialize(

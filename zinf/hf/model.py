@@ -5,11 +5,12 @@ loss does. Parameters have the names that the module gives them.
 """
 
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,8 @@ KEYS = ("input_ids", "labels", "attention_mask", "position_ids", "segment_ids")
 OWN_KEYS = ("labels", "segment_ids")
 # Layers in which a token sees others through a mask alone.
 MASKED_LAYERS = {"full_attention", "sliding_attention"}
+# The argument for keys and values so far; older modules have the second name.
+CACHE_NAMES = ("cache", "past_key_values")
 # Parts of the names of settings that make a training pass random.
 RANDOM = ("drop", "jitter", "noise")
 
@@ -183,14 +186,43 @@ class Model:
         if "segment_ids" in batch:
             self.check_packing()
             batch = _packed(batch)
+        inputs = {name: batch[name] for name in batch if name not in OWN_KEYS}
+        with within_segments(batch.get("segment_ids")):
+            return self.call(params, inputs, key=key, train=train)
+
+    def call(
+        self,
+        params: Params,
+        inputs: Batch,
+        *,
+        key: Sequence[jax.Array] = (),
+        train: bool = False,
+        cache: transformers.Cache | None = None,
+        before: Callable[[], None] = lambda: None,
+    ) -> jax.Array:
+        """The logits of a call of the module.
+
+        Args:
+            inputs: arrays by the names of the module's arguments.
+            cache: keys and values so far, which the module changes. With one, the
+                logits are those of the last token alone, where the module can.
+            before: called in the mode in which torch tensors are jax arrays.
+        """
         first = next(iter(params.values()))
         module = self.module_in(str(jnp.dtype(first.dtype)))
         module.train(train and bool(key))
         env = default_env()
-        inputs = {n: torch_view(batch[n]) for n in batch if n not in OWN_KEYS}
-        segments = within_segments(batch.get("segment_ids"))
+        options: dict[str, Any] = {"use_cache": False}
+        if cache is not None:
+            accepted = signature(module.forward).parameters
+            name = next(n for n in CACHE_NAMES if n in accepted)
+            options = {"use_cache": True, name: cache}
+            if "logits_to_keep" in accepted:
+                options["logits_to_keep"] = 1
         prng = env.override_property(prng=key[0] if key else None)
-        with env, prng, _torch_promotion(), segments:
+        with env, prng, _torch_promotion():
+            before()
+            given = {name: torch_view(value) for name, value in inputs.items()}
             weights = {name: torch_view(value) for name, value in params.items()}
             buffers = {
                 name: torch_view(
@@ -201,7 +233,7 @@ class Model:
             result = torch.func.functional_call(
                 module,
                 weights | buffers,
-                kwargs={**inputs, "use_cache": False},
+                kwargs=given | options,
                 tie_weights=True,
             )
         return jax_view(result.logits)
@@ -240,11 +272,7 @@ class Model:
         Both (batch, tokens); where there is no label, the loss is 0.
         """
         logits = self.logits(params, batch, *key, train=train).astype(jnp.float32)
-        labels = batch.get("labels")
-        if labels is None:
-            labels = batch["input_ids"]
-            if "attention_mask" in batch:
-                labels = jnp.where(batch["attention_mask"] != 0, labels, IGNORED)
+        labels = _labels(batch)
         ends = jnp.full_like(labels[:, :1], IGNORED)
         next_labels = jnp.concatenate([labels[:, 1:], ends], axis=1)
         if "segment_ids" in batch:
@@ -279,6 +307,14 @@ class Model:
                 f"Several samples in a row would see each other in {self.name}: "
                 f"{reason}. Set data.packing to false."
             )
+
+    def token_log_probabilities(self, params: Params, batch: Batch) -> jax.Array:
+        """That of each token given those before it, float32 (batch, tokens - 1).
+
+        Args:
+            batch: as for `loss`; tokens without a label have 0.
+        """
+        return -self._token_losses(params, batch, train=False)[0][:, :-1]
 
     def persistent_buffers(self) -> dict[str, np.ndarray]:
         """The buffers that files of the model have, by name."""
@@ -334,6 +370,17 @@ def _packed(batch: Batch) -> dict[str, jax.Array]:
     positions = index - jax.lax.cummax(starts, axis=1)
     ones = jnp.ones_like(batch["input_ids"])
     return {"position_ids": positions, "attention_mask": ones} | dict(batch)
+
+
+def _labels(batch: Batch) -> jax.Array:
+    """The labels of a batch, or its tokens without the padding."""
+    labels = batch.get("labels")
+    if labels is not None:
+        return labels
+    tokens = batch["input_ids"]
+    if "attention_mask" not in batch:
+        return tokens
+    return jnp.where(batch["attention_mask"] != 0, tokens, IGNORED)
 
 
 @contextmanager

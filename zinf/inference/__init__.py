@@ -5,4 +5,7 @@ from zinf.inference.complete import Asked as Asked
 from zinf.inference.complete import complete as complete
 from zinf.inference.decoder import Decoder as Decoder
 from zinf.inference.plan import GenerationPlanner as GenerationPlanner
+from zinf.inference.prompts import bucket as bucket
 from zinf.inference.sampling import Sampling as Sampling
+from zinf.inference.sampling import read_settings as read_settings
+from zinf.inference.sampling import token_ids as token_ids

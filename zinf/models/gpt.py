@@ -376,6 +376,16 @@ def loss_and_usage(
     return loss, usages
 
 
+def token_scores(model: GPT, batch: Batch) -> jax.Array:
+    """The log-probability of each token given those before it, float32 (B, T).
+
+    Args:
+        batch: as for `next_token_loss`.
+    """
+    tokens = batch["tokens"]
+    return -cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
+
+
 def init_and_loss(
     config: GPTConfig, *, seed: int, has_aux: bool = False
 ) -> tuple[Callable[[], Params], Callable[..., Any]]:

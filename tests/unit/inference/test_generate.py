@@ -146,6 +146,16 @@ def test_tokens_are_told_as_they_are_made(engine):
     assert told == [(i, found[i][n]) for n in range(3) for i in range(2)]
 
 
+def test_log_probabilities_are_those_of_the_logits(engine):
+    found = engine.log_probabilities(BATCH)
+    logits = engine.apply(lambda model, batch: model(batch["tokens"][:, :-1]), BATCH)
+    wanted = np.asarray(jax.nn.log_softmax(logits))
+    wanted = np.take_along_axis(wanted, BATCH["tokens"][:, 1:, None], axis=-1)[..., 0]
+    # Logits are below 10, and the sum over 97 words rounds a few times.
+    np.testing.assert_allclose(found, wanted, atol=2e-6)
+    assert found.mean() == pytest.approx(-engine.evaluate(BATCH), rel=1e-6)
+
+
 BAD = [
     ([[]], {}, "Prompt 0 is empty"),
     (["text"], {}, "Prompt 0 is a text"),
@@ -199,6 +209,8 @@ def small():
 def test_a_function_without_a_decoder_is_refused(small):
     with pytest.raises(ValueError, match="Pass decoder="):
         small.generate([[1]], max_new_tokens=1)
+    with pytest.raises(ValueError, match="Use engine.apply"):
+        small.log_probabilities({"x": np.ones(2)})
 
 
 def wrong_cache(params, tokens, cache):

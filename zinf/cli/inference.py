@@ -1,0 +1,156 @@
+"""Declares `zinf generate` and `zinf evaluate`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zinf.cli.errors import clean_errors
+
+ModelName = Annotated[
+    str,
+    typer.Argument(
+        help="A folder with config.json, safetensors and tokenizer, or a name on the "
+        "Hugging Face hub."
+    ),
+]
+Nvme = Annotated[
+    Path | None,
+    typer.Option(help="Folder on a drive, for weights that memory has no room for."),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="A.B=C",
+        help="Set a key of a config, such as memory.host=8GiB; repeatable.",
+    ),
+]
+ShowTraceback = Annotated[
+    bool, typer.Option("--traceback", help="Show where an error comes from.")
+]
+
+
+def generate(
+    model: ModelName,
+    prompt: Annotated[str | None, typer.Option(help="The text to complete.")] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="JSON lines of prompt or messages, in place of --prompt."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="File for the lines of --prompts, each with its completion. Lines "
+            "that it has are not made again."
+        ),
+    ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="A prompt is what a user says to the assistant."),
+    ] = False,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Most tokens of a completion.")
+    ] = 200,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 takes the likeliest token each time.")
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Draw from so many of the likeliest tokens.")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Draw from the likeliest with this probability."),
+    ] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Least share of the likeliest's probability.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Above 1: what was said becomes less likely.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the tokens that are drawn.")] = 0,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Lines of --prompts that are made together.")
+    ] = 64,
+    nvme: Nvme = None,
+    overrides: Overrides = None,
+    traceback: ShowTraceback = False,
+) -> None:
+    """Complete a prompt, or each line of a file, with a model that need not fit.
+
+    The completion alone is written to the standard output, as it is made. What is not
+    set here is as the model's generation_config.json says.
+    """
+    from zinf.cli.generate import budgets, print_completion, write_completions
+
+    if (prompt is None) == (prompts is None):
+        raise typer.BadParameter("Give one of --prompt and --prompts.")
+    if (prompts is None) != (output is None):
+        raise typer.BadParameter("--prompts needs --output, and --prompt has none.")
+    given = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+    }
+    with clean_errors(traceback):
+        config = budgets(overrides or (), nvme)
+        if prompt is not None:
+            print_completion(
+                model,
+                {"prompt": prompt},
+                given,
+                config,
+                max_new_tokens=max_new_tokens,
+                seed=seed,
+                chat=chat,
+            )
+        elif prompts is not None and output is not None:
+            write_completions(
+                model,
+                prompts,
+                output,
+                given,
+                config,
+                max_new_tokens=max_new_tokens,
+                seed=seed,
+                chat=chat,
+                batch_size=batch_size,
+            )
+
+
+def evaluate(
+    model: ModelName,
+    data: Annotated[
+        list[Path],
+        typer.Option(
+            help="JSON lines of text, of prompt and completion, or of messages; "
+            "repeatable."
+        ),
+    ],
+    sequence_length: Annotated[
+        int, typer.Option(min=2, help="Most tokens of a sample.")
+    ] = 1024,
+    truncate: Annotated[
+        bool, typer.Option("--truncate", help="Cut longer samples.")
+    ] = False,
+    whole: Annotated[
+        bool, typer.Option("--whole", help="Count the tokens of prompts too.")
+    ] = False,
+    nvme: Nvme = None,
+    overrides: Overrides = None,
+    traceback: ShowTraceback = False,
+) -> None:
+    """Print the loss and the perplexity of a model on held-out lines."""
+    from zinf.cli.generate import budgets, print_evaluation
+
+    with clean_errors(traceback):
+        print_evaluation(
+            model,
+            data,
+            budgets(overrides or (), nvme),
+            sequence_length=sequence_length,
+            truncates=truncate,
+            completion_only=not whole,
+        )

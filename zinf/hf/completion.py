@@ -1,0 +1,159 @@
+"""Prompts as texts or conversations, and completions as texts."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from zinf.hf.engine import ModelEngine
+from zinf.hf.model import Model
+from zinf.inference import Sampling, read_settings, token_ids
+
+SETTINGS = "generation_config.json"
+PROMPTS = "prompt (a text) or messages (a conversation)"
+
+
+def settings_of(model: Model, given: Mapping[str, Any]) -> Sampling:
+    """How a model samples: as the file beside it says, but for what is given.
+
+    Args:
+        given: settings by the names of `GenerationConfig`; None leaves one to the file.
+            A temperature above 0 turns sampling on, and 0 turns it off.
+
+    Raises:
+        ValueError: a value is impossible, or the file is no JSON.
+        NotImplementedError: a setting is not supported; see `read_settings`.
+    """
+    path, settings = model.folder / SETTINGS, {}
+    if path.is_file():
+        try:
+            settings = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is no JSON: {error}. Get it again.") from None
+    settings |= {name: value for name, value in given.items() if value is not None}
+    temperature = given.get("temperature")
+    if temperature is not None:
+        settings["do_sample"] = temperature > 0
+    if settings.get("eos_token_id") is None:
+        text = model.config.get_text_config()
+        settings["eos_token_id"] = (
+            list(token_ids(getattr(text, "eos_token_id", None)))
+            or model.tokenizer.eos_token_id
+        )
+    return read_settings(settings)
+
+
+def prompt_tokens(model: Model, line: Any, where: str, *, chat: bool) -> np.ndarray:
+    """The tokens of a prompt.
+
+    Args:
+        line: an object with `prompt` or `messages`.
+        where: for messages of errors.
+        chat: lay out a `prompt` as what a user says, by the chat template.
+
+    Raises:
+        ValueError: the line has none of these fields, or the prompt is empty, or the
+            tokenizer has no chat template.
+    """
+    if not isinstance(line, Mapping) or not ("prompt" in line or "messages" in line):
+        found = f"a {type(line).__name__}"
+        if isinstance(line, Mapping):
+            found = ", ".join(map(str, line)) or "nothing"
+        raise ValueError(f"{where}: a line must have {PROMPTS}; found {found}.")
+    tokenizer = model.tokenizer
+    if "messages" in line or chat:
+        messages = line.get("messages")
+        if messages is None:
+            messages = [{"role": "user", "content": line["prompt"]}]
+        if tokenizer.chat_template is None:
+            raise ValueError(
+                f"{where}: {model.name} has no chat template, so it does not say how a "
+                "conversation is laid out. Give a plain prompt."
+            )
+        try:
+            ids = tokenizer.apply_chat_template(
+                messages,
+                tools=line.get("tools"),
+                tokenize=True,
+                return_dict=True,
+                add_generation_prompt=True,
+            )["input_ids"]
+        except Exception as error:
+            # A template is a program, and raises what it likes.
+            raise ValueError(
+                f"{where}: the chat template refuses the conversation: {error}"
+            ) from error
+    else:
+        text = line["prompt"]
+        if not isinstance(text, str) or not text:
+            raise ValueError(
+                f"{where}: prompt must be a text that is not empty; found {text!r:.40}."
+            )
+        ids = tokenizer(text).input_ids
+    if not ids:
+        raise ValueError(f"{where}: the tokenizer makes no token of the prompt.")
+    if max(ids) >= model.vocab_size:
+        raise ValueError(
+            f"{where}: the tokenizer gives token {max(ids)}, and the model has "
+            f"{model.vocab_size} words. Use the tokenizer of this model."
+        )
+    return np.array(ids, np.int32)
+
+
+def complete_texts(
+    engine: ModelEngine,
+    prompts: Sequence[np.ndarray],
+    sampling: Sampling,
+    *,
+    max_new_tokens: int,
+    keys: jax.Array,
+    rows: int,
+    on_text: Callable[[str], None] | None = None,
+) -> list[str]:
+    """The text that the model writes after each prompt.
+
+    Args:
+        keys: a random key a prompt.
+        on_text: called with each further part of the first text, as it is made.
+    """
+    words = _Words(engine.model.tokenizer, on_text)
+    found = engine.generate(
+        prompts,
+        max_new_tokens=max_new_tokens,
+        key=keys,
+        rows=rows,
+        on_token=None if on_text is None else words.add,
+        **vars(sampling),
+    )
+    texts = [words.text(tokens) for tokens in found]
+    if on_text is not None:
+        words.finish(texts[0])
+    return texts
+
+
+class _Words:
+    """Tokens as a text that grows; a part is told when its characters are complete."""
+
+    def __init__(self, tokenizer: Any, on_text: Callable[[str], None] | None):
+        self.tokenizer, self.on_text = tokenizer, on_text
+        self.tokens: list[int] = []
+        self.told = ""
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def add(self, number: int, token: int) -> None:
+        if number:
+            return
+        self.tokens.append(token)
+        text = self.text(self.tokens)
+        # The last character may need the bytes of further tokens.
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            self.finish(text)
+
+    def finish(self, text: str) -> None:
+        if self.on_text is not None and text.startswith(self.told):
+            self.on_text(text[len(self.told) :])
+            self.told = text

@@ -1,0 +1,171 @@
+"""A `transformers` model with a cache of plain arrays, for generation.
+
+`transformers` keeps keys and values in the layers of a `StaticCache`, which a model
+overwrites. Here the tensors of the layers are arrays that go in and out of a pure
+function. Layers that attend to a window keep all positions too: their mask hides the
+others, and no choice depends on how many tokens were read.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from torchax.interop import jax_view, torch_view
+from transformers.cache_utils import Cache, StaticLayer, get_layer_types_and_kwargs
+
+from zinf.hf.model import Model, Params
+from zinf.inference import Decoder
+from zinf.program import ArraySpec
+
+# Kinds of layers that keep keys and values, by their names in a configuration.
+ATTENTION = ("full_attention", "sliding_attention", "dummy")
+State = dict[str, Any]
+
+
+def decoder_of(model: Model, dtype: Any) -> Decoder:
+    """The model as a function of tokens and a cache.
+
+    Args:
+        dtype: of the parameters that `apply` is given.
+
+    Raises:
+        NotImplementedError: a layer keeps something else than keys and values.
+    """
+    text = model.config.get_text_config(decoder=True)
+    kinds, _ = get_layer_types_and_kwargs(text)
+    others = sorted(set(kinds) - set(ATTENTION))
+    if others:
+        raise NotImplementedError(
+            f"{model.name} ({text.model_type}) has layers of the kind "
+            f"{', '.join(others)}, whose state zinf does not keep yet. Generate with "
+            "transformers, or with a model whose layers are attention."
+        )
+    shapes = _shapes(model, len(kinds), str(jnp.dtype(dtype)))
+
+    def init_cache(starts: jax.Array, length: int) -> State:
+        def zeros(spec: ArraySpec) -> jax.Array:
+            _, heads, _, width = spec.shape
+            return jnp.zeros((len(starts), heads, length, width), spec.dtype)
+
+        return {
+            "at": jnp.zeros((), jnp.int32),
+            "starts": jnp.asarray(starts, jnp.int32),
+            "layers": {
+                name: {part: zeros(spec) for part, spec in layer.items()}
+                for name, layer in shapes.items()
+            },
+        }
+
+    def apply(params: Params, tokens: jax.Array, state: State) -> tuple[Any, State]:
+        return _apply(model, len(kinds), params, tokens, state)
+
+    return Decoder(apply, init_cache, model.max_length)
+
+
+def _apply(
+    model: Model, num_layers: int, params: Params, tokens: jax.Array, state: State
+) -> tuple[jax.Array, State]:
+    """The logits of the token after `tokens`, (B, V), and the new state."""
+    at, starts, length = state["at"], state["starts"], tokens.shape[1]
+    slots = at + jnp.arange(length)[None]
+    positions = jnp.maximum(slots - starts[:, None], 0)
+    num_slots = _num_slots(state["layers"])
+    # The mask of the model adds that no token sees a later one.
+    is_token = jnp.arange(num_slots)[None] >= starts[:, None]
+    cache = _Cache(num_layers, num_slots)
+
+    def fill() -> None:
+        for i, layer in enumerate(cache.layers):
+            layer.cumulative_length = torch_view(at)
+            if (parts := state["layers"].get(str(i))) is not None:
+                layer.fill(parts)
+
+    inputs = {
+        "input_ids": tokens,
+        "attention_mask": is_token.astype(jnp.int32),
+        "position_ids": positions,
+    }
+    logits = model.call(params, inputs, cache=cache, before=fill)
+    layers = {name: cache.layers[int(name)].parts() for name in state["layers"]}
+    new = {"at": at + length, "starts": starts, "layers": layers}
+    return logits[:, -1], new
+
+
+def _num_slots(layers: Mapping[str, Mapping[str, jax.Array]]) -> int:
+    return next(iter(layers.values()))["keys"].shape[2]
+
+
+def _shapes(
+    model: Model, num_layers: int, dtype: str
+) -> dict[str, dict[str, ArraySpec]]:
+    """Shapes of the keys and values of each layer that keeps some, for one token."""
+    found: dict[str, dict[str, ArraySpec]] = {}
+
+    def read(params: Params) -> jax.Array:
+        cache = _Cache(num_layers, 1)
+        one = jnp.zeros((1, 1), jnp.int32)
+        inputs = {"input_ids": one, "attention_mask": one + 1, "position_ids": one}
+        logits = model.call(params, inputs, cache=cache)
+        for i, layer in enumerate(cache.layers):
+            if layer.is_initialized:
+                parts = layer.parts().items()
+                found[str(i)] = {
+                    n: ArraySpec(x.shape, str(x.dtype), x.dtype.itemsize)
+                    for n, x in parts
+                }
+        return logits
+
+    specs = model.specs.items()
+    jax.eval_shape(read, {n: jax.ShapeDtypeStruct(s.shape, dtype) for n, s in specs})
+    return found
+
+
+class _Layer(StaticLayer):
+    """Keys and values of all slots, in new tensors instead of changed ones."""
+
+    def fill(self, parts: Mapping[str, jax.Array]) -> None:
+        self.keys, self.values = torch_view(parts["keys"]), torch_view(parts["values"])
+        self.is_initialized = True
+
+    def parts(self) -> dict[str, jax.Array]:
+        return {"keys": jax_view(self.keys), "values": jax_view(self.values)}
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = jax_view(key_states), jax_view(value_states)
+        if not self.is_initialized:
+            parts = {"keys": _room(keys, self), "values": _room(values, self)}
+            self.cumulative_length = torch_view(jnp.zeros((), jnp.int32))
+            self.fill(parts)
+        at = jax_view(self.cumulative_length)
+        old = self.parts()
+        self.fill(
+            {
+                "keys": _put(old["keys"], keys, at),
+                "values": _put(old["values"], values, at),
+            }
+        )
+        return self.keys, self.values
+
+    def get_seq_length(self) -> Any:
+        # As many as before this call: the arrays at hand are of one call.
+        return self.cumulative_length
+
+
+def _room(states: jax.Array, layer: StaticLayer) -> jax.Array:
+    batch, heads, _, width = states.shape
+    return jnp.zeros((batch, heads, layer.max_cache_len, width), states.dtype)
+
+
+def _put(cache: jax.Array, states: jax.Array, at: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(
+        cache, states.astype(cache.dtype), at, axis=2
+    )
+
+
+class _Cache(Cache):
+    def __init__(self, num_layers: int, num_slots: int):
+        super().__init__(layers=[_Layer(num_slots) for _ in range(num_layers)])
