@@ -16,14 +16,13 @@ import numpy as np
 from zinf import hf
 from zinf.config import Config
 from zinf.data.extract import json_lines
-from zinf.hf.model import IGNORED
 from zinf.inference import ROWS, bucket
 
 # Microbatches of `ROWS` samples that pass a layer before the next one is fetched.
 MICROBATCHES = 8
 
 
-def open_folder(name: str) -> hf.Model:
+def open_folder(name: str) -> "hf.Model":
     """The model of a folder or of the hub, in the precision of its files.
 
     Float16 becomes bfloat16, which has the range that float16 lacks.
@@ -158,7 +157,7 @@ def print_evaluation(
             batch, num_microbatches = _padded(some)
             scores = engine.log_probabilities(batch, num_microbatches=num_microbatches)
             total -= float(scores.sum(dtype=np.float64))
-            count += int(np.count_nonzero(batch["labels"][:, 1:] != IGNORED))
+            count += int(np.count_nonzero(batch["labels"][:, 1:] != hf.IGNORED))
     loss, seconds = total / count, perf_counter() - start
     print(
         f"loss {loss:.6g}, perplexity {exp(loss) if loss < 700 else float('inf'):.6g}, "
@@ -172,7 +171,7 @@ def _padded(
     """A batch of whole microbatches, and how many; what is filled has no label."""
     num_microbatches = -(-len(samples) // ROWS)
     shape = num_microbatches * ROWS, bucket(max(len(ids) for ids, _ in samples))
-    tokens, labels = np.zeros(shape, np.int32), np.full(shape, IGNORED, np.int32)
+    tokens, labels = np.zeros(shape, np.int32), np.full(shape, hf.IGNORED, np.int32)
     for row, (ids, found) in enumerate(samples):
         tokens[row, : len(ids)], labels[row, : len(ids)] = ids, found
     return {"input_ids": tokens, "labels": labels}, num_microbatches

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from zinf.hf.export import export_adapter as export_adapter
     from zinf.hf.export import write_adapter as write_adapter
     from zinf.hf.export import write_model as write_model
+    from zinf.hf.model import IGNORED as IGNORED
     from zinf.hf.model import Model as Model
     from zinf.hf.model import load as load
     from zinf.hf.preference import Preference as Preference
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 make_lazy(
     __name__,
     {
+        "IGNORED": "zinf.hf.model",
         "Model": "zinf.hf.model",
         "ModelEngine": "zinf.hf.engine",
         "Preference": "zinf.hf.preference",
