@@ -172,7 +172,7 @@ def test_a_step_that_fails_before_the_updates_that_are_due_leaves_them_due(
             engine.step(draw(2))
     with monkeypatch.context() as patch:
         # Before anything of the plan has run.
-        patch.setattr(Passes, "put", _fail)
+        patch.setattr(Passes, "_put", _fail)
         with pytest.raises(MemoryError):
             engine.step(draw(2))
     assert engine.num_steps == 1

@@ -27,7 +27,7 @@ MOVING = {
     "gradients": "#DD5552",
     "optimizer state": "#F7CD86",
     "activations": "#968CA3",
-    "caches": "#3FA796",
+    "caches": "#2828C8",
 }
 COLORS = COMPUTING | MOVING
 # For kinds that this version does not know: a later version may have written the trace.
