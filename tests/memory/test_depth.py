@@ -43,10 +43,20 @@ def peak(num_layers: int, folder: Path) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
+def least_peak(num_layers: int, folder: Path) -> dict[str, Any]:
+    """The run with the lowest peak of three.
+
+    What threads need at once differs between runs, and only ever adds: the peaks of 24
+    layers were 462 to 495 MB in seven runs. What grows with depth is in every run.
+    """
+    runs = [peak(num_layers, folder) for _ in range(3)]
+    return min(runs, key=lambda run: run["peak_bytes"])
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="measures with Linux's own units")
 def test_peak_memory_does_not_grow_with_depth(tmp_nvme: Path) -> None:
-    shallow, deep = (peak(layers, tmp_nvme) for layers in (SHALLOW, DEEP))
+    shallow, deep = (least_peak(layers, tmp_nvme) for layers in (SHALLOW, DEEP))
     assert deep["nvme_bytes"] > 3 * shallow["nvme_bytes"]
     # The state that the deep model has more would show: it is half as much again.
     more_bytes = (DEEP - SHALLOW) * BLOCK_BYTES
