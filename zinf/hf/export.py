@@ -4,6 +4,7 @@ Tensors get the names and the form that they had in the model's files: what was 
 several tensors as it was read is taken apart again, in parts of bounded size.
 """
 
+import logging
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,7 @@ from zinf.interchange.tensors import AbstractTensors
 from zinf.program import ArraySpec
 from zinf.sharding import Box
 
+logger = logging.getLogger(__name__)
 METADATA = {"format": "pt"}
 PEFT_TASK = "CAUSAL_LM"
 
@@ -122,6 +124,16 @@ def write_adapter(
     adapted: Adapted, source: Engine | Saved, model: Model, directory: Path | str
 ) -> None:
     """`export_adapter` for an engine or a checkpoint."""
+    stacked = [path for path, x in adapted.targets.items() if x.r and x.lead]
+    if stacked:
+        logger.warning(
+            "PEFT would compute wrong logits from this adapter: those of stacked "
+            "experts (%s and %d more) have a form of zinf's own. Export the merged "
+            "model for other libraries; zinf continues from the adapter with "
+            "adapter.begin_from.",
+            stacked[0],
+            len(stacked) - 1,
+        )
     save_adapter(adapted, source, directory, base=model.name, task=PEFT_TASK)
 
 

@@ -46,7 +46,9 @@ def loss_in_torch(folder):
     ],
     ids=["dora", "nf4", "gpt2", "experts"],
 )
-def test_a_merged_export_has_the_loss_of_the_engine(make_config, options, tmp_path):
+def test_a_merged_export_has_the_loss_of_the_engine(
+    make_config, options, tmp_path, caplog
+):
     save(make_config(), tmp_path / "model")
     begun = loss_in_torch(tmp_path / "model")
     with engine_of(tmp_path / "model", **options) as engine:
@@ -54,6 +56,9 @@ def test_a_merged_export_has_the_loss_of_the_engine(make_config, options, tmp_pa
         losses = [first, *(engine.step(BATCH)["loss"] for _ in range(2))]
         hf.export(engine, tmp_path / "tuned")
         trained = engine.evaluate(BATCH)
+        hf.export_adapter(engine, tmp_path / "adapter")
+    is_warned = "PEFT would compute wrong logits" in caplog.text
+    assert is_warned == (make_config is mixtral)
     # Dropout of GPT-2 is on in training; a base in 4 bits is another base.
     is_exact = make_config is not gpt2 and "quantize_base" not in options
     assert abs(first - begun) < (1e-6 if is_exact else 0.02)
