@@ -95,6 +95,7 @@ def rounded(leaf: jax.Array) -> jax.Array:
     return jnp.concatenate(parts, axis=1)
 
 
+@pytest.mark.slow
 def test_the_loss_and_its_gradient_are_those_of_rounded_weights():
     params = jax.tree.map(rounded, init())
     value, grads = jax.value_and_grad(loss)(params, batches()[0])

@@ -38,7 +38,7 @@ def assert_same_leaves(found, wanted):
         )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("model", "variant", "placement"),
     slow_except(FAST, [(*case, way) for case in CASES for way in WAYS]),
@@ -57,6 +57,7 @@ ADAM = [(PYTREE, "adam"), (EQUINOX, "adam")]
 WHOLE_LEAF = [(PYTREE, name) for name in ("lamb", "adafactor", "muon")]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("model", "optimizer", "placement"),
     slow_except(

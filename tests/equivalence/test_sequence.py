@@ -80,6 +80,7 @@ def train(model: str, num_seq: int, execution: str, num_devices: int) -> list[fl
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "num_seq", "execution"), slow_except(FAST, CASES))
 def test_losses_and_norms_are_those_of_one_device(model, num_seq, execution):
     expected = train(model, 1, execution, 1)

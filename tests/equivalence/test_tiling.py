@@ -192,6 +192,7 @@ def test_intermediate_values_larger_than_the_device_exist_a_block_at_a_time(
         np.testing.assert_allclose(there[path], leaf, rtol=0, atol=1e-5 * largest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [2])
 def test_tiles_and_blocks_of_rows_are_the_same_on_a_mesh(num_devices, tmp_path):
     """Tiles are gathered by tile, and rows that devices divide stay where they are."""

@@ -121,6 +121,7 @@ def optax_update(case: Case, arrays: Arrays, *, step: int) -> Arrays:
     return Arrays(np.array(master), *moments, arrays.gradient, *made)
 
 
+@pytest.mark.sampled(8)
 @by_implementation
 @by_case
 def test_a_step_is_within_the_stated_bound_of_exact_arithmetic(case, implementation):
@@ -141,6 +142,7 @@ def test_a_step_is_within_the_stated_bound_of_exact_arithmetic(case, implementat
             assert arrays.copy.tobytes() == expected_copy.tobytes()
 
 
+@pytest.mark.sampled(8)
 @by_case
 def test_steps_are_within_the_bound_of_optax_under_jit(case):
     """Each step starts from the arrays of the last, so that errors cannot hide."""

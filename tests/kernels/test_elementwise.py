@@ -46,6 +46,7 @@ def test_every_operation_has_a_case():
     assert named == set(ARITIES)
 
 
+@pytest.mark.sampled(10)
 @by_case
 def test_implementations_give_the_same_bits(case):
     # Also what is left after the last whole vector.

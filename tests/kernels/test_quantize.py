@@ -40,6 +40,7 @@ def integers(quantized) -> np.ndarray:
     return np.concatenate([lower, values >> 4], axis=1)
 
 
+@pytest.mark.sampled(3)
 @by_case
 def test_what_is_lost_is_within_the_stated_bound(case):
     x = case.make()
@@ -59,7 +60,7 @@ def test_what_is_lost_is_within_the_stated_bound(case):
     np.testing.assert_array_equal(np.asarray(again), rounded)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @by_case
 def test_the_kernel_gives_the_bits_of_the_reference(case):
     x = blocks_of(case.make(), case.block_size)
@@ -92,6 +93,7 @@ def odd(implementation: str, x: jax.Array, *, bits: int):
         return backend.dequantize(values, scales, dtype=jnp.float32, **options), scales
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "reference"])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_blocks_of_odd_numbers(implementation, bits):

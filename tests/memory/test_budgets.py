@@ -46,7 +46,7 @@ def generous_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
         return losses(metrics)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", range(5))
 def test_no_tier_exceeds_its_prediction_or_budget(
     budgets: list[dict[str, int]],

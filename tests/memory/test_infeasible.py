@@ -60,6 +60,7 @@ CASES += [("by budget", small) for small in SMALL if small != "nvme"]
 FAST = [("on nvme", "device"), ("on nvme", "nvme"), ("by budget", "all")]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("placement", "small"), slow_except(FAST, CASES))
 def test_the_budgets_of_the_error_will_do(
     placement: str, small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

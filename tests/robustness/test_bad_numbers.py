@@ -114,6 +114,7 @@ def test_an_overflow_spends_the_hysteresis_first(start):
     assert scales == [2.0**40] * 3 + [2.0**39, 2.0**38]
 
 
+@pytest.mark.slow
 def test_after_overflows_every_placement_trains_alike(tmp_path, start):
     *streamed, fused = fp16_engines(start, tmp_path)
     runs = []

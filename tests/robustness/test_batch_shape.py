@@ -37,6 +37,7 @@ def reference(loss, batches):
     return losses, params
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "config", slow_except([FUSED, STREAMED], [FUSED, STREAMED, "nvme"]), ids=str
 )

@@ -125,6 +125,7 @@ def test_an_engine_made_under_a_mode_computes_the_same(mode, execution, expected
         expect_equal(train(engine), expected)
 
 
+@pytest.mark.sampled(1)
 def test_an_engine_made_before_or_under_a_mode_may_step_outside(execution, expected):
     with start(execution) as engine:
         losses = []
@@ -148,7 +149,7 @@ def test_disable_jit_is_refused_with_what_to_do():
     assert "call loss_fn(params, batch) yourself" in str(e.value)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("where", WITH_X64)
 @pytest.mark.parametrize(
     ("dtype", "rtol"), [(np.float32, 1e-4), (np.float64, 1e-12)], ids=str
@@ -173,7 +174,7 @@ def test_with_x64_an_engine_trains_as_jax_does(dtype, rtol, where, execution):
     chex.assert_type(jax.tree.leaves(found), dtype)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 def test_an_engine_made_with_x64_keeps_it(execution):
     with jax.enable_x64(True):
         engine = start(execution, make_params(np.float64))

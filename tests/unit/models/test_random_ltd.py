@@ -179,6 +179,7 @@ def test_all_positions_kept_is_the_model_without_dropping(position):
     assert abs(float(fewer - whole)) > 1e-5
 
 
+@pytest.mark.slow
 def test_a_token_that_no_layer_keeps_has_no_say_in_the_logits_of_later_ones():
     """With every layer dropping it, no attention reads it."""
     params, loss = gpt("learned", layers=(0, 1, 2, 3))

@@ -39,6 +39,7 @@ def layer(**options) -> MoE:
     return MoE(DIM, Mlp, EXPERTS, rngs=nnx.Rngs(0), **options)
 
 
+@pytest.mark.slow
 def test_a_layer_is_the_gated_sum_of_its_experts() -> None:
     moe = layer(k=2, drop_tokens=False, top2_2nd_expert_sampling=False)
     output, aux_loss, counts = moe(X)

@@ -86,7 +86,7 @@ def steps_of(tx, dtypes, leaf=KERNEL):
         yield update, values, before, found, expected
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "dtypes"),
     [*product(SAME_BITS, ["float32", "bfloat16"]), ("lion", "accumulated")],

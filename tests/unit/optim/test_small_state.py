@@ -99,6 +99,7 @@ def test_8_bit_moments_are_the_nearest_codes():
         np.testing.assert_array_equal(kept.codes[block, : part.size], codes)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", RULES)
 def test_losses_are_near_those_of_adam_and_equal_on_all_tiers(name, tmp_path):
     params = {"w": jax.random.normal(jax.random.key(0), (DIM, DIM)) * DIM**-0.5}

@@ -151,7 +151,7 @@ def joined(parts):
     return np.asarray(parts[0]) if len(parts) == 1 else np.concatenate(parts)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", slow_except(FAST, OPTIMIZERS))
 def test_streamed_updates_equal_plain_optax(name, data):
     found = streamed(OPTIMIZERS[name], data)
@@ -175,7 +175,7 @@ def test_streamed_updates_equal_plain_optax(name, data):
         )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_rows", [1, 5])
 @pytest.mark.parametrize("name", ["adamw_cosine", "lion", "masked_decay", "adafactor"])
 def test_blocks_of_rows_give_the_bits_of_the_whole_leaf(name, num_rows, data):

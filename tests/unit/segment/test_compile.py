@@ -164,6 +164,7 @@ def with_custom_rule(params, x):
 X = normal(4, WIDTH)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "loss", [plain, rematerialised, with_control_flow, with_custom_rule]
 )

@@ -170,6 +170,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "remat_bytes"),
     [(n, 0) for n in CASES] + [(n, 10**9) for n in CASES if "remat" in n],

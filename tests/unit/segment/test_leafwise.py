@@ -100,6 +100,7 @@ def numbers(x):
     return np.asarray(jax.random.key_data(x) if is_key else x)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "init_fn",
     slow_except([plain_leaves, nnx_stacked_layers], MODELS),
@@ -180,6 +181,7 @@ def test_keys_of_all_layers_are_taken_by_the_same_operations(monkeypatch, make_k
     assert num_operations(40) == num_operations(3)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
 def test_keys_at_any_position_give_equal_bits(make_key):
     def init_fn():
