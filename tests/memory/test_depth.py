@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SHALLOW, DEEP = 6, 24
+# Of 6, 12, 24, 48 and 96 layers the peaks were 423, 445, 472, 494 and 548 MB: up to
+# about 24 layers reads and writes run further ahead the more of them there are, and then
+# a layer adds 1 MB, of the plan, where its state is 50 MB.
+SHALLOW, DEEP = 24, 48
 WIDTH = 512
 # The weights of a GPT block are 12 WIDTH x WIDTH; with two moments and a gradient, 4
 # times as many bytes.
@@ -57,8 +60,8 @@ def least_peak(num_layers: int, folder: Path) -> dict[str, Any]:
 @pytest.mark.skipif(sys.platform != "linux", reason="measures with Linux's own units")
 def test_peak_memory_does_not_grow_with_depth(tmp_nvme: Path) -> None:
     shallow, deep = (least_peak(layers, tmp_nvme) for layers in (SHALLOW, DEEP))
-    assert deep["nvme_bytes"] > 3 * shallow["nvme_bytes"]
-    # The state that the deep model has more would show: it is half as much again.
+    assert deep["nvme_bytes"] > 1.9 * shallow["nvme_bytes"]
+    # The state that the deep model has more would show: it is twice the peak.
     more_bytes = (DEEP - SHALLOW) * BLOCK_BYTES
-    assert more_bytes > 0.5 * shallow["peak_bytes"]
+    assert more_bytes > 2 * shallow["peak_bytes"]
     assert deep["peak_bytes"] < 1.15 * shallow["peak_bytes"]
