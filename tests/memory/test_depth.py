@@ -16,8 +16,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # Of 6, 12, 24, 48 and 96 layers the peaks were 423, 445, 472, 494 and 548 MB: up to
-# about 24 layers reads and writes run further ahead the more of them there are, and then
-# a layer adds 1 MB, of the plan, where its state is 50 MB.
+# about 24 layers reads and writes run further ahead the more of them there are, and
+# then a layer adds 1 MB, of the plan, where its state is 50 MB.
 SHALLOW, DEEP = 24, 48
 WIDTH = 512
 # The weights of a GPT block are 12 WIDTH x WIDTH; with two moments and a gradient, 4

@@ -182,7 +182,10 @@ def finetune(
     ] = False,
     objective: Annotated[
         str,
-        typer.Option(help="sft, or dpo for lines with chosen and rejected answers."),
+        typer.Option(
+            help="sft; dpo for lines with chosen and rejected answers; classification "
+            "for lines with a text and its label."
+        ),
     ] = "sft",
     beta: Annotated[
         float | None,

@@ -57,6 +57,9 @@ def finetune_model(
     named = {key: str(folder) for key, folder in exports.items()}
     raw = raw | {"run": {"output": str(run), **named, **raw["run"]}}
     config = Config.load(raw, overrides)
+    if config.data.objective == hf.CLASSIFICATION and config.data.labels is None:
+        raw["data"]["labels"] = list(hf.Task(config).labels_of_data())
+        config = Config.load(raw, overrides)
     if "steps" not in config.run.model_fields_set:
         task = hf.Task(config)
         raw["run"]["steps"] = task.steps_of_epochs(batch_size(config), epochs, _say)

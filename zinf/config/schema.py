@@ -267,9 +267,14 @@ class Data(Section):
     template without generation tags, which mark it; false: without tags, train on the
     last answer."""
 
-    objective: Literal["sft", "dpo"] = "sft"
+    objective: Literal["sft", "dpo", "classification"] = "sft"
     """With model.huggingface: sft: predict the next token; dpo: prefer chosen answers
-    to rejected ones, https://arxiv.org/abs/2305.18290."""
+    to rejected ones, https://arxiv.org/abs/2305.18290; classification: give a text its
+    label."""
+
+    labels: tuple[Text, ...] | None = None
+    """With classification: names of the classes, in the order of the model's outputs;
+    null: those of the model's config.json."""
 
     beta: Positive = 0.1
     """With dpo: how strongly the model is kept near the one that training begins

@@ -15,16 +15,21 @@ if TYPE_CHECKING:
     from zinf.hf.export import export_adapter as export_adapter
     from zinf.hf.export import write_adapter as write_adapter
     from zinf.hf.export import write_model as write_model
+    from zinf.hf.heads import HeadModel as HeadModel
+    from zinf.hf.heads import load_head as load_head
     from zinf.hf.model import IGNORED as IGNORED
     from zinf.hf.model import Model as Model
     from zinf.hf.model import load as load
     from zinf.hf.preference import Preference as Preference
     from zinf.hf.samples import Tokenizing as Tokenizing
+    from zinf.hf.task import CLASSIFICATION as CLASSIFICATION
     from zinf.hf.task import Task as Task
 
 make_lazy(
     __name__,
     {
+        "CLASSIFICATION": "zinf.hf.task",
+        "HeadModel": "zinf.hf.heads",
         "IGNORED": "zinf.hf.model",
         "Model": "zinf.hf.model",
         "ModelEngine": "zinf.hf.engine",
@@ -36,6 +41,7 @@ make_lazy(
         "export_adapter": "zinf.hf.export",
         "initialize": "zinf.hf.engine",
         "load": "zinf.hf.model",
+        "load_head": "zinf.hf.heads",
         "open_model": "zinf.hf.engine",
         "prompt_tokens": "zinf.hf.completion",
         "settings_of": "zinf.hf.completion",

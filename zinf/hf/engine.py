@@ -15,7 +15,6 @@ from zinf.config import Config
 from zinf.config.adapter import Adapter
 from zinf.distributed import AbstractGroup
 from zinf.engine import Engine
-from zinf.hf.batch import check_tokens
 from zinf.hf.decoder import decoder_of
 from zinf.hf.model import Model
 from zinf.inference import Decoder
@@ -52,12 +51,12 @@ class ModelEngine(Engine):
             ValueError: the batch has tokens that the model does not know, or none that
                 is trained on; the message names the sample.
         """
-        check_tokens(self._model, batch)
+        self._model.check(batch)
         return super().step(batch)
 
     def evaluate(self, batch: Any) -> float:
         """The mean loss of a batch; see `Engine.evaluate` and `step`."""
-        check_tokens(self._model, batch)
+        self._model.check(batch)
         return super().evaluate(batch)
 
     def _decoder(self, given: Decoder | None) -> Decoder:
@@ -207,6 +206,9 @@ def adapted_model(
     if batch is None:
         # Which weights are multiplied by activations does not depend on the batch.
         batch = {"input_ids": jax.ShapeDtypeStruct((1, TRACED_TOKENS), "int32")}
+    if model.new_modules:
+        saved = tuple(dict.fromkeys([*adapter.modules_to_save, *model.new_modules]))
+        adapter = adapter.model_copy(update={"modules_to_save": saved})
     loss = model.loss if loss is None else loss
     found = adapt(loss, model.zeros, adapter, batch=batch, rng=rng)
     if adapter.begin_from is not None:

@@ -43,7 +43,6 @@ from zinf.sharding import Box
 
 logger = logging.getLogger(__name__)
 METADATA = {"format": "pt"}
-PEFT_TASK = "CAUSAL_LM"
 
 
 def export(
@@ -134,7 +133,7 @@ def write_adapter(
             stacked[0],
             len(stacked) - 1,
         )
-    save_adapter(adapted, source, directory, base=model.name, task=PEFT_TASK)
+    save_adapter(adapted, source, directory, base=model.name, task=model.peft_task)
 
 
 def _save_small_files(model: Model, folder: Path, dtype: str) -> None:

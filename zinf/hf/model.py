@@ -22,6 +22,7 @@ from torchax.interop import jax_view, torch_view
 
 from zinf.hf import attention
 from zinf.hf.attention import within_segments
+from zinf.hf.batch import IGNORED, check_some_label, check_tokens
 from zinf.hf.dequantize import Dequantized, block_of
 from zinf.hf.folder import find_folder, weights_path
 from zinf.hf.module import build, read_config
@@ -34,7 +35,6 @@ from zinf.program import ArraySpec
 Params = dict[str, jax.Array]
 Batch = Mapping[str, jax.Array]
 
-IGNORED = -100  # The label of a token that is not trained on, as in `transformers`.
 KEYS = ("input_ids", "labels", "attention_mask", "position_ids", "segment_ids")
 # What is not given to the module.
 OWN_KEYS = ("labels", "segment_ids")
@@ -48,6 +48,8 @@ RANDOM = ("drop", "jitter", "noise")
 
 def load(path_or_id: str | Path, *, dtype: str = "float32") -> "Model":
     """A causal language model. Only its config.json is read now, and no weight.
+
+    For models of other kinds, such as classifiers, see `load_head`.
 
     Args:
         path_or_id: a folder, a config.json, or the name of a model on the hub.
@@ -71,7 +73,14 @@ class Model:
         folder: has config.json, the tokenizer, and maybe the weights.
         config: of `transformers`.
         dtype: of the trained parameters.
+        auto_class: the class of `transformers` that the module is found by.
+        peft_task: what PEFT calls models of that class.
     """
+
+    auto_class = "AutoModelForCausalLM"
+    peft_task: str | None = "CAUSAL_LM"
+    # What is trained whole beside adapters, as it has no trained weights.
+    new_modules: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -92,7 +101,8 @@ class Model:
     def module_in(self, dtype: str) -> transformers.PreTrainedModel:
         """The torch module in a dtype, on which the dtypes of its buffers depend."""
         if dtype not in self._modules:
-            self._modules[dtype] = build(self.config, getattr(torch, dtype))
+            made = build(self.config, getattr(torch, dtype), self.auto_class)
+            self._modules[dtype] = made
         return self._modules[dtype]
 
     @cached_property
@@ -208,17 +218,30 @@ class Model:
                 logits are those of the last token alone, where the module can.
             before: called in the mode in which torch tensors are jax arrays.
         """
-        first = next(iter(params.values()))
-        module = self.module_in(str(jnp.dtype(first.dtype)))
-        module.train(train and bool(key))
-        env = default_env()
         options: dict[str, Any] = {"use_cache": False}
         if cache is not None:
-            accepted = signature(module.forward).parameters
+            accepted = signature(self.module.forward).parameters
             name = next(n for n in CACHE_NAMES if n in accepted)
             options = {"use_cache": True, name: cache}
             if "logits_to_keep" in accepted:
                 options["logits_to_keep"] = 1
+        return self._run(params, inputs, options, key=key, train=train, before=before)
+
+    def _run(
+        self,
+        params: Params,
+        inputs: Batch,
+        options: Mapping[str, Any],
+        *,
+        key: Sequence[jax.Array],
+        train: bool,
+        before: Callable[[], None] = lambda: None,
+    ) -> jax.Array:
+        """The logits of a call of the module with arrays, and with other options."""
+        first = next(iter(params.values()))
+        module = self.module_in(str(jnp.dtype(first.dtype)))
+        module.train(train and bool(key))
+        env = default_env()
         prng = env.override_property(prng=key[0] if key else None)
         with env, prng, _torch_promotion():
             before()
@@ -233,7 +256,7 @@ class Model:
             result = torch.func.functional_call(
                 module,
                 weights | buffers,
-                kwargs=given | options,
+                kwargs=given | dict(options),
                 tie_weights=True,
             )
         return jax_view(result.logits)
@@ -315,6 +338,21 @@ class Model:
             batch: as for `loss`; tokens without a label have 0.
         """
         return -self._token_losses(params, batch, train=False)[0][:, :-1]
+
+    def check(self, batch: Any) -> None:
+        """Refuse tokens that the model cannot know, and a batch that trains on none.
+
+        Raises:
+            ValueError: see `check_tokens` and `check_some_label`.
+        """
+        check_tokens(
+            batch,
+            name=self.name,
+            vocab_size=self.vocab_size,
+            max_length=self.max_length,
+        )
+        if isinstance(batch, Mapping):
+            check_some_label(batch.get("labels"))
 
     def persistent_buffers(self) -> dict[str, np.ndarray]:
         """The buffers that files of the model have, by name."""

@@ -63,20 +63,30 @@ def read_config(folder: Path) -> transformers.PretrainedConfig:
 
 
 def build(
-    config: transformers.PretrainedConfig, dtype: torch.dtype
+    config: transformers.PretrainedConfig, dtype: torch.dtype, auto_class: str
 ) -> transformers.PreTrainedModel:
     """The model of a configuration: parameters on the meta device, buffers computed.
 
+    Args:
+        auto_class: of `transformers`, such as AutoModelForCausalLM.
+
     Raises:
-        ValueError: it is no causal language model.
+        ValueError: `transformers` has no such class, or no model of it for the
+            configuration.
     """
     attention.register()
     experts.register()
-    kinds = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    kinds = getattr(getattr(transformers, auto_class, None), "_model_mapping", None)
+    if kinds is None:
+        raise ValueError(
+            f"transformers has no class of models {auto_class!r}. Name one such as "
+            "AutoModelForCausalLM or AutoModelForSequenceClassification."
+        )
     if type(config) not in kinds:
         raise ValueError(
-            f"The architecture {config.model_type!r} has no causal language model in "
-            "transformers, and zinf.hf trains no other kind yet."
+            f"transformers has no {auto_class} for the architecture "
+            f"{config.model_type!r}. Use a model of another architecture, or another "
+            "class (zinf.hf.load_head)."
         )
     kind = kinds[type(config)]
     if isinstance(kind, (list, tuple)):

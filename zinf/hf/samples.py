@@ -80,12 +80,7 @@ class Tokenizing:
         """
         ids, labels = self._tokens(line, where)
         if len(ids) > self.sequence_length:
-            if not self.truncates:
-                raise ValueError(
-                    f"{where}: the sample has {len(ids):,} tokens, and "
-                    f"data.sequence_length is {self.sequence_length:,}. Raise it, "
-                    "shorten the sample, or set data.truncate to cut it."
-                )
+            self.check_cut(len(ids), where)
             ids, labels = ids[: self.sequence_length], labels[: self.sequence_length]
         # The first token is predicted by none.
         if all(label == IGNORED for label in labels[1:]):
@@ -94,13 +89,26 @@ class Tokenizing:
                 "tokens, and all of them are of the prompt, or there is one alone. "
                 "Leave the line out, or set data.completion_only to false."
             )
+        self.check_words(ids, where)
+        return ids, labels
+
+    def check_cut(self, length: int, where: str) -> None:
+        """Refuse a sample of too many tokens, if such are not to be cut."""
+        if not self.truncates:
+            raise ValueError(
+                f"{where}: the sample has {length:,} tokens, and data.sequence_length "
+                f"is {self.sequence_length:,}. Raise it, shorten the sample, or set "
+                "data.truncate to cut it."
+            )
+
+    def check_words(self, ids: Sequence[int], where: str) -> None:
+        """Refuse tokens that the model does not have."""
         beyond = [token for token in ids if not 0 <= token < self.vocab_size]
         if beyond:
             raise ValueError(
                 f"{where}: the tokenizer gives token {beyond[0]}, and the model has "
                 f"{self.vocab_size} words. Use the tokenizer of this model."
             )
-        return ids, labels
 
     def _tokens(self, line: Any, where: str) -> tuple[list[int], list[int]]:
         has_template = bool(self.tokenizer.chat_template)

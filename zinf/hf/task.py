@@ -16,9 +16,11 @@ from jax.sharding import Mesh
 from zinf.adapt import Adapted
 from zinf.config import Config
 from zinf.distributed import AbstractGroup
+from zinf.hf.classes import Classified, ClassTokenizing, class_names
 from zinf.hf.dataset import Samples, batches, num_samples, split_of, tokenized
 from zinf.hf.engine import ModelEngine, adapted_model, draws, initialize
 from zinf.hf.folder import SMALL_FILES
+from zinf.hf.heads import HeadModel, load_head
 from zinf.hf.model import IGNORED, Model, load
 from zinf.hf.packing import Packed
 from zinf.hf.preference import (
@@ -32,10 +34,22 @@ from zinf.hf.samples import Tokenizing
 from zinf.interchange.safetensors_files import SUFFIX
 from zinf.optim.factory import build_optimizer
 
+CLASSIFICATION = "classification"
+KINDS: dict[str, type[Tokenizing]] = {
+    "sft": Tokenizing,
+    "dpo": PairTokenizing,
+    CLASSIFICATION: ClassTokenizing,
+}
+
 
 @cache
 def _loaded(name: str) -> Model:
     return load(name)
+
+
+@cache
+def _classifier(name: str, labels: tuple[str, ...] | None, seed: int) -> HeadModel:
+    return load_head(name, labels=labels, seed=seed)
 
 
 @dataclass(frozen=True)
@@ -49,7 +63,14 @@ class Task:
         """The model; the same object each time."""
         asked = self.config.model
         assert asked is not None and asked.huggingface is not None
+        if self._classifies:
+            labels, seed = self.config.data.labels, self.config.run.seed
+            return _classifier(asked.huggingface, labels, seed)
         return _loaded(asked.huggingface)
+
+    @property
+    def _classifies(self) -> bool:
+        return self.config.data.objective == CLASSIFICATION
 
     @property
     def preference(self) -> Preference | None:
@@ -96,6 +117,10 @@ class Task:
             reference = jax.ShapeDtypeStruct((rows, len(SIDES)), np.float32)
             return {"input_ids": pairs, "labels": pairs, "reference": reference}
         shape = jax.ShapeDtypeStruct((rows, self.length), np.int32)
+        if self._classifies:
+            classes = jax.ShapeDtypeStruct((rows,), np.int32)
+            texts = {"input_ids": shape, "attention_mask": shape}
+            return texts | {"labels": classes}
         packed = ("segment_ids", "position_ids") * self.config.data.packing
         return dict.fromkeys(("input_ids", "labels", *packed), shape)
 
@@ -163,16 +188,19 @@ class Task:
         if isinstance(paths, str):
             raise ValueError(
                 "data.paths names no file. To fine-tune, name files of JSON lines "
-                "there, with text, prompt and completion, or messages."
+                "there, with text, prompt and completion, messages, or text and label."
             )
-        kind = Tokenizing if data.objective == "sft" else PairTokenizing
-        how = kind(
+        named: dict[str, Any] = {}
+        if isinstance(model, HeadModel):
+            named["classes"] = model.labels
+        how = KINDS[data.objective](
             model.tokenizer,
             sequence_length=self.length,
             truncates=data.truncate,
             completion_only=data.completion_only,
             vocab_size=model.vocab_size,
             assistant_only=data.assistant_only,
+            **named,
         )
         files = [p for name in SMALL_FILES for p in sorted(model.folder.glob(name))]
         return tokenized(
@@ -181,6 +209,22 @@ class Task:
             tokenizer_files=files,
             cache=data.cache or self.config.run.output / "data",
             say=say,
+        )
+
+    def labels_of_data(self) -> tuple[str, ...]:
+        """Names of the classes that the files have, for objective classification.
+
+        Those of the model, if it was trained as a classifier of no fewer.
+
+        Raises:
+            FileNotFoundError, ValueError: see `class_names`.
+        """
+        model, data = self.model, self.config.data
+        assert isinstance(model, HeadModel)
+        paths = [] if isinstance(data.paths, str) else [*data.paths]
+        return class_names(
+            [*paths, *(data.evaluation_paths or ())],
+            model.labels if model.is_trained_so else (),
         )
 
     def steps_of_epochs(
@@ -194,7 +238,7 @@ class Task:
         say: Callable[[str], None] = lambda text: None,
         *,
         is_training: bool = True,
-    ) -> Samples | Packed | Pairs:
+    ) -> Samples | Packed | Pairs | Classified:
         """The rows of a split, of which batches are made.
 
         Raises:
@@ -212,6 +256,8 @@ class Task:
         each = 1 if self.preference is None else len(SIDES)
         first, last = split_of(count // each, fraction, is_training=is_training)
         ids = tokenizer.pad_token_id, tokenizer.eos_token_id, 0
+        if self._classifies:
+            ids = self.model.config.pad_token_id, *ids
         padding = next(token for token in ids if token is not None)
         found = Samples(
             folder,
@@ -222,6 +268,8 @@ class Task:
         )
         if self.preference is not None:
             return Pairs(found, self._reference_file(folder), first)
+        if self._classifies:
+            return Classified(found)
         return Packed(found) if data.packing else found
 
     def before_training(
@@ -265,7 +313,9 @@ class Task:
 
     @staticmethod
     def describe(batch: Mapping[str, np.ndarray]) -> dict[str, int]:
-        """For the metrics: the tokens of a batch that are trained on."""
+        """For the metrics: the tokens of a batch that are trained on, or read."""
+        if "attention_mask" in batch:
+            return {"tokens": int(np.count_nonzero(batch["attention_mask"]))}
         is_trained = batch["labels"][..., 1:] != IGNORED
         return {"tokens": int(np.count_nonzero(is_trained))}
 

@@ -26,7 +26,6 @@ from huggingface_hub import constants  # isort: skip
 from safetensors.numpy import load_file  # isort: skip
 
 from zinf import hf  # isort: skip
-from zinf.hf.batch import check_tokens  # isort: skip
 
 # Logits of float32 models of two layers: a few units of rounding of the largest entry.
 TOLERANCE = 2e-6
@@ -234,7 +233,7 @@ BROKEN = [
     (gguf, NotImplementedError, "model-Q4_K_M.gguf is quantized for llama.cpp"),
     (cut_off, ValueError, "model-00002-of-.*safetensors"),
     (no_config, FileNotFoundError, "has no config.json"),
-    (no_language_model, ValueError, "'vit' has no causal language model"),
+    (no_language_model, ValueError, "no AutoModelForCausalLM for the arch.* 'vit'"),
     (lacking, ValueError, "no tensor for 1 leaves: 'model.norm.weight'"),
 ]
 
@@ -309,7 +308,7 @@ def test_a_wrong_batch_is_refused(given, words, tmp_path):
     llama().save_pretrained(tmp_path)
     batch = {name: np.int32(x) for name, x in given.items()}
     with pytest.raises(ValueError, match=words):
-        check_tokens(hf.load(tmp_path), batch)
+        hf.load(tmp_path).check(batch)
 
 
 def test_a_folder_that_is_not_there_is_no_model_of_the_hub(tmp_path):

@@ -1,0 +1,121 @@
+"""Samples of a classifier: lines of a `text` and its `label`, as a grain dataset."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grain
+import numpy as np
+
+from zinf.hf.batch import IGNORED
+from zinf.hf.dataset import Samples
+from zinf.hf.records import records
+from zinf.hf.samples import Sample, Tokenizing
+from zinf.interchange.names import listed
+
+
+@dataclass(frozen=True)
+class ClassTokenizing(Tokenizing):
+    """How lines with `text` and `label` become samples.
+
+    Attributes:
+        classes: names of the classes, in the order of the model's outputs.
+    """
+
+    classes: tuple[str, ...] = ()
+
+    def sample(self, line: Any, where: str) -> Sample:
+        """The tokens of the text; the last one has the class as its label.
+
+        Raises:
+            ValueError: the line has no such fields, the label is no class of the model,
+                or the text is too long; the message names the line.
+        """
+        text, label = _fields(line, where)
+        ids = self.tokenizer(text).input_ids
+        if len(ids) > self.sequence_length:
+            self.check_cut(len(ids), where)
+            # Tokens that end every text of this tokenizer stay at the end.
+            ids = self.tokenizer(
+                text, truncation=True, max_length=self.sequence_length
+            ).input_ids
+        self.check_words(ids, where)
+        number = self.classes.index(label) if label in self.classes else label
+        is_number = isinstance(number, int) and not isinstance(number, bool)
+        if not is_number or not 0 <= number < len(self.classes):
+            raise ValueError(
+                f"{where}: label {label!r} is no class of the model; those are "
+                f"{listed(self.classes)}. Change the line, or name all classes in "
+                "data.labels."
+            )
+        return ids, [*[IGNORED] * (len(ids) - 1), number]
+
+
+class Classified(grain.sources.RandomAccessDataSource):
+    """Texts with their classes.
+
+    Args:
+        samples: of `ClassTokenizing`.
+    """
+
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """`input_ids` and `attention_mask`, int32 (length,); `labels`, int32 ()."""
+        ids, labels = self._samples.tokens(index)
+        row = self._samples.empty()["input_ids"]
+        row[: len(ids)] = ids
+        mask = np.arange(len(row), dtype=np.int32) < len(ids)
+        return {
+            "input_ids": row,
+            "attention_mask": mask.astype(np.int32),
+            "labels": labels[-1],
+        }
+
+
+def class_names(paths: Sequence[Path], known: Sequence[str]) -> tuple[str, ...]:
+    """Names of the classes that the lines of files have.
+
+    Args:
+        known: names of the classes of a model that was trained as a classifier; empty
+            for another.
+
+    Returns:
+        `known`, if the files have no other; else the labels in order, or LABEL_0 to
+        LABEL_N for numbers, as `transformers` names them.
+
+    Raises:
+        FileNotFoundError, ValueError: a file or a line is wrong.
+    """
+    found = {_fields(*line)[1] for path in paths for line in records(path)}
+    numbers = {label for label in found if isinstance(label, int)}
+    names = {label for label in found if isinstance(label, str)}
+    if numbers and names:
+        raise ValueError(
+            f"{', '.join(map(str, paths))}: some labels are numbers "
+            f"({min(numbers)}), and some are names ({listed(sorted(names))}). Use one "
+            "of both."
+        )
+    if names:
+        return tuple(known) if names <= {*known} else tuple(sorted(names))
+    by_number = tuple(f"LABEL_{i}" for i in range(max(numbers, default=-1) + 1))
+    return tuple(known) if len(known) >= len(by_number) else by_number
+
+
+def _fields(line: Any, where: str) -> tuple[str, str | int]:
+    """The text and the label of a line."""
+    fields = line if isinstance(line, Mapping) else {}
+    text, label = fields.get("text"), fields.get("label")
+    has_label = isinstance(label, str | int) and not isinstance(label, bool)
+    if not isinstance(text, str) or not text or not has_label or label == "":
+        raise ValueError(
+            f"{where}: with data.objective classification a line must have a text that "
+            f"is not empty, and a label, a name or a number; found {line!r:.60}."
+        )
+    assert isinstance(label, str | int)
+    return text, label
