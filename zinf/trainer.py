@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from zinf.checkpoint import Checkpoints
-from zinf.data import PacedIterator
+from zinf.data import PacedIterator, TaughtIterator
 from zinf.engine import Engine
 from zinf.memory import StorageError
 from zinf.observe import (
@@ -361,13 +361,13 @@ class _Batches:
 
     def largest(self) -> Any:
         """The next batch, or the shapes of the largest one that comes; peek before."""
-        if isinstance(self._iterator, PacedIterator):
+        if isinstance(self._iterator, PacedIterator | TaughtIterator):
             return self._iterator.whole()
         return self._ahead[0]
 
     def coming(self, num_steps: int) -> list[Any]:
         """Shapes of the batches of the next steps, if they change."""
-        if isinstance(self._iterator, PacedIterator):
+        if isinstance(self._iterator, PacedIterator | TaughtIterator):
             return self._iterator.coming(num_steps)
         return []
 

@@ -15,6 +15,9 @@ from zinf.data.paced import Paced as Paced
 from zinf.data.paced import PacedIterator as PacedIterator
 from zinf.data.paced import describe as describe
 from zinf.data.share import Share as Share
+from zinf.data.taught import TEACHER_LOGITS as TEACHER_LOGITS
+from zinf.data.taught import Taught as Taught
+from zinf.data.taught import TaughtIterator as TaughtIterator
 from zinf.data.text import read_tokens as read_tokens
 from zinf.data.text import text_dataset as text_dataset
 from zinf.data.tokens import Tokens as Tokens

@@ -1,5 +1,6 @@
 """Models for the shipped configs and for tests; the engine does not depend on them."""
 
+from zinf.models.divergence import divergence as divergence
 from zinf.models.gpt import GPT as GPT
 from zinf.models.gpt import flops_per_token as flops_per_token
 from zinf.models.gpt import init_and_loss as init_and_loss

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from zinf.models.cross_entropy import cross_entropy
+from zinf.models.divergence import divergence
 from zinf.models.gpt_config import GPTConfig
 from zinf.models.random_ltd import random_ltd
 from zinf.moe import MoE
@@ -351,18 +352,26 @@ def next_token_loss(
 
 
 def loss_and_usage(
-    model: GPT, batch: Batch, *, dropout_key: jax.Array | None = None
+    model: GPT,
+    batch: Batch,
+    *,
+    dropout_key: jax.Array | None = None,
+    coefficient: float = 1.0,
+    temperature: float = 1.0,
 ) -> tuple[jax.Array, dict[str, Usage]]:
     """Mean cross entropy in nats of each token given those before it, in float32.
 
     With experts, `aux_loss_coefficient` times the mean load-balancing loss of the
-    blocks is added, and the second result is that of `GPT.with_usage`.
+    blocks is added, and the second result is that of `GPT.with_usage`. With a teacher's
+    logits in the batch, `coefficient` times the mean `divergence` from them is added.
 
     Args:
         batch: {"tokens": integers (B, T + 1)}; the first token is not predicted, and
             the last is not an input. With "kept", integers (B, S, P), those of
-            `random_ltd_layers` run on these positions alone.
+            `random_ltd_layers` run on these positions alone. With "teacher_logits",
+            (B, T, V), the model is their student.
         dropout_key: Turns dropout on.
+        coefficient, temperature: of the divergence.
     """
     tokens = batch["tokens"]
     logits_BTV, usages = model.with_usage(
@@ -373,7 +382,20 @@ def loss_and_usage(
     if aux_losses:
         aux_loss = sum(aux_losses[1:], aux_losses[0]) / len(aux_losses)
         loss += model.config.aux_loss_coefficient * aux_loss
+    if "teacher_logits" in batch:
+        teacher_BTV = batch["teacher_logits"]
+        losses_BT = divergence(logits_BTV, teacher_BTV, temperature=temperature)
+        loss += coefficient * jnp.mean(losses_BT)
     return loss, usages
+
+
+def next_token_logits(model: GPT, batch: Batch) -> jax.Array:
+    """The logits (B, T, V) of each token given those before it.
+
+    Args:
+        batch: as for `next_token_loss`.
+    """
+    return model(batch["tokens"][:, :-1])
 
 
 def token_scores(model: GPT, batch: Batch) -> jax.Array:
@@ -387,13 +409,19 @@ def token_scores(model: GPT, batch: Batch) -> jax.Array:
 
 
 def init_and_loss(
-    config: GPTConfig, *, seed: int, has_aux: bool = False
+    config: GPTConfig,
+    *,
+    seed: int,
+    has_aux: bool = False,
+    coefficient: float = 1.0,
+    temperature: float = 1.0,
 ) -> tuple[Callable[[], Params], Callable[..., Any]]:
     """The model as two pure functions, for `zinf.initialize`.
 
     Args:
         has_aux: the loss function returns `(loss, {"experts": usage of each block})`,
             see `GPT.with_usage`.
+        coefficient, temperature: of a teacher, see `loss_and_usage`.
 
     Returns:
         `init() -> params`: a nested dict of float32 arrays, such as
@@ -413,7 +441,13 @@ def init_and_loss(
 
     def results(params: Params, batch: Batch, dropout_key: jax.Array | None) -> Any:
         model = nnx.merge(graphdef, params)
-        loss, usages = loss_and_usage(model, batch, dropout_key=dropout_key)
+        loss, usages = loss_and_usage(
+            model,
+            batch,
+            dropout_key=dropout_key,
+            coefficient=coefficient,
+            temperature=temperature,
+        )
         return (loss, {"experts": usages}) if has_aux else loss
 
     def loss(params: Params, batch: Batch) -> Any:
