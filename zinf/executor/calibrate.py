@@ -155,9 +155,10 @@ class _Bench:
                         self.goes_by,
                     )
                     seconds.append(perf_counter() - began)
-                self.free(c for x in some for c in x.writes if c[1] != Tier.NVME)
+                written = (c for x in some for c in x.writes)
+                free_copies(self.stores, (c for c in written if c[1] != Tier.NVME))
         finally:
-            self.free(c for x in some for c in (*x.reads, *x.writes))
+            free_copies(self.stores, (c for x in some for c in (*x.reads, *x.writes)))
         return [median(seconds[1:]) for seconds in found]
 
     def make(self, copy: Copy) -> None:
@@ -187,10 +188,18 @@ class _Bench:
             return catalog.specs[array]
         return catalog.specs[array.whole].rows(*array.rows)
 
-    def free(self, copies: Iterable[Copy]) -> None:
-        for array, tier in copies:
-            if self.stores[tier].contains(array):
-                self.stores[tier].free(array)
+
+def free_copies(stores: Stores, copies: Iterable[Copy]) -> None:
+    """Free those copies that are there; rows of an array that is there whole stay.
+
+    Such rows have no memory of their own, and go with the array.
+    """
+    wholes_first = sorted(copies, key=lambda copy: copy[0].rows is not None)
+    for array, tier in wholes_first:
+        store = stores[tier]
+        is_part = array.rows is not None and store.contains(array.whole)
+        if store.contains(array) and not is_part:
+            store.free(array)
 
 
 @contextmanager

@@ -1,21 +1,25 @@
 """Rates are measured on a few instructions of a plan; they change no bit, no home."""
 
 from collections import Counter
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
 from tests.equivalence.models import PYTREE
 from tests.equivalence.training import OPTIMIZERS, SETTINGS, streamed_config
 from zinf import Engine
 from zinf.executor import calibrate
-from zinf.executor.calibrate import measure_rates, samples
+from zinf.executor.calibrate import free_copies, measure_rates, samples
+from zinf.memory import open_stores
 from zinf.plan import Link, Rates, Run, SumSquares, Transfer, Update
 from zinf.prepare.batch import batch_spec
 from zinf.prepare.rates_file import save_rates
-from zinf.program import Tier
+from zinf.program import ArrayId, Role, Tier
 
 NUM_STEPS = 4
 
@@ -145,3 +149,17 @@ def test_rates_are_measured_if_asked_for(
 ) -> None:
     planner = engine(tmp_path, **settings).planner
     assert (planner.measure is measure_rates) == measures
+
+
+def test_rows_of_an_array_that_is_there_whole_are_freed_with_it() -> None:
+    """As of a parameter whose first update makes it, and writes some of its rows."""
+    whole = ArrayId(Role.PARAM, "kernel")
+    rows = ArrayId(Role.PARAM, "kernel", (0, 2))
+    one_device = jax.devices()[:1]
+    with closing(open_stores(one_device, device_bytes=None, host_bytes=96)) as stores:
+        for array, count in ((rows, 2), (whole, 4)):
+            stores[Tier.HOST].write(array, np.zeros((count, 4), np.float32)).result()
+            free_copies(stores, [(rows, Tier.HOST)])
+            assert stores[Tier.HOST].contains(array) == (array == whole)
+        free_copies(stores, [(rows, Tier.HOST), (whole, Tier.HOST)])
+        assert not stores[Tier.HOST].ledger.used_bytes
