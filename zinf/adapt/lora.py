@@ -66,6 +66,14 @@ class Adapted:
         changed = {"frozen": (*self.frozen, *frozen), "adapter": None}
         return given.model_copy(update=changed)
 
+    def applied(self, function: Callable) -> "AdaptedFunction":
+        """A function of the user's parameters as one of `params`, without dropout.
+
+        Args:
+            function: takes the user's parameters first, and no random key.
+        """
+        return AdaptedFunction(function, self.layout, 0.0, drops_key=False)
+
     def merge(self, params: Any) -> Any:
         """The user's parameters with the adapters added, one leaf at a time.
 
@@ -221,13 +229,13 @@ def adapt(
     layout = Layout(specs, jax.tree.structure(abstract), targets, saved)
     has_key = rng is not None
     dropout = adapter.lora_dropout
-    loss = AdaptedLoss(training, layout, dropout, has_key and not takes_key)
+    loss = AdaptedFunction(training, layout, dropout, has_key and not takes_key)
     evaluating = for_evaluation(loss_fn, eval_loss_fn)
     if evaluating is None and adapter.lora_dropout:
         evaluating = training
     if evaluating is not None:
         drops_key = has_key and not accepts(evaluating, range(num_arguments))
-        evaluating = AdaptedLoss(evaluating, layout, 0.0, drops_key)
+        evaluating = AdaptedFunction(evaluating, layout, 0.0, drops_key)
     return Adapted(
         loss_fn=loss,
         eval_loss_fn=evaluating,
@@ -241,8 +249,8 @@ def adapt(
 
 
 @dataclass(frozen=True)
-class AdaptedLoss:
-    """The loss as a function of `{"base": ..., "adapter": ...}`.
+class AdaptedFunction:
+    """A function of the user's parameters as one of `{"base": ..., "adapter": ...}`.
 
     Attributes:
         drops_key: the last argument is a random key, which `function` does not take.

@@ -111,7 +111,10 @@ class FirstState(AbstractTensors):
     def read(self, name: str, box: Box) -> np.ndarray:
         path, part = self._source[name]
         if part == WEIGHT:
-            return self._base.read(path, box)
+            loaded = self._adapted.loaded
+            if loaded is None or path not in self._adapted.saved:
+                return self._base.read(path, box)
+            return np.asarray(loaded[path])[tuple(slice(*edges) for edges in box)]
         if part == CODES:
             return self._encoded(path, box[0])
         if part == SCALES:

@@ -1,5 +1,7 @@
 """The first state of an adapted model, made of a base that is read in parts."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -100,3 +102,10 @@ def test_a_base_that_lacks_a_parameter_is_refused_by_its_own_name():
     del arrays["out"]
     with pytest.raises(ValueError, match=r"'out'.*\n.*'layers' is \[3, 12, 12\] here"):
         FirstState(adapted(), Held(arrays), Terms())
+
+
+def test_a_leaf_that_is_trained_whole_begins_as_a_loaded_adapter_has_it():
+    loaded = {"scale": np.arange(WIDTH, dtype=np.float32)}
+    made = replace(adapted(modules_to_save=["scale"]), loaded=loaded)
+    state = FirstState(made, Held(base()), Terms())
+    np.testing.assert_array_equal(state.read("adapter/scale", ((2, 5),)), [2, 3, 4])
