@@ -10,9 +10,13 @@ from zinf.cli.errors import clean_errors
 ModelName = Annotated[
     str,
     typer.Argument(
-        help="A folder with config.json, safetensors and tokenizer, or a name on the "
-        "Hugging Face hub."
+        help="A folder with config.json, safetensors and tokenizer, or with an "
+        "adapter, or a name on the Hugging Face hub."
     ),
+]
+Base = Annotated[
+    str | None,
+    typer.Option(help="The model that an adapter is for; else the one it names."),
 ]
 Nvme = Annotated[
     Path | None,
@@ -72,6 +76,7 @@ def generate(
     batch_size: Annotated[
         int, typer.Option(min=1, help="Lines of --prompts that are made together.")
     ] = 64,
+    base: Base = None,
     nvme: Nvme = None,
     overrides: Overrides = None,
     traceback: ShowTraceback = False,
@@ -102,6 +107,7 @@ def generate(
                 {"prompt": prompt},
                 given,
                 config,
+                base=base,
                 max_new_tokens=max_new_tokens,
                 seed=seed,
                 chat=chat,
@@ -113,6 +119,7 @@ def generate(
                 output,
                 given,
                 config,
+                base=base,
                 max_new_tokens=max_new_tokens,
                 seed=seed,
                 chat=chat,
@@ -138,6 +145,7 @@ def evaluate(
     whole: Annotated[
         bool, typer.Option("--whole", help="Count the tokens of prompts too.")
     ] = False,
+    base: Base = None,
     nvme: Nvme = None,
     overrides: Overrides = None,
     traceback: ShowTraceback = False,
@@ -150,6 +158,7 @@ def evaluate(
             model,
             data,
             budgets(overrides or (), nvme),
+            base=base,
             sequence_length=sequence_length,
             truncates=truncate,
             completion_only=not whole,

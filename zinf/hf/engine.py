@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import optax
 from jax.sharding import Mesh
 
 from zinf.adapt import Adapted, adapt, load_adapter
+from zinf.adapt.lora import ADAPTER, BASE
 from zinf.adapt.state import FirstState
 from zinf.config import Config
 from zinf.config.adapter import Adapter
@@ -62,24 +64,24 @@ class ModelEngine(Engine):
     def _decoder(self, given: Decoder | None) -> Decoder:
         if given is not None:
             return given
-        if self._adapted is not None:
-            raise NotImplementedError(
-                "Text with adapters beside frozen weights is not supported yet. Export "
-                "the merged model, and generate with that."
-            )
         if self._own_decoder is None:
-            name = next(iter(self._model.specs))
-            dtype = self.planner.problem.params[name].compute.dtype
-            self._own_decoder = decoder_of(self._model, dtype)
+            made = decoder_of(self._model, self._compute_dtype())
+            self._own_decoder = replace(made, apply=self._applied(made.apply))
         return self._own_decoder
 
     def _token_scores(self) -> Callable:
-        if self._adapted is not None:
-            raise NotImplementedError(
-                "Scores with adapters beside frozen weights are not supported yet. "
-                "Export the merged model, and score with that."
-            )
-        return self._model.token_log_probabilities
+        return self._applied(self._model.token_log_probabilities)
+
+    def _applied(self, function: Callable) -> Callable:
+        """A function of the model's parameters as one of those that are kept."""
+        return function if self._adapted is None else self._adapted.applied(function)
+
+    def _compute_dtype(self) -> Any:
+        """That of the parameters as the model sees them."""
+        kept = self.planner.problem.params
+        places = ("",) if self._adapted is None else (f"{BASE}/", f"{ADAPTER}/")
+        paths = (f"{place}{name}" for name in self._model.specs for place in places)
+        return next(kept[path].compute.dtype for path in paths if path in kept)
 
     def initialize_state(self) -> None:
         """Write the weights of the model's files to their tiers, in parts."""
@@ -107,6 +109,9 @@ def open_model(
 ) -> ModelEngine:
     """An engine that runs a model and trains nothing, with the weights of its files.
 
+    If the model was loaded with an adapter, its factors rest beside the weights, and
+    each segment multiplies by both, as in training: nothing is merged.
+
     Args:
         config: budgets, folders and tiers; what it says of training has no effect.
         rows, length: shape of the largest batch, for which room is left beside the
@@ -117,9 +122,18 @@ def open_model(
         ValueError, NotImplementedError, FileNotFoundError: see `initialize`.
     """
     loaded = Config.load(config)
-    frozen = loaded.model_copy(update={"frozen": ("*",), "execution": "streamed"})
-    shape = jax.ShapeDtypeStruct((rows, length), np.int32)
-    return initialize(model, optax.identity(), frozen, batch={"input_ids": shape})
+    batch = {"input_ids": jax.ShapeDtypeStruct((rows, length), np.int32)}
+    model.read_buffers()
+    adapted, section = None, loaded.adapter
+    if model.adapter is not None:
+        section = model.adapter.section(model.specs)
+    if section is not None:
+        section = section.model_copy(update={"lora_dropout": 0.0})
+        adapted = adapted_model(model, section, batch=batch)
+        loaded = adapted.config(loaded)
+    changed = {"frozen": ("*",), "execution": "streamed"}
+    frozen = loaded.model_copy(update=changed)
+    return _engine(model, adapted, optax.identity(), frozen, batch=batch)
 
 
 def initialize(
@@ -159,6 +173,7 @@ def initialize(
             "The weights of a model are read by one process. Use one process with all "
             "devices of the machine."
         )
+    model.check_whole()
     config = Config.load(config)
     if rng is None and draws(model, config):
         rng = jax.random.key(0)
@@ -166,13 +181,42 @@ def initialize(
     model.read_buffers()
     adapted = None
     loss = model.loss if loss is None else loss
-    arguments, evaluates = (loss, model.zeros, tx, config), None
     if config.adapter is not None:
         adapted = adapted_model(model, config.adapter, loss=loss, batch=batch, rng=rng)
-        arguments = (adapted.loss_fn, adapted.params, tx, adapted.config(config))
+        config = adapted.config(config)
+    return _engine(
+        model,
+        adapted,
+        tx,
+        config,
+        loss=loss,
+        rng=rng,
+        batch=batch,
+        mesh=mesh,
+        group=group,
+    )
+
+
+def _engine(
+    model: Model,
+    adapted: Adapted | None,
+    tx: optax.GradientTransformation,
+    config: Config,
+    *,
+    loss: Callable | None = None,
+    rng: jax.Array | None = None,
+    batch: Any,
+    mesh: Mesh | None = None,
+    group: AbstractGroup | None = None,
+) -> ModelEngine:
+    """An engine for a config whose adapter section is done."""
+    arguments: tuple[Any, Any] = (loss or model.loss, model.zeros)
+    evaluates = None
+    if adapted is not None:
+        arguments = adapted.loss_fn, adapted.params
         evaluates = adapted.eval_loss_fn
     planner = make_planner(
-        *arguments, eval_loss_fn=evaluates, rng=rng, mesh=mesh, group=group
+        *arguments, tx, config, eval_loss_fn=evaluates, rng=rng, mesh=mesh, group=group
     )
     engine = ModelEngine(planner, rng)
     engine._model, engine._adapted = model, adapted

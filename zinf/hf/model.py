@@ -21,6 +21,7 @@ from torchax import default_env
 from torchax.interop import jax_view, torch_view
 
 from zinf.hf import attention
+from zinf.hf.adapter import SavedAdapter, base_of, read_adapter
 from zinf.hf.attention import within_segments
 from zinf.hf.batch import IGNORED, check_some_label, check_tokens
 from zinf.hf.dequantize import Dequantized, block_of
@@ -46,23 +47,38 @@ CACHE_NAMES = ("cache", "past_key_values")
 RANDOM = ("drop", "jitter", "noise")
 
 
-def load(path_or_id: str | Path, *, dtype: str = "float32") -> "Model":
+def load(
+    path_or_id: str | Path, *, dtype: str = "float32", base: str | Path | None = None
+) -> "Model":
     """A causal language model. Only its config.json is read now, and no weight.
 
     For models of other kinds, such as classifiers, see `load_head`.
 
     Args:
-        path_or_id: a folder, a config.json, or the name of a model on the hub.
+        path_or_id: a folder, a config.json, or the name of a model on the hub. It may
+            have an adapter alone, as zinf and PEFT write it: then the model is its
+            base, and `open_model` adds the adapter.
         dtype: of the trained parameters. With `bf16` in the config of zinf, parameters
             in float32 have copies in bfloat16. "bfloat16" trains without masters.
+        base: of an adapter, in place of the one that its adapter_config.json names.
 
     Raises:
-        FileNotFoundError, OSError: see `find_folder`.
-        ValueError, NotImplementedError: see `read_config`; or the architecture has no
-            causal language model.
+        FileNotFoundError, OSError: see `find_folder`; or the base is absent.
+        ValueError, NotImplementedError: see `read_config` and `read_adapter`; or the
+            architecture has no causal language model.
     """
-    folder = find_folder(path_or_id)
-    return Model(str(path_or_id), folder, read_config(folder), dtype)
+    folder, name = find_folder(path_or_id), str(path_or_id)
+    adapter = read_adapter(folder)
+    if adapter is not None:
+        # The hub gives weights only if they are asked for.
+        adapter = read_adapter(find_folder(path_or_id, weights=True))
+    if adapter is not None:
+        name, folder = base_of(adapter, base)
+    elif base is not None:
+        raise ValueError(
+            f"{name} is a whole model, so base = {base} has no use. Leave it out."
+        )
+    return Model(name, folder, read_config(folder), dtype, adapter)
 
 
 class Model:
@@ -75,6 +91,7 @@ class Model:
         dtype: of the trained parameters.
         auto_class: the class of `transformers` that the module is found by.
         peft_task: what PEFT calls models of that class.
+        adapter: what `open_model` adds to the weights; None if nothing.
     """
 
     auto_class = "AutoModelForCausalLM"
@@ -88,8 +105,10 @@ class Model:
         folder: Path,
         config: transformers.PretrainedConfig,
         dtype: str = "float32",
+        adapter: SavedAdapter | None = None,
     ) -> None:
         self.name, self.folder, self.config, self.dtype = name, folder, config, dtype
+        self.adapter = adapter
         self._modules: dict[str, transformers.PreTrainedModel] = {}
         self._stored_buffers: dict[str, np.ndarray] = {}
 
@@ -126,16 +145,19 @@ class Model:
 
     @cached_property
     def tokenizer(self) -> transformers.PreTrainedTokenizerBase:
-        """The tokenizer beside the model.
+        """The tokenizer beside the adapter, if there is one, or beside the model.
 
         Raises:
             ValueError: there is none, or it cannot be read.
         """
+        folder = self.folder
+        if self.adapter is not None and any(self.adapter.folder.glob("tokenizer*")):
+            folder = self.adapter.folder
         try:
-            return transformers.AutoTokenizer.from_pretrained(self.folder)
+            return transformers.AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ValueError(
-                f"{self.folder} has no tokenizer that transformers can read: "
+                f"{folder} has no tokenizer that transformers can read: "
                 f"{str(error).splitlines()[0]} Put tokenizer.json and "
                 "tokenizer_config.json of the model there."
             ) from error
@@ -306,6 +328,19 @@ class Model:
         is_trained = next_labels != IGNORED
         losses = cross_entropy(logits, jnp.where(is_trained, next_labels, 0))
         return jnp.where(is_trained, losses, 0.0), is_trained
+
+    def check_whole(self) -> None:
+        """Refuse to train a model that was loaded with an adapter.
+
+        Raises:
+            ValueError: see above.
+        """
+        if self.adapter is not None:
+            raise ValueError(
+                f"{self.adapter.folder} has an adapter, which is not trained as a "
+                f"model is. Name its base {self.name}, and have it begin from the "
+                "adapter: adapter.begin_from, or zinf finetune --lora RANK --adapter."
+            )
 
     def check_packing(self) -> None:
         """Refuse a model in which samples of one row would see each other.

@@ -66,7 +66,9 @@ class Task:
         if self._classifies:
             labels, seed = self.config.data.labels, self.config.run.seed
             return _classifier(asked.huggingface, labels, seed)
-        return _loaded(asked.huggingface)
+        model = _loaded(asked.huggingface)
+        model.check_whole()
+        return model
 
     @property
     def _classifies(self) -> bool:
