@@ -249,7 +249,7 @@ class Engine:
         key: jax.Array | None = None,
         rows: int = ROWS,
         batch_size: int | None = None,
-        on_token: Callable[[int, int], None] | None = None,
+        on_token: Callable[[int, int], object] | None = None,
         **sampling: Any,
     ) -> list[list[int]]:
         """The tokens that the model writes after each prompt. Takes no step.
@@ -270,7 +270,8 @@ class Engine:
                 use 1 for the fastest answer to one prompt.
             batch_size: the most sequences that are completed together; by default as
                 many as the budgets allow.
-            on_token: called with the number of a prompt and its next token.
+            on_token: called with the number of a prompt and its next token. If it
+                returns True, the text ends with this token.
             sampling: `top_k`, `top_p`, `min_p`, `repetition_penalty`, `eos_token_ids`
                 and `min_new_tokens`; see `zinf.inference.Sampling`.
 
