@@ -22,19 +22,6 @@ from zinf.inference import ROWS, bucket
 MICROBATCHES = 8
 
 
-def open_folder(name: str, base: str | None = None) -> "hf.Model":
-    """The model of a folder or of the hub, in the precision of its files.
-
-    Float16 becomes bfloat16, which has the range that float16 lacks.
-
-    Args:
-        base: of an adapter, in place of the one that it names.
-    """
-    model = hf.load(name, base=base)
-    is_wide = str(model.config.dtype or "float32").endswith("float32")
-    return model if is_wide else hf.load(name, dtype="bfloat16", base=base)
-
-
 def budgets(overrides: Sequence[str], nvme: Path | None) -> Config:
     raw: dict[str, Any] = {} if nvme is None else {"memory": {"nvme": str(nvme)}}
     return Config.load(raw, overrides)
@@ -52,7 +39,7 @@ def print_completion(
     chat: bool,
 ) -> None:
     """Prints what a model writes after a prompt, as it is made, and nothing else."""
-    model = open_folder(name, base)
+    model = hf.load_as_stored(name, base=base)
     sampling = hf.settings_of(model, given)
     prompt = hf.prompt_tokens(model, line, "--prompt", chat=chat)
     _say_if_endless(sampling.eos_token_ids, max_new_tokens)
@@ -88,7 +75,7 @@ def write_completions(
     Lines that the output has already are left out, so that the command can be given
     again after it was stopped. A line depends on the seed and on its own number.
     """
-    model = open_folder(name, base)
+    model = hf.load_as_stored(name, base=base)
     sampling = hf.settings_of(model, given)
     # All lines are read first: what is wrong with the last is known before the first.
     lines = [
@@ -140,7 +127,7 @@ def print_evaluation(
     completion_only: bool,
 ) -> None:
     """Prints the mean loss of the lines of files, in nats a token, and the speed."""
-    model = open_folder(name, base)
+    model = hf.load_as_stored(name, base=base)
     if model.max_length is not None:
         sequence_length = min(sequence_length, model.max_length)
     how = hf.Tokenizing(

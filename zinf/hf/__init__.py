@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from zinf.hf.model import IGNORED as IGNORED
     from zinf.hf.model import Model as Model
     from zinf.hf.model import load as load
+    from zinf.hf.model import load_as_stored as load_as_stored
     from zinf.hf.preference import Preference as Preference
     from zinf.hf.samples import Tokenizing as Tokenizing
     from zinf.hf.task import CLASSIFICATION as CLASSIFICATION
@@ -42,6 +43,7 @@ make_lazy(
         "initialize": "zinf.hf.engine",
         "load": "zinf.hf.model",
         "load_head": "zinf.hf.heads",
+        "load_as_stored": "zinf.hf.model",
         "open_model": "zinf.hf.engine",
         "prompt_tokens": "zinf.hf.completion",
         "settings_of": "zinf.hf.completion",

@@ -81,6 +81,19 @@ def load(
     return Model(name, folder, read_config(folder), dtype, adapter)
 
 
+def load_as_stored(
+    path_or_id: str | Path, *, base: str | Path | None = None
+) -> "Model":
+    """`load` in the precision of the files, to run and not to train.
+
+    Float16 becomes bfloat16, which has the range that float16 lacks.
+    """
+    model = load(path_or_id, base=base)
+    if not str(model.config.dtype or "float32").endswith("float32"):
+        model.dtype = "bfloat16"
+    return model
+
+
 class Model:
     """A causal language model without its weights.
 
