@@ -697,11 +697,6 @@ class Engine:
             lambda f: problem.bound(f if of_params is None else of_params(f)),
             jax.random.key(0) if key is None else key.reshape(-1)[0],
         )
-        if self.planner.rule.mesh.size > 1:
-            raise NotImplementedError(
-                "engine.generate runs on one device, and this engine has "
-                f"{self.planner.rule.mesh.size}. Use one device."
-            )
         same = SameFunction(decoder.apply), sampling.steps, str(planner.key.dtype)
         self._flush()
         return complete(

@@ -374,6 +374,26 @@ def plan(
     sequence_length: Annotated[
         int, typer.Option(min=2, help="Tokens of a sample, with --model.")
     ] = 1024,
+    generates: Annotated[
+        bool,
+        typer.Option(
+            "--generate",
+            help="Plan generation in place of training: tokens/s by batch size.",
+        ),
+    ] = False,
+    prompt_length: Annotated[
+        int, typer.Option(min=1, help="Tokens of a prompt, with --generate.")
+    ] = 512,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of a completion, with --generate.")
+    ] = 200,
+    batch_sizes: Annotated[
+        str | None,
+        typer.Option(
+            help="Sequences at once, such as 1,8,64, with --generate; doubled while "
+            "that gains, if absent."
+        ),
+    ] = None,
     html: Annotated[
         Path | None, typer.Option(help="Draw the plan of one config as an HTML page.")
     ] = None,
@@ -387,9 +407,13 @@ def plan(
     With --topology, plan for another machine and compile with its real compiler: print
     the bytes of a device and a host, collectives, and the predicted time of a step.
 
+    With --generate, plan to run the model: where weights and caches rest, and the
+    predicted time of prompts and tokens for batches of several sizes.
+
     The exit code is 1 if a plan does not fit and 2 if there is another error.
     """
     from zinf.cli.finetune import model_config
+    from zinf.cli.forecast import Asked, batch_sizes_of, plan_generation
     from zinf.cli.plan import plan_config, print_tables
 
     if table:
@@ -404,6 +428,16 @@ def plan(
     if html is not None and len(configs) + (model is not None) > 1:
         raise typer.BadParameter("--html draws one plan; name one config.")
     given = [*(overrides or ()), *[IGNORE] * ignore_unsupported]
+    if generates:
+        with clean_errors(traceback):
+            sizes = batch_sizes_of(batch_sizes)
+        asked = Asked(prompt_length, max_new_tokens, sizes)
+        where = {"topology": topology, "traceback": traceback}
+        codes = [plan_generation(config, given, asked, **where) for config in configs]
+        if model is not None:
+            raw = {"model": {"huggingface": model}}
+            codes.append(plan_generation(model, given, asked, **where, raw=raw))
+        raise typer.Exit(max(codes))
     rest = given, every, topology, html, traceback
     codes = [plan_config(config, *rest) for config in configs]
     if model is not None:

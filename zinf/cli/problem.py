@@ -42,9 +42,11 @@ def problem(
     if is_huggingface(config):
         return hf.Task(config).arguments(batch_size(config) // group.count)
     loss, init, named = _given(config, group)
-    if config.adapter is None and any(_model(config).experts_of_blocks):
+    if config.adapter is None and any(gpt_config(config).experts_of_blocks):
         # How experts are used, for the metrics.
-        init, loss = init_and_loss(_model(config), seed=config.run.seed, has_aux=True)
+        init, loss = init_and_loss(
+            gpt_config(config), seed=config.run.seed, has_aux=True
+        )
         named["has_aux"] = True
     optimizer, told = build_optimizer(config), config.told()
     if config.adapter is None:
@@ -84,7 +86,7 @@ def _given(
 ) -> tuple[Callable, Callable, dict[str, Any]]:
     """The loss and the parameters of a config's model, and its key and batch."""
     rows = batch_size(config) // group.count
-    model = _model(config)
+    model = gpt_config(config)
     init, loss = init_and_loss(model, seed=config.run.seed)
     shape = (rows, config.sequence_length + 1)
     dropout = 0.0 if config.adapter is None else config.adapter.lora_dropout
@@ -158,7 +160,7 @@ def dataset(
         num_epochs=num_epochs if split == "train" else None,
         split=split,
         validation_fraction=data.validation_fraction,
-        vocab_size=_model(config).vocab_size,
+        vocab_size=gpt_config(config).vocab_size,
         process=(group.index, group.count),
         num_microbatches=config.num_microbatches,
         metrics=metrics,
@@ -209,7 +211,12 @@ def describing(config: Config) -> Callable[[Any], dict[str, int]]:
     return hf.Task.describe if is_huggingface(config) else describe
 
 
-def _model(config: Config) -> GPTConfig:
+def gpt_config(config: Config) -> GPTConfig:
+    """The shape of a config's own model.
+
+    Raises:
+        ValueError: the config has no model section.
+    """
     if config.model is None:
         raise ValueError(
             "The config has no model section, which zinf train and zinf plan need. "
@@ -249,7 +256,7 @@ def num_model_parameters(config: Config) -> int:
     """Number of the model's parameters, without adapters."""
     if is_huggingface(config):
         return hf.Task(config).model.num_parameters
-    return num_parameters(_model(config))
+    return num_parameters(gpt_config(config))
 
 
 def num_tokens(config: Config) -> int:

@@ -10,7 +10,7 @@ from pydantic import Field, PrivateAttr
 from zinf.config.adapter import Adapter
 from zinf.config.arguments import TOTAL_STEPS, Key, chosen_values, fill
 from zinf.config.batch import BatchSizes, batch_sizes, batch_violations
-from zinf.config.deepspeed import DeepSpeedKeys
+from zinf.config.deepspeed import ActivationCheckpointing, DeepSpeedKeys
 from zinf.config.efficiency import (
     RESHAPE,
     dropping_violations,
@@ -163,6 +163,27 @@ class Config(DeepSpeedKeys):
         told = self.model_copy()
         told._is_told = True
         return told
+
+    def without_training(self) -> "Config":
+        """A copy for running a model: all is frozen, and no step is taken.
+
+        Budgets, folders, tiers of parameters and dtypes stay. An adapter is left out.
+        """
+        nothing = dict.fromkeys(
+            (
+                "adapter",
+                "gradient_clipping",
+                "train_batch_size",
+                "train_micro_batch_size_per_gpu",
+                "gradient_accumulation_steps",
+            )
+        )
+        changed = {
+            "frozen": ("*",),
+            "execution": "streamed",
+            "activation_checkpointing": ActivationCheckpointing(),
+        }
+        return self.model_copy(update=nothing | changed)
 
     @property
     def is_told(self) -> bool:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from zinf.hf.engine import ModelEngine as ModelEngine
     from zinf.hf.engine import initialize as initialize
     from zinf.hf.engine import open_model as open_model
+    from zinf.hf.engine import running as running
     from zinf.hf.export import export as export
     from zinf.hf.export import export_adapter as export_adapter
     from zinf.hf.export import write_adapter as write_adapter
@@ -46,6 +47,7 @@ make_lazy(
         "load_as_stored": "zinf.hf.model",
         "open_model": "zinf.hf.engine",
         "prompt_tokens": "zinf.hf.completion",
+        "running": "zinf.hf.engine",
         "settings_of": "zinf.hf.completion",
         "write_adapter": "zinf.hf.export",
         "write_model": "zinf.hf.export",

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -24,6 +24,8 @@ from zinf.initialize import ConfigSource, make_planner
 from zinf.interchange.names import Terms, listed
 from zinf.interchange.place import fill
 from zinf.interchange.tensors import AbstractTensors
+from zinf.prepare.planner import Planner
+from zinf.topology import Topology
 
 logger = logging.getLogger(__name__)
 TRACED_TOKENS = 8
@@ -65,23 +67,12 @@ class ModelEngine(Engine):
         if given is not None:
             return given
         if self._own_decoder is None:
-            made = decoder_of(self._model, self._compute_dtype())
-            self._own_decoder = replace(made, apply=self._applied(made.apply))
+            self._own_decoder = decoder_for(self._model, self._adapted, self.planner)
         return self._own_decoder
 
     def _token_scores(self) -> Callable:
-        return self._applied(self._model.token_log_probabilities)
-
-    def _applied(self, function: Callable) -> Callable:
-        """A function of the model's parameters as one of those that are kept."""
+        function = self._model.token_log_probabilities
         return function if self._adapted is None else self._adapted.applied(function)
-
-    def _compute_dtype(self) -> Any:
-        """That of the parameters as the model sees them."""
-        kept = self.planner.problem.params
-        places = ("",) if self._adapted is None else (f"{BASE}/", f"{ADAPTER}/")
-        paths = (f"{place}{name}" for name in self._model.specs for place in places)
-        return next(kept[path].compute.dtype for path in paths if path in kept)
 
     def initialize_state(self) -> None:
         """Write the weights of the model's files to their tiers, in parts."""
@@ -121,19 +112,63 @@ def open_model(
         InfeasibleError: the budgets have no room for the weights.
         ValueError, NotImplementedError, FileNotFoundError: see `initialize`.
     """
+    model.read_buffers()
+    run = running(model, config, rows=rows, length=length)
+    return _engine(
+        run.model, run.adapted, optax.identity(), run.config, batch=run.batch
+    )
+
+
+@dataclass(frozen=True)
+class Running:
+    """A model that runs and is not trained, as `open_model` keeps it.
+
+    Attributes:
+        adapted: what is kept beside its weights; None if nothing is.
+        config: budgets and tiers, of a run that trains nothing.
+        batch: shapes of the batch for which room is left beside the weights.
+    """
+
+    model: Model
+    adapted: Adapted | None
+    config: Config
+    batch: dict[str, jax.ShapeDtypeStruct]
+
+    def planner(self, *, mesh: Mesh, topology: Topology | None) -> Planner:
+        """Plans for a machine that may be absent; no weight is needed."""
+        config = self.config.told()
+        rest = optax.identity(), config
+        return _planner(self.model, self.adapted, *rest, mesh=mesh, topology=topology)
+
+    def decoder(self, planner: Planner) -> Decoder:
+        """The model with its cache, as a function of the arrays that are kept."""
+        return decoder_for(self.model, self.adapted, planner)
+
+
+def running(
+    model: Model, config: ConfigSource = None, *, rows: int, length: int
+) -> Running:
+    """What `open_model` runs, of which only shapes are known."""
     loaded = Config.load(config)
     batch = {"input_ids": jax.ShapeDtypeStruct((rows, length), np.int32)}
-    model.read_buffers()
     adapted, section = None, loaded.adapter
     if model.adapter is not None:
         section = model.adapter.section(model.specs)
     if section is not None:
         section = section.model_copy(update={"lora_dropout": 0.0})
         adapted = adapted_model(model, section, batch=batch)
-        loaded = adapted.config(loaded)
-    changed = {"frozen": ("*",), "execution": "streamed"}
-    frozen = loaded.model_copy(update=changed)
-    return _engine(model, adapted, optax.identity(), frozen, batch=batch)
+    return Running(model, adapted, loaded.without_training(), batch)
+
+
+def decoder_for(model: Model, adapted: Adapted | None, planner: Planner) -> Decoder:
+    """The model with its cache, as a function of the arrays that a planner knows."""
+    kept = planner.problem.params
+    places = ("",) if adapted is None else (f"{BASE}/", f"{ADAPTER}/")
+    paths = (f"{place}{name}" for name in model.specs for place in places)
+    # That of the parameters as the model sees them.
+    dtype = next(kept[path].compute.dtype for path in paths if path in kept)
+    made = decoder_of(model, dtype)
+    return made if adapted is None else replace(made, apply=adapted.applied(made.apply))
 
 
 def initialize(
@@ -210,19 +245,29 @@ def _engine(
     group: AbstractGroup | None = None,
 ) -> ModelEngine:
     """An engine for a config whose adapter section is done."""
-    arguments: tuple[Any, Any] = (loss or model.loss, model.zeros)
-    evaluates = None
-    if adapted is not None:
-        arguments = adapted.loss_fn, adapted.params
-        evaluates = adapted.eval_loss_fn
-    planner = make_planner(
-        *arguments, tx, config, eval_loss_fn=evaluates, rng=rng, mesh=mesh, group=group
-    )
+    where = {"mesh": mesh, "group": group}
+    planner = _planner(model, adapted, tx, config, loss=loss, rng=rng, **where)
     engine = ModelEngine(planner, rng)
     engine._model, engine._adapted = model, adapted
     if batch is not None:
         engine.prepare(batch)
     return engine
+
+
+def _planner(
+    model: Model,
+    adapted: Adapted | None,
+    tx: optax.GradientTransformation,
+    config: Config,
+    *,
+    loss: Callable | None = None,
+    **named: Any,
+) -> Planner:
+    if adapted is None:
+        return make_planner(loss or model.loss, model.zeros, tx, config, **named)
+    evaluates = adapted.eval_loss_fn
+    rest = adapted.params, tx, config
+    return make_planner(adapted.loss_fn, *rest, eval_loss_fn=evaluates, **named)
 
 
 def draws(model: Model, config: Config) -> bool:
