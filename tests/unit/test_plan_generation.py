@@ -83,6 +83,26 @@ def test_a_mistake_is_one_clean_message(options, message, file):
     assert re.search(message, found.stderr, re.DOTALL)
 
 
+def test_bits_of_weights_are_refused_where_a_model_is_trained(file):
+    found = CliRunner().invoke(app, ["plan", str(file), "--weight-bits", "8"])
+    assert found.exit_code == 2
+    assert "--weight-bits is of --generate" in found.stderr
+
+
+@pytest.mark.slow
+def test_weights_in_four_bits_are_fewer_bytes_at_rest_and_on_the_drive(file):
+    whole, few = (
+        rows(run(file, *LENGTHS, "--batch-sizes", 8, *bits))[0]
+        for bits in ((), ("--weight-bits", 4))
+    )
+    count, width = num_parameters(GPTConfig(**MODEL)), MODEL["embed_dim"]
+    # Four of attention, and two of the MLP; 4 bits and 8 bytes for each 64 numbers.
+    linear = (4 + 8) * width**2
+    assert whole["drive read"] == show_bytes(4 * count)
+    kept = 4 * (count - linear) + linear // 2 + 8 * linear // 64
+    assert few["drive read"] == show_bytes(kept)
+
+
 @pytest.mark.slow
 def test_a_batch_that_does_not_fit_is_said_with_the_bytes_that_it_needs(file):
     budgets = ("device=256KiB", "host=256KiB", "nvme_capacity=256KiB")

@@ -13,7 +13,7 @@ import typer
 from zinf.cli.checkpoint import checkpoint_app
 from zinf.cli.data import data_app
 from zinf.cli.errors import DIFFERS, USER_ERROR, clean_errors
-from zinf.cli.inference import evaluate, generate
+from zinf.cli.inference import WeightBits, evaluate, generate
 from zinf.distributed import Flags, Limits, find_seat, options
 
 # [Note: late imports] Each command imports what it runs inside its function, so that
@@ -394,6 +394,7 @@ def plan(
             "that gains, if absent."
         ),
     ] = None,
+    weight_bits: WeightBits = None,
     html: Annotated[
         Path | None, typer.Option(help="Draw the plan of one config as an HTML page.")
     ] = None,
@@ -414,6 +415,7 @@ def plan(
     """
     from zinf.cli.finetune import model_config
     from zinf.cli.forecast import Asked, batch_sizes_of, plan_generation
+    from zinf.cli.generate import in_bits
     from zinf.cli.plan import plan_config, print_tables
 
     if table:
@@ -432,12 +434,15 @@ def plan(
         with clean_errors(traceback):
             sizes = batch_sizes_of(batch_sizes)
         asked = Asked(prompt_length, max_new_tokens, sizes)
+        given = [*in_bits(weight_bits), *given]
         where = {"topology": topology, "traceback": traceback}
         codes = [plan_generation(config, given, asked, **where) for config in configs]
         if model is not None:
             raw = {"model": {"huggingface": model}}
             codes.append(plan_generation(model, given, asked, **where, raw=raw))
         raise typer.Exit(max(codes))
+    if weight_bits is not None:
+        raise typer.BadParameter("--weight-bits is of --generate.")
     rest = given, every, topology, html, traceback
     codes = [plan_config(config, *rest) for config in configs]
     if model is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import typer
@@ -15,9 +16,9 @@ from jax.sharding import Mesh
 from rich.table import Table
 
 from zinf import hf
+from zinf.adapt import adapt
 from zinf.cli.endings import INTERRUPTED
 from zinf.cli.errors import DOES_NOT_FIT, clean_errors
-from zinf.cli.generate import open_folder
 from zinf.cli.plan import on_machine, rates_note
 from zinf.cli.problem import gpt_config, is_huggingface
 from zinf.cli.report import console
@@ -36,7 +37,7 @@ from zinf.inference import (
     weight_bytes,
 )
 from zinf.initialize import make_planner
-from zinf.models import GPT, GPTConfig, init_and_loss
+from zinf.models import GPT, GPTConfig, init_and_loss, num_parameters
 from zinf.models.gpt_decode import decode, init_cache
 from zinf.plan import InfeasibleError, Link, Plan, show_bytes, show_seconds
 from zinf.prepare.planner import AtRest, Planner
@@ -115,11 +116,8 @@ def _print_forecasts(
     planner, decoder = problem.planner, problem.decoder
     lengths = asked.prompt_length, asked.max_new_tokens
     check_length(*lengths, decoder.max_length, "The prompt")
-    numbers = sum(
-        spec.nbytes // spec.itemsize for spec in planner.array_specs().values()
-    )
     print(
-        f"{name}: {numbers:,} parameters, {show_bytes(planner.param_bytes)}, "
+        f"{name}: {problem.count:,} parameters, {show_bytes(planner.param_bytes)}, "
         f"prompts of {lengths[0]:,} tokens and {lengths[1]:,} new ones",
         flush=True,
     )
@@ -147,6 +145,7 @@ def _print_forecasts(
         )
     )
     _print_table(found, resting)
+    print(_uncounted(resting, machine))
     print(f"\n{rates_note(config, None if machine is None else machine.text)}")
     return 0 if any(isinstance(x, Forecast) for x in found) else DOES_NOT_FIT
 
@@ -198,8 +197,8 @@ def _verdict(fitting: Sequence[Forecast], resting: Mapping[Tier, int]) -> str:
         lines = [f"Tokens/s still rise at a batch of {most.batch_size:,}."]
     else:
         lines = [
-            f"A batch of {enough.batch_size:,} saturates: twice as many sequences "
-            "give less than a tenth more tokens/s."
+            f"A batch of {enough.batch_size:,} saturates: larger ones give less than "
+            "a tenth more tokens/s."
         ]
     bound = _bound_seconds(best, resting)
     if bound:
@@ -209,11 +208,20 @@ def _verdict(fitting: Sequence[Forecast], resting: Mapping[Tier, int]) -> str:
             f"weights at {rate / 1e9:.3g} GB/s are {show_seconds(bound)} a token of "
             "all sequences."
         )
-    lines.append(
-        "Times count flops and links; reading weights and caches from device memory "
-        "is not counted."
-    )
     return "\n".join(lines)
+
+
+def _uncounted(resting: Mapping[Tier, int], machine: Topology | None) -> str:
+    """What the predicted times leave out."""
+    text = "Times count flops and links, and no reading from device memory"
+    if machine is None or not resting[Tier.DEVICE]:
+        return f"{text}."
+    rate = machine.chip.memory_bytes_per_second
+    seconds = show_seconds(resting[Tier.DEVICE] / rate)
+    return (
+        f"{text}: the weights that rest there take at least {seconds} a token and "
+        f"microbatch, at {rate / 1e12:.3g} TB/s."
+    )
 
 
 def _by_tier(resting: Mapping[Tier, int], plan: Plan) -> str:
@@ -230,9 +238,11 @@ class _Problem:
     """A model to plan with: nothing is trained, and parameters are shapes.
 
     Attributes:
+        count: its parameters, however they are stored.
         batch: shapes of the batch for which room is left beside the weights.
     """
 
+    count: int
     planner: Planner
     batch: Any
     decoder: Decoder
@@ -244,19 +254,27 @@ def _problem(
     """The model of a config, opened as `zinf generate` opens a folder."""
     if is_huggingface(config):
         assert config.model is not None
-        model = open_folder(str(config.model.huggingface))
+        model = hf.load_as_stored(str(config.model.huggingface))
         run = hf.running(model, config, rows=ROWS, length=length)
         planner = run.planner(mesh=mesh, topology=machine)
-        return _Problem(planner, run.batch, run.decoder(planner))
+        count = model.num_parameters
+        return _Problem(count, planner, run.batch, run.decoder(planner))
     shape = replace(gpt_config(config), dropout=0.0)
     init, loss = init_and_loss(shape, seed=config.run.seed)
-    quiet = config.without_training().told()
-    arguments = loss, init, optax.identity(), quiet
-    planner = make_planner(*arguments, mesh=mesh, topology=machine)
     tokens = (ROWS, min(length, shape.max_length) + 1)
     batch = {"tokens": jax.ShapeDtypeStruct(tokens, np.int32)}
-    first = next(iter(planner.problem.params.values()))
-    return _Problem(planner, batch, _gpt_decoder(shape, first.compute.dtype))
+    arguments, adapted = (loss, init), None
+    if config.weight_quantization is not None:
+        kept = config.weight_quantization
+        adapted = adapt(loss, init, quantization=kept, batch=batch)
+        arguments = adapted.loss_fn, adapted.params
+    quiet = config.without_training().told()
+    on = {"mesh": mesh, "topology": machine}
+    planner = make_planner(*arguments, optax.identity(), quiet, **on)
+    decoder = _gpt_decoder(shape, jnp.dtype(config.compute_dtype))
+    if adapted is not None:
+        decoder = replace(decoder, apply=adapted.applied(decoder.apply))
+    return _Problem(num_parameters(shape), planner, batch, decoder)
 
 
 def _gpt_decoder(shape: GPTConfig, dtype: Any) -> Decoder:

@@ -22,9 +22,19 @@ from zinf.inference import ROWS, bucket
 MICROBATCHES = 8
 
 
-def budgets(overrides: Sequence[str], nvme: Path | None) -> Config:
+def budgets(
+    overrides: Sequence[str], nvme: Path | None, weight_bits: int | None
+) -> Config:
     raw: dict[str, Any] = {} if nvme is None else {"memory": {"nvme": str(nvme)}}
-    return Config.load(raw, overrides)
+    return Config.load(raw, [*in_bits(weight_bits), *overrides])
+
+
+def in_bits(weight_bits: int | None) -> list[str]:
+    """The overrides that keep weights of linear layers in so many bits."""
+    if weight_bits is None:
+        return []
+    key = "weight_quantization.quantized_initialization.num_bits"
+    return [f"{key}={weight_bits}"]
 
 
 def print_completion(

@@ -22,6 +22,12 @@ Nvme = Annotated[
     Path | None,
     typer.Option(help="Folder on a drive, for weights that memory has no room for."),
 ]
+WeightBits = Annotated[
+    int | None,
+    typer.Option(
+        metavar="8|4", help="Keep weights of linear layers in 8 or 4 bits each."
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
@@ -78,6 +84,7 @@ def generate(
     ] = 64,
     base: Base = None,
     nvme: Nvme = None,
+    weight_bits: WeightBits = None,
     overrides: Overrides = None,
     traceback: ShowTraceback = False,
 ) -> None:
@@ -100,7 +107,7 @@ def generate(
         "repetition_penalty": repetition_penalty,
     }
     with clean_errors(traceback):
-        config = budgets(overrides or (), nvme)
+        config = budgets(overrides or (), nvme, weight_bits)
         if prompt is not None:
             print_completion(
                 model,
@@ -161,6 +168,7 @@ def evaluate(
     ] = None,
     base: Base = None,
     nvme: Nvme = None,
+    weight_bits: WeightBits = None,
     overrides: Overrides = None,
     traceback: ShowTraceback = False,
 ) -> None:
@@ -169,10 +177,10 @@ def evaluate(
     For a config, the batches are those of the evaluations of zinf train.
     """
     of_run = _is_config(model)
-    if of_run and (data or base is not None or nvme is not None):
+    if of_run and (data or (base, nvme, weight_bits) != (None, None, None)):
         raise typer.BadParameter(
-            "A config names its data and folders itself: use --set, not --data, --base "
-            "or --nvme."
+            "A config names its data and folders itself: use --set, not --data, "
+            "--base, --nvme or --weight-bits."
         )
     if not of_run and (step is not None or batches is not None):
         raise typer.BadParameter("--step and --batches are for the config of a run.")
@@ -192,7 +200,7 @@ def evaluate(
         print_evaluation(
             model,
             data or (),
-            budgets(overrides or (), nvme),
+            budgets(overrides or (), nvme, weight_bits),
             base=base,
             sequence_length=sequence_length,
             truncates=truncate,

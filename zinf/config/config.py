@@ -167,11 +167,13 @@ class Config(DeepSpeedKeys):
     def without_training(self) -> "Config":
         """A copy for running a model: all is frozen, and no step is taken.
 
-        Budgets, folders, tiers of parameters and dtypes stay. An adapter is left out.
+        Budgets, folders, tiers of parameters and dtypes stay. Left out is what changes
+        the parameters first: an adapter, and weights in few bits.
         """
         nothing = dict.fromkeys(
             (
                 "adapter",
+                "weight_quantization",
                 "gradient_clipping",
                 "train_batch_size",
                 "train_micro_batch_size_per_gpu",

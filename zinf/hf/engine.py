@@ -105,6 +105,8 @@ def open_model(
 
     Args:
         config: budgets, folders and tiers; what it says of training has no effect.
+            With a `weight_quantization` section, weights of linear layers are encoded
+            in 8 or 4 bits as they are read, and rest and move so.
         rows, length: shape of the largest batch, for which room is left beside the
             weights.
 
@@ -124,7 +126,8 @@ class Running:
     """A model that runs and is not trained, as `open_model` keeps it.
 
     Attributes:
-        adapted: what is kept beside its weights; None if nothing is.
+        adapted: its weights as they are kept, and what is beside them; None: the
+            weights as they are, alone.
         config: budgets and tiers, of a run that trains nothing.
         batch: shapes of the batch for which room is left beside the weights.
     """
@@ -148,7 +151,12 @@ class Running:
 def running(
     model: Model, config: ConfigSource = None, *, rows: int, length: int
 ) -> Running:
-    """What `open_model` runs, of which only shapes are known."""
+    """What `open_model` runs, of which only shapes are known.
+
+    Raises:
+        NotImplementedError: the weights would be kept in few bits below an adapter.
+        ValueError: see `adapted_model`.
+    """
     loaded = Config.load(config)
     batch = {"input_ids": jax.ShapeDtypeStruct((rows, length), np.int32)}
     adapted, section = None, loaded.adapter
@@ -157,6 +165,15 @@ def running(
     if section is not None:
         section = section.model_copy(update={"lora_dropout": 0.0})
         adapted = adapted_model(model, section, batch=batch)
+    if loaded.weight_quantization is not None:
+        if section is not None:
+            raise NotImplementedError(
+                "An adapter is run over the weights that it was trained over, and "
+                "weight_quantization (--weight-bits) would change them. Leave it out; "
+                "an adapter of adapter.quantize_base has its base in few bits anyway."
+            )
+        quantization = loaded.weight_quantization
+        adapted = adapt(model.loss, model.zeros, quantization=quantization, batch=batch)
     return Running(model, adapted, loaded.without_training(), batch)
 
 

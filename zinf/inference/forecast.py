@@ -130,14 +130,13 @@ def forecasts(
 
 
 def saturating(found: Sequence[Forecast]) -> Forecast | None:
-    """The smallest batch of which twice the sequences gain less than a tenth.
+    """The smallest batch that no larger one exceeds by a tenth in tokens/s.
 
-    None if tokens/s rise by more up to the largest batch.
+    None if that is the largest: then larger ones may give more.
     """
-    for small in found:
-        large = [x for x in found if x.batch_size >= 2 * small.batch_size]
-        if large and not any(_gains(x, small) for x in large):
-            return small
+    for each in found[:-1]:
+        if not any(_gains(large, each) for large in found):
+            return each
     return None
 
 

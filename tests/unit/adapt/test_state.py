@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zinf.adapt import lora
+from zinf.adapt import lora, quantize
 from zinf.adapt.state import FirstState
 from zinf.interchange.names import Terms
 from zinf.interchange.tensors import AbstractTensors, boxes
@@ -82,6 +82,21 @@ def test_read_in_parts_it_is_what_is_made_in_memory(options):
             np.testing.assert_allclose(found, wanted[name], rtol=3e-7, err_msg=name)
         else:
             assert np.array_equal(found, wanted[name]), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"num_bits": 8}, {"num_bits": 4}])
+def test_codes_without_adapters_are_encoded_as_they_are_read(options):
+    batch = np.arange(5, dtype=np.int32)
+    made = quantize(loss, base(), batch=batch, group_size=10, **options)
+    wanted = {p: np.asarray(x) for p, x in named_leaves(made.params).items()}
+    state = FirstState(made, Held(base()), Terms())
+    assert state.specs.keys() == wanted.keys()
+    for name, spec in state.specs.items():
+        found = np.zeros(spec.shape, spec.dtype)
+        for box in boxes(spec.shape, state.block(name)):
+            found[tuple(slice(*b) for b in box)] = state.read(name, box)
+        assert np.array_equal(found, wanted[name]), name
 
 
 def test_parts_of_codes_may_begin_anywhere():

@@ -91,6 +91,8 @@ def test_sizes_are_doubled_until_that_gains_little(planner):
     assert all(b > 1.1 * a for a, b in zip(rates[1:-2], rates[2:-1], strict=True))
     enough = saturating(found)
     assert enough is not None and enough.tokens_per_second >= max(rates) / 1.1
+    before = found[: found.index(enough)]
+    assert all(each.tokens_per_second < max(rates) / 1.1 for each in before)
     assert saturating(found[:1]) is None
 
 
