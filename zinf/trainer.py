@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from zinf.checkpoint import Checkpoints
-from zinf.data import PacedIterator, TaughtIterator
+from zinf.data import AbstractForeseen
 from zinf.engine import Engine
 from zinf.memory import StorageError
 from zinf.observe import (
@@ -48,7 +48,7 @@ class Trainer:
 
     Attributes:
         train_data: a `grain` dataset, loader or iterator, whose position is saved and
-            restored, such as `zinf.data.Paced`, for whose lengths plans are made while
+            restored, such as `zinf.data.Paced`, for whose shapes plans are made while
             steps run; or any iterable of batches. When a run is resumed, the batches of
             an iterable that were used before are skipped.
         steps: number of optimizer steps, with those before a resume.
@@ -361,13 +361,13 @@ class _Batches:
 
     def largest(self) -> Any:
         """The next batch, or the shapes of the largest one that comes; peek before."""
-        if isinstance(self._iterator, PacedIterator | TaughtIterator):
+        if isinstance(self._iterator, AbstractForeseen):
             return self._iterator.whole()
         return self._ahead[0]
 
     def coming(self, num_steps: int) -> list[Any]:
         """Shapes of the batches of the next steps, if they change."""
-        if isinstance(self._iterator, PacedIterator | TaughtIterator):
+        if isinstance(self._iterator, AbstractForeseen):
             return self._iterator.coming(num_steps)
         return []
 
