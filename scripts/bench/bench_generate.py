@@ -20,8 +20,8 @@ Memory is the most anonymous memory of a process (`anonymous_memory.py`), bytes 
 the kernel counts as read from a drive (/proc/PID/io). What accelerate keeps in memory
 is mapped from the file of weights, and so is not anonymous: --cpu comes on top.
 
-Needs `zinf[hf]`. DeepSpeed is not among the contenders: it has no wheel, and its
-ZeRO-Inference is for accelerators.
+Needs `zinf[hf]`. DeepSpeed is not among the contenders: no version that has
+ZeRO-Inference comes as a wheel.
 """
 
 import argparse
