@@ -7,6 +7,7 @@ from typing import Any
 import grain
 import jax
 import numpy as np
+import optax
 from jax.sharding import Mesh
 
 from zinf import hf
@@ -26,7 +27,7 @@ from zinf.distributed import AbstractGroup, Alone
 from zinf.engine import Engine
 from zinf.initialize import initialize
 from zinf.models import GPTConfig, init_and_loss, num_parameters
-from zinf.optim.factory import build_optimizer
+from zinf.optim.factory import build_optimizer, build_schedule
 
 ALONE = Alone()
 
@@ -206,6 +207,12 @@ def paced(config: Config, samples: grain.IterDataset) -> grain.IterDataset:
     return Paced(samples, length=length, reshapes=reshapes, dropping=dropping)
 
 
+def learning_rate(config: Config) -> optax.Schedule:
+    """The learning rate of a config, as a function of the number of updates done."""
+    scale = hf.Task(config).rate_scale() if is_huggingface(config) else None
+    return build_schedule(config, scale)
+
+
 def describing(config: Config) -> Callable[[Any], dict[str, int]]:
     """The function that adds the tokens of a batch to the metrics of its step."""
     return hf.Task.describe if is_huggingface(config) else describe
@@ -260,7 +267,10 @@ def num_model_parameters(config: Config) -> int:
 
 
 def num_tokens(config: Config) -> int:
-    """Number of tokens that one step trains on."""
+    """Number of tokens that one step trains on; the most where steps differ."""
+    batching = config.dynamic_batching
+    if batching is not None and batching.max_tokens is not None:
+        return config.num_microbatches * batching.max_tokens
     each = 2 if config.data.objective == "dpo" else 1
     return batch_size(config) * config.sequence_length * each
 

@@ -18,6 +18,7 @@ from zinf.cli.problem import (
     devices,
     heading,
     is_huggingface,
+    learning_rate,
     make_engine,
     num_tokens,
     title,
@@ -26,7 +27,6 @@ from zinf.config import Config
 from zinf.distributed import AbstractGroup, flat
 from zinf.engine import Engine
 from zinf.observe.record import METRICS, RUN, TRACE, RunRecord
-from zinf.optim.factory import build_schedule
 from zinf.prepare.devices import on_devices
 from zinf.trainer import Trainer
 
@@ -93,7 +93,7 @@ def train_config(
                 trace=drawn,
                 trace_steps=trace_steps,
                 log_every=config.log_every,
-                learning_rate=build_schedule(config),
+                learning_rate=learning_rate(config),
                 describe=describing(config),
             )
             try:

@@ -11,6 +11,7 @@ from zinf.config.adapter import Adapter
 from zinf.config.arguments import TOTAL_STEPS, Key, chosen_values, fill
 from zinf.config.batch import BatchSizes, batch_sizes, batch_violations
 from zinf.config.deepspeed import ActivationCheckpointing, DeepSpeedKeys
+from zinf.config.dynamic_batching import DynamicBatching
 from zinf.config.efficiency import (
     RESHAPE,
     dropping_violations,
@@ -21,6 +22,8 @@ from zinf.config.messages import ConfigError, Notice, Problem, without_effect
 from zinf.config.pacing import Pacing, buckets
 from zinf.config.precision import BF16, LossScaling, precision_violations
 from zinf.config.rules import (
+    batching_violations,
+    counting_violations,
     execution_violations,
     huggingface_violations,
     memory_violations,
@@ -228,9 +231,13 @@ class Config(DeepSpeedKeys):
         yield from dropping_violations(
             self.data_efficiency, self.model, self.sequence_length
         )
-        yield from huggingface_violations(
-            self.model, self.curriculum_learning, self.data_efficiency
+        yield from batching_violations(
+            self.data_efficiency, self.model, self.data, self.fp16.enabled
         )
+        yield from huggingface_violations(
+            self.model, self.curriculum_learning, self.data_efficiency, self.data
+        )
+        yield from counting_violations(self.scheduler, self.model, self.data_efficiency)
         if self.bfloat16 is not None and "bf16" in self.model_fields_set:
             yield (
                 ("bfloat16",),
@@ -394,6 +401,21 @@ class Config(DeepSpeedKeys):
         kept = buckets(pacing.levels(first_count=0), self.data.max_buckets)
         layers = dropping.random_ltd_layer_id or ()
         return KeptTokens(pacing, kept, layers, efficiency.seed)
+
+    @property
+    def num_layers(self) -> int | None:
+        """Layers of the model, of which random-LTD shortens some, if they are known."""
+        if self.model is not None and self.model.num_layers is not None:
+            return self.model.num_layers
+        efficiency = self.data_efficiency
+        dropping = efficiency.random_ltd if efficiency is not None else None
+        return None if dropping is None else dropping.total_layer_num
+
+    @property
+    def dynamic_batching(self) -> DynamicBatching | None:
+        """The batches by tokens; None: all have train_batch_size samples."""
+        efficiency = self.data_efficiency
+        return None if efficiency is None else efficiency.dynamic_batching
 
     @property
     def cuts_rows(self) -> bool:

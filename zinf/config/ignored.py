@@ -191,6 +191,10 @@ num_workers pin_memory: Samples are read in the calling thread.
 [data_efficiency.data_sampling.curriculum_learning] automatic here
 data_cluster_path: Samples are drawn from the index itself; no clusters are written.
 
+[data_efficiency.data_sampling.dynamic_batching] automatic here
+metrics_path: Lengths are those of the tokenized samples.
+verbose: The shapes of batches are printed when training begins.
+
 [data_efficiency.data_routing.random_ltd] automatic here
 model_mask_name: Kept tokens stay in order, so causal attention needs no mask.
 hidden_state_order: zinf's model has rows before tokens.

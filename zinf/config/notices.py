@@ -168,6 +168,9 @@ def _switched_off(config: Config) -> Iterator[Notice]:
         (
             *("data_efficiency", "data_sampling", "curriculum_learning"),
         ): sampling.curriculum_learning.enabled,
+        (
+            *("data_efficiency", "data_sampling", "dynamic_batching"),
+        ): sampling.dynamic_batching.enabled,
         ("data_efficiency", "data_routing"): routing.enabled,
         (
             *("data_efficiency", "data_routing", "random_ltd"),
@@ -197,6 +200,8 @@ def _counted_alike(config: Config) -> Iterator[Notice]:
     drops = config.kept_tokens is not None and count == "layer_tokens"
     if count != "steps" and config.lengths is None and not drops:
         text = f"{count} has no effect: every step has the same number"
+        if config.dynamic_batching is not None:
+            text = f"{count} has no effect with dynamic_batching"
         yield Notice(("scheduler", "count"), f"{text}, so it counts steps.")
 
 

@@ -298,7 +298,8 @@ class Data(Section):
     """Tokens per sample; null: 256, or model.max_length if that is less."""
 
     max_buckets: Count = 8
-    """Most lengths that a schedule of lengths trains with. Each has its own plan."""
+    """Most lengths that a schedule of lengths, or dynamic_batching, trains with. Each
+    has its own plan."""
 
     validation_fraction: Fraction = 0.05
     """Share of the data that is used for evaluation only."""
