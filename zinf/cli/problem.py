@@ -22,6 +22,7 @@ from zinf.data import (
     describe,
     text_dataset,
 )
+from zinf.data.analyze import check_about
 from zinf.data.text import Split, read_tokens, tokens_hash
 from zinf.distributed import AbstractGroup, Alone
 from zinf.engine import Engine
@@ -170,13 +171,15 @@ def dataset(
     return paced(config, samples) if split == "train" else samples
 
 
-def _metrics(config: Config) -> Callable[[int], Sequence[Metric]] | None:
-    """From the number of samples to the difficulties of a config; None without any."""
+def _metrics(
+    config: Config,
+) -> Callable[[int, dict[str, Any]], Sequence[Metric]] | None:
+    """From the samples to the difficulties of a config; None without any."""
     efficiency = config.data_efficiency
     if efficiency is None or not efficiency.metrics:
         return None
 
-    def read(num_samples: int) -> list[Metric]:
+    def read(num_samples: int, about: dict[str, Any]) -> list[Metric]:
         found = []
         for name, metric in efficiency.metrics.items():
             samples, values = metric.index_to_sample_path, metric.index_to_metric_path
@@ -186,6 +189,7 @@ def _metrics(config: Config) -> Callable[[int], Sequence[Metric]] | None:
                 values if metric.difficulty_type == "value" else None,
                 num_samples=num_samples,
             )
+            check_about(samples.parent, about)
             kind, highest = metric.difficulty_type, metric.max_difficulty
             found.append(Metric(name, metric, index, kind, highest))
         return found
