@@ -310,7 +310,7 @@ class Task:
             [rate_scale(data.num_rows(b), base, method) for b in data.buckets],
             jnp.float32,
         )
-        bucket_of = jnp.array(data.order.buckets(self.config.run.steps), jnp.uint8)
+        bucket_of = jnp.array(data.order.buckets(self.config.run.steps), jnp.uint16)
         return lambda count: scales[bucket_of[jnp.minimum(count, len(bucket_of) - 1)]]
 
     def rows(
