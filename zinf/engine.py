@@ -749,7 +749,7 @@ class Engine:
     def _place(self, made: Streamed | Fused | Offloaded) -> None:
         plan, layouts = made.plan, made.layouts
         stacks = made.program.stacks if isinstance(made, Offloaded) else ()
-        stores = make_stores(plan, self.config, self.planner.rule.mesh, stacks)
+        stores = make_stores(plan, self.planner, stacks)
         close = self._pending_save.close
         self.stores, self._closing = stores, close_when_dropped(self, close, stores)
         try:

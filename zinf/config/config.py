@@ -309,6 +309,13 @@ class Config(DeepSpeedKeys):
         }
 
     @property
+    def pinned(self) -> str:
+        """Memory of the host tier of streamed steps: auto, arrays or off."""
+        is_given = "pinned" in self.memory.model_fields_set
+        is_off = self.zero_optimization.pins_memory is False
+        return "off" if is_off and not is_given else self.memory.pinned
+
+    @property
     def compute_dtype(self) -> str:
         """Dtype of the compute copies: float32, bfloat16 or float16."""
         if self._bf16.enabled:

@@ -79,6 +79,16 @@ def _no_drive(config: Config) -> Iterator[Notice]:
             yield Notice(("memory", key), f"{text}.")
 
 
+def _pinned_otherwise(config: Config) -> Iterator[Notice]:
+    whys = {
+        "fused": "nothing rests on the host",
+        "offloaded": "all arrays are in pinned memory",
+    }
+    if config.execution in whys and config.memory.pinned != "auto":
+        text = f"has no effect, because execution is {config.execution}"
+        yield Notice(("memory", "pinned"), f"{text}: {whys[config.execution]}.")
+
+
 def _nothing_to_cut(config: Config) -> Iterator[Notice]:
     if config.execution == "fused":
         for key in sorted(config.segment.model_fields_set):
@@ -217,6 +227,7 @@ def _rounded(
 RULES: tuple[Callable[[Config], Iterator[Notice]], ...] = (
     _unused_folders,
     _no_drive,
+    _pinned_otherwise,
     _nothing_to_cut,
     _scheduled_rate,
     _replaced_rate,

@@ -22,7 +22,7 @@ from zinf.program import Tier
 
 
 def memory_violations(zero: ZeroOptimization, memory: Memory) -> Iterator[Violation]:
-    """An NVMe tier without a folder, or with two different ones."""
+    """An NVMe tier without a folder, or with two; memory that is pinned and is not."""
     offload = {
         "offload_param": (zero.offload_param, zero.param_tier),
         "offload_optimizer": (zero.offload_optimizer, zero.optimizer_tier),
@@ -41,6 +41,11 @@ def memory_violations(zero: ZeroOptimization, memory: Memory) -> Iterator[Violat
     if memory.nvme_capacity and not (memory.nvme or zero.nvme_paths):
         text = "has no effect without an NVMe tier. Give its folders in memory.nvme."
         yield ("memory", "nvme_capacity"), text
+    pins = zero.pins_memory
+    is_given = "pinned" in memory.model_fields_set and memory.pinned != "auto"
+    if is_given and pins is not None and pins == (memory.pinned == "off"):
+        text = f"is {memory.pinned}, but pin_memory in zero_optimization is"
+        yield ("memory", "pinned"), f"{text} {str(pins).lower()}. Remove one of them."
 
 
 def mesh_violations(

@@ -19,7 +19,7 @@ import numpy as np
 
 from zinf.config import Config
 from zinf.distributed import AbstractGroup, Alone
-from zinf.memory.pinned import check_pinned
+from zinf.memory.pages import check_pinned
 from zinf.mesh import local_devices
 from zinf.moe.leaves import expert_dims
 from zinf.optim.clipping import Clipping
