@@ -15,7 +15,6 @@ the streamed and the fused step agree up to the rounding of XLA's fusions.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any
 
 import jax
@@ -27,8 +26,7 @@ from zinf.memory.pinned import Stack
 from zinf.mesh import replicated
 from zinf.optim.clipping import Clipping
 from zinf.optim.decision import judge
-from zinf.optim.separate import LeafUpdate, Separated
-from zinf.optim.update import update_function
+from zinf.optim.separate import Separated
 from zinf.plan import count_contributions
 from zinf.prepare.fused import (
     batch_shardings,
@@ -36,9 +34,9 @@ from zinf.prepare.fused import (
     placed_specs,
     stacked_specs,
 )
+from zinf.prepare.stack_update import ON_DEVICE, ON_HOST, StackUpdate, row, with_row
 from zinf.prepare.stacks import AtRestTogether
 from zinf.prepare.sums import sum_dtype
-from zinf.prepare.updates import block_bytes
 from zinf.program import KEY, ArrayId, Role, SegmentSpec
 from zinf.segment import Segmented, named_leaves
 from zinf.segment.loops import Part
@@ -48,14 +46,10 @@ from zinf.sharding import AxisRule, Dim, Layouts, as_cut, gather
 from zinf.topology import compile_for, memory
 
 Rest = dict[Stack, Any]
-# Blocks of rows of a matrix begin at multiples of this: tiles of a TPU's memory have 8
-# rows of 32 bits, or 32 of 8 bits.
-TILE_ROWS = 32
 # Two iterations are one in the compiled loop. What a loop carries has one buffer, so
 # the parameters of the next iteration could arrive only after the last use of those of
 # this one; of two, one set has a buffer of its own.
 UNROLLED = 2
-ON_DEVICE, ON_HOST = jax.memory.Space.Device, jax.memory.Space.Host
 
 
 @dataclass(frozen=True)
@@ -257,6 +251,11 @@ class _Step:
         stacks = self.at_rest.stacks
         self.changed = tuple(s for s in stacks if s.members[0].path in trained)
         self.fixed = tuple(s for s in stacks if s.members[0].path not in trained)
+        by_row = frozenset(self.by_row)
+        self.of_stack = {
+            s: StackUpdate(self.at_rest, s, by_row, self._moves_whole(s))
+            for s in self._trained_params
+        }
         self.passes = [
             BodyPasses(shared.body, spec, self._gradient_layouts(spec))
             for shared, spec in zip(segmented.shared, self.specs, strict=True)
@@ -396,7 +395,7 @@ class _Step:
         stack, n = self.at_rest.places[array.whole]
         content = rest[stack]
         if stack.is_stacked:
-            content = _row(content, n if distance is None else n + distance)
+            content = row(content, n if distance is None else n + distance)
         elif array.rows is not None:
             start, stop = array.rows
             size = stop - start
@@ -429,7 +428,7 @@ class _Step:
             there = jax.device_put(there, ON_HOST)
         if stack.is_stacked:
             n = n if distance is None else n + distance
-            there = _with_row(gradients[stack], n, there)
+            there = with_row(gradients[stack], n, there)
         elif array.rows is not None:
             start, stop = array.rows
             first = start if distance is None else start + distance * (stop - start)
@@ -708,66 +707,20 @@ class _Step:
     ) -> None:
         """Update the leaves of a stack, one layer or block of rows at a time."""
         _, factor, is_finite = judged
-        paths = [array.path for array in params.members]
-        numbers = [self.at_rest.updates[path][0] for path in paths]
-        leaf = self.separated.leaves[numbers[0]]
-        master = self.at_rest.master(leaf.path)
-        has_master = master.role == Role.MASTER
-        arrays = [master, *[state.array(leaf.path) for state in leaf.states]]
-        stacks = [self.at_rest.places[array][0] for array in arrays]
-        count, rows = self._blocks(stacks[0], leaf)
-        shape = self.layouts.of(master).padded
-        shape = shape if rows is None else (rows, *shape[1:])
-        bodies = self.separated.bodies([(number, shape) for number in numbers])
-        function = update_function(bodies[0].body, None)
-        columns = [
-            jnp.asarray(np.stack(column))
-            for column in zip(*[b.hoisted for b in bodies], strict=True)
-        ]
-        mine = [step_values[k] for k in leaf.step_values]
+        update = self.of_stack[params]
         gradient = run.gradients.pop(params)
-        written = [*stacks, params] if has_master else stacks
-        is_whole = self._moves_whole(params)
 
         def block(contents: Sequence[Any], number: Any) -> list[Any]:
             """The stacks after the update of one layer or block."""
+            old = [update.take(x, number) for x in contents[: len(update.read)]]
+            grad = update.take(gradient, number)
+            new = update.new(factor, is_finite, step_values, grad, old, number)
+            return update.put(contents, new, number)
 
-            def take(content: Any) -> Any:
-                if params.is_stacked:
-                    content = _row(content, number)
-                elif rows is not None:
-                    first = number * rows
-                    content = jax.lax.dynamic_slice_in_dim(content, first, rows)
-                return jax.device_put(content, ON_DEVICE)
-
-            old = [take(content) for content in contents[: len(stacks)]]
-            at = number if params.is_stacked else 0
-            hoisted = [column[at] for column in columns]
-            grad = take(gradient)
-            new = function(factor, mine, hoisted, grad, old[0], old[1:])
-            pairs = zip(new, old, strict=True)
-            kept = [jnp.where(is_finite, y, x) for y, x in pairs]
-            if has_master:
-                kept.append(kept[0].astype(params.dtype))
-            results = []
-            for content, stack, value in zip(contents, written, kept, strict=True):
-                sharding = stack.layout.share
-                if not sharding.is_fully_replicated:
-                    value = jax.lax.with_sharding_constraint(value, sharding)
-                there = value if is_whole else jax.device_put(value, ON_HOST)
-                if params.is_stacked:
-                    there = _with_row(content, number, there)
-                elif rows is not None:
-                    first = number * rows
-                    there = jax.lax.dynamic_update_slice_in_dim(
-                        content, there, first, axis=0
-                    )
-                results.append(there)
-            return results
-
-        contents = [run.rest[stack] for stack in written]
-        if is_whole:
+        contents = [run.rest[stack] for stack in update.written]
+        if update.is_whole:
             contents = [jax.device_put(content, ON_DEVICE) for content in contents]
+        count, _ = update.blocks
         if count == 1 and not params.is_stacked:
             contents = block(contents, 0)
         else:
@@ -775,30 +728,7 @@ class _Step:
             contents, _ = jax.lax.scan(
                 lambda carry, number: (block(carry, number), None), contents, steps
             )
-        run.rest.update(zip(written, contents, strict=True))
-
-    def _blocks(self, master: Stack, leaf: LeafUpdate) -> tuple[int, int | None]:
-        """`(number of blocks, rows of each)` of the update of a stack.
-
-        None rows: a block is a whole layer or leaf.
-        """
-        if master.is_stacked:
-            return len(master.members), None
-        layout = master.layout
-        if not leaf.is_elementwise or not layout.has_whole_rows:
-            return 1, None
-        num_rows = layout.padded[0]
-        if leaf.path in self.by_row:
-            return num_rows, 1
-        nbytes = prod(layout.padded) * np.dtype(master.dtype).itemsize
-        wanted = -(-nbytes // block_bytes(self.separated))
-        fitting = (
-            n
-            for n in range(wanted, num_rows + 1)
-            if num_rows % n == 0 and num_rows // n % TILE_ROWS == 0
-        )
-        count = next(fitting, 1)
-        return (count, num_rows // count) if count > 1 else (1, None)
+        run.rest.update(zip(update.written, contents, strict=True))
 
 
 def _merged(
@@ -815,11 +745,3 @@ def _first(array: Any) -> Any:
 
 def _expanded(array: Any) -> Any:
     return array[None]
-
-
-def _row(stack: Any, number: Any) -> Any:
-    return jax.lax.dynamic_index_in_dim(stack, number, keepdims=False)
-
-
-def _with_row(stack: Any, number: Any, row: Any) -> Any:
-    return jax.lax.dynamic_update_index_in_dim(stack, row, number, axis=0)
