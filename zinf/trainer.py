@@ -196,6 +196,7 @@ class _Run:
                 f"step {self.saved_step}, and a new run would mix with them. Continue "
                 "that run (resume=True), or name another folder."
             )
+        self.group.say(f"loading the checkpoint of step {self.saved_step}")
         state = checkpoints.restore(self.engine) or {}
         self.batches.resume(state.get("batches"), self.engine.num_steps)
         self.num_skipped = state.get("num_skipped", 0)
@@ -241,6 +242,7 @@ class _Run:
             metrics["evaluation_loss"] = self.evaluate()
         for writer in self.writers:
             writer.write(metrics)
+        self.group.report(metrics)
         totals = Totals.of(metrics)
         self.totals = totals if self.totals is None else self.totals + totals
         if not is_last and _is_due(metrics["step"], self.settings.checkpoint_every):
@@ -270,7 +272,8 @@ class _Run:
     def is_ending(self, is_interrupted: threading.Event) -> bool:
         """Whether any process was interrupted; the same on all."""
         # No timeout: the first process may take long to write a checkpoint.
-        return self.group.any("interrupted", is_interrupted.is_set(), timeout=None)
+        is_asked = is_interrupted.is_set() or self.group.is_asked_to_stop
+        return self.group.any("interrupted", is_asked, timeout=None)
 
     def learning_rate(self, metrics: Metrics) -> float | None:
         """The rate of the latest step; schedules do not count skipped steps."""
