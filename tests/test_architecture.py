@@ -36,12 +36,12 @@ LAYERS = (
     ("session", "inference"),
     ("engine",),
     ("initialize", "arguments", "interchange", "adapt"),
-    ("nnx", "linen", "hf", "trainer", "verify"),
+    ("nnx", "linen", "hf", "ray", "trainer", "verify"),
     ("cli", "lm_eval"),
     ("__main__",),
 )
 # Packages whose modules import what an extra brings, and what that is.
-EXTRAS = {"zinf.hf": "torchax", "zinf.lm_eval": "lm_eval"}
+EXTRAS = {"zinf.hf": "torchax", "zinf.lm_eval": "lm_eval", "zinf.ray": "ray"}
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Features know nothing of each other; elsewhere siblings may, without a cycle.
 STRANGERS = LEVEL["tiling"]
