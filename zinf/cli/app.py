@@ -15,6 +15,8 @@ from zinf.cli.data import data_app
 from zinf.cli.errors import DIFFERS, USER_ERROR, clean_errors
 from zinf.cli.inference import WeightBits, evaluate, generate
 from zinf.distributed import Flags, Limits, find_seat, options
+from zinf.ray import options as ray_options
+from zinf.ray.settings import FailureConfig
 
 # [Note: late imports] Each command imports what it runs inside its function, so that
 # help and errors in arguments are fast: importing jax alone takes half a second. The
@@ -103,6 +105,18 @@ def train(
     join_timeout: options.JoinTimeout = options.DEFAULTS.join_seconds,
     silence_timeout: options.SilenceTimeout = options.DEFAULTS.silence_seconds,
     hang_timeout: options.HangTimeout = options.DEFAULTS.hang_seconds,
+    ray: ray_options.OnRay = False,
+    address: ray_options.Address = None,
+    workers: ray_options.Workers = None,
+    min_workers: ray_options.MinWorkers = None,
+    worker_resources: ray_options.WorkerResources = "CPU=1",
+    max_failures: ray_options.MaxFailures = ray_options.FAILURES.max_failures,
+    max_preemption_failures: ray_options.MaxPreemptionFailures = (
+        ray_options.FAILURES.max_preemption_failures
+    ),
+    preemption_grace: ray_options.PreemptionGrace = (
+        ray_options.FAILURES.preemption_grace_s
+    ),
     traceback: ShowTraceback = False,
 ) -> None:
     """Train the model of a config file.
@@ -117,10 +131,34 @@ def train(
         given.append(f"run.steps={steps}")
     if metrics is not None:
         given.append(f"run.metrics={json.dumps(str(metrics))}")
+    limits = Limits(join_timeout, silence_timeout, hang_timeout)
+    if ray:
+        from zinf.cli.train_ray import train_on_ray
+
+        with clean_errors(traceback):
+            ray_options.check_no_seat(
+                coordinator=coordinator,
+                num_processes=num_processes,
+                process_id=process_id,
+                local_devices=local_devices,
+            )
+            train_on_ray(
+                config,
+                given,
+                trace,
+                trace_steps,
+                scaling=ray_options.scaling(workers, min_workers, worker_resources),
+                failure=FailureConfig(
+                    max_failures, max_preemption_failures, preemption_grace
+                ),
+                address=address,
+                limits=limits,
+            )
+        return
     with clean_errors(traceback):
+        ray_options.check_absent(workers=workers, min_workers=min_workers)
         devices = options.device_ids(local_devices)
         flags = Flags(coordinator, num_processes, process_id, devices)
-        limits = Limits(join_timeout, silence_timeout, hang_timeout)
         group = join(find_seat(flags, os.environ), limits)
     try:
         with clean_errors(traceback, group), group:

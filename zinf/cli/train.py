@@ -30,6 +30,9 @@ from zinf.observe.record import METRICS, RUN, TRACE, RunRecord
 from zinf.prepare.devices import on_devices
 from zinf.trainer import Trainer
 
+# The meeting after which a run is the one of its folder: a restart continues it.
+SET_ASIDE = "checkpoints of earlier runs are set aside"
+
 
 def train_config(
     path: Path,
@@ -63,7 +66,7 @@ def train_config(
         drawn = trace or output / TRACE
         if group.is_first and not config.run.resume:
             _set_aside(output, folder, metrics, drawn)
-        group.barrier("checkpoints of earlier runs are set aside")
+        group.barrier(SET_ASIDE)
         with Checkpoints(folder, keep=config.run.keep_checkpoints) as checkpoints:
             if group.is_first:
                 record = RunRecord.of(
@@ -99,7 +102,8 @@ def train_config(
             try:
                 trainer.run()
             except KeyboardInterrupt:
-                if checkpoints.latest_step() is not None:
+                has_saved = checkpoints.latest_step() is not None
+                if has_saved and not group.goes_on_by_itself:
                     say(f"Continue with: {resume_command(path, overrides)}")
                 raise
         if config.run.export is not None:
