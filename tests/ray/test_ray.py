@@ -17,15 +17,19 @@ pytest.importorskip("ray")
 
 import ray
 from ray.cluster_utils import Cluster
+from ray.core.generated import autoscaler_pb2
 
 from tests.ray.training import STEPS, signalled, train
-from zinf.distributed import Limits
+from zinf.distributed import Alone, Limits
 from zinf.ray import FailureConfig, Fitted, RayGroup, ScalingConfig, fit
-from zinf.ray.cluster import NotEnoughNodes
+from zinf.ray.board import unlike
+from zinf.ray.cluster import NotEnoughNodes, check_address
 from zinf.ray.record import Cause
+from zinf.ray.worker import check_is_shared
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
+PREEMPTION = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
 NODE = {"num_cpus": 1, "object_store_memory": 80 << 20}
 LIMITS = Limits(join_seconds=120.0, silence_seconds=30.0, hang_seconds=120.0)
 # With another number of workers, sums over the batch are taken in another order: a few
@@ -106,30 +110,6 @@ def test_a_run_whose_workers_are_killed_and_told_to_leave_has_the_same_losses(
     assert list((folder / "compiled").iterdir())
 
 
-def test_a_run_goes_on_with_fewer_nodes_and_with_more_when_they_return(
-    cluster, undisturbed, tmp_path
-):
-    count = 2
-
-    def change(metrics: Any) -> None:
-        nonlocal count
-        if metrics["step"] == 3 and count == 2:
-            cluster.remove_node(list(cluster.worker_nodes)[-1], allow_graceful=False)
-            count = 1
-        elif metrics["step"] == 5 and count == 1:
-            cluster.add_node(**NODE)
-            count = 3
-
-    found, folder, _ = run(tmp_path, (1, 2), partial(slow, 0.5), on_metrics=change)
-    assert causes(found) == [Cause.LOST, Cause.RESIZED, Cause.DONE]
-    assert [attempt.count for attempt in found.attempts] == [2, 1, 2]
-    assert losses(folder) == pytest.approx(undisturbed, rel=RELATIVE)
-
-
-def slow(seconds: float, group: RayGroup, step: int) -> None:
-    time.sleep(seconds)
-
-
 class Wrong(ValueError):
     """An error that cannot be unpickled."""
 
@@ -165,3 +145,79 @@ def test_too_few_nodes_are_named(cluster):
     limits = Limits(join_seconds=1.0)
     with pytest.raises(NotEnoughNodes, match="needs 9 workers.*room for 2 on 2 nodes"):
         fit(wrong, scaling=ScalingConfig((9, 12)), limits=limits, say=lambda line: None)
+
+
+def test_a_cluster_that_cannot_be_reached_is_named():
+    with pytest.raises(ConnectionError, match="No Ray cluster .* at 127.0.0.1:1: .*"):
+        check_address("127.0.0.1:1")
+    for address in ("somewhere", ":6379", "host:"):
+        with pytest.raises(ValueError, match="must be HOST:PORT"):
+            check_address(address)
+
+
+def test_workers_that_run_different_versions_are_told_apart():
+    values = [{"jax": "0.11", "numpy": "2.4"}, {"jax": "0.12", "numpy": "2.4"}]
+    assert unlike(values).endswith("\n  jax: 0.11 on process 0; 0.12 on process 1")
+    assert unlike([values[0]] * 2) == ""
+
+
+class Blind(Alone):
+    """Worker 0 of two, of which the other one does not see its files."""
+
+    def gather(self, name: str, value: Any, timeout: float | None = None) -> list[Any]:
+        return [value, [False, "other"]]
+
+
+def test_a_folder_that_another_host_does_not_see_is_an_error_that_names_both(tmp_path):
+    with pytest.raises(ValueError, match="not one folder.*worker 1 .other. cannot see"):
+        check_is_shared(tmp_path / "run", Blind())
+    check_is_shared(tmp_path / "run", Alone())
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_run_goes_on_with_fewer_nodes_and_with_more_when_they_return(
+    cluster, undisturbed, tmp_path
+):
+    """A node is killed and returns; then Ray announces that it will leave."""
+    changes = 0
+
+    def change(metrics: Any) -> None:
+        nonlocal changes
+        match metrics["step"], changes:
+            case 3, 0:
+                (node,) = cluster.worker_nodes
+                cluster.remove_node(node, allow_graceful=False)
+            case 5, 1:
+                cluster.add_node(**NODE)
+            case 9, 2:
+                (node,) = cluster.worker_nodes
+                drain(node.node_id)
+            case _:
+                return
+        changes += 1
+
+    found, folder, _ = run(tmp_path, (1, 2), wait, on_metrics=change)
+    assert causes(found) == [
+        Cause.LOST,
+        Cause.RESIZED,
+        Cause.PREEMPTED,
+        Cause.DONE,
+    ]
+    assert [attempt.count for attempt in found.attempts] == [2, 1, 2, 1]
+    assert losses(folder) == pytest.approx(undisturbed, rel=RELATIVE)
+
+
+def drain(node: str) -> None:
+    """Announce that a node will leave in a minute, as a cloud does."""
+    client = ray._private.worker.global_worker.gcs_client
+    deadline = int((time.time() + 60) * 1000)
+    is_accepted, why = client.drain_node(node, PREEMPTION, "maintenance", deadline)
+    assert is_accepted, why
+
+
+def wait(group: RayGroup, step: int) -> None:
+    """Wait until the change of nodes has ended the attempt; it comes in a while."""
+    deadline = time.monotonic() + 60
+    if (group.attempt, step) in ((0, 5), (1, 7), (2, 11)):
+        while not group.is_asked_to_stop and time.monotonic() < deadline:
+            time.sleep(0.05)

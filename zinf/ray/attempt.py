@@ -14,6 +14,7 @@ from zinf.distributed import Limits
 from zinf.distributed.agreement import processes
 from zinf.distributed.limits import GRACE_SECONDS, TOGETHER_SECONDS
 from zinf.ray.board import Member, News
+from zinf.ray.cluster import draining
 from zinf.ray.record import STOPS, Attempt, Cause, Ended, Failure, Outcome
 from zinf.ray.worker import Post, WorkerActor
 
@@ -57,6 +58,7 @@ class Watch:
     members: dict[int, Member] = field(default_factory=dict)
     absent: str = ""
     asked: Cause | None = None
+    leaving: str = ""  # which workers a node takes with it
     due: float = float("inf")  # when `lost` or `failures` ends the attempt
     check_at: float = 0.0
 
@@ -104,6 +106,8 @@ class Watch:
                     continue
                 if ended is not None:
                     self.attempt.noticed = time.time()
+                    # What was said just before the end.
+                    self._hear(ray.get(self.board.news.remote()))
                     self.attempt.ended = ended
                     return ended
         finally:
@@ -131,11 +135,21 @@ class Watch:
         self._hear(ray.get(news))
         now = time.monotonic()
         self._find_lost()
-        if self.check_seconds and now > self.check_at and self.asked is None:
+        if self.asked is None:
+            self._check_nodes(now)
+        return self._verdict(now)
+
+    def _check_nodes(self, now: float) -> None:
+        """Ask the workers to save and end if nodes are about to leave, or have come."""
+        leaving = draining()
+        told = [i for i, member in self.members.items() if member.node in leaving]
+        if told:
+            self.leaving = f"{self._names(told)} told to leave, with the node."
+            self.ask(Cause.PREEMPTED)
+        elif now > self.check_at:
             self.check_at = now + self.check_seconds
             if self.has_more_room():
                 self.ask(Cause.RESIZED)
-        return self._verdict(now)
 
     def _came(self, index: int, run: Any) -> None:
         """A worker's call has ended, or the worker itself."""
@@ -211,6 +225,8 @@ class Watch:
             values = [self.outcomes[i].value for i in range(self.attempt.count)]
             return Ended(Cause.DONE, values=values)
         if Cause.PREEMPTED in causes:
+            if self.leaving:
+                return Ended(Cause.PREEMPTED, self.leaving)
             told = [i for i, o in self.outcomes.items() if o.cause is Cause.PREEMPTED]
             return Ended(Cause.PREEMPTED, f"{self._names(told)} told to leave.")
         cause = self.asked or next(cause for cause in causes if cause in STOPS)
@@ -225,7 +241,7 @@ class Watch:
         said = f"It last said {self._said(first)!r}."
         text = f"{self._names(list(self.lost))} lost: {self.lost[first]}"
         leaving = [i for i in self.lost if i in self.members and self._is_leaving(i)]
-        if leaving:
+        if leaving or self.leaving:
             late = "after it was told to leave"
             return Ended(Cause.PREEMPTED, f"{text}, {late}{self._place(first)}. {said}")
         return Ended(Cause.LOST, f"{text}{self._place(first)}. {said}")

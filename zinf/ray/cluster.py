@@ -5,7 +5,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from math import floor
 from typing import Any
 
@@ -61,30 +61,42 @@ def connected(address: str | None, scaling: ScalingConfig) -> Generator[None]:
         ray.shutdown()
 
 
-def _connect(address: str) -> None:
+def check_address(address: str) -> None:
+    """Raise unless something listens at HOST:PORT; "auto" passes.
+
+    Raises:
+        ValueError: it is not of that form.
+        ConnectionError: nothing listens there.
+    """
+    if address == "auto":
+        return
     host, _, port = address.rpartition(":")
-    if address != "auto" and not (host and port.isdecimal()):
+    if not (host and port.isdecimal()):
         raise ValueError(
             f"The address of the Ray cluster is {address!r}; it must be HOST:PORT, as "
             "`ray start --head` prints it, or auto (--address)."
         )
-    if address != "auto":
-        # Ray itself tries for a minute, and then does not say what failed.
-        try:
-            reach = host.strip("[]"), int(port)
-            socket.create_connection(reach, REACH_SECONDS).close()
-        except OSError as error:
-            raise ConnectionError(
-                f"No Ray cluster can be reached at {address}: {error}. Start one there "
-                "with `ray start --head`, or change --address."
-            ) from error
+    # Ray itself tries for a minute, and then does not say what failed.
+    try:
+        reach = host.strip("[]"), int(port)
+        socket.create_connection(reach, REACH_SECONDS).close()
+    except OSError as error:
+        raise ConnectionError(
+            f"No Ray cluster can be reached at {address}: {error}. Start one there "
+            "with `ray start --head`, or change --address."
+        ) from error
+
+
+def _connect(address: str) -> None:
+    check_address(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
     except (ray.exceptions.RayError, OSError, RuntimeError, ValueError) as error:
         raise ConnectionError(
             f"The Ray cluster at {address} did not accept this program: {error}\n"
-            "It must run the same versions of Ray and Python, and, if it asks for a "
-            "token, the same one: RAY_AUTH_TOKEN or ~/.ray/auth_token."
+            "If it asks for a token, set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or the "
+            "file ~/.ray/auth_token to the cluster's. The versions of Ray and Python "
+            "must be the cluster's too."
         ) from error
 
 
@@ -111,7 +123,7 @@ def place(
         if time.monotonic() > deadline:
             raise NotEnoughNodes(_no_room(scaling, patience_seconds))
         if not has_said:
-            say(f"Waiting for nodes: {_room(scaling)}.")
+            say(f"Waiting for nodes. {_room(scaling)}.")
             has_said = True
         time.sleep(POLL_SECONDS)
 
@@ -151,7 +163,7 @@ def _room(scaling: ScalingConfig) -> str:
         for node in alive()
     ]
     return (
-        f"the run needs {scaling.fewest} workers at least, each with {need}, and the "
+        f"The run needs {scaling.fewest} workers at least, each with {need}, and the "
         f"cluster has room for {num_fitting(scaling)} on {len(nodes)} nodes: "
         f"{', '.join(nodes)}"
     )
@@ -182,4 +194,17 @@ def needs(scaling: ScalingConfig) -> Mapping[str, float]:
 
 
 def alive() -> Sequence[Mapping[str, Any]]:
-    return [node for node in ray.nodes() if node["Alive"]]
+    """The nodes that live and are not about to leave."""
+    leaving = draining()
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    return [node for node in nodes if node["NodeID"] not in leaving]
+
+
+def draining() -> Collection[str]:
+    """Ids of the nodes that are about to leave the cluster.
+
+    Kubernetes, spot instances and TPU maintenance announce it to Ray, and
+    `ray drain-node` does by hand. Ray Train reads it in this way too; there is no
+    public name for it.
+    """
+    return ray._private.state.state.get_draining_nodes()

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import secrets
 import signal
 import socket
 import threading
@@ -15,7 +16,7 @@ from typing import Any
 import jax
 import ray
 
-from zinf.distributed import Limits
+from zinf.distributed import AbstractGroup, Limits
 from zinf.distributed.fingerprint import code_fingerprint, device_fingerprint
 from zinf.distributed.jax_service import start_jax
 from zinf.malloc import tune_malloc
@@ -91,7 +92,7 @@ def _prepare(post: Post, group: RayGroup) -> None:
         ) from error
     group.agree(code_fingerprint())
     if post.storage is not None:
-        _check_is_shared(post.storage, group)
+        check_is_shared(post.storage, group)
     if post.compiled is not None:
         jax.config.update("jax_compilation_cache_dir", str(post.compiled))
         jax.config.update(
@@ -104,9 +105,11 @@ def _prepare(post: Post, group: RayGroup) -> None:
     group.say("joined")
 
 
-def _check_is_shared(storage: Path, group: RayGroup) -> None:
+def check_is_shared(storage: Path, group: AbstractGroup) -> None:
     """Raise ValueError on all workers unless all of them see one folder."""
-    mark = storage / f".shared-{group.attempt}"
+    # A new name, as a file of an earlier run may be left on any host.
+    token = group.broadcast("name of a file", secrets.token_hex(8))
+    mark = storage / f".shared-{token}"
     if group.is_first:
         storage.mkdir(parents=True, exist_ok=True)
         mark.write_text("zinf asks here whether all hosts see this file\n")
