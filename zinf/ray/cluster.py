@@ -94,9 +94,9 @@ def _connect(address: str) -> None:
     except (ray.exceptions.RayError, OSError, RuntimeError, ValueError) as error:
         raise ConnectionError(
             f"The Ray cluster at {address} did not accept this program: {error}\n"
-            "If it asks for a token, set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or the "
-            "file ~/.ray/auth_token to the cluster's. The versions of Ray and Python "
-            "must be the cluster's too."
+            "If it asks for a token, set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or "
+            "the file ~/.ray/auth_token to the cluster's. The versions of Ray and "
+            "Python must be the cluster's too."
         ) from error
 
 
