@@ -19,6 +19,8 @@ from zinf.ray.record import STOPS, Attempt, Cause, Ended, Failure, Outcome
 from zinf.ray.worker import Post, WorkerActor
 
 ROUND_SECONDS = 1.0
+# Resources that Ray has an argument of their own for.
+NAMED = ("CPU", "GPU", "memory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class Watch:
     ) -> None:
         """Start a worker in each place."""
         ray.get(self.board.begin.remote(self.attempt.number, self.attempt.count))
-        rest = {k: v for k, v in need.items() if k not in ("CPU", "GPU")}
+        rest = {k: v for k, v in need.items() if k not in NAMED}
         for post in posts:
             where = PlacementGroupSchedulingStrategy(
                 places, placement_group_bundle_index=post.index
@@ -79,6 +81,7 @@ class Watch:
             worker = WorkerActor.options(
                 num_cpus=need.get("CPU", 0),
                 num_gpus=need.get("GPU", 0),
+                memory=need.get("memory"),
                 resources=rest,
                 scheduling_strategy=where,
             ).remote()

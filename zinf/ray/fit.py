@@ -1,13 +1,15 @@
 """`zinf.ray.fit`: runs a training function on the workers of a Ray cluster."""
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from zinf.distributed import Limits
 from zinf.ray.attempt import Listener, Watch
@@ -90,72 +92,85 @@ def fit(
         if on_metrics is not None:
             on_metrics(metrics)
 
-    listener = Listener(say, hear)
     folder = None if storage is None else Path(storage).absolute()
     attempts: list[Attempt] = []
     restarts = Restarts(failure)
-    with connected(address, scaling):
-        here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
-            ray.get_runtime_context().get_node_id(), soft=False
-        )
-        board = BoardActor.options(scheduling_strategy=here).remote()
-        try:
-            while True:
-                attempt = Attempt(len(attempts), 0, time.time())
-                attempts.append(attempt)
-                post = partial(
-                    Post,
-                    limits=limits,
-                    folder=Path.cwd(),
-                    storage=folder,
-                    compiled=None if folder is None else folder / COMPILED,
-                    preemption_grace_s=failure.preemption_grace_s,
-                )
-                ended = _attempt(
-                    attempt, board, scaling, limits, listener, post, function
-                )
-                if ended.cause is Cause.DONE:
-                    return Fitted(ended.values, latest, attempts)
-                try:
-                    restarts.after(ended)
-                except Exception as error:
-                    if attempt.count < scaling.most:
-                        error.add_note(_shrunk(attempt.count, scaling))
-                    raise
-                say(f"{ended.text}\nAll workers end; the run goes on by itself.")
-        finally:
-            ray.kill(board)
+    with connected(address, scaling), _board() as board:
+        run = _Run(function, scaling, failure, folder, limits, Listener(say, hear))
+        while True:
+            attempt = Attempt(len(attempts), 0, time.time())
+            attempts.append(attempt)
+            ended = run.attempt(attempt, board)
+            if ended.cause is Cause.DONE:
+                return Fitted(ended.values, latest, attempts)
+            try:
+                restarts.after(ended)
+            except Exception as error:
+                if attempt.count < scaling.most:
+                    error.add_note(_shrunk(attempt.count, scaling))
+                raise
+            say(f"{ended.text}\nAll workers end; the run goes on by itself.")
 
 
-def _attempt(
-    attempt: Attempt,
-    board: Any,
-    scaling: ScalingConfig,
-    limits: Limits,
-    listener: Listener,
-    post: Callable[..., Post],
-    function: Callable[[RayGroup], Any],
-) -> Ended:
-    places = place(scaling, patience_seconds=limits.join_seconds, say=listener.say)
+@contextlib.contextmanager
+def _board() -> Generator[Any, None, None]:
+    """The board of a run, on the driver's own node: it ends with the driver anyway."""
+    here = NodeAffinitySchedulingStrategy(
+        ray.get_runtime_context().get_node_id(), soft=False
+    )
+    board = BoardActor.options(scheduling_strategy=here).remote()
     try:
-        count = attempt.count = places.bundle_count
-        if attempt.number:
-            listener.say(f"Restart {attempt.number}, with {count} workers.")
-        watch = Watch(
-            attempt,
-            board,
-            limits,
-            listener,
-            has_more_room=partial(has_room_for_more, scaling, count),
-            check_seconds=scaling.elastic_resize_monitor_interval_s,
-        )
-        posts = [
-            post(attempt=attempt.number, index=i, count=count) for i in range(count)
-        ]
-        watch.start(places, posts, scaling.resources_per_worker, function)
-        return watch.until_end()
+        yield board
     finally:
-        ray.util.remove_placement_group(places)
+        ray.kill(board)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What all attempts of a run have in common: the arguments of `fit`."""
+
+    function: Callable[[RayGroup], Any]
+    scaling: ScalingConfig
+    failure: FailureConfig
+    storage: Path | None
+    limits: Limits
+    listener: Listener
+
+    def attempt(self, attempt: Attempt, board: Any) -> Ended:
+        """Run the function once on as many workers as there is room for."""
+        scaling, limits, say = self.scaling, self.limits, self.listener.say
+        places = place(scaling, patience_seconds=limits.join_seconds, say=say)
+        try:
+            attempt.count = places.bundle_count
+            # Waiting for room is no part of the time that workers have to join.
+            attempt.began = time.time()
+            if attempt.number:
+                say(f"Restart {attempt.number}, with {attempt.count} workers.")
+            watch = Watch(
+                attempt,
+                board,
+                limits,
+                self.listener,
+                has_more_room=partial(has_room_for_more, scaling, attempt.count),
+                check_seconds=scaling.elastic_resize_monitor_interval_s,
+            )
+            posts = [self._post(attempt, index) for index in range(attempt.count)]
+            watch.start(places, posts, scaling.resources_per_worker, self.function)
+            return watch.until_end()
+        finally:
+            ray.util.remove_placement_group(places)
+
+    def _post(self, attempt: Attempt, index: int) -> Post:
+        return Post(
+            attempt.number,
+            index,
+            attempt.count,
+            limits=self.limits,
+            folder=Path.cwd(),
+            storage=self.storage,
+            compiled=None if self.storage is None else self.storage / COMPILED,
+            preemption_grace_s=self.failure.preemption_grace_s,
+        )
 
 
 def _shrunk(count: int, scaling: ScalingConfig) -> str:
