@@ -11,6 +11,7 @@ from zinf.config.adapter import Adapter
 from zinf.config.arguments import TOTAL_STEPS, Key, chosen_values, fill
 from zinf.config.batch import BatchSizes, batch_sizes, batch_violations
 from zinf.config.deepspeed import DeepSpeedKeys
+from zinf.config.distillation import Distillation
 from zinf.config.efficiency import (
     RESHAPE,
     dropping_violations,
@@ -21,6 +22,7 @@ from zinf.config.messages import ConfigError, Notice, Problem, without_effect
 from zinf.config.pacing import Pacing, buckets
 from zinf.config.precision import BF16, LossScaling, precision_violations
 from zinf.config.rules import (
+    distillation_violations,
     execution_violations,
     huggingface_violations,
     memory_violations,
@@ -75,6 +77,9 @@ class Config(DeepSpeedKeys):
 
     adapter: Adapter | None = None
     """Train low-rank adapters of frozen weights; null: the weights themselves."""
+
+    distillation: Distillation | None = None
+    """Train on the predictions of a teacher too; null: on the data alone."""
 
     rates: Literal["measured", "fixed"] | Folder | None = None
     """Rates to plan by: a file that `zinf bench step` wrote; measured: a streamed run
@@ -207,6 +212,14 @@ class Config(DeepSpeedKeys):
         )
         yield from huggingface_violations(
             self.model, self.curriculum_learning, self.data_efficiency
+        )
+        efficiency = self.data_efficiency
+        grows = efficiency is not None and (efficiency.lengths or efficiency.random_ltd)
+        legacy = self.curriculum_learning
+        yield from distillation_violations(
+            self.distillation,
+            self.model,
+            is_paced=bool(grows or (legacy is not None and legacy.enabled)),
         )
         if self.bfloat16 is not None and "bf16" in self.model_fields_set:
             yield (

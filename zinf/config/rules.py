@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from zinf.config.deepspeed import ExpertParallel
+from zinf.config.distillation import Distillation
 from zinf.config.efficiency import CurriculumLearning, DataEfficiency
 from zinf.config.optimizer import AdamParams, Optimizer
 from zinf.config.scheduler import DecayParams, OneCycleParams, Scheduler
@@ -145,6 +146,19 @@ def huggingface_violations(
         or efficiency.metrics
     ):
         yield ("data_efficiency",), f"{text}."
+
+
+def distillation_violations(
+    distillation: Distillation | None, model: Model | None, *, is_paced: bool
+) -> Iterator[Violation]:
+    """A teacher of a model, or beside a schedule, that it cannot have yet."""
+    if distillation is None:
+        return
+    text = "is not supported with {} yet. Remove one of them."
+    if model is not None and model.huggingface is not None:
+        yield ("distillation",), text.format("model.huggingface")
+    if is_paced:
+        yield ("distillation",), text.format("curriculum_learning or data_efficiency")
 
 
 def model_violations(model: Model | None, data: Data) -> Iterator[Violation]:

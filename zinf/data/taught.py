@@ -14,7 +14,7 @@ import grain
 import jax
 import numpy as np
 
-from zinf.data.paced import PacedIterator, abstract
+from zinf.data.paced import Paced, abstract
 
 TEACHER_LOGITS = "teacher_logits"
 
@@ -28,6 +28,9 @@ class Taught(grain.IterDataset):
             engine.apply(logits, batch)` with an engine of the teacher.
         until_step: the step that has no `teacher_logits`, nor has any after it; None:
             all steps have them. Step 0 is the first.
+
+    Raises:
+        NotImplementedError: the steps of `data` get longer (`Paced`).
     """
 
     def __init__(
@@ -38,6 +41,11 @@ class Taught(grain.IterDataset):
         until_step: int | None = None,
     ) -> None:
         super().__init__()
+        if isinstance(data, Paced):
+            raise NotImplementedError(
+                "A teacher with steps that get longer is not supported yet. Use the "
+                "dataset without Paced, or train without a teacher."
+            )
         self.data, self.teacher, self.until_step = data, teacher, until_step
 
     def __iter__(self) -> "TaughtIterator":
@@ -82,12 +90,9 @@ class TaughtIterator(grain.DatasetIterator):
 
     def whole(self) -> Any:
         """Shapes and dtypes of the largest batch. One batch must be taken."""
-        like = self._like
-        if isinstance(self._batches, PacedIterator):
-            like = self._batches.whole()
         if self._logits is None:
-            return like
-        return {**like, TEACHER_LOGITS: self._logits}
+            return self._like
+        return {**self._like, TEACHER_LOGITS: self._logits}
 
     def coming(self, num_steps: int) -> list[Any]:
         """Shapes and dtypes of the next `num_steps` batches, each of them once.

@@ -12,7 +12,7 @@ from flax import nnx
 
 import zinf
 from zinf.checkpoint import Checkpoints
-from zinf.data import TEACHER_LOGITS, Taught
+from zinf.data import TEACHER_LOGITS, Paced, Taught
 from zinf.models import GPT, GPTConfig, divergence, init_and_loss
 from zinf.models.gpt import next_token_logits
 
@@ -97,6 +97,8 @@ def test_batches_that_are_no_mappings_or_have_logits_are_refused():
     source = grain.MapDataset.source([{TEACHER_LOGITS: np.zeros(3)}]).to_iter_dataset()
     with pytest.raises(ValueError, match="a mapping of teacher_logits"):
         next(iter(Taught(source, np.asarray)))
+    with pytest.raises(NotImplementedError, match="steps that get longer"):
+        Taught(Paced(source), np.asarray)
 
 
 def trained(tier, folder, *, steps=4):
