@@ -36,12 +36,12 @@ LAYERS = (
     ("session", "inference"),
     ("engine",),
     ("initialize", "arguments", "interchange", "adapt"),
-    ("nnx", "linen", "hf", "trainer", "verify"),
-    ("cli",),
+    ("nnx", "linen", "hf", "ray", "trainer", "verify"),
+    ("cli", "lm_eval"),
     ("__main__",),
 )
 # Packages whose modules import what an extra brings, and what that is.
-EXTRAS = {"zinf.hf": "torchax"}
+EXTRAS = {"zinf.hf": "torchax", "zinf.lm_eval": "lm_eval", "zinf.ray": "ray"}
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Features know nothing of each other; elsewhere siblings may, without a cycle.
 STRANGERS = LEVEL["tiling"]
@@ -312,7 +312,7 @@ def lazy_packages() -> list[Source]:
 )
 def test_a_lazy_package_has_the_names_that_type_checkers_see(name):
     if not is_importable(name):
-        pytest.skip(f"{name} needs {EXTRAS[name]}: pip install '.[hf]'")
+        pytest.skip(f"{name} needs {EXTRAS[name]}, which an extra brings")
     package = importlib.import_module(name)
     (module,) = (module for module in lazy_packages() if module.name == name)
     (checked,) = filter(is_for_type_checkers, module.tree.body)

@@ -249,7 +249,7 @@ class Engine:
         key: jax.Array | None = None,
         rows: int = ROWS,
         batch_size: int | None = None,
-        on_token: Callable[[int, int], None] | None = None,
+        on_token: Callable[[int, int], object] | None = None,
         **sampling: Any,
     ) -> list[list[int]]:
         """The tokens that the model writes after each prompt. Takes no step.
@@ -270,7 +270,8 @@ class Engine:
                 use 1 for the fastest answer to one prompt.
             batch_size: the most sequences that are completed together; by default as
                 many as the budgets allow.
-            on_token: called with the number of a prompt and its next token.
+            on_token: called with the number of a prompt and its next token. If it
+                returns True, the text ends with this token.
             sampling: `top_k`, `top_p`, `min_p`, `repetition_penalty`, `eos_token_ids`
                 and `min_new_tokens`; see `zinf.inference.Sampling`.
 
@@ -696,11 +697,6 @@ class Engine:
             lambda f: problem.bound(f if of_params is None else of_params(f)),
             jax.random.key(0) if key is None else key.reshape(-1)[0],
         )
-        if self.planner.rule.mesh.size > 1:
-            raise NotImplementedError(
-                "engine.generate runs on one device, and this engine has "
-                f"{self.planner.rule.mesh.size}. Use one device."
-            )
         same = SameFunction(decoder.apply), sampling.steps, str(planner.key.dtype)
         self._flush()
         return complete(
@@ -753,7 +749,7 @@ class Engine:
     def _place(self, made: Streamed | Fused | Offloaded) -> None:
         plan, layouts = made.plan, made.layouts
         stacks = made.program.stacks if isinstance(made, Offloaded) else ()
-        stores = make_stores(plan, self.config, self.planner.rule.mesh, stacks)
+        stores = make_stores(plan, self.planner, stacks)
         close = self._pending_save.close
         self.stores, self._closing = stores, close_when_dropped(self, close, stores)
         try:

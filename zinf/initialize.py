@@ -165,6 +165,13 @@ def make_planner(
             "zinf.initialize(adapted.loss_fn, adapted.params, tx, "
             "adapted.config(config))."
         )
+    if config.weight_quantization is not None:
+        raise ValueError(
+            "The config has a weight_quantization section, and such weights are run "
+            "and not trained: zinf generate, zinf evaluate, zinf.hf.open_model, or "
+            "zinf.adapt.quantize in Python. Remove it; to train adapters over weights "
+            "in few bits, set adapter.quantize_base."
+        )
     modes = replace(modes, default_device=tracing_device(mesh, topology))
     if not config.is_told and (group is None or group.is_first):
         for line in notices(config, in_python=True):

@@ -54,6 +54,10 @@ class LazyPackage(ModuleType):
             value = getattr(value, name)
         super().__setattr__(name, value)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # cloudpickle pickles modules by name, but only those whose type is ModuleType.
+        return import_module, (self.__name__,)
+
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self.lazy_names, *self.lazy_modules})
 

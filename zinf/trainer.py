@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from zinf.checkpoint import Checkpoints
-from zinf.data import PacedIterator, TaughtIterator
+from zinf.data import AbstractForeseen
 from zinf.engine import Engine
 from zinf.memory import StorageError
 from zinf.observe import (
@@ -48,7 +48,7 @@ class Trainer:
 
     Attributes:
         train_data: a `grain` dataset, loader or iterator, whose position is saved and
-            restored, such as `zinf.data.Paced`, for whose lengths plans are made while
+            restored, such as `zinf.data.Paced`, for whose shapes plans are made while
             steps run; or any iterable of batches. When a run is resumed, the batches of
             an iterable that were used before are skipped.
         steps: number of optimizer steps, with those before a resume.
@@ -196,6 +196,7 @@ class _Run:
                 f"step {self.saved_step}, and a new run would mix with them. Continue "
                 "that run (resume=True), or name another folder."
             )
+        self.group.say(f"loading the checkpoint of step {self.saved_step}")
         state = checkpoints.restore(self.engine) or {}
         self.batches.resume(state.get("batches"), self.engine.num_steps)
         self.num_skipped = state.get("num_skipped", 0)
@@ -241,6 +242,7 @@ class _Run:
             metrics["evaluation_loss"] = self.evaluate()
         for writer in self.writers:
             writer.write(metrics)
+        self.group.report(metrics)
         totals = Totals.of(metrics)
         self.totals = totals if self.totals is None else self.totals + totals
         if not is_last and _is_due(metrics["step"], self.settings.checkpoint_every):
@@ -270,7 +272,8 @@ class _Run:
     def is_ending(self, is_interrupted: threading.Event) -> bool:
         """Whether any process was interrupted; the same on all."""
         # No timeout: the first process may take long to write a checkpoint.
-        return self.group.any("interrupted", is_interrupted.is_set(), timeout=None)
+        is_asked = is_interrupted.is_set() or self.group.is_asked_to_stop
+        return self.group.any("interrupted", is_asked, timeout=None)
 
     def learning_rate(self, metrics: Metrics) -> float | None:
         """The rate of the latest step; schedules do not count skipped steps."""
@@ -361,13 +364,13 @@ class _Batches:
 
     def largest(self) -> Any:
         """The next batch, or the shapes of the largest one that comes; peek before."""
-        if isinstance(self._iterator, PacedIterator | TaughtIterator):
+        if isinstance(self._iterator, AbstractForeseen):
             return self._iterator.whole()
         return self._ahead[0]
 
     def coming(self, num_steps: int) -> list[Any]:
         """Shapes of the batches of the next steps, if they change."""
-        if isinstance(self._iterator, PacedIterator | TaughtIterator):
+        if isinstance(self._iterator, AbstractForeseen):
             return self._iterator.coming(num_steps)
         return []
 

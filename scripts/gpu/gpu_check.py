@@ -42,6 +42,7 @@ SECTIONS = {
     "environment": ("gpu_environment", "run", 40, ""),
     "offloaded": ("gpu_offloaded", "run", 120, ""),
     "links": ("gpu_links", "run", 60, ""),
+    "pinned": ("gpu_pinned", "run", 60, ""),
     "registered": ("gpu_registered", "run", 45, ""),
     "overlap": ("gpu_overlap", "run", 50, ""),
     "host": ("gpu_host", "run_adam", 40, ""),

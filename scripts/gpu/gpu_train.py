@@ -175,7 +175,7 @@ def train_zinf(job: Job) -> None:
         shutil.rmtree(folder)
 
 
-def zinf_config(setting: Setting, folder: Path) -> dict[str, Any]:
+def zinf_config(setting: Setting, folder: Path | None) -> dict[str, Any]:
     """Puts all state on the tier of `case`; "fill" uses the fastest tiers with room."""
     memory: dict[str, Any] = {"host": int(setting.ram_bytes * HOST_PART)}
     if setting.is_dry:

@@ -1,37 +1,56 @@
 """Trains with and without data efficiency, and prints loss over tokens and seconds.
 
-    python scripts/reports/data_efficiency.py [--steps 600] [--seeds 3] [--lr 3e-3]
-        [--batch 16] [--output runs/data_efficiency]
+    nice python scripts/reports/data_efficiency.py [--data stdlib] [--steps 600]
+        [--seeds 3] [--lr 3e-3] [--batch 16] [--output runs/data_efficiency]
+    python scripts/reports/data_efficiency.py --show [--output runs/data_efficiency]
 
-Four ways to train a GPT (3.3M parameters by default) on the source of Python's standard
-library: as usual; with sequence-length warm-up (SLW); with random layerwise token
-dropping in the middle layers (random-LTD); with both. All end after as many tokens as
-`--steps` whole steps have, and their learning rates follow the tokens. Lengths grow
-over the first `--share` of the steps, kept tokens over twice as many.
+Four ways to train a GPT (3.3M parameters by default) on the bytes of the files in a
+folder, by default the source of Python's standard library: as usual; with
+sequence-length warm-up (SLW); with random layerwise token dropping in the middle layers
+(random-LTD); with both. All end after as many tokens as `--steps` whole steps have, and
+their learning rates follow the tokens. Lengths grow over the first `--share` of the
+steps, kept tokens over twice as many.
 
-A row is the median over seeds, with the range: the validation loss at the end, and at
-half of the tokens; the share of the baseline's tokens in layers; seconds of steps,
-without waiting for plans; the longest of such waits after the first step; and the
-worst loss ratio, which is the largest loss over the lowest one before it (arXiv
-2108.06084, section 3: above 1.5 is a spike). Run with a high --lr to see whether the
-baseline diverges and SLW does not. Losses of each step are in OUTPUT/losses.json.
+Each run is one line of OUTPUT/runs.jsonl. A run with the same settings that has a line
+is not done again, so the command may be stopped and repeated; `--show` prints what is
+there, a table for each set of settings.
+
+A row is the median over seeds, with the range: the validation loss at quarters of the
+tokens, and at quarters of the seconds that the baseline takes (a way that ends before
+has its last loss); the tokens in layers over the baseline's; seconds of
+processor time in steps, with all plans made before; and the worst loss ratio, which
+is the largest training loss over the lowest one before it (arXiv 2108.06084, section 3:
+above 1.5 is a spike), with the number of such steps, and the largest training loss,
+which is that of the first steps (5.5) if none is worse. Short batches are noisy, so the
+ratio of SLW has some noise that is no spike. "inf": the loss was not finite. With a
+high --lr, see whether the baseline diverges and SLW does not.
 """
 
 import argparse
 import json
+import math
 from pathlib import Path
 from statistics import median
+from time import process_time
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 import zinf
-from zinf.cli.problem import dataset, problem
+from zinf.cli.problem import dataset, num_model_parameters, problem
 from zinf.data import PacedIterator, describe
 from zinf.optim.decision import NonFiniteError
 
 WAYS = ("baseline", "SLW", "random-LTD", "both")
+SPIKE = 1.5  # of the loss ratio; SLW's paper, section 3
+NUM_POINTS = 8  # evaluations of a run, evenly over its tokens
+# What two runs must have in common to be rows of one table.
+SETTINGS = (
+    *("data", "steps", "lr", "batch", "share", "clipping", "warmup"),
+    *("sequence_length", "num_layers", "num_heads", "embed_dim", "max_buckets"),
+)
 
 
 def config_of(way: str, seed: int, asked: argparse.Namespace) -> zinf.Config:
@@ -63,7 +82,7 @@ def config_of(way: str, seed: int, asked: argparse.Namespace) -> zinf.Config:
     routing = {"enabled": True, "random_ltd": random_ltd}
     efficiency = {"enabled": True, "data_routing": routing}
     schedule = {
-        "warmup_num_steps": max(2, asked.steps // 20),
+        "warmup_num_steps": max(2, round(asked.warmup * asked.steps)),
         "total_num_steps": asked.steps,
         "cos_min_ratio": 0.1,
     }
@@ -75,7 +94,12 @@ def config_of(way: str, seed: int, asked: argparse.Namespace) -> zinf.Config:
                 "embed_dim": asked.embed_dim,
                 "max_length": length,
             },
-            "data": {"sequence_length": length, "seed": seed},
+            "data": {
+                "sequence_length": length,
+                "seed": seed,
+                "max_buckets": asked.max_buckets,
+                "paths": asked.data if asked.data == "stdlib" else [asked.data],
+            },
             "train_batch_size": asked.batch,
             "gradient_clipping": asked.clipping,
             "optimizer": {"type": "AdamW", "params": {"lr": asked.lr}},
@@ -100,11 +124,11 @@ def trained(way: str, seed: int, asked: argparse.Namespace) -> dict[str, Any]:
     arguments, named = problem(config)
     batches = iter(dataset(config, "train"))
     validation = dataset(config, "validation")
-    losses, waits, halfway = [], [], None
+    losses: list[float] = []
+    curve: list[tuple[int, float, float]] = []
     tokens, layer_tokens, seconds = 0, 0.0, 0.0
-    num_layers = asked.num_layers
     dropping = config.kept_tokens
-    share = len(dropping.layers) / num_layers if dropping is not None else 0.0
+    share = 0.0 if dropping is None else len(dropping.layers) / asked.num_layers
     with zinf.initialize(*arguments, **named) as engine:
 
         def loss_of_validation() -> float:
@@ -114,53 +138,53 @@ def trained(way: str, seed: int, asked: argparse.Namespace) -> dict[str, Any]:
 
         batch = next(batches)
         if isinstance(batches, PacedIterator):
-            engine.prepare(batch)
+            # Before, not beside the steps, whose processor time is measured.
             for shapes in batches.coming(config.run.steps):
-                engine.prepare_ahead(shapes)
-        while tokens < budget:
+                engine.prepare(shapes)
+        engine.prepare(batch)
+        is_finite = True
+        while tokens < budget and is_finite:
+            begun = process_time()
             try:
-                metrics = engine.step(batch)
+                losses.append(engine.step(batch)["loss"])
             except NonFiniteError:
-                losses.append(float("inf"))
-                break
-            losses.append(metrics["loss"])
-            waits.append(metrics["plan_seconds"])
-            seconds += metrics["step_seconds"] - metrics["plan_seconds"]
+                losses.append(math.inf)
+                is_finite = False
             found = describe(batch)
+            batch = next(batches)
+            seconds += process_time() - begun
             tokens += found["tokens"]
             few = found["kept_tokens"] / found["sequence_length"]
             layer_tokens += found["tokens"] * (1 - share + share * few)
-            if halfway is None and tokens >= budget / 2:
-                halfway = loss_of_validation()
-            batch = next(batches)
-        return {
-            "way": way,
-            "seed": seed,
-            "loss": loss_of_validation(),
-            "halfway": float("inf") if halfway is None else halfway,
-            "steps": len(losses),
-            "tokens": tokens,
-            "layer_tokens": layer_tokens / budget,
-            "seconds": seconds,
-            "wait": max(waits[1:], default=0.0),
-            "ratio": worst_ratio(losses),
-            "losses": losses,
-        }
+            if is_finite and tokens * NUM_POINTS >= budget * (len(curve) + 1):
+                curve.append((tokens, seconds, loss_of_validation()))
+        if not is_finite:
+            curve.append((tokens, seconds, math.inf))
+    return {
+        **{key: getattr(asked, key) for key in SETTINGS},
+        "way": way,
+        "seed": seed,
+        "parameters": num_model_parameters(config),
+        "layer_tokens": layer_tokens / budget,
+        "curve": curve,
+        "losses": losses,
+    }
 
 
-def worst_ratio(losses: list[float]) -> float:
-    """The largest loss over the lowest one before it."""
-    worst, lowest = 1.0, losses[0]
-    for loss in losses:
-        worst, lowest = max(worst, loss / lowest), min(lowest, loss)
-    return worst
+def ratios(losses: list[float]) -> list[float]:
+    """Each loss over the lowest one before it."""
+    lowest = np.minimum.accumulate(losses)[:-1]
+    return [float(r) for r in np.asarray(losses[1:]) / lowest]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", default="stdlib")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--warmup", type=float, default=0.05)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--share", type=float, default=0.5)
     parser.add_argument("--clipping", type=float, default=1.0)
@@ -168,43 +192,96 @@ def main() -> None:
     parser.add_argument("--num-layers", type=int, default=4)
     parser.add_argument("--num-heads", type=int, default=4)
     parser.add_argument("--embed-dim", type=int, default=256)
+    parser.add_argument("--max-buckets", type=int, default=4)
     parser.add_argument("--validation-batches", type=int, default=8)
     parser.add_argument("--output", type=Path, default=Path("runs/data_efficiency"))
+    parser.add_argument("--show", action="store_true")
     asked = parser.parse_args()
-    zinf.tune_malloc()
-    found = []
-    for seed in range(asked.seeds):
-        for way in WAYS:
-            found.append(trained(way, seed, asked))
-            print(f"seed {seed}, {way}: loss {found[-1]['loss']:.4f}", flush=True)
+    file = asked.output / "runs.jsonl"
     asked.output.mkdir(parents=True, exist_ok=True)
-    (asked.output / "losses.json").write_text(json.dumps(found))
-    show(found)
+    lines = file.read_text().splitlines() if file.exists() else []
+    found = [json.loads(line) for line in lines]
+    if not asked.show:
+        zinf.tune_malloc()
+        done = {(run["way"], run["seed"], settings_of(run)) for run in found}
+        # Seed by seed, so that a run that is cut short has all ways of some seeds.
+        for seed in range(asked.seeds):
+            for way in asked.ways:
+                if (way, seed, settings_of(vars(asked))) in done:
+                    continue
+                run = trained(way, seed, asked)
+                with file.open("a") as stream:
+                    stream.write(json.dumps(run) + "\n")
+                found.append(run)
+                print(f"seed {seed}, {way}: loss {run['curve'][-1][2]:.4f}", flush=True)
+    for settings in dict.fromkeys(map(settings_of, found)):
+        show([run for run in found if settings_of(run) == settings])
+
+
+def settings_of(run: dict[str, Any]) -> tuple:
+    return tuple(run[key] for key in SETTINGS)
 
 
 def show(found: list[dict[str, Any]]) -> None:
-    columns = {
-        "loss": ("loss", 4),
-        "at half": ("halfway", 4),
-        "steps": ("steps", 0),
-        "tokens": ("tokens", 0),
-        "in layers": ("layer_tokens", 2),
-        "seconds": ("seconds", 1),
-        "longest wait": ("wait", 2),
-        "worst ratio": ("ratio", 2),
-    }
-    table = Table("way", *columns, box=None)
+    """Print the table of runs with the same settings."""
+    settings = ", ".join(f"{key} {found[0][key]}" for key in SETTINGS)
+    parts = ("1/4", "1/2", "3/4")
+    table = Table(
+        "way",
+        "seeds",
+        *(f"loss at {part}" for part in parts),
+        "at the end",
+        *(f"at {part} s" for part in parts),
+        "at all s",
+        *("steps", "in layers", "seconds", "worst ratio", "spikes", "largest"),
+        title=f"{found[0]['parameters']:,} parameters; {settings}",
+        box=None,
+    )
+    budget = found[0]["steps"] * found[0]["batch"] * found[0]["sequence_length"]
+    times = [run["curve"][-1][1] for run in found if run["way"] == "baseline"]
+    total = median(times) if times else math.nan
     for way in WAYS:
         runs = [run for run in found if run["way"] == way]
-        cells = []
-        for key, digits in columns.values():
-            values = [run[key] for run in runs]
-            text = f"{median(values):,.{digits}f}"
-            if max(values) > min(values):
-                text += f" ({min(values):,.{digits}f}-{max(values):,.{digits}f})"
-            cells.append(text)
-        table.add_row(way, *cells)
-    Console(width=160).print(table)
+        if not runs:
+            continue
+        shares = (0.25, 0.5, 0.75, 1.0)
+        by_tokens = [[loss_at(run, 0, s * budget) for run in runs] for s in shares]
+        by_seconds = [[loss_at(run, 1, s * total) for run in runs] for s in shares]
+        rows = [ratios(run["losses"]) for run in runs]
+        table.add_row(
+            way,
+            str(len(runs)),
+            *(cell(values, 3) for values in by_tokens + by_seconds),
+            cell([len(run["losses"]) for run in runs], 0),
+            cell([run["layer_tokens"] for run in runs], 2),
+            cell([run["curve"][-1][1] for run in runs], 0),
+            cell([max(row, default=1.0) for row in rows], 2),
+            cell([sum(r > SPIKE for r in row) for row in rows], 0),
+            cell([max(run["losses"]) for run in runs], 2),
+        )
+    Console(width=220).print(table)
+
+
+def loss_at(run: dict[str, Any], column: int, place: float) -> float:
+    """The validation loss at a number of tokens (column 0) or seconds (1).
+
+    Between two evaluations it is interpolated; before the first it is not known.
+    """
+    places = [point[column] for point in run["curve"]]
+    values = [point[2] for point in run["curve"]]
+    if place < places[0]:
+        return math.nan
+    if place >= places[-1]:
+        return values[-1]
+    return float(np.interp(place, places, values))
+
+
+def cell(values: list[float], digits: int) -> str:
+    """The median, and the range where values differ."""
+    text = f"{median(values):,.{digits}f}"
+    if max(values) > min(values):
+        text += f" ({min(values):,.{digits}f}-{max(values):,.{digits}f})"
+    return text
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ jax with whole-tree offload.
 
     python scripts/reports/offloaded_table.py v5e:1x1
     python scripts/reports/offloaded_table.py v5p:1x1x1 --layers 40 --dim 5120
+    python scripts/reports/offloaded_table.py v5e:1x1 --layers 8 --without-clipping
 
 It needs the TPU compiler (`pip install 'zinf[tpu-topology]'`) and no TPU. Plain jax
 keeps masters and Adam's moments of the same model in pinned host memory, moves them to
@@ -44,13 +45,15 @@ def gpt(layers: int, dim: int, length: int, **options: Any) -> GPTConfig:
     )
 
 
-def offloaded(model: GPTConfig, machine: Topology, batch: int, budget: int) -> Any:
+def offloaded(
+    model: GPTConfig, machine: Topology, batch: int, budget: int, clip: float = 1.0
+) -> Any:
     """The planned offloaded step of a model."""
     init, loss = init_and_loss(model, seed=0)
     config = {
         "execution": "offloaded",
         "bf16": {"enabled": True},
-        "gradient_clipping": 1.0,
+        "gradient_clipping": clip,
         "zero_optimization": {"stage": 3},
         "memory": {"device": budget, "host": "16TiB"},
     }
@@ -144,12 +147,18 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--without-plain", action="store_true")
+    parser.add_argument(
+        "--without-clipping",
+        action="store_true",
+        help="loops then update layers in their backward pass",
+    )
     asked = parser.parse_args()
     machine = parse_topology(asked.topology)
     rest = machine, asked.batch
     model = gpt(asked.layers, asked.dim, asked.length)
     start = process_time()
-    made = offloaded(model, *rest, machine.chip.memory_bytes)
+    clip = 0.0 if asked.without_clipping else 1.0
+    made = offloaded(model, *rest, machine.chip.memory_bytes, clip)
     seconds = process_time() - start
     print(f"{num_parameters(model) / 1e9:.2f}B parameters on {machine.text}")
     print(made.plan.summary())

@@ -16,9 +16,11 @@ from tests.equivalence.models import EQUINOX, MODELS, PYTREE
 from tests.equivalence.test_reference import TOLERANCE, assert_same_leaves, name_of
 from tests.equivalence.training import BOTH, MIXED, train, train_in_jax
 from tests.marks import slow_except
+from zinf.optim.decision import NonFiniteError
 from zinf.segment import named_leaves
 
 OFFLOADED = "offloaded"
+CLIPPED = {"gradient_clipping": 1.0}
 # A value of bfloat16 or float16 that the two programs round to different sides.
 HALF = {"bf16": 2.0**-8, "fp16": 2.0**-10}
 
@@ -116,6 +118,62 @@ def test_equal_layers_rest_in_stacks_and_run_as_one_loop():
         assert program.num_loops == 1
         assert len(engine.plan.instructions) == 1
         assert "within the program" in engine.plan.summary()
+
+
+def run_of(engine):
+    """The losses of three steps, the parameters after them, and the program."""
+    with engine:
+        losses = [engine.step(batch(n))["loss"] for n in range(3)]
+        return losses, named_leaves(engine.params()), engine._current.offloaded.program
+
+
+def test_without_clipping_layers_are_updated_in_the_backward_pass():
+    """So their gradients never go to the host, and their parameters move once less."""
+    found, params, early = run_of(start(OFFLOADED))
+    # The norm stays far below the bound, so that only the order differs.
+    wanted, expected, late = run_of(start(OFFLOADED, gradient_clipping=1e6))
+    assert early.updates_in_passes and not late.updates_in_passes
+    np.testing.assert_allclose(found, wanted, rtol=TOLERANCE)
+    assert_same_leaves(params, expected)
+    layers = 3 * 6 * 6 * 4  # matrices of the loop; their vectors move as one stack
+    assert late.h2d_bytes - early.h2d_bytes == 2 * layers
+    assert late.d2h_bytes - early.d2h_bytes == layers
+    # A device with room for one layer's state only updates after the backward pass.
+    assert late.device_bytes < early.device_bytes
+    small = start(OFFLOADED, memory={"device": early.device_bytes - 1})
+    found, _, again = run_of(small)
+    assert not again.updates_in_passes
+    np.testing.assert_allclose(found, wanted, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [({}, "Some arrays are updated"), (CLIPPED, "Nothing was updated")],
+    ids=["early", "clipped"],
+)
+def test_a_gradient_that_is_not_finite_says_what_it_left(config, says):
+    def breaks(params, batch):
+        x = batch["x"]
+        for layer in params["layers"]:
+            # The gradient of sqrt at 0 is inf, and 0 times that is nan.
+            x = x + jax.numpy.tanh(x @ layer["w"]) + (0.0 * layer["w"].sum()) ** 0.5
+        return jax.numpy.mean(jax.numpy.square(x @ params["out"] - batch["y"]))
+
+    settings = {"execution": OFFLOADED, **config}
+    with zinf.initialize(breaks, init, optax.adamw(1e-2), settings) as engine:
+        with pytest.raises(NonFiniteError, match=f"norm is nan .*{says}"):
+            engine.step(batch())
+
+
+def test_a_loss_that_is_not_finite_updates_nothing_in_any_pass():
+    with start(OFFLOADED) as engine:
+        engine.step(batch())
+        before = engine.get("layers/1/w"), engine.get("out")
+        broken = batch() | {"y": np.full((4, 3), np.inf, np.float32)}
+        with pytest.raises(NonFiniteError, match="Nothing was updated"):
+            engine.step(broken)
+        assert np.array_equal(engine.get("layers/1/w"), before[0])
+        assert np.array_equal(engine.get("out"), before[1])
 
 
 @pytest.mark.slow

@@ -60,7 +60,9 @@ class Run:
     gradients: dict[str, np.ndarray]
 
 
-def streamed_config(placement: tuple[str, str], folder: str) -> dict[str, Any]:
+def streamed_config(
+    placement: tuple[str, str], folder: str, pinned: str = "auto"
+) -> dict[str, Any]:
     """Segments are streamed; parameters and optimizer state are where `placement` says.
 
     Of the arrays for nvme only vectors stay on the host, to save operations.
@@ -76,7 +78,8 @@ def streamed_config(placement: tuple[str, str], folder: str) -> dict[str, Any]:
         "persistence_threshold": 256,
         # Kept residuals are read by another executable, which may round otherwise.
         "segment": {"remat": "always"},
-        **({"memory": {"nvme": [folder]}} if "nvme" in placement else {}),
+        "memory": {"pinned": pinned}
+        | ({"nvme": [folder]} if "nvme" in placement else {}),
     }
 
 
@@ -86,17 +89,19 @@ def train(
     variant: str,
     placement: tuple[str, str] | str | None,
     optimizer: str = "adam",
+    pinned: str = "auto",
 ) -> Run:
     """Twenty steps on zinf; without a placement, of the fused step.
 
     Args:
         placement: of the arrays of a streamed step, or the name of an `execution`.
+        pinned: `memory.pinned` of a streamed step.
     """
     settings = SETTINGS[variant]
     with tempfile.TemporaryDirectory() as folder:
         config = {"execution": placement or "fused"}
         if isinstance(placement, tuple):
-            config = streamed_config(placement, folder)
+            config = streamed_config(placement, folder, pinned)
         engine = model.start(OPTIMIZERS[optimizer], {**config, **settings})
         batches = model.batches(STEPS, settings.get("gradient_accumulation_steps", 1))
         metrics, gradients = [], {}

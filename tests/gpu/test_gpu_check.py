@@ -16,6 +16,7 @@ SECTIONS = (
     "environment",
     "offloaded",
     "links",
+    "pinned",
     "registered",
     "overlap",
     "host",

@@ -110,6 +110,30 @@ def test_training_ends_by_saying_what_it_did(run, file, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_checkpoint_of_a_run_is_evaluated_as_in_training(run, file, tmp_path):
+    rest = ("--set", "run.evaluate_every=2", "--set", "run.evaluate_batches=3")
+    rest += ("--set", "run.checkpoint_every=2", "--set", "bf16.enabled=true")
+    assert run("train", file, *rest).exit_code == 0
+    lines = (tmp_path / "out/metrics.jsonl").read_text().splitlines()
+    wanted = {m["step"]: m.get("evaluation_loss") for m in map(json.loads, lines)}
+    for step, options in ((3, ()), (2, ("--step", 2))):
+        found = run("evaluate", file, *rest, *options)
+        assert found.exit_code == 0, found.output
+        loss = f"{tmp_path}/out/checkpoints/{step}: loss {wanted[step]:.6g}, "
+        assert found.stdout.startswith(f"{loss}perplexity ")
+        assert "192 tokens of 3 batches" in found.stdout
+    shown = run("evaluate", file, *rest, "--set", f"run.output={tmp_path / 'absent'}")
+    assert shown.exit_code == 2 and "There is no folder" in shown.output
+
+
+def test_a_config_to_evaluate_names_its_data_itself(run, file):
+    for options in (("--data", file), ("--nvme", "x"), ("--base", "x")):
+        assert "use --set" in run("evaluate", file, *options).output
+    assert "--data FILE" in run("evaluate", "folder").output
+    assert "config of a run" in run("evaluate", "folder", "--step", 1).output
+
+
+@pytest.mark.slow
 def test_the_metrics_say_how_experts_are_used_on_any_mesh(run, config, tmp_path):
     config["model"] |= {"num_experts": [4, 8], "experts_per_token": 2}
     config["model"] |= {"capacity_factor": 1.0, "routing_group_size": 16}

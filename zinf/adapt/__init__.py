@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from zinf.adapt.lora import Adapted as Adapted
     from zinf.adapt.lora import adapt as adapt
     from zinf.adapt.lora import lora as lora
+    from zinf.adapt.lora import quantize as quantize
 
 # Files need the libraries of `interchange`, which take long to import.
 make_lazy(
@@ -21,6 +22,7 @@ make_lazy(
         "adapt": "zinf.adapt.lora",
         "load_adapter": "zinf.adapt.files",
         "lora": "zinf.adapt.lora",
+        "quantize": "zinf.adapt.lora",
         "save_adapter": "zinf.adapt.files",
     },
 )

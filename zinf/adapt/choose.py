@@ -7,12 +7,56 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zinf.adapt.blocks import Encoding
+from zinf.adapt.blocks import OF_BITS, Encoding
 from zinf.adapt.contraction import Contraction, Found
 from zinf.adapt.weight import Target
 from zinf.config.adapter import ALL_LINEAR, Adapter
 from zinf.config.nearest import did_you_mean
+from zinf.config.quantization import WeightQuantization
 from zinf.segment.source import listed
+
+
+def stored_targets(
+    quantization: WeightQuantization, found: Found, leaves: Mapping[str, Any]
+) -> dict[str, Target]:
+    """The weights that are stored in blocks, by key path. None gets an adapter.
+
+    Args:
+        leaves: shapes and dtypes of all parameters by key path.
+
+    Raises:
+        ValueError: no weight is stored in blocks, or a key matches none.
+    """
+    named = {path: module_of(path) for path in found.linear}
+    for key in quantization.post_init_quant:
+        if not any(key in name for name in named.values()):
+            raise ValueError(
+                f"weight_quantization.post_init_quant: no linear layer has {key!r} in "
+                f"its name. They are {listed(dict.fromkeys(named.values()))}."
+            )
+    targets = {}
+    for path in found.linear:
+        groups = quantization.groups_of(named[path])
+        if groups is None:
+            continue
+        contraction = found.contractions[path]
+        name = OF_BITS[groups.num_bits, groups.symmetric]
+        targets[path] = Target(
+            path=path,
+            shape=tuple(leaves[path].shape),
+            dtype=str(leaves[path].dtype),
+            contraction=contraction,
+            r=0,
+            scale=0.0,
+            is_dora=False,
+            encoding=Encoding(name, groups.group_size, contraction.stack),
+        )
+    if not targets:
+        raise ValueError(
+            "weight_quantization keeps weights of linear layers in blocks, and the "
+            "model multiplies no parameter by an activation. Remove it."
+        )
+    return targets
 
 
 def choose_targets(

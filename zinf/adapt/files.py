@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zinf.adapt.lora import ADAPTER, BASE, Adapted, Layout
+from zinf.adapt.lora import ADAPTER, BASE, Adapted
 from zinf.adapt.weight import LORA_A, LORA_B, MAGNITUDE, WEIGHT, Target, merged, whole
 from zinf.checkpoint.grid import whole_box
 from zinf.checkpoint.saved import Saved
@@ -34,6 +34,8 @@ from zinf.sharding import Box
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 OWN_CONFIG = "zinf_adapter.json"
+# How the frozen weights were kept, if otherwise than in the base's files.
+ENCODING_KEYS = ("quantize_base", "quantize_block")
 PREFIX = "base_model.model."
 KERNELS = ("kernel", "weight", "w")
 # Leaves that a file of a base does not have.
@@ -76,7 +78,7 @@ def save_adapter(
         config = _peft_config(adapted)
         config |= {"base_model_name_or_path": base, "task_type": task}
         _write(fresh / CONFIG, [_json(config)])
-        _write(fresh / OWN_CONFIG, [_json(_own_config(adapted.layout))])
+        _write(fresh / OWN_CONFIG, [_json(_own_config(adapted))])
 
 
 def load_adapter(adapted: Adapted, directory: Path | str) -> Adapted:
@@ -98,9 +100,9 @@ def load_adapter(adapted: Adapted, directory: Path | str) -> Adapted:
             found = tensors.read(name, whole_box(spec.shape))
             leaf = path.removeprefix(f"{ADAPTER}/")
             if leaf in adapted.saved:
-                shape = adapted.layout.specs[leaf].shape
-                _check_shape(name, found.shape, shape, directory)
-                values[leaf] = found
+                kept = adapted.layout.specs[leaf]
+                _check_shape(name, found.shape, kept.shape, directory)
+                values[leaf] = found.astype(kept.dtype)
                 continue
             leaf, _, part = leaf.rpartition("/")
             target = adapted.targets[leaf]
@@ -284,9 +286,11 @@ def _peft_config(adapted: Adapted) -> dict[str, Any]:
     }
 
 
-def _own_config(layout: Layout) -> dict[str, Any]:
-    """The base's leaves: an adapter is for parameters of just these shapes."""
-    return {
+def _own_config(adapted: Adapted) -> dict[str, Any]:
+    """The base's leaves, and how they were kept: an adapter is for just these."""
+    layout, adapter = adapted.layout, adapted.adapter
+    kept = ENCODING_KEYS if adapter.quantize_base is not None else ()
+    return {key: getattr(adapter, key) for key in kept} | {
         "base": {path: list(spec.shape) for path, spec in layout.specs.items()},
         "targets": {p: asdict(t.contraction) for p, t in layout.targets.items()},
     }

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zinf.adapt.choose import choose_targets, saved_leaves
+from zinf.adapt.choose import choose_targets, saved_leaves, stored_targets
 from zinf.adapt.contraction import find_contractions
 from zinf.adapt.rewrite import Rewriter
 from zinf.adapt.weight import (
@@ -26,6 +26,7 @@ from zinf.adapt.weight import (
 )
 from zinf.config import Config
 from zinf.config.adapter import Adapter
+from zinf.config.quantization import WeightQuantization
 from zinf.segment.leafwise import abstract_leaves, is_function, leaves_of
 from zinf.segment.modes import accepts, for_evaluation, for_training
 from zinf.segment.source import named_leaves
@@ -45,7 +46,7 @@ class Adapted:
         frozen: the patterns for `frozen` in the config.
         targets: the weights that are changed, by key path in the user's parameters.
         saved: the leaves that are trained whole; they are below "adapter".
-        adapter: the options.
+        adapter: the options of adapters, if there are any.
         loaded: first values of the adapters by key path, where a file gave them.
     """
 
@@ -65,6 +66,14 @@ class Adapted:
         frozen = tuple(f"{BASE}/{pattern}" for pattern in given.frozen)
         changed = {"frozen": (*self.frozen, *frozen), "adapter": None}
         return given.model_copy(update=changed)
+
+    def applied(self, function: Callable) -> "AdaptedFunction":
+        """A function of the user's parameters as one of `params`, without dropout.
+
+        Args:
+            function: takes the user's parameters first, and no random key.
+        """
+        return AdaptedFunction(function, self.layout, 0.0, drops_key=False)
 
     def merge(self, params: Any) -> Any:
         """The user's parameters with the adapters added, one leaf at a time.
@@ -120,7 +129,7 @@ class Layout:
         """
         base = dict(named_leaves(params[BASE]))
         adapters = params[ADAPTER]
-        dtype = _compute_dtype(params[ADAPTER])
+        dtype = self._compute_dtype(base, adapters)
         found: dict[str, Any] = {}
         for path, spec in self.specs.items():
             target = self.targets.get(path)
@@ -141,6 +150,18 @@ class Layout:
                     own = dtype if is_mixed else spec.dtype
                 found[path] = whole(target, parts, str(own))
         return found
+
+    def _compute_dtype(
+        self, base: Mapping[str, Any], adapters: Mapping[str, Any]
+    ) -> Any:
+        """That of float32 parameters as the loss gets them: of mixed precision."""
+        for value in adapters.values():
+            if isinstance(value, Mapping):
+                return value[LORA_A].dtype
+        for path, spec in self.specs.items():
+            if spec.dtype == jnp.float32 and path in base:
+                return base[path].dtype
+        return None
 
 
 def lora(
@@ -190,17 +211,60 @@ def lora(
     )
 
 
-def adapt(
+def quantize(
     loss_fn: Callable,
     params: Any,
-    adapter: Adapter,
     *,
     batch: Any,
     rng: jax.Array | None = None,
     model_state: Any = None,
     eval_loss_fn: Callable | None = None,
+    **options: Any,
 ) -> Adapted:
-    """`lora` with the options as a section of a config."""
+    """A loss whose weights of linear layers are kept in groups of 8 or 4 bits.
+
+    Nothing is trained. Each segment decodes the weights that it reads, so fewer bytes
+    rest on each tier and cross each link:
+
+        kept = zinf.adapt.quantize(loss_fn, params, batch=batch, num_bits=4)
+        engine = zinf.initialize(
+            kept.loss_fn, kept.params, optax.identity(), kept.config(config)
+        )
+        engine.apply(kept.applied(function), batch)
+
+    Args:
+        loss_fn, params, batch, rng, model_state, eval_loss_fn: as in `lora`.
+        options: `num_bits`, `group_size` and `symmetric`, as in
+            `zinf.config.quantization.Groups`.
+
+    Raises:
+        ValueError: an option is unknown or wrong, or there is no linear layer.
+    """
+    section = {"weight_quantization": {"quantized_initialization": options}}
+    return adapt(
+        loss_fn,
+        params,
+        quantization=Config.load(section).weight_quantization,
+        batch=batch,
+        rng=rng,
+        model_state=model_state,
+        eval_loss_fn=eval_loss_fn,
+    )
+
+
+def adapt(
+    loss_fn: Callable,
+    params: Any,
+    adapter: Adapter | None = None,
+    *,
+    quantization: WeightQuantization | None = None,
+    batch: Any,
+    rng: jax.Array | None = None,
+    model_state: Any = None,
+    eval_loss_fn: Callable | None = None,
+) -> Adapted:
+    """`lora` or `quantize` with the options as a section of a config."""
+    adapter = Adapter() if adapter is None else adapter
     if adapter.lora_dropout and rng is None:
         raise ValueError(
             f"adapter.lora_dropout is {adapter.lora_dropout}, which needs a random "
@@ -216,18 +280,22 @@ def adapt(
     takes_key = rng is not None and accepts(training, range(num_arguments))
     closed = jax.make_jaxpr(training)(abstract, *given, *(key if takes_key else ()))
     shapes = {path: tuple(spec.shape) for path, spec in specs.items()}
-    targets = choose_targets(adapter, find_contractions(closed, shapes), specs)
+    found = find_contractions(closed, shapes)
+    if quantization is None:
+        targets = choose_targets(adapter, found, specs)
+    else:
+        targets = stored_targets(quantization, found, specs)
     saved = frozenset(saved_leaves(adapter, specs))
     layout = Layout(specs, jax.tree.structure(abstract), targets, saved)
     has_key = rng is not None
     dropout = adapter.lora_dropout
-    loss = AdaptedLoss(training, layout, dropout, has_key and not takes_key)
+    loss = AdaptedFunction(training, layout, dropout, has_key and not takes_key)
     evaluating = for_evaluation(loss_fn, eval_loss_fn)
     if evaluating is None and adapter.lora_dropout:
         evaluating = training
     if evaluating is not None:
         drops_key = has_key and not accepts(evaluating, range(num_arguments))
-        evaluating = AdaptedLoss(evaluating, layout, 0.0, drops_key)
+        evaluating = AdaptedFunction(evaluating, layout, 0.0, drops_key)
     return Adapted(
         loss_fn=loss,
         eval_loss_fn=evaluating,
@@ -241,8 +309,8 @@ def adapt(
 
 
 @dataclass(frozen=True)
-class AdaptedLoss:
-    """The loss as a function of `{"base": ..., "adapter": ...}`.
+class AdaptedFunction:
+    """A function of the user's parameters as one of `{"base": ..., "adapter": ...}`.
 
     Attributes:
         drops_key: the last argument is a random key, which `function` does not take.
@@ -331,14 +399,6 @@ def _uniform(key: jax.Array, shape: tuple[int, ...], bound: float) -> jax.Array:
 
 def _row_numbers(stack: tuple[int, ...]) -> jax.Array:
     return jnp.arange(prod(stack), dtype=jnp.int32).reshape(stack)
-
-
-def _compute_dtype(adapters: Mapping[str, Any]) -> Any:
-    """The dtype of the adapters as the loss gets them: that of mixed precision."""
-    for value in adapters.values():
-        if isinstance(value, Mapping):
-            return value[LORA_A].dtype
-    return None
 
 
 def _spec(value: Any) -> jax.ShapeDtypeStruct:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from zinf.adapt.blocks import CODES, SCALES, Encoding
+from zinf.adapt.blocks import CODES, LEAST, SCALES, Encoding
 from zinf.adapt.lora import ADAPTER, BASE, Adapted, first_adapter
 from zinf.adapt.weight import MAGNITUDE, WEIGHT, Target, lengths, stored, whole
 from zinf.checkpoint.grid import whole_box
@@ -42,7 +42,8 @@ class FirstState(AbstractTensors):
 
     def __init__(self, adapted: Adapted, base: AbstractTensors, terms: Terms) -> None:
         self._adapted, self._base = adapted, base
-        self._scales: tuple[str, np.ndarray] | None = None
+        # The numbers of the blocks of one weight, by part, while it is read.
+        self._kept: tuple[str, dict[str, np.ndarray]] | None = None
         wanted = {p: _spec(x.shape, x.dtype) for p, x in adapted.layout.specs.items()}
         match(wanted, base.specs, {path: path for path in wanted}, terms)
         self.specs = {}
@@ -61,8 +62,8 @@ class FirstState(AbstractTensors):
         if target is None or target.encoding is None:
             yield f"{BASE}/{path}", WEIGHT, self._base.specs[path]
         else:
-            # Codes come first: they are encoded with the scales, which wait for their
-            # turn.
+            # Codes come first: they are encoded with the numbers of their blocks,
+            # which wait for their turn.
             for part, x in target.encoding.shapes(target.shape).items():
                 yield f"{BASE}/{path}/{part}", part, _spec(x.shape, x.dtype)
         if target is not None:
@@ -111,11 +112,14 @@ class FirstState(AbstractTensors):
     def read(self, name: str, box: Box) -> np.ndarray:
         path, part = self._source[name]
         if part == WEIGHT:
-            return self._base.read(path, box)
+            loaded = self._adapted.loaded
+            if loaded is None or path not in self._adapted.saved:
+                return self._base.read(path, box)
+            return np.asarray(loaded[path])[tuple(slice(*edges) for edges in box)]
         if part == CODES:
             return self._encoded(path, box[0])
-        if part == SCALES:
-            return self._kept_scales(path)[slice(*box[0])]
+        if part in (SCALES, LEAST):
+            return self._kept_part(path, part)[slice(*box[0])]
         target = self._adapted.targets[path]
         loaded = self._adapted.loaded
         if loaded is not None:
@@ -129,22 +133,27 @@ class FirstState(AbstractTensors):
         return np.array(found[part])[slice(*box[0])]
 
     def _encoded(self, path: str, rows: tuple[int, int]) -> np.ndarray:
-        """Some rows of codes. Their scales are kept until they are read."""
+        """Some rows of codes. The numbers of their blocks are kept until read."""
         target = self._adapted.targets[path]
         assert target.encoding is not None
         shapes = target.encoding.shapes(target.shape)
-        if self._scales is None or self._scales[0] != path:
-            self._scales = path, np.zeros(shapes[SCALES].shape, np.uint32)
+        numbers = [name for name in shapes if name != CODES]
+        if self._kept is None or self._kept[0] != path:
+            zeros = {name: np.zeros(shapes[name].shape, np.uint32) for name in numbers}
+            self._kept = path, zeros
         blocks = self._blocks(path, rows)
         codes = np.empty((rows[1] - rows[0], *shapes[CODES].shape[1:]), np.uint8)
         codes = codes.view(shapes[CODES].dtype)
         flat = codes.reshape(-1, codes.shape[-1])
-        scales = self._scales[1][slice(*rows)].reshape(-1)
+        kept = {n: self._kept[1][n][slice(*rows)].reshape(-1) for n in numbers}
         count = max(1, ENCODED_NUMBERS // target.encoding.block)
         for start in range(0, len(flat), count):
             part = slice(start, start + count)
             taken = jax.device_put(np.float32(blocks[part]), _cpu())
-            flat[part], scales[part] = _encode(target.encoding)(taken)
+            found = _encode(target.encoding)(taken)
+            flat[part] = found[CODES]
+            for name in numbers:
+                kept[name][part] = found[name]
         return codes
 
     def _blocks(self, path: str, rows: tuple[int, int]) -> np.ndarray:
@@ -169,9 +178,9 @@ class FirstState(AbstractTensors):
             flat = np.pad(flat, (0, last - first - len(flat)))
         return flat.reshape(-1, block)
 
-    def _kept_scales(self, path: str) -> np.ndarray:
-        assert self._scales is not None and self._scales[0] == path, "codes come first"
-        return self._scales[1]
+    def _kept_part(self, path: str, part: str) -> np.ndarray:
+        assert self._kept is not None and self._kept[0] == path, "codes come first"
+        return self._kept[1][part]
 
     def _lengths(self, path: str, rows: tuple[int, int]) -> np.ndarray:
         """The lengths of the columns of the weight as the loss will see it."""
@@ -198,7 +207,7 @@ def _has_lengths_by_row(target: Target) -> bool:
 
 
 @cache
-def _encode(encoding: Encoding) -> Callable[[Any], tuple[Any, Any]]:
+def _encode(encoding: Encoding) -> Callable[[Any], dict[str, Any]]:
     return jax.jit(encoding.encode_blocks)
 
 

@@ -13,8 +13,10 @@ import typer
 from zinf.cli.checkpoint import checkpoint_app
 from zinf.cli.data import data_app
 from zinf.cli.errors import DIFFERS, USER_ERROR, clean_errors
-from zinf.cli.inference import evaluate, generate
+from zinf.cli.inference import WeightBits, evaluate, generate
 from zinf.distributed import Flags, Limits, find_seat, options
+from zinf.ray import options as ray_options
+from zinf.ray.settings import FailureConfig
 
 # [Note: late imports] Each command imports what it runs inside its function, so that
 # help and errors in arguments are fast: importing jax alone takes half a second. The
@@ -103,6 +105,18 @@ def train(
     join_timeout: options.JoinTimeout = options.DEFAULTS.join_seconds,
     silence_timeout: options.SilenceTimeout = options.DEFAULTS.silence_seconds,
     hang_timeout: options.HangTimeout = options.DEFAULTS.hang_seconds,
+    ray: ray_options.OnRay = False,
+    address: ray_options.Address = None,
+    workers: ray_options.Workers = None,
+    min_workers: ray_options.MinWorkers = None,
+    worker_resources: ray_options.WorkerResources = "CPU=1",
+    max_failures: ray_options.MaxFailures = ray_options.FAILURES.max_failures,
+    max_preemption_failures: ray_options.MaxPreemptionFailures = (
+        ray_options.FAILURES.max_preemption_failures
+    ),
+    preemption_grace: ray_options.PreemptionGrace = (
+        ray_options.FAILURES.preemption_grace_s
+    ),
     traceback: ShowTraceback = False,
 ) -> None:
     """Train the model of a config file.
@@ -117,10 +131,34 @@ def train(
         given.append(f"run.steps={steps}")
     if metrics is not None:
         given.append(f"run.metrics={json.dumps(str(metrics))}")
+    limits = Limits(join_timeout, silence_timeout, hang_timeout)
+    if ray:
+        from zinf.cli.train_ray import train_on_ray
+
+        with clean_errors(traceback):
+            ray_options.check_no_seat(
+                coordinator=coordinator,
+                num_processes=num_processes,
+                process_id=process_id,
+                local_devices=local_devices,
+            )
+            train_on_ray(
+                config,
+                given,
+                trace,
+                trace_steps,
+                scaling=ray_options.scaling(workers, min_workers, worker_resources),
+                failure=FailureConfig(
+                    max_failures, max_preemption_failures, preemption_grace
+                ),
+                address=address,
+                limits=limits,
+            )
+        return
     with clean_errors(traceback):
+        ray_options.check_absent(workers=workers, min_workers=min_workers)
         devices = options.device_ids(local_devices)
         flags = Flags(coordinator, num_processes, process_id, devices)
-        limits = Limits(join_timeout, silence_timeout, hang_timeout)
         group = join(find_seat(flags, os.environ), limits)
     try:
         with clean_errors(traceback, group), group:
@@ -374,6 +412,27 @@ def plan(
     sequence_length: Annotated[
         int, typer.Option(min=2, help="Tokens of a sample, with --model.")
     ] = 1024,
+    generates: Annotated[
+        bool,
+        typer.Option(
+            "--generate",
+            help="Plan generation in place of training: tokens/s by batch size.",
+        ),
+    ] = False,
+    prompt_length: Annotated[
+        int, typer.Option(min=1, help="Tokens of a prompt, with --generate.")
+    ] = 512,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of a completion, with --generate.")
+    ] = 200,
+    batch_sizes: Annotated[
+        str | None,
+        typer.Option(
+            help="Sequences at once, such as 1,8,64, with --generate; doubled while "
+            "that gains, if absent."
+        ),
+    ] = None,
+    weight_bits: WeightBits = None,
     html: Annotated[
         Path | None, typer.Option(help="Draw the plan of one config as an HTML page.")
     ] = None,
@@ -387,9 +446,14 @@ def plan(
     With --topology, plan for another machine and compile with its real compiler: print
     the bytes of a device and a host, collectives, and the predicted time of a step.
 
+    With --generate, plan to run the model: where weights and caches rest, and the
+    predicted time of prompts and tokens for batches of several sizes.
+
     The exit code is 1 if a plan does not fit and 2 if there is another error.
     """
     from zinf.cli.finetune import model_config
+    from zinf.cli.forecast import Asked, batch_sizes_of, plan_generation
+    from zinf.cli.generate import in_bits
     from zinf.cli.plan import plan_config, print_tables
 
     if table:
@@ -404,6 +468,19 @@ def plan(
     if html is not None and len(configs) + (model is not None) > 1:
         raise typer.BadParameter("--html draws one plan; name one config.")
     given = [*(overrides or ()), *[IGNORE] * ignore_unsupported]
+    if generates:
+        with clean_errors(traceback):
+            sizes = batch_sizes_of(batch_sizes)
+        asked = Asked(prompt_length, max_new_tokens, sizes)
+        given = [*in_bits(weight_bits), *given]
+        where = {"topology": topology, "traceback": traceback}
+        codes = [plan_generation(config, given, asked, **where) for config in configs]
+        if model is not None:
+            raw = {"model": {"huggingface": model}}
+            codes.append(plan_generation(model, given, asked, **where, raw=raw))
+        raise typer.Exit(max(codes))
+    if weight_bits is not None:
+        raise typer.BadParameter("--weight-bits is of --generate.")
     rest = given, every, topology, html, traceback
     codes = [plan_config(config, *rest) for config in configs]
     if model is not None:

@@ -54,7 +54,7 @@ def analyze(
     """
     from zinf.data import Analysis
     from zinf.data import analyze as analyze_samples
-    from zinf.data.text import read_tokens, split_windows, tokens_hash
+    from zinf.data.text import read_tokens, split_windows
 
     with clean_errors(traceback):
         tokens = read_tokens(
@@ -71,10 +71,6 @@ def analyze(
             split="train",
             validation_fraction=validation_fraction,
         )
-        about = {
-            "tokens": tokens_hash(tokens),
-            "sequence_length": sequence_length,
-            "validation_fraction": validation_fraction,
-        }
-        analyze_samples(Analysis(windows, about, output, processes), metric, say=print)
+        told = windows.about(validation_fraction)
+        analyze_samples(Analysis(windows, told, output, processes), metric, say=print)
         print(f"The index files are in {output}.")

@@ -22,19 +22,19 @@ from zinf.inference import ROWS, bucket
 MICROBATCHES = 8
 
 
-def open_folder(name: str) -> "hf.Model":
-    """The model of a folder or of the hub, in the precision of its files.
-
-    Float16 becomes bfloat16, which has the range that float16 lacks.
-    """
-    model = hf.load(name)
-    is_wide = str(model.config.dtype or "float32").endswith("float32")
-    return model if is_wide else hf.load(name, dtype="bfloat16")
-
-
-def budgets(overrides: Sequence[str], nvme: Path | None) -> Config:
+def budgets(
+    overrides: Sequence[str], nvme: Path | None, weight_bits: int | None
+) -> Config:
     raw: dict[str, Any] = {} if nvme is None else {"memory": {"nvme": str(nvme)}}
-    return Config.load(raw, overrides)
+    return Config.load(raw, [*in_bits(weight_bits), *overrides])
+
+
+def in_bits(weight_bits: int | None) -> list[str]:
+    """The overrides that keep weights of linear layers in so many bits."""
+    if weight_bits is None:
+        return []
+    key = "weight_quantization.quantized_initialization.num_bits"
+    return [f"{key}={weight_bits}"]
 
 
 def print_completion(
@@ -43,12 +43,13 @@ def print_completion(
     given: Mapping[str, Any],
     config: Config,
     *,
+    base: str | None,
     max_new_tokens: int,
     seed: int,
     chat: bool,
 ) -> None:
     """Prints what a model writes after a prompt, as it is made, and nothing else."""
-    model = open_folder(name)
+    model = hf.load_as_stored(name, base=base)
     sampling = hf.settings_of(model, given)
     prompt = hf.prompt_tokens(model, line, "--prompt", chat=chat)
     _say_if_endless(sampling.eos_token_ids, max_new_tokens)
@@ -73,6 +74,7 @@ def write_completions(
     given: Mapping[str, Any],
     config: Config,
     *,
+    base: str | None,
     max_new_tokens: int,
     seed: int,
     chat: bool,
@@ -83,7 +85,7 @@ def write_completions(
     Lines that the output has already are left out, so that the command can be given
     again after it was stopped. A line depends on the seed and on its own number.
     """
-    model = open_folder(name)
+    model = hf.load_as_stored(name, base=base)
     sampling = hf.settings_of(model, given)
     # All lines are read first: what is wrong with the last is known before the first.
     lines = [
@@ -129,12 +131,13 @@ def print_evaluation(
     data: Sequence[Path],
     config: Config,
     *,
+    base: str | None,
     sequence_length: int,
     truncates: bool,
     completion_only: bool,
 ) -> None:
     """Prints the mean loss of the lines of files, in nats a token, and the speed."""
-    model = open_folder(name)
+    model = hf.load_as_stored(name, base=base)
     if model.max_length is not None:
         sequence_length = min(sequence_length, model.max_length)
     how = hf.Tokenizing(

@@ -10,13 +10,23 @@ from zinf.cli.errors import clean_errors
 ModelName = Annotated[
     str,
     typer.Argument(
-        help="A folder with config.json, safetensors and tokenizer, or a name on the "
-        "Hugging Face hub."
+        help="A folder with config.json, safetensors and tokenizer, or with an "
+        "adapter, or a name on the Hugging Face hub."
     ),
+]
+Base = Annotated[
+    str | None,
+    typer.Option(help="The model that an adapter is for; else the one it names."),
 ]
 Nvme = Annotated[
     Path | None,
     typer.Option(help="Folder on a drive, for weights that memory has no room for."),
+]
+WeightBits = Annotated[
+    int | None,
+    typer.Option(
+        metavar="8|4", help="Keep weights of linear layers in 8 or 4 bits each."
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -72,7 +82,9 @@ def generate(
     batch_size: Annotated[
         int, typer.Option(min=1, help="Lines of --prompts that are made together.")
     ] = 64,
+    base: Base = None,
     nvme: Nvme = None,
+    weight_bits: WeightBits = None,
     overrides: Overrides = None,
     traceback: ShowTraceback = False,
 ) -> None:
@@ -95,13 +107,14 @@ def generate(
         "repetition_penalty": repetition_penalty,
     }
     with clean_errors(traceback):
-        config = budgets(overrides or (), nvme)
+        config = budgets(overrides or (), nvme, weight_bits)
         if prompt is not None:
             print_completion(
                 model,
                 {"prompt": prompt},
                 given,
                 config,
+                base=base,
                 max_new_tokens=max_new_tokens,
                 seed=seed,
                 chat=chat,
@@ -113,6 +126,7 @@ def generate(
                 output,
                 given,
                 config,
+                base=base,
                 max_new_tokens=max_new_tokens,
                 seed=seed,
                 chat=chat,
@@ -121,14 +135,21 @@ def generate(
 
 
 def evaluate(
-    model: ModelName,
-    data: Annotated[
-        list[Path],
-        typer.Option(
-            help="JSON lines of text, of prompt and completion, or of messages; "
-            "repeatable."
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL|CONFIG",
+            help="As for zinf generate; or the config file of a run of zinf train, of "
+            "which the newest checkpoint is evaluated.",
         ),
     ],
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="JSON lines of text, of prompt and completion, or of messages; "
+            "repeatable. A config names its data itself."
+        ),
+    ] = None,
     sequence_length: Annotated[
         int, typer.Option(min=2, help="Most tokens of a sample.")
     ] = 1024,
@@ -138,19 +159,57 @@ def evaluate(
     whole: Annotated[
         bool, typer.Option("--whole", help="Count the tokens of prompts too.")
     ] = False,
+    step: Annotated[
+        int | None, typer.Option(help="Which checkpoint of a config's run.")
+    ] = None,
+    batches: Annotated[
+        int | None,
+        typer.Option(min=1, help="In place of run.evaluate_batches of a config."),
+    ] = None,
+    base: Base = None,
     nvme: Nvme = None,
+    weight_bits: WeightBits = None,
     overrides: Overrides = None,
     traceback: ShowTraceback = False,
 ) -> None:
-    """Print the loss and the perplexity of a model on held-out lines."""
+    """Print the loss and the perplexity of a model on held-out lines.
+
+    For a config, the batches are those of the evaluations of zinf train.
+    """
+    of_run = _is_config(model)
+    if of_run and (data or (base, nvme, weight_bits) != (None, None, None)):
+        raise typer.BadParameter(
+            "A config names its data and folders itself: use --set, not --data, "
+            "--base, --nvme or --weight-bits."
+        )
+    if not of_run and (step is not None or batches is not None):
+        raise typer.BadParameter("--step and --batches are for the config of a run.")
+    if not of_run and not data:
+        raise typer.BadParameter("Name the files to evaluate on: --data FILE.")
+    if of_run:
+        from zinf.cli.evaluate import print_run_evaluation
+
+        with clean_errors(traceback):
+            print_run_evaluation(
+                Path(model), overrides or (), step=step, num_batches=batches
+            )
+        return
     from zinf.cli.generate import budgets, print_evaluation
 
     with clean_errors(traceback):
         print_evaluation(
             model,
-            data,
-            budgets(overrides or (), nvme),
+            data or (),
+            budgets(overrides or (), nvme, weight_bits),
+            base=base,
             sequence_length=sequence_length,
             truncates=truncate,
             completion_only=not whole,
         )
+
+
+def _is_config(name: str) -> bool:
+    """Whether an argument names a config of zinf, and no model of transformers."""
+    path = Path(name)
+    is_json = path.suffix == ".json" and path.name != "config.json"
+    return path.suffix in (".yaml", ".yml") or is_json and path.is_file()

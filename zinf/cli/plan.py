@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from jax.sharding import Mesh
 
 from zinf.cli.endings import INTERRUPTED
 from zinf.cli.errors import DOES_NOT_FIT, clean_errors
@@ -54,13 +55,8 @@ def plan_config(
     """
     try:
         with clean_errors(traceback):
-            machine, mesh = None, None
             source = path if raw is None else raw
-            if topology is not None:
-                machine = parse_topology(topology)
-                asked = grouping(source, overrides)
-                mesh = group_devices(machine.devices(), asked)
-            config, mesh = on_devices(source, mesh, overrides)
+            config, mesh, machine = on_machine(source, overrides, topology)
             arguments, named = problem(config)
             print(heading(path, config), flush=True)
             planner = make_planner(
@@ -86,7 +82,7 @@ def plan_config(
             )
             if raw is not None:
                 print(f"{_wear(made.plan)}\n", flush=True)
-            print(f"{_rates_note(config, topology)}\n", flush=True)
+            print(f"{rates_note(config, topology)}\n", flush=True)
             if html is not None:
                 record = RunRecord.of(
                     config,
@@ -107,7 +103,20 @@ def plan_config(
     return 0
 
 
-def _rates_note(config: Config, topology: str | None) -> str:
+def on_machine(
+    source: Mapping[str, Any] | Path | str,
+    overrides: Sequence[str],
+    topology: str | None,
+) -> tuple[Config, Mesh, Topology | None]:
+    """A config, and the devices to plan for: those of a machine, or those here."""
+    machine, mesh = None, None
+    if topology is not None:
+        machine = parse_topology(topology)
+        mesh = group_devices(machine.devices(), grouping(source, overrides))
+    return *on_devices(source, mesh, overrides), machine
+
+
+def rates_note(config: Config, topology: str | None) -> str:
     """Whose rates the predicted times go by."""
     if topology is not None:
         return (

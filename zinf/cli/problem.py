@@ -7,6 +7,7 @@ from typing import Any
 import grain
 import jax
 import numpy as np
+import optax
 from jax.sharding import Mesh
 
 from zinf import hf
@@ -21,12 +22,13 @@ from zinf.data import (
     describe,
     text_dataset,
 )
+from zinf.data.analyze import check_about
 from zinf.data.text import Split, read_tokens, tokens_hash
 from zinf.distributed import AbstractGroup, Alone
 from zinf.engine import Engine
 from zinf.initialize import initialize
 from zinf.models import GPTConfig, init_and_loss, num_parameters
-from zinf.optim.factory import build_optimizer
+from zinf.optim.factory import build_optimizer, build_schedule
 
 ALONE = Alone()
 
@@ -42,9 +44,11 @@ def problem(
     if is_huggingface(config):
         return hf.Task(config).arguments(batch_size(config) // group.count)
     loss, init, named = _given(config, group)
-    if config.adapter is None and any(_model(config).experts_of_blocks):
+    if config.adapter is None and any(gpt_config(config).experts_of_blocks):
         # How experts are used, for the metrics.
-        init, loss = init_and_loss(_model(config), seed=config.run.seed, has_aux=True)
+        init, loss = init_and_loss(
+            gpt_config(config), seed=config.run.seed, has_aux=True
+        )
         named["has_aux"] = True
     optimizer, told = build_optimizer(config), config.told()
     if config.adapter is None:
@@ -84,7 +88,7 @@ def _given(
 ) -> tuple[Callable, Callable, dict[str, Any]]:
     """The loss and the parameters of a config's model, and its key and batch."""
     rows = batch_size(config) // group.count
-    model = _model(config)
+    model = gpt_config(config)
     init, loss = init_and_loss(model, seed=config.run.seed)
     shape = (rows, config.sequence_length + 1)
     dropout = 0.0 if config.adapter is None else config.adapter.lora_dropout
@@ -158,7 +162,7 @@ def dataset(
         num_epochs=num_epochs if split == "train" else None,
         split=split,
         validation_fraction=data.validation_fraction,
-        vocab_size=_model(config).vocab_size,
+        vocab_size=gpt_config(config).vocab_size,
         process=(group.index, group.count),
         num_microbatches=config.num_microbatches,
         metrics=metrics,
@@ -167,13 +171,15 @@ def dataset(
     return paced(config, samples) if split == "train" else samples
 
 
-def _metrics(config: Config) -> Callable[[int], Sequence[Metric]] | None:
-    """From the number of samples to the difficulties of a config; None without any."""
+def _metrics(
+    config: Config,
+) -> Callable[[int, dict[str, Any]], Sequence[Metric]] | None:
+    """From the samples to the difficulties of a config; None without any."""
     efficiency = config.data_efficiency
     if efficiency is None or not efficiency.metrics:
         return None
 
-    def read(num_samples: int) -> list[Metric]:
+    def read(num_samples: int, about: dict[str, Any]) -> list[Metric]:
         found = []
         for name, metric in efficiency.metrics.items():
             samples, values = metric.index_to_sample_path, metric.index_to_metric_path
@@ -183,6 +189,7 @@ def _metrics(config: Config) -> Callable[[int], Sequence[Metric]] | None:
                 values if metric.difficulty_type == "value" else None,
                 num_samples=num_samples,
             )
+            check_about(samples.parent, about)
             kind, highest = metric.difficulty_type, metric.max_difficulty
             found.append(Metric(name, metric, index, kind, highest))
         return found
@@ -204,12 +211,23 @@ def paced(config: Config, samples: grain.IterDataset) -> grain.IterDataset:
     return Paced(samples, length=length, reshapes=reshapes, dropping=dropping)
 
 
+def learning_rate(config: Config) -> optax.Schedule:
+    """The learning rate of a config, as a function of the number of updates done."""
+    scale = hf.Task(config).rate_scale() if is_huggingface(config) else None
+    return build_schedule(config, scale)
+
+
 def describing(config: Config) -> Callable[[Any], dict[str, int]]:
     """The function that adds the tokens of a batch to the metrics of its step."""
     return hf.Task.describe if is_huggingface(config) else describe
 
 
-def _model(config: Config) -> GPTConfig:
+def gpt_config(config: Config) -> GPTConfig:
+    """The shape of a config's own model.
+
+    Raises:
+        ValueError: the config has no model section.
+    """
     if config.model is None:
         raise ValueError(
             "The config has no model section, which zinf train and zinf plan need. "
@@ -249,11 +267,14 @@ def num_model_parameters(config: Config) -> int:
     """Number of the model's parameters, without adapters."""
     if is_huggingface(config):
         return hf.Task(config).model.num_parameters
-    return num_parameters(_model(config))
+    return num_parameters(gpt_config(config))
 
 
 def num_tokens(config: Config) -> int:
-    """Number of tokens that one step trains on."""
+    """Number of tokens that one step trains on; the most where steps differ."""
+    batching = config.dynamic_batching
+    if batching is not None and batching.max_tokens is not None:
+        return config.num_microbatches * batching.max_tokens
     each = 2 if config.data.objective == "dpo" else 1
     return batch_size(config) * config.sequence_length * each
 

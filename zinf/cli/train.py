@@ -18,6 +18,7 @@ from zinf.cli.problem import (
     devices,
     heading,
     is_huggingface,
+    learning_rate,
     make_engine,
     num_tokens,
     title,
@@ -26,9 +27,11 @@ from zinf.config import Config
 from zinf.distributed import AbstractGroup, flat
 from zinf.engine import Engine
 from zinf.observe.record import METRICS, RUN, TRACE, RunRecord
-from zinf.optim.factory import build_schedule
 from zinf.prepare.devices import on_devices
 from zinf.trainer import Trainer
+
+# The meeting after which a run is the one of its folder: a restart continues it.
+SET_ASIDE = "checkpoints of earlier runs are set aside"
 
 
 def train_config(
@@ -63,7 +66,7 @@ def train_config(
         drawn = trace or output / TRACE
         if group.is_first and not config.run.resume:
             _set_aside(output, folder, metrics, drawn)
-        group.barrier("checkpoints of earlier runs are set aside")
+        group.barrier(SET_ASIDE)
         with Checkpoints(folder, keep=config.run.keep_checkpoints) as checkpoints:
             if group.is_first:
                 record = RunRecord.of(
@@ -93,13 +96,14 @@ def train_config(
                 trace=drawn,
                 trace_steps=trace_steps,
                 log_every=config.log_every,
-                learning_rate=build_schedule(config),
+                learning_rate=learning_rate(config),
                 describe=describing(config),
             )
             try:
                 trainer.run()
             except KeyboardInterrupt:
-                if checkpoints.latest_step() is not None:
+                has_saved = checkpoints.latest_step() is not None
+                if has_saved and not group.goes_on_by_itself:
                     say(f"Continue with: {resume_command(path, overrides)}")
                 raise
         if config.run.export is not None:

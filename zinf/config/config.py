@@ -10,7 +10,8 @@ from pydantic import Field, PrivateAttr
 from zinf.config.adapter import Adapter
 from zinf.config.arguments import TOTAL_STEPS, Key, chosen_values, fill
 from zinf.config.batch import BatchSizes, batch_sizes, batch_violations
-from zinf.config.deepspeed import DeepSpeedKeys
+from zinf.config.deepspeed import ActivationCheckpointing, DeepSpeedKeys
+from zinf.config.dynamic_batching import DynamicBatching
 from zinf.config.efficiency import (
     RESHAPE,
     dropping_violations,
@@ -21,6 +22,8 @@ from zinf.config.messages import ConfigError, Notice, Problem, without_effect
 from zinf.config.pacing import Pacing, buckets
 from zinf.config.precision import BF16, LossScaling, precision_violations
 from zinf.config.rules import (
+    batching_violations,
+    counting_violations,
     execution_violations,
     huggingface_violations,
     memory_violations,
@@ -164,6 +167,29 @@ class Config(DeepSpeedKeys):
         told._is_told = True
         return told
 
+    def without_training(self) -> "Config":
+        """A copy for running a model: all is frozen, and no step is taken.
+
+        Budgets, folders, tiers of parameters and dtypes stay. Left out is what changes
+        the parameters first: an adapter, and weights in few bits.
+        """
+        nothing = dict.fromkeys(
+            (
+                "adapter",
+                "weight_quantization",
+                "gradient_clipping",
+                "train_batch_size",
+                "train_micro_batch_size_per_gpu",
+                "gradient_accumulation_steps",
+            )
+        )
+        changed = {
+            "frozen": ("*",),
+            "execution": "streamed",
+            "activation_checkpointing": ActivationCheckpointing(),
+        }
+        return self.model_copy(update=nothing | changed)
+
     @property
     def is_told(self) -> bool:
         """Whether a user has been shown the notices."""
@@ -205,9 +231,13 @@ class Config(DeepSpeedKeys):
         yield from dropping_violations(
             self.data_efficiency, self.model, self.sequence_length
         )
-        yield from huggingface_violations(
-            self.model, self.curriculum_learning, self.data_efficiency
+        yield from batching_violations(
+            self.data_efficiency, self.model, self.data, self.fp16.enabled
         )
+        yield from huggingface_violations(
+            self.model, self.curriculum_learning, self.data_efficiency, self.data
+        )
+        yield from counting_violations(self.scheduler, self.model, self.data_efficiency)
         if self.bfloat16 is not None and "bf16" in self.model_fields_set:
             yield (
                 ("bfloat16",),
@@ -277,6 +307,13 @@ class Config(DeepSpeedKeys):
             "stall_seconds": self.memory.stall_seconds,
             "checksums": self.memory.checksums,
         }
+
+    @property
+    def pinned(self) -> str:
+        """Memory of the host tier of streamed steps: auto, arrays or off."""
+        is_given = "pinned" in self.memory.model_fields_set
+        is_off = self.zero_optimization.pins_memory is False
+        return "off" if is_off and not is_given else self.memory.pinned
 
     @property
     def compute_dtype(self) -> str:
@@ -371,6 +408,21 @@ class Config(DeepSpeedKeys):
         kept = buckets(pacing.levels(first_count=0), self.data.max_buckets)
         layers = dropping.random_ltd_layer_id or ()
         return KeptTokens(pacing, kept, layers, efficiency.seed)
+
+    @property
+    def num_layers(self) -> int | None:
+        """Layers of the model, of which random-LTD shortens some, if they are known."""
+        if self.model is not None and self.model.num_layers is not None:
+            return self.model.num_layers
+        efficiency = self.data_efficiency
+        dropping = efficiency.random_ltd if efficiency is not None else None
+        return None if dropping is None else dropping.total_layer_num
+
+    @property
+    def dynamic_batching(self) -> DynamicBatching | None:
+        """The batches by tokens; None: all have train_batch_size samples."""
+        efficiency = self.data_efficiency
+        return None if efficiency is None else efficiency.dynamic_batching
 
     @property
     def cuts_rows(self) -> bool:

@@ -12,6 +12,7 @@ from zinf.config.ignored import TABLE
 from zinf.config.opaque import AnyKeys
 from zinf.config.optimizer import Optimizer
 from zinf.config.precision import BF16, FP16, DataTypes
+from zinf.config.quantization import WeightQuantization
 from zinf.config.scalar import Count, Flag, NonNegative, Text
 from zinf.config.scheduler import Scheduler
 from zinf.config.section import Section
@@ -168,8 +169,8 @@ class DeepSpeedKeys(Section):
     compression_training: Unsupported[AnyKeys | None] = None
     """Compression while training; remove it."""
 
-    weight_quantization: Unsupported[AnyKeys | None] = None
-    """Quantised weights for inference; remove it."""
+    weight_quantization: WeightQuantization | None = None
+    """Weights in 8 or 4 bits, to run a model and not to train it."""
 
     curriculum_learning: CurriculumLearning | None = None
     """Sequences that get longer while training, in `zinf train`."""

@@ -5,6 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from zinf.config.dynamic_batching import DynamicBatching
 from zinf.config.ignored import TABLE
 from zinf.config.opaque import AnyKeys
 from zinf.config.pacing import Pacing, PacingConfig, pacing_violations
@@ -129,8 +130,8 @@ class DataSampling(Section):
     curriculum_learning: SamplingCurriculum = Field(default_factory=SamplingCurriculum)
     """Curricula."""
 
-    dynamic_batching: Unsupported[AnyKeys | None] = None
-    """Batches of samples of several lengths; zinf train's samples are equally long."""
+    dynamic_batching: DynamicBatching = Field(default_factory=DynamicBatching)
+    """Batches of about as many tokens each."""
 
 
 class KeptConfig(Section):
@@ -191,7 +192,7 @@ class RandomLTD(Section):
     """Layers that run on some tokens of a sequence (https://arxiv.org/abs/2211.11586).
 
     DeepSpeed wraps modules of a model. `zinf train` has the layers of its own model do
-    it; other models call `zinf.random_ltd`.
+    it, and those of `model.huggingface`; other models call `zinf.random_ltd`.
     """
 
     IGNORED = TABLE["data_efficiency.data_routing.random_ltd"]
@@ -264,6 +265,13 @@ class DataEfficiency(Section):
         routing = self.data_routing
         is_on = self.enabled and routing.enabled and routing.random_ltd.enabled
         return routing.random_ltd if is_on else None
+
+    @property
+    def dynamic_batching(self) -> DynamicBatching | None:
+        """The batches by tokens, if they are used."""
+        sampling = self.data_sampling
+        is_on = self.enabled and sampling.enabled and sampling.dynamic_batching.enabled
+        return sampling.dynamic_batching if is_on else None
 
     @property
     def num_epochs(self) -> int | None:

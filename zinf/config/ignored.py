@@ -126,14 +126,10 @@ find_unused_parameters: The gradient of an unused parameter is zero in JAX.
 [zero_optimization] no effect here
 load_from_fp32_weights: Masters are always restored from fp32.
 ignore_unused_parameters: The gradient of an unused parameter is zero in JAX.
-cpu_offload_use_pin_memory: zinf does not pin host memory yet.
 
 [zero_optimization.offload_param] automatic here
 buffer_count buffer_size: The plan decides what waits in host memory.
 max_in_cpu: memory.host bounds all host bytes.
-
-[zero_optimization.offload_param] no effect here
-pin_memory: zinf does not pin host memory yet.
 
 [zero_optimization.offload_optimizer] automatic here
 buffer_count: The plan decides what waits in host memory.
@@ -146,7 +142,6 @@ convert_grad_on_cpu: An update casts gradients where it runs.
 cpuadam_cores_perc: Updates in host memory may use all cores.
 
 [zero_optimization.offload_optimizer] no effect here
-pin_memory: zinf does not pin host memory yet.
 ratio: All state is offloaded; leave out device to offload only what has no room.
 
 [aio] automatic here
@@ -190,6 +185,10 @@ num_workers pin_memory: Samples are read in the calling thread.
 
 [data_efficiency.data_sampling.curriculum_learning] automatic here
 data_cluster_path: Samples are drawn from the index itself; no clusters are written.
+
+[data_efficiency.data_sampling.dynamic_batching] automatic here
+metrics_path: Lengths are those of the tokenized samples.
+verbose: The shapes of batches are printed when training begins.
 
 [data_efficiency.data_routing.random_ltd] automatic here
 model_mask_name: Kept tokens stay in order, so causal attention needs no mask.

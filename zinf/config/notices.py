@@ -79,6 +79,16 @@ def _no_drive(config: Config) -> Iterator[Notice]:
             yield Notice(("memory", key), f"{text}.")
 
 
+def _pinned_otherwise(config: Config) -> Iterator[Notice]:
+    whys = {
+        "fused": "nothing rests on the host",
+        "offloaded": "all arrays are in pinned memory",
+    }
+    if config.execution in whys and config.memory.pinned != "auto":
+        text = f"has no effect, because execution is {config.execution}"
+        yield Notice(("memory", "pinned"), f"{text}: {whys[config.execution]}.")
+
+
 def _nothing_to_cut(config: Config) -> Iterator[Notice]:
     if config.execution == "fused":
         for key in sorted(config.segment.model_fields_set):
@@ -168,6 +178,9 @@ def _switched_off(config: Config) -> Iterator[Notice]:
         (
             *("data_efficiency", "data_sampling", "curriculum_learning"),
         ): sampling.curriculum_learning.enabled,
+        (
+            *("data_efficiency", "data_sampling", "dynamic_batching"),
+        ): sampling.dynamic_batching.enabled,
         ("data_efficiency", "data_routing"): routing.enabled,
         (
             *("data_efficiency", "data_routing", "random_ltd"),
@@ -197,6 +210,8 @@ def _counted_alike(config: Config) -> Iterator[Notice]:
     drops = config.kept_tokens is not None and count == "layer_tokens"
     if count != "steps" and config.lengths is None and not drops:
         text = f"{count} has no effect: every step has the same number"
+        if config.dynamic_batching is not None:
+            text = f"{count} has no effect with dynamic_batching"
         yield Notice(("scheduler", "count"), f"{text}, so it counts steps.")
 
 
@@ -212,6 +227,7 @@ def _rounded(
 RULES: tuple[Callable[[Config], Iterator[Notice]], ...] = (
     _unused_folders,
     _no_drive,
+    _pinned_otherwise,
     _nothing_to_cut,
     _scheduled_rate,
     _replaced_rate,

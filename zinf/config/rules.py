@@ -22,7 +22,7 @@ from zinf.program import Tier
 
 
 def memory_violations(zero: ZeroOptimization, memory: Memory) -> Iterator[Violation]:
-    """An NVMe tier without a folder, or with two different ones."""
+    """An NVMe tier without a folder, or with two; memory that is pinned and is not."""
     offload = {
         "offload_param": (zero.offload_param, zero.param_tier),
         "offload_optimizer": (zero.offload_optimizer, zero.optimizer_tier),
@@ -41,6 +41,11 @@ def memory_violations(zero: ZeroOptimization, memory: Memory) -> Iterator[Violat
     if memory.nvme_capacity and not (memory.nvme or zero.nvme_paths):
         text = "has no effect without an NVMe tier. Give its folders in memory.nvme."
         yield ("memory", "nvme_capacity"), text
+    pins = zero.pins_memory
+    is_given = "pinned" in memory.model_fields_set and memory.pinned != "auto"
+    if is_given and pins is not None and pins == (memory.pinned == "off"):
+        text = f"is {memory.pinned}, but pin_memory in zero_optimization is"
+        yield ("memory", "pinned"), f"{text} {str(pins).lower()}. Remove one of them."
 
 
 def mesh_violations(
@@ -132,6 +137,7 @@ def huggingface_violations(
     model: Model | None,
     legacy: CurriculumLearning | None,
     efficiency: DataEfficiency | None,
+    data: Data,
 ) -> Iterator[Violation]:
     """Sections that only zinf's own model has yet."""
     if model is None or model.huggingface is None:
@@ -139,12 +145,60 @@ def huggingface_violations(
     text = "is not supported with model.huggingface yet. Remove one of them"
     if legacy is not None and legacy.enabled:
         yield ("curriculum_learning",), f"{text}."
-    if efficiency is not None and (
-        efficiency.lengths is not None
-        or efficiency.random_ltd is not None
-        or efficiency.metrics
-    ):
-        yield ("data_efficiency",), f"{text}."
+    if efficiency is None:
+        return
+    if efficiency.lengths is not None or efficiency.metrics:
+        path = ("data_efficiency", "data_sampling", "curriculum_learning")
+        yield path, f"{text}."
+    if efficiency.random_ltd is not None and data.objective != "sft":
+        text = f"is not supported for pairs yet (data.objective {data.objective})"
+        path = ("data_efficiency", "data_routing", "random_ltd")
+        yield path, f"{text}. Remove one of them."
+
+
+def batching_violations(
+    efficiency: DataEfficiency | None, model: Model | None, data: Data, is_fp16: bool
+) -> Iterator[Violation]:
+    """Batches by tokens where all samples are as long, or where others need rows."""
+    batching = efficiency.dynamic_batching if efficiency is not None else None
+    if efficiency is None or batching is None:
+        return
+    path = ("data_efficiency", "data_sampling", "dynamic_batching")
+    if model is None:
+        text = "is for model.huggingface. With a loop of your own use"
+        yield path, f"{text} zinf.data.TokenBatches, and remove this."
+    elif model.huggingface is None:
+        text = "all samples have data.sequence_length tokens, so all batches would have"
+        yield path, f"{text} as many rows. Remove it, and set train_batch_size."
+    if data.packing:
+        yield path, "rows of data.packing are all as long. Remove one of them."
+    if data.objective != "sft":
+        yield (
+            path,
+            f"has no effect on pairs (data.objective {data.objective}); remove it.",
+        )
+    if efficiency.random_ltd is not None:
+        text = "with data_routing.random_ltd is not supported yet; remove one of them."
+        yield path, text
+    if is_fp16 and batching.lr_scaling_method != "none":
+        text = "steps that an overflow skips would move the rates to other batches"
+        yield (*path, "lr_scaling_method"), f"{text}. Use bf16, or none."
+
+
+def counting_violations(
+    scheduler: Scheduler | None,
+    model: Model | None,
+    efficiency: DataEfficiency | None,
+) -> Iterator[Violation]:
+    """Tokens of layers that cannot be counted, as the layers are not known."""
+    dropping = efficiency.random_ltd if efficiency is not None else None
+    if scheduler is None or scheduler.count != "layer_tokens" or dropping is None:
+        return
+    is_known = model is not None and model.num_layers is not None
+    if not is_known and dropping.total_layer_num is None:
+        text = "layer_tokens needs the number of layers of the model. Set"
+        path = "data_efficiency.data_routing.random_ltd.total_layer_num"
+        yield ("scheduler", "count"), f"{text} {path}."
 
 
 def model_violations(model: Model | None, data: Data) -> Iterator[Violation]:

@@ -33,6 +33,11 @@ def _one_or_many(value: object) -> object:
     return (value,) if isinstance(value, str | Path) else value
 
 
+def _off(value: object) -> object:
+    # YAML reads a bare off as false.
+    return "off" if value is False else value
+
+
 class Memory(Section):
     """Byte budgets, one per tier. They are hard: nothing ever holds more."""
 
@@ -60,6 +65,12 @@ class Memory(Section):
     """Which part of the bytes on the NVMe tier has checksums that reads verify.
     sampled: a sixteenth, another one at each write, for 1 to 3% of throughput. full:
     all, for 4 to 14% on two cores. off: none."""
+
+    pinned: Annotated[Literal["auto", "arrays", "off"], BeforeValidator(_off)] = "auto"
+    """Whether streamed steps keep arrays of the host tier in pinned memory, which an
+    accelerator copies without a core's help. arrays: memory of jax's kind pinned_host.
+    auto: the faster in a measurement of a second, and off on the CPU. An offloaded step
+    is always pinned."""
 
     def violations(self) -> Iterator[Violation]:
         folders = self.nvme or ()
@@ -298,7 +309,8 @@ class Data(Section):
     """Tokens per sample; null: 256, or model.max_length if that is less."""
 
     max_buckets: Count = 8
-    """Most lengths that a schedule of lengths trains with. Each has its own plan."""
+    """Most lengths that a schedule of lengths, or dynamic_batching, trains with. Each
+    has its own plan."""
 
     validation_fraction: Fraction = 0.05
     """Share of the data that is used for evaluation only."""

@@ -38,6 +38,9 @@ class OffloadParam(Section):
     nvme_path: Auto[Folder | None] = None
     """Folder of the NVMe tier."""
 
+    pin_memory: Auto[Flag | None] = None
+    """true: memory.pinned: auto; false in all sections: memory.pinned: off."""
+
 
 class OffloadOptimizer(Section):
     """Where optimizer state and fp32 masters rest between uses."""
@@ -49,6 +52,9 @@ class OffloadOptimizer(Section):
 
     nvme_path: Auto[Folder | None] = None
     """Folder of the NVMe tier."""
+
+    pin_memory: Auto[Flag | None] = None
+    """true: memory.pinned: auto; false in all sections: memory.pinned: off."""
 
 
 class ZeroOptimization(Section):
@@ -106,6 +112,9 @@ class ZeroOptimization(Section):
     cpu_offload_params: Flag | None = None
     """Older name of cpu_offload_param, which DeepSpeed dropped."""
 
+    cpu_offload_use_pin_memory: Flag | None = None
+    """Old name of pin_memory."""
+
     @model_validator(mode="before")
     @classmethod
     def _stage_of_flag(cls, data: Any) -> Any:
@@ -133,6 +142,14 @@ class ZeroOptimization(Section):
         asking = [s for s in sections if s and s.device in (None, "nvme")]
         paths = (section.nvme_path for section in asking)
         return tuple(dict.fromkeys(path for path in paths if path))
+
+    @property
+    def pins_memory(self) -> bool | None:
+        """Whether any section asks for pinned memory; None: none says."""
+        sections = filter(None, (self.offload_param, self.offload_optimizer))
+        said = [self.cpu_offload_use_pin_memory, *(s.pin_memory for s in sections)]
+        given = [one for one in said if one is not None]
+        return any(given) if given else None
 
     @property
     def persistent_elements(self) -> int | None:

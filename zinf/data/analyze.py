@@ -116,6 +116,26 @@ def total(analysis: Analysis, name: str, say: Say = lambda text: None) -> np.nda
     return _total(analysis, short(name), function, say)
 
 
+def check_about(folder: Path, about: dict[str, Any]) -> None:
+    """Refuse the analysis in a folder if it is of other data than `about` tells.
+
+    DeepSpeed's analyzer writes nothing to compare, so its index files pass.
+
+    Raises:
+        ValueError: the analysis is of other data.
+    """
+    path = folder / ABOUT
+    found = json.loads(path.read_text()) if path.exists() else {}
+    other = [key for key in about if key in found and found[key] != about[key]]
+    if other:
+        raise ValueError(
+            f"{folder} has an analysis of other data: {other[0]} is "
+            f"{found[other[0]]!r} there, and {about[other[0]]!r} here. Analyze this "
+            "data: zinf data analyze, with the same paths, sequence length and "
+            "validation fraction."
+        )
+
+
 def short(name: str) -> str:
     """The name of the files of a metric: "module:function" is "function"."""
     return name.rpartition(":")[2]

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from zinf.config.pace import Pace
+from zinf.data.foreseen import AbstractForeseen
 from zinf.data.share import Share
 
 TOKENS, KEPT = "tokens", "kept"
@@ -70,9 +71,12 @@ class Paced(grain.IterDataset):
         data: If it is a `Share`, the numbers of its rows and processes are known.
         length: the number of tokens that a row predicts in each step; None: all.
         reshapes: cut rows into pieces, instead of truncating them.
+        leaf: the leaf of the tokens.
+        extra: how many more tokens a row of it has than T: 1, as the last token is only
+            predicted, or 0 if a batch has labels beside its tokens.
 
     Raises:
-        ValueError: in the first step, if a batch has no "tokens" with a sequence dim,
+        ValueError: in the first step, if a batch has no such leaf with a sequence dim,
             or rows that are shorter than the longest of `length`, or fewer tokens than
             are to be kept.
     """
@@ -84,10 +88,13 @@ class Paced(grain.IterDataset):
         length: Pace | None = None,
         reshapes: bool = False,
         dropping: Dropping | None = None,
+        leaf: str = TOKENS,
+        extra: int = 1,
     ) -> None:
         super().__init__()
         self.data, self.length = data, length
         self.reshapes, self.dropping = reshapes, dropping
+        self.leaf, self.extra = leaf, extra
         self.count = data.count if isinstance(data, Share) else 1
 
     def __iter__(self) -> "PacedIterator":
@@ -100,13 +107,17 @@ class Paced(grain.IterDataset):
             "Layers are to keep": None if self.dropping is None else self.dropping.kept,
         }
 
+    def longest(self, batch: Batch) -> int:
+        """Number of tokens that a row of a batch predicts, T."""
+        return batch[self.leaf].shape[1] - self.extra
+
     def rows(self, num_rows: int, pieces: int) -> Iterator[int]:
         """Numbers of this process's rows among those of all, by piece."""
         whole = self.data.rows if isinstance(self.data, Share) else range(num_rows)
         return (row * pieces + piece for row in whole for piece in range(pieces))
 
 
-class PacedIterator(grain.DatasetIterator):
+class PacedIterator(AbstractForeseen):
     """Iterates over a `Paced`.
 
     Its state is that of the data, with the steps taken and the tokens of all processes,
@@ -144,15 +155,12 @@ class PacedIterator(grain.DatasetIterator):
         self._step, self._tokens = state["step"], state["tokens"]
 
     def whole(self) -> Any:
-        """Shapes and dtypes of a batch of full length. One batch must be taken."""
+        """Shapes and dtypes of a batch of full length."""
         assert self._like is not None, "shapes are known when one batch was taken"
         return self._like
 
     def coming(self, num_steps: int) -> list[Any]:
-        """Shapes and dtypes of the next `num_steps` batches, each of them once.
-
-        In the order in which they come. One batch must have been taken.
-        """
+        """Shapes and dtypes of the next batches, each of them once, as they come."""
         shapes = dict.fromkeys(islice(self._shapes(), num_steps))
         return [self._abstract(length, kept) for length, kept in shapes]
 
@@ -172,7 +180,7 @@ class PacedIterator(grain.DatasetIterator):
 
     def _shape(self, step: int, tokens: int) -> tuple[int, int]:
         """Length and kept tokens of a step."""
-        length, dropping = self.whole()[TOKENS].shape[1] - 1, self._paced.dropping
+        length, dropping = self._paced.longest(self.whole()), self._paced.dropping
         if self._paced.length is not None:
             length = self._paced.length.at(step, tokens)
         kept = length if dropping is None else dropping.kept.at(step, tokens)
@@ -180,11 +188,12 @@ class PacedIterator(grain.DatasetIterator):
 
     def _num_tokens(self, batch: Batch) -> int:
         """Number of tokens that all processes predict in a batch."""
-        rows, length = batch[TOKENS].shape
-        return self._paced.count * rows * (length - 1)
+        paced = self._paced
+        rows = batch[paced.leaf].shape[0]
+        return paced.count * rows * paced.longest(batch)
 
     def _draw(self, whole: Batch, length: int, kept: int) -> Any:
-        dropping, num_rows = self._paced.dropping, len(whole[TOKENS])
+        dropping, num_rows = self._paced.dropping, len(whole[self._paced.leaf])
         assert dropping is not None
         rows = self._paced.rows(num_rows, self._pieces(length))
         return dropping.draw(self._step, rows, length, kept)
@@ -193,16 +202,16 @@ class PacedIterator(grain.DatasetIterator):
         batch, dropping = self._cut(self.whole(), length), self._paced.dropping
         if dropping is None or kept == length:
             return batch
-        shape = (batch[TOKENS].shape[0], dropping.num_layers, kept)
+        shape = (batch[self._paced.leaf].shape[0], dropping.num_layers, kept)
         return {**batch, KEPT: jax.ShapeDtypeStruct(shape, np.int32)}
 
     def _pieces(self, length: int) -> int:
-        longest = self.whole()[TOKENS].shape[1] - 1
+        longest = self._paced.longest(self.whole())
         return longest // length if self._paced.reshapes else 1
 
     def _cut(self, batch: Batch, length: int) -> Batch:
         """A batch, or its shapes, with rows of `length` tokens."""
-        longest = batch[TOKENS].shape[1] - 1
+        longest = self._paced.longest(batch)
         if length == longest:
             return batch
         pieces = self._pieces(length)
@@ -250,21 +259,22 @@ def check_sequences(batch: Any, paced: Paced) -> None:
     Raises:
         ValueError: there are no tokens with a sequence dim, or too few.
     """
-    tokens = batch.get(TOKENS) if isinstance(batch, Mapping) else None
+    leaf = paced.leaf
+    tokens = batch.get(leaf) if isinstance(batch, Mapping) else None
     shape = None if tokens is None else np.shape(tokens)
     if shape is None or len(shape) != 2:
         found = "no such leaf" if shape is None else f"shape {list(shape)}"
         raise ValueError(
-            f"Sequences cannot be shortened: batch leaf {TOKENS!r} must have the shape "
-            f"(rows, tokens), and the batch has {found}. Name the tokens {TOKENS!r}, "
+            f"Sequences cannot be shortened: batch leaf {leaf!r} must have the shape "
+            f"(rows, tokens), and the batch has {found}. Name the tokens {leaf!r}, "
             "or turn curriculum_learning and data_efficiency off."
         )
     for what, pace in paced.paces().items():
-        if pace is not None and pace.buckets[-1] > shape[1] - 1:
+        if pace is not None and pace.buckets[-1] > shape[1] - paced.extra:
             raise ValueError(
                 f"{what} {pace.buckets[-1]} tokens, but the batch has the shape "
-                f"{list(shape)}, which predicts {shape[1] - 1}. Lower the maximum, or "
-                "raise data.sequence_length."
+                f"{list(shape)}, which predicts {shape[1] - paced.extra}. Lower the "
+                "maximum, or raise data.sequence_length."
             )
 
 

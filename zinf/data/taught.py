@@ -14,6 +14,7 @@ import grain
 import jax
 import numpy as np
 
+from zinf.data.foreseen import AbstractForeseen
 from zinf.data.paced import Paced, abstract
 
 TEACHER_LOGITS = "teacher_logits"
@@ -52,7 +53,7 @@ class Taught(grain.IterDataset):
         return TaughtIterator(self)
 
 
-class TaughtIterator(grain.DatasetIterator):
+class TaughtIterator(AbstractForeseen):
     """Iterates over a `Taught`. Its state is that of the data, and the steps taken."""
 
     def __init__(self, taught: Taught) -> None:
@@ -95,10 +96,7 @@ class TaughtIterator(grain.DatasetIterator):
         return {**self._like, TEACHER_LOGITS: self._logits}
 
     def coming(self, num_steps: int) -> list[Any]:
-        """Shapes and dtypes of the next `num_steps` batches, each of them once.
-
-        In the order in which they come. One batch must have been taken.
-        """
+        """Shapes and dtypes of the next batches, each of them once, as they come."""
         shapes = [] if self._logits is None else [self.whole()]
         until = self._taught.until_step
         if until is not None and until < self._step + num_steps:

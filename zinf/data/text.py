@@ -7,7 +7,7 @@ standard library, so a model can be trained on real text without a download.
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import grain
 import numpy as np
@@ -125,6 +125,14 @@ class TokenWindows(grain.sources.RandomAccessDataSource):
                 )
         return {"tokens": window}
 
+    def about(self, validation_fraction: float) -> dict[str, Any]:
+        """What tells these samples from others, as JSON; see `Analysis`."""
+        return {
+            "tokens": tokens_hash(self._tokens),
+            "sequence_length": self._sequence_length,
+            "validation_fraction": validation_fraction,
+        }
+
 
 def split_windows(
     tokens: Tokens,
@@ -168,7 +176,7 @@ def text_dataset(
     num_epochs: int | None = None,
     process: tuple[int, int] = (0, 1),
     num_microbatches: int = 1,
-    metrics: Callable[[int], Sequence[Metric]] | None = None,
+    metrics: Callable[[int, dict[str, Any]], Sequence[Metric]] | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> grain.IterDataset:
     """Shuffled batches {"tokens": int32 (rows, sequence_length + 1)} from files.
@@ -193,8 +201,9 @@ def text_dataset(
             batch (see `Share`).
         num_microbatches: `gradient_accumulation_steps`; determines which rows a process
             gets.
-        metrics: from the number of samples to their difficulties: each step draws
-            samples that are easy enough; see `CurriculumSamples`.
+        metrics: from the number of samples, and what `TokenWindows.about` tells of
+            them, to their difficulties: each step draws samples that are easy enough;
+            see `CurriculumSamples`.
         say: Called with lines on which files are read and which are skipped.
 
     Raises:
@@ -224,7 +233,8 @@ def text_dataset(
         samples = source.shuffle(seed).repeat(num_epochs)
     else:
         named = {"batch_size": batch_size, "seed": seed, "num_epochs": num_epochs}
-        samples = CurriculumSamples(source, metrics(len(windows)), **named)
+        found = metrics(len(windows), windows.about(validation_fraction))
+        samples = CurriculumSamples(source, found, **named)
     return Share(
         samples, batch_size, process=process, num_microbatches=num_microbatches
     )

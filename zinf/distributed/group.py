@@ -36,6 +36,16 @@ class AbstractGroup(ABC):
     index: int
     count: int
     has_parted: bool = False
+    # Whether who started the run starts it again by itself when it has saved and ended.
+    goes_on_by_itself: bool = False
+
+    @property
+    def is_asked_to_stop(self) -> bool:
+        """Whether this process is to save and end, as who started the run asks.
+
+        A training loop gives this to `any` after each step, so that all end together.
+        """
+        return False
 
     @abstractmethod
     def gather(self, name: str, value: Any, timeout: float | None = 300.0) -> list[Any]:
@@ -54,6 +64,9 @@ class AbstractGroup(ABC):
     @abstractmethod
     def say(self, text: str) -> None:
         """Report progress. If this process dies, the error of the others quotes it."""
+
+    def report(self, metrics: Mapping[str, Any]) -> None:  # noqa: B027
+        """Give the metrics of a step to who started the run, if that is a program."""
 
     @abstractmethod
     def fail(self, error: BaseException) -> None:

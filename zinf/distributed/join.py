@@ -4,14 +4,13 @@ import logging
 import socket
 import time
 
-import jax
-
 from zinf.distributed.fingerprint import code_fingerprint, device_fingerprint
 from zinf.distributed.greeting import introduce
 from zinf.distributed.group import AbstractGroup, Alone, Joined
 from zinf.distributed.hub import Hub
+from zinf.distributed.jax_service import start_jax
 from zinf.distributed.limits import Limits
-from zinf.distributed.listen import bound_socket, is_own_address
+from zinf.distributed.listen import bound_socket
 from zinf.distributed.seat import JoinError, Seat
 from zinf.distributed.secret import Secret
 from zinf.distributed.secret_file import make_file
@@ -49,7 +48,8 @@ def join(seat: Seat | None, limits: Limits = LIMITS) -> AbstractGroup:
         # processes.
         group.barrier("join", timeout=None)
         group.agree(code_fingerprint())
-        _initialize(seat, group, limits)
+        host, _, _ = seat.coordinator.rpartition(":")
+        start_jax(group, host, limits=limits, local_device_ids=seat.local_device_ids)
         group.agree(device_fingerprint())
     except BaseException as error:
         group.fail(error)
@@ -113,30 +113,3 @@ def _unreachable(seat: Seat, limits: Limits, error: OSError) -> str:
         "that no firewall closes; see the output of process 0, or allow more time with "
         "--join-timeout."
     )
-
-
-def _initialize(seat: Seat, group: AbstractGroup, limits: Limits) -> None:
-    """Initializes jax.distributed at a port that is free on the host of process 0."""
-    written, _, _ = seat.coordinator.rpartition(":")
-    host, _ = seat.address
-    address = group.broadcast("jax address", f"{written}:{_free_port()}")
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # The preemption service catches SIGTERM, so only SIGKILL could end a run.
-    jax.config.update("jax_enable_preemption_service", False)
-    jax.distributed.initialize(
-        address,
-        seat.count,
-        seat.index,
-        list(seat.local_device_ids),
-        "deactivate",
-        coordinator_bind_address=address if is_own_address(host) else None,
-        initialization_timeout=round(limits.join_seconds) + 1,
-        # When jax notices a lost process it aborts with a C++ stack trace. The timeout
-        # is long enough that our error always comes first.
-        heartbeat_timeout_seconds=3 * round(limits.silence_seconds) + 10,
-    )
-
-
-def _free_port() -> int:
-    with socket.create_server(("", 0)) as probe:
-        return probe.getsockname()[1]

@@ -26,7 +26,9 @@ import numpy as np
 from zinf.executor.run import Work, run_alone
 from zinf.executor.streamed import StreamedRunner
 from zinf.memory import Stores, aligned_empty, open_stores, to_devices
+from zinf.memory.pages import open_pages
 from zinf.memory.storage_error import from_os_error
+from zinf.mesh import local_devices
 from zinf.optim.advance import Advance
 from zinf.optim.decision import Decision, Pending
 from zinf.optim.update import compile_advance
@@ -225,11 +227,15 @@ def _bench(made: Streamed, planner: Planner, spec: Any) -> Iterator[_Bench]:
         options["nvme_paths"] = [
             opened.enter_context(_scratch(path)) for path in config.nvme_paths
         ]
+        mesh = planner.rule.mesh
+        needed = made.plan.peak_bytes[Tier.HOST]
+        gather = planner.group.gather
         stores = open_stores(
-            list(planner.rule.mesh.devices.flat),
+            list(mesh.devices.flat),
             device_bytes=capacity[Tier.DEVICE],
             host_bytes=capacity[Tier.HOST],
             nvme_bytes=capacity[Tier.NVME],
+            pages=open_pages(config.pinned, local_devices(mesh), needed, gather),
             **options,
         )
         opened.callback(stores.close)

@@ -37,6 +37,8 @@ class OffloadedRunner(OneProgramRunner):
             for stack, content in zip(program.changed, results, strict=True):
                 host.put(stack, content)
             outputs = jax.tree.map(np.asarray, outputs)
+            has_loss = bool(np.all(np.isfinite(outputs["losses"])))
+            record.has_updated = program.updates_in_passes and has_loss
         finally:
             for tier, nbytes in reserved:
                 self.stores[tier].ledger.release(nbytes)

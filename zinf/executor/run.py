@@ -17,11 +17,7 @@ import numpy as np
 
 from zinf.executor.links import Progress, run_links
 from zinf.executor.transfer import Mover
-from zinf.memory import (
-    Stores,
-    aligned_empty,
-    in_device_form,
-)
+from zinf.memory import Stores, in_device_form
 from zinf.optim.decision import Decision, Pending
 from zinf.plan import (
     Accumulate,
@@ -386,7 +382,7 @@ class _StepRun:
         host, compute = self.stores.host, array_update.compute
         if compute is not None and (compute, Tier.HOST) in creates:
             shape = self.read(array_update.master, Tier.HOST).shape
-            content = aligned_empty(shape, self.work.compute_dtype)
+            content = host.pages.empty(shape, self.work.compute_dtype)
             self.write(compute, Tier.HOST, content)
         update = partial(self.work.update_in_place, array_update, gradient, goes_by)
         host.update(array_update.results, update)

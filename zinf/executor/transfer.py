@@ -54,19 +54,22 @@ class Mover:
                 keep = stores.host.adopt if target == Tier.HOST else stores.device.write
                 keep(array, alias).result()
         contents = [source.read(a).result() for a in copied]
-        moved = copies_of(contents, [self.layouts.of(a) for a in copied])
+        layouts = [self.layouts.of(a) for a in copied]
+        moved = copies_of(contents, layouts, self.stores.host.pages)
         for array, content in zip(copied, moved, strict=True):
             self.stores[target].write(array, content).result()
 
     def alias_on_device(self, array: ArrayId) -> jax.Array | None:
         share = self.layouts.of(array).share
+        if not self.stores.host.pages.may_alias:
+            return None
         if array not in self.shared.up or share.num_devices > 1:
             return None
         memory = self.stores.host.memory(array)
         return device_alias(memory, next(iter(share.device_set)))
 
     def alias_on_host(self, array: ArrayId) -> np.ndarray | None:
-        if array not in self.shared.down:
+        if array not in self.shared.down or not self.stores.host.pages.may_alias:
             return None
         return host_alias(self.stores.device.read(array).result())
 

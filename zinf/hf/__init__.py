@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from zinf.hf.engine import ModelEngine as ModelEngine
     from zinf.hf.engine import initialize as initialize
     from zinf.hf.engine import open_model as open_model
+    from zinf.hf.engine import running as running
     from zinf.hf.export import export as export
     from zinf.hf.export import export_adapter as export_adapter
     from zinf.hf.export import write_adapter as write_adapter
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from zinf.hf.model import IGNORED as IGNORED
     from zinf.hf.model import Model as Model
     from zinf.hf.model import load as load
+    from zinf.hf.model import load_as_stored as load_as_stored
     from zinf.hf.preference import Preference as Preference
     from zinf.hf.samples import Tokenizing as Tokenizing
     from zinf.hf.task import CLASSIFICATION as CLASSIFICATION
@@ -42,8 +44,10 @@ make_lazy(
         "initialize": "zinf.hf.engine",
         "load": "zinf.hf.model",
         "load_head": "zinf.hf.heads",
+        "load_as_stored": "zinf.hf.model",
         "open_model": "zinf.hf.engine",
         "prompt_tokens": "zinf.hf.completion",
+        "running": "zinf.hf.engine",
         "settings_of": "zinf.hf.completion",
         "write_adapter": "zinf.hf.export",
         "write_model": "zinf.hf.export",

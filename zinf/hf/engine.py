@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import optax
 from jax.sharding import Mesh
 
 from zinf.adapt import Adapted, adapt, load_adapter
+from zinf.adapt.lora import ADAPTER, BASE
 from zinf.adapt.state import FirstState
 from zinf.config import Config
 from zinf.config.adapter import Adapter
@@ -22,6 +24,8 @@ from zinf.initialize import ConfigSource, make_planner
 from zinf.interchange.names import Terms, listed
 from zinf.interchange.place import fill
 from zinf.interchange.tensors import AbstractTensors
+from zinf.prepare.planner import Planner
+from zinf.topology import Topology
 
 logger = logging.getLogger(__name__)
 TRACED_TOKENS = 8
@@ -62,24 +66,13 @@ class ModelEngine(Engine):
     def _decoder(self, given: Decoder | None) -> Decoder:
         if given is not None:
             return given
-        if self._adapted is not None:
-            raise NotImplementedError(
-                "Text with adapters beside frozen weights is not supported yet. Export "
-                "the merged model, and generate with that."
-            )
         if self._own_decoder is None:
-            name = next(iter(self._model.specs))
-            dtype = self.planner.problem.params[name].compute.dtype
-            self._own_decoder = decoder_of(self._model, dtype)
+            self._own_decoder = decoder_for(self._model, self._adapted, self.planner)
         return self._own_decoder
 
     def _token_scores(self) -> Callable:
-        if self._adapted is not None:
-            raise NotImplementedError(
-                "Scores with adapters beside frozen weights are not supported yet. "
-                "Export the merged model, and score with that."
-            )
-        return self._model.token_log_probabilities
+        function = self._model.token_log_probabilities
+        return function if self._adapted is None else self._adapted.applied(function)
 
     def initialize_state(self) -> None:
         """Write the weights of the model's files to their tiers, in parts."""
@@ -107,8 +100,13 @@ def open_model(
 ) -> ModelEngine:
     """An engine that runs a model and trains nothing, with the weights of its files.
 
+    If the model was loaded with an adapter, its factors rest beside the weights, and
+    each segment multiplies by both, as in training: nothing is merged.
+
     Args:
         config: budgets, folders and tiers; what it says of training has no effect.
+            With a `weight_quantization` section, weights of linear layers are encoded
+            in 8 or 4 bits as they are read, and rest and move so.
         rows, length: shape of the largest batch, for which room is left beside the
             weights.
 
@@ -116,10 +114,78 @@ def open_model(
         InfeasibleError: the budgets have no room for the weights.
         ValueError, NotImplementedError, FileNotFoundError: see `initialize`.
     """
+    model.read_buffers()
+    run = running(model, config, rows=rows, length=length)
+    return _engine(
+        run.model, run.adapted, optax.identity(), run.config, batch=run.batch
+    )
+
+
+@dataclass(frozen=True)
+class Running:
+    """A model that runs and is not trained, as `open_model` keeps it.
+
+    Attributes:
+        adapted: its weights as they are kept, and what is beside them; None: the
+            weights as they are, alone.
+        config: budgets and tiers, of a run that trains nothing.
+        batch: shapes of the batch for which room is left beside the weights.
+    """
+
+    model: Model
+    adapted: Adapted | None
+    config: Config
+    batch: dict[str, jax.ShapeDtypeStruct]
+
+    def planner(self, *, mesh: Mesh, topology: Topology | None) -> Planner:
+        """Plans for a machine that may be absent; no weight is needed."""
+        config = self.config.told()
+        rest = optax.identity(), config
+        return _planner(self.model, self.adapted, *rest, mesh=mesh, topology=topology)
+
+    def decoder(self, planner: Planner) -> Decoder:
+        """The model with its cache, as a function of the arrays that are kept."""
+        return decoder_for(self.model, self.adapted, planner)
+
+
+def running(
+    model: Model, config: ConfigSource = None, *, rows: int, length: int
+) -> Running:
+    """What `open_model` runs, of which only shapes are known.
+
+    Raises:
+        NotImplementedError: the weights would be kept in few bits below an adapter.
+        ValueError: see `adapted_model`.
+    """
     loaded = Config.load(config)
-    frozen = loaded.model_copy(update={"frozen": ("*",), "execution": "streamed"})
-    shape = jax.ShapeDtypeStruct((rows, length), np.int32)
-    return initialize(model, optax.identity(), frozen, batch={"input_ids": shape})
+    batch = {"input_ids": jax.ShapeDtypeStruct((rows, length), np.int32)}
+    adapted, section = None, loaded.adapter
+    if model.adapter is not None:
+        section = model.adapter.section(model.specs)
+    if section is not None:
+        section = section.model_copy(update={"lora_dropout": 0.0})
+        adapted = adapted_model(model, section, batch=batch)
+    if loaded.weight_quantization is not None:
+        if section is not None:
+            raise NotImplementedError(
+                "An adapter is run over the weights that it was trained over, and "
+                "weight_quantization (--weight-bits) would change them. Leave it out; "
+                "an adapter of adapter.quantize_base has its base in few bits anyway."
+            )
+        quantization = loaded.weight_quantization
+        adapted = adapt(model.loss, model.zeros, quantization=quantization, batch=batch)
+    return Running(model, adapted, loaded.without_training(), batch)
+
+
+def decoder_for(model: Model, adapted: Adapted | None, planner: Planner) -> Decoder:
+    """The model with its cache, as a function of the arrays that a planner knows."""
+    kept = planner.problem.params
+    places = ("",) if adapted is None else (f"{BASE}/", f"{ADAPTER}/")
+    paths = (f"{place}{name}" for name in model.specs for place in places)
+    # That of the parameters as the model sees them.
+    dtype = next(kept[path].compute.dtype for path in paths if path in kept)
+    made = decoder_of(model, dtype)
+    return made if adapted is None else replace(made, apply=adapted.applied(made.apply))
 
 
 def initialize(
@@ -159,6 +225,7 @@ def initialize(
             "The weights of a model are read by one process. Use one process with all "
             "devices of the machine."
         )
+    model.check_whole()
     config = Config.load(config)
     if rng is None and draws(model, config):
         rng = jax.random.key(0)
@@ -166,19 +233,58 @@ def initialize(
     model.read_buffers()
     adapted = None
     loss = model.loss if loss is None else loss
-    arguments, evaluates = (loss, model.zeros, tx, config), None
     if config.adapter is not None:
         adapted = adapted_model(model, config.adapter, loss=loss, batch=batch, rng=rng)
-        arguments = (adapted.loss_fn, adapted.params, tx, adapted.config(config))
-        evaluates = adapted.eval_loss_fn
-    planner = make_planner(
-        *arguments, eval_loss_fn=evaluates, rng=rng, mesh=mesh, group=group
+        config = adapted.config(config)
+    return _engine(
+        model,
+        adapted,
+        tx,
+        config,
+        loss=loss,
+        rng=rng,
+        batch=batch,
+        mesh=mesh,
+        group=group,
     )
+
+
+def _engine(
+    model: Model,
+    adapted: Adapted | None,
+    tx: optax.GradientTransformation,
+    config: Config,
+    *,
+    loss: Callable | None = None,
+    rng: jax.Array | None = None,
+    batch: Any,
+    mesh: Mesh | None = None,
+    group: AbstractGroup | None = None,
+) -> ModelEngine:
+    """An engine for a config whose adapter section is done."""
+    where = {"mesh": mesh, "group": group}
+    planner = _planner(model, adapted, tx, config, loss=loss, rng=rng, **where)
     engine = ModelEngine(planner, rng)
     engine._model, engine._adapted = model, adapted
     if batch is not None:
         engine.prepare(batch)
     return engine
+
+
+def _planner(
+    model: Model,
+    adapted: Adapted | None,
+    tx: optax.GradientTransformation,
+    config: Config,
+    *,
+    loss: Callable | None = None,
+    **named: Any,
+) -> Planner:
+    if adapted is None:
+        return make_planner(loss or model.loss, model.zeros, tx, config, **named)
+    evaluates = adapted.eval_loss_fn
+    rest = adapted.params, tx, config
+    return make_planner(adapted.loss_fn, *rest, eval_loss_fn=evaluates, **named)
 
 
 def draws(model: Model, config: Config) -> bool:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from inspect import signature
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import jax
@@ -21,9 +22,11 @@ from torchax import default_env
 from torchax.interop import jax_view, torch_view
 
 from zinf.hf import attention
+from zinf.hf.adapter import SavedAdapter, base_of, read_adapter
 from zinf.hf.attention import within_segments
 from zinf.hf.batch import IGNORED, check_some_label, check_tokens
 from zinf.hf.dequantize import Dequantized, block_of
+from zinf.hf.dropping import dropping, layers_of
 from zinf.hf.folder import find_folder, weights_path
 from zinf.hf.module import build, read_config
 from zinf.hf.weights import StoredWeights, check_dtypes, spec_of, to_numpy
@@ -35,9 +38,15 @@ from zinf.program import ArraySpec
 Params = dict[str, jax.Array]
 Batch = Mapping[str, jax.Array]
 
-KEYS = ("input_ids", "labels", "attention_mask", "position_ids", "segment_ids")
+KEYS = (
+    *("input_ids", "labels", "attention_mask", "position_ids", "segment_ids"),
+    "kept",
+)
+# torchax has one environment, and a call changes the module while it lasts. Plans are
+# traced in several threads.
+_TRACING = RLock()
 # What is not given to the module.
-OWN_KEYS = ("labels", "segment_ids")
+OWN_KEYS = ("labels", "segment_ids", "kept")
 # Layers in which a token sees others through a mask alone.
 MASKED_LAYERS = {"full_attention", "sliding_attention"}
 # The argument for keys and values so far; older modules have the second name.
@@ -46,23 +55,65 @@ CACHE_NAMES = ("cache", "past_key_values")
 RANDOM = ("drop", "jitter", "noise")
 
 
-def load(path_or_id: str | Path, *, dtype: str = "float32") -> "Model":
+def load(
+    path_or_id: str | Path,
+    *,
+    dtype: str = "float32",
+    base: str | Path | None = None,
+    random_ltd_layers: Sequence[int] = (),
+) -> "Model":
     """A causal language model. Only its config.json is read now, and no weight.
 
     For models of other kinds, such as classifiers, see `load_head`.
 
     Args:
-        path_or_id: a folder, a config.json, or the name of a model on the hub.
+        path_or_id: a folder, a config.json, or the name of a model on the hub. It may
+            have an adapter alone, as zinf and PEFT write it: then the model is its
+            base, and `open_model` adds the adapter.
         dtype: of the trained parameters. With `bf16` in the config of zinf, parameters
             in float32 have copies in bfloat16. "bfloat16" trains without masters.
+        base: of an adapter, in place of the one that its adapter_config.json names.
+        random_ltd_layers: those that run on the tokens that a batch has under "kept",
+            from 0, ascending.
 
     Raises:
-        FileNotFoundError, OSError: see `find_folder`.
-        ValueError, NotImplementedError: see `read_config`; or the architecture has no
-            causal language model.
+        FileNotFoundError, OSError: see `find_folder`; or the base is absent.
+        ValueError, NotImplementedError: see `read_config` and `read_adapter`; or the
+            architecture has no causal language model, or not so many layers.
     """
-    folder = find_folder(path_or_id)
-    return Model(str(path_or_id), folder, read_config(folder), dtype)
+    folder, name = find_folder(path_or_id), str(path_or_id)
+    adapter = read_adapter(folder)
+    if adapter is not None:
+        # The hub gives weights only if they are asked for.
+        adapter = read_adapter(find_folder(path_or_id, weights=True))
+    if adapter is not None:
+        name, folder = base_of(adapter, base)
+    elif base is not None:
+        raise ValueError(
+            f"{name} is a whole model, so base = {base} has no use. Leave it out."
+        )
+    config, layers = read_config(folder), tuple(random_ltd_layers)
+    count = config.get_text_config().num_hidden_layers if layers else 0
+    outside = [layer for layer in layers if not 0 <= layer < count]
+    if outside:
+        raise ValueError(
+            f"random_ltd_layers has {outside[0]}, but the layers of {name} are 0 to "
+            f"{count - 1}."
+        )
+    return Model(name, folder, config, dtype, adapter, layers)
+
+
+def load_as_stored(
+    path_or_id: str | Path, *, base: str | Path | None = None
+) -> "Model":
+    """`load` in the precision of the files, to run and not to train.
+
+    Float16 becomes bfloat16, which has the range that float16 lacks.
+    """
+    model = load(path_or_id, base=base)
+    if not str(model.config.dtype or "float32").endswith("float32"):
+        model.dtype = "bfloat16"
+    return model
 
 
 class Model:
@@ -75,6 +126,8 @@ class Model:
         dtype: of the trained parameters.
         auto_class: the class of `transformers` that the module is found by.
         peft_task: what PEFT calls models of that class.
+        adapter: what `open_model` adds to the weights; None if nothing.
+        random_ltd_layers: which layers may drop tokens.
     """
 
     auto_class = "AutoModelForCausalLM"
@@ -88,8 +141,11 @@ class Model:
         folder: Path,
         config: transformers.PretrainedConfig,
         dtype: str = "float32",
+        adapter: SavedAdapter | None = None,
+        random_ltd_layers: tuple[int, ...] = (),
     ) -> None:
         self.name, self.folder, self.config, self.dtype = name, folder, config, dtype
+        self.adapter, self.random_ltd_layers = adapter, random_ltd_layers
         self._modules: dict[str, transformers.PreTrainedModel] = {}
         self._stored_buffers: dict[str, np.ndarray] = {}
 
@@ -126,16 +182,19 @@ class Model:
 
     @cached_property
     def tokenizer(self) -> transformers.PreTrainedTokenizerBase:
-        """The tokenizer beside the model.
+        """The tokenizer beside the adapter, if there is one, or beside the model.
 
         Raises:
             ValueError: there is none, or it cannot be read.
         """
+        folder = self.folder
+        if self.adapter is not None and any(self.adapter.folder.glob("tokenizer*")):
+            folder = self.adapter.folder
         try:
-            return transformers.AutoTokenizer.from_pretrained(self.folder)
+            return transformers.AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ValueError(
-                f"{self.folder} has no tokenizer that transformers can read: "
+                f"{folder} has no tokenizer that transformers can read: "
                 f"{str(error).splitlines()[0]} Put tokenizer.json and "
                 "tokenizer_config.json of the model there."
             ) from error
@@ -184,6 +243,8 @@ class Model:
             batch: `input_ids` (batch, tokens) and, where given, `attention_mask`,
                 `position_ids` and `segment_ids` of that shape. No token sees one with
                 another segment id; positions then begin anew with each segment.
+                With `kept`, integers (batch, layers, kept), the positions of the tokens
+                on which each of `random_ltd_layers` runs; see `zinf.random_ltd`.
             key: for dropout; without it the model runs as in evaluation.
             train: whether the model runs as in training.
         """
@@ -196,9 +257,13 @@ class Model:
         if "segment_ids" in batch:
             self.check_packing()
             batch = _packed(batch)
+        if "kept" in batch:
+            self.check_dropping()
         inputs = {name: batch[name] for name in batch if name not in OWN_KEYS}
         with within_segments(batch.get("segment_ids")):
-            return self.call(params, inputs, key=key, train=train)
+            return self.call(
+                params, inputs, key=key, train=train, kept=batch.get("kept")
+            )
 
     def call(
         self,
@@ -208,6 +273,7 @@ class Model:
         key: Sequence[jax.Array] = (),
         train: bool = False,
         cache: transformers.Cache | None = None,
+        kept: jax.Array | None = None,
         before: Callable[[], None] = lambda: None,
     ) -> jax.Array:
         """The logits of a call of the module.
@@ -216,6 +282,7 @@ class Model:
             inputs: arrays by the names of the module's arguments.
             cache: keys and values so far, which the module changes. With one, the
                 logits are those of the last token alone, where the module can.
+            kept: positions of the tokens on which `random_ltd_layers` run.
             before: called in the mode in which torch tensors are jax arrays.
         """
         options: dict[str, Any] = {"use_cache": False}
@@ -225,7 +292,9 @@ class Model:
             options = {"use_cache": True, name: cache}
             if "logits_to_keep" in accepted:
                 options["logits_to_keep"] = 1
-        return self._run(params, inputs, options, key=key, train=train, before=before)
+        return self._run(
+            params, inputs, options, key=key, train=train, kept=kept, before=before
+        )
 
     def _run(
         self,
@@ -235,15 +304,17 @@ class Model:
         *,
         key: Sequence[jax.Array],
         train: bool,
+        kept: jax.Array | None = None,
         before: Callable[[], None] = lambda: None,
     ) -> jax.Array:
         """The logits of a call of the module with arrays, and with other options."""
         first = next(iter(params.values()))
         module = self.module_in(str(jnp.dtype(first.dtype)))
-        module.train(train and bool(key))
         env = default_env()
         prng = env.override_property(prng=key[0] if key else None)
-        with env, prng, _torch_promotion():
+        drops = dropping(module, self.random_ltd_layers, kept)
+        with _TRACING, env, prng, _torch_promotion(), drops:
+            module.train(train and bool(key))
             before()
             given = {name: torch_view(value) for name, value in inputs.items()}
             weights = {name: torch_view(value) for name, value in params.items()}
@@ -307,6 +378,19 @@ class Model:
         losses = cross_entropy(logits, jnp.where(is_trained, next_labels, 0))
         return jnp.where(is_trained, losses, 0.0), is_trained
 
+    def check_whole(self) -> None:
+        """Refuse to train a model that was loaded with an adapter.
+
+        Raises:
+            ValueError: see above.
+        """
+        if self.adapter is not None:
+            raise ValueError(
+                f"{self.adapter.folder} has an adapter, which is not trained as a "
+                f"model is. Name its base {self.name}, and have it begin from the "
+                "adapter: adapter.begin_from, or zinf finetune --lora RANK --adapter."
+            )
+
     def check_packing(self) -> None:
         """Refuse a model in which samples of one row would see each other.
 
@@ -314,22 +398,41 @@ class Model:
             NotImplementedError: it has layers that a mask does not part, such as
                 recurrent ones, or takes no positions.
         """
-        module, text = self.module, self.config.get_text_config()
-        kinds = set(getattr(text, "layer_types", None) or ()) - MASKED_LAYERS
-        if any(isinstance(m, torch.nn.Conv1d) for m in module.modules()):
-            kinds.add("convolution")
-        reason = f"it has layers of {', '.join(sorted(kinds))}" if kinds else ""
-        if getattr(module, "_is_stateful", False):
-            reason = "it keeps a state from token to token"
-        elif self.config._attn_implementation != attention.NAME:
-            reason = "its attention takes no mask from outside"
-        elif "position_ids" not in signature(module.forward).parameters:
-            reason = "it takes no position_ids"
+        reason = self._not_masked()
         if reason:
             raise NotImplementedError(
                 f"Several samples in a row would see each other in {self.name}: "
                 f"{reason}. Set data.packing to false."
             )
+
+    def check_dropping(self) -> None:
+        """Refuse a model in which tokens beside dropped ones would see others.
+
+        Raises:
+            NotImplementedError: what a token sees depends on its place among the tokens
+                of a layer, and not on a mask and positions from outside.
+        """
+        reason = self._not_masked()
+        if reason:
+            raise NotImplementedError(
+                f"Layers of {self.name} cannot drop tokens: {reason}. Turn "
+                "data_efficiency.data_routing.random_ltd off."
+            )
+        layers_of(self.module)
+
+    def _not_masked(self) -> str:
+        """Why no mask decides what a token sees; empty if one does."""
+        module, text = self.module, self.config.get_text_config()
+        kinds = set(getattr(text, "layer_types", None) or ()) - MASKED_LAYERS
+        if any(isinstance(m, torch.nn.Conv1d) for m in module.modules()):
+            kinds.add("convolution")
+        if getattr(module, "_is_stateful", False):
+            return "it keeps a state from token to token"
+        if self.config._attn_implementation != attention.NAME:
+            return "its attention takes no mask from outside"
+        if "position_ids" not in signature(module.forward).parameters:
+            return "it takes no position_ids"
+        return f"it has layers of {', '.join(sorted(kinds))}" if kinds else ""
 
     def token_log_probabilities(self, params: Params, batch: Batch) -> jax.Array:
         """That of each token given those before it, float32 (batch, tokens - 1).

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zinf.adapt.lora import AdaptedLoss
 from zinf.hf.dataset import Samples
 from zinf.hf.engine import ModelEngine
 from zinf.hf.model import Batch, Model, Params
@@ -162,14 +161,5 @@ def write_reference(
 
 
 def _forward(engine: ModelEngine, preference: Preference) -> Callable:
-    adapted = engine.adapted
-
-    def function(params: Any, batch: Batch) -> jax.Array:
-        if adapted is None:
-            return preference.log_probabilities(params, batch)
-        inner = AdaptedLoss(
-            preference.log_probabilities, adapted.layout, 0.0, drops_key=False
-        )
-        return inner(params, batch)
-
-    return function
+    function = preference.log_probabilities
+    return function if engine.adapted is None else engine.adapted.applied(function)

@@ -1,7 +1,7 @@
 """The model, data and optimizer of a config whose `model.huggingface` names a model."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
@@ -10,11 +10,22 @@ from typing import Any
 
 import grain
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh
 
 from zinf.adapt import Adapted
 from zinf.config import Config
+from zinf.config.pace import Pace
+from zinf.data import (
+    Bucket,
+    Dropping,
+    Paced,
+    TokenBatches,
+    make_buckets,
+    rate_scale,
+)
 from zinf.distributed import AbstractGroup
 from zinf.hf.classes import Classified, ClassTokenizing, class_names
 from zinf.hf.dataset import Samples, batches, num_samples, split_of, tokenized
@@ -43,8 +54,8 @@ KINDS: dict[str, type[Tokenizing]] = {
 
 
 @cache
-def _loaded(name: str) -> Model:
-    return load(name)
+def _loaded(name: str, random_ltd_layers: tuple[int, ...]) -> Model:
+    return load(name, random_ltd_layers=random_ltd_layers)
 
 
 @cache
@@ -66,7 +77,10 @@ class Task:
         if self._classifies:
             labels, seed = self.config.data.labels, self.config.run.seed
             return _classifier(asked.huggingface, labels, seed)
-        return _loaded(asked.huggingface)
+        kept = self.config.kept_tokens
+        model = _loaded(asked.huggingface, () if kept is None else kept.layers)
+        model.check_whole()
+        return model
 
     @property
     def _classifies(self) -> bool:
@@ -111,7 +125,13 @@ class Task:
         return length
 
     def batch_spec(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes of this process's part of a batch."""
+        """Shapes of this process's part of a batch of the longest samples.
+
+        With dynamic batching, `rows` has no effect.
+        """
+        if self.config.dynamic_batching is not None:
+            (bucket,) = self._buckets([self.length])
+            rows = self.config.num_microbatches * bucket.rows
         if self.preference is not None:
             pairs = jax.ShapeDtypeStruct((rows, len(SIDES), self.length), np.int32)
             reference = jax.ShapeDtypeStruct((rows, len(SIDES)), np.float32)
@@ -159,13 +179,14 @@ class Task:
     def engine(self, rows: int, *, mesh: Mesh, group: AbstractGroup) -> ModelEngine:
         """An engine with the weights of the model's files."""
         model, config = self.model, self.config
+        data = self.token_batches()
         return initialize(
             model,
-            build_optimizer(config),
+            build_optimizer(config, self.rate_scale()),
             config.told(),
             loss=self.loss,
             rng=self._rng,
-            batch=self.batch_spec(rows),
+            batch=self.batch_spec(rows) if data is None else iter(data).whole(),
             mesh=mesh,
             group=group,
         )
@@ -231,7 +252,66 @@ class Task:
         self, batch_size: int, epochs: float, say: Callable[[str], None]
     ) -> int:
         """Steps in which each sample is used `epochs` times, at least 1."""
+        data = self.token_batches(say)
+        if data is not None:
+            return max(1, data.order.num_batches(epochs))
         return max(1, round(epochs * len(self.rows(say)) / batch_size))
+
+    def _buckets(self, lengths: Sequence[int] | np.ndarray) -> tuple[Bucket, ...]:
+        batching = self.config.dynamic_batching
+        assert batching is not None and batching.max_tokens is not None
+        return make_buckets(
+            lengths,
+            max_tokens=batching.max_tokens,
+            max_buckets=self.config.data.max_buckets,
+            min_batch_size=batching.min_batch_size,
+            max_batch_size=batching.max_batch_size,
+        )
+
+    def token_batches(
+        self,
+        say: Callable[[str], None] = lambda text: None,
+        *,
+        process: tuple[int, int] = (0, 1),
+    ) -> TokenBatches | None:
+        """The batches of training, if they are made by their tokens.
+
+        Raises:
+            ValueError: a sample is too long for them; see `make_buckets`.
+        """
+        config, batching = self.config, self.config.dynamic_batching
+        if batching is None:
+            return None
+        efficiency, rows = config.data_efficiency, self.rows(say)
+        assert efficiency is not None and isinstance(rows, Samples)
+        order, seed = batching.sequence_picking_order, config.data.seed
+        return TokenBatches(
+            rows,
+            rows.lengths,
+            self._buckets(rows.lengths),
+            order="seqlen" if order == "seqlen" else "random",
+            seed=efficiency.seed if order == "random" else seed,
+            process=process,
+            num_microbatches=config.num_microbatches,
+        )
+
+    def rate_scale(self) -> optax.Schedule | None:
+        """What the learning rate of each step is multiplied by; None: by nothing.
+
+        A batch of more rows than `train_batch_size` has a higher rate. Batches are
+        known ahead, so the rate is a function of the number of updates done.
+        """
+        data, batching = self.token_batches(), self.config.dynamic_batching
+        if data is None or batching is None or batching.lr_scaling_method == "none":
+            return None
+        base, method = self.config.batch_size, batching.lr_scaling_method
+        assert base is not None, "a step needs a batch size"
+        scales = jnp.array(
+            [rate_scale(data.num_rows(b), base, method) for b in data.buckets],
+            jnp.float32,
+        )
+        bucket_of = jnp.array(data.order.buckets(self.config.run.steps), jnp.uint16)
+        return lambda count: scales[bucket_of[jnp.minimum(count, len(bucket_of) - 1)]]
 
     def rows(
         self,
@@ -313,11 +393,20 @@ class Task:
 
     @staticmethod
     def describe(batch: Mapping[str, np.ndarray]) -> dict[str, int]:
-        """For the metrics: the tokens of a batch that are trained on, or read."""
+        """For the metrics: the length of rows, and the tokens trained on, or read.
+
+        Also the tokens of a row that layers keep which drop tokens.
+        """
         if "attention_mask" in batch:
-            return {"tokens": int(np.count_nonzero(batch["attention_mask"]))}
-        is_trained = batch["labels"][..., 1:] != IGNORED
-        return {"tokens": int(np.count_nonzero(is_trained))}
+            is_counted = batch["attention_mask"]
+        else:
+            is_counted = batch["labels"][..., 1:] != IGNORED
+        length = batch["input_ids"].shape[-1]
+        return {
+            "sequence_length": length,
+            "kept_tokens": batch["kept"].shape[2] if "kept" in batch else length,
+            "tokens": int(np.count_nonzero(is_counted)),
+        }
 
     def dataset(
         self,
@@ -328,19 +417,24 @@ class Task:
         say: Callable[[str], None],
     ) -> grain.IterDataset:
         """This process's share of the batches."""
-        config = self.config
-        schedules = config.lengths, config.kept_tokens, config.data_efficiency
-        if any(schedule is not None for schedule in schedules):
-            raise NotImplementedError(
-                "Schedules of lengths, difficulties and kept tokens are not supported "
-                "for model.huggingface yet. Remove curriculum_learning and "
-                "data_efficiency."
-            )
-        return batches(
+        config, process = self.config, (group.index, group.count)
+        data = self.token_batches(say, process=process) if is_training else None
+        if data is not None:
+            shapes = ", ".join(f"{data.num_rows(b)} x {b.length}" for b in data.buckets)
+            say(f"data: batches have {shapes} tokens")
+            return data
+        found = batches(
             self.rows(say, is_training=is_training),
             batch_size=batch_size,
             seed=config.data.seed,
             split="train" if is_training else "validation",
-            process=(group.index, group.count),
+            process=process,
             num_microbatches=config.num_microbatches,
         )
+        kept = config.kept_tokens
+        if kept is None or not is_training:
+            return found
+        self.model.check_dropping()
+        pace = Pace.of(kept.pacing, config.data.max_buckets, first=0)
+        dropping = Dropping(pace, len(kept.layers), kept.seed)
+        return Paced(found, dropping=dropping, leaf="input_ids", extra=0)

@@ -20,7 +20,7 @@ from zinf.plan import cache
 from zinf.prepare.forward import Forward
 from zinf.segment.leafwise import initialize
 
-OnToken = Callable[[int, int], None]
+OnToken = Callable[[int, int], object]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Generator:
 
     Attributes:
         on_token: called with the number of a prompt and its next token, as soon as the
-            token is known.
+            token is known. If it returns True, the text ends with this token.
     """
 
     decoder: Decoder
@@ -167,8 +167,8 @@ class _Run:
                 )
             token = int(results["token"][row])
             self.made[request.number].append(token)
-            self.generator.on_token(request.number, token)
-            if token in ends:
+            is_over = self.generator.on_token(request.number, token) is True
+            if is_over or token in ends:
                 self.open.remove(request.number)
 
 

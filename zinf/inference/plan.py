@@ -60,6 +60,9 @@ class GenerationPlanner:
         bound: turns `(params[, model_state], batch) -> outputs` into a function of flat
             arrays and a batch.
         key: a random key of the kind of those of the sequences.
+
+    Raises:
+        NotImplementedError: the planner is for several devices.
     """
 
     planner: Planner
@@ -68,6 +71,13 @@ class GenerationPlanner:
     sampling: Sampling
     bound: Callable[[Callable], Callable]
     key: jax.Array
+
+    def __post_init__(self) -> None:
+        count = self.planner.rule.mesh.size
+        if count > 1:
+            raise NotImplementedError(
+                f"Generation runs on one device, and there are {count}. Use one."
+            )
 
     @property
     def tiers(self) -> tuple[Tier, ...]:

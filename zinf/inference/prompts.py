@@ -62,16 +62,21 @@ def check_lengths(
     """Raise if a sequence may become longer than the model allows."""
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1; found {max_new_tokens}.")
-    if max_length is None:
-        return
     for number, tokens in enumerate(prompts):
-        if len(tokens) + max_new_tokens > max_length:
-            raise ValueError(
-                f"Prompt {number} has {len(tokens):,} tokens, and with max_new_tokens "
-                f"= {max_new_tokens:,} they are more than the {max_length:,} that the "
-                "model was made for. Shorten the prompt, or lower max_new_tokens to at "
-                f"most {max(0, max_length - len(tokens)):,}."
-            )
+        check_length(len(tokens), max_new_tokens, max_length, f"Prompt {number}")
+
+
+def check_length(
+    length: int, max_new_tokens: int, max_length: int | None, name: str
+) -> None:
+    """Raise if a prompt of so many tokens may become longer than the model allows."""
+    if max_length is not None and length + max_new_tokens > max_length:
+        raise ValueError(
+            f"{name} has {length:,} tokens, and with max_new_tokens = "
+            f"{max_new_tokens:,} they are more than the {max_length:,} that the model "
+            "was made for. Shorten the prompt, or lower max_new_tokens to at most "
+            f"{max(0, max_length - length):,}."
+        )
 
 
 def bucket(length: int) -> int:
@@ -85,8 +90,14 @@ def by_shape(
     """The requests of each shape. That of a sequence does not depend on the others."""
     groups: dict[Shape, list[Request]] = defaultdict(list)
     for request in requests:
-        prompt = bucket(len(request.tokens))
-        # The last new token is never read, so it has no slot.
-        slots = -(-(prompt + max_new_tokens - 1) // LEAST) * LEAST
-        groups[Shape(rows, prompt, slots)].append(request)
+        shape = shape_of(rows, len(request.tokens), max_new_tokens)
+        groups[shape].append(request)
     return groups
+
+
+def shape_of(rows: int, length: int, max_new_tokens: int) -> Shape:
+    """The shape of a microbatch in which a prompt of so many tokens runs."""
+    prompt = bucket(length)
+    # The last new token is never read, so it has no slot.
+    slots = -(-(prompt + max_new_tokens - 1) // LEAST) * LEAST
+    return Shape(rows, prompt, slots)

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from zinf.memory.aligned import ALIGNMENT, PAGE_BYTES, address, aligned_copy
+from zinf.memory.aligned import ALIGNMENT, PAGE_BYTES, address
 from zinf.memory.hold import Holds
 from zinf.memory.ledger import Ledger
-from zinf.memory.pool import PooledMemory
+from zinf.memory.pages import PAGEABLE, AbstractPages
 from zinf.memory.store import (
     DONE,
     AbstractStore,
@@ -32,12 +32,19 @@ class HostStore(AbstractStore):
     `write` adopts an array (keeps it without a copy) if `is_adoptable` allows it, and
     copies any other. Rows, and replacements that cannot be adopted, are copied into the
     memory that the array has: views read earlier show the new content.
+
+    Attributes:
+        pages: where arrays get memory from, and how they cross to devices.
     """
 
     tier = Tier.HOST
 
-    def __init__(self, capacity_bytes: int | None = None) -> None:
+    def __init__(
+        self, capacity_bytes: int | None = None, pages: AbstractPages = PAGEABLE
+    ) -> None:
         self.ledger = Ledger(Tier.HOST, capacity_bytes)
+        self.pages = pages
+        pages.count_in(self.ledger)
         self.holds = Holds()
         # No lock: one id is used by one thread at a time, and dict operations are
         # atomic.
@@ -55,11 +62,11 @@ class HostStore(AbstractStore):
         if stored is None:
             with self.ledger.holding(value.nbytes, str(array)):
                 self._arrays[array] = (
-                    value if is_adoptable(value) else aligned_copy(value)
+                    value if is_adoptable(value, self.pages) else self.pages.copy(value)
                 )
             return DONE
         check_replaces(array, value, shape=stored.shape, dtype=stored.dtype)
-        if array in self._arrays and is_adoptable(value):
+        if array in self._arrays and is_adoptable(value, self.pages):
             self._arrays[array] = value
         else:
             np.copyto(stored, value)
@@ -102,6 +109,7 @@ class HostStore(AbstractStore):
     def close(self) -> None:
         for array in list(self._arrays):
             self.free(array)
+        self.pages.close()
 
     def memory(self, array: ArrayId) -> np.ndarray:
         """The memory of `array`, not a copy: its own, or its rows of the whole.
@@ -126,18 +134,19 @@ class HostStore(AbstractStore):
         return whole[start:stop]
 
 
-def is_adoptable(value: np.ndarray) -> bool:
+def is_adoptable(value: np.ndarray, pages: AbstractPages = PAGEABLE) -> bool:
     """Whether the host tier can keep `value` itself instead of a copy.
 
     It must be contiguous, aligned, writeable (a read-only array belongs to somebody
-    else: a `read` of this tier, or a buffer of JAX, which must not change) and alone
-    in its memory (a slice would keep bytes alive that no ledger counts).
+    else: a `read` of this tier, or a buffer of JAX, which must not change), alone in
+    its memory (a slice would keep bytes alive that no ledger counts) and in memory as
+    `pages` gives it.
     """
     owner = value if value.base is None else value.base
     return (
         value.flags.c_contiguous
         and value.flags.writeable
         and address(value) % ALIGNMENT == 0
-        and type(owner) in (np.ndarray, PooledMemory)
+        and pages.has_made(value, owner)
         and owner.nbytes <= value.nbytes + PAGE_BYTES
     )

@@ -5,7 +5,6 @@ consecutive layers rest as one stack, so that a loop over the layers can slice i
 devices of the CPU backend have the same memory kinds, all in one memory.
 """
 
-import os
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -18,42 +17,10 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from zinf.memory.aligned import aligned_empty
 from zinf.memory.host import HostStore
+from zinf.memory.pages import PINNED
 from zinf.memory.store import DONE, check_kind, check_replaces, check_rows
 from zinf.program import ArrayId
 from zinf.sharding import Layout, relative
-
-PINNED = "pinned_host"
-# XLA's pool of pinned memory for GPUs. It is read when the backend starts.
-POOL_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-POOL_GIB = 64
-GIB = 2**30
-
-
-def check_pinned(devices: Sequence[jax.Device], needed_bytes: int) -> None:
-    """Raise unless the devices can use so much pinned host memory of this process.
-
-    Raises:
-        NotImplementedError: a device has no pinned host memory.
-        ValueError: it is more than the pool that XLA has for GPUs.
-    """
-    for device in devices:
-        kinds = [memory.kind for memory in device.addressable_memories()]
-        if PINNED not in kinds:
-            raise NotImplementedError(
-                f"execution is 'offloaded', which needs memory of the kind {PINNED}, "
-                f"and {device} has {', '.join(kinds) or 'no memories'}. Use execution: "
-                "streamed."
-            )
-    given = os.environ.get(POOL_VARIABLE)
-    pool_bytes = (float(given) if given else POOL_GIB) * GIB
-    if devices[0].platform in ("gpu", "cuda", "rocm") and needed_bytes > pool_bytes:
-        found = f"set to {given}" if given else "not set"
-        raise ValueError(
-            f"The offloaded step needs {needed_bytes:,} bytes of pinned host memory, "
-            f"and XLA's pool has {int(pool_bytes):,}: {POOL_VARIABLE} is {found}. Set "
-            f"it to {-(-needed_bytes // GIB) + 1} before Python starts: the backend, "
-            "which is up already, read it when it started."
-        )
 
 
 @dataclass(frozen=True)

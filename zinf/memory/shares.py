@@ -10,12 +10,14 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from zinf.memory.aligned import aligned_empty
-from zinf.memory.device import to_device, to_host
+from zinf.memory.pages import PAGEABLE, AbstractPages
 from zinf.sharding import Box, Layout, intersection, relative
 
 
 def to_devices(
-    shares: Sequence[np.ndarray], layouts: Sequence[Layout]
+    shares: Sequence[np.ndarray],
+    layouts: Sequence[Layout],
+    pages: AbstractPages = PAGEABLE,
 ) -> list[jax.Array]:
     """Global arrays made from shares, sharded like them; complete on return.
 
@@ -27,14 +29,14 @@ def to_devices(
         ValueError: JAX would give an array another dtype on the devices.
     """
     if layouts and layouts[0].share.num_devices == 1:
-        return to_device(shares, next(iter(layouts[0].share.device_set)))
+        return pages.to_device(shares, next(iter(layouts[0].share.device_set)))
     pieces: list[np.ndarray] = []
     devices: list[jax.Device] = []
     for share, layout in zip(shares, layouts, strict=True):
         for device, block in layout.blocks(layout.share).items():
             pieces.append(share[(*relative(block, layout.box), ...)])
             devices.append(device)
-    moved = iter(to_device(pieces, devices))
+    moved = iter(pages.to_device(pieces, devices))
     arrays: list[jax.Array] = []
     for layout in layouts:
         parts = [next(moved) for _ in layout.blocks(layout.share)]
@@ -46,9 +48,11 @@ def to_devices(
 
 
 def to_shares(
-    arrays: Sequence[jax.Array], layouts: Sequence[Layout]
+    arrays: Sequence[jax.Array],
+    layouts: Sequence[Layout],
+    pages: AbstractPages = PAGEABLE,
 ) -> list[np.ndarray]:
-    """The shares of global arrays, in aligned memory of their own that the caller owns.
+    """The shares of global arrays, in memory of `pages` that the caller owns.
 
     Waits until the arrays are computed. If the devices hold an array whole, only the
     share is moved.
@@ -56,7 +60,7 @@ def to_shares(
     sources: list[list[tuple[Box, jax.Array]]] = []
     for array, layout in zip(arrays, layouts, strict=True):
         sources.append(list(_parts_of(layout.box, array, layout)))
-    moved = iter(to_host(*[part for parts in sources for _, part in parts]))
+    moved = iter(pages.to_host(*[part for parts in sources for _, part in parts]))
     shares = []
     for array, layout, parts in zip(arrays, layouts, sources, strict=True):
         moved_parts = [(block, next(moved)) for block, _ in parts]
@@ -71,7 +75,7 @@ def to_part_of_share(array: jax.Array, layout: Layout, box: Box) -> np.ndarray:
     memory like that of `to_shares`.
     """
     parts = list(_parts_of(box, array, layout))
-    contents = to_host(*[part for _, part in parts])
+    contents = PAGEABLE.to_host(*[part for _, part in parts])
     blocks = [block for block, _ in parts]
     return _assembled(box, list(zip(blocks, contents, strict=True)), array.dtype)
 
@@ -101,7 +105,7 @@ def gathered(share: np.ndarray, layout: Layout) -> np.ndarray:
     (array,) = to_devices([share], [layout])
     everywhere = NamedSharding(layout.share.mesh, jax.sharding.PartitionSpec())
     whole = _placing(everywhere)(array).addressable_data(0)
-    return layout.unpadded(to_host(whole)[0])
+    return layout.unpadded(PAGEABLE.to_host(whole)[0])
 
 
 def _assembled(

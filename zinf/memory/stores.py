@@ -10,6 +10,7 @@ from zinf.memory.device import DeviceStore
 from zinf.memory.heap import Heap
 from zinf.memory.host import HostStore
 from zinf.memory.nvme import STALL_SECONDS, Coverage, NvmeStore
+from zinf.memory.pages import PAGEABLE, AbstractPages
 from zinf.memory.pinned import PinnedStore, Stack
 from zinf.memory.store import AbstractStore
 from zinf.program import Tier
@@ -73,6 +74,7 @@ def open_stores(
     stall_seconds: float = STALL_SECONDS,
     checksums: Coverage = "sampled",
     stacks: Sequence[Stack] = (),
+    pages: AbstractPages = PAGEABLE,
 ) -> Stores:
     """Open the stores of devices, of this process's memory and of `nvme_paths`.
 
@@ -82,18 +84,26 @@ def open_stores(
         nvme_paths: folders for arrays, empty, new, or left by an earlier run.
         stall_seconds, checksums: see `NvmeStore`.
         stacks: what rests in pinned host memory (`PinnedStore`).
+        pages: where all other arrays on the host get memory from, those that come from
+            a drive too. The host store closes it.
 
     Raises:
         StorageError: a folder is in use, foreign or cannot be written.
     """
     on_device = DeviceStore(device, device_bytes)
-    on_host = PinnedStore(stacks, host_bytes) if stacks else HostStore(host_bytes)
+    on_host = HostStore(host_bytes, pages)
+    if stacks:
+        on_host = PinnedStore(stacks, host_bytes)
     # The device ledger counts one device: the heap counts it once for each CPU device.
     in_memory = [d for d in on_device.local if d.platform == "cpu"]
     ledgers = [on_host.ledger, *[on_device.ledger] * len(in_memory)]
     on_nvme = None
     if nvme_paths:
         on_nvme = NvmeStore(
-            nvme_paths, nvme_bytes, stall_seconds=stall_seconds, checksums=checksums
+            nvme_paths,
+            nvme_bytes,
+            stall_seconds=stall_seconds,
+            checksums=checksums,
+            empty=on_host.pages.empty,
         )
     return Stores(on_device, on_host, on_nvme, Heap(ledgers))

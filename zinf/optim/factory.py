@@ -43,23 +43,33 @@ MOMENTS: dict[str, Callable[..., optax.GradientTransformation]] = {
 }
 
 
-def build_schedule(config: Config) -> optax.Schedule:
+def build_schedule(
+    config: Config, scale: optax.Schedule | None = None
+) -> optax.Schedule:
     """The learning rate as a function of the number of updates done.
+
+    Args:
+        scale: what it is multiplied by, as a function of the same number.
 
     Raises:
         ValueError: the config has no optimizer.
     """
-    return _schedule(config, _optimizer(config).params.lr)
+    return _schedule(config, _optimizer(config).params.lr, scale)
 
 
-def build_optimizer(config: Config) -> optax.GradientTransformation:
+def build_optimizer(
+    config: Config, scale: optax.Schedule | None = None
+) -> optax.GradientTransformation:
     """The config's optimizer with its schedule, without clipping.
+
+    Args:
+        scale: see `build_schedule`.
 
     Raises:
         ValueError: the config has no optimizer.
     """
     optimizer = _optimizer(config)
-    schedule = build_schedule(config)
+    schedule = build_schedule(config, scale)
     match params := optimizer.params:
         case AdamParams():
             is_decoupled = optimizer.type == "AdamW" or params.adam_w_mode
@@ -91,7 +101,7 @@ def build_optimizer(config: Config) -> optax.GradientTransformation:
         case LambParams():
             return _lamb(params, schedule)
         case MuonParams():
-            return _muon(params, config)
+            return _muon(params, config, scale)
     raise AssertionError(f"no transform for {optimizer.type}")
 
 
@@ -104,7 +114,16 @@ def _optimizer(config: Config) -> Optimizer:
     return config.optimizer
 
 
-def _schedule(config: Config, lr: float) -> optax.Schedule:
+def _schedule(
+    config: Config, lr: float, scale: optax.Schedule | None
+) -> optax.Schedule:
+    schedule = _unscaled(config, lr)
+    if scale is None:
+        return schedule
+    return lambda count: schedule(count) * scale(count)
+
+
+def _unscaled(config: Config, lr: float) -> optax.Schedule:
     scheduler = config.scheduler.params if config.scheduler else None
     schedule = schedule_of(scheduler, lr=lr, num_steps=config.run.steps)
     if config.scheduler is None or config.scheduler.count == "steps":
@@ -121,10 +140,9 @@ def _schedule(config: Config, lr: float) -> optax.Schedule:
 def _counted(config: Config, by_layer: bool) -> tuple[list[float], list[float]]:
     lengths, kept, most = config.lengths, config.kept_tokens, config.data.max_buckets
     pace, share = None, 0.0
-    model = config.model
-    if by_layer and kept is not None and model is not None and model.num_layers:
+    if by_layer and kept is not None and config.num_layers:
         pace = Pace.of(kept.pacing, most, first=0)
-        share = len(kept.layers) / model.num_layers
+        share = len(kept.layers) / config.num_layers
     steps, counted = counted_steps(
         config.run.steps,
         longest=config.sequence_length,
@@ -188,18 +206,20 @@ def _lamb(params: LambParams, schedule: optax.Schedule) -> optax.GradientTransfo
     return optax.chain(adam, decay, trust, optax.scale_by_learning_rate(schedule))
 
 
-def _muon(params: MuonParams, config: Config) -> optax.GradientTransformation:
+def _muon(
+    params: MuonParams, config: Config, scale: optax.Schedule | None
+) -> optax.GradientTransformation:
     matrices = scale_by_muon(beta=params.momentum, num_iterations=params.ns_steps)
     others = optax.scale_by_adam(*params.betas, eps=params.eps)
     matrix_lr = params.lr if params.muon_lr is None else params.muon_lr
     other_lr = params.lr if params.adam_lr is None else params.adam_lr
     return optax.partition(
         {
-            "muon": _chain(matrices, params, _schedule(config, matrix_lr)),
+            "muon": _chain(matrices, params, _schedule(config, matrix_lr, scale)),
             "adam": _chain(
                 others,
                 params,
-                _schedule(config, other_lr),
+                _schedule(config, other_lr, scale),
                 is_decoupled=params.adam_w_mode,
             ),
         },

@@ -102,13 +102,15 @@ def _difference(batch: Any, before: tuple) -> str:
 def check_rows(batch: Any, config: Config, num_shares: int = 1) -> None:
     """Raise if the config sets a batch size and `batch` has another one.
 
+    With `dynamic_batching` batches have any number of rows.
+
     Args:
         batch: the part of one process; all `num_shares` parts have the same shapes.
 
     Raises:
         ValueError: a leaf has more or fewer samples than the config says.
     """
-    if config.batch_size is None:
+    if config.batch_size is None or config.dynamic_batching is not None:
         return
     wanted = config.batch_size // num_shares
     for path, leaf in named_leaves(batch).items():

@@ -15,7 +15,6 @@ the streamed and the fused step agree up to the rounding of XLA's fusions.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any
 
 import jax
@@ -27,8 +26,7 @@ from zinf.memory.pinned import Stack
 from zinf.mesh import replicated
 from zinf.optim.clipping import Clipping
 from zinf.optim.decision import judge
-from zinf.optim.separate import LeafUpdate, Separated
-from zinf.optim.update import update_function
+from zinf.optim.separate import Separated
 from zinf.plan import count_contributions
 from zinf.prepare.fused import (
     batch_shardings,
@@ -36,9 +34,9 @@ from zinf.prepare.fused import (
     placed_specs,
     stacked_specs,
 )
+from zinf.prepare.stack_update import ON_DEVICE, ON_HOST, StackUpdate, row, with_row
 from zinf.prepare.stacks import AtRestTogether
 from zinf.prepare.sums import sum_dtype
-from zinf.prepare.updates import block_bytes
 from zinf.program import KEY, ArrayId, Role, SegmentSpec
 from zinf.segment import Segmented, named_leaves
 from zinf.segment.loops import Part
@@ -48,14 +46,10 @@ from zinf.sharding import AxisRule, Dim, Layouts, as_cut, gather
 from zinf.topology import compile_for, memory
 
 Rest = dict[Stack, Any]
-# Blocks of rows of a matrix begin at multiples of this: tiles of a TPU's memory have 8
-# rows of 32 bits, or 32 of 8 bits.
-TILE_ROWS = 32
 # Two iterations are one in the compiled loop. What a loop carries has one buffer, so
 # the parameters of the next iteration could arrive only after the last use of those of
 # this one; of two, one set has a buffer of its own.
 UNROLLED = 2
-ON_DEVICE, ON_HOST = jax.memory.Space.Device, jax.memory.Space.Host
 
 
 @dataclass(frozen=True)
@@ -68,10 +62,12 @@ class OffloadedProgram:
 
     Attributes:
         device_bytes: what one device holds while the step runs.
-        host_bytes: what this process holds in host memory meanwhile: stacks and
-            gradients.
+        host_bytes: what this process holds in host memory meanwhile: stacks, and
+            gradients that wait for the end of the backward pass.
         h2d_bytes, d2h_bytes: what one device moves in a step.
         num_loops: the loops over layers.
+        updates_in_passes: whether loops update layers before the whole gradient is
+            known.
     """
 
     step: jax.stages.Compiled
@@ -83,6 +79,7 @@ class OffloadedProgram:
     h2d_bytes: int
     d2h_bytes: int
     num_loops: int
+    updates_in_passes: bool
 
     @property
     def groups(self) -> tuple[tuple[Stack, ...], tuple[Stack, ...]]:
@@ -125,6 +122,7 @@ def compile_offloaded(
     clipping: Clipping,
     layouts: Layouts,
     offloads_values: bool = False,
+    updates_in_passes: bool = False,
 ) -> OffloadedProgram:
     """Compiles the offloaded step for one mesh and shape of microbatch.
 
@@ -132,6 +130,10 @@ def compile_offloaded(
         segmented: the training loss in segments, without tiles.
         offloads_values: the values that the backward pass of a loop starts from wait on
             the host.
+        updates_in_passes: the backward pass of a loop updates each layer as soon as its
+            gradient is known. The state of the layer is on the device meanwhile, and
+            its gradient is never on the host. Only for steps without clipping and
+            without a loss scale: a gradient that is not finite is found after updates.
     """
     if segmented.program.tilings:
         paths = ", ".join(tiling.path for tiling in segmented.program.tilings)
@@ -149,6 +151,7 @@ def compile_offloaded(
         layouts,
         next((x.shape[0] for x in jax.tree.leaves(batch) if x.shape), None),
         offloads_values,
+        updates_in_passes,
     )
     scalars = separated.step_value_specs
     if separated.reads_loss:
@@ -180,9 +183,10 @@ def compile_offloaded(
         on_device + sum(map(device_bytes, jax.tree.leaves(inputs))),
         at_rest + num_local * on_host,
         made.flops // layouts.mesh.size,
-        h2d_bytes=made.param_bytes * 2 + made.gradient_bytes + made.updated_bytes,
+        h2d_bytes=made.param_bytes * 2 + made.gradient_bytes + made.fetched_bytes,
         d2h_bytes=made.gradient_bytes + moved[0],
         num_loops=sum(part.is_loop for part in made.parts),
+        updates_in_passes=bool(made.in_passes),
     )
 
 
@@ -216,6 +220,8 @@ class _Run:
         gradients: complete gradients, on the host in the form of the stacks of their
             parameters.
         squares: float32 scalars, or one for each iteration of a loop.
+        goes_by: what updates in passes go by: the factor of gradients, whether the
+            losses are finite, and the step values.
     """
 
     rest: Rest
@@ -226,6 +232,7 @@ class _Run:
     totals: dict[ArrayId, Any] = field(default_factory=dict)
     gradients: Rest = field(default_factory=dict)
     squares: list[Any] = field(default_factory=list)
+    goes_by: tuple[Any, Any, Sequence[Any]] | None = None
 
 
 class _Step:
@@ -241,6 +248,7 @@ class _Step:
         layouts: Layouts,
         num_examples: int | None,
         offloads_values: bool,
+        updates_in_passes: bool,
     ):
         self.problem, self.separated, self.segmented = problem, separated, segmented
         self.num_microbatches, self.clipping = num_microbatches, clipping
@@ -257,6 +265,18 @@ class _Step:
         stacks = self.at_rest.stacks
         self.changed = tuple(s for s in stacks if s.members[0].path in trained)
         self.fixed = tuple(s for s in stacks if s.members[0].path not in trained)
+        by_row = frozenset(self.by_row)
+        self.of_stack = {
+            s: StackUpdate(self.at_rest, s, by_row, self._moves_whole(s))
+            for s in self._trained_params
+        }
+        # The stacks that the backward pass of a loop updates.
+        self.in_passes = frozenset(
+            stack
+            for part in self.parts[:-1]
+            for stack in self._stacks_of(self.specs[part.segments[0]])
+            if updates_in_passes and self._completes(part, stack)
+        )
         self.passes = [
             BodyPasses(shared.body, spec, self._gradient_layouts(spec))
             for shared, spec in zip(segmented.shared, self.specs, strict=True)
@@ -270,6 +290,7 @@ class _Step:
         return sum(
             device_bytes(_abstract(replace(stack, dtype=str(self._grad_dtype(stack)))))
             for stack in self._trained_params
+            if stack not in self.in_passes
         )
 
     @property
@@ -279,13 +300,14 @@ class _Step:
         return sum(device_bytes(_abstract(stack)) for stack in params)
 
     @property
-    def updated_bytes(self) -> int:
-        """Bytes that updates read besides gradients: masters and optimizer state."""
+    def fetched_bytes(self) -> int:
+        """Bytes that updates fetch besides gradients: masters and optimizer state."""
         return sum(
             device_bytes(_abstract(stack))
-            for stack in self.changed
-            if stack.members[0].role != Role.PARAM
-            or not self.problem.params[stack.members[0].path].has_master
+            for params, update in self.of_stack.items()
+            for stack in update.read
+            # A pass has the parameters.
+            if stack is not params or params not in self.in_passes
         )
 
     @property
@@ -328,28 +350,33 @@ class _Step:
                 rest[stack] = jax.device_put(rest[stack], ON_DEVICE)
         run = _Run(rest, loss_scale, self._inputs(batch, keys))
         for stack in self._trained_params:
-            run.gradients[stack] = self._zeros(stack)
+            if stack not in self.in_passes:
+                run.gradients[stack] = self._zeros(stack)
         for part in self.parts[:-1]:
             forward = self._loop_forward if part.is_loop else self._forward
             forward(run, part)
         outputs = self._loss(run)
-        for part in reversed(self.parts[:-1]):
-            if self.specs[part.segments[0]].has_backward:
-                backward = self._loop_backward if part.is_loop else self._backward
-                backward(run, part)
         losses, extra = jax.tree.unflatten(
             self.segmented.structure, [outputs[name] for name in self.program.outputs]
-        )
-        square = jnp.sum(jnp.concatenate([jnp.ravel(x) for x in run.squares]))
-        judged = judge(
-            losses, square, clipping=self.clipping, loss_scale=loss_scale, xp=jnp
         )
         shared, step_values = [], scalars
         if self.separated.reads_loss:
             loss = jnp.mean(losses.astype(jnp.float32))
             shared, step_values = self.separated.advance(scalars, loss)
+        if self.in_passes:
+            run.goes_by = 1 / loss_scale, jnp.all(jnp.isfinite(losses)), step_values
+        for part in reversed(self.parts[:-1]):
+            if self.specs[part.segments[0]].has_backward:
+                backward = self._loop_backward if part.is_loop else self._backward
+                backward(run, part)
+        square = jnp.sum(jnp.concatenate([jnp.ravel(x) for x in run.squares]))
+        judged = judge(
+            losses, square, clipping=self.clipping, loss_scale=loss_scale, xp=jnp
+        )
+        _, *goes_by = judged
         for stack in self._trained_params:
-            self._update(run, stack, judged, step_values)
+            if stack not in self.in_passes:
+                self._update(run, stack, (*goes_by, step_values))
         outputs = {"losses": losses, "judged": judged, "extra": extra, "shared": shared}
         results = [jax.device_put(run.rest[s], ON_HOST) for s in self.changed]
         return results, outputs
@@ -396,7 +423,7 @@ class _Step:
         stack, n = self.at_rest.places[array.whole]
         content = rest[stack]
         if stack.is_stacked:
-            content = _row(content, n if distance is None else n + distance)
+            content = row(content, n if distance is None else n + distance)
         elif array.rows is not None:
             start, stop = array.rows
             size = stop - start
@@ -419,17 +446,13 @@ class _Step:
         self, gradients: Rest, array: ArrayId, gradient: Any, distance: Any = None
     ) -> Any:
         """Move a complete gradient to the host; return the sum of its squares."""
-        sharding = self.layouts.of(array.of_role(Role.GRADIENT)).share
-        if not sharding.is_fully_replicated:
-            gradient = as_cut(gradient, sharding)
-        square = jnp.sum(jnp.square(gradient.astype(jnp.float32)))
+        there, square = self._complete(array, gradient)
         stack, n = self.at_rest.places[array.whole]
-        there = gradient.astype(self._grad_dtype(stack))
         if not self._moves_whole(stack):
             there = jax.device_put(there, ON_HOST)
         if stack.is_stacked:
             n = n if distance is None else n + distance
-            there = _with_row(gradients[stack], n, there)
+            there = with_row(gradients[stack], n, there)
         elif array.rows is not None:
             start, stop = array.rows
             first = start if distance is None else start + distance * (stop - start)
@@ -438,6 +461,15 @@ class _Step:
             )
         gradients[stack] = there
         return square
+
+    def _complete(self, array: ArrayId, gradient: Any) -> tuple[Any, Any]:
+        """A complete gradient as its update reads it, and the sum of its squares."""
+        sharding = self.layouts.of(array.of_role(Role.GRADIENT)).share
+        if not sharding.is_fully_replicated:
+            gradient = as_cut(gradient, sharding)
+        square = jnp.sum(jnp.square(gradient.astype(jnp.float32)))
+        stack, _ = self.at_rest.places[array.whole]
+        return gradient.astype(self._grad_dtype(stack)), square
 
     # The passes of one segment.
 
@@ -635,21 +667,21 @@ class _Step:
                 name = outputs[from_output[j]]
                 zeros = jnp.zeros_like(run.values[name])
                 given[j] = run.cotangents.pop(name, zeros)
-        start = (
-            given,
-            {j: jnp.zeros_like(same[j]) for j in active if j in same},
-            {s: run.gradients[s] for s in self._stacks_of(spec)},
-            params,
-        )
-        stacks = list(start[2])
+        stacks = [s for s in self._stacks_of(spec) if s not in self.in_passes]
+        early = [s for s in self._stacks_of(spec) if s in self.in_passes]
+        written = [s for params in early for s in self.of_stack[params].written]
 
         def layer(carry: Any, x: Any) -> tuple[Any, Any]:
-            of_carried, of_same, gradients, params = carry
+            of_carried, of_same, gradients, params, contents = carry
             gradients = dict(zip(stacks, gradients, strict=True))
+            rest = run.rest | dict(zip(written, contents, strict=True))
             number, hoisted, waiting = x
             if self.offloads_values:
                 waiting = [jax.device_put(x, ON_DEVICE) for x in waiting]
-            ahead = self._params(run.rest, spec, jnp.maximum(number - 1, 0))
+            before = jnp.maximum(number - 1, 0)
+            ahead = self._params(rest, spec, before)
+            ahead = self._fetched(rest, spec, early, ahead)
+            state = self._states(rest, early, number)
             inputs = _merged(same, carried, waiting)
             of_outputs = [
                 sum(
@@ -665,19 +697,36 @@ class _Step:
             by_input = dict(zip(active, cotangents, strict=True))
             of_carried = {j: self._as_batch(by_input[j]) for j in of_carried}
             of_same = {j: x + by_input[j] for j, x in of_same.items()}
-            squares = [
-                self._kept_gradient(gradients, array, gradient, number)
-                for array, gradient in zip(spec.trained_params, found, strict=True)
-            ]
-            carry = of_carried, of_same, [gradients[s] for s in stacks], ahead
-            return carry, squares
+            squares = []
+            read = dict(zip(spec.params, params, strict=True))
+            for array, gradient in zip(spec.trained_params, found, strict=True):
+                stack, _ = self.at_rest.places[array.whole]
+                if stack in early:
+                    gradient, square = self._complete(array, gradient)
+                    old = state[early.index(stack)]
+                    self._update_layer(
+                        run, rest, stack, gradient, read[array], old, number
+                    )
+                else:
+                    square = self._kept_gradient(gradients, array, gradient, number)
+                squares.append(square)
+            contents = [rest[s] for s in written]
+            gradients = [gradients[s] for s in stacks]
+            return (of_carried, of_same, gradients, ahead, contents), squares
 
-        start = *start[:2], [start[2][s] for s in stacks], params
+        start = (
+            given,
+            {j: jnp.zeros_like(same[j]) for j in active if j in same},
+            [run.gradients[s] for s in stacks],
+            params,
+            [run.rest[s] for s in written],
+        )
         xs = jnp.arange(count, dtype=jnp.int32), self._columns(part), saved
-        (of_carried, of_same, gradients, _), squares = jax.lax.scan(
+        (of_carried, of_same, gradients, _, contents), squares = jax.lax.scan(
             layer, start, xs, reverse=True, unroll=UNROLLED
         )
         run.gradients.update(zip(stacks, gradients, strict=True))
+        run.rest.update(zip(written, contents, strict=True))
         run.squares += squares
         for j, cotangent in (of_carried | of_same).items():
             name = spec.inputs[j]
@@ -703,71 +752,94 @@ class _Step:
 
     # Updates.
 
+    def _completes(self, part: Part, params: Stack) -> bool:
+        """Whether each iteration of a part completes one block, and all together all.
+
+        Stacks of vectors are updated as wholes.
+        """
+        if not self.specs[part.segments[0]].has_backward:
+            return False
+        update = self.of_stack[params]
+        count, rows = update.blocks
+        is_layer = params.is_stacked or rows == 1
+        is_all = part.is_loop and count == len(part.segments)
+        return is_layer and is_all and not update.is_whole
+
+    def _states(self, rest: Rest, early: Sequence[Stack], number: Any) -> list[Any]:
+        """What updates in a pass read of one layer, besides the parameters it has."""
+        return [
+            [
+                self.of_stack[s].take(rest[x], number)
+                for x in self.of_stack[s].read
+                if x is not s
+            ]
+            for s in early
+        ]
+
+    def _fetched(
+        self,
+        rest: Rest,
+        spec: SegmentSpec,
+        early: Sequence[Stack],
+        params: Sequence[Any],
+    ) -> list[Any]:
+        """Make later writes of parameters in `rest` wait until these rows are read.
+
+        Without an order of the two, the TPU compiler copies each stack as a whole, on
+        the host and in every iteration, so that both may run at once.
+        """
+        params = list(params)
+        for n, array in enumerate(spec.params):
+            stack, _ = self.at_rest.places[array.whole]
+            if stack in early:
+                held = jax.lax.optimization_barrier((params[n], rest[stack]))
+                params[n], rest[stack] = held
+        return params
+
+    def _update_layer(
+        self,
+        run: _Run,
+        rest: Rest,
+        params: Stack,
+        gradient: Any,
+        param: Any,
+        state: Sequence[Any],
+        number: Any,
+    ) -> None:
+        """Update one layer of a stack in `rest`, within a pass.
+
+        Args:
+            param: the parameters of the layer, as they rest.
+            state: what `_states` returned for the layer.
+        """
+        update = self.of_stack[params]
+        assert run.goes_by is not None
+        factor, is_finite, step_values = run.goes_by
+        old = state if update.has_master else [param, *state]
+        new = update.new(factor, is_finite, step_values, gradient, old, number)
+        contents = [rest[stack] for stack in update.written]
+        contents = update.put(contents, new, number)
+        rest.update(zip(update.written, contents, strict=True))
+
     def _update(
-        self, run: _Run, params: Stack, judged: Any, step_values: Sequence[Any]
+        self, run: _Run, params: Stack, goes_by: tuple[Any, Any, Sequence[Any]]
     ) -> None:
         """Update the leaves of a stack, one layer or block of rows at a time."""
-        _, factor, is_finite = judged
-        paths = [array.path for array in params.members]
-        numbers = [self.at_rest.updates[path][0] for path in paths]
-        leaf = self.separated.leaves[numbers[0]]
-        master = self.at_rest.master(leaf.path)
-        has_master = master.role == Role.MASTER
-        arrays = [master, *[state.array(leaf.path) for state in leaf.states]]
-        stacks = [self.at_rest.places[array][0] for array in arrays]
-        count, rows = self._blocks(stacks[0], leaf)
-        shape = self.layouts.of(master).padded
-        shape = shape if rows is None else (rows, *shape[1:])
-        bodies = self.separated.bodies([(number, shape) for number in numbers])
-        function = update_function(bodies[0].body, None)
-        columns = [
-            jnp.asarray(np.stack(column))
-            for column in zip(*[b.hoisted for b in bodies], strict=True)
-        ]
-        mine = [step_values[k] for k in leaf.step_values]
+        factor, is_finite, step_values = goes_by
+        update = self.of_stack[params]
         gradient = run.gradients.pop(params)
-        written = [*stacks, params] if has_master else stacks
-        is_whole = self._moves_whole(params)
 
         def block(contents: Sequence[Any], number: Any) -> list[Any]:
             """The stacks after the update of one layer or block."""
+            old = [update.take(x, number) for x in contents[: len(update.read)]]
+            grad = update.take(gradient, number)
+            new = update.new(factor, is_finite, step_values, grad, old, number)
+            return update.put(contents, new, number)
 
-            def take(content: Any) -> Any:
-                if params.is_stacked:
-                    content = _row(content, number)
-                elif rows is not None:
-                    first = number * rows
-                    content = jax.lax.dynamic_slice_in_dim(content, first, rows)
-                return jax.device_put(content, ON_DEVICE)
-
-            old = [take(content) for content in contents[: len(stacks)]]
-            at = number if params.is_stacked else 0
-            hoisted = [column[at] for column in columns]
-            grad = take(gradient)
-            new = function(factor, mine, hoisted, grad, old[0], old[1:])
-            pairs = zip(new, old, strict=True)
-            kept = [jnp.where(is_finite, y, x) for y, x in pairs]
-            if has_master:
-                kept.append(kept[0].astype(params.dtype))
-            results = []
-            for content, stack, value in zip(contents, written, kept, strict=True):
-                sharding = stack.layout.share
-                if not sharding.is_fully_replicated:
-                    value = jax.lax.with_sharding_constraint(value, sharding)
-                there = value if is_whole else jax.device_put(value, ON_HOST)
-                if params.is_stacked:
-                    there = _with_row(content, number, there)
-                elif rows is not None:
-                    first = number * rows
-                    there = jax.lax.dynamic_update_slice_in_dim(
-                        content, there, first, axis=0
-                    )
-                results.append(there)
-            return results
-
-        contents = [run.rest[stack] for stack in written]
-        if is_whole:
+        contents = [run.rest[stack] for stack in update.written]
+        if update.is_whole:
             contents = [jax.device_put(content, ON_DEVICE) for content in contents]
+        count, _ = update.blocks
         if count == 1 and not params.is_stacked:
             contents = block(contents, 0)
         else:
@@ -775,30 +847,7 @@ class _Step:
             contents, _ = jax.lax.scan(
                 lambda carry, number: (block(carry, number), None), contents, steps
             )
-        run.rest.update(zip(written, contents, strict=True))
-
-    def _blocks(self, master: Stack, leaf: LeafUpdate) -> tuple[int, int | None]:
-        """`(number of blocks, rows of each)` of the update of a stack.
-
-        None rows: a block is a whole layer or leaf.
-        """
-        if master.is_stacked:
-            return len(master.members), None
-        layout = master.layout
-        if not leaf.is_elementwise or not layout.has_whole_rows:
-            return 1, None
-        num_rows = layout.padded[0]
-        if leaf.path in self.by_row:
-            return num_rows, 1
-        nbytes = prod(layout.padded) * np.dtype(master.dtype).itemsize
-        wanted = -(-nbytes // block_bytes(self.separated))
-        fitting = (
-            n
-            for n in range(wanted, num_rows + 1)
-            if num_rows % n == 0 and num_rows // n % TILE_ROWS == 0
-        )
-        count = next(fitting, 1)
-        return (count, num_rows // count) if count > 1 else (1, None)
+        run.rest.update(zip(update.written, contents, strict=True))
 
 
 def _merged(
@@ -815,11 +864,3 @@ def _first(array: Any) -> Any:
 
 def _expanded(array: Any) -> Any:
     return array[None]
-
-
-def _row(stack: Any, number: Any) -> Any:
-    return jax.lax.dynamic_index_in_dim(stack, number, keepdims=False)
-
-
-def _with_row(stack: Any, number: Any, row: Any) -> Any:
-    return jax.lax.dynamic_update_index_in_dim(stack, row, number, axis=0)

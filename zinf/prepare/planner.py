@@ -19,7 +19,7 @@ import numpy as np
 
 from zinf.config import Config
 from zinf.distributed import AbstractGroup, Alone
-from zinf.memory.pinned import check_pinned
+from zinf.memory.pages import check_pinned
 from zinf.mesh import local_devices
 from zinf.moe.leaves import expert_dims
 from zinf.optim.clipping import Clipping
@@ -352,17 +352,23 @@ class Planner:
     def offload(self, batch: Any, source: Source, layouts: Layouts) -> Offloaded:
         check_offloadable(self.rule, num_processes=self.group.count)
         segmented = self.cut(source, layouts, self.config.segment_max_bytes)
-        program = compile_offloaded(
-            self.problem,
-            self.separated,
-            segmented,
-            batch,
-            key=self.key,
-            num_microbatches=self.config.num_microbatches,
-            clipping=self.clipping,
-            layouts=layouts,
-            offloads_values=self.config.activation_tier == Tier.HOST,
-        )
+        waits = bool(self.clipping) or self.config.loss_scaling is not None
+        for updates_in_passes in (False,) if waits else (True, False):
+            program = compile_offloaded(
+                self.problem,
+                self.separated,
+                segmented,
+                batch,
+                key=self.key,
+                num_microbatches=self.config.num_microbatches,
+                clipping=self.clipping,
+                layouts=layouts,
+                offloads_values=self.config.activation_tier == Tier.HOST,
+                updates_in_passes=updates_in_passes,
+            )
+            # The state of a whole layer is on the device then.
+            if program.device_bytes <= self.capacity()[Tier.DEVICE]:
+                break
         found = piece_specs(self.array_specs(), segmented.program, None)
         pieces = [array for array in found if array.role != Role.CONST]
         plan = offloaded_plan(

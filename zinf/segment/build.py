@@ -15,6 +15,7 @@ from zinf.segment.cut import choose_cuts, read_tape
 from zinf.segment.flops import equation_flops
 from zinf.segment.index import index_by_literals
 from zinf.segment.order import Order, order_equations
+from zinf.segment.problem import STATE_PREFIX
 from zinf.segment.rows import split_rows
 from zinf.segment.source import Source
 from zinf.segment.tile import tile_leaves
@@ -92,8 +93,8 @@ def _segmented(
         _leaf(v, path, path in stacked, path in frozen)
         for v, path in source.params.items()
     )
-    floats = [v for v in arrays if jnp.issubdtype(v.aval.dtype, jnp.floating)]
-    order = order_equations(index_by_literals(graph, floats), floats)
+    weights = [v for v, array in arrays.items() if _is_weight(v, array.path)]
+    order = order_equations(index_by_literals(graph, weights), weights)
     tape = read_tape(order)
     cuts = choose_cuts(tape, max_bytes=max_bytes)
     made = _Builder(source, order, arrays, leaves, is_trained, caches or {}).build(cuts)
@@ -105,6 +106,18 @@ def array_spec(aval: Any) -> ArraySpec:
     """The stored form of a value: random keys as words, which every tier can hold."""
     aval = in_words(aval)
     return ArraySpec(tuple(aval.shape), str(aval.dtype), aval.dtype.itemsize)
+
+
+def _is_weight(variable: Var, path: str) -> bool:
+    """Whether it is read by the layer that it belongs to.
+
+    Weights in few bits are integers. Other integers are random keys and counters of the
+    model state.
+    """
+    dtype = variable.aval.dtype
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    is_own = is_integer and not path.startswith(STATE_PREFIX)
+    return is_own or jnp.issubdtype(dtype, jnp.floating)
 
 
 def _leaf(variable: Var, path: str, is_stacked: bool, is_frozen: bool) -> Leaf:

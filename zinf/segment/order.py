@@ -30,6 +30,9 @@ CHEAP = frozenset(
     stop_gradient sub transpose xor
     """.split()
 )
+# Cheap if they read a parameter: scales of weights in few bits are stored as integers.
+# What they make of random bits stays anchored.
+CHEAP_OF_PARAMS = frozenset({"bitcast_convert_type"})
 
 
 @dataclass(frozen=True)
@@ -73,13 +76,14 @@ def order_equations(graph: Graph, params: Iterable[Var]) -> Order:
     for position, equation in enumerate(graph.equations):
         reads = variables(equation.invars)
         level = 1 + max((depth.get(v, 0) for v in reads), default=0)
+        from_params = any(v in of_params for v in reads)
+        name = equation.primitive.name
         movable = (
-            equation.primitive.name in CHEAP
+            (name in CHEAP or from_params and name in CHEAP_OF_PARAMS)
             and not equation.effects
             and level <= MAX_FLOATING_DEPTH
             and all(v in of_params or v not in depends for v in reads)
         )
-        from_params = any(v in of_params for v in reads)
         is_large = any(variable_bytes(v) > SMALL_BYTES for v in equation.outvars)
         if any(v in depends for v in reads):
             depends.update(equation.outvars)

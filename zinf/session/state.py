@@ -5,14 +5,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
-from zinf.config import Config
 from zinf.distributed import Digests
 from zinf.executor.outcome import Outcome, mean_over_microbatches
 from zinf.executor.run import StepRecord
 from zinf.memory import Residents, Stores, open_stores
+from zinf.memory.pages import PAGEABLE, open_pages
 from zinf.memory.pinned import Stack
+from zinf.mesh import local_devices
 from zinf.plan import Plan
 from zinf.prepare.planner import Planner
 from zinf.prepare.updates import block_bytes, cpu_device
@@ -21,21 +21,29 @@ from zinf.segment.problem import Problem
 from zinf.sharding import Layouts
 
 
-def make_stores(
-    plan: Plan, config: Config, mesh: Mesh, stacks: Sequence[Stack] = ()
-) -> Stores:
+def make_stores(plan: Plan, planner: Planner, stacks: Sequence[Stack] = ()) -> Stores:
     """Empty stores with the capacities that a plan was made for.
 
     Args:
         stacks: what rests in pinned host memory, for an offloaded step.
+
+    Raises:
+        NotImplementedError, ValueError: a streamed step cannot have its host memory as
+            `memory.pinned` asks (`zinf.memory.pages`).
     """
-    capacity = plan.capacity_bytes
+    config, mesh, capacity = planner.config, planner.rule.mesh, plan.capacity_bytes
+    pages = PAGEABLE
+    if not plan.is_one_program:
+        needed = plan.peak_bytes[Tier.HOST]
+        gather = planner.group.gather
+        pages = open_pages(config.pinned, local_devices(mesh), needed, gather)
     return open_stores(
         list(mesh.devices.flat),
         device_bytes=capacity[Tier.DEVICE],
         host_bytes=capacity[Tier.HOST],
         nvme_bytes=capacity[Tier.NVME],
         stacks=stacks,
+        pages=pages,
         **({} if plan.is_one_program else _own_folders(config.nvme_options)),
     )
 

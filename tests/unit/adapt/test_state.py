@@ -1,11 +1,13 @@
 """The first state of an adapted model, made of a base that is read in parts."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zinf.adapt import lora
+from zinf.adapt import lora, quantize
 from zinf.adapt.state import FirstState
 from zinf.interchange.names import Terms
 from zinf.interchange.tensors import AbstractTensors, boxes
@@ -82,6 +84,21 @@ def test_read_in_parts_it_is_what_is_made_in_memory(options):
             assert np.array_equal(found, wanted[name]), name
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"num_bits": 8}, {"num_bits": 4}])
+def test_codes_without_adapters_are_encoded_as_they_are_read(options):
+    batch = np.arange(5, dtype=np.int32)
+    made = quantize(loss, base(), batch=batch, group_size=10, **options)
+    wanted = {p: np.asarray(x) for p, x in named_leaves(made.params).items()}
+    state = FirstState(made, Held(base()), Terms())
+    assert state.specs.keys() == wanted.keys()
+    for name, spec in state.specs.items():
+        found = np.zeros(spec.shape, spec.dtype)
+        for box in boxes(spec.shape, state.block(name)):
+            found[tuple(slice(*b) for b in box)] = state.read(name, box)
+        assert np.array_equal(found, wanted[name]), name
+
+
 def test_parts_of_codes_may_begin_anywhere():
     made = adapted(quantize_base="nf4", quantize_block=16)
     state = FirstState(made, Held(base()), Terms())
@@ -100,3 +117,10 @@ def test_a_base_that_lacks_a_parameter_is_refused_by_its_own_name():
     del arrays["out"]
     with pytest.raises(ValueError, match=r"'out'.*\n.*'layers' is \[3, 12, 12\] here"):
         FirstState(adapted(), Held(arrays), Terms())
+
+
+def test_a_leaf_that_is_trained_whole_begins_as_a_loaded_adapter_has_it():
+    loaded = {"scale": np.arange(WIDTH, dtype=np.float32)}
+    made = replace(adapted(modules_to_save=["scale"]), loaded=loaded)
+    state = FirstState(made, Held(base()), Terms())
+    np.testing.assert_array_equal(state.read("adapter/scale", ((2, 5),)), [2, 3, 4])

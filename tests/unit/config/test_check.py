@@ -111,7 +111,7 @@ def test_overrides_are_reported_too():
                     "offload_optimizer": {"device": "cpu", "pin_memory": True},
                 }
             },
-            "pin_memory: has no effect here",
+            "Optimizer state: on the host tier",
         ),
         ({"optimizer": {"type": "Adam"}}, "is AdamW"),
         (

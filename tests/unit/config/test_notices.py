@@ -39,9 +39,14 @@ CPU = {"device": "cpu"}
             "All state is offloaded",
         ),
         (
-            {"zero_optimization": {"offload_param": {**CPU, "pin_memory": True}}},
-            "zero_optimization.offload_param.pin_memory",
-            "does not pin",
+            {"memory": {"pinned": "arrays"}, "execution": "fused"},
+            "memory.pinned",
+            "nothing rests on the host",
+        ),
+        (
+            {"memory": {"pinned": "off"}, "execution": "offloaded"},
+            "memory.pinned",
+            "all arrays are in pinned memory",
         ),
         (
             {"zero_optimization": {"load_from_fp32_weights": False}},
@@ -130,6 +135,8 @@ def test_what_has_no_effect_is_said(raw, key, words):
         {"sparse_gradients": False, "communication_data_type": None},
         {"comms_logger": {"enabled": False, "verbose": True}},
         {"zero_optimization": {"offload_param": {**CPU, "pin_memory": False}}},
+        {"zero_optimization": {"offload_param": {**CPU, "pin_memory": True}}},
+        {"memory": {"pinned": "arrays"}, "execution": "streamed"},
         {"zero_optimization": {"offload_optimizer": {**CPU, "ratio": 1.0}}},
         {"zero_optimization": {"load_from_fp32_weights": True}},
         {"zero_optimization": {"ignore_unused_parameters": True}},

@@ -30,6 +30,40 @@ def test_an_offload_section_without_a_device_is_placed_by_budget():
     assert config.param_tier is None
 
 
+@pytest.mark.parametrize(
+    ("zero", "memory", "pinned"),
+    [
+        ({}, {}, "auto"),
+        ({"offload_param": {"pin_memory": True}}, {}, "auto"),
+        ({"offload_param": {"pin_memory": "auto"}}, {}, "auto"),
+        ({"offload_param": {"pin_memory": False}}, {}, "off"),
+        ({"cpu_offload_use_pin_memory": False}, {}, "off"),
+        (
+            {
+                "offload_param": {"pin_memory": False},
+                "offload_optimizer": {"pin_memory": True},
+            },
+            {},
+            "auto",
+        ),
+        ({"offload_param": {"pin_memory": True}}, {"pinned": "arrays"}, "arrays"),
+        ({"offload_param": {"pin_memory": False}}, {"pinned": "auto"}, "auto"),
+        ({}, {"pinned": False}, "off"),  # what YAML makes of a bare off
+    ],
+)
+def test_pin_memory_of_any_section_decides_unless_memory_pinned_does(
+    zero, memory, pinned
+):
+    assert loaded(zero, memory=memory).pinned == pinned
+
+
+@pytest.mark.parametrize(("asks", "pinned"), [(True, "off"), (False, "arrays")])
+def test_memory_that_is_pinned_and_not_pinned_is_refused(asks, pinned):
+    section = {"offload_optimizer": {"pin_memory": asks}}
+    with pytest.raises(ConfigError, match=rf"memory.pinned: .*is {pinned}, but pin_"):
+        loaded(section, memory={"pinned": pinned})
+
+
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("device", OFFLOADED)
 def test_any_stage_goes_with_any_tier(stage, device):

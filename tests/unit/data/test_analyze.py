@@ -195,3 +195,8 @@ def test_what_the_command_writes_is_what_a_run_draws_by(tmp_path):
         dataset(Config.load(raw), "train")
     about = json.loads((tmp_path / "out/about.json").read_text())
     assert about["sequence_length"] == 16
+    # As many samples, of another text.
+    raw["data"]["sequence_length"] = 16
+    text.write_bytes(text.read_bytes()[::-1])
+    with pytest.raises(ValueError, match="an analysis of other data: tokens is"):
+        dataset(Config.load(raw), "train")

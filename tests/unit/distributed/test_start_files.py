@@ -43,6 +43,50 @@ def test_each_pod_of_the_job_finds_its_place(kubernetes):
         assert replace(found, secret=None) == Seat("Kubernetes", address, count, index)
 
 
+def test_each_pod_of_the_job_set_finds_its_place():
+    (found,) = yaml.safe_load_all((LAUNCH / "kubernetes_jobset.yaml").read_text())
+    spec, name = found["spec"], found["metadata"]["name"]
+    (replicated,) = spec["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    environ = {one["name"]: one.get("value", GIVEN) for one in container["env"]}
+    count = job["completions"]
+    assert (job["completionMode"], job["parallelism"]) == ("Indexed", count)
+    assert (replicated["replicas"], job["backoffLimit"]) == (1, 0)
+    # JobSet names pod 0 of the first of these jobs so.
+    host = f"{name}-{replicated['name']}-0-0.{spec['network']['subdomain']}"
+    for index in range(count):
+        seat = find_seat(Flags(), environ | {"JOB_COMPLETION_INDEX": str(index)})
+        assert seat is not None
+        place = Seat("Kubernetes", f"{host}:6200", count, index)
+        assert replace(seat, secret=None) == place
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["kubernetes_job", "kubernetes_jobset"])
+def test_kubernetes_accepts_the_objects(name):
+    """By Kubernetes' own schemas, and JobSet's published models."""
+    validate = pytest.importorskip("kubernetes_validate").validate
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    for found in yaml.safe_load_all((LAUNCH / f"{name}.yaml").read_text()):
+        if found["kind"] == "JobSet":
+            model = models.JobsetV1alpha2JobSet.from_dict(found)
+            # The models drop what they do not know.
+            assert model.to_dict() == found
+            (replicated,) = found["spec"]["replicatedJobs"]
+            job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}}
+            found = job | replicated["template"]
+        validate(found, "1.37", strict=True)
+
+
+@pytest.mark.slow
+def test_a_wrong_key_of_an_object_would_be_seen(kubernetes):
+    found = pytest.importorskip("kubernetes_validate")
+    with pytest.raises(found.ValidationError):
+        spec = kubernetes["Job"]["spec"] | {"completion": 4}
+        found.validate(kubernetes["Job"] | {"spec": spec}, "1.37", strict=True)
+
+
 def test_a_pod_starts_without_the_secret_too(kubernetes):
     pod = kubernetes["Job"]["spec"]["template"]["spec"]
     (given,) = [one for one in pod["containers"][0]["env"] if one["name"] == SECRET]

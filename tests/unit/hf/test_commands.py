@@ -13,6 +13,7 @@ import torch  # isort: skip
 import transformers  # isort: skip
 
 from zinf.cli import app  # isort: skip
+from zinf.plan import show_bytes  # isort: skip
 
 
 def run(*arguments):
@@ -101,3 +102,22 @@ def test_sizes_beside_a_model_of_the_hub_are_refused(tmp_path):
     done = run("plan", path)
     assert done.exit_code == 2
     assert "model.num_layers: has no effect: huggingface names" in done.output
+
+
+@pytest.mark.slow
+def test_generation_of_a_config_json_alone_is_planned(tmp_path):
+    llama(max_position_embeddings=64, dtype="bfloat16").save_pretrained(tmp_path)
+    nvme = ["--set", f"memory.nvme={tmp_path / 'nvme'}"]
+    nvme += ["--set", "zero_optimization.offload_param.device=nvme"]
+    nvme += ["--set", "persistence_threshold=1"]
+    lengths = ["--prompt-length", 16, "--max-new-tokens", 4, "--batch-sizes", "1,16"]
+    model = tmp_path / "config.json"
+    done = run("plan", "--model", model, "--generate", *lengths, *nvme)
+    assert done.exit_code == 0, done.output
+    layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32
+    count = 2 * VOCAB * 32 + 2 * layer + 32
+    # In the two bytes of the dtype that its weights would have.
+    size = show_bytes(2 * count)
+    assert f"{count:,} parameters, {size}, prompts of 16 tokens" in done.output
+    lines = [line for line in done.stdout.splitlines() if f"  {size}  " in line]
+    assert [line.split()[0] for line in lines] == ["1", "16"]

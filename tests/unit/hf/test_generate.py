@@ -13,6 +13,8 @@ import transformers
 
 from tests.unit.hf.models import SMALL, VOCAB, gpt2, llama, mixtral, save, tokens
 from zinf import hf
+from zinf.inference import plan
+from zinf.program import Tier
 
 HEAD = {"head_dim": 8}
 WINDOW = {"sliding_window": 4}
@@ -66,24 +68,25 @@ def written(reference, prompt):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "tier"),
-    [
-        *[("llama", tier) for tier in ("device", "host", "nvme")],
-        *[(name, "nvme") for name in CONFIGS if name != "llama"],
-    ],
-)
-def test_greedy_tokens_are_those_of_transformers(name, tier, tmp_path):
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy_tokens_are_those_of_transformers_from_every_tier(
+    name, tmp_path, monkeypatch
+):
+    """Weights and cache rest on the same tier."""
     reference = save(CONFIGS[name](), tmp_path / "model")
+    wanted = [written(reference, prompt) for prompt in PROMPTS]
     model = hf.load(tmp_path / "model")
-    batch = {"input_ids": tokens()}
-    tiers = settings(tier, tmp_path / "nvme")
-    with hf.initialize(model, optax.sgd(0.1), tiers, batch=batch) as engine:
-        found = engine.generate(PROMPTS, max_new_tokens=COUNT)
-        (made,) = {id(x): x for x in engine._forward._made.values()}.values()
-        # Keys and values of two layers, and the number of slots in use.
-        assert len(made.prefill.segmented.program.caches) == 5
-    assert found == [written(reference, prompt) for prompt in PROMPTS]
+    for tier in Tier if name == "llama" else (Tier.HOST, Tier.NVME):
+        monkeypatch.setattr(plan.GenerationPlanner, "tiers", (tier,))
+        config = settings(tier.name.lower(), tmp_path / "nvme")
+        with hf.open_model(model, config, rows=4, length=16) as engine:
+            homes = engine.residents.homes
+            assert {homes[a] for a in homes if ".0." in a.path} == {tier}
+            assert engine.generate(PROMPTS, max_new_tokens=COUNT, rows=4) == wanted
+            (made,) = {id(x): x for x in engine._forward._made.values()}.values()
+            # Keys and values of two layers, and the number of slots in use.
+            assert len(made.prefill.segmented.program.caches) == 5
+            assert set(made.prefill.cache_homes.values()) == {tier}
 
 
 @pytest.mark.slow

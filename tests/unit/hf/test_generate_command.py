@@ -90,6 +90,21 @@ def test_the_loss_of_held_out_lines_is_that_of_torch(model, tmp_path):
     assert f"{len(losses)} tokens of 10 samples" in found.stdout
 
 
+@pytest.mark.slow
+def test_weights_in_few_bits_change_the_loss_a_little(model, tmp_path):
+    folder, _ = model
+    data = write(tmp_path / "data.jsonl", [{"text": f"w{i} w1 w2"} for i in range(8)])
+    losses = []
+    for bits in ((), ("--weight-bits", 8), ("--weight-bits", 4)):
+        found = run("evaluate", folder, "--data", data, *bits)
+        assert found.exit_code == 0, found.output
+        losses.append(float(found.stdout.split(",")[0].removeprefix("loss ")))
+    plain, eight, four = losses
+    assert 0 < abs(eight - plain) < abs(four - plain) < 0.1
+    found = run("generate", folder, "--prompt", "w1", "--weight-bits", 3)
+    assert found.exit_code == 2 and "num_bits" in found.output
+
+
 BAD = [
     ('{"prompt": ""}', "line 1: prompt must be a text that is not empty"),
     ('{"text": "w1"}', "line 1: a line must have prompt"),

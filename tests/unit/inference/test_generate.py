@@ -146,6 +146,18 @@ def test_tokens_are_told_as_they_are_made(engine):
     assert told == [(i, found[i][n]) for n in range(3) for i in range(2)]
 
 
+def test_a_text_ends_where_the_caller_says(engine):
+    whole = engine.generate(PROMPTS[:2], max_new_tokens=4)
+    seen = [0, 0]
+
+    def enough(number, token):
+        seen[number] += 1
+        return number == 1 and seen[1] == 2
+
+    found = engine.generate(PROMPTS[:2], max_new_tokens=4, on_token=enough)
+    assert found == [whole[0], whole[1][:2]]
+
+
 def test_log_probabilities_are_those_of_the_logits(engine):
     found = engine.log_probabilities(BATCH)
     logits = engine.apply(lambda model, batch: model(batch["tokens"][:, :-1]), BATCH)

@@ -7,15 +7,14 @@ import numpy as np
 import pytest
 
 import zinf
-from zinf.memory.pinned import (
+from zinf.memory.pages.limit import (
     GIB,
     PINNED,
     POOL_GIB,
     POOL_VARIABLE,
-    PinnedStore,
-    Stack,
     check_pinned,
 )
+from zinf.memory.pinned import PinnedStore, Stack
 from zinf.prepare.updates import cpu_device
 from zinf.program import ArrayId, Role
 from zinf.sharding import whole_layout

@@ -16,7 +16,7 @@ MODEL = {"num_heads": 2, "embed_dim": 256, "vocab_size": 512, "max_length": 256}
 SMALL_BYTES = 64 * 1024
 
 
-def compiled(num_layers, topology="v5e:1x1", **model):
+def compiled(num_layers, topology="v5e:1x1", clip=1.0, **model):
     config = GPTConfig(num_layers=num_layers, **MODEL, **model)
     init, loss = init_and_loss(config, seed=0)
     machine = parse_topology(topology)
@@ -27,7 +27,7 @@ def compiled(num_layers, topology="v5e:1x1", **model):
         {
             "execution": "offloaded",
             "bf16": {"enabled": True},
-            "gradient_clipping": 1.0,
+            "gradient_clipping": clip,
             "zero_optimization": {"stage": 3},
             "memory": {"device": "8GiB", "host": "64GiB"},
         },
@@ -61,6 +61,28 @@ def test_state_rests_on_the_host_and_passes_hide_their_copies(scan_layers):
     hidden = sum(c.nbytes * c.times for c in layers if c.overlapped_matmuls)
     gradients = 2 * 12 * MODEL["embed_dim"] ** 2 * 4  # of four layers, as bfloat16
     assert hidden >= 0.9 * 3 * gradients
+
+
+@pytest.mark.tpu_compiler
+@pytest.mark.slow
+def test_without_clipping_the_state_of_layers_moves_behind_the_backward_pass():
+    made = compiled(6, clip=0.0)
+    assert made.program.updates_in_passes
+    found = memory(made.program.step)
+    state_bytes = sum(s.nbytes for s in made.program.stacks)
+    # Beside the state there are the gradients of all that is in no loop: the first
+    # layer and the embeddings. No stack is copied on the host.
+    late = 2 * (12 * MODEL["embed_dim"] ** 2 + 768 * MODEL["embed_dim"])
+    assert found.host_bytes <= 1.05 * (state_bytes + late)
+    assert found.host_alias_bytes == found.host_argument_bytes
+    copies = host_copies(made.program.step.as_text())
+    assert all(copy.is_async for copy in copies if copy.nbytes >= SMALL_BYTES)
+    layers = [c for c in copies if c.times > 1 and c.nbytes >= SMALL_BYTES]
+    # Of four layers: parameters in twice, masters and moments in.
+    numel = 4 * 12 * MODEL["embed_dim"] ** 2
+    fetched = [c for c in layers if not c.is_to_host]
+    hidden = sum(c.nbytes * c.times for c in fetched if c.overlapped_matmuls)
+    assert hidden >= 0.9 * numel * (2 * 2 + 3 * 4)
 
 
 @pytest.mark.tpu_compiler

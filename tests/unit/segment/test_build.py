@@ -312,3 +312,20 @@ def test_a_leaf_that_rests_by_row_is_read_by_row_also_as_a_whole():
         read = {array for segment in program.segments for array in segment.params}
         rows = {ArrayId(Role.PARAM, "layers", (i, i + 1)) for i in range(3)}
         assert read == (rows if by_row else {ArrayId(Role.PARAM, "layers")})
+
+
+def test_weights_in_few_bits_are_decoded_in_the_segment_that_reads_them():
+    codes = jax.ShapeDtypeStruct((8, 8), jnp.int8)
+    scales = jax.ShapeDtypeStruct((8, 1), jnp.uint32)  # The bits of float32 numbers.
+
+    def function(params, x):
+        for layer in params:
+            scale = jax.lax.bitcast_convert_type(layer["scales"], jnp.float32)
+            x = jnp.tanh(x @ (layer["codes"].astype(jnp.float32) * scale))
+        return x
+
+    params = [{"codes": codes, "scales": scales}] * 3
+    program = forward(function, params, max_bytes=8 * 8 + 8 * 4).program
+    read = [{array.path for array in s.params} for s in program.segments]
+    assert read == [{f"{i}/codes", f"{i}/scales"} for i in range(3)]
+    assert len({segment.body for segment in program.segments}) == 1

@@ -72,8 +72,10 @@ class NvmeStore(AbstractStore):
         stall_seconds: float = STALL_SECONDS,
         checksums: Coverage = "sampled",
         system: System | None = None,
+        empty: Callable[[tuple[int, ...], Any], np.ndarray] = aligned_empty,
     ) -> None:
         check_has_tier()
+        self._empty = empty
         self.ledger = Ledger(Tier.NVME, capacity_bytes)
         self.holds = Holds()
         self.read_bytes = 0
@@ -144,7 +146,7 @@ class NvmeStore(AbstractStore):
             raise unknown_array(array, self.tier, list(self._arrays))
         what = f"Cannot read {array}"
         stored.check_written(rows, what)
-        value = aligned_empty(stored.shape_of(rows), stored.dtype)
+        value = self._empty(stored.shape_of(rows), stored.dtype)
 
         def finish() -> np.ndarray:
             with self._lock:

@@ -1,0 +1,96 @@
+"""A toy run for the workers of a cluster: a perceptron that saves every other step."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import zinf
+from zinf.checkpoint import Checkpoints
+from zinf.data import Share
+from zinf.ray import RayGroup
+
+WIDTH, BATCH, STEPS = 16, 12, 12
+Deed = Callable[[RayGroup, int], None]
+
+
+def init() -> dict[str, jax.Array]:
+    keys = jax.random.split(jax.random.key(0), 2)
+    return {f"w{i}": jax.random.normal(k, (WIDTH, WIDTH)) for i, k in enumerate(keys)}
+
+
+def loss(params: Mapping[str, jax.Array], batch: jax.Array) -> jax.Array:
+    hidden = jnp.tanh(batch @ params["w0"])
+    return jnp.mean((hidden @ params["w1"] - batch) ** 2)
+
+
+def samples() -> grain.MapDataset:
+    drawn = np.random.default_rng(0).normal(size=(BATCH * STEPS, WIDTH))
+    rows = list(drawn.astype(np.float32))
+    return grain.MapDataset.source(rows)
+
+
+def nothing(group: RayGroup, step: int) -> None: ...
+
+
+def train(
+    group: RayGroup, folder: Path, deed: Deed = nothing, pause: float = 0.0
+) -> int:
+    """Trains for STEPS steps; returns the process id.
+
+    Args:
+        deed: called before each step, with its number.
+        pause: seconds before each step.
+    """
+    config = {
+        "train_batch_size": BATCH,
+        "zero_optimization": {"stage": 3},
+        "persistence_threshold": 1,
+    }
+    tx = optax.adam(1e-2)
+    engine = zinf.initialize(loss, init, tx, config, group=group)
+    take = engine.step
+
+    def step(batch: Any) -> Mapping[str, Any]:
+        deed(group, engine.num_steps + 1)
+        time.sleep(pause)
+        return take(batch)
+
+    engine.step = step
+    with Checkpoints(folder / "checkpoints") as checkpoints:
+        zinf.Trainer(
+            engine,
+            Share(samples(), BATCH, process=(group.index, group.count)),
+            steps=STEPS,
+            checkpoints=checkpoints,
+            checkpoint_every=2,
+            metrics=folder / "metrics.jsonl",
+        ).run()
+    return os.getpid()
+
+
+class Once:
+    """A deed of one worker, in its first attempt, before a step."""
+
+    def __init__(self, deed: Callable[[], None], *, index: int, step: int) -> None:
+        self.deed, self.index, self.step = deed, index, step
+
+    def __call__(self, group: RayGroup, step: int) -> None:
+        if (group.attempt, group.index, step) == (0, self.index, self.step):
+            self.deed()
+
+
+def signalled(number: int) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+def killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,147 @@
+"""`zinf plan --generate`: what generation costs, without weights."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from zinf.cli import app
+from zinf.models import GPTConfig, num_parameters
+from zinf.plan import show_bytes
+
+MODEL = {"num_layers": 1, "num_heads": 2, "embed_dim": 32, "max_length": 64}
+CONFIGS = Path(__file__).parents[2] / "configs"
+LENGTHS = ("--prompt-length", 16, "--max-new-tokens", 6)
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(x) for x in ("plan", "--generate", *arguments)])
+
+
+@pytest.fixture
+def file(tmp_path):
+    config = {
+        "model": MODEL,
+        "train_batch_size": 6,
+        "gradient_accumulation_steps": 3,
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}},
+        "persistence_threshold": 0,
+        "memory": {"nvme": str(tmp_path / "nvme")},
+    }
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def rows(found):
+    """The lines of the table, as cells by the name of the column."""
+    lines = found.stdout.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("batch  "))
+    names = re.split(r"  +", lines[first].strip())
+    table = []
+    for line in lines[first + 1 :]:
+        cells = re.split(r"  +", line.strip())
+        if len(cells) != len(names):
+            return table
+        table.append(dict(zip(names, cells, strict=True)))
+    return table
+
+
+def test_a_table_says_what_each_batch_costs_and_makes_nothing(file, tmp_path):
+    found = run(file, *LENGTHS, "--batch-sizes", "8,16")
+    assert found.exit_code == 0, found.output
+    count = num_parameters(GPTConfig(**MODEL))
+    assert f"{count:,} parameters" in found.stdout
+    assert f"weights at rest: {show_bytes(4 * count)} on nvme" in found.stdout
+    table = rows(found)
+    assert [row["batch"] for row in table] == ["8", "16"]
+    for row in table:
+        # All weights once, for any number of sequences.
+        assert row["drive read"] == show_bytes(4 * count)
+        # Keys and values of one layer, in 32 slots of 4-byte numbers.
+        nbytes = int(row["batch"]) * 2 * 32 * MODEL["embed_dim"] * 4
+        assert row["cache"] == show_bytes(nbytes)
+        assert row["rests on"] == "device"
+    assert "of weights at 3 GB/s are" in found.stdout
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["small.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--batch-sizes", "8,many"), "takes whole numbers.*found '8,many'"),
+        (("--batch-sizes", "0"), "at least 1"),
+        (("--prompt-length", 60), "60 tokens.*more than the 64"),
+        (("--set", "model=null"), "has no model section"),
+    ],
+)
+def test_a_mistake_is_one_clean_message(options, message, file):
+    found = run(file, *LENGTHS, *options)
+    assert found.exit_code == 2
+    assert re.search(message, found.stderr, re.DOTALL)
+
+
+def test_bits_of_weights_are_refused_where_a_model_is_trained(file):
+    found = CliRunner().invoke(app, ["plan", str(file), "--weight-bits", "8"])
+    assert found.exit_code == 2
+    assert "--weight-bits is of --generate" in found.stderr
+
+
+@pytest.mark.slow
+def test_weights_in_four_bits_are_fewer_bytes_at_rest_and_on_the_drive(file):
+    whole, few = (
+        rows(run(file, *LENGTHS, "--batch-sizes", 8, *bits))[0]
+        for bits in ((), ("--weight-bits", 4))
+    )
+    count, width = num_parameters(GPTConfig(**MODEL)), MODEL["embed_dim"]
+    # Four of attention, and two of the MLP; 4 bits and 8 bytes for each 64 numbers.
+    linear = (4 + 8) * width**2
+    assert whole["drive read"] == show_bytes(4 * count)
+    kept = 4 * (count - linear) + linear // 2 + 8 * linear // 64
+    assert few["drive read"] == show_bytes(kept)
+
+
+@pytest.mark.slow
+def test_a_batch_that_does_not_fit_is_said_with_the_bytes_that_it_needs(file):
+    budgets = ("device=256KiB", "host=256KiB", "nvme_capacity=256KiB")
+    tight = [x for text in budgets for x in ("--set", f"memory.{text}")]
+    found = run(file, *LENGTHS, *tight, "--batch-sizes", "1,512")
+    assert found.exit_code == 0, found.output
+    assert [row["batch"] for row in rows(found)] == ["1"]
+    assert re.search(
+        r"a batch of 512 does not fit: The \w+ budget is 262,144", found.stdout
+    )
+    none = run(file, *LENGTHS, "--set", "memory.device=2KiB")
+    assert none.exit_code == 1
+    assert "does not fit: The device budget is 2,048 bytes" in none.stdout
+
+
+@pytest.mark.slow
+def test_several_devices_are_refused_by_name(file):
+    found = run(file, *LENGTHS, "--set", "mesh.fsdp=2")
+    assert found.exit_code == 2
+    assert "Generation runs on one device, and there are 2" in found.stderr
+
+
+@pytest.mark.gpu_compiler
+def test_175b_parameters_on_one_h200_with_128_gb_of_host_memory():
+    """The drive binds, though most weights rest on device and host."""
+    budgets = ("device=null", "host=128GB", "nvme_capacity=6TB")
+    options = [x for text in budgets for x in ("--set", f"memory.{text}")]
+    for section in ("offload_param", "offload_optimizer"):
+        options += ["--set", f"zero_optimization.{section}=null"]
+    path = CONFIGS / "gpt3_175b_1gpu_nvme.yaml"
+    where = ("--topology", "h200:1", "--batch-sizes", "8,64")
+    found = run(path, *where, *options, "--prompt-length", 512)
+    assert found.exit_code == 0, found.output
+    assert "174,604,836,864 parameters, 325 GiB" in found.stdout
+    small, large = rows(found)
+    assert small["binds"] == large["binds"] == "nvme read"
+    for row in (small, large):
+        assert 0 < float(row["tokens/s"]) < float(row["at most"])
+    # Eight times the sequences, and weights are read once all the same.
+    bound = 8 * float(small["at most"])
+    assert float(large["at most"]) == pytest.approx(bound, rel=0.01)
+    assert float(large["tokens/s"]) > 2 * float(small["tokens/s"])

@@ -1,0 +1,96 @@
+"""`zinf evaluate CONFIG`: the loss of a run's newest checkpoint on held-out data."""
+
+from collections.abc import Sequence
+from contextlib import closing
+from itertools import islice
+from math import exp
+from pathlib import Path
+from time import perf_counter
+
+import optax
+
+from zinf import hf
+from zinf.checkpoint import Saved
+from zinf.cli.problem import dataset, describing, is_huggingface, problem
+from zinf.config import Config
+from zinf.engine import Engine
+from zinf.initialize import make_planner
+from zinf.interchange import find
+from zinf.interchange.names import Terms
+from zinf.interchange.place import fill
+from zinf.interchange.sources import kept, parameters
+from zinf.prepare.devices import on_devices
+
+
+class SavedEngine(Engine):
+    """An engine that has the parameters of a checkpoint, and trains nothing."""
+
+    saved: Saved
+
+    def initialize_state(self) -> None:
+        """Write the parameters of the checkpoint to their tiers, in parts."""
+        names = {path: path for path in kept(self._residents.specs)}
+        terms = Terms(may_round=True)
+        tensors = parameters(self.saved)
+        fill(self.planner, self._residents, tensors, names, terms)
+
+
+def print_run_evaluation(
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    step: int | None,
+    num_batches: int | None,
+) -> None:
+    """Prints the mean loss that a checkpoint of a run has on its held-out data.
+
+    The batches are those of the evaluations of `zinf train`. No state of the optimizer
+    is read.
+
+    Args:
+        step: of the checkpoint; None is the newest.
+        num_batches: None takes `run.evaluate_batches`.
+    """
+    config, mesh = on_devices(path, overrides=overrides)
+    folder = find(config.run.output / "checkpoints", step)
+    data = dataset(config, "validation")
+    count = config.run.evaluate_batches if num_batches is None else num_batches
+    with Saved(folder) as saved:
+        (loss, params, _, told), named = problem(config)
+        if is_huggingface(config):
+            hf.Task(config).model.read_buffers()
+        changed = {"frozen": ("*",), "execution": "streamed"}
+        frozen = told.model_copy(update=changed)
+        batch = named.pop("batch")
+        planner = make_planner(
+            loss, params, optax.identity(), frozen, mesh=mesh, **named
+        )
+        with closing(SavedEngine(planner, named["rng"])) as engine:
+            engine.saved = saved
+            engine.prepare(batch)
+            losses, tokens, start = [], 0, perf_counter()
+            for held_out in islice(data, count):
+                losses.append(engine.evaluate(held_out))
+                tokens += describing(config)(held_out)["tokens"]
+            seconds = perf_counter() - start
+    if not losses:
+        raise ValueError(
+            f"{path}: there is no held-out batch. Give more data, or set "
+            "data.validation_fraction or data.evaluation_paths."
+        )
+    mean = sum(losses) / len(losses)
+    # Other losses are no entropies of tokens alone.
+    is_plain = config.data.objective == "sft" and not _has_experts(config)
+    perplexity = f"perplexity {exp(mean):.6g}, " if is_plain and mean < 700 else ""
+    print(
+        f"{saved.directory.parent}: loss {mean:.6g}, {perplexity}{tokens:,} tokens of "
+        f"{len(losses)} batches, {tokens / seconds:,.1f} tokens/s"
+    )
+
+
+def _has_experts(config: Config) -> bool:
+    """Whether the loss of zinf's own model has a term for the balance of experts."""
+    if config.model is None or config.model.huggingface is not None:
+        return False
+    given = config.model.num_experts
+    return any(given) if isinstance(given, tuple) else given > 0

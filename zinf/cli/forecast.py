@@ -1,0 +1,286 @@
+"""`zinf plan --generate`: what generation costs, without weights."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import typer
+from flax import nnx
+from jax.sharding import Mesh
+from rich.table import Table
+
+from zinf import hf
+from zinf.adapt import adapt
+from zinf.cli.endings import INTERRUPTED
+from zinf.cli.errors import DOES_NOT_FIT, clean_errors
+from zinf.cli.plan import on_machine, rates_note
+from zinf.cli.problem import gpt_config, is_huggingface
+from zinf.cli.report import console
+from zinf.config import Config
+from zinf.inference import (
+    ROWS,
+    Decoder,
+    Forecast,
+    GenerationPlanner,
+    Sampling,
+    Unfit,
+    bucket,
+    check_length,
+    forecasts,
+    saturating,
+    weight_bytes,
+)
+from zinf.initialize import make_planner
+from zinf.models import GPT, GPTConfig, init_and_loss, num_parameters
+from zinf.models.gpt_decode import decode, init_cache
+from zinf.plan import InfeasibleError, Link, Plan, show_bytes, show_seconds
+from zinf.prepare.planner import AtRest, Planner
+from zinf.program import Tier
+from zinf.topology import Topology
+
+COLUMNS = (
+    "batch",
+    "cache",
+    "rests on",
+    "prefill",
+    "a token",
+    "tokens/s",
+    "binds",
+    "drive read",
+    "at most",
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What generation is planned for."""
+
+    prompt_length: int
+    max_new_tokens: int
+    batch_sizes: tuple[int, ...]
+
+
+def batch_sizes_of(text: str | None) -> tuple[int, ...]:
+    """The sizes in a text such as "1,8,64"; none for None.
+
+    Raises:
+        ValueError: the text has another form.
+    """
+    if text is None:
+        return ()
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise ValueError(
+            f"--batch-sizes takes whole numbers of at least 1 with commas between "
+            f"them, such as 1,8,64; found {text!r}."
+        )
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def plan_generation(
+    name: Path | str,
+    overrides: Sequence[str],
+    asked: Asked,
+    *,
+    topology: str | None,
+    traceback: bool,
+    raw: Mapping[str, Any] | None = None,
+) -> int:
+    """Prints what generation with a model costs, and returns an exit code.
+
+    Args:
+        name: the config file, or with `raw` the name of the model.
+        raw: the keys and values of the config; None reads them from the file.
+    """
+    try:
+        with clean_errors(traceback):
+            source = name if raw is None else raw
+            config, mesh, machine = on_machine(source, overrides, topology)
+            return _print_forecasts(str(name), config, mesh, machine, asked)
+    except typer.Exit as ended:
+        if ended.exit_code == INTERRUPTED:
+            raise
+        return ended.exit_code
+
+
+def _print_forecasts(
+    name: str, config: Config, mesh: Mesh, machine: Topology | None, asked: Asked
+) -> int:
+    problem = _problem(config, mesh, machine, bucket(asked.prompt_length))
+    planner, decoder = problem.planner, problem.decoder
+    lengths = asked.prompt_length, asked.max_new_tokens
+    check_length(*lengths, decoder.max_length, "The prompt")
+    print(
+        f"{name}: {problem.count:,} parameters, {show_bytes(planner.param_bytes)}, "
+        f"prompts of {lengths[0]:,} tokens and {lengths[1]:,} new ones",
+        flush=True,
+    )
+    try:
+        placed = planner.plan(planner.batch_spec(problem.batch))
+    except InfeasibleError as error:
+        print(f"does not fit: {error}\n", flush=True)
+        return DOES_NOT_FIT
+    generation = GenerationPlanner(
+        planner,
+        AtRest(placed.plan.homes, placed.layouts),
+        decoder,
+        Sampling(temperature=0.0),
+        planner.problem.bound,
+        jax.random.key(0),
+    )
+    resting = weight_bytes(placed.plan, generation)
+    print(f"weights at rest: {_by_tier(resting, placed.plan)}", flush=True)
+    found = list(
+        forecasts(
+            generation,
+            asked.batch_sizes,
+            prompt_length=asked.prompt_length,
+            max_new_tokens=asked.max_new_tokens,
+        )
+    )
+    _print_table(found, resting)
+    print(_uncounted(resting, machine))
+    print(f"\n{rates_note(config, None if machine is None else machine.text)}")
+    return 0 if any(isinstance(x, Forecast) for x in found) else DOES_NOT_FIT
+
+
+def _print_table(
+    found: Sequence[Forecast | Unfit], resting: Mapping[Tier, int]
+) -> None:
+    table = Table(box=None, pad_edge=False)
+    for name in COLUMNS:
+        is_text = name in ("rests on", "binds")
+        table.add_column(name, justify="left" if is_text else "right")
+    fitting = [x for x in found if isinstance(x, Forecast)]
+    for each in fitting:
+        table.add_row(str(each.batch_size), *_cells(each, resting))
+    out = console()
+    print(flush=True)
+    if fitting:
+        out.print(table)
+        print(f"\n{_verdict(fitting, resting)}")
+    for size in (x for x in found if isinstance(x, Unfit)):
+        print(f"a batch of {size.batch_size:,} does not fit: {size.reason}")
+
+
+def _cells(each: Forecast, resting: Mapping[Tier, int]) -> tuple[str, ...]:
+    bound = _bound_seconds(each, resting)
+    return (
+        show_bytes(each.cache_bytes),
+        "host" if each.cache_tier is None else str(each.cache_tier),
+        show_seconds(each.prefill_seconds),
+        show_seconds(each.decode_seconds),
+        f"{each.tokens_per_second:,.3g}",
+        str(each.binding_link),
+        show_bytes(each.bytes_of(Link.NVME_READ)),
+        f"{each.batch_size / bound:,.3g}" if bound else "-",
+    )
+
+
+def _bound_seconds(each: Forecast, resting: Mapping[Tier, int]) -> float:
+    """Seconds in which the drive reads the weights that rest there once."""
+    rates = each.made.decode.plan.rates.link_bytes_per_second
+    return resting[Tier.NVME] / rates[Link.NVME_READ]
+
+
+def _verdict(fitting: Sequence[Forecast], resting: Mapping[Tier, int]) -> str:
+    best = max(fitting, key=lambda x: x.tokens_per_second)
+    enough = saturating(fitting)
+    if enough is None:
+        most = fitting[-1]
+        lines = [f"Tokens/s still rise at a batch of {most.batch_size:,}."]
+    else:
+        lines = [
+            f"A batch of {enough.batch_size:,} saturates: larger ones give less than "
+            "a tenth more tokens/s."
+        ]
+    bound = _bound_seconds(best, resting)
+    if bound:
+        rate = best.made.decode.plan.rates.link_bytes_per_second[Link.NVME_READ]
+        lines.append(
+            f"'At most' is the bound of the drive: {show_bytes(resting[Tier.NVME])} of "
+            f"weights at {rate / 1e9:.3g} GB/s are {show_seconds(bound)} a token of "
+            "all sequences."
+        )
+    return "\n".join(lines)
+
+
+def _uncounted(resting: Mapping[Tier, int], machine: Topology | None) -> str:
+    """What the predicted times leave out."""
+    text = "Times count flops and links, and no reading from device memory"
+    if machine is None or not resting[Tier.DEVICE]:
+        return f"{text}."
+    rate = machine.chip.memory_bytes_per_second
+    seconds = show_seconds(resting[Tier.DEVICE] / rate)
+    return (
+        f"{text}: the weights that rest there take at least {seconds} a token and "
+        f"microbatch, at {rate / 1e12:.3g} TB/s."
+    )
+
+
+def _by_tier(resting: Mapping[Tier, int], plan: Plan) -> str:
+    capacity = plan.capacity_bytes
+    return ", ".join(
+        f"{show_bytes(nbytes)} on {tier} (budget {show_bytes(capacity[tier])})"
+        for tier, nbytes in resting.items()
+        if nbytes
+    )
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """A model to plan with: nothing is trained, and parameters are shapes.
+
+    Attributes:
+        count: its parameters, however they are stored.
+        batch: shapes of the batch for which room is left beside the weights.
+    """
+
+    count: int
+    planner: Planner
+    batch: Any
+    decoder: Decoder
+
+
+def _problem(
+    config: Config, mesh: Mesh, machine: Topology | None, length: int
+) -> _Problem:
+    """The model of a config, opened as `zinf generate` opens a folder."""
+    if is_huggingface(config):
+        assert config.model is not None
+        model = hf.load_as_stored(str(config.model.huggingface))
+        run = hf.running(model, config, rows=ROWS, length=length)
+        planner = run.planner(mesh=mesh, topology=machine)
+        count = model.num_parameters
+        return _Problem(count, planner, run.batch, run.decoder(planner))
+    shape = replace(gpt_config(config), dropout=0.0)
+    init, loss = init_and_loss(shape, seed=config.run.seed)
+    tokens = (ROWS, min(length, shape.max_length) + 1)
+    batch = {"tokens": jax.ShapeDtypeStruct(tokens, np.int32)}
+    arguments, adapted = (loss, init), None
+    if config.weight_quantization is not None:
+        kept = config.weight_quantization
+        adapted = adapt(loss, init, quantization=kept, batch=batch)
+        arguments = adapted.loss_fn, adapted.params
+    quiet = config.without_training().told()
+    on = {"mesh": mesh, "topology": machine}
+    planner = make_planner(*arguments, optax.identity(), quiet, **on)
+    decoder = _gpt_decoder(shape, jnp.dtype(config.compute_dtype))
+    if adapted is not None:
+        decoder = replace(decoder, apply=adapted.applied(decoder.apply))
+    return _Problem(num_parameters(shape), planner, batch, decoder)
+
+
+def _gpt_decoder(shape: GPTConfig, dtype: Any) -> Decoder:
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: GPT(shape, rngs=nnx.Rngs(0))))
+
+    def apply(params: Any, tokens: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
+        return decode(nnx.merge(graphdef, params), tokens, cache)
+
+    return Decoder(apply, partial(init_cache, shape, dtype=dtype), shape.max_length)

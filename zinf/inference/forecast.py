@@ -1,0 +1,160 @@
+"""Predicts what generation costs for batches of several sizes, from its own plans.
+
+The plans are those that `engine.generate` runs, for arrays that rest where the plan of
+an engine puts them. No weight is needed.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from zinf.inference.complete import ROWS
+from zinf.inference.plan import Generation, GenerationPlanner, Shape
+from zinf.inference.prompts import check_length, shape_of
+from zinf.plan import InfeasibleError, Link, Plan
+from zinf.program import Role, Tier
+
+# The sizes that are tried: doubled until that gains less than a tenth.
+FIRST_SIZES, LARGEST_SIZE = (1, ROWS), 1024
+WORTHWHILE = 1.1
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a batch of sequences is predicted to cost.
+
+    Attributes:
+        batch_size: sequences that are completed together.
+        made: the programs, for as many microbatches as hold the batch.
+    """
+
+    batch_size: int
+    made: Generation
+
+    @property
+    def prefill_seconds(self) -> float:
+        """Seconds until each sequence has its first token."""
+        return self.made.prefill.plan.timeline.seconds
+
+    @property
+    def decode_seconds(self) -> float:
+        """Seconds of one more token of each sequence."""
+        return self.made.decode.plan.timeline.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens of all sequences together, in decode."""
+        return self.batch_size / self.decode_seconds
+
+    @property
+    def cache_tier(self) -> Tier | None:
+        """Where the caches rest; None if all leaves pass through the host."""
+        return next(iter(self.made.decode.cache_homes.values()), None)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the caches of all sequences, at rest."""
+        program = self.made.decode.segmented.program
+        once = sum(program.values[name].nbytes for name in program.caches)
+        return once * self.made.decode.num_microbatches
+
+    @property
+    def binding_link(self) -> Link:
+        """The link that is busy longest while a token is decoded."""
+        plan = self.made.decode.plan
+        busy = plan.timeline.busy_seconds(plan.instructions)
+        return max(busy, key=lambda link: busy[link])
+
+    def bytes_of(self, link: Link) -> int:
+        """Bytes that one decoded token of each sequence moves over a link."""
+        return self.made.decode.plan.link_bytes(link)
+
+
+@dataclass(frozen=True)
+class Unfit:
+    """A batch size for which no plan keeps within the budgets."""
+
+    batch_size: int
+    reason: InfeasibleError
+
+
+def forecasts(
+    planner: GenerationPlanner,
+    batch_sizes: Sequence[int] = (),
+    *,
+    prompt_length: int,
+    max_new_tokens: int,
+) -> Iterator[Forecast | Unfit]:
+    """What each batch size costs, in turn. Sequences have prompts of equal lengths.
+
+    Args:
+        batch_sizes: none: 1, then 8 doubled until tokens/s rise by less than a tenth,
+            or nothing fits.
+        prompt_length: tokens of a prompt.
+
+    Raises:
+        ValueError: the sequences are longer than the model allows.
+    """
+    longest = planner.decoder.max_length
+    check_length(prompt_length, max_new_tokens, longest, "The prompt")
+    made: dict[Shape, Generation | InfeasibleError] = {}
+
+    def forecast(batch_size: int) -> Forecast | Unfit:
+        # As `zinf generate`: a single prompt is a row, and lines of a file are ROWS.
+        rows = 1 if batch_size == 1 else ROWS
+        shape = shape_of(rows, prompt_length, max_new_tokens)
+        try:
+            if shape not in made:
+                made[shape] = planner.plan(shape)
+            found = made[shape]
+            if isinstance(found, InfeasibleError):
+                return Unfit(batch_size, found)
+            count = -(-batch_size // rows)
+            if count > 1:
+                found = planner.repeated(found, count)
+            return Forecast(batch_size, found)
+        except InfeasibleError as error:
+            made.setdefault(shape, error)
+            return Unfit(batch_size, error)
+
+    if batch_sizes:
+        yield from map(forecast, batch_sizes)
+        return
+    for size in FIRST_SIZES:
+        last = forecast(size)
+        yield last
+    while isinstance(last, Forecast) and last.batch_size < LARGEST_SIZE:
+        before, last = last, forecast(2 * last.batch_size)
+        yield last
+        if isinstance(last, Forecast) and not _gains(last, before):
+            return
+
+
+def saturating(found: Sequence[Forecast]) -> Forecast | None:
+    """The smallest batch that no larger one exceeds by a tenth in tokens/s.
+
+    None if that is the largest: then larger ones may give more.
+    """
+    for each in found[:-1]:
+        if not any(_gains(large, each) for large in found):
+            return each
+    return None
+
+
+def weight_bytes(plan: Plan, planner: GenerationPlanner) -> dict[Tier, int]:
+    """Bytes of weights at rest on each tier.
+
+    Args:
+        plan: that says where the weights rest.
+    """
+    wholes, layouts = planner.planner.array_specs(), planner.at_rest.layouts
+    found = dict.fromkeys(Tier, 0)
+    for array, tier in plan.homes.items():
+        if array.role == Role.PARAM:
+            spec = wholes[array.whole]
+            spec = spec.rows(*array.rows) if array.rows else spec
+            found[tier] += layouts.share_spec(array, spec).nbytes
+    return found
+
+
+def _gains(large: Forecast, small: Forecast) -> bool:
+    return large.tokens_per_second > WORTHWHILE * small.tokens_per_second

@@ -1,0 +1,270 @@
+"""The model `zinf` of `lm-eval`: weights stream from where they rest.
+
+Requests are tokenized, cut and scored as by the model `hf` there, so results are equal
+up to rounding.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    has_bos_prefix,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from zinf import hf
+from zinf.config import Config
+from zinf.inference import ROWS, bucket
+
+# With batch_size=auto: microbatches of `ROWS` that pass a layer before the next one.
+AUTO, MICROBATCHES = "auto", 8
+MAX_LENGTH = 2048  # For a model that does not say the longest sequence.
+Scored = tuple[float, bool]
+
+
+@register_model("zinf")
+class StreamedLM(TemplateLM):
+    """A causal language model of `transformers` whose weights need not fit in memory.
+
+    Args:
+        pretrained: a folder with a model or an adapter, or a name on the hub.
+        base: of an adapter, in place of the one that it names.
+        nvme: a folder on a drive, for weights that memory has no room for.
+        batch_size: sequences for which each weight is fetched once; "auto" is 64.
+        max_length: most tokens of a sequence; that of the model if None.
+        max_gen_toks: most new tokens of a text, if the task does not say.
+        add_bos_token: whether texts begin with the token that begins texts; None leaves
+            it to the tokenizer.
+        settings: keys of a config of zinf and their values, such as
+            `memory.host="8GiB"`. `device`, `max_batch_size` and `dtype` of lm-eval have
+            no effect: zinf runs where jax does, in the precision of the files.
+    """
+
+    def __init__(
+        self,
+        pretrained: str,
+        *,
+        base: str | None = None,
+        nvme: str | None = None,
+        batch_size: int | str = AUTO,
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+        add_bos_token: bool | None = None,
+        device: str | None = None,
+        max_batch_size: int | None = None,
+        dtype: str | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        self._model = hf.load_as_stored(pretrained, base=base)
+        raw = {} if nvme is None else {"memory": {"nvme": str(Path(nvme))}}
+        overrides = [f"{key}={value}" for key, value in settings.items()]
+        self._config = Config.load(raw, overrides)
+        count = ROWS * MICROBATCHES if batch_size == AUTO else int(batch_size)
+        self.batch_size, self._rows = count, min(count, ROWS)
+        self.max_length = int(max_length or self._model.max_length or MAX_LENGTH)
+        self._max_gen_toks, self._add_bos_token = max_gen_toks, add_bos_token
+        self.tokenizer = self._model.tokenizer
+        self._engine: hf.ModelEngine | None = None
+        self._length = 0
+        self._scores: Callable[..., Any] = self._token_scores
+
+    def close(self) -> None:
+        """Free the weights; the next request reads them again."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        first = self.tokenizer.bos_token_id
+        return self.eot_token_id if first is None else first
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.tokenizer.name_or_path.replace("/", "__")
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        return self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        adds = self._add_bos_token if add_special_tokens is None else add_special_tokens
+        first = self.tokenizer.decode(self.prefix_token_id)
+        if add_special_tokens is None and has_bos_prefix(string, first):
+            adds = False
+        given = {} if adds is None else {"add_special_tokens": adds}
+        return self.tokenizer.encode(string, **given)
+
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[float]:
+        """The log-probability of each text, cut into windows of `max_length`."""
+        windows, owners = [], []
+        for number, request in enumerate(requests):
+            found = get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            for context, rest in map(make_disjoint_window, found):
+                windows.append((None, context, rest))
+                owners.append(number)
+        totals = [0.0] * len(requests)
+        for owner, (total, _) in zip(owners, self._score(windows), strict=True):
+            totals[owner] += total
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
+    ) -> list[Scored]:
+        found = self._score(requests)
+        for (texts, *_rest), score in zip(requests, found, strict=True):
+            self.cache_hook.add_partial("loglikelihood", texts, score)
+        return found
+
+    def _score(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]]
+    ) -> list[Scored]:
+        """Of each continuation: its log-probability, and whether it is the likeliest.
+
+        Args:
+            requests: of each the last two parts are tokens: a context, a continuation.
+        """
+        # As `hf` of lm-eval does: what is too long is cut on the left.
+        whole = [(c + r)[-(self.max_length + 1) :] for _, c, r in requests]
+        order = sorted(range(len(whole)), key=lambda i: -len(whole[i]))
+        found: list[Scored] = [(0.0, False)] * len(whole)
+        for some in _batches(order, self.batch_size):
+            length = self._bucket(max(len(whole[i]) for i in some) - 1)
+            num_microbatches = -(-len(some) // self._rows)
+            shape = num_microbatches * self._rows, length
+            batch = {n: np.zeros(shape, np.int32) for n in ("input_ids", "labels")}
+            for row, i in enumerate(some):
+                last = len(whole[i]) - 1
+                batch["input_ids"][row, :last] = whole[i][:-1]
+                batch["labels"][row, :last] = whole[i][1:]
+            engine = self._opened(length)
+            scores = engine.apply(
+                self._scores, batch, num_microbatches=num_microbatches
+            )
+            for row, i in enumerate(some):
+                last = len(whole[i]) - 1
+                part = slice(last - len(requests[i][2]), last)
+                total = scores["log_probability"][row, part].sum(dtype=np.float64)
+                found[i] = float(total), bool(scores["is_likeliest"][row, part].all())
+        return found
+
+    def _token_scores(self, params: Any, batch: Mapping[str, jax.Array]) -> Any:
+        """Of each label at its own position, given the tokens up to there."""
+        logits = self._model.logits(params, batch).astype(jnp.float32)
+        labels = batch["labels"]
+        chosen = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
+        return {
+            "log_probability": chosen - jax.nn.logsumexp(logits, axis=-1),
+            "is_likeliest": logits.argmax(axis=-1) == labels,
+        }
+
+    def generate_until(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[str]:
+        """The text after each context, up to the first of the sequences that end it."""
+        found = [""] * len(requests)
+
+        def settings(number: int) -> str:
+            return repr(requests[number].args[1])
+
+        order = sorted(range(len(requests)), key=settings)
+        for _, numbers in groupby(order, key=settings):
+            for some in _batches(list(numbers), self.batch_size):
+                texts = self._texts([requests[i].args for i in some])
+                for i, text in zip(some, texts, strict=True):
+                    found[i] = text
+                    args = requests[i].args
+                    self.cache_hook.add_partial("generate_until", args, text)
+        return found
+
+    def _texts(self, asked: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
+        given: dict[str, Any] = dict(
+            normalize_gen_kwargs(asked[0][1], self._max_gen_toks)
+        )
+        end = self.tokenizer.decode([self.eot_token_id], skip_special_tokens=False)
+        until = handle_stop_sequences(given.pop("until", None), eos=end)
+        max_new_tokens = given.pop("max_gen_toks")
+        room = self.max_length - max_new_tokens
+        if room < 1:
+            raise ValueError(
+                f"The task asks for {max_new_tokens:,} new tokens, and the model has "
+                f"room for {self.max_length:,} with the prompt. Lower max_gen_toks."
+            )
+        prompts = [np.array(self.tok_encode(c)[-room:], np.int32) for c, _ in asked]
+        made: list[list[int]] = [[] for _ in asked]
+
+        def is_over(number: int, token: int) -> bool:
+            made[number].append(token)
+            text = self._text(made[number])
+            return any(stop in text for stop in until if stop)
+
+        engine = self._opened(self._bucket(max(map(len, prompts))))
+        sampling = hf.settings_of(self._model, given)
+        tokens = engine.generate(
+            prompts,
+            max_new_tokens=max_new_tokens,
+            key=jax.random.key(0),
+            rows=self._rows,
+            on_token=is_over,
+            **vars(sampling),
+        )
+        return [
+            postprocess_generated_text(self._text(one), until, None) for one in tokens
+        ]
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def _bucket(self, length: int) -> int:
+        return min(bucket(length), self.max_length)
+
+    def _opened(self, length: int) -> hf.ModelEngine:
+        """An engine with room for sequences of this length beside the weights."""
+        if self._engine is None or length > self._length:
+            self.close()
+            self._engine = hf.open_model(
+                self._model, self._config, rows=self._rows, length=length
+            )
+            self._length = length
+            adapted = self._engine.adapted
+            if adapted is not None:
+                self._scores = adapted.applied(self._token_scores)
+        return self._engine
+
+
+def _batches(numbers: Sequence[int], size: int) -> Iterator[list[int]]:
+    rest = iter(numbers)
+    while some := list(islice(rest, size)):
+        yield some

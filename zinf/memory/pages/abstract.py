@@ -1,0 +1,107 @@
+"""The memory of the host tier, and how its arrays cross to devices and back."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from numpy.typing import DTypeLike
+
+from zinf.memory.aligned import aligned_copy, aligned_empty
+from zinf.memory.device import to_device, to_host
+from zinf.memory.ledger import Ledger
+from zinf.memory.pool import PooledMemory
+
+
+class AbstractPages(ABC):
+    """Where the host tier's arrays get memory from. Safe to call from several threads.
+
+    Attributes:
+        name: the value of `memory.pinned` that asks for it.
+        may_alias: whether an array may share memory with its copy on a device that
+            computes in host memory (`zinf.memory.alias`).
+    """
+
+    name: str
+    may_alias: bool
+
+    @abstractmethod
+    def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
+        """An uninitialised array, contiguous and at a 64-byte boundary."""
+
+    def copy(self, value: np.ndarray) -> np.ndarray:
+        """A copy of `value` in memory of its own from `empty`."""
+        copy = self.empty(value.shape, value.dtype)
+        np.copyto(copy, value)
+        return copy
+
+    @abstractmethod
+    def has_made(self, value: np.ndarray, owner: object) -> bool:
+        """Whether `value` is in memory as `empty` would give it.
+
+        Args:
+            owner: the object that `value` has its memory from.
+        """
+
+    @abstractmethod
+    def to_device(
+        self,
+        values: Sequence[np.ndarray],
+        devices: jax.Device | Sequence[jax.Device],
+    ) -> list[jax.Array]:
+        """Copy arrays to a device, or each to its own; complete on return.
+
+        The results share no memory with `values`. All transfers begin before the first
+        is waited for.
+        """
+
+    @abstractmethod
+    def to_host(self, *values: jax.Array) -> list[np.ndarray]:
+        """Copy device arrays to memory as from `empty`, which the caller owns.
+
+        Waits until they are computed. All transfers begin before the first is waited
+        for.
+        """
+
+    @abstractmethod
+    def count_in(self, ledger: Ledger) -> None:
+        """Keep idle memory for reuse only as far as the budget of `ledger` has room."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give memory kept for reuse back."""
+
+
+class Pageable(AbstractPages):
+    """Memory of malloc and of the pool. An accelerator copies it by way of buffers."""
+
+    name = "off"
+    may_alias = True
+
+    def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
+        return aligned_empty(shape, dtype)
+
+    def copy(self, value: np.ndarray) -> np.ndarray:
+        return aligned_copy(value)
+
+    def has_made(self, value: np.ndarray, owner: object) -> bool:
+        return type(owner) in (np.ndarray, PooledMemory)
+
+    def to_device(
+        self,
+        values: Sequence[np.ndarray],
+        devices: jax.Device | Sequence[jax.Device],
+    ) -> list[jax.Array]:
+        return to_device(values, devices)
+
+    def to_host(self, *values: jax.Array) -> list[np.ndarray]:
+        return to_host(*values)
+
+    def count_in(self, ledger: Ledger) -> None:
+        """The pool is limited by `Heap`."""
+
+    def close(self) -> None:
+        """The pool is one for the process, and `Heap` trims it."""
+
+
+PAGEABLE = Pageable()

@@ -1,0 +1,28 @@
+"""Trains on the workers of a Ray cluster, with restarts; needs the extra `ray`."""
+
+from typing import TYPE_CHECKING
+
+from zinf.lazy import make_lazy
+
+if TYPE_CHECKING:
+    from zinf.ray.fit import Fitted as Fitted
+    from zinf.ray.fit import fit as fit
+    from zinf.ray.group import RayGroup as RayGroup
+    from zinf.ray.record import Attempt as Attempt
+    from zinf.ray.restart import WorkersLost as WorkersLost
+    from zinf.ray.settings import FailureConfig as FailureConfig
+    from zinf.ray.settings import ScalingConfig as ScalingConfig
+
+make_lazy(
+    __name__,
+    {
+        "Attempt": "zinf.ray.record",
+        "FailureConfig": "zinf.ray.settings",
+        "Fitted": "zinf.ray.fit",
+        "RayGroup": "zinf.ray.group",
+        "ScalingConfig": "zinf.ray.settings",
+        "WorkersLost": "zinf.ray.restart",
+        "fit": "zinf.ray.fit",
+    },
+    extra="ray",
+)
