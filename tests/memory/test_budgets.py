@@ -102,12 +102,12 @@ class Meter:
         self.moved: Counter[str] = Counter()
         to_devices, to_shares = transfer.to_devices, transfer.to_shares
 
-        def counting_to_devices(shares: Any, layouts: Any) -> Any:
+        def counting_to_devices(shares: Any, layouts: Any, pages: Any) -> Any:
             self.moved["h2d"] += sum(x.nbytes for x in shares)
-            return to_devices(shares, layouts)
+            return to_devices(shares, layouts, pages)
 
-        def counting_to_shares(arrays: Any, layouts: Any) -> Any:
-            shares = to_shares(arrays, layouts)
+        def counting_to_shares(arrays: Any, layouts: Any, pages: Any) -> Any:
+            shares = to_shares(arrays, layouts, pages)
             self.moved["d2h"] += sum(x.nbytes for x in shares)
             return shares
 
