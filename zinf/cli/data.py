@@ -41,6 +41,19 @@ def analyze(
     bin_dtype: Annotated[
         str, typer.Option(help="data.bin_dtype of the run.")
     ] = "uint16",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Analyze the samples on which this model of transformers is trained: "
+            "model.huggingface of the run. Paths are files of JSON lines or parquet."
+        ),
+    ] = None,
+    packing: Annotated[
+        bool, typer.Option("--packing", help="data.packing of the run.")
+    ] = False,
+    truncate: Annotated[
+        bool, typer.Option("--truncate", help="data.truncate of the run.")
+    ] = False,
     processes: Annotated[int, typer.Option(min=1, help="Processes that compute.")] = 1,
     traceback: Annotated[
         bool, typer.Option("--traceback", help="Show where an error comes from.")
@@ -52,25 +65,22 @@ def analyze(
     DeepSpeed's format, for the keys index_to_sample_path and index_to_metric_path. An
     analysis that was stopped continues where it was.
     """
-    from zinf.data import Analysis
+    from zinf.cli.analysis import samples, windows
     from zinf.data import analyze as analyze_samples
-    from zinf.data.text import read_tokens, split_windows
 
+    if model is None and (packing or truncate):
+        raise typer.BadParameter("--packing and --truncate are for --model.")
+    common = {
+        "sequence_length": sequence_length,
+        "validation_fraction": validation_fraction,
+        "processes": processes,
+    }
     with clean_errors(traceback):
-        tokens = read_tokens(
-            paths,
-            glob=glob,
-            field=field,
-            bin_dtype=bin_dtype,
-            cache=output / "data",
-            say=print,
-        )
-        windows = split_windows(
-            tokens,
-            sequence_length=sequence_length,
-            split="train",
-            validation_fraction=validation_fraction,
-        )
-        told = windows.about(validation_fraction)
-        analyze_samples(Analysis(windows, told, output, processes), metric, say=print)
+        if model is None:
+            files = {"glob": glob, "field": field, "bin_dtype": bin_dtype}
+            found = windows(paths, output, **files, **common)
+        else:
+            rows = {"packing": packing, "truncates": truncate}
+            found = samples(model, paths, output, **rows, **common)
+        analyze_samples(found, metric, say=print)
         print(f"The index files are in {output}.")

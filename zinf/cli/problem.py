@@ -1,6 +1,6 @@
 """Builds the model, data and optimizer of a config for the commands."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,10 @@ from zinf import hf
 from zinf.adapt import Adapted, adapt, load_adapter
 from zinf.config import Config, notices
 from zinf.data import (
-    DifficultyIndex,
-    Dropping,
-    Metric,
-    Pace,
-    Paced,
     describe,
     text_dataset,
 )
-from zinf.data.analyze import check_about
+from zinf.data.configured import difficulties, paced
 from zinf.data.text import Split, read_tokens, tokens_hash
 from zinf.distributed import AbstractGroup, Alone
 from zinf.engine import Engine
@@ -152,7 +147,7 @@ def dataset(
         group.agree({"data of the files": tokens_hash(read_tokens(names, **files))})
     efficiency = config.data_efficiency
     num_epochs = None if efficiency is None else efficiency.num_epochs
-    metrics = _metrics(config) if split == "train" else None
+    metrics = difficulties(config) if split == "train" else None
     samples = text_dataset(
         names,
         **files,
@@ -169,46 +164,6 @@ def dataset(
         say=say,
     )
     return paced(config, samples) if split == "train" else samples
-
-
-def _metrics(
-    config: Config,
-) -> Callable[[int, dict[str, Any]], Sequence[Metric]] | None:
-    """From the samples to the difficulties of a config; None without any."""
-    efficiency = config.data_efficiency
-    if efficiency is None or not efficiency.metrics:
-        return None
-
-    def read(num_samples: int, about: dict[str, Any]) -> list[Metric]:
-        found = []
-        for name, metric in efficiency.metrics.items():
-            samples, values = metric.index_to_sample_path, metric.index_to_metric_path
-            assert samples is not None and metric.max_difficulty is not None
-            index = DifficultyIndex.read(
-                samples,
-                values if metric.difficulty_type == "value" else None,
-                num_samples=num_samples,
-            )
-            check_about(samples.parent, about)
-            kind, highest = metric.difficulty_type, metric.max_difficulty
-            found.append(Metric(name, metric, index, kind, highest))
-        return found
-
-    return read
-
-
-def paced(config: Config, samples: grain.IterDataset) -> grain.IterDataset:
-    """The batches of training, with fewer tokens in the first steps if so asked."""
-    lengths, kept, most = config.lengths, config.kept_tokens, config.data.max_buckets
-    if lengths is None and kept is None:
-        return samples
-    length = None if lengths is None else Pace.of(lengths.pacing, most)
-    dropping = None
-    if kept is not None:
-        pace = Pace.of(kept.pacing, most, first=0)
-        dropping = Dropping(pace, len(kept.layers), kept.seed)
-    reshapes = lengths is not None and lengths.reshapes
-    return Paced(samples, length=length, reshapes=reshapes, dropping=dropping)
 
 
 def learning_rate(config: Config) -> optax.Schedule:

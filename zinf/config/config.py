@@ -232,7 +232,11 @@ class Config(DeepSpeedKeys):
             self.data_efficiency, self.model, self.sequence_length
         )
         yield from batching_violations(
-            self.data_efficiency, self.model, self.data, self.fp16.enabled
+            self.data_efficiency,
+            self.curriculum_learning,
+            self.model,
+            self.data,
+            self.fp16.enabled,
         )
         yield from huggingface_violations(
             self.model, self.curriculum_learning, self.data_efficiency, self.data

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from zinf.config.deepspeed import ExpertParallel
 from zinf.config.efficiency import CurriculumLearning, DataEfficiency
 from zinf.config.optimizer import AdamParams, Optimizer
+from zinf.config.pacing import Pacing
 from zinf.config.scheduler import DecayParams, OneCycleParams, Scheduler
 from zinf.config.schema import (
     BYTE_VALUES,
@@ -139,25 +140,40 @@ def huggingface_violations(
     efficiency: DataEfficiency | None,
     data: Data,
 ) -> Iterator[Violation]:
-    """Sections that only zinf's own model has yet."""
+    """Curricula that the samples of a model of transformers cannot follow."""
     if model is None or model.huggingface is None:
         return
-    text = "is not supported with model.huggingface yet. Remove one of them"
+    asked: dict[tuple[str, ...], bool] = {}
+    shortest: list[tuple[tuple[str, ...], Pacing]] = []
     if legacy is not None and legacy.enabled:
-        yield ("curriculum_learning",), f"{text}."
-    if efficiency is None:
-        return
-    if efficiency.lengths is not None or efficiency.metrics:
-        path = ("data_efficiency", "data_sampling", "curriculum_learning")
-        yield path, f"{text}."
-    if efficiency.random_ltd is not None and data.objective != "sft":
-        text = f"is not supported for pairs yet (data.objective {data.objective})"
-        path = ("data_efficiency", "data_routing", "random_ltd")
-        yield path, f"{text}. Remove one of them."
+        asked[("curriculum_learning",)] = True
+        shortest.append((("curriculum_learning", "min_difficulty"), legacy))
+    if efficiency is not None:
+        section = ("data_efficiency", "data_sampling", "curriculum_learning")
+        lengths = efficiency.lengths
+        asked[section] = lengths is not None or bool(efficiency.metrics)
+        routing = ("data_efficiency", "data_routing", "random_ltd")
+        asked[routing] = efficiency.random_ltd is not None
+        if lengths is not None:
+            name, pacing = lengths
+            path = (*section, "curriculum_metrics", name, "min_difficulty")
+            shortest.append((path, pacing))
+    if data.objective != "sft":
+        text = f"is for data.objective sft, not {data.objective}"
+        for path, is_asked in asked.items():
+            if is_asked:
+                yield path, f"{text}. Remove one of them."
+    for path, pacing in shortest:
+        if pacing.is_complete and pacing.levels()[0] == 1:
+            yield path, "begins with sequences of 1 token, which predict none."
 
 
 def batching_violations(
-    efficiency: DataEfficiency | None, model: Model | None, data: Data, is_fp16: bool
+    efficiency: DataEfficiency | None,
+    legacy: CurriculumLearning | None,
+    model: Model | None,
+    data: Data,
+    is_fp16: bool,
 ) -> Iterator[Violation]:
     """Batches by tokens where all samples are as long, or where others need rows."""
     batching = efficiency.dynamic_batching if efficiency is not None else None
@@ -180,6 +196,11 @@ def batching_violations(
     if efficiency.random_ltd is not None:
         text = "with data_routing.random_ltd is not supported yet; remove one of them."
         yield path, text
+    if efficiency.lengths is not None or efficiency.metrics:
+        text = "orders samples by length, and so does curriculum_learning; keep one."
+        yield path, text
+    if legacy is not None and legacy.enabled:
+        yield path, "has lengths of its own; remove it, or curriculum_learning."
     if is_fp16 and batching.lr_scaling_method != "none":
         text = "steps that an overflow skips would move the rates to other batches"
         yield (*path, "lr_scaling_method"), f"{text}. Use bf16, or none."

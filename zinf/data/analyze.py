@@ -7,7 +7,7 @@ results are on the drive: an analysis that was stopped goes on where it was.
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -24,18 +24,20 @@ from zinf.data.tokens import SEPARATOR
 CHUNK_SAMPLES = 1024
 # Rarities are integers, as DeepSpeed's index files hold nothing else.
 RARITY_SCALE = 100
+# Where a sample of data with padding has no token.
+PADDING = -1
 ABOUT = "about.json"
 Say = Callable[[str], None]
 
 
-def sequence_length(tokens: np.ndarray) -> np.ndarray:
-    """Number of tokens of each sample that are no separators or padding (0)."""
-    return np.count_nonzero(tokens != SEPARATOR, axis=1)
+def sequence_length(tokens: np.ndarray, blank: int = SEPARATOR) -> np.ndarray:
+    """Number of tokens of each sample that are no separators or padding (`blank`)."""
+    return np.count_nonzero(tokens != blank, axis=1)
 
 
 def token_counts(tokens: np.ndarray) -> np.ndarray:
     """How often each token occurs, summed over samples."""
-    return np.bincount(tokens.ravel())
+    return np.bincount(tokens[tokens != PADDING])
 
 
 def vocabulary_rarity(tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -46,13 +48,13 @@ def vocabulary_rarity(tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """
     shares = counts / counts.sum()
     rarity = -np.log(np.where(shares > 0, shares, 1.0))
-    return np.rint(RARITY_SCALE * rarity[tokens].mean(axis=1)).astype(np.int64)
+    is_token = tokens != PADDING
+    total = np.where(is_token, rarity[tokens], 0.0).sum(axis=1)
+    mean = total / is_token.sum(axis=1)
+    return np.rint(RARITY_SCALE * mean).astype(np.int64)
 
 
-METRICS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "sequence_length": sequence_length
-}
-RARITY = "vocabulary_rarity"
+LENGTH, RARITY = "sequence_length", "vocabulary_rarity"
 
 
 @dataclass(frozen=True)
@@ -60,17 +62,20 @@ class Analysis:
     """What is analyzed, and where the results go.
 
     Attributes:
-        samples: a dataset whose samples are {"tokens": (tokens,)}, all as long.
+        samples: a dataset whose samples are {"tokens": (tokens,)}, all as long; padding
+            is `PADDING`.
         about: what tells this data from other data, as JSON. Results about other data
             are not continued.
         output: folder of the results.
         processes: number of processes that compute.
+        blank: the token that does not count in the length of a sample.
     """
 
     samples: Any
     about: dict[str, Any]
     output: Path
     processes: int = 1
+    blank: int = SEPARATOR
 
 
 def analyze(
@@ -91,7 +96,9 @@ def analyze(
     """
     if not len(analysis.samples):
         raise ValueError("There is no sample to analyze: give more data.")
-    functions = {short(name): _metric(name) for name in names if name != RARITY}
+    functions = {
+        short(name): _metric(name, analysis) for name in names if name != RARITY
+    }
     _begin(analysis)
     for name in map(short, names):
         if (analysis.output / f"{name}_index_to_metric.idx").exists():
@@ -116,7 +123,7 @@ def total(analysis: Analysis, name: str, say: Say = lambda text: None) -> np.nda
     return _total(analysis, short(name), function, say)
 
 
-def check_about(folder: Path, about: dict[str, Any]) -> None:
+def check_about(folder: Path, about: Mapping[str, Any]) -> None:
     """Refuse the analysis in a folder if it is of other data than `about` tells.
 
     DeepSpeed's analyzer writes nothing to compare, so its index files pass.
@@ -153,13 +160,13 @@ def write_index(output: Path, name: str, values: np.ndarray) -> None:
     write_rows(output / f"{name}_index_to_metric", distinct, ones)
 
 
-def _metric(name: str) -> Callable[[np.ndarray], np.ndarray]:
-    if name in METRICS:
-        return METRICS[name]
+def _metric(name: str, analysis: Analysis) -> Callable[[np.ndarray], np.ndarray]:
+    if name == LENGTH:
+        return partial(sequence_length, blank=analysis.blank)
     if ":" not in name:
         raise ValueError(
-            f"There is no metric {name!r}. Name {', '.join([*METRICS, RARITY])}, or a "
-            "function of your own as module:function."
+            f"There is no metric {name!r}. Name {LENGTH}, {RARITY}, or a function of "
+            "your own as module:function."
         )
     return load_function(name)
 

@@ -6,7 +6,7 @@ Both numbers come from a few buckets, because each shape has its own plan. The s
 that come are known ahead, so that plans can be made while training goes on.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -74,6 +74,8 @@ class Paced(grain.IterDataset):
         leaf: the leaf of the tokens.
         extra: how many more tokens a row of it has than T: 1, as the last token is only
             predicted, or 0 if a batch has labels beside its tokens.
+        check: called with each batch that is shortened; it raises if the step cannot
+            use what is left.
 
     Raises:
         ValueError: in the first step, if a batch has no such leaf with a sequence dim,
@@ -90,9 +92,10 @@ class Paced(grain.IterDataset):
         dropping: Dropping | None = None,
         leaf: str = TOKENS,
         extra: int = 1,
+        check: Callable[[Batch], None] | None = None,
     ) -> None:
         super().__init__()
-        self.data, self.length = data, length
+        self.data, self.length, self.check = data, length, check
         self.reshapes, self.dropping = reshapes, dropping
         self.leaf, self.extra = leaf, extra
         self.count = data.count if isinstance(data, Share) else 1
@@ -138,6 +141,8 @@ class PacedIterator(AbstractForeseen):
             self._like = abstract(whole)
         length, kept = self._shape(self._step, self._tokens)
         batch = self._cut(whole, length)
+        if batch is not whole and self._paced.check is not None:
+            self._paced.check(batch)
         self._tokens += self._num_tokens(batch)
         if kept < length:
             batch = {**batch, KEPT: self._draw(whole, length, kept)}

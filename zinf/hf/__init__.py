@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from zinf.lazy import make_lazy
 
 if TYPE_CHECKING:
+    from zinf.hf.analysis import analysis_of as analysis_of
     from zinf.hf.completion import complete_texts as complete_texts
     from zinf.hf.completion import prompt_tokens as prompt_tokens
     from zinf.hf.completion import settings_of as settings_of
@@ -38,6 +39,7 @@ make_lazy(
         "Preference": "zinf.hf.preference",
         "Task": "zinf.hf.task",
         "Tokenizing": "zinf.hf.samples",
+        "analysis_of": "zinf.hf.analysis",
         "complete_texts": "zinf.hf.completion",
         "export": "zinf.hf.export",
         "export_adapter": "zinf.hf.export",

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
@@ -17,7 +17,9 @@ from typing import Any
 import grain
 import numpy as np
 
+from zinf.data.curriculum import CurriculumSamples, Metric
 from zinf.data.share import Share
+from zinf.data.tokens import Part, Tokens
 from zinf.hf.model import IGNORED
 from zinf.hf.records import records
 from zinf.hf.samples import Tokenizing
@@ -51,6 +53,19 @@ class Samples(grain.sources.RandomAccessDataSource):
     def lengths(self) -> np.ndarray:
         """Number of tokens of each sample."""
         return self._ends - self._starts
+
+    def num_tokens(self, index: int) -> int:
+        """Number of tokens of a sample; they come before its padding."""
+        return int(self._ends[index] - self._starts[index])
+
+    def all_tokens(self) -> Tokens:
+        """The tokens of all samples, one sample after another."""
+        if not len(self):
+            return Tokens([])
+        start, end = int(self._starts[0]), int(self._ends[-1])
+        dtype = np.dtype(np.int32)
+        path, offset_bytes = self._folder / IDS, start * dtype.itemsize
+        return Tokens([Part(path, end - start, dtype, offset_bytes)])
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -146,12 +161,19 @@ def batches(
     batch_size: int,
     seed: int,
     split: str = "train",
+    num_epochs: int | None = None,
+    metrics: Sequence[Metric] | None = None,
     process: tuple[int, int] = (0, 1),
     num_microbatches: int = 1,
 ) -> grain.IterDataset:
     """Shuffled batches of rows such as those of `Samples`.
 
     The iterator's state is JSON; after `set_state` the same batches follow.
+
+    Args:
+        num_epochs: number of passes over the rows; None never ends.
+        metrics: difficulties of the rows: each step draws those that are easy enough;
+            see `CurriculumSamples`.
 
     Raises:
         ValueError: there are fewer rows than a batch has, or a batch does not divide
@@ -163,10 +185,25 @@ def batches(
             f"is {batch_size}. Give more samples, lower the batch size, or change "
             "data.validation_fraction or data.evaluation_paths."
         )
-    shuffled = grain.MapDataset.source(rows).shuffle(seed).repeat()
-    return Share(
-        shuffled, batch_size, process=process, num_microbatches=num_microbatches
-    )
+    source = grain.MapDataset.source(rows)
+    if metrics is None:
+        drawn = source.shuffle(seed).repeat(num_epochs)
+    else:
+        named = {"batch_size": batch_size, "seed": seed, "num_epochs": num_epochs}
+        drawn = CurriculumSamples(source, metrics, **named)
+    return Share(drawn, batch_size, process=process, num_microbatches=num_microbatches)
+
+
+def check_labels(batch: Mapping[str, np.ndarray], num_microbatches: int) -> None:
+    """Raise unless each microbatch of shortened rows has a token to train on."""
+    rows = (batch["labels"][:, 1:] != IGNORED).any(axis=1)
+    if not rows.reshape(num_microbatches, -1).any(axis=1).all():
+        raise ValueError(
+            f"Of the first {batch['labels'].shape[1]} tokens of the samples of a "
+            "microbatch, none is trained on, as prompts are not. Raise the shortest "
+            "sequence length of the curriculum (min_difficulty), give microbatches "
+            "more samples, use seqlen_reshape, or set data.completion_only to false."
+        )
 
 
 def num_samples(folder: Path) -> int:

@@ -21,7 +21,7 @@ class Packed(grain.sources.RandomAccessDataSource):
     """
 
     def __init__(self, samples: Samples) -> None:
-        self._samples, self._length = samples, samples.length
+        self.samples, self._length = samples, samples.length
         self._rows = rows_of(samples.lengths, samples.length)
 
     def __len__(self) -> int:
@@ -29,17 +29,21 @@ class Packed(grain.sources.RandomAccessDataSource):
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """`input_ids`, `labels`, `segment_ids`, `position_ids`, int32 (length,)."""
-        row = self._samples.empty()
+        row = self.samples.empty()
         segments, positions = np.zeros((2, self._length), np.int32)
         start = 0
         for number, sample in enumerate(self._rows[index], 1):
-            ids, labels = self._samples.tokens(sample)
+            ids, labels = self.samples.tokens(sample)
             part = slice(start, start + len(ids))
             row["input_ids"][part], row["labels"][part] = ids, labels
-            row["labels"][start] = self._samples.ignored
+            row["labels"][start] = self.samples.ignored
             segments[part], positions[part] = number, np.arange(len(ids))
             start += len(ids)
         return row | {"segment_ids": segments, "position_ids": positions}
+
+    def num_tokens(self, index: int) -> int:
+        """Number of tokens of a row that are no padding; they come first."""
+        return int(self.samples.lengths[self._rows[index]].sum())
 
 
 def rows_of(lengths: Sequence[int] | np.ndarray, room: int) -> list[list[int]]:

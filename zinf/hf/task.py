@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,24 @@ from jax.sharding import Mesh
 
 from zinf.adapt import Adapted
 from zinf.config import Config
-from zinf.config.pace import Pace
 from zinf.data import (
     Bucket,
-    Dropping,
-    Paced,
     TokenBatches,
     make_buckets,
     rate_scale,
 )
+from zinf.data.configured import difficulties, paced
 from zinf.distributed import AbstractGroup
+from zinf.hf.analysis import about_rows
 from zinf.hf.classes import Classified, ClassTokenizing, class_names
-from zinf.hf.dataset import Samples, batches, num_samples, split_of, tokenized
+from zinf.hf.dataset import (
+    Samples,
+    batches,
+    check_labels,
+    num_samples,
+    split_of,
+    tokenized,
+)
 from zinf.hf.engine import ModelEngine, adapted_model, draws, initialize
 from zinf.hf.folder import SMALL_FILES
 from zinf.hf.heads import HeadModel, load_head
@@ -423,18 +429,30 @@ class Task:
             shapes = ", ".join(f"{data.num_rows(b)} x {b.length}" for b in data.buckets)
             say(f"data: batches have {shapes} tokens")
             return data
+        rows = self.rows(say, is_training=is_training)
+        efficiency, seed, metrics = config.data_efficiency, config.data.seed, None
+        drawn = difficulties(config) if is_training else None
+        if efficiency is not None and drawn is not None:
+            seed = efficiency.seed
+            assert isinstance(rows, Samples | Packed), "the config was checked"
+            told = about_rows(rows, config.data.validation_fraction)
+            metrics = drawn(len(rows), told)
         found = batches(
-            self.rows(say, is_training=is_training),
+            rows,
             batch_size=batch_size,
-            seed=config.data.seed,
+            seed=seed,
             split="train" if is_training else "validation",
+            num_epochs=efficiency.num_epochs if efficiency and is_training else None,
+            metrics=metrics,
             process=process,
             num_microbatches=config.num_microbatches,
         )
-        kept = config.kept_tokens
-        if kept is None or not is_training:
+        if not is_training:
             return found
-        self.model.check_dropping()
-        pace = Pace.of(kept.pacing, config.data.max_buckets, first=0)
-        dropping = Dropping(pace, len(kept.layers), kept.seed)
-        return Paced(found, dropping=dropping, leaf="input_ids", extra=0)
+        if config.kept_tokens is not None:
+            self.model.check_dropping()
+        check = None
+        if group.count == 1:
+            # Of a microbatch on several processes, each knows only its own rows.
+            check = partial(check_labels, num_microbatches=config.num_microbatches)
+        return paced(config, found, leaf="input_ids", extra=0, check=check)

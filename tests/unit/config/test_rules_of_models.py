@@ -14,11 +14,29 @@ LENGTHS = {
 }
 
 
-def test_what_only_zinf_s_own_model_has_is_refused() -> None:
+def lengths(**changed):
+    section = {"curriculum_learning": {"enabled": True, **LENGTHS, **changed}}
+    return {**HUGGINGFACE, **section}
+
+
+def test_samples_of_a_model_of_transformers_follow_a_curriculum_of_lengths() -> None:
     Config.model_validate({**HUGGINGFACE, "adapter": {"r": 4}})
-    section = {"curriculum_learning": {"enabled": True, **LENGTHS}}
-    with pytest.raises(ConfigError, match="curriculum.*not supported with model.hug"):
-        Config.load({**HUGGINGFACE, **section})
+    found = Config.load(lengths()).lengths
+    assert found is not None and found.buckets == tuple(range(8, 65, 8))
+
+
+@pytest.mark.parametrize("objective", ["dpo", "classification"])
+def test_a_curriculum_of_other_objectives_is_refused(objective) -> None:
+    raw = lengths() | {"data": {"objective": objective}}
+    with pytest.raises(ConfigError, match="curriculum.* is for data.objective sft"):
+        Config.load(raw)
+
+
+def test_a_sequence_of_one_token_predicts_none() -> None:
+    schedule = {"total_curriculum_step": 100, "difficulty_step": 1}
+    raw = lengths(min_difficulty=1, schedule_config=schedule)
+    with pytest.raises(ConfigError, match="min_difficulty.*1 token, which predict"):
+        Config.load(raw)
 
 
 def batching(data=None, **changed):
@@ -26,6 +44,12 @@ def batching(data=None, **changed):
     sampling = {"enabled": True, "dynamic_batching": section}
     efficiency = {"enabled": True, "data_sampling": sampling}
     return {**HUGGINGFACE, "data": data or {}, "data_efficiency": efficiency}
+
+
+def test_batches_by_tokens_have_lengths_of_their_own() -> None:
+    raw = batching() | {"curriculum_learning": {"enabled": True, **LENGTHS}}
+    with pytest.raises(ConfigError, match="dynamic_batching.*lengths of its own"):
+        Config.load(raw)
 
 
 def test_dynamic_batching_is_read_as_deepspeed_spells_it() -> None:
@@ -98,7 +122,7 @@ def test_models_of_transformers_may_drop_tokens_and_not_from_pairs() -> None:
 
     found = Config.load(config()).kept_tokens
     assert found is not None and found.layers == (1,)
-    with pytest.raises(ConfigError, match="not supported for pairs yet"):
+    with pytest.raises(ConfigError, match="is for data.objective sft, not dpo"):
         Config.load(config(data={"objective": "dpo"}))
     counted = {"scheduler": {"type": "WarmupLR", "params": {}, "count": "layer_tokens"}}
     with pytest.raises(ConfigError, match="needs the number of layers of the model"):
