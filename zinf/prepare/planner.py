@@ -74,6 +74,7 @@ from zinf.segment.rows import read_by_row
 from zinf.segment.source import Source, check_dependence
 from zinf.sharding import (
     AxisRule,
+    Dim,
     Layouts,
     batch_dims,
     num_batch_shares,
@@ -595,9 +596,14 @@ class Planner:
             self.array_specs(),
             self.rule,
             layers=read_by_row(source.graph, source.params),
-            experts=expert_dims(source.graph, source.params),
+            divided=self.divided(source),
             indivisible={x.path for x in self.separated.leaves if not x.is_elementwise},
         )
+
+    def divided(self, source: Source) -> dict[str, dict[int, Dim]]:
+        """The dims of leaves that axes of their own cut, by path."""
+        experts = expert_dims(source.graph, source.params)
+        return {path: {dim: Dim.EXPERTS} for path, dim in experts.items()}
 
     def array_specs(self) -> dict[ArrayId, ArraySpec]:
         """Every persistent array as a whole."""

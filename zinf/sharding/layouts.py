@@ -188,7 +188,7 @@ def persistent_layouts(
     rule: AxisRule,
     *,
     layers: Collection[str] = (),
-    experts: Mapping[str, int] = MappingProxyType({}),
+    divided: Mapping[str, Mapping[int, Dim]] = MappingProxyType({}),
     indivisible: Collection[str] = (),
 ) -> Layouts:
     """The layouts of persistent arrays, and of the gradients of parameters.
@@ -196,8 +196,8 @@ def persistent_layouts(
     Args:
         specs: every array as a whole.
         layers: leaves whose leading dim counts layers (`zinf.segment.read_by_row`).
-        experts: for leaves with experts, the dim that counts them
-            (`zinf.moe.expert_dims`).
+        divided: for leaves that axes of their own cut, in every form and at every
+            stage, the dims that are cut (`zinf.moe.expert_dims`).
         indivisible: leaves that are updated as wholes and therefore never padded.
     """
     found = {}
@@ -205,10 +205,12 @@ def persistent_layouts(
         # State may have fewer dims than its parameter (adafactor).
         param = specs.get(ArrayId(Role.PARAM, array.path), spec)
         has_layers = array.path in layers and spec.shape[:1] == param.shape[:1]
-        dim = experts.get(array.path)
-        if dim is not None and spec.shape[: dim + 1] != param.shape[: dim + 1]:
-            dim = None
-        flags = has_layers, dim, array.path not in indivisible
+        dims = {
+            d: meaning
+            for d, meaning in divided.get(array.path, {}).items()
+            if spec.shape[: d + 1] == param.shape[: d + 1]
+        }
+        flags = has_layers, dims, array.path not in indivisible
         layout = _layout(array.role, spec.shape, rule, *flags)
         if array.role == Role.PARAM and spec.dtype in ENCODED_DTYPES:
             layout = _encoded(layout, rule)
@@ -243,16 +245,15 @@ def _layout(
     shape: tuple[int, ...],
     rule: AxisRule,
     has_layers: bool,
-    experts: int | None,
+    divided: Mapping[int, Dim],
     may_pad: bool,
 ) -> Layout:
-    if experts is not None:
-        rule = rule.for_experts
+    rule = rule.dividing(divided.values())
     # The bytes are counted in float32 for every dtype: all arrays of a shape are cut
     # alike, since those that are updated together must be.
     nbytes = prod(shape) * FLOAT32_BYTES
     dim = rule.cut_dim(
-        shape, nbytes, has_layers=has_layers, experts=experts, may_pad=may_pad
+        shape, nbytes, has_layers=has_layers, divided=divided, may_pad=may_pad
     )
     padded = list(shape)
     if dim is not None:
@@ -260,8 +261,8 @@ def _layout(
 
     def along(axes: tuple[str, ...]) -> NamedSharding:
         entries: list[tuple[str, ...] | None] = [None] * len(shape)
-        if experts is not None:
-            entries[experts] = rule.axes(Dim.EXPERTS)
+        for place, meaning in divided.items():
+            entries[place] = rule.axes(meaning) or None
         if dim is not None:
             entries[dim] = axes or None
         while entries and entries[-1] is None:
@@ -273,5 +274,5 @@ def _layout(
         tuple(padded),
         along(rule.device_axes(role)),
         along(rule.state_axes),
-        whole=None if experts is None else along(()),
+        whole=along(()) if divided else None,
     )

@@ -12,10 +12,11 @@ share, so the links of all processes move a part of every array ("bandwidth-cent
 partitioning", Rajbhandari et al. 2021, "ZeRO-Infinity", section 6.1).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import prod
+from types import MappingProxyType
 
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -65,10 +66,10 @@ class AxisRule:
             other arrays among all replicas too (ZeRO++'s hpZ). If false, no array is
             cut along `replica`, so the groups are copies of each other (MiCS).
         encoding: what floating-point parameters are sent as when they are gathered.
-        is_for_experts: the arrays have a dim of experts, which `expert` cuts in every
-            form of the array. ZeRO cuts them along the other axes alone, since devices
-            along `expert` have other experts (DeepSpeed-MoE's expert-data parallelism,
-            https://arxiv.org/abs/2201.05596, section 5.2).
+        divided: dims of the arrays that their own axes cut in every form of the array,
+            such as `Dim.EXPERTS`. ZeRO cuts the arrays along the other axes alone,
+            since devices along `expert` have other experts (DeepSpeed-MoE's expert-data
+            parallelism, https://arxiv.org/abs/2201.05596, section 5.2).
     """
 
     mesh: Mesh
@@ -76,19 +77,19 @@ class AxisRule:
     min_bytes: int
     gathers_in_group: bool = False
     encoding: Blocks | None = None
-    is_for_experts: bool = False
+    divided: frozenset[Dim] = frozenset()
 
-    @property
-    def for_experts(self) -> "AxisRule":
-        """The rule of arrays that have a dim of experts."""
-        return replace(self, is_for_experts=True)
+    def dividing(self, dims: Iterable[Dim]) -> "AxisRule":
+        """The rule of arrays with these dims, which their own axes cut."""
+        return replace(self, divided=frozenset(dims))
 
     def axes(self, dim: Dim) -> tuple[str, ...]:
         """The axes of the mesh that cut a logical dim; none if it is not cut."""
         found = axes_of(self.mesh, dim)
-        if self.is_for_experts and dim == Dim.ROWS:
-            return tuple(name for name in found if name not in self.axes(Dim.EXPERTS))
-        return found
+        if dim != Dim.ROWS:
+            return found
+        taken = {name for other in self.divided for name in self.axes(other)}
+        return tuple(name for name in found if name not in taken)
 
     def size(self, dim: Dim) -> int:
         """The number of parts into which a logical dim is cut."""
@@ -132,7 +133,7 @@ class AxisRule:
         nbytes: int,
         *,
         has_layers: bool = False,
-        experts: int | None = None,
+        divided: Mapping[int, Dim] = MappingProxyType({}),
         may_pad: bool = True,
     ) -> int | None:
         """The dim along which ZeRO cuts an array into shares; None if it does not.
@@ -143,7 +144,7 @@ class AxisRule:
 
         Args:
             has_layers: the leading dim counts layers, so it is never cut.
-            experts: the dim that counts experts, which ZeRO never cuts.
+            divided: dims that other axes cut, so that ZeRO never does.
             may_pad: a dim that does not divide evenly may be padded with zeros.
         """
         count = self.num_shards
@@ -154,8 +155,8 @@ class AxisRule:
         meanings = [Dim.ROWS] * len(shape)
         if has_layers and shape:
             meanings[0] = Dim.LAYERS
-        if experts is not None:
-            meanings[experts] = Dim.EXPERTS
+        for place, meaning in divided.items():
+            meanings[place] = meaning
         order = (*range(1, len(shape)), *range(min(1, len(shape))))
         dims = [d for d in order if meanings[d] == Dim.ROWS and shape[d] > 1]
         even = [d for d in dims if shape[d] % count == 0]

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from zinf.mesh import AXES, make_mesh
 from zinf.program import ArrayId, ArraySpec, Role
 from zinf.sharding import num_data_parallel, persistent_layouts
-from zinf.sharding.rule import LANES, WIDE_BYTES, AxisRule, axis_rule
+from zinf.sharding.rule import LANES, WIDE_BYTES, AxisRule, Dim, axis_rule
 
 NUM_SHARDS = 8
 ITEM_BYTES = 4
@@ -146,15 +146,16 @@ def test_experts_are_cut_by_experts_alone_and_their_state_among_the_other_device
     mesh = make_mesh(jax.devices()[:NUM_SHARDS], num_expert=4)
     rule = axis_rule(mesh, stage=3, min_bytes=0)
     assert rule.param_axes == ("fsdp", "expert")
-    assert rule.for_experts.param_axes == ("fsdp",)
-    assert rule.for_experts.num_shards == 2
+    of_experts = rule.dividing([Dim.EXPERTS])
+    assert of_experts.param_axes == ("fsdp",)
+    assert of_experts.num_shards == 2
     assert num_data_parallel(mesh) == NUM_SHARDS
     specs = {
         ArrayId(role, name): ArraySpec((8, 24, 32), "float32", ITEM_BYTES)
         for role in (Role.PARAM, Role.MASTER)
         for name in ("experts", "dense")
     }
-    found = persistent_layouts(specs, rule, experts={"experts": 0})
+    found = persistent_layouts(specs, rule, divided={"experts": {0: Dim.EXPERTS}})
     for role in (Role.PARAM, Role.MASTER, Role.GRADIENT):
         layout = found.of(ArrayId(role, "experts"))
         assert layout.device.spec == PartitionSpec(("expert",), ("fsdp",))
@@ -171,7 +172,7 @@ def test_small_experts_are_cut_by_experts_at_any_stage():
     specs = {ArrayId(Role.PARAM, "bias"): ArraySpec((8, 3), "float32", ITEM_BYTES)}
     for stage in range(4):
         rule = axis_rule(mesh, stage=stage, min_bytes=1 << 20)
-        layout = persistent_layouts(specs, rule, experts={"bias": 0}).of(
+        layout = persistent_layouts(specs, rule, divided={"bias": {0: Dim.EXPERTS}}).of(
             ArrayId(Role.PARAM, "bias")
         )
         assert layout.is_gathered
