@@ -8,7 +8,6 @@ from functools import partial
 from hashlib import sha256
 from html import escape
 from os import PathLike
-from pathlib import Path
 from time import perf_counter
 from typing import Any, Self
 from weakref import WeakSet, finalize
@@ -17,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zinf.checkpoint import read_arrays, write_arrays
+from zinf.checkpoint import Place, as_place, read_arrays, write_arrays
 from zinf.executor.forward import ForwardRunner, joined
 from zinf.executor.run import StepRecord
 from zinf.executor.runner import AbstractRunner
@@ -95,7 +94,7 @@ class Engine:
         self._ahead = Ahead()
         self._forward: Recent[Any] = Recent(MAX_FORWARD)
         self._current: AbstractRunner | None = None
-        self._restore_from: tuple[Path, bool] | None = None
+        self._restore_from: tuple[Place, bool] | None = None
         self._condition = Condition()
         self._has_warned = False
         _ENGINES.add(self)
@@ -390,17 +389,22 @@ class Engine:
                 for array, content in writes.items():
                     residents.write(array, content)
 
-    def save(self, directory: str | PathLike) -> None:
-        """Save all state in a new folder. Files on nvme are linked, not copied."""
+    def save(self, directory: str | PathLike | Place) -> None:
+        """Save all state in a new folder, or below a URL such as s3://BUCKET/PREFIX.
+
+        In a folder, files on nvme are linked, not copied.
+        """
         with self._turn.of("save"):
             self._condition.check()
             assert self.plan, "there is no state before there is a plan"
             meet = partial(self.planner.group.barrier, timeout=None)
             residents, scalars = self._current_residents(), self._all_scalars()
-            write_arrays(Path(directory), residents, scalars, barrier=meet)
+            write_arrays(directory, residents, scalars, barrier=meet)
 
-    def restore(self, directory: str | PathLike, *, verify: bool = True) -> None:
-        """Restore all state from a folder that `save` wrote, with any placement.
+    def restore(
+        self, directory: str | PathLike | Place, *, verify: bool = True
+    ) -> None:
+        """Restore all state from what `save` wrote, with any placement.
 
         Before the first batch, the call only notes the folder; the state is read when
         the first batch is known.
@@ -411,10 +415,10 @@ class Engine:
         with self._turn.of("restore"):
             if not self.is_placed:
                 self._condition.check()
-                self._restore_from = Path(directory), verify
+                self._restore_from = as_place(directory), verify
                 return
             self._pending_save.wait()
-            self._read_state(Path(directory), verify)
+            self._read_state(as_place(directory), verify)
 
     def scalars(self) -> dict[str, Any]:
         """The JSON values that a resumed run needs besides the arrays."""
@@ -762,7 +766,7 @@ class Engine:
             self._closing.detach()
             raise
 
-    def _read_state(self, directory: Path, verify: bool) -> None:
+    def _read_state(self, directory: Place, verify: bool) -> None:
         def take(scalars: Mapping[str, Any]) -> None:
             self._take_scalars(scalars)
             self._condition.end(f"A restore failed half-way. {MIXED}")

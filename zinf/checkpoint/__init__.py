@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from zinf.checkpoint.arrays import write_arrays as write_arrays
     from zinf.checkpoint.checkpoints import AbstractSaveable as AbstractSaveable
     from zinf.checkpoint.checkpoints import Checkpoints as Checkpoints
+    from zinf.checkpoint.place import Place as Place
+    from zinf.checkpoint.place import as_place as as_place
     from zinf.checkpoint.saved import Damage as Damage
     from zinf.checkpoint.saved import Saved as Saved
 
@@ -18,6 +20,8 @@ make_lazy(
     {
         "AbstractSaveable": "zinf.checkpoint.checkpoints",
         "Checkpoints": "zinf.checkpoint.checkpoints",
+        "Place": "zinf.checkpoint.place",
+        "as_place": "zinf.checkpoint.place",
         "Damage": "zinf.checkpoint.saved",
         "Saved": "zinf.checkpoint.saved",
         "read_arrays": "zinf.checkpoint.arrays",

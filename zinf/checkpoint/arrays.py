@@ -5,16 +5,19 @@ import shutil
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from zinf.checkpoint import bucket
 from zinf.checkpoint.failure import explain, failure
 from zinf.checkpoint.manifest import check_same
 from zinf.checkpoint.parts import commit
+from zinf.checkpoint.place import ObjectFolder, as_place
 from zinf.checkpoint.restore import begin_restore, stripes_to_restore
-from zinf.checkpoint.save import Save
+from zinf.checkpoint.save import Barrier, Save
 from zinf.checkpoint.saved import Saved
 from zinf.checkpoint.share import Share, shares_of
 from zinf.checkpoint.stripes import (
@@ -27,13 +30,11 @@ from zinf.checkpoint.stripes import (
 )
 from zinf.memory import StorageError
 from zinf.memory.residents import Residents
-from zinf.program import ArrayId
-
-Barrier = Callable[[str], None]
+from zinf.program import ArrayId, Tier
 
 
 def write_arrays(
-    directory: Path,
+    directory: str | PathLike[str] | ObjectFolder,
     residents: Residents,
     scalars: Mapping[str, Any],
     data: Any = None,
@@ -52,7 +53,8 @@ def write_arrays(
     several processes, all must call this function; each writes its own share.
 
     Args:
-        directory: absent or empty; the same for all processes.
+        directory: absent or empty; the same for all processes. It may be a URL of
+            object storage (`zinf.checkpoint.bucket`).
         scalars: JSON values.
         data: where the training data is read next, as a JSON value.
         barrier: waits until all processes have called it with the same name.
@@ -63,6 +65,10 @@ def write_arrays(
             The space is checked before the first byte is written.
         BudgetExceeded: a tier has no room for the stripes.
     """
+    directory = as_place(directory)
+    if isinstance(directory, ObjectFolder):
+        bucket.write_arrays(directory, residents, scalars, data, barrier=barrier)
+        return
     is_first = jax.process_index() == 0
     if is_first:
         claim(directory)
@@ -112,7 +118,7 @@ def remove(directory: Path) -> None:
 
 
 def read_arrays(
-    directory: Path,
+    directory: str | PathLike[str] | ObjectFolder,
     residents: Residents,
     *,
     take_scalars: Callable[[dict[str, Any]], None] | None = None,
@@ -141,7 +147,7 @@ def read_arrays(
         BudgetExceeded: a tier has no room for the stripes.
     """
     with Saved(directory) as saved:
-        check_same(saved.arrays, residents.specs, directory)
+        check_same(saved.arrays, residents.specs, saved.directory)
         if take_scalars is not None:
             take_scalars(saved.scalars)
         stripes: dict[ArrayId, Share] = {}
@@ -158,8 +164,9 @@ def read_arrays(
                 yield stripe_bytes(stripe, share), begin
 
         held = held_bytes(stripes, residents)
+        held[Tier.HOST] += saved.staging_bytes
         with counted(held, residents, "restoring a checkpoint") as capacity_bytes:
-            move(transfers(), capacity_bytes)
+            move(transfers(), capacity_bytes - saved.staging_bytes)
         return saved.scalars
 
 

@@ -2,7 +2,6 @@
 
 import base64
 from concurrent.futures import Future
-from datetime import timedelta
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -10,23 +9,18 @@ from typing import Any, Protocol, Self
 import jax
 import orbax.checkpoint as ocp
 
-from zinf.checkpoint.arrays import check_space
-from zinf.checkpoint.durable import DurableRename
-from zinf.checkpoint.failure import failure
-from zinf.checkpoint.handler import StateHandler, StateSave
-from zinf.checkpoint.incomplete import delete_incomplete
-from zinf.checkpoint.parse import read_manifest
-from zinf.checkpoint.save import Save
+from zinf.checkpoint.bucket.keeper import ObjectKeeper
+from zinf.checkpoint.keeper import ITEM, AbstractKeeper, FolderKeeper
+from zinf.checkpoint.place import ObjectFolder, Place, as_place
+from zinf.checkpoint.save import AbstractSave
+from zinf.checkpoint.saved import Saved
 from zinf.memory.residents import Residents
 from zinf.plan import Plan
 
-ITEM = "state"
 BYTES = "base64"
-# Every barrier needs a unique name. All processes open the same folders in order, so
-# they count alike.
-OPENED = count(1)
-# Orbax abandons a save after this time. Terabytes take hours on a slow drive.
-TIMEOUT = timedelta(days=7)
+# Every barrier needs a unique name. All processes open the same folders in order, and
+# save to them in order, so they count alike.
+MEETINGS = count(1)
 
 
 class AbstractSaveable(Protocol):
@@ -47,63 +41,47 @@ class AbstractSaveable(Protocol):
 
     def scalars(self) -> dict[str, Any]: ...
 
-    def restore(self, directory: Path, *, verify: bool = True) -> None: ...
+    def restore(self, directory: Any, *, verify: bool = True) -> None: ...
 
 
 class Checkpoints:
     """Saves, keeps and restores the checkpoints of a run.
 
-    `directory/<step>/state` is a checkpoint. Orbax deletes all but the newest `keep`.
-    It renames a checkpoint to `<step>` only when all files are synced to the drive. So
-    if the process is killed or the power fails, the checkpoint before is still there.
+    `directory/<step>/state` is a checkpoint. All but the newest `keep` are deleted. A
+    checkpoint counts only when all of it is safe: Orbax renames its folder when all
+    files are synced to the drive, and in object storage the manifest comes last. So if
+    the process is killed or the power fails, the checkpoint before is still there.
     Opening the directory deletes incomplete checkpoints and logs a warning for each.
 
     Args:
+        directory: a folder, or a URL: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or
+            file:///FOLDER (a folder without hard links or renames, such as a mounted
+            bucket).
         keep: number of checkpoints to keep.
         asynchronous: write while training goes on. `save` still waits for the write if
             the plan leaves too little memory for two stripes, or if there are several
             processes. Several processes write their shares in parallel.
 
     Raises:
-        StorageError: the directory cannot be made, or an incomplete checkpoint cannot
-            be deleted.
+        StorageError: the directory cannot be made, an incomplete checkpoint cannot be
+            deleted, or the storage cannot be reached.
+        ValueError: the URL is of another kind.
     """
 
     def __init__(
         self, directory: Path | str, *, keep: int = 3, asynchronous: bool = True
     ) -> None:
-        self.directory = Path(directory).absolute()
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            if jax.process_index() == 0:
-                delete_incomplete(self.directory)
-        except OSError as error:
-            what = "Cannot make the folder of checkpoints"
-            raise failure(what, self.directory, error) from error
-        # Other processes must not open a checkpoint that the first one is deleting.
-        processes = set(range(jax.process_count()))
-        name = f"zinf opens checkpoints {next(OPENED)}"
-        ocp.multihost.sync_global_processes(name, processes=processes)
+        place = self.directory = as_place(directory)
         # Several processes save synchronously: if one failed in the background, the
         # others would wait for it forever in theirs.
         self.asynchronous = asynchronous and jax.process_count() == 1
-        self._handler = StateHandler()
-        self._manager = ocp.CheckpointManager(
-            self.directory,
-            options=ocp.CheckpointManagerOptions(
-                preservation_policy=ocp.checkpoint_managers.LatestN(keep),
-                create=False,
-                cleanup_tmp_directories=True,
-                enable_async_checkpointing=self.asynchronous,
-                async_options=ocp.AsyncOptions(
-                    timeout_secs=int(TIMEOUT.total_seconds()),
-                    create_directories_asynchronously=False,
-                ),
-                multiprocessing_options=_meeting_place(),
-                temporary_path_class=DurableRename,
-            ),
-            item_handlers={ITEM: self._handler},
+        policy = {"keep": keep, "asynchronous": self.asynchronous, "barrier": _meet}
+        self._keeper: AbstractKeeper = (
+            ObjectKeeper(place, **policy)
+            if isinstance(place, ObjectFolder)
+            else FolderKeeper(place, **policy)
         )
+        self._last: AbstractSave | None = None
 
     def save(self, step: int, engine: AbstractSaveable, data_state: Any = None) -> None:
         """Begin to save `engine` as it is now, after `step` steps.
@@ -121,11 +99,10 @@ class Checkpoints:
             StorageError: the save before this one failed, or this one if it is
                 synchronous.
         """
-        state = StateSave(engine.residents, engine.scalars(), _as_json(data_state))
-        args = ocp.args.Composite(**{ITEM: state})
-        self._manager.save(step, args=args, force=True)
-        engine.pending_save = self._handler.last.released
-        if not (self.asynchronous and _has_room(engine, self._handler.last)):
+        data = _as_json(data_state)
+        save = self._keeper.save(step, engine.residents, engine.scalars(), data)
+        self._last, engine.pending_save = save, save.released
+        if not (self.asynchronous and _has_room(engine, save)):
             self.wait()
 
     def restore(
@@ -141,41 +118,40 @@ class Checkpoints:
         if step is None:
             raise FileNotFoundError(f"There is no checkpoint in {self.directory}.")
         folder = self.folder(step) / ITEM
-        data = _from_json(read_manifest(folder).data)
+        with Saved(folder) as saved:
+            data = _from_json(saved.data)
         engine.restore(folder, verify=verify)
         return data
 
     @property
-    def last_save(self) -> Save:
+    def last_save(self) -> AbstractSave:
         """The most recent save, with the files that it linked and copied."""
-        return self._handler.last
+        assert self._last is not None, "nothing was saved yet"
+        return self._last
 
     def latest_step(self) -> int | None:
         """Step of the newest checkpoint, complete or being saved; None if none."""
-        return self._manager.latest_step()
+        return self._keeper.latest_step()
 
-    def folder(self, step: int) -> Path:
+    def folder(self, step: int) -> Place:
         return self.directory / str(step)
 
     def check_space(self, engine: AbstractSaveable) -> None:
         """Raise StorageError unless the drive has room for all arrays of `engine`."""
         nbytes = sum(spec.nbytes for spec in engine.residents.specs.values())
-        check_space(self.directory, nbytes)
+        self._keeper.check_space(nbytes)
 
     def check(self) -> None:
         """Raise the error of a save that has ended; return at once if one runs."""
-        if not self._manager.is_saving_in_progress():
+        if not self._keeper.is_saving():
             self.wait()
 
     def wait(self) -> None:
         """Wait until the save that runs is complete; raise its error if it fails."""
-        self._manager.wait_until_finished()
+        self._keeper.wait()
 
     def close(self) -> None:
-        try:
-            self._manager.close()
-        finally:
-            self._handler.close()
+        self._keeper.close()
 
     def __enter__(self) -> Self:
         return self
@@ -184,22 +160,14 @@ class Checkpoints:
         self.close()
 
 
-def _meeting_place() -> ocp.options.MultiprocessingOptions:
-    """Options that make Orbax wait for other processes through JAX's coordinator.
-
-    By default Orbax runs a collective between devices instead.
-    """
-    num_processes = jax.process_count()
-    if num_processes == 1:
-        return ocp.options.MultiprocessingOptions()
-    return ocp.options.MultiprocessingOptions(
-        primary_host=0,
-        active_processes=set(range(num_processes)),
-        barrier_sync_key_prefix="zinf",
-    )
+def _meet(name: str) -> None:
+    """Wait until all processes have come to the same point."""
+    processes = set(range(jax.process_count()))
+    key = f"zinf, checkpoints: {name} ({next(MEETINGS)})"
+    ocp.multihost.sync_global_processes(key, processes=processes)
 
 
-def _has_room(engine: AbstractSaveable, save: Save) -> bool:
+def _has_room(engine: AbstractSaveable, save: AbstractSave) -> bool:
     """Whether the stripes of a save fit in the budgets beside the peak of a step."""
     for tier, nbytes in save.held_bytes.items():
         capacity_bytes = engine.residents.stores[tier].ledger.capacity_bytes

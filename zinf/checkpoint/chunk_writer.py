@@ -2,10 +2,12 @@
 
 import errno
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from xxhash import xxh3_64
@@ -26,7 +28,43 @@ UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS
 NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL
 
 
-class ChunkWriter:
+class Written(Protocol):
+    """Waits until a file is safe, and gives its checksum."""
+
+    def result(self) -> int: ...
+
+
+class AbstractWriter(ABC):
+    """Writes the zarr arrays of a checkpoint, chunk by chunk."""
+
+    @abstractmethod
+    def describe(self, array: ArrayId, grid: Grid) -> Written:
+        """Begin to write `zarr.json` of an array."""
+
+    @abstractmethod
+    def write(
+        self, array: ArrayId, grid: Grid, index: Index, content: np.ndarray
+    ) -> Written:
+        """Begin to write a chunk.
+
+        Args:
+            content: the chunk without padding. It must not change before the file is
+                written.
+        """
+
+    @abstractmethod
+    def adopt(self, linked: Linked) -> Written:
+        """Begin to take the content of a linked file of the NVMe tier."""
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Wait until all that was written survives a power cut."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class ChunkWriter(AbstractWriter):
     """Writes zarr arrays in a folder, chunk by chunk, on the threads of a drive.
 
     When the future of a file is done, the content of the file is synced to the drive.
@@ -60,7 +98,7 @@ class ChunkWriter:
         path = self._folder(array) / chunk_name(index)
 
         def write(mover: Mover) -> int:
-            return _write(path, _padded(content, grid), mover)
+            return _write(path, padded(content, grid), mover)
 
         return self._start(f"Cannot save {array}", write)
 
@@ -160,7 +198,7 @@ def _copy(linked: Linked, path: Path, mover: Mover) -> int:
     return total.intdigest()
 
 
-def _padded(content: np.ndarray, grid: Grid) -> Bytes:
+def padded(content: np.ndarray, grid: Grid) -> Bytes:
     """The bytes of a chunk file: `content`, padded with zeros to a whole chunk."""
     if content.nbytes == grid.chunk_bytes:
         return as_bytes(np.ascontiguousarray(content))

@@ -4,6 +4,7 @@ import errno
 import os
 from pathlib import Path
 
+from zinf.checkpoint.place import Place
 from zinf.memory.storage_error import StorageError
 
 # Advice per error number. OSError itself appends the name of the file.
@@ -29,7 +30,7 @@ def failure(what: str, folder: Path, error: OSError) -> StorageError:
     return explain(what, code, path, os.strerror(code))
 
 
-def explain(what: str, code: int, path: Path, found: str) -> StorageError:
+def explain(what: str, code: int, path: Place, found: str) -> StorageError:
     """A StorageError that says what was tried, what was found and what to change."""
     advice = ADVICE.get(code, OTHER_ADVICE)
     return StorageError(code, f"{what}: {found}. {advice}", str(path))

@@ -4,7 +4,7 @@ import errno
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from xxhash import xxh3_64_intdigest
 
 from zinf.checkpoint.failure import explain, failure
 from zinf.checkpoint.grid import Grid
+from zinf.checkpoint.place import Place
 from zinf.memory.nvme.system import sync, sync_folder
 from zinf.program import ArrayId, ArraySpec
 
@@ -45,24 +46,20 @@ class Manifest:
         arrays: the arrays of the checkpoint, by ids without rows.
         scalars: step, loss scale, random key and the like, as JSON values.
         data: where the training data is read next, as a JSON value.
+        written_by: the version of zinf that wrote it.
     """
 
     arrays: Mapping[ArrayId, StoredArray]
     scalars: dict[str, Any]
     data: Any = None
+    written_by: str = field(default="", compare=False)
 
     @property
     def specs(self) -> dict[ArrayId, ArraySpec]:
         return {array: stored.grid.spec for array, stored in self.arrays.items()}
 
-    def write(self, directory: Path) -> None:
-        """Write the manifest, which is the last file of a checkpoint, and sync it.
-
-        The file is written under another name and renamed, so it is never half there.
-
-        Raises:
-            StorageError: the file cannot be written.
-        """
+    def encoded(self) -> bytes:
+        """The content of the file, with its own checksum."""
         content = {
             "about": "A checkpoint of zinf: one zarr v3 array per entry of arrays, in "
             "role/path. Checksums are XXH3 (64 bits) of whole files.",
@@ -73,10 +70,20 @@ class Manifest:
             "data": self.data,
         }
         content["checksum"] = checksum_of(content)
+        return json.dumps(content, indent=1).encode()
+
+    def write(self, directory: Path) -> None:
+        """Write the manifest, which is the last file of a checkpoint, and sync it.
+
+        The file is written under another name and renamed, so it is never half there.
+
+        Raises:
+            StorageError: the file cannot be written.
+        """
         fresh = directory / f"{FILE}.new"
         try:
-            with open(fresh, "w", encoding="utf-8") as file:
-                json.dump(content, file, indent=1)
+            with open(fresh, "wb") as file:
+                file.write(self.encoded())
                 file.flush()
                 sync(file.fileno())
             os.replace(fresh, directory / FILE)
@@ -86,7 +93,7 @@ class Manifest:
 
 
 def check_same(
-    saved: Mapping[ArrayId, ArraySpec], specs: Mapping[ArrayId, ArraySpec], name: Path
+    saved: Mapping[ArrayId, ArraySpec], specs: Mapping[ArrayId, ArraySpec], name: Place
 ) -> None:
     """Raise ValueError unless the arrays of a checkpoint are exactly `specs`."""
     found = list(differences(saved, specs))
@@ -125,17 +132,17 @@ def checksum_of(content: Mapping[str, Any]) -> str:
     return f"{xxh3_64_intdigest(text.encode()):016x}"
 
 
-def not_found(directory: Path) -> FileNotFoundError:
+def not_found(directory: Place) -> FileNotFoundError:
     found = (
         f"{directory} has no {FILE}: it is not a checkpoint, or saving it was cut "
         "short. Use another one."
     )
-    if not directory.exists():
+    if isinstance(directory, Path) and not directory.exists():
         found = f"There is no checkpoint {directory}."
     return FileNotFoundError(found)
 
 
-def damaged(path: Path, found: str) -> OSError:
+def damaged(path: Place, found: str) -> OSError:
     return explain("Cannot read the manifest", errno.EIO, path, found)
 
 

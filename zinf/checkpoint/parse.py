@@ -18,6 +18,7 @@ from zinf.checkpoint.manifest import (
     damaged,
     not_found,
 )
+from zinf.checkpoint.place import Place
 from zinf.memory import StorageError
 from zinf.memory.zarr_format import numpy_dtype
 from zinf.program import ArrayId, ArraySpec
@@ -51,7 +52,28 @@ def read_manifest(directory: Path) -> Manifest:
         ValueError: the manifest has another format.
     """
     path = directory / FILE
-    content = _load(directory, path)
+    try:
+        if path.is_symlink() or path.stat().st_size > MAX_MANIFEST_BYTES:
+            raise damaged(path, "it is a link, or larger than any manifest")
+        encoded = path.read_bytes()
+    except FileNotFoundError as error:
+        raise not_found(directory) from error
+    except StorageError:
+        raise
+    except OSError as error:
+        raise failure("Cannot read the manifest", path, error) from error
+    return parse_manifest(encoded, directory)
+
+
+def parse_manifest(encoded: bytes, directory: Place) -> Manifest:
+    """The manifest of the checkpoint `directory` from the content of its file.
+
+    Raises:
+        StorageError: the manifest is damaged or has impossible values.
+        ValueError: the manifest has another format.
+    """
+    path = directory / FILE
+    content = _decoded(encoded, directory)
     try:
         arrays = [_entry(item) for item in _typed(content, "arrays", list)]
         names = dict(arrays)
@@ -60,23 +82,17 @@ def read_manifest(directory: Path) -> Manifest:
         scalars = _typed(content, "scalars", dict)
     except _Wrong as error:
         raise damaged(path, str(error)) from error
-    return Manifest(names, scalars, content.get("data"))
+    written_by = str(content.get("zinf_version"))
+    return Manifest(names, scalars, content.get("data"), written_by)
 
 
-def _load(directory: Path, path: Path) -> dict[str, Any]:
+def _decoded(encoded: bytes, directory: Place) -> dict[str, Any]:
     """The JSON of a manifest, after its format and its checksum were verified."""
+    path = directory / FILE
     try:
-        if path.is_symlink() or path.stat().st_size > MAX_MANIFEST_BYTES:
-            raise damaged(path, "it is a link, or larger than any manifest")
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(encoded.decode("utf-8"))
         stored_version = content["format_version"]
         is_sound = content.pop("checksum", None) == checksum_of(content)
-    except FileNotFoundError as error:
-        raise not_found(directory) from error
-    except StorageError:
-        raise
-    except OSError as error:
-        raise failure("Cannot read the manifest", path, error) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise damaged(path, "it is no JSON of a manifest") from error
     # Check the format first: another format may have another kind of checksum.
@@ -87,7 +103,7 @@ def _load(directory: Path, path: Path) -> dict[str, Any]:
     return content
 
 
-def _refusal(directory: Path, content: Mapping[str, Any]) -> str:
+def _refusal(directory: Place, content: Mapping[str, Any]) -> str:
     """The message for a checkpoint of another format."""
     # Cut both values: in a hostile manifest each may have megabytes.
     found = f"{content['format_version']!r:.40}"

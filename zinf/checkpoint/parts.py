@@ -28,8 +28,8 @@ class Part:
     metadata: dict[ArrayId, int] = field(default_factory=dict)
     checksums: dict[ArrayId, dict[Index, int]] = field(default_factory=dict)
 
-    def write(self, directory: Path, process: int) -> None:
-        """Write the grids and checksums to a file, which `commit` reads."""
+    def encoded(self) -> bytes:
+        """The grids and checksums, as `merged` takes them."""
         content = [
             [
                 grid.chunk,
@@ -37,10 +37,14 @@ class Part:
             ]
             for array, grid in self.grids.items()
         ]
-        path = _path(directory, process)
+        return json.dumps(content).encode()
+
+    def write(self, directory: Path, process: int) -> None:
+        """Write the grids and checksums to a file, which `commit` reads."""
+        path = directory / part_name(process)
         try:
-            with open(path, "w", encoding="utf-8") as file:
-                json.dump(content, file)
+            with open(path, "wb") as file:
+                file.write(self.encoded())
                 file.flush()
                 sync(file.fileno())
         except OSError as error:
@@ -66,16 +70,33 @@ def commit(
         StorageError: the manifest cannot be written.
         RuntimeError: the parts differ in their grids, or a chunk is in none of them.
     """
-    checksums = {array: dict(part.checksums[array]) for array in part.grids}
-    others = [_path(directory, process) for process in range(1, num_processes)]
+    others = [directory / part_name(process) for process in range(1, num_processes)]
+    arrays = merged(part, {path.name: path.read_bytes() for path in others})
+    Manifest(arrays, dict(scalars), data).write(directory)
     for path in others:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        path.unlink()
+    sync_folder(directory)
+
+
+def merged(part: Part, others: Mapping[str, bytes]) -> dict[ArrayId, StoredArray]:
+    """The arrays of a checkpoint, from the parts of all processes.
+
+    Args:
+        part: the part of the first process.
+        others: the encoded parts of the other processes, by the names of their files.
+
+    Raises:
+        RuntimeError: the parts differ in their grids, or a chunk is in none of them.
+    """
+    checksums = {array: dict(part.checksums[array]) for array in part.grids}
+    for name, encoded in others.items():
+        content = json.loads(encoded)
         for (array, grid), (chunk, found) in zip(
             part.grids.items(), content, strict=True
         ):
             if tuple(chunk) != grid.chunk:
                 raise RuntimeError(
-                    f"{path.name} has chunks of {chunk} of {array}, where the first "
+                    f"{name} has chunks of {chunk} of {array}, where the first "
                     f"process has {list(grid.chunk)}: their plans differ."
                 )
             checksums[array].update((grid.index(n), x) for n, x in found)
@@ -86,11 +107,8 @@ def commit(
             raise RuntimeError(f"No process wrote {missing} chunks of {array}.")
         in_order = tuple(checksums[array][index] for index in grid.indices())
         arrays[array] = StoredArray(grid, part.metadata[array], in_order)
-    Manifest(arrays, dict(scalars), data).write(directory)
-    for path in others:
-        path.unlink()
-    sync_folder(directory)
+    return arrays
 
 
-def _path(directory: Path, process: int) -> Path:
-    return directory / f"part-{process}.json"
+def part_name(process: int) -> str:
+    return f"part-{process}.json"

@@ -1,13 +1,14 @@
 """One save: links and holds the arrays at once, and writes them during training."""
 
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
 import jax
 
-from zinf.checkpoint.chunk_writer import ChunkWriter
+from zinf.checkpoint.chunk_writer import AbstractWriter, ChunkWriter, Written
 from zinf.checkpoint.grid import Index
 from zinf.checkpoint.parts import Part
 from zinf.checkpoint.share import Share
@@ -24,12 +25,15 @@ from zinf.memory.residents import Residents
 from zinf.program import ArrayId, Tier
 from zinf.sharding import relative
 
+Barrier = Callable[[str], None]
+"""Waits until all processes have called it with the same name."""
 
-class Save:
+
+class AbstractSave(ABC):
     """Saves this process's shares of all arrays, as they are when `begin` is called.
 
-    Every process has a `Save` for the same folder. The processes do not wait for each
-    other until all have finished; then the first one writes the manifest (`commit`).
+    Every process has a save of the same checkpoint. The processes do not wait for each
+    other until all have finished; then the first one writes the manifest.
 
     `begin` makes hard links and copies nothing, so it is short. `finish` may run in any
     thread; when it returns, all files are synced to the drive. At a time, the host has
@@ -42,12 +46,12 @@ class Save:
         held_bytes: host and device bytes that `finish` needs; known after `begin`.
     """
 
-    def __init__(
-        self, directory: Path, residents: Residents, shares: Sequence[Share]
-    ) -> None:
-        self.directory, self.residents = directory, residents
+    # Bytes that the host has at once for each byte of a stripe that is written.
+    num_copies = 1
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.snapshot, self.residents = snapshot, snapshot.residents
         self.released: Future[None] = Future()
-        self.snapshot = Snapshot(directory, residents, shares)
         self.part = Part()
         self.held_bytes = dict.fromkeys((Tier.HOST, Tier.DEVICE), 0)
 
@@ -64,6 +68,7 @@ class Save:
             self.cancel()
             raise
         self.held_bytes = held_bytes(self.snapshot.held, self.residents)
+        self.held_bytes[Tier.HOST] *= self.num_copies
         if not self.snapshot.held:
             self.released.set_result(None)
 
@@ -76,14 +81,14 @@ class Save:
             BudgetExceeded: a tier has no room for the stripes.
         """
         try:
-            writer = ChunkWriter(self.directory)
+            writer = self._open_writer()
             try:
                 self._write(writer)
                 writer.sync()
             finally:
                 writer.close()
             if jax.process_index():
-                self.part.write(self.directory, jax.process_index())
+                self._write_part()
         finally:
             self.cancel()
 
@@ -93,7 +98,14 @@ class Save:
         if not self.released.done():
             self.released.set_result(None)
 
-    def _write(self, writer: ChunkWriter) -> None:
+    @abstractmethod
+    def _open_writer(self) -> AbstractWriter: ...
+
+    @abstractmethod
+    def _write_part(self) -> None:
+        """Write what `merged` needs of this process, which is not the first."""
+
+    def _write(self, writer: AbstractWriter) -> None:
         """Write the held stripes first, since updates wait for them; then the rest."""
         part, is_first = self.part, jax.process_index() == 0
         for share in self.snapshot.shares:
@@ -105,25 +117,28 @@ class Save:
             move(self._streams(writer), capacity_bytes)
         if not self.released.done():
             self.released.set_result(None)
-        sums = [(linked, writer.adopt(linked)) for linked in self.snapshot.linked]
         shares = self.snapshot.shares if is_first else []
         described = [(s.array, writer.describe(s.array, s.grid)) for s in shares]
-        for linked, future in sums:
-            part.checksums[linked.share.array][linked.index] = future.result()
+        self._adopt(writer)
         for array, future in described:
             part.metadata[array] = future.result()
 
-    def _streams(self, writer: ChunkWriter) -> Iterator[Transfer]:
+    def _adopt(self, writer: AbstractWriter) -> None:
+        sums = [(linked, writer.adopt(linked)) for linked in self.snapshot.linked]
+        for linked, future in sums:
+            self.part.checksums[linked.share.array][linked.index] = future.result()
+
+    def _streams(self, writer: AbstractWriter) -> Iterator[Transfer]:
         for stripe, share in list(self.snapshot.held.items()):
-            nbytes = stripe_bytes(stripe, share)
+            nbytes = self.num_copies * stripe_bytes(stripe, share)
             yield nbytes, partial(self._stream, writer, share, stripe)
 
-    def _stream(self, writer: ChunkWriter, share: Share, stripe: ArrayId) -> Finish:
+    def _stream(self, writer: AbstractWriter, share: Share, stripe: ArrayId) -> Finish:
         content = self.residents.read_share(stripe)
         box = share.box(stripe)
         place = share.place(stripe)
         assert place is not None
-        writing: list[tuple[Index, Future[int]]] = []
+        writing: list[tuple[Index, Written]] = []
         for index in share.grid.meeting(place):
             chunk = content[(*relative(share.grid.box(index), box), ...)]
             writing.append((index, writer.write(share.array, share.grid, index, chunk)))
@@ -134,3 +149,19 @@ class Save:
             self.snapshot.release(stripe)
 
         return finish
+
+
+class Save(AbstractSave):
+    """A save in a folder of a file system, which `commit` completes."""
+
+    def __init__(
+        self, directory: Path, residents: Residents, shares: Sequence[Share]
+    ) -> None:
+        super().__init__(Snapshot(directory, residents, shares))
+        self.directory = directory
+
+    def _open_writer(self) -> ChunkWriter:
+        return ChunkWriter(self.directory)
+
+    def _write_part(self) -> None:
+        self.part.write(self.directory, jax.process_index())

@@ -1,21 +1,17 @@
 """Reads a checkpoint array by array, and verifies what it reads."""
 
-import errno
-import os
 from collections.abc import Iterator
 from concurrent.futures import Future
-from functools import cached_property
-from pathlib import Path
+from os import PathLike
 from typing import Any, Self
 
 import numpy as np
 
-from zinf.checkpoint.failure import explain
+from zinf.checkpoint.bucket.files import ObjectFiles
+from zinf.checkpoint.files import AbstractFiles, LocalFiles
 from zinf.checkpoint.grid import Grid, folder_name, whole_box
-from zinf.checkpoint.manifest import FILE
-from zinf.checkpoint.parse import read_manifest
+from zinf.checkpoint.place import ObjectFolder, Place, as_place
 from zinf.checkpoint.source import ChunkSource, Damage
-from zinf.memory.nvme import Drive
 from zinf.program import ArrayId, ArraySpec
 from zinf.sharding import Box
 
@@ -33,6 +29,7 @@ class Saved:
         arrays: shape and dtype of every array, by its id without rows.
         scalars: the JSON values that were saved with the arrays.
         data: where the training data is read next, as JSON.
+        written_by: the version of zinf that wrote it.
 
     Raises:
         FileNotFoundError: there is no checkpoint, or it is not complete.
@@ -41,14 +38,20 @@ class Saved:
         ValueError: the checkpoint has another format.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = Path(directory).absolute()
-        self._manifest = read_manifest(self.directory)
+    def __init__(self, directory: str | PathLike[str] | ObjectFolder) -> None:
+        self.directory = as_place(directory)
+        self._files: AbstractFiles = (
+            ObjectFiles(self.directory)
+            if isinstance(self.directory, ObjectFolder)
+            else LocalFiles(self.directory)
+        )
+        self._manifest = self._files.manifest()
         self.arrays: dict[ArrayId, ArraySpec] = self._manifest.specs
         self.scalars: dict[str, Any] = self._manifest.scalars
         self.data: Any = self._manifest.data
+        self.written_by = self._manifest.written_by
         self._sources: dict[ArrayId, ChunkSource] = {}
-        self._refuse_links()
+        self._files.check(self.arrays)
 
     def __enter__(self) -> Self:
         return self
@@ -57,10 +60,8 @@ class Saved:
         self.close()
 
     def close(self) -> None:
-        if "_drive" in vars(self):
-            self._sources.clear()
-            self._drive.close()
-            del self._drive
+        self._sources.clear()
+        self._files.close()
 
     def read(
         self,
@@ -102,7 +103,13 @@ class Saved:
         """How an array is cut into chunk files."""
         return self._manifest.arrays[array].grid
 
-    def folder(self, array: ArrayId) -> Path:
+    @property
+    def staging_bytes(self) -> int:
+        """Host bytes that reads take at once, beside the arrays that they return."""
+        chunks = (s.grid.chunk_bytes for s in self._manifest.arrays.values())
+        return self._files.staging_bytes(max(chunks, default=0))
+
+    def folder(self, array: ArrayId) -> Place:
         """The folder of the zarr array that holds an array."""
         return self.directory / folder_name(array)
 
@@ -113,20 +120,6 @@ class Saved:
 
     def _source(self, array: ArrayId) -> ChunkSource:
         if array not in self._sources:
-            stored, folder = self._manifest.arrays[array], self.folder(array)
-            self._sources[array] = ChunkSource(array, stored, folder, self._drive)
+            stored = self._manifest.arrays[array]
+            self._sources[array] = self._files.source(array, stored)
         return self._sources[array]
-
-    @cached_property
-    def _drive(self) -> Drive:
-        return Drive(self.directory, probe=self.directory / FILE)
-
-    def _refuse_links(self) -> None:
-        """Raise StorageError if a folder on the way to the chunks is a link."""
-        top = os.path.realpath(self.directory)
-        for array in self.arrays:
-            name = folder_name(array)
-            if os.path.realpath(self.folder(array)) != os.path.join(top, name):
-                found = f"the folder of {array} is, or is in, a link to elsewhere"
-                what = "Cannot use the checkpoint"
-                raise explain(what, errno.EIO, self.folder(array), found)

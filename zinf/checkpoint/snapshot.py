@@ -40,7 +40,8 @@ class Linked:
     Attributes:
         chunk: the link that the save made.
         drive: the drive to copy the file from if the checkpoint is on another file
-            system; None if the link itself is moved into the checkpoint.
+            system or in object storage; None if the link itself is moved into the
+            checkpoint.
     """
 
     share: Share
@@ -54,13 +55,16 @@ class Snapshot:
     """The links and the held stripes of one save.
 
     Attributes:
+        directory: the folder of the checkpoint; None if it takes no links because it is
+            in object storage.
         shares: this process's shares of all arrays.
         linked: linked chunk files. The links are in a folder of the checkpoint, or in a
-            folder of the tier if the checkpoint is on another file system.
+            folder of the tier if the checkpoint is on another file system or takes no
+            links.
         held: stripes that are still to be read, and the share of each.
     """
 
-    directory: Path
+    directory: Path | None
     residents: Residents
     shares: Sequence[Share]
     linked: list[Linked] = field(default_factory=list)
@@ -83,7 +87,8 @@ class Snapshot:
             StorageError: an array was never written, or its last write failed.
             OSError: a folder or a link cannot be made.
         """
-        os.mkdir(self._links)
+        if self._links is not None:
+            os.mkdir(self._links)
         for share in self.shares:
             if not share.is_ours:
                 continue
@@ -102,11 +107,14 @@ class Snapshot:
         for stripe in list(self.held):
             self.release(stripe)
         for folder in (self._links, *self._scratch):
-            shutil.rmtree(folder, ignore_errors=True)
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
         self._scratch.clear()
 
     @property
-    def _links(self) -> Path:
+    def _links(self) -> Path | None:
+        if self.directory is None:
+            return None
         # One folder for all arrays: a folder for each would take longer than all links.
         return self.directory / f"links-{jax.process_index()}"
 
@@ -153,11 +161,12 @@ class Snapshot:
         self, store: NvmeStore, share: Share, index: Index, chunk: ChunkFile
     ) -> Linked:
         name = str(next(self._numbers))
-        try:
-            return Linked(share, index, chunk.link_to(self._links / name), None)
-        except OSError as error:
-            if error.errno != errno.EXDEV:
-                raise
+        if self._links is not None:
+            try:
+                return Linked(share, index, chunk.link_to(self._links / name), None)
+            except OSError as error:
+                if error.errno != errno.EXDEV:
+                    raise
         scratch = store.scratch(chunk, f"saving-{os.getpid()}-{id(self):x}")
         if scratch not in self._scratch:
             with suppress(FileExistsError):
@@ -172,6 +181,6 @@ class Snapshot:
             logger.warning(
                 "Arrays on nvme are copied into checkpoints, and updates of them wait "
                 "for that, as %s takes no hard link: %s.",
-                self.directory,
+                self.directory or Path(error.filename).parent,
                 os.strerror(error.errno or errno.EIO),
             )

@@ -4,12 +4,14 @@ import errno
 import json
 import os
 import stat
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
@@ -17,8 +19,9 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 from zinf.checkpoint.failure import explain, failure
 from zinf.checkpoint.grid import Index, chunk_name
 from zinf.checkpoint.manifest import StoredArray
+from zinf.checkpoint.place import Place
 from zinf.memory import aligned_empty
-from zinf.memory.nvme import Drive
+from zinf.memory.nvme.drive import Direction
 from zinf.memory.nvme.file import as_bytes
 from zinf.memory.nvme.open_file import Bytes, Mover
 from zinf.memory.nvme.request import Request, Task
@@ -44,22 +47,30 @@ class Damage:
 
     array: ArrayId
     index: Index | None
-    file: Path
+    file: Place
     found: str
 
 
-class ChunkSource:
-    """An array of a checkpoint, read from its chunk files past the page cache.
+class Threads(Protocol):
+    """What a `Drive` does for a source: runs tasks on threads."""
+
+    def submit(
+        self, direction: Direction, request: Request, tasks: Sequence[Task]
+    ) -> None: ...
+
+
+class ChunkSource(ABC):
+    """An array of a checkpoint, read from its chunk files.
 
     Shape, dtype and chunks come from the manifest. `zarr.json` is not used here, but it
     is verified too, because other readers use it.
     """
 
     def __init__(
-        self, array: ArrayId, stored: StoredArray, folder: Path, drive: Drive
+        self, array: ArrayId, stored: StoredArray, folder: Place, threads: Threads
     ) -> None:
         self.array, self.stored, self.folder = array, stored, folder
-        self._drive = drive
+        self._threads = threads
         self._dtype = numpy_dtype(stored.grid.spec.dtype)
         self._is_described = False  # `zarr.json` is verified once.
 
@@ -98,7 +109,7 @@ class ChunkSource:
     def _start(self, what: str, tasks: list[Task], finish: object) -> Future:
         give = finish if callable(finish) else lambda: None
         request = Request(what, len(tasks), give)
-        self._drive.submit("read", request, tasks)
+        self._threads.submit("read", request, tasks)
         return request.future
 
     def _settled(self, index: Index, future: Future) -> Iterator[Damage]:
@@ -127,41 +138,22 @@ class ChunkSource:
         grid = self.stored.grid
         return zip(grid.box(index), grid.chunk, strict=True)
 
+    @abstractmethod
     def _read_chunk(
         self, index: Index, memory: Bytes | None, verify: bool, mover: Mover
     ) -> Bytes:
         """The content of a chunk file, read into `memory` if it is given."""
-        grid, path = self.stored.grid, self.folder / chunk_name(index)
-        self._check_file(path, mover.what)
-        if memory is None:
-            memory = aligned_empty((grid.chunk_bytes,), np.uint8)
-        with mover.open(path, os.O_RDONLY | O_NOFOLLOW, memory.size) as file:
-            if not verify:
-                file.read(0, memory)
-                return memory
-            total = xxh3_64()
-            file.read(0, memory, total.update)
-        expected = self.stored.checksums[grid.number(index)]
-        if total.intdigest() != expected:
-            found = f"checksum {total.intdigest():016x} instead of {expected:016x}"
-            raise explain(mover.what, errno.EIO, path, found)
-        return memory
 
-    def _check_file(self, path: Path, what: str) -> None:
-        """Raise StorageError unless `path` is a plain file of the size of a chunk.
+    @abstractmethod
+    def _read_metadata(self) -> bytes | None:
+        """The content of `zarr.json`; None if it is a link or too large."""
 
-        Checked first: opening a pipe would wait, and a large file would take memory.
-        """
-        try:
-            status = os.lstat(path)
-        except OSError as error:
-            raise failure(what, path, error) from error
-        expected = self.stored.grid.chunk_bytes
-        if not stat.S_ISREG(status.st_mode):
-            raise explain(what, errno.EIO, path, "it is a link, or no file")
-        if status.st_size != expected:
-            found = f"it has {status.st_size:,} bytes instead of {expected:,}"
-            raise explain(what, errno.EIO, path, found)
+    def _compare(self, index: Index, found: int, what: str) -> None:
+        """Raise StorageError unless `found` is the checksum of a chunk."""
+        expected = self.stored.checksums[self.stored.grid.number(index)]
+        if found != expected:
+            text = f"checksum {found:016x} instead of {expected:016x}"
+            raise explain(what, errno.EIO, self.folder / chunk_name(index), text)
 
     def _check_metadata(self, mover: Mover) -> None:
         found = self._damage_of_metadata()
@@ -171,14 +163,12 @@ class ChunkSource:
         self._is_described = True
 
     def _damage_of_metadata(self) -> str | None:
-        path = self.folder / METADATA
         try:
-            status = os.lstat(path)
-            if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_METADATA_BYTES:
-                return "it is a link, or no file, or larger than any metadata"
-            content = path.read_bytes()
+            content = self._read_metadata()
         except OSError as error:
             return os.strerror(error.errno or errno.EIO)
+        if content is None:
+            return "it is a link, or no file, or larger than any metadata"
         found = xxh3_64_intdigest(content)
         if found != self.stored.metadata:
             return f"checksum {found:016x} instead of {self.stored.metadata:016x}"
@@ -195,3 +185,48 @@ class ChunkSource:
             return {key: found[key] for key in expected} == expected
         except (ValueError, KeyError, TypeError, RecursionError):
             return False
+
+
+class FileSource(ChunkSource):
+    """An array of a checkpoint, read from files past the page cache."""
+
+    folder: Path  # pyrefly: ignore[bad-override-mutable-attribute]
+
+    def _read_chunk(
+        self, index: Index, memory: Bytes | None, verify: bool, mover: Mover
+    ) -> Bytes:
+        grid, path = self.stored.grid, self.folder / chunk_name(index)
+        self._check_file(path, mover.what)
+        if memory is None:
+            memory = aligned_empty((grid.chunk_bytes,), np.uint8)
+        with mover.open(path, os.O_RDONLY | O_NOFOLLOW, memory.size) as file:
+            if not verify:
+                file.read(0, memory)
+                return memory
+            total = xxh3_64()
+            file.read(0, memory, total.update)
+        self._compare(index, total.intdigest(), mover.what)
+        return memory
+
+    def _read_metadata(self) -> bytes | None:
+        path = self.folder / METADATA
+        status = os.lstat(path)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_METADATA_BYTES:
+            return None
+        return path.read_bytes()
+
+    def _check_file(self, path: Path, what: str) -> None:
+        """Raise StorageError unless `path` is a plain file of the size of a chunk.
+
+        Checked first: opening a pipe would wait, and a large file would take memory.
+        """
+        try:
+            status = os.lstat(path)
+        except OSError as error:
+            raise failure(what, path, error) from error
+        expected = self.stored.grid.chunk_bytes
+        if not stat.S_ISREG(status.st_mode):
+            raise explain(what, errno.EIO, path, "it is a link, or no file")
+        if status.st_size != expected:
+            found = f"it has {status.st_size:,} bytes instead of {expected:,}"
+            raise explain(what, errno.EIO, path, found)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from zinf.checkpoint.checkpoints import ITEM
 from zinf.checkpoint.incomplete import incomplete
+from zinf.checkpoint.keeper import ITEM
 from zinf.checkpoint.manifest import FILE
 from zinf.checkpoint.saved import Saved
 

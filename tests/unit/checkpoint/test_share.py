@@ -19,7 +19,7 @@ from zinf.checkpoint.parts import commit
 from zinf.checkpoint.save import Save
 from zinf.checkpoint.saved import Saved
 from zinf.checkpoint.share import shares_of
-from zinf.checkpoint.source import ChunkSource
+from zinf.checkpoint.source import FileSource
 from zinf.memory import open_stores
 from zinf.memory.residents import Residents
 from zinf.program import ArrayId, ArraySpec, Role, Tier
@@ -185,13 +185,13 @@ def test_a_process_reads_no_file_that_it_needs_not_and_none_twice(
 ):
     directory, arrays = saved
     read: Counter[tuple[ArrayId, Index]] = Counter()
-    take = ChunkSource._read_chunk
+    take = FileSource._read_chunk
 
-    def counted(source: ChunkSource, index: Index, *rest: object) -> object:
+    def counted(source: FileSource, index: Index, *rest: object) -> object:
         read[source.array, index] += 1
         return take(source, index, *rest)
 
-    monkeypatch.setattr(ChunkSource, "_read_chunk", counted)
+    monkeypatch.setattr(FileSource, "_read_chunk", counted)
     residents = opened(tmp_path, arrays, 1, 4, Tier.HOST)
     read_arrays(directory, residents)
     residents.stores.close()

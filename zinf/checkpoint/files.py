@@ -1,0 +1,71 @@
+"""The files of a saved checkpoint, for reading: on a drive, or in object storage."""
+
+import errno
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+
+from zinf.checkpoint.failure import explain
+from zinf.checkpoint.grid import folder_name
+from zinf.checkpoint.manifest import FILE, Manifest, StoredArray
+from zinf.checkpoint.parse import read_manifest
+from zinf.checkpoint.source import ChunkSource, FileSource
+from zinf.memory.nvme import Drive
+from zinf.program import ArrayId
+
+
+class AbstractFiles(ABC):
+    """What `Saved` reads of a checkpoint. The first read starts threads."""
+
+    @abstractmethod
+    def manifest(self) -> Manifest:
+        """The manifest, checked; for the errors see `Saved`."""
+
+    @abstractmethod
+    def check(self, arrays: Iterable[ArrayId]) -> None:
+        """Raise StorageError if files of these arrays are elsewhere."""
+
+    @abstractmethod
+    def source(self, array: ArrayId, stored: StoredArray) -> ChunkSource: ...
+
+    @abstractmethod
+    def staging_bytes(self, chunk_bytes: int) -> int:
+        """Host bytes that reads of chunks take beside their results."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class LocalFiles(AbstractFiles):
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def manifest(self) -> Manifest:
+        return read_manifest(self.directory)
+
+    def check(self, arrays: Iterable[ArrayId]) -> None:
+        top = os.path.realpath(self.directory)
+        for array in arrays:
+            name = folder_name(array)
+            folder = self.directory / name
+            if os.path.realpath(folder) != os.path.join(top, name):
+                found = f"the folder of {array} is, or is in, a link to elsewhere"
+                raise explain("Cannot use the checkpoint", errno.EIO, folder, found)
+
+    def source(self, array: ArrayId, stored: StoredArray) -> ChunkSource:
+        folder = self.directory / folder_name(array)
+        return FileSource(array, stored, folder, self._drive)
+
+    def staging_bytes(self, chunk_bytes: int) -> int:
+        return 0
+
+    def close(self) -> None:
+        if "_drive" in vars(self):
+            self._drive.close()
+            del self._drive
+
+    @cached_property
+    def _drive(self) -> Drive:
+        return Drive(self.directory, probe=self.directory / FILE)
