@@ -69,7 +69,11 @@ class Checkpoints:
     """
 
     def __init__(
-        self, directory: Path | str, *, keep: int = 3, asynchronous: bool = True
+        self,
+        directory: Path | str | ObjectFolder,
+        *,
+        keep: int = 3,
+        asynchronous: bool = True,
     ) -> None:
         place = self.directory = as_place(directory)
         # Several processes save synchronously: if one failed in the background, the

@@ -18,7 +18,10 @@ checkpoint_app = typer.Typer(
 )
 
 Folder = Annotated[
-    Path, typer.Argument(help="A checkpoint, or a folder of them (its newest is used).")
+    str,
+    typer.Argument(
+        help="A checkpoint, or a folder of them (its newest is used); or a URL: s3://..."
+    ),
 ]
 Step = Annotated[int | None, typer.Option(help="Which checkpoint of the folder.")]
 NamesFile = Annotated[
@@ -212,6 +215,7 @@ def import_(
     """
     from zinf.adapt.files import LORA_PATTERNS, names_of_base
     from zinf.checkpoint import Checkpoints
+    from zinf.cli.places import has_any, place_of_checkpoints
     from zinf.cli.problem import dataset, problem
     from zinf.cli.train import resume_command
     from zinf.initialize import initialize
@@ -221,10 +225,11 @@ def import_(
 
     with clean_errors(traceback):
         loaded, mesh = on_devices(config, overrides=overrides or ())
-        folder = loaded.run.output / "checkpoints"
-        if folder.exists() and any(folder.iterdir()):
+        folder = place_of_checkpoints(loaded)
+        if has_any(folder):
             raise FileExistsError(
-                f"{folder} has checkpoints already. Name another run.output."
+                f"{folder} has checkpoints already. Name another run.output, or "
+                "another run.checkpoints."
             )
         arguments, named = problem(loaded)
         name_of, kept = _names(names), list(keep or ())

@@ -11,6 +11,7 @@ import optax
 
 from zinf import hf
 from zinf.checkpoint import Saved
+from zinf.cli.places import place_of_checkpoints
 from zinf.cli.problem import dataset, describing, is_huggingface, problem
 from zinf.config import Config
 from zinf.engine import Engine
@@ -52,7 +53,7 @@ def print_run_evaluation(
         num_batches: None takes `run.evaluate_batches`.
     """
     config, mesh = on_devices(path, overrides=overrides)
-    folder = find(config.run.output / "checkpoints", step)
+    folder = find(place_of_checkpoints(config), step)
     data = dataset(config, "validation")
     count = config.run.evaluate_batches if num_batches is None else num_batches
     with Saved(folder) as saved:

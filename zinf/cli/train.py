@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from zinf import hf
-from zinf.checkpoint import Checkpoints
+from zinf.checkpoint import Checkpoints, Place
+from zinf.cli.places import has_any, place_of_checkpoints
 from zinf.cli.problem import (
     batch_size,
     dataset,
@@ -61,7 +62,7 @@ def train_config(
             assert isinstance(engine, hf.ModelEngine)
             hf.Task(config).before_training(engine, batch_size(config), say)
         output = config.run.output
-        folder = output / "checkpoints"
+        folder = place_of_checkpoints(config)
         metrics = config.run.metrics or output / METRICS
         drawn = trace or output / TRACE
         if group.is_first and not config.run.resume:
@@ -156,24 +157,34 @@ def _alike(config: Config) -> dict[str, Any]:
     return {key: keys[key] for key in keys if key.rpartition(".")[2] not in own}
 
 
-def _set_aside(output: Path, checkpoints: Path, metrics: Path, trace: Path) -> None:
+def _set_aside(output: Path, checkpoints: Place, metrics: Path, trace: Path) -> None:
     """Moves the files of an earlier run to new folders with the same number.
 
     Its checkpoints go to `checkpoints.1`; its record, metrics and trace to `run.1`, a
     folder that `zinf report` can draw.
+
+    Raises:
+        FileExistsError: it has checkpoints in object storage, which moves nothing.
     """
-    has_checkpoints = checkpoints.is_dir() and any(checkpoints.iterdir())
+    has_checkpoints = has_any(checkpoints)
+    here = checkpoints if isinstance(checkpoints, Path) else output / "checkpoints"
+    if has_checkpoints and here is not checkpoints:
+        raise FileExistsError(
+            f"{checkpoints} has checkpoints of an earlier run, and object storage "
+            "cannot move them away. Continue that run (--set run.resume=true), or name "
+            "another place (run.checkpoints)."
+        )
     records = [path for path in (output / RUN, metrics, trace) if path.is_file()]
     # A trace without a record or metrics belongs to no run of this folder: the user
     # named the file, so it stays.
     has_records = (output / RUN).is_file() or metrics in records
     for number in count(1):
         run = output / f"run.{number}"
-        folder = checkpoints.with_name(f"{checkpoints.name}.{number}")
+        folder = here.with_name(f"{here.name}.{number}")
         if not run.exists() and not folder.exists():
             break
     if has_checkpoints:
-        checkpoints.rename(folder)
+        here.rename(folder)
         _say(
             f"Checkpoints of an earlier run are kept in {folder}. To continue a run "
             "instead of starting anew, use --set run.resume=true."

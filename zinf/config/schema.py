@@ -329,7 +329,7 @@ class Run(Section):
     """Seed of initialisation and dropout."""
 
     output: Folder = Path("runs/default")
-    """Folder of checkpoints and logs."""
+    """Folder of logs, and of checkpoints unless `checkpoints` names another place."""
 
     export: Folder | None = None
     """Folder for the tuned model, in the form that transformers loads, with
@@ -341,6 +341,10 @@ class Run(Section):
 
     checkpoint_every: Count | None = None
     """Steps between checkpoints; null: only at the end."""
+
+    checkpoints: Text | None = None
+    """Where checkpoints go: a folder, or s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or
+    file:///FOLDER; null: `checkpoints` in `output`."""
 
     keep_checkpoints: Count = 3
     """Checkpoints kept, the newest ones."""
@@ -355,7 +359,7 @@ class Run(Section):
     """Steps between printed metrics."""
 
     resume: Flag = False
-    """Continue from the newest checkpoint in `output`, if there is one."""
+    """Continue from the newest checkpoint, if there is one."""
 
     metrics: Folder | None = None
     """File of metrics, one JSON object per line and step; null: metrics.jsonl in

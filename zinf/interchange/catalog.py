@@ -1,15 +1,17 @@
 """Lists the checkpoints in a folder and the bytes that they take on the drive."""
 
-import json
 import os
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from zinf.checkpoint.bucket.keeper import complete, incomplete_steps
+from zinf.checkpoint.bucket.store import Store
 from zinf.checkpoint.incomplete import incomplete
 from zinf.checkpoint.keeper import ITEM
 from zinf.checkpoint.manifest import FILE
+from zinf.checkpoint.place import ObjectFolder, Place, as_place
 from zinf.checkpoint.saved import Saved
 
 Inode = tuple[int, int]
@@ -24,11 +26,12 @@ class Entry:
         problem: why the checkpoint cannot be used; None if it can.
         array_bytes: bytes of all arrays.
         own_bytes: bytes of the files on the drive. Hard links count once: files that an
-            entry before this one has too are left out.
+            entry before this one has too are left out. In object storage, bytes of the
+            chunks of a checkpoint that can be used.
         written_by: the version of zinf that wrote the checkpoint.
     """
 
-    folder: Path
+    folder: Place
     step: int | None
     problem: str | None = None
     num_arrays: int = 0
@@ -37,12 +40,15 @@ class Entry:
     written_by: str = ""
 
 
-def entries(path: Path) -> list[Entry]:
+def entries(path: Path | str | ObjectFolder) -> list[Entry]:
     """The checkpoints in a folder by step, followed by the incomplete ones.
 
     Raises:
         FileNotFoundError: there is no such folder, or it has no checkpoint.
     """
+    path = as_place(path)
+    if isinstance(path, ObjectFolder):
+        return _objects(path)
     seen: set[Inode] = set()
     found = [_entry(folder, step, seen) for step, folder in _complete(path)]
     if (path / FILE).exists():
@@ -52,11 +58,34 @@ def entries(path: Path) -> list[Entry]:
         problem = "saving or deleting it was cut short"
         found.append(Entry(folder, None, problem, own_bytes=own_bytes))
     if not found:
-        raise FileNotFoundError(f"{path} has no checkpoint, and is none.")
+        raise _none(path)
     return found
 
 
-def find(path: Path, step: int | None = None) -> Path:
+def _objects(folder: ObjectFolder) -> list[Entry]:
+    names = Store(folder).names(is_first=True)
+    found: list[Entry] = []
+    for step, place in complete(folder, names):
+        try:
+            with Saved(place) as saved:
+                grids = map(saved.grid, saved.arrays)
+                nbytes = sum(grid.num_chunks * grid.chunk_bytes for grid in grids)
+                found.append(_described(saved, step, nbytes))
+        except (OSError, ValueError) as error:
+            found.append(Entry(place, step, str(error)))
+    for step in incomplete_steps(names):
+        problem = "saving or deleting it was cut short, or is under way"
+        found.append(Entry(folder / str(step), None, problem))
+    if not found:
+        raise _none(folder)
+    return found
+
+
+def _none(path: Place) -> FileNotFoundError:
+    return FileNotFoundError(f"{path} has no checkpoint, and is none.")
+
+
+def find(path: Path | str | ObjectFolder, step: int | None = None) -> Place:
     """The folder with the manifest of a checkpoint.
 
     Args:
@@ -67,14 +96,17 @@ def find(path: Path, step: int | None = None) -> Path:
     Raises:
         FileNotFoundError: there is no checkpoint, or none of that step.
     """
-    complete = dict(_complete(path))
-    if step is None and complete:
-        return complete[
-            max(complete, key=lambda number: -1 if number is None else number)
-        ]
-    if step in complete:
-        return complete[step]
-    steps = ", ".join(str(number) for number in complete if number is not None)
+    path = as_place(path)
+    usable: dict[int | None, Place] = (
+        dict(complete(path, Store(path).names(is_first=True)))
+        if isinstance(path, ObjectFolder)
+        else dict(_complete(path))
+    )
+    if step is None and usable:
+        return usable[max(usable, key=lambda number: -1 if number is None else number)]
+    if step in usable:
+        return usable[step]
+    steps = ", ".join(str(number) for number in usable if number is not None)
     has = f"It has those of steps {steps}." if steps else "It has none."
     which = "" if step is None else f" of step {step}"
     raise FileNotFoundError(f"{path} has no complete checkpoint{which}. {has}")
@@ -101,20 +133,20 @@ def _entry(folder: Path, step: int | None, seen: set[Inode]) -> Entry:
     own_bytes = _new_bytes(folder, seen)
     try:
         with Saved(folder) as saved:
-            return Entry(
-                folder,
-                step,
-                num_arrays=len(saved.arrays),
-                array_bytes=sum(spec.nbytes for spec in saved.arrays.values()),
-                own_bytes=own_bytes,
-                written_by=_written_by(folder),
-            )
+            return _described(saved, step, own_bytes)
     except (OSError, ValueError) as error:
         return Entry(folder, step, str(error), own_bytes=own_bytes)
 
 
-def _written_by(folder: Path) -> str:
-    return str(json.loads((folder / FILE).read_bytes()).get("zinf_version"))
+def _described(saved: Saved, step: int | None, own_bytes: int) -> Entry:
+    return Entry(
+        saved.directory,
+        step,
+        num_arrays=len(saved.arrays),
+        array_bytes=sum(spec.nbytes for spec in saved.arrays.values()),
+        own_bytes=own_bytes,
+        written_by=saved.written_by,
+    )
 
 
 def _new_bytes(folder: Path, seen: set[Inode]) -> int:

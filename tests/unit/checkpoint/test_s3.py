@@ -1,6 +1,11 @@
 """Checkpoints on a server of S3 on this machine; needs the extra s3-tests."""
 
+import json
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,11 +15,15 @@ pytest.importorskip("moto")
 pytest.importorskip("boto3")
 
 import boto3
+import yaml
 from moto.server import ThreadedMotoServer
+from typer.testing import CliRunner, Result
 
 from tests.unit.checkpoint.cases import ARRAYS, SavedEngine
 from tests.unit.checkpoint.test_bucket import EMBED, advance
+from tests.unit.interchange.test_cli import config_in
 from zinf.checkpoint import Checkpoints, Saved
+from zinf.cli import app
 from zinf.program import Tier
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -67,3 +76,66 @@ def test_checkpoints_are_saved_kept_listed_and_resumed(client, open_residents):
 def test_a_bucket_that_is_not_there_is_named(client):
     with pytest.raises(OSError, match="there is no bucket 'absent'"):
         Checkpoints("s3://absent/run")
+
+
+def run(*arguments: Any) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def losses(folder: Path) -> dict[int, float]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["loss"] for line in lines}
+
+
+def test_a_command_that_is_killed_goes_on_from_its_bucket(client, tmp_path):
+    """Killed with an upload under way: the losses are those of an undisturbed run."""
+    letters = np.random.default_rng(0).integers(97, 105, 4000).astype(np.uint8)
+    (tmp_path / "text.txt").write_bytes(letters.tobytes())
+    config = config_in(tmp_path)
+    config["run"] |= {"steps": 3, "checkpoint_every": 1}
+    url = "s3://bucket/train"
+    for name, where in (("plain", None), ("killed", url)):
+        output = str(tmp_path / name)
+        changed = config["run"] | {"output": output, "checkpoints": where}
+        text = yaml.safe_dump(config | {"run": changed})
+        (tmp_path / f"{name}.yaml").write_text(text)
+    assert run("train", tmp_path / "plain.yaml").exit_code == 0
+    command = ["train", str(tmp_path / "killed.yaml")]
+    killed = subprocess.Popen([sys.executable, "-c", KILLED, *command])
+    assert killed.wait() == -signal.SIGKILL
+    found = {key.split("/")[1] for key in keys(client, "train/")}
+    assert found == {"1", "2"}  # of step 2, not all
+    listed = run("checkpoint", "ls", url)
+    assert "s3://bucket/train/2 cannot be used: saving" in listed.output
+    assert not (tmp_path / "killed" / "checkpoints").exists()
+
+    refused = run(*command)
+    assert refused.exit_code == 2
+    assert "has checkpoints of an earlier run" in refused.output
+    resumed = run(*command, "--set", "run.resume=true")
+    assert resumed.exit_code == 0, resumed.output
+    assert "Resuming after step 1" in resumed.output
+    assert losses(tmp_path / "killed") == losses(tmp_path / "plain")
+    same = run("checkpoint", "diff", url, tmp_path / "plain" / "checkpoints")
+    assert same.exit_code == 0, same.output
+    assert run("checkpoint", "verify", url).exit_code == 0
+
+
+# Dies of SIGKILL in the second save, when it has begun to upload it.
+KILLED = """
+import os, signal
+from zinf.checkpoint.bucket.store import Store
+from zinf.cli import main
+
+put = Store.put
+
+def dies(self, name, content):
+    if self.folder.prefix.endswith("2/state") and name.startswith("state1/"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    done = put(self, name, content)
+    done.wait()
+    return done
+
+Store.put = dies
+main()
+"""
