@@ -23,6 +23,7 @@ from zinf.executor.runner import AbstractRunner
 from zinf.executor.runners import Evaluation, make_evaluation, make_runner, switch
 from zinf.inference import ROWS, Asked, Decoder, GenerationPlanner, Sampling, complete
 from zinf.memory import Residents, Stores, close_when_dropped
+from zinf.memory.pinned import PinnedStore
 from zinf.optim.decision import MIXED
 from zinf.plan import Plan
 from zinf.prepare.batch import (
@@ -748,7 +749,9 @@ class Engine:
         """Where the arrays rest; None if they are not placed yet."""
         if not self.is_placed:
             return None
-        return AtRest(self._residents.homes, self._residents.layouts)
+        residents = self._residents
+        is_in_stacks = isinstance(self.stores.host, PinnedStore)
+        return AtRest(residents.homes, residents.layouts, is_in_stacks)
 
     def _place(self, made: Streamed | Fused | Offloaded) -> None:
         plan, layouts = made.plan, made.layouts

@@ -8,9 +8,9 @@ jax with whole-tree offload.
 It needs the TPU compiler (`pip install 'zinf[tpu-topology]'`) and no TPU. Plain jax
 keeps masters and Adam's moments of the same model in pinned host memory, moves them to
 the device at once, and computes the layers in one scan with remat, as MaxText does.
-Hidden bytes of a copy are those that the host link moves while the matmuls between its
-start and its end run, at half of the peak of both; "in passes" leaves out the copies
-without such matmuls, which are those of updates.
+Bytes are "behind" if the schedule has matmuls between the start and the end of their
+copy. Those are "hidden" that the host link moves while these matmuls run, at half of
+the peak of both; "in passes" is the hidden share of those behind.
 """
 
 import argparse
@@ -30,8 +30,18 @@ from zinf.models import GPTConfig, init_and_loss, num_parameters
 from zinf.topology import HostCopy, Topology, host_copies, memory, parse_topology
 
 GIB = 2**30
+LATE = 8
 TX = optax.adamw(1e-4)
-COLUMNS = "step", "device GiB", "host GiB", "async", "hidden", "in passes", "compile s"
+COLUMNS = (
+    "step",
+    "device GiB",
+    "host GiB",
+    "async",
+    "behind",
+    "hidden",
+    "in passes",
+    "compile s",
+)
 
 
 def gpt(layers: int, dim: int, length: int, **options: Any) -> GPTConfig:
@@ -46,16 +56,25 @@ def gpt(layers: int, dim: int, length: int, **options: Any) -> GPTConfig:
 
 
 def offloaded(
-    model: GPTConfig, machine: Topology, batch: int, budget: int, clip: float = 1.0
+    model: GPTConfig,
+    machine: Topology,
+    batch: int,
+    microbatches: int = 1,
+    clip: float = 1.0,
 ) -> Any:
-    """The planned offloaded step of a model."""
+    """The planned offloaded step of a model.
+
+    Args:
+        batch: sequences of a step.
+    """
     init, loss = init_and_loss(model, seed=0)
     config = {
         "execution": "offloaded",
         "bf16": {"enabled": True},
         "gradient_clipping": clip,
+        "gradient_accumulation_steps": microbatches,
         "zero_optimization": {"stage": 3},
-        "memory": {"device": budget, "host": "16TiB"},
+        "memory": {"device": machine.chip.memory_bytes, "host": "16TiB"},
     }
     mesh = zinf.make_mesh(machine.devices())
     planner = make_planner(loss, init, TX, config, mesh=mesh, topology=machine)
@@ -112,8 +131,8 @@ def whole_tree(model: GPTConfig, machine: Topology, batch: int) -> Any:
     return machine.compile(jitted.lower(*state, tokens))
 
 
-def hidden(copies: Sequence[HostCopy], machine: Topology) -> tuple[float, float, float]:
-    """`(asynchronous, hidden, hidden of copies with matmuls)` as shares of bytes."""
+def hidden(copies: Sequence[HostCopy], machine: Topology) -> tuple[float, ...]:
+    """`(asynchronous, behind, hidden, hidden of those behind)` as shares of bytes."""
     link = machine.chip.host_link_bytes_per_second / 2
     flops = machine.chip.flops_per_second / 2
     moved = behind = started = passes = 0.0
@@ -124,7 +143,19 @@ def hidden(copies: Sequence[HostCopy], machine: Topology) -> tuple[float, float,
         behind += within
         started += nbytes * copy.is_async
         passes += nbytes * (copy.overlapped_matmuls > 0)
-    return started / moved, behind / moved, behind / (passes or 1)
+    return started / moved, passes / moved, behind / moved, behind / (passes or 1)
+
+
+def show_late(copies: Sequence[HostCopy]) -> None:
+    """The copies without matmuls to hide them that move most, and their shares."""
+    moved = sum(copy.nbytes * copy.times for copy in copies)
+    late = [copy for copy in copies if not copy.overlapped_matmuls]
+    late = sorted(late, key=lambda copy: -copy.nbytes * copy.times)[:LATE]
+    for copy in late:
+        way = "to the host" if copy.is_to_host else "to the device"
+        share = copy.nbytes * copy.times / moved
+        size = f"{copy.nbytes / 2**20:,.1f} MiB x {copy.times:,}"
+        print(f"  not behind matmuls: {share:.1%} of the bytes, {size} {way}")
 
 
 def row(name: str, compiled: Any, machine: Topology, seconds: float) -> tuple[str, ...]:
@@ -145,7 +176,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--dim", type=int, default=2048)
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=4, help="sequences of a step")
+    parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--without-plain", action="store_true")
     parser.add_argument(
         "--without-clipping",
@@ -154,23 +186,24 @@ def main() -> None:
     )
     asked = parser.parse_args()
     machine = parse_topology(asked.topology)
-    rest = machine, asked.batch
     model = gpt(asked.layers, asked.dim, asked.length)
     start = process_time()
     clip = 0.0 if asked.without_clipping else 1.0
-    made = offloaded(model, *rest, machine.chip.memory_bytes, clip)
+    made = offloaded(model, machine, asked.batch, asked.microbatches, clip)
     seconds = process_time() - start
     print(f"{num_parameters(model) / 1e9:.2f}B parameters on {machine.text}")
     print(made.plan.summary())
     show(COLUMNS)
     show(row("offloaded", made.program.step, machine, seconds))
+    show_late(host_copies(made.program.step.as_text()))
     if not asked.without_plain:
         stacked = gpt(
             asked.layers, asked.dim, asked.length, scan_layers=True, remat=True
         )
         start = process_time()
         try:
-            compiled = whole_tree(stacked, *rest)
+            # Without accumulation, which would take more.
+            compiled = whole_tree(stacked, machine, asked.batch // asked.microbatches)
         except jax.errors.JaxRuntimeError as error:
             print(f"plain jax with whole-tree offload: {str(error)[:600]}")
         else:

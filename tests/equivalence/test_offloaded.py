@@ -136,8 +136,11 @@ def test_without_clipping_layers_are_updated_in_the_backward_pass():
     np.testing.assert_allclose(found, wanted, rtol=TOLERANCE)
     assert_same_leaves(params, expected)
     layers = 3 * 6 * 6 * 4  # matrices of the loop; their vectors move as one stack
-    assert late.h2d_bytes - early.h2d_bytes == 2 * layers
-    assert late.d2h_bytes - early.d2h_bytes == layers
+    assert late.moved.h2d_bytes - early.moved.h2d_bytes == 2 * layers
+    assert late.moved.d2h_bytes - early.moved.d2h_bytes == layers
+    # Each layer's gradient, parameters and two moments wait for the norm.
+    assert late.moved.late_h2d_bytes - early.moved.late_h2d_bytes == 4 * layers
+    assert late.moved.late_d2h_bytes - early.moved.late_d2h_bytes == 3 * layers
     # A device with room for one layer's state only updates after the backward pass.
     assert late.device_bytes < early.device_bytes
     small = start(OFFLOADED, memory={"device": early.device_bytes - 1})

@@ -70,8 +70,8 @@ class Config(DeepSpeedKeys):
 
     execution: Literal["auto", "fused", "offloaded", "streamed"] = "auto"
     """One fused step on the device; one program whose state rests in pinned host memory
-    (offloaded); or segments streamed between tiers. auto: fused if it fits, otherwise
-    streamed."""
+    (offloaded); or segments streamed between tiers. auto: fused if it fits; otherwise
+    streamed, or on an accelerator offloaded if that is predicted to be faster."""
 
     frozen: tuple[Text, ...] = ()
     """Glob patterns of parameter key paths (such as embed/*) that are not trained."""

@@ -108,10 +108,14 @@ def duration(instruction: Instruction, rates: Rates) -> float:
         seconds += instruction.nbytes / rates.update_bytes_per_second[tier]
     computing = instruction.flops / rates.flops_per_second
     if isinstance(instruction.operation, OffloadedStep):
-        # Passes overlap with the transfers of their parameters and gradients.
+        # Passes overlap with the transfers of their parameters and gradients. Updates
+        # after them compute next to nothing.
         speeds = rates.link_bytes_per_second
-        moving = [n / speeds[x] for x, n in instruction.operation.moved.items()]
+        late = instruction.operation.moved_late
+        moved = instruction.operation.moved.items()
+        moving = [(n - late[x]) / speeds[x] for x, n in moved]
         computing = max(computing, *moving)
+        seconds += max(n / speeds[x] for x, n in late.items())
     rate = rates.exchange_bytes_per_second
     hidden = instruction.exchange.hidden_bytes / rate
     return seconds + max(computing, hidden) + instruction.exchange.exposed_bytes / rate

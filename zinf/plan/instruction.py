@@ -200,16 +200,26 @@ class OffloadedStep:
     """The whole training step as one executable that moves host arrays by itself.
 
     Attributes:
-        h2d_bytes, d2h_bytes: what the executable moves between host and device.
+        h2d_bytes, d2h_bytes: what the executable moves between host and device, for
+            all devices of this process.
+        late_h2d_bytes, late_d2h_bytes: those of them that updates move after the last
+            pass, when nothing else is computed.
     """
 
     h2d_bytes: int
     d2h_bytes: int
+    late_h2d_bytes: int = 0
+    late_d2h_bytes: int = 0
 
     @property
     def moved(self) -> dict[Link, int]:
         """The bytes that it moves over each link."""
         return {Link.H2D: self.h2d_bytes, Link.D2H: self.d2h_bytes}
+
+    @property
+    def moved_late(self) -> dict[Link, int]:
+        """The bytes of `moved` that no pass hides."""
+        return {Link.H2D: self.late_h2d_bytes, Link.D2H: self.late_d2h_bytes}
 
     def __str__(self) -> str:
         return "run the whole step, state on the host"

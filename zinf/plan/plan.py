@@ -34,6 +34,7 @@ class Plan:
         peak_bytes: the most bytes that any execution holds on each tier.
         capacity_bytes: the budget of each tier.
         rates: the speeds assumed in `timeline`.
+        why: why the step runs this way, where there was a choice: a sentence.
     """
 
     instructions: tuple[Instruction, ...]
@@ -42,6 +43,7 @@ class Plan:
     peak_bytes: dict[Tier, int]
     capacity_bytes: dict[Tier, int]
     rates: Rates = field(default_factory=Rates)
+    why: str = ""
 
     @property
     def is_fused(self) -> bool:
@@ -135,6 +137,7 @@ class Plan:
             home_bytes=self.home_bytes,
             peak_bytes=self.peak_bytes,
             capacity_bytes=self.capacity_bytes,
+            why=self.why,
         )
 
     def __str__(self) -> str:

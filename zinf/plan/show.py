@@ -35,15 +35,18 @@ class Summary:
     sentence: str
     tiers: list[tuple[str, ...]]
     links: list[tuple[str, ...]]
+    why: str = ""
 
     def __str__(self) -> str:
         tiers, links = _aligned(self.tiers, left=(0,)), _aligned(self.links, (0, 3))
-        return "\n".join([self.sentence, "", *tiers, "", *links])
+        said = [self.sentence, *([self.why] if self.why else [])]
+        return "\n".join([*said, "", *tiers, "", *links])
 
     def html(self) -> str:
         tiers = html_table(self.tiers[1:], self.tiers[0], numbers=(1, 2, 3))
         links = html_table(self.links[1:], self.links[0], numbers=(1, 2))
-        return f"<p>{escape(self.sentence)}</p>{tiers}{links}"
+        why = f"<p>{escape(self.why)}</p>" if self.why else ""
+        return f"<p>{escape(self.sentence)}</p>{why}{tiers}{links}"
 
 
 def summarize(
@@ -53,6 +56,7 @@ def summarize(
     home_bytes: Mapping[Tier, int],
     peak_bytes: Mapping[Tier, int],
     capacity_bytes: Mapping[Tier, int],
+    why: str = "",
 ) -> Summary:
     """Bytes by tier, traffic by link, and the link that binds."""
     rows: list[tuple[str, ...]] = [("tier", "at rest", "peak", "budget")]
@@ -83,7 +87,7 @@ def summarize(
         )
     predicted = show_seconds(timeline.seconds)
     count = f"{len(instructions)} instruction{'s' * (len(instructions) != 1)}"
-    return Summary(f"{count}, predicted {predicted} a step", rows, links)
+    return Summary(f"{count}, predicted {predicted} a step", rows, links, why)
 
 
 def show_instructions(instructions: Sequence[Instruction], timeline: Timeline) -> str:

@@ -23,11 +23,11 @@ import numpy as np
 
 from zinf.jaxpr.keys import to_words
 from zinf.memory.pinned import Stack
-from zinf.mesh import replicated
+from zinf.mesh import local_devices, replicated
 from zinf.optim.clipping import Clipping
 from zinf.optim.decision import judge
 from zinf.optim.separate import Separated
-from zinf.plan import count_contributions
+from zinf.plan import OffloadedStep, count_contributions
 from zinf.prepare.fused import (
     batch_shardings,
     device_bytes,
@@ -64,7 +64,7 @@ class OffloadedProgram:
         device_bytes: what one device holds while the step runs.
         host_bytes: what this process holds in host memory meanwhile: stacks, and
             gradients that wait for the end of the backward pass.
-        h2d_bytes, d2h_bytes: what one device moves in a step.
+        moved: what the devices of this process move in a step.
         num_loops: the loops over layers.
         updates_in_passes: whether loops update layers before the whole gradient is
             known.
@@ -76,8 +76,7 @@ class OffloadedProgram:
     device_bytes: int
     host_bytes: int
     flops: int
-    h2d_bytes: int
-    d2h_bytes: int
+    moved: OffloadedStep
     num_loops: int
     updates_in_passes: bool
 
@@ -91,19 +90,27 @@ class OffloadedProgram:
         return (*self.changed, *self.fixed)
 
 
-def check_offloadable(rule: AxisRule, *, num_processes: int) -> None:
-    """Raise for meshes on which the offloaded step has not been shown to work.
+def not_offloadable(rule: AxisRule, num_processes: int) -> list[str]:
+    """What of a mesh the offloaded step has not been shown to work with.
 
-    Raises:
-        NotImplementedError: several processes, a divided sequence, or groups of
-            devices that hold all parameters.
+    It is several processes, a divided sequence, and groups of devices that hold all
+    parameters.
     """
     asked = {
         f"{num_processes} processes": num_processes > 1,
         f"mesh.seq = {rule.size(Dim.SEQUENCE)}": rule.size(Dim.SEQUENCE) > 1,
         "zero_hpz_partition_size": rule.gathers_in_group,
     }
-    found = [name for name, is_asked in asked.items() if is_asked]
+    return [name for name, is_asked in asked.items() if is_asked]
+
+
+def check_offloadable(rule: AxisRule, *, num_processes: int) -> None:
+    """Raise for meshes on which the offloaded step has not been shown to work.
+
+    Raises:
+        NotImplementedError: `not_offloadable` names something.
+    """
+    found = not_offloadable(rule, num_processes)
     if found:
         raise NotImplementedError(
             "execution is 'offloaded', which does not work yet with "
@@ -174,8 +181,7 @@ def compile_offloaded(
     compiled = compile_for(layouts.mesh, jitted.lower(*stacks, *inputs))
     at_rest = sum(stack.nbytes for stack in (*changed, *fixed))
     on_device, on_host = _workspace(compiled, made.gradient_bytes)
-    num_local = len(layouts.mesh.local_devices) or 1
-    moved = [sum(map(device_bytes, group)) for group in stacks]
+    num_local = len(local_devices(layouts.mesh))
     return OffloadedProgram(
         compiled,
         changed,
@@ -183,8 +189,7 @@ def compile_offloaded(
         on_device + sum(map(device_bytes, jax.tree.leaves(inputs))),
         at_rest + num_local * on_host,
         made.flops // layouts.mesh.size,
-        h2d_bytes=made.param_bytes * 2 + made.gradient_bytes + made.fetched_bytes,
-        d2h_bytes=made.gradient_bytes + moved[0],
+        made.moved(num_local),
         num_loops=sum(part.is_loop for part in made.parts),
         updates_in_passes=bool(made.in_passes),
     )
@@ -299,16 +304,20 @@ class _Step:
         params = [s for s in stacks if s.members[0].role == Role.PARAM]
         return sum(device_bytes(_abstract(stack)) for stack in params)
 
-    @property
-    def fetched_bytes(self) -> int:
-        """Bytes that updates fetch besides gradients: masters and optimizer state."""
-        return sum(
-            device_bytes(_abstract(stack))
-            for params, update in self.of_stack.items()
-            for stack in update.read
+    def moved(self, num_devices: int) -> OffloadedStep:
+        """The bytes that the program moves, for some devices with equal shares."""
+        fetched, written = {True: 0, False: 0}, {True: 0, False: 0}
+        for params, update in self.of_stack.items():
+            is_late = params not in self.in_passes
             # A pass has the parameters.
-            if stack is not params or params not in self.in_passes
-        )
+            read = [s for s in update.read if is_late or s is not params]
+            fetched[is_late] += sum(device_bytes(_abstract(s)) for s in read)
+            written[is_late] += sum(device_bytes(_abstract(s)) for s in update.written)
+        gradients = self.gradient_bytes
+        late = gradients + fetched[True], written[True]
+        h2d = 2 * self.param_bytes + fetched[False] + late[0]
+        d2h = gradients + written[False] + late[1]
+        return OffloadedStep(*[n * num_devices for n in (h2d, d2h, *late)])
 
     @property
     def flops(self) -> int:

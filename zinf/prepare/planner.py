@@ -29,7 +29,6 @@ from zinf.plan import (
     Catalog,
     Choices,
     InfeasibleError,
-    OffloadedStep,
     Plan,
     Rates,
     Shortage,
@@ -48,6 +47,13 @@ from zinf.prepare.arrays import (
     residents,
 )
 from zinf.prepare.batch import batch_spec, check_rows
+from zinf.prepare.choice import (
+    FUSED,
+    computes_elsewhere,
+    faster,
+    in_short,
+    why_not_offloaded,
+)
 from zinf.prepare.exchange import segment_exchanges
 from zinf.prepare.fused import FusedProgram, compile_fused
 from zinf.prepare.joint import Joint, grouped
@@ -59,6 +65,7 @@ from zinf.prepare.offloaded import (
 )
 from zinf.prepare.resources import Resources
 from zinf.prepare.shrink import Limits, is_worth_trying, reasons, tighter
+from zinf.prepare.sound import check_sound
 from zinf.prepare.updates import Updates, compile_program_updates
 from zinf.program import ArrayId, ArraySpec, Program, Role, Tier
 from zinf.segment import (
@@ -91,10 +98,15 @@ Measure = Callable[["Streamed", "Planner", Any], Rates]
 
 @dataclass(frozen=True)
 class AtRest:
-    """The tiers where the arrays of an earlier step rest, and how they are cut."""
+    """The tiers where the arrays of an earlier step rest, and how they are cut.
+
+    Attributes:
+        is_in_stacks: whether they rest as an offloaded step has them.
+    """
 
     homes: Mapping[ArrayId, Tier]
     layouts: Layouts
+    is_in_stacks: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,6 +134,11 @@ class Streamed:
     def plan(self) -> Plan:
         return self.arranged.plan
 
+    def because(self, why: str) -> "Streamed":
+        """The step with a plan that says why."""
+        plan = replace(self.plan, why=why)
+        return replace(self, arranged=replace(self.arranged, plan=plan))
+
 
 @dataclass(frozen=True)
 class Fused:
@@ -131,6 +148,10 @@ class Fused:
     program: FusedProgram
     layouts: Layouts
 
+    def because(self, why: str) -> "Fused":
+        """The step with a plan that says why."""
+        return replace(self, plan=replace(self.plan, why=why))
+
 
 @dataclass(frozen=True)
 class Offloaded:
@@ -139,6 +160,10 @@ class Offloaded:
     plan: Plan
     program: OffloadedProgram
     layouts: Layouts
+
+    def because(self, why: str) -> "Offloaded":
+        """The step with a plan that says why."""
+        return replace(self, plan=replace(self.plan, why=why))
 
 
 @dataclass(frozen=True)
@@ -214,9 +239,12 @@ class Planner:
             InfeasibleError: no plan fits the budgets.
         """
         with self.planning():
-            made = self._plan(batch, at_rest)
+            made, why = self._plan(batch, at_rest)
             if isinstance(made, Streamed) and self.measure is not None:
                 made = self._timed(made, batch)
+            if why:
+                made = made.because(why)
+                logger.info("execution: %s", why)
         self.agree_on(made.plan, "plan")
         if isinstance(made, Streamed) and at_rest is None and self.group.is_first:
             arranged = made.arranged.catalog
@@ -267,15 +295,21 @@ class Planner:
         short = Shortage(found.available_bytes, found.needed_bytes, what)
         return InfeasibleError({Tier.DEVICE: short}, self.capacity())
 
-    def _plan(self, batch: Any, at_rest: AtRest | None) -> Streamed | Fused | Offloaded:
+    def _plan(
+        self, batch: Any, at_rest: AtRest | None
+    ) -> tuple[Streamed | Fused | Offloaded, str]:
+        """The step, and why it runs this way if `execution: auto` had a choice."""
         mode = self.config.execution
         # Trace before fusing too: this refuses functions that are not a loss.
         source = self.trace(batch, self.config.segment_max_bytes)
         check_dependence(source)
         homes = None if at_rest is None else at_rest.homes
         layouts = self.layouts(source) if at_rest is None else at_rest.layouts
-        if mode == "offloaded":
-            return self.offload(batch, source, layouts)
+        if mode == "offloaded" or (at_rest is not None and at_rest.is_in_stacks):
+            return self.offload(batch, source, layouts), ""
+        is_open = (
+            mode == "auto" and homes is None and computes_elsewhere(self.rule.mesh)
+        )
         may_fuse = mode != "streamed" and self.fits_fused(layouts, homes)
         # The fused step gathers inside the differentiated function, where an encoded
         # gather would have no derivative, and would be saved for the backward pass.
@@ -289,11 +323,40 @@ class Planner:
             )
         if may_fuse:
             try:
-                return self.fuse(batch, layouts)
+                return self.fuse(batch, layouts), FUSED if is_open else ""
             except InfeasibleError:
                 if mode == "fused" or homes is not None:
                     raise
-        return self.stream(batch, source, layouts, homes)
+        if is_open:
+            return self._offload_or_stream(batch, source, layouts)
+        return self.stream(batch, source, layouts, homes), ""
+
+    def _offload_or_stream(
+        self, batch: Any, source: Source, layouts: Layouts
+    ) -> tuple[Streamed | Offloaded, str]:
+        """The one of the two that is predicted to be faster, and why."""
+        offloaded, mesh = None, (self.rule, self.group.count, self.topology)
+        why_not = why_not_offloaded(self.config, *mesh)
+        if why_not is None:
+            try:
+                offloaded = self.offload(batch, source, layouts)
+            except (NotImplementedError, ValueError) as error:
+                why_not = in_short(error)
+            except jax.errors.JaxRuntimeError as error:
+                refused = self._refused(error)
+                if refused is error:
+                    raise
+                why_not = in_short(refused)
+        try:
+            streamed = self.stream(batch, source, layouts, None)
+        except InfeasibleError as error:
+            if offloaded is None:
+                raise
+            return offloaded, f"Offloaded; not streamed, because {in_short(error)}."
+        if offloaded is None:
+            return streamed, f"Streamed; not offloaded, because {why_not}."
+        is_faster, why = faster(offloaded.plan, streamed.plan)
+        return (offloaded if is_faster else streamed), why
 
     def trace(self, batch: Any, max_bytes: int | None = None) -> Source:
         leaves = named_leaves(batch)
@@ -353,28 +416,12 @@ class Planner:
     def offload(self, batch: Any, source: Source, layouts: Layouts) -> Offloaded:
         check_offloadable(self.rule, num_processes=self.group.count)
         segmented = self.cut(source, layouts, self.config.segment_max_bytes)
-        waits = bool(self.clipping) or self.config.loss_scaling is not None
-        for updates_in_passes in (False,) if waits else (True, False):
-            program = compile_offloaded(
-                self.problem,
-                self.separated,
-                segmented,
-                batch,
-                key=self.key,
-                num_microbatches=self.config.num_microbatches,
-                clipping=self.clipping,
-                layouts=layouts,
-                offloads_values=self.config.activation_tier == Tier.HOST,
-                updates_in_passes=updates_in_passes,
-            )
-            # The state of a whole layer is on the device then.
-            if program.device_bytes <= self.capacity()[Tier.DEVICE]:
-                break
+        program = self._offloaded_program(batch, segmented, layouts)
         found = piece_specs(self.array_specs(), segmented.program, None)
         pieces = [array for array in found if array.role != Role.CONST]
         plan = offloaded_plan(
             dict.fromkeys(pieces, Tier.HOST),
-            OffloadedStep(program.h2d_bytes, program.d2h_bytes),
+            program.moved,
             sum(stack.nbytes for stack in program.stacks),
             {Tier.DEVICE: program.device_bytes, Tier.HOST: program.host_bytes},
             self.capacity(),
@@ -382,8 +429,50 @@ class Planner:
             self.rates(),
         )
         if self.topology is None:
-            check_pinned(local_devices(self.rule.mesh), program.host_bytes)
+            devices = local_devices(self.rule.mesh)
+            check_pinned(devices, program.host_bytes)
+            if computes_elsewhere(self.rule.mesh):
+                check_sound(devices[0])
         return Offloaded(plan, program, layouts)
+
+    def _offloaded_program(
+        self, batch: Any, segmented: Segmented, layouts: Layouts
+    ) -> OffloadedProgram:
+        """The first form that fits the device, or else the last one.
+
+        Updates in passes have the state of a whole layer on the device, and fewer bytes
+        to move. Inputs of layers that wait on the host are the last resort.
+        """
+        waits = bool(self.clipping) or self.config.loss_scaling is not None
+        is_host = self.config.activation_tier == Tier.HOST
+        forms = [
+            (offloads_values, updates_in_passes)
+            for offloads_values in ((True,) if is_host else (False, True))
+            for updates_in_passes in ((False,) if waits else (True, False))
+        ]
+        for form in forms:
+            offloads_values, updates_in_passes = form
+            try:
+                program = compile_offloaded(
+                    self.problem,
+                    self.separated,
+                    segmented,
+                    batch,
+                    key=self.key,
+                    num_microbatches=self.config.num_microbatches,
+                    clipping=self.clipping,
+                    layouts=layouts,
+                    offloads_values=offloads_values,
+                    updates_in_passes=updates_in_passes,
+                )
+            except jax.errors.JaxRuntimeError as error:
+                if form == forms[-1] or out_of_memory(error) is None:
+                    raise
+                continue
+            is_last = form == forms[-1]
+            if is_last or program.device_bytes <= self.capacity()[Tier.DEVICE]:
+                return program
+        raise AssertionError("no form")
 
     # The streamed step: segment by segment.
 
