@@ -30,7 +30,7 @@ LAYERS = (
     ("memory", "sharding", "moe"),
     ("tiling", "data", "models"),
     ("segment",),
-    ("plan", "optim", "sequence"),
+    ("plan", "optim", "sequence", "tensor"),
     ("prepare",),
     ("executor", "checkpoint", "observe", "verification"),
     ("session", "inference"),

@@ -92,6 +92,16 @@ def inline_all(closed: Any) -> Graph:
     return _written(_Inliner(), closed)
 
 
+def inlined(graph: Graph) -> Graph:
+    """`inline_all` of a flat program; it has the same inputs."""
+    emitter = _Inliner()
+    emitter.consts.update(graph.consts)
+    jaxpr = build_jaxpr(graph.invars, graph.outvars, graph.equations)
+    outvars = emitter.inline(jaxpr, {v: v for v in graph.invars})
+    equations = tuple(emitter.equations)
+    return Graph(graph.invars, tuple(outvars), equations, emitter.consts)
+
+
 def _written(emitter: Emitter, closed: Any) -> Graph:
     """The program that an emitter writes for a closed jaxpr, without dead code."""
     jaxpr, consts = open_jaxpr(closed)

@@ -1,0 +1,4 @@
+"""Cuts the weights of a layer over devices (tensor parallelism)."""
+
+from zinf.tensor.cuts import channel_dims as channel_dims
+from zinf.tensor.cuts import find_cuts as find_cuts
