@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-REPLICA, FSDP, SEQ, EXPERT = "replica", "fsdp", "seq", "expert"
-AXES = (REPLICA, FSDP, SEQ, EXPERT, "tensor")
+REPLICA, FSDP, SEQ, EXPERT, TENSOR = "replica", "fsdp", "seq", "expert", "tensor"
+AXES = (REPLICA, FSDP, SEQ, EXPERT, TENSOR)
 
 
 def make_mesh(
@@ -22,11 +22,13 @@ def make_mesh(
     num_replicas: int = 1,
     num_seq: int = 1,
     num_expert: int = 1,
+    num_tensor: int = 1,
 ) -> Mesh:
     """A mesh of `num_replicas` groups of devices; each group holds the whole state.
 
-    In a group, `num_seq` devices each divide the positions of the same examples, and
-    `num_expert` devices each divide the experts of a layer.
+    In a group, `num_seq` devices each divide the positions of the same examples,
+    `num_expert` devices each divide the experts of a layer, and `num_tensor` devices
+    each divide the weights of a layer.
 
     The devices keep their order. In the order of `jax.devices()`, devices of one
     process are neighbours along `fsdp`, so a process stores one block of an array.
@@ -34,15 +36,19 @@ def make_mesh(
     Raises:
         ValueError: the devices do not divide evenly into the groups.
     """
-    inner = num_seq * num_expert
+    inner = num_seq * num_expert * num_tensor
     if len(devices) % (num_replicas * inner) and inner > 1:
-        counts = {"sequences": num_seq, "experts": num_expert}
+        counts = {"sequences": num_seq, "experts": num_expert, "weights": num_tensor}
         groups = " and ".join(
             f"of {count} that divide {what}"
             for what, count in counts.items()
             if count > 1
         )
-        names = {"mesh.seq": num_seq, "mesh.expert": num_expert}
+        names = {
+            "mesh.seq": num_seq,
+            "mesh.expert": num_expert,
+            "mesh.tensor": num_tensor,
+        }
         asked = " or ".join(name for name, count in names.items() if count > 1)
         raise ValueError(
             f"{len(devices)} devices cannot be divided into {num_replicas} replicas, "
@@ -54,7 +60,7 @@ def make_mesh(
             "the same size. Set mesh.replica (or mics_shard_size) to a divisor."
         )
     num_shards = len(devices) // (num_replicas * inner)
-    shape = (num_replicas, num_shards, num_seq, num_expert, 1)
+    shape = (num_replicas, num_shards, num_seq, num_expert, num_tensor)
     # With Explicit axes, jax's default, `w @ w.T` in a model is a type error.
     types = (AxisType.Auto,) * len(AXES)
     return Mesh(np.asarray(devices, object).reshape(shape), AXES, axis_types=types)

@@ -214,7 +214,10 @@ class Config(DeepSpeedKeys):
         yield from precision_violations(self._bf16, self.fp16)
         yield from memory_violations(self.zero_optimization, self.memory)
         yield from mesh_violations(
-            self.zero_optimization, self.mesh, self.expert_parallel
+            self.zero_optimization,
+            self.mesh,
+            self.expert_parallel,
+            self.tensor_parallel,
         )
         yield from execution_violations(
             self.execution,

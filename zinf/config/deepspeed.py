@@ -13,7 +13,7 @@ from zinf.config.opaque import AnyKeys
 from zinf.config.optimizer import Optimizer
 from zinf.config.precision import BF16, FP16, DataTypes
 from zinf.config.quantization import WeightQuantization
-from zinf.config.scalar import Count, Flag, NonNegative, Text
+from zinf.config.scalar import Count, Flag, NonNegative, Text, Whole
 from zinf.config.scheduler import Scheduler
 from zinf.config.section import Section
 from zinf.config.status import Auto, Unsupported
@@ -56,6 +56,16 @@ class ExpertParallel(Section):
     def size(self) -> int:
         """The devices that divide experts; 1 if it is off."""
         return self.autoep_size if self.enabled else 1
+
+
+class TensorParallel(Section):
+    """DeepSpeed's AutoTP. zinf finds which weights to cut in the traced program."""
+
+    IGNORED = TABLE["tensor_parallel"]
+
+    autotp_size: Whole = 1
+    """Devices that divide the weights of a layer; the same as mesh.tensor. 0 or 1: it
+    is off."""
 
 
 class TensorBoard(Section):
@@ -148,8 +158,8 @@ class DeepSpeedKeys(Section):
     pipeline: Pipeline | None = None
     """Pipeline parallelism."""
 
-    tensor_parallel: Unsupported[AnyKeys | None] = None
-    """Tensor parallelism; remove it."""
+    tensor_parallel: TensorParallel = Field(default_factory=TensorParallel)
+    """DeepSpeed's AutoTP: tensor parallelism for any model."""
 
     expert_parallel: ExpertParallel = Field(default_factory=ExpertParallel)
     """DeepSpeed's AutoEP: expert parallelism for models of transformers."""

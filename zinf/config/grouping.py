@@ -16,10 +16,11 @@ from zinf.config.section import Section
 class Grouping:
     """Attributes:
     num_replicas: groups of devices that each hold all state.
-    num_shards: devices of a group, over `num_seq` and `num_expert`; None: all devices.
+    num_shards: devices of a group, over those of the next; None: all devices.
     group_size: devices of a group that holds all parameters, in DeepSpeed's keys.
     num_seq: devices that divide the positions of the same examples.
     num_expert: devices that divide the experts of a layer.
+    num_tensor: devices that divide the weights of a layer.
     """
 
     num_replicas: int = 1
@@ -27,6 +28,7 @@ class Grouping:
     group_size: int | None = None
     num_seq: int = 1
     num_expert: int = 1
+    num_tensor: int = 1
 
     @property
     def is_given(self) -> bool:
@@ -35,7 +37,11 @@ class Grouping:
     @property
     def inner_sizes(self) -> dict[str, int]:
         """The sizes of the axes within a group that are not 1, by their keys."""
-        sizes = {"mesh.seq": self.num_seq, "mesh.expert": self.num_expert}
+        sizes = {
+            "mesh.seq": self.num_seq,
+            "mesh.expert": self.num_expert,
+            "mesh.tensor": self.num_tensor,
+        }
         return {key: size for key, size in sizes.items() if size > 1}
 
 
@@ -54,12 +60,14 @@ def grouping(
     group_size = next((size for size in map(_count, sizes) if size and size > 1), None)
     experts = _section(raw, "expert_parallel")
     is_on, size = experts.get("enabled") is True, experts.get("autoep_size")
+    tensor = _count(_section(raw, "tensor_parallel").get("autotp_size"))
     return Grouping(
         _count(mesh.get("replica")) or 1,
         _count(mesh.get("fsdp")),
         group_size,
         _count(mesh.get("seq")) or 1,
         _count(mesh.get("expert")) or (_count(size) if is_on else 1) or 1,
+        _count(mesh.get("tensor")) or tensor or 1,
     )
 
 

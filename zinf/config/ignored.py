@@ -87,6 +87,19 @@ comm_backend comm_num_sm comm_qp_margin comm_max_tokens_per_rank async_split_pla
 route_norm route_scale score_apply score_func top_k num_expert_groups num_limited_groups
   routed_scaling_factor load_balance_coeff: The router is the model's own.
 
+[tensor_parallel] automatic here
+preset_model partition_config injection_policy_tuple: Which weights are cut is found in
+  the traced program.
+dtype: bf16 and fp16 say the dtype.
+keep_module_on_host: Leaves are read and placed one at a time.
+tp_overlap_comm: XLA decides what runs beside collectives.
+
+[tensor_parallel] no effect here
+tensor_parallel tp: DeepSpeed's training reads autotp_size alone.
+vocab_parallel_lm_head vocab_parallel_ce_backend: The vocabulary is not cut along
+  mesh.tensor.
+replace_with_kernel_inject kernel_inject: Kernels are the model's own.
+
 [zero_optimization] automatic here
 sub_group_size: zinf cuts updates into leaves and blocks of them.
 stage3_prefetch_bucket_size prefetch_bucket_size: The plan fetches as early as budgets

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from zinf.config.deepspeed import ExpertParallel
+from zinf.config.deepspeed import ExpertParallel, TensorParallel
 from zinf.config.efficiency import CurriculumLearning, DataEfficiency
 from zinf.config.optimizer import AdamParams, Optimizer
 from zinf.config.pacing import Pacing
@@ -50,7 +50,10 @@ def memory_violations(zero: ZeroOptimization, memory: Memory) -> Iterator[Violat
 
 
 def mesh_violations(
-    zero: ZeroOptimization, mesh: MeshAxes, experts: ExpertParallel
+    zero: ZeroOptimization,
+    mesh: MeshAxes,
+    experts: ExpertParallel,
+    tensor: TensorParallel,
 ) -> Iterator[Violation]:
     """Groups of devices that are given twice."""
     given = {
@@ -66,7 +69,10 @@ def mesh_violations(
     if experts.size > 1 and mesh.expert not in (1, experts.size):
         text = f"{experts.size} is not mesh.expert, {mesh.expert}. Remove one of them."
         yield ("expert_parallel", "autoep_size"), text
-    sizes = mesh.replica, mesh.seq, mesh.expert
+    if tensor.autotp_size > 1 and mesh.tensor not in (1, tensor.autotp_size):
+        text = f"{tensor.autotp_size} is not mesh.tensor, {mesh.tensor}."
+        yield ("tensor_parallel", "autotp_size"), f"{text} Remove one of them."
+    sizes = mesh.replica, mesh.seq, mesh.expert, mesh.tensor
     if asked and (max(sizes) > 1 or mesh.fsdp is not None):
         text = "groups devices, and so does the mesh section. Remove one of them."
         yield asked[0], text

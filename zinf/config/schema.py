@@ -102,11 +102,16 @@ class MeshAxes(Section):
 
     seq: Count = 1
     """Devices that divide the positions of the same examples (sequence parallelism).
-    They divide state too: a group has fsdp times seq times expert devices."""
+    They divide state too: a group has fsdp times seq times expert times tensor
+    devices."""
 
     expert: Count = 1
     """Devices that divide the experts of each layer (expert parallelism); outside of
     experts they are data-parallel. DeepSpeed's ep_size."""
+
+    tensor: Count = 1
+    """Devices that divide the weights of each layer, by columns and then by rows, as in
+    Megatron (tensor parallelism). Which weights is found in the traced program."""
 
 
 class Model(Section):

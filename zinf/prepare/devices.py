@@ -77,4 +77,5 @@ def group_devices(devices: Sequence[jax.Device], asked: Grouping) -> Mesh:
         num_replicas=num_replicas,
         num_seq=asked.num_seq,
         num_expert=asked.num_expert,
+        num_tensor=asked.num_tensor,
     )

@@ -87,6 +87,7 @@ from zinf.sharding import (
     num_batch_shares,
     persistent_layouts,
 )
+from zinf.tensor import channel_dims
 from zinf.topology import Topology, out_of_memory
 from zinf.uncollected import uncollected
 
@@ -691,8 +692,17 @@ class Planner:
 
     def divided(self, source: Source) -> dict[str, dict[int, Dim]]:
         """The dims of leaves that axes of their own cut, by path."""
-        experts = expert_dims(source.graph, source.params)
-        return {path: {dim: Dim.EXPERTS} for path, dim in experts.items()}
+        graph, leaves = source.graph, source.params
+        parts, min_bytes = self.rule.size(Dim.CHANNELS), self.rule.min_bytes
+        meanings = {
+            Dim.EXPERTS: expert_dims(graph, leaves),
+            Dim.CHANNELS: channel_dims(graph, leaves, parts, min_bytes=min_bytes),
+        }
+        found: dict[str, dict[int, Dim]] = {}
+        for meaning, dims in meanings.items():
+            for path, dim in dims.items():
+                found.setdefault(path, {})[dim] = meaning
+        return found
 
     def array_specs(self) -> dict[ArrayId, ArraySpec]:
         """Every persistent array as a whole."""

@@ -32,7 +32,7 @@ class Layout:
         device: the sharding of the array on the devices.
         share: the sharding whose local part is the share of this process.
         whole: the sharding with which compiled programs compute; None: every device has
-            the array. Experts are cut along `expert` here too.
+            the array. Experts and channels are cut by their own axes here too.
         encoding: what parts are sent as when compiled programs gather the array from
             its device form; None sends them as they are.
     """

@@ -21,7 +21,7 @@ from types import MappingProxyType
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zinf.mesh import EXPERT, FSDP, REPLICA, SEQ, axis_size, local_devices
+from zinf.mesh import EXPERT, FSDP, REPLICA, SEQ, TENSOR, axis_size, local_devices
 from zinf.program import Role
 from zinf.sharding.encoding import Blocks
 
@@ -39,6 +39,7 @@ class Dim(StrEnum):
     SEQUENCE = "sequence"  # Positions of each example.
     HEADS = "heads"  # Of an attention, which needs all positions of a head.
     EXPERTS = "experts"  # Each row is read by one expert.
+    CHANNELS = "channels"  # Columns of a weight, and rows of the one that follows.
     LAYERS = "layers"  # Each row is read by one layer: an array of its own.
     ROWS = "rows"  # Any dim of state that ZeRO may cut.
 
@@ -50,8 +51,10 @@ DIM_AXES: Mapping[Dim, tuple[str, ...]] = {
     Dim.HEADS: (SEQ,),
     Dim.EXPERTS: (EXPERT,),
     Dim.LAYERS: (),
-    # Devices with other positions of the same examples are data-parallel too.
-    Dim.ROWS: (FSDP, SEQ, EXPERT),
+    Dim.CHANNELS: (TENSOR,),
+    # Devices with other positions of the same examples are data-parallel too, and
+    # those with other parts of weights have the same copy of all other leaves.
+    Dim.ROWS: (FSDP, SEQ, EXPERT, TENSOR),
 }
 
 
@@ -181,16 +184,24 @@ def axis_rule(
     """The rule of a ZeRO stage on a mesh.
 
     Raises:
-        ValueError: a group of hpZ, or the devices that divide a sequence, are of
-            several processes.
+        ValueError: a group of hpZ, or the devices that divide a sequence or weights,
+            are of several processes.
+        NotImplementedError: both a sequence and weights are divided.
     """
     if gathers_in_group and stage >= PARAM_STAGE:
         # The devices of a process must have all of its share of a parameter.
         what = "A group of {} devices (zero_hpz_partition_size)"
         _check_within_processes(mesh, (REPLICA,), f"{what} has", "use mics_shard_size")
-    others = [name for name in mesh.axis_names if name != SEQ]
-    what = "A sequence that {} devices divide (mesh.seq) is on"
-    _check_within_processes(mesh, others, what, "use mesh.fsdp for the rest")
+    if axis_size(mesh, (SEQ,)) > 1 and axis_size(mesh, (TENSOR,)) > 1:
+        raise NotImplementedError(
+            f"mesh.seq = {mesh.shape[SEQ]} divides heads of attentions, and so does "
+            f"mesh.tensor = {mesh.shape[TENSOR]}; zinf cannot do both. Set one of them "
+            "to 1."
+        )
+    for axis, divided in ((SEQ, "A sequence"), (TENSOR, "A weight")):
+        others = [name for name in mesh.axis_names if name != axis]
+        what = f"{divided} that {{}} devices divide (mesh.{axis}) is on"
+        _check_within_processes(mesh, others, what, "use mesh.fsdp for the rest")
     if not axes_of(mesh, Dim.ROWS):
         encoding = None
     return AxisRule(mesh, stage, min_bytes, gathers_in_group, encoding)

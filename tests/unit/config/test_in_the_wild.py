@@ -460,7 +460,6 @@ FILES = (
             },
             "tensor_parallel": {"autotp_size": 4},
         },
-        refused=("tensor_parallel",),
     ),
     File(
         f"{EXAMPLES}/training/expert_parallel/configs/ds_autoep_zero1_qwen3_5_moe.json",

@@ -142,6 +142,30 @@ def test_a_sequence_over_several_processes_is_refused():
     axis_rule(mesh_of_processes(1, 4, 2, 1, 1), stage=0, min_bytes=0)
 
 
+def test_a_weight_over_several_processes_is_refused():
+    with pytest.raises(ValueError, match=r"weight that 4 .* \(mesh.tensor\) .* 0, 1"):
+        axis_rule(mesh_of_processes(1, 2, 1, 1, 4), stage=0, min_bytes=0)
+    axis_rule(mesh_of_processes(1, 4, 1, 1, 2), stage=0, min_bytes=0)
+
+
+def test_heads_are_not_divided_along_two_axes():
+    mesh = make_mesh(jax.devices()[:NUM_SHARDS], num_seq=2, num_tensor=2)
+    with pytest.raises(NotImplementedError, match="mesh.seq = 2 .* mesh.tensor = 2"):
+        axis_rule(mesh, stage=0, min_bytes=0)
+
+
+def test_weights_of_experts_are_cut_along_two_axes_and_by_zero_along_the_rest():
+    mesh = make_mesh(jax.devices()[:NUM_SHARDS], num_expert=2, num_tensor=2)
+    rule = axis_rule(mesh, stage=3, min_bytes=0)
+    array = ArrayId(Role.PARAM, "w")
+    specs = {array: ArraySpec((8, 24, 32), "float32", ITEM_BYTES)}
+    dims = {0: Dim.EXPERTS, 2: Dim.CHANNELS}
+    layout = persistent_layouts(specs, rule, divided={"w": dims}).of(array)
+    assert layout.device.spec == PartitionSpec("expert", "fsdp", "tensor")
+    assert layout.computed.spec == PartitionSpec("expert", None, "tensor")
+    assert num_data_parallel(mesh) == NUM_SHARDS // 2
+
+
 def test_experts_are_cut_by_experts_alone_and_their_state_among_the_other_devices():
     mesh = make_mesh(jax.devices()[:NUM_SHARDS], num_expert=4)
     rule = axis_rule(mesh, stage=3, min_bytes=0)
