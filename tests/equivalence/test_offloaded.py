@@ -80,6 +80,50 @@ def train_on_mesh(name, stage):
     return meshes.Trained(*numbers, params)
 
 
+ON_EIGHT = {
+    "accumulation, clipping": {
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.05,
+    },
+    "bf16": {"bf16": {"enabled": True}, "gradient_clipping": 0.05},
+    # The first step overflows, and is skipped.
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 17, "hysteresis": 1}},
+    "frozen": {"frozen": ["layers/1/*", "out"]},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ON_EIGHT)
+def test_steps_on_eight_devices_are_those_of_the_fused_step(name, tmp_path):
+    """A checkpoint of the offloaded ones goes on streamed, on one device."""
+    settings = {**ON_EIGHT[name], "zero_optimization": {"stage": 3}}
+    metrics, params = {}, {}
+    for execution in ("fused", OFFLOADED):
+        asked = {"execution": execution, "persistence_threshold": 1, **settings}
+        mesh = meshes.mesh("8")
+        start = loss, init, optax.adamw(1e-2), asked
+        with zinf.initialize(*start, mesh=mesh) as engine:
+            metrics[execution] = [engine.step(batch(n, 16)) for n in range(4)]
+            params[execution] = named_leaves(engine.params())
+            if execution == OFFLOADED:
+                engine.save(tmp_path / "saved")
+                after = engine.step(batch(4, 16))["loss"]
+    bound = HALF.get(name, TOLERANCE)
+    losses = {e: [m["loss"] for m in each] for e, each in metrics.items()}
+    np.testing.assert_allclose(losses[OFFLOADED], losses["fused"], rtol=bound)
+    skipped = {e: [m["skipped"] for m in each] for e, each in metrics.items()}
+    assert skipped[OFFLOADED] == skipped["fused"]
+    assert any(skipped["fused"]) == (name == "fp16")
+    for path, value in params[OFFLOADED].items():
+        if name == "frozen" and path in ("out", "layers/1/w"):
+            assert np.array_equal(value, params["fused"][path])
+    asked = {"execution": "streamed", **settings}
+    with zinf.initialize(loss, init, optax.adamw(1e-2), asked) as engine:
+        engine.restore(tmp_path / "saved")
+        found = engine.step(batch(4, 16))["loss"]
+    np.testing.assert_allclose(found, after, rtol=bound)
+
+
 def init():
     keys = jax.random.split(jax.random.key(0), 4)
     layers = [
@@ -95,10 +139,10 @@ def loss(params, batch):
     return jax.numpy.mean(jax.numpy.square(x @ params["out"] - batch["y"]))
 
 
-def batch(seed=0):
+def batch(seed=0, count=4):
     random = np.random.default_rng(seed)
     draw = random.standard_normal
-    return {"x": draw((4, 6), np.float32), "y": draw((4, 3), np.float32)}
+    return {"x": draw((count, 6), np.float32), "y": draw((count, 3), np.float32)}
 
 
 def start(execution, **config):
