@@ -39,11 +39,6 @@ def why_not_offloaded(
         return "it cannot gather parameters as integers (zero_quantized_weights)"
     if config.pinned == "off":
         return "all its memory is pinned, and memory.pinned is off"
-    if topology is not None and topology.chip.platform == "gpu":
-        return (
-            "the compiler for an absent GPU knows one memory only, and cannot say what "
-            "the program holds on the device"
-        )
     return None
 
 

@@ -177,7 +177,11 @@ def compile_offloaded(
     changed, fixed = made.changed, made.fixed
     stacks = [[_abstract(stack) for stack in group] for group in (changed, fixed)]
     results = [stack.sharding for stack in changed], everywhere
-    jitted = jax.jit(made.step, donate_argnums=0, out_shardings=results)
+    # Without memory kinds (see `_on_host`) arguments are not in the memory of results,
+    # and cannot be donated to them.
+    has_kinds = bool(layouts.mesh.devices.flat[0].addressable_memories())
+    donated = (0,) if has_kinds else ()
+    jitted = jax.jit(made.step, donate_argnums=donated, out_shardings=results)
     compiled = compile_for(layouts.mesh, jitted.lower(*stacks, *inputs))
     at_rest = sum(stack.nbytes for stack in (*changed, *fixed))
     on_device, on_host = _workspace(compiled, made.gradient_bytes)
@@ -200,12 +204,15 @@ def _workspace(compiled: jax.stages.Compiled, gradient_bytes: int) -> tuple[int,
     found = memory(compiled)
     on_device = found.temp_bytes + found.output_bytes - found.alias_bytes
     on_host = found.host_temp_bytes + found.host_output_bytes - found.host_alias_bytes
-    if found.host_argument_bytes == 0:
-        # The compiler has one memory (CPU), or is told of one (an absent GPU): the
-        # gradients that wait on the host are among its temporaries.
-        on_host = min(gradient_bytes, on_device)
-        on_device -= on_host
-    return on_device, on_host
+    if found.host_argument_bytes:
+        return on_device, on_host
+    if found.host_output_bytes:
+        # An absent GPU: on a present one, results have the memory of the arguments, and
+        # gradients cannot have that of results.
+        return on_device, max(gradient_bytes, found.host_temp_bytes)
+    # The CPU has one memory: gradients that wait on the host are among temporaries.
+    on_host = min(gradient_bytes, on_device)
+    return on_device - on_host, on_host
 
 
 def _abstract(stack: Stack) -> jax.ShapeDtypeStruct:
@@ -354,6 +361,7 @@ class _Step:
     ) -> tuple[list[Any], Mapping[str, Any]]:
         rest = dict(zip(self.changed, changed, strict=True))
         rest |= dict(zip(self.fixed, fixed, strict=True))
+        rest = {stack: _on_host(content) for stack, content in rest.items()}
         for stack in self.at_rest.stacks:
             if stack.members[0].role == Role.PARAM and self._moves_whole(stack):
                 rest[stack] = jax.device_put(rest[stack], ON_DEVICE)
@@ -865,6 +873,16 @@ def _merged(
     """The inputs of an iteration, in order."""
     inputs = {**same, **dict(zip(carried, given, strict=True))}
     return [inputs[j] for j in sorted(inputs)]
+
+
+def _on_host(content: Any) -> Any:
+    """Content in host memory: it is there, except on devices without memory kinds.
+
+    Those are the GPUs that are only compiled for. There the copy stands in for the
+    argument, so that all else of the program compiles as for a GPU that is present.
+    """
+    is_there = jax.typeof(content).memory_space == ON_HOST
+    return content if is_there else jax.device_put(content, ON_HOST)
 
 
 def _first(array: Any) -> Any:

@@ -69,7 +69,8 @@ class Topology:
 
         Programs with shardings over these devices lower and compile for the machine,
         while this process uses its own devices as before. Absent GPUs report no
-        memories, so arguments in pinned host memory count as device memory.
+        memories, so arguments in pinned host memory count as device memory; results
+        in it do not.
 
         Raises:
             NotImplementedError: the compiler for these devices is not installed.

@@ -70,7 +70,8 @@ def test_what_asks_for_another_way_is_named(tmp_path):
         assert f"{key} asks for nvme" in why_not(config)
     assert "with 2 processes" in why_not(processes=2)
     assert "with 2 processes" in why_not(topology="v5p:2x2x2")
-    assert "absent GPU knows one memory" in why_not(topology="h200:1")
+    assert why_not(topology="h200:8") is None
+    assert "with 2 processes" in why_not(topology="h200:16")
     mesh = zinf.make_mesh(jax.devices()[:2], num_seq=2)
     assert "with mesh.seq = 2" in why_not(mesh=mesh)
 

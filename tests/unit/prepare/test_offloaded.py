@@ -85,6 +85,25 @@ def test_without_clipping_the_state_of_layers_moves_behind_the_backward_pass():
     assert hidden >= 0.9 * numel * (2 * 2 + 3 * 4)
 
 
+@pytest.mark.gpu_compiler
+@pytest.mark.slow
+def test_a_program_for_an_absent_gpu_has_copies_for_pinned_arguments():
+    made = compiled(6, "h200:1")
+    found, text = memory(made.program.step), made.program.step.as_text()
+    state_bytes = sum(s.nbytes for s in made.program.stacks)
+    # Arguments are on the device, and their copies stand in for them. The new state is
+    # in pinned memory, where gradients may have its place before it is there.
+    assert found.argument_bytes >= state_bytes
+    assert found.host_output_bytes == state_bytes
+    gradients = made.plan.peak_bytes[Tier.HOST] - state_bytes
+    assert gradients >= max(found.host_temp_bytes, 6 * 12 * MODEL["embed_dim"] ** 2 * 2)
+    assert found.alias_bytes == found.host_alias_bytes == 0
+    # What one layer needs crosses inside the loops.
+    layers = [c for c in host_copies(text) if c.times > 1 and c.nbytes >= SMALL_BYTES]
+    assert {copy.is_to_host for copy in layers} == {True, False}
+    assert all(copy.is_async for copy in layers)
+
+
 @pytest.mark.tpu_compiler
 def test_the_program_does_not_grow_with_depth():
     few, many = (compiled(n).program.step.as_text() for n in (6, 12))

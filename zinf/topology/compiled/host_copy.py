@@ -8,6 +8,8 @@ from zinf.topology.compiled.hlo import Instruction, Module, parse
 from zinf.topology.compiled.loop import Visit, visits
 
 SLICE_STARTS = ("dynamic-slice-start", "dynamic-update-slice-start")
+# What calls a computation that is one slice; for GPUs it is a kernel of its own.
+CALLS = ("async-start", "fusion-start", "fusion")
 SLICES = ("dynamic-slice", "dynamic-update-slice", "copy")
 
 
@@ -32,8 +34,8 @@ def host_copies(text: str) -> tuple[HostCopy, ...]:
     """The copies of a compiled program to and from pinned host memory.
 
     These are copies of whole arrays (`copy`, or `copy-start` and `copy-done`), and of
-    slices (`dynamic-slice-start`, or inside `async-start`). Copies between two device
-    memories are left out.
+    slices (`dynamic-slice-start`, or inside `async-start`; for GPUs inside a fusion).
+    Copies between two device memories are left out.
     """
     module = parse(text)
     return tuple(copy for visit in visits(module) for copy in _of(module, visit))
@@ -50,7 +52,7 @@ def _of(module: Module, visit: Visit) -> Iterator[HostCopy]:
             result, source = one.leaves[:2]
             if source.is_on_host != result.is_on_host:
                 yield _made(module, visit, one, result.is_on_host, result.nbytes)
-        elif one.opcode == "async-start":
+        elif one.opcode in CALLS:
             yield from _slices(module, visit, one)
         elif one.opcode in SLICE_STARTS:
             # The TPU compiler's short form: operands, result and context.
