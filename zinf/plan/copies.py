@@ -5,7 +5,7 @@ tier needs room: the copy whose next use is farthest (Belady, 1966), among those
 array exists elsewhere too.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import heappop, heappush
@@ -45,7 +45,8 @@ class Copies:
         # valid entry and may have stale ones.
         self._spare: dict[Tier, list[tuple[int, int, Copy]]] = {t: [] for t in Tier}
         self._offers = count()
-        self._missing: dict[int, list[Copy]] = {}  # By job; a cache.
+        # By job; a cache. None: not known.
+        self._missing: list[list[Copy] | None] = [None] * len(jobs)
         self._uses: dict[Copy, list[int]] = defaultdict(list)
         self._reads: dict[ArrayId, list[int]] = defaultdict(list)
         # `_away`: the copies away from home that each job reads, with the last job
@@ -53,15 +54,17 @@ class Copies:
         # copy away from home.
         self._away: list[dict[Copy, int]] = []
         self._wanted_by: dict[Copy, list[int]] = defaultdict(list)
+        homes, wanted_by = self._home_tiers, self._wanted_by
+        # Only arrays whose rows are written have several writers.
         writers: dict[ArrayId, dict[Rows, int]] = defaultdict(dict)
         for number, job in enumerate(jobs):
-            away = dict.fromkeys((c for c in job.reads if not self.is_home(c)), -1)
+            away = dict.fromkeys([c for c in job.reads if homes[c[0]] != c[1]], -1)
             self._away.append(away)
             for copy in away:
                 array, tier = copy
-                self._wanted_by[copy].append(number)
+                wanted_by[copy].append(number)
                 if array.rows is not None:
-                    self._wanted_by[array.whole, tier].append(number)
+                    wanted_by[array.whole, tier].append(number)
                 written = writers.get(array.whole)
                 if written:
                     away[copy] = _last_writer(written, array.rows)
@@ -71,17 +74,17 @@ class Copies:
                     written.clear()
                 written[array.rows] = number
             for copy in {*job.reads, *job.writes}:
-                self._note_use(number, *copy)
+                self._note_use(number, copy)
                 array = copy[0]
                 if array.rows is not None:
                     # A job that needs rows can also use a copy of the whole.
                     whole = catalog.home(array) or array.whole
-                    if whole != array:
-                        self._note_use(number, whole, copy[1])
+                    if whole is not array:
+                        self._note_use(number, (whole, copy[1]))
 
-    def _note_use(self, number: int, array: ArrayId, tier: Tier) -> None:
-        self._uses[array, tier].append(number)
-        reads = self._reads[array]
+    def _note_use(self, number: int, copy: Copy) -> None:
+        self._uses[copy].append(number)
+        reads = self._reads[copy[0]]
         if not reads or reads[-1] != number:
             reads.append(number)
 
@@ -89,10 +92,12 @@ class Copies:
         """Makes job `number` the present one and renews the entries of its copies."""
         self.now = number
         self._named = _named(self.jobs[number])
+        temporary, offer = self.temporary, self._offer
         for array in self._named:
             for tier in TIERS:
-                if (array, tier) in self.temporary:
-                    self._offer((array, tier))
+                copy = array, tier
+                if copy in temporary:
+                    offer(copy)
 
     def is_home(self, copy: Copy) -> bool:
         return self._home_tiers[copy[0]] == copy[1]
@@ -105,8 +110,9 @@ class Copies:
         array, tier = copy
         if array.rows is None or copy in self.temporary:
             return copy
-        if (array.whole, tier) in self.temporary:
-            return array.whole, tier
+        whole = array.whole, tier
+        if whole in self.temporary:
+            return whole
         if self.is_home(copy):
             home = self.catalog.home(array)
             assert home is not None
@@ -119,16 +125,30 @@ class Copies:
 
     def missing(self, number: int) -> list[Copy]:
         """The copies that a job reads and that do not exist now."""
-        found = self._missing.get(number)
+        found = self._missing[number]
         if found is None:
-            away = self._away[number]
-            found = [c for c in away if self.key(c) not in self.temporary]
+            temporary, key = self.temporary, self.key
+            found = [
+                c
+                for c in self._away[number]
+                if c not in temporary and (c[0].rows is None or key(c) not in temporary)
+            ]
             self._missing[number] = found
         return found
 
+    def next_missing(self, number: int, end: int) -> int:
+        """The first job in `number:end` that misses copies; `end` if none does."""
+        known, missing = self._missing, self.missing
+        for later in range(number, end):
+            found = known[later]
+            if found or (found is None and missing(later)):
+                return later
+        return end
+
     def next_use(self, copy: Copy, after: int) -> int:
         """The next job that reads or writes the copy, or fetches the array from it."""
-        uses = self._reads[copy[0]] if self._is_source(copy) else self._uses[copy]
+        is_source = copy[1] != Tier.DEVICE or self._is_source(copy)
+        uses = self._reads[copy[0]] if is_source else self._uses[copy]
         position = bisect_right(uses, after)
         return uses[position] if position < len(uses) else NEVER
 
@@ -174,14 +194,17 @@ class Copies:
 
     def occupy(self, copies: Iterable[Copy]) -> None:
         """Counts new copies away from home."""
-        for array, tier in copies:
+        temporary = self.temporary
+        for copy in copies:
+            array, tier = copy
             nbytes = self.catalog.nbytes(array, tier)
-            self.temporary[array, tier] = nbytes
-            self._change((array, tier))
+            temporary[copy] = nbytes
+            self._change(copy)
             self.use_bytes(tier, nbytes)
             for other in TIERS:
-                if (array, other) in self.temporary:
-                    self._offer((array, other))
+                there = array, other
+                if there in temporary:
+                    self._offer(there)
 
     def vacate(self, copies: Iterable[Copy]) -> int:
         """Removes copies from the account; returns their bytes."""
@@ -200,10 +223,11 @@ class Copies:
     def dead(self, job: Job) -> dict[Tier, list[ArrayId]]:
         """Copies of the present job's arrays that no later job needs, by tier."""
         found: dict[Tier, list[ArrayId]] = defaultdict(list)
+        temporary = self.temporary
         for array in self._named:
             for tier in TIERS:
                 copy = (array, tier)
-                if copy not in self.temporary:
+                if copy not in temporary:
                     continue
                 is_last = self.next_use(copy, self.now) == NEVER
                 if array in job.consumes or (is_last and copy not in self._final):
@@ -251,8 +275,11 @@ class Copies:
 
     def _change(self, copy: Copy) -> None:
         """Clears the cached `missing` of the jobs that read a copy made or freed."""
-        for number in self._wanted_by.get(copy, ()):
-            self._missing.pop(number, None)
+        missing = self._missing
+        wanted_by = self._wanted_by.get(copy, ())
+        # What jobs before the present one missed is not asked again.
+        for number in wanted_by[bisect_left(wanted_by, self.now) :]:
+            missing[number] = None
 
     def _offer(self, copy: Copy) -> None:
         """Adds a copy to the heap of its tier; `victims` checks whether it is spare."""
@@ -286,7 +313,8 @@ class Copies:
 def _named(job: Job) -> list[ArrayId]:
     """The arrays of a job, and the whole arrays that they are rows of."""
     arrays = [a for a, _ in (*job.reads, *job.writes)]
-    return list(dict.fromkeys((*arrays, *(a.whole for a in arrays))))
+    wholes = [a.whole for a in arrays if a.rows is not None]
+    return list(dict.fromkeys(arrays + wholes))
 
 
 def _last_writer(written: Mapping[Rows, int], rows: Rows) -> int:

@@ -88,7 +88,9 @@ class Listing:
         after = set()
         for array in arrays:
             copy = (array, tier)
-            after.update(self._uses.pop(copy, Uses()).write(None, index))
+            uses = self._uses.pop(copy, None)
+            if uses is not None:
+                after.update(uses.all())
             self._freed_by[copy] = (index,)
         operation = Free(tuple(arrays), tier)
         link = Link.FREE_AT_ONCE
@@ -107,19 +109,23 @@ class Listing:
     ) -> tuple[int, ...]:
         index = len(self.instructions)
         after: set[int] = set()
-        for array, tier in created:
+        freed_by, all_uses, key = self._freed_by, self._uses, self._copies.key
+        for copy in created:
             # Wait for the free of an earlier copy of the same name, or of the whole:
             # while a whole exists, rows are written into it.
-            after.update(self._freed_by.pop((array, tier), ()))
-            after.update(self._freed_by.get((array.whole, tier), ()))
+            after.update(freed_by.pop(copy, ()))
+            if copy[0].rows is not None:
+                after.update(freed_by.get((copy[0].whole, copy[1]), ()))
         for copy in reads:
-            uses = self._uses[self._copies.key(copy)]
-            after.update(uses.read(copy[0].rows, index))
+            rows = copy[0].rows
+            held = copy if rows is None else key(copy)
+            after.update(all_uses[held].read(rows, index))
             if copy[1] == Tier.DEVICE:
-                self._read_there[copy[0].whole].read(copy[0].rows, index)
+                self._read_there[copy[0].whole].note_read(rows, index)
         for copy in writes:
-            uses = self._uses[self._copies.key(copy)]
-            after.update(uses.write(copy[0].rows, index))
+            rows = copy[0].rows
+            held = copy if rows is None else key(copy)
+            after.update(all_uses[held].write(rows, index))
         if isinstance(operation, Update) and operation.tier == Tier.HOST:
             # A host update changes arrays in place, perhaps in memory that devices read
             # ([Note: shared memory]).
