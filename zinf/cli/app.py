@@ -17,6 +17,7 @@ from zinf.cli.inference import WeightBits, evaluate, generate
 from zinf.distributed import Flags, Limits, find_seat, options
 from zinf.ray import options as ray_options
 from zinf.ray.settings import FailureConfig
+from zinf.uncollected import uncollected
 
 # [Note: late imports] Each command imports what it runs inside its function, so that
 # help and errors in arguments are fast: importing jax alone takes half a second. The
@@ -386,6 +387,7 @@ def draw_run(
 
 
 @app.command()
+@uncollected()
 def plan(
     configs: Annotated[
         list[Path] | None, typer.Argument(help="YAML or JSON files.")

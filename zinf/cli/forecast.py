@@ -42,7 +42,7 @@ from zinf.models.gpt_decode import decode, init_cache
 from zinf.plan import InfeasibleError, Link, Plan, show_bytes, show_seconds
 from zinf.prepare.planner import AtRest, Planner
 from zinf.program import Tier
-from zinf.topology import Topology
+from zinf.topology import Topology, only_read
 
 COLUMNS = (
     "batch",
@@ -83,6 +83,7 @@ def batch_sizes_of(text: str | None) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in parts}))
 
 
+@only_read()
 def plan_generation(
     name: Path | str,
     overrides: Sequence[str],

@@ -32,11 +32,12 @@ from zinf.prepare.arrays import describe_state
 from zinf.prepare.compiled import compiled_runs
 from zinf.prepare.devices import group_devices, on_devices
 from zinf.prepare.planner import Fused, Offloaded, Streamed
-from zinf.topology import Topology, parse_topology
+from zinf.topology import Topology, only_read, parse_topology
 
 SHOWN_INSTRUCTIONS = 40
 
 
+@only_read()
 def plan_config(
     path: Path | str,
     overrides: Sequence[str],

@@ -1,6 +1,6 @@
 """Describes machines that are absent, and reads programs compiled for them."""
 
-from zinf.topology.absent import compile_for
+from zinf.topology.absent import compile_for, only_read
 from zinf.topology.chip import CHIPS, Chip
 from zinf.topology.compiled import (
     Collective,
@@ -33,6 +33,7 @@ __all__ = [
     "compile_for",
     "host_copies",
     "memory",
+    "only_read",
     "parse_topology",
     "out_of_memory",
     "traffic",
