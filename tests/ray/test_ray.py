@@ -4,9 +4,14 @@ The workers are real processes, so these tests are slow; they need the extra `ra
 """
 
 import json
+import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +24,10 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 
-from tests.ray.training import STEPS, signalled, train
+from tests.ray.training import STEPS, Once, samples, signalled, train
+from zinf.data import Share
 from zinf.distributed import Alone, Limits
+from zinf.interchange import entries
 from zinf.ray import FailureConfig, Fitted, RayGroup, ScalingConfig, fit
 from zinf.ray.board import unlike
 from zinf.ray.cluster import NotEnoughNodes, check_address
@@ -59,16 +66,17 @@ def undisturbed(cluster, tmp_path_factory) -> dict[int, float]:
     return losses(run(tmp_path_factory.mktemp("undisturbed"), 2)[1])
 
 
-def run(folder: Path, workers: Any, deed: Any = None, **more: Any) -> tuple:
+def run(
+    folder: Path, workers: Any, deed: Any = None, place: Any = None, **more: Any
+) -> tuple:
     said: list[str] = []
     give = {} if deed is None else {"deed": deed}
+    give |= {"checkpoints": place}
     found = fit(
         partial(train, folder=folder, **give),
         scaling=ScalingConfig(workers, elastic_resize_monitor_interval_s=0.5),
         storage=folder,
-        limits=LIMITS,
-        say=said.append,
-        **more,
+        **{"limits": LIMITS, "say": said.append, **more},
     )
     return found, folder, said
 
@@ -153,6 +161,97 @@ def test_a_cluster_that_cannot_be_reached_is_named():
     for address in ("somewhere", ":6379", "host:"):
         with pytest.raises(ValueError, match="must be HOST:PORT"):
             check_address(address)
+
+
+CONNECT = """
+import sys
+from zinf.ray import ScalingConfig
+from zinf.ray.cluster import connected
+
+with connected(sys.argv[1], ScalingConfig()):
+    print("connected")
+"""
+
+
+def test_a_missing_token_is_named_and_the_right_one_connects(tmp_path):
+    """A cluster of its own, which asks for a token."""
+    bin_, port = Path(sys.executable).parent, free_port()
+    secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "5" * 64}
+    outside = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    # Ray tries 20 times, a second apart.
+    outside |= {"RAY_NUM_REDIS_GET_RETRIES": "2", "HOME": str(tmp_path)}
+    address, own = f"127.0.0.1:{port}", f"--node-ip-address=127.0.0.1 --port={port}"
+    start = f"{bin_}/ray start --head --block --num-cpus=1 {own}"
+    head = subprocess.Popen(
+        [*start.split(), "--include-dashboard=false", "--disable-usage-stats"],
+        env=outside | secret,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_for(address)
+
+        def connect(**more: str) -> subprocess.CompletedProcess:
+            command = [sys.executable, "-c", CONNECT, address]
+            environment = outside | {"PYTHONPATH": os.getcwd()} | more
+            return subprocess.run(
+                command, env=environment, capture_output=True, text=True
+            )
+
+        for wrong in ({}, secret | {"RAY_AUTH_TOKEN": "6" * 64}):
+            refused = connect(**wrong)
+            assert f"The Ray cluster at {address} did not accept" in refused.stderr
+            assert "If it asks for a token, set RAY_AUTH_MODE=token" in refused.stderr
+        assert connect(**secret).stdout == "connected\n"
+    finally:
+        head.terminate()
+        head.wait()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+def wait_for(address: str) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            return check_address(address)
+        except ConnectionError:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+
+
+def uneven(group: RayGroup) -> None:
+    Share(samples(), 13, process=(group.index, group.count))
+
+
+def test_a_batch_that_does_not_divide_among_fewer_workers_is_named(cluster):
+    scaling = ScalingConfig((2, 13))
+    with pytest.raises(ValueError, match="13") as found:
+        fit(uneven, scaling=scaling, limits=LIMITS, say=lambda line: None)
+    (note,) = [note for note in found.value.__notes__ if "of 13 workers" in note]
+    assert "does not divide among 2" in note and "--min-workers" in note
+
+
+def test_a_worker_without_progress_ends_the_attempt_and_is_named(undisturbed, tmp_path):
+    """Worker 1 lives and shows it, and takes no step; worker 0 waits for it.
+
+    The run goes on from checkpoints that two workers saved in object storage.
+    """
+    limits = replace(LIMITS, hang_seconds=25.0)
+    asleep = Once(partial(time.sleep, 1000), index=1, step=6)
+    place = f"file://{tmp_path}/bucket"
+    found, folder, said = run(tmp_path, 2, asleep, place, limits=limits)
+    assert causes(found) == [Cause.LOST, Cause.DONE]
+    (line,) = [line for line in said if "lost: no progress for 25 s" in line]
+    assert "--hang-timeout" in line and "step 6" in line
+    assert "Resuming after step 4." in said
+    assert losses(folder) == undisturbed
+    assert not (folder / "checkpoints").exists()
+    steps = [entry.step for entry in entries(place)]
+    assert steps == [STEPS - 4, STEPS - 2, STEPS]
 
 
 def test_workers_that_run_different_versions_are_told_apart():

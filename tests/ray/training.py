@@ -42,13 +42,18 @@ def nothing(group: RayGroup, step: int) -> None: ...
 
 
 def train(
-    group: RayGroup, folder: Path, deed: Deed = nothing, pause: float = 0.0
+    group: RayGroup,
+    folder: Path,
+    deed: Deed = nothing,
+    pause: float = 0.0,
+    checkpoints: str | None = None,
 ) -> int:
     """Trains for STEPS steps; returns the process id.
 
     Args:
         deed: called before each step, with its number.
         pause: seconds before each step.
+        checkpoints: a URL of object storage; None is a subfolder of `folder`.
     """
     config = {
         "train_batch_size": BATCH,
@@ -65,12 +70,12 @@ def train(
         return take(batch)
 
     engine.step = step
-    with Checkpoints(folder / "checkpoints") as checkpoints:
+    with Checkpoints(checkpoints or folder / "checkpoints") as opened:
         zinf.Trainer(
             engine,
             Share(samples(), BATCH, process=(group.index, group.count)),
             steps=STEPS,
-            checkpoints=checkpoints,
+            checkpoints=opened,
             checkpoint_every=2,
             metrics=folder / "metrics.jsonl",
         ).run()
