@@ -347,23 +347,23 @@ def _blocks(config: GPTConfig, key: jax.Array) -> nnx.List | Block:
 def next_token_loss(
     model: GPT, batch: Batch, *, dropout_key: jax.Array | None = None
 ) -> jax.Array:
-    """The first result of `loss_and_usage`."""
-    return loss_and_usage(model, batch, dropout_key=dropout_key)[0]
+    """The first result of `loss_and_aux`."""
+    return loss_and_aux(model, batch, dropout_key=dropout_key)[0]
 
 
-def loss_and_usage(
+def loss_and_aux(
     model: GPT,
     batch: Batch,
     *,
     dropout_key: jax.Array | None = None,
     coefficient: float = 1.0,
     temperature: float = 1.0,
-) -> tuple[jax.Array, dict[str, Usage]]:
+) -> tuple[jax.Array, dict[str, Any]]:
     """Mean cross entropy in nats of each token given those before it, in float32.
 
     With experts, `aux_loss_coefficient` times the mean load-balancing loss of the
-    blocks is added, and the second result is that of `GPT.with_usage`. With a teacher's
-    logits in the batch, `coefficient` times the mean `divergence` from them is added.
+    blocks is added. With a teacher's logits in the batch, `coefficient` times the mean
+    `divergence` from them is added.
 
     Args:
         batch: {"tokens": integers (B, T + 1)}; the first token is not predicted, and
@@ -372,6 +372,10 @@ def loss_and_usage(
             (B, T, V), the model is their student.
         dropout_key: Turns dropout on.
         coefficient, temperature: of the divergence.
+
+    Returns:
+        the loss, and what metrics show of it: {"experts": usage of each block}, see
+        `GPT.with_usage`, and with a teacher {"divergence": its mean}.
     """
     tokens = batch["tokens"]
     logits_BTV, usages = model.with_usage(
@@ -382,11 +386,13 @@ def loss_and_usage(
     if aux_losses:
         aux_loss = sum(aux_losses[1:], aux_losses[0]) / len(aux_losses)
         loss += model.config.aux_loss_coefficient * aux_loss
+    aux: dict[str, Any] = {"experts": usages}
     if "teacher_logits" in batch:
         teacher_BTV = batch["teacher_logits"]
         losses_BT = divergence(logits_BTV, teacher_BTV, temperature=temperature)
-        loss += coefficient * jnp.mean(losses_BT)
-    return loss, usages
+        aux["divergence"] = jnp.mean(losses_BT)
+        loss += coefficient * aux["divergence"]
+    return loss, aux
 
 
 def next_token_logits(model: GPT, batch: Batch) -> jax.Array:
@@ -396,6 +402,12 @@ def next_token_logits(model: GPT, batch: Batch) -> jax.Array:
         batch: as for `next_token_loss`.
     """
     return model(batch["tokens"][:, :-1])
+
+
+def logits_of(config: GPTConfig) -> Callable[[Params, Batch], jax.Array]:
+    """`next_token_logits` as a pure function of the parameters and a batch."""
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))))
+    return lambda params, batch: next_token_logits(nnx.merge(graphdef, params), batch)
 
 
 def token_scores(model: GPT, batch: Batch) -> jax.Array:
@@ -419,9 +431,8 @@ def init_and_loss(
     """The model as two pure functions, for `zinf.initialize`.
 
     Args:
-        has_aux: the loss function returns `(loss, {"experts": usage of each block})`,
-            see `GPT.with_usage`.
-        coefficient, temperature: of a teacher, see `loss_and_usage`.
+        has_aux: the loss function returns both results of `loss_and_aux`.
+        coefficient, temperature: of a teacher, see `loss_and_aux`.
 
     Returns:
         `init() -> params`: a nested dict of float32 arrays, such as
@@ -441,14 +452,14 @@ def init_and_loss(
 
     def results(params: Params, batch: Batch, dropout_key: jax.Array | None) -> Any:
         model = nnx.merge(graphdef, params)
-        loss, usages = loss_and_usage(
+        loss, aux = loss_and_aux(
             model,
             batch,
             dropout_key=dropout_key,
             coefficient=coefficient,
             temperature=temperature,
         )
-        return (loss, {"experts": usages}) if has_aux else loss
+        return (loss, aux) if has_aux else loss
 
     def loss(params: Params, batch: Batch) -> Any:
         return results(params, batch, None)

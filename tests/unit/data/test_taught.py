@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import zinf
 from zinf.checkpoint import Checkpoints
 from zinf.data import TEACHER_LOGITS, Paced, Taught
-from zinf.models import GPT, GPTConfig, divergence, init_and_loss
-from zinf.models.gpt import next_token_logits
+from zinf.models import GPTConfig, divergence, init_and_loss
+from zinf.models.gpt import logits_of
 
 ROWS, TOKENS, VOCAB = 2, 8, 256
 TIERS = {
@@ -38,15 +37,6 @@ def batches(count=8):
     rows = rng.integers(0, VOCAB, (count * ROWS, TOKENS + 1), np.int32)
     source = grain.MapDataset.source([{"tokens": row} for row in rows])
     return source.to_iter_dataset().batch(ROWS)
-
-
-def logits_of(config):
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))))
-
-    def logits(params, batch):
-        return next_token_logits(nnx.merge(graphdef, params), batch)
-
-    return logits
 
 
 def test_divergence_is_that_of_the_paper():
