@@ -10,7 +10,7 @@ from statistics import median
 from rich.table import Table
 from tqdm import trange
 
-from zinf.cli.problem import dataset, heading, problem
+from zinf.cli.problem import dataset, heading, problem, refuse_teacher
 from zinf.cli.report import console
 from zinf.initialize import initialize
 from zinf.plan import (
@@ -41,6 +41,7 @@ def measure_steps(
         ValueError: the step is one executable, so no links can be measured.
     """
     config, mesh = on_devices(path, overrides=overrides)
+    refuse_teacher(config, "zinf bench step")
     arguments, named = problem(config)
     print(heading(path, config), flush=True)
     batch = next(iter(dataset(config, "train")))

@@ -53,6 +53,8 @@ def print_run_evaluation(
         num_batches: None takes `run.evaluate_batches`.
     """
     config, mesh = on_devices(path, overrides=overrides)
+    # What a teacher says is no part of the loss on held-out data.
+    config = config.model_copy(update={"distillation": None})
     folder = find(place_of_checkpoints(config), step)
     data = dataset(config, "validation")
     count = config.run.evaluate_batches if num_batches is None else num_batches

@@ -1,6 +1,7 @@
 """`zinf plan`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from zinf.cli.problem import (
     title,
 )
 from zinf.cli.report import console
+from zinf.cli.teacher import plan_teacher
 from zinf.config import Config, grouping
 from zinf.initialize import make_planner
 from zinf.observe.compiled import executables_table, traffic_table, verdict
@@ -58,17 +60,18 @@ def plan_config(
         with clean_errors(traceback):
             source = path if raw is None else raw
             config, mesh, machine = on_machine(source, overrides, topology)
-            arguments, named = problem(config)
             print(heading(path, config), flush=True)
-            planner = make_planner(
-                *arguments,
-                rng=named["rng"],
-                has_aux=named.get("has_aux", False),
-                mesh=mesh,
-                topology=machine,
-            )
             try:
-                made = planner.plan_batch(named["batch"])
+                with beside_teacher(config, mesh, machine) as config:
+                    arguments, named = problem(config)
+                    planner = make_planner(
+                        *arguments,
+                        rng=named["rng"],
+                        has_aux=named.get("has_aux", False),
+                        mesh=mesh,
+                        topology=machine,
+                    )
+                    made = planner.plan_batch(named["batch"])
             except InfeasibleError as error:
                 print(f"does not fit: {error}\n", flush=True)
                 return DOES_NOT_FIT
@@ -102,6 +105,21 @@ def plan_config(
             raise
         return ended.exit_code
     return 0
+
+
+@contextmanager
+def beside_teacher(
+    config: Config, mesh: Mesh, machine: Topology | None
+) -> Generator[Config, None, None]:
+    """Yields a config with the budgets that its teacher leaves, if it has one."""
+    if config.distillation is None:
+        yield config
+        return
+    teacher = plan_teacher(config, mesh, machine)
+    print(teacher.summary(), flush=True)
+    beside = teacher.beside()
+    with teacher.named_in_errors():
+        yield beside
 
 
 def on_machine(

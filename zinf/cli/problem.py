@@ -14,6 +14,7 @@ from zinf import hf
 from zinf.adapt import Adapted, adapt, load_adapter
 from zinf.config import Config, notices
 from zinf.data import (
+    TEACHER_LOGITS,
     describe,
     text_dataset,
 )
@@ -39,10 +40,18 @@ def problem(
     if is_huggingface(config):
         return hf.Task(config).arguments(batch_size(config) // group.count)
     loss, init, named = _given(config, group)
-    if config.adapter is None and any(gpt_config(config).experts_of_blocks):
-        # How experts are used, for the metrics.
+    distillation = config.distillation
+    if distillation is not None:
+        named["batch"] |= {TEACHER_LOGITS: teacher_logits(config, named["batch"])}
+    has_experts = any(gpt_config(config).experts_of_blocks)
+    if config.adapter is None and (has_experts or distillation is not None):
+        # How experts are used, and how far the teacher is, for the metrics.
         init, loss = init_and_loss(
-            gpt_config(config), seed=config.run.seed, has_aux=True
+            gpt_config(config),
+            seed=config.run.seed,
+            has_aux=True,
+            coefficient=1.0 if distillation is None else distillation.coefficient,
+            temperature=1.0 if distillation is None else distillation.temperature,
         )
         named["has_aux"] = True
     optimizer, told = build_optimizer(config), config.told()
@@ -51,6 +60,22 @@ def problem(
     adapted = _with_adapters(config, loss, init, named)
     named["eval_loss_fn"] = adapted.eval_loss_fn
     return (adapted.loss_fn, adapted.params, optimizer, adapted.config(told)), named
+
+
+def teacher_logits(config: Config, batch: dict[str, Any]) -> jax.ShapeDtypeStruct:
+    """What a teacher adds to a batch of a config's own model."""
+    rows, length = batch["tokens"].shape
+    shape = rows, length - 1, gpt_config(config).vocab_size
+    return jax.ShapeDtypeStruct(shape, np.float32)
+
+
+def refuse_teacher(config: Config, command: str) -> None:
+    """Raise if a config has a teacher, whom a command does not know."""
+    if config.distillation is not None:
+        raise NotImplementedError(
+            f"{command} does not know distillation yet. Leave the teacher out with "
+            "--set distillation=null."
+        )
 
 
 def adapted_model(config: Config) -> Adapted:

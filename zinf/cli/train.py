@@ -3,7 +3,7 @@
 import shlex
 import shutil
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -24,6 +24,7 @@ from zinf.cli.problem import (
     num_tokens,
     title,
 )
+from zinf.cli.teacher import plan_teacher
 from zinf.config import Config
 from zinf.distributed import AbstractGroup, flat
 from zinf.engine import Engine
@@ -50,13 +51,30 @@ def train_config(
     config, mesh = on_devices(path, overrides=overrides)
     _check_exports(config)
     if group.count > 1:
+        if config.distillation is not None:
+            raise NotImplementedError(
+                "distillation is supported in one process, and this run has "
+                f"{group.count}. Start one, or leave the teacher out with --set "
+                "distillation=null."
+            )
         group.agree(_alike(config))
     say = _say if group.is_first else _say_nothing
     data = dataset(config, "train", group, say=say)
     evaluates = config.run.evaluate_every is not None
     evaluation_data = dataset(config, "validation", group) if evaluates else None
     say(heading(path, config))
-    with closing(make_engine(config, mesh, group)) as engine:
+    with ExitStack() as opened:
+        if config.distillation is not None:
+            teacher = plan_teacher(config, mesh)
+            beside = teacher.beside()
+            at_work = opened.enter_context(closing(teacher.open()))
+            say(f"{teacher.summary()}; of {at_work.checkpoint}")
+            data = at_work.taught(data)
+            with teacher.named_in_errors():
+                engine = make_engine(beside, mesh, group)
+        else:
+            engine = make_engine(config, mesh, group)
+        opened.enter_context(closing(engine))
         say(f"{engine.plan.summary()}\n")
         if is_huggingface(config):
             assert isinstance(engine, hf.ModelEngine)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from zinf.cli.problem import heading, is_huggingface, problem
+from zinf.cli.problem import heading, is_huggingface, problem, refuse_teacher
 from zinf.cli.report import console
 from zinf.prepare.devices import on_devices
 from zinf.verify import verify
@@ -19,6 +19,7 @@ def verify_config(
     The tokens are random, so no data is needed.
     """
     config, mesh = on_devices(path, overrides=overrides)
+    refuse_teacher(config, "zinf verify")
     if is_huggingface(config):
         raise NotImplementedError("zinf verify does not know model.huggingface yet.")
     (loss_fn, init, tx, config), named = problem(config)

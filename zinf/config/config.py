@@ -11,6 +11,7 @@ from zinf.config.adapter import Adapter
 from zinf.config.arguments import TOTAL_STEPS, Key, chosen_values, fill
 from zinf.config.batch import BatchSizes, batch_sizes, batch_violations
 from zinf.config.deepspeed import ActivationCheckpointing, DeepSpeedKeys
+from zinf.config.distillation import Distillation
 from zinf.config.dynamic_batching import DynamicBatching
 from zinf.config.efficiency import (
     RESHAPE,
@@ -24,6 +25,7 @@ from zinf.config.precision import BF16, LossScaling, precision_violations
 from zinf.config.rules import (
     batching_violations,
     counting_violations,
+    distillation_violations,
     execution_violations,
     huggingface_violations,
     memory_violations,
@@ -78,6 +80,9 @@ class Config(DeepSpeedKeys):
 
     adapter: Adapter | None = None
     """Train low-rank adapters of frozen weights; null: the weights themselves."""
+
+    distillation: Distillation | None = None
+    """Train on the predictions of a teacher too; null: on the data alone."""
 
     rates: Literal["measured", "fixed"] | Folder | None = None
     """Rates to plan by: a file that `zinf bench step` wrote; measured: a streamed run
@@ -245,6 +250,16 @@ class Config(DeepSpeedKeys):
             self.model, self.curriculum_learning, self.data_efficiency, self.data
         )
         yield from counting_violations(self.scheduler, self.model, self.data_efficiency)
+        published = self.model is not None and self.model.huggingface is not None
+        legacy, efficiency = self.curriculum_learning, self.data_efficiency
+        grows = efficiency is not None and (efficiency.lengths or efficiency.random_ltd)
+        others = {
+            "model.huggingface": published,
+            "adapter": self.adapter is not None,
+            "curriculum_learning": legacy is not None and legacy.enabled,
+            "data_efficiency": bool(grows),
+        }
+        yield from distillation_violations(self.distillation, others)
         if self.bfloat16 is not None and "bf16" in self.model_fields_set:
             yield (
                 ("bfloat16",),

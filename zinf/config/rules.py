@@ -1,8 +1,9 @@
 """Combinations of sections that contradict each other."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from zinf.config.deepspeed import ExpertParallel, TensorParallel
+from zinf.config.distillation import Distillation
 from zinf.config.efficiency import CurriculumLearning, DataEfficiency
 from zinf.config.optimizer import AdamParams, Optimizer
 from zinf.config.pacing import Pacing
@@ -226,6 +227,21 @@ def counting_violations(
         text = "layer_tokens needs the number of layers of the model. Set"
         path = "data_efficiency.data_routing.random_ltd.total_layer_num"
         yield ("scheduler", "count"), f"{text} {path}."
+
+
+def distillation_violations(
+    distillation: Distillation | None, others: Mapping[str, bool]
+) -> Iterator[Violation]:
+    """A teacher beside what it cannot be with yet.
+
+    Args:
+        others: which other parts of the config are in use, by name.
+    """
+    if distillation is None:
+        return
+    for name in (name for name, is_used in others.items() if is_used):
+        text = f"is not supported with {name} yet. Remove one of them."
+        yield ("distillation",), text
 
 
 def model_violations(model: Model | None, data: Data) -> Iterator[Violation]:

@@ -13,7 +13,10 @@ from zinf.memory.storage_error import StorageError, from_os_error
 MARKER = "zinf.json"
 INDEX = "zinf.index.jsonl"
 ARRAYS = "arrays"
-OURS = {MARKER, LOCK, INDEX, PROFILE, f"{MARKER}.new", f"{INDEX}.new", f"{PROFILE}.new"}
+# A folder below, for an engine that runs beside the one that has this folder.
+INNER = "zinf.inner"
+NEW = {f"{MARKER}.new", f"{INDEX}.new", f"{PROFILE}.new"}
+OURS = {MARKER, LOCK, INDEX, PROFILE, INNER, *NEW}
 # Prefix of temporary files and folders. Leftovers are deleted when a root is opened.
 PROBE = ".zinf-"
 FORMAT = 2
