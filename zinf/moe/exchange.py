@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from zinf.mesh import EXPERT, FSDP, REPLICA, SEQ, axis_size
+from zinf.mesh import EXPERT, FSDP, REPLICA, SEQ, TENSOR, axis_size
 from zinf.moe.gating import NO_EXPERT, Capacity
 from zinf.moe.loop import ExpertFunction, in_blocks, queues, rows_at
 
@@ -37,7 +37,10 @@ from zinf.moe.loop import ExpertFunction, in_blocks, queues, rows_at
 # again if it changes.
 _mesh = jax.make_user_context(None)
 # Examples are cut along these, and then positions: (batch, time) merged into one dim.
-TOKEN_AXES = (REPLICA, FSDP, EXPERT, SEQ)
+# Devices along `tensor` have the same examples. Each takes some of the tokens past the
+# experts, so that no token is sent or computed twice ("duplicate token dropping",
+# DeepSpeed-TED, https://arxiv.org/abs/2303.06318, section 5.1).
+TOKEN_AXES = (REPLICA, FSDP, EXPERT, SEQ, TENSOR)
 
 
 def on_mesh(function: Callable, mesh: Mesh) -> Callable:

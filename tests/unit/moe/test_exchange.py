@@ -65,13 +65,13 @@ def router(k, **options):
     )
 
 
-def compiled(loss):
+def compiled(loss, mesh=MESH):
     """The gradient with experts and tokens divided, and its arguments."""
-    rows = NamedSharding(MESH, PartitionSpec(("fsdp", "expert")))
-    whole = NamedSharding(MESH, PartitionSpec())
-    own = NamedSharding(MESH, PartitionSpec("expert"))
+    rows = NamedSharding(mesh, PartitionSpec(("fsdp", "expert")))
+    whole = NamedSharding(mesh, PartitionSpec())
+    own = NamedSharding(mesh, PartitionSpec("expert"))
     forms = {"router": whole, "experts": {"up": own, "down": own}}
-    gradient = jax.value_and_grad(on_mesh(loss, MESH), (0, 1))
+    gradient = jax.value_and_grad(on_mesh(loss, mesh), (0, 1))
     shardings = {
         "in_shardings": (forms, rows),
         "out_shardings": (whole, (forms, rows)),
@@ -161,3 +161,20 @@ def test_a_mesh_without_an_expert_axis_divides_tokens_alone():
     whole = NamedSharding(mesh, PartitionSpec())
     run = jax.jit(on_mesh(loss, mesh), in_shardings=(whole, rows), out_shardings=whole)
     np.testing.assert_allclose(run(PARAMS, X), loss(PARAMS, X), rtol=ROUNDING)
+
+
+def test_tokens_that_a_tensor_group_shares_are_sent_once():
+    """Duplicate token dropping, as in DeepSpeed-TED."""
+    loss = loss_with(router(k=1, group_size=A_DEVICE, use_rts=False))
+    sent = {}
+    for num_tensor in (1, 2):
+        mesh = make_mesh(jax.devices()[:8], num_expert=PARTS, num_tensor=num_tensor)
+        run, arguments = compiled(loss, mesh)
+        found = [c for c in collectives_of(run) if c.kind == "all-to-all"]
+        sent[num_tensor] = [c.operand_bytes for c in found for _ in range(c.times)]
+    # Two devices have the same tokens and send half of them each: as many bytes as
+    # where each device has tokens of its own.
+    assert len(sent[1]) == 4
+    assert sent[2] == sent[1]
+    wanted = jax.value_and_grad(loss, (0, 1))(PARAMS, X)
+    chex.assert_trees_all_close(run(*arguments), wanted, rtol=ROUNDING, atol=ROUNDING)
