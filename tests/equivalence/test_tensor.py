@@ -17,7 +17,7 @@ from tests.marks import slow_except
 from zinf.initialize import make_planner
 from zinf.program import Role, Tier
 
-DIM, HEADS, HIDDEN, LAYERS = 16, 8, 24, 2
+DIM, HEADS, HIDDEN, LAYERS = 16, 8, 64, 2
 EXAMPLES, TOKENS, MICROBATCHES, STEPS = 16, 4, 2, 3
 # Devices, and how many of them divide weights; the rest are `fsdp`.
 MESHES = {"2": (2, 2), "4": (4, 4), "8": (8, 8), "2x4": (8, 4), "4x2": (8, 2)}
@@ -29,11 +29,10 @@ TIERS = {
 }
 CASES = [
     *[("2x4", stage, "fused") for stage in range(4)],
-    *[("2x4", stage, "host") for stage in range(4)],
+    *[("2x4", stage, "host") for stage in (0, 1, 3)],
     ("2", 0, "fused"),
     ("4", 1, "device"),
     ("8", 0, "fused"),
-    ("4x2", 3, "device"),
     ("4x2", 2, "optimizer on host"),
 ]
 FAST = [("2x4", 2, "fused")]
@@ -92,14 +91,15 @@ def config(stage: int, tier: str, folder: str) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "execution": "fused" if tier == "fused" else "streamed",
         "zero_optimization": {"stage": stage},
-        "persistence_threshold": 1,
+        # Vectors of DIM are whole.
+        "persistence_threshold": 4 * DIM + 1,
         "gradient_clipping": 0.05,
         "gradient_accumulation_steps": MICROBATCHES,
         "memory": {"device": "64MiB", "host": "64MiB"},
     }
     if tier != "fused":
         params, state = TIERS[tier]
-        settings["segment"] = {"remat": "always", "max_bytes": 4 * 4 * DIM * DIM}
+        settings["segment"] = {"remat": "always", "max_bytes": 8 * DIM * HIDDEN}
         settings["zero_optimization"] |= {
             "offload_param": {"device": params},
             "offload_optimizer": {"device": state},
@@ -148,9 +148,9 @@ def test_losses_and_norms_are_those_of_one_device(mesh, stage, tier):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tier", ["optimizer on host", "host", "nvme"])
+@pytest.mark.parametrize("tier", ["optimizer on host", "nvme"])
 def test_tiers_are_bit_equal_with_weights_divided(tier):
-    expected, found = (train("2x4", 3, t) for t in ("device", tier))
+    expected, found = (train("2x4", 3, t) for t in ("host", tier))
     assert found.numbers == expected.numbers
     for path, content in expected.params.items():
         np.testing.assert_array_equal(found.params[path], content, path)
@@ -166,6 +166,7 @@ def test_in_bfloat16_losses_are_those_of_one_device():
 
 def test_all_arrays_of_a_weight_are_cut_as_it_is_and_zero_cuts_them_further():
     settings = config(3, "fused", "") | {"bf16": {"enabled": True}}
+    settings |= {"persistence_threshold": 1}
     tx = optax.adamw(1e-2)
     planner = make_planner(loss, init, tx, settings, mesh=mesh_of("2x4"))
     layouts = planner.layouts(planner.trace(planner.batch_spec(batches()[0])))

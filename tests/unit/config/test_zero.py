@@ -82,6 +82,14 @@ def test_groups_of_devices_are_given_once():
         loaded({"mics_shard_size": 4, "zero_hpz_partition_size": 4})
     with pytest.raises(ConfigError, match="mics_shard_size: .*so does the mesh"):
         loaded({"mics_shard_size": 4}, mesh={"replica": 2})
+    with pytest.raises(ConfigError, match="mics_shard_size: .*so does the mesh"):
+        loaded({"mics_shard_size": 4}, mesh={"tensor": 2})
+
+
+def test_devices_that_divide_weights_are_not_counted_in_two_ways():
+    with pytest.raises(ConfigError, match="autotp_size: 4 is not mesh.tensor, 2"):
+        loaded({}, mesh={"tensor": 2}, tensor_parallel={"autotp_size": 4})
+    loaded({}, mesh={"tensor": 4}, tensor_parallel={"autotp_size": 4})
 
 
 def test_nvme_needs_a_folder_from_somewhere():
