@@ -237,8 +237,10 @@ def test_a_device_that_slices_host_arrays_wrongly_is_not_offloaded_to(monkeypatc
 @pytest.mark.slow
 def test_a_chip_without_room_for_the_state_is_given_the_faster_of_the_two():
     chip = parse_topology("v5e:1x1")
-    config = {"execution": "auto", "memory": {"device": "2500KiB", "host": "1GiB"}}
-    wide = {"w": jax.ShapeDtypeStruct((4, 256, 256), jnp.float32)}
+    config = {"execution": "auto", "memory": {"device": "8MiB", "host": "1GiB"}}
+
+    def wide():
+        return {"w": jnp.zeros((16, 256, 256))}
 
     def scanned(params, batch):
         def layer(x, w):
