@@ -31,6 +31,7 @@ from zinf.config.rules import (
     memory_violations,
     mesh_violations,
     model_violations,
+    objective_violations,
     training_violations,
 )
 from zinf.config.scalar import Flag, Folder, Text
@@ -249,6 +250,7 @@ class Config(DeepSpeedKeys):
         yield from huggingface_violations(
             self.model, self.curriculum_learning, self.data_efficiency, self.data
         )
+        yield from objective_violations(self.data)
         yield from counting_violations(self.scheduler, self.model, self.data_efficiency)
         published = self.model is not None and self.model.huggingface is not None
         legacy, efficiency = self.curriculum_learning, self.data_efficiency

@@ -213,6 +213,17 @@ def batching_violations(
         yield (*path, "lr_scaling_method"), f"{text}. Use bf16, or none."
 
 
+def objective_violations(data: Data) -> Iterator[Violation]:
+    """Settings of the data that are of other objectives."""
+    objective = f"(data.objective {data.objective})"
+    if data.packing and data.objective != "sft":
+        text = f"puts samples of sft into rows; others stay apart {objective}"
+        yield ("data", "packing"), f"{text}. Set it to false."
+    if data.labels is not None and data.objective != "classification":
+        text = f"names the classes of classification, and has no effect {objective}"
+        yield ("data", "labels"), f"{text}. Remove it, or set the objective."
+
+
 def counting_violations(
     scheduler: Scheduler | None,
     model: Model | None,

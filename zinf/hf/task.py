@@ -94,19 +94,10 @@ class Task:
 
     @property
     def preference(self) -> Preference | None:
-        """The loss of preferences, if that is the objective.
-
-        Raises:
-            ValueError: samples are to be packed, which pairs cannot be.
-        """
+        """The loss of preferences, if that is the objective."""
         data = self.config.data
         if data.objective != "dpo":
             return None
-        if data.packing:
-            raise ValueError(
-                "data.packing puts samples of objective sft into rows; those of dpo "
-                "stay in pairs. Set data.packing to false."
-            )
         return Preference(self.model, data.beta)
 
     @property

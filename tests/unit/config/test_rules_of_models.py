@@ -104,6 +104,29 @@ def test_dynamic_batching_is_refused_where_it_would_change_nothing_or_too_much()
         Config.load(both)
 
 
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"labels": ["good", "bad"]}, r"labels: .*no effect \(data.objective sft"),
+        ({"labels": ["a"], "objective": "dpo"}, "labels: .*data.objective dpo"),
+        ({"packing": True, "objective": "dpo"}, "packing: .*data.objective dpo"),
+        (
+            {"packing": True, "objective": "classification"},
+            "packing: .*data.objective classification",
+        ),
+    ],
+)
+def test_settings_of_another_objective_are_refused(data, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Config.load({**HUGGINGFACE, "data": data})
+
+
+def test_classes_are_named_and_texts_are_packed_where_the_objective_has_them() -> None:
+    named = {"labels": ["good", "bad"], "objective": "classification"}
+    assert Config.load({**HUGGINGFACE, "data": named}).data.labels == ("good", "bad")
+    assert Config.load({**HUGGINGFACE, "data": {"packing": True}}).data.packing
+
+
 def routing(**changed):
     schedule = {
         "min_value": 16,
