@@ -20,13 +20,11 @@ import torch
 import transformers
 
 from zinf.hf.batch import IGNORED, check_tokens
-from zinf.hf.dequantize import Dequantized, block_of
-from zinf.hf.folder import find_folder, weights_path
+from zinf.hf.folder import find_folder
 from zinf.hf.model import Batch, Model, Params
 from zinf.hf.module import read_config
-from zinf.hf.weights import StoredWeights, check_dtypes, spec_of, to_numpy
+from zinf.hf.weights import StoredWeights, spec_of, to_numpy
 from zinf.interchange.names import listed
-from zinf.interchange.safetensors_files import SafetensorsFiles
 from zinf.interchange.tensors import AbstractTensors
 from zinf.models.cross_entropy import cross_entropy
 from zinf.sharding import Box
@@ -110,9 +108,13 @@ class HeadModel(Model):
             # A decoder finds the last token of a sample as the last without this one.
             text.pad_token_id = ends[0] if isinstance(ends, list) else ends
             config.pad_token_id = text.pad_token_id
+
+    @cached_property
+    def new_modules(self) -> tuple[str, ...]:
+        """Modules of a classifier that adapters are trained with, and saved whole."""
         names = self.specs if self._classifies else ()
         heads = [n for n in names if n.partition(".")[0] in CLASSIFIERS]
-        self.new_modules = tuple(sorted({n.rpartition(".")[0] for n in heads}))
+        return tuple(sorted({n.rpartition(".")[0] for n in heads}))
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -225,17 +227,9 @@ class HeadModel(Model):
                 "change the data."
             )
 
-    def open_weights(self) -> tuple[SafetensorsFiles, StoredWeights]:
+    def _stored(self, files: AbstractTensors) -> StoredWeights:
         """As of `Model`; weights of a new head are there too, with initial values."""
-        folder = find_folder(self.name, weights=True)
-        files = SafetensorsFiles(weights_path(folder))
-        try:
-            plain = Dequantized(files, block_of(folder))
-            check_dtypes(plain.specs)
-            return files, _WithNewHead(plain, self.module, self._seed)
-        except BaseException:
-            files.close()
-            raise
+        return _WithNewHead(files, self.module, self._seed)
 
     def log_probabilities(self, *_: Any, **__: Any) -> jax.Array:
         raise NotImplementedError(_not_causal(self, "log-probabilities of a text"))

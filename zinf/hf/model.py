@@ -32,6 +32,7 @@ from zinf.hf.module import build, read_config
 from zinf.hf.weights import StoredWeights, check_dtypes, spec_of, to_numpy
 from zinf.interchange.names import listed
 from zinf.interchange.safetensors_files import SafetensorsFiles
+from zinf.interchange.tensors import AbstractTensors
 from zinf.models.cross_entropy import cross_entropy
 from zinf.program import ArraySpec
 
@@ -132,8 +133,6 @@ class Model:
 
     auto_class = "AutoModelForCausalLM"
     peft_task: str | None = "CAUSAL_LM"
-    # What is trained whole beside adapters, as it has no trained weights.
-    new_modules: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -200,6 +199,11 @@ class Model:
             ) from error
 
     @cached_property
+    def new_modules(self) -> tuple[str, ...]:
+        """What is trained whole beside adapters, as it has no trained weights."""
+        return ()
+
+    @cached_property
     def is_random(self) -> bool:
         """Whether a training pass of the model draws random numbers (dropout)."""
         settings = self.config.get_text_config().to_dict()
@@ -228,10 +232,14 @@ class Model:
         try:
             plain = Dequantized(files, block_of(folder))
             check_dtypes(plain.specs)
-            return files, StoredWeights(plain, self.module)
+            return files, self._stored(plain)
         except BaseException:
             files.close()
             raise
+
+    def _stored(self, files: AbstractTensors) -> StoredWeights:
+        """The weights of the model in its files, under the names of its parameters."""
+        return StoredWeights(files, self.module)
 
     def logits(
         self, params: Params, batch: Batch, *key: jax.Array, train: bool = False
