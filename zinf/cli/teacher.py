@@ -17,7 +17,7 @@ import grain
 import optax
 from jax.sharding import Mesh
 
-from zinf.checkpoint import Saved
+from zinf.checkpoint import Place, Saved
 from zinf.cli.evaluate import SavedEngine
 from zinf.cli.places import place_of_checkpoints
 from zinf.cli.problem import gpt_config, is_huggingface, problem
@@ -130,7 +130,7 @@ class OpenTeacher:
 
     teacher: Teacher
     engine: SavedEngine
-    checkpoint: Path
+    checkpoint: Place
 
     def taught(self, data: grain.IterDataset) -> Taught:
         """Batches of the student with what this teacher says of them."""
