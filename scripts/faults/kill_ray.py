@@ -69,7 +69,7 @@ CUT_SECONDS = 20.0  # until a node returns
 SILENCE_SECONDS = 10.0
 # At other numbers of workers, sums over the batch are taken in another order: a few of
 # float32's last bits, through a hundred steps of Adam.
-RELATIVE = 1e-4
+RELATIVE = 1e-5
 PARTS = ("notice", "restart", "compile", "load", "step")
 
 
