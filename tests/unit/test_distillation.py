@@ -37,7 +37,7 @@ def config(folder, name, **changed) -> dict[str, Any]:
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
         "zero_optimization": {"stage": 3},
         # The same folder for both.
-        "memory": {"nvme": [str(folder / "nvme")]},
+        "memory": {"nvme": [str(folder / "drive")]},
         "persistence_threshold": 1,
         "run": {"steps": 3, "output": str(folder / name), "log_every": 1},
         **changed,
