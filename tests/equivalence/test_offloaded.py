@@ -17,7 +17,9 @@ from tests.equivalence.test_reference import TOLERANCE, assert_same_leaves, name
 from tests.equivalence.training import BOTH, MIXED, train, train_in_jax
 from tests.marks import slow_except
 from zinf.optim.decision import NonFiniteError
+from zinf.prepare.offloaded import check_offloadable
 from zinf.segment import named_leaves
+from zinf.sharding import axis_rule
 
 OFFLOADED = "offloaded"
 CLIPPED = {"gradient_clipping": 1.0}
@@ -306,5 +308,12 @@ def test_what_cannot_be_offloaded_yet_is_refused_by_name():
         NotImplementedError, match="does not work yet with mesh.seq = 2"
     ):
         start(OFFLOADED, mesh={"seq": 2}).step(batch())
+    divided = axis_rule(
+        zinf.make_mesh(jax.devices()[:2], num_tensor=2), stage=0, min_bytes=0
+    )
+    with pytest.raises(
+        NotImplementedError, match="does not work yet with mesh.tensor = 2"
+    ):
+        check_offloadable(divided, num_processes=1)
     with pytest.raises(NotImplementedError, match=r"does not read tiles, and layers"):
         start(OFFLOADED, segment={"max_bytes": 100}).step(batch())

@@ -147,6 +147,8 @@ def test_losses_and_norms_are_those_of_one_device(mesh, stage, tier):
     np.testing.assert_allclose(found.numbers, expected.numbers, rtol=BOUND)
 
 
+# With all state on the devices, updates of several leaves share an executable, which
+# rounds some of them differently on several devices, with a `tensor` axis or without.
 @pytest.mark.slow
 @pytest.mark.parametrize("tier", ["optimizer on host", "nvme"])
 def test_tiers_are_bit_equal_with_weights_divided(tier):

@@ -93,12 +93,13 @@ class OffloadedProgram:
 def not_offloadable(rule: AxisRule, num_processes: int) -> list[str]:
     """What of a mesh the offloaded step has not been shown to work with.
 
-    It is several processes, a divided sequence, and groups of devices that hold all
-    parameters.
+    It is several processes, a divided sequence, divided weights, and groups of devices
+    that hold all parameters.
     """
     asked = {
         f"{num_processes} processes": num_processes > 1,
         f"mesh.seq = {rule.size(Dim.SEQUENCE)}": rule.size(Dim.SEQUENCE) > 1,
+        f"mesh.tensor = {rule.size(Dim.CHANNELS)}": rule.size(Dim.CHANNELS) > 1,
         "zero_hpz_partition_size": rule.gathers_in_group,
     }
     return [name for name, is_asked in asked.items() if is_asked]
