@@ -163,6 +163,7 @@ def test_a_mesh_without_an_expert_axis_divides_tokens_alone():
     np.testing.assert_allclose(run(PARAMS, X), loss(PARAMS, X), rtol=ROUNDING)
 
 
+@pytest.mark.slow
 def test_tokens_that_a_tensor_group_shares_are_sent_once():
     """Duplicate token dropping, as in DeepSpeed-TED."""
     loss = loss_with(router(k=1, group_size=A_DEVICE, use_rts=False))
