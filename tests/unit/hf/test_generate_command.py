@@ -46,6 +46,27 @@ def test_a_completion_alone_is_on_the_standard_output(model):
 
 
 @pytest.mark.slow
+def test_a_model_may_have_no_token_that_pads_or_ends_a_text(model, tmp_path):
+    folder, reference = model
+    words = tokenizer()
+    words.pad_token = words.eos_token = None
+    words.save_pretrained(folder)
+    prompts = write(tmp_path / "in.jsonl", [{"prompt": "w1 w2 w3"}, {"prompt": "w5"}])
+    output = tmp_path / "out.jsonl"
+    rest = ["--output", output, "--max-new-tokens", 5, "--temperature", 0]
+    found = run("generate", folder, "--prompts", prompts, *rest)
+    assert found.exit_code == 0, found.output
+    assert "no token that ends a text (eos_token_id): each" in found.stderr
+    for line in map(json.loads, output.read_text().splitlines()):
+        ids = words(line["prompt"], return_tensors="pt").input_ids
+        options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 2}
+        whole = reference.generate(ids, max_new_tokens=5, **options)
+        assert line["completion"] == words.decode(
+            whole[0, ids.shape[1] :], skip_special_tokens=True
+        )
+
+
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_where_it_was(model, tmp_path):
     folder, _ = model
     lines = [

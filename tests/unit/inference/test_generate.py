@@ -130,6 +130,15 @@ def test_the_other_sequences_of_a_batch_change_nothing(engine):
     assert engine.generate(PROMPTS, key=others, **rest) != together
 
 
+def test_each_of_32_sequences_is_completed_as_alone(engine):
+    prompts, keys = 8 * PROMPTS, jax.random.split(jax.random.key(2), 32)
+    rest = {"max_new_tokens": 4, **DRAWN}
+    together = engine.generate(prompts, key=keys, **rest)
+    for i in (0, 13, 31):
+        [alone] = engine.generate(prompts[i : i + 1], key=keys[i : i + 1], **rest)
+        assert together[i] == alone
+
+
 def test_a_sequence_ends_with_a_token_that_ends_texts(engine):
     whole = engine.generate(PROMPTS[:1], max_new_tokens=6)[0]
     end = whole[-1]
