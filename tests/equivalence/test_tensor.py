@@ -147,10 +147,8 @@ def test_losses_and_norms_are_those_of_one_device(mesh, stage, tier):
     np.testing.assert_allclose(found.numbers, expected.numbers, rtol=BOUND)
 
 
-# With all state on the devices, updates of several leaves share an executable, which
-# rounds some of them differently on several devices, with a `tensor` axis or without.
 @pytest.mark.slow
-@pytest.mark.parametrize("tier", ["optimizer on host", "nvme"])
+@pytest.mark.parametrize("tier", ["device", "optimizer on host", "nvme"])
 def test_tiers_are_bit_equal_with_weights_divided(tier):
     expected, found = (train("2x4", 3, t) for t in ("host", tier))
     assert found.numbers == expected.numbers

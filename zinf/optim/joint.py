@@ -81,8 +81,9 @@ def _lowered(
         ):
             mine = [step_values[k] for k in numbers]
             # Without the barrier, XLA divides differently by a scalar that several
-            # arrays share.
-            own = jax.lax.optimization_barrier((factor, mine, literals))
+            # arrays share. For several devices it merges barriers of the same operands:
+            # the gradient makes each its own.
+            *own, grad = jax.lax.optimization_barrier((factor, mine, literals, grad))
             results.append(function(*own, grad, master, states))
         return results
 

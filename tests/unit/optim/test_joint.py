@@ -4,13 +4,21 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tests.marks import slow_except
 from tests.unit.optim.test_update import OPTIMIZERS, SHAPES
 from zinf.optim.joint import JointCompiler
 from zinf.optim.separate import separate
-from zinf.optim.update import Unit, compile_advance, compile_updates
+from zinf.optim.update import (
+    Unit,
+    UnitPlacement,
+    compile_advance,
+    compile_placed_updates,
+    compile_updates,
+)
 
 # One a kind of arithmetic. Updates that need whole leaves run alone.
 NAMES = (
@@ -90,6 +98,45 @@ def test_it_gives_the_bits_of_each_alone(name, compute_dtype):
         chex.assert_trees_all_equal(results, found, strict=True)
         alone = [list(r[:n]) for r, n in zip(results, num_kept, strict=True)]
         together = [list(r[:n]) for r, n in zip(found, num_kept, strict=True)]
+
+
+def test_arrays_on_several_devices_have_the_bits_of_each_alone():
+    mesh = Mesh(np.asarray(jax.devices()), ("fsdp",))
+    whole, cut = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("fsdp",)))
+    shapes = {"a": (24,), "b": (16,), "c": (16, 4)}
+    rng = np.random.default_rng(0)
+
+    def tree():
+        return {k: rng.normal(size=s).astype("f") for k, s in shapes.items()}
+
+    params = tree()
+    separated = separate(optax.adamw(1e-2), params)
+    units = [Unit(i, s, jnp.float32, None) for i, s in enumerate(shapes.values())]
+    places = [
+        UnitPlacement(whole, cut, cut, (cut,) * len(leaf.states), cut)
+        for leaf in separated.leaves
+    ]
+    steps = compile_placed_updates(separated, units, places).steps
+    joint = JointCompiler(compile_plainly)(steps)
+    advance = compile_advance(separated, device=jax.devices()[0])
+    _, values = advance([s.value for s in separated.shared])
+    values = [jax.device_put(np.asarray(x), whole) for x in values]
+    arrays = [
+        [params[leaf.path], *separated.init_state(i, params[leaf.path])]
+        for i, leaf in enumerate(separated.leaves)
+    ]
+
+    def on_devices(tree):
+        return jax.tree.map(lambda x: jax.device_put(np.asarray(x), cut) + 0, tree)
+
+    grads = on_devices([*tree().values()])
+    rest = np.float32(0.37), values
+    alone = [
+        step(*rest, grad, *own)
+        for step, grad, own in zip(steps, grads, on_devices(arrays), strict=True)
+    ]
+    found = joint(*rest, grads, on_devices(arrays))
+    chex.assert_trees_all_equal(alone, found, strict=True)
 
 
 def test_results_are_where_the_arrays_were():
