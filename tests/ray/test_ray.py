@@ -34,7 +34,13 @@ from zinf.ray.cluster import NotEnoughNodes, check_address
 from zinf.ray.record import Cause
 from zinf.ray.worker import check_is_shared
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    # Ray starts its processes by fork and exec. Where other tests have used jax before,
+    # jax warns of the fork.
+    pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning"),
+]
 
 PREEMPTION = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
 NODE = {"num_cpus": 1, "object_store_memory": 80 << 20}
