@@ -15,7 +15,6 @@ from zinf.segment.cut import choose_cuts, read_tape
 from zinf.segment.flops import equation_flops
 from zinf.segment.index import index_by_literals
 from zinf.segment.order import Order, order_equations
-from zinf.segment.problem import STATE_PREFIX
 from zinf.segment.rows import split_rows
 from zinf.segment.source import Source
 from zinf.segment.tile import tile_leaves
@@ -93,7 +92,7 @@ def _segmented(
         _leaf(v, path, path in stacked, path in frozen)
         for v, path in source.params.items()
     )
-    weights = [v for v, array in arrays.items() if _is_weight(v, array.path)]
+    weights = _weights({v: array.path for v, array in arrays.items()})
     order = order_equations(index_by_literals(graph, weights), weights)
     tape = read_tape(order)
     cuts = choose_cuts(tape, max_bytes=max_bytes)
@@ -108,16 +107,27 @@ def array_spec(aval: Any) -> ArraySpec:
     return ArraySpec(tuple(aval.shape), str(aval.dtype), aval.dtype.itemsize)
 
 
-def _is_weight(variable: Var, path: str) -> bool:
-    """Whether it is read by the layer that it belongs to.
+def _weights(leaves: Mapping[Var, str]) -> list[Var]:
+    """The leaves that are read by the layer that they belong to.
 
-    Weights in few bits are integers. Other integers are random keys and counters of the
-    model state.
+    They are floating-point numbers, and the integers of weights in few bits: codes of
+    8 bits and, beside them, scales as words. Other integers are random keys and
+    counters.
     """
-    dtype = variable.aval.dtype
-    is_integer = jnp.issubdtype(dtype, jnp.integer)
-    is_own = is_integer and not path.startswith(STATE_PREFIX)
-    return is_own or jnp.issubdtype(dtype, jnp.floating)
+    in_few_bits = {
+        _parent(path)
+        for v, path in leaves.items()
+        if jnp.issubdtype(v.aval.dtype, jnp.integer) and v.aval.dtype.itemsize == 1
+    }
+    return [
+        v
+        for v, path in leaves.items()
+        if jnp.issubdtype(v.aval.dtype, jnp.floating) or _parent(path) in in_few_bits
+    ]
+
+
+def _parent(path: str) -> str:
+    return path.rpartition("/")[0]
 
 
 def _leaf(variable: Var, path: str, is_stacked: bool, is_frozen: bool) -> Leaf:
