@@ -2,11 +2,16 @@
 
     python scripts/bench/bench_experts.py [--experts 8 32 128] [--k 2] [--tokens 2048]
         [--dim 256] [--hidden 512] [--rounds 5]
+    python scripts/bench/bench_experts.py --topology h200:1 v5p:1x1x1 [...]
 
 The others: every expert on every token; `jax.lax.ragged_dot` on sorted rows; and a
 gather of each token's own copy of the weights, where these take at most 4 GiB. The
 contenders take turns. Seconds are medians and ranges; temporary bytes are the
 compiler's. Their results must agree.
+
+With `--topology`, the contenders are compiled for one device of each machine, absent or
+not, and nothing runs: the table has the temporary bytes alone. Where a plugin for GPUs
+is installed without a GPU, set JAX_PLATFORMS=cpu.
 """
 
 import argparse
@@ -15,14 +20,17 @@ import time
 from collections.abc import Callable
 from functools import partial
 from statistics import median
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 from rich.console import Console
 from rich.table import Table
 
 from zinf.moe import experts
+from zinf.topology import Topology, out_of_memory, parse_topology
 
 LARGEST_GATHER_BYTES = 4 << 30
 # Sums of up to `tokens` float32 products, in four orders.
@@ -72,14 +80,49 @@ CONTENDERS = {
 
 def main() -> None:
     options = _parse()
-    table = Table("experts", "way", "seconds", "over zinf", "temporary", box=None)
-    for num_experts in options.experts:
-        for row in _measure(options, num_experts):
-            table.add_row(str(num_experts), *row)
+    if options.topology:
+        table = Table("experts", "way", *options.topology, box=None)
+        machines = [parse_topology(text) for text in options.topology]
+        for num_experts in options.experts:
+            for row in _temporaries(options, num_experts, machines):
+                table.add_row(str(num_experts), *row)
+    else:
+        table = Table("experts", "way", "seconds", "over zinf", "temporary", box=None)
+        for num_experts in options.experts:
+            for row in _measure(options, num_experts):
+                table.add_row(str(num_experts), *row)
     Console(width=100, highlight=False).print(table)
 
 
-def _measure(options: argparse.Namespace, num_experts: int) -> list[tuple[str, ...]]:
+def _temporaries(
+    options: argparse.Namespace, num_experts: int, machines: list[Topology]
+) -> list[tuple[str, ...]]:
+    given = jax.eval_shape(partial(_inputs, options, num_experts))
+    rows: list[tuple[str, ...]] = []
+    for name, function in CONTENDERS.items():
+        cells = []
+        for machine in machines:
+            sharding = SingleDeviceSharding(machine.devices()[0])
+            jitted = jax.jit(partial(_both, function), in_shardings=sharding)
+            lowered = jitted.lower(*given)
+            try:
+                cells.append(_temporary(machine.compile(lowered)))
+            except jax.errors.JaxRuntimeError as error:
+                found = out_of_memory(error)
+                if found is None:
+                    raise
+                cells.append("out of memory")
+        rows.append((name, *cells))
+    return rows
+
+
+def _temporary(compiled: Any) -> str:
+    return f"{compiled.memory_analysis().temp_size_in_bytes / 2**20:.1f} MiB"
+
+
+def _inputs(options: argparse.Namespace, num_experts: int) -> tuple:
+    """Weights, tokens, choices, gates and a cotangent of the result."""
+
     def normal(seed: int, *shape: int) -> jax.Array:
         return jax.random.normal(jax.random.key(seed), shape) * shape[-2] ** -0.5
 
@@ -89,23 +132,25 @@ def _measure(options: argparse.Namespace, num_experts: int) -> list[tuple[str, .
         "up": normal(1, num_experts, dim, hidden),
         "down": normal(2, num_experts, hidden, dim),
     }
-    x, cotangent = normal(3, tokens, dim), normal(4, tokens, dim)
     logits = normal(5, tokens, num_experts) * tokens**0.5
     gate, choice = jax.lax.top_k(jax.nn.softmax(logits), options.k)
+    return weights, normal(3, tokens, dim), choice, gate, normal(4, tokens, dim)
 
-    def both(function: Callable, weights, x, gate, cotangent):
-        value, vjp = jax.vjp(
-            lambda w, x, g: function(w, x, choice, g), weights, x, gate
-        )
-        return value, vjp(cotangent)
 
-    given = weights, x, gate, cotangent
+def _both(function: Callable, weights, x, choice, gate, cotangent):
+    """The result, and the gradients of all but the choices."""
+    value, vjp = jax.vjp(lambda w, x, g: function(w, x, choice, g), weights, x, gate)
+    return value, vjp(cotangent)
+
+
+def _measure(options: argparse.Namespace, num_experts: int) -> list[tuple[str, ...]]:
+    given = _inputs(options, num_experts)
     compiled = {}
     for name, function in CONTENDERS.items():
-        own_bytes = 3 * tokens * options.k * dim * hidden * 4
+        own_bytes = 3 * options.tokens * options.k * options.dim * options.hidden * 4
         if name == "gather" and own_bytes > LARGEST_GATHER_BYTES:
             continue
-        compiled[name] = jax.jit(partial(both, function)).lower(*given).compile()
+        compiled[name] = jax.jit(partial(_both, function)).lower(*given).compile()
     wanted = compiled["blocks (zinf)"](*given)
     seconds: dict[str, list[float]] = {name: [] for name in compiled}
     for number in range(options.rounds + 1):
@@ -122,7 +167,7 @@ def _measure(options: argparse.Namespace, num_experts: int) -> list[tuple[str, .
             name,
             f"{median(took):.3f} ({min(took):.3f}-{max(took):.3f})",
             f"{median(took) / best:.1f}",
-            f"{compiled[name].memory_analysis().temp_size_in_bytes / 2**20:.1f} MiB",
+            _temporary(compiled[name]),
         )
         for name, took in seconds.items()
     ]
@@ -143,6 +188,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--topology", nargs="+", help="such as h200:1 v5p:1x1x1")
     return parser.parse_args()
 
 
