@@ -30,6 +30,8 @@ from zinf.models.cross_entropy import cross_entropy
 from zinf.sharding import Box
 
 logger = logging.getLogger(__name__)
+# What modules of `transformers` say that need a token of padding.
+NO_PADDING = "no padding token is defined"
 
 SEQUENCE_CLASSIFICATION = "AutoModelForSequenceClassification"
 # What PEFT calls models of a class; it has no name for others.
@@ -157,7 +159,17 @@ class HeadModel(Model):
         if is_encoder_decoder and "decoder_input_ids" not in inputs:
             inputs["decoder_input_ids"] = self._shifted(_labels(batch, self.name))
         options = {"use_cache": False} if "use_cache" in self._arguments else {}
-        return self._run(params, inputs, options, key=key, train=train)
+        try:
+            return self._run(params, inputs, options, key=key, train=train)
+        except ValueError as error:
+            if NO_PADDING not in str(error):
+                raise
+            # Only the module knows whether it looks for the last token of a sample.
+            raise ValueError(
+                f"{self.name} classifies the last token of a sample, the one before "
+                "its padding, and its config.json names no token of padding and none "
+                "that ends a text. Set pad_token_id there, or give one sample a batch."
+            ) from error
 
     def loss(
         self, params: Params, batch: Batch, *key: jax.Array, train: bool = True

@@ -311,6 +311,17 @@ def test_bad_input_is_refused_by_name(tmp_path):
         model.token_log_probabilities(model.zeros(), text())
 
 
+def test_a_classifier_without_a_token_of_padding_is_refused(tmp_path):
+    ends = {"pad_token_id": None, "eos_token_id": None}
+    llama(**ends).save_pretrained(tmp_path)
+    model = hf.load_head(tmp_path, labels=NAMES)
+    batch = text()
+    with pytest.raises(ValueError, match="config.json names no .*Set pad_token_id"):
+        jax.eval_shape(model.loss, model.zeros(), batch)
+    alone = {name: x[:1] for name, x in batch.items()}
+    assert jax.eval_shape(model.loss, model.zeros(), alone).shape == ()
+
+
 def words_model(folder):
     """A model of text with a tokenizer, and a file of texts that two words class."""
     make(llama()).save_pretrained(folder / "model")

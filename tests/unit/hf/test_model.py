@@ -273,6 +273,23 @@ def test_a_hub_that_refuses_is_quoted(how, error, words, tmp_path, monkeypatch):
             hf.load("some/model")
 
 
+def test_weights_of_a_hub_that_are_cut_off_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "huggingface_hub.file_download.time.sleep", lambda seconds: None
+    )
+    save(llama(), tmp_path / "model")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    shard = sorted((tmp_path / "model").glob("*.safetensors"))[1].name
+    with hub(tmp_path / "model", cuts=shard) as address:
+        url = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url)
+        model = hf.load("some/model")
+        with pytest.raises(OSError, match=f"{shard} for some/model was cut off"):
+            model.open_weights()
+
+
 def test_a_model_of_a_hub_is_loaded(tmp_path, monkeypatch):
     save(llama(), tmp_path / "model")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
