@@ -1,19 +1,22 @@
 """Builds a `transformers` model whose parameters have shapes and no values."""
 
 import json
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from torch.overrides import TorchFunctionMode
 from transformers.initialization import no_init_weights
 
 from zinf.hf import attention, experts
 from zinf.hf.dequantize import METHODS, is_readable
 
 CONFIG = "config.json"
+# No constructor computes a buffer of so many bytes.
+LARGE_BYTES = 2**30
 
 
 def read_config(folder: Path) -> transformers.PretrainedConfig:
@@ -109,7 +112,8 @@ def _meta_parameters() -> Generator[None, None, None]:
     """Modules made in the body get their parameters on the meta device.
 
     A whole model made there has no buffers either, and some are computed once, by a
-    constructor. Each parameter is allocated for a moment, and never touched.
+    constructor. So each parameter is allocated for a moment, and never touched, unless
+    it is large.
     """
     original = torch.nn.Module.register_parameter
 
@@ -124,6 +128,29 @@ def _meta_parameters() -> Generator[None, None, None]:
 
     torch.nn.Module.register_parameter = register
     try:
-        yield
+        with _LargeOnMeta():
+            yield
     finally:
         torch.nn.Module.register_parameter = original
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Large tensors without values are on the meta device.
+
+    A machine refuses to allocate more than it has, even for a moment: the experts of
+    one layer of DeepSeek-V3 have 30 GB.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func is torch.empty and named.get("device") is None:
+            found = func(*args, **{**named, "device": "meta"})
+            if found.nbytes >= LARGE_BYTES:
+                return found
+        return func(*args, **named)

@@ -62,6 +62,15 @@ def test_load_reads_no_weight(tmp_path):
     assert not any(b.is_meta for b in model.module.buffers())
 
 
+def test_a_parameter_may_be_larger_than_any_memory(tmp_path):
+    words = 2**45  # An embedding and a head of 4 PiB each.
+    llama(vocab_size=words).save_pretrained(tmp_path)
+    model = hf.load(tmp_path)
+    assert model.specs["lm_head.weight"].shape == (words, 32)
+    assert model.specs["model.embed_tokens.weight"].shape == (words, 32)
+    assert {b.device.type for b in model.module.buffers()} == {"cpu"}
+
+
 def test_padding_and_ignored_labels_do_not_change_the_loss(tmp_path):
     """As in torch: what is padded or has the label -100 takes no part."""
     torch_model = save(llama(), tmp_path)
