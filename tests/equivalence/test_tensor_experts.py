@@ -1,6 +1,7 @@
 """With experts and the weights around them divided, training is that of one device.
 
-DeepSpeed-MoE's E+D+M and, with state on the host, E+Z-Off+M.
+DeepSpeed-MoE's E+D+M and, with state on the host, E+Z-Off+M; and with sequences divided
+in place of the weights around experts.
 """
 
 from functools import cache
@@ -38,8 +39,12 @@ def model(capacity: str) -> Any:
     return init_and_loss(config, seed=0)
 
 
-def mesh() -> Any:
-    return zinf.make_mesh(jax.devices()[:8], num_expert=2, num_tensor=2)
+def mesh(beside: str = "tensor") -> Any:
+    """Two devices along `expert`, two along `fsdp` and two along another axis."""
+    num_seq, num_tensor = (2, 1) if beside == "seq" else (1, 2)
+    return zinf.make_mesh(
+        jax.devices()[:8], num_expert=2, num_seq=num_seq, num_tensor=num_tensor
+    )
 
 
 def config(stage: int, tier: str) -> dict[str, Any]:
@@ -58,11 +63,15 @@ def config(stage: int, tier: str) -> dict[str, Any]:
 
 @cache
 def train(
-    num_devices: int, capacity: str, stage: int = 0, tier: str = "fused"
+    num_devices: int,
+    capacity: str,
+    stage: int = 0,
+    tier: str = "fused",
+    beside: str = "tensor",
 ) -> list[float]:
     """The losses and gradient norms of some steps."""
     init, loss = model(capacity)
-    on = mesh() if num_devices > 1 else zinf.make_mesh(jax.devices()[:1])
+    on = mesh(beside) if num_devices > 1 else zinf.make_mesh(jax.devices()[:1])
     settings = config(stage, tier)
     engine = zinf.initialize(loss, init, optax.adamw(1e-2), settings, mesh=on)
     random = np.random.default_rng(1)
@@ -83,6 +92,16 @@ def train(
 )
 def test_losses_and_norms_are_those_of_one_device(capacity, stage, tier):
     found = train(8, capacity, stage, tier)
+    np.testing.assert_allclose(found, train(1, capacity), rtol=BOUND)
+
+
+# A routing group of `GROUP` tokens is one example, of which each device has a half.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("capacity", "stage", "tier"), [("capacity", 3, "fused"), ("dropless", 2, "host")]
+)
+def test_sequences_and_experts_are_divided_at_once(capacity, stage, tier):
+    found = train(8, capacity, stage, tier, "seq")
     np.testing.assert_allclose(found, train(1, capacity), rtol=BOUND)
 
 
