@@ -164,6 +164,37 @@ def test_in_bfloat16_losses_are_those_of_one_device():
     np.testing.assert_allclose(found.numbers, expected.numbers, rtol=2.0**-7)
 
 
+# A group of 4 devices, of which 2 divide weights, has all parameters (ZeRO++'s hpZ).
+@pytest.mark.slow
+def test_groups_that_keep_parameters_may_divide_weights():
+    settings = config(3, "fused", "")
+    settings["zero_optimization"]["zero_hpz_partition_size"] = 4
+    mesh = zinf.make_mesh(jax.devices()[:8], num_replicas=2, num_tensor=2)
+    expected = train(None, 0, "fused").numbers
+    np.testing.assert_allclose(numbers(mesh, settings), expected, rtol=BOUND)
+
+
+# Each part of a weight is rounded by at most 1/254 of its largest number (ZeRO++'s
+# qwZ). The bound is that of `test_quantized_weights`, of a wider network.
+@pytest.mark.slow
+def test_weights_that_are_divided_may_be_gathered_as_integers():
+    settings = config(3, "device", "")
+    settings["zero_optimization"]["zero_quantized_weights"] = True
+    expected = train(None, 0, "fused").numbers
+    found = numbers(mesh_of("4x2"), settings)
+    # Beyond what the order of sums does.
+    assert np.abs(np.array(found) / expected - 1).max() > BOUND
+    np.testing.assert_allclose(found, expected, rtol=2e-3)
+
+
+def numbers(mesh: Any, settings: dict[str, Any]) -> list[float]:
+    """The loss and gradient norm of each step."""
+    engine = start(mesh, settings)
+    metrics = [engine.step(batch) for batch in batches()]
+    engine.close()
+    return [float(m[k]) for m in metrics for k in ("loss", "grad_norm")]
+
+
 def test_all_arrays_of_a_weight_are_cut_as_it_is_and_zero_cuts_them_further():
     settings = config(3, "fused", "") | {"bf16": {"enabled": True}}
     settings |= {"persistence_threshold": 1}
