@@ -1,0 +1,264 @@
+"""Opens a checkpoint folder that is larger than the memory it may take.
+
+    python scripts/bench/bench_import.py --folder /mnt/nvme [--modes run lora]
+
+Writes a Llama of --num-layers in bfloat16, about 8 GB by default, as sharded
+safetensors: random numbers, drawn once and taken from a random place for each tensor.
+Each mode then opens it in a process of its own, all weights on the drive:
+
+* `run`: `zinf.hf.open_model`, which has no optimizer state;
+* `lora`: `zinf.hf.initialize` with adapters of rank 16 and AdamW, and a step.
+
+Files are dropped from the page cache before. Memory is the most anonymous memory of the
+process (`anonymous_memory.py`) over what it had when all modules were imported. "moved"
+is the time from the first weight to the last, in which each byte is read
+from a file and written to the tier; the bound copies as many bytes between two files
+with O_DIRECT, before and after. "processor" are seconds of that part.
+
+Needs `zinf[hf]`, and as much free space as three times the weights.
+"""
+
+import argparse
+import json
+import mmap
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from anonymous_memory import MemoryPeak
+
+BLOCK, THREADS = 2**22, 8
+DRAWN = 2**26
+HEAD_DIM = 128
+
+
+def shapes(options: argparse.Namespace) -> list[dict[str, tuple[int, ...]]]:
+    """The tensors of each file: of the ends, and of each layer."""
+    dim, words = options.hidden_size, options.vocab_size
+    inner, heads = options.intermediate_size, options.num_kv_heads * HEAD_DIM
+    ends = {
+        "model.embed_tokens.weight": (words, dim),
+        "model.norm.weight": (dim,),
+        "lm_head.weight": (words, dim),
+    }
+    layer = {
+        "self_attn.q_proj": (dim, dim),
+        "self_attn.k_proj": (heads, dim),
+        "self_attn.v_proj": (heads, dim),
+        "self_attn.o_proj": (dim, dim),
+        "mlp.gate_proj": (inner, dim),
+        "mlp.up_proj": (inner, dim),
+        "mlp.down_proj": (dim, inner),
+        "input_layernorm": (dim,),
+        "post_attention_layernorm": (dim,),
+    }
+    layers = [
+        {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
+        for i in range(options.num_layers)
+    ]
+    return [ends, *layers]
+
+
+def write_model(folder: Path, options: argparse.Namespace) -> int:
+    """Writes config.json and a file for each layer; returns the bytes of weights."""
+    import transformers
+    from safetensors.numpy import save_file
+
+    folder.mkdir()
+    transformers.LlamaConfig(
+        vocab_size=options.vocab_size,
+        hidden_size=options.hidden_size,
+        intermediate_size=options.intermediate_size,
+        num_hidden_layers=options.num_layers,
+        num_attention_heads=options.hidden_size // HEAD_DIM,
+        num_key_value_heads=options.num_kv_heads,
+        max_position_embeddings=2048,
+        dtype="bfloat16",
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(folder)
+    rng = np.random.default_rng(0)
+    drawn = 0.02 * rng.standard_normal(DRAWN, np.float32)
+    drawn = drawn.astype(ml_dtypes.bfloat16)
+    files, total, places = shapes(options), 0, {}
+    for number, tensors in enumerate(files):
+        name = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
+        values = {}
+        for tensor, shape in tensors.items():
+            numel = int(np.prod(shape))
+            start = int(rng.integers(DRAWN))
+            values[tensor] = np.resize(np.roll(drawn, start), numel).reshape(shape)
+            total += values[tensor].nbytes
+        save_file(values, folder / name, {"format": "pt"})
+        places |= dict.fromkeys(values, name)
+        drop(folder / name)
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return total
+
+
+def drop(path: Path) -> None:
+    """Take a file from the page cache."""
+    file = os.open(path, os.O_RDONLY)
+    os.fsync(file)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(file)
+
+
+def copy_seconds(folder: Path, target: Path) -> float:
+    """The time to copy all files into one past the page cache, parts at once."""
+    files = sorted(folder.glob("*.safetensors"))
+    ends = np.cumsum([path.stat().st_size // BLOCK for path in files])
+    sources = [os.open(path, os.O_RDONLY | os.O_DIRECT) for path in files]
+    into = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
+    memory = [mmap.mmap(-1, BLOCK) for _ in range(THREADS)]
+
+    def work(number: int) -> None:
+        for block in range(number, int(ends[-1]), THREADS):
+            file = int(np.searchsorted(ends, block, side="right"))
+            first = 0 if file == 0 else int(ends[file - 1])
+            os.preadv(sources[file], [memory[number]], (block - first) * BLOCK)
+            os.pwritev(into, [memory[number]], block * BLOCK)
+
+    began = time.perf_counter()
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(work, range(THREADS)))
+    seconds = time.perf_counter() - began
+    for file in (*sources, into):
+        os.close(file)
+    target.unlink()
+    return seconds
+
+
+def measure(given: dict[str, Any]) -> dict[str, Any]:
+    """Opens the model in this process; sizes in bytes and times in seconds."""
+    import optax
+
+    import zinf
+    from zinf import hf
+    from zinf.hf.engine import ModelEngine
+
+    zinf.tune_malloc()
+    peak = MemoryPeak()
+    own = peak.nbytes()
+    times: dict[str, float] = {}
+    reads = ModelEngine.initialize_state
+
+    def timed(engine: ModelEngine) -> None:
+        times["planned_bytes"] = peak.nbytes()
+        began, processor = time.perf_counter(), time.process_time()
+        reads(engine)
+        times["moved"] = time.perf_counter() - began
+        times["processor"] = time.process_time() - processor
+
+    ModelEngine.initialize_state = timed  # type: ignore[method-assign]
+    offload = {"device": "nvme"}
+    config = {
+        "memory": {
+            "device": given["device"],
+            "host": given["host"],
+            "nvme": [given["tier"]],
+        },
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": offload,
+            "offload_optimizer": offload,
+        },
+        "persistence_threshold": 1,
+    }
+    began = time.perf_counter()
+    if given["mode"] == "run":
+        model = hf.load_as_stored(given["model"])
+        engine = hf.open_model(model, config, rows=1, length=given["tokens"])
+    else:
+        ids = np.random.default_rng(0).integers(3, 1000, (1, given["tokens"]), np.int32)
+        model = hf.load(given["model"], dtype="bfloat16")
+        config["adapter"] = {"r": 16}
+        engine = hf.initialize(
+            model, optax.adamw(1e-4), config, batch={"input_ids": ids}
+        )
+    found = times | {"opened": time.perf_counter() - began}
+    found["opened_bytes"] = peak.nbytes() - own
+    found["planned_bytes"] -= own
+    with engine:
+        if given["mode"] == "lora":
+            metrics = engine.step({"input_ids": ids})
+            found |= {"loss": metrics["loss"], "step": metrics["step_seconds"]}
+            found["step_bytes"] = peak.nbytes() - own
+    peak.stop()
+    return found | {"own_bytes": own}
+
+
+def main() -> None:
+    options = parse()
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix="zinf-import-") as name:
+        place = Path(name)
+        nbytes = write_model(place / "model", options)
+        print(f"{nbytes // 2:,} parameters, {nbytes / 1e9:.2f} GB in bfloat16")
+        for mode in options.modes:
+            drive = [copy_seconds(place / "model", place / "copy")]
+            for path in (place / "model").iterdir():
+                drop(path)
+            given = {
+                "mode": mode,
+                "model": str(place / "model"),
+                "tier": str(place / "tier"),
+                "device": options.device,
+                "host": options.host,
+                "tokens": options.tokens,
+            }
+            report(mode, run(given), drive, place)
+            shutil.rmtree(place / "tier", ignore_errors=True)
+
+
+def run(given: dict[str, Any]) -> dict[str, Any]:
+    """`measure` in a process of its own."""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, __file__, "--measure", json.dumps(given)]
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)}
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True)
+    done.check_returncode()
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def report(mode: str, found: dict[str, Any], drive: list[float], place: Path) -> None:
+    drive.append(copy_seconds(place / "model", place / "copy"))
+    load = os.getloadavg()[0]
+    print(f"\n{mode}, load {load:.1f}")
+    for name, value in found.items():
+        size = f"{value / 2**20:,.0f} MiB"
+        print(f"  {name:14}", size if name.endswith("bytes") else f"{value:.4g}")
+    bound = min(drive)
+    print(f"  copies by the drive: {drive[0]:.1f} s before, {drive[1]:.1f} s after")
+    print(
+        f"  read and written at {bound / found['moved']:.2f} of the faster", flush=True
+    )
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--folder", help="on the drive; a temporary folder by default")
+    parser.add_argument("--modes", nargs="+", default=["run", "lora"])
+    parser.add_argument("--num-layers", type=int, default=38)
+    parser.add_argument("--hidden-size", type=int, default=3072)
+    parser.add_argument("--intermediate-size", type=int, default=8192)
+    parser.add_argument("--num-kv-heads", type=int, default=8)
+    parser.add_argument("--vocab-size", type=int, default=32000)
+    parser.add_argument("--tokens", type=int, default=16, help="of a batch of one row")
+    parser.add_argument("--device", default="768MiB", help="budget")
+    parser.add_argument("--host", default="256MiB", help="budget")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--measure"]:
+        print(json.dumps(measure(json.loads(sys.argv[2]))))
+    else:
+        main()
