@@ -182,7 +182,9 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**N_ROUTED, **LATENT},
     "dots1": {**N_ROUTED, **HEAD},
     "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
+    "glm4_moe": {**N_ROUTED, **HEAD},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, **HEAD, **WINDOW},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2, **HEAD},
     "jetmoe": {
         "whole": {
@@ -203,6 +205,8 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "num_dense_layers": 1,
         **ROUTED,
     },
+    "mixtral": {"num_local_experts": 4},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {**ROUTED, "shared_expert_intermediate_size": 16},
     "qwen3_moe": {**ROUTED, **HEAD},
 }
