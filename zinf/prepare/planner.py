@@ -340,6 +340,7 @@ class Planner:
         why_not = why_not_offloaded(self.config, *mesh)
         if why_not is None:
             try:
+                self._check_host_holds_state(layouts)
                 offloaded = self.offload(batch, source, layouts)
             except (NotImplementedError, ValueError) as error:
                 why_not = in_short(error)
@@ -358,6 +359,17 @@ class Planner:
             return streamed, f"Streamed; not offloaded, because {why_not}."
         is_faster, why = faster(offloaded.plan, streamed.plan)
         return (offloaded if is_faster else streamed), why
+
+    def _check_host_holds_state(self, layouts: Layouts) -> None:
+        """Raise InfeasibleError at once: compiling a large model can take minutes."""
+        needed = sum(
+            layouts.share_spec(array, spec).nbytes
+            for array, spec in self.array_specs().items()
+        )
+        capacity = self.capacity()
+        if needed > capacity[Tier.HOST]:
+            short = Shortage(capacity[Tier.HOST], needed, "the state")
+            raise InfeasibleError({Tier.HOST: short}, capacity)
 
     def trace(self, batch: Any, max_bytes: int | None = None) -> Source:
         leaves = named_leaves(batch)

@@ -173,6 +173,18 @@ def test_what_does_not_fit_is_streamed_and_the_plan_says_what_was_short(elsewher
         assert "does not read tiles" in engine.plan.why
 
 
+def test_a_host_without_room_for_the_state_is_found_before_compiling(
+    elsewhere, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(planning, "compile_offloaded", None)
+    # Adam's moments and the parameters of 144 numbers: 1,728 bytes at rest.
+    memory = {"host": 1700, "device": 1700, "nvme": [str(tmp_path)]}
+    with start(memory=memory) as engine:
+        engine.prepare(batch())
+        assert "not offloaded, because the state needs" in engine.plan.why
+        assert "whose budget is 1,700" in engine.plan.why
+
+
 def test_what_cannot_be_streamed_is_offloaded(elsewhere, monkeypatch):
     error = InfeasibleError({Tier.HOST: Shortage(1, 2, "a stage")}, ROOM)
 
