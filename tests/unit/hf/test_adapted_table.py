@@ -17,9 +17,12 @@ from zinf.hf.export import write_model  # isort: skip
 from zinf.hf.weights import spec_of  # isort: skip
 from zinf.interchange.tensors import AbstractTensors  # isort: skip
 
-# One of each way to write a weight, as each takes seconds: plain, transposed,
-# stacked experts, compressed keys and values, a state space.
-NAMES = ("llama", "gpt2", "mixtral", "olmoe")
+# One of each way to write a weight, as each takes seconds: plain, transposed, fused,
+# stacked experts, compressed keys and values, a state space, weights of several layers.
+NAMES = (
+    *("llama", "gpt2", "phi3", "mamba2", "zamba2"),
+    *("mixtral", "olmoe", "gpt_oss", "deepseek_v3"),
+)
 # Both sides compute in float32, and add the adapter before the product or after it.
 # The largest entry of the logits is 1 here.
 LOGITS = 2e-6
