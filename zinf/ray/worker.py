@@ -6,6 +6,7 @@ import os
 import secrets
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -132,7 +133,8 @@ def check_is_shared(storage: Path, group: AbstractGroup) -> None:
 def _leave_on_sigterm(group: RayGroup, grace_seconds: float) -> None:
     """Let SIGTERM ask this worker to save and end, and end it after the grace time."""
     read, write = os.pipe()
-    os.set_blocking(write, False)
+    if sys.platform != "win32":  # Where no other process sends SIGTERM.
+        os.set_blocking(write, False)
     # Python runs a handler when its main thread runs Python, which may be long after
     # the signal if that is inside a collective. It writes to this pipe at once.
     signal.set_wakeup_fd(write)
