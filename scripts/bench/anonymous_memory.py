@@ -24,7 +24,10 @@ class MemoryPeak:
 
     def nbytes(self) -> int:
         """The most so far."""
-        self._nbytes = max(self._nbytes, anonymous_bytes(self._process))
+        try:
+            self._nbytes = max(self._nbytes, anonymous_bytes(self._process))
+        except (FileNotFoundError, ProcessLookupError):  # The process has ended.
+            self._is_over.set()
         return self._nbytes
 
     def stop(self) -> None:
@@ -33,7 +36,4 @@ class MemoryPeak:
 
     def _sample(self) -> None:
         while not self._is_over.wait(PERIOD_SECONDS):
-            try:
-                self.nbytes()
-            except (FileNotFoundError, ProcessLookupError):  # The process has ended.
-                return
+            self.nbytes()
