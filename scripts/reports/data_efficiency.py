@@ -27,7 +27,6 @@ high --lr, see whether the baseline diverges and SLW does not.
 """
 
 import argparse
-import json
 import math
 from pathlib import Path
 from statistics import median
@@ -35,6 +34,7 @@ from time import process_time
 from typing import Any
 
 import numpy as np
+from loss_curves import cell, losses_at, run_and_show
 from rich.console import Console
 from rich.table import Table
 
@@ -197,29 +197,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/data_efficiency"))
     parser.add_argument("--show", action="store_true")
     asked = parser.parse_args()
-    file = asked.output / "runs.jsonl"
-    asked.output.mkdir(parents=True, exist_ok=True)
-    lines = file.read_text().splitlines() if file.exists() else []
-    found = [json.loads(line) for line in lines]
-    if not asked.show:
-        zinf.tune_malloc()
-        done = {(run["way"], run["seed"], settings_of(run)) for run in found}
-        # Seed by seed, so that a run that is cut short has all ways of some seeds.
-        for seed in range(asked.seeds):
-            for way in asked.ways:
-                if (way, seed, settings_of(vars(asked))) in done:
-                    continue
-                run = trained(way, seed, asked)
-                with file.open("a") as stream:
-                    stream.write(json.dumps(run) + "\n")
-                found.append(run)
-                print(f"seed {seed}, {way}: loss {run['curve'][-1][2]:.4f}", flush=True)
-    for settings in dict.fromkeys(map(settings_of, found)):
-        show([run for run in found if settings_of(run) == settings])
-
-
-def settings_of(run: dict[str, Any]) -> tuple:
-    return tuple(run[key] for key in SETTINGS)
+    run_and_show(asked, SETTINGS, trained, show)
 
 
 def show(found: list[dict[str, Any]]) -> None:
@@ -244,14 +222,12 @@ def show(found: list[dict[str, Any]]) -> None:
         runs = [run for run in found if run["way"] == way]
         if not runs:
             continue
-        shares = (0.25, 0.5, 0.75, 1.0)
-        by_tokens = [[loss_at(run, 0, s * budget) for run in runs] for s in shares]
-        by_seconds = [[loss_at(run, 1, s * total) for run in runs] for s in shares]
         rows = [ratios(run["losses"]) for run in runs]
         table.add_row(
             way,
             str(len(runs)),
-            *(cell(values, 3) for values in by_tokens + by_seconds),
+            *losses_at(runs, 0, budget),
+            *losses_at(runs, 1, total),
             cell([len(run["losses"]) for run in runs], 0),
             cell([run["layer_tokens"] for run in runs], 2),
             cell([run["curve"][-1][1] for run in runs], 0),
@@ -260,28 +236,6 @@ def show(found: list[dict[str, Any]]) -> None:
             cell([max(run["losses"]) for run in runs], 2),
         )
     Console(width=220).print(table)
-
-
-def loss_at(run: dict[str, Any], column: int, place: float) -> float:
-    """The validation loss at a number of tokens (column 0) or seconds (1).
-
-    Between two evaluations it is interpolated; before the first it is not known.
-    """
-    places = [point[column] for point in run["curve"]]
-    values = [point[2] for point in run["curve"]]
-    if place < places[0]:
-        return math.nan
-    if place >= places[-1]:
-        return values[-1]
-    return float(np.interp(place, places, values))
-
-
-def cell(values: list[float], digits: int) -> str:
-    """The median, and the range where values differ."""
-    text = f"{median(values):,.{digits}f}"
-    if max(values) > min(values):
-        text += f" ({min(values):,.{digits}f}-{max(values):,.{digits}f})"
-    return text
 
 
 if __name__ == "__main__":

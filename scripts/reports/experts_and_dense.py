@@ -20,7 +20,6 @@ seconds of processor time in steps, without tracing and compiling.
 """
 
 import argparse
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +27,7 @@ from statistics import median
 from time import process_time
 from typing import Any
 
-from data_efficiency import cell, loss_at
+from loss_curves import cell, losses_at, run_and_show
 from rich.console import Console
 from rich.table import Table
 
@@ -135,29 +134,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/experts_and_dense"))
     parser.add_argument("--show", action="store_true")
     asked = parser.parse_args()
-    file = asked.output / "runs.jsonl"
-    asked.output.mkdir(parents=True, exist_ok=True)
-    lines = file.read_text().splitlines() if file.exists() else []
-    found = [json.loads(line) for line in lines]
-    if not asked.show:
-        zinf.tune_malloc()
-        done = {(run["way"], run["seed"], settings_of(run)) for run in found}
-        # Seed by seed, so that a command that is stopped has all ways of some seeds.
-        for seed in range(asked.seeds):
-            for way in asked.ways:
-                if (way, seed, settings_of(vars(asked))) in done:
-                    continue
-                run = trained(way, seed, asked)
-                with file.open("a") as stream:
-                    stream.write(json.dumps(run) + "\n")
-                found.append(run)
-                print(f"seed {seed}, {way}: loss {run['curve'][-1][2]:.4f}", flush=True)
-    for settings in dict.fromkeys(map(settings_of, found)):
-        show([run for run in found if settings_of(run) == settings])
-
-
-def settings_of(run: dict[str, Any]) -> tuple:
-    return tuple(run[key] for key in SETTINGS)
+    run_and_show(asked, SETTINGS, trained, show)
 
 
 def show(found: list[dict[str, Any]]) -> None:
@@ -179,13 +156,11 @@ def show(found: list[dict[str, Any]]) -> None:
         runs = [run for run in found if run["way"] == way]
         if not runs:
             continue
-        shares = (0.25, 0.5, 0.75, 1.0)
-        by_steps = [[loss_at(run, 0, s * steps) for run in runs] for s in shares]
-        by_seconds = [[loss_at(run, 1, s * total) for run in runs] for s in shares]
         table.add_row(
             *(way, str(len(runs)), f"{runs[0]['parameters']:,}"),
             f"{runs[0]['flops_per_token'] / 1e6:.1f}",
-            *(cell(values, 3) for values in by_steps + by_seconds),
+            *losses_at(runs, 0, steps),
+            *losses_at(runs, 1, total),
             cell([run["curve"][-1][1] for run in runs], 0),
         )
     Console(width=220).print(table)

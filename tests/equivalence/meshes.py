@@ -6,8 +6,10 @@ are cut.
 """
 
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -143,3 +145,23 @@ def train(mesh_name: str, stage: int, tier: str) -> Trained:
         engine.close()
     losses, norms = (tuple(m[k] for m in metrics) for k in ("loss", "grad_norm"))
     return Trained(losses, norms, params)
+
+
+def check_each_restores_the_one_before(
+    engines: Iterable[zinf.Engine], batch: Any, folder: Path
+) -> None:
+    """Engines on other meshes hold to the bit what the one before them saved."""
+    last = None
+    for number, engine in enumerate(engines):
+        if last is None:
+            engine.step(batch)
+        else:
+            engine.restore(last[0])
+            engine.evaluate(batch)
+        state = {a: np.array(engine.residents.read(a)) for a in engine.residents.specs}
+        if last is not None:
+            for array, content in state.items():
+                np.testing.assert_array_equal(content, last[1][array], str(array))
+        last = folder / f"saved {number}", state
+        engine.save(last[0])
+        engine.close()

@@ -1,6 +1,7 @@
 """With experts divided over devices, training is that of one device."""
 
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -12,7 +13,7 @@ import optax
 import pytest
 
 import zinf
-from tests.equivalence.meshes import BOUND
+from tests.equivalence.meshes import BOUND, check_each_restores_the_one_before
 from tests.marks import slow_except
 from zinf.moe import Router, experts
 from zinf.program import ArrayId, Role
@@ -270,22 +271,13 @@ def test_a_run_is_saved_and_restored_with_experts_divided_otherwise(tmp_path):
         ("D", 2, "host"),
         ("E+D+replicas", 3, "device"),
     ]
-    last = None
-    for number, (name, stage, tier) in enumerate(cases):
-        folder = str(tmp_path / f"nvme {number}")
-        engine = start(mesh_of(name), "top 2", config(stage, tier, folder))
-        if last is None:
-            engine.step(batches()[0])
-        else:
-            engine.restore(last[0])
-            engine.evaluate(batches()[0])
-        state = {a: np.array(engine.residents.read(a)) for a in engine.residents.specs}
-        if last is not None:
-            for array, content in state.items():
-                np.testing.assert_array_equal(content, last[1][array], str(array))
-        last = tmp_path / f"saved {number}", state
-        engine.save(last[0])
-        engine.close()
+
+    def started() -> Iterator[zinf.Engine]:
+        for number, (name, stage, tier) in enumerate(cases):
+            folder = str(tmp_path / f"nvme {number}")
+            yield start(mesh_of(name), "top 2", config(stage, tier, folder))
+
+    check_each_restores_the_one_before(started(), batches()[0], tmp_path)
 
 
 def test_experts_that_devices_cannot_divide_are_refused():

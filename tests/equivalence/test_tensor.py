@@ -1,6 +1,7 @@
 """With weights divided over devices, training is that of one device."""
 
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -12,7 +13,7 @@ import optax
 import pytest
 
 import zinf
-from tests.equivalence.meshes import BOUND
+from tests.equivalence.meshes import BOUND, check_each_restores_the_one_before
 from tests.marks import slow_except
 from zinf.initialize import make_planner
 from zinf.program import Role, Tier
@@ -244,23 +245,14 @@ def test_a_plan_counts_the_bytes_of_the_cut():
 @pytest.mark.slow
 def test_a_run_is_saved_and_restored_with_weights_divided_otherwise(tmp_path):
     cases = [("2x4", 3, "nvme"), ("2", 0, "fused"), ("8", 1, "host"), (None, 0, "host")]
-    last = None
-    for number, (name, stage, tier) in enumerate(cases):
-        folder = str(tmp_path / f"nvme {number}")
-        mesh = zinf.make_mesh(jax.devices()[:1]) if name is None else mesh_of(name)
-        engine = start(mesh, config(stage, tier, folder))
-        if last is None:
-            engine.step(batches()[0])
-        else:
-            engine.restore(last[0])
-            engine.evaluate(batches()[0])
-        state = {a: np.array(engine.residents.read(a)) for a in engine.residents.specs}
-        if last is not None:
-            for array, content in state.items():
-                np.testing.assert_array_equal(content, last[1][array], str(array))
-        last = tmp_path / f"saved {number}", state
-        engine.save(last[0])
-        engine.close()
+
+    def started() -> Iterator[zinf.Engine]:
+        for number, (name, stage, tier) in enumerate(cases):
+            folder = str(tmp_path / f"nvme {number}")
+            mesh = zinf.make_mesh(jax.devices()[:1]) if name is None else mesh_of(name)
+            yield start(mesh, config(stage, tier, folder))
+
+    check_each_restores_the_one_before(started(), batches()[0], tmp_path)
 
 
 def test_a_model_without_weights_to_divide_is_refused():
