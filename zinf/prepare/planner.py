@@ -361,7 +361,10 @@ class Planner:
         return (offloaded if is_faster else streamed), why
 
     def _check_host_holds_state(self, layouts: Layouts) -> None:
-        """Raise InfeasibleError at once: compiling a large model can take minutes."""
+        """Raise InfeasibleError if the budget of the host is less than the state.
+
+        Compiling, which would find it too, takes minutes for a large model.
+        """
         needed = sum(
             layouts.share_spec(array, spec).nbytes
             for array, spec in self.array_specs().items()

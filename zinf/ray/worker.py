@@ -133,7 +133,7 @@ def check_is_shared(storage: Path, group: AbstractGroup) -> None:
 def _leave_on_sigterm(group: RayGroup, grace_seconds: float) -> None:
     """Let SIGTERM ask this worker to save and end, and end it after the grace time."""
     read, write = os.pipe()
-    if sys.platform != "win32":  # Where no other process sends SIGTERM.
+    if sys.platform != "win32":  # Windows lacks the call, and sends no SIGTERM.
         os.set_blocking(write, False)
     # Python runs a handler when its main thread runs Python, which may be long after
     # the signal if that is inside a collective. It writes to this pipe at once.
