@@ -2,12 +2,15 @@
 
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from datetime import datetime
 from itertools import count
 from pathlib import Path
 from typing import Any
+
+import grain
+from jax.sharding import Mesh
 
 from zinf import hf
 from zinf.checkpoint import Checkpoints, Place
@@ -64,17 +67,7 @@ def train_config(
     evaluation_data = dataset(config, "validation", group) if evaluates else None
     say(heading(path, config))
     with ExitStack() as opened:
-        if config.distillation is not None:
-            teacher = plan_teacher(config, mesh)
-            beside = teacher.beside()
-            at_work = opened.enter_context(closing(teacher.open()))
-            say(f"{teacher.summary()}; of {at_work.checkpoint}")
-            data = at_work.taught(data)
-            with teacher.named_in_errors():
-                engine = make_engine(beside, mesh, group)
-        else:
-            engine = make_engine(config, mesh, group)
-        opened.enter_context(closing(engine))
+        engine, data = _opened(config, mesh, group, data, opened, say)
         say(f"{engine.plan.summary()}\n")
         if is_huggingface(config):
             assert isinstance(engine, hf.ModelEngine)
@@ -137,6 +130,30 @@ def train_config(
         picture = shlex.join(["zinf", "plot", str(trace)])
         say(f"{trace} opens in https://ui.perfetto.dev; draw it with {picture}")
     say(f"Draw the run as a page: {shlex.join(['zinf', 'report', str(output)])}")
+
+
+def _opened(
+    config: Config,
+    mesh: Mesh,
+    group: AbstractGroup,
+    data: grain.IterDataset,
+    opened: ExitStack,
+    say: Callable[[str], None],
+) -> tuple[Engine, grain.IterDataset]:
+    """`(engine, data)` of a run, with what a teacher says of each batch.
+
+    Args:
+        opened: closes what this opens.
+    """
+    if config.distillation is None:
+        return opened.enter_context(closing(make_engine(config, mesh, group))), data
+    teacher = plan_teacher(config, mesh)
+    beside = teacher.beside()
+    at_work = opened.enter_context(closing(teacher.open()))
+    say(f"{teacher.summary()}; of {at_work.checkpoint}")
+    with teacher.named_in_errors():
+        engine = make_engine(beside, mesh, group)
+    return opened.enter_context(closing(engine)), at_work.taught(data)
 
 
 def _check_exports(config: Config) -> None:

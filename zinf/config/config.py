@@ -252,16 +252,13 @@ class Config(DeepSpeedKeys):
         )
         yield from objective_violations(self.data)
         yield from counting_violations(self.scheduler, self.model, self.data_efficiency)
-        published = self.model is not None and self.model.huggingface is not None
-        legacy, efficiency = self.curriculum_learning, self.data_efficiency
-        grows = efficiency is not None and (efficiency.lengths or efficiency.random_ltd)
-        others = {
-            "model.huggingface": published,
-            "adapter": self.adapter is not None,
-            "curriculum_learning": legacy is not None and legacy.enabled,
-            "data_efficiency": bool(grows),
-        }
-        yield from distillation_violations(self.distillation, others)
+        yield from distillation_violations(
+            self.distillation,
+            self.model,
+            self.adapter,
+            self.curriculum_learning,
+            self.data_efficiency,
+        )
         if self.bfloat16 is not None and "bf16" in self.model_fields_set:
             yield (
                 ("bfloat16",),

@@ -1,7 +1,8 @@
 """Combinations of sections that contradict each other."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
+from zinf.config.adapter import Adapter
 from zinf.config.deepspeed import ExpertParallel, TensorParallel
 from zinf.config.distillation import Distillation
 from zinf.config.efficiency import CurriculumLearning, DataEfficiency
@@ -241,15 +242,22 @@ def counting_violations(
 
 
 def distillation_violations(
-    distillation: Distillation | None, others: Mapping[str, bool]
+    distillation: Distillation | None,
+    model: Model | None,
+    adapter: Adapter | None,
+    legacy: CurriculumLearning | None,
+    efficiency: DataEfficiency | None,
 ) -> Iterator[Violation]:
-    """A teacher beside what it cannot be with yet.
-
-    Args:
-        others: which other parts of the config are in use, by name.
-    """
+    """A teacher beside what it cannot be with yet."""
     if distillation is None:
         return
+    grows = efficiency is not None and (efficiency.lengths or efficiency.random_ltd)
+    others = {
+        "model.huggingface": model is not None and model.huggingface is not None,
+        "adapter": adapter is not None,
+        "curriculum_learning": legacy is not None and legacy.enabled,
+        "data_efficiency": grows,
+    }
     for name in (name for name, is_used in others.items() if is_used):
         text = f"is not supported with {name} yet. Remove one of them."
         yield ("distillation",), text
