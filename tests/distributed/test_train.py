@@ -68,6 +68,7 @@ def logged(path: Path, name: str = "loss") -> list[float]:
     return [step[name] for step in steps if name in step]
 
 
+@pytest.mark.slow
 def test_two_processes_train_save_and_evaluate_as_one_also_interrupted(
     config, tmp_path
 ):
