@@ -1,10 +1,12 @@
 """Section of gpu_check.py: the memory that the host tier of streamed steps can have.
 
-For each kind of `memory.pinned`: GB/s there and back as zinf moves arrays, and steps of
-one GPT whose state is on the host. Losses must be bit-equal: a kind with other losses
-fails the section, which says not to use it.
+For each kind of `memory.pinned` (arrays, registered, off): GB/s there and back as zinf
+moves arrays, seconds to open it for many bytes, and steps of one GPT whose state is on
+the host. Losses must be bit-equal: a kind with other losses fails the section, which
+says not to use it.
 """
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +14,14 @@ from gpu_rows import Rows, Setting, imported
 from gpu_train import DRY_SHAPE, TRAIN_SHAPE, Shape, optimizer, zinf_config
 
 NUM_LAYERS, NUM_STEPS = 4, 4
+# Registering pins all memory of a plan when a run starts.
+OPENED_BYTES, DRY_OPENED_BYTES = 8 * 2**30, 2**20
 
 
 def run(setting: Setting, rows: Rows) -> None:
     device = setting.device()
     choose = imported("zinf.memory.pages.choose")
-    found = choose.measure([device], 0)
+    found = choose.measure([device])
     for kind, rates in found.items():
         for name, n in (("h2d", 0), ("d2h", 1)):
             path = f"zinf, pinned {kind}"
@@ -25,6 +29,12 @@ def run(setting: Setting, rows: Rows) -> None:
                 rows.skip(name, rates, path=path)
             else:
                 rows.add(name, rates[n], "GB/s", path=path)
+        if not isinstance(rates, str):
+            nbytes = DRY_OPENED_BYTES if setting.is_dry else OPENED_BYTES
+            start = time.perf_counter()
+            choose.KINDS[kind]([device], nbytes).close()
+            seconds = time.perf_counter() - start
+            rows.add("open", seconds, "s", pinned=kind, GiB=nbytes / 2**30)
     kind, why = choose.fastest([found])
     rows.add("memory.pinned: auto is", kind, note=why)
     losses: dict[str, tuple[float, ...]] = {}

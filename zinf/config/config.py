@@ -331,7 +331,7 @@ class Config(DeepSpeedKeys):
 
     @property
     def pinned(self) -> str:
-        """Memory of the host tier of streamed steps: auto, arrays or off."""
+        """Memory of the host tier of streamed steps: a kind of pages, auto or off."""
         is_given = "pinned" in self.memory.model_fields_set
         is_off = self.zero_optimization.pins_memory is False
         return "off" if is_off and not is_given else self.memory.pinned

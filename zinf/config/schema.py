@@ -66,11 +66,13 @@ class Memory(Section):
     sampled: a sixteenth, another one at each write, for 1 to 3% of throughput. full:
     all, for 4 to 14% on two cores. off: none."""
 
-    pinned: Annotated[Literal["auto", "arrays", "off"], BeforeValidator(_off)] = "auto"
+    pinned: Annotated[
+        Literal["auto", "arrays", "registered", "off"], BeforeValidator(_off)
+    ] = "auto"
     """Whether streamed steps keep arrays of the host tier in pinned memory, which an
     accelerator copies without a core's help. arrays: memory of jax's kind pinned_host.
-    auto: the faster in a measurement of a second, and off on the CPU. An offloaded step
-    is always pinned."""
+    registered: NumPy's memory, pinned in place by CUDA. auto: the fastest in a
+    measurement of seconds, and off on the CPU. An offloaded step is always pinned."""
 
     def violations(self) -> Iterator[Violation]:
         folders = self.nvme or ()

@@ -30,6 +30,7 @@ class Region:
 
     Attributes:
         memory: the whole range; only blocks that `take` gave out may be touched.
+        address, nbytes: the huge pages that blocks are cut from.
         idle_pages: number of huge pages that are in memory and not in use.
     """
 
@@ -40,6 +41,7 @@ class Region:
         self.memory = _map((1 + num_pages) * HUGE_PAGE_BYTES)
         found = np.frombuffer(self.memory, np.uint8).__array_interface__["data"][0]
         self._offset = -found % HUGE_PAGE_BYTES
+        self.address, self.nbytes = found + self._offset, num_pages * HUGE_PAGE_BYTES
         # Free ranges as (first unit, unit after the last), in order, never adjacent.
         self._free = [(0, num_pages * UNITS)]
         self._units_in_use = np.zeros(num_pages, np.int8)

@@ -96,14 +96,21 @@ def open_stores(
         on_host = PinnedStore(stacks, host_bytes)
     # The device ledger counts one device: the heap counts it once for each CPU device.
     in_memory = [d for d in on_device.local if d.platform == "cpu"]
-    ledgers = [on_host.ledger, *[on_device.ledger] * len(in_memory)]
+    ledgers = [on_device.ledger] * len(in_memory)
+    # Memory taken at once is part of what the process has when the heap is made.
+    if not on_host.pages.is_taken_at_once:
+        ledgers.insert(0, on_host.ledger)
     on_nvme = None
     if nvme_paths:
-        on_nvme = NvmeStore(
-            nvme_paths,
-            nvme_bytes,
-            stall_seconds=stall_seconds,
-            checksums=checksums,
-            empty=on_host.pages.empty,
-        )
+        try:
+            on_nvme = NvmeStore(
+                nvme_paths,
+                nvme_bytes,
+                stall_seconds=stall_seconds,
+                checksums=checksums,
+                empty=on_host.pages.empty,
+            )
+        except BaseException:
+            on_host.close()
+            raise
     return Stores(on_device, on_host, on_nvme, Heap(ledgers))

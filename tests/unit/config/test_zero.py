@@ -47,6 +47,11 @@ def test_an_offload_section_without_a_device_is_placed_by_budget():
             "auto",
         ),
         ({"offload_param": {"pin_memory": True}}, {"pinned": "arrays"}, "arrays"),
+        (
+            {"offload_param": {"pin_memory": True}},
+            {"pinned": "registered"},
+            "registered",
+        ),
         ({"offload_param": {"pin_memory": False}}, {"pinned": "auto"}, "auto"),
         ({}, {"pinned": False}, "off"),  # what YAML makes of a bare off
     ],
@@ -57,7 +62,9 @@ def test_pin_memory_of_any_section_decides_unless_memory_pinned_does(
     assert loaded(zero, memory=memory).pinned == pinned
 
 
-@pytest.mark.parametrize(("asks", "pinned"), [(True, "off"), (False, "arrays")])
+@pytest.mark.parametrize(
+    ("asks", "pinned"), [(True, "off"), (False, "arrays"), (False, "registered")]
+)
 def test_memory_that_is_pinned_and_not_pinned_is_refused(asks, pinned):
     section = {"offload_optimizer": {"pin_memory": asks}}
     with pytest.raises(ConfigError, match=rf"memory.pinned: .*is {pinned}, but pin_"):

@@ -4,6 +4,7 @@ from zinf.memory.pages.abstract import PAGEABLE, AbstractPages, Pageable
 from zinf.memory.pages.arrays import PinnedArrays
 from zinf.memory.pages.choose import KINDS, open_pages
 from zinf.memory.pages.limit import PINNED, check_pinned
+from zinf.memory.pages.registered import RegisteredPages
 
 __all__ = [
     "KINDS",
@@ -12,6 +13,7 @@ __all__ = [
     "AbstractPages",
     "Pageable",
     "PinnedArrays",
+    "RegisteredPages",
     "check_pinned",
     "open_pages",
 ]

@@ -12,6 +12,11 @@ from zinf.memory.device import to_device, to_host
 from zinf.memory.ledger import Ledger
 from zinf.memory.pool import PooledMemory
 
+# Below this, a transfer takes about as long as its call, in whatever memory.
+PINNED_FROM_BYTES = 64 * 2**10
+# Elements that NumPy keeps one to a byte, and an accelerator several.
+PACKED = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
+
 
 class AbstractPages(ABC):
     """Where the host tier's arrays get memory from. Safe to call from several threads.
@@ -20,10 +25,13 @@ class AbstractPages(ABC):
         name: the value of `memory.pinned` that asks for it.
         may_alias: whether an array may share memory with its copy on a device that
             computes in host memory (`zinf.memory.alias`).
+        is_taken_at_once: whether memory for all arrays is taken when this is made, and
+            kept until `close`.
     """
 
     name: str
     may_alias: bool
+    is_taken_at_once = False
 
     @abstractmethod
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
@@ -70,6 +78,15 @@ class AbstractPages(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give memory kept for reuse back."""
+
+
+def is_worth_pinning(nbytes: int, dtype: np.dtype) -> bool:
+    """Whether an array gains from pinned memory, and devices have it as NumPy does."""
+    return (
+        nbytes >= PINNED_FROM_BYTES
+        and dtype.name not in PACKED
+        and jax.dtypes.canonicalize_dtype(dtype) == dtype
+    )
 
 
 class Pageable(AbstractPages):

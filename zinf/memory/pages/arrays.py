@@ -19,15 +19,9 @@ from numpy.typing import DTypeLike
 
 from zinf.memory.aligned import ALIGNMENT, address
 from zinf.memory.ledger import Ledger
-from zinf.memory.pages.abstract import PAGEABLE, AbstractPages
+from zinf.memory.pages.abstract import PAGEABLE, AbstractPages, is_worth_pinning
 from zinf.memory.pages.limit import PINNED, check_pinned
 from zinf.memory.pool import IDLE_BYTES
-
-# Below this, a transfer takes about as long as its call, in whatever memory.
-PINNED_FROM_BYTES = 64 * 2**10
-# Elements that NumPy keeps one to a byte, and an accelerator several.
-PACKED = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
-
 
 T = TypeVar("T")
 
@@ -91,7 +85,7 @@ class PinnedArrays(AbstractPages):
 
     def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
         dtype = np.dtype(dtype)
-        if not self._pins(prod(shape) * dtype.itemsize, dtype):
+        if not is_worth_pinning(prod(shape) * dtype.itemsize, dtype):
             return PAGEABLE.empty(shape, dtype)
         key = tuple(shape), dtype
         try:
@@ -105,7 +99,7 @@ class PinnedArrays(AbstractPages):
         return _as_numpy(memory)
 
     def has_made(self, value: np.ndarray, owner: object) -> bool:
-        if self._pins(value.nbytes, value.dtype):
+        if is_worth_pinning(value.nbytes, value.dtype):
             return isinstance(owner, PinnedMemory)
         return PAGEABLE.has_made(value, owner)
 
@@ -124,7 +118,7 @@ class PinnedArrays(AbstractPages):
     def to_host(self, *values: jax.Array) -> list[np.ndarray]:
         # From new array objects: an array keeps the view that np.asarray makes of it.
         single = [x.addressable_data(0) for x in values]
-        wanted = [x if self._pins(x.nbytes, x.dtype) else None for x in single]
+        wanted = [x if is_worth_pinning(x.nbytes, x.dtype) else None for x in single]
         rest = [n for n, value in enumerate(wanted) if value is None]
         moved = self._put(wanted, PINNED)
         copied = PAGEABLE.to_host(*[single[n] for n in rest])
@@ -152,13 +146,6 @@ class PinnedArrays(AbstractPages):
         given = [x for x in arrays if x is not None]
         moved = iter(jax.device_put(given, self._kinds[kind]))
         return [None if x is None else next(moved) for x in arrays]
-
-    def _pins(self, nbytes: int, dtype: np.dtype) -> bool:
-        return (
-            nbytes >= PINNED_FROM_BYTES
-            and dtype.name not in PACKED
-            and jax.dtypes.canonicalize_dtype(dtype) == dtype
-        )
 
     def _made(self, content: np.ndarray) -> jax.Array:
         """A pinned array, which the CPU backend may make of the memory of `content`."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from zinf.memory.pages.abstract import PAGEABLE, AbstractPages
 from zinf.memory.pages.arrays import PinnedArrays
+from zinf.memory.pages.registered import RegisteredPages
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +20,7 @@ AUTO, OFF = "auto", PAGEABLE.name
 KINDS: dict[str, Callable[[Sequence[jax.Device], int], AbstractPages]] = {
     OFF: lambda devices, needed_bytes: PAGEABLE,
     PinnedArrays.name: PinnedArrays,
+    RegisteredPages.name: RegisteredPages,
 }
 # Enough that the rate of the link shows, and little for any host budget.
 MEASURED_BYTES = 64 * 2**20
@@ -27,8 +29,8 @@ MEASURED_TIMES = 4
 WORTH = 0.1
 # By kind: GB/s to the device and back, or why it cannot be used.
 Measured = dict[str, tuple[float, float] | str]
-# By devices and bytes needed: what this process measured.
-FOUND: dict[tuple[tuple[jax.Device, ...], int], Measured] = {}
+# By devices: what this process measured.
+FOUND: dict[tuple[jax.Device, ...], Measured] = {}
 
 
 def open_pages(
@@ -41,7 +43,8 @@ def open_pages(
 
     auto is "off" where devices compute in host memory. Elsewhere each kind moves
     `MEASURED_BYTES` to the device and back a few times, and the fastest over all
-    processes is used by all. A log line says what was measured.
+    processes is used by all. If one of them is then refused the memory that its arrays
+    need, all go on with the next. A log line says what was measured, and refused.
 
     Args:
         asked: a key of `KINDS`, or auto.
@@ -52,23 +55,44 @@ def open_pages(
         NotImplementedError, ValueError: the devices cannot use the kind that is asked
             for.
     """
-    if asked == AUTO:
-        asked = OFF
-        if any(device.platform != "cpu" for device in devices):
-            key = tuple(devices), needed_bytes
-            if key not in FOUND:
-                FOUND[key] = measure(devices, needed_bytes)
-            asked, why = fastest(gather("pinned", FOUND[key]))
-            logger.info("memory.pinned is %s: %s", asked, why)
-    return KINDS[asked](devices, needed_bytes)
+    if asked != AUTO:
+        return KINDS[asked](devices, needed_bytes)
+    if computes_in_host_memory(devices):
+        return KINDS[OFF](devices, needed_bytes)
+    key = tuple(devices)
+    if key not in FOUND:
+        FOUND[key] = measure(devices)
+    found = gather("pinned", FOUND[key])
+    while True:
+        kind, why = fastest(found)
+        pages, refused = None, None
+        try:
+            pages = KINDS[kind](devices, needed_bytes)
+        except (NotImplementedError, ValueError) as error:
+            refused = str(error)
+        refusals = gather("pinned, opened", refused)
+        if pages is not None and not any(refusals):
+            logger.info("memory.pinned is %s: %s", kind, why)
+            return pages
+        if pages is not None:
+            pages.close()
+        found = [
+            one if said is None else one | {kind: said}
+            for one, said in zip(found, refusals, strict=True)
+        ]
 
 
-def measure(devices: Sequence[jax.Device], needed_bytes: int) -> Measured:
+def computes_in_host_memory(devices: Sequence[jax.Device]) -> bool:
+    """Whether device memory is host memory, so that no kind moves anything faster."""
+    return all(device.platform == "cpu" for device in devices)
+
+
+def measure(devices: Sequence[jax.Device]) -> Measured:
     """What each kind of memory attains on the first device."""
     found: Measured = {}
     for name, kind in KINDS.items():
         try:
-            pages = kind(devices, needed_bytes)
+            pages = kind(devices, MEASURED_BYTES)
         except (NotImplementedError, ValueError) as error:
             found[name] = str(error)
             continue

@@ -1,0 +1,309 @@
+"""Memory that is registered with a GPU once, with a CUDA driver that is simulated."""
+
+import ctypes
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.fake_cuda import FakeCuda
+from zinf.memory import HostStore, StorageError, open_stores
+from zinf.memory.aligned import address
+from zinf.memory.pages import (
+    PAGEABLE,
+    RegisteredPages,
+    arena,
+    choose,
+    cuda,
+    open_pages,
+    registered,
+)
+from zinf.memory.pages.abstract import PINNED_FROM_BYTES
+from zinf.memory.region import HUGE_PAGE_BYTES
+from zinf.program import ArrayId, Role, Tier
+
+LARGE = (PINNED_FROM_BYTES // 4,)
+NAME = ArrayId(Role.PARAM, "w")
+NEEDED = 2 * HUGE_PAGE_BYTES
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    found = FakeCuda()
+    monkeypatch.setattr(cuda, "load", lambda: found)
+    return found
+
+
+def filled(pages, value, shape=LARGE, dtype=np.float32):
+    content = pages.empty(shape, dtype)
+    content[...] = value
+    return content
+
+
+def test_memory_for_all_arrays_is_registered_once_and_unregistered_at_close(driver):
+    pages = RegisteredPages(jax.devices()[:1], NEEDED)
+    assert (driver.calls, driver.registered_bytes) == (1, NEEDED)
+    found = [filled(pages, n) for n in range(NEEDED // PINNED_FROM_BYTES)]
+    (start,) = driver.registered
+    assert all(start <= address(x) < start + NEEDED for x in found)
+    assert len({address(x) for x in found}) == len(found)
+    assert (driver.calls, driver.registered_bytes) == (1, NEEDED)
+    pages.close()
+    assert (driver.registered_bytes, driver.contexts, driver.streams) == (0, 0, 0)
+    # Who still has an array keeps its memory, which is pinned no more.
+    assert all(np.all(x == n) for n, x in enumerate(found))
+
+
+def test_large_amounts_are_registered_in_pieces_and_no_array_crosses_their_ends(
+    driver, monkeypatch
+):
+    monkeypatch.setattr(arena, "PIECE_BYTES", HUGE_PAGE_BYTES)
+    pages = RegisteredPages(jax.devices()[:1], 3 * HUGE_PAGE_BYTES)
+    assert list(driver.registered.values()) == [HUGE_PAGE_BYTES] * 3
+    shape = (HUGE_PAGE_BYTES // 2 // 4 + 1,)
+    sources = [jnp.full(shape, n) for n in range(3)]
+    # The driver refuses copies that are not within one registration.
+    for n, found in enumerate(pages.to_host(*sources)):
+        assert np.all(found == n)
+    pages.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "uint16"])
+def test_arrays_cross_both_ways_from_and_to_the_memory_that_numpy_uses(driver, dtype):
+    pages = RegisteredPages(jax.devices()[:1], NEEDED)
+    content = filled(pages, 3, (2, PINNED_FROM_BYTES), jnp.dtype(dtype))
+    content[1] = 5
+    before = driver.copied_bytes
+    (moved,) = pages.to_device([content], jax.devices()[0])
+    assert moved.dtype == dtype and moved.shape == content.shape
+    np.testing.assert_array_equal(moved, content)
+    content[...] = 4  # a later write is not seen
+    assert np.all(np.asarray(moved)[0] == 3)
+    (back,) = pages.to_host(moved)
+    np.testing.assert_array_equal(back, moved)
+    back += 1  # the caller owns it
+    assert np.all(np.asarray(moved)[0] == 3)
+    assert driver.copied_bytes - before == content.nbytes
+    assert (pages.pinned_bytes, pages.pageable_bytes) == (2 * content.nbytes, 0)
+    pages.close()
+
+
+def test_rows_and_read_only_views_cross_as_pinned_memory_too(driver):
+    pages = RegisteredPages(jax.devices()[:1], NEEDED)
+    content = filled(pages, 1, (4, *LARGE))
+    content[2] = 7
+    view = content[1:3].view()
+    view.flags.writeable = False
+    (moved,) = pages.to_device([view], jax.devices()[0])
+    np.testing.assert_array_equal(moved, view)
+    assert (pages.pinned_bytes, pages.pageable_bytes) == (view.nbytes, 0)
+    pages.close()
+
+
+def test_small_and_other_arrays_cross_as_pageable_memory_and_are_counted(driver):
+    pages = RegisteredPages(jax.devices()[:1], NEEDED)
+    content = filled(pages, 1, (4, *LARGE))
+    values = [content.T, np.ones(3, np.float32), np.full(LARGE, 2, np.float32)]
+    for value, moved in zip(
+        values, pages.to_device(values, jax.devices()[0]), strict=True
+    ):
+        np.testing.assert_array_equal(moved, value)
+    assert pages.pageable_bytes == sum(value.nbytes for value in values)
+    assert pages.pinned_bytes == 0
+    pages.close()
+
+
+def test_one_memory_serves_several_devices_of_a_process(driver):
+    devices = jax.devices()[:3]
+    pages = RegisteredPages(devices, NEEDED)
+    contents = [filled(pages, n) for n in range(3)]
+    moved = pages.to_device(contents, devices)
+    assert [next(iter(x.devices())) for x in moved] == devices
+    for n, found in enumerate(pages.to_host(*moved)):
+        assert np.all(found == n)
+    assert pages.pageable_bytes == 0 and driver.calls == 1
+    pages.close()
+    assert driver.contexts == 0
+
+
+def test_memory_is_reused_and_grows_only_within_the_budget(driver, caplog):
+    pages = RegisteredPages(jax.devices()[:1], HUGE_PAGE_BYTES)
+    store = HostStore(2 * HUGE_PAGE_BYTES, pages)
+    half, whole = (HUGE_PAGE_BYTES // 8,), (HUGE_PAGE_BYTES // 4,)
+    content = filled(pages, 1, half)
+    first = address(content)
+    del content
+    content = filled(pages, 2, half)
+    assert address(content) == first
+    store.write(NAME, content).result()
+    assert address(store.memory(NAME)) == first
+    more = filled(pages, 3, whole)  # No hole has room, but the budget has.
+    assert driver.registered_bytes == 2 * HUGE_PAGE_BYTES and driver.calls == 2
+    assert not caplog.records
+    other = filled(pages, 4, whole)
+    (moved,) = pages.to_device([other], jax.devices()[0])
+    assert np.all(np.asarray(moved) == 4) and pages.pageable_bytes == other.nbytes
+    assert driver.registered_bytes == 2 * HUGE_PAGE_BYTES
+    filled(pages, 5, whole)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert f"no room in one piece for an array of {other.nbytes:,}" in caplog.text
+    del more
+    store.close()
+    assert driver.registered_bytes == 0
+
+
+def test_an_array_that_cuda_refuses_to_grow_for_is_pageable_and_said_so(driver, caplog):
+    pages = RegisteredPages(jax.devices()[:1], NEEDED)
+    driver.limit_bytes = NEEDED
+    content = filled(pages, 1, (NEEDED // 4 + 1,))
+    assert not pages.has_made(content, content.base)
+    assert "CUDA_ERROR_OUT_OF_MEMORY" in caplog.text
+    assert driver.registered_bytes == NEEDED
+    pages.close()
+
+
+def test_a_drive_and_the_host_update_use_the_memory_that_devices_fetch_from(
+    driver, tmp_path
+):
+    pages = RegisteredPages(jax.devices()[:1], NEEDED)
+    stores = open_stores(jax.devices()[0], nvme_paths=[tmp_path / "nvme"], pages=pages)
+    stores[Tier.NVME].write(NAME, np.full(LARGE, 5, np.float32)).result()
+    content = stores[Tier.NVME].read(NAME).result()
+    stores.host.write(NAME, content).result()
+    assert address(stores.host.memory(NAME)) == address(content)
+
+    def add_one(memory):
+        assert address(memory) == address(content)
+        memory += 1
+
+    stores.host.update([NAME], add_one)
+    (moved,) = pages.to_device([stores.host.read(NAME).result()], jax.devices()[0])
+    assert np.all(np.asarray(moved) == 6) and pages.pageable_bytes == 0
+    stores.close()
+    assert driver.registered_bytes == 0
+
+
+# Failures.
+
+
+@pytest.mark.parametrize(
+    ("limit", "words"), [("65536", "65,536 bytes"), ("unlimited", "any number of")]
+)
+def test_a_refusal_names_cudas_error_the_bytes_and_what_to_set(
+    driver, monkeypatch, tmp_path, limit, words
+):
+    limits = tmp_path / "limits"
+    limits.write_text(f"Max locked memory         {limit}              {limit}  bytes")
+    monkeypatch.setattr(registered, "LIMITS", limits)
+    monkeypatch.setattr(arena, "PIECE_BYTES", HUGE_PAGE_BYTES)
+    driver.limit_bytes = HUGE_PAGE_BYTES
+    with pytest.raises(
+        ValueError,
+        match=rf"pin {NEEDED:,} bytes of host memory, and cuMemHostRegister_v2 "
+        r"returned 2, CUDA_ERROR_OUT_OF_MEMORY \(out_of_memory\). This process may "
+        rf"lock {words}.*\(ulimit -l\).*lower memory.host, or use memory.pinned: "
+        "arrays or off",
+    ):
+        open_pages("registered", jax.devices()[:1], NEEDED, alone)
+    # The piece that was registered before is not any more.
+    assert driver.calls == 1
+    assert (driver.registered_bytes, driver.contexts, driver.streams) == (0, 0, 0)
+
+
+def test_without_a_driver_and_with_a_jax_that_cannot_import_it_is_refused(
+    driver, monkeypatch
+):
+    def fail(memory):
+        raise TypeError("unsupported device type")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(jax.dlpack, "from_dlpack", fail)
+        with pytest.raises(NotImplementedError, match=r"by DLPack.*unsupported device"):
+            RegisteredPages(jax.devices()[:1], NEEDED)
+    assert (driver.calls, driver.registered_bytes) == (1, 0)
+    monkeypatch.setattr(cuda, "load", lambda: ctypes.CDLL("no-such-library.so"))
+    with pytest.raises(NotImplementedError, match=r"CUDA driver, and jax runs on cpu"):
+        RegisteredPages(jax.devices()[:1], NEEDED)
+
+
+def test_memory_that_comes_back_changed_is_refused(driver, monkeypatch):
+    monkeypatch.setattr(driver, "cuStreamSynchronize", lambda stream: 0)
+    with pytest.raises(NotImplementedError, match="came back changed"):
+        RegisteredPages(jax.devices()[:1], NEEDED)
+    assert driver.registered_bytes == 0
+
+
+def test_nothing_stays_registered_if_stores_cannot_be_opened_or_are_dropped(
+    driver, tmp_path
+):
+    pages = RegisteredPages(jax.devices()[:1], NEEDED)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError):
+        open_stores(jax.devices()[0], nvme_paths=[tmp_path / "file"], pages=pages)
+    assert driver.registered_bytes == 0
+    pages = RegisteredPages(jax.devices()[:1], NEEDED)
+    assert driver.registered_bytes == NEEDED
+    del pages
+    gc.collect()
+    assert driver.registered_bytes == 0
+
+
+# What auto takes.
+
+
+def alone(name, value):
+    return [value]
+
+
+@pytest.fixture
+def rates(driver, monkeypatch):
+    """By kind, GB/s there and back in place of a measurement; a GPU is simulated."""
+    found = {"off": (9.0, 9.0), "arrays": (40.0, 40.0), "registered": (50.0, 50.0)}
+
+    def measured(pages, device):
+        filled(pages, 1)
+        return found[pages.name]
+
+    monkeypatch.setattr(choose, "_rates", measured)
+    monkeypatch.setattr(choose, "FOUND", {})
+    monkeypatch.setattr(choose, "computes_in_host_memory", lambda devices: False)
+    return found
+
+
+def test_auto_takes_registered_memory_if_it_is_fastest_and_logs_it(
+    driver, rates, caplog
+):
+    with caplog.at_level("INFO"):
+        pages = open_pages("auto", jax.devices()[:1], NEEDED, alone)
+    assert isinstance(pages, RegisteredPages)
+    # It was measured in memory of its own, which is not registered any more.
+    assert driver.registered_bytes == NEEDED
+    assert "memory.pinned is registered: off moves 9.0 GB/s" in caplog.text
+    pages.close()
+
+
+def test_auto_falls_back_to_the_next_kind_with_the_reason_if_cuda_refuses(
+    driver, rates, caplog
+):
+    driver.limit_bytes = choose.MEASURED_BYTES
+    with caplog.at_level("INFO"):
+        pages = open_pages("auto", jax.devices()[:1], 2 * choose.MEASURED_BYTES, alone)
+    assert pages.name == "arrays" and driver.registered_bytes == 0
+    assert "registered is refused (memory.pinned: registered asked CUDA" in caplog.text
+    assert "CUDA_ERROR_OUT_OF_MEMORY" in caplog.text
+    rates["arrays"] = rates["registered"] = (9.0, 9.0)
+    choose.FOUND.clear()
+    assert open_pages("auto", jax.devices()[:1], NEEDED, alone) is PAGEABLE
+
+
+def test_all_processes_go_on_with_another_kind_if_one_is_refused(driver, rates):
+    def gather(name, value):
+        """Of two processes; the other cannot pin so much."""
+        if name == "pinned":
+            return [value, value]
+        return [value, "no memory there" if driver.registered_bytes else None]
+
+    pages = open_pages("auto", jax.devices()[:1], NEEDED, gather)
+    assert pages.name == "arrays" and driver.registered_bytes == 0
