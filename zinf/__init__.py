@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+# It keeps what the environment is now.
+from zinf import started as started
 from zinf.lazy import make_lazy
 
 if TYPE_CHECKING:

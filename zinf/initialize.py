@@ -16,7 +16,7 @@ from zinf.distributed import AbstractGroup, Alone
 from zinf.engine import Engine
 from zinf.executor.calibrate import measure_rates
 from zinf.jax_modes import Modes
-from zinf.mesh import local_devices
+from zinf.mesh import first_cpu, local_devices
 from zinf.moe.exchange import on_mesh
 from zinf.optim.separate import separate
 from zinf.plan import Plan
@@ -230,6 +230,6 @@ def tracing_device(mesh: Mesh, topology: Topology | None) -> jax.Device | None:
     another machine is traced as on a CPU, without kernels.
     """
     if topology is not None:
-        return jax.local_devices(backend="cpu")[0]
+        return first_cpu()
     first = local_devices(mesh)[0]
     return None if first.platform == jax.default_backend() else first

@@ -5,6 +5,7 @@ lacks has size 1. `zinf.sharding.rule` says which dims of arrays are cut along w
 axes.
 """
 
+import os
 from collections.abc import Iterable, Sequence
 from math import prod
 
@@ -108,3 +109,21 @@ def local_devices(mesh: Mesh) -> list[jax.Device]:
         first = mesh.devices.flat[0].process_index
         local = {d for d in mesh.devices.flat if d.process_index == first}
     return [d for d in mesh.devices.flat if d in local]
+
+
+def first_cpu() -> jax.Device:
+    """The first local device of the CPU backend, on which jax computes for the host.
+
+    Raises:
+        ValueError: JAX_PLATFORMS names platforms, and not the CPU.
+    """
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError as error:
+        named = os.environ.get("JAX_PLATFORMS", "")
+        raise ValueError(
+            "Optimizer state and scalars are computed on the CPU, and jax has no CPU "
+            f"devices here: JAX_PLATFORMS is {named!r}. Set it to "
+            f"'{named or jax.default_backend()},cpu', or unset it, before Python "
+            "starts."
+        ) from error

@@ -20,6 +20,7 @@ from zinf.checkpoint.grid import whole_box
 from zinf.interchange.names import Terms, match
 from zinf.interchange.tensors import AbstractTensors
 from zinf.memory.zarr_format import numpy_dtype
+from zinf.mesh import first_cpu
 from zinf.program import ArraySpec
 from zinf.sharding import Box
 
@@ -127,7 +128,7 @@ class FirstState(AbstractTensors):
         if part == MAGNITUDE:
             return self._lengths(path, box[0])
         # Not on an accelerator, whose random numbers may differ in the last bit.
-        with jax.default_device(_cpu()):
+        with jax.default_device(first_cpu()):
             plain = replace(target, is_dora=False)
             found = first_adapter(plain, self._adapted.adapter, None)
         return np.array(found[part])[slice(*box[0])]
@@ -149,7 +150,7 @@ class FirstState(AbstractTensors):
         count = max(1, ENCODED_NUMBERS // target.encoding.block)
         for start in range(0, len(flat), count):
             part = slice(start, start + count)
-            taken = jax.device_put(np.float32(blocks[part]), _cpu())
+            taken = jax.device_put(np.float32(blocks[part]), first_cpu())
             found = _encode(target.encoding)(taken)
             flat[part] = found[CODES]
             for name in numbers:
@@ -190,8 +191,8 @@ class FirstState(AbstractTensors):
         shape = (taken[1] - taken[0], *target.shape[1:])
         part = replace(target, shape=shape, r=0, is_dora=False)
         weight = self._base.read(path, (taken, *whole_box(target.shape)[1:]))
-        with jax.default_device(_cpu()):
-            parts = {WEIGHT: jax.device_put(weight, _cpu())}
+        with jax.default_device(first_cpu()):
+            parts = {WEIGHT: jax.device_put(weight, first_cpu())}
             if target.encoding is not None:
                 parts = target.encoding.encode(parts[WEIGHT])
             found = np.array(lengths(stored(whole(part, parts, target.dtype)), part))
@@ -209,10 +210,6 @@ def _has_lengths_by_row(target: Target) -> bool:
 @cache
 def _encode(encoding: Encoding) -> Callable[[Any], dict[str, Any]]:
     return jax.jit(encoding.encode_blocks)
-
-
-def _cpu() -> jax.Device:
-    return jax.local_devices(backend="cpu")[0]
 
 
 def _spec(shape: tuple[int, ...], dtype: Any) -> ArraySpec:

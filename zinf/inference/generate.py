@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import numpy as np
 
 from zinf.executor.passes import Passes
@@ -15,6 +14,7 @@ from zinf.inference.plan import CACHE, MODEL, RESULTS, SEEN, Generation
 from zinf.inference.prompts import Request
 from zinf.inference.sampling import Sampling
 from zinf.memory import Stores
+from zinf.mesh import first_cpu
 from zinf.optim.decision import NonFiniteError
 from zinf.plan import cache
 from zinf.prepare.forward import Forward
@@ -96,7 +96,7 @@ class _Run:
         shape, generator = self.planned.shape, self.generator
         starts = [shape.prompt - len(request.tokens) for request in batch]
         empty = np.asarray(starts, np.int32)
-        on_host = jax.local_devices(backend="cpu")[0]
+        on_host = first_cpu()
         made = initialize(
             lambda: {MODEL: generator.decoder.init_cache(empty, shape.length)},
             device=on_host,

@@ -18,6 +18,7 @@ import optax
 from zinf.jaxpr import Graph, abstract, flatten, trace, variables
 from zinf.jaxpr.compat import Atom, Literal, Var
 from zinf.jaxpr.slice import EqualEquations
+from zinf.mesh import first_cpu
 
 # DeepSpeed and torch.nn.utils.clip_grad_norm_ add this to the norm before dividing.
 TORCH_EPSILON = 1e-6
@@ -167,7 +168,7 @@ def _is_as_optax(bound: float) -> bool:
     clip = optax.clip_by_global_norm(bound)
     for size in (0.25, 1.0, 3.0):
         gradients = [np.full(1, x * size * bound, np.float32) for x in (0.6, 0.8)]
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        with jax.default_device(first_cpu()):
             inputs = [jnp.asarray(g) for g in gradients]
             wanted = jax.device_get(clip.update(inputs, clip.init(inputs))[0])
         norm = float(np.sqrt(sum(np.sum(np.square(g)) for g in gradients)))

@@ -1,6 +1,5 @@
 """Compiles the separated optimizer's updates, and groups them into units of a plan."""
 
-import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 
 from zinf.memory import in_device_form
-from zinf.mesh import local_devices, replicated
+from zinf.mesh import first_cpu, local_devices, replicated
 from zinf.optim.decision import Pending
 from zinf.optim.host_update import AbstractHostUpdate
 from zinf.optim.joint import JointCompiler
@@ -304,15 +303,7 @@ def cpu_device(mesh: Mesh) -> jax.Device:
     first = local_devices(mesh)[0]
     if first.platform == "cpu":
         return first
-    try:
-        return jax.local_devices(backend="cpu")[0]
-    except RuntimeError as error:
-        named = os.environ.get("JAX_PLATFORMS", "")
-        raise ValueError(
-            f"Optimizer state begins on the CPU, and jax has no CPU devices here: "
-            f"JAX_PLATFORMS is {named!r}. Set it to '{named or first.platform},cpu', "
-            "or unset it, before Python starts."
-        ) from error
+    return first_cpu()
 
 
 def _completed_by(program: Program, segment_name: str) -> list[ArrayId]:

@@ -5,10 +5,10 @@ from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
-import jax
 import numpy as np
 
 from zinf.config import LossScaling
+from zinf.mesh import first_cpu
 from zinf.optim.advance import Advance
 from zinf.optim.loss_scale import LossScale, LossScaleSettings
 from zinf.optim.separate import Separated
@@ -32,9 +32,7 @@ class Scalars:
     @cached_property
     def _advance(self) -> Any:
         # On the CPU, because on a device the result would wait behind queued work.
-        return compile_advance(
-            self._separated, device=jax.local_devices(backend="cpu")[0]
-        )
+        return compile_advance(self._separated, device=first_cpu())
 
     @property
     def is_scaled(self) -> bool:

@@ -1,5 +1,8 @@
 """Stacks in pinned host memory, and what machines without enough of it are told."""
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -7,7 +10,11 @@ import numpy as np
 import pytest
 
 import zinf
+from zinf import started
+from zinf.initialize import tracing_device
 from zinf.memory.pages.limit import (
+    AT_ONCE_GIB,
+    AT_ONCE_VARIABLE,
     GIB,
     PINNED,
     POOL_GIB,
@@ -65,17 +72,100 @@ def device(platform, *kinds):
     return SimpleNamespace(platform=platform, addressable_memories=lambda: memories)
 
 
-def test_a_budget_above_the_pool_says_which_variable_to_set(monkeypatch):
+@pytest.fixture
+def began(monkeypatch, tmp_path):
+    """`began(**variables)`: Python starts with them; jax's backend is up already."""
+
+    def begin(**variables):
+        for name in (POOL_VARIABLE, AT_ONCE_VARIABLE):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        content = b"".join(f"{k}={v}\0".encode() for k, v in variables.items())
+        (tmp_path / "environ").write_bytes(content)
+        monkeypatch.setattr(started, "AT_EXEC", tmp_path / "environ")
+        monkeypatch.setattr(started, "IMPORTED", None)
+
+    return begin
+
+
+def test_a_budget_above_the_pool_says_which_variable_to_set(began):
     gpus = [device("gpu", "device", PINNED)]
-    monkeypatch.delenv(POOL_VARIABLE, raising=False)
+    began()
     check_pinned(gpus, POOL_GIB * GIB)
     with pytest.raises(ValueError, match=rf"{POOL_VARIABLE} is not set. Set it to 66"):
         check_pinned(gpus, POOL_GIB * GIB + 1)
-    monkeypatch.setenv(POOL_VARIABLE, "80")
+    began(**{POOL_VARIABLE: "80"})
     check_pinned(gpus, 80 * GIB)
     with pytest.raises(ValueError, match=r"is set to 80. Set it to 82 before Python"):
         check_pinned(gpus, 80 * GIB + 1)
     check_pinned([device("tpu", "device", PINNED)], 500 * GIB)
+
+
+def test_a_pool_that_is_allocated_at_once_is_smaller(began):
+    gpus = [device("gpu", "device", PINNED)]
+    began(**{AT_ONCE_VARIABLE: "true"})
+    check_pinned(gpus, AT_ONCE_GIB * GIB)
+    with pytest.raises(ValueError, match=f"has {AT_ONCE_GIB * GIB:,}: {POOL_VARIABLE}"):
+        check_pinned(gpus, AT_ONCE_GIB * GIB + 1)
+    began(**{AT_ONCE_VARIABLE: "true", POOL_VARIABLE: "80"})
+    check_pinned(gpus, 80 * GIB)
+
+
+def test_a_variable_that_was_set_too_late_for_the_backend_is_found(began, monkeypatch):
+    gpus = [device("gpu", "device", PINNED)]
+    began()
+    monkeypatch.setenv(POOL_VARIABLE, "80")
+    check_pinned(gpus, POOL_GIB * GIB)  # so much it has in any case
+    with pytest.raises(
+        ValueError,
+        match=rf"has {POOL_GIB * GIB:,}: {POOL_VARIABLE} is set to 80 now, but was not "
+        r"set when Python started, and a backend .*may have read the old value. Set it "
+        "to 81 before Python starts",
+    ):
+        check_pinned(gpus, 80 * GIB)
+    # A smaller value that may have come too late holds too.
+    began(**{POOL_VARIABLE: "80"})
+    monkeypatch.setenv(POOL_VARIABLE, "8")
+    with pytest.raises(ValueError, match=f"has {8 * GIB:,}"):
+        check_pinned(gpus, 80 * GIB)
+    # zinf was imported after the change, and before a backend started.
+    began()
+    monkeypatch.setenv(POOL_VARIABLE, "80")
+    monkeypatch.setattr(started, "IMPORTED", {POOL_VARIABLE: "80"})
+    check_pinned(gpus, 80 * GIB)
+    # It changed again after the import.
+    monkeypatch.setenv(POOL_VARIABLE, "90")
+    with pytest.raises(ValueError, match="set to 90 now, but was not set when"):
+        check_pinned(gpus, 80 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ("import jax, os\nos.environ['X'] = '2'\nimport zinf.started as s", ("2",)),
+        ("import os\nos.environ['X'] = '2'\nimport zinf.started as s", ("2",)),
+        (
+            "import jax, os\njax.devices()\nos.environ['X'] = '2'\n"
+            "import zinf.started as s",
+            ("2", "1"),
+        ),
+        ("import jax\njax.devices()\nimport zinf.started as s", ("1",)),
+    ],
+    ids=["no backend yet", "no jax yet", "backend before", "never changed"],
+)
+def test_what_a_backend_can_have_read_is_known_if_it_started_after_zinf(
+    lines, expected
+):
+    code = f"{lines}\nprint(s.could_have_read('X'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"X": "1", "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == str(expected)
 
 
 def test_devices_without_pinned_memory_are_named():
@@ -88,6 +178,7 @@ def test_a_run_without_cpu_devices_says_what_jax_platforms_needs(monkeypatch):
         raise RuntimeError(f"Unknown backend {backend}")
 
     gpu = SimpleNamespace(platform="cuda")
+    monkeypatch.setattr(jax, "default_backend", lambda: "cuda")
     monkeypatch.setattr("zinf.prepare.updates.local_devices", lambda mesh: [gpu])
     monkeypatch.setattr(jax, "local_devices", refuse)
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
@@ -95,3 +186,6 @@ def test_a_run_without_cpu_devices_says_what_jax_platforms_needs(monkeypatch):
         ValueError, match=r"JAX_PLATFORMS is 'cuda'. Set it to 'cuda,cpu'"
     ):
         cpu_device(None)
+    monkeypatch.delenv("JAX_PLATFORMS")
+    with pytest.raises(ValueError, match=r"JAX_PLATFORMS is ''. Set it to 'cuda,cpu'"):
+        tracing_device(None, "h200:1")

@@ -1,14 +1,18 @@
 """How much pinned host memory the devices of this process can use."""
 
-import os
 from collections.abc import Sequence
+from itertools import product
 
 import jax
 
+from zinf.started import could_have_read
+
 PINNED = "pinned_host"
-# XLA's pool of pinned memory for GPUs. It is read when the backend starts.
+# XLA's pool of pinned memory for GPUs. Both are read when the backend starts; a pool
+# that is allocated at once is smaller unless the first says otherwise.
 POOL_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-POOL_GIB = 64
+AT_ONCE_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"
+POOL_GIB, AT_ONCE_GIB = 64, 16
 GIB = 2**30
 
 
@@ -35,13 +39,30 @@ def check_pinned(
                 f"{asked} needs memory of the kind {PINNED}, and {device} has "
                 f"{', '.join(kinds) or 'no memories'}. Use {instead}."
             )
-    given = os.environ.get(POOL_VARIABLE)
-    pool_bytes = (float(given) if given else POOL_GIB) * GIB
-    if devices[0].platform in ("gpu", "cuda", "rocm") and needed_bytes > pool_bytes:
-        found = f"set to {given}" if given else "not set"
-        raise ValueError(
-            f"{asked} needs {needed_bytes:,} bytes of pinned host memory, and XLA's "
-            f"pool has {int(pool_bytes):,}: {POOL_VARIABLE} is {found}. Set it to "
-            f"{-(-needed_bytes // GIB) + 1} before Python starts, because the backend "
-            f"read it when it started, or use {instead}."
+    if devices[0].platform not in ("gpu", "cuda", "rocm"):
+        return
+    given = could_have_read(POOL_VARIABLE)
+    may_be = product(given, could_have_read(AT_ONCE_VARIABLE))
+    pool_gib = min(_pool_gib(*values) for values in may_be)
+    if needed_bytes <= pool_gib * GIB:
+        return
+    now, *before = ["not set" if x is None else f"set to {x}" for x in given]
+    found = f"{POOL_VARIABLE} is {now}"
+    if before:
+        found += (
+            f" now, but was {before[0]} when Python started, and a backend of jax had "
+            "started before zinf saw the change, and may have read the old value"
         )
+    raise ValueError(
+        f"{asked} needs {needed_bytes:,} bytes of pinned host memory, and XLA's pool "
+        f"has {int(pool_gib * GIB):,}: {found}. Set it to "
+        f"{-(-needed_bytes // GIB) + 1} before Python starts, because the backend "
+        f"reads it when it starts, or use {instead}."
+    )
+
+
+def _pool_gib(given: str | None, at_once: str | None) -> float:
+    if given:
+        return float(given)
+    is_at_once = (at_once or "").lower() in ("1", "true")
+    return AT_ONCE_GIB if is_at_once else POOL_GIB
