@@ -5,9 +5,8 @@ jax with whole-tree offload.
     python scripts/reports/offloaded_table.py v5p:1x1x1 --layers 40 --dim 5120
     python scripts/reports/offloaded_table.py v5e:1x1 --layers 8 --without-clipping
 
-It needs the TPU compiler (`pip install 'zinf[tpu-topology]'`) and no TPU. For an absent
-GPU (`h200:1 --without-plain`, with the extra gpu-topology) arguments are on the device,
-and copies of them stand in for pinned ones; neither is in the table. Plain jax
+It needs the TPU compiler (`pip install 'zinf[tpu-topology]'`) and no TPU, or the GPU
+compiler (`h200:1 --without-plain`, with the extra gpu-topology). Plain jax
 keeps masters and Adam's moments of the same model in pinned host memory, moves them to
 the device at once, and computes the layers in one scan with remat, as MaxText does.
 Bytes are "behind" if the schedule has matmuls between the start and the end of their
@@ -133,13 +132,6 @@ def whole_tree(model: GPTConfig, machine: Topology, batch: int) -> Any:
     return machine.compile(jitted.lower(*state, tokens))
 
 
-def moving(compiled: Any, machine: Topology) -> list[HostCopy]:
-    """The copies of a program, without those that stand in for arguments."""
-    copies = host_copies(compiled.as_text())
-    is_gpu = machine.chip.platform == "gpu"
-    return [copy for copy in copies if copy.times > 1 or not is_gpu]
-
-
 def hidden(copies: Sequence[HostCopy], machine: Topology) -> tuple[float, ...]:
     """`(asynchronous, behind, hidden, hidden of those behind)` as shares of bytes."""
     link = machine.chip.host_link_bytes_per_second / 2
@@ -169,11 +161,8 @@ def show_late(copies: Sequence[HostCopy]) -> None:
 
 def row(name: str, compiled: Any, machine: Topology, seconds: float) -> tuple[str, ...]:
     found = memory(compiled)
-    device = found.device_bytes
-    if machine.chip.platform == "gpu":
-        device -= found.argument_bytes
-    shares = hidden(moving(compiled, machine), machine)
-    nbytes = [f"{n / GIB:.2f}" for n in (device, found.host_bytes)]
+    shares = hidden(host_copies(compiled.as_text()), machine)
+    nbytes = [f"{n / GIB:.2f}" for n in (found.device_bytes, found.host_bytes)]
     return (name, *nbytes, *[f"{share:.0%}" for share in shares], f"{seconds:.0f}")
 
 
@@ -207,7 +196,7 @@ def main() -> None:
     print(made.plan.summary())
     show(COLUMNS)
     show(row("offloaded", made.program.step, machine, seconds))
-    show_late(moving(made.program.step, machine))
+    show_late(host_copies(made.program.step.as_text()))
     if not asked.without_plain:
         stacked = gpt(
             asked.layers, asked.dim, asked.length, scan_layers=True, remat=True

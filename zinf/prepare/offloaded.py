@@ -178,11 +178,7 @@ def compile_offloaded(
     changed, fixed = made.changed, made.fixed
     stacks = [[_abstract(stack) for stack in group] for group in (changed, fixed)]
     results = [stack.sharding for stack in changed], everywhere
-    # Without memory kinds (see `_on_host`) arguments are not in the memory of results,
-    # and cannot be donated to them.
-    has_kinds = bool(layouts.mesh.devices.flat[0].addressable_memories())
-    donated = (0,) if has_kinds else ()
-    jitted = jax.jit(made.step, donate_argnums=donated, out_shardings=results)
+    jitted = jax.jit(made.step, donate_argnums=(0,), out_shardings=results)
     compiled = compile_for(layouts.mesh, jitted.lower(*stacks, *inputs))
     at_rest = sum(stack.nbytes for stack in (*changed, *fixed))
     on_device, on_host = _workspace(compiled, made.gradient_bytes)
@@ -207,10 +203,6 @@ def _workspace(compiled: jax.stages.Compiled, gradient_bytes: int) -> tuple[int,
     on_host = found.host_temp_bytes + found.host_output_bytes - found.host_alias_bytes
     if found.host_argument_bytes:
         return on_device, on_host
-    if found.host_output_bytes:
-        # An absent GPU: on a present one, results have the memory of the arguments, and
-        # gradients cannot have that of results.
-        return on_device, max(gradient_bytes, found.host_temp_bytes)
     # The CPU has one memory: gradients that wait on the host are among temporaries.
     on_host = min(gradient_bytes, on_device)
     return on_device - on_host, on_host
@@ -877,10 +869,10 @@ def _merged(
 
 
 def _on_host(content: Any) -> Any:
-    """Content in host memory: it is there, except on devices without memory kinds.
+    """Content in host memory: it is there, except to jax on devices without memories.
 
-    Those are the GPUs that are only compiled for. There the copy stands in for the
-    argument, so that all else of the program compiles as for a GPU that is present.
+    Those are the GPUs that are only compiled for. There `compile_for` takes from this
+    operation that the argument is in host memory, and nothing is copied.
     """
     is_there = jax.typeof(content).memory_space == ON_HOST
     return content if is_there else jax.device_put(content, ON_HOST)

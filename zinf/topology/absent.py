@@ -8,6 +8,7 @@ from functools import lru_cache
 import jax
 from jax.sharding import Mesh
 
+from zinf.topology.pinned import keep_pinned
 from zinf.topology.uncached import uncached
 from zinf_kernels.absent_gpu import OPTIONS
 
@@ -44,9 +45,13 @@ def compile_for(mesh: Mesh, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     if first in _present(first.platform):
         is_quick = _are_only_read.get() and first.platform == "cpu"
         return lowered.compile(dict(QUICK) if is_quick else None)
+    options = None
+    if first.platform == "gpu":
+        keep_pinned(lowered)
+        # Without the device, XLA cannot time kernels.
+        options = dict(OPTIONS)
     with uncached():
-        # Only GPUs need options: without the device, XLA cannot time kernels.
-        return lowered.compile(dict(OPTIONS) if first.platform == "gpu" else None)
+        return lowered.compile(options)
 
 
 @lru_cache

@@ -20,8 +20,7 @@ EXHAUSTED = "RESOURCE_EXHAUSTED"
 class Memory:
     """Bytes of a compiled program on one device, and in the host's memory for it.
 
-    Aliased bytes are results in the memory of donated arguments. An absent GPU reports
-    no host memory, so arguments in pinned host memory count as device memory.
+    Aliased bytes are results in the memory of donated arguments.
     """
 
     argument_bytes: int
