@@ -1,6 +1,7 @@
 """Bytes and copies of an offloaded step as the TPU compiler schedules it, beside plain
 jax with whole-tree offload.
 
+    python scripts/reports/offloaded_table.py --table      (all rows, minutes each)
     python scripts/reports/offloaded_table.py v5e:1x1
     python scripts/reports/offloaded_table.py v5p:1x1x1 --layers 40 --dim 5120
     python scripts/reports/offloaded_table.py v5e:1x1 --layers 8 --without-clipping
@@ -15,6 +16,9 @@ the peak of both; "in passes" is the hidden share of those behind.
 """
 
 import argparse
+import subprocess
+import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from time import process_time
 from typing import Any
@@ -32,6 +36,20 @@ from zinf.topology import HostCopy, Topology, host_copies, memory, parse_topolog
 
 GIB = 2**30
 LATE = 8
+# What scripts/RESULTS.md has: 12.9B on one v5p and on v5e:2x4, 64.9B on v5p:2x2x2, and
+# 12.9B on one H200, of which plain jax would hold all arguments on the device.
+LARGE = ("--layers", "40", "--dim", "5120")
+ROWS = (
+    ("v5p:1x1x1", *LARGE, "--batch", "4"),
+    ("v5p:1x1x1", *LARGE, "--batch", "8", "--without-clipping"),
+    ("v5e:2x4", *LARGE, "--batch", "16", "--without-clipping"),
+    (
+        *("v5p:2x2x2", "--layers", "80", "--dim", "8192", "--batch", "32"),
+        "--without-clipping",
+    ),
+    ("h200:1", *LARGE, "--batch", "4", "--without-plain"),
+    ("h200:1", *LARGE, "--batch", "4", "--without-plain", "--without-clipping"),
+)
 TX = optax.adamw(1e-4)
 COLUMNS = (
     "step",
@@ -148,15 +166,23 @@ def hidden(copies: Sequence[HostCopy], machine: Topology) -> tuple[float, ...]:
 
 
 def show_late(copies: Sequence[HostCopy]) -> None:
-    """The copies without matmuls to hide them that move most, and their shares."""
+    """The copies without matmuls to hide them that move most, by size and way."""
     moved = sum(copy.nbytes * copy.times for copy in copies)
-    late = [copy for copy in copies if not copy.overlapped_matmuls]
-    late = sorted(late, key=lambda copy: -copy.nbytes * copy.times)[:LATE]
-    for copy in late:
-        way = "to the host" if copy.is_to_host else "to the device"
-        share = copy.nbytes * copy.times / moved
-        size = f"{copy.nbytes / 2**20:,.1f} MiB x {copy.times:,}"
-        print(f"  not behind matmuls: {share:.1%} of the bytes, {size} {way}")
+    kinds: dict[tuple[int, int, bool], list[HostCopy]] = defaultdict(list)
+    for copy in copies:
+        kinds[copy.nbytes, copy.times, copy.is_to_host].append(copy)
+    late = {
+        kind: [copy for copy in some if not copy.overlapped_matmuls]
+        for kind, some in kinds.items()
+    }
+    most = sorted(late, key=lambda kind: -kind[0] * kind[1] * len(late[kind]))
+    for nbytes, times, is_to_host in [kind for kind in most if late[kind]][:LATE]:
+        some = kinds[nbytes, times, is_to_host]
+        few = late[nbytes, times, is_to_host]
+        way = "to the host" if is_to_host else "to the device"
+        share = nbytes * times * len(few) / moved
+        size = f"{nbytes / 2**20:,.1f} MiB x {times:,} {way}"
+        print(f"  not behind matmuls: {share:.1%}, {len(few)} of {len(some)} of {size}")
 
 
 def row(name: str, compiled: Any, machine: Topology, seconds: float) -> tuple[str, ...]:
@@ -173,7 +199,8 @@ def show(cells: Sequence[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("topology", help="such as v5p:1x1x1")
+    parser.add_argument("topology", nargs="?", help="such as v5p:1x1x1")
+    parser.add_argument("--table", action="store_true", help="all rows, one by one")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--dim", type=int, default=2048)
     parser.add_argument("--length", type=int, default=2048)
@@ -186,6 +213,14 @@ def main() -> None:
         help="loops then update layers in their backward pass",
     )
     asked = parser.parse_args()
+    if asked.table:
+        # In processes of their own, because the compiler keeps memory.
+        for arguments in ROWS:
+            print("\n" + " ".join(arguments), flush=True)
+            subprocess.run([sys.executable, __file__, *arguments], check=False)
+        return
+    if asked.topology is None:
+        parser.error("name a topology, or give --table")
     machine = parse_topology(asked.topology)
     model = gpt(asked.layers, asked.dim, asked.length)
     start = process_time()

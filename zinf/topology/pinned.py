@@ -29,7 +29,9 @@ def keep_pinned(lowered: jax.stages.Lowered) -> None:
         if "sym_name" in op.attributes and _is(op.attributes["sym_name"], "main")
     ]
     with module.context:
-        arguments = [_named(attributes) for attributes in main.arg_attrs]
+        arguments = [{} for _ in main.arguments]
+        if "arg_attrs" in main.attributes:
+            arguments = [_named(attributes) for attributes in main.arg_attrs]
         for n, argument in enumerate(main.arguments):
             uses = [use.owner for use in argument.uses]
             if uses and all(map(_puts_on_host, uses)):

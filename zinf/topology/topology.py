@@ -7,6 +7,7 @@ from typing import Any
 
 from zinf.topology.chip import CHIPS, Chip
 from zinf.topology.tpu import tpu_devices
+from zinf.topology.pinned import keep_pinned
 from zinf.topology.uncached import uncached
 from zinf_kernels.absent_gpu import GPUS, OPTIONS, absent_devices
 
@@ -61,6 +62,8 @@ class Topology:
                 `out_of_memory` tells whether it ran out of memory; XLA for GPUs also
                 compiles programs that do not fit.
         """
+        if self.chip.platform == "gpu":
+            keep_pinned(lowered)
         with uncached():
             return lowered.compile(self.compiler_options)
 

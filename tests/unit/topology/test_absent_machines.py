@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from zinf.topology import (
     collectives,
+    compile_for,
     host_copies,
     memory,
     out_of_memory,
@@ -173,6 +174,31 @@ def test_tpus_say_what_moves_to_the_host_and_rests_there(v5e):
     found = memory(made)
     assert (found.argument_bytes, found.host_output_bytes) == (part, part)
     assert found.host_bytes == part
+
+
+@pytest.mark.gpu_compiler
+def test_arguments_that_a_program_puts_on_the_host_are_there_for_an_absent_gpu():
+    topology = parse_topology("h200:1")
+    mesh = Mesh(np.array(topology.devices()), ("fsdp",), axis_types=(AxisType.Auto,))
+    there = NamedSharding(mesh, P(), memory_kind="pinned_host")
+    here = NamedSharding(mesh, P())
+    host, device = jax.memory.Space.Host, jax.memory.Space.Device
+
+    def update(state, both, x):
+        state = jax.device_put(jax.device_put(state, host), device)
+        kept = jax.device_put(both, host)  # and read on the device below
+        return jax.device_put(state + x, host), kept, both * x
+
+    jitted = jax.jit(update, donate_argnums=0, out_shardings=(there, there, here))
+    x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=here)
+    made = compile_for(mesh, jitted.lower(x, x, x))
+    found, nbytes = memory(made), 4 * 2**20
+    # Only `state` is there, and its new content has its memory.
+    assert found.host_argument_bytes == found.host_alias_bytes == nbytes
+    assert found.argument_bytes == 2 * nbytes
+    assert found.host_output_bytes == 2 * nbytes
+    moved = [copy for copy in host_copies(made.as_text()) if copy.nbytes == nbytes]
+    assert sorted(copy.is_to_host for copy in moved) == [False, True, True]
 
 
 @pytest.mark.tpu_compiler
