@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zinf.topology.chip import CHIPS, Chip
-from zinf.topology.tpu import tpu_devices
 from zinf.topology.pinned import keep_pinned
+from zinf.topology.tpu import tpu_devices
 from zinf.topology.uncached import uncached
 from zinf_kernels.absent_gpu import GPUS, OPTIONS, absent_devices
 
