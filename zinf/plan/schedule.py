@@ -97,6 +97,7 @@ class _Schedule:
         self.norms: list[ArrayId] = []
         self.keeps = catalog.kept_segments(options.num_kept)
         self.returned = frozenset(self.program.outputs)
+        self.tiled = {tiling.path for tiling in self.program.tilings}
 
     def forward_passes(self, *, with_pending: bool = False) -> None:
         """Runs all segments but the last; `with_pending`, also the pending updates."""
@@ -277,14 +278,26 @@ class _Schedule:
         )
 
     def finish_gradients(self, k: int) -> None:
-        """Offloads the gradients that segment `k` completes, and their norm."""
+        """Offloads the gradients that segment `k` completes, and their norm.
+
+        A tile may be read by an earlier segment too: a table of embeddings that is also
+        the head. Its gradient so far is offloaded as well, or those of all tiles, which
+        are as large as the whole, would be on the device until the first segment.
+        """
         segment = self.program.segments[k]
-        done = []
+        done, begun = [], []
         for array in segment.trained_params:
             counted = (array.path, array.rows)
             self.contributed[counted] += self.options.num_microbatches
-            if self.contributed[counted] == self.catalog.num_contributions[counted]:
+            if self.is_complete(gradient_of(array)):
                 done.append(gradient_of(array))
+            elif (
+                array.path in self.tiled
+                and self.catalog.home_tier(array) != Tier.DEVICE
+            ):
+                begun.append(gradient_of(array))
+        if begun:
+            self.jobs.transfer(begun, Tier.DEVICE, self.options.gradient_tier)
         if not done:
             return
         norm = norm_of(segment.name)

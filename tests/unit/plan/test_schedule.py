@@ -18,7 +18,7 @@ from zinf.plan import (
 )
 from zinf.plan.job import Job
 from zinf.plan.schedule import schedule, schedule_forward
-from zinf.program import ArrayId, ArraySpec, Role, RowSum, Tier
+from zinf.program import ArrayId, ArraySpec, Role, RowSum, Tier, Tiling
 
 TIED = make_toy(
     [LeafCase("w")],
@@ -112,6 +112,20 @@ def test_a_tied_parameter_is_complete_after_the_first_of_its_segments() -> None:
         "norm gradient/w",
         "update first",
     ]
+
+
+@pytest.mark.parametrize("param", [Tier.DEVICE, Tier.HOST])
+@pytest.mark.parametrize("is_tiled", [False, True])
+def test_the_gradient_of_a_tied_tile_waits_on_the_host(is_tiled, param) -> None:
+    tiling = Tiling("w", 4, 4, (0, 1))
+    tilings = (tiling,) if is_tiled else ()
+    toy = replace(TIED, program=replace(TIED.program, tilings=tilings))
+    order = words(jobs_of(toy, param=param, microbatches=2), Run, Transfer)
+    gone = ["offload gradient/w"] if is_tiled and param != Tier.DEVICE else []
+    start = order.index("loss last @1")
+    passes = ["backward first @0", "backward first @1"]
+    moves = [w for w in order[start + 1 :] if w in (*gone, *passes)]
+    assert moves[: 1 + len(gone)] == [*gone, passes[0]]
 
 
 def test_a_gradient_that_is_left_as_rows_is_added_to_what_there_is() -> None:
