@@ -11,4 +11,5 @@ from zinf.jaxpr.graph import variables as variables
 from zinf.jaxpr.share import Body as Body
 from zinf.jaxpr.share import Piece as Piece
 from zinf.jaxpr.share import Shared as Shared
+from zinf.jaxpr.share import calls_rule as calls_rule
 from zinf.jaxpr.share import share as share

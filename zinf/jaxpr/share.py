@@ -27,7 +27,10 @@ from zinf.jaxpr.compat import (
     inner_jaxpr,
     is_function,
 )
+from zinf.jaxpr.emit import abstract, trace
 from zinf.jaxpr.primitives import ZERO_DERIVATIVE
+
+CUSTOM = {"custom_jvp_call", "custom_vjp_call"}
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,27 @@ def equation_key(equation: Equation) -> Hashable:
     Custom derivative rules are not part of the key.
     """
     return equation.primitive.name, _param_key(equation.params, [])
+
+
+def calls_rule(
+    equation: Equation, function: Callable, perturbed: Sequence[bool]
+) -> bool:
+    """Whether an equation calls `function`, or one with its results and derivative.
+
+    Args:
+        function: with `jax.custom_jvp` or `jax.custom_vjp`.
+        perturbed: for each input, whether it has a tangent; see `_derivative_key`.
+    """
+    if equation.primitive.name not in CUSTOM or len(equation.invars) != len(perturbed):
+        return False
+    arguments = (abstract(a.aval) for a in equation.invars)
+    jaxpr, _ = inner_jaxpr(trace(function, *arguments)[0])
+    if [e.primitive.name for e in jaxpr.eqns] != [equation.primitive.name]:
+        return False
+    (own,) = jaxpr.eqns
+    return equation_key(own) == equation_key(equation) and (
+        _derivative_key(own, perturbed) == _derivative_key(equation, perturbed)
+    )
 
 
 def _aval_key(aval: Any) -> Hashable:

@@ -3,7 +3,8 @@
 Memory-centric tiling (Rajbhandari et al. 2021, "ZeRO-Infinity", section 5.1.3) without
 a change to the model: a leaf is cut into tiles of consecutive rows, and every equation
 that reads it becomes one for each tile. The results are summed where a matmul contracts
-the leaf's rows, and concatenated elsewhere. The cuts between segments then fall between
+the leaf's rows, and concatenated elsewhere; but the cross entropy of logits is computed
+by tile too. The cuts between segments then fall between
 tiles, so that a tile is fetched, used and freed before the next one, forward and
 backward.
 """
@@ -13,10 +14,18 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from zinf.jaxpr import Emitter, Graph
-from zinf.jaxpr.compat import Atom, Literal, Var, fresh
+from zinf.jaxpr.compat import Atom, Equation, Literal, Var, fresh
 from zinf.program import ArrayId, Role, Tiling
 from zinf.segment.order import variable_bytes
-from zinf.segment.tile_rules import Split, Untileable, follow, write
+from zinf.segment.tile_loss import IN_LOSS, Chain, find_chains, write_losses
+from zinf.segment.tile_rules import (
+    BESIDE,
+    Split,
+    Untileable,
+    follow,
+    result_split,
+    write,
+)
 
 
 @dataclass(frozen=True)
@@ -67,11 +76,12 @@ def tile_leaves(
     tilings = {
         v: _cut(v, a.path, max_bytes) for v, a in large.items() if a.path not in refused
     }
-    uses = _uses(graph, tilings, refused)
+    chains = find_chains(graph)
+    uses = _uses(graph, tilings, chains, refused)
     tilings = {v: t for v, t in tilings.items() if t.path not in refused}
     if not tilings:
         return Tiled(graph, arrays, (), refused)
-    writer = _Writer(tilings)
+    writer = _Writer(tilings, chains)
     outvars = writer.run(graph)
     tiles = {tile: a for v in tilings for tile, a in writer.tiles(v)}
     invars = tuple(v for v in graph.invars if v not in tilings)
@@ -94,11 +104,15 @@ def _cut(variable: Var, path: str, max_bytes: int) -> Tiling:
 
 
 def _uses(
-    graph: Graph, tilings: Mapping[Var, Tiling], refused: dict[str, str]
+    graph: Graph,
+    tilings: Mapping[Var, Tiling],
+    chains: Mapping[Var, Chain],
+    refused: dict[str, str],
 ) -> dict[Var, list[str]]:
     """How each leaf is read by tile; adds leaves that cannot be to `refused`."""
     uses: dict[Var, list[str]] = {v: [] for v in tilings}
     splits = {v: (v, Split(0, t.edges)) for v, t in tilings.items()}
+    in_chains: set[Var] = set()
     for equation in graph.equations:
         read = [
             (n, *splits[a])
@@ -108,7 +122,14 @@ def _uses(
         try:
             if len(read) > 1:
                 raise Untileable(f"`{equation.primitive.name}` reads two such weights")
+            if read and not in_chains.isdisjoint(equation.outvars):
+                raise Untileable(f"`{equation.primitive.name}` reads it beside logits")
             for number, leaf, split in read:
+                chain = _chain_of(equation, number, split, chains)
+                if chain is not None:
+                    in_chains.update(chain.between)
+                    uses[leaf].append(IN_LOSS)
+                    continue
                 result = follow(equation, number, split)
                 if isinstance(result, Split):
                     splits[equation.outvars[0]] = leaf, result
@@ -124,6 +145,17 @@ def _uses(
     return uses
 
 
+def _chain_of(
+    equation: Equation, number: int, split: Split, chains: Mapping[Var, Chain]
+) -> Chain | None:
+    """The chain of a product, if pieces of its operand are words of the logits."""
+    chain = chains.get(equation.outvars[0])
+    if chain is None or follow(equation, number, split) != BESIDE:
+        return None
+    last = equation.outvars[0].aval.ndim - 1
+    return chain if result_split(equation, number, split).dim == last else None
+
+
 def _forget(splits: dict[Var, tuple[Var, Split]], leaf: Var) -> None:
     for v in [v for v, (owner, _) in splits.items() if owner is leaf]:
         del splits[v]
@@ -132,9 +164,9 @@ def _forget(splits: dict[Var, tuple[Var, Split]], leaf: Var) -> None:
 class _Writer(Emitter):
     """Rewrites a program so that values from tiled leaves are in pieces."""
 
-    def __init__(self, tilings: Mapping[Var, Tiling]):
+    def __init__(self, tilings: Mapping[Var, Tiling], chains: Mapping[Var, Chain]):
         super().__init__()
-        self.tilings = tilings
+        self.tilings, self.chains = tilings, chains
         self.pieces: dict[Var, tuple[Split, list[Atom]]] = {}
         for v, tiling in tilings.items():
             sizes = (b - a for a, b in tiling.tiles)
@@ -154,23 +186,37 @@ class _Writer(Emitter):
         def here(atom: Atom) -> Atom:
             return atom if isinstance(atom, Literal) else env.get(atom, atom)
 
+        def there(equation: Equation) -> Equation:
+            return equation.replace(invars=[here(a) for a in equation.invars])
+
+        # Chains are written at their losses, one tile after another.
+        waiting: dict[Var, tuple[Chain, int, Split, list[Atom]]] = {}
+        skipped: set[Var] = set()
         for equation in graph.equations:
+            out, *_ = equation.outvars
+            if out in skipped:
+                continue
+            if out in waiting:
+                chain, *rest = waiting[out]
+                env[out] = write_losses(self, chain.mapped(there), *rest)
+                continue
             numbers = [
                 n
                 for n, a in enumerate(equation.invars)
                 if not isinstance(a, Literal) and a in self.pieces
             ]
-            invars = [here(a) for a in equation.invars]
             if not numbers:
-                results = self.append(equation.replace(invars=invars))
+                results = self.append(there(equation))
                 env.update(zip(equation.outvars, results, strict=True))
                 continue
             (number,) = numbers
             split, pieces = self.pieces[equation.invars[number]]
-            written = write(
-                self, equation.replace(invars=invars), number, split, pieces
-            )
-            (out,) = equation.outvars
+            chain = _chain_of(equation, number, split, self.chains)
+            if chain is not None:
+                waiting[chain.loss.outvars[0]] = chain, number, split, pieces
+                skipped.update(chain.between)
+                continue
+            written = write(self, there(equation), number, split, pieces)
             result = follow(equation, number, split)
             if isinstance(result, Split):
                 self.pieces[out] = result, written

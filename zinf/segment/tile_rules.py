@@ -58,6 +58,11 @@ def follow(equation: Equation, number: int, split: Split) -> Split | str:
     raise Untileable(f"`{name}` needs it as a whole")
 
 
+def result_split(equation: Equation, number: int, split: Split) -> Split:
+    """How the result of a matmul that does not contract the pieces is split."""
+    return Split(_Dot(equation, number).out_dim(split.dim), split.edges)
+
+
 def write(
     emitter: Emitter,
     equation: Equation,
@@ -126,21 +131,45 @@ def _write_pieces(
     after: Split,
     pieces: Sequence[Atom],
 ) -> list[Atom]:
+    return [
+        write_piece(emitter, equation, number, before, after, index, piece)
+        for index, piece in enumerate(pieces)
+    ]
+
+
+def write_piece(
+    emitter: Emitter,
+    equation: Equation,
+    number: int,
+    before: Split,
+    after: Split,
+    index: int,
+    piece: Atom,
+) -> Atom:
+    """Writes an equation for piece `index` of its operand `number`.
+
+    Args:
+        before, after: how the operand and the result are split.
+    """
     (out,) = equation.outvars
-    written = []
-    ranges = zip(before.ranges, after.ranges, pieces, strict=True)
-    for (start, stop), (low, high), piece in ranges:
+    low, high = after.ranges[index]
+    shape = list(out.aval.shape)
+    shape[after.dim] = high - low
+    part = fresh(out.aval.update(shape=tuple(shape)))
+    if equation.primitive.name == "dot_general":
+        dot = _Dot(equation, number)
+        other = _other(emitter, dot, before, index)
+        invars, params = dot.operands(piece, other), equation.params
+    else:
         invars = [
-            _part(emitter, a, before.dim, start, stop) if n != number else piece
+            _part(emitter, a, before.dim, *before.ranges[index])
+            if n != number
+            else piece
             for n, a in enumerate(equation.invars)
         ]
-        shape = list(out.aval.shape)
-        shape[after.dim] = high - low
         params = resized_params(equation, after.dim, high - low)
-        part = fresh(out.aval.update(shape=tuple(shape)))
-        changed = equation.replace(invars=invars, outvars=[part], params=params)
-        written += emitter.append(changed)
-    return written
+    changed = equation.replace(invars=invars, outvars=[part], params=params)
+    return emitter.append(changed)[0]
 
 
 def _part(emitter: Emitter, atom: Atom, dim: int, start: int, stop: int) -> Atom:
@@ -197,28 +226,20 @@ class _Dot:
         return [other, piece] if self.number else [piece, other]
 
 
-def _others(emitter: Emitter, dot: _Dot, split: Split, count: int) -> list[Atom]:
-    """The other operand, or its part for each piece."""
+def _other(emitter: Emitter, dot: _Dot, split: Split, index: int) -> Atom:
+    """The other operand, or its part for a piece."""
     dim = dot.other_dim(split.dim)
     if dim is None:
-        return [dot.other] * count
-    return [_part(emitter, dot.other, dim, *r) for r in split.ranges]
+        return dot.other
+    return _part(emitter, dot.other, dim, *split.ranges[index])
 
 
 def _write_beside(
     emitter: Emitter, dot: _Dot, split: Split, pieces: Sequence[Atom]
 ) -> Atom:
-    (out,) = dot.equation.outvars
     dim = dot.out_dim(split.dim)
-    parts = []
-    others = _others(emitter, dot, split, len(pieces))
-    for piece, other, (start, stop) in zip(pieces, others, split.ranges, strict=True):
-        shape = list(out.aval.shape)
-        shape[dim] = stop - start
-        part = fresh(out.aval.update(shape=tuple(shape)))
-        operands = dot.operands(piece, other)
-        equation = dot.equation.replace(invars=operands, outvars=[part])
-        parts += emitter.append(equation)
+    rest = dot.equation, dot.number, split, Split(dim, split.edges), pieces
+    parts = _write_pieces(emitter, *rest)
     (joined,) = emitter.apply(lambda *ys: jnp.concatenate(ys, dim), *parts)
     return joined
 
@@ -227,7 +248,6 @@ def _write_sum(
     emitter: Emitter, dot: _Dot, split: Split, pieces: Sequence[Atom]
 ) -> Atom:
     """Sums the matmuls in order, in float32 if the result is narrower."""
-    others = _others(emitter, dot, split, len(pieces))
     dtype = dot.equation.outvars[0].aval.dtype
     is_narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
     params = {**dot.equation.params, "preferred_element_type": dtype}
@@ -235,7 +255,8 @@ def _write_sum(
     if is_narrow:
         matmul = _in_float32(matmul)
     total: Atom | None = None
-    for piece, other in zip(pieces, others, strict=True):
+    for index, piece in enumerate(pieces):
+        other = _other(emitter, dot, split, index)
         (part,) = emitter.apply(matmul, *dot.operands(piece, other))
         if total is None:
             total = part

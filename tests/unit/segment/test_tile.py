@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from tests.marks import slow_except
 from zinf.jaxpr import flatten, trace
 from zinf.jaxpr.compat import open_jaxpr
+from zinf.models.cross_entropy import cross_entropy
 from zinf.program import ArrayId, Role
 from zinf.segment.tile import tile_leaves
+from zinf.segment.tile_loss import IN_LOSS
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 WHOLE = ArrayId(Role.PARAM, "w")
@@ -195,3 +197,86 @@ def test_tiles_are_within_the_limit_and_alike_if_that_costs_little(rows, width, 
     assert set(sizes[:-1]) <= {sizes[0]} and sizes[-1] <= sizes[0]
     fewest = -(-rows // max(1, limit // (width * 4)))
     assert len(sizes) < 2 * fewest
+
+
+def softmax_loss(logits, labels):
+    return cross_entropy(logits.astype(F32), labels)
+
+
+LABELS = np.array([[22, 0, 7, 8, -1], [16, 15, 3, 3, 9]], np.int32)
+# The logits of 23 words in the loss: by name, and whether a tile is all that exists.
+LOSSES = {
+    "in rows": (lambda w, x: softmax_loss(x @ w.T, LABELS), True),
+    "capped": (lambda w, x: softmax_loss(3 * jnp.tanh(x @ w.T / 3), LABELS), True),
+    "with a bias": (
+        lambda w, x: softmax_loss(
+            x @ w.T + jnp.linspace(-1, 1, 23)[None, None], LABELS
+        ),
+        True,
+    ),
+    "tied": (lambda w, x: softmax_loss((w[LABELS] + x) @ w.T, LABELS), True),
+    "read twice": (
+        lambda w, x: softmax_loss(y := x @ w.T, LABELS) + jnp.max(y, -1),
+        False,
+    ),
+    "of another rule": (lambda w, x: other_rule(x @ w.T, LABELS), False),
+}
+
+
+@jax.custom_jvp
+def other_rule(logits, labels):
+    """The code of `cross_entropy`, and another derivative."""
+    labels = jnp.expand_dims(labels, -1)
+    at_label = jnp.take_along_axis(logits, labels, axis=-1)[..., 0]
+    return jax.nn.logsumexp(logits, axis=-1) - at_label
+
+
+@other_rule.defjvp
+def _(primals, tangents):
+    return other_rule(*primals), 2 * jnp.sum(tangents[0], -1)
+
+
+@pytest.mark.parametrize(("name", "num_rows"), [(n, 8) for n in LOSSES] + [("tied", 1)])
+def test_a_loss_by_tile_is_that_of_all_logits(name, num_rows):
+    function, is_by_tile = LOSSES[name]
+    weight, x = weight_of((23, 4)), 3 * x_of(2, 5, 4)
+    found = tiled(function, weight, x, max_bytes=num_rows * 16)
+    (tiling,) = found.tilings
+    assert (IN_LOSS in tiling.uses) == is_by_tile
+    shapes = {v.aval.shape for e in found.graph.equations for v in e.outvars}
+    assert ((2, 5, 23) not in shapes) == is_by_tile
+
+    def results(f):
+        y, vjp = jax.vjp(f, weight, x)
+        return y, *vjp(jnp.cos(y))
+
+    # Sums in another order: of up to 23 exponentials, and one product a tile.
+    for y, expected in zip(results(as_function(found)), results(function), strict=True):
+        np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("label", [23, -24])
+def test_a_label_beyond_the_words_gives_nan_by_tile_too(label):
+    labels = np.full((2, 5), label, np.int32)
+    weight, x = weight_of((23, 4)), x_of(2, 5, 4)
+    found = tiled(lambda w, x: softmax_loss(x @ w.T, labels), weight, x, max_bytes=128)
+    assert IN_LOSS in found.tilings[0].uses
+    assert np.isnan(as_function(found)(weight, x)).all()
+
+
+def test_a_loss_by_tile_has_numbers_for_logits_without_a_finite_one():
+    """As `jax.nn.logsumexp`: words that a mask leaves out, in some tiles or in all."""
+    mask = np.where(np.arange(23) < 9, -np.inf, 0).astype("f4")
+
+    def function(w, x):
+        return softmax_loss(x @ w.T + mask[None, None], np.full((2, 5), 12, np.int32))
+
+    weight, x = weight_of((23, 4)), x_of(2, 5, 4)
+    found = tiled(function, weight, x, max_bytes=128)
+    results = []
+    for f in (as_function(found), function):
+        y, vjp = jax.vjp(f, weight, x)
+        results.append([y, *vjp(jnp.ones_like(y))])
+    for y, expected in zip(*results, strict=True):
+        assert np.isfinite(y).all()
+        np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
