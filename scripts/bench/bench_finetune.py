@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from anonymous_memory import MemoryPeak
@@ -39,15 +40,19 @@ SHAPE = {
 WORDS = 2000
 
 
-def write_model(folder: Path) -> int:
-    """Writes the model and its tokenizer; returns the number of parameters."""
+def write_model(folder: Path, **changed: Any) -> int:
+    """Writes the model and its tokenizer; returns the number of parameters.
+
+    Args:
+        changed: entries of `SHAPE` that have other values.
+    """
     import torch
     import transformers
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
 
-    config = transformers.Qwen3Config(**SHAPE, eos_token_id=1, pad_token_id=2)
+    config = transformers.Qwen3Config(**SHAPE | changed, eos_token_id=1, pad_token_id=2)
     torch.manual_seed(0)
     model = transformers.Qwen3ForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(folder)
