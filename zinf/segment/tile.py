@@ -197,8 +197,9 @@ class _Writer(Emitter):
             if out in skipped:
                 continue
             if out in waiting:
-                chain, *rest = waiting[out]
-                env[out] = write_losses(self, chain.mapped(there), *rest)
+                chain, number, split, pieces = waiting[out]
+                mapped = chain.mapped(there)
+                env[out] = write_losses(self, mapped, number, split, pieces)
                 continue
             numbers = [
                 n
