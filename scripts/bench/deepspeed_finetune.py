@@ -66,6 +66,9 @@ def torch_step(settings: Settings) -> Step:
 
 def deepspeed_step(settings: Settings, *, reads_ahead: bool) -> Step:
     mend_dtype()
+    # Its kernel for all-reduces in shared memory takes minutes to build, and one
+    # process has none.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     config = deepspeed_config(settings, reads_ahead=reads_ahead)
     deepspeed.init_distributed(dist_backend="gloo")
     # While this object lives, `from_pretrained` makes the model in `zero.Init`.
