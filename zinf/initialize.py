@@ -16,8 +16,8 @@ from zinf.distributed import AbstractGroup, Alone
 from zinf.engine import Engine
 from zinf.executor.calibrate import measure_rates
 from zinf.jax_modes import Modes
-from zinf.mesh import first_cpu, local_devices
-from zinf.moe.exchange import on_mesh
+from zinf.mesh import TENSOR, axis_size, first_cpu, local_devices
+from zinf.moe.exchange import CutExpert, on_mesh
 from zinf.optim.separate import separate
 from zinf.plan import Plan
 from zinf.prepare.devices import on_devices
@@ -25,6 +25,7 @@ from zinf.prepare.planner import Planner
 from zinf.segment.problem import Problem, make_problem
 from zinf.sequence import along_sequence
 from zinf.sharding import AxisRule, Blocks, axis_rule
+from zinf.tensor import cut_expert
 from zinf.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -194,7 +195,7 @@ def make_planner(
             compute_dtype=config.compute_dtype,
             modes=modes,
         )
-        problem = _on_mesh(problem, rule)
+        problem = _on_mesh(problem, rule, _cut_expert(config, mesh))
         separated = separate(tx, problem.abstract_params, trainable=problem.trainable)
         key = None if rng is None else jax.eval_shape(lambda: rng)
     if group is None:
@@ -208,18 +209,36 @@ def make_planner(
     return Planner(problem, separated, config, rule, key, group, topology)
 
 
-def _on_mesh(problem: Problem, rule: AxisRule) -> Problem:
+def _cut_expert(config: Config, mesh: Mesh) -> CutExpert | None:
+    """What cuts each expert along `tensor`; None if experts stay whole.
+
+    Raises:
+        ValueError: the config asks for another number of devices than the mesh has.
+    """
+    asked = config.expert_parallel.expert_tensor_parallel_size or 1
+    count = axis_size(mesh, (TENSOR,))
+    if asked not in (1, count):
+        raise ValueError(
+            f"expert_parallel.expert_tensor_parallel_size is {asked}, and {count} "
+            "devices divide the weights around experts (mesh.tensor, or "
+            "tensor_parallel.autotp_size). Make it the same number, or 1, which leaves "
+            "experts whole."
+        )
+    return cut_expert if asked > 1 else None
+
+
+def _on_mesh(problem: Problem, rule: AxisRule, cut: CutExpert | None) -> Problem:
     """A problem whose functions are traceable only, for the mesh of a rule."""
 
     def divided(loss: Callable) -> Callable:
-        return along_sequence(on_mesh(loss, rule.mesh), rule)
+        return along_sequence(on_mesh(loss, rule.mesh, cut), rule)
 
     evaluation = problem.evaluation_loss
     return replace(
         problem,
         loss=divided(problem.loss),
         evaluation_loss=None if evaluation is None else divided(evaluation),
-        bound=lambda function: on_mesh(problem.bound(function), rule.mesh),
+        bound=lambda function: on_mesh(problem.bound(function), rule.mesh, cut),
     )
 
 

@@ -49,8 +49,10 @@ class ExpertParallel(Section):
     autoep_size: Count = 1
     """Devices that divide experts; the same as mesh.expert."""
 
-    expert_tensor_parallel_size: Unsupported[Count | None] = None
-    """Tensor parallelism of experts; remove it."""
+    expert_tensor_parallel_size: Count | None = None
+    """Devices that divide the weights of each expert, by columns and then by rows:
+    mesh.tensor, or 1. Absent or 1: they have experts whole, and divide their tokens.
+    DeepSpeed's enable_expert_tensor_parallelism."""
 
     @property
     def size(self) -> int:

@@ -15,6 +15,11 @@ With a bound the way that sends fewer bytes is taken; both give the same numbers
 the order of sums. The gradient of an expert is summed over the devices that have it,
 and the other passes of the loop are those of one device (`zinf.moe.loop`).
 
+The weights of an expert may be cut along `tensor` too, as those of a dense MLP are
+(DeepSpeed-TED, https://arxiv.org/abs/2303.06318). Then the devices along `tensor`,
+which have sent and got different tokens, gather these before the experts, and scatter
+the sums of what their parts give: together the bytes of Megatron's all-reduce.
+
 Shape suffixes, beside those of `loop`: T are the tokens of a device here.
   O  experts that a device has    S  slots: places of a device's tokens at one expert
 """
@@ -22,7 +27,7 @@ Shape suffixes, beside those of `loop`: T are the tokens of a device here.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,9 +38,32 @@ from zinf.mesh import EXPERT, FSDP, REPLICA, SEQ, TENSOR, axis_size
 from zinf.moe.gating import NO_EXPERT, Capacity
 from zinf.moe.loop import ExpertFunction, in_blocks, queues, rows_at
 
-# The mesh of the step that is traced; None for one device. jax traces a cached function
-# again if it changes.
-_mesh = jax.make_user_context(None)
+
+class ExpertParts(NamedTuple):
+    """How devices along `tensor` divide the weights of one expert.
+
+    Attributes:
+        dims: of each leaf, in the order of the pytree, the dim that is cut, or None.
+        are_added: the leaves that one device adds to the sum over devices.
+    """
+
+    dims: tuple[int | None, ...]
+    are_added: tuple[bool, ...]
+
+
+# `(function, weights of one expert, rows, number of devices) -> parts`.
+CutExpert = Callable[[Callable, Any, Any, int], ExpertParts]
+
+
+class _Context(NamedTuple):
+    """The mesh of the step that is traced, and what cuts experts along `tensor`."""
+
+    mesh: Mesh
+    cut_expert: CutExpert | None
+
+
+# None for one device. jax traces a cached function again if it changes.
+_context = jax.make_user_context(None)
 # Examples are cut along these, and then positions: (batch, time) merged into one dim.
 # Devices along `tensor` have the same examples. Each takes some of the tokens past the
 # experts, so that no token is sent or computed twice ("duplicate token dropping",
@@ -43,17 +71,23 @@ _mesh = jax.make_user_context(None)
 TOKEN_AXES = (REPLICA, FSDP, EXPERT, SEQ, TENSOR)
 
 
-def on_mesh(function: Callable, mesh: Mesh) -> Callable:
+def on_mesh(
+    function: Callable, mesh: Mesh, cut_expert: CutExpert | None = None
+) -> Callable:
     """A function in which `zinf.moe.experts` divides its work among a mesh.
 
     It is traceable only. On one device it is `function` itself.
+
+    Args:
+        cut_expert: says how devices along `tensor` divide the weights of each expert,
+            such as `zinf.tensor.cut_expert`; None: they have them whole.
     """
     if mesh.size == 1:
         return function
 
     @wraps(function, updated=())
     def wrapped(*arguments: Any) -> Any:
-        with _mesh(mesh):
+        with _context(_Context(mesh, cut_expert)):
             return function(*arguments)
 
     return wrapped
@@ -61,7 +95,24 @@ def on_mesh(function: Callable, mesh: Mesh) -> Callable:
 
 def current_mesh() -> Mesh | None:
     """The mesh of `on_mesh` while its function is traced."""
-    return _mesh.value
+    context: _Context | None = _context.value
+    return None if context is None else context.mesh
+
+
+def _cuts_experts() -> bool:
+    """Whether devices along `tensor` divide the weights of each expert."""
+    context: _Context | None = _context.value
+    if context is None or context.cut_expert is None:
+        return False
+    return axis_size(context.mesh, (TENSOR,)) > 1
+
+
+def _parts(function: ExpertFunction, one: Any, rows: Any) -> ExpertParts | None:
+    """How devices along `tensor` divide an expert; None if each has it whole."""
+    if not _cuts_experts():
+        return None
+    mesh, cut_expert = _context.value
+    return cut_expert(function, one, rows, axis_size(mesh, (TENSOR,)))
 
 
 def check_divides(num_experts: int, splits: int, mesh: Mesh) -> None:
@@ -69,7 +120,7 @@ def check_divides(num_experts: int, splits: int, mesh: Mesh) -> None:
 
     Raises:
         ValueError: they do not divide evenly.
-        NotImplementedError: the experts come in pieces too.
+        NotImplementedError: the experts come in pieces too, or each is cut inside.
     """
     count = axis_size(mesh, (EXPERT,))
     if num_experts % count:
@@ -77,6 +128,12 @@ def check_divides(num_experts: int, splits: int, mesh: Mesh) -> None:
             f"A layer has {num_experts} experts, which mesh.expert = {count} devices "
             f"cannot divide evenly. Make it a divisor of {num_experts}, and use "
             "mesh.fsdp for the other devices."
+        )
+    if _cuts_experts() and splits > 1:
+        raise NotImplementedError(
+            f"A layer's experts come in {splits} pieces (splits, or "
+            "model.expert_splits) and expert_tensor_parallel_size divides each of "
+            "them, which zinf cannot do at once. Set one of them to 1."
         )
     if count > 1 and splits > 1:
         raise NotImplementedError(
@@ -103,8 +160,8 @@ def divided(
         capacity: what the choices keep to; if they do not, the result is NaN.
     """
     axes = tuple(name for name in TOKEN_AXES if mesh.shape.get(name, 1) > 1)
-    num_tokens, parts = x.shape[0], axis_size(mesh, axes)
-    missing = -num_tokens % parts
+    num_tokens, num_devices = x.shape[0], axis_size(mesh, axes)
+    missing = -num_tokens % num_devices
 
     def padded(array: jax.Array, value: int) -> jax.Array:
         return jnp.pad(array, [(0, missing), (0, 0)], constant_values=value)
@@ -113,28 +170,39 @@ def divided(
         x, choice, gate = padded(x, 0), padded(choice, NO_EXPERT), padded(gate, 0)
     count = axis_size(mesh, (EXPERT,))
     num_experts = jax.tree.leaves(weights)[0].shape[0]
+    one = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[1:], w.dtype), weights)
+    parts = _parts(function, one, jax.ShapeDtypeStruct((block, x.shape[1]), x.dtype))
     here: Callable = partial(in_blocks, function, block)
-    if count > 1:
-        here = _Exchange(function, block, num_experts, count).gathering
-        slots = _slots(capacity, x.shape[0] // parts, choice.shape[1])
+    if count > 1 or parts is not None:
+        exchange = _Exchange(function, block, num_experts, count, parts)
+        here = exchange.gathering
+        slots = _slots(capacity, x.shape[0] // num_devices, choice.shape[1])
         # A device sends `num_experts * slots` rows to the experts, and gets as many; or
         # it gets the tokens of `count` devices, and sends as many sums.
-        if slots is not None and num_experts * slots <= count * x.shape[0] // parts:
-            one = jax.tree.map(
-                lambda w: jax.ShapeDtypeStruct(w.shape[1:], w.dtype), weights
-            )
+        few = count * x.shape[0] // num_devices
+        if count > 1 and slots is not None and num_experts * slots <= few:
             made = jax.eval_shape(function, one, jax.ShapeDtypeStruct(x.shape, x.dtype))
-            exchange = _Exchange(function, block, num_experts, count)
             here = partial(exchange.sending, slots, made.dtype)
     rows = PartitionSpec(axes)
     result = jax.shard_map(
         here,
         mesh=mesh,
-        in_specs=(PartitionSpec(EXPERT if count > 1 else None), rows, rows, rows),
+        in_specs=(_weight_specs(weights, count, parts), rows, rows, rows),
         out_specs=rows,
         check_vma=False,
     )(weights, x, choice, gate)
     return result[:num_tokens]
+
+
+def _weight_specs(weights: Any, count: int, parts: ExpertParts | None) -> Any:
+    """The specs of stacked weights: experts along `expert`, each one along `tensor`."""
+    leaves, structure = jax.tree.flatten(weights)
+    dims = parts.dims if parts is not None else (None,) * len(leaves)
+    specs = []
+    for dim in dims:
+        inner = [] if dim is None else [*[None] * dim, TENSOR]
+        specs.append(PartitionSpec(EXPERT if count > 1 else None, *inner))
+    return jax.tree.unflatten(structure, specs)
 
 
 def _slots(capacity: Capacity | None, num_tokens: int, k: int) -> int | None:
@@ -156,12 +224,14 @@ class _Exchange:
     Attributes:
         num_experts: experts of the layer.
         count: devices along `expert`, each of which has some of them.
+        parts: how devices along `tensor` divide each expert, if they do.
     """
 
     function: ExpertFunction
     block: int
     num_experts: int
     count: int
+    parts: ExpertParts | None
 
     @property
     def num_own(self) -> int:
@@ -171,14 +241,30 @@ class _Exchange:
         self, weights: Any, x_TD: jax.Array, choice_Tk: jax.Array, gate_Tk: jax.Array
     ) -> jax.Array:
         """All tokens of the group go past the experts of each device."""
+        axes = (EXPERT,) if self.count > 1 else ()
+        axes += () if self.parts is None else (TENSOR,)
         x, choice, gate = (
-            jax.lax.all_gather(array, EXPERT, tiled=True)
+            jax.lax.all_gather(array, axes, tiled=True)
             for array in (x_TD, choice_Tk, gate_Tk)
         )
-        # An expert of another device becomes negative, or too large: no expert here.
-        choice -= jax.lax.axis_index(EXPERT).astype(choice.dtype) * self.num_own
-        sums = in_blocks(self.function, self.block, weights, x, choice, gate)
-        return jax.lax.psum_scatter(sums, EXPERT, tiled=True)
+        if self.count > 1:
+            # An expert of another device becomes negative, or too large: none here.
+            choice -= jax.lax.axis_index(EXPERT).astype(choice.dtype) * self.num_own
+        sums = self._in_blocks(weights, x, choice, gate)
+        return jax.lax.psum_scatter(sums, axes, tiled=True)
+
+    def _in_blocks(self, weights: Any, *rest: jax.Array) -> jax.Array:
+        """The sums of this device's experts, or its part of them."""
+        if self.parts is not None:
+            leaves, structure = jax.tree.flatten(weights)
+            is_first = jax.lax.axis_index(TENSOR) == 0
+            # Added once, and not on each device.
+            leaves = [
+                jnp.where(is_first, w, jnp.zeros_like(w)) if is_added else w
+                for w, is_added in zip(leaves, self.parts.are_added, strict=True)
+            ]
+            weights = jax.tree.unflatten(structure, leaves)
+        return in_blocks(self.function, self.block, weights, *rest)
 
     def sending(
         self,
@@ -205,14 +291,21 @@ class _Exchange:
         arrived = self._to_experts(rows_at(x_TD, route_P // k), slots)
         # Slots are filled from the first, so counts say which hold tokens.
         all_counts = jax.lax.all_gather(counts_E, EXPERT)
+        if self.parts is not None:
+            arrived, all_counts = (
+                jax.lax.all_gather(array, TENSOR, tiled=True)
+                for array in (arrived, all_counts)
+            )
         first = jax.lax.axis_index(EXPERT) * self.num_own
         counts_O = jax.lax.dynamic_slice_in_dim(all_counts, first, self.num_own, 1)
         is_token = jnp.arange(slots)[None, None] < counts_O[:, :, None]
         own_O = jnp.arange(self.num_own, dtype=jnp.int32)[None, :, None]
         expert = jnp.where(is_token, own_O, NO_EXPERT).reshape(-1, 1)
         ones = jnp.ones(expert.shape, jnp.float32)
-        made = in_blocks(self.function, self.block, weights, arrived, expert, ones)
-        made_PD = self._to_experts(made.astype(dtype), slots)  # And back: its inverse.
+        made = self._in_blocks(weights, arrived, expert, ones).astype(dtype)
+        if self.parts is not None:
+            made = jax.lax.psum_scatter(made, TENSOR, tiled=True)
+        made_PD = self._to_experts(made, slots)  # And back: its inverse.
         gate_P1 = rows_at(gate_Tk.reshape(-1), route_P)[:, None].astype(jnp.float32)
         sum_TD = jnp.zeros(x_TD.shape, jnp.float32)
         sum_TD = sum_TD.at[route_P // k].add(

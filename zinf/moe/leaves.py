@@ -14,7 +14,9 @@ SAME = frozenset(
 )
 
 
-def expert_dims(graph: Graph, leaves: Mapping[Var, str]) -> dict[str, int]:
+def expert_dims(
+    graph: Graph, leaves: Mapping[Var, str], axis: str = EXPERT
+) -> dict[str, int]:
     """The leaves that devices divide by experts, each with the dim that counts these.
 
     They are those that a `shard_map` of the program reads with one dim cut along the
@@ -24,12 +26,13 @@ def expert_dims(graph: Graph, leaves: Mapping[Var, str]) -> dict[str, int]:
     Args:
         graph: the program, as it is traced for the mesh.
         leaves: the paths of its parameters.
+        axis: another axis, such as `tensor`, along which experts are cut inside.
     """
     found: dict[str, set[int]] = {}
     known: dict[Var, Origin] = {
         v: (path, tuple(range(v.aval.ndim))) for v, path in leaves.items()
     }
-    _follow(graph.equations, known, found)
+    _follow(graph.equations, known, found, axis)
     return {path: min(dims) for path, dims in found.items() if len(dims) == 1}
 
 
@@ -37,8 +40,9 @@ def _follow(
     equations: Iterable[Equation],
     known: dict[Var, Origin],
     found: dict[str, set[int]],
+    axis: str,
 ) -> None:
-    """Adds the origins of results to `known`, and what is cut by experts to `found`."""
+    """Adds the origins of results to `known`, and what `axis` cuts to `found`."""
     for equation in equations:
         operands = [
             None if isinstance(a, Literal) else known.get(a) for a in equation.invars
@@ -48,7 +52,7 @@ def _follow(
         name = equation.primitive.name
         inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
         if name == "shard_map":
-            _add_cut(equation, operands, found)
+            _add_cut(equation, operands, found, axis)
         elif inner is not None:
             if name == "scan":
                 first = sum(scan_arity(equation))
@@ -56,7 +60,7 @@ def _follow(
             variables = open_jaxpr(inner)[0].invars
             pairs = zip(variables, operands, strict=False)
             inside = {v: origin for v, origin in pairs if origin is not None}
-            _follow(open_jaxpr(inner)[0].eqns, inside, found)
+            _follow(open_jaxpr(inner)[0].eqns, inside, found, axis)
         elif operands[0] is not None:
             path, dims = operands[0]
             moved = _moved(equation, dims)
@@ -68,13 +72,14 @@ def _add_cut(
     equation: Equation,
     operands: Sequence[Origin | None],
     found: dict[str, set[int]],
+    axis: str,
 ) -> None:
     for origin, spec in zip(operands, equation.params["in_specs"], strict=True):
         if origin is None:
             continue
         path, dims = origin
         for dim, entry in zip(dims, spec, strict=False):
-            if dim is not None and entry in (EXPERT, (EXPERT,)):
+            if dim is not None and entry in (axis, (axis,)):
                 found.setdefault(path, set()).add(dim)
 
 

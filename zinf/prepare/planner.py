@@ -20,7 +20,7 @@ import numpy as np
 from zinf.config import Config
 from zinf.distributed import AbstractGroup, Alone
 from zinf.memory.pages import check_pinned
-from zinf.mesh import local_devices
+from zinf.mesh import TENSOR, local_devices
 from zinf.moe.leaves import expert_dims
 from zinf.optim.clipping import Clipping
 from zinf.optim.separate import Separated
@@ -708,13 +708,21 @@ class Planner:
     def divided(self, source: Source) -> dict[str, dict[int, Dim]]:
         """The dims of leaves that axes of their own cut, by path."""
         graph, leaves = source.graph, source.params
-        parts, min_bytes = self.rule.size(Dim.CHANNELS), self.rule.min_bytes
-        meanings = {
-            Dim.EXPERTS: expert_dims(graph, leaves),
-            Dim.CHANNELS: channel_dims(graph, leaves, parts, min_bytes=min_bytes),
-        }
+        inside = expert_dims(graph, leaves, axis=TENSOR)
+        around = channel_dims(
+            graph,
+            leaves,
+            self.rule.size(Dim.CHANNELS),
+            min_bytes=self.rule.min_bytes,
+            may_be_none=bool(inside),
+        )
+        meanings = (
+            (Dim.EXPERTS, expert_dims(graph, leaves)),
+            (Dim.CHANNELS, inside),
+            (Dim.CHANNELS, around),
+        )
         found: dict[str, dict[int, Dim]] = {}
-        for meaning, dims in meanings.items():
+        for meaning, dims in meanings:
             for path, dim in dims.items():
                 found.setdefault(path, {})[dim] = meaning
         return found

@@ -47,11 +47,19 @@ class Cuts:
 
 
 def channel_dims(
-    graph: Graph, leaves: Mapping[Var, str], parts: int, *, min_bytes: int
+    graph: Graph,
+    leaves: Mapping[Var, str],
+    parts: int,
+    *,
+    min_bytes: int,
+    may_be_none: bool = False,
 ) -> Mapping[str, int]:
     """The dims of weights that `parts` devices divide, by path; none for one device.
 
     Weights that another number of devices could divide are named in a warning.
+
+    Args:
+        may_be_none: the devices divide other weights, such as those of experts.
 
     Raises:
         ValueError: no weight can be cut, and why.
@@ -59,7 +67,7 @@ def channel_dims(
     if parts == 1:
         return {}
     cuts = find_cuts(graph, leaves, parts, min_bytes=min_bytes)
-    if not cuts.dims:
+    if not cuts.dims and not may_be_none:
         raise ValueError(_refusal(cuts, parts))
     if cuts.uneven:
         names = ", ".join(cuts.uneven)

@@ -137,7 +137,6 @@ def test_sections_that_are_off_are_accepted():
     [
         ("sparse_attention", {"mode": "fixed"}),
         ("pipeline", {"stages": 4}),
-        ("expert_parallel", {"expert_tensor_parallel_size": 2}),
         ("sequence_parallel_size", 2),
         ("amp", {"enabled": True, "opt_level": "O1"}),
         ("torch_autocast", {"enabled": True, "dtype": "bfloat16"}),
