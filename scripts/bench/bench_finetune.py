@@ -5,9 +5,9 @@
 Writes the model with random weights in bfloat16, a tokenizer of words and a file of
 texts, and then runs `zinf finetune` of all parameters, with masters and AdamW's state
 in float32 on the drive. Printed are the seconds from the start of the command to the
-end of its first step, and the most anonymous memory of its process. Of the budgets, 1.25
-GiB are for the device: the embedding (297 MiB) is the head too, and is whole there beside
-the sum of its gradients. With less it is read by tile.
+end of its first step, and the most anonymous memory of its process. Of the budgets,
+1.25 GiB are for the device: the embedding (297 MiB) is the head too, and is whole there
+beside the sum of its gradients. With less it is read by tile.
 
 Needs `zinf[hf]`, and 20 GB of free space.
 """
