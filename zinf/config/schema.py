@@ -171,6 +171,10 @@ class Model(Section):
     remat: Flag = False
     """Recompute blocks in the backward pass even if the step is not streamed."""
 
+    communication_aware_remat: Flag = False
+    """With remat, save what devices have sent each other, so that the backward pass
+    repeats no all-to-all of experts and no sum along mesh.tensor."""
+
     num_experts: Whole | tuple[Whole, ...] = 0
     """Experts in place of each block's MLP; 0: a dense MLP. A list has one number for
     each block."""
@@ -216,6 +220,9 @@ class Model(Section):
             yield ("embed_dim",), f"/ num_heads is {head_dim}; rope needs it even."
         if heads % kv_heads:
             yield ("num_kv_heads",), f"{kv_heads} does not divide num_heads, {heads}."
+        if self.communication_aware_remat and not self.remat:
+            text = "says what remat saves, and remat is off. Set model.remat too."
+            yield ("communication_aware_remat",), text
         yield from self._violations_of_experts(self.num_layers)
 
     def _violations_of_experts(self, num_layers: int) -> Iterator[Violation]:

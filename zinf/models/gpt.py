@@ -27,7 +27,7 @@ from zinf.models.cross_entropy import cross_entropy
 from zinf.models.divergence import divergence
 from zinf.models.gpt_config import GPTConfig
 from zinf.models.random_ltd import random_ltd
-from zinf.moe import MoE
+from zinf.moe import MoE, exchanged, keeps_exchanged
 
 Params = dict[str, Any]  # Nested dicts of arrays, from `nnx.to_pure_dict`.
 Batch = Mapping[str, jax.Array]
@@ -169,6 +169,7 @@ class Block(nnx.Module):
         else:
             self.mlp = MLP(config, rngs=rngs)
         self.dropout = nnx.Dropout(config.dropout)
+        self.keeps_exchanged = config.communication_aware_remat
 
     def __call__(
         self, x_BTD: jax.Array, rope: Rope | None, key: jax.Array | None
@@ -176,6 +177,8 @@ class Block(nnx.Module):
         """The output, and how experts are used where there are any."""
         attention_key, mlp_key = (None, None) if key is None else jax.random.split(key)
         attended_BTD = self.attention(self.attention_norm(x_BTD), rope)
+        if self.keeps_exchanged:  # Devices along `tensor` have added their heads.
+            attended_BTD = exchanged(attended_BTD)
         x_BTD = x_BTD + _drop(self.dropout, attended_BTD, attention_key)
         hidden_BTD = self.mlp_norm(x_BTD)
         usage = None
@@ -184,6 +187,8 @@ class Block(nnx.Module):
             hidden_BTD, usage = mixed.output, mixed.usage
         else:
             hidden_BTD = self.mlp(hidden_BTD)
+            if self.keeps_exchanged:
+                hidden_BTD = exchanged(hidden_BTD)
         return x_BTD + _drop(self.dropout, hidden_BTD, mlp_key), usage
 
 
@@ -287,7 +292,7 @@ class GPT(nnx.Module):
         kept_BSP: jax.Array | None,
     ) -> tuple[jax.Array, dict[str, Usage]]:
         if isinstance(self.blocks, nnx.List):
-            run_one = nnx.remat(_run_block) if self.config.remat else _run_block
+            run_one = self._remat(_run_block)
             usages = {}
             for layer, block in enumerate(self.blocks):
                 key = _layer_key(dropout_key, layer)
@@ -304,10 +309,16 @@ class GPT(nnx.Module):
         def run(x_BTD: jax.Array, block: Block, layer: jax.Array | None) -> jax.Array:
             return block(x_BTD, rope, _layer_key(dropout_key, layer))[0]
 
-        run = nnx.remat(run) if self.config.remat else run
+        run = self._remat(run)
         layers_L = None if dropout_key is None else jnp.arange(self.config.num_layers)
         scan = nnx.scan(run, in_axes=(nnx.Carry, 0, 0), out_axes=nnx.Carry)
         return scan(x_BTD, self.blocks, layers_L), {}
+
+    def _remat(self, run: Callable) -> Callable:
+        if not self.config.remat:
+            return run
+        is_aware = self.config.communication_aware_remat
+        return nnx.remat(run, policy=keeps_exchanged() if is_aware else None)
 
     def _kept(self, layer: int, kept_BSP: jax.Array | None) -> jax.Array | None:
         if kept_BSP is None or layer not in self.config.random_ltd_layers:

@@ -52,6 +52,10 @@ class GPTConfig:
         remat: Recompute each block from its inputs in the backward pass
             (https://arxiv.org/abs/1604.06174). For fused steps only: in streamed steps
             zinf decides which segments recompute.
+        communication_aware_remat: With `remat`, save what devices have sent each other,
+            so that the backward pass sends nothing twice (`zinf.moe.keeps_exchanged`):
+            what all-to-alls bring, and the sums over devices along `tensor`. A block
+            keeps two activations for it, and tokens at experts twice.
         num_experts: Experts in place of each block's MLP (`zinf.moe.MoE`); 0: a dense
             MLP. A sequence has one number for each block: a pyramid, as PR-MoE's
             (https://arxiv.org/abs/2201.05596).
@@ -90,6 +94,7 @@ class GPTConfig:
     dropout: float = 0.0
     scan_layers: bool = False
     remat: bool = False
+    communication_aware_remat: bool = False
     num_experts: int | tuple[int, ...] = 0
     experts_per_token: int = 1
     capacity_factor: float | None = None
@@ -113,6 +118,11 @@ class GPTConfig:
                 )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout is {self.dropout}; it must be in [0, 1).")
+        if self.communication_aware_remat and not self.remat:
+            raise ValueError(
+                "communication_aware_remat says what remat saves, and remat is off. "
+                "Set remat too, or leave it out."
+            )
         self._check_heads()
         self._check_experts()
         self._check_dropping()

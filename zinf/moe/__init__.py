@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 from zinf.lazy import make_lazy
 
 if TYPE_CHECKING:
+    from zinf.moe.exchange import exchanged as exchanged
+    from zinf.moe.exchange import keeps_exchanged as keeps_exchanged
     from zinf.moe.experts import experts as experts
     from zinf.moe.gating import Capacity as Capacity
     from zinf.moe.gating import Routing as Routing
@@ -32,7 +34,9 @@ make_lazy(
         "Routing": "zinf.moe.gating",
         "balanced_bias": "zinf.moe.gating",
         "expert_choice": "zinf.moe.gating",
+        "exchanged": "zinf.moe.exchange",
         "experts": "zinf.moe.experts",
+        "keeps_exchanged": "zinf.moe.exchange",
         "sigmoid_top_k": "zinf.moe.gating",
         "top1": "zinf.moe.gating",
         "top2": "zinf.moe.gating",

@@ -31,12 +31,32 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from zinf.mesh import EXPERT, FSDP, REPLICA, SEQ, TENSOR, axis_size
 from zinf.moe.gating import NO_EXPERT, Capacity
 from zinf.moe.loop import ExpertFunction, in_blocks, queues, rows_at
+
+# The name of what devices have got from each other, for policies of `jax.checkpoint`.
+EXCHANGED = "zinf.exchanged"
+
+
+def keeps_exchanged() -> Callable[..., Any]:
+    """A policy for `jax.checkpoint`: save what devices send each other, and no more.
+
+    The backward pass then computes everything again but sends nothing twice
+    ("communication-aware checkpointing", DeepSpeed-TED,
+    https://arxiv.org/abs/2303.06318, section 5.2). Saved are what experts get and what
+    they return, and all that a model marks with `exchanged`.
+    """
+    return jax.checkpoint_policies.save_only_these_names(EXCHANGED)
+
+
+def exchanged(array: jax.Array) -> jax.Array:
+    """Marks a value that was sent between devices, for `keeps_exchanged`."""
+    return checkpoint_name(array, EXCHANGED)
 
 
 class ExpertParts(NamedTuple):
@@ -244,14 +264,14 @@ class _Exchange:
         axes = (EXPERT,) if self.count > 1 else ()
         axes += () if self.parts is None else (TENSOR,)
         x, choice, gate = (
-            jax.lax.all_gather(array, axes, tiled=True)
+            exchanged(jax.lax.all_gather(array, axes, tiled=True))
             for array in (x_TD, choice_Tk, gate_Tk)
         )
         if self.count > 1:
             # An expert of another device becomes negative, or too large: none here.
             choice -= jax.lax.axis_index(EXPERT).astype(choice.dtype) * self.num_own
         sums = self._in_blocks(weights, x, choice, gate)
-        return jax.lax.psum_scatter(sums, axes, tiled=True)
+        return exchanged(jax.lax.psum_scatter(sums, axes, tiled=True))
 
     def _in_blocks(self, weights: Any, *rest: jax.Array) -> jax.Array:
         """The sums of this device's experts, or its part of them."""
@@ -296,6 +316,7 @@ class _Exchange:
                 jax.lax.all_gather(array, TENSOR, tiled=True)
                 for array in (arrived, all_counts)
             )
+        arrived, all_counts = exchanged(arrived), exchanged(all_counts)
         first = jax.lax.axis_index(EXPERT) * self.num_own
         counts_O = jax.lax.dynamic_slice_in_dim(all_counts, first, self.num_own, 1)
         is_token = jnp.arange(slots)[None, None] < counts_O[:, :, None]
@@ -305,7 +326,7 @@ class _Exchange:
         made = self._in_blocks(weights, arrived, expert, ones).astype(dtype)
         if self.parts is not None:
             made = jax.lax.psum_scatter(made, TENSOR, tiled=True)
-        made_PD = self._to_experts(made, slots)  # And back: its inverse.
+        made_PD = exchanged(self._to_experts(made, slots))  # And back: its inverse.
         gate_P1 = rows_at(gate_Tk.reshape(-1), route_P)[:, None].astype(jnp.float32)
         sum_TD = jnp.zeros(x_TD.shape, jnp.float32)
         sum_TD = sum_TD.at[route_P // k].add(

@@ -123,3 +123,15 @@ def test_nan_logits_of_a_router_are_an_error_and_no_update() -> None:
     with zinf.initialize(loss, spoiled, optax.sgd(0.1)) as engine:
         with pytest.raises(NonFiniteError):
             engine.step(BATCH)
+
+
+def test_what_remat_saves_is_refused_without_remat():
+    with pytest.raises(ValueError, match="remat is off"):
+        GPTConfig(
+            num_layers=1,
+            num_heads=2,
+            embed_dim=8,
+            vocab_size=16,
+            max_length=4,
+            communication_aware_remat=True,
+        )

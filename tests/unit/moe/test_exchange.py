@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.marks import slow
 from zinf.mesh import make_mesh
-from zinf.moe import Capacity, Router, experts
+from zinf.moe import Capacity, Router, experts, keeps_exchanged
 from zinf.moe.exchange import on_mesh
 from zinf.topology import collectives_of
 
@@ -113,6 +113,35 @@ def test_tokens_travel_by_two_all_to_alls_each_way_or_are_gathered(options, sent
     chex.assert_trees_all_close(
         jax.device_get(run(*arguments)), expected, rtol=ROUNDING, atol=ROUNDING
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({"group_size": A_DEVICE}, "all-to-all"),
+        ({"drop_tokens": False}, "reduce-scatter"),
+    ],
+)
+def test_recomputing_sends_nothing_twice_if_what_was_sent_is_kept(options, kind):
+    """Communication-aware checkpointing, as in DeepSpeed-TED."""
+    loss = loss_with(router(1, use_rts=False, **options))
+    policies = {"plain": None, "kept": keeps_exchanged()}
+    ways = {name: jax.checkpoint(loss, policy=p) for name, p in policies.items()}
+    sent, results = {}, {}
+    for name, way in {"no remat": loss, **ways}.items():
+        run, arguments = compiled(way)
+        found = collectives_of(run)
+        sent[name] = Counter(c.kind for c in found for _ in range(c.times))
+        results[name] = jax.device_get(run(*arguments))
+    assert sent["kept"] == sent["no remat"]
+    # Without the policy the forward pass's go again: two all-to-alls, or the sum.
+    again = {"all-to-all": 2, "reduce-scatter": 1}[kind]
+    assert sent["plain"][kind] == sent["no remat"][kind] + again
+    for name in policies:
+        chex.assert_trees_all_close(
+            results[name], results["no remat"], rtol=ROUNDING, atol=ROUNDING
+        )
 
 
 @pytest.mark.slow

@@ -15,13 +15,14 @@ from zinf.topology import collectives_of, parse_topology
 PARTS = 4
 
 
-def all_reduces(*, width, batch, devices, topology=None, **options):
+def all_reduces(*, width, batch, devices, topology=None, model=None, **options):
     """How many activations each all-reduce sums; those below half of one are left out.
 
-    The model is one Llama layer with grouped queries and a gated MLP.
+    The model is one Llama layer with grouped queries and a gated MLP, and what `model`
+    adds to its config.
     """
     length = 16
-    model = GPTConfig(
+    gpt = GPTConfig(
         num_layers=1,
         num_heads=8,
         num_kv_heads=4,
@@ -32,8 +33,9 @@ def all_reduces(*, width, batch, devices, topology=None, **options):
         position="rope",
         activation="swiglu",
         use_bias=False,
+        **(model or {}),
     )
-    init, loss = init_and_loss(model, seed=0)
+    init, loss = init_and_loss(gpt, seed=0)
     planner = make_planner(
         loss,
         init,
@@ -64,6 +66,17 @@ def test_an_all_reduce_follows_each_weight_that_is_cut_by_rows():
     # the sums for gate and up, and one of those for query, key and value. Gradients
     # need no sum: all devices have the same examples.
     assert found == {1: 2, 2: 1, 3: 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("is_aware", "again"), [(False, 1), (True, 0)])
+def test_recomputing_a_layer_sums_nothing_twice_if_sums_are_kept(is_aware, again):
+    given = {"remat": True, "communication_aware_remat": is_aware}
+    small = {"width": 64, "batch": 32, "devices": jax.devices()[:PARTS]}
+    found = all_reduces(model=given, **small)
+    # As above. Without, the sum after `out` goes again, in one operation with another;
+    # nothing reads that after `down`.
+    assert sum(size * times for size, times in found.items()) == 2 + 2 + 3 + again
 
 
 @pytest.mark.gpu_compiler
