@@ -6,7 +6,9 @@ own version, without the CUDA libraries; Pallas also takes `ptxas`, from a CUDA 
 or a wheel.
 """
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -29,6 +31,9 @@ from zinf_kernels.device import Device
 PLUGIN = "jax_cuda13_plugin"
 # Autotuning would run what it compiles.
 OPTIONS: dict[str, bool | str] = {"xla_gpu_autotune_level": "0"}
+# Without it jax asks CUDA's libraries for their versions as it finds the plugin. Where
+# they are absent it prints a traceback, and has no compiler for GPUs afterwards.
+SKIPS_LIBRARIES = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 
 
 @dataclass(frozen=True)
@@ -185,7 +190,8 @@ def absent_devices(
     run.
 
     Raises:
-        NotImplementedError: the compiler is not installed; the message says what to do.
+        NotImplementedError: the compiler is not installed, or jax has begun without it;
+            the message says what to do.
     """
     reason = why_not()
     if reason:
@@ -195,11 +201,31 @@ def absent_devices(
 
 @cache
 def _topology(gpu: Gpu, num_hosts: int, devices_per_host: int) -> Any:
-    return topologies.get_topology_desc(
-        platform="cuda",
-        topology=f"1x{num_hosts}x{devices_per_host}",
-        target_config=_description(gpu),
-    )
+    try:
+        with _without_libraries():
+            return topologies.get_topology_desc(
+                platform="cuda",
+                topology=f"1x{num_hosts}x{devices_per_host}",
+                target_config=_description(gpu),
+            )
+    except NotImplementedError as error:
+        raise NotImplementedError(
+            "jax has begun without its compiler for GPUs, as it found no CUDA "
+            "libraries. Set JAX_PLATFORMS=cpu for this process, and start it again."
+        ) from error
+
+
+@contextmanager
+def _without_libraries() -> Iterator[None]:
+    """jax registers its plugin in the body even where CUDA's libraries are absent."""
+    if SKIPS_LIBRARIES in os.environ:
+        yield
+        return
+    os.environ[SKIPS_LIBRARIES] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[SKIPS_LIBRARIES]
 
 
 def _description(gpu: Gpu) -> str:

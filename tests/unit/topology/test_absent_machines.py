@@ -3,6 +3,9 @@
 A ZeRO-3 layer: matrices come in shards and are gathered, gradients leave in shards.
 """
 
+import os
+import subprocess
+import sys
 from functools import cached_property
 
 import jax
@@ -247,3 +250,33 @@ def test_the_cpu_works_beside_them(v5e, h200):
     doubled = jax.jit(lambda x: x * 2)(jnp.arange(4.0))
     assert doubled.tolist() == [0, 2, 4, 6]
     assert {device.platform for device in doubled.devices()} == {"cpu"}
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.parametrize(
+    ("first", "words"),
+    [("", "H200"), ("jax.devices()", "Set JAX_PLATFORMS=cpu")],
+    ids=["topology", "jax"],
+)
+def test_gpus_are_described_where_jax_may_choose_its_platform(first, words):
+    """jax then asks for CUDA's libraries, which a machine without GPUs lacks."""
+    skips = ("JAX_PLATFORMS", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK")
+    environment = {key: x for key, x in os.environ.items() if key not in skips}
+    program = f"""
+import jax
+from zinf.topology import parse_topology
+{first}
+try:
+    print(parse_topology("h200:1").devices())
+except NotImplementedError as error:
+    print(error)
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    if not first:
+        assert words in done.stdout
+        assert "Traceback" not in done.stderr
+    else:
+        # With CUDA's libraries the plugin is there already.
+        assert words in done.stdout or "H200" in done.stdout
