@@ -96,20 +96,48 @@ def config_on(tier: str, folder: Path):
     }
 
 
-# One of each kind: plain, with windows and soft caps, older, a state space.
-STREAMED = ("llama", "gemma2", "gpt2", "mamba2")
+# Both sides compute in float32, whose numbers near 4 are 2e-7 of them apart.
+LOSSES = 1e-6
+# Part of the table, as each takes 8 to 20 seconds of a processor. Those with experts of
+# Qwen and Hunyuan, BitNet, LFM2 and the remaining kin of Llama are left out.
+STREAMED = (
+    *("bloom", "codegen", "cohere2", "exaone4", "falcon", "falcon_h1", "gemma2"),
+    *("gemma3_text", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "llama", "mamba"),
+    *("mamba2", "mpt", "opt", "phi3", "recurrent_gemma", "zamba2"),
+    *("deepseek_v2", "deepseek_v3", "dots1", "flex_olmo", "glm4_moe", "gpt_oss"),
+    *("granitemoe", "lfm2_moe", "olmoe"),
+)
+
+
+def torch_losses(model, ids, rate):
+    """Three losses of SGD with momentum, in which a small gradient stays small."""
+    steps = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+    targets = torch.tensor(ids[:, 1:]).long().reshape(-1)
+    losses = []
+    for _ in range(3):
+        steps.zero_grad()
+        logits = model(torch.tensor(ids).long(), use_cache=False).logits[:, :-1]
+        flat = logits.reshape(-1, logits.shape[-1])
+        loss = torch.nn.functional.cross_entropy(flat, targets)
+        loss.backward()
+        steps.step()
+        losses.append(loss.item())
+    return losses
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in STREAMED if name in WORKING])
+@pytest.mark.parametrize("name", STREAMED)
 def test_losses_are_equal_on_all_tiers(name, tmp_path):
-    make(config_of(name)).save_pretrained(tmp_path / "model")
-    batch = {"input_ids": tokens()[:, :8]}
+    torch_model = make(config_of(name))
+    torch_model.save_pretrained(tmp_path / "model")
+    batch, rate = {"input_ids": tokens()[:, :8]}, 0.1
     losses = {}
     for tier in ("device", "host", "nvme"):
         model = hf.load(tmp_path / "model")
-        config = config_on(tier, tmp_path)
-        with hf.initialize(model, optax.adamw(1e-3), config, batch=batch) as engine:
+        config, tx = config_on(tier, tmp_path), optax.sgd(rate, momentum=0.9)
+        with hf.initialize(model, tx, config, batch=batch) as engine:
             losses[tier] = [engine.step(batch)["loss"] for _ in range(3)]
     assert losses["device"] == losses["host"] == losses["nvme"]
     assert losses["device"][2] < losses["device"][0]
+    wanted = torch_losses(torch_model, batch["input_ids"], rate)
+    assert losses["device"] == pytest.approx(wanted, rel=LOSSES)
