@@ -4,8 +4,8 @@ from zinf.segment.build import Segmented as Segmented
 from zinf.segment.build import segment_function as segment_function
 from zinf.segment.build import segment_loss as segment_loss
 from zinf.segment.compile import Segment as Segment
-from zinf.segment.compile import Workspace as Workspace
 from zinf.segment.compile import compile_segments as compile_segments
+from zinf.segment.executables import Workspace as Workspace
 from zinf.segment.function import Function as Function
 from zinf.segment.function import evaluation_function as evaluation_function
 from zinf.segment.function import user_function as user_function

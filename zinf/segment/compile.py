@@ -12,7 +12,7 @@ from typing import Any
 
 from zinf.program import ArrayId, ArraySpec, Role, RowSum, SegmentSpec
 from zinf.segment.build import Segmented, array_spec
-from zinf.segment.executables import BodyExecutables
+from zinf.segment.executables import BodyExecutables, Workspace
 from zinf.segment.halved import HalvedExecutables
 from zinf.segment.row_rules import NotByRow
 from zinf.sharding import Layout, Layouts
@@ -22,14 +22,6 @@ _Halved = tuple[HalvedExecutables, HalvedExecutables]
 _Body = tuple[BodyExecutables, _Halved, str]
 # Run in more blocks only if that takes less than this share of the workspace.
 WORTHWHILE = 0.9
-
-
-@dataclass(frozen=True)
-class Workspace:
-    """Bytes per device that an executable takes besides arguments and results."""
-
-    forward_bytes: int
-    backward_bytes: int
 
 
 @dataclass(frozen=True)
@@ -140,19 +132,16 @@ class Segment:
 
     def evaluation_bytes(self) -> int:
         """Workspace of a forward pass alone, also of the last segment."""
-        return _forward_bytes(self.executables)
+        return self.executables.forward_bytes
 
     def workspace(self) -> Workspace:
         """Compiles the segment and reads what XLA says about its memory."""
-        return _workspace(self.executables)
+        return self.executables.workspace
 
     def keeping_workspace(self) -> Workspace:
         """`workspace` of `forward_keeping` and `backward_from`."""
         assert self._may_keep, self.spec.name
-        forward, backward = (
-            _temporary_bytes(e) for e in (self.keeping.forward, self.keeping.backward)
-        )
-        return Workspace(forward, backward)
+        return self.keeping.workspace
 
     def traffic(self) -> dict[str, tuple[Collective, ...]]:
         """The collectives of the passes that `workspace` belongs to."""
@@ -265,30 +254,5 @@ def _in_blocks(whole: BodyExecutables, max_bytes: int) -> tuple[BodyExecutables,
 
 
 def _largest(executables: BodyExecutables) -> int:
-    space = _workspace(executables)
+    space = executables.workspace
     return max(space.forward_bytes, space.backward_bytes)
-
-
-def _workspace(executables: BodyExecutables) -> Workspace:
-    forward = backward = 0
-    if not executables.is_last:
-        forward = _forward_bytes(executables)
-    if executables.is_last or executables.spec.has_backward:
-        backward = _temporary_bytes(executables.backward)
-    return Workspace(forward, backward)
-
-
-def _forward_bytes(executables: BodyExecutables) -> int:
-    """Temporaries, and new caches that do not take the memory of the old ones."""
-    compiled = executables.forward
-    taken = _temporary_bytes(compiled)
-    analysis = compiled.memory_analysis()
-    if not executables.spec.caches or analysis is None:
-        return taken
-    in_place = int(analysis.alias_size_in_bytes)
-    return taken + max(0, executables.cache_bytes - in_place)
-
-
-def _temporary_bytes(compiled: Any) -> int:
-    analysis = compiled.memory_analysis()
-    return 0 if analysis is None else int(analysis.temp_size_in_bytes)

@@ -24,6 +24,14 @@ from zinf.sharding import Layout, gather, placed_layout, whole_layout
 from zinf.topology import Collective, collectives_of, compile_for
 
 
+@dataclass(frozen=True)
+class Workspace:
+    """Bytes per device that an executable takes besides arguments and results."""
+
+    forward_bytes: int
+    backward_bytes: int
+
+
 @dataclass(eq=False)
 class BodyExecutables(BodyPasses):
     """The executables of one body, compiled at first use.
@@ -182,6 +190,25 @@ class BodyExecutables(BodyPasses):
         )
         return compile_for(self.mesh, jitted.lower(rest, self.abstract[first:end]))
 
+    # Equal segments share these: asking XLA takes milliseconds each time.
+    @cached_property
+    def workspace(self) -> Workspace:
+        """What XLA says of the forward and the backward pass; compiles them."""
+        forward = 0 if self.is_last else self.forward_bytes
+        has_backward = self.is_last or self.spec.has_backward
+        backward = temporary_bytes(self.backward) if has_backward else 0
+        return Workspace(forward, backward)
+
+    @cached_property
+    def forward_bytes(self) -> int:
+        """Temporaries, and new caches that do not take the memory of the old ones."""
+        analysis = self.forward.memory_analysis()
+        if analysis is None:
+            return 0
+        taken = int(analysis.temp_size_in_bytes)
+        in_place = int(analysis.alias_size_in_bytes)
+        return taken + max(0, self.cache_bytes - in_place)
+
     @property
     def cache_bytes(self) -> int:
         """Bytes of the caches that it overwrites."""
@@ -265,3 +292,9 @@ def _whole_dims(value: jax.ShapeDtypeStruct) -> list[int]:
 
 def placed(aval: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+
+
+def temporary_bytes(compiled: Any) -> int:
+    """Bytes that a compiled program takes besides arguments and results."""
+    analysis = compiled.memory_analysis()
+    return 0 if analysis is None else int(analysis.temp_size_in_bytes)

@@ -10,7 +10,12 @@ from jax.sharding import NamedSharding
 
 from zinf.jaxpr.keys import in_words
 from zinf.mesh import replicated
-from zinf.segment.executables import BodyExecutables, placed
+from zinf.segment.executables import (
+    BodyExecutables,
+    Workspace,
+    placed,
+    temporary_bytes,
+)
 from zinf.segment.residuals import Halves, halve
 
 
@@ -78,3 +83,9 @@ class HalvedExecutables:
             results=whole.backward_results,
             reads=whole.backward_reads,
         )
+
+    @cached_property
+    def workspace(self) -> Workspace:
+        """What XLA says of both passes; compiles them."""
+        passes = self.forward, self.backward
+        return Workspace(*map(temporary_bytes, passes))
