@@ -8,6 +8,7 @@ body; all others stay constants, which XLA can fold.
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jax
@@ -178,13 +179,17 @@ def calls_rule(
     )
 
 
+# NumPy makes a dtype's name anew each time; 70B parameters ask for 150,000.
+_name = cache(str)
+
+
 def _aval_key(aval: Any) -> Hashable:
-    return aval.shape, str(aval.dtype), bool(getattr(aval, "weak_type", False))
+    return aval.shape, _name(aval.dtype), bool(getattr(aval, "weak_type", False))
 
 
 def _bits(literal: Literal) -> Hashable:
     value = np.asarray(literal.val)
-    return str(value.dtype), value.tobytes()
+    return _name(value.dtype), value.tobytes()
 
 
 def _param_key(value: Any, calls: list[Any]) -> Hashable:
@@ -235,7 +240,7 @@ def _array_key(value: Any) -> Hashable:
     if jnp.issubdtype(value.dtype, jax.dtypes.extended):
         return "extended", id(value)
     value = np.asarray(value)
-    return value.shape, str(value.dtype), value.tobytes()
+    return value.shape, _name(value.dtype), value.tobytes()
 
 
 def _outputs_with_tangent(equation: Equation) -> list[Var]:

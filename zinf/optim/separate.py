@@ -14,6 +14,7 @@ see the same bits.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -117,7 +118,17 @@ class Separated:
         Raises:
             ValueError: a block of a leaf whose update is not element-wise.
         """
-        return share([self._at_block(self.updates, i, b) for i, b in blocks])
+        wanted = tuple(blocks)
+        if wanted not in self._bodies:
+            pieces = [self._at_block(self.updates, i, b) for i, b in wanted]
+            self._bodies[wanted] = share(pieces)
+        return self._bodies[wanted]
+
+    # Updates on devices, on the host and in place have the same blocks on one device,
+    # and comparing the pieces of thousands takes seconds.
+    @cached_property
+    def _bodies(self) -> dict[tuple[tuple[int, tuple[int, ...]], ...], list[Shared]]:
+        return {}
 
     def init_state(
         self, leaf: int, param: Any, *, device: jax.Device | None = None
