@@ -47,9 +47,10 @@ class Choices:
         value_tiers, gradient_tiers, update_tiers: values to try for these
             `StepOptions`.
         persistence_bytes: the size under which an array never goes to nvme.
-        keepings: functions from the device bytes free of resident arrays to the
-            residuals that each segment can save. The first saves most; later ones save
-            less and recompute more. A function is called only if it may gain time.
+        keepings: functions from the device bytes that a segment's residuals of one
+            microbatch may take to the residuals that each segment can save. The first
+            saves most; later ones save less and recompute more. A function is called
+            only if it may gain time.
         defers: whether to try deferring all units, and all but those whose results the
             first segment reads.
         by_row: whether gradients may wait on the device and come to the host by row, if
@@ -248,11 +249,23 @@ class Search:
         raise proven(*min(failures, key=lambda failed: failed[0].missing_bytes))
 
     @property
-    def num_able(self) -> int:
-        """How many segments could save residuals if memory were unlimited."""
+    def able(self) -> tuple[int, ...]:
+        """The segments that could save residuals if memory were unlimited."""
         segments = self.catalog.program.segments[:-1]
-        able = [s for s in segments if s.has_backward and not s.row_sums]
-        return len(able) if self.choices.keepings else 0
+        able = [k for k, s in enumerate(segments) if s.has_backward and not s.row_sums]
+        return tuple(able) if self.choices.keepings else ()
+
+    def recomputing_seconds(self, arranged: Arrangement) -> float:
+        """Device seconds in which segments that could save residuals compute again.
+
+        Saving more residuals gains no more than this: it makes passes shorter, and
+        leaves less room for copies.
+        """
+        kept = arranged.catalog.kept_segments(arranged.options.num_kept)
+        segments = self.catalog.program.segments
+        flops = sum(segments[k].flops for k in self.able if k not in kept)
+        flops *= self.options.num_microbatches
+        return flops / arranged.catalog.rates.flops_per_second
 
     def set_aside(self, error: InfeasibleError, reserve: dict[Tier, int]) -> bool:
         """Raises `reserve` by the missing bytes; False if all of a tier is reserved."""
@@ -297,8 +310,10 @@ class Search:
             return best
         room_bytes = plan.capacity_bytes[Tier.DEVICE] - plan.home_bytes[Tier.DEVICE]
         for keeping_in in self.choices.keepings:
-            if best.options.num_kept < self.num_able:
-                keeping = keeping_in(room_bytes)
+            # To find what may be kept, XLA compiles two passes of each kind of segment.
+            most_gained = self.recomputing_seconds(best)
+            if best.seconds - most_gained < WORTHWHILE * best.seconds:
+                keeping = keeping_in(room_bytes // self.options.num_microbatches)
                 catalog = replace(best.catalog, keeping=keeping)
                 kept = self.keeping_most(replace(best, catalog=catalog), room_bytes)
                 best = faster(best, kept)

@@ -98,7 +98,7 @@ def _fastest(
     is_long = len(filled.plan.instructions) > MAX_INSTRUCTIONS
     if slowest == plain.catalog.homes or is_long:
         return filled
-    if filled.options.num_kept == search.num_able:
+    if filled.options.num_kept == len(search.able):
         return filled
     catalog = replace(plain.catalog, homes=slowest)
     spilled = search.attempt(replace(plain, catalog=catalog))

@@ -137,6 +137,27 @@ def test_nothing_is_kept_where_the_drive_binds() -> None:
     assert kept(arranged(FAST)) == 0
 
 
+def test_no_residuals_are_looked_for_where_computing_again_takes_no_time(
+    monkeypatch,
+) -> None:
+    searches = []
+    keeping_most = choose.Search.keeping_most
+
+    def note(search: choose.Search, *arguments: Any) -> Arrangement | None:
+        searches.append(arguments)
+        return keeping_most(search, *arguments)
+
+    monkeypatch.setattr(choose.Search, "keeping_most", note)
+    # Each instruction takes a second, on no link most of the time. The seven segments
+    # that could save residuals compute 100 operations each.
+    rates = replace(SLOW, overhead_seconds=1.0)
+    step_seconds = arranged(replace(rates, flops_per_second=1e12)).seconds
+    assert not searches
+    # Computing again takes 2% of the step.
+    assert kept(arranged(replace(rates, flops_per_second=700 / (0.02 * step_seconds))))
+    assert searches
+
+
 def test_updates_are_left_to_the_next_step_where_the_drive_binds() -> None:
     for waits in (False, True):
         made = arranged(FAST, waits=waits)
