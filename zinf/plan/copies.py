@@ -108,15 +108,14 @@ class Copies:
     def key(self, copy: Copy) -> Copy:
         """The copy that holds `copy`: rows are part of a whole on the same tier."""
         array, tier = copy
-        if array.rows is None or copy in self.temporary:
+        temporary = self.temporary
+        if array.rows is None or copy in temporary:
             return copy
         whole = array.whole, tier
-        if whole in self.temporary:
+        if whole in temporary:
             return whole
-        if self.is_home(copy):
-            home = self.catalog.home(array)
-            assert home is not None
-            return home, tier
+        if self._home_tiers[array] == tier:
+            return copy if array in self.catalog.homes else whole
         return copy
 
     def touched(self, job: Job) -> set[Copy]:

@@ -81,7 +81,8 @@ class _Streamer:
             copies.begin(number)
             self.part(number, job)
             missing = copies.missing(number)
-            self.fetch_for(missing, copies.touched(job), needed_by=number)
+            if missing:
+                self.fetch_for(missing, copies.touched(job), needed_by=number)
             created = [c for c in job.writes if not copies.exists(c)]
             self.claim(job, created)
             if not self.shortages:
@@ -150,7 +151,8 @@ class _Streamer:
         would evict it again. (For 350M parameters in 1 GiB, this saves a quarter of the
         bytes read from nvme.)
         """
-        copies, ahead, protected = self.copies, 0, self.copies.touched(job)
+        copies, ahead = self.copies, 0
+        protected: set[Copy] | None = None
         claimed: dict[Tier, int] = {}
         end = min(number + MAX_DISTANCE, len(self.jobs))
         counted = later = number + 1
@@ -161,6 +163,8 @@ class _Streamer:
                         if nbytes > claimed.get(tier, 0):
                             claimed[tier] = nbytes
                 counted = later + 1
+                if protected is None:
+                    protected = copies.touched(job)
                 if not self.fits(later, missing, protected, claimed):
                     return
                 self.fetch_for(missing, protected, needed_by=later)
@@ -255,7 +259,8 @@ class _Streamer:
     def claim(self, job: Job, created: Sequence[Copy]) -> None:
         """Makes room for the new copies and the workspace of a job."""
         for tier, nbytes in self.claim_of(job, created).items():
-            self.make_room(tier, nbytes, self.copies.touched(job))
+            if self.copies.used[tier] + nbytes > self.capacity[tier]:
+                self.make_room(tier, nbytes, self.copies.touched(job))
         self.copies.occupy(created)
         for tier, nbytes in job.workspace:
             self.copies.use_bytes(tier, nbytes)
