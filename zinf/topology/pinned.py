@@ -23,6 +23,7 @@ def keep_pinned(lowered: jax.stages.Lowered) -> None:
     changes what `lowered` compiles to.
     """
     module = lowered.compiler_ir("stablehlo")
+    assert module is not None, "a lowered program has a module"
     (main,) = [
         op
         for op in module.body.operations
