@@ -1,16 +1,21 @@
 """What an offloaded step holds and moves, as the TPU compiler schedules it."""
 
+from pathlib import Path
+
 import jax
 import numpy as np
 import optax
 import pytest
 
 import zinf
+from zinf.cli.plan import on_machine
+from zinf.cli.problem import gpt_config, problem
 from zinf.initialize import make_planner
-from zinf.models import GPTConfig, init_and_loss
+from zinf.models import GPTConfig, init_and_loss, num_parameters
 from zinf.program import Tier
 from zinf.topology import host_copies, memory, parse_topology
 
+CONFIG = Path(__file__).parents[3] / "configs" / "gpt_13b_1xh200.yaml"
 MODEL = {"num_heads": 2, "embed_dim": 256, "vocab_size": 512, "max_length": 256}
 # A copy of less takes longer to begin than to move, whatever it lies behind.
 SMALL_BYTES = 64 * 1024
@@ -117,3 +122,31 @@ def test_each_chip_of_a_mesh_has_its_share_on_its_host():
     shares = [memory(x.program.step).host_argument_bytes for x in (one, eight)]
     # Vectors are smaller than the threshold below which arrays stay whole.
     assert shares[1] < 1.3 * shares[0] / 8
+
+
+@pytest.mark.gpu_compiler
+@pytest.mark.slow
+def test_passes_and_updates_of_the_13b_config_have_pinned_operands_on_an_absent_h200():
+    """What `zinf plan configs/gpt_13b_1xh200.yaml` compiles with these overrides."""
+    # Its own host has 104 GiB, and the rest on the drive, which is streamed.
+    overrides = ["execution=offloaded", "memory.host=256GiB", "memory.nvme=null"]
+    # One microbatch compiles in half of the time of sixteen.
+    overrides += ["memory.nvme_capacity=null", "train_batch_size=4"]
+    config, mesh, machine = on_machine(CONFIG, overrides, "h200:1")
+    arguments, named = problem(config)
+    planner = make_planner(*arguments, rng=named["rng"], mesh=mesh, topology=machine)
+    made = planner.plan_batch(named["batch"])
+    found = memory(made.program.step)
+    # Parameters in bf16, and 12 bytes a parameter of masters and moments, updated where
+    # they are.
+    count = num_parameters(gpt_config(config))
+    assert count == pytest.approx(12.9e9, rel=0.01)
+    assert found.host_argument_bytes == pytest.approx(14 * count, rel=1e-3)
+    assert found.host_alias_bytes == found.host_argument_bytes
+    assert found.device_bytes <= made.plan.capacity_bytes[Tier.DEVICE]
+    copies = host_copies(made.program.step.as_text())
+    layers = [c for c in copies if c.times > 1 and c.nbytes >= SMALL_BYTES]
+    # Parameters twice, gradients, and state both ways, for each of 40 layers.
+    moved = sum(c.nbytes * c.times for c in layers)
+    assert moved == pytest.approx((2 * 2 + 2 * 2 + 12 + 14) * count, rel=0.05)
+    assert all(copy.is_async for copy in layers)
