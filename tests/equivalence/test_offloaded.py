@@ -314,6 +314,6 @@ def test_what_cannot_be_offloaded_yet_is_refused_by_name():
     with pytest.raises(
         NotImplementedError, match="does not work yet with mesh.tensor = 2"
     ):
-        check_offloadable(divided, num_processes=1)
+        check_offloadable(divided)
     with pytest.raises(NotImplementedError, match=r"does not read tiles, and layers"):
         start(OFFLOADED, segment={"max_bytes": 100}).step(batch())

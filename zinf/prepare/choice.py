@@ -25,7 +25,10 @@ def why_not_offloaded(
 ) -> str | None:
     """What in a config, a mesh or a machine asks for another way than offloaded."""
     hosts = 1 if topology is None else topology.num_hosts
-    found = not_offloadable(rule, max(num_processes, hosts))
+    count, found = max(num_processes, hosts), not_offloadable(rule)
+    if count > 1:
+        # Each process would check and choose by itself, and they might differ.
+        return f"with {count} processes it must be asked for (execution: offloaded)"
     if found:
         return f"it does not work yet with {' and '.join(found)}"
     tiers = {

@@ -90,14 +90,13 @@ class OffloadedProgram:
         return (*self.changed, *self.fixed)
 
 
-def not_offloadable(rule: AxisRule, num_processes: int) -> list[str]:
+def not_offloadable(rule: AxisRule) -> list[str]:
     """What of a mesh the offloaded step has not been shown to work with.
 
-    It is several processes, a divided sequence, divided weights, and groups of devices
-    that hold all parameters.
+    It is a divided sequence, divided weights, and groups of devices that hold all
+    parameters.
     """
     asked = {
-        f"{num_processes} processes": num_processes > 1,
         f"mesh.seq = {rule.size(Dim.SEQUENCE)}": rule.size(Dim.SEQUENCE) > 1,
         f"mesh.tensor = {rule.size(Dim.CHANNELS)}": rule.size(Dim.CHANNELS) > 1,
         "zero_hpz_partition_size": rule.gathers_in_group,
@@ -105,13 +104,13 @@ def not_offloadable(rule: AxisRule, num_processes: int) -> list[str]:
     return [name for name, is_asked in asked.items() if is_asked]
 
 
-def check_offloadable(rule: AxisRule, *, num_processes: int) -> None:
+def check_offloadable(rule: AxisRule) -> None:
     """Raise for meshes on which the offloaded step has not been shown to work.
 
     Raises:
         NotImplementedError: `not_offloadable` names something.
     """
-    found = not_offloadable(rule, num_processes)
+    found = not_offloadable(rule)
     if found:
         raise NotImplementedError(
             "execution is 'offloaded', which does not work yet with "

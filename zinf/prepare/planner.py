@@ -430,7 +430,7 @@ class Planner:
     # The offloaded step: everything is on the host, and the program moves it.
 
     def offload(self, batch: Any, source: Source, layouts: Layouts) -> Offloaded:
-        check_offloadable(self.rule, num_processes=self.group.count)
+        check_offloadable(self.rule)
         segmented = self.cut(source, layouts, self.config.segment_max_bytes)
         program = self._offloaded_program(batch, segmented, layouts)
         found = piece_specs(self.array_specs(), segmented.program, None)
