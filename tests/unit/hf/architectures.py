@@ -1,5 +1,6 @@
 """A tiny configuration of each architecture of the table, and what fails, with why."""
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -214,6 +215,15 @@ EXPERTS: dict[str, dict[str, Any]] = {
 FAILING: dict[str, str] = {
     "jetmoe": "no ExpertsInterface: it splits tokens by counts that it computes",
 }
+WORKING = [name for name in (*DENSE, *EXPERTS) if name not in FAILING]
+
+
+def slow_part(names: Collection[str]) -> list[Any]:
+    """All architectures that work: these marked slow, and the others whole_table."""
+    unknown = set(names) - set(WORKING)
+    assert not unknown, unknown
+    marks = {True: pytest.mark.slow, False: pytest.mark.whole_table}
+    return [pytest.param(name, marks=marks[name in names]) for name in WORKING]
 
 
 def config_of(name: str) -> transformers.PretrainedConfig:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.unit.hf.architectures import config_of
+from tests.unit.hf.architectures import config_of, slow_part
 from tests.unit.hf.models import make, tokens
 
 import jax  # isort: skip
@@ -17,8 +17,9 @@ from zinf.hf.export import write_model  # isort: skip
 from zinf.hf.weights import spec_of  # isort: skip
 from zinf.interchange.tensors import AbstractTensors  # isort: skip
 
-# One of each way to write a weight, as each takes seconds: plain, transposed, fused,
-# stacked experts, compressed keys and values, a state space, weights of several layers.
+# One of each way to write a weight: plain, transposed, fused, stacked experts,
+# compressed keys and values, a state space, weights of several layers. Each takes 10 to
+# 20 seconds of a processor, so the others are for `-m whole_table`.
 NAMES = (
     *("llama", "gpt2", "phi3", "mamba2", "zamba2"),
     *("mixtral", "olmoe", "gpt_oss", "deepseek_v3"),
@@ -77,7 +78,6 @@ def check(name, folder):
     assert np.abs(found - merged).max() < LOGITS * largest
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_part(NAMES))
 def test_a_merged_export_has_the_logits_of_the_adapters(name, tmp_path):
     check(name, tmp_path)
