@@ -26,6 +26,7 @@ LAYERS = (
         "paper",
         "jaxpr",
         "distributed",
+        "cross_entropy",
     ),
     ("memory", "sharding", "moe"),
     ("tiling", "data", "models"),

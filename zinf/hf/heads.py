@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import transformers
 
+from zinf.cross_entropy import cross_entropy
 from zinf.hf.batch import IGNORED, check_tokens
 from zinf.hf.folder import find_folder
 from zinf.hf.model import Batch, Model, Params
@@ -26,7 +27,6 @@ from zinf.hf.module import read_config
 from zinf.hf.weights import StoredWeights, spec_of, to_numpy
 from zinf.interchange.names import listed
 from zinf.interchange.tensors import AbstractTensors
-from zinf.models.cross_entropy import cross_entropy
 from zinf.sharding import Box
 
 logger = logging.getLogger(__name__)

@@ -21,6 +21,7 @@ import transformers
 from torchax import default_env
 from torchax.interop import jax_view, torch_view
 
+from zinf.cross_entropy import cross_entropy
 from zinf.hf import attention
 from zinf.hf.adapter import SavedAdapter, base_of, read_adapter
 from zinf.hf.attention import within_segments
@@ -33,7 +34,6 @@ from zinf.hf.weights import StoredWeights, check_dtypes, spec_of, to_numpy
 from zinf.interchange.names import listed
 from zinf.interchange.safetensors_files import SafetensorsFiles
 from zinf.interchange.tensors import AbstractTensors
-from zinf.models.cross_entropy import cross_entropy
 from zinf.program import ArraySpec
 
 Params = dict[str, jax.Array]

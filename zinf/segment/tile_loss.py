@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zinf.cross_entropy import cross_entropy
 from zinf.jaxpr import Emitter, Graph, calls_rule, variables
 from zinf.jaxpr.compat import Atom, Equation, Literal, Var, literal
 from zinf.jaxpr.primitives import ELEMENTWISE
-from zinf.models.cross_entropy import cross_entropy
 from zinf.segment.tile_rules import Split, write_piece
 
 IN_LOSS = "in the loss"

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.marks import slow_except
+from zinf.cross_entropy import cross_entropy
 from zinf.jaxpr import flatten, trace
 from zinf.jaxpr.compat import open_jaxpr
-from zinf.models.cross_entropy import cross_entropy
 from zinf.program import ArrayId, Role
 from zinf.segment.tile import tile_leaves
 from zinf.segment.tile_loss import IN_LOSS

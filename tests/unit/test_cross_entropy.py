@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from zinf.models.cross_entropy import cross_entropy
+from zinf.cross_entropy import cross_entropy
 
 
 def plain(logits: jax.Array, labels: jax.Array) -> jax.Array:
