@@ -48,6 +48,18 @@ STEPS, EXAMPLES, MICROBATCHES = 6, 32, 2
 BOUND = 16 * 2.0**-23
 
 
+def drawn_batches(
+    steps: int, examples: int, tokens: int, dim: int
+) -> list[dict[str, np.ndarray]]:
+    """For each step x [examples, tokens, dim] and targets y [examples, tokens, 3]."""
+    random = np.random.default_rng(1)
+    shapes = {"x": (examples, tokens, dim), "y": (examples, tokens, 3)}
+    return [
+        {k: random.standard_normal(s, np.float32) for k, s in shapes.items()}
+        for _ in range(steps)
+    ]
+
+
 @dataclass(frozen=True)
 class Trained:
     losses: tuple[float, ...]

@@ -23,7 +23,7 @@ import optax
 import pytest
 
 import zinf
-from tests.equivalence.meshes import BOUND
+from tests.equivalence.meshes import BOUND, drawn_batches
 from tests.equivalence.test_experts import TIERS, expert
 from zinf.moe import Router, balanced_bias, experts
 
@@ -124,12 +124,7 @@ def loss(params: Any, state: Any, batch: Any, key: jax.Array) -> tuple[jax.Array
 
 
 def batches() -> list[dict[str, np.ndarray]]:
-    random = np.random.default_rng(1)
-    shapes = {"x": (EXAMPLES, TOKENS, DIM), "y": (EXAMPLES, TOKENS, 3)}
-    return [
-        {k: random.standard_normal(s, np.float32) for k, s in shapes.items()}
-        for _ in range(STEPS)
-    ]
+    return drawn_batches(STEPS, EXAMPLES, TOKENS, DIM)
 
 
 @dataclass(frozen=True)

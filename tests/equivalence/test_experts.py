@@ -13,7 +13,11 @@ import optax
 import pytest
 
 import zinf
-from tests.equivalence.meshes import BOUND, check_each_restores_the_one_before
+from tests.equivalence.meshes import (
+    BOUND,
+    check_each_restores_the_one_before,
+    drawn_batches,
+)
 from tests.marks import slow_except
 from zinf.moe import Router, experts
 from zinf.program import ArrayId, Role
@@ -117,12 +121,7 @@ def loss_with(router: Router) -> Any:
 
 
 def batches() -> list[dict[str, np.ndarray]]:
-    random = np.random.default_rng(1)
-    shapes = {"x": (EXAMPLES, TOKENS, DIM), "y": (EXAMPLES, TOKENS, 3)}
-    return [
-        {k: random.standard_normal(s, np.float32) for k, s in shapes.items()}
-        for _ in range(STEPS)
-    ]
+    return drawn_batches(STEPS, EXAMPLES, TOKENS, DIM)
 
 
 def config(stage: int, tier: str, folder: str) -> dict[str, Any]:

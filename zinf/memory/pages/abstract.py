@@ -2,6 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from threading import Lock
+from typing import Any
 
 import jax
 import numpy as np
@@ -78,6 +80,27 @@ class AbstractPages(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give memory kept for reuse back."""
+
+
+class CountingPages(AbstractPages):
+    """Pages that are pinned, and count what crosses from them and from others.
+
+    Attributes:
+        pinned_bytes: what crossed from pinned memory, or to it.
+        pageable_bytes: what crossed from other memory, or to it.
+    """
+
+    def __init__(self) -> None:
+        self.pageable_bytes = self.pinned_bytes = 0
+        self._lock = Lock()  # For the counters.
+
+    def _count(self, values: Sequence[Any], pageable: Sequence[int]) -> None:
+        """Adds the bytes of values, of which those numbered were not pinned."""
+        nbytes = [value.nbytes for value in values]
+        without = sum(nbytes[n] for n in pageable)
+        with self._lock:
+            self.pageable_bytes += without
+            self.pinned_bytes += sum(nbytes) - without
 
 
 def is_worth_pinning(nbytes: int, dtype: np.dtype) -> bool:

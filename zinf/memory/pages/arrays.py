@@ -9,7 +9,6 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from math import prod
-from threading import Lock
 from typing import Any, TypeVar
 
 import jax
@@ -19,7 +18,7 @@ from numpy.typing import DTypeLike
 
 from zinf.memory.aligned import ALIGNMENT, address
 from zinf.memory.ledger import Ledger
-from zinf.memory.pages.abstract import PAGEABLE, AbstractPages, is_worth_pinning
+from zinf.memory.pages.abstract import PAGEABLE, CountingPages, is_worth_pinning
 from zinf.memory.pages.limit import PINNED, check_pinned
 from zinf.memory.pool import IDLE_BYTES
 
@@ -32,7 +31,7 @@ class PinnedMemory(np.ndarray):
     array: jax.Array
 
 
-class PinnedArrays(AbstractPages):
+class PinnedArrays(CountingPages):
     """Each array of `PINNED_FROM_BYTES` or more is a jax array in `pinned_host` memory.
 
     NumPy reads and writes that memory in place. A fetch is a `device_put` of the jax
@@ -71,8 +70,7 @@ class PinnedArrays(AbstractPages):
                 "for each device, or use memory.pinned: off."
             )
         self.device = devices[0]
-        self.pageable_bytes = self.pinned_bytes = 0
-        self._lock = Lock()  # For the counters.
+        super().__init__()
         self._kinds = {
             kind: SingleDeviceSharding(self.device, memory_kind=kind)
             for kind in ("device", PINNED)
@@ -175,13 +173,6 @@ class PinnedArrays(AbstractPages):
                     break
             if not some:
                 self._idle.pop(key, None)
-
-    def _count(self, values: Sequence[Any], pageable: Sequence[int]) -> None:
-        nbytes = [value.nbytes for value in values]
-        without = sum(nbytes[n] for n in pageable)
-        with self._lock:
-            self.pageable_bytes += without
-            self.pinned_bytes += sum(nbytes) - without
 
     def _check_in_place(self, asked: str) -> None:
         """Raise unless NumPy sees the memory as it is, and devices see its writes."""

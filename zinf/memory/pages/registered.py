@@ -13,7 +13,6 @@ import re
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import jax
@@ -24,7 +23,7 @@ from numpy.typing import DTypeLike
 from zinf.memory.aligned import ALIGNMENT, address
 from zinf.memory.ledger import Ledger
 from zinf.memory.pages import cuda
-from zinf.memory.pages.abstract import PAGEABLE, AbstractPages, is_worth_pinning
+from zinf.memory.pages.abstract import PAGEABLE, CountingPages, is_worth_pinning
 from zinf.memory.pages.arena import Arena, RegisteredMemory
 from zinf.memory.pages.cuda import CudaError, Driver
 from zinf.memory.pages.limit import PINNED
@@ -44,7 +43,7 @@ CHECKED_BYTES = 2**20
 LIMITS = Path("/proc/self/limits")
 
 
-class RegisteredPages(AbstractPages):
+class RegisteredPages(CountingPages):
     """Arrays of the host tier lie in an arena that is registered with the GPUs once.
 
     NumPy, the updates on the host and the drives use the memory in place, and every
@@ -69,9 +68,8 @@ class RegisteredPages(AbstractPages):
                 others as pinned.
             ValueError: CUDA refuses to pin so much.
         """
-        self.pageable_bytes = self.pinned_bytes = 0
+        super().__init__()
         self._has_warned = False
-        self._lock = Lock()  # For the counters.
         nbytes = max(needed_bytes, CHECKED_BYTES)
         try:
             self._driver = Driver(cuda.load(), [d.local_hardware_id for d in devices])
@@ -183,13 +181,6 @@ class RegisteredPages(AbstractPages):
             return None
         target = self.empty(source.shape, source.dtype)
         return target if self._is_pinned(target) else None
-
-    def _count(self, values: Sequence[Any], pageable: Sequence[int]) -> None:
-        nbytes = [value.nbytes for value in values]
-        without = sum(nbytes[n] for n in pageable)
-        with self._lock:
-            self.pageable_bytes += without
-            self.pinned_bytes += sum(nbytes) - without
 
     def _warn(self, nbytes: int, why: str) -> None:
         """Say once that not all arrays are pinned."""
