@@ -27,6 +27,7 @@ from deepspeed_gpt import (
     EPSILON,
     LEARNING_RATE,
     WEIGHT_DECAY,
+    adam_step,
     answer,
     mend_dtype,
 )
@@ -45,23 +46,11 @@ def opened(settings: Settings) -> torch.nn.Module:
 
 def torch_step(settings: Settings) -> Step:
     model = opened(settings)
-    adam = torch.optim.AdamW(
-        model.parameters(),
-        lr=LEARNING_RATE,
-        betas=BETAS,
-        eps=EPSILON,
-        weight_decay=WEIGHT_DECAY,
-        fused=True,
-    )
 
-    def step(tokens: torch.Tensor) -> torch.Tensor:
-        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        loss.backward()
-        adam.step()
-        adam.zero_grad(set_to_none=True)
-        return loss
+    def loss_of(tokens: torch.Tensor) -> torch.Tensor:
+        return model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
-    return step
+    return adam_step(model, loss_of)
 
 
 def deepspeed_step(settings: Settings, *, reads_ahead: bool) -> Step:

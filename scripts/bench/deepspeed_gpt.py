@@ -132,6 +132,13 @@ class GPT(torch.nn.Module):
 
 def torch_step(name: str, settings: Settings) -> Callable[[torch.Tensor], torch.Tensor]:
     model = GPT(settings["model"], remat=name.endswith("-remat"))
+    return adam_step(model, model)
+
+
+def adam_step(
+    model: torch.nn.Module, loss_of: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Steps of torch's fused AdamW on a model; each returns the loss of its tokens."""
     adam = torch.optim.AdamW(
         model.parameters(),
         lr=LEARNING_RATE,
@@ -142,7 +149,7 @@ def torch_step(name: str, settings: Settings) -> Callable[[torch.Tensor], torch.
     )
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
-        loss = model(tokens)
+        loss = loss_of(tokens)
         loss.backward()
         adam.step()
         adam.zero_grad(set_to_none=True)
