@@ -23,7 +23,10 @@ DRIVE = os.environ.get("ZINF_TEST_NVME")
 
 # The optimizer may run on the CPU backend, so a GPU run needs both.
 os.environ["JAX_PLATFORMS"] = PLATFORM if PLATFORM == "cpu" else f"{PLATFORM},cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+# One thread compiles a program, as two tests run at once: in all a sixth less work.
+os.environ["XLA_FLAGS"] = (
+    "--xla_force_host_platform_device_count=8 --xla_cpu_parallel_codegen_split_count=1"
+)
 # A shell's background job ignores SIGINT, and so would each process that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -68,25 +71,47 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         compiled.cleanup()
 
 
+# So many slow cases of a test run with `-m slow`, if it names no other number.
+SLOW_CASES = 2
+
+
 # Before pytest leaves out what `-m` does not choose.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    sampled: dict[str, list[pytest.Item]] = {}
+    tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if any(item.get_closest_marker(name) for name in ALSO_SLOW):
+        if item.get_closest_marker("exhaustive"):
+            make_exhaustive(item)
+        elif any(map(item.get_closest_marker, ALSO_SLOW)):
             item.add_marker(pytest.mark.slow)
-        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
-            sampled.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for cases in sampled.values():
-        leave_fast(cases, cases[0].get_closest_marker("sampled").args[0])
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        sampled = cases[0].get_closest_marker("sampled")
+        if sampled is not None and sampled.args:
+            fast = [c for c in cases if not c.get_closest_marker("slow")]
+            for item in all_but(*sampled.args, fast):
+                item.add_marker(pytest.mark.slow)
+        count = sampled.kwargs.get("slow") if sampled is not None else None
+        slow = [c for c in cases if is_slow_alone(c)]
+        for item in all_but(count or SLOW_CASES, slow):
+            make_exhaustive(item)
 
 
-def leave_fast(cases: list[pytest.Item], count: int) -> None:
-    """Marks all but `count` cases as slow; those that stay are spread evenly."""
-    fast = {i * len(cases) // count for i in range(count)}
-    for i, item in enumerate(cases):
-        if i not in fast:
-            item.add_marker(pytest.mark.slow)
+def all_but(count: int, cases: list[pytest.Item]) -> list[pytest.Item]:
+    """The cases without `count` of them; those are spread evenly."""
+    kept = {i * len(cases) // count for i in range(count)}
+    return [case for i, case in enumerate(cases) if i not in kept]
+
+
+def is_slow_alone(item: pytest.Item) -> bool:
+    """Whether a test is marked slow itself, and not as one of its module."""
+    return any(mark.name == "slow" for mark in item.own_markers)
+
+
+def make_exhaustive(item: pytest.Item) -> None:
+    """Marks a test as exhaustive and no longer as slow: `-m slow` leaves it out."""
+    item.own_markers = [m for m in item.own_markers if m.name != "slow"]
+    item.add_marker(pytest.mark.exhaustive)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -24,9 +24,8 @@ from tests.distributed.training import (
 from tests.equivalence.meshes import BOUND, batches, config, init, loss
 
 # tests/distributed/test_train.py trains by two processes in the fast tests.
-pytestmark = pytest.mark.slow
 DEVICES = 4
-COUNTS = (2, 4)
+COUNTS = (2, pytest.param(4, marks=pytest.mark.exhaustive))
 STATE_ARRAYS = 3  # of each parameter: itself and two moments
 FLOAT_BYTES = 4
 
@@ -79,6 +78,7 @@ def alone(stage: int, tier: str, fp16: bool = False) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_processes_give_the_losses_of_one(run):
     _, processes = run
     for stage, tier in CASES[len(processes)]:
@@ -89,6 +89,7 @@ def test_processes_give_the_losses_of_one(run):
                 np.testing.assert_allclose(found[name], expected[name], rtol=BOUND)
 
 
+@pytest.mark.slow
 def test_every_process_has_the_same_losses_and_parameters(run):
     _, (first, *others) = run
     for stage, tier in CASES[1 + len(others)]:
@@ -98,6 +99,7 @@ def test_every_process_has_the_same_losses_and_parameters(run):
                 assert process[case][name] == first[case][name], (case, name)
 
 
+@pytest.mark.slow
 def test_tiers_are_bit_equal(run):
     _, processes = run
     for process in processes:
@@ -106,6 +108,7 @@ def test_tiers_are_bit_equal(run):
             assert on_nvme[name] == on_device[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [OVERFLOWING], indirect=True)
 def test_an_overflow_in_one_process_is_skipped_by_all(run):
     _, processes = run
@@ -117,6 +120,7 @@ def test_an_overflow_in_one_process_is_skipped_by_all(run):
         assert process["fp16"]["skipped"] == expected["skipped"]
 
 
+@pytest.mark.slow
 def test_each_process_holds_its_share_of_every_byte(run):
     _, processes = run
     shapes = [x.shape for x in jax.tree.leaves(init())]
@@ -134,6 +138,7 @@ def test_each_process_holds_its_share_of_every_byte(run):
                 assert peak <= process[case]["planned"][tier]
 
 
+@pytest.mark.slow
 def test_processes_restore_what_one_saved_and_what_they_saved(run):
     _, processes = run
     initial = fingerprint({k: np.asarray(v) for k, v in init().items()})
@@ -143,6 +148,7 @@ def test_processes_restore_what_one_saved_and_what_they_saved(run):
         assert found["restored saved"] == found["params"]
 
 
+@pytest.mark.slow
 def test_processes_read_and_set_one_array(run):
     _, processes = run
     for process in processes:
@@ -150,6 +156,7 @@ def test_processes_read_and_set_one_array(run):
         assert found["are set"]
 
 
+@pytest.mark.slow
 def test_what_all_saved_one_process_restores_bit_equal(run):
     folder, processes = run
     mesh = zinf.make_mesh(jax.devices()[:1])

@@ -48,7 +48,7 @@ def loss_by_hand(program, adapted, params, adapters):
     return sum(losses) / count
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=4)
 @pytest.mark.parametrize("program", ADAPTED, ids=lambda p: p.name)
 def test_adapters_train_as_merged_by_hand_on_every_tier(program):
     key = KEY if program.uses_key else None

@@ -226,7 +226,7 @@ FAST = list(zip([*NAMES, *NAMES[1:6]], OTHERS, strict=True))
 assert {*FAST} <= {*CASES}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, slow=6)
 @pytest.mark.parametrize(
     ("setting", "arranged"),
     slow_except(FAST, CASES),

@@ -204,7 +204,7 @@ def test_tiers_are_bit_equal_for_every_router(tier):
         np.testing.assert_array_equal(found.choices[router], choice, router)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_in_bfloat16_losses_norms_and_routes_are_those_of_one_device():
     """Of one step, with all layers side by side.
 

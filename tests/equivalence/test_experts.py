@@ -189,6 +189,7 @@ def train(
     return Trained(numbers, counts, dropped)
 
 
+@pytest.mark.sampled(slow=3)
 @pytest.mark.parametrize(("mesh", "stage", "router", "tier"), slow_except(FAST, CASES))
 def test_losses_norms_and_routes_are_those_of_one_device(mesh, stage, router, tier):
     expected, found = train(None, 0, router, "fused"), train(mesh, stage, router, tier)
@@ -205,6 +206,7 @@ def test_tiers_are_bit_equal_with_experts_divided(tier):
     assert found.numbers == expected.numbers
 
 
+@pytest.mark.sampled(slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("router", ["top 2", DROPLESS])
 def test_in_bfloat16_losses_are_those_of_one_device(router):

@@ -36,7 +36,7 @@ FAST = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, slow=4)
 @pytest.mark.parametrize(("mesh", "stage", "tier"), slow_except(FAST, SAMPLE))
 def test_losses_and_norms_are_those_of_one_device(mesh, stage, tier):
     expected, found = train(ONE, 0, "device"), train(mesh, stage, tier)

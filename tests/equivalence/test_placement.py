@@ -25,7 +25,7 @@ FAST = [(PYTREE, v, p) for v, p in zip(cycle(VARIANTS), ELSEWHERE, strict=False)
 FAST += [(m, v, p) for m, (v, p) in zip(MODELS[1:], OTHERS.items(), strict=False)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, slow=8)
 @pytest.mark.parametrize(
     ("model", "variant", "placement"),
     slow_except(FAST, CASES),

@@ -87,7 +87,7 @@ def BATCH_OF(program, m, count):
     return jax.tree.map(rows, program.batch)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(3, slow=8)
 @pytest.mark.parametrize(
     "program",
     slow_except([p for p in PROGRAMS if p.name in FAST], PROGRAMS),

@@ -38,7 +38,7 @@ def assert_same_leaves(found, wanted):
         )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(2, slow=4)
 @pytest.mark.parametrize(
     ("model", "variant", "placement"),
     slow_except(FAST, [(*case, way) for case in CASES for way in WAYS]),

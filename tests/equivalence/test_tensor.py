@@ -141,6 +141,7 @@ def train(mesh: str | None, stage: int, tier: str, *, bf16: bool = False) -> Tra
 # A device adds some of the terms of a product with a weight that is cut by rows, and
 # then devices add what they have; a norm is summed over parts of weights in the same
 # way. That changes the order of sums alone, as other meshes do.
+@pytest.mark.sampled(slow=3)
 @pytest.mark.parametrize(("mesh", "stage", "tier"), slow_except(FAST, CASES))
 def test_losses_and_norms_are_those_of_one_device(mesh, stage, tier):
     expected, found = train(None, 0, "fused"), train(mesh, stage, tier)

@@ -123,6 +123,7 @@ def test_losses_and_norms_are_those_of_one_device(capacity, stage, tier):
 
 
 # A routing group of `GROUP` tokens is one example, of which each device has a half.
+@pytest.mark.sampled(slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("capacity", "stage", "tier"), [("capacity", 3, "fused"), ("dropless", 2, "host")]
@@ -153,6 +154,7 @@ def test_attention_is_cut_along_tensor_and_state_of_experts_divided_along_it():
     assert np.prod(own.share.shard_shape(own.padded)) * 8 == np.prod(own.shape)
 
 
+@pytest.mark.sampled(slow=3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("capacity", "stage", "tier", "beside"),
@@ -203,7 +205,7 @@ def test_every_array_of_an_expert_is_cut_by_experts_then_columns_or_rows():
     assert found == 16
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_is_saved_and_restored_with_experts_cut_otherwise(tmp_path):
     cases = [("tensor", 3, "nvme", 2), ("tensor", 1, "host", 1), ("4", 0, "fused", 2)]
     init, loss = model("capacity")

@@ -26,10 +26,12 @@ def rows_of(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_the_report_names_an_implementation_for_every_op_and_gpu(tmp_path):
     check_the_report(tmp_path)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.gpu_compiler
 def test_the_report_says_what_the_compiler_made_of_each_kernel(tmp_path):
     check_the_report(tmp_path)

@@ -6,6 +6,7 @@ keeps freed memory in several heaps, depending on how threads happen to run: pea
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -23,6 +24,8 @@ WIDTH = 512
 # The weights of a GPT block are 12 WIDTH x WIDTH; with two moments and a gradient, 4
 # times as many bytes.
 BLOCK_BYTES = 4 * 12 * WIDTH * WIDTH * 4
+# The peak of twice the layers over that of one half of them.
+MOST = 1.15
 
 
 def peak(num_layers: int, folder: Path) -> dict[str, Any]:
@@ -46,22 +49,23 @@ def peak(num_layers: int, folder: Path) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def least_peak(num_layers: int, folder: Path) -> dict[str, Any]:
-    """The run with the lowest peak of three.
-
-    What threads need at once differs between runs, and only ever adds: the peaks of 24
-    layers were 462 to 495 MB in seven runs. What grows with depth is in every run.
-    """
-    runs = [peak(num_layers, folder) for _ in range(3)]
-    return min(runs, key=lambda run: run["peak_bytes"])
+def lower(run: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    return min(run, other, key=lambda of: of["peak_bytes"])
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="measures with Linux's own units")
 def test_peak_memory_does_not_grow_with_depth(tmp_nvme: Path) -> None:
-    shallow, deep = (least_peak(layers, tmp_nvme) for layers in (SHALLOW, DEEP))
+    # What threads need at once differs between runs, and only ever adds: the peaks of
+    # 24 layers were 462 to 495 MB in seven runs. What grows with depth is in every run.
+    shallow, deep = {"peak_bytes": math.inf}, {"peak_bytes": math.inf}
+    for _ in range(3):
+        shallow = lower(shallow, peak(SHALLOW, tmp_nvme))
+        deep = lower(deep, peak(DEEP, tmp_nvme))
+        if deep["peak_bytes"] < MOST * shallow["peak_bytes"]:
+            break
     assert deep["nvme_bytes"] > 1.9 * shallow["nvme_bytes"]
     # The state that the deep model has more would show: it is twice the peak.
     more_bytes = (DEEP - SHALLOW) * BLOCK_BYTES
     assert more_bytes > 2 * shallow["peak_bytes"]
-    assert deep["peak_bytes"] < 1.15 * shallow["peak_bytes"]
+    assert deep["peak_bytes"] < MOST * shallow["peak_bytes"]

@@ -83,6 +83,7 @@ def test_a_notebook_is_committed_with_its_outputs(path):
     assert not [output for output in outputs if output["output_type"] == "error"]
 
 
+@pytest.mark.sampled(slow=6)
 @pytest.mark.notebook
 @pytest.mark.timeout(2 * LIMIT_SECONDS)
 @each_notebook

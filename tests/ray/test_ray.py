@@ -35,7 +35,6 @@ from zinf.ray.record import Cause
 from zinf.ray.worker import check_is_shared
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.timeout(300),
     # Ray starts its processes by fork and exec. Where other tests have used jax before,
     # jax warns of the fork.
@@ -107,6 +106,7 @@ class Disturbing:
                 signalled(signal.SIGTERM)()
 
 
+@pytest.mark.slow
 def test_a_run_whose_workers_are_killed_and_told_to_leave_has_the_same_losses(
     undisturbed, tmp_path
 ):
@@ -140,6 +140,7 @@ def flaky(group: RayGroup) -> None:
     raise OSError("a flaky drive")
 
 
+@pytest.mark.slow
 def test_errors_that_would_come_again_are_not_retried_and_told_once(cluster, tmp_path):
     said: list[str] = []
     options = {"limits": LIMITS, "say": said.append}
@@ -155,12 +156,14 @@ def test_errors_that_would_come_again_are_not_retried_and_told_once(cluster, tmp
     ]
 
 
+@pytest.mark.slow
 def test_too_few_nodes_are_named(cluster):
     limits = Limits(join_seconds=1.0)
     with pytest.raises(NotEnoughNodes, match="needs 9 workers.*room for 2 on 2 nodes"):
         fit(wrong, scaling=ScalingConfig((9, 12)), limits=limits, say=lambda line: None)
 
 
+@pytest.mark.slow
 def test_a_cluster_that_cannot_be_reached_is_named():
     with pytest.raises(ConnectionError, match="No Ray cluster .* at 127.0.0.1:1: .*"):
         check_address("127.0.0.1:1")
@@ -179,6 +182,7 @@ with connected(sys.argv[1], ScalingConfig()):
 """
 
 
+@pytest.mark.slow
 def test_a_missing_token_is_named_and_the_right_one_connects(tmp_path):
     """A cluster of its own, which asks for a token."""
     bin_, port = Path(sys.executable).parent, free_port()
@@ -233,6 +237,7 @@ def uneven(group: RayGroup) -> None:
     Share(samples(), 13, process=(group.index, group.count))
 
 
+@pytest.mark.slow
 def test_a_batch_that_does_not_divide_among_fewer_workers_is_named(cluster):
     scaling = ScalingConfig((2, 13))
     with pytest.raises(ValueError, match="13") as found:
@@ -241,6 +246,7 @@ def test_a_batch_that_does_not_divide_among_fewer_workers_is_named(cluster):
     assert "does not divide among 2" in note and "--min-workers" in note
 
 
+@pytest.mark.slow
 def test_a_worker_without_progress_ends_the_attempt_and_is_named(undisturbed, tmp_path):
     """Worker 1 lives and shows it, and takes no step; worker 0 waits for it.
 
@@ -260,6 +266,7 @@ def test_a_worker_without_progress_ends_the_attempt_and_is_named(undisturbed, tm
     assert steps == [STEPS - 4, STEPS - 2, STEPS]
 
 
+@pytest.mark.slow
 def test_workers_that_run_different_versions_are_told_apart():
     values = [{"jax": "0.11", "numpy": "2.4"}, {"jax": "0.12", "numpy": "2.4"}]
     assert unlike(values).endswith("\n  jax: 0.11 on process 0; 0.12 on process 1")
@@ -273,6 +280,7 @@ class Blind(Alone):
         return [value, [False, "other"]]
 
 
+@pytest.mark.slow
 def test_a_folder_that_another_host_does_not_see_is_an_error_that_names_both(tmp_path):
     with pytest.raises(ValueError, match="not one folder.*worker 1 .other. cannot see"):
         check_is_shared(tmp_path / "run", Blind())
@@ -280,6 +288,7 @@ def test_a_folder_that_another_host_does_not_see_is_an_error_that_names_both(tmp
     assert list((tmp_path / "run").iterdir()) == []
 
 
+@pytest.mark.exhaustive
 def test_a_run_goes_on_with_fewer_nodes_and_with_more_when_they_return(
     cluster, undisturbed, tmp_path
 ):

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.marks import slow_except
-
 SCRIPT = Path(__file__).parents[2] / "scripts" / "faults" / "kill_checkpoints.py"
 FEW, MANY = 4, 20
 
 
-@pytest.mark.parametrize("kills", slow_except([FEW], [FEW, MANY]))
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kills", [FEW, pytest.param(MANY, marks=pytest.mark.exhaustive)]
+)
 def test_killed_at_any_instant_training_resumes_bit_equal(
     kills: int, tmp_path: Path
 ) -> None:

@@ -136,7 +136,7 @@ def expected(make, loss, make_teacher, logits, batch):
     return plain + jnp.mean(divergence(student, teacher, temperature=2.0))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_student_has_the_same_losses_on_every_tier(tmp_path):
     found = [trained(tier, tmp_path / tier) for tier in TIERS]
     assert found[0] == found[1] == found[2]

@@ -219,10 +219,10 @@ WORKING = [name for name in (*DENSE, *EXPERTS) if name not in FAILING]
 
 
 def slow_part(names: Collection[str]) -> list[Any]:
-    """All architectures that work: these marked slow, and the others whole_table."""
+    """All architectures that work: these marked slow, and the others exhaustive."""
     unknown = set(names) - set(WORKING)
     assert not unknown, unknown
-    marks = {True: pytest.mark.slow, False: pytest.mark.whole_table}
+    marks = {True: pytest.mark.slow, False: pytest.mark.exhaustive}
     return [pytest.param(name, marks=marks[name in names]) for name in WORKING]
 
 

@@ -19,7 +19,7 @@ from zinf.interchange.tensors import AbstractTensors  # isort: skip
 
 # One of each way to write a weight: plain, transposed, fused, stacked experts,
 # compressed keys and values, a state space, weights of several layers. Each takes 10 to
-# 20 seconds of a processor, so the others are for `-m whole_table`.
+# 20 seconds of a processor, so the others are for `-m exhaustive`.
 NAMES = (
     *("llama", "gpt2", "phi3", "mamba2", "zamba2"),
     *("mixtral", "olmoe", "gpt_oss", "deepseek_v3"),

@@ -67,6 +67,7 @@ def written(reference, prompt):
     return found[0, len(prompt) :].tolist()
 
 
+@pytest.mark.sampled(slow=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_tokens_are_those_of_transformers_from_every_tier(

@@ -29,11 +29,12 @@ from zinf import hf  # isort: skip
 from zinf.cli import app  # isort: skip
 from zinf.hf.classes import ClassTokenizing, class_names  # isort: skip
 
-pytestmark = pytest.mark.slow
 
 # Float32 models of two layers: a few units of rounding of the largest entry.
 TOLERANCE = 2e-6
 STREAMED = {"execution": "streamed", "segment": {"remat": "always"}}
+# Its export is 50 seconds of a processor.
+T5 = pytest.param("T5", marks=pytest.mark.exhaustive)
 NAMES = ("bad", "fair", "good")
 ENCODER = {
     "hidden_size": 32,
@@ -186,6 +187,8 @@ def losses(model, batch, tier):
         return [engine.step(batch)["loss"] for _ in range(3)]
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(slow=3)
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradients_are_those_of_transformers(case, tmp_path):
     torch_model, auto_class, batch = saved(case, tmp_path)
@@ -208,6 +211,7 @@ def test_loss_and_gradients_are_those_of_transformers(case, tmp_path):
         assert np.abs(gradient - theirs.numpy()).max() < 1e-5 * largest, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["a decoder", "images"])
 def test_losses_are_the_same_on_every_tier_and_fall(case, tmp_path):
     _, auto_class, batch = saved(case, tmp_path)
@@ -217,7 +221,8 @@ def test_losses_are_the_same_on_every_tier_and_fall(case, tmp_path):
     assert found[0][-1] < found[0][0]
 
 
-@pytest.mark.parametrize("case", ["a decoder", "an encoder", "T5", "images"])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["a decoder", "an encoder", T5, "images"])
 def test_what_is_exported_loads_with_equal_logits(case, tmp_path):
     _, auto_class, batch = saved(case, tmp_path / "model")
     model = hf.load_head(tmp_path / "model", auto_class)
@@ -233,6 +238,7 @@ def test_what_is_exported_loads_with_equal_logits(case, tmp_path):
         np.testing.assert_allclose(again(**given).loss.item(), wanted, rtol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_a_model_of_text_gets_a_new_classifier(tmp_path, caplog):
     make(llama()).save_pretrained(tmp_path)
     model = hf.load_head(tmp_path, labels=NAMES)
@@ -260,6 +266,7 @@ def test_a_model_of_text_gets_a_new_classifier(tmp_path, caplog):
     assert again.config.id2label == dict(enumerate(NAMES))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
 @pytest.mark.filterwarnings("ignore::FutureWarning:peft")
 def test_a_classifier_is_trained_whole_beside_adapters(tmp_path):
@@ -288,6 +295,7 @@ def test_a_classifier_is_trained_whole_beside_adapters(tmp_path):
     assert torch.abs(theirs - ours).max() < TOLERANCE * torch.abs(ours).max()
 
 
+@pytest.mark.slow
 def test_bad_input_is_refused_by_name(tmp_path):
     make(llama()).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no AutoModelForImageClassification for"):
@@ -311,6 +319,7 @@ def test_bad_input_is_refused_by_name(tmp_path):
         model.token_log_probabilities(model.zeros(), text())
 
 
+@pytest.mark.slow
 def test_a_classifier_without_a_token_of_padding_is_refused(tmp_path):
     ends = {"pad_token_id": None, "eos_token_id": None}
     llama(**ends).save_pretrained(tmp_path)
@@ -341,6 +350,7 @@ def run(*arguments):
     return CliRunner().invoke(app, [str(x) for x in arguments])
 
 
+@pytest.mark.slow
 def test_the_command_trains_a_classifier_that_transformers_runs(tmp_path, caplog):
     folder, data, lines = words_model(tmp_path)
     output = tmp_path / "tuned"
@@ -366,6 +376,7 @@ def test_the_command_trains_a_classifier_that_transformers_runs(tmp_path, caplog
     assert "have no such weights" not in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line, said",
     [
@@ -389,6 +400,7 @@ def test_lines_that_are_wrong_are_refused(line, said):
         how.sample(line, "line 1")
 
 
+@pytest.mark.slow
 def test_names_of_classes_are_found_in_files(tmp_path):
     data = tmp_path / "data.jsonl"
 

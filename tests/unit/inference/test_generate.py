@@ -253,6 +253,7 @@ def test_a_wrong_decoder_is_refused_by_name(small, apply, message):
         small.generate([[1]], decoder=decoder, max_new_tokens=1)
 
 
+@pytest.mark.sampled(slow=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("tier", [*Tier])
 @pytest.mark.parametrize("shape", [{}, LLAMA, {"scan_layers": True}])
@@ -294,15 +295,15 @@ def test_a_cache_rests_on_the_first_tier_that_has_room(tmp_path):
 @pytest.mark.slow
 def test_no_room_for_a_cache_is_refused_with_the_bytes_that_are_needed(tmp_path):
     settings = on_nvme(tmp_path)
-    with make_engine(settings, max_length=1 << 20, position="rope") as engine:
+    with make_engine(settings, max_length=1 << 16, position="rope") as engine:
         taken = engine.plan.peak_bytes
     budgets = {"device": 2 * taken[Tier.DEVICE], "host": 2 * taken[Tier.HOST]}
     memory = {**settings["memory"], **budgets, "nvme_capacity": 2 * taken[Tier.NVME]}
     with make_engine(
-        {**settings, "memory": memory}, max_length=1 << 20, position="rope"
+        {**settings, "memory": memory}, max_length=1 << 16, position="rope"
     ) as engine:
         before = used_bytes(engine)
         with pytest.raises(InfeasibleError, match="budget is"):
-            engine.generate([[1]], max_new_tokens=1 << 19)
+            engine.generate([[1]], max_new_tokens=1 << 15)
         assert used_bytes(engine) == before
         assert np.isfinite(engine.step(BATCH)["loss"])

@@ -59,7 +59,7 @@ def test_parameters_and_flops_are_counted_by_what_a_token_passes() -> None:
     assert twice == passed + 6 * 2 * expert
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_pyramid_of_residual_experts_trains_the_same_on_all_tiers(tmp_path) -> None:
     init, loss = init_and_loss(PYRAMID, seed=0)
 

@@ -63,6 +63,7 @@ def sent(planner, made):
     return {k: t.sent_bytes / planner.param_bytes for k, t in traffic.items()}
 
 
+@pytest.mark.sampled(slow=3)
 @pytest.mark.gpu_compiler
 @pytest.mark.parametrize(
     ("stage", "execution"),

@@ -1,5 +1,6 @@
 """What an offloaded step holds and moves, as the TPU compiler schedules it."""
 
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -21,6 +22,7 @@ MODEL = {"num_heads": 2, "embed_dim": 256, "vocab_size": 512, "max_length": 256}
 SMALL_BYTES = 64 * 1024
 
 
+@cache
 def compiled(num_layers, topology="v5e:1x1", clip=1.0, **model):
     config = GPTConfig(num_layers=num_layers, **MODEL, **model)
     init, loss = init_and_loss(config, seed=0)
@@ -43,6 +45,7 @@ def compiled(num_layers, topology="v5e:1x1", clip=1.0, **model):
     return planner.plan_batch({"tokens": jax.ShapeDtypeStruct(shape, np.int32)})
 
 
+@pytest.mark.sampled(slow=1)
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize("scan_layers", [False, True])
 def test_state_rests_on_the_host_and_passes_hide_their_copies(scan_layers):
@@ -116,6 +119,7 @@ def test_the_program_does_not_grow_with_depth():
     assert len(many) < 1.02 * len(few)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.tpu_compiler
 def test_each_chip_of_a_mesh_has_its_share_on_its_host():
     one, eight = compiled(4), compiled(4, "v5e:2x4")
