@@ -72,7 +72,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 # So many slow cases of a test run with `-m slow`, if it names no other number.
-SLOW_CASES = 2
+SLOW_CASES = 1
 
 
 # Before pytest leaves out what `-m` does not choose.

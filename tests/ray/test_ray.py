@@ -246,7 +246,7 @@ def test_a_batch_that_does_not_divide_among_fewer_workers_is_named(cluster):
     assert "does not divide among 2" in note and "--min-workers" in note
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_worker_without_progress_ends_the_attempt_and_is_named(undisturbed, tmp_path):
     """Worker 1 lives and shows it, and takes no step; worker 0 waits for it.
 

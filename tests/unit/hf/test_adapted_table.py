@@ -19,7 +19,7 @@ from zinf.interchange.tensors import AbstractTensors  # isort: skip
 
 # One of each way to write a weight: plain, transposed, fused, stacked experts,
 # compressed keys and values, a state space, weights of several layers. Each takes 10 to
-# 20 seconds of a processor, so the others are for `-m exhaustive`.
+# 20 seconds of a processor, so all but two are for `-m exhaustive`.
 NAMES = (
     *("llama", "gpt2", "phi3", "mamba2", "zamba2"),
     *("mixtral", "olmoe", "gpt_oss", "deepseek_v3"),
@@ -78,6 +78,7 @@ def check(name, folder):
     assert np.abs(found - merged).max() < LOGITS * largest
 
 
+@pytest.mark.sampled(slow=2)
 @pytest.mark.parametrize("name", slow_part(NAMES))
 def test_a_merged_export_has_the_logits_of_the_adapters(name, tmp_path):
     check(name, tmp_path)

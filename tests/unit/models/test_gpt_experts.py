@@ -74,7 +74,7 @@ def test_a_pyramid_of_residual_experts_trains_the_same_on_all_tiers(tmp_path) ->
     assert on_device[-1] < on_device[0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_experts_larger_than_the_device_train_in_pieces(tmp_path) -> None:
     config = with_experts(8, mlp_dim=1024)
     one_layer = 8 * (2 * 16 * 1024 + 1024 + 16) * 4
