@@ -71,7 +71,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         compiled.cleanup()
 
 
-# So many slow cases of a test run with `-m slow`, if it names no other number.
+# So many slow cases of a test run with `-m slow`, unless `sampled` gives a number.
 SLOW_CASES = 1
 
 
@@ -82,7 +82,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("exhaustive"):
             make_exhaustive(item)
-        elif any(map(item.get_closest_marker, ALSO_SLOW)):
+            continue
+        if any(map(item.get_closest_marker, ALSO_SLOW)):
             item.add_marker(pytest.mark.slow)
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():
@@ -91,9 +92,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             fast = [c for c in cases if not c.get_closest_marker("slow")]
             for item in all_but(*sampled.args, fast):
                 item.add_marker(pytest.mark.slow)
-        count = sampled.kwargs.get("slow") if sampled is not None else None
+        counts = sampled.kwargs if sampled is not None else {}
         slow = [c for c in cases if is_slow_alone(c)]
-        for item in all_but(count or SLOW_CASES, slow):
+        for item in all_but(counts.get("slow", SLOW_CASES), slow):
             make_exhaustive(item)
 
 

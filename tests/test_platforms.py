@@ -192,7 +192,6 @@ def test_what_a_system_lacks_is_not_there(system: str) -> None:
     assert run(system, LACKING).strip() == "[]"
 
 
-@pytest.mark.sampled(slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_every_module_can_be_imported(system: str) -> None:
@@ -266,7 +265,6 @@ def written(folder: Path, *, device: str, memory: str) -> str:
     return str(path)
 
 
-@pytest.mark.sampled(slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_the_command_line_trains_and_exchanges(system: str, tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from tests.distributed.training import (
 )
 from tests.equivalence.meshes import BOUND, batches, config, init, loss
 
-# tests/distributed/test_train.py trains by two processes in the fast tests.
 DEVICES = 4
 COUNTS = (2, pytest.param(4, marks=pytest.mark.exhaustive))
 STATE_ARRAYS = 3  # of each parameter: itself and two moments

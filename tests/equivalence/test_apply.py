@@ -97,7 +97,6 @@ MODELS = [
 ]
 
 
-@pytest.mark.sampled(slow=1)
 @pytest.mark.parametrize("model", MODELS)
 def test_outputs_are_bit_equal_on_all_tiers(tmp_path, model):
     outputs, batch = model.outputs, model.draw(1, 6)

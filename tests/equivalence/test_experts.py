@@ -206,7 +206,6 @@ def test_tiers_are_bit_equal_with_experts_divided(tier):
     assert found.numbers == expected.numbers
 
 
-@pytest.mark.sampled(slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("router", ["top 2", DROPLESS])
 def test_in_bfloat16_losses_are_those_of_one_device(router):

@@ -123,7 +123,6 @@ def test_losses_and_norms_are_those_of_one_device(capacity, stage, tier):
 
 
 # A routing group of `GROUP` tokens is one example, of which each device has a half.
-@pytest.mark.sampled(slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("capacity", "stage", "tier"), [("capacity", 3, "fused"), ("dropless", 2, "host")]

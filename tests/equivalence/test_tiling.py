@@ -53,7 +53,6 @@ def test_tiled_weights_train_as_whole_ones(tmp_path):
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
-@pytest.mark.sampled(slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", ["accumulation and clipping", "bf16 accumulation"])
 def test_tiles_are_accumulated_clipped_and_cast_as_wholes_are(setting, tmp_path):

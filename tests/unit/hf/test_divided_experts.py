@@ -17,7 +17,6 @@ SAMPLES, STEPS = 16, 3
 BOUND = 16 * 2.0**-23
 
 
-@pytest.mark.sampled(slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_losses_with_an_expert_axis_are_those_of_one_device(name, tmp_path):

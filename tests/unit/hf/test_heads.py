@@ -29,7 +29,6 @@ from zinf import hf  # isort: skip
 from zinf.cli import app  # isort: skip
 from zinf.hf.classes import ClassTokenizing, class_names  # isort: skip
 
-
 # Float32 models of two layers: a few units of rounding of the largest entry.
 TOLERANCE = 2e-6
 STREAMED = {"execution": "streamed", "segment": {"remat": "always"}}

@@ -149,7 +149,6 @@ def tied(folder: Path) -> None:
     save(config, folder / "model", shard="1GB")
 
 
-@pytest.mark.sampled(slow=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("adapter", [None, ADAPTED], ids=["whole", "adapted"])
 def test_a_tied_table_larger_than_memory_trains_with_equal_bits(adapter, tmp_path):
