@@ -163,7 +163,7 @@ DENSE: dict[str, dict[str, Any]] = {
         "block_types": ["recurrent", "attention"],
         **HEAD,
     },
-    "seed_oss": HEAD,
+    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0, **HEAD},
     "smollm3": {},
     "stablelm": {},
     "starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0},

@@ -70,7 +70,8 @@ def check(name, folder):
             logits.append(loaded(ids, use_cache=False).logits.numpy())
     before, merged = logits
     largest = np.abs(merged).max()
-    assert np.abs(merged - before).max() > 0.1 * largest
+    # What is compared is more than the base, by far.
+    assert np.abs(merged - before).max() > 1e4 * LOGITS * largest
     assert np.abs(found - merged).max() < LOGITS * largest
 
 
