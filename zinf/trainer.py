@@ -14,6 +14,7 @@ import grain
 import numpy as np
 import optax
 
+from zinf import observe
 from zinf.checkpoint import Checkpoints
 from zinf.data import AbstractForeseen
 from zinf.engine import Engine
@@ -24,7 +25,6 @@ from zinf.observe import (
     Metrics,
     Progress,
     Silence,
-    TensorBoard,
     Totals,
     TraceFile,
     summary,
@@ -169,7 +169,8 @@ class _Run:
             self.writers.append(lines)
             self.say_kept("Metrics", lines.kept)
         if settings.tensorboard is not None:
-            events = TensorBoard(settings.tensorboard, after_step=done)
+            # Imported here, with `observe` being lazy: it takes two seconds.
+            events = observe.TensorBoard(settings.tensorboard, after_step=done)
             self.writers.append(events)
             self.say_kept("TensorBoard events", events.kept)
         if settings.trace is not None:
