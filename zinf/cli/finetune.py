@@ -60,6 +60,9 @@ def finetune_model(
     if config.data.objective == hf.CLASSIFICATION and config.data.labels is None:
         raw["data"]["labels"] = list(hf.Task(config).labels_of_data())
         config = Config.load(raw, overrides)
+    if not config.run.resume:
+        # Samples may take minutes to read.
+        hf.Task(config).model.check_files()
     if "steps" not in config.run.model_fields_set:
         task = hf.Task(config)
         raw["run"]["steps"] = task.steps_of_epochs(batch_size(config), epochs, _say)

@@ -53,6 +53,8 @@ def train_config(
     """
     config, mesh = on_devices(path, overrides=overrides)
     _check_exports(config)
+    if is_huggingface(config) and not config.run.resume:
+        hf.Task(config).model.check_files()
     if group.count > 1:
         if config.distillation is not None:
             raise NotImplementedError(

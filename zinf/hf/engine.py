@@ -21,7 +21,7 @@ from zinf.hf.decoder import decoder_of
 from zinf.hf.model import Model
 from zinf.inference import Decoder
 from zinf.initialize import ConfigSource, make_planner
-from zinf.interchange.names import Terms, listed
+from zinf.interchange.names import listed
 from zinf.interchange.place import fill
 from zinf.interchange.tensors import AbstractTensors
 from zinf.prepare.planner import Planner
@@ -85,8 +85,12 @@ class ModelEngine(Engine):
                     "not read, as the model has no place for them: "
                     f"{listed(weights.unused)}"
                 )
-            buffers = [name for name, _ in model.module.named_buffers()]
-            terms = Terms(ignore=buffers, may_round=True)
+            if weights.new:
+                logger.warning(
+                    f"{listed(weights.new)}: the files have no such weights, so "
+                    "training begins with initial values."
+                )
+            terms = model.terms
             state: AbstractTensors = weights
             names = list(model.specs)
             if self._adapted is not None:

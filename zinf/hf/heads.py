@@ -4,7 +4,6 @@ The loss is that of the logits and `labels`, in float32: the module's own would 
 the dtype of its activations. What the labels are says which loss it is.
 """
 
-import logging
 from collections.abc import Mapping
 from copy import copy
 from functools import cached_property
@@ -29,7 +28,6 @@ from zinf.interchange.names import listed
 from zinf.interchange.tensors import AbstractTensors
 from zinf.sharding import Box
 
-logger = logging.getLogger(__name__)
 # What modules of `transformers` say that need a token of padding.
 NO_PADDING = "no padding token is defined"
 
@@ -290,27 +288,22 @@ class _WithNewHead(StoredWeights):
         prefix = f"{model.base_model_prefix}."
         absent = [n for n, _ in model.named_parameters() if n not in self.specs]
         new = [n for n in absent if not n.startswith(prefix) or f".{POOLER}." in n]
-        self._new = {name: _initial(model, name, seed) for name in new}
-        specs = {name: spec_of(torch.from_numpy(x)) for name, x in self._new.items()}
+        self.new = {name: _initial(model, name, seed) for name in new}
+        specs = {name: spec_of(torch.from_numpy(x)) for name, x in self.new.items()}
         self.specs = {**self.specs, **specs}
-        if new:
-            logger.warning(
-                f"{listed(new)}: the files have no such weights, so training begins "
-                "with initial values."
-            )
 
     def copies_of(self, name: str) -> int:
-        return 1 if name in self._new else super().copies_of(name)
+        return 1 if name in self.new else super().copies_of(name)
 
     def block(self, name: str) -> tuple[int, ...]:
-        if name in self._new:
-            return tuple(max(1, size) for size in self._new[name].shape)
+        if name in self.new:
+            return tuple(max(1, size) for size in self.new[name].shape)
         return super().block(name)
 
     def read(self, name: str, box: Box) -> np.ndarray:
-        if name not in self._new:
+        if name not in self.new:
             return super().read(name, box)
-        return np.ascontiguousarray(self._new[name][tuple(slice(*e) for e in box)])
+        return np.ascontiguousarray(self.new[name][tuple(slice(*e) for e in box)])
 
 
 def _initial(model: transformers.PreTrainedModel, name: str, seed: int) -> np.ndarray:

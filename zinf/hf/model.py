@@ -29,9 +29,9 @@ from zinf.hf.batch import IGNORED, check_some_label, check_tokens
 from zinf.hf.dequantize import Dequantized, block_of
 from zinf.hf.dropping import dropping, layers_of
 from zinf.hf.folder import find_folder, weights_path
-from zinf.hf.module import build, read_config
+from zinf.hf.module import CONFIG, build, read_config
 from zinf.hf.weights import StoredWeights, check_dtypes, spec_of, to_numpy
-from zinf.interchange.names import listed
+from zinf.interchange.names import Terms, listed, match
 from zinf.interchange.safetensors_files import SafetensorsFiles
 from zinf.interchange.tensors import AbstractTensors
 from zinf.program import ArraySpec
@@ -236,6 +236,32 @@ class Model:
         except BaseException:
             files.close()
             raise
+
+    @property
+    def terms(self) -> Terms:
+        """How its files may differ from it."""
+        buffers = [name for name, _ in self.module.named_buffers()]
+        remedy = (
+            f"Here is what {CONFIG} of {self.name} says, there what its files have. "
+            "Get all of them anew from one place."
+        )
+        return Terms(ignore=buffers, may_round=True, remedy=remedy)
+
+    def check_files(self) -> None:
+        """Compare the names and shapes in the files with the model; read no weight.
+
+        Files of a model of the hub are not: they are not downloaded before it is known
+        that the model can be trained.
+
+        Raises:
+            FileNotFoundError, NotImplementedError, ValueError: see `open_weights`; or
+                the files are of another model.
+        """
+        if not Path(self.name).expanduser().exists():
+            return
+        files, weights = self.open_weights()
+        with files:
+            match(self.specs, weights.specs, {n: n for n in self.specs}, self.terms)
 
     def _stored(self, files: AbstractTensors) -> StoredWeights:
         """The weights of the model in its files, under the names of its parameters."""

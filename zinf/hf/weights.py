@@ -7,7 +7,7 @@ operations run here too, for one parameter at a time, or for some experts of one
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -112,7 +112,10 @@ class StoredWeights(AbstractTensors):
     Attributes:
         unused: tensors of the files that the model has no place for, and that it does
             not expect there.
+        new: parameters that the files lack, and that have initial values.
     """
+
+    new: Collection[str] = ()
 
     def __init__(self, files: AbstractTensors, model: PreTrainedModel) -> None:
         self._files, self._model = files, model

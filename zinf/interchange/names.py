@@ -50,11 +50,16 @@ class Terms:
             its value.
         ignore: patterns of tensor names. A matching tensor without a leaf is skipped.
         may_round: whether values may be rounded to the dtype that a leaf is kept in.
+        remedy: what an error says to do about other differences.
     """
 
     keep: Collection[str] = ()
     ignore: Collection[str] = ()
     may_round: bool = False
+    remedy: str = (
+        "Name tensors with names=, leaves to leave as they are with keep=, tensors to "
+        "leave out with ignore=, and allow rounding with may_round=True."
+    )
 
 
 def match(
@@ -95,9 +100,8 @@ def match(
         more = [f"and {left} more"] * (left > 0)
         lines = "\n  ".join([*problems[:MAX_SHOWN], *more])
         raise ValueError(
-            f"These tensors are not those of this model:\n  {lines}\nName tensors with "
-            "names=, leaves to leave as they are with keep=, tensors to leave out with "
-            "ignore=, and allow rounding with may_round=True. Nothing was overwritten."
+            f"These tensors are not those of this model:\n  {lines}\n{terms.remedy} "
+            "Nothing was overwritten."
         )
     return found
 

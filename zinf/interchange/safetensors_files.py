@@ -102,6 +102,12 @@ class SafetensorsFiles(AbstractTensors):
         files = found if weights is None else sorted(set(weights.values()))
         if not files:
             raise FileNotFoundError(f"{folder} has no {SUFFIX} file.")
+        absent = [file for file in files if not os.path.lexists(folder / file)]
+        if absent:
+            raise FileNotFoundError(
+                f"{folder} lacks {listed(absent)}, which {indices[0].name} names. Copy "
+                "it there, or get the model again: files that are complete are kept."
+            )
         for file in files:
             self._add(folder / file)
         if weights is not None:

@@ -7,12 +7,23 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from tests.unit.hf.models import CHAT, VOCAB, llama, save, tokenizer, torch_logits
+from tests.unit.hf.models import (
+    CHAT,
+    VOCAB,
+    WORDS,
+    llama,
+    save,
+    tokenizer,
+    torch_logits,
+)
 
 import torch  # isort: skip
 import transformers  # isort: skip
 
+from zinf import hf  # isort: skip
 from zinf.cli import app  # isort: skip
+from zinf.cli.finetune import model_config  # isort: skip
+from zinf.config import Config  # isort: skip
 from zinf.plan import show_bytes  # isort: skip
 
 
@@ -58,6 +69,31 @@ def test_a_model_is_tuned_and_loads_in_transformers(tmp_path):
     assert tuned.config.dtype == torch.bfloat16
     again = run("finetune", folder, *common)
     assert again.exit_code == 2 and "is there already" in again.output
+
+
+def test_files_are_refused_before_samples_are_read(tmp_path):
+    folder, data = model_folder(tmp_path), data_file(tmp_path)
+    sorted(folder.glob("*.safetensors"))[1].unlink()
+    done = run("finetune", folder, "--data", data, "--output", tmp_path / "tuned")
+    assert done.exit_code == 2
+    assert f"{folder} lacks model-00002-of-" in done.output
+    assert "samples" not in done.output
+
+
+# Neither a token that fills up rows nor, in the second case, one that ends texts.
+@pytest.mark.parametrize("ends, filled", [({}, 1), ({"eos_token": None}, 0)])
+def test_rows_need_no_token_of_padding(ends, filled, tmp_path):
+    folder = tmp_path / "model"
+    llama().save_pretrained(folder)
+    tokenizer(**ends).save_pretrained(folder)
+    raw = model_config(str(folder), data=[data_file(tmp_path)], sequence_length=8)
+    config = Config.load(raw, [f"run.output={tmp_path / 'run'}"])
+    row = hf.Task(config).rows()[0]
+    words = [WORDS.index(word) for word in ("w0", "w1", "w0", "w2")]
+    text = [*words, 1] if filled else words
+    fill = 8 - len(text)
+    assert row["input_ids"].tolist() == [*text, *[filled] * fill]
+    assert row["labels"].tolist() == [-100, -100, *text[2:], *[-100] * fill]
 
 
 @pytest.mark.slow

@@ -229,10 +229,10 @@ def from_numpy(found, file):
 
 
 BROKEN = [
-    (no_shard, OSError, "model-0000.*safetensors"),
+    (no_shard, FileNotFoundError, "lacks model-0000.*which .*index.json names"),
     (no_weights, FileNotFoundError, "no file .*safetensors"),
     (pickles, NotImplementedError, "pytorch_model.bin.*save_pretrained"),
-    (wider, ValueError, r"\[96, 64\] here and \[96, 32\] there"),
+    (wider, ValueError, r"\[96, 64\] here and \[96, 32\] there.*config.json"),
     (another_kind, ValueError, "config.json.*'no_such_model'.*Install"),
     (remote_code, NotImplementedError, "trust_remote_code"),
     *(
@@ -255,6 +255,14 @@ def test_a_broken_model_is_refused_by_name(spoil, error, words, tmp_path):
     spoil(tmp_path)
     with pytest.raises(error, match=f"(?s){words}"):
         engine_of(tmp_path, {"execution": "fused"})
+
+
+def test_files_are_compared_without_planning(tmp_path):
+    save(llama(), tmp_path)
+    hf.load(tmp_path).check_files()
+    wider(tmp_path)
+    with pytest.raises(ValueError, match="not those of this model"):
+        hf.load(tmp_path).check_files()
 
 
 @pytest.mark.parametrize(

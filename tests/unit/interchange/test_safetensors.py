@@ -302,10 +302,16 @@ def test_an_index_that_points_elsewhere_is_refused(file, tmp_path):
         SafetensorsFiles(tmp_path)
 
 
-@pytest.mark.parametrize("weights", [[], None, {"embed": "other.safetensors"}])
+@pytest.mark.parametrize("weights", [[], None])
 def test_an_index_without_a_sound_map_is_refused(weights, tmp_path):
     write_index(tmp_path, weights)
     with pytest.raises((ValueError, StorageError)):
+        SafetensorsFiles(tmp_path)
+
+
+def test_files_of_an_index_that_are_absent_are_named(tmp_path):
+    write_index(tmp_path, {"embed": "other.safetensors"})
+    with pytest.raises(FileNotFoundError, match="lacks other.safetensors, which"):
         SafetensorsFiles(tmp_path)
 
 
