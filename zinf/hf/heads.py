@@ -288,22 +288,23 @@ class _WithNewHead(StoredWeights):
         prefix = f"{model.base_model_prefix}."
         absent = [n for n, _ in model.named_parameters() if n not in self.specs]
         new = [n for n in absent if not n.startswith(prefix) or f".{POOLER}." in n]
-        self.new = {name: _initial(model, name, seed) for name in new}
-        specs = {name: spec_of(torch.from_numpy(x)) for name, x in self.new.items()}
+        self._values = {name: _initial(model, name, seed) for name in new}
+        specs = {name: spec_of(torch.from_numpy(x)) for name, x in self._values.items()}
         self.specs = {**self.specs, **specs}
+        self.new = tuple(self._values)
 
     def copies_of(self, name: str) -> int:
-        return 1 if name in self.new else super().copies_of(name)
+        return 1 if name in self._values else super().copies_of(name)
 
     def block(self, name: str) -> tuple[int, ...]:
-        if name in self.new:
-            return tuple(max(1, size) for size in self.new[name].shape)
+        if name in self._values:
+            return tuple(max(1, size) for size in self._values[name].shape)
         return super().block(name)
 
     def read(self, name: str, box: Box) -> np.ndarray:
-        if name not in self.new:
+        if name not in self._values:
             return super().read(name, box)
-        return np.ascontiguousarray(self.new[name][tuple(slice(*e) for e in box)])
+        return np.ascontiguousarray(self._values[name][tuple(slice(*e) for e in box)])
 
 
 def _initial(model: transformers.PreTrainedModel, name: str, seed: int) -> np.ndarray:
