@@ -1,9 +1,11 @@
 """The entry point of the script `zinf`; it imports little and prints no traceback."""
 
+import gc
 import signal
 
 from zinf.cli.endings import PIPE_CLOSED, exit_at_once, is_unread
 from zinf.malloc import tune_malloc
+from zinf.uncollected import uncollected
 
 
 def main() -> None:
@@ -19,9 +21,12 @@ def main() -> None:
     try:
         # The process is ours.
         tune_malloc()
-        from zinf.cli.app import app
+        with uncollected():
+            from zinf.cli.app import app
 
         app()
     finally:
+        # The interpreter collects garbage as it ends, though all goes with the process.
+        gc.freeze()
         if is_unread():
             raise SystemExit(PIPE_CLOSED)
