@@ -7,6 +7,8 @@ import pytest
 from tests.distributed.processes import Ended, free_port, run_all
 
 COUNT = 3
+# All of them look at the same three processes.
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -74,6 +74,7 @@ def test_a_process_that_hangs_ends_all_and_is_named():
     )
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_come_to_a_gather_is_named():
     assert_all_say(
         run_members(["meet", "dawdle"]),
@@ -109,6 +110,7 @@ def test_an_unreachable_coordinator_is_an_error_that_names_it():
         assert part in process.output
 
 
+@pytest.mark.slow
 def test_a_process_that_is_late_is_named_by_all_that_wait():
     assert_all_say(
         run_members(["talk", "talk"], ids=[0, 2], count=4, join_seconds=5.0),

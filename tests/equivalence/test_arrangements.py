@@ -322,6 +322,7 @@ def test_the_vertical_schedule_gives_the_losses_of_the_horizontal_one(setting):
     chex.assert_trees_all_equal(found.params, expected.params, strict=True)
 
 
+@pytest.mark.slow
 def test_the_late_overflow_is_one():
     skipped = train("overflow", PLAINEST).skipped
     assert skipped[OVERFLOWS - 1]

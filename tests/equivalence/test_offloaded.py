@@ -152,6 +152,7 @@ def start(execution, **config):
     return zinf.initialize(loss, init, optax.adamw(1e-2), settings)
 
 
+@pytest.mark.slow
 def test_equal_layers_rest_in_stacks_and_run_as_one_loop():
     with start(OFFLOADED) as engine:
         engine.step(batch())
@@ -173,6 +174,7 @@ def run_of(engine):
         return losses, named_leaves(engine.params()), engine._current.offloaded.program
 
 
+@pytest.mark.slow
 def test_without_clipping_layers_are_updated_in_the_backward_pass():
     """So their gradients never go to the host, and their parameters move once less."""
     found, params, early = run_of(start(OFFLOADED))

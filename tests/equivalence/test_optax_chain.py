@@ -72,6 +72,7 @@ def test_clipping_and_a_plateau_are_those_of_optax(on, stage, tier, tmp_path):
     assert shared["2/scale"] == scale
 
 
+@pytest.mark.slow
 def test_updates_that_read_the_loss_resume(tmp_path):
     def start() -> Any:
         settings = config(3, "device", "") | {"gradient_clipping": None}

@@ -126,6 +126,7 @@ def gathered_bytes(quantizes: bool) -> float:
     return step_traffic(compiled_runs(made))["all-gather"].sent_bytes
 
 
+@pytest.mark.slow
 def test_gathers_send_a_quarter_of_the_bytes():
     # Of each leaf, how often a step gathers it and the numbers in a block: the backward
     # pass does not need "first", and the last segment runs both passes at once.

@@ -9,7 +9,6 @@ import optax
 import pytest
 
 import zinf
-from tests.marks import slow_except
 from zinf.models import GPTConfig, init_and_loss
 from zinf.program import Tier
 from zinf.segment.executables import BodyExecutables
@@ -57,9 +56,9 @@ def trained_as(name: str) -> tuple[Any, ...]:
     return trained(VARIANTS[name])
 
 
-@pytest.mark.parametrize(
-    "name", slow_except(["bf16, accumulation and clipping"], VARIANTS)
-)
+@pytest.mark.slow
+@pytest.mark.sampled(slow=2)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_losses_and_parameters_are_the_same_to_the_bit(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

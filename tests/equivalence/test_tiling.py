@@ -43,6 +43,7 @@ def train(
     return losses, num_tiled, params
 
 
+@pytest.mark.slow
 def test_tiled_weights_train_as_whole_ones(tmp_path):
     segment = {"max_bytes": MAX_BYTES}
     expected, none, _ = train(PYTREE, tmp_path / "whole", "plain")

@@ -136,6 +136,7 @@ def test_the_cases_hold_what_they_are_named_for():
     assert 0 < int((labels < 0).sum()) < labels.size
 
 
+@pytest.mark.slow
 def test_the_mean_is_the_sum_over_the_weight_and_zero_without_any():
     x, weight, labels, _ = CASES[0].make()
     loss = cross_entropy(x, weight, labels)

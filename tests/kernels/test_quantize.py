@@ -75,6 +75,7 @@ def test_the_kernel_gives_the_bits_of_the_reference(case):
     np.testing.assert_array_equal(np.asarray(blocks), np.asarray(again))
 
 
+@pytest.mark.slow
 def test_the_kernel_takes_several_tiles_in_turn():
     """5 tiles on 2 threads of blocks: slots of results are written a second time."""
     seed = jnp.array([1, 2**32 - 1], jnp.uint32)
@@ -153,6 +154,7 @@ def test_equal_keys_give_equal_bits_and_others_do_not():
     assert (one != other).mean() > 0.1
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(
     shape=st.lists(st.integers(0, 13), max_size=2).map(tuple),

@@ -258,6 +258,7 @@ class Worker:
             assert found.tobytes() == expected.tobytes()
 
 
+@pytest.mark.slow
 @repeatable(max_examples=60)
 @given(cases)
 def test_what_is_read_is_what_was_written(case: Case) -> None:
@@ -329,6 +330,7 @@ def moves(draw: st.DrawFn) -> Move:
     )
 
 
+@pytest.mark.slow
 @repeatable(max_examples=200)
 @given(
     st.lists(moves(), min_size=1, max_size=25),

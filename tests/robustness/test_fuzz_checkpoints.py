@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import pytest
 
 from scripts.faults.fuzz_checkpoints import FILE, Fuzzed, fuzz
 
@@ -10,6 +11,7 @@ from scripts.faults.fuzz_checkpoints import FILE, Fuzzed, fuzz
 NUM_CASES = 150
 
 
+@pytest.mark.slow
 def test_damaged_checkpoints_are_refused_or_loaded_as_they_were_saved(tmp_path):
     folder = tmp_path / "inside"
     folder.mkdir()

@@ -75,6 +75,7 @@ UNSUPPORTED = ("--set", "amp={enabled: true}", "--set", "execution=fused")
 ON_HOST = ("--set", "zero_optimization={}", "--set", "gradient_clipping=auto")
 
 
+@pytest.mark.slow
 def test_what_is_not_supported_is_left_out_if_asked_and_said_once(run, file):
     for command in ("train", "plan", ("config", "check")):
         names = (command,) if isinstance(command, str) else command
@@ -89,6 +90,7 @@ def test_what_is_not_supported_is_left_out_if_asked_and_said_once(run, file):
         assert "optimizer, scheduler" not in result.output
 
 
+@pytest.mark.slow
 def test_training_ends_by_saying_what_it_did(run, file, tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     evaluating = ("--set", "run.evaluate_every=2", "--set", "run.evaluate_batches=2")
@@ -176,6 +178,7 @@ def test_training_measures_rates_unless_told_not_to(
     assert read_record(tmp_path / "out").has_measured_rates == measures
 
 
+@pytest.mark.slow
 def test_a_mixed_folder_trains_and_what_is_skipped_is_said(run, config, tmp_path):
     folder = tmp_path / "corpus"
     folder.mkdir()
@@ -210,6 +213,7 @@ def test_tokens_that_the_model_lacks_end_the_run(run, config, tmp_path):
     assert result.exit_code == 0, result.output
 
 
+@pytest.mark.slow
 def test_a_traced_run_is_drawn(run, file, tmp_path):
     trace, output = tmp_path / "trace.json", tmp_path / "second.svg"
     result = run("train", file, "--trace", trace, "--trace-steps", 2)
@@ -236,6 +240,7 @@ def test_what_is_no_trace_cannot_be_drawn(run, file, tmp_path):
     assert result.stderr.startswith(f"error: {file} is damaged, or no trace of zinf")
 
 
+@pytest.mark.slow
 def test_a_trace_that_cannot_be_written_is_refused_before_training(run, file, tmp_path):
     result = run("train", file, "--trace", tmp_path)
     assert result.exit_code == 2
@@ -243,6 +248,7 @@ def test_a_trace_that_cannot_be_written_is_refused_before_training(run, file, tm
     assert "step 1/" not in result.stdout
 
 
+@pytest.mark.slow
 def test_a_run_is_continued_when_told_to(run, file, tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     run("train", file, "--steps", 2, "--metrics", metrics)
@@ -277,6 +283,7 @@ def test_a_run_on_eight_devices_continues_on_two_as_if_undisturbed(run, file, tm
     assert losses_in(moved)[:2] == losses_in(undisturbed)[:2]
 
 
+@pytest.mark.slow
 def test_a_new_run_keeps_all_of_the_one_before_under_one_number(run, file, tmp_path):
     output, events = tmp_path / "out", tmp_path / "events"
     (output / "run.1").mkdir(parents=True)  # that number is taken
@@ -511,6 +518,7 @@ def test_checking_a_config_that_cannot_be_loaded_fails(run, config, tmp_path):
     assert "error: gradient_cliping: unknown key" in result.stderr
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_says_how_to_continue(run, file, tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     code = "from zinf.cli import app; app()"

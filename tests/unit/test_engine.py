@@ -378,6 +378,7 @@ def test_a_closed_engine_leaves_its_folder_to_the_next(start, tmp_path):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_two_engines_do_not_share_a_folder(start, tmp_path):
     config = on_nvme(tmp_path / "nvme")
     engine = start(config, batch=draw())

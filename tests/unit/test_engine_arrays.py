@@ -132,6 +132,7 @@ def test_a_stacked_leaf_is_one_array(tmp_path):
         assert engine.get("layers", "mu").shape == new.shape
 
 
+@pytest.mark.slow
 def test_keys_counters_and_states_of_one_name(tmp_path):
     def loss(params, state, batch):
         noise = jax.random.normal(state["key"], (1, DIM))

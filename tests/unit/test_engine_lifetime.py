@@ -174,6 +174,7 @@ def test_an_engine_that_only_a_cycle_refers_to_is_no_obstacle(tmp_path):
         assert engine.step(draw())["step"] == 1
 
 
+@pytest.mark.slow
 def test_an_engine_on_the_same_folder_is_told_what_to_close(tmp_path):
     config = on_nvme(tmp_path / "nvme")
     with initialize(config, batch=draw()) as engine:

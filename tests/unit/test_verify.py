@@ -42,6 +42,7 @@ def busy_init() -> dict[str, Any]:
     return {**init(), "scale": jnp.float32(0.5)}
 
 
+@pytest.mark.slow
 def test_all_that_a_loss_may_use_agrees_and_no_file_is_left(tmp_path):
     folder = tmp_path / "made" / "for nvme"
     state = {"mean": jnp.zeros(DIM), "count": jnp.int32(0)}
@@ -105,6 +106,7 @@ def test_other_ways_to_run_agree(config):
         assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_a_checkout_that_is_not_installed_can_be_verified(monkeypatch):
     """As on a path, where no installed package says the version of zinf."""
     module = import_module("zinf.verify")

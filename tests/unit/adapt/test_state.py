@@ -99,6 +99,7 @@ def test_codes_without_adapters_are_encoded_as_they_are_read(options):
         assert np.array_equal(found, wanted[name]), name
 
 
+@pytest.mark.slow
 def test_parts_of_codes_may_begin_anywhere():
     made = adapted(quantize_base="nf4", quantize_block=16)
     state = FirstState(made, Held(base()), Terms())

@@ -39,6 +39,7 @@ def batches(count=8):
     return source.to_iter_dataset().batch(ROWS)
 
 
+@pytest.mark.slow
 def test_divergence_is_that_of_the_paper():
     student, teacher = jax.random.normal(jax.random.key(0), (2, 3, 5, 7))
     found = divergence(student, teacher, temperature=2.0)

@@ -116,6 +116,7 @@ def test_a_cache_is_overwritten_where_it_rests(engine):
         assert Role.CACHE not in made_here
 
 
+@pytest.mark.slow
 def test_the_other_sequences_of_a_batch_change_nothing(engine):
     rest = {"max_new_tokens": 6, **DRAWN}
     together = engine.generate(PROMPTS, key=KEYS, **rest)
@@ -130,6 +131,7 @@ def test_the_other_sequences_of_a_batch_change_nothing(engine):
     assert engine.generate(PROMPTS, key=others, **rest) != together
 
 
+@pytest.mark.slow
 def test_each_of_32_sequences_is_completed_as_alone(engine):
     prompts, keys = 8 * PROMPTS, jax.random.split(jax.random.key(2), 32)
     rest = {"max_new_tokens": 4, **DRAWN}
@@ -167,6 +169,7 @@ def test_a_text_ends_where_the_caller_says(engine):
     assert found == [whole[0], whole[1][:2]]
 
 
+@pytest.mark.slow
 def test_log_probabilities_are_those_of_the_logits(engine):
     found = engine.log_probabilities(BATCH)
     logits = engine.apply(lambda model, batch: model(batch["tokens"][:, :-1]), BATCH)

@@ -131,6 +131,7 @@ def test_diff_names_what_differs_and_says_so_in_its_exit_code(runs):
     assert float(largest) == pytest.approx(float(expected), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_an_export_needs_no_config_and_its_import_starts_a_run(shared, runs, tmp_path):
     exported = run("export", runs, tmp_path / "out")
     assert exported.exit_code == 0, exported.output

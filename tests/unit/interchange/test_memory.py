@@ -130,6 +130,7 @@ def test_an_export_of_a_checkpoint_holds_as_little(engine, tmp_path):
         export_safetensors(saved, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_an_import_holds_two_parts_and_what_becomes_of_one(engine, tmp_path):
     export_safetensors(engine, tmp_path / "out", max_shard_bytes=PARAM_BYTES // 2)
     held = 2 * PART_BYTES

@@ -51,6 +51,7 @@ def by_hand(x, kept, mask, segments, table):
     return result
 
 
+@pytest.mark.slow
 def test_masks_segments_and_positions_are_those_of_the_kept_tokens():
     x, *rest = inputs()
     kept = positions()
@@ -61,6 +62,7 @@ def test_masks_segments_and_positions_are_those_of_the_kept_tokens():
         assert (found[row, passed] == x[row, passed]).all()
 
 
+@pytest.mark.slow
 def test_one_choice_for_all_rows_takes_masks_without_rows():
     x, mask, segments, table = inputs()
     kept = positions()[0]
@@ -79,6 +81,7 @@ def test_no_choice_is_the_layer_itself():
     assert zinf.random_ltd(attend, None, dims=DIMS) is attend
 
 
+@pytest.mark.slow
 def test_all_tokens_kept_is_the_layer_exactly():
     x, *rest = inputs()
     kept = jnp.broadcast_to(jnp.arange(T), (B, T))

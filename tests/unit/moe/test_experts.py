@@ -71,6 +71,7 @@ def test_values_and_gradients_are_those_of_all_experts(name: str, block: int) ->
     chex.assert_trees_all_close(found, both(dense), rtol=ROUNDING, atol=ROUNDING)
 
 
+@pytest.mark.slow
 def test_the_block_changes_no_result_beyond_rounding() -> None:
     choice = choices("mixed")
     results = [
@@ -79,6 +80,7 @@ def test_the_block_changes_no_result_beyond_rounding() -> None:
     chex.assert_trees_all_close(*results, rtol=ROUNDING, atol=ROUNDING)
 
 
+@pytest.mark.slow
 def test_bfloat16_keeps_its_dtypes_and_sums_in_float32() -> None:
     cast = functools.partial(jax.tree.map, lambda a: a.astype(jnp.bfloat16))
     choice = choices("mixed")

@@ -102,6 +102,7 @@ def test_without_capacity_no_token_is_dropped() -> None:
         assert float(routing.dropped) == 0
 
 
+@pytest.mark.slow
 def test_gates_have_gradients_and_draws_none() -> None:
     def loss(logits: jax.Array) -> jax.Array:
         routing = top2(logits, capacity=8)

@@ -61,6 +61,7 @@ def test_a_layer_is_the_gated_sum_of_its_experts() -> None:
     assert float(aux_loss) == float(routing.aux_loss)
 
 
+@pytest.mark.slow
 def test_expert_i_starts_from_its_own_key() -> None:
     moe, key = layer(), nnx.Rngs(0)
     key.params()  # The router's.
@@ -71,6 +72,7 @@ def test_expert_i_starts_from_its_own_key() -> None:
     )
 
 
+@pytest.mark.slow
 def test_linen_computes_what_nnx_does() -> None:
     options = {"k": 2, "top2_2nd_expert_sampling": False}
     moe = layer(use_residual=True, **options)
@@ -98,6 +100,7 @@ def test_linen_computes_what_nnx_does() -> None:
     chex.assert_trees_all_close(linen.apply({"params": given}, X), moe(X), **ROUNDING)
 
 
+@pytest.mark.slow
 def test_a_residual_layer_weighs_the_dense_expert_and_the_others() -> None:
     moe = layer(use_residual=True, use_rts=False)
     plain = MoE(DIM, Mlp, EXPERTS, rngs=nnx.Rngs(0), use_rts=False)
@@ -107,6 +110,7 @@ def test_a_residual_layer_weighs_the_dense_expert_and_the_others() -> None:
     np.testing.assert_allclose(moe(rows).output, wanted, **ROUNDING)
 
 
+@pytest.mark.slow
 def test_a_shared_expert_is_added_for_every_token() -> None:
     moe = layer(shared_expert=Mlp, use_rts=False)
     plain = MoE(DIM, Mlp, EXPERTS, rngs=nnx.Rngs(0), use_rts=False)
@@ -128,6 +132,7 @@ def test_capacity_is_counted_per_routing_group() -> None:
     assert np.flatnonzero(np.asarray(whole.choice[:, 0]) >= 0).tolist() == [*range(8)]
 
 
+@pytest.mark.slow
 def test_evaluation_uses_its_own_capacity_and_no_key() -> None:
     moe = layer(capacity_factor=0.25, eval_capacity_factor=4.0, min_capacity=0)
     kept = experts_used(moe, key=jax.random.key(0))

@@ -278,6 +278,7 @@ def test_a_plan_is_drawn_without_a_run(small_config, tmp_path):
     assert CliRunner().invoke(app, again).exit_code == 2
 
 
+@pytest.mark.slow
 def test_a_second_run_keeps_what_is_told_of_the_first(
     small_config, run_folder, tmp_path
 ):

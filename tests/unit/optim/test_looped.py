@@ -185,6 +185,7 @@ def test_a_loop_that_computes_something_else_is_found_out(monkeypatch, wrong):
         assert looped_updates(separated, [unit], device=CPU) == [None]
 
 
+@pytest.mark.slow
 def test_all_loops_are_compiled_beforehand():
     separated = separate(optax.lion(0.03), PARAMS)
     unit = Unit(BIAS, (16,), jnp.bfloat16, jnp.float16)

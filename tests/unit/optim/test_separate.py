@@ -147,6 +147,7 @@ def num_calls(num_layers: int) -> int:
     return next(calls)
 
 
+@pytest.mark.slow
 def test_leaves_are_separated_with_work_in_proportion_to_their_number():
     num_calls(4)  # what is traced once in a process
     # Anything quadratic would take 16 times as many.

@@ -143,6 +143,7 @@ def test_on_the_cpu_nothing_is_chosen():
         assert not engine.plan.is_one_program and engine.plan.why == ""
 
 
+@pytest.mark.slow
 def test_a_faster_offloaded_step_is_taken_and_later_shapes_and_saves_follow(
     elsewhere, tmp_path, monkeypatch
 ):

@@ -344,6 +344,7 @@ def test_a_parameter_that_several_segments_read_gets_the_gradient_of_each():
         check(program, segment)
 
 
+@pytest.mark.slow
 def test_a_random_key_that_a_rule_keeps_is_kept_as_its_words():
     """And not the noise that its backward rule draws from it again."""
 

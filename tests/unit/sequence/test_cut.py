@@ -69,6 +69,7 @@ def compiled(loss, params, batch):
     ).compile(), (jax.device_put(params, whole), jax.device_put(batch, forms))
 
 
+@pytest.mark.slow
 def test_all_to_alls_replace_gathers_around_attention():
     loss, params = attention(8, 8)
     batch = batch_of(64)

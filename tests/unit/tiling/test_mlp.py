@@ -107,6 +107,7 @@ def temporary(run, dim, hidden, rows):
     return lowered.compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 def test_with_tiles_of_rows_the_activations_of_one_tile_are_there_at_a_time():
     dim, hidden, rows = 32, 4096, 2048
 
@@ -144,6 +145,7 @@ def test_tiles_are_joined_to_what_was_split_and_init_to_plain_numbers():
     chex.assert_shape([made["gate_bias"], made["bias"]], [(24,), (6,)])
 
 
+@pytest.mark.slow
 def test_an_mlp_can_be_mapped_and_has_no_more_tiles_than_units():
     p = weights(6, 8, gated=False, biased=False)
     x = normal((3, 5, 6), seed=7)

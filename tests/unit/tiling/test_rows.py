@@ -36,6 +36,7 @@ def assert_equal(made, expected):
     chex.assert_trees_all_close(made, expected, rtol=bound, atol=bound, strict=True)
 
 
+@pytest.mark.slow
 @settings(max_examples=5, deadline=None)
 @given(
     batch=st.sampled_from([(), (1,), (3,)]),

@@ -153,6 +153,7 @@ def test_a_folder_is_open_once_in_this_process(tmp_nvme: Path) -> None:
     Root(tmp_nvme).close()
 
 
+@pytest.mark.slow
 def test_the_lock_names_the_first_process_however_many_are_refused(
     tmp_nvme: Path,
 ) -> None:
