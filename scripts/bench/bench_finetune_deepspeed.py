@@ -92,7 +92,7 @@ class TreePeak:
                 anonymous, of_files = memory.rss - memory.shared, memory.shared
                 for child in self._root.children(recursive=True):
                     if child.memory_info().vms == memory.vms:
-                        continue
+                        continue  # It is being started.
                     own = private_bytes(child.pid)
                     anonymous += own["Private_Dirty"]
                     of_files += own["Private_Clean"]
@@ -116,7 +116,7 @@ def zinf_step(name: str, options: Found) -> Callable[[], float]:
 
     from zinf import hf
 
-    # All of it: unless told, an engine leaves more than half to others.
+    # By default an engine takes less than half of the memory, and this needs more.
     memory = {"device": psutil.virtual_memory().available}
     config: Found = {"execution": "fused", "memory": memory}
     if name == "zinf-nvme":
