@@ -11,10 +11,18 @@ import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.marks import chromium
+from tests.compiled import compile_cache
+from tests.golden import Golden
+from tests.marks import chromium, seed
+
+if TYPE_CHECKING:
+    from tests.runs import Runs
+
+pytest_plugins = ["tests.processor"]
 
 assert "jax" not in sys.modules, "jax was imported before its settings were made"
 
@@ -34,13 +42,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 
 # Tests build the same small models again and again. A compiled program is 4 times as
-# fast to read as to compile, and has the same cost and memory analysis. One folder
-# serves the whole session: workers of pytest-xdist inherit it from the process that
-# starts them, and so do the commands that tests start. It is new in each session:
-# nothing that an older tree compiled can reach a test.
+# fast to read as to compile, and has the same cost and memory analysis. Workers of
+# pytest-xdist inherit the folder from the process that starts them, and so do the
+# commands that tests start.
 if "PYTEST_XDIST_WORKER" not in os.environ:
-    compiled = tempfile.TemporaryDirectory(prefix="zinf-compiled-")
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled.name
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(compile_cache())
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
@@ -66,9 +72,16 @@ NEEDS = {
 ALSO_SLOW = ("tpu_compiler", "gpu_compiler", "notebook", "browser")
 
 
-def pytest_unconfigure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):
-        compiled.cleanup()
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden",
+        action="store_true",
+        help="write the golden files anew; read them in the diff",
+    )
+
+
+def pytest_report_header() -> str:
+    return f"random cases: ZINF_TEST_SEED={seed()}"
 
 
 # So many slow cases of a test run with `-m slow`, unless `sampled` gives a number.
@@ -131,3 +144,40 @@ def tmp_nvme(tmp_path: Path) -> Iterator[Path]:
     else:
         with tempfile.TemporaryDirectory(dir=DRIVE) as name:
             yield Path(name)
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Golden:
+    """`golden.check("name.txt", text)`: compares with `golden/name.txt` beside it."""
+    is_updated = request.config.getoption("--update-golden")
+    return Golden(request.path.parent / "golden", is_updated=is_updated)
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> "Runs":
+    """Finished runs that tests only read; each is made once, by whoever asks first."""
+    # Imports jax, which reads the settings above once.
+    from tests.runs import Runs
+
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # What the workers of one session share.
+    return Runs(folder / "runs")
+
+
+@pytest.fixture
+def own_compile_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
+    """An empty compile cache, for tests that count or time what is compiled."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    before = jax.config.jax_compilation_cache_dir
+    folder = tmp_path / "compiled"
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(folder))
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    compilation_cache.reset_cache()
+    yield folder
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()
