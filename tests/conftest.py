@@ -68,6 +68,14 @@ NEEDS = {
     ),
     "browser": (chromium() is not None, "needs a browser: apt-get install chromium"),
 }
+# Folders and files whose tests need an extra, and a module of that extra. They are slow,
+# and the README's command, which installs no extra, does not look at them.
+EXTRAS = {
+    "unit/hf": "torchax",
+    "unit/lm_eval": "lm_eval",
+    "unit/checkpoint/test_s3.py": "moto",
+    "ray": "ray",
+}
 # Only `.ci/run` has all that tests with these markers need, so they run with the slow.
 ALSO_SLOW = ("tpu_compiler", "gpu_compiler", "notebook", "browser")
 
@@ -84,6 +92,24 @@ def pytest_report_header() -> str:
     return f"random cases: ZINF_TEST_SEED={seed()}"
 
 
+def extra_of(path: Path) -> str | None:
+    """A module of the extra that the tests of this file need, or None."""
+    tests = Path(__file__).parent
+    needs = (extra for name, extra in EXTRAS.items() if within(path, tests / name))
+    return next(needs, None)
+
+
+def within(path: Path, folder: Path) -> bool:
+    return path == folder or folder in path.parents
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """True for tests whose extra is absent if only fast tests are asked for."""
+    extra = extra_of(collection_path)
+    is_fast = "not slow" in config.option.markexpr
+    return True if extra and is_fast and find_spec(extra) is None else None
+
+
 # So many slow cases of a test run with `-m slow`, unless `sampled` gives a number.
 SLOW_CASES = 1
 
@@ -96,7 +122,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("exhaustive"):
             make_exhaustive(item)
             continue
-        if any(map(item.get_closest_marker, ALSO_SLOW)):
+        if any(map(item.get_closest_marker, ALSO_SLOW)) or extra_of(item.path):
             item.add_marker(pytest.mark.slow)
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():
