@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from zinf.mesh import make_mesh as make_mesh
     from zinf.models.random_ltd import random_ltd as random_ltd
     from zinf.models.random_ltd import sample_kept as sample_kept
+    from zinf.segment.weighted import Weighted as Weighted
     from zinf.trainer import Trainer as Trainer
     from zinf.verify import verify as verify
 
@@ -42,6 +43,7 @@ make_lazy(
         "Config": "zinf.config",
         "Engine": "zinf.engine",
         "Trainer": "zinf.trainer",
+        "Weighted": "zinf.segment.weighted",
         "close_all": "zinf.engine",
         "initialize": "zinf.initialize",
         "make_mesh": "zinf.mesh",

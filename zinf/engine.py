@@ -35,6 +35,7 @@ from zinf.prepare.batch import (
 from zinf.prepare.forward import check_rows_of_outputs, plan_forward
 from zinf.prepare.planner import AtRest, Fused, Offloaded, Planner, Streamed
 from zinf.segment import user_function
+from zinf.segment.weighted import Weighted
 from zinf.session.ahead import Ahead
 from zinf.session.condition import Condition
 from zinf.session.metrics import step_metrics
@@ -167,7 +168,16 @@ class Engine:
             return self._step(batch)
 
     def evaluate(self, batch: Any) -> float:
-        """The mean loss of a batch. Takes no step.
+        """The mean loss of a batch. Takes no step; see `evaluate_weighted`."""
+        return self.evaluate_weighted(batch).mean
+
+    def evaluate_weighted(self, batch: Any) -> Weighted:
+        """The loss of a batch and its weight, as floats. Takes no step.
+
+        Over several batches, the mean is the sum of totals over the sum of weights:
+        then it does not depend on how samples are batched. The weight is the one that
+        the loss function returns (`zinf.Weighted`). For a function that returns a mean,
+        it is the number of samples of the batch.
 
         Computes `eval_loss_fn` if `zinf.initialize` was given one, otherwise `loss_fn`,
         with `train=False` if it takes that. Without either, the loss is computed as in

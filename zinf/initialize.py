@@ -64,10 +64,14 @@ def initialize(
             `(params, model_state, batch[, key])` and returns `(loss, new_model_state)`,
             or `(loss, (new_model_state, aux))`. If it has a parameter `train`, it is
             called with `train=True` in training and `train=False` by `evaluate`.
+            The loss of a step is the mean over its microbatches, which have equally
+            many samples. A mean over something else, such as tokens with a label, is
+            returned as `zinf.Weighted(total, weight)`: then the loss of a step is the
+            sum of totals over the sum of weights, of all microbatches and processes.
         params: a pytree of arrays, or a function of no arguments that returns one: then
             each leaf is made on its own and the model is never whole in memory.
         tx: any optax transform whose update of a leaf depends only on that leaf, and
-            on the loss if it takes `value=` (the mean over the batch, float32). A
+            on the loss if it takes `value=` (the loss of the step, float32). A
             leading `optax.clip_by_global_norm` in a chain is allowed too: zinf clips
             as optax does.
         config: a dict, a YAML or JSON file, or a `zinf.Config`. Settings without
@@ -193,6 +197,7 @@ def make_planner(
             eval_loss_fn=eval_loss_fn,
             frozen=config.frozen,
             compute_dtype=config.compute_dtype,
+            averages_microbatches=config.loss_average == "microbatches",
             modes=modes,
         )
         problem = _on_mesh(problem, rule, _cut_expert(config, mesh))

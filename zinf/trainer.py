@@ -38,6 +38,10 @@ without saving.
 """
 
 
+# An evaluation without a limit says so after so many batches: the data may have no end.
+MANY_BATCHES = 1000
+
+
 @dataclass(frozen=True)
 class Trainer:
     """Trains `engine` on batches of `train_data` until it has taken `steps` steps.
@@ -57,7 +61,8 @@ class Trainer:
             `engine.evaluate`.
         evaluate_every: steps between evaluations; None for no evaluation. There is one
             after the last step.
-        evaluate_batches: number of batches of an evaluation.
+        evaluate_batches: the most batches of an evaluation; None takes all of
+            `evaluation_data`, which then has an end.
         checkpoints: where to save; None to save nothing.
         checkpoint_every: steps between checkpoints. There always is one at the end of
             the run.
@@ -84,7 +89,7 @@ class Trainer:
     steps: int
     evaluation_data: Iterable[Any] | None = None
     evaluate_every: int | None = None
-    evaluate_batches: int = 8
+    evaluate_batches: int | None = None
     checkpoints: Checkpoints | None = None
     checkpoint_every: int | None = None
     metrics: Path | str | None = None
@@ -290,17 +295,24 @@ class _Run:
         )
 
     def evaluate(self) -> float:
-        """The mean loss over the evaluation batches."""
+        """The mean loss over the evaluation batches, by weight; see `Weighted`."""
         data = self.settings.evaluation_data
         batches = islice(() if data is None else data, self.settings.evaluate_batches)
         self.group.say(f"evaluation after step {self.engine.num_steps}")
-        losses = [self.engine.evaluate(batch) for batch in batches]
+        losses = []
+        for batch in batches:
+            losses.append(self.engine.evaluate_weighted(batch))
+            if len(losses) == MANY_BATCHES and self.settings.evaluate_batches is None:
+                self.progress.say(
+                    f"This evaluation has had {MANY_BATCHES:,} batches and takes all. "
+                    "evaluate_batches is the most that one takes."
+                )
         if not losses:
             raise ValueError(
                 "evaluate_every is set, but evaluation_data has no batch. Give more "
                 "data, or a smaller batch."
             )
-        return sum(losses) / len(losses)
+        return sum(x.total for x in losses) / sum(x.weight for x in losses)
 
     def save(self) -> None:
         checkpoints = self.settings.checkpoints

@@ -101,6 +101,7 @@ def verify(
         has_aux=has_aux,
         has_state=model_state is not None,
         clip_bound=config.clip_norm,
+        averages_microbatches=config.loss_average == "microbatches",
     )
     device = local_devices(mesh)[0]
     steps = _steps(batch, rng, config.num_microbatches, num_steps)

@@ -50,7 +50,7 @@ def print_run_evaluation(
 
     Args:
         step: of the checkpoint; None is the newest.
-        num_batches: None takes `run.evaluate_batches`.
+        num_batches: the most batches; None takes `run.evaluate_batches`.
     """
     config, mesh = on_devices(path, overrides=overrides)
     # What a teacher says is no part of the loss on held-out data.
@@ -73,7 +73,7 @@ def print_run_evaluation(
             engine.prepare(batch)
             losses, tokens, start = [], 0, perf_counter()
             for held_out in islice(data, count):
-                losses.append(engine.evaluate(held_out))
+                losses.append(engine.evaluate_weighted(held_out))
                 tokens += describing(config)(held_out)["tokens"]
             seconds = perf_counter() - start
     if not losses:
@@ -81,7 +81,7 @@ def print_run_evaluation(
             f"{path}: there is no held-out batch. Give more data, or set "
             "data.validation_fraction or data.evaluation_paths."
         )
-    mean = sum(losses) / len(losses)
+    mean = sum(x.total for x in losses) / sum(x.weight for x in losses)
     # Other losses are no entropies of tokens alone.
     is_plain = config.data.objective == "sft" and not _has_experts(config)
     perplexity = f"perplexity {exp(mean):.6g}, " if is_plain and mean < 700 else ""

@@ -179,7 +179,7 @@ def dataset(
         sequence_length=config.sequence_length,
         batch_size=batch_size(config),
         seed=data.seed if efficiency is None or metrics is None else efficiency.seed,
-        num_epochs=num_epochs if split == "train" else None,
+        num_epochs=num_epochs if split == "train" else 1,
         split=split,
         validation_fraction=data.validation_fraction,
         vocab_size=gpt_config(config).vocab_size,

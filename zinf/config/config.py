@@ -76,6 +76,11 @@ class Config(DeepSpeedKeys):
     (offloaded); or segments streamed between tiers. auto: fused if it fits; otherwise
     streamed, or on an accelerator offloaded if that is predicted to be faster."""
 
+    loss_average: Literal["weights", "microbatches"] = "weights"
+    """The mean loss of a step. weights: of all its tokens (or what a loss function
+    weighs) alike. microbatches: of the means of its microbatches, as zinf had it
+    before, and transformers before 4.46."""
+
     frozen: tuple[Text, ...] = ()
     """Glob patterns of parameter key paths (such as embed/*) that are not trained."""
 

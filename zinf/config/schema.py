@@ -366,8 +366,8 @@ class Run(Section):
     evaluate_every: Count | None = None
     """Steps between evaluations; null: never."""
 
-    evaluate_batches: Count = 8
-    """Batches per evaluation."""
+    evaluate_batches: Count | None = None
+    """The most batches of an evaluation; null: all held-out data."""
 
     log_every: Count = 10
     """Steps between printed metrics."""

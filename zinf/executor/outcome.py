@@ -1,6 +1,6 @@
 """The result of one step, streamed or fused."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ class Outcome:
     """Results and measurements of a step.
 
     Attributes:
-        losses: the loss of each microbatch, without the loss scale.
+        loss: the mean loss of the step, without the loss scale.
         grad_norm: the norm of the whole gradient, without the loss scale and before
             clipping.
         skips: the gradient overflowed, so the step changed nothing.
@@ -25,19 +25,15 @@ class Outcome:
         interrupted: Ctrl-C came while the step ran; the step is complete nevertheless.
     """
 
-    losses: Sequence[float]
+    loss: float
     grad_norm: float
     skips: bool
     extra: Any
     interrupted: bool = False
     moved_bytes: Mapping[Link, int] = field(default_factory=dict)
 
-    @property
-    def loss(self) -> float:
-        return sum(self.losses) / len(self.losses)
 
-
-def outcome_of(record: StepRecord, losses: Sequence[float], extra: Any) -> Outcome:
+def outcome_of(record: StepRecord, extra: Any) -> Outcome:
     """The outcome of a step that ran to its end.
 
     Raises:
@@ -52,7 +48,7 @@ def outcome_of(record: StepRecord, losses: Sequence[float], extra: Any) -> Outco
         raise NonFiniteError(f"{decision.refusal} {state}")
     assert decision.grad_norm is not None
     return Outcome(
-        losses,
+        decision.loss,
         decision.grad_norm,
         decision.skips,
         extra,

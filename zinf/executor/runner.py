@@ -11,6 +11,7 @@ from zinf.executor.run import StepRecord
 from zinf.optim.advance import Advance
 from zinf.plan import Plan
 from zinf.prepare.planner import Planner
+from zinf.prepare.step_weight import StepWeight
 
 
 class AbstractRunner(ABC):
@@ -19,6 +20,7 @@ class AbstractRunner(ABC):
     plan: Plan
     spec: Any
     num_microbatches: int
+    weight: StepWeight | None
 
     @abstractmethod
     def enter(self) -> None:
@@ -51,6 +53,12 @@ class AbstractRunner(ABC):
             NonFiniteError: the loss or the gradient is not finite. This step's
                 gradients updated nothing, unless `record.is_mixed`.
         """
+
+    def step_weight(self, batch: Any, keys: Sequence[Any]) -> float:
+        """What the sum of the microbatches' losses is divided by."""
+        if self.weight is None:
+            return float(self.num_microbatches)
+        return self.weight.of(batch, self.spec, keys)
 
     @abstractmethod
     def flush(self, record: StepRecord) -> None:

@@ -15,6 +15,7 @@ from zinf.memory import Stores
 from zinf.prepare.forward import Forward, forward_of, plan_forward
 from zinf.prepare.planner import AtRest, Fused, Offloaded, Planner, Streamed
 from zinf.segment import evaluation_function
+from zinf.segment.weighted import Weighted, num_rows, weighed
 
 
 def switch(current: AbstractRunner | None, runner: AbstractRunner) -> AbstractRunner:
@@ -72,15 +73,15 @@ def make_runner(
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Computes the mean evaluation loss of batches of one shape.
+    """Computes the evaluation loss of batches of one shape.
 
     Attributes:
         forward: the program of an evaluation that runs segment by segment.
-        compute: `(batch, keys, current runner) -> mean loss`.
+        compute: `(batch, keys, current runner) -> loss`, as floats.
     """
 
     forward: Forward | None
-    compute: Callable[[Any, Sequence[Any], AbstractRunner], float]
+    compute: Callable[[Any, Sequence[Any], AbstractRunner], Weighted]
 
 
 def make_evaluation(
@@ -101,7 +102,7 @@ def make_evaluation(
     if isinstance(training, FusedRunner):
         fused = training
 
-        def on_device(batch: Any, keys: Sequence[Any], _: AbstractRunner) -> float:
+        def on_device(batch: Any, keys: Sequence[Any], _: AbstractRunner) -> Weighted:
             return fused.evaluate(batch, spec, keys)
 
         return Evaluation(None, on_device)
@@ -120,24 +121,46 @@ def make_evaluation(
     streamed = training.streamed
     is_same = jax.tree.flatten(training.spec) == jax.tree.flatten(spec)
     if planner.problem.evaluation_loss is None and is_same:
-        forward = forward_of(planner, streamed)
-    else:
-        forward = plan_forward(
-            planner,
-            evaluation_function(planner.problem, planner.key),
-            spec,
-            AtRest(streamed.plan.homes, streamed.layouts),
-            limits=streamed.limits,
-            num_microbatches=training.num_microbatches,
-        )
+        return _as_in_training(forward_of(planner, streamed), training, stores, spec)
+    forward = plan_forward(
+        planner,
+        evaluation_function(planner.problem, planner.key),
+        spec,
+        AtRest(streamed.plan.homes, streamed.layouts),
+        limits=streamed.limits,
+        num_microbatches=training.num_microbatches,
+    )
     return _by_segment(forward, stores, spec)
 
 
 def _by_segment(forward: Forward, stores: Stores, spec: Any) -> Evaluation:
     runner = ForwardRunner(forward, stores, spec)
 
-    def by_segment(batch: Any, keys: Sequence[Any], current: AbstractRunner) -> float:
+    def by_segment(
+        batch: Any, keys: Sequence[Any], current: AbstractRunner
+    ) -> Weighted:
+        losses = []
+        for outputs in runner.run(batch, keys, current):
+            loss, extra = jax.tree.unflatten(forward.segmented.structure, outputs)
+            losses.append(weighed(loss, extra, spec))
+        return jax.tree.map(lambda *each: float(sum(map(float, each))), *losses)
+
+    return Evaluation(forward, by_segment)
+
+
+def _as_in_training(
+    forward: Forward, training: StreamedRunner, stores: Stores, spec: Any
+) -> Evaluation:
+    """An evaluation by the executables of training, which do not return the weight."""
+    runner = ForwardRunner(forward, stores, spec)
+
+    def by_segment(
+        batch: Any, keys: Sequence[Any], current: AbstractRunner
+    ) -> Weighted:
         losses = [float(loss) for loss, *_ in runner.run(batch, keys, current)]
-        return sum(losses) / len(losses)
+        if training.weight is not None:
+            return Weighted(sum(losses), training.step_weight(batch, keys))
+        num_samples = num_rows(spec)
+        return Weighted(sum(losses) * num_samples, len(losses) * num_samples)
 
     return Evaluation(forward, by_segment)

@@ -44,6 +44,7 @@ class StreamedRunner(AbstractRunner):
             spec,
             self.num_microbatches,
         )
+        self.weight = streamed.weight
         self.clipping, self.skips_overflow = clipping, skips_overflow
         self.before_update = before_update
         self.pending: Pending | None = None
@@ -67,16 +68,15 @@ class StreamedRunner(AbstractRunner):
     ) -> Outcome:
         first = self.arranged.first
         plan = self.plan if first is None or self.pending else first
-        work = self.work(loss_scale, advance.values)
+        weight = self.step_weight(batch, keys)
+        work = self.work(loss_scale, advance.values, weight=weight)
         program, layouts = self.passes.program, self.passes.layouts
         loss_dtype = program.values[program.loss].dtype
-        seed = np.asarray(
-            loss_scale / self.num_microbatches, dtype=jax.numpy.dtype(loss_dtype)
-        )
+        seed = np.asarray(loss_scale / weight, dtype=jax.numpy.dtype(loss_dtype))
         (seed,) = to_devices([seed], [whole_layout((), layouts.mesh)])
         with self.pending_settled(record):
             outputs = self.passes.run(plan, work, batch, keys, seed, record)
-        losses, extra = self.passes.stacked(outputs)
+        _, extra = self.passes.stacked(outputs)
         decision = record.decision
         assert decision is not None
         if first is not None:
@@ -84,7 +84,7 @@ class StreamedRunner(AbstractRunner):
             self.pending = Pending(decision, advance.values(decision.loss))
             if decision.skips:
                 self.drop_pending()
-        return outcome_of(record, [float(x) for x in losses], extra)
+        return outcome_of(record, extra)
 
     def flush(self, record: StepRecord) -> None:
         if self.pending is None:
@@ -130,6 +130,8 @@ class StreamedRunner(AbstractRunner):
         self,
         loss_scale: float,
         step_values: Callable[[float], Sequence[Any]] = lambda loss: (),
+        *,
+        weight: float = 1.0,
     ) -> Work:
         updates = self.streamed.updates
         return Work(
@@ -145,6 +147,7 @@ class StreamedRunner(AbstractRunner):
                 decide,
                 clipping=self.clipping,
                 loss_scale=loss_scale,
+                weight=weight,
                 skips_overflow=self.skips_overflow,
             ),
             before_update=self.before_update,

@@ -21,6 +21,7 @@ from zinf.prepare.fused import FusedProgram, batch_shardings, fused_evaluation
 from zinf.prepare.planner import Fused, Offloaded
 from zinf.program import Role
 from zinf.segment.problem import Problem
+from zinf.segment.weighted import Weighted
 from zinf.sharding import placed_layout, whole_layout
 
 
@@ -42,6 +43,7 @@ class OneProgramRunner(AbstractRunner):
         self.num_microbatches = num_microbatches
         self.skips_overflow = skips_overflow
         self.before_update = before_update
+        self.weight = prepared.weight
         self._layouts = prepared.layouts
 
     def enter(self) -> None: ...
@@ -62,9 +64,10 @@ class OneProgramRunner(AbstractRunner):
         record: StepRecord,
     ) -> Outcome:
         self.before_update()
-        scale = np.float32(loss_scale)
+        weight = self.step_weight(batch, keys)
+        scale = np.float32(loss_scale), np.float32(weight)
         scalars = advance.before if advance.reads_loss else advance.values(0.0)
-        inputs = (*self.inputs(batch, self.spec, keys), list(scalars), scale)
+        inputs = (*self.inputs(batch, self.spec, keys), list(scalars), *scale)
         outputs: dict[str, Any] = {}
 
         def execute(instruction: Instruction) -> None:
@@ -79,9 +82,12 @@ class OneProgramRunner(AbstractRunner):
             advance.take(outputs["shared"])
         losses = [float(x) for x in outputs["losses"]]
         record.decision = decision_of(
-            losses, outputs["judged"], skips_overflow=self.skips_overflow
+            losses,
+            outputs["judged"],
+            weight=weight,
+            skips_overflow=self.skips_overflow,
         )
-        return outcome_of(record, losses, outputs["extra"])
+        return outcome_of(record, outputs["extra"])
 
     @abstractmethod
     def execute(
@@ -141,8 +147,8 @@ class FusedRunner(OneProgramRunner):
         record.is_mixed = False
         return outputs
 
-    def evaluate(self, batch: Any, spec: Any, keys: Sequence[Any]) -> float:
-        """The mean evaluation loss of a batch with microbatches of shape `spec`."""
+    def evaluate(self, batch: Any, spec: Any, keys: Sequence[Any]) -> Weighted:
+        """The evaluation loss of a batch with microbatches of shape `spec`."""
         params = [
             self.stores.device.read(a).result()
             for a in self.program.arrays
@@ -150,4 +156,5 @@ class FusedRunner(OneProgramRunner):
         ]
         batches, stacked_keys = self.inputs(batch, spec, keys)
         placed = self.placed(batches, spec, stacked_keys)
-        return float(np.mean(self._evaluate(params, *placed)))
+        losses = self._evaluate(params, *placed)
+        return jax.tree.map(lambda x: float(np.asarray(x, np.float64).sum()), losses)

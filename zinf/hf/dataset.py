@@ -155,6 +155,30 @@ def split_of(
     return (0, cut) if is_training else (cut, count)
 
 
+class Filled(grain.sources.RandomAccessDataSource):
+    """Rows of an evaluation, and rows without labels after them, to fill a batch.
+
+    A row without labels has no weight in the loss, so the mean is that of `rows`.
+
+    Args:
+        multiple: the number of rows becomes a multiple of this, a batch size.
+    """
+
+    def __init__(
+        self, rows: grain.sources.RandomAccessDataSource, multiple: int
+    ) -> None:
+        self._rows, self._multiple = rows, multiple
+
+    def __len__(self) -> int:
+        return -(-len(self._rows) // self._multiple) * self._multiple
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        if index < len(self._rows):
+            return self._rows[index]
+        row = self._rows[0]
+        return row | {"labels": np.full_like(row["labels"], IGNORED)}
+
+
 def batches(
     rows: grain.sources.RandomAccessDataSource,
     *,
@@ -194,14 +218,13 @@ def batches(
     return Share(drawn, batch_size, process=process, num_microbatches=num_microbatches)
 
 
-def check_labels(batch: Mapping[str, np.ndarray], num_microbatches: int) -> None:
-    """Raise unless each microbatch of shortened rows has a token to train on."""
-    rows = (batch["labels"][:, 1:] != IGNORED).any(axis=1)
-    if not rows.reshape(num_microbatches, -1).any(axis=1).all():
+def check_labels(batch: Mapping[str, np.ndarray]) -> None:
+    """Raise unless a batch of shortened rows has a token to train on."""
+    if not (batch["labels"][:, 1:] != IGNORED).any():
         raise ValueError(
             f"Of the first {batch['labels'].shape[1]} tokens of the samples of a "
-            "microbatch, none is trained on, as prompts are not. Raise the shortest "
-            "sequence length of the curriculum (min_difficulty), give microbatches "
+            "batch, none is trained on, as prompts are not. Raise the shortest "
+            "sequence length of the curriculum (min_difficulty), give batches "
             "more samples, use seqlen_reshape, or set data.completion_only to false."
         )
 

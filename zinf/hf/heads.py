@@ -26,6 +26,7 @@ from zinf.hf.module import read_config
 from zinf.hf.weights import StoredWeights, spec_of, to_numpy
 from zinf.interchange.names import listed
 from zinf.interchange.tensors import AbstractTensors
+from zinf.segment.weighted import Weighted
 from zinf.sharding import Box
 
 # What modules of `transformers` say that need a token of padding.
@@ -171,8 +172,8 @@ class HeadModel(Model):
 
     def loss(
         self, params: Params, batch: Batch, *key: jax.Array, train: bool = True
-    ) -> jax.Array:
-        """The mean loss over all that has a label, float32.
+    ) -> Weighted:
+        """The loss of all that has a label, and how many labels there are; float32.
 
         Args:
             batch: as for `logits`, and `labels`. Integers of the shape of the logits
@@ -201,12 +202,14 @@ class HeadModel(Model):
             has_label = labels != IGNORED
             losses = cross_entropy(logits, jnp.where(has_label, labels, 0))
             losses = jnp.where(has_label, losses, 0.0)
-            return jnp.sum(losses) / jnp.sum(has_label.astype(jnp.float32))
+            return Weighted(jnp.sum(losses), jnp.sum(has_label.astype(jnp.float32)))
         labels = labels.astype(jnp.float32)
         problem = getattr(self.config, "problem_type", None)
         if logits.shape[-1] == 1 or problem == "regression":
-            return jnp.mean(jnp.square(logits - labels))
-        return jnp.mean(jax.nn.softplus(logits) - labels * logits)
+            losses = jnp.square(logits - labels)
+        else:
+            losses = jax.nn.softplus(logits) - labels * logits
+        return Weighted(jnp.sum(losses), jnp.float32(losses.size))
 
     def check(self, batch: Any) -> None:
         """Refuse tokens and labels that the model cannot know.

@@ -35,6 +35,7 @@ from zinf.interchange.names import Terms, listed, match
 from zinf.interchange.safetensors_files import SafetensorsFiles
 from zinf.interchange.tensors import AbstractTensors
 from zinf.program import ArraySpec
+from zinf.segment.weighted import Weighted
 
 Params = dict[str, jax.Array]
 Batch = Mapping[str, jax.Array]
@@ -368,18 +369,20 @@ class Model:
 
     def loss(
         self, params: Params, batch: Batch, *key: jax.Array, train: bool = True
-    ) -> jax.Array:
-        """The mean cross entropy of the next token, in nats, over tokens with a label.
+    ) -> Weighted:
+        """The cross entropy of the next token, in nats, and its number of tokens.
 
         Args:
             batch: as for `logits`; also `labels` (batch, tokens), which are those of
                 the same position, -100 where a token is not trained on. Without labels,
                 all tokens are trained on but those that `attention_mask` leaves out.
 
-        The loss is not finite if no token has a label.
+        Returns:
+            the sum over tokens with a label, and how many tokens have one; both
+            float32.
         """
         losses, is_trained = self._token_losses(params, batch, *key, train=train)
-        return jnp.sum(losses) / jnp.sum(is_trained.astype(jnp.float32))
+        return Weighted(jnp.sum(losses), jnp.sum(is_trained.astype(jnp.float32)))
 
     def log_probabilities(
         self, params: Params, batch: Batch, *key: jax.Array, train: bool = False

@@ -15,10 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zinf.hf.batch import IGNORED
 from zinf.hf.dataset import Samples
 from zinf.hf.engine import ModelEngine
 from zinf.hf.model import Batch, Model, Params
 from zinf.hf.samples import Sample, Tokenizing
+from zinf.segment.weighted import Weighted
 
 SIDES = ("chosen", "rejected")
 ANSWER_KEYS = ("input_ids", "labels")
@@ -37,10 +39,11 @@ class Preference:
 
     def loss(
         self, params: Params, batch: Batch, *key: jax.Array, train: bool = True
-    ) -> jax.Array:
-        """The mean of -log sigmoid(beta * (gain of chosen - gain of rejected)).
+    ) -> Weighted:
+        """-log sigmoid(beta * (gain of chosen - gain of rejected)), summed over pairs.
 
-        A gain is the log-probability of an answer less that of the reference.
+        The weight is the number of pairs with a label. A gain is the log-probability of
+        an answer less that of the reference.
 
         Args:
             batch: `input_ids` and `labels` (pairs, 2, tokens), chosen first, and
@@ -48,7 +51,10 @@ class Preference:
         """
         found = self.log_probabilities(params, batch, *key, train=train)
         gains = found - batch["reference"]
-        return jnp.mean(jax.nn.softplus(self.beta * (gains[:, 1] - gains[:, 0])))
+        losses = jax.nn.softplus(self.beta * (gains[:, 1] - gains[:, 0]))
+        is_pair = (batch["labels"] != IGNORED).any(axis=(1, 2))
+        total = jnp.sum(jnp.where(is_pair, losses, 0.0))
+        return Weighted(total, jnp.sum(is_pair.astype(jnp.float32)))
 
     def log_probabilities(
         self, params: Params, batch: Batch, *key: jax.Array, train: bool = False

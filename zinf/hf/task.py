@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from zinf.distributed import AbstractGroup
 from zinf.hf.analysis import about_rows
 from zinf.hf.classes import Classified, ClassTokenizing, class_names
 from zinf.hf.dataset import (
+    Filled,
     Samples,
     batches,
     check_labels,
@@ -423,17 +424,18 @@ class Task:
         rows = self.rows(say, is_training=is_training)
         efficiency, seed, metrics = config.data_efficiency, config.data.seed, None
         drawn = difficulties(config) if is_training else None
+        num_epochs = None if efficiency is None else efficiency.num_epochs
         if efficiency is not None and drawn is not None:
             seed = efficiency.seed
             assert isinstance(rows, Samples | Packed), "the config was checked"
             told = about_rows(rows, config.data.validation_fraction)
             metrics = drawn(len(rows), told)
         found = batches(
-            rows,
+            rows if is_training else Filled(rows, batch_size),
             batch_size=batch_size,
             seed=seed,
             split="train" if is_training else "validation",
-            num_epochs=efficiency.num_epochs if efficiency and is_training else None,
+            num_epochs=num_epochs if is_training else 1,
             metrics=metrics,
             process=process,
             num_microbatches=config.num_microbatches,
@@ -442,8 +444,6 @@ class Task:
             return found
         if config.kept_tokens is not None:
             self.model.check_dropping()
-        check = None
-        if group.count == 1:
-            # Of a microbatch on several processes, each knows only its own rows.
-            check = partial(check_labels, num_microbatches=config.num_microbatches)
+        # Of a batch on several processes, each knows only its own rows.
+        check = check_labels if group.count == 1 else None
         return paced(config, found, leaf="input_ids", extra=0, check=check)

@@ -31,7 +31,7 @@ MIXED = (
 @dataclass(frozen=True, slots=True)
 class Decision:
     """Attributes:
-    loss: mean over microbatches, not scaled.
+    loss: the mean loss of the step, not scaled.
     grad_norm: of the whole gradient, not scaled and before clipping; None when the
         updates did not wait for it.
     factor: what each gradient is multiplied by: clip coefficient over loss scale.
@@ -84,6 +84,7 @@ def decide(
     *,
     clipping: Clipping,
     loss_scale: float,
+    weight: float,
     skips_overflow: bool,
 ) -> Decision:
     """Decides from the losses of the microbatches and the gradient's squares.
@@ -93,10 +94,11 @@ def decide(
 
     Args:
         sums_of_squares: None if updates do not wait for the gradient.
+        weight: what the sum of the losses is divided by.
     """
     if sums_of_squares is None:
         judged = None, 1 / loss_scale, np.all(np.isfinite(losses))
-        return decision_of(losses, judged, skips_overflow=skips_overflow)
+        return decision_of(losses, judged, weight=weight, skips_overflow=skips_overflow)
     with np.errstate(invalid="ignore"):
         judged = judge(
             losses,
@@ -105,15 +107,19 @@ def decide(
             loss_scale=loss_scale,
             xp=np,
         )
-    return decision_of(losses, judged, skips_overflow=skips_overflow)
+    return decision_of(losses, judged, weight=weight, skips_overflow=skips_overflow)
 
 
 def decision_of(
-    losses: Sequence[float], judged: tuple[Any, Any, Any], *, skips_overflow: bool
+    losses: Sequence[float],
+    judged: tuple[Any, Any, Any],
+    *,
+    weight: float,
+    skips_overflow: bool,
 ) -> Decision:
     """The decision of a step from what `judge` found. The norm may be None."""
     norm, factor, is_finite = judged
-    loss = sum(losses) / len(losses)
+    loss = sum(losses) / weight
     norm = None if norm is None else float(norm)
     if is_finite:
         return Decision(loss, norm, float(factor), False)

@@ -26,6 +26,7 @@ from zinf.prepare.sums import sum_dtype, sum_squares
 from zinf.program import ArrayId, Role
 from zinf.segment.problem import Problem
 from zinf.segment.source import named_leaves
+from zinf.segment.weighted import WEIGHT
 from zinf.sharding import Layouts, as_cut, batch_layouts, cut, gather
 from zinf.topology import compile_for
 
@@ -36,9 +37,10 @@ Arrays = Mapping[ArrayId, Any]
 class FusedProgram:
     """The compiled step.
 
-    `step(values, batch, keys, scalars, loss_scale) -> (values, outputs)`. `values` are
-    all persistent arrays in the order of `arrays` (donated). `batch` and `keys` have a
-    leading microbatch dim. `outputs` are `losses`, `judged` (what `judge` returns) and
+    `step(values, batch, keys, scalars, loss_scale, weight) -> (values, outputs)`.
+    `values` are all persistent arrays in the order of `arrays` (donated). `batch` and
+    `keys` have a leading microbatch dim. `weight` is what the sum of the microbatches'
+    losses is divided by. `outputs` are `losses`, `judged` (what `judge` returns) and
     `extra` (the loss function's other outputs, by microbatch). A step whose losses or
     gradient are not finite changes no array.
 
@@ -79,13 +81,15 @@ def compile_fused(
         keys: Any,
         scalars: Sequence[Any],
         loss_scale: Any,
+        weight: Any,
     ) -> tuple[list[Any], Mapping[str, Any]]:
         arrays = dict(zip(ids, values, strict=True))
         params = OrderedDict(
             (p, arrays[ArrayId(Role.PARAM, p)]) for p in problem.params
         )
+        seed = loss_scale / weight
         grads, losses, extra = _accumulate(
-            problem, trained, params, batch, keys, loss_scale, num_microbatches, layouts
+            problem, trained, params, batch, keys, seed, num_microbatches, layouts
         )
         for path, part in own_parts.items():
             if part is not None:
@@ -100,7 +104,7 @@ def compile_fused(
         _, factor, is_finite = judged
         shared, step_values = [], scalars
         if separated.reads_loss:
-            loss = jnp.mean(losses.astype(jnp.float32))
+            loss = jnp.sum(losses.astype(jnp.float32)) / weight
             shared, step_values = separated.advance(scalars, loss)
         new = dict(arrays)
         for update in updates:
@@ -117,10 +121,10 @@ def compile_fused(
         stacked_specs(batch, num_microbatches),
         stacked_specs(key, num_microbatches),
     )
-    arguments = list(specs.values()), *inputs, list(scalars), scale
+    arguments = list(specs.values()), *inputs, list(scalars), scale, scale
     everywhere = replicated(layouts.mesh)
     forms = [layouts.of(array).device for array in ids]
-    shardings = forms, batch_shardings(batch, layouts), *[everywhere] * 3
+    shardings = forms, batch_shardings(batch, layouts), *[everywhere] * 4
     placed = placed_specs(arguments, shardings)
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(forms, everywhere))
     compiled = compile_for(layouts.mesh, jitted.lower(*placed))
@@ -137,12 +141,12 @@ def fused_evaluation(problem: Problem, layouts: Layouts) -> Callable:
     """`(params, batches, keys) -> losses`, for parameters of a fused step."""
     forms = [layouts.of(ArrayId(Role.PARAM, p)) for p in problem.params]
 
-    def losses(params: Sequence[Any], batches: Any, keys: Any) -> Any:
+    def evaluate(params: Sequence[Any], batches: Any, keys: Any) -> Any:
         wholes = [gather(x, form) for x, form in zip(params, forms, strict=True)]
         return problem.evaluation(wholes, batches, keys)
 
     everywhere = replicated(layouts.mesh)
-    return jax.jit(losses, out_shardings=everywhere)
+    return jax.jit(evaluate, out_shardings=everywhere)
 
 
 def batch_shardings(batch: Any, layouts: Layouts) -> Any:
@@ -168,7 +172,7 @@ def _accumulate(
     params: "OrderedDict[str, Any]",
     batch: Any,
     keys: Any,
-    loss_scale: Any,
+    seed: Any,
     num_microbatches: int,
     layouts: Layouts,
 ) -> tuple[dict[str, Any], Any, Any]:
@@ -176,6 +180,9 @@ def _accumulate(
 
     Gradients are summed in the order of the microbatches; losses and the other outputs
     are stacked.
+
+    Args:
+        seed: the cotangent of each loss.
     """
     forms = {p: layouts.of(ArrayId(Role.PARAM, p)) for p in params}
     gradient_forms = {p: layouts.of(ArrayId(Role.GRADIENT, p)) for p in trained}
@@ -186,8 +193,8 @@ def _accumulate(
         )
         rest = () if key is None else (key,)
         loss, extra = problem.loss(arguments, microbatch, *rest)
-        seed = (loss_scale / num_microbatches).astype(loss.dtype)
-        return loss * seed, (loss, extra)
+        extra = {name: x for name, x in extra.items() if name != WEIGHT}
+        return loss * seed.astype(loss.dtype), (loss, extra)
 
     if any(not form.is_gathered for form in forms.values()):
         # The backward pass gathers parameters again. To keep the gathered ones from the

@@ -56,7 +56,8 @@ UNROLLED = 2
 class OffloadedProgram:
     """The compiled step.
 
-    `step(changed, fixed, batch, keys, scalars, loss_scale) -> (changed, outputs)`.
+    `step(changed, fixed, batch, keys, scalars, loss_scale, weight) -> (changed,
+    outputs)`.
     `changed` (donated) and `fixed` are the stacks of arrays that the step updates and
     only reads. All other arguments, and the outputs, are those of `FusedProgram`.
 
@@ -171,8 +172,9 @@ def compile_offloaded(
             stacked_specs(key, num_microbatches),
             list(scalars),
             scale,
+            scale,
         ),
-        (batch_shardings(batch, layouts), *[everywhere] * 3),
+        (batch_shardings(batch, layouts), *[everywhere] * 4),
     )
     changed, fixed = made.changed, made.fixed
     stacks = [[_abstract(stack) for stack in group] for group in (changed, fixed)]
@@ -229,7 +231,7 @@ class _Run:
     """
 
     rest: Rest
-    scale: Any
+    seed: Any
     values: dict[str, Any] = field(default_factory=dict)
     saved: dict[int, Any] = field(default_factory=dict)
     cotangents: dict[str, Any] = field(default_factory=dict)
@@ -350,6 +352,7 @@ class _Step:
         keys: Any,
         scalars: Sequence[Any],
         loss_scale: Any,
+        weight: Any,
     ) -> tuple[list[Any], Mapping[str, Any]]:
         rest = dict(zip(self.changed, changed, strict=True))
         rest |= dict(zip(self.fixed, fixed, strict=True))
@@ -357,7 +360,7 @@ class _Step:
         for stack in self.at_rest.stacks:
             if stack.members[0].role == Role.PARAM and self._moves_whole(stack):
                 rest[stack] = jax.device_put(rest[stack], ON_DEVICE)
-        run = _Run(rest, loss_scale, self._inputs(batch, keys))
+        run = _Run(rest, loss_scale / weight, self._inputs(batch, keys))
         for stack in self._trained_params:
             if stack not in self.in_passes:
                 run.gradients[stack] = self._zeros(stack)
@@ -370,7 +373,7 @@ class _Step:
         )
         shared, step_values = [], scalars
         if self.separated.reads_loss:
-            loss = jnp.mean(losses.astype(jnp.float32))
+            loss = jnp.sum(losses.astype(jnp.float32)) / weight
             shared, step_values = self.separated.advance(scalars, loss)
         if self.in_passes:
             run.goes_by = 1 / loss_scale, jnp.all(jnp.isfinite(losses)), step_values
@@ -494,12 +497,11 @@ class _Step:
         """The outputs of the last segment, after its backward pass."""
         number = len(self.specs) - 1
         spec, passes = self.specs[-1], self.passes[-1]
-        seed = run.scale / self.num_microbatches
         hoisted = self._hoisted(number)
         wholes = self._wholes(spec, self._params(run.rest, spec))
 
         def one(inputs: Sequence[Any], _: Any) -> tuple[Any, Any, Any]:
-            return passes.loss([*wholes, *inputs, *hoisted], seed)
+            return passes.loss([*wholes, *inputs, *hoisted], run.seed)
 
         inputs = [run.values[name] for name in spec.inputs]
         outputs, gradients, cotangents = self._summed(spec, one, inputs, [])

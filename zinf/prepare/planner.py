@@ -66,6 +66,7 @@ from zinf.prepare.offloaded import (
 from zinf.prepare.resources import Resources
 from zinf.prepare.shrink import Limits, is_worth_trying, reasons, tighter
 from zinf.prepare.sound import check_sound
+from zinf.prepare.step_weight import StepWeight
 from zinf.prepare.updates import Updates, compile_program_updates
 from zinf.program import ArrayId, ArraySpec, Program, Role, Tier
 from zinf.segment import (
@@ -79,6 +80,7 @@ from zinf.segment import (
 from zinf.segment.problem import Problem
 from zinf.segment.rows import read_by_row
 from zinf.segment.source import Source, check_dependence
+from zinf.segment.weighted import LossWeight, split_weight
 from zinf.sharding import (
     AxisRule,
     Dim,
@@ -130,6 +132,7 @@ class Streamed:
     compute_dtype: Any
     layouts: Layouts
     limits: Limits
+    weight: StepWeight | None = None
 
     @property
     def plan(self) -> Plan:
@@ -148,6 +151,7 @@ class Fused:
     plan: Plan
     program: FusedProgram
     layouts: Layouts
+    weight: StepWeight | None = None
 
     def because(self, why: str) -> "Fused":
         """The step with a plan that says why."""
@@ -161,6 +165,7 @@ class Offloaded:
     plan: Plan
     program: OffloadedProgram
     layouts: Layouts
+    weight: StepWeight | None = None
 
     def because(self, why: str) -> "Offloaded":
         """The step with a plan that says why."""
@@ -240,7 +245,14 @@ class Planner:
             InfeasibleError: no plan fits the budgets.
         """
         with self.planning():
-            made, why = self._plan(batch, at_rest)
+            # Trace before fusing too: this refuses functions that are not a loss.
+            source, weight = split_weight(
+                self._traced(batch, self.config.segment_max_bytes)
+            )
+            check_dependence(source)
+            made, why = self._plan(source, batch, at_rest)
+            if weight is not None:
+                made = replace(made, weight=self._step_weight(weight, batch))
             if isinstance(made, Streamed) and self.measure is not None:
                 made = self._timed(made, batch)
             if why:
@@ -297,13 +309,10 @@ class Planner:
         return InfeasibleError({Tier.DEVICE: short}, self.capacity())
 
     def _plan(
-        self, batch: Any, at_rest: AtRest | None
+        self, source: Source, batch: Any, at_rest: AtRest | None
     ) -> tuple[Streamed | Fused | Offloaded, str]:
         """The step, and why it runs this way if `execution: auto` had a choice."""
         mode = self.config.execution
-        # Trace before fusing too: this refuses functions that are not a loss.
-        source = self.trace(batch, self.config.segment_max_bytes)
-        check_dependence(source)
         homes = None if at_rest is None else at_rest.homes
         layouts = self.layouts(source) if at_rest is None else at_rest.layouts
         if mode == "offloaded" or (at_rest is not None and at_rest.is_in_stacks):
@@ -375,6 +384,26 @@ class Planner:
             raise InfeasibleError({Tier.HOST: short}, capacity)
 
     def trace(self, batch: Any, max_bytes: int | None = None) -> Source:
+        """The loss for one shape of microbatch, without its weight."""
+        return split_weight(self._traced(batch, max_bytes))[0]
+
+    def _step_weight(self, weight: LossWeight, batch: Any) -> StepWeight:
+        """The weight of a step, computed by each process from its own part."""
+        if self.num_shares > 1:
+            own = jax.tree.map(self._own_part, batch)
+            found = split_weight(self._traced(own))[1]
+            assert found is not None, "the same loss has a weight for other shapes"
+            weight = found
+        num_microbatches = self.config.num_microbatches
+        return StepWeight(weight, num_microbatches, self.group, self.num_shares)
+
+    def _own_part(self, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        if not leaf.shape:
+            return leaf
+        rows = leaf.shape[0] // self.num_shares
+        return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype)
+
+    def _traced(self, batch: Any, max_bytes: int | None = None) -> Source:
         leaves = named_leaves(batch)
         batch_dims({f"batch/{n}": x.shape for n, x in leaves.items()}, self.rule)
         return trace_loss(

@@ -91,7 +91,7 @@ def _stepped(device: jax.Device, in_passes: bool) -> list[np.ndarray]:
         content = np.stack([params[array.path] for array in stack.members])
         stacks.append(jax.device_put(content.reshape(stack.shape), stack.sharding))
     batch = jax.device_put(_batch()[None], device)
-    changed, _ = program.step(stacks, [], batch, None, [], np.float32(1))
+    changed, _ = program.step(stacks, [], batch, None, [], np.float32(1), np.float32(1))
     new = {}
     for stack, content in zip(program.changed, changed, strict=True):
         rows = np.asarray(content).reshape(len(stack.members), WIDTH, WIDTH)

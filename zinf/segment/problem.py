@@ -25,6 +25,7 @@ from zinf.segment.leafwise import (
 )
 from zinf.segment.modes import evaluated, for_evaluation, for_training
 from zinf.segment.source import NUMBERS, WrongResult, described, named_leaves
+from zinf.segment.weighted import weighed, with_weight
 
 STATE_PREFIX = "model_state/"
 MASTER_DTYPE = "float32"
@@ -57,8 +58,10 @@ class Problem:
         params: every leaf of the parameters, then of the model state, by key path.
         abstract_params: the user's parameter pytree in master dtypes (typed keys kept).
         loss: `(flat arrays, batch[, key]) -> (loss, {"aux": ..., "model_state": ...})`.
-        evaluation_loss: `(flat arrays, batch[, key]) -> (loss, {})`, or None if it
-            computes what `loss` does.
+            If the user's function returns a `Weighted`, its total is the loss, and the
+            second dict has its "weight" too.
+        evaluation_loss: `(flat arrays, batch[, key]) -> (loss, {})`, with the weight in
+            the same way; or None if it computes what `loss` does.
         modes: jax's modes, in which the user's functions are traced.
         state_paths: the leaves that the loss returns anew, in the order of
             the flattened `model_state` output.
@@ -105,21 +108,22 @@ class Problem:
         """`(arrays, batches, keys) -> losses`: a jitted forward pass a microbatch.
 
         `arrays` are the leaves in the order of `params`; `batches` and `keys` have a
-        leading microbatch dim.
+        leading microbatch dim, and so have the losses, a `Weighted`.
         """
 
         loss = self.evaluation_loss or self.loss
 
-        def losses(arrays: Sequence[Any], batches: Any, keys: Any) -> Any:
+        def evaluate(arrays: Sequence[Any], batches: Any, keys: Any) -> Any:
             flat = OrderedDict(zip(self.params, arrays, strict=True))
 
             def one(microbatch: tuple[Any, Any]) -> Any:
                 batch, key = microbatch
-                return loss(flat, batch, *([] if key is None else [key]))[0]
+                total, extra = loss(flat, batch, *([] if key is None else [key]))
+                return weighed(total, extra, batch)
 
             return jax.lax.map(one, (batches, keys))
 
-        return jax.jit(losses)
+        return jax.jit(evaluate)
 
     def restore_tree(self, read: Callable[[str], np.ndarray]) -> Any:
         """The user's parameter pytree, each leaf read by its path."""
@@ -155,6 +159,7 @@ def make_problem(
     eval_loss_fn: Callable | None = None,
     frozen: Sequence[str] = (),
     compute_dtype: str = MASTER_DTYPE,
+    averages_microbatches: bool = False,
     modes: Modes | None = None,
 ) -> Problem:
     """Describes training of `params` under `loss_fn`.
@@ -168,6 +173,7 @@ def make_problem(
         frozen: glob patterns over key paths; matching leaves get no gradient.
         compute_dtype: "bfloat16" or "float16" for mixed precision: trained leaves are
             kept in float32 and cast for the loss. Otherwise leaves keep their dtypes.
+        averages_microbatches: a step's loss is the mean of its microbatches' means.
         modes: those that the user's functions run in; by default those of the caller.
 
     Raises:
@@ -229,13 +235,15 @@ def make_problem(
 
     def loss(flat: Mapping[str, Any], batch: Any, *key: Any) -> tuple[Any, Any]:
         result = training(*user_trees(flat), batch, *key)
-        return _sort_result(result, has_aux, abstract_state)
+        found, extra = _sort_result(result, has_aux, abstract_state)
+        return with_weight(found, extra, averages_microbatches=averages_microbatches)
 
     def evaluation_loss(
         flat: Mapping[str, Any], batch: Any, *key: Any
     ) -> tuple[Any, Any]:
         assert evaluating is not None
-        return evaluated(evaluating, (*user_trees(flat), batch), key), {}
+        result = evaluated(evaluating, (*user_trees(flat), batch), key)
+        return with_weight(result, {}, averages_microbatches=averages_microbatches)
 
     masters = [x if is_key(x) else specs[p].master for p, x in leaves.items()]
     return Problem(

@@ -19,6 +19,7 @@ from zinf.jaxpr.compat import JAXPR_TYPES, open_jaxpr
 from zinf.jaxpr.keys import is_key, to_words
 from zinf.segment.problem import STATE_PREFIX, ParamSpec
 from zinf.segment.source import named_leaves
+from zinf.segment.weighted import Weighted
 
 # DeepSpeed and torch add this to the norm before they divide by it.
 TORCH_EPSILON = 1e-6
@@ -58,7 +59,7 @@ class PlainRun:
     """The results of a run, on the host.
 
     Attributes:
-        losses: the loss of each step, as the mean over its microbatches.
+        losses: the mean loss of each step.
         gradients: the gradients of the first step by path, before clipping.
         leaves: parameters and model state after the last step, by path.
     """
@@ -77,6 +78,7 @@ class PlainTraining:
         specs: the parameters by key path, in the order of the flattened tree.
         structure: the structure of the parameter tree.
         clip_bound: the `gradient_clipping` of the config.
+        averages_microbatches: `loss_average` of the config is "microbatches".
     """
 
     loss_fn: Callable
@@ -86,6 +88,7 @@ class PlainTraining:
     has_aux: bool
     has_state: bool
     clip_bound: float | None
+    averages_microbatches: bool = False
 
     def run(
         self,
@@ -151,9 +154,9 @@ class PlainTraining:
             total = grads if total is None else jax.tree.map(jnp.add, total, grads)
             losses.append(loss)
             states.append(new)
-        count = np.float32(len(losses))
-        mean = jax.tree.map(lambda x: x / (count * scale), total)
-        return jnp.mean(jnp.stack(losses)), mean, _mean_state(states)
+        summed = jax.tree.map(lambda *each: sum(each[1:], each[0]), *losses)
+        mean = jax.tree.map(lambda x: x / (summed.weight * scale), total)
+        return summed.mean, mean, _mean_state(states)
 
     @cached_property
     def copies(self) -> Callable:
@@ -204,7 +207,11 @@ class PlainTraining:
 
     @cached_property
     def differentiate(self) -> jax.stages.Wrapped:
-        """`(copies, state, batch, key, scale) -> loss, scaled gradients, new state`."""
+        """`(copies, state, batch, key, scale) -> loss, scaled gradients, new state`.
+
+        The loss is a `Weighted`; the weight of a mean is 1. Gradients are those of the
+        total.
+        """
         trained = [spec.is_trainable for spec in self.specs.values()]
 
         def scaled(chosen: Any, copies: Any, state: Any, batch: Any, key: Any, scale):
@@ -222,7 +229,11 @@ class PlainTraining:
                 new = new[0] if self.has_aux else new
             elif self.has_aux:
                 result, _ = result
-            return result * scale.astype(result.dtype), (result, new)
+            is_weighted = isinstance(result, Weighted)
+            loss = result if is_weighted else Weighted(result, jnp.float32(1))
+            if self.averages_microbatches:
+                loss = Weighted(loss.mean, jnp.float32(1))
+            return loss.total * scale.astype(loss.total.dtype), (loss, new)
 
         def differentiate(copies: Any, state: Any, batch: Any, key: Any, scale: Any):
             chosen = [x for x, t in zip(copies, trained, strict=True) if t]
@@ -230,7 +241,8 @@ class PlainTraining:
             (_, (loss, new)), grads = derivative(
                 chosen, copies, state, batch, key, scale
             )
-            return loss.astype(jnp.float32), list(map(_widened, grads)), new
+            loss = jax.tree.map(lambda x: x.astype(jnp.float32), loss)
+            return loss, list(map(_widened, grads)), new
 
         return jax.jit(differentiate)
 
