@@ -18,7 +18,7 @@ WEIGHTS = {
     "first": np.random.default_rng(1).normal(size=(DIM, DIM)).astype(np.float32) / 2,
     "second": np.random.default_rng(2).normal(size=(DIM, 3)).astype(np.float32) / 2,
 }
-# A sum of 100 float32 numbers in another order differs by a few units in the last place.
+# A sum of 100 float32 numbers in another order differs by a few units of rounding.
 RTOL = 2e-6
 
 

@@ -21,8 +21,7 @@ from zinf.adapt.view import (
 )
 from zinf.jaxpr.compat import Literal, open_jaxpr, scan_arity
 from zinf.jaxpr.emit import CALLS
-from zinf.jaxpr.graph import REMAT, RULES
-from zinf.jaxpr.primitives import ELEMENTWISE
+from zinf.jaxpr.primitives import CUSTOM, ELEMENTWISE, REMAT
 
 CASTS = {"convert_element_type", "copy", "copy_p"}
 # What is computed from the scores of a choice along their last dim: a softmax begins
@@ -131,7 +130,7 @@ class _Finder:
             return self.walk(params.get("jaxpr", params.get("call_jaxpr")), facts)
         if name in REMAT:
             return self.walk(params["jaxpr"], facts)
-        if name in RULES:
+        if name in CUSTOM:
             return self.walk(params["call_jaxpr"], facts)
         if name == "scan":
             return self.scan(equation, facts)

@@ -39,7 +39,7 @@ from zinf.jaxpr.compat import (
     scan_arity,
 )
 from zinf.jaxpr.emit import CALLS
-from zinf.jaxpr.graph import REMAT
+from zinf.jaxpr.primitives import REMAT
 
 
 class Rewriter:

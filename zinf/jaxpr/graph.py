@@ -26,9 +26,7 @@ from zinf.jaxpr.compat import (
     scan_arity,
 )
 from zinf.jaxpr.emit import Emitter
-
-REMAT = {"remat", "remat2", "remat3", "checkpoint"}
-RULES = {"custom_jvp_call", "custom_vjp_call"}
+from zinf.jaxpr.primitives import CUSTOM, REMAT
 
 
 @dataclass(frozen=True)
@@ -117,7 +115,7 @@ class _Inliner(Emitter):
         name = equation.primitive.name
         if name in REMAT:
             return self.call(equation.params["jaxpr"], arguments)
-        if name in RULES:
+        if name in CUSTOM:
             return self.call(equation.params["call_jaxpr"], arguments)
         return super().emit(equation, arguments)
 

@@ -1,4 +1,4 @@
-"""Lists the primitives that are elementwise, and those that have no derivative."""
+"""Lists of primitives: elementwise, without a derivative, with rules, recomputed."""
 
 # Entry i of every output depends only on entry i of the inputs (and on scalar inputs).
 # A missing primitive costs only speed or memory: such code does not run in blocks.
@@ -15,3 +15,7 @@ ELEMENTWISE = frozenset(
 
 # jax gives the outputs of these primitives no tangent, even if their inputs have one.
 ZERO_DERIVATIVE = frozenset("ceil floor round sign stop_gradient".split())
+
+# Calls of functions with derivatives of their own, and of `jax.checkpoint`.
+CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call"})
+REMAT = frozenset({"remat", "remat2", "remat3", "checkpoint"})

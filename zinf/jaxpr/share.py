@@ -9,6 +9,7 @@ body; all others stay constants, which XLA can fold.
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 import jax
@@ -29,9 +30,7 @@ from zinf.jaxpr.compat import (
     is_function,
 )
 from zinf.jaxpr.emit import abstract, trace
-from zinf.jaxpr.primitives import ZERO_DERIVATIVE
-
-CUSTOM = {"custom_jvp_call", "custom_vjp_call"}
+from zinf.jaxpr.primitives import CUSTOM, REMAT, ZERO_DERIVATIVE
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,7 @@ def _signature(piece: Piece) -> tuple[Hashable, list[Literal]]:
         if any(perturbed):
             with_tangent.update(_outputs_with_tangent(equation))
         calls: list[Any] = []
-        params = _param_key(equation.params, calls)
+        params = _params_key(equation, calls)
         rule = _derivative_key(equation, perturbed) if calls else None
         key.append((equation.primitive.name, params, rule, arguments, results))
     # Outputs last: a literal output is a constant of the body, never hoisted.
@@ -155,7 +154,7 @@ def equation_key(equation: Equation) -> Hashable:
 
     Custom derivative rules are not part of the key.
     """
-    return equation.primitive.name, _param_key(equation.params, [])
+    return equation.primitive.name, _params_key(equation, [])
 
 
 def calls_rule(
@@ -192,20 +191,81 @@ def _bits(literal: Literal) -> Hashable:
     return _name(value.dtype), value.tobytes()
 
 
-def _param_key(value: Any, calls: list[Any]) -> Hashable:
-    """A hashable key of an equation's parameter; functions are added to `calls`."""
+def _params_key(equation: Equation, calls: list[Any]) -> Hashable:
+    """A hashable key of an equation's parameters.
+
+    Rules of derivatives are added to `calls`: `_derivative_key` compares what they
+    compute. All other code is compared by identity, since two functions with one name
+    may do different things (the callback of each layer, for example). The policy of a
+    `jax.checkpoint` chooses what is recomputed and changes no value.
+    """
+    name = equation.primitive.name
+
+    def code_key(function: Any) -> Hashable:
+        if name in CUSTOM:
+            calls.append(function)
+            return "rule"
+        return "policy" if name in REMAT else _code_key(function)
+
+    return _param_key(equation.params, calls, code_key)
+
+
+def _param_key(
+    value: Any, calls: list[Any], code_key: Callable[[Any], Hashable]
+) -> Hashable:
     if isinstance(value, JAXPR_TYPES):
         return _jaxpr_key(value, calls)
     if isinstance(value, dict):
-        return tuple((k, _param_key(v, calls)) for k, v in sorted(value.items()))
+        items = sorted(value.items())
+        return tuple((k, _param_key(v, calls, code_key)) for k, v in items)
     if isinstance(value, (tuple, list)):
-        return tuple(_param_key(v, calls) for v in value)
+        return tuple(_param_key(v, calls, code_key) for v in value)
     if isinstance(value, (np.ndarray, jax.Array)):
         return _array_key(value)
     if is_function(value):
-        calls.append(value)
-        return "function"
+        return code_key(value)
     return repr(value)
+
+
+def _code_key(function: Any) -> Hashable:
+    """A key by identity, which holds the function, so that its id is not used again.
+
+    jax wraps what a user gives to `jax.debug.callback` in a new closure at each call:
+    the key of such a wrapper has its code and what it holds.
+    """
+    if not isinstance(function, Hashable):
+        return _Same(function)
+    module = getattr(function, "__module__", None) or ""
+    if isinstance(function, FunctionType) and module.partition(".")[0] == "jax":
+        cells = [cell.cell_contents for cell in function.__closure__ or ()]
+        return function.__code__, tuple(map(_held_key, cells))
+    # A wrapper of `jax.pure_callback` is equal to others of the same function.
+    return function
+
+
+def _held_key(value: Any) -> Hashable:
+    """A key of what a wrapper of jax holds: a function, or how to call it."""
+    if is_function(value):
+        return _code_key(value)
+    if isinstance(value, dict):
+        return tuple((name, _held_key(x)) for name, x in value.items())
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_held_key, value))
+    is_plain = isinstance(value, (jax.tree_util.PyTreeDef, str, int, bool, type(None)))
+    return value if is_plain else _Same(value)
+
+
+class _Same:
+    """Equal to another one of the same object alone."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
 
 
 def _jaxpr_key(inner: Any, calls: list[Any]) -> Hashable:
@@ -229,7 +289,7 @@ def _jaxpr_key(inner: Any, calls: list[Any]) -> Hashable:
     key: list[Hashable] = [define(jaxpr.constvars), define(jaxpr.invars)]
     for equation in jaxpr.eqns:
         arguments = tuple(atom_key(a) for a in equation.invars)
-        params = _param_key(equation.params, calls)
+        params = _params_key(equation, calls)
         name = equation.primitive.name
         key.append((name, params, arguments, define(equation.outvars)))
     outputs = tuple(atom_key(a) for a in jaxpr.outvars)

@@ -34,7 +34,7 @@ from zinf.jaxpr.compat import (
     with_inner,
 )
 from zinf.jaxpr.emit import Emitter
-from zinf.jaxpr.graph import REMAT, RULES
+from zinf.jaxpr.primitives import CUSTOM, REMAT
 from zinf.segment.source import named_leaves
 from zinf.sequence.follow import Mark, Marks, results
 from zinf.sharding import AxisRule, Dim, batch_dims
@@ -120,7 +120,7 @@ class _Cutter(Emitter):
             return self.rewrite(equation, [self.known(a) for a in arguments])
         if name == "scan":
             return self.rewrite_scan(equation)
-        if name in RULES:
+        if name in CUSTOM:
             return self.follow(equation)
         if name == "dot_general":
             return self.product(equation)

@@ -1,0 +1,102 @@
+"""Layers that call different host functions are different code, however alike."""
+
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zinf
+from zinf.initialize import make_planner
+
+SHAPE = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+PARAMS = [np.full((8, 8), (i + 1) / 8, np.float32) for i in range(3)]
+BATCH = np.arange(32, dtype=np.float32).reshape(4, 8) / 32
+STREAMED = {"execution": "streamed", "segment": {"max_bytes": 4 * 64}}
+
+
+def scaled(factor: float) -> Any:
+    return lambda x: (np.asarray(x) * factor).astype(np.float32)
+
+
+def plain_callback(factor: float, x: Any) -> Any:
+    return jax.pure_callback(scaled(factor), SHAPE, jax.lax.stop_gradient(x))
+
+
+def in_a_rule(factor: float, x: Any) -> Any:
+    """A `custom_vjp` that calls a host function forward and another one backward."""
+    forward, backward = scaled(factor), scaled(2 * factor)
+
+    @jax.custom_vjp
+    def call(x: Any) -> Any:
+        return jax.pure_callback(forward, SHAPE, x)
+
+    call.defvjp(
+        lambda x: (call(x), None),
+        lambda _, g: (jax.pure_callback(backward, SHAPE, g),),
+    )
+    return call(x)
+
+
+def layers(call: Any, params: Any, batch: Any) -> Any:
+    x = batch
+    for i, w in enumerate(params):
+        x = x @ w + call(float(i + 1), x)
+    return x
+
+
+def loss(call: Any, params: Any, batch: Any) -> Any:
+    return jnp.mean(layers(call, params, batch))
+
+
+@pytest.mark.parametrize("call", [plain_callback, in_a_rule])
+def test_each_layer_calls_its_own_host_function(call):
+    function = partial(loss, call)
+    expected, gradient = jax.value_and_grad(function)(PARAMS, BATCH)
+    arguments = function, PARAMS, optax.sgd(1.0), STREAMED
+    with closing(zinf.initialize(*arguments, batch=BATCH)) as engine:
+        applied = engine.apply(partial(layers, call), BATCH)
+        found, new = engine.step(BATCH)["loss"], engine.params()
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_allclose(applied, layers(call, PARAMS, BATCH), rtol=1e-6)
+    for old, x, g in zip(PARAMS, new, gradient, strict=True):
+        np.testing.assert_allclose(old - x, g, rtol=1e-5, atol=1e-5)
+
+
+def test_each_layer_reports_to_its_own_callback():
+    heard: list[int] = []
+
+    def reporting(params: Any, batch: Any) -> Any:
+        x = batch
+        for i, w in enumerate(params):
+            x = jnp.tanh(x @ w)
+            jax.debug.callback(lambda _, i=i: heard.append(i), x[0, 0])
+        return jnp.mean(x)
+
+    arguments = reporting, PARAMS, optax.sgd(1.0), STREAMED
+    with closing(zinf.initialize(*arguments, batch=BATCH)) as engine:
+        engine.evaluate(BATCH)
+        jax.effects_barrier()
+        assert {*heard} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("call", [jnp.tanh, jax.nn.relu, jax.checkpoint(jnp.sin)])
+def test_layers_of_one_function_share_one_body(call):
+    def alike(params: Any, batch: Any) -> Any:
+        x = batch
+        for w in params:
+            x = call(x @ w)
+            jax.debug.callback(print_nothing, x[0, 0])
+        return jnp.mean(x)
+
+    planner = make_planner(alike, PARAMS * 2, optax.sgd(1.0), STREAMED)
+    program = planner.plan(jax.ShapeDtypeStruct((4, 8), np.float32)).segmented.program
+    assert len({segment.body for segment in program.segments}) == 3
+    assert len(program.segments) == len(PARAMS * 2) + 1
+
+
+def print_nothing(_: Any) -> None: ...
