@@ -68,8 +68,8 @@ NEEDS = {
     ),
     "browser": (chromium() is not None, "needs a browser: apt-get install chromium"),
 }
-# Folders and files whose tests need an extra, and a module of that extra. They are slow,
-# and the README's command, which installs no extra, does not look at them.
+# Folders and files whose tests need an extra, and a module of that extra. They are
+# slow, and the README's command, which installs no extra, does not look at them.
 EXTRAS = {
     "unit/hf": "torchax",
     "unit/lm_eval": "lm_eval",

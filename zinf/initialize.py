@@ -43,6 +43,7 @@ def initialize(
     eval_loss_fn: Callable | None = None,
     rng: jax.Array | None = None,
     model_state: Any = None,
+    state_rules: Mapping[str, str] | None = None,
     batch: Any = None,
     mesh: Mesh | None = None,
     group: AbstractGroup | None = None,
@@ -83,6 +84,11 @@ def initialize(
             with dropout.
         rng: the key of step i (from 0) is `jax.random.fold_in(rng, i)`, folded again
             with the number of the microbatch if there are several.
+        state_rules: how the model states of a step's microbatches, which all start from
+            the same state, become one: "mean", "sum" (of what each adds), "max", "min"
+            or "last", by glob pattern over key paths, such as {"count": "sum"}.
+            Floating-point leaves without a rule are averaged and random keys are those
+            of the last microbatch; with several microbatches others need a rule.
         batch: an example, or its shapes. If given, the plan is made and all state is
             placed now, otherwise at the first step.
         mesh: the devices that train, as `zinf.make_mesh(devices)` arranges them: axes
@@ -109,6 +115,7 @@ def initialize(
         eval_loss_fn=eval_loss_fn,
         rng=rng,
         model_state=model_state,
+        state_rules=state_rules,
         mesh=mesh,
         group=group,
     )
@@ -151,6 +158,7 @@ def make_planner(
     eval_loss_fn: Callable | None = None,
     rng: jax.Array | None = None,
     model_state: Any = None,
+    state_rules: Mapping[str, str] | None = None,
     mesh: Mesh | None = None,
     group: AbstractGroup | None = None,
     topology: Topology | None = None,
@@ -193,6 +201,8 @@ def make_planner(
             loss_fn,
             params,
             model_state=model_state,
+            state_rules=state_rules,
+            num_microbatches=config.num_microbatches,
             has_aux=has_aux,
             eval_loss_fn=eval_loss_fn,
             frozen=config.frozen,

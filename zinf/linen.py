@@ -102,6 +102,7 @@ def initialize(
     has_aux: bool = False,
     eval_loss_fn: Callable | None = None,
     rng: jax.Array | None = None,
+    state_rules: Mapping[str, str] | None = None,
     batch: Any = None,
     mesh: Mesh | None = None,
     group: AbstractGroup | None = None,
@@ -120,6 +121,7 @@ def initialize(
             function of no arguments that creates one: then it is never whole in memory.
         eval_loss_fn: the function that `evaluate` computes instead of `loss_fn`, such
             as `apply` without dropout and with running averages; see `zinf.initialize`.
+        state_rules: see `zinf.initialize`; paths begin with the name of the field.
 
     Raises:
         ValueError: as for `zinf.initialize`.
@@ -147,6 +149,7 @@ def initialize(
         eval_loss_fn=evaluating,
         rng=rng,
         model_state=model_state if names else None,
+        state_rules=state_rules,
         mesh=mesh,
         group=group,
     )

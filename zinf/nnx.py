@@ -108,6 +108,7 @@ def initialize(
     has_aux: bool = False,
     eval_loss_fn: Callable | None = None,
     rng: jax.Array | None = None,
+    state_rules: Mapping[str, str] | None = None,
     batch: Any = None,
     mesh: Mesh | None = None,
     group: AbstractGroup | None = None,
@@ -129,6 +130,8 @@ def initialize(
             `module.eval()`: no dropout, and running averages in batch normalisation.
         eval_loss_fn: the function that `evaluate` computes instead of `loss_fn`. It
             gets the module in the mode of `module.eval()` too; see `zinf.initialize`.
+        state_rules: see `zinf.initialize`; paths are those of `engine.model_state()`.
+            Counts of `nnx.Rngs` are those of the last microbatch.
         wrt: an NNX filter for the variables that are trained, such as `nnx.LoRAParam`.
 
     Raises:
@@ -164,6 +167,7 @@ def initialize(
         eval_loss_fn=evaluating,
         rng=rng,
         model_state=state,
+        state_rules=split.counts_of_rngs | dict(state_rules or {}),
         mesh=mesh,
         group=group,
     )
@@ -183,6 +187,7 @@ class _Split:
         params: trained and frozen parameters.
         frozen: the key paths of the frozen parameters.
         has_keys: whether the module has random keys.
+        counts_of_rngs: rules of the counts of random keys, by key path of the state.
     """
 
     graphdef: Any
@@ -190,6 +195,7 @@ class _Split:
     frozen: tuple[str, ...]
     state: Tree
     has_keys: bool
+    counts_of_rngs: dict[str, str]
 
 
 def _split(module: nnx.Module, wrt: Any) -> _Split:
@@ -197,7 +203,10 @@ def _split(module: nnx.Module, wrt: Any) -> _Split:
     names = tuple(named_leaves(nnx.to_pure_dict(frozen)))
     params = nnx.to_pure_dict(nnx.merge_state(trained, frozen))
     has_keys = bool(jax.tree.leaves(nnx.state(module, nnx.RngKey)))
-    return _Split(graphdef, params, names, nnx.to_pure_dict(state), has_keys)
+    counts = named_leaves(nnx.to_pure_dict(nnx.state(module, nnx.RngCount)))
+    rules = dict.fromkeys(counts, "last")
+    pure = nnx.to_pure_dict(state)
+    return _Split(graphdef, params, names, pure, has_keys, rules)
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,7 @@ def verify(
     has_aux: bool = False,
     rng: jax.Array | None = None,
     model_state: Any = None,
+    state_rules: Mapping[str, str] | None = None,
     mesh: Mesh | None = None,
 ) -> Verification:
     """Train for a few steps on zinf and in plain jax, and compare both leaf by leaf.
@@ -74,7 +75,7 @@ def verify(
     the config does not set `execution`, zinf streams.
 
     Args:
-        loss_fn, params, tx, config, has_aux, rng, model_state, mesh: as in
+        loss_fn, params, tx, config, has_aux, rng, model_state, state_rules, mesh: as in
             `zinf.initialize`.
         batch: an example with values; every step uses it.
         num_steps: number of steps.
@@ -91,7 +92,13 @@ def verify(
             "Start it alone; `mesh` may have all devices of this process."
         )
     config, mesh = on_devices(config, mesh)
-    options = {"has_aux": has_aux, "rng": rng, "model_state": model_state, "mesh": mesh}
+    options: dict[str, Any] = {
+        "has_aux": has_aux,
+        "rng": rng,
+        "model_state": model_state,
+        "state_rules": state_rules,
+        "mesh": mesh,
+    }
     problem = make_planner(loss_fn, params, tx, config, **options).problem
     plain = PlainTraining(
         for_training(loss_fn),
@@ -102,6 +109,7 @@ def verify(
         has_state=model_state is not None,
         clip_bound=config.clip_norm,
         averages_microbatches=config.loss_average == "microbatches",
+        state_rules=problem.state_rules,
     )
     device = local_devices(mesh)[0]
     steps = _steps(batch, rng, config.num_microbatches, num_steps)

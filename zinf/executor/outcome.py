@@ -4,9 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-
 from zinf.executor.run import StepRecord
 from zinf.optim.decision import MIXED, UNTOUCHED, NonFiniteError
 from zinf.plan import Link
@@ -55,15 +52,3 @@ def outcome_of(record: StepRecord, extra: Any) -> Outcome:
         record.interrupted,
         record.moved_bytes,
     )
-
-
-def mean_over_microbatches(array: np.ndarray) -> np.ndarray:
-    """One value for a model state of which every microbatch computed a new value.
-
-    Floating-point values are averaged. All microbatches start from the same state, so a
-    running mean of batch statistics advances by the mean over the whole batch. Other
-    values (a counter, a random key) come from the last microbatch: they advance once.
-    """
-    if len(array) == 1 or not jnp.issubdtype(array.dtype, jnp.floating):
-        return array[-1]
-    return array.mean(axis=0, dtype=np.float32).astype(array.dtype)

@@ -1,5 +1,6 @@
 """Batches: their shape, and how a step cuts them into microbatches."""
 
+from collections import Counter
 from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from typing import Any
@@ -30,7 +31,8 @@ def batch_spec(
 
     Raises:
         ValueError: a leaf is no array of numbers, or its leading dim cannot be divided
-            into `num_microbatches`.
+            into `num_microbatches`, or is not the one of the other leaves although the
+            batch is divided.
     """
     if num_microbatches < 1:
         raise ValueError(f"{setting} must be at least 1; found {num_microbatches}.")
@@ -42,6 +44,9 @@ def batch_spec(
                 f"batch leaf {path!r} has shape {list(np.shape(leaf))}: the batch is "
                 "empty. Leave such batches out."
             )
+
+    if num_microbatches > 1 or num_shares > 1:
+        _check_same_rows(batch, f"{setting} = {num_microbatches}, {num_shares} parts")
 
     def cut(leaf: Any) -> jax.ShapeDtypeStruct:
         shape = tuple(np.shape(leaf))
@@ -154,6 +159,23 @@ def _check_divides(path: str, leaf: Any, num_microbatches: int, setting: str) ->
             f"batch leaf {path!r} has shape {list(shape)}, whose leading dim "
             f"{shape[0]} is not a multiple of {setting} = {num_microbatches}."
         )
+
+
+def _check_same_rows(batch: Any, how: str) -> None:
+    """Raise if leaves have different leading dims: one of them is no set of samples."""
+    shapes = {path: np.shape(leaf) for path, leaf in named_leaves(batch).items()}
+    counts = Counter(shape[0] for shape in shapes.values() if shape)
+    if len(counts) < 2:
+        return
+    # Most leaves have the samples; of as many, the larger leading dim does.
+    rows = max(counts, key=lambda n: (counts[n], n))
+    others = [f"{p!r} {list(s)}" for p, s in shapes.items() if s and s[0] != rows]
+    raise ValueError(
+        f"The batch has {rows} samples, and is divided along the leading dim of every "
+        f"leaf ({how}). But these leaves have other leading dims: {', '.join(others)}. "
+        "Let loss_fn close over what is the same for all samples (class weights, for "
+        f"example), or give each sample its own: [{rows}, ...]."
+    )
 
 
 def by_microbatch(batch: Any, spec: Any, num_microbatches: int) -> Any:

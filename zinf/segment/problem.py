@@ -25,6 +25,7 @@ from zinf.segment.leafwise import (
 )
 from zinf.segment.modes import evaluated, for_evaluation, for_training
 from zinf.segment.source import NUMBERS, WrongResult, described, named_leaves
+from zinf.segment.state_rules import rules_of
 from zinf.segment.weighted import weighed, with_weight
 
 STATE_PREFIX = "model_state/"
@@ -65,6 +66,7 @@ class Problem:
         modes: jax's modes, in which the user's functions are traced.
         state_paths: the leaves that the loss returns anew, in the order of
             the flattened `model_state` output.
+        state_rules: for each of them, how those of microbatches become one.
         bound: turns any function of the user, `(params[, model_state], batch[, key])`,
             into one of `(flat arrays, batch[, key])`.
     """
@@ -74,6 +76,7 @@ class Problem:
     loss: Callable
     evaluation_loss: Callable | None
     state_paths: tuple[str, ...]
+    state_rules: Mapping[str, str]
     bound: Callable[[Callable], Callable]
     modes: Modes
     _source: Any = field(repr=False)
@@ -160,6 +163,8 @@ def make_problem(
     frozen: Sequence[str] = (),
     compute_dtype: str = MASTER_DTYPE,
     averages_microbatches: bool = False,
+    state_rules: Mapping[str, str] | None = None,
+    num_microbatches: int = 1,
     modes: Modes | None = None,
 ) -> Problem:
     """Describes training of `params` under `loss_fn`.
@@ -174,6 +179,8 @@ def make_problem(
         compute_dtype: "bfloat16" or "float16" for mixed precision: trained leaves are
             kept in float32 and cast for the loss. Otherwise leaves keep their dtypes.
         averages_microbatches: a step's loss is the mean of its microbatches' means.
+        state_rules: see `rules_of`.
+        num_microbatches: of a step.
         modes: those that the user's functions run in; by default those of the caller.
 
     Raises:
@@ -209,6 +216,7 @@ def make_problem(
     abstract_state = None if model_state is None else abstract_leaves(model_state)
     state_leaves = named_leaves(abstract_state)
     state_paths = tuple(STATE_PREFIX + n for n in state_leaves)
+    rules = rules_of(state_leaves, state_rules or {}, num_microbatches=num_microbatches)
     for path, leaf in zip(state_paths, state_leaves.values(), strict=True):
         specs[path] = _param_spec(path, leaf, False, None)
     structure = jax.tree.structure(abstract)
@@ -252,6 +260,7 @@ def make_problem(
         loss=loss,
         evaluation_loss=None if evaluating is None else evaluation_loss,
         state_paths=state_paths,
+        state_rules={STATE_PREFIX + n: rule for n, rule in rules.items()},
         bound=bound,
         modes=modes,
         _source=params,

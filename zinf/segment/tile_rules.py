@@ -318,25 +318,30 @@ def _check_lookup(equation: Equation, number: int, split: Split) -> str:
 def _write_lookup(
     emitter: Emitter, equation: Equation, split: Split, pieces: Sequence[Atom]
 ) -> Atom:
-    """Each tile gives the rows that it has; rows of no tile get jax's fill value."""
+    """Each tile gives the rows that it has; rows of no tile get jax's fill value.
+
+    Where jax's mode promises that indices are in bounds, XLA reads the nearest row for
+    one that is not, and its derivative drops that row.
+    """
     (out,) = equation.outvars
     indices = equation.invars[1]
     numbers = equation.params["dimension_numbers"]
     mode = jax.lax.GatherScatterMode.from_any(equation.params["mode"])
     fills = mode == jax.lax.GatherScatterMode.FILL_OR_DROP
+    is_promised = mode == jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS
     num_rows = split.edges[-1]
 
-    def in_range(i: jax.Array) -> jax.Array:
-        i = i if i.dtype.itemsize == 8 else i.astype(jnp.int32)
-        return i if fills else jnp.clip(i, 0, num_rows - 1)  # the nearest row
+    def wide(i: jax.Array) -> jax.Array:
+        return i if i.dtype.itemsize == 8 else i.astype(jnp.int32)
 
-    (indices,) = emitter.apply(in_range, indices)
+    (indices,) = emitter.apply(wide, indices)
     batch = [d for d in range(out.aval.ndim) if d not in numbers.offset_dims]
 
     def look_up(
         so_far: jax.Array, tile: jax.Array, i: jax.Array, start: jax.Array
     ) -> jax.Array:
-        size, local = tile.shape[0], i - start.astype(i.dtype)
+        nearest = i if fills else jnp.clip(i, 0, num_rows - 1)
+        size, local = tile.shape[0], nearest - start.astype(i.dtype)
         inside = (local >= 0) & (local < size)
         found = jax.lax.gather(
             tile,
@@ -345,8 +350,13 @@ def _write_lookup(
             equation.params["slice_sizes"],
             mode=jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS,
         )
-        inside = jax.lax.broadcast_in_dim(inside[..., 0], out.aval.shape, batch)
-        return jnp.where(inside, found, so_far)
+        if is_promised:
+            in_bounds = spread(nearest == i)
+            found = jnp.where(in_bounds, found, jax.lax.stop_gradient(found))
+        return jnp.where(spread(inside), found, so_far)
+
+    def spread(flags: jax.Array) -> jax.Array:
+        return jax.lax.broadcast_in_dim(flags[..., 0], out.aval.shape, batch)
 
     fill = equation.params["fill_value"] if fills else 0
 

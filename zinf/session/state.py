@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from zinf.distributed import Digests
-from zinf.executor.outcome import Outcome, mean_over_microbatches
+from zinf.executor.outcome import Outcome
 from zinf.executor.run import StepRecord
 from zinf.memory import Residents, Stores, open_stores
 from zinf.memory.pages import PAGEABLE, open_pages
@@ -18,6 +18,7 @@ from zinf.prepare.planner import Planner
 from zinf.prepare.updates import block_bytes, cpu_device
 from zinf.program import ArrayId, Role, Tier
 from zinf.segment.problem import Problem
+from zinf.segment.state_rules import combined
 from zinf.sharding import Layouts
 
 
@@ -134,8 +135,11 @@ def write_model_state(
     new = jax.tree.leaves(outcome.extra["model_state"])
     record.is_mixed = True
     for path, content in zip(planner.problem.state_paths, new, strict=True):
-        array = np.asarray(mean_over_microbatches(content))
-        residents.write(ArrayId(Role.PARAM, path), array)
+        array = ArrayId(Role.PARAM, path)
+        rule = planner.problem.state_rules[path]
+        # Only a sum reads the state before the step.
+        old = residents.read(array) if rule == "sum" else content[0]
+        residents.write(array, combined(rule, np.asarray(old), np.asarray(content)))
     record.is_mixed = False
 
 

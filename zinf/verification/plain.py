@@ -6,7 +6,7 @@ in float32, clipping, and the optax update of the parameters.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +19,7 @@ from zinf.jaxpr.compat import JAXPR_TYPES, open_jaxpr
 from zinf.jaxpr.keys import is_key, to_words
 from zinf.segment.problem import STATE_PREFIX, ParamSpec
 from zinf.segment.source import named_leaves
+from zinf.segment.state_rules import combined_tree
 from zinf.segment.weighted import Weighted
 
 # DeepSpeed and torch add this to the norm before they divide by it.
@@ -79,6 +80,7 @@ class PlainTraining:
         structure: the structure of the parameter tree.
         clip_bound: the `gradient_clipping` of the config.
         averages_microbatches: `loss_average` of the config is "microbatches".
+        state_rules: as of `Problem`.
     """
 
     loss_fn: Callable
@@ -89,6 +91,7 @@ class PlainTraining:
     has_state: bool
     clip_bound: float | None
     averages_microbatches: bool = False
+    state_rules: Mapping[str, str] = field(default_factory=dict)
 
     def run(
         self,
@@ -156,7 +159,14 @@ class PlainTraining:
             states.append(new)
         summed = jax.tree.map(lambda *each: sum(each[1:], each[0]), *losses)
         mean = jax.tree.map(lambda x: x / (summed.weight * scale), total)
-        return summed.mean, mean, _mean_state(states)
+        if self.has_state and len(states) > 1:
+            paths = [STATE_PREFIX + path for path in named_leaves(state)]
+            return (
+                summed.mean,
+                mean,
+                combined_tree(state, states, self.state_rules, paths),
+            )
+        return summed.mean, mean, states[0]
 
     @cached_property
     def copies(self) -> Callable:
@@ -344,21 +354,3 @@ def _nbytes(spec: Any) -> int:
 
 def _widened(gradient: jax.Array) -> jax.Array:
     return gradient.astype(jnp.promote_types(gradient.dtype, jnp.float32))
-
-
-def _mean_state(states: Sequence[Any]) -> Any:
-    """One model state from those of the microbatches.
-
-    Floating-point leaves are averaged; other leaves come from the last microbatch.
-    """
-    if len(states) == 1:
-        return states[0]
-
-    def mean(*leaves: Any) -> Any:
-        last = leaves[-1]
-        if not jnp.issubdtype(last.dtype, jnp.floating):
-            return last
-        wide = jnp.stack(leaves).astype(jnp.float32)
-        return jnp.mean(wide, axis=0).astype(last.dtype)
-
-    return jax.tree.map(mean, *states)

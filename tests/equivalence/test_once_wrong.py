@@ -1,4 +1,8 @@
-"""Layers that call different host functions are different code, however alike."""
+"""Programs that zinf once trained wrong, without a word, beside plain JAX.
+
+Layers that call different host functions are different code, however alike. A lookup
+beyond a table is the same by tile.
+"""
 
 from contextlib import closing
 from functools import partial
@@ -100,3 +104,23 @@ def test_layers_of_one_function_share_one_body(call):
 
 
 def print_nothing(_: Any) -> None: ...
+
+
+@pytest.mark.parametrize("mode", [None, "clip", "fill", "promise_in_bounds"])
+@pytest.mark.parametrize("max_bytes", [1 << 20, 4 * 4 * 8], ids=["whole", "by_tile"])
+def test_a_lookup_beyond_the_table_has_the_gradient_of_jax(mode, max_bytes):
+    """In jax's default mode the nearest row is read, and its gradient is dropped."""
+    table = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+    ids = np.array([[0, 3, 15, 16], [40, -1, -17, -40]], np.int32)
+
+    def loss(params: Any, ids: Any) -> Any:
+        rows = params["table"].at[ids].get(mode=mode)
+        return jnp.sum(jnp.square(jnp.nan_to_num(rows)))
+
+    params = {"table": table}
+    expected, gradient = jax.value_and_grad(loss)(params, ids)
+    config = {"execution": "streamed", "segment": {"max_bytes": max_bytes}}
+    with closing(zinf.initialize(loss, params, optax.sgd(1.0), config)) as engine:
+        found, new = engine.step(ids)["loss"], engine.params()["table"]
+    assert found == pytest.approx(float(expected))
+    np.testing.assert_allclose(table - new, gradient["table"], rtol=1e-6, atol=1e-6)
