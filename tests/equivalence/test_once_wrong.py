@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
+from flax.training.train_state import TrainState
 
 import zinf
 from zinf.initialize import make_planner
@@ -124,3 +126,25 @@ def test_a_lookup_beyond_the_table_has_the_gradient_of_jax(mode, max_bytes):
         found, new = engine.step(ids)["loss"], engine.params()["table"]
     assert found == pytest.approx(float(expected))
     np.testing.assert_allclose(table - new, gradient["table"], rtol=1e-6, atol=1e-6)
+
+
+def test_parameters_that_are_overwritten_with_their_gradient_are_refused():
+    """As scales of Flax's float8 layers, which an optimizer would train."""
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return nn.Dense(8, dot_general_cls=nn.Fp8DirectDotGeneralOp)(x)
+
+    variables = Model().init(jax.random.key(0), BATCH)
+
+    def loss(variables: Any, batch: Any) -> Any:
+        return jnp.mean(jnp.square(Model().apply(variables, batch)))
+
+    with pytest.raises(NotImplementedError, match="_overwrite_with_gradient.*float8"):
+        zinf.initialize(loss, variables, optax.adam(1e-3))
+    state = TrainState.create(
+        apply_fn=Model().apply, params=variables, tx=optax.adam(1e-3)
+    )
+    with pytest.raises(NotImplementedError, match="_overwrite_with_gradient.*float8"):
+        zinf.linen.initialize(loss, state, batch=BATCH)

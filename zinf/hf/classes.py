@@ -40,6 +40,11 @@ class ClassTokenizing(Tokenizing):
             ids = self.tokenizer(
                 text, truncation=True, max_length=self.sequence_length
             ).input_ids
+        if not ids:
+            raise ValueError(
+                f"{where}: the tokenizer makes no token of the text {text!r:.40}. "
+                "Leave the line out."
+            )
         self.check_words(ids, where)
         number = self.classes.index(label) if label in self.classes else label
         is_number = isinstance(number, int) and not isinstance(number, bool)

@@ -9,6 +9,7 @@ import numpy as np
 
 from zinf.hf.engine import ModelEngine
 from zinf.hf.model import Model
+from zinf.hf.texts import prompt_ids
 from zinf.inference import Sampling, read_settings, token_ids
 
 SETTINGS = "generation_config.json"
@@ -91,7 +92,7 @@ def prompt_tokens(model: Model, line: Any, where: str, *, chat: bool) -> np.ndar
             raise ValueError(
                 f"{where}: prompt must be a text that is not empty; found {text!r:.40}."
             )
-        ids = tokenizer(text).input_ids
+        ids = prompt_ids(tokenizer, text)
     if not ids:
         raise ValueError(f"{where}: the tokenizer makes no token of the prompt.")
     if max(ids) >= model.vocab_size:

@@ -8,6 +8,7 @@ import logging
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import copyfile
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -23,10 +24,14 @@ from transformers.core_model_loading import (
 )
 
 from zinf.adapt import Adapted, MergedTensors, save_adapter
+from zinf.adapt.files import CONFIG as ADAPTER_CONFIG
 from zinf.checkpoint.saved import Saved
 from zinf.engine import Engine
+from zinf.hf.completion import SETTINGS
 from zinf.hf.engine import ModelEngine
+from zinf.hf.folder import SMALL_FILES
 from zinf.hf.model import Model
+from zinf.hf.module import CONFIG
 from zinf.hf.weights import (
     Conversion,
     dims,
@@ -35,7 +40,9 @@ from zinf.hf.weights import (
     to_numpy,
     to_torch,
 )
+from zinf.interchange.names import listed
 from zinf.interchange.safetensors_export import MAX_SHARD_BYTES, export_safetensors
+from zinf.interchange.safetensors_files import INDEX_SUFFIX, SUFFIX
 from zinf.interchange.sources import EngineTensors
 from zinf.interchange.tensors import AbstractTensors
 from zinf.program import ArraySpec
@@ -137,15 +144,33 @@ def write_adapter(
 
 
 def _save_small_files(model: Model, folder: Path, dtype: str) -> None:
+    """Write config.json, and copy what lies beside the weights as it is."""
     module = model.module
     config = type(model.config).from_dict(model.config.to_dict())
     config.dtype = dtype
     config.architectures = [type(module).__name__]
     config.save_pretrained(folder)
-    if module.can_generate():
+    # config.json does not say all of how the model generates and its tokenizer works.
+    copied = {
+        path.name: path
+        for pattern in SMALL_FILES
+        for path in sorted(model.folder.glob(pattern))
+        if path.is_file()
+        and path.name not in (CONFIG, ADAPTER_CONFIG)
+        and not path.name.endswith(INDEX_SUFFIX)
+    }
+    for name, path in copied.items():
+        copyfile(path, folder / name)
+    if module.can_generate() and SETTINGS not in copied:
         module.generation_config.save_pretrained(folder)
-    if any(model.folder.glob("tokenizer*")):
-        model.tokenizer.save_pretrained(folder)
+    left = [
+        path.name
+        for path in sorted(model.folder.iterdir())
+        if path.name not in (*copied, CONFIG)
+        and not path.name.endswith((SUFFIX, INDEX_SUFFIX))
+    ]
+    if left:
+        logger.info("Not copied from %s: %s.", model.folder, listed(left))
 
 
 @dataclass(frozen=True)

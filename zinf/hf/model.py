@@ -191,7 +191,9 @@ class Model:
         if self.adapter is not None and any(self.adapter.folder.glob("tokenizer*")):
             folder = self.adapter.folder
         try:
-            return transformers.AutoTokenizer.from_pretrained(folder)
+            return transformers.AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=False
+            )
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ValueError(
                 f"{folder} has no tokenizer that transformers can read: "

@@ -25,6 +25,8 @@ SPEAKERS = {
     "observation": "tool",
     "function_response": "tool",
 }
+# Fields of a message that say whether it is trained on.
+TRAIN_FLAGS = ("train", "weight", "loss")
 # The prompts of https://github.com/tatsu-lab/stanford_alpaca, for tokenizers without a
 # chat template.
 ALPACA = (
@@ -96,7 +98,9 @@ def _from_sharegpt(line: Mapping[str, Any], where: str) -> dict[str, Any]:
                 f"{where}: turn {number} of conversations must have a value and be "
                 f"from one of {', '.join(SPEAKERS)}; found {turn!r:.60}."
             )
-        messages.append({"role": SPEAKERS[speaker], "content": turn["value"]})
+        flags = {name: turn[name] for name in TRAIN_FLAGS if name in turn}
+        content = {"role": SPEAKERS[speaker], "content": turn["value"]}
+        messages.append(content | flags)
     found: dict[str, Any] = {"messages": messages}
     if line.get("tools"):
         tools = line["tools"]
@@ -107,6 +111,13 @@ def _from_sharegpt(line: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _from_alpaca(
     line: Mapping[str, Any], where: str, has_template: bool
 ) -> dict[str, Any]:
+    earlier = _earlier_of_alpaca(line, where)
+    if earlier and not has_template:
+        raise ValueError(
+            f"{where}: the line has a system text or a history, which Alpaca's prompt "
+            "has no place for, and the tokenizer has no chat template. Put "
+            "chat_template.jinja beside the tokenizer, or leave both out of the line."
+        )
     texts = {key: line.get(key) or "" for key in ("instruction", "input", "output")}
     for key, text in texts.items():
         if not isinstance(text, str) or (not text and key != "input"):
@@ -117,10 +128,28 @@ def _from_alpaca(
     if has_template:
         asked = f"{instruction}\n\n{given}" if given else instruction
         question = {"role": "user", "content": asked}
-        return {"messages": [question, {"role": "assistant", "content": output}]}
+        answer = {"role": "assistant", "content": output}
+        return {"messages": [*earlier, question, answer]}
     prompt = ALPACA.format(
         with_input=WITH_INPUT if given else "",
         instruction=instruction,
         input=f"### Input:\n{given}\n\n" if given else "",
     )
     return {"prompt": prompt, "completion": output}
+
+
+def _earlier_of_alpaca(line: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """The messages before the instruction: `system`, and pairs in `history`."""
+    messages: list[dict[str, Any]] = []
+    if line.get("system"):
+        messages.append({"role": "system", "content": line["system"]})
+    for pair in line.get("history") or ():
+        is_pair = isinstance(pair, (list, tuple)) and len(pair) == 2
+        if not is_pair or not all(isinstance(text, str) for text in pair):
+            raise ValueError(
+                f"{where}: history must be a list of pairs, an instruction and its "
+                f"output; found {pair!r:.60}."
+            )
+        for role, text in zip(("user", "assistant"), pair, strict=True):
+            messages.append({"role": role, "content": text})
+    return messages

@@ -5,16 +5,20 @@ A record holds a `text`, a `prompt` and its `completion`, or a conversation in
 see `zinf.hf.records`.
 """
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from zinf.hf.model import IGNORED
-from zinf.hf.records import standard
+from zinf.hf.records import TRAIN_FLAGS, standard
+from zinf.hf.texts import prompt_ids, text_ids
 
+logger = logging.getLogger(__name__)
 KINDS = (
     "text, prompt and completion, messages, conversations (ShareGPT), or instruction "
     "and output (Alpaca)"
@@ -124,16 +128,19 @@ class Tokenizing:
             prompt, completion = line["prompt"], line["completion"]
             if isinstance(prompt, list) and isinstance(completion, list):
                 return self._conversation(
-                    [*prompt, *completion], line.get("tools"), where
+                    [*prompt, *completion],
+                    line.get("tools"),
+                    where,
+                    num_before=len(prompt),
                 )
             _check_text(prompt, "prompt", where)
             _check_text(completion, "completion", where)
             return self._joined(
-                self.tokenizer(prompt).input_ids, self._ended(completion)
+                prompt_ids(self.tokenizer, prompt), self._ended(completion)
             )
         if "text" in line:
             _check_text(line["text"], "text", where)
-            ids = self._closed(self.tokenizer(line["text"]).input_ids)
+            ids = self._closed(text_ids(self.tokenizer, line["text"]))
             return ids, list(ids)
         if "chosen" in line and "rejected" in line:
             raise ValueError(
@@ -159,8 +166,13 @@ class Tokenizing:
         return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
     def _conversation(
-        self, messages: Any, tools: Any, where: str
+        self, messages: Any, tools: Any, where: str, *, num_before: int = 0
     ) -> tuple[list[int], list[int]]:
+        """The tokens and labels of a conversation.
+
+        Args:
+            num_before: the first messages, which are a prompt: none is trained on.
+        """
         template = self.tokenizer.chat_template
         if not template:
             raise ValueError(
@@ -169,6 +181,12 @@ class Tokenizing:
                 "and completion."
             )
         _check_messages(messages, where)
+        is_trained = _trained_messages(messages, num_before, where)
+        messages = [
+            {n: x for n, x in message.items() if n not in TRAIN_FLAGS}
+            for message in messages
+        ]
+        answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         has_tags = GENERATION.search(str(template)) is not None
         if self.assistant_only and not has_tags:
             raise ValueError(f"{where}: {NO_TAGS}")
@@ -179,18 +197,49 @@ class Tokenizing:
             if not self.completion_only and not self.assistant_only:
                 ids = self._laid_out(messages, tools)
                 return ids, list(ids)
-            if has_tags:
+            if has_tags and all(is_trained[i] for i in answers):
                 return self._by_tags(messages, tools)
-            before = self._laid_out(messages[:-1], tools, add_generation_prompt=True)
             ids = self._laid_out(messages, tools)
+            spans = {i: self._span(messages, i, ids, tools) for i in answers}
         except Exception as error:
             # A template is a program, and raises what it likes.
             raise ValueError(
                 f"{where}: the chat template refuses the conversation: {error}"
             ) from error
-        if ids[: len(before)] != before:
+        if ends_with_answer and spans[answers[-1]] is None:
             raise ValueError(f"{where}: {NO_LAST_ANSWER}")
-        return self._joined(before, ids[len(before) :])
+        hidden = [i for i in answers if spans[i] is None]
+        if hidden and not all(is_trained):
+            raise ValueError(
+                f"{where}: the chat template does not show where answer "
+                f"{hidden[0] + 1} of the conversation begins, so parts of it cannot be "
+                "left out of training. Use a template with {% generation %} tags or "
+                "give the conversation up to each answer as a line of its own."
+            )
+        if hidden:
+            _say_left_out(str(template))
+        labels = [IGNORED] * len(ids)
+        for i in answers:
+            span = spans[i]
+            if span is not None and is_trained[i]:
+                labels[slice(*span)] = ids[slice(*span)]
+        return ids, labels
+
+    def _span(
+        self, messages: Sequence[Any], number: int, ids: Sequence[int], tools: Any
+    ) -> tuple[int, int] | None:
+        """Where an answer begins and ends among the tokens of the conversation.
+
+        None if the template lays out the messages up to there in another way.
+        """
+        before = self._laid_out(messages[:number], tools, add_generation_prompt=True)
+        upto = ids
+        if number + 1 < len(messages):
+            upto = self._laid_out(messages[: number + 1], tools)
+        is_prefix = list(ids[: len(upto)]) == list(upto)
+        if not is_prefix or list(ids[: len(before)]) != before:
+            return None
+        return len(before), len(upto)
 
     def _laid_out(self, messages: Sequence[Any], tools: Any, **named: Any) -> list[int]:
         return self.tokenizer.apply_chat_template(
@@ -207,6 +256,38 @@ class Tokenizing:
         )
         ids, mask = found["input_ids"], found["assistant_masks"]
         return ids, [x if m else IGNORED for x, m in zip(ids, mask, strict=True)]
+
+
+def _trained_messages(
+    messages: Sequence[Mapping[str, Any]], num_before: int, where: str
+) -> list[bool]:
+    """Whether each message may be trained on, as its `train`, `weight` or `loss` says.
+
+    Raises:
+        ValueError: a flag is neither true nor false, 0 nor 1.
+    """
+    found = []
+    for number, message in enumerate(messages):
+        flags = {name: message[name] for name in TRAIN_FLAGS if name in message}
+        for name, flag in flags.items():
+            if flag not in (0, 1):
+                raise ValueError(
+                    f"{where}: {name} of message {number + 1} is {flag!r}; it must be "
+                    "true, false, 0 or 1. Other weights of messages are not supported."
+                )
+        found.append(number >= num_before and all(flags.values()))
+    return found
+
+
+@cache
+def _say_left_out(template: str) -> None:
+    """Warn once for each chat template; there may be millions of lines."""
+    logger.warning(
+        "The chat template (%.40r ...) lays out earlier answers in another way when "
+        "more messages follow. Such answers are not trained on, only later ones. A "
+        "template with {%% generation %%} tags shows all.",
+        template,
+    )
 
 
 def _check_text(value: Any, name: str, where: str) -> None:

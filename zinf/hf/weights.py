@@ -31,6 +31,8 @@ from zinf.program import ArraySpec
 from zinf.sharding import Box
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+# Two tensors in one place are compared in parts of about so many bytes.
+COMPARED_BYTES = 64 << 20
 
 
 def to_torch(array: np.ndarray) -> torch.Tensor:
@@ -125,12 +127,43 @@ class StoredWeights(AbstractTensors):
         specs: dict[str, ArraySpec] = {}
         first = first_names(model)
         # What is tied may be in a file under each of its names.
+        again: list[tuple[str, Conversion]] = []
         for conversion in found:
             for name, spec in self._results(conversion).items():
                 name = first.get(name, name)
                 if name not in specs:
                     specs[name], self._made_by[name] = spec, conversion
+                else:
+                    again.append((name, conversion))
         self.specs = specs
+        for name, conversion in again:
+            self._check_tied(name, conversion)
+
+    def _check_tied(self, name: str, other: Conversion) -> None:
+        """Refuse a second tensor for a tied parameter if its content differs."""
+        conversion = self._made_by[name]
+        if conversion.converter is not None or other.converter is not None:
+            return
+        sources = self._source(conversion), self._source(other)
+        one, two = (self._files.specs[source] for source in sources)
+        if (one.shape, one.dtype) == (two.shape, two.dtype):
+            height = max(1, COMPARED_BYTES * one.shape[0] // max(1, one.nbytes))
+            boxes = (
+                ((i, min(i + height, one.shape[0])), *((0, n) for n in one.shape[1:]))
+                for i in range(0, one.shape[0], height)
+            )
+            if all(self._is_same(sources, box) for box in boxes):
+                return
+        raise ValueError(
+            f"The files have {sources[0]!r} and {sources[1]!r}, which differ, and "
+            "config.json says that the two are one (tie_word_embeddings). Set "
+            "tie_word_embeddings to false there to keep both, as transformers does; or "
+            "remove the wrong one from the files."
+        )
+
+    def _is_same(self, sources: tuple[str, str], box: Box) -> bool:
+        one, two = (self._files.read(source, box) for source in sources)
+        return one.tobytes() == two.tobytes()
 
     def copies_of(self, name: str) -> int:
         conversion = self._made_by[name]

@@ -40,7 +40,8 @@ class StreamedLM(TemplateLM):
         pretrained: a folder with a model or an adapter, or a name on the hub.
         base: of an adapter, in place of the one that it names.
         nvme: a folder on a drive, for weights that memory has no room for.
-        batch_size: sequences for which each weight is fetched once; "auto" is 64.
+        batch_size: sequences for which each weight is fetched once; "auto" (also
+            "auto:N") is 64.
         max_length: most tokens of a sequence; that of the model if None.
         max_gen_toks: most new tokens of a text, if the task does not say.
         add_bos_token: whether texts begin with the token that begins texts; None leaves
@@ -70,7 +71,7 @@ class StreamedLM(TemplateLM):
         raw = {} if nvme is None else {"memory": {"nvme": str(Path(nvme))}}
         overrides = [f"{key}={value}" for key, value in settings.items()]
         self._config = Config.load(raw, overrides)
-        count = ROWS * MICROBATCHES if batch_size == AUTO else int(batch_size)
+        count = _batch_size(batch_size)
         self.batch_size, self._rows = count, min(count, ROWS)
         self.max_length = int(max_length or self._model.max_length or MAX_LENGTH)
         self._max_gen_toks, self._add_bos_token = max_gen_toks, add_bos_token
@@ -155,7 +156,12 @@ class StreamedLM(TemplateLM):
 
         Args:
             requests: of each the last two parts are tokens: a context, a continuation.
+
+        Raises:
+            ValueError: one of the two is empty, or the continuation does not fit.
         """
+        for texts, context, rest in requests:
+            self._check(texts, context, rest)
         # As `hf` of lm-eval does: what is too long is cut on the left.
         whole = [(c + r)[-(self.max_length + 1) :] for _, c, r in requests]
         order = sorted(range(len(whole)), key=lambda i: -len(whole[i]))
@@ -179,6 +185,18 @@ class StreamedLM(TemplateLM):
                 total = scores["log_probability"][row, part].sum(dtype=np.float64)
                 found[i] = float(total), bool(scores["is_likeliest"][row, part].all())
         return found
+
+    def _check(self, texts: Any, context: list[int], rest: list[int]) -> None:
+        """Refuse what `hf` of lm-eval asserts, where no score would be right."""
+        if context and 0 < len(rest) <= self.max_length:
+            return
+        found = f"{len(context):,} tokens of context and {len(rest):,} to score"
+        shown = "" if texts is None else f" ({texts!r:.80})"
+        raise ValueError(
+            f"A request has {found}{shown}; both must have some, and at most "
+            f"max_length = {self.max_length:,} are scored at once. Raise max_length, "
+            "or leave the sample out."
+        )
 
     def _token_scores(self, params: Any, batch: Mapping[str, jax.Array]) -> Any:
         """Of each label at its own position, given the tokens up to there."""
@@ -268,3 +286,23 @@ def _batches(numbers: Sequence[int], size: int) -> Iterator[list[int]]:
     rest = iter(numbers)
     while some := list(islice(rest, size)):
         yield some
+
+
+def _batch_size(given: int | str) -> int:
+    """The number of sequences of a batch.
+
+    Raises:
+        ValueError: it is no positive number and not "auto".
+    """
+    # lm-eval looks for the largest batch anew N times with "auto:N"; here it is fixed.
+    if isinstance(given, str) and given.partition(":")[0] == AUTO:
+        return ROWS * MICROBATCHES
+    try:
+        count = int(given)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise ValueError(
+            f"batch_size is {given!r}; it must be a positive number, auto or auto:N."
+        )
+    return count

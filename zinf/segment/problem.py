@@ -5,7 +5,7 @@ user's loss, parameters and model state into that form, and back.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import cached_property
@@ -24,12 +24,19 @@ from zinf.segment.leafwise import (
     leaves_of,
 )
 from zinf.segment.modes import evaluated, for_evaluation, for_training
-from zinf.segment.source import NUMBERS, WrongResult, described, named_leaves
+from zinf.segment.source import (
+    NUMBERS,
+    WrongResult,
+    described,
+    listed,
+    named_leaves,
+)
 from zinf.segment.state_rules import rules_of
 from zinf.segment.weighted import weighed, with_weight
 
 STATE_PREFIX = "model_state/"
 MASTER_DTYPE = "float32"
+OVERWRITTEN = "_overwrite_with_gradient"  # a collection of variables in Flax
 
 
 @dataclass(frozen=True)
@@ -185,7 +192,8 @@ def make_problem(
 
     Raises:
         ValueError: a leaf is not an array, or a pattern matches nothing.
-        NotImplementedError: a complex leaf that is not frozen.
+        NotImplementedError: a complex leaf that is not frozen; or leaves that are
+            overwritten with their gradient.
     """
     modes = Modes.current() if modes is None else modes
     params = modes.of_user(params) if is_function(params) else params
@@ -208,6 +216,7 @@ def make_problem(
             "No parameter is floating-point, so nothing can be trained: "
             f"{path!r} is {leaf.dtype}. Cast the parameters to float32."
         )
+    _refuse_overwritten(leaves)
     mixed = compute_dtype if compute_dtype != MASTER_DTYPE else None
     specs = {}
     for path, leaf in leaves.items():
@@ -268,6 +277,20 @@ def make_problem(
         _structure=structure,
         _state_structure=state_structure,
     )
+
+
+def _refuse_overwritten(paths: Iterable[str]) -> None:
+    """Refuse leaves whose "gradient" is their new value, which an optimizer would add.
+
+    Flax's layers in float8 keep their scales and histories there (`linen.fp8_ops`).
+    """
+    found = [path for path in paths if OVERWRITTEN in path.split("/")]
+    if found:
+        raise NotImplementedError(
+            f"The parameters {listed(found)} are overwritten with their gradient, as "
+            "flax.linen.fp8_ops has it, and zinf updates every parameter by the "
+            "optimizer. Train without float8 layers; bf16 is a key of the config."
+        )
 
 
 def _sort_result(
