@@ -10,7 +10,8 @@ import jax
 import orbax.checkpoint as ocp
 
 from zinf.checkpoint.bucket.keeper import ObjectKeeper
-from zinf.checkpoint.keeper import ITEM, AbstractKeeper, FolderKeeper
+from zinf.checkpoint.incomplete import ITEM
+from zinf.checkpoint.keeper import AbstractKeeper, FolderKeeper
 from zinf.checkpoint.place import ObjectFolder, Place, as_place
 from zinf.checkpoint.save import AbstractSave
 from zinf.checkpoint.saved import Saved
@@ -47,11 +48,14 @@ class AbstractSaveable(Protocol):
 class Checkpoints:
     """Saves, keeps and restores the checkpoints of a run.
 
-    `directory/<step>/state` is a checkpoint. All but the newest `keep` are deleted. A
+    `directory/<step>/state` is a checkpoint. Of those of this run, all but the newest
+    `keep` are deleted: of those that it saved, and those up to the one that it
+    restored. Nothing else in the directory is deleted, also not by its name. A
     checkpoint counts only when all of it is safe: Orbax renames its folder when all
     files are synced to the drive, and in object storage the manifest comes last. So if
     the process is killed or the power fails, the checkpoint before is still there.
-    Opening the directory deletes incomplete checkpoints and logs a warning for each.
+    Opening the directory deletes incomplete checkpoints that carry zinf's marker, and
+    logs a warning for each.
 
     Args:
         directory: a folder, or a URL: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or
@@ -125,6 +129,7 @@ class Checkpoints:
         with Saved(folder) as saved:
             data = _from_json(saved.data)
         engine.restore(folder, verify=verify)
+        self._keeper.goes_on_from(step)
         return data
 
     @property

@@ -3,18 +3,25 @@
 import asyncio
 import os
 from pathlib import Path
+from typing import Any
 
 from orbax.checkpoint.path import atomicity
 
+from zinf.checkpoint.incomplete import mark
 from zinf.memory.nvme.system import sync_file, sync_folder
 
 
 class DurableRename(atomicity.AtomicRenameTemporaryPath):
-    """A temporary folder of Orbax that is synced before and after it is renamed.
+    """A temporary folder of Orbax with zinf's marker, synced before and after a rename.
 
     Orbax itself syncs nothing. After a power cut, the drive could then have the rename
     without the files, or the deletion of an older checkpoint without the new one.
     """
+
+    async def create(self) -> Any:
+        folder = await super().create()
+        await asyncio.to_thread(mark, Path(folder))
+        return folder
 
     async def finalize(self) -> None:
         if self._checkpoint_metadata_store is not None:

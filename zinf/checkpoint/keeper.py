@@ -1,7 +1,8 @@
 """Keeps the checkpoints of a run in a folder of a file system, by Orbax."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,16 @@ from zinf.checkpoint.arrays import check_space
 from zinf.checkpoint.durable import DurableRename
 from zinf.checkpoint.failure import failure
 from zinf.checkpoint.handler import StateHandler, StateSave
-from zinf.checkpoint.incomplete import delete_incomplete
+from zinf.checkpoint.incomplete import (
+    ITEM,
+    complete_steps,
+    delete,
+    delete_incomplete,
+    marker_of,
+)
 from zinf.checkpoint.save import AbstractSave, Save
 from zinf.memory.residents import Residents
 
-ITEM = "state"
 # Orbax abandons a save after this time. Terabytes take hours on a slow drive.
 TIMEOUT = timedelta(days=7)
 
@@ -40,6 +46,10 @@ class AbstractKeeper(ABC):
         """
 
     @abstractmethod
+    def goes_on_from(self, step: int) -> None:
+        """Count the checkpoints up to one that was restored as those of this run."""
+
+    @abstractmethod
     def latest_step(self) -> int | None:
         """Step of the newest checkpoint, complete or being saved."""
 
@@ -59,7 +69,11 @@ class AbstractKeeper(ABC):
 
 
 class FolderKeeper(AbstractKeeper):
-    """Orbax renames a checkpoint when all files are synced, and deletes old ones."""
+    """Orbax renames a checkpoint when all files are synced.
+
+    Old checkpoints are deleted when a newer one is complete: those of this run alone,
+    which are the ones that it saved, and those up to the one that it went on from.
+    """
 
     def __init__(
         self,
@@ -69,7 +83,9 @@ class FolderKeeper(AbstractKeeper):
         asynchronous: bool,
         barrier: Callable[[str], None],
     ) -> None:
-        self.directory = directory
+        self.directory, self.keep, self._barrier = directory, keep, barrier
+        self._own: list[int] = []
+        self._saving: int | None = None
         try:
             directory.mkdir(parents=True, exist_ok=True)
             if jax.process_index() == 0:
@@ -83,9 +99,10 @@ class FolderKeeper(AbstractKeeper):
         self._manager = ocp.CheckpointManager(
             directory,
             options=ocp.CheckpointManagerOptions(
-                preservation_policy=ocp.checkpoint_managers.LatestN(keep),
+                # Orbax deletes neither old checkpoints nor unfinished ones here: it
+                # takes every folder named by a number for a checkpoint.
                 create=False,
-                cleanup_tmp_directories=True,
+                cleanup_tmp_directories=False,
                 enable_async_checkpointing=asynchronous,
                 async_options=ocp.AsyncOptions(
                     timeout_secs=int(TIMEOUT.total_seconds()),
@@ -100,26 +117,66 @@ class FolderKeeper(AbstractKeeper):
     def save(
         self, step: int, residents: Residents, scalars: Mapping[str, Any], data: Any
     ) -> Save:
+        self.wait()
+        folder = self.directory / str(step)
+        if folder.exists():
+            what = "a checkpoint of" if (folder / ITEM).exists() else "a folder for"
+            raise ValueError(
+                f"{self.directory} has {what} step {step} already. Save the run in a "
+                "folder of its own."
+            )
         state = StateSave(residents, scalars, data)
         args = ocp.args.Composite(**{ITEM: state})
-        self._manager.save(step, args=args, force=True)
+        self._saving = step
+        with self._failing_clean():
+            self._manager.save(step, args=args, force=True)
         return self._handler.last
 
+    def goes_on_from(self, step: int) -> None:
+        self._own = [s for s in complete_steps(self.directory) if s <= step]
+
     def latest_step(self) -> int | None:
-        return self._manager.latest_step()
+        under_way = [] if self._saving is None else [self._saving]
+        return max([*complete_steps(self.directory), *under_way], default=None)
 
     def is_saving(self) -> bool:
         return self._manager.is_saving_in_progress()
 
     def wait(self) -> None:
-        self._manager.wait_until_finished()
+        with self._failing_clean():
+            self._manager.wait_until_finished()
+        if self._saving is None:
+            return
+        self._own.append(self._saving)
+        self._saving = None
+        old, self._own = self._own[: -self.keep], self._own[-self.keep :]
+        if jax.process_index() == 0:
+            for step in old:
+                folder = self.directory / str(step)
+                if folder.is_dir() and marker_of(folder) is not None:
+                    delete(folder)
+
+    @contextmanager
+    def _failing_clean(self) -> Generator[None, None, None]:
+        """If the save fails, delete what it wrote."""
+        try:
+            yield
+        except BaseException:
+            self._saving = None
+            if jax.process_index() == 0:
+                with suppress(OSError):
+                    delete_incomplete(self.directory)
+            raise
 
     def check_space(self, nbytes: int) -> None:
         check_space(self.directory, nbytes)
 
     def close(self) -> None:
         try:
-            self._manager.close()
+            try:
+                self.wait()
+            finally:
+                self._manager.close()
         finally:
             self._handler.close()
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from zinf.checkpoint.bucket.keeper import complete, incomplete_steps
 from zinf.checkpoint.bucket.store import Store
-from zinf.checkpoint.incomplete import incomplete
-from zinf.checkpoint.keeper import ITEM
+from zinf.checkpoint.incomplete import ITEM, incomplete
 from zinf.checkpoint.manifest import FILE
 from zinf.checkpoint.place import ObjectFolder, Place, as_place
 from zinf.checkpoint.saved import Saved

@@ -205,8 +205,8 @@ def test_other_objects_are_left_alone(url, engine, tmp_path):
         path.write_text("x")
     with Checkpoints(url) as checkpoints:
         assert checkpoints.latest_step() is None
-    # Only a folder with nothing but `state` can be what a save left.
-    assert not mine.exists() and notes.exists()
+    # Neither has the marker of a save by zinf.
+    assert mine.exists() and notes.exists()
 
 
 def test_damage_is_named(url, engine, tmp_path):

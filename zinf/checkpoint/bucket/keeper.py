@@ -3,19 +3,23 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import jax
 
 from zinf.checkpoint.bucket.save import ObjectSave, commit
 from zinf.checkpoint.bucket.store import Store, contents
-from zinf.checkpoint.keeper import ITEM, AbstractKeeper
+from zinf.checkpoint.incomplete import ITEM, MARKER
+from zinf.checkpoint.keeper import AbstractKeeper
 from zinf.checkpoint.manifest import FILE
 from zinf.checkpoint.place import ObjectFolder
 from zinf.checkpoint.share import shares_of
 from zinf.jax_modes import with_own_modes
+from zinf.memory import StorageError
 from zinf.memory.residents import Residents
 
+MARK = b'{"written_by": "zinf"}\n'
 logger = logging.getLogger(__name__)
 
 
@@ -36,6 +40,7 @@ class ObjectKeeper(AbstractKeeper):
     ) -> None:
         self.folder, self.keep, self.asynchronous = folder, keep, asynchronous
         self._barrier = barrier
+        self._own: list[int] = []
         self._store = Store(folder)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="zinf-checkpoint")
         self._saving: tuple[int, Future[None]] | None = None
@@ -61,6 +66,9 @@ class ObjectKeeper(AbstractKeeper):
         else:
             run(step, save, scalars, data)
         return save
+
+    def goes_on_from(self, step: int) -> None:
+        self._own = [s for s in self._steps if s <= step]
 
     def latest_step(self) -> int | None:
         under_way = [] if self._saving is None else [self._saving[0]]
@@ -89,28 +97,41 @@ class ObjectKeeper(AbstractKeeper):
     def _finish(
         self, step: int, save: ObjectSave, scalars: Mapping[str, Any], data: Any
     ) -> None:
+        is_first = jax.process_index() == 0
         try:
+            if is_first:
+                self._store.put(f"{step}/{MARKER}", MARK).result()
             save.finish()
         except BaseException:
+            save.cancel()
             save.remove()
+            with suppress(StorageError):
+                # The marker goes last: what stays is still known as zinf's.
+                if is_first and not self._store.names(f"{step}/{ITEM}/"):
+                    self._store.delete([f"{step}/{MARKER}"])
             raise
         self._barrier("all of a checkpoint is written")
         if jax.process_index() == 0:
             commit(save, scalars, data)
         self._barrier("a checkpoint is complete")
-        self._steps = sorted([*self._steps, step])
-        old, self._steps = self._steps[: -self.keep], self._steps[-self.keep :]
+        self._own.append(step)
+        old, self._own = self._own[: -self.keep], self._own[-self.keep :]
+        self._steps = sorted({*self._steps, step} - {*old})
         if jax.process_index() == 0:
             for number in old:
                 self._delete(number, self._store.names(f"{number}/{ITEM}/"))
 
     def _delete(self, step: int, names: list[str]) -> None:
         manifest = f"{step}/{ITEM}/{FILE}"
+        marker = f"{step}/{MARKER}"
         self._store.delete(name for name in names if name == manifest)
-        self._store.delete(name for name in names if name != manifest)
+        self._store.delete(name for name in names if name not in (manifest, marker))
+        self._store.delete([marker])
 
     def _delete_incomplete(self, names: list[str]) -> None:
         for step in incomplete_steps(names):
+            if self._store.get(f"{step}/{MARKER}") != MARK:
+                continue
             logger.warning(
                 "%s is a checkpoint whose saving or deleting was cut short; it is "
                 "deleted.",
@@ -140,13 +161,16 @@ def complete(
 
 
 def incomplete_steps(names: Sequence[str]) -> Iterator[int]:
-    """Steps of the checkpoints that are only partly saved or partly deleted."""
+    """Steps of the checkpoints that are only partly saved or partly deleted.
+
+    A folder without zinf's marker, or with anything else in it, is not ours.
+    """
+    known = set(names)
     for step in _steps(names):
-        # A folder with anything else in it is not ours.
-        is_ours = len(contents(names, f"{step}/{ITEM}")) == len(
-            contents(names, str(step))
-        )
-        if is_ours and f"{step}/{ITEM}/{FILE}" not in names:
+        marker, manifest = f"{step}/{MARKER}", f"{step}/{ITEM}/{FILE}"
+        others = len(contents(names, str(step))) - 1
+        is_ours = len(contents(names, f"{step}/{ITEM}")) == others
+        if marker in known and is_ours and manifest not in known:
             yield step
 
 
