@@ -1,21 +1,26 @@
 """A store on a faulty drive, what can be asked of it, and what must hold after that."""
 
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
 
-from tests.robustness.faults import SECONDS_TO_WAIT, BlockLayer, Rule, open_files
+from tests.robustness.faults import (
+    SECONDS_TO_WAIT,
+    BlockLayer,
+    Rule,
+    eventually,
+    open_files,
+    threads_of,
+)
 from zinf.memory import NvmeStore
 from zinf.memory.nvme import Profile, save_profile
 from zinf.memory.nvme.profile import PROFILE
-from zinf.memory.storage_error import ADVICE, OTHER_ADVICE, SAME_ADVICE, StorageError
+from zinf.memory.storage_error import StorageError
 from zinf.program import ArrayId, ArraySpec, Role
 
 ARRAY = ArrayId(Role.PARAM, "blocks/kernel")
@@ -34,7 +39,7 @@ class Size:
 
     @property
     def row(self) -> int:
-        """One in the middle of the second chunk."""
+        """A row in the middle of the second chunk."""
         return self.rows_per_chunk + 1
 
     @property
@@ -42,8 +47,8 @@ class Size:
         return self.rows_per_chunk * self.shape[1] * 4
 
 
-# Chunks of 48 bytes go through the page cache; 64 pages of the larger ones do not, and
-# what is left of them does.
+# Chunks of 48 bytes go through the page cache. Of the larger ones 64 pages do not, and
+# the rest does.
 SIZES = {"small": Size((6, 4)), "large": Size((40, 3301))}
 
 
@@ -61,12 +66,20 @@ class Bench:
     def __post_init__(self) -> None:
         draw = np.random.default_rng(0).standard_normal
         self.old, self.new = (draw(self.size.shape, np.float32) for _ in "on")
+        for link in self.links:
+            link.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        if self.store.contains(ARRAY):
+            self.store.free(ARRAY)
+            self.store.clear()
 
     def create(self) -> None:
         spec = ArraySpec(self.size.shape, "float32", 4)
         self.store.create(ARRAY, spec, rows_per_chunk=self.size.rows_per_chunk)
 
     def fill(self) -> None:
+        self.remove()
         self.create()
         self.write(self.old)
 
@@ -85,22 +98,36 @@ class Bench:
         """Where a checkpoint would have linked the chunk files."""
         return [self.folder / f"link {i}" for i in range(2)]
 
-    def link(self) -> None:
-        for chunk, link in zip(self.chunks, self.links, strict=True):
-            os.link(chunk, link)
-
-    def expect_links(self) -> None:
-        """What was linked is as it was."""
-        found = b"".join(link.read_bytes() for link in self.links if link.exists())
-        assert found in (b"", self.old.tobytes())
+    def expect(self, value: np.ndarray) -> None:
+        np.testing.assert_array_equal(self.read(), value)
 
     def expect_one_of(self, *allowed: np.ndarray) -> None:
-        """Reading raises what it should, or gives one of the arrays, whole."""
+        """Reading raises, or gives one of the arrays, whole."""
         try:
             found = self.read()
         except StorageError:
             return
         assert any(np.array_equal(found, value) for value in allowed)
+
+    def expect_at_rest(self, *, is_there: bool = True) -> None:
+        """Nothing is under way or open, and the ledger counts what is there."""
+        self.store._flush()
+        eventually(lambda: not open_files(self.folder / "arrays"))
+        assert self.store.contains(ARRAY) == is_there
+        expected = self.size.chunk_bytes * 2 if is_there else 0
+        assert self.store.ledger.used_bytes == expected
+        # What was linked is as it was.
+        found = b"".join(link.read_bytes() for link in self.links if link.exists())
+        assert found in (b"", self.old.tobytes())
+
+    def expect_works(self) -> None:
+        """Every verb succeeds, with the right bytes."""
+        for verb in VERBS.values():
+            verb.prepare(self)
+            verb.run(self)
+            if verb.run is not Bench.create:
+                self.expect(verb.result(self))
+        self.expect_at_rest()
 
 
 @dataclass(frozen=True)
@@ -108,7 +135,7 @@ class Verb:
     """Something to ask of a bench.
 
     Args:
-        prepare: while all is well.
+        prepare: makes the bench ready, while all is well, whatever happened before.
         run: what may fail; raises AssertionError if what it gives is wrong.
         result: what is read after it succeeded.
         what: begins the message of what it raises.
@@ -117,15 +144,7 @@ class Verb:
     prepare: Callable[[Bench], None]
     run: Callable[[Bench], None]
     result: Callable[[Bench], np.ndarray]
-    what: str
-
-
-def _read(bench: Bench) -> None:
-    np.testing.assert_array_equal(bench.read(), bench.old)
-
-
-def _overwrite(bench: Bench) -> None:
-    bench.write(bench.new)
+    what: str = "Cannot write param/blocks/kernel"
 
 
 def _write_row(bench: Bench) -> None:
@@ -134,13 +153,11 @@ def _write_row(bench: Bench) -> None:
     bench.store.write(replace(ARRAY, rows=rows), value).result(SECONDS_TO_WAIT)
 
 
-def _write_first(bench: Bench) -> None:
-    bench.write(bench.old)
-
-
-def _fill_and_link(bench: Bench) -> None:
+def _link(bench: Bench) -> None:
     bench.fill()
-    bench.link()
+    for chunk, link in zip(bench.chunks, bench.links, strict=True):
+        link.unlink(missing_ok=True)
+        os.link(chunk, link)
 
 
 def _with_new_row(bench: Bench) -> np.ndarray:
@@ -149,84 +166,41 @@ def _with_new_row(bench: Bench) -> np.ndarray:
     return value
 
 
+def _create(bench: Bench) -> None:
+    bench.remove()
+    bench.create()
+
+
 VERBS = {
-    "read": Verb(Bench.fill, _read, lambda b: b.old, "Cannot read param/blocks/kernel"),
-    "overwrite": Verb(
-        Bench.fill, _overwrite, lambda b: b.new, "Cannot write param/blocks/kernel"
-    ),
-    "replace": Verb(
-        _fill_and_link, _overwrite, lambda b: b.new, "Cannot write param/blocks/kernel"
-    ),
-    "write row": Verb(
-        Bench.fill, _write_row, _with_new_row, "Cannot write param/blocks/kernel["
-    ),
-    "first write": Verb(
-        Bench.create, _write_first, lambda b: b.old, "Cannot write param/blocks/kernel"
-    ),
     "create": Verb(
-        lambda bench: None,
+        Bench.remove,
         Bench.create,
         lambda b: b.old,
         "Cannot create param/blocks/kernel",
+    ),
+    "first write": Verb(_create, lambda b: b.write(b.old), lambda b: b.old),
+    "overwrite": Verb(Bench.fill, lambda b: b.write(b.new), lambda b: b.new),
+    # A write of files that are linked.
+    "replace": Verb(_link, lambda b: b.write(b.new), lambda b: b.new),
+    "write row": Verb(Bench.fill, _write_row, _with_new_row),
+    "read": Verb(
+        Bench.fill,
+        lambda b: b.expect(b.old),
+        lambda b: b.old,
+        "Cannot read param/blocks/kernel",
     ),
 }
 
 
 def run(bench: Bench, verb: Verb, *rules: Rule) -> StorageError | None:
     """What `verb` raises while `rules` hold."""
+    verb.prepare(bench)
     with bench.layer.broken(*rules):
         try:
             verb.run(bench)
         except StorageError as error:
             return error
     return None
-
-
-def expect_named(error: StorageError, verb: Verb, code: int, folder: Path) -> None:
-    """The error says what was asked, what was found, where, and what to change."""
-    assert error.errno == code
-    assert error.filename.startswith(f"{folder}/arrays/")
-    message = str(error)
-    assert message.startswith(f"[Errno {code}] {verb.what}")
-    assert ADVICE.get(SAME_ADVICE.get(code, code), OTHER_ADVICE) in message
-
-
-def expect_at_rest(bench: Bench, *, is_there: bool = True) -> None:
-    """Nothing is under way or open, and the ledger counts what is there."""
-    bench.store._flush()
-    eventually(lambda: not open_files(bench.folder / "arrays"))
-    assert bench.store.contains(ARRAY) == is_there
-    expected = bench.size.chunk_bytes * 2 if is_there else 0
-    assert bench.store.ledger.used_bytes == expected
-
-
-def expect_works(bench: Bench, verb: Verb) -> None:
-    """The same succeeds now, with the right bytes, and so does all else."""
-    if verb is VERBS["write row"]:
-        # What failed in place has to be written as a whole before a part of it is.
-        bench.write(bench.old)
-    verb.run(bench)
-    if verb.run is Bench.create:
-        _write_first(bench)
-    np.testing.assert_array_equal(bench.read(), verb.result(bench))
-    for value in (bench.new, bench.old):
-        bench.write(value)
-        np.testing.assert_array_equal(bench.read(), value)
-    expect_at_rest(bench)
-
-
-def eventually(is_so: Callable[[], Any]) -> None:
-    """Wait for what other threads are about to do."""
-    deadline = monotonic() + SECONDS_TO_WAIT
-    while not is_so():
-        assert monotonic() < deadline
-        sleep(0.002)
-
-
-def threads_of(folder: Path) -> list[str]:
-    """The threads of the drive that moves the files of `folder`."""
-    names = [t.name for t in threading.enumerate()]
-    return [n for n in names if n.startswith("nvme") and n.endswith(f" {folder.name}")]
 
 
 @contextmanager
@@ -240,7 +214,7 @@ def benches(folder: Path) -> Iterator[Callable[..., Bench]]:
         layer = BlockLayer()
         for path in paths or [folder]:
             path.mkdir(exist_ok=True)
-            # They are taken for equally fast, without measuring them.
+            # Drives are taken for equally fast, without measuring them.
             profile = Profile(mixed_bytes_per_second=1e9, num_threads=2)
             if not (path / PROFILE).exists():
                 save_profile(profile, path)

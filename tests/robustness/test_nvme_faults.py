@@ -2,7 +2,14 @@
 
 import errno
 import os
+import resource
+import signal
+import subprocess
+import threading
+import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from errno import (
     EACCES,
     EAGAIN,
@@ -15,14 +22,18 @@ from errno import (
     EROFS,
 )
 from pathlib import Path
-from typing import Any
+from time import sleep
 
 import numpy as np
 import pytest
 
+from tests.golden import Golden
 from tests.robustness.faults import (
+    Gate,
     Rule,
+    before,
     delay,
+    eventually,
     fail,
     fail_after,
     move_at_most,
@@ -35,59 +46,47 @@ from tests.robustness.faulty_store import (
     VERBS,
     Bench,
     benches,
-    expect_at_rest,
-    expect_named,
-    expect_works,
     run,
 )
+from zinf.memory.nvme import Profile, save_profile
 from zinf.memory.storage_error import StorageError
 
 Make = Callable[..., Bench]
 
-# What can be refused to each verb: the call, and the errors it may name. The rows of
-# one call differ by who raises: a drive, a quota, a limit of the process, permissions.
+# What can be refused to each verb: the call, and the errors that it may name.
 REFUSED = {
-    "read": {
-        "open": [EIO, EACCES, EMFILE],
-        "stat": [EIO],
-        "preadv": [EIO, EAGAIN],
-    },
-    "overwrite": {
-        "open": [EIO, EACCES, EROFS],
-        "stat": [EIO],
-        "pwritev": [EIO, EAGAIN, EDQUOT],
-    },
-    "replace": {
-        "open": [EIO, EMFILE],
-        "allocate": [EIO, ENOSPC, EDQUOT],
-        "pwritev": [EIO, ENOSPC, EDQUOT],
-        "replace": [EIO, ENOSPC, EACCES],
-    },
-    "write row": {"open": [EIO], "stat": [EIO], "preadv": [EIO], "pwritev": [EIO]},
-    "first write": {"open": [EROFS, EMFILE], "pwritev": [EIO, ENOSPC, EFBIG]},
     "create": {
         "open": [EIO, EACCES, EROFS, EMFILE],
         "allocate": [EIO, ENOSPC, EDQUOT, EFBIG],
+        "close": [EIO],
     },
+    "first write": {"open": [EROFS], "pwritev": [ENOSPC, EFBIG], "close": [EIO]},
+    "overwrite": {
+        "open": [EACCES],
+        "stat": [EIO],
+        "pwritev": [EIO, EAGAIN, EDQUOT],
+        "close": [EIO],
+    },
+    "replace": {
+        "open": [EMFILE],
+        "allocate": [EIO, ENOSPC],
+        "pwritev": [EDQUOT],
+        "replace": [EIO, ENOSPC, EACCES],
+        "close": [EIO],
+    },
+    "write row": {"open": [EIO], "stat": [EIO], "preadv": [EIO], "pwritev": [EIO]},
+    "read": {"open": [EIO], "stat": [EIO], "preadv": [EIO, EAGAIN], "close": [EIO]},
 }
-CALLS = {
-    "read": "open preadv",
-    "overwrite": "open pwritev",
-    "replace": "open allocate pwritev replace",
-    "write row": "open preadv pwritev",
-    "first write": "open pwritev",
-    "create": "open allocate",
-}
-# What does not matter, of transfers and of every call.
-SLOW_OR_SHORT: dict[str, Rule] = {
+# What is finished all the same.
+HARMLESS = {
     "in pieces of whole pages": Rule("preadv pwritev", move_at_most(3 * 4096)),
     "in pieces of odd length": Rule("preadv pwritev", move_at_most(5001)),
-    "short once": Rule("preadv pwritev", move_at_most(17), times=1),
     "nothing twice": Rule("preadv pwritev", move_nothing, times=2),
-    "slowly": Rule("open preadv pwritev allocate replace", delay(0.005)),
+    "slowly": Rule("open preadv pwritev allocate replace", delay(0.002)),
+    "interrupted": Rule(
+        "open preadv pwritev allocate replace stat close", fail(EINTR), times=3
+    ),
 }
-# Of the verbs whose writes are in place or not, and of reads.
-TRANSFERRING = ["read", "overwrite", "replace", "write row", "first write"]
 
 
 @pytest.fixture
@@ -96,146 +95,98 @@ def make(tmp_nvme: Path) -> Iterator[Make]:
         yield make
 
 
-def named_errors() -> Iterator[Any]:
-    for verb, calls in REFUSED.items():
-        for call, codes in calls.items():
-            for code in codes:
-                name = f"{verb}-{call}-{errno.errorcode[code]}"
-                yield pytest.param(verb, call, code, id=name)
+def test_what_a_call_refuses_is_named_and_leaves_nothing(
+    make: Make, golden: Golden, tmp_nvme: Path
+) -> None:
+    lines, advice = [], {}
+    for size in SIZES:
+        bench = make(size)
+        for name, call, code in [
+            (verb, call, code)
+            for verb, calls in REFUSED.items()
+            for call, codes in calls.items()
+            for code in codes
+        ]:
+            verb = VERBS[name]
+            deed = fail_after(code) if call == "close" else fail(code)
+            # Of the second chunk only: the first may be written, or skipped.
+            error = run(bench, verb, Rule(call, deed, path="*/c.1.0*"))
+            assert error is not None and error.errno == code
+            file = Path(error.filename)
+            assert file.parents[1] == tmp_nvme / "arrays"
+            assert error.strerror.startswith(verb.what)
+            found, _, advised = error.strerror.partition(". ")
+            lines.append(f"{size}, {name}, {call}, {file.name}: {found}")
+            assert advice.setdefault(errno.errorcode[code], advised) == advised
+            bench.expect_at_rest(is_there=name != "create")
+            if name in ("replace", "write row", "read"):
+                bench.expect_one_of(bench.old, bench.new)
+        bench.expect_works()
+        bench.store.close()
+    lines += ["", *(f"{name}: {advised}" for name, advised in sorted(advice.items()))]
+    golden.check("errors_of_calls.txt", "\n".join(lines))
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("verb", "call", "code"), [*named_errors()])
-def test_what_a_call_refuses_is_named_and_leaves_nothing(verb, call, code, size, make):
-    bench, verb = make(size), VERBS[verb]
-    verb.prepare(bench)
-    # Of the second chunk only: the first may be written, or skipped.
-    error = run(bench, verb, Rule(call, fail(code), path="*/c.1.0*"))
-    assert error is not None
-    expect_named(error, verb, code, bench.folder)
-    assert Path(error.filename).name in ("c.1.0", "c.1.0.new")
-    if call in ("preadv", "pwritev", "allocate"):
-        nbytes = bench.size.chunk_bytes
-        if call != "allocate" and size == "large":
-            nbytes -= nbytes % 4096  # What O_DIRECT moves of it.
-        assert f"{os.strerror(code)}, at byte 0, of {nbytes:,} bytes asked" in str(
-            error
-        )
-    expect_at_rest(bench, is_there=verb.run is not Bench.create)
-    bench.expect_links()
-    expect_works(bench, verb)
-    bench.expect_links()
+def test_what_is_short_slow_or_interrupted_is_finished(make: Make, size: str) -> None:
+    bench = make(size)
+    for rule in HARMLESS.values():
+        for name, verb in VERBS.items():
+            if name != "create" or "allocate" in rule.names:
+                assert run(bench, verb, rule) is None
+                bench.expect_at_rest()
+                if name != "create":
+                    bench.expect(verb.result(bench))
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("verb", VERBS)
-def test_a_close_that_fails_is_named_and_leaves_nothing_open(verb, size, make):
-    bench, verb = make(size), VERBS[verb]
-    verb.prepare(bench)
-    error = run(bench, verb, Rule("close", fail_after(EIO)))
-    assert error is not None
-    expect_named(error, verb, EIO, bench.folder)
-    expect_at_rest(bench, is_there=verb.run is not Bench.create)
-    bench.expect_links()
-    expect_works(bench, verb)
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("verb", ["overwrite", "replace", "first write"])
-def test_a_drive_that_is_full_in_mid_write_is_named(verb, size, make):
+def test_a_drive_that_is_full_in_mid_write_is_named(make: Make, size: str) -> None:
     """Half of a chunk is written, then there is no more room."""
-    bench, verb = make(size), VERBS[verb]
-    verb.prepare(bench)
+    bench = make(size)
     half = bench.size.chunk_bytes // 8192 * 4096 or bench.size.chunk_bytes // 2
     rules = (
         Rule("pwritev", fail(ENOSPC), when=lambda c: c.offset >= half),
         Rule("pwritev", move_at_most(half)),
     )
-    error = run(bench, verb, *rules)
-    assert error is not None
-    expect_named(error, verb, ENOSPC, bench.folder)
-    assert f"at byte {half:,}, of " in str(error)
-    expect_at_rest(bench)
-    bench.expect_links()
-    bench.expect_one_of()
-    expect_works(bench, verb)
-
-
-@pytest.mark.parametrize("verb", ["replace", "write row", "read"])
-@pytest.mark.parametrize("size", SIZES)
-def test_what_failed_leaves_the_old_content_or_none(verb, size, make):
-    bench, verb = make(size), VERBS[verb]
-    verb.prepare(bench)
-    call = "preadv" if verb is VERBS["read"] else "pwritev"
-    assert run(bench, verb, Rule(call, fail(EIO)))
-    bench.expect_one_of(bench.old)
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("call", ["open", "pwritev", "allocate", "replace"])
-def test_a_write_that_failed_in_part_is_never_read_as_a_mixture(call, size, make):
-    bench, verb = make(size), VERBS["replace"]
-    verb.prepare(bench)
-    assert run(bench, verb, Rule(call, fail(EIO), path="*/c.1.0*"))
-    bench.expect_one_of(bench.old, bench.new)
-    expect_works(bench, verb)
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(
-    ("verb", "call"), [(v, c) for v, calls in CALLS.items() for c in calls.split()]
-)
-def test_a_call_that_a_signal_interrupts_is_made_again(verb, call, size, make):
-    bench, verb = make(size), VERBS[verb]
-    verb.prepare(bench)
-    assert run(bench, verb, Rule(call, fail(EINTR), times=3)) is None
-    expect_at_rest(bench)
-    if verb.run is Bench.create:
-        bench.write(bench.old)
-    np.testing.assert_array_equal(bench.read(), verb.result(bench))
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("fault", SLOW_OR_SHORT)
-@pytest.mark.parametrize("verb", TRANSFERRING)
-def test_what_is_short_or_slow_is_finished(verb, fault, size, make):
-    bench, verb = make(size), VERBS[verb]
-    verb.prepare(bench)
-    assert run(bench, verb, SLOW_OR_SHORT[fault]) is None
-    np.testing.assert_array_equal(bench.read(), verb.result(bench))
-    expect_at_rest(bench)
-    bench.expect_links()
-
-
-@pytest.mark.parametrize("verb", TRANSFERRING)
-def test_a_byte_at_a_time_is_enough_for_the_page_cache(verb, make):
-    bench, verb = make("small"), VERBS[verb]
-    verb.prepare(bench)
-    assert run(bench, verb, Rule("preadv pwritev", move_at_most(1))) is None
-    np.testing.assert_array_equal(bench.read(), verb.result(bench))
+    for name in ("first write", "overwrite", "replace"):
+        error = run(bench, VERBS[name], *rules)
+        assert error is not None and error.errno == ENOSPC
+        assert f"at byte {half:,}, of " in str(error)
+        with pytest.raises(StorageError, match="its last write failed"):
+            bench.read()
+        bench.expect_at_rest()
 
 
 @pytest.mark.parametrize(
     ("size", "nbytes"), [("small", 0), ("large", 0), ("large", 1), ("large", 4095)]
 )
-@pytest.mark.parametrize("verb", TRANSFERRING)
-def test_a_transfer_that_does_not_come_on_is_given_up(verb, size, nbytes, make):
+def test_a_transfer_that_does_not_come_on_is_given_up(
+    make: Make, size: str, nbytes: int
+) -> None:
     """O_DIRECT goes on at a page only, so less than that is nothing."""
-    bench, verb = make(size), VERBS[verb]
-    verb.prepare(bench)
+    bench = make(size)
     deed = move_at_most(nbytes) if nbytes else move_nothing
-    error = run(bench, verb, Rule("preadv pwritev", deed))
-    assert error is not None
-    expect_named(error, verb, EIO, bench.folder)
-    assert "moved nothing and named no error, at byte" in str(error)
-    expect_at_rest(bench)
-    expect_works(bench, verb)
+    for name in ("first write", "replace", "write row", "read"):
+        error = run(bench, VERBS[name], Rule("preadv pwritev", deed))
+        assert error is not None and error.errno == EIO
+        assert "moved nothing and named no error, at byte" in str(error)
+        bench.expect_at_rest()
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("call", ["preadv", "pwritev"])
-def test_one_array_that_fails_leaves_the_others_alone(call, size, make):
+def test_a_file_that_shrinks_while_it_is_read_is_named(make: Make, size: str) -> None:
     bench = make(size)
+    shrink = before(lambda: os.truncate(bench.chunks[1], 5))
+    error = run(bench, VERBS["read"], Rule("preadv", shrink, path="*/c.1.0"))
+    assert error is not None
+    assert "the file has only 5 bytes, at byte " in str(error)
+    bench.expect_at_rest()
+    bench.expect_works()
+
+
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_one_array_that_fails_leaves_the_others_alone(make: Make, call: str) -> None:
+    bench = make("large")
     bench.fill()
     bench.store.write(OTHER, bench.new.copy()).result()
     broken = Rule(call, fail(EIO), path=f"{bench.store.folder(ARRAY)}/*")
@@ -250,18 +201,130 @@ def test_one_array_that_fails_leaves_the_others_alone(call, size, make):
             np.testing.assert_array_equal(bench.store.read(OTHER).result(), value)
             with pytest.raises(StorageError):
                 failing.result()
-    bench.write(bench.new)
-    np.testing.assert_array_equal(bench.read(), bench.new)
 
 
 @pytest.mark.parametrize("call", ["open", "allocate"])
-@pytest.mark.parametrize("size", SIZES)
-def test_a_first_write_that_cannot_make_its_files_holds_nothing(call, size, make):
-    bench = make(size)
+def test_a_first_write_that_cannot_make_its_files_holds_nothing(
+    make: Make, call: str
+) -> None:
+    bench = make()
     with bench.layer.broken(Rule(call, fail(ENOSPC))):
         with pytest.raises(StorageError, match="Free space on that drive"):
             bench.store.write(ARRAY, bench.new)
-    expect_at_rest(bench, is_there=False)
+    bench.expect_at_rest(is_there=False)
     assert list((bench.folder / "arrays").iterdir()) == []
     bench.write(bench.new)
-    np.testing.assert_array_equal(bench.read(), bench.new)
+    bench.expect(bench.new)
+
+
+@contextmanager
+def files_of_at_most(nbytes: int) -> Iterator[None]:
+    """The kernel refuses larger files, as quotas and some file systems do."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_file_that_the_kernel_thinks_too_large_is_named(make: Make) -> None:
+    bench = make("large")
+    for verb in (VERBS["create"], VERBS["overwrite"], VERBS["replace"]):
+        verb.prepare(bench)
+        with files_of_at_most(65536):
+            with pytest.raises(StorageError, match="Free space on that") as error:
+                verb.run(bench)
+        assert error.value.errno == EFBIG
+        bench.expect_at_rest(is_there=verb is not VERBS["create"])
+    bench.expect_works()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    options = ["-t", "tmpfs", "-o", "size=1m", "zinf-test", str(disk)]
+    try:
+        subprocess.run(["mount", *options], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"cannot mount a small file system: {error}")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_disk_that_is_really_full_is_named_and_may_be_emptied(
+    small_disk: Path,
+) -> None:
+    with benches(small_disk / "nvme") as make:
+        bench = make("large")
+        VERBS["replace"].prepare(bench)
+        with pytest.raises(StorageError, match="Free space on that drive") as caught:
+            bench.store.write(OTHER, np.ones(2**18, np.float32))
+        assert caught.value.errno == ENOSPC
+        bench.expect_at_rest()
+        (small_disk / "rest").write_bytes(bytes(2**18))
+        with pytest.raises(StorageError) as caught:
+            bench.write(bench.new)
+        assert caught.value.errno == ENOSPC
+        bench.expect_at_rest()
+        (small_disk / "rest").unlink()
+        for link in bench.links:
+            link.unlink()
+        bench.write(bench.new)
+        bench.expect(bench.new)
+
+
+def test_signals_during_transfers_change_nothing(make: Make) -> None:
+    bench = make("large")
+    bench.fill()
+    got = []
+    previous = signal.signal(signal.SIGUSR1, lambda *_: got.append(1))
+    try:
+        with bench.layer.broken(Rule("preadv pwritev", delay(0.01))):
+            for value in (bench.new, bench.old):
+                writing = bench.store.write(ARRAY, value)
+                for _ in range(10):
+                    for thread in threading.enumerate():
+                        if thread.name.startswith("nvme"):
+                            assert thread.ident is not None
+                            signal.pthread_kill(thread.ident, signal.SIGUSR1)
+                    sleep(0.001)
+                writing.result()
+                bench.expect(value)
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+    assert got
+
+
+def test_what_is_done_holds_no_memory(make: Make) -> None:
+    bench = make("large")
+    bench.fill()
+    value = bench.new.copy()
+    kept = [weakref.ref(value)]
+    bench.store.write(ARRAY, value).result()
+    kept.append(weakref.ref(bench.read()))
+    del value
+    eventually(lambda: all(memory() is None for memory in kept))
+
+
+def test_a_callback_may_make_arrays_though_one_thread_moves_all(
+    tmp_nvme: Path, make: Make
+) -> None:
+    save_profile(Profile(num_threads=1), tmp_nvme)
+    bench = make()
+    bench.fill()
+    gate, made = Gate(), threading.Event()
+
+    def make_another(_: Future) -> None:
+        bench.store.write(OTHER, bench.new).add_done_callback(lambda _: made.set())
+
+    with bench.layer.broken(Rule("pwritev", gate, path="*/c.0.0")):
+        writing = bench.store.write(ARRAY, bench.new)
+        writing.add_done_callback(make_another)
+        gate.open()
+        assert made.wait(5)
+    np.testing.assert_array_equal(bench.store.read(OTHER).result(), bench.new)

@@ -8,42 +8,37 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.clock import Clock, still
-from tests.robustness.faults import SECONDS_TO_WAIT, Call, Gate, Rule, fail
-from tests.robustness.faulty_store import (
-    ARRAY,
-    OTHER,
-    SIZES,
-    VERBS,
-    Bench,
-    benches,
+from tests.robustness.faults import (
+    SECONDS_TO_WAIT,
+    Call,
+    Gate,
+    Rule,
     eventually,
-    expect_at_rest,
-    expect_works,
+    fail,
     threads_of,
 )
+from tests.robustness.faulty_store import ARRAY, SIZES, VERBS, Bench, benches
 from zinf.memory.nvme import Profile, drive, open_file, save_profile
 from zinf.memory.storage_error import StorageError
 
 Make = Callable[..., Bench]
 
 STALL_SECONDS = 0.2
-
 STALLS = [
-    ("read", "open"),
-    ("read", "stat"),
-    ("read", "preadv"),
+    ("create", "allocate"),
+    ("first write", "pwritev"),
     ("overwrite", "open"),
     ("overwrite", "pwritev"),
     ("overwrite", "close"),
     ("replace", "allocate"),
     ("replace", "replace"),
-    ("first write", "pwritev"),
     ("write row", "preadv"),
-    ("create", "allocate"),
+    ("read", "open"),
+    ("read", "stat"),
+    ("read", "preadv"),
 ]
 
 
@@ -60,13 +55,6 @@ def make(tmp_nvme: Path) -> Iterator[Make]:
         yield make
 
 
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    gate = Gate()
-    yield gate
-    gate.open()
-
-
 def in_thread(function: Callable[[], Any]) -> Future[Any]:
     """The result of a call that may hang."""
     future: Future[Any] = Future()
@@ -81,15 +69,11 @@ def in_thread(function: Callable[[], Any]) -> Future[Any]:
     return future
 
 
-def expect_stall(function: Callable[[], Any], gate: Gate, clock: Clock) -> StorageError:
-    """What it raises when the kernel has not answered for too long."""
+def stall(function: Callable[[], Any], gate: Gate, clock: Clock) -> StorageError:
+    """What `function` raises when the kernel has not answered for too long."""
     future = in_thread(function)
     gate.wait()
     clock.advance(1.5 * STALL_SECONDS)
-    return stalled(future)
-
-
-def stalled(future: Future[Any]) -> StorageError:
     error = future.exception(SECONDS_TO_WAIT)
     assert isinstance(error, StorageError)
     assert error.errno == ETIMEDOUT
@@ -107,100 +91,74 @@ def recover(bench: Bench, gate: Gate) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("verb", "call"), STALLS)
 def test_a_drive_that_stalls_fails_in_time_and_may_recover(
-    verb, call, size, make, gate, clock
-):
-    bench, verb = make(size, stall_seconds=STALL_SECONDS), VERBS[verb]
-    verb.prepare(bench)
-    stall = Rule(call, gate, path="*/c.1.0*")
-    with bench.layer.broken(stall):
-        error = expect_stall(lambda: verb.run(bench), gate, clock)
-        assert str(error).startswith(f"[Errno {ETIMEDOUT}] {verb.what}")
-    recover(bench, gate)
-    expect_at_rest(bench, is_there=verb.run is not Bench.create)
-    bench.expect_links()
-    if verb.run is not Bench.create:
-        bench.expect_one_of(bench.old, bench.new)
-    expect_works(bench, verb)
-    bench.expect_links()
-
-
-def test_all_that_is_asked_of_a_drive_that_stalls_fails_at_once(make, gate, clock):
-    bench = make(stall_seconds=STALL_SECONDS)
-    bench.fill()
-    bench.store.write(OTHER, bench.new).result()
-    with bench.layer.broken(Rule("pwritev", gate, path="*/c.1.0")):
-        expect_stall(lambda: bench.write(bench.new), gate, clock)
-        # The clock stands still: nothing is waited for.
-        stalled(in_thread(lambda: bench.store.write(OTHER, bench.old).result()))
-    recover(bench, gate)
-    bench.store.write(OTHER, bench.old).result()
-    np.testing.assert_array_equal(bench.store.read(OTHER).result(), bench.old)
-    bench.store.free(OTHER)
-    expect_works(bench, VERBS["overwrite"])
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_rows_beside_a_write_that_stalls_fail_in_time(size, make, gate, clock):
+    make: Make, clock: Clock, size: str
+) -> None:
     bench = make(size, stall_seconds=STALL_SECONDS)
+    for name, call in STALLS:
+        verb, gate = VERBS[name], Gate()
+        verb.prepare(bench)
+        with bench.layer.broken(Rule(call, gate, path="*/c.1.0*")):
+            error = stall(lambda verb=verb: verb.run(bench), gate, clock)
+            assert error.strerror.startswith(verb.what)
+            recover(bench, gate)
+        bench.expect_at_rest(is_there=name != "create")
+        if name != "create":
+            bench.expect_one_of(bench.old, bench.new)
+    bench.expect_works()
+
+
+def test_rows_beside_a_write_that_stalls_fail_in_time(make: Make, clock: Clock) -> None:
+    bench, gate = make(stall_seconds=STALL_SECONDS), Gate()
     bench.fill()
     row, last = (
         replace(ARRAY, rows=(r, r + 1)) for r in (bench.size.row, bench.size.row + 1)
     )
     with bench.layer.broken(Rule("pwritev", gate)):
-        writing = bench.store.write(row, bench.new[: bench.size.shape[0] // 2][:1])
+        writing = bench.store.write(row, bench.new[:1].copy())
         gate.wait()
-        expect_stall(lambda: bench.store.read(last).result(), gate, clock)
-        assert writing.exception().errno == ETIMEDOUT
-    recover(bench, gate)
-    expect_works(bench, VERBS["overwrite"])
-
-
-def test_a_small_read_whose_file_cannot_be_opened_fails_in_time(make, gate, clock):
-    bench = make(stall_seconds=STALL_SECONDS)
-    bench.fill()
-    with bench.layer.broken(Rule("open", gate)):
-        expect_stall(bench.read, gate, clock)
+        stall(lambda: bench.store.read(last).result(), gate, clock)
+        error = writing.exception()
+        assert isinstance(error, StorageError) and error.errno == ETIMEDOUT
+        recover(bench, gate)
+    bench.expect_works()
 
 
 def test_a_store_whose_drive_stalls_is_closed_in_time_and_its_threads_end(
-    make, gate, clock
-):
-    bench = make(stall_seconds=STALL_SECONDS)
+    make: Make, clock: Clock
+) -> None:
+    bench, gate = make(stall_seconds=STALL_SECONDS), Gate()
     bench.fill()
     with bench.layer.broken(Rule("preadv", gate)):
-        expect_stall(bench.read, gate, clock)
+        stall(bench.read, gate, clock)
         in_thread(bench.store.close).result(SECONDS_TO_WAIT)
         gate.open()
         eventually(lambda: not threads_of(bench.folder))
-    expect_works(make(), VERBS["create"])
+    make().expect_works()
 
 
 def test_memory_changed_after_a_stall_is_not_taken_for_what_was_written(
-    tmp_nvme, make, gate, clock
-):
+    tmp_nvme: Path, make: Make, clock: Clock
+) -> None:
     """The rest of what stalled would be written from memory that has another use."""
     save_profile(Profile(block_bytes=64 * 1024), tmp_nvme)
-    bench = make("large", stall_seconds=STALL_SECONDS)
+    bench, gate = make("large", stall_seconds=STALL_SECONDS), Gate()
     bench.fill()
     memory = bench.new.copy()
     with bench.layer.broken(Rule("pwritev", gate, path="*/c.1.0")):
-        expect_stall(lambda: bench.store.write(ARRAY, memory).result(), gate, clock)
+        stall(lambda: bench.store.write(ARRAY, memory).result(), gate, clock)
         memory[:] = 0
         recover(bench, gate)
     bench.expect_one_of(bench.old, bench.new)
-    expect_works(bench, VERBS["overwrite"])
+    bench.expect_works()
 
 
-@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("verb", "call"), [("read", "preadv"), ("write", "pwritev")])
 def test_a_request_that_failed_ends_when_nothing_uses_its_memory(
-    verb, call, size, make, gate
-):
-    bench = make(size)
+    make: Make, verb: str, call: str
+) -> None:
+    bench, gate, is_done = make("large"), Gate(), Event()
     bench.fill()
-    is_done = Event()
 
     def fail_while_held(call: Call) -> Any:
         gate.wait()
@@ -210,7 +168,7 @@ def test_a_request_that_failed_ends_when_nothing_uses_its_memory(
     failing = Rule(call, fail_while_held, path="*/c.1.0")
     with bench.layer.broken(failing, held):
         if verb == "read":
-            future = in_thread(bench.read)
+            future = bench.store.read(ARRAY)
         else:
             future = bench.store.write(ARRAY, bench.new)
         future.add_done_callback(lambda _: is_done.set())
@@ -220,18 +178,19 @@ def test_a_request_that_failed_ends_when_nothing_uses_its_memory(
         with pytest.raises(StorageError) as caught:
             future.result(SECONDS_TO_WAIT)
         assert caught.value.errno == EIO
-    expect_at_rest(bench)
-    expect_works(bench, VERBS["overwrite"])
+    bench.expect_at_rest()
 
 
-def test_one_of_two_drives_that_stalls_is_named(tmp_nvme, make, gate, clock):
+def test_one_of_two_drives_that_stalls_is_named(
+    tmp_nvme: Path, make: Make, clock: Clock
+) -> None:
     paths = [tmp_nvme / "a", tmp_nvme / "b"]
-    bench = make("large", paths=paths, stall_seconds=STALL_SECONDS)
+    bench, gate = make("large", paths=paths, stall_seconds=STALL_SECONDS), Gate()
     bench.fill()
-    homes = {chunk.parent.parent.parent for chunk in bench.chunks}
-    assert homes == set(paths)
+    assert {chunk.parents[2] for chunk in bench.chunks} == set(paths)
     with bench.layer.broken(Rule("pwritev", gate, path=f"{paths[1]}/*")):
-        error = expect_stall(lambda: bench.write(bench.new), gate, clock)
+        error = stall(lambda: bench.write(bench.new), gate, clock)
         assert error.filename == str(paths[1])
-    recover(bench, gate)
-    expect_works(bench, VERBS["overwrite"])
+        recover(bench, gate)
+    bench.write(bench.new)
+    bench.expect(bench.new)
