@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -37,9 +37,9 @@ from tests.robustness.faults import (
     open_buffered,
     open_files,
 )
-from zinf.memory import NvmeStore, StorageError, aligned_empty
+from zinf.memory import NvmeStore, StorageError
 from zinf.memory.chunk import chunk_shape
-from zinf.memory.nvme import Drive, File, Profile, System, save_profile
+from zinf.memory.nvme import Profile, System, save_profile
 from zinf.memory.zarr_format import numpy_dtype
 from zinf.program import ArrayId, ArraySpec, Role
 
@@ -56,9 +56,6 @@ SMALL = {
     "nvme.array.chunk_shape": partial(chunk_shape, max_bytes=4 * PAGE_BYTES),
 }
 SECONDS_TO_WAIT = 60
-FILE_BYTES = 20 * PAGE_BYTES
-
-repeatable = partial(settings, derandomize=True, deadline=None, database=None)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -354,88 +351,11 @@ class Storage(RuleBasedStateMachine):
 
 
 def test_what_is_read_is_what_was_written() -> None:
-    run_state_machine_as_test(
-        Storage, settings=repeatable(max_examples=80, stateful_step_count=25)
+    repeatable = settings(
+        max_examples=80,
+        stateful_step_count=25,
+        derandomize=True,
+        deadline=None,
+        database=None,
     )
-
-
-@dataclass(frozen=True)
-class Move:
-    """One read or write of a range, with memory so far beyond a page."""
-
-    is_write: bool
-    offset: int
-    nbytes: int
-    beyond_page: int
-    seed: int
-
-    def overlaps(self, other: "Move") -> bool:
-        is_apart = (
-            self.offset + self.nbytes <= other.offset
-            or other.offset + other.nbytes <= self.offset
-        )
-        return (self.is_write or other.is_write) and not is_apart
-
-    def memory(self) -> np.ndarray:
-        pages = aligned_empty((self.nbytes + 2 * PAGE_BYTES,), np.uint8)
-        return pages[self.beyond_page : self.beyond_page + self.nbytes]
-
-
-@st.composite
-def moves(draw: st.DrawFn) -> Move:
-    near_pages = st.builds(
-        lambda page, by: max(0, page * PAGE_BYTES + by),
-        st.integers(0, FILE_BYTES // PAGE_BYTES),
-        st.integers(-2, 2),
-    )
-    edges = st.one_of(st.integers(0, FILE_BYTES), near_pages).map(
-        lambda edge: min(edge, FILE_BYTES)
-    )
-    low, high = sorted([draw(edges), draw(edges)])
-    return Move(
-        is_write=draw(st.booleans()),
-        offset=low,
-        nbytes=high - low,
-        # Some lie like the file does, and need no copy.
-        beyond_page=draw(st.sampled_from([0, 1, 64, low % PAGE_BYTES])),
-        seed=draw(st.integers(0, 2**16)),
-    )
-
-
-@repeatable(max_examples=60)
-@given(
-    st.lists(moves(), min_size=1, max_size=25),
-    profiles,
-    st.sampled_from([System(), System(open=open_buffered)]),
-)
-def test_a_file_is_the_bytes_that_were_written_to_it(
-    asked: list[Move], profile: Profile, system: System
-) -> None:
-    """Ranges that do not overlap may be under way at once, even in one page."""
-    expected = bytearray(FILE_BYTES)
-    pending: list[tuple[Move, np.ndarray, bytes]] = []
-
-    def settle(file: File) -> None:
-        file.flush()
-        for move, memory, content in pending:
-            assert memory.tobytes() == content, move
-        pending.clear()
-
-    with folder() as root:
-        with Drive(root, profile=profile, system=system) as drive:
-            file = File(drive, root / "file", nbytes=FILE_BYTES)
-            for move in asked:
-                if any(move.overlaps(other) for other, _, _ in pending):
-                    settle(file)
-                memory = move.memory()
-                where = slice(move.offset, move.offset + move.nbytes)
-                if move.is_write:
-                    random = np.random.default_rng(move.seed)
-                    memory[:] = random.integers(0, 256, move.nbytes, np.uint8)
-                    file.write_async(memory, move.offset)
-                    expected[where] = memory.tobytes()
-                else:
-                    file.read_async(memory, move.offset)
-                pending.append((move, memory, bytes(expected[where])))
-            settle(file)
-        assert (root / "file").read_bytes() == expected
+    run_state_machine_as_test(Storage, settings=repeatable)

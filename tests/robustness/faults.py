@@ -252,14 +252,6 @@ def flip_bit(at: int) -> Deed:
     return deed
 
 
-def delay(seconds: float) -> Deed:
-    def deed(call: Call) -> Any:
-        sleep(seconds)
-        return go_on(call)
-
-    return deed
-
-
 def before(function: Callable[[], object]) -> Deed:
     """Something happens just before the call."""
 

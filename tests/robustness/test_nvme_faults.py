@@ -1,57 +1,226 @@
-"""Every call of the NVMe tier may fail: the error is named, or the bytes are right."""
+"""Every call of the NVMe tier may fail: the error is named, and nothing is left."""
 
 import errno
 import os
-import resource
-import signal
 import subprocess
-import threading
-import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from errno import (
     EACCES,
     EAGAIN,
     EDQUOT,
     EFBIG,
-    EINTR,
     EIO,
     EMFILE,
     ENOSPC,
     EROFS,
+    ETIMEDOUT,
 )
 from pathlib import Path
-from time import sleep
+from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.clock import still
 from tests.golden import Golden
 from tests.robustness.faults import (
+    SECONDS_TO_WAIT,
+    BlockLayer,
     Gate,
     Rule,
-    before,
-    delay,
     eventually,
     fail,
     fail_after,
     move_at_most,
-    move_nothing,
+    open_files,
+    threads_of,
 )
-from tests.robustness.faulty_store import (
-    ARRAY,
-    OTHER,
-    SIZES,
-    VERBS,
-    Bench,
-    benches,
-    run,
-)
-from zinf.memory.nvme import Profile, save_profile
+from zinf.memory import NvmeStore
+from zinf.memory.nvme import Profile, drive, open_file, save_profile
 from zinf.memory.storage_error import StorageError
+from zinf.program import ArrayId, ArraySpec, Role
 
-Make = Callable[..., Bench]
+ARRAY = ArrayId(Role.PARAM, "blocks/kernel")
+OTHER = ArrayId(Role.PARAM, "other")
+
+
+@dataclass(frozen=True)
+class Size:
+    """An array in two chunk files."""
+
+    shape: tuple[int, int]
+
+    @property
+    def rows_per_chunk(self) -> int:
+        return self.shape[0] // 2
+
+    @property
+    def row(self) -> int:
+        """A row in the middle of the second chunk."""
+        return self.rows_per_chunk + 1
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self.rows_per_chunk * self.shape[1] * 4
+
+
+# Chunks of 48 bytes go through the page cache. Of the larger ones 64 pages do not, and
+# the rest does.
+SIZES = {"small": Size((6, 4)), "large": Size((40, 3301))}
+
+
+@dataclass
+class Bench:
+    """A store of one array, of which `old` was written; `new` is about to be."""
+
+    layer: BlockLayer
+    store: NvmeStore
+    folder: Path
+    size: Size
+    old: np.ndarray = field(init=False)
+    new: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        draw = np.random.default_rng(0).standard_normal
+        self.old, self.new = (draw(self.size.shape, np.float32) for _ in "on")
+        for link in self.links:
+            link.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        if self.store.contains(ARRAY):
+            self.store.free(ARRAY)
+            self.store.clear()
+
+    def create(self) -> None:
+        spec = ArraySpec(self.size.shape, "float32", 4)
+        self.store.create(ARRAY, spec, rows_per_chunk=self.size.rows_per_chunk)
+
+    def fill(self) -> None:
+        self.remove()
+        self.create()
+        self.write(self.old)
+
+    def write(self, value: np.ndarray) -> None:
+        self.store.write(ARRAY, value.copy()).result(SECONDS_TO_WAIT)
+
+    def read(self) -> np.ndarray:
+        return self.store.read(ARRAY).result(SECONDS_TO_WAIT)
+
+    @property
+    def chunks(self) -> list[Path]:
+        return self.store.chunk_files(ARRAY)
+
+    @property
+    def links(self) -> list[Path]:
+        """Where a checkpoint would have linked the chunk files."""
+        return [self.folder / f"link {i}" for i in range(2)]
+
+    def expect(self, value: np.ndarray) -> None:
+        np.testing.assert_array_equal(self.read(), value)
+
+    def expect_one_of(self, *allowed: np.ndarray) -> None:
+        """Reading raises, or gives one of the arrays, whole."""
+        try:
+            found = self.read()
+        except StorageError:
+            return
+        assert any(np.array_equal(found, value) for value in allowed)
+
+    def expect_at_rest(self, *, is_there: bool = True) -> None:
+        """Nothing is under way or open, and the ledger counts what is there."""
+        self.store._flush()
+        eventually(lambda: not open_files(self.folder / "arrays"))
+        assert self.store.contains(ARRAY) == is_there
+        expected = self.size.chunk_bytes * 2 if is_there else 0
+        assert self.store.ledger.used_bytes == expected
+        # What was linked is as it was.
+        found = b"".join(link.read_bytes() for link in self.links if link.exists())
+        assert found in (b"", self.old.tobytes())
+
+    def expect_works(self) -> None:
+        """Every verb succeeds, with the right bytes."""
+        for verb in VERBS.values():
+            verb.prepare(self)
+            verb.run(self)
+            if verb.run is not Bench.create:
+                self.expect(verb.result(self))
+        self.expect_at_rest()
+
+
+@dataclass(frozen=True)
+class Verb:
+    """Something to ask of a bench.
+
+    Args:
+        prepare: makes the bench ready, while all is well, whatever happened before.
+        run: what may fail; raises AssertionError if what it gives is wrong.
+        result: what is read after it succeeded.
+        what: begins the message of what it raises.
+    """
+
+    prepare: Callable[[Bench], None]
+    run: Callable[[Bench], None]
+    result: Callable[[Bench], np.ndarray]
+    what: str = "Cannot write param/blocks/kernel"
+
+
+def _write_row(bench: Bench) -> None:
+    rows = (bench.size.row, bench.size.row + 1)
+    value = bench.new[slice(*rows)].copy()
+    bench.store.write(replace(ARRAY, rows=rows), value).result(SECONDS_TO_WAIT)
+
+
+def _link(bench: Bench) -> None:
+    bench.fill()
+    for chunk, link in zip(bench.chunks, bench.links, strict=True):
+        link.unlink(missing_ok=True)
+        os.link(chunk, link)
+
+
+def _with_new_row(bench: Bench) -> np.ndarray:
+    value = bench.old.copy()
+    value[bench.size.row] = bench.new[bench.size.row]
+    return value
+
+
+def _create(bench: Bench) -> None:
+    bench.remove()
+    bench.create()
+
+
+VERBS = {
+    "create": Verb(
+        Bench.remove,
+        Bench.create,
+        lambda b: b.old,
+        "Cannot create param/blocks/kernel",
+    ),
+    "first write": Verb(_create, lambda b: b.write(b.old), lambda b: b.old),
+    "overwrite": Verb(Bench.fill, lambda b: b.write(b.new), lambda b: b.new),
+    # A write of files that are linked.
+    "replace": Verb(_link, lambda b: b.write(b.new), lambda b: b.new),
+    "write row": Verb(Bench.fill, _write_row, _with_new_row),
+    "read": Verb(
+        Bench.fill,
+        lambda b: b.expect(b.old),
+        lambda b: b.old,
+        "Cannot read param/blocks/kernel",
+    ),
+}
+
+
+def run(bench: Bench, verb: Verb, *rules: Rule) -> StorageError | None:
+    """What `verb` raises while `rules` hold."""
+    verb.prepare(bench)
+    with bench.layer.broken(*rules):
+        try:
+            verb.run(bench)
+        except StorageError as error:
+            return error
+    return None
+
 
 # What can be refused to each verb: the call, and the errors that it may name.
 REFUSED = {
@@ -77,26 +246,41 @@ REFUSED = {
     "write row": {"open": [EIO], "stat": [EIO], "preadv": [EIO], "pwritev": [EIO]},
     "read": {"open": [EIO], "stat": [EIO], "preadv": [EIO, EAGAIN], "close": [EIO]},
 }
-# What is finished all the same.
-HARMLESS = {
-    "in pieces of whole pages": Rule("preadv pwritev", move_at_most(3 * 4096)),
-    "in pieces of odd length": Rule("preadv pwritev", move_at_most(5001)),
-    "nothing twice": Rule("preadv pwritev", move_nothing, times=2),
-    "slowly": Rule("open preadv pwritev allocate replace", delay(0.002)),
-    "interrupted": Rule(
-        "open preadv pwritev allocate replace stat close", fail(EINTR), times=3
-    ),
-}
+
+
+@contextmanager
+def benches(*folders: Path) -> Iterator[Callable[..., Bench]]:
+    """Makes benches in `folders`; nothing may be left of them in the end."""
+    made: list[NvmeStore] = []
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+        # Drives are taken for equally fast, without measuring them.
+        save_profile(Profile(mixed_bytes_per_second=1e9, num_threads=2), folder)
+
+    def make(size: str = "small", **settings: Any) -> Bench:
+        layer = BlockLayer()
+        settings = {"checksums": "full", "system": layer.system} | settings
+        made.append(NvmeStore(folders, **settings))
+        return Bench(layer, made[-1], folders[0], SIZES[size])
+
+    try:
+        yield make
+    finally:
+        for store in made:
+            store.close()
+    for folder in folders:
+        eventually(lambda folder=folder: not threads_of(folder))
+        assert open_files(folder) == []
 
 
 @pytest.fixture
-def make(tmp_nvme: Path) -> Iterator[Make]:
+def make(tmp_nvme: Path) -> Iterator[Callable[..., Bench]]:
     with benches(tmp_nvme) as make:
         yield make
 
 
 def test_what_a_call_refuses_is_named_and_leaves_nothing(
-    make: Make, golden: Golden, tmp_nvme: Path
+    make: Callable[..., Bench], golden: Golden, tmp_nvme: Path
 ) -> None:
     lines, advice = [], {}
     for size in SIZES:
@@ -128,19 +312,9 @@ def test_what_a_call_refuses_is_named_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_is_short_slow_or_interrupted_is_finished(make: Make, size: str) -> None:
-    bench = make(size)
-    for rule in HARMLESS.values():
-        for name, verb in VERBS.items():
-            if name != "create" or "allocate" in rule.names:
-                assert run(bench, verb, rule) is None
-                bench.expect_at_rest()
-                if name != "create":
-                    bench.expect(verb.result(bench))
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_a_drive_that_is_full_in_mid_write_is_named(make: Make, size: str) -> None:
+def test_a_drive_that_is_full_in_mid_write_is_named(
+    make: Callable[..., Bench], size: str
+) -> None:
     """Half of a chunk is written, then there is no more room."""
     bench = make(size)
     half = bench.size.chunk_bytes // 8192 * 4096 or bench.size.chunk_bytes // 2
@@ -155,89 +329,6 @@ def test_a_drive_that_is_full_in_mid_write_is_named(make: Make, size: str) -> No
         with pytest.raises(StorageError, match="its last write failed"):
             bench.read()
         bench.expect_at_rest()
-
-
-@pytest.mark.parametrize(
-    ("size", "nbytes"), [("small", 0), ("large", 0), ("large", 1), ("large", 4095)]
-)
-def test_a_transfer_that_does_not_come_on_is_given_up(
-    make: Make, size: str, nbytes: int
-) -> None:
-    """O_DIRECT goes on at a page only, so less than that is nothing."""
-    bench = make(size)
-    deed = move_at_most(nbytes) if nbytes else move_nothing
-    for name in ("first write", "replace", "write row", "read"):
-        error = run(bench, VERBS[name], Rule("preadv pwritev", deed))
-        assert error is not None and error.errno == EIO
-        assert "moved nothing and named no error, at byte" in str(error)
-        bench.expect_at_rest()
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_a_file_that_shrinks_while_it_is_read_is_named(make: Make, size: str) -> None:
-    bench = make(size)
-    shrink = before(lambda: os.truncate(bench.chunks[1], 5))
-    error = run(bench, VERBS["read"], Rule("preadv", shrink, path="*/c.1.0"))
-    assert error is not None
-    assert "the file has only 5 bytes, at byte " in str(error)
-    bench.expect_at_rest()
-    bench.expect_works()
-
-
-@pytest.mark.parametrize("call", ["preadv", "pwritev"])
-def test_one_array_that_fails_leaves_the_others_alone(make: Make, call: str) -> None:
-    bench = make("large")
-    bench.fill()
-    bench.store.write(OTHER, bench.new.copy()).result()
-    broken = Rule(call, fail(EIO), path=f"{bench.store.folder(ARRAY)}/*")
-    with bench.layer.broken(broken):
-        for value in (bench.old, bench.new):
-            failing = (
-                bench.store.read(ARRAY)
-                if call == "preadv"
-                else bench.store.write(ARRAY, bench.new)
-            )
-            bench.store.write(OTHER, value).result()
-            np.testing.assert_array_equal(bench.store.read(OTHER).result(), value)
-            with pytest.raises(StorageError):
-                failing.result()
-
-
-@pytest.mark.parametrize("call", ["open", "allocate"])
-def test_a_first_write_that_cannot_make_its_files_holds_nothing(
-    make: Make, call: str
-) -> None:
-    bench = make()
-    with bench.layer.broken(Rule(call, fail(ENOSPC))):
-        with pytest.raises(StorageError, match="Free space on that drive"):
-            bench.store.write(ARRAY, bench.new)
-    bench.expect_at_rest(is_there=False)
-    assert list((bench.folder / "arrays").iterdir()) == []
-    bench.write(bench.new)
-    bench.expect(bench.new)
-
-
-@contextmanager
-def files_of_at_most(nbytes: int) -> Iterator[None]:
-    """The kernel refuses larger files, as quotas and some file systems do."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-def test_a_file_that_the_kernel_thinks_too_large_is_named(make: Make) -> None:
-    bench = make("large")
-    for verb in (VERBS["create"], VERBS["overwrite"], VERBS["replace"]):
-        verb.prepare(bench)
-        with files_of_at_most(65536):
-            with pytest.raises(StorageError, match="Free space on that") as error:
-                verb.run(bench)
-        assert error.value.errno == EFBIG
-        bench.expect_at_rest(is_there=verb is not VERBS["create"])
-    bench.expect_works()
 
 
 @pytest.fixture
@@ -278,53 +369,33 @@ def test_a_disk_that_is_really_full_is_named_and_may_be_emptied(
         bench.expect(bench.new)
 
 
-def test_signals_during_transfers_change_nothing(make: Make) -> None:
-    bench = make("large")
-    bench.fill()
-    got = []
-    previous = signal.signal(signal.SIGUSR1, lambda *_: got.append(1))
-    try:
-        with bench.layer.broken(Rule("preadv pwritev", delay(0.01))):
-            for value in (bench.new, bench.old):
-                writing = bench.store.write(ARRAY, value)
-                for _ in range(10):
-                    for thread in threading.enumerate():
-                        if thread.name.startswith("nvme"):
-                            assert thread.ident is not None
-                            signal.pthread_kill(thread.ident, signal.SIGUSR1)
-                    sleep(0.001)
-                writing.result()
-                bench.expect(value)
-    finally:
-        signal.signal(signal.SIGUSR1, previous)
-    assert got
-
-
-def test_what_is_done_holds_no_memory(make: Make) -> None:
-    bench = make("large")
-    bench.fill()
-    value = bench.new.copy()
-    kept = [weakref.ref(value)]
-    bench.store.write(ARRAY, value).result()
-    kept.append(weakref.ref(bench.read()))
-    del value
-    eventually(lambda: all(memory() is None for memory in kept))
-
-
-def test_a_callback_may_make_arrays_though_one_thread_moves_all(
-    tmp_nvme: Path, make: Make
+def test_one_of_two_drives_that_stalls_is_named_and_may_recover(
+    tmp_path: Path,
 ) -> None:
-    save_profile(Profile(num_threads=1), tmp_nvme)
-    bench = make()
-    bench.fill()
-    gate, made = Gate(), threading.Event()
-
-    def make_another(_: Future) -> None:
-        bench.store.write(OTHER, bench.new).add_done_callback(lambda _: made.set())
-
-    with bench.layer.broken(Rule("pwritev", gate, path="*/c.0.0")):
-        writing = bench.store.write(ARRAY, bench.new)
-        writing.add_done_callback(make_another)
-        gate.open()
-        assert made.wait(5)
-    np.testing.assert_array_equal(bench.store.read(OTHER).result(), bench.new)
+    with (
+        still("monotonic", drive, open_file) as clock,
+        benches(tmp_path / "a", tmp_path / "b") as make,
+    ):
+        bench, gate = make(stall_seconds=0.2), Gate()
+        bench.fill()
+        spec = ArraySpec(bench.size.shape, "float32", 4)
+        bench.store.create(OTHER, spec, rows_per_chunk=1)
+        bench.store.write(OTHER, bench.old.copy()).result()
+        assert {path.parents[2].name for path in bench.chunks} == {"a", "b"}
+        stall = Rule("pwritev", gate, path="*/b/arrays/*")
+        with bench.layer.broken(stall, is_cached=True):
+            writing = bench.store.write(ARRAY, bench.new)
+            gate.wait()
+            clock.advance(0.3)
+            error = writing.exception(SECONDS_TO_WAIT)
+            assert isinstance(error, StorageError) and error.errno == ETIMEDOUT
+            assert error.filename == str(tmp_path / "b")
+            assert "Check the drive and its cable" in str(error)
+            # Though the page cache has its bytes.
+            refused = bench.store.read(OTHER).exception(SECONDS_TO_WAIT)
+            assert isinstance(refused, StorageError) and refused.errno == ETIMEDOUT
+            gate.open()
+        eventually(lambda: not any(d.is_stalled for d in bench.store._drives))
+        bench.write(bench.new)
+        bench.expect(bench.new)
+        np.testing.assert_array_equal(bench.store.read(OTHER).result(), bench.old)

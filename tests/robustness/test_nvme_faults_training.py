@@ -4,7 +4,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from errno import EINTR, EIO, ENOSPC, EROFS, ETIMEDOUT
+from errno import EIO, ENOSPC, EROFS, ETIMEDOUT
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -22,7 +22,6 @@ from tests.robustness.faults import (
     eventually,
     fail,
     flip_bit,
-    move_at_most,
     open_files,
     pretend,
 )
@@ -142,16 +141,6 @@ def test_a_write_that_was_none_is_found_in_the_next_step(train, expected):
     trained.expect_resumes(expected)
 
 
-@pytest.mark.slow
-def test_what_is_short_or_interrupted_changes_no_loss(train, expected):
-    trained = train()
-    interrupted = Rule("open preadv pwritev", fail(EINTR), times=9)
-    short = Rule("preadv pwritev", move_at_most(50))
-    with trained.layer.broken(interrupted, short):
-        assert losses(trained.engine, 4) == expected[3:]
-    trained.expect_at_rest()
-
-
 @pytest.fixture
 def clock() -> Iterator[Clock]:
     """By which drives know how long the kernel has not answered."""
@@ -204,21 +193,6 @@ def test_a_file_that_is_changed_in_mid_step_is_not_trained_on(
         trained.engine.restore(tmp_path / "latest")
     trained.saved = tmp_path / "copied"
     trained.expect_resumes(expected)
-
-
-@pytest.mark.slow
-def test_a_tier_that_is_deleted_in_mid_run_is_replaced_by_a_new_engine(
-    train, start, expected
-):
-    trained = train()
-    shutil.rmtree(trained.folder / "arrays")
-    with pytest.raises(StorageError, match="Something deleted files"):
-        trained.engine.step(draw(4))
-    trained.expect_at_rest()
-    trained.engine.close()
-    engine = start(on_nvme(trained.folder), batch=draw())
-    engine.restore(trained.saved)
-    assert losses(engine, 3) == expected[2:]
 
 
 @pytest.mark.slow

@@ -320,11 +320,18 @@ def test_a_forgotten_chunk_was_never_written(filled: Bench, layer: BlockLayer) -
     assert filled.read(0, 5) == filled.value()[:5].tobytes()
 
 
-@pytest.mark.parametrize("padding", [0, PADDING])
+@pytest.mark.parametrize(
+    ("padding", "coverage", "is_full"),
+    [(0, "full", True), (PADDING, "full", False), (0, "sampled", False)],
+)
 def test_a_link_is_a_chunk_with_the_content_and_the_checksum_of_its_moment(
-    make: Callable[..., Bench], layer: BlockLayer, padding: int
+    make: Callable[..., Bench],
+    layer: BlockLayer,
+    padding: int,
+    coverage: Coverage,
+    is_full: bool,
 ) -> None:
-    bench = make(3 * 2**20, padding=padding)
+    bench = make(3 * 2**20, coverage, padding=padding)
     bench.write()
     linked = bench.chunk.link_to(bench.path.with_name("saved"))
     bench.write(1)
@@ -335,9 +342,10 @@ def test_a_link_is_a_chunk_with_the_content_and_the_checksum_of_its_moment(
     with layer.broken(Rule("sync", pretend)):
         linked.check(lambda p: parts.append(p.tobytes()), link.mover, durable=True)
     assert b"".join(parts) == link.path.read_bytes()
-    # Of the whole file, so with padding there is none.
-    assert (linked.full_checksum is None) == (padding > 0)
-    link.flip(2**21)
+    # Of every byte of the file.
+    assert (linked.full_checksum is not None) == is_full
+    # Of the window of the first write.
+    link.flip(WINDOW_BYTES)
     with pytest.raises(StorageError, match="not what was written"):
         linked.check(lambda part: None, link.mover, durable=False)
 

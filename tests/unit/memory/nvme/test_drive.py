@@ -127,8 +127,10 @@ def test_close_finishes_what_is_pending_and_ends_the_threads(tmp_nvme: Path) -> 
         ask(drive, "read", lambda m: None)
 
 
-def test_callbacks_may_ask_for_more(drive: Drive) -> None:
-    done = Event()
+def test_callbacks_may_ask_for_more_though_one_thread_moves_all(
+    make_drive: Callable[..., Drive],
+) -> None:
+    drive, done = make_drive(num_threads=1), Event()
 
     def again(future: Future) -> None:
         drive.run("Cannot do it", lambda m: None)

@@ -4,15 +4,18 @@ import errno
 import os
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.robustness.faults import (
     BlockLayer,
+    Call,
     Rule,
     fail,
     fail_after,
+    go_on,
     move_at_most,
     move_nothing,
     open_files,
@@ -132,15 +135,19 @@ def test_short_transfers_are_finished(
 
 
 @pytest.mark.parametrize("verb", ["read", "write"])
-@pytest.mark.parametrize("nbytes", [100, LARGE])
+@pytest.mark.parametrize(("nbytes", "moved"), [(100, 0), (LARGE, 0), (LARGE, 4095)])
 def test_a_transfer_is_given_up_after_three_calls_without_progress(
-    mover: Mover, path: Path, layer: BlockLayer, verb: str, nbytes: int
+    path: Path, layer: BlockLayer, verb: str, nbytes: int, moved: int
 ) -> None:
+    """O_DIRECT goes on at a page only, so less than a page is nothing."""
+    mover = Mover(layer.system, BLOCK_BYTES, is_direct=True)
+    deed = move_at_most(moved) if moved else move_nothing
+
     def move(num_standstills: float) -> None:
         layer.transfers.clear()
-        nothing = Rule("preadv pwritev", move_nothing, times=num_standstills)
-        with layer.broken(nothing), open_(mover, path) as file:
-            getattr(file, verb)(0, random_bytes(nbytes))
+        with layer.broken(Rule("preadv pwritev", deed, times=num_standstills)):
+            with open_(mover, path) as file:
+                getattr(file, verb)(0, random_bytes(nbytes))
 
     move(MAX_STANDSTILLS - 1)
     with pytest.raises(StorageError, match="moved nothing.*at byte 0, of") as error:
@@ -187,6 +194,29 @@ def test_an_error_names_file_place_and_number(
             getattr(file, verb.get(call, call))(*arguments)
     assert (error.value.errno, error.value.filename) == (errno.EIO, str(path))
     assert f"Cannot move it: Input/output error{place}. " in str(error.value)
+
+
+def test_a_drive_can_see_since_when_each_call_is_under_way(
+    path: Path, layer: BlockLayer
+) -> None:
+    mover = Mover(layer.system, BLOCK_BYTES, is_direct=True)
+    busy: dict[str, bool] = {}
+
+    def look(call: Call) -> Any:
+        busy[call.name] = mover.busy_since is not None
+        return go_on(call)
+
+    names = "open close preadv pwritev allocate stat toggle_direct sync replace unlink"
+    with layer.broken(Rule(names, look)):
+        with open_(mover, path) as file:
+            file.allocate(LARGE)
+            file.write(0, random_bytes(LARGE))
+            file.read(0, memory_at(LARGE))
+            file.stat(), file.sync()
+        mover.replace(path, path.with_name("new"))
+        mover.discard(path.with_name("new"))
+    assert busy == dict.fromkeys(names.split(), True)
+    assert mover.busy_since is None
 
 
 def test_a_call_that_a_signal_interrupts_is_made_again(

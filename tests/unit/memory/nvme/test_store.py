@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from errno import EAGAIN, EIO, ENODATA, ENOENT
@@ -12,7 +13,14 @@ import numpy as np
 import pytest
 import zarr
 
-from tests.robustness.faults import BlockLayer, Rule, fail, open_files, threads_of
+from tests.robustness.faults import (
+    BlockLayer,
+    Rule,
+    eventually,
+    fail,
+    open_files,
+    threads_of,
+)
 from zinf.memory import BudgetExceeded, NvmeStore, StorageError
 from zinf.memory.chunk import MAX_CHUNK_BYTES
 from zinf.memory.nvme import Profile, save_profile
@@ -252,6 +260,15 @@ def test_what_was_read_is_aligned_and_the_callers(nvme: NvmeStore) -> None:
         assert found.ctypes.data % 64 == 0
         found[...] = 1
     assert not nvme.read(WHOLE).result().any()
+
+
+def test_what_is_done_holds_no_memory(nvme: NvmeStore) -> None:
+    value = np.ones((2, DIRECT_FROM_BYTES), np.uint8)
+    kept = [weakref.ref(value)]
+    nvme.write(WHOLE, value).result()
+    kept.append(weakref.ref(nvme.read(WHOLE).result()))
+    del value
+    eventually(lambda: all(memory() is None for memory in kept))
 
 
 def test_big_endian_arrays_keep_their_values(nvme: NvmeStore) -> None:
