@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -352,10 +352,11 @@ class Storage(RuleBasedStateMachine):
 
 def test_what_is_read_is_what_was_written() -> None:
     repeatable = settings(
-        max_examples=80,
+        max_examples=60,
         stateful_step_count=25,
         derandomize=True,
         deadline=None,
         database=None,
+        suppress_health_check=list(HealthCheck),
     )
     run_state_machine_as_test(Storage, settings=repeatable)

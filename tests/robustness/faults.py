@@ -20,7 +20,7 @@ import numpy as np
 from zinf.memory.aligned import PAGE_BYTES, PAGED_FROM_BYTES, address, aligned_empty
 from zinf.memory.nvme import System
 
-SECONDS_TO_WAIT = 20
+SECONDS_TO_WAIT = 60
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from threading import Barrier, Event
 import numpy as np
 import pytest
 
+from tests.robustness.faults import SECONDS_TO_WAIT
 from zinf.memory.nvme.open_file import Mover
 from zinf.memory.nvme.request import Request
 from zinf.memory.nvme.system import System
@@ -60,18 +61,18 @@ def test_the_error_is_raised_when_no_task_uses_the_memory_any_more() -> None:
     asked, entered, may_end = request(3), Barrier(2), Event()
 
     def slow(mover: Mover) -> None:
-        entered.wait(10)
-        assert may_end.wait(10)
+        entered.wait(SECONDS_TO_WAIT)
+        assert may_end.wait(SECONDS_TO_WAIT)
         raise OSError("second")
 
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(asked.run, slow, mover())
-        entered.wait(10)
+        entered.wait(SECONDS_TO_WAIT)
         asked.run(fail, mover())
         asked.run(fail, mover())
         assert not asked.future.done()
         may_end.set()
-        running.result(10)
+        running.result(SECONDS_TO_WAIT)
     with pytest.raises(OSError, match="first"):
         asked.future.result(0)
 
