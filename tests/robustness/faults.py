@@ -1,7 +1,9 @@
-"""A block layer that goes wrong on demand: what the NVMe tier asks of a fake kernel."""
+"""A block layer that notes the calls of the NVMe tier and goes wrong on demand."""
 
 import errno
+import fcntl
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -10,15 +12,15 @@ from functools import partial
 from math import inf
 from pathlib import Path
 from threading import Event, Lock
-from time import sleep
+from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
 
-from zinf.memory.aligned import PAGE_BYTES, PAGED_FROM_BYTES, aligned_empty
+from zinf.memory.aligned import PAGE_BYTES, PAGED_FROM_BYTES, address, aligned_empty
 from zinf.memory.nvme import System
 
-SECONDS_TO_WAIT = 20
+SECONDS_TO_WAIT = 60
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,11 @@ class Call:
     def memory(self) -> np.ndarray:
         """What is to be moved, for transfers."""
         return self.arguments[1][0]
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the file is open with O_DIRECT now, for transfers."""
+        return bool(fcntl.fcntl(self.arguments[0], fcntl.F_GETFL) & os.O_DIRECT)
 
     def move(self, memory: np.ndarray, offset: int) -> int:
         """Make a transfer otherwise than it was asked."""
@@ -74,11 +81,33 @@ class Rule:
         return is_named and fnmatch(str(call.path), self.path) and self.when(call)
 
 
-class BlockLayer:
-    """Makes the calls of `system`, by the first rule that is about each."""
+@dataclass(frozen=True)
+class Transfer:
+    """What a `preadv` or `pwritev` was asked."""
 
-    def __init__(self) -> None:
-        real = System()
+    name: str
+    offset: int
+    nbytes: int
+    address: int
+    is_direct: bool
+    flags: tuple[int, ...]
+    thread: str
+
+
+class BlockLayer:
+    """Makes the calls of `system`, by the first rule that is about each.
+
+    Args:
+        real: what makes the calls that no rule is about.
+
+    Attributes:
+        transfers: every `preadv` and `pwritev`, in order.
+        num_faults: calls inside `broken` that a rule was about.
+    """
+
+    def __init__(self, real: System | None = None) -> None:
+        self.transfers: list[Transfer] = []
+        real = real or System()
         names = [field.name for field in fields(System)]
         self.system = System(
             **{n: partial(self._call, n, getattr(real, n)) for n in names}
@@ -91,11 +120,14 @@ class BlockLayer:
         self.num_faults = 0
 
     @contextmanager
-    def broken(self, *rules: Rule, is_cached: bool = False) -> Iterator[None]:
-        """Rules hold in here, and there were calls that they were about.
+    def broken(
+        self, *rules: Rule, is_cached: bool = False, is_sure: bool = True
+    ) -> Iterator[None]:
+        """Rules hold in here.
 
         Args:
             is_cached: whether the page cache may help out.
+            is_sure: whether there must be a call that a rule is about.
         """
         self.num_faults = 0
         self._rules, self._counts = list(rules), [0] * len(rules)
@@ -104,7 +136,7 @@ class BlockLayer:
             yield
         finally:
             self._rules, self._is_cached = [], True
-        assert self.num_faults, f"nothing happened that {rules} are about"
+        assert self.num_faults or not is_sure, f"no call is one of {rules}"
 
     def _call(self, name: str, go: Callable[..., Any], *arguments: Any) -> Any:
         call = Call(name, self._path(name, arguments), arguments, go)
@@ -112,6 +144,8 @@ class BlockLayer:
             return fail(errno.EAGAIN)(call)
         if name == "close":
             self._paths.pop(arguments[0])
+        if name in ("preadv", "pwritev"):
+            self.transfers.append(_transfer(call))
         result = self._choose(call)(call)
         if name in ("open", "open_cached"):
             self._paths[result] = call.path
@@ -131,6 +165,20 @@ class BlockLayer:
                     self.num_faults += 1
                     return rule.deed
         return go_on
+
+
+def _transfer(call: Call) -> Transfer:
+    _, _, offset, *flags = call.arguments
+    memory, thread = call.memory, threading.current_thread().name
+    return Transfer(
+        call.name,
+        offset,
+        memory.nbytes,
+        address(memory),
+        call.is_direct,
+        tuple(flags),
+        thread,
+    )
 
 
 def go_on(call: Call) -> Any:
@@ -204,14 +252,6 @@ def flip_bit(at: int) -> Deed:
     return deed
 
 
-def delay(seconds: float) -> Deed:
-    def deed(call: Call) -> Any:
-        sleep(seconds)
-        return go_on(call)
-
-    return deed
-
-
 def before(function: Callable[[], object]) -> Deed:
     """Something happens just before the call."""
 
@@ -226,29 +266,44 @@ class Gate:
     """A deed: calls are held from when they come until the gate is opened."""
 
     def __init__(self) -> None:
-        self.is_reached = Event()
         self._is_open = Event()
+        self.num_waiting = 0
 
     def __call__(self, call: Call) -> Any:
-        self.is_reached.set()
-        assert self._is_open.wait(SECONDS_TO_WAIT)
+        self.hold()
         return go_on(call)
+
+    def hold(self) -> None:
+        self.num_waiting += 1
+        assert self._is_open.wait(SECONDS_TO_WAIT)
 
     def open(self) -> None:
         self._is_open.set()
 
-    def wait(self) -> None:
-        """Until a call is held."""
-        assert self.is_reached.wait(SECONDS_TO_WAIT)
+    def wait(self, num_calls: int = 1) -> None:
+        """Until so many calls are held."""
+        eventually(lambda: self.num_waiting >= num_calls)
 
 
-def without_direct_requests() -> Rule:
-    """A file system that does not know O_DIRECT."""
-    return Rule(
-        "open open_cached",
-        fail(errno.EINVAL),
-        when=lambda c: bool(c.arguments[1] & os.O_DIRECT),
-    )
+def open_buffered(path: Path, flags: int, *mode: int) -> int:
+    """`os.open` of a file system that has no O_DIRECT."""
+    if flags & os.O_DIRECT:
+        raise OSError(errno.EINVAL, "no O_DIRECT here")
+    return os.open(path, flags, *mode)
+
+
+def eventually(is_so: Callable[[], Any]) -> None:
+    """Wait for what other threads are about to do."""
+    deadline = monotonic() + SECONDS_TO_WAIT
+    while not is_so():
+        assert monotonic() < deadline
+        sleep(0.002)
+
+
+def threads_of(folder: Path) -> list[str]:
+    """The threads of the drive that moves the files of `folder`."""
+    names = [t.name for t in threading.enumerate()]
+    return [n for n in names if n.startswith("nvme") and n.endswith(f" {folder.name}")]
 
 
 def open_files(folder: Path) -> list[str]:

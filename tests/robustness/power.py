@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -82,26 +83,30 @@ class Recorder:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Watches all calls of this process, of any thread."""
-        patched: dict[str, Callable[..., Any]] = {
-            "open": self._open(os.open),
-            "mkdir": self._entry(os.mkdir),
-            "rename": self._moved(os.rename),
-            "replace": self._moved(os.replace),
-            "link": self._moved(os.link),
-            "unlink": self._removed(os.unlink),
-            "remove": self._removed(os.remove),
-            "rmdir": self._removed(os.rmdir),
-            "fsync": self._synced(os.fsync),
-            "fdatasync": self._synced(os.fdatasync),
+        notes = {
+            "open": self._open,
+            "mkdir": self._mkdir,
+            "rename": self._move,
+            "replace": self._move,
+            "link": self._move,
+            "unlink": self._remove,
+            "remove": self._remove,
+            "rmdir": self._remove,
+            "fsync": self._sync,
+            "fdatasync": self._sync,
         }
-        opened = self._opened(builtins.open)
+        patched = {
+            name: partial(self._watched, note, getattr(os, name))
+            for name, note in notes.items()
+        }
+        opened = partial(self._watched, self._open_text, builtins.open)
         system = replace(
             System(),
             open=patched["open"],
             replace=patched["replace"],
             unlink=patched["unlink"],
             sync=patched["fdatasync"],
-            pwritev=self._dirtied(os.pwritev),
+            pwritev=partial(self._watched, self._write, os.pwritev),
         )
         with (
             mock.patch.multiple(os, **patched),
@@ -162,132 +167,113 @@ class Recorder:
     def _watches(self, path: str) -> bool:
         return any(path == r or path.startswith(f"{r}/") for r in self.roots)
 
-    def _add(self, event: Event) -> None:
-        self.events.append(event)
-
     def _set(self, path: str) -> None:
         """An entry is there."""
         parent = os.path.dirname(path)
-        self._make_known(parent)
+        if parent in self.roots:  # Which nobody made: there from the beginning.
+            self.events.append(Event("folder made", self._id(parent)))
         place = self._id(parent), os.path.basename(path)
         if os.path.isdir(path) and not os.path.islink(path):
-            self._add(Event("folder made", self._id(path)))
-        self._add(Event("entry", self._id(path), place))
+            self.events.append(Event("folder made", self._id(path)))
+        self.events.append(Event("entry", self._id(path), place))
 
-    def _make_known(self, folder: str) -> None:
-        """A root, which nobody made, is there from the beginning."""
-        if folder in self.roots:
-            self._add(Event("folder made", self._id(folder)))
+    def _watched(
+        self, note: Callable[..., Any], real: Callable[..., Any], *args: Any, **kw: Any
+    ) -> Any:
+        """A call of `real`, which `note` makes and notes."""
+        with self._lock:
+            return note(real, *args, **kw)
 
-    def _entry(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(path: Any, *args: Any, **options: Any) -> Any:
-            with self._lock:
-                where = _absolute(path, options.get("dir_fd"))
-                result = function(path, *args, **options)
-                if self._watches(where):
-                    self._set(where)
-                return result
+    def _mkdir(self, real: Callable[..., Any], path: Any, *args: Any, **kw: Any) -> Any:
+        where = _absolute(path, kw.get("dir_fd"))
+        result = real(path, *args, **kw)
+        if self._watches(where):
+            self._set(where)
+        return result
 
-        return call
+    def _open(
+        self, real: Callable[..., int], path: Any, flags: int, *args: Any, **kw: Any
+    ) -> int:
+        where = _absolute(path, kw.get("dir_fd"))
+        is_new = not os.path.lexists(where)
+        result = real(path, flags, *args, **kw)
+        if flags & (WRITES | os.O_CREAT) and self._watches(where):
+            if is_new:
+                self._set(where)
+            if flags & os.O_TRUNC or is_new:
+                self._dirty(where)
+        return result
 
-    def _open(self, function: Callable[..., int]) -> Callable[..., int]:
-        def call(path: Any, flags: int, *args: Any, **options: Any) -> int:
-            with self._lock:
-                where = _absolute(path, options.get("dir_fd"))
-                is_new = not os.path.lexists(where)
-                found = function(path, flags, *args, **options)
-                if flags & (WRITES | os.O_CREAT) and self._watches(where):
-                    if is_new:
-                        self._set(where)
-                    if flags & os.O_TRUNC or is_new:
-                        self._dirty(where)
-                return found
+    def _open_text(
+        self,
+        real: Callable[..., Any],
+        path: Any,
+        mode: str = "r",
+        *args: Any,
+        **kw: Any,
+    ) -> Any:
+        if isinstance(path, int) or not set(mode) & set("wax+"):
+            return real(path, mode, *args, **kw)
+        where = _absolute(path, None)
+        is_new = not os.path.lexists(where)
+        result = real(path, mode, *args, **kw)
+        if self._watches(where):
+            if is_new:
+                self._set(where)
+            self._dirty(where)
+        return result
 
-        return call
-
-    def _opened(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(path: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
-            if isinstance(path, int) or not set(mode) & set("wax+"):
-                return function(path, mode, *args, **options)
-            with self._lock:
-                where = _absolute(path, None)
-                is_new = not os.path.lexists(where)
-                found = function(path, mode, *args, **options)
-                if self._watches(where):
-                    if is_new:
-                        self._set(where)
-                    self._dirty(where)
-                return found
-
-        return call
-
-    def _moved(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _move(
+        self, real: Callable[..., Any], source: Any, target: Any, **kw: Any
+    ) -> None:
         """A rename or a link."""
-
-        def call(source: Any, target: Any, **options: Any) -> Any:
-            with self._lock:
-                old, new = _absolute(source, None), _absolute(target, None)
-                self._take_in(old)
-                gone = os.lstat(new) if os.path.lexists(new) else None
-                function(source, target, **options)
-                self._forget(gone)
-                if self._watches(new):
-                    self._set(new)
-                if self._watches(old) and not os.path.lexists(old):
-                    self._unset(old)
-
-        return call
-
-    def _take_in(self, path: str) -> None:
-        """A file that was there before: its content is what it was, and not synced."""
-        inode = self._id(path)
-        if os.path.isfile(path) and inode not in self._clean:
+        old, new = _absolute(source, None), _absolute(target, None)
+        # A file that was there before: its content is what it was, and not synced.
+        inode = self._id(old)
+        if os.path.isfile(old) and inode not in self._clean:
             self._clean.add(inode)
-            self._dirty(path)
+            self._dirty(old)
+        gone = os.lstat(new) if os.path.lexists(new) else None
+        real(source, target, **kw)
+        self._forget(gone)
+        if self._watches(new):
+            self._set(new)
+        if self._watches(old) and not os.path.lexists(old):
+            self._unset(old)
 
-    def _removed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(path: Any, *args: Any, **options: Any) -> Any:
-            with self._lock:
-                where = _absolute(path, options.get("dir_fd"))
-                gone = os.lstat(where)
-                function(path, *args, **options)
-                self._forget(gone)
-                if self._watches(where):
-                    self._unset(where)
-
-        return call
+    def _remove(
+        self, real: Callable[..., Any], path: Any, *args: Any, **kw: Any
+    ) -> None:
+        where = _absolute(path, kw.get("dir_fd"))
+        gone = os.lstat(where)
+        real(path, *args, **kw)
+        self._forget(gone)
+        if self._watches(where):
+            self._unset(where)
 
     def _unset(self, path: str) -> None:
         parent = os.path.dirname(path)
         if os.path.isdir(parent):
             place = self._id(parent), os.path.basename(path)
-            self._add(Event("entry", 0, place))
+            self.events.append(Event("entry", 0, place))
 
-    def _synced(self, function: Callable[[int], None]) -> Callable[[int], None]:
-        def call(descriptor: int) -> None:
-            with self._lock:
-                function(descriptor)
-                path = os.readlink(f"/proc/self/fd/{descriptor}")
-                if os.path.isdir(path):
-                    self._add(Event("folder", self._id(path)))
-                elif os.path.exists(path):
-                    self._clean.add(self._id(path))
-                    self._add(self._content("synced", path))
+    def _sync(self, real: Callable[[int], None], descriptor: int) -> None:
+        real(descriptor)
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if os.path.isdir(path):
+            self.events.append(Event("folder", self._id(path)))
+        elif os.path.exists(path):
+            self._clean.add(self._id(path))
+            self.events.append(self._content("synced", path))
 
-        return call
-
-    def _dirtied(self, function: Callable[..., int]) -> Callable[..., int]:
-        def call(descriptor: int, *args: Any) -> int:
-            with self._lock:
-                moved = function(descriptor, *args)
-                self._dirty(os.readlink(f"/proc/self/fd/{descriptor}"))
-                return moved
-
-        return call
+    def _write(self, real: Callable[..., int], descriptor: int, *args: Any) -> int:
+        moved = real(descriptor, *args)
+        self._dirty(os.readlink(f"/proc/self/fd/{descriptor}"))
+        return moved
 
     def _dirty(self, path: str) -> None:
         if os.path.isfile(path):
-            self._add(self._content("dirty", path))
+            self.events.append(self._content("dirty", path))
 
     def _content(self, kind: str, path: str) -> Event:
         return Event(kind, self._id(path), content=Path(path).read_bytes())

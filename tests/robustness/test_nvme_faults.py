@@ -1,18 +1,21 @@
-"""Every call of the NVMe tier may fail: the error is named, or the bytes are right."""
+"""Every call of the NVMe tier may fail: the error is named, and nothing is left."""
 
 import errno
 import os
+import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from errno import (
     EACCES,
     EAGAIN,
     EDQUOT,
     EFBIG,
-    EINTR,
     EIO,
     EMFILE,
     ENOSPC,
     EROFS,
+    ETIMEDOUT,
 )
 from pathlib import Path
 from typing import Any
@@ -20,248 +23,295 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.clock import still
+from tests.golden import Golden
 from tests.robustness.faults import (
+    SECONDS_TO_WAIT,
+    BlockLayer,
+    Gate,
     Rule,
-    delay,
+    eventually,
     fail,
     fail_after,
     move_at_most,
-    move_nothing,
+    open_files,
+    threads_of,
 )
-from tests.robustness.faulty_store import (
-    ARRAY,
-    OTHER,
-    SIZES,
-    VERBS,
-    Bench,
-    benches,
-    expect_at_rest,
-    expect_named,
-    expect_works,
-    run,
-)
+from zinf.memory import NvmeStore
+from zinf.memory.nvme import Profile, drive, open_file, save_profile
 from zinf.memory.storage_error import StorageError
+from zinf.program import ArrayId, ArraySpec, Role
 
-Make = Callable[..., Bench]
+ARRAY = ArrayId(Role.PARAM, "blocks/kernel")
+OTHER = ArrayId(Role.PARAM, "other")
+# Two chunk files, of each of which 64 pages move past the page cache and the rest
+# through the page cache.
+SHAPE, ROWS_PER_CHUNK = (40, 3301), 20
+SPEC = ArraySpec(SHAPE, "float32", 4)
+CHUNK_BYTES = SPEC.nbytes // 2
+OLD, NEW = np.random.default_rng(0).standard_normal((2, *SHAPE), np.float32)
+ROW = 21  # In the second chunk.
 
-# What can be refused to each verb: the call, and the errors it may name. The rows of
-# one call differ by who raises: a drive, a quota, a limit of the process, permissions.
+
+@dataclass
+class Bench:
+    """A store on a faulty drive, and one array of which OLD or NEW is written."""
+
+    layer: BlockLayer
+    store: NvmeStore
+    folder: Path
+
+    def remove(self) -> None:
+        if self.store.contains(ARRAY):
+            self.store.free(ARRAY)
+            self.store.clear()
+
+    def create(self) -> None:
+        self.store.create(ARRAY, SPEC, rows_per_chunk=ROWS_PER_CHUNK)
+
+    def fill(self) -> None:
+        self.remove()
+        self.create()
+        self.write(OLD)
+
+    def link(self) -> None:
+        """As a checkpoint does: the next write replaces the files."""
+        self.fill()
+        for chunk, link in zip(self.store.chunk_files(ARRAY), self.links, strict=True):
+            link.unlink(missing_ok=True)
+            os.link(chunk, link)
+
+    def write(self, value: np.ndarray) -> None:
+        self.store.write(ARRAY, value.copy()).result(SECONDS_TO_WAIT)
+
+    def write_row(self) -> None:
+        value = NEW[ROW : ROW + 1].copy()
+        row = replace(ARRAY, rows=(ROW, ROW + 1))
+        self.store.write(row, value).result(SECONDS_TO_WAIT)
+
+    def read(self) -> np.ndarray:
+        return self.store.read(ARRAY).result(SECONDS_TO_WAIT)
+
+    @property
+    def links(self) -> list[Path]:
+        return [self.folder / f"link {i}" for i in range(2)]
+
+    def expect(self, value: np.ndarray) -> None:
+        np.testing.assert_array_equal(self.read(), value)
+
+    def expect_at_rest(self, *, is_there: bool = True) -> None:
+        """Nothing is under way or open, and the ledger counts what is there."""
+        self.store._flush()
+        eventually(lambda: not open_files(self.folder / "arrays"))
+        assert self.store.contains(ARRAY) == is_there
+        assert self.store.ledger.used_bytes == (SPEC.nbytes if is_there else 0)
+        # What was linked is as it was.
+        found = b"".join(link.read_bytes() for link in self.links if link.exists())
+        assert found in (b"", OLD.tobytes())
+
+
+@dataclass(frozen=True)
+class Verb:
+    """Something to ask of a bench, how to make the bench ready, and what errors say."""
+
+    prepare: Callable[[Bench], None]
+    run: Callable[[Bench], object]
+    what: str = "Cannot write param/blocks/kernel"
+
+
+VERBS = {
+    "create": Verb(Bench.remove, Bench.create, "Cannot create param/blocks/kernel"),
+    "first write": Verb(lambda b: (b.remove(), b.create()), lambda b: b.write(OLD)),
+    "overwrite": Verb(Bench.fill, lambda b: b.write(NEW)),
+    "replace": Verb(Bench.link, lambda b: b.write(NEW)),
+    "write row": Verb(Bench.fill, Bench.write_row),
+    "read": Verb(Bench.fill, Bench.read, "Cannot read param/blocks/kernel"),
+}
+
+
+def run(bench: Bench, verb: Verb, *rules: Rule) -> StorageError:
+    """What `verb` raises while `rules` hold."""
+    verb.prepare(bench)
+    with bench.layer.broken(*rules), pytest.raises(StorageError) as caught:
+        verb.run(bench)
+    return caught.value
+
+
+# What can be refused to each verb: the call, and the errors that it may name.
 REFUSED = {
-    "read": {
-        "open": [EIO, EACCES, EMFILE],
-        "stat": [EIO],
-        "preadv": [EIO, EAGAIN],
-    },
-    "overwrite": {
-        "open": [EIO, EACCES, EROFS],
-        "stat": [EIO],
-        "pwritev": [EIO, EAGAIN, EDQUOT],
-    },
-    "replace": {
-        "open": [EIO, EMFILE],
-        "allocate": [EIO, ENOSPC, EDQUOT],
-        "pwritev": [EIO, ENOSPC, EDQUOT],
-        "replace": [EIO, ENOSPC, EACCES],
-    },
-    "write row": {"open": [EIO], "stat": [EIO], "preadv": [EIO], "pwritev": [EIO]},
-    "first write": {"open": [EROFS, EMFILE], "pwritev": [EIO, ENOSPC, EFBIG]},
     "create": {
         "open": [EIO, EACCES, EROFS, EMFILE],
         "allocate": [EIO, ENOSPC, EDQUOT, EFBIG],
+        "close": [EIO],
     },
+    "first write": {"open": [EROFS], "pwritev": [ENOSPC, EFBIG], "close": [EIO]},
+    "overwrite": {
+        "open": [EACCES],
+        "stat": [EIO],
+        "pwritev": [EIO, EAGAIN, EDQUOT],
+        "close": [EIO],
+    },
+    "replace": {
+        "open": [EMFILE],
+        "allocate": [EIO, ENOSPC],
+        "pwritev": [EDQUOT],
+        "replace": [EIO, ENOSPC, EACCES],
+        "close": [EIO],
+    },
+    "write row": {"open": [EIO], "stat": [EIO], "preadv": [EIO], "pwritev": [EIO]},
+    "read": {"open": [EIO], "stat": [EIO], "preadv": [EIO, EAGAIN], "close": [EIO]},
 }
-CALLS = {
-    "read": "open preadv",
-    "overwrite": "open pwritev",
-    "replace": "open allocate pwritev replace",
-    "write row": "open preadv pwritev",
-    "first write": "open pwritev",
-    "create": "open allocate",
-}
-# What does not matter, of transfers and of every call.
-SLOW_OR_SHORT: dict[str, Rule] = {
-    "in pieces of whole pages": Rule("preadv pwritev", move_at_most(3 * 4096)),
-    "in pieces of odd length": Rule("preadv pwritev", move_at_most(5001)),
-    "short once": Rule("preadv pwritev", move_at_most(17), times=1),
-    "nothing twice": Rule("preadv pwritev", move_nothing, times=2),
-    "slowly": Rule("open preadv pwritev allocate replace", delay(0.005)),
-}
-# Of the verbs whose writes are in place or not, and of reads.
-TRANSFERRING = ["read", "overwrite", "replace", "write row", "first write"]
+
+
+@contextmanager
+def benches(*folders: Path) -> Iterator[Callable[..., Bench]]:
+    """Makes benches in `folders`; nothing may be left of them in the end."""
+    made: list[NvmeStore] = []
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+        # Drives are taken for equally fast, without measuring them.
+        save_profile(Profile(mixed_bytes_per_second=1e9, num_threads=2), folder)
+
+    def make(**settings: Any) -> Bench:
+        layer = BlockLayer()
+        settings = {"checksums": "full", "system": layer.system} | settings
+        made.append(NvmeStore(folders, **settings))
+        return Bench(layer, made[-1], folders[0])
+
+    try:
+        yield make
+    finally:
+        for store in made:
+            store.close()
+    for folder in folders:
+        eventually(lambda folder=folder: not threads_of(folder))
+        assert open_files(folder) == []
 
 
 @pytest.fixture
-def make(tmp_nvme: Path) -> Iterator[Make]:
+def make(tmp_nvme: Path) -> Iterator[Callable[..., Bench]]:
     with benches(tmp_nvme) as make:
         yield make
 
 
-def named_errors() -> Iterator[Any]:
-    for verb, calls in REFUSED.items():
-        for call, codes in calls.items():
-            for code in codes:
-                name = f"{verb}-{call}-{errno.errorcode[code]}"
-                yield pytest.param(verb, call, code, id=name)
+def test_what_a_call_refuses_is_named_and_leaves_nothing(
+    make: Callable[..., Bench], golden: Golden, tmp_nvme: Path
+) -> None:
+    bench, lines, advice = make(), [], {}
+    for name, call, code in [
+        (verb, call, code)
+        for verb, calls in REFUSED.items()
+        for call, codes in calls.items()
+        for code in codes
+    ]:
+        verb = VERBS[name]
+        deed = fail_after(code) if call == "close" else fail(code)
+        # Of the second chunk only: the first may be written, or skipped.
+        error = run(bench, verb, Rule(call, deed, path="*/c.1.0*"))
+        assert error.errno == code
+        file = Path(error.filename)
+        assert file.parents[1] == tmp_nvme / "arrays"
+        assert error.strerror.startswith(verb.what)
+        found, _, advised = error.strerror.partition(". ")
+        lines.append(f"{name}, {call}, {file.name}: {found}")
+        assert advice.setdefault(errno.errorcode[code], advised) == advised
+        bench.expect_at_rest(is_there=name != "create")
+        if name == "read":
+            bench.expect(OLD)
+        elif name != "create":
+            with pytest.raises(StorageError, match="its last write failed"):
+                bench.read()
+    for name, verb in VERBS.items():
+        verb.prepare(bench)
+        verb.run(bench)
+        if name in ("overwrite", "replace"):
+            bench.expect(NEW)
+    lines += ["", *(f"{name}: {advised}" for name, advised in sorted(advice.items()))]
+    golden.check("errors_of_calls.txt", "\n".join(lines))
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("verb", "call", "code"), [*named_errors()])
-def test_what_a_call_refuses_is_named_and_leaves_nothing(verb, call, code, size, make):
-    bench, verb = make(size), VERBS[verb]
-    verb.prepare(bench)
-    # Of the second chunk only: the first may be written, or skipped.
-    error = run(bench, verb, Rule(call, fail(code), path="*/c.1.0*"))
-    assert error is not None
-    expect_named(error, verb, code, bench.folder)
-    assert Path(error.filename).name in ("c.1.0", "c.1.0.new")
-    if call in ("preadv", "pwritev", "allocate"):
-        nbytes = bench.size.chunk_bytes
-        if call != "allocate" and size == "large":
-            nbytes -= nbytes % 4096  # What O_DIRECT moves of it.
-        assert f"{os.strerror(code)}, at byte 0, of {nbytes:,} bytes asked" in str(
-            error
-        )
-    expect_at_rest(bench, is_there=verb.run is not Bench.create)
-    bench.expect_links()
-    expect_works(bench, verb)
-    bench.expect_links()
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("verb", VERBS)
-def test_a_close_that_fails_is_named_and_leaves_nothing_open(verb, size, make):
-    bench, verb = make(size), VERBS[verb]
-    verb.prepare(bench)
-    error = run(bench, verb, Rule("close", fail_after(EIO)))
-    assert error is not None
-    expect_named(error, verb, EIO, bench.folder)
-    expect_at_rest(bench, is_there=verb.run is not Bench.create)
-    bench.expect_links()
-    expect_works(bench, verb)
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("verb", ["overwrite", "replace", "first write"])
-def test_a_drive_that_is_full_in_mid_write_is_named(verb, size, make):
+@pytest.mark.parametrize("verb", ["first write", "overwrite", "replace"])
+def test_a_drive_that_is_full_in_mid_write_is_named(
+    make: Callable[..., Bench], verb: str
+) -> None:
     """Half of a chunk is written, then there is no more room."""
-    bench, verb = make(size), VERBS[verb]
-    verb.prepare(bench)
-    half = bench.size.chunk_bytes // 8192 * 4096 or bench.size.chunk_bytes // 2
+    bench, half = make(), 32 * 4096
     rules = (
         Rule("pwritev", fail(ENOSPC), when=lambda c: c.offset >= half),
         Rule("pwritev", move_at_most(half)),
     )
-    error = run(bench, verb, *rules)
-    assert error is not None
-    expect_named(error, verb, ENOSPC, bench.folder)
-    assert f"at byte {half:,}, of " in str(error)
-    expect_at_rest(bench)
-    bench.expect_links()
-    bench.expect_one_of()
-    expect_works(bench, verb)
+    error = run(bench, VERBS[verb], *rules)
+    assert error.errno == ENOSPC
+    assert f"at byte {half:,}, of {half:,} bytes asked" in str(error)
+    with pytest.raises(StorageError, match="its last write failed"):
+        bench.read()
+    bench.expect_at_rest()
 
 
-@pytest.mark.parametrize("verb", ["replace", "write row", "read"])
-@pytest.mark.parametrize("size", SIZES)
-def test_what_failed_leaves_the_old_content_or_none(verb, size, make):
-    bench, verb = make(size), VERBS[verb]
-    verb.prepare(bench)
-    call = "preadv" if verb is VERBS["read"] else "pwritev"
-    assert run(bench, verb, Rule(call, fail(EIO)))
-    bench.expect_one_of(bench.old)
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    options = ["-t", "tmpfs", "-o", "size=1m", "zinf-test", str(disk)]
+    try:
+        subprocess.run(["mount", *options], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"cannot mount a small file system: {error}")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("call", ["open", "pwritev", "allocate", "replace"])
-def test_a_write_that_failed_in_part_is_never_read_as_a_mixture(call, size, make):
-    bench, verb = make(size), VERBS["replace"]
-    verb.prepare(bench)
-    assert run(bench, verb, Rule(call, fail(EIO), path="*/c.1.0*"))
-    bench.expect_one_of(bench.old, bench.new)
-    expect_works(bench, verb)
+def test_a_disk_that_is_really_full_is_named_and_may_be_emptied(
+    small_disk: Path,
+) -> None:
+    with benches(small_disk / "nvme") as make:
+        bench = make()
+        bench.link()
+        with pytest.raises(StorageError, match="Free space on that drive") as caught:
+            bench.store.write(OTHER, np.ones(2**18, np.float32))
+        assert caught.value.errno == ENOSPC
+        bench.expect_at_rest()
+        (small_disk / "rest").write_bytes(bytes(2**18))
+        with pytest.raises(StorageError) as caught:
+            bench.write(NEW)
+        assert caught.value.errno == ENOSPC
+        bench.expect_at_rest()
+        (small_disk / "rest").unlink()
+        for link in bench.links:
+            link.unlink()
+        bench.write(NEW)
+        bench.expect(NEW)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(
-    ("verb", "call"), [(v, c) for v, calls in CALLS.items() for c in calls.split()]
-)
-def test_a_call_that_a_signal_interrupts_is_made_again(verb, call, size, make):
-    bench, verb = make(size), VERBS[verb]
-    verb.prepare(bench)
-    assert run(bench, verb, Rule(call, fail(EINTR), times=3)) is None
-    expect_at_rest(bench)
-    if verb.run is Bench.create:
-        bench.write(bench.old)
-    np.testing.assert_array_equal(bench.read(), verb.result(bench))
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("fault", SLOW_OR_SHORT)
-@pytest.mark.parametrize("verb", TRANSFERRING)
-def test_what_is_short_or_slow_is_finished(verb, fault, size, make):
-    bench, verb = make(size), VERBS[verb]
-    verb.prepare(bench)
-    assert run(bench, verb, SLOW_OR_SHORT[fault]) is None
-    np.testing.assert_array_equal(bench.read(), verb.result(bench))
-    expect_at_rest(bench)
-    bench.expect_links()
-
-
-@pytest.mark.parametrize("verb", TRANSFERRING)
-def test_a_byte_at_a_time_is_enough_for_the_page_cache(verb, make):
-    bench, verb = make("small"), VERBS[verb]
-    verb.prepare(bench)
-    assert run(bench, verb, Rule("preadv pwritev", move_at_most(1))) is None
-    np.testing.assert_array_equal(bench.read(), verb.result(bench))
-
-
-@pytest.mark.parametrize(
-    ("size", "nbytes"), [("small", 0), ("large", 0), ("large", 1), ("large", 4095)]
-)
-@pytest.mark.parametrize("verb", TRANSFERRING)
-def test_a_transfer_that_does_not_come_on_is_given_up(verb, size, nbytes, make):
-    """O_DIRECT goes on at a page only, so less than that is nothing."""
-    bench, verb = make(size), VERBS[verb]
-    verb.prepare(bench)
-    deed = move_at_most(nbytes) if nbytes else move_nothing
-    error = run(bench, verb, Rule("preadv pwritev", deed))
-    assert error is not None
-    expect_named(error, verb, EIO, bench.folder)
-    assert "moved nothing and named no error, at byte" in str(error)
-    expect_at_rest(bench)
-    expect_works(bench, verb)
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("call", ["preadv", "pwritev"])
-def test_one_array_that_fails_leaves_the_others_alone(call, size, make):
-    bench = make(size)
-    bench.fill()
-    bench.store.write(OTHER, bench.new.copy()).result()
-    broken = Rule(call, fail(EIO), path=f"{bench.store.folder(ARRAY)}/*")
-    with bench.layer.broken(broken):
-        for value in (bench.old, bench.new):
-            failing = (
-                bench.store.read(ARRAY)
-                if call == "preadv"
-                else bench.store.write(ARRAY, bench.new)
-            )
-            bench.store.write(OTHER, value).result()
-            np.testing.assert_array_equal(bench.store.read(OTHER).result(), value)
-            with pytest.raises(StorageError):
-                failing.result()
-    bench.write(bench.new)
-    np.testing.assert_array_equal(bench.read(), bench.new)
-
-
-@pytest.mark.parametrize("call", ["open", "allocate"])
-@pytest.mark.parametrize("size", SIZES)
-def test_a_first_write_that_cannot_make_its_files_holds_nothing(call, size, make):
-    bench = make(size)
-    with bench.layer.broken(Rule(call, fail(ENOSPC))):
-        with pytest.raises(StorageError, match="Free space on that drive"):
-            bench.store.write(ARRAY, bench.new)
-    expect_at_rest(bench, is_there=False)
-    assert list((bench.folder / "arrays").iterdir()) == []
-    bench.write(bench.new)
-    np.testing.assert_array_equal(bench.read(), bench.new)
+def test_one_of_two_drives_that_stalls_is_named_and_may_recover(
+    tmp_path: Path,
+) -> None:
+    with (
+        still("monotonic", drive, open_file) as clock,
+        benches(tmp_path / "a", tmp_path / "b") as make,
+    ):
+        bench, gate = make(stall_seconds=0.2), Gate()
+        bench.fill()
+        small = np.zeros((4, 4), np.float32)
+        bench.store.create(OTHER, ArraySpec((4, 4), "float32", 4), rows_per_chunk=1)
+        bench.store.write(OTHER, small.copy()).result()
+        stall = Rule("pwritev", gate, path="*/b/arrays/*")
+        with bench.layer.broken(stall, is_cached=True):
+            writing = bench.store.write(ARRAY, NEW)
+            gate.wait()
+            clock.advance(0.3)
+            error = writing.exception(SECONDS_TO_WAIT)
+            assert isinstance(error, StorageError) and error.errno == ETIMEDOUT
+            assert error.filename == str(tmp_path / "b")
+            assert "Check the drive and its cable" in str(error)
+            # Though the page cache has its bytes.
+            refused = bench.store.read(OTHER).exception(SECONDS_TO_WAIT)
+            assert isinstance(refused, StorageError) and refused.errno == ETIMEDOUT
+            gate.open()
+        eventually(lambda: not any(d.is_stalled for d in bench.store._drives))
+        bench.write(NEW)
+        bench.expect(NEW)
+        np.testing.assert_array_equal(bench.store.read(OTHER).result(), small)

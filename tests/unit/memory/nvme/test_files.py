@@ -1,14 +1,16 @@
+"""Files of arrays: dealt over drives by their speeds, and reused."""
+
 import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import zarr
 
+from tests.robustness.faults import BlockLayer, Rule, fail
 from zinf.memory import StorageError
-from zinf.memory.nvme import Drive, Profile, System
+from zinf.memory.nvme import Drive, Profile
 from zinf.memory.nvme.array import Layout, NvmeArray
 from zinf.memory.nvme.files import Files, Place
 from zinf.memory.nvme.root import Root
@@ -36,24 +38,17 @@ def folders(files: Files) -> list[list[str]]:
     return [sorted(os.listdir(place.root.arrays)) for place in files.places]
 
 
-def fails(code: int) -> Callable[..., Any]:
-    def call(*arguments: Any) -> None:
-        raise OSError(code, os.strerror(code))
-
-    return call
-
-
 @pytest.fixture
-def make_files(tmp_path: Path) -> Iterator[MakeFiles]:
-    """Files in folders a, b, ... of the given speeds, and systems if any."""
+def make_files(tmp_path: Path, layer: BlockLayer) -> Iterator[MakeFiles]:
+    """Files in folders a, b, ... of the given speeds."""
     made: list[Files] = []
 
-    def make(*speeds: float, **systems: System) -> Files:
+    def make(*speeds: float) -> Files:
         places = []
         for name, speed in zip("abc", speeds, strict=False):
             root = Root(tmp_path / name)
             profile = Profile(num_threads=1)
-            drive = Drive(root.path, profile=profile, system=systems.get(name))
+            drive = Drive(root.path, profile=profile, system=layer.system)
             places.append(Place(root, drive, speed))
         made.append(Files(places, checksums="full"))
         return made[-1]
@@ -99,13 +94,10 @@ def test_chunks_are_dealt_in_proportion_to_what_drives_do(
 def test_a_drive_that_is_ahead_waits_for_the_others(make_files: MakeFiles) -> None:
     files = make_files(1, 1)
     take(files, layout(1, chunk_bytes=3 * CHUNK_BYTES))
-    array = take(files, layout(4))
     # 3 are on a: the next two are on b for sure, the last ones shared.
-    assert on(array, files)[:2] == ["b", "b"]
-    assert {place.used_bytes for place in files.places} == {
-        3 * CHUNK_BYTES,
-        4 * CHUNK_BYTES,
-    }
+    assert on(take(files, layout(4)), files)[:2] == ["b", "b"]
+    used = {place.used_bytes for place in files.places}
+    assert used == {3 * CHUNK_BYTES, 4 * CHUNK_BYTES}
 
 
 def test_readers_see_one_folder_in_which_other_drives_are_links(
@@ -127,33 +119,33 @@ def test_readers_see_one_folder_in_which_other_drives_are_links(
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 def test_when_one_drive_is_full_the_others_take_the_chunks(
-    make_files: MakeFiles, code: int
+    make_files: MakeFiles, layer: BlockLayer, code: int
 ) -> None:
-    files = make_files(1, 1, b=System(allocate=fails(code)))
-    array = take(files, layout(4))
+    files = make_files(1, 1)
+    with layer.broken(Rule("allocate", fail(code), path="*/b/arrays/*")):
+        array = take(files, layout(4))
     assert on(array, files) == ["a"] * 4
     assert [place.used_bytes for place in files.places] == [4 * CHUNK_BYTES, 0]
     other = files.places[1].root.arrays / array.folder.name
-    assert not other.exists() or os.listdir(other) == []
+    assert os.listdir(other) == []
     assert not any(path.is_symlink() for path in array.folder.iterdir())
 
 
-def test_when_all_drives_are_full_nothing_is_left(make_files: MakeFiles) -> None:
-    full = System(allocate=fails(errno.ENOSPC))
-    files = make_files(1, 1, a=full, b=full)
-    with pytest.raises(StorageError, match="Cannot create it: No space.*Free space"):
-        take(files, layout(4))
-    assert folders(files) == [[], []]
-    assert [place.used_bytes for place in files.places] == [0, 0]
-
-
-def test_a_drive_that_fails_otherwise_is_an_error_and_leaves_nothing(
-    make_files: MakeFiles,
+@pytest.mark.parametrize(
+    ("path", "code", "message"),
+    [
+        ("*", errno.ENOSPC, "No space.*Free space"),
+        ("*/b/arrays/*", errno.EIO, "Input/output"),
+    ],
+)
+def test_when_all_drives_are_full_or_one_fails_nothing_is_left(
+    make_files: MakeFiles, layer: BlockLayer, path: str, code: int, message: str
 ) -> None:
-    files = make_files(1, 1, b=System(allocate=fails(errno.EIO)))
-    with pytest.raises(StorageError, match="Cannot create it: Input/output") as error:
-        take(files, layout(4))
-    assert error.value.errno == errno.EIO
+    files = make_files(1, 1)
+    with layer.broken(Rule("allocate", fail(code), path=path)):
+        with pytest.raises(StorageError, match=f"Cannot create it: {message}") as error:
+            take(files, layout(4))
+    assert error.value.errno == code
     assert folders(files) == [[], []]
     assert [place.used_bytes for place in files.places] == [0, 0]
 
@@ -192,14 +184,9 @@ def test_an_array_of_another_layout_gets_files_of_its_own(files: Files) -> None:
     for other in others:
         assert take(files, other, spare_bytes=2**20).folder != first.folder
     assert first.folder.exists()
-    assert take(files, layout(4)).folder == first.folder
-
-
-def test_one_spare_has_one_taker(files: Files) -> None:
-    first = take(files, layout(2))
-    files.give_back(first, spare_bytes=2**20)
-    taken = [take(files, layout(2), spare_bytes=2**20).folder for _ in range(3)]
-    assert len(set(taken)) == 3 and first.folder in taken
+    # One spare has one taker.
+    taken = [take(files, layout(4), spare_bytes=2**20).folder for _ in range(2)]
+    assert taken[0] == first.folder != taken[1]
 
 
 def test_spares_never_hold_more_than_they_may_and_the_oldest_goes_first(

@@ -1,6 +1,6 @@
 from itertools import combinations_with_replacement
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zinf.memory.nvme.intervals import Intervals
@@ -9,6 +9,7 @@ SIZE = 12
 RANGES = list(combinations_with_replacement(range(SIZE + 1), 2))
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.sampled_from(RANGES))))
 def test_it_covers_what_was_added_and_not_removed_since(changes) -> None:
     intervals, expected = Intervals(), set()

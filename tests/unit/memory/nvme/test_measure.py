@@ -9,19 +9,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.unit.memory.nvme.conftest import threads_of
+from tests.robustness.faults import BlockLayer, Rule, fail, threads_of
 from zinf.memory import StorageError
 from zinf.memory.nvme import (
     Drive,
     Measured,
     Profile,
-    System,
     find_profile,
     measure_drive,
     save_profile,
 )
 from zinf.memory.nvme.measure import relative_speeds
-from zinf.memory.nvme.profile import PROFILE
 
 # Which the function of that name hides from attribute look-ups.
 MODULE = import_module("zinf.memory.nvme.measure")
@@ -59,6 +57,12 @@ def test_the_first_round_is_completed_whatever_the_time(tmp_nvme: Path) -> None:
     assert profile.write_bytes_per_second == chosen[0].writes[0]
     assert profile.mixed_bytes_per_second == chosen[0].mixed[0]
     assert "1 rounds" in profile.measured
+    assert os.listdir(tmp_nvme) == threads_of(tmp_nvme) == []
+    save_profile(profile, tmp_nvme)
+    assert find_profile(tmp_nvme) == profile
+    with pytest.raises(OSError) as error:
+        measure_drive(tmp_nvme / "missing", seconds=1e-9)
+    assert error.value.errno == errno.ENOENT
 
 
 def test_rounds_go_on_until_the_time_is_over(
@@ -79,13 +83,6 @@ def test_rounds_go_on_until_the_time_is_over(
     _, rows = measure_drive(tmp_nvme, seconds=seconds, progress=parts.append)
     assert {len(row.reads) for row in rows} == {3}
     assert parts == sorted(parts) and parts[-1] == 1.0
-
-
-def test_nothing_is_left_and_what_was_found_can_be_kept(tmp_nvme: Path) -> None:
-    profile, _ = measure_drive(tmp_nvme, seconds=1e-9)
-    assert os.listdir(tmp_nvme) == threads_of(tmp_nvme) == []
-    save_profile(profile, tmp_nvme)
-    assert find_profile(tmp_nvme) == profile
 
 
 def test_the_score_is_low_if_any_of_the_three_is(tmp_nvme: Path) -> None:
@@ -111,53 +108,36 @@ def test_the_cheapest_of_the_good_settings_is_chosen(
     assert profile.num_threads == expected
 
 
-def test_a_folder_that_is_not_there_is_an_error(tmp_nvme: Path) -> None:
-    with pytest.raises(OSError) as error:
-        measure_drive(tmp_nvme / "missing", seconds=1e-9)
-    assert error.value.errno == errno.ENOENT
-
-
-def test_one_drive_is_not_measured(tmp_nvme: Path) -> None:
-    def never(*arguments: object) -> int:
-        raise AssertionError("it was written")
-
-    with Drive(tmp_nvme, system=System(pwritev=never)) as drive:
-        assert relative_speeds([drive]) == [1.0]
-
-
-def test_speeds_come_from_the_profiles_where_all_have_one(tmp_path: Path) -> None:
+def drives_in(folder: Path, layer: BlockLayer, *speeds: float | None) -> list[Drive]:
+    """Drives in folders a, b, ... with profiles of these speeds, if any."""
     drives = []
-    for name, speed in [("a", 1e9), ("b", 3e9)]:
-        (tmp_path / name).mkdir()
-        save_profile(Profile(mixed_bytes_per_second=speed), tmp_path / name)
-        drives.append(Drive(tmp_path / name))
+    for name, speed in zip("ab", speeds, strict=True):
+        (folder / name).mkdir()
+        profile = Profile(num_threads=2, mixed_bytes_per_second=speed)
+        drives.append(Drive(folder / name, profile=profile, system=layer.system))
+    return drives
+
+
+def test_drives_with_known_speeds_are_not_measured(
+    tmp_path: Path, layer: BlockLayer
+) -> None:
+    drives = drives_in(tmp_path, layer, 1e9, 3e9)
     assert relative_speeds(drives) == [1e9, 3e9]
-    assert threads_of(tmp_path / "a") == []
+    assert relative_speeds(drives[:1]) == [1.0]
+    assert layer.transfers == []
 
 
-def test_speeds_are_measured_where_one_has_no_profile(tmp_path: Path) -> None:
-    drives = []
-    for name in "ab":
-        (tmp_path / name).mkdir()
-        drives.append(Drive(tmp_path / name))
-    save_profile(Profile(mixed_bytes_per_second=1.0), tmp_path / "a")
+def test_drives_are_measured_at_once_where_one_has_no_known_speed(
+    tmp_path: Path, layer: BlockLayer
+) -> None:
+    drives = drives_in(tmp_path, layer, None, 1.0)
     speeds = relative_speeds(drives)
-    assert len(speeds) == 2 and min(speeds) > 1e6
-    for drive, left in zip(drives, ([PROFILE], []), strict=True):
-        drive.close()
-        assert os.listdir(drive.folder) == left
-
-
-def test_a_drive_that_fails_while_it_is_measured_is_an_error(tmp_path: Path) -> None:
-    def broken(*arguments: object) -> int:
-        raise OSError(errno.EIO, "whatever")
-
-    drives = []
-    for name, system in [("a", System()), ("b", System(pwritev=broken))]:
-        (tmp_path / name).mkdir()
-        drives.append(Drive(tmp_path / name, system=system))
-    with pytest.raises(StorageError, match="Input/output error"):
-        relative_speeds(drives)
+    assert len(speeds) == 2 and min(speeds) > 0
+    # Each file is written twice: first writes are slower.
+    assert sum(transfer.nbytes for transfer in layer.transfers) == 2 * 2 * 2 * MIB
+    with layer.broken(Rule("pwritev", fail(errno.EIO), path=f"{tmp_path}/b/*")):
+        with pytest.raises(StorageError, match="Input/output error"):
+            relative_speeds(drives)
     for drive in drives:
         drive.close()
         assert os.listdir(drive.folder) == []

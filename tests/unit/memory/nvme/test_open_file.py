@@ -1,15 +1,28 @@
+"""One open file: ranges move whole, past the page cache or through it, or fail."""
+
 import errno
 import os
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.unit.memory.nvme.conftest import BLOCK_BYTES, Kernel, open_files
+from tests.robustness.faults import (
+    BlockLayer,
+    Call,
+    Rule,
+    fail,
+    fail_after,
+    go_on,
+    move_at_most,
+    move_nothing,
+    open_files,
+)
+from tests.unit.memory.nvme.conftest import BLOCK_BYTES
 from zinf.memory import StorageError
 from zinf.memory.aligned import aligned_empty
-from zinf.memory.nvme import System
 from zinf.memory.nvme.open_file import (
     DIRECT_FROM_BYTES,
     MAX_STANDSTILLS,
@@ -20,13 +33,9 @@ from zinf.memory.nvme.open_file import (
 )
 
 LARGE = DIRECT_FROM_BYTES + 3 * PAGE_BYTES + 17
-SIZES = [0, 1, PAGE_BYTES, DIRECT_FROM_BYTES - 1, DIRECT_FROM_BYTES, LARGE]
+SIZES = [0, 1, DIRECT_FROM_BYTES - 1, DIRECT_FROM_BYTES, LARGE]
 # Where a range begins in the file, and how far beyond a page its memory does.
-PLACES = [
-    (offset, beyond_page)
-    for offset in (0, 1, PAGE_BYTES - 1, PAGE_BYTES, 3 * PAGE_BYTES + 5)
-    for beyond_page in (0, 1, 64)
-]
+PLACES = [(0, 0), (0, 64), (1, 1), (PAGE_BYTES - 1, 0), (3 * PAGE_BYTES + 5, 64)]
 
 
 def memory_at(nbytes: int, beyond_page: int = 0) -> np.ndarray:
@@ -43,7 +52,7 @@ def random_bytes(nbytes: int, beyond_page: int = 0) -> np.ndarray:
 
 @pytest.fixture
 def path(tmp_nvme: Path) -> Path:
-    """A file of LARGE and then some."""
+    """A file of LARGE and ten pages."""
     path = tmp_nvme / "file"
     path.write_bytes(random_bytes(LARGE + 10 * PAGE_BYTES).tobytes())
     return path
@@ -55,11 +64,12 @@ def open_(mover: Mover, path: Path) -> OpenFile:
 
 
 @pytest.mark.parametrize("nbytes", SIZES)
-def test_a_range_is_written_and_read_and_nothing_else_is(
-    mover: Mover, path: Path, nbytes: int
+def test_a_range_moves_whole_and_direct_requests_are_aligned(
+    mover: Mover, path: Path, layer: BlockLayer, nbytes: int
 ) -> None:
     expected = bytearray(path.read_bytes())
     for number, (offset, beyond_page) in enumerate(PLACES):
+        layer.transfers.clear()
         value = random_bytes(nbytes, beyond_page)
         value ^= number + 1
         expected[offset : offset + nbytes] = value.tobytes()
@@ -69,139 +79,153 @@ def test_a_range_is_written_and_read_and_nothing_else_is(
             assert path.read_bytes() == expected
             file.read(offset, found)
         np.testing.assert_array_equal(found, value)
-
-
-@pytest.mark.parametrize("nbytes", SIZES)
-def test_direct_requests_are_aligned_in_memory_and_in_the_file(
-    mover: Mover, path: Path, kernel: Kernel, nbytes: int
-) -> None:
-    for offset, beyond_page in PLACES:
-        kernel.transfers.clear()
-        value = random_bytes(nbytes, beyond_page)
-        with open_(mover, path) as file:
-            file.write(offset, value)
-            file.read(offset, value)
-        for transfer in kernel.direct:
-            assert transfer.offset % PAGE_BYTES == 0
-            assert transfer.nbytes % PAGE_BYTES == 0
-            assert transfer.address % PAGE_BYTES == 0
-            assert transfer.nbytes <= BLOCK_BYTES
-        # What is not direct is less than a page at either end.
-        through_cache = sum(t.nbytes for t in kernel.transfers if not t.is_direct)
+        for t in layer.transfers:
+            if t.is_direct:
+                assert t.offset % PAGE_BYTES == t.nbytes % PAGE_BYTES == 0
+                assert t.address % PAGE_BYTES == 0 and t.nbytes <= BLOCK_BYTES
+        # Twice less than a page at either end, or twice everything.
+        cached_bytes = sum(t.nbytes for t in layer.transfers if not t.is_direct)
         if mover.is_direct and nbytes >= DIRECT_FROM_BYTES:
-            assert through_cache < 2 * 2 * PAGE_BYTES
+            ends = -offset % PAGE_BYTES + (offset + nbytes) % PAGE_BYTES
+            assert cached_bytes == 2 * ends
         else:
-            assert through_cache == 2 * nbytes
+            assert cached_bytes == 2 * nbytes
 
 
 def test_memory_that_lies_like_the_file_is_not_copied(
-    mover: Mover, path: Path, kernel: Kernel
+    mover: Mover, path: Path, layer: BlockLayer
 ) -> None:
     offset, value = 100, random_bytes(LARGE, beyond_page=100)
-    start = value.ctypes.data
     with open_(mover, path) as file:
         file.write(offset, value)
         file.read(offset, value)
-    for transfer in kernel.transfers:
-        assert transfer.address == start + transfer.offset - offset
+    for transfer in layer.transfers:
+        assert transfer.address == value.ctypes.data + transfer.offset - offset
 
 
 def test_other_memory_goes_through_one_buffer_that_bounds_a_request(
-    path: Path, tmp_nvme: Path
+    path: Path, layer: BlockLayer
 ) -> None:
-    kernel, nbytes = Kernel(), 2 * STAGING_BYTES + PAGE_BYTES
-    mover = Mover(kernel.system(), 16 * 2**20, is_direct=True)
+    nbytes = 2 * STAGING_BYTES + PAGE_BYTES
+    mover = Mover(layer.system, 16 * 2**20, is_direct=True)
     value, found = random_bytes(nbytes, 8), memory_at(nbytes, 16)
     with open_(mover, path) as file:
         file.write(0, value)
         file.read(0, found)
     np.testing.assert_array_equal(found, value)
-    assert len({transfer.address for transfer in kernel.transfers}) == 1
-    assert max(transfer.nbytes for transfer in kernel.transfers) == STAGING_BYTES
+    assert len({transfer.address for transfer in layer.transfers}) == 1
+    assert max(transfer.nbytes for transfer in layer.transfers) == STAGING_BYTES
 
 
-# Short by pages, by parts of pages, and (through the cache only) by bytes.
-@pytest.mark.parametrize("most_bytes", [PAGE_BYTES, 5000, 3 * PAGE_BYTES])
-@pytest.mark.parametrize("offset", [0, 77])
+# Short by whole pages and by parts of pages; through the cache by bytes.
+@pytest.mark.parametrize("most_bytes", [PAGE_BYTES, 5000])
 def test_short_transfers_are_finished(
-    mover: Mover, path: Path, kernel: Kernel, most_bytes: int, offset: int
+    mover: Mover, path: Path, layer: BlockLayer, most_bytes: int
 ) -> None:
-    kernel.most_bytes = most_bytes
-    value, found = random_bytes(LARGE), memory_at(LARGE)
+    value, found, few = random_bytes(LARGE), memory_at(LARGE), memory_at(300)
     with open_(mover, path) as file:
-        file.write(offset, value)
-        file.read(offset, found)
+        with layer.broken(Rule("preadv pwritev", move_at_most(most_bytes))):
+            file.write(77, value)
+            file.read(77, found)
+        with layer.broken(Rule("preadv", move_at_most(1))):
+            file.read(80, few)
     np.testing.assert_array_equal(found, value)
-    assert path.read_bytes()[offset : offset + LARGE] == value.tobytes()
-    assert all(t.offset % PAGE_BYTES == 0 for t in kernel.direct)
-
-
-def test_a_byte_at_a_time_is_finished_too(mover: Mover, path: Path, kernel) -> None:
-    kernel.most_bytes = 1
-    found = memory_at(300)
-    with open_(mover, path) as file:
-        file.read(5, found)
-    assert found.tobytes() == path.read_bytes()[5:305]
+    np.testing.assert_array_equal(few, value[3:303])
+    assert path.read_bytes()[77 : 77 + LARGE] == value.tobytes()
 
 
 @pytest.mark.parametrize("verb", ["read", "write"])
-@pytest.mark.parametrize("nbytes", [100, LARGE])
-def test_a_kernel_that_moves_nothing_is_given_up(
-    mover: Mover, path: Path, kernel: Kernel, verb: str, nbytes: int
+@pytest.mark.parametrize(("nbytes", "moved"), [(100, 0), (LARGE, 0), (LARGE, 4095)])
+def test_a_transfer_is_given_up_after_three_calls_without_progress(
+    path: Path, layer: BlockLayer, verb: str, nbytes: int, moved: int
 ) -> None:
-    kernel.most_bytes = 0
-    with open_(mover, path) as file:
-        with pytest.raises(StorageError, match="moved nothing.*at byte 0, of") as error:
-            getattr(file, verb)(0, random_bytes(nbytes))
-    assert error.value.errno == errno.EIO
-    assert error.value.filename == str(path)
-    assert len(kernel.transfers) == MAX_STANDSTILLS
+    """O_DIRECT goes on at a page only, so less than a page is nothing."""
+    mover = Mover(layer.system, BLOCK_BYTES, is_direct=True)
+    deed = move_at_most(moved) if moved else move_nothing
+
+    def move(num_standstills: float) -> None:
+        layer.transfers.clear()
+        with layer.broken(Rule("preadv pwritev", deed, times=num_standstills)):
+            with open_(mover, path) as file:
+                getattr(file, verb)(0, random_bytes(nbytes))
+
+    move(MAX_STANDSTILLS - 1)
+    with pytest.raises(StorageError, match="moved nothing.*at byte 0, of") as error:
+        move(inf)
+    assert (error.value.errno, error.value.filename) == (errno.EIO, str(path))
+    assert len(layer.transfers) == MAX_STANDSTILLS
 
 
-@pytest.mark.parametrize("nbytes", [1, 100, LARGE])
-@pytest.mark.parametrize("short_by", [1, PAGE_BYTES, LARGE])
+@pytest.mark.parametrize("nbytes", [1, LARGE])
 def test_a_file_that_ends_before_is_an_error_that_says_where(
-    mover: Mover, path: Path, nbytes: int, short_by: int
+    mover: Mover, path: Path, nbytes: int
 ) -> None:
     size = path.stat().st_size
     with open_(mover, path) as file:
+        file.read(size - nbytes, memory_at(nbytes))
         # A direct request ends at the last page that it could begin with.
         place = rf"at byte ({size:,}|{size - size % PAGE_BYTES:,}), of"
         message = f"the file has only {size:,} bytes, {place} .* asked"
         with pytest.raises(StorageError, match=message) as error:
-            file.read(size - nbytes + min(nbytes, short_by), memory_at(nbytes))
+            file.read(size - nbytes + 1, memory_at(nbytes))
     assert error.value.errno == errno.ENODATA
 
 
-@pytest.mark.parametrize("verb", ["read", "write"])
-def test_an_error_names_file_offset_length_and_number(
-    mover: Mover, path: Path, verb: str
+@pytest.mark.parametrize(
+    ("call", "arguments", "place"),
+    [
+        ("preadv", (10, 200), ", at byte 10, of 200 bytes asked"),
+        ("pwritev", (10, 200), ", at byte 10, of 200 bytes asked"),
+        ("allocate", (200,), ", at byte 0, of 200 bytes asked"),
+        ("stat", (), ""),
+        ("sync", (), ""),
+        ("toggle_direct", (0, LARGE), ""),
+    ],
+)
+def test_an_error_names_file_place_and_number(
+    path: Path, layer: BlockLayer, call: str, arguments: tuple[int, ...], place: str
 ) -> None:
-    def fail(descriptor: int, memory: Any, offset: int) -> int:
-        raise OSError(errno.EIO, "whatever")
-
-    mover.system = System(preadv=fail, pwritev=fail)
-    with open_(mover, path) as file:
+    verb = {"preadv": "read", "pwritev": "write", "toggle_direct": "read"}
+    mover = Mover(layer.system, BLOCK_BYTES, is_direct=True)
+    with open_(mover, path) as file, layer.broken(Rule(call, fail(errno.EIO))):
+        if call in verb:
+            arguments = arguments[0], random_bytes(arguments[1])
         with pytest.raises(StorageError) as error:
-            getattr(file, verb)(10, random_bytes(200))
+            getattr(file, verb.get(call, call))(*arguments)
     assert (error.value.errno, error.value.filename) == (errno.EIO, str(path))
-    found = "Cannot move it: Input/output error, at byte 10, of 200 bytes asked"
-    assert found in str(error.value)
+    assert f"Cannot move it: Input/output error{place}. " in str(error.value)
 
 
-def test_a_call_that_a_signal_interrupts_is_made_again(mover: Mover, path) -> None:
-    calls = []
+def test_a_drive_can_see_since_when_each_call_is_under_way(
+    path: Path, layer: BlockLayer
+) -> None:
+    mover = Mover(layer.system, BLOCK_BYTES, is_direct=True)
+    busy: dict[str, bool] = {}
 
-    def interrupted(*arguments: Any) -> int:
-        calls.append(arguments)
-        if len(calls) % 3:
-            raise InterruptedError
-        return os.preadv(*arguments)
+    def look(call: Call) -> Any:
+        busy[call.name] = mover.busy_since is not None
+        return go_on(call)
 
-    mover.system = System(preadv=interrupted)
+    names = "open close preadv pwritev allocate stat toggle_direct sync replace unlink"
+    with layer.broken(Rule(names, look)):
+        with open_(mover, path) as file:
+            file.allocate(LARGE)
+            file.write(0, random_bytes(LARGE))
+            file.read(0, memory_at(LARGE))
+            file.stat(), file.sync()
+        mover.replace(path, path.with_name("new"))
+        mover.discard(path.with_name("new"))
+    assert busy == dict.fromkeys(names.split(), True)
+    assert mover.busy_since is None
+
+
+def test_a_call_that_a_signal_interrupts_is_made_again(
+    mover: Mover, path: Path, layer: BlockLayer
+) -> None:
     found = memory_at(100)
-    with open_(mover, path) as file:
-        file.read(0, found)
+    with layer.broken(Rule("open preadv close", fail(errno.EINTR), times=2)):
+        with open_(mover, path) as file:
+            file.read(0, found)
     assert found.tobytes() == path.read_bytes()[:100]
     assert mover.busy_since is None
 
@@ -211,109 +235,81 @@ def test_a_call_that_a_signal_interrupts_is_made_again(mover: Mover, path) -> No
 def test_each_part_is_handed_over_once_and_in_order(
     mover: Mover, path: Path, offset: int, beyond_page: int
 ) -> None:
-    """When it was read, and before it is written: so a checksum costs no pass more."""
+    """When read, and before written: a checksum costs no further pass."""
     seen: list[bytes] = []
     value, found = random_bytes(LARGE, beyond_page), memory_at(LARGE, beyond_page)
+    old = path.read_bytes()[offset:]
+
+    def sees_the_old(part: np.ndarray) -> None:
+        done = sum(map(len, seen))
+        now = path.read_bytes()[offset + done : offset + done + part.size]
+        assert now == old[done : done + part.size]
+        seen.append(part.tobytes())
+
     with open_(mover, path) as file:
-
-        def sees_the_old(part: np.ndarray) -> None:
-            done = sum(map(len, seen))
-            now = path.read_bytes()[offset + done : offset + done + part.size]
-            assert now == old[done : done + part.size]
-            seen.append(part.tobytes())
-
-        old = path.read_bytes()[offset:]
         file.write(offset, value ^ 1, sees_the_old)
         assert b"".join(seen) == (value ^ 1).tobytes()
         seen.clear()
         file.read(offset, found, lambda part: seen.append(part.tobytes()))
-        assert b"".join(seen) == found.tobytes() == (value ^ 1).tobytes()
+    assert b"".join(seen) == found.tobytes() == (value ^ 1).tobytes()
 
 
-def test_a_missing_file_is_found_at_once(mover: Mover, tmp_nvme: Path) -> None:
+def test_a_new_file_is_private_and_its_bytes_are_zeros_that_are_set_aside(
+    mover: Mover, tmp_nvme: Path
+) -> None:
+    path = tmp_nvme / "new"
+    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
+    with mover.open(path, flags) as file:
+        file.allocate(0)
+        assert path.stat().st_size == 0
+        file.allocate(LARGE)
+        assert file.stat().st_size == LARGE
+        assert path.stat().st_blocks * 512 >= LARGE
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert path.read_bytes() == bytes(LARGE)
+        # Though parts move in two ways, the file is truncated once.
+        file.write(0, random_bytes(LARGE))
+    assert path.read_bytes() == random_bytes(LARGE).tobytes()
     with pytest.raises(StorageError, match="Something deleted files") as error:
         open_(mover, tmp_nvme / "missing")
     assert error.value.errno == errno.ENOENT
 
 
-def test_truncating_is_done_once_though_there_are_two_ways_in(
-    mover: Mover, path: Path
-) -> None:
-    """A range has parts of both kinds, and the second open must not lose the first."""
-    value = random_bytes(LARGE)
-    with mover.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as file:
-        file.write(0, value)
-    assert path.read_bytes() == value.tobytes()
-
-
-def test_allocated_bytes_are_zeros_that_are_set_aside(
-    mover: Mover, tmp_nvme: Path
-) -> None:
-    path = tmp_nvme / "new"
-    with mover.open(path, os.O_RDWR | os.O_CREAT) as file:
-        file.allocate(0)
-        assert path.stat().st_size == 0
-        file.allocate(LARGE)
-        assert file.stat().st_size == LARGE
-    assert path.stat().st_blocks * 512 >= LARGE
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert path.read_bytes() == bytes(LARGE)
-
-
-@pytest.mark.parametrize("call", ["allocate", "stat", "sync"])
-def test_what_else_fails_names_the_file(mover: Mover, path: Path, call: str) -> None:
-    def fail(*arguments: Any) -> None:
-        raise OSError(errno.ENOSPC, "whatever")
-
-    mover.system = System(**{call: fail})
-    with open_(mover, path) as file:
-        with pytest.raises(StorageError, match="Cannot move it: No space.*Free space"):
-            getattr(file, call)(*([LARGE] if call == "allocate" else []))
-
-
 def test_every_descriptor_is_closed_even_if_that_fails(
-    mover: Mover, path: Path, tmp_nvme: Path
+    mover: Mover, path: Path, tmp_nvme: Path, layer: BlockLayer
 ) -> None:
-    def close(descriptor: int) -> None:
-        os.close(descriptor)
-        raise OSError(errno.EIO, "whatever")
-
-    mover.system = System(close=close)
     file = open_(mover, path)
     file.read(3, memory_at(LARGE))
     assert len(open_files(tmp_nvme)) == 1
-    with pytest.raises(StorageError, match="Input/output error"):
-        file.close()
+    with layer.broken(Rule("close", fail_after(errno.EIO))):
+        with pytest.raises(StorageError, match="Input/output error"):
+            file.close()
     assert open_files(tmp_nvme) == []
     file.close()
 
 
 @pytest.mark.parametrize("verb", ["read", "write"])
 def test_what_nobody_waits_for_any_more_is_not_begun(
-    mover: Mover, path: Path, kernel: Kernel, verb: str
+    mover: Mover, path: Path, layer: BlockLayer, verb: str
 ) -> None:
-    mover.is_wanted = lambda: len(kernel.transfers) < 2
-    with open_(mover, path) as file:
+    mover.is_wanted = lambda: len(layer.transfers) < 2
+    short = Rule("preadv pwritev", move_at_most(PAGE_BYTES))
+    with layer.broken(short), open_(mover, path) as file:
         with pytest.raises(StorageError) as error:
-            kernel.most_bytes = PAGE_BYTES
             getattr(file, verb)(0, random_bytes(LARGE))
     assert error.value.errno == errno.ETIMEDOUT
-    assert len(kernel.transfers) == 2
+    assert len(layer.transfers) == 2
 
 
-def test_reads_of_what_is_cached_only_say_so_to_the_kernel(path: Path) -> None:
-    flags = []
-
-    def preadv(descriptor: int, memory: Any, offset: int, *rest: int) -> int:
-        flags.extend(rest)
-        raise BlockingIOError(errno.EAGAIN, "not in the page cache")
-
-    mover = Mover(System(preadv=preadv), BLOCK_BYTES, is_direct=False, only_cached=True)
-    with open_(mover, path) as file:
-        with pytest.raises(StorageError) as error:
+def test_reads_of_what_is_cached_only_say_so_to_the_kernel(
+    path: Path, layer: BlockLayer
+) -> None:
+    mover = Mover(layer.system, BLOCK_BYTES, is_direct=False, only_cached=True)
+    with layer.broken(Rule("preadv", fail(errno.EAGAIN)), is_cached=True):
+        with open_(mover, path) as file, pytest.raises(StorageError) as error:
             file.read(0, memory_at(100))
     assert error.value.errno == errno.EAGAIN
-    assert flags == [os.RWF_NOWAIT]
+    assert [transfer.flags for transfer in layer.transfers] == [(os.RWF_NOWAIT,)]
 
 
 def test_a_file_is_replaced_or_discarded_by_name(mover: Mover, path: Path) -> None:
@@ -326,4 +322,4 @@ def test_a_file_is_replaced_or_discarded_by_name(mover: Mover, path: Path) -> No
     assert not path.exists()
     with pytest.raises(StorageError) as error:
         mover.replace(fresh, path)
-    assert error.value.errno == errno.ENOENT
+    assert (error.value.errno, error.value.filename) == (errno.ENOENT, str(path))

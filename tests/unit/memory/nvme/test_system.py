@@ -1,23 +1,15 @@
 import errno
 import os
-from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.unit.memory.nvme.conftest import open_files
+from tests.robustness.faults import open_files
 from zinf.memory.nvme import System
 from zinf.memory.nvme.system import read_at, write_at
 
 REFUSED = {errno.EAGAIN, errno.ENOSYS, errno.EPERM}
-
-
-def test_each_call_is_the_kernels_and_can_be_replaced() -> None:
-    for call in fields(System):
-        broken = System(**{call.name: pytest.fail})
-        assert getattr(broken, call.name) is pytest.fail
-    assert System().preadv is os.preadv and System().pwritev is os.pwritev
 
 
 def test_a_file_that_the_kernel_knows_is_opened_without_asking_a_drive(
@@ -37,13 +29,10 @@ def test_a_file_that_the_kernel_knows_is_opened_without_asking_a_drive(
     finally:
         os.close(descriptor)
     assert open_files(tmp_nvme) == []
-
-
-def test_a_missing_file_is_not_opened_and_the_error_names_it(tmp_nvme: Path) -> None:
-    with pytest.raises(OSError) as error:
+    with pytest.raises(OSError) as missing:
         System().open_cached(tmp_nvme / "missing", os.O_RDONLY)
-    assert error.value.errno in REFUSED | {errno.ENOENT}
-    assert error.value.filename == str(tmp_nvme / "missing")
+    assert missing.value.errno in REFUSED | {errno.ENOENT}
+    assert missing.value.filename == str(tmp_nvme / "missing")
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 5000])
