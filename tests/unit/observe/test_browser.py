@@ -11,6 +11,7 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
 from tests.marks import chromium
+from tests.runs import Runs
 from zinf.cli.plan import plan_config
 from zinf.observe import read_trace
 from zinf.observe.page import run_page, write_page
@@ -65,9 +66,9 @@ def opened(browser: Browser, path: Path, width: int, *, is_phone: bool) -> Opene
 
 
 @pytest.fixture(scope="module")
-def run_file(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_file(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "report.html"
-    write_page(run_page(run_folder), path)
+    write_page(run_page(runs.nvme.output), path)
     return path
 
 
@@ -80,11 +81,6 @@ def shown(request, browser: Browser, run_file: Path) -> Iterator[Opened]:
 
 def texts(page: Page, selector: str) -> list[str]:
     return [text or "" for text in page.locator(selector).all_text_contents()]
-
-
-def test_there_is_no_error_and_nothing_is_fetched(shown, run_file):
-    assert shown.errors == []
-    assert shown.requests == [run_file.as_uri()]
 
 
 def test_every_curve_is_drawn(shown):
@@ -101,11 +97,11 @@ def test_every_curve_is_drawn(shown):
     assert shown.page.locator("#held .scatterlayer path.js-line").count() == 3
 
 
-def test_every_lane_and_every_instruction_is_drawn(shown, run_folder):
+def test_every_lane_and_every_instruction_is_drawn(shown, runs):
     for axis in ("y", "y2"):
         found = texts(shown.page, f"#timeline .{axis}tick text")
         assert sorted(found) == sorted(LANES)
-    step = read_trace(run_folder / "trace.json")[-1]
+    step = read_trace(runs.nvme.output / "trace.json")[-1]
     spans = [s for s in (*step.measured, *step.predicted) if s.kind != "free"]
     bars = shown.page.locator("#timeline .barlayer .point path")
     assert bars.count() == len(spans)
@@ -126,7 +122,9 @@ def cut_off(page: Page) -> list[str]:
     return [text for text, left, right in boxes if left < 0 or right > width]
 
 
-def test_the_page_is_as_wide_as_the_screen_and_no_text_is_cut_off(shown):
+def test_nothing_is_fetched_and_no_text_is_cut_off(shown, run_file):
+    assert shown.errors == []
+    assert shown.requests == [run_file.as_uri()]
     width = shown.page.evaluate("innerWidth")
     assert shown.page.evaluate("document.documentElement.scrollWidth") <= width
     assert cut_off(shown.page) == []
@@ -189,11 +187,11 @@ def test_a_stretch_of_time_is_zoomed_in_both_panels(desktop):
     assert measured == pytest.approx([whole[1] / 4, whole[1] / 2], rel=0.05)
 
 
-def test_a_plan_of_little_room_is_drawn_on_a_phone(browser, small_config, tmp_path):
+def test_a_plan_of_little_room_is_drawn_on_a_phone(browser, runs, tmp_path):
     path = tmp_path / "plan.html"
     # Just enough for the 424 KiB that it needs, so that the budget is drawn too.
     given = ("memory.device=480KiB",)
-    assert plan_config(small_config, given, False, None, path, False) == 0
+    assert plan_config(runs.nvme.config, given, False, None, path, False) == 0
     found = opened(browser, path, 390, is_phone=True)
     assert found.errors == []
     assert found.requests == [path.as_uri()]
