@@ -122,6 +122,7 @@ def test_a_mistake_is_one_clean_message(
         assert result.stderr.startswith("error: ")
         assert "Traceback" not in result.output
         said = result.stderr.replace(str(tmp_path), "FOLDER").rstrip()
+        said = said.replace(str(Path.cwd()), "HERE")
         said = re.sub(r"Allowed keys here: .*", "Allowed keys here: ...", said)
         texts.append(f"{name}\n  {said}")
     golden.check("mistakes.txt", "\n".join(texts))
@@ -292,28 +293,6 @@ def test_a_mixed_folder_trains_and_what_is_skipped_is_said(config, tmp_path) -> 
     result = zinf("train", file, "--steps", 1, code=2)
     assert "error: The data has the token 300" in result.stderr
     zinf("train", file, "--steps", 1, *settings("model.vocab_size=301"))
-
-
-@pytest.mark.slow
-def test_a_run_on_eight_devices_continues_on_two_as_if_undisturbed(file, tmp_path):
-    moved, undisturbed = tmp_path / "moved.jsonl", tmp_path / "undisturbed.jsonl"
-
-    def train(steps: int, devices: int, metrics: Path, *keys: str) -> Result:
-        small = ("model.num_layers=1", "zero_optimization={stage: 3}", "memory={}")
-        keys = (*small, "train_batch_size=8", f"mesh.fsdp={devices}", *keys)
-        named = ("--steps", steps, "--metrics", metrics)
-        return zinf("train", file, *named, *settings(*keys))
-
-    train(2, 8, moved)
-    resumed = train(4, 2, moved, "run.resume=true")
-    assert "Resuming after step 2." in resumed.stdout
-    train(4, 8, undisturbed, f"run.output={tmp_path / 'other'}")
-    assert metrics_in(moved) == metrics_in(undisturbed) == [1, 2, 3, 4]
-    # Two devices sum in another order than eight, which changes a few of float32's last
-    # bits of a gradient, and two steps of Adam carry that into the losses.
-    losses, expected = (metrics_in(path, "loss") for path in (moved, undisturbed))
-    assert losses == pytest.approx(expected, rel=16 * 2.0**-23)
-    assert losses[:2] == expected[:2]
 
 
 @pytest.mark.slow
