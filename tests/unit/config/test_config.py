@@ -17,7 +17,15 @@ from pydantic import ValidationError
 import zinf
 from tests.golden import Golden
 from tests.unit.config.cases import sections, shown
-from zinf.config import Config, ConfigError, Status, notices, report
+from zinf.config import (
+    Config,
+    ConfigError,
+    Grouping,
+    Status,
+    grouping,
+    notices,
+    report,
+)
 from zinf.config.schema import Memory
 from zinf.program import Tier
 
@@ -127,6 +135,12 @@ def test_a_config_to_run_a_model_trains_nothing() -> None:
     assert (config.num_microbatches, config.activation_tier) == (1, None)
     assert (config.device_bytes, config.param_tier) == (5, Tier.HOST)
     assert config.compute_dtype == "bfloat16"
+
+
+def test_devices_are_read_before_the_rest_is_checked() -> None:
+    wrong = {"mesh": {"fsdp": "many", "seq": 0}, "zero_optimization": 3}
+    assert grouping(wrong) == Grouping()
+    assert grouping({"mesh": {"fsdp": 4}}, ["mesh.fsdp=2"]) == Grouping(1, 2)
 
 
 def test_weights_in_few_bits_are_all_linear_layers_or_those_that_a_key_names() -> None:
