@@ -128,11 +128,11 @@ def test_an_interrupt_while_importing_is_one_line(name):
     assert (asked.returncode, asked.stderr) == (130, "Interrupted.\n")
 
 
-def unread(code: str, **environment: str) -> tuple[int, bytes]:
-    """Exit code and errors of a process whose output nobody reads."""
+def unread(*arguments: str, **environment: str) -> tuple[int, bytes]:
+    """Exit code and errors of Python with these arguments, whose output is unread."""
     reader, writer = os.pipe()
     os.close(reader)
-    run = [sys.executable, "-c", code]
+    run = [sys.executable, *arguments]
     try:
         asked = subprocess.run(
             run,
@@ -149,7 +149,7 @@ def unread(code: str, **environment: str) -> tuple[int, bytes]:
 @pytest.mark.parametrize("arguments", [["--version"], ["plan", "--table"]])
 def test_a_reader_that_went_away_is_no_error(arguments):
     """As in `zinf plan ... | head`."""
-    code, errors = unread(command(arguments))
+    code, errors = unread("-m", "zinf", *arguments)
     assert errors == b""
     assert code in (1, 141)
 
@@ -168,4 +168,4 @@ except typer.Exit as ended:
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_what_a_command_prints_may_stay_unread(unbuffered):
     """Containers often set PYTHONUNBUFFERED: then the failed write leaves no buffer."""
-    assert unread(PRINT, PYTHONUNBUFFERED=unbuffered) == (141, b"")
+    assert unread("-c", PRINT, PYTHONUNBUFFERED=unbuffered) == (141, b"")
