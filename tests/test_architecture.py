@@ -242,33 +242,26 @@ RULES = (not_pointing_down, nested_or_relative, non_public_jax, arrays_in_pure_c
 def test_no_module_breaks_the_rule(rule):
     assert sources("zinf")
     assert [found for module in sources("zinf") for found in rule(module)] == []
+    assert first_cycle(sources("zinf")) is None
 
 
 # What each rule must catch, and the nearest thing that it must let through.
 BROKEN = (
     (not_pointing_down, "plan.build", "from zinf.engine import Engine"),
-    (not_pointing_down, "plan.build", "import zinf"),
     (not_pointing_down, "plan.build", "from zinf import initialize"),
     (not_pointing_down, "tiling.linear", "import zinf.models.gpt"),
     (not_pointing_down, "novelty", "import zinf.program"),
-    (nested_or_relative, "plan.build", "from . import check"),
     (nested_or_relative, "plan.build", "from .check import check"),
     (nested_or_relative, "plan.build", "def f():\n    import json"),
-    (nested_or_relative, "plan.build", "if True:\n    import json"),
     (nested_or_relative, "jaxpr.compat", "def f():\n    import json"),
     (nested_or_relative, "plan.build", "if not TYPE_CHECKING:\n    import json"),
-    (non_public_jax, "segment.cut", "from jax._src import core"),
     (non_public_jax, "segment.cut", "from jax import _src"),
-    (non_public_jax, "segment.cut", "import jaxlib.xla_client"),
     (non_public_jax, "segment.cut", "import jax\nx = jax.interpreters.mlir"),
-    (arrays_in_pure_code, "plan.build", "import numpy as np"),
     (arrays_in_pure_code, "program", "from jax.numpy import dtype"),
 )
 SOUND = (
     (not_pointing_down, "plan.build", "from zinf.optim.leaf import Leaf"),
     (not_pointing_down, "plan.build", "from zinf import program"),
-    (not_pointing_down, "engine", "import jax"),
-    (nested_or_relative, "plan.build", "from zinf.plan import check"),
     (nested_or_relative, "jaxpr.compat", "if True:\n    import json"),
     (nested_or_relative, "plan.build", "if TYPE_CHECKING:\n    import json"),
     (non_public_jax, "jaxpr.compat", "from jax._src import core"),
@@ -277,14 +270,14 @@ SOUND = (
 )
 
 
-@pytest.mark.parametrize(("rule", "name", "code"), BROKEN)
-def test_the_rule_sees(rule, name, code):
-    assert rule(Source(f"zinf.{name}", ast.parse(code)))
-
-
-@pytest.mark.parametrize(("rule", "name", "code"), SOUND)
-def test_the_rule_allows(rule, name, code):
-    assert rule(Source(f"zinf.{name}", ast.parse(code))) == []
+def test_the_rules_see_what_breaks_them_and_nothing_else():
+    for rule, name, code in BROKEN:
+        assert rule(Source(f"zinf.{name}", ast.parse(code))), (name, code)
+    for rule, name, code in SOUND:
+        assert rule(Source(f"zinf.{name}", ast.parse(code))) == [], (name, code)
+    package = Source("zinf.plan", ast.parse("from zinf.plan.check import check"))
+    member = Source("zinf.plan.check", ast.parse("from zinf.plan import Plan"))
+    assert set(first_cycle((package, member)) or ()) == {"zinf.plan", "zinf.plan.check"}
 
 
 def test_every_exception_to_top_level_imports_is_used():
@@ -307,7 +300,6 @@ def lazy_packages() -> list[Source]:
     return [m for m in sources("zinf") if "make_lazy(" in ast.unparse(m.tree)]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name", [m.name for m in lazy_packages() if m.name != "zinf.lazy"]
 )
@@ -326,16 +318,6 @@ def test_a_lazy_package_has_the_names_that_type_checkers_see(name):
     assert {*package.lazy_names} <= {*dir(package)}
     with pytest.raises(AttributeError, match="has no attribute 'absent'"):
         getattr(package, "absent")  # noqa: B009
-
-
-def test_no_import_cycles():
-    assert first_cycle(sources("zinf")) is None
-
-
-def test_a_cycle_through_a_package_is_seen():
-    package = Source("zinf.plan", ast.parse("from zinf.plan.check import check"))
-    member = Source("zinf.plan.check", ast.parse("from zinf.plan import Plan"))
-    assert set(first_cycle((package, member)) or ()) == {"zinf.plan", "zinf.plan.check"}
 
 
 def test_pure_code_needs_no_jax_or_numpy_however_indirectly():
@@ -362,12 +344,6 @@ def test_importing_zinf_touches_no_device():
     python(code)
 
 
-def test_a_device_touched_at_import_would_be_seen():
-    touched = "import jax; jax.devices(); jax.config.update('jax_num_cpu_devices', 3)"
-    with pytest.raises(AssertionError, match="before backends are initialized"):
-        python(touched)
-
-
 def test_no_dumping_grounds():
     folders = ("zinf", "zinf_kernels", "tests", "scripts")
     found = [p for f in folders for p in (ROOT / f).rglob("*")]
@@ -378,10 +354,6 @@ def test_kernels_never_import_zinf():
     kernels = sources("zinf_kernels")
     used = [(k.name, name) for k in kernels for _, name in imports(k.tree)]
     assert [pair for pair in used if is_within(pair[1], "zinf")] == []
-
-
-# Ops that zinf does not call yet, each with what it waits for.
-WAITING: dict[str, str] = {}
 
 
 def test_every_kernel_has_a_caller_in_zinf():
@@ -395,7 +367,7 @@ def test_every_kernel_has_a_caller_in_zinf():
         for op in ops
         if is_within(name, f"zinf_kernels.{op}")
     }
-    assert ops - called == WAITING.keys()
+    assert ops and ops <= called
     package = ast.get_docstring(
         ast.parse((ROOT / "zinf_kernels/__init__.py").read_text())
     )

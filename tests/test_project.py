@@ -1,4 +1,4 @@
-"""What the README, the configs and the packaging promise about each other."""
+"""What the README, configs, tests and packaging promise about each other."""
 
 import ast
 import re
@@ -10,39 +10,20 @@ from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
-import pytest
-
-from zinf.config import Config
-
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-CONFIGS = sorted(
-    path.relative_to(ROOT)
-    for path in (ROOT / "configs").glob("*")
-    if path.suffix in {".yaml", ".yml", ".json"}
-)
+CI = (ROOT / ".ci/run").read_text()
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
 # A home or work folder of somebody's machine, at the start of a path.
 MACHINE_PATH = re.compile(r"(?<![\w./~-])/(?:work|root|home|Users|tmp/envs)\b")
 OURS = {"zinf", "zinf_kernels"}
 NOT_OURS = {".git", ".nox", "__pycache__", "build", "dist", "runs"}
-
-# `python3 -m venv FOLDER` whose python prints what pytest would.
-STAND_IN = """#!/bin/sh
-mkdir -p "$3/bin"
-for name in python pip ruff pyrefly; do
-  cat >"$3/bin/$name" <<'END'
-#!/bin/sh
-case "$*" in
-  *pytest*slow) name=slow ;;
-  *pytest*) name=fast ;;
-  *) exit 0 ;;
-esac
-printf 'details\\n== short test summary info ==\\n%s passed\\n' $name
-END
-  chmod +x "$3/bin/$name"
-done
-"""
+# Folders of tests that hold promises of the whole: the README of zinf names each.
+PROMISING = (
+    *("checkpoint", "distributed", "equivalence", "memory"),
+    *("overlap", "property", "ray", "robustness"),
+)
 
 
 def set_up_commands() -> list[str]:
@@ -83,47 +64,19 @@ def test_readme_has_two_set_up_commands_that_need_nothing_but_python():
     assert test.endswith("bin/python -m pytest -n 2 --dist worksteal")
 
 
-def run_ci(folder: Path, python: str) -> subprocess.CompletedProcess[str]:
-    """`.ci/run` with a stand-in for `python3`, and a browser that is there already."""
-    for name, content in (("python3", python), ("chromium", "#!/bin/sh\n")):
-        stand_in = folder / name
-        stand_in.write_text(content)
-        stand_in.chmod(0o755)
-    environment = {"PATH": f"{folder}:/usr/local/bin:/usr/bin:/bin"}
-    command = [ROOT / ".ci/run"]
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
-
-
-def test_ci_runs_the_test_command_of_the_readme(tmp_path):
-    """A stand-in for `python3` notes its arguments and ends the README's command."""
-    if not (ROOT / ".git").exists():
-        pytest.skip("not a git checkout")
-    log = tmp_path / "log"
-    asked = run_ci(tmp_path, f'#!/bin/sh\necho "$(pwd): $*" >>{log}\nexit 1\n')
-    assert asked.returncode != 0
-    steps = set_up_commands()[1].split(" && ")
-    commands = [line for line in asked.stdout.splitlines() if "bash -c" in line]
-    # It sets up, and ends there: nothing else is tried without an environment.
-    assert [x.partition("bash -c ")[2] for x in commands] == [" && ".join(steps[:2])]
-    [extras] = re.findall(r"^extras=([\w,-]+)$", (ROOT / ".ci/run").read_text(), re.M)
+def test_ci_runs_the_test_command_of_the_readme_after_all_cheap_checks():
+    [pattern] = re.findall(r"grep -E '(.*)' README.md", CI)
+    assert re.findall(pattern, README, re.MULTILINE) == set_up_commands()[1:]
+    steps = ["ruff check", "ruff format --check", "pyrefly check", "stop_if_failed\n\n"]
+    steps += ['check_tests fast .*bash -c "\\$test_command"', "-m slow"]
+    places = [[m.start() for m in re.finditer(step, CI)] for step in steps]
+    assert all(len(found) == 1 for found in places[:3] + places[4:])
+    order = [found[0] for found in places]
+    assert order == sorted(order)
+    [extras] = re.findall(r"^extras=([\w,-]+)$", CI, re.MULTILINE)
     # What is for devices, and what the fast tests have installed.
     others = {"cuda", "tpu", "test", "parquet"}
     assert {*extras.split(",")} == {*PROJECT["optional-dependencies"]} - others
-    folder, arguments = log.read_text().splitlines()[0].split(": ")
-    assert arguments == "-m venv .venv-test"
-    assert not Path(folder).exists(), "the clone is left behind"
-
-
-def test_ci_ends_with_the_summaries_of_the_test_runner(tmp_path):
-    """Stand-ins for the programs of the README's command print one each."""
-    if not (ROOT / ".git").exists():
-        pytest.skip("not a git checkout")
-    asked = run_ci(tmp_path, STAND_IN)
-    assert asked.returncode == 0, asked.stderr
-    lines = asked.stdout.splitlines()
-    fast, slow = (i for i, line in enumerate(lines) if line.startswith("== the"))
-    assert lines[fast + 1 : slow] == ["== short test summary info ==", "fast passed"]
-    assert lines[slow + 1 :] == ["== short test summary info ==", "slow passed"]
 
 
 def test_readme_names_only_files_that_exist():
@@ -134,12 +87,42 @@ def test_readme_names_only_files_that_exist():
     assert [name for name in sorted({*named}) if not (ROOT / name).exists()] == []
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=str)
-def test_every_shipped_config_loads(path):
-    Config.load(ROOT / path)
+def named_tests() -> set[str]:
+    """The tests in the table of promises of zinf/README.md, by their paths.
+
+    A name without a folder is in the folder of the name before it.
+    """
+    text = (ROOT / "zinf/README.md").read_text().partition("| promise | test |\n")[2]
+    rows = text.partition("\n\n")[0].splitlines()[1:]
+    found: set[str] = set()
+    for row in rows:
+        folder = ""
+        for name in re.findall(r"`([^`]+)`", row.rstrip("| ").rpartition(" | ")[2]):
+            path = name if "/" in name else f"{folder}/{name}"
+            folder = path.rpartition("/")[0]
+            found.add(path)
+    return found
+
+
+def test_every_promise_names_tests_that_exist_and_every_folder_of_promises_is_named():
+    named = named_tests()
+    assert len(named) > len(PROMISING)
+    for name in named:
+        paths = [*ROOT.glob(name.rstrip("/"))]
+        files = [f for path in paths for f in (path, *path.rglob("test_*.py"))]
+        texts = [file.read_text() for file in files if file.is_file()]
+        # A promise may also name a script, which says how to run it.
+        word = "def test_" if name.startswith("tests/") else "__main__"
+        assert any(word in text for text in texts), name
+    for folder in PROMISING:
+        assert any(name.startswith(f"tests/{folder}/") for name in named), folder
 
 
 def test_no_tracked_file_names_a_path_of_somebodys_machine():
+    for text in ("/" + "root/x", "cd /" + "work", "a=/" + "home/me"):
+        assert MACHINE_PATH.search(text)
+    for text in ("net/work", "./home", "~/" + "home", "/workers"):
+        assert not MACHINE_PATH.search(text)
     assert tracked_files()
     found = []
     for path in tracked_files():
@@ -148,16 +131,6 @@ def test_no_tracked_file_names_a_path_of_somebodys_machine():
             if MACHINE_PATH.search(line):
                 found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
     assert found == []
-
-
-@pytest.mark.parametrize("text", ["/" + "root/x", "cd /" + "work", "a=/" + "home/me"])
-def test_a_path_of_somebodys_machine_is_seen(text):
-    assert MACHINE_PATH.search(text)
-
-
-@pytest.mark.parametrize("text", ["net/work", "./home", "~/" + "home", "/workers"])
-def test_other_paths_are_no_machine_paths(text):
-    assert not MACHINE_PATH.search(text)
 
 
 def test_every_import_of_zinf_is_a_declared_dependency():
@@ -186,8 +159,7 @@ def top_level_imports(path: Path) -> set[str]:
 
 def test_packages_are_marked_as_typed():
     """Hatch puts every file of a package that git tracks into the wheel."""
-    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
-    for package in tools["hatch"]["build"]["targets"]["wheel"]["packages"]:
+    for package in PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]:
         assert ROOT / package / "py.typed" in tracked_files()
 
 

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from zinf.observe import TraceFile
+from zinf.observe.record import Held, RunRecord
+from zinf.observe.traced import TracedStep, measured_step
 from zinf.plan import (
     Free,
     Instruction,
@@ -44,36 +46,54 @@ def plan_of_a_step() -> Plan:
     param, state = ArrayId(Role.PARAM, "w"), ArrayId(Role.STATE, "w", slot=0)
     gradient = ArrayId(Role.GRADIENT, "w")
     device, host, nvme = Tier.DEVICE, Tier.HOST, Tier.NVME
-    run = partial(Run, 0, "layer", microbatch=0)
+    run, mb = partial(Run, 0, "layer", microbatch=0), 10**6
 
-    def move(link: Link, *rest: Any, after: tuple[int, ...], nbytes: int) -> Any:
-        return Instruction(Transfer(*rest), link, after, nbytes=nbytes)
+    def move(
+        link: Link, arrays: Any, source: Tier, to: Tier, *after: int, size: int
+    ) -> Instruction:
+        named = {"allocates": ((to, size),)} if to is not nvme else {}
+        made = tuple((array, to) for array in arrays)
+        operation = Transfer(arrays, source, to)
+        return Instruction(
+            operation, link, after, nbytes=size, writes=made, creates=made, **named
+        )
 
+    def free(arrays: Any, tier: Tier, *after: int, size: int) -> Instruction:
+        return Instruction(
+            Free(arrays, tier), Link.FREE_AFTER_DEVICE, after, nbytes=size
+        )
+
+    forward, backward = run(kind=Pass.FORWARD), run(kind=Pass.BACKWARD)
+    made = {"writes": ((gradient, device),), "allocates": ((device, 3 * mb),)}
     return Plan(
         instructions=(
-            move(Link.NVME_READ, (param,), nvme, host, after=(), nbytes=3_000_000),
-            move(Link.NVME_READ, (state,), nvme, host, after=(), nbytes=6_000_000),
-            move(Link.H2D, (param,), host, device, after=(0,), nbytes=3_000_000),
-            Instruction(run(kind=Pass.FORWARD), Link.DEVICE, (2,), flops=10**8),
-            Instruction(run(kind=Pass.BACKWARD), Link.DEVICE, (3,), flops=2 * 10**8),
-            move(Link.D2H, (gradient,), device, host, after=(4,), nbytes=3_000_000),
+            move(Link.NVME_READ, (param,), nvme, host, size=3 * mb),
+            move(Link.NVME_READ, (state,), nvme, host, size=6 * mb),
+            move(Link.H2D, (param,), host, device, 0, size=3 * mb),
             Instruction(
-                Free((param,), device), Link.FREE_AFTER_DEVICE, (4,), nbytes=3_000_000
+                *(forward, Link.DEVICE, (2,)),
+                reads=((param, device),),
+                workspace=((device, mb),),
+                flops=10**8,
             ),
-            Instruction(Update(0, "w", host), Link.HOST, (1, 5), nbytes=9_000_000),
-            move(
-                Link.NVME_WRITE,
-                (param, state),
-                host,
-                nvme,
-                after=(7,),
-                nbytes=9_000_000,
+            Instruction(
+                *(backward, Link.DEVICE, (3,)),
+                reads=((param, device),),
+                flops=2 * 10**8,
+                **made,
             ),
+            move(Link.D2H, (gradient,), device, host, 4, size=3 * mb),
+            free((param, gradient), device, 4, 5, size=6 * mb),
+            Instruction(Update(0, "w", host), Link.HOST, (1, 5), nbytes=9 * mb),
+            move(Link.NVME_WRITE, (param, state), host, nvme, 7, size=9 * mb),
+            free((param, state, gradient), host, 8, size=12 * mb),
+            # Left by the step before: nothing in this one makes it.
+            free((ArrayId(Role.GRADIENT, "late"),), host, 0, size=2 * mb),
         ),
         homes={},
-        home_bytes=dict.fromkeys(Tier, 0),
-        peak_bytes=dict.fromkeys(Tier, 0),
-        capacity_bytes=dict.fromkeys(Tier, 0),
+        home_bytes={device: 0, host: mb, nvme: 9 * mb},
+        peak_bytes={device: 7 * mb, host: 15 * mb, nvme: 9 * mb},
+        capacity_bytes={device: 10 * mb, host: 100 * mb, nvme: 1000 * mb},
     )
 
 
@@ -93,3 +113,39 @@ def write_trace(path: Path, *, num_steps: int = 3, factor: float = 1.25) -> Plan
         trace.add(step, plan, slower(plan.timeline, factor))
     trace.close()
     return plan
+
+
+def record_of(**changed: Any) -> RunRecord:
+    """The record of a run of that plan, whose file is `small.yaml`."""
+    plan = plan_of_a_step()
+    amounts = plan.home_bytes, plan.peak_bytes, plan.capacity_bytes
+    names = "rest", "peak", "budget"
+    held = {
+        tier: Held(**{n: x[tier] for n, x in zip(names, amounts, strict=True)})
+        for tier in Tier
+    }
+    return RunRecord(
+        title="small.yaml: 0.75 million parameters",
+        begun="2026-01-02 03:04+00:00",
+        num_tokens=64,
+        num_steps=5,
+        config={"run": {"steps": 5, "seed": 0}, "bf16": {"enabled": False}},
+        given=["run.steps"],
+        notices=["dump_state: has no effect here."],
+        resolved={
+            "dtype of computing": "float32",
+            "instructions of a step": "11",
+            "execution": "streamed by segments",
+        },
+        held=held,
+        predicted_seconds=plan.timeline.seconds,
+        versions={"zinf": "0.1.0"},
+        machine={"processors": "2"},
+        **{"after_step": 0, "has_measured_rates": False} | changed,
+    )
+
+
+def step_of(factor: float = 1.25) -> TracedStep:
+    """The step, measured `factor` times slower than it is predicted."""
+    plan = plan_of_a_step()
+    return measured_step(plan, slower(plan.timeline, factor))

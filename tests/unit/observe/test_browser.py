@@ -11,6 +11,7 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
 from tests.marks import chromium
+from tests.runs import Runs
 from zinf.cli.plan import plan_config
 from zinf.observe import read_trace
 from zinf.observe.page import run_page, write_page
@@ -65,9 +66,9 @@ def opened(browser: Browser, path: Path, width: int, *, is_phone: bool) -> Opene
 
 
 @pytest.fixture(scope="module")
-def run_file(run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_file(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "report.html"
-    write_page(run_page(run_folder), path)
+    write_page(run_page(runs.nvme.output), path)
     return path
 
 
@@ -80,11 +81,6 @@ def shown(request, browser: Browser, run_file: Path) -> Iterator[Opened]:
 
 def texts(page: Page, selector: str) -> list[str]:
     return [text or "" for text in page.locator(selector).all_text_contents()]
-
-
-def test_there_is_no_error_and_nothing_is_fetched(shown, run_file):
-    assert shown.errors == []
-    assert shown.requests == [run_file.as_uri()]
 
 
 def test_every_curve_is_drawn(shown):
@@ -101,11 +97,11 @@ def test_every_curve_is_drawn(shown):
     assert shown.page.locator("#held .scatterlayer path.js-line").count() == 3
 
 
-def test_every_lane_and_every_instruction_is_drawn(shown, run_folder):
+def test_every_lane_and_every_instruction_is_drawn(shown, runs):
     for axis in ("y", "y2"):
         found = texts(shown.page, f"#timeline .{axis}tick text")
         assert sorted(found) == sorted(LANES)
-    step = read_trace(run_folder / "trace.json")[-1]
+    step = read_trace(runs.nvme.output / "trace.json")[-1]
     spans = [s for s in (*step.measured, *step.predicted) if s.kind != "free"]
     bars = shown.page.locator("#timeline .barlayer .point path")
     assert bars.count() == len(spans)
@@ -126,30 +122,17 @@ def cut_off(page: Page) -> list[str]:
     return [text for text, left, right in boxes if left < 0 or right > width]
 
 
-def test_the_page_is_as_wide_as_the_screen_and_no_text_is_cut_off(shown):
+def test_nothing_is_fetched_and_no_text_is_cut_off(shown, run_file):
+    assert shown.errors == []
+    assert shown.requests == [run_file.as_uri()]
     width = shown.page.evaluate("innerWidth")
     assert shown.page.evaluate("document.documentElement.scrollWidth") <= width
     assert cut_off(shown.page) == []
 
 
-def test_tiers_are_beside_their_budgets(shown):
-    for tier, budget in (("device", 16), ("host", 32), ("nvme", 64)):
-        label = shown.page.locator(f"#tier-{tier}")
-        assert f"of {budget}.0 MiB" in (label.text_content() or "")
-        outer = label.locator(".bar").bounding_box()
-        inner = label.locator(".bar i").bounding_box()
-        assert outer and inner and 0 < inner["width"] < outer["width"]
-
-
-@pytest.fixture
-def desktop(browser: Browser, run_file: Path) -> Iterator[Page]:
+def test_pointing_at_an_instruction_says_what_it_is(browser, run_file):
     found = opened(browser, run_file, 1280, is_phone=False)
-    yield found.page
-    assert found.errors == []
-    found.page.context.close()
-
-
-def test_pointing_at_an_instruction_says_what_it_is(desktop):
+    desktop = found.page
     # The longest that is planned: it is the same in each run, and has parameters.
     bars = desktop.locator("#timeline .x2y2 .point path")
     widths = [bar["width"] for bar in map(Locator.bounding_box, bars.all()) if bar]
@@ -163,37 +146,15 @@ def test_pointing_at_an_instruction_says_what_it_is(desktop):
     text = hover.text_content() or ""
     for words in (" on ", "measured ", "predicted ", "param/"):
         assert words in text
+    assert found.errors == []
+    desktop.context.close()
 
 
-def test_a_stretch_of_time_is_zoomed_in_both_panels(desktop):
-    ranges = (
-        "[document.getElementById('timeline')._fullLayout.xaxis.range.slice(),"
-        " document.getElementById('timeline')._fullLayout.xaxis2.range.slice()]"
-    )
-    whole, _ = desktop.evaluate(ranges)
-    plot = desktop.locator("#timeline .nsewdrag").first
-    plot.scroll_into_view_if_needed()
-    box = plot.bounding_box()
-    assert box
-    middle = box["y"] + box["height"] / 2
-    desktop.mouse.move(box["x"] + 0.25 * box["width"], middle)
-    desktop.mouse.down()
-    desktop.mouse.move(box["x"] + 0.5 * box["width"], middle, steps=4)
-    desktop.mouse.up()
-    desktop.wait_for_function(
-        "end => document.getElementById('timeline')._fullLayout.xaxis.range[1] < end",
-        arg=whole[1],
-    )
-    measured, planned = desktop.evaluate(ranges)
-    assert measured == planned
-    assert measured == pytest.approx([whole[1] / 4, whole[1] / 2], rel=0.05)
-
-
-def test_a_plan_of_little_room_is_drawn_on_a_phone(browser, small_config, tmp_path):
+def test_a_plan_of_little_room_is_drawn_on_a_phone(browser, runs, tmp_path):
     path = tmp_path / "plan.html"
     # Just enough for the 424 KiB that it needs, so that the budget is drawn too.
     given = ("memory.device=480KiB",)
-    assert plan_config(small_config, given, False, None, path, False) == 0
+    assert plan_config(runs.nvme.config, given, False, None, path, False) == 0
     found = opened(browser, path, 390, is_phone=True)
     assert found.errors == []
     assert found.requests == [path.as_uri()]

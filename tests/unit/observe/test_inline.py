@@ -9,18 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from matplotlib.colors import to_hex
-from matplotlib.text import Text
 
 import zinf
+from tests.unit.observe.cases import metrics_of, step_of
 from zinf.observe import (
     JsonLines,
     plot_experts,
     plot_losses,
     plot_timeline,
-    read_trace,
 )
-from zinf.observe.colors import COLORS
 from zinf.session.metrics import StepMetrics
 
 CONFIG = {
@@ -119,48 +116,32 @@ def test_a_config_shows_the_keys_that_were_given():
     assert "every key has its default" in zinf.Config.load()._repr_html_()
 
 
-def drawn_colors(figure) -> set[str]:
-    found = [c for axes in figure.axes for c in axes.collections]
-    return {to_hex(bars.get_facecolor()[0]).upper() for bars in found}
-
-
-def titles(figure) -> list[str]:
-    return [text.get_text() for text in figure.findobj(Text)]
-
-
-@pytest.mark.sampled(1)
-def test_a_timeline_is_drawn_of_a_step_a_plan_and_a_trace(engine, history, run_folder):
+def test_a_timeline_is_drawn_of_a_step_a_plan_and_a_trace(engine, history):
     assert history
     ran = plot_timeline(engine.last_step)
-    assert len(ran.axes) == 2
-    assert any(re.match(r"A step: .* measured, .* predicted", t) for t in titles(ran))
-    assert {COLORS["loss"], COLORS["update"]} <= drawn_colors(ran)
-    planned = plot_timeline(engine.plan)
-    assert len(planned.axes) == 1
-    assert any(re.match(r"A step: [\d.]+ m?s predicted$", t) for t in titles(planned))
-    traced = plot_timeline(read_trace(run_folder / "trace.json")[1])
-    assert any(t.startswith("Step 2: ") for t in titles(traced))
-    for figure in (ran, planned, traced):
-        assert figure._repr_png_().startswith(b"\x89PNG")
-
-
-def test_without_a_step_there_is_no_timeline():
-    engine = new_engine()
+    planned, traced = plot_timeline(engine.plan), plot_timeline(step_of())
+    assert [len(figure.axes) for figure in (ran, planned, traced)] == [2, 1, 2]
+    (title,) = (text.get_text() for text in ran.texts)
+    assert re.match(r"A step: .* measured, .* predicted", title)
+    assert ran._repr_png_().startswith(b"\x89PNG")
+    fresh = new_engine()
     with pytest.raises(ValueError, match="Take a step first"):
-        plot_timeline(engine.last_step)
-    engine.close()
+        plot_timeline(fresh.last_step)
+    fresh.close()
 
 
-def test_losses_are_drawn_of_metrics_and_of_their_file(history, run_folder):
+def test_losses_are_drawn_of_metrics_and_of_their_file(history, tmp_path):
     (axes,) = plot_losses(history).axes
     (curve,) = axes.lines
     assert list(curve.get_xdata()) == [1, 2, 3]
     assert list(curve.get_ydata()) == [metrics["loss"] for metrics in history]
-    figure = plot_losses(run_folder / "metrics.jsonl")
-    curve, evaluations = figure.axes[0].lines
-    assert list(curve.get_xdata()) == list(range(1, 9))
-    assert list(evaluations.get_xdata()) == [4, 8]
-    assert figure._repr_png_().startswith(b"\x89PNG")
+    writer = JsonLines(tmp_path / "metrics.jsonl")
+    for step in range(1, 5):
+        writer.write(metrics_of(step, evaluation_loss=None if step % 2 else 0.5))
+    writer.close()
+    curve, evaluations = plot_losses(tmp_path / "metrics.jsonl").axes[0].lines
+    assert list(curve.get_xydata().ravel()) == [1, 4, 2, 3, 3, 2, 4, 1]
+    assert list(evaluations.get_xydata().ravel()) == [2, 0.5, 4, 0.5]
     with pytest.raises(ValueError, match="no step to draw"):
         plot_losses([])
 
