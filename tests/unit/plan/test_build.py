@@ -17,7 +17,6 @@ from zinf.plan import (
     Run,
     StepOptions,
     Transfer,
-    build,
     build_forward,
     build_placed,
     final_copies,
@@ -174,20 +173,6 @@ def test_the_error_is_of_the_arrangement_that_misses_least() -> None:
     assert set(placed(nvme=1).homes.values()) == {DEVICE}
 
 
-def test_fixed_homes_are_kept_for_another_batch() -> None:
-    program = toy()
-    homes = program.homes(HOST, NVME)
-
-    def plan(device: int) -> Plan:
-        capacity = {DEVICE: device, HOST: AMPLE, NVME: AMPLE}
-        return build(program.catalog(homes), program.units(homes), capacity, LATE)
-
-    assert plan(AMPLE).homes == homes
-    with pytest.raises(InfeasibleError) as caught:
-        plan(100)
-    plan(caught.value.shortages[DEVICE].needed_bytes)
-
-
 def test_an_evaluation_only_runs_forward_and_leaves_arrays_at_home() -> None:
     program = toy(value_numel=1024)
     training = placed(program, asked=NVME)
@@ -237,7 +222,9 @@ def one_program(is_fused: bool, **budgets: int) -> Plan:
 def test_a_plan_of_one_program_is_one_instruction(is_fused: bool) -> None:
     tier = DEVICE if is_fused else HOST
     plan = one_program(is_fused, **{tier.value: 1000})
-    assert len(plan.instructions) == 1
+    (instruction,) = plan.instructions
+    said = "run the whole step" + ", state on the host" * (not is_fused)
+    assert str(instruction.operation) == said
     assert (plan.is_fused, plan.is_offloaded) == (is_fused, not is_fused)
     assert plan.tiers == ({DEVICE} if is_fused else {DEVICE, HOST})
     assert (plan.home_bytes[tier], plan.peak_bytes[tier]) == (600, 1000)
@@ -246,9 +233,3 @@ def test_a_plan_of_one_program_is_one_instruction(is_fused: bool) -> None:
     with pytest.raises(InfeasibleError) as caught:
         one_program(is_fused, **{tier.value: 999})
     assert needed(caught.value) == {tier.value: 1000}
-
-
-def test_streamed_plans_are_of_many_programs() -> None:
-    plan = placed(asked=NVME)
-    assert not plan.is_one_program and len(plan.instructions) > 1
-    assert plan.tiers == set(Tier)

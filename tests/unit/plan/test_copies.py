@@ -18,19 +18,13 @@ X, HIDDEN = value("batch/x", 0), value("layer0.0", 0)
 MATRIX_BYTES = 4 * 4 * 64
 
 
-def copies(param: Tier = NVME, state: Tier = NVME) -> Copies:
+def copies(param: Tier = NVME) -> Copies:
     """Three layers of four rows, updated by two rows: jobs are forward 0 to 2, ..."""
     toy = chain(3, leaf=LeafCase("w", num_rows=4), block_rows=2)
-    homes = toy.homes(param, state)
+    homes = toy.homes(param, NVME)
     catalog = toy.catalog(homes)
     options = StepOptions(1, True, DEVICE, HOST)
     return Copies(schedule(catalog, toy.units(homes), options), catalog, ())
-
-
-def first_update(found: Copies) -> int:
-    """The number of the job that updates layer 0, the last to be updated."""
-    updates = [n for n, j in enumerate(found.jobs) if isinstance(j.operation, Update)]
-    return updates[-1]
 
 
 def victims(
@@ -73,31 +67,6 @@ def test_a_route_starts_at_the_nearest_copy_but_not_at_the_drive() -> None:
     assert found.route((W0, DEVICE)) == [HOST, DEVICE]
 
 
-def test_a_job_misses_what_is_neither_at_home_nor_fetched() -> None:
-    found = copies()
-    assert set(found.missing(0)) == {(W0, DEVICE), (X, DEVICE)}
-    found.occupy([(W0, DEVICE)])
-    assert found.missing(0) == copies(param=DEVICE).missing(0) == [(X, DEVICE)]
-    # Asked again after copies of the whole came and went.
-    found, update = copies(), first_update(copies())
-    before = found.missing(update)
-    assert (ROWS, HOST) in before
-    found.occupy([(W0, HOST)])
-    assert found.missing(update) == [c for c in before if c[0].whole != W0]
-    found.vacate([(W0, HOST)])
-    assert found.missing(update) == before
-
-
-def test_a_whole_is_needed_for_as_long_as_its_rows_are() -> None:
-    found = copies()
-    update = first_update(found)
-    assert found.next_use((W0, HOST), update - 1) == update
-    # The host would rather have it from the device than from the drive.
-    assert found.next_use((W0, DEVICE), update - 1) == update
-    found.occupy([(W0, HOST)])
-    assert found.next_use((W0, DEVICE), update - 1) == NEVER
-
-
 def test_the_copy_that_is_needed_last_goes_first() -> None:
     found = copies()
     found.occupy([(W0, HOST), (W1, HOST), (W2, HOST)])
@@ -123,25 +92,6 @@ def test_the_only_copy_never_goes(array: ArrayId) -> None:
         assert victims(found, DEVICE, 1) == [array]
         assert victims(found, HOST, 1) == []
         found.vacate([(array, HOST)])
-
-
-def test_copies_that_no_later_job_needs_are_dead() -> None:
-    found = copies()
-    found.occupy([(W0, DEVICE), (W0, HOST)])
-    last = max(n for n, job in enumerate(found.jobs) if (W0, DEVICE) in job.reads)
-    found.begin(last)
-    # The backward pass is done with it; the update on the host is not.
-    assert found.dead(found.jobs[last]) == {DEVICE: [W0]}
-
-
-def test_only_what_no_job_makes_until_then_is_fetched_early() -> None:
-    found = copies()
-    assert set(found.missing(1)) == {(W1, DEVICE), (HIDDEN, DEVICE)}
-    # The first layer's output is made by job 0, which is under way.
-    assert found.early(1) == [(W1, DEVICE)]
-    found.begin(1)
-    found.occupy([(HIDDEN, HOST)])
-    assert set(found.early(1)) == {(W1, DEVICE), (HIDDEN, DEVICE)}
 
 
 # Each script: what happens to arrays, and what its last instruction waits for. An

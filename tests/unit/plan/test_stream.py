@@ -133,20 +133,6 @@ def test_the_least_the_host_needs_is_one_update() -> None:
     assert least <= short.needed_bytes <= least + VALUE_BYTES + 4 * (NUM_LAYERS + 1)
 
 
-@pytest.mark.parametrize("num_missing", [1, 3, 5])
-def test_under_pressure_the_copy_that_is_needed_last_goes_first(
-    num_missing: int,
-) -> None:
-    # The first layers wait longest for their backward pass. With room for all but n
-    # layers, the first n (or one more: their gradients need room too) are read again.
-    device = plan_of().peak_bytes[DEVICE] - num_missing * MATRIX_BYTES
-    counts = fetched(plan_of(device=device), DEVICE)
-    again = {array.path for array, n in counts.items() if n == 2}
-    assert max(counts.values()) == 2
-    assert again == {f"layer{i}/w" for i in range(len(again))}
-    assert num_missing <= len(again) <= num_missing + 1
-
-
 @pytest.mark.parametrize("tier", [DEVICE, HOST])
 def test_less_room_never_means_less_traffic(tier: Tier) -> None:
     # With room there, the host has from the device what it dropped itself.
@@ -155,16 +141,14 @@ def test_less_room_never_means_less_traffic(tier: Tier) -> None:
     most = plan_of(**device).peak_bytes[tier]
     link = {DEVICE: Link.H2D, HOST: Link.NVME_READ}[tier]
     sizes = [least + (most - least) * k // 4 for k in range(5)]
-    moved = [plan_of(**{**device, tier.value: n}).link_bytes(link) for n in sizes]
+    plans = [plan_of(**{**device, tier.value: n}) for n in sizes]
+    moved = [plan.link_bytes(link) for plan in plans]
     assert moved[0] > moved[-1]
     assert moved[-1] == min(moved) and moved[0] == max(moved)
-
-
-def test_the_host_has_from_the_device_what_it_dropped_itself() -> None:
-    host = needed(host=1)
-    roomy, tight = plan_of(**host), plan_of(**host, **needed(device=1))
-    assert roomy.link_bytes(Link.NVME_READ) < tight.link_bytes(Link.NVME_READ)
-    assert roomy.link_bytes(Link.D2H) > tight.link_bytes(Link.D2H)
+    if tier == DEVICE:
+        # The first layers wait longest for their backward pass, and are read again.
+        again = {a.path for a, n in fetched(plans[1], DEVICE).items() if n > 1}
+        assert again == {f"layer{i}/w" for i in range(len(again))} != set()
 
 
 @pytest.mark.parametrize("block_rows", [1, 2])
