@@ -1,7 +1,6 @@
 """Files of rates come back as they were, or say what is wrong with them."""
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.golden import Golden
 from zinf.config import Config
 from zinf.distributed import Alone
 from zinf.plan import Link, Rates
@@ -65,21 +65,23 @@ def test_a_file_that_is_not_there_is_asked_for(tmp_path) -> None:
         load_rates(tmp_path / "rates.json")
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"flops_per_second": 0}, "flops_per_second"),
-        ({"flops_per_second": "fast"}, "flops_per_second"),
-        ({"overhead_seconds": -1}, "overhead_seconds"),
-        ({"link_bytes_per_second": {"h2d": 1}}, "no rate of d2h, nvme read"),
-        ({"link_bytes_per_second": {"tape": 1}}, "tape"),
-        ({"update_bytes_per_second": {"host": 1}}, "no rate of device"),
-        ({"speed": 1}, "speed"),
-    ],
-)
-def test_a_damaged_file_says_what_is_wrong(changes, named, tmp_path) -> None:
+CHANGES = [
+    {"flops_per_second": 0},
+    {"flops_per_second": "fast"},
+    {"overhead_seconds": -1},
+    {"link_bytes_per_second": {"h2d": 1}},
+    {"link_bytes_per_second": {"tape": 1}},
+    {"update_bytes_per_second": {"host": 1}},
+    {"speed": 1},
+]
+
+
+def test_a_damaged_file_says_what_is_wrong(tmp_path, golden: Golden) -> None:
     file = save(tmp_path)
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-    pattern = rf"(?s){re.escape(str(file))} is no file of rates.*{named}.*bench step"
-    with pytest.raises(ValueError, match=pattern):
-        load_rates(file)
+    right, found = json.loads(file.read_text()), []
+    for changes in CHANGES:
+        file.write_text(json.dumps(right | changes))
+        with pytest.raises(ValueError) as caught:
+            load_rates(file)
+        found.append(f"{changes}\n{caught.value}".replace(str(file), "FILE"))
+    golden.check("damaged_rates.txt", "\n".join(found))

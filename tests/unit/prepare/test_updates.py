@@ -55,8 +55,11 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(updates, "BLOCK_BYTES", 3 * ROW_BYTES)
 
 
-def test_blocks_cover_every_row_once(small_blocks):
-    found = all_updates(compiled())
+def test_blocks_cover_every_row_once_and_equal_ones_share_an_executable(small_blocks):
+    program = compiled()
+    # Three rows of `a`, the last one, and the three of `b`.
+    assert program.num_executables == 2
+    found = all_updates(program)
     rows = sorted(u.block for u in found if u.gradient.path == "a")
     assert rows == [(0, 3), (3, 6), (6, 9), (9, 10)]
     assert [u.block for u in found if u.gradient.path == "b"] == [None]
@@ -79,11 +82,6 @@ def test_blocks_of_a_large_model_are_larger(monkeypatch):
     assert rows == [(0, 6), (6, 10)]
 
 
-def test_equal_blocks_share_an_executable(small_blocks):
-    # Three rows of `a`, the last one, and the three of `b`.
-    assert compiled().num_executables == 2
-
-
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.DEVICE])
 def test_a_unit_has_the_blocks_of_one_segment_up_to_a_number_of_bytes(
     small_blocks, monkeypatch, tier
@@ -98,6 +96,8 @@ def test_a_unit_has_the_blocks_of_one_segment_up_to_a_number_of_bytes(
         nbytes = sum(steps[u].output_bytes for u in unit.arrays)
         assert nbytes <= found.unit_bytes or len(unit.arrays) == 1
         # On the host Adam is done in place.
+        in_place = {found.is_in_place(u, tier) for u in unit.arrays}
+        assert in_place == {tier == Tier.HOST}
         spaces = [steps[u].workspace_bytes for u in unit.arrays]
         assert unit.workspace_bytes == (0 if tier == Tier.HOST else max(spaces))
     # Results of a block are a parameter and two moments: two blocks are a unit.
@@ -105,24 +105,21 @@ def test_a_unit_has_the_blocks_of_one_segment_up_to_a_number_of_bytes(
     assert len({unit.name for unit in units}) == len(units)
 
 
-@pytest.mark.parametrize(
-    ("a", "b"), [(Tier.DEVICE, Tier.HOST), (Tier.NVME, Tier.DEVICE)]
-)
-def test_an_update_runs_on_the_device_if_all_of_it_rests_there(a, b):
+def test_an_update_runs_on_the_device_if_all_of_it_rests_there():
     found = compiled()
-    units = found.units(homes_of(found, {"a": a, "b": b}))
-    tiers = {u.gradient.path: unit.tier for unit in units for u in unit.arrays}
-    expected = {Tier.DEVICE: Tier.DEVICE, Tier.HOST: Tier.HOST, Tier.NVME: Tier.HOST}
-    assert tiers == {"a": expected[a], "b": expected[b]}
 
+    def tiers(homes):
+        units = found.units(homes)
+        return {u.gradient.path: unit.tier for unit in units for u in unit.arrays}
 
-def test_only_updates_on_the_host_are_in_place():
-    found = compiled()
-    for update in all_updates(found):
-        assert found.is_in_place(update, Tier.HOST)
-        assert found.workspace_bytes(update, Tier.HOST) == 0
-        assert not found.is_in_place(update, Tier.DEVICE)
-        assert found.workspace_bytes(update, Tier.DEVICE) > 0
+    on_host, on_device = Tier.HOST, Tier.DEVICE
+    homes = homes_of(found, {"a": on_device, "b": on_host})
+    assert tiers(homes) == {"a": on_device, "b": on_host}
+    homes = homes_of(found, {"a": Tier.NVME, "b": on_device})
+    assert tiers(homes) == {"a": on_host, "b": on_device}
+    homes = dict.fromkeys(homes, on_device)
+    homes[ArrayId(Role.STATE, "a", slot=0)] = Tier.NVME
+    assert tiers(homes) == {"a": on_host, "b": on_device}
 
 
 def test_steps_compile_no_loop_that_was_compiled_before_them(small_blocks):
@@ -136,16 +133,6 @@ def test_steps_compile_no_loop_that_was_compiled_before_them(small_blocks):
         found.apply_in_place(update, np.ones_like(arrays[0]), goes_by, *arrays)
         assert (arrays[0] < 1).all()
     assert cpu.compiled.cache_info().misses == before
-
-
-def test_a_leaf_with_its_state_elsewhere_is_updated_on_the_host():
-    found = compiled()
-    homes = dict.fromkeys(homes_of(found), Tier.DEVICE)
-    homes[ArrayId(Role.STATE, "a", slot=0)] = Tier.NVME
-    tiers = {
-        u.gradient.path: unit.tier for unit in found.units(homes) for u in unit.arrays
-    }
-    assert tiers == {"a": Tier.HOST, "b": Tier.DEVICE}
 
 
 def test_blocks_together_are_the_update_of_the_whole(small_blocks):
