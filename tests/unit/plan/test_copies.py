@@ -54,19 +54,6 @@ def test_rows_are_part_of_a_whole_that_is_there() -> None:
     assert found.peak[HOST] == MATRIX_BYTES
 
 
-def test_a_route_starts_at_the_nearest_copy_but_not_at_the_drive() -> None:
-    found = copies()
-    assert found.route((W0, DEVICE)) == [NVME, HOST, DEVICE]
-    assert copies(param=DEVICE).route((W0, HOST)) == [DEVICE, HOST]
-    assert copies(param=DEVICE).route((W0, NVME)) == [DEVICE, HOST, NVME]
-    assert found.route((ROWS, HOST)) == [NVME, HOST]
-    # The host takes from the device what the drive would else have to read.
-    found.occupy([(W0, DEVICE)])
-    assert found.route((W0, HOST)) == found.route((ROWS, HOST)) == [DEVICE, HOST]
-    found.occupy([(W0, HOST)])
-    assert found.route((W0, DEVICE)) == [HOST, DEVICE]
-
-
 def test_the_copy_that_is_needed_last_goes_first() -> None:
     found = copies()
     found.occupy([(W0, HOST), (W1, HOST), (W2, HOST)])

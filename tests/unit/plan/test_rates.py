@@ -52,25 +52,14 @@ def update(tier: Tier, nbytes: int) -> Instruction:
 
 
 def test_one_link_runs_in_order_and_different_links_at_once() -> None:
-    plan = [move(Link.H2D, 2), move(Link.H2D, 3), move(Link.D2H, 3), compute(4)]
+    plan = [move(Link.H2D, 2), move(Link.H2D, 3), move(Link.D2H, 3), compute(4, 0)]
+    plan += [move(Link.D2H, 1, 0, 1)]
     timeline = predict(plan, UNIT)
-    assert timeline == Timeline((0, 2, 0, 0), (2, 5, 3, 4))
-    assert timeline.seconds == 5
-    assert timeline.busy_seconds(plan) == {Link.H2D: 5, Link.D2H: 3, Link.DEVICE: 4}
+    # The last one waits for the later of the two.
+    assert timeline == Timeline((0, 2, 0, 2, 5), (2, 5, 3, 6, 6))
+    assert timeline.seconds == 6
+    assert timeline.busy_seconds(plan) == {Link.H2D: 5, Link.D2H: 4, Link.DEVICE: 4}
     assert predict([], UNIT).seconds == 0
-
-
-def test_an_instruction_waits_for_the_last_of_those_that_it_comes_after() -> None:
-    plan = [move(Link.H2D, 2), move(Link.D2H, 5), compute(1, 0, 1)]
-    assert predict(plan, UNIT).start[2] == 5
-
-
-def test_a_pipeline_takes_as_long_as_its_slowest_link() -> None:
-    # Reads of 3, compute of 2: n reads, and the last compute sticks out.
-    plan, count = [], 5
-    for k in range(count):
-        plan += [move(Link.NVME_READ, 3), compute(2, 2 * k)]
-    assert predict(plan, UNIT).seconds == 3 * count + 2
 
 
 def test_durations_are_overhead_and_work_over_rate() -> None:

@@ -1,11 +1,10 @@
 """Every model is made leaf by leaf with the values that its init function gives."""
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen, nnx
+from flax import nnx
 
 from zinf.jaxpr import compat
 from zinf.segment import leafwise
@@ -13,7 +12,6 @@ from zinf.segment.leafwise import initialize, leaves_of
 from zinf.segment.source import named_leaves
 
 TABLE = np.arange(12, dtype=np.float32).reshape(3, 4)
-FEATURES = jnp.zeros((2, 64))
 
 
 class Block(nnx.Module):
@@ -30,17 +28,6 @@ class Stack(nnx.Module):
         self.blocks = nnx.List([Block(width, rngs=rngs) for _ in range(num_layers)])
 
 
-class Dense(linen.Module):
-    @linen.compact
-    def __call__(self, x):
-        x = linen.BatchNorm(use_running_average=False)(linen.Dense(256)(x))
-        return linen.Dense(64)(x)
-
-
-def nnx_model():
-    return nnx.split(Stack(rngs=nnx.Rngs(0)))[1]
-
-
 def nnx_stacked_layers():
     @nnx.split_rngs(splits=5)
     @nnx.vmap(in_axes=(0,), out_axes=0)
@@ -48,15 +35,6 @@ def nnx_stacked_layers():
         return Block(64, rngs=rngs)
 
     return nnx.split(make(nnx.Rngs(0, dropout=1)))[1]
-
-
-def linen_model():
-    return Dense().init(jax.random.key(0), FEATURES)
-
-
-def equinox_model():
-    model = eqx.nn.MLP(16, 4, 128, 2, key=jax.random.key(0))
-    return eqx.filter(model, eqx.is_array)
 
 
 def plain_leaves():
@@ -77,11 +55,6 @@ def plain_leaves():
     }
 
 
-SLOW_MODELS = [nnx_model, linen_model, equinox_model]
-MODELS = [plain_leaves, nnx_stacked_layers]
-MODELS += [pytest.param(f, marks=pytest.mark.slow) for f in SLOW_MODELS]
-
-
 def numbers(x):
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return np.asarray(jax.random.key_data(x) if is_key else x)
@@ -99,7 +72,7 @@ def assert_equal_leaves(init_fn, **tolerance):
         )
 
 
-@pytest.mark.parametrize("init_fn", MODELS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("init_fn", [plain_leaves, nnx_stacked_layers])
 def test_leaves_equal_those_of_the_whole_init_function(init_fn):
     # The same operations on the same random bits, but compiled in other groups: a fused
     # multiply-add here and there, so a few units in the last place.
