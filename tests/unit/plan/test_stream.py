@@ -151,6 +151,13 @@ def test_less_room_never_means_less_traffic(tier: Tier) -> None:
         assert again == {f"layer{i}/w" for i in range(len(again))} != set()
 
 
+def test_the_host_has_from_the_device_what_it_dropped_itself() -> None:
+    host = needed(host=1)
+    roomy, tight = plan_of(**host), plan_of(**host, **needed(device=1))
+    assert roomy.link_bytes(Link.NVME_READ) < tight.link_bytes(Link.NVME_READ)
+    assert roomy.link_bytes(Link.D2H) > tight.link_bytes(Link.D2H)
+
+
 @pytest.mark.parametrize("block_rows", [1, 2])
 def test_a_whole_gives_its_rows_or_makes_way_for_them(block_rows: int) -> None:
     program = chain(NUM_LAYERS, leaf=LeafCase("w", ROWS, NUMEL), block_rows=block_rows)
