@@ -59,6 +59,7 @@ def peaks(monkeypatch: pytest.MonkeyPatch) -> Counter:
 def test_measuring_changes_no_loss_and_no_home(tmp_path: Path, peaks: Counter) -> None:
     plain = engine(tmp_path / "plain")
     timed = engine(tmp_path / "timed")
+    assert timed.planner.measure is None
     timed.planner = replace(timed.planner, measure=measure_rates)
     for each in (plain, timed):
         each.prepare(PYTREE.batches(1)[0])
@@ -73,15 +74,16 @@ def test_measuring_changes_no_loss_and_no_home(tmp_path: Path, peaks: Counter) -
 @pytest.mark.parametrize(
     ("tiers", "variant"),
     [
-        (("cpu", "cpu"), "bf16 accumulation"),
         (("none", "none"), "plain"),
-        (("none", "nvme"), "fp16"),
+        pytest.param(("cpu", "cpu"), "bf16 accumulation", marks=pytest.mark.slow),
+        pytest.param(("none", "nvme"), "fp16", marks=pytest.mark.slow),
     ],
 )
 def test_state_may_rest_anywhere_and_be_updated_in_place(
     tiers: tuple[str, str], variant: str, tmp_path: Path, peaks: Counter
 ) -> None:
     made = engine(tmp_path, tiers, rates="measured", **SETTINGS[variant])
+    assert made.planner.measure is measure_rates
     made.prepare(PYTREE.batches(1, 2 if "accumulation" in variant else 1)[0])
     assert peaks
     made.close()
@@ -139,16 +141,6 @@ def test_each_kind_of_work_is_measured_and_is_so_once_in_a_process(
     peaks.clear()
     assert measure_rates(made, planner, spec) == rates
     assert not peaks
-
-
-@pytest.mark.parametrize(
-    ("settings", "measures"), [({}, False), ({"rates": "measured"}, True)]
-)
-def test_rates_are_measured_if_asked_for(
-    settings: dict[str, str], measures: bool, tmp_path: Path
-) -> None:
-    planner = engine(tmp_path, **settings).planner
-    assert (planner.measure is measure_rates) == measures
 
 
 def test_rows_of_an_array_that_is_there_whole_are_freed_with_it() -> None:

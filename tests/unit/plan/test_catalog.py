@@ -1,91 +1,102 @@
+"""The bytes of everything that a plan names, and what is left to the next step."""
+
 import pytest
 
 from tests.toy.program import Layer, LeafCase, chain, make_toy
-from zinf.plan import count_contributions, value
+from zinf.plan import Catalog, StepOptions, count_contributions, value
+from zinf.plan.pending import not_read_first, pending_copies
 from zinf.program import ArrayId, Role, Tier
 
+DEVICE, HOST, NVME = Tier
 ROWS, NUMEL = 4, 64
+LEAF = LeafCase("w", ROWS, NUMEL)
 TIED = [
     Layer("first", (ArrayId(Role.PARAM, "w"),), ("batch/x",), ("x",)),
     Layer("last", (ArrayId(Role.PARAM, "w"),), ("x",), ()),
 ]
 
 
-def catalog(*, is_mixed: bool = False, num_microbatches: int = 1, tied: bool = False):
-    toy = chain(2, leaf=LeafCase("w", ROWS, NUMEL), is_mixed=is_mixed)
+def catalog(
+    *, is_mixed: bool = False, num_microbatches: int = 1, tied: bool = False
+) -> Catalog:
+    toy = chain(2, leaf=LEAF, is_mixed=is_mixed)
     if tied:
-        toy = make_toy([LeafCase("w", ROWS, NUMEL)], TIED, is_mixed=is_mixed)
-    homes = toy.homes(Tier.NVME, Tier.NVME)
-    return toy.catalog(homes, num_microbatches=num_microbatches)
+        toy = make_toy([LEAF], TIED, is_mixed=is_mixed)
+    return toy.catalog(toy.homes(NVME, NVME), num_microbatches=num_microbatches)
 
 
-def gradient(path: str, role: Role = Role.GRADIENT) -> ArrayId:
-    return ArrayId(role, path)
-
-
-def test_rows_have_their_share_of_the_bytes_of_the_whole() -> None:
+def test_rows_have_their_share_of_the_bytes_of_the_whole_and_rest_with_it() -> None:
     sizes = catalog()
-    whole = sizes.nbytes(ArrayId(Role.STATE, "layer0/w", slot=0))
-    assert whole == 4 * ROWS * NUMEL
-    assert (
-        sizes.nbytes(ArrayId(Role.STATE, "layer0/w", (1, 3), slot=0))
-        == whole * 2 // ROWS
-    )
+    whole = ArrayId(Role.STATE, "layer0/w", slot=0)
+    rows = ArrayId(Role.STATE, "layer0/w", (1, 4), slot=0)
+    assert sizes.nbytes(whole) == 4 * ROWS * NUMEL
+    assert sizes.nbytes(rows) == 4 * 3 * NUMEL
+    assert sizes.home(rows) == sizes.home(whole) == whole
+    assert sizes.home_tier(rows) == NVME
+    for nowhere in (value("layer0.0", 0), ArrayId(Role.GRADIENT, "layer0/w")):
+        assert sizes.home(nowhere) is None
+        assert sizes.home_tier(nowhere) is None
 
 
 def test_values_and_their_cotangents_have_equal_bytes() -> None:
     sizes = catalog()
-    names = [
-        value("layer0.0", 0),
-        ArrayId(Role.COTANGENT, "layer0.0", None, 0),
-        ArrayId(Role.COTANGENT_PART, "layer0.0", None, 0),
-    ]
+    roles = Role.VALUE, Role.COTANGENT, Role.COTANGENT_PART
+    names = [ArrayId(role, "layer0.0", None, 0) for role in roles]
     assert {sizes.nbytes(name) for name in names} == {4 * 32}
 
 
-@pytest.mark.parametrize("is_mixed", [False, True])
-@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize(
+    ("is_mixed", "num_microbatches", "tied", "wide"),
+    [
+        (False, 1, False, 4),
+        (True, 1, False, 2),
+        (True, 2, False, 4),
+        (True, 1, True, 4),
+    ],
+)
 def test_a_gradient_is_as_wide_as_its_parameter_unless_it_is_a_sum(
-    is_mixed: bool, num_microbatches: int
+    is_mixed: bool, num_microbatches: int, tied: bool, wide: int
 ) -> None:
-    sizes = catalog(is_mixed=is_mixed, num_microbatches=num_microbatches)
-    narrow = 2 if is_mixed else 4
-    wide = 4 if num_microbatches > 1 else narrow
-    numel = ROWS * NUMEL
-    assert sizes.nbytes(gradient("layer0/w")) == wide * numel
-    assert sizes.nbytes(gradient("layer0/w", Role.GRADIENT_PART)) == narrow * numel
-    assert sizes.nbytes(ArrayId(Role.GRADIENT, "layer0/w", (1, 3))) == wide * 2 * NUMEL
-
-
-def test_a_tied_parameter_is_a_sum_over_its_segments() -> None:
-    assert catalog(tied=True, is_mixed=True).nbytes(gradient("w")) == 4 * ROWS * NUMEL
+    sizes = catalog(is_mixed=is_mixed, num_microbatches=num_microbatches, tied=tied)
+    path, narrow = "w" if tied else "layer0/w", 2 if is_mixed else 4
+    found = [
+        sizes.nbytes(ArrayId(role, path, rows))
+        for role in (Role.GRADIENT, Role.GRADIENT_PART)
+        for rows in (None, (1, 4))
+    ]
+    assert found == [n * rows * NUMEL for n in (wide, narrow) for rows in (ROWS, 3)]
 
 
 def test_contributions_are_counted_by_segment_and_microbatch() -> None:
-    tied = catalog(tied=True).program
-    assert count_contributions(tied, 3) == {("w", None): 6}
-    separate = catalog().program
-    assert count_contributions(separate, 3) == {
-        ("layer0/w", None): 3,
-        ("layer1/w", None): 3,
+    frozen = make_toy(
+        [LeafCase("f", is_trainable=False), LEAF],
+        [Layer("frozen", (ArrayId(Role.PARAM, "f"),), ("batch/x",), ("x",)), TIED[1]],
+    )
+    assert count_contributions(frozen.program, 2) == {("w", None): 2}
+    assert count_contributions(catalog(tied=True).program, 3) == {("w", None): 6}
+    separate = {(f"layer{i}/w", None): 3 for i in range(2)}
+    assert count_contributions(catalog().program, 3) == separate
+
+
+def test_what_the_first_segment_reads_is_known() -> None:
+    toy = chain(3)
+    homes = toy.homes(NVME, NVME)
+    units = toy.units(homes)
+    found = not_read_first(units, toy.catalog(homes))
+    paths = {x.master.path for number in found for x in units[number].arrays}
+    assert paths == {"layer1/w", "layer2/w"}
+
+
+@pytest.mark.parametrize(
+    ("param", "state", "tier"), [(DEVICE, DEVICE, DEVICE), (DEVICE, NVME, HOST)]
+)
+def test_gradients_wait_on_the_device_only_for_what_rests_there(
+    param: Tier, state: Tier, tier: Tier
+) -> None:
+    toy = chain(2)
+    homes = toy.homes(param, state)
+    units, options = toy.units(homes), StepOptions(1, False, DEVICE, HOST)
+    found = pending_copies(units, range(2), toy.catalog(homes), options)
+    assert set(found) == {
+        (ArrayId(Role.GRADIENT, f"layer{i}/w"), tier) for i in range(2)
     }
-
-
-def test_a_segment_without_a_backward_pass_contributes_nothing() -> None:
-    layers = [
-        Layer("frozen", (ArrayId(Role.PARAM, "f"),), ("batch/x",), ("x",)),
-        Layer("last", (ArrayId(Role.PARAM, "w"),), ("x",), ()),
-    ]
-    leaves = [LeafCase("f", is_trainable=False), LeafCase("w")]
-    program = make_toy(leaves, layers).program
-    assert count_contributions(program, 2) == {("w", None): 2}
-
-
-def test_rows_rest_where_their_whole_does() -> None:
-    sizes = catalog()
-    whole = ArrayId(Role.PARAM, "layer0/w")
-    rows = ArrayId(Role.PARAM, "layer0/w", (0, 2))
-    assert sizes.home(rows) == sizes.home(whole) == whole
-    assert sizes.home_tier(rows) == Tier.NVME
-    assert sizes.home(value("layer0.0", 0)) is None
-    assert sizes.home_tier(gradient("layer0/w")) is None

@@ -1,12 +1,13 @@
-"""Homes: what the user asked for, else the fastest tier with room."""
+"""Homes: what the user asked for, else the fastest tier with room; or the error."""
 
 import pytest
 
-from zinf.plan import Resident, place
+from tests.golden import Golden
+from zinf.plan import InfeasibleError, Resident, Shortage, place
+from zinf.plan.place import may_rest
 from zinf.program import ArrayId, Role, Tier
 
 DEVICE, HOST, NVME = Tier
-AMPLE = dict.fromkeys(Tier, 1 << 30)
 
 
 def resident(
@@ -15,63 +16,59 @@ def resident(
     return Resident(ArrayId(Role.PARAM, name), nbytes, tier, moves)
 
 
-def homes(
-    *residents: Resident, persistence_bytes: int = 0, **room: int
-) -> dict[str, Tier]:
-    rooms = {tier: room.get(tier.value, 0) for tier in Tier}
-    found = place(residents, rooms, persistence_bytes=persistence_bytes)
-    return {array.path: tier for array, tier in found.items()}
-
-
-@pytest.mark.parametrize("tier", list(Tier))
-def test_a_tier_that_was_asked_for_is_taken_whatever_its_room(tier: Tier) -> None:
+A, B, C = map(resident, "abc")
+STATE, PARAM = resident("state"), resident("param", moves=3)
+LARGE, SMALL = resident("large", 300), resident("small", 50)
+ASKED = resident("asked", tier=DEVICE)
+ON_NVME = resident("99", 99, NVME), resident("100", 100, NVME)
+EMPTY = resident("empty", 0, NVME), resident("scalar", 4, NVME)
+# By name: the arrays, the room of each tier, the threshold, and their homes.
+CASES = {
+    "the fastest with room": ((A, B, C), (100, 150, 1000), 0, (DEVICE, HOST, NVME)),
+    "to the last byte": ((A, B), (200, 0, 0), 0, (DEVICE, DEVICE)),
+    "but one": ((A, B), (199, 100, 0), 0, (DEVICE, HOST)),
+    "only what does not fit": ((LARGE, SMALL), (100, 1000, 1000), 0, (HOST, DEVICE)),
+    "what moves most first": ((STATE, PARAM), (100, 100, 1000), 0, (HOST, DEVICE)),
+    "what is asked for first": ((PARAM, ASKED), (100, 100, 1000), 0, (HOST, DEVICE)),
+    "what fits nowhere": ((A,), (1, 1, 1), 0, (NVME,)),
+    "below the threshold": (ON_NVME, (0, 0, 1000), 100, (HOST, NVME)),
+    "small and nothing asked": ((SMALL,), (0, 0, 1000), 51, (HOST,)),
+    "no elements": (EMPTY, (0, 0, 1000), 0, (HOST, NVME)),
     # If it does not fit, the plan says what is missing, where the user wanted it.
-    assert homes(resident("w", tier=tier)) == {"w": tier}
+    "asked for, without room": ((ASKED,), (0, 0, 0), 0, (DEVICE,)),
+}
 
 
-def test_the_fastest_tier_with_room_is_taken() -> None:
-    arrays = [resident(name) for name in "abc"]
-    found = homes(*arrays, device=100, host=150, nvme=1000)
-    assert found == {"a": DEVICE, "b": HOST, "c": NVME}
+@pytest.mark.parametrize("name", CASES)
+def test_arrays_rest_on(name: str) -> None:
+    arrays, room, threshold, homes = CASES[name]
+    rooms = dict(zip(Tier, room, strict=True))
+    found = place(arrays, rooms, persistence_bytes=threshold)
+    assert [found[x.array] for x in arrays] == list(homes)
 
 
-def test_only_what_does_not_fit_spills() -> None:
-    arrays = resident("large", 300), resident("small", 50)
-    found = homes(*arrays, device=100, host=1000, nvme=1000)
-    assert found == {"large": HOST, "small": DEVICE}
+@pytest.mark.parametrize("ratio", [1, 4])
+def test_whether_state_has_room_anywhere_counts_one_device_s_part(ratio: int) -> None:
+    array = ArrayId(Role.PARAM, "w")
+    part = Resident(array, 400, None, 3, device_bytes=400 // ratio)
+    room = {DEVICE: 50, HOST: 100, NVME: 300 - 50 * ratio}
+    assert may_rest([part], room)
+    assert not may_rest([part], {**room, NVME: room[NVME] - 1})
+    assert may_rest([part, resident("empty", 0)], room)
 
 
-def test_what_is_moved_most_is_kept_fastest() -> None:
-    arrays = resident("state", moves=2), resident("param", moves=3)
-    found = homes(*arrays, device=100, host=100, nvme=1000)
-    assert found == {"param": DEVICE, "state": HOST}
-
-
-def test_what_was_asked_for_has_its_room_first() -> None:
-    arrays = resident("free", moves=3), resident("asked", tier=DEVICE, moves=2)
-    found = homes(*arrays, device=100, host=100, nvme=1000)
-    assert found == {"asked": DEVICE, "free": HOST}
-
-
-def test_arrays_smaller_than_the_threshold_never_go_to_nvme() -> None:
-    arrays = resident("small", 99, tier=NVME), resident("large", 100, tier=NVME)
-    found = homes(*arrays, persistence_bytes=100, nvme=1000)
-    assert found == {"small": HOST, "large": NVME}
-    assert homes(resident("small", 99), persistence_bytes=100, nvme=1000) == {
-        "small": HOST
+def test_an_error_says_what_was_asked_found_and_to_change(golden: Golden) -> None:
+    capacity = {DEVICE: 1000, HOST: 2000, NVME: 3000}
+    short = {
+        NVME: Shortage(3000, 4000, "the state placed there"),
+        HOST: Shortage(2000, 5000, "`update layer0`"),
+        DEVICE: Shortage(1000, 1500, "`forward layer0 @0`"),
     }
-
-
-def test_an_array_without_bytes_never_goes_to_nvme() -> None:
-    arrays = resident("empty", 0, tier=NVME), resident("scalar", 4, tier=NVME)
-    assert homes(*arrays, persistence_bytes=0) == {"empty": HOST, "scalar": NVME}
-
-
-def test_what_fits_nowhere_goes_to_the_slowest_tier() -> None:
-    assert homes(resident("w"), device=1, host=1, nvme=1) == {"w": NVME}
-
-
-def test_room_is_used_to_the_last_byte() -> None:
-    arrays = [resident(name) for name in "ab"]
-    assert set(homes(*arrays, device=200).values()) == {DEVICE}
-    assert homes(*arrays, device=199, host=100)["b"] == HOST
+    every = InfeasibleError(short, capacity)
+    one = InfeasibleError({HOST: short[HOST]}, capacity, ["It is whole."])
+    one = one.because(["It reads tiles."])
+    golden.check("infeasible.txt", f"{every}\n{one}")
+    assert list(every.shortages) == [DEVICE, HOST, NVME]
+    assert every.missing_bytes == (500, 3000, 1000)
+    assert one.missing_bytes == (0, 3000, 0)
+    assert every.capacity_bytes == capacity

@@ -1,3 +1,8 @@
+"""Which updates run where, in which blocks, and which of them jointly."""
+
+from dataclasses import replace
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -6,12 +11,18 @@ import pytest
 
 from zinf.initialize import make_planner
 from zinf.optim.decision import Decision, Pending
+from zinf.plan import Arrangement, Instruction, Link, Plan, Update
 from zinf.prepare import updates
+from zinf.prepare.joint import grouped, jointly_and_singly
 from zinf.program import ArrayId, Role, Tier
 from zinf_kernels.adam import cpu
 
 ROWS, COLUMNS = 10, 4
 ROW_BYTES = 4 * COLUMNS
+
+
+WIDTH = 64
+NAMES = ("bias", "kernel", "scale", "shift")
 
 
 def params():
@@ -23,16 +34,25 @@ def loss(p, batch):
     return jnp.mean((x @ p["b"].T) ** 2)
 
 
-def compiled(tx=None, max_bytes=None):
-    config = {"execution": "streamed"}
-    if max_bytes is not None:
-        config["segment"] = {"max_bytes": max_bytes}
-    planner = make_planner(loss, params, tx or optax.adam(0.1), config)
-    source = planner.trace(jax.ShapeDtypeStruct((2, ROWS), jnp.float32), max_bytes)
+def wide_params():
+    vectors = {name: jnp.ones(WIDTH) for name in NAMES if name != "kernel"}
+    return vectors | {"kernel": jnp.ones((WIDTH, WIDTH))}
+
+
+def wide_loss(p, batch):
+    x = jnp.tanh(batch @ p["kernel"] + p["bias"][None])
+    return jnp.mean((x * p["scale"][None] + p["shift"][None]) ** 2)
+
+
+def compiled(tx=None, problem=(loss, params, ROWS), **config):
+    """The updates of a problem: its loss, parameters, and the width of its batch."""
+    config = {"execution": "streamed", **config}
+    planner = make_planner(*problem[:2], tx or optax.adam(0.1), config)
+    batch = jax.ShapeDtypeStruct((2, problem[2]), jnp.float32)
+    source = planner.trace(batch, None)
     layouts = planner.layouts(source)
-    segmented = planner.cut(source, layouts, max_bytes)
     return updates.compile_program_updates(
-        segmented.program,
+        planner.cut(source, layouts, None).program,
         planner.problem,
         planner.separated,
         accumulates=(),
@@ -55,8 +75,11 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(updates, "BLOCK_BYTES", 3 * ROW_BYTES)
 
 
-def test_blocks_cover_every_row_once(small_blocks):
-    found = all_updates(compiled())
+def test_blocks_cover_every_row_once_and_equal_ones_share_an_executable(small_blocks):
+    program = compiled()
+    # Three rows of `a`, the last one, and the three of `b`.
+    assert program.num_executables == 2
+    found = all_updates(program)
     rows = sorted(u.block for u in found if u.gradient.path == "a")
     assert rows == [(0, 3), (3, 6), (6, 9), (9, 10)]
     assert [u.block for u in found if u.gradient.path == "b"] == [None]
@@ -79,11 +102,6 @@ def test_blocks_of_a_large_model_are_larger(monkeypatch):
     assert rows == [(0, 6), (6, 10)]
 
 
-def test_equal_blocks_share_an_executable(small_blocks):
-    # Three rows of `a`, the last one, and the three of `b`.
-    assert compiled().num_executables == 2
-
-
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.DEVICE])
 def test_a_unit_has_the_blocks_of_one_segment_up_to_a_number_of_bytes(
     small_blocks, monkeypatch, tier
@@ -98,6 +116,8 @@ def test_a_unit_has_the_blocks_of_one_segment_up_to_a_number_of_bytes(
         nbytes = sum(steps[u].output_bytes for u in unit.arrays)
         assert nbytes <= found.unit_bytes or len(unit.arrays) == 1
         # On the host Adam is done in place.
+        in_place = {found.is_in_place(u, tier) for u in unit.arrays}
+        assert in_place == {tier == Tier.HOST}
         spaces = [steps[u].workspace_bytes for u in unit.arrays]
         assert unit.workspace_bytes == (0 if tier == Tier.HOST else max(spaces))
     # Results of a block are a parameter and two moments: two blocks are a unit.
@@ -105,24 +125,21 @@ def test_a_unit_has_the_blocks_of_one_segment_up_to_a_number_of_bytes(
     assert len({unit.name for unit in units}) == len(units)
 
 
-@pytest.mark.parametrize(
-    ("a", "b"), [(Tier.DEVICE, Tier.HOST), (Tier.NVME, Tier.DEVICE)]
-)
-def test_an_update_runs_on_the_device_if_all_of_it_rests_there(a, b):
+def test_an_update_runs_on_the_device_if_all_of_it_rests_there():
     found = compiled()
-    units = found.units(homes_of(found, {"a": a, "b": b}))
-    tiers = {u.gradient.path: unit.tier for unit in units for u in unit.arrays}
-    expected = {Tier.DEVICE: Tier.DEVICE, Tier.HOST: Tier.HOST, Tier.NVME: Tier.HOST}
-    assert tiers == {"a": expected[a], "b": expected[b]}
 
+    def tiers(homes):
+        units = found.units(homes)
+        return {u.gradient.path: unit.tier for unit in units for u in unit.arrays}
 
-def test_only_updates_on_the_host_are_in_place():
-    found = compiled()
-    for update in all_updates(found):
-        assert found.is_in_place(update, Tier.HOST)
-        assert found.workspace_bytes(update, Tier.HOST) == 0
-        assert not found.is_in_place(update, Tier.DEVICE)
-        assert found.workspace_bytes(update, Tier.DEVICE) > 0
+    on_host, on_device = Tier.HOST, Tier.DEVICE
+    homes = homes_of(found, {"a": on_device, "b": on_host})
+    assert tiers(homes) == {"a": on_device, "b": on_host}
+    homes = homes_of(found, {"a": Tier.NVME, "b": on_device})
+    assert tiers(homes) == {"a": on_host, "b": on_device}
+    homes = dict.fromkeys(homes, on_device)
+    homes[ArrayId(Role.STATE, "a", slot=0)] = Tier.NVME
+    assert tiers(homes) == {"a": on_host, "b": on_device}
 
 
 def test_steps_compile_no_loop_that_was_compiled_before_them(small_blocks):
@@ -136,16 +153,6 @@ def test_steps_compile_no_loop_that_was_compiled_before_them(small_blocks):
         found.apply_in_place(update, np.ones_like(arrays[0]), goes_by, *arrays)
         assert (arrays[0] < 1).all()
     assert cpu.compiled.cache_info().misses == before
-
-
-def test_a_leaf_with_its_state_elsewhere_is_updated_on_the_host():
-    found = compiled()
-    homes = dict.fromkeys(homes_of(found), Tier.DEVICE)
-    homes[ArrayId(Role.STATE, "a", slot=0)] = Tier.NVME
-    tiers = {
-        u.gradient.path: unit.tier for unit in found.units(homes) for u in unit.arrays
-    }
-    assert tiers == {"a": Tier.HOST, "b": Tier.DEVICE}
 
 
 def test_blocks_together_are_the_update_of_the_whole(small_blocks):
@@ -167,3 +174,109 @@ def test_blocks_together_are_the_update_of_the_whole(small_blocks):
             result[block] = new
     expected = master - 0.5 * (0.25 * grad + 0.9 * trace)
     np.testing.assert_allclose(result, expected, rtol=1e-6)
+
+
+# Updates that run jointly: those at rest on the devices, within the same memory.
+
+WIDE = wide_loss, wide_params, WIDTH
+
+
+def resting(found, elsewhere=()):
+    """Homes on the device, but for leaves that rest on the host."""
+    arrays = [a for update in all_updates(found) for a in update.results]
+    return {a: Tier.HOST if a.path in elsewhere else Tier.DEVICE for a in arrays}
+
+
+def parts_of(found, homes, update_tier=Tier.HOST):
+    """The units, and what each runs jointly and singly."""
+    units = tuple(found.units(homes, update_tier))
+    instructions = tuple(
+        Instruction(
+            Update(number, unit.name, unit.tier),
+            Link.DEVICE,
+            (),
+            writes=tuple((a, unit.tier) for u in unit.arrays for a in u.results),
+            workspace=((unit.tier, unit.workspace_bytes),),
+        )
+        for number, unit in enumerate(units)
+    )
+    zeros = dict.fromkeys(Tier, 0)
+    plan = Plan(instructions, homes, zeros, zeros, zeros)
+    arranged, joint = grouped(Arrangement(plan, None, units, None), found)
+    operations = [i.operation for i in arranged.plan.instructions]
+    return units, [jointly_and_singly(x, units, joint) for x in operations]
+
+
+def paths(updates):
+    return sorted(u.gradient.path for u in updates)
+
+
+def test_all_that_rests_on_the_device_is_updated_by_few_executables():
+    found = compiled(problem=WIDE)
+    (unit,), ((joint, single),) = parts_of(found, resting(found))
+    assert not single
+    # All vectors together need less than the matrix alone.
+    assert [paths(j.arrays) for j in joint] == [
+        ["kernel"],
+        ["bias", "scale", "shift"],
+    ]
+    for each in joint:
+        assert each.step.workspace_bytes <= unit.workspace_bytes
+
+
+@pytest.mark.parametrize("update_tier", [Tier.HOST, Tier.DEVICE])
+def test_what_rests_elsewhere_is_updated_alone(update_tier):
+    found = compiled(problem=WIDE)
+    homes = resting(found, elsewhere=("kernel", "scale"))
+    units, parts = parts_of(found, homes, update_tier)
+    together = [paths(j.arrays) for joint, _ in parts for j in joint]
+    assert together in ([["bias", "shift"]], [["bias"], ["shift"]])
+    assert paths(u for _, single in parts for u in single) == ["kernel", "scale"]
+    assert paths(u for unit in units for u in unit.arrays) == sorted(NAMES)
+
+
+def test_updates_of_whole_leaves_run_alone():
+    found = compiled(optax.lamb(0.1), WIDE)
+    _, ((joint, single),) = parts_of(found, resting(found))
+    assert not joint
+    assert paths(single) == sorted(NAMES)
+
+
+def test_an_executable_that_needs_more_is_not_run():
+    """Compiled together, updates may need other scratch than each alone."""
+    found = compiled(problem=WIDE)
+
+    def greedy(steps):
+        step = found.joint(steps)
+        space = step.workspace_bytes + (1 << 30) * (len(steps) > 1)
+        return replace(step, workspace_bytes=space)
+
+    _, ((joint, single),) = parts_of(replace(found, joint=greedy), resting(found))
+    assert [paths(j.arrays) for j in joint] == [["kernel"]]
+    assert paths(single) == ["bias", "scale", "shift"]
+
+
+def test_it_gives_what_each_update_gives():
+    found = compiled(problem=WIDE, bf16={"enabled": True})
+    _, ((joint, _),) = parts_of(found, resting(found))
+    goes_by = Pending(Decision(0.0, 1.0, 0.5, False), [np.float32(0.5)] * 2)
+    rng = np.random.default_rng(0)
+    for each in joint:
+        operands, gradients = [], []
+        for update in each.arrays:
+            code = found.steps[Tier.DEVICE][update].code
+            grad, master, states = code.arguments[3:]
+            arrays = [rng.random(x.shape, np.float32) for x in (master, *states)]
+            operands.append([jnp.asarray(x) + 0 for x in arrays])
+            gradients.append(jnp.asarray(rng.random(grad.shape), grad.dtype))
+        alone = [
+            found.apply(update, Tier.DEVICE, gradient, own, goes_by)
+            for update, gradient, own in zip(
+                each.arrays, gradients, operands, strict=True
+            )
+        ]
+        alone = jax.tree.map(np.array, alone)
+        together = each.step(goes_by.factor, goes_by.step_values, gradients, operands)
+        for update, one, other in zip(each.arrays, alone, together, strict=True):
+            assert len(other) == len(update.results)
+            chex.assert_trees_all_equal(one, other, strict=True)

@@ -1,9 +1,11 @@
 """What is cheap to compute again floats; what is not, or is carried free, does not."""
 
+import chex
 import jax
 import jax.numpy as jnp
 
 from zinf.jaxpr import flatten, trace
+from zinf.segment.index import index_by_literals
 from zinf.segment.order import MAX_FLOATING_DEPTH, SMALL_BYTES, order_equations
 
 WEIGHT = jax.ShapeDtypeStruct((8, 8), jnp.float32)
@@ -26,28 +28,19 @@ def floating(order):
     return [equations[p].primitive.name for p in positions]
 
 
-def test_a_cast_and_a_transpose_of_a_parameter_float_and_its_matmul_is_anchored():
-    def function(weight, x):
-        half = weight.astype(jnp.bfloat16).T
-        return x.astype(jnp.bfloat16) @ half
-
-    order = order_of(function, WEIGHT, X)
-    assert floating(order) == ["convert_element_type", "transpose"]
-    assert anchored(order) == ["convert_element_type", "dot_general"]
-
-
-def test_a_cast_of_all_parameters_at_the_top_is_read_where_it_is_needed():
+def test_casts_of_parameters_float_and_are_read_where_they_are_needed():
     def function(weights, x):
-        for weight in jax.tree.map(lambda w: w.astype(jnp.bfloat16), weights):
+        for weight in jax.tree.map(lambda w: w.astype(jnp.bfloat16).T, weights):
             x = x @ weight
         return x
 
     x = jax.ShapeDtypeStruct((4, 8), jnp.bfloat16)
     order = order_of(function, [WEIGHT] * 3, x, num_params=3)
+    assert sorted(floating(order)) == ["convert_element_type"] * 3 + ["transpose"] * 3
     assert anchored(order) == ["dot_general"] * 3
     for i, matmul in enumerate(order.anchored):
         positions, roots = order.closure(matmul.invars[1:])
-        assert len(positions) == 1
+        assert len(positions) == 2
         assert roots == [order.graph.invars[i]]
 
 
@@ -65,37 +58,27 @@ def test_a_large_mask_floats_and_a_small_one_is_carried():
     assert "iota" in anchored(small) and "iota" not in floating(small)
 
 
-def test_a_chain_of_keys_is_anchored():
-    def function(weight, x, key):
+def test_what_is_dear_or_reads_an_activation_or_has_an_effect_is_anchored():
+    def keys(weight, x, key):
         for _ in range(3):
             key, sub = jax.random.split(key)
             x = x @ weight * jax.random.bernoulli(sub, 0.5, x.shape)
         return x
 
-    order = order_of(function, WEIGHT, X, KEY)
+    order = order_of(keys, WEIGHT, X, KEY)
     assert anchored(order).count("random_split") == 3
     assert not floating(order)
-
-
-def test_what_reads_an_activation_is_anchored_however_cheap():
     order = order_of(lambda w, x: (x @ w) * 2 + w[:4], WEIGHT, X)
     assert anchored(order)[:2] == ["dot_general", "mul"]
-    assert "mul" not in floating(order)
-    assert "slice" in floating(order)
-
-
-def test_a_dear_operation_on_a_parameter_is_anchored():
+    assert floating(order) == ["slice"]
     order = order_of(lambda w: jnp.sum(w @ w) + jnp.tanh(w).sum(), WEIGHT)
     assert {"dot_general", "tanh", "reduce_sum"} <= set(anchored(order))
 
-
-def test_equations_with_effects_are_anchored():
-    def function(weight):
+    def with_effect(weight):
         jax.debug.callback(lambda w: None, weight)
         return weight * 2
 
-    order = order_of(function, WEIGHT)
-    assert any("callback" in name for name in anchored(order))
+    assert any("callback" in name for name in anchored(order_of(with_effect, WEIGHT)))
 
 
 def test_a_chain_floats_no_further_than_its_limit():
@@ -119,3 +102,26 @@ def test_the_closure_lists_equations_in_program_order_and_each_once():
     positions, roots = order.closure([*matmul.invars, *matmul.invars])
     assert positions == sorted(set(positions)) and len(positions) == 3
     assert set(roots) == set(order.graph.invars)
+
+
+def slices(function, *arguments):
+    """Those of the graph in which places in small tables are literals."""
+    graph = flatten(trace(function, *arguments)[0])
+    found = index_by_literals(graph, graph.invars[:1])
+    chex.assert_trees_all_equal(found(*arguments), graph(*arguments), strict=True)
+    return [e.primitive.name for e in found.equations if "slice" in e.primitive.name]
+
+
+def test_places_in_a_small_table_become_literals():
+    keys = jax.random.split(jax.random.key(0), (3, 4))
+    function = lambda w, keys: (keys[1], keys[:, 2], keys[1:, :3])  # noqa: E731
+    assert slices(function, 1.0, keys) == ["dynamic_slice"] * 3
+    # Parameters, strides and large values keep their slices.
+    table, w = (jax.random.split(jax.random.key(i), 8) for i in range(2))
+    assert slices(lambda w: w[3], w) == ["slice"]
+    assert slices(lambda w: w.reshape(2, 4)[1], w) == ["slice"]
+    assert slices(lambda w, table: table[::2], w, table) == ["slice"]
+    count = SMALL_BYTES // 8
+    for extra, name in ((0, "dynamic_slice"), (1, "slice")):
+        large = jax.random.split(jax.random.key(0), count + extra)
+        assert slices(lambda w, large: large[3], w, large) == [name]

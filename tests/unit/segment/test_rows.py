@@ -57,11 +57,10 @@ def by_cast_scan(w, x):
     return jax.lax.scan(lambda c, row: (row.astype("f4") @ c, None), x, half)[0]
 
 
-@pytest.mark.parametrize(
-    "function",
-    [by_scan, by_reverse_scan, by_number, by_negative_number, by_cast_scan],
-    ids=lambda f: f.__name__,
-)
+BY_ROW = [by_scan, by_reverse_scan, by_number, by_negative_number, by_cast_scan]
+
+
+@pytest.mark.parametrize("function", BY_ROW, ids=lambda f: f.__name__)
 def test_a_leaf_read_by_rows_is_split_and_the_program_stays_the_same(function):
     leaf, (graph, arrays, paths) = split(function, X)
     assert paths == {"w"}
@@ -73,6 +72,7 @@ def test_a_leaf_read_by_rows_is_split_and_the_program_stays_the_same(function):
     arguments = [w[slice(*arrays[v].rows)] if v in arrays else x for v in graph.invars]
     (found,) = graph(*arguments)
     np.testing.assert_allclose(found, function(w, x), rtol=1e-5, atol=1e-6)
+    assert stacked(function, X) == {"w"}
 
 
 def test_a_row_that_is_read_twice_is_one_array():
@@ -85,37 +85,30 @@ def test_a_row_that_is_read_twice_is_one_array():
     assert "slice" not in [e.primitive.name for e in graph.equations]
 
 
-def is_whole(leaf, result):
-    graph, arrays, paths = result
-    return (
-        leaf in graph.invars
-        and arrays == {leaf: ArrayId(Role.PARAM, "w")}
-        and not paths
+OTHERWISE = {
+    "sum": lambda w, x: by_scan(w, x) + w.sum(),
+    "output": lambda w, x: (by_scan(w, x), w),
+    "two rows": lambda w, x: w[0:2].sum() + w[2].sum(),
+    "part of a row": lambda w, x: w[0, :, 1].sum() + w[1].sum(),
+    "unsliced": lambda w, x: jnp.tensordot(w, x, 1),
+    "an update that is not by row": by_scan,
+    "a stack of one": by_scan,
+    "unread": lambda w, x: x,
+}
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_a_leaf_that_is_also_read_otherwise_is_not_split(name):
+    function = OTHERWISE[name]
+    splittable = () if "update" in name else ("w",)
+    stack = jax.ShapeDtypeStruct((1, 4, 4), jnp.float32) if "one" in name else STACK
+    leaf, (graph, arrays, paths) = split(
+        function, X, splittable=splittable, stack=stack
     )
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda w, x: by_scan(w, x) + w.sum(),
-        lambda w, x: (by_scan(w, x), w),
-        lambda w, x: w[0:2].sum() + w[2].sum(),
-        lambda w, x: w[0, :, 1].sum() + w[1].sum(),
-        lambda w, x: w.sum(),
-    ],
-    ids=["sum", "output", "two rows", "part of a row", "unsliced"],
-)
-def test_a_leaf_that_is_also_read_otherwise_is_not_split(function):
-    assert is_whole(*split(function, X))
-
-
-def test_a_leaf_whose_update_does_not_work_on_rows_is_not_split():
-    assert is_whole(*split(by_scan, X, splittable=()))
-
-
-def test_a_stack_of_one_is_not_split():
-    one = jax.ShapeDtypeStruct((1, 4, 4), jnp.float32)
-    assert is_whole(*split(by_scan, X, stack=one))
+    assert not paths and leaf in graph.invars
+    assert arrays == {leaf: ArrayId(Role.PARAM, "w")}
+    if function is not by_scan:
+        assert stacked(function, X) == set()
 
 
 def test_a_row_that_is_an_output_is_still_returned():
@@ -140,22 +133,3 @@ def test_rows_that_nothing_reads_are_arrays_of_the_leaf_too():
     assert rows(arrays) == [(0, 1), (1, 2), (2, 3)]
     assert set(arrays) <= set(graph.invars)
     assert {v.aval.shape for v in arrays} == {(1, 4, 4)}
-
-
-@pytest.mark.parametrize("function", [by_scan, by_number, by_cast_scan])
-def test_a_leaf_read_by_rows_is_a_stack_of_layers(function):
-    assert stacked(function, X) == {"w"}
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda w, x: w[0] @ x + w[1:].sum((0, 1)),
-        lambda w, x: jnp.tensordot(w, x, 1),
-        lambda w, x: (w[0] @ x, w),
-        lambda w, x: x,
-    ],
-    ids=["some rows at once", "whole", "returned", "unread"],
-)
-def test_a_leaf_that_is_read_otherwise_is_no_stack(function):
-    assert stacked(function, X) == set()

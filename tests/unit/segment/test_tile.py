@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.marks import slow_except
 from zinf.cross_entropy import cross_entropy
 from zinf.jaxpr import flatten, trace
 from zinf.jaxpr.compat import open_jaxpr
@@ -37,64 +36,81 @@ def as_function(found):
     return function
 
 
-def weight_of(shape, dtype=F32):
-    values = np.random.default_rng(1).normal(size=shape)
-    return jnp.asarray(values, dtype)
+def normal(*shape, seed=2, dtype=F32):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
-def x_of(*shape, dtype=F32):
-    return jnp.asarray(np.random.default_rng(2).normal(size=shape), dtype)
+def weight_of(*shape, dtype=F32):
+    return normal(*shape, seed=1, dtype=dtype)
+
+
+def assert_alike(found, function, weight, *rest, tolerance=1e-5):
+    """Results and derivatives by tile are those of the whole, and finite."""
+
+    def results(f, weight, *rest):
+        y, vjp = jax.vjp(lambda w: f(w, *rest), weight)
+        return y, *vjp(jnp.cos(y.astype(F32)).astype(y.dtype))
+
+    if weight.dtype == F32:  # XLA leaves out roundings to bfloat16 within a fusion.
+        results = jax.jit(results, static_argnums=0)
+    pairs = zip(
+        results(as_function(found), weight, *rest),
+        results(function, weight, *rest),
+        strict=True,
+    )
+    for y, expected in pairs:
+        assert y.dtype == expected.dtype
+        y, expected = np.asarray(y, "f4"), np.asarray(expected, "f4")
+        assert np.isfinite(y).all()
+        scale = float(np.abs(expected).max())
+        np.testing.assert_allclose(y, expected, rtol=tolerance, atol=tolerance * scale)
+
+
+def batched(w, x):
+    return jnp.einsum("ehf,eth->etf", w, x)
+
+
+def by_head(w, x):
+    return jnp.einsum("td,dhk->thk", x, w)
 
 
 # What reads a weight of 23 rows: by name, the function, the weight's shape, the rest.
+X23, X29 = normal(5, 23), normal(5, 29)
 READERS = {
-    "contracted": (lambda w, x: x @ w, (23, 29), (x_of(5, 23),)),
-    "on the left": (lambda w, x: w.T @ x, (23, 29), (x_of(23, 5),)),
-    "a vector": (lambda w, x: x @ w, (23,), (x_of(5, 23),)),
-    "transposed": (lambda w, x: x @ w.T, (23, 29), (x_of(5, 29),)),
-    "rows on the left": (lambda w, x: w @ x, (23, 29), (x_of(29, 3),)),
-    "per expert": (
-        lambda w, x: jnp.einsum("ehf,eth->etf", w, x),
-        (23, 4, 3),
-        (x_of(23, 5, 4),),
-    ),
-    "heads": (
-        lambda w, x: jnp.einsum("td,dhk->thk", x, w),
-        (23, 4, 3),
-        (x_of(5, 23),),
-    ),
-    "reshaped": (lambda w, x: x @ w.reshape(23, 12), (23, 4, 3), (x_of(5, 23),)),
-    "scaled": (lambda w, x: x @ (w * 0.5).astype(F32), (23, 29), (x_of(5, 23),)),
-    "masked": (lambda w, x, m: x @ (w * m), (23, 4), (x_of(5, 23), x_of(23, 4))),
-    "columns": (lambda w, x: x @ w[:, 1:3], (23, 4), (x_of(5, 23),)),
-    "looked up": (lambda w, i: w[i], (23, 4), (IDS,)),
-    "looked up, clipped": (
-        lambda w, i: jnp.take(w, i + 9, axis=0, mode="clip"),
-        (23, 4),
-        (IDS,),
-    ),
-    "looked up from the end": (lambda w, i: w[i - 23], (23, 4), (IDS,)),
-    "looked up by bytes": (lambda w, i: w[i], (23, 4), (IDS.astype(np.uint8),)),
-    "tied": (lambda w, i: w[i] @ w.T, (23, 4), (IDS,)),
-    "narrow": (lambda w, x: x @ w, (23, 29), (x_of(5, 23, dtype=BF16),)),
+    "contracted": (lambda w, x: x @ w, (23, 29), [X23]),
+    "on the left": (lambda w, x: w.T @ x, (23, 29), [X23.T]),
+    "transposed": (lambda w, x: x @ w.T, (23, 29), [X29]),
+    "rows on the left": (lambda w, x: w @ x, (23, 29), [X29.T]),
+    "per expert": (batched, (23, 4, 3), [normal(23, 5, 4)]),
+    "heads": (by_head, (23, 4, 3), [X23]),
+    "reshaped": (lambda w, x: x @ w.reshape(23, 12), (23, 4, 3), [X23]),
+    "scaled": (lambda w, x: x @ (w * 0.5).astype(F32), (23, 29), [X23]),
+    "masked": (lambda w, x, m: x @ (w * m), (23, 4), [X23, normal(23, 4)]),
+    "columns": (lambda w, x: x @ w[:, 1:3], (23, 4), [X23]),
+    "looked up": (lambda w, i: w[i], (23, 4), [IDS]),
+    "clipped": (lambda w, i: jnp.take(w, i + 9, 0, mode="clip"), (23, 4), [IDS]),
+    "looked up from the end": (lambda w, i: w[i - 23], (23, 4), [IDS]),
+    "tied": (lambda w, i: w[i] @ w.T, (23, 4), [IDS]),
+    "narrow": (lambda w, x: x @ w, (23, 29), [X23.astype(BF16)]),
 }
-
-
 # Three tiles, of 8, 8 and 7 rows: a first, one in between, and a shorter last. Two
 # halves, or rows one by one where sums of many parts matter, for what sums and what
 # looks up; compiling more tiles takes long.
-CASES = [(name, 8) for name in READERS]
-CASES += [("contracted", 23), ("looked up", 23), ("narrow", 1), ("looked up", 1)]
-SLOW = {("narrow", 1), ("narrow", 8), ("looked up", 1)}
-FAST = [case for case in CASES if case not in SLOW]
+CASES = [(name, 8) for name in READERS] + [("contracted", 23), ("looked up", 1)]
+FAST = {"contracted", "transposed", "per expert", "heads", "masked", "tied", "narrow"}
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(("name", "num_rows"), slow_except(FAST, CASES))
+def slow_unless(is_fast, *values):
+    return pytest.param(*values, marks=[] if is_fast else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_rows"), [slow_unless(c[0] in FAST, *c) for c in CASES]
+)
 def test_a_weight_read_by_tile_gives_what_it_gives_as_a_whole(name, num_rows):
     function, shape, rest = READERS[name]
     dtype = BF16 if name == "narrow" else F32
-    weight = weight_of(shape, dtype)
+    weight = weight_of(*shape, dtype=dtype)
     row_bytes = weight.nbytes // shape[0]
     # One less than the whole, so that 23 rows a tile are 12 and 11.
     limit = min(num_rows * row_bytes, weight.nbytes - 1)
@@ -102,36 +118,23 @@ def test_a_weight_read_by_tile_gives_what_it_gives_as_a_whole(name, num_rows):
     assert not found.refused
     sizes = [b - a for a, b in (array.rows for array in found.arrays.values())]
     assert sum(sizes) == shape[0] and max(sizes) * row_bytes <= limit
-
-    def results(f):
-        y, vjp = jax.vjp(lambda w: f(w, *rest), weight)
-        return y, vjp(jnp.cos(y.astype(F32)).astype(y.dtype))[0]
-
     # Sums in another order: of up to 29 products, each rounded to 2^-24; a narrow sum
     # is rounded once, to 2^-9, either way.
     tolerance = 2**-7 if dtype == BF16 else 1e-5
-    for y, expected in zip(results(as_function(found)), results(function), strict=True):
-        assert y.dtype == expected.dtype
-        np.testing.assert_allclose(
-            np.asarray(y, "f4"),
-            np.asarray(expected, "f4"),
-            rtol=tolerance,
-            atol=tolerance * float(jnp.abs(expected).max()),
-        )
+    assert_alike(found, function, weight, *rest, tolerance=tolerance)
 
 
 def test_an_index_out_of_range_gives_what_jax_says():
     def function(w, i):
         return w.at[i].get(mode="fill", fill_value=7)
 
-    weight, ids = weight_of((23, 4)), np.array([22, 23, 99, 0], np.int32)
+    weight, ids = weight_of(23, 4), np.array([22, 23, 99, 0], np.int32)
     found = tiled(function, weight, ids, max_bytes=64)
     y = as_function(found)(weight, ids)
     np.testing.assert_array_equal(y, function(weight, ids))
     assert (y[1:3] == 7).all()
 
 
-@pytest.mark.slow
 def test_sums_of_narrow_products_are_rounded_once():
     # 1 and then 64 times 2^-9: each is lost when added to a bfloat16 of 1.
     weight = jnp.concatenate([jnp.ones((1, 1)), jnp.full((64, 1), 2**-9)]).astype(BF16)
@@ -142,7 +145,7 @@ def test_sums_of_narrow_products_are_rounded_once():
 
 
 def test_derivatives_of_narrow_products_stay_narrow():
-    weight, x = weight_of((4, 4), BF16), x_of(2, 4, dtype=BF16)
+    weight, x = weight_of(4, 4, dtype=BF16), normal(2, 4, dtype=BF16)
     found = tiled(lambda w, x: x @ w, weight, x, max_bytes=16)
 
     def gradients(w, x):
@@ -171,22 +174,22 @@ REFUSED = {
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_a_weight_that_has_to_be_whole_says_why_and_stays_so(reason):
-    found = tiled(REFUSED[reason], weight_of((24, 24)), x_of(2, 24), max_bytes=480)
+    found = tiled(REFUSED[reason], weight_of(24, 24), normal(2, 24), max_bytes=480)
     assert found.refused == {"w": reason}
     assert not found.tilings and list(found.arrays.values()) == [WHOLE]
 
 
 def test_a_leaf_whose_rows_have_no_update_of_their_own_is_not_tiled():
     function, shape, rest = READERS["contracted"]
-    found = tiled(function, weight_of(shape), *rest, max_bytes=480, tileable=())
+    found = tiled(function, weight_of(*shape), *rest, max_bytes=480, tileable=())
     assert "cannot be updated" in found.refused["w"]
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(4, 300))
 def test_tiles_are_within_the_limit_and_alike_if_that_costs_little(rows, width, limit):
-    weight = weight_of((rows, width))
-    found = tiled(lambda w, x: x @ w, weight, x_of(2, rows), max_bytes=limit)
+    weight = weight_of(rows, width)
+    found = tiled(lambda w, x: x @ w, weight, normal(2, rows), max_bytes=limit)
     if weight.nbytes <= limit:
         assert not found.tilings
         return
@@ -236,33 +239,26 @@ def _(primals, tangents):
     return other_rule(*primals), 2 * jnp.sum(tangents[0], -1)
 
 
-LOSS_CASES = [(n, 8) for n in LOSSES] + [("tied", 1)]
-FAST_LOSSES = [("tied", 8), ("read twice", 8), ("of another rule", 8)]
+FAST_LOSSES = {"capped", "tied", "read twice", "of another rule"}
 
 
-@pytest.mark.parametrize(("name", "num_rows"), slow_except(FAST_LOSSES, LOSS_CASES))
-def test_a_loss_by_tile_is_that_of_all_logits(name, num_rows):
+@pytest.mark.parametrize("name", [slow_unless(n in FAST_LOSSES, n) for n in LOSSES])
+def test_a_loss_by_tile_is_that_of_all_logits(name):
     function, is_by_tile = LOSSES[name]
-    weight, x = weight_of((23, 4)), 3 * x_of(2, 5, 4)
-    found = tiled(function, weight, x, max_bytes=num_rows * 16)
+    weight, x = weight_of(23, 4), 3 * normal(2, 5, 4)
+    found = tiled(function, weight, x, max_bytes=8 * 16)
     (tiling,) = found.tilings
     assert (IN_LOSS in tiling.uses) == is_by_tile
     shapes = {v.aval.shape for e in found.graph.equations for v in e.outvars}
     assert ((2, 5, 23) not in shapes) == is_by_tile
 
-    def results(f):
-        y, vjp = jax.vjp(f, weight, x)
-        return y, *vjp(jnp.cos(y))
-
-    # Sums in another order: of up to 23 exponentials, and one product a tile.
-    for y, expected in zip(results(as_function(found)), results(function), strict=True):
-        np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
+    assert_alike(found, function, weight, x)
 
 
-@pytest.mark.parametrize("label", slow_except([23], [23, -24]))
+@pytest.mark.parametrize("label", [23, -24])
 def test_a_label_beyond_the_words_gives_nan_by_tile_too(label):
     labels = np.full((2, 5), label, np.int32)
-    weight, x = weight_of((23, 4)), x_of(2, 5, 4)
+    weight, x = weight_of(23, 4), normal(2, 5, 4)
     found = tiled(lambda w, x: softmax_loss(x @ w.T, labels), weight, x, max_bytes=128)
     assert IN_LOSS in found.tilings[0].uses
     assert np.isnan(as_function(found)(weight, x)).all()
@@ -275,12 +271,6 @@ def test_a_loss_by_tile_has_numbers_for_logits_without_a_finite_one():
     def function(w, x):
         return softmax_loss(x @ w.T + mask[None, None], np.full((2, 5), 12, np.int32))
 
-    weight, x = weight_of((23, 4)), x_of(2, 5, 4)
-    found = tiled(function, weight, x, max_bytes=128)
-    results = []
-    for f in (as_function(found), function):
-        y, vjp = jax.vjp(f, weight, x)
-        results.append([y, *vjp(jnp.ones_like(y))])
-    for y, expected in zip(*results, strict=True):
-        assert np.isfinite(y).all()
-        np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
+    found = tiled(function, weight_of(23, 4), normal(2, 5, 4), max_bytes=128)
+    assert IN_LOSS in found.tilings[0].uses
+    assert_alike(found, function, weight_of(23, 4), normal(2, 5, 4))

@@ -28,26 +28,21 @@ def counts(kept: Scalars) -> list[int]:
     return [s["value"] for s in kept.to_json()["shared"]]
 
 
-def test_advancing_changes_nothing_until_it_is_committed():
+def test_nothing_changes_until_a_step_is_committed():
     kept = scalars()
     advanced = kept.advance().after
     assert (kept.num_steps, counts(kept)) == (0, [0])
     kept.commit(advanced, skipped=False)
     assert (kept.num_steps, counts(kept)) == (1, [1])
+    assert (kept.loss_scale, kept.is_scaled) == (1.0, False)
 
 
 def test_a_skipped_step_counts_but_not_for_the_optimizer():
     kept = scalars(loss_scaling=SCALING)
-    advanced = kept.advance().after
-    kept.commit(advanced, skipped=True)
+    assert kept.is_scaled
+    kept.commit(kept.advance().after, skipped=True)
     assert (kept.num_steps, counts(kept)) == (1, [0])
     assert kept.loss_scale == 8.0
-
-
-def test_without_loss_scaling_the_scale_is_one():
-    assert scalars().loss_scale == 1.0
-    assert not scalars().is_scaled
-    assert scalars(loss_scaling=SCALING).is_scaled
 
 
 def test_the_learning_rate_is_that_which_the_step_used():
@@ -90,28 +85,25 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [(k, v) for k, values in DAMAGES.items() for v in values]
-)
-def test_damaged_scalars_are_refused_by_name_and_nothing_is_taken(key, value):
-    kept = scalars(loss_scaling=SCALING)
+@pytest.mark.parametrize("key", DAMAGES)
+def test_damaged_scalars_are_refused_by_name_and_nothing_is_taken(key):
+    kept, restored = (scalars(loss_scaling=SCALING) for _ in range(2))
     kept.commit(kept.advance().after, skipped=False)
-    restored = scalars(loss_scaling=SCALING)
-    before = restored.to_json()
-    with pytest.raises(ValueError, match=f"not what zinf saves: {key}"):
-        restored.from_json({**kept.to_json(), key: value})
-    rest = {k: v for k, v in kept.to_json().items() if k != key}
-    with pytest.raises(ValueError, match=f"not what zinf saves: {key}"):
-        restored.from_json(rest)
-    assert restored.to_json() == before
+    before, state = restored.to_json(), kept.to_json()
+    damaged = [{**state, key: value} for value in DAMAGES[key]]
+    for each in [*damaged, {k: v for k, v in state.items() if k != key}]:
+        with pytest.raises(ValueError, match=f"not what zinf saves: {key}"):
+            restored.from_json(each)
+        assert restored.to_json() == before
 
 
-@pytest.mark.parametrize("value", [[1, 2], "one", None, [[1], [2, 3]]])
-def test_shared_state_of_another_shape_or_dtype_is_refused(value):
+def test_shared_state_of_another_shape_or_dtype_is_refused():
     kept = scalars()
     state = kept.to_json()
-    for change in ({"value": value}, {"dtype": "float32"}, {"dtype": "no dtype"}):
+    changes = [{"value": value} for value in ([1, 2], "one", None, [[1], [2, 3]])]
+    changes += [{"dtype": "float32"}, {"dtype": "no dtype"}]
+    for change in changes:
         damaged = [{**s, **change} for s in state["shared"]]
         with pytest.raises(ValueError, match="count.*int32"):
             kept.from_json({**state, "shared": damaged})
-    assert kept.to_json() == state
+        assert kept.to_json() == state

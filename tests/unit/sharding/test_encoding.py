@@ -21,8 +21,7 @@ def there_and_back(part, blocks=BLOCKS):
     return np.asarray(found)
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("shape", [(3, 17), (5, 300), (2, 4, 96), (1000,), (1, 512)])
+@pytest.mark.parametrize("shape", [(3, 17), (2, 4, 96), (1000,)])
 def test_a_number_is_rounded_by_half_a_step_of_its_block(shape):
     part = normal(*shape)
     rows = part.reshape(-1, prod(shape[1:]) if len(shape) > 1 else shape[0])

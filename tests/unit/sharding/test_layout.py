@@ -8,10 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zinf.memory import DeviceStore, in_device_form, to_devices, to_shares
+from zinf.memory import (
+    DeviceStore,
+    Residents,
+    in_device_form,
+    open_stores,
+    to_devices,
+    to_shares,
+)
 from zinf.memory.shares import gathered
 from zinf.mesh import make_mesh
-from zinf.program import ArrayId, ArraySpec, Role
+from zinf.program import ArrayId, ArraySpec, Role, Tier
 from zinf.sharding import Layout, axis_rule, persistent_layouts
 
 # Few, as each is compiled for.
@@ -52,8 +59,8 @@ def numbers(shape: tuple[int, ...]) -> np.ndarray:
 
 
 @settings(deadline=None, max_examples=60)
-@given(layouts)
-def test_an_array_comes_back_from_the_devices(made):
+@given(layouts, st.data())
+def test_an_array_comes_back_from_the_devices(made, data):
     content = numbers(made.shape)
     share = made.take_share(content)
     assert share.shape == made.share_shape
@@ -65,21 +72,11 @@ def test_an_array_comes_back_from_the_devices(made):
         (back,) = to_shares([form], [made])
         np.testing.assert_array_equal(back, share)
         np.testing.assert_array_equal(gathered(back, made), content)
-
-
-@settings(deadline=None, max_examples=60)
-@given(layouts)
-def test_padding_is_zero_so_that_norms_do_not_see_it(made):
-    content = numbers(made.shape)
-    (moved,) = to_devices([made.take_share(content)], [made])
-    whole = np.asarray(in_device_form(moved, made))
+    # Padding is zero, so that norms do not see it.
+    whole = np.asarray(on_devices)
     np.testing.assert_array_equal(made.unpadded(whole), content)
     assert whole.sum(dtype=float) == content.sum(dtype=float)
-
-
-@settings(deadline=None, max_examples=60)
-@given(layouts)
-def test_a_device_has_its_part_of_a_share(made):
+    # A device has its part of a share.
     counts = [np.prod(made.padded, dtype=int), np.prod(made.device_shape, dtype=int)]
     if made.is_gathered:
         assert counts[0] == counts[1]
@@ -87,20 +84,14 @@ def test_a_device_has_its_part_of_a_share(made):
         num_shards = counts[0] // counts[1]
         assert num_shards * counts[1] == counts[0]
         assert num_shards in (made.device.num_devices, made.device.mesh.shape["fsdp"])
-
-
-@settings(deadline=None, max_examples=40)
-@given(layouts, st.data())
-def test_rows_are_the_rows_of_the_whole(made, data):
-    if not made.has_whole_rows or made.shape[0] == 0:
-        return
-    start = data.draw(st.integers(0, made.shape[0] - 1))
-    stop = data.draw(st.integers(start + 1, made.shape[0]))
-    content = numbers(made.shape)
-    rows = made.rows(start, stop)
-    share = made.take_share(content)[start:stop]
-    np.testing.assert_array_equal(rows.take_share(content[start:stop]), share)
-    np.testing.assert_array_equal(gathered(share, rows), content[start:stop])
+    # Rows are the rows of the whole.
+    if made.has_whole_rows and made.shape[0]:
+        start = data.draw(st.integers(0, made.shape[0] - 1))
+        stop = data.draw(st.integers(start + 1, made.shape[0]))
+        rows = made.rows(start, stop)
+        part = share[start:stop]
+        np.testing.assert_array_equal(rows.take_share(content[start:stop]), part)
+        np.testing.assert_array_equal(gathered(part, rows), content[start:stop])
 
 
 def test_the_ledger_counts_what_one_device_has():
@@ -125,3 +116,37 @@ def test_devices_of_a_process_that_are_no_neighbours_are_refused(monkeypatch):
     apart = Layout(made.shape, made.padded, made.device, made.share)
     with pytest.raises(ValueError, match="no neighbours.*zinf.make_mesh"):
         assert apart.box
+
+
+RESIDENT = {"by rows": (1100, 2), "a vector": (23,), "by columns": (6, 23)}
+
+
+@pytest.mark.parametrize(
+    ("name", "tier", "stage"),
+    [
+        ("by rows", Tier.DEVICE, 3),
+        ("by rows", Tier.HOST, 1),
+        ("a vector", Tier.DEVICE, 1),
+        ("a vector", Tier.HOST, 3),
+        ("by columns", Tier.DEVICE, 3),
+        ("by columns", Tier.HOST, 3),
+    ],
+)
+def test_any_rows_are_read_and_written_alike_however_an_array_is_cut(name, tier, stage):
+    mesh = make_mesh(jax.devices()[:8])
+    array, shape = ArrayId(Role.PARAM, name), RESIDENT[name]
+    specs = {array: ArraySpec(shape, "float32", 4)}
+    found = persistent_layouts(specs, axis_rule(mesh, stage=stage, min_bytes=0))
+    assert found.of(array).has_whole_rows == (name == "by columns")
+    budgets = {"device_bytes": 1 << 20, "host_bytes": 1 << 20, "nvme_bytes": 0}
+    stores = open_stores(list(mesh.devices.flat), **budgets)
+    residents = Residents(stores, specs, {array: tier}, found)
+    expected = np.random.default_rng(0).standard_normal(shape, np.float32)
+    edges = [*range(0, shape[0], max(5, shape[0] // 4)), shape[0]]
+    for rows in zip(edges, edges[1:], strict=False):
+        residents.write_new(array.piece(rows), expected[slice(*rows)])
+    np.testing.assert_array_equal(residents.read(array), expected)
+    np.testing.assert_array_equal(residents.read(array.piece((2, 5))), expected[2:5])
+    residents.write(array, -expected)
+    np.testing.assert_array_equal(residents.read(array), -expected)
+    stores.close()
