@@ -114,45 +114,25 @@ def test_a_decay_ends_with_the_run_unless_told():
     assert learning_rates("WarmupCosineLR", params, run={"steps": 20}) == given
 
 
-class OneCycle:
-    """DeepSpeed's class of that name: the state of its methods, without torch."""
-
-    def __init__(self, p):
-        self.p = p
-        first = float(p["cycle_first_step_size"])
-        self.second = float(p.get("cycle_second_step_size") or first)
-        self.total = first + self.second
-        self.ratio = first / self.total
-        self.i = -1
-
-    def scale(self):
-        step = self.i + 1
-        cycle = math.floor(1 + step / self.total)
-        x = 1.0 + step / self.total - cycle
-        stairs = self.p.get("cycle_first_stair_count", 0)
-        if x <= self.ratio:
-            factor = x / self.ratio
+def one_cycle(p):
+    """The rate and the beta of each step, by the formulas of DeepSpeed's OneCycle."""
+    low, high = p["cycle_min_lr"], p["cycle_max_lr"]
+    first = p["cycle_first_step_size"]
+    total = first + p.get("cycle_second_step_size", first)
+    for i in range(NUM_STEPS - 1):
+        if i < total:
+            ratio, x = first / total, (i + 1) / total % 1
+            factor, stairs = x / ratio, p.get("cycle_first_stair_count", 0)
+            if x > ratio:
+                factor = (x - 1) / (ratio - 1)
+                stairs = p.get("cycle_second_stair_count", stairs)
+            scale = math.floor(factor * stairs + 1e-9) / stairs if stairs else factor
+            yield low + (high - low) * scale, 0.9 - (0.9 - 0.8) * scale
         else:
-            factor = (x - 1) / (self.ratio - 1)
-            stairs = self.p.get("cycle_second_stair_count", stairs)
-        return math.floor(factor * stairs + 1e-9) / stairs if stairs else factor
-
-    def decayed(self, rate):
-        interval = (self.i - self.total + 1) / self.p["decay_step_size"]
-        return 1 + rate * interval
-
-    def lr(self):
-        low, high = self.p["cycle_min_lr"], self.p["cycle_max_lr"]
-        if self.i < self.total:
-            return low + (high - low) * self.scale()
-        rate = self.p.get("decay_lr_rate", 0)
-        return low / self.decayed(rate) if rate and self.p["decay_step_size"] else low
-
-    def beta(self):
-        if self.i < self.total:
-            return 0.9 - (0.9 - 0.8) * self.scale()
-        rate = self.p.get("decay_mom_rate", 0)
-        return 0.9 * self.decayed(rate) if rate and self.p["decay_step_size"] else 0.9
+            decay = p["decay_step_size"]
+            interval = (i - total + 1) / decay if decay else 0
+            growth = 1 + p.get("decay_mom_rate", 0) * interval
+            yield low / (1 + p.get("decay_lr_rate", 0) * interval), 0.9 * growth
 
 
 CYCLES = [
@@ -172,18 +152,10 @@ CYCLES = [
 ]
 
 
-def one_cycle(params):
-    params = {"decay_step_size": 0, **params, "cycle_min_lr": 0.01, "cycle_max_lr": 0.1}
-    return params, OneCycle(params)
-
-
 @pytest.mark.parametrize("params", CYCLES)
 def test_one_cycle_moves_the_rate_and_the_first_beta_against_it(params):
     params = {"decay_step_size": 0, **params, "cycle_min_lr": 0.01, "cycle_max_lr": 0.1}
-    theirs = OneCycle(params)
-    expected = [(0.01, 0.8)]
-    for theirs.i in range(NUM_STEPS - 1):
-        expected.append((theirs.lr(), theirs.beta()))
+    expected = [(0.01, 0.8), *one_cycle(params)]
     scheduler = Config.load({"scheduler": {"type": "OneCycle", "params": params}})
     beta = beta_of(scheduler.scheduler.params)
     betas = [float(beta(count)) for count in range(NUM_STEPS)]
