@@ -107,54 +107,36 @@ def test_the_factor_is_that_of_optax(bounds, size):
 
 
 TORCH, OPTAX, FREE = Clipping(2.0), Clipping(None, (2.0, 1.0)), Clipping()
+E = TORCH_EPSILON
 
 
 @pytest.mark.parametrize(
-    ("losses", "squares", "clipping", "loss_scale", "expected"),
+    ("squares", "clipping", "loss_scale", "norm", "factor"),
     [
-        ([1.0, 2.0, 6.0], [0.0], FREE, 1.0, (3.0, 0.0, 1.0)),
-        ([0.0], [9.0, 16.0], FREE, 1.0, (0.0, 5.0, 1.0)),
-        ([0.0], [9.0, 16.0], FREE, 8.0, (0.0, 5.0 / 8, 1 / 8)),
-        ([0.0], [1.0], TORCH, 1.0, (0.0, 1.0, 1.0)),
-        ([0.0], [9.0, 16.0], TORCH, 1.0, (0.0, 5.0, 2.0 / (5.0 + TORCH_EPSILON))),
-        ([0.0], [9.0, 16.0], OPTAX, 1.0, (0.0, 5.0, 1.0 / 5.0)),
-        (
-            [0.0],
-            [9.0, 16.0],
-            Clipping(0.5),
-            8.0,
-            (0.0, 5 / 8, 0.5 / (5 / 8 + TORCH_EPSILON) / 8),
-        ),
+        ([0.0], FREE, 1.0, 0.0, 1.0),
+        ([9.0, 16.0], FREE, 1.0, 5.0, 1.0),
+        ([9.0, 16.0], FREE, 8.0, 5 / 8, 1 / 8),
+        ([1.0], TORCH, 1.0, 1.0, 1.0),
+        ([9.0, 16.0], TORCH, 1.0, 5.0, 2.0 / (5.0 + E)),
+        ([9.0, 16.0], OPTAX, 1.0, 5.0, 1.0 / 5.0),
+        ([9.0, 16.0], Clipping(0.5), 8.0, 5 / 8, 0.5 / (5 / 8 + E) / 8),
         # After the clipping of the config the norm is below 4.
-        (
-            [0.0],
-            [9.0, 16.0],
-            Clipping(2.0, (4.0,)),
-            1.0,
-            (0.0, 5.0, 2.0 / (5.0 + TORCH_EPSILON)),
-        ),
+        ([9.0, 16.0], Clipping(2.0, (4.0,)), 1.0, 5.0, 2.0 / (5.0 + E)),
         # In float32, 2**24 + 1 is 2**24.
-        ([0.0], [2.0**24, 1.0], FREE, 1.0, (0.0, sqrt(2**24 + 1), 1.0)),
+        ([2.0**24, 1.0], FREE, 1.0, sqrt(2**24 + 1), 1.0),
         # Without norms only the loss is looked at.
-        ([3.0], None, TORCH, 8.0, (3.0, None, 1 / 8)),
+        (None, TORCH, 8.0, None, 1 / 8),
         # Torch differs from optax where norms are small.
-        (
-            [0.0],
-            [4e-6**2],
-            Clipping(2e-6),
-            1.0,
-            (0.0, 4e-6, 2e-6 / (4e-6 + TORCH_EPSILON)),
-        ),
-        ([0.0], [4e-6**2], Clipping(None, (2e-6,)), 1.0, (0.0, 4e-6, 0.5)),
+        ([4e-6**2], Clipping(2e-6), 1.0, 4e-6, 2e-6 / (4e-6 + E)),
+        ([4e-6**2], Clipping(None, (2e-6,)), 1.0, 4e-6, 0.5),
     ],
 )
 def test_a_step_has_the_mean_loss_the_unscaled_norm_and_one_factor(
-    losses, squares, clipping, loss_scale, expected
+    squares, clipping, loss_scale, norm, factor
 ):
-    found = decide(
-        losses, squares, clipping=clipping, loss_scale=loss_scale, skips_overflow=False
-    )
-    assert found == Decision(*expected, False)
+    options = {"loss_scale": loss_scale, "skips_overflow": False}
+    found = decide([1.0, 2.0, 6.0], squares, clipping=clipping, **options)
+    assert found == Decision(3.0, norm, factor, False)
 
 
 def test_optax_clips_what_the_config_has_clipped():
