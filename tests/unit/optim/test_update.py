@@ -102,7 +102,7 @@ def rows(shape, num_rows):
     return [slice(k, k + num_rows) for k in range(0, shape[0], num_rows)]
 
 
-def streamed(tx, data, *, num_rows=None, **unit):
+def streamed(tx, data, *, num_rows=None):
     """The same steps leaf by leaf, and in blocks of rows where that is allowed."""
     params, gradients = data
     separated = separate(tx, params)
@@ -111,7 +111,7 @@ def streamed(tx, data, *, num_rows=None, **unit):
         for part in rows(leaf.spec.shape, num_rows if leaf.is_elementwise else None):
             work.append((i, leaf.path, part))
             block = params[leaf.path][part]
-            units.append(Unit(i, block.shape, jnp.float32, **unit))
+            units.append(Unit(i, block.shape, jnp.float32))
     updates = compile_updates(separated, units, device=CPU)
     advance = compile_advance(separated, device=CPU)
     shared = [s.value for s in separated.shared]
