@@ -4,9 +4,8 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from tests.marks import slow
 from tests.unit.optim.test_update import OPTIMIZERS, SHAPES
@@ -17,7 +16,6 @@ from zinf.optim.update import (
     UnitPlacement,
     compile_advance,
     compile_placed_updates,
-    compile_updates,
 )
 
 
@@ -25,35 +23,46 @@ def compile_plainly(lowered):
     return lowered.compile()
 
 
-def tree(seed, shapes=SHAPES):
+def tree(seed):
     rng = np.random.default_rng(seed)
-    return {k: rng.normal(size=s).astype("f") for k, s in shapes.items()}
+    return {k: rng.normal(size=s).astype("f") for k, s in SHAPES.items()}
 
 
 class Case:
-    """The element-wise updates of a transform, alone and together."""
+    """The element-wise updates of a transform, alone and together.
 
-    def __init__(self, name, compute_dtype=None):
+    If `is_divided`, arrays that 8 devices can divide lie on them in parts.
+    """
+
+    def __init__(self, name, compute_dtype=None, is_divided=False):
         separated = separate(OPTIMIZERS[name], tree(0))
         self.separated = separated
         self.leaves = {
             leaf.path: i
             for i, leaf in enumerate(separated.leaves)
             if leaf.is_elementwise
+            and not (is_divided and (leaf.spec.shape or (1,))[0] % 8)
         }
-        units = [
-            Unit(i, SHAPES[path], jnp.float32, compute_dtype)
-            for path, i in self.leaves.items()
-        ]
         device = jax.devices()[0]
-        self.steps = compile_updates(separated, units, device=device).steps
+        self.scalars = self.place = SingleDeviceSharding(device)
+        if is_divided:
+            mesh = Mesh(np.asarray(jax.devices()), ("fsdp",))
+            self.scalars = NamedSharding(mesh, PartitionSpec())
+            self.place = NamedSharding(mesh, PartitionSpec("fsdp"))
+        units, places = [], []
+        for path, i in self.leaves.items():
+            units.append(Unit(i, SHAPES[path], jnp.float32, compute_dtype))
+            states = (self.place,) * len(separated.leaves[i].states)
+            arrays = self.place, self.place, states, self.place
+            places.append(UnitPlacement(self.scalars, *arrays))
+        self.steps = compile_placed_updates(separated, units, places).steps
         self.joint = JointCompiler(compile_plainly)(self.steps)
         self.advance = compile_advance(separated, device=device)
         self.shared = [s.value for s in separated.shared]
 
     def step_values(self):
         self.shared, values = self.advance(self.shared)
-        return values
+        return [jax.device_put(x, self.scalars) for x in values]
 
     def arrays(self):
         """Of each leaf the master and the states, in memory of XLA's own."""
@@ -61,29 +70,31 @@ class Case:
         made = []
         for path, i in self.leaves.items():
             states = self.separated.init_state(i, params[path])
-            made.append([jnp.asarray(x) + 0 for x in (params[path], *states)])
+            own = [jax.device_put(x, self.place) for x in (params[path], *states)]
+            made.append([x + 0 for x in own])
         return made
 
     def grads(self, seed):
         found = tree(seed)
-        return [jnp.asarray(found[path]) for path in self.leaves]
+        return [jax.device_put(found[path], self.place) for path in self.leaves]
 
 
 @pytest.mark.parametrize(
-    ("name", "compute_dtype"),
+    ("name", "compute_dtype", "is_divided"),
     [
-        ("adamw_cosine", "bfloat16"),
-        ("conditional", None),
-        ("multi_transform", None),
+        ("adamw_cosine", "bfloat16", False),
+        ("adamw_cosine", None, True),
+        ("conditional", None, False),
+        ("multi_transform", None, False),
         # Updates that need whole leaves run alone.
-        slow(("muon", None)),
-        slow(("adamw_bf16_moment", None)),
-        slow(("lion", "bfloat16")),
-        slow(("madgrad", None)),
+        slow(("muon", None, False)),
+        slow(("adamw_bf16_moment", None, True)),
+        slow(("lion", "bfloat16", True)),
+        slow(("madgrad", None, False)),
     ],
 )
-def test_it_gives_the_bits_of_each_alone(name, compute_dtype):
-    case = Case(name, compute_dtype)
+def test_it_gives_the_bits_of_each_alone(name, compute_dtype, is_divided):
+    case = Case(name, compute_dtype, is_divided)
     alone, together = case.arrays(), case.arrays()
     num_kept = [len(own) for own in alone]
     factor = np.float32(0.37)
@@ -97,40 +108,6 @@ def test_it_gives_the_bits_of_each_alone(name, compute_dtype):
         chex.assert_trees_all_equal(results, found, strict=True)
         alone = [list(r[:n]) for r, n in zip(results, num_kept, strict=True)]
         together = [list(r[:n]) for r, n in zip(found, num_kept, strict=True)]
-
-
-def test_arrays_on_several_devices_have_the_bits_of_each_alone():
-    mesh = Mesh(np.asarray(jax.devices()), ("fsdp",))
-    whole, cut = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("fsdp",)))
-    shapes = {"a": (24,), "b": (16,), "c": (16, 4)}
-    params, grads = tree(0, shapes), [*tree(1, shapes).values()]
-    separated = separate(optax.adamw(1e-2), params)
-    units = [Unit(i, s, jnp.float32, None) for i, s in enumerate(shapes.values())]
-    places = [
-        UnitPlacement(whole, cut, cut, (cut,) * len(leaf.states), cut)
-        for leaf in separated.leaves
-    ]
-    steps = compile_placed_updates(separated, units, places).steps
-    joint = JointCompiler(compile_plainly)(steps)
-    advance = compile_advance(separated, device=jax.devices()[0])
-    _, values = advance([s.value for s in separated.shared])
-    values = [jax.device_put(np.asarray(x), whole) for x in values]
-    arrays = [
-        [params[leaf.path], *separated.init_state(i, params[leaf.path])]
-        for i, leaf in enumerate(separated.leaves)
-    ]
-
-    def on_devices(tree):
-        return jax.tree.map(lambda x: jax.device_put(np.asarray(x), cut) + 0, tree)
-
-    grads = on_devices(grads)
-    rest = np.float32(0.37), values
-    alone = [
-        step(*rest, grad, *own)
-        for step, grad, own in zip(steps, grads, on_devices(arrays), strict=True)
-    ]
-    found = joint(*rest, grads, on_devices(arrays))
-    chex.assert_trees_all_equal(alone, found, strict=True)
 
 
 def test_results_are_where_the_arrays_were_unless_somebody_looks_at_them():
