@@ -34,7 +34,7 @@ def cosine(peak):
 
 
 # Each way to update: by element, by leaf, with schedules, masks and several transforms.
-FAST = ("adamw_cosine", "lamb", "muon", "partition_frozen", "hyperparams")
+FAST = ("adamw_cosine", "lamb", "muon", "partition_frozen")
 # One line an optimizer. Muon stacks, adafactor and lamb need whole leaves.
 OPTIMIZERS = {
     "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
