@@ -7,24 +7,13 @@ import sys
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu" / "gpu_check.py"
 SECTIONS = (
-    "environment",
-    "offloaded",
-    "links",
-    "pinned",
-    "registered",
-    "overlap",
-    "host",
-    "drive",
-    "train-plain",
-    "train-host",
-    "largest",
-    "train-nvme",
+    *("environment", "offloaded", "links", "pinned", "registered", "overlap", "host"),
+    *("drive", "train-plain", "train-host", "largest", "train-nvme"),
 )
 ROW = {
     "section": str,
@@ -52,49 +41,32 @@ def check(folder: Path, *arguments: str, **environment: str) -> tuple[int, dict]
     return done.returncode, json.loads(output.read_text())
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    code, found = check(tmp_path_factory.mktemp("check"))
-    assert code == 0, [s["reason"] for s in found["sections"]]
-    return found
-
-
 @pytest.mark.slow
-def test_a_dry_run_goes_through_every_section(found: dict[str, Any]) -> None:
+def test_a_dry_run_goes_through_every_section(tmp_path: Path) -> None:
+    code, found = check(tmp_path)
+    assert code == 0, [s["reason"] for s in found["sections"]]
     ran = {s["section"]: s["status"] for s in found["sections"]}
     assert ran == dict.fromkeys(SECTIONS, "ok")
-
-
-@pytest.mark.slow
-def test_every_row_has_the_same_fields(found: dict[str, Any]) -> None:
     assert found["is_dry"] is True
     assert found["seconds"] > 0
-    for section in found["sections"]:
-        assert section["rows"], section["section"]
-        for row in section["rows"]:
+    sections = {s["section"]: s["rows"] for s in found["sections"]}
+    for section, rows in sections.items():
+        assert rows, section
+        for row in rows:
             assert row.keys() == ROW.keys()
             for name, kinds in ROW.items():
                 assert isinstance(row[name], kinds), (name, row)
-            assert row["section"] == section["section"]
+            assert row["section"] == section
             # What has no value says why.
             assert row["value"] is not None or row["note"].startswith("skipped: ")
-
-
-@pytest.mark.slow
-def test_what_needs_cuda_says_that_there_is_no_gpu(found: dict[str, Any]) -> None:
-    rows = rows_of(found, "registered")
-    driver = [r for r in rows if r["of"].get("path") == "driver, registered"]
-    assert driver
-    assert all(r["note"].startswith("skipped: no GPU") for r in driver)
-
-
-@pytest.mark.slow
-def test_training_reports_step_bound_and_prediction(found: dict[str, Any]) -> None:
+    registered = sections["registered"]
+    driver = [r for r in registered if r["of"].get("path") == "driver, registered"]
+    assert driver and all(r["note"].startswith("skipped: no GPU") for r in driver)
+    expected = {"step", "tokens", "MFU", "bound", "step / bound", "busy"}
+    expected |= {"predicted before", "predicted after"}
     for section in ("train-host", "train-nvme", "largest"):
-        names = {row["name"] for row in rows_of(found, section)}
-        expected = {"step", "tokens", "MFU", "bound", "step / bound", "busy"}
-        assert expected | {"predicted before", "predicted after"} <= names
-    assert rows_of(found, "train-plain")[-2]["name"] == "out of memory"
+        assert expected <= {row["name"] for row in sections[section]}
+    assert sections["train-plain"][-2]["name"] == "out of memory"
 
 
 @pytest.mark.slow
@@ -127,7 +99,3 @@ def test_what_was_measured_before_a_crash_is_kept(script: ModuleType) -> None:
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(SCRIPT.parent)
     return import_module("gpu_check")
-
-
-def rows_of(found: dict[str, Any], section: str) -> list[dict[str, Any]]:
-    return next(s["rows"] for s in found["sections"] if s["section"] == section)

@@ -28,39 +28,38 @@ def matrices(params):
     return jax.tree.map(lambda p: jnp.ndim(p) > 1, params)
 
 
-def by_hand(g, p, m, v, c):
-    """Adam with states and operands in another order than optax has them."""
-    m = m * 0.8 + g**1 * (1 - 0.8)
-    v = v * 0.97 + g**2 * (1 - 0.97)
-    change = p * DECAY + (m / (1 - 0.8**c)) / (
-        1e-6 + jnp.sqrt(1e-12 + v / (1 - 0.97**c))
-    )
-    return change * -RATE, v, m
-
-
-def update_by_hand(updates, state, params):
-    count = state["count"] + 1
-    leaves, structure = jax.tree.flatten(updates)
-    rest = (jax.tree.leaves(t) for t in (params, state["m"], state["v"]))
-    new = [by_hand(*x, count) for x in zip(leaves, *rest, strict=True)]
-    change, v, m = (jax.tree.unflatten(structure, c) for c in zip(*new, strict=True))
-    # The dict's keys are sorted: "a" comes first.
-    return change, {"count": count, "a_v": v, "m": m}
-
-
 def hand_built():
+    """Adam with states and operands in another order than optax has them."""
+
     def init(params):
         zeros = jax.tree.map(jnp.zeros_like, params)
-        return {"count": jnp.zeros((), jnp.float32), "a_v": zeros, "m": zeros}
+        # The dict's keys are sorted: "a_v" comes first.
+        return {"a_v": zeros, "count": jnp.zeros((), jnp.float32), "m": zeros}
 
     def update(updates, state, params):
-        return update_by_hand(updates, {**state, "v": state["a_v"]}, params)
+        c = state["count"] + 1
+
+        def change(p, m, v):
+            root = jnp.sqrt(1e-12 + v / (1 - 0.97**c))
+            return (p * DECAY + (m / (1 - 0.8**c)) / (1e-6 + root)) * -RATE
+
+        def new_m(m, g):
+            return m * 0.8 + g**1 * (1 - 0.8)
+
+        def new_v(v, g):
+            return v * 0.97 + g**2 * (1 - 0.97)
+
+        m = jax.tree.map(new_m, state["m"], updates)
+        v = jax.tree.map(new_v, state["a_v"], updates)
+        new = {"a_v": v, "count": c, "m": m}
+        return jax.tree.map(change, params, m, v), new
 
     return optax.GradientTransformation(init, update)
 
 
-def hyperparams(**numbers):
-    return optax.inject_hyperparams(optax.adamw)(**numbers)
+def both(matrix, vector):
+    transforms = {"matrix": matrix, "vector": vector}
+    return optax.multi_transform(transforms, {name: name for name in transforms})
 
 
 CHAIN = (
@@ -76,26 +75,13 @@ IS_ADAM = {
     "masked": (optax.adamw(**ADAMW, mask=matrices), ADAMW, ADAM),
     "chain": (optax.chain(*CHAIN), ADAMW, ADAMW),
     "hand_built": (hand_built(), ADAMW, ADAMW),
-    "hyperparams": (hyperparams(**ADAMW), ADAMW, ADAMW),
+    "hyperparams": (optax.inject_hyperparams(optax.adamw)(**ADAMW), ADAMW, ADAMW),
     "two_rates": (
-        optax.multi_transform(
-            {
-                "a": optax.adam(**ADAM),
-                "b": optax.adam(**{**ADAM, "learning_rate": 0.5}),
-            },
-            {"matrix": "a", "vector": "b"},
-        ),
+        both(optax.adam(**ADAM), optax.adam(**{**ADAM, "learning_rate": 0.5})),
         ADAM,
         {**ADAM, "learning_rate": 0.5},
     ),
-    "half_sgd": (
-        optax.multi_transform(
-            {"a": optax.adam(**ADAM), "b": optax.sgd(0.1)},
-            {"matrix": "a", "vector": "b"},
-        ),
-        ADAM,
-        None,
-    ),
+    "half_sgd": (both(optax.adam(**ADAM), optax.sgd(0.1)), ADAM, None),
 }
 IS_ANOTHER = {
     "nesterov": optax.nadam(**ADAM),
@@ -106,13 +92,9 @@ IS_ANOTHER = {
     "scaled_twice": optax.chain(optax.adamw(**ADAMW), optax.scale(0.5)),
     "no_rate": optax.scale_by_adam(**NUMBERS),
     "uncorrected": optax.chain(optax.scale_by_rms(), optax.trace(0.9), *CHAIN[1:]),
-    "adamax": optax.adamax(RATE),
     "adabelief": optax.adabelief(RATE),
-    "radam": optax.radam(RATE),
     "yogi": optax.yogi(RATE),
     "lion": optax.lion(RATE),
-    "lamb": optax.lamb(RATE),
-    "rmsprop": optax.rmsprop(RATE, momentum=0.9),
     "frozen": optax.set_to_zero(),
 }
 
@@ -137,20 +119,20 @@ def scalars_of_steps(tx, leaf, count, factor=0.5):
     return found
 
 
-@pytest.mark.parametrize("leaf", [0, 1])
 @pytest.mark.parametrize("name", IS_ADAM)
-def test_every_number_is_taken_for_what_it_is(name, leaf):
+def test_every_number_is_taken_for_what_it_is(name):
     tx, *numbers = IS_ADAM[name]
-    if numbers[leaf] is None:
-        assert forms(separate(tx, PARAMS))[leaf][0] is None
-        return
-    expected = [adam_scalars(step=n, **numbers[leaf], factor=0.5) for n in (1, 2, 3)]
-    for found, wanted in zip(scalars_of_steps(tx, leaf, 3), expected, strict=True):
-        for field, value in vars(wanted).items():
-            # Injected hyperparameters are float32 before 1 is taken off them.
-            rtol = 1e-5 if name == "hyperparams" else 3e-7
-            np.testing.assert_allclose(vars(found)[field], value, rtol, err_msg=field)
-            assert isinstance(vars(found)[field], np.float32)
+    # Injected hyperparameters are float32 before 1 is taken off them.
+    rtol = 1e-5 if name == "hyperparams" else 3e-7
+    for leaf, own in enumerate(numbers):
+        if own is None:
+            assert forms(separate(tx, PARAMS))[leaf][0] is None
+            continue
+        for n, found in enumerate(scalars_of_steps(tx, leaf, 3), 1):
+            for field, value in vars(adam_scalars(step=n, **own, factor=0.5)).items():
+                scalar = vars(found)[field]
+                np.testing.assert_allclose(scalar, value, rtol, err_msg=field)
+                assert isinstance(scalar, np.float32)
 
 
 def test_a_scheduled_rate_is_that_of_the_step():
@@ -191,9 +173,8 @@ def test_other_optimizers_are_not_adam(name):
     assert {form for form, _ in forms(separate(IS_ANOTHER[name], PARAMS))} == {None}
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_masters_in_short_floats_are_left_to_xla(dtype):
-    params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
+def test_masters_in_short_floats_are_left_to_xla():
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
     assert forms(separate(optax.adam(0.1), params))[0][0] is None
 
 

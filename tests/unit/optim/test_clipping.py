@@ -1,6 +1,7 @@
-"""A leading `optax.clip_by_global_norm` is taken off; what reads the loss gets it."""
+"""Clipping is taken off a transform, decided once a step, and given the loss."""
 
 from functools import partial
+from math import inf, nan, sqrt
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import optax.contrib
 import pytest
 
 from zinf.optim.clipping import PROBE_ROUNDING, TORCH_EPSILON, Clipping
+from zinf.optim.decision import Decision, decide
 from zinf.optim.separate import separate
 from zinf.optim.update import compile_advance
 
@@ -48,12 +50,9 @@ def test_leading_clipping_leaves_the_code_of_the_rest(name):
     assert [leaf.is_elementwise for leaf in clipped.leaves] == [True] * 4
 
 
-def test_clipping_twice_is_taken_off_twice_in_order():
-    tx = optax.chain(optax.clip_by_global_norm(2.0), CLIP, optax.sgd(0.1))
-    assert separate(tx, PARAMS).clip_bounds == (2.0, pytest.approx(0.1))
-
-
-def test_other_dtypes_and_single_leaves_are_recognised():
+def test_every_leading_clip_of_any_leaves_is_recognised():
+    twice = optax.chain(optax.clip_by_global_norm(2.0), CLIP, optax.sgd(0.1))
+    assert separate(twice, PARAMS).clip_bounds == (2.0, pytest.approx(0.1))
     half = jax.ShapeDtypeStruct((4,), jnp.bfloat16)
     tx = optax.chain(optax.clip_by_global_norm(1.5), optax.sgd(0.1))
     for params in ({"w": half}, {"w": half, "v": PARAMS["a"]}, {"v": PARAMS["a"]}):
@@ -107,11 +106,63 @@ def test_the_factor_is_that_of_optax(bounds, size):
             np.testing.assert_allclose(grad * factor, value, rtol=PROBE_ROUNDING)
 
 
-def test_torch_differs_from_optax_where_norms_are_small():
-    norm = 4 * TORCH_EPSILON
-    torch, optaxs = Clipping(norm / 2), Clipping(None, (norm / 2,))
-    assert optaxs.factor(norm) == 0.5
-    assert torch.factor(norm) == pytest.approx(0.4)
+TORCH, OPTAX, FREE = Clipping(2.0), Clipping(None, (2.0, 1.0)), Clipping()
+E = TORCH_EPSILON
+
+
+@pytest.mark.parametrize(
+    ("squares", "clipping", "loss_scale", "norm", "factor"),
+    [
+        ([0.0], FREE, 1.0, 0.0, 1.0),
+        ([9.0, 16.0], FREE, 1.0, 5.0, 1.0),
+        ([9.0, 16.0], FREE, 8.0, 5 / 8, 1 / 8),
+        ([1.0], TORCH, 1.0, 1.0, 1.0),
+        ([9.0, 16.0], TORCH, 1.0, 5.0, 2.0 / (5.0 + E)),
+        ([9.0, 16.0], OPTAX, 1.0, 5.0, 1.0 / 5.0),
+        ([9.0, 16.0], Clipping(0.5), 8.0, 5 / 8, 0.5 / (5 / 8 + E) / 8),
+        # After the clipping of the config the norm is below 4.
+        ([9.0, 16.0], Clipping(2.0, (4.0,)), 1.0, 5.0, 2.0 / (5.0 + E)),
+        # In float32, 2**24 + 1 is 2**24.
+        ([2.0**24, 1.0], FREE, 1.0, sqrt(2**24 + 1), 1.0),
+        # Without norms only the loss is looked at.
+        (None, TORCH, 8.0, None, 1 / 8),
+        # Torch differs from optax where norms are small.
+        ([4e-6**2], Clipping(2e-6), 1.0, 4e-6, 2e-6 / (4e-6 + E)),
+        ([4e-6**2], Clipping(None, (2e-6,)), 1.0, 4e-6, 0.5),
+    ],
+)
+def test_a_step_has_the_mean_loss_the_unscaled_norm_and_one_factor(
+    squares, clipping, loss_scale, norm, factor
+):
+    options = {"loss_scale": loss_scale, "skips_overflow": False}
+    found = decide([1.0, 2.0, 6.0], squares, clipping=clipping, **options)
+    assert found == Decision(3.0, norm, factor, False)
+
+
+def test_optax_clips_what_the_config_has_clipped():
+    clipping = Clipping(2.0, (1.0,))
+    assert clipping.factor(5.0) == pytest.approx(1.0 / 5.0, rel=1e-15)
+    assert clipping and OPTAX and not FREE
+
+
+@pytest.mark.parametrize(
+    ("losses", "squares", "words"),
+    [
+        ([1.0, inf], None, "by microbatch: 1.0, inf"),
+        ([1.0, -inf], [1.0], "by microbatch: 1.0, -inf"),
+        ([1.0, nan], [1.0], "by microbatch: 1.0, nan"),
+        ([1.0], [1.0, inf], "gradient norm is inf"),
+        ([1.0], [1.0, nan], "gradient norm is nan"),
+    ],
+)
+def test_what_is_not_finite_updates_nothing_and_is_refused(losses, squares, words):
+    """With a loss scale, which could have caused it, the step is only skipped."""
+    options = {"clipping": FREE, "loss_scale": 1.0}
+    found = decide(losses, squares, skips_overflow=False, **options)
+    assert found.skips and found.factor == 0.0
+    assert words in found.refusal
+    found = decide(losses, squares, skips_overflow=True, **options)
+    assert found.skips and found.factor == 0.0 and found.refusal is None
 
 
 def test_what_reads_the_loss_has_it_among_the_shared():
@@ -143,11 +194,8 @@ def test_a_state_that_only_keeps_the_loss_is_kept():
     separated = separate(tx, PARAMS)
     advance = compile_advance(separated, device=jax.devices("cpu")[0])
     assert advance([np.float32(0)], np.float32(5))[0] == [5]
-
-
-def test_a_transform_that_takes_no_value_is_given_none():
-    def update(grads, state, params=None):
-        return grads, state
-
-    tx = optax.GradientTransformationExtraArgs(lambda params: (), update)
-    assert not separate(tx, PARAMS).reads_loss
+    # A transform that takes no value is given none.
+    plain = optax.GradientTransformationExtraArgs(
+        lambda params: (), lambda grads, state, params=None: (grads, state)
+    )
+    assert not separate(plain, PARAMS).reads_loss

@@ -8,9 +8,9 @@ import pytest
 from zinf.optim.loss_scale import LossScale, LossScaleSettings
 
 
-def settings(**changes):
+def start(**changes):
     fields = {"initial_scale": 2.0**16, "window": 4, "hysteresis": 2} | changes
-    return LossScaleSettings(**fields)
+    return LossScale.initial(LossScaleSettings(**fields))
 
 
 def run(state, overflows):
@@ -21,66 +21,49 @@ def run(state, overflows):
     return state, scales
 
 
-def test_first_overflow_only_uses_up_patience_and_the_second_halves():
-    _, scales = run(LossScale.initial(settings()), [True, True, True])
-    assert scales == [2.0**16, 2.0**15, 2.0**14]
+BAD, GOOD = True, False
 
 
-def test_without_hysteresis_every_overflow_halves():
-    _, scales = run(LossScale.initial(settings(hysteresis=1)), [True, True])
-    assert scales == [2.0**15, 2.0**14]
-
-
-def test_scale_doubles_every_window_of_clean_steps():
-    # DeepSpeed counts the clean steps before the present one: the first growth comes
-    # with step number window + 1, the next a window later.
-    _, scales = run(LossScale.initial(settings()), [False] * 9)
-    assert scales == [2.0**16] * 4 + [2.0**17] * 4 + [2.0**18]
-
-
-def test_an_overflow_starts_the_window_again():
-    _, scales = run(LossScale.initial(settings()), [False, False, True] + [False] * 5)
-    assert scales == [2.0**16] * 7 + [2.0**17]
-
-
-def test_growth_restores_patience():
-    state, _ = run(LossScale.initial(settings()), [True] + [False] * 4)
-    assert state.patience == 1
-    state, _ = run(state, [False])
-    assert state.patience == 2
-
-
-def test_consecutive_hysteresis_restores_patience_at_any_clean_step():
-    overflows = [True, False] * 3
-    _, kept = run(LossScale.initial(settings(consecutive_hysteresis=True)), overflows)
-    _, spent = run(LossScale.initial(settings()), overflows)
-    assert kept == [2.0**16] * 6
-    assert spent == [2.0**16] * 2 + [2.0**15] * 2 + [2.0**14] * 2
+@pytest.mark.parametrize(
+    ("changes", "overflows", "powers"),
+    [
+        # The first overflow uses up patience, and each further one halves.
+        ({}, [BAD] * 3, [16, 15, 14]),
+        ({"hysteresis": 1}, [BAD] * 2, [15, 14]),
+        # DeepSpeed counts the clean steps before the present one: the first growth
+        # comes with step number window + 1, the next a window later.
+        ({}, [GOOD] * 9, [16] * 4 + [17] * 4 + [18]),
+        # An overflow starts the window again.
+        ({}, [GOOD, GOOD, BAD] + [GOOD] * 5, [16] * 7 + [17]),
+        # Growth restores patience: the first of the last two overflows uses it up.
+        ({}, [BAD] + [GOOD] * 5 + [BAD] * 2, [16] * 5 + [17] * 2 + [16]),
+        # A clean step restores patience only if asked.
+        ({}, [BAD, GOOD] * 3, [16] * 2 + [15] * 2 + [14] * 2),
+        ({"consecutive_hysteresis": True}, [BAD, GOOD] * 3, [16] * 6),
+        ({"dynamic": False}, [BAD] * 5 + [GOOD] * 5, [16] * 10),
+    ],
+)
+def test_the_scale_of_each_step_is_that_of_deepspeed(changes, overflows, powers):
+    state, scales = run(start(**changes), overflows)
+    assert scales == [2.0**power for power in powers]
+    assert state.step == len(overflows)
+    assert state.inverse == 2.0 ** -powers[-1]
 
 
 def test_scale_never_falls_below_the_minimum_and_overflow_there_is_an_error():
-    state = LossScale.initial(settings(initial_scale=3.0, min_scale=2.0, hysteresis=1))
-    state = state.update(True)
+    state = start(initial_scale=3.0, min_scale=2.0, hysteresis=1).update(BAD)
     assert state.scale == 2.0
     with pytest.raises(FloatingPointError, match="`fp16.min_loss_scale`"):
-        state.update(True)
-
-
-def test_a_static_scale_never_changes():
-    state = LossScale.initial(settings(dynamic=False, initial_scale=128))
-    state, scales = run(state, [True] * 5 + [False] * 5)
-    assert scales == [128.0] * 10
-    assert state.step == 10
-    assert state.inverse == 1 / 128
+        state.update(BAD)
 
 
 def test_a_resumed_scale_goes_on_as_if_never_stopped():
     draw = random.Random(0)
     overflows = [draw.random() < 0.2 for _ in range(200)]
-    start = LossScale.initial(settings(min_scale=2.0**-20))
-    _, whole = run(start, overflows)
-    middle, first = run(start, overflows[:77])
+    first = start(min_scale=2.0**-20)
+    _, whole = run(first, overflows)
+    middle, before = run(first, overflows[:77])
     stored = json.loads(json.dumps(middle.to_dict()))
-    _, second = run(LossScale.from_dict(start.settings, stored), overflows[77:])
-    assert first + second == whole
+    _, after = run(LossScale.from_dict(first.settings, stored), overflows[77:])
+    assert before + after == whole
     assert len(set(whole)) > 3

@@ -24,12 +24,13 @@ def learning_rates(kind, params, **more):
     return [float(schedule(count)) for count in range(NUM_STEPS)]
 
 
-def as_deepspeed_steps(initial, after):
+def check(kind, params, initial, after):
     """`initial` is set by the constructor; each later update uses `after(i)`.
 
     `i` is last_batch_iteration, 0 once the first update is done.
     """
-    return [initial, *(after(i) for i in range(NUM_STEPS - 1))]
+    expected = [initial, *(after(i) for i in range(NUM_STEPS - 1))]
+    np.testing.assert_allclose(learning_rates(kind, params), expected, 1e-5, 1e-8)
 
 
 def warm(i, steps, kind):
@@ -53,25 +54,20 @@ def test_warmup_lr(kind, steps):
         gamma = warm(i, num_warm, kind) if i < num_warm else 1.0
         return 0.001 + (0.01 - 0.001) * gamma
 
-    expected = as_deepspeed_steps(0.001, after)
-    np.testing.assert_allclose(learning_rates("WarmupLR", params), expected, 1e-5)
+    check("WarmupLR", params, 0.001, after)
 
 
-@pytest.mark.parametrize("given", [{}, {"warmup_max_lr": "auto"}])
-def test_warmup_lr_reaches_the_optimizers_lr_unless_told(given):
-    params = {"warmup_num_steps": 5, **given}
-    assert learning_rates("WarmupLR", params)[-1] == pytest.approx(LR)
+@pytest.mark.parametrize(("kind", "peak"), [("WarmupLR", LR), ("WarmupDecayLR", 0.001)])
+def test_a_warmup_reaches_the_optimizers_lr_or_a_peak_of_its_own(kind, peak):
+    params = {"warmup_num_steps": 5, "total_num_steps": 30}
+    if kind == "WarmupLR":
+        del params["total_num_steps"]
+    assert max(learning_rates(kind, params)) == pytest.approx(peak)
+    params["warmup_max_lr"] = "auto"
+    assert max(learning_rates(kind, params)) == pytest.approx(LR)
 
 
-@pytest.mark.parametrize(
-    ("given", "peak"), [({}, 0.001), ({"warmup_max_lr": "auto"}, LR)]
-)
-def test_warmup_decay_lr_has_a_peak_of_its_own(given, peak):
-    params = {"warmup_num_steps": 5, "total_num_steps": 30, **given}
-    assert max(learning_rates("WarmupDecayLR", params)) == pytest.approx(peak)
-
-
-@pytest.mark.parametrize(("steps", "total"), [(10, 30), (2, 40), (10, 10), (10, 5)])
+@pytest.mark.parametrize(("steps", "total"), [(10, 30), (2, 40), (10, 10)])
 def test_warmup_decay_lr(steps, total):
     params = {
         "warmup_min_lr": 0.001,
@@ -87,13 +83,12 @@ def test_warmup_decay_lr(steps, total):
             gamma = max(0.0, (total - i) / max(1.0, total - steps))
         return 0.001 + (0.01 - 0.001) * gamma
 
-    expected = as_deepspeed_steps(0.001, after)
-    found = learning_rates("WarmupDecayLR", params)
-    np.testing.assert_allclose(found, expected, 1e-5, 1e-8)
+    check("WarmupDecayLR", params, 0.001, after)
 
 
-@pytest.mark.parametrize(("steps", "total"), [(10, 30), (2, 38), (10, 10), (10, 5)])
-@pytest.mark.parametrize("lowest", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("steps", "total", "lowest"), [(10, 30, 0.0), (2, 38, 0.1), (10, 10, 0.1)]
+)
 def test_warmup_cosine_lr(steps, total, lowest):
     params = {
         "warmup_min_ratio": lowest,
@@ -110,9 +105,7 @@ def test_warmup_cosine_lr(steps, total, lowest):
         cosine = (1 + math.cos(math.pi * progress)) / 2
         return LR * max(0.0, 0.05 + 0.95 * cosine)
 
-    expected = as_deepspeed_steps(0.0, after)
-    found = learning_rates("WarmupCosineLR", params)
-    np.testing.assert_allclose(found, expected, 1e-4, 1e-8)
+    check("WarmupCosineLR", params, 0.0, after)
 
 
 def test_a_decay_ends_with_the_run_unless_told():
@@ -121,45 +114,25 @@ def test_a_decay_ends_with_the_run_unless_told():
     assert learning_rates("WarmupCosineLR", params, run={"steps": 20}) == given
 
 
-class OneCycle:
-    """DeepSpeed's class of that name: the state of its methods, without torch."""
-
-    def __init__(self, p):
-        self.p = p
-        first = float(p["cycle_first_step_size"])
-        self.second = float(p.get("cycle_second_step_size") or first)
-        self.total = first + self.second
-        self.ratio = first / self.total
-        self.i = -1
-
-    def scale(self):
-        step = self.i + 1
-        cycle = math.floor(1 + step / self.total)
-        x = 1.0 + step / self.total - cycle
-        stairs = self.p.get("cycle_first_stair_count", 0)
-        if x <= self.ratio:
-            factor = x / self.ratio
+def one_cycle(p):
+    """The rate and the beta of each step, by the formulas of DeepSpeed's OneCycle."""
+    low, high = p["cycle_min_lr"], p["cycle_max_lr"]
+    first = p["cycle_first_step_size"]
+    total = first + p.get("cycle_second_step_size", first)
+    for i in range(NUM_STEPS - 1):
+        if i < total:
+            ratio, x = first / total, (i + 1) / total % 1
+            factor, stairs = x / ratio, p.get("cycle_first_stair_count", 0)
+            if x > ratio:
+                factor = (x - 1) / (ratio - 1)
+                stairs = p.get("cycle_second_stair_count", stairs)
+            scale = math.floor(factor * stairs + 1e-9) / stairs if stairs else factor
+            yield low + (high - low) * scale, 0.9 - (0.9 - 0.8) * scale
         else:
-            factor = (x - 1) / (self.ratio - 1)
-            stairs = self.p.get("cycle_second_stair_count", stairs)
-        return math.floor(factor * stairs + 1e-9) / stairs if stairs else factor
-
-    def decayed(self, rate):
-        interval = (self.i - self.total + 1) / self.p["decay_step_size"]
-        return 1 + rate * interval
-
-    def lr(self):
-        low, high = self.p["cycle_min_lr"], self.p["cycle_max_lr"]
-        if self.i < self.total:
-            return low + (high - low) * self.scale()
-        rate = self.p.get("decay_lr_rate", 0)
-        return low / self.decayed(rate) if rate and self.p["decay_step_size"] else low
-
-    def beta(self):
-        if self.i < self.total:
-            return 0.9 - (0.9 - 0.8) * self.scale()
-        rate = self.p.get("decay_mom_rate", 0)
-        return 0.9 * self.decayed(rate) if rate and self.p["decay_step_size"] else 0.9
+            decay = p["decay_step_size"]
+            interval = (i - total + 1) / decay if decay else 0
+            growth = 1 + p.get("decay_mom_rate", 0) * interval
+            yield low / (1 + p.get("decay_lr_rate", 0) * interval), 0.9 * growth
 
 
 CYCLES = [
@@ -179,29 +152,14 @@ CYCLES = [
 ]
 
 
-def one_cycle(params):
+@pytest.mark.parametrize("params", CYCLES)
+def test_one_cycle_moves_the_rate_and_the_first_beta_against_it(params):
     params = {"decay_step_size": 0, **params, "cycle_min_lr": 0.01, "cycle_max_lr": 0.1}
-    return params, OneCycle(params)
-
-
-@pytest.mark.parametrize("params", CYCLES)
-def test_one_cycle(params):
-    params, theirs = one_cycle(params)
-    expected = [0.01]
-    for theirs.i in range(NUM_STEPS - 1):
-        expected.append(theirs.lr())
-    np.testing.assert_allclose(learning_rates("OneCycle", params), expected, 1e-5)
-
-
-@pytest.mark.parametrize("params", CYCLES)
-def test_one_cycle_moves_the_first_beta_the_other_way(params):
-    params, theirs = one_cycle(params)
-    expected = [0.8]
-    for theirs.i in range(NUM_STEPS - 1):
-        expected.append(theirs.beta())
+    expected = [(0.01, 0.8), *one_cycle(params)]
     scheduler = Config.load({"scheduler": {"type": "OneCycle", "params": params}})
     beta = beta_of(scheduler.scheduler.params)
-    found = [float(beta(count)) for count in range(NUM_STEPS)]
+    betas = [float(beta(count)) for count in range(NUM_STEPS)]
+    found = [*zip(learning_rates("OneCycle", params), betas, strict=True)]
     np.testing.assert_allclose(found, expected, 1e-5)
 
 
@@ -218,8 +176,7 @@ def test_lr_range_test(is_staircase):
         interval = (i + 1) / 7
         return 0.01 * (1 + 2.0 * (math.floor(interval) if is_staircase else interval))
 
-    expected = as_deepspeed_steps(0.01, after)
-    np.testing.assert_allclose(learning_rates("LRRangeTest", params), expected, 1e-5)
+    check("LRRangeTest", params, 0.01, after)
 
 
 def test_without_a_scheduler_the_learning_rate_is_constant():

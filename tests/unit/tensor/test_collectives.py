@@ -13,6 +13,7 @@ from zinf.models import GPTConfig, init_and_loss
 from zinf.topology import collectives_of, parse_topology
 
 PARTS = 4
+AWARE = {"remat": True, "communication_aware_remat": True}
 
 
 def all_reduces(*, width, batch, devices, topology=None, model=None, **options):
@@ -60,22 +61,22 @@ def all_reduces(*, width, batch, devices, topology=None, model=None, **options):
 
 
 @pytest.mark.slow
-def test_an_all_reduce_follows_each_weight_that_is_cut_by_rows():
-    found = all_reduces(width=64, batch=32, devices=jax.devices()[:PARTS])
+@pytest.mark.parametrize(
+    ("model", "again"),
+    [({}, 0), ({"remat": True}, 1), (AWARE, 0)],
+    ids=["plain", "remat", "aware"],
+)
+def test_an_all_reduce_follows_each_weight_that_is_cut_by_rows(model, again):
+    """Recomputing a layer sums nothing twice if sums are kept."""
+    devices = jax.devices()[:PARTS]
+    found = all_reduces(width=64, batch=32, devices=devices, model=model)
     # Forward after `out` and after `down`. Backward XLA on a CPU makes one operation of
     # the sums for gate and up, and one of those for query, key and value. Gradients
     # need no sum: all devices have the same examples.
-    assert found == {1: 2, 2: 1, 3: 1}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("is_aware", "again"), [(False, 1), (True, 0)])
-def test_recomputing_a_layer_sums_nothing_twice_if_sums_are_kept(is_aware, again):
-    given = {"remat": True, "communication_aware_remat": is_aware}
-    small = {"width": 64, "batch": 32, "devices": jax.devices()[:PARTS]}
-    found = all_reduces(model=given, **small)
-    # As above. Without, the sum after `out` goes again, in one operation with another;
-    # nothing reads that after `down`.
+    if not model:
+        assert found == {1: 2, 2: 1, 3: 1}
+    # Without, the sum after `out` goes again, in one operation with another; nothing
+    # reads that after `down`.
     assert sum(size * times for size, times in found.items()) == 2 + 2 + 3 + again
 
 

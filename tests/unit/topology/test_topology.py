@@ -1,10 +1,16 @@
-"""Texts become machines, and impossible ones errors that say what to change."""
+"""Texts become machines, impossible ones errors, and executables are only read."""
 
 import os
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from zinf.topology import CHIPS, parse_topology
+from tests.marks import slow
+from zinf.topology import CHIPS, compile_for, memory, only_read, parse_topology
 from zinf.topology import tpu as tpu_module
 from zinf_kernels import absent_gpu
 
@@ -28,35 +34,27 @@ def test_a_text_is_a_number_of_devices_on_hosts(text, devices, hosts):
     assert found.devices_per_host * found.num_hosts == devices
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("h200", "no topology.*v5p:8x8x8"),
-        ("h200:", "no topology"),
-        ("h200:0", "no topology"),
-        ("v5p:8x8x", "no topology"),
-        ("v5p:-8x8x8", "no topology"),
-        ("tpu:8", "'tpu'.*catalogue.*v5p.*h200"),
-        ("v5p:8x8", "3 dims and this has 2.*v5p:4x4x4"),
-        ("v5e:4x4x4", "2 dims and this has 3.*v5e:4x4"),
-        ("v5p:3x4x4", "2 x 2 chips"),
-        ("v5e:32x32", "1,024 chips.*largest slice of v5e has 256"),
-        ("h100:2x2", "number, as in h100:8"),
-        ("h100:12", "12 GPUs do not fill hosts of 8"),
-    ],
+IMPOSSIBLE = (
+    *("h200", "h200:", "h200:0", "v5p:8x8x", "v5p:-8x8x8", "tpu:8", "v5p:8x8"),
+    *("v5e:4x4x4", "v5p:3x4x4", "v5e:32x32", "h100:2x2", "h100:12"),
 )
-def test_what_cannot_be_is_refused_with_what_to_change(text, message):
-    with pytest.raises(ValueError, match=message):
-        parse_topology(text)
 
 
-def test_a_missing_compiler_is_named_with_the_command_that_installs_it(monkeypatch):
+def test_what_cannot_be_is_refused_with_what_to_change(golden, monkeypatch):
+    sentences = []
+    for text in IMPOSSIBLE:
+        with pytest.raises(ValueError) as raised:
+            parse_topology(text)
+        sentences.append(f"{text} - {raised.value}")
+    # A missing compiler is named with the command that installs it.
     monkeypatch.setattr(tpu_module, "find_spec", lambda name: None)
-    with pytest.raises(NotImplementedError, match=r"pip install .*jax\[tpu\]"):
-        parse_topology("v5e:2x2").devices()
     monkeypatch.setattr(absent_gpu, "find_spec", lambda name: None)
-    with pytest.raises(NotImplementedError, match="pip install .*jax-cuda13-plugin"):
-        parse_topology("h200:8").devices()
+    version = jax.__version__
+    for text in ("v5e:2x2", "h200:8"):
+        with pytest.raises(NotImplementedError) as raised:
+            parse_topology(text).devices()
+        sentences.append(f"{text} - {raised.value}".replace(version, "VERSION"))
+    golden.check("refused.txt", "\n".join(sentences))
 
 
 def test_settings_of_libtpu_are_gone_afterwards_and_those_of_the_user_stay(monkeypatch):
@@ -92,3 +90,65 @@ def test_the_catalogue_is_plausible(chip):
     assert chip.memory_bytes < chip.host_memory_bytes * 2 < 20 * chip.memory_bytes
     # Flops for each byte of memory that is read: 150 to 600 in this decade.
     assert 150 < chip.flops_per_second / chip.memory_bytes_per_second < 600
+
+
+def attention(x, up, down):
+    query, key = x @ down.T, x @ up
+    weights = jax.nn.softmax((query @ key.T).astype(jnp.float32))
+    return jnp.sum((weights.astype(x.dtype) @ x).astype(jnp.float32))
+
+
+def layers(x, up, down):
+    def layer(value, _):
+        return jnp.tanh(value + jnp.cumsum(value @ up, 0) @ down), None
+
+    return jnp.sum(jax.lax.scan(jax.checkpoint(layer), x, None, length=3)[0])
+
+
+def lookup(x, up, down):
+    rows = jnp.argmax(x @ up, -1)
+    return jnp.sum(jnp.sort(down[rows] * x, -1)[:, :8].astype(jnp.float32))
+
+
+def compiled(loss, dtype):
+    # Two devices, so that there are shardings and collectives to read.
+    devices = np.array(jax.devices()[:2])
+    mesh = Mesh(devices, ("fsdp",), axis_types=(AxisType.Auto,))
+    cut = NamedSharding(mesh, P("fsdp"))
+    shapes = ((64, 32), (32, 128), (128, 32))
+    arguments = [jax.ShapeDtypeStruct(s, dtype, sharding=cut) for s in shapes]
+    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
+    return compile_for(mesh, step.lower(*arguments))
+
+
+@pytest.mark.parametrize(
+    ("loss", "dtype"),
+    [
+        (lookup, "float32"),
+        slow((attention, "bfloat16")),
+        slow((layers, "float32")),
+    ],
+)
+def test_executables_that_are_only_read_take_the_memory_of_those_that_run(loss, dtype):
+    runs = compiled(loss, dtype)
+    with only_read():
+        is_read = compiled(loss, dtype)
+    assert memory(is_read) == memory(runs)
+    assert is_read.output_shardings == runs.output_shardings
+    assert is_read.cost_analysis()["flops"] == runs.cost_analysis()["flops"]
+
+
+def test_only_executables_within_the_context_are_compiled_quickly():
+    asked = []
+
+    class Lowered:
+        def compile(self, options):
+            asked.append(options)
+
+    mesh = Mesh(np.array(jax.devices()[:1]), ("fsdp",))
+    compile_for(mesh, Lowered())
+    with only_read():
+        compile_for(mesh, Lowered())
+    compile_for(mesh, Lowered())
+    assert asked[0] is asked[2] is None
+    assert asked[1]
