@@ -1,6 +1,7 @@
 """Models of `transformers` as pure functions, and their weights in and out."""
 
 import json
+import re
 import shutil
 from functools import partial
 
@@ -30,6 +31,7 @@ from tests.unit.hf.models import (
 import jax  # isort: skip
 import jax.numpy as jnp  # isort: skip
 import torch  # isort: skip
+import transformers  # isort: skip
 from huggingface_hub import constants  # isort: skip
 from safetensors.numpy import load_file, save_file  # isort: skip
 
@@ -195,7 +197,10 @@ def test_broken_models_are_refused_by_name(tmp_path, golden):
         hf.load(folder).check_files()
 
     mistakes = {name: partial(check, name) for name in BROKEN}
-    golden.check("broken.txt", refusals(mistakes, tmp_path))
+    text = refusals(mistakes, tmp_path)
+    # What depends on the version of transformers, and how that lays out files.
+    text = text.replace(f"transformers {transformers.__version__}", "transformers")
+    golden.check("broken.txt", re.sub(r"byte [\d,]+ and it at [\d,]+", "byte", text))
     with pytest.raises(ValueError, match=r"\[96, 64\] here and \[96, 32\] there"):
         engine_of(tmp_path / "wider")
 
