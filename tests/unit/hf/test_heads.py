@@ -218,7 +218,9 @@ def test_bad_input_is_refused_by_name(tmp_path, golden):
         "a long text": lambda: line(text="w1 " * 9, label=1),
         "numbers and names": lambda: names(1, "a"),
     }
-    golden.check("heads.txt", refusals(mistakes, tmp_path))
+    lines = refusals(mistakes, tmp_path).splitlines()
+    # Arguments depend on the version of transformers.
+    golden.check("heads.txt", "\n".join(x.split(" It takes ")[0] for x in lines))
 
 
 def test_a_text_has_its_class_at_its_last_token():
