@@ -328,15 +328,9 @@ def test_one_expert_that_takes_all_is_a_dense_mlp() -> None:
 
 @pytest.mark.slow
 def test_experts_larger_than_the_device_train_in_pieces(tmp_path) -> None:
-    """A pyramid of residual experts: some tokens are dropped, in all pieces alike."""
-    config = dataclasses.replace(
-        GPT2,
-        mlp_dim=1024,
-        num_experts=(4, 8),
-        residual_experts=True,
-        capacity_factor=1.0,
-    )
-    device = 8 * (2 * 16 * 1024 + 1024 + 16) * 4 * 3 // 4
+    config = dataclasses.replace(GPT2, mlp_dim=1024, num_experts=8)
+    one_layer = 8 * (2 * 16 * 1024 + 1024 + 16) * 4
+    device = one_layer * 3 // 4
     memory = {"nvme": [str(tmp_path)], "device": device, "host": "8MiB"}
 
     def losses(splits: int, **memory) -> list[float]:
@@ -348,17 +342,19 @@ def test_experts_larger_than_the_device_train_in_pieces(tmp_path) -> None:
 
     with pytest.raises(ValueError, match="The device budget is"):
         losses(1, **memory)
-    found = losses(4, **memory)
-    np.testing.assert_allclose(found, losses(1), rtol=1e-5)
-    assert found[1] < found[0]
+    np.testing.assert_allclose(losses(8, **memory), losses(1), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_nan_logits_of_a_router_are_an_error_and_no_update() -> None:
-    config = dataclasses.replace(GPT2, num_experts=2)
-    _, loss = init_and_loss(config, seed=0)
-    params = jax.tree.map(jnp.asarray, initial(config))
-    mlp = params["blocks"][0]["mlp"]
-    mlp["router_kernel"] = mlp["router_kernel"].at[0, 0].set(jnp.nan)
-    with zinf.initialize(loss, lambda: params, optax.sgd(0.1)) as engine:
+    init, loss = init_and_loss(dataclasses.replace(GPT2, num_experts=2), seed=0)
+
+    def spoiled() -> Any:
+        params = init()
+        mlp = params["blocks"][0]["mlp"]
+        mlp["router_kernel"] = mlp["router_kernel"].at[0, 0].set(jnp.nan)
+        return params
+
+    with zinf.initialize(loss, spoiled, optax.sgd(0.1)) as engine:
         with pytest.raises(NonFiniteError):
             engine.step(batch())
