@@ -55,33 +55,35 @@ def test_a_linear_layer():
     assert list(adapted.targets) == ["first/kernel", "second/kernel"]
 
 
-def test_weights_of_other_forms():
-    """As torch keeps them, heads in three dims, one that is reshaped, and experts."""
-
+def test_weights_as_torch_keeps_them_and_heads_in_three_dims():
     def loss(params, batch):
         x = batch["x"] @ params["torch"].T
         heads = jnp.einsum("td,dhk->thk", x, params["query"])
         x = jnp.einsum("thk,hkd->td", jnp.tanh(heads), params["out"])
         flat = params["flat"].reshape(DIM, 6)
-        x = x @ flat @ flat.T
-        x = jnp.einsum("cd,edf->ecf", x, params["up"])
-        x = lax.ragged_dot(jnp.tanh(x[0]), params["down"], jnp.array([1, 2, 1]))
-        return jnp.mean(jnp.square(x - batch["y"]))
+        return jnp.mean(jnp.square(x @ flat @ flat.T - batch["y"]))
 
     params = {
         "torch": normal(0, 5, DIM),
         "query": normal(1, 5, 2, 3),
         "out": normal(2, 2, 3, DIM),
         "flat": normal(3, DIM, 2, 3),
-        "up": normal(4, 2, DIM, 6),
-        "down": normal(5, 3, 6, DIM),
     }
     adapted = assert_equals_merging(loss, params, r=2)
     shapes = {p: t.factor_shapes for p, t in adapted.targets.items()}
     assert shapes["query"] == {"lora_A": (5, 2), "lora_B": (2, 2, 3)}
     assert shapes["out"] == {"lora_A": (2, 3, 2), "lora_B": (2, DIM)}
-    assert shapes["up"] == {"lora_A": (2, DIM, 2), "lora_B": (2, 2, 6)}
-    assert len(shapes) == 6
+    assert len(shapes) == 4
+
+
+def test_experts():
+    def loss(params, batch):
+        x = jnp.einsum("cd,edf->ecf", batch["x"], params["up"])
+        x = lax.ragged_dot(jnp.tanh(x[0]), params["down"], jnp.array([1, 2, 1]))
+        return jnp.mean(jnp.square(x - batch["y"]))
+
+    params = {"up": normal(0, 2, DIM, 6), "down": normal(1, 3, 6, DIM)}
+    assert_equals_merging(loss, params, r=2)
 
 
 def test_a_weight_that_is_not_only_multiplied_is_merged_where_it_is_used():
