@@ -38,72 +38,45 @@ def trained(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_run_with_adapters_exports_them_alone_and_merged(trained):
+def test_a_run_with_adapters_exports_them_and_its_weights_are_a_base(trained):
     config, saved = trained / "run.yaml", trained / "out" / "checkpoints"
-    result = run("checkpoint", "export", saved, trained / "alone", "--adapter", config)
-    assert result.exit_code == 0, result.output
-    alone = load_file(trained / "alone" / "adapter_model.safetensors")
+    exports = {}
+    for option, file in (("--adapter", "adapter_model"), ("--merge", "model")):
+        folder = trained / file
+        result = run("checkpoint", "export", saved, folder, option, config)
+        assert result.exit_code == 0, result.output
+        exports[file] = load_file(folder / f"{file}.safetensors")
+    alone, merged = exports["adapter_model"], exports["model"]
     assert len(alone) == 2 * MATRICES
     assert any(np.any(x) for name, x in alone.items() if "lora_B" in name)
-    result = run("checkpoint", "export", saved, trained / "merged", "--merge", config)
-    assert result.exit_code == 0, result.output
-    merged = load_file(trained / "merged" / "model.safetensors")
     assert merged["blocks.0.attention.query.kernel"].shape == (16, 16)
     assert not any("lora" in name or "codes" in name for name in merged)
-
-
-@pytest.mark.slow
-def test_a_plan_says_the_bytes_of_each_parameter(trained):
-    plain = run("plan", trained / "run.yaml", "--set", "adapter=null")
-    adapted = run("plan", trained / "run.yaml")
-    # bfloat16 copies, float32 masters, and two float32 moments.
-    assert "14.00 bytes at rest a parameter: parameters 2.00, masters 4.00" in (
-        plain.stdout
-    )
-    assert "numbers are trained" in adapted.stdout, adapted.output
-
-
-@pytest.mark.slow
-def test_an_export_needs_the_config_of_the_run(trained):
-    plain = trained / "plain.yaml"
-    config = yaml.safe_load((trained / "run.yaml").read_text())
-    plain.write_text(yaml.safe_dump({**config, "adapter": None}))
-    saved = trained / "out" / "checkpoints"
-    result = run("checkpoint", "export", saved, trained / "none", "--merge", plain)
-    assert result.exit_code == 2
-    assert "no adapter section" in result.stderr
-
-
-@pytest.mark.slow
-def test_a_base_is_imported_under_an_adapter(trained):
-    """The merged weights of a run become the base of another one."""
-    merged = trained / "merged"
-    if not merged.exists():
-        run(
-            "checkpoint",
-            "export",
-            trained / "out" / "checkpoints",
-            merged,
-            "--merge",
-            trained / "run.yaml",
-        )
+    # The merged weights become the base of another run.
     settings = ("--set", f"run.output={trained / 'next'}", "--set", "adapter={r: 2}")
-    result = run(
-        "checkpoint",
-        "import",
-        merged,
-        trained / "run.yaml",
-        *settings,
-        "--may-round",
-    )
+    command = ("checkpoint", "import", trained / "model", config)
+    result = run(*command, *settings, "--may-round")
     assert result.exit_code == 0, result.output
     with Saved(find(trained / "next" / "checkpoints")) as saved:
         tensors = parameters(saved)
         path = "base/blocks/0/attention/query/kernel"
         found = tensors.read(path, whole_box(tensors.specs[path].shape))
-    wanted = load_file(merged / "model.safetensors")
-    wanted = wanted["blocks.0.attention.query.kernel"].astype(found.dtype)
+    wanted = merged["blocks.0.attention.query.kernel"].astype(found.dtype)
     np.testing.assert_array_equal(found, wanted)
-    settings = ("--set", f"run.output={trained / 'other'}")
-    result = run("checkpoint", "import", merged, trained / "run.yaml", *settings)
+    result = run(*command, "--set", f"run.output={trained / 'other'}")
     assert result.exit_code == 2 and "adapter.quantize_base needs" in result.stderr
+
+
+@pytest.mark.slow
+def test_a_plan_counts_the_trained_numbers_and_an_export_needs_the_config(trained):
+    plain = run("plan", trained / "run.yaml", "--set", "adapter=null")
+    adapted = run("plan", trained / "run.yaml")
+    # bfloat16 copies, float32 masters, and two float32 moments.
+    words = "14.00 bytes at rest a parameter: parameters 2.00, masters 4.00"
+    assert words in plain.stdout
+    assert "numbers are trained" in adapted.stdout, adapted.output
+    config = yaml.safe_load((trained / "run.yaml").read_text())
+    path = trained / "plain.yaml"
+    path.write_text(yaml.safe_dump({**config, "adapter": None}))
+    saved = trained / "out" / "checkpoints"
+    result = run("checkpoint", "export", saved, trained / "none", "--merge", path)
+    assert result.exit_code == 2 and "no adapter section" in result.stderr

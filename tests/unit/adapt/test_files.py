@@ -1,6 +1,7 @@
 """Adapters are saved alone, loaded onto the same base only, and merged on export."""
 
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -47,12 +48,26 @@ def trained(tmp_path_factory):
     with zinf.initialize(
         adapted.loss_fn, adapted.params, optax.adam(0.1), config, batch=BATCH
     ) as engine:
+        before = engine.evaluate(BATCH)
+        assert before == pytest.approx(float(stacked_loss(stacked(), BATCH)))
         engine.step(BATCH)
         engine.step(BATCH)
         params = engine.params()
+        assert engine.evaluate(BATCH) < before
+        arrays = [str(array) for array in engine.residents.specs]
+        assert any("adapter/" in name and "state" in name for name in arrays)
+        assert not [name for name in arrays if "base/" in name and "state" in name]
         save_adapter(adapted, engine, folder / "alone")
         export_safetensors(MergedTensors(adapted, engine), folder / "merged")
     return adapted, params, folder
+
+
+def test_frozen_leaves_do_not_change(trained):
+    base = trained[1]["base"]
+    assert [*named_leaves(base)] == ["layers/kernel"]
+    np.testing.assert_array_equal(
+        base["layers"]["kernel"], stacked()["layers"]["kernel"]
+    )
 
 
 def test_the_file_has_pefts_names_and_shapes_and_no_base(trained):
@@ -92,33 +107,33 @@ def test_an_export_has_the_merged_weights_under_the_users_names(trained):
         )
 
 
-def test_an_adapter_of_another_base_is_refused_by_name(trained):
-    _, _, folder = trained
+def test_an_adapter_of_something_else_is_refused_by_name(trained, tmp_path):
+    adapted, _, folder = trained
+    alone, copy = folder / "alone", tmp_path / "copy"
+    shutil.copytree(alone, copy)
+    (copy / "zinf_adapter.json").unlink()
 
     def other(params, batch):
         return stacked_loss({k: params[k] for k in ("layers", "head")}, batch)
 
     wider = {**stacked(), "layers": {"kernel": normal(0, 4, DIM, DIM)}}
-    adapted = lora(stacked_loss, wider, batch=BATCH, **OPTIONS)
-    with pytest.raises(ValueError, match="another base: 'layers/kernel' has the"):
-        load_adapter(adapted, folder / "alone")
     extra = {**stacked(), "extra": jnp.ones(3)}
-    adapted = lora(other, extra, batch=BATCH, **OPTIONS)
-    with pytest.raises(ValueError, match="'extra' has no such leaf there"):
-        load_adapter(adapted, folder / "alone")
-    adapted = lora(two_layers_loss, two_layers(), batch=BATCH, r=2)
-    (folder / "alone" / "zinf_adapter.json").rename(folder / "kept.json")
+    for place, model, message in (
+        (alone, (stacked_loss, wider), "another base: 'layers/kernel' has the"),
+        (copy, (stacked_loss, wider), r"another base: '.*lora_A.weight' has the"),
+        (alone, (other, extra), "'extra' has no such leaf there"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_adapter(lora(*model, batch=BATCH, **OPTIONS), place)
     with pytest.raises(ValueError, match="is of other weights: .*lora_A"):
-        load_adapter(adapted, folder / "alone")
-    (folder / "kept.json").rename(folder / "alone" / "zinf_adapter.json")
-
-
-def test_an_adapter_of_another_rank_is_refused(trained):
-    adapted = lora(stacked_loss, stacked(), batch=BATCH, **{**OPTIONS, "r": 4})
-    with pytest.raises(ValueError, match=r"has r = 2, and here it is 4"):
-        load_adapter(adapted, trained[2] / "alone")
-
-
-def test_a_folder_without_an_adapter_is_named(trained, tmp_path):
+        load_adapter(lora(two_layers_loss, two_layers(), batch=BATCH, r=2), copy)
+    for changes, message in (
+        ({"r": 4}, r"has r = 2, and here it is 4"),
+        ({"lora_alpha": 3}, r"has lora_alpha = .* and here it is 3"),
+    ):
+        changed = lora(stacked_loss, stacked(), batch=BATCH, **OPTIONS | changes)
+        with pytest.raises(ValueError, match=message):
+            load_adapter(changed, alone)
+    (copy / "adapter_config.json").unlink()
     with pytest.raises(FileNotFoundError, match="adapter_config.json is absent"):
-        load_adapter(trained[0], tmp_path)
+        load_adapter(adapted, copy)

@@ -57,21 +57,10 @@ def adapted(**options):
     return lora(loss, base(), batch=batch, r=2, **options)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"use_dora": True, "modules_to_save": ["scale"]},
-        {"quantize_base": "nf4", "quantize_block": 16, "use_dora": True},
-        {"quantize_base": "int8", "quantize_block": 10, "init_lora_weights": False},
-    ],
-    ids=["lora", "dora", "nf4", "int8"],
-)
-def test_read_in_parts_it_is_what_is_made_in_memory(options):
-    made = adapted(**options)
+def assert_made_in_memory(made, rows):
+    """What is read in parts, of a base that is read some rows at a time."""
     wanted = {p: np.asarray(x) for p, x in named_leaves(made.params).items()}
-    state = FirstState(made, Held(base()), Terms())
+    state = FirstState(made, Held(base(), rows), Terms())
     assert state.specs.keys() == wanted.keys()
     for name, spec in state.specs.items():
         found = np.zeros(spec.shape, spec.dtype)
@@ -84,22 +73,26 @@ def test_read_in_parts_it_is_what_is_made_in_memory(options):
             assert np.array_equal(found, wanted[name]), name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{"num_bits": 8}, {"num_bits": 4}])
-def test_codes_without_adapters_are_encoded_as_they_are_read(options):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_dora": True, "modules_to_save": ["scale"]},
+        {"quantize_base": "nf4", "quantize_block": 16, "use_dora": True},
+        {"quantize_base": "int8", "quantize_block": 10, "init_lora_weights": False},
+    ],
+    ids=["dora", "nf4", "int8"],
+)
+def test_read_in_parts_it_is_what_is_made_in_memory(options):
+    for rows in (2, 20):
+        assert_made_in_memory(adapted(**options), rows)
+
+
+def test_codes_without_adapters_are_encoded_as_they_are_read():
     batch = np.arange(5, dtype=np.int32)
-    made = quantize(loss, base(), batch=batch, group_size=10, **options)
-    wanted = {p: np.asarray(x) for p, x in named_leaves(made.params).items()}
-    state = FirstState(made, Held(base()), Terms())
-    assert state.specs.keys() == wanted.keys()
-    for name, spec in state.specs.items():
-        found = np.zeros(spec.shape, spec.dtype)
-        for box in boxes(spec.shape, state.block(name)):
-            found[tuple(slice(*b) for b in box)] = state.read(name, box)
-        assert np.array_equal(found, wanted[name]), name
+    named = {"batch": batch, "group_size": 10, "num_bits": 4}
+    assert_made_in_memory(quantize(loss, base(), **named), 2)
 
 
-@pytest.mark.slow
 def test_parts_of_codes_may_begin_anywhere():
     made = adapted(quantize_base="nf4", quantize_block=16)
     state = FirstState(made, Held(base()), Terms())

@@ -12,7 +12,7 @@ from zinf.cli.app import app
 from zinf.cli.problem import dataset
 from zinf.config import Config
 from zinf.data import Analysis, DifficultyIndex, analyze
-from zinf.data.analyze import CHUNK_SAMPLES, total, vocabulary_rarity
+from zinf.data.analyze import CHUNK_SAMPLES, token_counts, total, vocabulary_rarity
 from zinf.data.index_file import read_rows
 
 NUM_SAMPLES = CHUNK_SAMPLES * 2 + 37
@@ -66,14 +66,25 @@ def test_rare_tokens_are_difficult():
     tokens = np.array([[0, 0], [1, 1], [0, 2]])
     # -100 log(0.9), -100 log(0.09), and the mean of -100 log(0.9) and -100 log(0.01).
     assert vocabulary_rarity(tokens, counts).tolist() == [11, 241, 236]
+    # Padding is no token: neither in a sample nor in the counts.
+    padded = np.array([[0, -1], [1, -1]])
+    assert vocabulary_rarity(padded, counts).tolist() == [11, 241]
+    assert token_counts(padded).tolist() == [1, 1]
 
 
-def test_counts_are_those_of_all_samples(tmp_path):
+def one_longer(tokens: np.ndarray) -> np.ndarray:
+    """Arrays of chunks differ in length."""
+    return np.ones(3 if len(tokens) == CHUNK_SAMPLES else 5, int)
+
+
+def test_totals_are_those_of_all_samples(tmp_path):
     whole = np.stack([Samples()[i]["tokens"] for i in range(NUM_SAMPLES)])
-    assert (
-        total(analysis(tmp_path), "token_counts") == np.bincount(whole.ravel())
-    ).all()
+    counts = total(analysis(tmp_path), "token_counts")
+    assert (counts == np.bincount(whole.ravel())).all()
     assert not (tmp_path / "token_counts.partial.npz").exists()
+    # Of three chunks, the last alone gives five numbers.
+    found = total(analysis(tmp_path), f"{__name__}:one_longer")
+    assert found.tolist() == [3, 3, 3, 1, 1]
 
 
 class Stopped(Exception):
@@ -114,11 +125,11 @@ def test_a_stopped_analysis_goes_on_and_gives_the_same_files(tmp_path, name):
 
 @pytest.mark.slow
 def test_several_processes_give_the_same_files(tmp_path):
-    for folder, count in (("one", 1), ("two", 2)):
-        made = Analysis(Samples(), {}, tmp_path / folder, count)
+    for processes in (1, 2):
+        made = Analysis(Samples(), {}, tmp_path / str(processes), processes)
         analyze(made, ["vocabulary_rarity"])
     name = "vocabulary_rarity_index_to_sample.bin"
-    both = [(tmp_path / folder / name).read_bytes() for folder in ("one", "two")]
+    both = [(tmp_path / folder / name).read_bytes() for folder in ("1", "2")]
     assert both[0] == both[1]
 
 

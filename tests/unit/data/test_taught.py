@@ -16,14 +16,6 @@ from zinf.models import GPTConfig, divergence, init_and_loss
 from zinf.models.gpt import logits_of
 
 ROWS, TOKENS, VOCAB = 2, 8, 256
-TIERS = {
-    "device": {},
-    "cpu": {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}},
-    "nvme": {
-        "offload_param": {"device": "nvme"},
-        "offload_optimizer": {"device": "nvme"},
-    },
-}
 
 
 def gpt(num_layers):
@@ -58,11 +50,10 @@ def test_divergence_is_that_of_the_paper():
         divergence(student, teacher[..., :6])
 
 
-def test_batches_have_logits_until_a_step_also_after_a_resume():
-    taught = Taught(batches(), lambda batch: batch["tokens"] * 2.0, until_step=3)
-    iterator = iter(taught)
+def test_batches_have_logits_until_a_step():
+    data = Taught(batches(), lambda batch: batch["tokens"] * 2.0, until_step=3)
+    iterator = iter(data)
     found = [next(iterator) for _ in range(2)]
-    state = iterator.get_state()
     assert set(iterator.whole()) == {"tokens", TEACHER_LOGITS}
     # The batch of step 2 has logits, and those after it have none.
     assert [set(x) for x in iterator.coming(2)] == [
@@ -73,12 +64,6 @@ def test_batches_have_logits_until_a_step_also_after_a_resume():
     found += [next(iterator) for _ in range(3)]
     assert [TEACHER_LOGITS in batch for batch in found] == [True] * 3 + [False] * 2
     np.testing.assert_array_equal(found[1][TEACHER_LOGITS], found[1]["tokens"] * 2)
-    again = iter(taught)
-    again.set_state(state)
-    for wanted in found[2:]:
-        batch = next(again)
-        assert batch.keys() == wanted.keys()
-        np.testing.assert_array_equal(batch["tokens"], wanted["tokens"])
 
 
 def test_batches_that_are_no_mappings_or_have_logits_are_refused():
@@ -92,60 +77,39 @@ def test_batches_that_are_no_mappings_or_have_logits_are_refused():
         Taught(Paced(source), np.asarray)
 
 
-def trained(tier, folder, *, steps=4):
-    """Losses of a student of two layers; its teacher of three streams from a drive."""
+@pytest.mark.slow
+def test_a_student_is_taught_by_a_teacher_that_streams_from_a_drive(tmp_path):
     (make, loss), (make_teacher, teacher_loss) = (
-        init_and_loss(gpt(layers), seed=layers, temperature=2.0) for layers in (2, 3)
+        init_and_loss(gpt(layers), seed=layers, temperature=2.0) for layers in (1, 2)
     )
-    first = next(iter(batches()))
     frozen = {
         "execution": "streamed",
         "frozen": ["*"],
         "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}},
-        "memory": {"nvme": [str(folder / "teacher")]},
+        "memory": {"nvme": [str(tmp_path)]},
     }
-    teacher = zinf.initialize(
-        teacher_loss, make_teacher, optax.identity(), config=frozen, batch=first
-    )
-    logits = logits_of(gpt(3))
-    taught = Taught(batches(), partial(teacher.apply, logits), until_step=2)
-    config = {
-        "execution": "streamed",
-        "zero_optimization": {"stage": 3, **TIERS[tier]},
-        "memory": {"nvme": [str(folder / "student")]},
-    }
+    logits, first = logits_of(gpt(2)), next(iter(batches()))
+    named = {"config": frozen, "batch": first}
     with (
-        teacher,
-        zinf.initialize(loss, make, optax.adamw(1e-2), config=config) as engine,
+        zinf.initialize(
+            teacher_loss, make_teacher, optax.identity(), **named
+        ) as taught_by,
+        zinf.initialize(loss, make, optax.adamw(1e-2)) as engine,
     ):
-        losses = []
-        iterator = iter(taught)
-        for _ in range(steps):
-            batch = next(iterator)
-            if not losses:
-                wanted = expected(make, loss, make_teacher, logits, batch)
-            losses.append(engine.step(batch)["loss"])
+        taught = Taught(batches(), partial(taught_by.apply, logits), until_step=2)
+        steps = zip(range(4), taught, strict=False)
+        losses = [engine.step(batch)["loss"] for _, batch in steps]
+    # The loss of the first step, computed at once.
+    student, theirs = logits_of(gpt(1))(make(), first), logits(make_teacher(), first)
+    wanted = loss(make(), first)
+    wanted += jnp.mean(divergence(student, theirs, temperature=2.0))
     np.testing.assert_allclose(losses[0], wanted, rtol=1e-6)
-    return losses
-
-
-def expected(make, loss, make_teacher, logits, batch):
-    """The loss of the first step, computed at once."""
-    plain = loss(make(), {"tokens": batch["tokens"]})
-    student = logits_of(gpt(2))(make(), batch)
-    teacher = logits(make_teacher(), batch)
-    return plain + jnp.mean(divergence(student, teacher, temperature=2.0))
-
-
-@pytest.mark.exhaustive
-def test_a_student_has_the_same_losses_on_every_tier(tmp_path):
-    found = [trained(tier, tmp_path / tier) for tier in TIERS]
-    assert found[0] == found[1] == found[2]
+    assert np.isfinite(losses).all()
 
 
 @pytest.mark.slow
 def test_a_trainer_resumes_in_the_middle_of_what_is_taught(tmp_path):
-    make, loss = init_and_loss(gpt(2), seed=0)
+    make, loss = init_and_loss(gpt(1), seed=0)
 
     def run(steps, folder):
         logits = jnp.linspace(0, 1, VOCAB)

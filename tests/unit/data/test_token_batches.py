@@ -1,60 +1,55 @@
-"""Batches by tokens: each sample once an epoch, the same however a run is cut."""
+"""Batches by tokens: each sample once an epoch, and as little padding as can be."""
 
 import itertools
-import json
 
-import grain
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from tests.unit.data.test_resume import Lengths
 from zinf.data import Bucket, TokenBatches, make_buckets, rate_scale
-from zinf.trainer import _Batches
 
-LONGEST, MAX_TOKENS = 24, 48
-LENGTHS = np.random.default_rng(0).integers(1, LONGEST + 1, 61)
-
-
-class Rows(grain.sources.RandomAccessDataSource):
-    """Sample i is `lengths[i]` times the number i, padded with -1."""
-
-    def __init__(self, lengths=LENGTHS):
-        self.lengths = lengths
-
-    def __len__(self):
-        return len(self.lengths)
-
-    def __getitem__(self, index):
-        row = np.full(LONGEST, -1, np.int32)
-        row[: self.lengths[index]] = index
-        return {"input_ids": row, "labels": row}
+MAX_TOKENS = 48
+LENGTHS = Lengths.lengths
 
 
-def batches(process=(0, 1), *, num_microbatches=1, **named) -> TokenBatches:
+def batches(*, num_microbatches=1, **named) -> TokenBatches:
     sizes = {"max_tokens": MAX_TOKENS, "max_buckets": 4, "min_batch_size": 2}
     buckets = make_buckets(LENGTHS, **sizes)
-    shared = {"process": process, "num_microbatches": num_microbatches}
-    return TokenBatches(Rows(), LENGTHS, buckets, **shared, **named)
+    named["num_microbatches"] = num_microbatches
+    return TokenBatches(Lengths(), LENGTHS, buckets, **named)
 
 
-def test_lengths_of_buckets_pad_as_little_as_any_others():
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=20),
+    count=st.integers(1, 9),
+)
+def test_lengths_of_buckets_pad_as_little_as_any_others(lengths, count):
     """Compared with all choices."""
-    draw = np.random.default_rng(1)
-    for count in (1, 2, 3, 9):
-        lengths = draw.integers(1, 10, 20)
-        found = make_buckets(lengths, max_tokens=99, max_buckets=count)
-        ends = [bucket.length for bucket in found]
+    found = make_buckets(lengths, max_tokens=99, max_buckets=count)
+    ends = [bucket.length for bucket in found]
 
-        def padded(ends, lengths=lengths):
-            return sum(min(end for end in ends if end >= n) for n in lengths)
+    def padded(ends):
+        return sum(min(end for end in ends if end >= n) for n in lengths)
 
-        levels = sorted({*lengths.tolist()})
-        choices = [
-            {*some, levels[-1]}
-            for size in range(count)
-            for some in itertools.combinations(levels, size)
-        ]
-        assert len(ends) <= count
-        assert padded(ends) == min(map(padded, choices))
+    levels = sorted({*lengths})
+    choices = [
+        {*some, levels[-1]}
+        for size in range(count)
+        for some in itertools.combinations(levels, size)
+    ]
+    assert len(ends) <= count and ends == sorted({*ends})
+    assert padded(ends) == min(map(padded, choices))
+    assert [bucket.rows for bucket in found] == [99 // end for end in ends]
+
+
+def test_lengths_of_buckets_are_multiples_of_a_64th_of_the_longest():
+    lengths = np.arange(1, 131)
+    found = make_buckets(lengths, max_tokens=130, max_buckets=99)
+    # 130 / 64 is rounded up to 3.
+    assert [bucket.length for bucket in found] == [*range(3, 130, 3), 130]
 
 
 def test_a_batch_has_at_most_max_tokens_and_the_rows_that_have_room():
@@ -105,49 +100,11 @@ def test_the_shortest_samples_come_first_if_so_asked():
     assert lengths == sorted(lengths)
 
 
-def test_buckets_of_many_batches_are_those_of_each():
+@pytest.mark.parametrize("count", [1, 2, 70])
+def test_buckets_of_many_batches_are_those_of_each(count):
     order = batches().order
-    expected = [order.bucket(number) for number in range(70)]
-    assert order.buckets(70).tolist() == expected
-    assert [order._epoch_of(number) for number in (0, 69)] == [0, 3]
-
-
-def test_a_run_resumes_anywhere_on_any_number_of_processes():
-    parts, steps = 2, 20
-
-    def together(count, start=None, number=steps):
-        readers = [
-            iter(batches((i, count), num_microbatches=parts)) for i in range(count)
-        ]
-        if start is not None:
-            for reader in readers:
-                reader.set_state(start)
-        found = []
-        for _ in range(number):
-            shares = [next(reader)["input_ids"] for reader in readers]
-            cut = [np.split(share, parts) for share in shares]
-            found.append(np.concatenate([c[m] for m in range(parts) for c in cut]))
-        return found, [reader.get_state() for reader in readers]
-
-    undisturbed, _ = together(1)
-    for stop in (0, 7, 13):
-        first, states = together(2, number=stop)
-        assert states[0] == states[1]
-        state = json.loads(json.dumps(states[0]))
-        rest, _ = together(1, state, steps - stop)
-        for batch, expected in zip(first + rest, undisturbed, strict=True):
-            assert (batch == expected).all()
-
-
-def test_the_trainer_knows_the_shapes_that_come():
-    found = _Batches(batches(num_microbatches=2))
-    first = found.peek()["input_ids"].shape
-    largest = found.largest()["input_ids"].shape
-    coming = [batch["input_ids"].shape for batch in found.coming(100)]
-    seen = [next(found)["input_ids"].shape for _ in range(60)]
-    assert seen[0] == first and {*coming} | {first} == {*seen}
-    assert largest[0] * largest[1] == max(rows * length for rows, length in seen)
-    assert list(dict.fromkeys(seen[1:]))[: len(coming)] == coming
+    expected = [order.bucket(number) for number in range(count)]
+    assert order.buckets(count).tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -178,4 +135,4 @@ def test_samples_that_do_not_fit_are_refused(lengths, changed, message):
 
 def test_rows_that_do_not_divide_among_processes_are_refused():
     with pytest.raises(ValueError, match="does not divide among 2 processes"):
-        TokenBatches(Rows(), LENGTHS, [Bucket(LONGEST, 1)], process=(0, 2))
+        TokenBatches(Lengths(), LENGTHS, [Bucket(24, 1)], process=(0, 2))

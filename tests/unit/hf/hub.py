@@ -17,7 +17,7 @@ def hub(folder: Path, *, refuses: str = "", cuts: str = "") -> Iterator[str]:
 
     Args:
         refuses: the code of the error that each request gets; see `CODES`.
-        cuts: the file that ends before its last byte.
+        cuts: the beginning of the name of files that end before their last byte.
     """
 
     class Handler(BaseHTTPRequestHandler):
@@ -54,7 +54,7 @@ def hub(folder: Path, *, refuses: str = "", cuts: str = "") -> Iterator[str]:
                 content = path.read_bytes()
                 head = {"ETag": f'"{path.name}"', "X-Repo-Commit": SHA}
                 head["Content-Length"] = str(len(content))
-                if path.name == cuts:
+                if cuts and path.name.startswith(cuts):
                     content = content[:-1]
                     self.close_connection = True
                 self.reply(200, content if has_body else b"", head)

@@ -1,9 +1,14 @@
-"""Tiny random models, saved as `transformers` saves them."""
+"""Tiny random models, saved as `transformers` saves them, and what runs them."""
 
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from typer.testing import CliRunner, Result
 
 pytest.importorskip("torchax", reason="needs torch and more: pip install '.[hf]'")
 
@@ -26,6 +31,9 @@ SMALL = {
     "eos_token_id": 1,
     "pad_token_id": 2,
 }
+STREAMED = {"execution": "streamed", "segment": {"remat": "always"}}
+# Logits of float32 models of two layers: a few units of rounding of the largest entry.
+TOLERANCE = 2e-6
 
 
 def llama(**changes) -> transformers.PretrainedConfig:
@@ -59,6 +67,20 @@ def save(
     return model
 
 
+def reloaded(folder: Path) -> transformers.PreTrainedModel:
+    """A model that zinf has exported, in torch."""
+    kind = transformers.AutoModelForCausalLM
+    model = kind.from_pretrained(
+        folder, attn_implementation="eager", dtype=torch.float32
+    )
+    return model.eval()
+
+
+def params_of(model: torch.nn.Module) -> dict[str, Any]:
+    named = model.named_parameters()
+    return {name: jnp.asarray(p.numpy(force=True)) for name, p in named}
+
+
 def tokens(rows: int = 2) -> np.ndarray:
     return np.random.default_rng(0).integers(3, VOCAB, (rows, TOKENS), np.int32)
 
@@ -68,6 +90,31 @@ def torch_logits(model: transformers.PreTrainedModel, ids: np.ndarray) -> np.nda
         return model(torch.tensor(ids).long(), use_cache=False).logits.numpy()
 
 
+def torch_loss(model: transformers.PreTrainedModel, ids: np.ndarray) -> float:
+    with torch.no_grad():
+        given = torch.tensor(ids).long()
+        return float(model(given, labels=given).loss)
+
+
+def off(found: Any, wanted: np.ndarray) -> float:
+    """The largest difference, as a share of the largest entry."""
+    return np.abs(np.asarray(found) - wanted).max() / np.abs(wanted).max()
+
+
+def on_tier(tier: str, folder: Path) -> dict[str, Any]:
+    """A config with all arrays on a tier: device, host or nvme."""
+    offload = {"device": {"device": "none", "host": "cpu"}.get(tier, tier)}
+    return STREAMED | {
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": offload,
+            "offload_optimizer": offload,
+        },
+        "persistence_threshold": 0,
+        "memory": {"nvme": str(folder / "nvme")},
+    }
+
+
 CHAT = (
     "{% for m in messages %}"
     "{% if m.role == 'assistant' %}a: {% generation %}{{ m.content }} </s>"
@@ -75,6 +122,7 @@ CHAT = (
     "{% if add_generation_prompt %}a: {% endif %}"
 )
 WORDS = ("<unk>", "</s>", "<pad>", "a:", "u:", *(f"w{i}" for i in range(40)))
+END = 1
 
 
 def tokenizer(**named) -> transformers.PreTrainedTokenizerFast:
@@ -85,3 +133,49 @@ def tokenizer(**named) -> transformers.PreTrainedTokenizerFast:
     words.pre_tokenizer = WhitespaceSplit()
     ends = {"unk_token": "<unk>", "eos_token": "</s>"} | named
     return transformers.PreTrainedTokenizerFast(tokenizer_object=words, **ends)
+
+
+def turns(*contents: str) -> list[dict[str, str]]:
+    """A conversation of a user, who begins, and an assistant."""
+    roles = ("user", "assistant") * len(contents)
+    pairs = zip(roles, contents, strict=False)
+    return [{"role": role, "content": content} for role, content in pairs]
+
+
+def model_folder(folder: Path, **changes) -> Path:
+    """A model with a tokenizer."""
+    save(llama(**changes), folder / "model")
+    tokenizer(chat_template=CHAT).save_pretrained(folder / "model")
+    return folder / "model"
+
+
+def write(path: Path, lines: list[Any]) -> Path:
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def data_file(folder: Path, count: int = 6) -> Path:
+    lines = [{"prompt": f"w{i} w1", "completion": f"w{i} w2"} for i in range(count)]
+    return write(folder / "data.jsonl", lines)
+
+
+def run(*arguments: Any) -> Result:
+    from zinf.cli import app
+
+    return CliRunner().invoke(app, [str(x) for x in arguments])
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return list(map(json.loads, lines))
+
+
+def refusals(mistakes: Mapping[str, Callable[[], Any]], folder: Path) -> str:
+    """The error of each mistake, a paragraph each, without the folder."""
+    found = []
+    for name, mistake in mistakes.items():
+        with pytest.raises((ValueError, NotImplementedError, OSError)) as error:
+            mistake()
+        text = str(error.value).replace(str(folder), "FOLDER")
+        found.append(f"{name}\n  {type(error.value).__name__}: {text}")
+    return "\n".join(found)

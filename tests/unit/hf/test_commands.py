@@ -1,64 +1,60 @@
-"""`zinf finetune` and `zinf plan --model`."""
+"""`zinf finetune`, `zinf plan --model`, `zinf generate` and `zinf evaluate`."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 import yaml
-from typer.testing import CliRunner
 
 from tests.unit.hf.models import (
     CHAT,
     VOCAB,
     WORDS,
+    data_file,
     llama,
+    metrics_of,
+    model_folder,
+    run,
     save,
     tokenizer,
     torch_logits,
+    write,
 )
 
 import torch  # isort: skip
 import transformers  # isort: skip
 
 from zinf import hf  # isort: skip
-from zinf.cli import app  # isort: skip
 from zinf.cli.finetune import model_config  # isort: skip
 from zinf.config import Config  # isort: skip
 from zinf.plan import show_bytes  # isort: skip
 
-
-def run(*arguments):
-    return CliRunner().invoke(app, [str(x) for x in arguments])
-
-
-def model_folder(tmp_path):
-    folder = tmp_path / "model"
-    save(llama(), folder)
-    tokenizer(chat_template=CHAT).save_pretrained(folder)
-    return folder
-
-
-def data_file(tmp_path, count=6):
-    path = tmp_path / "data.jsonl"
-    lines = [{"prompt": f"w{i} w1", "completion": f"w{i} w2"} for i in range(count)]
-    path.write_text("\n".join(map(json.dumps, lines)))
-    return path
+# Embedding and head; attention, MLP and norms of two layers; the last norm.
+LAYER = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32
+COUNT = 2 * VOCAB * 32 + 2 * LAYER + 32
 
 
 @pytest.mark.slow
 def test_a_model_is_tuned_and_loads_in_transformers(tmp_path):
-    folder, data = model_folder(tmp_path), data_file(tmp_path)
+    """On rows of several samples; another set is evaluated."""
+    folder, data = model_folder(tmp_path), data_file(tmp_path, count=12)
+    held = tmp_path / "held.jsonl"
+    held.write_text(data.read_text())
     output = tmp_path / "tuned"
     common = ["--data", data, "--output", output, "--samples", 2]
-    common += ["--sequence-length", 8, "--learning-rate", 1e-2]
-    done = run("finetune", folder, *common, "--epochs", 4)
+    common += ["--sequence-length", 12, "--learning-rate", 1e-2, "--packing"]
+    done = run("finetune", folder, *common, "--epochs", 6, "--eval-data", held)
     assert done.exit_code == 0, done.output
     assert f"The tuned model is in {output}." in done.output
-    metrics = (tmp_path / "tuned.run/metrics.jsonl").read_text().splitlines()
-    losses = [json.loads(line)["loss"] for line in metrics]
-    # Four epochs of six samples, two a step.
-    assert len(losses) == 12
-    assert losses[-1] < losses[0] / 2
+    metrics = metrics_of(tmp_path / "tuned.run")
+    # Twelve samples of five tokens, two in a row: six rows, two a step.
+    steps = [line for line in metrics if "loss" in line]
+    assert len(steps) == 6 * 6 // 2
+    # Both of a row are trained on: the answer of two tokens, and its end.
+    assert steps[0]["tokens_seen"] == 2 * 2 * 3
+    assert steps[-1]["loss"] < steps[0]["loss"] / 2
+    assert steps[-1]["evaluation_loss"] < steps[0]["loss"] / 2
     config = yaml.safe_load((tmp_path / "tuned.run/finetune.yaml").read_text())
     assert config["model"] == {"huggingface": str(folder)}
     tuned = transformers.AutoModelForCausalLM.from_pretrained(output).float().eval()
@@ -69,15 +65,6 @@ def test_a_model_is_tuned_and_loads_in_transformers(tmp_path):
     assert tuned.config.dtype == torch.bfloat16
     again = run("finetune", folder, *common)
     assert again.exit_code == 2 and "is there already" in again.output
-
-
-def test_files_are_refused_before_samples_are_read(tmp_path):
-    folder, data = model_folder(tmp_path), data_file(tmp_path)
-    sorted(folder.glob("*.safetensors"))[1].unlink()
-    done = run("finetune", folder, "--data", data, "--output", tmp_path / "tuned")
-    assert done.exit_code == 2
-    assert f"{folder} lacks model-00002-of-" in done.output
-    assert "samples" not in done.output
 
 
 # Neither a token that fills up rows nor, in the second case, one that ends texts.
@@ -97,63 +84,177 @@ def test_rows_need_no_token_of_padding(ends, filled, tmp_path):
 
 
 @pytest.mark.slow
-def test_packed_rows_are_trained_on_and_an_evaluation_set_is_evaluated(tmp_path):
-    folder, data = model_folder(tmp_path), data_file(tmp_path, count=12)
-    held = tmp_path / "held.jsonl"
-    held.write_text(data.read_text())
-    common = ["--data", data, "--eval-data", held, "--output", tmp_path / "tuned"]
-    common += ["--samples", 2, "--sequence-length", 12, "--learning-rate", 1e-2]
-    done = run("finetune", folder, *common, "--packing", "--epochs", 6)
+def test_a_config_json_alone_is_planned_for_training_and_for_generation(tmp_path):
+    sizes = {"max_position_embeddings": 2048, "dtype": "bfloat16"}
+    llama(**sizes).save_pretrained(tmp_path)
+    nvme = ["--set", f"memory.nvme={tmp_path / 'nvme'}", "--model", tmp_path]
+    done = run("plan", *nvme, "--set", "execution=streamed")
     assert done.exit_code == 0, done.output
-    lines = (tmp_path / "tuned.run/metrics.jsonl").read_text().splitlines()
-    metrics = list(map(json.loads, lines))
-    # Twelve samples of five tokens, two in a row: six rows, two a step.
-    steps = [line for line in metrics if "loss" in line]
-    assert len(steps) == 6 * 6 // 2
-    # Both of a row are trained on: the answer of two tokens, and its end.
-    assert steps[0]["tokens_seen"] == 2 * 2 * 3
-    assert steps[-1]["loss"] < steps[0]["loss"] / 2
-    assert steps[-1]["evaluation_loss"] < steps[0]["loss"] / 2
-
-
-@pytest.mark.slow
-def test_a_config_json_alone_is_planned(tmp_path):
-    llama(max_position_embeddings=2048).save_pretrained(tmp_path)
-    nvme = ["--set", f"memory.nvme={tmp_path / 'nvme'}", "--set", "execution=streamed"]
-    done = run("plan", "--model", tmp_path / "config.json", *nvme)
-    assert done.exit_code == 0, done.output
-    # Embedding and head; attention, MLP and norms of two layers; the last norm.
-    layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32
-    count = 2 * VOCAB * 32 + 2 * layer + 32
-    assert f"{count:,} parameters, 1,024 tokens a step, bfloat16" in done.output
+    assert f"{COUNT:,} parameters, 1,024 tokens a step, bfloat16" in done.output
     assert "a day are written to the drives" in done.output
-    long = run("plan", "--model", tmp_path, "--sequence-length", 4096)
-    assert long.exit_code == 2
-    assert "was made for 2,048 tokens" in long.output
-
-
-def test_sizes_beside_a_model_of_the_hub_are_refused(tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_text("model: {huggingface: some/model, num_layers: 2}\n")
-    done = run("plan", path)
-    assert done.exit_code == 2
-    assert "model.num_layers: has no effect: huggingface names" in done.output
-
-
-@pytest.mark.slow
-def test_generation_of_a_config_json_alone_is_planned(tmp_path):
-    llama(max_position_embeddings=64, dtype="bfloat16").save_pretrained(tmp_path)
-    nvme = ["--set", f"memory.nvme={tmp_path / 'nvme'}"]
     nvme += ["--set", "zero_optimization.offload_param.device=nvme"]
-    nvme += ["--set", "persistence_threshold=1"]
-    lengths = ["--prompt-length", 16, "--max-new-tokens", 4, "--batch-sizes", "1,16"]
-    model = tmp_path / "config.json"
-    done = run("plan", "--model", model, "--generate", *lengths, *nvme)
+    nvme += ["--set", "persistence_threshold=1", "--max-new-tokens", 4]
+    done = run("plan", "--generate", *nvme, "--prompt-length", 16, "--batch-sizes=1,16")
     assert done.exit_code == 0, done.output
-    layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32
-    count = 2 * VOCAB * 32 + 2 * layer + 32
     # In the two bytes of the dtype that its weights would have.
-    size = show_bytes(2 * count)
-    assert f"{count:,} parameters, {size}, prompts of 16 tokens" in done.output
+    size = show_bytes(2 * COUNT)
+    assert f"{COUNT:,} parameters, {size}, prompts of 16 tokens" in done.output
     lines = [line for line in done.stdout.splitlines() if f"  {size}  " in line]
     assert [line.split()[0] for line in lines] == ["1", "16"]
+
+
+def test_wrong_commands_are_refused_before_samples_are_read(tmp_path):
+    folder, data = model_folder(tmp_path), data_file(tmp_path)
+    output = ["--data", data, "--output", tmp_path / "tuned"]
+    path = tmp_path / "config.yaml"
+    path.write_text("model: {huggingface: some/model, num_layers: 2}\n")
+    pairs = [{"prompt": "w0", "chosen": "w20 w21", "rejected": "w22"}]
+    preferences = ["--data", write(tmp_path / "pairs.jsonl", pairs)]
+    preferences += ["--output", tmp_path / "tuned", "--objective", "dpo"]
+    preferences += ["--sequence-length", 8]
+    for arguments, message in (
+        (["plan", path], "model.num_layers: has no effect: huggingface names"),
+        (
+            ["plan", "--model", folder, "--sequence-length", 33],
+            "was made for 32 tokens",
+        ),
+        (["finetune", "model", *output, "--use-dora"], "Add --lora RANK"),
+        (["finetune", folder, *preferences, "--packing"], "data.packing"),
+    ):
+        done = run(*arguments)
+        assert done.exit_code == 2 and message in done.output, done.output
+    sorted(folder.glob("*.safetensors"))[1].unlink()
+    done = run("finetune", folder, *output)
+    assert done.exit_code == 2 and "samples" not in done.output
+    assert f"{folder} lacks model-00002-of-" in done.output
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    reference = save(llama(eos_token_id=None), folder)
+    tokenizer(chat_template=CHAT).save_pretrained(folder)
+    return folder, reference
+
+
+def completion(reference, words, prompt, count, end):
+    """What torch writes after a prompt."""
+    ids = words(prompt, return_tensors="pt").input_ids
+    options = {"do_sample": False, "eos_token_id": end, "pad_token_id": 2}
+    whole = reference.generate(ids, max_new_tokens=count, **options)
+    return words.decode(whole[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+@pytest.mark.slow
+def test_a_completion_alone_is_on_the_standard_output(model):
+    folder, reference = model
+    words = hf.load(folder).tokenizer
+    found = run("generate", folder, "--prompt", "w1 w2", "--max-new-tokens", 6)
+    assert found.exit_code == 0, found.output
+    wanted = completion(reference, words, "w1 w2", 6, words.eos_token_id)
+    assert found.stdout == wanted + "\n"
+
+
+@pytest.mark.slow
+def test_a_model_may_have_no_token_that_pads_or_ends_a_text(model, tmp_path):
+    folder, reference = model
+    words = tokenizer()
+    words.pad_token = words.eos_token = None
+    words.save_pretrained(folder)
+    prompts = write(tmp_path / "in.jsonl", [{"prompt": "w1 w2 w3"}, {"prompt": "w5"}])
+    output = tmp_path / "out.jsonl"
+    rest = ["--output", output, "--max-new-tokens", 5, "--temperature", 0]
+    found = run("generate", folder, "--prompts", prompts, *rest)
+    assert found.exit_code == 0, found.output
+    assert "no token that ends a text (eos_token_id): each" in found.stderr
+    for line in map(json.loads, output.read_text().splitlines()):
+        wanted = completion(reference, words, line["prompt"], 5, None)
+        assert line["completion"] == wanted
+
+
+@pytest.mark.slow
+def test_a_stopped_run_goes_on_where_it_was(model, tmp_path):
+    folder, _ = model
+    lines = [
+        {"prompt": "w1 w2", "id": 7},
+        {"messages": [{"role": "user", "content": "w5"}]},
+        {"prompt": "w7"},
+    ]
+    prompts, output = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    asked = ["generate", folder, "--prompts", prompts, "--output", output]
+    asked += ["--max-new-tokens", 6, "--temperature", 0.8, "--batch-size", 2]
+    done = run(*asked)
+    assert done.exit_code == 0, done.output
+    content = output.read_text()
+    made = [json.loads(line) for line in content.splitlines()]
+    assert [{k: v for k, v in m.items() if k != "completion"} for m in made] == lines
+    # A kill in the middle of the second line.
+    output.write_text(content[: len(content) // 2])
+    assert run(*asked).exit_code == 0
+    assert output.read_text() == content
+    output.write_text(json.dumps({"prompt": "other", "completion": ""}) + "\n")
+    refused = run(*asked)
+    assert refused.exit_code == 2 and "line 1: it is no completion" in refused.output
+
+
+@pytest.mark.slow
+def test_the_loss_of_held_out_lines_is_that_of_torch(model, tmp_path):
+    """Weights in 8 and 4 bits change the loss a little."""
+    folder, reference = model
+    data = data_file(tmp_path, count=10)
+    values = []
+    for bits in ((), ("--weight-bits", 8), ("--weight-bits", 4)):
+        found = run("evaluate", folder, "--data", data, *bits)
+        assert found.exit_code == 0, found.output
+        values.append(float(found.stdout.split(",")[0].removeprefix("loss ")))
+    words, losses = hf.load(folder).tokenizer, []
+    for line in map(json.loads, data.read_text().splitlines()):
+        prompt = words(line["prompt"]).input_ids
+        ids = [*prompt, *words(line["completion"]).input_ids, words.eos_token_id]
+        logits = torch.tensor(torch_logits(reference, np.array([ids])))
+        scores = torch.log_softmax(logits[0, :-1], -1).numpy()
+        losses += [-scores[i - 1, ids[i]] for i in range(len(prompt), len(ids))]
+    # Printed with 6 digits; float32 logits of torch and jax differ by rounding.
+    plain, eight, four = values
+    assert plain == pytest.approx(float(np.mean(losses)), rel=1e-5)
+    assert f"{len(losses)} tokens of 10 samples" in found.stdout
+    assert 0 < abs(eight - plain) < abs(four - plain) < 0.1
+    found = run("generate", folder, "--prompt", "w1", "--weight-bits", 3)
+    assert found.exit_code == 2 and "num_bits" in found.output
+
+
+BAD = [
+    ('{"prompt": ""}', "line 1: prompt must be a text that is not empty"),
+    ('{"text": "w1"}', "line 1: a line must have prompt"),
+    ('{"prompt": "w1"}\n{', "line 2: no JSON"),
+    ("\n", "there is no line to read"),
+    ('{"messages": [{"role": "user", "content": "w1"}]}', "no chat template"),
+    ('{"prompt": "w1 w1"}', "Prompt 0 has 2 tokens.*32 that the model was made for"),
+]
+
+
+def test_bad_lines_of_prompts_are_refused_by_name(model, tmp_path):
+    folder, _ = model
+    tokenizer().save_pretrained(folder)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    prompts = tmp_path / "in.jsonl"
+    rest = ["--output", tmp_path / "out.jsonl", "--max-new-tokens", 31]
+    for content, message in BAD:
+        prompts.write_text(content)
+        found = run("generate", folder, "--prompts", prompts, *rest)
+        assert found.exit_code == 2
+        assert re.search(message, found.output), found.output
+
+
+def test_settings_beside_the_model_hold_unless_others_are_given(model):
+    folder, _ = model
+    settings = {"do_sample": True, "temperature": 0.5, "top_k": 7, "eos_token_id": 4}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    loaded = hf.load(folder)
+    found = hf.settings_of(loaded, {"top_k": None, "top_p": 0.9})
+    assert (found.temperature, found.top_k, found.top_p) == (0.5, 7, 0.9)
+    assert found.eos_token_ids == (4,)
+    assert hf.settings_of(loaded, {"temperature": 0.0}).is_greedy
+    (folder / "generation_config.json").write_text('{"num_beams": 4}')
+    with pytest.raises(NotImplementedError, match="num_beams = 4"):
+        hf.settings_of(loaded, {})

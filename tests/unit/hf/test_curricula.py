@@ -1,4 +1,4 @@
-"""Samples of models of `transformers` that get longer, and easy ones first."""
+"""Samples of models of `transformers` by the data efficiency sections of a config."""
 
 import json
 from itertools import islice
@@ -6,13 +6,8 @@ from itertools import islice
 import numpy as np
 import pytest
 
-pytest.importorskip("torchax", reason="needs torch and more: pip install '.[hf]'")
-
-from typer.testing import CliRunner
-
-from tests.unit.hf.test_dropping import TOKENS, config_of, trained
+from tests.unit.hf.models import TOKENS, llama, metrics_of, run, save, tokenizer, write
 from zinf import hf
-from zinf.cli.app import app
 from zinf.cli.problem import dataset
 from zinf.config import Config
 from zinf.data import Paced
@@ -27,38 +22,69 @@ LENGTHS = {
 EXPECTED = [4, 4, 8, 8, 8, 12, 12, 12, 12]
 
 
-def sampling(**metrics):
-    curriculum = {"enabled": True, "curriculum_metrics": metrics}
-    return {"enabled": True, "curriculum_learning": curriculum}
+@pytest.fixture
+def raw(tmp_path):
+    """The config of a run of 9 steps on 24 texts."""
+    save(llama(), tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    draw = np.random.default_rng(0)
+    lengths = [draw.integers(2, 11) for _ in range(24)]
+    lines = [{"text": " ".join(f"w{i}" for i in range(n))} for n in lengths]
+    return {
+        "model": {"huggingface": str(tmp_path / "model")},
+        "train_batch_size": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "data": {
+            "paths": [str(write(tmp_path / "data.jsonl", lines))],
+            "sequence_length": TOKENS,
+            "validation_fraction": 0.0,
+            "max_buckets": 3,
+            "packing": False,
+        },
+        "data_efficiency": {"enabled": True},
+        "run": {"output": str(tmp_path / "run"), "steps": 9},
+    }
+
+
+def curriculum(raw, **metrics):
+    found = {"enabled": True, "curriculum_metrics": metrics}
+    sampling = {"enabled": True, "curriculum_learning": found}
+    raw["data_efficiency"]["data_sampling"] = sampling
+
+
+def data_of(raw):
+    return dataset(Config.load(raw), "train")
 
 
 def taken(raw, count=9):
-    return list(islice(dataset(Config.load(raw), "train"), count))
+    return list(islice(data_of(raw), count))
 
 
-def keys(raw):
-    packed = ["position_ids", "segment_ids"] * raw["data"].get("packing", False)
-    return sorted(["input_ids", "labels", *packed])
+def trained(raw, folder):
+    path = folder / "config.json"
+    path.write_text(json.dumps(raw))
+    done = run("train", path)
+    assert done.exit_code == 0, done.output
+    return metrics_of(folder / "run"), done.output
 
 
-@pytest.mark.parametrize("packing", [False, True])
-@pytest.mark.parametrize("how", ["legacy", "seqlen_truncate", "seqlen_reshape"])
-def test_rows_have_the_length_of_the_step(how, packing, tmp_path):
-    raw = config_of(tmp_path)
+@pytest.mark.parametrize(
+    ("how", "packing"),
+    [("legacy", False), ("seqlen_truncate", True), ("seqlen_reshape", True)],
+)
+def test_rows_have_the_length_of_the_step(how, packing, raw):
     raw["data"]["packing"] = packing
     whole = taken(raw)
     if how == "legacy":
-        raw["curriculum_learning"] = {
-            "enabled": True,
-            "curriculum_type": "seqlen",
-            **LENGTHS,
-        }
+        section = {"enabled": True, "curriculum_type": "seqlen", **LENGTHS}
+        raw["curriculum_learning"] = section
     else:
-        raw["data_efficiency"]["data_sampling"] = sampling(**{how: LENGTHS})
-    data = dataset(Config.load(raw), "train")
+        curriculum(raw, **{how: LENGTHS})
+    data = data_of(raw)
     assert isinstance(data, Paced)
     for length, batch, longest in zip(EXPECTED, islice(data, 9), whole, strict=True):
-        assert sorted(batch) == keys(raw)
+        assert batch.keys() == longest.keys()
+        assert ("segment_ids" in batch) == ("position_ids" in batch) == packing
         for name, array in longest.items():
             pieces = TOKENS // length if how == "seqlen_reshape" else 1
             cut = array[:, : pieces * length].reshape(-1, length)
@@ -66,56 +92,87 @@ def test_rows_have_the_length_of_the_step(how, packing, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_gets_longer_rows_as_it_goes_on(tmp_path):
-    raw = config_of(tmp_path, sampling=sampling(seqlen_reshape=LENGTHS))
+def test_a_run_gets_longer_rows_and_layers_drop_tokens(raw, tmp_path):
+    curriculum(raw, seqlen_reshape=LENGTHS)
     raw["data"]["packing"] = True
-    metrics, _ = trained(tmp_path, raw)
+    schedule = {
+        "min_value": 4,
+        "max_value": TOKENS,
+        "schedule_type": "fixed_linear",
+        "schedule_config": {"require_steps": 8, "seq_per_step": 4},
+    }
+    random_ltd = {"enabled": True, "random_ltd_layer_id": [1]}
+    random_ltd["random_ltd_schedule"] = schedule
+    routing = {"enabled": True, "random_ltd": random_ltd}
+    raw["data_efficiency"]["data_routing"] = routing
+    metrics, _ = trained(raw, tmp_path)
     assert [line["sequence_length"] for line in metrics] == EXPECTED
+    # 4 + step, rounded down to a multiple of 4.
+    kept = [line["kept_tokens"] for line in metrics]
+    assert kept == [4, 4, 4, 4, 8, 8, 8, 8, 12]
     counts = [int((b["labels"][:, 1:] >= 0).sum()) for b in taken(raw)]
     assert [line["tokens_seen"] for line in metrics] == np.cumsum(counts).tolist()
     assert metrics[-1]["loss"] < metrics[0]["loss"]
+    random_ltd["random_ltd_layer_id"] = [2]
+    with pytest.raises(ValueError, match="has 2, but the layers of"):
+        data_of(raw)
 
 
-def test_a_microbatch_without_a_token_to_train_on_is_refused(tmp_path):
-    raw = config_of(tmp_path, sampling=sampling(seqlen_truncate=LENGTHS))
-    lines = [{"prompt": "w1 w2 w3 w4 w5 ", "completion": "w6"}] * 8
-    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
+@pytest.mark.slow
+def test_batches_have_as_many_tokens_and_rates_to_match(raw, tmp_path):
+    section = {"enabled": True, "max_tokens": 24, "lr_scaling_method": "sqrt"}
+    sampling = {"enabled": True, "dynamic_batching": section}
+    raw["data_efficiency"]["data_sampling"] = sampling
+    metrics, output = trained(raw, tmp_path)
+    batches = [batch["input_ids"] for batch in taken(raw)]
+    assert len({batch.shape for batch in batches}) > 1
+    for line, batch in zip(metrics, batches, strict=True):
+        assert line["sequence_length"] == batch.shape[1] and batch.size <= 24
+        expected = 1e-2 * (len(batch) / 4) ** 0.5
+        assert abs(line["learning_rate"] - expected) < 1e-6 * expected
+    assert "data: batches have " in output
+    # Complete batches of two epochs of 24 samples; `num_batches` counts any share.
+    count = hf.Task(Config.load(raw)).steps_of_epochs(4, 2.0, lambda text: None)
+    drawn = [len(batch["input_ids"]) for batch in taken(raw, count)]
+    assert sum(drawn) <= 48 < sum(drawn) + sum({len(batch) for batch in batches})
+
+
+def test_a_microbatch_without_a_token_to_train_on_is_refused(raw, tmp_path):
+    curriculum(raw, seqlen_truncate=LENGTHS)
+    line = {"prompt": "w1 w2 w3 w4 w5 ", "completion": "w6"}
+    write(tmp_path / "data.jsonl", [line] * 8)
     with pytest.raises(ValueError, match="first 4 tokens .* none is trained on"):
         taken(raw)
     raw["data"]["completion_only"] = False
     assert len(taken(raw)) == 9
 
 
-def analyzed(tmp_path, raw, *named):
+def by_percentile(raw, folder, name, *options):
+    """Analyzes the data, and has the easiest samples come first."""
     data = raw["data"]
-    options = {
-        "--model": raw["model"]["huggingface"],
-        "--sequence-length": data["sequence_length"],
-        "--validation-fraction": data["validation_fraction"],
-        "--output": tmp_path / "difficulty",
-    }
-    given = [str(x) for option in options.items() for x in option]
-    command = ["data", "analyze", *data["paths"], *given, *named]
-    return CliRunner().invoke(app, command)
-
-
-@pytest.mark.parametrize("packing", [False, True])
-def test_easy_samples_come_first_by_metrics_of_the_tokens(packing, tmp_path):
-    raw = config_of(tmp_path)
-    raw["data"]["packing"] = packing
-    named = ["--metric", "sequence_length", "--metric", "vocabulary_rarity"]
-    ran = analyzed(tmp_path, raw, *named, *["--packing"] * packing)
-    assert ran.exit_code == 0, ran.output
-    everything = hf.Task(Config.load(raw)).rows()
-    ascending = sorted(everything.num_tokens(i) for i in range(len(everything)))
-    prefix = tmp_path / "difficulty/sequence_length"
+    done = run(
+        *("data", "analyze", *data["paths"], "--output", folder, *options),
+        *("--model", raw["model"]["huggingface"], "--metric", name),
+        *("--sequence-length", data["sequence_length"]),
+        *("--validation-fraction", data["validation_fraction"]),
+    )
+    assert done.exit_code == 0, done.output
     metric = {
-        "index_to_sample_path": f"{prefix}_index_to_sample",
+        "index_to_sample_path": f"{folder / name}_index_to_sample",
         "difficulty_type": "percentile",
         "clustering_type": "schedule_based",
         **LENGTHS,
     }
-    raw["data_efficiency"]["data_sampling"] = sampling(sequence_length=metric)
+    curriculum(raw, metric=metric)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_easy_samples_come_first_by_metrics_of_the_tokens(packing, raw, tmp_path):
+    raw["data"]["packing"] = packing
+    options = ["--packing"] * packing
+    by_percentile(raw, tmp_path / "difficulty", "sequence_length", *options)
+    everything = hf.Task(Config.load(raw)).rows()
+    ascending = sorted(everything.num_tokens(i) for i in range(len(everything)))
     raw["train_batch_size"] = 1
     found = taken(raw)
     for share, batch in zip(EXPECTED, found, strict=True):
@@ -124,28 +181,19 @@ def test_easy_samples_come_first_by_metrics_of_the_tokens(packing, tmp_path):
         if share == TOKENS:
             eligible = len(ascending)
         assert is_token.sum() <= ascending[eligible - 1]
-    again = iter(dataset(Config.load(raw), "train"))
+    again = iter(data_of(raw))
     for _ in range(4):
         next(again)
-    rest = iter(dataset(Config.load(raw), "train"))
+    rest = iter(data_of(raw))
     rest.set_state(json.loads(json.dumps(again.get_state())))
     np.testing.assert_array_equal(next(rest)["input_ids"], found[4]["input_ids"])
 
 
-def test_an_index_of_other_samples_is_refused(tmp_path):
-    raw = config_of(tmp_path)
-    assert analyzed(tmp_path, raw, "--metric", "vocabulary_rarity").exit_code == 0
-    prefix = tmp_path / "difficulty/vocabulary_rarity"
-    metric = {
-        "index_to_sample_path": f"{prefix}_index_to_sample",
-        "difficulty_type": "percentile",
-        **LENGTHS,
-    }
-    raw["data_efficiency"]["data_sampling"] = sampling(rarity=metric)
+def test_an_index_of_other_samples_is_refused(raw, tmp_path):
+    by_percentile(raw, tmp_path / "difficulty", "vocabulary_rarity")
     taken(raw, 1)
     path = tmp_path / "data.jsonl"
-    lines = path.read_text().splitlines()
-    path.write_text("\n".join(reversed(lines)))
+    path.write_text("\n".join(reversed(path.read_text().splitlines())))
     with pytest.raises(ValueError, match="has an analysis of other data: tokens is"):
         taken(raw, 1)
     raw["data"]["packing"] = True

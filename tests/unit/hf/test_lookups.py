@@ -1,24 +1,26 @@
 """Embeddings have the gradients of torch, and are tiled, tied to the head or not."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import optax
 import pytest
 
-from tests.marks import slow_except
-from tests.unit.hf.models import llama, save, tokens
+from tests.unit.hf.models import (
+    llama,
+    on_tier,
+    params_of,
+    reloaded,
+    save,
+    tokens,
+    torch_loss,
+)
 
 import jax  # isort: skip
 import jax.numpy as jnp  # isort: skip
 import torch  # isort: skip
-import transformers  # isort: skip
 from torchax import default_env  # isort: skip
 from torchax.interop import jax_view, torch_view  # isort: skip
 
 from zinf import hf  # isort: skip
-from zinf.hf.engine import ModelEngine  # isort: skip
 from zinf.executor.streamed import StreamedRunner  # isort: skip
 from zinf.hf.lookups import look_up  # isort: skip
 from zinf.program import Tier  # isort: skip
@@ -57,7 +59,6 @@ def test_a_look_up_has_the_rows_and_the_gradient_of_torch(padding):
     np.testing.assert_allclose(gradient, given.grad, rtol=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_padding_has_no_gradient_by_its_look_up_in_a_model(is_tied, tmp_path):
     torch_model = save(llama(tie_word_embeddings=is_tied), tmp_path)
@@ -66,11 +67,9 @@ def test_padding_has_no_gradient_by_its_look_up_in_a_model(is_tied, tmp_path):
     given = torch.tensor(ids).long()
     torch_model(given, labels=given).loss.backward()
     model = hf.load(tmp_path)
-    named = dict(torch_model.named_parameters())
-    params = {n: jnp.asarray(p.numpy(force=True)) for n, p in named.items()}
     batch = {"input_ids": ids, "labels": ids}
-    found = jax.jit(jax.grad(model.loss))(params, batch)[TABLE]
-    wanted = named[TABLE].grad.numpy()
+    found = jax.jit(jax.grad(model.loss))(params_of(torch_model), batch)[TABLE]
+    wanted = dict(torch_model.named_parameters())[TABLE].grad.numpy()
     assert np.abs(found - wanted).max() < GRADIENTS * np.abs(wanted).max()
     assert found[PADDING].any() == is_tied  # a head has a gradient for every word
 
@@ -80,7 +79,7 @@ def test_gradients_by_frequency_are_refused():
         look_up(torch.zeros(2, 2), torch.zeros(1).long(), scale_grad_by_freq=True)
 
 
-@pytest.mark.parametrize("is_tied", slow_except([True], [True, False]))
+@pytest.mark.parametrize("is_tied", [True, False])
 def test_a_table_with_padding_is_read_by_tile(is_tied, tmp_path):
     llama(tie_word_embeddings=is_tied).save_pretrained(tmp_path)
     model = hf.load(tmp_path)
@@ -99,98 +98,48 @@ def test_a_table_with_padding_is_read_by_tile(is_tied, tmp_path):
 # A table of 512 KiB in tiles of 128 KiB, and a device without room for it.
 WORDS, ROWS = 4096, 8
 TABLE_BYTES = WORDS * 32 * 4
-TILED = {"max_bytes": TABLE_BYTES // 4, "remat": "always"}
 BATCH = {"input_ids": np.random.default_rng(0).integers(3, WORDS, (1, ROWS), np.int32)}
-ADAPTED = {"r": 4, "modules_to_save": ["norm"]}
 
 
-def config_on(tier: str, folder: Path, **rest: Any) -> dict[str, Any]:
-    device = {"device": "none", "host": "cpu", "nvme": "nvme"}[tier]
-    nvme = {"nvme_path": str(folder / "nvme")} if tier == "nvme" else {}
-    memory = {"device": "64MiB"}
-    if tier != "device":
-        memory = {"device": TABLE_BYTES - 1}
-    if tier == "nvme":
-        memory |= {"host": "3MiB"}
-    return {
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": {"device": device, **nvme},
-            "offload_optimizer": {"device": device, **nvme},
-            "stage3_param_persistence_threshold": 1,
-        },
-        "execution": "streamed",
-        "segment": TILED,
-        "memory": memory,
-        **rest,
-    }
-
-
-def engine_on(tier: str, folder: Path, **rest: Any) -> ModelEngine:
-    config = config_on(tier, folder, **rest)
-    model = hf.load(folder / "model")
-    return hf.initialize(model, optax.adamw(1e-2), config, batch=BATCH)
-
-
-def trained(engine: ModelEngine) -> tuple[list[float], Any]:
-    """The losses of three steps and of an evaluation, and the parameters."""
-    losses = [engine.step(BATCH)["loss"] for _ in range(3)]
-    return [*losses, engine.evaluate(BATCH)], engine.params()
-
-
-def tiled_paths(engine: ModelEngine) -> set[str]:
-    assert isinstance(engine._current, StreamedRunner)
-    return {t.path for t in engine._current.passes.program.tilings}
-
-
-def tied(folder: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", [None, {"r": 4, "modules_to_save": ["norm"]}])
+def test_a_tied_table_larger_than_memory_trains_and_generates(adapter, tmp_path):
+    """It is saved and restored, and its export is read by another model."""
     sizes = {"vocab_size": WORDS, "num_hidden_layers": 1}
-    config = llama(tie_word_embeddings=True, **sizes)
-    save(config, folder / "model", shard="1GB")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("adapter", [None, ADAPTED], ids=["whole", "adapted"])
-def test_a_tied_table_larger_than_memory_trains_with_equal_bits(adapter, tmp_path):
-    tied(tmp_path)
-    rest = {} if adapter is None else {"adapter": adapter}
-    with engine_on("device", tmp_path, segment={"remat": "always"}, **rest) as engine:
-        assert not tiled_paths(engine)
-        wanted, _ = trained(engine)
-    found = {}
-    for tier in ("device", "host", "nvme"):
-        with engine_on(tier, tmp_path, **rest) as engine:
-            assert any(path.endswith(TABLE) for path in tiled_paths(engine))
-            found[tier] = trained(engine)
-            peaks = engine.plan.peak_bytes
-            assert tier == "device" or peaks[Tier.DEVICE] < TABLE_BYTES
-    losses, params = found["device"]
-    np.testing.assert_allclose(losses, wanted, rtol=TILES)
-    for tier in ("host", "nvme"):
-        assert found[tier][0] == losses
-        jax.tree.map(np.testing.assert_array_equal, found[tier][1], params)
-
-
-@pytest.mark.slow
-def test_a_tiled_tied_table_is_saved_exported_and_generates(tmp_path):
-    tied(tmp_path)
-    with engine_on("nvme", tmp_path) as engine:
-        engine.step(BATCH)
-        engine.save(tmp_path / "saved")
-        following = engine.step(BATCH)["loss"]
-        engine.restore(tmp_path / "saved")
-        assert engine.step(BATCH)["loss"] == following
-        hf.export(engine, tmp_path / "tuned")
-        loss = engine.evaluate(BATCH)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "tuned", attn_implementation="eager"
-    ).eval()
+    save(llama(tie_word_embeddings=True, **sizes), tmp_path / "model", shard="1GB")
+    whole, config = on_tier("device", tmp_path), on_tier("nvme", tmp_path)
+    config["segment"] = {"max_bytes": TABLE_BYTES // 4, "remat": "always"}
+    config["memory"] |= {"device": TABLE_BYTES - 1, "host": "3MiB"}
+    losses, tiled = [], []
+    for one in (whole, config):
+        given = one | ({} if adapter is None else {"adapter": adapter})
+        model = hf.load(tmp_path / "model")
+        with hf.initialize(model, optax.adamw(1e-2), given, batch=BATCH) as engine:
+            assert isinstance(engine._current, StreamedRunner)
+            tilings = engine._current.passes.program.tilings
+            tiled.append(any(t.path.endswith(TABLE) for t in tilings))
+            losses.append([engine.step(BATCH)["loss"] for _ in range(2)])
+            if one is whole:
+                continue
+            assert engine.plan.peak_bytes[Tier.DEVICE] < TABLE_BYTES
+            if adapter is not None:
+                continue
+            engine.save(tmp_path / "saved")
+            following = engine.step(BATCH)["loss"]
+            engine.restore(tmp_path / "saved")
+            assert engine.step(BATCH)["loss"] == following
+            hf.export(engine, tmp_path / "tuned")
+            loss = engine.evaluate(BATCH)
+    assert tiled == [False, True]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=TILES)
+    if adapter is not None:
+        return
+    loaded = reloaded(tmp_path / "tuned")
+    # One float32 sum over 7 tokens in another order.
+    assert torch_loss(loaded, BATCH["input_ids"]) == pytest.approx(loss, rel=TILES)
     ids = torch.tensor(BATCH["input_ids"]).long()
     with torch.no_grad():
-        # One float32 sum over 7 tokens in another order.
-        assert abs(float(loaded(ids, labels=ids).loss) - loss) < TILES * loss
         wanted = loaded.generate(ids, max_new_tokens=4, do_sample=False)[0, ROWS:]
-    config = config_on("nvme", tmp_path)
     model = hf.load(tmp_path / "tuned")
     with hf.open_model(model, config, rows=1, length=ROWS + 4) as engine:
         made = engine.generate([*BATCH["input_ids"]], max_new_tokens=4, rows=1)

@@ -1,80 +1,54 @@
-"""Models of `transformers` run with weights in 8 and 4 bits, from every tier."""
+"""Weights in 8 and 4 bits: made of plain ones, and read from files of such models."""
+
+import json
+from functools import partial
 
 import numpy as np
+import optax
 import pytest
 
-pytest.importorskip("torchax", reason="needs torch and more: pip install '.[hf]'")
+from tests.unit.hf.models import SMALL, VOCAB, llama, make, off, on_tier, save, tokens
 
-import jax
+import jax  # isort: skip
+import torch  # isort: skip
+import transformers  # isort: skip
+from safetensors.torch import load_file, save_file  # isort: skip
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize  # isort: skip
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # isort: skip
 
-from tests.unit.hf.models import VOCAB, llama, save, tokens
-from zinf import hf
-from zinf.adapt.blocks import OF_BITS, Encoding
-from zinf.plan import Link
-from zinf.program import Role, Tier
+from zinf import hf  # isort: skip
+from zinf.adapt.blocks import OF_BITS, Encoding  # isort: skip
+from zinf.hf.weights import to_torch  # isort: skip
+from zinf.interchange.tensors import boxes  # isort: skip
+from zinf.plan import Link  # isort: skip
+from zinf.program import Role, Tier  # isort: skip
 
 PROMPTS = [np.random.default_rng(0).integers(3, VOCAB, length) for length in (3, 9, 16)]
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 GROUP = 16
 
 
-def settings(tier, folder, **groups):
-    offload = {"device": {"device": "none", "host": "cpu"}.get(tier, tier)}
-    found = {
-        "zero_optimization": {"stage": 3, "offload_param": offload},
-        "persistence_threshold": 0,
-        "memory": {"nvme": str(folder)},
-    }
-    if groups:
-        groups["group_size"] = GROUP
-        found["weight_quantization"] = {"quantized_initialization": groups}
-    return found
+def quantizing(tier, folder, **groups):
+    groups["group_size"] = GROUP
+    quantization = {"quantized_initialization": groups}
+    return on_tier(tier, folder) | {"weight_quantization": quantization}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("bits", "symmetric"), [(8, False), (4, True)])
-def test_tokens_are_equal_on_all_tiers_and_fewer_bytes_move(bits, symmetric, tmp_path):
-    save(llama(), tmp_path / "model")
-    model = hf.load(tmp_path / "model")
-    linear = sum(
-        spec.nbytes // 4
-        for name, spec in model.specs.items()
-        if any(part in name for part in LINEAR)
-    )
-    others = 4 * (model.num_parameters - linear)
-    # Codes, and one or two float32 numbers a group.
-    wanted = others + linear * bits // 8 + linear // GROUP * (4 if symmetric else 8)
-    found = []
-    for tier in Tier:
-        groups = {"num_bits": bits, "symmetric": symmetric}
-        config = settings(tier, tmp_path / "nvme", **groups)
-        with hf.open_model(model, config, rows=4, length=16) as engine:
-            found.append(engine.generate(PROMPTS, max_new_tokens=8, rows=4))
-            made = list(engine._forward._made.values())[-1]
-            scores = engine.log_probabilities({"input_ids": tokens()})
-            assert np.isfinite(scores).all()
-            plan = engine.plan
-        homes = {a: home for a, home in plan.homes.items() if a.role == Role.PARAM}
-        assert set(homes.values()) == {tier}
-        # Each of two layers is a segment of the same executable, as with plain weights.
-        bodies = [s.body for s in made.decode.segmented.program.segments]
-        assert bodies == [0, 1, 1, 2]
-        if tier == Tier.NVME:
-            assert made.decode.plan.link_bytes(Link.NVME_READ) == wanted
-            assert plan.home_bytes[tier] == wanted
-    assert found[0] == found[1] == found[2]
-    assert len({tuple(text) for text in found[0]}) == len(PROMPTS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bits", [8, 4])
-def test_logits_are_those_of_weights_that_are_rounded_by_hand(bits, tmp_path):
+@pytest.mark.parametrize(
+    ("bits", "symmetric", "tiers"),
+    [(8, False, ["nvme"]), (4, True, ["device", "host", "nvme"])],
+)
+def test_logits_are_those_of_weights_that_are_rounded_by_hand(
+    bits, symmetric, tiers, tmp_path
+):
+    """Generated tokens are equal on all tiers, and fewer bytes move."""
     save(llama(), tmp_path / "model")
     model = hf.load(tmp_path / "model")
     files, weights = model.open_weights()
     with files:
         params = {name: np.array(weights.whole(name)) for name in model.specs}
-    encoding = Encoding(OF_BITS[bits, False], GROUP, 0)
+    encoding = Encoding(OF_BITS[bits, symmetric], GROUP, 0)
     rounded = {
         name: np.asarray(encoding.decode(encoding.encode(x), x.shape))
         if any(part in name for part in LINEAR)
@@ -83,21 +57,38 @@ def test_logits_are_those_of_weights_that_are_rounded_by_hand(bits, tmp_path):
     }
     batch = {"input_ids": tokens()}
     wanted = np.asarray(jax.jit(model.logits)(rounded, batch))
-    plain = np.asarray(jax.jit(model.logits)(params, batch))
-    config = settings("nvme", tmp_path / "nvme", num_bits=bits)
-    with hf.open_model(model, config, rows=4, length=16) as engine:
-        found = engine.apply(engine.adapted.applied(model.logits), batch)
+    numel = sum(
+        x.size for name, x in params.items() if any(part in name for part in LINEAR)
+    )
+    # Codes, and one or two float32 numbers a group.
+    nbytes = 4 * (model.num_parameters - numel)
+    nbytes += numel * bits // 8 + numel // GROUP * (4 if symmetric else 8)
+    texts = []
+    for tier in tiers:
+        config = quantizing(tier, tmp_path, num_bits=bits, symmetric=symmetric)
+        with hf.open_model(model, config, rows=4, length=16) as engine:
+            texts.append(engine.generate(PROMPTS, max_new_tokens=8, rows=4))
+            made = list(engine._forward._made.values())[-1]
+            plan = engine.plan
+            if tier == "nvme":
+                found = engine.apply(engine.adapted.applied(model.logits), batch)
+        homes = {a: home for a, home in plan.homes.items() if a.role == Role.PARAM}
+        assert set(homes.values()) == {Tier[tier.upper()]}
+        # Each of two layers is a segment of the same executable, as with plain weights.
+        bodies = [s.body for s in made.decode.segmented.program.segments]
+        assert bodies == [0, 1, 1, 2]
+    assert made.decode.plan.link_bytes(Link.NVME_READ) == nbytes
+    assert plan.home_bytes[Tier.NVME] == nbytes
+    assert all(text == texts[0] for text in texts)
+    assert len({tuple(text) for text in texts[0]}) == len(PROMPTS)
     # Decoded in the segment: the same numbers, up to rounding of fused sums.
-    largest = np.abs(wanted).max()
-    np.testing.assert_allclose(found, wanted, atol=2e-6 * largest)
-    assert np.abs(found - plain).max() > 1e-4 * largest
+    assert off(found, wanted) < 2e-6
 
 
-@pytest.mark.slow
 def test_only_what_a_key_names_is_rounded(tmp_path):
     save(llama(), tmp_path / "model")
     model = hf.load(tmp_path / "model")
-    config = settings("host", tmp_path / "nvme")
+    config = on_tier("host", tmp_path)
     config["weight_quantization"] = {
         "post_init_quant": {"mlp": {"num_bits": 4}, "q_proj": {"num_bits": 8}}
     }
@@ -108,3 +99,136 @@ def test_only_what_a_key_names_is_rounded(tmp_path):
     config["weight_quantization"] = {"post_init_quant": {"nothing": {"num_bits": 4}}}
     with pytest.raises(ValueError, match="no linear layer has 'nothing' in its name"):
         hf.running(model, config, rows=4, length=16)
+
+
+BLOCK = 16
+FP8 = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [BLOCK, BLOCK],
+}
+MXFP4 = {"quant_method": "mxfp4"}
+
+
+def stored(config, folder, change, quantization):
+    """Saves a model of which `change` quantizes the tensors, and gives these."""
+    save(config, folder, shard="1GB")
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+    if quantization is not None:
+        path = folder / "config.json"
+        raw = json.loads(path.read_text()) | {"quantization_config": quantization}
+        path.write_text(json.dumps(raw))
+    return tensors
+
+
+def all_parts(weights, name):
+    """A weight, put together of the parts in which it is imported."""
+    spec = weights.specs[name]
+    found = torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
+    for box in boxes(spec.shape, weights.block(name)):
+        part = to_torch(weights.read(name, box))
+        found[tuple(slice(*edges) for edges in box)] = part
+    return found
+
+
+def to_fp8(tensors):
+    for name in [n for n in tensors if n.endswith("proj.weight")]:
+        rows, columns = tensors[name].shape
+        blocks = tensors[name].reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+        scales = blocks.abs().amax((1, 3)) / 448
+        scaled = blocks / scales[:, None, :, None]
+        tensors[name] = scaled.reshape(rows, columns).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scales
+
+
+def test_fp8_is_dequantized_as_transformers_does(tmp_path):
+    tensors = stored(llama(), tmp_path, to_fp8, FP8)
+    model = hf.load(tmp_path)
+    opened, weights = model.open_weights()
+    with opened:
+        assert weights.specs.keys() == model.specs.keys()
+        name = "model.layers.1.mlp.down_proj.weight"
+        wanted = Fp8Dequantize(None)._dequantize_one(
+            tensors[name], tensors[f"{name}_scale_inv"], torch.float32
+        )
+        assert torch.equal(all_parts(weights, name), wanted)
+        rows = weights.read(name, ((5, 23), (0, 48)))  # Begins within a block.
+        assert np.array_equal(rows, wanted[5:23].numpy())
+    original = dict(make(llama()).named_parameters())[name]
+    # float8 has 3 bits after the first: 1/16 of each number.
+    assert torch.allclose(wanted, original, rtol=1 / 16, atol=1e-4)
+    assert not hasattr(model.config, "quantization_config")
+
+
+def to_mxfp4(tensors, *, is_plain=False):
+    generator = torch.Generator().manual_seed(0)
+    for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
+        count, inputs, outputs = tensors.pop(name).shape
+        shape = (count, outputs, inputs // 32)
+        codes = torch.randint(0, 256, (*shape, 16), generator=generator)
+        scales = torch.randint(118, 125, shape, generator=generator)
+        codes, scales = codes.to(torch.uint8), scales.to(torch.uint8)
+        if is_plain:
+            tensors[name] = convert_moe_packed_tensors(codes, scales)
+        else:
+            tensors |= {f"{name}_blocks": codes, f"{name}_scales": scales}
+
+
+def gpt_oss():
+    sizes = SMALL | {"hidden_size": 64, "intermediate_size": 32, "head_dim": 16}
+    return transformers.GptOssConfig(
+        **sizes, num_local_experts=4, num_experts_per_tok=2
+    )
+
+
+@pytest.mark.slow
+def test_mxfp4_is_dequantized_as_transformers_does(tmp_path):
+    """Experts of gpt-oss; a step from the NVMe tier is that of the plain weights."""
+    stored(gpt_oss(), tmp_path / "quantized", to_mxfp4, MXFP4)
+    plain = stored(
+        gpt_oss(), tmp_path / "plain", partial(to_mxfp4, is_plain=True), None
+    )
+    model = hf.load(tmp_path / "quantized")
+    opened, weights = model.open_weights()
+    with opened:
+        assert weights.specs.keys() == model.specs.keys()
+        for end in ("gate_up_proj", "down_proj"):
+            name = f"model.layers.1.mlp.experts.{end}"
+            assert weights.specs[name].shape == model.specs[name].shape
+            assert torch.equal(all_parts(weights, name), plain[name])
+    batch, losses = {"input_ids": tokens()}, []
+    for folder in ("quantized", "plain"):
+        model, config = hf.load(tmp_path / folder), on_tier("nvme", tmp_path)
+        tx = optax.adamw(1e-2)
+        with hf.initialize(model, tx, config, batch=batch) as engine:
+            losses.append([engine.step(batch)["loss"] for _ in range(2)])
+            if folder == "quantized":
+                hf.export(engine, tmp_path / "tuned")
+    assert losses[0] == losses[1]
+    tuned = json.loads((tmp_path / "tuned/config.json").read_text())
+    assert "quantization_config" not in tuned
+
+
+def test_weights_without_their_scales_are_named(tmp_path):
+    name = "model.layers.0.mlp.up_proj.weight_scale_inv"
+
+    def no_scales(tensors):
+        to_fp8(tensors)
+        del tensors[name]
+
+    def other_blocks(tensors):
+        to_fp8(tensors)
+        tensors[name] = tensors[name][:1].clone()
+
+    stored(llama(), tmp_path, no_scales, FP8)
+    words = "layers.0.mlp.up_proj.weight' is float8.*no sc"
+    with pytest.raises(NotImplementedError, match=words):
+        hf.load(tmp_path).open_weights()
+    stored(llama(), tmp_path, other_blocks, FP8)
+    words = r"up_proj.weight_scale_inv has the shape \[1, 2\]"
+    with pytest.raises(ValueError, match=words):
+        hf.load(tmp_path).open_weights()

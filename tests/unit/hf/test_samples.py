@@ -5,47 +5,39 @@ import json
 import numpy as np
 import pytest
 
-from tests.unit.hf.models import CHAT, VOCAB, tokenizer
+from tests.unit.hf.models import CHAT, END, VOCAB, refusals, tokenizer, turns, write
 
 from zinf.hf.dataset import Samples, batches, split_of, tokenized  # isort: skip
+from zinf.hf.packing import Packed, rows_of  # isort: skip
+from zinf.hf.preference import PairTokenizing  # isort: skip
 from zinf.hf.records import records  # isort: skip
 from zinf.hf.samples import Tokenizing  # isort: skip
 
-END = 1
+SETTINGS = {
+    "sequence_length": 8,
+    "truncates": False,
+    "completion_only": True,
+    "vocab_size": VOCAB,
+}
 
 
 def tokenizing(words=None, **changes):
-    settings = {
-        "sequence_length": 8,
-        "truncates": False,
-        "completion_only": True,
-        "vocab_size": VOCAB,
-    }
-    return Tokenizing(words or tokenizer(chat_template=CHAT), **settings | changes)
+    return Tokenizing(words or tokenizer(chat_template=CHAT), **SETTINGS | changes)
 
 
-def turns(*contents):
-    roles = ("user", "assistant") * len(contents)
-    pairs = zip(roles, contents, strict=False)
-    return [{"role": role, "content": content} for role, content in pairs]
+def pairs(**named):
+    return PairTokenizing(tokenizer(**named), **SETTINGS)
 
 
 SAID = {"from": "gpt", "value": "w1"}
 # A line, its tokens, and how many of the first have no label.
 LINES = [
     ({"text": "w0 w1"}, [5, 6, END], 0),
+    ({"text": "w0 w1 </s>"}, [5, 6, END], 0),
     ({"prompt": "w0 w1", "completion": "w2"}, [5, 6, 7, END], 2),
     ({"messages": turns("w0", "w1 w2")}, [4, 5, 3, 6, 7, END], 3),
-    (
-        {"prompt": turns("w0"), "completion": [turns("", "w1")[1]]},
-        [4, 5, 3, 6, END],
-        3,
-    ),
-    (
-        {"conversations": [{"from": "human", "value": "w0"}, SAID]},
-        [4, 5, 3, 6, END],
-        3,
-    ),
+    ({"prompt": turns("w0"), "completion": [turns("", "w1")[1]]}, [4, 5, 3, 6, END], 3),
+    ({"conversations": [{"from": "human", "value": "w0"}, SAID]}, [4, 5, 3, 6, END], 3),
     ({"instruction": "w0", "input": "", "output": "w1"}, [4, 5, 3, 6, END], 3),
     ({"instruction": "w0", "input": "w2", "output": "w1"}, [4, 5, 7, 3, 6, END], 4),
 ]
@@ -59,92 +51,102 @@ def test_prompts_have_no_label(line, ids, hidden):
     assert everything.sample(line, "line 1") == (ids, ids)
 
 
+UNTAGGED = CHAT.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+
+
 def test_every_answer_is_trained_on_where_the_template_marks_them():
     line = {"messages": turns("w0", "w1", "w2", "w3")}
     ids = [4, 5, 3, 6, END, 4, 7, 3, 8, END]
     found = tokenizing(sequence_length=10).sample(line, "line 1")
     assert found == (ids, [-100, -100, -100, 6, END, -100, -100, -100, 8, END])
-
-
-def test_without_marks_the_last_answer_is_trained_on():
+    # Without marks the last answer is trained on.
     words = tokenizer(chat_template=UNTAGGED)
-    line = {"messages": turns("w0", "w1", "w2", "w3")}
     _, labels = tokenizing(words, sequence_length=10).sample(line, "line 1")
     assert labels == [-100] * 8 + [8, END]
 
 
-UNTAGGED = CHAT.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+def test_alpaca_without_a_template_has_the_prompt_of_its_authors():
+    line = {"instruction": "w0", "input": "w2", "output": "w1"}
+    words = tokenizer()
+    ids, labels = tokenizing(words, sequence_length=60).sample(line, "line 1")
+    prompt = words.decode([i for i, x in zip(ids, labels, strict=True) if x == -100])
+    assert prompt.count("w0") == prompt.count("w2") == 1 and "w1" not in prompt
+    assert labels[-2:] == [6, END]
+
+
+def test_a_line_is_a_chosen_and_a_rejected_sample():
+    line = {"prompt": "w0", "chosen": "w1", "rejected": "w2 w3"}
+    chosen, rejected = pairs().samples(line, "line 1")
+    assert chosen == ([5, 6, END], [-100, 6, END])
+    assert rejected == ([5, 7, 8, END], [-100, 7, 8, END])
+    whole = {"chosen": turns("w0", "w1"), "rejected": turns("w0", "w2")}
+    parted = {
+        "prompt": turns("w0"),
+        "chosen": turns("w0", "w1")[1:],
+        "rejected": turns("w0", "w2")[1:],
+    }
+    how = pairs(chat_template=CHAT)
+    assert how.samples(whole, "line 1") == how.samples(parted, "line 1")
+
+
 LONG = {"text": " ".join(["w0"] * 9)}
-WRONG = [
-    ({}, LONG, "line 7: the sample has 10 tokens.*data.sequence_length is 8"),
-    ({}, {"text": ""}, "line 7: text must be a text that is not empty"),
-    ({}, {"note": "w0"}, "line 7: a line must have text, prompt.*found note"),
-    ({}, [1], "line 7: a line must be a JSON object"),
-    ({"vocab_size": 6}, {"text": "w0 w3"}, "token 8, and the model has 6 words"),
-    (
-        {"sequence_length": 2, "truncates": True},
-        {"prompt": "w0 w1", "completion": "w2"},
-        "line 7: no token of the sample is trained on",
-    ),
-    ({}, {"messages": []}, "line 7: messages must be a list"),
-    ({"words": {}}, {"messages": turns("w0", "w1")}, "has no chat template"),
-    (
-        {"words": {"chat_template": "{{ raise_exception('odd turns') }}"}},
-        {"messages": turns("w0", "w1")},
-        "line 7: the chat template refuses the conversation: odd turns",
-    ),
-    (
-        {"words": {"chat_template": "{% for m in messages %}w1 {% endfor %}"}},
-        {"messages": turns("w0")},
-        "does not show where the last answer begins",
-    ),
-    (
-        {"words": {"chat_template": UNTAGGED}, "assistant_only": True},
-        {"messages": turns("w0", "w1")},
-        "line 7: the chat template has no {% generation %} tags",
-    ),
-    (
-        {},
-        {"conversations": [{"from": "narrator", "value": "w0"}]},
-        "line 7: turn 1 of conversations must have a value and be from",
-    ),
-    ({}, {"instruction": "w0", "output": ""}, "line 7: output must be a text that"),
-    ({}, {"chosen": "w0", "rejected": "w1"}, "chosen and rejected are preferences"),
-]
-
-
-@pytest.mark.parametrize(("changes", "line", "words"), WRONG)
-def test_a_wrong_sample_is_named(changes, line, words):
-    changes = dict(changes)
-    named = changes.pop("words", {"chat_template": CHAT})
-    how = tokenizing(tokenizer(**named), **changes)
-    with pytest.raises(ValueError, match=words):
-        how.sample(line, "file, line 7")
 
 
 def test_a_long_sample_may_be_cut():
     ids, labels = tokenizing(truncates=True).sample(LONG, "line 1")
     assert ids == labels == [5] * 8
+    full = {"text": " ".join(["w0"] * 7)}
+    assert tokenizing().sample(full, "line 1")[0] == [5] * 7 + [END]
+
+
+def test_a_wrong_line_is_named_with_what_is_wrong(tmp_path, golden):
+    chat = {"messages": turns("w0", "w1")}
+
+    def sample(line, template=CHAT, **changes):
+        words = tokenizer(chat_template=template) if template else tokenizer()
+        return lambda: tokenizing(words, **changes).sample(line, "line 7")
+
+    def pair(**line):
+        return lambda: pairs().samples(line, "line 7")
+
+    refuses = "{{ raise_exception('odd turns') }}"
+    mute = "{% for m in messages %}w1 {% endfor %}"
+    prompt = {"prompt": "w0 w1", "completion": "w2"}
+    narrator = [{"from": "narrator", "value": "w0"}]
+    mistakes = {
+        "too long": sample(LONG),
+        "empty": sample({"text": ""}),
+        "no known field": sample({"note": "w0"}),
+        "no object": sample([1]),
+        "a token beyond the words": sample({"text": "w0 w3"}, vocab_size=8),
+        "a prompt alone": sample(prompt, sequence_length=2, truncates=True),
+        "no messages": sample({"messages": []}),
+        "no chat template": sample(chat, template=None),
+        "a template that refuses": sample(chat, refuses),
+        "a template without answers": sample({"messages": turns("w0")}, mute),
+        "a template without tags": sample(chat, UNTAGGED, assistant_only=True),
+        "a turn of nobody": sample({"conversations": narrator}),
+        "no output": sample({"instruction": "w0", "output": ""}),
+        "preferences": sample({"chosen": "w0", "rejected": "w1"}),
+        "no preferences": pair(text="w0"),
+        "preferences of no prompt": pair(chosen="w0", rejected="w1"),
+        "a long answer": pair(prompt="w0", chosen="w1", rejected="w2 " * 9),
+    }
+    golden.check("samples.txt", refusals(mistakes, tmp_path))
 
 
 def test_batches_are_the_same_after_resuming_and_padding_has_no_label(tmp_path):
     data = tmp_path / "data.jsonl"
-    lines = [
-        json.dumps({"text": " ".join(f"w{j}" for j in range(i + 1))}) for i in range(5)
-    ]
+    lines = [json.dumps({"text": "w0" + " w1" * i}) for i in range(5)]
     data.write_text("\n\n".join(lines))
-    said = []
+    said, cache = [], tmp_path / "cache"
 
     def begun():
-        folder = tokenized(
-            [data],
-            tokenizing(),
-            tokenizer_files=[],
-            cache=tmp_path / "cache",
-            say=said.append,
-        )
+        how = {"tokenizer_files": [], "cache": cache, "say": said.append}
+        folder = tokenized([data], tokenizing(), **how)
         first, last = split_of(5, 0.2, is_training=True)
         rows = Samples(folder, length=8, padding=2, first=first, last=last)
+        assert (first, last, rows.lengths.tolist()) == (0, 4, [2, 3, 4, 5])
         return iter(batches(rows, batch_size=2, seed=0))
 
     first = begun()
@@ -162,23 +164,21 @@ def test_batches_are_the_same_after_resuming_and_padding_has_no_label(tmp_path):
     assert np.array_equal(is_padding, batch["input_ids"] == 2) and is_padding.any()
     # Five samples of 2 to 6 tokens, each with an end; the second time none is made.
     assert said == ["data: 5 samples, 20 tokens, 15 of them trained on"]
+    assert split_of(5, 0.2, is_training=False) == (4, 5)
 
 
-def test_a_line_that_is_no_json_is_named(tmp_path):
-    data = tmp_path / "data.jsonl"
-    data.write_text('{"text": "w0"}\n{"text": \n')
-    with pytest.raises(ValueError, match="data.jsonl, line 2: no JSON"):
-        tokenized([data], tokenizing(), tokenizer_files=[], cache=tmp_path / "cache")
-    assert not list((tmp_path / "cache").iterdir())
-
-
-def test_alpaca_without_a_template_has_the_prompt_of_its_authors():
-    line = {"instruction": "w0", "input": "w2", "output": "w1"}
-    words = tokenizer()
-    ids, labels = tokenizing(words, sequence_length=60).sample(line, "line 1")
-    prompt = words.decode([i for i, x in zip(ids, labels, strict=True) if x == -100])
-    assert prompt.count("w0") == prompt.count("w2") == 1 and "w1" not in prompt
-    assert labels[-2:] == [6, END]
+def test_files_without_samples_are_named_and_nothing_is_left(tmp_path):
+    data, cache = tmp_path / "data.jsonl", tmp_path / "cache"
+    for content, message in (
+        ('{"text": "w0"}\n{"text": \n', "data.jsonl, line 2: no JSON"),
+        ("\n", "data.jsonl: there is no line to read"),
+    ):
+        data.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            tokenized([data], tokenizing(), tokenizer_files=[], cache=cache)
+        assert not list(cache.iterdir())
+    with pytest.raises(FileNotFoundError, match="There is no file .*absent"):
+        tokenized([tmp_path / "absent"], tokenizing(), tokenizer_files=[], cache=cache)
 
 
 def test_parquet_and_arrays_of_json_give_the_samples_of_lines(tmp_path):
@@ -189,7 +189,7 @@ def test_parquet_and_arrays_of_json_give_the_samples_of_lines(tmp_path):
         {"messages": turns("w0", "w1")},
         {"messages": [*turns("w2", "w3"), {"role": "tool", "content": "w4"}]},
     ]
-    (tmp_path / "lines.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    write(tmp_path / "lines.jsonl", lines)
     (tmp_path / "array.json").write_text(json.dumps(lines))
     parquet.write_table(pa.Table.from_pylist(lines), tmp_path / "rows.parquet")
     found = [[line for line, _ in records(path)] for path in sorted(tmp_path.iterdir())]
@@ -198,3 +198,35 @@ def test_parquet_and_arrays_of_json_give_the_samples_of_lines(tmp_path):
     damaged.write_bytes(b"PAR1")
     with pytest.raises(ValueError, match="damaged.parquet is no parquet file"):
         next(records(damaged))
+
+
+ROOM = 16
+
+
+def test_rows_hold_each_sample_once_and_no_more_than_fits():
+    lengths = np.random.default_rng(0).integers(1, ROOM + 1, 500)
+    rows = rows_of(lengths, ROOM)
+    assert sorted(i for row in rows for i in row) == list(range(500))
+    filled = [sum(int(lengths[i]) for i in row) for row in rows]
+    assert max(filled) <= ROOM
+    # At most 11/9 of the fewest rows and 6/9 more, which is the bound of fitting the
+    # longest first (Johnson 1973); the fewest rows hold all tokens.
+    assert len(rows) <= 11 / 9 * np.ceil(lengths.sum() / ROOM) + 6 / 9
+    # The longest first, each into the fullest row with room.
+    assert rows_of([3, 5, 2, 6, 8], 8) == [[4], [3, 2], [1, 0]]
+
+
+def test_a_packed_row_numbers_samples_and_positions(tmp_path):
+    samples = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
+    flat = np.concatenate([np.int32(s) for s in samples])
+    flat.tofile(tmp_path / "ids.int32")
+    flat.tofile(tmp_path / "labels.int32")
+    np.save(tmp_path / "ends.npy", np.cumsum([len(s) for s in samples]))
+    packed = Packed(Samples(tmp_path, length=8, padding=2, first=0, last=3))
+    assert len(packed) == 2 and [packed.num_tokens(i) for i in (0, 1)] == [7, 2]
+    first = packed[0]
+    assert first["input_ids"].tolist() == [10, 11, 12, 13, 5, 6, 7, 2]
+    assert first["labels"].tolist() == [-100, 11, 12, 13, -100, 6, 7, -100]
+    assert first["segment_ids"].tolist() == [1] * 4 + [2] * 3 + [0]
+    assert first["position_ids"].tolist() == [0, 1, 2, 3, 0, 1, 2, 0]
+    assert all(x.dtype == np.int32 for x in first.values())

@@ -1,0 +1,68 @@
+"""Weights and routed experts of `transformers` models, divided over devices."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import zinf
+from tests.unit.hf.architectures import config_of
+from tests.unit.hf.models import gpt2, llama, save, tokens
+from zinf import hf
+from zinf.program import ArrayId, Role
+
+pytestmark = pytest.mark.slow
+SAMPLES, STEPS = 16, 2
+# Sums of float32 in another order, carried over the steps: see
+# `tests/equivalence/meshes.py`.
+BOUND = 16 * 2.0**-23
+
+
+def train(folder, num_devices, stage, **axes):
+    """Losses and norms, and the layouts of all arrays."""
+    mesh = zinf.make_mesh(jax.devices()[:num_devices], **axes)
+    config = {
+        "zero_optimization": {"stage": stage},
+        "persistence_threshold": 1,
+        "gradient_clipping": 0.05,
+    }
+    batch = {"input_ids": tokens(SAMPLES)}
+    with hf.initialize(hf.load(folder), optax.adamw(1e-3), config, mesh=mesh) as engine:
+        metrics = [engine.step(batch) for _ in range(STEPS)]
+        layouts = engine.residents.layouts
+    return [m[k] for m in metrics for k in ("loss", "grad_norm")], layouts
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_experts_are_divided_and_losses_stay(name, tmp_path):
+    save(config_of(name), tmp_path)
+    expected, _ = train(tmp_path, 1, 0)
+    found, layouts = train(tmp_path, 8, 3, num_expert=4)
+    np.testing.assert_allclose(found, expected, rtol=BOUND)
+    assert expected[-2] < expected[0]
+    paths = [path for path in hf.load(tmp_path).specs if ".experts." in path]
+    assert paths
+    for path in paths:
+        layout = layouts.of(ArrayId(Role.PARAM, path))
+        assert layout.device_shape[0] * 4 == layout.shape[0]
+
+
+LLAMA = dict.fromkeys(["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"], 0)
+LLAMA |= {"o_proj": 1, "down_proj": 1}
+# Query, key and value of GPT-2 are one weight, so its attentions are not cut.
+GPT2 = {"c_fc": 1, "c_proj": 0}
+
+
+# torch's linear layers keep (out, in); those of GPT-2 (in, out).
+@pytest.mark.parametrize(("make", "dims"), [(llama, LLAMA), (gpt2, GPT2)])
+def test_layers_are_cut_by_columns_and_rows_and_losses_stay(make, dims, tmp_path):
+    save(make(), tmp_path)
+    expected, _ = train(tmp_path, 1, 1)
+    found, layouts = train(tmp_path, 4, 1, num_tensor=2)
+    np.testing.assert_allclose(found, expected, rtol=BOUND)
+    cut = {
+        array.path.split(".")[-2]: tuple(layout.computed.spec).index("tensor")
+        for array, layout in layouts.arrays.items()
+        if array.path.endswith(".weight") and "tensor" in layout.computed.spec
+    }
+    assert cut == dims
