@@ -131,11 +131,14 @@ KEYS: dict[str, Callable[[], Any]] = {
     "rng is a seed": lambda: 0,
     "rng is nnx.Rngs": lambda: nnx.Rngs(0),
     "rng is several keys": lambda: jax.random.split(jax.random.key(0), 3),
+    "rng is a raw key of another length": lambda: jnp.zeros(3, jnp.uint32),
+    "rng is a raw key of signed numbers": lambda: jnp.zeros(2, jnp.int32),
 }
 CONFIGS: dict[str, Any] = {
     "an unknown key": {"memory": {"hots": "1GiB"}},
     "a learning rate of null": {"optimizer": {"type": "Adam", "params": {"lr": None}}},
     "a frozen pattern that matches nothing": {"frozen": ["layer/*"]},
+    "a batch of another size": {"train_batch_size": 8},
     "a batch that does not divide": {"gradient_accumulation_steps": 3},
     "a config of another type": [1],
 }
@@ -143,6 +146,9 @@ IN_JIT = "an engine inside of jax.jit"
 OTHERS: dict[str, Callable[[], Any]] = {
     "rng, and a loss without a key": lambda: first_step(
         returning(lambda x: x), rng=jax.random.key(0)
+    ),
+    "a loss with a key and state, and no rng": lambda: first_step(
+        lambda params, state, batch, key: 0.0, model_state={"count": jnp.zeros(())}
     ),
     "has_aux, and the loss alone": lambda: first_step(has_aux=True),
     "text beside the loss": lambda: first_step(
