@@ -1,21 +1,17 @@
 """`engine.apply`: any function of the parameters, over the arrays of an engine."""
 
-import functools
 import re
+from functools import partial
 from pathlib import Path
 
 import chex
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
-from flax.training.train_state import TrainState
 
 import zinf
-from tests.marks import slow_except
 from tests.robustness.small import (
     DIM,
     content,
@@ -25,12 +21,12 @@ from tests.robustness.small import (
     loss_fn,
     on_nvme,
 )
+from tests.unit.refusals import error_of, text_of
 from zinf.executor.forward import ForwardRunner, joined
 from zinf.plan import InfeasibleError, Pass, Run, Transfer
 from zinf.program import Role, Tier
 from zinf.segment import executables
 
-FUSED = {"execution": "fused"}
 STREAMED = {"execution": "streamed"}
 KEY = jax.random.key(3)
 SGD = optax.sgd(0.1)
@@ -65,9 +61,8 @@ def runner_of(engine):
     return runner
 
 
-@pytest.mark.parametrize("config", slow_except(["nvme"], ["fused", "nvme"]))
-def test_a_function_returns_what_it_computes_and_training_goes_on(config, tmp_path):
-    settings = FUSED if config == "fused" else on_nvme(tmp_path, gradient_clipping=1.0)
+def test_a_function_returns_what_it_computes_and_training_goes_on(tmp_path):
+    settings = on_nvme(tmp_path, gradient_clipping=1.0)
     losses = []
     with zinf.initialize(loss_fn, init, optax.adam(1e-2), settings) as engine:
         losses.append(engine.step(draw())["loss"])
@@ -85,10 +80,20 @@ def test_a_function_returns_what_it_computes_and_training_goes_on(config, tmp_pa
         assert [engine.step(draw(i))["loss"] for i in range(3)] == losses
 
 
-def test_outputs_go_to_the_host_when_they_are_made(tmp_path):
-    with zinf.initialize(loss_fn, init, SGD, on_nvme(tmp_path), batch=draw()) as engine:
-        engine.apply(features, draw())
-        plan = runner_of(engine).plan
+# How a pass runs.
+
+
+@pytest.fixture(scope="module")
+def on_drive(tmp_path_factory):
+    """An engine that takes no step: whoever gets it only reads."""
+    config = on_nvme(tmp_path_factory.mktemp("nvme"))
+    with zinf.initialize(loss_fn, init, SGD, config, batch=draw()) as made:
+        yield made
+
+
+def test_outputs_go_to_the_host_when_they_are_made(on_drive):
+    on_drive.apply(features, draw())
+    plan = runner_of(on_drive).plan
     operations = [i.operation for i in plan.instructions]
     runs = [i for i, x in enumerate(operations) if isinstance(x, Run)]
     assert {operations[i].kind for i in runs} == {Pass.FORWARD}
@@ -128,19 +133,14 @@ def test_the_second_call_traces_and_compiles_nothing(monkeypatch):
         assert len(traced) == 2
 
 
-def test_microbatches_give_the_rows_of_the_batch(tmp_path):
-    with zinf.initialize(loss_fn, init, SGD, on_nvme(tmp_path), batch=draw()) as engine:
-        whole = engine.apply(logits, draw(0, 8))
-        parts = engine.apply(logits, draw(0, 8), num_microbatches=4)
-        np.testing.assert_allclose(parts, whole, rtol=1e-5, atol=1e-6)
-        plan = runner_of(engine).plan
-        read = [i for i in plan.instructions if i.link == "nvme read"]
-        # Each parameter is read once for all microbatches.
-        assert sum(i.nbytes for i in read) == plan.home_bytes[Tier.NVME]
-        with pytest.raises(ValueError, match=r"features must return.*'inputs/1' has"):
-            engine.apply(features, draw(0, 8), num_microbatches=4)
-        with pytest.raises(ValueError, match="num_microbatches"):
-            engine.apply(logits, draw(0, 8), num_microbatches=0)
+def test_microbatches_give_the_rows_of_the_batch(on_drive):
+    whole = on_drive.apply(logits, draw(0, 8))
+    parts = on_drive.apply(logits, draw(0, 8), num_microbatches=4)
+    np.testing.assert_allclose(parts, whole, rtol=1e-5, atol=1e-6)
+    plan = runner_of(on_drive).plan
+    read = [i for i in plan.instructions if i.link == "nvme read"]
+    # Each parameter is read once for all microbatches.
+    assert sum(i.nbytes for i in read) == plan.home_bytes[Tier.NVME]
 
 
 def test_rows_of_several_processes_are_in_the_order_of_their_batches():
@@ -171,9 +171,14 @@ def test_the_key_the_state_and_train_are_those_of_evaluation():
         assert engine.model_state()["count"] == 1
 
 
-def test_a_leaf_that_rests_by_row_may_be_read_as_a_whole(tmp_path):
-    def scanned(params, batch):
-        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch["x"], params)
+def test_a_leaf_that_rests_by_row_is_evaluated_by_row_and_read_as_a_whole(tmp_path):
+    def scanned(params, batch, train):
+        """Layers in training, and others in evaluation."""
+
+        def layer(x, w):
+            return jnp.tanh(x @ w) * (0.5 if train else 1.0), None
+
+        x, _ = jax.lax.scan(layer, batch["x"], params)
         return jnp.mean(jnp.square(x - batch["y"]))
 
     def norms(params, batch):
@@ -183,6 +188,8 @@ def test_a_leaf_that_rests_by_row_may_be_read_as_a_whole(tmp_path):
     with zinf.initialize(scanned, layers, SGD, on_nvme(tmp_path)) as engine:
         engine.step(draw())
         assert any(array.rows for array in engine.plan.homes)
+        expected = scanned(engine.params(), draw(1), train=False)
+        np.testing.assert_allclose(engine.evaluate(draw(1)), expected, rtol=1e-5)
         expected = jax.device_get(norms(engine.params(), None))
         chex.assert_trees_all_close(engine.apply(norms, None), expected, rtol=1e-6)
 
@@ -190,19 +197,7 @@ def test_a_leaf_that_rests_by_row_may_be_read_as_a_whole(tmp_path):
 # Refusals.
 
 
-def missing(params, batch):
-    return batch["x"] @ params["head"]
-
-
-def nothing(params, batch):
-    logits(params, batch)
-
-
-def text(params, batch):
-    return {"logits": logits(params, batch), "note": "done"}
-
-
-def printing(params, batch):
+def with_callback(params, batch):
     jax.experimental.io_callback(print, None, batch["x"])
     return logits(params, batch)
 
@@ -211,46 +206,35 @@ def random(params, batch, key):
     return logits(params, batch) + jax.random.normal(key, (1, DIM))
 
 
-REFUSED = {
-    "missing": (missing, KeyError, "head"),
-    "nothing": (nothing, ValueError, "nothing returned None, in which there is no"),
-    "text": (text, ValueError, "text returned 'note' as 'done', which is no array"),
-    "effect": (printing, NotImplementedError, "printing contains `io_callback` with"),
-    "key": (random, ValueError, r"random\(params, batch\).*pass key=jax.random.key"),
-    "arguments": (lambda params: 1, ValueError, r"calls <lambda>\(params, batch\)"),
-    "no function": ({"x": 1}, ValueError, "takes a function and a batch; found dict"),
-}
-
-
 @pytest.fixture(scope="module")
 def engine():
     with zinf.initialize(loss_fn, init, SGD, STREAMED, batch=draw()) as made:
         yield made
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_applied_is_refused_by_name(engine, case):
-    function, kind, message = REFUSED[case]
-    with pytest.raises(kind, match=message) as caught:
-        engine.apply(function, draw())
-    if case == "missing":
-        notes = " ".join(caught.value.__notes__)
-        assert "missing raised this" in notes
-        assert "layers/0/b, layers/0/w" in notes
+def test_what_cannot_be_applied_is_refused_by_name(engine, golden):
+    apply = partial(engine.apply, batch=draw())
+    before = zinf.initialize(loss_fn, init, SGD, STREAMED)
+    cases = {
+        "a parameter that is not there": lambda: apply(lambda p, b: p["head"]),
+        "nothing returned": lambda: apply(lambda p, b: None),
+        "text returned": lambda: apply(lambda p, b: {"x": b["x"], "note": "done"}),
+        "an effect": lambda: apply(with_callback),
+        "a key is needed": lambda: apply(random),
+        "a key that is none": lambda: apply(random, key=7),
+        "a key that is not wanted": lambda: apply(logits, key=KEY),
+        "one argument": lambda: apply(lambda params: 1),
+        "no function": lambda: apply({"x": 1}),
+        "an output without rows": lambda: apply(features, num_microbatches=4),
+        "no microbatch": lambda: apply(logits, num_microbatches=0),
+        "before the first batch": lambda: before.apply(logits, draw()),
+    }
+    errors = {name: error_of(call) for name, call in cases.items()}
+    golden.check("apply_refusals.txt", text_of(errors))
+    notes = " ".join(errors["a parameter that is not there"].__notes__)
+    assert "<lambda> raised this" in notes
+    assert "layers/0/b, layers/0/w" in notes
     expect_at_rest(engine)
-
-
-def test_a_key_that_is_none_or_not_wanted_is_refused(engine):
-    with pytest.raises(ValueError, match="key must be a random key.*found int"):
-        engine.apply(random, draw(), key=7)
-    with pytest.raises(ValueError, match="It takes no key: leave key= out"):
-        engine.apply(logits, draw(), key=KEY)
-
-
-def test_before_the_first_batch_nothing_can_be_applied():
-    with zinf.initialize(loss_fn, init, SGD, STREAMED) as engine:
-        with pytest.raises(ValueError, match="take a step first"):
-            engine.apply(logits, draw())
 
 
 def test_outputs_that_do_not_fit_the_host_are_refused_with_their_bytes(tmp_path):
@@ -269,73 +253,22 @@ def test_outputs_that_do_not_fit_the_host_are_refused_with_their_bytes(tmp_path)
         assert engine.apply(logits, draw()).shape == (4, DIM)
 
 
-def test_a_program_that_was_not_used_for_long_is_made_again(engine, monkeypatch):
+def test_the_program_that_was_used_least_recently_is_made_again(engine, monkeypatch):
     monkeypatch.setattr(engine._forward, "_limit", 2)
-    functions = [functools.partial(logits) for _ in range(3)]
-    for function in functions:
-        engine.apply(function, draw())
+    traced = []
+
+    def function(name):
+        def named(params, batch):
+            traced.append(name)
+            return logits(params, batch)
+
+        return named
+
+    functions = {name: function(name) for name in "abc"}
+    for name in "abacab":
+        engine.apply(functions[name], draw())
+    assert traced == ["a", "b", "c", "b"]
     assert len(engine._forward._made) == 2
-
-
-# Adapters.
-
-
-def test_a_function_gets_the_module_in_the_mode_of_eval():
-    class Module(nnx.Module):
-        def __init__(self, *, rngs):
-            self.linear = nnx.Linear(DIM, DIM, rngs=rngs)
-            self.dropout = nnx.Dropout(0.5, rngs=rngs)
-
-        def __call__(self, x):
-            return self.dropout(self.linear(x))
-
-    def loss(module, batch):
-        return jnp.mean(jnp.square(module(batch["x"]) - batch["y"]))
-
-    def outputs(module, batch):
-        return module(batch["x"])
-
-    create = lambda: Module(rngs=nnx.Rngs(0))  # noqa: E731
-    with zinf.nnx.initialize(loss, create, SGD, STREAMED) as engine:
-        engine.step(draw())
-        found = engine.apply(outputs, draw())
-        module = engine.update_module()
-        module.eval()
-        np.testing.assert_allclose(found, module(draw()["x"]), rtol=1e-5, atol=1e-6)
-        with pytest.raises(ValueError, match=r"calls <lambda>\(module, batch\)"):
-            engine.apply(lambda module: 1, draw())
-
-
-@pytest.mark.slow
-def test_a_function_gets_the_fields_of_a_train_state():
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x, *, train):
-            return nn.BatchNorm(use_running_average=not train)(nn.Dense(DIM)(x))
-
-    class State(TrainState):
-        batch_stats: dict
-
-    net = Net()
-    variables = net.init(jax.random.key(0), draw()["x"], train=False)
-    rest = {"batch_stats": variables["batch_stats"]}
-    state = State.create(apply_fn=net.apply, params=variables["params"], tx=SGD, **rest)
-
-    def loss(params, state, batch, *, train):
-        tree = {"params": params, **state}
-        out, new = net.apply(tree, batch["x"], train=train, mutable=["batch_stats"])
-        return jnp.mean(jnp.square(out - batch["y"])), new
-
-    def outputs(params, state, batch, *, train):
-        return net.apply({"params": params, **state}, batch["x"], train=train)
-
-    with zinf.linen.initialize(loss, state, FUSED) as engine:
-        engine.step(draw())
-        after = engine.train_state()
-        stats = {"batch_stats": after.batch_stats}
-        expected = outputs(after.params, stats, draw(1), train=False)
-        found = engine.apply(outputs, draw(1))
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -14,16 +14,11 @@ def plain(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return -jnp.sum(jax.nn.log_softmax(logits) * jax.nn.one_hot(labels, 11), axis=-1)
 
 
-def example(shape: tuple[int, ...] = (2, 3)) -> tuple[jax.Array, jax.Array]:
+@pytest.mark.parametrize("shape", [(), (2, 3)])
+def test_values_and_derivatives_are_those_of_log_softmax(shape: tuple[int, ...]):
     rng = np.random.default_rng(0)
     logits = jnp.asarray(rng.normal(size=(*shape, 11)) * 3, jnp.float32)
-    return logits, jnp.asarray(rng.integers(0, 11, shape))
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("shape", [(), (5,), (2, 3)])
-def test_values_and_gradients_are_those_of_log_softmax(shape: tuple[int, ...]) -> None:
-    logits, labels = example(shape)
+    labels = jnp.asarray(rng.integers(0, 11, shape))
 
     def of(function):
         return jax.value_and_grad(lambda x: jnp.mean(function(x, labels)))(logits)
@@ -31,12 +26,11 @@ def test_values_and_gradients_are_those_of_log_softmax(shape: tuple[int, ...]) -
     # Sums of 11 numbers in another order.
     found, wanted = of(cross_entropy), of(plain)
     chex.assert_trees_all_close(found, wanted, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_it_has_derivatives_of_every_order_and_kind() -> None:
-    logits, labels = example()
-    check_grads(lambda x: cross_entropy(x, labels), (logits,), 2, eps=1e-2, rtol=1e-2)
+    if not shape:
+        # Of every order and kind.
+        check_grads(
+            lambda x: cross_entropy(x, labels), (logits,), 2, eps=1e-2, rtol=1e-2
+        )
 
 
 def test_logits_that_overflow_an_exponential_are_right() -> None:
@@ -47,24 +41,15 @@ def test_logits_that_overflow_an_exponential_are_right() -> None:
 
 
 def test_the_backward_pass_holds_one_array_of_the_size_of_the_logits() -> None:
+    """Differentiated by jax, `logsumexp` less the logit of the label takes two."""
     rows, width, words = 64, 256, 8192
     x = jax.ShapeDtypeStruct((rows, width), jnp.float32)
     table = jax.ShapeDtypeStruct((words, width), jnp.float32)
     labels = jax.ShapeDtypeStruct((rows,), jnp.int32)
 
-    def temporary_bytes(function) -> int:
-        def loss(x, table, labels):
-            return jnp.mean(function(x @ table.T, labels))
+    def loss(x, table, labels):
+        return jnp.mean(cross_entropy(x @ table.T, labels))
 
-        both = jax.jit(jax.value_and_grad(loss, (0, 1)))
-        compiled = both.lower(x, table, labels).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    logits_bytes = 4 * rows * words
-    assert temporary_bytes(cross_entropy) < 1.1 * logits_bytes
-
-    def as_jax_differentiates_it(logits, labels):
-        at_label = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
-        return jax.nn.logsumexp(logits, axis=-1) - at_label
-
-    assert temporary_bytes(as_jax_differentiates_it) > 1.9 * logits_bytes
+    both = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    compiled = both.lower(x, table, labels).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 1.1 * 4 * rows * words

@@ -1,6 +1,7 @@
 """A config names a teacher: `zinf train` asks it, `zinf plan` counts what it holds."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 from zinf.cli import app
 from zinf.cli.teacher import HELD_LOGITS, KEY, plan_teacher
 from zinf.config import Config, ConfigError
+from zinf.plan import InfeasibleError
 from zinf.prepare.devices import on_devices
 from zinf.program import Tier
 
@@ -133,6 +135,11 @@ def test_budgets_are_those_of_both_models(tmp_path):
     memory = teacher.beside().memory
     assert memory.device == (64 << 20) - held[Tier.DEVICE]
     assert memory.host == (4 << 20) - held[Tier.HOST]
+    # The teacher may leave one byte, but not none.
+    most = {tier: held[tier] + 1 for tier in held}
+    assert replace(teacher, budgets=most).beside().memory.device == 1
+    with pytest.raises(InfeasibleError):
+        replace(teacher, budgets=held).beside()
     # A budget that is enough for the teacher, and leaves too little beside it.
     shown = run("plan", path, "--set", f"memory.device={held[Tier.DEVICE] + 1000}")
     assert shown.exit_code == 1

@@ -1,3 +1,5 @@
+"""What a step reports, what an engine holds, and what it saves and restores."""
+
 from functools import partial
 
 import chex
@@ -9,9 +11,10 @@ import pytest
 
 import zinf
 from tests.robustness.small import DIM, content, draw, init, loss_fn, on_nvme
+from tests.unit.plain import trained_in_jax
 from zinf.memory import StorageError, aligned_empty
 from zinf.plan import Link
-from zinf.program import ArrayId, Role, Tier
+from zinf.program import Role, Tier
 
 FUSED = {"execution": "fused"}
 STREAMED = {"execution": "streamed", "segment": {"remat": "always"}}
@@ -44,16 +47,6 @@ def start():
         engine.close()
 
 
-def train_in_jax(loss, params, tx, batches):
-    state, losses = tx.init(params), []
-    for batch in batches:
-        value, grads = jax.value_and_grad(loss)(params, batch)
-        updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-        losses.append(float(value))
-    return losses, params
-
-
 def assert_close(found, expected, rtol=1e-5):
     chex.assert_trees_all_close(found, expected, rtol=rtol, atol=1e-6)
 
@@ -72,8 +65,11 @@ def test_a_fused_step_reports_all_that_is_documented(start):
         metrics = engine.step(draw())
         assert set(metrics) == KEYS
         assert metrics["step"] == engine.num_steps == number
-        assert 0 < metrics["loss"] < 100
-        assert 0 < metrics["grad_norm"] < 100
+        loss, grads = jax.value_and_grad(loss_fn)(init(), draw())
+        if number == 1:
+            np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+            norm = optax.tree.norm(grads)
+            np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
         assert metrics["learning_rate"] is None
         assert metrics["skipped"] is False
         # The batch has no integers, so its four examples are counted.
@@ -81,29 +77,38 @@ def test_a_fused_step_reports_all_that_is_documented(start):
         assert tokens == pytest.approx(4)
         assert metrics["device_bytes"] == engine.plan.peak_bytes[Tier.DEVICE]
         assert not any(metrics[name] for name in LINKS)
+    # The step is one instruction.
+    timeline = engine.last_step.timeline
+    assert len(timeline.start) == len(engine.plan.instructions) == 1
+    assert 0 <= timeline.start[0] < timeline.end[0] <= metrics["step_seconds"]
 
 
 @pytest.mark.parametrize("settings", [{}, {"gradient_clipping": 1.0}], ids=str)
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_bytes_moved_and_held_are_those_of_the_plan(
-    settings, microbatches, start, tmp_path
-):
-    settings = {**settings, "gradient_accumulation_steps": microbatches}
+def test_bytes_and_times_are_those_of_the_plan(settings, start, tmp_path):
+    settings = {**settings, "gradient_accumulation_steps": 2}
     engine = start(on_nvme(tmp_path / "nvme", **settings), batch=draw())
+    assert engine.last_step.timeline is None
     for _ in range(2):
         nvme = engine.stores.nvme
         before = nvme.read_bytes, nvme.written_bytes
         metrics = engine.step(draw())
         assert set(metrics) == KEYS
-        plan = engine.last_step.plan
+        plan, timeline = engine.last_step.plan, engine.last_step.timeline
         for name, link in LINKS.items():
             assert metrics[name] == plan.link_bytes(link)
         assert nvme.read_bytes - before[0] == metrics["nvme_read_bytes"]
         assert nvme.written_bytes - before[1] == metrics["nvme_write_bytes"]
         for tier in Tier:
-            peak = metrics[f"{tier}_bytes"]
-            assert 0 < peak <= plan.peak_bytes[tier]
+            assert 0 < metrics[f"{tier}_bytes"] <= plan.peak_bytes[tier]
             assert plan.peak_bytes[tier] <= plan.capacity_bytes[tier]
+        # Each link runs its instructions in order, after those they wait for.
+        ended: dict[Link, float] = dict.fromkeys(Link, 0.0)
+        spans = zip(timeline.start, timeline.end, strict=True)
+        for instruction, (begin, end) in zip(plan.instructions, spans, strict=True):
+            assert ended[instruction.link] <= begin <= end
+            assert all(timeline.end[i] <= begin for i in instruction.after)
+            ended[instruction.link] = end
+        assert timeline.seconds <= metrics["step_seconds"]
     # With clipping, the first step has nothing to write yet.
     assert plan is engine.plan
     assert all(metrics[name] for name in LINKS)
@@ -112,96 +117,50 @@ def test_bytes_moved_and_held_are_those_of_the_plan(
     assert used == engine.plan.home_bytes
 
 
-@pytest.mark.parametrize("settings", [{}, {"gradient_clipping": 1.0}], ids=str)
-def test_measured_instructions_keep_the_order_of_the_plan(settings, start, tmp_path):
-    settings = {**settings, "gradient_accumulation_steps": 2}
-    engine = start(on_nvme(tmp_path / "nvme", **settings), batch=draw())
-    assert engine.last_step.timeline is None
-    for _ in range(3):
-        metrics = engine.step(draw())
-        timeline = engine.last_step.timeline
-        ended: dict[Link, float] = dict.fromkeys(Link, 0.0)
-        spans = zip(timeline.start, timeline.end, strict=True)
-        pairs = zip(engine.last_step.plan.instructions, spans, strict=True)
-        for instruction, (begin, end) in pairs:
-            assert ended[instruction.link] <= begin <= end
-            assert all(timeline.end[i] <= begin for i in instruction.after)
-            ended[instruction.link] = end
-        assert timeline.seconds <= metrics["step_seconds"]
-
-
-def test_a_fused_step_is_measured_as_one_instruction(start):
-    engine = start(FUSED, batch=draw())
-    metrics = engine.step(draw())
-    timeline = engine.last_step.timeline
-    assert len(timeline.start) == len(engine.plan.instructions) == 1
-    assert 0 <= timeline.start[0] < timeline.end[0] <= metrics["step_seconds"]
-
-
-def test_the_learning_rate_is_reported_if_the_optimizer_keeps_it(start):
+def test_the_learning_rate_and_the_loss_scale_are_reported_if_there_are_any(start):
     schedule = optax.linear_schedule(0.1, 0.0, 10)
     tx = optax.inject_hyperparams(optax.sgd)(learning_rate=schedule)
-    plain = tx.init(init())
-    engine = start(FUSED, tx=tx)
-    for _ in range(3):
-        _, plain = tx.update(init(), plain)
-        expected = float(plain.hyperparams["learning_rate"])
-        assert engine.step(draw())["learning_rate"] == pytest.approx(expected)
+    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 4}}
+    engine = start(FUSED | fp16, tx=tx)
+    for count in range(3):
+        metrics = engine.step(draw())
+        assert metrics["learning_rate"] == pytest.approx(float(schedule(count)))
+        assert set(metrics) == KEYS | {"loss_scale"}
+        assert metrics["loss_scale"] == 16
 
 
-def test_the_loss_scale_is_reported_under_fp16_only(start):
-    engine = start(FUSED | {"fp16": {"enabled": True, "initial_scale_power": 4}})
-    metrics = engine.step(draw())
-    assert set(metrics) == KEYS | {"loss_scale"}
-    assert metrics["loss_scale"] == 16
-
-
-@both
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_aux_is_returned_with_a_dim_for_microbatches_if_there_are_several(
-    config, microbatches, start
-):
+@pytest.mark.parametrize(("config", "count"), [(FUSED, 2), (STREAMED, 2), (FUSED, 1)])
+def test_aux_has_a_dim_for_microbatches_if_there_are_several(config, count, start):
     def loss(params, batch):
         return loss_fn(params, batch), {"mean": batch["x"].mean(0), "n": 3}
 
-    config = {**config, "gradient_accumulation_steps": microbatches}
+    config = {**config, "gradient_accumulation_steps": count}
     aux = start(config, loss=loss, has_aux=True).step(draw())["aux"]
-    parts = np.split(draw()["x"], microbatches)
-    means = [part.mean(0) for part in parts]
-    assert_close(aux["mean"], means[0] if microbatches == 1 else np.stack(means))
-    np.testing.assert_array_equal(aux["n"], 3 if microbatches == 1 else [3, 3])
-
-
-def test_a_loss_with_aux_that_was_not_announced_is_refused(start):
-    with pytest.raises(ValueError, match="has_aux=True"):
-        start(loss=lambda p, b: (loss_fn(p, b), 1), batch=draw())
+    means = [part.mean(0) for part in np.split(draw()["x"], count)]
+    assert_close(aux["mean"], means[0] if count == 1 else np.stack(means))
+    np.testing.assert_array_equal(aux["n"], 3 if count == 1 else [3, 3])
 
 
 # Parameters.
 
 
-@both
-def test_parameters_before_the_first_step_are_the_initial_ones(config, start):
-    ready = jax.jit(init)()
-    for params in (ready, init):
-        engine = start(config, params=params)
-        before = engine.params()
-        # A function is compiled leaf by leaf, which rounds in other places.
-        assert_close(before, ready)
-        if params is ready:
-            chex.assert_trees_all_equal(before, ready, strict=True)
+def test_parameters_are_the_initial_ones_and_train_alike_however_given(start):
+    plain = jax.jit(init)()
+    made = start(STREAMED)
+    ready = made.params()
+    # A function is compiled leaf by leaf, which rounds in other places.
+    assert_close(ready, plain)
+    given = start(STREAMED, params=ready)
+    for engine in (made, given):
+        chex.assert_trees_all_equal(engine.params(), ready, strict=True)
         engine.prepare(draw())
-        chex.assert_trees_all_equal(engine.params(), before, strict=True)
-
-
-def test_a_pytree_and_a_function_that_returns_it_train_alike(start):
-    ready = start(STREAMED).params()
-    engines = [start(STREAMED, params=params) for params in (init, ready)]
-    losses = [[e.step(draw(i))["loss"] for i in range(3)] for e in engines]
+        chex.assert_trees_all_equal(engine.params(), ready, strict=True)
+    kept = jax.tree.map(np.copy, ready)
+    losses = [[e.step(draw(i))["loss"] for i in range(3)] for e in (made, given)]
     assert losses[0] == losses[1]
-    chex.assert_trees_all_equal(*(e.params() for e in engines), strict=True)
+    chex.assert_trees_all_equal(made.params(), given.params(), strict=True)
     # The engine trains arrays of its own.
-    chex.assert_trees_all_equal(ready, start(STREAMED).params(), strict=True)
+    chex.assert_trees_all_equal(ready, kept, strict=True)
 
 
 @both
@@ -217,98 +176,61 @@ def test_frozen_leaves_stay_bitwise_and_have_no_optimizer_state(config, start):
     assert owners == {"layers/1/w", "layers/1/b", "out"}
 
 
-@pytest.mark.sampled(1)
 @both
-def test_leaves_that_are_no_floats_stay_what_they_are(config, start):
+def test_leaves_that_are_no_floats_stay_and_unused_ones_decay(config, start):
+    rest = {
+        "key": jax.random.key(5),
+        "order": jnp.arange(DIM)[::-1],
+        "unused": jnp.ones((3, 2)),
+    }
+
     def params():
-        return {**init(), "key": jax.random.key(5), "order": jnp.arange(DIM)[::-1]}
+        return {**init(), **rest}
 
     def loss(p, batch):
         noise = jax.random.normal(p["key"], (DIM,))
         return loss_fn(p, {**batch, "x": batch["x"][:, p["order"]] + noise[None]})
 
-    engine = start(config, loss=loss, params=params)
-    losses = [engine.step(draw(i))["loss"] for i in range(3)]
+    tx = optax.adamw(0.1, weight_decay=0.5)
+    engine = start(config, loss=loss, params=params, tx=tx)
+    batches = [draw(i) for i in range(3)]
+    losses = [engine.step(batch)["loss"] for batch in batches]
     found = engine.params()
     assert found["key"] == jax.random.key(5)
     np.testing.assert_array_equal(found["order"], np.arange(DIM)[::-1])
     assert found["order"].dtype == np.int32
+    # Each step multiplies it by 1 - 0.1 * 0.5.
+    assert_close(found["unused"], np.full((3, 2), 0.95**3))
 
     def on_floats(floats, batch):
         return loss({**params(), **floats}, batch)
 
-    expected, _ = train_in_jax(
-        on_floats, init(), optax.adam(1e-2), [draw(i) for i in range(3)]
-    )
+    expected, _ = trained_in_jax(on_floats, init(), tx, [[(b,)] for b in batches])
     assert_close(losses, expected)
 
 
-@pytest.mark.sampled(1)
-@both
-def test_an_unused_parameter_decays_as_in_optax(config, start):
-    def params():
-        return {**init(), "unused": jnp.ones((3, 2))}
-
-    tx = optax.adamw(0.1, weight_decay=0.5)
-    engine = start(config, params=params, tx=tx)
-    batches = [draw(i) for i in range(3)]
-    for batch in batches:
-        engine.step(batch)
-    _, expected = train_in_jax(loss_fn, params(), tx, batches)
-    # Each step multiplies it by 1 - 0.1 * 0.5.
-    assert_close(engine.params()["unused"], np.full((3, 2), 0.95**3))
-    assert_close(engine.params()["unused"], expected["unused"])
-
-
-# Evaluation, plans, model state.
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("config", [FUSED, STREAMED, "nvme"], ids=str)
-def test_evaluation_gives_the_loss_of_plain_jax_and_changes_nothing(
-    config, start, tmp_path
-):
-    config = on_nvme(tmp_path / "nvme") if config == "nvme" else config
-    config = {**config, "gradient_accumulation_steps": 2}
-    engine = start(config, loss=noisy_loss, rng=KEY)
-    engine.step(draw())
-    before, scalars = content(engine), engine.scalars()
-    keys = [jax.random.fold_in(jax.random.fold_in(KEY, 1), m) for m in range(2)]
-    halves = [
-        jax.tree.map(lambda x, m=m: x[2 * m : 2 * m + 2], draw(1)) for m in (0, 1)
-    ]
-    losses = [
-        noisy_loss(engine.params(), b, k) for b, k in zip(halves, keys, strict=True)
-    ]
-    found = engine.evaluate(draw(1))
-    assert isinstance(found, float)
-    assert_close(found, np.mean(losses))
-    assert engine.evaluate(draw(1)) == found
-    assert content(engine) == before
-    assert engine.scalars() == scalars
+# Plans and model state.
 
 
 def test_a_plan_before_a_batch_is_a_clear_error(start, tmp_path):
     engine = start()
-    with pytest.raises(ValueError, match="Pass batch= to zinf.initialize"):
-        str(engine.plan)
-    with pytest.raises(ValueError, match="Pass batch= to zinf.initialize"):
-        engine.save(tmp_path / "saved")
+    for call in (lambda: str(engine.plan), lambda: engine.save(tmp_path / "saved")):
+        with pytest.raises(ValueError, match="Pass batch= to zinf.initialize"):
+            call()
     assert not engine.is_placed
 
 
-@pytest.mark.sampled(2)
 @both
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_model_state_is_carried_as_in_a_loop_by_hand(config, microbatches, start):
-    def loss(params, state, batch):
-        mean = 0.9 * state["mean"] + 0.1 * batch["x"].mean(0)
-        x = batch["x"] - mean[None]
-        new = {"mean": mean, "count": state["count"] + 1}
-        return loss_fn(params, {**batch, "x": x}), new
+def test_model_state_is_carried_by_steps_and_read_by_evaluation(config, start):
+    def loss(params, state, batch, *, train):
+        mean = state["mean"]
+        if train:
+            mean = 0.9 * mean + 0.1 * batch["x"].mean(0)
+        new = {"mean": mean, "count": state["count"] + 1} if train else None
+        return loss_fn(params, {**batch, "x": batch["x"] - mean[None]}), new
 
     state = {"mean": jnp.zeros(DIM), "count": jnp.int32(0)}
-    config = {**config, "gradient_accumulation_steps": microbatches}
+    config = {**config, "gradient_accumulation_steps": 2}
     engine = start(config, loss=loss, model_state=state)
     chex.assert_trees_all_equal(engine.model_state(), state, strict=True)
     mean = np.zeros(DIM)
@@ -319,8 +241,9 @@ def test_model_state_is_carried_as_in_a_loop_by_hand(config, microbatches, start
         found = engine.model_state()
         assert_close(found["mean"], mean)
         assert found["count"] == i + 1
-    engine.evaluate(draw())
-    assert engine.model_state()["count"] == 3
+    expected, _ = loss(engine.params(), found, draw(1), train=False)
+    np.testing.assert_allclose(engine.evaluate(draw(1)), expected, rtol=1e-5)
+    chex.assert_trees_all_equal(engine.model_state(), found, strict=True)
     assert not any("mean" in path for path in engine.params())
 
 
@@ -352,49 +275,6 @@ def test_a_run_goes_on_bit_equal_on_other_tiers(start, tmp_path):
     chex.assert_trees_all_equal(last.params(), first.params(), strict=True)
 
 
-def test_a_state_of_another_model_is_refused_and_changes_nothing(start, tmp_path):
-    engine = start(FUSED, batch=draw())
-    engine.save(tmp_path / "saved")
-    other = start(FUSED, tx=optax.sgd(0.1), batch=draw())
-    before = content(other)
-    with pytest.raises(ValueError, match="state0"):
-        other.restore(tmp_path / "saved")
-    keyed = start(FUSED, loss=noisy_loss, rng=KEY, batch=draw())
-    with pytest.raises(ValueError, match="random key"):
-        keyed.restore(tmp_path / "saved")
-    assert content(other) == before
-    for refused in (other, keyed):
-        assert refused.step(draw())["step"] == 1
-
-
-def test_a_closed_engine_leaves_its_folder_to_the_next(start, tmp_path):
-    config = on_nvme(tmp_path / "nvme")
-    losses = []
-    for _ in range(2):
-        engine = start(config, batch=draw())
-        losses.append([engine.step(draw(i))["loss"] for i in range(2)])
-        engine.close()
-        engine.close()
-    assert losses[0] == losses[1]
-
-
-@pytest.mark.slow
-def test_two_engines_do_not_share_a_folder(start, tmp_path):
-    config = on_nvme(tmp_path / "nvme")
-    engine = start(config, batch=draw())
-    with pytest.raises(OSError, match="in use by another engine of this process"):
-        start(config, batch=draw())
-    assert engine.step(draw())["step"] == 1
-
-
-def test_arrays_are_read_by_name_from_any_tier(start, tmp_path):
-    engine = start(on_nvme(tmp_path / "nvme"), batch=draw())
-    found = engine.residents.read(ArrayId(Role.PARAM, "out"))
-    np.testing.assert_array_equal(found, engine.params()["out"])
-    rows = engine.residents.read(ArrayId(Role.PARAM, "out", (2, 5)))
-    np.testing.assert_array_equal(rows, found[2:5])
-
-
 @pytest.mark.parametrize("device", ["none", "cpu"])
 def test_arrays_that_a_user_gives_stay_the_users(start, device):
     """Also those that a store could keep as they are: aligned, and nobody else's."""
@@ -423,9 +303,8 @@ def test_loading_verifies_checksums_unless_told_not_to(start, tmp_path):
     content[0] ^= 1
     chunk.chmod(0o600)
     chunk.write_bytes(content)
+    before = engine.params()["out"]
     with pytest.raises(StorageError, match="param/out"):
-        start(STREAMED, batch=draw(0)).restore(tmp_path / "saved")
-    lenient = start(STREAMED, batch=draw(0))
-    lenient.restore(tmp_path / "saved", verify=False)
-    before, after = engine.params()["out"], lenient.params()["out"]
-    assert (before != after).sum() == 1
+        engine.restore(tmp_path / "saved")
+    engine.restore(tmp_path / "saved", verify=False)
+    assert (before != engine.params()["out"]).sum() == 1

@@ -63,15 +63,12 @@ class Inside:
         return self.result
 
 
-@pytest.mark.parametrize("config", [FUSED, "nvme"], ids=str)
 def test_a_second_caller_is_told_who_is_inside_and_touches_nothing(
-    config, tmp_path, monkeypatch
+    tmp_path, monkeypatch
 ):
-    folder = lambda name: on_nvme(tmp_path / name)  # noqa: E731
-    configs = [config] * 2 if config == FUSED else [folder("a"), folder("b")]
     with (
-        initialize(configs[0], batch=draw()) as engine,
-        initialize(configs[1], batch=draw()) as alone,
+        initialize(on_nvme(tmp_path / "a"), batch=draw()) as engine,
+        initialize(on_nvme(tmp_path / "b"), batch=draw()) as alone,
     ):
         inside = Inside(engine, monkeypatch)
         calls = {
@@ -90,10 +87,9 @@ def test_a_second_caller_is_told_who_is_inside_and_touches_nothing(
         for name, call in calls.items():
             with pytest.raises(ConcurrentUseError) as caught:
                 call()
-            assert f"engine.{name} was called in thread 'MainThread'" in str(
-                caught.value
-            )
-            assert "thread 'first' was inside engine.step" in str(caught.value)
+            said = str(caught.value)
+            assert f"engine.{name} was called in thread 'MainThread'" in said
+            assert "thread 'first' was inside engine.step" in said
         assert not (tmp_path / "saved").exists()
         assert inside.go()["step"] == engine.num_steps == 1
         alone.step(draw(1))
@@ -101,17 +97,14 @@ def test_a_second_caller_is_told_who_is_inside_and_touches_nothing(
         assert engine.step(draw(2))["loss"] == alone.step(draw(2))["loss"]
 
 
-def test_a_step_beside_an_evaluation_is_refused(monkeypatch):
+def test_calls_beside_an_evaluation_and_from_within_a_step_are_refused(monkeypatch):
     with initialize(FUSED, batch=draw()) as engine:
-        inside = Inside(engine, monkeypatch, "evaluate")
-        with pytest.raises(ConcurrentUseError, match=r"inside engine\.evaluate"):
-            engine.step(draw())
-        assert inside.go() > 0
+        with monkeypatch.context() as patch:
+            inside = Inside(engine, patch, "evaluate")
+            with pytest.raises(ConcurrentUseError, match=r"inside engine\.evaluate"):
+                engine.step(draw())
+            assert inside.go() > 0
         assert engine.num_steps == 0
-
-
-def test_a_call_from_within_a_step_is_refused_as_such(monkeypatch):
-    with initialize(FUSED, batch=draw()) as engine:
         runner = engine._current
         real = runner.step
 
@@ -124,17 +117,8 @@ def test_a_call_from_within_a_step_is_refused_as_such(monkeypatch):
         assert engine.step(draw())["step"] == 1
 
 
-def test_a_call_that_failed_leaves_the_engine_to_the_next(tmp_path):
-    with initialize(FUSED, batch=draw()) as engine:
-        with pytest.raises(ValueError, match="not an array"):
-            engine.step({"x": "text"})
-        assert engine.step(draw())["step"] == 1
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("settings", [{}, {"gradient_clipping": 1.0}], ids=str)
-def test_a_dropped_engine_gives_back_threads_files_lock_and_bytes(settings, tmp_path):
-    config = on_nvme(tmp_path / "nvme", **settings)
+def test_a_dropped_engine_gives_back_threads_files_lock_and_bytes(tmp_path):
+    config = on_nvme(tmp_path / "nvme", gradient_clipping=1.0)
     gc.collect()
     gc.disable()  # the engine is in no cycle: its last reference is enough
     try:
@@ -144,25 +128,16 @@ def test_a_dropped_engine_gives_back_threads_files_lock_and_bytes(settings, tmp_
         assert nvme_threads()
         assert open_files(tmp_path / "nvme")
         del engine
-        # Made again, as by a notebook cell that runs once more.
-        engine = initialize(config, batch=draw())
-        assert stores.device.ledger.used_bytes == stores.host.ledger.used_bytes == 0
+        # Made again without a batch, as by a notebook cell that runs once more.
+        engine = initialize(config)
         assert engine.step(draw())["loss"] == loss
+        assert stores.device.ledger.used_bytes == stores.host.ledger.used_bytes == 0
         del engine
         wait_for_closing()
     finally:
         gc.enable()
     assert nvme_threads() == []
     assert open_files(tmp_path / "nvme") == []
-
-
-def test_a_cell_without_batch_that_runs_twice_takes_the_folder_over(tmp_path):
-    config, losses = on_nvme(tmp_path / "nvme"), []
-    for _ in range(2):
-        engine = initialize(config)  # the engine of the last run goes here
-        losses.append(engine.step(draw())["loss"])
-    assert losses[0] == losses[1]
-    engine.close()
 
 
 def test_an_engine_that_only_a_cycle_refers_to_is_no_obstacle(tmp_path):
@@ -174,22 +149,24 @@ def test_an_engine_that_only_a_cycle_refers_to_is_no_obstacle(tmp_path):
         assert engine.step(draw())["step"] == 1
 
 
-@pytest.mark.slow
 def test_an_engine_on_the_same_folder_is_told_what_to_close(tmp_path):
-    config = on_nvme(tmp_path / "nvme")
+    config, losses = on_nvme(tmp_path / "nvme"), []
     with initialize(config, batch=draw()) as engine:
-        told = r"another engine of this process.*engine\.close\(\)"
+        told = r"in use by another engine of this process.*engine\.close\(\)"
         with pytest.raises(StorageError, match=told):
             initialize(config, batch=draw())
-        assert engine.step(draw())["step"] == 1
+        losses.append(engine.step(draw())["loss"])
     with pytest.raises(RuntimeError, match="was closed"):
         engine.step(draw())
-    initialize(config, batch=draw()).close()
+    # A closed engine leaves its folder to the next.
+    with initialize(config, batch=draw()) as engine:
+        losses.append(engine.step(draw())["loss"])
+    assert losses[0] == losses[1]
 
 
-@pytest.mark.slow
 def test_an_engine_that_a_traceback_refers_to_can_be_closed(tmp_path):
     """As in a notebook, where the last error stays."""
+    gc.collect()  # engines of other tests
     config = on_nvme(tmp_path / "nvme")
     engine = initialize(config, batch=draw())
     with pytest.raises(ValueError, match="not an array") as kept:

@@ -49,33 +49,48 @@ def keyless_evaluation(params, batch):
     return 2 * loss_fn(params, {**batch, "x": jnp.where(mask, batch["x"], 0)})
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("config", ["fused", "streamed", "nvme", "clipped", "mesh"])
-@pytest.mark.parametrize("given", ["train", "key", "no key"])
+def twice_the_loss(params, batch):
+    # The mean of two equal halves is that of the whole.
+    return 2 * loss_fn(params, batch)
+
+
+def as_trained(params, batch):
+    """With the random key of the next step, which is the second one."""
+    keys = [jax.random.fold_in(jax.random.fold_in(KEY, 1), m) for m in range(2)]
+    halves = [{k: x[2 * m : 2 * m + 2] for k, x in batch.items()} for m in range(2)]
+    pairs = zip(halves, keys, strict=True)
+    return np.mean([switched(params, *pair, train=True) for pair in pairs])
+
+
+NOISY = {"loss_fn": noisy, "has_aux": True}
+LOSSES = {
+    "train": ({"loss_fn": switched}, twice_the_loss),
+    "key": ({**NOISY, "eval_loss_fn": keyed_evaluation}, twice_the_loss),
+    "no key": ({**NOISY, "eval_loss_fn": keyless_evaluation}, twice_the_loss),
+    # The user said with what `train` the loss is called.
+    "told": ({"loss_fn": jax.tree_util.Partial(switched, train=True)}, as_trained),
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "config"),
+    [("train", "nvme"), ("key", "mesh"), ("no key", "fused"), ("told", "nvme")],
+)
 def test_evaluation_is_of_its_own_loss_and_changes_nothing(config, given, tmp_path):
-    settings = {
-        "fused": FUSED,
-        "streamed": STREAMED,
-        "nvme": on_nvme(tmp_path),
-        "clipped": on_nvme(tmp_path, gradient_clipping=1.0),
-        "mesh": {**on_nvme(tmp_path), "mesh": {"fsdp": 2}, "persistence_threshold": 1},
-    }[config]
+    settings = FUSED if config == "fused" else on_nvme(tmp_path, gradient_clipping=1.0)
     settings = {**settings, "gradient_accumulation_steps": 2}
-    named = {
-        "train": {"loss": switched},
-        "key": {"loss": noisy, "has_aux": True, "eval_loss_fn": keyed_evaluation},
-        "no key": {"loss": noisy, "has_aux": True, "eval_loss_fn": keyless_evaluation},
-    }[given]
-    loss = named.pop("loss")
-    batch = draw(1)
-    with zinf.initialize(loss, init, SGD, settings, rng=KEY, **named) as engine:
+    if config == "mesh":
+        settings |= {"mesh": {"fsdp": 2}}
+    named, evaluated = LOSSES[given]
+    named = {**named, "params": init, "tx": SGD, "config": settings, "rng": KEY}
+    with zinf.initialize(**named) as engine:
         first = engine.step(draw())["loss"]
         before, scalars, plan = content(engine), engine.scalars(), engine.plan
-        found = engine.evaluate(batch)
-        # The mean of two equal halves is that of the whole.
-        expected = 2 * loss_fn(engine.params(), batch)
+        found = engine.evaluate(draw(1))
+        assert isinstance(found, float)
+        expected = evaluated(engine.params(), draw(1))
         np.testing.assert_allclose(found, expected, rtol=1e-5)
-        assert engine.evaluate(batch) == found
+        assert engine.evaluate(draw(1)) == found
         assert content(engine) == before
         assert engine.scalars() == scalars
         assert engine.plan is plan
@@ -83,71 +98,39 @@ def test_evaluation_is_of_its_own_loss_and_changes_nothing(config, given, tmp_pa
         assert used == {t: plan.home_bytes[t] for t in used}
         again = engine.step(draw())["loss"]
     # Training goes on as without an evaluation, and with its noise.
-    with zinf.initialize(loss, init, SGD, settings, rng=KEY, **named) as engine:
+    with zinf.initialize(**named) as engine:
         assert [engine.step(draw())["loss"] for _ in range(2)] == [first, again]
     plain = loss_fn(jax.jit(init)(), draw())
     assert abs(first - plain) > 1e-3
 
 
-def test_layers_that_rest_by_row_are_evaluated_by_row(tmp_path):
-    """A scan over layers in training, and the same scan in evaluation."""
-
-    def scanned(params, batch, train):
-        def layer(x, w):
-            return jnp.tanh(x @ w) * (0.5 if train else 1.0), None
-
-        x, _ = jax.lax.scan(layer, batch["x"], params["layers"])
-        return jnp.mean(jnp.square(x - batch["y"]))
-
-    params = {"layers": jax.random.normal(KEY, (4, DIM, DIM))}
-    with zinf.initialize(scanned, params, SGD, on_nvme(tmp_path)) as engine:
-        engine.step(draw())
-        assert any(array.rows for array in engine.plan.homes)
-        expected = scanned(engine.params(), draw(1), train=False)
-        np.testing.assert_allclose(engine.evaluate(draw(1)), expected, rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_model_state_is_read_and_not_written():
-    def loss(params, state, batch, *, train):
-        mean = batch["x"].mean(0, keepdims=True) if train else state["mean"]
-        new = {"mean": mean} if train else None
-        return loss_fn(params, {**batch, "x": batch["x"] - mean}), new
-
-    state = {"mean": jnp.zeros((1, DIM))}
-    for config in (FUSED, STREAMED):
-        engine = zinf.initialize(loss, init, SGD, config, model_state=state)
-        engine.step(draw())
-        kept = engine.model_state()
-        expected = loss(engine.params(), kept, draw(1), train=False)[0]
-        np.testing.assert_allclose(engine.evaluate(draw(1)), expected, rtol=1e-5)
-        np.testing.assert_array_equal(engine.model_state()["mean"], kept["mean"])
-        engine.close()
-
-
-def test_a_loss_that_is_told_by_its_user_is_left_as_it_is():
-    told = jax.tree_util.Partial(switched, train=True)
-    engine = zinf.initialize(told, init, SGD, FUSED, rng=KEY)
-    engine.step(draw())
-    expected = switched(engine.params(), draw(), jax.random.fold_in(KEY, 1), train=True)
-    np.testing.assert_allclose(engine.evaluate(draw()), expected, rtol=1e-5)
-    engine.close()
+def warnings_of(caplog, call):
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="zinf"):
+        call()
+    return [record.message for record in caplog.records]
 
 
 def test_an_evaluation_with_the_randomness_of_training_is_said_once(caplog):
     def random(params, batch, key):
         return switched(params, batch, key, train=True)
 
-    cases = [(random, KEY, 1), (loss_fn, None, 0), (switched, KEY, 0)]
-    for loss, rng, count in cases:
-        engine = zinf.initialize(loss, init, SGD, FUSED, rng=rng)
-        caplog.clear()
-        with caplog.at_level(logging.WARNING, logger="zinf"):
-            engine.evaluate(draw())
-            engine.evaluate(draw())
-        assert len(caplog.records) == count
-        assert all("eval_loss_fn=" in r.message for r in caplog.records)
-        engine.close()
+    for loss, rng, count in [(random, KEY, 1), (loss_fn, None, 0), (switched, KEY, 0)]:
+        with zinf.initialize(loss, init, SGD, FUSED, rng=rng) as engine:
+            said = warnings_of(
+                caplog, lambda e=engine: [e.evaluate(draw()) for _ in range(2)]
+            )
+        assert ["eval_loss_fn=" in line for line in said] == [True] * count
+
+
+def test_a_module_that_is_trained_in_the_mode_of_eval_is_said(caplog):
+    for mode, count in (("train", 0), ("eval", 1)):
+        module = Module(rngs=nnx.Rngs(0))
+        getattr(module, mode)()
+        said = warnings_of(
+            caplog, lambda m=module: zinf.nnx.initialize(module_loss, m, SGD, FUSED)
+        )
+        assert ["module.train()" in line for line in said] == [True] * count
 
 
 def test_an_evaluation_that_does_not_fit_is_found_before_the_first_step():
@@ -182,10 +165,14 @@ def module_loss(module, batch):
     return jnp.mean(jnp.square(module(batch["x"]) - batch["y"]))
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("config", [FUSED, STREAMED], ids=["fused", "streamed"])
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_a_module_is_evaluated_in_the_mode_of_eval(config, microbatches):
+def module_outputs(module, batch):
+    return module(batch["x"])
+
+
+@pytest.mark.parametrize(
+    ("config", "microbatches"), [(FUSED, 1), (STREAMED, 2)], ids=["fused", "streamed"]
+)
+def test_a_module_is_evaluated_and_applied_in_the_mode_of_eval(config, microbatches):
     config = {**config, "gradient_accumulation_steps": microbatches}
     create = lambda: Module(rngs=nnx.Rngs(0))  # noqa: E731
     with zinf.nnx.initialize(module_loss, create, SGD, config) as engine:
@@ -194,12 +181,16 @@ def test_a_module_is_evaluated_in_the_mode_of_eval(config, microbatches):
         module = engine.update_module()
         before = jax.tree.leaves(nnx.to_pure_dict(nnx.state(module, nnx.BatchStat)))
         found = engine.evaluate(draw(2))
-        module.eval()
-        np.testing.assert_allclose(found, module_loss(module, draw(2)), rtol=1e-5)
+        outputs = engine.apply(module_outputs, draw(2))
         after = jax.tree.leaves(
             nnx.to_pure_dict(nnx.state(engine.update_module(), nnx.BatchStat))
         )
         chex.assert_trees_all_equal(after, before, strict=True)
+        module.eval()
+        np.testing.assert_allclose(found, module_loss(module, draw(2)), rtol=1e-5)
+        np.testing.assert_allclose(outputs, module(draw(2)["x"]), rtol=1e-5, atol=1e-6)
+        with pytest.raises(ValueError, match=r"calls <lambda>\(module, batch\)"):
+            engine.apply(lambda module: 1, draw())
 
 
 def test_a_module_without_modes_is_evaluated_by_what_trains_it():
@@ -210,18 +201,7 @@ def test_a_module_without_modes_is_evaluated_by_what_trains_it():
         assert evaluate.forward.segments is engine._current.streamed.segments
 
 
-def test_a_module_that_is_trained_in_the_mode_of_eval_is_said(caplog):
-    for mode, count in (("train", 0), ("eval", 1)):
-        module = Module(rngs=nnx.Rngs(0))
-        getattr(module, mode)()
-        caplog.clear()
-        with caplog.at_level(logging.WARNING, logger="zinf"):
-            zinf.nnx.initialize(module_loss, module, SGD, FUSED)
-        assert len(caplog.records) == count
-        assert all("module.train()" in r.message for r in caplog.records)
-
-
-def test_a_train_state_is_evaluated_by_its_own_loss():
+def test_a_train_state_is_evaluated_and_applied_in_the_mode_of_its_loss():
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x, *, train):
@@ -246,12 +226,18 @@ def test_a_train_state_is_evaluated_by_its_own_loss():
         )
         return jnp.mean(jnp.square(out - batch["y"])), new
 
+    def outputs(params, state, batch, *, train):
+        return net.apply({"params": params, **state}, batch["x"], train=train)
+
     with zinf.linen.initialize(loss, state, FUSED, rng=KEY) as engine:
         engine.step(draw())
         after = engine.train_state()
         stats = {"batch_stats": after.batch_stats}
         expected = loss(after.params, stats, draw(1), KEY, train=False)[0]
         np.testing.assert_allclose(engine.evaluate(draw(1)), expected, rtol=1e-5)
+        expected = outputs(after.params, stats, draw(1), train=False)
+        found = engine.apply(outputs, draw(1))
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow

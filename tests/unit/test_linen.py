@@ -1,4 +1,5 @@
-from functools import cache
+"""`zinf.linen`: a `TrainState` trains as in the loop of Flax's documentation."""
+
 from typing import Any
 
 import chex
@@ -11,20 +12,22 @@ import pytest
 from flax.training.train_state import TrainState
 
 import zinf
-from tests.marks import slow_except
+from tests.unit.refusals import refusals
 from zinf import Engine
 
 DIM, SAMPLES, STEPS = 6, 8, 4
+OFFLOAD = {"device": "cpu"}
 STREAMED_FROM_HOST = {
     "execution": "streamed",
     "segment": {"remat": "always"},
     "zero_optimization": {
         "stage": 3,
-        "offload_param": {"device": "cpu"},
-        "offload_optimizer": {"device": "cpu"},
+        "offload_param": OFFLOAD,
+        "offload_optimizer": OFFLOAD,
     },
 }
 FUSED = {"execution": "fused"}
+FIELDS = ("params", "opt_state", "batch_stats", "key")
 
 
 class Net(nn.Module):
@@ -77,16 +80,12 @@ def batches(num=STEPS):
     return [{"x": x, "y": y} for x, y in zip(xs, ys, strict=True)]
 
 
-@cache
 def trained_in_flax():
-    """`(losses, state)` of the loop that Flax's documentation shows."""
-
     @jax.jit
     def step(state, batch):
         def of_params(params):
-            return loss(
-                params, {"batch_stats": state.batch_stats, "key": state.key}, batch
-            )
+            rest = {"batch_stats": state.batch_stats, "key": state.key}
+            return loss(params, rest, batch)
 
         (value, new), grads = jax.value_and_grad(of_params, has_aux=True)(state.params)
         return state.apply_gradients(grads=grads, **new), value
@@ -108,61 +107,47 @@ def assert_close(found, wanted):
             np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("config", [FUSED, STREAMED_FROM_HOST])
 @pytest.mark.parametrize(
-    "is_given", slow_except([True], [False, True]), ids=["function", "state"]
+    ("config", "is_given"),
+    [(FUSED, False), (STREAMED_FROM_HOST, True)],
+    ids=["fused, a function", "streamed, a state"],
 )
-def test_training_is_that_of_a_plain_linen_loop(is_given, config):
-    expected_losses, expected = trained_in_flax()
+def test_training_is_that_of_a_plain_linen_loop(config, is_given, tmp_path):
+    expected, wanted = trained_in_flax()
     engine = zinf.linen.initialize(loss, create() if is_given else create, config)
-    losses = [engine.step(b)["loss"] for b in batches()]
-    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
-    state = engine.train_state()
     assert isinstance(engine, Engine)
-    assert isinstance(state, StatsState)
-    assert state.step == STEPS
-    for name in ("params", "opt_state", "batch_stats", "key"):
-        assert_close(getattr(state, name), getattr(expected, name))
+    # A state can be had before the first batch.
+    for state, steps in ((create(), 0), (wanted, STEPS)):
+        if steps:
+            losses = [engine.step(b)["loss"] for b in batches()]
+            np.testing.assert_allclose(losses, expected, rtol=1e-5)
+        found = engine.train_state()
+        assert isinstance(found, StatsState)
+        assert found.step == steps
+        for name in FIELDS:
+            assert_close(getattr(found, name), getattr(state, name))
     engine.close()
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("config", [FUSED, STREAMED_FROM_HOST])
-def test_training_goes_on_from_a_state_as_if_it_had_not_stopped(config):
-    straight = zinf.linen.initialize(loss, create(), config)
-    losses = [straight.step(b)["loss"] for b in batches()]
-    first = zinf.linen.initialize(loss, create(), config)
+def test_training_goes_on_from_a_state_or_a_checkpoint_as_if_it_had_not_stopped(
+    tmp_path,
+):
+    first = zinf.linen.initialize(loss, create(), STREAMED_FROM_HOST)
     for batch in batches()[:2]:
         first.step(batch)
-    second = zinf.linen.initialize(loss, first.train_state(), config)
+    first.save(tmp_path / "saved")
+    state = first.train_state()
+    losses = [first.step(b)["loss"] for b in batches()[2:]]
+    second = zinf.linen.initialize(loss, state, STREAMED_FROM_HOST)
     assert second.num_steps == 2
-    assert [second.step(b)["loss"] for b in batches()[2:]] == losses[2:]
+    assert [second.step(b)["loss"] for b in batches()[2:]] == losses
+    # A checkpoint wins over the given state.
+    third = zinf.linen.initialize(loss, create(), STREAMED_FROM_HOST)
+    third.restore(tmp_path / "saved")
+    assert [third.step(b)["loss"] for b in batches()[2:]] == losses
+    assert third.train_state().step == STEPS
 
 
-@pytest.mark.parametrize("is_given", [False, True], ids=["function", "state"])
-def test_a_state_can_be_had_before_the_first_batch(is_given):
-    state = create()
-    source = state if is_given else lambda: state
-    found = zinf.linen.initialize(loss, source).train_state()
-    assert found.step == 0
-    for name in ("params", "opt_state", "batch_stats", "key"):
-        assert_close(getattr(found, name), getattr(state, name))
-
-
-def test_a_checkpoint_wins_over_the_given_state(tmp_path):
-    engine = zinf.linen.initialize(loss, create(), FUSED)
-    first, second, *_ = batches()
-    engine.step(first)
-    engine.save(tmp_path / "saved")
-    expected = engine.step(second)["loss"]
-    resumed = zinf.linen.initialize(loss, create(), FUSED)
-    resumed.restore(tmp_path / "saved")
-    assert resumed.step(second)["loss"] == expected
-    assert resumed.train_state().step == 2
-
-
-@pytest.mark.slow
 def test_model_state_that_the_loss_leaves_out_stays():
     def without_key(params, model_state, batch):
         value, new = loss(params, model_state, batch)
@@ -197,20 +182,15 @@ def test_a_plain_state_takes_a_plain_loss_and_frozen_entries_are_initial():
     assert noise_state.rng_key.dtype == state.opt_state[0].rng_key.dtype
 
 
-@pytest.mark.parametrize(
-    ("loss_fn", "has_aux", "message"),
-    [
-        (lambda *a: loss(*a)[0], False, r"must return \(loss, new_model_state\)"),
-        (loss, True, r"must return \(loss, \(new_model_state, aux\)\)"),
-        (lambda *a: (loss(*a)[0], {"cache": 1}), False, "structure of model_state"),
-    ],
-)
-def test_a_loss_that_cannot_be_right_is_refused(loss_fn, has_aux, message):
-    with pytest.raises(ValueError, match=message):
-        zinf.linen.initialize(loss_fn, create, has_aux=has_aux, batch=batches()[0])
+def test_arguments_that_cannot_be_right_are_refused(golden):
+    def start(loss_fn, state=create, **rest):
+        return lambda: zinf.linen.initialize(loss_fn, state, batch=batches()[0], **rest)
 
-
-def test_the_order_of_arguments_before_is_refused_with_the_one_of_now():
-    for state in (create, create()):
-        with pytest.raises(ValueError, match=r"takes \(loss_fn, state, config\)"):
-            zinf.linen.initialize(state, loss)
+    cases = {
+        "the loss alone": start(lambda *a: loss(*a)[0]),
+        "no aux, with has_aux": start(loss, has_aux=True),
+        "another model state": start(lambda *a: (loss(*a)[0], {"cache": 1})),
+        "the state first": start(create(), loss),
+        "a function of the state first": start(create, loss),
+    }
+    golden.check("linen_refusals.txt", refusals(cases))

@@ -1,9 +1,11 @@
-"""Tests of the terms that all packages share."""
+"""Terms that all packages share, and packages themselves, are one object each."""
 
 import copy
 import pickle
 from dataclasses import replace
 
+import zinf
+import zinf.ray
 from zinf.program import ArrayId, Role
 
 
@@ -15,3 +17,9 @@ def test_equal_names_are_one_object():
     assert name.whole.piece((0, 4)) is name
     assert copy.deepcopy(name) is name
     assert pickle.loads(pickle.dumps(name)) is name
+
+
+def test_a_lazy_package_is_pickled_by_name():
+    """A function that uses the package may be sent to workers."""
+    for package in (zinf, zinf.ray):
+        assert pickle.loads(pickle.dumps(package)) is package

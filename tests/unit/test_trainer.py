@@ -20,6 +20,7 @@ import optax
 import pytest
 
 import zinf
+from tests.robustness.small import on_nvme
 from zinf.checkpoint import Checkpoints
 from zinf.checkpoint.save import Save
 from zinf.distributed import AbstractGroup, Alone
@@ -33,31 +34,6 @@ from zinf.trainer import Trainer
 
 WIDTH, BATCH = 6, 4
 SCHEDULE = optax.linear_schedule(0.1, 0.0, 8)
-KEYS = {
-    "step",
-    "loss",
-    "grad_norm",
-    "learning_rate",
-    "step_seconds",
-    "plan_seconds",
-    "tokens_per_second",
-    "device_bytes",
-    "host_bytes",
-    "nvme_bytes",
-    "nvme_read_bytes",
-    "nvme_write_bytes",
-    "h2d_bytes",
-    "d2h_bytes",
-}
-OFFLOADED = {
-    "zero_optimization": {
-        "stage": 3,
-        "offload_param": {"device": "nvme"},
-        "offload_optimizer": {"device": "nvme"},
-    },
-    "gradient_clipping": 1.0,
-    "persistence_threshold": 1,
-}
 
 
 def loss_fn(params, batch, key):
@@ -66,14 +42,9 @@ def loss_fn(params, batch, key):
     return jnp.mean((hidden @ params["second"] - batch["y"]) ** 2)
 
 
-def samples(num_samples: int = 64) -> list[dict[str, np.ndarray]]:
-    draw = np.random.default_rng(0).standard_normal
-    x = draw((num_samples, WIDTH)).astype(np.float32)
-    return [{"x": row, "y": np.sin(row)} for row in x]
-
-
 def dataset(*, shuffled: bool = True) -> grain.IterDataset:
-    data = grain.MapDataset.source(samples())
+    x = np.random.default_rng(0).standard_normal((64, WIDTH), np.float32)
+    data = grain.MapDataset.source([{"x": row, "y": np.sin(row)} for row in x])
     if shuffled:
         data = data.shuffle(3).repeat(None)
     reading = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
@@ -92,18 +63,15 @@ def open_engine(tmp_path: Path) -> Iterator[Callable[..., zinf.Engine]]:
     def open_(
         *, offloaded: bool = False, group: AbstractGroup | None = None
     ) -> zinf.Engine:
-        config: dict[str, Any] = {}
-        if offloaded:
-            folder = str(tmp_path / f"nvme{len(opened)}")
-            config = {**OFFLOADED, "memory": {"nvme": [folder]}}
+        folder = tmp_path / f"nvme{len(opened)}"
+        config = on_nvme(folder, gradient_clipping=1.0) if offloaded else {}
         draw = np.random.default_rng(1).standard_normal
         params = {
             name: draw((WIDTH, WIDTH), np.float32) for name in ("first", "second")
         }
-        optimizer = optax.adamw(SCHEDULE)
-        key = jax.random.key(2)
-        named = {"rng": key, "group": group}
-        opened.append(zinf.initialize(loss_fn, params, optimizer, config, **named))
+        named = {"rng": jax.random.key(2), "group": group}
+        tx = optax.adamw(SCHEDULE)
+        opened.append(zinf.initialize(loss_fn, params, tx, config, **named))
         return opened[-1]
 
     yield open_
@@ -115,6 +83,13 @@ def open_engine(tmp_path: Path) -> Iterator[Callable[..., zinf.Engine]]:
 def checkpoints(tmp_path: Path) -> Iterator[Checkpoints]:
     with Checkpoints(tmp_path / "saved", keep=10) as opened:
         yield opened
+
+
+def train(
+    engine: zinf.Engine, steps: int, data: Iterable[Any] | None = None, **rest: Any
+) -> dict[str, Any]:
+    data = dataset() if data is None else data
+    return Trainer(engine, data, steps=steps, **rest).run()
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -130,24 +105,21 @@ def saved_steps(checkpoints: Checkpoints) -> set[str]:
     return {path.name for path in checkpoints.directory.iterdir()}
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("offloaded", [False, True], ids=["fused", "nvme"])
-@pytest.mark.parametrize("make_data", [dataset, plain_data])
+@pytest.mark.parametrize(
+    ("offloaded", "make_data"),
+    [(False, plain_data), (True, dataset)],
+    ids=["fused", "nvme"],
+)
 def test_a_resumed_run_is_bit_equal_to_one_that_was_not_stopped(
     offloaded, make_data, open_engine, tmp_path
 ):
     def run(name: str, steps: int) -> Path:
         path = tmp_path / f"{name}.jsonl"
         with Checkpoints(tmp_path / name) as checkpoints:
-            Trainer(
-                open_engine(offloaded=offloaded),
-                make_data(),
-                steps=steps,
-                checkpoints=checkpoints,
-                checkpoint_every=3,
-                metrics=path,
-                learning_rate=SCHEDULE,
-            ).run()
+            rest = {"checkpoints": checkpoints, "checkpoint_every": 3}
+            engine = open_engine(offloaded=offloaded)
+            named = {"metrics": path, "learning_rate": SCHEDULE}
+            train(engine, steps, make_data(), **rest, **named)
         return path
 
     whole = run("whole", 8)
@@ -156,24 +128,36 @@ def test_a_resumed_run_is_bit_equal_to_one_that_was_not_stopped(
     assert len(losses(whole)) == 8
 
 
+# What a run reports.
+
+
 def test_every_line_of_the_metrics_has_every_figure(open_engine, tmp_path, capsys):
-    metrics = Trainer(
-        open_engine(),
-        dataset(),
-        steps=5,
-        evaluation_data=dataset(shuffled=False),
+    engine, data = open_engine(), dataset(shuffled=False)
+    metrics = train(
+        engine,
+        5,
+        evaluation_data=data,
         evaluate_every=2,
+        evaluate_batches=3,
         metrics=tmp_path / "metrics.jsonl",
         tensorboard=tmp_path / "events",
         learning_rate=SCHEDULE,
         log_every=2,
-    ).run()
+        describe=lambda batch: {"tokens": batch["x"].size, "rows": len(batch["x"])},
+    )
     found = lines(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in found] == [1, 2, 3, 4, 5]
-    assert all(line.keys() >= KEYS for line in found)
     assert [line["step"] for line in found if "evaluation_loss" in line] == [2, 4, 5]
+    # The mean over the first batches, which each evaluation begins with.
+    first = [engine.evaluate(batch) for batch in list(data)[:3]]
+    assert found[-1]["evaluation_loss"] == sum(first) / 3
     rates = [line["learning_rate"] for line in found]
     assert rates == [float(SCHEDULE(count)) for count in range(5)]
+    seen = [line["tokens_seen"] for line in found]
+    assert seen == [BATCH * WIDTH * count for count in range(1, 6)]
+    assert {line["rows"] for line in found} == {BATCH}
+    names = engine.step(next(iter(data))).keys() - {"skipped"}
+    assert all(line.keys() >= names for line in found)
     assert metrics["step"] == 5 and metrics["loss"] == found[-1]["loss"]
     assert list((tmp_path / "events").iterdir())
     said = capsys.readouterr().out
@@ -181,13 +165,12 @@ def test_every_line_of_the_metrics_has_every_figure(open_engine, tmp_path, capsy
     assert "5 steps in" in said and "No checkpoint was saved." in said
 
 
-@pytest.mark.parametrize("offloaded", [False, True], ids=["fused", "nvme"])
 def test_a_trace_has_the_first_steps_of_a_run_in_the_order_of_the_plan(
-    offloaded, open_engine, tmp_path
+    open_engine, tmp_path
 ):
-    engine, path = open_engine(offloaded=offloaded), tmp_path / "trace.json"
+    engine, path = open_engine(offloaded=True), tmp_path / "trace.json"
     engine.step(next(iter(dataset())))
-    Trainer(engine, dataset(), steps=5, trace=path, trace_steps=2).run()
+    train(engine, 5, trace=path, trace_steps=2)
     steps = read_trace(path)
     assert [step.number for step in steps] == [2, 3]
     for step in steps:
@@ -205,52 +188,126 @@ def test_a_trace_has_the_first_steps_of_a_run_in_the_order_of_the_plan(
                 assert moved_bytes == engine.plan.link_bytes(link)
 
 
-def test_a_run_that_takes_no_step_leaves_no_trace(open_engine, tmp_path):
-    path = tmp_path / "trace.json"
-    Trainer(open_engine(), dataset(), steps=0, trace=path).run()
-    assert not list(tmp_path.glob("trace*"))
-
-
-def test_an_evaluation_is_the_mean_over_the_same_batches_each_time(
-    open_engine, tmp_path
+def test_steps_that_overflowed_do_not_advance_the_learning_rate(
+    open_engine, checkpoints, tmp_path, monkeypatch
 ):
-    engine = open_engine()
-    data = dataset(shuffled=False)
-    trainer = Trainer(
-        engine,
-        dataset(),
-        steps=1,
-        evaluation_data=data,
-        evaluate_every=1,
-        evaluate_batches=3,
-    )
-    found = trainer.run()["evaluation_loss"]
-    first = list(data)[:3]
-    assert found == sum(engine.evaluate(batch) for batch in first) / 3
+    """As optax counts: the rate of a skipped step is that of the next one too."""
+    path = tmp_path / "metrics.jsonl"
+    step = zinf.Engine.step
+
+    def skipping(engine: zinf.Engine, batch: Any) -> dict[str, Any]:
+        metrics = step(engine, batch)
+        return {**metrics, "skipped": metrics["step"] in (1, 4)}
+
+    monkeypatch.setattr(zinf.Engine, "step", skipping)
+    rest = {"checkpoints": checkpoints, "metrics": path, "learning_rate": SCHEDULE}
+    for steps in (3, 6):
+        train(open_engine(), steps, **rest)
+    rates = [line["learning_rate"] for line in lines(path)]
+    assert rates == [float(SCHEDULE(count)) for count in (0, 0, 1, 2, 2, 3)]
+
+
+# Checkpoints.
 
 
 def test_checkpoints_come_at_their_steps_and_at_the_end(
-    open_engine, checkpoints, capsys
+    open_engine, checkpoints, tmp_path, capsys
 ):
-    Trainer(
-        open_engine(),
-        dataset(),
-        steps=5,
-        checkpoints=checkpoints,
-        checkpoint_every=2,
-    ).run()
+    rest = {"checkpoints": checkpoints, "checkpoint_every": 2}
+    train(open_engine(), 5, **rest)
     assert saved_steps(checkpoints) == {"2", "4", "5"}
     assert f"{checkpoints.folder(5)}, after step 5" in capsys.readouterr().out
+    # A run that is done says so, changes nothing and leaves no trace.
+    trace = tmp_path / "trace.json"
+    assert train(open_engine(), 5, trace=trace, **rest) == {"step": 5}
+    printed = capsys.readouterr().out
+    assert "Resuming after step 5." in printed
+    assert "Nothing to do: 5 steps are done." in printed
+    assert saved_steps(checkpoints) == {"2", "4", "5"}
+    assert not list(tmp_path.glob("trace*"))
+    # A new run does not mix with an earlier one.
+    with pytest.raises(ValueError, match="earlier run, up to step 5"):
+        train(open_engine(), 6, resume=False, **rest)
 
 
-def test_a_run_that_is_done_says_so_and_changes_nothing(
-    open_engine, checkpoints, capsys
+class WithoutFiles(Alone):
+    """As if with another process, in whose folders there is nothing."""
+
+    def agree(self, values: Mapping[str, Any]) -> None:
+        found = differences([values, dict.fromkeys(values)])
+        if found is not None:
+            raise EOFError(found)
+
+
+def test_a_folder_that_is_not_that_of_all_processes_ends_them(open_engine, checkpoints):
+    train(open_engine(group=WithoutFiles()), 2, checkpoints=checkpoints)
+    found = "newest checkpoint that is found: 2 on process 0; None on process 1"
+    with pytest.raises(EOFError, match=found):
+        train(open_engine(group=WithoutFiles()), 3, checkpoints=checkpoints)
+    assert checkpoints.latest_step() == 2
+
+
+@pytest.fixture
+def full_at_second_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drive is full in the middle of the second save, and only then."""
+    numbers = count(1)
+    finish, is_full = Save.finish, threading.Event()
+
+    def allocate(descriptor: int, offset: int, nbytes: int) -> None:
+        if is_full.is_set() and "orbax" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, "whatever")
+        os.posix_fallocate(descriptor, offset, nbytes)
+
+    def fill_up(save: Save) -> None:
+        if next(numbers) == 2:
+            is_full.set()
+        try:
+            finish(save)
+        finally:
+            is_full.clear()
+
+    monkeypatch.setattr(Save, "finish", fill_up)
+    full = System(allocate=allocate)
+    monkeypatch.setattr("zinf.memory.nvme.drive.System", lambda: full)
+
+
+def test_a_checkpoint_that_failed_is_reported_and_training_goes_on(
+    open_engine, checkpoints, full_at_second_save, capsys
 ):
-    Trainer(open_engine(), dataset(), steps=2, checkpoints=checkpoints).run()
-    trainer = Trainer(open_engine(), dataset(), steps=2, checkpoints=checkpoints)
-    assert trainer.run() == {"step": 2}
-    assert "Nothing to do: 2 steps are done." in capsys.readouterr().out
-    assert saved_steps(checkpoints) == {"2"}
+    engine = open_engine()
+    train(engine, 8, checkpoints=checkpoints, checkpoint_every=2)
+    assert engine.num_steps == 8
+    printed = capsys.readouterr().out
+    assert "error: [Errno 28] Cannot save " in printed
+    assert "No space left on device. Free space on that drive, keep fewer" in printed
+    assert f"{checkpoints.folder(2)}, after step 2." in printed
+    complete = {p.parent.name for p in checkpoints.directory.glob("*/state")}
+    assert complete == {"2", "6", "8"}
+
+
+def test_a_last_checkpoint_that_failed_fails_the_run(
+    open_engine, checkpoints, full_at_second_save
+):
+    with pytest.raises(StorageError, match="Cannot save .*No space left on device"):
+        train(open_engine(), 4, checkpoints=checkpoints, checkpoint_every=2)
+    assert checkpoints.latest_step() == 2
+    again = open_engine()
+    train(again, 2, checkpoints=checkpoints)
+    assert again.num_steps == 2
+
+
+def test_a_drive_too_small_for_a_checkpoint_is_found_before_the_first_step(
+    open_engine, checkpoints, monkeypatch
+):
+    room = shutil.disk_usage(checkpoints.directory)._replace(free=3)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: room)
+    engine = open_engine()
+    with pytest.raises(StorageError, match="3 are free"):
+        train(engine, 2, checkpoints=checkpoints)
+    assert engine.num_steps == 0
+
+
+# How a run ends.
 
 
 class Interrupting(grain.transforms.Map):
@@ -272,57 +329,29 @@ class Interrupting(grain.transforms.Map):
         return element
 
 
-class WithoutFiles(Alone):
-    """As if with another process, in whose folders there is nothing."""
-
-    def agree(self, values: Mapping[str, Any]) -> None:
-        found = differences([values, dict.fromkeys(values)])
-        if found is not None:
-            raise EOFError(found)
-
-
-def test_a_folder_that_is_not_that_of_all_processes_ends_them(open_engine, checkpoints):
-    def train(steps: int) -> None:
-        engine = open_engine(group=WithoutFiles())
-        Trainer(engine, dataset(), steps=steps, checkpoints=checkpoints).run()
-
-    train(2)
-    found = "newest checkpoint that is found: 2 on process 0; None on process 1"
-    with pytest.raises(EOFError, match=found):
-        train(3)
-    assert checkpoints.latest_step() == 2
-
-
 def test_an_interrupted_run_completes_its_step_and_can_be_resumed(
     open_engine, checkpoints, tmp_path, capfd
 ):
     handler = signal.getsignal(signal.SIGINT)
     whole, stopped = tmp_path / "whole.jsonl", tmp_path / "stopped.jsonl"
-    Trainer(open_engine(), dataset(), steps=6, metrics=whole).run()
-
-    def trainer(data: Iterable[Any]) -> Trainer:
-        return Trainer(
-            open_engine(), data, steps=6, checkpoints=checkpoints, metrics=stopped
-        )
-
+    train(open_engine(), 6, metrics=whole)
+    rest = {"checkpoints": checkpoints, "metrics": stopped}
     with pytest.raises(KeyboardInterrupt):
-        trainer(dataset().map(Interrupting(at=3, times=1))).run()
+        train(open_engine(), 6, dataset().map(Interrupting(at=3, times=1)), **rest)
     assert signal.getsignal(signal.SIGINT) is handler
     assert saved_steps(checkpoints) == {"3"}
     captured = capfd.readouterr()
     assert "this step will be completed and saved" in captured.err
     assert f"{checkpoints.folder(3)}, after step 3" in captured.out
-
-    trainer(dataset()).run()
+    train(open_engine(), 6, **rest)
     assert losses(stopped) == losses(whole)
 
 
 def test_a_second_interrupt_stops_at_once_without_saving(open_engine, checkpoints):
     handler = signal.getsignal(signal.SIGINT)
-    data = dataset().map(Interrupting(at=3, times=2))
-    engine = open_engine()
+    data, engine = dataset().map(Interrupting(at=3, times=2)), open_engine()
     with pytest.raises(KeyboardInterrupt):
-        Trainer(engine, data, steps=6, checkpoints=checkpoints).run()
+        train(engine, 6, data, checkpoints=checkpoints)
     assert engine.num_steps == 2
     assert saved_steps(checkpoints) == set()
     assert signal.getsignal(signal.SIGINT) is handler
@@ -330,7 +359,7 @@ def test_a_second_interrupt_stops_at_once_without_saving(open_engine, checkpoint
 
 def test_a_run_outside_the_main_thread_leaves_signals_alone(open_engine):
     engine = open_engine()
-    thread = threading.Thread(target=Trainer(engine, dataset(), steps=2).run)
+    thread = threading.Thread(target=train, args=(engine, 2))
     thread.start()
     thread.join()
     assert engine.num_steps == 2
@@ -341,135 +370,25 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_last_checkpoint(
 ):
     batches = list(dataset(shuffled=False))[:5]
     batches[4] = jax.tree.map(lambda x: x * np.nan, batches[4])
-    engine = open_engine()
+    rest = {"checkpoints": checkpoints, "checkpoint_every": 2}
     with pytest.raises(NonFiniteError) as stopped:
-        Trainer(
-            engine,
-            batches,
-            steps=9,
-            checkpoints=checkpoints,
-            checkpoint_every=2,
-        ).run()
-    assert f"The last checkpoint is {checkpoints.folder(4)}, after step 4." in (
-        stopped.value.__notes__
-    )
+        train(open_engine(), 9, batches, **rest)
+    said = f"The last checkpoint is {checkpoints.folder(4)}, after step 4."
+    assert said in stopped.value.__notes__
     assert saved_steps(checkpoints) == {"2", "4"}
-
-
-def test_a_new_run_does_not_mix_with_the_checkpoints_of_an_earlier_one(
-    open_engine, checkpoints
-):
-    Trainer(open_engine(), dataset(), steps=2, checkpoints=checkpoints).run()
-    anew = Trainer(
-        open_engine(), dataset(), steps=4, checkpoints=checkpoints, resume=False
-    )
-    with pytest.raises(ValueError, match="earlier run, up to step 2"):
-        anew.run()
-
-
-def failing(monkeypatch: pytest.MonkeyPatch, saves: set[int]) -> None:
-    """Has the drive be full in the middle of saves of these numbers, from 1."""
-    numbers = count(1)
-    finish, is_full = Save.finish, threading.Event()
-
-    def allocate(descriptor: int, offset: int, nbytes: int) -> None:
-        if is_full.is_set() and "orbax" in os.readlink(f"/proc/self/fd/{descriptor}"):
-            raise OSError(errno.ENOSPC, "whatever")
-        os.posix_fallocate(descriptor, offset, nbytes)
-
-    def fill_up(save: Save) -> None:
-        if next(numbers) in saves:
-            is_full.set()
-        try:
-            finish(save)
-        finally:
-            is_full.clear()
-
-    monkeypatch.setattr(Save, "finish", fill_up)
-    full = System(allocate=allocate)
-    monkeypatch.setattr("zinf.memory.nvme.drive.System", lambda: full)
-
-
-def test_a_checkpoint_that_failed_is_reported_and_training_goes_on(
-    open_engine, checkpoints, monkeypatch, capsys
-):
-    failing(monkeypatch, {2})
-    engine = open_engine()
-    Trainer(
-        engine, dataset(), steps=8, checkpoints=checkpoints, checkpoint_every=2
-    ).run()
-    assert engine.num_steps == 8
-    printed = capsys.readouterr().out
-    assert "error: [Errno 28] Cannot save " in printed
-    assert "No space left on device. Free space on that drive, keep fewer" in printed
-    assert f"{checkpoints.folder(2)}, after step 2." in printed
-    complete = {p.parent.name for p in checkpoints.directory.glob("*/state")}
-    assert complete == {"2", "6", "8"}
-
-
-def test_a_last_checkpoint_that_failed_fails_the_run(
-    open_engine, checkpoints, monkeypatch
-):
-    failing(monkeypatch, {2})
-    trainer = Trainer(
-        open_engine(), dataset(), steps=4, checkpoints=checkpoints, checkpoint_every=2
-    )
-    with pytest.raises(StorageError, match="Cannot save .*No space left on device"):
-        trainer.run()
-    assert checkpoints.latest_step() == 2
-    again = open_engine()
-    Trainer(again, dataset(), steps=2, checkpoints=checkpoints).run()
-    assert again.num_steps == 2
-
-
-def test_a_drive_too_small_for_a_checkpoint_is_found_before_the_first_step(
-    open_engine, checkpoints, monkeypatch
-):
-    room = shutil.disk_usage(checkpoints.directory)._replace(free=3)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: room)
-    engine = open_engine()
-    with pytest.raises(StorageError, match="3 are free"):
-        Trainer(engine, dataset(), steps=2, checkpoints=checkpoints).run()
-    assert engine.num_steps == 0
 
 
 def test_data_that_ends_early_ends_the_run_with_a_checkpoint(
     open_engine, checkpoints, capsys
 ):
     batches = list(dataset(shuffled=False))[:3]
-    metrics = Trainer(open_engine(), batches, steps=5, checkpoints=checkpoints).run()
-    assert metrics["step"] == 3
+    assert train(open_engine(), 5, batches, checkpoints=checkpoints)["step"] == 3
     assert "The training data ended." in capsys.readouterr().out
     assert saved_steps(checkpoints) == {"3"}
 
 
 def test_no_data_at_all_is_an_error(open_engine):
     with pytest.raises(ValueError, match="train_data has no batch"):
-        Trainer(open_engine(), [], steps=1).run()
+        train(open_engine(), 1, [])
     with pytest.raises(ValueError, match="evaluation_data has no batch"):
-        Trainer(open_engine(), dataset(), steps=1, evaluate_every=1).run()
-
-
-def test_steps_that_overflowed_do_not_advance_the_learning_rate(
-    open_engine, checkpoints, tmp_path, monkeypatch
-):
-    """As optax counts: the rate of a skipped step is that of the next one too."""
-    path = tmp_path / "metrics.jsonl"
-    step = zinf.Engine.step
-
-    def skipping(engine: zinf.Engine, batch: Any) -> dict[str, Any]:
-        metrics = step(engine, batch)
-        return {**metrics, "skipped": metrics["step"] in (1, 4)}
-
-    monkeypatch.setattr(zinf.Engine, "step", skipping)
-    for steps in (3, 6):
-        Trainer(
-            open_engine(),
-            dataset(),
-            steps=steps,
-            checkpoints=checkpoints,
-            metrics=path,
-            learning_rate=SCHEDULE,
-        ).run()
-    rates = [line["learning_rate"] for line in lines(path)]
-    assert rates == [float(SCHEDULE(count)) for count in (0, 0, 1, 2, 2, 3)]
+        train(open_engine(), 1, evaluate_every=1)

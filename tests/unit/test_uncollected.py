@@ -24,16 +24,11 @@ def collector() -> Iterator[None]:
     (gc.enable if was_enabled else gc.disable)()
 
 
-def test_it_is_on_again_afterwards_also_after_an_error() -> None:
-    with uncollected():
-        assert not gc.isenabled()
-    assert gc.isenabled()
+def test_the_collector_is_afterwards_what_it_was_before() -> None:
     with pytest.raises(ValueError, match="here"), uncollected():
+        assert not gc.isenabled()
         raise ValueError("here")
     assert gc.isenabled()
-
-
-def test_who_switched_it_off_finds_it_so() -> None:
     gc.disable()
     with uncollected(), uncollected():
         assert not gc.isenabled()

@@ -73,18 +73,34 @@ def test_all_that_a_loss_may_use_agrees_and_no_file_is_left(tmp_path):
     assert found._repr_html_().startswith("<pre")
 
 
-@pytest.mark.slow
-def test_gradients_are_those_of_plain_jax(tmp_path):
-    """The figures of the table are those of the runs, and the bound is tight."""
+def test_the_table_has_the_figures_of_the_runs_and_no_terminal_codes(monkeypatch):
+    module = import_module("zinf.verify")
+    shown: list[Any] = []
+
+    def version_of_others(name: str) -> str:
+        """As with a checkout on a path, which is not installed."""
+        if name == "zinf":
+            raise PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(module, "version", version_of_others)
     found = verify(loss_fn, init, optax.sgd(0.1), batch=draw(), num_steps=1)
+    assert found.setting[0].startswith("zinf not installed as a package, jax ")
     grads = jax.grad(loss_fn)(init(), draw())
     largest = [float(jnp.max(jnp.abs(g))) for g in jax.tree.leaves(grads)]
     checks = [leaf.gradient for leaf in found.leaves]
     assert [check.largest for check in checks] == pytest.approx(largest, rel=1e-5)
+    # The bound is tight.
     assert all(check.bound < 1e-4 * check.largest for check in checks)
+    # In Jupyter, rich displays what is printed to any console, if it is not told.
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("rich.jupyter.display", lambda *given: shown.append(given))
+    assert "They agree" in found._repr_html_()
+    assert "\x1b" not in repr(found)
+    assert not shown
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "config",
     [
@@ -104,33 +120,6 @@ def test_other_ways_to_run_agree(config):
         losses = [loss for loss, _ in found.losses]
         assert losses[0] == losses[1], "no step was skipped, or nothing is tested"
         assert losses[-1] < losses[0]
-
-
-@pytest.mark.slow
-def test_a_checkout_that_is_not_installed_can_be_verified(monkeypatch):
-    """As on a path, where no installed package says the version of zinf."""
-    module = import_module("zinf.verify")
-
-    def version_of_others(name: str) -> str:
-        if name == "zinf":
-            raise PackageNotFoundError(name)
-        return version(name)
-
-    monkeypatch.setattr(module, "version", version_of_others)
-    found = verify(loss_fn, init, TX, batch=draw(), num_steps=1)
-    assert found.setting[0].startswith("zinf not installed as a package, jax ")
-
-
-def test_a_notebook_is_shown_one_table_without_terminal_codes(monkeypatch):
-    """In Jupyter, rich displays what is printed to any console, if it is not told."""
-    found = verify(loss_fn, init, TX, batch=draw(), num_steps=1)
-    shown: list[Any] = []
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    monkeypatch.setattr("rich.jupyter.display", lambda *given: shown.append(given))
-    assert "They agree" in found._repr_html_()
-    assert "\x1b" not in repr(found)
-    assert not shown
 
 
 def test_an_error_of_a_thousandth_is_found(monkeypatch):
@@ -163,19 +152,16 @@ def test_what_rounds_in_the_loss_itself_widens_the_bound():
     assert wide > ratio / 100 * tight
 
 
-def test_a_model_too_large_for_plain_jax_is_refused_before_it_is_made(monkeypatch):
-    def never() -> Any:
+def test_what_cannot_be_verified_is_refused_before_it_is_made(monkeypatch):
+    def never(*_: Any) -> Any:
         raise AssertionError("a parameter was made")
 
     module = import_module("zinf.verify")
     monkeypatch.setattr(module, "host_memory_bytes", lambda: 10_000)
-    monkeypatch.setattr(module, "_initial", lambda *_: never())
+    monkeypatch.setattr(module, "_initial", never)
     expected = r"on one device: it needs [\d,]+ bytes, and this machine has 10,000"
     with pytest.raises(ValueError, match=expected):
         verify(loss_fn, init, TX, batch=draw())
-
-
-def test_wrong_arguments_are_refused():
     with pytest.raises(ValueError, match="num_steps is 0"):
         verify(loss_fn, init, TX, batch=draw(), num_steps=0)
     assert zinf.verify is verify

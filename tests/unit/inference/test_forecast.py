@@ -99,3 +99,4 @@ def test_sizes_are_doubled_until_that_gains_little(planner):
 def test_what_is_longer_than_the_model_allows_is_refused(planner):
     with pytest.raises(ValueError, match=r"60 tokens.*more than the 64.*at most 4"):
         list(forecasts(planner, prompt_length=60, max_new_tokens=5))
+    assert list(forecasts(planner, (1,), prompt_length=60, max_new_tokens=4))

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import zinf
+from tests.unit.refusals import refusals
 from zinf.inference import Decoder, plan
 from zinf.models import GPT, GPTConfig, next_token_loss
 from zinf.optim.decision import NonFiniteError
@@ -65,6 +66,17 @@ def engine():
         yield engine
 
 
+@pytest.fixture(scope="module")
+def small():
+    with zinf.initialize(
+        lambda params, batch: (params["w"] * batch["x"]).mean(),
+        {"w": jnp.ones(2)},
+        optax.sgd(0.1),
+        batch={"x": np.ones(2)},
+    ) as engine:
+        yield engine
+
+
 def check_greedy(model, prompts, found):
     """Each token is the likeliest after those before it, for the model without cache.
 
@@ -118,54 +130,36 @@ def test_a_cache_is_overwritten_where_it_rests(engine):
 
 @pytest.mark.slow
 def test_the_other_sequences_of_a_batch_change_nothing(engine):
-    rest = {"max_new_tokens": 6, **DRAWN}
-    together = engine.generate(PROMPTS, key=KEYS, **rest)
-    alone = [
-        engine.generate([prompt], key=KEYS[i : i + 1], **rest)[0]
-        for i, prompt in enumerate(PROMPTS)
-    ]
-    assert together == alone
-    assert engine.generate(PROMPTS, key=KEYS, batch_size=1, **rest) == together
-    assert len({tuple(tokens) for tokens in together}) > 1
-    others = jax.random.split(jax.random.key(1), len(PROMPTS))
-    assert engine.generate(PROMPTS, key=others, **rest) != together
-
-
-@pytest.mark.slow
-def test_each_of_32_sequences_is_completed_as_alone(engine):
     prompts, keys = 8 * PROMPTS, jax.random.split(jax.random.key(2), 32)
     rest = {"max_new_tokens": 4, **DRAWN}
     together = engine.generate(prompts, key=keys, **rest)
     for i in (0, 13, 31):
         [alone] = engine.generate(prompts[i : i + 1], key=keys[i : i + 1], **rest)
         assert together[i] == alone
+    assert engine.generate(prompts, key=keys, batch_size=1, **rest) == together
+    assert len({tuple(tokens) for tokens in together}) > 1
+    others = jax.random.split(jax.random.key(1), 32)
+    assert engine.generate(prompts, key=others, **rest) != together
 
 
-def test_a_sequence_ends_with_a_token_that_ends_texts(engine):
-    whole = engine.generate(PROMPTS[:1], max_new_tokens=6)[0]
-    end = whole[-1]
-    first = whole.index(end)
-    found = engine.generate(PROMPTS[:1], max_new_tokens=6, eos_token_ids=(end,))
-    assert found == [whole[: first + 1]]
-
-
-def test_tokens_are_told_as_they_are_made(engine):
+def test_tokens_are_told_as_they_are_made_and_a_text_ends_where_asked(engine):
     told = []
-    found = engine.generate(
-        PROMPTS[:2], max_new_tokens=3, on_token=lambda *token: told.append(token)
-    )
-    assert told == [(i, found[i][n]) for n in range(3) for i in range(2)]
+    prompts, rest = PROMPTS[:2], {"max_new_tokens": 4}
+    whole = engine.generate(prompts, on_token=lambda *token: told.append(token), **rest)
+    assert told == [(i, whole[i][n]) for n in range(4) for i in range(2)]
+    # By a token that ends texts, which is the last one.
+    end = whole[0][-1]
+    found = engine.generate(prompts[:1], eos_token_ids=(end,), **rest)
+    assert found == [whole[0][: whole[0].index(end) + 1]]
 
-
-def test_a_text_ends_where_the_caller_says(engine):
-    whole = engine.generate(PROMPTS[:2], max_new_tokens=4)
+    # By the caller.
     seen = [0, 0]
 
     def enough(number, token):
         seen[number] += 1
         return number == 1 and seen[1] == 2
 
-    found = engine.generate(PROMPTS[:2], max_new_tokens=4, on_token=enough)
+    found = engine.generate(prompts, on_token=enough, **rest)
     assert found == [whole[0], whole[1][:2]]
 
 
@@ -180,24 +174,38 @@ def test_log_probabilities_are_those_of_the_logits(engine):
     assert found.mean() == pytest.approx(-engine.evaluate(BATCH), rel=1e-6)
 
 
-BAD = [
-    ([[]], {}, "Prompt 0 is empty"),
-    (["text"], {}, "Prompt 0 is a text"),
-    ([[1], [0.5]], {}, "Prompt 1 is float64"),
-    ([[-1]], {}, "below 0"),
-    ([[1] * 60], {"max_new_tokens": 5}, "60 tokens.*more than the 64.*at most 4"),
-    ([[1]], {"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
-    ([[1]], {"temperature": 0.5}, "pass key="),
-    ([[1]], {"temperature": -1.0}, "temperature must be at least 0"),
-    ([[1]], {"key": KEYS}, "4.*and there are 1 prompts"),
-    ([[1]], {"rows": 0}, "rows must be at least 1"),
-]
+def test_bad_input_is_refused_by_name(engine, small, golden):
+    def generate(*prompts, max_new_tokens=5, **options):
+        options["max_new_tokens"] = max_new_tokens
+        return lambda: engine.generate(prompts, **options)
 
+    def decode(apply):
+        decoder = Decoder(apply, lambda starts, length: {"a": jnp.zeros(2, jnp.int32)})
+        return lambda: small.generate([[1]], decoder=decoder, max_new_tokens=1)
 
-@pytest.mark.parametrize(("prompts", "options", "message"), BAD)
-def test_bad_input_is_refused_by_name(engine, prompts, options, message):
-    with pytest.raises(ValueError, match=message):
-        engine.generate(prompts, **{"max_new_tokens": 5, **options})
+    def shorter_cache(params, tokens, cache):
+        return jnp.zeros((len(tokens), 3)) + params["w"].sum(), {"a": cache["a"][1:]}
+
+    cases = {
+        "an empty prompt": generate([]),
+        "a text": generate("text"),
+        "fractions": generate([1], [0.5]),
+        "a batch as a prompt": generate([[1], [2]]),
+        "a negative token": generate([-1]),
+        "too many tokens": generate([1] * 60),
+        "no new token": generate([1], max_new_tokens=0),
+        "draws without a key": generate([1], temperature=0.5),
+        "too many keys": generate([1], key=KEYS),
+        "no rows": generate([1], rows=0),
+        "no decoder": lambda: small.generate([[1]], max_new_tokens=1),
+        "no scores": lambda: small.log_probabilities({"x": np.ones(2)}),
+        "a decoder that cuts its cache": decode(shorter_cache),
+        "a decoder without a cache": decode(lambda p, t, c: p["w"]),
+        "a decoder without logits": decode(lambda p, t, c: (p["w"], c)),
+        "a decoder with another cache": decode(lambda p, t, c: (p["w"], {})),
+    }
+    golden.check("generate_refusals.txt", refusals(cases))
+    assert len(generate([1] * 60, max_new_tokens=4)()[0]) == 4
 
 
 def test_logits_that_are_not_finite_are_an_error_that_names_the_prompt(engine):
@@ -219,47 +227,16 @@ def test_ctrl_c_frees_the_caches(engine):
     assert len(engine.generate(PROMPTS[:1], max_new_tokens=5)[0]) == 5
 
 
-@pytest.fixture(scope="module")
-def small():
-    with zinf.initialize(
-        lambda params, batch: (params["w"] * batch["x"]).mean(),
-        {"w": jnp.ones(2)},
-        optax.sgd(0.1),
-        batch={"x": np.ones(2)},
-    ) as engine:
-        yield engine
-
-
-def test_a_function_without_a_decoder_is_refused(small):
-    with pytest.raises(ValueError, match="Pass decoder="):
-        small.generate([[1]], max_new_tokens=1)
-    with pytest.raises(ValueError, match="Use engine.apply"):
-        small.log_probabilities({"x": np.ones(2)})
-
-
-def wrong_cache(params, tokens, cache):
-    return jnp.zeros((len(tokens), 3)) + params["w"].sum(), {"a": cache["a"][1:]}
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("apply", "message"),
+    ("shape", "tier"),
     [
-        (wrong_cache, r"leaf 'a' of its cache as int32\[1\]; it was int32\[2\]"),
-        (lambda p, t, c: p["w"], r"must return \(logits, cache\)"),
-        (lambda p, t, c: (p["w"], c), r"must return logits \(B, V\)"),
-        (lambda p, t, c: (p["w"], {}), "with the structure"),
+        ({}, Tier.NVME),
+        (LLAMA, Tier.HOST),
+        ({"scan_layers": True}, Tier.DEVICE),
+        ({"scan_layers": True}, Tier.NVME),
     ],
 )
-def test_a_wrong_decoder_is_refused_by_name(small, apply, message):
-    decoder = Decoder(apply, lambda starts, length: {"a": jnp.zeros(2, jnp.int32)})
-    with pytest.raises(ValueError, match=message):
-        small.generate([[1]], decoder=decoder, max_new_tokens=1)
-
-
-@pytest.mark.sampled(slow=3)
-@pytest.mark.slow
-@pytest.mark.parametrize("tier", [*Tier])
-@pytest.mark.parametrize("shape", [{}, LLAMA, {"scan_layers": True}])
 def test_tokens_are_the_same_wherever_the_cache_rests(
     shape, tier, tmp_path, monkeypatch
 ):

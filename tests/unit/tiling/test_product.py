@@ -4,10 +4,10 @@ from contextlib import contextmanager
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
+from tests.unit.tiling.arrays import normal, wide
 from zinf.jaxpr import flatten
 from zinf.jaxpr.compat import open_jaxpr
 from zinf.segment import named_leaves, segment_loss, trace_loss
@@ -110,19 +110,15 @@ def test_a_kernel_is_cut_apart_from_others_and_differentiated():
 
 @pytest.mark.skipif(IS_OLD, reason=LOCKS_UP)
 def test_the_kernel_rounds_the_result_only():
-    random = np.random.default_rng(0)
-    kernel, bias, x = (
-        jnp.asarray(random.standard_normal(shape), SHORT)
-        for shape in ((128, 128), (128,), (2, ROWS // 2, 128))
-    )
+    shapes = (128, 128), (128,), (2, ROWS // 2, 128)
+    kernel, bias, x = (normal(s, SHORT, seed=i) for i, s in enumerate(shapes))
     tiles = LinearTiles.split(kernel, bias, in_splits=2)
     with traced_for("H200", num_cores=1), interpreted():
         made = linear(tiles, x, implementation="mosaic_gpu")
-    wide = [np.asarray(a, np.float64) for a in (x, kernel, bias, made)]
-    exact = wide[0] @ wide[1] + wide[2]
-    parts = abs(wide[0]) @ abs(wide[1]) + abs(wide[2])
+    v, w, b = map(wide, (x, kernel, bias))
+    exact, parts = v @ w + b, abs(v) @ abs(w) + abs(b)
     bound = 1.01 * (128 + 2) * 2.0**-24 * parts + 2.0**-8 * abs(exact)
-    assert made.dtype == SHORT and (abs(wide[3] - exact) <= bound).all()
+    assert made.dtype == SHORT and (abs(wide(made) - exact) <= bound).all()
 
 
 @pytest.mark.gpu_compiler

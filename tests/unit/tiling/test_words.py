@@ -1,4 +1,4 @@
-"""Losses from tiles of words are those of the whole weight, also on several devices."""
+"""Tables in tiles of words: look-ups and losses are those of the whole table."""
 
 import chex
 import jax
@@ -10,13 +10,42 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.marks import slow_except
-from zinf.tiling import cross_entropy, cross_entropy_over, split
-from zinf_kernels import cross_entropy as kernels
+from tests.unit.tiling.arrays import normal
+from zinf.tiling import cross_entropy, cross_entropy_over, embed, split
 
 # Sums of up to 128 terms and exponentials, in float32.
 SUMS = 1000 * 2.0**-24
 PIECES = {"chunk_tokens": 8, "chunk_vocab": 16}
+
+# Look-ups.
+
+
+@pytest.mark.parametrize(
+    ("num_tiles", "shape", "dtype"),
+    [(1, (23,), jnp.float32), (4, (0,), jnp.float32), (4, (4, 7), jnp.bfloat16)],
+)
+def test_vectors_and_gradients_are_those_of_one_table(shape, num_tiles, dtype):
+    table, by = normal((29, 5), dtype), normal((*shape, 5), dtype, seed=1)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 29, shape))
+    tiles = split(table, num_tiles, axis=0)
+    made, pull = jax.vjp(lambda tiles: embed(tiles, tokens), tiles)
+    expected, pull_plain = jax.vjp(lambda table: table[tokens], table)
+    np.testing.assert_array_equal(made, expected)
+    np.testing.assert_array_equal(jnp.concatenate(pull(by)[0]), *pull_plain(by))
+
+
+def test_a_token_or_label_that_no_tile_has_is_not_passed_over():
+    tiles = split(jnp.ones((6, 2)), 3, axis=0)
+    made = embed(tiles, jnp.array([0, 5, 6, -1]))
+    np.testing.assert_array_equal(np.isnan(made[:, 0]), [False, False, True, True])
+    x, weight, labels, _ = make((5,), 7, 12, ignored=0)
+    tiles = split(weight, 3)
+    assert np.isfinite(cross_entropy(tiles, x, labels.at[2].set(11)).total)
+    assert np.isnan(cross_entropy(tiles, x, labels.at[2].set(12)).total)
+    assert cross_entropy(tiles, x, labels * 0 - 1).mean == 0
+
+
+# Losses.
 
 
 def make(tokens, dim, vocab, *, vocab_axis=1, dtype=jnp.float32, ignored=0.3):
@@ -32,10 +61,9 @@ def make(tokens, dim, vocab, *, vocab_axis=1, dtype=jnp.float32, ignored=0.3):
 
 
 def plain(x, weight, labels, weights, *, vocab_axis=1, z_loss=0.0):
-    """The mean in float32, or better, with all logits."""
-    wide = jnp.float32
+    """The mean in float32, with all logits."""
     weight = weight if vocab_axis else weight.T
-    logits = x.astype(wide) @ weight.astype(wide)
+    logits = x.astype(jnp.float32) @ weight.astype(jnp.float32)
     lse = jax.nn.logsumexp(logits, axis=-1)
     index = jnp.clip(labels, 0)[..., None]
     picked = jnp.take_along_axis(logits, index, axis=-1)[..., 0]
@@ -44,8 +72,16 @@ def plain(x, weight, labels, weights, *, vocab_axis=1, z_loss=0.0):
     return jnp.sum(weights * losses) / jnp.maximum(jnp.sum(weights), 1e-9)
 
 
+def assert_same(run, plain, x, weight):
+    """Losses and gradients."""
+    made, expected = (
+        jax.jit(jax.value_and_grad(f, (0, 1)))(x, weight) for f in (run, plain)
+    )
+    chex.assert_trees_all_close(made, expected, rtol=SUMS, atol=1e-6)
+
+
 @pytest.mark.slow
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     tokens=st.sampled_from([(23,), (0,), (1,), (3, 7)]),
     vocab=st.sampled_from([29, 5, 64]),
@@ -67,10 +103,7 @@ def test_loss_and_gradients_are_those_of_the_plain_form(
     def whole(x, weight):
         return plain(x, weight, labels, weights, **options)
 
-    made, expected = (
-        jax.jit(jax.value_and_grad(run, (0, 1)))(x, weight) for run in (tiled, whole)
-    )
-    chex.assert_trees_all_close(made, expected, rtol=SUMS, atol=1e-6)
+    assert_same(tiled, whole, x, weight)
 
 
 @pytest.mark.slow
@@ -93,28 +126,9 @@ def test_bfloat16_loses_one_rounding_for_each_tile():
         assert error <= 3 * 2.0**-8
 
 
-@pytest.mark.slow
-def test_one_tile_is_the_kernel_to_the_bit():
-    x, weight, labels, weights = make((3, 11), 13, 37)
-    given_ = {"token_weights": weights, "z_loss": 0.1, **PIECES}
-    made = cross_entropy((weight,), x, labels, **given_)
-    expected = kernels.cross_entropy(x, weight, labels, **given_)
-    assert made.total == expected.total and made.weight == expected.weight
-
-
-@pytest.mark.slow
-def test_a_label_that_no_tile_has_is_not_passed_over():
-    x, weight, labels, _ = make((5,), 7, 12, ignored=0)
-    tiles = split(weight, 3)
-    assert np.isfinite(cross_entropy(tiles, x, labels).total)
-    assert np.isnan(cross_entropy(tiles, x, labels.at[2].set(12)).total)
-    assert cross_entropy(tiles, x, labels * 0 - 1).mean == 0
-
-
-@pytest.mark.parametrize("batch", slow_except([13], [8, 13, 3]))
-def test_the_mean_over_a_mesh_is_exact_with_uneven_shards(batch):
-    """Batches that do not divide by 8, and a device where no token counts."""
-    x, weight, labels, weights = make((batch, 5), 6, 19)
+def test_the_mean_over_a_mesh_is_exact_with_uneven_shards():
+    """A batch that does not divide by 8, and a device where no token counts."""
+    x, weight, labels, weights = make((13, 5), 6, 19)
     labels = labels.at[0].set(-1).at[1, 1:].set(-1)
     mesh = jax.make_mesh((2, 4), ("replica", "fsdp"), axis_types=(AxisType.Auto,) * 2)
 
@@ -127,10 +141,7 @@ def test_the_mean_over_a_mesh_is_exact_with_uneven_shards(batch):
     def whole(x, weight):
         return plain(x, weight, labels, weights)
 
-    made, expected = (
-        jax.jit(jax.value_and_grad(run, (0, 1)))(x, weight) for run in (sharded, whole)
-    )
-    chex.assert_trees_all_close(made, expected, rtol=SUMS, atol=1e-6)
+    assert_same(sharded, whole, x, weight)
 
 
 @pytest.mark.slow
@@ -144,8 +155,6 @@ def test_no_device_sees_the_tokens_of_another():
 
     run = jax.jit(jax.value_and_grad(mean, (0, 1))).lower(x, weight).compile()
     assert "all-gather" not in run.as_text()
-    ones = jnp.ones(labels.shape)
-    expected = jax.value_and_grad(lambda x, w: plain(x, w, labels, ones), (0, 1))
-    chex.assert_trees_all_close(
-        run(x, weight), expected(x, weight), rtol=SUMS, atol=1e-6
+    assert_same(
+        mean, lambda x, w: plain(x, w, labels, jnp.ones(labels.shape)), x, weight
     )

@@ -1,0 +1,42 @@
+"""Shapes of prompts, and which batch of sequences is large enough."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from zinf.inference import saturating
+from zinf.inference.plan import Shape
+from zinf.inference.prompts import shape_of
+
+
+@pytest.mark.parametrize(
+    ("length", "max_new_tokens", "prompt", "slots"),
+    [
+        # A prompt has a power of two of slots; slots come in sixteens.
+        (1, 1, 16, 16),
+        (16, 1, 16, 16),
+        (17, 1, 32, 32),
+        (33, 1, 64, 64),
+        # The last new token is never read, so it has no slot.
+        (16, 2, 16, 32),
+        (16, 17, 16, 32),
+        (16, 18, 16, 48),
+    ],
+)
+def test_a_shape_depends_on_the_sequence_alone(length, max_new_tokens, prompt, slots):
+    assert shape_of(8, length, max_new_tokens) == Shape(8, prompt, slots)
+
+
+@pytest.mark.parametrize(
+    ("rates", "enough"),
+    [
+        # The gain of the next size is a tenth at most.
+        ([10, 20, 22], 20),
+        ([10, 20, 22.1], None),
+        ([10, 10, 20, 21], 20),
+        ([10], None),
+    ],
+)
+def test_a_batch_is_large_enough_if_no_larger_one_gains_a_tenth(rates, enough):
+    found = saturating([SimpleNamespace(tokens_per_second=rate) for rate in rates])
+    assert found == (enough and SimpleNamespace(tokens_per_second=enough))
