@@ -81,6 +81,11 @@ def params_of(model: torch.nn.Module) -> dict[str, Any]:
     return {name: jnp.asarray(p.numpy(force=True)) for name, p in named}
 
 
+def mean_loss(model):
+    """The mean loss of a model as a function that jax differentiates."""
+    return lambda *arguments, **named: model.loss(*arguments, **named).mean
+
+
 def tokens(rows: int = 2) -> np.ndarray:
     return np.random.default_rng(0).integers(3, VOCAB, (rows, TOKENS), np.int32)
 

@@ -65,7 +65,7 @@ def check(name, folder):
     model.read_buffers()
 
     def loss(params, batch):
-        return model.loss(params, batch), model.logits(params, batch)
+        return model.loss(params, batch).mean, model.logits(params, batch)
 
     compiled = jax.jit(jax.value_and_grad(loss, has_aux=True))
     (_, logits), gradients = compiled(params, {"input_ids": ids})

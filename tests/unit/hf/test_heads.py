@@ -15,6 +15,7 @@ from tests.unit.hf.models import (
     VOCAB,
     llama,
     make,
+    mean_loss,
     on_tier,
     params_of,
     refusals,
@@ -95,7 +96,7 @@ def test_loss_and_gradients_are_those_of_transformers(case, tmp_path):
     arrays = {name: jnp.asarray(x) for name, x in batch.items()}
     wanted = torch_model(**in_torch(batch)).loss
     wanted.backward()
-    gradient = jax.jit(jax.value_and_grad(model.loss))
+    gradient = jax.jit(jax.value_and_grad(mean_loss(model)))
     loss, gradients = gradient(params_of(torch_model), arrays)
     np.testing.assert_allclose(loss, wanted.item(), rtol=TOLERANCE)
     by_name = dict(torch_model.named_parameters())
@@ -253,7 +254,7 @@ def test_a_classifier_without_a_token_of_padding_is_refused(tmp_path):
     with pytest.raises(ValueError, match="config.json names no .*Set pad_token_id"):
         jax.eval_shape(model.loss, model.zeros(), batch)
     alone = {name: x[:1] for name, x in batch.items()}
-    assert jax.eval_shape(model.loss, model.zeros(), alone).shape == ()
+    assert jax.eval_shape(mean_loss(model), model.zeros(), alone).shape == ()
     # A token that ends texts stands for padding.
     llama(pad_token_id=None, eos_token_id=[7, 8]).save_pretrained(tmp_path)
     assert hf.load_head(tmp_path, labels=NAMES).config.pad_token_id == 7

@@ -6,6 +6,7 @@ import pytest
 
 from tests.unit.hf.models import (
     llama,
+    mean_loss,
     on_tier,
     params_of,
     reloaded,
@@ -68,7 +69,7 @@ def test_padding_has_no_gradient_by_its_look_up_in_a_model(is_tied, tmp_path):
     torch_model(given, labels=given).loss.backward()
     model = hf.load(tmp_path)
     batch = {"input_ids": ids, "labels": ids}
-    found = jax.jit(jax.grad(model.loss))(params_of(torch_model), batch)[TABLE]
+    found = jax.jit(jax.grad(mean_loss(model)))(params_of(torch_model), batch)[TABLE]
     wanted = dict(torch_model.named_parameters())[TABLE].grad.numpy()
     assert np.abs(found - wanted).max() < GRADIENTS * np.abs(wanted).max()
     assert found[PADDING].any() == is_tied  # a head has a gradient for every word
@@ -85,7 +86,9 @@ def test_a_table_with_padding_is_read_by_tile(is_tied, tmp_path):
     model = hf.load(tmp_path)
     params = jax.eval_shape(model.zeros)
     ids = jax.ShapeDtypeStruct(tokens().shape, jnp.int32)
-    source = trace_loss(model.loss, params, {"input_ids": ids}, max_remat_bytes=1 << 62)
+    source = trace_loss(
+        mean_loss(model), params, {"input_ids": ids}, max_remat_bytes=1 << 62
+    )
     limit = model.specs[TABLE].nbytes // 3
     cut = {"frozen": (), "splittable": params.keys(), "max_bytes": limit}
     program = segment_loss(source, **cut).program

@@ -17,6 +17,7 @@ from tests.unit.hf.models import (
     gpt2,
     llama,
     make,
+    mean_loss,
     mixtral,
     off,
     params_of,
@@ -78,15 +79,17 @@ def test_padding_and_ignored_labels_do_not_change_the_loss(tmp_path):
     batch = {"input_ids": ids, "labels": labels, "attention_mask": mask}
     with torch.no_grad():
         wanted = torch_model(**{n: torch.tensor(x).long() for n, x in batch.items()})
-    loss = jax.jit(model.loss)(params, batch)
+    loss = jax.jit(mean_loss(model))(params, batch)
     # One float32 sum over 17 tokens in another order.
     assert abs(float(loss) - float(wanted.loss)) < 1e-6
     ids[1, 8:] = 3
-    assert jax.jit(model.loss)(params, batch | {"input_ids": ids}) == loss
+    assert jax.jit(mean_loss(model))(params, batch | {"input_ids": ids}) == loss
     # Without labels, all tokens are trained on but those without a mask.
     del batch["labels"]
     unmasked = np.where(mask == 1, ids, -100)
-    both = [jax.jit(model.loss)(params, batch | x) for x in ({}, {"labels": unmasked})]
+    both = [
+        jax.jit(mean_loss(model))(params, batch | x) for x in ({}, {"labels": unmasked})
+    ]
     assert both[0] == both[1] != loss
 
 
