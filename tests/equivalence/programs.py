@@ -125,6 +125,12 @@ def block(p: Tree, x: jax.Array) -> jax.Array:
     return x + jnp.tanh(dense(p, x))
 
 
+def blocks(many: Sequence[Tree], x: jax.Array) -> jax.Array:
+    for p in many:
+        x = block(p, x)
+    return x
+
+
 def mse(x: jax.Array, batch: Tree) -> jax.Array:
     return jnp.mean(jnp.square(x - batch["y"]))
 
@@ -197,9 +203,7 @@ def tied_embeddings(params, batch):
     frozen=["layers/1/w", "layers/1/b", "steps", "mask"],
 )
 def frozen_leaves_of_several_kinds(params, batch):
-    x = batch["x"]
-    for p in params["layers"]:
-        x = block(p, x)
+    x = blocks(params["layers"], batch["x"])
     return mse(jnp.where(params["mask"][None], x, x * params["steps"]), batch)
 
 
@@ -213,9 +217,7 @@ def frozen_leaves_of_several_kinds(params, batch):
     without_gradient=["unused", "noted", "none"],
 )
 def parameters_that_are_unused_or_without_entries(params, batch):
-    x = batch["x"]
-    for p in params["layers"]:
-        x = block(p, x)
+    x = blocks(params["layers"], batch["x"])
     return mse(x, batch) + params["none"].sum(), params["noted"].sum()
 
 
@@ -284,13 +286,8 @@ def weights_normalised_before_use(p, x, params, i):
 
 @program(layers(), config={"segment": {"max_bytes": 300}})
 def checkpointed_pairs_larger_than_a_segment(params, batch):
-    def pair(many, x):
-        for p in many:
-            x = block(p, x)
-        return x
-
     policy = jax.checkpoint_policies.dots_saveable
-    x = jax.checkpoint(pair, policy=policy)(params["layers"], batch["x"])
+    x = jax.checkpoint(blocks, policy=policy)(params["layers"], batch["x"])
     return mse(x, batch)
 
 
@@ -345,9 +342,7 @@ def stopped_gradients(p, x, params, i):
 @program(layers())
 def a_penalty_on_gradients_of_the_network(params, batch):
     def network(x):
-        for p in params["layers"]:
-            x = block(p, x)
-        return x.sum()
+        return blocks(params["layers"], x).sum()
 
     return jnp.mean(jnp.square(jax.grad(network)(batch["x"]) - batch["y"]))
 

@@ -117,7 +117,6 @@ def test_an_overflow_of_the_last_device_alone_is_skipped_on_every_mesh():
 
 @slow
 def test_model_state_is_that_of_one_device():
-    # 8 examples, which divide among 4 devices.
     expected, found = (
         train_model(NORMED, Setting(name="accumulation", mesh=mesh))
         for mesh in ("1", "2")

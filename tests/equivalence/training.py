@@ -19,8 +19,8 @@ DEVICES = ("none", "cpu", "nvme")  # DeepSpeed's names for device, host and nvme
 PLACEMENTS = tuple((p, o) for p in DEVICES for o in DEVICES)
 ON_DEVICE, ON_HOST, ON_NVME = ((name, name) for name in DEVICES)
 FUSED, OFFLOADED = "fused", "offloaded"
-# So high a scale that the first step overflows, is skipped and halves the scale.
-FP16 = {"fp16": {"enabled": True, "initial_scale_power": 14, "hysteresis": 1}}
+# So high a scale that the first steps overflow, are skipped and halve the scale.
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 16, "hysteresis": 1}}
 ACCUMULATION = {"gradient_accumulation_steps": 2}
 # Below the norms that occur, so that every step is clipped.
 CLIPPING = {"gradient_clipping": 0.05}
@@ -39,6 +39,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 OPTIMIZERS = {
     "adam": optax.adamw(3e-3),
+    "slow adam": optax.adamw(1e-3),
     "sgd": optax.sgd(3e-2, momentum=0.9),
     # Updates that need a whole leaf: norms, factored moments, orthogonalisation.
     "lamb": optax.lamb(3e-3),
