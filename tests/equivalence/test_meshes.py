@@ -52,8 +52,9 @@ TABLE = [
     (AWKWARD, "4", 2, "device", BF16),
     (AWKWARD, "2", 3, "nvme", FP16),
     (AWKWARD, "4x2", 1, "host", FP16),
-    (AWKWARD, "2x4", 1, OFFLOADED, BOTH),
-    (AWKWARD, "4x2", 3, OFFLOADED, BF16),
+    (AWKWARD, "2x4", 0, "device", FP16),
+    (AWKWARD, "2x4", 1, OFFLOADED, BF16),
+    (AWKWARD, "4x2", 3, OFFLOADED, BOTH),
     (FEW_ROUTED, "E+D", 2, "fused", BOTH),
     (ROUTED, "E", 0, "fused", BOTH),
     (ROUTED, "E+D", 2, "host", BOTH),
@@ -69,10 +70,10 @@ TABLE = [
     (GPT_CAPACITY, "E+T+D", 0, "host", BOTH),
     (GPT_DROPLESS, "E+T+D", 3, "fused", BOTH),
     (GPT_CAPACITY, "E+S+D", 3, "fused", BOTH),
-    (GPT_DROPLESS, "E+S+D", 2, "host", BOTH),
+    (GPT_DROPLESS, "E+S+D", 2, "nvme", BOTH),
     (STACKED, "S", 3, "fused", BOTH),
     (STACKED, "S+D", 1, "nvme", BOTH),
-    (LLAMA, "S", 2, "device", BOTH),
+    (LLAMA, "S", 3, "optimizer on host", BOTH),
     (TRANSFORMER, "S+D", 0, "optimizer on host", BOTH),
 ]
 CUT_INSIDE = [
@@ -80,7 +81,7 @@ CUT_INSIDE = [
     (GPT_DROPLESS, "E+T", 1, "fused", BOTH),
     (GPT_CAPACITY, "T+d", 3, "host", BOTH),
 ]
-FAST = [TABLE[i] for i in (0, 1, 2, 11, 18, 27)]
+FAST = [TABLE[i] for i in (0, 1, 2, 12, 19, 28)]
 
 
 def setting(mesh: str, stage: int, tier: str, name: str, more: Any = ()) -> Setting:
