@@ -92,7 +92,12 @@ def machine(room: int, clips: bool, bandwidths: tuple[float, float]) -> Plan:
     """The plan of the chain; `room` is the device's, in layers."""
     toy = chain()
     there, back = bandwidths
-    links = dict.fromkeys(Link, KB) | {Link.H2D: there * KB, Link.D2H: back * KB}
+    links = {
+        Link.NVME_READ: KB,
+        Link.NVME_WRITE: KB,
+        Link.H2D: there * KB,
+        Link.D2H: back * KB,
+    }
     updates = {Tier.HOST: 1000 * KB, Tier.DEVICE: 1000 * KB}
     rates = Rates(links, 1e9, updates, 1e-6)
     capacity = PLENTY | {Tier.DEVICE: room * LAYER_BYTES}
