@@ -1,7 +1,7 @@
-"""Four small networks of different kinds, each as its users would hand it to zinf."""
+"""Four small networks of different frameworks."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import equinox as eqx
@@ -20,25 +20,40 @@ from zinf.models import GPT, GPTConfig, next_token_loss
 BATCH, LENGTH, VOCAB, DIM, LAYERS = 4, 8, 32, 16, 3
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Model:
-    """A model for zinf, and the same for plain JAX.
+    """A network as its users would hand it to zinf.
 
     Attributes:
-        start: `(tx, config) -> Engine`.
-        loss: `(params, batch) -> loss` on the pytree that `engine.params()` returns.
-        draw: `(random generator, batch size) -> batch`.
+        init: `() -> params`, the pytree that `loss` takes.
+        draw: `(random generator, number of examples) -> batch`.
+        make: `(tx, config, **options) -> Engine`; by default `zinf.initialize`.
+        size: examples of a microbatch. Microbatches are of one size, so that settings
+            compile the same code.
+        config: settings that the network needs.
+        options: arguments of `zinf.initialize`.
     """
 
     name: str
-    start: Callable[..., Engine]
-    loss: Callable[[Any, Any], jax.Array]
+    init: Callable[[], Any]
+    loss: Callable[..., Any]
     draw: Callable[[np.random.Generator, int], Any]
+    make: Callable[..., Engine] | None = None
+    size: int = BATCH
+    config: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def start(
+        self, tx: optax.GradientTransformation, config: Any, **more: Any
+    ) -> Engine:
+        if self.make is not None:
+            return self.make(tx, config, **more)
+        options = {**self.options, **more}
+        return zinf.initialize(self.loss, self.init, tx, config, **options)
 
     def batches(self, num: int, num_microbatches: int = 1) -> list[Any]:
-        """Microbatches are of one size, so that all variants compile the same code."""
         random = np.random.default_rng(1)
-        return [self.draw(random, BATCH * num_microbatches) for _ in range(num)]
+        return [self.draw(random, self.size * num_microbatches) for _ in range(num)]
 
 
 def draw_tokens(random: np.random.Generator, size: int) -> dict[str, np.ndarray]:
@@ -85,13 +100,19 @@ def linen_loss(params: Any, batch: Any) -> jax.Array:
     return cross_entropy(logits, tokens[:, 1:])
 
 
-def start_linen(tx: optax.GradientTransformation, config: Any) -> Engine:
-    def create() -> TrainState:
-        model, tokens = Transformer(), jnp.zeros((BATCH, LENGTH), jnp.int32)
-        params = model.init(jax.random.key(0), tokens)["params"]
-        return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+def linen_init() -> Any:
+    tokens = jnp.zeros((BATCH, LENGTH), jnp.int32)
+    return Transformer().init(jax.random.key(0), tokens)["params"]
 
-    return zinf.linen.initialize(linen_loss, create, config)
+
+def start_linen(
+    tx: optax.GradientTransformation, config: Any, **options: Any
+) -> Engine:
+    def create() -> TrainState:
+        apply = Transformer().apply
+        return TrainState.create(apply_fn=apply, params=linen_init(), tx=tx)
+
+    return zinf.linen.initialize(linen_loss, create, config, **options)
 
 
 # NNX: zinf's own GPT in its Llama form.
@@ -120,8 +141,12 @@ def nnx_loss(params: Any, batch: Any) -> jax.Array:
     return next_token_loss(nnx.merge(graphdef, params), batch)
 
 
-def start_nnx(tx: optax.GradientTransformation, config: Any) -> Engine:
-    return zinf.nnx.initialize(next_token_loss, gpt, tx, config)
+def nnx_init() -> Any:
+    return nnx.to_pure_dict(nnx.state(gpt()))
+
+
+def start_nnx(tx: optax.GradientTransformation, config: Any, **options: Any) -> Engine:
+    return zinf.nnx.initialize(next_token_loss, gpt, tx, config, **options)
 
 
 # Equinox: a residual convolution net with normalisation, as a module of arrays.
@@ -172,10 +197,6 @@ def is_static(leaf: Any) -> bool:
     return not isinstance(leaf, jax.ShapeDtypeStruct)
 
 
-def start_equinox(tx: optax.GradientTransformation, config: Any) -> Engine:
-    return zinf.initialize(equinox_loss, conv_arrays, tx, config)
-
-
 # A plain pytree: an MLP whose layers are stacked and run in one `lax.scan`.
 
 
@@ -201,12 +222,8 @@ def mlp_loss(params: dict[str, Any], batch: Any) -> jax.Array:
     return jnp.mean(jnp.square(out - batch["y"]).astype(jnp.float32))
 
 
-def start_mlp(tx: optax.GradientTransformation, config: Any) -> Engine:
-    return zinf.initialize(mlp_loss, mlp_params, tx, config)
-
-
-PYTREE = Model("pytree", start_mlp, mlp_loss, draw_vectors)
-LINEN = Model("linen", start_linen, linen_loss, draw_tokens)
-NNX = Model("nnx", start_nnx, nnx_loss, draw_tokens)
-EQUINOX = Model("equinox", start_equinox, equinox_loss, draw_signals)
+PYTREE = Model("pytree", mlp_params, mlp_loss, draw_vectors)
+LINEN = Model("linen", linen_init, linen_loss, draw_tokens, start_linen)
+NNX = Model("nnx", nnx_init, nnx_loss, draw_tokens, start_nnx)
+EQUINOX = Model("equinox", conv_arrays, equinox_loss, draw_signals)
 MODELS = (PYTREE, LINEN, NNX, EQUINOX)

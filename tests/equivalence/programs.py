@@ -9,7 +9,6 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen as nn
 from jax import lax
 
 from zinf.models import GPTConfig
@@ -36,6 +35,25 @@ class Program:
     # Fewer segments than this, and the test would show little.
     min_segments: int = LAYERS
 
+    @property
+    def num_microbatches(self) -> int:
+        return self.config.get("gradient_accumulation_steps", 1)
+
+    def mean_loss(self, params: Tree, key: jax.Array, step: int) -> jax.Array:
+        """The loss of a step over its microbatches, which zinf gives keys of theirs."""
+        count = self.num_microbatches
+        key, losses = jax.random.fold_in(key, step), []
+        for m in range(count):
+            own = key if count == 1 else jax.random.fold_in(key, m)
+            rows = jax.tree.map(partial(rows_of, m=m, count=count), self.batch)
+            result = self.loss(params, rows, *([own] if self.uses_key else []))
+            losses.append(result[0] if self.has_aux else result)
+        return sum(losses) / count
+
+
+def rows_of(leaf: Any, m: int, count: int) -> jax.Array:
+    return jnp.asarray(np.split(leaf, count)[m] if np.ndim(leaf) else leaf)
+
 
 PROGRAMS: list[Program] = []
 
@@ -47,6 +65,22 @@ def program(init: Callable[[], Tree], batch: Tree = None, **options: Any) -> Cal
         data = VECTORS if batch is None else batch
         PROGRAMS.append(Program(loss.__name__, init, loss, data, **options))
         return loss
+
+    return add
+
+
+def each_layer(init: Callable[[], Tree] | None = None, **options: Any) -> Callable:
+    """Adds the loss of layers that are each `(p, x, params, i) -> x`."""
+
+    def add(layer: Callable) -> Callable:
+        def loss(params: Tree, batch: Tree) -> jax.Array:
+            x = batch["x"]
+            for i, p in enumerate(params["layers"]):
+                x = layer(p, x, params, i)
+            return mse(x, batch)
+
+        loss.__name__ = layer.__name__
+        return program(init or layers(), **options)(loss)
 
     return add
 
@@ -91,6 +125,12 @@ def block(p: Tree, x: jax.Array) -> jax.Array:
     return x + jnp.tanh(dense(p, x))
 
 
+def blocks(many: Sequence[Tree], x: jax.Array) -> jax.Array:
+    for p in many:
+        x = block(p, x)
+    return x
+
+
 def mse(x: jax.Array, batch: Tree) -> jax.Array:
     return jnp.mean(jnp.square(x - batch["y"]))
 
@@ -98,18 +138,13 @@ def mse(x: jax.Array, batch: Tree) -> jax.Array:
 # Randomness.
 
 
-@program(layers(), uses_key=True)
-def dropout_in_every_layer(params, batch, key):
+@program(layers(), uses_key=True, config={"gradient_accumulation_steps": 2})
+def dropout_with_microbatches(params, batch, key):
     x = batch["x"]
     for i, p in enumerate(params["layers"]):
         keep = jax.random.bernoulli(jax.random.fold_in(key, i), 0.8, x.shape)
         x = x + jnp.where(keep, jnp.tanh(dense(p, x)) / 0.8, 0.0)
     return mse(x, batch)
-
-
-@program(layers(), uses_key=True, config={"gradient_accumulation_steps": 2})
-def dropout_with_microbatches(params, batch, key):
-    return dropout_in_every_layer(params, batch, key)
 
 
 @program(layers(), uses_key=True)
@@ -135,13 +170,14 @@ def keys_scanned_along_with_layers(params, batch, key):
     return mse(lax.scan(layer, batch["x"], (params["w"], keys))[0], batch)
 
 
-@program(layers())
-def a_key_made_in_the_loss(params, batch):
-    x = batch["x"]
-    for i, p in enumerate(params["layers"]):
-        noise = jax.random.normal(jax.random.key(i), x.shape)
-        x = block(p, x + 0.1 * noise)
-    return mse(x, batch)
+TABLE = normal(8, DIM, DIM)
+SCALE = jnp.float32(0.3)
+
+
+@each_layer()
+def keys_and_constants_that_the_loss_closes_over(p, x, params, i):
+    noise = jax.random.normal(jax.random.key(i), x.shape)
+    return block(p, x @ TABLE * SCALE + 0.1 * noise)
 
 
 # Parameters.
@@ -167,38 +203,33 @@ def tied_embeddings(params, batch):
     frozen=["layers/1/w", "layers/1/b", "steps", "mask"],
 )
 def frozen_leaves_of_several_kinds(params, batch):
-    x = batch["x"]
-    for p in params["layers"]:
-        x = block(p, x)
+    x = blocks(params["layers"], batch["x"])
     return mse(jnp.where(params["mask"][None], x, x * params["steps"]), batch)
 
 
 @program(
-    layers(unused=lambda: jnp.ones((2, 3)), noted=lambda: jnp.ones(3)),
+    layers(
+        unused=lambda: jnp.ones((2, 3)),
+        noted=lambda: jnp.ones(3),
+        none=lambda: jnp.ones((DIM, 0)),
+    ),
     has_aux=True,
-    without_gradient=["unused", "noted"],
+    without_gradient=["unused", "noted", "none"],
 )
-def unused_parameters(params, batch):
-    x = batch["x"]
-    for p in params["layers"]:
-        x = block(p, x)
-    return mse(x, batch), params["noted"].sum()
+def parameters_that_are_unused_or_without_entries(params, batch):
+    x = blocks(params["layers"], batch["x"])
+    return mse(x, batch) + params["none"].sum(), params["noted"].sum()
 
 
-@program(layers(shared=lambda: weight(7, DIM, DIM)))
-def a_parameter_in_every_layer(params, batch):
-    x = batch["x"]
-    for p in params["layers"]:
-        x = block(p, x @ params["shared"])
-    return mse(x, batch)
-
-
-@program(layers(shift=lambda: jnp.float32(0.1), scale=lambda: jnp.ones(())))
-def scalar_parameters(params, batch):
-    x = batch["x"]
-    for p in params["layers"]:
-        x = params["scale"] * block(p, x) + params["shift"]
-    return mse(x, batch)
+@each_layer(
+    layers(
+        shared=lambda: weight(7, DIM, DIM),
+        shift=lambda: jnp.float32(0.1),
+        scale=lambda: jnp.ones(()),
+    )
+)
+def scalars_and_a_matrix_in_every_layer(p, x, params, i):
+    return params["scale"] * block(p, x @ params["shared"]) + params["shift"]
 
 
 @program(layers())
@@ -244,57 +275,20 @@ def stacks_of_stacks_numbers_and_integers(params, batch):
     return mse(lax.scan(group, batch["x"], params)[0], batch)
 
 
-@program(layers(none=lambda: jnp.ones((DIM, 0))), without_gradient=["none"])
-def a_parameter_without_entries(params, batch):
-    x = batch["x"]
-    for p in params["layers"]:
-        x = block(p, x)
-    return mse(x, batch) + params["none"].sum()
-
-
-@program(layers())
-def weights_normalised_before_use(params, batch):
-    x = batch["x"]
-    for p in params["layers"]:
-        w = p["w"] / jnp.linalg.norm(p["w"], axis=0, keepdims=True)
-        x = x + jnp.tanh(x @ w + p["b"])
-    return mse(x, batch)
+@each_layer()
+def weights_normalised_before_use(p, x, params, i):
+    w = p["w"] / jnp.linalg.norm(p["w"], axis=0, keepdims=True)
+    return x + jnp.tanh(x @ w + p["b"])
 
 
 # Derivatives.
 
 
-@program(layers())
-def checkpointed_layers(params, batch):
-    x = batch["x"]
-    for p in params["layers"]:
-        x = jax.checkpoint(block)(p, x)
-    return mse(x, batch)
-
-
 @program(layers(), config={"segment": {"max_bytes": 300}})
 def checkpointed_pairs_larger_than_a_segment(params, batch):
-    def pair(many, x):
-        for p in many:
-            x = block(p, x)
-        return x
-
     policy = jax.checkpoint_policies.dots_saveable
-    x = jax.checkpoint(pair, policy=policy)(params["layers"], batch["x"])
+    x = jax.checkpoint(blocks, policy=policy)(params["layers"], batch["x"])
     return mse(x, batch)
-
-
-class Remat(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        for _ in range(LAYERS):
-            x += nn.remat(nn.Dense)(DIM)(jnp.tanh(x))
-        return x
-
-
-@program(lambda: Remat().init(jax.random.key(0), VECTORS["x"])["params"])
-def linen_remat(params, batch):
-    return mse(Remat().apply({"params": params}, batch["x"]), batch)
 
 
 @jax.custom_vjp
@@ -313,20 +307,9 @@ def clipped(x):
 clipped.defjvp(lambda xs, ts: (jnp.clip(*xs, -1, 1), 0.5 * ts[0]))
 
 
-@program(layers())
-def custom_vjp_in_every_layer(params, batch):
-    x = batch["x"]
-    for p in params["layers"]:
-        x = x + straight_through(4 * dense(p, x)) / 4
-    return mse(x, batch)
-
-
-@program(layers())
-def custom_jvp_in_every_layer(params, batch):
-    x = batch["x"]
-    for p in params["layers"]:
-        x = x + clipped(dense(p, x))
-    return mse(x, batch)
+@each_layer()
+def custom_rules_in_every_layer(p, x, params, i):
+    return x + straight_through(4 * dense(p, x)) / 4 + clipped(dense(p, x))
 
 
 def scaled_gradient(factor: float) -> Callable:
@@ -340,37 +323,26 @@ def scaled_gradient(factor: float) -> Callable:
     return identity
 
 
-@program(layers())
-def custom_rules_that_differ_between_equal_layers(params, batch):
-    x = batch["x"]
-    for i, p in enumerate(params["layers"]):
-        x = x + scaled_gradient(1.0 + i)(dense(p, x))
-    return mse(x, batch)
+@each_layer()
+def custom_rules_that_differ_between_equal_layers(p, x, params, i):
+    return x + scaled_gradient(1.0 + i)(dense(p, x))
 
 
-@program(layers())
-def custom_rules_under_checkpoint(params, batch):
-    x = batch["x"]
-    for i, p in enumerate(params["layers"]):
-        rule = scaled_gradient(1.0 + i)
-        x = x + jax.checkpoint(lambda p, x, rule=rule: rule(dense(p, x)))(p, x)
-    return mse(x, batch)
+@each_layer()
+def custom_rules_under_checkpoint(p, x, params, i):
+    rule = scaled_gradient(1.0 + i)
+    return x + jax.checkpoint(lambda p, x: rule(dense(p, x)))(p, x)
 
 
-@program(layers())
-def stopped_gradients(params, batch):
-    x = batch["x"]
-    for p in params["layers"]:
-        x = block(p, x) + lax.stop_gradient(jnp.sin(x @ p["w"]))
-    return mse(x, batch)
+@each_layer()
+def stopped_gradients(p, x, params, i):
+    return block(p, x) + lax.stop_gradient(jnp.sin(x @ p["w"]))
 
 
 @program(layers())
 def a_penalty_on_gradients_of_the_network(params, batch):
     def network(x):
-        for p in params["layers"]:
-            x = block(p, x)
-        return x.sum()
+        return blocks(params["layers"], x).sum()
 
     return jnp.mean(jnp.square(jax.grad(network)(batch["x"]) - batch["y"]))
 
@@ -413,23 +385,12 @@ def recurrent_layers(params, batch):
     return mse(x[-1], batch)
 
 
-@program(layers())
-def loops_and_branches_in_every_layer(params, batch):
-    x = batch["x"]
-    for p in params["layers"]:
-        halves = lax.while_loop(lambda n: n < 5, lambda n: n * 2, jnp.int32(1))
-        x = lax.fori_loop(0, 2, lambda _, x, p=p: block(p, x), x)
-        x = lax.cond(x.sum() > 0, lambda x: x, lambda x: 0.5 * x, x) / halves
-    return mse(x, batch)
-
-
-@program(layers())
-def a_switch_between_layers(params, batch):
-    x = batch["x"]
-    for i, p in enumerate(params["layers"]):
-        branches = [jnp.tanh, jnp.sin, jax.nn.relu]
-        x = x + lax.switch(jnp.int32(i), branches, dense(p, x))
-    return mse(x, batch)
+@each_layer()
+def loops_and_branches_in_every_layer(p, x, params, i):
+    halves = lax.while_loop(lambda n: n < 5, lambda n: n * 2, jnp.int32(1))
+    x = lax.fori_loop(0, 2, lambda _, x: block(p, x), x)
+    x = lax.cond(x.sum() > 0, lambda x: x, lambda x: 0.5 * x, x) / halves
+    return lax.switch(jnp.int32(i), [jnp.tanh, jnp.sin, jax.nn.relu], x)
 
 
 # Shapes of networks.
@@ -454,12 +415,9 @@ def an_nnx_module_with_scanned_layers(params, batch):
     return GPT_LOSS(params, batch)
 
 
-@program(layers())
-def post_norm_blocks(params, batch):
-    x = batch["x"]
-    for p in params["layers"]:
-        x = jax.nn.standardize(x + jnp.tanh(dense(p, x)))
-    return mse(x, batch)
+@each_layer()
+def post_norm_blocks(p, x, params, i):
+    return jax.nn.standardize(x + jnp.tanh(dense(p, x)))
 
 
 def two_stacks() -> Tree:
@@ -514,26 +472,18 @@ def a_conv_net_without_repetition(params, batch):
     return mse(x.mean((1, 2)) @ params["out"], batch)
 
 
-@program(layers())
-def spectra_in_every_layer(params, batch):
+@each_layer()
+def spectra_in_every_layer(p, x, params, i):
     """Complex values between real parameters and a real loss."""
-    x = batch["x"]
-    for p in params["layers"]:
-        x = x + jnp.tanh(jnp.fft.ifft(jnp.fft.fft(dense(p, x)) * (1 + 1j)).real)
-    return mse(x, batch)
+    return x + jnp.tanh(jnp.fft.ifft(jnp.fft.fft(dense(p, x)) * (1 + 1j)).real)
 
 
-@program(layers(router=lambda: weight(3, DIM, 4)))
-def experts_chosen_by_a_router(params, batch):
+@each_layer(layers(router=lambda: weight(3, DIM, 4)))
+def experts_chosen_by_a_router(p, x, params, i):
     """Integers that depend on parameters decide where values go."""
-    x = batch["x"]
-    for p in params["layers"]:
-        gates = jax.nn.softmax(x @ params["router"])
-        best, index = lax.top_k(gates, 1)
-        order = jnp.argsort(index[:, 0])
-        routed = block(p, x[order])[jnp.argsort(order)]
-        x = x + best * routed
-    return mse(x, batch)
+    best, index = lax.top_k(jax.nn.softmax(x @ params["router"]), 1)
+    order = jnp.argsort(index[:, 0])
+    return x + best * block(p, x[order])[jnp.argsort(order)]
 
 
 EXPERTS = 4
@@ -555,31 +505,26 @@ def one_expert(p: Tree, x: jax.Array) -> jax.Array:
     return jnp.tanh(x @ p["up"]) @ p["down"]
 
 
-def mixed(p: Tree, x: jax.Array, *, splits: int) -> tuple[jax.Array, jax.Array]:
-    routing = top_k(x @ p["router"], 2, capacity=3)
-    weights = {"up": p["up"], "down": p["down"]}
-    routes = routing.choice, routing.gate
-    y = experts(one_expert, weights, x, *routes, block=2, splits=splits)
-    return x + y, routing.aux_loss
+def routed_loss(params: Tree, batch: Tree, splits: int) -> jax.Array:
+    x, balance = batch["x"], 0.0
+    for p in params["layers"]:
+        routing = top_k(x @ p["router"], 2, capacity=3)
+        weights = {"up": p["up"], "down": p["down"]}
+        routes = routing.choice, routing.gate
+        x += experts(one_expert, weights, x, *routes, block=2, splits=splits)
+        balance += routing.aux_loss
+    return mse(x, batch) + 0.01 * balance
 
 
 @program(with_experts)
 def experts_of_every_layer(params, batch):
     """`zinf.moe`: dropped routes, a balancing loss, a loop with its own derivative."""
-    x, balance = batch["x"], 0.0
-    for p in params["layers"]:
-        x, aux_loss = mixed(p, x, splits=1)
-        balance += aux_loss
-    return mse(x, batch) + 0.01 * balance
+    return routed_loss(params, batch, splits=1)
 
 
 @program(with_experts)
 def experts_fetched_in_pieces(params, batch):
-    x, balance = batch["x"], 0.0
-    for p in params["layers"]:
-        x, aux_loss = mixed(p, x, splits=2)
-        balance += aux_loss
-    return mse(x, batch) + 0.01 * balance
+    return routed_loss(params, batch, splits=2)
 
 
 def create_haiku(x):
@@ -597,17 +542,6 @@ def a_haiku_transform(params, batch):
 
 
 # Inputs and outputs.
-
-TABLE = normal(8, DIM, DIM)
-SCALE = jnp.float32(0.3)
-
-
-@program(layers())
-def constants_closed_over(params, batch):
-    x = batch["x"]
-    for p in params["layers"]:
-        x = block(p, x @ TABLE * SCALE)
-    return mse(x, batch)
 
 
 @program(layers(), has_aux=True)
@@ -635,13 +569,10 @@ def batch_leaves_that_are_scalars_or_unread(params, batch):
     return mse(x, batch)
 
 
-@program(layers())
-def debug_prints(params, batch):
-    x = batch["x"]
-    for p in params["layers"]:
-        x = block(p, x)
-        jax.debug.callback(partial(list.append, []), x.sum())
-    return mse(x, batch)
+@each_layer()
+def debug_prints(p, x, params, i):
+    jax.debug.callback(partial(list.append, []), x.sum())
+    return block(p, x)
 
 
 @program(lambda: {"a": jnp.float32(2.0)}, min_segments=1)

@@ -10,47 +10,39 @@ import pytest
 
 import zinf
 from tests.equivalence.programs import PROGRAMS
-from tests.equivalence.test_programs import BATCH_OF
-from tests.equivalence.training import streamed_config
+from tests.equivalence.test_programs import KEY, read_trace
+from tests.equivalence.training import ON_DEVICE, ON_HOST, ON_NVME, streamed_config
 from tests.unit.adapt.small import merged_by_hand
-from zinf.program import ArrayId, Role
 from zinf.segment import named_leaves
 
 # The order of float32 sums, as in test_programs. Programs that cast to bfloat16 round
 # the two products, and the merged weight, to 2^-9 some eight times.
 TOLERANCE, BFLOAT16 = 1e-5, 2**-4
-# No weight of theirs is multiplied by an activation.
-WITHOUT = {
-    "weights_normalised_before_use",
-    "a_loss_that_is_a_parameter",
-    "a_loss_without_a_gradient",
-    # Its rows are stacked anew before the loop over experts, where all-linear does not
-    # look for weights.
-    "experts_fetched_in_pieces",
-}
-ADAPTED = [p for p in PROGRAMS if p.name not in WITHOUT]
-KEY = jax.random.key(11, impl="unsafe_rbg")
+# One of each way to reach a weight: keys and microbatches, a table, casts, rows of
+# stacks, remat, a recurrent loop, convolutions, experts, a module.
+FAST = "dropout_with_microbatches"
+NAMES = [
+    FAST,
+    "tied_embeddings",
+    "stacked_parameters_cast_at_the_top",
+    "stacks_of_stacks_numbers_and_integers",
+    "checkpointed_pairs_larger_than_a_segment",
+    "recurrent_layers",
+    "an_nnx_module_with_scanned_layers",
+    "a_conv_net_without_repetition",
+    "experts_of_every_layer",
+]
 # So small that no program diverges: the first trace is the gradient at any rate.
 TX = optax.sgd(1e-3, momentum=0.9)
-PLACES = (("none", "none"), ("cpu", "cpu"), ("nvme", "nvme"))
+PLACES = (ON_DEVICE, ON_HOST, ON_NVME)
 
 
-def loss_by_hand(program, adapted, params, adapters):
-    """The mean loss of step 0 over its microbatches, with merged weights."""
-    merged = merged_by_hand(adapted, params, adapters)
-    count = program.config.get("gradient_accumulation_steps", 1)
-    step, losses = jax.random.fold_in(KEY, 0), []
-    for m in range(count):
-        rows = BATCH_OF(program, m, count)
-        key = step if count == 1 else jax.random.fold_in(step, m)
-        result = program.loss(merged, rows, *([key] if program.uses_key else []))
-        losses.append(result[0] if program.has_aux else result)
-    return sum(losses) / count
-
-
-@pytest.mark.sampled(1, slow=4)
-@pytest.mark.parametrize("program", ADAPTED, ids=lambda p: p.name)
-def test_adapters_train_as_merged_by_hand_on_every_tier(program):
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n == FAST else pytest.mark.slow) for n in NAMES],
+)
+def test_adapters_train_as_merged_by_hand_on_every_tier(name):
+    (program,) = (p for p in PROGRAMS if p.name == name)
     key = KEY if program.uses_key else None
     # A random lora_B: with zeros the gradient of lora_A would be zero. Scale one: with
     # four, as by default, networks this narrow amplify so much that two orders of the
@@ -81,10 +73,7 @@ def test_adapters_train_as_merged_by_hand_on_every_tier(program):
             losses.append([engine.step(program.batch)["loss"]])
             if not gradients:
                 paths = [leaf.path for leaf in engine.planner.separated.leaves]
-                gradients = {
-                    p: np.array(engine.residents.read(ArrayId(Role.STATE, p, slot=0)))
-                    for p in paths
-                }
+                gradients = {path: read_trace(engine, path) for path in paths}
             losses[-1] += [engine.step(program.batch)["loss"] for _ in range(2)]
             engine.close()
     assert losses[0] == losses[1] == losses[2]
@@ -92,9 +81,11 @@ def test_adapters_train_as_merged_by_hand_on_every_tier(program):
         f"adapter/{path}" for path in named_leaves(params["adapter"])
     }
     base = jax.tree.map(jnp.asarray, params["base"])
-    by_hand = jax.value_and_grad(
-        lambda adapters: loss_by_hand(program, adapted, base, adapters)
-    )
+
+    def loss_by_hand(adapters):
+        return program.mean_loss(merged_by_hand(adapted, base, adapters), KEY, 0)
+
+    by_hand = jax.value_and_grad(loss_by_hand)
     loss, wanted = by_hand(jax.tree.map(jnp.asarray, params["adapter"]))
     tolerance = BFLOAT16 if "cast" in program.name else TOLERANCE
     np.testing.assert_allclose(losses[0][0], loss, rtol=tolerance)

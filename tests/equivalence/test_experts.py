@@ -1,266 +1,105 @@
-"""With experts divided over devices, training is that of one device."""
+"""With experts divided over devices: what each device holds, and what is refused.
 
-import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
+DeepSpeed-MoE's E, D, Z, M and their combinations, and TED, which divides each expert's
+own weights too. `test_meshes` has the numbers of meshes, stages and tiers.
+"""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import zinf
-from tests.equivalence.meshes import (
-    BOUND,
-    check_each_restores_the_one_before,
-    drawn_batches,
+from tests.equivalence.models import Model
+from tests.equivalence.networks import (
+    EXPERTS,
+    FEW_ROUTED,
+    GPT_CAPACITY,
+    GPT_EXPERTS,
 )
-from tests.marks import slow_except
-from zinf.moe import Router, experts
+from tests.equivalence.training import (
+    BOTH,
+    FUSED,
+    OPTIMIZERS,
+    Setting,
+    mesh_of,
+    train,
+)
+from zinf.initialize import make_planner
 from zinf.program import ArrayId, Role
-
-EXPERTS, DIM, HIDDEN, LAYERS = 8, 8, 12, 2
-EXAMPLES, TOKENS, MICROBATCHES, STEPS = 32, 4, 2, 3
-# Tokens of a device in a microbatch are 8 on 8 devices.
-GROUP = 8
-ROUTERS = {
-    "top 1, jitter": Router(
-        num_experts=EXPERTS, noisy_gate_policy="Jitter", use_rts=False, min_capacity=1
-    ),
-    "top 1, noise": Router(
-        num_experts=EXPERTS, noisy_gate_policy="RSample", group_size=GROUP
-    ),
-    "top 2": Router(num_experts=EXPERTS, k=2, group_size=GROUP, min_capacity=1),
-    "top 3, one group": Router(num_experts=EXPERTS, k=3, min_capacity=1),
-    "top 2, none dropped": Router(num_experts=EXPERTS, k=2, drop_tokens=False),
-}
-DROPLESS = "top 2, none dropped"
-# Replicas, and devices that divide experts; the rest of 8 devices are `fsdp`.
-MESHES = {"E": (1, 8), "E+D": (1, 4), "E+D+replicas": (2, 2), "D": (1, 1)}
-TIERS = {
-    "device": ("none", "none"),
-    "host": ("cpu", "cpu"),
-    "nvme": ("nvme", "nvme"),
-}
-CASES = [
-    # `test_expert_combinations` has the other kinds of routers.
-    ("E+D", 2, "top 1, jitter", "fused"),
-    ("E+D", 2, "top 1, noise", "fused"),
-    ("E+D", 2, "top 2", "fused"),
-    ("E+D", 2, "top 3, one group", "fused"),
-    *[("E+D", stage, "top 2", "fused") for stage in (0, 1, 3)],
-    *[("E+D", stage, "top 2", "host") for stage in (0, 1, 2, 3)],
-    ("E", 0, "top 2", "fused"),
-    ("E", 3, DROPLESS, "device"),
-    ("E+D+replicas", 1, DROPLESS, "fused"),
-    ("E+D+replicas", 3, "top 2", "host"),
-    ("D", 3, "top 2", "fused"),
-]
-FAST = [("E+D", 2, "top 2", "fused")]
-
-
-@dataclass(frozen=True)
-class Trained:
-    numbers: tuple[float, ...]
-    counts: np.ndarray  # Of each step, microbatch, layer and expert.
-    dropped: np.ndarray
-
-
-def init() -> dict[str, Any]:
-    random = np.random.default_rng(0)
-
-    def normal(*shape: int) -> jax.Array:
-        values = random.standard_normal(shape, np.float32)
-        return jnp.asarray(values * shape[-2] ** -0.5)
-
-    return {
-        f"layer {i}": {
-            "router": normal(DIM, EXPERTS),
-            "up": normal(EXPERTS, DIM, HIDDEN),
-            "bias": normal(EXPERTS, HIDDEN) * 0.1,
-            "down": normal(EXPERTS, HIDDEN, DIM),
-        }
-        for i in range(LAYERS)
-    } | {"out": normal(DIM, 3)}
-
-
-def expert(weights: Any, rows: jax.Array) -> jax.Array:
-    hidden = jnp.tanh(rows @ weights["up"] + weights["bias"][None])
-    return hidden @ weights["down"]
-
-
-def loss_with(router: Router) -> Any:
-    def loss(params: Any, batch: Any, key: jax.Array) -> tuple[jax.Array, Any]:
-        x = batch["x"].reshape(-1, DIM).astype(params["out"].dtype)
-        aux_loss, routings = jnp.float32(0), []
-        for i in range(LAYERS):
-            p = params[f"layer {i}"]
-            routing = router(p["router"], x, key=jax.random.fold_in(key, i))
-            weights = {name: p[name] for name in ("up", "bias", "down")}
-            x += experts(
-                expert,
-                weights,
-                x,
-                routing.choice,
-                routing.gate,
-                capacity=routing.capacity,
-            )
-            aux_loss += routing.aux_loss
-            routings.append(routing)
-        error = (x @ params["out"]).astype(jnp.float32) - batch["y"].reshape(-1, 3)
-        aux = {
-            "counts": jnp.stack([r.counts for r in routings]),
-            "dropped": jnp.stack([r.dropped for r in routings]),
-        }
-        return jnp.mean(error**2) + 0.01 * aux_loss, aux
-
-    return loss
-
-
-def batches() -> list[dict[str, np.ndarray]]:
-    return drawn_batches(STEPS, EXAMPLES, TOKENS, DIM)
-
-
-def config(stage: int, tier: str, folder: str) -> dict[str, Any]:
-    settings: dict[str, Any] = {
-        "execution": "fused" if tier == "fused" else "streamed",
-        "zero_optimization": {"stage": stage},
-        "persistence_threshold": 1,
-        "gradient_clipping": 0.05,
-        "gradient_accumulation_steps": MICROBATCHES,
-        "memory": {"device": "64MiB", "host": "64MiB"},
-    }
-    if tier != "fused":
-        params, state = TIERS[tier]
-        settings["segment"] = {"remat": "always"}
-        settings["zero_optimization"] |= {
-            "offload_param": {"device": params},
-            "offload_optimizer": {"device": state},
-        }
-        settings["memory"] |= {"nvme": [folder]} if tier == "nvme" else {}
-    return settings
-
-
-def mesh_of(name: str) -> Any:
-    replicas, num_expert = MESHES[name]
-    return zinf.make_mesh(
-        jax.devices()[:8], num_replicas=replicas, num_expert=num_expert
-    )
-
-
-def start(mesh: Any, router: str, settings: dict[str, Any]) -> Any:
-    return zinf.initialize(
-        loss_with(ROUTERS[router]),
-        init,
-        optax.adamw(1e-2),
-        settings,
-        has_aux=True,
-        rng=jax.random.key(3),
-        mesh=mesh,
-    )
-
-
-@cache
-def train(
-    mesh: str | None,
-    stage: int,
-    router: str,
-    tier: str,
-    *,
-    bf16: bool = False,
-    quantized: bool = False,
-) -> Trained:
-    """Losses, norms and routes of some steps; without a mesh on one device."""
-    on = zinf.make_mesh(jax.devices()[:1]) if mesh is None else mesh_of(mesh)
-    with tempfile.TemporaryDirectory() as folder:
-        settings = config(stage, tier, folder) | {"bf16": {"enabled": bf16}}
-        settings["zero_optimization"] |= {"zero_quantized_weights": quantized}
-        engine = start(on, router, settings)
-        metrics = [engine.step(batch) for batch in batches()]
-        engine.close()
-    numbers = tuple(float(m[k]) for m in metrics for k in ("loss", "grad_norm"))
-    counts, dropped = (
-        np.stack([np.asarray(m["aux"][k]) for m in metrics])
-        for k in ("counts", "dropped")
-    )
-    return Trained(numbers, counts, dropped)
-
-
-@pytest.mark.sampled(slow=3)
-@pytest.mark.parametrize(("mesh", "stage", "router", "tier"), slow_except(FAST, CASES))
-def test_losses_norms_and_routes_are_those_of_one_device(mesh, stage, router, tier):
-    expected, found = train(None, 0, router, "fused"), train(mesh, stage, router, tier)
-    np.testing.assert_allclose(found.numbers, expected.numbers, rtol=BOUND)
-    np.testing.assert_array_equal(found.counts, expected.counts)
-    np.testing.assert_array_equal(found.dropped, expected.dropped)
-    assert (expected.dropped.max() > 0) == (router != DROPLESS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tier", ["host", "nvme"])
-def test_tiers_are_bit_equal_with_experts_divided(tier):
-    expected, found = (train("E+D", 3, "top 2", t) for t in ("device", tier))
-    assert found.numbers == expected.numbers
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("router", ["top 2", DROPLESS])
-def test_in_bfloat16_losses_are_those_of_one_device(router):
-    expected = train(None, 0, router, "fused", bf16=True)
-    found = train("E+D", 2, router, "fused", bf16=True)
-    # A gradient is rounded to 8 bits on each device before it is summed.
-    np.testing.assert_allclose(found.numbers, expected.numbers, rtol=2.0**-7)
+from zinf.sharding import Layouts
 
 
 @pytest.mark.slow
 def test_quantized_weights_of_experts_are_those_of_their_devices():
-    expected = train(None, 0, "top 2", "fused")
-    found = train("E+D", 3, "top 2", "device", quantized=True)
+    more = (("zero_optimization.zero_quantized_weights", True),)
+    expected = train(FEW_ROUTED, Setting(FUSED, BOTH, stage=0))
+    found = train(FEW_ROUTED, Setting(name=BOTH, mesh="E+D", more=more))
     # Each weight is rounded by 1/254 of the largest in its block; masters are not.
-    np.testing.assert_allclose(found.numbers, expected.numbers, rtol=1 / 254)
-    assert found.numbers != expected.numbers
+    assert 0 < found.deviation(expected) <= 1 / 254
 
 
-@pytest.mark.slow
+def layouts(model: Model, stage: int, mesh: str, inside: int = 1) -> Layouts:
+    more = (("expert_parallel.expert_tensor_parallel_size", inside),)
+    config = Setting(FUSED, stage=stage, more=more).config(model, "")
+    start = model.loss, model.init, OPTIMIZERS["adam"], config
+    planner = make_planner(*start, mesh=mesh_of(mesh), **model.options)
+    batch = model.batches(1)[0]
+    return planner.layouts(planner.trace(planner.batch_spec(batch)))
+
+
 def test_state_of_experts_is_divided_by_experts_and_among_their_own_devices():
-    engine = start(mesh_of("E+D"), "top 2", config(3, "fused", ""))
-    engine.step(batches()[0])
-    sizes = {
-        name: engine.residents.layouts.of(ArrayId(role, f"layer 0/{name}"))
-        for name in ("router", "up", "bias")
-        for role in (Role.PARAM, Role.GRADIENT)
-    }
-    for name, layout in sizes.items():
-        assert np.prod(layout.device_shape) * 8 == np.prod(layout.shape), name
-    for name in ("up", "bias"):
-        # Each has the experts of its place along `expert`, of 4.
-        assert sizes[name].device_shape[0] == EXPERTS // 4
-    engine.close()
+    found = layouts(FEW_ROUTED, 3, "E+D")
+    for name in ("router", "up", "bias"):
+        for role in (Role.PARAM, Role.GRADIENT):
+            layout = found.of(ArrayId(role, f"layer 0/{name}"))
+            assert np.prod(layout.device_shape) * 8 == np.prod(layout.shape), name
+            if name != "router":
+                # Each has the experts of its place along `expert`, of 4.
+                assert layout.device_shape[0] == EXPERTS // 4
 
 
-@pytest.mark.slow
-def test_a_run_is_saved_and_restored_with_experts_divided_otherwise(tmp_path):
-    cases = [
-        ("E+D", 3, "nvme"),
-        ("E", 0, "fused"),
-        ("D", 2, "host"),
-        ("E+D+replicas", 3, "device"),
-    ]
+def test_attention_is_cut_along_tensor_and_state_of_experts_divided_along_it():
+    found = layouts(GPT_CAPACITY, 1, "E+T+D")
 
-    def started() -> Iterator[zinf.Engine]:
-        for number, (name, stage, tier) in enumerate(cases):
-            folder = str(tmp_path / f"nvme {number}")
-            yield start(mesh_of(name), "top 2", config(stage, tier, folder))
+    def spec(role: Role, path: str) -> jax.P:
+        return found.of(ArrayId(role, f"blocks/0/{path}")).device.spec
 
-    check_each_restores_the_one_before(started(), batches()[0], tmp_path)
+    for role in (Role.PARAM, Role.GRADIENT):
+        assert spec(role, "attention/query/kernel")[1] == "tensor"
+        assert spec(role, "attention/out/kernel")[0] == "tensor"
+    up = next(a.path for a in found.arrays if a.path.endswith("up/kernel"))
+    own = found.of(ArrayId(Role.PARAM, up))
+    assert own.device.spec == jax.P("expert")
+    assert own.share.spec[0] == "expert"
+    assert own.share.shard_shape(own.padded)[0] == GPT_EXPERTS // 2
+    assert np.prod(own.share.shard_shape(own.padded)) * 8 == np.prod(own.shape)
 
 
-def test_experts_that_devices_cannot_divide_are_refused():
-    devices = jax.devices()[:6]
-    engine = start(zinf.make_mesh(devices, num_expert=3), "top 2", {})
-    with pytest.raises(ValueError, match="8 experts, which mesh.expert = 3 devices"):
-        engine.step(jax.tree.map(lambda x: x[:24], batches()[0]))
-    engine.close()
+def test_every_array_of_an_expert_is_cut_by_experts_then_columns_or_rows():
+    # Experts, then the dim that `tensor` cuts; the last bias is whole.
+    dims = {"up/kernel": 2, "up/bias": 1, "down/kernel": 1, "down/bias": None}
+    count = 0
+    for array, layout in layouts(GPT_CAPACITY, 3, "E+T+D", 2).arrays.items():
+        name = array.path.partition("/experts/")[2]
+        if not name:
+            continue
+        count += 1
+        shape = [GPT_EXPERTS // 2, *layout.shape[1:]]
+        if dims[name] is not None:
+            shape[dims[name]] //= 2
+        assert layout.computed.shard_shape(layout.shape) == tuple(shape), array
+        # ZeRO cuts another dim along `fsdp`; both of a bias of hidden values are cut.
+        parts = 4 if name == "up/bias" else 8
+        assert np.prod(layout.device_shape) * parts == np.prod(layout.padded), array
+    # Parameters, gradients and two moments of four leaves.
+    assert count == 16
+
+
+def test_numbers_of_devices_that_do_not_divide_experts_are_refused():
+    mesh = zinf.make_mesh(jax.devices()[:6], num_expert=3)
+    with FEW_ROUTED.start(OPTIMIZERS["adam"], {}, mesh=mesh) as engine:
+        batch = jax.tree.map(lambda x: x[:12], FEW_ROUTED.batches(1)[0])
+        with pytest.raises(ValueError, match="8 experts, which mesh.expert = 3 dev"):
+            engine.step(batch)
+    with pytest.raises(ValueError, match="size is 4, and 2 devices"):
+        layouts(GPT_CAPACITY, 0, "E+T+D", 4)

@@ -49,7 +49,6 @@ def train(folder: Any, host: int) -> tuple[list[dict[str, Any]], set[Any]]:
 
 
 def test_with_little_of_the_host_gradients_come_by_row(tmp_path):
-    # The kernel passes through; its gradient and three arrays of state would not.
     # The kernel passes through; its gradient and blocks of three arrays of state would
     # not. (In a quarter more than the kernel they would.)
     host = MATRIX_BYTES + MATRIX_BYTES // 8

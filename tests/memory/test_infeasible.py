@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from tests.marks import slow_except
 from tests.memory.small import (
     MATRIX_BYTES,
     NUM_LAYERS,
@@ -54,14 +53,16 @@ def budgets_of(error: InfeasibleError) -> dict[str, int]:
     return {KEYS[t]: short.needed_bytes for t, short in error.shortages.items()}
 
 
-# By budget, what does not fit on nvme stays in memory.
-CASES = [("on nvme", small) for small in SMALL]
-CASES += [("by budget", small) for small in SMALL if small != "nvme"]
-FAST = [("on nvme", "device"), ("on nvme", "nvme"), ("by budget", "all")]
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(("placement", "small"), slow_except(FAST, CASES))
+@pytest.mark.parametrize(
+    ("placement", "small"),
+    [
+        ("on nvme", "device"),
+        # By budget, what does not fit on nvme stays in memory.
+        ("by budget", "all"),
+        pytest.param("on nvme", "device and host", marks=pytest.mark.slow),
+        pytest.param("by budget", "host", marks=pytest.mark.slow),
+    ],
+)
 def test_the_budgets_of_the_error_will_do(
     placement: str, small: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.memory.small import NUM_LAYERS, PlansOnly, config, losses, moved, trained
+from tests.memory.small import (
+    GENEROUS,
+    NUM_LAYERS,
+    PlansOnly,
+    config,
+    losses,
+    moved,
+    trained,
+)
 from zinf.program import Tier
 
 LARGE = 512  # examples in a batch, so that values are larger than parameters
@@ -24,26 +32,21 @@ def in_memory(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 @pytest.mark.slow
-def test_values_wait_on_the_host_when_told_to(
-    in_memory: list[float], tmp_path: Path
+@pytest.mark.parametrize("is_told", [True, False])
+def test_values_wait_on_the_host_when_told_to_or_when_the_device_is_small(
+    in_memory: list[float], is_told: bool, tmp_path: Path
 ) -> None:
-    with trained(config(tmp_path, **ON_HOST), size=LARGE) as (engine, metrics):
+    if is_told:
+        settings, device = config(tmp_path, **ON_HOST), GENEROUS
+    else:
+        plans = PlansOnly(config(tmp_path), size=LARGE)
+        device = plans.smallest(Tier.DEVICE, value_tier=Tier.HOST)
+        assert device < plans.smallest(Tier.DEVICE)
+        settings = config(tmp_path, device=device)
+    with trained(settings, size=LARGE) as (engine, metrics):
         # The loss and the norms come down too, as values of their own.
         assert moved(engine.plan, "value", Tier.HOST) >= NUM_WAITING
         assert moved(engine.plan, "value", Tier.NVME) == 0
-        assert losses(metrics) == in_memory
-
-
-@pytest.mark.slow
-def test_values_wait_on_the_host_when_the_device_is_small(
-    in_memory: list[float], tmp_path: Path
-) -> None:
-    plans = PlansOnly(config(tmp_path), size=LARGE)
-    on_host = {"value_tier": Tier.HOST}
-    device = plans.smallest(Tier.DEVICE, **on_host)
-    assert device < plans.smallest(Tier.DEVICE)
-    with trained(config(tmp_path, device=device), size=LARGE) as (engine, metrics):
-        assert moved(engine.plan, "value", Tier.HOST) >= NUM_WAITING
         assert losses(metrics) == in_memory
         assert max(m["device_bytes"] for m in metrics) <= device
 

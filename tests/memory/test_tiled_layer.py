@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from tests.marks import slow_except
 from zinf.initialize import make_planner
 from zinf.plan import InfeasibleError
 from zinf.prepare.shrink import Limits
@@ -56,7 +55,7 @@ def fits(hidden: int, num_tiles: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("num_tiles", slow_except([4], [1, 4, 16]))
+@pytest.mark.parametrize("num_tiles", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_n_tiles_allow_root_n_times_the_width(num_tiles):
     """0.85 of what the law allows fits, and what it forbids does not."""
     most = WHOLE * num_tiles**0.5

@@ -112,8 +112,7 @@ def machine(room: int, clips: bool, bandwidths: tuple[float, float]) -> Plan:
     ).plan
 
 
-@pytest.mark.parametrize("clips", [True, False])
-@pytest.mark.parametrize("room", [8, 5])
+@pytest.mark.parametrize(("room", "clips"), [(8, True), (5, False)])
 def test_the_link_that_binds_is_busy_for_95_percent_of_a_step(room, clips):
     """Parameters move to the device twice, except the last ones; gradients back."""
     plan = machine(room, clips, (8.0, 8.0))
@@ -124,9 +123,8 @@ def test_the_link_that_binds_is_busy_for_95_percent_of_a_step(room, clips):
     assert found.share(Link.H2D) >= 0.95
 
 
-@pytest.mark.parametrize("clips", [True, False])
-def test_so_is_the_way_back_where_it_is_slower(clips):
-    plan = machine(8, clips, (32.0, 8.0))
+def test_so_is_the_way_back_where_it_is_slower():
+    plan = machine(8, False, (32.0, 8.0))
     found = FakeMachine(plan.rates, plan)
     found.run()
     # The first gradient is there after the forward pass, which the other link binds.
