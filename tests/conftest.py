@@ -110,48 +110,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if extra and is_fast and find_spec(extra) is None else None
 
 
-# So many slow cases of a test run with `-m slow`, unless `sampled` gives a number.
-SLOW_CASES = 1
-
-
 # Before pytest leaves out what `-m` does not choose.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("exhaustive"):
-            make_exhaustive(item)
-            continue
         if any(map(item.get_closest_marker, ALSO_SLOW)) or extra_of(item.path):
             item.add_marker(pytest.mark.slow)
-        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for cases in tests.values():
-        sampled = cases[0].get_closest_marker("sampled")
-        if sampled is not None and sampled.args:
-            fast = [c for c in cases if not c.get_closest_marker("slow")]
-            for item in all_but(*sampled.args, fast):
-                item.add_marker(pytest.mark.slow)
-        counts = sampled.kwargs if sampled is not None else {}
-        slow = [c for c in cases if is_slow_alone(c)]
-        for item in all_but(counts.get("slow", SLOW_CASES), slow):
-            make_exhaustive(item)
-
-
-def all_but(count: int, cases: list[pytest.Item]) -> list[pytest.Item]:
-    """The cases without `count` of them; those are spread evenly."""
-    kept = {i * len(cases) // count for i in range(count)}
-    return [case for i, case in enumerate(cases) if i not in kept]
-
-
-def is_slow_alone(item: pytest.Item) -> bool:
-    """Whether a test is marked slow itself, and not as one of its module."""
-    return any(mark.name == "slow" for mark in item.own_markers)
-
-
-def make_exhaustive(item: pytest.Item) -> None:
-    """Marks a test as exhaustive and no longer as slow: `-m slow` leaves it out."""
-    item.own_markers = [m for m in item.own_markers if m.name != "slow"]
-    item.add_marker(pytest.mark.exhaustive)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -135,8 +135,10 @@ def test_a_step_has_the_mean_loss_the_unscaled_norm_and_one_factor(
     squares, clipping, loss_scale, norm, factor
 ):
     options = {"loss_scale": loss_scale, "skips_overflow": False}
-    found = decide([1.0, 2.0, 6.0], squares, clipping=clipping, **options)
-    assert found == Decision(3.0, norm, factor, False)
+    for weight, mean in ((3.0, 3.0), (4.5, 2.0)):
+        options["weight"] = weight
+        found = decide([1.0, 2.0, 6.0], squares, clipping=clipping, **options)
+        assert found == Decision(mean, norm, factor, False)
 
 
 def test_optax_clips_what_the_config_has_clipped():
@@ -157,7 +159,7 @@ def test_optax_clips_what_the_config_has_clipped():
 )
 def test_what_is_not_finite_updates_nothing_and_is_refused(losses, squares, words):
     """With a loss scale, which could have caused it, the step is only skipped."""
-    options = {"clipping": FREE, "loss_scale": 1.0}
+    options = {"clipping": FREE, "loss_scale": 1.0, "weight": float(len(losses))}
     found = decide(losses, squares, skips_overflow=False, **options)
     assert found.skips and found.factor == 0.0
     assert words in found.refusal
