@@ -5,7 +5,6 @@ from weakref import WeakSet
 
 import pytest
 
-from tests.marks import slow_except
 from zinf import malloc
 from zinf.memory.heap import Heap
 from zinf.memory.ledger import Ledger
@@ -16,26 +15,7 @@ MIB = 2**20
 SLACK = 64 * MIB
 
 # In a process of its own: the heap of the test run is full of others' holes.
-HOARD = """
-import numpy as np
-from zinf.malloc import anonymous_bytes, tune_malloc
-tune_malloc()
-from zinf.memory.heap import Heap
-
-MIB = 2**20
-heap = Heap([], slack_bytes=64 * MIB)
-start = anonymous_bytes()
-arrays = [np.ones(4 * MIB, np.uint8) for _ in range(50)]
-pin = arrays.pop()
-del arrays
-assert anonymous_bytes() - start > 100 * MIB, "nothing was hoarded"
-heap.relieve()
-assert anonymous_bytes() - start < 64 * MIB
-"""
-
-# A block that was freed is there again without a page fault, where budgets allow
-# for it; and only as much goes back to the system as has to.
-LARGE = """
+SCRIPT = """
 import os
 import resource
 os.environ["NUMPY_MADVISE_HUGEPAGE"] = "0"
@@ -47,32 +27,41 @@ from zinf.memory.ledger import Ledger
 from zinf.program import Tier
 
 MIB = 2**20
-ledger = Ledger(Tier.HOST, CAPACITY * MIB)
-heap = Heap([ledger])
 
-def step():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    with ledger.holding(100 * MIB, "block"):
-        block = np.ones(100 * MIB, np.uint8)
-    ledger.release(100 * MIB)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+def faults(capacity):
+    ledger = Ledger(Tier.HOST, capacity * MIB)
+    heap = Heap([ledger])
 
-def faults():
+    def step():
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        with ledger.holding(100 * MIB, "block"):
+            block = np.ones(100 * MIB, np.uint8)
+        ledger.release(100 * MIB)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
     step(), heap.settle(), step()
     return step()
-"""
-ROOMY = f"""{LARGE.replace("CAPACITY", "400")}
-assert faults() < 1000
-heap.close()
-"""
-TIGHT = f"""{LARGE.replace("CAPACITY", "150")}
+
 before = anonymous_bytes()
-assert faults() > 10_000
+"""
+HOARDED = """
+heap = Heap([], slack_bytes=64 * MIB)
+arrays = [np.ones(4 * MIB, np.uint8) for _ in range(50)]
+pin = arrays.pop()
+del arrays
+assert anonymous_bytes() - before > 100 * MIB, "nothing was hoarded"
+heap.relieve()
+assert anonymous_bytes() - before < 64 * MIB
+"""
+# A block that was freed is there again without a page fault, where budgets allow for
+# it; and only as much goes back to the system as has to.
+ROOMY = """
+assert faults(400) < 1000
+"""
+TIGHT = """
+assert faults(150) > 10_000
 assert anonymous_bytes() - before < 20 * MIB
 """
-needs_glibc = pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="only glibc hoards so"
-)
 
 
 @pytest.fixture
@@ -99,19 +88,17 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
     return set_anonymous
 
 
-@needs_glibc
-def test_freed_memory_beyond_the_slack_goes_back_to_the_system() -> None:
-    subprocess.run([sys.executable, "-c", HOARD], check=True, timeout=60)
-
-
-@needs_glibc
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc hoards so")
 @pytest.mark.parametrize(
     "script",
-    slow_except([TIGHT], [ROOMY, TIGHT]),
-    ids=["roomy", "tight"],
+    [
+        pytest.param(HOARDED, id="hoarded"),
+        pytest.param(TIGHT, id="tight"),
+        pytest.param(ROOMY, id="roomy", marks=pytest.mark.slow),
+    ],
 )
-def test_large_blocks_are_kept_where_budgets_leave_room(script: str) -> None:
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+def test_freed_memory_stays_as_far_as_slack_and_budgets_leave_room(script) -> None:
+    subprocess.run([sys.executable, "-c", SCRIPT + script], check=True, timeout=60)
 
 
 def test_what_the_ledgers_of_another_heap_count_is_left_alone(process) -> None:
