@@ -19,8 +19,7 @@ import yaml
 from moto.server import ThreadedMotoServer
 from typer.testing import CliRunner, Result
 
-from tests.unit.checkpoint.cases import ARRAYS, SavedEngine
-from tests.unit.checkpoint.test_bucket import EMBED, advance
+from tests.unit.checkpoint.cases import ARRAYS, EMBED, SavedEngine, advance
 from tests.unit.interchange.test_cli import config_in
 from zinf.checkpoint import Checkpoints, Saved
 from zinf.cli import app
