@@ -148,7 +148,12 @@ def test_a_folder_that_is_a_link_is_refused(saved, tmp_path):
 WRONG = (
     *(("dtype", "O"), ("dtype", "S1000000000"), ("role", 3), ("path", None)),
     *(("shape", [-12, 4]), ("shape", ["12", 4]), ("shape", [True, 4])),
-    *(("shape", [2**62, 2**62]), ("shape", [2**58, 1]), ("shape", [12000, 4])),
+    *(
+        ("shape", [2**62, 2**62]),
+        ("shape", [2**58, 1]),
+        ("shape", [2**58 + 1, 1]),
+        ("shape", [12000, 4]),
+    ),
     *(("shape", [1] * 33), ("shape", [1] * 32), ("chunk", [0, 4]), ("chunk", [12])),
     *(("chunk", [2**40, 4]), ("chunk", [2**26 + 1, 4]), ("chunk", [2**26, 4])),
     *(("role", "../../escape"), ("role", "state00"), ("path", "\ud800")),
