@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.golden import Golden
 from zinf.distributed import Flags, JoinError, Seat, find_seat
 from zinf.distributed.launch import (
     FIRST_PORT,
@@ -80,7 +81,6 @@ def test_a_place_is_found(flags, environ, seat):
 @pytest.mark.parametrize(
     "environ",
     [
-        {},
         # A shell inside an allocation, and an sbatch script: no srun, one process.
         {name: SRUN[name] for name in SRUN if name != "SLURM_STEP_NODELIST"},
         SRUN | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
@@ -89,33 +89,33 @@ def test_a_place_is_found(flags, environ, seat):
     ],
 )
 def test_a_process_alone_joins_nothing(environ):
-    assert find_seat(Flags(), environ) is None
-
-
-def test_one_process_may_be_asked_for_inside_a_launcher():
+    assert find_seat(Flags(), environ) is find_seat(Flags(), {}) is None
     assert find_seat(Flags(num_processes=1), SRUN) is None
 
 
-@pytest.mark.parametrize(
-    ("flags", "environ", "needed"),
-    [
-        (Flags("a:1"), {}, ("found --coordinator a:1", "--num-processes and --proc")),
-        (Flags("a:1", 2), {}, ("--num-processes 2", "Give --process-id too")),
-        (Flags(None, 2, 1), {}, ("Give --coordinator", "JAX_COORDINATOR_ADDRESS")),
-        (Flags(), OPEN_MPI, ("--num-processes 4", "mpirun", "Give --coordinator")),
-        (Flags("a:1", 2, 2), {}, ("process id is 2 of 2", "0 to 1")),
-        (Flags("a:1", 2, -1), {}, ("process id is -1 of 2",)),
-        (Flags("a:1", 0, 0), {}, ("number of processes is 0",)),
-        (Flags("node1", 2, 0), {}, ("'node1'", "HOST:PORT")),
-        (Flags("node1:99999", 2, 0), {}, ("'node1:99999'", "HOST:PORT")),
-        (ADDRESS, OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "x"}, ("WORLD_RANK", "'x'")),
-    ],
-)
-def test_what_cannot_be_is_an_error_that_says_what_was_found(flags, environ, needed):
-    with pytest.raises(JoinError) as raised:
-        find_seat(flags, environ)
-    for part in needed:
-        assert part in str(raised.value)
+MISTAKES: list[tuple[Flags, dict[str, str]]] = [
+    (Flags("a:1"), {}),
+    (Flags("a:1", 2), {}),
+    (Flags(None, 2, 1), {}),
+    (Flags(), OPEN_MPI),
+    (Flags("a:1", 2, 2), {}),
+    (Flags("a:1", 2, -1), {}),
+    (Flags("a:1", 0, 0), {}),
+    *((Flags(x, 2, 0), {}) for x in ("node1", ":6200", "node1:0", "node1:65536")),
+    (ADDRESS, OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "x"}),
+    (Flags(), SRUN | {"SLURM_STEP_NODELIST": ","}),
+    (Flags(), SRUN | {SECRET: " "}),
+    (Flags(), SRUN | {SECRET_FILE: "/no/such/file"}),
+]
+
+
+def test_what_cannot_be_is_an_error_that_says_what_was_found(golden: Golden):
+    lines = []
+    for flags, environ in MISTAKES:
+        with pytest.raises(JoinError) as raised:
+            find_seat(flags, environ)
+        lines.append(str(raised.value))
+    golden.check("launch.txt", "\n".join(lines))
 
 
 @pytest.mark.parametrize(
@@ -137,22 +137,16 @@ def test_processes_of_one_host_have_an_accelerator_each(more, flags, devices):
     assert seat.local_device_ids == devices
 
 
-@pytest.mark.parametrize(
-    ("nodes", "host"),
-    [
-        ("node1", "node1"),
-        ("node1,node2", "node1"),
-        ("node[001-015],login", "node001"),
-        ("node[001,007-015]", "node001"),
-        ("rack[3-4]-gpu,x", "rack3-gpu"),
-    ],
-)
-def test_the_first_host_of_a_slurm_list(nodes, host):
-    assert first_host(nodes) == host
-
-
-def test_an_ipv6_address_is_written_in_brackets():
-    assert Seat("flags", "[::1]:6200", 2, 0).address == ("::1", 6200)
+def test_the_first_host_of_a_slurm_list_and_an_ipv6_address():
+    hosts = {
+        "node1": "node1",
+        "node1,node2": "node1",
+        "node[001-015],login": "node001",
+        "node[001,007-015]": "node001",
+        "rack[3-4]-gpu,x": "rack3-gpu",
+    }
+    assert {nodes: first_host(nodes) for nodes in hosts} == hosts
+    assert Seat("flags", "[::1]:65535", 2, 0).address == ("::1", 65535)
 
 
 GIVEN = Secret(b"only us", SECRET)
@@ -164,31 +158,17 @@ def secret(flags: Flags, environ: dict[str, str]) -> Secret | None:
     return seat.secret
 
 
-@pytest.mark.parametrize("environ", [SRUN, OPEN_MPI, MPICH, KUBERNETES, TORCHRUN])
-def test_a_secret_in_the_environment_is_taken_under_every_launcher(environ):
-    given = environ | {SECRET: " only us\n"}
-    flags = Flags() if environ in (SRUN, KUBERNETES, TORCHRUN) else ADDRESS
-    assert secret(flags, given) == GIVEN
-
-
-def test_a_secret_is_taken_from_a_file(tmp_path):
+def test_a_secret_is_taken_from_the_environment_a_file_or_open_mpi(tmp_path):
+    for environ in (SRUN, OPEN_MPI, MPICH, KUBERNETES, TORCHRUN):
+        assert secret(ADDRESS, environ | {SECRET: " only us\n"}) == GIVEN
     file = tmp_path / "secret"
     file.write_text("only us\n")
     found = secret(Flags(), SRUN | {SECRET_FILE: str(file)})
     assert found is not None
     assert (found.key, found.is_private) == (b"only us", True)
     assert str(file) in found.source
-
-
-def test_open_mpi_has_a_secret_of_its_own():
-    found = secret(ADDRESS, OPEN_MPI | {OPEN_MPI_SECRET: "0af3-9c2e"})
-    assert found == Secret(b"0af3-9c2e", OPEN_MPI_SECRET)
-
-
-@pytest.mark.parametrize("environ", [{SECRET: " "}, {SECRET_FILE: "/no/such/file"}])
-def test_an_empty_or_missing_secret_is_an_error(environ):
-    with pytest.raises(JoinError, match="ZINF_SECRET"):
-        find_seat(Flags(), SRUN | environ)
+    given = OPEN_MPI | {OPEN_MPI_SECRET: "0af3-9c2e"}
+    assert secret(ADDRESS, given) == Secret(b"0af3-9c2e", OPEN_MPI_SECRET)
 
 
 @pytest.mark.parametrize(
