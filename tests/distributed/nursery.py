@@ -17,14 +17,13 @@ import sys
 import time
 from typing import Any
 
-from tests.distributed import batches, beginning, command, member, offloaded, training
+from tests.distributed import batches, beginning, command, member, training
 
 MAINS = {
     "batches": batches.main,
     "beginning": beginning.main,
     "command": command.main,
     "member": member.main,
-    "offloaded": offloaded.main,
     "training": training.main,
 }
 POLL_SECONDS = 0.02

@@ -54,8 +54,7 @@ def test_a_killed_process_ends_the_others_inside_their_collective(victim):
     )
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_process_that_shows_no_life_is_lost(victim):
     parts = ["watch", "watch"]
     parts[victim] = "freeze"
