@@ -17,10 +17,9 @@ import sys
 import time
 from typing import Any
 
-from tests.distributed import batches, beginning, command, member, training
+from tests.distributed import beginning, command, member, training
 
 MAINS = {
-    "batches": batches.main,
     "beginning": beginning.main,
     "command": command.main,
     "member": member.main,

@@ -57,18 +57,16 @@ def run_members(
     *,
     count: int | None = None,
     ids: Sequence[int] | None = None,
-    counts: Sequence[int] | None = None,
     join_seconds: float = 40.0,
 ) -> list[Ended]:
     """A process of `member.py` for each part, all at once.
 
     Args:
         count: Processes that each is told of; as many as there are parts if None.
-        counts: That, for each.
         ids: Process ids; 0, 1, ... if None.
     """
     coordinator = f"127.0.0.1:{free_port()}"
-    told = counts or [count or len(parts)] * len(parts)
+    told = [count or len(parts)] * len(parts)
     named = zip(told, ids or range(len(parts)), parts, strict=True)
     lines = [[coordinator, *map(str, one), str(join_seconds)] for one in named]
     frozen = [i for i, part in enumerate(parts) if part == "freeze"]

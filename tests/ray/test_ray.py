@@ -289,12 +289,7 @@ def test_a_run_goes_on_with_fewer_nodes_and_with_more_when_they_return(
         changes += 1
 
     found, folder, _ = run(tmp_path, (1, 2), wait, on_metrics=change)
-    assert causes(found) == [
-        Cause.LOST,
-        Cause.RESIZED,
-        Cause.PREEMPTED,
-        Cause.DONE,
-    ]
+    assert causes(found) == [Cause.LOST, Cause.RESIZED, Cause.PREEMPTED, Cause.DONE]
     assert [attempt.count for attempt in found.attempts] == [2, 1, 2, 1]
     assert losses(folder) == pytest.approx(undisturbed, rel=RELATIVE)
 

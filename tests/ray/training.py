@@ -40,10 +40,7 @@ def nothing(group: RayGroup, step: int) -> None: ...
 
 
 def train(
-    group: RayGroup,
-    folder: Path,
-    deed: Deed = nothing,
-    checkpoints: str | None = None,
+    group: RayGroup, folder: Path, deed: Deed = nothing, checkpoints: str | None = None
 ) -> int:
     """Trains for STEPS steps; returns the process id.
 

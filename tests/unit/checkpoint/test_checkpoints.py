@@ -3,9 +3,6 @@
 In a folder, and in object storage, which is a folder that is used like a bucket.
 """
 
-import signal
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -177,55 +174,3 @@ def test_a_folder_that_cannot_be_made_is_an_error_that_names_it(tmp_path):
     with pytest.raises(StorageError, match="Cannot make the folder") as failed:
         Checkpoints(tmp_path / "file" / "saved")
     assert str(tmp_path / "file") in failed.value.filename
-
-
-KILLED = """
-import sys, threading
-from pathlib import Path
-import jax, numpy as np
-from tests.unit.checkpoint.cases import ARRAYS, SavedEngine, homes_on, specs_of
-from zinf.checkpoint import Checkpoints
-from zinf.memory import open_stores
-from zinf.memory.residents import Residents
-from zinf.program import Role, Tier
-
-class Stuck(Residents):
-    def read_share(self, array):
-        if self.is_stuck and array.role != Role.PARAM:
-            print("stuck", flush=True)
-            threading.Event().wait()
-        return super().read_share(array)
-
-stores = open_stores(jax.devices()[0])
-residents = Stuck(stores, specs_of(ARRAYS), homes_on([Tier.HOST], ARRAYS))
-for array, value in ARRAYS.items():
-    residents.write(array, value.copy())
-engine = SavedEngine(residents, {"num_steps": 1})
-checkpoints = Checkpoints(sys.argv[1])
-residents.is_stuck = False
-checkpoints.save(1, engine, {"position": 1})
-checkpoints.wait()
-residents.is_stuck = True
-engine.state = {"num_steps": 2}
-checkpoints.save(2, engine, {"position": 2})
-threading.Event().wait()
-"""
-
-
-def test_killing_the_process_during_a_save_leaves_the_checkpoint_before(
-    tmp_path, engine
-):
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "saved")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "stuck\n"
-        process.kill()
-    assert process.returncode == -signal.SIGKILL
-    begun = [path.name for path in (tmp_path / "saved").iterdir()]
-    assert len(begun) == 2, "the second save had begun"
-
-    advance(engine, 7)
-    with Checkpoints(tmp_path / "saved") as checkpoints:
-        assert checkpoints.latest_step() == 1
-        assert checkpoints.restore(engine) == {"position": 1}
-    assert engine.state == {"num_steps": 1}
-    np.testing.assert_array_equal(engine.residents.read(EMBED), ARRAYS[EMBED])

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.unit.checkpoint.cases import ARRAYS, EMBED, STACKED, specs_of
+from tests.unit.checkpoint.cases import ARRAYS, EMBED, specs_of
 from zinf.checkpoint.arrays import begin, finish
 from zinf.checkpoint.parts import commit
 from zinf.checkpoint.save import Save
@@ -82,19 +82,6 @@ def test_what_changes_after_a_save_has_begun_is_not_in_it(
                 assert saved.read(array).tobytes() == value.tobytes()
         update.result(timeout=30)
     np.testing.assert_array_equal(residents.read(EMBED), changed)
-
-
-@pytest.mark.parametrize("tier", [Tier.HOST, Tier.DEVICE])
-def test_an_update_waits_for_its_own_array_alone(tier, open_residents, tmp_path):
-    residents = open_residents([tier])
-    save = started(tmp_path / "saved", residents)
-    save.snapshot.release(EMBED)
-    residents.write(EMBED, ARRAYS[EMBED] + 1)
-    with ThreadPoolExecutor(1) as updating:
-        update = updating.submit(residents.write, STACKED, ARRAYS[STACKED] + 1)
-        assert not update.done()
-        save.cancel()
-        update.result(timeout=30)
 
 
 def test_a_failed_save_holds_nothing_and_leaves_nothing(

@@ -55,23 +55,6 @@ def test_a_checkpoint_is_read_bit_for_bit_and_nothing_is_written(saved):
     os.chmod(saved, 0o700)
 
 
-@pytest.mark.parametrize("array", [a for a, x in ARRAYS.items() if x.size], ids=str)
-def test_verify_names_array_chunk_and_file_of_any_flipped_byte(array, saved):
-    with Saved(saved) as found:
-        files = sorted(found.folder(array).iterdir())
-    assert len(files) == 2, "metadata and one chunk"
-    for file in files:
-        content = file.read_bytes()
-        for position in (*range(0, len(content), 23), -1):
-            file.write_bytes(flipped(content, position))
-            with Saved(saved) as again:
-                (damage,) = again.verify()
-            assert (damage.array, damage.file) == (array, file)
-            assert (damage.index is None) == (file.name == "zarr.json")
-        file.write_bytes(content)
-
-
-@pytest.mark.slow
 def test_verify_names_the_chunk_of_several_that_was_changed(open_residents, tmp_path):
     """Chunks of 8 MiB."""
     large = np.random.default_rng(0).random((5, 2**20))

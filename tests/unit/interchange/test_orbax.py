@@ -15,12 +15,7 @@ import pytest
 
 import zinf.linen
 from tests.robustness.small import content
-from tests.unit.interchange.models import (
-    BF16,
-    assert_same_trees,
-    init,
-    on_nvme,
-)
+from tests.unit.interchange.models import BF16, assert_same_trees, init, on_nvme
 from zinf.checkpoint.saved import Saved
 from zinf.interchange import export_orbax, import_orbax
 from zinf.interchange.orbax_export import nested

@@ -11,13 +11,7 @@ import pytest
 from tests.unit.memory.test_pages import LARGE, NAME, alone, filled
 from zinf.memory import HostStore, StorageError, open_stores
 from zinf.memory.aligned import address
-from zinf.memory.pages import (
-    RegisteredPages,
-    arena,
-    cuda,
-    open_pages,
-    registered,
-)
+from zinf.memory.pages import RegisteredPages, arena, cuda, open_pages, registered
 from zinf.memory.pages.abstract import PINNED_FROM_BYTES
 from zinf.memory.region import HUGE_PAGE_BYTES
 
