@@ -230,7 +230,7 @@ def limited(run: Run, **seconds: float) -> None:
     second = run.process(1)
     second.send({"say": "step 1"})
     second.send({"say": "step 2"})
-    while run.hub._peers[1].num_words < 2:
+    while not any(peer.num_words == 2 for peer in list(run.hub._peers.values())):
         time.sleep(0.01)
     run.hub._limits = Limits(**seconds)
 
