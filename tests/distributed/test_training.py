@@ -19,7 +19,6 @@ from tests.distributed.training import (
     PROCESSES,
     STEPS,
     fingerprint,
-    offloaded,
     overflowing,
 )
 from tests.equivalence.meshes import BOUND, batches, config, init, loss
@@ -141,11 +140,3 @@ def test_processes_set_arrays_and_restore_what_one_saved_and_what_they_saved(
     engine.evaluate(batches(1)[0])
     assert fingerprint(engine.params()) == processes[0]["3 nvme"]["params"]
     engine.close()
-
-
-def test_processes_run_the_offloaded_step_as_one_does(tmp_path):
-    """The same executable runs, and sums of two are the same in any order."""
-    expected = alone(offloaded(), 2)
-    for process in run(2, tmp_path):
-        for name, found in process["offloaded"].items():
-            assert found == expected[name]
