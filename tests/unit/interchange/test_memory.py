@@ -111,7 +111,10 @@ def engine(tmp_path_factory):
     made.close()
 
 
-@pytest.mark.parametrize(("dtype", "bytes_each"), [(None, 0), ("bfloat16", 2 + 3)])
+@pytest.mark.parametrize(
+    ("dtype", "bytes_each"),
+    [(None, 0), pytest.param("bfloat16", 2 + 3, marks=pytest.mark.slow)],
+)
 def test_an_export_holds_two_parts_and_a_cast_one(dtype, bytes_each, engine, tmp_path):
     held = 2 * PART_BYTES + PART_BYTES // 4 * bytes_each
     assert held_bytes(parameters(engine), dtype) == held
