@@ -5,7 +5,7 @@ thread, at the time of the fork. Reads a request a line and answers with a line:
 
     {"main": one of `MAINS`,
      "members": [{"argv": [...], "output": FILE}, ...],
-     "never_end": [INDEX, ...], "limit_seconds": 120.0}
+     "never_end": [INDEX, ...], "limit_seconds": 240.0}
     -> [EXIT_CODE or null if killed here, ...]
 """
 
