@@ -21,10 +21,6 @@ def interrupted(engine: Engine) -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def broken(engine: Engine) -> None:
-    raise OSError(5, "Input/output error", "/drive/chunk")
-
-
 def killed(engine: Engine) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -37,7 +33,7 @@ def full(engine: Engine) -> None:
 def nothing(engine: Engine) -> None: ...
 
 
-DEEDS = {deed.__name__: deed for deed in (interrupted, broken, killed, full, nothing)}
+DEEDS = {deed.__name__: deed for deed in (interrupted, killed, full, nothing)}
 
 
 def later(read: Callable) -> Callable:

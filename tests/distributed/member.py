@@ -116,19 +116,6 @@ def dawdle(group: AbstractGroup) -> None:
     time.sleep(WAIT)
 
 
-def meet(group: AbstractGroup) -> None:
-    group.barrier("all is said")
-    group.barrier("the meeting", 1.0)
-
-
-def config_a(group: AbstractGroup) -> None:
-    group.agree({"config": "aaaa", "seed": 1})
-
-
-def config_b(group: AbstractGroup) -> None:
-    group.agree({"config": "bbbb", "seed": 1})
-
-
 def old_code(group: AbstractGroup) -> None: ...
 
 
@@ -143,9 +130,6 @@ PARTS = {
         stray,
         err,
         dawdle,
-        meet,
-        config_a,
-        config_b,
         old_code,
     )
 }

@@ -5,7 +5,7 @@ thread, at the time of the fork. Reads a request a line and answers with a line:
 
     {"main": one of `MAINS`,
      "members": [{"argv": [...], "output": FILE}, ...],
-     "never_end": [INDEX, ...], "limit_seconds": 120.0}
+     "never_end": [INDEX, ...], "limit_seconds": 240.0}
     -> [EXIT_CODE or null if killed here, ...]
 """
 
@@ -17,14 +17,12 @@ import sys
 import time
 from typing import Any
 
-from tests.distributed import batches, beginning, command, member, offloaded, training
+from tests.distributed import beginning, command, member, training
 
 MAINS = {
-    "batches": batches.main,
     "beginning": beginning.main,
     "command": command.main,
     "member": member.main,
-    "offloaded": offloaded.main,
     "training": training.main,
 }
 POLL_SECONDS = 0.02

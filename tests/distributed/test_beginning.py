@@ -26,32 +26,27 @@ def said(process: Ended, name: str) -> str:
     return json.loads(line.removeprefix(f"{name}:"))
 
 
-@pytest.mark.parametrize(
-    ("case", "array"),
-    [
-        ("an array", "b"),
-        ("an init function", "w"),
-        ("model state", "model_state/seen"),
-        ("rng", "rng"),
-    ],
-)
-def test_different_beginnings_are_refused_with_the_array_and_the_process(
-    ended, case, array
-):
+REFUSED = {
+    "an array": "b",
+    "an init function": "w",
+    "model state": "model_state/seen",
+    "rng": "rng",
+}
+
+
+def test_different_beginnings_are_refused_with_the_array_and_the_process(ended):
     for process in ended:
-        text = said(process, f"{case} refused")
-        assert "do not begin alike: 1 of " in text
-        assert f"\n  {array}: " in text
-        assert "on processes 0-1; " in text
-        assert "on process 2\n" in text
-        assert "one seed" in text
+        for case, array in REFUSED.items():
+            text = said(process, f"{case} refused")
+            assert "do not begin alike: 1 of " in text
+            assert f"\n  {array}: " in text
+            assert "on processes 0-1; " in text
+            assert "on process 2\n" in text
+            assert "one seed" in text
 
 
-@pytest.mark.parametrize("case", ["lying apart", "made"])
-def test_equal_beginnings_train(ended, case):
-    losses = {said(process, f"{case} trained") for process in ended}
-    assert len(losses) == 1
-
-
-def test_a_restore_makes_different_beginnings_alike(ended):
+def test_equal_beginnings_train_and_a_restore_makes_different_ones_alike(ended):
+    for case in ("lying apart", "made"):
+        losses = {said(process, f"{case} trained") for process in ended}
+        assert len(losses) == 1
     assert [said(process, "restored") for process in ended] == [2] * COUNT

@@ -112,16 +112,6 @@ def test_a_full_drive_of_the_one_that_writes_ends_both_and_keeps_what_was_saved(
 
 
 @pytest.mark.slow
-def test_an_error_in_one_process_is_named_on_both(config):
-    fine, failed = train(config, deeds=("nothing", "broken"), at_step=1)
-    message = "Input/output error: '/drive/chunk'"
-    assert (fine.code, failed.code) == (ENDED_BY_ANOTHER, USER_ERROR)
-    assert f"[process 1] error: [Errno 5] {message}" in failed.output
-    assert "Process 1 of 2" in fine.error
-    assert message in fine.error
-
-
-@pytest.mark.slow
 def test_a_kill_leaves_no_half_written_checkpoint(config):
     every = sets("run.checkpoint_every=1")
     ended = train(config, *every, deeds=("nothing", "killed"), at_step=3)

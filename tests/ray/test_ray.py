@@ -1,12 +1,11 @@
 """Runs on a Ray cluster of this machine: lost workers change no loss.
 
-The workers are real processes, so these tests are slow; they need the extra `ray`.
+The workers are real processes; these tests need the extra `ray`.
 """
 
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,17 +23,18 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 
-from tests.ray.training import STEPS, Once, samples, signalled, train
+from tests.distributed.processes import free_port
+from tests.ray.training import STEPS, samples, train
 from zinf.data import Share
 from zinf.distributed import Alone, Limits
 from zinf.interchange import entries
 from zinf.ray import FailureConfig, Fitted, RayGroup, ScalingConfig, fit
-from zinf.ray.board import unlike
 from zinf.ray.cluster import NotEnoughNodes, check_address
 from zinf.ray.record import Cause
 from zinf.ray.worker import check_is_shared
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.timeout(300),
     # Ray starts its processes by fork and exec. Where other tests have used jax before,
     # jax warns of the fork.
@@ -95,22 +95,19 @@ def causes(found: Fitted) -> list[Cause]:
     return [a.ended.cause for a in found.attempts if a.ended is not None]
 
 
-class Disturbing:
-    """Kills worker 1 in the first attempt and tells it to leave in the second."""
-
-    def __call__(self, group: RayGroup, step: int) -> None:
-        match group.attempt, group.index, step:
-            case 0, 1, 6:
-                signalled(signal.SIGKILL)()
-            case 1, 1, 8:
-                signalled(signal.SIGTERM)()
+def disturb(group: RayGroup, step: int) -> None:
+    """Kill worker 1 in the first attempt, and tell it to leave in the second."""
+    match group.attempt, group.index, step:
+        case 0, 1, 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+        case 1, 1, 8:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.slow
 def test_a_run_whose_workers_are_killed_and_told_to_leave_has_the_same_losses(
     undisturbed, tmp_path
 ):
-    found, folder, said = run(tmp_path, 2, Disturbing())
+    found, folder, said = run(tmp_path, 2, disturb)
     assert causes(found) == [Cause.LOST, Cause.PREEMPTED, Cause.DONE]
     assert losses(folder) == undisturbed
     assert len(undisturbed) == len(set(undisturbed.values())) == STEPS
@@ -140,7 +137,6 @@ def flaky(group: RayGroup) -> None:
     raise OSError("a flaky drive")
 
 
-@pytest.mark.slow
 def test_errors_that_would_come_again_are_not_retried_and_told_once(cluster, tmp_path):
     said: list[str] = []
     options = {"limits": LIMITS, "say": said.append}
@@ -156,14 +152,21 @@ def test_errors_that_would_come_again_are_not_retried_and_told_once(cluster, tmp
     ]
 
 
-@pytest.mark.slow
-def test_too_few_nodes_are_named(cluster):
+def uneven(group: RayGroup) -> None:
+    Share(samples(), 13, process=(group.index, group.count))
+
+
+def test_too_few_nodes_and_a_batch_that_does_not_divide_among_them_are_named(cluster):
+    quiet = {"say": lambda line: None}
     limits = Limits(join_seconds=1.0)
     with pytest.raises(NotEnoughNodes, match="needs 9 workers.*room for 2 on 2 nodes"):
-        fit(wrong, scaling=ScalingConfig((9, 12)), limits=limits, say=lambda line: None)
+        fit(wrong, scaling=ScalingConfig((9, 12)), limits=limits, **quiet)
+    with pytest.raises(ValueError, match="13") as found:
+        fit(uneven, scaling=ScalingConfig((2, 13)), limits=LIMITS, **quiet)
+    (note,) = [note for note in found.value.__notes__ if "of 13 workers" in note]
+    assert "does not divide among 2" in note and "--min-workers" in note
 
 
-@pytest.mark.slow
 def test_a_cluster_that_cannot_be_reached_is_named():
     with pytest.raises(ConnectionError, match="No Ray cluster .* at 127.0.0.1:1: .*"):
         check_address("127.0.0.1:1")
@@ -182,7 +185,6 @@ with connected(sys.argv[1], ScalingConfig()):
 """
 
 
-@pytest.mark.slow
 def test_a_missing_token_is_named_and_the_right_one_connects(tmp_path):
     """A cluster of its own, which asks for a token."""
     bin_, port = Path(sys.executable).parent, free_port()
@@ -218,11 +220,6 @@ def test_a_missing_token_is_named_and_the_right_one_connects(tmp_path):
         head.wait()
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
-
-
 def wait_for(address: str) -> None:
     deadline = time.monotonic() + 60
     while True:
@@ -233,29 +230,19 @@ def wait_for(address: str) -> None:
             time.sleep(0.2)
 
 
-def uneven(group: RayGroup) -> None:
-    Share(samples(), 13, process=(group.index, group.count))
+def fall_asleep(group: RayGroup, step: int) -> None:
+    if (group.attempt, group.index, step) == (0, 1, 6):
+        time.sleep(1000)
 
 
-@pytest.mark.slow
-def test_a_batch_that_does_not_divide_among_fewer_workers_is_named(cluster):
-    scaling = ScalingConfig((2, 13))
-    with pytest.raises(ValueError, match="13") as found:
-        fit(uneven, scaling=scaling, limits=LIMITS, say=lambda line: None)
-    (note,) = [note for note in found.value.__notes__ if "of 13 workers" in note]
-    assert "does not divide among 2" in note and "--min-workers" in note
-
-
-@pytest.mark.exhaustive
 def test_a_worker_without_progress_ends_the_attempt_and_is_named(undisturbed, tmp_path):
     """Worker 1 lives and shows it, and takes no step; worker 0 waits for it.
 
     The run goes on from checkpoints that two workers saved in object storage.
     """
     limits = replace(LIMITS, hang_seconds=25.0)
-    asleep = Once(partial(time.sleep, 1000), index=1, step=6)
     place = f"file://{tmp_path}/bucket"
-    found, folder, said = run(tmp_path, 2, asleep, place, limits=limits)
+    found, folder, said = run(tmp_path, 2, fall_asleep, place, limits=limits)
     assert causes(found) == [Cause.LOST, Cause.DONE]
     (line,) = [line for line in said if "lost: no progress for 25 s" in line]
     assert "--hang-timeout" in line and "step 6" in line
@@ -266,13 +253,6 @@ def test_a_worker_without_progress_ends_the_attempt_and_is_named(undisturbed, tm
     assert steps == [STEPS - 4, STEPS - 2, STEPS]
 
 
-@pytest.mark.slow
-def test_workers_that_run_different_versions_are_told_apart():
-    values = [{"jax": "0.11", "numpy": "2.4"}, {"jax": "0.12", "numpy": "2.4"}]
-    assert unlike(values).endswith("\n  jax: 0.11 on process 0; 0.12 on process 1")
-    assert unlike([values[0]] * 2) == ""
-
-
 class Blind(Alone):
     """Worker 0 of two, of which the other one does not see its files."""
 
@@ -280,7 +260,6 @@ class Blind(Alone):
         return [value, [False, "other"]]
 
 
-@pytest.mark.slow
 def test_a_folder_that_another_host_does_not_see_is_an_error_that_names_both(tmp_path):
     with pytest.raises(ValueError, match="not one folder.*worker 1 .other. cannot see"):
         check_is_shared(tmp_path / "run", Blind())
@@ -288,7 +267,6 @@ def test_a_folder_that_another_host_does_not_see_is_an_error_that_names_both(tmp
     assert list((tmp_path / "run").iterdir()) == []
 
 
-@pytest.mark.exhaustive
 def test_a_run_goes_on_with_fewer_nodes_and_with_more_when_they_return(
     cluster, undisturbed, tmp_path
 ):
@@ -311,12 +289,7 @@ def test_a_run_goes_on_with_fewer_nodes_and_with_more_when_they_return(
         changes += 1
 
     found, folder, _ = run(tmp_path, (1, 2), wait, on_metrics=change)
-    assert causes(found) == [
-        Cause.LOST,
-        Cause.RESIZED,
-        Cause.PREEMPTED,
-        Cause.DONE,
-    ]
+    assert causes(found) == [Cause.LOST, Cause.RESIZED, Cause.PREEMPTED, Cause.DONE]
     assert [attempt.count for attempt in found.attempts] == [2, 1, 2, 1]
     assert losses(folder) == pytest.approx(undisturbed, rel=RELATIVE)
 

@@ -1,8 +1,6 @@
 """A toy run for the workers of a cluster: a perceptron that saves every other step."""
 
 import os
-import signal
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -42,17 +40,12 @@ def nothing(group: RayGroup, step: int) -> None: ...
 
 
 def train(
-    group: RayGroup,
-    folder: Path,
-    deed: Deed = nothing,
-    pause: float = 0.0,
-    checkpoints: str | None = None,
+    group: RayGroup, folder: Path, deed: Deed = nothing, checkpoints: str | None = None
 ) -> int:
     """Trains for STEPS steps; returns the process id.
 
     Args:
         deed: called before each step, with its number.
-        pause: seconds before each step.
         checkpoints: a URL of object storage; None is a subfolder of `folder`.
     """
     config = {
@@ -66,7 +59,6 @@ def train(
 
     def step(batch: Any) -> Mapping[str, Any]:
         deed(group, engine.num_steps + 1)
-        time.sleep(pause)
         return take(batch)
 
     engine.step = step
@@ -80,22 +72,3 @@ def train(
             metrics=folder / "metrics.jsonl",
         ).run()
     return os.getpid()
-
-
-class Once:
-    """A deed of one worker, in its first attempt, before a step."""
-
-    def __init__(self, deed: Callable[[], None], *, index: int, step: int) -> None:
-        self.deed, self.index, self.step = deed, index, step
-
-    def __call__(self, group: RayGroup, step: int) -> None:
-        if (group.attempt, group.index, step) == (0, self.index, self.step):
-            self.deed()
-
-
-def signalled(number: int) -> Callable[[], None]:
-    return lambda: os.kill(os.getpid(), number)
-
-
-def killed() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)

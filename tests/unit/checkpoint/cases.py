@@ -14,11 +14,12 @@ from zinf.memory.residents import Residents
 from zinf.plan import Plan
 from zinf.program import ArrayId, ArraySpec, Role, Tier
 
+EMBED = ArrayId(Role.PARAM, "embed")
 STACKED = ArrayId(Role.PARAM, "blocks/kernel")
 # A matrix, one that rests in pieces (a layer each), a
 # scalar, a narrow dtype, and names that a file system would take otherwise.
 ARRAYS = {
-    ArrayId(Role.PARAM, "embed"): np.arange(48, dtype=np.float32).reshape(12, 4),
+    EMBED: np.arange(48, dtype=np.float32).reshape(12, 4),
     STACKED: np.arange(4 * 3 * 2, dtype=np.float32).reshape(4, 3, 2) + 1,
     ArrayId(Role.STATE, "embed", slot=0): np.zeros((12, 4), np.float32),
     ArrayId(Role.STATE, "scale", slot=1): np.array(7, np.float32),
@@ -65,3 +66,18 @@ class SavedEngine:
 
     def restore(self, directory: Path, *, verify: bool = True) -> None:
         self.state = read_arrays(directory, self.residents, verify=verify)
+
+
+def advance(engine: SavedEngine, step: int) -> None:
+    """What a step does, as far as a checkpoint is concerned."""
+    if engine.pending_save is not None:
+        engine.pending_save.result()
+    engine.residents.write(EMBED, ARRAYS[EMBED] + step)
+    engine.state = {"num_steps": step}
+
+
+def flipped(content: bytes, position: int) -> bytes:
+    """`content` with one bit changed."""
+    changed = bytearray(content)
+    changed[position] ^= 4
+    return bytes(changed)

@@ -19,12 +19,8 @@ import yaml
 from moto.server import ThreadedMotoServer
 from typer.testing import CliRunner, Result
 
-from tests.unit.checkpoint.cases import ARRAYS, SavedEngine
-from tests.unit.checkpoint.test_bucket import EMBED, advance
 from tests.unit.interchange.test_cli import config_in
-from zinf.checkpoint import Checkpoints, Saved
 from zinf.cli import app
-from zinf.program import Tier
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -50,32 +46,6 @@ def keys(client: Any, prefix: str) -> list[str]:
         Bucket="bucket", Prefix=prefix
     )
     return [item["Key"] for page in found for item in page.get("Contents", ())]
-
-
-def test_checkpoints_are_saved_kept_listed_and_resumed(client, open_residents):
-    url = "s3://bucket/kept"
-    engine = SavedEngine(open_residents([Tier.NVME, Tier.HOST, Tier.DEVICE]), {})
-    with Checkpoints(url, keep=2) as checkpoints:
-        for step in (5, 10, 15):
-            advance(engine, step)
-            checkpoints.save(step, engine, {"position": step})
-    assert {key.split("/")[1] for key in keys(client, "kept/")} == {"10", "15"}
-    fresh = SavedEngine(open_residents([Tier.HOST]), {})
-    with Checkpoints(url, keep=2) as again:
-        assert again.latest_step() == 15
-        assert again.restore(fresh) == {"position": 15}
-    assert fresh.state == {"num_steps": 15}
-    np.testing.assert_array_equal(fresh.residents.read(EMBED), ARRAYS[EMBED] + 15)
-    # What another program damages is told.
-    (chunk,) = keys(client, "kept/15/state/param/embed/c.")
-    client.put_object(Bucket="bucket", Key=chunk, Body=b"x" * 192)
-    with Saved(f"{url}/15/state") as saved:
-        assert [damage.array for damage in saved.verify()] == [EMBED]
-
-
-def test_a_bucket_that_is_not_there_is_named(client):
-    with pytest.raises(OSError, match="there is no bucket 'absent'"):
-        Checkpoints("s3://absent/run")
 
 
 def run(*arguments: Any) -> Result:
@@ -116,9 +86,16 @@ def test_a_command_that_is_killed_goes_on_from_its_bucket(client, tmp_path):
     assert resumed.exit_code == 0, resumed.output
     assert "Resuming after step 1" in resumed.output
     assert losses(tmp_path / "killed") == losses(tmp_path / "plain")
+    missing = run("checkpoint", "ls", "s3://absent/run")
+    assert "there is no bucket 'absent'" in missing.output
     same = run("checkpoint", "diff", url, tmp_path / "plain" / "checkpoints")
     assert same.exit_code == 0, same.output
     assert run("checkpoint", "verify", url).exit_code == 0
+    # What another program damages is told.
+    (chunk,) = keys(client, "train/3/state/param/token_embedding/c.")
+    size = client.head_object(Bucket="bucket", Key=chunk)["ContentLength"]
+    client.put_object(Bucket="bucket", Key=chunk, Body=b"x" * size)
+    assert run("checkpoint", "verify", url).exit_code == 1
 
 
 # Dies of SIGKILL in the second save, when it has begun to upload it.

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.unit.checkpoint.cases import ARRAYS, specs_of
+from tests.unit.checkpoint.cases import ARRAYS, EMBED, specs_of
 from zinf.checkpoint.arrays import begin, finish
 from zinf.checkpoint.parts import commit
 from zinf.checkpoint.save import Save
@@ -21,7 +21,6 @@ from zinf.memory.nvme import NvmeStore
 from zinf.memory.residents import Residents
 from zinf.program import ArrayId, Role, Tier
 
-EMBED = ArrayId(Role.PARAM, "embed")
 LARGE = ArrayId(Role.PARAM, "large")
 ROWS, WIDTH = 6, 2**20
 CONTENT = np.arange(ROWS * WIDTH, dtype=np.float32).reshape(ROWS, WIDTH)
@@ -83,21 +82,6 @@ def test_what_changes_after_a_save_has_begun_is_not_in_it(
                 assert saved.read(array).tobytes() == value.tobytes()
         update.result(timeout=30)
     np.testing.assert_array_equal(residents.read(EMBED), changed)
-
-
-@pytest.mark.parametrize("tier", [Tier.HOST, Tier.DEVICE])
-def test_an_update_waits_for_its_own_array_alone(tier, open_residents, tmp_path):
-    others = {ArrayId(Role.PARAM, "other"): ARRAYS[EMBED], EMBED: ARRAYS[EMBED]}
-    residents = open_residents([tier], others)
-    save = started(tmp_path / "saved", residents)
-    save.snapshot.release(EMBED)
-    residents.write(EMBED, ARRAYS[EMBED] + 1)
-    with ThreadPoolExecutor(1) as updating:
-        other = ArrayId(Role.PARAM, "other")
-        update = updating.submit(residents.write, other, ARRAYS[EMBED] + 1)
-        assert not update.done()
-        save.cancel()
-        update.result(timeout=30)
 
 
 def test_a_failed_save_holds_nothing_and_leaves_nothing(
@@ -184,6 +168,9 @@ def test_a_linked_file_that_is_not_what_was_written_fails_the_save(coverage, tmp
     )
     residents = Residents(stores, specs_of({LARGE: CONTENT}), {LARGE: Tier.NVME})
     residents.create({})
+    with pytest.raises(StorageError, match="never"):
+        started(tmp_path / "never", residents)
+    assert not (tmp_path / "never").exists()
     residents.write(LARGE, CONTENT)
     assert isinstance(stores.nvme, NvmeStore)
     _, chunk = next(stores.nvme.chunks(LARGE))
@@ -201,15 +188,4 @@ def test_a_linked_file_that_is_not_what_was_written_fails_the_save(coverage, tmp
             assert damage.array == LARGE
     else:
         finish(save)
-    stores.close()
-
-
-def test_what_was_never_written_cannot_be_saved(tmp_path):
-    stores = open_stores(jax.devices()[0], nvme_paths=[tmp_path / "nvme"])
-    residents = Residents(stores, specs_of({LARGE: CONTENT}), {LARGE: Tier.NVME})
-    residents.create({})
-    (tmp_path / "saved").mkdir()
-    with pytest.raises(StorageError, match="never"):
-        begin(Save(tmp_path / "saved", residents, shares_of(residents)))
-    assert not (tmp_path / "saved").exists()
     stores.close()

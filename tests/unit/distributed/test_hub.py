@@ -1,15 +1,18 @@
 """Process 0 talks to the processes of its run only, whatever else connects."""
 
+import gc
 import json
-import os
+import re
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from tests.golden import Golden
 from zinf.distributed.greeting import GREETING_BYTES, introduce
 from zinf.distributed.hub import Hub
 from zinf.distributed.limits import Limits
@@ -161,19 +164,8 @@ def test_connections_that_say_nothing_leave_room_for_the_processes(run):
     assert b"refused" in dropped(silent[0])
 
 
-def test_a_process_with_another_secret_is_told_so(run):
-    first = run.process(0)
-    with pytest.raises(JoinError, match=r"refused process 1 of 2.*another test"):
-        run.process(1, WRONG)
-    assert run.hub.num_strangers == 1
-    run.end(first, run.process(1))
-
-
 def test_a_process_believes_no_hub_without_the_secret():
-    with (
-        bound_socket(ADDRESS, 0) as listener,
-        ThreadPoolExecutor(1) as other,
-    ):
+    with bound_socket(ADDRESS, 0) as listener, ThreadPoolExecutor(1) as other:
         listener.listen()
         at = listener.getsockname()
 
@@ -194,18 +186,81 @@ def test_a_process_believes_no_hub_without_the_secret():
         pretending.result()
 
 
-def test_a_verdict_of_late_processes_tells_what_was_dropped():
-    with ExitStack() as stack:
-        run = Run(stack)
-        wire = run.process(0)
-        with pytest.raises(JoinError):
-            run.process(1, WRONG)
-        # The time is over now, however long the above took.
-        run.hub._limits = Limits(join_seconds=0.0)
-        while "end" not in (message := wire.receive_one(SECONDS)):
-            pass
-    assert "Process 1 of 2 did not join" in message["end"]
-    assert "Process 0 dropped 1 connection" in message["end"]
+def end(wire: Wire) -> str:
+    """What the hub says that ends the run, without hosts, processes and times."""
+    while "end" not in (message := wire.receive_one(SECONDS)):
+        pass
+    text = re.sub(r"host \S+, pid \d+", "host H, pid P", message["end"])
+    return re.sub(r"\d+ s ago", "a while ago", text)
+
+
+def test_another_secret_is_refused_and_told_also_in_the_verdict_on_the_late(run):
+    wire = run.process(0)
+    with pytest.raises(JoinError, match=r"refused process 1 of 2.*another test"):
+        run.process(1, WRONG)
+    assert run.hub.num_strangers == 1
+    # The time is over now, however long the above took.
+    run.hub._limits = Limits(join_seconds=0.0)
+    text = end(wire)
+    assert "Process 1 of 2 did not join" in text
+    assert "Process 0 dropped 1 connection" in text
+
+
+def other_count(run: Run, first: Wire) -> None:
+    seat = Seat("test", f"{ADDRESS}:{run.port}", COUNT + 1, 1)
+    introduce(seat, Wire(run.connect()), SECRET)
+
+
+def unlike(run: Run, first: Wire) -> None:
+    for index, wire in enumerate((first, run.process(1))):
+        value = {"config": "ab"[index], "seed": 1}
+        wire.send({"give": "all", "value": value, "seconds": None, "agree": True})
+
+
+def absent(run: Run, first: Wire) -> None:
+    run.process(1).send({"say": "reading a slow disk"})
+    first.send({"give": "meeting", "value": 0, "seconds": 0.1, "agree": False})
+
+
+def failed(run: Run, first: Wire) -> None:
+    run.process(1).send({"fail": "OSError: the drive is full"})
+
+
+def limited(run: Run, **seconds: float) -> None:
+    second = run.process(1)
+    second.send({"say": "step 1"})
+    second.send({"say": "step 2"})
+    while not any(peer.num_words == 2 for peer in list(run.hub._peers.values())):
+        time.sleep(0.01)
+    run.hub._limits = Limits(**seconds)
+
+
+ENDS: dict[str, Callable[[Run, Wire], object]] = {
+    "two of one id": lambda run, first: [run.process(1) for _ in range(2)],
+    "another number": other_count,
+    "another config": unlike,
+    "absent from a gather": absent,
+    "an error": failed,
+    "a closed connection": lambda run, first: run.process(1).close(),
+    "nonsense": lambda run, first: run.process(1).connection.sendall(b"x\n"),
+    "silence": lambda run, first: limited(run, silence_seconds=0.0),
+    "no progress": lambda run, first: limited(run, hang_seconds=0.0),
+}
+
+
+# A hub leaves its ends of connections to the end of its process.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_what_ends_a_run_is_told_in_words_that_name_the_process(golden: Golden):
+    lines = []
+    for name, act in ENDS.items():
+        with ExitStack() as stack:
+            run = Run(stack)
+            first = run.process(0)
+            act(run, first)
+            lines.append(f"{name}: {end(first)}")
+        del run, first
+        gc.collect()
+    golden.check("verdicts.txt", "\n".join(lines))
 
 
 @pytest.fixture
@@ -225,9 +280,15 @@ def test_the_secret_of_a_host_is_in_a_file_that_only_its_user_reads(temporary):
     remove_file(path)
     with pytest.raises(JoinError, match="cannot be read here"):
         read_file(6200)
+    for mode in (0o720, 0o702):
+        path.parent.chmod(mode)
+        for touch in (make_file, read_file):
+            with pytest.raises(JoinError, match="can write to it"):
+                touch(6200)
 
 
-def test_the_file_is_gone_when_all_processes_have_come(temporary):
+@pytest.mark.usefixtures("temporary")
+def test_the_file_is_gone_when_all_processes_have_come():
     with ExitStack() as stack:
         run = Run(stack, makes_file=True)
         first = run.process(0, None)
@@ -235,15 +296,6 @@ def test_the_file_is_gone_when_all_processes_have_come(temporary):
         second = run.process(1, None)
         run.end(first, second)
         assert not run.file.exists()
-
-
-def test_a_folder_that_others_can_write_to_holds_no_secret(temporary):
-    folder = temporary / f"zinf-{os.getuid()}"
-    folder.mkdir()
-    folder.chmod(0o777)
-    for touch in (make_file, read_file):
-        with pytest.raises(JoinError, match="can write to it"):
-            touch(6200)
 
 
 @pytest.mark.parametrize(

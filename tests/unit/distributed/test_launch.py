@@ -1,13 +1,10 @@
 """Every launcher's environment gives a place, a half one an error, none no group."""
 
-from dataclasses import replace
-
 import pytest
 
+from tests.golden import Golden
 from zinf.distributed import Flags, JoinError, Seat, find_seat
 from zinf.distributed.launch import (
-    FIRST_PORT,
-    NUM_PORTS,
     OPEN_MPI_SECRET,
     SECRET,
     SECRET_FILE,
@@ -26,7 +23,6 @@ SRUN = {
     "SLURM_NODEID": "1",
     "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
 }
-SLURM_COORDINATOR = f"gpu07:{FIRST_PORT + (JOB + STEP) % NUM_PORTS}"
 OPEN_MPI = {
     "OMPI_COMM_WORLD_SIZE": "4",
     "OMPI_COMM_WORLD_RANK": "3",
@@ -55,189 +51,127 @@ TORCHRUN = {
 ADDRESS = Flags("node1:6200")
 
 
-@pytest.mark.parametrize(
-    ("flags", "environ", "seat"),
-    [
-        (Flags("a:1", 2, 1), {}, Seat("flags", "a:1", 2, 1)),
-        (Flags(), SRUN, Seat("srun", SLURM_COORDINATOR, 8, 5, (1,))),
-        (ADDRESS, SRUN, Seat("srun", "node1:6200", 8, 5, (1,))),
-        (ADDRESS, OPEN_MPI, Seat("mpirun", "node1:6200", 4, 3, (1,))),
-        (ADDRESS, MPICH, Seat("mpirun", "node1:6200", 4, 2, (0,))),
-        (Flags(), KUBERNETES, Seat("Kubernetes", "train-0.train:6200", 3, 2)),
-        (Flags(), TORCHRUN, Seat("torchrun", "10.0.0.1:29500", 2, 1)),
-        # mpirun that was started inside a Slurm allocation: its numbering counts.
-        (ADDRESS, SRUN | OPEN_MPI, Seat("mpirun", "node1:6200", 4, 3, (1,))),
-        # Flags that say all go before what a launcher says.
-        (Flags("a:1", 2, 1), SRUN, Seat("flags", "a:1", 2, 1)),
-    ],
-)
-def test_a_place_is_found(flags, environ, seat):
-    found = find_seat(flags, environ)
-    assert found is not None
-    assert replace(found, secret=None) == seat
+NO_STEP = {name: SRUN[name] for name in SRUN if name != "SLURM_STEP_NODELIST"}
+HETEROGENEOUS = SRUN | {"SLURM_HET_SIZE": "2"}
+PLACES: dict[str, tuple[Flags, dict[str, str]]] = {
+    "flags": (Flags("node1:1", 2, 1), {}),
+    "flags before a launcher": (Flags("node1:1", 2, 1), SRUN),
+    "srun": (Flags(), SRUN),
+    "srun, another step": (Flags(), SRUN | {"SLURM_STEP_ID": "4"}),
+    "srun, an address": (ADDRESS, SRUN),
+    "Open MPI": (ADDRESS, OPEN_MPI),
+    "Open MPI, named runs": (ADDRESS, OPEN_MPI | {"PMIX_NAMESPACE": "17"}),
+    "Open MPI's secret": (ADDRESS, OPEN_MPI | {OPEN_MPI_SECRET: "0af3-9c2e"}),
+    # Started inside a Slurm allocation: its numbering counts.
+    "Open MPI in srun": (ADDRESS, SRUN | OPEN_MPI),
+    "MPICH": (ADDRESS, MPICH),
+    "Kubernetes": (Flags(), KUBERNETES),
+    "torchrun": (Flags(), TORCHRUN),
+    "torchrun, named runs": (Flags(), TORCHRUN | {"TORCHELASTIC_RUN_ID": "a"}),
+    # The parts of a heterogeneous job have numbers of their own.
+    "heterogeneous": (ADDRESS, HETEROGENEOUS),
+    "heterogeneous, other": (ADDRESS, HETEROGENEOUS | {"SLURM_JOB_ID": "8"}),
+    # A process alone joins nothing: a shell inside an allocation, and an sbatch
+    # script, have no srun; an indexed job is of independent runs.
+    "no launcher": (Flags(), {}),
+    "sbatch": (Flags(), NO_STEP),
+    "srun of one": (Flags(), SRUN | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}),
+    "torchrun of one": (Flags(), TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0"}),
+    "indexed job": (Flags(), {"JOB_COMPLETION_INDEX": "3"}),
+    "one asked for": (Flags(num_processes=1), SRUN),
+    # One process a host has all that the host has. Where each process sees its own
+    # accelerator only, that is number 0.
+    "one a host": (Flags(), SRUN | {"SLURM_STEP_TASKS_PER_NODE": "2,1"}),
+    "one visible": (Flags(), SRUN | {"CUDA_VISIBLE_DEVICES": "3"}),
+    "all visible": (Flags(), SRUN | {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}),
+    "devices": (Flags(local_devices=(2, 3)), SRUN),
+    "all devices": (Flags(local_devices=()), SRUN),
+    # On one host process 0 makes the secret.
+    "loopback": (Flags("127.0.0.1:1", 4, 1), {}),
+    "loopback, IPv6": (Flags("[::1]:65535", 4, 1), {}),
+    "localhost": (Flags("localhost:1"), SRUN),
+    "srun on one host": (
+        Flags(),
+        SRUN | {"SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_NODEID": "0"},
+    ),
+    "MPI on one host": (ADDRESS, OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}),
+    "torchrun on one host": (Flags(), TORCHRUN | {"LOCAL_WORLD_SIZE": "2"}),
+}
 
 
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {},
-        # A shell inside an allocation, and an sbatch script: no srun, one process.
-        {name: SRUN[name] for name in SRUN if name != "SLURM_STEP_NODELIST"},
-        SRUN | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
-        TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0"},
-        {"JOB_COMPLETION_INDEX": "3"},  # an indexed job of independent runs
-    ],
-)
-def test_a_process_alone_joins_nothing(environ):
-    assert find_seat(Flags(), environ) is None
+def test_every_environment_gives_a_place_and_a_secret_or_none(golden: Golden):
+    lines = []
+    for name, (flags, environ) in PLACES.items():
+        seat = find_seat(flags, environ)
+        if seat is None:
+            lines.append(f"{name}: alone")
+            continue
+        place = f"{seat.index} of {seat.count} at {seat.coordinator} ({seat.launcher})"
+        secret = "made by process 0" if seat.secret is None else seat.secret.source
+        lines.append(f"{name}: {place}, devices {seat.local_device_ids or 'all'}")
+        lines.append(f"    secret: {secret}")
+        if seat.secret is not None:
+            key, is_private = seat.secret.key.decode(), seat.secret.is_private
+            lines.append(f"    {key}, {is_private=}")
+    golden.check("places.txt", "\n".join(lines))
 
 
-def test_one_process_may_be_asked_for_inside_a_launcher():
-    assert find_seat(Flags(num_processes=1), SRUN) is None
+def test_all_processes_of_a_launcher_have_one_place_and_secret():
+    """Also where two hosts have one process each and nothing says how many."""
+    two_pods = KUBERNETES | {"JAX_NUM_PROCESSES": "2", "JOB_COMPLETION_INDEX": "0"}
+    for environs in (
+        [MPICH, MPICH | {"PMI_RANK": "0"}],
+        [two_pods, two_pods | {"JOB_COMPLETION_INDEX": "1"}],
+    ):
+        seats = [find_seat(ADDRESS, environ) for environ in environs]
+        assert len({seat.secret for seat in seats if seat is not None}) == 1
+        assert all(seat is not None and seat.secret is not None for seat in seats)
 
 
-@pytest.mark.parametrize(
-    ("flags", "environ", "needed"),
-    [
-        (Flags("a:1"), {}, ("found --coordinator a:1", "--num-processes and --proc")),
-        (Flags("a:1", 2), {}, ("--num-processes 2", "Give --process-id too")),
-        (Flags(None, 2, 1), {}, ("Give --coordinator", "JAX_COORDINATOR_ADDRESS")),
-        (Flags(), OPEN_MPI, ("--num-processes 4", "mpirun", "Give --coordinator")),
-        (Flags("a:1", 2, 2), {}, ("process id is 2 of 2", "0 to 1")),
-        (Flags("a:1", 2, -1), {}, ("process id is -1 of 2",)),
-        (Flags("a:1", 0, 0), {}, ("number of processes is 0",)),
-        (Flags("node1", 2, 0), {}, ("'node1'", "HOST:PORT")),
-        (Flags("node1:99999", 2, 0), {}, ("'node1:99999'", "HOST:PORT")),
-        (ADDRESS, OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "x"}, ("WORLD_RANK", "'x'")),
-    ],
-)
-def test_what_cannot_be_is_an_error_that_says_what_was_found(flags, environ, needed):
-    with pytest.raises(JoinError) as raised:
-        find_seat(flags, environ)
-    for part in needed:
-        assert part in str(raised.value)
+MISTAKES: list[tuple[Flags, dict[str, str]]] = [
+    (Flags("a:1"), {}),
+    (Flags("a:1", 2), {}),
+    (Flags(None, 2, 1), {}),
+    (Flags(), OPEN_MPI),
+    (Flags("a:1", 2, 2), {}),
+    (Flags("a:1", 2, -1), {}),
+    (Flags("a:1", 0, 0), {}),
+    *((Flags(x, 2, 0), {}) for x in ("node1", ":6200", "node1:0", "node1:65536")),
+    (ADDRESS, OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "x"}),
+    (Flags(), SRUN | {"SLURM_STEP_NODELIST": ","}),
+    (Flags(), SRUN | {SECRET: " "}),
+    (Flags(), SRUN | {SECRET_FILE: "/no/such/file"}),
+]
 
 
-@pytest.mark.parametrize(
-    ("more", "flags", "devices"),
-    [
-        ({}, Flags(), (1,)),
-        # One process a host has all that the host has.
-        ({"SLURM_STEP_TASKS_PER_NODE": "2,1"}, Flags(), ()),
-        # Each process sees its own only, as number 0.
-        ({"CUDA_VISIBLE_DEVICES": "3"}, Flags(), ()),
-        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, Flags(), (1,)),
-        ({}, Flags(local_devices=(2, 3)), (2, 3)),
-        ({}, Flags(local_devices=()), ()),
-    ],
-)
-def test_processes_of_one_host_have_an_accelerator_each(more, flags, devices):
-    seat = find_seat(flags, SRUN | more)
-    assert seat is not None
-    assert seat.local_device_ids == devices
+def test_what_cannot_be_is_an_error_that_says_what_was_found(golden: Golden):
+    lines = []
+    for flags, environ in MISTAKES:
+        with pytest.raises(JoinError) as raised:
+            find_seat(flags, environ)
+        lines.append(str(raised.value))
+    golden.check("launch.txt", "\n".join(lines))
 
 
-@pytest.mark.parametrize(
-    ("nodes", "host"),
-    [
-        ("node1", "node1"),
-        ("node1,node2", "node1"),
-        ("node[001-015],login", "node001"),
-        ("node[001,007-015]", "node001"),
-        ("rack[3-4]-gpu,x", "rack3-gpu"),
-    ],
-)
-def test_the_first_host_of_a_slurm_list(nodes, host):
-    assert first_host(nodes) == host
+def test_the_first_host_of_a_slurm_list_and_an_ipv6_address():
+    hosts = {
+        "node1": "node1",
+        "node1,node2": "node1",
+        "node[001-015],login": "node001",
+        "node[001,007-015]": "node001",
+        "rack[3-4]-gpu,x": "rack3-gpu",
+    }
+    assert {nodes: first_host(nodes) for nodes in hosts} == hosts
+    assert Seat("flags", "[::1]:65535", 2, 0).address == ("::1", 65535)
 
 
-def test_an_ipv6_address_is_written_in_brackets():
-    assert Seat("flags", "[::1]:6200", 2, 0).address == ("::1", 6200)
-
-
-GIVEN = Secret(b"only us", SECRET)
-
-
-def secret(flags: Flags, environ: dict[str, str]) -> Secret | None:
-    seat = find_seat(flags, environ)
-    assert seat is not None
-    return seat.secret
-
-
-@pytest.mark.parametrize("environ", [SRUN, OPEN_MPI, MPICH, KUBERNETES, TORCHRUN])
-def test_a_secret_in_the_environment_is_taken_under_every_launcher(environ):
-    given = environ | {SECRET: " only us\n"}
-    flags = Flags() if environ in (SRUN, KUBERNETES, TORCHRUN) else ADDRESS
-    assert secret(flags, given) == GIVEN
-
-
-def test_a_secret_is_taken_from_a_file(tmp_path):
+def test_a_secret_is_taken_from_the_environment_or_a_file(tmp_path):
+    given = Secret(b"only us", SECRET)
+    for environ in (SRUN, OPEN_MPI, MPICH, KUBERNETES, TORCHRUN):
+        seat = find_seat(ADDRESS, environ | {SECRET: " only us\n"})
+        assert seat is not None and seat.secret == given
     file = tmp_path / "secret"
     file.write_text("only us\n")
-    found = secret(Flags(), SRUN | {SECRET_FILE: str(file)})
-    assert found is not None
-    assert (found.key, found.is_private) == (b"only us", True)
-    assert str(file) in found.source
-
-
-def test_open_mpi_has_a_secret_of_its_own():
-    found = secret(ADDRESS, OPEN_MPI | {OPEN_MPI_SECRET: "0af3-9c2e"})
-    assert found == Secret(b"0af3-9c2e", OPEN_MPI_SECRET)
-
-
-@pytest.mark.parametrize("environ", [{SECRET: " "}, {SECRET_FILE: "/no/such/file"}])
-def test_an_empty_or_missing_secret_is_an_error(environ):
-    with pytest.raises(JoinError, match="ZINF_SECRET"):
-        find_seat(Flags(), SRUN | environ)
-
-
-@pytest.mark.parametrize(
-    ("flags", "environ"),
-    [
-        (Flags("127.0.0.1:1", 4, 1), {}),
-        (Flags("[::1]:1", 4, 1), {}),
-        (Flags("localhost:1"), SRUN),
-        (Flags(), SRUN | {"SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_NODEID": "0"}),
-        (ADDRESS, OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}),
-        (Flags(), TORCHRUN | {"LOCAL_WORLD_SIZE": "2"}),
-    ],
-)
-def test_on_one_host_process_0_makes_the_secret(flags, environ):
-    assert secret(flags, environ) is None
-
-
-@pytest.mark.parametrize(
-    ("flags", "environ", "own", "other"),
-    [
-        (Flags(), SRUN, {}, {"SLURM_STEP_ID": "4"}),
-        (ADDRESS, OPEN_MPI, {"PMIX_NAMESPACE": "17"}, {"PMIX_NAMESPACE": "18"}),
-        (
-            Flags(),
-            TORCHRUN,
-            {"TORCHELASTIC_RUN_ID": "a"},
-            {"TORCHELASTIC_RUN_ID": "b"},
-        ),
-    ],
-)
-def test_without_a_secret_runs_are_told_apart_by_their_number(
-    flags, environ, own, other
-):
-    one, another = (secret(flags, environ | more) for more in (own, other))
-    assert one is not None and another is not None
-    assert not one.is_private
-    assert one.key != another.key
-    assert next(iter(other)) in another.source
-
-
-def test_all_processes_of_a_launcher_have_one_secret():
-    heterogeneous = SRUN | {"SLURM_HET_SIZE": "2"}
-    parts = [heterogeneous | {"SLURM_JOB_ID": str(job)} for job in (7, 8)]
-    for environs in (
-        parts,
-        [MPICH, MPICH | {"PMI_RANK": "0"}],
-        # Two hosts of one process each, where no launcher says how many a host has.
-        [KUBERNETES | {"JAX_NUM_PROCESSES": "2", "JOB_COMPLETION_INDEX": "0"}],
-    ):
-        found = {secret(ADDRESS, environ) for environ in environs}
-        (one,) = found
-        assert one is not None
+    seat = find_seat(Flags(), SRUN | {SECRET_FILE: str(file)})
+    assert seat is not None
+    assert seat.secret == Secret(b"only us", f"{SECRET_FILE}, {file}")

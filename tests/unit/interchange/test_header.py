@@ -53,15 +53,14 @@ def test_what_is_read_is_what_was_written(tmp_path):
         assert file.metadata() == {"format": "flax"}
 
 
-@pytest.mark.parametrize("code", DTYPES)
-def test_the_library_knows_every_dtype_by_our_code_and_size(code, tmp_path):
-    dtype, itemsize = DTYPES[code]
-    specs = {"x": ArraySpec((4,), dtype, itemsize)}
+def test_the_library_knows_every_dtype_by_our_code_and_size(tmp_path):
     path = tmp_path / "file"
-    path.write_bytes(write_header(specs, specs, {}) + bytes(4 * itemsize))
-    with safetensors.safe_open(path, "np") as file:
-        assert file.get_slice("x").get_dtype() == code
-        assert file.get_slice("x").get_shape() == [4]
+    for code, (dtype, itemsize) in DTYPES.items():
+        specs = {"x": ArraySpec((4,), dtype, itemsize)}
+        path.write_bytes(write_header(specs, specs, {}) + bytes(4 * itemsize))
+        with safetensors.safe_open(path, "np") as file:
+            assert file.get_slice("x").get_dtype() == code
+            assert file.get_slice("x").get_shape() == [4]
 
 
 def test_a_file_of_the_library_is_read(tmp_path):
@@ -112,14 +111,14 @@ NO_FILE = {
 }
 
 
-@pytest.mark.parametrize("content", NO_FILE.values(), ids=NO_FILE)
-def test_a_hostile_header_is_refused_with_the_file(content, tmp_path):
-    with pytest.raises(ValueError, match="is no safetensors file") as refused:
-        read(tmp_path / "file", content)
-    assert str(tmp_path / "file") in str(refused.value)
-    # The library refuses the same, if with less to go by.
-    with pytest.raises(Exception):  # noqa: B017
-        safetensors.safe_open(tmp_path / "file", "np")
+def test_a_hostile_header_is_refused_with_the_file(tmp_path):
+    for name, content in NO_FILE.items():
+        with pytest.raises(ValueError, match="is no safetensors file") as refused:
+            read(tmp_path / "file", content)
+        assert str(tmp_path / "file") in str(refused.value), name
+        # The library refuses the same, if with less to go by.
+        with pytest.raises(Exception):  # noqa: B017
+            safetensors.safe_open(tmp_path / "file", "np")
 
 
 def test_no_damage_to_a_header_is_a_crash_or_a_tensor_outside_its_file(tmp_path):
@@ -129,7 +128,7 @@ def test_no_damage_to_a_header_is_a_crash_or_a_tensor_outside_its_file(tmp_path)
     used = len(header.rstrip())  # What is behind it is white space.
     data = bytes(sum(spec.nbytes for spec in SPECS.values()))
     outcomes = set()
-    for _ in range(1000):
+    for _ in range(300):
         damaged = bytearray(header)
         for _ in range(random.integers(1, 4)):
             # Mostly digits and signs, which leave JSON what it is.

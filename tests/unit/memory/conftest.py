@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
-import ml_dtypes
-import numpy as np
 import pytest
 
+from tests.fake_cuda import FakeCuda
 from zinf.memory import AbstractStore, DeviceStore, HostStore, NvmeStore
+from zinf.memory.pages import cuda
 from zinf.program import Tier
 
 OpenStore = Callable[..., AbstractStore]
@@ -46,18 +46,9 @@ def nvme(tmp_nvme: Path) -> Iterator[NvmeStore]:
     store.close()
 
 
-@pytest.fixture(
-    params=[
-        np.float32,
-        np.float16,
-        ml_dtypes.bfloat16,
-        ml_dtypes.float8_e4m3fn,
-        np.int32,
-        np.uint8,
-        np.bool_,
-        np.complex64,
-    ],
-    ids=lambda dtype: np.dtype(dtype).name,
-)
-def dtype(request: pytest.FixtureRequest) -> np.dtype:
-    return np.dtype(request.param)
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """A CUDA driver that is simulated."""
+    found = FakeCuda()
+    monkeypatch.setattr(cuda, "load", lambda: found)
+    return found

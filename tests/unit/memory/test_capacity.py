@@ -10,6 +10,7 @@ from zinf.memory import capacity
 from zinf.memory.capacity import (
     DEVICE_FRACTION,
     HOST_FRACTION,
+    NVME_FRACTION,
     host_memory_bytes,
     memory_budgets,
     nvme_capacity_bytes,
@@ -31,57 +32,42 @@ class FakeDevice:
         return self.bytes_limit and {"bytes_limit": self.bytes_limit}
 
 
-CPU = FakeDevice()
+CPU, GPU = FakeDevice(), FakeDevice(40 * GIB)
+ON_GPU = int(40 * GIB * DEVICE_FRACTION)
 
 
-@pytest.fixture
-def machine(monkeypatch):
-    """A machine with `MEMORY` bytes of memory."""
+@pytest.mark.parametrize(
+    ("devices", "device", "host", "num_processes", "expected"),
+    [
+        # CPU devices and the host share a fraction of one memory.
+        ([CPU], None, None, 1, (ROOM // 2, ROOM // 2)),
+        ([CPU] * 8, None, None, 1, (ROOM // 16, ROOM // 2)),
+        # Beside a budget: what is left of the fraction, or half of what is left at all.
+        ([CPU], GIB, None, 1, (GIB, ROOM - GIB)),
+        ([CPU], 11 * GIB, None, 1, (11 * GIB, 5 * GIB // 2)),
+        ([CPU] * 2, 4 * GIB, None, 1, (4 * GIB, 8 * GIB // 2)),
+        ([CPU], None, GIB, 1, (ROOM - GIB, GIB)),
+        ([CPU] * 2, None, 15 * GIB, 1, (GIB // 4, 15 * GIB)),
+        ([CPU], GIB, 99 * GIB, 1, (GIB, 99 * GIB)),
+        # A device as large as the memory is another machine's.
+        ([CPU], MEMORY - 1, None, 1, (MEMORY - 1, 0)),
+        ([CPU], MEMORY, None, 1, (MEMORY, ROOM)),
+        ([CPU], None, 99 * GIB, 1, (ROOM, 99 * GIB)),
+        # An accelerator has memory of its own; the smallest counts.
+        ([GPU, FakeDevice(80 * GIB)], None, None, 1, (ON_GPU, ROOM)),
+        ([GPU], GIB, None, 1, (GIB, ROOM)),
+        ([GPU], None, GIB, 1, (ON_GPU, GIB)),
+        # Processes on one machine share its memory.
+        ([CPU, CPU], None, None, 4, (ROOM // 16, ROOM // 8)),
+        ([GPU], None, None, 4, (ON_GPU, ROOM // 4)),
+    ],
+)
+def test_a_budget_that_is_not_named_is_what_the_other_leaves_of_a_fraction(
+    devices, device, host, num_processes, expected, monkeypatch
+):
     monkeypatch.setattr(capacity, "host_memory_bytes", lambda: MEMORY)
-
-
-@pytest.mark.parametrize("count", [1, 8])
-@pytest.mark.usefixtures("machine")
-def test_cpu_devices_and_the_host_share_a_fraction_of_one_memory(count):
-    device, host = memory_budgets([CPU] * count, device=None, host=None)
-    assert (device, host) == (ROOM // 2 // count, ROOM // 2)
-    assert count * device + host <= HOST_FRACTION * MEMORY
-
-
-@pytest.mark.parametrize("given", [GIB, 8 * GIB, 11 * GIB, 15 * GIB])
-@pytest.mark.parametrize("tier", ["device", "host"])
-@pytest.mark.usefixtures("machine")
-def test_on_a_cpu_the_tier_without_a_budget_gets_what_the_other_leaves(tier, given):
-    asked = {"device": None, "host": None, tier: given}
-    budgets = memory_budgets([CPU], **asked)
-    chosen = budgets[tier == "device"]
-    assert budgets[tier == "host"] == given
-    assert chosen == max(ROOM - given, (MEMORY - given) // 2)
-    assert sum(budgets) <= MEMORY
-
-
-@pytest.mark.usefixtures("machine")
-def test_a_device_larger_than_the_memory_is_another_machine_s():
-    assert memory_budgets([CPU], device=120 * GIB, host=None) == (120 * GIB, ROOM)
-    assert memory_budgets([CPU], device=None, host=99 * GIB) == (ROOM, 99 * GIB)
-
-
-@pytest.mark.usefixtures("machine")
-def test_an_accelerator_has_memory_of_its_own():
-    devices = [FakeDevice(40 * GIB), FakeDevice(80 * GIB)]
-    device, host = memory_budgets(devices, device=None, host=None)
-    assert (device, host) == (int(40 * GIB * DEVICE_FRACTION), ROOM)
-    assert memory_budgets(devices, device=GIB, host=None) == (GIB, ROOM)
-
-
-@pytest.mark.usefixtures("machine")
-def test_processes_on_one_machine_share_its_memory():
-    asked = {"device": None, "host": None, "num_processes": 4}
-    device, host = memory_budgets([CPU, CPU], **asked)
-    assert 4 * (2 * device + host) <= HOST_FRACTION * MEMORY
-    assert host == ROOM // 4 // 2
-    device, host = memory_budgets([FakeDevice(40 * GIB)], **asked)
-    assert (device, host) == (int(40 * GIB * DEVICE_FRACTION), ROOM // 4)
+    asked = {"device": device, "host": host, "num_processes": num_processes}
+    assert memory_budgets(devices, **asked) == expected
 
 
 LIMIT = 300 << 20
@@ -90,11 +76,11 @@ SERVICE = "system.slice/train.service"
 
 
 @pytest.mark.parametrize(
-    ("group", "files"),
+    ("group", "files", "is_limited"),
     [
         # Version 2, as a container sees it: its own group is the root.
-        ("0::/", {f"{V2}/memory.max": LIMIT}),
-        (f"0::/{SERVICE}", {f"{V2}/{SERVICE}/memory.max": LIMIT}),
+        ("0::/", {f"{V2}/memory.max": LIMIT}, True),
+        (f"0::/{SERVICE}", {f"{V2}/{SERVICE}/memory.max": LIMIT}, True),
         # The limit is that of a group above.
         (
             f"0::/{SERVICE}",
@@ -102,11 +88,13 @@ SERVICE = "system.slice/train.service"
                 f"{V2}/{SERVICE}/memory.max": "max",
                 f"{V2}/system.slice/memory.max": LIMIT,
             },
+            True,
         ),
         # Version 1, where a container sees the machine's path and its own mount.
         (
             "11:cpu,cpuacct:/docker/1f\n7:memory:/docker/1f",
             {f"{V1}/memory.limit_in_bytes": LIMIT},
+            True,
         ),
         (
             "7:memory:/job",
@@ -114,30 +102,24 @@ SERVICE = "system.slice/train.service"
                 f"{V1}/job/memory.limit_in_bytes": LIMIT,
                 f"{V1}/memory.limit_in_bytes": 9223372036854771712,
             },
+            True,
         ),
+        ("0::/job", {f"{V2}/job/memory.max": "max"}, False),
+        ("0::/job", {f"{V2}/job/memory.max": 9223372036854771712}, False),
+        ("0::/job", {"sys/fs/memory.max": LIMIT}, False),  # above the mount
     ],
 )
-def test_a_container_s_limit_is_its_memory(tmp_path: Path, group, files):
-    write(tmp_path / "proc/self/cgroup", group)
-    for name, limit in files.items():
-        write(tmp_path / name, limit)
-    assert host_memory_bytes(tmp_path) == LIMIT
-
-
-@pytest.mark.parametrize("limit", ["max", 9223372036854771712])
-def test_without_a_limit_the_memory_is_the_machine_s(tmp_path: Path, limit):
+def test_a_container_s_limit_is_its_memory(tmp_path: Path, group, files, is_limited):
     physical = host_memory_bytes(tmp_path)
-    write(tmp_path / "proc/self/cgroup", "0::/job")
-    write(tmp_path / V2 / "job/memory.max", limit)
-    assert host_memory_bytes(tmp_path) == physical > LIMIT
+    for name, content in {"proc/self/cgroup": group, **files}.items():
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{content}\n")
+    assert host_memory_bytes(tmp_path) == (LIMIT if is_limited else physical)
+    assert physical > LIMIT
 
 
-def write(file: Path, content: object) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(f"{content}\n")
-
-
-def test_a_full_drive_is_an_error_that_names_its_folder(monkeypatch, tmp_path) -> None:
+def test_a_drive_counts_once_and_a_full_one_is_named(monkeypatch, tmp_path) -> None:
     good, full = tmp_path / "good", tmp_path / "full"
     good.mkdir()
     full.mkdir()
@@ -146,6 +128,8 @@ def test_a_full_drive_is_an_error_that_names_its_folder(monkeypatch, tmp_path) -
         "disk_usage",
         lambda path: SimpleNamespace(free=0 if path == full else GIB),
     )
+    folders = [good, good / "not" / "yet"]
+    assert nvme_capacity_bytes(folders) == int(NVME_FRACTION * GIB)
     with pytest.raises(StorageError, match="no free bytes") as caught:
         nvme_capacity_bytes([good, full])
     assert caught.value.filename == str(full)

@@ -28,25 +28,27 @@ from zinf.sharding import whole_layout
 
 SHAPE = (4, 3)
 NAMES = [ArrayId(Role.PARAM, f"layers/{n}/w") for n in range(2)]
+ALONE = ArrayId(Role.PARAM, "head")
 
 
-def stack():
+def stack(*names: ArrayId) -> Stack:
     mesh = zinf.make_mesh(jax.devices()[:1])
-    return Stack(tuple(NAMES), whole_layout(SHAPE, mesh), "float32")
+    return Stack(names, whole_layout(SHAPE, mesh), "float32")
 
 
 def test_members_are_written_one_by_one_and_taken_as_one_pinned_array():
-    one = stack()
-    store = PinnedStore([one], 2 * 4 * 12)
-    assert not store.contains(NAMES[0])
-    contents = [np.full(SHAPE, n, np.float32) for n in range(2)]
-    for name, content in zip(NAMES, contents, strict=True):
+    one, other = stack(*NAMES), stack(ALONE)
+    store = PinnedStore([one, other], 3 * 4 * 12)
+    contents = [np.full(SHAPE, n, np.float32) for n in range(3)]
+    for name, content in zip([*NAMES, ALONE], contents, strict=True):
+        assert store.contains(name) == (name == NAMES[1])  # The stack is there.
         store.write(name, content).result()
     taken = store.take(one)
     assert taken.shape == (2, *SHAPE) and taken.sharding.memory_kind == PINNED
-    np.testing.assert_array_equal(taken, np.stack(contents))
+    np.testing.assert_array_equal(taken, np.stack(contents[:2]))
+    assert store.take(other).shape == SHAPE
     store.put(one, jax.device_put(taken + 1, one.sharding))
-    for name, content in zip(NAMES, contents, strict=True):
+    for name, content in zip(NAMES, contents[:2], strict=True):
         found = store.read(name).result()
         assert not found.flags.writeable
         np.testing.assert_array_equal(found, content + 1)
@@ -54,17 +56,19 @@ def test_members_are_written_one_by_one_and_taken_as_one_pinned_array():
     store.write(rows, np.zeros((2, 3), np.float32)).result()
     np.testing.assert_array_equal(store.read(rows).result(), np.zeros((2, 3)))
     np.testing.assert_array_equal(store.read(NAMES[0]).result(), contents[0] + 1)
-    assert store.ledger.used_bytes == one.nbytes == 2 * 4 * 12
+    np.testing.assert_array_equal(store.read(ALONE).result(), contents[2])
+    assert store.ledger.used_bytes == one.nbytes + other.nbytes == 3 * 4 * 12
     store.close()
     assert store.ledger.used_bytes == 0
 
 
-def test_other_shapes_and_other_dtypes_are_refused():
-    store = PinnedStore([stack()])
-    with pytest.raises(ValueError, match="Free it first"):
-        store.write(NAMES[0], np.zeros((3, 3), np.float32))
-    with pytest.raises(ValueError, match="Free it first"):
-        store.write(NAMES[0], np.zeros(SHAPE, np.float64))
+def test_other_shapes_dtypes_and_stacks_are_refused():
+    store = PinnedStore([stack(*NAMES)])
+    for wrong in (np.zeros((3, 3), np.float32), np.zeros(SHAPE, np.float64)):
+        with pytest.raises(ValueError, match="Free it first"):
+            store.write(NAMES[0], wrong)
+    with pytest.raises(NotImplementedError, match="one stack with the 0 arrays"):
+        store.take(stack(NAMES[0]))
 
 
 def device(platform, *kinds):
@@ -72,92 +76,69 @@ def device(platform, *kinds):
     return SimpleNamespace(platform=platform, addressable_memories=lambda: memories)
 
 
-@pytest.fixture
-def began(monkeypatch, tmp_path):
-    """`began(**variables)`: Python starts with them; jax's backend is up already."""
-
-    def begin(**variables):
-        for name in (POOL_VARIABLE, AT_ONCE_VARIABLE):
-            monkeypatch.delenv(name, raising=False)
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        content = b"".join(f"{k}={v}\0".encode() for k, v in variables.items())
-        (tmp_path / "environ").write_bytes(content)
-        monkeypatch.setattr(started, "AT_EXEC", tmp_path / "environ")
-        monkeypatch.setattr(started, "IMPORTED", None)
-
-    return begin
+GPUS = [device("gpu", "device", PINNED)]
+POOL_80, AT_ONCE = {POOL_VARIABLE: "80"}, {AT_ONCE_VARIABLE: "true"}
 
 
-def test_a_budget_above_the_pool_says_which_variable_to_set(began):
-    gpus = [device("gpu", "device", PINNED)]
-    began()
-    check_pinned(gpus, POOL_GIB * GIB)
-    with pytest.raises(ValueError, match=rf"{POOL_VARIABLE} is not set. Set it to 66"):
-        check_pinned(gpus, POOL_GIB * GIB + 1)
-    began(**{POOL_VARIABLE: "80"})
-    check_pinned(gpus, 80 * GIB)
-    with pytest.raises(ValueError, match=r"is set to 80. Set it to 82 before Python"):
-        check_pinned(gpus, 80 * GIB + 1)
+@pytest.mark.parametrize(
+    ("at_start", "now", "imported", "pool_gib", "words"),
+    [
+        ({}, {}, None, POOL_GIB, "is not set. Set it to 66 before Python"),
+        (POOL_80, POOL_80, None, 80, "is set to 80. Set it to 82 before Python"),
+        # A pool that is allocated at once is smaller.
+        (AT_ONCE, AT_ONCE, None, AT_ONCE_GIB, "is not set"),
+        (POOL_80 | AT_ONCE, POOL_80 | AT_ONCE, None, 80, "is set to 80."),
+        # Set too late for a backend: so much it has in any case.
+        (
+            {},
+            POOL_80,
+            None,
+            POOL_GIB,
+            "is set to 80 now, but was not set when Python started, and a backend .*may"
+            " have read the old value. Set it to 66 before",
+        ),
+        # A smaller value that may have come too late holds too.
+        (POOL_80, {POOL_VARIABLE: "8"}, None, 8, "is set to 8 now, but was set to 80"),
+        # zinf was imported after the change, and before a backend started.
+        ({}, POOL_80, POOL_80, 80, "is set to 80."),
+        # It changed again after the import.
+        ({}, {POOL_VARIABLE: "90"}, POOL_80, POOL_GIB, "is set to 90 now, but was not"),
+    ],
+)
+def test_a_budget_above_the_pool_says_which_variable_to_set(
+    at_start, now, imported, pool_gib, words, monkeypatch, tmp_path
+):
+    for name in (POOL_VARIABLE, AT_ONCE_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in now.items():
+        monkeypatch.setenv(name, value)
+    content = b"".join(f"{k}={v}\0".encode() for k, v in at_start.items())
+    (tmp_path / "environ").write_bytes(content)
+    monkeypatch.setattr(started, "AT_EXEC", tmp_path / "environ")
+    monkeypatch.setattr(started, "IMPORTED", imported)
+    check_pinned(GPUS, pool_gib * GIB)
+    found = f"pool has {pool_gib * GIB:,}: {POOL_VARIABLE} {words}"
+    with pytest.raises(ValueError, match=found):
+        check_pinned(GPUS, pool_gib * GIB + 1)
     check_pinned([device("tpu", "device", PINNED)], 500 * GIB)
-
-
-def test_a_pool_that_is_allocated_at_once_is_smaller(began):
-    gpus = [device("gpu", "device", PINNED)]
-    began(**{AT_ONCE_VARIABLE: "true"})
-    check_pinned(gpus, AT_ONCE_GIB * GIB)
-    with pytest.raises(ValueError, match=f"has {AT_ONCE_GIB * GIB:,}: {POOL_VARIABLE}"):
-        check_pinned(gpus, AT_ONCE_GIB * GIB + 1)
-    began(**{AT_ONCE_VARIABLE: "true", POOL_VARIABLE: "80"})
-    check_pinned(gpus, 80 * GIB)
-
-
-def test_a_variable_that_was_set_too_late_for_the_backend_is_found(began, monkeypatch):
-    gpus = [device("gpu", "device", PINNED)]
-    began()
-    monkeypatch.setenv(POOL_VARIABLE, "80")
-    check_pinned(gpus, POOL_GIB * GIB)  # so much it has in any case
-    with pytest.raises(
-        ValueError,
-        match=rf"has {POOL_GIB * GIB:,}: {POOL_VARIABLE} is set to 80 now, but was not "
-        r"set when Python started, and a backend .*may have read the old value. Set it "
-        "to 81 before Python starts",
-    ):
-        check_pinned(gpus, 80 * GIB)
-    # A smaller value that may have come too late holds too.
-    began(**{POOL_VARIABLE: "80"})
-    monkeypatch.setenv(POOL_VARIABLE, "8")
-    with pytest.raises(ValueError, match=f"has {8 * GIB:,}"):
-        check_pinned(gpus, 80 * GIB)
-    # zinf was imported after the change, and before a backend started.
-    began()
-    monkeypatch.setenv(POOL_VARIABLE, "80")
-    monkeypatch.setattr(started, "IMPORTED", {POOL_VARIABLE: "80"})
-    check_pinned(gpus, 80 * GIB)
-    # It changed again after the import.
-    monkeypatch.setenv(POOL_VARIABLE, "90")
-    with pytest.raises(ValueError, match="set to 90 now, but was not set when"):
-        check_pinned(gpus, 80 * GIB)
 
 
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
-        ("import jax, os\nos.environ['X'] = '2'\nimport zinf.started as s", ("2",)),
-        ("import os\nos.environ['X'] = '2'\nimport zinf.started as s", ("2",)),
-        (
-            "import jax, os\njax.devices()\nos.environ['X'] = '2'\n"
-            "import zinf.started as s",
-            ("2", "1"),
-        ),
-        ("import jax\njax.devices()\nimport zinf.started as s", ("1",)),
+        ("import jax\nset_it()", ("2",)),
+        ("set_it()", ("2",)),
+        ("import jax\njax.devices()\nset_it()", ("2", "1")),
     ],
-    ids=["no backend yet", "no jax yet", "backend before", "never changed"],
+    ids=["no backend yet", "no jax yet", "backend before"],
 )
 def test_what_a_backend_can_have_read_is_known_if_it_started_after_zinf(
     lines, expected
 ):
-    code = f"{lines}\nprint(s.could_have_read('X'))"
+    code = (
+        f"import os\nset_it = lambda: os.environ.update(X='2')\n{lines}\n"
+        "import zinf.started as s\nprint(s.could_have_read('X'))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | {"X": "1", "JAX_PLATFORMS": "cpu"},
@@ -182,10 +163,9 @@ def test_a_run_without_cpu_devices_says_what_jax_platforms_needs(monkeypatch):
     monkeypatch.setattr("zinf.prepare.updates.local_devices", lambda mesh: [gpu])
     monkeypatch.setattr(jax, "local_devices", refuse)
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
-    with pytest.raises(
-        ValueError, match=r"JAX_PLATFORMS is 'cuda'. Set it to 'cuda,cpu'"
-    ):
+    needed = r"Set it to 'cuda,cpu'"
+    with pytest.raises(ValueError, match=f"JAX_PLATFORMS is 'cuda'. {needed}"):
         cpu_device(None)
     monkeypatch.delenv("JAX_PLATFORMS")
-    with pytest.raises(ValueError, match=r"JAX_PLATFORMS is ''. Set it to 'cuda,cpu'"):
+    with pytest.raises(ValueError, match=f"JAX_PLATFORMS is ''. {needed}"):
         tracing_device(None, "h200:1")

@@ -2,7 +2,6 @@
 
 import ctypes
 import gc
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,8 +19,71 @@ from zinf.memory.region import HUGE_PAGE_BYTES, UNIT_BYTES, Region
 PAGE = 4096
 NBYTES = HUGE_PAGE_BYTES
 
+
+def test_a_region_gives_out_its_addresses_once() -> None:
+    region = Region(4 * NBYTES)
+    assert region.take(4 * NBYTES + 1) is None
+    first = region.take(4 * NBYTES)
+    assert first is not None and region.take(1) is None
+    region.give_back(first, 4 * NBYTES)
+    with pytest.raises(AssertionError, match="free already"):
+        region.give_back(first, NBYTES)
+    assert region.take(1) is not None
+
+
+def test_blocks_share_a_huge_page_which_is_idle_when_both_are_gone() -> None:
+    region = Region(4 * NBYTES)
+    both = [region.take(UNIT_BYTES), region.take(UNIT_BYTES)]
+    assert both[0] is not None and both[1] == both[0] + UNIT_BYTES
+    region.give_back(both[0], UNIT_BYTES)
+    assert region.idle_pages == 0 and not region.is_empty
+    region.give_back(both[1], UNIT_BYTES)
+    assert region.idle_pages == 1
+    region.trim(2)
+    assert region.idle_pages == 0 and region.is_empty
+
+
+def test_an_idle_page_keeps_its_memory_until_it_is_trimmed() -> None:
+    region = Region(4 * NBYTES)
+    start = region.take(NBYTES)
+    assert start is not None
+    region.memory[start : start + 4] = b"abcd"
+    region.give_back(start, NBYTES)
+    assert region.take(NBYTES) == start
+    assert region.memory[start : start + 4] == b"abcd"
+    region.give_back(start, NBYTES)
+    region.trim(1)
+    assert region.memory[start : start + 4] == bytes(4)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_no_block_loses_a_byte_to_another(seed: int) -> None:
+    random, region = Random(seed), Region(64 * NBYTES)
+    held: dict[int, tuple[int, bytes]] = {}
+    for turn in range(1500):
+        if held and random.random() < 0.5:
+            start = random.choice(list(held))
+            nbytes, mark = held.pop(start)
+            last = start + nbytes - 8
+            assert region.memory[start : start + 8] == mark
+            assert region.memory[last : last + 8] == mark
+            region.give_back(start, nbytes)
+        else:
+            nbytes = random.randrange(16, 12 * NBYTES)
+            start = region.take(nbytes)
+            if start is not None:
+                mark = turn.to_bytes(8, "little")
+                region.memory[start : start + 8] = mark
+                region.memory[start + nbytes - 8 : start + nbytes] = mark
+                held[start] = nbytes, mark
+        if turn % 10 == 0:
+            region.trim(random.randrange(8))
+    for start, (nbytes, _) in held.items():
+        region.give_back(start, nbytes)
+    assert region.take(64 * NBYTES) is not None, "it is whole again"
+
+
 VIEWS: dict[str, Callable[[np.ndarray], object]] = {
-    "slice": lambda m: m[10:20],
     "slice of a slice": lambda m: m[10:20][2:4][:1],
     "element": lambda m: m[5:6].reshape(()),
     "another dtype": lambda m: m.view(np.float32)[3:],
@@ -32,50 +94,20 @@ VIEWS: dict[str, Callable[[np.ndarray], object]] = {
     "memoryview": lambda m: memoryview(m)[3:],
     "frombuffer": lambda m: np.frombuffer(m, np.int64)[1:],
     "dlpack": lambda m: np.from_dlpack(m)[3:],
-    "iterator": lambda m: iter(m),
+    "iterator": iter,
     "ctypes": lambda m: (ctypes.c_char * 8).from_buffer(m),
 }
 
 
-@contextmanager
-def garbage_collected_at_every_turn() -> Iterator[None]:
-    thresholds = gc.get_threshold()
-    gc.set_threshold(1, 1, 1)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
-
-
-class Cycle:
-    """Garbage that only the collector finds, and that can see its memory to the end."""
-
-    def __init__(self, memory: np.ndarray, saw: Callable[[np.ndarray], object]) -> None:
-        self.memory, self.saw, self.own = memory, saw, self
-
-    def __del__(self) -> None:
-        self.saw(self.memory)
-
-
-@pytest.mark.parametrize("nbytes", [1, PAGE - 1, PAGE, 5 * 2**20 + 3])
-def test_memory_begins_at_a_unit_and_is_as_long_as_asked(nbytes: int) -> None:
-    pool = Pool()
-    before, memory = pool.take(1), pool.take(nbytes)
-    assert (memory.nbytes, memory.dtype, memory.ndim) == (nbytes, np.uint8, 1)
-    assert address(memory) % UNIT_BYTES == 0 and address(before) != address(memory)
-    memory[:] = 7
-    assert memory.all() and memory.flags.c_contiguous
-
-
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_memory_goes_back_exactly_when_the_last_view_dies(view) -> None:
-    pool = Pool()
-    memory = pool.take(NBYTES)
-    seen = view(memory)
-    del memory
-    assert pool.idle_bytes == 0
-    del seen
-    assert pool.idle_bytes == NBYTES
+def test_memory_goes_back_exactly_when_the_last_view_dies() -> None:
+    for name, view in VIEWS.items():
+        pool = Pool()
+        memory = pool.take(NBYTES)
+        seen = view(memory)
+        del memory
+        assert pool.idle_bytes == 0, name
+        del seen
+        assert pool.idle_bytes == NBYTES, name
 
 
 def test_a_jax_array_that_aliases_the_memory_keeps_it() -> None:
@@ -90,36 +122,18 @@ def test_a_jax_array_that_aliases_the_memory_keeps_it() -> None:
     assert (np.asarray(array) == 3).all()
 
 
-def test_what_came_back_is_given_out_again() -> None:
-    pool = Pool()
-    memory = pool.take(NBYTES)
-    first = address(memory)
-    del memory
-    assert address(pool.take(NBYTES)) == first
-    assert pool.idle_bytes == NBYTES
-
-
-def test_a_smaller_request_gets_part_of_what_came_back() -> None:
+def test_what_came_back_is_taken_before_what_is_new_whole_or_in_parts() -> None:
     pool = Pool()
     memory = pool.take(3 * NBYTES)
     first = address(memory)
     del memory
     parts = [pool.take(NBYTES) for _ in range(3)]
-    found = sorted(address(part) for part in parts)
-    assert found == [first + i * NBYTES for i in range(3)]
+    assert sorted(map(address, parts)) == [first + i * NBYTES for i in range(3)]
     assert pool.idle_bytes == 0
-
-
-def test_a_larger_request_gets_what_several_left() -> None:
-    pool = Pool()
-    parts = [pool.take(NBYTES) for _ in range(3)]
-    first = min(map(address, parts))
     parts.clear()
-    assert address(pool.take(3 * NBYTES)) == first
-
-
-def test_what_is_in_memory_is_taken_before_what_is_new() -> None:
-    pool = Pool()
+    whole = pool.take(3 * NBYTES)
+    assert address(whole) == first
+    del whole
     taken = [pool.take(NBYTES) for _ in range(4)]
     second = address(taken.pop(1))
     again = pool.take(NBYTES // 2)
@@ -132,16 +146,13 @@ def test_no_more_than_the_limit_is_idle() -> None:
     places = {address(memory) for memory in taken}
     while taken:
         del taken[0]
-        assert pool.idle_bytes <= 3 * NBYTES
+        assert pool.idle_bytes == min(4 - len(taken), 3) * NBYTES
     taken = [pool.take(NBYTES) for _ in range(3)]
     assert {address(memory) for memory in taken} < places
     assert pool.idle_bytes == 0
-
-
-def test_what_a_block_has_beyond_the_limit_is_not_kept() -> None:
-    pool = Pool(idle_bytes=NBYTES)
-    pool.take(NBYTES + 1)
-    assert pool.idle_bytes == NBYTES
+    small = Pool(idle_bytes=NBYTES)
+    small.take(NBYTES + 1)  # Two pages come back.
+    assert small.idle_bytes == NBYTES
 
 
 def test_trim_gives_idle_memory_back_to_the_system() -> None:
@@ -160,7 +171,7 @@ def test_trim_gives_idle_memory_back_to_the_system() -> None:
 
 
 def test_trim_of_some_bytes_leaves_the_rest() -> None:
-    pool = Pool(idle_bytes=8 * NBYTES)
+    pool = Pool()
     blocks = [pool.take(NBYTES) for _ in range(3)]
     first = min(map(address, blocks))
     blocks.clear()
@@ -207,79 +218,70 @@ def test_where_addresses_are_short_there_are_fewer(reserved: list[int]) -> None:
     assert 50 * NBYTES <= reserved[0] <= 100 * NBYTES and len(reserved) == 1
 
 
-def test_memory_outlives_its_pool() -> None:
-    memory = Pool().take(NBYTES)
-    gc.collect()
-    memory[:] = 1
-    assert memory.all()
+class Cycle:
+    """Garbage that only the collector finds, and that can see its memory to the end."""
+
+    def __init__(self, memory: np.ndarray, saw: Callable[[np.ndarray], object]) -> None:
+        self.memory, self.saw, self.own = memory, saw, self
+
+    def __del__(self) -> None:
+        self.saw(self.memory)
 
 
-def test_memory_in_a_cycle_goes_back_when_that_is_collected() -> None:
-    pool = Pool()
+def test_memory_in_a_cycle_goes_back_when_it_is_collected_unless_it_is_saved() -> None:
+    pool, saved = Pool(), []
     Cycle(np.ndarray(NBYTES, np.uint8, buffer=pool.take(NBYTES)), np.sum)
     assert pool.idle_bytes == 0
     gc.collect()
     assert pool.idle_bytes == NBYTES
-
-
-def test_an_array_that_is_saved_from_the_collector_keeps_its_memory() -> None:
-    pool, saved = Pool(), []
     Cycle(np.ndarray(NBYTES, np.uint8, buffer=pool.take(NBYTES)), saved.append)
     gc.collect()
     saved[0][:] = 1
     other = pool.take(NBYTES)
     other[:] = 2
-    assert (saved[0] == 1).all()
+    del pool  # Memory outlives its pool.
+    gc.collect()
+    assert (saved[0] == 1).all() and (other == 2).all()
 
 
-def test_no_block_ever_has_two_owners() -> None:
-    """Threads mark their blocks, and find the mark unchanged when they let go."""
-    pool = Pool(idle_bytes=8 * NBYTES)
-
-    def own(thread: int) -> None:
-        random, held = Random(thread), []
-        for turn in range(150):
-            memory = pool.take(random.randrange(NBYTES // 2, NBYTES))
-            mark = (thread * 31 + turn) % 251
-            memory[::4096] = mark
-            held.append((memory[3:] if turn % 2 else memory, mark, turn % 2))
-            del memory
-            while len(held) > random.randrange(6):
-                view, mark, is_slice = held.pop(random.randrange(len(held)))
-                start = 4096 - 3 if is_slice else 0
-                assert (view[start::4096] == mark).all()
-                del view
-
-    with ThreadPoolExecutor(8) as threads:
-        list(threads.map(own, range(8)))
-    assert 0 < pool.idle_bytes <= 8 * NBYTES
+@contextmanager
+def garbage_collected_at_every_turn() -> Iterator[None]:
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
 
 
-def test_memory_may_come_back_while_the_pool_is_at_work() -> None:
-    """The collector runs in the middle of `take`, in this thread and in others."""
+def test_no_block_ever_has_two_owners_while_others_come_back() -> None:
+    """The collector runs in the middle of `take`, in this thread and in others.
+
+    Threads mark their blocks, and find the mark unchanged when they let go.
+    """
     pool, wrong = Pool(idle_bytes=4 * NBYTES), []
 
     def own(thread: int) -> None:
-        for turn in range(60):
-            mark = (thread * 60 + turn) % 251
-            memory = np.ndarray(NBYTES, np.uint8, buffer=pool.take(NBYTES))
-            memory[::4096] = mark
+        random = Random(thread)
+        for turn in range(40):
+            mark = (thread * 40 + turn) % 251
+            nbytes = random.randrange(NBYTES // 2, NBYTES)
+            memory = np.ndarray(nbytes, np.uint8, buffer=pool.take(nbytes))
+            assert address(memory) % UNIT_BYTES == 0
+            memory[::PAGE] = mark
 
             def check(memory: np.ndarray, mark: int = mark) -> None:
-                if (memory[::4096] != mark).any():
+                if (memory[::PAGE] != mark).any():
                     wrong.append(mark)
 
-            Cycle(memory, check)
+            Cycle(memory[PAGE:] if turn % 2 else memory, check)
             del memory
 
-    with garbage_collected_at_every_turn():
-        threads = [threading.Thread(target=own, args=(n,)) for n in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
+    with garbage_collected_at_every_turn(), ThreadPoolExecutor(4) as threads:
+        list(threads.map(own, range(4)))
     assert not wrong
+    gc.collect()
+    assert 0 < pool.idle_bytes <= 4 * NBYTES
 
 
 def test_large_arrays_come_from_the_common_pool_and_go_back() -> None:

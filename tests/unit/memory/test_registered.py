@@ -8,38 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.fake_cuda import FakeCuda
+from tests.unit.memory.test_pages import LARGE, NAME, alone, filled
 from zinf.memory import HostStore, StorageError, open_stores
 from zinf.memory.aligned import address
-from zinf.memory.pages import (
-    PAGEABLE,
-    RegisteredPages,
-    arena,
-    choose,
-    cuda,
-    open_pages,
-    registered,
-)
+from zinf.memory.pages import RegisteredPages, arena, cuda, open_pages, registered
 from zinf.memory.pages.abstract import PINNED_FROM_BYTES
 from zinf.memory.region import HUGE_PAGE_BYTES
-from zinf.program import ArrayId, Role, Tier
 
-LARGE = (PINNED_FROM_BYTES // 4,)
-NAME = ArrayId(Role.PARAM, "w")
 NEEDED = 2 * HUGE_PAGE_BYTES
-
-
-@pytest.fixture
-def driver(monkeypatch):
-    found = FakeCuda()
-    monkeypatch.setattr(cuda, "load", lambda: found)
-    return found
-
-
-def filled(pages, value, shape=LARGE, dtype=np.float32):
-    content = pages.empty(shape, dtype)
-    content[...] = value
-    return content
 
 
 def test_memory_for_all_arrays_is_registered_once_and_unregistered_at_close(driver):
@@ -70,59 +46,17 @@ def test_large_amounts_are_registered_in_pieces_and_no_array_crosses_their_ends(
     pages.close()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "uint16"])
-def test_arrays_cross_both_ways_from_and_to_the_memory_that_numpy_uses(driver, dtype):
-    pages = RegisteredPages(jax.devices()[:1], NEEDED)
-    content = filled(pages, 3, (2, PINNED_FROM_BYTES), jnp.dtype(dtype))
-    content[1] = 5
-    before = driver.copied_bytes
-    (moved,) = pages.to_device([content], jax.devices()[0])
-    assert moved.dtype == dtype and moved.shape == content.shape
-    np.testing.assert_array_equal(moved, content)
-    content[...] = 4  # a later write is not seen
-    assert np.all(np.asarray(moved)[0] == 3)
-    (back,) = pages.to_host(moved)
-    np.testing.assert_array_equal(back, moved)
-    back += 1  # the caller owns it
-    assert np.all(np.asarray(moved)[0] == 3)
-    assert driver.copied_bytes - before == content.nbytes
-    assert (pages.pinned_bytes, pages.pageable_bytes) == (2 * content.nbytes, 0)
-    pages.close()
-
-
-def test_rows_and_read_only_views_cross_as_pinned_memory_too(driver):
-    pages = RegisteredPages(jax.devices()[:1], NEEDED)
-    content = filled(pages, 1, (4, *LARGE))
-    content[2] = 7
-    view = content[1:3].view()
-    view.flags.writeable = False
-    (moved,) = pages.to_device([view], jax.devices()[0])
-    np.testing.assert_array_equal(moved, view)
-    assert (pages.pinned_bytes, pages.pageable_bytes) == (view.nbytes, 0)
-    pages.close()
-
-
-def test_small_and_other_arrays_cross_as_pageable_memory_and_are_counted(driver):
-    pages = RegisteredPages(jax.devices()[:1], NEEDED)
-    content = filled(pages, 1, (4, *LARGE))
-    values = [content.T, np.ones(3, np.float32), np.full(LARGE, 2, np.float32)]
-    for value, moved in zip(
-        values, pages.to_device(values, jax.devices()[0]), strict=True
-    ):
-        np.testing.assert_array_equal(moved, value)
-    assert pages.pageable_bytes == sum(value.nbytes for value in values)
-    assert pages.pinned_bytes == 0
-    pages.close()
-
-
-def test_one_memory_serves_several_devices_of_a_process(driver):
+def test_one_memory_serves_several_devices_and_rows_and_read_only_views(driver):
     devices = jax.devices()[:3]
     pages = RegisteredPages(devices, NEEDED)
-    contents = [filled(pages, n) for n in range(3)]
-    moved = pages.to_device(contents, devices)
+    content = filled(pages, 1, (4, *LARGE))
+    content[1:3] = 7
+    view = content[1:3].view()
+    view.flags.writeable = False
+    moved = pages.to_device([content[0], view, content[3]], devices)
     assert [next(iter(x.devices())) for x in moved] == devices
-    for n, found in enumerate(pages.to_host(*moved)):
-        assert np.all(found == n)
+    for found, expected in zip(pages.to_host(*moved), (1, 7, 1), strict=True):
+        assert np.all(found == expected)
     assert pages.pageable_bytes == 0 and driver.calls == 1
     pages.close()
     assert driver.contexts == 0
@@ -162,27 +96,6 @@ def test_an_array_that_cuda_refuses_to_grow_for_is_pageable_and_said_so(driver, 
     assert "CUDA_ERROR_OUT_OF_MEMORY" in caplog.text
     assert driver.registered_bytes == NEEDED
     pages.close()
-
-
-def test_a_drive_and_the_host_update_use_the_memory_that_devices_fetch_from(
-    driver, tmp_path
-):
-    pages = RegisteredPages(jax.devices()[:1], NEEDED)
-    stores = open_stores(jax.devices()[0], nvme_paths=[tmp_path / "nvme"], pages=pages)
-    stores[Tier.NVME].write(NAME, np.full(LARGE, 5, np.float32)).result()
-    content = stores[Tier.NVME].read(NAME).result()
-    stores.host.write(NAME, content).result()
-    assert address(stores.host.memory(NAME)) == address(content)
-
-    def add_one(memory):
-        assert address(memory) == address(content)
-        memory += 1
-
-    stores.host.update([NAME], add_one)
-    (moved,) = pages.to_device([stores.host.read(NAME).result()], jax.devices()[0])
-    assert np.all(np.asarray(moved) == 6) and pages.pageable_bytes == 0
-    stores.close()
-    assert driver.registered_bytes == 0
 
 
 # Failures.
@@ -248,62 +161,3 @@ def test_nothing_stays_registered_if_stores_cannot_be_opened_or_are_dropped(
     del pages
     gc.collect()
     assert driver.registered_bytes == 0
-
-
-# What auto takes.
-
-
-def alone(name, value):
-    return [value]
-
-
-@pytest.fixture
-def rates(driver, monkeypatch):
-    """By kind, GB/s there and back in place of a measurement; a GPU is simulated."""
-    found = {"off": (9.0, 9.0), "arrays": (40.0, 40.0), "registered": (50.0, 50.0)}
-
-    def measured(pages, device):
-        filled(pages, 1)
-        return found[pages.name]
-
-    monkeypatch.setattr(choose, "_rates", measured)
-    monkeypatch.setattr(choose, "FOUND", {})
-    monkeypatch.setattr(choose, "computes_in_host_memory", lambda devices: False)
-    return found
-
-
-def test_auto_takes_registered_memory_if_it_is_fastest_and_logs_it(
-    driver, rates, caplog
-):
-    with caplog.at_level("INFO"):
-        pages = open_pages("auto", jax.devices()[:1], NEEDED, alone)
-    assert isinstance(pages, RegisteredPages)
-    # It was measured in memory of its own, which is not registered any more.
-    assert driver.registered_bytes == NEEDED
-    assert "memory.pinned is registered: off moves 9.0 GB/s" in caplog.text
-    pages.close()
-
-
-def test_auto_falls_back_to_the_next_kind_with_the_reason_if_cuda_refuses(
-    driver, rates, caplog
-):
-    driver.limit_bytes = choose.MEASURED_BYTES
-    with caplog.at_level("INFO"):
-        pages = open_pages("auto", jax.devices()[:1], 2 * choose.MEASURED_BYTES, alone)
-    assert pages.name == "arrays" and driver.registered_bytes == 0
-    assert "registered is refused (memory.pinned: registered asked CUDA" in caplog.text
-    assert "CUDA_ERROR_OUT_OF_MEMORY" in caplog.text
-    rates["arrays"] = rates["registered"] = (9.0, 9.0)
-    choose.FOUND.clear()
-    assert open_pages("auto", jax.devices()[:1], NEEDED, alone) is PAGEABLE
-
-
-def test_all_processes_go_on_with_another_kind_if_one_is_refused(driver, rates):
-    def gather(name, value):
-        """Of two processes; the other cannot pin so much."""
-        if name == "pinned":
-            return [value, value]
-        return [value, "no memory there" if driver.registered_bytes else None]
-
-    pages = open_pages("auto", jax.devices()[:1], NEEDED, gather)
-    assert pages.name == "arrays" and driver.registered_bytes == 0

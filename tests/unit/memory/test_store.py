@@ -1,17 +1,29 @@
 """The same verbs mean the same on every tier."""
 
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from random import Random
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
-from zinf.memory import AbstractStore, BudgetExceeded
+from tests.golden import Golden
+from zinf.memory import AbstractStore, BudgetExceeded, HostStore
+from zinf.memory.hold import Holds
 from zinf.program import ArrayId, Role
 
 WHOLE = ArrayId(Role.PARAM, "blocks/0/kernel")
-SPILLED = ArrayId(Role.GRADIENT, "blocks/0/kernel", rows=(1, 2), microbatch=3)
+OTHER = ArrayId(Role.MASTER, "b")
+DTYPES = (
+    *(np.float32, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn),
+    *(np.int32, np.uint8, np.bool_, np.complex64),
+)
+
+
+VERBS = ("write", "write", "write", "read", "free")
 
 
 def rows_of(array: ArrayId, start: int, stop: int) -> ArrayId:
@@ -33,30 +45,28 @@ def read(store: AbstractStore, array: ArrayId) -> np.ndarray:
 
 
 def assert_same(found: np.ndarray, expected: np.ndarray) -> None:
-    assert found.dtype == expected.dtype
     np.testing.assert_array_equal(found, expected, strict=True)
 
 
-def test_read_gives_what_was_written(store: AbstractStore, dtype: np.dtype) -> None:
-    value = counted(5, 3, dtype=dtype)
-    write(store, WHOLE, value)
-    assert_same(read(store, WHOLE), value)
+def test_wholes_and_rows_of_any_dtype_keep_their_values(store: AbstractStore) -> None:
+    for number, dtype in enumerate(DTYPES):
+        array, value = replace(WHOLE, path=str(number)), counted(5, 2, dtype=dtype)
+        write(store, array, value)
+        assert_same(read(store, array), value)
+        assert_same(read(store, rows_of(array, 1, 4)), value[1:4])
+        assert_same(read(store, rows_of(array, 0, 5)), value)
+        write(store, rows_of(array, 1, 3), value[3:5])
+        value[1:3] = value[3:5].copy()
+        assert_same(read(store, array), value)
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (0,), (0, 4), (3, 0, 2), (2, 3, 4, 5)])
+@pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0, 2), (2, 3, 4, 5)])
 def test_any_shape_can_be_kept(store: AbstractStore, shape: tuple[int, ...]) -> None:
-    value = counted(*shape)
-    write(store, WHOLE, value)
-    assert_same(read(store, WHOLE), value)
-    write(store, WHOLE, value + 1)
-    assert_same(read(store, WHOLE), value + 1)
+    for value in (np.zeros(shape, np.float32), counted(*shape) + 1):
+        write(store, WHOLE, value)
+        assert_same(read(store, WHOLE), value)
     store.free(WHOLE)
     assert store.ledger.used_bytes == 0
-
-
-def test_zeros_are_kept_like_other_values(store: AbstractStore) -> None:
-    write(store, WHOLE, np.zeros((4, 2), np.float32))
-    assert_same(read(store, WHOLE), np.zeros((4, 2), np.float32))
 
 
 def test_special_floats_keep_their_bits(store: AbstractStore) -> None:
@@ -67,222 +77,195 @@ def test_special_floats_keep_their_bits(store: AbstractStore) -> None:
 
 def test_arrays_that_are_not_contiguous_can_be_written(store: AbstractStore) -> None:
     value = counted(4, 6)[::2, ::-1].T
-    assert store.write(WHOLE, value).result() is None
+    store.write(WHOLE, value).result()
     assert_same(read(store, WHOLE), value.copy())
 
 
-def test_writing_again_replaces_the_content(store: AbstractStore) -> None:
-    write(store, WHOLE, counted(4))
-    write(store, WHOLE, -counted(4))
-    assert_same(read(store, WHOLE), -counted(4))
-    assert store.ledger.used_bytes == store.ledger.peak_bytes == 4 * 4
+class Model:
+    """What a store promises, as a dict of arrays."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes, self.peak_bytes = capacity_bytes, 0
+        self.kept: dict[ArrayId, np.ndarray] = {}
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(value.nbytes for value in self.kept.values())
+
+    def find(self, array: ArrayId) -> np.ndarray:
+        """The array of exactly this id, else rows of its whole."""
+        if array not in self.kept and array.rows and array.whole in self.kept:
+            (start, stop), whole = array.rows, self.kept[array.whole]
+            if not 0 <= start < stop <= len(whole):
+                raise ValueError
+            return whole[start:stop]
+        return self.kept[array]
+
+    def contains(self, array: ArrayId) -> bool:
+        return array in self.kept or array.whole in self.kept
+
+    def write(self, array: ArrayId, value: np.ndarray) -> None:
+        if self.contains(array):
+            found = self.find(array)
+            if (found.shape, found.dtype) != (value.shape, value.dtype):
+                raise ValueError
+            found[...] = value
+            return
+        if self.used_bytes + value.nbytes > self.capacity_bytes:
+            raise MemoryError
+        self.kept[array] = value.copy()
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+
+    def read(self, array: ArrayId) -> np.ndarray:
+        return self.find(array).copy()
+
+    def free(self, array: ArrayId) -> None:
+        del self.kept[array]
 
 
-@pytest.mark.parametrize(
-    "other", [np.zeros((5,), np.float32), np.zeros((4,), np.float16)]
-)
-def test_replacing_with_another_shape_or_dtype_is_refused(
-    store: AbstractStore, other: np.ndarray
-) -> None:
-    write(store, WHOLE, counted(4))
-    with pytest.raises(ValueError) as error:
-        store.write(WHOLE, other).result()
-    for spec in ("float32[4]", f"{other.dtype}[{other.shape[0]}]", str(WHOLE)):
-        assert spec in str(error.value)
-    assert_same(read(store, WHOLE), counted(4))
+def outcome(store: Any, verb: str, arguments: Sequence[Any]) -> Any:
+    """What a verb returned, or the type of its error."""
+    try:
+        found = getattr(store, verb)(*arguments)
+        return found.result() if isinstance(found, Future) else found
+    except BudgetExceeded:
+        return MemoryError
+    except (KeyError, ValueError, MemoryError) as error:
+        return type(error)
 
 
-def test_a_freed_id_can_be_used_for_another_shape(store: AbstractStore) -> None:
-    for shape in [(4,), (2, 3), (), (5, 1, 2)]:
-        write(store, WHOLE, counted(*shape))
-        assert_same(read(store, WHOLE), counted(*shape))
-        store.free(WHOLE)
+def test_a_store_is_a_dict_of_arrays_that_counts_their_bytes(open_store) -> None:
+    """Ids differ in role, path, microbatch and rows; a whole comes before its rows."""
+    capacity_bytes = 9 * 2 * 4  # of 9 rows
+    store, model, random = open_store(capacity_bytes), Model(capacity_bytes), Random(0)
+    wholes = [WHOLE, replace(WHOLE, role=Role.MASTER), replace(WHOLE, path="blocks/1")]
+    wholes += [replace(WHOLE, microbatch=n) for n in range(2)]
+    ids = [*wholes, *(rows_of(WHOLE, *r) for r in ((0, 1), (1, 3), (2, 2), (2, 4)))]
+    outcomes = set()
+    for turn in range(250):
+        array, verb = random.choice(ids), random.choice(VERBS)
+        arguments: list[Any] = [array]
+        if verb == "write":
+            dtype = random.choice((np.float32,) * 8 + (np.int32,))
+            shape = random.choice((1, 2, 2, 3, 3)), 2
+            arguments.append(np.full(shape, turn, dtype))
+        expected = outcome(model, verb, arguments)
+        found = outcome(store, verb, [array, *(x.copy() for x in arguments[1:])])
+        if isinstance(expected, np.ndarray):
+            assert_same(np.asarray(found), expected)
+        else:
+            assert found == expected, (turn, verb, array)
+        outcomes.add((verb, expected if isinstance(expected, type) else None))
+        assert store.ledger.used_bytes == model.used_bytes
+        kept = [array for array in ids if store.contains(array)]
+        assert kept == [array for array in ids if model.contains(array)]
+    assert store.ledger.peak_bytes == model.peak_bytes
+    refused = {("read", KeyError), ("read", ValueError), ("free", KeyError)}
+    refused |= {("write", ValueError), ("write", MemoryError)}
+    assert outcomes == refused | {(verb, None) for verb in VERBS}
 
 
-@pytest.mark.sampled(3)
-def test_rows_of_a_whole_are_read_from_it(
-    store: AbstractStore, dtype: np.dtype
-) -> None:
-    value = counted(5, 2, dtype=dtype)
-    write(store, WHOLE, value)
-    assert_same(read(store, rows_of(WHOLE, 1, 4)), value[1:4])
-    assert_same(read(store, rows_of(WHOLE, 0, 5)), value)
-
-
-def test_rows_of_a_whole_are_written_into_it(
-    store: AbstractStore, dtype: np.dtype
-) -> None:
-    value = counted(5, 2, dtype=dtype)
-    write(store, WHOLE, value)
-    write(store, rows_of(WHOLE, 1, 3), value[3:5])
-    expected = value.copy()
-    expected[1:3] = value[3:5]
-    assert_same(read(store, WHOLE), expected)
-    assert store.ledger.used_bytes == value.nbytes
-
-
-@pytest.mark.parametrize(
-    "rows", [(2, 2), (3, 2), (0, 5), (4, 5), (-1, 2)], ids=lambda rows: str(rows)
-)
-def test_rows_outside_of_the_whole_are_refused(
-    store: AbstractStore, rows: tuple[int, int]
+def test_mistakes_are_named_with_what_was_found(
+    store: AbstractStore, golden: Golden
 ) -> None:
     write(store, WHOLE, counted(4, 2))
-    array = rows_of(WHOLE, *rows)
-    message = rf"rows {rows[0]}:{rows[1]}, but .*\[4, 2\]"
-    with pytest.raises(ValueError, match=message):
-        store.read(array)
-    with pytest.raises(ValueError, match=message):
-        store.write(array, counted(1, 2))
-
-
-def test_rows_of_a_scalar_are_refused(store: AbstractStore) -> None:
-    write(store, WHOLE, counted())
-    with pytest.raises(ValueError, match="rows 0:1"):
-        store.read(rows_of(WHOLE, 0, 1))
-
-
-def test_rows_of_another_shape_or_dtype_are_refused(store: AbstractStore) -> None:
-    write(store, WHOLE, counted(4, 2))
-    array = rows_of(WHOLE, 0, 2)
-    with pytest.raises(ValueError, match=r"float32\[3, 2\].*float32\[2, 2\]"):
-        store.write(array, counted(3, 2))
-    with pytest.raises(ValueError, match=r"int32\[2, 2\].*float32\[2, 2\]"):
-        store.write(array, counted(2, 2, dtype=np.int32))
-    assert_same(read(store, WHOLE), counted(4, 2))
-
-
-def test_rows_without_a_whole_are_an_array_of_their_own(store: AbstractStore) -> None:
-    write(store, SPILLED, counted(1, 3))
-    assert store.contains(SPILLED)
-    assert not store.contains(SPILLED.whole)
-    assert_same(read(store, SPILLED), counted(1, 3))
-    store.free(SPILLED)
-    assert not store.contains(SPILLED)
-
-
-def test_an_array_of_the_exact_id_comes_before_rows_of_the_whole(
-    store: AbstractStore,
-) -> None:
-    write(store, SPILLED, counted(1, 3))
-    write(store, SPILLED.whole, np.zeros((2, 3), np.float32))
-    write(store, SPILLED, counted(1, 3) + 7)
-    assert_same(read(store, SPILLED), counted(1, 3) + 7)
-    assert_same(read(store, SPILLED.whole), np.zeros((2, 3), np.float32))
-
-
-def test_role_path_rows_and_microbatch_all_tell_arrays_apart(
-    store: AbstractStore,
-) -> None:
-    arrays = [
-        WHOLE,
-        replace(WHOLE, role=Role.MASTER),
-        replace(WHOLE, path="blocks/1/kernel"),
-        replace(WHOLE, microbatch=0),
-        replace(WHOLE, microbatch=1),
-        SPILLED,
-        replace(SPILLED, rows=(0, 1)),
+    write(store, OTHER, counted())
+    unknown, spilled = replace(WHOLE, path="blocks/1/kernel"), rows_of(WHOLE, 1, 2)
+    spilled = replace(spilled, microbatch=3)
+    mistakes: list[tuple[Callable[..., Any], Any]] = [
+        (store.read, (unknown,)),
+        (store.read, (spilled,)),
+        (store.free, (unknown,)),
+        (store.free, (rows_of(WHOLE, 0, 2),)),
+        (store.read, (rows_of(OTHER, 0, 1),)),
+        (store.write, (WHOLE, np.zeros((5, 2), np.float32))),
+        (store.write, (WHOLE, np.zeros((4, 2), np.float16))),
+        (store.write, (rows_of(WHOLE, 0, 2), counted(3, 2))),
+        (store.write, (rows_of(WHOLE, 0, 2), counted(2, 2, dtype=np.int32))),
+        (store.write, (rows_of(WHOLE, 3, 3), counted(1, 2))),
+        (store.write, (rows_of(WHOLE, -1, 2), counted(1, 2))),
+        (store.write, (rows_of(WHOLE, 4, 5), counted(1, 2))),
     ]
-    for number, array in enumerate(arrays):
-        write(store, array, np.full((1,), number, np.float32))
-    for number, array in enumerate(arrays):
-        assert read(store, array) == number
-    store.free(arrays[3])
-    assert [store.contains(array) for array in arrays].count(False) == 1
-
-
-def test_bytes_are_counted_from_the_first_write_to_the_free(
-    store: AbstractStore,
-) -> None:
-    other = ArrayId(Role.MASTER, "b")
-    write(store, WHOLE, counted(4, 2))
-    write(store, other, counted(3))
-    write(store, other, counted(3))
-    assert store.ledger.used_bytes == 4 * (4 * 2 + 3)
-    store.free(WHOLE)
-    assert store.ledger.used_bytes == 4 * 3
-    store.free(other)
-    assert store.ledger.used_bytes == 0
-    assert store.ledger.peak_bytes == 4 * (4 * 2 + 3)
-    assert store.ledger.tier is store.tier
-
-
-def test_an_array_over_the_budget_is_refused_and_leaves_nothing(open_store) -> None:
-    store = open_store(4 * 4)
-    write(store, WHOLE, counted(3))
-    other = ArrayId(Role.MASTER, "b")
-    with pytest.raises(BudgetExceeded, match=r"master/b needs 8 bytes"):
-        store.write(other, counted(2))
-    assert not store.contains(other)
-    assert store.ledger.used_bytes == 4 * 3
-    write(store, WHOLE, counted(3))  # What is there can still be replaced.
-    store.free(WHOLE)
-    write(store, other, counted(2))
-
-
-@pytest.mark.parametrize("array", [WHOLE, SPILLED], ids=str)
-def test_an_unknown_id_is_named_with_the_nearest_that_is_kept(
-    store: AbstractStore, array: ArrayId
-) -> None:
-    write(store, ArrayId(Role.PARAM, "blocks/1/kernel"), counted(2))
-    for verb in (store.read, store.free):
-        with pytest.raises(KeyError) as error:
-            verb(array)
-        for part in (str(array), str(store.tier), "param/blocks/1/kernel"):
-            assert part in str(error.value)
-
-
-def test_rows_of_a_whole_cannot_be_freed(store: AbstractStore) -> None:
-    write(store, WHOLE, counted(4))
-    with pytest.raises(KeyError):
-        store.free(rows_of(WHOLE, 0, 2))
-    assert_same(read(store, WHOLE), counted(4))
-
-
-def test_contains_is_whether_read_would_find_it(store: AbstractStore) -> None:
-    assert not store.contains(WHOLE)
-    write(store, WHOLE, counted(4))
-    assert store.contains(WHOLE)
-    assert store.contains(rows_of(WHOLE, 1, 2))
-    assert not store.contains(replace(WHOLE, microbatch=0))
-    store.free(WHOLE)
-    assert not store.contains(WHOLE)
-    assert not store.contains(rows_of(WHOLE, 1, 2))
-
-
-def test_what_is_no_array_is_refused(store: AbstractStore) -> None:
+    lines = []
+    for verb, arguments in mistakes:
+        with pytest.raises((KeyError, ValueError)) as error:
+            verb(*arguments)
+        text = error.value.args[0].replace(f"Tier {store.tier}", "Tier T")
+        lines.append(f"{verb.__name__}: {type(error.value).__name__}: {text}")
+    golden.check("store.txt", "\n".join(lines))
     with pytest.raises(TypeError, match=f"{store.tier} takes .*float"):
-        store.write(WHOLE, 1.0)
-    assert store.ledger.used_bytes == 0
+        store.write(unknown, 1.0)
+    assert_same(read(store, WHOLE), counted(4, 2))
+    assert store.ledger.used_bytes == 4 * (4 * 2 + 1)
 
 
-def test_threads_may_use_different_arrays_at_once(store: AbstractStore) -> None:
-    def work(number: int) -> None:
-        array = ArrayId(Role.VALUE, "x", microbatch=number)
-        for step in range(5):
-            write(store, array, np.full((3, 4), number * 10 + step, np.float32))
-            assert (read(store, array) == number * 10 + step).all()
-        if number % 2:
-            store.free(array)
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(work, range(16)))
-    assert store.ledger.used_bytes == 8 * 3 * 4 * 4
-
-
-def test_threads_may_use_different_rows_of_one_array_at_once(
+def test_threads_may_use_different_arrays_and_different_rows_at_once(
     store: AbstractStore,
 ) -> None:
-    num_rows = 8
-    write(store, WHOLE, np.zeros((num_rows, 16), np.float32))
+    num_threads = 8
+    write(store, WHOLE, np.zeros((num_threads, 16), np.float32))
 
-    def work(row: int) -> None:
-        array = rows_of(WHOLE, row, row + 1)
+    def work(number: int) -> None:
+        row = rows_of(WHOLE, number, number + 1)
+        own = ArrayId(Role.VALUE, "x", microbatch=number)
         for step in range(1, 6):
-            write(store, array, np.full((1, 16), row * 10 + step, np.float32))
-            assert (read(store, array) == row * 10 + step).all()
+            for array in (row, own):
+                write(store, array, np.full((1, 16), number * 10 + step, np.float32))
+                assert (read(store, array) == number * 10 + step).all()
+        if number % 2:
+            store.free(own)
 
-    with ThreadPoolExecutor(num_rows) as pool:
-        list(pool.map(work, range(num_rows)))
-    last = np.arange(num_rows, dtype=np.float32)[:, None] * 10 + 5
+    with ThreadPoolExecutor(num_threads) as pool:
+        list(pool.map(work, range(num_threads)))
+    last = np.arange(num_threads, dtype=np.float32)[:, None] * 10 + 5
     assert_same(read(store, WHOLE), np.repeat(last, 16, axis=1))
+    assert store.ledger.used_bytes == (num_threads + num_threads // 2) * 16 * 4
+
+
+def assert_waits(act: Callable[[], Any], release: Callable[[], Any]) -> None:
+    """Fails unless `act` ends only after `release`."""
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(act)
+        with pytest.raises(TimeoutError):
+            waiting.result(timeout=0.05)
+        release()
+        waiting.result(timeout=30)
+
+
+def test_what_is_held_is_neither_changed_nor_freed(store: AbstractStore) -> None:
+    write(store, WHOLE, counted(4, 2))
+    changes: list[Callable[[], Any]] = [
+        lambda: write(store, WHOLE, counted(4, 2) + 1),
+        lambda: write(store, rows_of(WHOLE, 1, 2), counted(1, 2)),
+        lambda: store.free(WHOLE),
+    ]
+    if isinstance(store, HostStore):
+        changes.insert(0, lambda: store.update([WHOLE], np.negative))
+    for change in changes:
+        store.holds.hold([WHOLE])
+        read(store, WHOLE)
+        assert_waits(change, lambda: store.holds.release(WHOLE))
+
+
+@pytest.mark.parametrize(
+    ("held", "wanted", "waits"),
+    [
+        (WHOLE, WHOLE, True),
+        (WHOLE, rows_of(WHOLE, 3, 4), True),
+        (rows_of(WHOLE, 3, 4), WHOLE, True),
+        (rows_of(WHOLE, 2, 4), rows_of(WHOLE, 3, 5), True),
+        (rows_of(WHOLE, 2, 4), rows_of(WHOLE, 4, 5), False),
+        (WHOLE, replace(WHOLE, role=Role.MASTER), False),
+    ],
+    ids=str,
+)
+def test_who_changes_rows_that_are_held_waits_for_the_last_of_their_holds(
+    held, wanted, waits
+):
+    holds = Holds()
+    holds.hold([held, held])
+    holds.release(held)
+    if waits:
+        assert_waits(lambda: holds.wait(wanted), lambda: holds.release(held))
+    else:
+        holds.wait(wanted)

@@ -53,24 +53,24 @@ def test_an_error_at_the_same_step_twice_ends_the_run_and_is_told_with_its_place
     assert "Traceback of the worker" in str(found.value.__cause__)
 
 
-@pytest.mark.parametrize(
-    "error", [ValueError("x"), KeyError("x"), ZeroDivisionError("x"), TypeError("x")]
-)
-def test_an_error_of_the_program_ends_the_run_at_once(error):
-    with pytest.raises(type(error)):
-        Restarts(FailureConfig(max_failures=-1)).after(failed(error))
-
-
-def test_what_ray_itself_raised_is_told_as_text():
+def test_an_error_of_the_program_ends_the_run_at_once():
+    for error in (ValueError("x"), KeyError("x"), ZeroDivisionError("x")):
+        with pytest.raises(type(error)):
+            Restarts(FailureConfig(max_failures=-1)).after(failed(error))
+    # What Ray itself raised is told as text.
     failure = Failure("Odd: x", "Traceback", "step 1", ("ValueError",), None)
     with pytest.raises(RuntimeError, match="failed: Odd: x\nTraceback"):
         text = "Worker 1 of 2 failed: Odd: x"
         Restarts(FailureConfig()).after(Ended(Cause.FAILED, text, failure))
-
-
-def test_an_interrupt_is_raised():
     with pytest.raises(KeyboardInterrupt):
         Restarts(FailureConfig()).after(Ended(Cause.INTERRUPTED))
+
+
+def test_workers_that_run_different_versions_are_told_apart():
+    unlike = pytest.importorskip("zinf.ray.board").unlike
+    values = [{"jax": "0.11", "numpy": "2.4"}, {"jax": "0.12", "numpy": "2.4"}]
+    assert unlike(values).endswith("\n  jax: 0.11 on process 0; 0.12 on process 1")
+    assert unlike([values[0]] * 2) == ""
 
 
 @pytest.mark.parametrize("numbers", [0, (0, 2), (3, 2), -1])
