@@ -213,6 +213,7 @@ def test_bad_input_is_refused_by_name(tmp_path, golden):
         "several samples in a row": model.check_packing,
         "a line without a label": lambda: line(text="w1"),
         "a line without a text": lambda: line(text="", label="a"),
+        "a text without a token": lambda: line(text=" ", label="a"),
         "a label that is no class": lambda: line(text="w1", label="ugly"),
         "a number that is no class": lambda: line(text="w1", label=2),
         "a number below 0": lambda: line(text="w1", label=-1),

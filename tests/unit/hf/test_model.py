@@ -19,6 +19,7 @@ from tests.unit.hf.models import (
     make,
     mean_loss,
     mixtral,
+    model_folder,
     off,
     params_of,
     refusals,
@@ -125,6 +126,39 @@ def test_what_is_imported_and_exported_is_what_transformers_loads(
     logits = torch_logits(reloaded(tmp_path / "tuned"), tokens())
     assert off(jax.jit(model.logits)(params, BATCH), logits) < TOLERANCE
     assert off(logits, wanted) > 1e-3
+
+
+def test_files_beside_the_weights_are_exported_as_they_are(tmp_path, caplog):
+    """A model that is tuned must stop at the tokens where it stopped before."""
+    folder = model_folder(tmp_path)
+    settings = {"eos_token_id": [1, 20, 21], "do_sample": True, "temperature": 0.6}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    (folder / "modeling_own.py").write_text("raise SystemExit")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with caplog.at_level("INFO"), engine_of(folder) as engine:
+        hf.export(engine, tmp_path / "tuned")
+    after = {path.name: path.read_bytes() for path in (tmp_path / "tuned").iterdir()}
+    copied = {n for n in before if not n.endswith((".safetensors", ".index.json"))}
+    copied -= {"config.json", "modeling_own.py"}
+    assert {"generation_config.json", "tokenizer.json"} <= copied
+    assert {n: after[n] for n in copied} == {n: before[n] for n in copied}
+    assert "modeling_own.py" not in after and "modeling_own.py" in caplog.text
+
+
+def test_a_second_tensor_for_a_tied_parameter_is_compared(tmp_path):
+    """What merges by others write: both names, with another head."""
+    save(llama(tie_word_embeddings=True), tmp_path, shard="5GB")
+    path = tmp_path / "model.safetensors"
+    found = load_file(path)
+    assert "lm_head.weight" not in found
+    found["lm_head.weight"] = found["model.embed_tokens.weight"].copy()
+    save_file(found, path, metadata={"format": "pt"})
+    hf.load(tmp_path).check_files()
+    found["lm_head.weight"][-1, -1] += 1
+    save_file(found, path, metadata={"format": "pt"})
+    names = "'lm_head.weight' and 'model.embed_tokens.weight', which differ"
+    with pytest.raises(ValueError, match=names):
+        hf.load(tmp_path).check_files()
 
 
 def test_weights_in_bfloat16_become_masters_and_their_copies(tmp_path):

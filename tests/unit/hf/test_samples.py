@@ -7,6 +7,7 @@ import pytest
 
 from tests.unit.hf.models import CHAT, END, VOCAB, refusals, tokenizer, turns, write
 
+from tokenizers.processors import TemplateProcessing  # isort: skip
 from zinf.hf.dataset import Samples, batches, split_of, tokenized  # isort: skip
 from zinf.hf.packing import Packed, rows_of  # isort: skip
 from zinf.hf.preference import PairTokenizing  # isort: skip
@@ -54,15 +55,66 @@ def test_prompts_have_no_label(line, ids, hidden):
 UNTAGGED = CHAT.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 
-def test_every_answer_is_trained_on_where_the_template_marks_them():
-    line = {"messages": turns("w0", "w1", "w2", "w3")}
-    ids = [4, 5, 3, 6, END, 4, 7, 3, 8, END]
-    found = tokenizing(sequence_length=10).sample(line, "line 1")
-    assert found == (ids, [-100, -100, -100, 6, END, -100, -100, -100, 8, END])
-    # Without marks the last answer is trained on.
-    words = tokenizer(chat_template=UNTAGGED)
+CONVERSATION = turns("w0", "w1", "w2", "w3")
+CONVERSED = [4, 5, 3, 6, END, 4, 7, 3, 8, END]
+FIRST, LAST = {3, 4}, {8, 9}  # places of the two answers among these tokens
+
+
+def flagged(**flags):
+    question, answer, *rest = CONVERSATION
+    return [question, answer | flags, *rest]
+
+
+# Which answers are trained on, with a template that marks them and with one that does
+# not: then they are found by laying out the messages before them.
+ANSWERS = [
+    ({"messages": CONVERSATION}, FIRST | LAST),
+    ({"messages": flagged(train=True)}, FIRST | LAST),
+    ({"messages": flagged(train=False)}, LAST),
+    ({"messages": flagged(weight=0)}, LAST),
+    ({"prompt": CONVERSATION[:3], "completion": CONVERSATION[3:]}, LAST),
+    ({"prompt": CONVERSATION[:1], "completion": CONVERSATION[1:]}, FIRST | LAST),
+    (
+        {"instruction": "w2", "output": "w3", "history": [["w0", "w1"]]},
+        FIRST | LAST,
+    ),
+]
+
+
+@pytest.mark.parametrize("template", [CHAT, UNTAGGED], ids=["tags", "no tags"])
+@pytest.mark.parametrize(("line", "trained"), ANSWERS)
+def test_the_answers_that_a_line_names_are_trained_on(line, trained, template):
+    words = tokenizer(chat_template=template)
+    ids, labels = tokenizing(words, sequence_length=10).sample(line, "line 1")
+    assert ids == CONVERSED
+    assert {i for i, label in enumerate(labels) if label != -100} == trained
+
+
+def test_answers_that_a_template_changes_later_are_left_out_with_a_warning(caplog):
+    """As templates do that drop what a model thought in earlier answers."""
+    words = tokenizer(
+        chat_template="{% for m in messages %}"
+        "{% if m['role'] == 'assistant' and not loop.last %}w4 {% endif %}"
+        "{{ m['content'] }} {% endfor %}"
+    )
+    line = {"messages": CONVERSATION}
     _, labels = tokenizing(words, sequence_length=10).sample(line, "line 1")
-    assert labels == [-100] * 8 + [8, END]
+    assert [label for label in labels if label != -100] == [8]
+    assert "earlier answers in another way" in caplog.text
+
+
+def test_a_text_begins_once_and_a_prompt_does_not_end():
+    words = tokenizer(bos_token="<s>")
+    words._tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", END)]
+    )
+    how = tokenizing(words)
+    for text in ("w0 w1", "<s> w0 w1"):
+        assert how.sample({"text": text}, "line 1")[0] == [0, 5, 6, END]
+    line = {"prompt": "w0", "completion": "w1"}
+    assert how.sample(line, "line 1") == ([0, 5, 6, END], [-100, -100, 6, END])
+    line["prompt"] = "w0 </s>"
+    assert how.sample(line, "line 1")[0] == [0, 5, END, 6, END]
 
 
 def test_alpaca_without_a_template_has_the_prompt_of_its_authors():
@@ -130,6 +182,13 @@ def test_a_wrong_line_is_named_with_what_is_wrong(tmp_path, golden):
         "preferences": sample({"chosen": "w0", "rejected": "w1"}),
         "no preferences": pair(text="w0"),
         "preferences of no prompt": pair(chosen="w0", rejected="w1"),
+        "a weight of a half": sample({"messages": flagged(weight=0.5)}),
+        "Alpaca's system without a template": sample(
+            {"instruction": "w0", "output": "w1", "system": "w2"}, template=None
+        ),
+        "a history of no pairs": sample(
+            {"instruction": "w0", "output": "w1", "history": ["w2"]}
+        ),
         "a long answer": pair(prompt="w0", chosen="w1", rejected="w2 " * 9),
     }
     golden.check("samples.txt", refusals(mistakes, tmp_path))

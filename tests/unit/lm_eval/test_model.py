@@ -109,3 +109,18 @@ def test_scores_and_texts_are_those_of_the_model_hf(tmp_path, monkeypatch):
     np.testing.assert_allclose(
         np.array(found["rolling"], float), np.array(wanted["rolling"], float), rtol=1e-5
     )
+
+
+@pytest.mark.parametrize(
+    ("context", "rest"), [([3], [4] * 17), ([3], []), ([], [4])], ids=str
+)
+def test_what_has_no_score_is_refused(context, rest, tmp_path):
+    """As `hf` asserts: a continuation that was cut had the score of one token."""
+    save(llama(eos_token_id=1), tmp_path)
+    tokenizer(pad_token="<pad>").save_pretrained(tmp_path)
+    model = StreamedLM(str(tmp_path), max_length=16, batch_size="auto:4")
+    assert model.batch_size == 64
+    with pytest.raises(ValueError, match="at most max_length = 16 are scored"):
+        model._loglikelihood_tokens([(("a", "b"), context, rest)])
+    with pytest.raises(ValueError, match="batch_size is 'many'"):
+        StreamedLM(str(tmp_path), batch_size="many")
