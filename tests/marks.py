@@ -7,12 +7,20 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
+
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
 def chromium() -> str | None:
     """The path of the browser in which tests open pages, or None."""
     return next(filter(None, map(shutil.which, BROWSERS)), None)
+
+
+def slow(case: Any) -> Any:
+    """A case of `pytest.mark.parametrize` that only `-m slow` runs."""
+    values = case if isinstance(case, tuple) else (case,)
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def seed() -> int:

@@ -43,7 +43,7 @@ def combined(rule: str, old: np.ndarray, new: np.ndarray) -> np.ndarray:
         new: the state after each microbatch, (num_microbatches, *old.shape).
     """
     if len(new) == 1:
-        return new[0]
+        return np.asarray(new[0])
     return np.asarray(COMBINE[rule](old, new)).astype(old.dtype)
 
 
