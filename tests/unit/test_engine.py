@@ -231,7 +231,8 @@ def test_model_state_is_carried_by_steps_and_read_by_evaluation(config, start):
 
     state = {"mean": jnp.zeros(DIM), "count": jnp.int32(0)}
     config = {**config, "gradient_accumulation_steps": 2}
-    engine = start(config, loss=loss, model_state=state)
+    rules = {"count": "last"}
+    engine = start(config, loss=loss, model_state=state, state_rules=rules)
     chex.assert_trees_all_equal(engine.model_state(), state, strict=True)
     mean = np.zeros(DIM)
     for i in range(3):

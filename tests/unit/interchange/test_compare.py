@@ -8,6 +8,7 @@ import pytest
 from tests.unit.checkpoint.cases import ARRAYS, EMBED, STACKED
 from tests.unit.checkpoint.conftest import open_residents as open_residents
 from zinf.checkpoint import write_arrays
+from zinf.checkpoint.incomplete import mark
 from zinf.checkpoint.manifest import FILE
 from zinf.checkpoint.saved import Saved
 from zinf.interchange import differences, entries, find, scalar_differences
@@ -117,6 +118,7 @@ def test_what_cannot_be_used_is_listed_with_the_reason(save, tmp_path):
     manifest.write_bytes(manifest.read_bytes()[:-9])
     (runs / "11.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
     (runs / "11.orbax-checkpoint-tmp" / "state" / "file").write_bytes(bytes(7))
+    mark(runs / "11.orbax-checkpoint-tmp")
     damaged, sound, begun = entries(runs)
     assert (damaged.step, sound.step, begun.step) == (5, 10, None)
     assert "no JSON of a manifest" in (damaged.problem or "")

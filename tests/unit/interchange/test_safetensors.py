@@ -264,7 +264,7 @@ ELSEWHERE += ["\0.safetensors", "x.pickle"]
 
 def test_folders_that_hold_no_sound_model_are_refused(exported, tmp_path, golden):
     model = exported / "model.safetensors"
-    names = list(by_library(exported))
+    names = sorted(by_library(exported))
     whole = dict.fromkeys(names, model.name)
     # By what is wrong: the weight_map of the index, and the files beside it.
     folders: dict[str, tuple[Any, list[str]]] = {
