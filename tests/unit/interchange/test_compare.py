@@ -8,7 +8,7 @@ import pytest
 from tests.unit.checkpoint.cases import ARRAYS, EMBED, STACKED
 from tests.unit.checkpoint.conftest import open_residents as open_residents
 from zinf.checkpoint import write_arrays
-from zinf.checkpoint.incomplete import mark
+from zinf.checkpoint.incomplete import MARKER, mark
 from zinf.checkpoint.manifest import FILE
 from zinf.checkpoint.saved import Saved
 from zinf.interchange import differences, entries, find, scalar_differences
@@ -119,13 +119,14 @@ def test_what_cannot_be_used_is_listed_with_the_reason(save, tmp_path):
     (runs / "11.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
     (runs / "11.orbax-checkpoint-tmp" / "state" / "file").write_bytes(bytes(7))
     mark(runs / "11.orbax-checkpoint-tmp")
+    marker = (runs / "11.orbax-checkpoint-tmp" / MARKER).stat().st_size
     damaged, sound, begun = entries(runs)
     assert (damaged.step, sound.step, begun.step) == (5, 10, None)
     assert "no JSON of a manifest" in (damaged.problem or "")
     assert sound.problem is None
     assert sound.array_bytes == sum(x.nbytes for x in ARRAYS.values())
     assert sound.num_arrays == len(ARRAYS)
-    assert "cut short" in (begun.problem or "") and begun.own_bytes == 7
+    assert "cut short" in (begun.problem or "") and begun.own_bytes == 7 + marker
     assert find(runs) == runs / "10" / "state"
     assert find(runs, 5) == runs / "5" / "state"
     assert find(runs / "10") == find(runs / "10" / "state") == find(runs)
