@@ -37,4 +37,5 @@ def draw(random: np.random.Generator, size: int) -> np.ndarray:
     return random.standard_normal((size, DIM), np.float32)
 
 
-NORMED = Model("normed", init, loss, draw, options={"model_state": initial_state})
+OPTIONS = {"model_state": initial_state, "state_rules": {"layers/*/count": "last"}}
+NORMED = Model("normed", init, loss, draw, options=OPTIONS)

@@ -322,7 +322,8 @@ def _initial(model: transformers.PreTrainedModel, name: str, seed: int) -> np.nd
         for name, parameter in module._parameters.items()
     }
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed((seed << 32) + crc32(name.encode()))
+        # torch's generator on a CPU takes the lower 32 bits of a seed alone.
+        torch.manual_seed(crc32(name.encode(), seed & 0xFFFFFFFF))
         reset = getattr(made, "reset_parameters", None)
         if reset is not None:
             reset()

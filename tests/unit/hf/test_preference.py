@@ -49,7 +49,12 @@ def test_the_loss_is_that_of_the_paper(tmp_path):
     preference = hf.Preference(hf.load(tmp_path), beta)
     # Sums of 8 log-probabilities near 4.6: a few units of rounding of 37.
     found = jax.jit(preference.loss)(params_of(torch_model), batch)
-    assert abs(float(found) - wanted) < 2e-5
+    assert abs(float(found.mean) - wanted) < 2e-5 and found.weight == 2
+    # A pair without a label, as one that fills a batch of an evaluation, has no weight.
+    labels[0] = -100
+    rest = jax.jit(preference.loss)(params_of(torch_model), batch)
+    wanted = np.log1p(np.exp(-beta * (gains[1, 0] - gains[1, 1])))
+    assert abs(float(rest.mean) - wanted) < 2e-5 and rest.weight == 1
 
 
 @pytest.mark.slow
