@@ -105,16 +105,17 @@ def test_answers_that_a_template_changes_later_are_left_out_with_a_warning(caplo
 
 def test_a_text_begins_once_and_a_prompt_does_not_end():
     words = tokenizer(bos_token="<s>")
+    first = words.bos_token_id
     words._tokenizer.post_processor = TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", END)]
+        single="<s> $A </s>", special_tokens=[("<s>", first), ("</s>", END)]
     )
     how = tokenizing(words)
     for text in ("w0 w1", "<s> w0 w1"):
-        assert how.sample({"text": text}, "line 1")[0] == [0, 5, 6, END]
+        assert how.sample({"text": text}, "line 1")[0] == [first, 5, 6, END]
     line = {"prompt": "w0", "completion": "w1"}
-    assert how.sample(line, "line 1") == ([0, 5, 6, END], [-100, -100, 6, END])
+    assert how.sample(line, "line 1") == ([first, 5, 6, END], [-100, -100, 6, END])
     line["prompt"] = "w0 </s>"
-    assert how.sample(line, "line 1")[0] == [0, 5, END, 6, END]
+    assert how.sample(line, "line 1")[0] == [first, 5, END, 6, END]
 
 
 def test_alpaca_without_a_template_has_the_prompt_of_its_authors():
