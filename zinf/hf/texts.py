@@ -23,7 +23,6 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     token, it stays.
     """
     ids, last = text_ids(tokenizer, text), tokenizer.eos_token_id
-    if last is None or ids[-1:] != [last]:
-        return ids
     own = tokenizer(text, add_special_tokens=False).input_ids
-    return ids if own[-1:] == [last] else ids[:-1]
+    is_added = ids[-len(own) - 1 :] == [*own, last]
+    return ids[:-1] if is_added else ids
