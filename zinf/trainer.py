@@ -18,7 +18,7 @@ from zinf import observe
 from zinf.checkpoint import Checkpoints
 from zinf.data import AbstractForeseen
 from zinf.engine import Engine
-from zinf.memory import StorageError
+from zinf.memory import BudgetExceeded
 from zinf.observe import (
     AbstractWriter,
     JsonLines,
@@ -109,8 +109,9 @@ class Trainer:
 
         Raises:
             NonFiniteError: from a step; a note names the last checkpoint.
-            StorageError: the last checkpoint cannot be written, or would not fit. If an
-                earlier one fails, the error is printed and training continues.
+            StorageError: the last checkpoint cannot be written, or would not fit, or a
+                name in it is longer than the drive allows. If an earlier one fails, for
+                whatever reason, the error is printed and training continues.
             ValueError: `checkpoints` has those of another run.
             KeyboardInterrupt: after Ctrl-C, as described above.
         """
@@ -119,6 +120,8 @@ class Trainer:
             run.begin()
             return run.loop()
         except NonFiniteError as error:
+            with run.surviving():
+                run.wait()
             error.add_note(run.last_checkpoint())
             run.group.fail(error)
             raise
@@ -158,6 +161,7 @@ class _Run:
         if self.settings.checkpoints is not None:
             self.resume(self.settings.checkpoints)
             self.settings.checkpoints.check_space(self.engine)
+            self.settings.checkpoints.check_names(self.engine, self.settings.steps)
         if not self.engine.num_steps:
             self.engine.prepare(first)
         for shapes in self.batches.coming(self.settings.steps - self.engine.num_steps):
@@ -268,12 +272,19 @@ class _Run:
         """
         try:
             yield
-        except StorageError as error:
+        except (OSError, BudgetExceeded) as error:
             if self.group.count > 1:
                 raise
             assert self.settings.checkpoints is not None
-            self.saved_step = self.settings.checkpoints.latest_step()
-            self.progress.say(f"error: {error}\n{self.last_checkpoint()}")
+            found = [str(error)]
+            try:
+                self.saved_step = self.settings.checkpoints.latest_step()
+            except OSError as unreadable:
+                self.saved_step = None
+                found.append(f"The folder of checkpoints is unreadable: {unreadable}")
+            else:
+                found.append(self.last_checkpoint())
+            self.progress.say("error: " + "\n".join(found))
 
     def is_ending(self, is_interrupted: threading.Event) -> bool:
         """Whether any process was interrupted; the same on all."""
@@ -341,11 +352,15 @@ class _Run:
         self.progress.say(summary(self.totals, self.engine.plan))
         self.progress.say(f"\n{checkpoint}")
 
+    def wait(self) -> None:
+        """Wait until the save that runs is complete; raise its error if it fails."""
+        if self.settings.checkpoints is not None:
+            self.settings.checkpoints.wait()
+
     def last_checkpoint(self) -> str:
         """A sentence that says where the last complete checkpoint is."""
+        self.wait()
         checkpoints = self.settings.checkpoints
-        if checkpoints is not None:
-            checkpoints.wait()
         if checkpoints is None or self.saved_step is None:
             return "No checkpoint was saved."
         folder = checkpoints.folder(self.saved_step)

@@ -7,6 +7,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import count, pairwise
 from pathlib import Path
 from time import sleep
@@ -21,15 +22,16 @@ import pytest
 
 import zinf
 from tests.robustness.small import on_nvme
-from zinf.checkpoint import Checkpoints
+from zinf.checkpoint import Checkpoints, durable
 from zinf.checkpoint.save import Save
 from zinf.distributed import AbstractGroup, Alone
 from zinf.distributed.agreement import differences
-from zinf.memory import StorageError
+from zinf.memory import BudgetExceeded, StorageError
 from zinf.memory.nvme import System
 from zinf.observe import read_trace
 from zinf.optim.decision import NonFiniteError
 from zinf.plan import Link
+from zinf.program import Tier
 from zinf.trainer import Trainer
 
 WIDTH, BATCH = 6, 4
@@ -283,6 +285,110 @@ def test_a_checkpoint_that_failed_is_reported_and_training_goes_on(
     assert f"{checkpoints.folder(2)}, after step 2." in printed
     complete = {p.parent.name for p in checkpoints.directory.glob("*/state")}
     assert complete == {"2", "6", "8"}
+
+
+@contextmanager
+def replaced_by_a_file(checkpoints: Checkpoints) -> Iterator[None]:
+    folder = checkpoints.directory
+    assert isinstance(folder, Path)
+    aside = folder.rename(folder.with_name("aside"))
+    folder.write_text("a file")
+    yield
+    folder.unlink()
+    aside.rename(folder)
+
+
+@contextmanager
+def step_exists(checkpoints: Checkpoints) -> Iterator[None]:
+    folder = checkpoints.folder(4)
+    assert isinstance(folder, Path)
+    folder.mkdir()
+    yield
+    folder.rmdir()
+
+
+def failing_to_mark(code: int) -> Callable[[Checkpoints], AbstractContextManager]:
+    """Orbax gets a plain OSError, as from a drive full to the last byte."""
+
+    @contextmanager
+    def failing(checkpoints: Checkpoints) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(durable, "mark", raising)
+            yield
+
+    def raising(folder: Path) -> None:
+        raise OSError(code, os.strerror(code), str(folder))
+
+    return failing
+
+
+@contextmanager
+def over_budget(checkpoints: Checkpoints) -> Iterator[None]:
+    def fail(save: Save) -> None:
+        save.cancel()
+        held = {"asked_bytes": 2, "used_bytes": 0, "capacity_bytes": 1}
+        raise BudgetExceeded(Tier.HOST, what="saving", **held)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Save, "finish", fail)
+        yield
+
+
+FAILURES = {
+    "the drive is full to the last byte": (failing_to_mark(errno.ENOSPC), "Free space"),
+    "the drive became read-only": (failing_to_mark(errno.EROFS), "can be written"),
+    "the quota is used up": (failing_to_mark(errno.EDQUOT), "Raise the quota"),
+    "the folder became a file": (replaced_by_a_file, "Move the file away"),
+    "the step has a folder": (step_exists, "has a folder for step 4 already"),
+    "no memory for a stripe": (over_budget, "saving needs 2 bytes on tier host"),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_whatever_fails_a_save_is_reported_and_training_goes_on(
+    failure, open_engine, checkpoints, capsys
+):
+    failing, advice = FAILURES[failure]
+    with ExitStack() as fails:
+
+        def batches() -> Iterator[Any]:
+            for number, batch in enumerate(dataset(), start=1):
+                if number == 4:
+                    checkpoints.wait()
+                    fails.enter_context(failing(checkpoints))
+                if number == 6:
+                    fails.close()
+                yield batch
+
+        engine = open_engine()
+        train(engine, 8, batches(), checkpoints=checkpoints, checkpoint_every=2)
+    assert engine.num_steps == 8
+    printed = capsys.readouterr().out
+    assert printed.count("error: ") == 1
+    assert advice in printed
+    assert saved_steps(checkpoints) == {"2", "6", "8"}
+
+
+def test_a_name_that_the_drive_does_not_take_is_refused_before_the_first_step(
+    checkpoints,
+):
+    longest = os.pathconf(checkpoints.directory, "PC_NAME_MAX")
+    for length in (longest, longest + 1):
+        params = {"a" * length: np.ones((WIDTH, WIDTH), np.float32)}
+
+        def loss(params: Any, batch: Any) -> jax.Array:
+            return jnp.mean((batch["x"] @ next(iter(params.values()))) ** 2)
+
+        with zinf.initialize(loss, params, optax.sgd(0.1)) as engine:
+            if length == longest:
+                train(engine, 1, checkpoints=checkpoints)
+                shutil.rmtree(checkpoints.folder(1))
+                continue
+            with pytest.raises(
+                StorageError, match=f"{length} bytes, and {longest} are"
+            ):
+                train(engine, 1, checkpoints=checkpoints)
+            assert engine.num_steps == 0
 
 
 def test_a_last_checkpoint_that_failed_fails_the_run(
