@@ -2,9 +2,10 @@
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 from pathlib import Path
@@ -16,8 +17,10 @@ import optax
 
 from zinf import observe
 from zinf.checkpoint import Checkpoints
+from zinf.complaint import complain
 from zinf.data import AbstractForeseen
 from zinf.engine import Engine
+from zinf.executor import StepRecord
 from zinf.memory import BudgetExceeded
 from zinf.observe import (
     AbstractWriter,
@@ -104,6 +107,10 @@ class Trainer:
     def run(self) -> dict[str, Any]:
         """Train, save and report; return the metrics of the last step.
 
+        If metrics, the trace or the lines on standard output cannot be written, the
+        step is saved, the error is printed on standard error, and training goes on
+        without them.
+
         After the first Ctrl-C the step is completed and saved; then KeyboardInterrupt
         is raised. After the second it is raised as soon as the engine can stop.
 
@@ -169,10 +176,11 @@ class _Run:
         done, settings = self.engine.num_steps, self.settings
         if not self.group.is_first:
             return
-        self.progress = Progress(
-            num_steps=settings.steps, after_step=done, log_every=settings.log_every
-        )
-        self.writers.append(self.progress)
+        if sys.stdout is not None:
+            self.progress = Progress(
+                num_steps=settings.steps, after_step=done, log_every=settings.log_every
+            )
+            self.writers.append(self.progress)
         if settings.metrics is not None:
             lines = JsonLines(settings.metrics, after_step=done)
             self.writers.append(lines)
@@ -185,14 +193,37 @@ class _Run:
         if settings.trace is not None:
             self.trace = TraceFile(settings.trace, num_steps=settings.trace_steps)
         if done:
-            self.progress.say(f"Resuming after step {done}.")
+            self.say(f"Resuming after step {done}.")
+
+    def say(self, text: str) -> None:
+        """Print a line; on standard error once standard output takes nothing."""
+        try:
+            self.progress.say(text)
+        except OSError as error:
+            self.go_on_without(self.progress, error)
+            self.progress.say(text)
+
+    def go_on_without(self, writer: AbstractWriter | TraceFile, error: OSError) -> None:
+        """Close a file that takes no more, and say so on standard error."""
+        if writer is self.trace:
+            self.trace = None
+        elif writer is self.progress:
+            self.progress = Complaints()
+        self.writers = [x for x in self.writers if x is not writer]
+        with suppress(OSError):
+            writer.close()
+        complain(
+            f"error: {writer.target} cannot be written: {error.strerror or error}. "
+            "Training goes on without. To have them again, mend that and resume the "
+            "run from a checkpoint."
+        )
 
     def say_kept(self, what: str, kept: Path | None) -> None:
         if kept is not None:
             said = (
                 f"{what} of an earlier run, of steps that are done anew, are in {kept}."
             )
-            self.progress.say(said)
+            self.say(said)
 
     def resume(self, checkpoints: Checkpoints) -> None:
         self.saved_step = checkpoints.latest_step()
@@ -220,7 +251,7 @@ class _Run:
                 try:
                     batch = next(self.batches)
                 except StopIteration:
-                    self.progress.say("The training data ended.")
+                    self.say("The training data ended.")
                     break
                 metrics = self.step(batch, is_interrupted)
                 is_ending = self.is_ending(is_interrupted)
@@ -236,9 +267,7 @@ class _Run:
     def step(self, batch: Any, is_interrupted: threading.Event) -> dict[str, Any]:
         self.group.say(f"step {self.engine.num_steps + 1}")
         metrics: dict[str, Any] = self.engine.step(batch)
-        ran = self.engine.last_step
-        if self.trace is not None and ran.plan is not None and ran.timeline is not None:
-            self.trace.add(metrics["step"], ran.plan, ran.timeline)
+        record = self.engine.last_step
         metrics["learning_rate"] = self.learning_rate(metrics)
         if self.settings.describe is not None:
             described = dict(self.settings.describe(batch))
@@ -250,18 +279,40 @@ class _Run:
         is_due = self.evaluates_after(metrics["step"])
         if is_due and not self.is_ending(is_interrupted):
             metrics["evaluation_loss"] = self.evaluate()
-        for writer in self.writers:
-            writer.write(metrics)
+        unwritten = self.write(metrics, record)
         self.group.report(metrics)
         totals = Totals.of(metrics)
         self.totals = totals if self.totals is None else self.totals + totals
-        if not is_last and _is_due(metrics["step"], self.settings.checkpoint_every):
+        every = self.settings.checkpoint_every
+        # Of several processes only the first writes metrics, and all must save.
+        is_unsafe = bool(unwritten) and self.group.count == 1
+        if not is_last and (_is_due(metrics["step"], every) or is_unsafe):
             with self.surviving():
                 self.save()
+        for writer, error in unwritten:
+            self.go_on_without(writer, error)
         if self.settings.checkpoints is not None:
             with self.surviving():
                 self.settings.checkpoints.check()
         return metrics
+
+    def write(
+        self, metrics: Metrics, ran: StepRecord
+    ) -> list[tuple[AbstractWriter | TraceFile, OSError]]:
+        """Write the metrics of a step; returns the writers that failed, with errors."""
+        unwritten: list[tuple[AbstractWriter | TraceFile, OSError]] = []
+        for writer in self.writers:
+            try:
+                writer.write(metrics)
+            except OSError as error:
+                unwritten.append((writer, error))
+        trace = self.trace
+        if trace is not None and ran.plan is not None and ran.timeline is not None:
+            try:
+                trace.add(metrics["step"], ran.plan, ran.timeline)
+            except OSError as error:
+                unwritten.append((trace, error))
+        return unwritten
 
     @contextmanager
     def surviving(self) -> Generator[None, None, None]:
@@ -284,7 +335,7 @@ class _Run:
                 found.append(f"The folder of checkpoints is unreadable: {unreadable}")
             else:
                 found.append(self.last_checkpoint())
-            self.progress.say("error: " + "\n".join(found))
+            self.say("error: " + "\n".join(found))
 
     def is_ending(self, is_interrupted: threading.Event) -> bool:
         """Whether any process was interrupted; the same on all."""
@@ -314,7 +365,7 @@ class _Run:
         for batch in batches:
             losses.append(self.engine.evaluate_weighted(batch))
             if len(losses) == MANY_BATCHES and self.settings.evaluate_batches is None:
-                self.progress.say(
+                self.say(
                     f"This evaluation has had {MANY_BATCHES:,} batches and takes all. "
                     "evaluate_batches is the most that one takes."
                 )
@@ -343,14 +394,14 @@ class _Run:
     def finish(self) -> None:
         """Save the last step if it is not saved yet, and print the summary."""
         if self.totals is None:
-            self.progress.say(f"Nothing to do: {self.engine.num_steps} steps are done.")
+            self.say(f"Nothing to do: {self.engine.num_steps} steps are done.")
             return
         if self.saved_step != self.engine.num_steps:
             self.save()
         checkpoint = self.last_checkpoint()
-        self.progress.close()
-        self.progress.say(summary(self.totals, self.engine.plan))
-        self.progress.say(f"\n{checkpoint}")
+        self.close_writer(self.progress)
+        self.say(summary(self.totals, self.engine.plan))
+        self.say(f"\n{checkpoint}")
 
     def wait(self) -> None:
         """Wait until the save that runs is complete; raise its error if it fails."""
@@ -367,10 +418,21 @@ class _Run:
         return f"The last checkpoint is {folder}, after step {self.saved_step}."
 
     def close(self) -> None:
-        for writer in self.writers:
+        for writer in [*self.writers, *([] if self.trace is None else [self.trace])]:
+            self.close_writer(writer)
+
+    def close_writer(self, writer: AbstractWriter | TraceFile) -> None:
+        try:
             writer.close()
-        if self.trace is not None:
-            self.trace.close()
+        except OSError as error:
+            self.go_on_without(writer, error)
+
+
+class Complaints(Silence):
+    """Progress of a run whose standard output takes nothing more: no lines of steps."""
+
+    def say(self, text: str) -> None:
+        complain(text)
 
 
 class _Batches:
@@ -441,7 +503,8 @@ def _interrupts() -> Generator[threading.Event, None, None]:
         asked.set()
         signal.signal(signal.SIGINT, previous)
         # Not print(): the signal may have interrupted a print, which is not reentrant.
-        os.write(STDERR, INTERRUPTED)
+        with suppress(OSError):
+            os.write(STDERR, INTERRUPTED)
 
     previous = signal.signal(signal.SIGINT, ask)
     try:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tensorboardX.event_file_writer import EventsWriter
 
 import zinf
 from tests.robustness.small import on_nvme
@@ -28,7 +29,7 @@ from zinf.distributed import AbstractGroup, Alone
 from zinf.distributed.agreement import differences
 from zinf.memory import BudgetExceeded, StorageError
 from zinf.memory.nvme import System
-from zinf.observe import read_trace
+from zinf.observe import JsonLines, Progress, TraceFile, read_trace
 from zinf.optim.decision import NonFiniteError
 from zinf.plan import Link
 from zinf.program import Tier
@@ -389,6 +390,52 @@ def test_a_name_that_the_drive_does_not_take_is_refused_before_the_first_step(
             ):
                 train(engine, 1, checkpoints=checkpoints)
             assert engine.num_steps == 0
+
+
+def unwritable(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+# What each is called in the error; and the call that fails, at step 3 of 5.
+LINES = {
+    "The metrics in": (JsonLines, "write"),
+    "The TensorBoard events in": (EventsWriter, "write_event"),
+    "The trace in": (TraceFile, "add"),
+    "The lines on standard output": (Progress, "write"),
+}
+
+
+@pytest.mark.parametrize("target", LINES)
+def test_a_line_that_cannot_be_written_saves_the_step_and_training_goes_on(
+    target, open_engine, checkpoints, tmp_path, capsys
+):
+    with pytest.MonkeyPatch.context() as patch:
+
+        def batches() -> Iterator[Any]:
+            for number, batch in enumerate(dataset(), start=1):
+                if number == 3:
+                    patch.setattr(*LINES[target], unwritable)
+                yield batch
+
+        engine = open_engine(offloaded=True)
+        folder = {"metrics": tmp_path / "m.jsonl", "tensorboard": tmp_path / "events"}
+        paths = folder | {"trace": tmp_path / "trace.json", "trace_steps": 5}
+        train(engine, 5, batches(), checkpoints=checkpoints, log_every=1, **paths)
+    assert engine.num_steps == 5
+    assert saved_steps(checkpoints) == {"3", "5"}
+    said = capsys.readouterr().err
+    assert said.count("error: ") == 1
+    assert f"error: {target}" in said
+    assert "cannot be written: No space left on device" in said
+    steps = [line["step"] for line in lines(paths["metrics"])]
+    assert steps == list(range(1, 3 if target == "The metrics in" else 6))
+
+
+def test_a_run_without_standard_output_trains(open_engine, monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)
+    engine = open_engine()
+    train(engine, 2)
+    assert engine.num_steps == 2
 
 
 def test_a_last_checkpoint_that_failed_fails_the_run(
