@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Lowest first. A module may import from its own package and from lower layers.
 LAYERS = (
     ("complaint", "lazy", "malloc", "started", "tables", "uncollected"),
+    ("termination",),
     (
         "program",
         "config",

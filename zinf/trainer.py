@@ -33,8 +33,12 @@ from zinf.observe import (
     summary,
 )
 from zinf.optim.decision import NonFiniteError
+from zinf.termination import Terminated, terminations
 
 STDERR = 2
+TERMINATED = """
+{name}: this step will be completed and saved, if that takes at most {seconds:g} s.
+"""
 INTERRUPTED = b"""
 Interrupted: this step will be completed and saved. Interrupt again to stop at once,
 without saving.
@@ -83,6 +87,9 @@ class Trainer:
         describe: more metrics of a step, computed from its batch, such as
             `zinf.data.describe`. Of `tokens`, those of this process, the metrics have
             the sum over all processes and steps, as `tokens_seen`.
+        grace_seconds: SIGTERM and SIGHUP end the process so long after they came, saved
+            or not. Most schedulers kill after 30 seconds; this is for a closed
+            terminal, which does not, and for a step that hangs.
         resume: begin from the newest of `checkpoints`, if there is one.
     """
 
@@ -102,6 +109,7 @@ class Trainer:
     log_every: int = 10
     learning_rate: optax.Schedule | None = None
     describe: Callable[[Any], Mapping[str, int]] | None = None
+    grace_seconds: float = 300.0
     resume: bool = True
 
     def run(self) -> dict[str, Any]:
@@ -113,6 +121,9 @@ class Trainer:
 
         After the first Ctrl-C the step is completed and saved; then KeyboardInterrupt
         is raised. After the second it is raised as soon as the engine can stop.
+        SIGTERM and SIGHUP, unless they are ignored or handled, do as the first Ctrl-C,
+        within `grace_seconds`; the KeyboardInterrupt is then a
+        `zinf.termination.Terminated`, which has the signal.
 
         Raises:
             NonFiniteError: from a step; a note names the last checkpoint.
@@ -139,6 +150,12 @@ class Trainer:
             raise
         finally:
             run.close()
+
+
+class _Asked(threading.Event):
+    """Set when the run is to save and end, by Ctrl-C or by the signal `signum`."""
+
+    signum: int | None = None
 
 
 class _Run:
@@ -246,7 +263,7 @@ class _Run:
     def loop(self) -> dict[str, Any]:
         metrics: dict[str, Any] = {"step": self.engine.num_steps}
         is_ending = False
-        with _interrupts() as is_interrupted:
+        with _interrupts(self.settings.grace_seconds) as is_interrupted:
             while self.engine.num_steps < self.settings.steps:
                 try:
                     batch = next(self.batches)
@@ -261,10 +278,11 @@ class _Run:
         if is_ending:
             self.group.part()
         if is_ending or is_interrupted.is_set():
-            raise KeyboardInterrupt
+            signum = is_interrupted.signum
+            raise KeyboardInterrupt if signum is None else Terminated(signum)
         return metrics
 
-    def step(self, batch: Any, is_interrupted: threading.Event) -> dict[str, Any]:
+    def step(self, batch: Any, is_interrupted: _Asked) -> dict[str, Any]:
         self.group.say(f"step {self.engine.num_steps + 1}")
         metrics: dict[str, Any] = self.engine.step(batch)
         record = self.engine.last_step
@@ -337,7 +355,7 @@ class _Run:
                 found.append(self.last_checkpoint())
             self.say("error: " + "\n".join(found))
 
-    def is_ending(self, is_interrupted: threading.Event) -> bool:
+    def is_ending(self, is_interrupted: _Asked) -> bool:
         """Whether any process was interrupted; the same on all."""
         # No timeout: the first process may take long to write a checkpoint.
         is_asked = is_interrupted.is_set() or self.group.is_asked_to_stop
@@ -488,13 +506,15 @@ def _is_due(step: int, every: int | None) -> bool:
 
 
 @contextmanager
-def _interrupts() -> Generator[threading.Event, None, None]:
+def _interrupts(grace_seconds: float) -> Generator[_Asked, None, None]:
     """Yields an event that the first Ctrl-C sets; KeyboardInterrupt is not raised.
+
+    SIGTERM and SIGHUP set it too, for `grace_seconds` at most.
 
     If it were raised between a batch and its step, the data would be one batch ahead of
     the engine. Only the main thread gets signals; in other threads this does nothing.
     """
-    asked = threading.Event()
+    asked = _Asked()
     if threading.current_thread() is not threading.main_thread():
         yield asked
         return
@@ -506,8 +526,18 @@ def _interrupts() -> Generator[threading.Event, None, None]:
         with suppress(OSError):
             os.write(STDERR, INTERRUPTED)
 
+    def ask_to_end(signum: int) -> None:
+        asked.signum = asked.signum or signum
+        asked.set()
+        name = signal.Signals(signum).name
+        with suppress(OSError):
+            os.write(
+                STDERR, TERMINATED.format(name=name, seconds=grace_seconds).encode()
+            )
+
     previous = signal.signal(signal.SIGINT, ask)
     try:
-        yield asked
+        with terminations(ask_to_end, grace_seconds=grace_seconds):
+            yield asked
     finally:
         signal.signal(signal.SIGINT, previous)

@@ -33,6 +33,7 @@ from zinf.observe import JsonLines, Progress, TraceFile, read_trace
 from zinf.optim.decision import NonFiniteError
 from zinf.plan import Link
 from zinf.program import Tier
+from zinf.termination import Terminated
 from zinf.trainer import Trainer
 
 WIDTH, BATCH = 6, 4
@@ -508,6 +509,75 @@ def test_a_second_interrupt_stops_at_once_without_saving(open_engine, checkpoint
     assert engine.num_steps == 2
     assert saved_steps(checkpoints) == set()
     assert signal.getsignal(signal.SIGINT) is handler
+
+
+class Terminating(grain.transforms.Map):
+    """Sends a signal while batch number `at` is read, then waits for `until`."""
+
+    def __init__(self, at: int, signum: int, until: threading.Event) -> None:
+        self.left, self.signum, self.until = at, signum, until
+
+    def map(self, element: Any) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            signal.raise_signal(self.signum)
+            assert self.until.wait(60)
+        return element
+
+
+@pytest.fixture(params=["SIGTERM", "SIGHUP"])
+def signum(request: pytest.FixtureRequest) -> Iterator[int]:
+    """A signal that ends a process, whatever pytest's parent made of it."""
+    number = signal.Signals[request.param]
+    before = signal.signal(number, signal.SIG_DFL)
+    yield number
+    assert signal.getsignal(number) is signal.SIG_DFL
+    signal.signal(number, before)
+
+
+def test_a_scheduler_that_ends_a_run_has_its_step_saved(
+    signum, open_engine, checkpoints, tmp_path, capfd
+):
+    whole, stopped = tmp_path / "whole.jsonl", tmp_path / "stopped.jsonl"
+    train(open_engine(), 6, metrics=whole)
+    rest = {"checkpoints": checkpoints, "metrics": stopped}
+    now = threading.Event()
+    now.set()
+    with pytest.raises(Terminated) as ended:
+        train(open_engine(), 6, dataset().map(Terminating(3, signum, now)), **rest)
+    assert ended.value.signum == signum
+    assert saved_steps(checkpoints) == {"3"}
+    assert signal.Signals(signum).name in capfd.readouterr().err
+    train(open_engine(), 6, **rest)
+    assert losses(stopped) == losses(whole)
+
+
+def test_a_run_that_hangs_ends_when_its_grace_is_over(signum, open_engine, monkeypatch):
+    codes: list[int] = []
+    is_over = threading.Event()
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        is_over.set()
+
+    monkeypatch.setattr("zinf.termination.os._exit", leave)
+    data = dataset().map(Terminating(2, signum, is_over))
+    with pytest.raises(Terminated):
+        train(open_engine(), 6, data, grace_seconds=0.01)
+    assert codes == [128 + signum]
+
+
+def test_a_signal_that_is_ignored_stays_ignored(open_engine):
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    now = threading.Event()
+    now.set()
+    engine = open_engine()
+    try:
+        train(engine, 3, dataset().map(Terminating(2, signal.SIGHUP, now)))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert engine.num_steps == 3
 
 
 def test_a_run_outside_the_main_thread_leaves_signals_alone(open_engine):

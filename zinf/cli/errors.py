@@ -16,6 +16,7 @@ from zinf.cli.endings import (
 )
 from zinf.complaint import complain
 from zinf.lazy import MissingExtra
+from zinf.termination import Terminated
 
 if TYPE_CHECKING:
     from zinf.distributed import AbstractGroup
@@ -39,6 +40,9 @@ def clean_errors(
     try:
         with _interruptible():
             yield
+    except Terminated as error:
+        complain(f"{prefix}{error}")
+        raise typer.Exit(128 + error.signum) from None
     except KeyboardInterrupt:
         complain(f"{prefix}Interrupted.")
         raise typer.Exit(INTERRUPTED) from None
