@@ -16,7 +16,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # Lowest first. A module may import from its own package and from lower layers.
 LAYERS = (
-    ("lazy", "malloc", "started", "tables", "uncollected"),
+    ("complaint", "lazy", "malloc", "started", "tables", "uncollected"),
+    ("termination",),
     (
         "program",
         "config",

@@ -166,6 +166,30 @@ except typer.Exit as ended:
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_a_full_drive_does_not_take_is_an_error(unbuffered):
+    run = [sys.executable, "-m", "zinf", "plan", "--table"]
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "wb") as full:
+        asked = subprocess.run(
+            run, cwd=ROOT, env=environment, stdout=full, stderr=subprocess.PIPE
+        )
+    assert asked.returncode == 2
+    assert "No space left on device" in asked.stderr.decode()
+    assert "standard output" in asked.stderr.decode().lower()
+    assert "Traceback" not in asked.stderr.decode()
+
+
+def test_closed_standard_output_is_no_error_and_no_file_gets_its_number():
+    """As `zinf ... >&-`, which some services do: libraries print to number 1."""
+    code = "from zinf.cli.entry import *; open_closed_streams(); import os; "
+    code += "opened = open(os.devnull); assert opened.fileno() > 2; main()"
+    for argument in ("--version", "--help"):
+        run = f"'{sys.executable}' -c '{code}' {argument} >&-"
+        asked = subprocess.run(run, shell=True, cwd=ROOT, stderr=subprocess.PIPE)
+        assert (asked.returncode, asked.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_what_a_command_prints_may_stay_unread(unbuffered):
     """Containers often set PYTHONUNBUFFERED: then the failed write leaves no buffer."""
     assert unread("-c", PRINT, PYTHONUNBUFFERED=unbuffered) == (141, b"")

@@ -2,9 +2,10 @@
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 from pathlib import Path
@@ -16,9 +17,11 @@ import optax
 
 from zinf import observe
 from zinf.checkpoint import Checkpoints
+from zinf.complaint import complain
 from zinf.data import AbstractForeseen
 from zinf.engine import Engine
-from zinf.memory import StorageError
+from zinf.executor import StepRecord
+from zinf.memory import BudgetExceeded
 from zinf.observe import (
     AbstractWriter,
     JsonLines,
@@ -30,8 +33,12 @@ from zinf.observe import (
     summary,
 )
 from zinf.optim.decision import NonFiniteError
+from zinf.termination import Terminated, terminations
 
 STDERR = 2
+TERMINATED = """
+{name}: this step will be completed and saved, if that takes at most {seconds:g} s.
+"""
 INTERRUPTED = b"""
 Interrupted: this step will be completed and saved. Interrupt again to stop at once,
 without saving.
@@ -80,6 +87,9 @@ class Trainer:
         describe: more metrics of a step, computed from its batch, such as
             `zinf.data.describe`. Of `tokens`, those of this process, the metrics have
             the sum over all processes and steps, as `tokens_seen`.
+        grace_seconds: SIGTERM and SIGHUP end the process so long after they came, saved
+            or not. Most schedulers kill after 30 seconds; this is for a closed
+            terminal, which does not, and for a step that hangs.
         resume: begin from the newest of `checkpoints`, if there is one.
     """
 
@@ -99,18 +109,27 @@ class Trainer:
     log_every: int = 10
     learning_rate: optax.Schedule | None = None
     describe: Callable[[Any], Mapping[str, int]] | None = None
+    grace_seconds: float = 300.0
     resume: bool = True
 
     def run(self) -> dict[str, Any]:
         """Train, save and report; return the metrics of the last step.
 
+        If metrics, the trace or the lines on standard output cannot be written, the
+        step is saved, the error is printed on standard error, and training goes on
+        without them.
+
         After the first Ctrl-C the step is completed and saved; then KeyboardInterrupt
         is raised. After the second it is raised as soon as the engine can stop.
+        SIGTERM and SIGHUP, unless they are ignored or handled, do as the first Ctrl-C,
+        within `grace_seconds`; the KeyboardInterrupt is then a
+        `zinf.termination.Terminated`, which has the signal.
 
         Raises:
             NonFiniteError: from a step; a note names the last checkpoint.
-            StorageError: the last checkpoint cannot be written, or would not fit. If an
-                earlier one fails, the error is printed and training continues.
+            StorageError: the last checkpoint cannot be written, or would not fit, or a
+                name in it is longer than the drive allows. If an earlier one fails, for
+                whatever reason, the error is printed and training continues.
             ValueError: `checkpoints` has those of another run.
             KeyboardInterrupt: after Ctrl-C, as described above.
         """
@@ -119,6 +138,8 @@ class Trainer:
             run.begin()
             return run.loop()
         except NonFiniteError as error:
+            with run.surviving():
+                run.wait()
             error.add_note(run.last_checkpoint())
             run.group.fail(error)
             raise
@@ -129,6 +150,12 @@ class Trainer:
             raise
         finally:
             run.close()
+
+
+class _Asked(threading.Event):
+    """Set when the run is to save and end, by Ctrl-C or by the signal `signum`."""
+
+    signum: int | None = None
 
 
 class _Run:
@@ -158,6 +185,7 @@ class _Run:
         if self.settings.checkpoints is not None:
             self.resume(self.settings.checkpoints)
             self.settings.checkpoints.check_space(self.engine)
+            self.settings.checkpoints.check_names(self.engine, self.settings.steps)
         if not self.engine.num_steps:
             self.engine.prepare(first)
         for shapes in self.batches.coming(self.settings.steps - self.engine.num_steps):
@@ -165,10 +193,11 @@ class _Run:
         done, settings = self.engine.num_steps, self.settings
         if not self.group.is_first:
             return
-        self.progress = Progress(
-            num_steps=settings.steps, after_step=done, log_every=settings.log_every
-        )
-        self.writers.append(self.progress)
+        if sys.stdout is not None:
+            self.progress = Progress(
+                num_steps=settings.steps, after_step=done, log_every=settings.log_every
+            )
+            self.writers.append(self.progress)
         if settings.metrics is not None:
             lines = JsonLines(settings.metrics, after_step=done)
             self.writers.append(lines)
@@ -181,14 +210,37 @@ class _Run:
         if settings.trace is not None:
             self.trace = TraceFile(settings.trace, num_steps=settings.trace_steps)
         if done:
-            self.progress.say(f"Resuming after step {done}.")
+            self.say(f"Resuming after step {done}.")
+
+    def say(self, text: str) -> None:
+        """Print a line; on standard error once standard output takes nothing."""
+        try:
+            self.progress.say(text)
+        except OSError as error:
+            self.go_on_without(self.progress, error)
+            self.progress.say(text)
+
+    def go_on_without(self, writer: AbstractWriter | TraceFile, error: OSError) -> None:
+        """Close a file that takes no more, and say so on standard error."""
+        if writer is self.trace:
+            self.trace = None
+        elif writer is self.progress:
+            self.progress = Complaints()
+        self.writers = [x for x in self.writers if x is not writer]
+        with suppress(OSError):
+            writer.close()
+        complain(
+            f"error: {writer.target} cannot be written: {error.strerror or error}. "
+            "Training goes on without. To have them again, mend that and resume the "
+            "run from a checkpoint."
+        )
 
     def say_kept(self, what: str, kept: Path | None) -> None:
         if kept is not None:
             said = (
                 f"{what} of an earlier run, of steps that are done anew, are in {kept}."
             )
-            self.progress.say(said)
+            self.say(said)
 
     def resume(self, checkpoints: Checkpoints) -> None:
         self.saved_step = checkpoints.latest_step()
@@ -211,12 +263,12 @@ class _Run:
     def loop(self) -> dict[str, Any]:
         metrics: dict[str, Any] = {"step": self.engine.num_steps}
         is_ending = False
-        with _interrupts() as is_interrupted:
+        with _interrupts(self.settings.grace_seconds) as is_interrupted:
             while self.engine.num_steps < self.settings.steps:
                 try:
                     batch = next(self.batches)
                 except StopIteration:
-                    self.progress.say("The training data ended.")
+                    self.say("The training data ended.")
                     break
                 metrics = self.step(batch, is_interrupted)
                 is_ending = self.is_ending(is_interrupted)
@@ -226,15 +278,14 @@ class _Run:
         if is_ending:
             self.group.part()
         if is_ending or is_interrupted.is_set():
-            raise KeyboardInterrupt
+            signum = is_interrupted.signum
+            raise KeyboardInterrupt if signum is None else Terminated(signum)
         return metrics
 
-    def step(self, batch: Any, is_interrupted: threading.Event) -> dict[str, Any]:
+    def step(self, batch: Any, is_interrupted: _Asked) -> dict[str, Any]:
         self.group.say(f"step {self.engine.num_steps + 1}")
         metrics: dict[str, Any] = self.engine.step(batch)
-        ran = self.engine.last_step
-        if self.trace is not None and ran.plan is not None and ran.timeline is not None:
-            self.trace.add(metrics["step"], ran.plan, ran.timeline)
+        record = self.engine.last_step
         metrics["learning_rate"] = self.learning_rate(metrics)
         if self.settings.describe is not None:
             described = dict(self.settings.describe(batch))
@@ -246,18 +297,40 @@ class _Run:
         is_due = self.evaluates_after(metrics["step"])
         if is_due and not self.is_ending(is_interrupted):
             metrics["evaluation_loss"] = self.evaluate()
-        for writer in self.writers:
-            writer.write(metrics)
+        unwritten = self.write(metrics, record)
         self.group.report(metrics)
         totals = Totals.of(metrics)
         self.totals = totals if self.totals is None else self.totals + totals
-        if not is_last and _is_due(metrics["step"], self.settings.checkpoint_every):
+        every = self.settings.checkpoint_every
+        # Of several processes only the first writes metrics, and all must save.
+        is_unsafe = bool(unwritten) and self.group.count == 1
+        if not is_last and (_is_due(metrics["step"], every) or is_unsafe):
             with self.surviving():
                 self.save()
+        for writer, error in unwritten:
+            self.go_on_without(writer, error)
         if self.settings.checkpoints is not None:
             with self.surviving():
                 self.settings.checkpoints.check()
         return metrics
+
+    def write(
+        self, metrics: Metrics, ran: StepRecord
+    ) -> list[tuple[AbstractWriter | TraceFile, OSError]]:
+        """Write the metrics of a step; returns the writers that failed, with errors."""
+        unwritten: list[tuple[AbstractWriter | TraceFile, OSError]] = []
+        for writer in self.writers:
+            try:
+                writer.write(metrics)
+            except OSError as error:
+                unwritten.append((writer, error))
+        trace = self.trace
+        if trace is not None and ran.plan is not None and ran.timeline is not None:
+            try:
+                trace.add(metrics["step"], ran.plan, ran.timeline)
+            except OSError as error:
+                unwritten.append((trace, error))
+        return unwritten
 
     @contextmanager
     def surviving(self) -> Generator[None, None, None]:
@@ -268,14 +341,21 @@ class _Run:
         """
         try:
             yield
-        except StorageError as error:
+        except (OSError, BudgetExceeded) as error:
             if self.group.count > 1:
                 raise
             assert self.settings.checkpoints is not None
-            self.saved_step = self.settings.checkpoints.latest_step()
-            self.progress.say(f"error: {error}\n{self.last_checkpoint()}")
+            found = [str(error)]
+            try:
+                self.saved_step = self.settings.checkpoints.latest_step()
+            except OSError as unreadable:
+                self.saved_step = None
+                found.append(f"The folder of checkpoints is unreadable: {unreadable}")
+            else:
+                found.append(self.last_checkpoint())
+            self.say("error: " + "\n".join(found))
 
-    def is_ending(self, is_interrupted: threading.Event) -> bool:
+    def is_ending(self, is_interrupted: _Asked) -> bool:
         """Whether any process was interrupted; the same on all."""
         # No timeout: the first process may take long to write a checkpoint.
         is_asked = is_interrupted.is_set() or self.group.is_asked_to_stop
@@ -303,7 +383,7 @@ class _Run:
         for batch in batches:
             losses.append(self.engine.evaluate_weighted(batch))
             if len(losses) == MANY_BATCHES and self.settings.evaluate_batches is None:
-                self.progress.say(
+                self.say(
                     f"This evaluation has had {MANY_BATCHES:,} batches and takes all. "
                     "evaluate_batches is the most that one takes."
                 )
@@ -332,30 +412,45 @@ class _Run:
     def finish(self) -> None:
         """Save the last step if it is not saved yet, and print the summary."""
         if self.totals is None:
-            self.progress.say(f"Nothing to do: {self.engine.num_steps} steps are done.")
+            self.say(f"Nothing to do: {self.engine.num_steps} steps are done.")
             return
         if self.saved_step != self.engine.num_steps:
             self.save()
         checkpoint = self.last_checkpoint()
-        self.progress.close()
-        self.progress.say(summary(self.totals, self.engine.plan))
-        self.progress.say(f"\n{checkpoint}")
+        self.close_writer(self.progress)
+        self.say(summary(self.totals, self.engine.plan))
+        self.say(f"\n{checkpoint}")
+
+    def wait(self) -> None:
+        """Wait until the save that runs is complete; raise its error if it fails."""
+        if self.settings.checkpoints is not None:
+            self.settings.checkpoints.wait()
 
     def last_checkpoint(self) -> str:
         """A sentence that says where the last complete checkpoint is."""
+        self.wait()
         checkpoints = self.settings.checkpoints
-        if checkpoints is not None:
-            checkpoints.wait()
         if checkpoints is None or self.saved_step is None:
             return "No checkpoint was saved."
         folder = checkpoints.folder(self.saved_step)
         return f"The last checkpoint is {folder}, after step {self.saved_step}."
 
     def close(self) -> None:
-        for writer in self.writers:
+        for writer in [*self.writers, *([] if self.trace is None else [self.trace])]:
+            self.close_writer(writer)
+
+    def close_writer(self, writer: AbstractWriter | TraceFile) -> None:
+        try:
             writer.close()
-        if self.trace is not None:
-            self.trace.close()
+        except OSError as error:
+            self.go_on_without(writer, error)
+
+
+class Complaints(Silence):
+    """Progress of a run whose standard output takes nothing more: no lines of steps."""
+
+    def say(self, text: str) -> None:
+        complain(text)
 
 
 class _Batches:
@@ -411,13 +506,15 @@ def _is_due(step: int, every: int | None) -> bool:
 
 
 @contextmanager
-def _interrupts() -> Generator[threading.Event, None, None]:
+def _interrupts(grace_seconds: float) -> Generator[_Asked, None, None]:
     """Yields an event that the first Ctrl-C sets; KeyboardInterrupt is not raised.
+
+    SIGTERM and SIGHUP set it too, for `grace_seconds` at most.
 
     If it were raised between a batch and its step, the data would be one batch ahead of
     the engine. Only the main thread gets signals; in other threads this does nothing.
     """
-    asked = threading.Event()
+    asked = _Asked()
     if threading.current_thread() is not threading.main_thread():
         yield asked
         return
@@ -426,10 +523,21 @@ def _interrupts() -> Generator[threading.Event, None, None]:
         asked.set()
         signal.signal(signal.SIGINT, previous)
         # Not print(): the signal may have interrupted a print, which is not reentrant.
-        os.write(STDERR, INTERRUPTED)
+        with suppress(OSError):
+            os.write(STDERR, INTERRUPTED)
+
+    def ask_to_end(signum: int) -> None:
+        asked.signum = asked.signum or signum
+        asked.set()
+        name = signal.Signals(signum).name
+        with suppress(OSError):
+            os.write(
+                STDERR, TERMINATED.format(name=name, seconds=grace_seconds).encode()
+            )
 
     previous = signal.signal(signal.SIGINT, ask)
     try:
-        yield asked
+        with terminations(ask_to_end, grace_seconds=grace_seconds):
+            yield asked
     finally:
         signal.signal(signal.SIGINT, previous)

@@ -411,11 +411,17 @@ def test_steps_are_measured_and_plans_go_by_them(config, file, tmp_path) -> None
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_and_says_how_to_continue(file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
+)
+def test_a_signal_saves_and_says_how_to_continue(
+    number: int, code: int, file: Path, tmp_path: Path
+) -> None:
     metrics = tmp_path / "metrics.jsonl"
-    code = "from zinf.cli import app; app()"
+    program = "from zinf.cli import app; app()"
     arguments = ["train", str(file), "--steps=100000", f"--metrics={metrics}"]
-    command = [sys.executable, "-c", code, *arguments]
+    command = [sys.executable, "-c", program, *arguments]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -423,9 +429,9 @@ def test_ctrl_c_saves_and_says_how_to_continue(file: Path, tmp_path: Path) -> No
         while "step 3/" not in said:
             said = process.stdout.readline()
             assert said, process.stderr.read()
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         said, errors = process.communicate(timeout=240)
-    assert process.returncode == 130
+    assert process.returncode == code
     assert "this step will be completed and saved" in errors
     assert "Traceback" not in errors
 

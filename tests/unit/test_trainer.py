@@ -7,6 +7,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import count, pairwise
 from pathlib import Path
 from time import sleep
@@ -18,18 +19,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tensorboardX.event_file_writer import EventsWriter
 
 import zinf
 from tests.robustness.small import on_nvme
-from zinf.checkpoint import Checkpoints
+from zinf.checkpoint import Checkpoints, durable
 from zinf.checkpoint.save import Save
 from zinf.distributed import AbstractGroup, Alone
 from zinf.distributed.agreement import differences
-from zinf.memory import StorageError
+from zinf.memory import BudgetExceeded, StorageError
 from zinf.memory.nvme import System
-from zinf.observe import read_trace
+from zinf.observe import JsonLines, Progress, TraceFile, read_trace
 from zinf.optim.decision import NonFiniteError
 from zinf.plan import Link
+from zinf.program import Tier
+from zinf.termination import Terminated
 from zinf.trainer import Trainer
 
 WIDTH, BATCH = 6, 4
@@ -285,6 +289,156 @@ def test_a_checkpoint_that_failed_is_reported_and_training_goes_on(
     assert complete == {"2", "6", "8"}
 
 
+@contextmanager
+def replaced_by_a_file(checkpoints: Checkpoints) -> Iterator[None]:
+    folder = checkpoints.directory
+    assert isinstance(folder, Path)
+    aside = folder.rename(folder.with_name("aside"))
+    folder.write_text("a file")
+    yield
+    folder.unlink()
+    aside.rename(folder)
+
+
+@contextmanager
+def step_exists(checkpoints: Checkpoints) -> Iterator[None]:
+    folder = checkpoints.folder(4)
+    assert isinstance(folder, Path)
+    folder.mkdir()
+    yield
+    folder.rmdir()
+
+
+def failing_to_mark(code: int) -> Callable[[Checkpoints], AbstractContextManager]:
+    """Orbax gets a plain OSError, as from a drive full to the last byte."""
+
+    @contextmanager
+    def failing(checkpoints: Checkpoints) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(durable, "mark", raising)
+            yield
+
+    def raising(folder: Path) -> None:
+        raise OSError(code, os.strerror(code), str(folder))
+
+    return failing
+
+
+@contextmanager
+def over_budget(checkpoints: Checkpoints) -> Iterator[None]:
+    def fail(save: Save) -> None:
+        save.cancel()
+        held = {"asked_bytes": 2, "used_bytes": 0, "capacity_bytes": 1}
+        raise BudgetExceeded(Tier.HOST, what="saving", **held)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Save, "finish", fail)
+        yield
+
+
+FAILURES = {
+    "the drive is full to the last byte": (failing_to_mark(errno.ENOSPC), "Free space"),
+    "the drive became read-only": (failing_to_mark(errno.EROFS), "can be written"),
+    "the quota is used up": (failing_to_mark(errno.EDQUOT), "Raise the quota"),
+    "the folder became a file": (replaced_by_a_file, "Move the file away"),
+    "the step has a folder": (step_exists, "has a folder for step 4 already"),
+    "no memory for a stripe": (over_budget, "saving needs 2 bytes on tier host"),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_whatever_fails_a_save_is_reported_and_training_goes_on(
+    failure, open_engine, checkpoints, capsys
+):
+    failing, advice = FAILURES[failure]
+    with ExitStack() as fails:
+
+        def batches() -> Iterator[Any]:
+            for number, batch in enumerate(dataset(), start=1):
+                if number == 4:
+                    checkpoints.wait()
+                    fails.enter_context(failing(checkpoints))
+                if number == 6:
+                    fails.close()
+                yield batch
+
+        engine = open_engine()
+        train(engine, 8, batches(), checkpoints=checkpoints, checkpoint_every=2)
+    assert engine.num_steps == 8
+    printed = capsys.readouterr().out
+    assert printed.count("error: ") == 1
+    assert advice in printed
+    assert saved_steps(checkpoints) == {"2", "6", "8"}
+
+
+def test_a_name_that_the_drive_does_not_take_is_refused_before_the_first_step(
+    checkpoints,
+):
+    longest = os.pathconf(checkpoints.directory, "PC_NAME_MAX")
+    for length in (longest, longest + 1):
+        params = {"a" * length: np.ones((WIDTH, WIDTH), np.float32)}
+
+        def loss(params: Any, batch: Any) -> jax.Array:
+            return jnp.mean((batch["x"] @ next(iter(params.values()))) ** 2)
+
+        with zinf.initialize(loss, params, optax.sgd(0.1)) as engine:
+            if length == longest:
+                train(engine, 1, checkpoints=checkpoints)
+                shutil.rmtree(checkpoints.folder(1))
+                continue
+            with pytest.raises(
+                StorageError, match=f"{length} bytes, and {longest} are"
+            ):
+                train(engine, 1, checkpoints=checkpoints)
+            assert engine.num_steps == 0
+
+
+def unwritable(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+# What each is called in the error; and the call that fails, at step 3 of 5.
+LINES = {
+    "The metrics in": (JsonLines, "write"),
+    "The TensorBoard events in": (EventsWriter, "write_event"),
+    "The trace in": (TraceFile, "add"),
+    "The lines on standard output": (Progress, "write"),
+}
+
+
+@pytest.mark.parametrize("target", LINES)
+def test_a_line_that_cannot_be_written_saves_the_step_and_training_goes_on(
+    target, open_engine, checkpoints, tmp_path, capsys
+):
+    with pytest.MonkeyPatch.context() as patch:
+
+        def batches() -> Iterator[Any]:
+            for number, batch in enumerate(dataset(), start=1):
+                if number == 3:
+                    patch.setattr(*LINES[target], unwritable)
+                yield batch
+
+        engine = open_engine(offloaded=True)
+        folder = {"metrics": tmp_path / "m.jsonl", "tensorboard": tmp_path / "events"}
+        paths = folder | {"trace": tmp_path / "trace.json", "trace_steps": 5}
+        train(engine, 5, batches(), checkpoints=checkpoints, log_every=1, **paths)
+    assert engine.num_steps == 5
+    assert saved_steps(checkpoints) == {"3", "5"}
+    said = capsys.readouterr().err
+    assert said.count("error: ") == 1
+    assert f"error: {target}" in said
+    assert "cannot be written: No space left on device" in said
+    steps = [line["step"] for line in lines(paths["metrics"])]
+    assert steps == list(range(1, 3 if target == "The metrics in" else 6))
+
+
+def test_a_run_without_standard_output_trains(open_engine, monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)
+    engine = open_engine()
+    train(engine, 2)
+    assert engine.num_steps == 2
+
+
 def test_a_last_checkpoint_that_failed_fails_the_run(
     open_engine, checkpoints, full_at_second_save
 ):
@@ -355,6 +509,75 @@ def test_a_second_interrupt_stops_at_once_without_saving(open_engine, checkpoint
     assert engine.num_steps == 2
     assert saved_steps(checkpoints) == set()
     assert signal.getsignal(signal.SIGINT) is handler
+
+
+class Terminating(grain.transforms.Map):
+    """Sends a signal while batch number `at` is read, then waits for `until`."""
+
+    def __init__(self, at: int, signum: int, until: threading.Event) -> None:
+        self.left, self.signum, self.until = at, signum, until
+
+    def map(self, element: Any) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            signal.raise_signal(self.signum)
+            assert self.until.wait(60)
+        return element
+
+
+@pytest.fixture(params=["SIGTERM", "SIGHUP"])
+def signum(request: pytest.FixtureRequest) -> Iterator[int]:
+    """A signal that ends a process, whatever pytest's parent made of it."""
+    number = signal.Signals[request.param]
+    before = signal.signal(number, signal.SIG_DFL)
+    yield number
+    assert signal.getsignal(number) is signal.SIG_DFL
+    signal.signal(number, before)
+
+
+def test_a_scheduler_that_ends_a_run_has_its_step_saved(
+    signum, open_engine, checkpoints, tmp_path, capfd
+):
+    whole, stopped = tmp_path / "whole.jsonl", tmp_path / "stopped.jsonl"
+    train(open_engine(), 6, metrics=whole)
+    rest = {"checkpoints": checkpoints, "metrics": stopped}
+    now = threading.Event()
+    now.set()
+    with pytest.raises(Terminated) as ended:
+        train(open_engine(), 6, dataset().map(Terminating(3, signum, now)), **rest)
+    assert ended.value.signum == signum
+    assert saved_steps(checkpoints) == {"3"}
+    assert signal.Signals(signum).name in capfd.readouterr().err
+    train(open_engine(), 6, **rest)
+    assert losses(stopped) == losses(whole)
+
+
+def test_a_run_that_hangs_ends_when_its_grace_is_over(signum, open_engine, monkeypatch):
+    codes: list[int] = []
+    is_over = threading.Event()
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        is_over.set()
+
+    monkeypatch.setattr("zinf.termination.os._exit", leave)
+    data = dataset().map(Terminating(2, signum, is_over))
+    with pytest.raises(Terminated):
+        train(open_engine(), 6, data, grace_seconds=0.01)
+    assert codes == [128 + signum]
+
+
+def test_a_signal_that_is_ignored_stays_ignored(open_engine):
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    now = threading.Event()
+    now.set()
+    engine = open_engine()
+    try:
+        train(engine, 3, dataset().map(Terminating(2, signal.SIGHUP, now)))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert engine.num_steps == 3
 
 
 def test_a_run_outside_the_main_thread_leaves_signals_alone(open_engine):

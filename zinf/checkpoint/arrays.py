@@ -1,9 +1,10 @@
 """Saves and restores persistent arrays on all tiers."""
 
 import errno
+import os
 import shutil
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import Any
 import jax
 
 from zinf.checkpoint import bucket
-from zinf.checkpoint.failure import explain, failure
+from zinf.checkpoint.failure import explain, explained
+from zinf.checkpoint.grid import folder_name
 from zinf.checkpoint.manifest import check_same
 from zinf.checkpoint.parts import commit
 from zinf.checkpoint.place import ObjectFolder, as_place
@@ -28,9 +30,11 @@ from zinf.checkpoint.stripes import (
     move,
     stripe_bytes,
 )
-from zinf.memory import StorageError
 from zinf.memory.residents import Residents
 from zinf.program import ArrayId, Tier
+
+# At most so many bytes of a path are Orbax's temporary names and the name of a chunk.
+PATH_REST = 128
 
 
 def write_arrays(
@@ -90,7 +94,7 @@ def begin(save: Save) -> None:
             holds are released and the folder is deleted.
     """
     try:
-        with _explained("Cannot begin a checkpoint", save.directory):
+        with explained("Cannot begin a checkpoint", save.directory):
             save.begin()
         check_space(save.directory, save.snapshot.copied_bytes)
     except BaseException:
@@ -181,9 +185,37 @@ def check_space(directory: Path, needed_bytes: int) -> None:
         raise explain("Cannot save a checkpoint", errno.ENOSPC, directory, found)
 
 
+def check_names(directory: Path, arrays: Iterable[ArrayId]) -> None:
+    """Raise StorageError if the file system has no room for a name of a checkpoint.
+
+    Args:
+        directory: the folder of a step, which need not exist.
+    """
+    if sys.platform == "win32":  # Windows cannot say how long a name may be.
+        return
+    with explained("Cannot save a checkpoint", directory.parent):
+        longest_name = os.pathconf(directory.parent, "PC_NAME_MAX")
+        longest_path = os.pathconf(directory.parent, "PC_PATH_MAX")
+    for array in arrays:
+        folder = folder_name(array)
+        name = max(map(len, folder.split("/")))
+        path = len(os.fsencode(directory)) + len(folder) + PATH_REST
+        found = None
+        if name > longest_name:
+            found = f"a name of {name:,} bytes, and {longest_name:,} are allowed"
+        elif path > longest_path:
+            found = f"a path of {path:,} bytes, and {longest_path:,} are allowed"
+        if found is not None:
+            what = f"Cannot save {array}"
+            code = errno.ENAMETOOLONG
+            raise explain(
+                what, code, directory.parent, f"its folder would have {found}"
+            )
+
+
 def claim(directory: Path) -> None:
     """Make the folder of a checkpoint, or use an empty one that exists."""
-    with _explained("Cannot make the folder of a checkpoint", directory):
+    with explained("Cannot make the folder of a checkpoint", directory):
         directory.mkdir(parents=True, exist_ok=True)
         is_empty = not any(directory.iterdir())
     if not is_empty:
@@ -191,14 +223,3 @@ def claim(directory: Path) -> None:
             f"{directory} is not empty, and a checkpoint is never overwritten. Name "
             "another folder, or delete that one first."
         )
-
-
-@contextmanager
-def _explained(what: str, folder: Path) -> Generator[None, None, None]:
-    """Turns an OSError into a StorageError that says what to do about a checkpoint."""
-    try:
-        yield
-    except StorageError:
-        raise
-    except OSError as error:
-        raise failure(what, folder, error) from error

@@ -103,7 +103,7 @@ class Checkpoints:
             data_state: position of the data iterator, as JSON that may contain bytes.
 
         Raises:
-            ValueError: there is a checkpoint of that step.
+            FileExistsError: there is a checkpoint of that step.
             StorageError: the save before this one failed, or this one if it is
                 synchronous.
         """
@@ -149,6 +149,10 @@ class Checkpoints:
         """Raise StorageError unless the drive has room for all arrays of `engine`."""
         nbytes = sum(spec.nbytes for spec in engine.residents.specs.values())
         self._keeper.check_space(nbytes)
+
+    def check_names(self, engine: AbstractSaveable, last_step: int) -> None:
+        """Raise StorageError if the drive takes no name as long as an array's."""
+        self._keeper.check_names(engine.residents.specs, last_step)
 
     def check(self) -> None:
         """Raise the error of a save that has ended; return at once if one runs."""

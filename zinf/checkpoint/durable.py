@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,12 @@ class DurableRename(atomicity.AtomicRenameTemporaryPath):
 
     async def create(self) -> Any:
         folder = await super().create()
-        await asyncio.to_thread(mark, Path(folder))
+        try:
+            await asyncio.to_thread(mark, Path(folder))
+        except OSError:
+            # Without its marker the folder would stay for ever.
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         return folder
 
     async def finalize(self) -> None:

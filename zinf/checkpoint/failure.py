@@ -2,6 +2,8 @@
 
 import errno
 import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 from zinf.checkpoint.place import Place
@@ -18,7 +20,11 @@ ADVICE = {
     errno.EACCES: "Give this user the right to read and write there, or name another "
     "folder (run.output)",
     errno.EROFS: "Name a folder that can be written (run.output)",
-    errno.ENOENT: "The checkpoint is not complete any more. Use another one",
+    errno.ENOENT: "Something deleted it, or a folder above it. Use another checkpoint, "
+    "or make the folder of checkpoints anew",
+    errno.ENOTDIR: "A file is in the place of a folder. Move the file away, or save to "
+    "another folder (run.output)",
+    errno.ENAMETOOLONG: "Shorten the name, or save to another folder (run.output)",
     errno.EIO: "The checkpoint is damaged. Use another one, and check the drive",
 }
 OTHER_ADVICE = "Check the drive, and that nothing else writes in that folder"
@@ -34,3 +40,14 @@ def explain(what: str, code: int, path: Place, found: str) -> StorageError:
     """A StorageError that says what was tried, what was found and what to change."""
     advice = ADVICE.get(code, OTHER_ADVICE)
     return StorageError(code, f"{what}: {found}. {advice}", str(path))
+
+
+@contextmanager
+def explained(what: str, folder: Path) -> Generator[None, None, None]:
+    """Turns an OSError into a StorageError that says what to do about a checkpoint."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        raise failure(what, folder, error) from error

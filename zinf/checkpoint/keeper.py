@@ -1,7 +1,9 @@
 """Keeps the checkpoints of a run in a folder of a file system, by Orbax."""
 
+import logging
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -10,9 +12,9 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from zinf.checkpoint.arrays import check_space
+from zinf.checkpoint.arrays import check_names, check_space
 from zinf.checkpoint.durable import DurableRename
-from zinf.checkpoint.failure import failure
+from zinf.checkpoint.failure import explained
 from zinf.checkpoint.handler import StateHandler, StateSave
 from zinf.checkpoint.incomplete import (
     ITEM,
@@ -23,9 +25,12 @@ from zinf.checkpoint.incomplete import (
 )
 from zinf.checkpoint.save import AbstractSave, Save
 from zinf.memory.residents import Residents
+from zinf.program import ArrayId
 
 # Orbax abandons a save after this time. Terabytes take hours on a slow drive.
 TIMEOUT = timedelta(days=7)
+
+logger = logging.getLogger(__name__)
 
 
 class AbstractKeeper(ABC):
@@ -41,7 +46,7 @@ class AbstractKeeper(ABC):
         """Wait for the save before, and begin one.
 
         Raises:
-            ValueError: there is a checkpoint of that step.
+            FileExistsError: there is a checkpoint of that step.
             StorageError: the save before failed, or this one cannot begin.
         """
 
@@ -65,6 +70,10 @@ class AbstractKeeper(ABC):
         """Raise StorageError unless there is room for so many bytes."""
 
     @abstractmethod
+    def check_names(self, arrays: Iterable[ArrayId], last_step: int) -> None:
+        """Raise StorageError if a name of a file is too long, up to `last_step`."""
+
+    @abstractmethod
     def close(self) -> None: ...
 
 
@@ -86,13 +95,10 @@ class FolderKeeper(AbstractKeeper):
         self.directory, self.keep, self._barrier = directory, keep, barrier
         self._own: list[int] = []
         self._saving: int | None = None
-        try:
+        with explained("Cannot make the folder of checkpoints", directory):
             directory.mkdir(parents=True, exist_ok=True)
             if jax.process_index() == 0:
                 delete_incomplete(directory)
-        except OSError as error:
-            what = "Cannot make the folder of checkpoints"
-            raise failure(what, directory, error) from error
         # Other processes must not open a checkpoint that the first one is deleting.
         barrier("incomplete checkpoints are deleted")
         self._handler = StateHandler()
@@ -119,9 +125,9 @@ class FolderKeeper(AbstractKeeper):
     ) -> Save:
         self.wait()
         folder = self.directory / str(step)
-        if folder.exists():
+        if os.path.exists(folder):
             what = "a checkpoint of" if (folder / ITEM).exists() else "a folder for"
-            raise ValueError(
+            raise FileExistsError(
                 f"{self.directory} has {what} step {step} already. Save the run in a "
                 "folder of its own."
             )
@@ -154,13 +160,15 @@ class FolderKeeper(AbstractKeeper):
             for step in old:
                 folder = self.directory / str(step)
                 if folder.is_dir() and marker_of(folder) is not None:
-                    delete(folder)
+                    _delete_old(folder)
 
     @contextmanager
     def _failing_clean(self) -> Generator[None, None, None]:
-        """If the save fails, delete what it wrote."""
+        """If the save fails, delete what it wrote, and raise OSErrors with advice."""
         try:
-            yield
+            # Orbax, too, writes files: of its own metadata.
+            with explained("Cannot save a checkpoint", self.directory):
+                yield
         except BaseException:
             self._saving = None
             if jax.process_index() == 0:
@@ -171,6 +179,9 @@ class FolderKeeper(AbstractKeeper):
     def check_space(self, nbytes: int) -> None:
         check_space(self.directory, nbytes)
 
+    def check_names(self, arrays: Iterable[ArrayId], last_step: int) -> None:
+        check_names(self.directory / str(last_step), arrays)
+
     def close(self) -> None:
         try:
             try:
@@ -179,6 +190,18 @@ class FolderKeeper(AbstractKeeper):
                 self._manager.close()
         finally:
             self._handler.close()
+
+
+def _delete_old(folder: Path) -> None:
+    """Delete a checkpoint; warn if that fails, as the newer one is safe already."""
+    try:
+        delete(folder)
+    except OSError as error:
+        logger.warning(
+            "%s cannot be deleted: %s. Delete it yourself if it is to go.",
+            folder,
+            error,
+        )
 
 
 def _meeting_place() -> ocp.options.MultiprocessingOptions:

@@ -459,7 +459,8 @@ def plan(
     from zinf.cli.plan import plan_config, print_tables
 
     if table:
-        print_tables()
+        with clean_errors(traceback):
+            print_tables()
     configs = configs or []
     if not configs and model is None:
         if table:

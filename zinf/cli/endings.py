@@ -3,9 +3,13 @@
 import os
 import select
 import sys
+from contextlib import suppress
 from typing import Never
 
+from zinf.complaint import complain
+
 INTERRUPTED = 130
+UNWRITABLE = 2
 # The exit code that a shell reports for a program that SIGPIPE (13) ended.
 PIPE_CLOSED = 128 + 13
 STDERR = 2
@@ -13,30 +17,62 @@ STDERR = 2
 
 def exit_at_once(*_: object) -> Never:
     """Handler of SIGINT while nothing is open that must be closed."""
-    os.write(STDERR, b"Interrupted.\n")
+    with suppress(OSError):
+        os.write(STDERR, b"Interrupted.\n")
     os._exit(INTERRUPTED)
 
 
-def is_unread() -> bool:
-    """Whether the reader of standard output is gone, as in `zinf plan ... | head`.
+def open_closed_streams() -> None:
+    """Give the standard streams that are closed (`zinf ... >&-`) to the null device.
+
+    Otherwise the next files that are opened get their numbers, and what libraries print
+    goes into these files.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # A file gets the lowest free number.
+            setattr(sys, name, open(os.devnull, mode))
+
+
+def say(text: str) -> None:
+    """Print a line of a long run; if that fails, say so once and go on without."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        discard_output()
+        complain(f"{_unwritable(error)} The run goes on without it.")
+
+
+def lost_output() -> int | None:
+    """The exit code if standard output takes nothing more, else None.
 
     If so, the rest of the output is discarded: else Python prints an error at exit.
+    PIPE_CLOSED: its reader is gone, as in `zinf plan ... | head`. UNWRITABLE: another
+    error, which this prints.
     """
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         discard_output()
-        return True
-    return False
+        return PIPE_CLOSED
+    except OSError as error:
+        discard_output()
+        complain(f"{_unwritable(error)} Free space on its drive, or name another file.")
+        return UNWRITABLE
+    return None
+
+
+def _unwritable(error: OSError) -> str:
+    return f"error: Standard output cannot be written: {error.strerror or error}."
 
 
 def lost_reader() -> bool:
     """Whether a BrokenPipeError means that the reader of standard output is gone.
 
-    `is_unread` alone does not detect it with PYTHONUNBUFFERED: after the failed write
+    `lost_output` alone does not detect it with PYTHONUNBUFFERED: after the failed write
     the buffer is empty, so flushing succeeds.
     """
-    if is_unread():
+    if lost_output() == PIPE_CLOSED:
         return True
     if sys.platform != "win32":
         poll = select.poll()

@@ -3,7 +3,7 @@
 import gc
 import signal
 
-from zinf.cli.endings import PIPE_CLOSED, exit_at_once, is_unread
+from zinf.cli.endings import exit_at_once, lost_output, open_closed_streams
 from zinf.malloc import tune_malloc
 from zinf.uncollected import uncollected
 
@@ -15,6 +15,7 @@ def main() -> None:
     with one line. A KeyboardInterrupt could get lost inside an import, or print a long
     traceback of nested imports.
     """
+    open_closed_streams()
     # If the parent has set SIGINT to be ignored (nohup, a background job), keep that.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, exit_at_once)
@@ -28,5 +29,6 @@ def main() -> None:
     finally:
         # The interpreter collects garbage as it ends, though all goes with the process.
         gc.freeze()
-        if is_unread():
-            raise SystemExit(PIPE_CLOSED)
+        code = lost_output()
+        if code is not None:
+            raise SystemExit(code)

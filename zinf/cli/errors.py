@@ -1,21 +1,29 @@
 """Turns errors of a command into a message and an exit code."""
 
 import signal
-import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import typer
 
-from zinf.cli.endings import INTERRUPTED, PIPE_CLOSED, exit_at_once, lost_reader
+from zinf.cli.endings import (
+    INTERRUPTED,
+    PIPE_CLOSED,
+    exit_at_once,
+    lost_output,
+    lost_reader,
+)
+from zinf.complaint import complain
 from zinf.lazy import MissingExtra
+from zinf.termination import Terminated
 
 if TYPE_CHECKING:
     from zinf.distributed import AbstractGroup
 
 DOES_NOT_FIT = DIFFERS = 1
 USER_ERROR = 2
+OUTPUT_MEANT = "Look at the drive of standard output, and at that of other files."
 
 
 @contextmanager
@@ -32,18 +40,28 @@ def clean_errors(
     try:
         with _interruptible():
             yield
+    except Terminated as error:
+        complain(f"{prefix}{error}")
+        raise typer.Exit(128 + error.signum) from None
     except KeyboardInterrupt:
-        print(f"{prefix}Interrupted.", file=sys.stderr)
+        complain(f"{prefix}Interrupted.")
         raise typer.Exit(INTERRUPTED) from None
     except typer.Exit:
         raise
     except Exception as error:
         if isinstance(error, BrokenPipeError) and lost_reader():
             raise typer.Exit(PIPE_CLOSED) from None
+        if isinstance(error, OSError) and error.filename is None:
+            # Printing raises errors that name no file.
+            code = lost_output()
+            if code is not None:
+                raise typer.Exit(code) from None
         if traceback or not _is_users(error):
             raise
         lines = [str(error), *getattr(error, "__notes__", ())]
-        print(f"{prefix}error:", "\n".join(lines), file=sys.stderr)
+        if isinstance(error, OSError) and error.errno and error.filename is None:
+            lines.append(f"The system names no file. {OUTPUT_MEANT}")
+        complain(f"{prefix}error: " + "\n".join(lines))
         raise typer.Exit(_exit_code(error)) from None
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from zinf import hf
+from zinf.cli.endings import say as _say
 from zinf.cli.problem import batch_size
 from zinf.cli.train import train_config
 from zinf.config import Config
@@ -143,7 +144,3 @@ def adapter_section(rank: int | None, **options: Any) -> dict[str, Any] | None:
             )
         return None
     return {"r": rank, **given}
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)

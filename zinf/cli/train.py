@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from zinf import hf
 from zinf.checkpoint import Checkpoints, Place
+from zinf.cli.endings import say as _say
 from zinf.cli.places import has_any, place_of_checkpoints
 from zinf.cli.problem import (
     batch_size,
@@ -178,10 +179,6 @@ def _export(engine: Engine, folder: Path) -> None:
     assert isinstance(engine, hf.ModelEngine)
     # As `transformers` keeps models: half the size of the masters.
     hf.export(engine, folder, dtype=engine.config.compute_dtype)
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
 
 
 def _say_nothing(text: str) -> None: ...

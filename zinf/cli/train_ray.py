@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from zinf import ray
+from zinf.cli.endings import say
 from zinf.cli.train import SET_ASIDE, train_config
 from zinf.config import Config
 from zinf.config.load import override, raw_config
@@ -42,10 +43,10 @@ def train_on_ray(
             storage=output,
             address=address,
             limits=limits,
-            say=partial(print, flush=True),
+            say=say,
         )
     except KeyboardInterrupt:
-        print("Continue with the same command and --set run.resume=true.", flush=True)
+        say("Continue with the same command and --set run.resume=true.")
         raise
 
 

@@ -3,9 +3,10 @@
 import copy
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 import yaml
 
@@ -13,6 +14,9 @@ from zinf.config.nearest import did_you_mean
 from zinf.config.section import Section
 
 SUFFIXES = (".yaml", ".yml", ".json")
+# The longest configs have some hundred values, nested five deep. Aliases of YAML repeat
+# values: nine lines can stand for 10 ** 9 of them.
+MAX_VALUES, MAX_DEPTH = 100_000, 50
 
 
 class _Loader(yaml.SafeLoader):
@@ -36,6 +40,60 @@ _Loader.add_implicit_resolver(
     re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+"),
     list("-+0123456789."),
 )
+
+
+def _load_yaml(text: str) -> Any:
+    """The value of a YAML text.
+
+    Raises:
+        yaml.YAMLError: it is no YAML, or is nested too deeply, refers to itself, or has
+            too many values, each alias counted in full.
+    """
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_size(node)
+        return loader.construct_document(node)
+    except RecursionError:
+        raise yaml.YAMLError(_TOO_DEEP) from None
+    finally:
+        loader.dispose()
+
+
+_TOO_DEEP = f"it is nested deeper than {MAX_DEPTH} levels"
+
+
+def _check_size(root: yaml.Node) -> None:
+    """Raise yaml.YAMLError if a document is too large with each alias in full."""
+    # The number of values and of levels of each node; None while they are counted.
+    sizes: dict[int, tuple[int, int] | None] = {}
+
+    def refuse(node: yaml.Node, problem: str) -> Never:
+        raise yaml.MarkedYAMLError(None, None, problem, node.start_mark)
+
+    def size(node: yaml.Node) -> tuple[int, int]:
+        if id(node) in sizes:
+            known = sizes[id(node)]
+            return known or refuse(node, "it has an alias that refers to itself")
+        sizes[id(node)] = None
+        children: list[yaml.Node] = []
+        if isinstance(node, yaml.SequenceNode):
+            children = node.value
+        elif isinstance(node, yaml.MappingNode):
+            children = [child for pair in node.value for child in pair]
+        below = [size(child) for child in children]
+        total = 1 + sum(values for values, _ in below)
+        levels = 1 + max((levels for _, levels in below), default=0)
+        if total > MAX_VALUES:
+            refuse(node, f"it has more than {MAX_VALUES:,} values, with its aliases")
+        if levels > MAX_DEPTH:
+            refuse(node, _TOO_DEEP)
+        sizes[id(node)] = total, levels
+        return total, levels
+
+    size(root)
 
 
 def raw_config(
@@ -112,7 +170,7 @@ def _value(text: str) -> Any:
     """A value as YAML; what cannot begin YAML, such as `*.txt`, is a string."""
     if text.strip()[:1] in tuple("*&!%@`"):
         return text.strip()
-    return yaml.load(text, _Loader)
+    return _load_yaml(text)
 
 
 def _set(raw: dict[str, Any], path: Sequence[str], value: Any) -> None:
@@ -153,7 +211,7 @@ def _not_found(path: Path) -> str:
 
 def _parse_yaml(text: str, path: Path) -> Any:
     try:
-        value = yaml.load(text, _Loader)
+        value = _load_yaml(text)
     except yaml.YAMLError as error:
         raise ValueError(f"config {path} is not valid YAML: {_where(error)}") from error
     return {} if value is None else value
@@ -169,13 +227,15 @@ def _where(error: yaml.YAMLError) -> str:
 def _parse_json(text: str, path: Path) -> Any:
     def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
-        twice = sorted({key for key in keys if keys.count(key) > 1})
+        twice = sorted(key for key, count in Counter(keys).items() if count > 1)
         if twice:
             raise ValueError(f"config {path}: {', '.join(twice)} given twice")
         return dict(pairs)
 
     try:
         return json.loads(_strict_json(text), object_pairs_hook=no_duplicates)
+    except RecursionError:
+        raise ValueError(f"config {path} is not valid JSON: {_TOO_DEEP}.") from None
     except json.JSONDecodeError as error:
         raise ValueError(
             f"config {path} is not valid JSON: line {error.lineno}, column "

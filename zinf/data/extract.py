@@ -6,13 +6,13 @@ plain file can be read at any position. The extraction holds only a few rows in 
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from zinf.data.files import Kind
 from zinf.data.tokens import SEPARATOR
+from zinf.data.unfinished import unfinished
 
 # Number of parquet rows in memory at a time.
 BATCH_ROWS = 1024
@@ -45,20 +45,16 @@ def extracted(
     result = cache / f"{path.stem}-{digest}.text"
     if result.exists():
         return result
-    cache.mkdir(parents=True, exist_ok=True)
     say(f"data: the text of {path} is written to {result}, once")
-    # Several processes of a host may extract the same file at the same time, so each
-    # writes to its own partial file.
-    partial = result.with_suffix(f".{os.getpid()}.partial")
     rows = _json_rows(path, field) if kind is Kind.JSON_LINES else _rows(path, field)
-    try:
-        with partial.open("wb") as stream:
+    # Several processes of a host may extract the same file at the same time, so each
+    # writes in its own folder.
+    with unfinished(result) as partial:
+        with (partial / result.name).open("wb") as stream:
             for text in rows:
                 stream.write(text.encode("utf-8", "surrogatepass"))
                 stream.write(bytes([SEPARATOR]))
-        partial.replace(result)
-    finally:
-        partial.unlink(missing_ok=True)
+        (partial / result.name).replace(result)
     return result
 
 

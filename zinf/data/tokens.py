@@ -35,6 +35,7 @@ class Part:
 
         Raises:
             OSError: The file cannot be read, or is shorter than it was.
+            ValueError: A token does not fit int32; as int32 it would be another one.
         """
         end = min(stop, self.num_tokens)
         size = self.dtype.itemsize
@@ -46,7 +47,16 @@ class Part:
                 f"{self.path} had {self.num_tokens:,} tokens when the run started and "
                 f"now ends before token {end:,}. Leave data as it is during a run."
             )
-        found = np.frombuffer(content, self.dtype).astype(np.int32)
+        raw = np.frombuffer(content, self.dtype)
+        found = raw.astype(np.int32)
+        if not np.can_cast(self.dtype, np.int32) and (found != raw).any():
+            first = int(np.argmax(found != raw))
+            raise ValueError(
+                f"{self.path} has the token {raw[first]} of dtype {self.dtype} at "
+                f"position {start + first:,}, and tokens are at most "
+                f"{np.iinfo(np.int32).max:,}. Write the file anew; or data.bin_dtype "
+                "is not the dtype that a .bin file was written with."
+            )
         return np.append(found, np.int32(SEPARATOR)) if stop > end else found
 
 
@@ -82,11 +92,18 @@ def array_part(path: Path, *, dtype: str) -> Part:
     """The tokens of a NumPy file, or of a raw array of `dtype` as nanoGPT writes it.
 
     Raises:
-        ValueError: A NumPy file has no integers or is stored by columns; or the size of
-            a raw file is no multiple of the item size.
+        ValueError: A NumPy file is damaged, has no integers or is stored by columns; or
+            the size of a raw file is no multiple of the item size.
     """
     if path.suffix.lower() == ".npy":
-        array = np.load(path, mmap_mode="r")
+        try:
+            array = np.load(path, mmap_mode="r")
+        except (ValueError, EOFError) as error:
+            # Such as of an array of Python objects: it is pickled, which runs code.
+            raise ValueError(
+                f"{path} is no NumPy file of integers: {error} Write it with np.save "
+                "of an array of integers."
+            ) from error
         if array.dtype.kind not in "iu":
             raise ValueError(
                 f"{path} has numbers of dtype {array.dtype}, and tokens are integers."

@@ -5,8 +5,6 @@ is wrong with a line is found before training, and no step waits for a tokenizer
 """
 
 import json
-import os
-import shutil
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
@@ -20,6 +18,7 @@ import numpy as np
 from zinf.data.curriculum import CurriculumSamples, Metric
 from zinf.data.share import Share
 from zinf.data.tokens import Part, Tokens
+from zinf.data.unfinished import unfinished
 from zinf.hf.model import IGNORED
 from zinf.hf.records import records
 from zinf.hf.samples import Tokenizing
@@ -120,10 +119,7 @@ def tokenized(
     folder = cache / f"samples-{digest}"
     if folder.is_dir():
         return folder
-    cache.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
-    partial.mkdir()
-    try:
+    with unfinished(folder) as partial:
         ends = array("q")
         total = trained = 0
         with (partial / IDS).open("wb") as ids, (partial / LABELS).open("wb") as labels:
@@ -138,9 +134,11 @@ def tokenized(
         if not ends:
             raise ValueError(f"{', '.join(map(str, paths))}: there is no line to read.")
         np.save(partial / ENDS, np.array(ends, np.int64))
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            partial.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another process was faster
+                raise
     say(
         f"data: {len(ends):,} samples, {total:,} tokens, {trained:,} of them trained on"
     )

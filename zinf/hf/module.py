@@ -1,6 +1,7 @@
 """Builds a `transformers` model whose parameters have shapes and no values."""
 
 import json
+import re
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,11 @@ from zinf.hf import attention, experts, lookups
 from zinf.hf.dequantize import METHODS, is_readable
 
 CONFIG = "config.json"
+# Far more layers, experts and labels than published models have.
+COUNTS = {
+    re.compile(r"^(num|n)_(\w+_)?(layers?|experts|blocks)$|_layers$"): 4096,
+    re.compile(r"^num_labels$"): 2**20,
+}
 # No constructor computes a buffer of so many bytes.
 LARGE_BYTES = 2**30
 
@@ -37,6 +43,8 @@ def read_config(folder: Path) -> transformers.PretrainedConfig:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}. Get it again.") from None
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply. Get it again.") from None
     kind = raw.get("model_type") if isinstance(raw, dict) else None
     if not isinstance(kind, str):
         raise ValueError(f"{path} has no model_type, so its architecture is unknown.")
@@ -50,7 +58,13 @@ def read_config(folder: Path) -> transformers.PretrainedConfig:
             f"{path} is of the architecture {kind!r}, which transformers "
             f"{transformers.__version__} does not have. Install a version that has it."
         )
+    _check_counts(raw, path)
     quantization = raw.get("quantization_config")
+    if quantization and not isinstance(quantization, Mapping):
+        raise ValueError(
+            f"{path} says quantization_config = {quantization!r:.40}, which is no "
+            "section. Get it again."
+        )
     if quantization and not is_readable(quantization):
         method = quantization.get("quant_method", "an unknown method")
         raise NotImplementedError(
@@ -58,11 +72,38 @@ def read_config(folder: Path) -> transformers.PretrainedConfig:
             f"plain ones, {' and '.join(METHODS)}. Use the checkpoint in bfloat16, or "
             "dequantize this one in transformers and save it."
         )
-    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            folder, trust_remote_code=False
+        )
+    except Exception as error:
+        # Each architecture computes with the values, and raises what it likes.
+        raise ValueError(
+            f"transformers cannot read {path}: {type(error).__name__}: {error}. Get it "
+            "again."
+        ) from error
     if quantization:
         # The model computes with plain weights, and is exported so.
         del config.quantization_config
     return config
+
+
+def _check_counts(raw: Mapping[str, Any], path: Path) -> None:
+    """Raise if a config.json asks for more of something than any model has.
+
+    `transformers` makes an entry of a list, and a module, for each, which takes hours
+    and all memory long before a budget is looked at.
+    """
+    for key, value in raw.items():
+        if isinstance(value, Mapping):
+            _check_counts(value, path)
+        for pattern, largest in COUNTS.items():
+            is_number = isinstance(value, int | float) and pattern.search(key)
+            if is_number and value > largest:
+                raise ValueError(
+                    f"{path} says {key} = {value:,}, and zinf takes at most "
+                    f"{largest:,}. Get it again."
+                )
 
 
 def build(

@@ -52,6 +52,11 @@ def as_tokens(prompts: Sequence[Any]) -> list[np.ndarray]:
             )
         if tokens.min() < 0:
             raise ValueError(f"Prompt {number} has the token {tokens.min()}, below 0.")
+        if tokens.max() > np.iinfo(np.int32).max:
+            raise ValueError(
+                f"Prompt {number} has the token {tokens.max()}, and tokens are at most "
+                f"{np.iinfo(np.int32).max:,}."
+            )
         found.append(tokens.astype(np.int32))
     return found
 

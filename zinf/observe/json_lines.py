@@ -21,6 +21,7 @@ class JsonLines(AbstractWriter):
 
     def __init__(self, path: Path | str, *, after_step: int = 0) -> None:
         self.path = Path(path)
+        self.target = f"The metrics in {self.path}"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.touch()
         num_bytes = _bytes_until(self.path, after_step)

@@ -17,6 +17,8 @@ class Progress(AbstractWriter):
             last step and each evaluation always have a line.
     """
 
+    target = "The lines on standard output"
+
     def __init__(
         self,
         *,
@@ -59,7 +61,12 @@ class Progress(AbstractWriter):
 
 
 class Silence(AbstractWriter):
-    """Progress that prints nothing, for all processes but process 0."""
+    """Progress that prints nothing, for all processes but process 0.
+
+    Also for a process without standard output.
+    """
+
+    target = "Nothing"
 
     def write(self, metrics: Metrics) -> None: ...
 

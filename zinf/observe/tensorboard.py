@@ -1,13 +1,23 @@
 """Metrics as TensorBoard scalars."""
 
+import os
+import time
 from itertools import count
 from pathlib import Path
+from typing import Any
 
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+
+# Made by protobuf, which has no types for it.
+from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyrefly: ignore
+from tensorboardX.summary import scalar
 
 from zinf.observe.writer import AbstractWriter, Metrics, numbers
 
-EVENTS = "events.out.tfevents.*"
+PREFIX = "events"
+EVENTS = f"{PREFIX}.out.tfevents.*"
+# Each flush syncs the file, which takes milliseconds.
+FLUSH_SECONDS = 120.0
 
 
 class TensorBoard(AbstractWriter):
@@ -24,20 +34,33 @@ class TensorBoard(AbstractWriter):
 
     def __init__(self, directory: Path | str, *, after_step: int = 0) -> None:
         self.kept = None if after_step else _set_aside(Path(directory))
-        self._events = SummaryWriter(
-            logdir=str(directory),
-            purge_step=after_step + 1,
+        self.target = f"The TensorBoard events in {directory}"
+        os.makedirs(directory, exist_ok=True)
+        # Not `SummaryWriter`: its thread ends when a write fails, and then every call
+        # waits for ever for room in its queue.
+        self._events = EventsWriter(
+            os.path.join(directory, PREFIX),
             # File names have a resolution of one second: without the suffix, a run that
             # is resumed within that second would overwrite the file.
             filename_suffix=f".after-{after_step}",
-            write_to_disk=True,
         )
+        self._flush_at = 0.0
+        begin = SessionLog(status=SessionLog.START)
+        for first in ({"file_version": "brain.Event:2"}, {"session_log": begin}):
+            self._add(Event(step=after_step + 1, **first))
 
     def write(self, metrics: Metrics) -> None:
         step = metrics["step"]
         for name, value in numbers(metrics).items():
             if name != "step" and value is not None:
-                self._events.add_scalar(name, value, step)
+                self._add(Event(step=step, summary=scalar(name, value)))
+        if time.monotonic() >= self._flush_at:
+            self._events.flush()
+            self._flush_at = time.monotonic() + FLUSH_SECONDS
+
+    def _add(self, event: Any) -> None:
+        event.wall_time = time.time()
+        self._events.write_event(event)
 
     def close(self) -> None:
         self._events.close()

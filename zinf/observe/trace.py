@@ -54,6 +54,7 @@ class TraceFile:
 
     def __init__(self, path: Path | str, *, num_steps: int = 3) -> None:
         self.path = Path(path)
+        self.target = f"The trace in {self.path}"
         if self.path.is_dir():
             raise IsADirectoryError(f"The trace cannot be written: {path} is a folder.")
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -15,11 +15,21 @@ Number = bool | int | float | None
 
 
 class AbstractWriter(ABC):
-    """Receives the metrics of each step, in the order of the steps."""
+    """Receives the metrics of each step, in the order of the steps.
+
+    Attributes:
+        target: what is written and where, as the subject of an error message.
+    """
+
+    target: str
 
     @abstractmethod
     def write(self, metrics: Metrics) -> None:
-        """Write the metrics of one step; `metrics["step"]` is its number, from 1."""
+        """Write the metrics of one step; `metrics["step"]` is its number, from 1.
+
+        Raises:
+            OSError: they cannot be written. The writer is then of no use any more.
+        """
 
     @abstractmethod
     def close(self) -> None: ...

@@ -58,10 +58,11 @@ def batch_spec(
 
 
 def check_values(batch: Any) -> None:
-    """Raise if a leaf of the batch is only a shape.
+    """Raise if a leaf of the batch is only a shape, or jax would change its integers.
 
     Raises:
-        ValueError: a leaf has no values.
+        ValueError: a leaf has no values, or has an integer of 64 bits that the 32 bits
+            do not hold to which jax casts it.
     """
     for path, leaf in named_leaves(batch).items():
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -69,6 +70,17 @@ def check_values(batch: Any) -> None:
                 f"batch leaf {path!r} is a jax.ShapeDtypeStruct, which has no values. "
                 "Shapes are enough for zinf.initialize(batch=) alone."
             )
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "iu" and leaf.size:
+            limits = np.iinfo(jax.dtypes.canonicalize_dtype(leaf.dtype))
+            if limits.bits == 8 * leaf.itemsize:
+                continue
+            for value in (leaf.min(), leaf.max()):
+                if not limits.min <= value <= limits.max:
+                    raise ValueError(
+                        f"batch leaf {path!r} has the {leaf.dtype} {value}, which jax "
+                        f"would cast to {limits.dtype} as another number. Mend the "
+                        "data, or set jax_enable_x64."
+                    )
 
 
 @contextmanager

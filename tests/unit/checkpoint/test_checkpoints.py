@@ -46,7 +46,7 @@ def test_the_newest_are_kept_and_any_of_them_restored(place, engine, tmp_path):
             checkpoints.save(step, engine, {"position": step})
         assert checkpoints.latest_step() == 15
         checkpoints.wait()
-        with pytest.raises(ValueError, match="15 already"):
+        with pytest.raises(FileExistsError, match="15 already"):
             checkpoints.save(15, engine)
     assert steps_in(tmp_path / "saved") == {"10", "15"}
 

@@ -72,7 +72,7 @@ def test_a_step_whose_folder_is_there_is_refused_by_name(tmp_path, open_resident
     engine = SavedEngine(open_residents([Tier.HOST]), {"num_steps": 0})
     (tmp_path / "7").mkdir()
     with Checkpoints(tmp_path) as checkpoints:
-        with pytest.raises(ValueError, match="a folder for step 7 already"):
+        with pytest.raises(FileExistsError, match="a folder for step 7 already"):
             checkpoints.save(7, engine)
         checkpoints.save(8, engine)
 

@@ -108,6 +108,16 @@ def test_what_is_no_source_is_refused(tmp_path):
         Config.load(tmp_path)
 
 
+# Each line has ten aliases of the line before: 10 ** 9 values.
+BOMB = "l0: &l0 [1]\n" + "".join(
+    f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 10)}]\n" for i in range(1, 10)
+)
+MERGES = "l0: &l0 {a: 1}\n" + "".join(
+    f"l{i}: &l{i} {{<<: [{', '.join([f'*l{i - 1}'] * 10)}]}}\n" for i in range(1, 10)
+)
+CHAIN = "l0: &l0 [1]\n" + "".join(f"l{i}: &l{i} [*l{i - 1}]\n" for i in range(1, 60))
+
+
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
@@ -122,6 +132,12 @@ def test_what_is_no_source_is_refused(tmp_path):
         ("a.json", "", "line 1"),
         ("a.json", "[]", "found a list"),
         ("a.json", '{\n"run": {} // none\n "data": {}}', "line 3, column 2"),
+        ("a.yaml", BOMB, "line 6, column 5: it has more than 100,000 values"),
+        ("a.yaml", MERGES, "it has more than 100,000 values"),
+        ("a.yaml", "run: &a\n  x: *a\n", "an alias that refers to itself"),
+        ("a.yaml", CHAIN, "nested deeper than 50 levels"),
+        ("a.yaml", "run: " + "[" * 10**5, "nested deeper than 50 levels"),
+        ("a.json", '{"run":' + "[" * 10**5, "nested deeper than 50 levels"),
         ("a.toml", "", "must end in .yaml, .yml, .json"),
         ("a.yaml", "runn: {}\n", "a.yaml has 1 problem"),
     ],

@@ -113,6 +113,39 @@ def test_impossible_settings_are_named(
         batches(numbers, **changes)
 
 
+WRAPS = {"<i8": 2**40 + 7, ">i8": -(2**32) + 7, "<u8": 2**63 + 7, "<u4": 2**32 - 1}
+
+
+@pytest.mark.parametrize("suffix", [".npy", ".bin"])
+@pytest.mark.parametrize("dtype", WRAPS)
+def test_a_token_that_int32_does_not_hold_is_refused_not_wrapped(
+    dtype: str, suffix: str, tmp_path: Path
+) -> None:
+    named = {"batch_size": 1, "sequence_length": 5, "num_epochs": 1}
+    path = tmp_path / f"t{suffix}"
+    write = {".npy": lambda x: np.save(path, x), ".bin": lambda x: x.tofile(path)}
+    rest = {"bin_dtype": dtype, "vocab_size": 9, **named}
+    tokens = np.array([1, 0, 3, 7, 5, 6], dtype)
+    write[suffix](tokens)
+    (batch,) = batches([str(path)], **rest)
+    assert batch["tokens"].tolist() == [tokens.tolist()]
+    tokens[3] = WRAPS[dtype]
+    write[suffix](tokens)
+    with pytest.raises(
+        ValueError, match=rf"t\{suffix} has the token {tokens[3]} .* 3,"
+    ):
+        list(batches([str(path)], **rest))
+
+
+def test_a_pickled_numpy_file_is_refused_by_name(tmp_path: Path) -> None:
+    np.save(tmp_path / "t.npy", np.array([1, "a", None], object))
+    with pytest.raises(ValueError, match=r"t\.npy is no NumPy file of integers"):
+        batches([str(tmp_path / "t.npy")])
+    (tmp_path / "t.npy").write_bytes(b"\x93NUMPY\x01")
+    with pytest.raises(ValueError, match=r"t\.npy is no NumPy file of integers"):
+        batches([str(tmp_path / "t.npy")])
+
+
 @pytest.mark.parametrize(("token", "vocab_size"), [(700, 700), (-1, 701)])
 def test_a_token_that_the_model_lacks_is_refused(
     token: int, vocab_size: int, tmp_path: Path

@@ -1,6 +1,9 @@
 """Lines of fine-tuning files as tokens and labels, and as batches."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +11,9 @@ import pytest
 from tests.unit.hf.models import CHAT, END, VOCAB, refusals, tokenizer, turns, write
 
 from tokenizers.processors import TemplateProcessing  # isort: skip
+from zinf.data.extract import extracted
+from zinf.data.files import Kind
+
 from zinf.hf.dataset import Samples, batches, split_of, tokenized  # isort: skip
 from zinf.hf.packing import Packed, rows_of  # isort: skip
 from zinf.hf.preference import PairTokenizing  # isort: skip
@@ -225,6 +231,40 @@ def test_batches_are_the_same_after_resuming_and_padding_has_no_label(tmp_path):
     # Five samples of 2 to 6 tokens, each with an end; the second time none is made.
     assert said == ["data: 5 samples, 20 tokens, 15 of them trained on"]
     assert split_of(5, 0.2, is_training=False) == (4, 5)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from zinf.data.unfinished import unfinished
+with unfinished(Path(sys.argv[1])) as folder:
+    (folder / "ids.int32").write_bytes(b"1234")
+    print(folder, flush=True)
+    if sys.argv[2:]:
+        sys.stdin.read()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_left_is_deleted_and_nothing_else(tmp_path):
+    data, cache = tmp_path / "data.jsonl", tmp_path / "cache"
+    data.write_text('{"text": "w0"}')
+    run = [sys.executable, "-c", KILLED, str(cache / "samples-0")]
+    left = subprocess.run(run, stdout=subprocess.PIPE, text=True).stdout.strip()
+    assert (Path(left) / "ids.int32").exists()
+    foreign = cache / "mine.partial"
+    foreign.mkdir()
+    (foreign / "zinf.lock").write_text("mine")
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*run, "waits"], **pipes) as writing:
+        assert writing.stdout is not None
+        held = Path(writing.stdout.readline().strip())
+        made = tokenized([data], tokenizing(), tokenizer_files=[], cache=cache)
+        assert set(cache.iterdir()) == {foreign, held, made}
+        writing.communicate()
+    how = {"field": "text", "cache": cache}
+    text = extracted(data, Kind.JSON_LINES, **how)
+    assert set(cache.iterdir()) == {foreign, made, text}
 
 
 def test_files_without_samples_are_named_and_nothing_is_left(tmp_path):

@@ -192,6 +192,7 @@ def test_bad_input_is_refused_by_name(engine, small, golden):
         "fractions": generate([1], [0.5]),
         "a batch as a prompt": generate([[1], [2]]),
         "a negative token": generate([-1]),
+        "a token that int32 wraps": generate([2**40 + 7]),
         "too many tokens": generate([1] * 60),
         "no new token": generate([1], max_new_tokens=0),
         "draws without a key": generate([1], temperature=0.5),

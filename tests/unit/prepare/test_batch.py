@@ -3,7 +3,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zinf.prepare.batch import batch_spec, by_microbatch, count_tokens, signature
+from zinf.prepare.batch import (
+    batch_spec,
+    by_microbatch,
+    check_values,
+    count_tokens,
+    signature,
+)
 
 BATCH = {"x": np.arange(12, dtype=np.float32).reshape(6, 2), "weight": 2.0}
 
@@ -72,3 +78,15 @@ def test_a_plan_is_for_one_structure_shape_and_dtype():
 def test_tokens_are_counted(batch, count):
     parts = 1 if count == 1 else 2
     assert count_tokens(batch_spec(batch, parts), parts) == count
+
+
+def test_an_integer_that_jax_would_wrap_is_refused():
+    largest = np.iinfo(np.int32).max
+    check_values({"x": np.array([largest, -largest - 1], np.int64), "y": np.uint64(7)})
+    for bad in (2**40 + 7, largest + 1, -largest - 2):
+        with pytest.raises(ValueError, match=f"'x' has the int64 {bad}, which jax"):
+            check_values({"x": np.array([1, bad])})
+    with pytest.raises(ValueError, match="has the uint64 4294967296"):
+        check_values({"x": np.array([2**32], np.uint64)})
+    with jax.enable_x64(True):
+        check_values({"x": np.array([2**40 + 7])})

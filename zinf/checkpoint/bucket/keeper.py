@@ -1,7 +1,7 @@
 """The checkpoints of a run in object storage; only the newest few are kept."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -18,6 +18,7 @@ from zinf.checkpoint.share import shares_of
 from zinf.jax_modes import with_own_modes
 from zinf.memory import StorageError
 from zinf.memory.residents import Residents
+from zinf.program import ArrayId
 
 MARK = b'{"written_by": "zinf"}\n'
 logger = logging.getLogger(__name__)
@@ -55,7 +56,9 @@ class ObjectKeeper(AbstractKeeper):
     ) -> ObjectSave:
         self.wait()
         if step in self._steps:
-            raise ValueError(f"{self.folder} has a checkpoint of step {step} already.")
+            raise FileExistsError(
+                f"{self.folder} has a checkpoint of step {step} already."
+            )
         place = self.folder / str(step) / ITEM
         save = ObjectSave(place, residents, shares_of(residents))
         save.begin()
@@ -87,6 +90,9 @@ class ObjectKeeper(AbstractKeeper):
 
     def check_space(self, nbytes: int) -> None:
         """There is no limit to ask for."""
+
+    def check_names(self, arrays: Iterable[ArrayId], last_step: int) -> None:
+        """Keys of objects are not checked: their limit is the service's."""
 
     def close(self) -> None:
         try:

@@ -1,0 +1,31 @@
+"""Prints errors: whatever they quote, and even if standard error takes nothing."""
+
+import sys
+import unicodedata
+from contextlib import suppress
+
+# Control characters, invisible ones that change the order of text, and halves of pairs.
+UNSAFE = frozenset({"Cc", "Cf", "Cs"})
+
+
+def complain(text: str) -> None:
+    """Print `shown(text)` on standard error; nothing if that is gone."""
+    with suppress(OSError):
+        print(shown(text), file=sys.stderr, flush=True)
+
+
+def shown(text: str) -> str:
+    r"""`text` with its control characters as escapes, such as \x1b.
+
+    Names, keys and messages of files come from anybody. A terminal would obey them:
+    move the cursor over other lines, or set the title of the window.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(_shown(character) for character in text)
+
+
+def _shown(character: str) -> str:
+    if character in "\n\t" or unicodedata.category(character) not in UNSAFE:
+        return character
+    return character.encode("unicode_escape").decode()
