@@ -18,6 +18,7 @@ import grain
 import numpy as np
 
 from zinf.data.curriculum import CurriculumSamples, Metric
+from zinf.data.digest import file_digest
 from zinf.data.share import Share
 from zinf.data.tokens import Part, Tokens
 from zinf.hf.model import IGNORED
@@ -104,7 +105,7 @@ def tokenized(
     cache: Path,
     say: Callable[[str], None] = lambda text: None,
 ) -> Path:
-    """A folder with the tokens of all lines, made once for files and settings.
+    """A folder with the tokens of all lines, made once for content and settings.
 
     Args:
         tokenizer_files: what the tokenizer was read from: if it changes, so do tokens.
@@ -234,11 +235,11 @@ def num_samples(folder: Path) -> int:
     return len(np.load(folder / ENDS))
 
 
-def _state(path: Path) -> tuple[str, int, int]:
+def _state(path: Path) -> tuple[str, str]:
+    """What tells the content of a file from others, and how it is read."""
     if not path.is_file():
         raise FileNotFoundError(
             f"There is no file {path} (relative paths start at {Path.cwd()}). Name "
             "files of JSON lines in data.paths."
         )
-    about = path.stat()
-    return str(path.absolute()), about.st_size, about.st_mtime_ns
+    return path.suffix, file_digest(path)
