@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from time import monotonic, sleep
 
 from zinf.memory.nvme.system import O_NOFOLLOW, try_lock, unlock
 from zinf.memory.storage_error import StorageError, from_os_error
@@ -19,6 +20,8 @@ from zinf.memory.storage_error import StorageError, from_os_error
 MOST_BYTES = 65536
 # What file systems answer that have no locks.
 UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
+
+POLL_SECONDS = 0.2
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +91,9 @@ class LockFile:
         unlock(self.descriptor)
 
     def close(self) -> None:
-        os.close(self.descriptor)
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
 
     def _content(self) -> bytes:
         os.lseek(self.descriptor, 0, os.SEEK_SET)
@@ -129,7 +134,9 @@ def lock_beside(path: Path) -> Path:
 
 
 @contextmanager
-def locked(locks: dict[Path, Path], *, change: str) -> Iterator[None]:
+def locked(
+    locks: dict[Path, Path], *, change: str, patience_seconds: float = 0.0
+) -> Iterator[None]:
     """Hold locks, each on a path that is written to, until the body ends.
 
     The lock files are deleted then, and so are folders that were made for them and are
@@ -139,6 +146,7 @@ def locked(locks: dict[Path, Path], *, change: str) -> Iterator[None]:
     Args:
         locks: the lock file of each path.
         change: the end of the error, such as "name another folder in run.output".
+        patience_seconds: how long to wait for the holder of a lock to end.
 
     Raises:
         StorageError: another run has a lock; the message says which. Or a lock file
@@ -154,17 +162,22 @@ def locked(locks: dict[Path, Path], *, change: str) -> Iterator[None]:
     with ExitStack() as held:
         for path, file in locks.items():
             _make_folder(file.parent, held)
-            lock = _taken(path, file, change)
+            lock = _taken(path, file, change, patience_seconds)
             held.callback(_give_up, lock)
         yield
 
 
-def _taken(path: Path, file: Path, change: str) -> LockFile:
+def _taken(path: Path, file: Path, change: str, patience_seconds: float) -> LockFile:
     """The lock, locked by this process."""
+    end = monotonic() + patience_seconds
     while True:
         lock = LockFile(file)
         try:
             if not _is_locked(lock):
+                if monotonic() < end:
+                    lock.close()
+                    sleep(POLL_SECONDS)
+                    continue
                 raise StorageError(
                     errno.EBUSY,
                     f"{path} is in use by {lock.holder()}. Wait for it, end it, or "
@@ -174,10 +187,10 @@ def _taken(path: Path, file: Path, change: str) -> LockFile:
             if lock.is_in_place():
                 lock.claim()
                 return lock
+            lock.close()
         except BaseException:
             lock.close()
             raise
-        lock.close()
 
 
 def _is_locked(lock: LockFile) -> bool:
