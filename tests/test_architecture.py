@@ -67,6 +67,7 @@ LATE: dict[str, tuple[str, ...]] = {
         "zinf.checkpoint",
         "zinf.cli",
         "zinf.config",
+        "zinf.distributed",
         "zinf.initialize",
         "zinf.interchange",
         "zinf.prepare",

@@ -116,7 +116,7 @@ def tokenized(
         FileNotFoundError: a file does not exist.
         ValueError: a line is wrong, or there is none; see `Tokenizing.sample`.
     """
-    state: list[Any] = [how.settings, *map(_state, [*paths, *tokenizer_files])]
+    state: list[Any] = [how.settings, *map(content_of, [*paths, *tokenizer_files])]
     digest = sha256(json.dumps(state).encode()).hexdigest()[:16]
     folder = cache / f"samples-{digest}"
     if folder.is_dir():
@@ -139,7 +139,12 @@ def tokenized(
         if not ends:
             raise ValueError(f"{', '.join(map(str, paths))}: there is no line to read.")
         np.save(partial / ENDS, np.array(ends, np.int64))
-        partial.rename(folder)
+        try:
+            partial.rename(folder)
+        except OSError:
+            # Another process made the same samples meanwhile.
+            if not folder.is_dir():
+                raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     say(
@@ -235,7 +240,7 @@ def num_samples(folder: Path) -> int:
     return len(np.load(folder / ENDS))
 
 
-def _state(path: Path) -> tuple[str, str]:
+def content_of(path: Path) -> tuple[str, str]:
     """What tells the content of a file from others, and how it is read."""
     if not path.is_file():
         raise FileNotFoundError(

@@ -5,6 +5,7 @@ trained model with those of a reference, which is the model as training begins. 
 reference never changes, so its log-probabilities are computed once, and kept in a file.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -155,7 +156,7 @@ def write_reference(
         batch_size: pairs of a pass.
     """
     found = list(_passes(engine, preference, pairs, batch_size))
-    partial = path.with_suffix(".partial")
+    partial = path.with_suffix(f".{os.getpid()}.partial")
     with partial.open("wb") as file:
         np.save(file, np.concatenate(found)[: len(pairs)])
     partial.replace(path)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
+from xxhash import xxh3_128
 
 from zinf.adapt import Adapted
 from zinf.config import Config
@@ -32,6 +33,7 @@ from zinf.hf.dataset import (
     Samples,
     batches,
     check_labels,
+    content_of,
     num_samples,
     split_of,
     tokenized,
@@ -229,6 +231,12 @@ class Task:
             cache=data.cache or self.config.run.output / "data",
             say=say,
         )
+
+    def data_digest(self) -> str:
+        """A digest of the files that are trained on, in order."""
+        paths = self.config.data.paths
+        paths = () if isinstance(paths, str) else paths
+        return xxh3_128(json.dumps([*map(content_of, paths)]).encode()).hexdigest()
 
     def labels_of_data(self) -> tuple[str, ...]:
         """Names of the classes that the files have, for objective classification.
