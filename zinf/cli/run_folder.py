@@ -13,7 +13,7 @@ from zinf.config import Config
 from zinf.config.deciding import deciding
 from zinf.distributed import AbstractGroup
 from zinf.memory.lock_file import lock_beside, lock_of_folder, locked
-from zinf.observe.record import RUN, RunRecord, read_record
+from zinf.observe.record import RUN, read_record
 
 # A group that restarts by itself may begin before all of the last attempt has ended.
 RESTART_SECONDS = 60.0
@@ -83,8 +83,8 @@ def check_resumed(
     now: dict[str, Any],
     allowed: Sequence[str],
     say: Callable[[str], None],
-) -> tuple[RunRecord | None, Changed]:
-    """The record of the run that is resumed, and what is other than there.
+) -> tuple[list[dict[str, Any]], Changed]:
+    """The recorded changes of the run that is resumed, and what changes now.
 
     Args:
         now: what `decides` gives.
@@ -95,14 +95,14 @@ def check_resumed(
     """
     output = config.run.output
     if not (config.run.resume and has_any(place_of_checkpoints(config))):
-        return None, {}
+        return [], {}
     record = read_record(output) if (output / RUN).is_file() else None
     if record is None or record.decides is None:
         say(
             f"note: {output} has no {RUN} that says what its run is made of, so this "
             "config is not compared with it."
         )
-        return record, {}
+        return [], {}
     changed = check_changed(
         record.decides,
         now,
@@ -112,4 +112,4 @@ def check_resumed(
     )
     if changed:
         say(f"Goes on with other settings: {told(changed)}.")
-    return record, changed
+    return record.changes, changed

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from zinf import hf
 from zinf.checkpoint import Checkpoints, Place
+from zinf.cli.changes import Changed
 from zinf.cli.places import has_any, place_of_checkpoints
 from zinf.cli.problem import (
     batch_size,
@@ -97,8 +98,12 @@ def train_held(
             )
         group.agree(_alike(config))
     say = _say if group.is_first else _say_nothing
-    content = decides(config) if group.is_first else {}
-    before, changed = check_resumed(config, content, allow_changed, say)
+    content: dict[str, Any] = {}
+    changes: list[dict[str, Any]] = []
+    changed: Changed = {}
+    if group.is_first:
+        content = decides(config)
+        changes, changed = check_resumed(config, content, allow_changed, say)
     data = dataset(config, "train", group, say=say)
     evaluates = config.run.evaluate_every is not None
     evaluation_data = dataset(config, "validation", group) if evaluates else None
@@ -119,7 +124,6 @@ def train_held(
         with Checkpoints(folder, keep=config.run.keep_checkpoints) as checkpoints:
             if group.is_first:
                 after_step = checkpoints.latest_step() or 0
-                changes = [] if before is None else before.changes
                 if changed:
                     changes.append({"after_step": after_step, "changed": changed})
                 record = RunRecord.of(
