@@ -72,7 +72,7 @@ LATE: dict[str, tuple[str, ...]] = {
         "zinf.interchange",
         "zinf.prepare",
     ),
-    "zinf.cli.data": ("zinf.cli", "zinf.data"),
+    "zinf.cli.data": ("zinf.cli", "zinf.data", "zinf.memory"),
     "zinf.cli.inference": ("zinf.cli",),
     "zinf.cli.report": ("zinf.memory",),
     "zinf.data.extract": ("pyarrow",),
