@@ -1,10 +1,12 @@
 """The command line trains, plans and checks, and says what is wrong in one message."""
 
 import json
+import os
 import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -97,7 +99,84 @@ def test_training_says_what_it_did_and_continues_when_told_to(
     assert not read_record(tmp_path / "out").has_measured_rates
 
 
+# What a resumed run must not change without a word, and what the error calls it.
+OTHERS = {
+    "model.num_heads=4": "model.num_heads: 2 -> 4",
+    "run.seed=7": "run.seed: default -> 7",
+    "train_batch_size=2": "train_batch_size: 4 -> 2",
+    "data.sequence_length=8": "data.sequence_length: 16 -> 8",
+    "data.seed=1": "data.seed: default -> 1",
+    "optimizer.params.lr=0.5": "optimizer.params.lr: 0.01 -> 0.5",
+    "data.paths=[{other}]": "data.content: ",
+}
+
+
+def test_a_resumed_run_is_the_same_run_unless_changes_are_allowed(
+    file: Path, tmp_path: Path
+) -> None:
+    out, text = tmp_path / "out", tmp_path / "text.txt"
+    zinf("train", file, "--steps", 1)
+    (tmp_path / "other.txt").write_bytes(text.read_bytes()[::-1])
+    before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+    again = ("train", file, "--steps", 2, *settings("run.resume=true"))
+    for key, said in OTHERS.items():
+        given = settings(key.format(other=tmp_path / "other.txt"))
+        refused = zinf(*again, *given, code=2)
+        assert f"  {said}" in refused.stderr, refused.output
+        assert refused.stderr.count(" -> ") == 2  # One of them is in the heading.
+        name = said.partition(":")[0]
+        assert f"add --allow-changed {name}" in refused.stderr
+    # Another text of the same name, length and time.
+    about, content = text.stat(), text.read_bytes()
+    text.write_bytes(content[::-1])
+    os.utime(text, ns=(about.st_atime_ns, about.st_mtime_ns))
+    assert "  data.content: " in zinf(*again, code=2).stderr
+    text.write_bytes(content)
+    assert {p: p.read_bytes() for p in out.rglob("*") if p.is_file()} == before
+    # Where arrays rest is no change, and a change that is allowed is recorded.
+    other = settings("optimizer.params.lr=0.5", "memory.host=1GiB")
+    done = zinf(*again, *other, "--allow-changed", "optimizer")
+    assert "other settings: optimizer.params.lr 0.01 -> 0.5." in done.stdout
+    changed = {"optimizer.params.lr": [0.01, 0.5]}
+    assert read_record(out).changes == [{"after_step": 1, "changed": changed}]
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from zinf.memory.lock_file import lock_of_folder, locked
+with locked({Path(sys.argv[1]): lock_of_folder(Path(sys.argv[1]))}, change="wait"):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_second_run_in_a_folder_is_refused_and_told_who_has_it(
+    file: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, out],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"held\n"
+        for command in (("train", file), ("checkpoint", "import", tmp_path, file)):
+            refused = zinf(*command, code=2)
+            host = socket.gethostname()
+            assert f"in use by process {other.pid} on host {host} (" in refused.stderr
+            assert [path.name for path in out.iterdir()] == ["run.lock"]
+        other.kill()
+    # A lock of a killed process holds nothing; afterwards there is none.
+    zinf("train", file, "--steps", 1)
+    assert not [*out.rglob("*.lock")]
+
+
 MISTAKES = {
+    "output in the NVMe folder": (
+        "run.output={folder}/nvme/arrays/out",
+        "memory.nvme={folder}/nvme",
+    ),
     "unknown key": ("run.stepz=3",),
     "wrong value": ("memory.host=lots",),
     "no text": ("data.paths=[/absent]",),
@@ -117,7 +196,7 @@ def test_a_mistake_is_one_clean_message(
 ) -> None:
     texts = []
     for name, keys in MISTAKES.items():
-        given = settings(*(key.format(file=file) for key in keys))
+        given = settings(*(key.format(file=file, folder=tmp_path) for key in keys))
         result = zinf("train", file, *given, code=2)
         assert result.stderr.startswith("error: ")
         assert "Traceback" not in result.output

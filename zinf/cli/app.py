@@ -13,7 +13,7 @@ import typer
 from zinf.cli.checkpoint import checkpoint_app
 from zinf.cli.data import data_app
 from zinf.cli.errors import DIFFERS, USER_ERROR, clean_errors
-from zinf.cli.inference import WeightBits, evaluate, generate
+from zinf.cli.inference import AllowChanged, WeightBits, evaluate, generate
 from zinf.distributed import Flags, Limits, find_seat, options
 from zinf.ray import options as ray_options
 from zinf.ray.settings import FailureConfig
@@ -99,6 +99,7 @@ def train(
     trace_steps: Annotated[
         int, typer.Option(min=1, help="Steps that the trace has.")
     ] = 3,
+    allow_changed: AllowChanged = None,
     coordinator: options.Coordinator = None,
     num_processes: options.NumProcesses = None,
     process_id: options.ProcessId = None,
@@ -154,6 +155,7 @@ def train(
                 ),
                 address=address,
                 limits=limits,
+                allow_changed=allow_changed or (),
             )
         return
     with clean_errors(traceback):
@@ -163,7 +165,7 @@ def train(
         group = join(find_seat(flags, os.environ), limits)
     try:
         with clean_errors(traceback, group), group:
-            train_config(config, given, trace, trace_steps, group)
+            train_config(config, given, trace, trace_steps, group, allow_changed or ())
     except typer.Exit as ended:
         if group.count > 1:
             leave(ended.exit_code)
@@ -285,6 +287,7 @@ def finetune(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the newest checkpoint.")
     ] = False,
+    allow_changed: AllowChanged = None,
     overrides: Overrides = None,
     traceback: ShowTraceback = False,
 ) -> None:
@@ -333,6 +336,7 @@ def finetune(
             merges=merge,
             epochs=epochs,
             group=Alone(),
+            allow_changed=allow_changed or (),
         )
 
 

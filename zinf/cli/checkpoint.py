@@ -2,7 +2,7 @@
 
 import json
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -217,14 +217,17 @@ def import_(
     from zinf.checkpoint import Checkpoints
     from zinf.cli.places import has_any, place_of_checkpoints
     from zinf.cli.problem import dataset, problem
+    from zinf.cli.run_folder import held_run
     from zinf.cli.train import resume_command
+    from zinf.distributed import Alone
     from zinf.initialize import initialize
     from zinf.interchange import import_orbax, import_safetensors
     from zinf.interchange.orbax_import import METADATA
     from zinf.prepare.devices import on_devices
 
-    with clean_errors(traceback):
+    with clean_errors(traceback), ExitStack() as held:
         loaded, mesh = on_devices(config, overrides=overrides or ())
+        held.enter_context(held_run(loaded, Alone()))
         folder = place_of_checkpoints(loaded)
         if has_any(folder):
             raise FileExistsError(

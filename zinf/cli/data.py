@@ -67,6 +67,7 @@ def analyze(
     """
     from zinf.cli.analysis import samples, windows
     from zinf.data import analyze as analyze_samples
+    from zinf.memory.lock_file import lock_of_folder, locked
 
     if model is None and (packing or truncate):
         raise typer.BadParameter("--packing and --truncate are for --model.")
@@ -75,7 +76,8 @@ def analyze(
         "validation_fraction": validation_fraction,
         "processes": processes,
     }
-    with clean_errors(traceback):
+    locks = {output: lock_of_folder(output)}
+    with clean_errors(traceback), locked(locks, change="name another --output"):
         if model is None:
             files = {"glob": glob, "field": field, "bin_dtype": bin_dtype}
             found = windows(paths, output, **files, **common)

@@ -9,9 +9,11 @@ import yaml
 from zinf import hf
 from zinf.cli.endings import say as _say
 from zinf.cli.problem import batch_size
-from zinf.cli.train import train_config
+from zinf.cli.run_folder import check_places, check_resumed, decides, held_run
+from zinf.cli.train import train_held
 from zinf.config import Config
 from zinf.distributed import AbstractGroup
+from zinf.prepare.devices import on_devices
 
 CONFIG = "finetune.yaml"
 EVALUATE_EVERY = 100
@@ -32,6 +34,7 @@ def finetune_model(
     merges: bool = True,
     epochs: float,
     group: AbstractGroup,
+    allow_changed: Sequence[str] = (),
 ) -> None:
     """Trains the model of a config on its data, and writes the tuned model.
 
@@ -43,6 +46,7 @@ def finetune_model(
         merges: whether the model is written if it has adapters. Else they are written
             to `OUTPUT`, alone.
         epochs: how often each sample is used, if `run.steps` is not given.
+        allow_changed: keys in which a resumed run may differ from before.
     """
     run = output.with_name(f"{output.name}.run")
     exports = {"export": output}
@@ -67,10 +71,25 @@ def finetune_model(
     if "steps" not in config.run.model_fields_set:
         task = hf.Task(config)
         raw["run"]["steps"] = task.steps_of_epochs(batch_size(config), epochs, _say)
-    run.mkdir(parents=True, exist_ok=True)
-    path = run / CONFIG
-    path.write_text(yaml.safe_dump(raw, sort_keys=False), encoding="utf-8")
-    train_config(path, overrides, None, 3, group)
+    config = Config.load(raw, overrides)
+    check_places(config)
+    with held_run(config, group):
+        # First, for the config of the run is still the one that is compared.
+        check_resumed(config, decides(config), allow_changed, _say_nothing)
+        run.mkdir(parents=True, exist_ok=True)
+        path = run / CONFIG
+        path.write_text(yaml.safe_dump(raw, sort_keys=False), encoding="utf-8")
+        config, mesh = on_devices(path, overrides=overrides)
+        train_held(
+            config,
+            mesh,
+            path,
+            overrides,
+            trace=None,
+            trace_steps=3,
+            group=group,
+            allow_changed=allow_changed,
+        )
 
 
 def model_config(
@@ -144,3 +163,6 @@ def adapter_section(rank: int | None, **options: Any) -> dict[str, Any] | None:
             )
         return None
     return {"r": rank, **given}
+
+
+def _say_nothing(text: str) -> None: ...

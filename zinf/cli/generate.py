@@ -1,22 +1,33 @@
 """`zinf generate` and `zinf evaluate`: models of transformers, run and not trained."""
 
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from itertools import islice
 from math import exp
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, BinaryIO
 
 import jax
 import numpy as np
 
 from zinf import hf
+from zinf.cli.changes import told
+from zinf.cli.completions import (
+    check_output,
+    check_record,
+    check_settings,
+    complete_lines,
+    full_line,
+    record_settings,
+)
 from zinf.config import Config
+from zinf.config.deciding import deciding
 from zinf.data.extract import json_lines
-from zinf.inference import ROWS, bucket
+from zinf.inference import ROWS, Sampling, bucket
+from zinf.memory.lock_file import lock_beside, locked
 
 # Microbatches of `ROWS` samples that pass a layer before the next one is fetched.
 MICROBATCHES = 8
@@ -79,12 +90,19 @@ def write_completions(
     seed: int,
     chat: bool,
     batch_size: int,
+    allow_changed: Sequence[str] = (),
 ) -> None:
     """Writes each line of a file of prompts with its `completion` to another file.
 
     Lines that the output has already are left out, so that the command can be given
     again after it was stopped. A line depends on the seed and on its own number.
+
+    Raises:
+        ValueError: the output has other content, which is left as it is; or its lines
+            were made with other settings than now, which `allow_changed` does not name.
+        StorageError: another command writes to the output.
     """
+    check_output(output, prompts)
     model = hf.load_as_stored(name, base=base)
     sampling = hf.settings_of(model, given)
     # All lines are read first: what is wrong with the last is known before the first.
@@ -94,36 +112,78 @@ def write_completions(
     ]
     if not lines:
         raise ValueError(f"{prompts}: there is no line to read.")
-    done = _num_complete(output, [line for line, _ in lines])
-    if done:
-        _say(f"{output} has {done:,} of {len(lines):,} lines already.")
-    if done == len(lines):
-        return
-    _say_if_endless(sampling.eos_token_ids, max_new_tokens)
-    longest = max(len(tokens) for _, tokens in lines[done:])
-    start, count = perf_counter(), 0
-    with (
-        hf.open_model(model, config, rows=ROWS, length=bucket(longest)) as engine,
-        output.open("a", encoding="utf-8") as stream,
-    ):
-        for first in range(done, len(lines), batch_size):
-            some = lines[first : first + batch_size]
-            texts = hf.complete_texts(
+    settings: dict[str, Any] = {
+        "model.weights": model.digest,
+        "max_new_tokens": max_new_tokens,
+        "seed": seed,
+        "chat": chat,
+        **{f"sampling.{key}": value for key, value in asdict(sampling).items()},
+        **{k: v for k, v in deciding(config).items() if not _is_of_training(k)},
+    }
+    # The same file has one lock by all its names.
+    beside = {output: lock_beside(output.resolve())}
+    with locked(beside, change="name another --output"):
+        done, num_bytes = complete_lines(output, [line for line, _ in lines])
+        check_record(output)
+        changed = check_settings(output, settings, allow_changed) if done else {}
+        if done:
+            _say(f"{output} has {done:,} of {len(lines):,} lines already.")
+        if done == len(lines):
+            return
+        if changed is None:
+            _say(f"What they were made with is not recorded beside {output}.")
+        if changed:
+            _say(f"The rest is made with other settings: {told(changed)}.")
+        _say_if_endless(sampling.eos_token_ids, max_new_tokens)
+        longest = max(len(tokens) for _, tokens in lines[done:])
+        with (
+            hf.open_model(model, config, rows=ROWS, length=bucket(longest)) as engine,
+            output.open("ab") as stream,
+        ):
+            record_settings(output, settings, changed, done)
+            stream.truncate(num_bytes)
+            _complete(
                 engine,
-                [tokens for _, tokens in some],
+                lines,
+                stream,
                 sampling,
+                done=done,
                 max_new_tokens=max_new_tokens,
-                keys=_keys(seed, range(first, first + len(some))),
-                rows=ROWS,
+                seed=seed,
+                batch_size=batch_size,
             )
-            for (line, _), text in zip(some, texts, strict=True):
-                full = {**line, "completion": text}
-                stream.write(json.dumps(full, ensure_ascii=False) + "\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-            count += len(some)
-            rate = 60 * count / (perf_counter() - start)
-            _say(f"{first + len(some):,} of {len(lines):,} lines, {rate:.1f} a minute")
+
+
+def _complete(
+    engine: hf.ModelEngine,
+    lines: Sequence[tuple[Mapping[str, Any], Any]],
+    stream: BinaryIO,
+    sampling: Sampling,
+    *,
+    done: int,
+    max_new_tokens: int,
+    seed: int,
+    batch_size: int,
+) -> None:
+    """Append all lines after the first `done`, a batch at a time."""
+    start, count = perf_counter(), 0
+    for first in range(done, len(lines), batch_size):
+        some = lines[first : first + batch_size]
+        texts = hf.complete_texts(
+            engine,
+            [tokens for _, tokens in some],
+            sampling,
+            max_new_tokens=max_new_tokens,
+            keys=_keys(seed, range(first, first + len(some))),
+            rows=ROWS,
+        )
+        for (line, _), text in zip(some, texts, strict=True):
+            stream.write(full_line(line, text))
+        stream.flush()
+        os.fsync(stream.fileno())
+        count += len(some)
+        rate = 60 * count / (perf_counter() - start)
+        _say(f"{first + len(some):,} of {len(lines):,} lines, {rate:.1f} a minute")
 
 
 def print_evaluation(
@@ -180,31 +240,8 @@ def _padded(
     return {"input_ids": tokens, "labels": labels}, num_microbatches
 
 
-def _num_complete(output: Path, lines: Sequence[Mapping[str, Any]]) -> int:
-    """The lines that the output has; a last one without its end is cut off.
-
-    Raises:
-        ValueError: the output has a line that is not the prompt's of that number.
-    """
-    if not output.exists():
-        return 0
-    content = output.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
-        with output.open("r+b") as stream:
-            stream.truncate(len(whole))
-    found = [line for line, _ in json_lines(output)]
-    for number, line in enumerate(found):
-        is_known = number < len(lines) and isinstance(line, dict)
-        if not is_known or line != {
-            **lines[number],
-            "completion": line.get("completion"),
-        }:
-            raise ValueError(
-                f"{output}, line {number + 1}: it is no completion of line "
-                f"{number + 1} of the prompts. Name another output, or delete it."
-            )
-    return len(found)
+def _is_of_training(key: str) -> bool:
+    return key == "train_batch_size" or key.startswith("data.")
 
 
 def _keys(seed: int, numbers: range) -> jax.Array:

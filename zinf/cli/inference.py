@@ -28,6 +28,13 @@ WeightBits = Annotated[
         metavar="8|4", help="Keep weights of linear layers in 8 or 4 bits each."
     ),
 ]
+AllowChanged = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY",
+        help="Go on although this setting is another than before; repeatable.",
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
@@ -52,7 +59,7 @@ def generate(
         Path | None,
         typer.Option(
             help="File for the lines of --prompts, each with its completion. Lines "
-            "that it has are not made again."
+            "that it has are not made again. FILE.settings.json says how they are made."
         ),
     ] = None,
     chat: Annotated[
@@ -85,6 +92,7 @@ def generate(
     base: Base = None,
     nvme: Nvme = None,
     weight_bits: WeightBits = None,
+    allow_changed: AllowChanged = None,
     overrides: Overrides = None,
     traceback: ShowTraceback = False,
 ) -> None:
@@ -131,6 +139,7 @@ def generate(
                 seed=seed,
                 chat=chat,
                 batch_size=batch_size,
+                allow_changed=allow_changed or (),
             )
 
 

@@ -157,17 +157,7 @@ def dataset(
             group=group,
             say=say,
         )
-    data = config.data
-    # Absolute, because `find_files` takes the name "stdlib" for the standard library,
-    # even if the user means a folder of that name.
-    paths = data.paths
-    names = [paths] if isinstance(paths, str) else [str(p.absolute()) for p in paths]
-    files: dict[str, Any] = {
-        "glob": data.glob,
-        "field": data.field,
-        "bin_dtype": data.bin_dtype,
-        "cache": data.cache or config.run.output / "data",
-    }
+    data, (names, files) = config.data, _files(config)
     if group.count > 1:
         group.agree({"data of the files": tokens_hash(read_tokens(names, **files))})
     efficiency = config.data_efficiency
@@ -189,6 +179,30 @@ def dataset(
         say=say,
     )
     return paced(config, samples) if split == "train" else samples
+
+
+def data_digest(config: Config) -> str:
+    """A digest of the files of training and validation, and of how they are read."""
+    if is_huggingface(config):
+        return hf.Task(config).data_digest()
+    names, files = _files(config)
+    return read_tokens(names, **files).digest()
+
+
+def _files(config: Config) -> tuple[list[str], dict[str, Any]]:
+    """The files of a config, and how their tokens are read, for `read_tokens`."""
+    data = config.data
+    # Absolute, because `find_files` takes the name "stdlib" for the standard library,
+    # even if the user means a folder of that name.
+    paths = data.paths
+    is_name = isinstance(paths, str)
+    names: list[str] = [paths] if is_name else [str(p.absolute()) for p in paths]
+    return names, {
+        "glob": data.glob,
+        "field": data.field,
+        "bin_dtype": data.bin_dtype,
+        "cache": data.cache or config.run.output / "data",
+    }
 
 
 def learning_rate(config: Config) -> optax.Schedule:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from zinf import hf
 from zinf.checkpoint import Checkpoints, Place
+from zinf.cli.changes import Changed
 from zinf.cli.endings import say as _say
 from zinf.cli.places import has_any, place_of_checkpoints
 from zinf.cli.problem import (
@@ -28,6 +29,7 @@ from zinf.cli.problem import (
     num_tokens,
     title,
 )
+from zinf.cli.run_folder import check_places, check_resumed, decides, held_run
 from zinf.cli.teacher import plan_teacher
 from zinf.config import Config
 from zinf.distributed import AbstractGroup, flat
@@ -46,14 +48,46 @@ def train_config(
     trace: Path | None,
     trace_steps: int,
     group: AbstractGroup,
+    allow_changed: Sequence[str] = (),
 ) -> None:
     """Trains the model of a config file, as one of a group of processes.
 
     Args:
         trace: file for the trace; None means `trace.json` in the folder of the run.
+        allow_changed: keys in which a resumed run may differ from before.
+
+    Raises:
+        ValueError: a resumed run differs in others; the message names each.
+        StorageError: another run writes to the same folder; the message says which.
     """
     config, mesh = on_devices(path, overrides=overrides)
     _check_exports(config)
+    check_places(config)
+    with held_run(config, group):
+        train_held(
+            config,
+            mesh,
+            path,
+            overrides,
+            trace=trace,
+            trace_steps=trace_steps,
+            group=group,
+            allow_changed=allow_changed,
+        )
+
+
+def train_held(
+    config: Config,
+    mesh: Mesh,
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    trace: Path | None,
+    trace_steps: int,
+    group: AbstractGroup,
+    allow_changed: Sequence[str],
+) -> None:
+    """`train_config` in a folder that is held; see `held_run`."""
     if is_huggingface(config) and not config.run.resume:
         hf.Task(config).model.check_files()
     if group.count > 1:
@@ -65,6 +99,12 @@ def train_config(
             )
         group.agree(_alike(config))
     say = _say if group.is_first else _say_nothing
+    content: dict[str, Any] = {}
+    changes: list[dict[str, Any]] = []
+    changed: Changed = {}
+    if group.is_first:
+        content = decides(config)
+        changes, changed = check_resumed(config, content, allow_changed, say)
     data = dataset(config, "train", group, say=say)
     evaluates = config.run.evaluate_every is not None
     evaluation_data = dataset(config, "validation", group) if evaluates else None
@@ -84,6 +124,9 @@ def train_config(
         group.barrier(SET_ASIDE)
         with Checkpoints(folder, keep=config.run.keep_checkpoints) as checkpoints:
             if group.is_first:
+                after_step = checkpoints.latest_step() or 0
+                if changed:
+                    changes.append({"after_step": after_step, "changed": changed})
                 record = RunRecord.of(
                     config,
                     engine.plan,
@@ -92,7 +135,9 @@ def train_config(
                     devices=devices(mesh),
                     has_measured_rates=engine.planner.has_measured_rates,
                     begun=datetime.now().astimezone().isoformat(" ", "minutes"),
-                    after_step=checkpoints.latest_step() or 0,
+                    after_step=after_step,
+                    decides=content,
+                    changes=changes,
                     metrics=metrics,
                     trace=drawn,
                 )

@@ -23,6 +23,7 @@ def train_on_ray(
     failure: FailureConfig,
     address: str | None,
     limits: Limits,
+    allow_changed: Sequence[str] = (),
 ) -> None:
     """Trains the model of a config file on the workers of a Ray cluster."""
     raw = override(raw_config(path), overrides)
@@ -34,7 +35,7 @@ def train_on_ray(
             "a step has on all of them. Set train_batch_size in place of "
             "train_micro_batch_size_per_gpu."
         )
-    given = (path.absolute(), overrides, trace, trace_steps)
+    given = (path.absolute(), overrides, trace, trace_steps, allow_changed)
     try:
         ray.fit(
             partial(_train, *given),
@@ -55,9 +56,10 @@ def _train(
     overrides: Sequence[str],
     trace: Path | None,
     trace_steps: int,
+    allow_changed: Sequence[str],
     group: "ray.RayGroup",
 ) -> None:
     # An attempt that ended before this meeting left everything as it was.
     if group.has_passed(SET_ASIDE):
         overrides = [*overrides, "run.resume=true"]
-    train_config(path, overrides, trace, trace_steps, group)
+    train_config(path, overrides, trace, trace_steps, group, allow_changed)

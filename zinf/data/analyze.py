@@ -27,6 +27,12 @@ RARITY_SCALE = 100
 # Where a sample of data with padding has no token.
 PADDING = -1
 ABOUT = "about.json"
+# Of the files of a metric.
+INDEXES = ("_sample_to_metric", "_index_to_sample", "_index_to_metric")
+SUFFIXES = (
+    *(f"{name}{end}" for name in INDEXES for end in (".bin", ".idx")),
+    *(".values", ".npy", ".partial.npz", ".partial.new"),
+)
 Say = Callable[[str], None]
 
 
@@ -99,7 +105,7 @@ def analyze(
     functions = {
         short(name): _metric(name, analysis) for name in names if name != RARITY
     }
-    _begin(analysis)
+    _begin(analysis, [*map(short, names), "token_counts"])
     for name in map(short, names):
         if (analysis.output / f"{name}_index_to_metric.idx").exists():
             say(f"{name}: done before")
@@ -118,7 +124,7 @@ def total(analysis: Analysis, name: str, say: Say = lambda text: None) -> np.nda
         name: "token_counts", or "module:function" of a function from samples to an
             array, of any length, for which shorter ones are as if they ended in zeros.
     """
-    _begin(analysis)
+    _begin(analysis, [short(name)])
     function = token_counts if name == "token_counts" else load_function(name)
     return _total(analysis, short(name), function, say)
 
@@ -171,16 +177,39 @@ def _metric(name: str, analysis: Analysis) -> Callable[[np.ndarray], np.ndarray]
     return load_function(name)
 
 
-def _begin(analysis: Analysis) -> None:
+def _begin(analysis: Analysis, names: Sequence[str]) -> None:
+    """Say in the folder what is analyzed there.
+
+    Raises:
+        ValueError: it has an analysis of other data, or files that are none of an
+            analysis and have the names of those that will be written.
+    """
     analysis.output.mkdir(parents=True, exist_ok=True)
     path = analysis.output / ABOUT
     about = {**analysis.about, "num_samples": len(analysis.samples)}
+    foreign = [path] if path.exists() and not _is_about(path) else []
+    if not path.exists():
+        files = [analysis.output / f"{n}{s}" for n in names for s in SUFFIXES]
+        foreign = [file for file in files if file.exists()]
+    if foreign:
+        raise ValueError(
+            f"{foreign[0]} is of no analysis by zinf, and has the name of a file that "
+            "would be written. It is left as it is. Name another folder (--output)."
+        )
     if path.exists() and (found := json.loads(path.read_text())) != about:
         raise ValueError(
             f"{analysis.output} has an analysis of other data: {found}, and this is "
             f"{about}. Name another folder."
         )
     path.write_text(json.dumps(about))
+
+
+def _is_about(path: Path) -> bool:
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and "num_samples" in found
 
 
 def _values(

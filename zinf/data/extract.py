@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from zinf.data.digest import file_digest
 from zinf.data.files import Kind
 from zinf.data.tokens import SEPARATOR
 from zinf.data.unfinished import unfinished
@@ -28,7 +29,8 @@ def extracted(
 ) -> Path:
     """A file with the text of all rows of `path`; a zero byte follows each text.
 
-    The file is in the folder `cache`. If `path` has changed, a new file is made.
+    The file is in the folder `cache`, by the content of `path`: other content has
+    another file, also if its size and time are the same.
 
     Args:
         field: the name of the text in each row.
@@ -39,8 +41,7 @@ def extracted(
             missing.
         OSError: The file cannot be written.
     """
-    about = path.stat()
-    state = [str(path.absolute()), about.st_size, about.st_mtime_ns, field]
+    state = [file_digest(path), kind, field]
     digest = hashlib.sha256(json.dumps(state).encode()).hexdigest()[:16]
     result = cache / f"{path.stem}-{digest}.text"
     if result.exists():

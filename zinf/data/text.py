@@ -129,6 +129,7 @@ class TokenWindows(grain.sources.RandomAccessDataSource):
         """What tells these samples from others, as JSON; see `Analysis`."""
         return {
             "tokens": tokens_hash(self._tokens),
+            "content": self._tokens.digest(),
             "sequence_length": self._sequence_length,
             "validation_fraction": validation_fraction,
         }

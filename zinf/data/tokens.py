@@ -7,6 +7,9 @@ from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
+from xxhash import xxh3_128
+
+from zinf.data.digest import sampled_digest
 
 SEPARATOR = 0  # the byte after each text; text does not contain it
 
@@ -70,6 +73,14 @@ class Tokens:
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
+
+    def digest(self) -> str:
+        """A digest of the files and of how they are read; see `sampled_digest`."""
+        total = xxh3_128()
+        for part in self.parts:
+            about = part.num_tokens, str(part.dtype), part.offset_bytes, part.is_closed
+            total.update(f"{about}{sampled_digest(part.path)}".encode())
+        return total.hexdigest()
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens `start` up to `stop`, int32 (stop - start,)."""

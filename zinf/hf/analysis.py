@@ -47,6 +47,7 @@ def about_rows(rows: Samples | Packed, validation_fraction: float) -> dict[str, 
     digest = sha256(samples.lengths.astype(np.int64).tobytes()).hexdigest()[:12]
     return {
         "tokens": tokens_hash(samples.all_tokens()),
+        "content": samples.all_tokens().digest(),
         "lengths": digest,
         "sequence_length": samples.length,
         "validation_fraction": validation_fraction,

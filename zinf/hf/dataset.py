@@ -16,6 +16,7 @@ import grain
 import numpy as np
 
 from zinf.data.curriculum import CurriculumSamples, Metric
+from zinf.data.digest import file_digest
 from zinf.data.share import Share
 from zinf.data.tokens import Part, Tokens
 from zinf.data.unfinished import unfinished
@@ -103,7 +104,7 @@ def tokenized(
     cache: Path,
     say: Callable[[str], None] = lambda text: None,
 ) -> Path:
-    """A folder with the tokens of all lines, made once for files and settings.
+    """A folder with the tokens of all lines, made once for content and settings.
 
     Args:
         tokenizer_files: what the tokenizer was read from: if it changes, so do tokens.
@@ -114,7 +115,7 @@ def tokenized(
         FileNotFoundError: a file does not exist.
         ValueError: a line is wrong, or there is none; see `Tokenizing.sample`.
     """
-    state: list[Any] = [how.settings, *map(_state, [*paths, *tokenizer_files])]
+    state: list[Any] = [how.settings, *map(content_of, [*paths, *tokenizer_files])]
     digest = sha256(json.dumps(state).encode()).hexdigest()[:16]
     folder = cache / f"samples-{digest}"
     if folder.is_dir():
@@ -232,11 +233,11 @@ def num_samples(folder: Path) -> int:
     return len(np.load(folder / ENDS))
 
 
-def _state(path: Path) -> tuple[str, int, int]:
+def content_of(path: Path) -> tuple[str, str]:
+    """What tells the content of a file from others, and how it is read."""
     if not path.is_file():
         raise FileNotFoundError(
             f"There is no file {path} (relative paths start at {Path.cwd()}). Name "
             "files of JSON lines in data.paths."
         )
-    about = path.stat()
-    return str(path.absolute()), about.st_size, about.st_mtime_ns
+    return path.suffix, file_digest(path)

@@ -10,12 +10,15 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
 )
+from xxhash import xxh3_128
 
+from zinf.data.digest import sampled_digest
 from zinf.hf.module import CONFIG
 from zinf.interchange.safetensors_files import INDEX_SUFFIX, SUFFIX
 
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 WEIGHTS = "model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 GGUF = ".gguf"
 NO_GGUF = (
     "is quantized for llama.cpp (GGUF), and zinf does not read that form. Use the "
@@ -126,3 +129,15 @@ def weights_path(folder: Path) -> Path:
         f"{folder} has a {CONFIG} and no weights: no file *{SUFFIX} is there. Get "
         "them, or only plan: zinf plan --model."
     )
+
+
+def weights_digest(folder: Path) -> str:
+    """A digest of the weights in a folder, and of the configs that say what they are.
+
+    Of each file it is the `sampled_digest`.
+    """
+    total = xxh3_128()
+    for pattern in (CONFIG, ADAPTER_CONFIG, f"*{SUFFIX}"):
+        for path in sorted(folder.glob(pattern)):
+            total.update(f"{path.name}:{sampled_digest(path)}\n".encode())
+    return total.hexdigest()

@@ -28,7 +28,7 @@ from zinf.hf.attention import within_segments
 from zinf.hf.batch import IGNORED, check_some_label, check_tokens
 from zinf.hf.dequantize import Dequantized, block_of
 from zinf.hf.dropping import dropping, layers_of
-from zinf.hf.folder import find_folder, weights_path
+from zinf.hf.folder import find_folder, weights_digest, weights_path
 from zinf.hf.module import CONFIG, build, read_config
 from zinf.hf.weights import StoredWeights, check_dtypes, spec_of, to_numpy
 from zinf.interchange.names import Terms, listed, match
@@ -148,6 +148,14 @@ class Model:
         self.adapter, self.random_ltd_layers = adapter, random_ltd_layers
         self._modules: dict[str, transformers.PreTrainedModel] = {}
         self._stored_buffers: dict[str, np.ndarray] = {}
+
+    @property
+    def digest(self) -> str:
+        """The `weights_digest` of the model, and of its adapter if it has one."""
+        own = weights_digest(self.folder)
+        if self.adapter is None:
+            return own
+        return f"{own}, adapter {weights_digest(self.adapter.folder)}"
 
     @property
     def module(self) -> transformers.PreTrainedModel:

@@ -5,7 +5,8 @@ trained model with those of a reference, which is the model as training begins. 
 reference never changes, so its log-probabilities are computed once, and kept in a file.
 """
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ from zinf.segment.weighted import Weighted
 
 SIDES = ("chosen", "rejected")
 ANSWER_KEYS = ("input_ids", "labels")
+# Log-probabilities of equal weights that two machines compute in 16 bits differ by
+# less: terms are off by 2**-8 of a logit, either way. More costs a pass, and no error.
+ROUNDING = {"rtol": 2.0**-10, "atol": 2.0**-5}
 
 
 @dataclass(frozen=True)
@@ -151,19 +155,45 @@ def write_reference(
     Args:
         batch_size: pairs of a pass.
     """
+    found = list(_passes(engine, preference, pairs, batch_size))
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    with partial.open("wb") as file:
+        np.save(file, np.concatenate(found)[: len(pairs)])
+    partial.replace(path)
+
+
+def is_reference(
+    engine: ModelEngine,
+    preference: Preference,
+    pairs: Pairs,
+    path: Path,
+    *,
+    batch_size: int,
+) -> bool:
+    """Whether a file of `write_reference` is of the engine's model, by one pass.
+
+    That is so if the losses of the first pairs are ln 2, within rounding: on another
+    machine sums of the same terms may differ.
+    """
+    kept = np.load(path)
+    if kept.shape != (len(pairs), len(SIDES)):
+        return False
+    found = next(_passes(engine, preference, pairs, batch_size))[: len(kept)]
+    return np.allclose(found, kept[: len(found)], **ROUNDING)
+
+
+def _passes(
+    engine: ModelEngine, preference: Preference, pairs: Pairs, batch_size: int
+) -> Iterator[np.ndarray]:
+    """Log-probabilities of so many pairs after another; the last pass may repeat."""
     assert engine.num_steps == 0, "the reference is the model before the first step"
     function = _forward(engine, preference)
-    found = []
     for start in range(0, len(pairs), batch_size):
         # The last pass has the shape of the others: it repeats the last pair.
         numbers = np.minimum(np.arange(start, start + batch_size), len(pairs) - 1)
         rows = [pairs.answers(int(number)) for number in numbers]
         batch = {name: np.stack([row[name] for row in rows]) for name in ANSWER_KEYS}
-        found.append(engine.apply(function, batch))
-    partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
-        np.save(file, np.concatenate(found)[: len(pairs)])
-    partial.replace(path)
+        yield engine.apply(function, batch)
 
 
 def _forward(engine: ModelEngine, preference: Preference) -> Callable:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
+from xxhash import xxh3_128
 
 from zinf.adapt import Adapted
 from zinf.config import Config
@@ -32,12 +33,13 @@ from zinf.hf.dataset import (
     Samples,
     batches,
     check_labels,
+    content_of,
     num_samples,
     split_of,
     tokenized,
 )
 from zinf.hf.engine import ModelEngine, adapted_model, draws, initialize
-from zinf.hf.folder import SMALL_FILES
+from zinf.hf.folder import SMALL_FILES, weights_digest
 from zinf.hf.heads import HeadModel, load_head
 from zinf.hf.model import IGNORED, Model, load
 from zinf.hf.packing import Packed
@@ -46,10 +48,10 @@ from zinf.hf.preference import (
     Pairs,
     PairTokenizing,
     Preference,
+    is_reference,
     write_reference,
 )
 from zinf.hf.samples import Tokenizing
-from zinf.interchange.safetensors_files import SUFFIX
 from zinf.optim.factory import build_optimizer
 
 CLASSIFICATION = "classification"
@@ -230,6 +232,12 @@ class Task:
             say=say,
         )
 
+    def data_digest(self) -> str:
+        """A digest of the files that are trained on, in order."""
+        paths = self.config.data.paths
+        paths = () if isinstance(paths, str) else paths
+        return xxh3_128(json.dumps([*map(content_of, paths)]).encode()).hexdigest()
+
     def labels_of_data(self) -> tuple[str, ...]:
         """Names of the classes that the files have, for objective classification.
 
@@ -356,7 +364,8 @@ class Task:
         """Compute what batches need of the model as it is before the first step.
 
         That is the reference of preferences, for all pairs of the files, unless an
-        earlier run computed it.
+        earlier run computed it from equal weights. What that run wrote is compared with
+        a pass of this model: the first loss is ln 2, or the file is written anew.
         """
         preference, data = self.preference, self.config.data
         if preference is None:
@@ -365,26 +374,28 @@ class Task:
         is_apart = evaluates and data.evaluation_paths is not None
         for folder in (self.samples(), *[self.samples(for_evaluation=True)] * is_apart):
             path = self._reference_file(folder)
-            if path.exists():
-                continue
             found = Samples(
                 folder, length=self.length, padding=0, first=0, last=num_samples(folder)
             )
             pairs = Pairs(found, path, 0)
+            if path.exists():
+                if is_reference(engine, preference, pairs, path, batch_size=batch_size):
+                    continue
+                say(f"data: {path} is of another model than this one")
             say(f"data: log-probabilities of {len(pairs):,} pairs, once, to {path}")
             write_reference(engine, preference, pairs, path, batch_size=batch_size)
 
     def _reference_file(self, folder: Path) -> Path:
-        """Where the log-probabilities of the pairs in a folder are, for this model."""
+        """Where the log-probabilities of the pairs in a folder are, for this model.
+
+        It goes by the content of the weights and settings of the model; see
+        `sampled_digest`.
+        """
         adapter, model = self.config.adapter, self.model
         begin_from = None if adapter is None else adapter.begin_from
         encoding = None if adapter is None else adapter.quantize_base
-        weights = [
-            (str(path), path.stat().st_size, path.stat().st_mtime_ns)
-            for place in (model.folder, begin_from)
-            if place is not None
-            for path in sorted(place.glob(f"*{SUFFIX}"))
-        ]
+        places = [model.folder, *([] if begin_from is None else [begin_from])]
+        weights = [weights_digest(place) for place in places]
         state = [weights, encoding, self.config.compute_dtype]
         digest = sha256(json.dumps(state).encode()).hexdigest()[:16]
         return folder / f"reference-{digest}.npy"

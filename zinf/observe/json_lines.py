@@ -13,7 +13,8 @@ class JsonLines(AbstractWriter):
 
     If the file has lines of steps after `after_step`, this run repeats these steps. The
     lines are moved to `metrics.1.jsonl`, or the first free number; with `after_step` of
-    0 that is the whole file. An incomplete last line is removed.
+    0 that is the whole file. A last line of metrics that was cut short is removed. What
+    is no metrics is moved too, so a file of another kind is not lost.
 
     Attributes:
         kept: where lines of an earlier run were moved to; None if there were none.
@@ -40,10 +41,11 @@ class JsonLines(AbstractWriter):
 
 
 def _keep(path: Path, start: int) -> Path | None:
-    """Copies the lines from `start` on to a new file, unless there is no whole line."""
+    """Copies what is from `start` on to a new file, unless it is a line cut short."""
     with path.open("rb") as file:
         file.seek(start)
-        if not file.readline().endswith(b"\n"):
+        line = file.readline()
+        if not line or _is_cut_short(line):
             return None
         file.seek(start)
         numbered = (path.with_stem(f"{path.stem}.{n}") for n in count(1))
@@ -66,6 +68,17 @@ def _bytes_until(path: Path, last_step: int) -> int:
                 break
             nbytes += len(line)
     return nbytes
+
+
+def _is_cut_short(line: bytes) -> bool:
+    """Whether a line may be the beginning of one that `JsonLines` wrote."""
+    if line.endswith(b"\n") or not line.startswith(b"{"):
+        return False
+    try:
+        json.loads(line)
+    except ValueError:
+        return True
+    return False
 
 
 def _step(line: bytes) -> float:

@@ -6,6 +6,7 @@ with the metrics and the trace of the first steps, by default in the same folder
 
 import os
 import platform
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -55,6 +56,10 @@ class RunRecord(BaseModel):
     held: planned bytes by tier.
     predicted_seconds: predicted time of a step.
     has_measured_rates: the run measured its rates, or the config names a file of them.
+    decides: what the numbers of the run depend on, by dotted key, for a resumed run to
+        compare; None in records of plans and of older versions.
+    changes: settings that a resumed run changed, each {"after_step", "changed"} with
+        the old and the new value of each key.
     metrics, trace: absolute paths of the metrics file and the trace file.
     """
 
@@ -75,6 +80,8 @@ class RunRecord(BaseModel):
     has_measured_rates: bool
     versions: dict[str, str]
     machine: dict[str, str]
+    decides: dict[str, Any] | None = None
+    changes: list[dict[str, Any]] = []
     metrics: Path | None = None
     trace: Path | None = None
 
@@ -90,6 +97,8 @@ class RunRecord(BaseModel):
         has_measured_rates: bool,
         begun: str | None = None,
         after_step: int = 0,
+        decides: dict[str, Any] | None = None,
+        changes: Sequence[dict[str, Any]] = (),
         metrics: Path | None = None,
         trace: Path | None = None,
     ) -> Self:
@@ -120,6 +129,8 @@ class RunRecord(BaseModel):
             has_measured_rates=has_measured_rates,
             versions=_versions(),
             machine=_machine(),
+            decides=decides,
+            changes=list(changes),
             metrics=metrics and metrics.absolute(),
             trace=trace and trace.absolute(),
         )

@@ -38,6 +38,7 @@ PROCESSES = {"measured": 1, "predicted": 2}
 # Thread 0 has one event for each whole step; viewers show it above the links.
 STEP_THREAD, STEP_KIND = 0, "step"
 THREADS = {link: number for number, link in enumerate(Link, start=1)}
+MARK_BYTES = 200  # The mark is within so many bytes at the start.
 BEGIN, BETWEEN, END = b"[\n", b",\n", b"\n]\n"
 
 
@@ -47,9 +48,12 @@ class TraceFile:
     A few steps are enough, as all steps are alike; an instruction takes about 800 bytes
     per step, and large files slow viewers down. The time between steps is left out.
 
-    The file gets its name with the first step; it replaces an earlier file. After each
+    The file gets its name with the first step; it replaces an earlier trace. After each
     step it is a complete JSON array. A crash during a write leaves an array without its
     end, which viewers and `read_trace` accept.
+
+    Raises:
+        FileExistsError: there is another file of that name, which is left as it is.
     """
 
     def __init__(self, path: Path | str, *, num_steps: int = 3) -> None:
@@ -57,6 +61,11 @@ class TraceFile:
         self.target = f"The trace in {self.path}"
         if self.path.is_dir():
             raise IsADirectoryError(f"The trace cannot be written: {path} is a folder.")
+        if self.path.exists() and not _is_trace(self.path):
+            raise FileExistsError(
+                f"The trace would replace {path}, which is no trace by zinf. It is "
+                "left as it is. Name another file."
+            )
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._partial = self.path.with_name(f"{self.path.name}.partial")
         self._file: IO[bytes] = self._partial.open("wb")
@@ -239,6 +248,13 @@ def instruction_events(step: int, plan: Plan) -> list[Event]:
 
 def _metadata(event: str, pid: int, tid: int, **args: str | int) -> Event:
     return {"name": event, "ph": "M", "pid": pid, "tid": tid, "args": args}
+
+
+def _is_trace(path: Path) -> bool:
+    """Whether a file is empty, or begins as those of `TraceFile` do."""
+    with path.open("rb") as file:
+        start = file.read(MARK_BYTES)
+    return not start or start.startswith(BEGIN) and b"zinf trace" in start
 
 
 def _line(event: Event) -> bytes:

@@ -1,6 +1,7 @@
 """Files of any kind are found, and read as one sequence of tokens, piece by piece."""
 
 import json
+import os
 import sysconfig
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from zinf.data import Kind, find_files, read_tokens
+from zinf.data import digest as digests_of
 
 
 @pytest.fixture
@@ -153,9 +155,13 @@ def test_text_is_taken_out_of_rows_once(tmp_path, name, write):
     assert len(made) == 1 and str(path) in made[0]
     (kept,) = cache.iterdir()
     assert kept.read_bytes() == BYTES
-    # Another text under the same name is not confused with it.
+    # Another text of the same name, length and time is not confused with it.
+    digest, before = tokens.digest(), path.stat()
     path.write_bytes(path.read_bytes().replace(b"zwei", b"drei"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert path.stat().st_size == before.st_size
     found = read_tokens([str(path)], cache=cache)
+    assert found.digest() != digest
     assert b"drei" in bytes(whole(found).tolist())
 
 
@@ -214,3 +220,29 @@ def test_a_file_that_shrinks_during_a_run_is_named(tmp_path):
     path.write_bytes(b"01234")
     with pytest.raises(OSError, match="had 10 tokens .* ends before token 8"):
         tokens.read(2, 8)
+
+
+def test_a_sampled_digest_sees_size_ends_and_every_block_that_it_reads(
+    tmp_path, monkeypatch
+):
+    """Of 8 blocks every other one is read; the whole digest sees all bytes."""
+    monkeypatch.setattr(digests_of, "BLOCK_BYTES", 4)
+    monkeypatch.setattr(digests_of, "SAMPLED_BYTES", 16)
+    path, content = tmp_path / "weights", bytearray(32)
+
+    def seen(function):
+        """The bytes of which a change changes the digest."""
+        digests = []
+        for number in range(len(content)):
+            changed = content.copy()
+            changed[number] = 1
+            path.write_bytes(changed)
+            digests_of._digest.cache_clear()
+            digests.append(function(path))
+        (unread,) = {x for x in digests if digests.count(x) > 1} or {None}
+        return [n for n, x in enumerate(digests) if x != unread]
+
+    starts = [n * (32 - 4) // 3 for n in range(4)]
+    read = [start + n for start in starts for n in range(4)]
+    assert seen(digests_of.sampled_digest) == read and read[-1] == 31
+    assert seen(digests_of.file_digest) == [*range(32)]

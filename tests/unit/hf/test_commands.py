@@ -1,6 +1,7 @@
 """`zinf finetune`, `zinf plan --model`, `zinf generate` and `zinf evaluate`."""
 
 import json
+import os
 import re
 
 import numpy as np
@@ -26,8 +27,10 @@ import torch  # isort: skip
 import transformers  # isort: skip
 
 from zinf import hf  # isort: skip
+from zinf.cli.completions import complete_lines, full_line  # isort: skip
 from zinf.cli.finetune import model_config  # isort: skip
 from zinf.config import Config  # isort: skip
+from zinf.memory.lock_file import lock_beside, locked  # isort: skip
 from zinf.plan import show_bytes  # isort: skip
 
 # Embedding and head; attention, MLP and norms of two layers; the last norm.
@@ -195,6 +198,68 @@ def test_a_stopped_run_goes_on_where_it_was(model, tmp_path):
     output.write_text(json.dumps({"prompt": "other", "completion": ""}) + "\n")
     refused = run(*asked)
     assert refused.exit_code == 2 and "line 1: it is no completion" in refused.output
+    # Other settings and other weights are named, and recorded where they are allowed.
+    whole = content.splitlines(keepends=True)
+    output.write_text(whole[0] + whole[1])
+    other = [7 if x == 6 else x for x in asked]
+    refused = run(*other)
+    assert refused.exit_code == 2 and "  max_new_tokens: 6 -> 7" in refused.output
+    assert "--allow-changed max_new_tokens" in refused.output
+    assert output.read_text() == whole[0] + whole[1]
+    (tensors,) = sorted(folder.glob("*.safetensors"))[:1]
+    before = tensors.read_bytes()
+    tensors.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    refused = run(*asked)
+    assert refused.exit_code == 2 and "  model.weights: " in refused.output
+    tensors.write_bytes(before)
+    done = run(*other, "--allow-changed", "max_new_tokens")
+    assert done.exit_code == 0, done.output
+    assert output.read_text().startswith(whole[0] + whole[1])
+    record = json.loads((tmp_path / "out.jsonl.settings.json").read_text())
+    change = {"after_lines": 2, "changed": {"max_new_tokens": [6, 7]}}
+    assert record["changes"] == [change]
+    # Who else writes there is named.
+    output.write_text(whole[0])
+    with locked({output: lock_beside(output)}, change="wait"):
+        refused = run(*asked)
+    assert refused.exit_code == 2 and f"process {os.getpid()} on host" in refused.output
+    assert output.read_text() == whole[0]
+    assert not lock_beside(output).exists()
+
+
+FOREIGN = {
+    "a JSON file on one line": b'{"a": 1}',
+    "a line of prompts": b'{"prompt": "w1"}',
+    "text": b"Dear diary",
+    "lines of text": b"Dear diary\nend",
+    "another prompt's": b'{"prompt": "w2", "completion": "w',
+    "too many": b'{"prompt": "w1", "completion": "w2"}\n{',
+}
+
+
+@pytest.mark.parametrize("content", FOREIGN.values(), ids=FOREIGN)
+def test_an_output_that_is_not_of_the_prompts_is_refused_untouched(tmp_path, content):
+    output = tmp_path / "out.jsonl"
+    output.write_bytes(content)
+    with pytest.raises(ValueError, match="is no completion of .* left as it is"):
+        complete_lines(output, [{"prompt": "w1"}])
+    assert output.read_bytes() == content
+
+
+@pytest.mark.parametrize("count", range(len('{"prompt": "w1", "completion": "w2"}')))
+def test_a_line_that_was_cut_short_anywhere_is_known(tmp_path, count):
+    output, line = tmp_path / "out.jsonl", full_line({"prompt": "w1"}, "w2")
+    output.write_bytes(line + line[:count])
+    assert complete_lines(output, [{"prompt": "w1"}] * 2) == (1, len(line))
+
+
+def test_the_prompts_are_not_the_output_by_any_name(tmp_path):
+    prompts, link = write(tmp_path / "in.jsonl", [{"prompt": "w1"}]), tmp_path / "link"
+    link.symlink_to(prompts)
+    for output in (prompts, link):
+        found = run("generate", "model", "--prompts", prompts, "--output", output)
+        assert found.exit_code == 2 and "names the file of prompts" in found.output
+    assert json.loads(prompts.read_text()) == {"prompt": "w1"}
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Answers that were chosen against rejected ones."""
 
+import os
 from math import log
 
 import numpy as np
@@ -19,6 +20,7 @@ from tests.unit.hf.models import (
 
 import jax  # isort: skip
 import torch  # isort: skip
+from safetensors.torch import load_file, save_file  # isort: skip
 import transformers  # isort: skip
 
 from zinf import hf  # isort: skip
@@ -91,3 +93,22 @@ def test_chosen_answers_become_likelier_than_rejected_ones(adapted, tmp_path):
     done = run("train", tmp_path / "tuned.run/finetune.yaml", *again)
     assert done.exit_code == 0, done.output
     assert "once" not in done.output
+    # Other weights of the same size and time have their own reference.
+    for path in folder.glob("*.safetensors"):
+        before = path.stat()
+        tensors = {n: 2 * x for n, x in load_file(path).items()}
+        save_file(tensors, path, metadata={"format": "pt"})
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        assert path.stat().st_size == before.st_size
+    again[1] = f"run.export={tmp_path / 'third'}"
+    done = run("train", tmp_path / "tuned.run/finetune.yaml", *again)
+    assert done.exit_code == 0, done.output
+    assert "log-probabilities of 6 pairs, once" in done.output
+    assert abs(metrics_of(tmp_path / "tuned.run")[0]["loss"] - log(2)) < 0.01
+    # A file of another model that a digest did not tell from this one is found too.
+    for path in (tmp_path / "tuned.run/data").glob("samples-*/reference-*.npy"):
+        np.save(path, np.load(path) - [[0.0, 1.0]])
+    again[1] = f"run.export={tmp_path / 'fourth'}"
+    done = run("train", tmp_path / "tuned.run/finetune.yaml", *again)
+    assert "is of another model than this one" in done.output
+    assert abs(metrics_of(tmp_path / "tuned.run")[0]["loss"] - log(2)) < 0.01

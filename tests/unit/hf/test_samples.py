@@ -1,6 +1,7 @@
 """Lines of fine-tuning files as tokens and labels, and as batches."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -231,6 +232,12 @@ def test_batches_are_the_same_after_resuming_and_padding_has_no_label(tmp_path):
     # Five samples of 2 to 6 tokens, each with an end; the second time none is made.
     assert said == ["data: 5 samples, 20 tokens, 15 of them trained on"]
     assert split_of(5, 0.2, is_training=False) == (4, 5)
+    # Other samples of the same name, length and time are not confused with them.
+    before = data.stat()
+    data.write_text(data.read_text().replace("w0", "w7"))
+    os.utime(data, ns=(before.st_atime_ns, before.st_mtime_ns))
+    other = next(begun())["input_ids"]
+    assert set(other[:, 0]) == {12} and len(said) == 2
 
 
 KILLED = """

@@ -76,11 +76,12 @@ def test_the_file_is_whole_after_every_step_and_ends_with_the_last_one(
 
 def test_an_older_trace_stays_until_a_step_takes_its_place(tmp_path: Path) -> None:
     path, plan = tmp_path / "trace.json", plan_of_a_step()
-    path.write_text("older")
+    older = '[\n{"name": "zinf trace"}\n]\n'
+    path.write_text(older)
     TraceFile(path).close()
-    assert [p.read_text() for p in tmp_path.iterdir()] == ["older"]
+    assert [p.read_text() for p in tmp_path.iterdir()] == [older]
     trace = TraceFile(path)
-    assert path.read_text() == "older"
+    assert path.read_text() == older
     trace.add(1, plan, plan.timeline)
     assert read_trace(path)
     trace.close()
@@ -205,3 +206,15 @@ STEP = (
 def test_a_faster_link_is_waited_for_less(speedups, seconds) -> None:
     assert replay(STEP, speedups) == replay(STEP[::-1], speedups) == seconds
     assert busy_seconds(STEP) == {"nvme read": 4.0, "device": 6.0}
+
+
+@pytest.mark.parametrize("content", ["mine", "[1]", '[\n{"name": "another trace"}]'])
+def test_a_file_that_is_no_trace_is_refused_untouched(
+    content: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text(content)
+    with pytest.raises(FileExistsError, match="left as it is"):
+        TraceFile(path)
+    assert path.read_text() == content
+    assert list(tmp_path.iterdir()) == [path]

@@ -104,6 +104,18 @@ def test_what_a_crash_left_behind_is_cut_off(rest: str, tmp_path: Path) -> None:
     assert steps_in(path) == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("after_step", [0, 4])
+@pytest.mark.parametrize("content", ['{"mine": 1}', "mine", "mine\nand more"])
+def test_a_file_of_another_kind_is_moved_and_not_lost(
+    content: str, after_step: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text(content)
+    kept = write(path, range(5, 7), after_step=after_step)
+    assert kept is not None and kept.read_text() == content
+    assert steps_in(path) == [5, 6]
+
+
 # TensorBoard gets every number of every step.
 
 

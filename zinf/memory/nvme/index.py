@@ -74,7 +74,8 @@ class Index:
 
     def _rewrite(self) -> None:
         fresh = self._path.with_name(f"{INDEX}.new")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+        fresh.unlink(missing_ok=True)  # A link there must not be written through.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
         file = os.open(fresh, flags, 0o600)
         old, self._file = self._file, file
         if old is not None:

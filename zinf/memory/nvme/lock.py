@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 
 from zinf.memory.closing import wait_for_closing
-from zinf.memory.nvme.system import try_lock, unlock
-from zinf.memory.storage_error import StorageError, from_os_error
+from zinf.memory.lock_file import LockFile
+from zinf.memory.nvme.system import check_has_tier
+from zinf.memory.storage_error import StorageError
 
 LOCK = "zinf.lock"
 # Device and inode of the lock files that this process holds.
@@ -22,49 +23,47 @@ class FolderLock:
 
     Raises:
         StorageError: another process, or another engine of this one, holds the lock; or
-            the folder cannot be written.
+            the folder cannot be written; or it has another file of the lock's name.
     """
 
     def __init__(self, folder: Path) -> None:
-        try:
-            self._file = open(folder / LOCK, "a+", opener=_private)
-        except OSError as error:
-            raise from_os_error("Cannot write to the folder", folder, error) from error
-        found = os.fstat(self._file.fileno())
+        check_has_tier()
+        self._file = LockFile(folder / LOCK)
+        self._is_held = False
+        found = os.fstat(self._file.descriptor)
         self._key = found.st_dev, found.st_ino
         self._process = os.getpid()
-        if not (self._try() or self._try_after_dropped()):
-            with self._file:
+        try:
+            if not (self._file.try_lock() or self._try_after_dropped()):
                 raise self._refusal(folder)
+            self._file.claim()
+        except BaseException:
+            self._file.close()
+            raise
+        self._is_held = True
         _HELD.add(self._key)
-        self._file.truncate(0)
-        self._file.write(str(self._process))
-        self._file.flush()
 
     def release(self) -> None:
         """Give the lock up; further calls do nothing."""
-        if self._file.closed:
+        if not self._is_held:
             return
+        self._is_held = False
         if os.getpid() == self._process:
             _HELD.discard(self._key)
-            # If the file were only closed, forked children would keep the lock.
-            unlock(self._file.fileno())
+            self._file.unlock()
         self._file.close()
-
-    def _try(self) -> bool:
-        return try_lock(self._file.fileno())
 
     def _try_after_dropped(self) -> bool:
         """Closes dropped engines and tries again, if this process has the lock."""
         if self._key not in _HELD:
             return False
         wait_for_closing()
-        if self._try():
+        if self._file.try_lock():
             return True
         # A reference cycle through a traceback may be all that keeps the engine alive.
         gc.collect()
         wait_for_closing()
-        return self._try()
+        return self._file.try_lock()
 
     def _refusal(self, folder: Path) -> StorageError:
         if self._key in _HELD:
@@ -76,14 +75,8 @@ class FolderLock:
                 "name another folder in memory.nvme"
             )
         else:
-            self._file.seek(0)
-            owner = self._file.read().strip() or "unknown"
             message = (
-                f"The NVMe folder is in use by process {owner}. Wait for it, end it, "
-                "or name another folder in memory.nvme"
+                f"The NVMe folder is in use by {self._file.holder()}. Wait for it, end "
+                "it, or name another folder in memory.nvme"
             )
         return StorageError(errno.EBUSY, message, str(folder))
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

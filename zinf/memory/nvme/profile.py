@@ -5,6 +5,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from zinf.memory.nvme.system import write_new
 from zinf.memory.storage_error import from_os_error
 
 PROFILE = "zinf-io.json"
@@ -77,11 +78,8 @@ def measured_speeds(folders: Sequence[Path]) -> tuple[float, float] | None:
 def save_profile(profile: Profile, folder: Path) -> Path:
     """Write `profile` into `folder`, replacing the one that is there."""
     file = folder / PROFILE
-    fresh = file.with_name(f"{PROFILE}.new")
     try:
-        fresh.touch(mode=0o600)
-        fresh.write_text(profile.model_dump_json(indent=2) + "\n", encoding="utf-8")
-        fresh.replace(file)
+        write_new(file, profile.model_dump_json(indent=2) + "\n")
     except OSError as error:
         raise from_os_error("Cannot write the profile", file, error) from error
     return file

@@ -3,11 +3,14 @@
 import errno
 import json
 import os
+import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from zinf.memory.nvme.lock import LOCK, FolderLock
 from zinf.memory.nvme.profile import PROFILE
+from zinf.memory.nvme.system import write_new
 from zinf.memory.storage_error import StorageError, from_os_error
 
 MARKER = "zinf.json"
@@ -19,6 +22,10 @@ NEW = {f"{MARKER}.new", f"{INDEX}.new", f"{PROFILE}.new"}
 OURS = {MARKER, LOCK, INDEX, PROFILE, INNER, *NEW}
 # Prefix of temporary files and folders. Leftovers are deleted when a root is opened.
 PROBE = ".zinf-"
+# Names in `arrays`, and in the folder of an array there: metadata and chunks, and what
+# a write that was cut short leaves of them.
+NUMBER = re.compile(r"[0-9]{6,}")
+IN_ARRAY = re.compile(r"(zarr\.json|c)(\.|$)")
 FORMAT = 2
 ABOUT = {
     "about": "Arrays swapped out by zinf, in folders with short names that "
@@ -32,7 +39,8 @@ class Root:
 
     A marker file says that the folder `arrays` in it is ours. `arrays` is deleted when
     the root is next opened, since arrays that an earlier run offloaded are of no use to
-    a new one. A folder that holds other files and no marker is refused.
+    a new one. A folder that holds other files and no marker is refused, and so is one
+    with anything in `arrays` that is no array of the tier, such as a checkpoint.
 
     Raises:
         StorageError: it is in use (the message says by whom), foreign, or cannot be
@@ -47,6 +55,7 @@ class Root:
         self._lock = FolderLock(self.path)
         try:
             self._claim()
+            self._refuse_foreign_arrays()
             self.wipe()
         except BaseException:
             self._lock.release()
@@ -86,6 +95,21 @@ class Root:
                 str(self.path),
             )
 
+    def _refuse_foreign_arrays(self) -> None:
+        """Raise if `wipe` would delete what the tier cannot have made."""
+        try:
+            foreign = next(_foreign_in(self.arrays), None)
+        except OSError as error:
+            raise from_os_error("Cannot read old arrays", self.path, error) from error
+        if foreign is not None:
+            raise StorageError(
+                errno.ENOTEMPTY,
+                "The next engine deletes the arrays of an NVMe folder, and there is "
+                "something else among them, which is kept. Move it away, or name "
+                "another folder in memory.nvme",
+                str(foreign),
+            )
+
     def _claim(self) -> None:
         """Write the marker, or check that the one in the folder is ours."""
         marker = self.path / MARKER
@@ -93,12 +117,27 @@ class Root:
             _check_marker(marker)
             return
         try:
-            fresh = marker.with_name(f"{MARKER}.new")
-            fresh.touch(mode=0o600)
-            fresh.write_text(json.dumps(ABOUT, indent=2) + "\n", encoding="utf-8")
-            fresh.replace(marker)
+            write_new(marker, json.dumps(ABOUT, indent=2) + "\n")
         except OSError as error:
             raise from_os_error("Cannot mark the folder", marker, error) from error
+
+
+def _foreign_in(arrays: Path) -> Iterator[Path]:
+    """What is in the folder `arrays` and no array that the tier made there.
+
+    The folder of an array has a number as its name, files with the metadata and chunks
+    of a zarr array, links to chunks on other drives, and no folders.
+    """
+    if not arrays.is_dir():
+        return
+    for folder in arrays.iterdir():
+        if not NUMBER.fullmatch(folder.name) or folder.is_file():
+            yield folder
+        elif folder.is_dir() and not folder.is_symlink():
+            for path in folder.iterdir():
+                is_folder = path.is_dir() and not path.is_symlink()
+                if is_folder or not IN_ARRAY.match(path.name):
+                    yield path
 
 
 def _check_marker(marker: Path) -> None:

@@ -144,6 +144,19 @@ def sync_folder(folder: Path) -> None:
         _sync_path(folder, os.O_RDONLY | os.O_DIRECTORY)
 
 
+def write_new(path: Path, text: str) -> None:
+    """Write a private file through `PATH.new`, which replaces `path` when complete.
+
+    What is at `PATH.new`, such as a symbolic link, is replaced and not written to.
+    """
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.unlink(missing_ok=True)
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    fresh.replace(path)
+
+
 def _sync_path(path: Path, flags: int) -> None:
     descriptor = os.open(path, flags)
     try:

@@ -3,13 +3,16 @@
 import errno
 import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from zinf.memory import StorageError
+from zinf.memory import NvmeStore, StorageError
 from zinf.memory.nvme.profile import PROFILE
 from zinf.memory.nvme.root import ARRAYS, FORMAT, INDEX, LOCK, MARKER, Root
 
@@ -138,7 +141,8 @@ def test_a_folder_is_open_once_in_this_process(tmp_nvme: Path) -> None:
         message = "in use by another engine of this process"
         with pytest.raises(StorageError, match=message):
             Root(tmp_nvme)
-        assert (tmp_nvme / LOCK).read_text() == str(os.getpid())
+        about = json.loads((tmp_nvme / LOCK).read_text())
+        assert (about["pid"], about["host"]) == (os.getpid(), socket.gethostname())
     root.close()
     root.close()
     Root(tmp_nvme).close()
@@ -164,3 +168,50 @@ def test_a_folder_of_a_living_process_is_refused_until_it_ends(tmp_nvme: Path) -
         other.wait()
         Root(tmp_nvme).close()
     assert contents(tmp_nvme / ARRAYS) == set()
+
+
+@pytest.mark.parametrize("name", [LOCK, f"{MARKER}.new", f"{INDEX}.new", "zinf.json"])
+@pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to])
+def test_nothing_is_written_through_a_link(
+    tmp_path: Path, tmp_nvme: Path, name: str, link: Callable[[Path, Path], None]
+) -> None:
+    """A lock or a marker that is one is refused; the others are replaced."""
+    thesis = tmp_path / "thesis.tex"
+    thesis.write_text("mine")
+    link(tmp_nvme / name, thesis)
+    if name.endswith(".new"):
+        NvmeStore([tmp_nvme]).close()
+    else:
+        with pytest.raises(StorageError, match="left as it is|is damaged"):
+            Root(tmp_nvme)
+    assert thesis.read_text() == "mine"
+
+
+@pytest.mark.parametrize("content", ["mine", "[1]", '{"pid": 1}'])
+def test_a_lock_file_with_other_content_is_refused_and_untouched(
+    tmp_nvme: Path, content: str
+) -> None:
+    (tmp_nvme / LOCK).write_text(content)
+    with pytest.raises(StorageError, match="something else.*left as it is"):
+        Root(tmp_nvme)
+    assert (tmp_nvme / LOCK).read_text() == content
+
+
+@pytest.mark.parametrize(
+    "path", ["runs/run.json", "000100/state/manifest", "000100/notes.txt", "123456"]
+)
+def test_what_is_no_array_is_not_deleted_with_the_arrays(
+    tmp_nvme: Path, path: str
+) -> None:
+    """Such as the checkpoints of a run whose output is below the NVMe folder."""
+    leave_behind(tmp_nvme, "000001")
+    file = tmp_nvme / ARRAYS / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("mine")
+    with pytest.raises(StorageError, match="is kept. Move it away"):
+        Root(tmp_nvme)
+    assert file.read_text() == "mine"
+    file.unlink()
+    if file.parent != tmp_nvme / ARRAYS:
+        shutil.rmtree(tmp_nvme / ARRAYS / path.partition("/")[0])
+    Root(tmp_nvme).close()
