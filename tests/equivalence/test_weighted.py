@@ -120,6 +120,18 @@ def test_a_mean_is_weighed_by_its_samples():
     np.testing.assert_allclose(found.mean, EXPECTED_LOSS, rtol=RTOL)
 
 
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_the_weight_may_depend_on_shapes_alone(num_microbatches):
+    """As the number of entries of a regression."""
+
+    def mean_of_all(params: Any, batch: Any) -> zinf.Weighted:
+        return zinf.Weighted(loss(params, batch).total, jnp.float32(batch["y"].size))
+
+    found, _ = step(mean_of_all, num_microbatches, STREAMED)
+    expected = loss(WEIGHTS, batch()).total / (ROWS * TOKENS * 3)
+    np.testing.assert_allclose(found, expected, rtol=RTOL)
+
+
 def test_the_weight_may_come_with_aux_from_a_checkpointed_part_and_a_key():
     """`jax.checkpoint` reads parameters too; only what the weight needs counts."""
 
