@@ -102,10 +102,11 @@ def train_held(
     content: dict[str, Any] = {}
     changes: list[dict[str, Any]] = []
     changed: Changed = {}
+    # It says which text it extracts, so it comes before the content is compared.
+    data = dataset(config, "train", group, say=say)
     if group.is_first:
         content = decides(config)
         changes, changed = check_resumed(config, content, allow_changed, say)
-    data = dataset(config, "train", group, say=say)
     evaluates = config.run.evaluate_every is not None
     evaluation_data = dataset(config, "validation", group) if evaluates else None
     say(heading(path, config))
