@@ -43,8 +43,6 @@ INTERRUPTED = b"""
 Interrupted: this step will be completed and saved. Interrupt again to stop at once,
 without saving.
 """
-
-
 # An evaluation without a limit says so after so many batches: the data may have no end.
 MANY_BATCHES = 1000
 

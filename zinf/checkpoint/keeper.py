@@ -92,7 +92,7 @@ class FolderKeeper(AbstractKeeper):
         asynchronous: bool,
         barrier: Callable[[str], None],
     ) -> None:
-        self.directory, self.keep, self._barrier = directory, keep, barrier
+        self.directory, self.keep = directory, keep
         self._own: list[int] = []
         self._saving: int | None = None
         with explained("Cannot make the folder of checkpoints", directory):
