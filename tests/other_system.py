@@ -60,8 +60,7 @@ UNIX_ONLY = {
     "mmap": "MADV_* MAP_* PROT_*",
     "signal": "SIGHUP SIGKILL SIGQUIT SIGUSR* SIGCHLD SIGCONT SIGSTOP SIGPIPE SIGALRM "
     "SIGBUS SIG_BLOCK SIG_UNBLOCK SIG_SETMASK pthread_* sig[!n]* setitimer alarm pause",
-    "socket": "AF_UNIX SO_REUSEPORT socketpair MSG_DONTWAIT MSG_NOSIGNAL send_fds "
-    "recv_fds",
+    "socket": "AF_UNIX SO_REUSEPORT MSG_DONTWAIT MSG_NOSIGNAL send_fds recv_fds",
     "select": "poll POLL* PIPE_BUF",
 }
 

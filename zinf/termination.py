@@ -2,10 +2,10 @@
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from socket import socketpair
 
 from zinf.complaint import complain
 
@@ -46,14 +46,13 @@ def terminations(
         yield
         return
     is_over = threading.Event()
-    read, write = os.pipe()
-    if sys.platform != "win32":  # Windows lacks the call until Python 3.12.
-        os.set_blocking(write, False)
+    read, write = socketpair()  # Windows has no pipes that do not block.
+    write.setblocking(False)
 
     def wait() -> None:
         # Python runs a handler when its main thread runs Python, which may be long
-        # after the signal. It writes the signal's number to this pipe at once.
-        while (number := os.read(read, 1)) and number[0] not in handled:
+        # after the signal. It writes the signal's number to this socket at once.
+        while (number := read.recv(1)) and number[0] not in handled:
             pass
         if number and not is_over.wait(grace_seconds):
             name = signal.Signals(number[0]).name
@@ -62,7 +61,7 @@ def terminations(
 
     watcher = threading.Thread(target=wait, name="zinf-termination", daemon=True)
     watcher.start()
-    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    before = signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
     for number in handled:
         signal.signal(number, lambda number, frame: ask(number))
     try:
@@ -72,6 +71,6 @@ def terminations(
             signal.signal(number, signal.SIG_DFL)
         signal.set_wakeup_fd(before)
         is_over.set()
-        os.close(write)
+        write.close()
         watcher.join()
-        os.close(read)
+        read.close()

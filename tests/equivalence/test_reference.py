@@ -99,7 +99,7 @@ def test_model_state_is_that_of_plain_jax(place, tmp_path):
         OPTIMIZERS["sgd"],
         config,
         batch=model.batches(1, 2)[0],
-        model_state=model_state.initial_state,
+        **model_state.OPTIONS,
     )
     assert found, repr(found)
     leaves = {leaf.path: leaf for leaf in found.leaves}

@@ -56,6 +56,7 @@ def test_all_that_a_loss_may_use_agrees_and_no_file_is_left(tmp_path):
         has_aux=True,
         rng=jax.random.key(3),
         model_state=state,
+        state_rules={"count": "last"},
     )
     assert found
     assert found.execution == "streamed"

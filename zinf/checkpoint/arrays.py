@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from math import inf
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -185,17 +186,22 @@ def check_space(directory: Path, needed_bytes: int) -> None:
         raise explain("Cannot save a checkpoint", errno.ENOSPC, directory, found)
 
 
+def _longest_names(directory: Path) -> tuple[float, float]:
+    """The most bytes that a name and a path may have in a folder."""
+    if sys.platform != "win32":
+        with explained("Cannot save a checkpoint", directory):
+            name = os.pathconf(directory, "PC_NAME_MAX")
+            return name, os.pathconf(directory, "PC_PATH_MAX")
+    return inf, inf  # Windows cannot say it.
+
+
 def check_names(directory: Path, arrays: Iterable[ArrayId]) -> None:
     """Raise StorageError if the file system has no room for a name of a checkpoint.
 
     Args:
         directory: the folder of a step, which need not exist.
     """
-    if sys.platform == "win32":  # Windows cannot say how long a name may be.
-        return
-    with explained("Cannot save a checkpoint", directory.parent):
-        longest_name = os.pathconf(directory.parent, "PC_NAME_MAX")
-        longest_path = os.pathconf(directory.parent, "PC_PATH_MAX")
+    longest_name, longest_path = _longest_names(directory.parent)
     for array in arrays:
         folder = folder_name(array)
         name = max(map(len, folder.split("/")))

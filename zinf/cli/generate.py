@@ -155,7 +155,7 @@ def write_completions(
 
 
 def _complete(
-    engine: hf.ModelEngine,
+    engine: "hf.ModelEngine",
     lines: Sequence[tuple[Mapping[str, Any], Any]],
     stream: BinaryIO,
     sampling: Sampling,

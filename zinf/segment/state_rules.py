@@ -115,11 +115,12 @@ def combined_tree(
         old, new: the state before the step, and those after its microbatches.
         paths: the key paths of the leaves, in order.
     """
-    stacked = [np.stack(x) for x in zip(*map(jax.tree.leaves, new), strict=True)]
-    leaves = [
-        jnp.asarray(combined(rules[path], np.asarray(before), after))
-        for path, before, after in zip(
-            paths, jax.tree.leaves(old), stacked, strict=True
-        )
-    ]
-    return jax.tree.unflatten(jax.tree.structure(old), leaves)
+
+    def one(path: str, before: Any, *after: Any) -> Any:
+        if is_key(before):  # A key has no numbers in numpy; its rule is "last".
+            return after[-1]
+        stacked = np.stack([np.asarray(x) for x in after])
+        return jnp.asarray(combined(rules[path], np.asarray(before), stacked))
+
+    named = jax.tree.unflatten(jax.tree.structure(old), paths)
+    return jax.tree.map(one, named, old, *new)

@@ -150,15 +150,23 @@ class PlainTraining:
         copies = self.copies(kept)
         if noise is not None:
             copies = self.nudge(copies, noise.key(0), noise.unit)
+        inputs = list(zip(step.batches, step.keys, strict=True))
         scale = np.float32(step.loss_scale)
+        seed, divisor = scale, np.float32(1)
+        if step.loss_scale != 1:
+            # What overflows in 16 bits depends on the derivative of the mean loss,
+            # whose weight is known when all microbatches are.
+            each = [derivative(copies, state, *given, scale)[0] for given in inputs]
+            divisor = _summed(each).weight
+            seed = scale / divisor
         losses, states, total = [], [], None
-        for batch, key in zip(step.batches, step.keys, strict=True):
-            loss, grads, new = derivative(copies, state, batch, key, scale)
+        for given in inputs:
+            loss, grads, new = derivative(copies, state, *given, seed)
             total = grads if total is None else jax.tree.map(jnp.add, total, grads)
             losses.append(loss)
             states.append(new)
-        summed = jax.tree.map(lambda *each: sum(each[1:], each[0]), *losses)
-        mean = jax.tree.map(lambda x: x / (summed.weight * scale), total)
+        summed = _summed(losses)
+        mean = jax.tree.map(lambda x: x / (summed.weight / divisor * scale), total)
         if self.has_state and len(states) > 1:
             paths = [STATE_PREFIX + path for path in named_leaves(state)]
             return (
@@ -350,6 +358,10 @@ def _is_jaxpr(value: Any) -> bool:
 def _nbytes(spec: Any) -> int:
     is_numbers = not is_key(spec)
     return spec.size * (spec.dtype.itemsize if is_numbers else KEY_BYTES)
+
+
+def _summed(losses: Sequence[Weighted]) -> Weighted:
+    return jax.tree.map(lambda *each: sum(each[1:], each[0]), *losses)
 
 
 def _widened(gradient: jax.Array) -> jax.Array:
