@@ -49,6 +49,8 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(compile_cache())
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    # Likewise, so that all workers draw the same cases.
+    seed()
 
 # What a marker needs, whether it is there, and how to get it.
 NEEDS = {

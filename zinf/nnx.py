@@ -21,6 +21,7 @@ from zinf.distributed import AbstractGroup
 from zinf.engine import Engine
 from zinf.inference import Decoder
 from zinf.initialize import ConfigSource, make_planner
+from zinf.jaxpr import passed
 from zinf.models.gpt import GPT, token_scores
 from zinf.models.gpt_config import GPTConfig
 from zinf.models.gpt_decode import decode, init_cache
@@ -221,6 +222,21 @@ class _Loss:
     is_reseeded: bool
 
     def __call__(self, params: Tree, state: Tree, batch: Any, *key: jax.Array) -> Any:
+        result, after = self._run(params, state, batch, *key)
+        self._refuse_changes(after.params, params, state, batch, *key)
+        # Variables that the loss adds, such as sown intermediates, are not model state.
+        new_state = _of_structure(state, after.state)
+        if not self.has_aux:
+            return result, new_state
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise ValueError(f"loss_fn must return (loss, aux); it returned {result}.")
+        loss, aux = result
+        return loss, (new_state, aux)
+
+    def _run(
+        self, params: Tree, state: Tree, batch: Any, *key: jax.Array
+    ) -> tuple[Any, _Split]:
+        """What the loss returns, and the module after it."""
         module = nnx.merge(self.graphdef, params, state)
         keys = nnx.to_pure_dict(nnx.state(module, nnx.RngKey))
         if self.is_reseeded:
@@ -231,16 +247,28 @@ class _Loss:
         result = self.loss_fn(module, batch, *(key if self.takes_key else ()))
         if self.is_reseeded:
             nnx.update(module, keys)
-        after = _split(module, self.wrt)
-        _refuse_changes(params, after.params)
-        # Variables that the loss adds, such as sown intermediates, are not model state.
-        new_state = _of_structure(state, after.state)
-        if not self.has_aux:
-            return result, new_state
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise ValueError(f"loss_fn must return (loss, aux); it returned {result}.")
-        loss, aux = result
-        return loss, (new_state, aux)
+        return result, _split(module, self.wrt)
+
+    def _refuse_changes(self, after: Tree, params: Tree, *rest: Any) -> None:
+        """Raise if a parameter is another one `after` the loss of `(params, *rest)`."""
+        before, new = named_leaves(params), named_leaves(after)
+        if all(new.get(path) is x for path, x in before.items()):
+            return
+
+        # `nnx.remat` and `nnx.jit` return the modules that they take, with tracers of
+        # another trace. In the loss's own program these are its inputs.
+        def run(*arguments: Any) -> list[Any]:
+            left = named_leaves(self._run(*arguments)[1].params)
+            return [left.get(path, 0) for path in before]
+
+        sources = passed(jax.make_jaxpr(run)(params, *rest))
+        for number, path in enumerate(before):
+            if new.get(path) is None or sources[number] != number:
+                raise ValueError(
+                    f"loss_fn changed the parameter {path!r}. Parameters change by the "
+                    "optimizer alone; keep what the loss changes in an nnx.Variable of "
+                    "another type, such as nnx.BatchStat."
+                )
 
 
 @dataclass(frozen=True)
@@ -302,14 +330,3 @@ def _of_structure(wanted: Mapping, found: Mapping) -> Tree:
         k: _of_structure(v, found[k]) if isinstance(v, Mapping) else found[k]
         for k, v in wanted.items()
     }
-
-
-def _refuse_changes(before: Tree, after: Tree) -> None:
-    new = named_leaves(after)
-    changed = [p for p, x in named_leaves(before).items() if new.get(p) is not x]
-    if changed:
-        raise ValueError(
-            f"loss_fn changed the parameter {changed[0]!r}. Parameters change by the "
-            "optimizer alone; keep what the loss changes in an nnx.Variable of another "
-            "type, such as nnx.BatchStat."
-        )

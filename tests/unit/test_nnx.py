@@ -188,3 +188,40 @@ def test_arguments_that_cannot_be_right_are_refused(golden):
         "a function of the module first": start(create, SGD, loss),
     }
     golden.check("nnx_refusals.txt", refusals(cases))
+
+
+class Wrapped(Net):
+    """`Net` through transforms of NNX, which return the modules that they take."""
+
+    def __call__(self, x):
+        x = nnx.jit(lambda norm, x: norm(x))(self.norm, x)
+        h = nnx.remat(lambda linear, x: nnx.tanh(linear(x)))(self.linear, x)
+        is_wide = x.shape[0] > 1
+        h = nnx.cond(is_wide, lambda d, h: d(h), lambda d, h: h, self.dropout, h)
+        return nnx.jit(nnx.remat(lambda linear, h: linear(h)))(self.reused, h)
+
+
+@pytest.mark.parametrize("config", [STREAMED_FROM_HOST, FUSED])
+def test_modules_that_transforms_return_are_not_changed(config):
+    """Losses and statistics are those without the transforms."""
+
+    def train(module):
+        engine = zinf.nnx.initialize(loss, module, SGD, config)
+        losses = [engine.step(batch)["loss"] for batch in batches(3)]
+        return losses, flat(engine.update_module())
+
+    plain, wrapped = train(create()), train(Wrapped(rngs=nnx.Rngs(0)))
+    chex.assert_trees_all_close(wrapped, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_a_change_inside_a_transform_is_refused():
+    @nnx.remat
+    def overwrite_inside(linear, x):
+        linear.bias[...] = linear.bias[...] + 1
+        return linear(x)
+
+    def changing(module, batch):
+        return jnp.mean(overwrite_inside(module.linear, batch["x"]))
+
+    with pytest.raises(ValueError, match="changed the parameter 'linear/bias'"):
+        zinf.nnx.initialize(changing, create, SGD, FUSED, batch=batches()[0])

@@ -8,6 +8,7 @@ from zinf.jaxpr.graph import flatten as flatten
 from zinf.jaxpr.graph import inline_all as inline_all
 from zinf.jaxpr.graph import inlined as inlined
 from zinf.jaxpr.graph import variables as variables
+from zinf.jaxpr.passed import passed as passed
 from zinf.jaxpr.share import Body as Body
 from zinf.jaxpr.share import Piece as Piece
 from zinf.jaxpr.share import Shared as Shared
