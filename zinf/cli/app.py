@@ -201,8 +201,13 @@ def finetune(
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 8,
     sequence_length: Annotated[
-        int, typer.Option(min=2, help="Most tokens of a sample.")
-    ] = 1024,
+        int | None,
+        typer.Option(
+            min=2,
+            help="Most tokens of a sample; if absent, 1024, or what the model was made "
+            "for if that is less.",
+        ),
+    ] = None,
     eval_data: Annotated[
         list[Path] | None,
         typer.Option(help="Files like --data for evaluation; repeatable."),
@@ -416,8 +421,13 @@ def plan(
         int, typer.Option(min=1, help="Samples of a step, with --model.")
     ] = 1,
     sequence_length: Annotated[
-        int, typer.Option(min=2, help="Tokens of a sample, with --model.")
-    ] = 1024,
+        int | None,
+        typer.Option(
+            min=2,
+            help="Tokens of a sample, with --model; if absent, 1024, or what the model "
+            "was made for if that is less.",
+        ),
+    ] = None,
     generates: Annotated[
         bool,
         typer.Option(

@@ -270,7 +270,9 @@ def num_tokens(config: Config) -> int:
     if batching is not None and batching.max_tokens is not None:
         return config.num_microbatches * batching.max_tokens
     each = 2 if config.data.objective == "dpo" else 1
-    return batch_size(config) * config.sequence_length * each
+    is_published = is_huggingface(config)
+    length = hf.Task(config).length if is_published else config.sequence_length
+    return batch_size(config) * length * each
 
 
 def devices(mesh: Mesh) -> str:

@@ -36,6 +36,7 @@ from zinf.config.rules import (
 )
 from zinf.config.scalar import Flag, Folder, Text
 from zinf.config.schema import (
+    PUBLISHED_SEQUENCE_LENGTH,
     SEQUENCE_LENGTH,
     Data,
     Memory,
@@ -401,9 +402,14 @@ class Config(DeepSpeedKeys):
 
     @property
     def sequence_length(self) -> int:
-        """Tokens that a sample of `zinf train` predicts."""
+        """Tokens that a sample of `zinf train` predicts.
+
+        A published model that was made for fewer has fewer if the config says nothing.
+        """
         if self.data.sequence_length is not None:
             return self.data.sequence_length
+        if self.model is not None and self.model.huggingface is not None:
+            return PUBLISHED_SEQUENCE_LENGTH
         longest = None if self.model is None else self.model.max_length
         return min(SEQUENCE_LENGTH, longest or SEQUENCE_LENGTH)
 

@@ -24,6 +24,7 @@ from zinf.config.status import Auto
 
 STDLIB = "stdlib"
 SEQUENCE_LENGTH = 256
+PUBLISHED_SEQUENCE_LENGTH = 1024  # of a model that huggingface names
 BYTE_VALUES = 256
 
 
@@ -320,7 +321,8 @@ class Data(Section):
     """Folder for the text of JSON lines and parquet; null: run.output/data."""
 
     sequence_length: Count | None = None
-    """Tokens per sample; null: 256, or model.max_length if that is less."""
+    """Tokens per sample; null: 256, or 1,024 with model.huggingface, or what the model
+    was made for if that is less."""
 
     max_buckets: Count = 8
     """Most lengths that a schedule of lengths, or dynamic_batching, trains with. Each

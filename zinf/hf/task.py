@@ -117,12 +117,14 @@ class Task:
             ValueError: they are more than the model was made for.
         """
         length, longest = self.config.sequence_length, self.model.max_length
-        if longest is not None and length > longest:
+        if longest is None or length <= longest:
+            return length
+        if self.config.data.sequence_length is not None:
             raise ValueError(
                 f"data.sequence_length is {length:,}, and {self.model.name} was made "
                 f"for {longest:,} tokens (max_position_embeddings). Lower it."
             )
-        return length
+        return longest
 
     def batch_spec(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes of this process's part of a batch of the longest samples.

@@ -95,6 +95,9 @@ def test_a_config_json_alone_is_planned_for_training_and_for_generation(tmp_path
     assert done.exit_code == 0, done.output
     assert f"{COUNT:,} parameters, 1,024 tokens a step, bfloat16" in done.output
     assert "a day are written to the drives" in done.output
+    llama(max_position_embeddings=256).save_pretrained(tmp_path / "short")
+    done = run("plan", "--model", tmp_path / "short", "--samples", 2)
+    assert f"{COUNT:,} parameters, 512 tokens a step, bfloat16" in done.output
     nvme += ["--set", "zero_optimization.offload_param.device=nvme"]
     nvme += ["--set", "persistence_threshold=1", "--max-new-tokens", 4]
     done = run("plan", "--generate", *nvme, "--prompt-length", 16, "--batch-sizes=1,16")
