@@ -18,6 +18,7 @@ from flax.training.train_state import TrainState
 
 import zinf
 from zinf.initialize import make_planner
+from zinf.prepare.planner import Planner
 
 SHAPE = jax.ShapeDtypeStruct((4, 8), jnp.float32)
 PARAMS = [np.full((8, 8), (i + 1) / 8, np.float32) for i in range(3)]
@@ -148,3 +149,46 @@ def test_parameters_that_are_overwritten_with_their_gradient_are_refused():
     )
     with pytest.raises(NotImplementedError, match="_overwrite_with_gradient.*float8"):
         zinf.linen.initialize(loss, state, batch=BATCH)
+
+
+def wide_init() -> Any:
+    keys = jax.random.split(jax.random.key(0), 2)
+    weights = [
+        0.05 * jax.random.normal(k, (320, n))
+        for k, n in zip(keys, (64, 320), strict=True)
+    ]
+    return {"w": weights, "c": [jnp.zeros(320)] * 2}
+
+
+def by_sample(params: Any, batch: Any) -> Any:
+    """Products of a weight and one sample, whose dims are NumPy's integers."""
+
+    def one(x: Any) -> Any:
+        for w, c in zip(params["w"], params["c"], strict=True):
+            x = jnp.tanh(w @ x + c)
+        return x
+
+    return jnp.mean(jnp.square(jax.vmap(one)(batch)))
+
+
+def test_weights_of_one_sample_are_read_by_tile():
+    memory = {"device": 2**18, "host": 2**22}
+    config = {"train_batch_size": 4, "execution": "streamed", "memory": memory}
+    batch = np.ones((4, 64), np.float32)
+    found = zinf.verify(by_sample, wide_init, optax.sgd(0.1), config, batch=batch)
+    assert found, repr(found)
+
+
+def test_what_cannot_rest_anywhere_is_refused_after_one_attempt(monkeypatch):
+    """Adam's state of 1.5 MB, in 1.25 MiB of budgets: smaller segments do not help."""
+    tried = []
+    compile_once = Planner.compile
+    monkeypatch.setattr(
+        Planner, "compile", lambda *given: tried.append(1) or compile_once(*given)
+    )
+    memory = {"device": 2**18, "host": 2**20}
+    config = {"train_batch_size": 4, "execution": "streamed", "memory": memory}
+    batch = np.ones((4, 64), np.float32)
+    with pytest.raises(ValueError, match="Raise memory.device .* and memory.host to"):
+        zinf.initialize(by_sample, wide_init, optax.adam(0.1), config, batch=batch)
+    assert len(tried) == 1

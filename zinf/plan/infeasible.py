@@ -33,7 +33,11 @@ class InfeasibleError(ValueError):
         missing_bytes: missing bytes of every tier, fastest first.
         reasons: sentences that say why no array or segment could be made smaller, or
             what to make smaller.
+        may_rest: false if all tiers together are too small for what rests between
+            steps, so that smaller segments would not fit either.
     """
+
+    may_rest = True
 
     def __init__(
         self,

@@ -60,7 +60,8 @@ def build_placed(
     # One attempt, with all on the slowest tier allowed, says which budgets would do.
     # For 70B parameters the others take minutes.
     is_fixed = all(resident.tier is not None for resident in residents)
-    is_only_one = is_fixed or not may_rest(residents, capacity_bytes)
+    fits_at_rest = may_rest(residents, capacity_bytes)
+    is_only_one = is_fixed or not fits_at_rest
 
     def homes(reserve: Mapping[Tier, int]) -> Homes:
         return place(
@@ -76,7 +77,11 @@ def build_placed(
             yield homes(reserve)
 
     search = Search(catalog, units_for, capacity_bytes, options, choices)
-    plain = search.plain(placements)
+    try:
+        plain = search.plain(placements)
+    except InfeasibleError as error:
+        error.may_rest = fits_at_rest
+        raise
     on_host = {} if capacity_bytes[Tier.NVME] else {Tier.HOST: 0}
     slowest = homes({**capacity_bytes, **on_host})
     free = [resident for resident in residents if resident.tier is None]

@@ -43,6 +43,8 @@ def tighter(
         segments: the compiled segments of that plan.
         program: the program of that plan.
     """
+    if not error.may_rest:
+        return None
     params = largest_segment_bytes(program)
     if Tier.DEVICE not in error.shortages:
         if Tier.HOST in error.shortages and program.tilings:

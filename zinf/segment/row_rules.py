@@ -38,7 +38,9 @@ def result_dim(equation: Equation, dims: Dims) -> int | type[Sum]:
         return _one(equation, dims)
     if name not in RULES:
         raise NotByRow(f"`{name}`")
-    return RULES[name](equation, dims)
+    found = RULES[name](equation, dims)
+    # `jax.vmap` writes dims as NumPy's integers.
+    return found if isinstance(found, type) else int(found)
 
 
 def needs(equation: Equation, dims: Dims) -> dict[int, int]:
