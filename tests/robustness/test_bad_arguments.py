@@ -318,6 +318,16 @@ def test_an_error_of_the_loss_is_its_own_and_names_the_batch(start):
     assert "KeyError" in "".join(traceback.format_exception(caught.value))
 
 
+def test_a_dtype_that_the_batch_alone_has_is_explained(start):
+    def loss(params, batch):
+        return jax.lax.concatenate([batch["x"], params["layers"][0]["w"]], 0).sum()
+
+    with pytest.raises(TypeError, match="float32, bfloat16") as caught:
+        start({"bf16": {"enabled": True}}, loss=loss, batch=draw())
+    note = caught.value.__notes__[-1]
+    assert "With bf16 enabled" in note and "x is float32" in note
+
+
 def test_a_batch_that_does_not_fit_is_compared_with_the_one_before(start):
     engine = start(batch=draw())
     losses = [engine.step(draw())["loss"]]

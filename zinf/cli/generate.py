@@ -57,16 +57,17 @@ def print_completion(
     base: str | None,
     max_new_tokens: int,
     seed: int,
-    chat: bool,
+    chat: bool | None,
 ) -> None:
     """Prints what a model writes after a prompt, as it is made, and nothing else."""
     model = hf.load_as_stored(name, base=base)
     sampling = hf.settings_of(model, given)
-    prompt = hf.prompt_tokens(model, line, "--prompt", chat=chat)
+    is_chat = _is_chat(model, chat)
+    prompt = hf.prompt_tokens(model, line, "--prompt", chat=is_chat)
     _say_if_endless(sampling.eos_token_ids, max_new_tokens)
     length = bucket(len(prompt))
     with hf.open_model(model, config, rows=1, length=length) as engine:
-        hf.complete_texts(
+        (text,) = hf.complete_texts(
             engine,
             [prompt],
             sampling,
@@ -76,6 +77,9 @@ def print_completion(
             on_text=lambda text: print(text, end="", flush=True),
         )
     print()
+    if not text:
+        other = "--raw" if is_chat else "--chat"
+        _say(f"The model ended the text at once. Is {other} meant?")
 
 
 def write_completions(
@@ -88,7 +92,7 @@ def write_completions(
     base: str | None,
     max_new_tokens: int,
     seed: int,
-    chat: bool,
+    chat: bool | None,
     batch_size: int,
     allow_changed: Sequence[str] = (),
 ) -> None:
@@ -105,9 +109,10 @@ def write_completions(
     check_output(output, prompts)
     model = hf.load_as_stored(name, base=base)
     sampling = hf.settings_of(model, given)
+    is_chat = _is_chat(model, chat)
     # All lines are read first: what is wrong with the last is known before the first.
     lines = [
-        (line, hf.prompt_tokens(model, line, where, chat=chat))
+        (line, hf.prompt_tokens(model, line, where, chat=is_chat))
         for line, where in json_lines(prompts)
     ]
     if not lines:
@@ -116,7 +121,7 @@ def write_completions(
         "model.weights": model.digest,
         "max_new_tokens": max_new_tokens,
         "seed": seed,
-        "chat": chat,
+        "chat": is_chat,
         **{f"sampling.{key}": value for key, value in asdict(sampling).items()},
         **{k: v for k, v in deciding(config).items() if not _is_of_training(k)},
     }
@@ -247,6 +252,11 @@ def _is_of_training(key: str) -> bool:
 def _keys(seed: int, numbers: range) -> jax.Array:
     key = jax.random.key(seed)
     return jax.vmap(jax.random.fold_in, (None, 0))(key, np.array(numbers, np.uint32))
+
+
+def _is_chat(model: "hf.Model", asked: bool | None) -> bool:
+    """Whether a prompt is laid out by the chat template, if there is one."""
+    return model.tokenizer.chat_template is not None if asked is None else asked
 
 
 def _say_if_endless(ends: Sequence[int], max_new_tokens: int) -> None:

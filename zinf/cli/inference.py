@@ -63,9 +63,13 @@ def generate(
         ),
     ] = None,
     chat: Annotated[
-        bool,
-        typer.Option("--chat", help="A prompt is what a user says to the assistant."),
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--chat/--raw",
+            help="A prompt is what a user says to the assistant, or the beginning of a "
+            "text. If absent, the former for models with a chat template.",
+        ),
+    ] = None,
     max_new_tokens: Annotated[
         int, typer.Option(min=1, help="Most tokens of a completion.")
     ] = 200,

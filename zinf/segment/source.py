@@ -1,6 +1,6 @@
 """Traces a function to a flat graph whose inputs have names."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,6 +133,9 @@ def trace_function(
         )
         if isinstance(error, (KeyError, AttributeError, IndexError)):
             error.add_note(f"The parameters are {listed(named_leaves(params))}.")
+        if isinstance(error, (TypeError, ValueError)):
+            for note in _of_other_precision(params, batch):
+                error.add_note(note)
         error.__traceback__ = traceback_of_user(error)
         raise
     invars = open_jaxpr(closed)[0].invars
@@ -191,6 +194,21 @@ def listed(paths: Iterable[str]) -> str:
     names = list(paths)
     more = f", ... ({len(names)} in all)" if len(names) > NUM_LISTED else ""
     return ", ".join(names[:NUM_LISTED]) + more
+
+
+def _of_other_precision(params: Any, batch: Any) -> Iterator[str]:
+    """What to change if 16-bit parameters met the batch's floats of another dtype."""
+    halves = {"bfloat16": "bf16", "float16": "fp16"}
+    found = {str(x.dtype) for x in jax.tree.leaves(params)} & halves.keys()
+    for dtype in sorted(found):
+        for name, leaf in named_leaves(batch).items():
+            if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype != dtype:
+                yield (
+                    f"With {halves[dtype]} enabled the function gets its parameters in "
+                    f"{dtype}, and the batch as it is given: {name} is {leaf.dtype}. "
+                    f"If the dtypes must agree, cast it first: x.astype({dtype!r})."
+                )
+                return
 
 
 def _brief(value: Any) -> str:

@@ -155,10 +155,16 @@ def completion(reference, words, prompt, count, end):
 def test_a_completion_alone_is_on_the_standard_output(model):
     folder, reference = model
     words = hf.load(folder).tokenizer
-    found = run("generate", folder, "--prompt", "w1 w2", "--max-new-tokens", 6)
-    assert found.exit_code == 0, found.output
-    wanted = completion(reference, words, "w1 w2", 6, words.eos_token_id)
-    assert found.stdout == wanted + "\n"
+    asked = ["generate", folder, "--prompt", "w1 w2", "--max-new-tokens", 6]
+    ids = {"--raw": "w1 w2", "--chat": "u: w1 w2 a:"}
+    for option, text in ids.items():
+        found = run(*asked, option)
+        assert found.exit_code == 0, found.output
+        wanted = completion(reference, words, text, 6, words.eos_token_id)
+        assert found.stdout == wanted + "\n"
+        assert ("ended the text at once" in found.stderr) == (not wanted)
+    # The tokenizer has a chat template.
+    assert run(*asked).stdout == found.stdout
 
 
 @pytest.mark.slow
@@ -169,7 +175,7 @@ def test_a_model_may_have_no_token_that_pads_or_ends_a_text(model, tmp_path):
     words.save_pretrained(folder)
     prompts = write(tmp_path / "in.jsonl", [{"prompt": "w1 w2 w3"}, {"prompt": "w5"}])
     output = tmp_path / "out.jsonl"
-    rest = ["--output", output, "--max-new-tokens", 5, "--temperature", 0]
+    rest = ["--output", output, "--max-new-tokens", 5, "--temperature", 0, "--raw"]
     found = run("generate", folder, "--prompts", prompts, *rest)
     assert found.exit_code == 0, found.output
     assert "no token that ends a text (eos_token_id): each" in found.stderr
