@@ -1,11 +1,13 @@
 """Finds the files of a model: in a folder, or on the Hugging Face hub."""
 
+from functools import partial
 from pathlib import Path
 
 import huggingface_hub
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
+    HFValidationError,
     HTTPError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
@@ -14,10 +16,12 @@ from xxhash import xxh3_128
 
 from zinf.data.digest import sampled_digest
 from zinf.hf.module import CONFIG
-from zinf.interchange.safetensors_files import INDEX_SUFFIX, SUFFIX
+from zinf.interchange.safetensors_files import INDEX_SUFFIX, SUFFIX, read_index
 
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 WEIGHTS = "model.safetensors"
+# The same weights again, as the maker's own programs read them.
+OTHER_FORMS = ("original/*", "consolidated*")
 ADAPTER_CONFIG = "adapter_config.json"
 GGUF = ".gguf"
 NO_GGUF = (
@@ -63,9 +67,11 @@ def find_folder(path_or_id: str | Path, *, weights: bool = False) -> Path:
             f"There is no folder {name} (relative paths start at {Path.cwd()}). Name "
             "one with a config.json, or a model of the hub, such as Qwen/Qwen3-8B."
         )
-    patterns = [*SMALL_FILES, *[f"*{SUFFIX}"] * weights]
+    get = partial(huggingface_hub.snapshot_download, name, ignore_patterns=OTHER_FORMS)
     try:
-        found = huggingface_hub.snapshot_download(name, allow_patterns=patterns)
+        found = Path(get(allow_patterns=SMALL_FILES))
+        if weights:
+            get(allow_patterns=_names_of_weights(found))
     except LocalEntryNotFoundError as error:
         raise FileNotFoundError(
             f"{name} is no folder here, and the Hugging Face hub cannot be reached to "
@@ -94,11 +100,17 @@ def find_folder(path_or_id: str | Path, *, weights: bool = False) -> Path:
             f"The download of {error.request.url.path} for {name} was cut off: "
             f"{error}. Run the command again: complete files are kept."
         ) from error
-    except ValueError as error:
+    except HFValidationError as error:
         raise FileNotFoundError(
             f"{name} is no folder here, and no name of a model on the hub: {error}"
         ) from error
-    return Path(found)
+    return found
+
+
+def _names_of_weights(folder: Path) -> list[str]:
+    """The files that the index of a model names; without one, all of the form."""
+    index = folder / WEIGHTS.replace(SUFFIX, INDEX_SUFFIX)
+    return sorted({*read_index(index).values()}) if index.is_file() else [f"*{SUFFIX}"]
 
 
 def _code(error: HfHubHTTPError) -> str:

@@ -98,7 +98,7 @@ class SafetensorsFiles(AbstractTensors):
         if len(indices) > 1:
             names = listed(sorted(path.name for path in indices))
             raise ValueError(f"{folder} has several indices: {names}. Name one file.")
-        weights = _read_index(indices[0]) if indices else None
+        weights = read_index(indices[0]) if indices else None
         files = found if weights is None else sorted(set(weights.values()))
         if not files:
             raise FileNotFoundError(f"{folder} has no {SUFFIX} file.")
@@ -138,7 +138,7 @@ class SafetensorsFiles(AbstractTensors):
             )
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def read_index(path: Path) -> dict[str, str]:
     """The file name of each tensor; all files are in the folder of the index."""
     with explained("Cannot read the index", path):
         status = os.stat(path)

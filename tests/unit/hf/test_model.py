@@ -277,13 +277,17 @@ def at_hub(tmp_path, monkeypatch):
         one.__exit__(None, None, None)
 
 
-def test_a_model_of_a_hub_is_loaded(at_hub):
+def test_a_model_of_a_hub_is_loaded_and_no_other_form_of_it(at_hub, tmp_path):
+    for other in ("consolidated.safetensors", "other.safetensors"):
+        (tmp_path / "model" / other).write_bytes(b"the same weights again")
     at_hub()
     model = hf.load("some/model")
     assert not list(model.folder.glob("*.safetensors"))
     files, weights = model.open_weights()
     with files:
         assert weights.specs.keys() == model.specs.keys()
+    found = {path.name for path in model.folder.glob("*.safetensors")}
+    assert found == {f"model-0000{n}-of-00005.safetensors" for n in range(1, 6)}
 
 
 SHARD = "model-00002-of-"
