@@ -14,6 +14,7 @@ from zinf.cli.checkpoint import checkpoint_app
 from zinf.cli.data import data_app
 from zinf.cli.errors import DIFFERS, USER_ERROR, clean_errors
 from zinf.cli.inference import AllowChanged, WeightBits, evaluate, generate
+from zinf.cli.trl import FamiliarCommand
 from zinf.distributed import Flags, Limits, find_seat, options
 from zinf.ray import options as ray_options
 from zinf.ray.settings import FailureConfig
@@ -172,7 +173,7 @@ def train(
         raise
 
 
-@app.command()
+@app.command(cls=FamiliarCommand)
 def finetune(
     model: Annotated[
         str,

@@ -12,10 +12,13 @@ from zinf.cli.problem import batch_size
 from zinf.cli.run_folder import check_places, check_resumed, decides, held_run
 from zinf.cli.train import train_held
 from zinf.config import Config
+from zinf.config.load import override
 from zinf.distributed import AbstractGroup
 from zinf.prepare.devices import on_devices
 
 CONFIG = "finetune.yaml"
+# Stands in for the steps of a run until its samples are counted.
+STEPS_UNKNOWN = 1_000_000
 EVALUATE_EVERY = 100
 # Preferences are learnt at lower rates, such as 1e-6 of all weights:
 # https://arxiv.org/abs/2305.18290, appendix B.
@@ -61,17 +64,19 @@ def finetune_model(
             )
     named = {key: str(folder) for key, folder in exports.items()}
     raw = raw | {"run": {"output": str(run), **named, **raw["run"]}}
-    config = Config.load(raw, overrides)
+    raw = override(raw, overrides)
+    counts_epochs = isinstance(raw["run"], dict) and "steps" not in raw["run"]
+    config = _with_steps(raw, STEPS_UNKNOWN) if counts_epochs else Config.load(raw)
     if config.data.objective == hf.CLASSIFICATION and config.data.labels is None:
         raw["data"]["labels"] = list(hf.Task(config).labels_of_data())
-        config = Config.load(raw, overrides)
+        config = _with_steps(raw, STEPS_UNKNOWN) if counts_epochs else Config.load(raw)
     if not config.run.resume:
         # Samples may take minutes to read.
         hf.Task(config).model.check_files()
-    if "steps" not in config.run.model_fields_set:
+    if counts_epochs:
         task = hf.Task(config)
         raw["run"]["steps"] = task.steps_of_epochs(batch_size(config), epochs, _say)
-    config = Config.load(raw, overrides)
+    config = Config.load(raw)
     check_places(config)
     with held_run(config, group):
         # First, for the config of the run is still the one that is compared.
@@ -79,12 +84,12 @@ def finetune_model(
         run.mkdir(parents=True, exist_ok=True)
         path = run / CONFIG
         path.write_text(yaml.safe_dump(raw, sort_keys=False), encoding="utf-8")
-        config, mesh = on_devices(path, overrides=overrides)
+        config, mesh = on_devices(path)
         train_held(
             config,
             mesh,
             path,
-            overrides,
+            (),
             trace=None,
             trace_steps=3,
             group=group,
@@ -146,6 +151,10 @@ def model_config(
         "memory": memory,
         "run": run | ({"resume": True} if resumes else {}),
     }
+
+
+def _with_steps(raw: Mapping[str, Any], steps: int) -> Config:
+    return Config.load({**raw, "run": {**raw["run"], "steps": steps}})
 
 
 def adapter_section(rank: int | None, **options: Any) -> dict[str, Any] | None:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from zinf.config.config import Config
-from zinf.config.scheduler import DecayParams
+from zinf.config.scheduler import DecayParams, WarmupParams
 from zinf.config.section import dotted
 
 # Sections whose keys all decide. Not here: where arrays rest, how the program is cut,
@@ -46,6 +46,7 @@ def deciding(config: Config) -> dict[str, Any]:
     found["train_batch_size"] = config.batch_size
     found["data.sequence_length"] = config.sequence_length
     params = None if config.scheduler is None else config.scheduler.params
-    if isinstance(params, DecayParams) and params.total_num_steps is None:
+    ends = isinstance(params, DecayParams) and params.total_num_steps is None
+    if ends or isinstance(params, WarmupParams) and params.warmup_ratio is not None:
         found["run.steps"] = config.run.steps
     return found

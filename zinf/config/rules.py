@@ -8,7 +8,7 @@ from zinf.config.distillation import Distillation
 from zinf.config.efficiency import CurriculumLearning, DataEfficiency
 from zinf.config.optimizer import AdamParams, Optimizer
 from zinf.config.pacing import Pacing
-from zinf.config.scheduler import DecayParams, OneCycleParams, Scheduler
+from zinf.config.scheduler import DecayParams, OneCycleParams, Scheduler, WarmupParams
 from zinf.config.schema import (
     BYTE_VALUES,
     STDLIB,
@@ -120,6 +120,13 @@ def training_violations(
     ):
         path = ("scheduler", "params", "total_num_steps")
         yield path, "is unknown: give it, or run.steps."
+    if (
+        isinstance(params, WarmupParams)
+        and params.warmup_ratio is not None
+        and "warmup_num_steps" in params.model_fields_set
+    ):
+        path = ("scheduler", "params", "warmup_ratio")
+        yield path, "gives the steps of the warm-up, and so does warmup_num_steps."
     if (
         isinstance(params, OneCycleParams)
         and params.cycle_momentum

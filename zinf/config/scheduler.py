@@ -90,6 +90,9 @@ class WarmupParams(SchedulerParams):
     warmup_num_steps: Auto[Whole] = 1000
     """Steps of warm-up; fewer than 2 are 2, as in DeepSpeed."""
 
+    warmup_ratio: Fraction | None = None
+    """Share of all steps in place of warmup_num_steps, rounded up."""
+
     warmup_type: Auto[Literal["log", "linear"]] = "log"
     """Shape of the warm-up: logarithmic or linear in the step."""
 

@@ -8,11 +8,14 @@ its scheduler after each update, so update `count` uses the rate at
 constructor set.
 """
 
+from math import ceil
+
 import jax
 import jax.numpy as jnp
 import optax
 
 from zinf.config.scheduler import (
+    DecayParams,
     LRRangeTestParams,
     OneCycleParams,
     SchedulerParams,
@@ -35,15 +38,20 @@ def schedule_of(
         lr: the optimizer's learning rate.
         num_steps: the end of a decay whose parameters do not give one.
     """
+    if isinstance(params, DecayParams):
+        num_steps = params.total_num_steps or num_steps
+    if isinstance(params, WarmupParams) and params.warmup_ratio is not None:
+        num_warm = ceil(params.warmup_ratio * num_steps)
+        params = params.model_copy(update={"warmup_num_steps": num_warm})
     match params:
         case None:
             return optax.constant_schedule(lr)
         case WarmupLRParams():
             return _warmup(params, lr)
         case WarmupDecayLRParams():
-            return _warmup_decay(params, lr, params.total_num_steps or num_steps)
+            return _warmup_decay(params, lr, num_steps)
         case WarmupCosineLRParams():
-            return _warmup_cosine(params, lr, params.total_num_steps or num_steps)
+            return _warmup_cosine(params, lr, num_steps)
         case OneCycleParams():
             return _one_cycle(params)
         case LRRangeTestParams():

@@ -45,8 +45,11 @@ def test_a_model_is_tuned_and_loads_in_transformers(tmp_path):
     held = tmp_path / "held.jsonl"
     held.write_text(data.read_text())
     output = tmp_path / "tuned"
-    common = ["--data", data, "--output", output, "--samples", 2]
-    common += ["--sequence-length", 12, "--learning-rate", 1e-2, "--packing"]
+    # Partly by TRL's names.
+    common = ["--data", data, "--output_dir", output, "--max_length", 12, "--packing"]
+    common += ["--per_device_train_batch_size", 2, "--learning-rate", 2e-2]
+    # The steps of the schedule follow from the epochs.
+    common += ["--lr_scheduler_type", "linear", "--warmup_ratio", 0.2]
     done = run("finetune", folder, *common, "--epochs", 6, "--eval-data", held)
     assert done.exit_code == 0, done.output
     assert f"The tuned model is in {output}." in done.output
@@ -56,6 +59,8 @@ def test_a_model_is_tuned_and_loads_in_transformers(tmp_path):
     assert len(steps) == 6 * 6 // 2
     # Both of a row are trained on: the answer of two tokens, and its end.
     assert steps[0]["tokens_seen"] == 2 * 2 * 3
+    rates = [line["learning_rate"] for line in steps]
+    assert rates[5] == max(rates) and rates[-1] < rates[5] / 7
     assert steps[-1]["loss"] < steps[0]["loss"] / 2
     assert steps[-1]["evaluation_loss"] < steps[0]["loss"] / 2
     config = yaml.safe_load((tmp_path / "tuned.run/finetune.yaml").read_text())

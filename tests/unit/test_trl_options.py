@@ -1,0 +1,89 @@
+"""`zinf finetune` takes the command lines of TRL's users, or says why not."""
+
+import shlex
+
+import typer.main
+
+from zinf.cli import app
+from zinf.cli.trl import KEYS, OTHERWISE, REFUSED, RENAMED, translated
+from zinf.config import Config
+from zinf.optim.schedules import schedule_of
+
+SFT = """--model_name_or_path Qwen/Qwen2-0.5B --data a.jsonl --learning_rate 2.0e-5
+--num_train_epochs 1 --packing --per_device_train_batch_size 2
+--gradient_accumulation_steps 8 --gradient_checkpointing --eval_strategy steps
+--eval_steps 100 --output_dir tuned"""
+LORA = """Qwen/Qwen2-0.5B --data a.jsonl --learning_rate 2.0e-4 --output_dir tuned
+--use_peft --lora_r 32 --lora_alpha 16 --lora_target_modules q_proj v_proj
+--load_in_4bit --max_length=512 --bf16 True --packing False"""
+DPO = """--model_name_or_path Qwen/Qwen2-0.5B-Instruct --objective dpo --data a.jsonl
+--learning_rate 5.0e-7 --max_steps 1000 --gradient_accumulation_steps 8
+--output_dir tuned --no_remove_unused_columns --lr_scheduler_type cosine
+--warmup_ratio 0.03 --report_to tensorboard"""
+LINES = {
+    "TRL's sft.py": SFT,
+    "TRL's sft.py with adapters": LORA,
+    "TRL's dpo.py": DPO,
+    "evaluations": "m --data a --eval_data b --eval_steps 20 --logging_steps 1",
+    "a warm-up alone": "m --warmup-steps 10 --weight-decay 0.01 --max-grad-norm 0.5",
+    "a constant rate after it": "m --lr-scheduler-type constant_with_warmup",
+    "all linear layers": "m --use-peft --lora-target-modules all-linear",
+    "betas and fp16": "m --adam-beta2 0.95 --fp16 True --seed 3 --optim adamw_torch",
+    "checkpoints": "m --save-steps 50 --save-total-limit 2 --resume-from-checkpoint 1",
+    "zinf's own": "m --data a --data b --set run.seed=1 --no-merge --lora 4",
+    "all losses": "m --completion-only-loss False",
+    "two sizes of a batch": "m --samples 4 --gradient-accumulation-steps 2",
+    "a data set of the hub": "m --dataset_name trl-lib/Capybara",
+    "noise": "m --neftune-noise-alpha 5",
+    "another schedule": "m --lr-scheduler-type polynomial",
+    "another tracker": "m --report-to wandb",
+    "another optimizer": "m --optim adafactor",
+    "another checkpoint": "m --resume-from-checkpoint out/checkpoint-10",
+    "unknown": "m --no-such-option 3",
+}
+
+
+def own_options():
+    command = typer.main.get_command(app).commands["finetune"]
+    return {name for p in command.params for name in (*p.opts, *p.secondary_opts)}
+
+
+def test_each_line_becomes_options_of_zinf_or_a_reason(golden):
+    own, found = own_options(), []
+    for title, line in LINES.items():
+        said = []
+        try:
+            arguments = shlex.join(translated(shlex.split(line), own, say=said.append))
+        except ValueError as error:
+            arguments = f"refused: {error}"
+        found += [f"{title}:", *(f"  {x}" for x in [arguments, *said])]
+    golden.check("trl_options.txt", "\n".join(found))
+
+
+def test_no_name_has_two_meanings_and_all_lead_somewhere():
+    own = {name.removeprefix("--") for name in own_options()}
+    assert {*RENAMED.values()} <= own
+    tables = [*RENAMED, *KEYS, *OTHERWISE, *REFUSED]
+    assert len({*tables}) == len(tables) and own.isdisjoint(tables)
+
+
+def test_what_becomes_of_keys_is_a_config():
+    given = translated(shlex.split(DPO), own_options(), say=lambda text: None)
+    keys = [given[i + 1] for i, word in enumerate(given) if word == "--set"]
+    raw = {
+        "train_batch_size": 8,
+        "optimizer": {"type": "AdamW", "params": {"lr": 5e-7}},
+        "run": {"steps": 1000},
+    }
+    config = Config.load(raw, keys)
+    assert (config.batch_size, config.num_microbatches) == (64, 8)
+    params = config.scheduler.params
+    counted = params.model_copy(update={"warmup_ratio": None, "warmup_num_steps": 30})
+    rates = [
+        [
+            float(schedule_of(x, lr=5e-7, num_steps=1000)(count))
+            for count in (1, 29, 500)
+        ]
+        for x in (params, counted)
+    ]
+    assert params.warmup_ratio == 0.03 and rates[0] == rates[1]

@@ -1,0 +1,329 @@
+"""Options of `zinf finetune` by the names that TRL's scripts give them.
+
+The names are those of TRL 0.24's `SFTConfig`, `DPOConfig`, `ModelConfig` and
+`ScriptArguments`, and of `transformers.TrainingArguments`. They are written with dashes
+or underscores.
+"""
+
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+# Options of zinf under another name.
+RENAMED = {
+    "output-dir": "output",
+    "num-train-epochs": "epochs",
+    "max-steps": "steps",
+    "max-length": "sequence-length",
+    "max-seq-length": "sequence-length",
+    "lora-r": "lora",
+    "lora-target-modules": "target-modules",
+    "lora-modules-to-save": "modules-to-save",
+}
+# Keys of the config.
+KEYS = {
+    "weight-decay": "optimizer.params.weight_decay",
+    "adam-epsilon": "optimizer.params.eps",
+    "max-grad-norm": "gradient_clipping",
+    "save-steps": "run.checkpoint_every",
+    "save-total-limit": "run.keep_checkpoints",
+    "logging-steps": "run.log_every",
+    "seed": "run.seed",
+}
+FLAGS = {
+    "packing",
+    "assistant-only-loss",
+    "completion-only-loss",
+    "use-rslora",
+    "use-dora",
+    "resume",
+}
+# What zinf does in its own way whatever is asked. The run goes on.
+OTHERWISE = {
+    "gradient-checkpointing": "the plan says what is recomputed, by the budgets",
+    "gradient-checkpointing-kwargs": "the plan says what is recomputed",
+    "attn-implementation": "zinf computes attention itself",
+    "dtype": "masters are in float32, and bf16 says what is computed in",
+    "torch-dtype": "masters are in float32, and bf16 says what is computed in",
+    "dataset-num-proc": "files are read and tokenized by part",
+    "dataloader-num-workers": "samples are read ahead of the step",
+    "use-liger-kernel": "the loss is computed by tile where logits are large",
+    "padding-free": "rows are padded to few lengths; --packing fills them",
+    "remove-unused-columns": "columns without a meaning are left out",
+    "no-remove-unused-columns": "columns without a meaning are left out",
+    "use-cache": "training keeps no cache",
+    "logging-first-step": "metrics.jsonl has a line for each step",
+    "ddp-timeout": "it is of torch.distributed",
+    "tf32": "float32 products are in full precision",
+    "eval-strategy": "evaluations are every --eval-steps, with --eval-data",
+    "save-strategy": "checkpoints are every --save-steps, and at the end",
+    "logging-strategy": "metrics.jsonl has a line for each step",
+}
+# What would give another run than was asked for.
+REFUSED = {
+    "dataset-name": "zinf finetune reads files. Download the data set, such as by `hf "
+    "download --repo-type dataset NAME`, and name its files: --data FILE.",
+    "dataset-config": "zinf finetune reads files: --data FILE.",
+    "dataset-text-field": "Texts are in `text`: rename the field.",
+    "chat-template": "Put the template beside the model, as chat_template.jinja.",
+    "chat-template-path": "Put the template beside the model, as chat_template.jinja.",
+    "eos-token": "Set eos_token in tokenizer_config.json, beside the model.",
+    "neftune-noise-alpha": "zinf adds no noise to embeddings.",
+    "label-smoothing-factor": "zinf has no label smoothing.",
+    "loss-type": "The losses are cross entropy, and DPO's sigmoid.",
+    "eval-packing": "Evaluations are packed as training is.",
+    "deepspeed": "Name the file as the config of zinf train.",
+    "fsdp": "zinf train CONFIG divides state: zero_optimization.stage, mesh.",
+    "push-to-hub": "Upload the folder: hf upload NAME OUTPUT.",
+    "load-best-model-at-end": "Checkpoints with their evaluations are in OUTPUT.run.",
+    "metric-for-best-model": "Checkpoints with their evaluations are in OUTPUT.run.",
+    "group-by-length": "Use data_efficiency's dynamic_batching (--set).",
+    "auto-find-batch-size": "zinf plan --model says what fits, before the run.",
+    "ref-model": "The reference of dpo is the model as it was.",
+    "precompute-ref-log-probs": "zinf always does so: leave it out.",
+}
+# TRL's and transformers' defaults, where one of several options is given.
+ROWS_PER_DEVICE = 8
+RANK = 16
+SCHEDULES = {
+    "linear": "WarmupDecayLR",
+    "cosine": "WarmupCosineLR",
+    "constant_with_warmup": "WarmupLR",
+}
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_bnb_8bit")
+TRUE, FALSE = ("true", "yes", "1"), ("false", "no", "0")
+
+
+class FamiliarCommand(TyperCommand):
+    """A command that takes the options of TRL's scripts too."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        own = {name for p in self.params for name in (*p.opts, *p.secondary_opts)}
+        try:
+            given = translated(args, own, say=lambda text: print(text, file=sys.stderr))
+        except ValueError as error:
+            raise typer.BadParameter(str(error), ctx) from None
+        return super().parse_args(ctx, given)
+
+
+def translated(
+    args: Sequence[str], own: Collection[str], *, say: Callable[[str], None]
+) -> list[str]:
+    """The arguments with TRL's options as zinf's.
+
+    Args:
+        args: what is behind `zinf finetune`.
+        own: the options that zinf has, such as "--data".
+        say: told of options that have no effect.
+
+    Raises:
+        ValueError: an option asks for what zinf does not do, or two for one thing.
+    """
+    options = _Options(own, say)
+    for name, values in _options(args):
+        options.add(name, values)
+    return options.ended()
+
+
+def _options(args: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Each option with the words up to the next one; "" for those before the first."""
+    name, values = "", list[str]()
+    for word in args:
+        if not word.startswith("--") or word == "--":
+            values.append(word)
+            continue
+        yield name, values
+        name, equals, value = word.partition("=")
+        values = [value] if equals else []
+    yield name, values
+
+
+@dataclass
+class _Options:
+    """What the arguments given so far come to.
+
+    Attributes:
+        done: arguments of zinf.
+        kept: options that several of zinf's follow from together, by name.
+    """
+
+    own: Collection[str]
+    say: Callable[[str], None]
+    done: list[str] = field(default_factory=list)
+    kept: dict[str, str] = field(default_factory=dict)
+
+    def add(self, option: str, values: list[str]) -> None:
+        name = option.removeprefix("--").replace("_", "-")
+        new = RENAMED.get(name, name)
+        if f"--{new}" in self.own or not option:
+            self._add_own(new if option else "", values)
+        elif name in KEYS:
+            self.set(KEYS[name], *values)
+        elif name in OTHERWISE:
+            self.say(f"--{name}: has no effect: {OTHERWISE[name]}.")
+        elif name in REFUSED:
+            raise ValueError(f"--{name}: {REFUSED[name]}")
+        elif name in KEPT:
+            self.kept[name] = values[0] if values else "true"
+            self.done += values[1:]
+        else:
+            self.done += [option, *values]
+
+    def _add_own(self, name: str, values: list[str]) -> None:
+        if not name:
+            self.done += values
+        elif name in FLAGS:
+            word = values[0].lower() if values else "true"
+            if word in FALSE:
+                is_on, values = False, values[1:]
+            else:
+                is_on, values = True, values[word in TRUE and bool(values) :]
+            off = f"--no-{name}"
+            if is_on:
+                self.done.append(f"--{name}")
+            elif off in self.own:
+                self.done.append(off)
+            self.done += values
+        elif name == "target-modules" and values == ["all-linear"]:
+            return  # As without the option.
+        elif len(values) > 1 and name in ("target-modules", "modules-to-save"):
+            self.done += [word for value in values for word in (f"--{name}", value)]
+        else:
+            self.done += [f"--{name}", *values]
+
+    def set(self, key: str, *values: str) -> None:
+        self.done += ["--set", f"{key}={values[0] if values else 'true'}", *values[1:]]
+
+    def ended(self) -> list[str]:
+        """All arguments, with what follows from several options."""
+        kept = self.kept
+        if "model-name-or-path" in kept:
+            self.done.insert(0, kept["model-name-or-path"])
+        if kept.get("use-peft", "").lower() in TRUE and "--lora" not in self.done:
+            self.done += ["--lora", str(RANK)]
+        self._add_resume()
+        self._check_optimizer()
+        self._add_report()
+        self._add_evaluations()
+        self._add_batch()
+        self._add_schedule()
+        self._add_precision()
+        betas = [kept.get(f"adam-beta{n}") for n in (1, 2)]
+        if any(betas):
+            self.set(
+                "optimizer.params.betas", f"[{betas[0] or 0.9}, {betas[1] or 0.999}]"
+            )
+        return self.done
+
+    def _add_resume(self) -> None:
+        value = self.kept.get("resume-from-checkpoint", "false")
+        if value.lower() in TRUE:
+            self.done.append("--resume")
+        elif value.lower() not in FALSE:
+            raise ValueError(
+                f"--resume-from-checkpoint {value}: a run goes on from its own newest "
+                "checkpoint, in OUTPUT.run: --resume."
+            )
+
+    def _check_optimizer(self) -> None:
+        name = self.kept.get("optim", OPTIMIZERS[0])
+        if name not in OPTIMIZERS:
+            raise ValueError(
+                f"--optim {name}: zinf finetune trains by AdamW. Another optimizer is "
+                "named by --set 'optimizer={type: NAME, params: {lr: ...}}'."
+            )
+
+    def _add_report(self) -> None:
+        name = self.kept.get("report-to", "none")
+        if name == "tensorboard":
+            self.set("run.tensorboard", "true")
+        elif name != "none":
+            raise ValueError(
+                f"--report-to {name}: zinf writes metrics.jsonl, and TensorBoard's "
+                "events: --report-to tensorboard."
+            )
+
+    def _add_evaluations(self) -> None:
+        steps = self.kept.get("eval-steps")
+        if steps is not None and "--eval-data" in self.done:
+            self.set("run.evaluate_every", steps)
+        elif steps is not None:
+            self.say("--eval-steps: has no effect: there is no --eval-data.")
+
+    def _add_batch(self) -> None:
+        """Samples of a step: those per device, times accumulation, times devices."""
+        rows = self.kept.get("per-device-train-batch-size")
+        steps = self.kept.get("gradient-accumulation-steps")
+        if rows is None and steps is None:
+            return
+        if "--samples" in self.done:
+            raise ValueError(
+                "--samples says how many samples a step has, and so do --per-device-"
+                "train-batch-size and --gradient-accumulation-steps. Give one of them."
+            )
+        self.set("train_batch_size", "null")
+        self.set("train_micro_batch_size_per_gpu", rows or str(ROWS_PER_DEVICE))
+        self.set("gradient_accumulation_steps", steps or "1")
+
+    def _add_schedule(self) -> None:
+        ratio, steps = self.kept.get("warmup-ratio"), self.kept.get("warmup-steps")
+        name = self.kept.get("lr-scheduler-type")
+        if name is None and (ratio is not None or steps is not None):
+            name = "linear"
+        if name in (None, "constant"):
+            return
+        if name not in SCHEDULES:
+            raise ValueError(
+                f"--lr-scheduler-type {name}: it must be constant, "
+                f"{', '.join(SCHEDULES)}; others are set by --set scheduler=..."
+            )
+        params = {"warmup_type": "linear"}
+        if steps is not None and int(float(steps)):
+            params["warmup_num_steps"] = steps
+        elif ratio is not None:
+            params["warmup_ratio"] = ratio
+        else:
+            params["warmup_num_steps"] = "0"
+        if name == "cosine":
+            params["cos_min_ratio"] = "0.0"
+        else:
+            params["warmup_max_lr"] = "auto"
+        shown = ", ".join(f"{key}: {value}" for key, value in params.items())
+        self.set("scheduler", f"{{type: {SCHEDULES[name]}, params: {{{shown}}}}}")
+
+    def _add_precision(self) -> None:
+        is_fp16 = self.kept.get("fp16", "").lower() in TRUE
+        if is_fp16 or self.kept.get("bf16", "true").lower() in FALSE:
+            self.set("bf16.enabled", "false")
+        if is_fp16:
+            self.set("fp16.enabled", "true")
+        bits = {"load-in-4bit": "nf4", "load-in-8bit": "int8"}
+        for name, encoding in bits.items():
+            if self.kept.get(name, "").lower() in TRUE:
+                self.done += ["--base-encoding", encoding]
+
+
+# Options that are looked at when all are known.
+KEPT = {
+    "model-name-or-path",
+    "use-peft",
+    "optim",
+    "eval-steps",
+    "report-to",
+    "resume-from-checkpoint",
+    "per-device-train-batch-size",
+    "gradient-accumulation-steps",
+    "lr-scheduler-type",
+    "warmup-ratio",
+    "warmup-steps",
+    "adam-beta1",
+    "adam-beta2",
+    "bf16",
+    "fp16",
+    "load-in-4bit",
+    "load-in-8bit",
+}
