@@ -6,8 +6,9 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from itertools import islice
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,10 @@ class Trainer:
             after the last step.
         evaluate_batches: the most batches of an evaluation; None takes all of
             `evaluation_data`, which then has an end.
+        keep_best: save when an evaluation is the best so far, and keep that checkpoint
+            beside the newest ones.
+        patience: end the run after so many evaluations in a row that are no better than
+            the best; None for all `steps`.
         checkpoints: where to save; None to save nothing.
         checkpoint_every: steps between checkpoints. There always is one at the end of
             the run.
@@ -98,6 +103,8 @@ class Trainer:
     evaluation_data: Iterable[Any] | None = None
     evaluate_every: int | None = None
     evaluate_batches: int | None = None
+    keep_best: bool = False
+    patience: int | None = None
     checkpoints: Checkpoints | None = None
     checkpoint_every: int | None = None
     metrics: Path | str | None = None
@@ -128,9 +135,17 @@ class Trainer:
             StorageError: the last checkpoint cannot be written, or would not fit, or a
                 name in it is longer than the drive allows. If an earlier one fails, for
                 whatever reason, the error is printed and training continues.
-            ValueError: `checkpoints` has those of another run.
+            ValueError: `checkpoints` has those of another run; or `keep_best` or
+                `patience` without `evaluate_every`.
             KeyboardInterrupt: after Ctrl-C, as described above.
         """
+        if self.evaluate_every is None and (
+            self.keep_best or self.patience is not None
+        ):
+            raise ValueError(
+                "keep_best and patience go by evaluations, and there are none: set "
+                "evaluate_every."
+            )
         run = _Run(self)
         try:
             run.begin()
@@ -156,6 +171,25 @@ class _Asked(threading.Event):
     signum: int | None = None
 
 
+@dataclass(frozen=True)
+class _Best:
+    """The best evaluation of a run so far.
+
+    Attributes:
+        loss, step: of that evaluation; infinite and 0 if there was none.
+        num_worse: evaluations since then.
+    """
+
+    loss: float = inf
+    step: int = 0
+    num_worse: int = 0
+
+    def after(self, loss: float, step: int) -> "_Best":
+        if loss < self.loss:
+            return _Best(loss, step)
+        return replace(self, num_worse=self.num_worse + 1)
+
+
 class _Run:
     """The mutable state of one run of a trainer."""
 
@@ -165,6 +199,7 @@ class _Run:
         self.batches = _Batches(trainer.train_data)
         self.num_skipped = self.tokens_seen = 0
         self.saved_step: int | None = None
+        self.best = _Best()
         self.totals: Totals | None = None
         self.writers: list[AbstractWriter] = []
         self.trace: TraceFile | None = None
@@ -256,13 +291,16 @@ class _Run:
         state = checkpoints.restore(self.engine) or {}
         self.batches.resume(state.get("batches"), self.engine.num_steps)
         self.num_skipped = state.get("num_skipped", 0)
+        self.best = _Best(**state.get("best", {}))
+        if self.settings.keep_best and self.best.step:
+            checkpoints.keep_best(self.best.step)
         self.tokens_seen = state.get("tokens_seen", 0)
 
     def loop(self) -> dict[str, Any]:
         metrics: dict[str, Any] = {"step": self.engine.num_steps}
         is_ending = False
         with _interrupts(self.settings.grace_seconds) as is_interrupted:
-            while self.engine.num_steps < self.settings.steps:
+            while not self.is_over():
                 try:
                     batch = next(self.batches)
                 except StopIteration:
@@ -293,8 +331,13 @@ class _Run:
         self.num_skipped += metrics["skipped"]
         is_last = metrics["step"] == self.settings.steps
         is_due = self.evaluates_after(metrics["step"])
+        is_best = False
         if is_due and not self.is_ending(is_interrupted):
             metrics["evaluation_loss"] = self.evaluate()
+            self.best = self.best.after(metrics["evaluation_loss"], metrics["step"])
+            is_best = self.settings.keep_best and self.best.step == metrics["step"]
+            if is_best and self.settings.checkpoints is not None:
+                self.settings.checkpoints.keep_best(self.best.step)
         unwritten = self.write(metrics, record)
         self.group.report(metrics)
         totals = Totals.of(metrics)
@@ -302,7 +345,8 @@ class _Run:
         every = self.settings.checkpoint_every
         # Of several processes only the first writes metrics, and all must save.
         is_unsafe = bool(unwritten) and self.group.count == 1
-        if not is_last and (_is_due(metrics["step"], every) or is_unsafe):
+        is_wanted = _is_due(metrics["step"], every) or is_best or is_unsafe
+        if not is_last and is_wanted:
             with self.surviving():
                 self.save()
         for writer, error in unwritten:
@@ -359,6 +403,19 @@ class _Run:
         is_asked = is_interrupted.is_set() or self.group.is_asked_to_stop
         return self.group.any("interrupted", is_asked, timeout=None)
 
+    def is_over(self) -> bool:
+        """Whether all steps are done, or too many evaluations were no better."""
+        if self.engine.num_steps >= self.settings.steps:
+            return True
+        patience, worse = self.settings.patience, self.best.num_worse
+        if patience is None or worse < patience:
+            return False
+        self.say(
+            f"The run ends: {worse} evaluations in a row were no better than the one "
+            f"after step {self.best.step}."
+        )
+        return True
+
     def learning_rate(self, metrics: Metrics) -> float | None:
         """The rate of the latest step; schedules do not count skipped steps."""
         schedule = self.settings.learning_rate
@@ -399,11 +456,13 @@ class _Run:
         self.group.say(f"saving after step {self.engine.num_steps}")
         with self.surviving():
             checkpoints.wait()
-        state = {
+        state: dict[str, Any] = {
             "batches": self.batches.state(),
             "num_skipped": self.num_skipped,
             "tokens_seen": self.tokens_seen,
         }
+        if self.best.step:
+            state["best"] = asdict(self.best)
         checkpoints.save(self.engine.num_steps, self.engine, state)
         self.saved_step = self.engine.num_steps
 
@@ -418,6 +477,13 @@ class _Run:
         self.close_writer(self.progress)
         self.say(summary(self.totals, self.engine.plan))
         self.say(f"\n{checkpoint}")
+        best, checkpoints = self.best, self.settings.checkpoints
+        if best.step:
+            place = ""
+            if self.settings.keep_best and checkpoints is not None:
+                place = f": {checkpoints.folder(best.step)}"
+            what = f"The best evaluation, {best.loss:.6g}, was after step {best.step}"
+            self.say(f"{what}{place}.")
 
     def wait(self) -> None:
         """Wait until the save that runs is complete; raise its error if it fails."""

@@ -49,8 +49,8 @@ class Checkpoints:
     """Saves, keeps and restores the checkpoints of a run.
 
     `directory/<step>/state` is a checkpoint. Of those of this run, all but the newest
-    `keep` are deleted: of those that it saved, and those up to the one that it
-    restored. Nothing else in the directory is deleted, also not by its name. A
+    `keep` and the best are deleted: of those that it saved, and those up to the one
+    that it restored. Nothing else in the directory is deleted, also not by its name. A
     checkpoint counts only when all of it is safe: Orbax renames its folder when all
     files are synced to the drive, and in object storage the manifest comes last. So if
     the process is killed or the power fails, the checkpoint before is still there.
@@ -137,6 +137,14 @@ class Checkpoints:
         """The most recent save, with the files that it linked and copied."""
         assert self._last is not None, "nothing was saved yet"
         return self._last
+
+    def keep_best(self, step: int) -> None:
+        """Keep the checkpoint of `step`, saved or about to be, whatever comes later.
+
+        The one that was named before is again like the others, once this one is
+        complete.
+        """
+        self._keeper.keep_best(step)
 
     def latest_step(self) -> int | None:
         """Step of the newest checkpoint, complete or being saved; None if none."""

@@ -34,10 +34,37 @@ logger = logging.getLogger(__name__)
 
 
 class AbstractKeeper(ABC):
-    """Saves checkpoints in the background, and keeps the newest of them.
+    """Saves checkpoints in the background; keeps the newest of them, and the best.
 
     `<folder>/<step>/state` is a checkpoint; `zinf.checkpoint.Saved` reads it.
+
+    Attributes:
+        keep: number of the newest checkpoints to keep.
     """
+
+    keep: int
+
+    def __init__(self, keep: int) -> None:
+        self.keep = keep
+        self._own: list[int] = []
+        self._best: list[int] = []
+
+    def keep_best(self, step: int) -> None:
+        """Keep the checkpoint of `step` too, in place of the best one before.
+
+        If it is not complete yet, the one before is kept until it is.
+        """
+        self._best = [*self._best, step] if step not in self._own else [step]
+
+    def _rotate(self, step: int) -> list[int]:
+        """Count a checkpoint that is complete; returns those to delete now."""
+        self._own.append(step)
+        if step in self._best:
+            self._best = [step]
+        kept = {*self._own[-self.keep :], *self._best}
+        old = [s for s in self._own if s not in kept]
+        self._own = [s for s in self._own if s in kept]
+        return old
 
     @abstractmethod
     def save(
@@ -92,8 +119,8 @@ class FolderKeeper(AbstractKeeper):
         asynchronous: bool,
         barrier: Callable[[str], None],
     ) -> None:
-        self.directory, self.keep = directory, keep
-        self._own: list[int] = []
+        super().__init__(keep)
+        self.directory = directory
         self._saving: int | None = None
         with explained("Cannot make the folder of checkpoints", directory):
             directory.mkdir(parents=True, exist_ok=True)
@@ -153,9 +180,8 @@ class FolderKeeper(AbstractKeeper):
             self._manager.wait_until_finished()
         if self._saving is None:
             return
-        self._own.append(self._saving)
+        old = self._rotate(self._saving)
         self._saving = None
-        old, self._own = self._own[: -self.keep], self._own[-self.keep :]
         if jax.process_index() == 0:
             for step in old:
                 folder = self.directory / str(step)

@@ -150,6 +150,8 @@ def train_held(
                 evaluation_data=evaluation_data,
                 evaluate_every=config.run.evaluate_every,
                 evaluate_batches=config.run.evaluate_batches,
+                keep_best=config.run.keep_best,
+                patience=config.run.patience,
                 checkpoints=checkpoints,
                 checkpoint_every=config.run.checkpoint_every,
                 metrics=metrics,

@@ -79,8 +79,9 @@ REFUSED = {
     "deepspeed": "Name the file as the config of zinf train.",
     "fsdp": "zinf train CONFIG divides state: zero_optimization.stage, mesh.",
     "push-to-hub": "Upload the folder: hf upload NAME OUTPUT.",
-    "load-best-model-at-end": "Checkpoints with their evaluations are in OUTPUT.run.",
-    "metric-for-best-model": "Checkpoints with their evaluations are in OUTPUT.run.",
+    "load-best-model-at-end": "The tuned model is that of the last step; --set "
+    "run.keep_best=true keeps the best checkpoint beside it.",
+    "metric-for-best-model": "The best checkpoint (run.keep_best) goes by the loss.",
     "group-by-length": "Use data_efficiency's dynamic_batching (--set).",
     "auto-find-batch-size": "zinf plan --model says what fits, before the run.",
     "ref-model": "The reference of dpo is the model as it was.",

@@ -109,7 +109,11 @@ def execution_violations(
 def training_violations(
     optimizer: Optimizer | None, scheduler: Scheduler | None, run: Run
 ) -> Iterator[Violation]:
-    """A schedule of unknown length, or one that the optimizer cannot follow."""
+    """A schedule of unknown length or against the optimizer; choices without losses."""
+    for key in ("keep_best", "patience"):
+        if getattr(run, key) and run.evaluate_every is None:
+            text = "goes by evaluations, and there are none: set run.evaluate_every."
+            yield ("run", key), text
     params = scheduler.params if scheduler else None
     if (
         isinstance(params, DecayParams)

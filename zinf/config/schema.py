@@ -371,6 +371,13 @@ class Run(Section):
     evaluate_batches: Count | None = None
     """The most batches of an evaluation; null: all held-out data."""
 
+    keep_best: Flag = False
+    """Save when an evaluation is the best so far, and keep that checkpoint too."""
+
+    patience: Count | None = None
+    """End the run after so many evaluations in a row that are no better than the best;
+    null: never."""
+
     log_every: Count = 10
     """Steps between printed metrics."""
 

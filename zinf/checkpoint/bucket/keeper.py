@@ -39,9 +39,9 @@ class ObjectKeeper(AbstractKeeper):
         asynchronous: bool,
         barrier: Callable[[str], None],
     ) -> None:
-        self.folder, self.keep, self.asynchronous = folder, keep, asynchronous
+        super().__init__(keep)
+        self.folder, self.asynchronous = folder, asynchronous
         self._barrier = barrier
-        self._own: list[int] = []
         self._store = Store(folder)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="zinf-checkpoint")
         self._saving: tuple[int, Future[None]] | None = None
@@ -120,8 +120,7 @@ class ObjectKeeper(AbstractKeeper):
         if jax.process_index() == 0:
             commit(save, scalars, data)
         self._barrier("a checkpoint is complete")
-        self._own.append(step)
-        old, self._own = self._own[: -self.keep], self._own[-self.keep :]
+        old = self._rotate(step)
         self._steps = sorted({*self._steps, step} - {*old})
         if jax.process_index() == 0:
             for number in old:
