@@ -18,6 +18,7 @@ from zinf.executor.calibrate import measure_rates
 from zinf.jax_modes import Modes
 from zinf.mesh import TENSOR, axis_size, first_cpu, local_devices
 from zinf.moe.exchange import CutExpert, on_mesh
+from zinf.optim.factory import build_optimizer
 from zinf.optim.separate import separate
 from zinf.plan import Plan
 from zinf.prepare.devices import on_devices
@@ -36,7 +37,7 @@ ConfigSource = Config | Mapping[str, Any] | str | Path | None
 def initialize(
     loss_fn: Callable,
     params: Any,
-    tx: optax.GradientTransformation,
+    tx: optax.GradientTransformation | None,
     config: ConfigSource = None,
     *,
     has_aux: bool = False,
@@ -74,7 +75,7 @@ def initialize(
         tx: any optax transform whose update of a leaf depends only on that leaf, and
             on the loss if it takes `value=` (the loss of the step, float32). A
             leading `optax.clip_by_global_norm` in a chain is allowed too: zinf clips
-            as optax does.
+            as optax does. None takes the optimizer and the scheduler of the config.
         config: a dict, a YAML or JSON file, or a `zinf.Config`. Settings without
             effect, and the values chosen for "auto", are logged as warnings.
         eval_loss_fn: the function that `evaluate` computes instead of `loss_fn`, such
@@ -133,7 +134,7 @@ def initialize(
 def plan_only(
     loss_fn: Callable,
     params: Any,
-    tx: optax.GradientTransformation,
+    tx: optax.GradientTransformation | None,
     config: ConfigSource = None,
     *,
     batch: Any,
@@ -148,10 +149,24 @@ def plan_only(
     return planner.plan_batch(batch).plan
 
 
+def optimizer_of(
+    config: ConfigSource,
+) -> tuple[optax.GradientTransformation, Config]:
+    """The optimizer that a config asks for, and the config."""
+    config = Config.load(config)
+    if config.optimizer is None:
+        raise ValueError(
+            "tx is None, and the config has no optimizer. Give a transform of optax, "
+            "such as optax.adamw(3e-4), or set optimizer: {type: AdamW, params: {lr: "
+            "3e-4}} in the config."
+        )
+    return build_optimizer(config), config
+
+
 def make_planner(
     loss_fn: Callable,
     params: Any,
-    tx: optax.GradientTransformation,
+    tx: optax.GradientTransformation | None,
     config: ConfigSource = None,
     *,
     has_aux: bool = False,
@@ -168,6 +183,9 @@ def make_planner(
     Args:
         topology: the machine of `mesh`, if steps are only compiled for it and not run.
     """
+    is_of_config = tx is None
+    if tx is None:
+        tx, config = optimizer_of(config)
     check_arguments(loss_fn, params, tx, has_state=model_state is not None, rng=rng)
     modes = Modes.current()
     config, mesh = on_devices(config, mesh)
@@ -187,7 +205,7 @@ def make_planner(
         )
     modes = replace(modes, default_device=tracing_device(mesh, topology))
     if not config.is_told and (group is None or group.is_first):
-        for line in notices(config, in_python=True):
+        for line in notices(config, in_python=True, reads_optimizer=is_of_config):
             logger.warning(line)
     rule = axis_rule(
         mesh,

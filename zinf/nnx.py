@@ -102,7 +102,7 @@ class ModuleEngine(Engine):
 def initialize(
     loss_fn: Callable,
     module: nnx.Module | Callable[[], nnx.Module],
-    tx: optax.GradientTransformation,
+    tx: optax.GradientTransformation | None,
     config: ConfigSource = None,
     *,
     wrt: Any = nnx.Param,

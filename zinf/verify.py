@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from zinf.config import Config
 from zinf.config.load import raw_config
 from zinf.engine import Engine
-from zinf.initialize import ConfigSource, initialize, make_planner
+from zinf.initialize import ConfigSource, initialize, make_planner, optimizer_of
 from zinf.jaxpr.keys import to_words
 from zinf.memory.capacity import host_memory_bytes
 from zinf.mesh import local_devices
@@ -53,7 +53,7 @@ FULL_PRECISION = {"highest", "float32", "F32_F32_F32"}
 def verify(
     loss_fn: Callable,
     params: Any,
-    tx: optax.GradientTransformation,
+    tx: optax.GradientTransformation | None,
     config: ConfigSource = None,
     *,
     batch: Any,
@@ -91,6 +91,8 @@ def verify(
             f"zinf.verify compares in one process, and jax runs {jax.process_count()}. "
             "Start it alone; `mesh` may have all devices of this process."
         )
+    if tx is None:
+        tx, config = optimizer_of(config)
     config, mesh = on_devices(config, mesh)
     options: dict[str, Any] = {
         "has_aux": has_aux,

@@ -70,7 +70,7 @@ def test_a_fused_step_reports_all_that_is_documented(start):
             np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
             norm = optax.tree.norm(grads)
             np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
-        assert metrics["learning_rate"] is None
+        assert metrics["learning_rate"] == pytest.approx(1e-2)
         assert metrics["skipped"] is False
         # The batch has no integers, so its four examples are counted.
         tokens = metrics["tokens_per_second"] * metrics["step_seconds"]

@@ -5,9 +5,12 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+import zinf
 from zinf import make_mesh
+from zinf.config import Config
 from zinf.initialize import make_planner, tracing_device
 from zinf.jax_modes import Modes
+from zinf.optim.factory import build_schedule
 from zinf.topology import CHIPS, Topology
 
 ABSENT = Topology("h200:1", CHIPS["h200"], (1,))
@@ -37,3 +40,29 @@ def test_functions_of_the_user_see_the_default_device_of_the_modes():
     modes = Modes(False, "standard", False, device)
     found = modes.of_user(lambda: jax.config.jax_default_device)()
     assert found == device != jax.config.jax_default_device
+
+
+def test_without_a_transform_the_optimizer_of_the_config_trains(caplog):
+    """With its schedule; nothing says that these keys have no effect."""
+
+    def loss(params, batch):
+        return jnp.sum(batch @ params["w"])
+
+    params, batch = {"w": jnp.ones(4)}, jnp.ones((2, 4))
+    decay = {"total_num_steps": 4, "warmup_num_steps": 2, "warmup_type": "linear"}
+    config = {
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": decay | {"warmup_max_lr": "auto"},
+        },
+    }
+    with zinf.initialize(loss, params, None, config) as engine:
+        rates = [engine.step(batch)["learning_rate"] for _ in range(4)]
+        found = engine.params()["w"]
+    schedule = build_schedule(Config.load(config))
+    assert rates == [float(schedule(count)) for count in range(4)] and max(rates) > 0
+    assert found.tolist() == pytest.approx([1 - 2 * sum(rates)] * 4)
+    assert not caplog.records
+    with pytest.raises(ValueError, match="tx is None, and the config has no optimizer"):
+        zinf.initialize(loss, params, None, {})

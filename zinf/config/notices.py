@@ -26,7 +26,9 @@ FOR_TRAIN = (
 )
 
 
-def notices(config: Config, *, in_python: bool = False) -> tuple[str, ...]:
+def notices(
+    config: Config, *, in_python: bool = False, reads_optimizer: bool = False
+) -> tuple[str, ...]:
     """What a user should know about a config before it trains, a line each.
 
     The values chosen for "auto", unsupported keys that were left out, and keys that
@@ -35,8 +37,11 @@ def notices(config: Config, *, in_python: bool = False) -> tuple[str, ...]:
     Args:
         in_python: the config is given to `zinf.initialize`, which does not read the
             keys that its own arguments decide.
+        reads_optimizer: it takes the optimizer of the config.
     """
     unread = FOR_TRAIN if in_python else ()
+    if reads_optimizer:
+        unread = tuple(key for key in unread if key not in ("optimizer", "scheduler"))
     chosen = {k: v for k, v in config.chosen.items() if k[0] not in unread}
     found = [*config.not_done]
     for rule in RULES:

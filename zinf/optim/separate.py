@@ -12,7 +12,7 @@ read. They are computed once and not in every update, so that all leaves and all
 see the same bits.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -28,6 +28,7 @@ from zinf.jaxpr.slice import Slicer, merge_equal
 from zinf.optim.coupling import dependencies
 from zinf.optim.elementwise import at_shape, is_elementwise
 from zinf.optim.ownership import Ownership, find_owners
+from zinf.optim.rate import rate_of
 from zinf.optim.transform import Transform, trace_transform
 from zinf.program import ArrayId, Role, Rows
 
@@ -79,6 +80,7 @@ class Separated:
         clip_bounds: the updates take gradients that are clipped by these global norms,
             one after the other (`zinf.optim.Clipping`).
         reads_loss: shared state or step values are made from the loss of the step.
+        rate: the learning rate by the number of updates done, if it is known.
     """
 
     leaves: tuple[LeafUpdate, ...]
@@ -88,6 +90,7 @@ class Separated:
     step: Graph = field(repr=False)
     inits: tuple[Graph, ...] = field(repr=False)
     updates: tuple[Piece, ...] = field(repr=False)
+    rate: Callable[[Any], Any] | None = field(default=None, repr=False)
 
     def advance(
         self, shared: Sequence[Any], loss: Any = None
@@ -208,6 +211,7 @@ def separate(
         step=step,
         inits=inits,
         updates=pieces,
+        rate=rate_of(tx),
     )
 
 

@@ -1,10 +1,12 @@
 """The few numbers that a resume needs besides the arrays of leaves."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
+import jax
 import numpy as np
 
 from zinf.config import LossScaling
@@ -14,6 +16,9 @@ from zinf.optim.loss_scale import LossScale, LossScaleSettings
 from zinf.optim.separate import Separated
 from zinf.optim.update import compile_advance
 from zinf.session.saved_scalars import parse_scalars
+
+# The last one is of the schedule, by which optax's optimizers end.
+COUNT = re.compile(r"\bcount\W*$")
 
 
 class Scalars:
@@ -43,15 +48,24 @@ class Scalars:
         return 1.0 if self._scale is None else self._scale.scale
 
     def learning_rate(self, advanced: Sequence[np.ndarray]) -> float | None:
-        """The `learning_rate` that `optax.inject_hyperparams` stores, or None.
+        """The rate of a step, as `optax.inject_hyperparams` stores it or by schedule.
+
+        None if the optimizer has no one rate.
 
         Args:
-            advanced: the shared state after a step. It holds the rate of that step.
+            advanced: the shared state after a step. It holds the rate of that step, and
+                one update more than were done before it.
         """
+        count = 1
         for state, value in zip(self._separated.shared, advanced, strict=True):
             if state.optax_path.replace("'", "").rstrip("]").endswith("learning_rate"):
                 return float(value)
-        return None
+            if COUNT.search(state.optax_path):
+                count = int(value)
+        if self._separated.rate is None:
+            return None
+        with jax.default_device(first_cpu()):
+            return float(self._separated.rate(np.int32(count - 1)))
 
     def advance(self) -> Advance:
         """Shared state and step values of the next step. Changes nothing."""

@@ -45,15 +45,30 @@ def test_a_skipped_step_counts_but_not_for_the_optimizer():
     assert kept.loss_scale == 8.0
 
 
-def test_the_learning_rate_is_that_which_the_step_used():
-    schedule = optax.linear_schedule(1.0, 0.0, 4)
-    kept = scalars(optax.inject_hyperparams(optax.sgd)(learning_rate=schedule))
-    for step in range(3):
+FALLING = optax.linear_schedule(1.0, 0.0, 4)
+
+
+@pytest.mark.parametrize(
+    ("tx", "rate"),
+    [
+        (optax.inject_hyperparams(optax.sgd)(learning_rate=FALLING), FALLING),
+        (optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(FALLING)), FALLING),
+        (optax.sgd(FALLING, momentum=0.9), FALLING),
+        (optax.adam(0.5), lambda count: 0.5),
+        (optax.sgd(0.5), lambda count: 0.5),
+        (optax.chain(optax.scale(-1.0), optax.adam(FALLING)), None),
+        (optax.chain(optax.adam(FALLING), optax.sgd(FALLING)), None),
+    ],
+)
+def test_the_learning_rate_is_that_which_the_step_used(tx, rate):
+    """A skipped step does not count."""
+    kept, done = scalars(tx), 0
+    for skipped in (False, True, False):
         advanced = kept.advance().after
-        assert kept.learning_rate(advanced) == pytest.approx(1 - step / 4)
-        kept.commit(advanced, skipped=False)
-    other = scalars()
-    assert other.learning_rate(other.advance().after) is None
+        found = kept.learning_rate(advanced)
+        assert found == (None if rate is None else pytest.approx(float(rate(done))))
+        kept.commit(advanced, skipped=skipped)
+        done += not skipped
 
 
 def test_all_of_it_survives_json():
