@@ -21,6 +21,7 @@ from zinf.config.adapter import Adapter
 from zinf.distributed import AbstractGroup
 from zinf.engine import Engine
 from zinf.hf.adapter import SavedAdapter, naming_of
+from zinf.hf.comparison import check_class
 from zinf.hf.decoder import decoder_of
 from zinf.hf.model import Model
 from zinf.inference import Decoder
@@ -127,6 +128,7 @@ def open_model(
         ValueError, NotImplementedError, FileNotFoundError: see `initialize`.
     """
     model = model.as_adapted()
+    check_class(model)
     model.read_buffers()
     run = running(model, config, rows=rows, length=length)
     return _engine(
@@ -232,7 +234,8 @@ def initialize(
         ValueError: as for `zinf.initialize`; or a file lacks a tensor, or has one of
             another shape.
         FileNotFoundError, NotImplementedError: the files are absent, or of a kind that
-            zinf does not read.
+            zinf does not read; or zinf computes something else than torch in a tiny
+            model of the class (`zinf verify`), which is compared once.
     """
     if group is not None and group.count > 1:
         raise NotImplementedError(
@@ -240,6 +243,7 @@ def initialize(
             "devices of the machine."
         )
     model.check_whole()
+    check_class(model)
     config = Config.load(config)
     if rng is None and draws(model, config):
         rng = jax.random.key(0)
