@@ -6,8 +6,8 @@ not know, `zinf_adapter.json`. The factors of a weight are matrices there: `lora
 """
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,30 @@ OWN_CONFIG = "zinf_adapter.json"
 ENCODING_KEYS = ("quantize_base", "quantize_block")
 PREFIX = "base_model.model."
 KERNELS = ("kernel", "weight", "w")
+EMBEDDING_A, EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
+# PEFT writes the frozen weight too, if an embedding or an output head has an adapter.
+BASE_LAYER = ".base_layer."
 # Leaves that a file of a base does not have.
 LORA_PATTERNS = [f"{ADAPTER}/*/{name}" for name in (LORA_A, LORA_B)]
+
+
+@dataclass(frozen=True)
+class Naming:
+    """What the model of PEFT is, where key paths of leaves do not say it.
+
+    Attributes:
+        tied: all names of a leaf that the model has in several places, with ".", by
+            its key path. PEFT has an adapter for each of them.
+        embeddings: names of leaves of which rows are looked up. Their factors have
+            other names there.
+    """
+
+    tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    embeddings: frozenset[str] = frozenset()
+
+    def of(self, path: str) -> tuple[str, ...]:
+        """The names of a leaf."""
+        return self.tied.get(path, (path.replace("/", "."),))
 
 
 def save_adapter(
@@ -49,25 +71,27 @@ def save_adapter(
     *,
     base: str | None = None,
     task: str | None = None,
+    naming: Naming | None = None,
 ) -> None:
     """Write the adapters of an engine or a checkpoint, without the base.
 
     Args:
         directory: absent or empty. It appears only when it is complete.
         base, task: what PEFT's `base_model_name_or_path` and `task_type` say.
+        naming: of the model of PEFT. A tied leaf is written under each of its names:
+            PEFT would leave the base's weight in the places that are not.
 
     Raises:
         FileExistsError: the folder is not empty.
         StorageError: a file cannot be written.
     """
+    naming = naming or Naming()
     tensors = parameters(source)
     arrays: dict[str, np.ndarray] = {}
-    for name, path in _names(adapted).items():
+    for name, place in _names(adapted, naming).items():
+        path = place.path
         found = tensors.read(path, whole_box(tensors.specs[path].shape))
-        target = adapted.targets.get(
-            path.removeprefix(f"{ADAPTER}/").rpartition("/")[0]
-        )
-        arrays[name] = found if target is None else _outgoing(target, path, found)
+        arrays[name] = _outgoing(place, found)
     specs = {n: ArraySpec(x.shape, str(x.dtype), x.itemsize) for n, x in arrays.items()}
     names = ordered(specs)
     header = write_header(specs, names, {"format": "pt"})
@@ -75,40 +99,50 @@ def save_adapter(
     with complete_folder(Path(directory), nbytes) as fresh:
         parts = [header, *(np.ascontiguousarray(arrays[n]).tobytes() for n in names)]
         _write(fresh / WEIGHTS, parts)
-        config = _peft_config(adapted)
+        config = _peft_config(adapted, naming)
         config |= {"base_model_name_or_path": base, "task_type": task}
         _write(fresh / CONFIG, [_json(config)])
         _write(fresh / OWN_CONFIG, [_json(_own_config(adapted))])
 
 
-def load_adapter(adapted: Adapted, directory: Path | str) -> Adapted:
+def load_adapter(
+    adapted: Adapted, directory: Path | str, *, naming: Naming | None = None
+) -> Adapted:
     """The same, with first values from a folder that `save_adapter` or PEFT wrote.
+
+    Args:
+        naming: of the model of PEFT. Tensors of a tied leaf must be the same under each
+            of its names. Frozen weights that PEFT writes beside are not read.
 
     Raises:
         FileNotFoundError: the folder or a file of it is absent.
         ValueError: the adapter is of another base: a tensor is missing or left over, or
-            a shape or an option differs. The message names the first one.
+            a shape or an option differs; or it has a tied leaf under one name alone, or
+            other values under the other. The message names the first one.
     """
-    directory = Path(directory)
+    directory, naming = Path(directory), naming or Naming()
     _check_base(adapted, directory)
     values: dict[str, Any] = {path: {} for path in adapted.targets}
     with SafetensorsFiles(directory / WEIGHTS) as tensors:
-        wanted = _names(adapted)
-        _check_names(wanted, tensors.specs, directory)
-        for name, path in wanted.items():
+        present = {name for name in tensors.specs if BASE_LAYER not in name}
+        wanted = _names(adapted, naming)
+        if (directory / OWN_CONFIG).exists():
+            # Of zinf an adapter is of all places of a tied leaf, whatever it names.
+            wanted = {n: x for n, x in wanted.items() if n in present or not x.is_again}
+        _check_names(wanted, present, directory)
+        for name, place in wanted.items():
             spec = tensors.specs[name]
             found = tensors.read(name, whole_box(spec.shape))
-            leaf = path.removeprefix(f"{ADAPTER}/")
-            if leaf in adapted.saved:
-                kept = adapted.layout.specs[leaf]
-                _check_shape(name, found.shape, kept.shape, directory)
-                values[leaf] = found.astype(kept.dtype)
-                continue
-            leaf, _, part = leaf.rpartition("/")
-            target = adapted.targets[leaf]
-            shape = _outgoing_shape(target, part)
-            _check_shape(name, found.shape, shape, directory)
-            values[leaf][part] = _incoming(target, part, found)
+            _check_shape(name, found.shape, place.shape(adapted), directory)
+            value = _incoming(adapted, place, found)
+            if place.is_again:
+                first = values[place.leaf]
+                first = first if place.part is None else first[place.part]
+                _check_tied(name, first, value, directory)
+            elif place.part is None:
+                values[place.leaf] = value
+            else:
+                values[place.leaf][place.part] = value
     loaded = {path: value for path, value in values.items() if len(value)}
     params = adapted.params
     if callable(params):
@@ -215,20 +249,77 @@ def names_of_base(
     return name
 
 
-def _names(adapted: Adapted) -> dict[str, str]:
-    """The array of each tensor of a file: key paths by name."""
+@dataclass(frozen=True)
+class _Place:
+    """The array of a tensor of a file.
+
+    Attributes:
+        leaf: its key path in the user's parameters.
+        part: which factor; None: the leaf, which is trained whole.
+        target: of the leaf; None if it is trained whole.
+        is_turned: what is summed over in this place is the outputs elsewhere, so each
+            factor is the other one.
+        is_again: another tensor is the same, under another name of the leaf.
+    """
+
+    leaf: str
+    part: str | None
+    target: Target | None
+    is_turned: bool = False
+    is_again: bool = False
+
+    @property
+    def path(self) -> str:
+        end = "" if self.part is None else f"/{self.part}"
+        return f"{ADAPTER}/{self.leaf}{end}"
+
+    def shape(self, adapted: Adapted) -> tuple[int, ...]:
+        """That of the tensor."""
+        if self.target is None or self.part is None:
+            return tuple(adapted.layout.specs[self.leaf].shape)
+        shape = _outgoing_shape(self.target, self.part)
+        return shape[::-1] if self.is_turned else shape
+
+
+def _names(adapted: Adapted, naming: Naming) -> dict[str, _Place]:
+    """What each tensor of a file is, by name."""
     modules = [_module(path) for path in adapted.targets]
     found = {}
     for path, target in adapted.targets.items():
-        module = _module(path)
-        if modules.count(module) > 1:
-            module = path.replace("/", ".")
-        for part in target.factor_shapes:
-            end = part if part == MAGNITUDE else f"{part}.weight"
-            found[f"{PREFIX}{module}.{end}"] = f"{ADAPTER}/{path}/{part}"
+        for name in naming.of(path):
+            module = _module(name)
+            if modules.count(module) > 1:
+                module = name
+            is_again = name != naming.of(path)[0]
+            for end, part, is_turned in _ends(path, name, target, naming):
+                place = _Place(path, part, target, is_turned, is_again)
+                found[f"{PREFIX}{module}.{end}"] = place
     for path in adapted.saved:
-        found[f"{PREFIX}{path.replace('/', '.')}"] = f"{ADAPTER}/{path}"
+        for name in naming.of(path):
+            is_again = name != naming.of(path)[0]
+            found[f"{PREFIX}{name}"] = _Place(path, None, None, False, is_again)
     return found
+
+
+def _ends(
+    path: str, name: str, target: Target, naming: Naming
+) -> Iterator[tuple[str, str, bool]]:
+    """The end of a tensor's name, the part of the adapter, and whether it is turned."""
+    is_embedding = name in naming.embeddings
+    parts = tuple(target.factor_shapes)
+    is_turned = False
+    if any(each in naming.embeddings for each in naming.of(path)):
+        # PEFT sums over words in an embedding, and over the hidden dim in a head.
+        is_turned = target.contraction.inputs != ((0,) if is_embedding else (1,))
+    for part in parts:
+        if part == MAGNITUDE:
+            yield part, part, False
+            continue
+        as_named = {LORA_A: LORA_B, LORA_B: LORA_A}[part] if is_turned else part
+        ending = f"{as_named}.weight"
+        if is_embedding:
+            ending = EMBEDDING_A if as_named == LORA_A else EMBEDDING_B
+        yield ending, part, is_turned
 
 
 def _module(path: str) -> str:
@@ -237,16 +328,16 @@ def _module(path: str) -> str:
     return module if module and last in KERNELS else dotted
 
 
-def _outgoing(target: Target, path: str, array: np.ndarray) -> np.ndarray:
-    part = path.rpartition("/")[2]
+def _outgoing(place: _Place, array: np.ndarray) -> np.ndarray:
+    target, part = place.target, place.part
+    if target is None or part is None:
+        return array
     count = len(target.lead)
-    if part == LORA_A:
-        flat = array.reshape(*array.shape[:count], -1, target.r)
-        return np.ascontiguousarray(np.swapaxes(flat, -1, -2))
-    if part == LORA_B:
-        flat = array.reshape(*array.shape[:count], target.r, -1)
-        return np.ascontiguousarray(np.swapaxes(flat, -1, -2))
-    return array.reshape(_outgoing_shape(target, part))
+    if part == MAGNITUDE:
+        return array.reshape(_outgoing_shape(target, part))
+    sizes = (-1, target.r) if part == LORA_A else (target.r, -1)
+    flat = array.reshape(*array.shape[:count], *sizes)
+    return np.ascontiguousarray(flat if place.is_turned else np.swapaxes(flat, -1, -2))
 
 
 def _outgoing_shape(target: Target, part: str) -> tuple[int, ...]:
@@ -258,16 +349,23 @@ def _outgoing_shape(target: Target, part: str) -> tuple[int, ...]:
     return (*lead, target.r, inputs) if part == LORA_A else (*lead, outputs, target.r)
 
 
-def _incoming(target: Target, part: str, array: np.ndarray) -> jax.Array:
-    if part != MAGNITUDE:
+def _incoming(adapted: Adapted, place: _Place, array: np.ndarray) -> Any:
+    target, part = place.target, place.part
+    if target is None or part is None:
+        return array.astype(adapted.layout.specs[place.leaf].dtype)
+    if part != MAGNITUDE and not place.is_turned:
         array = np.swapaxes(array, -1, -2)
     shape = target.factor_shapes[part]
     return jnp.asarray(array.reshape(shape)).astype(jnp.float32)
 
 
-def _peft_config(adapted: Adapted) -> dict[str, Any]:
+def _peft_config(adapted: Adapted, naming: Naming) -> dict[str, Any]:
     adapter = adapted.adapter
     trained = [path for path, target in adapted.targets.items() if target.r]
+
+    def modules(paths: Collection[str]) -> list[str]:
+        return sorted({_module(name) for path in paths for name in naming.of(path)})
+
     return {
         "peft_type": "LORA",
         "base_model_name_or_path": None,
@@ -278,8 +376,8 @@ def _peft_config(adapted: Adapted) -> dict[str, Any]:
         "r": adapter.r,
         "lora_alpha": adapter.lora_alpha,
         "lora_dropout": adapter.lora_dropout,
-        "target_modules": sorted(_module(path) for path in trained),
-        "modules_to_save": sorted({_module(p) for p in adapted.saved}) or None,
+        "target_modules": modules(trained),
+        "modules_to_save": modules(adapted.saved) or None,
         "use_rslora": adapter.use_rslora,
         "use_dora": adapter.use_dora,
         "init_lora_weights": adapter.init_lora_weights,
@@ -327,9 +425,9 @@ def _check_base(adapted: Adapted, directory: Path) -> None:
 
 
 def _check_names(
-    wanted: Mapping[str, str], found: Mapping[str, Any], directory: Path
+    wanted: Collection[str], found: Collection[str], directory: Path
 ) -> None:
-    for name in {**wanted, **found}:
+    for name in [*wanted, *sorted(found)]:
         if name not in found or name not in wanted:
             where = "is in the file and not here" if name in found else "is not in it"
             raise ValueError(
@@ -337,6 +435,17 @@ def _check_names(
                 "Give target_modules and modules_to_save as they were when it was "
                 "trained, and the model that it was trained on."
             )
+
+
+def _check_tied(name: str, first: Any, value: Any, directory: Path) -> None:
+    one, two = np.asarray(first, np.float32), np.asarray(value, np.float32)
+    if not np.array_equal(one, two):
+        off = np.abs(one - two).max() / max(np.abs(one).max(), np.abs(two).max())
+        raise ValueError(
+            f"The adapter in {directory} has two values for one weight: {name!r} "
+            f"differs by {off:.1%} of the largest entry from what it has for the tied "
+            "weight under its other name. Use a base that is not tied."
+        )
 
 
 def _check_shape(

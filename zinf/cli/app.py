@@ -509,7 +509,10 @@ def plan(
 
 @app.command()
 def verify(
-    config: ConfigFile,
+    config: Annotated[
+        Path,
+        typer.Argument(help="A YAML or JSON file, or a folder of a model."),
+    ],
     overrides: Overrides = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps that are compared.")] = 3,
     every: Annotated[
@@ -522,12 +525,20 @@ def verify(
     The model is that of the config; the tokens are random. Plain jax needs a model that
     fits on one device: give a large model fewer layers (--set model.num_layers=2).
 
-    The exit code is 1 if the results differ by more than rounding.
+    Given the folder of a model of transformers, compare a tiny random model of its
+    class with torch, logits and gradients; no weight is read.
+
+    The exit code is 1 if the results differ by more than rounding, or if the class
+    cannot be compared.
     """
-    from zinf.cli.verify import verify_config
+    from zinf.cli.verify import verify_class, verify_config
 
     with clean_errors(traceback):
-        if not verify_config(config, overrides or (), steps, every=every):
+        if config.is_dir():
+            agrees = verify_class(config)
+        else:
+            agrees = verify_config(config, overrides or (), steps, every=every)
+        if not agrees:
             raise typer.Exit(DIFFERS)
 
 

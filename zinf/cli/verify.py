@@ -1,10 +1,11 @@
-"""`zinf verify`."""
+"""`zinf verify`: a config's run beside plain jax, or a model's class beside torch."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from zinf import hf
 from zinf.cli.problem import heading, is_huggingface, problem, refuse_teacher
 from zinf.cli.report import console
 from zinf.prepare.devices import on_devices
@@ -21,7 +22,11 @@ def verify_config(
     config, mesh = on_devices(path, overrides=overrides)
     refuse_teacher(config, "zinf verify")
     if is_huggingface(config):
-        raise NotImplementedError("zinf verify does not know model.huggingface yet.")
+        raise NotImplementedError(
+            "zinf verify does not train models of transformers beside plain jax. Give "
+            "the folder of the model in place of the config: its class is compared "
+            "with torch."
+        )
     (loss_fn, init, tx, config), named = problem(config)
     print(heading(path, config), flush=True)
     assert config.model is not None
@@ -43,3 +48,13 @@ def verify_config(
     )
     console().print(found.shown(every=every), soft_wrap=True)
     return found.agrees
+
+
+def verify_class(folder: Path) -> bool:
+    """Compares a tiny model of a model's class with torch; returns whether they agree.
+
+    The verdict is computed anew, and remembered.
+    """
+    verdict = hf.verdict_of(hf.load(folder), anew=True)
+    print(verdict)
+    return verdict.agrees

@@ -6,6 +6,8 @@ from zinf.lazy import make_lazy
 
 if TYPE_CHECKING:
     from zinf.hf.analysis import analysis_of as analysis_of
+    from zinf.hf.comparison import Verdict as Verdict
+    from zinf.hf.comparison import verdict_of as verdict_of
     from zinf.hf.completion import complete_texts as complete_texts
     from zinf.hf.completion import prompt_tokens as prompt_tokens
     from zinf.hf.completion import settings_of as settings_of
@@ -39,6 +41,7 @@ make_lazy(
         "Preference": "zinf.hf.preference",
         "Task": "zinf.hf.task",
         "Tokenizing": "zinf.hf.samples",
+        "Verdict": "zinf.hf.comparison",
         "analysis_of": "zinf.hf.analysis",
         "complete_texts": "zinf.hf.completion",
         "export": "zinf.hf.export",
@@ -51,6 +54,7 @@ make_lazy(
         "prompt_tokens": "zinf.hf.completion",
         "running": "zinf.hf.engine",
         "settings_of": "zinf.hf.completion",
+        "verdict_of": "zinf.hf.comparison",
         "write_adapter": "zinf.hf.export",
         "write_model": "zinf.hf.export",
     },

@@ -3,10 +3,12 @@
 `transformers` calls what is registered under `config._attn_implementation`. zinf
 registers one function, which gives plain attention to `jax.nn.dot_product_attention`
 (cuDNN on GPUs), and computes what that function lacks: soft caps (Gemma 2), sinks
-(gpt-oss), dropout, and values of another width than keys (DeepSeek).
+(gpt-oss), dropout, and values of another width than keys (DeepSeek). Keys that a layer
+selects for each query (DeepSeek V3.2, GLM 5, MiniMax M3) become a mask. An unknown
+argument is refused by name: a layer that passes it would compute something else.
 """
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -20,6 +22,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 NAME = "zinf"
+# Arguments that change no number: the mask, the rotated queries or the cache already
+# have what they say, or they are for other kernels, or ask for other outputs.
+HARMLESS = frozenset(
+    ("cache", "past_key_values", "cache_position", "use_cache", "sliding_window")
+    + ("position_ids", "deterministic", "return_dict", "logits_to_keep")
+    + ("num_items_in_batch", "output_router_logits", "output_hidden_states")
+)
 _SEGMENTS: ContextVar[jax.Array | None] = ContextVar("segments", default=None)
 
 
@@ -68,7 +77,9 @@ def attend(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
-    **_: Any,
+    indices: torch.Tensor | None = None,
+    block_indices: torch.Tensor | None = None,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention with the arguments and the result of `transformers`' own functions.
 
@@ -80,15 +91,32 @@ def attend(
         softcap: scores are `softcap * tanh(score / softcap)`.
         s_aux: a score per head that takes part in the softmax without a value.
         position_bias: numbers that are added to the scores.
+        indices: (batch, tokens, count), the keys that each query sees, if the mask lets
+            it see them.
+        block_indices: (batch, groups of heads, tokens, count), the same of blocks of
+            `module.indexer.block_size` keys; -1 is none.
+        others: arguments without a meaning here, all in `HARMLESS` or None or False.
 
     Returns:
         (batch, tokens, heads, width), and None for the weights.
+
+    Raises:
+        NotImplementedError: an argument is unknown.
     """
+    _refuse_unknown(module, others)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     given = (query, key, value, attention_mask, s_aux, position_bias)
     q, k, v, mask, sinks, bias = (jax_view(x) for x in given)
     is_causal = is_causal and mask is None and q.shape[2] > 1
+    if indices is not None or block_indices is not None:
+        if is_causal:
+            mask, is_causal = _causal(q, k), False
+        selected = _selected(module, indices, block_indices, q.shape[1], k.shape[2])
+        if mask is not None and mask.dtype != jnp.bool_:
+            mask = jnp.where(selected, mask, jnp.finfo(mask.dtype).min)
+        else:
+            mask = selected if mask is None else jnp.logical_and(mask, selected)
     if mask is not None and mask.dtype != jnp.bool_:
         bias, mask = mask if bias is None else mask + bias, None
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
@@ -103,12 +131,53 @@ def attend(
         )
         return torch_view(out_BTND), None
     if is_causal:
-        mask = jnp.tri(q.shape[2], k.shape[2], dtype=bool)[None, None]
+        mask = _causal(q, k)
     key_of_dropout = default_env().get_and_rotate_prng_key() if dropout else None
     out_BTND = _general(
         q, k, v, mask, bias, scale, softcap, sinks, dropout, key_of_dropout
     )
     return torch_view(out_BTND), None
+
+
+def _refuse_unknown(module: torch.nn.Module, others: Mapping[str, Any]) -> None:
+    for name, value in others.items():
+        if name not in HARMLESS and value is not None and value is not False:
+            raise NotImplementedError(
+                f"{type(module).__name__} passes {name!r} to its attention, which zinf "
+                "does not know: its results would differ from those of transformers. "
+                "Use a model of another architecture, or tell us of this one."
+            )
+
+
+def _causal(q: jax.Array, k: jax.Array) -> jax.Array:
+    return jnp.tri(q.shape[2], k.shape[2], dtype=bool)[None, None]
+
+
+def _selected(
+    module: torch.nn.Module,
+    indices: torch.Tensor | None,
+    block_indices: torch.Tensor | None,
+    num_heads: int,
+    num_keys: int,
+) -> jax.Array:
+    """Which keys a layer selects for each query: (batch, 1 or heads, tokens, keys)."""
+    if block_indices is None:
+        return _among(jax_view(indices), num_keys)[:, None]
+    blocks, size = jax_view(block_indices), module.indexer.block_size
+    seen = jnp.repeat(_among(blocks, -(-num_keys // size)), size, axis=-1)
+    return jnp.repeat(seen[..., :num_keys], num_heads // blocks.shape[1], axis=1)
+
+
+def _among(indices: jax.Array, count: int) -> jax.Array:
+    """Whether each of `count` numbers is in the last dim of `indices`."""
+    # Numbers outside, such as -1, are dropped: a negative index would count backwards.
+    places = jnp.where(indices < 0, count, indices)
+    flat = places.reshape(-1, places.shape[-1])
+    rows = jnp.arange(flat.shape[0])[:, None]
+    found = (
+        jnp.zeros((flat.shape[0], count), bool).at[rows, flat].set(True, mode="drop")
+    )
+    return found.reshape(*indices.shape[:-1], count)
 
 
 def _general(

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,12 +12,16 @@ import optax
 from jax.sharding import Mesh
 
 from zinf.adapt import Adapted, adapt, load_adapter
+from zinf.adapt.files import WEIGHTS as ADAPTER_FILE
+from zinf.adapt.files import Naming
 from zinf.adapt.lora import ADAPTER, BASE
 from zinf.adapt.state import FirstState
 from zinf.config import Config
 from zinf.config.adapter import Adapter
 from zinf.distributed import AbstractGroup
 from zinf.engine import Engine
+from zinf.hf.adapter import SavedAdapter, naming_of
+from zinf.hf.comparison import check_class
 from zinf.hf.decoder import decoder_of
 from zinf.hf.model import Model
 from zinf.inference import Decoder
@@ -93,6 +98,10 @@ class ModelEngine(Engine):
             terms = model.terms
             state: AbstractTensors = weights
             names = list(model.specs)
+            begun = None if self._adapted is None else self._adapted.adapter.begin_from
+            if begun is not None:
+                naming = naming_of(model.module)
+                SavedAdapter(begun, {}).check_frozen(weights, naming)
             if self._adapted is not None:
                 state = FirstState(self._adapted, weights, terms)
                 names = list(state.specs)
@@ -118,6 +127,8 @@ def open_model(
         InfeasibleError: the budgets have no room for the weights.
         ValueError, NotImplementedError, FileNotFoundError: see `initialize`.
     """
+    model = model.as_adapted()
+    check_class(model)
     model.read_buffers()
     run = running(model, config, rows=rows, length=length)
     return _engine(
@@ -164,8 +175,9 @@ def running(
     loaded = Config.load(config)
     batch = {"input_ids": jax.ShapeDtypeStruct((rows, length), np.int32)}
     adapted, section = None, loaded.adapter
+    model = model.as_adapted()
     if model.adapter is not None:
-        section = model.adapter.section(model.specs)
+        section = model.adapter.section(model.specs, naming_of(model.module))
     if section is not None:
         section = section.model_copy(update={"lora_dropout": 0.0})
         adapted = adapted_model(model, section, batch=batch)
@@ -222,7 +234,8 @@ def initialize(
         ValueError: as for `zinf.initialize`; or a file lacks a tensor, or has one of
             another shape.
         FileNotFoundError, NotImplementedError: the files are absent, or of a kind that
-            zinf does not read.
+            zinf does not read; or zinf computes something else than torch in a tiny
+            model of the class (`zinf verify`), which is compared once.
     """
     if group is not None and group.count > 1:
         raise NotImplementedError(
@@ -230,6 +243,7 @@ def initialize(
             "devices of the machine."
         )
     model.check_whole()
+    check_class(model)
     config = Config.load(config)
     if rng is None and draws(model, config):
         rng = jax.random.key(0)
@@ -321,6 +335,30 @@ def adapted_model(
         adapter = adapter.model_copy(update={"modules_to_save": saved})
     loss = model.loss if loss is None else loss
     found = adapt(loss, model.zeros, adapter, batch=batch, rng=rng)
+    naming = naming_of(model.module)
+    lengths = [p for p, x in found.targets.items() if x.is_dora and p in naming.tied]
+    if lengths:
+        names = " and ".join(naming.of(lengths[0]))
+        raise NotImplementedError(
+            f"adapter.use_dora would give one weight two lengths: {names} are tied, "
+            "and its columns are words in one place and hidden dims in the other. "
+            "Leave it out of target_modules, or use_dora."
+        )
     if adapter.begin_from is not None:
-        found = load_adapter(found, adapter.begin_from)
+        _check_parting(model, adapter.begin_from, naming)
+        found = load_adapter(found, adapter.begin_from, naming=naming)
     return found
+
+
+def _check_parting(model: Model, folder: Path, naming: Naming) -> None:
+    """Refuse an adapter that changes a tied weight in one of its places alone."""
+    if not (folder / ADAPTER_FILE).is_file():
+        return  # `load_adapter` says what is absent.
+    parting = SavedAdapter(folder, {}).parting(naming)
+    if parting:
+        raise ValueError(
+            f"The adapter in {folder} parts a tied weight of {model.name}: {parting}, "
+            "and here the two are one weight (tie_word_embeddings). Run the adapter as "
+            "it is (zinf generate, evaluate), or train on a base whose files have both "
+            "weights and whose config.json says tie_word_embeddings: false."
+        )

@@ -27,6 +27,7 @@ from zinf.adapt import Adapted, MergedTensors, save_adapter
 from zinf.adapt.files import CONFIG as ADAPTER_CONFIG
 from zinf.checkpoint.saved import Saved
 from zinf.engine import Engine
+from zinf.hf.adapter import naming_of
 from zinf.hf.completion import SETTINGS
 from zinf.hf.engine import ModelEngine
 from zinf.hf.folder import SMALL_FILES
@@ -111,6 +112,9 @@ def write_model(
 def export_adapter(engine: ModelEngine, directory: Path | str) -> None:
     """Write the trained adapters alone, as a folder that PEFT loads.
 
+    A tied weight (an embedding that is the output head too) is written under both of
+    its names, as PEFT has an adapter for each.
+
     Args:
         directory: absent or empty. It appears only when it is complete.
 
@@ -140,7 +144,14 @@ def write_adapter(
             stacked[0],
             len(stacked) - 1,
         )
-    save_adapter(adapted, source, directory, base=model.name, task=model.peft_task)
+    save_adapter(
+        adapted,
+        source,
+        directory,
+        base=model.name,
+        task=model.peft_task,
+        naming=naming_of(model.module),
+    )
 
 
 def _save_small_files(model: Model, folder: Path, dtype: str) -> None:

@@ -7,6 +7,7 @@ loss does. Parameters have the names that the module gives them.
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy, deepcopy
 from functools import cached_property
 from inspect import signature
 from pathlib import Path
@@ -23,7 +24,7 @@ from torchax.interop import jax_view, torch_view
 
 from zinf.cross_entropy import cross_entropy
 from zinf.hf import attention
-from zinf.hf.adapter import SavedAdapter, base_of, read_adapter
+from zinf.hf.adapter import SavedAdapter, base_of, naming_of, read_adapter
 from zinf.hf.attention import within_segments
 from zinf.hf.batch import IGNORED, check_some_label, check_tokens
 from zinf.hf.dequantize import Dequantized, block_of
@@ -148,6 +149,37 @@ class Model:
         self.adapter, self.random_ltd_layers = adapter, random_ltd_layers
         self._modules: dict[str, transformers.PreTrainedModel] = {}
         self._stored_buffers: dict[str, np.ndarray] = {}
+        # The names of weights that are tied in the files and not here.
+        self._parted: Mapping[str, Sequence[str]] = {}
+
+    def as_adapted(self) -> "Model":
+        """The model that its adapter is for: itself, or one that ties no weights.
+
+        PEFT adapts each place of a tied weight by itself. If an adapter changes one
+        place alone, or each in another way, the weight is parted, as PEFT does.
+
+        Raises:
+            NotImplementedError: the architecture cannot do without tied weights.
+        """
+        naming = naming_of(self.module)
+        parting = "" if self.adapter is None else self.adapter.parting(naming)
+        if not parting:
+            return self
+        made = copy(self)
+        made.__dict__.pop("specs", None)
+        made.config, made._modules = deepcopy(self.config), {}
+        made._stored_buffers = dict(self._stored_buffers)
+        for config in (made.config, made.config.get_text_config()):
+            config.tie_word_embeddings = False
+        made._parted = naming.tied
+        assert self.adapter is not None
+        if made.adapter is not None and made.adapter.parting(naming_of(made.module)):
+            raise NotImplementedError(
+                f"The adapter in {self.adapter.folder} parts a tied weight: {parting}, "
+                f"and {type(self.module).__name__} has it tied always. Merge the "
+                "adapter in PEFT, and use the merged model."
+            )
+        return made
 
     @property
     def digest(self) -> str:
@@ -276,7 +308,7 @@ class Model:
 
     def _stored(self, files: AbstractTensors) -> StoredWeights:
         """The weights of the model in its files, under the names of its parameters."""
-        return StoredWeights(files, self.module)
+        return StoredWeights(files, self.module, self._parted.values())
 
     def logits(
         self, params: Params, batch: Batch, *key: jax.Array, train: bool = False

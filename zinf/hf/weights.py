@@ -7,7 +7,7 @@ operations run here too, for one parameter at a time, or for some experts of one
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -111,6 +111,9 @@ def dims(operation: Any) -> list[int]:
 class StoredWeights(AbstractTensors):
     """The parameters and persistent buffers of a model, read from its files.
 
+    Args:
+        parted: names of parameters that are one weight in the files, under any of them.
+
     Attributes:
         unused: tensors of the files that the model has no place for, and that it does
             not expect there.
@@ -119,7 +122,12 @@ class StoredWeights(AbstractTensors):
 
     new: Collection[str] = ()
 
-    def __init__(self, files: AbstractTensors, model: PreTrainedModel) -> None:
+    def __init__(
+        self,
+        files: AbstractTensors,
+        model: PreTrainedModel,
+        parted: Iterable[Sequence[str]] = (),
+    ) -> None:
         self._files, self._model = files, model
         self._made_by: dict[str, Conversion] = {}
         found, unused = conversions(list(files.specs), model)
@@ -135,6 +143,14 @@ class StoredWeights(AbstractTensors):
                     specs[name], self._made_by[name] = spec, conversion
                 else:
                     again.append((name, conversion))
+        for names in parted:
+            source = next((name for name in names if name in specs), None)
+            for name in names:
+                if source is not None and name not in specs:
+                    specs[name], self._made_by[name] = (
+                        specs[source],
+                        self._made_by[source],
+                    )
         self.specs = specs
         for name, conversion in again:
             self._check_tied(name, conversion)

@@ -9,6 +9,7 @@ import pytest
 
 from tests.unit.hf.models import (
     STREAMED,
+    TOLERANCE,
     VOCAB,
     data_file,
     gpt2,
@@ -16,6 +17,7 @@ from tests.unit.hf.models import (
     metrics_of,
     mixtral,
     model_folder,
+    off,
     on_tier,
     refusals,
     reloaded,
@@ -32,8 +34,10 @@ from tests.unit.hf.test_generate import COUNT, written
 import torch  # isort: skip
 import transformers  # isort: skip
 from safetensors.numpy import load_file  # isort: skip
+from safetensors.torch import save_file  # isort: skip
 
 from zinf import hf  # isort: skip
+from zinf.hf.adapter import SavedAdapter, naming_of  # isort: skip
 
 BATCH = {"input_ids": tokens()}
 SHAPE = {"rows": 2, "length": 16}
@@ -114,6 +118,104 @@ def test_an_adapter_of_peft_is_read(tmp_path):
     with hf.open_model(hf.load(tmp_path / "adapter"), {}, **SHAPE) as engine:
         found = engine.generate(PROMPTS, max_new_tokens=COUNT, rows=2)
     assert found == [written(wrapped, prompt) for prompt in PROMPTS]
+
+
+# How PEFT adapts a weight that is embedding and output head, and whether it parts it.
+TIED = {
+    "saved in one place": ({"modules_to_save": ["embed_tokens"]}, True),
+    "saved in both": ({"modules_to_save": ["embed_tokens", "lm_head"]}, True),
+    "the head": ({"target_modules": ["q_proj", "lm_head"]}, True),
+    "the embedding": ({"target_modules": ["embed_tokens"]}, True),
+    "both": ({"target_modules": ["embed_tokens"], "ensure_weight_tying": True}, False),
+}
+
+
+def scores_of(model) -> np.ndarray:
+    """The log-probability of each token but the first, in torch."""
+    ids = BATCH["input_ids"]
+    scores = torch.log_softmax(torch.tensor(torch_logits(model, ids)), dim=-1).numpy()
+    return np.take_along_axis(scores[:, :-1], ids[:, 1:, None], axis=-1)[..., 0]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TIED)
+def test_a_tied_weight_is_adapted_where_peft_adapts_it(name, tmp_path):
+    """It is parted if the adapter changes one place alone; training refuses that."""
+    peft = pytest.importorskip("peft")
+    options, is_parted = TIED[name]
+    save(llama(tie_word_embeddings=True, num_hidden_layers=1), tmp_path / "base")
+    reference = reloaded(tmp_path / "base")
+    options = {"target_modules": ["q_proj"], **options}
+    how = peft.LoraConfig(r=4, init_lora_weights=False, **options)
+    torch.manual_seed(0)
+    wrapped = peft.get_peft_model(reference, how).eval()
+    with torch.no_grad():
+        for parameter in wrapped.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    wrapped.save_pretrained(tmp_path / "adapter")
+    model = hf.load(tmp_path / "adapter", base=tmp_path / "base")
+    assert (model.as_adapted() is not model) == is_parted
+    with hf.open_model(model, {}, **SHAPE) as engine:
+        found = engine.log_probabilities(BATCH)
+    assert off(found, scores_of(wrapped)) < TOLERANCE
+    if is_parted:
+        targets = {k: x for k, x in options.items() if k != "ensure_weight_tying"}
+        targets["begin_from"] = str(tmp_path / "adapter")
+        with pytest.raises(ValueError, match=r"(parts a tied weight|no parameter mat)"):
+            engine_of(tmp_path / "base", **targets)
+
+
+@pytest.mark.slow
+def test_a_frozen_weight_beside_an_adapter_must_be_that_of_the_base(tmp_path):
+    """PEFT writes it beside the factors of an embedding or a head, maybe rounded."""
+    save(llama(num_hidden_layers=1), tmp_path / "base")
+    model = hf.load(tmp_path / "base")
+    naming = naming_of(model.module)
+    files, weights = model.open_weights()
+    adapter = SavedAdapter(tmp_path, {})
+    with files:
+        head = torch.tensor(weights.whole("lm_head.weight"))
+        for frozen in (head, head.bfloat16(), 1.01 * head, head[:-1]):
+            name = "base_model.model.lm_head.base_layer.weight"
+            save_file({name: frozen}, tmp_path / "adapter_model.safetensors")
+            if frozen is head or frozen.dtype == torch.bfloat16:
+                adapter.check_frozen(weights, naming)
+                continue
+            wanted = r"by 1\.0%" if len(frozen) == VOCAB else r"the shape \[95, 32\]"
+            with pytest.raises(ValueError, match=wanted):
+                adapter.check_frozen(weights, naming)
+
+
+@pytest.mark.slow
+def test_one_length_of_a_tied_weight_is_refused(tmp_path):
+    save(llama(tie_word_embeddings=True, num_hidden_layers=1), tmp_path / "base")
+    with pytest.raises(NotImplementedError, match="are tied"):
+        engine_of(tmp_path / "base", target_modules=["embed_tokens"], use_dora=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("key", ["target_modules", "modules_to_save"])
+def test_peft_computes_the_same_with_an_adapted_embedding(key, is_tied, tmp_path):
+    peft = pytest.importorskip("peft")
+    config = llama(tie_word_embeddings=is_tied, num_hidden_layers=1)
+    save(config, tmp_path / "base")
+    options = {"target_modules": ["q_proj"]}
+    options[key] = [*options.get(key, ()), "embed_tokens"]
+    with engine_of(tmp_path / "base", **options) as engine:
+        engine.step(BATCH)
+        hf.export_adapter(engine, tmp_path / "adapter")
+        found, loss = engine.log_probabilities(BATCH), engine.evaluate(BATCH)
+    wrapped = peft.PeftModel.from_pretrained(
+        reloaded(tmp_path / "base"), tmp_path / "adapter"
+    )
+    assert off(found, scores_of(wrapped.eval())) < TOLERANCE
+    options["begin_from"] = str(tmp_path / "adapter")
+    with engine_of(tmp_path / "base", **options) as engine:
+        assert engine.evaluate(BATCH) == loss
 
 
 @pytest.fixture(scope="module")
