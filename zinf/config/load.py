@@ -143,7 +143,7 @@ def read(path: Path) -> dict[str, Any]:
         content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
         raise ValueError(
-            f"config {path} has more than {MAX_BYTES:,} bytes, which is no config. Name "
+            f"config {path} has more than {MAX_BYTES:,} bytes, as no config has. Name "
             "another file."
         )
     try:
