@@ -77,8 +77,14 @@ def explain(
     error: ValidationError, schema: type[Section], raw: Mapping[str, Any]
 ) -> Iterator[Problem]:
     """The problems behind pydantic's error about `raw`, a config of class `schema`."""
+    told: set[KeyPath] = set()
     for details in error.errors(include_url=False):
-        path: KeyPath = details["loc"]
+        path = tuple(key for key in details["loc"] if not _is_type(key))
+        # Each type of a union has an error; one is enough.
+        if len(path) < len(details["loc"]):
+            if path in told:
+                continue
+            told.add(path)
         cause = details.get("ctx", {}).get("error")
         if isinstance(cause, Violations):
             for below, text in cause.found:
@@ -162,6 +168,11 @@ def without_effect(
             yield Notice((*above, key), f"has no effect here. {ignored.sentence}")
         elif below and isinstance(value, Mapping):
             yield from without_effect(value, below, (*above, key))
+
+
+def _is_type(key: str | int) -> bool:
+    """Whether pydantic put the name of a type of a union into a path."""
+    return str(key).startswith(("function-", "tuple["))
 
 
 def _unknown(path: KeyPath, schema: type[Section], raw: Mapping[str, Any]) -> str:
