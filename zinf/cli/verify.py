@@ -7,6 +7,7 @@ import numpy as np
 
 from zinf.cli.problem import heading, is_huggingface, problem, refuse_teacher
 from zinf.cli.report import console
+from zinf.complaint import tell
 from zinf.prepare.devices import on_devices
 from zinf.verify import verify
 
@@ -23,7 +24,7 @@ def verify_config(
     if is_huggingface(config):
         raise NotImplementedError("zinf verify does not know model.huggingface yet.")
     (loss_fn, init, tx, config), named = problem(config)
-    print(heading(path, config), flush=True)
+    tell(heading(path, config))
     assert config.model is not None
     random = np.random.default_rng(config.run.seed)
     tokens = {

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from zinf.complaint import one_line
 from zinf.config.nearest import did_you_mean, nearest, unknown_key
 from zinf.config.opaque import known_below
 from zinf.config.section import Section, Violations
@@ -68,9 +69,12 @@ class ConfigError(ValueError):
 
 
 def dotted(path: KeyPath) -> str:
-    """The path as `--set` takes it; numbers of list entries are in brackets."""
+    """The path as `--set` takes it; numbers of list entries are in brackets.
+
+    Control characters are escapes.
+    """
     text = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path)
-    return text.removeprefix(".")
+    return one_line(text.removeprefix("."))
 
 
 def explain(

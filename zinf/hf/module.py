@@ -160,8 +160,8 @@ def build(
     except Exception as error:
         # Each architecture computes with the values, and raises what it likes.
         raise ValueError(
-            f"transformers cannot make the model that {CONFIG} of {config.name_or_path} "
-            f"describes: {type(error).__name__}: {error}. Get it again."
+            f"transformers cannot make the model of {Path(config.name_or_path, CONFIG)}"
+            f": {type(error).__name__}: {error}. Get it again."
         ) from error
     return model
 
