@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # Lowest first. A module may import from its own package and from lower layers.
 LAYERS = (
-    ("complaint", "lazy", "malloc", "started", "tables", "uncollected"),
+    ("complaint", "json_text", "lazy", "malloc", "started", "tables", "uncollected"),
     ("termination",),
     (
         "program",
@@ -50,6 +50,8 @@ STRANGERS = LEVEL["tiling"]
 COMPAT = "zinf.jaxpr.compat"
 # Modules that may choose what to import, by the version of jax or by the system.
 CHOOSING = (COMPAT, "zinf.memory.nvme.system")
+# A completion in a pipe is the text as it is.
+PRINTS_ITSELF = ("zinf.cli.generate",)
 WITHOUT_ARRAYS = ("zinf.program", "zinf.plan")
 # Modules that may import inside functions, and what: imports so heavy that most users
 # of the module should not wait for them. tests/test_startup.py holds what this buys.
@@ -211,6 +213,17 @@ def arrays_in_pure_code(module: Source) -> list[str]:
     ]
 
 
+def unescaped_output(module: Source) -> list[str]:
+    """Commands print by `zinf.complaint`, which escapes what a terminal obeys."""
+    if module.package != "cli" or module.name in PRINTS_ITSELF:
+        return []
+    return [
+        f"{module.name} prints by itself in line {node.lineno}"
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Name) and node.id == "print"
+    ]
+
+
 def dependencies(module: Source, names: frozenset[str]) -> set[str]:
     """The modules of `names` that this one imports."""
     used = set()
@@ -237,7 +250,10 @@ def python(code: str) -> None:
     assert asked.returncode == 0, asked.stderr
 
 
-RULES = (not_pointing_down, nested_or_relative, non_public_jax, arrays_in_pure_code)
+RULES = (
+    *(not_pointing_down, nested_or_relative, non_public_jax, arrays_in_pure_code),
+    unescaped_output,
+)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -260,6 +276,7 @@ BROKEN = (
     (non_public_jax, "segment.cut", "from jax import _src"),
     (non_public_jax, "segment.cut", "import jax\nx = jax.interpreters.mlir"),
     (arrays_in_pure_code, "program", "from jax.numpy import dtype"),
+    (unescaped_output, "cli.plan", "print(1)"),
 )
 SOUND = (
     (not_pointing_down, "plan.build", "from zinf.optim.leaf import Leaf"),
@@ -269,6 +286,7 @@ SOUND = (
     (non_public_jax, "jaxpr.compat", "from jax._src import core"),
     (non_public_jax, "segment.cut", "import jax.extend.core"),
     (arrays_in_pure_code, "planner", "import numpy as np"),
+    (unescaped_output, "cli.plan", "console().print(1)"),
 )
 
 

@@ -1,5 +1,6 @@
-"""Prints errors: whatever they quote, and even if standard error takes nothing."""
+"""Prints what came from outside: a terminal shows it, and does not obey it."""
 
+import logging
 import sys
 import unicodedata
 from contextlib import suppress
@@ -14,6 +15,22 @@ def complain(text: str) -> None:
         print(shown(text), file=sys.stderr, flush=True)
 
 
+def tell(text: str = "", *, end: str = "\n") -> None:
+    """Print `shown(text)` on standard output.
+
+    Raises:
+        OSError: it takes nothing.
+    """
+    print(shown(text), end=end, flush=True)
+
+
+class ShownFormatter(logging.Formatter):
+    """Formats log records as `shown`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return shown(super().format(record))
+
+
 def shown(text: str) -> str:
     r"""`text` with its control characters as escapes, such as \x1b.
 
@@ -23,6 +40,11 @@ def shown(text: str) -> str:
     if text.isascii() and text.isprintable():
         return text
     return "".join(_shown(character) for character in text)
+
+
+def one_line(text: str) -> str:
+    r"""`shown(text)` with its ends of lines and tabs as escapes too: \n, \t."""
+    return shown(text).replace("\n", r"\n").replace("\t", r"\t")
 
 
 def _shown(character: str) -> str:

@@ -18,9 +18,11 @@ from tests.distributed.training import (
     OVERFLOWS,
     PROCESSES,
     STEPS,
+    WEIGHTED_MICROBATCHES,
     fingerprint,
     overflowing,
 )
+from tests.equivalence import weighted
 from tests.equivalence.meshes import BOUND, batches, config, init, loss
 
 DEVICES = 4
@@ -107,6 +109,25 @@ def test_an_overflow_in_one_process_is_skipped_by_all(processes):
     for process in processes:
         assert process["fp16"] == processes[0]["fp16"]
         assert process["fp16"]["skipped"] == expected
+
+
+def test_every_token_of_a_step_counts_alike_in_whichever_process(processes):
+    """As in the mean over the whole batch, which is far from that of processes."""
+    batch = weighted.batch()
+    expected, gradient = jax.value_and_grad(weighted.whole_mean)(
+        weighted.WEIGHTS, batch
+    )
+    new = jax.tree.map(lambda x, y: x - y, weighted.WEIGHTS, gradient)
+    after = weighted.loss(new, batch)
+    for number in map(str, WEIGHTED_MICROBATCHES):
+        first = processes[0]["weighted"][number]
+        assert [p["weighted"][number] for p in processes] == [first] * PROCESSES
+        np.testing.assert_allclose(first["loss"], expected, rtol=weighted.RTOL)
+        for name, found in first["gradient"].items():
+            np.testing.assert_allclose(found, gradient[name], rtol=1e-5, atol=1e-6)
+        total, weight = first["evaluated"]
+        assert weight == weighted.COUNTS.sum()
+        np.testing.assert_allclose(total / weight, after.mean, rtol=1e-5)
 
 
 def test_each_process_holds_its_share_of_every_byte(processes):

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 import zinf
+from tests.equivalence import weighted
 from tests.equivalence.meshes import MICROBATCHES, batches, config, init, loss
 from zinf.distributed import AbstractGroup, Flags, Limits, find_seat, join
 from zinf.program import Tier
@@ -25,13 +26,16 @@ CASES = ((3, "device"), (3, "nvme"), (2, "fused"))
 # In the step of this number a gradient of the first process overflows in float16.
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
 OVERFLOWS = 2
+WEIGHTED_MICROBATCHES = (1, 4)
 
 
-def own_part(batch: Any, index: int, count: int) -> Any:
+def own_part(
+    batch: Any, index: int, count: int, microbatches: int = MICROBATCHES
+) -> Any:
     """The rows of each microbatch that a process gives, as a batch."""
 
     def rows(leaf: np.ndarray) -> np.ndarray:
-        parts = leaf.reshape(MICROBATCHES, count, -1, *leaf.shape[1:])
+        parts = leaf.reshape(microbatches, count, -1, *leaf.shape[1:])
         return parts[:, index].reshape(-1, *leaf.shape[1:])
 
     return jax.tree.map(rows, batch)
@@ -104,6 +108,27 @@ def train(group: AbstractGroup, folder: str) -> None:
         report(f"{stage} {tier}", found)
         engine.close()
     train_fp16(group, folder)
+    train_weighted(group)
+
+
+def train_weighted(group: AbstractGroup) -> None:
+    """One step of SGD with a rate of 1, so that its gradient is the change."""
+    mesh, found = zinf.make_mesh(jax.devices()), {}
+    for number in WEIGHTED_MICROBATCHES:
+        settings = weighted.STREAMED | {
+            "gradient_accumulation_steps": number,
+            "zero_optimization": {"stage": 3},
+        }
+        arguments = weighted.loss, weighted.WEIGHTS, optax.sgd(1.0), settings
+        own = own_part(weighted.batch(), group.index, group.count, number)
+        with zinf.initialize(*arguments, mesh=mesh, group=group) as engine:
+            taken = engine.step(own)["loss"]
+            new = engine.params()
+            evaluated = engine.evaluate_weighted(own)
+        change = jax.tree.map(lambda x, y: (x - y).tolist(), weighted.WEIGHTS, new)
+        after = float(evaluated.total), float(evaluated.weight)
+        found[str(number)] = {"loss": taken, "gradient": change, "evaluated": after}
+    report("weighted", found)
 
 
 def applied(engine: zinf.Engine, group: AbstractGroup, batch: Any, num: int) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 from orbax.checkpoint.path import atomicity_types
 
 from zinf.checkpoint.manifest import FILE
+from zinf.json_text import from_json
 from zinf.memory.nvme.system import sync_file, sync_folder
 
 MARKER = "zinf-save.json"
@@ -41,7 +42,7 @@ def marker_of(folder: Path) -> dict[str, Any] | None:
     if path.is_symlink() or not path.is_file():
         return None
     try:
-        about = json.loads(path.read_bytes())
+        about = from_json(path.read_bytes())
     except (OSError, ValueError):
         return None
     is_ours = isinstance(about, dict) and about.get("written_by") == "zinf"

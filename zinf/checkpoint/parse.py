@@ -1,6 +1,5 @@
 """Reads a manifest and checks every entry: anybody may have written the file."""
 
-import json
 import re
 from collections.abc import Mapping
 from math import prod
@@ -19,6 +18,7 @@ from zinf.checkpoint.manifest import (
     not_found,
 )
 from zinf.checkpoint.place import Place
+from zinf.json_text import from_json
 from zinf.memory import StorageError
 from zinf.memory.zarr_format import numpy_dtype
 from zinf.program import ArrayId, ArraySpec
@@ -90,7 +90,7 @@ def _decoded(encoded: bytes, directory: Place) -> dict[str, Any]:
     """The JSON of a manifest, after its format and its checksum were verified."""
     path = directory / FILE
     try:
-        content = json.loads(encoded.decode("utf-8"))
+        content = from_json(encoded.decode("utf-8"))
         stored_version = content["format_version"]
         is_sound = content.pop("checksum", None) == checksum_of(content)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

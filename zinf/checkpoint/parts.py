@@ -9,6 +9,7 @@ from typing import Any
 from zinf.checkpoint.failure import failure
 from zinf.checkpoint.grid import Grid, Index
 from zinf.checkpoint.manifest import Manifest, StoredArray
+from zinf.json_text import from_json
 from zinf.memory.nvme.system import sync, sync_folder
 from zinf.program import ArrayId
 
@@ -90,7 +91,7 @@ def merged(part: Part, others: Mapping[str, bytes]) -> dict[ArrayId, StoredArray
     """
     checksums = {array: dict(part.checksums[array]) for array in part.grids}
     for name, encoded in others.items():
-        content = json.loads(encoded)
+        content = from_json(encoded)
         for (array, grid), (chunk, found) in zip(
             part.grids.items(), content, strict=True
         ):

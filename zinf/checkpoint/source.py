@@ -1,7 +1,6 @@
 """Reads any part of one array of a checkpoint, and verifies the checksums."""
 
 import errno
-import json
 import os
 import stat
 from abc import ABC, abstractmethod
@@ -20,6 +19,7 @@ from zinf.checkpoint.failure import explain, failure
 from zinf.checkpoint.grid import Index, chunk_name
 from zinf.checkpoint.manifest import StoredArray
 from zinf.checkpoint.place import Place
+from zinf.json_text import from_json
 from zinf.memory import aligned_empty
 from zinf.memory.nvme.drive import Direction
 from zinf.memory.nvme.file import as_bytes
@@ -179,9 +179,9 @@ class ChunkSource(ABC):
     def _is_described_by(self, metadata: bytes) -> bool:
         """Whether `zarr.json`, which other readers use, describes the same array."""
         grid = self.stored.grid
-        expected = json.loads(zarr_json(grid.spec, grid.chunk))
+        expected = from_json(zarr_json(grid.spec, grid.chunk))
         try:
-            found = json.loads(metadata)
+            found = from_json(metadata)
             return {key: found[key] for key in expected} == expected
         except (ValueError, KeyError, TypeError, RecursionError):
             return False

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zinf import hf
+from zinf.complaint import tell
 from zinf.config import Config
 from zinf.data import Analysis, read_tokens
 from zinf.data.text import split_windows
@@ -27,7 +28,7 @@ def windows(
         field=field,
         bin_dtype=bin_dtype,
         cache=output / "data",
-        say=print,
+        say=tell,
     )
     found = split_windows(
         tokens,
@@ -61,5 +62,5 @@ def samples(
             "cache": str(output / "data"),
         },
     }
-    rows = hf.Task(Config.load(raw)).rows(print)
+    rows = hf.Task(Config.load(raw)).rows(tell)
     return hf.analysis_of(rows, validation_fraction, output, processes)

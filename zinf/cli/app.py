@@ -15,6 +15,7 @@ from zinf.cli.data import data_app
 from zinf.cli.errors import DIFFERS, USER_ERROR, clean_errors
 from zinf.cli.inference import AllowChanged, WeightBits, evaluate, generate
 from zinf.cli.trl import FamiliarCommand
+from zinf.complaint import ShownFormatter, tell
 from zinf.distributed import Flags, Limits, find_seat, options
 from zinf.ray import options as ray_options
 from zinf.ray.settings import FailureConfig
@@ -61,7 +62,7 @@ ShowTraceback = Annotated[
 def show_version(is_asked: bool) -> None:
     if is_asked:
         of = [f"{name} {version(name)}" for name in ("zinf", "jax", "optax")]
-        print(", ".join([*of, f"Python {platform.python_version()}"]))
+        tell(", ".join([*of, f"Python {platform.python_version()}"]))
         raise typer.Exit
 
 
@@ -78,6 +79,9 @@ def command_line(
     ] = False,
 ) -> None:
     """Train any JAX model, of any size, on the hardware you have."""
+    # What is logged without a handler, such as names of a model's tensors.
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(ShownFormatter())
     # Orbax logs a traceback of every error that it raises.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
 
@@ -371,7 +375,7 @@ def plot(
             )
         picture = trace.with_suffix(".png") if output is None else output
         draw(steps[number], picture)
-        print(f"Step {number} is drawn in {picture}.")
+        tell(f"Step {number} is drawn in {picture}.")
 
 
 @app.command("report")
@@ -393,7 +397,7 @@ def draw_run(
     with clean_errors(traceback):
         path = folder / "report.html" if output is None else output
         write_page(run_page(folder), path)
-        print(f"The run is drawn in {path}.")
+        tell(f"The run is drawn in {path}.")
 
 
 @app.command()
@@ -587,7 +591,7 @@ def io(
                 progress=lambda part: bar.update(round(100 * part) - bar.n),
             )
         print_measured(rows, profile)
-        print(f"written to {save_profile(profile, path)}")
+        tell(f"written to {save_profile(profile, path)}")
 
 
 @bench_app.command()

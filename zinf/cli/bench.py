@@ -12,6 +12,7 @@ from tqdm import trange
 
 from zinf.cli.problem import dataset, heading, problem, refuse_teacher
 from zinf.cli.report import console
+from zinf.complaint import tell
 from zinf.initialize import initialize
 from zinf.plan import (
     Rates,
@@ -43,7 +44,7 @@ def measure_steps(
     config, mesh = on_devices(path, overrides=overrides)
     refuse_teacher(config, "zinf bench step")
     arguments, named = problem(config)
-    print(heading(path, config), flush=True)
+    tell(heading(path, config))
     batch = next(iter(dataset(config, "train")))
     found: list[Rates] = []
     seconds: list[float] = []
@@ -68,19 +69,19 @@ def measure_steps(
     _print_rates(plan.rates, rates)
     again = predict(plan.instructions, rates).seconds
     took = show_seconds(median(seconds))
-    print(
+    tell(
         f"a step takes {took} (median of {num_steps}); it was predicted to take "
         f"{show_seconds(plan.timeline.seconds)}, and would be {show_seconds(again)} by "
         "these rates"
     )
     if len(plan.instructions) <= MAX_BOUNDED:
         bound = show_seconds(bound_seconds(plan.instructions, rates))
-        print(f"by them no order of it would take less than {bound}, with any memory")
+        tell(f"by them no order of it would take less than {bound}, with any memory")
     when = datetime.now().astimezone().isoformat(timespec="seconds")
     where = f"{mesh.devices.flat[0].device_kind}, {platform.node()}"
     measured = f"{when}, {num_steps} steps of {path.name} on {where}"
     save_rates(rates, output, measured)
-    print(f"written to {output}: name it in the config's key `rates`")
+    tell(f"written to {output}: name it in the config's key `rates`")
 
 
 def _print_rates(planned: Rates, measured: Rates) -> None:

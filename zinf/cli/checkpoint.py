@@ -1,6 +1,5 @@
 """`zinf checkpoint ls`, `verify`, `export`, `import` and `diff`."""
 
-import json
 import time
 from contextlib import ExitStack, closing
 from enum import StrEnum
@@ -10,6 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from zinf.cli.errors import clean_errors
+from zinf.complaint import tell
+from zinf.json_text import from_json
 
 UNSOUND = 1
 
@@ -82,16 +83,16 @@ def verify(folder: Folder, step: Step = None, traceback: ShowTraceback = False) 
             for damage in saved.verify():
                 count += 1
                 chunk = "metadata" if damage.index is None else f"chunk {damage.index}"
-                print(f"{damage.array}, {chunk}, {damage.file}: {damage.found}")
+                tell(f"{damage.array}, {chunk}, {damage.file}: {damage.found}")
             nbytes = sum(spec.nbytes for spec in saved.arrays.values())
             seconds = time.perf_counter() - start
             rate = nbytes / seconds / 1e9
             what = f"{len(saved.arrays)} arrays, {nbytes:,} bytes, {rate:.2f} GB/s"
             directory = saved.directory
     if count:
-        print(f"{directory}: {count} files are damaged ({what}).")
+        tell(f"{directory}: {count} files are damaged ({what}).")
         raise typer.Exit(UNSOUND)
-    print(f"{directory}: all as it was saved ({what}).")
+    tell(f"{directory}: all as it was saved ({what}).")
 
 
 @checkpoint_app.command()
@@ -181,7 +182,7 @@ def export(
             raise ValueError("--merge is for safetensors; leave --to out.")
         else:
             export_orbax(saved, output, dtype=dtype)
-        print(f"The parameters of {saved.directory} are in {output}.")
+        tell(f"The parameters of {saved.directory} are in {output}.")
 
 
 @checkpoint_app.command("import")
@@ -256,14 +257,17 @@ def import_(
                 state = {"batches": batches, "num_skipped": 0}
                 checkpoints.save(0, engine, state)
                 checkpoints.wait()
-        print(f"{folder / '0'} has the parameters of {source}.")
-        print(f"Train with: {resume_command(config, overrides or ())}")
+        tell(f"{folder / '0'} has the parameters of {source}.")
+        tell(f"Train with: {resume_command(config, overrides or ())}")
 
 
 def _names(file: Path | None) -> dict[str, str] | None:
     if file is None:
         return None
-    found = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        found = from_json(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON: {error}. Correct it.") from error
     if not isinstance(found, dict) or not all(
         isinstance(name, str) for name in found.values()
     ):

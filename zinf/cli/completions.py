@@ -7,6 +7,7 @@ from typing import Any
 from uuid import uuid4
 
 from zinf.cli.changes import Changed, check_changed
+from zinf.json_text import from_json
 
 SETTINGS = ".settings.json"
 
@@ -113,7 +114,7 @@ def _record_of(output: Path) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        about = json.loads(path.read_text("utf-8"))
+        about = from_json(path.read_text("utf-8"))
     except ValueError:
         about = None
     if not isinstance(about, dict) or about.get("written_by") != "zinf":
@@ -126,7 +127,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _loaded(text: bytes, output: Path, number: int) -> Any:
     try:
-        return json.loads(text)
+        return from_json(text)
     except ValueError:
         raise _foreign(output, number) from None
 

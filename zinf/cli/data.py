@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from zinf.cli.errors import clean_errors
+from zinf.complaint import tell
 
 data_app = typer.Typer(no_args_is_help=True, help="Data for training.")
 
@@ -84,5 +85,5 @@ def analyze(
         else:
             rows = {"packing": packing, "truncates": truncate}
             found = samples(model, paths, output, **rows, **common)
-        analyze_samples(found, metric, say=print)
-        print(f"The index files are in {output}.")
+        analyze_samples(found, metric, say=tell)
+        tell(f"The index files are in {output}.")

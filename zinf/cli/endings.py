@@ -6,7 +6,7 @@ import sys
 from contextlib import suppress
 from typing import Never
 
-from zinf.complaint import complain
+from zinf.complaint import complain, tell
 
 INTERRUPTED = 130
 UNWRITABLE = 2
@@ -37,7 +37,7 @@ def open_closed_streams() -> None:
 def say(text: str) -> None:
     """Print a line of a long run; if that fails, say so once and go on without."""
     try:
-        print(text, flush=True)
+        tell(text)
     except OSError as error:
         discard_output()
         complain(f"{_unwritable(error)} The run goes on without it.")

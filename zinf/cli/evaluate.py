@@ -13,6 +13,7 @@ from zinf import hf
 from zinf.checkpoint import Saved
 from zinf.cli.places import place_of_checkpoints
 from zinf.cli.problem import dataset, describing, is_huggingface, problem
+from zinf.complaint import tell
 from zinf.config import Config
 from zinf.engine import Engine
 from zinf.initialize import make_planner
@@ -85,7 +86,7 @@ def print_run_evaluation(
     # Other losses are no entropies of tokens alone.
     is_plain = config.data.objective == "sft" and not _has_experts(config)
     perplexity = f"perplexity {exp(mean):.6g}, " if is_plain and mean < 700 else ""
-    print(
+    tell(
         f"{saved.directory.parent}: loss {mean:.6g}, {perplexity}{tokens:,} tokens of "
         f"{len(losses)} batches, {tokens / seconds:,.1f} tokens/s"
     )

@@ -22,6 +22,7 @@ from zinf.cli.errors import DOES_NOT_FIT, clean_errors
 from zinf.cli.plan import on_machine, rates_note
 from zinf.cli.problem import gpt_config, is_huggingface
 from zinf.cli.report import console
+from zinf.complaint import tell
 from zinf.config import Config
 from zinf.inference import (
     ROWS,
@@ -117,15 +118,14 @@ def _print_forecasts(
     planner, decoder = problem.planner, problem.decoder
     lengths = asked.prompt_length, asked.max_new_tokens
     check_length(*lengths, decoder.max_length, "The prompt")
-    print(
+    tell(
         f"{name}: {problem.count:,} parameters, {show_bytes(planner.param_bytes)}, "
         f"prompts of {lengths[0]:,} tokens and {lengths[1]:,} new ones",
-        flush=True,
     )
     try:
         placed = planner.plan(planner.batch_spec(problem.batch))
     except InfeasibleError as error:
-        print(f"does not fit: {error}\n", flush=True)
+        tell(f"does not fit: {error}\n")
         return DOES_NOT_FIT
     generation = GenerationPlanner(
         planner,
@@ -136,7 +136,7 @@ def _print_forecasts(
         jax.random.key(0),
     )
     resting = weight_bytes(placed.plan, generation)
-    print(f"weights at rest: {_by_tier(resting, placed.plan)}", flush=True)
+    tell(f"weights at rest: {_by_tier(resting, placed.plan)}")
     found = list(
         forecasts(
             generation,
@@ -146,8 +146,8 @@ def _print_forecasts(
         )
     )
     _print_table(found, resting)
-    print(_uncounted(resting, machine))
-    print(f"\n{rates_note(config, None if machine is None else machine.text)}")
+    tell(_uncounted(resting, machine))
+    tell(f"\n{rates_note(config, None if machine is None else machine.text)}")
     return 0 if any(isinstance(x, Forecast) for x in found) else DOES_NOT_FIT
 
 
@@ -162,12 +162,12 @@ def _print_table(
     for each in fitting:
         table.add_row(str(each.batch_size), *_cells(each, resting))
     out = console()
-    print(flush=True)
+    tell()
     if fitting:
         out.print(table)
-        print(f"\n{_verdict(fitting, resting)}")
+        tell(f"\n{_verdict(fitting, resting)}")
     for size in (x for x in found if isinstance(x, Unfit)):
-        print(f"a batch of {size.batch_size:,} does not fit: {size.reason}")
+        tell(f"a batch of {size.batch_size:,} does not fit: {size.reason}")
 
 
 def _cells(each: Forecast, resting: Mapping[Tier, int]) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from math import exp
 from pathlib import Path
@@ -23,6 +24,7 @@ from zinf.cli.completions import (
     full_line,
     record_settings,
 )
+from zinf.complaint import complain, tell
 from zinf.config import Config
 from zinf.config.deciding import deciding
 from zinf.data.extract import json_lines
@@ -66,6 +68,8 @@ def print_completion(
     prompt = hf.prompt_tokens(model, line, "--prompt", chat=is_chat)
     _say_if_endless(sampling.eos_token_ids, max_new_tokens)
     length = bucket(len(prompt))
+    # A pipe or a file gets the text as it is.
+    write = tell if sys.stdout.isatty() else partial(print, flush=True)
     with hf.open_model(model, config, rows=1, length=length) as engine:
         (text,) = hf.complete_texts(
             engine,
@@ -74,9 +78,9 @@ def print_completion(
             max_new_tokens=max_new_tokens,
             keys=_keys(seed, range(1)),
             rows=1,
-            on_text=lambda text: print(text, end="", flush=True),
+            on_text=partial(write, end=""),
         )
-    print()
+    tell()
     if not text:
         other = "--raw" if is_chat else "--chat"
         _say(f"The model ended the text at once. Is {other} meant?")
@@ -227,7 +231,7 @@ def print_evaluation(
             total -= float(scores.sum(dtype=np.float64))
             count += int(np.count_nonzero(batch["labels"][:, 1:] != hf.IGNORED))
     loss, seconds = total / count, perf_counter() - start
-    print(
+    tell(
         f"loss {loss:.6g}, perplexity {exp(loss) if loss < 700 else float('inf'):.6g}, "
         f"{count:,} tokens of {len(samples):,} samples, {count / seconds:,.1f} tokens/s"
     )
@@ -268,4 +272,4 @@ def _say_if_endless(ends: Sequence[int], max_new_tokens: int) -> None:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    complain(text)

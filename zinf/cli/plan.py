@@ -20,6 +20,7 @@ from zinf.cli.problem import (
 )
 from zinf.cli.report import console
 from zinf.cli.teacher import plan_teacher
+from zinf.complaint import tell
 from zinf.config import Config, grouping
 from zinf.initialize import make_planner
 from zinf.observe.compiled import executables_table, traffic_table, verdict
@@ -60,7 +61,7 @@ def plan_config(
         with clean_errors(traceback):
             source = path if raw is None else raw
             config, mesh, machine = on_machine(source, overrides, topology)
-            print(heading(path, config), flush=True)
+            tell(heading(path, config))
             try:
                 with beside_teacher(config, mesh, machine) as config:
                     arguments, named = problem(config)
@@ -73,20 +74,19 @@ def plan_config(
                     )
                     made = planner.plan_batch(named["batch"])
             except InfeasibleError as error:
-                print(f"does not fit: {error}\n", flush=True)
+                tell(f"does not fit: {error}\n")
                 return DOES_NOT_FIT
-            print(f"fits: {_shown(made, every)}\n", flush=True)
+            tell(f"fits: {_shown(made, every)}\n")
             count = num_model_parameters(config)
-            print(
+            tell(
                 describe_state(
                     planner.problem, planner.separated, num_parameters=count
                 ),
                 end="\n\n",
-                flush=True,
             )
             if raw is not None:
-                print(f"{_wear(made.plan)}\n", flush=True)
-            print(f"{rates_note(config, topology)}\n", flush=True)
+                tell(f"{_wear(made.plan)}\n")
+            tell(f"{rates_note(config, topology)}\n")
             if html is not None:
                 record = RunRecord.of(
                     config,
@@ -97,7 +97,7 @@ def plan_config(
                     has_measured_rates=planner.has_measured_rates,
                 )
                 write_page(page(record, (), predicted_step(made.plan)), html)
-                print(f"The plan is drawn in {html}.\n", flush=True)
+                tell(f"The plan is drawn in {html}.\n")
             if machine is not None:
                 _print_compiled(made, machine, planner.param_bytes)
     except typer.Exit as ended:
@@ -116,7 +116,7 @@ def beside_teacher(
         yield config
         return
     teacher = plan_teacher(config, mesh, machine)
-    print(teacher.summary(), flush=True)
+    tell(teacher.summary())
     beside = teacher.beside()
     with teacher.named_in_errors():
         yield beside
@@ -158,7 +158,7 @@ def _print_compiled(
         table.title_justify = "left"
         out.print(table)
         out.print()
-    print(verdict(made.plan, runs, machine, param_bytes), flush=True)
+    tell(verdict(made.plan, runs, machine, param_bytes))
 
 
 def _wear(plan: Plan) -> str:

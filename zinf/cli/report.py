@@ -3,12 +3,14 @@
 import sys
 from collections.abc import Sequence
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from zinf.cli.endings import PIPE_CLOSED, discard_output
+from zinf.complaint import complain, one_line, shown, tell
 
 # Imported only for types: `zinf config check` uses this module and must not import jax.
 if TYPE_CHECKING:
@@ -27,6 +29,10 @@ class PipeConsole(Console):
 
     Rich's Console exits with 1, which here means that a plan does not fit.
     """
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Cells too are of names that came from outside."""
+        return super().render_str(shown(text), **options)
 
     def on_broken_pipe(self) -> None:
         discard_output()
@@ -50,7 +56,7 @@ def print_report(found: "Report") -> None:
     for note in found.notes:
         out.print(f"note: {note}", soft_wrap=True)
     for problem in found.problems:
-        print(f"error: {problem}", file=sys.stderr)
+        complain(f"error: {problem}")
 
 
 def print_measured(rows: "Sequence[Measured]", chosen: "Profile") -> None:
@@ -73,7 +79,7 @@ def print_measured(rows: "Sequence[Measured]", chosen: "Profile") -> None:
             ", ".join(marks),
         )
     PipeConsole(markup=False, highlight=False).print(table)
-    print(f"GB/s, medians of {len(rows[0].reads)} rounds in turn")
+    tell(f"GB/s, medians of {len(rows[0].reads)} rounds in turn")
 
 
 def print_checkpoints(found: "Sequence[Entry]") -> None:
@@ -92,8 +98,8 @@ def print_checkpoints(found: "Sequence[Entry]") -> None:
     out.print(table)
     for entry in found:
         if entry.problem is not None:
-            print(f"{entry.folder} cannot be used: {entry.problem}")
-    print(f"{sum(entry.own_bytes for entry in found):,} bytes on the drive in all")
+            tell(f"{entry.folder} cannot be used: {entry.problem}")
+    tell(f"{sum(entry.own_bytes for entry in found):,} bytes on the drive in all")
 
 
 def print_arrays(saved: "Saved") -> None:
@@ -104,10 +110,12 @@ def print_arrays(saved: "Saved") -> None:
             " x ".join(map(str, sizes))
             for sizes in (spec.shape, saved.grid(array).chunk)
         )
-        table.add_row(str(array), spec.dtype, shape, chunk, f"{spec.nbytes:,}")
+        table.add_row(
+            one_line(str(array)), spec.dtype, shape, chunk, f"{spec.nbytes:,}"
+        )
     console().print(table)
     nbytes = sum(spec.nbytes for spec in saved.arrays.values())
-    print(f"{saved.directory}: {len(saved.arrays):,} arrays, {nbytes:,} bytes")
+    tell(f"{saved.directory}: {len(saved.arrays):,} arrays, {nbytes:,} bytes")
 
 
 def print_differences(
@@ -116,13 +124,13 @@ def print_differences(
     table = Table("array", "different", "largest difference", "first at", box=None)
     for difference in found:
         if difference.found is not None:
-            table.add_row(difference.name, difference.found, "", "")
+            table.add_row(one_line(difference.name), difference.found, "", "")
             continue
         first = str(list(difference.first))
         count, largest = f"{difference.num_different:,}", f"{difference.largest:.6g}"
-        table.add_row(difference.name, count, largest, first)
+        table.add_row(one_line(difference.name), count, largest, first)
     if found:
         console().print(table)
     for line in scalars:
-        print(line)
-    print(f"{num_same:,} arrays are equal, {len(found):,} differ.")
+        tell(line)
+    tell(f"{num_same:,} arrays are equal, {len(found):,} differ.")

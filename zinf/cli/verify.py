@@ -8,6 +8,7 @@ import numpy as np
 from zinf import hf
 from zinf.cli.problem import heading, is_huggingface, problem, refuse_teacher
 from zinf.cli.report import console
+from zinf.complaint import tell
 from zinf.prepare.devices import on_devices
 from zinf.verify import verify
 
@@ -28,7 +29,7 @@ def verify_config(
             "with torch."
         )
     (loss_fn, init, tx, config), named = problem(config)
-    print(heading(path, config), flush=True)
+    tell(heading(path, config))
     assert config.model is not None
     random = np.random.default_rng(config.run.seed)
     tokens = {

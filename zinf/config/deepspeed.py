@@ -149,7 +149,7 @@ class DeepSpeedKeys(Section):
     """Sum gradients over devices and microbatches; leave it mean, scale the loss."""
 
     sequence_parallel_size: Unsupported[Count] = 1
-    """Devices per sequence; leave it 1."""
+    """Devices per sequence; set mesh.seq instead."""
 
     amp: Unsupported[AnyKeys | None] = None
     """NVIDIA Apex; use bf16 or fp16."""

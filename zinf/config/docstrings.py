@@ -15,7 +15,7 @@ from itertools import pairwise
 
 @cache
 def docstrings(cls: type) -> Mapping[str, str]:
-    """For each annotated attribute of a class, the string below it.
+    """For each annotated attribute of a class, the string below it, as one line.
 
     Attributes of base classes are included. The source of the class must be there.
     """
@@ -31,5 +31,5 @@ def docstrings(cls: type) -> Mapping[str, str]:
                 ast.AnnAssign(target=ast.Name(id=name)),
                 ast.Expr(value=ast.Constant(value=str(text))),
             ):
-                found[name] = inspect.cleandoc(text)
+                found[name] = " ".join(text.split())
     return found

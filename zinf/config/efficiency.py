@@ -9,7 +9,7 @@ from zinf.config.dynamic_batching import DynamicBatching
 from zinf.config.ignored import TABLE
 from zinf.config.opaque import AnyKeys
 from zinf.config.pacing import Pacing, PacingConfig, pacing_violations
-from zinf.config.scalar import Count, Flag, Folder, Whole
+from zinf.config.scalar import Count, Flag, Folder, Seed, Whole
 from zinf.config.schema import Model
 from zinf.config.section import Section, Violation
 from zinf.config.status import Unsupported
@@ -250,7 +250,7 @@ class DataEfficiency(Section):
     enabled: Flag = False
     """Whether anything below is used."""
 
-    seed: Whole = 1234
+    seed: Seed = 1234
     """Seed of what is drawn."""
 
     data_sampling: DataSampling = Field(default_factory=DataSampling)

@@ -49,8 +49,8 @@ gradient_predivide_factor: The loss function averages over all devices, which di
 compile: XLA compiles forward and backward passes.
 timers: zinf has none of DeepSpeed's timers to synchronise.
 log_level: zinf logs through Python's logging.
-seq_parallel_communication_data_type seq_parallel_comm_data_type: zinf does not divide
-  sequences among devices yet.
+seq_parallel_communication_data_type seq_parallel_comm_data_type: Devices that divide a
+  sequence (mesh.seq) exchange values in the dtype that the model computes in.
 disable_allgather: GSPMD chooses between broadcasts and gathers.
 zero_allow_untested_optimizer: Any separable optax transform works.
 zero_force_ds_cpu_optimizer: zinf has its own updates in host memory.
@@ -180,7 +180,7 @@ immediate_grad_update: Gradients are values in JAX, not buffers.
 fused_mode: zinf has none of DeepSpeed's wrappers for fp16.
 
 [activation_checkpointing] automatic here
-partition_activations: zinf has no tensor parallelism yet.
+partition_activations: mesh.seq divides activations by position.
 
 [activation_checkpointing] without meaning under XLA
 contiguous_memory_optimization number_checkpoints: XLA plans the memory of each program,

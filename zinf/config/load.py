@@ -5,6 +5,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from io import StringIO
 from pathlib import Path
 from typing import Any, Never
 
@@ -15,8 +16,9 @@ from zinf.config.section import Section
 
 SUFFIXES = (".yaml", ".yml", ".json")
 # The longest configs have some hundred values, nested five deep. Aliases of YAML repeat
-# values: nine lines can stand for 10 ** 9 of them.
-MAX_VALUES, MAX_DEPTH = 100_000, 50
+# values: nine lines can stand for 10 ** 9 of them. PyYAML takes some ten seconds for as
+# many bytes.
+MAX_VALUES, MAX_DEPTH, MAX_BYTES = 100_000, 50, 2**20
 
 
 class _Loader(yaml.SafeLoader):
@@ -47,7 +49,8 @@ def _load_yaml(text: str) -> Any:
 
     Raises:
         yaml.YAMLError: it is no YAML, or is nested too deeply, refers to itself, or has
-            too many values, each alias counted in full.
+            too many values, each alias counted in full; or a value is none of its type,
+            as the date 2026-13-01.
     """
     loader = _Loader(text)
     try:
@@ -58,6 +61,10 @@ def _load_yaml(text: str) -> Any:
         return loader.construct_document(node)
     except RecursionError:
         raise yaml.YAMLError(_TOO_DEEP) from None
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        # PyYAML's constructors of dates, numbers and tags raise what Python does.
+        text = f"a value cannot be read ({type(error).__name__}: {error})"
+        raise yaml.YAMLError(text) from error
     finally:
         loader.dispose()
 
@@ -132,8 +139,16 @@ def read(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(_not_found(path))
     if path.suffix.lower() not in SUFFIXES:
         raise ValueError(f"config {path}: the name must end in {', '.join(SUFFIXES)}")
+    with path.open("rb") as file:
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ValueError(
+            f"config {path} has more than {MAX_BYTES:,} bytes, as no config has. Name "
+            "another file."
+        )
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        # As text files are read: the ends of lines are those of any system.
+        text = StringIO(content.decode("utf-8-sig"), newline=None).read()
     except UnicodeDecodeError as error:
         raise ValueError(f"config {path} is not UTF-8 text: {error}") from error
     is_json = path.suffix.lower() == ".json"
@@ -185,9 +200,11 @@ def _set(raw: dict[str, Any], path: Sequence[str], value: Any) -> None:
 
 
 # DeepSpeed reads its files with hjson, so comments and trailing commas are common in
-# them. Strings are matched first, so that a "//" in a path is no comment.
+# them. Strings are matched first, so that a "//" in a path is no comment. What is left
+# open is matched to its end: it would be searched again from each character in it.
 _NO_JSON = re.compile(
-    r""""(?:\\.|[^"\\])*"|//[^\n]*|\#[^\n]*|/\*.*?\*/|,(?=\s*[}\]])""", re.DOTALL
+    r""""(?:\\.|[^"\\])*"?|//[^\n]*|\#[^\n]*|/\*.*?(?:\*/|\Z)|,(?=\s*[}\]])""",
+    re.DOTALL,
 )
 
 
@@ -229,7 +246,7 @@ def _parse_json(text: str, path: Path) -> Any:
         keys = [key for key, _ in pairs]
         twice = sorted(key for key, count in Counter(keys).items() if count > 1)
         if twice:
-            raise ValueError(f"config {path}: {', '.join(twice)} given twice")
+            raise ValueError(f"{', '.join(twice)} given twice")
         return dict(pairs)
 
     try:
@@ -241,3 +258,6 @@ def _parse_json(text: str, path: Path) -> Any:
             f"config {path} is not valid JSON: line {error.lineno}, column "
             f"{error.colno}: {error.msg}."
         ) from error
+    except ValueError as error:
+        # Also of a number with thousands of digits.
+        raise ValueError(f"config {path}: {error}") from error

@@ -7,7 +7,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from zinf.complaint import one_line
 from zinf.config.nearest import did_you_mean, nearest, unknown_key
+from zinf.config.opaque import known_below
 from zinf.config.section import Section, Violations
 from zinf.config.status import Status, status_of
 
@@ -67,17 +69,26 @@ class ConfigError(ValueError):
 
 
 def dotted(path: KeyPath) -> str:
-    """The path as `--set` takes it; numbers of list entries are in brackets."""
+    """The path as `--set` takes it; numbers of list entries are in brackets.
+
+    Control characters are escapes.
+    """
     text = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path)
-    return text.removeprefix(".")
+    return one_line(text.removeprefix("."))
 
 
 def explain(
     error: ValidationError, schema: type[Section], raw: Mapping[str, Any]
 ) -> Iterator[Problem]:
     """The problems behind pydantic's error about `raw`, a config of class `schema`."""
+    told: set[KeyPath] = set()
     for details in error.errors(include_url=False):
-        path: KeyPath = details["loc"]
+        path = tuple(key for key in details["loc"] if not _is_type(key))
+        # Each type of a union has an error; one is enough.
+        if len(path) < len(details["loc"]):
+            if path in told:
+                continue
+            told.add(path)
         cause = details.get("ctx", {}).get("error")
         if isinstance(cause, Violations):
             for below, text in cause.found:
@@ -117,20 +128,22 @@ def paths_of(key: str, schema: type[Section], above: str = "") -> Iterator[str]:
 
 
 def can_be_left_out(
-    path: KeyPath, schema: type[Section], raw: Mapping[str, Any]
+    problem: Problem, schema: type[Section], raw: Mapping[str, Any]
 ) -> bool:
-    """Whether `ignore_unsupported` may leave out the key.
+    """Whether `ignore_unsupported` may leave out the key of a problem.
 
-    True for keys that change nothing or are unsupported, and for unknown keys. An
-    unknown key that resembles a known one is an exception, as it may be mistyped.
+    True for keys that change nothing or are unsupported, and for unknown keys. A wrong
+    value and an unknown key that resembles a known one are exceptions: they are
+    mistakes, and without them the config may ask for something else.
     """
     section: type[Section] | None = schema
     value: Any = raw
-    for key in path:
+    for depth, key in enumerate(problem.path):
         if section is None or not isinstance(key, str):
             return False
+        rest = problem.path[depth + 1 :]
         if key in section.IGNORED:
-            return True
+            return not _is_mistyped(rest, known_below(key))
         field = section.model_fields.get(key)
         siblings = value if isinstance(value, Mapping) else {}
         below = section.section_at(key, siblings)
@@ -138,9 +151,15 @@ def can_be_left_out(
             known = [*section.known_keys(), *schema.known_keys()]
             return nearest(key, known) is None and not any(paths_of(key, schema))
         if field is not None and status_of(field) is not Status.USED:
-            return True
+            known = below.known_keys() if below else known_below(key)
+            return not problem.value and not _is_mistyped(rest, known)
         section, value = below, siblings.get(key)
     return False
+
+
+def _is_mistyped(path: KeyPath, known: Iterable[str]) -> bool:
+    """Whether an unknown key, if the path has one, resembles a known one."""
+    return bool(path) and nearest(str(path[0]), known) is not None
 
 
 def without_effect(
@@ -153,6 +172,11 @@ def without_effect(
             yield Notice((*above, key), f"has no effect here. {ignored.sentence}")
         elif below and isinstance(value, Mapping):
             yield from without_effect(value, below, (*above, key))
+
+
+def _is_type(key: str | int) -> bool:
+    """Whether pydantic put the name of a type of a union into a path."""
+    return str(key).startswith(("function-", "tuple["))
 
 
 def _unknown(path: KeyPath, schema: type[Section], raw: Mapping[str, Any]) -> str:
@@ -169,7 +193,9 @@ def _message(details: dict[str, Any], section: type[Section] | None) -> str:
         message = message.replace(theirs, ours)
     if details["type"] == "literal_error":
         options = QUOTED.findall(details["ctx"]["expected"])
-        return f"{message}.{did_you_mean(str(details['input']), options)}"
+        # The message names the only option there is.
+        several = options if len(options) > 1 else ()
+        return f"{message}.{did_you_mean(str(details['input']), several)}"
     if section is not None and details["type"].startswith(("model_", "dict_")):
         return f"must be a mapping with keys among {', '.join(section.known_keys())}."
     return message if message.endswith("?") else f"{message}."

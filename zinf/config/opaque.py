@@ -66,10 +66,15 @@ AnyKeys = dict[str, Any]
 """A mapping whose values are not checked; its keys are, if it is in `KEYS`."""
 
 
+def known_below(key: str) -> list[str]:
+    """The keys that are allowed below `key`; none if they are not checked."""
+    return KEYS.get(key, "").split()
+
+
 def unknown_below(key: str, value: object) -> Iterator[tuple[str, str]]:
     """The keys of `value` that are not allowed below `key`, each with a message."""
     if key in KEYS and isinstance(value, Mapping):
-        allowed = KEYS[key].split()
+        allowed = known_below(key)
         for below in value:
             if below not in allowed:
                 yield below, unknown_key(below, allowed)

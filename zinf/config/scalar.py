@@ -28,5 +28,9 @@ Fraction = Annotated[Number, Field(ge=0, lt=1)]
 Integer = Annotated[int, BeforeValidator(_whole), Strict()]
 Whole = Annotated[Integer, Field(ge=0)]
 Count = Annotated[Integer, Field(ge=1)]
+# Steps and positions are int32 in XLA.
+Int32 = Annotated[Count, Field(lt=2**31)]
+# jax and grain take the lower 32 bits of a seed: 2**32 would be 0.
+Seed = Annotated[Whole, Field(lt=2**32)]
 Text = Annotated[str, Field(min_length=1)]
 Folder = Annotated[Path, BeforeValidator(_path), AfterValidator(Path.expanduser)]

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from zinf.config.nearest import did_you_mean
 from zinf.config.scalar import (
@@ -12,9 +12,11 @@ from zinf.config.scalar import (
     Flag,
     Folder,
     Fraction,
+    Int32,
     NonNegative,
     Positive,
     Seconds,
+    Seed,
     Text,
     Whole,
 )
@@ -22,6 +24,11 @@ from zinf.config.section import Section, Violation
 from zinf.config.size import Size
 from zinf.config.status import Auto
 
+# Far more than published models have. A layer is traced by itself, and XLA ends the
+# process if an array has 2**63 bytes.
+Layers = Annotated[Count, Field(le=4096)]
+Width = Annotated[Count, Field(le=2**20)]
+Experts = Annotated[Whole, Field(le=4096)]
 STDLIB = "stdlib"
 SEQUENCE_LENGTH = 256
 PUBLISHED_SEQUENCE_LENGTH = 1024  # of a model that huggingface names
@@ -127,25 +134,25 @@ class Model(Section):
     name: Literal["gpt"] = "gpt"
     """A decoder-only Transformer."""
 
-    num_layers: Count | None = None
+    num_layers: Layers | None = None
     """Number of blocks; required without huggingface."""
 
-    num_heads: Count | None = None
+    num_heads: Width | None = None
     """Attention heads per block; required without huggingface."""
 
-    num_kv_heads: Count | None = None
+    num_kv_heads: Width | None = None
     """Key and value heads; num_heads when null."""
 
-    embed_dim: Count | None = None
+    embed_dim: Width | None = None
     """Width of the residual stream; required without huggingface."""
 
-    mlp_dim: Count | None = None
+    mlp_dim: Width | None = None
     """Hidden width of the MLP; null: 4 embed_dim for gelu, about 8/3 for swiglu."""
 
-    vocab_size: Count = BYTE_VALUES
+    vocab_size: Int32 = BYTE_VALUES
     """Number of token values; bytes have 256."""
 
-    max_length: Count | None = None
+    max_length: Int32 | None = None
     """Longest sequence in tokens; required without huggingface."""
 
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
@@ -176,18 +183,18 @@ class Model(Section):
     """With remat, save what devices have sent each other, so that the backward pass
     repeats no all-to-all of experts and no sum along mesh.tensor."""
 
-    num_experts: Whole | tuple[Whole, ...] = 0
+    num_experts: Experts | tuple[Experts, ...] = 0
     """Experts in place of each block's MLP; 0: a dense MLP. A list has one number for
     each block."""
 
-    experts_per_token: Count = 1
+    experts_per_token: Width = 1
     """How many experts take a token."""
 
     capacity_factor: Positive | None = None
     """An expert takes up to this times experts_per_token times the tokens of a routing
     group over the number of experts; null: every token that chose it."""
 
-    routing_group_size: Count | None = None
+    routing_group_size: Int32 | None = None
     """Tokens of a routing group, in which capacity is counted; null: all tokens of a
     microbatch. Groups within a device let tokens travel by all-to-all."""
 
@@ -197,7 +204,7 @@ class Model(Section):
     aux_loss_coefficient: NonNegative = 0.01
     """Weight of the load-balancing loss of experts."""
 
-    expert_splits: Count = 1
+    expert_splits: Width = 1
     """Pieces in which a layer's experts are fetched and computed."""
 
     def violations(self) -> Iterator[Violation]:
@@ -331,17 +338,17 @@ class Data(Section):
     validation_fraction: Fraction = 0.05
     """Share of the data that is used for evaluation only."""
 
-    seed: Whole = 0
+    seed: Seed = 0
     """Seed of the order of samples."""
 
 
 class Run(Section):
     """The training loop of `zinf train` and `zinf.Trainer`."""
 
-    steps: Count = 1000
+    steps: Int32 = 1000
     """Optimizer steps."""
 
-    seed: Whole = 0
+    seed: Seed = 0
     """Seed of initialisation and dropout."""
 
     output: Folder = Path("runs/default")

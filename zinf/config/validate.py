@@ -50,7 +50,7 @@ def validate(
             for problem in explain(error, schema, rest):
                 # Removing a key in an earlier round may have caused the problem.
                 follows = overlaps(problem.path, seen)
-                may_go = can_be_left_out(problem.path, schema, rest)
+                may_go = can_be_left_out(problem, schema, rest)
                 if not follows:
                     kept = left_out if ignores_unsupported and may_go else problems
                     kept.append(replace(problem, is_unsupported=may_go))

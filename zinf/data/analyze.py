@@ -18,8 +18,10 @@ from typing import Any
 import numpy as np
 
 from zinf.config.pacing import load_function
+from zinf.data.array_file import read_array
 from zinf.data.index_file import write_rows
 from zinf.data.tokens import SEPARATOR
+from zinf.json_text import from_json
 
 CHUNK_SAMPLES = 1024
 # Rarities are integers, as DeepSpeed's index files hold nothing else.
@@ -138,7 +140,7 @@ def check_about(folder: Path, about: Mapping[str, Any]) -> None:
         ValueError: the analysis is of other data.
     """
     path = folder / ABOUT
-    found = json.loads(path.read_text()) if path.exists() else {}
+    found = _about(path) if path.exists() else {}
     other = [key for key in about if key in found and found[key] != about[key]]
     if other:
         raise ValueError(
@@ -196,7 +198,7 @@ def _begin(analysis: Analysis, names: Sequence[str]) -> None:
             f"{foreign[0]} is of no analysis by zinf, and has the name of a file that "
             "would be written. It is left as it is. Name another folder (--output)."
         )
-    if path.exists() and (found := json.loads(path.read_text())) != about:
+    if path.exists() and (found := _about(path)) != about:
         raise ValueError(
             f"{analysis.output} has an analysis of other data: {found}, and this is "
             f"{about}. Name another folder."
@@ -204,12 +206,26 @@ def _begin(analysis: Analysis, names: Sequence[str]) -> None:
     path.write_text(json.dumps(about))
 
 
+def _about(path: Path) -> dict[str, Any]:
+    try:
+        found = from_json(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(
+            f"{path} says of no analysis what it is of: {error}. Name another folder."
+        ) from error
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"{path} says of no analysis what it is of: it has {found!r:.40}. Name "
+            "another folder."
+        )
+    return found
+
+
 def _is_about(path: Path) -> bool:
     try:
-        found = json.loads(path.read_text("utf-8"))
+        return "num_samples" in _about(path)
     except (OSError, ValueError):
         return False
-    return isinstance(found, dict) and "num_samples" in found
 
 
 def _values(
@@ -239,7 +255,7 @@ def _values(
 def _counts(analysis: Analysis, say: Say) -> np.ndarray:
     path = analysis.output / "token_counts.npy"
     if path.exists():
-        return np.load(path)
+        return read_array(path)
     return _total(analysis, "token_counts", token_counts, say)
 
 
@@ -253,7 +269,7 @@ def _total(
     partial_path = analysis.output / f"{name}.partial.npz"
     done, summed = 0, np.zeros(0, np.int64)
     if partial_path.exists():
-        with np.load(partial_path) as found:
+        with read_array(partial_path) as found:
             done, summed = int(found["done"]), found["summed"]
     one = partial(_part, analysis.samples, function)
     for number, part in enumerate(_mapped(analysis, one, done), done):

@@ -14,6 +14,7 @@ from zinf.data.digest import file_digest
 from zinf.data.files import Kind
 from zinf.data.tokens import SEPARATOR
 from zinf.data.unfinished import unfinished
+from zinf.json_text import from_json
 
 # Number of parquet rows in memory at a time.
 BATCH_ROWS = 1024
@@ -71,7 +72,7 @@ def json_lines(path: Path) -> Iterator[tuple[Any, str]]:
                 continue
             where = f"{path}, line {number}"
             try:
-                yield json.loads(line), where
+                yield from_json(line), where
             except ValueError as error:
                 raise ValueError(f"{where}: no JSON: {error}") from None
 

@@ -97,9 +97,12 @@ class TaughtIterator(AbstractForeseen):
 
     def coming(self, num_steps: int) -> list[Any]:
         """Shapes and dtypes of the next batches, each of them once, as they come."""
-        shapes = [] if self._logits is None else [self.whole()]
+        end = self._step + num_steps
         until = self._taught.until_step
-        if until is not None and until < self._step + num_steps:
+        until = end if until is None else min(until, end)
+        is_known = self._logits is not None
+        shapes = [self.whole()] if is_known and self._step < until else []
+        if max(self._step, until) < end:
             shapes.append(self._like)
         return shapes
 

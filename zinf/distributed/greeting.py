@@ -19,6 +19,7 @@ from zinf.distributed.seat import JoinError, Seat
 from zinf.distributed.secret import Secret, nonce
 from zinf.distributed.secret_file import read_file
 from zinf.distributed.wire import Message, Wire
+from zinf.json_text import from_json
 
 # Largest size of each of the three messages; a host name has 253 characters at most.
 GREETING_BYTES = 4096
@@ -56,7 +57,7 @@ def checked(message: Message, secret: Secret, number: str) -> Greeting:
                 raise StrangerError("it does not know the secret of this run")
         case _:
             raise StrangerError("it did not greet")
-    match json.loads(text):
+    match from_json(text):
         case {
             "index": int(index),
             "count": int(count),

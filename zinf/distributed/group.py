@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import jax
 
+from zinf.complaint import shown
 from zinf.distributed.hub import Hub
 from zinf.distributed.limits import GRACE_SECONDS, Limits
 from zinf.distributed.wire import MESSAGE_BYTES, Closed, Message, Wire
@@ -310,6 +311,6 @@ def announce(text: str) -> None:
 def _print(text: str) -> None:
     # One write, so that lines of several processes on one terminal do not mix. Before
     # the flush, as jax's client aborts within milliseconds after it loses process 0.
-    os.write(STDERR, text.encode())
+    os.write(STDERR, shown(text).encode())
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

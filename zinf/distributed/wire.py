@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from zinf.json_text import from_json
+
 Message = Mapping[str, Any]
 READ_BYTES = 1 << 16
 # Largest message of one process. The largest that zinf sends is the config, a few KiB.
@@ -132,7 +134,7 @@ class Wire:
         if len(line) > self.max_bytes:
             raise ValueError(self._too_long())
         try:
-            message = json.loads(line)
+            message = from_json(line)
         except RecursionError as error:
             raise ValueError("a message is nested too deeply") from error
         if not isinstance(message, dict):

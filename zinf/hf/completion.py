@@ -1,6 +1,5 @@
 """Prompts as texts or conversations, and completions as texts."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from zinf.hf.engine import ModelEngine
 from zinf.hf.model import Model
 from zinf.hf.texts import prompt_ids
 from zinf.inference import Sampling, read_settings, token_ids
+from zinf.json_text import from_json
 
 SETTINGS = "generation_config.json"
 PROMPTS = "prompt (a text) or messages (a conversation)"
@@ -30,9 +30,11 @@ def settings_of(model: Model, given: Mapping[str, Any]) -> Sampling:
     path, settings = model.folder / SETTINGS, {}
     if path.is_file():
         try:
-            settings = json.loads(path.read_text(encoding="utf-8"))
+            settings = from_json(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"{path} is no JSON: {error}. Get it again.") from None
+        if not isinstance(settings, dict):
+            raise ValueError(f"{path} has {settings!r:.40}, no settings. Get it again.")
     settings |= {name: value for name, value in given.items() if value is not None}
     temperature = given.get("temperature")
     if temperature is not None:

@@ -15,6 +15,7 @@ from typing import Any
 import grain
 import numpy as np
 
+from zinf.data.array_file import read_array
 from zinf.data.curriculum import CurriculumSamples, Metric
 from zinf.data.digest import file_digest
 from zinf.data.share import Share
@@ -45,7 +46,7 @@ class Samples(grain.sources.RandomAccessDataSource):
         self, folder: Path, *, length: int, padding: int, first: int, last: int
     ) -> None:
         self._folder, self.length, self._padding = folder, length, padding
-        ends = np.load(folder / ENDS)
+        ends = read_array(folder / ENDS)
         self._starts = np.concatenate([[0], ends[:-1]])[first:last]
         self._ends = ends[first:last]
 
@@ -230,7 +231,7 @@ def check_labels(batch: Mapping[str, np.ndarray]) -> None:
 
 def num_samples(folder: Path) -> int:
     """Number of samples in a folder of `tokenized`."""
-    return len(np.load(folder / ENDS))
+    return len(read_array(folder / ENDS))
 
 
 def content_of(path: Path) -> tuple[str, str]:

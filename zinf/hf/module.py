@@ -21,6 +21,8 @@ COUNTS = {
     re.compile(r"^(num|n)_(\w+_)?(layers?|experts|blocks)$|_layers$"): 4096,
     re.compile(r"^num_labels$"): 2**20,
 }
+# Kimi K2 has 61 layers of 384 experts: 23,424.
+MAX_EXPERTS = 2**17
 # No constructor computes a buffer of so many bytes.
 LARGE_BYTES = 2**30
 
@@ -94,16 +96,29 @@ def _check_counts(raw: Mapping[str, Any], path: Path) -> None:
     `transformers` makes an entry of a list, and a module, for each, which takes hours
     and all memory long before a budget is looked at.
     """
+    numbers = {
+        key: value
+        for key, value in raw.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
     for key, value in raw.items():
         if isinstance(value, Mapping):
             _check_counts(value, path)
         for pattern, largest in COUNTS.items():
-            is_number = isinstance(value, int | float) and pattern.search(key)
-            if is_number and value > largest:
+            if key in numbers and pattern.search(key) and value > largest:
                 raise ValueError(
                     f"{path} says {key} = {value:,}, and zinf takes at most "
                     f"{largest:,}. Get it again."
                 )
+    layers, experts = (
+        max((x for key, x in numbers.items() if re.search(name, key)), default=1)
+        for name in ("layers?$", "experts$")
+    )
+    if layers * experts > MAX_EXPERTS:
+        raise ValueError(
+            f"{path} says that {layers:,} layers have {experts:,} experts, and zinf "
+            f"takes at most {MAX_EXPERTS:,} in all. Get it again."
+        )
 
 
 def build(
@@ -116,7 +131,7 @@ def build(
 
     Raises:
         ValueError: `transformers` has no such class, or no model of it for the
-            configuration.
+            configuration, or cannot make it with these values.
     """
     attention.register()
     experts.register()
@@ -138,9 +153,16 @@ def build(
         kind = kind[0]
     options: dict[str, Any] = {"attn_implementation": _attention_of(kind)}
     config._experts_implementation = experts.NAME
-    with no_init_weights(), _meta_parameters():
-        model = kind._from_config(config, dtype=dtype, **options)
-        model.tie_weights()
+    try:
+        with no_init_weights(), _meta_parameters():
+            model = kind._from_config(config, dtype=dtype, **options)
+            model.tie_weights()
+    except Exception as error:
+        # Each architecture computes with the values, and raises what it likes.
+        raise ValueError(
+            f"transformers cannot make the model of {Path(config.name_or_path, CONFIG)}"
+            f": {type(error).__name__}: {error}. Get it again."
+        ) from error
     return model
 
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zinf.data.array_file import read_array
 from zinf.hf.batch import IGNORED
 from zinf.hf.dataset import Samples
 from zinf.hf.engine import ModelEngine
@@ -130,7 +131,7 @@ class Pairs(grain.sources.RandomAccessDataSource):
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """`input_ids` and `labels`, int32 (2, length); `reference`, float32 (2,)."""
         if self._reference is None:
-            self._reference = np.load(self._path)
+            self._reference = read_array(self._path)
         return self.answers(index) | {"reference": self._reference[self._first + index]}
 
     def answers(self, index: int) -> dict[str, np.ndarray]:
@@ -175,7 +176,7 @@ def is_reference(
     That is so if the losses of the first pairs are ln 2, within rounding: on another
     machine sums of the same terms may differ.
     """
-    kept = np.load(path)
+    kept = read_array(path)
     if kept.shape != (len(pairs), len(SIDES)):
         return False
     found = next(_passes(engine, preference, pairs, batch_size))[: len(kept)]

@@ -5,12 +5,12 @@ preferences has `chosen` and `rejected`. ShareGPT's `conversations` and Alpaca's
 `instruction`, `input` and `output` are turned into those.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from zinf.data.extract import json_lines, parquet_records
+from zinf.json_text import from_json
 
 # Who speaks in ShareGPT's lines, as chat templates name them.
 SPEAKERS = {
@@ -51,7 +51,7 @@ def records(path: Path) -> Iterator[tuple[Any, str]]:
         yield from parquet_records(path)
     elif suffix == ".json" and path.read_bytes()[:64].lstrip()[:1] == b"[":
         try:
-            found = json.loads(path.read_bytes())
+            found = from_json(path.read_bytes())
         except ValueError as error:
             raise ValueError(f"{path}: no JSON: {error}") from None
         yield from ((x, f"{path}, record {i}") for i, x in enumerate(found, 1))
@@ -104,7 +104,10 @@ def _from_sharegpt(line: Mapping[str, Any], where: str) -> dict[str, Any]:
     found: dict[str, Any] = {"messages": messages}
     if line.get("tools"):
         tools = line["tools"]
-        found["tools"] = json.loads(tools) if isinstance(tools, str) else tools
+        try:
+            found["tools"] = from_json(tools) if isinstance(tools, str) else tools
+        except ValueError as error:
+            raise ValueError(f"{where}: tools is no JSON: {error}") from None
     return found
 
 

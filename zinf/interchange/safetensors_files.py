@@ -1,7 +1,6 @@
 """Reads safetensors files in parts; checks headers, which anybody may have written."""
 
 import errno
-import json
 import os
 import stat
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from zinf.interchange.failure import explain, explained
 from zinf.interchange.header import Stored, read_header
 from zinf.interchange.names import listed
 from zinf.interchange.tensors import AbstractTensors, first_element
+from zinf.json_text import from_json
 from zinf.memory import aligned_empty
 from zinf.memory.chunk import chunk_shape
 from zinf.memory.zarr_format import numpy_dtype
@@ -147,7 +147,7 @@ def read_index(path: Path) -> dict[str, str]:
                 f"{path} is no index: {status.st_size:,} bytes, or no file."
             )
         try:
-            weights = json.loads(path.read_bytes())["weight_map"]
+            weights = from_json(path.read_bytes())["weight_map"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{path} has no weight_map: it is no index.") from error
     if not isinstance(weights, dict):

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from time import monotonic, sleep
 
+from zinf.json_text import from_json
 from zinf.memory.nvme.system import O_NOFOLLOW, try_lock, unlock
 from zinf.memory.storage_error import StorageError, from_os_error
 
@@ -71,7 +72,7 @@ class LockFile:
         if content.isdigit():  # Of zinf 0.1, which wrote the process alone.
             return f"process {content.decode()}"
         try:
-            about = json.loads(content)
+            about = from_json(content)
             pid, host, command = (about[key] for key in ("pid", "host", "command"))
         except (ValueError, KeyError, TypeError):
             return "process unknown"
@@ -108,7 +109,7 @@ class LockFile:
         if not content or content.isdigit():
             return
         try:
-            about = json.loads(content)
+            about = from_json(content)
         except ValueError:
             about = None
         if not isinstance(about, dict) or about.get("locked_by") != "zinf":

@@ -1,6 +1,5 @@
 """Pictures of steps and losses for notebooks."""
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from zinf.executor.run import StepRecord
+from zinf.json_text import from_json
 from zinf.observe.plot import GREY, Picture, picture
 from zinf.observe.traced import TracedStep, measured_step, predicted_step
 from zinf.observe.writer import Metrics, lists, numbers
@@ -124,7 +124,7 @@ def plot_losses(history: Sequence[Metrics] | Path | str) -> Picture:
 def _steps(history: Sequence[Metrics] | Path | str) -> Sequence[Metrics]:
     if isinstance(history, Path | str):
         lines = Path(history).read_text("utf-8").splitlines()
-        history = [json.loads(line) for line in lines]
+        history = [from_json(line) for line in lines]
     if not history:
         raise ValueError("There is no step to draw. Take a step first.")
     return history

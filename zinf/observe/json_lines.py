@@ -5,6 +5,7 @@ import shutil
 from itertools import count
 from pathlib import Path
 
+from zinf.json_text import from_json
 from zinf.observe.writer import AbstractWriter, Metrics, lists, numbers
 
 
@@ -75,7 +76,7 @@ def _is_cut_short(line: bytes) -> bool:
     if line.endswith(b"\n") or not line.startswith(b"{"):
         return False
     try:
-        json.loads(line)
+        from_json(line)
     except ValueError:
         return True
     return False
@@ -84,6 +85,7 @@ def _is_cut_short(line: bytes) -> bool:
 def _step(line: bytes) -> float:
     """The step of a line; infinity if the line holds no metrics."""
     try:
-        return json.loads(line)["step"]
+        step = from_json(line)["step"]
     except (ValueError, KeyError, TypeError):
-        return float("inf")
+        step = None
+    return step if isinstance(step, int | float) else float("inf")

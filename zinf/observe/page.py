@@ -10,6 +10,7 @@ from string import Template
 from typing import Any
 
 from zinf.config.section import dotted
+from zinf.json_text import from_json
 from zinf.observe.advice import advice, what_ifs
 from zinf.observe.colors import colors
 from zinf.observe.figures import (
@@ -20,7 +21,7 @@ from zinf.observe.figures import (
     timeline_figure,
     training_figure,
 )
-from zinf.observe.record import RunRecord, read_record
+from zinf.observe.record import RUN, RunRecord, read_record
 from zinf.observe.traced import TracedStep, read_trace
 from zinf.observe.writer import Metrics
 from zinf.plan import show_bytes, show_seconds
@@ -28,6 +29,12 @@ from zinf.program import Tier
 from zinf.tables import html_table
 
 FREE = "free"
+EVERY_STEP = (
+    *("step", "step_seconds", "tokens_per_second"),
+    *(f"{tier}_bytes" for tier in Tier),
+)
+# A loss and a norm that are not finite are null.
+NULLABLE = ("loss", "grad_norm", "learning_rate", "evaluation_loss")
 
 
 def run_page(folder: Path) -> str:
@@ -96,18 +103,46 @@ def write_page(html: str, path: Path) -> None:
 
 def _beside(path: Path | None, folder: Path) -> Path:
     """The file of this name in `folder` (a run may have been moved), else `path`."""
-    assert path is not None, "the record of a run names its files"
+    if path is None:
+        raise ValueError(
+            f"{folder / RUN} names no metrics or no trace, so it is of a plan. Name "
+            "the folder of a run."
+        )
     moved = folder / path.name
     return moved if moved.exists() else path
 
 
 def _read_metrics(path: Path) -> list[dict[str, Any]]:
     """The metrics of each line; an incomplete last line (after a crash) is left out."""
-    lines = path.read_text("utf-8").splitlines(keepends=True)
-    try:
-        return [json.loads(line) for line in lines if line.endswith("\n")]
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
+    whole, _, _ = path.read_bytes().rpartition(b"\n")
+    found = []
+    for number, line in enumerate(whole.split(b"\n") if whole else (), start=1):
+        try:
+            found.append(_metrics(line))
+        except ValueError as error:
+            raise ValueError(
+                f"{path} is damaged in line {number}: {error}. Delete the line."
+            ) from error
+    return found
+
+
+def _metrics(line: bytes) -> dict[str, Any]:
+    """The metrics of a line.
+
+    Raises:
+        ValueError: it is no JSON, or no mapping of numbers and lists, or lacks one that
+            every step has.
+    """
+    found = from_json(line)
+    if not isinstance(found, dict):
+        raise ValueError(f"it is no mapping, but {found!r:.40}")
+    for key in dict.fromkeys([*EVERY_STEP, *found]):
+        value = found.get(key)
+        is_number = isinstance(value, int | float) and abs(value) < 2**63
+        is_other = value is None or (isinstance(value, list) and key not in NULLABLE)
+        if not is_number and (key in EVERY_STEP or not is_other):
+            raise ValueError(f"{key} = {value!r:.40} is no number")
+    return found
 
 
 def _heading(record: RunRecord, metrics: Sequence[Metrics]) -> str:
@@ -129,8 +164,9 @@ def _facts(record: RunRecord, metrics: Sequence[Metrics], step: TracedStep) -> s
     predicted = show_seconds(record.predicted_seconds)
     found: list[tuple[str, str, str]] = []
     if metrics:
-        first, last = metrics[0], metrics[-1]
-        found.append(("loss", f"{last['loss']:.4f}", f"{first['loss']:.4f} at first"))
+        losses = [m["loss"] for m in metrics if m.get("loss") is not None]
+        if losses:
+            found.append(("loss", f"{losses[-1]:.4f}", f"{losses[0]:.4f} at first"))
         evaluated = [m for m in metrics if m.get("evaluation_loss") is not None]
         if evaluated:
             newest = evaluated[-1]

@@ -9,9 +9,9 @@ import platform
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from zinf.config import Config, notices
 from zinf.config.section import dotted
@@ -33,14 +33,17 @@ PACKAGES = (
 )
 
 
+Bytes = Annotated[int, Field(ge=0, lt=2**63)]
+
+
 class Held(BaseModel):
     """Bytes of one tier: at rest between steps, peak in a step, and budget."""
 
     model_config = ConfigDict(frozen=True)
 
-    rest: int
-    peak: int
-    budget: int
+    rest: Bytes
+    peak: Bytes
+    budget: Bytes
 
 
 class RunRecord(BaseModel):
@@ -76,7 +79,7 @@ class RunRecord(BaseModel):
     notices: list[str]
     resolved: dict[str, str]
     held: dict[Tier, Held]
-    predicted_seconds: float
+    predicted_seconds: float = Field(gt=0, allow_inf_nan=False)
     has_measured_rates: bool
     versions: dict[str, str]
     machine: dict[str, str]
@@ -84,6 +87,14 @@ class RunRecord(BaseModel):
     changes: list[dict[str, Any]] = []
     metrics: Path | None = None
     trace: Path | None = None
+
+    @field_validator("held")
+    @classmethod
+    def _has_every_tier(cls, held: dict[Tier, Held]) -> dict[Tier, Held]:
+        missing = [str(tier) for tier in Tier if tier not in held]
+        if missing:
+            raise ValueError(f"has no {', '.join(missing)}")
+        return held
 
     @classmethod
     def of(
@@ -147,6 +158,9 @@ class RunRecord(BaseModel):
         fresh.replace(folder / RUN)
 
 
+_ANEW = "zinf train CONFIG writes a new one; without resume it moves what is there."
+
+
 def read_record(folder: Path) -> RunRecord:
     """The record in the folder of a run.
 
@@ -163,8 +177,14 @@ def read_record(folder: Path) -> RunRecord:
             "run.output of its config. Name that folder, or train again with this "
             "version."
         ) from None
+    except ValidationError as error:
+        found = "; ".join(
+            f"{'.'.join(map(str, each['loc'])) or 'the file'}: {each['msg']}"
+            for each in error.errors(include_url=False)
+        )
+        raise ValueError(f"{path} is damaged: {found}. {_ANEW}") from None
     except ValueError as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        raise ValueError(f"{path} is damaged: {error}. {_ANEW}") from error
 
 
 def _execution(plan: Plan) -> str:

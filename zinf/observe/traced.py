@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zinf.json_text import from_json
 from zinf.observe.trace import (
     MARK,
     PROCESSES,
@@ -17,6 +18,7 @@ from zinf.observe.trace import (
     instruction_events,
 )
 from zinf.plan import Plan, Timeline
+from zinf.program import Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +101,10 @@ def read_trace(path: Path | str) -> list[TracedStep]:
         raise _foreign(path, f"it does not begin with {json.dumps(MARK['name'])}")
     try:
         steps = _steps(events)
-    except (KeyError, TypeError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"{path} is damaged: an event has no proper {error}. Trace again with "
-            "zinf train CONFIG --trace FILE."
+            f"{path} is damaged, in an event: {type(error).__name__}: {error}. Trace "
+            "again with zinf train CONFIG --trace FILE."
         ) from error
     if not steps:
         raise ValueError(
@@ -113,11 +115,11 @@ def read_trace(path: Path | str) -> list[TracedStep]:
 
 def _parse(content: bytes) -> Any:
     try:
-        return json.loads(content)
+        return from_json(content)
     except ValueError:
         # After a crash the last line is incomplete and the array has no end.
         lines, _, _ = content.rpartition(b"\n")
-        return json.loads(lines.rstrip(b",\n") + b"]")
+        return from_json(lines.rstrip(b",\n") + b"]")
 
 
 def _steps(events: list[Event]) -> list[TracedStep]:
@@ -132,7 +134,7 @@ def _steps(events: list[Event]) -> list[TracedStep]:
         for event in complete
         if event["cat"] == STEP_KIND
     }
-    begun = {key: event["ts"] for key, event in wholes.items()}
+    begun = {key: _number(event["ts"]) for key, event in wholes.items()}
     spans: dict[tuple[int, int], list[Span]] = defaultdict(list)
     for event in complete:
         key = event["pid"], event["args"]["step"]
@@ -145,7 +147,7 @@ def _steps(events: list[Event]) -> list[TracedStep]:
             step,
             tuple(spans[pid, step]),
             tuple(spans[predicted, step]),
-            whole["args"].get("held", {}),
+            _amounts(whole["args"].get("held", {})),
         )
         for (pid, step), whole in wholes.items()
         if pid == measured and (predicted, step) in wholes
@@ -153,22 +155,40 @@ def _steps(events: list[Event]) -> list[TracedStep]:
 
 
 def _span(event: Event, link: str, begun: float) -> Span:
-    args, start = event["args"], event["ts"] - begun
+    args, start = event["args"], _number(event["ts"]) - begun
     return Span(
-        instruction=args["instruction"],
-        link=link,
-        kind=event["cat"],
-        name=event["name"],
+        instruction=_number(args["instruction"]),
+        link=str(link),
+        kind=str(event["cat"]),
+        name=str(event["name"]),
         start=start / 1e6,
-        end=(start + event["dur"]) / 1e6,
-        nbytes=args["bytes"],
-        after=tuple(args["waits for"]),
+        end=(start + _number(event["dur"])) / 1e6,
+        nbytes=_number(args["bytes"]),
+        after=tuple(map(_number, args["waits for"])),
         # Traces of earlier versions do not have the following keys.
-        arrays=tuple(args.get("arrays", ())),
-        allocates=args.get("allocates", {}),
-        workspace=args.get("workspace", {}),
-        frees=args.get("frees", {}),
+        arrays=tuple(map(str, args.get("arrays", ()))),
+        allocates=_amounts(args.get("allocates", {})),
+        workspace=_amounts(args.get("workspace", {})),
+        frees=_amounts(args.get("frees", {})),
     )
+
+
+def _number(value: Any) -> Any:
+    """`value`, which is a number.
+
+    Raises:
+        TypeError, ValueError: it is not, or is too large or not finite.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{value!r:.40} is no number")
+    if not abs(value) < 2**63:
+        raise ValueError(f"{value!r:.40} is too large or not finite")
+    return value
+
+
+def _amounts(found: Any) -> dict[str, int]:
+    """Bytes by tier."""
+    return {str(Tier(tier)): _number(nbytes) for tier, nbytes in found.items()}
 
 
 def _foreign(path: Path | str, why: str) -> ValueError:

@@ -61,7 +61,9 @@ def test_batches_have_logits_until_a_step():
         {"tokens"},
     ]
     assert [set(x) for x in iterator.coming(1)] == [{"tokens", TEACHER_LOGITS}]
+    assert iterator.coming(0) == []
     found += [next(iterator) for _ in range(3)]
+    assert [set(x) for x in iterator.coming(2)] == [{"tokens"}]
     assert [TEACHER_LOGITS in batch for batch in found] == [True] * 3 + [False] * 2
     np.testing.assert_array_equal(found[1][TEACHER_LOGITS], found[1]["tokens"] * 2)
 

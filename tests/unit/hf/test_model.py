@@ -230,6 +230,20 @@ BROKEN = {
     "layers as a text": partial(change, num_hidden_layers="many"),
     "a quantization as a text": partial(change, quantization_config="gptq"),
     "no heads": partial(change, num_attention_heads=0),
+    "more experts than any": partial(
+        change, model_type="mixtral", num_hidden_layers=999, num_local_experts=999
+    ),
+    "an unknown activation": partial(change, hidden_act="\x1b[2Jnope"),
+    "an unknown rope": partial(change, rope_parameters={"rope_type": "nope"}),
+    "rope of a text": partial(
+        change, rope_parameters={"rope_type": "default", "rope_theta": "x"}
+    ),
+    "heads without width": partial(change, head_dim=0),
+    "heads of negative width": partial(change, head_dim=-2),
+    "no heads of keys": partial(change, num_key_value_heads=0),
+    "fewer words than none": partial(change, vocab_size=-5),
+    "padding beyond the words": partial(change, pad_token_id=10**9),
+    "a number of texts": partial(change, text_config=3),
     "nested deeply": nested_deeply,
 }
 
@@ -248,7 +262,7 @@ def test_broken_models_are_refused_by_name(tmp_path, golden):
     text = refusals(mistakes, tmp_path)
     # What depends on the version of transformers, and how that lays out files.
     text = text.replace(f"transformers {transformers.__version__}", "transformers")
-    told = r"(transformers cannot read [^:]*): .*?\. Get it"
+    told = r"(transformers cannot (?:read|make) [^:]*): .*?\. Get it"
     text = re.sub(told, r"\1: ... Get it", text, flags=re.DOTALL)
     golden.check("broken.txt", re.sub(r"byte [\d,]+ and it at [\d,]+", "byte", text))
     with pytest.raises(ValueError, match=r"\[96, 64\] here and \[96, 32\] there"):

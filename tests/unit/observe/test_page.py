@@ -133,7 +133,7 @@ def test_what_is_no_folder_of_a_run_is_named(runs: Runs, tmp_path: Path) -> None
     (tmp_path / "metrics.jsonl").write_text("damaged\n")
     refused("metrics.jsonl is damaged")
     (tmp_path / "run.json").write_text('{"version": 2}')
-    refused("run.json cannot be read")
+    refused("run.json is damaged: version: Input should be 1")
 
 
 @pytest.mark.slow

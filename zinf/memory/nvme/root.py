@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from zinf.json_text import from_json
 from zinf.memory.nvme.lock import LOCK, FolderLock
 from zinf.memory.nvme.profile import PROFILE
 from zinf.memory.nvme.system import write_new
@@ -143,7 +144,7 @@ def _foreign_in(arrays: Path) -> Iterator[Path]:
 def _check_marker(marker: Path) -> None:
     # The arrays beside a valid marker are about to be deleted.
     try:
-        found = json.loads(marker.read_text("utf-8"))["format"]
+        found = from_json(marker.read_text("utf-8"))["format"]
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise StorageError(
             errno.EINVAL,
