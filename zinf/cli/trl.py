@@ -5,13 +5,14 @@ The names are those of TRL 0.24's `SFTConfig`, `DPOConfig`, `ModelConfig` and
 or underscores.
 """
 
-import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import typer
 from typer.core import TyperCommand
+
+from zinf.complaint import complain
 
 # Options of zinf under another name.
 RENAMED = {
@@ -105,7 +106,7 @@ class FamiliarCommand(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         own = {name for p in self.params for name in (*p.opts, *p.secondary_opts)}
         try:
-            given = translated(args, own, say=lambda text: print(text, file=sys.stderr))
+            given = translated(args, own, say=complain)
         except ValueError as error:
             raise typer.BadParameter(str(error), ctx) from None
         return super().parse_args(ctx, given)

@@ -57,5 +57,5 @@ def verify_class(folder: Path) -> bool:
     The verdict is computed anew, and remembered.
     """
     verdict = hf.verdict_of(hf.load(folder), anew=True)
-    print(verdict)
+    tell(str(verdict))
     return verdict.agrees
