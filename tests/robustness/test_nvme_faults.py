@@ -24,7 +24,6 @@ import numpy as np
 import pytest
 
 from tests.clock import still
-from tests.golden import Golden
 from tests.robustness.faults import (
     SECONDS_TO_WAIT,
     BlockLayer,
@@ -194,9 +193,7 @@ def make(tmp_nvme: Path) -> Iterator[Callable[..., Bench]]:
         yield make
 
 
-def test_what_a_call_refuses_is_named_and_leaves_nothing(
-    make: Callable[..., Bench], golden: Golden, tmp_nvme: Path
-) -> None:
+def test_what_a_call_refuses_is_named_and_leaves_nothing(make, golden, tmp_nvme):
     bench, lines, advice = make(), [], {}
     for name, call, code in [
         (verb, call, code)
@@ -231,9 +228,7 @@ def test_what_a_call_refuses_is_named_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("verb", ["first write", "overwrite", "replace"])
-def test_a_drive_that_is_full_in_mid_write_is_named(
-    make: Callable[..., Bench], verb: str
-) -> None:
+def test_a_drive_that_is_full_in_mid_write_is_named(make, verb):
     """Half of a chunk is written, then there is no more room."""
     bench, half = make(), 32 * 4096
     rules = (
@@ -264,9 +259,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_disk_that_is_really_full_is_named_and_may_be_emptied(
-    small_disk: Path,
-) -> None:
+def test_a_disk_that_is_really_full_is_named_and_may_be_emptied(small_disk):
     with benches(small_disk / "nvme") as make:
         bench = make()
         bench.link()
@@ -286,9 +279,7 @@ def test_a_disk_that_is_really_full_is_named_and_may_be_emptied(
         bench.expect(NEW)
 
 
-def test_one_of_two_drives_that_stalls_is_named_and_may_recover(
-    tmp_path: Path,
-) -> None:
+def test_one_of_two_drives_that_stalls_is_named_and_may_recover(tmp_path):
     with (
         still("monotonic", drive, open_file) as clock,
         benches(tmp_path / "a", tmp_path / "b") as make,

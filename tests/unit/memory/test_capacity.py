@@ -1,7 +1,6 @@
 """Budgets that are chosen where the user names none."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -109,7 +108,7 @@ SERVICE = "system.slice/train.service"
         ("0::/job", {"sys/fs/memory.max": LIMIT}, False),  # above the mount
     ],
 )
-def test_a_container_s_limit_is_its_memory(tmp_path: Path, group, files, is_limited):
+def test_a_container_s_limit_is_its_memory(tmp_path, group, files, is_limited):
     physical = host_memory_bytes(tmp_path)
     for name, content in {"proc/self/cgroup": group, **files}.items():
         file = tmp_path / name
@@ -119,7 +118,7 @@ def test_a_container_s_limit_is_its_memory(tmp_path: Path, group, files, is_limi
     assert physical > LIMIT
 
 
-def test_a_drive_counts_once_and_a_full_one_is_named(monkeypatch, tmp_path) -> None:
+def test_a_drive_counts_once_and_a_full_one_is_named(monkeypatch, tmp_path):
     good, full = tmp_path / "good", tmp_path / "full"
     good.mkdir()
     full.mkdir()

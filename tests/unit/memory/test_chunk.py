@@ -65,9 +65,7 @@ def spec(*shape: int, itemsize: int = 4) -> ArraySpec:
         ((0, 4), 2, (1, 4)),
     ],
 )
-def test_the_first_dim_with_several_to_a_chunk_is_cut(
-    shape, rows_per_chunk, expected
-) -> None:
+def test_the_first_dim_with_several_to_a_chunk_is_cut(shape, rows_per_chunk, expected):
     assert MAX_CHUNK_BYTES == 16 * 2**20
     assert chunk_shape(spec(*shape), rows_per_chunk=rows_per_chunk) == expected
 
@@ -85,7 +83,7 @@ SHAPES = st.lists(st.sampled_from(SIZES), max_size=5).map(tuple)
 )
 def test_any_cut_is_into_runs_of_memory_within_the_limits(
     shape, itemsize, rows_per_chunk, max_bytes
-) -> None:
+):
     """With small limits, which show the same as large ones."""
     part = spec(*shape, itemsize=itemsize)
     chunk = chunk_shape(part, rows_per_chunk=rows_per_chunk, max_bytes=max_bytes)
@@ -141,7 +139,7 @@ def test_any_cut_is_into_runs_of_memory_within_the_limits(
 )
 def test_parts_of_an_array_are_on_one_grid_unless_chunks_would_be_tiny(
     shape, expected, rows_per_chunk
-) -> None:
+):
     part = spec(*shape)
     chunk = chunk_shape(part, rows_per_chunk=rows_per_chunk, cut_dims=[0])
     assert prod(chunk) * part.itemsize <= MAX_EXCESS * MAX_CHUNK_BYTES
@@ -159,6 +157,6 @@ def test_parts_of_an_array_are_on_one_grid_unless_chunks_would_be_tiny(
         assert not MIN_COMMON_BYTES <= divisor * row_bytes <= MAX_CHUNK_BYTES
 
 
-def test_a_cut_along_another_dim_is_as_ever() -> None:
+def test_a_cut_along_another_dim_is_as_ever():
     part = spec(12_565, 1600)
     assert chunk_shape(part) == chunk_shape(part, cut_dims=[1])

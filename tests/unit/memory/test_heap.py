@@ -98,7 +98,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
         pytest.param(ROOMY, id="roomy", marks=pytest.mark.slow),
     ],
 )
-def test_freed_memory_stays_as_far_as_slack_and_budgets_leave_room(script) -> None:
+def test_freed_memory_stays_as_far_as_slack_and_budgets_leave_room(script):
     subprocess.run([sys.executable, "-c", SCRIPT + script], check=True, timeout=60)
 
 
@@ -110,7 +110,7 @@ def is_trimmed(process, heap: Heap, anonymous_bytes: int, *coming: Any) -> bool:
     return process.trims == trims + 1
 
 
-def test_freed_memory_may_stay_within_twice_the_peak_or_the_budgets(process) -> None:
+def test_freed_memory_may_stay_within_twice_the_peak_or_the_budgets(process):
     ledger, other_ledger = Ledger(Tier.HOST, None), Ledger(Tier.HOST, 150 * MIB)
     heap = Heap([ledger], SLACK)
     ledger.reserve(50 * MIB, "arrays")
@@ -137,14 +137,14 @@ def test_freed_memory_may_stay_within_twice_the_peak_or_the_budgets(process) -> 
     assert is_trimmed(process, tight, 150 * MIB + SLACK + 1)
 
 
-def test_room_is_made_for_what_is_coming(process) -> None:
+def test_room_is_made_for_what_is_coming(process):
     heap, found = Heap([Ledger(Tier.HOST, None)], SLACK), SLACK - 10 * MIB
     coming = (Tier.DEVICE, 100 * MIB), (Tier.HOST, 10 * MIB)
     assert not is_trimmed(process, heap, found, *coming)
     assert is_trimmed(process, heap, found, (Tier.HOST, 10 * MIB + 1))
 
 
-def test_memory_in_use_that_nobody_counted_is_looked_for_once(process) -> None:
+def test_memory_in_use_that_nobody_counted_is_looked_for_once(process):
     heap = Heap([], SLACK)
     trims = process.trims
     process(1500 * MIB, 1400 * MIB)
@@ -163,7 +163,7 @@ def test_memory_in_use_that_nobody_counted_is_looked_for_once(process) -> None:
     assert process.trims == trims + 3
 
 
-def test_what_the_first_step_loads_is_the_own_memory_of_the_process(process) -> None:
+def test_what_the_first_step_loads_is_the_own_memory_of_the_process(process):
     ledger = Ledger(Tier.HOST, None)
     heap = Heap([ledger], SLACK)
     ledger.reserve(300 * MIB, "arrays")
@@ -179,7 +179,7 @@ def test_what_the_first_step_loads_is_the_own_memory_of_the_process(process) -> 
     assert process.trims < trims + 10, "it is measured before every step"
 
 
-def test_the_pool_may_keep_what_the_ledgers_counted(process) -> None:
+def test_the_pool_may_keep_what_the_ledgers_counted(process):
     ledger = Ledger(Tier.HOST, None)
     heap = Heap([ledger], SLACK)
     ledger.reserve(2 * IDLE_BYTES, "arrays")
@@ -189,9 +189,7 @@ def test_the_pool_may_keep_what_the_ledgers_counted(process) -> None:
     assert POOL.idle_limit_bytes == IDLE_BYTES
 
 
-def test_without_leave_malloc_is_neither_set_nor_trimmed(
-    process, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_leave_malloc_is_neither_set_nor_trimmed(process, monkeypatch):
     def touch(*_: object) -> None:
         raise AssertionError("malloc was touched")
 

@@ -7,14 +7,13 @@ from pathlib import Path
 import jax
 import pytest
 
-from tests.golden import Golden
 from zinf.memory import open_stores
 from zinf.memory.ledger import BudgetExceeded, Ledger
 from zinf.memory.storage_error import StorageError, from_os_error, from_tensorstore
 from zinf.program import Tier
 
 
-def test_used_and_peak_follow_reserve_and_release() -> None:
+def test_used_and_peak_follow_reserve_and_release():
     ledger = Ledger(Tier.HOST, 100)
     ledger.reserve(60, "a")
     ledger.reserve(40, "b")
@@ -34,7 +33,7 @@ def test_used_and_peak_follow_reserve_and_release() -> None:
     assert ledger.recent_peak_bytes == 40
 
 
-def test_exceeding_the_budget_says_who_asked_what_and_what_there_is() -> None:
+def test_exceeding_the_budget_says_who_asked_what_and_what_there_is():
     ledger = Ledger(Tier.NVME, 3000)
     ledger.reserve(2000, "a")
     with pytest.raises(BudgetExceeded) as e:
@@ -52,7 +51,7 @@ def test_exceeding_the_budget_says_who_asked_what_and_what_there_is() -> None:
     assert asked_used_capacity == (1500, 2000, 3000)
 
 
-def test_holding_keeps_bytes_after_success_and_returns_them_after_failure() -> None:
+def test_holding_keeps_bytes_after_success_and_returns_them_after_failure():
     ledger = Ledger(Tier.HOST, None)  # Without a limit.
     with ledger.holding(2**60, "a"):
         pass
@@ -61,12 +60,12 @@ def test_holding_keeps_bytes_after_success_and_returns_them_after_failure() -> N
     assert (ledger.used_bytes, ledger.peak_bytes) == (2**60, 2**60 + 20)
 
 
-def test_releasing_more_than_is_held_is_a_bug() -> None:
+def test_releasing_more_than_is_held_is_a_bug():
     with pytest.raises(AssertionError, match="cannot release 1 bytes of 0"):
         Ledger(Tier.HOST, None).release(1)
 
 
-def test_threads_lose_no_bytes() -> None:
+def test_threads_lose_no_bytes():
     ledger = Ledger(Tier.HOST, None)
 
     def work() -> None:
@@ -82,7 +81,7 @@ def test_threads_lose_no_bytes() -> None:
     assert ledger.used_bytes == 4 * 1000 * (3 - 2)
 
 
-def test_each_tier_gives_its_store_with_its_budget(tmp_nvme: Path) -> None:
+def test_each_tier_gives_its_store_with_its_budget(tmp_nvme):
     stores = open_stores(
         jax.devices()[0],
         device_bytes=1000,
@@ -102,7 +101,7 @@ def test_each_tier_gives_its_store_with_its_budget(tmp_nvme: Path) -> None:
     stores.close()
 
 
-def test_without_folders_there_is_no_nvme_tier() -> None:
+def test_without_folders_there_is_no_nvme_tier():
     stores = open_stores(jax.devices()[0])
     assert stores[Tier.HOST].ledger.capacity_bytes is None
     assert stores.tiers == (Tier.DEVICE, Tier.HOST)
@@ -127,7 +126,7 @@ TENSORSTORE = (
 )
 
 
-def test_errors_of_a_drive_have_number_file_and_advice(golden: Golden) -> None:
+def test_errors_of_a_drive_have_number_file_and_advice(golden):
     what, folder = "Cannot use param/w", Path("/nvme/param/w")
     errors = [from_tensorstore(what, folder, ValueError(x)) for x in TENSORSTORE]
     numbers = (errno.EROFS, errno.EDQUOT, errno.ETIMEDOUT, errno.EMFILE, errno.ENODATA)

@@ -20,7 +20,7 @@ PAGE = 4096
 NBYTES = HUGE_PAGE_BYTES
 
 
-def test_a_region_gives_out_its_addresses_once() -> None:
+def test_a_region_gives_out_its_addresses_once():
     region = Region(4 * NBYTES)
     assert region.take(4 * NBYTES + 1) is None
     first = region.take(4 * NBYTES)
@@ -31,7 +31,7 @@ def test_a_region_gives_out_its_addresses_once() -> None:
     assert region.take(1) is not None
 
 
-def test_blocks_share_a_huge_page_which_is_idle_when_both_are_gone() -> None:
+def test_blocks_share_a_huge_page_which_is_idle_when_both_are_gone():
     region = Region(4 * NBYTES)
     both = [region.take(UNIT_BYTES), region.take(UNIT_BYTES)]
     assert both[0] is not None and both[1] == both[0] + UNIT_BYTES
@@ -43,7 +43,7 @@ def test_blocks_share_a_huge_page_which_is_idle_when_both_are_gone() -> None:
     assert region.idle_pages == 0 and region.is_empty
 
 
-def test_an_idle_page_keeps_its_memory_until_it_is_trimmed() -> None:
+def test_an_idle_page_keeps_its_memory_until_it_is_trimmed():
     region = Region(4 * NBYTES)
     start = region.take(NBYTES)
     assert start is not None
@@ -57,7 +57,7 @@ def test_an_idle_page_keeps_its_memory_until_it_is_trimmed() -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_no_block_loses_a_byte_to_another(seed: int) -> None:
+def test_no_block_loses_a_byte_to_another(seed):
     random, region = Random(seed), Region(64 * NBYTES)
     held: dict[int, tuple[int, bytes]] = {}
     for turn in range(1500):
@@ -99,7 +99,7 @@ VIEWS: dict[str, Callable[[np.ndarray], object]] = {
 }
 
 
-def test_memory_goes_back_exactly_when_the_last_view_dies() -> None:
+def test_memory_goes_back_exactly_when_the_last_view_dies():
     for name, view in VIEWS.items():
         pool = Pool()
         memory = pool.take(NBYTES)
@@ -110,7 +110,7 @@ def test_memory_goes_back_exactly_when_the_last_view_dies() -> None:
         assert pool.idle_bytes == NBYTES, name
 
 
-def test_a_jax_array_that_aliases_the_memory_keeps_it() -> None:
+def test_a_jax_array_that_aliases_the_memory_keeps_it():
     pool = Pool()
     value = np.ndarray(NBYTES // 4, np.float32, buffer=pool.take(NBYTES))
     value[:] = 3
@@ -122,7 +122,7 @@ def test_a_jax_array_that_aliases_the_memory_keeps_it() -> None:
     assert (np.asarray(array) == 3).all()
 
 
-def test_what_came_back_is_taken_before_what_is_new_whole_or_in_parts() -> None:
+def test_what_came_back_is_taken_before_what_is_new_whole_or_in_parts():
     pool = Pool()
     memory = pool.take(3 * NBYTES)
     first = address(memory)
@@ -140,7 +140,7 @@ def test_what_came_back_is_taken_before_what_is_new_whole_or_in_parts() -> None:
     assert second <= address(again) < second + NBYTES
 
 
-def test_no_more_than_the_limit_is_idle() -> None:
+def test_no_more_than_the_limit_is_idle():
     pool = Pool(idle_bytes=3 * NBYTES)
     taken = [pool.take(NBYTES) for _ in range(4)]
     places = {address(memory) for memory in taken}
@@ -155,7 +155,7 @@ def test_no_more_than_the_limit_is_idle() -> None:
     assert small.idle_bytes == NBYTES
 
 
-def test_trim_gives_idle_memory_back_to_the_system() -> None:
+def test_trim_gives_idle_memory_back_to_the_system():
     pool, nbytes = Pool(), 64 * 2**20
     memory = pool.take(nbytes)
     memory[::PAGE] = 1
@@ -170,7 +170,7 @@ def test_trim_gives_idle_memory_back_to_the_system() -> None:
     assert (kept == 3).all()
 
 
-def test_trim_of_some_bytes_leaves_the_rest() -> None:
+def test_trim_of_some_bytes_leaves_the_rest():
     pool = Pool()
     blocks = [pool.take(NBYTES) for _ in range(3)]
     first = min(map(address, blocks))
@@ -197,8 +197,8 @@ def reserved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_where_addresses_are_counted_no_more_are_taken_than_asked(
-    reserved: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    reserved, monkeypatch
+):
     monkeypatch.setattr("zinf.memory.pool.are_addresses_counted", lambda: True)
     pool = Pool()
     blocks = [pool.take(NBYTES), pool.take(3 * NBYTES)]
@@ -212,7 +212,7 @@ def test_where_addresses_are_counted_no_more_are_taken_than_asked(
     assert reserved == [NBYTES, 3 * NBYTES, NBYTES], "what was empty is gone"
 
 
-def test_where_addresses_are_short_there_are_fewer(reserved: list[int]) -> None:
+def test_where_addresses_are_short_there_are_fewer(reserved):
     memory = Pool().take(NBYTES)
     memory[:] = 1
     assert 50 * NBYTES <= reserved[0] <= 100 * NBYTES and len(reserved) == 1
@@ -228,7 +228,7 @@ class Cycle:
         self.saw(self.memory)
 
 
-def test_memory_in_a_cycle_goes_back_when_it_is_collected_unless_it_is_saved() -> None:
+def test_memory_in_a_cycle_goes_back_when_it_is_collected_unless_it_is_saved():
     pool, saved = Pool(), []
     Cycle(np.ndarray(NBYTES, np.uint8, buffer=pool.take(NBYTES)), np.sum)
     assert pool.idle_bytes == 0
@@ -254,7 +254,7 @@ def garbage_collected_at_every_turn() -> Iterator[None]:
         gc.set_threshold(*thresholds)
 
 
-def test_no_block_ever_has_two_owners_while_others_come_back() -> None:
+def test_no_block_ever_has_two_owners_while_others_come_back():
     """The collector runs in the middle of `take`, in this thread and in others.
 
     Threads mark their blocks, and find the mark unchanged when they let go.
@@ -284,7 +284,7 @@ def test_no_block_ever_has_two_owners_while_others_come_back() -> None:
     assert 0 < pool.idle_bytes <= 4 * NBYTES
 
 
-def test_large_arrays_come_from_the_common_pool_and_go_back() -> None:
+def test_large_arrays_come_from_the_common_pool_and_go_back():
     POOL.trim()
     array = aligned_empty((POOLED_FROM_BYTES // 4,), np.float32)
     assert address(array) % UNIT_BYTES == 0

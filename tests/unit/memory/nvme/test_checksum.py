@@ -9,7 +9,6 @@ from zinf.memory.nvme.checksum import (
     STRIPE_BYTES,
     WINDOW_BYTES,
     Checksum,
-    Coverage,
     Summer,
     next_summer,
 )
@@ -27,9 +26,7 @@ def checksum(content: np.ndarray, window: int | None, *cuts: int) -> Checksum:
 
 @pytest.mark.parametrize("nbytes", SIZES)
 @pytest.mark.parametrize("window", [None, 0, 1, 8, NUM_WINDOWS - 1])
-def test_it_is_xxh3_of_everything_or_of_one_window_of_each_stripe(
-    window: int | None, nbytes: int
-) -> None:
+def test_it_is_xxh3_of_everything_or_of_one_window_of_each_stripe(window, nbytes):
     random = np.random.default_rng(nbytes)
     content = random.integers(0, 256, nbytes, np.uint8)
     summed = content
@@ -58,9 +55,7 @@ LARGE = STRIPE_BYTES + 1
         ("off", 1, ["off"] * 20),
     ],
 )
-def test_samples_are_of_chunks_larger_than_a_stripe(
-    coverage: Coverage, nbytes: int, windows: list[int | str | None]
-) -> None:
+def test_samples_are_of_chunks_larger_than_a_stripe(coverage, nbytes, windows):
     found = []
     for number in range(20):
         summer = next_summer(coverage, nbytes, number)

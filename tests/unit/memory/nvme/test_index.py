@@ -3,8 +3,6 @@ import logging
 import os
 from pathlib import Path
 
-import pytest
-
 from zinf.memory.nvme import index as module
 from zinf.memory.nvme.index import Index
 from zinf.memory.nvme.root import INDEX
@@ -18,7 +16,7 @@ def lines(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / INDEX).read_text().splitlines()]
 
 
-def test_each_array_made_or_freed_is_a_line(tmp_nvme: Path) -> None:
+def test_each_array_made_or_freed_is_a_line(tmp_nvme):
     (tmp_nvme / INDEX).write_text("of an earlier run")
     index = Index(tmp_nvme)
     assert lines(tmp_nvme) == []
@@ -40,9 +38,7 @@ def test_each_array_made_or_freed_is_a_line(tmp_nvme: Path) -> None:
     assert lines(tmp_nvme) == expected
 
 
-def test_it_does_not_grow_with_the_number_of_steps(
-    tmp_nvme: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_does_not_grow_with_the_number_of_steps(tmp_nvme, monkeypatch):
     monkeypatch.setattr(module, "REWRITE_LINES", 10)
     index = Index(tmp_nvme)
     index.add("kept", ROWS, SPEC)
@@ -60,9 +56,7 @@ def test_it_does_not_grow_with_the_number_of_steps(
     index.close()
 
 
-def test_without_it_everything_goes_on_with_one_warning(
-    tmp_nvme: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_it_everything_goes_on_with_one_warning(tmp_nvme, caplog):
     (tmp_nvme / INDEX).mkdir()
     with caplog.at_level(logging.WARNING):
         index = Index(tmp_nvme)

@@ -34,7 +34,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MODULE, "SPEED_BYTES", 2 * MIB)
 
 
-def test_the_first_round_is_completed_whatever_the_time(tmp_nvme: Path) -> None:
+def test_the_first_round_is_completed_whatever_the_time(tmp_nvme):
     parts: list[float] = []
     profile, rows = measure_drive(tmp_nvme, seconds=1e-9, progress=parts.append)
     assert [(r.profile.block_bytes // MIB, r.profile.num_threads) for r in rows] == [
@@ -65,9 +65,7 @@ def test_the_first_round_is_completed_whatever_the_time(tmp_nvme: Path) -> None:
     assert error.value.errno == errno.ENOENT
 
 
-def test_rounds_go_on_until_the_time_is_over(
-    tmp_nvme: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rounds_go_on_until_the_time_is_over(tmp_nvme, monkeypatch):
     parts: list[float] = []
     ticks = count()
     # Each look at the clock takes a second: a round looks several times.
@@ -85,7 +83,7 @@ def test_rounds_go_on_until_the_time_is_over(
     assert parts == sorted(parts) and parts[-1] == 1.0
 
 
-def test_the_score_is_low_if_any_of_the_three_is(tmp_nvme: Path) -> None:
+def test_the_score_is_low_if_any_of_the_three_is(tmp_nvme):
     even = Measured(Profile(), [1.0, 9.0, 2.0], [2.0], [2.0])
     assert even.score == pytest.approx(2.0)
     uneven = Measured(Profile(), [10.0], [10.0], [1.0])
@@ -94,8 +92,8 @@ def test_the_score_is_low_if_any_of_the_three_is(tmp_nvme: Path) -> None:
 
 @pytest.mark.parametrize(("rate", "expected"), [(0.995, 1), (0.9, 2)])
 def test_the_cheapest_of_the_good_settings_is_chosen(
-    monkeypatch: pytest.MonkeyPatch, tmp_nvme: Path, rate: float, expected: int
-) -> None:
+    monkeypatch, tmp_nvme, rate, expected
+):
     monkeypatch.setattr(MODULE, "BLOCKS", (MIB,))
 
     def note(row: Measured, path: Path, memory: np.ndarray) -> None:
@@ -118,18 +116,14 @@ def drives_in(folder: Path, layer: BlockLayer, *speeds: float | None) -> list[Dr
     return drives
 
 
-def test_drives_with_known_speeds_are_not_measured(
-    tmp_path: Path, layer: BlockLayer
-) -> None:
+def test_drives_with_known_speeds_are_not_measured(tmp_path, layer):
     drives = drives_in(tmp_path, layer, 1e9, 3e9)
     assert relative_speeds(drives) == [1e9, 3e9]
     assert relative_speeds(drives[:1]) == [1.0]
     assert layer.transfers == []
 
 
-def test_drives_are_measured_at_once_where_one_has_no_known_speed(
-    tmp_path: Path, layer: BlockLayer
-) -> None:
+def test_drives_are_measured_at_once_where_one_has_no_known_speed(tmp_path, layer):
     drives = drives_in(tmp_path, layer, None, 1.0)
     speeds = relative_speeds(drives)
     assert len(speeds) == 2 and min(speeds) > 0

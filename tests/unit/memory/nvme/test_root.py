@@ -7,7 +7,6 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -42,7 +41,7 @@ def contents(path: Path) -> set[str]:
     return {found.name for found in path.iterdir()}
 
 
-def test_a_new_folder_is_made_and_its_files_are_private(tmp_path: Path) -> None:
+def test_a_new_folder_is_made_and_its_files_are_private(tmp_path):
     path = tmp_path / "a" / "b"
     Root(path).close()
     assert contents(path) == {MARKER, LOCK, ARRAYS}
@@ -53,9 +52,7 @@ def test_a_new_folder_is_made_and_its_files_are_private(tmp_path: Path) -> None:
     assert "zinf" in about["about"] and INDEX in about["about"]
 
 
-def test_opening_deletes_what_an_earlier_run_left_and_nothing_else(
-    tmp_nvme: Path,
-) -> None:
+def test_opening_deletes_what_an_earlier_run_left_and_nothing_else(tmp_nvme):
     leave_behind(tmp_nvme, "000001", "000002")
     (tmp_nvme / ".zinf-scratch").mkdir()
     (tmp_nvme / ".zinf-scratch" / "measured").write_text("")
@@ -67,7 +64,7 @@ def test_opening_deletes_what_an_earlier_run_left_and_nothing_else(
     assert contents(tmp_nvme / ARRAYS) == set()
 
 
-def test_arrays_on_other_roots_are_not_deleted_through_links(tmp_path: Path) -> None:
+def test_arrays_on_other_roots_are_not_deleted_through_links(tmp_path):
     leave_behind(tmp_path / "a", "000001")
     leave_behind(tmp_path / "b", "000001")
     chunk = tmp_path / "b" / ARRAYS / "000001" / "c.0"
@@ -78,7 +75,7 @@ def test_arrays_on_other_roots_are_not_deleted_through_links(tmp_path: Path) -> 
     assert chunk.read_text() == "content"
 
 
-def test_wiping_keeps_the_folder_ours(tmp_nvme: Path) -> None:
+def test_wiping_keeps_the_folder_ours(tmp_nvme):
     root = Root(tmp_nvme)
     (root.arrays / "000001").mkdir()
     root.wipe()
@@ -88,16 +85,14 @@ def test_wiping_keeps_the_folder_ours(tmp_nvme: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [PROFILE, INDEX, f"{MARKER}.new", ".zinf-left"])
-def test_what_zinf_makes_before_the_marker_is_not_foreign(
-    tmp_nvme: Path, name: str
-) -> None:
+def test_what_zinf_makes_before_the_marker_is_not_foreign(tmp_nvme, name):
     """A profile that was measured there, or what a run left that was killed early."""
     (tmp_nvme / name).write_text("")
     Root(tmp_nvme).close()
     assert MARKER in contents(tmp_nvme)
 
 
-def test_a_folder_with_other_content_is_refused_and_untouched(tmp_nvme: Path) -> None:
+def test_a_folder_with_other_content_is_refused_and_untouched(tmp_nvme):
     (tmp_nvme / "thesis.tex").write_text("mine")
     with pytest.raises(StorageError, match="1 files.*thesis.tex.*empty") as error:
         Root(tmp_nvme)
@@ -114,8 +109,8 @@ def test_a_folder_with_other_content_is_refused_and_untouched(tmp_nvme: Path) ->
     ],
 )
 def test_a_folder_that_is_damaged_or_of_another_version_is_refused_and_untouched(
-    tmp_nvme: Path, content: str, message: str
-) -> None:
+    tmp_nvme, content, message
+):
     (tmp_nvme / ARRAYS / "000001").mkdir(parents=True)
     (tmp_nvme / MARKER).write_text(content)
     for _ in range(2):  # The first refusal does not keep the lock.
@@ -127,14 +122,14 @@ def test_a_folder_that_is_damaged_or_of_another_version_is_refused_and_untouched
 
 
 @pytest.mark.parametrize("path", ["file", "file/nvme"])
-def test_a_path_through_a_file_is_refused(tmp_path: Path, path: str) -> None:
+def test_a_path_through_a_file_is_refused(tmp_path, path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="is a file") as error:
         Root(tmp_path / path)
     assert error.value.errno == errno.ENOTDIR
 
 
-def test_a_folder_is_open_once_in_this_process(tmp_nvme: Path) -> None:
+def test_a_folder_is_open_once_in_this_process(tmp_nvme):
     (tmp_nvme / LOCK).write_text("1234567890")  # A longer one, of an earlier run.
     root = Root(tmp_nvme)
     for _ in range(2):
@@ -148,7 +143,7 @@ def test_a_folder_is_open_once_in_this_process(tmp_nvme: Path) -> None:
     Root(tmp_nvme).close()
 
 
-def test_a_folder_of_a_living_process_is_refused_until_it_ends(tmp_nvme: Path) -> None:
+def test_a_folder_of_a_living_process_is_refused_until_it_ends(tmp_nvme):
     leave_behind(tmp_nvme, "000001")
     with subprocess.Popen(
         [sys.executable, "-c", HOLD_LOCK, str(tmp_nvme / LOCK)],
@@ -172,9 +167,7 @@ def test_a_folder_of_a_living_process_is_refused_until_it_ends(tmp_nvme: Path) -
 
 @pytest.mark.parametrize("name", [LOCK, f"{MARKER}.new", f"{INDEX}.new", "zinf.json"])
 @pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to])
-def test_nothing_is_written_through_a_link(
-    tmp_path: Path, tmp_nvme: Path, name: str, link: Callable[[Path, Path], None]
-) -> None:
+def test_nothing_is_written_through_a_link(tmp_path, tmp_nvme, name, link):
     """A lock or a marker that is one is refused; the others are replaced."""
     thesis = tmp_path / "thesis.tex"
     thesis.write_text("mine")
@@ -188,9 +181,7 @@ def test_nothing_is_written_through_a_link(
 
 
 @pytest.mark.parametrize("content", ["mine", "[1]", '{"pid": 1}'])
-def test_a_lock_file_with_other_content_is_refused_and_untouched(
-    tmp_nvme: Path, content: str
-) -> None:
+def test_a_lock_file_with_other_content_is_refused_and_untouched(tmp_nvme, content):
     (tmp_nvme / LOCK).write_text(content)
     with pytest.raises(StorageError, match="something else.*left as it is"):
         Root(tmp_nvme)
@@ -200,9 +191,7 @@ def test_a_lock_file_with_other_content_is_refused_and_untouched(
 @pytest.mark.parametrize(
     "path", ["runs/run.json", "000100/state/manifest", "000100/notes.txt", "123456"]
 )
-def test_what_is_no_array_is_not_deleted_with_the_arrays(
-    tmp_nvme: Path, path: str
-) -> None:
+def test_what_is_no_array_is_not_deleted_with_the_arrays(tmp_nvme, path):
     """Such as the checkpoints of a run whose output is below the NVMe folder."""
     leave_behind(tmp_nvme, "000001")
     file = tmp_nvme / ARRAYS / path

@@ -24,9 +24,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return paths
 
 
-def test_what_fits_exactly_is_accepted_and_a_byte_more_is_not(
-    folders: list[Path],
-) -> None:
+def test_what_fits_exactly_is_accepted_and_a_byte_more_is_not(folders):
     for some in (folders[:1], folders):
         check_space(some, FREE_BYTES)
         message = "1,001 bytes on this drive, which has 1,000 free: 1 too few"
@@ -37,9 +35,7 @@ def test_what_fits_exactly_is_accepted_and_a_byte_more_is_not(
     assert [os.listdir(folder) for folder in folders] == [[], []]
 
 
-def test_folders_on_several_drives_add_up(
-    folders: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_on_several_drives_add_up(folders, monkeypatch):
     real = Path.stat
 
     def stat(path: Path, **options: Any) -> Any:
@@ -52,7 +48,7 @@ def test_folders_on_several_drives_add_up(
         check_space(folders, 2 * FREE_BYTES + 1)
 
 
-def test_a_folder_that_cannot_be_written_is_refused(folders: list[Path]) -> None:
+def test_a_folder_that_cannot_be_written_is_refused(folders):
     folders[1].rmdir()
     with pytest.raises(StorageError, match="Cannot write to the NVMe folder"):
         check_space(folders, 1)
