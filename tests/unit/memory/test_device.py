@@ -24,9 +24,9 @@ def store() -> DeviceStore:
     return DeviceStore(jax.devices()[0])
 
 
-def sharded(numel: int) -> jax.Array:
+def sharded(numel: int, *axes: str) -> jax.Array:
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("fsdp",))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
     return jax.device_put(jnp.arange(numel), sharding)
 
 
@@ -56,30 +56,22 @@ def test_writing_rows_updates_in_place_and_keeps_no_part_of_their_source(store):
 
 
 def test_arrays_are_on_the_device_of_the_store_gathered_if_they_were_sharded():
-    store, numel = DeviceStore(jax.devices()[-1]), 2 * len(jax.devices())
-    there = [jnp.arange(numel), np.arange(numel, dtype=np.int32), sharded(numel)]
-    for number, value in enumerate(there):
-        array = ArrayId(Role.PARAM, str(number))
+    device, numel = jax.devices()[-1], 2 * len(jax.devices())
+    store, gathered = DeviceStore(device), np.arange(numel, dtype=np.int32)
+    for n, value in enumerate((jnp.arange(numel), gathered, sharded(numel, "fsdp"))):
+        array = ArrayId(Role.PARAM, str(n))
         store.write(array, value)
         for found in (array, array.piece((2, 3))):
-            assert store.read(found).result().devices() == {jax.devices()[-1]}
-        np.testing.assert_array_equal(store.read(array).result(), np.arange(numel))
-    np.testing.assert_array_equal(to_host(sharded(numel))[0], np.arange(numel))
+            assert store.read(found).result().devices() == {device}
+        np.testing.assert_array_equal(store.read(array).result(), gathered)
+    np.testing.assert_array_equal(to_host(sharded(numel, "fsdp"))[0], gathered)
 
 
 def test_a_replacement_may_take_more_bytes_on_each_device_within_the_budget():
     """A gathered array takes more of each device than a sharded one."""
     numel = 2 * len(jax.devices())
     store = DeviceStore(jax.devices(), capacity_bytes=4 * numel)
-    small, large = (
-        sharded(numel),
-        jax.device_put(
-            jnp.arange(numel),
-            jax.sharding.NamedSharding(
-                sharded(numel).sharding.mesh, jax.sharding.PartitionSpec()
-            ),
-        ),
-    )
+    small, large = sharded(numel, "fsdp"), sharded(numel)
     store.write(WHOLE, small)
     assert store.ledger.used_bytes == 4 * 2
     store.write(WHOLE, large)
@@ -125,27 +117,19 @@ def test_what_was_donated_can_be_replaced_and_freed(store):
     new = update(store.donate(WHOLE))
     store.write(WHOLE, new)
     assert store.ledger.used_bytes == store.ledger.peak_bytes == 4 * 4 * 1024
+    store.holds.hold([WHOLE])
+    assert_waits(lambda: store.donate(WHOLE), lambda: store.holds.release(WHOLE))
+    with pytest.raises(KeyError, match="w"):
+        store.donate(ROWS)
     update(store.donate(WHOLE))
     store.free(WHOLE)
     assert store.ledger.used_bytes == 0
 
 
-def test_what_is_held_or_only_rows_is_not_donated(store):
-    store.write(WHOLE, np.ones((4, 4), np.float32)).result()
-    store.holds.hold([WHOLE])
-    assert_waits(lambda: store.donate(WHOLE), lambda: store.holds.release(WHOLE))
-    with pytest.raises(KeyError, match="w"):
-        store.donate(ROWS)
-
-
-def test_a_dtype_that_jax_would_change_is_refused(store):
+def test_the_old_content_goes_before_the_new_comes_or_fails_to(store, monkeypatch):
     with pytest.raises(ValueError, match="float64.*float32.*jax_enable_x64"):
         store.write(WHOLE, np.zeros(3))
-    assert store.ledger.used_bytes == 0
-    assert not store.contains(WHOLE)
-
-
-def test_the_old_content_goes_before_the_new_comes_or_fails_to(store, monkeypatch):
+    assert store.ledger.used_bytes == 0 and not store.contains(WHOLE)
     store.write(WHOLE, np.zeros(3, np.float32))
     old: Callable[[], object] = weakref.ref(store.read(WHOLE).result())
 
@@ -156,8 +140,7 @@ def test_the_old_content_goes_before_the_new_comes_or_fails_to(store, monkeypatc
     monkeypatch.setattr(jax, "device_put", fail)
     with pytest.raises(MemoryError):
         store.write(WHOLE, np.zeros(3, np.float32))
-    assert store.ledger.used_bytes == 0
-    assert not store.contains(WHOLE)
+    assert store.ledger.used_bytes == 0 and not store.contains(WHOLE)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (4, 300_000)])
