@@ -1,6 +1,5 @@
 """Chunks are runs of memory: in one piece each, in order, and of one size in files."""
 
-from itertools import product
 from math import ceil, gcd, prod
 
 import numpy as np
@@ -17,6 +16,7 @@ from zinf.memory.chunk import (
     chunk_shape,
     on_one_grid,
 )
+from zinf.memory.nvme.array import Layout
 from zinf.program import ArraySpec
 
 
@@ -112,15 +112,20 @@ def test_any_cut_is_into_runs_of_memory_within_the_limits(
         index_bytes = nbytes // sizes[0] if sizes else 0
         limit = max(max_bytes, itemsize) + index_bytes
         assert nbytes <= limit * (1 + LARGEST_PADDING)
-    # Chunks in the order of their numbers are the memory in order.
+    # Chunks in the order of their runs are the memory in order.
     value = np.arange(prod(shape)).reshape(shape)
-    cuts = [
-        [slice(i * size, min((i + 1) * size, dim)) for i in range(ceil(dim / size))]
-        for dim, size in zip(shape, chunk, strict=True)
-    ]
-    parts = [value[index].ravel() for index in product(*cuts)]
-    found = np.concatenate(parts) if parts else np.empty(0)
-    np.testing.assert_array_equal(found, value.ravel())
+    runs, parts, end = list(Layout(part, chunk).runs()), [np.empty(0)], 0
+    for name, start, run_bytes in runs:
+        index = map(int, name.split(".")[1:])
+        cut = tuple(
+            slice(i * n, (i + 1) * n) for i, n in zip(index, chunk, strict=True)
+        )
+        parts.append(value[cut].ravel())
+        assert start == end and run_bytes == parts[-1].size * itemsize
+        end += run_bytes
+    np.testing.assert_array_equal(np.concatenate(parts), value.ravel())
+    grid = prod(ceil(dim / size) for dim, size in zip(shape, chunk, strict=True))
+    assert len({name for name, _, _ in runs}) == grid
 
 
 @pytest.mark.parametrize("rows_per_chunk", [None, 7, 64])

@@ -205,22 +205,6 @@ class Cycle:
         self.saw(self.memory)
 
 
-def test_memory_in_a_cycle_goes_back_when_it_is_collected_unless_it_is_saved():
-    pool, saved = Pool(), []
-    Cycle(np.ndarray(NBYTES, np.uint8, buffer=pool.take(NBYTES)), np.sum)
-    assert pool.idle_bytes == 0
-    gc.collect()
-    assert pool.idle_bytes == NBYTES
-    Cycle(np.ndarray(NBYTES, np.uint8, buffer=pool.take(NBYTES)), saved.append)
-    gc.collect()
-    saved[0][:] = 1
-    other = pool.take(NBYTES)
-    other[:] = 2
-    del pool  # Memory outlives its pool.
-    gc.collect()
-    assert (saved[0] == 1).all() and (other == 2).all()
-
-
 @pytest.fixture
 def garbage_collected_at_every_turn() -> Iterator[None]:
     thresholds = gc.get_threshold()

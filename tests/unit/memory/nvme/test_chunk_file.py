@@ -139,15 +139,6 @@ def test_a_file_is_zeros_then_what_was_written_and_padding(make):
     assert bench.path.read_bytes() == bytes(100 + PADDING)
 
 
-def test_a_part_is_read_and_replaced_alone(filled):
-    expected = filled.value()
-    for low, high in ((0, 1), (7, 60), (0, 99), (99, 100)):
-        assert filled.read(low, high) == expected[low:high].tobytes()
-        expected[low:high] ^= 0xFF
-        filled.write_part(expected[low:high], low)
-        assert filled.read() == expected.tobytes()
-
-
 def test_a_file_is_overwritten_in_place_until_it_is_linked(filled):
     node = filled.path.stat().st_ino
     filled.write(1)

@@ -2,7 +2,7 @@
 
 import errno
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from time import sleep
 
@@ -176,24 +176,6 @@ def test_threads_share_one_large_request(file, layer, monkeypatch, path, offset)
     asked = {(t.offset, t.nbytes) for t in layer.transfers}
     stops = [*cuts[1:], offset + value.size]
     assert asked == {(a, b - a) for a, b in zip(cuts, stops, strict=True)}
-
-
-def test_neighbours_that_share_a_page_lose_nothing(file, path):
-    nbytes = DIRECT_FROM_BYTES + 1234
-    file.write(np.zeros(6 * nbytes, np.uint8))
-
-    def work(thread):
-        for step in range(5):
-            value = random_bytes(nbytes, seed=10 * step + thread)
-            file.write(value, thread * nbytes)
-            np.testing.assert_array_equal(
-                file.read(np.empty_like(value), thread * nbytes), value
-            )
-
-    with ThreadPoolExecutor(6) as threads:
-        list(threads.map(work, range(6)))
-    last = [random_bytes(nbytes, seed=40 + thread) for thread in range(6)]
-    assert path.read_bytes() == b"".join(value.tobytes() for value in last)
 
 
 def test_a_file_that_is_deleted_is_named_and_not_made_anew(file):

@@ -221,15 +221,6 @@ def test_a_drive_can_see_since_when_each_call_is_under_way(path, direct, layer):
     assert direct.busy_since is None and os.listdir(path.parent) == []
 
 
-def test_a_call_that_a_signal_interrupts_is_made_again(mover, path, layer):
-    found = memory_at(100)
-    with layer.broken(Rule("open preadv close", fail(errno.EINTR), times=2)):
-        with open_(mover, path) as file:
-            file.read(0, found)
-    assert found.tobytes() == path.read_bytes()[:100]
-    assert mover.busy_since is None
-
-
 def test_every_descriptor_is_closed_even_if_that_fails(mover, path, tmp_nvme, layer):
     file = open_(mover, path)
     file.read(3, memory_at(LARGE))

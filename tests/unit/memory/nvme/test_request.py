@@ -104,14 +104,3 @@ def test_a_done_request_keeps_no_memory_even_if_its_thread_stays(is_failed):
         assert (future.exception() is not None) == is_failed
     finally:
         gc.enable()
-
-
-def test_tasks_of_many_threads_are_counted_exactly():
-    finished = []
-    for _ in range(10):
-        asked = request(8, lambda: finished.append(1))
-        with ThreadPoolExecutor(8) as threads:
-            for _ in range(8):
-                threads.submit(asked.run, lambda m: None, mover())
-        assert asked.future.done()
-    assert len(finished) == 10
