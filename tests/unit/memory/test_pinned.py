@@ -119,10 +119,9 @@ def test_a_budget_above_the_pool_says_which_variable_to_set(
     ("lines", "expected"),
     [
         ("import jax\nset_it()", ("2",)),
-        ("set_it()", ("2",)),
         ("import jax\njax.devices()\nset_it()", ("2", "1")),
     ],
-    ids=["no backend yet", "no jax yet", "backend before"],
+    ids=["no backend yet", "backend before"],
 )
 def test_what_a_backend_can_have_read_is_known_if_it_started_after_zinf(
     lines, expected

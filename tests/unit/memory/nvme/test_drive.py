@@ -3,7 +3,6 @@
 import errno
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from threading import Barrier, Event
@@ -58,15 +57,6 @@ def clock() -> Iterator[Clock]:
         yield clock
 
 
-def test_a_task_runs_in_another_thread_and_its_error_is_raised_here(drive, tmp_nvme):
-    assert threads_of(tmp_nvme) == []
-    ran = []
-    drive.run("Cannot do it", lambda m: ran.append((m.what, threading.get_ident())))
-    assert ran[0][0] == "Cannot do it" and ran[0][1] != threading.get_ident()
-    with pytest.raises(KeyError, match="missing"):
-        drive.run("Cannot do it", lambda m: {}["missing"])
-
-
 @pytest.mark.parametrize("num_threads", [1, 4])
 def test_as_many_reads_and_writes_run_at_once_as_the_profile_beside_the_files_says(
     tmp_nvme, num_threads
@@ -86,19 +76,6 @@ def test_as_many_reads_and_writes_run_at_once_as_the_profile_beside_the_files_sa
         assert [future.result(SECONDS_TO_WAIT) for future in asked] == ["done"] * 2
         # And the watch.
         assert len(threads_of(drive.folder)) == 2 * num_threads + 2
-
-
-def test_flush_waits_for_all_and_raises_nothing(drive):
-    def fail_late(mover: Mover) -> None:
-        sleep(0.02)
-        raise OSError(errno.EIO, "whatever")
-
-    asked = [
-        ask(drive, d, fail_late) for d in ("read", "write", "rare") for _ in range(3)
-    ]
-    drive.flush()
-    assert all(future.done() for future in asked)
-    drive.flush()
 
 
 def test_close_finishes_what_is_pending_and_ends_the_threads(tmp_nvme):
