@@ -2,7 +2,6 @@
 
 import errno
 import os
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -210,42 +209,6 @@ def test_a_drive_that_is_full_in_mid_write_is_named(make, verb):
     with pytest.raises(StorageError, match="its last write failed"):
         bench.read()
     bench.expect_at_rest()
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    options = ["-t", "tmpfs", "-o", "size=1m", "zinf-test", str(disk)]
-    try:
-        subprocess.run(["mount", *options], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"cannot mount a small file system: {error}")
-    try:
-        yield disk
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
-
-
-def test_a_disk_that_is_really_full_is_named_and_may_be_emptied(small_disk):
-    with benches(small_disk / "nvme") as make:
-        bench = make()
-        bench.link()
-        with pytest.raises(StorageError, match="Free space on that drive") as caught:
-            bench.store.write(OTHER, np.ones(2**18, np.float32))
-        assert caught.value.errno == ENOSPC
-        bench.expect_at_rest()
-        (small_disk / "rest").write_bytes(bytes(2**18))
-        with pytest.raises(StorageError) as caught:
-            bench.write(NEW)
-        assert caught.value.errno == ENOSPC
-        bench.expect_at_rest()
-        (small_disk / "rest").unlink()
-        for link in bench.links:
-            link.unlink()
-        bench.write(NEW)
-        bench.expect(NEW)
 
 
 def test_one_of_two_drives_that_stalls_is_named_and_may_recover(tmp_path):
