@@ -1,8 +1,7 @@
 """A file without checksums: reads and writes of ranges, at once or later."""
 
 import errno
-import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from time import sleep
 
@@ -84,18 +83,20 @@ def test_room_is_set_aside_at_once_and_what_is_there_stays(drive, path, layer):
     assert error.value.errno == errno.ENOSPC
 
 
-def test_flush_waits_for_all_that_was_asked(file, layer, path):
+def test_flush_waits_for_all_that_was_asked_even_if_some_fail(file, layer, path):
     gate = Gate()
-    with layer.broken(Rule("pwritev", gate)):
-        futures = [file.write_async(np.full(10, i, np.uint8), 10 * i) for i in range(9)]
-        flushed = threading.Thread(target=file.flush)
-        flushed.start()
-        flushed.join(0.05)
-        assert flushed.is_alive()
+    with ThreadPoolExecutor(1) as thread, layer.broken(Rule("pwritev", gate)):
+        for _ in range(9):
+            file.read_async(np.zeros(11, np.uint8), 100)
+        for i in range(2):
+            file.write_async(np.full(10, i, np.uint8), 10 * i)
+        flushing = thread.submit(file.flush)
+        with pytest.raises(TimeoutError):
+            flushing.result(0.05)
         gate.open()
-        flushed.join(SECONDS_TO_WAIT)
-    assert all(future.done() for future in futures)
-    assert path.read_bytes() == b"".join(bytes([i] * 10) for i in range(9))
+        with pytest.raises(StorageError, match="Cannot read 11 bytes"):
+            flushing.result(SECONDS_TO_WAIT)
+    assert path.read_bytes() == bytes(10) + bytes([1] * 10)
 
 
 @pytest.mark.parametrize("delay", [0, 0.05])
