@@ -1,4 +1,4 @@
-"""A folder of the tier: ours, locked, and wiped when opened."""
+"""A folder of the tier: ours, locked, wiped when opened, and with room."""
 
 import errno
 import json
@@ -8,13 +8,17 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from zinf.memory import NvmeStore, StorageError
 from zinf.memory.nvme.profile import PROFILE
 from zinf.memory.nvme.root import ARRAYS, FORMAT, INDEX, LOCK, MARKER, Root
+from zinf.memory.nvme.space import check_space
 
+FREE_BYTES = 1000
 # What `Root` does, without the seconds that it takes to import it.
 HOLD_LOCK = """
 import fcntl, os, sys
@@ -184,3 +188,37 @@ def test_what_is_no_array_is_not_deleted_with_the_arrays(tmp_nvme, path):
     else:
         shutil.rmtree(tmp_nvme / ARRAYS / path.partition("/")[0])
     Root(tmp_nvme).close()
+
+
+def test_what_fits_exactly_on_the_drives_is_accepted_and_a_byte_more_is_not(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: SimpleNamespace(free=FREE_BYTES)
+    )
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+    for some in (folders[:1], folders):
+        check_space(some, FREE_BYTES)
+        message = "1,001 bytes on this drive, which has 1,000 free: 1 too few"
+        with pytest.raises(StorageError, match=message) as error:
+            check_space(some, FREE_BYTES + 1)
+        assert error.value.errno == errno.ENOSPC
+        assert error.value.filename == ", ".join(map(str, some))
+    assert [os.listdir(folder) for folder in folders] == [[], []]
+    real = Path.stat
+
+    def stat(path: Path, **options: Any) -> Any:
+        """Of folders on drives of their own."""
+        found = real(path, **options)
+        return SimpleNamespace(st_dev=folders.index(path)) if path in folders else found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "stat", stat)
+        check_space(folders, 2 * FREE_BYTES)
+        with pytest.raises(StorageError, match="on drives with 2,000 free: 1 too few"):
+            check_space(folders, 2 * FREE_BYTES + 1)
+    folders[1].rmdir()
+    with pytest.raises(StorageError, match="Cannot write to the NVMe folder"):
+        check_space(folders, 1)
