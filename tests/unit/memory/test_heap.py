@@ -101,7 +101,9 @@ def test_freed_memory_may_stay_within_twice_the_peak_or_the_budgets(process):
     other_ledger.reserve(60 * MIB, "arrays")
     assert not process.is_trimmed(heap, 120 * MIB + SLACK)
     assert process.is_trimmed(heap, 120 * MIB + SLACK + 1)
+    trims = process.trims
     other.close()
+    assert process.trims == trims + 1
     assert process.is_trimmed(heap, 120 * MIB + SLACK)
     # Up to the budgets, and what was counted in any case.
     heap.close()
@@ -129,6 +131,9 @@ def test_memory_in_use_that_nobody_counted_is_looked_for_once(process):
         heap.relieve()
     assert process.trims == trims + 1
     # From then on half the slack may be hoarded beside it,
+    process.holds(1400 * MIB + SLACK // 2, 1400 * MIB)
+    heap.relieve()
+    assert process.trims == trims + 1
     process.holds(1400 * MIB + SLACK // 2 + 1, 1400 * MIB)
     heap.relieve()
     assert process.trims == trims + 2
@@ -171,6 +176,7 @@ def test_without_leave_malloc_is_neither_set_nor_trimmed(process, monkeypatch):
     # The pool may keep what the ledgers counted in any case.
     assert POOL.idle_limit_bytes == 2 * IDLE_BYTES
     heap.settle()
+    POOL.take(2**21)
     heap.close()
-    assert POOL.idle_limit_bytes == IDLE_BYTES
+    assert (POOL.idle_bytes, POOL.idle_limit_bytes) == (0, IDLE_BYTES)
     assert process.trims == 0
