@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -29,6 +29,7 @@ from hypothesis.stateful import (
 
 from tests.conftest import DRIVE
 from tests.robustness.faults import (
+    SECONDS_TO_WAIT,
     BlockLayer,
     Deed,
     Rule,
@@ -55,7 +56,6 @@ SMALL = {
     "nvme.checksum.STRIPE_BYTES": 8 * 512,
     "nvme.array.chunk_shape": partial(chunk_shape, max_bytes=4 * PAGE_BYTES),
 }
-SECONDS_TO_WAIT = 60
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -65,12 +65,6 @@ def small() -> Iterator[None]:
             module, _, attribute = name.rpartition(".")
             patch.setattr(import_module(f"zinf.memory.{module}"), attribute, value)
         yield
-
-
-@contextmanager
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir=DRIVE) as name:
-        yield Path(name)
 
 
 profiles = st.builds(
@@ -150,7 +144,8 @@ class Storage(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.opened = ExitStack()
-        self.root = self.opened.enter_context(folder())
+        folder = tempfile.TemporaryDirectory(dir=DRIVE)
+        self.root = Path(self.opened.enter_context(folder))
         self.known: dict[ArrayId, Known] = {}
         self.links: list[tuple[Path, bytes]] = []
         self.read_bytes = self.written_bytes = 0
@@ -162,14 +157,7 @@ class Storage(RuleBasedStateMachine):
         num_folders=st.integers(1, 2),
         specs=specs,
     )
-    def open_store(
-        self,
-        profile: Profile,
-        real: System,
-        checksums: Any,
-        num_folders: int,
-        specs: list[tuple[tuple[int, ...], str, int | None]],
-    ) -> None:
+    def open_store(self, profile, real, checksums, num_folders, specs):
         self.specs = specs
         self.layer = BlockLayer(real)
         self.paths = [self.root / f"drive {number}" for number in range(num_folders)]
@@ -181,7 +169,7 @@ class Storage(RuleBasedStateMachine):
         self.store = self.make()
 
     @rule(array=arrays, code=st.sampled_from([errno.ENOSPC, errno.EIO]))
-    def create_on_a_full_drive(self, array: ArrayId, code: int) -> None:
+    def create_on_a_full_drive(self, array, code):
         for each in self.known:
             self._finish(each)
         self.free(array)
@@ -192,7 +180,7 @@ class Storage(RuleBasedStateMachine):
                 assert error.errno == code and not self.store.contains(array)
 
     @rule(array=arrays, part=ranges, seed=seeds)
-    def write(self, array: ArrayId, part: list[float] | None, seed: int) -> None:
+    def write(self, array, part, seed):
         known = self._use(array)
         rows = known.rows(part)
         where = ... if rows is None else slice(*rows)
@@ -201,7 +189,7 @@ class Storage(RuleBasedStateMachine):
         known.asked = Asked(future, True, rows, value)
 
     @rule(array=arrays, part=ranges)
-    def read(self, array: ArrayId, part: list[float] | None) -> None:
+    def read(self, array, part):
         known = self._use(array)
         rows = known.rows(part)
         where = ... if rows is None else slice(*rows)
@@ -221,16 +209,7 @@ class Storage(RuleBasedStateMachine):
         deed=st.sampled_from(HARMLESS + HARMFUL),
         first=st.integers(1, 4),
     )
-    def fault(
-        self,
-        array: ArrayId,
-        part: list[float] | None,
-        seed: int,
-        is_write: bool,
-        calls: str,
-        deed: Deed,
-        first: int,
-    ) -> None:
+    def fault(self, array, part, seed, is_write, calls, deed, first):
         """One array meets a fault while the others may be under way."""
         self._use(array)
         calls = "preadv pwritev" if deed is SHORT else calls
@@ -245,13 +224,13 @@ class Storage(RuleBasedStateMachine):
             self._finish(array, may_fail=deed in HARMFUL)
 
     @rule(array=arrays)
-    def free(self, array: ArrayId) -> None:
+    def free(self, array):
         self._finish(array)
         if self.known.pop(array, None):
             self.store.free(array)
 
     @rule(array=arrays)
-    def link(self, array: ArrayId) -> None:
+    def link(self, array):
         """As a checkpoint does, which outlives the array."""
         self._use(array)
         for path in self.store.chunk_files(array):
@@ -267,9 +246,7 @@ class Storage(RuleBasedStateMachine):
         self.known.clear()
         self.read_bytes = self.written_bytes = 0
         self.store = self.make()
-        assert [os.listdir(path / "arrays") for path in self.paths] == [
-            [] for _ in self.paths
-        ]
+        assert not any(os.listdir(path / "arrays") for path in self.paths)
 
     @invariant()
     def what_is_held_is_counted(self) -> None:
@@ -277,8 +254,7 @@ class Storage(RuleBasedStateMachine):
             return
         held_bytes = sum(known.value.nbytes for known in self.known.values())
         assert self.store.ledger.used_bytes == held_bytes
-        live: dict[str, str] = {}
-        nbytes: dict[str, int] = {}
+        live, nbytes = {}, {}
         for line in (self.paths[0] / "zinf.index.jsonl").read_text().splitlines():
             entry = json.loads(line)
             name = entry["name"]
@@ -306,7 +282,7 @@ class Storage(RuleBasedStateMachine):
         assert self.store.read_bytes == self.read_bytes
         assert self.store.written_bytes == self.written_bytes
         self.store.close()
-        assert [open_files(path) for path in self.paths] == [[] for _ in self.paths]
+        assert not any(map(open_files, self.paths))
         for link, expected in self.links:
             assert link.read_bytes() == expected
 

@@ -13,7 +13,7 @@ from math import inf
 from pathlib import Path
 from threading import Event, Lock
 from time import monotonic, sleep
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -81,8 +81,7 @@ class Rule:
         return is_named and fnmatch(str(call.path), self.path) and self.when(call)
 
 
-@dataclass(frozen=True)
-class Transfer:
+class Transfer(NamedTuple):
     """What a `preadv` or `pwritev` was asked."""
 
     name: str
@@ -168,17 +167,10 @@ class BlockLayer:
 
 
 def _transfer(call: Call) -> Transfer:
-    _, _, offset, *flags = call.arguments
     memory, thread = call.memory, threading.current_thread().name
-    return Transfer(
-        call.name,
-        offset,
-        memory.nbytes,
-        address(memory),
-        call.is_direct,
-        tuple(flags),
-        thread,
-    )
+    flags = tuple(call.arguments[3:])
+    where = call.offset, memory.nbytes, address(memory)
+    return Transfer(call.name, *where, call.is_direct, flags, thread)
 
 
 def go_on(call: Call) -> Any:
@@ -199,7 +191,7 @@ def fail_after(code: int) -> Deed:
 
     def deed(call: Call) -> Any:
         go_on(call)
-        raise OSError(code, os.strerror(code))
+        fail(code)(call)
 
     return deed
 
@@ -270,8 +262,7 @@ class Gate:
         self.num_waiting = 0
 
     def __call__(self, call: Call) -> Any:
-        self.hold()
-        return go_on(call)
+        return before(self.hold)(call)
 
     def hold(self) -> None:
         self.num_waiting += 1

@@ -1,7 +1,7 @@
 """A power cut, simulated: what was synced is there, and of the rest whatever is worst.
 
-`Recorder` watches every call that changes files under some folders. `Recorder.after`
-gives the files as they may be if the power goes right after the nth of these calls:
+`Recorder` looks at some folders after every call that may change files. Its `after`
+gives the files as they may be if the power goes right after the nth change:
 
 * STRICT: only what was synced: content of files, and entries of folders.
 * EAGER: every entry of a folder is there at once, but content that was not synced is
@@ -24,28 +24,31 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 from zinf.memory.nvme.system import System
 
 STRICT, EAGER, TORN = "strict", "eager", "torn"
-WRITES = os.O_WRONLY | os.O_RDWR
+CALLS = "open mkdir rename replace link unlink remove rmdir fsync fdatasync".split()
+SYNCS = (os.fsync, os.fdatasync)
+REAL_OPEN = os.open
 
 Inode = int
 
 
-@dataclass(frozen=True)
-class Event:
-    """Attributes:
-    kind: "entry" (of a folder, set or removed), "dirty" or "synced" (content), "folder"
-        (its entries are synced) or "folder made".
-    place: the folder and the name of an entry.
+class Event(NamedTuple):
+    """A change.
+
+    Attributes:
+        kind: "entry" (of a folder, set or removed), "dirty" or "synced" (content),
+            "folder" (its entries are synced) or "folder made".
+        place: the folder and the name of an entry.
     """
 
     kind: str
     inode: Inode
-    place: tuple[Inode, str] | None = None
+    place: tuple[Inode, str] = (0, "")
     content: bytes = b""
 
 
@@ -55,6 +58,14 @@ class Files:
 
     entries: dict[Inode, dict[str, Inode]] = field(default_factory=dict)
     contents: dict[Inode, bytes] = field(default_factory=dict)
+
+    def apply(self, entry: Event) -> None:
+        folder, name = entry.place
+        entries = self.entries.setdefault(folder, {})
+        if entry.inode:
+            entries[name] = entry.inode
+        else:
+            entries.pop(name, None)
 
     def write(self, folder: Inode, path: Path) -> None:
         """Make what a folder has, at `path`."""
@@ -75,38 +86,24 @@ class Recorder:
         self.roots = [os.path.realpath(root) for root in roots]
         self.events: list[Event] = []
         self._lock = threading.RLock()
-        self._clean: set[Inode] = set()
         # The system uses the numbers of what is gone again; these are never.
         self._ids: dict[int, Inode] = {}
         self._next = count(1)
+        self._entries: dict[tuple[Inode, str], Inode] = {}
+        self._contents: dict[Inode, bytes] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Watches all calls of this process, of any thread."""
-        notes = {
-            "open": self._open,
-            "mkdir": self._mkdir,
-            "rename": self._move,
-            "replace": self._move,
-            "link": self._move,
-            "unlink": self._remove,
-            "remove": self._remove,
-            "rmdir": self._remove,
-            "fsync": self._sync,
-            "fdatasync": self._sync,
-        }
-        patched = {
-            name: partial(self._watched, note, getattr(os, name))
-            for name, note in notes.items()
-        }
-        opened = partial(self._watched, self._open_text, builtins.open)
+        patched = {name: partial(self._watched, getattr(os, name)) for name in CALLS}
+        opened = partial(self._watched, builtins.open)
         system = replace(
             System(),
             open=patched["open"],
             replace=patched["replace"],
             unlink=patched["unlink"],
             sync=patched["fdatasync"],
-            pwritev=partial(self._watched, self._write, os.pwritev),
+            pwritev=partial(self._watched, os.pwritev),
         )
         with (
             mock.patch.multiple(os, **patched),
@@ -127,12 +124,11 @@ class Recorder:
                     now.entries.setdefault(event.inode, {})
                     kept.entries.setdefault(event.inode, {})
                 case "entry":
-                    assert event.place is not None
-                    _apply(now, event)
+                    now.apply(event)
                     unsynced.setdefault(event.place[0], []).append(event)
                 case "folder":
                     for late in unsynced.pop(event.inode, []):
-                        _apply(kept, late)
+                        kept.apply(late)
                 case "dirty":
                     now.contents[event.inode] = event.content
                 case "synced":
@@ -141,7 +137,7 @@ class Recorder:
         if how == "mixed":
             for changes in unsynced.values():
                 for late in changes[: drawn.randint(0, len(changes))]:
-                    _apply(kept, late)
+                    kept.apply(late)
         elif how != STRICT:
             kept.entries = now.entries
         if how == TORN:
@@ -151,147 +147,63 @@ class Recorder:
         return kept
 
     def root(self, path: Path) -> Inode:
-        return self._id(str(path))
-
-    def _id(self, path: str) -> Inode:
-        number = os.lstat(path).st_ino
-        if number not in self._ids:
-            self._ids[number] = next(self._next)
-        return self._ids[number]
-
-    def _forget(self, status: os.stat_result | None) -> None:
-        """What had that status lost a name, perhaps its last."""
-        if status and (stat.S_ISDIR(status.st_mode) or status.st_nlink == 1):
-            self._ids.pop(status.st_ino, None)
-
-    def _watches(self, path: str) -> bool:
-        return any(path == r or path.startswith(f"{r}/") for r in self.roots)
-
-    def _set(self, path: str) -> None:
-        """An entry is there."""
-        parent = os.path.dirname(path)
-        if parent in self.roots:  # Which nobody made: there from the beginning.
-            self.events.append(Event("folder made", self._id(parent)))
-        place = self._id(parent), os.path.basename(path)
-        if os.path.isdir(path) and not os.path.islink(path):
-            self.events.append(Event("folder made", self._id(path)))
-        self.events.append(Event("entry", self._id(path), place))
+        return self._ids[os.lstat(path).st_ino]
 
     def _watched(
-        self, note: Callable[..., Any], real: Callable[..., Any], *args: Any, **kw: Any
+        self, real: Callable[..., Any], target: Any, *args: Any, **kw: Any
     ) -> Any:
-        """A call of `real`, which `note` makes and notes."""
+        """A call of `real`, and what it changed."""
         with self._lock:
-            return note(real, *args, **kw)
+            result = real(target, *args, **kw)
+            self._note_entries()
+            file = target if isinstance(target, int) else result
+            if file is not None:
+                number = file if isinstance(file, int) else file.fileno()
+                inode = self._ids.get(os.fstat(number).st_ino)
+                if inode is not None:
+                    self._note_file(number, inode, is_synced=real in SYNCS)
+            return result
 
-    def _mkdir(self, real: Callable[..., Any], path: Any, *args: Any, **kw: Any) -> Any:
-        where = _absolute(path, kw.get("dir_fd"))
-        result = real(path, *args, **kw)
-        if self._watches(where):
-            self._set(where)
-        return result
+    def _note_entries(self) -> None:
+        entries: dict[tuple[Inode, str], Inode] = {}
+        alive: dict[int, Inode] = {}
+        for root in filter(os.path.isdir, self.roots):
+            self._note(root, alive)
+            for folder, folders, files in os.walk(root):
+                for name in (*folders, *files):
+                    path = os.path.join(folder, name)
+                    place = alive[os.lstat(folder).st_ino], name
+                    inode = entries[place] = self._note(path, alive)
+                    if self._entries.get(place) != inode and not os.path.islink(path):
+                        number = REAL_OPEN(path, os.O_RDONLY)
+                        self._note_file(number, inode, is_synced=False)
+                        os.close(number)
+        changes = [(p, n) for p, n in entries.items() if self._entries.get(p) != n]
+        changes += [(place, 0) for place in self._entries if place not in entries]
+        self.events += [Event("entry", inode, place) for place, inode in changes]
+        self._entries, self._ids = entries, alive
 
-    def _open(
-        self, real: Callable[..., int], path: Any, flags: int, *args: Any, **kw: Any
-    ) -> int:
-        where = _absolute(path, kw.get("dir_fd"))
-        is_new = not os.path.lexists(where)
-        result = real(path, flags, *args, **kw)
-        if flags & (WRITES | os.O_CREAT) and self._watches(where):
-            if is_new:
-                self._set(where)
-            if flags & os.O_TRUNC or is_new:
-                self._dirty(where)
-        return result
+    def _note(self, path: str, alive: dict[int, Inode]) -> Inode:
+        """What is at `path`, which may be new there."""
+        found = os.lstat(path)
+        inode = alive.get(found.st_ino) or self._ids.get(found.st_ino)
+        if inode is None:
+            inode = next(self._next)
+            if stat.S_ISDIR(found.st_mode):
+                self.events.append(Event("folder made", inode))
+        alive[found.st_ino] = inode
+        return inode
 
-    def _open_text(
-        self,
-        real: Callable[..., Any],
-        path: Any,
-        mode: str = "r",
-        *args: Any,
-        **kw: Any,
-    ) -> Any:
-        if isinstance(path, int) or not set(mode) & set("wax+"):
-            return real(path, mode, *args, **kw)
-        where = _absolute(path, None)
-        is_new = not os.path.lexists(where)
-        result = real(path, mode, *args, **kw)
-        if self._watches(where):
-            if is_new:
-                self._set(where)
-            self._dirty(where)
-        return result
-
-    def _move(
-        self, real: Callable[..., Any], source: Any, target: Any, **kw: Any
-    ) -> None:
-        """A rename or a link."""
-        old, new = _absolute(source, None), _absolute(target, None)
-        # A file that was there before: its content is what it was, and not synced.
-        inode = self._id(old)
-        if os.path.isfile(old) and inode not in self._clean:
-            self._clean.add(inode)
-            self._dirty(old)
-        gone = os.lstat(new) if os.path.lexists(new) else None
-        real(source, target, **kw)
-        self._forget(gone)
-        if self._watches(new):
-            self._set(new)
-        if self._watches(old) and not os.path.lexists(old):
-            self._unset(old)
-
-    def _remove(
-        self, real: Callable[..., Any], path: Any, *args: Any, **kw: Any
-    ) -> None:
-        where = _absolute(path, kw.get("dir_fd"))
-        gone = os.lstat(where)
-        real(path, *args, **kw)
-        self._forget(gone)
-        if self._watches(where):
-            self._unset(where)
-
-    def _unset(self, path: str) -> None:
-        parent = os.path.dirname(path)
-        if os.path.isdir(parent):
-            place = self._id(parent), os.path.basename(path)
-            self.events.append(Event("entry", 0, place))
-
-    def _sync(self, real: Callable[[int], None], descriptor: int) -> None:
-        real(descriptor)
-        path = os.readlink(f"/proc/self/fd/{descriptor}")
-        if os.path.isdir(path):
-            self.events.append(Event("folder", self._id(path)))
-        elif os.path.exists(path):
-            self._clean.add(self._id(path))
-            self.events.append(self._content("synced", path))
-
-    def _write(self, real: Callable[..., int], descriptor: int, *args: Any) -> int:
-        moved = real(descriptor, *args)
-        self._dirty(os.readlink(f"/proc/self/fd/{descriptor}"))
-        return moved
-
-    def _dirty(self, path: str) -> None:
-        if os.path.isfile(path):
-            self.events.append(self._content("dirty", path))
-
-    def _content(self, kind: str, path: str) -> Event:
-        return Event(kind, self._id(path), content=Path(path).read_bytes())
-
-
-def _apply(files: Files, event: Event) -> None:
-    assert event.place is not None
-    folder, name = event.place
-    entries = files.entries.setdefault(folder, {})
-    if event.inode:
-        entries[name] = event.inode
-    else:
-        entries.pop(name, None)
-
-
-def _absolute(path: Any, folder: int | None) -> str:
-    text = os.fsdecode(path)
-    if folder is not None:
-        text = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), text)
-    parent, name = os.path.split(os.path.abspath(text))
-    return os.path.join(os.path.realpath(parent), name)
+    def _note_file(self, number: int, inode: Inode, *, is_synced: bool) -> None:
+        """The content of an open file, or a folder that is synced."""
+        found = os.fstat(number)
+        if stat.S_ISDIR(found.st_mode):
+            self.events += [Event("folder", inode)] * is_synced
+            return
+        again = REAL_OPEN(f"/proc/self/fd/{number}", os.O_RDONLY)
+        content = os.pread(again, found.st_size, 0)
+        os.close(again)
+        if is_synced or self._contents.get(inode) != content:
+            kind = "synced" if is_synced else "dirty"
+            self.events.append(Event(kind, inode, content=content))
+        self._contents[inode] = content

@@ -12,7 +12,7 @@ KILLS = 6
 
 
 @pytest.mark.slow
-def test_killed_at_any_instant_training_resumes_bit_equal(tmp_path: Path) -> None:
+def test_killed_at_any_instant_training_resumes_bit_equal(tmp_path):
     options = ["--kills", str(KILLS), "--seed", "1", "--folder", str(tmp_path)]
     ended = subprocess.run(
         [sys.executable, str(SCRIPT), *options],

@@ -1,7 +1,5 @@
 """Budgets that are chosen where the user names none."""
 
-from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,17 +20,13 @@ MEMORY = 16 * GIB
 ROOM = int(MEMORY * HOST_FRACTION)
 
 
-@dataclass(frozen=True)
-class FakeDevice:
+def device(bytes_limit=None):
     """A device that reports `bytes_limit`, or nothing, as CPU devices do."""
-
-    bytes_limit: int | None = None
-
-    def memory_stats(self):
-        return self.bytes_limit and {"bytes_limit": self.bytes_limit}
+    stats = bytes_limit and {"bytes_limit": bytes_limit}
+    return SimpleNamespace(memory_stats=lambda: stats)
 
 
-CPU, GPU = FakeDevice(), FakeDevice(40 * GIB)
+CPU, GPU = device(), device(40 * GIB)
 ON_GPU = int(40 * GIB * DEVICE_FRACTION)
 
 
@@ -40,11 +34,9 @@ ON_GPU = int(40 * GIB * DEVICE_FRACTION)
     ("devices", "device", "host", "num_processes", "expected"),
     [
         # CPU devices and the host share a fraction of one memory.
-        ([CPU], None, None, 1, (ROOM // 2, ROOM // 2)),
         ([CPU] * 8, None, None, 1, (ROOM // 16, ROOM // 2)),
         # Beside a budget: what is left of the fraction, or half of what is left at all.
         ([CPU], GIB, None, 1, (GIB, ROOM - GIB)),
-        ([CPU], 11 * GIB, None, 1, (11 * GIB, 5 * GIB // 2)),
         ([CPU] * 2, 4 * GIB, None, 1, (4 * GIB, 8 * GIB // 2)),
         ([CPU], None, GIB, 1, (ROOM - GIB, GIB)),
         ([CPU] * 2, None, 15 * GIB, 1, (GIB // 4, 15 * GIB)),
@@ -52,9 +44,8 @@ ON_GPU = int(40 * GIB * DEVICE_FRACTION)
         # A device as large as the memory is another machine's.
         ([CPU], MEMORY - 1, None, 1, (MEMORY - 1, 0)),
         ([CPU], MEMORY, None, 1, (MEMORY, ROOM)),
-        ([CPU], None, 99 * GIB, 1, (ROOM, 99 * GIB)),
         # An accelerator has memory of its own; the smallest counts.
-        ([GPU, FakeDevice(80 * GIB)], None, None, 1, (ON_GPU, ROOM)),
+        ([GPU, device(80 * GIB)], None, None, 1, (ON_GPU, ROOM)),
         ([GPU], GIB, None, 1, (GIB, ROOM)),
         ([GPU], None, GIB, 1, (ON_GPU, GIB)),
         # Processes on one machine share its memory.
@@ -70,9 +61,10 @@ def test_a_budget_that_is_not_named_is_what_the_other_leaves_of_a_fraction(
     assert memory_budgets(devices, **asked) == expected
 
 
-LIMIT = 300 << 20
+LIMIT, MORE = 300 << 20, 9223372036854771712
 V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
 SERVICE = "system.slice/train.service"
+V1_LIMIT = "memory.limit_in_bytes"
 
 
 @pytest.mark.parametrize(
@@ -80,7 +72,6 @@ SERVICE = "system.slice/train.service"
     [
         # Version 2, as a container sees it: its own group is the root.
         ("0::/", {f"{V2}/memory.max": LIMIT}, True),
-        (f"0::/{SERVICE}", {f"{V2}/{SERVICE}/memory.max": LIMIT}, True),
         # The limit is that of a group above.
         (
             f"0::/{SERVICE}",
@@ -93,23 +84,20 @@ SERVICE = "system.slice/train.service"
         # Version 1, where a container sees the machine's path and its own mount.
         (
             "11:cpu,cpuacct:/docker/1f\n7:memory:/docker/1f",
-            {f"{V1}/memory.limit_in_bytes": LIMIT},
+            {f"{V1}/{V1_LIMIT}": LIMIT},
             True,
         ),
         (
             "7:memory:/job",
-            {
-                f"{V1}/job/memory.limit_in_bytes": LIMIT,
-                f"{V1}/memory.limit_in_bytes": 9223372036854771712,
-            },
+            {f"{V1}/job/{V1_LIMIT}": LIMIT, f"{V1}/{V1_LIMIT}": MORE},
             True,
         ),
         ("0::/job", {f"{V2}/job/memory.max": "max"}, False),
-        ("0::/job", {f"{V2}/job/memory.max": 9223372036854771712}, False),
+        ("0::/job", {f"{V2}/job/memory.max": MORE}, False),
         ("0::/job", {"sys/fs/memory.max": LIMIT}, False),  # above the mount
     ],
 )
-def test_a_container_s_limit_is_its_memory(tmp_path: Path, group, files, is_limited):
+def test_a_container_s_limit_is_its_memory(tmp_path, group, files, is_limited):
     physical = host_memory_bytes(tmp_path)
     for name, content in {"proc/self/cgroup": group, **files}.items():
         file = tmp_path / name
@@ -119,7 +107,7 @@ def test_a_container_s_limit_is_its_memory(tmp_path: Path, group, files, is_limi
     assert physical > LIMIT
 
 
-def test_a_drive_counts_once_and_a_full_one_is_named(monkeypatch, tmp_path) -> None:
+def test_a_drive_counts_once_and_a_full_one_is_named(monkeypatch, tmp_path):
     good, full = tmp_path / "good", tmp_path / "full"
     good.mkdir()
     full.mkdir()

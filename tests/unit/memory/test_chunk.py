@@ -1,6 +1,5 @@
 """Chunks are runs of memory: in one piece each, in order, and of one size in files."""
 
-from itertools import product
 from math import ceil, gcd, prod
 
 import numpy as np
@@ -17,6 +16,7 @@ from zinf.memory.chunk import (
     chunk_shape,
     on_one_grid,
 )
+from zinf.memory.nvme.array import Layout
 from zinf.program import ArraySpec
 
 
@@ -65,9 +65,7 @@ def spec(*shape: int, itemsize: int = 4) -> ArraySpec:
         ((0, 4), 2, (1, 4)),
     ],
 )
-def test_the_first_dim_with_several_to_a_chunk_is_cut(
-    shape, rows_per_chunk, expected
-) -> None:
+def test_the_first_dim_with_several_to_a_chunk_is_cut(shape, rows_per_chunk, expected):
     assert MAX_CHUNK_BYTES == 16 * 2**20
     assert chunk_shape(spec(*shape), rows_per_chunk=rows_per_chunk) == expected
 
@@ -85,7 +83,7 @@ SHAPES = st.lists(st.sampled_from(SIZES), max_size=5).map(tuple)
 )
 def test_any_cut_is_into_runs_of_memory_within_the_limits(
     shape, itemsize, rows_per_chunk, max_bytes
-) -> None:
+):
     """With small limits, which show the same as large ones."""
     part = spec(*shape, itemsize=itemsize)
     chunk = chunk_shape(part, rows_per_chunk=rows_per_chunk, max_bytes=max_bytes)
@@ -114,15 +112,20 @@ def test_any_cut_is_into_runs_of_memory_within_the_limits(
         index_bytes = nbytes // sizes[0] if sizes else 0
         limit = max(max_bytes, itemsize) + index_bytes
         assert nbytes <= limit * (1 + LARGEST_PADDING)
-    # Chunks in the order of their numbers are the memory in order.
+    # Chunks in the order of their runs are the memory in order.
     value = np.arange(prod(shape)).reshape(shape)
-    cuts = [
-        [slice(i * size, min((i + 1) * size, dim)) for i in range(ceil(dim / size))]
-        for dim, size in zip(shape, chunk, strict=True)
-    ]
-    parts = [value[index].ravel() for index in product(*cuts)]
-    found = np.concatenate(parts) if parts else np.empty(0)
-    np.testing.assert_array_equal(found, value.ravel())
+    runs, parts, end = list(Layout(part, chunk).runs()), [np.empty(0)], 0
+    for name, start, run_bytes in runs:
+        index = map(int, name.split(".")[1:])
+        cut = tuple(
+            slice(i * n, (i + 1) * n) for i, n in zip(index, chunk, strict=True)
+        )
+        parts.append(value[cut].ravel())
+        assert start == end and run_bytes == parts[-1].size * itemsize
+        end += run_bytes
+    np.testing.assert_array_equal(np.concatenate(parts), value.ravel())
+    grid = prod(ceil(dim / size) for dim, size in zip(shape, chunk, strict=True))
+    assert len({name for name, _, _ in runs}) == grid
 
 
 @pytest.mark.parametrize("rows_per_chunk", [None, 7, 64])
@@ -141,7 +144,7 @@ def test_any_cut_is_into_runs_of_memory_within_the_limits(
 )
 def test_parts_of_an_array_are_on_one_grid_unless_chunks_would_be_tiny(
     shape, expected, rows_per_chunk
-) -> None:
+):
     part = spec(*shape)
     chunk = chunk_shape(part, rows_per_chunk=rows_per_chunk, cut_dims=[0])
     assert prod(chunk) * part.itemsize <= MAX_EXCESS * MAX_CHUNK_BYTES
@@ -159,6 +162,6 @@ def test_parts_of_an_array_are_on_one_grid_unless_chunks_would_be_tiny(
         assert not MIN_COMMON_BYTES <= divisor * row_bytes <= MAX_CHUNK_BYTES
 
 
-def test_a_cut_along_another_dim_is_as_ever() -> None:
+def test_a_cut_along_another_dim_is_as_ever():
     part = spec(12_565, 1600)
     assert chunk_shape(part) == chunk_shape(part, cut_dims=[1])

@@ -24,17 +24,15 @@ def store() -> DeviceStore:
     return DeviceStore(jax.devices()[0])
 
 
-def sharded(numel: int) -> jax.Array:
+def sharded(numel: int, *axes: str) -> jax.Array:
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("fsdp",))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
     return jax.device_put(jnp.arange(numel), sharding)
 
 
 @pytest.mark.parametrize("offset", [0, 1, 16])
 @pytest.mark.parametrize("numel", [3, 1000, 300_000])
-def test_changing_the_source_does_not_change_the_device_array(
-    store: DeviceStore, offset: int, numel: int
-) -> None:
+def test_changing_the_source_does_not_change_the_device_array(store, offset, numel):
     """JAX's own device_put aliases 64-byte aligned NumPy memory on CPU."""
     source = aligned_empty((numel + offset,), np.float32)[offset:]
     source[...] = 1
@@ -43,9 +41,7 @@ def test_changing_the_source_does_not_change_the_device_array(
     assert (np.asarray(store.read(WHOLE).result()) == 1).all()
 
 
-def test_writing_rows_updates_in_place_and_keeps_no_part_of_their_source(
-    store: DeviceStore,
-) -> None:
+def test_writing_rows_updates_in_place_and_keeps_no_part_of_their_source(store):
     store.write(WHOLE, jnp.zeros((4, 1024)))
     before = store.read(WHOLE).result()
     address = before.unsafe_buffer_pointer()
@@ -59,31 +55,23 @@ def test_writing_rows_updates_in_place_and_keeps_no_part_of_their_source(
     np.testing.assert_array_equal(after[:, 0], [0, 0, 1, 0])
 
 
-def test_arrays_are_on_the_device_of_the_store_gathered_if_they_were_sharded() -> None:
-    store, numel = DeviceStore(jax.devices()[-1]), 2 * len(jax.devices())
-    there = [jnp.arange(numel), np.arange(numel, dtype=np.int32), sharded(numel)]
-    for number, value in enumerate(there):
-        array = ArrayId(Role.PARAM, str(number))
+def test_arrays_are_on_the_device_of_the_store_gathered_if_they_were_sharded():
+    device, numel = jax.devices()[-1], 2 * len(jax.devices())
+    store, gathered = DeviceStore(device), np.arange(numel, dtype=np.int32)
+    for n, value in enumerate((jnp.arange(numel), gathered, sharded(numel, "fsdp"))):
+        array = ArrayId(Role.PARAM, str(n))
         store.write(array, value)
         for found in (array, array.piece((2, 3))):
-            assert store.read(found).result().devices() == {jax.devices()[-1]}
-        np.testing.assert_array_equal(store.read(array).result(), np.arange(numel))
-    np.testing.assert_array_equal(to_host(sharded(numel))[0], np.arange(numel))
+            assert store.read(found).result().devices() == {device}
+        np.testing.assert_array_equal(store.read(array).result(), gathered)
+    np.testing.assert_array_equal(to_host(sharded(numel, "fsdp"))[0], gathered)
 
 
-def test_a_replacement_may_take_more_bytes_on_each_device_within_the_budget() -> None:
+def test_a_replacement_may_take_more_bytes_on_each_device_within_the_budget():
     """A gathered array takes more of each device than a sharded one."""
     numel = 2 * len(jax.devices())
     store = DeviceStore(jax.devices(), capacity_bytes=4 * numel)
-    small, large = (
-        sharded(numel),
-        jax.device_put(
-            jnp.arange(numel),
-            jax.sharding.NamedSharding(
-                sharded(numel).sharding.mesh, jax.sharding.PartitionSpec()
-            ),
-        ),
-    )
+    small, large = sharded(numel, "fsdp"), sharded(numel)
     store.write(WHOLE, small)
     assert store.ledger.used_bytes == 4 * 2
     store.write(WHOLE, large)
@@ -97,7 +85,7 @@ def test_a_replacement_may_take_more_bytes_on_each_device_within_the_budget() ->
     assert not store.contains(WHOLE)
 
 
-def test_arrays_of_jax_are_kept_as_they_are_keys_too(store: DeviceStore) -> None:
+def test_arrays_of_jax_are_kept_as_they_are_keys_too(store):
     keys = jax.random.split(jax.random.key(0), 4)
     store.write(WHOLE, keys)
     assert store.ledger.used_bytes == keys.nbytes
@@ -110,7 +98,7 @@ def test_arrays_of_jax_are_kept_as_they_are_keys_too(store: DeviceStore) -> None
     np.testing.assert_array_equal(written, data[[2, 1, 2, 3]])
 
 
-def test_rows_of_all_layers_share_an_executable(store: DeviceStore) -> None:
+def test_rows_of_all_layers_share_an_executable(store):
     store.write(WHOLE, np.zeros((6, 7), np.float32))
     functions = (device_module._put_rows, device_module._take_rows)
     before = [function._cache_size() for function in functions]
@@ -122,36 +110,26 @@ def test_rows_of_all_layers_share_an_executable(store: DeviceStore) -> None:
     assert after == [size + 1 for size in before]
 
 
-def test_what_was_donated_can_be_replaced_and_freed(store: DeviceStore) -> None:
+def test_what_was_donated_can_be_replaced_and_freed(store):
     """An update donates what it read from the store, then writes the result."""
     update = jax.jit(lambda x: x + 1, donate_argnums=0)
     store.write(WHOLE, np.zeros((4, 1024), np.float32))
     new = update(store.donate(WHOLE))
     store.write(WHOLE, new)
     assert store.ledger.used_bytes == store.ledger.peak_bytes == 4 * 4 * 1024
+    store.holds.hold([WHOLE])
+    assert_waits(lambda: store.donate(WHOLE), lambda: store.holds.release(WHOLE))
+    with pytest.raises(KeyError, match="w"):
+        store.donate(ROWS)
     update(store.donate(WHOLE))
     store.free(WHOLE)
     assert store.ledger.used_bytes == 0
 
 
-def test_what_is_held_or_only_rows_is_not_donated(store: DeviceStore) -> None:
-    store.write(WHOLE, np.ones((4, 4), np.float32)).result()
-    store.holds.hold([WHOLE])
-    assert_waits(lambda: store.donate(WHOLE), lambda: store.holds.release(WHOLE))
-    with pytest.raises(KeyError, match="w"):
-        store.donate(ROWS)
-
-
-def test_a_dtype_that_jax_would_change_is_refused(store: DeviceStore) -> None:
+def test_the_old_content_goes_before_the_new_comes_or_fails_to(store, monkeypatch):
     with pytest.raises(ValueError, match="float64.*float32.*jax_enable_x64"):
         store.write(WHOLE, np.zeros(3))
-    assert store.ledger.used_bytes == 0
-    assert not store.contains(WHOLE)
-
-
-def test_the_old_content_goes_before_the_new_comes_or_fails_to(
-    store: DeviceStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    assert store.ledger.used_bytes == 0 and not store.contains(WHOLE)
     store.write(WHOLE, np.zeros(3, np.float32))
     old: Callable[[], object] = weakref.ref(store.read(WHOLE).result())
 
@@ -162,12 +140,11 @@ def test_the_old_content_goes_before_the_new_comes_or_fails_to(
     monkeypatch.setattr(jax, "device_put", fail)
     with pytest.raises(MemoryError):
         store.write(WHOLE, np.zeros(3, np.float32))
-    assert store.ledger.used_bytes == 0
-    assert not store.contains(WHOLE)
+    assert store.ledger.used_bytes == 0 and not store.contains(WHOLE)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (4, 300_000)])
-def test_to_host_copies_to_aligned_memory_of_its_own(shape: tuple[int, ...]) -> None:
+def test_to_host_copies_to_aligned_memory_of_its_own(shape):
     value = jnp.ones(shape, jnp.bfloat16)
     pointer = value.unsafe_buffer_pointer()
     (result,) = to_host(value)
@@ -181,7 +158,7 @@ def test_to_host_copies_to_aligned_memory_of_its_own(shape: tuple[int, ...]) -> 
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.bool_])
-def test_large_arrays_pass_bit_for_bit_and_leave_their_memory_in_time(dtype) -> None:
+def test_large_arrays_pass_bit_for_bit_and_leave_their_memory_in_time(dtype):
     POOL.trim()
     source = np.arange(POOLED_FROM_BYTES).astype(dtype)
     (array,) = to_device([source], jax.devices()[0])

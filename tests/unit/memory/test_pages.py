@@ -171,7 +171,11 @@ def test_every_kind_is_measured_or_says_why_not(monkeypatch):
     assert "one device in each process" in two["arrays"]
 
 
-OFF, GOOD = {"off": (10.0, 10.0)}, {"off": (10.0, 10.0), "arrays": (50.0, 40.0)}
+def measured(arrays):
+    return {"off": (10.0, 10.0), "arrays": arrays}
+
+
+GOOD = measured((50.0, 40.0))
 
 
 @pytest.mark.parametrize(
@@ -179,19 +183,11 @@ OFF, GOOD = {"off": (10.0, 10.0)}, {"off": (10.0, 10.0), "arrays": (50.0, 40.0)}
     [
         ([GOOD], "arrays", "off moves 10.0 GB/s to the device and 10.0 back; arrays"),
         # A gain of less than a tenth is not worth memory that stays allocated.
-        ([OFF | {"arrays": (11.0, 11.0)}], "off", "11.0 GB/s to"),
-        ([OFF | {"arrays": (11.2, 11.2)}], "arrays", "11.2 GB/s to"),
+        ([measured((11.0, 11.0))], "off", "11.0 GB/s to"),
+        ([measured((11.2, 11.2))], "arrays", "11.2 GB/s to"),
         # One slow or refusing process decides for all.
-        (
-            [GOOD, OFF | {"arrays": (4.0, 60.0)}],
-            "off",
-            "arrays moves 4.0 GB/s to the device and 40.0 back",
-        ),
-        (
-            [GOOD, OFF | {"arrays": "the pool is small"}],
-            "off",
-            "arrays is refused (the pool is small)",
-        ),
+        ([GOOD, measured((4.0, 60.0))], "off", "4.0 GB/s to the device and 40.0 back"),
+        ([GOOD, measured("small pool")], "off", "arrays is refused (small pool)"),
     ],
 )
 def test_all_processes_use_the_kind_that_the_slowest_moves_fastest(found, best, words):
@@ -204,11 +200,11 @@ def rates(driver, monkeypatch):
     """By kind, GB/s there and back in place of a measurement; a GPU is simulated."""
     found = {"off": (9.0, 9.0), "arrays": (40.0, 40.0), "registered": (50.0, 50.0)}
 
-    def measured(pages, device):
+    def take_rates(pages, device):
         filled(pages, 1)
         return found[pages.name]
 
-    monkeypatch.setattr(choose, "_rates", measured)
+    monkeypatch.setattr(choose, "_rates", take_rates)
     monkeypatch.setattr(choose, "FOUND", {})
     monkeypatch.setattr(choose, "computes_in_host_memory", lambda devices: False)
     return found

@@ -4,10 +4,8 @@ import ctypes
 import gc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from random import Random
 
-import jax
 import numpy as np
 import pytest
 
@@ -20,35 +18,74 @@ PAGE = 4096
 NBYTES = HUGE_PAGE_BYTES
 
 
-def test_a_region_gives_out_its_addresses_once() -> None:
-    region = Region(4 * NBYTES)
-    assert region.take(4 * NBYTES + 1) is None
-    first = region.take(4 * NBYTES)
-    assert first is not None and region.take(1) is None
-    region.give_back(first, 4 * NBYTES)
-    with pytest.raises(AssertionError, match="free already"):
-        region.give_back(first, NBYTES)
-    assert region.take(1) is not None
+@pytest.mark.parametrize("seed", range(3))
+def test_a_region_is_units_with_one_owner_each_of_pages_that_stay_in_memory(seed):
+    """Blocks, places, idle pages and content are as in a list of units."""
+    random, num_pages = Random(seed), 12
+    region = Region((num_pages - 1) * NBYTES + 1)
+    assert region.nbytes == num_pages * NBYTES and region.address % NBYTES == 0
+    per_page = NBYTES // UNIT_BYTES
+    is_taken = np.zeros(num_pages * per_page, bool)
+    is_touched = np.zeros(num_pages, bool)
+    held: dict[int, tuple[int, bytes]] = {}
+    origin = region.address - address(np.frombuffer(region.memory, np.uint8))
+
+    def num_new(first: int, last: int) -> int:
+        return np.count_nonzero(~is_touched[first // per_page : -(-last // per_page)])
+
+    def free_ranges() -> list[tuple[int, int]]:
+        edges = np.flatnonzero(np.diff([True, *is_taken, True]))
+        return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+    for turn in range(600):
+        choice = random.random()
+        if held and choice < 0.45:
+            offset = random.choice(list(held))
+            nbytes, mark = held.pop(offset)
+            for place in (offset, offset + nbytes - 8):
+                assert region.memory[place : place + 8] == mark
+            region.give_back(offset, nbytes)
+            first, size = (offset - origin) // UNIT_BYTES, -(-nbytes // UNIT_BYTES)
+            is_taken[first : first + size] = False
+        elif choice < 0.9:
+            nbytes = random.choice([UNIT_BYTES, random.randrange(16, 5 * NBYTES)])
+            size = -(-nbytes // UNIT_BYTES)
+            fits = [(a, b) for a, b in free_ranges() if b - a >= size]
+            offset = region.take(nbytes)
+            assert (offset is None) == (not fits)
+            if offset is None:
+                continue
+            first = (offset - origin) // UNIT_BYTES
+            # With the fewest new pages, in the smallest range, at the lowest address.
+            best = min(
+                (num_new(start, start + size), b - a, start)
+                for a, b in fits
+                for start in (a, b - size)
+            )
+            assert best[2] == first and not is_taken[first : first + size].any()
+            is_taken[first : first + size] = True
+            is_touched[first // per_page : -(-(first + size) // per_page)] = True
+            mark = turn.to_bytes(8, "little")
+            for place in (offset, offset + nbytes - 8):
+                region.memory[place : place + 8] = mark
+            held[offset] = nbytes, mark
+        else:
+            idle = np.flatnonzero(is_touched & ~is_taken.reshape(-1, per_page).any(1))
+            num_trimmed = random.randrange(4)
+            region.trim(num_trimmed)
+            is_touched[idle[max(len(idle) - num_trimmed, 0) :]] = False
+        is_idle = is_touched & ~is_taken.reshape(-1, per_page).any(1)
+        assert region.idle_pages == np.count_nonzero(is_idle)
+        assert region.is_empty == (not is_touched.any())
 
 
-def test_blocks_share_a_huge_page_which_is_idle_when_both_are_gone() -> None:
-    region = Region(4 * NBYTES)
-    both = [region.take(UNIT_BYTES), region.take(UNIT_BYTES)]
-    assert both[0] is not None and both[1] == both[0] + UNIT_BYTES
-    region.give_back(both[0], UNIT_BYTES)
-    assert region.idle_pages == 0 and not region.is_empty
-    region.give_back(both[1], UNIT_BYTES)
-    assert region.idle_pages == 1
-    region.trim(2)
-    assert region.idle_pages == 0 and region.is_empty
-
-
-def test_an_idle_page_keeps_its_memory_until_it_is_trimmed() -> None:
+def test_an_idle_page_keeps_its_memory_until_it_is_trimmed():
     region = Region(4 * NBYTES)
     start = region.take(NBYTES)
-    assert start is not None
     region.memory[start : start + 4] = b"abcd"
     region.give_back(start, NBYTES)
+    with pytest.raises(AssertionError, match="free already"):
+        region.give_back(start, NBYTES)
     assert region.take(NBYTES) == start
     assert region.memory[start : start + 4] == b"abcd"
     region.give_back(start, NBYTES)
@@ -56,40 +93,10 @@ def test_an_idle_page_keeps_its_memory_until_it_is_trimmed() -> None:
     assert region.memory[start : start + 4] == bytes(4)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_no_block_loses_a_byte_to_another(seed: int) -> None:
-    random, region = Random(seed), Region(64 * NBYTES)
-    held: dict[int, tuple[int, bytes]] = {}
-    for turn in range(1500):
-        if held and random.random() < 0.5:
-            start = random.choice(list(held))
-            nbytes, mark = held.pop(start)
-            last = start + nbytes - 8
-            assert region.memory[start : start + 8] == mark
-            assert region.memory[last : last + 8] == mark
-            region.give_back(start, nbytes)
-        else:
-            nbytes = random.randrange(16, 12 * NBYTES)
-            start = region.take(nbytes)
-            if start is not None:
-                mark = turn.to_bytes(8, "little")
-                region.memory[start : start + 8] = mark
-                region.memory[start + nbytes - 8 : start + nbytes] = mark
-                held[start] = nbytes, mark
-        if turn % 10 == 0:
-            region.trim(random.randrange(8))
-    for start, (nbytes, _) in held.items():
-        region.give_back(start, nbytes)
-    assert region.take(64 * NBYTES) is not None, "it is whole again"
-
-
 VIEWS: dict[str, Callable[[np.ndarray], object]] = {
     "slice of a slice": lambda m: m[10:20][2:4][:1],
-    "element": lambda m: m[5:6].reshape(()),
     "another dtype": lambda m: m.view(np.float32)[3:],
     "reversed": lambda m: m.reshape(2, -1).T[::-1],
-    "plain array": lambda m: m.view(np.ndarray),
-    "array over it": lambda m: np.ndarray((3, 4), np.int16, buffer=m, offset=8),
     "view of one": lambda m: np.ndarray((3, 4), np.int16, buffer=m)[1:].ravel(),
     "memoryview": lambda m: memoryview(m)[3:],
     "frombuffer": lambda m: np.frombuffer(m, np.int64)[1:],
@@ -99,7 +106,7 @@ VIEWS: dict[str, Callable[[np.ndarray], object]] = {
 }
 
 
-def test_memory_goes_back_exactly_when_the_last_view_dies() -> None:
+def test_memory_goes_back_exactly_when_the_last_view_dies():
     for name, view in VIEWS.items():
         pool = Pool()
         memory = pool.take(NBYTES)
@@ -110,19 +117,7 @@ def test_memory_goes_back_exactly_when_the_last_view_dies() -> None:
         assert pool.idle_bytes == NBYTES, name
 
 
-def test_a_jax_array_that_aliases_the_memory_keeps_it() -> None:
-    pool = Pool()
-    value = np.ndarray(NBYTES // 4, np.float32, buffer=pool.take(NBYTES))
-    value[:] = 3
-    array = jax.device_put(value, may_alias=True)
-    del value
-    others = [pool.take(NBYTES) for _ in range(3)]
-    for other in others:
-        other[:] = 255
-    assert (np.asarray(array) == 3).all()
-
-
-def test_what_came_back_is_taken_before_what_is_new_whole_or_in_parts() -> None:
+def test_what_came_back_is_taken_before_what_is_new_whole_or_in_parts():
     pool = Pool()
     memory = pool.take(3 * NBYTES)
     first = address(memory)
@@ -131,31 +126,21 @@ def test_what_came_back_is_taken_before_what_is_new_whole_or_in_parts() -> None:
     assert sorted(map(address, parts)) == [first + i * NBYTES for i in range(3)]
     assert pool.idle_bytes == 0
     parts.clear()
-    whole = pool.take(3 * NBYTES)
-    assert address(whole) == first
-    del whole
-    taken = [pool.take(NBYTES) for _ in range(4)]
-    second = address(taken.pop(1))
-    again = pool.take(NBYTES // 2)
-    assert second <= address(again) < second + NBYTES
+    assert address(pool.take(3 * NBYTES)) == first
 
 
-def test_no_more_than_the_limit_is_idle() -> None:
+def test_no_more_than_the_limit_is_idle():
     pool = Pool(idle_bytes=3 * NBYTES)
     taken = [pool.take(NBYTES) for _ in range(4)]
-    places = {address(memory) for memory in taken}
     while taken:
         del taken[0]
         assert pool.idle_bytes == min(4 - len(taken), 3) * NBYTES
-    taken = [pool.take(NBYTES) for _ in range(3)]
-    assert {address(memory) for memory in taken} < places
-    assert pool.idle_bytes == 0
     small = Pool(idle_bytes=NBYTES)
     small.take(NBYTES + 1)  # Two pages come back.
     assert small.idle_bytes == NBYTES
 
 
-def test_trim_gives_idle_memory_back_to_the_system() -> None:
+def test_trim_gives_some_or_all_idle_memory_back_to_the_system():
     pool, nbytes = Pool(), 64 * 2**20
     memory = pool.take(nbytes)
     memory[::PAGE] = 1
@@ -164,20 +149,12 @@ def test_trim_gives_idle_memory_back_to_the_system() -> None:
     before = anonymous_bytes()
     del memory
     assert pool.idle_bytes == nbytes
+    pool.trim(NBYTES + 1)
+    assert pool.idle_bytes == nbytes - 2 * NBYTES
     pool.trim()
     assert pool.idle_bytes == 0
     assert before - anonymous_bytes() > 0.9 * nbytes
     assert (kept == 3).all()
-
-
-def test_trim_of_some_bytes_leaves_the_rest() -> None:
-    pool = Pool()
-    blocks = [pool.take(NBYTES) for _ in range(3)]
-    first = min(map(address, blocks))
-    blocks.clear()
-    pool.trim(NBYTES + 1)
-    assert pool.idle_bytes == NBYTES
-    assert address(pool.take(NBYTES)) == first
 
 
 @pytest.fixture
@@ -197,8 +174,8 @@ def reserved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_where_addresses_are_counted_no_more_are_taken_than_asked(
-    reserved: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    reserved, monkeypatch
+):
     monkeypatch.setattr("zinf.memory.pool.are_addresses_counted", lambda: True)
     pool = Pool()
     blocks = [pool.take(NBYTES), pool.take(3 * NBYTES)]
@@ -212,7 +189,7 @@ def test_where_addresses_are_counted_no_more_are_taken_than_asked(
     assert reserved == [NBYTES, 3 * NBYTES, NBYTES], "what was empty is gone"
 
 
-def test_where_addresses_are_short_there_are_fewer(reserved: list[int]) -> None:
+def test_where_addresses_are_short_there_are_fewer(reserved):
     memory = Pool().take(NBYTES)
     memory[:] = 1
     assert 50 * NBYTES <= reserved[0] <= 100 * NBYTES and len(reserved) == 1
@@ -228,33 +205,17 @@ class Cycle:
         self.saw(self.memory)
 
 
-def test_memory_in_a_cycle_goes_back_when_it_is_collected_unless_it_is_saved() -> None:
-    pool, saved = Pool(), []
-    Cycle(np.ndarray(NBYTES, np.uint8, buffer=pool.take(NBYTES)), np.sum)
-    assert pool.idle_bytes == 0
-    gc.collect()
-    assert pool.idle_bytes == NBYTES
-    Cycle(np.ndarray(NBYTES, np.uint8, buffer=pool.take(NBYTES)), saved.append)
-    gc.collect()
-    saved[0][:] = 1
-    other = pool.take(NBYTES)
-    other[:] = 2
-    del pool  # Memory outlives its pool.
-    gc.collect()
-    assert (saved[0] == 1).all() and (other == 2).all()
-
-
-@contextmanager
+@pytest.fixture
 def garbage_collected_at_every_turn() -> Iterator[None]:
     thresholds = gc.get_threshold()
     gc.set_threshold(1, 1, 1)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
+    yield
+    gc.set_threshold(*thresholds)
 
 
-def test_no_block_ever_has_two_owners_while_others_come_back() -> None:
+def test_no_block_ever_has_two_owners_while_others_come_back(
+    garbage_collected_at_every_turn,
+):
     """The collector runs in the middle of `take`, in this thread and in others.
 
     Threads mark their blocks, and find the mark unchanged when they let go.
@@ -277,14 +238,14 @@ def test_no_block_ever_has_two_owners_while_others_come_back() -> None:
             Cycle(memory[PAGE:] if turn % 2 else memory, check)
             del memory
 
-    with garbage_collected_at_every_turn(), ThreadPoolExecutor(4) as threads:
+    with ThreadPoolExecutor(4) as threads:
         list(threads.map(own, range(4)))
     assert not wrong
     gc.collect()
     assert 0 < pool.idle_bytes <= 4 * NBYTES
 
 
-def test_large_arrays_come_from_the_common_pool_and_go_back() -> None:
+def test_large_arrays_come_from_the_common_pool_and_go_back():
     POOL.trim()
     array = aligned_empty((POOLED_FROM_BYTES // 4,), np.float32)
     assert address(array) % UNIT_BYTES == 0

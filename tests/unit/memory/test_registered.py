@@ -125,27 +125,23 @@ def test_a_refusal_names_cudas_error_the_bytes_and_what_to_set(
     assert (driver.registered_bytes, driver.contexts, driver.streams) == (0, 0, 0)
 
 
-def test_without_a_driver_and_with_a_jax_that_cannot_import_it_is_refused(
-    driver, monkeypatch
-):
+def test_a_machine_that_cannot_have_such_memory_is_refused(driver, monkeypatch):
     def fail(memory):
         raise TypeError("unsupported device type")
 
+    def expect_refused(words):
+        with pytest.raises(NotImplementedError, match=words):
+            RegisteredPages(jax.devices()[:1], NEEDED)
+        assert driver.registered_bytes == 0
+
     with monkeypatch.context() as patched:
         patched.setattr(jax.dlpack, "from_dlpack", fail)
-        with pytest.raises(NotImplementedError, match=r"by DLPack.*unsupported device"):
-            RegisteredPages(jax.devices()[:1], NEEDED)
-    assert (driver.calls, driver.registered_bytes) == (1, 0)
+        expect_refused("by DLPack.*unsupported device")
+    with monkeypatch.context() as patched:
+        patched.setattr(driver, "cuStreamSynchronize", lambda stream: 0)
+        expect_refused("came back changed")
     monkeypatch.setattr(cuda, "load", lambda: ctypes.CDLL("no-such-library.so"))
-    with pytest.raises(NotImplementedError, match=r"CUDA driver, and jax runs on cpu"):
-        RegisteredPages(jax.devices()[:1], NEEDED)
-
-
-def test_memory_that_comes_back_changed_is_refused(driver, monkeypatch):
-    monkeypatch.setattr(driver, "cuStreamSynchronize", lambda stream: 0)
-    with pytest.raises(NotImplementedError, match="came back changed"):
-        RegisteredPages(jax.devices()[:1], NEEDED)
-    assert driver.registered_bytes == 0
+    expect_refused("CUDA driver, and jax runs on cpu")
 
 
 def test_nothing_stays_registered_if_stores_cannot_be_opened_or_are_dropped(

@@ -2,6 +2,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from xxhash import xxh3_64
 
 from zinf.memory.nvme.checksum import (
@@ -9,39 +11,35 @@ from zinf.memory.nvme.checksum import (
     STRIPE_BYTES,
     WINDOW_BYTES,
     Checksum,
-    Coverage,
     Summer,
     next_summer,
 )
 
 # Whole stripes, parts of the last, and parts of its first window.
 SIZES = [0, 1, STRIPE_BYTES, 2 * STRIPE_BYTES, 2 * STRIPE_BYTES + 100, 1_700_001]
+CUTS = st.integers(0, 3 * NUM_WINDOWS).map(lambda n: n * WINDOW_BYTES)
+CONTENT = np.random.default_rng(0).integers(0, 256, max(SIZES), np.uint8)
 
 
-def checksum(content: np.ndarray, window: int | None, *cuts: int) -> Checksum:
-    summer = Summer(window)
-    for low, high in pairwise([0, *cuts, content.size]):
-        summer.update(content[low:high])
-    return summer.checksum()
-
-
-@pytest.mark.parametrize("nbytes", SIZES)
-@pytest.mark.parametrize("window", [None, 0, 1, 8, NUM_WINDOWS - 1])
-def test_it_is_xxh3_of_everything_or_of_one_window_of_each_stripe(
-    window: int | None, nbytes: int
-) -> None:
-    random = np.random.default_rng(nbytes)
-    content = random.integers(0, 256, nbytes, np.uint8)
-    summed = content
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from(SIZES),
+    st.sampled_from([None, 0, 1, 8, NUM_WINDOWS - 1]),
+    st.lists(st.integers(0, max(SIZES)) | CUTS, max_size=8),
+)
+def test_it_is_xxh3_of_all_or_a_window_of_each_stripe_in_whatever_parts_it_comes(
+    nbytes, window, cuts
+):
+    content = summed = CONTENT[:nbytes]
     if window is not None:
-        index = np.arange(nbytes)
-        summed = content[index % STRIPE_BYTES // WINDOW_BYTES == window]
+        starts = range(window * WINDOW_BYTES, nbytes, STRIPE_BYTES)
+        parts = [content[start : start + WINDOW_BYTES] for start in starts]
+        summed = np.concatenate([content[:0], *parts])
+    summer = Summer(window)
+    for low, high in pairwise([0, *sorted(c for c in cuts if c <= nbytes), nbytes]):
+        summer.update(content[low:high])
     expected = Checksum(xxh3_64(summed.tobytes()).intdigest(), window)
-    # In whatever parts the content comes.
-    cuts = sorted(random.integers(0, nbytes + 1, 7).tolist())
-    edges = [n for n in range(0, nbytes, WINDOW_BYTES) if n]
-    for parts in ([], cuts, edges):
-        assert checksum(content, window, *parts) == expected
+    assert summer.checksum() == expected
 
 
 LARGE = STRIPE_BYTES + 1
@@ -52,17 +50,12 @@ LARGE = STRIPE_BYTES + 1
     [
         # Windows take turns from write to write.
         ("sampled", LARGE, [n % NUM_WINDOWS for n in range(20)]),
-        ("sampled", 0, [None] * 20),
         ("sampled", STRIPE_BYTES, [None] * 20),
         ("full", LARGE, [None] * 20),
         ("off", 1, ["off"] * 20),
     ],
 )
-def test_samples_are_of_chunks_larger_than_a_stripe(
-    coverage: Coverage, nbytes: int, windows: list[int | str | None]
-) -> None:
-    found = []
-    for number in range(20):
-        summer = next_summer(coverage, nbytes, number)
-        found.append("off" if summer is None else summer.checksum().window)
+def test_samples_are_of_chunks_larger_than_a_stripe(coverage, nbytes, windows):
+    summers = [next_summer(coverage, nbytes, number) for number in range(20)]
+    found = ["off" if x is None else x.checksum().window for x in summers]
     assert found == windows

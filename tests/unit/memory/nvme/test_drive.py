@@ -3,10 +3,8 @@
 import errno
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from pathlib import Path
 from threading import Barrier, Event
 from time import sleep
 
@@ -15,7 +13,6 @@ import pytest
 from tests.clock import Clock, still
 from tests.robustness.faults import (
     SECONDS_TO_WAIT,
-    BlockLayer,
     Gate,
     Rule,
     eventually,
@@ -60,61 +57,28 @@ def clock() -> Iterator[Clock]:
         yield clock
 
 
-@pytest.fixture
-def stalling(make_drive: Callable[..., Drive], clock: Clock) -> Drive:
-    return make_drive(num_threads=2, stall_seconds=STALL_SECONDS)
-
-
-def test_a_task_runs_in_another_thread_and_its_error_is_raised_here(
-    drive: Drive, tmp_nvme: Path
-) -> None:
-    assert threads_of(tmp_nvme) == []
-    ran = []
-    drive.run("Cannot do it", lambda m: ran.append((m.what, threading.get_ident())))
-    assert ran[0][0] == "Cannot do it" and ran[0][1] != threading.get_ident()
-    with pytest.raises(KeyError, match="missing"):
-        drive.run("Cannot do it", lambda m: {}["missing"])
-
-
 @pytest.mark.parametrize("num_threads", [1, 4])
-def test_as_many_reads_and_writes_run_at_once_as_the_profile_says(
-    make_drive: Callable[..., Drive], num_threads: int
-) -> None:
+def test_as_many_reads_and_writes_run_at_once_as_the_profile_beside_the_files_says(
+    tmp_nvme, num_threads
+):
     """And neither they nor rare operations wait for each other."""
-    drive = make_drive(num_threads=num_threads)
+    save_profile(Profile(block_bytes=8192, num_threads=num_threads), tmp_nvme)
+    assert Drive(tmp_nvme, profile=Profile()).profile == Profile()
     meet = Barrier(2 * num_threads + 1)
 
     def task(mover: Mover) -> None:
-        assert mover.block_bytes == drive.profile.block_bytes
+        assert mover.block_bytes == 8192
         meet.wait(SECONDS_TO_WAIT)
 
-    asked = [ask(drive, kind, *[task] * num_threads) for kind in ("read", "write")]
-    drive.run("Cannot do it", task)
-    assert [future.result(SECONDS_TO_WAIT) for future in asked] == ["done"] * 2
-    # And the watch.
-    assert len(threads_of(drive.folder)) == 2 * num_threads + 2
+    with Drive(tmp_nvme) as drive:
+        asked = [ask(drive, kind, *[task] * num_threads) for kind in ("read", "write")]
+        drive.run("Cannot do it", task)
+        assert [future.result(SECONDS_TO_WAIT) for future in asked] == ["done"] * 2
+        # And the watch.
+        assert len(threads_of(drive.folder)) == 2 * num_threads + 2
 
 
-def test_the_profile_beside_the_files_is_found(tmp_nvme: Path) -> None:
-    save_profile(Profile(block_bytes=8192, num_threads=3), tmp_nvme)
-    assert Drive(tmp_nvme).profile.block_bytes == 8192
-    assert Drive(tmp_nvme, profile=Profile()).profile == Profile()
-
-
-def test_flush_waits_for_all_and_raises_nothing(drive: Drive) -> None:
-    def fail_late(mover: Mover) -> None:
-        sleep(0.02)
-        raise OSError(errno.EIO, "whatever")
-
-    asked = [
-        ask(drive, d, fail_late) for d in ("read", "write", "rare") for _ in range(3)
-    ]
-    drive.flush()
-    assert all(future.done() for future in asked)
-    drive.flush()
-
-
-def test_close_finishes_what_is_pending_and_ends_the_threads(tmp_nvme: Path) -> None:
+def test_close_finishes_what_is_pending_and_ends_the_threads(tmp_nvme):
     ran = []
     with Drive(tmp_nvme) as drive:
         tasks = [lambda m: (sleep(0.001), ran.append(1))] * 50
@@ -127,9 +91,7 @@ def test_close_finishes_what_is_pending_and_ends_the_threads(tmp_nvme: Path) -> 
         ask(drive, "read", lambda m: None)
 
 
-def test_callbacks_may_ask_for_more_though_one_thread_moves_all(
-    make_drive: Callable[..., Drive],
-) -> None:
+def test_callbacks_may_ask_for_more_though_one_thread_moves_all(make_drive):
     drive, done = make_drive(num_threads=1), Event()
 
     def again(future: Future) -> None:
@@ -141,13 +103,17 @@ def test_callbacks_may_ask_for_more_though_one_thread_moves_all(
 
 
 def test_all_that_is_asked_of_a_drive_that_stalls_fails_until_it_has_answered(
-    stalling: Drive, gate: Gate, clock: Clock, tmp_nvme: Path
-) -> None:
-    asked = [ask(stalling, "write", asking(gate.hold)) for _ in range(5)]
-    asked += [ask(stalling, "read", asking(gate.hold)) for _ in range(5)]
+    make_drive, gate, clock, tmp_nvme
+):
+    drive = make_drive(num_threads=2, stall_seconds=STALL_SECONDS)
+    asked = [
+        ask(drive, kind, asking(gate.hold))
+        for kind in ("read", "write")
+        for _ in "12345"
+    ]
     gate.wait(2 * 2)
     clock.advance(STALL_SECONDS)
-    assert not stalling.is_stalled
+    assert not drive.is_stalled
     clock.advance(STALL_SECONDS / 2)
     for future in asked:
         with pytest.raises(StorageError, match="has not answered for 0.4 ") as error:
@@ -156,25 +122,23 @@ def test_all_that_is_asked_of_a_drive_that_stalls_fails_until_it_has_answered(
         assert error.value.filename == str(tmp_nvme)
         assert "Cannot do it" in str(error.value)
         assert "memory.stall_seconds is 0.25" in str(error.value)
-    assert stalling.is_stalled
+    assert drive.is_stalled
     ran = []
     for direction in ("read", "write"):
         # The clock stands still: nothing is waited for.
-        refused = ask(stalling, direction, lambda m: ran.append(1))
+        refused = ask(drive, direction, lambda m: ran.append(1))
         with pytest.raises(StorageError, match="has not answered"):
             refused.result(0)
     with pytest.raises(StorageError, match="Cannot make it: .* not answered"):
-        stalling.run("Cannot make it", lambda m: ran.append(1))
+        drive.run("Cannot make it", lambda m: ran.append(1))
     gate.open()
-    eventually(lambda: not stalling.is_stalled)
+    eventually(lambda: not drive.is_stalled)
     assert ran == []
     for direction in ("read", "write"):
-        assert ask(stalling, direction, asking(gate.hold)).result(SECONDS_TO_WAIT)
+        assert ask(drive, direction, asking(gate.hold)).result(SECONDS_TO_WAIT)
 
 
-def test_close_does_not_wait_for_a_kernel_that_does_not_answer(
-    tmp_nvme: Path, gate: Gate, clock: Clock
-) -> None:
+def test_close_does_not_wait_for_a_kernel_that_does_not_answer(tmp_nvme, gate, clock):
     drive = Drive(tmp_nvme, stall_seconds=STALL_SECONDS)
     stuck = ask(drive, "write", asking(gate.hold))
     gate.wait()
@@ -185,7 +149,7 @@ def test_close_does_not_wait_for_a_kernel_that_does_not_answer(
     eventually(lambda: not threads_of(tmp_nvme))
 
 
-def test_slow_is_not_stalled(make_drive: Callable[..., Drive], clock: Clock) -> None:
+def test_slow_is_not_stalled(make_drive, clock):
     """Each answer must come in time, not all of a request or a queue."""
     drive = make_drive(num_threads=1, stall_seconds=STALL_SECONDS)
     slowly = asking(lambda: clock.advance(0.9 * STALL_SECONDS))
@@ -200,9 +164,7 @@ def test_slow_is_not_stalled(make_drive: Callable[..., Drive], clock: Clock) -> 
     assert [future.result(SECONDS_TO_WAIT) for future in asked] == ["done"] * 2
 
 
-def test_files_that_take_no_direct_requests_are_used_with_a_warning(
-    tmp_nvme: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_files_that_take_no_direct_requests_are_used_with_a_warning(tmp_nvme, caplog):
     assert Drive(tmp_nvme).is_direct and caplog.text == ""
     with caplog.at_level(logging.WARNING):
         drive = Drive(tmp_nvme, system=System(open=open_buffered))
@@ -212,8 +174,8 @@ def test_files_that_take_no_direct_requests_are_used_with_a_warning(
 
 
 def test_a_folder_that_cannot_be_probed_is_an_error_that_leaves_nothing(
-    tmp_nvme: Path, layer: BlockLayer
-) -> None:
+    tmp_nvme, layer
+):
     with pytest.raises(StorageError, match="Cannot write to the folder") as error:
         Drive(tmp_nvme / "missing")
     assert error.value.errno == errno.ENOENT

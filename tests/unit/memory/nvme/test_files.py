@@ -3,12 +3,11 @@
 import errno
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import zarr
 
-from tests.robustness.faults import BlockLayer, Rule, fail
+from tests.robustness.faults import Rule, fail
 from zinf.memory import StorageError
 from zinf.memory.nvme import Drive, Profile
 from zinf.memory.nvme.array import Layout, NvmeArray
@@ -38,96 +37,72 @@ def folders(files: Files) -> list[list[str]]:
     return [sorted(os.listdir(place.root.arrays)) for place in files.places]
 
 
+def used(files: Files) -> list[int]:
+    return [place.used_bytes for place in files.places]
+
+
 @pytest.fixture
-def make_files(tmp_path: Path, layer: BlockLayer) -> Iterator[MakeFiles]:
+def make_files(tmp_path, layer) -> Iterator[MakeFiles]:
     """Files in folders a, b, ... of the given speeds."""
-    made: list[Files] = []
+    places: list[Place] = []
 
     def make(*speeds: float) -> Files:
-        places = []
         for name, speed in zip("abc", speeds, strict=False):
             root = Root(tmp_path / name)
             profile = Profile(num_threads=1)
             drive = Drive(root.path, profile=profile, system=layer.system)
             places.append(Place(root, drive, speed))
-        made.append(Files(places, checksums="full"))
-        return made[-1]
+        return Files(places, checksums="full")
 
     yield make
-    for files in made:
-        for place in files.places:
-            place.drive.close()
-            place.root.close()
-
-
-@pytest.fixture
-def files(make_files: MakeFiles) -> Files:
-    return make_files(1.0)
-
-
-def test_an_array_is_files_of_their_full_size_in_a_folder_with_a_short_name(
-    files: Files,
-) -> None:
-    array = take(files, layout(3))
-    assert array.folder == files.places[0].root.arrays / "000001"
-    assert sorted(os.listdir(array.folder)) == ["c.0.0", "c.1.0", "c.2.0", "zarr.json"]
-    for chunk in array.chunks:
-        assert chunk.path.stat().st_size == CHUNK_BYTES
-        assert chunk.path.stat().st_mode & 0o777 == 0o600
-    assert take(files, layout(1)).folder.name == "000002"
+    for place in places:
+        place.drive.close()
+        place.root.close()
 
 
 @pytest.mark.parametrize(
     ("speeds", "shares"),
     [((1, 1), (6, 6)), ((2, 1), (8, 4)), ((1, 3), (3, 9)), ((1, 2, 3), (2, 4, 6))],
 )
-def test_chunks_are_dealt_in_proportion_to_what_drives_do(
-    make_files: MakeFiles, speeds: tuple[float, ...], shares: tuple[int, ...]
-) -> None:
+def test_chunks_are_dealt_in_proportion_to_what_drives_do(make_files, speeds, shares):
     files = make_files(*speeds)
     places = on(take(files, layout(12)), files)
     assert tuple(places.count(name) for name in "abc"[: len(speeds)]) == shares
-    for place, share in zip(files.places, shares, strict=True):
-        assert place.used_bytes == share * CHUNK_BYTES
+    assert used(files) == [share * CHUNK_BYTES for share in shares]
 
 
-def test_a_drive_that_is_ahead_waits_for_the_others(make_files: MakeFiles) -> None:
+def test_a_drive_that_is_ahead_waits_for_the_others(make_files):
     files = make_files(1, 1)
     take(files, layout(1, chunk_bytes=3 * CHUNK_BYTES))
     # 3 are on a: the next two are on b for sure, the last ones shared.
     assert on(take(files, layout(4)), files)[:2] == ["b", "b"]
-    used = {place.used_bytes for place in files.places}
-    assert used == {3 * CHUNK_BYTES, 4 * CHUNK_BYTES}
+    assert set(used(files)) == {3 * CHUNK_BYTES, 4 * CHUNK_BYTES}
 
 
-def test_readers_see_one_folder_in_which_other_drives_are_links(
-    make_files: MakeFiles,
-) -> None:
+def test_readers_see_one_folder_in_which_other_drives_are_links(make_files):
     files = make_files(1, 1)
     array = take(files, layout(4))
     for chunk in array.chunks:
         seen = array.folder / chunk.path.name
         assert seen.resolve() == chunk.path.resolve()
         assert seen.is_symlink() == (chunk.path.parent != array.folder)
+        assert chunk.path.stat().st_size == CHUNK_BYTES
         chunk.path.write_bytes(bytes([chunk.start // CHUNK_BYTES]) * CHUNK_BYTES)
     found = zarr.open_array(array.folder, mode="r")
     assert [int(row[0]) for row in found[...]] == [0, 1, 2, 3]
-    assert os.listdir(files.places[1].root.arrays) == [array.folder.name]
+    assert folders(files) == [[array.folder.name]] * 2
     mode = (files.places[1].root.arrays / array.folder.name).stat().st_mode
     assert mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_when_one_drive_is_full_the_others_take_the_chunks(
-    make_files: MakeFiles, layer: BlockLayer, code: int
-) -> None:
+def test_when_one_drive_is_full_the_others_take_the_chunks(make_files, layer, code):
     files = make_files(1, 1)
     with layer.broken(Rule("allocate", fail(code), path="*/b/arrays/*")):
         array = take(files, layout(4))
     assert on(array, files) == ["a"] * 4
-    assert [place.used_bytes for place in files.places] == [4 * CHUNK_BYTES, 0]
-    other = files.places[1].root.arrays / array.folder.name
-    assert os.listdir(other) == []
+    assert used(files) == [4 * CHUNK_BYTES, 0]
+    assert os.listdir(files.places[1].root.arrays / array.folder.name) == []
     assert not any(path.is_symlink() for path in array.folder.iterdir())
 
 
@@ -139,83 +114,50 @@ def test_when_one_drive_is_full_the_others_take_the_chunks(
     ],
 )
 def test_when_all_drives_are_full_or_one_fails_nothing_is_left(
-    make_files: MakeFiles, layer: BlockLayer, path: str, code: int, message: str
-) -> None:
+    make_files, layer, path, code, message
+):
     files = make_files(1, 1)
     with layer.broken(Rule("allocate", fail(code), path=path)):
         with pytest.raises(StorageError, match=f"Cannot create it: {message}") as error:
             take(files, layout(4))
     assert error.value.errno == code
-    assert folders(files) == [[], []]
-    assert [place.used_bytes for place in files.places] == [0, 0]
-
-
-def test_a_dtype_that_zarr_cannot_keep_leaves_nothing(files: Files) -> None:
     with pytest.raises(StorageError, match="Cannot create it: .*uint4") as error:
         take(files, Layout(ArraySpec((4,), "uint4", 1), (4,)))
     assert error.value.errno == errno.EINVAL
-    assert folders(files) == [[]]
+    assert (folders(files), used(files)) == ([[], []], [0, 0])
 
 
-def test_files_of_an_array_that_is_gone_are_given_to_the_next_of_its_layout(
-    make_files: MakeFiles,
-) -> None:
+def test_files_of_an_array_that_is_gone_are_given_to_one_new_one_of_its_layout(
+    make_files,
+):
     files = make_files(1, 1)
     first = take(files, layout(4))
-    used = [place.used_bytes for place in files.places]
     nodes = [chunk.path.stat().st_ino for chunk in first.chunks]
     first.mark_written(None)
     files.give_back(first, spare_bytes=first.spec.nbytes)
-    second = take(files, layout(4))
-    assert second.folder == first.folder
-    assert [chunk.path.stat().st_ino for chunk in second.chunks] == nodes
-    assert not second.is_written((0, 1))
-    assert [place.used_bytes for place in files.places] == used
-
-
-def test_an_array_of_another_layout_gets_files_of_its_own(files: Files) -> None:
-    first = take(files, layout(4))
-    files.give_back(first, spare_bytes=2**20)
-    others = [
+    for other in (
         Layout(first.spec, (2, CHUNK_BYTES)),
         Layout(ArraySpec(first.spec.shape, "int8", 1), (1, CHUNK_BYTES)),
-        layout(2, chunk_bytes=2 * CHUNK_BYTES),
-    ]
-    for other in others:
+    ):
         assert take(files, other, spare_bytes=2**20).folder != first.folder
-    assert first.folder.exists()
-    # One spare has one taker.
-    taken = [take(files, layout(4), spare_bytes=2**20).folder for _ in range(2)]
-    assert taken[0] == first.folder != taken[1]
+    before = used(files)
+    second = take(files, layout(4))
+    assert second.folder == first.folder and used(files) == before
+    assert [chunk.path.stat().st_ino for chunk in second.chunks] == nodes
+    assert not second.is_written((0, 1))
+    assert take(files, layout(4)).folder != first.folder
 
 
-def test_spares_never_hold_more_than_they_may_and_the_oldest_goes_first(
-    files: Files,
-) -> None:
+def test_spares_never_hold_more_than_they_may_and_the_oldest_goes_first(make_files):
+    files = make_files(1, 1)
     arrays = [take(files, layout(2)) for _ in range(3)]
     for array in arrays:
         files.give_back(array, spare_bytes=2 * array.spec.nbytes)
     assert [array.folder.exists() for array in arrays] == [False, True, True]
-    assert files.places[0].used_bytes == 4 * CHUNK_BYTES
+    assert used(files) == [2 * CHUNK_BYTES] * 2
     # A new array of another layout leaves less for spares, which is made room first.
-    take(files, layout(1), spare_bytes=arrays[0].spec.nbytes)
-    assert [array.folder.exists() for array in arrays] == [False, False, True]
-
-
-def test_deleted_files_are_deleted_on_every_drive(make_files: MakeFiles) -> None:
-    files = make_files(1, 1)
-    kept = take(files, layout(4))
-    files.give_back(take(files, layout(6)), spare_bytes=0)
-    assert folders(files) == [[kept.folder.name]] * 2
-    assert [place.used_bytes for place in files.places] == [2 * CHUNK_BYTES] * 2
-    files.give_back(kept, spare_bytes=2**20)
+    new = take(files, layout(4), spare_bytes=arrays[0].spec.nbytes)
+    assert folders(files) == [[arrays[2].folder.name, new.folder.name]] * 2
+    files.give_back(new, spare_bytes=2**20)
     files.delete_spares(0)
-    assert folders(files) == [[], []]
-    assert [place.used_bytes for place in files.places] == [0, 0]
-
-
-def test_an_array_without_elements_needs_no_files(files: Files) -> None:
-    array = take(files, Layout(ArraySpec((0, 4), "float32", 4), (1, 4)))
-    assert os.listdir(array.folder) == ["zarr.json"]
-    files.give_back(array, spare_bytes=0)
-    files.delete_spares(0)
+    assert (folders(files), used(files)) == ([[], []], [0, 0])

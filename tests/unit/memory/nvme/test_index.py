@@ -3,8 +3,6 @@ import logging
 import os
 from pathlib import Path
 
-import pytest
-
 from zinf.memory.nvme import index as module
 from zinf.memory.nvme.index import Index
 from zinf.memory.nvme.root import INDEX
@@ -18,7 +16,7 @@ def lines(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / INDEX).read_text().splitlines()]
 
 
-def test_each_array_made_or_freed_is_a_line(tmp_nvme: Path) -> None:
+def test_each_array_made_or_freed_is_a_line(tmp_nvme):
     (tmp_nvme / INDEX).write_text("of an earlier run")
     index = Index(tmp_nvme)
     assert lines(tmp_nvme) == []
@@ -40,29 +38,23 @@ def test_each_array_made_or_freed_is_a_line(tmp_nvme: Path) -> None:
     assert lines(tmp_nvme) == expected
 
 
-def test_it_does_not_grow_with_the_number_of_steps(
-    tmp_nvme: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_does_not_grow_with_the_number_of_steps(tmp_nvme, monkeypatch):
     monkeypatch.setattr(module, "REWRITE_LINES", 10)
     index = Index(tmp_nvme)
     index.add("kept", ROWS, SPEC)
     lengths = set()
-    for number in range(50):
-        index.add(f"{number}", ROWS, SPEC)
-        index.remove(f"{number}")
+    for _ in range(50):
+        index.add("again", ROWS, SPEC)
+        index.remove("again")
         lengths.add(len(lines(tmp_nvme)))
     # One array is left when more than 10 + 4 lines were written: two lines a step.
     assert max(lengths) == 15 and min(lengths) == 1
-    said = {}
-    for line in lines(tmp_nvme):
-        said[line["name"]] = line
-    assert [n for n, line in said.items() if not line.get("freed")] == ["kept"]
+    last = {line["name"]: line for line in lines(tmp_nvme)}
+    assert [n for n, line in last.items() if not line.get("freed")] == ["kept"]
     index.close()
 
 
-def test_without_it_everything_goes_on_with_one_warning(
-    tmp_nvme: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_it_everything_goes_on_with_one_warning(tmp_nvme, caplog):
     (tmp_nvme / INDEX).mkdir()
     with caplog.at_level(logging.WARNING):
         index = Index(tmp_nvme)

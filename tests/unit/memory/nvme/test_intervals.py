@@ -11,7 +11,7 @@ RANGES = list(combinations_with_replacement(range(SIZE + 1), 2))
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.sampled_from(RANGES))))
-def test_it_covers_what_was_added_and_not_removed_since(changes) -> None:
+def test_it_covers_what_was_added_and_not_removed_since(changes):
     intervals, expected = Intervals(), set()
     for is_added, (start, stop) in changes:
         if is_added:

@@ -9,15 +9,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.robustness.faults import BlockLayer, Rule, fail, threads_of
+from tests.robustness.faults import Rule, fail, threads_of
 from zinf.memory import StorageError
 from zinf.memory.nvme import (
     Drive,
     Measured,
     Profile,
-    find_profile,
     measure_drive,
-    save_profile,
 )
 from zinf.memory.nvme.measure import relative_speeds
 
@@ -34,40 +32,27 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MODULE, "SPEED_BYTES", 2 * MIB)
 
 
-def test_the_first_round_is_completed_whatever_the_time(tmp_nvme: Path) -> None:
+def test_the_first_round_is_completed_whatever_the_time(tmp_nvme):
     parts: list[float] = []
     profile, rows = measure_drive(tmp_nvme, seconds=1e-9, progress=parts.append)
-    assert [(r.profile.block_bytes // MIB, r.profile.num_threads) for r in rows] == [
-        (1, 1),
-        (1, 2),
-        (2, 1),
-        (2, 2),
-    ]
+    settings = [(r.profile.block_bytes // MIB, r.profile.num_threads) for r in rows]
+    assert settings == [(1, 1), (1, 2), (2, 1), (2, 2)]
     for row in rows:
         assert len(row.reads) == len(row.writes) == len(row.mixed) == 1
         assert min(row.reads + row.writes + row.mixed) > 0
     assert parts == [1.0] * 4
-    chosen = [
-        row
-        for row in rows
-        if (row.profile.block_bytes, row.profile.num_threads)
-        == (profile.block_bytes, profile.num_threads)
-    ]
-    assert profile.read_bytes_per_second == chosen[0].reads[0]
-    assert profile.write_bytes_per_second == chosen[0].writes[0]
-    assert profile.mixed_bytes_per_second == chosen[0].mixed[0]
+    chosen = rows[settings.index((profile.block_bytes // MIB, profile.num_threads))]
+    assert profile.read_bytes_per_second == chosen.reads[0]
+    assert profile.write_bytes_per_second == chosen.writes[0]
+    assert profile.mixed_bytes_per_second == chosen.mixed[0]
     assert "1 rounds" in profile.measured
     assert os.listdir(tmp_nvme) == threads_of(tmp_nvme) == []
-    save_profile(profile, tmp_nvme)
-    assert find_profile(tmp_nvme) == profile
     with pytest.raises(OSError) as error:
         measure_drive(tmp_nvme / "missing", seconds=1e-9)
     assert error.value.errno == errno.ENOENT
 
 
-def test_rounds_go_on_until_the_time_is_over(
-    tmp_nvme: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rounds_go_on_until_the_time_is_over(tmp_nvme, monkeypatch):
     parts: list[float] = []
     ticks = count()
     # Each look at the clock takes a second: a round looks several times.
@@ -85,7 +70,7 @@ def test_rounds_go_on_until_the_time_is_over(
     assert parts == sorted(parts) and parts[-1] == 1.0
 
 
-def test_the_score_is_low_if_any_of_the_three_is(tmp_nvme: Path) -> None:
+def test_the_score_is_low_if_any_of_the_three_is(tmp_nvme):
     even = Measured(Profile(), [1.0, 9.0, 2.0], [2.0], [2.0])
     assert even.score == pytest.approx(2.0)
     uneven = Measured(Profile(), [10.0], [10.0], [1.0])
@@ -94,8 +79,8 @@ def test_the_score_is_low_if_any_of_the_three_is(tmp_nvme: Path) -> None:
 
 @pytest.mark.parametrize(("rate", "expected"), [(0.995, 1), (0.9, 2)])
 def test_the_cheapest_of_the_good_settings_is_chosen(
-    monkeypatch: pytest.MonkeyPatch, tmp_nvme: Path, rate: float, expected: int
-) -> None:
+    monkeypatch, tmp_nvme, rate, expected
+):
     monkeypatch.setattr(MODULE, "BLOCKS", (MIB,))
 
     def note(row: Measured, path: Path, memory: np.ndarray) -> None:
@@ -108,36 +93,22 @@ def test_the_cheapest_of_the_good_settings_is_chosen(
     assert profile.num_threads == expected
 
 
-def drives_in(folder: Path, layer: BlockLayer, *speeds: float | None) -> list[Drive]:
-    """Drives in folders a, b, ... with profiles of these speeds, if any."""
+def test_drives_are_measured_at_once_where_one_has_no_known_speed(tmp_path, layer):
     drives = []
-    for name, speed in zip("ab", speeds, strict=True):
-        (folder / name).mkdir()
+    for name, speed in (("a", 1e9), ("b", 3e9), ("c", None)):
+        (tmp_path / name).mkdir()
         profile = Profile(num_threads=2, mixed_bytes_per_second=speed)
-        drives.append(Drive(folder / name, profile=profile, system=layer.system))
-    return drives
-
-
-def test_drives_with_known_speeds_are_not_measured(
-    tmp_path: Path, layer: BlockLayer
-) -> None:
-    drives = drives_in(tmp_path, layer, 1e9, 3e9)
-    assert relative_speeds(drives) == [1e9, 3e9]
-    assert relative_speeds(drives[:1]) == [1.0]
+        drives.append(Drive(tmp_path / name, profile=profile, system=layer.system))
+    assert relative_speeds(drives[:2]) == [1e9, 3e9]
+    assert relative_speeds(drives[2:]) == [1.0]
     assert layer.transfers == []
-
-
-def test_drives_are_measured_at_once_where_one_has_no_known_speed(
-    tmp_path: Path, layer: BlockLayer
-) -> None:
-    drives = drives_in(tmp_path, layer, None, 1.0)
-    speeds = relative_speeds(drives)
+    speeds = relative_speeds(drives[1:])
     assert len(speeds) == 2 and min(speeds) > 0
     # Each file is written twice: first writes are slower.
     assert sum(transfer.nbytes for transfer in layer.transfers) == 2 * 2 * 2 * MIB
     with layer.broken(Rule("pwritev", fail(errno.EIO), path=f"{tmp_path}/b/*")):
         with pytest.raises(StorageError, match="Input/output error"):
-            relative_speeds(drives)
+            relative_speeds(drives[1:])
     for drive in drives:
         drive.close()
         assert os.listdir(drive.folder) == []

@@ -1,4 +1,4 @@
-"""A folder of the tier: ours, locked, and wiped when opened."""
+"""A folder of the tier: ours, locked, wiped when opened, and with room."""
 
 import errno
 import json
@@ -7,15 +7,18 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from zinf.memory import NvmeStore, StorageError
 from zinf.memory.nvme.profile import PROFILE
 from zinf.memory.nvme.root import ARRAYS, FORMAT, INDEX, LOCK, MARKER, Root
+from zinf.memory.nvme.space import check_space
 
+FREE_BYTES = 1000
 # What `Root` does, without the seconds that it takes to import it.
 HOLD_LOCK = """
 import fcntl, os, sys
@@ -42,7 +45,13 @@ def contents(path: Path) -> set[str]:
     return {found.name for found in path.iterdir()}
 
 
-def test_a_new_folder_is_made_and_its_files_are_private(tmp_path: Path) -> None:
+def expect_refused(path: Path, message: str, code: int) -> None:
+    with pytest.raises(StorageError, match=message) as error:
+        Root(path)
+    assert error.value.errno == code
+
+
+def test_a_new_folder_is_made_and_its_files_are_private(tmp_path):
     path = tmp_path / "a" / "b"
     Root(path).close()
     assert contents(path) == {MARKER, LOCK, ARRAYS}
@@ -53,10 +62,12 @@ def test_a_new_folder_is_made_and_its_files_are_private(tmp_path: Path) -> None:
     assert "zinf" in about["about"] and INDEX in about["about"]
 
 
-def test_opening_deletes_what_an_earlier_run_left_and_nothing_else(
-    tmp_nvme: Path,
-) -> None:
+def test_opening_deletes_what_an_earlier_run_left_and_nothing_else(tmp_nvme, tmp_path):
     leave_behind(tmp_nvme, "000001", "000002")
+    leave_behind(tmp_path / "b", "000001")
+    chunk = tmp_path / "b" / ARRAYS / "000001" / "c.0"
+    (tmp_nvme / ARRAYS / "000001" / "c.1").symlink_to(chunk)
+    (tmp_nvme / ARRAYS / "000003").symlink_to(chunk.parent)
     (tmp_nvme / ".zinf-scratch").mkdir()
     (tmp_nvme / ".zinf-scratch" / "measured").write_text("")
     (tmp_nvme / ".zinf-probe").write_text("")
@@ -65,82 +76,55 @@ def test_opening_deletes_what_an_earlier_run_left_and_nothing_else(
     Root(tmp_nvme).close()
     assert contents(tmp_nvme) == {MARKER, LOCK, ARRAYS, "notes.txt", "mine"}
     assert contents(tmp_nvme / ARRAYS) == set()
-
-
-def test_arrays_on_other_roots_are_not_deleted_through_links(tmp_path: Path) -> None:
-    leave_behind(tmp_path / "a", "000001")
-    leave_behind(tmp_path / "b", "000001")
-    chunk = tmp_path / "b" / ARRAYS / "000001" / "c.0"
-    (tmp_path / "a" / ARRAYS / "000001" / "c.1").symlink_to(chunk)
-    (tmp_path / "a" / ARRAYS / "000002").symlink_to(chunk.parent)
-    Root(tmp_path / "a").close()
-    assert contents(tmp_path / "a" / ARRAYS) == set()
-    assert chunk.read_text() == "content"
-
-
-def test_wiping_keeps_the_folder_ours(tmp_nvme: Path) -> None:
-    root = Root(tmp_nvme)
-    (root.arrays / "000001").mkdir()
-    root.wipe()
-    assert contents(root.arrays) == set()
-    assert contents(tmp_nvme) == {MARKER, LOCK, ARRAYS}
-    root.close()
+    assert chunk.read_text() == "content", "deleted through a link"
 
 
 @pytest.mark.parametrize("name", [PROFILE, INDEX, f"{MARKER}.new", ".zinf-left"])
-def test_what_zinf_makes_before_the_marker_is_not_foreign(
-    tmp_nvme: Path, name: str
-) -> None:
+def test_what_zinf_makes_before_the_marker_is_not_foreign(tmp_nvme, name):
     """A profile that was measured there, or what a run left that was killed early."""
     (tmp_nvme / name).write_text("")
     Root(tmp_nvme).close()
     assert MARKER in contents(tmp_nvme)
-
-
-def test_a_folder_with_other_content_is_refused_and_untouched(tmp_nvme: Path) -> None:
+    (tmp_nvme / MARKER).unlink()
+    (tmp_nvme / ARRAYS).rmdir()
     (tmp_nvme / "thesis.tex").write_text("mine")
-    with pytest.raises(StorageError, match="1 files.*thesis.tex.*empty") as error:
-        Root(tmp_nvme)
-    assert error.value.errno == errno.ENOTEMPTY
-    assert os.listdir(tmp_nvme) == ["thesis.tex"]
+    before = contents(tmp_nvme)
+    expect_refused(tmp_nvme, "1 files.*thesis.tex.*empty", errno.ENOTEMPTY)
+    assert contents(tmp_nvme) == before
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(content, "is damaged. Delete the folder") for content in ("", "[]", "{}", "3")]
-    + [
-        (json.dumps({"format": found}), f"has format {found}, of another version")
-        for found in (FORMAT - 1, FORMAT + 1, "1")
-    ],
-)
+OTHER_FORMATS = {
+    json.dumps({"format": n}): f"has format {n}, of another version"
+    for n in (FORMAT - 1, FORMAT + 1, "1")
+}
+DAMAGED = dict.fromkeys(("", "[]", "{}", "3"), "is damaged. Delete the folder")
+
+
 def test_a_folder_that_is_damaged_or_of_another_version_is_refused_and_untouched(
-    tmp_nvme: Path, content: str, message: str
-) -> None:
+    tmp_nvme,
+):
     (tmp_nvme / ARRAYS / "000001").mkdir(parents=True)
-    (tmp_nvme / MARKER).write_text(content)
-    for _ in range(2):  # The first refusal does not keep the lock.
-        with pytest.raises(StorageError, match=message) as error:
-            Root(tmp_nvme)
-        assert error.value.errno == errno.EINVAL
-    assert (tmp_nvme / ARRAYS / "000001").exists()
-    assert (tmp_nvme / MARKER).read_text() == content
+    for content, message in (OTHER_FORMATS | DAMAGED).items():
+        (tmp_nvme / MARKER).write_text(content)
+        for _ in range(2):  # The first refusal does not keep the lock.
+            expect_refused(tmp_nvme, message, errno.EINVAL)
+        assert (tmp_nvme / ARRAYS / "000001").exists()
+        assert (tmp_nvme / MARKER).read_text() == content
 
 
 @pytest.mark.parametrize("path", ["file", "file/nvme"])
-def test_a_path_through_a_file_is_refused(tmp_path: Path, path: str) -> None:
+def test_a_path_through_a_file_is_refused(tmp_path, path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="is a file") as error:
-        Root(tmp_path / path)
-    assert error.value.errno == errno.ENOTDIR
+    expect_refused(tmp_path / path, "is a file", errno.ENOTDIR)
 
 
-def test_a_folder_is_open_once_in_this_process(tmp_nvme: Path) -> None:
+def test_a_folder_is_open_once_in_this_process(tmp_nvme):
     (tmp_nvme / LOCK).write_text("1234567890")  # A longer one, of an earlier run.
     root = Root(tmp_nvme)
     for _ in range(2):
-        message = "in use by another engine of this process"
-        with pytest.raises(StorageError, match=message):
-            Root(tmp_nvme)
+        expect_refused(
+            tmp_nvme, "in use by another engine of this process", errno.EBUSY
+        )
         about = json.loads((tmp_nvme / LOCK).read_text())
         assert (about["pid"], about["host"]) == (os.getpid(), socket.gethostname())
     root.close()
@@ -148,7 +132,7 @@ def test_a_folder_is_open_once_in_this_process(tmp_nvme: Path) -> None:
     Root(tmp_nvme).close()
 
 
-def test_a_folder_of_a_living_process_is_refused_until_it_ends(tmp_nvme: Path) -> None:
+def test_a_folder_of_a_living_process_is_refused_until_it_ends(tmp_nvme):
     leave_behind(tmp_nvme, "000001")
     with subprocess.Popen(
         [sys.executable, "-c", HOLD_LOCK, str(tmp_nvme / LOCK)],
@@ -157,12 +141,8 @@ def test_a_folder_of_a_living_process_is_refused_until_it_ends(tmp_nvme: Path) -
     ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"held\n"
-        with pytest.raises(StorageError, match=f"process {other.pid}") as error:
-            Root(tmp_nvme)
-        assert (error.value.errno, error.value.filename) == (
-            errno.EBUSY,
-            str(tmp_nvme),
-        )
+        message = f"process {other.pid}.*'{tmp_nvme}'"
+        expect_refused(tmp_nvme, message, errno.EBUSY)
         assert (tmp_nvme / ARRAYS / "000001").exists()
         other.kill()
         other.wait()
@@ -170,11 +150,9 @@ def test_a_folder_of_a_living_process_is_refused_until_it_ends(tmp_nvme: Path) -
     assert contents(tmp_nvme / ARRAYS) == set()
 
 
-@pytest.mark.parametrize("name", [LOCK, f"{MARKER}.new", f"{INDEX}.new", "zinf.json"])
+@pytest.mark.parametrize("name", [LOCK, MARKER, f"{MARKER}.new", f"{INDEX}.new"])
 @pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to])
-def test_nothing_is_written_through_a_link(
-    tmp_path: Path, tmp_nvme: Path, name: str, link: Callable[[Path, Path], None]
-) -> None:
+def test_nothing_is_written_through_a_link(tmp_path, tmp_nvme, name, link):
     """A lock or a marker that is one is refused; the others are replaced."""
     thesis = tmp_path / "thesis.tex"
     thesis.write_text("mine")
@@ -188,30 +166,59 @@ def test_nothing_is_written_through_a_link(
 
 
 @pytest.mark.parametrize("content", ["mine", "[1]", '{"pid": 1}'])
-def test_a_lock_file_with_other_content_is_refused_and_untouched(
-    tmp_nvme: Path, content: str
-) -> None:
+def test_a_lock_file_with_other_content_is_refused_and_untouched(tmp_nvme, content):
     (tmp_nvme / LOCK).write_text(content)
-    with pytest.raises(StorageError, match="something else.*left as it is"):
-        Root(tmp_nvme)
+    expect_refused(tmp_nvme, "something else.*left as it is", errno.EEXIST)
     assert (tmp_nvme / LOCK).read_text() == content
 
 
 @pytest.mark.parametrize(
     "path", ["runs/run.json", "000100/state/manifest", "000100/notes.txt", "123456"]
 )
-def test_what_is_no_array_is_not_deleted_with_the_arrays(
-    tmp_nvme: Path, path: str
-) -> None:
+def test_what_is_no_array_is_not_deleted_with_the_arrays(tmp_nvme, path):
     """Such as the checkpoints of a run whose output is below the NVMe folder."""
     leave_behind(tmp_nvme, "000001")
     file = tmp_nvme / ARRAYS / path
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("mine")
-    with pytest.raises(StorageError, match="is kept. Move it away"):
-        Root(tmp_nvme)
+    expect_refused(tmp_nvme, "is kept. Move it away", errno.ENOTEMPTY)
     assert file.read_text() == "mine"
-    file.unlink()
-    if file.parent != tmp_nvme / ARRAYS:
+    if file.parent == tmp_nvme / ARRAYS:
+        file.unlink()
+    else:
         shutil.rmtree(tmp_nvme / ARRAYS / path.partition("/")[0])
     Root(tmp_nvme).close()
+
+
+def test_what_fits_exactly_on_the_drives_is_accepted_and_a_byte_more_is_not(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: SimpleNamespace(free=FREE_BYTES)
+    )
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+    for some in (folders[:1], folders):
+        check_space(some, FREE_BYTES)
+        message = "1,001 bytes on this drive, which has 1,000 free: 1 too few"
+        with pytest.raises(StorageError, match=message) as error:
+            check_space(some, FREE_BYTES + 1)
+        assert error.value.errno == errno.ENOSPC
+        assert error.value.filename == ", ".join(map(str, some))
+    assert [os.listdir(folder) for folder in folders] == [[], []]
+    real = Path.stat
+
+    def stat(path: Path, **options: Any) -> Any:
+        """Of folders on drives of their own."""
+        found = real(path, **options)
+        return SimpleNamespace(st_dev=folders.index(path)) if path in folders else found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "stat", stat)
+        check_space(folders, 2 * FREE_BYTES)
+        with pytest.raises(StorageError, match="on drives with 2,000 free: 1 too few"):
+            check_space(folders, 2 * FREE_BYTES + 1)
+    folders[1].rmdir()
+    with pytest.raises(StorageError, match="Cannot write to the NVMe folder"):
+        check_space(folders, 1)

@@ -1,6 +1,5 @@
 import errno
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +11,7 @@ from zinf.memory.nvme.system import read_at, write_at
 REFUSED = {errno.EAGAIN, errno.ENOSYS, errno.EPERM}
 
 
-def test_a_file_that_the_kernel_knows_is_opened_without_asking_a_drive(
-    tmp_nvme: Path,
-) -> None:
+def test_a_file_that_the_kernel_knows_is_opened_without_asking_a_drive(tmp_nvme):
     path = tmp_nvme / "file"
     path.write_bytes(b"content")
     path.read_bytes()
@@ -36,7 +33,7 @@ def test_a_file_that_the_kernel_knows_is_opened_without_asking_a_drive(
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 5000])
-def test_a_seek_moves_what_preadv_and_pwritev_move(tmp_nvme: Path, nbytes: int) -> None:
+def test_a_seek_moves_what_preadv_and_pwritev_move(tmp_nvme, nbytes):
     """For systems without them: short at the end of the file, and past it nothing."""
     content = bytes(range(256)) * 40
     with open(tmp_nvme / "file", "w+b", buffering=0) as file:
