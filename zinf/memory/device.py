@@ -86,7 +86,7 @@ class DeviceStore(AbstractStore):
         elif array.rows is not None and array.whole in self._arrays:
             self._write_rows(array, value)
         else:
-            with self.ledger.holding(_device_bytes(value), str(array)):
+            with self.ledger.holding(self._kept_bytes(value), str(array)):
                 self._arrays[array] = self._transfer(value)
         return DONE
 
@@ -107,7 +107,7 @@ class DeviceStore(AbstractStore):
     def _replace(self, array: ArrayId, value: np.ndarray | jax.Array) -> None:
         stored = self._arrays[array]
         check_replaces(array, value, shape=stored.shape, dtype=stored.dtype)
-        old_bytes, new_bytes = _device_bytes(stored), _device_bytes(value)
+        old_bytes, new_bytes = _device_bytes(stored), self._kept_bytes(value)
         # Drop the old content first: old and new together could exceed the budget.
         del stored, self._arrays[array]
         try:
@@ -142,6 +142,12 @@ class DeviceStore(AbstractStore):
             self._arrays[array.whole] = _put_rows(
                 whole, rows, np.int32(start), sharding=_sharding(whole)
             )
+
+    def _kept_bytes(self, value: np.ndarray | jax.Array) -> int:
+        """Bytes that a device takes once `value` is transferred."""
+        if isinstance(value, jax.Array) and value.devices() == self.devices:
+            return _device_bytes(value)
+        return value.nbytes
 
     def _transfer(self, value: np.ndarray | jax.Array) -> jax.Array:
         """`value` on the device, sharing no memory with a NumPy array of the caller."""
@@ -206,9 +212,9 @@ def to_host(*values: jax.Array) -> list[np.ndarray]:
     return [aligned_copy(np.asarray(value)) for value in single]
 
 
-def _device_bytes(value: np.ndarray | jax.Array) -> int:
+def _device_bytes(value: jax.Array) -> int:
     """Bytes of an array on one device."""
-    if isinstance(value, np.ndarray) or value.sharding.num_devices == 1:
+    if value.sharding.num_devices == 1:
         return value.nbytes
     shape = value.sharding.shard_shape(value.shape)
     return prod(shape) * value.dtype.itemsize

@@ -61,10 +61,14 @@ def test_arrays_are_on_the_device_of_the_store_gathered_if_they_were_sharded():
     for n, value in enumerate((jnp.arange(numel), gathered, sharded(numel, "fsdp"))):
         array = ArrayId(Role.PARAM, str(n))
         store.write(array, value)
+        assert store.ledger.used_bytes == 4 * numel * (n + 1)
         for found in (array, array.piece((2, 3))):
             assert store.read(found).result().devices() == {device}
         np.testing.assert_array_equal(store.read(array).result(), gathered)
     np.testing.assert_array_equal(to_host(sharded(numel, "fsdp"))[0], gathered)
+    store.write(array, sharded(numel, "fsdp"))
+    store.close()
+    assert store.ledger.used_bytes == 0
 
 
 def test_a_replacement_may_take_more_bytes_on_each_device_within_the_budget():
