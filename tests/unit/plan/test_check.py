@@ -107,13 +107,9 @@ GIVEN = [move(G, HOST, DEVICE), free(G, HOST, 0), free(G, DEVICE, 0)]
 AT_START = {"initial_bytes": {**NONE, HOST: 6}}
 
 RIGHT = {
-    "a fetch": plan_of(UP, free(W, HOST, 0)),
-    "a read": plan_of(UP, up(0), *BOTH_GONE),
-    "in the order of a link": plan_of(UP, up(link=UP.link), *BOTH_GONE),
     "a change": plan_of(
         UP, up(0), change(W, 0, 1), down(W, 2), free(W, HOST, 3), free(W, DEVICE, 1)
     ),
-    "a change of rows": plan_of(UP, change(ROWS, 0), down(ROWS, 1), free(W, HOST, 2)),
     "changes of other rows": plan_of(
         UP,
         change(ROWS, 0),
@@ -125,7 +121,6 @@ RIGHT = {
         UP, free(W, HOST, 0), replace(ROWS_UP, after=(1,)), free(ROWS, HOST, 2)
     ),
     "a copy that is kept": plan_of(UP),
-    "a copy from the start": plan_of(*GIVEN),
     "a host update": updated(0, 1, 2, 3),
     "one after the other within 11 bytes": plan_of(
         BIG, GONE, replace(OTHER, after=(1,)), V_GONE, host=11
@@ -180,7 +175,6 @@ WRONG = {
 # What plans begin and end with, beside their homes.
 ENDS = {
     "a copy that is kept": {"final": [(W, HOST)]},
-    "a copy from the start": {"initial": [(G, HOST)]},
     "a start at the budget": AT_START,
     "keeps an old version": {"final": [(W, DEVICE)]},
     "leaves nothing of what is kept": {"final": [(W, HOST)]},
