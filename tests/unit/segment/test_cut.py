@@ -5,7 +5,6 @@ from itertools import combinations, pairwise
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from zinf.jaxpr.compat import fresh
 from zinf.segment import segment_loss, trace_loss
@@ -179,68 +178,41 @@ def segmented(source, max_bytes=None):
     return cut.program
 
 
-def num_bodies(program):
-    return len({s.body for s in program.segments})
+def described(program):
+    """Bodies in order, and the bytes that each segment is given by others."""
+    carried = [
+        sum(program.values[n].nbytes for n in s.inputs if n not in program.batch)
+        for s in program.segments
+    ]
+    bodies = " ".join(str(s.body) for s in program.segments)
+    return f"  bodies {bodies}\n  bytes {' '.join(map(str, carried))}"
 
 
-def tape_of(source):
-    return read_tape(order_equations(source.graph, source.params))
+def encoder_and_decoder(params, tokens):
+    x = params["embed"][tokens]
+    y = params["head"][tokens]
+    for p in params["encoder"]:
+        x = pre_norm(p, x)
+    for p in params["decoder"]:
+        y = jnp.tanh(post_norm(p, y) @ jnp.swapaxes(x, -1, -2) @ x)
+    return head_loss(params, y)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_layer_is_one_segment_and_a_deeper_model_has_no_more_bodies(name):
-    few, many = (segmented(source_of(name, n)) for n in (6, 16))
-    assert num_bodies(few) == num_bodies(many)
-    assert len(many.segments) - len(few.segments) == 10
-    for number in range(6):
-        readers = {
-            s.name
-            for s in few.segments
-            for a in s.params
-            if a.path.startswith(f"layers/{number}/") or a.rows == (number, number + 1)
-        }
-        # A cut may lie inside a block, but then at the same place in every block.
-        assert len(readers) <= 2
-    bodies = [s.body for s in few.segments]
-    assert max(map(bodies.count, bodies)) >= 4
-    # What is carried between layers is one activation, and perhaps a key.
-    middle = few.segments[len(few.segments) // 2]
-    carried = sum(few.values[n].nbytes for n in middle.inputs if n not in few.batch)
-    activation = 4 * 8 * WIDTH * 4
-    if name == "key chain":
-        assert activation < carried <= activation + 64
-
-
-@pytest.mark.parametrize("name", ["post-norm", "key chain"])
-def test_no_segment_holds_more_than_the_limit_and_all_layers_are_cut_alike(name):
-    tape = tape_of(source_of(name, 5))
-    for max_bytes in (1100, 1500, 3000):
-        cuts = choose_cuts(tape, max_bytes=max_bytes)
-        assert cuts == sorted(set(cuts)) and (cuts[0], cuts[-1]) == (0, len(tape))
-        # An array larger than the limit is on its own: the table of 2048 bytes.
-        assert holds(tape, cuts, max_bytes)
-    few, many = (segmented(source_of(name, n), max_bytes=1100) for n in (4, 8))
-    assert num_bodies(few) == num_bodies(many)
-
-
-def test_an_encoder_and_a_decoder_are_both_cut_by_layer():
-    def loss(params, tokens):
-        x = params["embed"][tokens]
-        y = params["head"][tokens]
-        for p in params["encoder"]:
-            x = pre_norm(p, x)
-        for p in params["decoder"]:
-            y = jnp.tanh(post_norm(p, y) @ jnp.swapaxes(x, -1, -2) @ x)
-        return head_loss(params, y)
-
-    def program(encoders, decoders):
+def test_every_layer_is_one_segment_and_a_deeper_model_has_no_more_bodies(golden):
+    """Whatever the limit, all layers are cut alike."""
+    found = []
+    for name in CASES:
+        for num_layers, max_bytes in ((6, None), (9, None), (5, 1100)):
+            program = segmented(source_of(name, num_layers), max_bytes)
+            found.append(f"{name}, {num_layers} layers, {max_bytes}")
+            found.append(described(program))
+    for encoders, decoders in ((4, 5), (6, 8)):
         params = init(encoders)
         params |= {"encoder": params.pop("layers"), "decoder": init(decoders)["layers"]}
-        return segmented(trace_loss(loss, params, TOKENS, max_remat_bytes=0))
-
-    small, large = program(4, 5), program(12, 10)
-    assert num_bodies(small) == num_bodies(large)
-    assert len(large.segments) - len(small.segments) == (12 - 4) + (10 - 5)
+        source = trace_loss(encoder_and_decoder, params, TOKENS, max_remat_bytes=0)
+        found.append(f"encoder of {encoders} and decoder of {decoders} layers")
+        found.append(described(segmented(source)))
+    golden.check("cuts.txt", "\n".join(found))
 
 
 def test_a_model_without_layers_is_cut_at_an_eighth():
@@ -252,7 +224,8 @@ def test_a_model_without_layers_is_cut_at_an_eighth():
     sizes = [8 + 8 * ((5 * i) % 12) for i in range(13)]
     params = [jax.ShapeDtypeStruct(s, jnp.float32) for s in pairwise(sizes)]
     x = jax.ShapeDtypeStruct((4, sizes[0]), jnp.float32)
-    tape = tape_of(trace_loss(loss, params, x, max_remat_bytes=0))
+    source = trace_loss(loss, params, x, max_remat_bytes=0)
+    tape = read_tape(order_equations(source.graph, source.params))
     cuts = choose_cuts(tape, max_bytes=None)
     largest = max(4 * a * b for a, b in pairwise(sizes))
     assert len(cuts) > 3

@@ -261,25 +261,6 @@ def test_a_layer_keeps_only_what_its_backward_pass_cannot_do_without(name):
         assert is_empty or tuple(r.shape for r in residuals) == kept
 
 
-def test_a_debug_callback_runs_in_the_forward_pass_only():
-    seen = []
-
-    def layer(w, x):
-        y = x @ w
-        jax.debug.callback(lambda v: seen.append(float(v)), y.sum())
-        return jnp.tanh(y)
-
-    program, (segment, *_) = layered(layer)
-    params, read, inputs, cotangents = arguments_of(program, segment)
-    _, residuals = segment.forward_keeping(params, inputs)
-    jax.effects_barrier()
-    count = len(seen)
-    assert count >= 1
-    jax.block_until_ready(segment.backward_from(read, inputs, residuals, cotangents))
-    jax.effects_barrier()
-    assert len(seen) == count
-
-
 def test_residuals_are_known_without_compiling_and_executables_are_shared():
     _, segments = layered(lambda w, x: jnp.tanh(x @ w), frozen=["layers/0"])
     # The last segment and one without a backward pass keep nothing.

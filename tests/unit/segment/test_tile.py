@@ -126,21 +126,13 @@ def test_an_index_out_of_range_gives_what_jax_says():
     assert (y[1:3] == 7).all()
 
 
-def test_sums_of_narrow_products_are_rounded_once_and_derivatives_stay_narrow():
+def test_sums_of_narrow_products_are_rounded_once():
     # 1 and then 64 times 2^-9: each is lost when added to a bfloat16 of 1.
     weight = jnp.concatenate([jnp.ones((1, 1)), jnp.full((64, 1), 2**-9)]).astype(BF16)
     x = jnp.ones((1, 65), BF16)
     found = tiled(lambda w, x: x @ w, weight, x, max_bytes=2)
     assert len(found.arrays) == 65
     assert float(as_function(found)(weight, x)[0, 0]) == 1 + 64 * 2**-9
-
-    found = tiled(lambda w, x: x @ w, weight, x, max_bytes=2 * 33)
-    pull = lambda w, x, y: jax.vjp(as_function(found), w, x)[1](y)  # noqa: E731
-    graph = flatten(trace(pull, weight, x, x[:, :1])[0])
-    products = [e for e in graph.equations if e.primitive.name == "dot_general"]
-    # Of each tile: itself, to its rows, and to x.
-    assert {v.aval.dtype for e in products for v in e.invars} == {jnp.dtype(BF16)}
-    assert len(products) >= 4
 
 
 REFUSED = {
