@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -109,24 +107,6 @@ FAST = ("odd", "embedding", "bfloat16", "one_piece", "no_token", "none_counts")
 )
 def test_loss_and_gradients_are_those_of_exact_arithmetic(name, implementation):
     check_exact(CASES[name], implementation)
-
-
-@pytest.mark.slow
-# Each example is compiled, which takes up to a second.
-@settings(max_examples=8, deadline=None)
-@given(
-    batch=st.sampled_from([(), (0,), (1,), (23,), (3, 7)]),
-    dim=st.sampled_from([1, 7, 32]),
-    vocab=st.sampled_from([1, 2, 29, 64, 97]),
-    dtype=st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16]),
-    vocab_axis=st.sampled_from([0, 1]),
-    pieces=st.tuples(st.sampled_from([1, 5, 64]), st.sampled_from([7, 29, 100])),
-)
-def test_any_shape_has_the_losses_and_gradients_of_exact_arithmetic(
-    batch, dim, vocab, dtype, vocab_axis, pieces
-):
-    case = Case("any", batch, dim, vocab, dtype, vocab_axis, *pieces, 0.01, 0.2)
-    check_exact(case, "xla")
 
 
 @pytest.mark.skipif(IS_OLD, reason=LOCKS_UP)

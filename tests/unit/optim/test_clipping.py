@@ -22,10 +22,9 @@ PARAMS = {
 }
 CLIP = optax.clip_by_global_norm(0.1)
 LEADING = {
-    "a_chain": (optax.chain(CLIP, optax.adamw(0.1)), optax.adamw(0.1)),
     "an_array": (
-        optax.chain(optax.clip_by_global_norm(jnp.float32(0.1)), optax.sgd(0.1)),
-        optax.sgd(0.1),
+        optax.chain(optax.clip_by_global_norm(jnp.float32(0.1)), optax.adamw(0.1)),
+        optax.adamw(0.1),
     ),
     "nested": (
         optax.chain(optax.chain(CLIP, optax.scale_by_lion()), optax.scale(-0.1)),
