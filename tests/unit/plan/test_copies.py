@@ -2,9 +2,12 @@
 
 from collections.abc import Sequence
 
+import pytest
+
 from tests.toy.program import LeafCase, chain
-from zinf.plan import Copy, StepOptions, value
+from zinf.plan import Copy, Link, StepOptions, Transfer, Update, value
 from zinf.plan.copies import NEVER, Copies
+from zinf.plan.listing import Listing
 from zinf.plan.schedule import schedule
 from zinf.program import ArrayId, Role, Tier
 
@@ -75,3 +78,43 @@ def test_the_only_copy_never_goes() -> None:
         assert victims(found, HOST, 1) == []
         found.vacate([(array, HOST)])
         assert victims(found, DEVICE, 1) == []
+
+
+# What happens to arrays, and what the last instruction waits for. An update of the host
+# waits for the decision, which is -1 here: there is none.
+FETCH, UP, HOME = (NVME, HOST), (HOST, DEVICE), (HOST, NVME)
+OTHERS = ArrayId(Role.PARAM, W0.path, (2, 4))
+SCRIPTS = [
+    ([(FETCH, W0), (UP, W0), ("update", W0)], {0, 1, -1}),
+    ([(FETCH, W0), ("update", ROWS), ("update", OTHERS)], {0, -1}),
+    ([(FETCH, W0), ("update", W0), (HOME, W0)], {0, 1}),
+    ([(FETCH, W0), ("free", W0), (FETCH, W0)], {1}),
+    # The store would write rows into the whole, and lose them with it.
+    ([(FETCH, W0), ("free", W0), (FETCH, ROWS)], {1}),
+    ([(FETCH, W0), (UP, W0), ("update", ROWS), ("free", W0)], {0, 1, 2}),
+]
+
+
+@pytest.mark.parametrize(("script", "after"), SCRIPTS)
+def test_an_instruction_waits_for_these(
+    script: Sequence[tuple[object, ArrayId]], after: set[int]
+) -> None:
+    toy = chain(1, leaf=LeafCase("w", num_rows=4))
+    catalog = toy.catalog(toy.homes(NVME, NVME))
+    present = Copies((), catalog, ())
+    listing = Listing(catalog, present)
+    for act, array in script:
+        if act == "free":
+            listing.free([array], HOST, present.vacate([(array, HOST)]))
+            continue
+        source, target = (HOST, HOST) if act == "update" else act
+        operation = Transfer((array,), source, target)
+        if act == "update":
+            operation = Update(0, "layer0", HOST)
+        ends = [(array, source)], [(array, target)]
+        created = [c for c in ends[1] if not present.exists(c)]
+        present.occupy(created)
+        listing.add(
+            operation, Link.HOST, reads=ends[0], writes=ends[1], created=created
+        )
+    assert set(listing.instructions[-1].after) == after

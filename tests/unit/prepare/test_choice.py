@@ -200,14 +200,12 @@ def test_a_chip_without_room_for_the_state_is_given_the_faster_of_the_two():
     config = {"execution": "auto", "memory": {"device": "8MiB", "host": "1GiB"}}
 
     def scanned(params, batch):
-        def layer(x, w):
-            return x + jnp.tanh(x @ w), None
-
+        layer = lambda x, w: (x + jnp.tanh(x @ w), None)  # noqa: E731
         return jnp.mean(jax.lax.scan(layer, batch["x"], params["w"])[0])
 
     wide = lambda: {"w": jnp.zeros((16, 256, 256))}  # noqa: E731
-    mesh = zinf.make_mesh(chip.devices())
-    planner = make_planner(scanned, wide, TX, config, mesh=mesh, topology=chip)
+    where = {"mesh": zinf.make_mesh(chip.devices()), "topology": chip}
+    planner = make_planner(scanned, wide, TX, config, **where)
     made = planner.plan_batch({"x": jax.ShapeDtypeStruct((8, 256), np.float32)})
     # Both fit: the plan has the predicted seconds of each.
     assert re.search(r"an offloaded step .* s, and a streamed one .* s", made.plan.why)

@@ -104,14 +104,6 @@ def test_a_program_for_an_absent_gpu_has_its_state_in_pinned_host_memory():
     assert {copy.is_to_host for copy in copies_of_layers(text)} == {True, False}
 
 
-@pytest.mark.tpu_compiler
-def test_the_program_does_not_grow_with_depth():
-    # As another test asks for the first one, which is compiled once for both.
-    few, many = (len(compiled(n, scan_layers=False)[-1]) for n in (6, 12))
-    # The numbers of iterations and the sizes of stacks have more digits.
-    assert many < 1.02 * few
-
-
 @pytest.mark.gpu_compiler
 def test_passes_and_updates_of_the_13b_config_have_pinned_operands_on_an_absent_h200():
     """What `zinf plan configs/gpt_13b_1xh200.yaml` compiles with these overrides."""
