@@ -1,6 +1,9 @@
 """Plans on a clock: predicted from rates, and rates measured in steps that ran."""
 
 from dataclasses import replace
+from itertools import combinations, permutations
+from random import Random
+from statistics import median
 
 import pytest
 
@@ -16,6 +19,7 @@ from zinf.plan import (
     Transfer,
     Update,
     accelerator_rates,
+    bound_seconds,
     measured_rates,
     median_rates,
     predict,
@@ -139,3 +143,50 @@ def test_of_steps_the_median_rates_are_taken_and_of_processes_the_slowest() -> N
     assert slowest_rates(found) == found[2]
     late = replace(USUAL, overhead_seconds=1.0)
     assert slowest_rates([USUAL, late]) == late
+
+
+# The bound of a step, beside the best of all orders of a few instructions.
+
+THREE = Link.NVME_READ, Link.H2D, Link.NVME_WRITE
+
+
+def program_of(random: Random) -> list[Instruction]:
+    """Instructions that wait for some of those before them."""
+    return [
+        move(
+            random.choice(THREE),
+            random.randint(1, 9),
+            *(j for j in range(number) if random.random() < 0.4),
+        )
+        for number in range(6)
+    ]
+
+
+def reordered(program: list[Instruction], order: tuple[int, ...]) -> list[Instruction]:
+    place = {number: k for k, number in enumerate(order)}
+    return [
+        replace(program[number], after=tuple(place[j] for j in program[number].after))
+        for number in order
+    ]
+
+
+def test_no_order_beats_the_bound_and_few_miss_it_by_much() -> None:
+    ratios = []
+    for seed in range(60):
+        program = program_of(Random(seed))
+        # Of all orders in which each comes behind what it waits for.
+        best = min(
+            predict(reordered(program, order), UNIT).seconds
+            for order in permutations(range(len(program)))
+            if all(i not in program[j].after for j, i in combinations(order, 2))
+        )
+        ratios.append(best / bound_seconds(program, UNIT))
+    assert min(ratios) > 1 - 1e-9
+    assert median(ratios) < 1 + 1e-9
+
+
+def test_what_waits_only_for_memory_does_not_wait() -> None:
+    free = Instruction(Free((), Tier.HOST), Link.FREE_AFTER_NVME_READ, (0,), nbytes=2)
+    program = [move(Link.NVME_READ, 2), free, move(Link.H2D, 3, 1)]
+    assert predict(program, UNIT).seconds == 5
+    assert bound_seconds(program, UNIT) == 3
