@@ -53,11 +53,6 @@ def cross_entropy(p: Any, x: jax.Array, labels: jax.Array, mask: jax.Array) -> A
     return (losses * mask).sum() / mask.sum()
 
 
-def one_hot_loss(p: Any, x: jax.Array, labels: jax.Array) -> jax.Array:
-    one_hot = jax.nn.one_hot(labels, V)
-    return optax.softmax_cross_entropy(x @ p["table"].T, one_hot).mean()
-
-
 def top_experts(p: Any, x: jax.Array) -> jax.Array:
     gates, experts = jax.lax.top_k(x @ p["up"], 2)
     weights = jax.nn.softmax(gates)
@@ -91,7 +86,6 @@ BY_ROW = {
     "mlp, recomputed": (lambda p, x: jax.checkpoint(mlp)(p, x), (X,)),
     "flattened": (lambda p, x: mlp(p, x.reshape(24, H)).reshape(4, 6, H), (BATCH,)),
     "masked loss": (cross_entropy, (X, LABELS, MASK)),
-    "loss of one-hot labels": (one_hot_loss, (X, LABELS)),
     "embedding": (lambda p, i: p["table"][i] * 2, (LABELS,)),
     "experts": (top_experts, (X,)),
     "positions": (with_positions, (X,)),
