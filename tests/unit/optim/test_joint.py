@@ -49,7 +49,7 @@ def case(name, compute_dtype=None):
     [
         ("adamw_cosine", "bfloat16"),
         ("conditional", None),
-        ("multi_transform", None),
+        ("two_adams", None),
         # Updates that need whole leaves run alone.
         slow(("muon", None)),
         slow(("adamw_bf16_moment", None)),
@@ -59,7 +59,7 @@ def test_it_gives_the_bits_of_each_alone(name, compute_dtype):
     separated, steps, alone = case(name, compute_dtype)
     together = jax.tree.map(lambda x: x + 0, alone)
     joint = compiler()([*steps.values()])
-    # Adam's bias corrections, which plain SGD does not read.
+    # Each of two kinds of Adam reads bias corrections of its own.
     assert set(joint.step_values) == {k for s in steps.values() for k in s.step_values}
     num_kept = [len(own) for own in alone]
     advance = compile_advance(separated, device=DEVICE)

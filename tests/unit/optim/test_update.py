@@ -53,6 +53,9 @@ OPTIMIZERS = {
     "multi_transform": optax.multi_transform(
         {"adam": optax.adam(1e-2), "sgd": optax.sgd(0.1, momentum=0.9)}, LABELS
     ),
+    "two_adams": optax.multi_transform(
+        {"adam": optax.adam(1e-2), "sgd": optax.adam(0.1, b1=0.5)}, LABELS
+    ),
     "partition_frozen": optax.partition(
         {"adam": optax.adamw(1e-2), "sgd": optax.set_to_zero()}, LABELS
     ),

@@ -45,11 +45,15 @@ def compiled(num_layers, topology="v5e:1x1", clip=1.0, **model):
     return made, state_bytes, memory(step), step.as_text()
 
 
+def large_copies(text):
+    return [c for c in host_copies(text) if c.nbytes >= SMALL_BYTES]
+
+
 def copies_of_layers(text):
     """The copies in loops, all of which begin before they are waited for."""
-    copies = [c for c in host_copies(text) if c.nbytes >= SMALL_BYTES]
+    copies = [copy for copy in large_copies(text) if copy.times > 1]
     assert all(copy.is_async for copy in copies)
-    return [copy for copy in copies if copy.times > 1]
+    return copies
 
 
 def hidden_bytes(copies):
@@ -70,6 +74,7 @@ def test_state_rests_on_the_host_and_passes_hide_their_copies(scan_layers):
     assert found.device_bytes <= 1.05 * made.plan.peak_bytes[Tier.DEVICE]
     assert found.device_bytes < state_bytes + found.temp_bytes
     assert {copy.is_to_host for copy in host_copies(text)} == {True, False}
+    assert all(copy.is_async for copy in large_copies(text))
     # Three loops over layers: forward, backward, and updates. The passes move each
     # layer's parameters in twice and its gradients out, behind its matmuls.
     gradients = 2 * 4 * LAYER_NUMEL  # of four layers, as bfloat16
@@ -85,6 +90,7 @@ def test_without_clipping_the_state_of_layers_moves_behind_the_backward_pass():
     late = 2 * (LAYER_NUMEL + 768 * MODEL["embed_dim"])
     assert found.host_bytes <= 1.05 * (state_bytes + late)
     assert found.host_alias_bytes == found.host_argument_bytes
+    assert all(copy.is_async for copy in large_copies(text))
     # Of four layers: parameters in twice, masters and moments in.
     fetched = [c for c in copies_of_layers(text) if not c.is_to_host]
     assert hidden_bytes(fetched) >= 0.9 * 4 * LAYER_NUMEL * (2 * 2 + 3 * 4)
