@@ -43,8 +43,8 @@ def with_effect(weight):
 
 
 def folded(weight, key):
-    bits = jax.random.bits(jax.random.fold_in(key, 1), (8, 8))
-    return weight * jax.lax.bitcast_convert_type(bits, jnp.float32)
+    bits = jax.random.bits(jax.random.fold_in(key, 1), (256, 256))
+    return weight.sum() * jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 # A square of one byte an element: as large as a mask may be that is carried.
