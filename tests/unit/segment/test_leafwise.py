@@ -115,7 +115,8 @@ def test_no_more_than_a_few_leaves_are_ever_alive():
 
 def test_leaves_are_made_on_the_device_that_is_asked_for():
     device = jax.devices()[-1]
-    init_fn = lambda: {"a": jnp.ones(3), "key": jax.random.key(1)}  # noqa: E731
+    elsewhere = jax.device_put(TABLE, jax.devices()[0])
+    init_fn = lambda: [jnp.ones(3), jax.random.key(1), elsewhere]  # noqa: E731
     for _, leaf in initialize(init_fn, device=device):
         assert leaf.devices() == {device}
 
