@@ -1,14 +1,14 @@
 """`adam_update`: every implementation against exact arithmetic."""
 
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.unit.refusals import refusals
 from zinf_kernels.adam import adam_scalars, adam_update
 from zinf_kernels.adam.api import EXISTING
 from zinf_kernels.adam.arguments import Arrays, Scalars
@@ -53,10 +53,6 @@ def update(case: Case, arrays: Arrays, *, step: int = 3, **options: Any) -> None
 
 def mapped(function: Any, arrays: Arrays) -> Arrays:
     return Arrays(*(None if a is None else function(a) for a in vars(arrays).values()))
-
-
-def copied(arrays: Arrays) -> Arrays:
-    return mapped(np.copy, arrays)
 
 
 def bits(arrays: Arrays) -> list[bytes]:
@@ -104,7 +100,7 @@ def test_a_step_is_within_the_stated_bound_of_exact_arithmetic(case, implementat
 def test_threads_positions_in_memory_and_cuts_change_no_bit():
     long = Case("long", 5 * LEAST_NUMEL + 7, BFLOAT16, BFLOAT16, BFLOAT16)
     start = long.make()
-    expected = copied(start)
+    expected = mapped(np.copy, start)
     update(long, expected, num_threads=1)
     together, apart = [[k] * 5 for k in (0, 1, 3)], [list(range(5))]
     for num_threads, offsets in product((2, 3, None), together + apart):
@@ -116,29 +112,10 @@ def test_threads_positions_in_memory_and_cuts_change_no_bit():
         )
         update(long, moved, num_threads=num_threads)
         assert bits(moved) == bits(expected)
-    parts = copied(start)
+    parts = mapped(np.copy, start)
     for cut in (slice(0, 1), slice(1, 18), slice(18, None)):
         update(long, mapped(lambda a, cut=cut: a[cut], parts))
     assert bits(parts) == bits(expected)
-
-
-def test_many_threads_may_update_at_once_while_xla_computes():
-    case = Case("shared", 2 * LEAST_NUMEL + 1)
-    start = case.make()
-    expected = copied(start)
-    update(case, expected, num_threads=1)
-    matmul = jax.jit(lambda x: jnp.tanh(x @ x))
-    square = jnp.full((256, 256), 1e-3, jnp.float32)
-
-    def work(_: int) -> bool:
-        mine = copied(start)
-        pending = matmul(square)
-        update(case, mine, num_threads=4)
-        pending.block_until_ready()
-        return bits(mine) == bits(expected)
-
-    with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(work, range(24)))
 
 
 SPECIAL = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1e30, -1e30, 1e-30, 1.0])
@@ -153,7 +130,7 @@ def test_infinities_and_nans_go_where_they_go_in_the_reference(hyperparameters):
     start = Arrays(master, m, abs(v), gradient, copy)
     case = Case("special", len(master), hyperparameters=hyperparameters)
     for step in (1, 10):
-        found, expected = copied(start), copied(start)
+        found, expected = mapped(np.copy, start), mapped(np.copy, start)
         with np.errstate(all="ignore"):
             update(case, found, step=step, implementation="cpu")
             update(case, expected, step=step, implementation="reference")
@@ -217,47 +194,38 @@ def test_every_loop_is_vectorised(case):
 
 def good() -> dict[str, Any]:
     arrays = Case("good", 64, copy_dtype=BFLOAT16).make()
-    settings = {"step": 1, "learning_rate": 0.1, "b1": 0.9, "b2": 0.9, "eps": 1e-8}
+    settings = {"step": 1, "learning_rate": 0.1, "b1": 0.0, "b2": 0.0, "eps": 1e-8}
     return vars(arrays) | settings
 
 
-def read_only() -> np.ndarray:
-    array = np.zeros(64, np.float32)
-    array.flags.writeable = False
-    return array
-
-
 SHARED = np.zeros(100, np.float32)
+READ_ONLY = np.broadcast_to(np.float32(0), 64).copy()
+READ_ONLY.flags.writeable = False
 # Starts at an odd address.
 ODD = np.zeros(64 * 4 + 1, np.uint8)[1:].view(np.float32)
 WRONG = [
-    {"v": np.zeros(63, np.float32)},
-    {"v": np.zeros(64, BFLOAT16)},
-    {"gradient": np.zeros(64)},
-    {"gradient": jnp.zeros(64)},
-    {"m": np.zeros((8, 8), np.float32)},
-    {"m": np.zeros(128, np.float32)[::2]},
-    {"master": read_only()},
-    {"master": ODD},
-    {"master": SHARED[:64], "gradient": SHARED[36:]},
-    {"copy": np.zeros(64, np.float32)},
-    {"step": 0},
-    {"b1": 1.0},
-    {"b2": -0.1},
-    {"num_threads": 0},
-    {"implementation": "cuda"},
-    {"implementation": ("cuda", "tpu")},
+    ("v", np.zeros(63, np.float32)),
+    ("v", np.zeros(64, BFLOAT16)),
+    ("gradient", np.zeros(64)),
+    ("gradient", jnp.zeros(64)),
+    ("m", np.zeros((8, 8), np.float32)),
+    ("m", np.zeros(128, np.float32)[::2]),
+    ("master", READ_ONLY),
+    ("master", ODD),
+    ("copy", np.zeros(64, np.float32)),
+    ("step", 0),
+    ("b1", 1.0),
+    ("b2", -0.1),
+    ("num_threads", 0),
+    ("implementation", "cuda"),
+    ("implementation", ("cuda", "tpu")),
 ]
 
 
 def test_what_cannot_be_updated_is_refused(golden):
-    sentences = []
-    for wrong in WRONG:
-        with pytest.raises((ValueError, TypeError)) as raised:
-            adam_update(**good() | wrong)
-        sentences.append(f"{', '.join(wrong)}: {raised.value}")
-    golden.check("adam.txt", "\n".join(sentences))
-
-
-def test_limits_of_the_numbers_are_allowed():
-    adam_update(**good() | {"b1": 0.0, "b2": 0.0, "num_threads": 1})
+    # The smallest numbers that are allowed.
+    adam_update(**good() | {"num_threads": 1})
+    cases = {f"{n}. {name}": {name: value} for n, (name, value) in enumerate(WRONG)}
+    cases["shared"] = {"master": SHARED[:64], "gradient": SHARED[36:]}
+    calls = {k: partial(adam_update, **good() | wrong) for k, wrong in cases.items()}
+    golden.check("adam.txt", refusals(calls))

@@ -122,7 +122,7 @@ def test_the_time_of_each_link_is_measured_without_its_waits():
 def test_a_plan_runs_outside_of_the_main_thread():
     done = []
     plan = instructions((A, ()), (B, (0,)))
-    thread = Thread(target=run, args=(plan, lambda i: done.append(i)))
+    thread = Thread(target=run, args=(plan, done.append))
     thread.start()
     thread.join(timeout=60)
     assert done == plan

@@ -1,8 +1,5 @@
 """Flat programs show every equation, and compute what the function does."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,11 +9,13 @@ from jax.experimental import io_callback
 from zinf.jaxpr import flatten, trace
 from zinf.jaxpr.compat import Literal, open_jaxpr
 
-SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
-VECTOR = jax.ShapeDtypeStruct((3,), jnp.float32)
-MATRIX = jax.ShapeDtypeStruct((3, 3), jnp.float32)
-STACK = jax.ShapeDtypeStruct((4, 3, 3), jnp.float32)
-NOISE = jax.ShapeDtypeStruct((4, 3), jnp.float32)
+
+def spec(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+SCALAR, VECTOR, MATRIX = spec(), spec(3), spec(3, 3)
+NOISE, STACK = spec(4, 3), spec(4, 3, 3)
 
 
 def names(graph):
@@ -58,11 +57,6 @@ def twice(x):
 
 
 @jax.jit
-def nested(x):
-    return twice(x) + 1
-
-
-@jax.jit
 def times_table(x):
     return x * INNER_TABLE
 
@@ -96,7 +90,6 @@ def control_flow(x):
 
 # By name: the function, its argument, and the primitives that it is flattened to.
 CALLS = {
-    "nested": (nested, SCALAR, ["sin", "mul", "add"]),
     # A jaxpr shared by several calls gets variables of its own at each.
     "shared": (
         lambda x: (twice(twice(x)), twice(x + 1)),
@@ -118,15 +111,8 @@ CALLS = {
     "what is no call": (
         control_flow,
         SCALAR,
-        [
-            "custom_vjp_call",
-            "custom_jvp_call",
-            "add",
-            "gt",
-            "convert_element_type",
-            "cond",
-            "while",
-        ],
+        ["custom_vjp_call", "custom_jvp_call", "add", "gt"]
+        + ["convert_element_type", "cond", "while"],
     ),
 }
 
@@ -162,21 +148,6 @@ def test_remat_is_inlined_when_it_is_told_to_be(inline):
 # Scans over the first argument, a stacked parameter.
 
 
-@dataclass(frozen=True)
-class Scan:
-    """A function with scans.
-
-    Attributes:
-        num_left: the scans that stay.
-        rows: the rows of the parameter that are read, in order.
-    """
-
-    function: Callable
-    specs: tuple[jax.ShapeDtypeStruct, ...]
-    num_left: int
-    rows: tuple[int, ...] = ()
-
-
 def scanned(reverse):
     def function(layers, x, noise):
         def layer(carry, row):
@@ -210,40 +181,38 @@ def of_scans(groups, x):
     return jax.lax.scan(outer, x, groups)[0]
 
 
-def stack_of(*lengths):
-    return jax.ShapeDtypeStruct((*lengths, 3, 3), jnp.float32)
-
-
+# By name: the function, its arguments, the scans that stay, and the rows of the
+# parameter that are read, in order.
 SCANS = {
-    "forward": Scan(scanned(False), (STACK, VECTOR, NOISE), 0, (0, 1, 2, 3)),
-    "reverse": Scan(scanned(True), (STACK, VECTOR, NOISE), 0, (3, 2, 1, 0)),
-    "of a cast": Scan(cast, (STACK, VECTOR), 0, (0, 1, 2, 3)),
-    "of no parameter": Scan(of_rows, (MATRIX, VECTOR, NOISE), 1),
-    "of an activation": Scan(lambda w, x: plain(w * 2.0, x), (STACK, VECTOR), 1),
-    "of scans": Scan(of_scans, (stack_of(2, 2), VECTOR), 2, (0, 1)),
-    "of one iteration": Scan(plain, (stack_of(1), VECTOR), 0, (0,)),
+    "forward": (scanned(False), (STACK, VECTOR, NOISE), 0, [0, 1, 2, 3]),
+    "reverse": (scanned(True), (STACK, VECTOR, NOISE), 0, [3, 2, 1, 0]),
+    "of a cast": (cast, (STACK, VECTOR), 0, [0, 1, 2, 3]),
+    "of no parameter": (of_rows, (MATRIX, VECTOR, NOISE), 1, []),
+    "of an activation": (lambda w, x: plain(w * 2.0, x), (STACK, VECTOR), 1, []),
+    "of scans": (of_scans, (spec(2, 2, 3, 3), VECTOR), 2, [0, 1]),
+    "of one iteration": (plain, (spec(1, 3, 3), VECTOR), 0, [0]),
     # It stays, for its empty stacks.
-    "of none": Scan(plain, (stack_of(0), VECTOR), 1),
+    "of none": (plain, (spec(0, 3, 3), VECTOR), 1, []),
 }
 
 
 @pytest.mark.parametrize("name", SCANS)
 def test_a_scan_over_a_stacked_parameter_is_unrolled(name):
-    case = SCANS[name]
-    graph = flat(case.function, *case.specs, stacked=[0])
-    assert names(graph).count("scan") == case.num_left
-    check(graph, case.function, *case.specs)
+    function, specs, num_left, rows = SCANS[name]
+    graph = flat(function, *specs, stacked=[0])
+    assert names(graph).count("scan") == num_left
+    check(graph, function, *specs)
     readers = [e for e in graph.equations if graph.invars[0] in e.invars]
     slices = [e for e in readers if e.primitive.name == "slice"]
-    assert tuple(e.params["start_indices"][0] for e in slices) == case.rows
-    if case.rows:
+    assert [e.params["start_indices"][0] for e in slices] == rows
+    if rows:
         assert readers == slices, "rows of the parameter are static"
-    if case.function is cast:
+    if function is cast:
         kind = "convert_element_type"
         casts = [e for e in graph.equations if e.primitive.name == kind]
         shapes = [e.outvars[0].aval.shape for e in casts]
         assert shapes.count((1, 3, 3)) == 4, "row by row"
-    if len(case.specs) == 3 and case.rows:
+    if len(specs) == 3 and rows:
         # Rows of what is no parameter are not static.
         others = [e for e in graph.equations if graph.invars[2] in e.invars]
         assert {e.primitive.name for e in others} == {"dynamic_slice"}

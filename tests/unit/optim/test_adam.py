@@ -20,10 +20,6 @@ ADAM = {**NUMBERS, "learning_rate": RATE}
 ADAMW = {**ADAM, "weight_decay": DECAY}
 
 
-def schedule(step):
-    return RATE / (1 + step)
-
-
 def matrices(params):
     return jax.tree.map(lambda p: jnp.ndim(p) > 1, params)
 
@@ -135,10 +131,26 @@ def test_every_number_is_taken_for_what_it_is(name):
                 assert isinstance(scalar, np.float32)
 
 
+def form_of(tx, params=PARAMS):
+    """The form of the first leaf."""
+    return forms(separate(tx, params))[0][0]
+
+
+def test_a_form_says_where_moments_are_and_which_decays_there_may_be():
+    assert [(f.m, f.v) for f in map(form_of, (optax.adam(0.1), hand_built()))] == [
+        (0, 1),
+        (1, 0),
+    ]
+    decays = [form_of(IS_ADAM[name][0]).decays for name in ("no_decay", "hyperparams")]
+    assert decays == [(0.0,), (0.0, 1.0)]
+    # Masters in short floats are left to XLA.
+    short = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+    assert form_of(optax.adam(0.1), short) is None
+
+
 def test_a_scheduled_rate_is_that_of_the_step():
-    tx = optax.adamw(**{**ADAMW, "learning_rate": schedule})
-    found = scalars_of_steps(tx, 0, 3)
-    rates = [float(s.learning_rate) for s in found]
+    tx = optax.adamw(**{**ADAMW, "learning_rate": lambda step: RATE / (1 + step)})
+    rates = [float(s.learning_rate) for s in scalars_of_steps(tx, 0, 3)]
     np.testing.assert_allclose(rates, [RATE, RATE / 2, RATE / 3], rtol=1e-6)
 
 
@@ -154,45 +166,20 @@ def test_a_moment_in_bfloat16_decays_by_a_bfloat16():
     assert found.b1 == 0.8984375  # 0.9, of which bfloat16 keeps 8 bits
 
 
-def test_moments_are_known_by_what_they_are_made_of():
-    for tx, m, v in ((optax.adam(0.1), 0, 1), (hand_built(), 1, 0)):
-        (form, _), _ = forms(separate(tx, PARAMS))
-        assert (form.m, form.v) == (m, v)
-
-
-def test_a_decay_of_each_step_may_be_zero():
-    decays = {
-        name: forms(separate(IS_ADAM[name][0], PARAMS))[0][0].decays
-        for name in ("adam", "no_decay", "hyperparams")
-    }
-    assert decays == {"adam": (0.0,), "no_decay": (0.0,), "hyperparams": (0.0, 1.0)}
-
-
 @pytest.mark.parametrize("name", IS_ANOTHER)
 def test_other_optimizers_are_not_adam(name):
     assert {form for form, _ in forms(separate(IS_ANOTHER[name], PARAMS))} == {None}
 
 
-def test_masters_in_short_floats_are_left_to_xla():
-    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
-    assert forms(separate(optax.adam(0.1), params))[0][0] is None
-
-
 def test_one_number_in_two_roles_must_be_the_same_number():
     """m of the change and the m that is kept, made with different b1."""
 
-    def update(g, state, params=None):
-        m, v = (jax.tree.leaves(state[k])[0] for k in "mv")
-        (g,) = jax.tree.leaves(g)
-        kept = 0.1 * g**1 + 0.9 * m
-        used = 0.1 * g**1 + 0.8 * m
+    def update(grads, state, params=None):
+        g, m, v = grads["w"], state["m"]["w"], state["v"]["w"]
+        kept, used = (0.1 * g**1 + b1 * m for b1 in (0.9, 0.8))
         v = 0.1 * g**2 + 0.9 * v
         change = -0.1 * (used / 0.5 / (jnp.sqrt(v / 0.5 + 1e-12) + 1e-8))
         return {"w": change}, {"m": {"w": kept}, "v": {"w": v}}
 
-    def init(params):
-        return {"m": params, "v": params}
-
-    tx = optax.GradientTransformation(init, update)
-    ((form, _),) = forms(separate(tx, {"w": jnp.ones(MATRIX)}))
-    assert form is None
+    tx = optax.GradientTransformation(lambda p: {"m": p, "v": p}, update)
+    assert form_of(tx, {"w": jnp.ones(MATRIX)}) is None

@@ -22,10 +22,9 @@ PARAMS = {
 }
 CLIP = optax.clip_by_global_norm(0.1)
 LEADING = {
-    "a_chain": (optax.chain(CLIP, optax.adamw(0.1)), optax.adamw(0.1)),
     "an_array": (
-        optax.chain(optax.clip_by_global_norm(jnp.float32(0.1)), optax.sgd(0.1)),
-        optax.sgd(0.1),
+        optax.chain(optax.clip_by_global_norm(jnp.float32(0.1)), optax.adamw(0.1)),
+        optax.adamw(0.1),
     ),
     "nested": (
         optax.chain(optax.chain(CLIP, optax.scale_by_lion()), optax.scale(-0.1)),
@@ -54,42 +53,36 @@ def test_every_leading_clip_of_any_leaves_is_recognised():
     twice = optax.chain(optax.clip_by_global_norm(2.0), CLIP, optax.sgd(0.1))
     assert separate(twice, PARAMS).clip_bounds == (2.0, pytest.approx(0.1))
     half = jax.ShapeDtypeStruct((4,), jnp.bfloat16)
-    tx = optax.chain(optax.clip_by_global_norm(1.5), optax.sgd(0.1))
+    tx = optax.chain(optax.clip_by_global_norm(1.5), optax.adam(0.1))
     for params in ({"w": half}, {"w": half, "v": PARAMS["a"]}, {"v": PARAMS["a"]}):
         assert separate(tx, params).clip_bounds == (1.5,)
-
-
-def test_frozen_leaves_are_no_part_of_the_norm():
-    tx = optax.chain(CLIP, optax.adam(0.1))
+    # Frozen leaves are no part of the norm.
     separated = separate(tx, PARAMS, trainable={"a", "b/1"})
     assert [leaf.path for leaf in separated.leaves] == ["a", "b/1"]
-    assert separated.clip_bounds == (pytest.approx(0.1),)
+    assert separated.clip_bounds == (1.5,)
 
 
 def test_gradients_that_are_also_read_unclipped_couple():
-    def update(grads, state, params=None):
+    def update(grads, params=None):
         clipped, _ = CLIP.update(grads, CLIP.init(grads))
-        return jax.tree.map(lambda g, c: c + 0.1 * g, grads, clipped), state
+        return jax.tree.map(lambda g, c: c + 0.1 * g, grads, clipped)
 
-    tx = optax.GradientTransformation(lambda params: (), update)
     with pytest.raises(ValueError, match="couples parameters"):
-        separate(tx, PARAMS)
+        separate(optax.stateless(update), PARAMS)
 
 
 def test_another_formula_under_the_name_of_optax_is_not_taken_off(monkeypatch):
     """If optax changed what it does, zinf must not do what it did."""
 
-    def as_torch(max_norm):
-        def update(grads, state, params=None):
-            norm = optax.tree.norm(grads)
-            factor = jnp.minimum(1.0, max_norm / (norm + 1e-2))
-            return jax.tree.map(lambda g: g * factor, grads), state
+    def as_torch(grads, params=None):
+        factor = jnp.minimum(1.0, 1.0 / (optax.tree.norm(grads) + 1e-2))
+        return jax.tree.map(lambda g: g * factor, grads)
 
-        return optax.GradientTransformation(lambda params: (), update)
-
-    monkeypatch.setattr(optax, "clip_by_global_norm", as_torch)
+    monkeypatch.setattr(
+        optax, "clip_by_global_norm", lambda _: optax.stateless(as_torch)
+    )
     with pytest.raises(ValueError, match="couples parameters"):
-        separate(optax.chain(as_torch(1.0), optax.sgd(0.1)), PARAMS)
+        separate(optax.chain(optax.stateless(as_torch), optax.sgd(0.1)), PARAMS)
 
 
 @pytest.mark.parametrize("bounds", [(0.3,), (2.0, 0.3), (0.3, 2.0)])
@@ -114,10 +107,8 @@ E = TORCH_EPSILON
     ("squares", "clipping", "loss_scale", "norm", "factor"),
     [
         ([0.0], FREE, 1.0, 0.0, 1.0),
-        ([9.0, 16.0], FREE, 1.0, 5.0, 1.0),
         ([9.0, 16.0], FREE, 8.0, 5 / 8, 1 / 8),
         ([1.0], TORCH, 1.0, 1.0, 1.0),
-        ([9.0, 16.0], TORCH, 1.0, 5.0, 2.0 / (5.0 + E)),
         ([9.0, 16.0], OPTAX, 1.0, 5.0, 1.0 / 5.0),
         ([9.0, 16.0], Clipping(0.5), 8.0, 5 / 8, 0.5 / (5 / 8 + E) / 8),
         # After the clipping of the config the norm is below 4.
@@ -173,17 +164,13 @@ def test_what_reads_the_loss_has_it_among_the_shared():
     assert separated.reads_loss
     assert not separate(optax.sgd(0.1), PARAMS).reads_loss
     advance = compile_advance(separated, device=jax.devices("cpu")[0])
-    state, values = plateau.init(jnp.ones(())), []
+    state = plateau.init(jnp.ones(()))
     shared = [s.value for s in separated.shared]
+    names = [s.optax_path.split("/")[-1] for s in separated.shared]
     for loss in (3.0, 2.0, 2.5, 2.5, 1.0):
         shared, values = advance(shared, np.float32(loss))
         _, state = plateau.update(jnp.ones(()), state, value=loss)
-        (scale,) = (
-            x
-            for s, x in zip(separated.shared, shared, strict=True)
-            if s.optax_path.endswith("scale")
-        )
-        assert scale == state.scale
+        assert shared[names.index("scale")] == state.scale
     assert state.scale == 0.25
     assert state.scale in values
 
@@ -193,8 +180,7 @@ def test_a_state_that_only_keeps_the_loss_is_kept():
         return grads, value.astype(jnp.float32)
 
     tx = optax.GradientTransformationExtraArgs(lambda params: jnp.zeros(()), update)
-    separated = separate(tx, PARAMS)
-    advance = compile_advance(separated, device=jax.devices("cpu")[0])
+    advance = compile_advance(separate(tx, PARAMS), device=jax.devices("cpu")[0])
     assert advance([np.float32(0)], np.float32(5))[0] == [5]
     # A transform that takes no value is given none.
     plain = optax.GradientTransformationExtraArgs(

@@ -18,7 +18,6 @@ from zinf.optim.rules import scale_by_adagrad
 from zinf.optim.separate import separate
 from zinf.optim.update import Unit, compile_advance, compile_updates
 from zinf_kernels import adam, elementwise
-from zinf_kernels.elementwise import Operation
 from zinf_kernels.elementwise.bounds import error_bounds
 
 NUM_STEPS = 4
@@ -143,28 +142,20 @@ def test_updates_have_the_bits_of_their_executables(updates_of, name, dtypes, pa
         chex.assert_trees_all_equal(found, expected, strict=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtypes"),
-    [
-        ("rmsprop", "float32"),
-        slow(("rmsprop", "bfloat16")),
-        *(slow((name, "float32")) for name in [*WITHIN_BOUNDS][1:]),
-    ],
-)
-def test_others_are_as_near_as_rounding_lets_them(name, dtypes):
+@pytest.mark.parametrize("name", ["rmsprop", *map(slow, [*WITHIN_BOUNDS][1:])])
+def test_others_are_as_near_as_rounding_lets_them(name):
     """Each step from the same arrays; two implementations may be two bounds apart."""
-    steps = steps_of(looped_updates, name, dtypes, "kernel")
+    steps = steps_of(looped_updates, name, "float32", "kernel")
     for update, values, before, found, expected in steps:
-        scalars = update.scalars(FACTOR, values)
         arrays = [x.reshape(-1) for x in before]
+        scalars = update.scalars(FACTOR, values)
         bounds = error_bounds(update.loop.program, arrays, scalars)
         for x, y, bound in zip(found, expected, bounds, strict=True):
             difference = np.abs(x.astype(float) - y.astype(float)).reshape(-1)
             assert np.all(difference <= 2 * bound)
-            # A matter of last places; bfloat16 has 8 bits, and another rounding before.
-            precision = 2.0**-7 if y.dtype.itemsize == 2 else 2.0**-19
+            # A matter of last places.
             largest = np.abs(y.astype(float)).max()
-            assert np.all(bound <= precision * largest + 4 * 2.0**-126)
+            assert np.all(bound <= 2.0**-19 * largest + 4 * 2.0**-126)
 
 
 def test_pieces_share_an_executable_and_need_room_for_one_of_them():
@@ -191,16 +182,12 @@ HALF_ADAM = optax.multi_transform({"a": optax.adam(0.1), "b": optax.sgd(0.1)}, L
         (in_place_updates, optax.adam(0.1), unit_of("kernel", jnp.float16)),
         (in_place_updates, optax.adam(0.1), unit_of("scale")),
         (in_place_updates, optax.lion(0.1), unit_of("kernel")),
-        (in_place_updates, HALF_ADAM, unit_of("bias")),
-        (looped_updates, EXPONENTIAL, unit_of("kernel")),
         (looped_updates, POWER, unit_of("kernel")),
         (looped_updates, optax.lion(0.1), unit_of("kernel", jnp.float16, jnp.float16)),
         (looped_updates, SHORT_LION, unit_of("kernel")),
         (looped_updates, optax.lion(0.1), unit_of("scale")),
-        (looped_updates, optax.lamb(0.1), unit_of("kernel")),
         (chunked_updates, optax.lion(0.1), unit_of("piece")),
         (chunked_updates, optax.lion(0.1), unit_of("kernel", np.float16)),
-        (chunked_updates, optax.lamb(0.1), unit_of("kernel")),
     ],
 )
 def test_what_has_no_counterpart_is_left_to_its_executable(updates_of, tx, unit):
@@ -212,6 +199,7 @@ def test_what_has_no_counterpart_is_left_to_its_executable(updates_of, tx, unit)
     [
         (optax.adamw(0.1), "bias", InPlaceUpdate),
         (HALF_ADAM, "kernel", InPlaceUpdate),
+        (HALF_ADAM, "bias", LoopedUpdate),
         (optax.lion(0.1), "bias", LoopedUpdate),
         (optax.rmsprop(0.1), "kernel", LoopedUpdate),
         (EXPONENTIAL, "kernel", ChunkedUpdate),
@@ -224,38 +212,32 @@ def test_updates_take_the_fastest_way_that_serves(tx, path, way):
     assert type(found) is way
 
 
-def mistaken_form(form, mistake):
-    if mistake == "moments":
-        return replace(form, m=form.v, v=form.m)
-    number = np.float32(form.scalars[mistake] * np.float32(1.5))
-    return replace(form, scalars={**form.scalars, mistake: number})
-
-
-@pytest.mark.parametrize(
-    "mistake", ["b1", "eps", "learning_rate", "weight_decay", "moments"]
-)
+@pytest.mark.parametrize("mistake", ["b1", "eps", "learning_rate", "moments"])
 def test_an_update_that_only_looks_like_adam_is_found_out(monkeypatch, mistake):
     match = in_place.match_adam
-    monkeypatch.setattr(
-        in_place, "match_adam", lambda b: mistaken_form(match(b), mistake)
-    )
+
+    def mistaken(body):
+        form = match(body)
+        if mistake == "moments":
+            return replace(form, m=form.v, v=form.m)
+        number = np.float32(form.scalars[mistake] * np.float32(1.5))
+        return replace(form, scalars={**form.scalars, mistake: number})
+
+    monkeypatch.setattr(in_place, "match_adam", mistaken)
     separated = separate(optax.adamw(0.1, eps=0.1, weight_decay=0.1), PARAMS)
     with pytest.warns(RuntimeWarning, match="'kernel' looks like Adam"):
         assert in_place_updates(separated, [unit_of("kernel")], device=CPU) == [None]
 
 
-@pytest.mark.parametrize("wrong", ["add", "max"])
-def test_a_loop_that_computes_something_else_is_found_out(monkeypatch, wrong):
+def test_a_loop_that_computes_something_else_is_found_out(monkeypatch):
     def mistaken(*arguments, **rest):
         loop = loop_of(*arguments, **rest)
-        operations = list(loop.program.operations)
         # The product of the momentum and its decay.
-        (position,) = [
-            k for k, o in enumerate(operations) if o.name == "mul" and 2 in o.operands
-        ]
-        operations[position] = Operation(wrong, operations[position].operands)
-        program = replace(loop.program, operations=tuple(operations))
-        return replace(loop, program=program)
+        operations = tuple(
+            replace(o, name="max") if o.name == "mul" and 2 in o.operands else o
+            for o in loop.program.operations
+        )
+        return replace(loop, program=replace(loop.program, operations=operations))
 
     loop_of = looped.loop_of
     monkeypatch.setattr(looped, "loop_of", mistaken)
@@ -278,25 +260,14 @@ def test_all_loops_are_compiled_beforehand(updates_of, name, kernel):
     (update,) = updates_of(separated, [unit], device=CPU)
     update.compile()
     before = kernel.cpu.compiled.cache_info().misses
-    num_states = len(separated.leaves[unit.leaf].states)
-    arrays = [np.ones(16, np.float32) for _ in range(1 + num_states)]
-    for number in (0, 0.1):
-        values = [np.float32(number or 0.5) for _ in separated.step_value_specs]
+    num_arrays = 1 + len(separated.leaves[unit.leaf].states)
+    gradient, copy = np.ones(16, jnp.bfloat16), np.zeros(16, np.float16)
+    for decay in np.float32([0, 0.1]):
+        values = [np.float32(0.5) for _ in separated.step_value_specs]
         if updates_of is in_place_updates:
-            values[update.form.scalars["weight_decay"]] = np.float32(number)
-        gradient, copy = np.ones(16, jnp.bfloat16), np.zeros(16, np.float16)
-        update(FACTOR, values, gradient, *arrays, copy)
+            values[update.form.scalars["weight_decay"]] = decay
+        update(FACTOR, values, gradient, *np.ones((num_arrays, 16), "f"), copy)
     assert kernel.cpu.compiled.cache_info().misses == before
-
-
-def test_updates_that_differ_in_numbers_share_a_loop():
-    transforms = optax.lion(0.1), optax.lion(0.2, b1=0.8, weight_decay=0.3)
-    one, other = (
-        looped_updates(separate(tx, PARAMS), [unit_of("kernel")], device=CPU)[0]
-        for tx in transforms
-    )
-    assert one.loop.program == other.loop.program
-    assert one.loop.literals != other.loop.literals
 
 
 def test_an_unknown_processor_takes_the_way_without_loops(monkeypatch):

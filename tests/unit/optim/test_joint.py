@@ -5,118 +5,89 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from tests.marks import slow
 from tests.unit.optim.test_update import OPTIMIZERS, SHAPES
 from zinf.optim.joint import JointCompiler
 from zinf.optim.separate import separate
-from zinf.optim.update import (
-    Unit,
-    UnitPlacement,
-    compile_advance,
-    compile_placed_updates,
-)
+from zinf.optim.update import Unit, compile_advance, compile_updates
+
+DEVICE = jax.devices()[0]
+FACTOR = np.float32(0.37)
 
 
-def compile_plainly(lowered):
-    return lowered.compile()
+def compiler():
+    return JointCompiler(lambda lowered: lowered.compile())
 
 
-def tree(seed):
+def gradients(paths, seed):
     rng = np.random.default_rng(seed)
-    return {k: rng.normal(size=s).astype("f") for k, s in SHAPES.items()}
+    tree = {k: rng.normal(size=s).astype("f") for k, s in SHAPES.items()}
+    return [jax.device_put(tree[path], DEVICE) for path in paths]
 
 
-class Case:
-    """The element-wise updates of a transform, alone and together.
-
-    If `is_divided`, arrays that 8 devices can divide lie on them in parts.
-    """
-
-    def __init__(self, name, compute_dtype=None, is_divided=False):
-        separated = separate(OPTIMIZERS[name], tree(0))
-        self.separated = separated
-        self.leaves = {
-            leaf.path: i
-            for i, leaf in enumerate(separated.leaves)
-            if leaf.is_elementwise
-            and not (is_divided and (leaf.spec.shape or (1,))[0] % 8)
-        }
-        device = jax.devices()[0]
-        self.scalars = self.place = SingleDeviceSharding(device)
-        if is_divided:
-            mesh = Mesh(np.asarray(jax.devices()), ("fsdp",))
-            self.scalars = NamedSharding(mesh, PartitionSpec())
-            self.place = NamedSharding(mesh, PartitionSpec("fsdp"))
-        units, places = [], []
-        for path, i in self.leaves.items():
-            units.append(Unit(i, SHAPES[path], jnp.float32, compute_dtype))
-            states = (self.place,) * len(separated.leaves[i].states)
-            arrays = self.place, self.place, states, self.place
-            places.append(UnitPlacement(self.scalars, *arrays))
-        self.steps = compile_placed_updates(separated, units, places).steps
-        self.joint = JointCompiler(compile_plainly)(self.steps)
-        self.advance = compile_advance(separated, device=device)
-        self.shared = [s.value for s in separated.shared]
-
-    def step_values(self):
-        self.shared, values = self.advance(self.shared)
-        return [jax.device_put(x, self.scalars) for x in values]
-
-    def arrays(self):
-        """Of each leaf the master and the states, in memory of XLA's own."""
-        params = tree(0)
-        made = []
-        for path, i in self.leaves.items():
-            states = self.separated.init_state(i, params[path])
-            own = [jax.device_put(x, self.place) for x in (params[path], *states)]
-            made.append([x + 0 for x in own])
-        return made
-
-    def grads(self, seed):
-        found = tree(seed)
-        return [jax.device_put(found[path], self.place) for path in self.leaves]
+def case(name, compute_dtype=None):
+    """The element-wise updates of a transform: what they are, and their arrays."""
+    params = dict(zip(SHAPES, map(np.asarray, gradients(SHAPES, 0)), strict=True))
+    separated = separate(OPTIMIZERS[name], params)
+    leaves = {x.path: i for i, x in enumerate(separated.leaves) if x.is_elementwise}
+    units = [Unit(i, SHAPES[p], jnp.float32, compute_dtype) for p, i in leaves.items()]
+    steps = compile_updates(separated, units, device=DEVICE).steps
+    # Of each leaf the master and the states, in memory of XLA's own.
+    arrays = [
+        [
+            jax.device_put(x, DEVICE) + 0
+            for x in (params[p], *separated.init_state(i, params[p]))
+        ]
+        for p, i in leaves.items()
+    ]
+    return separated, dict(zip(leaves, steps, strict=True)), arrays
 
 
 @pytest.mark.parametrize(
-    ("name", "compute_dtype", "is_divided"),
+    ("name", "compute_dtype"),
     [
-        ("adamw_cosine", "bfloat16", False),
-        ("adamw_cosine", None, True),
-        ("conditional", None, False),
-        ("multi_transform", None, False),
+        ("adamw_cosine", "bfloat16"),
+        ("conditional", None),
+        ("two_adams", None),
         # Updates that need whole leaves run alone.
-        slow(("muon", None, False)),
-        slow(("adamw_bf16_moment", None, True)),
-        slow(("lion", "bfloat16", True)),
-        slow(("madgrad", None, False)),
+        slow(("muon", None)),
+        slow(("adamw_bf16_moment", None)),
     ],
 )
-def test_it_gives_the_bits_of_each_alone(name, compute_dtype, is_divided):
-    case = Case(name, compute_dtype, is_divided)
-    alone, together = case.arrays(), case.arrays()
+def test_it_gives_the_bits_of_each_alone(name, compute_dtype):
+    separated, steps, alone = case(name, compute_dtype)
+    together = jax.tree.map(lambda x: x + 0, alone)
+    joint = compiler()([*steps.values()])
+    # Each of two kinds of Adam reads bias corrections of its own.
+    assert set(joint.step_values) == {k for s in steps.values() for k in s.step_values}
     num_kept = [len(own) for own in alone]
-    factor = np.float32(0.37)
+    advance = compile_advance(separated, device=DEVICE)
+    shared = [s.value for s in separated.shared]
     for seed in range(1, 4):
-        grads, values = case.grads(seed), case.step_values()
+        shared, values = advance(shared)
+        grads = gradients(steps, seed)
         results = [
-            step(factor, values, grad, *own)
-            for step, grad, own in zip(case.steps, grads, alone, strict=True)
+            step(FACTOR, values, grad, *own)
+            for step, grad, own in zip(steps.values(), grads, alone, strict=True)
         ]
-        found = case.joint(factor, values, grads, together)
+        found = joint(FACTOR, values, grads, together)
         chex.assert_trees_all_equal(results, found, strict=True)
-        alone = [list(r[:n]) for r, n in zip(results, num_kept, strict=True)]
-        together = [list(r[:n]) for r, n in zip(found, num_kept, strict=True)]
+        alone, together = (
+            [list(r[:n]) for r, n in zip(made, num_kept, strict=True)]
+            for made in (results, found)
+        )
 
 
 def test_results_are_where_the_arrays_were_unless_somebody_looks_at_them():
-    case = Case("adamw_cosine")
-    arrays, grads = case.arrays(), case.grads(1)
+    separated, steps, arrays = case("adamw_cosine")
+    grads = gradients(steps, 1)
     places = [[x.unsafe_buffer_pointer() for x in own] for own in arrays]
     view = np.asarray(arrays[0][0])
     before = view.copy()
-    found = case.joint(np.float32(1), case.step_values(), grads, arrays)
+    advance = compile_advance(separated, device=DEVICE)
+    _, values = advance([s.value for s in separated.shared])
+    found = compiler()([*steps.values()])(FACTOR, values, grads, arrays)
     jax.block_until_ready(found)
     now = [[x.unsafe_buffer_pointer() for x in own] for own in found]
     assert now[0][0] != places[0][0]
@@ -128,21 +99,11 @@ def test_results_are_where_the_arrays_were_unless_somebody_looks_at_them():
 
 
 def test_equal_groups_share_an_executable():
-    case = Case("adamw_cosine")
-    step = dict(zip(case.leaves, case.steps, strict=True))
-    compiler = JointCompiler(compile_plainly)
-    first, second = (
-        compiler([step[f"blocks/{i}/bias"], step[f"blocks/{i}/kernel"]])
-        for i in range(2)
+    _, steps, _ = case("adamw_cosine")
+    compile_jointly = compiler()
+    first, second, other = (
+        compile_jointly([steps[f"blocks/{i}/{name}"] for name in names]).executable
+        for i, names in [(0, ("bias", "kernel")), (1, ("bias", "kernel"))]
+        + [(0, ("kernel", "bias"))]
     )
-    other = compiler([step["blocks/0/kernel"], step["blocks/0/bias"]])
-    assert first.executable is second.executable
-    assert first.executable is not other.executable
-
-
-def test_updates_that_read_other_step_values_run_together():
-    """Adam's bias corrections, which plain SGD does not read."""
-    case = Case("multi_transform")
-    assert len({step.step_values for step in case.steps}) > 1
-    read = {k for step in case.steps for k in step.step_values}
-    assert set(case.joint.step_values) == read
+    assert first is second is not other

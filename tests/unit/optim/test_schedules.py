@@ -12,6 +12,7 @@ from zinf.optim.schedules import beta_of
 
 LR = 0.02
 NUM_STEPS = 40
+LIMITS = {"warmup_min_lr": 0.001, "warmup_max_lr": 0.01}
 
 
 def learning_rates(kind, params, **more):
@@ -24,94 +25,94 @@ def learning_rates(kind, params, **more):
     return [float(schedule(count)) for count in range(NUM_STEPS)]
 
 
-def check(kind, params, initial, after):
-    """`initial` is set by the constructor; each later update uses `after(i)`.
-
-    `i` is last_batch_iteration, 0 once the first update is done.
-    """
-    expected = [initial, *(after(i) for i in range(NUM_STEPS - 1))]
-    np.testing.assert_allclose(learning_rates(kind, params), expected, 1e-5, 1e-8)
+# The constructor sets a first rate; each later update uses these of
+# last_batch_iteration, 0 once the first update is done.
 
 
 def warm(i, steps, kind):
-    if kind == "log":
-        return math.log(i + 1) / math.log(steps)
-    return i / steps
+    return math.log(i + 1) / math.log(steps) if kind == "log" else i / steps
 
 
-@pytest.mark.parametrize("kind", ["log", "linear"])
-@pytest.mark.parametrize("steps", [1, 2, 10])
-def test_warmup_lr(kind, steps):
-    params = {
-        "warmup_min_lr": 0.001,
-        "warmup_max_lr": 0.01,
-        "warmup_num_steps": steps,
-        "warmup_type": kind,
-    }
-    num_warm = max(2, steps)
+def warmup(i, p):
+    num_warm, kind = max(2, p["warmup_num_steps"]), p["warmup_type"]
+    gamma = warm(i, num_warm, kind) if i < num_warm else 1.0
+    return 0.001 + (0.01 - 0.001) * gamma
 
-    def after(i):
-        gamma = warm(i, num_warm, kind) if i < num_warm else 1.0
-        return 0.001 + (0.01 - 0.001) * gamma
 
-    check("WarmupLR", params, 0.001, after)
+def warmup_decay(i, p):
+    steps, total = p["warmup_num_steps"], p["total_num_steps"]
+    gamma = max(0.0, (total - i) / max(1.0, total - steps))
+    if i < steps:
+        gamma = warm(i, steps, "log")
+    return 0.001 + (0.01 - 0.001) * gamma
+
+
+def warmup_cosine(i, p):
+    steps, lowest = p["warmup_num_steps"], p["warmup_min_ratio"]
+    if i < steps:
+        return LR * (lowest + (1 - lowest) * warm(i, steps, "linear"))
+    progress = min(1.0, (i - steps + 1) / max(1, p["total_num_steps"] - steps))
+    cosine = (1 + math.cos(math.pi * progress)) / 2
+    return LR * max(0.0, 0.05 + 0.95 * cosine)
+
+
+def range_test(i, p):
+    interval = (i + 1) / 7
+    is_staircase = p["lr_range_test_staircase"]
+    return 0.01 * (1 + 2.0 * (math.floor(interval) if is_staircase else interval))
+
+
+def numbered(steps, total=None, lowest=None):
+    numbers = {"warmup_num_steps": steps}
+    numbers |= {} if total is None else {"total_num_steps": total}
+    return numbers | ({} if lowest is None else {"warmup_min_ratio": lowest})
+
+
+COSINE = {"cos_min_ratio": 0.05, "warmup_type": "linear"}
+RANGE = {
+    "lr_range_test_min_lr": 0.01,
+    "lr_range_test_step_size": 7,
+    "lr_range_test_step_rate": 2.0,
+}
+# The scheduler, its first rate, the later ones, and parameters.
+SCHEDULES = [
+    *(
+        ("WarmupLR", 0.001, warmup, {**LIMITS, **numbered(steps), "warmup_type": kind})
+        for kind in ("log", "linear")
+        for steps in (1, 2, 10)
+    ),
+    *(
+        ("WarmupDecayLR", 0.001, warmup_decay, LIMITS | numbered(*numbers))
+        for numbers in ((10, 30), (2, 40), (10, 10))
+    ),
+    *(
+        ("WarmupCosineLR", 0.0, warmup_cosine, COSINE | numbered(*numbers))
+        for numbers in ((10, 30, 0.0), (2, 38, 0.1), (10, 10, 0.1))
+    ),
+    *(
+        ("LRRangeTest", 0.01, range_test, {**RANGE, "lr_range_test_staircase": stairs})
+        for stairs in (False, True)
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "initial", "after", "params"), SCHEDULES)
+def test_rates_are_those_of_deepspeed(kind, initial, after, params):
+    expected = [initial, *(after(i, params) for i in range(NUM_STEPS - 1))]
+    np.testing.assert_allclose(learning_rates(kind, params), expected, 1e-5, 1e-8)
 
 
 @pytest.mark.parametrize(("kind", "peak"), [("WarmupLR", LR), ("WarmupDecayLR", 0.001)])
 def test_a_warmup_reaches_the_optimizers_lr_or_a_peak_of_its_own(kind, peak):
-    params = {"warmup_num_steps": 5, "total_num_steps": 30}
-    if kind == "WarmupLR":
-        del params["total_num_steps"]
+    params = numbered(5, 30 if kind == "WarmupDecayLR" else None)
     assert max(learning_rates(kind, params)) == pytest.approx(peak)
     params["warmup_max_lr"] = "auto"
     assert max(learning_rates(kind, params)) == pytest.approx(LR)
 
 
-@pytest.mark.parametrize(("steps", "total"), [(10, 30), (2, 40), (10, 10)])
-def test_warmup_decay_lr(steps, total):
-    params = {
-        "warmup_min_lr": 0.001,
-        "warmup_max_lr": 0.01,
-        "warmup_num_steps": steps,
-        "total_num_steps": total,
-    }
-
-    def after(i):
-        if i < steps:
-            gamma = warm(i, steps, "log")
-        else:
-            gamma = max(0.0, (total - i) / max(1.0, total - steps))
-        return 0.001 + (0.01 - 0.001) * gamma
-
-    check("WarmupDecayLR", params, 0.001, after)
-
-
-@pytest.mark.parametrize(
-    ("steps", "total", "lowest"), [(10, 30, 0.0), (2, 38, 0.1), (10, 10, 0.1)]
-)
-def test_warmup_cosine_lr(steps, total, lowest):
-    params = {
-        "warmup_min_ratio": lowest,
-        "cos_min_ratio": 0.05,
-        "warmup_num_steps": steps,
-        "total_num_steps": total,
-        "warmup_type": "linear",
-    }
-
-    def after(i):
-        if i < steps:
-            return LR * (lowest + (1 - lowest) * warm(i, steps, "linear"))
-        progress = min(1.0, (i - steps + 1) / max(1, total - steps))
-        cosine = (1 + math.cos(math.pi * progress)) / 2
-        return LR * max(0.0, 0.05 + 0.95 * cosine)
-
-    check("WarmupCosineLR", params, 0.0, after)
-
-
 def test_a_decay_ends_with_the_run_unless_told():
-    params = {"warmup_num_steps": 4}
-    given = learning_rates("WarmupCosineLR", {**params, "total_num_steps": 20})
-    assert learning_rates("WarmupCosineLR", params, run={"steps": 20}) == given
+    given = learning_rates("WarmupCosineLR", numbered(4, 20))
+    assert learning_rates("WarmupCosineLR", numbered(4), run={"steps": 20}) == given
 
 
 def one_cycle(p):
@@ -136,7 +137,6 @@ def one_cycle(p):
 
 
 CYCLES = [
-    {"cycle_first_step_size": 10},
     {"cycle_first_step_size": 10, "decay_step_size": 5, "decay_lr_rate": 0.5},
     {"cycle_first_step_size": 7, "cycle_second_step_size": 13, "decay_mom_rate": 0.01},
     {"cycle_first_step_size": 9, "cycle_first_stair_count": 3},
@@ -161,22 +161,6 @@ def test_one_cycle_moves_the_rate_and_the_first_beta_against_it(params):
     betas = [float(beta(count)) for count in range(NUM_STEPS)]
     found = [*zip(learning_rates("OneCycle", params), betas, strict=True)]
     np.testing.assert_allclose(found, expected, 1e-5)
-
-
-@pytest.mark.parametrize("is_staircase", [False, True])
-def test_lr_range_test(is_staircase):
-    params = {
-        "lr_range_test_min_lr": 0.01,
-        "lr_range_test_step_size": 7,
-        "lr_range_test_step_rate": 2.0,
-        "lr_range_test_staircase": is_staircase,
-    }
-
-    def after(i):
-        interval = (i + 1) / 7
-        return 0.01 * (1 + 2.0 * (math.floor(interval) if is_staircase else interval))
-
-    check("LRRangeTest", params, 0.01, after)
 
 
 def test_without_a_scheduler_the_learning_rate_is_constant():

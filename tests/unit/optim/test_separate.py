@@ -1,8 +1,6 @@
 """What belongs to which leaf is read off the jaxpr; coupled transforms are refused."""
 
 import re
-import sys
-from itertools import count
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +11,7 @@ import pytest
 
 from zinf.optim.separate import separate
 from zinf.optim.update import compile_advance
+from zinf.segment import named_leaves
 
 PARAMS = {
     "bias": jax.ShapeDtypeStruct((16,), jnp.float32),
@@ -23,8 +22,8 @@ SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 3, 20)
 
 
 def layers(num_layers):
-    """12 leaves a layer, of 8 shapes."""
-    shapes = [(8, 8)] * 4 + [(8, 32), (32, 8), (8,), (8,), (32,), (8, 24), (24,), (4,)]
+    """4 leaves a layer, of 3 shapes."""
+    shapes = [(8, 8), (8, 8), (8, 32), (8,)]
     spec = {str(i): jax.ShapeDtypeStruct(s, jnp.float32) for i, s in enumerate(shapes)}
     return {f"blocks/{i}": spec for i in range(num_layers)}
 
@@ -108,7 +107,7 @@ def test_equal_leaves_share_a_body_whatever_the_number_of_layers():
     for num_layers in (2, 5):
         separated = separate(optax.adamw(SCHEDULE), layers(num_layers))
         blocks = [(i, x.spec.shape) for i, x in enumerate(separated.leaves)]
-        assert len({shared.body for shared in separated.bodies(blocks)}) == 8
+        assert len({shared.body for shared in separated.bodies(blocks)}) == 3
 
 
 def test_per_leaf_constants_are_hoisted_out_of_shared_bodies():
@@ -122,33 +121,12 @@ def test_per_leaf_constants_are_hoisted_out_of_shared_bodies():
     assert found == pytest.approx([0.1, 0.2])
 
 
-def num_calls(num_layers: int) -> int:
-    """Calls of functions in which so many layers are separated."""
-    calls = count()
-    sys.setprofile(lambda frame, event, argument: next(calls) and None)
-    try:
-        separated = separate(optax.adamw(SCHEDULE), layers(num_layers))
-        separated.bodies([(i, x.spec.shape) for i, x in enumerate(separated.leaves)])
-    finally:
-        sys.setprofile(None)
-    return next(calls)
-
-
-@pytest.mark.slow
-def test_leaves_are_separated_with_work_in_proportion_to_their_number():
-    num_calls(4)  # what is traced once in a process
-    # Anything quadratic would take 16 times as many.
-    assert num_calls(16) < 5 * num_calls(4)
-
-
 def test_initial_state_is_that_of_optax_block_by_block():
     rng = np.random.default_rng(0)
     params = {k: rng.normal(size=x.shape).astype("f") for k, x in PARAMS.items()}
     tx = optax.chain(optax.adagrad(0.1, 0.3), optax.contrib.schedule_free_sgd(0.1))
     separated = separate(tx, params)
-    pairs = jax.tree_util.tree_flatten_with_path(tx.init(params))[0]
-    name = jax.tree_util.keystr
-    wanted = {name(path, simple=True, separator="/"): x for path, x in pairs}
+    wanted = named_leaves(tx.init(params))
     assert all(leaf.is_elementwise for leaf in separated.leaves)
     for i, leaf in enumerate(separated.leaves):
         param = params[leaf.path]
@@ -161,12 +139,6 @@ def test_initial_state_is_that_of_optax_block_by_block():
             np.testing.assert_array_equal(whole, wanted[state.optax_path])
     for state in separated.shared:
         np.testing.assert_array_equal(state.value, wanted[state.optax_path])
-
-
-def test_random_keys_in_the_state_are_plain_numbers():
-    tx = optax.add_noise(0.1, 0.5, jax.random.key(3))
-    (_, key) = separate(tx, PARAMS).shared
-    np.testing.assert_array_equal(key.value, jax.random.key_data(jax.random.key(3)))
 
 
 def update_clipped(grads, state, params=None):
@@ -199,9 +171,7 @@ REFUSED = {
     "apply_if_finite": optax.apply_if_finite(ADAM, 5),
     "prodigy": optax.contrib.prodigy(),
     "multi steps": STEPS,
-    "multi steps in a chain": optax.chain(
-        STEPS.gradient_transformation(), optax.scale(0.5)
-    ),
+    "multi steps in a chain": optax.chain(STEPS.gradient_transformation(), CLIP),
     "polyak": optax.polyak_sgd(),
     "line search": optax.lbfgs(),
     "an earlier step": transform(update_by_neighbours_state, ZEROS),

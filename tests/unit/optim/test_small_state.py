@@ -3,11 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-import zinf
-from tests.marks import slow
-from zinf.optim.factory import build_optimizer
 from zinf.optim.separate import separate
 from zinf.optim.small_state import (
     BLOCK,
@@ -96,36 +94,16 @@ def test_8_bit_moments_are_the_nearest_codes():
         np.testing.assert_array_equal(kept.codes[block, : part.size], codes)
 
 
-@pytest.mark.parametrize("name", ["8bit", slow("bfloat16")])
-def test_losses_are_near_those_of_adam_and_equal_on_all_tiers(name, tmp_path):
-    params = {"w": jax.random.normal(jax.random.key(0), (DIM, DIM)) * DIM**-0.5}
-    x = jax.random.normal(jax.random.key(1), (16, DIM))
-    batch = {"x": np.asarray(x), "y": np.tanh(np.asarray(x))}
-
-    def loss_fn(params, batch):
-        return jnp.mean(jnp.square(batch["x"] @ params["w"] - batch["y"]))
-
-    def losses(moments, place):
-        config = {
-            "optimizer": {"type": "Adam", "params": {"lr": 0.01, "moments": moments}},
-            "execution": "streamed",
-            "segment": {"remat": "always"},
-            "persistence_threshold": 0,
-            "memory": {"nvme": [str(tmp_path)]},
-            "zero_optimization": {
-                "offload_param": {"device": place},
-                "offload_optimizer": {"device": place},
-            },
-        }
-        config = zinf.Config.load(config)
-        tx = build_optimizer(config)
-        with zinf.initialize(loss_fn, params, tx, config) as engine:
-            return [engine.step(batch)["loss"] for _ in range(10)]
-
-    found = [losses(name, place) for place in ("none", "cpu", "nvme")]
-    assert found[0] == found[1] == found[2]
-    adam = losses("float32", "none")
-    assert adam[-1] < 0.5 * adam[0]
-    # The step is made from moments that are off by 2^-8 (bfloat16), and for the second
-    # moment in 8 bits by up to a part in 16 of a small entry.
-    np.testing.assert_allclose(found[0], adam, rtol=0.05)
+@pytest.mark.parametrize("name", RULES)
+def test_directions_are_near_those_of_adam(name):
+    """Moments are off by 2^-8, or in 8 bits by up to a part in 16 of a small entry."""
+    options = {"b1": 0.8, "b2": 0.9, "eps": 1e-4}
+    rule, adam = RULES[name](**options), optax.scale_by_adam(**options)
+    states = [tx.init(gradients(0)) for tx in (rule, adam)]
+    for seed in range(5):
+        (found, states[0]), (wanted, states[1]) = (
+            jax.jit(tx.update)(gradients(seed), state)
+            for tx, state in zip((rule, adam), states, strict=True)
+        )
+        error = jnp.linalg.norm(found["w"] - wanted["w"])
+        assert error <= 0.05 * jnp.linalg.norm(wanted["w"])

@@ -11,6 +11,7 @@ import pytest
 from tests.marks import slow
 from zinf.optim.separate import separate
 from zinf.optim.update import Unit, compile_advance, compile_updates
+from zinf.segment import named_leaves
 
 NUM_STEPS = 6
 CPU = jax.devices()[0]
@@ -52,6 +53,9 @@ OPTIMIZERS = {
     "multi_transform": optax.multi_transform(
         {"adam": optax.adam(1e-2), "sgd": optax.sgd(0.1, momentum=0.9)}, LABELS
     ),
+    "two_adams": optax.multi_transform(
+        {"adam": optax.adam(1e-2), "sgd": optax.adam(0.1, b1=0.5)}, LABELS
+    ),
     "partition_frozen": optax.partition(
         {"adam": optax.adamw(1e-2), "sgd": optax.set_to_zero()}, LABELS
     ),
@@ -89,9 +93,7 @@ def plain(tx, data):
     state = tx.init(params)
     for grads in gradients:
         params, state = step(params, state, grads)
-    pairs = jax.tree_util.tree_flatten_with_path(state)[0]
-    name = jax.tree_util.keystr
-    return params, {name(p, simple=True, separator="/"): x for p, x in pairs}
+    return params, named_leaves(state)
 
 
 def rows(shape, num_rows):
@@ -106,18 +108,21 @@ def streamed(tx, data, *, num_rows=None):
     """The same steps leaf by leaf, and in blocks of rows where that is allowed."""
     params, gradients = data
     separated = separate(tx, params)
-    work, units = [], []
-    for i, leaf in enumerate(separated.leaves):
-        for part in rows(leaf.spec.shape, num_rows if leaf.is_elementwise else None):
-            work.append((i, leaf.path, part))
-            block = params[leaf.path][part]
-            units.append(Unit(i, block.shape, jnp.float32))
+    # Of each block the number of its leaf, the path, and its rows.
+    work = [
+        (i, leaf.path, part)
+        for i, leaf in enumerate(separated.leaves)
+        for part in rows(leaf.spec.shape, num_rows if leaf.is_elementwise else None)
+    ]
+    masters = [params[path][part] for _, path, part in work]
+    leaves = [i for i, _, _ in work]
+    units = [
+        Unit(i, x.shape, jnp.float32) for i, x in zip(leaves, masters, strict=True)
+    ]
+    states = [*map(separated.init_state, leaves, masters)]
     updates = compile_updates(separated, units, device=CPU)
     advance = compile_advance(separated, device=CPU)
     shared = [s.value for s in separated.shared]
-    masters = [params[path][part] for _, path, part in work]
-    pairs = zip(work, masters, strict=True)
-    states = [separated.init_state(i, x) for (i, _, _), x in pairs]
     for grads in gradients:
         shared, values = advance(shared)
         for n, (_, path, part) in enumerate(work):
@@ -127,7 +132,7 @@ def streamed(tx, data, *, num_rows=None):
     names = [s.optax_path for s in separated.shared]
     new_params, new_states = {}, {}
     for i, leaf in enumerate(separated.leaves):
-        mine = [n for n, (j, _, _) in enumerate(work) if j == i]
+        mine = [n for n, j in enumerate(leaves) if j == i]
         new_params[leaf.path] = joined([masters[n] for n in mine])
         for k, state in enumerate(leaf.states):
             new_states[state.optax_path] = joined([states[n][k] for n in mine])
@@ -142,23 +147,21 @@ def joined(parts):
 def test_streamed_updates_equal_plain_optax(name, data):
     found, found_states, shared = streamed(OPTIMIZERS[name], data)
     params, states = plain(OPTIMIZERS[name], data)
+
+    def assert_near(found, wanted, tolerance):
+        atol = tolerance * np.max(np.abs(wanted), initial=1e-30)
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=atol, err_msg=path)
+
     for path, wanted in params.items():
         # XLA fuses a multiply and an add into one rounding where they meet in a loop,
         # and the loops of the whole update are not those of one leaf: about one unit
         # in the last place (1.2e-7) a step, of the largest entry.
-        tolerance = NUM_STEPS * 1.2e-7 * np.max(np.abs(wanted))
-        np.testing.assert_allclose(
-            found[path], wanted, rtol=0, atol=tolerance, err_msg=path
-        )
+        assert_near(found[path], wanted, NUM_STEPS * 1.2e-7)
     for path, value in shared.items():
         np.testing.assert_allclose(value, states[path], rtol=1e-6, err_msg=path)
     for path, value in found_states.items():
         assert value.dtype == states[path].dtype
-        tolerance = 0.01 if value.dtype == jnp.bfloat16 else 1e-6
-        largest = np.max(np.abs(states[path]), initial=1e-30)
-        np.testing.assert_allclose(
-            value, states[path], rtol=0, atol=tolerance * largest, err_msg=path
-        )
+        assert_near(value, states[path], 0.01 if value.dtype == jnp.bfloat16 else 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -185,10 +188,8 @@ def test_noise_is_that_of_optax_with_plain_numbers_for_its_key(data):
 
 
 def kernel_units(num_leaves, **unit):
-    params = {
-        f"{i}": jax.ShapeDtypeStruct((8, 4), jnp.float32) for i in range(num_leaves)
-    }
-    separated = separate(optax.adamw(1e-2), params)
+    spec = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    separated = separate(optax.adamw(1e-2), {f"{i}": spec for i in range(num_leaves)})
     units = [Unit(i, (8, 4), jnp.float32, **unit) for i in range(num_leaves)]
     return separated, units
 
@@ -216,13 +217,16 @@ def sgd_step(rate, size, grad_dtype=jnp.float32, copy=None, dtype=jnp.float32):
     return compile_updates(separated, units, device=CPU).steps[0]
 
 
-def test_the_compute_copy_is_the_new_master_rounded():
+def test_the_compute_copy_is_the_new_master_rounded_and_masters_keep_their_dtype():
     grad, master = np.random.default_rng(0).normal(size=(2, 64)).astype("f")
     (new,) = sgd_step(0.1, 64)(np.float32(1), [], grad, master)
     step = sgd_step(0.1, 64, copy=jnp.bfloat16)
     same, copy = step(np.float32(1), [], grad, master)
     np.testing.assert_array_equal(new, same)
     np.testing.assert_array_equal(copy, new.astype(jnp.bfloat16))
+    short = sgd_step(1.0, 3, dtype=jnp.bfloat16)
+    (new,) = short(np.float32(1), [], np.ones(3, "f"), np.ones(3, jnp.bfloat16))
+    assert new.dtype == jnp.bfloat16 and not new.any()
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
@@ -234,27 +238,15 @@ def test_gradients_are_scaled_in_float32(dtype):
     np.testing.assert_array_equal(new, -grad.astype("f") * factor)
 
 
-def test_masters_keep_their_dtype():
-    step = sgd_step(1.0, 3, dtype=jnp.bfloat16)
-    (new,) = step(np.float32(1), [], np.ones(3, "f"), np.ones(3, jnp.bfloat16))
-    assert new.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(new, np.zeros(3))
-
-
-def test_workspace_holds_at_least_the_outputs():
+def test_updates_run_on_their_device_and_say_what_they_allocate():
     separated, units = kernel_units(1, compute_dtype=jnp.bfloat16)
-    (step,) = compile_updates(separated, units, device=CPU).steps
+    device = jax.devices()[-1]
+    (step,) = compile_updates(separated, units, device=device).steps
+    _, values = compile_advance(separated, device=device)(
+        [s.value for s in separated.shared]
+    )
+    outputs = step(np.float32(1), values, *[np.ones((8, 4), np.float32)] * 4)
+    chex.assert_tree_is_on_device(outputs, device=device)
     # Master and two moments in float32, the compute copy in bfloat16.
     assert step.output_bytes >= 8 * 4 * (3 * 4 + 2)
     assert step.workspace_bytes == step.output_bytes + step.temp_bytes
-
-
-def test_updates_run_on_the_device_that_they_were_compiled_for():
-    separated, units = kernel_units(1)
-    device = jax.devices()[-1]
-    (step,) = compile_updates(separated, units, device=device).steps
-    advance = compile_advance(separated, device=device)
-    _, values = advance([s.value for s in separated.shared])
-    block = np.ones((8, 4), np.float32)
-    outputs = step(np.float32(1), values, block, block, block, block)
-    chex.assert_tree_is_on_device(outputs, device=device)

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.toy.program import Layer, LeafCase, chain, make_toy
-from zinf.plan import Catalog, StepOptions, count_contributions, value
+from zinf.plan import Catalog, StepOptions, count_contributions
 from zinf.plan.pending import not_read_first, pending_copies
 from zinf.program import ArrayId, Role, Tier
 
@@ -17,12 +17,12 @@ TIED = [
 
 
 def catalog(
-    *, is_mixed: bool = False, num_microbatches: int = 1, tied: bool = False
+    is_mixed: bool = False, microbatches: int = 1, tied: bool = False
 ) -> Catalog:
     toy = chain(2, leaf=LEAF, is_mixed=is_mixed)
     if tied:
         toy = make_toy([LEAF], TIED, is_mixed=is_mixed)
-    return toy.catalog(toy.homes(NVME, NVME), num_microbatches=num_microbatches)
+    return toy.catalog(toy.homes(NVME, NVME), num_microbatches=microbatches)
 
 
 def test_rows_have_their_share_of_the_bytes_of_the_whole_and_rest_with_it() -> None:
@@ -33,20 +33,16 @@ def test_rows_have_their_share_of_the_bytes_of_the_whole_and_rest_with_it() -> N
     assert sizes.nbytes(rows) == 4 * 3 * NUMEL
     assert sizes.home(rows) == sizes.home(whole) == whole
     assert sizes.home_tier(rows) == NVME
-    for nowhere in (value("layer0.0", 0), ArrayId(Role.GRADIENT, "layer0/w")):
+    roles = Role.VALUE, Role.COTANGENT, Role.COTANGENT_PART
+    values = [ArrayId(role, "layer0.0", None, 0) for role in roles]
+    assert {sizes.nbytes(name) for name in values} == {4 * 32}
+    for nowhere in (*values, ArrayId(Role.GRADIENT, "layer0/w")):
         assert sizes.home(nowhere) is None
         assert sizes.home_tier(nowhere) is None
 
 
-def test_values_and_their_cotangents_have_equal_bytes() -> None:
-    sizes = catalog()
-    roles = Role.VALUE, Role.COTANGENT, Role.COTANGENT_PART
-    names = [ArrayId(role, "layer0.0", None, 0) for role in roles]
-    assert {sizes.nbytes(name) for name in names} == {4 * 32}
-
-
 @pytest.mark.parametrize(
-    ("is_mixed", "num_microbatches", "tied", "wide"),
+    ("is_mixed", "microbatches", "tied", "wide"),
     [
         (False, 1, False, 4),
         (True, 1, False, 2),
@@ -55,9 +51,9 @@ def test_values_and_their_cotangents_have_equal_bytes() -> None:
     ],
 )
 def test_a_gradient_is_as_wide_as_its_parameter_unless_it_is_a_sum(
-    is_mixed: bool, num_microbatches: int, tied: bool, wide: int
+    is_mixed: bool, microbatches: int, tied: bool, wide: int
 ) -> None:
-    sizes = catalog(is_mixed=is_mixed, num_microbatches=num_microbatches, tied=tied)
+    sizes = catalog(is_mixed, microbatches, tied)
     path, narrow = "w" if tied else "layer0/w", 2 if is_mixed else 4
     found = [
         sizes.nbytes(ArrayId(role, path, rows))
@@ -78,25 +74,16 @@ def test_contributions_are_counted_by_segment_and_microbatch() -> None:
     assert count_contributions(catalog().program, 3) == separate
 
 
-def test_what_the_first_segment_reads_is_known() -> None:
+def test_what_waits_for_the_next_step_and_what_that_reads_first() -> None:
     toy = chain(3)
-    homes = toy.homes(NVME, NVME)
-    units = toy.units(homes)
-    found = not_read_first(units, toy.catalog(homes))
-    paths = {x.master.path for number in found for x in units[number].arrays}
-    assert paths == {"layer1/w", "layer2/w"}
-
-
-@pytest.mark.parametrize(
-    ("param", "state", "tier"), [(DEVICE, DEVICE, DEVICE), (DEVICE, NVME, HOST)]
-)
-def test_gradients_wait_on_the_device_only_for_what_rests_there(
-    param: Tier, state: Tier, tier: Tier
-) -> None:
-    toy = chain(2)
-    homes = toy.homes(param, state)
-    units, options = toy.units(homes), StepOptions(1, False, DEVICE, HOST)
-    found = pending_copies(units, range(2), toy.catalog(homes), options)
-    assert set(found) == {
-        (ArrayId(Role.GRADIENT, f"layer{i}/w"), tier) for i in range(2)
-    }
+    for param, state, tier in ((DEVICE, DEVICE, DEVICE), (DEVICE, NVME, HOST)):
+        homes = toy.homes(param, state)
+        units, sizes = toy.units(homes), toy.catalog(homes)
+        found = not_read_first(units, sizes)
+        paths = {x.master.path for number in found for x in units[number].arrays}
+        assert paths == {"layer1/w", "layer2/w"}
+        # Gradients wait on the device only for what rests there.
+        options = StepOptions(1, False, DEVICE, HOST)
+        assert set(pending_copies(units, found, sizes, options)) == {
+            (ArrayId(Role.GRADIENT, f"layer{i}/w"), tier) for i in (1, 2)
+        }

@@ -211,17 +211,6 @@ def test_a_plan_prints_a_summary_and_every_instruction(golden: Golden) -> None:
     assert "nvme" not in planned(chain(1), param=HOST, state=HOST, nvme=0).summary()
 
 
-@pytest.mark.parametrize(
-    ("state", "values"), [(DEVICE, HOST), (HOST, NVME), (NVME, HOST)]
-)
-def test_placement_does_not_change_the_order(state: Tier, values: Tier) -> None:
-    def runs(plan: Plan) -> list[str]:
-        return [str(x.operation) for x in plan.instructions if x.flops]
-
-    plan = planned(chain(3), state=state, values=values, microbatches=2)
-    assert runs(plan) == runs(planned(chain(3), microbatches=2))
-
-
 def test_bytes_have_three_digits_and_a_unit_and_short_times_are_milliseconds() -> None:
     cases = {
         0: "0 B",

@@ -1,6 +1,9 @@
 """Plans on a clock: predicted from rates, and rates measured in steps that ran."""
 
 from dataclasses import replace
+from itertools import combinations, permutations
+from random import Random
+from statistics import median
 
 import pytest
 
@@ -16,6 +19,7 @@ from zinf.plan import (
     Transfer,
     Update,
     accelerator_rates,
+    bound_seconds,
     measured_rates,
     median_rates,
     predict,
@@ -77,36 +81,28 @@ def test_durations_are_overhead_and_work_over_rate() -> None:
 
 def test_fixed_rates_are_those_of_two_cores_and_of_an_accelerator() -> None:
     """Every shipped plan and its golden tests go by them: a change shows here."""
-    cores, accelerator = Rates(), accelerator_rates()
-    found = [
-        [rates.link_bytes_per_second[link] for link in LINKS]
-        + [rates.update_bytes_per_second[tier] for tier in (Tier.HOST, Tier.DEVICE)]
-        + [rates.flops_per_second, rates.exchange_bytes_per_second]
-        for rates in (cores, accelerator)
-    ]
-    assert found[0] == [3e9, 3e9, 6e9, 6e9, 8e9, 3e9, 6e10, 2e9]
-    assert found[1] == [5e9, 4e9, 25e9, 25e9, 30e9, 8e11, 4e14, 25e9]
-    assert (cores.overhead_seconds, accelerator.overhead_seconds) == (2e-4, 5e-5)
-    for rates in (cores, accelerator):
-        assert rates.link_bytes_per_second.keys() == set(LINKS)
-        assert rates.update_bytes_per_second.keys() == {Tier.DEVICE, Tier.HOST}
+    links = dict(zip(LINKS, (3e9, 3e9, 6e9, 6e9), strict=True))
+    updates = {Tier.HOST: 8e9, Tier.DEVICE: 3e9}
+    assert Rates() == Rates(links, 6e10, updates, 2e-4, 2e9)
+    links = dict(zip(LINKS, (5e9, 4e9, 25e9, 25e9), strict=True))
+    updates = {Tier.HOST: 30e9, Tier.DEVICE: 8e11}
+    assert accelerator_rates() == Rates(links, 4e14, updates, 5e-5, 25e9)
 
 
 def test_a_drive_that_was_measured_replaces_two_rates() -> None:
     links = UNIT.on_drive(3.0, 4.0).link_bytes_per_second
-    drive = {Link.NVME_READ: 3.0, Link.NVME_WRITE: 4.0}
-    assert links == UNIT.link_bytes_per_second | drive
+    assert [links[link] for link in LINKS] == [3.0, 4.0, 1.0, 1.0]
 
 
-def times(rates: Rates, factor: float) -> Rates:
-    """A machine that does everything so many times as fast."""
-    links, updates = rates.link_bytes_per_second, rates.update_bytes_per_second
+def times(factor: float) -> Rates:
+    """A machine that does everything so many times as fast as usual."""
+    links, updates = USUAL.link_bytes_per_second, USUAL.update_bytes_per_second
     return Rates(
         {link: factor * rate for link, rate in links.items()},
-        factor * rates.flops_per_second,
+        factor * USUAL.flops_per_second,
         {tier: factor * rate for tier, rate in updates.items()},
-        rates.overhead_seconds / factor,
-        factor * rates.exchange_bytes_per_second,
+        USUAL.overhead_seconds / factor,
+        factor * USUAL.exchange_bytes_per_second,
     )
 
 
@@ -138,8 +134,8 @@ def test_what_a_step_had_none_of_keeps_its_rate() -> None:
 
 
 def test_of_steps_the_median_rates_are_taken_and_of_processes_the_slowest() -> None:
-    found = [times(USUAL, 2), USUAL, times(USUAL, 8)]
-    assert median_rates(found) == times(USUAL, 2)
+    found = [times(2), USUAL, times(8)]
+    assert median_rates(found) == times(2)
     assert slowest_rates(found) == USUAL
     slow_drive = USUAL.link_bytes_per_second | {Link.NVME_READ: 1.0}
     found[2] = replace(USUAL, link_bytes_per_second=slow_drive)
@@ -147,3 +143,50 @@ def test_of_steps_the_median_rates_are_taken_and_of_processes_the_slowest() -> N
     assert slowest_rates(found) == found[2]
     late = replace(USUAL, overhead_seconds=1.0)
     assert slowest_rates([USUAL, late]) == late
+
+
+# The bound of a step, beside the best of all orders of a few instructions.
+
+THREE = Link.NVME_READ, Link.H2D, Link.NVME_WRITE
+
+
+def program_of(random: Random) -> list[Instruction]:
+    """Instructions that wait for some of those before them."""
+    return [
+        move(
+            random.choice(THREE),
+            random.randint(1, 9),
+            *(j for j in range(number) if random.random() < 0.4),
+        )
+        for number in range(6)
+    ]
+
+
+def reordered(program: list[Instruction], order: tuple[int, ...]) -> list[Instruction]:
+    place = {number: k for k, number in enumerate(order)}
+    return [
+        replace(program[number], after=tuple(place[j] for j in program[number].after))
+        for number in order
+    ]
+
+
+def test_no_order_beats_the_bound_and_few_miss_it_by_much() -> None:
+    ratios = []
+    for seed in range(60):
+        program = program_of(Random(seed))
+        # Of all orders in which each comes behind what it waits for.
+        best = min(
+            predict(reordered(program, order), UNIT).seconds
+            for order in permutations(range(len(program)))
+            if all(i not in program[j].after for j, i in combinations(order, 2))
+        )
+        ratios.append(best / bound_seconds(program, UNIT))
+    assert min(ratios) > 1 - 1e-9
+    assert median(ratios) < 1 + 1e-9
+
+
+def test_what_waits_only_for_memory_does_not_wait() -> None:
+    free = Instruction(Free((), Tier.HOST), Link.FREE_AFTER_NVME_READ, (0,), nbytes=2)
+    program = [move(Link.NVME_READ, 2), free, move(Link.H2D, 3, 1)]
+    assert predict(program, UNIT).seconds == 5
+    assert bound_seconds(program, UNIT) == 3

@@ -22,12 +22,9 @@ def test_the_leading_dim_is_cut_into_consecutive_microbatches_and_scalars_are_no
     cut = by_microbatch(BATCH, spec, 3)
     np.testing.assert_array_equal(np.concatenate(cut["x"]), BATCH["x"])
     assert cut["weight"].tolist() == [2.0] * 3
-
-
-def test_microbatches_share_no_memory_with_the_batch():
-    """The engine keeps them while the user may refill the buffer."""
-    cut = by_microbatch(BATCH, batch_spec(BATCH, 1), 1)
-    assert not np.shares_memory(cut["x"], BATCH["x"])
+    # The engine keeps them while the user may refill the buffer.
+    whole = by_microbatch(BATCH, batch_spec(BATCH, 1), 1)
+    assert not np.shares_memory(whole["x"], BATCH["x"])
 
 
 def test_leaves_take_the_dtypes_that_jax_gives_them():
@@ -51,15 +48,13 @@ def test_a_leaf_that_is_no_array_of_numbers_is_refused():
                 look({"x": leaf})
 
 
-def test_shapes_stand_for_a_batch():
-    abstract = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, BATCH))
-    assert batch_spec(abstract, 3) == batch_spec(BATCH, 3)
-    assert signature(abstract) == signature(BATCH)
-
-
 def test_a_plan_is_for_one_structure_shape_and_dtype():
     x = np.zeros((2, 3), np.float32)
     assert signature({"x": x}) == signature({"x": jnp.ones((2, 3))})
+    # Shapes stand for a batch.
+    abstract = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, BATCH))
+    assert batch_spec(abstract, 3) == batch_spec(BATCH, 3)
+    assert signature(abstract) == signature(BATCH)
     for other in ({"y": x}, {"x": x[:1]}, {"x": x.astype(np.int32)}, [x]):
         assert signature({"x": x}) != signature(other)
 

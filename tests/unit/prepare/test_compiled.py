@@ -43,14 +43,8 @@ def planned(stage, execution, topology=None):
     }
     machine = None if topology is None else parse_topology(topology)
     devices = jax.devices()[:NUM_DEVICES] if machine is None else machine.devices()
-    planner = make_planner(
-        loss,
-        init,
-        optax.adamw(1e-4),
-        config,
-        mesh=zinf.make_mesh(devices),
-        topology=machine,
-    )
+    where = {"mesh": zinf.make_mesh(devices), "topology": machine}
+    planner = make_planner(loss, init, optax.adamw(1e-4), config, **where)
     shape = (NUM_DEVICES, MODEL.max_length + 1)
     batch = {"tokens": jax.ShapeDtypeStruct(shape, np.int32)}
     return planner, planner.plan_batch(batch)
@@ -106,9 +100,5 @@ def test_model_state_of_the_stages_is_the_papers():
     command = [sys.executable, str(script), "--stages", "1", "3"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert ran.returncode == 0, ran.stderr
-    rows = [line.split() for line in ran.stdout.splitlines()[2:]]
-    found = {int(stage): float(gigabytes) for stage, gigabytes, *_ in rows}
-    assert found == {
-        1: pytest.approx(31.4, rel=0.02),
-        3: pytest.approx(1.88, rel=0.02),
-    }
+    gigabytes = [float(line.split()[1]) for line in ran.stdout.splitlines()[2:]]
+    assert gigabytes == pytest.approx([31.4, 1.88], rel=0.02)

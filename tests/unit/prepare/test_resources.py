@@ -18,18 +18,8 @@ from zinf.prepare.rates_file import load_rates, save_rates
 from zinf.prepare.resources import Resources
 from zinf.program import Tier
 
+HERE = platform.node()
 RATES = replace(Rates(), flops_per_second=123.0, overhead_seconds=0.0)
-
-
-class Pair(Alone):
-    """Two processes, the other of which measured `other`."""
-
-    def __init__(self, other: object) -> None:
-        self.other = other
-
-    def gather(self, name, value, timeout=300.0):
-        assert json.loads(json.dumps(value)) == value
-        return [value, self.other]
 
 
 def save(folder: Path, rates: Rates = RATES) -> Path:
@@ -38,13 +28,22 @@ def save(folder: Path, rates: Rates = RATES) -> Path:
     return file
 
 
-def resources(config: dict, group: Alone) -> Resources:
+class Together(Alone):
+    """Process 0 of several; by name, what all of them say."""
+
+    def __init__(self, **said: list) -> None:
+        self.said = said
+
+    def gather(self, name, value, timeout=300.0):
+        assert json.loads(json.dumps(value)) == value
+        others = self.said.get(name, [value] * len(self.said["machines"]))
+        return [value, *others[1:]]
+
+
+def resources(config: dict, *machines: str, **said: list) -> Resources:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
+    group = Together(machines=list(machines), **said) if machines else Alone()
     return Resources(Config.load(config), mesh, group)
-
-
-def rates_of(file: Path, group: Alone) -> Rates:
-    return resources({"rates": str(file)}, group).rates
 
 
 def test_what_is_saved_is_loaded(tmp_path) -> None:
@@ -55,16 +54,14 @@ def test_what_is_saved_is_loaded(tmp_path) -> None:
     assert [x.name for x in file.parent.iterdir()] == ["rates.json"]
 
 
-def test_plans_go_by_the_file_of_the_config(tmp_path) -> None:
-    assert rates_of(save(tmp_path), Alone()) == RATES
-
-
-def test_processes_go_by_the_slowest(tmp_path) -> None:
+def test_plans_go_by_the_file_of_the_config_and_by_the_slowest(tmp_path) -> None:
+    file = save(tmp_path / "here")
+    config = {"rates": str(file)}
+    assert resources(config).rates == RATES
     links = RATES.link_bytes_per_second | {Link.H2D: 1.0}
-    other = save(tmp_path / "there", replace(RATES, link_bytes_per_second=links))
-    group = Pair(json.loads(other.read_text()))
-    found = rates_of(save(tmp_path / "here"), group)
-    assert found == replace(RATES, link_bytes_per_second=links)
+    slow = replace(RATES, link_bytes_per_second=links)
+    other = json.loads(save(tmp_path / "there", slow).read_text())
+    assert resources(config, HERE, HERE, rates=[None, other]).rates == slow
 
 
 def test_a_file_that_is_not_there_is_asked_for(tmp_path) -> None:
@@ -97,26 +94,11 @@ def test_a_damaged_file_says_what_is_wrong(tmp_path, golden: Golden) -> None:
     golden.check("damaged_rates.txt", "\n".join(found))
 
 
-class Together(Alone):
-    """Process 0 of several, each on the machine of that name; all find the same."""
-
-    def __init__(self, *machines: str) -> None:
-        self.machines = list(machines)
-
-    def gather(self, name, value, timeout=300.0):
-        return self.machines if name == "machines" else [value] * len(self.machines)
-
-
-def capacity(config, *machines: str) -> dict[Tier, int]:
-    return resources(config, Together(*machines)).capacity
-
-
 @pytest.mark.parametrize("others", [0, 3])
 def test_processes_on_one_machine_share_memory_and_drives(tmp_path, others):
     config = {"memory": {"nvme": [str(tmp_path)]}}
-    here = platform.node()
-    alone = capacity(config, here, "elsewhere")
-    shared = capacity(config, here, "elsewhere", *[here] * others)
+    alone = resources(config, HERE, "elsewhere").capacity
+    shared = resources(config, HERE, "elsewhere", *[HERE] * others).capacity
     for tier in (Tier.DEVICE, Tier.HOST):
         assert shared[tier] == pytest.approx(alone[tier] / (1 + others), abs=2)
     # What is free on a drive changes while this runs.
@@ -125,6 +107,6 @@ def test_processes_on_one_machine_share_memory_and_drives(tmp_path, others):
 
 def test_a_budget_that_is_given_is_that_of_each_process(tmp_path):
     memory = {"device": 5000, "host": 6000, "nvme_capacity": 7000}
-    here = [platform.node()] * 4
-    found = capacity({"memory": {**memory, "nvme": [str(tmp_path)]}}, *here)
+    config = {"memory": {**memory, "nvme": [str(tmp_path)]}}
+    found = resources(config, *[HERE] * 4).capacity
     assert found == {Tier.DEVICE: 5000, Tier.HOST: 6000, Tier.NVME: 7000}

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,9 +63,14 @@ def all_updates(found):
     return [u for _, group in found.arrays for u in group]
 
 
-def homes_of(found, tiers=None):
-    arrays = {a.whole for u in all_updates(found) for a in u.results}
-    return {a: (tiers or {}).get(a.path, Tier.HOST) for a in arrays}
+def rows_of_a(found):
+    return [u.block for u in all_updates(found) if u.gradient.path == "a"]
+
+
+def homes_of(found, tiers=None, others=Tier.HOST):
+    """Homes on the host, but for leaves in `tiers`."""
+    arrays = {a for u in all_updates(found) for a in u.results}
+    return {a.whole: (tiers or {}).get(a.path, others) for a in arrays}
 
 
 @pytest.fixture
@@ -80,8 +84,7 @@ def test_blocks_cover_every_row_once_and_equal_ones_share_an_executable(small_bl
     # Three rows of `a`, the last one, and the three of `b`.
     assert program.num_executables == 2
     found = all_updates(program)
-    rows = sorted(u.block for u in found if u.gradient.path == "a")
-    assert rows == [(0, 3), (3, 6), (6, 9), (9, 10)]
+    assert sorted(rows_of_a(program)) == [(0, 3), (3, 6), (6, 9), (9, 10)]
     assert [u.block for u in found if u.gradient.path == "b"] == [None]
     for update in found:
         assert {a.rows for a in update.results} == {update.block}
@@ -89,17 +92,14 @@ def test_blocks_cover_every_row_once_and_equal_ones_share_an_executable(small_bl
 
 
 def test_an_update_that_is_not_element_wise_keeps_its_leaf_whole(small_blocks):
-    found = all_updates(compiled(optax.lamb(0.1)))
-    assert [u.block for u in found if u.gradient.path == "a"] == [None]
+    assert rows_of_a(compiled(optax.lamb(0.1))) == [None]
 
 
 def test_blocks_of_a_large_model_are_larger(monkeypatch):
     monkeypatch.setattr(updates, "BLOCK_BYTES", 1)
     monkeypatch.setattr(updates, "MAX_BLOCKS", 2)
-    found = all_updates(compiled())
     # Half of the 13 rows of both leaves: six whole rows, and then four.
-    rows = [u.block for u in found if u.gradient.path == "a"]
-    assert rows == [(0, 6), (6, 10)]
+    assert rows_of_a(compiled()) == [(0, 6), (6, 10)]
 
 
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.DEVICE])
@@ -146,32 +146,29 @@ def test_steps_compile_no_loop_that_was_compiled_before_them(small_blocks):
     found = compiled()
     found.compile_in_place(found.units(homes_of(found)))
     before = cpu.compiled.cache_info().misses
+    pending = Pending(Decision(0.0, 1.0, 1.0, False), [0.5, 0.5])
     for update in all_updates(found):
         shape = (update.block[1] - update.block[0] if update.block else 3, COLUMNS)
-        arrays = [np.ones(shape, np.float32) for _ in update.results]
-        goes_by = Pending(Decision(0.0, 1.0, 1.0, False), [0.5, 0.5])
-        found.apply_in_place(update, np.ones_like(arrays[0]), goes_by, *arrays)
+        gradient, *arrays = np.ones((1 + len(update.results), *shape), np.float32)
+        found.apply_in_place(update, gradient, pending, *arrays)
         assert (arrays[0] < 1).all()
     assert cpu.compiled.cache_info().misses == before
 
 
 def test_blocks_together_are_the_update_of_the_whole(small_blocks):
-    tx = optax.sgd(0.5, momentum=0.9)
-    found = compiled(tx)
+    found = compiled(optax.sgd(0.5, momentum=0.9))
     random = np.random.default_rng(0)
     grad, master, trace = random.standard_normal((3, ROWS, COLUMNS), np.float32)
-    result = np.zeros_like(master)
+    result, pending = (
+        np.zeros_like(master),
+        Pending(Decision(0.0, 1.0, 0.25, False), ()),
+    )
     for update in all_updates(found):
         if update.gradient.path == "a":
             block = slice(*update.block)
-            new, _ = found.apply(
-                update,
-                Tier.HOST,
-                grad[block],
-                [master[block], trace[block]],
-                Pending(Decision(0.0, 1.0, 0.25, False), ()),
-            )
-            result[block] = new
+            arrays = [master[block], trace[block]]
+            given = update, Tier.HOST, grad[block], arrays, pending
+            result[block], _ = found.apply(*given)
     expected = master - 0.5 * (0.25 * grad + 0.9 * trace)
     np.testing.assert_allclose(result, expected, rtol=1e-6)
 
@@ -179,12 +176,6 @@ def test_blocks_together_are_the_update_of_the_whole(small_blocks):
 # Updates that run jointly: those at rest on the devices, within the same memory.
 
 WIDE = wide_loss, wide_params, WIDTH
-
-
-def resting(found, elsewhere=()):
-    """Homes on the device, but for leaves that rest on the host."""
-    arrays = [a for update in all_updates(found) for a in update.results]
-    return {a: Tier.HOST if a.path in elsewhere else Tier.DEVICE for a in arrays}
 
 
 def parts_of(found, homes, update_tier=Tier.HOST):
@@ -213,21 +204,17 @@ def paths(updates):
 
 def test_all_that_rests_on_the_device_is_updated_by_few_executables():
     found = compiled(problem=WIDE)
-    (unit,), ((joint, single),) = parts_of(found, resting(found))
+    (unit,), ((joint, single),) = parts_of(found, homes_of(found, others=Tier.DEVICE))
     assert not single
     # All vectors together need less than the matrix alone.
-    assert [paths(j.arrays) for j in joint] == [
-        ["kernel"],
-        ["bias", "scale", "shift"],
-    ]
-    for each in joint:
-        assert each.step.workspace_bytes <= unit.workspace_bytes
+    assert [paths(j.arrays) for j in joint] == [["kernel"], ["bias", "scale", "shift"]]
+    assert all(j.step.workspace_bytes <= unit.workspace_bytes for j in joint)
 
 
 @pytest.mark.parametrize("update_tier", [Tier.HOST, Tier.DEVICE])
 def test_what_rests_elsewhere_is_updated_alone(update_tier):
     found = compiled(problem=WIDE)
-    homes = resting(found, elsewhere=("kernel", "scale"))
+    homes = homes_of(found, dict.fromkeys(("kernel", "scale"), Tier.HOST), Tier.DEVICE)
     units, parts = parts_of(found, homes, update_tier)
     together = [paths(j.arrays) for joint, _ in parts for j in joint]
     assert together in ([["bias", "shift"]], [["bias"], ["shift"]])
@@ -237,7 +224,7 @@ def test_what_rests_elsewhere_is_updated_alone(update_tier):
 
 def test_updates_of_whole_leaves_run_alone():
     found = compiled(optax.lamb(0.1), WIDE)
-    _, ((joint, single),) = parts_of(found, resting(found))
+    _, ((joint, single),) = parts_of(found, homes_of(found, others=Tier.DEVICE))
     assert not joint
     assert paths(single) == sorted(NAMES)
 
@@ -251,32 +238,8 @@ def test_an_executable_that_needs_more_is_not_run():
         space = step.workspace_bytes + (1 << 30) * (len(steps) > 1)
         return replace(step, workspace_bytes=space)
 
-    _, ((joint, single),) = parts_of(replace(found, joint=greedy), resting(found))
+    _, ((joint, single),) = parts_of(
+        replace(found, joint=greedy), homes_of(found, others=Tier.DEVICE)
+    )
     assert [paths(j.arrays) for j in joint] == [["kernel"]]
     assert paths(single) == ["bias", "scale", "shift"]
-
-
-def test_it_gives_what_each_update_gives():
-    found = compiled(problem=WIDE, bf16={"enabled": True})
-    _, ((joint, _),) = parts_of(found, resting(found))
-    goes_by = Pending(Decision(0.0, 1.0, 0.5, False), [np.float32(0.5)] * 2)
-    rng = np.random.default_rng(0)
-    for each in joint:
-        operands, gradients = [], []
-        for update in each.arrays:
-            code = found.steps[Tier.DEVICE][update].code
-            grad, master, states = code.arguments[3:]
-            arrays = [rng.random(x.shape, np.float32) for x in (master, *states)]
-            operands.append([jnp.asarray(x) + 0 for x in arrays])
-            gradients.append(jnp.asarray(rng.random(grad.shape), grad.dtype))
-        alone = [
-            found.apply(update, Tier.DEVICE, gradient, own, goes_by)
-            for update, gradient, own in zip(
-                each.arrays, gradients, operands, strict=True
-            )
-        ]
-        alone = jax.tree.map(np.array, alone)
-        together = each.step(goes_by.factor, goes_by.step_values, gradients, operands)
-        for update, one, other in zip(each.arrays, alone, together, strict=True):
-            assert len(other) == len(update.results)
-            chex.assert_trees_all_equal(one, other, strict=True)

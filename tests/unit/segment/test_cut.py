@@ -5,7 +5,6 @@ from itertools import combinations, pairwise
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from zinf.jaxpr.compat import fresh
 from zinf.segment import segment_loss, trace_loss
@@ -56,9 +55,9 @@ def test_without_layers_the_cuts_are_the_best_of_all():
         best = min(cost(tape, c) for c in every if holds(tape, c, max_bytes))
         assert holds(tape, found, max_bytes), seed
         assert cost(tape, found) == best, seed
-        # What fits is not cut.
-        total = tape.param_bytes(0, len(tape))
-        assert choose_cuts(tape, max_bytes=total) == [0, len(tape)]
+    # What fits is not cut.
+    total = tape.param_bytes(0, len(tape))
+    assert choose_cuts(tape, max_bytes=total) == [0, len(tape)]
 
 
 def repetition(keys):
@@ -87,29 +86,25 @@ def test_a_part_of_a_period_is_no_copy():
 
 # Programs.
 
+TOKENS = jax.ShapeDtypeStruct((4, 8), jnp.int32)
+KEY = jax.eval_shape(lambda: jax.random.key(0))
+
 
 def init(num_layers):
-    def layer():
-        square = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
-        return {"in": square, "out": square, "scale": vector}
-
-    vector = jax.ShapeDtypeStruct((WIDTH,), jnp.float32)
-    table = jax.ShapeDtypeStruct((32, WIDTH), jnp.float32)
-    return {
-        "embed": table,
-        "layers": [layer() for _ in range(num_layers)],
-        "head": table,
-    }
+    square, table = (
+        jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32) for rows in (WIDTH, 32)
+    )
+    scale = jax.ShapeDtypeStruct((WIDTH,), jnp.float32)
+    layers = [{"in": square, "out": square, "scale": scale}] * num_layers
+    return {"embed": table, "layers": layers, "head": table}
 
 
 def stacked(num_layers):
+    def stack(x):
+        return jax.ShapeDtypeStruct((num_layers, *x.shape), x.dtype)
+
     params = init(1)
-    (layer,) = params.pop("layers")
-    stack = {
-        k: jax.ShapeDtypeStruct((num_layers, *v.shape), v.dtype)
-        for k, v in layer.items()
-    }
-    return {**params, "layers": stack}
+    return {**params, "layers": jax.tree.map(stack, params["layers"][0])}
 
 
 def norm(x, scale):
@@ -139,123 +134,85 @@ def loop(block):
     return loss
 
 
-def scan(block):
-    def loss(params, tokens):
-        step = lambda x, p: (block(p, x), None)  # noqa: E731
-        x = jax.lax.scan(step, params["embed"][tokens], params["layers"])[0]
+def scan_of_remat(params, tokens):
+    step = lambda x, p: (jax.checkpoint(pre_norm)(p, x), None)  # noqa: E731
+    x = jax.lax.scan(step, params["embed"][tokens], params["layers"])[0]
+    return head_loss(params, x)
+
+
+def dropout(is_chained):
+    def loss(params, tokens, key):
+        x = params["embed"][tokens]
+        for i, p in enumerate(params["layers"]):
+            if is_chained:
+                key, sub = jax.random.split(key)
+            else:
+                sub = jax.random.fold_in(key, i)
+            x = pre_norm(p, x) * jax.random.bernoulli(sub, 0.9, x.shape)
         return head_loss(params, x)
 
     return loss
-
-
-def chained_dropout(params, tokens, key):
-    x = params["embed"][tokens]
-    for p in params["layers"]:
-        key, sub = jax.random.split(key)
-        x = pre_norm(p, x) * jax.random.bernoulli(sub, 0.9, x.shape)
-    return head_loss(params, x)
-
-
-def folded_dropout(params, tokens, key):
-    x = params["embed"][tokens]
-    for i, p in enumerate(params["layers"]):
-        mask = jax.random.bernoulli(jax.random.fold_in(key, i), 0.9, x.shape)
-        x = pre_norm(p, x) * mask
-    return head_loss(params, x)
-
-
-TOKENS = jax.ShapeDtypeStruct((4, 8), jnp.int32)
-KEY = jax.eval_shape(lambda: jax.random.key(0))
-
-
-def source_of(loss, params, *, max_remat_bytes=0):
-    key = KEY if loss in (chained_dropout, folded_dropout) else None
-    return trace_loss(loss, params, TOKENS, key=key, max_remat_bytes=max_remat_bytes)
-
-
-def segmented(loss, params, *, max_bytes=None, **options):
-    source = source_of(loss, params, **options)
-    paths = set(source.params.values())
-    cut = segment_loss(source, frozen=(), splittable=paths, max_bytes=max_bytes)
-    return cut.program
-
-
-def num_bodies(program):
-    return len({s.body for s in program.segments})
-
-
-def tape_of(source):
-    return read_tape(order_equations(source.graph, source.params))
 
 
 # By name: the loss, its parameters, and the bytes of a remat that is not inlined.
 CASES = {
     "pre-norm": (loop(pre_norm), init, 0),
     "post-norm": (loop(post_norm), init, 0),
-    "scan": (scan(pre_norm), stacked, 0),
     "remat": (loop(jax.checkpoint(pre_norm)), init, 10**9),
-    "scan of remat": (scan(jax.checkpoint(pre_norm)), stacked, 0),
-    "key chain": (chained_dropout, init, 0),
-    "key folded": (folded_dropout, init, 0),
+    "scan of remat": (scan_of_remat, stacked, 0),
+    "key chain": (dropout(is_chained=True), init, 0),
+    "key folded": (dropout(is_chained=False), init, 0),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_layer_is_one_segment_and_a_deeper_model_has_no_more_bodies(name):
-    loss, make, nbytes = CASES[name]
-    few, many = (segmented(loss, make(n), max_remat_bytes=nbytes) for n in (6, 16))
-    assert num_bodies(few) == num_bodies(many)
-    assert len(many.segments) - len(few.segments) == 10
-    for number in range(6):
-        readers = {
-            s.name
-            for s in few.segments
-            for a in s.params
-            if a.path.startswith(f"layers/{number}/") or a.rows == (number, number + 1)
-        }
-        # A cut may lie inside a block, but then at the same place in every block.
-        assert len(readers) <= 2
-    bodies = [s.body for s in few.segments]
-    assert max(map(bodies.count, bodies)) >= 4
-    # What is carried between layers is one activation, and perhaps a key.
-    middle = few.segments[len(few.segments) // 2]
-    carried = sum(few.values[n].nbytes for n in middle.inputs if n not in few.batch)
-    activation = 4 * 8 * WIDTH * 4
-    if name == "key chain":
-        assert activation < carried <= activation + 64
+def source_of(name, num_layers):
+    loss, make, max_remat_bytes = CASES[name]
+    key = KEY if "key" in name else None
+    options = {"key": key, "max_remat_bytes": max_remat_bytes}
+    return trace_loss(loss, make(num_layers), TOKENS, **options)
 
 
-@pytest.mark.parametrize("name", ["pre-norm", "post-norm", "key chain"])
-def test_no_segment_holds_more_than_the_limit_and_all_layers_are_cut_alike(name):
-    loss, make, _ = CASES[name]
-    tape = tape_of(source_of(loss, make(5)))
-    for max_bytes in (1100, 1500, 3000):
-        cuts = choose_cuts(tape, max_bytes=max_bytes)
-        assert cuts == sorted(set(cuts)) and (cuts[0], cuts[-1]) == (0, len(tape))
-        # An array larger than the limit is on its own: the table of 2048 bytes.
-        assert holds(tape, cuts, max_bytes)
-    few, many = (segmented(loss, make(n), max_bytes=1100) for n in (4, 8))
-    assert num_bodies(few) == num_bodies(many)
+def segmented(source, max_bytes=None):
+    paths = set(source.params.values())
+    cut = segment_loss(source, frozen=(), splittable=paths, max_bytes=max_bytes)
+    return cut.program
 
 
-def test_an_encoder_and_a_decoder_are_both_cut_by_layer():
-    def loss(params, tokens):
-        x = params["embed"][tokens]
-        y = params["head"][tokens]
-        for p in params["encoder"]:
-            x = pre_norm(p, x)
-        for p in params["decoder"]:
-            y = jnp.tanh(post_norm(p, y) @ jnp.swapaxes(x, -1, -2) @ x)
-        return head_loss(params, y)
+def described(program):
+    """Bodies in order, and the bytes that each segment is given by others."""
+    carried = [
+        sum(program.values[n].nbytes for n in s.inputs if n not in program.batch)
+        for s in program.segments
+    ]
+    bodies = " ".join(str(s.body) for s in program.segments)
+    return f"  bodies {bodies}\n  bytes {' '.join(map(str, carried))}"
 
-    def program(encoders, decoders):
+
+def encoder_and_decoder(params, tokens):
+    x = params["embed"][tokens]
+    y = params["head"][tokens]
+    for p in params["encoder"]:
+        x = pre_norm(p, x)
+    for p in params["decoder"]:
+        y = jnp.tanh(post_norm(p, y) @ jnp.swapaxes(x, -1, -2) @ x)
+    return head_loss(params, y)
+
+
+def test_every_layer_is_one_segment_and_a_deeper_model_has_no_more_bodies(golden):
+    """Whatever the limit, all layers are cut alike."""
+    found = []
+    for name in CASES:
+        for num_layers, max_bytes in ((6, None), (9, None), (5, 1100)):
+            program = segmented(source_of(name, num_layers), max_bytes)
+            found.append(f"{name}, {num_layers} layers, {max_bytes}")
+            found.append(described(program))
+    for encoders, decoders in ((4, 5), (6, 8)):
         params = init(encoders)
-        encoder, decoder = params.pop("layers"), init(decoders)["layers"]
-        return segmented(loss, {**params, "encoder": encoder, "decoder": decoder})
-
-    small, large = program(4, 5), program(12, 10)
-    assert num_bodies(small) == num_bodies(large)
-    assert len(large.segments) - len(small.segments) == (12 - 4) + (10 - 5)
+        params |= {"encoder": params.pop("layers"), "decoder": init(decoders)["layers"]}
+        source = trace_loss(encoder_and_decoder, params, TOKENS, max_remat_bytes=0)
+        found.append(f"encoder of {encoders} and decoder of {decoders} layers")
+        found.append(described(segmented(source)))
+    golden.check("cuts.txt", "\n".join(found))
 
 
 def test_a_model_without_layers_is_cut_at_an_eighth():
@@ -267,8 +224,10 @@ def test_a_model_without_layers_is_cut_at_an_eighth():
     sizes = [8 + 8 * ((5 * i) % 12) for i in range(13)]
     params = [jax.ShapeDtypeStruct(s, jnp.float32) for s in pairwise(sizes)]
     x = jax.ShapeDtypeStruct((4, sizes[0]), jnp.float32)
-    tape = tape_of(trace_loss(loss, params, x, max_remat_bytes=0))
+    source = trace_loss(loss, params, x, max_remat_bytes=0)
+    tape = read_tape(order_equations(source.graph, source.params))
     cuts = choose_cuts(tape, max_bytes=None)
     largest = max(4 * a * b for a, b in pairwise(sizes))
     assert len(cuts) > 3
-    assert holds(tape, cuts, max(tape.param_bytes(0, len(tape)) // 8, 2 * largest))
+    limit = max(tape.param_bytes(0, len(tape)) // 8, 2 * largest)
+    assert cuts == choose_cuts(tape, max_bytes=limit)

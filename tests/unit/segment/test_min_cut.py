@@ -25,12 +25,10 @@ def programs(draw):
     """Up to 7 values, each a source or computed from earlier ones."""
     vertices = range(draw(st.integers(1, 7)))
     weights = {v: draw(st.integers(0, 5)) for v in vertices}
-    parents = {
-        v: draw(st.lists(st.sampled_from(range(v)), unique=True, max_size=3))
-        if v
-        else []
-        for v in vertices
+    subsets = {
+        v: st.lists(st.sampled_from(range(v)), unique=True) for v in vertices[1:]
     }
+    parents = {0: []} | {v: draw(subset) for v, subset in subsets.items()}
     sources = [v for v in vertices if not parents[v]]
     targets = draw(st.lists(st.sampled_from(vertices), unique=True, min_size=1))
     return weights, parents, sources, targets

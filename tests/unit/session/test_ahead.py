@@ -1,8 +1,6 @@
 """Plans of coming batches are made in another thread, and only once."""
 
-import json
 import threading
-from pathlib import Path
 from typing import Any
 
 import grain
@@ -13,7 +11,6 @@ import optax
 import pytest
 
 import zinf
-from zinf.checkpoint import Checkpoints
 from zinf.config.pacing import Pacing
 from zinf.data import Pace, Paced, Share, describe
 from zinf.data.text import TokenWindows
@@ -23,6 +20,14 @@ from zinf.session.ahead import Ahead
 from zinf.trainer import Trainer
 
 LENGTHS = (4, 8, 12, 16)
+PACING = Pacing.model_validate(
+    {
+        "min_difficulty": LENGTHS[0],
+        "max_difficulty": LENGTHS[-1],
+        "schedule_type": "fixed_linear",
+        "schedule_config": {"total_curriculum_step": 12, "difficulty_step": 4},
+    }
+)
 STREAMED = {"execution": "streamed", "gradient_clipping": 1.0}
 
 
@@ -46,22 +51,6 @@ def shapes(length: int) -> dict[str, jax.ShapeDtypeStruct]:
 def batch(length: int) -> dict[str, np.ndarray]:
     rows = np.arange(4 * (length + 1), dtype=np.int32) % 256
     return {"tokens": rows.reshape(4, length + 1)}
-
-
-def data(tmp_path: Path) -> Paced:
-    text = tmp_path / "text"
-    text.write_bytes(bytes(range(32, 127)) * 20)
-    windows = TokenWindows(Tokens([text_part(text)]), sequence_length=LENGTHS[-1])
-    pacing = Pacing.model_validate(
-        {
-            "min_difficulty": LENGTHS[0],
-            "max_difficulty": LENGTHS[-1],
-            "schedule_type": "fixed_linear",
-            "schedule_config": {"total_curriculum_step": 12, "difficulty_step": 4},
-        }
-    )
-    share = Share(grain.MapDataset.source(windows).repeat(None), 4)
-    return Paced(share, length=Pace.of(pacing, max_buckets=8))
 
 
 @pytest.fixture
@@ -90,8 +79,13 @@ def test_a_run_with_four_lengths_makes_four_plans_and_only_its_first_step_waits(
         return take(self, shape)
 
     monkeypatch.setattr(Ahead, "take", noting)
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(32, 127)) * 20)
+    windows = TokenWindows(Tokens([text_part(text)]), sequence_length=LENGTHS[-1])
+    share = Share(grain.MapDataset.source(windows).repeat(None), 4)
+    data = Paced(share, length=Pace.of(PACING, max_buckets=8))
+    lengths: list[int] = []
     with engine({}) as trained:
-        lengths: list[int] = []
 
         def described(batch: Any) -> dict[str, int]:
             trained._ahead.wait()
@@ -99,7 +93,7 @@ def test_a_run_with_four_lengths_makes_four_plans_and_only_its_first_step_waits(
             return describe(batch)
 
         run = {"steps": 16, "describe": described, "log_every": 100}
-        metrics = Trainer(trained, data(tmp_path), **run).run()
+        metrics = Trainer(trained, data, **run).run()
     assert list(dict.fromkeys(lengths)) == list(LENGTHS)
     assert metrics["sequence_length"] == LENGTHS[-1]
     assert metrics["tokens_seen"] == 4 * sum(lengths)
@@ -181,25 +175,3 @@ def test_settings_of_the_calling_thread_hold_where_the_plan_is_made():
     ahead.wait()
     ahead.close()
     assert found == ["highest", "rbg"]
-
-
-def test_a_run_that_was_stopped_goes_on_with_the_lengths_and_losses_of_one(tmp_path):
-    """The second part begins in the middle of the schedule."""
-
-    def run(folder: str, *, steps: int) -> list[tuple[float, int, int]]:
-        file = tmp_path / folder / "metrics.jsonl"
-        with (
-            engine({}) as trained,
-            Checkpoints(tmp_path / folder / "checkpoints") as checkpoints,
-        ):
-            named = {"checkpoints": checkpoints, "metrics": file, "steps": steps}
-            Trainer(trained, data(tmp_path), describe=describe, **named).run()
-        return [
-            (line["loss"], line["sequence_length"], line["tokens_seen"])
-            for line in map(json.loads, file.read_text().splitlines())
-        ]
-
-    undisturbed = run("one", steps=9)
-    assert len({length for _, length, _ in undisturbed}) == 3
-    run("two", steps=5)
-    assert run("two", steps=9) == undisturbed

@@ -41,17 +41,13 @@ def test_a_run_with_a_key_is_not_resumed_without_one():
         key_from_json(None, KEY)
 
 
-WORDS = ["x", [1], [[1, 2], [3]], [-1, 2**40], None]
-DAMAGES = [{"words": words} for words in WORDS]
+DAMAGES = [{"words": words} for words in ("x", [1], [[1, 2], [3]], [-1, 2**40], None)]
+DAMAGES += [{"implementation": name} for name in ("no such", 3)]
 DAMAGES += [{"implementation": name} for name in ("no such", 3)]
 
 
 def test_a_damaged_key_is_refused():
-    saved = [
-        {**key_to_json(key), **damage}
-        for key in (KEY, KEYS["raw"])
-        for damage in DAMAGES
-    ]
-    for damaged in [{}, *saved]:
+    keys = key_to_json(KEY), key_to_json(KEYS["raw"])
+    for damaged in [{}, *(key | damage for key in keys for damage in DAMAGES)]:
         with pytest.raises(ValueError, match="not what zinf saves: rng"):
             key_from_json(damaged, KEY)

@@ -28,21 +28,16 @@ def counts(kept: Scalars) -> list[int]:
     return [s["value"] for s in kept.to_json()["shared"]]
 
 
-def test_nothing_changes_until_a_step_is_committed():
-    kept = scalars()
+def test_nothing_changes_until_a_step_is_committed_and_a_skipped_one_no_count():
+    kept, scaled = scalars(), scalars(loss_scaling=SCALING)
     advanced = kept.advance().after
     assert (kept.num_steps, counts(kept)) == (0, [0])
     kept.commit(advanced, skipped=False)
     assert (kept.num_steps, counts(kept)) == (1, [1])
     assert (kept.loss_scale, kept.is_scaled) == (1.0, False)
-
-
-def test_a_skipped_step_counts_but_not_for_the_optimizer():
-    kept = scalars(loss_scaling=SCALING)
-    assert kept.is_scaled
-    kept.commit(kept.advance().after, skipped=True)
-    assert (kept.num_steps, counts(kept)) == (1, [0])
-    assert kept.loss_scale == 8.0
+    scaled.commit(scaled.advance().after, skipped=True)
+    assert (scaled.num_steps, counts(scaled)) == (1, [0])
+    assert (scaled.loss_scale, scaled.is_scaled) == (8.0, True)
 
 
 FALLING = optax.linear_schedule(1.0, 0.0, 4)
@@ -115,10 +110,9 @@ def test_damaged_scalars_are_refused_by_name_and_nothing_is_taken(key):
 def test_shared_state_of_another_shape_or_dtype_is_refused():
     kept = scalars()
     state = kept.to_json()
-    changes = [{"value": value} for value in ([1, 2], "one", None, [[1], [2, 3]])]
-    changes += [{"dtype": "float32"}, {"dtype": "no dtype"}]
-    for change in changes:
-        damaged = [{**s, **change} for s in state["shared"]]
+    changes = [("value", value) for value in ([1, 2], "one", None, [[1], [2, 3]])]
+    for change in [*changes, ("dtype", "float32"), ("dtype", "no dtype")]:
+        damaged = [{**s, **dict([change])} for s in state["shared"]]
         with pytest.raises(ValueError, match="count.*int32"):
             kept.from_json({**state, "shared": damaged})
         assert kept.to_json() == state

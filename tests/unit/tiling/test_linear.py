@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from tests.unit.refusals import refusals
 from tests.unit.tiling.arrays import normal, wide
@@ -132,18 +130,6 @@ def test_it_works_under_vmap_jit_and_forward_differentiation():
     np.testing.assert_allclose(mapped, plain(kernel, bias, x), rtol=1e-6, atol=1e-6)
     _, made = jax.jvp(lambda x: linear(tiles, x), (x,), (dx,))
     np.testing.assert_allclose(made, dx @ kernel, rtol=1e-6, atol=1e-6)
-
-
-def test_it_runs_on_a_mesh_without_moving_activations():
-    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
-    rows = NamedSharding(mesh, P("fsdp"))
-    kernel, bias = normal((16, 24)), normal((24,), seed=1)
-    x = jax.device_put(normal((8, 5, 16), seed=2), rows)
-    tiles = LinearTiles.split(kernel, bias, in_splits=2, out_splits=3)
-    run = jax.jit(linear).lower(tiles, x).compile()
-    assert "all-gather" not in run.as_text() and "all-to-all" not in run.as_text()
-    expected = plain(kernel, bias, x)
-    np.testing.assert_allclose(run(tiles, x), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_what_does_not_fit_is_refused(golden):

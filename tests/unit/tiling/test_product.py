@@ -7,13 +7,10 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from tests.unit.tiling.arrays import normal, wide
 from zinf.jaxpr import flatten
-from zinf.jaxpr.compat import open_jaxpr
 from zinf.segment import named_leaves, segment_loss, trace_loss
 from zinf.tiling import LinearTiles, MlpTiles, linear, mlp
 from zinf_kernels.absent_gpu import GPUS, compile_for
-from zinf_kernels.interpreter import IS_OLD, LOCKS_UP, interpreted
 
 # All tiles of both layers are [256, 128].
 ROWS, DIM, HIDDEN = 256, 512, 256
@@ -21,11 +18,10 @@ SHORT = jnp.bfloat16
 
 
 @contextmanager
-def traced_for(name, *, num_devices=1, num_cores=132):
+def traced_for(name, *, num_devices=1):
     """What is traced inside is for such GPUs, over which XLA cuts arrays."""
-    described = AbstractDevice(
-        device_kind=GPUS[name].kind, num_cores=num_cores, platform="cuda"
-    )
+    kind = GPUS[name].kind
+    described = AbstractDevice(device_kind=kind, num_cores=132, platform="cuda")
     sizes, names = ((), ()) if num_devices == 1 else ((num_devices,), ("fsdp",))
     types = (AxisType.Auto,) * len(names)
     mesh = AbstractMesh(sizes, names, types, abstract_device=described)
@@ -96,29 +92,14 @@ def test_a_kernel_is_cut_apart_from_others_and_differentiated():
     limit = 2 * 256 * 128 + 4 * HIDDEN
     with traced_for("H200"):
         source = trace_loss(loss, params, x, max_remat_bytes=0)
-        rules = [
-            e for e in source.graph.equations if e.primitive.name == "custom_vjp_call"
-        ]
-        assert len(rules) == len(kernels)
+        names = [e.primitive.name for e in source.graph.equations]
+        assert names.count("custom_vjp_call") == len(kernels)
         program = segment_loss(source, frozen=(), splittable=(), max_bytes=limit)
         for segment in program.program.segments:
             assert len({a.path for a in segment.params} & kernels.keys()) <= 1
-        grads = jax.make_jaxpr(jax.grad(loss))(params, x)
-    found = [(v.aval.shape, v.aval.dtype) for v in open_jaxpr(grads)[0].outvars]
+        grads = jax.make_jaxpr(jax.grad(loss))(params, x).out_avals
+    found = [(a.shape, a.dtype) for a in grads]
     assert found == [(a.shape, a.dtype) for a in jax.tree.leaves(params)]
-
-
-@pytest.mark.skipif(IS_OLD, reason=LOCKS_UP)
-def test_the_kernel_rounds_the_result_only():
-    shapes = (128, 128), (128,), (2, ROWS // 2, 128)
-    kernel, bias, x = (normal(s, SHORT, seed=i) for i, s in enumerate(shapes))
-    tiles = LinearTiles.split(kernel, bias, in_splits=2)
-    with traced_for("H200", num_cores=1), interpreted():
-        made = linear(tiles, x, implementation="mosaic_gpu")
-    v, w, b = map(wide, (x, kernel, bias))
-    exact, parts = v @ w + b, abs(v) @ abs(w) + abs(b)
-    bound = 1.01 * (128 + 2) * 2.0**-24 * parts + 2.0**-8 * abs(exact)
-    assert made.dtype == SHORT and (abs(wide(made) - exact) <= bound).all()
 
 
 @pytest.mark.gpu_compiler

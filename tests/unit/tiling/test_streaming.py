@@ -35,13 +35,13 @@ def init(key, dtype=jnp.float32):
     }
 
 
-def loss(params, batch, cross_entropy=tiling.cross_entropy):
+def loss(params, batch):
     x = tiling.embed(params["embedding"], batch["tokens"])
     hidden = tiling.linear_parts(params["up"], [x])
     (down,) = tiling.linear_parts(params["down"], list(map(jnp.tanh, hidden)))
     x = x + down
     x = x + tiling.mlp(params["mlp"], x)
-    return cross_entropy(params["head"], x, batch["labels"]).mean
+    return tiling.cross_entropy(params["head"], x, batch["labels"]).mean
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -55,50 +55,29 @@ def test_each_tile_is_a_segment_and_little_is_carried_past_it(dtype):
     program = segment_loss(source, frozen=(), splittable=(), max_bytes=limit).program
     kernels = {name for name, x in named_leaves(params).items() if x.ndim == 2}
     assert len(kernels) == 2 + 2 + 2 + 4 + 2
-    for segment in program.segments:
-        assert len({array.path for array in segment.params} & kernels) <= 1
-
-    def bytes_into(segment):
-        return sum(program.values[v].nbytes for v in segment.inputs)
-
     vectors, word = 4 * TOKENS * DIM, 4 * TOKENS
     for segment in program.segments:
-        names = [array.path for array in segment.params]
+        names = {array.path for array in segment.params}
+        assert len(names & kernels) <= 1
         # A tile reads its input, a sum so far, and a hidden tile or what is added to
         # at last; one of the head two numbers a token of each tile before.
         tiles_before = 1 if any(n.startswith("head") for n in names) else 0
         most = 4 * vectors + (2 * tiles_before + 1) * word
-        assert bytes_into(segment) <= most, segment.name
+        given = sum(program.values[v].nbytes for v in segment.inputs)
+        assert given <= most, segment.name
 
 
-def verified(drive, loss, *, mesh=None):
-    """That zinf trains as plain jax, with all state on the drive, tile by tile."""
-    shapes = jax.eval_shape(lambda: init(jax.random.key(0)))
-    largest = max(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+def test_training_from_nvme_is_that_of_plain_jax(tmp_path):
+    """With all state on the drive, tile by tile."""
+    params = init(jax.random.key(0))
+    largest = max(x.nbytes for x in jax.tree.leaves(params))
     config = {
-        **on_nvme(drive),
+        **on_nvme(tmp_path),
         "persistence_threshold": 256,
         "segment": {"max_bytes": largest + 4 * HIDDEN},
     }
     tx = optax.adamw(1e-2)
-    params = init(jax.random.key(0))
-    return zinf.verify(loss, params, tx, config, batch=BATCH, num_steps=2, mesh=mesh)
-
-
-def test_training_from_nvme_is_that_of_plain_jax(tmp_path):
-    found = verified(tmp_path, loss)
+    found = zinf.verify(loss, params, tx, config, batch=BATCH, num_steps=2)
     assert found, repr(found)
     first, last = (ours for ours, _ in found.losses)
     assert last < first - 0.1
-
-
-@pytest.mark.slow
-def test_so_is_training_on_a_mesh_where_each_device_keeps_its_tokens(tmp_path):
-    mesh = zinf.make_mesh(jax.devices()[:4])
-
-    def sharded(params, batch):
-        over = partial(tiling.cross_entropy_over, mesh, "fsdp")
-        return loss(params, batch, over)
-
-    found = verified(tmp_path, sharded, mesh=mesh)
-    assert found, repr(found)
