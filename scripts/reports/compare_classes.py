@@ -28,7 +28,7 @@ TABLE = Path(__file__).parents[2] / "tests/unit/hf/compared.json"
 # Classes that tests compare with torch as well; they come last.
 TESTED = json.loads(TABLE.with_name("architectures.json").read_text())
 AUTO_CLASS = "AutoModelForCausalLM"
-LIMIT_SECONDS = 400
+LIMIT_SECONDS = 300
 SMALL = {"vocab_size": 96, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 Row = dict[str, str]
 

@@ -22,6 +22,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 NAME = "zinf"
+# For classes that torch's own attention does not do for: they compute with the mask,
+# and expect numbers, as of the eager attention (DeepSeek V4 appends some).
+ADDING = "zinf_adding"
 # Arguments that change no number: the mask, the rotated queries or the cache already
 # have what they say, or they are for other kernels, or ask for other outputs.
 HARMLESS = frozenset(
@@ -34,8 +37,9 @@ _SEGMENTS: ContextVar[jax.Array | None] = ContextVar("segments", default=None)
 
 def register() -> None:
     """Make the attention known to `transformers`; doing so again changes nothing."""
-    AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, boolean_mask)
+    for name, mask in ((NAME, boolean_mask), (ADDING, adding_mask)):
+        AttentionInterface.register(name, attend)
+        AttentionMaskInterface.register(name, mask)
 
 
 @contextmanager
@@ -63,6 +67,14 @@ def boolean_mask(**named: Any) -> torch.Tensor | None:
         return mask
     is_same = segments[:, None, :, None] == segments[:, None, None, :]
     return torch_view(jnp.logical_and(jax_view(mask), is_same))
+
+
+def adding_mask(*, dtype: torch.dtype = torch.float32, **named: Any) -> Any:
+    """The mask of a layer as numbers that are added to scores: 0, or the lowest."""
+    mask = boolean_mask(**named | {"allow_is_causal_skip": False})
+    if mask is None:
+        return None
+    return torch.where(mask, torch.zeros((), dtype=dtype), torch.finfo(dtype).min)
 
 
 def attend(

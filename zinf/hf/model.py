@@ -507,7 +507,7 @@ class Model:
             kinds.add("convolution")
         if getattr(module, "_is_stateful", False):
             return "it keeps a state from token to token"
-        if self.config._attn_implementation != attention.NAME:
+        if self.config._attn_implementation not in (attention.NAME, attention.ADDING):
             return "its attention takes no mask from outside"
         if "position_ids" not in signature(module.forward).parameters:
             return "it takes no position_ids"

@@ -167,8 +167,10 @@ def build(
 
 
 def _attention_of(kind: type) -> str:
-    supports = getattr(kind, "_supports_attention_backend", False)
-    return attention.NAME if supports else "eager"
+    if not getattr(kind, "_supports_attention_backend", False):
+        return "eager"
+    takes_booleans = getattr(kind, "_supports_sdpa", False)
+    return attention.NAME if takes_booleans else attention.ADDING
 
 
 @contextmanager

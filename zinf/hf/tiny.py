@@ -40,12 +40,20 @@ def _small(values: dict[str, Any]) -> dict[str, Any]:
     count = max(counts, default=0)
     kept = _kept_layers(values, count)
     heads = [v for k, v in values.items() if HEADS.search(k) and _is_count(v)]
+    # Of DeepSeek's attention a head has two parts.
+    parts = (values.get("qk_nope_head_dim") or 0) + (
+        values.get("qk_rope_head_dim") or 0
+    )
     is_ssm = "expand" in values and "head_dim" in values
     found: dict[str, Any] = {}
     for key, value in values.items():
         if key == "per_layer_config" and isinstance(value, Mapping):
             numbered = {int(i): x for i, x in value.items()}
-            found[key] = {n: numbered[i] for n, i in enumerate(kept) if i in numbered}
+            found[key] = {
+                n: _small(dict(numbered[i]))
+                for n, i in enumerate(kept)
+                if i in numbered
+            }
         elif isinstance(value, Mapping):
             is_section = key not in ("id2label", "label2id")
             found[key] = _small(dict(value)) if is_section else value
@@ -57,6 +65,8 @@ def _small(values: dict[str, Any]) -> dict[str, Any]:
             found[key] = len(kept)
         elif is_ssm and key == "num_heads":
             found[key] = SSM_HEADS
+        elif key.endswith("head_dim") and value == parts:
+            found[key] = 2 * HEAD_DIM
         else:
             found[key] = _number(key, value, heads)
     return found
@@ -133,7 +143,7 @@ RULES: list[tuple[str, Callable[[int], int]]] = [
     (r"index_n_heads|index_num_heads", lambda v: min(v, 4)),
     (r"mamba_d_ssm", lambda _: 2 * HIDDEN),
     (r"mamba.*(head_?dim|d_head)", lambda _: HEAD_DIM),
-    (r"^attention_head_dim$|^qk_head_dim$", lambda _: 2 * HEAD_DIM),
+    (r"^attention_head_dim$", lambda _: 2 * HEAD_DIM),
     (r"^attention_hidden_size$", lambda _: 2 * HIDDEN),
     (r"head_dim$|head_size$|^d_kv$|^d_head$|kv_channels", lambda _: HEAD_DIM),
     (r"(qk|v).*head_dim|rotary_dim|rope_dim", lambda _: HEAD_DIM),

@@ -14,10 +14,12 @@ import torch  # isort: skip
 import transformers  # isort: skip
 from torchax import default_env  # isort: skip
 from torchax.interop import jax_view, torch_view  # isort: skip
+from transformers.masking_utils import create_causal_mask  # isort: skip
 
 from zinf import hf  # isort: skip
 from zinf.hf import attention, comparison  # isort: skip
 from zinf.hf.comparison import AGREES, DIFFERS, NOT_COMPARED, NOT_TINY  # isort: skip
+from zinf.hf.module import build  # isort: skip
 from zinf.hf.tiny import LENGTH, tiny  # isort: skip
 
 pytestmark = pytest.mark.slow
@@ -73,6 +75,21 @@ def test_an_unknown_argument_of_an_attention_is_refused():
     attended(position_ids=np.arange(8)[None], new_thing=None, other=False)
     with pytest.raises(NotImplementedError, match="Module passes 'new_thing'"):
         attended(new_thing=np.ones(3))
+
+
+def test_a_class_without_torchs_own_attention_gets_a_mask_of_numbers():
+    """DeepSeek V4 appends numbers to it: as booleans, 0 (seen) would hide a key."""
+    kind = transformers.DeepseekV4ForCausalLM
+    module = build(tiny(kind.config_class()), torch.float32, CAUSAL)
+    assert module.config._attn_implementation == attention.ADDING
+    with default_env():
+        ids = torch_view(jnp.zeros((1, 4, 1)))
+        mask = create_causal_mask(
+            module.config, ids, None, None, torch_view(jnp.arange(4)[None])
+        )
+    lowest = np.finfo("float32").min
+    wanted = np.where(np.tri(4, dtype=bool), 0, lowest)
+    assert np.array_equal(jax_view(mask)[0, 0], wanted)
 
 
 @pytest.mark.parametrize(
