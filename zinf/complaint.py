@@ -3,7 +3,9 @@
 import logging
 import sys
 import unicodedata
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 # Control characters, invisible ones that change the order of text, and halves of pairs.
 UNSAFE = frozenset({"Cc", "Cf", "Cs"})
@@ -22,6 +24,21 @@ def tell(text: str = "", *, end: str = "\n") -> None:
         OSError: it takes nothing.
     """
     print(shown(text), end=end, flush=True)
+
+
+@contextmanager
+def naming(path: Path | str) -> Iterator[None]:
+    """Give an OSError of the body that names no file the name of this one.
+
+    A full drive and a limit of the size of files (`ulimit -f`) are errors of a write,
+    which knows no name.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
 
 
 class ShownFormatter(logging.Formatter):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from zinf.cli import app
 from zinf.data.array_file import read_array
 from zinf.data.extract import json_lines
 from zinf.observe.json_lines import JsonLines
-from zinf.observe.page import run_page
+from zinf.observe.page import run_page, write_page
 from zinf.program import ArrayId, Role
 
 # It clears the screen, and sets the title of the window.
@@ -133,6 +134,22 @@ def test_arrays_that_are_pickled_and_lines_that_are_nested_are_refused(tmp_path)
     (tmp_path / "a.jsonl").write_text(f"{DEEP}\n")
     with pytest.raises(ValueError, match=r"a\.jsonl, line 1: no JSON: it is nested"):
         list(json_lines(tmp_path / "a.jsonl"))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no limit of file sizes")
+def test_a_file_beyond_the_limit_of_sizes_is_named(tmp_path: Path) -> None:
+    """As under `ulimit -f`; Python ignores the signal that would end the process."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**10, hard))
+    try:
+        with pytest.raises(OSError, match="File too large") as refused:
+            write_page("x" * 2**11, tmp_path / "page.html")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert refused.value.filename == str(tmp_path / "page.html.new")
+    assert not (tmp_path / "page.html").exists()
 
 
 def test_tables_show_keys_and_names_with_escapes(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from zinf.cli.completions import (
     full_line,
     record_settings,
 )
-from zinf.complaint import complain, tell
+from zinf.complaint import complain, naming, tell
 from zinf.config import Config
 from zinf.config.deciding import deciding
 from zinf.data.extract import json_lines
@@ -147,6 +147,7 @@ def write_completions(
         longest = max(len(tokens) for _, tokens in lines[done:])
         with (
             hf.open_model(model, config, rows=ROWS, length=bucket(longest)) as engine,
+            naming(output),
             output.open("ab") as stream,
         ):
             record_settings(output, settings, changed, done)

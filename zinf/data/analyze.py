@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from zinf.complaint import naming
 from zinf.config.pacing import load_function
 from zinf.data.array_file import read_array
 from zinf.data.index_file import write_rows
@@ -240,7 +241,7 @@ def _values(
     # What a stopped analysis wrote of a chunk is computed anew. The last is shorter.
     is_done, done = written >= count, written // CHUNK_SAMPLES
     done, whole = (done + 1, count) if is_done else (done, done * CHUNK_SAMPLES)
-    with path.open("r+b" if done else "wb") as stream:
+    with naming(path), path.open("r+b" if done else "wb") as stream:
         stream.truncate(whole * 8)
         stream.seek(0, 2)
         one = partial(_of_chunk, analysis.samples, name, function)
@@ -277,12 +278,13 @@ def _total(
         padded = [np.pad(x, (0, size - len(x))) for x in (part, summed)]
         summed = padded[0] + padded[1]
         written = partial_path.with_suffix(".new")
-        with written.open("wb") as stream:
+        with naming(written), written.open("wb") as stream:
             np.savez(stream, done=number + 1, summed=summed)
         written.replace(partial_path)
         most = min((number + 1) * CHUNK_SAMPLES, count)
         say(f"{name}: {most:,} of {count:,} samples")
-    np.save(path, summed)
+    with naming(path):
+        np.save(path, summed)
     partial_path.unlink(missing_ok=True)
     return summed
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
+from zinf.complaint import naming
 from zinf.memory.nvme.system import try_lock
 
 SUFFIX = ".partial"
@@ -36,7 +37,7 @@ def unfinished(target: Path) -> Generator[Path, None, None]:
     folder = target.with_name(f"{target.name}.{secrets.token_hex(4)}{SUFFIX}")
     folder.mkdir(parents=True)
     try:
-        with (folder / LOCK).open("x") as lock:
+        with naming(folder), (folder / LOCK).open("x") as lock:
             _claim(lock)
             yield folder
     finally:

@@ -8,6 +8,7 @@ import numpy as np
 
 from zinf.hf.engine import ModelEngine
 from zinf.hf.model import Model
+from zinf.hf.template import apply_template
 from zinf.hf.texts import prompt_ids
 from zinf.inference import Sampling, read_settings, token_ids
 from zinf.json_text import from_json
@@ -76,7 +77,8 @@ def prompt_tokens(model: Model, line: Any, where: str, *, chat: bool) -> np.ndar
                 "conversation is laid out. Give a plain prompt."
             )
         try:
-            ids = tokenizer.apply_chat_template(
+            ids = apply_template(
+                tokenizer,
                 messages,
                 tools=line.get("tools"),
                 tokenize=True,

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zinf.complaint import naming
 from zinf.data.array_file import read_array
 from zinf.hf.batch import IGNORED
 from zinf.hf.dataset import Samples
@@ -158,7 +159,7 @@ def write_reference(
     """
     found = list(_passes(engine, preference, pairs, batch_size))
     partial = path.with_suffix(f".{os.getpid()}.partial")
-    with partial.open("wb") as file:
+    with naming(partial), partial.open("wb") as file:
         np.save(file, np.concatenate(found)[: len(pairs)])
     partial.replace(path)
 

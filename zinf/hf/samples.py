@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from zinf.hf.model import IGNORED
 from zinf.hf.records import TRAIN_FLAGS, standard
+from zinf.hf.template import apply_template
 from zinf.hf.texts import prompt_ids, text_ids
 
 logger = logging.getLogger(__name__)
@@ -242,12 +243,12 @@ class Tokenizing:
         return len(before), len(upto)
 
     def _laid_out(self, messages: Sequence[Any], tools: Any, **named: Any) -> list[int]:
-        return self.tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=True, return_dict=True, **named
-        )["input_ids"]
+        how = {"tools": tools, "tokenize": True, "return_dict": True}
+        return apply_template(self.tokenizer, messages, **how, **named)["input_ids"]
 
     def _by_tags(self, messages: Any, tools: Any) -> tuple[list[int], list[int]]:
-        found = self.tokenizer.apply_chat_template(
+        found = apply_template(
+            self.tokenizer,
             messages,
             tools=tools,
             tokenize=True,

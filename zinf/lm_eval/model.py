@@ -24,6 +24,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from zinf import hf
 from zinf.config import Config
+from zinf.hf.template import apply_template
 from zinf.inference import ROWS, bucket
 
 # With batch_size=auto: microbatches of `ROWS` that pass a layer before the next one.
@@ -102,7 +103,8 @@ class StreamedLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        return self.tokenizer.apply_chat_template(
+        return apply_template(
+            self.tokenizer,
             chat_history,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,

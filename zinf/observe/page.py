@@ -9,6 +9,7 @@ from statistics import median
 from string import Template
 from typing import Any
 
+from zinf.complaint import naming
 from zinf.config.section import dotted
 from zinf.json_text import from_json
 from zinf.observe.advice import advice, what_ifs
@@ -97,7 +98,8 @@ def write_page(html: str, path: Path) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f"{path.name}.new")
-    fresh.write_text(html, encoding="utf-8")
+    with naming(fresh):
+        fresh.write_text(html, encoding="utf-8")
     fresh.replace(path)
 
 

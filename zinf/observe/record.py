@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from zinf.complaint import naming
 from zinf.config import Config, notices
 from zinf.config.section import dotted
 from zinf.plan import Plan
@@ -154,7 +155,8 @@ class RunRecord(BaseModel):
         """
         folder.mkdir(parents=True, exist_ok=True)
         fresh = folder / f"{RUN}.new"
-        fresh.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+        with naming(fresh):
+            fresh.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
         fresh.replace(folder / RUN)
 
 

@@ -6,6 +6,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
 
+from zinf.complaint import naming
 from zinf.plan import Link, Rates
 from zinf.program import Tier
 
@@ -69,9 +70,9 @@ def save_rates(rates: Rates, file: Path, measured: str) -> None:
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     fresh = file.with_name(f"{file.name}.new")
-    fresh.write_text(
-        RatesFile.of(rates, measured).model_dump_json(indent=2) + "\n", encoding="utf-8"
-    )
+    text = RatesFile.of(rates, measured).model_dump_json(indent=2) + "\n"
+    with naming(fresh):
+        fresh.write_text(text, encoding="utf-8")
     fresh.replace(file)
 
 

@@ -159,6 +159,15 @@ def test_a_long_sample_may_be_cut():
     assert tokenizing().sample(full, "line 1")[0] == [5] * 7 + [END]
 
 
+# Templates without end: 10 ** 10 steps, 2 ** 99 characters, 10 ** 10 characters.
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+DOUBLES = (
+    "{% set n = namespace(x='w1') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}"
+    "{% endfor %}{{ n.x }}"
+)
+FILLS = "{{ ('x' * 10**5).replace('x', 'y' * 10**5) }}"
+
+
 def test_a_wrong_line_is_named_with_what_is_wrong(tmp_path, golden):
     chat = {"messages": turns("w0", "w1")}
 
@@ -183,6 +192,11 @@ def test_a_wrong_line_is_named_with_what_is_wrong(tmp_path, golden):
         "no messages": sample({"messages": []}),
         "no chat template": sample(chat, template=None),
         "a template that refuses": sample(chat, refuses),
+        "a template of loops": sample(chat, LOOPS),
+        "a template that doubles": sample(chat, DOUBLES),
+        "a template of a product": sample(chat, "{{ 'w1 ' * 10**11 }}"),
+        "a template of a wide text": sample(chat, "{{ 'w1'.ljust(10**11) }}"),
+        "a template that fills in": sample(chat, FILLS),
         "a template without answers": sample({"messages": turns("w0")}, mute),
         "a template without tags": sample(chat, UNTAGGED, assistant_only=True),
         "a turn of nobody": sample({"conversations": narrator}),

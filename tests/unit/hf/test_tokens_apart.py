@@ -7,6 +7,7 @@ import pytest
 
 from tests.unit.hf.models import (
     SMALL,
+    STREAMED,
     TOKENS,
     TOLERANCE,
     VOCAB,
@@ -25,7 +26,12 @@ import jax  # isort: skip
 import torch  # isort: skip
 import transformers  # isort: skip
 
+import optax  # isort: skip
+
+import zinf  # isort: skip
 from zinf import hf  # isort: skip
+from zinf.hf.dataset import Samples  # isort: skip
+from zinf.hf.packing import Packed  # isort: skip
 from zinf.hf.dropping import layers_of  # isort: skip
 
 ROOM, KEPT = 16, 7
@@ -80,6 +86,54 @@ def test_no_token_is_predicted_from_another_sample(tmp_path):
     # A float32 sum over 26 tokens in another order.
     found = float(jax.jit(mean_loss(model))(params_of(torch_model), batch))
     assert abs(found - total / count) < 1e-5
+
+
+LENGTHS = (16, 10, 6, 9, 7, 8, 5, 3)  # fill four rows of 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("is_packed", "num_microbatches", "num_devices"), [(True, 4, 1), (False, 2, 4)]
+)
+def test_a_token_counts_alike_packed_or_not_in_any_microbatch_and_device(
+    is_packed, num_microbatches, num_devices, tmp_path
+):
+    """The loss and the gradient are those of all samples in one batch, each in a row.
+
+    A few of the samples' tokens are prompts, which are not trained on.
+    """
+    torch_model = save(llama(num_hidden_layers=1), tmp_path)
+    model, params = hf.load(tmp_path), params_of(torch_model)
+    ids = np.random.default_rng(0).integers(3, VOCAB, sum(LENGTHS), np.int32)
+    ids.tofile(tmp_path / "ids.int32")
+    np.where(np.arange(len(ids)) % 5 < 2, hf.IGNORED, ids).tofile(
+        tmp_path / "labels.int32"
+    )
+    np.save(tmp_path / "ends.npy", np.cumsum(LENGTHS))
+    samples = Samples(tmp_path, length=ROOM, padding=2, first=0, last=len(LENGTHS))
+    alone, packed = (
+        jax.tree.map(lambda *x: np.stack(x), *(rows[i] for i in range(len(rows))))
+        for rows in (samples, Packed(samples))
+    )
+    assert len(packed["labels"]) == 4
+    expected, gradient = jax.jit(jax.value_and_grad(mean_loss(model)))(params, alone)
+    batch = packed if is_packed else alone
+    config = STREAMED | {
+        "gradient_accumulation_steps": num_microbatches,
+        "zero_optimization": {"stage": 3},
+    }
+    mesh = zinf.make_mesh(jax.devices()[:num_devices])
+    arguments = model, optax.sgd(1.0), config
+    with hf.initialize(*arguments, batch=batch, mesh=mesh) as engine:
+        found = engine.step(batch)["loss"]
+        new = engine.params()
+        evaluated = engine.evaluate_weighted(batch)
+    # A sum over 42 tokens, and of products of matrices, in another order.
+    np.testing.assert_allclose(found, expected, rtol=2e-6)
+    for name, before in params.items():
+        change = np.asarray(before) - np.asarray(new[name])
+        np.testing.assert_allclose(change, gradient[name], rtol=1e-4, atol=2e-6)
+    assert evaluated.weight == np.count_nonzero(alone["labels"][:, 1:] != hf.IGNORED)
 
 
 MAMBA = transformers.MambaConfig(
