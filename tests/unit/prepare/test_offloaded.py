@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import zinf
+from tests.marks import drawn
 from zinf.cli.plan import on_machine
 from zinf.cli.problem import gpt_config, problem
 from zinf.initialize import make_planner
@@ -62,7 +63,7 @@ def hidden_bytes(copies):
 
 
 @pytest.mark.tpu_compiler
-@pytest.mark.parametrize("scan_layers", [False, True])
+@pytest.mark.parametrize("scan_layers", drawn([False, True], 1))
 def test_state_rests_on_the_host_and_passes_hide_their_copies(scan_layers):
     made, state_bytes, found, text = compiled(6, scan_layers=scan_layers)
     # All state is in pinned host memory, and its results are in the same memory.
