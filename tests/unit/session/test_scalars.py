@@ -6,6 +6,7 @@ import optax
 import pytest
 
 from zinf.config import LossScaling
+from zinf.optim.advance import Advance
 from zinf.optim.separate import separate
 from zinf.session.scalars import Scalars
 
@@ -116,3 +117,18 @@ def test_shared_state_of_another_shape_or_dtype_is_refused():
         with pytest.raises(ValueError, match="count.*int32"):
             kept.from_json({**state, "shared": damaged})
         assert kept.to_json() == state
+
+
+@pytest.mark.parametrize("reads_loss", [False, True])
+def test_what_comes_after_a_step_is_computed_once(reads_loss):
+    """From the state before it, and from its loss if the optimizer reads that."""
+    given = []
+
+    def compute(*arguments):
+        given.append(arguments)
+        return ["after"], ["value"]
+
+    advance = Advance(["before"], compute, reads_loss=reads_loss)
+    assert [advance.values(0.5), advance.values(0.5)] == [["value"]] * 2
+    assert given == [(["before"], 0.5) if reads_loss else (["before"],)]
+    assert advance.after == ["after"]
