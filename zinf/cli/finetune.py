@@ -66,10 +66,11 @@ def finetune_model(
     raw = raw | {"run": {"output": str(run), **named, **raw["run"]}}
     raw = override(raw, overrides)
     counts_epochs = isinstance(raw["run"], dict) and "steps" not in raw["run"]
-    config = _with_steps(raw, STEPS_UNKNOWN) if counts_epochs else Config.load(raw)
+    assumed = [f"run.steps={STEPS_UNKNOWN}"] if counts_epochs else []
+    config = Config.load(raw, assumed)
     if config.data.objective == hf.CLASSIFICATION and config.data.labels is None:
         raw["data"]["labels"] = list(hf.Task(config).labels_of_data())
-        config = _with_steps(raw, STEPS_UNKNOWN) if counts_epochs else Config.load(raw)
+        config = Config.load(raw, assumed)
     if not config.run.resume:
         # Samples may take minutes to read.
         hf.Task(config).model.check_files()
@@ -151,10 +152,6 @@ def model_config(
         "memory": memory,
         "run": run | ({"resume": True} if resumes else {}),
     }
-
-
-def _with_steps(raw: Mapping[str, Any], steps: int) -> Config:
-    return Config.load({**raw, "run": {**raw["run"], "steps": steps}})
 
 
 def adapter_section(rank: int | None, **options: Any) -> dict[str, Any] | None:

@@ -205,7 +205,7 @@ class _Options:
         kept = self.kept
         if "model-name-or-path" in kept:
             self.done.insert(0, kept["model-name-or-path"])
-        if kept.get("use-peft", "").lower() in TRUE and "--lora" not in self.done:
+        if self._is_on("use-peft") and "--lora" not in self.done:
             self.done += ["--lora", str(RANK)]
         self._add_resume()
         self._check_optimizer()
@@ -220,6 +220,9 @@ class _Options:
                 "optimizer.params.betas", f"[{betas[0] or 0.9}, {betas[1] or 0.999}]"
             )
         return self.done
+
+    def _is_on(self, name: str) -> bool:
+        return self.kept.get(name, "").lower() in TRUE
 
     def _add_resume(self) -> None:
         value = self.kept.get("resume-from-checkpoint", "false")
@@ -298,14 +301,14 @@ class _Options:
         self.set("scheduler", f"{{type: {SCHEDULES[name]}, params: {{{shown}}}}}")
 
     def _add_precision(self) -> None:
-        is_fp16 = self.kept.get("fp16", "").lower() in TRUE
+        is_fp16 = self._is_on("fp16")
         if is_fp16 or self.kept.get("bf16", "true").lower() in FALSE:
             self.set("bf16.enabled", "false")
         if is_fp16:
             self.set("fp16.enabled", "true")
         bits = {"load-in-4bit": "nf4", "load-in-8bit": "int8"}
         for name, encoding in bits.items():
-            if self.kept.get(name, "").lower() in TRUE:
+            if self._is_on(name):
                 self.done += ["--base-encoding", encoding]
 
 
