@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from etils import epath
 from tensorboardX.event_file_writer import EventsWriter
 
 import zinf
@@ -310,16 +311,20 @@ def step_exists(checkpoints: Checkpoints) -> Iterator[None]:
 
 
 def failing_to_mark(code: int) -> Callable[[Checkpoints], AbstractContextManager]:
-    """Orbax gets a plain OSError, as from a drive full to the last byte."""
+    """Orbax gets a plain OSError, as from a drive full to the last byte.
+
+    The file that Orbax writes itself, in a thread, fails too.
+    """
 
     @contextmanager
     def failing(checkpoints: Checkpoints) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(durable, "mark", raising)
+            patch.setattr(type(epath.Path("")), "write_text", raising)
             yield
 
-    def raising(folder: Path) -> None:
-        raise OSError(code, os.strerror(code), str(folder))
+    def raising(path: Path, *_: Any, **__: Any) -> None:
+        raise OSError(code, os.strerror(code), str(path))
 
     return failing
 

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,33 @@ class DurableRename(atomicity.AtomicRenameTemporaryPath):
     """
 
     async def create(self) -> Any:
+        # An earlier save that failed may have left an error, which is not this one's.
+        await self._forget_own_files()
         folder = await super().create()
         try:
             await asyncio.to_thread(mark, Path(folder))
         except OSError:
+            await self._forget_own_files()
             # Without its marker the folder would stay for ever.
             shutil.rmtree(folder, ignore_errors=True)
             raise
         return folder
 
-    async def finalize(self) -> None:
+    async def _own_files(self) -> None:
+        """Wait for the metadata that Orbax writes in a thread."""
         if self._checkpoint_metadata_store is not None:
             await asyncio.to_thread(self._checkpoint_metadata_store.wait_until_finished)
+
+    async def _forget_own_files(self) -> None:
+        """Wait for them, and drop their errors, of which Orbax raises one at a time."""
+        is_done = False
+        while not is_done:
+            with suppress(OSError):
+                await self._own_files()
+                is_done = True
+
+    async def finalize(self) -> None:
+        await self._own_files()
         await asyncio.to_thread(_rename, Path(self.get()), Path(self.get_final()))
 
 
