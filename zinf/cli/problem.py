@@ -23,8 +23,9 @@ from zinf.data.text import Split, read_tokens, tokens_hash
 from zinf.distributed import AbstractGroup, Alone
 from zinf.engine import Engine
 from zinf.initialize import initialize
-from zinf.models import GPTConfig, init_and_loss, num_parameters
+from zinf.models import GPTConfig, held_out_sums, init_and_loss, num_parameters
 from zinf.optim.factory import build_optimizer, build_schedule
+from zinf.segment.weighted import Weighted
 
 ALONE = Alone()
 
@@ -112,9 +113,11 @@ def _given(
     init, loss = init_and_loss(model, seed=config.run.seed)
     shape = (rows, config.sequence_length + 1)
     dropout = 0.0 if config.adapter is None else config.adapter.lora_dropout
+    sums = held_out_sums(model)
     named = {
         "rng": jax.random.key(config.run.seed) if model.dropout or dropout else None,
         "batch": {"tokens": jax.ShapeDtypeStruct(shape, np.int32)},
+        "eval_loss_fn": lambda params, batch: Weighted(*sums(params, batch)),
     }
     return loss, init, named
 
