@@ -235,6 +235,7 @@ class Config(DeepSpeedKeys):
             self.mesh,
             self.expert_parallel,
             self.tensor_parallel,
+            self.sequence_parallel_size,
         )
         yield from execution_violations(
             self.execution,
