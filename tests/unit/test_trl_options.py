@@ -40,6 +40,7 @@ LINES = {
     "evaluations": "m --data a --eval_data b --eval_steps 20 --logging_steps 1",
     "a warm-up alone": "m --warmup-steps 10 --weight-decay 0.01 --max-grad-norm 0.5",
     "a constant rate after it": "m --lr-scheduler-type constant_with_warmup",
+    "a constant rate": "m --lr-scheduler-type constant",
     "all linear layers": "m --use-peft --lora-target-modules all-linear",
     "betas and fp16": "m --adam-beta2 0.95 --fp16 True --seed 3 --optim adamw_torch",
     "checkpoints": "m --save-steps 50 --save-total-limit 2 --resume-from-checkpoint 1",

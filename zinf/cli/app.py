@@ -201,7 +201,8 @@ def finetune(
     learning_rate: Annotated[
         float | None,
         typer.Option(
-            help="Of AdamW; 1e-5 if absent, 2e-4 with adapters, a tenth for dpo."
+            help="Of AdamW, at most: it falls to zero after 3% of warm-up. 1e-5 if "
+            "absent, 2e-4 with adapters, a tenth for dpo."
         ),
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Samples of a step.")] = 8,
@@ -256,7 +257,10 @@ def finetune(
         ),
     ] = None,
     lora_alpha: Annotated[
-        float | None, typer.Option(help="Adapters are scaled by this over the rank.")
+        float | None,
+        typer.Option(
+            help="Adapters are scaled by this over the rank; twice the rank if absent."
+        ),
     ] = None,
     lora_dropout: Annotated[
         float | None, typer.Option(help="Share of an adapter's inputs to drop.")

@@ -27,6 +27,10 @@ LEARNING_RATE = 1e-5
 # Adapters begin at zero change and learn at rates ten times those of whole weights:
 # https://arxiv.org/abs/2106.09685, table 11.
 ADAPTER_LEARNING_RATE = 2e-4
+# As TRL and axolotl scale adapters: alpha is twice the rank.
+ALPHA_OF_RANK = 2
+# The rate rises over so much of the run, and falls to zero at its end.
+WARMUP_RATIO = 0.03
 
 
 def finetune_model(
@@ -114,8 +118,8 @@ def model_config(
 ) -> dict[str, Any]:
     """The keys and values of a config that trains a model of `transformers`.
 
-    Parameters are in bfloat16 with masters in float32, the optimizer is AdamW, and the
-    gradient is clipped to norm 1.
+    Parameters are in bfloat16 with masters in float32, the optimizer is AdamW with a
+    rate that falls linearly after a warm-up, and the gradient is clipped to norm 1.
 
     Args:
         adapter: keys of the `adapter` section; None trains all parameters.
@@ -146,6 +150,15 @@ def model_config(
         "data": files,
         "train_batch_size": samples,
         "optimizer": {"type": "AdamW", "params": {"lr": learning_rate}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {
+                "warmup_type": "linear",
+                "warmup_ratio": WARMUP_RATIO,
+                "warmup_max_lr": "auto",
+                "total_num_steps": "auto",
+            },
+        },
         "bf16": {"enabled": True},
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": 3},
@@ -156,6 +169,8 @@ def model_config(
 
 def adapter_section(rank: int | None, **options: Any) -> dict[str, Any] | None:
     """The `adapter` section that options of the command line ask for.
+
+    `lora_alpha` is twice the rank if it is not given.
 
     Raises:
         ValueError: there are options of adapters, and no rank.
@@ -168,7 +183,7 @@ def adapter_section(rank: int | None, **options: Any) -> dict[str, Any] | None:
                 "Add --lora RANK, such as --lora 16."
             )
         return None
-    return {"r": rank, **given}
+    return {"r": rank, "lora_alpha": float(ALPHA_OF_RANK * rank), **given}
 
 
 def _say_nothing(text: str) -> None: ...

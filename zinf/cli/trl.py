@@ -326,7 +326,10 @@ class _Options:
         name = self.kept.get("lr-scheduler-type")
         if name is None and (ratio is not None or steps is not None):
             name = "linear"
-        if name in (None, "constant"):
+        if name is None:
+            return
+        if name == "constant":
+            self.set("scheduler", "null")
             return
         if name not in SCHEDULES:
             raise ValueError(

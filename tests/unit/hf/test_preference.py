@@ -69,6 +69,7 @@ def test_chosen_answers_become_likelier_than_rejected_ones(adapted, tmp_path):
     data = write(tmp_path / "pairs.jsonl", lines)
     common = ["--data", data, "--output", output, "--samples", 2, "--epochs", 5]
     common += ["--sequence-length", 8, "--objective", "dpo", "--beta", 0.5]
+    common += ["--lr-scheduler-type", "constant"]
     rate = ["--lora", 4, "--learning-rate", 3e-2] if adapted else []
     rate = rate or ["--learning-rate", 1e-2]
     done = run("finetune", folder, *common, *rate)
