@@ -23,7 +23,7 @@ from torchax import default_env
 from torchax.interop import jax_view, torch_view
 
 from zinf.cross_entropy import cross_entropy
-from zinf.hf import attention
+from zinf.hf import attention, gradients
 from zinf.hf.adapter import SavedAdapter, base_of, naming_of, read_adapter
 from zinf.hf.attention import within_segments
 from zinf.hf.batch import IGNORED, check_some_label, check_tokens
@@ -205,6 +205,16 @@ class Model:
     def specs(self) -> dict[str, ArraySpec]:
         """Shape and dtype of each parameter by its name; a tied one once."""
         return {name: spec_of(p) for name, p in self.module.named_parameters()}
+
+    @cached_property
+    def untrained(self) -> tuple[str, ...]:
+        """Names of the parameters that torch does not train (`requires_grad` is False).
+
+        Such are tables of sinusoidal positions, the initial state of HRM, and biases
+        by which routers balance their experts.
+        """
+        named = self.module.named_parameters()
+        return tuple(name for name, p in named if not p.requires_grad)
 
     @property
     def num_parameters(self) -> int:
@@ -390,7 +400,8 @@ class Model:
         env = default_env()
         prng = env.override_property(prng=key[0] if key else None)
         drops = dropping(module, self.random_ltd_layers, kept)
-        with _TRACING, env, prng, _torch_promotion(), drops:
+        stops = gradients.as_in_torch()
+        with _TRACING, env, prng, _torch_promotion(), drops, stops:
             module.train(train and bool(key))
             before()
             given = {name: torch_view(value) for name, value in inputs.items()}
