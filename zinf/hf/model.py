@@ -31,6 +31,7 @@ from zinf.hf.dequantize import Dequantized, block_of
 from zinf.hf.dropping import dropping, layers_of
 from zinf.hf.folder import find_folder, weights_digest, weights_path
 from zinf.hf.module import CONFIG, build, read_config
+from zinf.hf.rotary import growth_of
 from zinf.hf.weights import StoredWeights, check_dtypes, spec_of, to_numpy
 from zinf.interchange.names import Terms, listed, match
 from zinf.interchange.safetensors_files import SafetensorsFiles
@@ -226,9 +227,13 @@ class Model:
 
     @property
     def max_length(self) -> int | None:
-        """The longest sequence that the model was made for; None if it says none."""
+        """The longest sequence that the model was made for; None if it says none.
+
+        Rotary embeddings of the kind `dynamic` stretch the model by their factor.
+        """
         text = self.config.get_text_config()
-        return getattr(text, "max_position_embeddings", None)
+        longest = getattr(text, "max_position_embeddings", None)
+        return None if longest is None else int(longest * growth_of(text))
 
     @cached_property
     def tokenizer(self) -> transformers.PreTrainedTokenizerBase:
