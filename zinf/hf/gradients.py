@@ -41,11 +41,16 @@ def as_in_torch() -> Generator[None, None, None]:
 
 
 class _Stopping(TorchFunctionMode):
-    """Stops the gradient of each result while torch's gradients are off.
+    """Stops the gradient of each result while a module has gradients off.
+
+    Torch has them off in the forward pass of a `torch.autograd.Function` too; that
+    pass is differentiated by jax. So what counts is the call that turns them off.
 
     A view keeps its gradient, because a write to the view must reach its base. What is
     computed from the view is stopped again.
     """
+
+    _is_off = False
 
     def __torch_function__(
         self,
@@ -55,7 +60,11 @@ class _Stopping(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        if func is torch._C._set_grad_enabled:
+            self._is_off = not args[0]
         if torch.is_grad_enabled():
+            self._is_off = False
+        if not self._is_off:
             return result
         given = {id(x) for x in pytree.tree_leaves((args, kwargs))}
 

@@ -23,6 +23,18 @@ def in_no_grad(x, then):
         return then(x)
 
 
+class Doubled(torch.autograd.Function):
+    """Torch runs its forward pass without gradients, and it has one."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
 # Each as a function of four numbers.
 CASES = {
     "method": lambda x: x.detach() * x,
@@ -32,6 +44,7 @@ CASES = {
     "no_grad": lambda x: in_no_grad(x, torch.exp) * x,
     "several results": lambda x: in_no_grad(x * x, lambda y: y.chunk(2))[0] * x[2:],
     "in place": lambda x: in_no_grad(x, lambda y: (y * y).add_(1).view(4)) * x,
+    "a function of its own": lambda x: in_no_grad(x, torch.exp) + Doubled.apply(x),
     "enabled again": lambda x: in_no_grad(x, torch.enable_grad()(torch.exp)) * x,
 }
 
