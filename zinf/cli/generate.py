@@ -218,6 +218,7 @@ def print_evaluation(
         vocab_size=model.vocab_size,
     )
     samples = [how.sample(*line) for path in data for line in json_lines(path)]
+    how.begun_inside.warn()
     if not samples:
         raise ValueError(f"{', '.join(map(str, data))}: there is no line to read.")
     # Samples of equal length lie together, so little is padded.

@@ -225,7 +225,10 @@ def _torch_model(
 def _torch_results(
     module: transformers.PreTrainedModel, ids: np.ndarray, seed: int
 ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-    """Logits, random numbers that they are multiplied by, and gradients of the sum."""
+    """Logits, random numbers that they are multiplied by, and gradients of the sum.
+
+    Parameters that torch does not train have no gradient here.
+    """
     logits = module(torch.tensor(ids).long(), **_options(module)).logits
     if not bool(torch.isfinite(logits).all()):
         raise ValueError("the logits of torch are not finite")
@@ -234,6 +237,7 @@ def _torch_results(
     gradients = {
         name: np.zeros(p.shape, np.float32) if p.grad is None else to_numpy(p.grad)
         for name, p in module.named_parameters()
+        if p.requires_grad
     }
     return logits.detach().numpy(), pull, gradients
 

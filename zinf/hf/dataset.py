@@ -141,6 +141,7 @@ def tokenized(
         except OSError:
             if not folder.is_dir():  # else another process was faster
                 raise
+    how.begun_inside.warn()
     say(
         f"data: {len(ends):,} samples, {total:,} tokens, {trained:,} of them trained on"
     )

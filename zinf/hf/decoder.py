@@ -4,6 +4,11 @@
 overwrites. Here the tensors of the layers are arrays that go in and out of a pure
 function. Layers that attend to a window keep all positions too: their mask hides the
 others, and no choice depends on how many tokens were read.
+
+Keys are in the cache as they were rotated. Where rotary embeddings change with the
+length, `dynamic` goes on beside keys with earlier frequencies, as `transformers` does.
+`longrope` has the sequence read anew at its switch, as Phi-3 does in `transformers`;
+other classes go on there with keys of both kinds, and here they do not.
 """
 
 from collections.abc import Mapping
@@ -16,6 +21,7 @@ from torchax.interop import jax_view, torch_view
 from transformers.cache_utils import Cache, StaticLayer, get_layer_types_and_kwargs
 
 from zinf.hf.model import Model, Params
+from zinf.hf.rotary import switch_of
 from zinf.inference import Decoder
 from zinf.program import ArraySpec
 
@@ -61,7 +67,7 @@ def decoder_of(model: Model, dtype: Any) -> Decoder:
     def apply(params: Params, tokens: jax.Array, state: State) -> tuple[Any, State]:
         return _apply(model, len(kinds), params, tokens, state)
 
-    return Decoder(apply, init_cache, model.max_length)
+    return Decoder(apply, init_cache, model.max_length, switch_of(model.module))
 
 
 def _apply(

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -299,10 +300,17 @@ def _planner(
     **named: Any,
 ) -> Planner:
     if adapted is None:
+        config = freezing(config, model)
         return make_planner(loss or model.loss, model.zeros, tx, config, **named)
     evaluates = adapted.eval_loss_fn
     rest = adapted.params, tx, config
     return make_planner(adapted.loss_fn, *rest, eval_loss_fn=evaluates, **named)
+
+
+def freezing(config: Config, model: Model) -> Config:
+    """A copy of a config that also freezes what torch does not train of a model."""
+    frozen = (*config.frozen, *map(escape, model.untrained))
+    return config.model_copy(update={"frozen": frozen})
 
 
 def draws(model: Model, config: Config) -> bool:

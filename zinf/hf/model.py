@@ -23,7 +23,7 @@ from torchax import default_env
 from torchax.interop import jax_view, torch_view
 
 from zinf.cross_entropy import cross_entropy
-from zinf.hf import attention
+from zinf.hf import attention, gradients
 from zinf.hf.adapter import SavedAdapter, base_of, naming_of, read_adapter
 from zinf.hf.attention import within_segments
 from zinf.hf.batch import IGNORED, check_some_label, check_tokens
@@ -31,6 +31,7 @@ from zinf.hf.dequantize import Dequantized, block_of
 from zinf.hf.dropping import dropping, layers_of
 from zinf.hf.folder import find_folder, weights_digest, weights_path
 from zinf.hf.module import CONFIG, build, read_config
+from zinf.hf.rotary import growth_of
 from zinf.hf.weights import StoredWeights, check_dtypes, spec_of, to_numpy
 from zinf.interchange.names import Terms, listed, match
 from zinf.interchange.safetensors_files import SafetensorsFiles
@@ -211,6 +212,16 @@ class Model:
         """Shape and dtype of each parameter by its name; a tied one once."""
         return {name: spec_of(p) for name, p in self.module.named_parameters()}
 
+    @cached_property
+    def untrained(self) -> tuple[str, ...]:
+        """Names of the parameters that torch does not train (`requires_grad` is False).
+
+        Such are tables of sinusoidal positions, the initial state of HRM, and biases
+        by which routers balance their experts.
+        """
+        named = self.module.named_parameters()
+        return tuple(name for name, p in named if not p.requires_grad)
+
     @property
     def num_parameters(self) -> int:
         return sum(spec.nbytes // spec.itemsize for spec in self.specs.values())
@@ -221,9 +232,13 @@ class Model:
 
     @property
     def max_length(self) -> int | None:
-        """The longest sequence that the model was made for; None if it says none."""
+        """The longest sequence that the model was made for; None if it says none.
+
+        Rotary embeddings of the kind `dynamic` stretch the model by their factor.
+        """
         text = self.config.get_text_config()
-        return getattr(text, "max_position_embeddings", None)
+        longest = getattr(text, "max_position_embeddings", None)
+        return None if longest is None else int(longest * growth_of(text))
 
     @cached_property
     def tokenizer(self) -> transformers.PreTrainedTokenizerBase:
@@ -396,7 +411,8 @@ class Model:
         env = default_env()
         prng = env.override_property(prng=key[0] if key else None)
         drops = dropping(module, self.random_ltd_layers, kept)
-        with _TRACING, env, prng, _torch_promotion(), drops:
+        stops = gradients.as_in_torch()
+        with _TRACING, env, prng, _torch_promotion(), drops, stops:
             module.train(train and bool(key))
             before()
             given = {name: torch_view(value) for name, value in inputs.items()}

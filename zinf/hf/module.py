@@ -12,7 +12,7 @@ import transformers
 from torch.overrides import TorchFunctionMode
 from transformers.initialization import no_init_weights
 
-from zinf.hf import attention, experts, lookups
+from zinf.hf import attention, experts, gradients, lookups, rotary
 from zinf.hf.dequantize import METHODS, is_readable
 
 CONFIG = "config.json"
@@ -135,6 +135,7 @@ def build(
     """
     attention.register()
     experts.register()
+    gradients.register()
     lookups.register()
     kinds = getattr(getattr(transformers, auto_class, None), "_model_mapping", None)
     if kinds is None:
@@ -157,6 +158,7 @@ def build(
         with no_init_weights(), _meta_parameters():
             model = kind._from_config(config, dtype=dtype, **options)
             model.tie_weights()
+            rotary.make_pure(model)
     except Exception as error:
         # Each architecture computes with the values, and raises what it likes.
         raise ValueError(

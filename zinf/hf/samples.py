@@ -8,12 +8,13 @@ see `zinf.hf.records`.
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from zinf.hf.answers import Span, Tally, laid_out, span_by_characters, span_by_tokens
 from zinf.hf.model import IGNORED
 from zinf.hf.records import TRAIN_FLAGS, standard
 from zinf.hf.template import apply_template
@@ -37,6 +38,8 @@ NO_TAGS = (
     "data.assistant_only to false to train on the last answer."
 )
 
+# What of an answer has labels; tokens that are kept in folders were made so.
+LABELLED = "tokens within its characters"
 # Tokens, and their labels.
 Sample = tuple[list[int], list[int]]
 
@@ -53,6 +56,7 @@ class Tokenizing:
         vocab_size: of the model.
         assistant_only: conversations must have all that the assistant says marked by
             the chat template.
+        begun_inside: counts the samples with an answer that begins inside a token.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -61,12 +65,14 @@ class Tokenizing:
     completion_only: bool
     vocab_size: int
     assistant_only: bool = False
+    begun_inside: Tally = field(default_factory=Tally, compare=False, kw_only=True)
 
     @property
     def settings(self) -> list[Any]:
         """What the tokens depend on, beside the line and the tokenizer."""
-        found = {n: x for n, x in vars(self).items() if n != "tokenizer"}
-        return [type(self).__name__, *found.items()]
+        others = ("tokenizer", "begun_inside")
+        found = {n: x for n, x in vars(self).items() if n not in others}
+        return [type(self).__name__, LABELLED, *found.items()]
 
     def samples(self, line: Any, where: str) -> list[Sample]:
         """The samples of a line: one here."""
@@ -196,12 +202,12 @@ class Tokenizing:
             raise ValueError(f"{where}: {NO_LAST_ANSWER}")
         try:
             if not self.completion_only and not self.assistant_only:
-                ids = self._laid_out(messages, tools)
+                ids = laid_out(self.tokenizer, messages, tools=tools)
                 return ids, list(ids)
             if has_tags and all(is_trained[i] for i in answers):
                 return self._by_tags(messages, tools)
-            ids = self._laid_out(messages, tools)
-            spans = {i: self._span(messages, i, ids, tools) for i in answers}
+            ids = laid_out(self.tokenizer, messages, tools=tools)
+            spans = self._spans(messages, answers, ids, tools, where)
         except Exception as error:
             # A template is a program, and raises what it likes.
             raise ValueError(
@@ -226,25 +232,28 @@ class Tokenizing:
                 labels[slice(*span)] = ids[slice(*span)]
         return ids, labels
 
-    def _span(
-        self, messages: Sequence[Any], number: int, ids: Sequence[int], tools: Any
-    ) -> tuple[int, int] | None:
-        """Where an answer begins and ends among the tokens of the conversation.
+    def _spans(
+        self,
+        messages: Sequence[Any],
+        answers: Sequence[int],
+        ids: list[int],
+        tools: Any,
+        where: str,
+    ) -> dict[int, Span | None]:
+        """Where each answer begins and ends among the tokens of the conversation.
 
-        None if the template lays out the messages up to there in another way.
+        None for one before which the template lays out the messages in another way.
         """
-        before = self._laid_out(messages[:number], tools, add_generation_prompt=True)
-        upto = ids
-        if number + 1 < len(messages):
-            upto = self._laid_out(messages[: number + 1], tools)
-        is_prefix = list(ids[: len(upto)]) == list(upto)
-        if not is_prefix or list(ids[: len(before)]) != before:
-            return None
-        return len(before), len(upto)
-
-    def _laid_out(self, messages: Sequence[Any], tools: Any, **named: Any) -> list[int]:
-        how = {"tools": tools, "tokenize": True, "return_dict": True}
-        return apply_template(self.tokenizer, messages, **how, **named)["input_ids"]
+        given = self.tokenizer, messages
+        spans = {i: span_by_tokens(*given, i, ids, tools) for i in answers}
+        inside = {
+            i: span_by_characters(*given, i, ids, tools)
+            for i, span in spans.items()
+            if span is None
+        }
+        if any(inside.values()):
+            self.begun_inside.add(where)
+        return spans | inside
 
     def _by_tags(self, messages: Any, tools: Any) -> tuple[list[int], list[int]]:
         found = apply_template(

@@ -39,7 +39,7 @@ from zinf.hf.dataset import (
     tokenized,
     without_labels,
 )
-from zinf.hf.engine import ModelEngine, adapted_model, draws, initialize
+from zinf.hf.engine import ModelEngine, adapted_model, draws, freezing, initialize
 from zinf.hf.folder import SMALL_FILES, weights_digest
 from zinf.hf.heads import HeadModel, load_head
 from zinf.hf.model import IGNORED, Model, load
@@ -153,7 +153,7 @@ class Task:
         named: dict[str, Any] = {"rng": rng, "batch": self.batch_spec(rows)}
         tx, told = build_optimizer(config), config.told()
         if config.adapter is None:
-            return (self.loss, model.zeros, tx, told), named
+            return (self.loss, model.zeros, tx, freezing(told, model)), named
         adapted = self.adapted()
         named["eval_loss_fn"] = adapted.eval_loss_fn
         return (adapted.loss_fn, adapted.params, tx, adapted.config(told)), named

@@ -12,6 +12,8 @@ from typing import Any
 import transformers
 
 LENGTH, VOCAB = 12, 96
+# Beyond so many tokens rotary embeddings have other frequencies, if they change.
+SWITCH, ORIGINAL = 8, "original_max_position_embeddings"
 NUM_HEADS, HEAD_DIM = 4, 8
 HIDDEN = NUM_HEADS * HEAD_DIM
 # State spaces expand the hidden dim twice.
@@ -69,7 +71,25 @@ def _small(values: dict[str, Any]) -> dict[str, Any]:
             found[key] = 2 * HEAD_DIM
         else:
             found[key] = _number(key, value, heads)
+    _shorten_rotary(found)
     return found
+
+
+def _shorten_rotary(found: dict[str, Any]) -> None:
+    """Let frequencies of rotary embeddings change with the length below `LENGTH`."""
+    settings = found.get("rope_parameters")
+    if not isinstance(settings, dict):
+        return
+    if settings.get("rope_type") == "dynamic":
+        found["max_position_embeddings"] = SWITCH
+    if settings.get("rope_type") != "longrope":
+        return
+    for section in (found, settings):
+        if ORIGINAL in section:
+            section[ORIGINAL] = SWITCH
+    pairs = int(HEAD_DIM * (settings.get("partial_rotary_factor") or 1.0)) // 2
+    for name in ("short_factor", "long_factor"):
+        settings[name] = settings[name][:pairs]
 
 
 def _is_count(value: Any) -> bool:

@@ -1,7 +1,7 @@
 """Completes prompts of any lengths: groups them, plans each shape, runs the groups."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import numpy as np
 from zinf.executor.runner import AbstractRunner
 from zinf.inference.generate import Generator, OnToken
 from zinf.inference.plan import Generation, GenerationPlanner, Shape
-from zinf.inference.prompts import Request, as_tokens, by_shape, check_lengths
+from zinf.inference.prompts import Request, as_tokens, by_part, check_lengths
 from zinf.jaxpr.keys import is_key, to_words
 from zinf.memory import Stores
 
@@ -70,10 +70,37 @@ def complete(
             zip(tokens, _words(keys, planner.key, len(tokens)), strict=True)
         )
     ]
+    found: dict[int, list[int]] = {request.number: [] for request in requests}
+    while requests:
+        written, open_numbers = _written(
+            requests, asked, planner, stores, current, planned
+        )
+        for number, new in written.items():
+            found[number] += new
+        requests = [
+            _continued(request, written[request.number])
+            for request in requests
+            if request.number in open_numbers
+            and len(found[request.number]) < asked.max_new_tokens
+        ]
+    return [found[number] for number in range(len(tokens))]
+
+
+def _written(
+    requests: Sequence[Request],
+    asked: Asked,
+    planner: GenerationPlanner,
+    stores: Stores,
+    current: AbstractRunner,
+    planned: Callable[[Shape, Callable[[], Generation]], Generation],
+) -> tuple[dict[int, list[int]], set[int]]:
+    """The next tokens of each request, and the requests that no token has ended."""
     found: dict[int, list[int]] = {}
-    groups = by_shape(requests, asked.rows, asked.max_new_tokens)
-    for shape, group in groups.items():
-        made = planned(shape, lambda shape=shape: planner.plan(shape))
+    open_numbers: set[int] = set()
+    switches_at = planner.decoder.switches_at
+    groups = by_part(requests, asked.rows, asked.max_new_tokens, switches_at)
+    for part, group in groups.items():
+        made = planned(part.shape, lambda part=part: planner.plan(part.shape))
         at_once = min(len(group), asked.batch_size or len(group))
         made = planner.most(made, -(-at_once // asked.rows))
         size = min(at_once, asked.rows * made.prefill.num_microbatches)
@@ -87,11 +114,19 @@ def complete(
                 planner.sampling,
                 fitting,
                 stores,
-                asked.max_new_tokens,
+                part,
                 asked.on_token or _ignore,
             )
-            found |= generator.run(some, current)
-    return [found[number] for number in range(len(requests))]
+            written, still_open = generator.run(some, current)
+            found |= written
+            open_numbers |= still_open
+    return found, open_numbers
+
+
+def _continued(request: Request, new: Sequence[int]) -> Request:
+    """The request for what follows the tokens that were just written."""
+    tokens = np.concatenate([request.tokens, np.asarray(new, np.int32)])
+    return replace(request, tokens=tokens, num_written=request.num_written + len(new))
 
 
 def _words(keys: jax.Array | None, kind: jax.Array, count: int) -> Sequence[np.ndarray]:

@@ -26,11 +26,15 @@ class Decoder:
             pytree of arrays with room for `length` slots. `starts` are int32 (B,); a
             model that reads no padding must keep them in its cache.
         max_length: the most tokens of a sequence; None if there is no limit.
+        switches_at: the most tokens of a sequence for which the model has the cache of
+            its beginning. A sequence that gets longer is read anew, once, from its
+            first token. None: no sequence is.
     """
 
     apply: Callable
     init_cache: Callable
     max_length: int | None = None
+    switches_at: int | None = None
 
 
 def checked_apply(decoder: Decoder, *arguments: Any) -> tuple[jax.Array, Any]:

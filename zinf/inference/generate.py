@@ -11,7 +11,7 @@ from zinf.executor.run import StepRecord, Work
 from zinf.executor.runner import AbstractRunner
 from zinf.inference.decoder import Decoder
 from zinf.inference.plan import CACHE, MODEL, RESULTS, SEEN, Generation
-from zinf.inference.prompts import Request
+from zinf.inference.prompts import Part, Request
 from zinf.inference.sampling import Sampling
 from zinf.memory import Stores
 from zinf.mesh import first_cpu
@@ -25,9 +25,10 @@ OnToken = Callable[[int, int], object]
 
 @dataclass(frozen=True)
 class Generator:
-    """Completes sequences of one shape.
+    """Completes sequences of one shape, or writes a part of them.
 
     Attributes:
+        part: which tokens it writes.
         on_token: called with the number of a prompt and its next token, as soon as the
             token is known. If it returns True, the text ends with this token.
     """
@@ -36,13 +37,15 @@ class Generator:
     sampling: Sampling
     planned: Generation
     stores: Stores
-    max_new_tokens: int
+    part: Part
     on_token: OnToken = field(default=lambda number, token: None)
 
     def run(
         self, requests: Sequence[Request], current: AbstractRunner
-    ) -> dict[int, list[int]]:
+    ) -> tuple[dict[int, list[int]], set[int]]:
         """The new tokens of each request, by its number, with the token that ends it.
+
+        Also the numbers of the requests that no token has ended.
 
         Args:
             requests: as many as the microbatches have rows, or fewer.
@@ -61,7 +64,7 @@ class Generator:
         finally:
             run.free_caches()
             current.enter()
-        return run.made
+        return run.made, run.open
 
 
 class _Run:
@@ -118,14 +121,15 @@ class _Run:
                 self.stores[tier].free(array)
 
     def generate(self) -> None:
+        part = self.generator.part
         prompts = [
             np.stack([_padded(r.tokens, self.planned.shape.prompt) for r in batch])
             for batch in self.batches
         ]
         with _Program(self.planned.prefill, self.stores) as program:
-            tokens = self.next_tokens(program, prompts, 0)
+            tokens = self.next_tokens(program, prompts, part.first)
         with _Program(self.planned.decode, self.stores) as program:
-            for number in range(1, self.generator.max_new_tokens):
+            for number in range(part.first + 1, part.end):
                 if not self.open:
                     return
                 tokens = self.next_tokens(program, tokens, number)

@@ -19,11 +19,27 @@ class Request:
     Attributes:
         number: its place among the prompts.
         words: its random key as 32-bit words.
+        num_written: how many of the tokens, the last ones, were written before.
     """
 
     number: int
     tokens: np.ndarray
     words: np.ndarray
+    num_written: int = 0
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tokens that sequences of one shape get in one run.
+
+    Attributes:
+        first, end: the first new token is number `first` of its sequence, and all are
+            before `end`.
+    """
+
+    shape: Shape
+    first: int
+    end: int
 
 
 def as_tokens(prompts: Sequence[Any]) -> list[np.ndarray]:
@@ -89,14 +105,27 @@ def bucket(length: int) -> int:
     return max(LEAST, 1 << (length - 1).bit_length())
 
 
-def by_shape(
-    requests: Sequence[Request], rows: int, max_new_tokens: int
-) -> dict[Shape, list[Request]]:
-    """The requests of each shape. That of a sequence does not depend on the others."""
-    groups: dict[Shape, list[Request]] = defaultdict(list)
+def by_part(
+    requests: Sequence[Request],
+    rows: int,
+    max_new_tokens: int,
+    switches_at: int | None,
+) -> dict[Part, list[Request]]:
+    """The requests of each part. That of a sequence does not depend on the others.
+
+    Args:
+        max_new_tokens: of a sequence, with those that were written before.
+        switches_at: see `Decoder`. A part of a sequence ends with the token that makes
+            it longer.
+    """
+    groups: dict[Part, list[Request]] = defaultdict(list)
     for request in requests:
-        shape = shape_of(rows, len(request.tokens), max_new_tokens)
-        groups[shape].append(request)
+        first, length = request.num_written, len(request.tokens)
+        end = max_new_tokens
+        if switches_at is not None and length <= switches_at:
+            end = min(end, first + switches_at + 1 - length)
+        shape = shape_of(rows, length, max_new_tokens - first)
+        groups[Part(shape, first, end)].append(request)
     return groups
 
 

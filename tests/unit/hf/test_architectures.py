@@ -24,14 +24,23 @@ GRADIENTS = 1e-5
 # Numbers near 4, as losses are here, are 2e-7 of them apart in float32.
 LOSSES = 1e-6
 # Windows, soft caps and a tied head; rotary pairs of neighbours; a state space;
-# experts, of which each has biases.
-FIXED = {"gemma2": "nvme", "gptj": "host", "mamba2": "host", "gpt_oss": "nvme"}
+# experts, of which each has biases; cycles without a gradient, and a frozen parameter.
+FIXED = {
+    "gemma2": "nvme",
+    "gptj": "host",
+    "mamba2": "host",
+    "gpt_oss": "nvme",
+    "hrm_text": "nvme",
+}
 OTHERS = [name for name in WORKING if name not in FIXED]
 RATE = 0.1
 
 
 def torch_results(model, ids):
-    """Logits, gradients of the mean loss of the next token, and losses of SGD."""
+    """Logits, gradients of the mean loss of the next token, and losses of SGD.
+
+    Parameters that torch does not train have no gradient here.
+    """
     steps = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     ids = torch.tensor(ids).long()
     losses, first = [], None
@@ -47,6 +56,7 @@ def torch_results(model, ids):
                 if p.grad is None
                 else p.grad.numpy().copy()
                 for name, p in model.named_parameters()
+                if p.requires_grad
             }
             first = logits.numpy(force=True), gradients
         steps.step()

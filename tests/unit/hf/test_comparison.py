@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.marks import drawn
+from tests.unit.hf.architectures import config_of
 from tests.unit.hf.models import llama, run, save
 
 import torch  # isort: skip
@@ -116,6 +117,9 @@ def test_a_tiny_configuration_keeps_what_depends_on_the_length():
     assert window.sliding_window < LENGTH
     assert set(window.layer_types) == {"sliding_attention", "full_attention"}
     assert tiny(transformers.DeepseekV32Config()).index_topk < LENGTH
+    assert tiny(config_of("llama with dynamic")).max_position_embeddings < LENGTH
+    short = tiny(config_of("phi3 with longrope"))
+    assert short.rope_parameters["original_max_position_embeddings"] < LENGTH
 
 
 @pytest.fixture

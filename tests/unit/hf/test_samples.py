@@ -11,10 +11,14 @@ import pytest
 
 from tests.unit.hf.models import CHAT, END, VOCAB, refusals, tokenizer, turns, write
 
+import transformers  # isort: skip
+from tokenizers import Tokenizer  # isort: skip
+from tokenizers.models import BPE  # isort: skip
 from tokenizers.processors import TemplateProcessing  # isort: skip
 from zinf.data.extract import extracted
 from zinf.data.files import Kind
 
+from zinf.hf.answers import tokens_within  # isort: skip
 from zinf.hf.dataset import Samples, batches, split_of, tokenized  # isort: skip
 from zinf.hf.packing import Packed, rows_of  # isort: skip
 from zinf.hf.preference import PairTokenizing  # isort: skip
@@ -108,6 +112,61 @@ def test_answers_that_a_template_changes_later_are_left_out_with_a_warning(caplo
     _, labels = tokenizing(words, sequence_length=10).sample(line, "line 1")
     assert [label for label in labels if label != -100] == [8]
     assert "earlier answers in another way" in caplog.text
+
+
+def joining() -> transformers.PreTrainedTokenizerFast:
+    """A token a character, but for two spaces, and a space with `x`."""
+    letters = ["<unk>", "</s>", "a", "b", "x", ":", " ", "  ", " x"]
+    model = BPE({t: i for i, t in enumerate(letters)}, [(" ", " "), (" ", "x")])
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(model),
+        unk_token="<unk>",
+        eos_token="</s>",
+        chat_template="{% for m in messages %}{% if m.role == 'assistant' %}"
+        "a: {{ m.content }}</s>{% else %}b: {{ m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}a: {% endif %}",
+    )
+
+
+# Answers after "a: ", and the tokens that are trained on.
+BEGINNINGS = [
+    (["b"], ["b", "</s>"], False),
+    ([" b"], ["b", "</s>"], True),
+    (["xb"], ["b", "</s>"], True),
+    (["  b"], [" ", "b", "</s>"], True),
+    ([" b", "b"], ["b", "</s>", "b", "</s>"], True),
+]
+
+
+@pytest.mark.parametrize(("answers", "trained", "is_inside"), BEGINNINGS)
+def test_an_answer_is_trained_on_from_its_first_whole_token(
+    answers, trained, is_inside, caplog
+):
+    how = tokenizing(joining(), sequence_length=40)
+    line = {"messages": turns(*(x for answer in answers for x in ("x", answer)))}
+    for number in range(2):
+        _, labels = how.sample(line, f"line {number}")
+        found = [how.tokenizer.convert_ids_to_tokens(x) for x in labels if x != -100]
+        assert found == trained
+    how.begun_inside.warn()
+    said = "In 2 samples (the first is line 0) an answer begins inside a token"
+    assert (said in caplog.text) == is_inside
+    assert len(caplog.records) == is_inside
+
+
+@pytest.mark.parametrize(
+    ("offsets", "inside"),
+    [
+        # Spaces that begin a token may be left out of its offsets.
+        ([(0, 2), (3, 5), (5, 6), (6, 8)], (2, 3)),
+        ([(0, 3), (3, 5), (5, 6), (6, 7)], (1, 3)),
+        # Several tokens of one character.
+        ([(2, 3), (2, 3), (3, 4), (3, 4), (5, 7)], (2, 4)),
+        ([(0, 7)], (1, 1)),
+    ],
+)
+def test_tokens_within_have_no_character_from_outside(offsets, inside):
+    assert tokens_within(offsets, 3, 6) == inside
 
 
 def test_a_text_begins_once_and_a_prompt_does_not_end():

@@ -1,5 +1,7 @@
 """`engine.generate`: text from streamed weights and a cache, between training steps."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -161,6 +163,22 @@ def test_tokens_are_told_as_they_are_made_and_a_text_ends_where_asked(engine):
 
     found = engine.generate(prompts, on_token=enough, **rest)
     assert found == [whole[0], whole[1][:2]]
+
+
+def test_reading_a_sequence_anew_changes_no_token(engine):
+    """Of a model whose cache stays right; drawn tokens, and what a caller is told."""
+    usual, told = engine._decoder(None), []
+    rest = {"max_new_tokens": 6, "key": KEYS, **DRAWN}
+    wanted = engine.generate(PROMPTS, decoder=usual, **rest)
+    found = engine.generate(
+        PROMPTS,
+        decoder=replace(usual, switches_at=10),
+        on_token=lambda number, token: told.append((number, token)),
+        **rest,
+    )
+    assert found == wanted
+    for number, tokens in enumerate(wanted):
+        assert [token for i, token in told if i == number] == tokens
 
 
 @pytest.mark.slow

@@ -2,11 +2,12 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from zinf.inference import saturating
 from zinf.inference.plan import Shape
-from zinf.inference.prompts import shape_of
+from zinf.inference.prompts import Part, Request, by_part, shape_of
 
 
 @pytest.mark.parametrize(
@@ -25,6 +26,25 @@ from zinf.inference.prompts import shape_of
 )
 def test_a_shape_depends_on_the_sequence_alone(length, max_new_tokens, prompt, slots):
     assert shape_of(8, length, max_new_tokens) == Shape(8, prompt, slots)
+
+
+@pytest.mark.parametrize(
+    ("length", "num_written", "first", "end"),
+    [
+        # The token that makes a sequence longer than 20 ends its part.
+        (18, 0, 0, 3),
+        (20, 0, 0, 1),
+        # Read anew, or longer from the beginning: nothing ends it.
+        (21, 3, 3, 10),
+        (30, 0, 0, 10),
+        # It does not get so long.
+        (5, 0, 0, 10),
+    ],
+)
+def test_a_part_ends_where_a_sequence_is_read_anew(length, num_written, first, end):
+    request = Request(0, np.zeros(length, np.int32), np.zeros(2), num_written)
+    shape = shape_of(8, length, 10 - num_written)
+    assert by_part([request], 8, 10, 20) == {Part(shape, first, end): [request]}
 
 
 @pytest.mark.parametrize(
