@@ -24,11 +24,14 @@ class LazyPackage(ModuleType):
         lazy_names: the module of each public name.
         lazy_modules: submodules that are public names themselves.
         lazy_extra: the extra of zinf that the package needs; "" if it needs none.
+        lazy_door: a module whose `check()` runs before the first name is imported; ""
+            if there is none, or it has run.
     """
 
     lazy_names: Mapping[str, str]
     lazy_modules: tuple[str, ...]
     lazy_extra: str
+    lazy_door: str
 
     def __getattr__(self, name: str) -> Any:
         if name in self.lazy_modules:
@@ -36,6 +39,7 @@ class LazyPackage(ModuleType):
         if name not in self.lazy_names:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         try:
+            self._check_once()
             value = getattr(import_at_once(self.lazy_names[name]), name)
         except ModuleNotFoundError as error:
             if not self.lazy_extra:
@@ -46,6 +50,16 @@ class LazyPackage(ModuleType):
             ) from error
         setattr(self, name, value)
         return value
+
+    def _check_once(self) -> None:
+        door, self.lazy_door = self.lazy_door, ""
+        if not door:
+            return
+        try:
+            import_at_once(door).check()
+        except BaseException:
+            self.lazy_door = door
+            raise
 
     def __setattr__(self, name: str, value: Any) -> None:
         # The import system sets each submodule as an attribute of its package. If a
@@ -78,6 +92,7 @@ def make_lazy(
     *,
     modules: tuple[str, ...] = (),
     extra: str = "",
+    door: str = "",
 ) -> None:
     """Make a package import its public names on first use.
 
@@ -89,7 +104,13 @@ def make_lazy(
         names: for each public name, the module that has it as an attribute.
         modules: submodules that are public names themselves.
         extra: the extra of zinf that brings what the package imports, if one does.
+        door: a module whose `check()` runs before the first name is imported.
     """
     module = sys.modules[package]
-    vars(module).update(lazy_names=dict(names), lazy_modules=modules, lazy_extra=extra)
+    vars(module).update(
+        lazy_names=dict(names),
+        lazy_modules=modules,
+        lazy_extra=extra,
+        lazy_door=door,
+    )
     module.__class__ = LazyPackage

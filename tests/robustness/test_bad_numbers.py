@@ -3,6 +3,7 @@
 from itertools import pairwise
 
 import chex
+import jax
 import numpy as np
 import pytest
 
@@ -66,6 +67,33 @@ def test_a_gradient_that_is_not_finite_under_a_finite_loss_changes_nothing(start
             engine.step(draw())
         assert content(engine) == before
         expect_at_rest(engine)
+
+
+@pytest.mark.parametrize("settings", [{}, CLIPPED], ids=["free", "clipped"])
+def test_large_gradients_are_no_overflow_though_their_squares_are(
+    settings, start, tmp_path
+):
+    """Of 2e25, whose squares float32 does not hold: every placement updates all."""
+    size = np.float32(2e25)
+
+    def loss(params, batch):
+        return (
+            size * sum(x.sum() for x in jax.tree.leaves(params)) + 0 * batch["x"][0, 0]
+        )
+
+    configs = (FUSED, STREAMED, {"execution": "offloaded"}, on_nvme(tmp_path))
+    params, norms = [], []
+    for config in configs:
+        engine = start(config | settings, loss=loss, batch=draw())
+        norms.append(engine.step(draw())["grad_norm"])
+        engine.step(draw())
+        params.append(engine.params())
+        expect_at_rest(engine)
+    count = sum(x.size for x in jax.tree.leaves(params[0]))
+    np.testing.assert_allclose(norms, float(size) * count**0.5, rtol=1e-6)
+    assert norms[1] == norms[3]
+    chex.assert_trees_all_equal(params[1], params[3], strict=True)
+    chex.assert_trees_all_close(params[0], params[1], params[2], rtol=1e-6)
 
 
 def test_an_overflow_spends_the_hysteresis_first_and_then_halves_the_loss_scale(start):

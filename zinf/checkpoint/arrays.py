@@ -19,7 +19,7 @@ from zinf.checkpoint.grid import folder_name
 from zinf.checkpoint.manifest import check_same
 from zinf.checkpoint.parts import commit
 from zinf.checkpoint.place import ObjectFolder, as_place
-from zinf.checkpoint.restore import begin_restore, stripes_to_restore
+from zinf.checkpoint.restore import begin_restore, can_write_rows, stripes_to_restore
 from zinf.checkpoint.save import Barrier, Save
 from zinf.checkpoint.saved import Saved
 from zinf.checkpoint.share import Share, shares_of
@@ -27,8 +27,10 @@ from zinf.checkpoint.stripes import (
     Finish,
     Transfer,
     counted,
+    fitted,
     held_bytes,
     move,
+    room,
     stripe_bytes,
 )
 from zinf.memory.residents import Residents
@@ -168,7 +170,10 @@ def read_arrays(
                 )
                 yield stripe_bytes(stripe, share), begin
 
-        held = held_bytes(stripes, residents)
+        left = room(residents)
+        left[Tier.HOST] = max(0, left[Tier.HOST] - saved.staging_bytes)
+        stripes = fitted(stripes, residents, left, partial(can_write_rows, residents))
+        held = held_bytes(stripes, residents, left)
         held[Tier.HOST] += saved.staging_bytes
         with counted(held, residents, "restoring a checkpoint") as capacity_bytes:
             move(transfers(), capacity_bytes - saved.staging_bytes)

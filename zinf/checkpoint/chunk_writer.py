@@ -5,9 +5,10 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from xxhash import xxh3_64
@@ -18,13 +19,14 @@ from zinf.checkpoint.snapshot import Linked
 from zinf.memory import StorageError, aligned_empty
 from zinf.memory.nvme import Drive
 from zinf.memory.nvme.file import as_bytes
-from zinf.memory.nvme.open_file import Bytes, Mover
+from zinf.memory.nvme.open_file import STAGING_BYTES, Bytes, Mover
 from zinf.memory.nvme.request import Request
 from zinf.memory.nvme.system import sync_folder
 from zinf.memory.zarr_format import METADATA, zarr_json
 from zinf.program import ArrayId
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS)
+Result = TypeVar("Result")
 NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL
 
 
@@ -32,6 +34,12 @@ class Written(Protocol):
     """Waits until a file is safe, and gives its checksum."""
 
     def result(self) -> int: ...
+
+
+class RowsWritten(Protocol):
+    """Waits until rows of a chunk are written; the last ones give the checksum."""
+
+    def result(self) -> int | None: ...
 
 
 class AbstractWriter(ABC):
@@ -44,12 +52,12 @@ class AbstractWriter(ABC):
     @abstractmethod
     def write(
         self, array: ArrayId, grid: Grid, index: Index, content: np.ndarray
-    ) -> Written:
+    ) -> RowsWritten:
         """Begin to write a chunk.
 
         Args:
-            content: the chunk without padding. It must not change before the file is
-                written.
+            content: the chunk without padding, or the next rows of it if the writer
+                takes parts. It must not change before it is written.
         """
 
     @abstractmethod
@@ -75,6 +83,7 @@ class ChunkWriter(AbstractWriter):
         self.directory = directory
         self._drive = Drive(directory)
         self._folders: set[Path] = set()
+        self._growing: dict[Path, GrowingChunk] = {}
 
     def close(self) -> None:
         self._drive.close()
@@ -88,19 +97,32 @@ class ChunkWriter(AbstractWriter):
 
     def write(
         self, array: ArrayId, grid: Grid, index: Index, content: np.ndarray
-    ) -> Future[int]:
+    ) -> RowsWritten:
         """Write the file of a chunk; the future has the checksum of that file.
 
+        Rows of a chunk that come in several parts must come in order.
+
         Args:
-            content: the chunk without padding. It must not change before the future is
-                done.
+            content: the chunk without padding, or the next rows of it. It must not
+                change before the future is done.
         """
-        path = self._folder(array) / chunk_name(index)
+        what, path = f"Cannot save {array}", self._folder(array) / chunk_name(index)
+        shape = tuple(high - low for low, high in grid.box(index))
+        if content.shape == shape:
 
-        def write(mover: Mover) -> int:
-            return _write(path, padded(content, grid), mover)
+            def write(mover: Mover) -> int:
+                return _write(path, padded(content, grid.chunk), mover)
 
-        return self._start(f"Cannot save {array}", write)
+            return self._start(what, write)
+        growing = self._growing.get(path)
+        if growing is None:
+            self._start(what, partial(_make, path, grid.chunk_bytes)).result()
+            start = partial(self._start, what)
+            growing = self._growing[path] = GrowingChunk(path, grid, shape[0], start)
+        written = growing.write(content)
+        if growing.is_complete:
+            del self._growing[path]
+        return written
 
     def adopt(self, linked: Linked) -> Future[int]:
         """Move or copy a linked file to its array; the future has its checksum."""
@@ -136,8 +158,8 @@ class ChunkWriter(AbstractWriter):
             folder = folder.parent
         return made
 
-    def _start(self, what: str, task: Callable[[Mover], int]) -> Future[int]:
-        found: list[int] = []
+    def _start(self, what: str, task: Callable[[Mover], Result]) -> Future[Result]:
+        found: list[Result] = []
 
         def run(mover: Mover) -> None:
             try:
@@ -151,6 +173,80 @@ class ChunkWriter(AbstractWriter):
         request = Request(what, 1, found.pop)
         self._drive.submit("write", request, [run])
         return request.future
+
+
+class GrowingChunk:
+    """A chunk file that gets its rows in several parts, in order.
+
+    Args:
+        path: the file, which has its size already.
+        num_rows: rows of the chunk, without padding.
+        start: begins a task on a thread of the drive.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        grid: Grid,
+        num_rows: int,
+        start: Callable[[Callable[[Mover], None]], Future[None]],
+    ) -> None:
+        self._path, self._grid, self._start = path, grid, start
+        self._rows_left = num_rows
+        self._size = 0
+        self._total = xxh3_64()
+        self._parts: list[Future[None]] = []
+
+    @property
+    def is_complete(self) -> bool:
+        return not self._rows_left
+
+    def write(self, content: np.ndarray) -> RowsWritten:
+        """Begin to write the next rows."""
+        # Summed here and not in a thread of the drive: the order of rows matters.
+        memory = padded(content, (len(content), *self._grid.chunk[1:]))
+        self._total.update(memory)  # pyrefly: ignore
+        part = self._start(partial(_write_part, self._path, self._size, memory))
+        self._parts.append(part)
+        self._size += memory.size
+        self._rows_left -= len(content)
+        return LastRows(self) if self.is_complete else part
+
+    def complete(self) -> int:
+        """Wait for all parts and sync the file; returns its checksum."""
+        for part in self._parts:
+            part.result()
+        self._start(partial(_sync, self._path)).result()
+        # The end of the file is padding, which is zero.
+        end = self._grid.chunk_bytes
+        for start in range(self._size, end, STAGING_BYTES):
+            self._total.update(bytes(min(STAGING_BYTES, end - start)))
+        return self._total.intdigest()
+
+
+@dataclass(frozen=True)
+class LastRows:
+    """The last rows of a chunk; they are written when all are."""
+
+    chunk: GrowingChunk
+
+    def result(self) -> int:
+        return self.chunk.complete()
+
+
+def _make(path: Path, nbytes: int, mover: Mover) -> None:
+    with mover.open(path, NEW_FILE) as file:
+        file.allocate(nbytes)
+
+
+def _write_part(path: Path, offset: int, memory: Bytes, mover: Mover) -> None:
+    with mover.open(path, os.O_RDWR, memory.size) as file:
+        file.write(offset, memory)
+
+
+def _sync(path: Path, mover: Mover) -> None:
+    with mover.open(path, os.O_RDWR) as file:
+        file.sync()
 
 
 def _sync_folder(folder: Path, mover: Mover) -> None:
@@ -198,11 +294,11 @@ def _copy(linked: Linked, path: Path, mover: Mover) -> int:
     return total.intdigest()
 
 
-def padded(content: np.ndarray, grid: Grid) -> Bytes:
-    """The bytes of a chunk file: `content`, padded with zeros to a whole chunk."""
-    if content.nbytes == grid.chunk_bytes:
+def padded(content: np.ndarray, shape: tuple[int, ...]) -> Bytes:
+    """The bytes of a chunk, or of rows of it: `content`, padded with zeros."""
+    if content.shape == shape:
         return as_bytes(np.ascontiguousarray(content))
-    whole = aligned_empty(grid.chunk, content.dtype)
+    whole = aligned_empty(shape, content.dtype)
     whole[...] = np.zeros((), content.dtype)
     whole[tuple(slice(size) for size in content.shape)] = content
     return as_bytes(whole)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from math import prod
 
+import jax
 import numpy as np
 
 from zinf.checkpoint.grid import Grid
@@ -42,6 +43,18 @@ def stripes_to_restore(
         rows = max(start, first) - first, min(start + step, end) - first
         is_all = rows == (0, share.spec.shape[0])
         yield array if is_all else array.piece(rows)
+
+
+def can_write_rows(residents: Residents, share: Share) -> bool:
+    """Whether rows of a share, as many as fit, can be written without the others.
+
+    Writing to the devices of several processes is a collective: all of them would have
+    to cut the share alike, and their budgets may leave them different room.
+    """
+    pieces = residents.pieces(share.array)
+    if all(residents.homes[piece] != Tier.DEVICE for piece in pieces):
+        return True
+    return share.layout.has_whole_rows and jax.process_count() == 1
 
 
 def begin_restore(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from zinf.checkpoint.chunk_writer import AbstractWriter, ChunkWriter, Written
+from zinf.checkpoint.chunk_writer import AbstractWriter, ChunkWriter, RowsWritten
 from zinf.checkpoint.grid import Index
 from zinf.checkpoint.parts import Part
 from zinf.checkpoint.share import Share
@@ -17,13 +17,15 @@ from zinf.checkpoint.stripes import (
     Finish,
     Transfer,
     counted,
+    fitted,
     held_bytes,
     move,
+    room,
     stripe_bytes,
 )
 from zinf.memory.residents import Residents
 from zinf.program import ArrayId, Tier
-from zinf.sharding import relative
+from zinf.sharding import intersection, relative
 
 Barrier = Callable[[str], None]
 """Waits until all processes have called it with the same name."""
@@ -37,8 +39,9 @@ class AbstractSave(ABC):
 
     `begin` makes hard links and copies nothing, so it is short. `finish` may run in any
     thread; when it returns, all files are synced to the drive. At a time, the host has
-    at most two stripes of 16 MiB and the device at most one, counted in their ledgers.
-    If either fails, all holds are released.
+    at most two stripes of 16 MiB and the device at most one, counted in their ledgers;
+    stripes have fewer rows if the budgets leave less. If either fails, all holds are
+    released.
 
     Attributes:
         released: done when no array is held any more. A fused step, which replaces all
@@ -48,6 +51,8 @@ class AbstractSave(ABC):
 
     # Bytes that the host has at once for each byte of a stripe that is written.
     num_copies = 1
+    # Whether a chunk file can be written in several parts, from stripes of fewer rows.
+    writes_parts = False
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.snapshot, self.residents = snapshot, snapshot.residents
@@ -67,7 +72,12 @@ class AbstractSave(ABC):
         except BaseException:
             self.cancel()
             raise
-        self.held_bytes = held_bytes(self.snapshot.held, self.residents)
+        left = room(self.residents)
+        left[Tier.HOST] //= self.num_copies
+        if self.writes_parts:
+            held = self.snapshot.held
+            self.snapshot.cut(fitted(held, self.residents, left, lambda share: True))
+        self.held_bytes = held_bytes(self.snapshot.held, self.residents, left)
         self.held_bytes[Tier.HOST] *= self.num_copies
         if not self.snapshot.held:
             self.released.set_result(None)
@@ -138,14 +148,19 @@ class AbstractSave(ABC):
         box = share.box(stripe)
         place = share.place(stripe)
         assert place is not None
-        writing: list[tuple[Index, Written]] = []
+        writing: list[tuple[Index, RowsWritten]] = []
         for index in share.grid.meeting(place):
-            chunk = content[(*relative(share.grid.box(index), box), ...)]
-            writing.append((index, writer.write(share.array, share.grid, index, chunk)))
+            part = intersection(share.grid.box(index), place)
+            assert part is not None
+            chunk = content[(*relative(part, box), ...)]
+            written = writer.write(share.array, share.grid, index, chunk)
+            writing.append((index, written))
 
         def finish() -> None:
             for index, future in writing:
-                self.part.checksums[share.array][index] = future.result()
+                checksum = future.result()
+                if checksum is not None:
+                    self.part.checksums[share.array][index] = checksum
             self.snapshot.release(stripe)
 
         return finish
@@ -153,6 +168,8 @@ class AbstractSave(ABC):
 
 class Save(AbstractSave):
     """A save in a folder of a file system, which `commit` completes."""
+
+    writes_parts = True
 
     def __init__(
         self, directory: Path, residents: Residents, shares: Sequence[Share]

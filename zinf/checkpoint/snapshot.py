@@ -10,7 +10,7 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -96,9 +96,21 @@ class Snapshot:
                 if not self._link(share, stripe):
                     self._hold(share, stripe)
 
+    def cut(self, pieces: Mapping[ArrayId, Share]) -> None:
+        """Hold the same rows in other stripes, which can be released one by one."""
+        old, self.held = self.held, {}
+        for piece, share in pieces.items():
+            if share.place(piece) is not None:  # Padding is not saved.
+                self._hold(share, piece)
+        for stripe in old:
+            self._end_hold(stripe)
+
     def release(self, stripe: ArrayId) -> None:
         """Allow updates of a held stripe again, after it was read."""
         del self.held[stripe]
+        self._end_hold(stripe)
+
+    def _end_hold(self, stripe: ArrayId) -> None:
         for tier in self._tiers(stripe):
             self.residents.stores[tier].holds.release(stripe)
 

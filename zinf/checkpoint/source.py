@@ -5,10 +5,12 @@ import os
 import stat
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Protocol
 
@@ -23,7 +25,7 @@ from zinf.json_text import from_json
 from zinf.memory import aligned_empty
 from zinf.memory.nvme.drive import Direction
 from zinf.memory.nvme.file import as_bytes
-from zinf.memory.nvme.open_file import Bytes, Mover
+from zinf.memory.nvme.open_file import Bytes, Each, Mover
 from zinf.memory.nvme.request import Request, Task
 from zinf.memory.nvme.system import O_NOFOLLOW
 from zinf.memory.zarr_format import METADATA, numpy_dtype, zarr_json
@@ -33,6 +35,9 @@ from zinf.sharding import Box, intersection, relative
 MAX_METADATA_BYTES = 2**20
 # Chunks that `damages` reads at once, enough to keep every thread of a drive busy.
 NUM_AHEAD = 16
+
+Read = Callable[[int, Bytes, Each | None], None]
+"""Fills memory from an offset of a chunk file on; see `OpenFile.read`."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,13 @@ class ChunkSource(ABC):
 
     Shape, dtype and chunks come from the manifest. `zarr.json` is not used here, but it
     is verified too, because other readers use it.
+
+    Attributes:
+        block_bytes: memory of a thread that reads a part of a chunk. The whole chunk
+            passes through it, a few rows at a time; it has at least one row.
     """
+
+    block_bytes = 2**20
 
     def __init__(
         self, array: ArrayId, stored: StoredArray, folder: Place, threads: Threads
@@ -101,7 +112,7 @@ class ChunkSource(ABC):
         for index in self.stored.grid.indices():
             if len(under_way) == NUM_AHEAD:
                 yield from self._settled(*under_way.popleft())
-            check = partial(self._read_chunk, index, None, True)
+            check = partial(self._check, index)
             under_way.append((index, self._start("Cannot verify", [check], None)))
         for index, future in under_way:
             yield from self._settled(index, future)
@@ -126,12 +137,75 @@ class ChunkSource(ABC):
         grid = self.stored.grid
         is_whole = target.nbytes == grid.chunk_bytes and target.flags.c_contiguous
         if is_whole:
-            self._read_chunk(index, as_bytes(target), verify, mover)
+            memory = as_bytes(target)
+            with self._verified(index, memory.size, verify, mover) as read:
+                read(0, memory)
             return
-        content = self._read_chunk(index, None, verify, mover)
-        chunk = content.view(self._dtype).reshape(grid.chunk)
         corner = tuple((low, low + n) for (low, _), n in self._corner(index))
-        np.copyto(target, chunk[(*relative(part, corner), ...)])
+        inside = relative(part, corner)
+        # Rows along the first dim in which the chunk has several indices.
+        dim = next((d for d, n in enumerate(grid.chunk) if n > 1), len(grid.chunk) - 1)
+        first, last = inside[dim].start, inside[dim].stop
+        rows = target[(0,) * dim]
+        read_rows = (0, grid.chunk[dim]) if verify else (first, last)
+        for start, block in self._blocks(index, dim, read_rows, verify, mover):
+            low, high = max(start, first), min(start + len(block), last)
+            if low < high:
+                place = (slice(low - start, high - start), *inside[dim + 1 :])
+                np.copyto(rows[low - first : high - first], block[place])
+
+    def _blocks(
+        self,
+        index: Index,
+        dim: int,
+        rows: tuple[int, int],
+        verify: bool,
+        mover: Mover,
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        """Rows of a chunk along `dim`, and the number of the first, block by block.
+
+        All blocks are in the same memory, so that a chunk never is in memory as a
+        whole. After the last one the chunk is verified.
+        """
+        chunk = self.stored.grid.chunk
+        row = chunk[dim + 1 :]
+        row_bytes = prod(row) * self._dtype.itemsize
+        step = min(max(1, self.block_bytes // row_bytes), rows[1] - rows[0])
+        memory = aligned_empty((step * row_bytes,), np.uint8)
+        with self._verified(index, memory.size, verify, mover) as read:
+            for start in range(*rows, step):
+                length = min(step, rows[1] - start)
+                content = memory[: length * row_bytes]
+                read(start * row_bytes, content)
+                yield start, content.view(self._dtype).reshape(length, *row)
+
+    def _check(self, index: Index, mover: Mover) -> None:
+        """Read a chunk for its checksum alone."""
+        size = self.stored.grid.chunk_bytes
+        memory = aligned_empty((min(self.block_bytes, size),), np.uint8)
+        with self._verified(index, memory.size, True, mover) as read:
+            for start in range(0, size, self.block_bytes):
+                read(start, memory[: size - start])
+
+    @contextmanager
+    def _verified(
+        self, index: Index, nbytes: int, verify: bool, mover: Mover
+    ) -> Generator[Callable[[int, Bytes], None], None, None]:
+        """A function that reads ranges of a chunk file.
+
+        With `verify` the ranges must be the whole file, in order. Its checksum is
+        compared when the body ends.
+
+        Args:
+            nbytes: length of the ranges.
+        """
+        total = xxh3_64()
+        with self._open(index, nbytes, mover) as read:
+            yield lambda offset, memory: read(
+                offset, memory, total.update if verify else None
+            )
+        if verify:
+            self._compare(index, total.intdigest(), mover.what)
 
     def _corner(self, index: Index) -> Iterator[tuple[tuple[int, int], int]]:
         """For each dim: the range of a chunk, and its length with padding."""
@@ -139,10 +213,14 @@ class ChunkSource(ABC):
         return zip(grid.box(index), grid.chunk, strict=True)
 
     @abstractmethod
-    def _read_chunk(
-        self, index: Index, memory: Bytes | None, verify: bool, mover: Mover
-    ) -> Bytes:
-        """The content of a chunk file, read into `memory` if it is given."""
+    def _open(
+        self, index: Index, nbytes: int, mover: Mover
+    ) -> AbstractContextManager[Read]:
+        """Open a chunk file of which ranges of `nbytes` will be read.
+
+        Raises:
+            StorageError: it is missing, no plain file, or has another size.
+        """
 
     @abstractmethod
     def _read_metadata(self) -> bytes | None:
@@ -192,21 +270,14 @@ class FileSource(ChunkSource):
 
     folder: Path  # pyrefly: ignore[bad-override-mutable-attribute]
 
-    def _read_chunk(
-        self, index: Index, memory: Bytes | None, verify: bool, mover: Mover
-    ) -> Bytes:
-        grid, path = self.stored.grid, self.folder / chunk_name(index)
+    @contextmanager
+    def _open(
+        self, index: Index, nbytes: int, mover: Mover
+    ) -> Generator[Read, None, None]:
+        path = self.folder / chunk_name(index)
         self._check_file(path, mover.what)
-        if memory is None:
-            memory = aligned_empty((grid.chunk_bytes,), np.uint8)
-        with mover.open(path, os.O_RDONLY | O_NOFOLLOW, memory.size) as file:
-            if not verify:
-                file.read(0, memory)
-                return memory
-            total = xxh3_64()
-            file.read(0, memory, total.update)
-        self._compare(index, total.intdigest(), mover.what)
-        return memory
+        with mover.open(path, os.O_RDONLY | O_NOFOLLOW, nbytes) as file:
+            yield file.read
 
     def _read_metadata(self) -> bytes | None:
         path = self.folder / METADATA

@@ -1,5 +1,6 @@
 """Moves arrays in stripes of rows, so that two stripes fit in the host budget."""
 
+import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
@@ -26,27 +27,93 @@ def stripe_bytes(stripe: ArrayId, share: Share) -> int:
     return (spec.rows(*stripe.rows) if stripe.rows else spec).nbytes
 
 
+def room(residents: Residents) -> dict[Tier, int]:
+    """The bytes that the budgets of the host and the devices leave now."""
+    ledgers = {t: residents.stores[t].ledger for t in (Tier.HOST, Tier.DEVICE)}
+    return {
+        tier: sys.maxsize
+        if ledger.capacity_bytes is None
+        else max(0, ledger.capacity_bytes - ledger.used_bytes)
+        for tier, ledger in ledgers.items()
+    }
+
+
 def held_bytes(
-    stripes: Mapping[ArrayId, Share], residents: Residents
+    stripes: Mapping[ArrayId, Share], residents: Residents, left: Mapping[Tier, int]
 ) -> dict[Tier, int]:
     """Upper bounds on the host and device bytes that moving the stripes holds at once.
 
     The device holds a copy of the rows that are moved, because rows of a device array
     are copied on the device before they go to the host.
+
+    Args:
+        left: the bytes that the budgets leave. Less is held if they leave less than two
+            stripes of 16 MiB, but never less than one stripe.
     """
     sizes = {stripe: stripe_bytes(stripe, share) for stripe, share in stripes.items()}
-    largest = max(sizes.values(), default=0)
-    cut = (
-        size
-        for stripe, size in sizes.items()
-        if residents.homes.get(stripe.whole) == Tier.DEVICE
-        and size < stripes[stripe].spec.nbytes
-    )
-    limit = max(NUM_BLOCKS_HELD * MAX_CHUNK_BYTES, largest)
+    limit = min(NUM_BLOCKS_HELD * MAX_CHUNK_BYTES, left[Tier.HOST])
+    copied = (_copied_bytes(*item, residents) for item in stripes.items())
     return {
-        Tier.HOST: min(sum(sizes.values()), limit),
-        Tier.DEVICE: max(cut, default=0),
+        Tier.HOST: min(sum(sizes.values()), max(limit, *sizes.values(), 0)),
+        Tier.DEVICE: max(copied, default=0),
     }
+
+
+def fitted(
+    stripes: Mapping[ArrayId, Share],
+    residents: Residents,
+    left: Mapping[Tier, int],
+    can_cut: Callable[[Share], bool],
+) -> dict[ArrayId, Share]:
+    """The stripes; where the budgets leave too little for them, cut into fewer rows.
+
+    Two stripes of the result fit in what the budget of the host leaves, and one in that
+    of the devices if it is copied there. Stripes of one row are not cut.
+
+    Args:
+        left: the bytes that the budgets leave.
+    """
+    needed = held_bytes(stripes, residents, dict.fromkeys(left, sys.maxsize))
+    if all(nbytes <= left[tier] for tier, nbytes in needed.items()):
+        return dict(stripes)
+    found: dict[ArrayId, Share] = {}
+    for stripe, share in stripes.items():
+        pieces = [stripe]
+        if can_cut(share):
+            pieces = _cut(stripe, share, residents, left)
+        found |= dict.fromkeys(pieces, share)
+    return found
+
+
+def _cut(
+    stripe: ArrayId, share: Share, residents: Residents, left: Mapping[Tier, int]
+) -> list[ArrayId]:
+    """A stripe as pieces that fit; itself if it does."""
+    limit = left[Tier.HOST] // NUM_BLOCKS_HELD
+    is_whole = not _copied_bytes(stripe, share, residents)
+    if not share.spec.shape or (is_whole and stripe_bytes(stripe, share) <= limit):
+        return [stripe]
+    if Tier.DEVICE in {residents.homes[p] for p in residents.homes_of(stripe)}:
+        limit = min(limit, left[Tier.DEVICE])
+    start, stop = stripe.rows or (0, share.spec.shape[0])
+    step = max(1, limit // max(1, share.spec.rows(0, 1).nbytes))
+    if step >= stop - start:
+        return [stripe]
+    starts = range(start, stop, step)
+    return [stripe.whole.piece((low, min(low + step, stop))) for low in starts]
+
+
+def _copied_bytes(stripe: ArrayId, share: Share, residents: Residents) -> int:
+    """Bytes that moving a stripe copies on the device: rows of an array, not all."""
+    if stripe.rows is None:
+        return 0
+    copied = 0
+    for piece in residents.homes_of(stripe):
+        first, last = piece.rows or (0, share.spec.shape[0])
+        low, high = max(first, stripe.rows[0]), min(last, stripe.rows[1])
+        if residents.homes[piece] == Tier.DEVICE and (low, high) != (first, last):
+            copied = max(copied, share.spec.rows(low, high).nbytes)
+    return copied
 
 
 @contextmanager

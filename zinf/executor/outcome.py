@@ -8,6 +8,10 @@ from zinf.executor.run import StepRecord
 from zinf.optim.decision import MIXED, UNTOUCHED, NonFiniteError
 from zinf.plan import Link
 
+WAITS = (
+    "With gradient_clipping a step looks at the whole gradient before its first update."
+)
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -41,7 +45,7 @@ def outcome_of(record: StepRecord, extra: Any) -> Outcome:
     assert decision is not None
     if decision.refusal:
         record.is_mixed = record.has_updated
-        state = MIXED if record.is_mixed else UNTOUCHED
+        state = f"{MIXED} {WAITS}" if record.is_mixed else UNTOUCHED
         raise NonFiniteError(f"{decision.refusal} {state}")
     assert decision.grad_norm is not None
     return Outcome(

@@ -59,4 +59,5 @@ make_lazy(
         "write_model": "zinf.hf.export",
     },
     extra="hf",
+    door="zinf.hf.versions",
 )

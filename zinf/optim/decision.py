@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from zinf.optim.clipping import Clipping
+from zinf.optim.squares import added, root
 
 
 class NonFiniteError(ArithmeticError):
@@ -15,8 +16,8 @@ class NonFiniteError(ArithmeticError):
 
 
 ADVICE = (
-    "Lower the learning rate, clip gradients (gradient_clipping), or look for invalid "
-    "values in the batch."
+    "Lower the learning rate, clip gradients (gradient_clipping) if they are not, or "
+    "look for invalid values in the batch."
 )
 # What is said of the state that a failed step left.
 UNTOUCHED = (
@@ -70,10 +71,11 @@ def judge(
 
     Args:
         losses: the loss of each microbatch.
-        square: the sum of the squares of the scaled gradient.
+        square: the sum of the squares of the scaled gradient, as a number of [Note:
+            wide sums of squares].
         xp: NumPy, or jax.numpy if the arguments are traced.
     """
-    norm = xp.sqrt(square) / loss_scale
+    norm = root(square, xp) / loss_scale
     is_finite = xp.isfinite(norm) & xp.all(xp.isfinite(losses))
     return norm, clipping.factor(norm, xp) / loss_scale, is_finite
 
@@ -93,7 +95,8 @@ def decide(
     on where anything is placed.
 
     Args:
-        sums_of_squares: None if updates do not wait for the gradient.
+        sums_of_squares: numbers of [Note: wide sums of squares]; None if updates do not
+            wait for the gradient.
         weight: what the sum of the losses is divided by.
     """
     if sums_of_squares is None:
@@ -102,7 +105,7 @@ def decide(
     with np.errstate(invalid="ignore"):
         judged = judge(
             losses,
-            np.float64(sum(sums_of_squares)),
+            added(sums_of_squares),
             clipping=clipping,
             loss_scale=loss_scale,
             xp=np,

@@ -1,5 +1,6 @@
 """Why `execution: auto` takes or leaves the offloaded step, for people."""
 
+import jax
 from jax.sharding import Mesh
 
 from zinf.config import Config
@@ -8,6 +9,9 @@ from zinf.prepare.offloaded import not_offloadable
 from zinf.program import Tier
 from zinf.sharding import AxisRule
 from zinf.topology import Topology
+
+# A compiler's message may go on with pages of HLO.
+SAID_CHARACTERS = 300
 
 FUSED = "Fused, because everything fits the device."
 
@@ -46,13 +50,16 @@ def why_not_offloaded(
 
 
 def in_short(error: Exception) -> str:
-    """Why the offloaded step was not made, as the end of a sentence."""
+    """Why a step was not made, as the end of a sentence."""
     if isinstance(error, InfeasibleError):
         return " and ".join(
             f"{short.what} needs {short.needed_bytes:,} bytes of the {tier}, whose "
             f"budget is {short.capacity_bytes:,}"
             for tier, short in error.shortages.items()
         )
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        line = str(error).partition("\n")[0]
+        return f"its compiler fails with {line[:SAID_CHARACTERS]!r}"
     return str(error).rstrip(".")
 
 

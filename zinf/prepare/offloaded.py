@@ -27,6 +27,7 @@ from zinf.mesh import local_devices, replicated
 from zinf.optim.clipping import Clipping
 from zinf.optim.decision import judge
 from zinf.optim.separate import Separated
+from zinf.optim.squares import Squares, combined, squares
 from zinf.plan import OffloadedStep, count_contributions
 from zinf.prepare.fused import (
     batch_shardings,
@@ -225,7 +226,7 @@ class _Run:
         totals: sums of gradients of arrays that several segments read.
         gradients: complete gradients, on the host in the form of the stacks of their
             parameters.
-        squares: float32 scalars, or one for each iteration of a loop.
+        squares: sums of squares, or one for each iteration of a loop.
         goes_by: what updates in passes go by: the factor of gradients, whether the
             losses are finite, and the step values.
     """
@@ -237,7 +238,7 @@ class _Run:
     cotangents: dict[str, Any] = field(default_factory=dict)
     totals: dict[ArrayId, Any] = field(default_factory=dict)
     gradients: Rest = field(default_factory=dict)
-    squares: list[Any] = field(default_factory=list)
+    squares: list[Squares] = field(default_factory=list)
     goes_by: tuple[Any, Any, Sequence[Any]] | None = None
 
 
@@ -381,7 +382,7 @@ class _Step:
             if self.specs[part.segments[0]].has_backward:
                 backward = self._loop_backward if part.is_loop else self._backward
                 backward(run, part)
-        square = jnp.sum(jnp.concatenate([jnp.ravel(x) for x in run.squares]))
+        square = combined(run.squares)
         judged = judge(
             losses, square, clipping=self.clipping, loss_scale=loss_scale, xp=jnp
         )
@@ -457,7 +458,7 @@ class _Step:
     def _kept_gradient(
         self, gradients: Rest, array: ArrayId, gradient: Any, distance: Any = None
     ) -> Any:
-        """Move a complete gradient to the host; return the sum of its squares."""
+        """Move a complete gradient to the host; return the sums of its squares."""
         there, square = self._complete(array, gradient)
         stack, n = self.at_rest.places[array.whole]
         if not self._moves_whole(stack):
@@ -474,12 +475,12 @@ class _Step:
         gradients[stack] = there
         return square
 
-    def _complete(self, array: ArrayId, gradient: Any) -> tuple[Any, Any]:
-        """A complete gradient as its update reads it, and the sum of its squares."""
+    def _complete(self, array: ArrayId, gradient: Any) -> tuple[Any, Squares]:
+        """A complete gradient as its update reads it, and the sums of its squares."""
         sharding = self.layouts.of(array.of_role(Role.GRADIENT)).share
         if not sharding.is_fully_replicated:
             gradient = as_cut(gradient, sharding)
-        square = jnp.sum(jnp.square(gradient.astype(jnp.float32)))
+        square = squares(gradient)
         stack, _ = self.at_rest.places[array.whole]
         return gradient.astype(self._grad_dtype(stack)), square
 
@@ -708,7 +709,7 @@ class _Step:
             by_input = dict(zip(active, cotangents, strict=True))
             of_carried = {j: self._as_batch(by_input[j]) for j in of_carried}
             of_same = {j: x + by_input[j] for j, x in of_same.items()}
-            squares = []
+            found_squares = []
             read = dict(zip(spec.params, params, strict=True))
             for array, gradient in zip(spec.trained_params, found, strict=True):
                 stack, _ = self.at_rest.places[array.whole]
@@ -720,10 +721,10 @@ class _Step:
                     )
                 else:
                     square = self._kept_gradient(gradients, array, gradient, number)
-                squares.append(square)
+                found_squares.append(square)
             contents = [rest[s] for s in written]
             gradients = [gradients[s] for s in stacks]
-            return (of_carried, of_same, gradients, ahead, contents), squares
+            return (of_carried, of_same, gradients, ahead, contents), found_squares
 
         start = (
             given,
@@ -733,12 +734,12 @@ class _Step:
             [run.rest[s] for s in written],
         )
         xs = jnp.arange(count, dtype=jnp.int32), self._columns(part), saved
-        (of_carried, of_same, gradients, _, contents), squares = jax.lax.scan(
+        (of_carried, of_same, gradients, _, contents), found_squares = jax.lax.scan(
             layer, start, xs, reverse=True, unroll=UNROLLED
         )
         run.gradients.update(zip(stacks, gradients, strict=True))
         run.rest.update(zip(written, contents, strict=True))
-        run.squares += squares
+        run.squares += found_squares
         for j, cotangent in (of_carried | of_same).items():
             name = spec.inputs[j]
             before = run.cotangents.get(name)

@@ -94,6 +94,10 @@ from zinf.topology import Topology, out_of_memory
 from zinf.uncollected import uncollected
 
 logger = logging.getLogger(__name__)
+
+# Why one of several steps cannot be made. The compiler's errors are of one type,
+# whether memory is short or the compiler fails by itself.
+CANNOT = (InfeasibleError, jax.errors.JaxRuntimeError)
 Made = TypeVar("Made")
 
 Measure = Callable[["Streamed", "Planner", Any], Rates]
@@ -331,41 +335,84 @@ class Planner:
                 "the state alone exceeds the device budget of "
                 f"{self.capacity()[Tier.DEVICE]:,} bytes. Remove one of the two."
             )
+        refused = ""
         if may_fuse:
             try:
                 return self.fuse(batch, layouts), FUSED if is_open else ""
-            except InfeasibleError:
+            except CANNOT as error:
                 if mode == "fused" or homes is not None:
                     raise
+                # That the state does not fit the device needs no words.
+                if not isinstance(error, InfeasibleError):
+                    refused = f"Not fused, because {self._why_not(error)}."
         if is_open:
-            return self._offload_or_stream(batch, source, layouts)
-        return self.stream(batch, source, layouts, homes), ""
+            made, why = self._offload_or_stream(batch, source, layouts, refused)
+            return made, f"{refused} {why}".strip()
+        return self._last(batch, source, layouts, homes, refused), refused
+
+    def _last(
+        self,
+        batch: Any,
+        source: Source,
+        layouts: Layouts,
+        homes: Mapping[ArrayId, Tier] | None,
+        refused: str,
+    ) -> Streamed:
+        """The streamed step, where nothing else is left to try.
+
+        Args:
+            refused: why the others were not made, for errors; empty if none was tried.
+        """
+        try:
+            return self.stream(batch, source, layouts, homes)
+        except CANNOT as error:
+            if not refused:
+                raise
+            if isinstance(error, InfeasibleError):
+                raise error.because([refused]) from None
+            why_not = self._why_not(error)
+            raise NotImplementedError(
+                f"No form of this step can be compiled. {refused} Not streamed, "
+                f"because {why_not}. Try another version of jax or another microbatch "
+                "size. With execution: streamed the compiler's message is shown whole."
+            ) from error
+
+    def _why_not(self, error: Exception) -> str:
+        """Why a step was not made, as the end of a sentence."""
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            try:
+                error = self._refused(error)
+            except ValueError as unknown:  # It ran out of memory, in unknown words.
+                error = unknown
+        return in_short(error)
 
     def _offload_or_stream(
-        self, batch: Any, source: Source, layouts: Layouts
+        self, batch: Any, source: Source, layouts: Layouts, refused: str
     ) -> tuple[Streamed | Offloaded, str]:
-        """The one of the two that is predicted to be faster, and why."""
+        """The one of the two that is predicted to be faster, and why.
+
+        Args:
+            refused: why the step is not fused, for errors; may be empty.
+        """
         offloaded, mesh = None, (self.rule, self.group.count, self.topology)
         why_not = why_not_offloaded(self.config, *mesh)
         if why_not is None:
             try:
                 self._check_host_holds_state(layouts)
                 offloaded = self.offload(batch, source, layouts)
-            except (NotImplementedError, ValueError) as error:
-                why_not = in_short(error)
-            except jax.errors.JaxRuntimeError as error:
-                refused = self._refused(error)
-                if refused is error:
-                    raise
-                why_not = in_short(refused)
+            except (NotImplementedError, ValueError, *CANNOT) as error:
+                why_not = self._why_not(error)
+        if offloaded is None:
+            refused = f"{refused} Not offloaded, because {why_not}.".strip()
+            streamed = self._last(batch, source, layouts, None, refused)
+            return streamed, f"Streamed; not offloaded, because {why_not}."
         try:
             streamed = self.stream(batch, source, layouts, None)
-        except InfeasibleError as error:
-            if offloaded is None:
-                raise
-            return offloaded, f"Offloaded; not streamed, because {in_short(error)}."
-        if offloaded is None:
-            return streamed, f"Streamed; not offloaded, because {why_not}."
+        except CANNOT as error:
+            return (
+                offloaded,
+                f"Offloaded; not streamed, because {self._why_not(error)}.",
+            )
         is_faster, why = faster(offloaded.plan, streamed.plan)
         return (offloaded if is_faster else streamed), why
 
@@ -511,8 +558,11 @@ class Planner:
                     updates_in_passes=updates_in_passes,
                 )
             except jax.errors.JaxRuntimeError as error:
-                if form == forms[-1] or out_of_memory(error) is None:
+                # Also where the compiler fails by itself: another form is another
+                # program.
+                if form == forms[-1]:
                     raise
+                logger.info("A form of the offloaded step is not taken: %s", error)
                 continue
             is_last = form == forms[-1]
             if is_last or program.device_bytes <= self.capacity()[Tier.DEVICE]:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zinf.optim.squares import combined, squares
 from zinf.segment.row_sums import add_rows
 from zinf.sharding import Layout
 
@@ -48,9 +49,8 @@ def accumulated_rows(
 
 @jax.jit
 def sum_squares(arrays: Sequence[jax.Array]) -> jax.Array:
-    """The sum of the squares of all arrays, a float32 scalar."""
-    squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in arrays]
-    return jnp.sum(jnp.stack(squares)) if squares else jnp.float32(0)
+    """The sum of the squares of all arrays, by [Note: wide sums of squares]."""
+    return combined([squares(x) for x in arrays])
 
 
 def _add_wide(total: jax.Array, part: jax.Array) -> jax.Array:

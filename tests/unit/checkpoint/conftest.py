@@ -25,9 +25,11 @@ def open_residents(tmp_path: Path) -> Iterator[OpenResidents]:
         arrays: Mapping[ArrayId, np.ndarray] = ARRAYS,
         *,
         host_bytes: int | None = None,
+        device_bytes: int | None = None,
     ) -> Residents:
         stores = open_stores(
             jax.devices()[0],
+            device_bytes=device_bytes,
             host_bytes=host_bytes,
             nvme_paths=[tmp_path / f"nvme{len(opened)}"],
         )

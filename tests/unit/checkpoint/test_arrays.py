@@ -66,16 +66,62 @@ def test_arrays_of_several_blocks_stay_within_two_blocks_of_the_host(
     np.testing.assert_array_equal(residents.read(EMBED), large)
 
 
-def test_no_room_for_blocks_is_an_error_that_leaves_nothing_counted(
+ROW_BYTES = 2**18
+
+
+@pytest.mark.parametrize("tier", list(Tier))
+@pytest.mark.parametrize(
+    ("host_left", "device_left"),
+    [
+        # One row at a time, two, and what no number of rows fills.
+        (ROW_BYTES, ROW_BYTES),
+        (2 * ROW_BYTES, ROW_BYTES),
+        (7 * ROW_BYTES - 3, 2 * ROW_BYTES + 1),
+        (25 * ROW_BYTES, ROW_BYTES),
+    ],
+)
+def test_what_the_budgets_leave_is_enough_if_it_has_a_row(
+    host_left, device_left, tier, open_residents, saved
+):
+    """The files are those of a save with more room, and the arrays come back."""
+    # 20 MiB in two chunk files; restored into tiers that have other content.
+    large = np.arange(80 * ROW_BYTES // 4, dtype=np.float32).reshape(80, -1)
+    arrays = {EMBED: large}
+    residents = open_residents([tier], arrays)
+    plain = saved.with_name("plain")
+    write_arrays(plain, residents, SCALARS)
+    for at_rest in ({EMBED: large}, {EMBED: large + 1}):
+        small = open_residents(
+            [tier],
+            at_rest,
+            host_bytes=host_left + large.nbytes * (tier == Tier.HOST),
+            device_bytes=device_left + large.nbytes * (tier == Tier.DEVICE),
+        )
+        if at_rest[EMBED] is large:
+            write_arrays(saved, small, SCALARS)
+            assert files_below(saved) == files_below(plain)
+        read_arrays(saved, small)
+        small_host = small.stores.host.ledger
+        assert small_host.used_bytes == large.nbytes * (tier == Tier.HOST)
+        np.testing.assert_array_equal(small.read(EMBED), large)
+
+
+def files_below(folder: Path) -> dict[Path, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder): path.read_bytes() for path in files}
+
+
+def test_no_room_for_a_row_is_an_error_that_leaves_nothing_counted(
     open_residents, saved
 ):
     arrays, nbytes = {EMBED: ARRAYS[EMBED]}, ARRAYS[EMBED].nbytes
-    residents = open_residents([Tier.HOST], arrays, host_bytes=2 * nbytes - 1)
+    row_bytes = ARRAYS[EMBED][0].nbytes
+    residents = open_residents([Tier.HOST], arrays, host_bytes=nbytes + row_bytes - 1)
     with pytest.raises(BudgetExceeded, match="saving a checkpoint"):
         write_arrays(saved, residents, {})
     assert residents.stores.host.ledger.used_bytes == nbytes
     residents.write(EMBED, ARRAYS[EMBED] + 1)  # and nothing is held
-    exact = open_residents([Tier.HOST], arrays, host_bytes=2 * nbytes)
+    exact = open_residents([Tier.HOST], arrays, host_bytes=nbytes + row_bytes)
     write_arrays(saved, exact, {})
 
 

@@ -166,13 +166,13 @@ def test_a_process_reads_no_file_that_it_needs_not_and_none_twice(
 ):
     directory, arrays = saved
     read: Counter[tuple[ArrayId, Index]] = Counter()
-    take = FileSource._read_chunk
+    take = FileSource._open
 
     def counted(source: FileSource, index: Index, *rest: object) -> object:
         read[source.array, index] += 1
         return take(source, index, *rest)
 
-    monkeypatch.setattr(FileSource, "_read_chunk", counted)
+    monkeypatch.setattr(FileSource, "_open", counted)
     residents = opened(tmp_path, arrays, 1, 4, Tier.HOST)
     read_arrays(directory, residents)
     residents.stores.close()

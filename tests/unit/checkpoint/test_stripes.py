@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from zinf.checkpoint.grid import Grid
 from zinf.checkpoint.restore import stripes_to_restore
 from zinf.checkpoint.share import Share, share_of
-from zinf.checkpoint.stripes import held_bytes, move, stripe_bytes
+from zinf.checkpoint.stripes import held_bytes, move, room, stripe_bytes
 from zinf.memory import open_stores
 from zinf.memory.residents import Residents
 from zinf.program import ArrayId, ArraySpec, Role, Tier
@@ -84,7 +84,7 @@ def test_two_stripes_are_held_but_never_more_than_there_is(
         own = share_of(residents, array)
         stripes |= dict.fromkeys(own.stripes, own)
     expected = device_bytes if home == Tier.DEVICE else 0
-    found = held_bytes(stripes, residents)
+    found = held_bytes(stripes, residents, room(residents))
     assert found == {Tier.HOST: host_bytes, Tier.DEVICE: expected}
 
 

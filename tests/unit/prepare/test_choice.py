@@ -159,20 +159,74 @@ def test_what_cannot_be_streamed_is_offloaded(elsewhere, monkeypatch):
     )
 
 
-def test_an_error_of_the_compiler_is_a_reason_only_if_memory_ran_out(
-    elsewhere, monkeypatch
+# What a compiler may say: its own failure, whose first line is enough, and the room
+# that it lacks, in words that are known or not.
+BROKEN = "INTERNAL: Expected instruction to have shape equal to f32[3]\nHLO\npages"
+SAID = "its compiler fails with 'INTERNAL: Expected instruction to have shape equal to"
+
+
+def broken(*args, **named):
+    raise jax.errors.JaxRuntimeError(BROKEN)
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (BROKEN, SAID),
+        ("RESOURCE_EXHAUSTED: so to say", "a way that is not known"),
+    ],
+)
+def test_what_the_compiler_says_of_one_step_is_why_another_is_taken(
+    error, why, elsewhere, monkeypatch
 ):
     def fail(*args, **named):
-        raise jax.errors.JaxRuntimeError("INTERNAL: no")
+        raise jax.errors.JaxRuntimeError(error)
 
     monkeypatch.setattr(planning, "compile_offloaded", fail)
-    monkeypatch.setattr(planning, "out_of_memory", lambda error: None)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="no"):
-        planned(**ON_HOST)
+    plan = planned(**ON_HOST)
+    assert not plan.is_one_program
+    assert plan.why.startswith("Streamed; not offloaded, because ")
+    assert why in plan.why and "pages" not in plan.why
+    monkeypatch.setattr(planning, "compile_fused", fail)
+    found = planned().why
+    assert found.startswith("Not fused, because ") and found.count(why) == 2
+
+
+def test_a_compiler_without_room_is_a_reason_with_its_numbers(elsewhere, monkeypatch):
+    monkeypatch.setattr(planning, "compile_offloaded", broken)
     short = SimpleNamespace(available_bytes=5, needed_bytes=7)
     monkeypatch.setattr(planning, "out_of_memory", lambda error: short)
     why = planned(**ON_HOST).why
     assert "needs 7 bytes of the device, whose budget is 5" in why
+
+
+def test_on_the_cpu_a_fused_step_that_does_not_compile_is_streamed(monkeypatch):
+    monkeypatch.setattr(planning, "compile_fused", broken)
+    plan = planned()
+    assert not plan.is_one_program
+    assert plan.why.startswith("Not fused, because " + SAID)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="pages"):
+        planned(execution="fused")
+
+
+def test_a_streamed_step_that_does_not_compile_leaves_the_offloaded_one(
+    elsewhere, monkeypatch
+):
+    monkeypatch.setattr(planning.Planner, "stream", broken)
+    assert planned(**ON_HOST).why.startswith(f"Offloaded; not streamed, because {SAID}")
+
+
+def test_if_no_step_compiles_the_error_names_each(elsewhere, monkeypatch):
+    for name in ("compile_fused", "compile_offloaded"):
+        monkeypatch.setattr(planning, name, broken)
+    monkeypatch.setattr(planning.Planner, "stream", broken)
+    words = [f"Not {form}, because {SAID}" for form in ("fused", "offloaded")]
+    with pytest.raises(NotImplementedError, match=".*".join(words)) as failed:
+        planned()
+    assert f"Not streamed, because {SAID}" in str(failed.value)
+    # With nothing else to try, the compiler's own error says more.
+    with pytest.raises(jax.errors.JaxRuntimeError, match="pages"):
+        planned(execution="streamed")
 
 
 @pytest.mark.slow

@@ -1,12 +1,12 @@
 """Reads a checkpoint from object storage."""
 
 import errno
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cached_property
 
 import numpy as np
-from xxhash import xxh3_64
 
 from zinf.checkpoint.bucket.store import MissingObject, Store
 from zinf.checkpoint.failure import explain
@@ -15,10 +15,9 @@ from zinf.checkpoint.grid import Index, chunk_name, folder_name
 from zinf.checkpoint.manifest import FILE, Manifest, StoredArray, not_found
 from zinf.checkpoint.parse import parse_manifest
 from zinf.checkpoint.place import ObjectFolder
-from zinf.checkpoint.source import ChunkSource
-from zinf.memory import aligned_empty
+from zinf.checkpoint.source import ChunkSource, Read
 from zinf.memory.nvme.drive import Direction
-from zinf.memory.nvme.open_file import Bytes, Mover
+from zinf.memory.nvme.open_file import Bytes, Each, Mover
 from zinf.memory.nvme.request import Request, Task
 from zinf.memory.nvme.system import System
 from zinf.memory.zarr_format import METADATA
@@ -79,6 +78,8 @@ class Readers:
 class ObjectSource(ChunkSource):
     """An array of a checkpoint, read from objects."""
 
+    block_bytes = PART_BYTES
+
     def __init__(
         self, array: ArrayId, stored: StoredArray, store: Store, readers: Readers
     ) -> None:
@@ -86,27 +87,26 @@ class ObjectSource(ChunkSource):
         super().__init__(array, stored, folder, readers)
         self._store = store
 
-    def _read_chunk(
-        self, index: Index, memory: Bytes | None, verify: bool, mover: Mover
-    ) -> Bytes:
-        size = self.stored.grid.chunk_bytes
+    @contextmanager
+    def _open(
+        self, index: Index, nbytes: int, mover: Mover
+    ) -> Generator[Read, None, None]:
         name = f"{folder_name(self.array)}/{chunk_name(index)}"
-        if memory is None:
-            memory = aligned_empty((size,), np.uint8)
-        total = xxh3_64()
-        for start in range(0, size, PART_BYTES):
-            stop = min(start + PART_BYTES, size)
-            part = self._store.get(name, slice(start, stop))
-            if len(part) != stop - start:
-                found = f"it has less than {size:,} bytes"
-                path = self.folder / chunk_name(index)
-                raise explain(mover.what, errno.EIO, path, found)
-            memory[start:stop] = np.frombuffer(part, np.uint8)
-            if verify:
-                total.update(part)
-        if verify:
-            self._compare(index, total.intdigest(), mover.what)
-        return memory
+
+        def read(offset: int, memory: Bytes, each: Each | None = None) -> None:
+            for start in range(0, memory.size, PART_BYTES):
+                wanted = memory[start : start + PART_BYTES]
+                where = slice(offset + start, offset + start + wanted.size)
+                part = self._store.get(name, where)
+                if len(part) != wanted.size:
+                    found = f"it has less than {self.stored.grid.chunk_bytes:,} bytes"
+                    path = self.folder / chunk_name(index)
+                    raise explain(mover.what, errno.EIO, path, found)
+                wanted[...] = np.frombuffer(part, np.uint8)
+                if each is not None:
+                    each(wanted)
+
+        yield read
 
     def _read_metadata(self) -> bytes:
         return self._store.get(f"{folder_name(self.array)}/{METADATA}")

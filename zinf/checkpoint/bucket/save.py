@@ -54,7 +54,8 @@ class ObjectWriter(AbstractWriter):
     def write(
         self, array: ArrayId, grid: Grid, index: Index, content: np.ndarray
     ) -> Upload:
-        return self._upload(array, chunk_name(index), padded(content, grid).tobytes())
+        whole = padded(content, grid.chunk).tobytes()
+        return self._upload(array, chunk_name(index), whole)
 
     def adopt(self, linked: Linked) -> Upload:
         """Read a linked file in this thread, and begin to upload its content."""
