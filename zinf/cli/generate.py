@@ -9,7 +9,7 @@ from itertools import islice
 from math import exp
 from pathlib import Path
 from time import perf_counter
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import jax
 import numpy as np
@@ -203,7 +203,7 @@ def print_evaluation(
     *,
     base: str | None,
     sequence_length: int,
-    truncates: bool,
+    too_long: Literal["error", "truncate", "drop"],
     completion_only: bool,
 ) -> None:
     """Prints the mean loss of the lines of files, in nats a token, and the speed."""
@@ -213,13 +213,18 @@ def print_evaluation(
     how = hf.Tokenizing(
         model.tokenizer,
         sequence_length=sequence_length,
-        truncates=truncates,
+        too_long=too_long,
         completion_only=completion_only,
         vocab_size=model.vocab_size,
     )
-    samples = [how.sample(*line) for path in data for line in json_lines(path)]
+    read = [how.read(*line) for path in data for line in hf.records(path)]
+    samples = [sample for reading in read for sample in reading.samples]
+    num_cut = sum(reading.is_cut for reading in read)
+    num_dropped = len(read) - len(samples)
     if not samples:
-        raise ValueError(f"{', '.join(map(str, data))}: there is no line to read.")
+        raise ValueError(hf.no_samples(data, how, num_dropped))
+    if num_cut or num_dropped:
+        tell(hf.treated(how, num_cut, num_dropped))
     # Samples of equal length lie together, so little is padded.
     samples.sort(key=lambda sample: len(sample[0]))
     most = bucket(len(samples[-1][0]))

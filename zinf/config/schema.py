@@ -287,9 +287,13 @@ class Data(Section):
     field: Text = "text"
     """Name of the text in JSON lines and parquet."""
 
+    too_long: Literal["error", "truncate", "drop"] | None = None
+    """With model.huggingface: what happens to samples longer than sequence_length.
+    error (or null): the run is refused, and the first of them named. truncate: they are
+    cut, and left out if no trained token remains. drop: they are left out."""
+
     truncate: Flag = False
-    """With model.huggingface: cut samples longer than sequence_length; else they are
-    refused."""
+    """Old name: true means too_long: truncate."""
 
     completion_only: Flag = True
     """With model.huggingface: train on completions and on what an assistant says, and
@@ -340,6 +344,18 @@ class Data(Section):
 
     seed: Seed = 0
     """Seed of the order of samples."""
+
+    @property
+    def treatment_of_long(self) -> Literal["error", "truncate", "drop"]:
+        """What happens to samples that are too long, under either name."""
+        return self.too_long or ("truncate" if self.truncate else "error")
+
+    def violations(self) -> Iterator[Violation]:
+        if self.truncate and self.too_long is not None:
+            yield (
+                ("truncate",),
+                "is the old name of too_long, which is given too; remove it.",
+            )
 
 
 class Run(Section):

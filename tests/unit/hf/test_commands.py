@@ -298,6 +298,14 @@ def test_the_loss_of_held_out_lines_is_that_of_torch(model, tmp_path):
     assert plain == pytest.approx(float(np.mean(losses)), rel=1e-5)
     assert f"{len(losses)} tokens of 10 samples" in found.stdout
     assert 0 < abs(eight - plain) < abs(four - plain) < 0.1
+    # The same lines as an array, behind a prompt that is longer than the model takes.
+    lines = [{"prompt": "w1 " * 40, "completion": "w2"}]
+    lines += map(json.loads, data.read_text().splitlines())
+    array = tmp_path / "data.json"
+    array.write_text(json.dumps(lines))
+    found = run("evaluate", folder, "--data", array, "--too-long", "drop")
+    assert "1 lines are longer than 32 tokens and left out" in found.stdout
+    assert f"loss {plain:.6g}" in found.stdout
     found = run("generate", folder, "--prompt", "w1", "--weight-bits", 3)
     assert found.exit_code == 2 and "num_bits" in found.output
 
