@@ -18,6 +18,7 @@ from zinf.config.efficiency import (
     dropping_violations,
     length_violations,
 )
+from zinf.config.grouping import grouping
 from zinf.config.load import override, raw_config
 from zinf.config.messages import ConfigError, Notice, Problem, without_effect
 from zinf.config.pacing import Pacing, buckets
@@ -135,7 +136,8 @@ class Config(DeepSpeedKeys):
                 an empty one.
             overrides: values are read as YAML; a later one wins.
             world_size: data-parallel devices, for batch-size arithmetic; by default
-                those that a given config was loaded for, else 1.
+                those that a given config was loaded for, or that `mesh` asks for, or 1
+                if the mesh takes all devices. `on_devices` counts those.
             arguments: what fills in keys that are "auto", by the names of
                 `transformers.TrainingArguments` (`learning_rate`, `max_grad_norm`,
                 `max_steps`, ...), as its `to_dict` gives them. Those that are not given
@@ -155,7 +157,9 @@ class Config(DeepSpeedKeys):
         raw = override(raw_config(source), overrides)
         if ignore_unsupported is not None:
             raw["ignore_unsupported"] = ignore_unsupported
-        found = check_raw(raw, world_size=world_size or 1, arguments=arguments)
+        if world_size is None:
+            world_size = grouping(raw).num_data_parallel or 1
+        found = check_raw(raw, world_size=world_size, arguments=arguments)
         if found.config is None:
             name = str(source) if isinstance(source, str | Path) else "config"
             raise ConfigError(name, found.problems)
@@ -371,8 +375,13 @@ class Config(DeepSpeedKeys):
 
     @property
     def batch_size(self) -> int | None:
-        """Samples per step; None: the first batch decides."""
+        """Samples per step on `world_size` devices; None: the first batch decides."""
         return self._sizes.batch
+
+    @property
+    def world_size(self) -> int:
+        """Data-parallel devices that sizes of batches are computed for."""
+        return self._world_size
 
     @property
     def segment_max_bytes(self) -> int | None:
