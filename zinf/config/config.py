@@ -1,7 +1,7 @@
 """The whole config, and the properties of it that the engine reads."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ from zinf.config.rules import (
     counting_violations,
     distillation_violations,
     execution_violations,
+    function_violations,
     huggingface_violations,
     memory_violations,
     mesh_violations,
@@ -118,6 +119,7 @@ class Config(DeepSpeedKeys):
     _chosen: dict[Key, Any] = PrivateAttr(default_factory=dict)
     _not_done: tuple[Notice, ...] = PrivateAttr(default=())
     _is_told: bool = PrivateAttr(default=False)
+    _origin: "Origin" = PrivateAttr(default_factory=lambda: Origin())
 
     @classmethod
     def load(
@@ -165,6 +167,9 @@ class Config(DeepSpeedKeys):
             raise ConfigError(name, found.problems)
         if isinstance(source, Config):
             found.config._take_over(source, overrides)
+        elif isinstance(source, str | Path):
+            folder = Path(source).expanduser().absolute().parent
+            found.config._origin = Origin(folder)
         return found.config
 
     def _take_over(self, source: "Config", overrides: Sequence[str]) -> None:
@@ -176,12 +181,21 @@ class Config(DeepSpeedKeys):
                 self._chosen.setdefault(key, value)
         kept = [n for n in source._not_done if not overlaps(n.path, changed)]
         self._not_done = tuple(dict.fromkeys([*kept, *self._not_done]))
+        self._origin = source._origin
 
     def told(self) -> "Config":
         """A copy whose notices `zinf.initialize` does not log, as they were printed."""
         told = self.model_copy()
         told._is_told = True
         return told
+
+    def folders_of_modules(self) -> tuple[Path, ...]:
+        """Where the module of `model.function` is looked for, in this order.
+
+        The folder of the file that this config was read from, and the current folder.
+        """
+        folders = [self._origin.folder, Path.cwd()]
+        return tuple(dict.fromkeys(folder for folder in folders if folder is not None))
 
     def without_training(self) -> "Config":
         """A copy for running a model: all is frozen, and no step is taken.
@@ -256,6 +270,9 @@ class Config(DeepSpeedKeys):
             self.model,
             self.data,
             self.fp16.enabled,
+        )
+        yield from function_violations(
+            self.model, self.adapter, self.distillation, self.data_efficiency
         )
         yield from huggingface_violations(
             self.model, self.curriculum_learning, self.data_efficiency, self.data
@@ -512,6 +529,17 @@ class Config(DeepSpeedKeys):
             ("zero_optimization", "offload_optimizer"): self.optimizer_tier,
             ("activation_checkpointing", "cpu_checkpointing"): self.activation_tier,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a config was read from. Configs are equal wherever that is.
+
+    Attributes:
+        folder: of its file; None: it was no file.
+    """
+
+    folder: Path | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
