@@ -27,7 +27,6 @@ from zinf.cli.completions import (
 from zinf.complaint import complain, naming, tell
 from zinf.config import Config
 from zinf.config.deciding import deciding
-from zinf.data.extract import json_lines
 from zinf.inference import ROWS, Sampling, bucket
 from zinf.memory.lock_file import lock_beside, locked
 
@@ -117,7 +116,7 @@ def write_completions(
     # All lines are read first: what is wrong with the last is known before the first.
     lines = [
         (line, hf.prompt_tokens(model, line, where, chat=is_chat))
-        for line, where in json_lines(prompts)
+        for line, where in hf.records(prompts)
     ]
     if not lines:
         raise ValueError(f"{prompts}: there is no line to read.")

@@ -22,6 +22,7 @@ from zinf.hf.batch import IGNORED
 from zinf.hf.dataset import Samples
 from zinf.hf.engine import ModelEngine
 from zinf.hf.model import Batch, Model, Params
+from zinf.hf.records import tools_of
 from zinf.hf.samples import DROPPED, Reading, Tokenizing
 from zinf.segment.weighted import Weighted
 
@@ -83,6 +84,8 @@ class PairTokenizing(Tokenizing):
         Raises:
             ValueError: the line has no such fields, or see `Tokenizing.read`.
         """
+        if isinstance(line, Mapping):
+            line = {key: value for key, value in line.items() if value is not None}
         if not isinstance(line, Mapping) or not line.keys() >= set(SIDES):
             found = ", ".join(map(str, line)) if isinstance(line, Mapping) else line
             raise ValueError(
@@ -90,7 +93,7 @@ class PairTokenizing(Tokenizing):
                 f"rejected, or two conversations chosen and rejected; found {found}."
             )
         one = replace(self, completion_only=True)
-        tools = {"tools": line["tools"]} if line.get("tools") else {}
+        tools = {"tools": tools_of(line, where)}
         both = [
             Tokenizing.read(
                 one, _answered(line, side, where) | tools, f"{where}, {side}"

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from zinf.hf.model import IGNORED
-from zinf.hf.records import TRAIN_FLAGS, standard
+from zinf.hf.records import TRAIN_FLAGS, standard, tools_of, with_content
 from zinf.hf.template import apply_template
 from zinf.hf.texts import prompt_ids, text_ids
 
@@ -151,13 +151,13 @@ class Tokenizing:
                 f"{type(line).__name__}."
             )
         if "messages" in line:
-            return self._conversation(line["messages"], line.get("tools"), where)
+            return self._conversation(line["messages"], tools_of(line, where), where)
         if "prompt" in line and "completion" in line:
             prompt, completion = line["prompt"], line["completion"]
             if isinstance(prompt, list) and isinstance(completion, list):
                 return self._conversation(
                     [*prompt, *completion],
-                    line.get("tools"),
+                    tools_of(line, where),
                     where,
                     num_before=len(prompt),
                 )
@@ -209,6 +209,7 @@ class Tokenizing:
                 "and completion."
             )
         _check_messages(messages, where)
+        messages = with_content(messages, where)
         is_trained = _trained_messages(messages, num_before, where)
         messages = [
             {n: x for n, x in message.items() if n not in TRAIN_FLAGS}

@@ -96,6 +96,40 @@ ANSWERS = [
 ]
 
 
+# The chat template of the tests, with what templates do for tools and their calls.
+TOOLS = "{% if tools is not none %}w9{% for tool in tools %}{{ tool['name'] }} "
+TOOLS += "{% endfor %}{% endif %}" + CHAT
+CALLS = [{"type": "function", "function": {"name": "w8", "arguments": {}}}]
+CALLING = {"role": "assistant", "tool_calls": CALLS}
+TURNS = turns("w0", "w1")
+# Lines that are laid out as others are, with or without fields that are null or empty.
+ALIKE = [
+    ({"messages": None, "text": "w0"}, {"text": "w0"}),
+    ({"messages": TURNS, "tools": []}, {"messages": TURNS}),
+    ({"messages": TURNS, "tools": "[]"}, {"messages": TURNS}),
+    ({"messages": TURNS, "tools": " "}, {"messages": TURNS}),
+    (
+        {"messages": TURNS, "tools": '[{"name": "w2"}]'},
+        {"messages": TURNS, "tools": [{"name": "w2"}]},
+    ),
+    # OpenAI's files have null as the content of a message that calls tools.
+    (
+        {"messages": [TURNS[0], {**CALLING, "content": None}, *TURNS]},
+        {"messages": [TURNS[0], {**CALLING, "content": ""}, *TURNS]},
+    ),
+    (
+        {"messages": [TURNS[0], CALLING, *TURNS]},
+        {"messages": [TURNS[0], {**CALLING, "content": ""}, *TURNS]},
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "alike"), ALIKE)
+def test_what_is_null_or_empty_counts_as_absent(line, alike):
+    how = tokenizing(tokenizer(chat_template=TOOLS), sequence_length=20)
+    assert how.read(line, "line 1") == how.read(alike, "line 1")
+
+
 @pytest.mark.parametrize("template", [CHAT, UNTAGGED], ids=["tags", "no tags"])
 @pytest.mark.parametrize(("line", "trained"), ANSWERS)
 def test_the_answers_that_a_line_names_are_trained_on(line, trained, template):
@@ -261,6 +295,12 @@ def test_a_wrong_line_is_named_with_what_is_wrong(tmp_path, golden):
         "a token beyond the words": sample({"text": "w0 w3"}, vocab_size=8),
         "a token alone": sample({"text": "</s>"}),
         "no messages": sample({"messages": []}),
+        "no content": sample({"messages": [{"role": "user"}, *turns("w0", "w1")]}),
+        "content of null": sample(
+            {"messages": [{"role": "user", "content": None}, *turns("w0", "w1")]}
+        ),
+        "tools that are no JSON": sample(chat | {"tools": "w0"}),
+        "tools that are no list": sample(chat | {"tools": '{"name": "w0"}'}),
         "no chat template": sample(chat, template=None),
         "a template that refuses": sample(chat, refuses),
         "a template of loops": sample(chat, LOOPS),
@@ -386,10 +426,29 @@ def test_parquet_and_arrays_of_json_give_the_samples_of_lines(tmp_path):
     parquet.write_table(pa.Table.from_pylist(lines), tmp_path / "rows.parquet")
     found = [[line for line, _ in records(path)] for path in sorted(tmp_path.iterdir())]
     assert found == [lines] * 3
+    # Windows' editors begin a file so.
+    marked = tmp_path / "marked.json"
+    marked.write_text(json.dumps(lines, indent=1), encoding="utf-8-sig")
+    assert [line for line, _ in records(marked)] == lines
     damaged = tmp_path / "damaged.parquet"
     damaged.write_bytes(b"PAR1")
     with pytest.raises(ValueError, match="damaged.parquet is no parquet file"):
         next(records(damaged))
+
+
+# Half of an emoji, as JSON has it where a text was cut in between.
+HALVES = [
+    ("lines.jsonl", '{"text": "w0"}\n{"text": "w1 \\ud83d"}', "lines.jsonl, line 2"),
+    ("array.json", '["w0", {"messages": [{"a": "\\udc00"}]}]', "array.json, record 2"),
+    ("key.jsonl", '{"\\ud83d": "w1"}', "key.jsonl, line 1"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "where"), HALVES)
+def test_half_a_character_is_named_with_its_line(tmp_path, name, content, where):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=f"{where}: a text has .* half of a character"):
+        list(records(tmp_path / name))
 
 
 ROOM = 16
