@@ -156,6 +156,7 @@ def train_held(
                 checkpoint_every=config.run.checkpoint_every,
                 metrics=metrics,
                 tensorboard=config.tensorboard_folder,
+                csv=config.csv_folder,
                 trace=drawn,
                 trace_steps=trace_steps,
                 log_every=config.log_every,

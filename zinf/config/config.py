@@ -503,6 +503,14 @@ class Config(DeepSpeedKeys):
         return self.run.output / "tensorboard" if is_on else None
 
     @property
+    def csv_folder(self) -> Path | None:
+        """Where metrics go as CSV files; None: they are not written."""
+        if not self.csv_monitor.enabled:
+            return None
+        folder = self.csv_monitor.output_path
+        return Path(folder or self.run.output / "csv") / self.csv_monitor.job_name
+
+    @property
     def _bf16(self) -> BF16:
         return self.bf16 if self.bfloat16 is None else self.bfloat16
 
