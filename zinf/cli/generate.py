@@ -223,7 +223,7 @@ def print_evaluation(
     if not samples:
         raise ValueError(hf.no_samples(data, how, num_dropped))
     if num_cut or num_dropped:
-        tell(hf.treated(how, num_cut, num_dropped))
+        tell(f"{hf.treated(how, num_cut, num_dropped)}.")
     # Samples of equal length lie together, so little is padded.
     samples.sort(key=lambda sample: len(sample[0]))
     most = bucket(len(samples[-1][0]))

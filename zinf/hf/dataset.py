@@ -148,18 +148,18 @@ def tokenized(
         f"data: {len(ends):,} samples, {total:,} tokens, {trained:,} of them trained on"
     )
     if num_cut or num_dropped:
-        say(f"data: {treated(how, num_cut, num_dropped)}")
+        say(f"data: {treated(how, num_cut, num_dropped)}.")
     return folder
 
 
 def treated(how: Tokenizing, num_cut: int, num_dropped: int) -> str:
     """How many lines were cut, and how many left out, as they were too long."""
-    why = f"longer than {how.sequence_length:,} tokens"
+    lines = f"of the lines with more than {how.sequence_length:,} tokens"
     if how.too_long == "drop":
-        return f"{num_dropped:,} lines are {why} and left out"
+        return f"{lines} {num_dropped:,} left out"
     return (
-        f"{num_cut + num_dropped:,} lines are {why}: {num_cut:,} are cut, "
-        f"{num_dropped:,} left out, as nothing to train on remains of them"
+        f"{lines} {num_cut:,} cut and {num_dropped:,} left out, as nothing to train on "
+        "remains of them"
     )
 
 
@@ -169,7 +169,7 @@ def no_samples(paths: Sequence[Path], how: Tokenizing, num_dropped: int) -> str:
     if not num_dropped:
         return f"{names}: there is no line to read."
     return (
-        f"{names}: no line is left, as {treated(how, 0, num_dropped)}. Raise "
+        f"{names}: no line is left; {treated(how, 0, num_dropped)}. Raise "
         "data.sequence_length."
     )
 

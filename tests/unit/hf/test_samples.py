@@ -243,12 +243,12 @@ def test_a_sample_that_just_fits_is_whole():
 TREATED = {
     "truncate": (
         "data: 2 samples, 10 tokens, 8 of them trained on",
-        "data: 2 lines are longer than 8 tokens: 1 are cut, 1 left out, as nothing to "
-        "train on remains of them",
+        "data: of the lines with more than 8 tokens 1 cut and 1 left out, as nothing "
+        "to train on remains of them.",
     ),
     "drop": (
         "data: 1 samples, 2 tokens, 1 of them trained on",
-        "data: 2 lines are longer than 8 tokens and left out",
+        "data: of the lines with more than 8 tokens 2 left out.",
     ),
 }
 
@@ -261,7 +261,7 @@ def test_long_lines_are_counted_and_files_of_them_alone_refused(tmp_path, too_lo
     tokenized([data], how, **named)
     assert tuple(said) == TREATED[too_long]
     data = write(tmp_path / "long.jsonl", [LONG_PROMPT])
-    with pytest.raises(ValueError, match="no line is left, as .* left out"):
+    with pytest.raises(ValueError, match="no line is left; .* left out"):
         tokenized([data], how, **named)
 
 
