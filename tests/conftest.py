@@ -126,6 +126,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(reason)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def unused_devices_are_said() -> None:
+    """What is said once a process is said before any test looks at what is said."""
+    from zinf.prepare.devices import say_unused
+
+    say_unused(8)
+
+
 @pytest.fixture
 def tmp_nvme(tmp_path: Path) -> Iterator[Path]:
     """A fresh folder for an NVMe tier, on the drive under test if one is named."""

@@ -81,6 +81,8 @@ class Trainer:
             next free number.
         tensorboard: a folder for the metrics as TensorBoard events. Events of an
             earlier run are moved to its subfolder `run.1`, unless that run is resumed.
+        csv: a folder for the metrics as CSV files, one for each number; see
+            `zinf.observe.CsvFiles`.
         trace: a file for a trace of the first `trace_steps` steps of this run. It shows
             every instruction on its link; `zinf plot` draws it.
         log_every: steps between printed lines, if there is no terminal for a progress
@@ -109,6 +111,7 @@ class Trainer:
     checkpoint_every: int | None = None
     metrics: Path | str | None = None
     tensorboard: Path | str | None = None
+    csv: Path | str | None = None
     trace: Path | str | None = None
     trace_steps: int = 3
     log_every: int = 10
@@ -240,6 +243,10 @@ class _Run:
             events = observe.TensorBoard(settings.tensorboard, after_step=done)
             self.writers.append(events)
             self.say_kept("TensorBoard events", events.kept)
+        if settings.csv is not None:
+            files = observe.CsvFiles(settings.csv, after_step=done)
+            self.writers.append(files)
+            self.say_kept("CSV files", files.kept)
         if settings.trace is not None:
             self.trace = TraceFile(settings.trace, num_steps=settings.trace_steps)
         if done:

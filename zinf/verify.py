@@ -227,7 +227,7 @@ def _scratch(config: Config) -> Generator[Config, None, None]:
                 if zero.get(key):
                     zero[key] = {k: v for k, v in zero[key].items() if k != "nvme_path"}
             raw["zero_optimization"] = zero
-        yield Config.load(raw, world_size=config._world_size)
+        yield Config.load(raw, world_size=config.world_size)
 
 
 @contextmanager

@@ -262,6 +262,7 @@ def test_the_loss_of_held_out_text_does_not_depend_on_its_batches(
             split="validation",
             validation_fraction=0.99,
             num_epochs=1,
+            fills=True,
         )
         total, weight = map(sum, zip(*(sums(params, x) for x in data), strict=True))
         assert weight == 7 * 8

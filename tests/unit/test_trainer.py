@@ -30,7 +30,7 @@ from zinf.distributed import AbstractGroup, Alone
 from zinf.distributed.agreement import differences
 from zinf.memory import BudgetExceeded, StorageError
 from zinf.memory.nvme import System
-from zinf.observe import JsonLines, Progress, TraceFile, read_trace
+from zinf.observe import CsvFiles, JsonLines, Progress, TraceFile, read_trace
 from zinf.optim.decision import NonFiniteError
 from zinf.plan import Link
 from zinf.program import Tier
@@ -407,6 +407,7 @@ LINES = {
     "The metrics in": (JsonLines, "write"),
     "The TensorBoard events in": (EventsWriter, "write_event"),
     "The trace in": (TraceFile, "add"),
+    "The CSV files in": (CsvFiles, "write"),
     "The lines on standard output": (Progress, "write"),
 }
 
@@ -425,6 +426,7 @@ def test_a_line_that_cannot_be_written_saves_the_step_and_training_goes_on(
 
         engine = open_engine(offloaded=True)
         folder = {"metrics": tmp_path / "m.jsonl", "tensorboard": tmp_path / "events"}
+        folder["csv"] = tmp_path / "csv"
         paths = folder | {"trace": tmp_path / "trace.json", "trace_steps": 5}
         train(engine, 5, batches(), checkpoints=checkpoints, log_every=1, **paths)
     assert engine.num_steps == 5

@@ -232,5 +232,6 @@ def claim(directory: Path) -> None:
     if not is_empty:
         raise FileExistsError(
             f"{directory} is not empty, and a checkpoint is never overwritten. Name "
-            "another folder, or delete that one first."
+            "another folder, such as one for each step, which "
+            "zinf.checkpoint.Checkpoints does by itself, or delete that one first."
         )

@@ -92,6 +92,13 @@ class Manifest:
             raise failure("Cannot write the manifest", directory, error) from error
 
 
+# What `engine.get` calls by optax's names.
+STATE_NAMES = (
+    "state0, state1, ... are the optimizer state of a parameter, in optax's order: "
+    "of adam mu and nu."
+)
+
+
 def check_same(
     saved: Mapping[ArrayId, ArraySpec], specs: Mapping[ArrayId, ArraySpec], name: Place
 ) -> None:
@@ -102,6 +109,8 @@ def check_same(
     lines = [f"  {line}" for line in found[:MAX_DIFFERENCES_SHOWN]]
     if len(found) > len(lines):
         lines.append(f"  and {len(found) - len(lines)} more")
+    if any(line.startswith("state") for line in found):
+        lines.append(STATE_NAMES)
     raise ValueError(
         "\n".join(
             (

@@ -47,7 +47,7 @@ def samples(
     sequence_length: int,
     validation_fraction: float,
     packing: bool,
-    truncates: bool,
+    too_long: str | None,
     processes: int,
 ) -> Analysis:
     """The rows on which a model of transformers is trained, as its tokenizer reads."""
@@ -58,7 +58,7 @@ def samples(
             "sequence_length": sequence_length,
             "validation_fraction": validation_fraction,
             "packing": packing,
-            "truncate": truncates,
+            "too_long": too_long,
             "cache": str(output / "data"),
         },
     }

@@ -13,7 +13,7 @@ import typer
 from zinf.cli.checkpoint import checkpoint_app
 from zinf.cli.data import data_app
 from zinf.cli.errors import DIFFERS, USER_ERROR, clean_errors
-from zinf.cli.inference import AllowChanged, WeightBits, evaluate, generate
+from zinf.cli.inference import AllowChanged, TooLong, WeightBits, evaluate, generate
 from zinf.cli.trl import FamiliarCommand
 from zinf.complaint import ShownFormatter, tell
 from zinf.distributed import Flags, Limits, find_seat, options
@@ -246,6 +246,13 @@ def finetune(
     packing: Annotated[
         bool, typer.Option("--packing", help="Put several samples into one row.")
     ] = False,
+    too_long: Annotated[
+        TooLong | None,
+        typer.Option(
+            help="Samples of more tokens: error (if absent) ends the run, truncate "
+            "cuts them, drop leaves them out."
+        ),
+    ] = None,
     nvme: Annotated[
         Path | None,
         typer.Option(help="Folder on a drive, for state that memory has no room for."),
@@ -340,6 +347,7 @@ def finetune(
             completion_only=completion_only_loss,
             assistant_only=assistant_only_loss,
             packing=packing,
+            too_long=too_long,
             objective=objective,
             beta=beta,
         )

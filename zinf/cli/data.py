@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from zinf.cli.errors import clean_errors
+from zinf.cli.inference import TooLong
 from zinf.complaint import tell
 
 data_app = typer.Typer(no_args_is_help=True, help="Data for training.")
@@ -52,9 +53,9 @@ def analyze(
     packing: Annotated[
         bool, typer.Option("--packing", help="data.packing of the run.")
     ] = False,
-    truncate: Annotated[
-        bool, typer.Option("--truncate", help="data.truncate of the run.")
-    ] = False,
+    too_long: Annotated[
+        TooLong | None, typer.Option(help="data.too_long of the run.")
+    ] = None,
     processes: Annotated[int, typer.Option(min=1, help="Processes that compute.")] = 1,
     traceback: Annotated[
         bool, typer.Option("--traceback", help="Show where an error comes from.")
@@ -70,8 +71,8 @@ def analyze(
     from zinf.data import analyze as analyze_samples
     from zinf.memory.lock_file import lock_of_folder, locked
 
-    if model is None and (packing or truncate):
-        raise typer.BadParameter("--packing and --truncate are for --model.")
+    if model is None and (packing or too_long):
+        raise typer.BadParameter("--packing and --too-long are for --model.")
     common = {
         "sequence_length": sequence_length,
         "validation_fraction": validation_fraction,
@@ -83,7 +84,7 @@ def analyze(
             files = {"glob": glob, "field": field, "bin_dtype": bin_dtype}
             found = windows(paths, output, **files, **common)
         else:
-            rows = {"packing": packing, "truncates": truncate}
+            rows = {"packing": packing, "too_long": too_long}
             found = samples(model, paths, output, **rows, **common)
         analyze_samples(found, metric, say=tell)
         tell(f"The index files are in {output}.")

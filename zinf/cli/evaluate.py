@@ -12,7 +12,7 @@ import optax
 from zinf import hf
 from zinf.checkpoint import Saved
 from zinf.cli.places import place_of_checkpoints
-from zinf.cli.problem import dataset, describing, is_huggingface, problem
+from zinf.cli.problem import dataset, describing, is_huggingface, is_own, problem
 from zinf.complaint import tell
 from zinf.config import Config
 from zinf.engine import Engine
@@ -84,7 +84,8 @@ def print_run_evaluation(
         )
     mean = sum(x.total for x in losses) / sum(x.weight for x in losses)
     # Other losses are no entropies of tokens alone.
-    is_plain = config.data.objective == "sft" and not _has_experts(config)
+    is_plain = config.data.objective == "sft" and not is_own(config)
+    is_plain = is_plain and not _has_experts(config)
     perplexity = f"perplexity {exp(mean):.6g}, " if is_plain and mean < 700 else ""
     tell(
         f"{saved.directory.parent}: loss {mean:.6g}, {perplexity}{tokens:,} tokens of "

@@ -79,6 +79,8 @@ def finetune_model(
         # Samples may take minutes to read.
         hf.Task(config).model.check_files()
     if counts_epochs:
+        # The samples of a step depend on the number of devices.
+        config, _ = on_devices(raw, overrides=assumed)
         task = hf.Task(config)
         raw["run"]["steps"] = task.steps_of_epochs(batch_size(config), epochs, _say)
     config = Config.load(raw)

@@ -9,7 +9,7 @@ from itertools import islice
 from math import exp
 from pathlib import Path
 from time import perf_counter
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import jax
 import numpy as np
@@ -27,7 +27,6 @@ from zinf.cli.completions import (
 from zinf.complaint import complain, naming, tell
 from zinf.config import Config
 from zinf.config.deciding import deciding
-from zinf.data.extract import json_lines
 from zinf.inference import ROWS, Sampling, bucket
 from zinf.memory.lock_file import lock_beside, locked
 
@@ -117,7 +116,7 @@ def write_completions(
     # All lines are read first: what is wrong with the last is known before the first.
     lines = [
         (line, hf.prompt_tokens(model, line, where, chat=is_chat))
-        for line, where in json_lines(prompts)
+        for line, where in hf.records(prompts)
     ]
     if not lines:
         raise ValueError(f"{prompts}: there is no line to read.")
@@ -203,7 +202,7 @@ def print_evaluation(
     *,
     base: str | None,
     sequence_length: int,
-    truncates: bool,
+    too_long: Literal["error", "truncate", "drop"],
     completion_only: bool,
 ) -> None:
     """Prints the mean loss of the lines of files, in nats a token, and the speed."""
@@ -213,14 +212,19 @@ def print_evaluation(
     how = hf.Tokenizing(
         model.tokenizer,
         sequence_length=sequence_length,
-        truncates=truncates,
+        too_long=too_long,
         completion_only=completion_only,
         vocab_size=model.vocab_size,
     )
-    samples = [how.sample(*line) for path in data for line in json_lines(path)]
+    read = [how.read(*line) for path in data for line in hf.records(path)]
+    samples = [sample for reading in read for sample in reading.samples]
+    num_cut = sum(reading.is_cut for reading in read)
+    num_dropped = len(read) - len(samples)
     how.begun_inside.warn()
     if not samples:
-        raise ValueError(f"{', '.join(map(str, data))}: there is no line to read.")
+        raise ValueError(hf.no_samples(data, how, num_dropped))
+    if num_cut or num_dropped:
+        tell(f"{hf.treated(how, num_cut, num_dropped)}.")
     # Samples of equal length lie together, so little is padded.
     samples.sort(key=lambda sample: len(sample[0]))
     most = bucket(len(samples[-1][0]))

@@ -1,7 +1,7 @@
 """Declares `zinf generate` and `zinf evaluate`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -43,6 +43,7 @@ Overrides = Annotated[
         help="Set a key of a config, such as memory.host=8GiB; repeatable.",
     ),
 ]
+TooLong = Literal["error", "truncate", "drop"]
 ShowTraceback = Annotated[
     bool, typer.Option("--traceback", help="Show where an error comes from.")
 ]
@@ -159,16 +160,20 @@ def evaluate(
     data: Annotated[
         list[Path] | None,
         typer.Option(
-            help="JSON lines of text, of prompt and completion, or of messages; "
-            "repeatable. A config names its data itself."
+            help="JSON lines, a JSON array or parquet, with lines as zinf finetune "
+            "takes; repeatable. A config names its data itself."
         ),
     ] = None,
     sequence_length: Annotated[
         int, typer.Option(min=2, help="Most tokens of a sample.")
     ] = 1024,
-    truncate: Annotated[
-        bool, typer.Option("--truncate", help="Cut longer samples.")
-    ] = False,
+    too_long: Annotated[
+        TooLong,
+        typer.Option(
+            help="Longer samples: error ends the command, truncate cuts them, drop "
+            "leaves them out."
+        ),
+    ] = "error",
     whole: Annotated[
         bool, typer.Option("--whole", help="Count the tokens of prompts too.")
     ] = False,
@@ -216,7 +221,7 @@ def evaluate(
             budgets(overrides or (), nvme, weight_bits),
             base=base,
             sequence_length=sequence_length,
-            truncates=truncate,
+            too_long=too_long,
             completion_only=not whole,
         )
 

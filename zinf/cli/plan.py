@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jax
 import typer
 from jax.sharding import Mesh
 
@@ -13,6 +14,7 @@ from zinf.cli.errors import DOES_NOT_FIT, clean_errors
 from zinf.cli.problem import (
     devices,
     heading,
+    is_own,
     num_model_parameters,
     num_tokens,
     problem,
@@ -65,19 +67,20 @@ def plan_config(
             try:
                 with beside_teacher(config, mesh, machine) as config:
                     arguments, named = problem(config)
+                    batch = named.pop("batch")
                     planner = make_planner(
-                        *arguments,
-                        rng=named["rng"],
-                        has_aux=named.get("has_aux", False),
-                        mesh=mesh,
-                        topology=machine,
+                        *arguments, **named, mesh=mesh, topology=machine
                     )
-                    made = planner.plan_batch(named["batch"])
+                    made = planner.plan_batch(batch)
             except InfeasibleError as error:
                 tell(f"does not fit: {error}\n")
                 return DOES_NOT_FIT
             tell(f"fits: {_shown(made, every)}\n")
-            count = num_model_parameters(config)
+            if is_own(config):
+                leaves = jax.tree.leaves(planner.problem.abstract_params)
+                count = sum(leaf.size for leaf in leaves)
+            else:
+                count = num_model_parameters(config)
             tell(
                 describe_state(
                     planner.problem, planner.separated, num_parameters=count

@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 
 from zinf import hf
 from zinf.adapt import Adapted, adapt, load_adapter
-from zinf.config import Config, notices
+from zinf.cli.own_model import own_arguments
+from zinf.config import Config, Model, notices
 from zinf.data import (
     TEACHER_LOGITS,
     describe,
@@ -40,6 +41,8 @@ def problem(
     """
     if is_huggingface(config):
         return hf.Task(config).arguments(batch_size(config) // group.count)
+    if is_own(config):
+        return _own_problem(config, group)
     loss, init, named = _given(config, group)
     distillation = config.distillation
     if distillation is not None:
@@ -61,6 +64,24 @@ def problem(
     adapted = _with_adapters(config, loss, init, named)
     named["eval_loss_fn"] = adapted.eval_loss_fn
     return (adapted.loss_fn, adapted.params, optimizer, adapted.config(told)), named
+
+
+def _own_problem(
+    config: Config, group: AbstractGroup
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of `initialize` for what `model.function` returns."""
+    named = own_arguments(config)
+    loss, params = named.pop("loss_fn"), named.pop("params")
+    named = {"rng": None, "batch": _batch_spec(config, group)} | named
+    return (loss, params, build_optimizer(config), config.told()), named
+
+
+def _batch_spec(
+    config: Config, group: AbstractGroup
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of this process's part of a batch of a config's data."""
+    shape = batch_size(config) // group.count, config.sequence_length + 1
+    return {"tokens": jax.ShapeDtypeStruct(shape, np.int32)}
 
 
 def teacher_logits(config: Config, batch: dict[str, Any]) -> jax.ShapeDtypeStruct:
@@ -108,15 +129,13 @@ def _given(
     config: Config, group: AbstractGroup
 ) -> tuple[Callable, Callable, dict[str, Any]]:
     """The loss and the parameters of a config's model, and its key and batch."""
-    rows = batch_size(config) // group.count
     model = gpt_config(config)
     init, loss = init_and_loss(model, seed=config.run.seed)
-    shape = (rows, config.sequence_length + 1)
     dropout = 0.0 if config.adapter is None else config.adapter.lora_dropout
     sums = held_out_sums(model)
     named = {
         "rng": jax.random.key(config.run.seed) if model.dropout or dropout else None,
-        "batch": {"tokens": jax.ShapeDtypeStruct(shape, np.int32)},
+        "batch": _batch_spec(config, group),
         "eval_loss_fn": lambda params, batch: Weighted(*sums(params, batch)),
     }
     return loss, init, named
@@ -139,6 +158,11 @@ def make_engine(config: Config, mesh: Mesh, group: AbstractGroup = ALONE) -> Eng
 def is_huggingface(config: Config) -> bool:
     """Whether the model of a config is one of `transformers`."""
     return config.model is not None and config.model.huggingface is not None
+
+
+def is_own(config: Config) -> bool:
+    """Whether a function of the user makes the model of a config."""
+    return config.model is not None and config.model.function is not None
 
 
 def dataset(
@@ -173,9 +197,10 @@ def dataset(
         batch_size=batch_size(config),
         seed=data.seed if efficiency is None or metrics is None else efficiency.seed,
         num_epochs=num_epochs if split == "train" else 1,
+        fills=split == "validation" and not is_own(config),
         split=split,
         validation_fraction=data.validation_fraction,
-        vocab_size=gpt_config(config).vocab_size,
+        vocab_size=_model(config).vocab_size,
         process=(group.index, group.count),
         num_microbatches=config.num_microbatches,
         metrics=metrics,
@@ -219,21 +244,38 @@ def describing(config: Config) -> Callable[[Any], dict[str, int]]:
     return hf.Task.describe if is_huggingface(config) else describe
 
 
-def gpt_config(config: Config) -> GPTConfig:
-    """The shape of a config's own model.
+def _model(config: Config) -> Model:
+    """The model section of a config.
 
     Raises:
-        ValueError: the config has no model section.
+        ValueError: there is none.
     """
     if config.model is None:
         raise ValueError(
             "The config has no model section, which zinf train and zinf plan need. "
             "Add one, such as model: {num_layers: 8, num_heads: 5, embed_dim: 320, "
-            "max_length: 256}, or pass a loss function to zinf.initialize in Python."
+            "max_length: 256}, or one of your own: model: {function: module:make}."
+        )
+    return config.model
+
+
+def gpt_config(config: Config) -> GPTConfig:
+    """The shape of zinf's model that a config asks for.
+
+    Raises:
+        ValueError: the config has no model section.
+        NotImplementedError: a function of the user makes the model.
+    """
+    model = _model(config)
+    if model.function is not None:
+        raise NotImplementedError(
+            "This is for zinf's own model and those of transformers, whose parts it "
+            f"knows, and model.function {model.function} makes this one. Use the "
+            "engine of zinf.initialize in Python."
         )
     kept = config.kept_tokens
     layers = () if kept is None else kept.layers
-    given = config.model.model_dump(exclude={"name", "huggingface"})
+    given = model.model_dump(exclude={"name", "huggingface", "function"})
     return GPTConfig(**given, random_ltd_layers=layers)
 
 
@@ -253,10 +295,16 @@ def heading(path: Path | str, config: Config) -> str:
 
 
 def title(path: Path | str, config: Config) -> str:
-    """Config file, number of parameters, tokens per step and dtype, in one line."""
+    """Config file, number of parameters, tokens per step and dtype, in one line.
+
+    Parameters of a function of the user are counted when it has run; here it is named.
+    """
+    if is_own(config):
+        model = f"the model of {_model(config).function}"
+    else:
+        model = f"{num_model_parameters(config):,} parameters"
     return (
-        f"{path}: {num_model_parameters(config):,} parameters, "
-        f"{num_tokens(config):,} tokens a step, {config.compute_dtype}"
+        f"{path}: {model}, {num_tokens(config):,} tokens a step, {config.compute_dtype}"
     )
 
 

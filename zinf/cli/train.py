@@ -108,7 +108,13 @@ def train_held(
         content = decides(config)
         changes, changed = check_resumed(config, content, allow_changed, say)
     evaluates = config.run.evaluate_every is not None
-    evaluation_data = dataset(config, "validation", group) if evaluates else None
+    evaluation_data = None
+    if evaluates:
+        # Files of text are those of training, and were named already.
+        tells = say if is_huggingface(config) else _say_nothing
+        evaluation_data = dataset(
+            config, "validation", group, say=lambda text: tells(f"evaluation {text}")
+        )
     say(heading(path, config))
     with ExitStack() as opened:
         engine, data = _opened(config, mesh, group, data, opened, say)
@@ -156,6 +162,7 @@ def train_held(
                 checkpoint_every=config.run.checkpoint_every,
                 metrics=metrics,
                 tensorboard=config.tensorboard_folder,
+                csv=config.csv_folder,
                 trace=drawn,
                 trace_steps=trace_steps,
                 log_every=config.log_every,

@@ -29,12 +29,15 @@ def verify_config(
             "with torch."
         )
     (loss_fn, init, tx, config), named = problem(config)
+    specs = named.pop("batch")
+    # The loss of evaluations has no part in training.
+    named.pop("eval_loss_fn", None)
     tell(heading(path, config))
     assert config.model is not None
     random = np.random.default_rng(config.run.seed)
     tokens = {
         name: random.integers(0, config.model.vocab_size, spec.shape, spec.dtype)
-        for name, spec in named["batch"].items()
+        for name, spec in specs.items()
     }
     found = verify(
         loss_fn,
@@ -43,9 +46,8 @@ def verify_config(
         config,
         batch=tokens,
         num_steps=num_steps,
-        rng=named["rng"],
-        has_aux=named.get("has_aux", False),
         mesh=mesh,
+        **named,
     )
     console().print(found.shown(every=every), soft_wrap=True)
     return found.agrees

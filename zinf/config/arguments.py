@@ -45,7 +45,8 @@ OPTIMIZER, SCHEDULER = ("optimizer", "params"), ("scheduler", "params")
 LR, TOTAL_STEPS = (*OPTIMIZER, "lr"), (*SCHEDULER, "total_num_steps")
 ROWS = (
     Row(("train_micro_batch_size_per_gpu",), ("per_device_train_batch_size",), None),
-    Row(("gradient_accumulation_steps",), ("gradient_accumulation_steps",), 1),
+    # Absent, it follows from the other sizes of a batch, and is 1 if none is given.
+    Row(("gradient_accumulation_steps",), ("gradient_accumulation_steps",), None),
     Row(("gradient_clipping",), ("max_grad_norm",), 1.0),
     Row(LR, ("learning_rate",), 5e-5),
     Row((*OPTIMIZER, "betas"), ("adam_beta1", "adam_beta2"), (0.9, 0.999)),
@@ -127,6 +128,18 @@ def chosen_values(
             and status_of(field) is Status.USED
         ):
             yield (*above, key), found
+
+
+def default_values(raw: Mapping[str, Any]) -> dict[Key, Any]:
+    """Keys of the table that are "auto", and the values they get without arguments."""
+    filled, found = fill(raw).raw, dict[Key, Any]()
+    for row in ROWS:
+        *above, name = row.key
+        before = section_at(raw, tuple(above)) or {}
+        value = (section_at(filled, tuple(above)) or {}).get(name)
+        if before.get(name) == AUTO_WORD and value not in (None, AUTO_WORD):
+            found[row.key] = value
+    return found
 
 
 def section_at(raw: Mapping[str, Any], path: Key) -> dict[str, Any] | None:

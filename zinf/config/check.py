@@ -7,7 +7,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from zinf.config.arguments import Key, default_values
 from zinf.config.config import Config, check_raw
+from zinf.config.grouping import grouping
 from zinf.config.load import override, raw_config
 from zinf.config.messages import Problem, dotted
 from zinf.config.nearest import did_you_mean
@@ -75,23 +77,25 @@ def report(
     source: Mapping[str, Any] | str | Path | Config | None,
     overrides: Sequence[str] = (),
     *,
-    world_size: int = 1,
+    world_size: int | None = None,
 ) -> Report:
     """What zinf does with each key of `source`, also when it cannot be loaded.
 
     Args:
         overrides: "a.b=value" each, on top.
-        world_size: data-parallel devices, for batch-size arithmetic.
+        world_size: data-parallel devices, for batch-size arithmetic; None: as many as
+            the mesh of the config has, or 1 if that takes all devices.
 
     Raises:
         FileNotFoundError, ValueError: there is no file, or it is not YAML or JSON.
     """
     raw = override(raw_config(source), overrides)
-    found = check_raw(raw, world_size=world_size)
+    asked = grouping(raw).num_data_parallel if world_size is None else world_size
+    found = check_raw(raw, world_size=asked or 1)
     return Report(
-        rows=tuple(_with_choices(_rows(Config, raw), found.config)),
+        rows=tuple(_with_choices(_rows(Config, raw), _chosen(raw, found.config))),
         problems=found.problems,
-        notes=tuple(_notes(raw, found.config)),
+        notes=tuple(_notes(raw, found.config, knows_devices=asked is not None)),
     )
 
 
@@ -108,9 +112,13 @@ def _rows(
             yield from _leaves(path, value, status, reason)
 
 
-def _with_choices(rows: Iterable[Row], config: Config | None) -> Iterator[Row]:
+def _chosen(raw: Mapping[str, Any], config: Config | None) -> dict[Key, Any]:
+    """Keys that are "auto" and their values, also of a config that is refused."""
+    return default_values(raw) if config is None else config.chosen
+
+
+def _with_choices(rows: Iterable[Row], chosen: Mapping[Key, Any]) -> Iterator[Row]:
     """The rows; where "auto" was replaced, the reason names the value."""
-    chosen = config.chosen if config else {}
     by_name = {dotted(key): shown(value) for key, value in chosen.items()}
     for row in rows:
         if row.key in by_name:
@@ -152,7 +160,9 @@ def _shown(value: Any) -> str:
     return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 3]}..."
 
 
-def _notes(raw: Mapping[str, Any], config: Config | None) -> Iterator[str]:
+def _notes(
+    raw: Mapping[str, Any], config: Config | None, *, knows_devices: bool
+) -> Iterator[str]:
     clipping = raw.get("gradient_clipping")
     if clipping is None:
         yield (
@@ -162,18 +172,26 @@ def _notes(raw: Mapping[str, Any], config: Config | None) -> Iterator[str]:
     if config is None:
         return
     yield from notices(config)
+    yield _batch_note(config, knows_devices)
     yield from _training_notes(config)
     yield from _memory_notes(config)
 
 
-def _training_notes(config: Config) -> Iterator[str]:
+def _batch_note(config: Config, knows_devices: bool) -> str:
     if config.batch_size is None:
-        yield "The batch size is that of the first batch."
-    else:
-        yield (
-            f"One step is {config.batch_size} samples: {config.num_microbatches} "
-            f"microbatches of {config.microbatch_size} per device."
-        )
+        return "The batch size is that of the first batch."
+    devices = f"each of {config.world_size} devices"
+    if config.world_size == 1:
+        devices = "one device"
+    if not knows_devices:
+        devices += ". mesh.fsdp does not say how many devices there are"
+    return (
+        f"One step is {config.batch_size} samples: {config.num_microbatches} "
+        f"microbatches of {config.microbatch_size} on {devices}."
+    )
+
+
+def _training_notes(config: Config) -> Iterator[str]:
     yield f"Compute is in {config.compute_dtype}; masters stay in float32."
     optimizer = config.optimizer
     params = optimizer.params if optimizer and optimizer.type == "Adam" else None

@@ -1,7 +1,7 @@
 """The whole config, and the properties of it that the engine reads."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from zinf.config.efficiency import (
     dropping_violations,
     length_violations,
 )
+from zinf.config.grouping import grouping
 from zinf.config.load import override, raw_config
 from zinf.config.messages import ConfigError, Notice, Problem, without_effect
 from zinf.config.pacing import Pacing, buckets
@@ -27,6 +28,7 @@ from zinf.config.rules import (
     counting_violations,
     distillation_violations,
     execution_violations,
+    function_violations,
     huggingface_violations,
     memory_violations,
     mesh_violations,
@@ -122,6 +124,7 @@ class Config(DeepSpeedKeys):
     _chosen: dict[Key, Any] = PrivateAttr(default_factory=dict)
     _not_done: tuple[Notice, ...] = PrivateAttr(default=())
     _is_told: bool = PrivateAttr(default=False)
+    _origin: "Origin" = PrivateAttr(default_factory=lambda: Origin())
 
     @classmethod
     def load(
@@ -140,7 +143,8 @@ class Config(DeepSpeedKeys):
                 an empty one.
             overrides: values are read as YAML; a later one wins.
             world_size: data-parallel devices, for batch-size arithmetic; by default
-                those that a given config was loaded for, else 1.
+                those that a given config was loaded for, or that `mesh` asks for, or 1
+                if the mesh takes all devices. `on_devices` counts those.
             arguments: what fills in keys that are "auto", by the names of
                 `transformers.TrainingArguments` (`learning_rate`, `max_grad_norm`,
                 `max_steps`, ...), as its `to_dict` gives them. Those that are not given
@@ -160,12 +164,17 @@ class Config(DeepSpeedKeys):
         raw = override(raw_config(source), overrides)
         if ignore_unsupported is not None:
             raw["ignore_unsupported"] = ignore_unsupported
-        found = check_raw(raw, world_size=world_size or 1, arguments=arguments)
+        if world_size is None:
+            world_size = grouping(raw).num_data_parallel or 1
+        found = check_raw(raw, world_size=world_size, arguments=arguments)
         if found.config is None:
             name = str(source) if isinstance(source, str | Path) else "config"
             raise ConfigError(name, found.problems)
         if isinstance(source, Config):
             found.config._take_over(source, overrides)
+        elif isinstance(source, str | Path):
+            folder = Path(source).expanduser().absolute().parent
+            found.config._origin = Origin(folder)
         return found.config
 
     def _take_over(self, source: "Config", overrides: Sequence[str]) -> None:
@@ -177,12 +186,21 @@ class Config(DeepSpeedKeys):
                 self._chosen.setdefault(key, value)
         kept = [n for n in source._not_done if not overlaps(n.path, changed)]
         self._not_done = tuple(dict.fromkeys([*kept, *self._not_done]))
+        self._origin = source._origin
 
     def told(self) -> "Config":
         """A copy whose notices `zinf.initialize` does not log, as they were printed."""
         told = self.model_copy()
         told._is_told = True
         return told
+
+    def folders_of_modules(self) -> tuple[Path, ...]:
+        """Where the module of `model.function` is looked for, in this order.
+
+        The folder of the file that this config was read from, and the current folder.
+        """
+        folders = [self._origin.folder, Path.cwd()]
+        return tuple(dict.fromkeys(folder for folder in folders if folder is not None))
 
     def without_training(self) -> "Config":
         """A copy for running a model: all is frozen, and no step is taken.
@@ -258,6 +276,9 @@ class Config(DeepSpeedKeys):
             self.model,
             self.data,
             self.fp16.enabled,
+        )
+        yield from function_violations(
+            self.model, self.adapter, self.distillation, self.data_efficiency
         )
         yield from huggingface_violations(
             self.model, self.curriculum_learning, self.data_efficiency, self.data
@@ -377,8 +398,13 @@ class Config(DeepSpeedKeys):
 
     @property
     def batch_size(self) -> int | None:
-        """Samples per step; None: the first batch decides."""
+        """Samples per step on `world_size` devices; None: the first batch decides."""
         return self._sizes.batch
+
+    @property
+    def world_size(self) -> int:
+        """Data-parallel devices that sizes of batches are computed for."""
+        return self._world_size
 
     @property
     def segment_max_bytes(self) -> int | None:
@@ -483,6 +509,14 @@ class Config(DeepSpeedKeys):
         return self.run.output / "tensorboard" if is_on else None
 
     @property
+    def csv_folder(self) -> Path | None:
+        """Where metrics go as CSV files; None: they are not written."""
+        if not self.csv_monitor.enabled:
+            return None
+        folder = self.csv_monitor.output_path
+        return Path(folder or self.run.output / "csv") / self.csv_monitor.job_name
+
+    @property
     def _bf16(self) -> BF16:
         return self.bf16 if self.bfloat16 is None else self.bfloat16
 
@@ -509,6 +543,17 @@ class Config(DeepSpeedKeys):
             ("zero_optimization", "offload_optimizer"): self.optimizer_tier,
             ("activation_checkpointing", "cpu_checkpointing"): self.activation_tier,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a config was read from. Configs are equal wherever that is.
+
+    Attributes:
+        folder: of its file; None: it was no file.
+    """
+
+    folder: Path | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,19 @@ class TensorBoard(Section):
     """Folder of this job below it."""
 
 
+class CsvMonitor(Section):
+    """Metrics as CSV files, one for each."""
+
+    enabled: Flag = False
+    """Write a row step,value of each metric after each step, in a file of its name."""
+
+    output_path: str = ""
+    """Folder of all jobs; run.output when empty."""
+
+    job_name: Text = "DeepSpeedJobName"
+    """Folder of this job below it."""
+
+
 class DeepSpeedKeys(Section):
     """The keys that a `ds_config.json` may hold."""
 
@@ -196,8 +209,8 @@ class DeepSpeedKeys(Section):
     nebula: Unsupported[AnyKeys | None] = None
     """Checkpoints by Azure Nebula; zinf writes its own, to run.output."""
 
-    csv_monitor: Unsupported[AnyKeys | None] = None
-    """Metrics as CSV; set run.metrics for JSON lines instead."""
+    csv_monitor: CsvMonitor = Field(default_factory=CsvMonitor)
+    """Metrics as CSV files."""
 
     wandb: Unsupported[AnyKeys | None] = None
     """Metrics to Weights & Biases; set run.metrics for JSON lines instead."""

@@ -35,6 +35,14 @@ class Grouping:
         return self != Grouping()
 
     @property
+    def num_data_parallel(self) -> int | None:
+        """Devices that divide the examples of a batch; None: it depends on how many
+        there are."""
+        if self.num_shards is None:
+            return None
+        return self.num_replicas * self.num_shards * self.num_expert
+
+    @property
     def inner_sizes(self) -> dict[str, int]:
         """The sizes of the axes within a group that are not 1, by their keys."""
         sizes = {

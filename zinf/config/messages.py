@@ -62,8 +62,8 @@ class ConfigError(ValueError):
         lines = [f"  {problem}" for problem in self.problems]
         if any(problem.is_unsupported for problem in self.problems):
             lines.append(
-                "  To train without what is not supported: zinf train "
-                "--ignore-unsupported, or ignore_unsupported: true in the config."
+                "  To train without what is not supported: ignore_unsupported: true in "
+                "the config (in a command, --set ignore_unsupported=true)."
             )
         super().__init__("\n".join([f"{source} has {count}:", *lines]))
 

@@ -22,7 +22,13 @@ ZERO = "zero_optimization"
 # Keys that `zinf train` reads and `zinf.initialize` does not.
 FOR_TRAIN = (
     *("optimizer", "scheduler", "model", "data", "run"),
-    *("tensorboard", "steps_per_print", "curriculum_learning", "data_efficiency"),
+    *(
+        "tensorboard",
+        "csv_monitor",
+        "steps_per_print",
+        "curriculum_learning",
+        "data_efficiency",
+    ),
 )
 
 

@@ -32,7 +32,6 @@ KEYS = {
     "compression_training": """
         weight_quantization activation_quantization sparse_pruning row_pruning
         head_pruning channel_pruning layer_reduction""",
-    "csv_monitor": "enabled output_path job_name",
     "eigenvalue": """
         enabled verbose max_iter tol stability gas_boundary_resolution layer_name
         layer_num model_name""",

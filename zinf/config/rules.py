@@ -256,6 +256,27 @@ def counting_violations(
         yield ("scheduler", "count"), f"{text} {path}."
 
 
+def function_violations(
+    model: Model | None,
+    adapter: Adapter | None,
+    distillation: Distillation | None,
+    efficiency: DataEfficiency | None,
+) -> Iterator[Violation]:
+    """Settings that change a model, beside a function that makes it."""
+    if model is None or model.function is None:
+        return
+    drops = efficiency is not None and efficiency.random_ltd is not None
+    others = {
+        ("adapter",): (adapter is not None, "zinf.adapt.lora"),
+        ("distillation",): (distillation is not None, "zinf.data.Taught"),
+        ("data_efficiency", "data_routing"): (drops, "zinf.random_ltd"),
+    }
+    for path, (is_used, instead) in others.items():
+        if is_used:
+            text = "is for zinf's own models, and model.function makes this one"
+            yield path, f"{text}. Remove it, and use {instead} in Python."
+
+
 def distillation_violations(
     distillation: Distillation | None,
     model: Model | None,
@@ -282,8 +303,8 @@ def model_violations(model: Model | None, data: Data) -> Iterator[Violation]:
     """Data that the model cannot take."""
     if model is None or model.huggingface is not None:
         return
-    assert model.max_length is not None, "a violation of the model section itself"
-    if data.sequence_length is not None and data.sequence_length > model.max_length:
+    length, longest = data.sequence_length, model.max_length
+    if length is not None and longest is not None and length > longest:
         text = f"{data.sequence_length} tokens are more than model.max_length"
         text = f"{text}, which is {model.max_length}"
         yield ("data", "sequence_length"), f"{text}. Lower it, or raise max_length."

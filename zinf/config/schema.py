@@ -30,6 +30,8 @@ Layers = Annotated[Count, Field(le=4096)]
 Width = Annotated[Count, Field(le=2**20)]
 Experts = Annotated[Whole, Field(le=4096)]
 STDLIB = "stdlib"
+# Keys of a model that its data is checked by.
+BESIDE_FUNCTION = frozenset({"function", "vocab_size", "max_length"})
 SEQUENCE_LENGTH = 256
 PUBLISHED_SEQUENCE_LENGTH = 1024  # of a model that huggingface names
 BYTE_VALUES = 256
@@ -131,20 +133,26 @@ class Model(Section):
     """Folder of a model of transformers, or its name on the Hugging Face hub, to train
     from its weights; null: a new model of the sizes below. Needs zinf[hf]."""
 
+    function: Text | None = None
+    """module:function of your own, which returns (loss_fn, params) as zinf.initialize
+    takes them, or a dict of its arguments; it may take the config. The module is in the
+    folder of the config file, the current folder, or installed. Null: the model below.
+    """
+
     name: Literal["gpt"] = "gpt"
     """A decoder-only Transformer."""
 
     num_layers: Layers | None = None
-    """Number of blocks; required without huggingface."""
+    """Number of blocks; required with name."""
 
     num_heads: Width | None = None
-    """Attention heads per block; required without huggingface."""
+    """Attention heads per block; required with name."""
 
     num_kv_heads: Width | None = None
     """Key and value heads; num_heads when null."""
 
     embed_dim: Width | None = None
-    """Width of the residual stream; required without huggingface."""
+    """Width of the residual stream; required with name."""
 
     mlp_dim: Width | None = None
     """Hidden width of the MLP; null: 4 embed_dim for gelu, about 8/3 for swiglu."""
@@ -153,7 +161,7 @@ class Model(Section):
     """Number of token values; bytes have 256."""
 
     max_length: Int32 | None = None
-    """Longest sequence in tokens; required without huggingface."""
+    """Longest sequence in tokens; required with name."""
 
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Normalisation."""
@@ -212,6 +220,9 @@ class Model(Section):
             for key in sorted(self.model_fields_set - {"huggingface"}):
                 yield (key,), "has no effect: huggingface names the model. Remove it."
             return
+        if self.function is not None:
+            yield from self._violations_of_function(self.function)
+            return
         sizes = self.num_layers, self.num_heads, self.embed_dim, self.max_length
         names = "num_layers", "num_heads", "embed_dim", "max_length"
         missing = [n for n, size in zip(names, sizes, strict=True) if size is None]
@@ -232,6 +243,15 @@ class Model(Section):
             text = "says what remat saves, and remat is off. Set model.remat too."
             yield ("communication_aware_remat",), text
         yield from self._violations_of_experts(self.num_layers)
+
+    def _violations_of_function(self, function: str) -> Iterator[Violation]:
+        module, _, name = function.partition(":")
+        if not name.isidentifier() or not all(map(str.isidentifier, module.split("."))):
+            # Of the section: without the key alone, others would be missing.
+            text = f"function {function!r} is none: write it as module:function."
+            yield (), text
+        for key in sorted(self.model_fields_set - BESIDE_FUNCTION):
+            yield (key,), "has no effect: function makes the model. Remove it."
 
     def _violations_of_experts(self, num_layers: int) -> Iterator[Violation]:
         given = self.num_experts
@@ -287,9 +307,13 @@ class Data(Section):
     field: Text = "text"
     """Name of the text in JSON lines and parquet."""
 
+    too_long: Literal["error", "truncate", "drop"] | None = None
+    """With model.huggingface: what happens to samples longer than sequence_length.
+    error (or null): the run is refused, and the first of them named. truncate: they are
+    cut, and left out if no trained token remains. drop: they are left out."""
+
     truncate: Flag = False
-    """With model.huggingface: cut samples longer than sequence_length; else they are
-    refused."""
+    """Old name: true means too_long: truncate."""
 
     completion_only: Flag = True
     """With model.huggingface: train on completions and on what an assistant says, and
@@ -340,6 +364,18 @@ class Data(Section):
 
     seed: Seed = 0
     """Seed of the order of samples."""
+
+    @property
+    def treatment_of_long(self) -> Literal["error", "truncate", "drop"]:
+        """What happens to samples that are too long, under either name."""
+        return self.too_long or ("truncate" if self.truncate else "error")
+
+    def violations(self) -> Iterator[Violation]:
+        if self.truncate and self.too_long is not None:
+            yield (
+                ("truncate",),
+                "is the old name of too_long, which is given too; remove it.",
+            )
 
 
 class Run(Section):

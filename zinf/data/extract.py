@@ -131,17 +131,22 @@ def _text(row: Any, field: str, where: str) -> str:
     raise ValueError(f"{where}: there is no text in {field!r}. {found}")
 
 
+def _is_text(pa: Any, kind: Any) -> bool:
+    """Whether a column of a type has texts, also as numbers of a list of texts.
+
+    That is how pandas writes categories.
+    """
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
 def _rows(path: Path, field: str) -> Iterator[str]:
     pa, parquet = _pyarrow(path)
     try:
         with parquet.ParquetFile(path) as file:
             schema = file.schema_arrow
-            texts = [
-                column.name
-                for column in schema
-                if pa.types.is_string(column.type)
-                or pa.types.is_large_string(column.type)
-            ]
+            texts = [column.name for column in schema if _is_text(pa, column.type)]
             if field not in texts:
                 raise ValueError(
                     f"{path} has no column {field!r} of text, only "

@@ -178,6 +178,7 @@ def text_dataset(
     validation_fraction: float,
     vocab_size: int | None = None,
     num_epochs: int | None = None,
+    fills: bool = False,
     process: tuple[int, int] = (0, 1),
     num_microbatches: int = 1,
     metrics: Callable[[int, dict[str, Any]], Sequence[Metric]] | None = None,
@@ -199,8 +200,9 @@ def text_dataset(
             the part before it. The splits share no token.
         vocab_size: Size of the model's vocabulary; a token outside it is an error.
         num_epochs: Number of passes over the split; None never ends. Windows at the end
-            that do not fill a batch are left out; those of a finite validation are
-            followed by rows of -1, which `zinf.models.held_out_sums` gives no weight.
+            that do not fill a batch are left out.
+        fills: the last batch is filled with rows of -1 instead, to which the loss must
+            give no weight, as `zinf.models.held_out_sums` does.
         process: (index, count): index of this process, and number of processes, which
             must read equal files. This process gets `batch_size / count` rows of every
             batch (see `Share`).
@@ -226,7 +228,6 @@ def text_dataset(
         validation_fraction=validation_fraction,
         vocab_size=vocab_size,
     )
-    fills = split == "validation" and num_epochs is not None
     if len(windows) < (1 if fills else batch_size):
         raise ValueError(
             f"The {split} split has {windows.num_tokens:,} tokens, which is "

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from zinf.hf.completion import complete_texts as complete_texts
     from zinf.hf.completion import prompt_tokens as prompt_tokens
     from zinf.hf.completion import settings_of as settings_of
+    from zinf.hf.dataset import no_samples as no_samples
+    from zinf.hf.dataset import treated as treated
     from zinf.hf.engine import ModelEngine as ModelEngine
     from zinf.hf.engine import initialize as initialize
     from zinf.hf.engine import open_model as open_model
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from zinf.hf.model import load as load
     from zinf.hf.model import load_as_stored as load_as_stored
     from zinf.hf.preference import Preference as Preference
+    from zinf.hf.records import records as records
     from zinf.hf.samples import Tokenizing as Tokenizing
     from zinf.hf.task import CLASSIFICATION as CLASSIFICATION
     from zinf.hf.task import Task as Task
@@ -51,9 +54,12 @@ make_lazy(
         "load_head": "zinf.hf.heads",
         "load_as_stored": "zinf.hf.model",
         "open_model": "zinf.hf.engine",
+        "no_samples": "zinf.hf.dataset",
         "prompt_tokens": "zinf.hf.completion",
+        "records": "zinf.hf.records",
         "running": "zinf.hf.engine",
         "settings_of": "zinf.hf.completion",
+        "treated": "zinf.hf.dataset",
         "verdict_of": "zinf.hf.comparison",
         "write_adapter": "zinf.hf.export",
         "write_model": "zinf.hf.export",

@@ -11,7 +11,7 @@ import numpy as np
 from zinf.hf.batch import IGNORED
 from zinf.hf.dataset import Samples
 from zinf.hf.records import records
-from zinf.hf.samples import Sample, Tokenizing
+from zinf.hf.samples import DROPPED, Reading, Tokenizing
 from zinf.interchange.names import listed
 
 
@@ -25,17 +25,20 @@ class ClassTokenizing(Tokenizing):
 
     classes: tuple[str, ...] = ()
 
-    def sample(self, line: Any, where: str) -> Sample:
+    def read(self, line: Any, where: str) -> Reading:
         """The tokens of the text; the last one has the class as its label.
 
         Raises:
             ValueError: the line has no such fields, the label is no class of the model,
-                or the text is too long; the message names the line.
+                or the text is too long (with too_long error); the message names the
+                line.
         """
         text, label = _fields(line, where)
         ids = self.tokenizer(text).input_ids
-        if len(ids) > self.sequence_length:
-            self.check_cut(len(ids), where)
+        is_long = len(ids) > self.sequence_length
+        if is_long:
+            if not self.is_cut(len(ids), where):
+                return DROPPED
             # Tokens that end every text of this tokenizer stay at the end.
             ids = self.tokenizer(
                 text, truncation=True, max_length=self.sequence_length
@@ -54,7 +57,8 @@ class ClassTokenizing(Tokenizing):
                 f"{listed(self.classes)}. Change the line, or name all classes in "
                 "data.labels."
             )
-        return ids, [*[IGNORED] * (len(ids) - 1), number]
+        labels = [*[IGNORED] * (len(ids) - 1), number]
+        return Reading(((ids, labels),), is_long)
 
 
 class Classified(grain.sources.RandomAccessDataSource):

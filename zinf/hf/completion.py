@@ -8,6 +8,7 @@ import numpy as np
 
 from zinf.hf.engine import ModelEngine
 from zinf.hf.model import Model
+from zinf.hf.records import tools_of, with_content
 from zinf.hf.template import apply_template
 from zinf.hf.texts import prompt_ids
 from zinf.inference import Sampling, read_settings, token_ids
@@ -76,11 +77,14 @@ def prompt_tokens(model: Model, line: Any, where: str, *, chat: bool) -> np.ndar
                 f"{where}: {model.name} has no chat template, so it does not say how a "
                 "conversation is laid out. Give a plain prompt."
             )
+        tools = tools_of(line, where)
+        if isinstance(messages, list):
+            messages = with_content(messages, where)
         try:
             ids = apply_template(
                 tokenizer,
                 messages,
-                tools=line.get("tools"),
+                tools=tools,
                 tokenize=True,
                 return_dict=True,
                 add_generation_prompt=True,

@@ -114,7 +114,7 @@ def tokenized(
 
     Raises:
         FileNotFoundError: a file does not exist.
-        ValueError: a line is wrong, or there is none; see `Tokenizing.sample`.
+        ValueError: a line is wrong, or none is left; see `Tokenizing.read`.
     """
     state: list[Any] = [how.settings, *map(content_of, [*paths, *tokenizer_files])]
     digest = sha256(json.dumps(state).encode()).hexdigest()[:16]
@@ -123,18 +123,21 @@ def tokenized(
         return folder
     with unfinished(folder) as partial:
         ends = array("q")
-        total = trained = 0
+        total = trained = num_cut = num_dropped = 0
         with (partial / IDS).open("wb") as ids, (partial / LABELS).open("wb") as labels:
             lines = chain.from_iterable(map(records, paths))
-            for sample in chain.from_iterable(how.samples(*line) for line in lines):
-                found = [np.array(x, np.int32) for x in sample]
-                ids.write(found[0].tobytes())
-                labels.write(found[1].tobytes())
-                total += len(found[0])
-                trained += int(np.count_nonzero(found[1][1:] != IGNORED))
-                ends.append(total)
+            for reading in (how.read(*line) for line in lines):
+                num_cut += reading.is_cut
+                num_dropped += not reading.samples
+                for sample in reading.samples:
+                    found = [np.array(x, np.int32) for x in sample]
+                    ids.write(found[0].tobytes())
+                    labels.write(found[1].tobytes())
+                    total += len(found[0])
+                    trained += int(np.count_nonzero(found[1][1:] != IGNORED))
+                    ends.append(total)
         if not ends:
-            raise ValueError(f"{', '.join(map(str, paths))}: there is no line to read.")
+            raise ValueError(no_samples(paths, how, num_dropped))
         np.save(partial / ENDS, np.array(ends, np.int64))
         try:
             partial.rename(folder)
@@ -145,7 +148,31 @@ def tokenized(
     say(
         f"data: {len(ends):,} samples, {total:,} tokens, {trained:,} of them trained on"
     )
+    if num_cut or num_dropped:
+        say(f"data: {treated(how, num_cut, num_dropped)}.")
     return folder
+
+
+def treated(how: Tokenizing, num_cut: int, num_dropped: int) -> str:
+    """How many lines were cut, and how many left out, as they were too long."""
+    lines = f"of the lines with more than {how.sequence_length:,} tokens"
+    if how.too_long == "drop":
+        return f"{lines} {num_dropped:,} left out"
+    return (
+        f"{lines} {num_cut:,} cut and {num_dropped:,} left out, as nothing to train on "
+        "remains of them"
+    )
+
+
+def no_samples(paths: Sequence[Path], how: Tokenizing, num_dropped: int) -> str:
+    """Why files have no sample, for an error."""
+    names = ", ".join(map(str, paths))
+    if not num_dropped:
+        return f"{names}: there is no line to read."
+    return (
+        f"{names}: no line is left; {treated(how, 0, num_dropped)}. Raise "
+        "data.sequence_length."
+    )
 
 
 def split_of(

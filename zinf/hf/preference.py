@@ -22,7 +22,8 @@ from zinf.hf.batch import IGNORED
 from zinf.hf.dataset import Samples
 from zinf.hf.engine import ModelEngine
 from zinf.hf.model import Batch, Model, Params
-from zinf.hf.samples import Sample, Tokenizing
+from zinf.hf.records import tools_of
+from zinf.hf.samples import DROPPED, Reading, Tokenizing
 from zinf.segment.weighted import Weighted
 
 SIDES = ("chosen", "rejected")
@@ -75,14 +76,16 @@ class Preference:
 class PairTokenizing(Tokenizing):
     """How lines with `chosen` and `rejected` become two samples each."""
 
-    def samples(self, line: Any, where: str) -> list[Sample]:
-        """The chosen and the rejected sample of a line.
+    def read(self, line: Any, where: str) -> Reading:
+        """The chosen and the rejected sample of a line: both, or none of them.
 
         Both are texts or messages that follow `prompt`, or whole conversations.
 
         Raises:
-            ValueError: the line has no such fields, or see `Tokenizing.sample`.
+            ValueError: the line has no such fields, or see `Tokenizing.read`.
         """
+        if isinstance(line, Mapping):
+            line = {key: value for key, value in line.items() if value is not None}
         if not isinstance(line, Mapping) or not line.keys() >= set(SIDES):
             found = ", ".join(map(str, line)) if isinstance(line, Mapping) else line
             raise ValueError(
@@ -90,11 +93,17 @@ class PairTokenizing(Tokenizing):
                 f"rejected, or two conversations chosen and rejected; found {found}."
             )
         one = replace(self, completion_only=True)
-        tools = {"tools": line["tools"]} if line.get("tools") else {}
-        return [
-            one.sample(_answered(line, side, where) | tools, f"{where}, {side}")
+        tools = {"tools": tools_of(line, where)}
+        both = [
+            Tokenizing.read(
+                one, _answered(line, side, where) | tools, f"{where}, {side}"
+            )
             for side in SIDES
         ]
+        if not all(reading.samples for reading in both):
+            return DROPPED
+        chosen, rejected = (reading.samples[0] for reading in both)
+        return Reading((chosen, rejected), any(reading.is_cut for reading in both))
 
 
 def _answered(line: Mapping[str, Any], side: str, where: str) -> dict[str, Any]:

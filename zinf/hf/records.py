@@ -5,7 +5,8 @@ preferences has `chosen` and `rejected`. ShareGPT's `conversations` and Alpaca's
 `instruction`, `input` and `output` are turned into those.
 """
 
-from collections.abc import Iterator, Mapping
+from codecs import BOM_UTF8
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,20 +50,54 @@ def records(path: Path) -> Iterator[tuple[Any, str]]:
     suffix = path.suffix.lower()
     if suffix == ".parquet":
         yield from parquet_records(path)
-    elif suffix == ".json" and path.read_bytes()[:64].lstrip()[:1] == b"[":
+        return
+    found = _array(path) if suffix == ".json" and _is_array(path) else json_lines(path)
+    for record, where in found:
+        _check_characters(record, where)
+        yield record, where
+
+
+def _is_array(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(64).removeprefix(BOM_UTF8).lstrip()[:1] == b"["
+
+
+def _array(path: Path) -> Iterator[tuple[Any, str]]:
+    try:
+        found = from_json(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: no JSON: {error}") from None
+    yield from ((x, f"{path}, record {i}") for i, x in enumerate(found, 1))
+
+
+def _check_characters(value: Any, where: str) -> None:
+    """Refuse half of a surrogate pair, such as "\\ud83d", which no tokenizer takes.
+
+    JSON may have one where a text was cut within an emoji.
+    """
+    if isinstance(value, str):
         try:
-            found = from_json(path.read_bytes())
-        except ValueError as error:
-            raise ValueError(f"{path}: no JSON: {error}") from None
-        yield from ((x, f"{path}, record {i}") for i, x in enumerate(found, 1))
-    else:
-        yield from json_lines(path)
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{where}: a text has {value[error.start]!r} as character "
+                f"{error.start + 1:,}, which is half of a character. Repair the text, "
+                "or leave the line out."
+            ) from None
+    elif isinstance(value, Mapping):
+        for key, below in value.items():
+            _check_characters(key, where)
+            _check_characters(below, where)
+    elif isinstance(value, list):
+        for below in value:
+            _check_characters(below, where)
 
 
 def standard(line: Any, where: str, *, has_template: bool) -> Any:
     """A line in the form of `messages`, or of `prompt` and `completion`.
 
-    What has neither ShareGPT's nor Alpaca's form stays as it is.
+    What has neither ShareGPT's nor Alpaca's form stays as it is. A field that is null
+    counts as absent.
 
     Args:
         has_template: whether the tokenizer lays out conversations; else Alpaca's lines
@@ -70,6 +105,7 @@ def standard(line: Any, where: str, *, has_template: bool) -> Any:
     """
     if not isinstance(line, Mapping):
         return line
+    line = {key: value for key, value in line.items() if value is not None}
     if "conversations" in line and "messages" not in line:
         return _from_sharegpt(line, where)
     is_alpaca = "instruction" in line and "output" in line
@@ -102,12 +138,56 @@ def _from_sharegpt(line: Mapping[str, Any], where: str) -> dict[str, Any]:
         content = {"role": SPEAKERS[speaker], "content": turn["value"]}
         messages.append(content | flags)
     found: dict[str, Any] = {"messages": messages}
-    if line.get("tools"):
-        tools = line["tools"]
+    if "tools" in line:
+        found["tools"] = line["tools"]
+    return found
+
+
+def tools_of(line: Mapping[str, Any], where: str) -> list[Any] | None:
+    """The tools of a line, for a chat template; None if there are none.
+
+    A list, or JSON text of a list, as ShareGPT's files have it. Templates lay out a
+    header for an empty list, so that counts as absent.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    tools = line.get("tools")
+    if isinstance(tools, str) and tools.strip():
         try:
-            found["tools"] = from_json(tools) if isinstance(tools, str) else tools
+            tools = from_json(tools)
         except ValueError as error:
             raise ValueError(f"{where}: tools is no JSON: {error}") from None
+    if not tools or isinstance(tools, str):
+        return None
+    if not isinstance(tools, list) or not all(isinstance(t, Mapping) for t in tools):
+        raise ValueError(
+            f"{where}: tools must be a list of objects, or JSON text of one; found "
+            f"{tools!r:.60}."
+        )
+    return tools
+
+
+def with_content(messages: Sequence[Any], where: str) -> list[Any]:
+    """The messages, with an empty text as content of those that only call tools.
+
+    OpenAI writes null there, and parquet leaves it out. Templates expect a text.
+
+    Raises:
+        ValueError: another message has no content.
+    """
+    found = list(messages)
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) or message.get("content") is not None:
+            continue
+        given = {key for key, value in message.items() if value is not None}
+        if message.get("tool_calls"):
+            found[number] = {**message, "content": ""}
+        elif given <= {"role", "name", *TRAIN_FLAGS}:
+            raise ValueError(
+                f"{where}: message {number + 1} has neither content nor tool_calls. "
+                "Give it a text, or leave it out."
+            )
     return found
 
 

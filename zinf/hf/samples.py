@@ -10,13 +10,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
 from zinf.hf.answers import Span, Tally, laid_out, span_by_characters, span_by_tokens
 from zinf.hf.model import IGNORED
-from zinf.hf.records import TRAIN_FLAGS, standard
+from zinf.hf.records import TRAIN_FLAGS, standard, tools_of, with_content
 from zinf.hf.template import apply_template
 from zinf.hf.texts import prompt_ids, text_ids
 
@@ -42,6 +42,24 @@ NO_TAGS = (
 LABELLED = "tokens within its characters"
 # Tokens, and their labels.
 Sample = tuple[list[int], list[int]]
+# What happens to a sample of too many tokens; see `data.too_long`.
+TooLong = Literal["error", "truncate", "drop"]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a line came to.
+
+    Attributes:
+        samples: empty if the line is left out because it is too long.
+        is_cut: whether a sample lost tokens at its end.
+    """
+
+    samples: tuple[Sample, ...]
+    is_cut: bool = False
+
+
+DROPPED = Reading(())
 
 
 @dataclass(frozen=True)
@@ -50,7 +68,9 @@ class Tokenizing:
 
     Attributes:
         sequence_length: most tokens of a sample.
-        truncates: cut longer samples; else they are refused.
+        too_long: what happens to longer samples: error refuses them; truncate cuts
+            them, and leaves out those that then have no token to train on; drop leaves
+            all of them out.
         completion_only: train on completions and on what the assistant says, and not on
             prompts and what the user says.
         vocab_size: of the model.
@@ -61,7 +81,7 @@ class Tokenizing:
 
     tokenizer: PreTrainedTokenizerBase
     sequence_length: int
-    truncates: bool
+    too_long: TooLong
     completion_only: bool
     vocab_size: int
     assistant_only: bool = False
@@ -74,43 +94,50 @@ class Tokenizing:
         found = {n: x for n, x in vars(self).items() if n not in others}
         return [type(self).__name__, LABELLED, *found.items()]
 
-    def samples(self, line: Any, where: str) -> list[Sample]:
-        """The samples of a line: one here."""
-        return [self.sample(line, where)]
-
-    def sample(self, line: Any, where: str) -> tuple[list[int], list[int]]:
-        """The tokens of a line, and their labels: themselves, or -100.
+    def read(self, line: Any, where: str) -> Reading:
+        """The samples of a line, one here: tokens and labels, themselves or -100.
 
         Args:
             line: the JSON value.
             where: file and number of the line, for messages.
 
         Raises:
-            ValueError: the line has none of the known fields, is too long, or has no
-                token to train on; the message names the line.
+            ValueError: the line has none of the known fields, is too long (with
+                too_long error), or has no token to train on; the message names the
+                line.
         """
         ids, labels = self._tokens(line, where)
-        if len(ids) > self.sequence_length:
-            self.check_cut(len(ids), where)
+        is_long = len(ids) > self.sequence_length
+        if is_long:
+            if not self.is_cut(len(ids), where):
+                return DROPPED
             ids, labels = ids[: self.sequence_length], labels[: self.sequence_length]
         # The first token is predicted by none.
         if all(label == IGNORED for label in labels[1:]):
+            if is_long:
+                return DROPPED
             raise ValueError(
                 f"{where}: no token of the sample is trained on: it has {len(ids)} "
                 "tokens, and all of them are of the prompt, or there is one alone. "
                 "Leave the line out, or set data.completion_only to false."
             )
         self.check_words(ids, where)
-        return ids, labels
+        return Reading(((ids, labels),), is_long)
 
-    def check_cut(self, length: int, where: str) -> None:
-        """Refuse a sample of too many tokens, if such are not to be cut."""
-        if not self.truncates:
+    def is_cut(self, length: int, where: str) -> bool:
+        """Whether a sample of so many tokens, too many, is cut; else it is left out.
+
+        Raises:
+            ValueError: too_long is error.
+        """
+        if self.too_long == "error":
             raise ValueError(
                 f"{where}: the sample has {length:,} tokens, and data.sequence_length "
                 f"is {self.sequence_length:,}. Raise it, shorten the sample, or set "
-                "data.truncate to cut it."
+                "data.too_long (--too-long): truncate cuts such samples, drop leaves "
+                "them out."
             )
+        return self.too_long == "truncate"
 
     def check_words(self, ids: Sequence[int], where: str) -> None:
         """Refuse tokens that the model does not have."""
@@ -130,13 +157,13 @@ class Tokenizing:
                 f"{type(line).__name__}."
             )
         if "messages" in line:
-            return self._conversation(line["messages"], line.get("tools"), where)
+            return self._conversation(line["messages"], tools_of(line, where), where)
         if "prompt" in line and "completion" in line:
             prompt, completion = line["prompt"], line["completion"]
             if isinstance(prompt, list) and isinstance(completion, list):
                 return self._conversation(
                     [*prompt, *completion],
-                    line.get("tools"),
+                    tools_of(line, where),
                     where,
                     num_before=len(prompt),
                 )
@@ -188,6 +215,7 @@ class Tokenizing:
                 "and completion."
             )
         _check_messages(messages, where)
+        messages = with_content(messages, where)
         is_trained = _trained_messages(messages, num_before, where)
         messages = [
             {n: x for n, x in message.items() if n not in TRAIN_FLAGS}

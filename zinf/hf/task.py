@@ -220,7 +220,7 @@ class Task:
         how = KINDS[data.objective](
             model.tokenizer,
             sequence_length=self.length,
-            truncates=data.truncate,
+            too_long=data.treatment_of_long,
             completion_only=data.completion_only,
             vocab_size=model.vocab_size,
             assistant_only=data.assistant_only,

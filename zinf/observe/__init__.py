@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from zinf.lazy import make_lazy
 
 if TYPE_CHECKING:
+    from zinf.observe.csv_files import CsvFiles as CsvFiles
     from zinf.observe.inline import plot_experts as plot_experts
     from zinf.observe.inline import plot_losses as plot_losses
     from zinf.observe.inline import plot_timeline as plot_timeline
@@ -23,6 +24,7 @@ make_lazy(
     __name__,
     {
         "AbstractWriter": "zinf.observe.writer",
+        "CsvFiles": "zinf.observe.csv_files",
         "JsonLines": "zinf.observe.json_lines",
         "Metrics": "zinf.observe.writer",
         "Progress": "zinf.observe.progress",

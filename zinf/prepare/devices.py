@@ -1,6 +1,8 @@
 """The mesh of devices that a config asks for, and the config loaded for that mesh."""
 
+import logging
 from collections.abc import Mapping, Sequence
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ from zinf.config import Config, Grouping, grouping
 from zinf.mesh import check_mesh, make_mesh
 from zinf.prepare.compile_cache import keep_compiled
 from zinf.sharding import num_data_parallel
+
+logger = logging.getLogger(__name__)
 
 
 def on_devices(
@@ -58,8 +62,21 @@ def mesh_for(asked: Grouping) -> Mesh:
             )
         devices = devices[:wanted]
     elif devices[0].platform == "cpu" and jax.process_count() == 1:
-        devices = devices if asked.is_given else devices[:1]
+        if not asked.is_given and len(devices) > 1:
+            say_unused(len(devices))
+            devices = devices[:1]
     return group_devices(devices, asked)
+
+
+@cache
+def say_unused(num_devices: int) -> None:
+    """Warn that one CPU device of several trains; once a process."""
+    logger.warning(
+        "1 of %d CPU devices is used: they share the cores and the memory of this "
+        "machine. To train on all of them, set mesh: {fsdp: %d} in the config.",
+        num_devices,
+        num_devices,
+    )
 
 
 def group_devices(devices: Sequence[jax.Device], asked: Grouping) -> Mesh:

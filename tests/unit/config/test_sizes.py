@@ -58,6 +58,26 @@ def test_sizes_are_refused_if_and_only_if_they_do_not_multiply(
     assert (on_others in problem.text) == (bool(others) and batch % others == 0)
 
 
+MESHES = [
+    ({}, 1),
+    ({"mesh": {"fsdp": 4}}, 4),
+    ({"mesh": {"fsdp": 4, "replica": 2, "expert": 3}}, 24),
+    # Devices of these axes have the same examples.
+    ({"mesh": {"fsdp": 2, "seq": 4, "tensor": 8}}, 2),
+    ({"mesh": {"replica": 2}}, 1),  # Of all devices; how many is not known here.
+]
+
+
+@pytest.mark.parametrize(("raw", "devices"), MESHES)
+def test_the_samples_of_a_step_count_the_devices_of_the_mesh(
+    raw: dict[str, object], devices: int
+) -> None:
+    config = Config.load({"train_micro_batch_size_per_gpu": 32, **raw})
+    assert (config.world_size, config.batch_size) == (devices, 32 * devices)
+    batch = 32 * devices
+    assert Config.load({"train_batch_size": batch, **raw}).microbatch_size == 32
+
+
 def test_without_sizes_the_first_batch_decides() -> None:
     found = batch_sizes(None, None, None)
     assert (found.batch, found.microbatch, found.num_microbatches) == (None, None, 1)

@@ -142,8 +142,14 @@ def table(path, texts=TEXTS):
     parquet.write_table(pa.table(columns), path, row_group_size=2)
 
 
+def categories(path):
+    """A column as pandas writes it if it is of categories."""
+    table(path, pa.array(TEXTS).dictionary_encode())
+
+
 @pytest.mark.parametrize(
-    ("name", "write"), [("a.jsonl", json_lines), ("b.parquet", table)]
+    ("name", "write"),
+    [("a.jsonl", json_lines), ("b.parquet", table), ("c.parquet", categories)],
 )
 def test_text_is_taken_out_of_rows_once(tmp_path, name, write):
     path, cache, said = tmp_path / name, tmp_path / "cache", []

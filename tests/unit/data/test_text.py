@@ -94,6 +94,7 @@ def test_held_out_windows_that_do_not_fill_a_batch_are_followed_by_rows_of_none(
     numbers: list[str],
 ) -> None:
     named = {"split": "validation", "validation_fraction": 0.25, "num_epochs": 1}
+    named |= {"fills": True}
     found = [
         sorted(
             row.tolist()

@@ -43,7 +43,7 @@ def test_a_model_is_tuned_and_loads_in_transformers(tmp_path):
     """On rows of several samples; another set is evaluated."""
     folder, data = model_folder(tmp_path), data_file(tmp_path, count=12)
     held = tmp_path / "held.jsonl"
-    held.write_text(data.read_text())
+    held.write_text("\n".join(data.read_text().splitlines()[:10]))
     output = tmp_path / "tuned"
     # Partly by TRL's names.
     common = ["--data", data, "--output_dir", output, "--max_length", 12, "--packing"]
@@ -53,6 +53,7 @@ def test_a_model_is_tuned_and_loads_in_transformers(tmp_path):
     done = run("finetune", folder, *common, "--epochs", 6, "--eval-data", held)
     assert done.exit_code == 0, done.output
     assert f"The tuned model is in {output}." in done.output
+    assert "evaluation data: 10 samples" in done.output
     metrics = metrics_of(tmp_path / "tuned.run")
     # Twelve samples of five tokens, two in a row: six rows, two a step.
     steps = [line for line in metrics if "loss" in line]
@@ -298,6 +299,14 @@ def test_the_loss_of_held_out_lines_is_that_of_torch(model, tmp_path):
     assert plain == pytest.approx(float(np.mean(losses)), rel=1e-5)
     assert f"{len(losses)} tokens of 10 samples" in found.stdout
     assert 0 < abs(eight - plain) < abs(four - plain) < 0.1
+    # The same lines as an array, behind a prompt that is longer than the model takes.
+    lines = [{"prompt": "w1 " * 40, "completion": "w2"}]
+    lines += map(json.loads, data.read_text().splitlines())
+    array = tmp_path / "data.json"
+    array.write_text(json.dumps(lines))
+    found = run("evaluate", folder, "--data", array, "--too-long", "drop")
+    assert "of the lines with more than 32 tokens 1 left out" in found.stdout
+    assert f"loss {plain:.6g}" in found.stdout
     found = run("generate", folder, "--prompt", "w1", "--weight-bits", 3)
     assert found.exit_code == 2 and "num_bits" in found.output
 

@@ -171,7 +171,7 @@ def test_a_model_of_text_gets_a_new_classifier_beside_adapters(tmp_path, caplog)
 def tokenizing(**changes):
     settings = {
         "sequence_length": 8,
-        "truncates": False,
+        "too_long": "error",
         "completion_only": True,
         "vocab_size": VOCAB,
         "classes": ("bad", "good"),
@@ -187,7 +187,7 @@ def test_bad_input_is_refused_by_name(tmp_path, golden):
         jax.eval_shape(model.loss, model.zeros(), text() | changes)
 
     def line(**fields):
-        tokenizing().sample(fields, "line 1")
+        tokenizing().read(fields, "line 1")
 
     def names(*labels):
         lines = [{"text": "w1", "label": label} for label in labels]
@@ -227,11 +227,8 @@ def test_bad_input_is_refused_by_name(tmp_path, golden):
 
 def test_a_text_has_its_class_at_its_last_token():
     for label in ("good", 1):
-        found = tokenizing().sample({"text": "w1 w2", "label": label}, "line 1")
-        assert found == ([6, 7], [-100, 1])
-    long = {"text": "w1 " * 9, "label": 0}
-    found = tokenizing(truncates=True).sample(long, "line 1")
-    assert found == ([6] * 8, [-100] * 7 + [0])
+        found = tokenizing().read({"text": "w1 w2", "label": label}, "line 1")
+        assert found.samples == (([6, 7], [-100, 1]),)
 
 
 def test_names_of_classes_are_found_in_files(tmp_path):

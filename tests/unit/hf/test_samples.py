@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +24,12 @@ from zinf.hf.dataset import Samples, batches, split_of, tokenized  # isort: skip
 from zinf.hf.packing import Packed, rows_of  # isort: skip
 from zinf.hf.preference import PairTokenizing  # isort: skip
 from zinf.hf.records import records  # isort: skip
-from zinf.hf.samples import Tokenizing  # isort: skip
+from zinf.hf.classes import ClassTokenizing  # isort: skip
+from zinf.hf.samples import Reading, Tokenizing  # isort: skip
 
 SETTINGS = {
     "sequence_length": 8,
-    "truncates": False,
+    "too_long": "error",
     "completion_only": True,
     "vocab_size": VOCAB,
 }
@@ -35,6 +37,12 @@ SETTINGS = {
 
 def tokenizing(words=None, **changes):
     return Tokenizing(words or tokenizer(chat_template=CHAT), **SETTINGS | changes)
+
+
+def only(reading):
+    """The sample of a line that has one."""
+    (sample,) = reading.samples
+    return sample
 
 
 def pairs(**named):
@@ -58,9 +66,9 @@ LINES = [
 @pytest.mark.parametrize(("line", "ids", "hidden"), LINES)
 def test_prompts_have_no_label(line, ids, hidden):
     labels = [-100] * hidden + ids[hidden:]
-    assert tokenizing().sample(line, "line 1") == (ids, labels)
+    assert only(tokenizing().read(line, "line 1")) == (ids, labels)
     everything = tokenizing(completion_only=False)
-    assert everything.sample(line, "line 1") == (ids, ids)
+    assert only(everything.read(line, "line 1")) == (ids, ids)
 
 
 UNTAGGED = CHAT.replace("{% generation %}", "").replace("{% endgeneration %}", "")
@@ -92,11 +100,45 @@ ANSWERS = [
 ]
 
 
+# The chat template of the tests, with what templates do for tools and their calls.
+TOOLS = "{% if tools is not none %}w9{% for tool in tools %}{{ tool['name'] }} "
+TOOLS += "{% endfor %}{% endif %}" + CHAT
+CALLS = [{"type": "function", "function": {"name": "w8", "arguments": {}}}]
+CALLING = {"role": "assistant", "tool_calls": CALLS}
+TURNS = turns("w0", "w1")
+# Lines that are laid out as others are, with or without fields that are null or empty.
+ALIKE = [
+    ({"messages": None, "text": "w0"}, {"text": "w0"}),
+    ({"messages": TURNS, "tools": []}, {"messages": TURNS}),
+    ({"messages": TURNS, "tools": "[]"}, {"messages": TURNS}),
+    ({"messages": TURNS, "tools": " "}, {"messages": TURNS}),
+    (
+        {"messages": TURNS, "tools": '[{"name": "w2"}]'},
+        {"messages": TURNS, "tools": [{"name": "w2"}]},
+    ),
+    # OpenAI's files have null as the content of a message that calls tools.
+    (
+        {"messages": [TURNS[0], {**CALLING, "content": None}, *TURNS]},
+        {"messages": [TURNS[0], {**CALLING, "content": ""}, *TURNS]},
+    ),
+    (
+        {"messages": [TURNS[0], CALLING, *TURNS]},
+        {"messages": [TURNS[0], {**CALLING, "content": ""}, *TURNS]},
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "alike"), ALIKE)
+def test_what_is_null_or_empty_counts_as_absent(line, alike):
+    how = tokenizing(tokenizer(chat_template=TOOLS), sequence_length=20)
+    assert how.read(line, "line 1") == how.read(alike, "line 1")
+
+
 @pytest.mark.parametrize("template", [CHAT, UNTAGGED], ids=["tags", "no tags"])
 @pytest.mark.parametrize(("line", "trained"), ANSWERS)
 def test_the_answers_that_a_line_names_are_trained_on(line, trained, template):
     words = tokenizer(chat_template=template)
-    ids, labels = tokenizing(words, sequence_length=10).sample(line, "line 1")
+    ids, labels = only(tokenizing(words, sequence_length=10).read(line, "line 1"))
     assert ids == CONVERSED
     assert {i for i, label in enumerate(labels) if label != -100} == trained
 
@@ -109,7 +151,7 @@ def test_answers_that_a_template_changes_later_are_left_out_with_a_warning(caplo
         "{{ m['content'] }} {% endfor %}"
     )
     line = {"messages": CONVERSATION}
-    _, labels = tokenizing(words, sequence_length=10).sample(line, "line 1")
+    _, labels = only(tokenizing(words, sequence_length=10).read(line, "line 1"))
     assert [label for label in labels if label != -100] == [8]
     assert "earlier answers in another way" in caplog.text
 
@@ -177,17 +219,17 @@ def test_a_text_begins_once_and_a_prompt_does_not_end():
     )
     how = tokenizing(words)
     for text in ("w0 w1", "<s> w0 w1"):
-        assert how.sample({"text": text}, "line 1")[0] == [first, 5, 6, END]
+        assert only(how.read({"text": text}, "line 1"))[0] == [first, 5, 6, END]
     line = {"prompt": "w0", "completion": "w1"}
-    assert how.sample(line, "line 1") == ([first, 5, 6, END], [-100, -100, 6, END])
+    assert only(how.read(line, "line 1")) == ([first, 5, 6, END], [-100, -100, 6, END])
     line["prompt"] = "w0 </s>"
-    assert how.sample(line, "line 1")[0] == [first, 5, END, 6, END]
+    assert only(how.read(line, "line 1"))[0] == [first, 5, END, 6, END]
 
 
 def test_alpaca_without_a_template_has_the_prompt_of_its_authors():
     line = {"instruction": "w0", "input": "w2", "output": "w1"}
     words = tokenizer()
-    ids, labels = tokenizing(words, sequence_length=60).sample(line, "line 1")
+    ids, labels = only(tokenizing(words, sequence_length=60).read(line, "line 1"))
     prompt = words.decode([i for i, x in zip(ids, labels, strict=True) if x == -100])
     assert prompt.count("w0") == prompt.count("w2") == 1 and "w1" not in prompt
     assert labels[-2:] == [6, END]
@@ -195,7 +237,7 @@ def test_alpaca_without_a_template_has_the_prompt_of_its_authors():
 
 def test_a_line_is_a_chosen_and_a_rejected_sample():
     line = {"prompt": "w0", "chosen": "w1", "rejected": "w2 w3"}
-    chosen, rejected = pairs().samples(line, "line 1")
+    chosen, rejected = pairs().read(line, "line 1").samples
     assert chosen == ([5, 6, END], [-100, 6, END])
     assert rejected == ([5, 7, 8, END], [-100, 7, 8, END])
     whole = {"chosen": turns("w0", "w1"), "rejected": turns("w0", "w2")}
@@ -205,17 +247,81 @@ def test_a_line_is_a_chosen_and_a_rejected_sample():
         "rejected": turns("w0", "w2")[1:],
     }
     how = pairs(chat_template=CHAT)
-    assert how.samples(whole, "line 1") == how.samples(parted, "line 1")
+    assert how.read(whole, "line 1") == how.read(parted, "line 1")
 
 
 LONG = {"text": " ".join(["w0"] * 9)}
 
 
-def test_a_long_sample_may_be_cut():
-    ids, labels = tokenizing(truncates=True).sample(LONG, "line 1")
-    assert ids == labels == [5] * 8
+LONG_PROMPT = {"prompt": "w0 " * 9, "completion": "w1"}
+LONG_ANSWER = {"prompt": "w0", "chosen": "w1", "rejected": "w2 " * 9}
+PROMPTED = {"prompt": "w0 " * 9, "chosen": "w1", "rejected": "w2"}
+CLASSED = {"text": "w1 " * 9, "label": 0}
+LEFT_OUT = Reading(())
+LONG_LINES = [
+    (Tokenizing, LONG, "truncate", Reading((([5] * 8, [5] * 8),), is_cut=True)),
+    (Tokenizing, LONG, "drop", LEFT_OUT),
+    # Nothing to train on remains of a prompt that fills a sample alone.
+    (Tokenizing, LONG_PROMPT, "truncate", LEFT_OUT),
+    (Tokenizing, LONG_PROMPT, "drop", LEFT_OUT),
+    (
+        PairTokenizing,
+        LONG_ANSWER,
+        "truncate",
+        Reading(
+            (([5, 6, END], [-100, 6, END]), ([5] + [7] * 7, [-100] + [7] * 7)),
+            is_cut=True,
+        ),
+    ),
+    # Both answers, or none.
+    (PairTokenizing, LONG_ANSWER, "drop", LEFT_OUT),
+    (PairTokenizing, PROMPTED, "truncate", LEFT_OUT),
+    (
+        partial(ClassTokenizing, classes=("bad", "good")),
+        CLASSED,
+        "truncate",
+        Reading((([6] * 8, [-100] * 7 + [0]),), is_cut=True),
+    ),
+    (partial(ClassTokenizing, classes=("bad", "good")), CLASSED, "drop", LEFT_OUT),
+]
+
+
+@pytest.mark.parametrize(("kind", "line", "too_long", "reading"), LONG_LINES)
+def test_a_long_line_is_cut_or_left_out_as_the_config_says(
+    kind, line, too_long, reading
+):
+    how = kind(tokenizer(chat_template=CHAT), **SETTINGS | {"too_long": too_long})
+    assert how.read(line, "line 1") == reading
+
+
+def test_a_sample_that_just_fits_is_whole():
     full = {"text": " ".join(["w0"] * 7)}
-    assert tokenizing().sample(full, "line 1")[0] == [5] * 7 + [END]
+    assert only(tokenizing().read(full, "line 1"))[0] == [5] * 7 + [END]
+
+
+TREATED = {
+    "truncate": (
+        "data: 2 samples, 10 tokens, 8 of them trained on",
+        "data: of the lines with more than 8 tokens 1 cut and 1 left out, as nothing "
+        "to train on remains of them.",
+    ),
+    "drop": (
+        "data: 1 samples, 2 tokens, 1 of them trained on",
+        "data: of the lines with more than 8 tokens 2 left out.",
+    ),
+}
+
+
+@pytest.mark.parametrize("too_long", TREATED)
+def test_long_lines_are_counted_and_files_of_them_alone_refused(tmp_path, too_long):
+    how, said = tokenizing(too_long=too_long), []
+    named = {"tokenizer_files": [], "cache": tmp_path, "say": said.append}
+    data = write(tmp_path / "data.jsonl", [LONG, {"text": "w0"}, LONG_PROMPT])
+    tokenized([data], how, **named)
+    assert tuple(said) == TREATED[too_long]
+    data = write(tmp_path / "long.jsonl", [LONG_PROMPT])
+    with pytest.raises(ValueError, match="no line is left; .* left out"):
+        tokenized([data], how, **named)
 
 
 # Templates without end: 10 ** 10 steps, 2 ** 99 characters, 10 ** 10 characters.
@@ -232,14 +338,13 @@ def test_a_wrong_line_is_named_with_what_is_wrong(tmp_path, golden):
 
     def sample(line, template=CHAT, **changes):
         words = tokenizer(chat_template=template) if template else tokenizer()
-        return lambda: tokenizing(words, **changes).sample(line, "line 7")
+        return lambda: tokenizing(words, **changes).read(line, "line 7")
 
     def pair(**line):
-        return lambda: pairs().samples(line, "line 7")
+        return lambda: pairs().read(line, "line 7")
 
     refuses = "{{ raise_exception('odd turns') }}"
     mute = "{% for m in messages %}w1 {% endfor %}"
-    prompt = {"prompt": "w0 w1", "completion": "w2"}
     narrator = [{"from": "narrator", "value": "w0"}]
     mistakes = {
         "too long": sample(LONG),
@@ -247,8 +352,14 @@ def test_a_wrong_line_is_named_with_what_is_wrong(tmp_path, golden):
         "no known field": sample({"note": "w0"}),
         "no object": sample([1]),
         "a token beyond the words": sample({"text": "w0 w3"}, vocab_size=8),
-        "a prompt alone": sample(prompt, sequence_length=2, truncates=True),
+        "a token alone": sample({"text": "</s>"}),
         "no messages": sample({"messages": []}),
+        "no content": sample({"messages": [{"role": "user"}, *turns("w0", "w1")]}),
+        "content of null": sample(
+            {"messages": [{"role": "user", "content": None}, *turns("w0", "w1")]}
+        ),
+        "tools that are no JSON": sample(chat | {"tools": "w0"}),
+        "tools that are no list": sample(chat | {"tools": '{"name": "w0"}'}),
         "no chat template": sample(chat, template=None),
         "a template that refuses": sample(chat, refuses),
         "a template of loops": sample(chat, LOOPS),
@@ -374,10 +485,29 @@ def test_parquet_and_arrays_of_json_give_the_samples_of_lines(tmp_path):
     parquet.write_table(pa.Table.from_pylist(lines), tmp_path / "rows.parquet")
     found = [[line for line, _ in records(path)] for path in sorted(tmp_path.iterdir())]
     assert found == [lines] * 3
+    # Windows' editors begin a file so.
+    marked = tmp_path / "marked.json"
+    marked.write_text(json.dumps(lines, indent=1), encoding="utf-8-sig")
+    assert [line for line, _ in records(marked)] == lines
     damaged = tmp_path / "damaged.parquet"
     damaged.write_bytes(b"PAR1")
     with pytest.raises(ValueError, match="damaged.parquet is no parquet file"):
         next(records(damaged))
+
+
+# Half of an emoji, as JSON has it where a text was cut in between.
+HALVES = [
+    ("lines.jsonl", '{"text": "w0"}\n{"text": "w1 \\ud83d"}', "lines.jsonl, line 2"),
+    ("array.json", '["w0", {"messages": [{"a": "\\udc00"}]}]', "array.json, record 2"),
+    ("key.jsonl", '{"\\ud83d": "w1"}', "key.jsonl, line 1"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "where"), HALVES)
+def test_half_a_character_is_named_with_its_line(tmp_path, name, content, where):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=f"{where}: a text has .* half of a character"):
+        list(records(tmp_path / name))
 
 
 ROOM = 16

@@ -15,7 +15,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 from tests.golden import Golden
 from tests.unit.observe.cases import metrics_of, plan_of_a_step
-from zinf.observe import JsonLines, Progress, TensorBoard, Totals, summary
+from zinf.observe import CsvFiles, JsonLines, Progress, TensorBoard, Totals, summary
 from zinf.observe.progress import Silence
 from zinf.observe.writer import MAX_LISTED, lists, numbers
 from zinf.plan import Link
@@ -114,6 +114,58 @@ def test_a_file_of_another_kind_is_moved_and_not_lost(
     kept = write(path, range(5, 7), after_step=after_step)
     assert kept is not None and kept.read_text() == content
     assert steps_in(path) == [5, 6]
+
+
+# CSV files have each step once too, in a file for each number.
+
+
+def write_csv(folder: Path, steps: range, *, after_step: int = 0) -> Path | None:
+    writer = CsvFiles(folder, after_step=after_step)
+    for step in steps:
+        aux = {"the share": step / 2}
+        writer.write({"step": step, "loss": float(step), "rate": None, "aux": aux})
+    writer.close()
+    return writer.kept
+
+
+def test_a_number_is_a_file_of_rows_as_deepspeed_writes_them(tmp_path: Path) -> None:
+    assert write_csv(tmp_path / "job", range(1, 3)) is None
+    files = {path.name: path.read_text() for path in (tmp_path / "job").iterdir()}
+    assert files == {
+        "loss.csv": "step,loss\n1,1.0\n2,2.0\n",
+        "aux_the_share.csv": "step,the share\n1,0.5\n2,1.0\n",
+    }
+
+
+# Steps before a run, the step it goes on after, and the steps that it repeats.
+REPEATED = [(3, 3, []), (4, 2, [1, 2, 3, 4]), (3, 0, [1, 2, 3])]
+
+
+@pytest.mark.parametrize(("before", "after_step", "copied"), REPEATED)
+def test_rows_of_repeated_steps_are_replaced_and_copied(
+    before: int, after_step: int, copied: list[int], tmp_path: Path
+) -> None:
+    def steps(folder: Path) -> list[int]:
+        rows = (folder / "loss.csv").read_text().splitlines()
+        assert rows[0] == "step,loss"
+        return [int(row.partition(",")[0]) for row in rows[1:]]
+
+    write_csv(tmp_path, range(1, before + 1))
+    other = tmp_path / "mine.csv"
+    other.write_text("name,size\na,9\n")
+    kept = write_csv(tmp_path, range(after_step + 1, 6), after_step=after_step)
+    assert steps(tmp_path) == [1, 2, 3, 4, 5]
+    assert kept == (tmp_path / "run.1" if copied else None)
+    assert not copied or steps(tmp_path / "run.1") == copied
+    assert other.read_text() == "name,size\na,9\n"
+
+
+def test_a_row_that_was_cut_short_is_written_anew(tmp_path: Path) -> None:
+    write_csv(tmp_path, range(1, 3))
+    with (tmp_path / "loss.csv").open("a") as file:
+        file.write("3,3.")
+    write_csv(tmp_path, range(3, 4), after_step=2)
+    assert (tmp_path / "loss.csv").read_text() == "step,loss\n1,1.0\n2,2.0\n3,3.0\n"
 
 
 # TensorBoard gets every number of every step.

@@ -171,7 +171,8 @@ def write_arrays(
     if is_first and save.store.names(is_first=True):
         raise FileExistsError(
             f"{folder} is not empty, and a checkpoint is never overwritten. Name "
-            "another folder, or delete that one first."
+            "another folder, such as one for each step, which "
+            "zinf.checkpoint.Checkpoints does by itself, or delete that one first."
         )
     barrier("the folder of a checkpoint is there")
     save.begin()

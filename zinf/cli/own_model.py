@@ -1,0 +1,104 @@
+"""The loss and parameters that a function of the user makes: `model.function`.
+
+The function returns `(loss_fn, params)`, as `zinf.initialize` takes them, or a dict of
+arguments of `zinf.initialize` by name. A batch is that of the config's data: {"tokens":
+int32 (samples, data.sequence_length + 1)}.
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from inspect import Parameter, signature
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from flax import nnx
+
+from zinf.config import Config
+from zinf.config.nearest import did_you_mean
+
+NAMED = ("rng", "has_aux", "eval_loss_fn", "model_state", "state_rules")
+KEYS = ("loss_fn", "params", *NAMED)
+
+
+def own_arguments(config: Config) -> dict[str, Any]:
+    """What `model.function` returns, as arguments of `zinf.initialize` by name.
+
+    Raises:
+        ValueError: there is no such module or function, or it returns something else.
+    """
+    assert config.model is not None and config.model.function is not None
+    name = config.model.function
+    make = _function(name, config.folders_of_modules())
+    returned = make(config) if _takes_config(make, name) else make()
+    asked = f"model.function {name} must return (loss_fn, params), or a dict of them"
+    if isinstance(returned, tuple) and len(returned) == 2:
+        returned = {"loss_fn": returned[0], "params": returned[1]}
+    if not isinstance(returned, Mapping):
+        raise ValueError(f"{asked}; it returned {_kind(returned)}.")
+    unknown = [key for key in returned if key not in KEYS]
+    if unknown or not {"loss_fn", "params"} <= returned.keys():
+        raise ValueError(
+            f"{asked} and any of {', '.join(NAMED)} of zinf.initialize; the dict has "
+            f"{', '.join(map(str, returned)) or 'no key'}."
+        )
+    if isinstance(returned["params"], nnx.Module):
+        raise ValueError(
+            f"{asked}; params is a module of flax.nnx. Return graphdef, params = "
+            "nnx.split(module) and a loss of params, which calls nnx.merge(graphdef, "
+            "params)."
+        )
+    return dict(returned)
+
+
+def _function(name: str, folders: Sequence[Path]) -> Callable:
+    """The function that "module:function" names, of a module in one of the folders."""
+    module_name, _, function = name.partition(":")
+    module = _module(name, module_name, folders)
+    found = getattr(module, function, None)
+    if callable(found):
+        return found
+    own = [n for n, x in vars(module).items() if callable(x) and not n.startswith("_")]
+    problem = "it is no function" if found is not None else "there is none"
+    raise ValueError(
+        f"model.function asks for {function} of {module.__file__}, and {problem}."
+        f"{did_you_mean(function, own)} The file has {', '.join(own) or 'none'}."
+    )
+
+
+def _module(name: str, module: str, folders: Sequence[Path]) -> ModuleType:
+    # As Python does for the folder of a script: modules beside it are found, now and
+    # when the function imports them later.
+    for folder in reversed(folders):
+        if str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # One that the user's module imports.
+        files = {p.stem for folder in folders for p in folder.glob("*.py")}
+        places = " and ".join(map(str, folders))
+        raise ValueError(
+            f"model.function is {name!r}, and there is no module {error.name} in "
+            f"{places}, nor is one installed.{did_you_mean(error.name, files)} Write "
+            "it as module:function, for a file module.py in one of those folders."
+        ) from None
+
+
+def _takes_config(make: Callable, name: str) -> bool:
+    """Whether a function takes an argument, which is the config."""
+    positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    takes = [p for p in signature(make).parameters.values() if p.kind in positional]
+    if sum(p.default is Parameter.empty for p in takes) > 1:
+        raise ValueError(
+            f"model.function {name} must take no argument, or one, the config; it "
+            f"takes {', '.join(p.name for p in takes)}."
+        )
+    return bool(takes)
+
+
+def _kind(value: Any) -> str:
+    size = f" of {len(value)}" if isinstance(value, tuple) else ""
+    return f"a {type(value).__name__}{size}"
