@@ -16,7 +16,16 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # Lowest first. A module may import from its own package and from lower layers.
 LAYERS = (
-    ("complaint", "json_text", "lazy", "malloc", "started", "tables", "uncollected"),
+    (
+        "complaint",
+        "json_text",
+        "lazy",
+        "malloc",
+        "started",
+        "tables",
+        "uncollected",
+        "user_cache",
+    ),
     ("termination",),
     (
         "program",

@@ -1,13 +1,20 @@
-"""Checks a GPU machine in under eight minutes: links, overlap, host, drive, training.
+"""Checks a GPU machine in under eight minutes: numbers, links, training, drive.
 
     python scripts/gpu/gpu_check.py [--folder DIR] [--output FILE] [--minutes 7.7]
     python scripts/gpu/gpu_check.py --dry-run      (tiny sizes, on the CPU backend)
 
-Prints a table and writes all rows as JSON. Each section runs in its own process with a
-time limit, so a section that fails or hangs does not affect the others. A figure that
-cannot be measured has a row with the reason. Exits with 1 if a section failed. Only
-jax, flax, optax and numpy are required. If another module that zinf needs is missing,
-sections that import zinf are skipped and name it (put it on PYTHONPATH).
+Prints a table and writes all rows as JSON. What would be lost most comes first: whether
+the losses and gradients of each execution are those of plain JAX, then rates, then
+training. Each section runs in its own process with a time limit, so a section that
+fails or hangs does not affect the others. A failure is a row with its trace; a figure
+that cannot be measured has a row with the reason. Exits with 1 if a section failed.
+
+What a machine needs: jax, flax, optax, tensorstore, orbax-checkpoint, numba, numpy,
+xxhash, pydantic (with pydantic-core, annotated-types, typing-inspection), typer, rich,
+tqdm and pyyaml, and this folder of the repository beside `zinf/`; not grain, plotly,
+tensorboardX, torch or transformers. Without pydantic, zinf cannot read a config:
+sections that import it are skipped and name what is missing. Carry its wheels, and put
+them on PYTHONPATH.
 
 The section "largest" begins with the first model whose state (16 bytes per parameter
 with gradients) plain JAX cannot hold on the device, and doubles its layers as long as
@@ -24,7 +31,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
@@ -40,17 +46,18 @@ ROOT = Path(__file__).resolve().parents[2]
 # and the case if one function serves several sections.
 SECTIONS = {
     "environment": ("gpu_environment", "run", 40, ""),
-    "offloaded": ("gpu_offloaded", "run", 120, ""),
+    "right": ("gpu_right", "run", 120, ""),
+    "offloaded": ("gpu_right", "run", 120, "offloaded"),
     "links": ("gpu_links", "run", 60, ""),
-    "pinned": ("gpu_pinned", "run", 60, ""),
-    "registered": ("gpu_registered", "run", 45, ""),
-    "overlap": ("gpu_overlap", "run", 50, ""),
     "host": ("gpu_host", "run_adam", 40, ""),
     "drive": ("gpu_host", "run_drive", 30, ""),
     "train-plain": ("gpu_train", "run", 60, "plain"),
     "train-host": ("gpu_train", "run", 90, "host"),
     "largest": ("gpu_train", "run", 300, "fill"),
     "train-nvme": ("gpu_train", "run", 120, "nvme"),
+    "overlap": ("gpu_overlap", "run", 50, ""),
+    "pinned": ("gpu_pinned", "run", 60, ""),
+    "registered": ("gpu_registered", "run", 45, ""),
 }
 TRAIN_LAYERS, DRY_LAYERS = 20, 2
 # A section is told to end this long before its process is killed.
@@ -66,6 +73,8 @@ NEXT_TIMES = 2.5
 # By default XLA takes three quarters of the device, too little for the largest model.
 # Sections that measure links allocate memory as they need it.
 ALL_MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
+# A dry run compiles much and computes little.
+QUICK = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 AS_NEEDED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
@@ -239,6 +248,7 @@ def _environment(setting: Setting) -> dict[str, str]:
         )
         environment |= {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": cache}
         environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        environment |= {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {QUICK}"}
     # The section "host" imports bench_adam.py.
     ours = [str(ROOT), str(ROOT / "scripts" / "bench")]
     path = [*ours, *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -259,8 +269,8 @@ def run_tasks(file: Path, tasks: list[str]) -> None:
                 function(setting, rows)
             except Skipped as skipped:
                 status, reason = "skipped", str(skipped)
-            except Exception:
-                status, reason = "failed", traceback.format_exc()[-2000:]
+            except Exception as error:
+                status, reason = "failed", rows.fail(error)
             rows.end(status, reason, time.monotonic() - began)
 
 

@@ -73,7 +73,7 @@ def summary(results: list[Result]) -> str:
 
 
 def _title(result: Result) -> str:
-    if not result.case:
+    if result.case in ("", result.section):
         return result.section
     is_beside = result.section == "largest" and result.case == "plain"
     beside = ", plain JAX" if is_beside else ""

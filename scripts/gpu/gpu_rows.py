@@ -3,6 +3,7 @@
 import json
 import shutil
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
@@ -112,34 +113,54 @@ class Rows:
 
     def skip(self, name: str, reason: object, **of: Any) -> None:
         """Adds a row without a value, with the reason why it cannot be measured."""
+        trace = ""
+        if isinstance(reason, Exception) and not isinstance(reason, Skipped):
+            reason, trace = f"{type(reason).__name__}: {reason}", _trace(reason)
         note = " ".join(f"skipped: {reason}".split())[:400]
-        self._write(name=name, value=None, unit="", of=of, note=note)
+        self._write(name=name, value=None, unit="", of=of, note=note, trace=trace)
 
-    def attempt(self, name: str, function: Callable[[], None], **of: Any) -> None:
+    def fail(self, error: Exception) -> str:
+        """Adds a row with the error that ended the section; returns its last line."""
+        reason = f"{type(error).__name__}: {error}"
+        note = " ".join(reason.split())[:2000]
+        trace = _trace(error)
+        self._write(name="failed", value=True, unit="", of={}, note=note, trace=trace)
+        return note
+
+    def attempt(
+        self, name: str, function: Callable[[], None], **of: Any
+    ) -> Exception | None:
         """Calls a function that adds rows; if it raises, adds a row with the error.
 
         For features that this jax, driver or machine may lack: an error is a result.
+        Returns it, unless it says that something is left out.
         """
         if self.seconds_left <= 0:
             self.skip(name, "no time left", **of)
-            return
+            return None
         try:
             function()
         except Skipped as reason:
             self.skip(name, reason, **of)
         except Exception as error:
-            self.skip(name, f"{type(error).__name__}: {error}", **of)
+            self.skip(name, error, **of)
+            return error
+        return None
 
     def end(self, status: str, reason: str, seconds: float) -> None:
         line = {"end": status, "reason": reason, "seconds": seconds}
         self._print({"section": self.section, **line})
 
     def _write(self, **row: Any) -> None:
-        empty = {"low": None, "high": None, "repeats": 1, "note": ""}
+        empty = {"low": None, "high": None, "repeats": 1, "note": "", "trace": ""}
         self._print({"section": self.section, **empty, **row})
 
     def _print(self, row: Mapping[str, Any]) -> None:
         print(json.dumps(row), file=self.file, flush=True)
+
+
+def _trace(error: Exception) -> str:
+    return "".join(traceback.format_exception(error))[-4000:]
 
 
 def timed(

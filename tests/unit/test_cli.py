@@ -258,6 +258,15 @@ def test_a_checkpoint_of_a_run_is_evaluated_as_in_training(
         begin = f"{run.output}/checkpoints/{step}: loss {wanted[step]:.6g}, perplexity "
         assert found.startswith(begin)
         assert "128 tokens of 2 batches" in found
+    # Six windows: two rows of the second batch of four only fill it.
+    few = settings("run.evaluate_batches=null", "data.validation_fraction=0.0125")
+    losses = []
+    for rows, shown in ((4, "96 tokens of 2 batches"), (2, "96 tokens of 3 batches")):
+        sized = settings(f"train_batch_size={rows}")
+        found = zinf("evaluate", run.config, *own, *few, *sized).stdout
+        assert shown in found
+        losses.append(float(re.search(r"loss ([\d.]+)", found)[1]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     absent = settings(f"run.output={tmp_path / 'absent'}")
     shown = zinf("evaluate", run.config, *absent, code=2)
     assert "There is no folder" in shown.output

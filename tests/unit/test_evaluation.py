@@ -14,7 +14,8 @@ from flax.training.train_state import TrainState
 
 import zinf
 from tests.robustness.small import DIM, content, draw, init, loss_fn, on_nvme
-from zinf.models import GPTConfig, init_and_loss
+from zinf.data import text_dataset
+from zinf.models import GPTConfig, held_out_sums, init_and_loss
 from zinf.plan import InfeasibleError
 
 FUSED = {"execution": "fused"}
@@ -238,6 +239,34 @@ def test_a_train_state_is_evaluated_and_applied_in_the_mode_of_its_loss():
         expected = outputs(after.params, stats, draw(1), train=False)
         found = engine.apply(outputs, draw(1))
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_experts", [0, 2])
+def test_the_loss_of_held_out_text_does_not_depend_on_its_batches(
+    num_experts, tmp_path
+):
+    # The balance of experts is one of a batch.
+    experts = {"capacity_factor": None, "aux_loss_coefficient": 0.0}
+    shape = {"num_layers": 1, "num_heads": 2, "embed_dim": 8, "max_length": 8}
+    shape |= {"num_experts": num_experts} | (experts if num_experts else {})
+    config = GPTConfig(**shape)
+    params, text = init_and_loss(config, seed=0)[0](), tmp_path / "text"
+    text.write_bytes(bytes(range(60)))
+    sums, found = jax.jit(held_out_sums(config)), []
+    for rows in (2, 16):
+        data = text_dataset(
+            [str(text)],
+            sequence_length=8,
+            batch_size=rows,
+            seed=0,
+            split="validation",
+            validation_fraction=0.99,
+            num_epochs=1,
+        )
+        total, weight = map(sum, zip(*(sums(params, x) for x in data), strict=True))
+        assert weight == 7 * 8
+        found.append(total / weight)
+    np.testing.assert_allclose(*found, rtol=1e-6)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import shlex
 import typer.main
 
 from zinf.cli import app
+from zinf.cli.trl import AXOLOTL as AXOLOTL_NAMES
 from zinf.cli.trl import KEYS, OTHERWISE, REFUSED, RENAMED, translated
 from zinf.config import Config
 from zinf.optim.schedules import schedule_of
@@ -20,7 +21,19 @@ DPO = """--model_name_or_path Qwen/Qwen2-0.5B-Instruct --objective dpo --data a.
 --learning_rate 5.0e-7 --max_steps 1000 --gradient_accumulation_steps 8
 --output_dir tuned --no_remove_unused_columns --lr_scheduler_type cosine
 --warmup_ratio 0.03 --report_to tensorboard"""
+AXOLOTL = """--base-model NousResearch/Llama-3.2-1B --data a.jsonl --val-set-size 0.1
+--output-dir tuned --adapter lora --sequence-len 2048 --sample-packing true --lora-r 16
+--lora-alpha 32 --lora-dropout 0.05 --lora-target-modules q_proj v_proj
+--gradient-accumulation-steps 2 --micro-batch-size 2 --num-epochs 1
+--optimizer adamw_8bit --lr-scheduler cosine --learning-rate 0.0002 --bf16 auto
+--tf32 false --gradient-checkpointing true --logging-steps 1 --flash-attention true
+--warmup-ratio 0.1 --eval-steps 50 --evals-per-epoch 4 --saves-per-epoch 1
+--weight-decay 0.0"""
 LINES = {
+    "axolotl's lora-1b.yml, its keys as options": AXOLOTL,
+    "axolotl's other adapter": "m --adapter qlora --train-on-inputs true",
+    "an adapter in a folder": "m --adapter ./lora",
+    "axolotl's data sets": "m --datasets tatsu-lab/alpaca",
     "TRL's sft.py": SFT,
     "TRL's sft.py with adapters": LORA,
     "TRL's dpo.py": DPO,
@@ -63,7 +76,7 @@ def test_each_line_becomes_options_of_zinf_or_a_reason(golden):
 def test_no_name_has_two_meanings_and_all_lead_somewhere():
     own = {name.removeprefix("--") for name in own_options()}
     assert {*RENAMED.values()} <= own
-    tables = [*RENAMED, *KEYS, *OTHERWISE, *REFUSED]
+    tables = [*AXOLOTL_NAMES, *RENAMED, *KEYS, *OTHERWISE, *REFUSED]
     assert len({*tables}) == len(tables) and own.isdisjoint(tables)
 
 

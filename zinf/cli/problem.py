@@ -24,8 +24,9 @@ from zinf.data.text import Split, read_tokens, tokens_hash
 from zinf.distributed import AbstractGroup, Alone
 from zinf.engine import Engine
 from zinf.initialize import initialize
-from zinf.models import GPTConfig, init_and_loss, num_parameters
+from zinf.models import GPTConfig, held_out_sums, init_and_loss, num_parameters
 from zinf.optim.factory import build_optimizer, build_schedule
+from zinf.segment.weighted import Weighted
 
 ALONE = Alone()
 
@@ -131,9 +132,11 @@ def _given(
     model = gpt_config(config)
     init, loss = init_and_loss(model, seed=config.run.seed)
     dropout = 0.0 if config.adapter is None else config.adapter.lora_dropout
+    sums = held_out_sums(model)
     named = {
         "rng": jax.random.key(config.run.seed) if model.dropout or dropout else None,
         "batch": _batch_spec(config, group),
+        "eval_loss_fn": lambda params, batch: Weighted(*sums(params, batch)),
     }
     return loss, init, named
 
@@ -194,6 +197,8 @@ def dataset(
         batch_size=batch_size(config),
         seed=data.seed if efficiency is None or metrics is None else efficiency.seed,
         num_epochs=num_epochs if split == "train" else 1,
+        # A loss of the user's does not know rows without weight.
+        fills=not is_own(config),
         split=split,
         validation_fraction=data.validation_fraction,
         vocab_size=_model(config).vocab_size,

@@ -1,8 +1,8 @@
-"""Options of `zinf finetune` by the names that TRL's scripts give them.
+"""Options of `zinf finetune` by the names that TRL's scripts and axolotl give them.
 
 The names are those of TRL 0.24's `SFTConfig`, `DPOConfig`, `ModelConfig` and
-`ScriptArguments`, and of `transformers.TrainingArguments`. They are written with dashes
-or underscores.
+`ScriptArguments`, of `transformers.TrainingArguments`, and of the keys of axolotl's
+configs. They are written with dashes or underscores.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -14,6 +14,16 @@ from typer.core import TyperCommand
 
 from zinf.complaint import complain
 
+# axolotl's names, and TRL's for the same.
+AXOLOTL = {
+    "base-model": "model-name-or-path",
+    "micro-batch-size": "per-device-train-batch-size",
+    "num-epochs": "num-train-epochs",
+    "lr-scheduler": "lr-scheduler-type",
+    "optimizer": "optim",
+    "sequence-len": "max-length",
+    "sample-packing": "packing",
+}
 # Options of zinf under another name.
 RENAMED = {
     "output-dir": "output",
@@ -34,6 +44,7 @@ KEYS = {
     "save-total-limit": "run.keep_checkpoints",
     "logging-steps": "run.log_every",
     "seed": "run.seed",
+    "val-set-size": "data.validation_fraction",
 }
 FLAGS = {
     "packing",
@@ -58,6 +69,11 @@ OTHERWISE = {
     "no-remove-unused-columns": "columns without a meaning are left out",
     "use-cache": "training keeps no cache",
     "logging-first-step": "metrics.jsonl has a line for each step",
+    "flash-attention": "zinf computes attention itself",
+    "lora-target-linear": "it is so without the option",
+    "pad-to-sequence-len": "rows are padded to few lengths",
+    "evals-per-epoch": "evaluations are every --eval-steps, with --eval-data",
+    "saves-per-epoch": "checkpoints are every --save-steps, and at the end",
     "ddp-timeout": "it is of torch.distributed",
     "tf32": "float32 products are in full precision",
     "eval-strategy": "evaluations are every --eval-steps, with --eval-data",
@@ -85,6 +101,11 @@ REFUSED = {
     "metric-for-best-model": "The best checkpoint (run.keep_best) goes by the loss.",
     "group-by-length": "Use data_efficiency's dynamic_batching (--set).",
     "auto-find-batch-size": "zinf plan --model says what fits, before the run.",
+    "datasets": "Name files, and their format is found: --data FILE.",
+    "rl": "zinf finetune has --objective dpo.",
+    "wandb-project": "zinf writes metrics.jsonl, and TensorBoard's events: --report-to "
+    "tensorboard.",
+    "special-tokens": "Set them in tokenizer_config.json, beside the model.",
     "ref-model": "The reference of dpo is the model as it was.",
     "precompute-ref-log-probs": "zinf always does so: leave it out.",
 }
@@ -97,6 +118,8 @@ SCHEDULES = {
     "constant_with_warmup": "WarmupLR",
 }
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_bnb_8bit")
+OPTIMIZERS += ("adamw_8bit",)  # axolotl
+ADAPTERS = {"lora": "", "qlora": "nf4"}
 TRUE, FALSE = ("true", "yes", "1"), ("false", "no", "0")
 
 
@@ -160,8 +183,13 @@ class _Options:
 
     def add(self, option: str, values: list[str]) -> None:
         name = option.removeprefix("--").replace("_", "-")
+        if name in AXOLOTL and option not in self.own:
+            name = AXOLOTL[name]
         new = RENAMED.get(name, name)
-        if f"--{new}" in self.own or not option:
+        if name == "adapter" and values[:1] and values[0] in ADAPTERS:
+            self.kept[name] = values[0]  # --adapter of zinf is a folder: ./lora
+            self.done += values[1:]
+        elif f"--{new}" in self.own or not option:
             self._add_own(new if option else "", values)
         elif name in KEYS:
             self.set(KEYS[name], *values)
@@ -207,6 +235,8 @@ class _Options:
             self.done.insert(0, kept["model-name-or-path"])
         if self._is_on("use-peft") and "--lora" not in self.done:
             self.done += ["--lora", str(RANK)]
+        self._add_adapter()
+        self._add_inputs()
         self._add_resume()
         self._check_optimizer()
         self._add_report()
@@ -223,6 +253,21 @@ class _Options:
 
     def _is_on(self, name: str) -> bool:
         return self.kept.get(name, "").lower() in TRUE
+
+    def _add_adapter(self) -> None:
+        """axolotl's `adapter`, which says whether the base is in four bits."""
+        name = self.kept.get("adapter")
+        if name is None:
+            return
+        if "--lora" not in self.done:
+            self.done += ["--lora", str(RANK)]
+        if ADAPTERS[name] and not self._is_on("load-in-4bit"):
+            self.done += ["--base-encoding", ADAPTERS[name]]
+
+    def _add_inputs(self) -> None:
+        """axolotl's `train_on_inputs`; without it answers alone are trained on."""
+        if self._is_on("train-on-inputs"):
+            self.done.append("--no-completion-only-loss")
 
     def _add_resume(self) -> None:
         value = self.kept.get("resume-from-checkpoint", "false")
@@ -254,7 +299,9 @@ class _Options:
 
     def _add_evaluations(self) -> None:
         steps = self.kept.get("eval-steps")
-        if steps is not None and "--eval-data" in self.done:
+        held_out = f"{KEYS['val-set-size']}="
+        has_data = any(x == "--eval-data" or held_out in x for x in self.done)
+        if steps is not None and has_data:
             self.set("run.evaluate_every", steps)
         elif steps is not None:
             self.say("--eval-steps: has no effect: there is no --eval-data.")
@@ -316,6 +363,7 @@ class _Options:
 KEPT = {
     "model-name-or-path",
     "use-peft",
+    "train-on-inputs",
     "optim",
     "eval-steps",
     "report-to",

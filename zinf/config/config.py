@@ -99,6 +99,11 @@ class Config(DeepSpeedKeys):
     machine, but for the drive's where `zinf bench io` has measured it. Null: measured
     in `zinf train` and `zinf finetune`, fixed in Python."""
 
+    compile_cache: Literal["auto", False] | Folder = "auto"
+    """Where compiled programs are kept from run to run. auto: in the user's cache
+    folder, at most 4 GiB; false: nowhere; a folder. A folder that jax was told
+    (`jax_compilation_cache_dir`) stays."""
+
     persistence_threshold: Auto[Threshold | None] = None
     """Bytes; smaller arrays never go to NVMe; 32KiB when absent, 0: all may go."""
 
@@ -248,6 +253,7 @@ class Config(DeepSpeedKeys):
             self.mesh,
             self.expert_parallel,
             self.tensor_parallel,
+            self.sequence_parallel_size,
         )
         yield from execution_violations(
             self.execution,

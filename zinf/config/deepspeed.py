@@ -161,8 +161,8 @@ class DeepSpeedKeys(Section):
     gradient_allreduce_op: Unsupported[Literal["mean", "sum"]] = "mean"
     """Sum gradients over devices and microbatches; leave it mean, scale the loss."""
 
-    sequence_parallel_size: Unsupported[Count] = 1
-    """Devices per sequence; set mesh.seq instead."""
+    sequence_parallel_size: Count = 1
+    """Devices that divide the positions of the same examples; the same as mesh.seq."""
 
     amp: Unsupported[AnyKeys | None] = None
     """NVIDIA Apex; use bf16 or fp16."""

@@ -73,7 +73,7 @@ def grouping(
         _count(mesh.get("replica")) or 1,
         _count(mesh.get("fsdp")),
         group_size,
-        _count(mesh.get("seq")) or 1,
+        _count(mesh.get("seq")) or _count(raw.get("sequence_parallel_size")) or 1,
         _count(mesh.get("expert")) or (_count(size) if is_on else 1) or 1,
         _count(mesh.get("tensor")) or tensor or 1,
     )

@@ -56,6 +56,7 @@ def mesh_violations(
     mesh: MeshAxes,
     experts: ExpertParallel,
     tensor: TensorParallel,
+    num_seq: int,
 ) -> Iterator[Violation]:
     """Groups of devices that are given twice."""
     given = {
@@ -74,6 +75,9 @@ def mesh_violations(
     if tensor.autotp_size > 1 and mesh.tensor not in (1, tensor.autotp_size):
         text = f"{tensor.autotp_size} is not mesh.tensor, {mesh.tensor}."
         yield ("tensor_parallel", "autotp_size"), f"{text} Remove one of them."
+    if num_seq > 1 and mesh.seq not in (1, num_seq):
+        text = f"{num_seq} is not mesh.seq, {mesh.seq}. Remove one of them."
+        yield ("sequence_parallel_size",), text
     sizes = mesh.replica, mesh.seq, mesh.expert, mesh.tensor
     if asked and (max(sizes) > 1 or mesh.fsdp is not None):
         text = "groups devices, and so does the mesh section. Remove one of them."

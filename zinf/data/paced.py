@@ -289,9 +289,11 @@ def describe(batch: Any) -> dict[str, int]:
     Also those of a row that layers keep which drop tokens.
 
     Args:
-        batch: {"tokens": (rows, length + 1)}, as `text_dataset` makes them.
+        batch: {"tokens": (rows, length + 1)}, as `text_dataset` makes them. Rows that
+            only fill it are not counted.
     """
-    rows, length = np.shape(batch[TOKENS])
+    _, length = np.shape(batch[TOKENS])
+    rows = int(np.count_nonzero(np.asarray(batch[TOKENS])[:, 0] >= 0))
     kept = np.shape(batch[KEPT])[2] if KEPT in batch else length - 1
     return {
         "sequence_length": length - 1,

@@ -15,10 +15,13 @@ import numpy as np
 from zinf.data.curriculum import CurriculumSamples, Metric
 from zinf.data.extract import extracted
 from zinf.data.files import Kind, find_files
+from zinf.data.filled import Filled
 from zinf.data.share import Share
 from zinf.data.tokens import Tokens, array_part, text_part
 
 Split = Literal["train", "validation"]
+
+NO_TOKEN = -1  # in the samples that fill a batch of validation
 
 # `tokens_hash` reads this many windows of this many tokens.
 COMPARED_WINDOWS, COMPARED_TOKENS = 64, 4096
@@ -175,6 +178,7 @@ def text_dataset(
     validation_fraction: float,
     vocab_size: int | None = None,
     num_epochs: int | None = None,
+    fills: bool = True,
     process: tuple[int, int] = (0, 1),
     num_microbatches: int = 1,
     metrics: Callable[[int, dict[str, Any]], Sequence[Metric]] | None = None,
@@ -196,7 +200,9 @@ def text_dataset(
             the part before it. The splits share no token.
         vocab_size: Size of the model's vocabulary; a token outside it is an error.
         num_epochs: Number of passes over the split; None never ends. Windows at the end
-            that do not fill a batch are left out.
+            that do not fill a batch are left out; those of a finite validation are
+            followed by rows of -1, which `zinf.models.held_out_sums` gives no weight,
+            unless `fills` is false.
         process: (index, count): index of this process, and number of processes, which
             must read equal files. This process gets `batch_size / count` rows of every
             batch (see `Share`).
@@ -209,7 +215,8 @@ def text_dataset(
 
     Raises:
         FileNotFoundError, ValueError: See `read_tokens`. ValueError also if the split
-            has too few tokens for one batch, or a batch does not divide (see `Share`).
+            has too few tokens for one batch (for a window, if batches are filled), or a
+            batch does not divide (see `Share`).
     """
     tokens = read_tokens(
         paths, glob=glob, field=field, bin_dtype=bin_dtype, cache=cache, say=say
@@ -221,7 +228,8 @@ def text_dataset(
         validation_fraction=validation_fraction,
         vocab_size=vocab_size,
     )
-    if len(windows) < batch_size:
+    fills = fills and split == "validation" and num_epochs is not None
+    if len(windows) < (1 if fills else batch_size):
         raise ValueError(
             f"The {split} split has {windows.num_tokens:,} tokens, which is "
             f"{len(windows)} "
@@ -236,6 +244,12 @@ def text_dataset(
         named = {"batch_size": batch_size, "seed": seed, "num_epochs": num_epochs}
         found = metrics(len(windows), windows.about(validation_fraction))
         samples = CurriculumSamples(source, found, **named)
+    if fills:
+        samples = grain.MapDataset.source(Filled(samples, batch_size, _without_tokens))
     return Share(
         samples, batch_size, process=process, num_microbatches=num_microbatches
     )
+
+
+def _without_tokens(sample: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {"tokens": np.full_like(sample["tokens"], NO_TOKEN)}

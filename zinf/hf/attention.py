@@ -2,10 +2,11 @@
 
 `transformers` calls what is registered under `config._attn_implementation`. zinf
 registers one function, which gives plain attention to `jax.nn.dot_product_attention`
-(cuDNN on GPUs), and computes what that function lacks: soft caps (Gemma 2), sinks
-(gpt-oss), dropout, and values of another width than keys (DeepSeek). Keys that a layer
-selects for each query (DeepSeek V3.2, GLM 5, MiniMax M3) become a mask. An unknown
-argument is refused by name: a layer that passes it would compute something else.
+(XLA's, which holds the scores on every platform), and computes what that function
+lacks: soft caps (Gemma 2), sinks (gpt-oss), dropout, and values of another width than
+keys (DeepSeek). Keys that a layer selects for each query (DeepSeek V3.2, GLM 5, MiniMax
+M3) become a mask. An unknown argument is refused by name: a layer that passes it would
+compute something else.
 """
 
 from collections.abc import Generator, Mapping

@@ -30,6 +30,7 @@ from zinf.hf.module import build
 from zinf.hf.tiny import LENGTH, VOCAB, tiny
 from zinf.hf.weights import to_numpy
 from zinf.mesh import first_cpu
+from zinf.user_cache import user_cache
 
 logger = logging.getLogger(__name__)
 AGREES, DIFFERS, NOT_TINY, NOT_COMPARED = (
@@ -289,8 +290,7 @@ def _place(config: transformers.PretrainedConfig, auto_class: str) -> Path:
     # Of zinf itself the version does not say what was changed since.
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "zinf" / "compared" / f"{digest.hexdigest()[:32]}.json"
+    return user_cache() / "compared" / f"{digest.hexdigest()[:32]}.json"
 
 
 def _remember(place: Path, verdict: Verdict) -> None:

@@ -182,28 +182,9 @@ def split_of(
     return (0, cut) if is_training else (cut, count)
 
 
-class Filled(grain.sources.RandomAccessDataSource):
-    """Rows of an evaluation, and rows without labels after them, to fill a batch.
-
-    A row without labels has no weight in the loss, so the mean is that of `rows`.
-
-    Args:
-        multiple: the number of rows becomes a multiple of this, a batch size.
-    """
-
-    def __init__(
-        self, rows: grain.sources.RandomAccessDataSource, multiple: int
-    ) -> None:
-        self._rows, self._multiple = rows, multiple
-
-    def __len__(self) -> int:
-        return -(-len(self._rows) // self._multiple) * self._multiple
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        if index < len(self._rows):
-            return self._rows[index]
-        row = self._rows[0]
-        return row | {"labels": np.full_like(row["labels"], IGNORED)}
+def without_labels(row: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A row that has no weight in the loss; see `Filled`."""
+    return row | {"labels": np.full_like(row["labels"], IGNORED)}
 
 
 def batches(

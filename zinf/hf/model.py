@@ -35,6 +35,7 @@ from zinf.hf.weights import StoredWeights, check_dtypes, spec_of, to_numpy
 from zinf.interchange.names import Terms, listed, match
 from zinf.interchange.safetensors_files import SafetensorsFiles
 from zinf.interchange.tensors import AbstractTensors
+from zinf.json_text import unreadable_object
 from zinf.program import ArraySpec
 from zinf.segment.weighted import Weighted
 
@@ -54,6 +55,10 @@ OWN_KEYS = ("labels", "segment_ids", "kept")
 MASKED_LAYERS = {"full_attention", "sliding_attention"}
 # The argument for keys and values so far; older modules have the second name.
 CACHE_NAMES = ("cache", "past_key_values")
+TOKENIZER_FILES = (
+    *("tokenizer_config.json", "tokenizer.json"),
+    *("special_tokens_map.json", "added_tokens.json"),
+)
 # Parts of the names of settings that make a training pass random.
 RANDOM = ("drop", "jitter", "noise")
 
@@ -234,11 +239,12 @@ class Model:
             return transformers.AutoTokenizer.from_pretrained(
                 folder, trust_remote_code=False
             )
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except Exception as error:  # Of any kind, as the files are anybody's.
+            found = unreadable_object(folder, TOKENIZER_FILES)
+            found = found or f"{type(error).__name__}: {error}".splitlines()[0]
             raise ValueError(
-                f"{folder} has no tokenizer that transformers can read: "
-                f"{str(error).splitlines()[0]} Put tokenizer.json and "
-                "tokenizer_config.json of the model there."
+                f"{folder} has no tokenizer that transformers can read: {found} Put "
+                "tokenizer.json and tokenizer_config.json of the model there."
             ) from error
 
     @cached_property

@@ -25,11 +25,11 @@ from zinf.data import (
     rate_scale,
 )
 from zinf.data.configured import difficulties, paced
+from zinf.data.filled import Filled
 from zinf.distributed import AbstractGroup
 from zinf.hf.analysis import about_rows
 from zinf.hf.classes import Classified, ClassTokenizing, class_names
 from zinf.hf.dataset import (
-    Filled,
     Samples,
     batches,
     check_labels,
@@ -37,6 +37,7 @@ from zinf.hf.dataset import (
     num_samples,
     split_of,
     tokenized,
+    without_labels,
 )
 from zinf.hf.engine import ModelEngine, adapted_model, draws, initialize
 from zinf.hf.folder import SMALL_FILES, weights_digest
@@ -444,7 +445,7 @@ class Task:
             told = about_rows(rows, config.data.validation_fraction)
             metrics = drawn(len(rows), told)
         found = batches(
-            rows if is_training else Filled(rows, batch_size),
+            rows if is_training else Filled(rows, batch_size, without_labels),
             batch_size=batch_size,
             seed=seed,
             split="train" if is_training else "validation",

@@ -393,10 +393,7 @@ def loss_and_aux(
         tokens[:, :-1], dropout_key=dropout_key, kept_BSP=batch.get("kept")
     )
     loss = jnp.mean(cross_entropy(logits_BTV, tokens[:, 1:]))
-    aux_losses = [usage["balance_loss"] for usage in usages.values()]
-    if aux_losses:
-        aux_loss = sum(aux_losses[1:], aux_losses[0]) / len(aux_losses)
-        loss += model.config.aux_loss_coefficient * aux_loss
+    loss = _with_balance(model, loss, usages)
     aux: dict[str, Any] = {"experts": usages}
     if "teacher_logits" in batch:
         teacher_BTV = batch["teacher_logits"]
@@ -404,6 +401,48 @@ def loss_and_aux(
         aux["divergence"] = jnp.mean(losses_BT)
         loss += coefficient * aux["divergence"]
     return loss, aux
+
+
+def _with_balance(
+    model: GPT,
+    loss: jax.Array,
+    usages: Mapping[str, Usage],
+    weight: jax.Array | float = 1.0,
+) -> jax.Array:
+    """`loss` with the mean load-balancing loss of the blocks that have experts."""
+    aux_losses = [usage["balance_loss"] for usage in usages.values()]
+    if not aux_losses:
+        return loss
+    aux_loss = sum(aux_losses[1:], aux_losses[0]) / len(aux_losses)
+    return loss + weight * model.config.aux_loss_coefficient * aux_loss
+
+
+def held_out_sums(
+    config: GPTConfig,
+) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array]]:
+    """The sum of losses of an evaluation, in which each token counts alike.
+
+    Without dropout and without a teacher. With experts, the load-balancing loss and the
+    tokens that exceed an expert's capacity still depend on what is in a batch.
+
+    Returns:
+        `sums(params, batch) -> (total, weight)`, float32 scalars for a `zinf.Weighted`.
+        The weight is the number of tokens that are predicted: those of the rows that
+        `text_dataset` fills a batch with are negative, and do not count.
+    """
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))))
+
+    def sums(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        model, tokens = nnx.merge(graphdef, params), batch["tokens"]
+        logits_BTV, usages = model.with_usage(jnp.maximum(tokens[:, :-1], 0))
+        labels = tokens[:, 1:]
+        losses = cross_entropy(logits_BTV, jnp.maximum(labels, 0))
+        is_token = labels >= 0
+        weight = jnp.sum(is_token.astype(jnp.float32))
+        total = jnp.sum(jnp.where(is_token, losses, 0))
+        return _with_balance(model, total, usages, weight), weight
+
+    return sums
 
 
 def next_token_logits(model: GPT, batch: Batch) -> jax.Array:

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from zinf.config import Config, Grouping, grouping
 from zinf.mesh import check_mesh, make_mesh
+from zinf.prepare.compile_cache import keep_compiled
 from zinf.sharding import num_data_parallel
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,8 @@ def on_devices(
 ) -> tuple[Config, Mesh]:
     """Load a config for the devices of a mesh; return both.
 
+    From here on jax keeps what it compiles where the config says.
+
     Args:
         mesh: None makes the mesh that the config asks for.
 
@@ -32,7 +35,9 @@ def on_devices(
     """
     mesh = mesh_for(grouping(source, overrides)) if mesh is None else mesh
     check_mesh(mesh)
-    return Config.load(source, overrides, world_size=num_data_parallel(mesh)), mesh
+    config = Config.load(source, overrides, world_size=num_data_parallel(mesh))
+    keep_compiled(config.compile_cache)
+    return config, mesh
 
 
 def mesh_for(asked: Grouping) -> Mesh:

@@ -90,6 +90,27 @@ def test_splits_share_no_byte_and_leave_none_out(numbers: list[str]) -> None:
     assert validation == {*range(152, 201)}
 
 
+def test_held_out_windows_that_do_not_fill_a_batch_are_followed_by_rows_of_none(
+    numbers: list[str],
+) -> None:
+    named = {"split": "validation", "validation_fraction": 0.25, "num_epochs": 1}
+    found = [
+        sorted(
+            row.tolist()
+            for b in batches(numbers, **named, batch_size=n)
+            for row in b["tokens"]
+        )
+        for n in (1, 8, 64)
+    ]
+    rows = found[0]
+    none = [-1] * len(rows[0])
+    assert found == [
+        rows,
+        [none] * (-len(rows) % 8) + rows,
+        [none] * (64 - len(rows)) + rows,
+    ]
+
+
 def test_no_thread_or_process_is_started(numbers: list[str]) -> None:
     before = threading.active_count()
     taken(batches(numbers), 5)

@@ -38,6 +38,8 @@ from huggingface_hub import constants  # isort: skip
 from safetensors.numpy import load_file, save_file  # isort: skip
 
 from zinf import hf  # isort: skip
+from zinf.hf.completion import settings_of  # isort: skip
+from zinf.hf.model import TOKENIZER_FILES  # isort: skip
 
 BATCH = {"input_ids": tokens()}
 
@@ -246,6 +248,44 @@ BROKEN = {
     "a number of texts": partial(change, text_config=3),
     "nested deeply": nested_deeply,
 }
+
+
+# What is written in place of a file of a model's folder.
+TEXTS = {
+    "empty": b"",
+    "no UTF-8": b"\xff\xfe\x00",
+    "null": b"null",
+    "a list": b"[]",
+    "a text": b'"x"',
+    "cut off": b"{",
+    "nested": b"[" * 10**5,
+    "nested objects": b'{"a":' * 10**5,
+    "a zero": b"\0",
+}
+READ = {
+    "config.json": lambda model: model,
+    "generation_config.json": lambda model: settings_of(model, {}),
+    "model.safetensors.index.json": lambda model: model.check_files(),
+    **dict.fromkeys(TOKENIZER_FILES, lambda model: model.tokenizer),
+}
+
+
+def test_each_file_of_a_folder_that_holds_anything_is_refused_by_name(tmp_path, golden):
+    sound = model_folder(tmp_path)
+
+    def check(name, content):
+        folder = tmp_path / "made up"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(sound, folder)
+        (folder / name).write_bytes(content)
+        READ[name](hf.load(folder))
+
+    mistakes = {
+        f"{name}, {text}": partial(check, name, content)
+        for name in READ
+        for text, content in TEXTS.items()
+    }
+    golden.check("files.txt", refusals(mistakes, tmp_path))
 
 
 def test_broken_models_are_refused_by_name(tmp_path, golden):
