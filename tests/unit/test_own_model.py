@@ -51,6 +51,8 @@ def test_the_example_plans_trains_and_is_evaluated(folder: Path) -> None:
     assert float(first) == pytest.approx(np.log(256), rel=1e-4)  # All are as likely.
     assert float(last) < 4
     found = run("evaluate", config)
+    # Of 40,000 bytes 5% are held out: 31 windows of 64 tokens, 3 batches of 8.
+    assert "1,536 tokens of 3 batches" in found.stdout
     # What another loss is the mean of is not known.
     assert "loss" in found.stdout and "perplexity" not in found.stdout
     refused = run("plan", "--generate", config, code=2)

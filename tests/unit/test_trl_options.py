@@ -33,6 +33,7 @@ LINES = {
     "axolotl's lora-1b.yml, its keys as options": AXOLOTL,
     "axolotl's other adapter": "m --adapter qlora --train-on-inputs true",
     "an adapter in a folder": "m --adapter ./lora",
+    "axolotl's long samples": "m --excess-length-strategy drop",
     "axolotl's data sets": "m --datasets tatsu-lab/alpaca",
     "TRL's sft.py": SFT,
     "TRL's sft.py with adapters": LORA,

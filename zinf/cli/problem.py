@@ -197,6 +197,7 @@ def dataset(
         batch_size=batch_size(config),
         seed=data.seed if efficiency is None or metrics is None else efficiency.seed,
         num_epochs=num_epochs if split == "train" else 1,
+        # A loss of the user's does not know rows without weight.
         fills=split == "validation" and not is_own(config),
         split=split,
         validation_fraction=data.validation_fraction,

@@ -23,6 +23,7 @@ AXOLOTL = {
     "optimizer": "optim",
     "sequence-len": "max-length",
     "sample-packing": "packing",
+    "excess-length-strategy": "too-long",
 }
 # Options of zinf under another name.
 RENAMED = {
