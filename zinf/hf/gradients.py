@@ -43,8 +43,8 @@ def as_in_torch() -> Generator[None, None, None]:
 class _Stopping(TorchFunctionMode):
     """Stops the gradient of each result while a module has gradients off.
 
-    Torch has them off in the forward pass of a `torch.autograd.Function` too; that
-    pass is differentiated by jax. So what counts is the call that turns them off.
+    Torch has them off in the forward pass of a `torch.autograd.Function` too, whose
+    result has a gradient. So what counts is the call that turns them off.
 
     A view keeps its gradient, because a write to the view must reach its base. What is
     computed from the view is stopped again.

@@ -28,6 +28,7 @@ from zinf.hf.adapter import SavedAdapter, base_of, naming_of, read_adapter
 from zinf.hf.attention import within_segments
 from zinf.hf.batch import IGNORED, check_some_label, check_tokens
 from zinf.hf.dequantize import Dequantized, block_of
+from zinf.hf.derivatives import own_derivatives
 from zinf.hf.dropping import dropping, layers_of
 from zinf.hf.folder import find_folder, weights_digest, weights_path
 from zinf.hf.module import CONFIG, build, read_config
@@ -408,11 +409,9 @@ class Model:
         """The logits of a call of the module with arrays, and with other options."""
         first = next(iter(params.values()))
         module = self.module_in(str(jnp.dtype(first.dtype)))
-        env = default_env()
-        prng = env.override_property(prng=key[0] if key else None)
+        prng = default_env().override_property(prng=key[0] if key else None)
         drops = dropping(module, self.random_ltd_layers, kept)
-        stops = gradients.as_in_torch()
-        with _TRACING, env, prng, _torch_promotion(), drops, stops:
+        with _in_torch(), prng, own_derivatives(_in_torch), drops:
             module.train(train and bool(key))
             before()
             given = {name: torch_view(value) for name, value in inputs.items()}
@@ -623,6 +622,13 @@ def _labels(batch: Batch) -> jax.Array:
     if "attention_mask" not in batch:
         return tokens
     return jnp.where(batch["attention_mask"] != 0, tokens, IGNORED)
+
+
+@contextmanager
+def _in_torch() -> Generator[None, None, None]:
+    """In the body, torch's functions compute with jax arrays, by torch's rules."""
+    with _TRACING, default_env(), _torch_promotion(), gradients.as_in_torch():
+        yield
 
 
 @contextmanager

@@ -1,4 +1,6 @@
-"""Operations that have no gradient in torch have none in jax."""
+"""Operations that have no gradient in torch, or one of their own, have it in jax."""
+
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from tests.unit.hf.architectures import config_of
 from tests.unit.hf.models import STREAMED, save, tokens
 from zinf import hf
 from zinf.hf import gradients
+from zinf.hf.derivatives import own_derivatives
 
 
 def in_no_grad(x, then):
@@ -23,16 +26,56 @@ def in_no_grad(x, then):
         return then(x)
 
 
-class Doubled(torch.autograd.Function):
-    """Torch runs its forward pass without gradients, and it has one."""
+class Bounded(torch.autograd.Function):
+    """A square root whose derivative, infinite at 0, is at most 10."""
 
     @staticmethod
     def forward(ctx, x):
-        return 2 * x
+        ctx.save_for_backward(x)
+        return torch.sqrt(x)
 
     @staticmethod
     def backward(ctx, gradient):
-        return 2 * gradient
+        (x,) = ctx.saved_tensors
+        return gradient / torch.sqrt(torch.clip(4 * x, min=1e-2))
+
+
+class Estimated(torch.autograd.Function):
+    """Another gradient than its derivative; one argument has none, one is no array."""
+
+    @staticmethod
+    def forward(ctx, x, places, power, y):
+        ctx.power = power
+        ctx.save_for_backward(x, places)
+        return x[places] ** power, y
+
+    @staticmethod
+    def backward(ctx, gradient, _):
+        x, places = ctx.saved_tensors
+        return torch.zeros_like(x) + ctx.power * gradient[places], None, None, None
+
+
+class Parted(torch.autograd.Function):
+    """In the newer form, with what is saved apart."""
+
+    @staticmethod
+    def forward(x):
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs, output)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, output = ctx.saved_tensors
+        return gradient * x * output
+
+
+def estimated(x):
+    places = torch.argsort(x).to(torch.int32)
+    first, second = Estimated.apply(x, places, 3, x * x)
+    return first + second
 
 
 # Each as a function of four numbers.
@@ -44,21 +87,28 @@ CASES = {
     "no_grad": lambda x: in_no_grad(x, torch.exp) * x,
     "several results": lambda x: in_no_grad(x * x, lambda y: y.chunk(2))[0] * x[2:],
     "in place": lambda x: in_no_grad(x, lambda y: (y * y).add_(1).view(4)) * x,
-    "a function of its own": lambda x: in_no_grad(x, torch.exp) + Doubled.apply(x),
+    "a bounded derivative": lambda x: in_no_grad(x, torch.exp) + Bounded.apply(x * 0),
+    "an estimated derivative": estimated,
+    "a derivative in two parts": lambda x: Parted.apply(x),
     "enabled again": lambda x: in_no_grad(x, torch.enable_grad()(torch.exp)) * x,
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_gradient_stops_where_torch_stops_it(name):
+def test_a_gradient_is_that_of_torch(name):
     """The caller's `no_grad`, which is about torch's own arrays, changes nothing."""
     function, values = CASES[name], np.float32([0.5, -1, 2, 1.5])
     given = torch.tensor(values, requires_grad=True)
     function(given).sum().backward()
     gradients.register()
 
-    def summed(x):
+    @contextmanager
+    def in_torch():
         with default_env(), gradients.as_in_torch():
+            yield
+
+    def summed(x):
+        with in_torch(), own_derivatives(in_torch):
             return jnp.sum(jax_view(function(torch_view(x))))
 
     with torch.no_grad():
