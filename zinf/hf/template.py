@@ -6,6 +6,7 @@ comes to costs work, and a conversation has a budget of it. The templates are co
 as `transformers` does, with these costs added to their syntax tree.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,6 +26,9 @@ MAX_WORK = 2 * 10**8
 MAX_BITS = 4096
 # Filters and methods whose result may be as long as the product of what they take.
 MULTIPLYING = ("join", "replace")
+# Widths and precisions in texts for `%` and for `format`. `*` takes its from a value.
+PERCENT = re.compile(r"%(?:\([^)]*\))?[-+ #0]*(\d+|\*)?(?:\.(\d+|\*))?")
+BRACES = re.compile(r"[:.]\D{0,3}(\d+)")
 
 _left: ContextVar[list[int] | None] = ContextVar("left", default=None)
 
@@ -62,6 +66,7 @@ def _compiled(template: str) -> jinja2.Template:
     environment.globals.pop("lipsum")  # texts of any length
     for name in MULTIPLYING:
         environment.filters[name] = _multiplying(environment.filters[name])
+    environment.filters["format"] = _formatting(environment.filters["format"])
     environment.call = partial(_call, environment.call)
     environment.filters |= {
         "counted": _counted,
@@ -69,6 +74,7 @@ def _compiled(template: str) -> jinja2.Template:
         "counted_size": _counted_size,
         "counted_product": _product,
         "counted_power": _power,
+        "counted_rest": _rest,
     }
     tree = _Counting().visit(environment.parse(template))
     code = environment.compile(tree)
@@ -113,6 +119,8 @@ class _Counting(NodeTransformer):
                     operand.expr = _through("counted", operand.expr)
             case nodes.Mul():
                 return _through("counted_product", node.left, node.right)
+            case nodes.Mod():
+                return _through("counted_rest", node.left, node.right)
             case nodes.Pow():
                 return _through("counted_power", node.left, node.right)
             case nodes.Concat() | nodes.BinExpr() | nodes.Getitem(arg=nodes.Slice()):
@@ -176,6 +184,25 @@ def _multiplying(function: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
+def _formatting(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def checked(text: Any, *given: Any, **named: Any) -> Any:
+        _spend_format(PERCENT, text, [*given, *named.values()])
+        return function(text, *given, **named)
+
+    return checked
+
+
+def _spend_format(widths: re.Pattern, text: Any, given: Iterable[Any]) -> None:
+    """Count the widths that a text for formats has, and values that may be widths."""
+    if not isinstance(text, str):
+        return
+    found = [n for match in widths.finditer(text) for n in match.groups() if n]
+    _spend(sum(int(n) for n in found if n.isdecimal()))
+    if "*" in found or "{" in text:
+        _spend(sum(abs(x) for x in given if isinstance(x, int)))
+
+
 def _call(
     call: Callable[..., Any], context: Any, function: Any, *given: Any, **named: Any
 ) -> Any:
@@ -183,7 +210,19 @@ def _call(
     if getattr(function, "__name__", None) in MULTIPLYING:
         sizes = map(_size, (getattr(function, "__self__", None), *given))
         _spend(prod(max(size, 1) for size in sizes))
+    elif getattr(function, "__name__", None) in ("format", "format_map"):
+        # The sandbox wraps the method of a text.
+        text = getattr(getattr(function, "__wrapped__", function), "__self__", None)
+        _spend_format(BRACES, text, [*given, *named.values()])
     return call(context, function, *given, **named)
+
+
+@jinja2.pass_context
+def _rest(_: Any, left: Any, right: Any) -> Any:
+    """`left % right`, which formats if `left` is a text."""
+    given = right.values() if isinstance(right, dict) else right
+    _spend_format(PERCENT, left, given if isinstance(given, Iterable) else [given])
+    return _counted(_, left % right)
 
 
 @jinja2.pass_context

@@ -187,7 +187,7 @@ def test_an_answer_is_trained_on_from_its_first_whole_token(
     how = tokenizing(joining(), sequence_length=40)
     line = {"messages": turns(*(x for answer in answers for x in ("x", answer)))}
     for number in range(2):
-        _, labels = how.sample(line, f"line {number}")
+        ((_, labels),) = how.read(line, f"line {number}").samples
         found = [how.tokenizer.convert_ids_to_tokens(x) for x in labels if x != -100]
         assert found == trained
     how.begun_inside.warn()
@@ -366,6 +366,13 @@ def test_a_wrong_line_is_named_with_what_is_wrong(tmp_path, golden):
         "a template that doubles": sample(chat, DOUBLES),
         "a template of a product": sample(chat, "{{ 'w1 ' * 10**11 }}"),
         "a template of a wide text": sample(chat, "{{ 'w1'.ljust(10**11) }}"),
+        "a template of a wide number": sample(chat, "{{ '%99999999999d' % 3 }}"),
+        "a template of a width given": sample(chat, "{{ '%*d' % (10**11, 3) }}"),
+        "a template of a wide filter": sample(chat, "{{ '%.99999999999f'|format(3) }}"),
+        "a template of wide braces": sample(chat, "{{ '{:>99999999999}'.format(3) }}"),
+        "a template of braces in braces": sample(
+            chat, "{{ '{:{}}'.format(3, 10**11) }}"
+        ),
         "a template that fills in": sample(chat, FILLS),
         "a template without answers": sample({"messages": turns("w0")}, mute),
         "a template without tags": sample(chat, UNTAGGED, assistant_only=True),
