@@ -32,7 +32,16 @@ FIXED = ["deepseek_v32", "minimax_m3_vl_text"]
 CAUSAL = "AutoModelForCausalLM"
 
 
-def attended(**named):
+SEEN = np.tri(8, dtype=bool)[None, None]
+# A causal mask as models give it, or leave it to the attention.
+MASKS = {
+    "none": None,
+    "booleans": SEEN,
+    "numbers": np.where(SEEN, 0, np.finfo("float32").min).astype("float32"),
+}
+
+
+def attended(form="none", **named):
     """The attention of zinf: two heads of queries, one of keys, with a causal mask."""
     random = np.random.default_rng(0)
     q, k, v = (random.normal(size=(1, n, 8, 4)).astype("float32") for n in (2, 1, 1))
@@ -46,22 +55,25 @@ def attended(**named):
             for n, x in named.items()
         }
         given = (torch_view(jnp.asarray(x)) for x in (q, k, v))
-        found, _ = attention.attend(module, *given, None, **arrays)
+        mask = MASKS[form]
+        mask = None if mask is None else torch_view(jnp.asarray(mask))
+        found, _ = attention.attend(module, *given, mask, **arrays)
     return np.asarray(jax_view(found)), (q, k, v)
 
 
+@pytest.mark.parametrize("form", MASKS)
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_query_sees_what_its_layer_selects_and_the_mask_allows(size):
+def test_a_query_sees_what_its_layer_selects_and_the_mask_allows(size, form):
     """`size` keys to a block; a later key is not seen though it is selected."""
     chosen = np.random.default_rng(1).permuted(
         np.tile(np.arange(8 // size), (1, 8, 1)), axis=-1
     )[..., :3]
     chosen[..., 0] = np.arange(8) // size
     if size == 1:
-        found, (q, k, v) = attended(indices=chosen)
+        found, (q, k, v) = attended(form, indices=chosen)
     else:
         chosen[0, 5, 2] = -1
-        found, (q, k, v) = attended(block_indices=chosen[:, None])
+        found, (q, k, v) = attended(form, block_indices=chosen[:, None])
     sees = np.zeros((8, 8), bool)
     for row, blocks in enumerate(chosen[0]):
         for block in blocks[blocks >= 0]:
