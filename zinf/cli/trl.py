@@ -120,7 +120,8 @@ SCHEDULES = {
 }
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_bnb_8bit")
 OPTIMIZERS += ("adamw_8bit",)  # axolotl
-ADAPTERS = {"lora": "", "qlora": "nf4"}
+# Values of axolotl's `adapter`, and what TRL's users ask for with each.
+ADAPTERS = {"lora": ("use-peft",), "qlora": ("use-peft", "load-in-4bit")}
 TRUE, FALSE = ("true", "yes", "1"), ("false", "no", "0")
 
 
@@ -188,7 +189,8 @@ class _Options:
             name = AXOLOTL[name]
         new = RENAMED.get(name, name)
         if name == "adapter" and values[:1] and values[0] in ADAPTERS:
-            self.kept[name] = values[0]  # --adapter of zinf is a folder: ./lora
+            # --adapter of zinf is a folder: ./lora
+            self.kept |= dict.fromkeys(ADAPTERS[values[0]], "true")
             self.done += values[1:]
         elif f"--{new}" in self.own or not option:
             self._add_own(new if option else "", values)
@@ -236,8 +238,6 @@ class _Options:
             self.done.insert(0, kept["model-name-or-path"])
         if self._is_on("use-peft") and "--lora" not in self.done:
             self.done += ["--lora", str(RANK)]
-        self._add_adapter()
-        self._add_inputs()
         self._add_resume()
         self._check_optimizer()
         self._add_report()
@@ -245,6 +245,8 @@ class _Options:
         self._add_batch()
         self._add_schedule()
         self._add_precision()
+        if self._is_on("train-on-inputs"):  # axolotl's
+            self.done.append("--no-completion-only-loss")
         betas = [kept.get(f"adam-beta{n}") for n in (1, 2)]
         if any(betas):
             self.set(
@@ -254,21 +256,6 @@ class _Options:
 
     def _is_on(self, name: str) -> bool:
         return self.kept.get(name, "").lower() in TRUE
-
-    def _add_adapter(self) -> None:
-        """axolotl's `adapter`, which says whether the base is in four bits."""
-        name = self.kept.get("adapter")
-        if name is None:
-            return
-        if "--lora" not in self.done:
-            self.done += ["--lora", str(RANK)]
-        if ADAPTERS[name] and not self._is_on("load-in-4bit"):
-            self.done += ["--base-encoding", ADAPTERS[name]]
-
-    def _add_inputs(self) -> None:
-        """axolotl's `train_on_inputs`; without it answers alone are trained on."""
-        if self._is_on("train-on-inputs"):
-            self.done.append("--no-completion-only-loss")
 
     def _add_resume(self) -> None:
         value = self.kept.get("resume-from-checkpoint", "false")

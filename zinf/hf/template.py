@@ -187,41 +187,40 @@ def _multiplying(function: Callable[..., Any]) -> Callable[..., Any]:
 def _formatting(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def checked(text: Any, *given: Any, **named: Any) -> Any:
-        _spend_format(PERCENT, text, [*given, *named.values()])
+        _spend_widths(PERCENT, text)
         return function(text, *given, **named)
 
     return checked
 
 
-def _spend_format(widths: re.Pattern, text: Any, given: Iterable[Any]) -> None:
-    """Count the widths that a text for formats has, and values that may be widths."""
-    if not isinstance(text, str):
-        return
-    found = [n for match in widths.finditer(text) for n in match.groups() if n]
-    _spend(sum(int(n) for n in found if n.isdecimal()))
-    if "*" in found or "{" in text:
-        _spend(sum(abs(x) for x in given if isinstance(x, int)))
+def _spend_widths(widths: re.Pattern, text: Any) -> None:
+    """Count the widths in a text for formats. Arguments of calls are counted anyway."""
+    if isinstance(text, str):
+        found = (n for match in widths.finditer(text) for n in match.groups() if n)
+        _spend(sum(int(n) for n in found if n.isdecimal()))
 
 
 def _call(
     call: Callable[..., Any], context: Any, function: Any, *given: Any, **named: Any
 ) -> Any:
     """As the environment calls what a template calls."""
-    if getattr(function, "__name__", None) in MULTIPLYING:
+    name = getattr(function, "__name__", None)
+    if name in MULTIPLYING:
         sizes = map(_size, (getattr(function, "__self__", None), *given))
         _spend(prod(max(size, 1) for size in sizes))
-    elif getattr(function, "__name__", None) in ("format", "format_map"):
+    elif name in ("format", "format_map"):
         # The sandbox wraps the method of a text.
         text = getattr(getattr(function, "__wrapped__", function), "__self__", None)
-        _spend_format(BRACES, text, [*given, *named.values()])
+        _spend_widths(BRACES, text)
     return call(context, function, *given, **named)
 
 
 @jinja2.pass_context
 def _rest(_: Any, left: Any, right: Any) -> Any:
     """`left % right`, which formats if `left` is a text."""
-    given = right.values() if isinstance(right, dict) else right
-    _spend_format(PERCENT, left, given if isinstance(given, Iterable) else [given])
+    _spend_widths(PERCENT, left)
+    if isinstance(left, str) and "*" in left and isinstance(right, tuple):
+        _spend(sum(abs(x) for x in right if isinstance(x, int)))
     return _counted(_, left % right)
 
 
