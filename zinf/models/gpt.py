@@ -430,10 +430,10 @@ def held_out_sums(
         The weight is the number of tokens that are predicted: those of the rows that
         `text_dataset` fills a batch with are negative, and do not count.
     """
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))))
 
     def sums(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        model, tokens = nnx.merge(graphdef, params), batch["tokens"]
+        # Here, so that a run without evaluations does not trace the model once more.
+        model, tokens = nnx.merge(_graphdef(config), params), batch["tokens"]
         logits_BTV, usages = model.with_usage(jnp.maximum(tokens[:, :-1], 0))
         labels = tokens[:, 1:]
         losses = cross_entropy(logits_BTV, jnp.maximum(labels, 0))
@@ -454,9 +454,14 @@ def next_token_logits(model: GPT, batch: Batch) -> jax.Array:
     return model(batch["tokens"][:, :-1])
 
 
+def _graphdef(config: GPTConfig) -> nnx.GraphDef[GPT]:
+    """The structure of a model, which does not depend on its parameters."""
+    return nnx.graphdef(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))))
+
+
 def logits_of(config: GPTConfig) -> Callable[[Params, Batch], jax.Array]:
     """`next_token_logits` as a pure function of the parameters and a batch."""
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))))
+    graphdef = _graphdef(config)
     return lambda params, batch: next_token_logits(nnx.merge(graphdef, params), batch)
 
 
@@ -495,7 +500,7 @@ def init_and_loss(
     def create() -> GPT:
         return GPT(config, rngs=nnx.Rngs(seed))
 
-    graphdef = nnx.graphdef(nnx.eval_shape(create))
+    graphdef = _graphdef(config)
 
     def init() -> Params:
         return nnx.to_pure_dict(nnx.state(create()))
