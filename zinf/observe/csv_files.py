@@ -3,11 +3,10 @@
 import csv
 import re
 import shutil
-from itertools import count
 from pathlib import Path
 from typing import IO
 
-from zinf.observe.writer import AbstractWriter, Metrics, numbers
+from zinf.observe.writer import AbstractWriter, Metrics, new_run_folder, numbers
 
 HEADER = b"step,"
 
@@ -60,9 +59,7 @@ def _without_rows_after(directory: Path, last_step: int) -> Path | None:
     longer = {p: n for p, n in lengths.items() if n is not None and n < _size(p)}
     if not longer:
         return None
-    numbered = (directory / f"run.{n}" for n in count(1))
-    kept = next(each for each in numbered if not each.exists())
-    kept.mkdir()
+    kept = new_run_folder(directory)
     for path, num_bytes in longer.items():
         shutil.copy2(path, kept / path.name)
         with path.open("r+b") as file:

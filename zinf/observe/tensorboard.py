@@ -2,7 +2,6 @@
 
 import os
 import time
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyrefly: ignore
 from tensorboardX.summary import scalar
 
-from zinf.observe.writer import AbstractWriter, Metrics, numbers
+from zinf.observe.writer import AbstractWriter, Metrics, new_run_folder, numbers
 
 PREFIX = "events"
 EVENTS = f"{PREFIX}.out.tfevents.*"
@@ -70,9 +69,7 @@ def _set_aside(directory: Path) -> Path | None:
     found = sorted(directory.glob(EVENTS))
     if not found:
         return None
-    numbered = (directory / f"run.{n}" for n in count(1))
-    kept = next(each for each in numbered if not each.exists())
-    kept.mkdir()
+    kept = new_run_folder(directory)
     for path in found:
         path.rename(kept / path.name)
     return kept

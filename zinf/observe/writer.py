@@ -2,7 +2,9 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from itertools import count
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -33,6 +35,18 @@ class AbstractWriter(ABC):
 
     @abstractmethod
     def close(self) -> None: ...
+
+
+def new_run_folder(directory: Path) -> Path:
+    """Make `run.1` in a folder, or the first free number, for files of an earlier run.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    numbered = (directory / f"run.{n}" for n in count(1))
+    folder = next(each for each in numbered if not each.exists())
+    folder.mkdir()
+    return folder
 
 
 def numbers(metrics: Metrics) -> dict[str, Number]:
