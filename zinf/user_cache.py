@@ -4,6 +4,7 @@ import hashlib
 import os
 import platform
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 
@@ -26,6 +27,15 @@ def processor() -> str:
     names = ("model name", "flags", "Features", platform.machine())
     described = sorted({line for line in lines if line.startswith(names)})
     return hashlib.sha256("\n".join(described).encode()).hexdigest()[:12]
+
+
+def programs_name() -> str:
+    """The name of a folder for programs of this jaxlib for this processor.
+
+    jax's key of a program has the versions, the flags and the devices, and not the
+    features of the processor.
+    """
+    return f"jaxlib-{version('jaxlib')}-{processor()}"
 
 
 def prune(folder: Path, *, max_bytes: int, max_seconds: float) -> None:

@@ -27,6 +27,7 @@ class DurableRename(atomicity.AtomicRenameTemporaryPath):
         try:
             await asyncio.to_thread(mark, Path(folder))
         except OSError:
+            # No file may come while the folder is deleted.
             await self._forget_own_files()
             # Without its marker the folder would stay for ever.
             shutil.rmtree(folder, ignore_errors=True)

@@ -2,14 +2,13 @@
 
 import logging
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from zinf.user_cache import processor, prune, user_cache
+from zinf.user_cache import programs_name, prune, user_cache
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +41,9 @@ def keep_compiled(asked: Literal["auto", False] | Path) -> None:
     if not getattr(jax.config, ENABLED) or current is not None:
         return
     try:
-        folder = _own_folder() if asked == "auto" else Path(asked).absolute()
+        folder = Path(asked).absolute()
+        if asked == "auto":
+            folder = user_cache() / "compiled" / programs_name()
         is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
         _prune_once(folder)
@@ -58,12 +59,6 @@ def keep_compiled(asked: Literal["auto", False] | Path) -> None:
             MAX_BYTES >> 30,
         )
     _use(folder)
-
-
-def _own_folder() -> Path:
-    # jax's key of a program has the versions and the flags, and not the processor.
-    name = f"jaxlib-{version('jaxlib')}-{processor()}"
-    return user_cache() / "compiled" / name
 
 
 def _use(folder: Path | None) -> None:

@@ -21,6 +21,7 @@ from zinf.distributed import AbstractGroup, Limits
 from zinf.distributed.fingerprint import code_fingerprint, device_fingerprint
 from zinf.distributed.jax_service import start_jax
 from zinf.malloc import tune_malloc
+from zinf.prepare.compile_cache import MIN_COMPILE_SECONDS
 from zinf.ray.group import RayGroup, failure_of
 from zinf.ray.record import Cause, Outcome
 
@@ -29,7 +30,6 @@ TERMINATED = 128 + signal.SIGTERM
 # Network file systems show a new file to other hosts within this time.
 VISIBLE_SECONDS = 10.0
 # Compiled programs are kept if compiling took longer than this.
-MIN_COMPILE_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)

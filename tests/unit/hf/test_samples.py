@@ -143,6 +143,12 @@ def test_the_answers_that_a_line_names_are_trained_on(line, trained, template):
     assert {i for i, label in enumerate(labels) if label != -100} == trained
 
 
+def test_a_large_number_beside_braces_is_no_width():
+    template = "{{ '{ %d' % 999999999 }} " + CHAT
+    how = tokenizing(tokenizer(chat_template=template))
+    assert len(how.read({"messages": turns("w0", "w1")}, "line 7").samples) == 1
+
+
 def test_answers_that_a_template_changes_later_are_left_out_with_a_warning(caplog):
     """As templates do that drop what a model thought in earlier answers."""
     words = tokenizer(
