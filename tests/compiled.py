@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from zinf.user_cache import programs_name, prune, user_cache
+from zinf.core.process.user_cache import programs_name, prune, user_cache
 
 # An entry that nobody wrote anew for so long is deleted, and compiled again if wanted.
 KEPT_SECONDS = 14 * 24 * 3600.0

@@ -129,7 +129,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def unused_devices_are_said() -> None:
     """What is said once a process is said before any test looks at what is said."""
-    from zinf.prepare.devices import say_unused
+    from zinf.core.machine.devices import say_unused
 
     say_unused(8)
 

@@ -1,7 +1,7 @@
 """A CUDA driver that is not there, for memory that is registered with a GPU.
 
-It has the functions of libcuda that `zinf.memory.pages.cuda` calls, with ctypes
-arguments. Memory of the GPU is memory of the CPU backend.
+It has the functions of libcuda that `zinf.core.memory.host.pages.cuda` calls, with
+ctypes arguments. Memory of the GPU is memory of the CPU backend.
 """
 
 import ctypes

@@ -16,9 +16,9 @@ import numpy as np
 import yaml
 
 from zinf.cli.train import train_config
+from zinf.core.machine.rates_file import save_rates
+from zinf.core.plan import Rates
 from zinf.distributed import Alone
-from zinf.plan import Rates
-from zinf.prepare.rates_file import save_rates
 
 STEPS = 8
 TIERS: dict[str, dict[str, Any]] = {

@@ -14,40 +14,32 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "zinf/README.md").read_text()
 # Lowest first. A module may import from its own package and from lower layers.
 LAYERS = (
+    ("core", "core.text"),
+    ("core.process",),
     (
-        "complaint",
-        "json_text",
-        "lazy",
-        "malloc",
-        "started",
-        "tables",
-        "uncollected",
-        "user_cache",
-    ),
-    ("termination",),
-    (
-        "program",
-        "config",
-        "mesh",
-        "jax_modes",
-        "topology",
-        "paper",
-        "jaxpr",
+        "core.program",
+        "core.jaxpr",
+        "core.config",
+        "core.topology",
+        "core.paper",
         "distributed",
-        "cross_entropy",
     ),
-    ("memory", "sharding", "moe"),
+    ("core.problem",),
+    ("core.sharding",),
+    ("core.plan", "core.memory", "moe"),
     ("tiling", "data", "models"),
-    ("segment",),
-    ("plan", "optim", "sequence", "tensor"),
-    ("prepare",),
-    ("executor", "checkpoint", "observe", "verification"),
-    ("session", "inference"),
-    ("engine",),
-    ("initialize", "arguments", "interchange", "adapt"),
-    ("nnx", "linen", "hf", "ray", "trainer", "verify"),
+    ("core.segment",),
+    ("core.optim",),
+    ("core.machine",),
+    ("core.step",),
+    ("checkpoint", "observe"),
+    ("inference",),
+    ("core.engine",),
+    ("core.interchange", "adapt", "core.verification", "core.trainer"),
+    ("nnx", "linen", "hf", "ray"),
     ("cli", "lm_eval"),
     ("__main__",),
 )
@@ -56,12 +48,12 @@ EXTRAS = {"zinf.hf": "torchax", "zinf.lm_eval": "lm_eval", "zinf.ray": "ray"}
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Features know nothing of each other; elsewhere siblings may, without a cycle.
 STRANGERS = LEVEL["tiling"]
-COMPAT = "zinf.jaxpr.compat"
+COMPAT = "zinf.core.jaxpr.compat"
 # Modules that may choose what to import, by the version of jax or by the system.
-CHOOSING = (COMPAT, "zinf.memory.nvme.system")
+CHOOSING = (COMPAT, "zinf.core.memory.nvme.system")
 # A completion in a pipe is the text as it is.
 PRINTS_ITSELF = ("zinf.cli.generate",)
-WITHOUT_ARRAYS = ("zinf.program", "zinf.plan")
+WITHOUT_ARRAYS = ("zinf.core.program", "zinf.core.plan")
 # Modules that may import inside functions, and what: imports so heavy that most users
 # of the module should not wait for them. tests/test_startup.py holds what this buys.
 LATE: dict[str, tuple[str, ...]] = {
@@ -69,26 +61,26 @@ LATE: dict[str, tuple[str, ...]] = {
     "zinf.cli.app": (
         "tqdm",
         "zinf.cli",
-        "zinf.config",
+        "zinf.core.config",
         "zinf.distributed",
-        "zinf.memory",
+        "zinf.core.memory",
         "zinf.observe",
     ),
     "zinf.cli.checkpoint": (
         "zinf.adapt",
         "zinf.checkpoint",
         "zinf.cli",
-        "zinf.config",
+        "zinf.core.config",
         "zinf.distributed",
-        "zinf.initialize",
-        "zinf.interchange",
-        "zinf.prepare",
+        "zinf.core.engine.initialize",
+        "zinf.core.interchange",
+        "zinf.core.machine",
     ),
-    "zinf.cli.data": ("zinf.cli", "zinf.data", "zinf.memory"),
+    "zinf.cli.data": ("zinf.cli", "zinf.data", "zinf.core.memory"),
     "zinf.cli.inference": ("zinf.cli",),
-    "zinf.cli.report": ("zinf.memory",),
+    "zinf.cli.report": ("zinf.core.memory",),
     "zinf.data.extract": ("pyarrow",),
-    "zinf.cli.errors": ("zinf.memory", "zinf.optim", "zinf.plan"),
+    "zinf.cli.errors": ("zinf.core.memory", "zinf.core.optim", "zinf.core.plan"),
 }
 DUMPING_GROUNDS = {"utils", "util", "common", "helpers", "misc"}
 
@@ -103,7 +95,13 @@ class Source:
     @property
     def package(self) -> str:
         """The part of zinf that it belongs to, "" for `zinf` itself."""
-        return self.name.partition(".")[2].partition(".")[0]
+        return package_of(self.name)
+
+
+def package_of(name: str) -> str:
+    """The part of zinf that a module belongs to: `data`, or `core.plan`."""
+    parts = name.split(".")[1:]
+    return ".".join(parts[: 2 if parts[:1] == ["core"] else 1])
 
 
 def source(path: Path) -> Source:
@@ -148,7 +146,7 @@ def not_pointing_down(module: Source) -> list[str]:
     for node, name in imports(module.tree):
         if not is_within(name, "zinf"):
             continue
-        used = name.partition(".")[2].partition(".")[0]
+        used = package_of(name)
         is_sibling = LEVEL.get(used) == level and level != STRANGERS
         is_below = LEVEL.get(used, len(LAYERS)) < level
         if not (used == module.package or is_sibling or is_below):
@@ -223,7 +221,7 @@ def arrays_in_pure_code(module: Source) -> list[str]:
 
 
 def unescaped_output(module: Source) -> list[str]:
-    """Commands print by `zinf.complaint`, which escapes what a terminal obeys."""
+    """Commands print by `core.text.complaint`: it escapes what a terminal obeys."""
     if module.package != "cli" or module.name in PRINTS_ITSELF:
         return []
     return [
@@ -274,27 +272,29 @@ def test_no_module_breaks_the_rule(rule):
 
 # What each rule must catch, and the nearest thing that it must let through.
 BROKEN = (
-    (not_pointing_down, "plan.build", "from zinf.engine import Engine"),
-    (not_pointing_down, "plan.build", "from zinf import initialize"),
+    (not_pointing_down, "core.plan.build", "from zinf.core.engine import state"),
+    (not_pointing_down, "core.plan.build", "from zinf import initialize"),
+    (not_pointing_down, "core.plan.build", "from zinf.core import engine"),
     (not_pointing_down, "tiling.linear", "import zinf.models.gpt"),
-    (not_pointing_down, "novelty", "import zinf.program"),
-    (nested_or_relative, "plan.build", "from .check import check"),
-    (nested_or_relative, "plan.build", "def f():\n    import json"),
-    (nested_or_relative, "jaxpr.compat", "def f():\n    import json"),
-    (nested_or_relative, "plan.build", "if not TYPE_CHECKING:\n    import json"),
-    (non_public_jax, "segment.cut", "from jax import _src"),
-    (non_public_jax, "segment.cut", "import jax\nx = jax.interpreters.mlir"),
-    (arrays_in_pure_code, "program", "from jax.numpy import dtype"),
+    (not_pointing_down, "novelty", "import zinf.core.program"),
+    (not_pointing_down, "core.novelty", "import zinf.core.program"),
+    (nested_or_relative, "core.plan.build", "from .check import check"),
+    (nested_or_relative, "core.plan.build", "def f():\n    import json"),
+    (nested_or_relative, "core.jaxpr.compat", "def f():\n    import json"),
+    (nested_or_relative, "core.plan.build", "if not TYPE_CHECKING:\n    import json"),
+    (non_public_jax, "core.segment.cut", "from jax import _src"),
+    (non_public_jax, "core.segment.cut", "import jax\nx = jax.interpreters.mlir"),
+    (arrays_in_pure_code, "core.program", "from jax.numpy import dtype"),
     (unescaped_output, "cli.plan", "print(1)"),
 )
 SOUND = (
-    (not_pointing_down, "plan.build", "from zinf.optim.leaf import Leaf"),
-    (not_pointing_down, "plan.build", "from zinf import program"),
-    (nested_or_relative, "jaxpr.compat", "if True:\n    import json"),
-    (nested_or_relative, "plan.build", "if TYPE_CHECKING:\n    import json"),
-    (non_public_jax, "jaxpr.compat", "from jax._src import core"),
-    (non_public_jax, "segment.cut", "import jax.extend.core"),
-    (arrays_in_pure_code, "planner", "import numpy as np"),
+    (not_pointing_down, "core.optim.loss_scale", "from zinf.core.plan.job import Job"),
+    (not_pointing_down, "core.plan.build", "from zinf.core import program"),
+    (nested_or_relative, "core.jaxpr.compat", "if True:\n    import json"),
+    (nested_or_relative, "core.plan.build", "if TYPE_CHECKING:\n    import json"),
+    (non_public_jax, "core.jaxpr.compat", "from jax._src import core"),
+    (non_public_jax, "core.segment.cut", "import jax.extend.core"),
+    (arrays_in_pure_code, "core.planner", "import numpy as np"),
     (unescaped_output, "cli.plan", "console().print(1)"),
 )
 
@@ -304,9 +304,16 @@ def test_the_rules_see_what_breaks_them_and_nothing_else():
         assert rule(Source(f"zinf.{name}", ast.parse(code))), (name, code)
     for rule, name, code in SOUND:
         assert rule(Source(f"zinf.{name}", ast.parse(code))) == [], (name, code)
-    package = Source("zinf.plan", ast.parse("from zinf.plan.check import check"))
-    member = Source("zinf.plan.check", ast.parse("from zinf.plan import Plan"))
-    assert set(first_cycle((package, member)) or ()) == {"zinf.plan", "zinf.plan.check"}
+    package = Source(
+        "zinf.core.plan", ast.parse("from zinf.core.plan.check import check")
+    )
+    member = Source(
+        "zinf.core.plan.check", ast.parse("from zinf.core.plan import Plan")
+    )
+    assert set(first_cycle((package, member)) or ()) == {
+        "zinf.core.plan",
+        "zinf.core.plan.check",
+    }
 
 
 def test_every_exception_to_top_level_imports_is_used():
@@ -325,12 +332,17 @@ def is_importable(name: str) -> bool:
     return all(find_spec(extra) is not None for extra in extras)
 
 
+def is_module(name: str) -> bool:
+    """Whether the name is that of a module of zinf, and not of what is in one."""
+    return any(module.name == name for module in sources("zinf"))
+
+
 def lazy_packages() -> list[Source]:
     return [m for m in sources("zinf") if "make_lazy(" in ast.unparse(m.tree)]
 
 
 @pytest.mark.parametrize(
-    "name", [m.name for m in lazy_packages() if m.name != "zinf.lazy"]
+    "name", [m.name for m in lazy_packages() if m.name != "zinf.core.process.lazy"]
 )
 def test_a_lazy_package_has_the_names_that_type_checkers_see(name):
     if not is_importable(name):
@@ -338,10 +350,11 @@ def test_a_lazy_package_has_the_names_that_type_checkers_see(name):
     package = importlib.import_module(name)
     (module,) = (module for module in lazy_packages() if module.name == name)
     (checked,) = filter(is_for_type_checkers, module.tree.body)
-    seen = [name.rpartition(".") for _, name in imports(checked)]
-    names = {what: where for where, _, what in seen if where != name}
+    seen = {name.rpartition(".")[2]: name for _, name in imports(checked)}
+    modules = {what: full for what, full in seen.items() if is_module(full)}
+    assert modules == package.lazy_modules
+    names = {what: seen[what].rpartition(".")[0] for what in {*seen} - {*modules}}
     assert names == package.lazy_names
-    assert {what for where, _, what in seen if where == name} == {*package.lazy_modules}
     for attribute in (*package.lazy_names, *package.lazy_modules):
         assert getattr(package, attribute) is not None
     assert {*package.lazy_names} <= {*dir(package)}
@@ -371,6 +384,20 @@ def test_importing_zinf_touches_no_device():
         "jax.config.update('jax_num_cpu_devices', 3)\n"
     )
     python(code)
+
+
+def test_the_front_door_is_small_and_the_readme_says_what_each_entry_is_for():
+    entries = {path.name for path in (ROOT / "zinf").iterdir()} - {"__pycache__"}
+    table = README.partition("| in `zinf/` | what it is for |\n")[2]
+    rows = table.partition("\n\n")[0].splitlines()[1:]
+    assert {row.split("`")[1].rstrip("/") for row in rows} == entries
+    assert len(entries) <= 20
+
+
+def test_the_readme_draws_the_imports_as_they_are():
+    command = [sys.executable, "scripts/reports/house.py", "--check"]
+    drawn = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert drawn.returncode == 0, drawn.stderr
 
 
 def test_no_dumping_grounds():

@@ -65,8 +65,8 @@ for command in json.loads(sys.argv[2]):
 """
 
 POOL = """
-from zinf.memory.capacity import host_memory_bytes
-from zinf.memory.pool import Pool
+from zinf.core.machine.capacity import host_memory_bytes
+from zinf.core.memory.host.pool import Pool
 pool = Pool()
 blocks = [pool.take(nbytes) for nbytes in (2**23, 2**20, 2**23)]
 blocks[0][:] = 7
@@ -84,7 +84,7 @@ print(host_memory_bytes())
 
 SYNC = """
 import errno, os
-from zinf.memory.nvme import system
+from zinf.core.memory.nvme import system
 code = errno.ENOTSUP
 def refuse(*arguments):
     raise OSError(code, "F_FULLFSYNC failed")
@@ -156,7 +156,7 @@ def test_every_module_can_be_imported(system: str) -> None:
         if path.name != "__main__.py"
         and (path.parent.name != "hf" or path.name == "__init__.py")
     ]
-    assert {"zinf.memory.nvme.lock", "zinf_kernels.adam.cpu"} <= {*imported}
+    assert {"zinf.core.memory.nvme.lock", "zinf_kernels.adam.cpu"} <= {*imported}
     assert len(imported) >= len(files) - 1  # `zinf` itself is not listed.
 
 

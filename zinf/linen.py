@@ -16,12 +16,12 @@ import numpy as np
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh
 
+from zinf.core.engine.engine import Engine
+from zinf.core.engine.initialize import ConfigSource, make_planner
+from zinf.core.jaxpr.keys import from_words, to_words
+from zinf.core.program import ArrayId
+from zinf.core.segment import for_evaluation, for_training, named_leaves
 from zinf.distributed import AbstractGroup, Digests
-from zinf.engine import Engine
-from zinf.initialize import ConfigSource, make_planner
-from zinf.jaxpr.keys import from_words, to_words
-from zinf.program import ArrayId
-from zinf.segment import for_evaluation, for_training, named_leaves
 
 OWN_FIELDS = frozenset(field.name for field in fields(TrainState))
 ORDER = (

@@ -17,21 +17,21 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from zinf.distributed import AbstractGroup
-from zinf.engine import Engine
-from zinf.inference import Decoder
-from zinf.initialize import ConfigSource, make_planner
-from zinf.jaxpr import passed
-from zinf.models.gpt import GPT, token_scores
-from zinf.models.gpt_config import GPTConfig
-from zinf.models.gpt_decode import decode, init_cache
-from zinf.prepare.devices import on_devices
-from zinf.segment import (
+from zinf.core.engine.engine import Engine
+from zinf.core.engine.initialize import ConfigSource, make_planner
+from zinf.core.jaxpr import passed
+from zinf.core.machine.devices import on_devices
+from zinf.core.segment import (
     evaluated,
     for_evaluation,
     for_training,
     named_leaves,
 )
+from zinf.distributed import AbstractGroup
+from zinf.inference import Decoder
+from zinf.models.gpt import GPT, token_scores
+from zinf.models.gpt_config import GPTConfig
+from zinf.models.gpt_decode import decode, init_cache
 
 logger = logging.getLogger(__name__)
 

@@ -2,13 +2,13 @@
 
 What calls each op:
 
-* `adam`: updates on the host whose code is Adam's (`zinf.optim.in_place`).
-* `elementwise`: other element-wise updates on the host (`zinf.optim.looped`).
+* `adam`: updates on the host whose code is Adam's (`zinf.core.optim.host.in_place`).
+* `elementwise`: other element-wise updates on the host (`zinf.core.optim.host.looped`).
 * `cross_entropy`: the last layer and the loss in tiles (`zinf.tiling.loss`).
 * `tiled_matmul`: the matmuls of tiled layers and MLPs (`zinf.tiling.matmul`), if they
   are traced for one Hopper GPU or in `jax.shard_map`; XLA's matmuls elsewhere.
 * `quantize`: frozen weights in int8 (`zinf.adapt.blocks`), and parameters that are
-  gathered as integers (`zinf.sharding.encoding`).
+  gathered as integers (`zinf.core.sharding.encoding`).
 """
 
 from zinf_kernels.adam import adam_update

@@ -7,7 +7,7 @@ no peak of anonymous memory, so a thread looks every 20 ms.
 
 import threading
 
-from zinf.malloc import anonymous_bytes
+from zinf.core.process.malloc import anonymous_bytes
 
 PERIOD_SECONDS = 0.02
 

@@ -29,10 +29,10 @@ import optax
 
 import zinf
 from zinf.checkpoint import Checkpoints, Saved, write_arrays
-from zinf.memory import aligned_empty
-from zinf.memory.nvme import Drive
-from zinf.memory.nvme.open_file import Mover
-from zinf.memory.nvme.request import Request
+from zinf.core.memory import aligned_empty
+from zinf.core.memory.nvme import Drive
+from zinf.core.memory.nvme.open_file import Mover
+from zinf.core.memory.nvme.request import Request
 from zinf.models import GPTConfig, init_and_loss
 
 NUM_AHEAD = 16  # Files that are read at once; enough to keep every thread busy.

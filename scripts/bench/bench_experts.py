@@ -29,8 +29,8 @@ from jax.sharding import SingleDeviceSharding
 from rich.console import Console
 from rich.table import Table
 
+from zinf.core.topology import Topology, out_of_memory, parse_topology
 from zinf.moe import experts
-from zinf.topology import Topology, out_of_memory, parse_topology
 
 LARGEST_GATHER_BYTES = 4 << 30
 # Sums of up to `tokens` float32 products, in four orders.

@@ -36,9 +36,9 @@ from io_contenders import (
 from rich.console import Console
 from rich.table import Table
 
-from zinf.memory.nvme import NvmeStore
-from zinf.memory.pool import POOL
-from zinf.program import ArrayId, ArraySpec, Role
+from zinf.core.memory.host.pool import POOL
+from zinf.core.memory.nvme import NvmeStore
+from zinf.core.program import ArrayId, ArraySpec, Role
 
 SMALL_BYTES = (256, 4096, 64 * 1024, MIB)
 SMALL_CALLS = 200

@@ -41,11 +41,11 @@ from rich.console import Console
 from rich.table import Table
 
 import zinf
-from zinf.executor.links import Progress, run_links
-from zinf.memory.nvme import measure_drive
+from zinf.core.memory.nvme import measure_drive
+from zinf.core.plan import Instruction, Link, Pass, Run, measured_rates, predict
+from zinf.core.program import ArrayId
+from zinf.core.step.run.links import Progress, run_links
 from zinf.models import GPTConfig, init_and_loss
-from zinf.plan import Instruction, Link, Pass, Run, measured_rates, predict
-from zinf.program import ArrayId
 
 WARM_STEPS = 2
 

@@ -107,9 +107,9 @@ def run_case(case: str, place: Path) -> None:
         import zinf.hf.engine
     import jax
 
-    import zinf.prepare.planner
+    import zinf.core.step.planner
     from zinf.cli.finetune import model_config
-    from zinf.prepare.devices import on_devices
+    from zinf.core.machine.devices import on_devices
 
     spent["imports"] = time.time() - float(os.environ["BEGAN"])
 
@@ -117,7 +117,7 @@ def run_case(case: str, place: Path) -> None:
         spent["compiled"] += seconds if event == COMPILES else 0.0
 
     jax.monitoring.register_event_duration_secs_listener(listen)
-    planner: Any = zinf.prepare.planner.Planner
+    planner: Any = zinf.core.step.planner.Planner
     planner.plan = timed(planner.plan, "planned", spent)
     own = [f"run.output={place / 'run'}", f"memory.nvme=[{place / 'tier'}]"]
     source: Any = ROOT / "configs" / "quickstart.yaml"

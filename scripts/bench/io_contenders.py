@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 import tensorstore as ts
 
-from zinf.memory import aligned_empty
-from zinf.memory.nvme import Coverage, NvmeStore
-from zinf.program import ArrayId, Role
+from zinf.core.memory import aligned_empty
+from zinf.core.memory.nvme import Coverage, NvmeStore
+from zinf.core.program import ArrayId, Role
 
 MIB = 2**20
 OPERATIONS = ("overwrite", "read", "mixed")

@@ -30,7 +30,7 @@ Stepper = tuple[Callable[[], Any], Callable[[], float]]
 def host_stepper(group: Any, master: float, gradient: float) -> Stepper:
     """zinf's update of arrays in host memory, called as by the executor."""
     np, jax, optax = (import_module(x) for x in ("numpy", "jax", "optax"))
-    optim = import_module("zinf.optim")
+    optim = import_module("zinf.core.optim")
     dtype = import_module("ml_dtypes").bfloat16 if group.is_short else np.float32
     params = [jax.ShapeDtypeStruct((n,), np.float32) for n in group.lengths]
     separated = optim.separate(TRANSFORMS[group.transform](optax), params)

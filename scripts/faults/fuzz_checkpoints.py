@@ -32,10 +32,10 @@ import numpy as np
 
 from zinf.checkpoint import Saved, read_arrays, write_arrays
 from zinf.checkpoint.manifest import FILE, checksum_of
-from zinf.interchange import export_safetensors
-from zinf.interchange.safetensors_files import SafetensorsFiles
-from zinf.memory import Residents, StorageError, open_stores
-from zinf.program import ArrayId, ArraySpec, Role, Tier
+from zinf.core.interchange import export_safetensors
+from zinf.core.interchange.safetensors_files import SafetensorsFiles
+from zinf.core.memory import Residents, StorageError, open_stores
+from zinf.core.program import ArrayId, ArraySpec, Role, Tier
 
 REFUSALS = (ValueError, StorageError, FileNotFoundError)
 # A case that takes longer fails: it has probably trusted a damaged size in a file.

@@ -38,9 +38,9 @@ import zinf
 from zinf.checkpoint import Checkpoints, Saved, chunk_writer, durable, incomplete
 from zinf.checkpoint import manifest as manifests
 from zinf.checkpoint import snapshot as snapshots
-from zinf.engine import Engine
-from zinf.executor.run import _StepRun
-from zinf.memory.residents import Residents
+from zinf.core.engine.engine import Engine
+from zinf.core.memory.residents import Residents
+from zinf.core.step.run.run import _StepRun
 
 WIDTH, BATCH, NUM_STEPS = 8, 4, 60
 # Where a life may be killed: owner and name of the function, and the largest number of

@@ -19,10 +19,10 @@ from tempfile import mkdtemp
 
 import numpy as np
 
-from zinf.malloc import anonymous_bytes
-from zinf.memory.nvme import NvmeStore
-from zinf.memory.pool import POOL
-from zinf.program import ArrayId, Role
+from zinf.core.memory.host.pool import POOL
+from zinf.core.memory.nvme import NvmeStore
+from zinf.core.process.malloc import anonymous_bytes
+from zinf.core.program import ArrayId, Role
 
 MIB = 2**20
 POOL_BYTES = 64 * MIB

@@ -56,7 +56,7 @@ def _cases() -> list[tuple[str, int]]:
 
 def run_drive(setting: Setting, rows: Rows) -> None:
     """The measurements of `zinf bench io` on the drive."""
-    nvme = imported("zinf.memory.nvme")
+    nvme = imported("zinf.core.memory.nvme")
     seconds = 0.0 if setting.is_dry else min(12.0, rows.seconds_left / 2)
     profile, measured = nvme.measure_drive(Path(setting.folder), seconds=seconds)
     of = {"block MiB": profile.block_bytes / 2**20, "threads": profile.num_threads}

@@ -150,7 +150,7 @@ def staged_put(nbytes: int, device: Any) -> Path:
 
 
 def zinf_put(nbytes: int, device: Any) -> Path:
-    memory, program = imported("zinf.memory"), imported("zinf.program")
+    memory, program = imported("zinf.core.memory"), imported("zinf.core.program")
     store, array = memory.DeviceStore(device), program.ArrayId(program.Role.PARAM, "x")
     source = memory.aligned_empty((nbytes // 4,), np.float32)
     source[:] = 1
@@ -222,7 +222,7 @@ def donated_get(nbytes: int, device: Any) -> Path:
 
 
 def zinf_get(nbytes: int, device: Any) -> Path:
-    return Path(imported("zinf.memory").to_host, made(nbytes, device))
+    return Path(imported("zinf.core.memory").to_host, made(nbytes, device))
 
 
 TO_DEVICE = {

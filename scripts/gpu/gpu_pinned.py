@@ -20,7 +20,7 @@ OPENED_BYTES, DRY_OPENED_BYTES = 8 * 2**30, 2**20
 
 def run(setting: Setting, rows: Rows) -> None:
     device = setting.device()
-    choose = imported("zinf.memory.pages.choose")
+    choose = imported("zinf.core.memory.host.pages.choose")
     found = choose.measure([device])
     for kind, rates in found.items():
         for name, n in (("h2d", 0), ("d2h", 1)):
@@ -53,7 +53,7 @@ def train(setting: Setting, rows: Rows, kind: str) -> tuple[float, ...]:
     """The losses of some steps; reports their times, and each link's rate."""
     np = imported("numpy")
     # Not the lazy package "zinf", whose import succeeds even if a module is missing.
-    initialize = imported("zinf.initialize").initialize
+    initialize = imported("zinf.core.engine.initialize").initialize
     models = imported("zinf.models")
     shape: Shape = DRY_SHAPE if setting.is_dry else TRAIN_SHAPE
     model = models.GPTConfig(

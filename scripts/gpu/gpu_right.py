@@ -51,7 +51,7 @@ def _comparison(is_dry: bool, scan_layers: bool) -> Callable[[Mapping], Any]:
     np, optax = imported("numpy"), imported("optax")
     models, zinf = imported("zinf.models"), imported("zinf")
     # Not the lazy package alone, whose import succeeds even if a module is missing.
-    imported("zinf.verify")
+    imported("zinf.core.verification.verify")
     shape = models.GPTConfig(
         num_layers=5 if scan_layers and not is_dry else 2,
         num_heads=2,

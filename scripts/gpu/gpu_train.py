@@ -154,7 +154,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def train_zinf(job: Job) -> None:
     # Not the lazy package "zinf", whose import succeeds even if a module is missing.
-    initialize = imported("zinf.initialize").initialize
+    initialize = imported("zinf.core.engine.initialize").initialize
     models = imported("zinf.models")
     init, loss = models.init_and_loss(job.model, seed=0)
     setting = job.setting
@@ -164,7 +164,7 @@ def train_zinf(job: Job) -> None:
         config = zinf_config(setting, folder)
         try:
             engine = initialize(loss, init, optimizer(), config, batch=job.batch)
-        except imported("zinf.plan").InfeasibleError as error:
+        except imported("zinf.core.plan").InfeasibleError as error:
             raise Skipped(f"no plan fits: {error}") from error
         job.rows.add("initialize", time.perf_counter() - began, "s")
         report_plan(job, engine.plan)
@@ -207,7 +207,7 @@ def report_plan(job: Job, plan: Any) -> None:
 
 def report_links(job: Job, engine: Any, step: float) -> None:
     """Reports busy time and lower bound of each link, and both predictions."""
-    plans = imported("zinf.plan")
+    plans = imported("zinf.core.plan")
     plan, timeline = engine.last_step.plan, engine.last_step.timeline
     rows = job.rows
     for link, seconds in timeline.busy_seconds(plan.instructions).items():

@@ -24,8 +24,12 @@ from typing import Any
 # Runs in a process of its own, in the checkout. Prints one line of JSON at its end.
 WORKER = """
 import contextlib, hashlib, io, json, os, resource, sys
+import zinf
 from zinf.cli.entry import main
-from zinf.prepare.planner import Planner
+
+zinf.initialize  # Imports the planner, which trees have under different names.
+names = [n for n in sys.modules if n.startswith("zinf.") and n.endswith(".planner")]
+Planner = sys.modules[names[0]].Planner
 
 made = []
 plan_batch = Planner.plan_batch

@@ -40,8 +40,8 @@ from rich.table import Table
 
 import zinf
 from zinf.cli.problem import dataset, num_model_parameters, problem
+from zinf.core.optim.decision import NonFiniteError
 from zinf.data import PacedIterator, describe
-from zinf.optim.decision import NonFiniteError
 
 WAYS = ("baseline", "SLW", "random-LTD", "both")
 SPIKE = 1.5  # of the loss ratio; SLW's paper, section 3

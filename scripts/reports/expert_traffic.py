@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zinf.initialize import make_planner
-from zinf.mesh import TENSOR, make_mesh
+from zinf.core.engine.initialize import make_planner
+from zinf.core.sharding.mesh import TENSOR, make_mesh
+from zinf.core.topology import collectives_of, parse_topology
 from zinf.models import GPTConfig, init_and_loss
 from zinf.moe import exchange
-from zinf.topology import collectives_of, parse_topology
 
 LENGTH, EXAMPLES_A_DEVICE, SMALL_BYTES = 256, 4, 1024
 KINDS = ("all-to-all", "all-gather", "all-reduce", "reduce-scatter")

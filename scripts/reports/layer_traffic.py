@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zinf.topology import Topology, collectives, memory, parse_topology, traffic
+from zinf.core.topology import Topology, collectives, memory, parse_topology, traffic
 
 TOKENS = 2048
 

@@ -26,7 +26,7 @@ import optax
 
 import zinf
 from zinf import tiling
-from zinf.program import Tier
+from zinf.core.program import Tier
 from zinf_kernels import absent_gpu
 
 Sizes = tuple[int, int, int]  # tokens, channels, words

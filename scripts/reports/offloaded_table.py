@@ -30,9 +30,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import zinf
-from zinf.initialize import make_planner
+from zinf.core.engine.initialize import make_planner
+from zinf.core.topology import HostCopy, Topology, host_copies, memory, parse_topology
 from zinf.models import GPTConfig, init_and_loss, num_parameters
-from zinf.topology import HostCopy, Topology, host_copies, memory, parse_topology
 
 GIB = 2**30
 LATE = 8

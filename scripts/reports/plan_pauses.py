@@ -21,8 +21,8 @@ from rich.table import Table
 
 import zinf
 from zinf.cli.problem import dataset, problem
+from zinf.core.trainer import Trainer
 from zinf.data import describe
-from zinf.trainer import Trainer
 
 
 def config_of(asked: argparse.Namespace) -> zinf.Config:

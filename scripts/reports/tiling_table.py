@@ -24,11 +24,11 @@ import numpy as np
 import optax
 
 import zinf
-from zinf.initialize import make_planner
-from zinf.plan import InfeasibleError, Plan
-from zinf.prepare.planner import Planner
-from zinf.prepare.shrink import Limits
-from zinf.program import Tier
+from zinf.core.engine.initialize import make_planner
+from zinf.core.plan import InfeasibleError, Plan
+from zinf.core.program import Tier
+from zinf.core.step.planner import Planner
+from zinf.core.step.shrink import Limits
 
 BUDGET = 2 << 30
 TOKENS = 16

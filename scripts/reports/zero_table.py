@@ -23,10 +23,10 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 
 import zinf  # noqa: E402
-from zinf.initialize import make_planner  # noqa: E402
+from zinf.core.engine.initialize import make_planner  # noqa: E402
+from zinf.core.paper import model_state_bytes  # noqa: E402
+from zinf.core.program import Tier  # noqa: E402
 from zinf.models import GPTConfig, init_and_loss, num_parameters  # noqa: E402
-from zinf.paper import model_state_bytes  # noqa: E402
-from zinf.program import Tier  # noqa: E402
 
 # 12 * 36 * 4096^2 = 7.25 billion parameters in the blocks, and 0.25 billion in 60,416
 # embeddings.

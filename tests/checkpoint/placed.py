@@ -12,10 +12,10 @@ import numpy as np
 
 import zinf
 from tests.unit.checkpoint.cases import specs_of
-from zinf.memory import open_stores
-from zinf.memory.residents import Residents
-from zinf.program import ArrayId, Tier
-from zinf.sharding import axis_rule, persistent_layouts
+from zinf.core.memory import open_stores
+from zinf.core.memory.residents import Residents
+from zinf.core.program import ArrayId, Tier
+from zinf.core.sharding import axis_rule, persistent_layouts
 
 STACKED = "blocks/kernel"
 # Matrices that no number of devices divides, one whose rows are its longer dim and one

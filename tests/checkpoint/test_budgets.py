@@ -7,7 +7,7 @@ import pytest
 
 import zinf
 from zinf.checkpoint import Checkpoints
-from zinf.program import Tier
+from zinf.core.program import Tier
 
 MIB = 2**20
 WIDTH, DEPTH = 1030, 3

@@ -9,7 +9,7 @@ import pytest
 from tests.checkpoint.placed import SPREAD, Placement, contents, placed
 from zinf.checkpoint import read_arrays, write_arrays
 from zinf.checkpoint.saved import Saved
-from zinf.program import Tier
+from zinf.core.program import Tier
 
 DEVICE, HOST, NVME = ((tier,) for tier in (Tier.DEVICE, Tier.HOST, Tier.NVME))
 SOURCES = [

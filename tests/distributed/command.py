@@ -6,11 +6,11 @@ import signal
 import time
 from collections.abc import Callable
 
-import zinf.trainer
+import zinf.core.trainer
 from zinf.cli import app
-from zinf.engine import Engine
-from zinf.memory.residents import Residents
-from zinf.program import ArrayId
+from zinf.core.engine.engine import Engine
+from zinf.core.memory.residents import Residents
+from zinf.core.program import ArrayId
 
 LAG_SECONDS = 0.01  # of each array; a step takes a few of them
 SMALL_BYTES = 6 * 1024  # more than a process prints, less than its share
@@ -57,7 +57,7 @@ def main(deed: str, at_step: str, *arguments: str) -> None:
             DEEDS[deed](engine)
         return take(engine, batch)
 
-    zinf.trainer.Engine.step = step
+    zinf.core.trainer.Engine.step = step
     if deed != "nothing":
         Residents.read_share = later(Residents.read_share)
     app(list(arguments))

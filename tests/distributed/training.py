@@ -17,8 +17,8 @@ import optax
 import zinf
 from tests.equivalence import weighted
 from tests.equivalence.meshes import MICROBATCHES, batches, config, init, loss
+from zinf.core.program import Tier
 from zinf.distributed import AbstractGroup, Flags, Limits, find_seat, join
-from zinf.program import Tier
 
 STEPS = 3
 PROCESSES = 2

@@ -13,7 +13,7 @@ from tests.equivalence.programs import PROGRAMS
 from tests.equivalence.test_programs import KEY, read_trace
 from tests.equivalence.training import ON_DEVICE, ON_HOST, ON_NVME, streamed_config
 from tests.unit.adapt.small import merged_by_hand
-from zinf.segment import named_leaves
+from zinf.core.segment import named_leaves
 
 # The order of float32 sums, as in test_programs. Programs that cast to bfloat16 round
 # the two products, and the merged weight, to 2^-9 some eight times.

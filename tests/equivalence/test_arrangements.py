@@ -27,9 +27,8 @@ from tests.equivalence.training import (
     run_of,
     streamed_config,
 )
-from zinf.executor import transfer
-from zinf.memory import alias
-from zinf.plan import (
+from zinf.core.memory.host import alias
+from zinf.core.plan import (
     Arrangement,
     Catalog,
     Choices,
@@ -43,9 +42,10 @@ from zinf.plan import (
     arrange,
     place,
 )
-from zinf.plan import Run as RunSegment
-from zinf.prepare import updates
-from zinf.program import Role, Tier
+from zinf.core.plan import Run as RunSegment
+from zinf.core.program import Role, Tier
+from zinf.core.step import updates
+from zinf.core.step.run import transfer
 
 DEVICE, HOST, NVME = ORDER = tuple(Tier)
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}

@@ -24,9 +24,9 @@ from tests.equivalence.training import (
     mesh_of,
     train,
 )
-from zinf.initialize import make_planner
-from zinf.program import ArrayId, Role
-from zinf.sharding import Layouts
+from zinf.core.engine.initialize import make_planner
+from zinf.core.program import ArrayId, Role
+from zinf.core.sharding import Layouts
 
 
 @pytest.mark.slow

@@ -13,8 +13,8 @@ from tests.equivalence.training import (
     assert_bit_equal,
     train,
 )
-from zinf.optim import chunked, on_host
-from zinf.prepare.updates import Updates
+from zinf.core.optim.host import chunked, on_host
+from zinf.core.step.updates import Updates
 
 slow = pytest.mark.slow
 

@@ -26,9 +26,9 @@ from tests.equivalence.training import (
     streamed_config,
 )
 from tests.equivalence.training import train as train_model
-from zinf.plan import Link, Transfer
-from zinf.program import Tier
-from zinf.segment import named_leaves
+from zinf.core.plan import Link, Transfer
+from zinf.core.program import Tier
+from zinf.core.segment import named_leaves
 
 slow = pytest.mark.slow
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}

@@ -2,7 +2,7 @@
 
 On the CPU all memory kinds are one memory. So these tests show the numbers, the stacks
 and the way of the arrays in and out of them; what such a program holds and moves on an
-accelerator is shown by the TPU compiler (`tests/unit/prepare/test_offloaded.py`).
+accelerator is shown by the TPU compiler (`tests/unit/step/test_offloaded.py`).
 """
 
 import jax
@@ -12,11 +12,11 @@ import pytest
 
 import zinf
 from tests.equivalence.training import OFFLOADED, mesh_of
-from zinf.optim.decision import NonFiniteError
-from zinf.prepare.offloaded import check_offloadable
-from zinf.program import Tier
-from zinf.segment import named_leaves
-from zinf.sharding import axis_rule
+from zinf.core.optim.decision import NonFiniteError
+from zinf.core.program import Tier
+from zinf.core.segment import named_leaves
+from zinf.core.sharding import axis_rule
+from zinf.core.step.whole.offloaded import check_offloadable
 
 # As in test_reference, which has the numbers of plain JAX; test_meshes those of meshes.
 TOLERANCE = 1e-5

@@ -17,8 +17,8 @@ from flax import linen as nn
 from flax.training.train_state import TrainState
 
 import zinf
-from zinf.initialize import make_planner
-from zinf.prepare.planner import Planner
+from zinf.core.engine.initialize import make_planner
+from zinf.core.step.planner import Planner
 
 SHAPE = jax.ShapeDtypeStruct((4, 8), jnp.float32)
 PARAMS = [np.full((8, 8), (i + 1) / 8, np.float32) for i in range(3)]

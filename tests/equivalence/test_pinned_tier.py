@@ -11,7 +11,7 @@ from tests.equivalence.training import (
     train,
 )
 from tests.fake_cuda import FakeCuda
-from zinf.memory.pages import abstract, choose, cuda
+from zinf.core.memory.host.pages import abstract, choose, cuda
 
 slow = pytest.mark.slow
 

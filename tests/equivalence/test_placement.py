@@ -21,9 +21,9 @@ from tests.equivalence.training import (
     streamed_config,
     train,
 )
-from zinf.plan import Plan
-from zinf.plan import Run as RunSegment
-from zinf.program import Tier
+from zinf.core.plan import Plan
+from zinf.core.plan import Run as RunSegment
+from zinf.core.program import Tier
 
 slow = pytest.mark.slow
 ELSEWHERE = [p for p in PLACEMENTS if p != ON_DEVICE]

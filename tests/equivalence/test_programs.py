@@ -11,9 +11,9 @@ import pytest
 import zinf
 from tests.equivalence.programs import PROGRAMS, Program
 from tests.equivalence.training import ON_HOST, streamed_config
-from zinf.plan import Run
-from zinf.program import ArrayId, Role
-from zinf.segment import named_leaves
+from zinf.core.plan import Run
+from zinf.core.program import ArrayId, Role
+from zinf.core.segment import named_leaves
 
 # Float32 sums of some thousand terms in another order differ by about 1e-6 of the
 # largest: 1e-5 leaves room for a network's depth. What programs cast to bfloat16

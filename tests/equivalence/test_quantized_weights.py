@@ -18,10 +18,10 @@ from tests.equivalence.training import (
     mesh_of,
     train,
 )
-from zinf.initialize import make_planner
-from zinf.prepare.compiled import compiled_runs, step_traffic
-from zinf.prepare.planner import Planner
-from zinf.sharding import Blocks
+from zinf.core.engine.initialize import make_planner
+from zinf.core.sharding import Blocks
+from zinf.core.step.compiled import compiled_runs, step_traffic
+from zinf.core.step.planner import Planner
 
 NUM_DEVICES, DIM, LAYERS = 8, 256, 2
 ADAM = "slow adam"

@@ -14,10 +14,10 @@ from tests.equivalence.training import (
     assert_bit_equal,
     run_of,
 )
+from zinf.core.plan import Plan
+from zinf.core.program import Tier
+from zinf.core.segment.executables import BodyExecutables
 from zinf.models import GPTConfig, init_and_loss
-from zinf.plan import Plan
-from zinf.program import Tier
-from zinf.segment.executables import BodyExecutables
 
 BOTH_16 = "bf16 accumulation"
 

@@ -12,11 +12,11 @@ import pytest
 
 import zinf
 from tests.equivalence import programs
-from zinf.initialize import make_planner
+from zinf.core.engine.initialize import make_planner
+from zinf.core.program import Program
+from zinf.core.step.planner import Planner, Streamed
 from zinf.models import GPTConfig
 from zinf.models.gpt import init_and_loss
-from zinf.prepare.planner import Planner, Streamed
-from zinf.program import Program
 
 DIM, BATCH, FEW, MANY = 8, 4, 4, 48
 X = np.ones((BATCH, DIM), np.float32)

@@ -19,8 +19,8 @@ from tests.equivalence.training import (
     mesh_of,
     train,
 )
-from zinf.initialize import make_planner
-from zinf.program import Role, Tier
+from zinf.core.engine.initialize import make_planner
+from zinf.core.program import Role, Tier
 
 # `test_meshes` has the numbers of meshes, stages and tiers.
 QUANTIZED = ("zero_optimization.zero_quantized_weights", True)

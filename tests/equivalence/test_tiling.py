@@ -21,9 +21,9 @@ from tests.equivalence.training import (
     run_of,
     streamed_config,
 )
-from zinf.engine import Engine
-from zinf.executor.streamed import StreamedRunner
-from zinf.program import Program
+from zinf.core.engine.engine import Engine
+from zinf.core.program import Program
+from zinf.core.step.run.streamed import StreamedRunner
 
 MAX_BYTES = 512
 STEPS = 3

@@ -13,7 +13,7 @@ import optax
 
 import zinf
 from tests.equivalence.models import Model
-from zinf.segment import named_leaves
+from zinf.core.segment import named_leaves
 
 DEVICES = ("none", "cpu", "nvme")  # DeepSpeed's names for device, host and nvme
 PLACEMENTS = tuple((p, o) for p in DEVICES for o in DEVICES)

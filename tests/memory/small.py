@@ -11,10 +11,10 @@ import numpy as np
 import optax
 
 import zinf
-from zinf.initialize import make_planner
-from zinf.plan import InfeasibleError, Plan, StepOptions, Transfer, build
-from zinf.prepare.planner import Streamed
-from zinf.program import Tier
+from zinf.core.engine.initialize import make_planner
+from zinf.core.plan import InfeasibleError, Plan, StepOptions, Transfer, build
+from zinf.core.program import Tier
+from zinf.core.step.planner import Streamed
 
 NUM_LAYERS, WIDTH, BATCH, STEPS = 6, 64, 8, 3
 MATRIX_BYTES = 4 * WIDTH * WIDTH  # one layer, and each of its two moments

@@ -19,9 +19,9 @@ from tests.memory.small import (
     losses,
     trained,
 )
-from zinf.executor import transfer
-from zinf.plan import Link
-from zinf.program import Tier
+from zinf.core.plan import Link
+from zinf.core.program import Tier
+from zinf.core.step.run import transfer
 
 
 @pytest.fixture(scope="module")

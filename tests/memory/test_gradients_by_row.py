@@ -10,9 +10,9 @@ import pytest
 
 import zinf
 from tests.equivalence.training import streamed_config
-from zinf.plan import Transfer
-from zinf.prepare import updates
-from zinf.program import Role, Tier
+from zinf.core.plan import Transfer
+from zinf.core.program import Role, Tier
+from zinf.core.step import updates
 
 ROWS, COLUMNS = 1024, 128
 MATRIX_BYTES = 4 * ROWS * COLUMNS

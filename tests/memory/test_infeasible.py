@@ -15,9 +15,9 @@ from tests.memory.small import (
     trained,
 )
 from zinf import Engine
-from zinf.memory import NvmeStore
-from zinf.plan import InfeasibleError
-from zinf.program import Tier
+from zinf.core.memory import NvmeStore
+from zinf.core.plan import InfeasibleError
+from zinf.core.program import Tier
 
 KEYS = {Tier.DEVICE: "device", Tier.HOST: "host", Tier.NVME: "nvme_capacity"}
 STATE_BYTES = 3 * NUM_LAYERS * MATRIX_BYTES

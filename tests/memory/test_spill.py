@@ -13,7 +13,7 @@ from tests.memory.small import (
     moved,
     trained,
 )
-from zinf.program import Tier
+from zinf.core.program import Tier
 
 LARGE = 512  # examples in a batch, so that values are larger than parameters
 ON_HOST = {"activation_checkpointing": {"cpu_checkpointing": True}}

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from zinf.initialize import make_planner
-from zinf.plan import InfeasibleError
-from zinf.prepare.shrink import Limits
-from zinf.program import Tier
+from zinf.core.engine.initialize import make_planner
+from zinf.core.plan import InfeasibleError
+from zinf.core.program import Tier
+from zinf.core.step.shrink import Limits
 
 BUDGET = 8 << 20
 TOKENS = 2

@@ -14,7 +14,7 @@ from statistics import median
 import pytest
 
 from tests.toy.program import Layer, LeafCase, Toy, make_toy
-from zinf.plan import (
+from zinf.core.plan import (
     Choices,
     Instruction,
     Link,
@@ -25,8 +25,8 @@ from zinf.plan import (
     build_at_home,
     predict,
 )
-from zinf.plan.cost import duration
-from zinf.program import ArrayId, Role, Tier
+from zinf.core.plan.cost import duration
+from zinf.core.program import ArrayId, Role, Tier
 
 NUM_PROGRAMS = 16
 PLENTY = 10**9

@@ -12,8 +12,7 @@ from threading import Lock
 import pytest
 
 from tests.toy.program import Layer, LeafCase, Toy, make_toy
-from zinf.executor.links import Progress, run_links
-from zinf.plan import (
+from zinf.core.plan import (
     Choices,
     Instruction,
     Link,
@@ -22,8 +21,9 @@ from zinf.plan import (
     StepOptions,
     build_at_home,
 )
-from zinf.plan.cost import duration
-from zinf.program import ArrayId, Role, Tier
+from zinf.core.plan.cost import duration
+from zinf.core.program import ArrayId, Role, Tier
+from zinf.core.step.run.links import Progress, run_links
 
 # What a step waits for at its turn, and at its end, does not grow with depth: up to six
 # transfers here, while the gradients of the layers that stayed make room.

@@ -38,16 +38,16 @@ from tests.robustness.faults import (
     open_buffered,
     open_files,
 )
-from zinf.memory import NvmeStore, StorageError
-from zinf.memory.chunk import chunk_shape
-from zinf.memory.nvme import Profile, System, save_profile
-from zinf.memory.zarr_format import numpy_dtype
-from zinf.program import ArrayId, ArraySpec, Role
+from zinf.core.memory import NvmeStore, StorageError
+from zinf.core.memory.chunk import chunk_shape
+from zinf.core.memory.nvme import Profile, System, save_profile
+from zinf.core.memory.zarr_format import numpy_dtype
+from zinf.core.program import ArrayId, ArraySpec, Role
 
 PAGE_BYTES = 4096
 # Everything is small: a few pages show what gigabytes would.
 SMALL = {
-    "aligned.PAGED_FROM_BYTES": PAGE_BYTES,
+    "host.aligned.PAGED_FROM_BYTES": PAGE_BYTES,
     "nvme.open_file.DIRECT_FROM_BYTES": 2 * PAGE_BYTES,
     "nvme.open_file.STAGING_BYTES": 2 * PAGE_BYTES,
     "nvme.store.DIRECT_FROM_BYTES": 2 * PAGE_BYTES,
@@ -63,7 +63,7 @@ def small() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in SMALL.items():
             module, _, attribute = name.rpartition(".")
-            patch.setattr(import_module(f"zinf.memory.{module}"), attribute, value)
+            patch.setattr(import_module(f"zinf.core.memory.{module}"), attribute, value)
         yield
 
 

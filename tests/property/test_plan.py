@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.toy.machine import Machine, run_jobs
 from tests.toy.strategies import Case, cases
-from zinf.plan import (
+from zinf.core.plan import (
     Copy,
     Free,
     InfeasibleError,
@@ -24,8 +24,8 @@ from zinf.plan import (
     bound_seconds,
     build,
 )
-from zinf.plan.catalog import Catalog
-from zinf.plan.passage import (
+from zinf.core.plan.catalog import Catalog
+from zinf.core.plan.passage import (
     Passage,
     checked,
     first_passage,
@@ -33,7 +33,7 @@ from zinf.plan.passage import (
     step_passage,
     streamed,
 )
-from zinf.program import Tier
+from zinf.core.program import Tier
 
 UNLIMITED = dict.fromkeys(Tier, 1 << 40)
 

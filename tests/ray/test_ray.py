@@ -25,9 +25,9 @@ from ray.core.generated import autoscaler_pb2
 
 from tests.distributed.processes import free_port
 from tests.ray.training import STEPS, samples, train
+from zinf.core.interchange import entries
 from zinf.data import Share
 from zinf.distributed import Alone, Limits
-from zinf.interchange import entries
 from zinf.ray import FailureConfig, Fitted, RayGroup, ScalingConfig, fit
 from zinf.ray.cluster import NotEnoughNodes, check_address
 from zinf.ray.record import Cause

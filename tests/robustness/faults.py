@@ -17,8 +17,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zinf.memory.aligned import PAGE_BYTES, PAGED_FROM_BYTES, address, aligned_empty
-from zinf.memory.nvme import System
+from zinf.core.memory.host.aligned import (
+    PAGE_BYTES,
+    PAGED_FROM_BYTES,
+    address,
+    aligned_empty,
+)
+from zinf.core.memory.nvme import System
 
 SECONDS_TO_WAIT = 60
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-from zinf.memory.nvme.system import System
+from zinf.core.memory.nvme.system import System
 
 STRICT, EAGER, TORN = "strict", "eager", "torn"
 CALLS = "open mkdir rename replace link unlink remove rmdir fsync fdatasync".split()
@@ -109,7 +109,7 @@ class Recorder:
             mock.patch.multiple(os, **patched),
             mock.patch.object(builtins, "open", opened),
             mock.patch.object(io, "open", opened),
-            mock.patch("zinf.memory.nvme.drive.System", lambda: system),
+            mock.patch("zinf.core.memory.nvme.drive.System", lambda: system),
         ):
             yield
 

@@ -13,8 +13,8 @@ import pytest
 
 import zinf
 from zinf import Engine
-from zinf.executor.streamed import StreamedRunner
-from zinf.program import ArrayId
+from zinf.core.program import ArrayId
+from zinf.core.step.run.streamed import StreamedRunner
 
 DIM, BATCH = 8, 4
 

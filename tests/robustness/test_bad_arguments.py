@@ -18,7 +18,7 @@ from flax import nnx
 import zinf
 from tests.robustness.small import BATCH, DIM, draw, init, loss_fn, on_nvme
 from tests.unit.refusals import error_of, text_of
-from zinf.memory.storage_error import StorageError
+from zinf.core.memory.storage_error import StorageError
 
 Usage = namedtuple("Usage", "total used free")
 TX = optax.sgd(0.1)

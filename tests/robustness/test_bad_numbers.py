@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.robustness.small import content, draw, expect_at_rest, on_nvme
-from zinf.optim.decision import NonFiniteError
+from zinf.core.optim.decision import NonFiniteError
 
 FUSED = {"execution": "fused"}
 STREAMED = {"execution": "streamed"}

@@ -17,7 +17,7 @@ from tests.robustness.small import (
     on_nvme,
 )
 from tests.unit.plain import trained_in_jax
-from zinf.plan import InfeasibleError
+from zinf.core.plan import InfeasibleError
 
 FUSED = {"execution": "fused"}
 STREAMED = {"execution": "streamed", "segment": {"remat": "always"}}

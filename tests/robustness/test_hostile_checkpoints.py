@@ -15,9 +15,9 @@ import pytest
 from zinf.checkpoint import read_arrays, write_arrays
 from zinf.checkpoint.manifest import FILE, checksum_of
 from zinf.checkpoint.saved import Saved
-from zinf.interchange import export_orbax, export_safetensors
-from zinf.memory import Residents, StorageError, open_stores
-from zinf.program import ArrayId, ArraySpec, Role, Tier
+from zinf.core.interchange import export_orbax, export_safetensors
+from zinf.core.memory import Residents, StorageError, open_stores
+from zinf.core.program import ArrayId, ArraySpec, Role, Tier
 
 KERNEL = ArrayId(Role.PARAM, "dense/kernel")
 CONTENT = np.arange(12, dtype=np.float32).reshape(4, 3)

@@ -17,11 +17,11 @@ from tests.runs import Runs
 from tests.unit.refusals import refusals
 from zinf.checkpoint import write_arrays
 from zinf.cli import app
+from zinf.core.program import ArrayId, Role
 from zinf.data.array_file import read_array
 from zinf.data.extract import json_lines
 from zinf.observe.json_lines import JsonLines
 from zinf.observe.page import run_page, write_page
-from zinf.program import ArrayId, Role
 
 # It clears the screen, and sets the title of the window.
 ESCAPES = "\x1b[2J\x1b]0;title\x07"

@@ -10,8 +10,8 @@ import chex
 import pytest
 
 from tests.robustness.small import draw, expect_at_rest, on_nvme
-from zinf.memory.nvme import NvmeStore
-from zinf.prepare.fused import FusedProgram
+from zinf.core.memory.nvme import NvmeStore
+from zinf.core.step.whole.fused import FusedProgram
 
 SECONDS_TO_WAIT = 60.0
 # Of each Ctrl-C that was handled.

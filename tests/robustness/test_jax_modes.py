@@ -14,8 +14,8 @@ import pytest
 import zinf
 from tests.unit.plain import trained_in_jax
 from zinf import Engine
-from zinf.executor.streamed import StreamedRunner
-from zinf.program import ArrayId, Role
+from zinf.core.program import ArrayId, Role
+from zinf.core.step.run.streamed import StreamedRunner
 
 DIM, ROWS, STEPS = 8, 16, 3
 KEY = jax.random.key(1)

@@ -25,10 +25,10 @@ from tests.robustness.faults import (
     open_files,
     threads_of,
 )
-from zinf.memory import NvmeStore
-from zinf.memory.nvme import Profile, drive, open_file, save_profile
-from zinf.memory.storage_error import StorageError
-from zinf.program import ArrayId, ArraySpec, Role
+from zinf.core.memory import NvmeStore
+from zinf.core.memory.nvme import Profile, drive, open_file, save_profile
+from zinf.core.memory.storage_error import StorageError
+from zinf.core.program import ArrayId, ArraySpec, Role
 
 ARRAY = ArrayId(Role.PARAM, "blocks/kernel")
 OTHER = ArrayId(Role.PARAM, "other")

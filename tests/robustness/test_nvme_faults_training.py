@@ -33,9 +33,9 @@ from tests.robustness.small import (
     with_tight_host,
 )
 from zinf import Engine
-from zinf.memory.nvme import drive, open_file
-from zinf.memory.storage_error import StorageError
-from zinf.program import ArrayId, Role
+from zinf.core.memory.nvme import drive, open_file
+from zinf.core.memory.storage_error import StorageError
+from zinf.core.program import ArrayId, Role
 
 NUM_STEPS = 5
 STALL_SECONDS = 0.5

@@ -11,9 +11,9 @@ from tests.robustness.power import EAGER, STRICT, TORN, Files, Recorder
 from tests.unit.checkpoint.cases import ARRAYS, SavedEngine, homes_on, specs_of
 from zinf.checkpoint import Checkpoints, Saved, durable
 from zinf.checkpoint.incomplete import delete_incomplete
-from zinf.memory import open_stores
-from zinf.memory.residents import Residents
-from zinf.program import Tier
+from zinf.core.memory import open_stores
+from zinf.core.memory.residents import Residents
+from zinf.core.program import Tier
 
 STEPS = (1, 2, 3)
 SEEDS = range(2)

@@ -12,12 +12,12 @@ import pytest
 
 from tests.robustness.small import content, draw, expect_at_rest, on_nvme
 from zinf import Engine
-from zinf.executor.passes import Passes
-from zinf.memory.nvme import NvmeStore
-from zinf.memory.storage_error import StorageError, storage_error
-from zinf.prepare.updates import Updates
-from zinf.program import ArrayId, Role
-from zinf.segment import Segment
+from zinf.core.memory.nvme import NvmeStore
+from zinf.core.memory.storage_error import StorageError, storage_error
+from zinf.core.program import ArrayId, Role
+from zinf.core.segment import Segment
+from zinf.core.step.run.passes import Passes
+from zinf.core.step.updates import Updates
 
 CLIPPED = {"gradient_clipping": 1.0}
 WEIGHT = ArrayId(Role.PARAM, "layers/1/w")

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from zinf.plan import Accumulate, Copy, Free, Instruction, Link, Plan, Transfer
-from zinf.plan.catalog import Catalog
-from zinf.plan.job import Job
-from zinf.program import ArrayId, Tier, overlaps
+from zinf.core.plan import Accumulate, Copy, Free, Instruction, Link, Plan, Transfer
+from zinf.core.plan.catalog import Catalog
+from zinf.core.plan.job import Job
+from zinf.core.program import ArrayId, Tier, overlaps
 
 Content = list[int]
 

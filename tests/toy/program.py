@@ -6,8 +6,8 @@ Nothing here imports jax, numpy or the packages that do.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from zinf.plan import ArrayUpdate, Catalog, UpdateUnit, count_contributions
-from zinf.program import ArrayId, ArraySpec, Leaf, Program, Role, SegmentSpec, Tier
+from zinf.core.plan import ArrayUpdate, Catalog, UpdateUnit, count_contributions
+from zinf.core.program import ArrayId, ArraySpec, Leaf, Program, Role, SegmentSpec, Tier
 
 FLOAT_BYTES, HALF_BYTES = 4, 2
 

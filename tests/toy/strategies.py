@@ -6,8 +6,8 @@ from random import Random
 from hypothesis import strategies as st
 
 from tests.toy.program import Layer, LeafCase, Toy, make_toy
-from zinf.plan import StepOptions
-from zinf.program import ArrayId, Role, Tier
+from zinf.core.plan import StepOptions
+from zinf.core.program import ArrayId, Role, Tier
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from tests.robustness.small import (
     on_nvme,
 )
 from tests.unit.refusals import error_of, text_of
-from zinf.executor.forward import ForwardRunner, joined
-from zinf.plan import InfeasibleError, Pass, Run, Transfer
-from zinf.program import Role, Tier
-from zinf.segment import executables
+from zinf.core.plan import InfeasibleError, Pass, Run, Transfer
+from zinf.core.program import Role, Tier
+from zinf.core.segment import executables
+from zinf.core.step.run.forward import ForwardRunner, joined
 
 STREAMED = {"execution": "streamed"}
 KEY = jax.random.key(3)

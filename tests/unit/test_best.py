@@ -7,8 +7,8 @@ import pytest
 
 import zinf
 from zinf.checkpoint import Checkpoints
-from zinf.config import Config
-from zinf.segment.weighted import Weighted
+from zinf.core.config import Config
+from zinf.core.problem.weighted import Weighted
 
 BATCH = np.ones((2, 3), np.float32)
 LOSSES = [3.0, 2.0, 5.0, 4.0, 4.0, 1.0, 9.0]

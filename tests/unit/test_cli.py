@@ -20,8 +20,8 @@ from typer.testing import CliRunner, Result
 from tests.golden import Golden
 from tests.runs import Runs
 from zinf.cli import app
+from zinf.core.plan import InfeasibleError
 from zinf.observe.record import read_record
-from zinf.plan import InfeasibleError
 from zinf_kernels import absent_gpu
 
 
@@ -144,7 +144,7 @@ def test_a_resumed_run_is_the_same_run_unless_changes_are_allowed(
 HOLD = """
 import sys
 from pathlib import Path
-from zinf.memory.lock_file import lock_of_folder, locked
+from zinf.core.memory.lock_file import lock_of_folder, locked
 with locked({Path(sys.argv[1]): lock_of_folder(Path(sys.argv[1]))}, change="wait"):
     print("held", flush=True)
     sys.stdin.read()
@@ -451,8 +451,8 @@ def seconds_in(shown: str) -> float:
 
 @pytest.mark.slow
 def test_a_drive_is_measured_and_plans_go_by_it(file, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("zinf.memory.nvme.measure.THREADS", (1, 8))
-    monkeypatch.setattr("zinf.memory.nvme.measure.BLOCKS", (2**20, 2**24))
+    monkeypatch.setattr("zinf.core.memory.nvme.measure.THREADS", (1, 8))
+    monkeypatch.setattr("zinf.core.memory.nvme.measure.BLOCKS", (2**20, 2**24))
     result = zinf("bench", "io", tmp_path, "--seconds", "0")
     lines = result.stdout.splitlines()
     measured = [tuple(line.split()[:3]) for line in lines if " MiB " in line]

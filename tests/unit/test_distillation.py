@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 from zinf.cli import app
 from zinf.cli.teacher import HELD_LOGITS, KEY, plan_teacher
-from zinf.config import Config, ConfigError
-from zinf.plan import InfeasibleError
-from zinf.prepare.devices import on_devices
-from zinf.program import Tier
+from zinf.core.config import Config, ConfigError
+from zinf.core.machine.devices import on_devices
+from zinf.core.plan import InfeasibleError
+from zinf.core.program import Tier
 
 TIERS = {
     "device": ({}, {}),

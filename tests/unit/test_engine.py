@@ -12,9 +12,9 @@ import pytest
 import zinf
 from tests.robustness.small import DIM, content, draw, init, loss_fn, on_nvme
 from tests.unit.plain import trained_in_jax
-from zinf.memory import StorageError, aligned_empty
-from zinf.plan import Link
-from zinf.program import Role, Tier
+from zinf.core.memory import StorageError, aligned_empty
+from zinf.core.plan import Link
+from zinf.core.program import Role, Tier
 
 FUSED = {"execution": "fused"}
 STREAMED = {"execution": "streamed", "segment": {"remat": "always"}}

@@ -9,7 +9,7 @@ import pytest
 import zinf
 from tests.robustness.small import DIM, content, draw, init, loss_fn, on_nvme
 from tests.unit.refusals import refusals
-from zinf.segment import named_leaves
+from zinf.core.segment import named_leaves
 
 BF16 = {"bf16": {"enabled": True}}
 CLIPPED = {"gradient_clipping": 1.0}

@@ -14,8 +14,8 @@ import pytest
 import zinf
 from tests.robustness.small import content, draw, init, loss_fn, on_nvme
 from zinf.checkpoint import Checkpoints
-from zinf.memory import StorageError, wait_for_closing
-from zinf.session.turn import ConcurrentUseError
+from zinf.core.engine.turn import ConcurrentUseError
+from zinf.core.memory import StorageError, wait_for_closing
 
 FUSED = {"execution": "fused"}
 

@@ -14,9 +14,9 @@ from flax.training.train_state import TrainState
 
 import zinf
 from tests.robustness.small import DIM, content, draw, init, loss_fn, on_nvme
+from zinf.core.plan import InfeasibleError
 from zinf.data import text_dataset
 from zinf.models import GPTConfig, held_out_sums, init_and_loss
-from zinf.plan import InfeasibleError
 
 FUSED = {"execution": "fused"}
 STREAMED = {"execution": "streamed"}

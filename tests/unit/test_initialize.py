@@ -7,11 +7,11 @@ import pytest
 
 import zinf
 from zinf import make_mesh
-from zinf.config import Config
-from zinf.initialize import make_planner, tracing_device
-from zinf.jax_modes import Modes
-from zinf.optim.factory import build_schedule
-from zinf.topology import CHIPS, Topology
+from zinf.core.config import Config
+from zinf.core.engine.initialize import make_planner, tracing_device
+from zinf.core.optim.transforms.factory import build_schedule
+from zinf.core.process.jax_modes import Modes
+from zinf.core.topology import CHIPS, Topology
 
 ABSENT = Topology("h200:1", CHIPS["h200"], (1,))
 

@@ -14,7 +14,7 @@ import zinf.cli
 from tests.unit.test_cli import settings
 from tests.unit.test_cli import zinf as run
 from zinf.cli.own_model import own_arguments
-from zinf.config import Config
+from zinf.core.config import Config
 
 README = Path(zinf.cli.__file__).with_name("README.md").read_text()
 (MODULE,) = re.findall(r"^```python\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)

@@ -8,8 +8,8 @@ import yaml
 from typer.testing import CliRunner
 
 from zinf.cli import app
+from zinf.core.plan import show_bytes
 from zinf.models import GPTConfig, num_parameters
-from zinf.plan import show_bytes
 
 MODEL = {"num_layers": 1, "num_heads": 2, "embed_dim": 32, "max_length": 64}
 CONFIGS = Path(__file__).parents[2] / "configs"

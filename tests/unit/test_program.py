@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import zinf
 import zinf.ray
-from zinf.program import ArrayId, Role
+from zinf.core.program import ArrayId, Role
 
 
 def test_equal_names_are_one_object():

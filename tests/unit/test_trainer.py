@@ -26,16 +26,16 @@ import zinf
 from tests.robustness.small import on_nvme
 from zinf.checkpoint import Checkpoints, durable
 from zinf.checkpoint.save import Save
+from zinf.core.memory import BudgetExceeded, StorageError
+from zinf.core.memory.nvme import System
+from zinf.core.optim.decision import NonFiniteError
+from zinf.core.plan import Link
+from zinf.core.process.termination import Terminated
+from zinf.core.program import Tier
+from zinf.core.trainer import Trainer
 from zinf.distributed import AbstractGroup, Alone
 from zinf.distributed.agreement import differences
-from zinf.memory import BudgetExceeded, StorageError
-from zinf.memory.nvme import System
 from zinf.observe import CsvFiles, JsonLines, Progress, TraceFile, read_trace
-from zinf.optim.decision import NonFiniteError
-from zinf.plan import Link
-from zinf.program import Tier
-from zinf.termination import Terminated
-from zinf.trainer import Trainer
 
 WIDTH, BATCH = 6, 4
 SCHEDULE = optax.linear_schedule(0.1, 0.0, 8)
@@ -273,7 +273,7 @@ def full_at_second_save(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Save, "finish", fill_up)
     full = System(allocate=allocate)
-    monkeypatch.setattr("zinf.memory.nvme.drive.System", lambda: full)
+    monkeypatch.setattr("zinf.core.memory.nvme.drive.System", lambda: full)
 
 
 def test_a_checkpoint_that_failed_is_reported_and_training_goes_on(
@@ -567,7 +567,7 @@ def test_a_run_that_hangs_ends_when_its_grace_is_over(signum, open_engine, monke
         codes.append(code)
         is_over.set()
 
-    monkeypatch.setattr("zinf.termination.os._exit", leave)
+    monkeypatch.setattr("zinf.core.process.termination.os._exit", leave)
     data = dataset().map(Terminating(2, signum, is_over))
     with pytest.raises(Terminated):
         train(open_engine(), 6, data, grace_seconds=0.01)

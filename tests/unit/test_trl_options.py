@@ -7,8 +7,8 @@ import typer.main
 from zinf.cli import app
 from zinf.cli.trl import AXOLOTL as AXOLOTL_NAMES
 from zinf.cli.trl import KEYS, OTHERWISE, REFUSED, RENAMED, translated
-from zinf.config import Config
-from zinf.optim.schedules import schedule_of
+from zinf.core.config import Config
+from zinf.core.optim.transforms.schedules import schedule_of
 
 SFT = """--model_name_or_path Qwen/Qwen2-0.5B --data a.jsonl --learning_rate 2.0e-5
 --num_train_epochs 1 --packing --per_device_train_batch_size 2

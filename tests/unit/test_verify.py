@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 import zinf
 from tests.robustness.small import BATCH, DIM, draw, init, loss_fn, on_nvme
 from zinf.cli import app
-from zinf.executor import streamed
-from zinf.optim.decision import Decision, decide
-from zinf.verification import Check, check_arrays, check_losses
-from zinf.verification.compare import FACTOR, ULPS
-from zinf.verify import verify
+from zinf.core.optim.decision import Decision, decide
+from zinf.core.step.run import streamed
+from zinf.core.verification import Check, check_arrays, check_losses
+from zinf.core.verification.compare import FACTOR, ULPS
+from zinf.core.verification.verify import verify
 
 EPS = float(np.finfo(np.float32).eps)
 TX = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
@@ -75,7 +75,7 @@ def test_all_that_a_loss_may_use_agrees_and_no_file_is_left(tmp_path):
 
 
 def test_the_table_has_the_figures_of_the_runs_and_no_terminal_codes(monkeypatch):
-    module = import_module("zinf.verify")
+    module = import_module("zinf.core.verification.verify")
     shown: list[Any] = []
 
     def version_of_others(name: str) -> str:
@@ -157,7 +157,7 @@ def test_what_cannot_be_verified_is_refused_before_it_is_made(monkeypatch):
     def never(*_: Any) -> Any:
         raise AssertionError("a parameter was made")
 
-    module = import_module("zinf.verify")
+    module = import_module("zinf.core.verification.verify")
     monkeypatch.setattr(module, "host_memory_bytes", lambda: 10_000)
     monkeypatch.setattr(module, "_initial", never)
     expected = r"on one device: it needs [\d,]+ bytes, and this machine has 10,000"

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from zinf.adapt.blocks import OF_BITS, Encoding
 from zinf.adapt.contraction import Contraction, Found
 from zinf.adapt.weight import Target
-from zinf.config.adapter import ALL_LINEAR, Adapter
-from zinf.config.nearest import did_you_mean
-from zinf.config.quantization import WeightQuantization
-from zinf.segment.source import listed
+from zinf.core.config.adapter import ALL_LINEAR, Adapter
+from zinf.core.config.nearest import did_you_mean
+from zinf.core.config.quantization import WeightQuantization
+from zinf.core.problem.source import listed
 
 
 def stored_targets(

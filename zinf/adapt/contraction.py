@@ -19,9 +19,9 @@ from zinf.adapt.view import (
     union,
     without,
 )
-from zinf.jaxpr.compat import Literal, open_jaxpr, scan_arity
-from zinf.jaxpr.emit import CALLS
-from zinf.jaxpr.primitives import CUSTOM, ELEMENTWISE, REMAT
+from zinf.core.jaxpr.compat import Literal, open_jaxpr, scan_arity
+from zinf.core.jaxpr.emit import CALLS
+from zinf.core.jaxpr.primitives import CUSTOM, ELEMENTWISE, REMAT
 
 CASTS = {"convert_element_type", "copy", "copy_p"}
 # What is computed from the scores of a choice along their last dim: a softmax begins

@@ -20,17 +20,17 @@ from zinf.adapt.lora import ADAPTER, BASE, Adapted
 from zinf.adapt.weight import LORA_A, LORA_B, MAGNITUDE, WEIGHT, Target, merged, whole
 from zinf.checkpoint.grid import whole_box
 from zinf.checkpoint.saved import Saved
-from zinf.config.adapter import Adapter
-from zinf.engine import Engine
-from zinf.interchange.failure import explained
-from zinf.interchange.folder import complete_folder
-from zinf.interchange.header import ordered, write_header
-from zinf.interchange.safetensors_files import SafetensorsFiles
-from zinf.interchange.sources import parameters
-from zinf.interchange.tensors import AbstractTensors
-from zinf.memory.nvme.system import sync
-from zinf.program import ArraySpec
-from zinf.sharding import Box
+from zinf.core.config.adapter import Adapter
+from zinf.core.engine.engine import Engine
+from zinf.core.interchange.failure import explained
+from zinf.core.interchange.folder import complete_folder
+from zinf.core.interchange.header import ordered, write_header
+from zinf.core.interchange.safetensors_files import SafetensorsFiles
+from zinf.core.interchange.sources import parameters
+from zinf.core.interchange.tensors import AbstractTensors
+from zinf.core.memory.nvme.system import sync
+from zinf.core.program import ArraySpec
+from zinf.core.sharding import Box
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 OWN_CONFIG = "zinf_adapter.json"

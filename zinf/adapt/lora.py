@@ -24,12 +24,12 @@ from zinf.adapt.weight import (
     stored,
     whole,
 )
-from zinf.config import Config
-from zinf.config.adapter import Adapter
-from zinf.config.quantization import WeightQuantization
-from zinf.segment.leafwise import abstract_leaves, is_function, leaves_of
-from zinf.segment.modes import accepts, for_evaluation, for_training
-from zinf.segment.source import named_leaves
+from zinf.core.config import Config
+from zinf.core.config.adapter import Adapter
+from zinf.core.config.quantization import WeightQuantization
+from zinf.core.problem.leafwise import abstract_leaves, is_function, leaves_of
+from zinf.core.problem.modes import accepts, for_evaluation, for_training
+from zinf.core.problem.source import named_leaves
 
 BASE, ADAPTER = "base", "adapter"
 
@@ -191,8 +191,9 @@ def lora(
         loss_fn, params, rng, model_state, eval_loss_fn: as in `zinf.initialize`.
             `loss_fn` need not take a key for `lora_dropout`.
         batch: an example, or its shapes.
-        options: the keys of the config's `adapter` section (`zinf.config.adapter`),
-            which are PEFT's: `r`, `lora_alpha`, `lora_dropout`, `target_modules`, ...
+        options: the keys of the config's `adapter` section
+            (`zinf.core.config.adapter`), which are PEFT's: `r`, `lora_alpha`,
+            `lora_dropout`, `target_modules`, ...
 
     Raises:
         ValueError: an option is unknown or wrong, a name matches no weight, `r` is too
@@ -235,7 +236,7 @@ def quantize(
     Args:
         loss_fn, params, batch, rng, model_state, eval_loss_fn: as in `lora`.
         options: `num_bits`, `group_size` and `symmetric`, as in
-            `zinf.config.quantization.Groups`.
+            `zinf.core.config.quantization.Groups`.
 
     Raises:
         ValueError: an option is unknown or wrong, or there is no linear layer.

@@ -30,7 +30,7 @@ from zinf.adapt.weight import (
     scaled,
     step,
 )
-from zinf.jaxpr.compat import (
+from zinf.core.jaxpr.compat import (
     Literal,
     build_jaxpr,
     evaluate,
@@ -38,8 +38,8 @@ from zinf.jaxpr.compat import (
     open_jaxpr,
     scan_arity,
 )
-from zinf.jaxpr.emit import CALLS
-from zinf.jaxpr.primitives import REMAT
+from zinf.core.jaxpr.emit import CALLS
+from zinf.core.jaxpr.primitives import REMAT
 
 
 class Rewriter:

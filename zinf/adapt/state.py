@@ -17,12 +17,12 @@ from zinf.adapt.blocks import CODES, LEAST, SCALES, Encoding
 from zinf.adapt.lora import ADAPTER, BASE, Adapted, first_adapter
 from zinf.adapt.weight import MAGNITUDE, WEIGHT, Target, lengths, stored, whole
 from zinf.checkpoint.grid import whole_box
-from zinf.interchange.names import Terms, match
-from zinf.interchange.tensors import AbstractTensors
-from zinf.memory.zarr_format import numpy_dtype
-from zinf.mesh import first_cpu
-from zinf.program import ArraySpec
-from zinf.sharding import Box
+from zinf.core.interchange.names import Terms, match
+from zinf.core.interchange.tensors import AbstractTensors
+from zinf.core.memory.zarr_format import numpy_dtype
+from zinf.core.program import ArraySpec
+from zinf.core.sharding import Box
+from zinf.core.sharding.mesh import first_cpu
 
 # Numbers that are encoded at once: 5 float32 copies of them are in memory.
 ENCODED_NUMBERS = 2**18

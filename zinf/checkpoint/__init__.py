@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from zinf.lazy import make_lazy
+from zinf.core.process.lazy import make_lazy
 
 if TYPE_CHECKING:
     from zinf.checkpoint.arrays import read_arrays as read_arrays

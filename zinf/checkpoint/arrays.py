@@ -33,8 +33,8 @@ from zinf.checkpoint.stripes import (
     room,
     stripe_bytes,
 )
-from zinf.memory.residents import Residents
-from zinf.program import ArrayId, Tier
+from zinf.core.memory.residents import Residents
+from zinf.core.program import ArrayId, Tier
 
 # At most so many bytes of a path are Orbax's temporary names and the name of a chunk.
 PATH_REST = 128

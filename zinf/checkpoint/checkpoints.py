@@ -15,8 +15,8 @@ from zinf.checkpoint.keeper import AbstractKeeper, FolderKeeper
 from zinf.checkpoint.place import ObjectFolder, Place, as_place
 from zinf.checkpoint.save import AbstractSave
 from zinf.checkpoint.saved import Saved
-from zinf.memory.residents import Residents
-from zinf.plan import Plan
+from zinf.core.memory.residents import Residents
+from zinf.core.plan import Plan
 
 BYTES = "base64"
 # Every barrier needs a unique name. All processes open the same folders in order, and

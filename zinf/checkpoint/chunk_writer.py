@@ -16,14 +16,14 @@ from xxhash import xxh3_64
 from zinf.checkpoint.failure import failure
 from zinf.checkpoint.grid import Grid, Index, chunk_name, folder_name
 from zinf.checkpoint.snapshot import Linked
-from zinf.memory import StorageError, aligned_empty
-from zinf.memory.nvme import Drive
-from zinf.memory.nvme.file import as_bytes
-from zinf.memory.nvme.open_file import STAGING_BYTES, Bytes, Mover
-from zinf.memory.nvme.request import Request
-from zinf.memory.nvme.system import sync_folder
-from zinf.memory.zarr_format import METADATA, zarr_json
-from zinf.program import ArrayId
+from zinf.core.memory import StorageError, aligned_empty
+from zinf.core.memory.nvme import Drive
+from zinf.core.memory.nvme.file import as_bytes
+from zinf.core.memory.nvme.open_file import STAGING_BYTES, Bytes, Mover
+from zinf.core.memory.nvme.request import Request
+from zinf.core.memory.nvme.system import sync_folder
+from zinf.core.memory.zarr_format import METADATA, zarr_json
+from zinf.core.program import ArrayId
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS)
 Result = TypeVar("Result")

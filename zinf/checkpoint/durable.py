@@ -10,7 +10,7 @@ from typing import Any
 from orbax.checkpoint.path import atomicity
 
 from zinf.checkpoint.incomplete import mark
-from zinf.memory.nvme.system import sync_file, sync_folder
+from zinf.core.memory.nvme.system import sync_file, sync_folder
 
 
 class DurableRename(atomicity.AtomicRenameTemporaryPath):

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from zinf.checkpoint.place import Place
-from zinf.memory.storage_error import StorageError
+from zinf.core.memory.storage_error import StorageError
 
 # Advice per error number. OSError itself appends the name of the file.
 ADVICE = {

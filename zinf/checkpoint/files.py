@@ -12,8 +12,8 @@ from zinf.checkpoint.grid import folder_name
 from zinf.checkpoint.manifest import FILE, Manifest, StoredArray
 from zinf.checkpoint.parse import read_manifest
 from zinf.checkpoint.source import ChunkSource, FileSource
-from zinf.memory.nvme import Drive
-from zinf.program import ArrayId
+from zinf.core.memory.nvme import Drive
+from zinf.core.program import ArrayId
 
 
 class AbstractFiles(ABC):

@@ -6,8 +6,8 @@ from functools import cached_property
 from math import prod
 from urllib.parse import quote
 
-from zinf.program import ArrayId, ArraySpec
-from zinf.sharding import Box
+from zinf.core.program import ArrayId, ArraySpec
+from zinf.core.sharding import Box
 
 # These are not escaped. "." is, so no name can be "..", "zarr.json" or a chunk file.
 PLAIN_CHARACTERS = "[](){}=+,:'! @"

@@ -14,8 +14,8 @@ from zinf.checkpoint.arrays import begin, finish
 from zinf.checkpoint.parts import commit
 from zinf.checkpoint.save import Save
 from zinf.checkpoint.share import Share, shares_of
-from zinf.jax_modes import with_own_modes
-from zinf.memory.residents import Residents
+from zinf.core.memory.residents import Residents
+from zinf.core.process.jax_modes import with_own_modes
 
 
 class StateHandler(ocp.AsyncCheckpointHandler):

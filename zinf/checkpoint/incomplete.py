@@ -16,8 +16,8 @@ from typing import Any
 from orbax.checkpoint.path import atomicity_types
 
 from zinf.checkpoint.manifest import FILE
-from zinf.json_text import from_json
-from zinf.memory.nvme.system import sync_file, sync_folder
+from zinf.core.memory.nvme.system import sync_file, sync_folder
+from zinf.core.text.json_text import from_json
 
 MARKER = "zinf-save.json"
 ITEM = "state"

@@ -24,8 +24,8 @@ from zinf.checkpoint.incomplete import (
     marker_of,
 )
 from zinf.checkpoint.save import AbstractSave, Save
-from zinf.memory.residents import Residents
-from zinf.program import ArrayId
+from zinf.core.memory.residents import Residents
+from zinf.core.program import ArrayId
 
 # Orbax abandons a save after this time. Terabytes take hours on a slow drive.
 TIMEOUT = timedelta(days=7)

@@ -14,8 +14,8 @@ from xxhash import xxh3_64_intdigest
 from zinf.checkpoint.failure import explain, failure
 from zinf.checkpoint.grid import Grid
 from zinf.checkpoint.place import Place
-from zinf.memory.nvme.system import sync, sync_folder
-from zinf.program import ArrayId, ArraySpec
+from zinf.core.memory.nvme.system import sync, sync_folder
+from zinf.core.program import ArrayId, ArraySpec
 
 FILE = "manifest.json"
 FORMAT_VERSION = 2

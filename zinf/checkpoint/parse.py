@@ -18,10 +18,10 @@ from zinf.checkpoint.manifest import (
     not_found,
 )
 from zinf.checkpoint.place import Place
-from zinf.json_text import from_json
-from zinf.memory import StorageError
-from zinf.memory.zarr_format import numpy_dtype
-from zinf.program import ArrayId, ArraySpec
+from zinf.core.memory import StorageError
+from zinf.core.memory.zarr_format import numpy_dtype
+from zinf.core.program import ArrayId, ArraySpec
+from zinf.core.text.json_text import from_json
 
 # A manifest of 256 MiB has the checksums of about 200 TB of arrays.
 MAX_MANIFEST_BYTES = 256 * 2**20

@@ -9,9 +9,9 @@ from typing import Any
 from zinf.checkpoint.failure import failure
 from zinf.checkpoint.grid import Grid, Index
 from zinf.checkpoint.manifest import Manifest, StoredArray
-from zinf.json_text import from_json
-from zinf.memory.nvme.system import sync, sync_folder
-from zinf.program import ArrayId
+from zinf.core.memory.nvme.system import sync, sync_folder
+from zinf.core.program import ArrayId
+from zinf.core.text.json_text import from_json
 
 
 @dataclass

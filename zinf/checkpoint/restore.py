@@ -10,10 +10,10 @@ from zinf.checkpoint.grid import Grid
 from zinf.checkpoint.saved import Saved
 from zinf.checkpoint.share import Share
 from zinf.checkpoint.stripes import Finish
-from zinf.memory.residents import Residents
-from zinf.memory.zarr_format import numpy_dtype
-from zinf.program import ArrayId, Tier
-from zinf.sharding import relative
+from zinf.core.memory.residents import Residents
+from zinf.core.memory.zarr_format import numpy_dtype
+from zinf.core.program import ArrayId, Tier
+from zinf.core.sharding import relative
 
 
 def stripes_to_restore(

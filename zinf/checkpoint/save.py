@@ -23,9 +23,9 @@ from zinf.checkpoint.stripes import (
     room,
     stripe_bytes,
 )
-from zinf.memory.residents import Residents
-from zinf.program import ArrayId, Tier
-from zinf.sharding import intersection, relative
+from zinf.core.memory.residents import Residents
+from zinf.core.program import ArrayId, Tier
+from zinf.core.sharding import intersection, relative
 
 Barrier = Callable[[str], None]
 """Waits until all processes have called it with the same name."""

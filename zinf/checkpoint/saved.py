@@ -12,8 +12,8 @@ from zinf.checkpoint.files import AbstractFiles, LocalFiles
 from zinf.checkpoint.grid import Grid, folder_name, whole_box
 from zinf.checkpoint.place import ObjectFolder, Place, as_place
 from zinf.checkpoint.source import ChunkSource, Damage
-from zinf.program import ArrayId, ArraySpec
-from zinf.sharding import Box
+from zinf.core.program import ArrayId, ArraySpec
+from zinf.core.sharding import Box
 
 __all__ = ["Damage", "Saved"]
 

@@ -8,11 +8,11 @@ from math import prod
 import jax
 
 from zinf.checkpoint.grid import Grid, Index, whole_box
-from zinf.memory import NvmeStore
-from zinf.memory.chunk import MAX_CHUNK_BYTES, MAX_EXCESS, chunk_shape, on_one_grid
-from zinf.memory.residents import Residents
-from zinf.program import ArrayId, ArraySpec, Tier
-from zinf.sharding import Box, Layout, intersection
+from zinf.core.memory import NvmeStore
+from zinf.core.memory.chunk import MAX_CHUNK_BYTES, MAX_EXCESS, chunk_shape, on_one_grid
+from zinf.core.memory.residents import Residents
+from zinf.core.program import ArrayId, ArraySpec, Tier
+from zinf.core.sharding import Box, Layout, intersection
 
 
 @dataclass(frozen=True)

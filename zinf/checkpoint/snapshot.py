@@ -21,11 +21,11 @@ import jax
 from zinf.checkpoint.grid import Index
 from zinf.checkpoint.share import Share
 from zinf.checkpoint.stripes import stripe_bytes
-from zinf.memory import NvmeStore
-from zinf.memory.nvme.chunk_file import ChunkFile
-from zinf.memory.nvme.drive import Drive
-from zinf.memory.residents import Residents
-from zinf.program import ArrayId, Tier
+from zinf.core.memory import NvmeStore
+from zinf.core.memory.nvme.chunk_file import ChunkFile
+from zinf.core.memory.nvme.drive import Drive
+from zinf.core.memory.residents import Residents
+from zinf.core.program import ArrayId, Tier
 
 # Error numbers of a file system that has no hard links, or no more for this file.
 WITHOUT_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)

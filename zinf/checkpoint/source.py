@@ -21,16 +21,16 @@ from zinf.checkpoint.failure import explain, failure
 from zinf.checkpoint.grid import Index, chunk_name
 from zinf.checkpoint.manifest import StoredArray
 from zinf.checkpoint.place import Place
-from zinf.json_text import from_json
-from zinf.memory import aligned_empty
-from zinf.memory.nvme.drive import Direction
-from zinf.memory.nvme.file import as_bytes
-from zinf.memory.nvme.open_file import Bytes, Each, Mover
-from zinf.memory.nvme.request import Request, Task
-from zinf.memory.nvme.system import O_NOFOLLOW
-from zinf.memory.zarr_format import METADATA, numpy_dtype, zarr_json
-from zinf.program import ArrayId
-from zinf.sharding import Box, intersection, relative
+from zinf.core.memory import aligned_empty
+from zinf.core.memory.nvme.drive import Direction
+from zinf.core.memory.nvme.file import as_bytes
+from zinf.core.memory.nvme.open_file import Bytes, Each, Mover
+from zinf.core.memory.nvme.request import Request, Task
+from zinf.core.memory.nvme.system import O_NOFOLLOW
+from zinf.core.memory.zarr_format import METADATA, numpy_dtype, zarr_json
+from zinf.core.program import ArrayId
+from zinf.core.sharding import Box, intersection, relative
+from zinf.core.text.json_text import from_json
 
 MAX_METADATA_BYTES = 2**20
 # Chunks that `damages` reads at once, enough to keep every thread of a drive busy.

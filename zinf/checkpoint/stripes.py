@@ -6,9 +6,9 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 
 from zinf.checkpoint.share import Share
-from zinf.memory.chunk import MAX_CHUNK_BYTES
-from zinf.memory.residents import Residents
-from zinf.program import ArrayId, Tier
+from zinf.core.memory.chunk import MAX_CHUNK_BYTES
+from zinf.core.memory.residents import Residents
+from zinf.core.program import ArrayId, Tier
 
 # While one stripe is being written, the next stripe is read.
 NUM_BLOCKS_HELD = 2

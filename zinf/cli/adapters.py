@@ -8,8 +8,8 @@ from zinf import hf
 from zinf.adapt import MergedTensors, save_adapter
 from zinf.checkpoint import Saved
 from zinf.cli.problem import adapted_model, is_huggingface
-from zinf.config import Config
-from zinf.interchange import export_safetensors
+from zinf.core.config import Config
+from zinf.core.interchange import export_safetensors
 
 
 def export_adapter(config: Config, saved: Saved, output: Path) -> None:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zinf import hf
-from zinf.complaint import tell
-from zinf.config import Config
+from zinf.core.config import Config
+from zinf.core.text.complaint import tell
 from zinf.data import Analysis, read_tokens
 from zinf.data.text import split_windows
 

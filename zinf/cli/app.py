@@ -15,11 +15,11 @@ from zinf.cli.data import data_app
 from zinf.cli.errors import DIFFERS, USER_ERROR, clean_errors
 from zinf.cli.inference import AllowChanged, TooLong, WeightBits, evaluate, generate
 from zinf.cli.trl import FamiliarCommand
-from zinf.complaint import ShownFormatter, tell
+from zinf.core.process.uncollected import uncollected
+from zinf.core.text.complaint import ShownFormatter, tell
 from zinf.distributed import Flags, Limits, find_seat, options
 from zinf.ray import options as ray_options
 from zinf.ray.settings import FailureConfig
-from zinf.uncollected import uncollected
 
 # [Note: late imports] Each command imports what it runs inside its function, so that
 # help and errors in arguments are fast: importing jax alone takes half a second. The
@@ -567,7 +567,7 @@ def check(
 ) -> None:
     """Say what zinf does with each key of a config file."""
     from zinf.cli.report import print_report
-    from zinf.config import report
+    from zinf.core.config import report
 
     with clean_errors(traceback):
         given = [*(overrides or ()), *[IGNORE] * ignore_unsupported]
@@ -593,7 +593,7 @@ def io(
     from tqdm import tqdm
 
     from zinf.cli.report import print_measured
-    from zinf.memory.nvme import measure_drive, save_profile
+    from zinf.core.memory.nvme import measure_drive, save_profile
 
     with clean_errors(traceback):
         with tqdm(total=100, unit="%", disable=None, leave=False) as bar:

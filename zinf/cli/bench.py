@@ -12,9 +12,10 @@ from tqdm import trange
 
 from zinf.cli.problem import dataset, heading, problem, refuse_teacher
 from zinf.cli.report import console
-from zinf.complaint import tell
-from zinf.initialize import initialize
-from zinf.plan import (
+from zinf.core.engine.initialize import initialize
+from zinf.core.machine.devices import on_devices
+from zinf.core.machine.rates_file import save_rates
+from zinf.core.plan import (
     Rates,
     bound_seconds,
     measured_rates,
@@ -22,8 +23,7 @@ from zinf.plan import (
     predict,
     show_seconds,
 )
-from zinf.prepare.devices import on_devices
-from zinf.prepare.rates_file import save_rates
+from zinf.core.text.complaint import tell
 
 # Steps that are not measured: the first has no updates deferred to it, and it touches
 # memory for the first time.

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from zinf.cli.errors import clean_errors
-from zinf.complaint import tell
-from zinf.json_text import from_json
+from zinf.core.text.complaint import tell
+from zinf.core.text.json_text import from_json
 
 UNSOUND = 1
 
@@ -58,7 +58,7 @@ def ls(
     """
     from zinf.checkpoint import Saved
     from zinf.cli.report import print_arrays, print_checkpoints
-    from zinf.interchange import entries, find
+    from zinf.core.interchange import entries, find
 
     with clean_errors(traceback):
         if arrays or step is not None:
@@ -75,7 +75,7 @@ def verify(folder: Folder, step: Step = None, traceback: ShowTraceback = False) 
     The exit code is 1 if there is any damage, and 2 if the checkpoint cannot be read.
     """
     from zinf.checkpoint import Saved
-    from zinf.interchange import find
+    from zinf.core.interchange import find
 
     with clean_errors(traceback):
         start, count = time.perf_counter(), 0
@@ -110,7 +110,7 @@ def diff(
     """
     from zinf.checkpoint import Saved
     from zinf.cli.report import print_differences
-    from zinf.interchange import differences, find, scalar_differences
+    from zinf.core.interchange import differences, find, scalar_differences
 
     with clean_errors(traceback):
         steps = step or (None, None)
@@ -163,8 +163,8 @@ def export(
     """
     from zinf.checkpoint import Saved
     from zinf.cli.adapters import export_adapter, export_merged
-    from zinf.config import Config
-    from zinf.interchange import export_orbax, export_safetensors, find
+    from zinf.core.config import Config
+    from zinf.core.interchange import export_orbax, export_safetensors, find
 
     with clean_errors(traceback), Saved(find(folder, step)) as saved:
         if None not in (merge, adapter):
@@ -220,11 +220,11 @@ def import_(
     from zinf.cli.problem import dataset, problem
     from zinf.cli.run_folder import held_run
     from zinf.cli.train import resume_command
+    from zinf.core.engine.initialize import initialize
+    from zinf.core.interchange import import_orbax, import_safetensors
+    from zinf.core.interchange.orbax_import import METADATA
+    from zinf.core.machine.devices import on_devices
     from zinf.distributed import Alone
-    from zinf.initialize import initialize
-    from zinf.interchange import import_orbax, import_safetensors
-    from zinf.interchange.orbax_import import METADATA
-    from zinf.prepare.devices import on_devices
 
     with clean_errors(traceback), ExitStack() as held:
         loaded, mesh = on_devices(config, overrides=overrides or ())

@@ -7,7 +7,7 @@ from typing import Any
 from uuid import uuid4
 
 from zinf.cli.changes import Changed, check_changed
-from zinf.json_text import from_json
+from zinf.core.text.json_text import from_json
 
 SETTINGS = ".settings.json"
 

@@ -7,7 +7,7 @@ import typer
 
 from zinf.cli.errors import clean_errors
 from zinf.cli.inference import TooLong
-from zinf.complaint import tell
+from zinf.core.text.complaint import tell
 
 data_app = typer.Typer(no_args_is_help=True, help="Data for training.")
 
@@ -68,8 +68,8 @@ def analyze(
     analysis that was stopped continues where it was.
     """
     from zinf.cli.analysis import samples, windows
+    from zinf.core.memory.lock_file import lock_of_folder, locked
     from zinf.data import analyze as analyze_samples
-    from zinf.memory.lock_file import lock_of_folder, locked
 
     if model is None and (packing or too_long):
         raise typer.BadParameter("--packing and --too-long are for --model.")

@@ -6,7 +6,7 @@ import sys
 from contextlib import suppress
 from typing import Never
 
-from zinf.complaint import complain, tell
+from zinf.core.text.complaint import complain, tell
 
 INTERRUPTED = 130
 UNWRITABLE = 2

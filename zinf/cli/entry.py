@@ -4,8 +4,8 @@ import gc
 import signal
 
 from zinf.cli.endings import exit_at_once, lost_output, open_closed_streams
-from zinf.malloc import tune_malloc
-from zinf.uncollected import uncollected
+from zinf.core.process.malloc import tune_malloc
+from zinf.core.process.uncollected import uncollected
 
 
 def main() -> None:

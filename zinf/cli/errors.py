@@ -14,9 +14,9 @@ from zinf.cli.endings import (
     lost_output,
     lost_reader,
 )
-from zinf.complaint import complain
-from zinf.lazy import MissingExtra
-from zinf.termination import Terminated
+from zinf.core.process.lazy import MissingExtra
+from zinf.core.process.termination import Terminated
+from zinf.core.text.complaint import complain
 
 if TYPE_CHECKING:
     from zinf.distributed import AbstractGroup
@@ -84,13 +84,13 @@ def _is_users(error: Exception) -> bool:
         return True
     # Late, to keep help fast [Note: late imports]. An error of these types was raised
     # by a module that is imported already.
-    from zinf.memory import BudgetExceeded
-    from zinf.optim.decision import NonFiniteError
+    from zinf.core.memory import BudgetExceeded
+    from zinf.core.optim.decision import NonFiniteError
 
     return isinstance(error, NonFiniteError | BudgetExceeded | MissingExtra)
 
 
 def _exit_code(error: Exception) -> int:
-    from zinf.plan import InfeasibleError
+    from zinf.core.plan import InfeasibleError
 
     return DOES_NOT_FIT if isinstance(error, InfeasibleError) else USER_ERROR

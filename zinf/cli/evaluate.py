@@ -13,15 +13,15 @@ from zinf import hf
 from zinf.checkpoint import Saved
 from zinf.cli.places import place_of_checkpoints
 from zinf.cli.problem import dataset, describing, is_huggingface, is_own, problem
-from zinf.complaint import tell
-from zinf.config import Config
-from zinf.engine import Engine
-from zinf.initialize import make_planner
-from zinf.interchange import find
-from zinf.interchange.names import Terms
-from zinf.interchange.place import fill
-from zinf.interchange.sources import kept, parameters
-from zinf.prepare.devices import on_devices
+from zinf.core.config import Config
+from zinf.core.engine.engine import Engine
+from zinf.core.engine.initialize import make_planner
+from zinf.core.interchange import find
+from zinf.core.interchange.names import Terms
+from zinf.core.interchange.place import fill
+from zinf.core.interchange.sources import kept, parameters
+from zinf.core.machine.devices import on_devices
+from zinf.core.text.complaint import tell
 
 
 class SavedEngine(Engine):

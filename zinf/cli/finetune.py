@@ -11,10 +11,10 @@ from zinf.cli.endings import say as _say
 from zinf.cli.problem import batch_size
 from zinf.cli.run_folder import check_places, check_resumed, decides, held_run
 from zinf.cli.train import train_held
-from zinf.config import Config
-from zinf.config.load import override
+from zinf.core.config import Config
+from zinf.core.config.load import override
+from zinf.core.machine.devices import on_devices
 from zinf.distributed import AbstractGroup
-from zinf.prepare.devices import on_devices
 
 CONFIG = "finetune.yaml"
 # Stands in for the steps of a run until its samples are counted.

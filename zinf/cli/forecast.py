@@ -22,8 +22,13 @@ from zinf.cli.errors import DOES_NOT_FIT, clean_errors
 from zinf.cli.plan import on_machine, rates_note
 from zinf.cli.problem import gpt_config, is_huggingface
 from zinf.cli.report import console
-from zinf.complaint import tell
-from zinf.config import Config
+from zinf.core.config import Config
+from zinf.core.engine.initialize import make_planner
+from zinf.core.plan import InfeasibleError, Link, Plan, show_bytes, show_seconds
+from zinf.core.program import Tier
+from zinf.core.step.planner import AtRest, Planner
+from zinf.core.text.complaint import tell
+from zinf.core.topology import Topology, only_read
 from zinf.inference import (
     ROWS,
     Decoder,
@@ -37,13 +42,8 @@ from zinf.inference import (
     saturating,
     weight_bytes,
 )
-from zinf.initialize import make_planner
 from zinf.models import GPT, GPTConfig, init_and_loss, num_parameters
 from zinf.models.gpt_decode import decode, init_cache
-from zinf.plan import InfeasibleError, Link, Plan, show_bytes, show_seconds
-from zinf.prepare.planner import AtRest, Planner
-from zinf.program import Tier
-from zinf.topology import Topology, only_read
 
 COLUMNS = (
     "batch",

@@ -24,11 +24,11 @@ from zinf.cli.completions import (
     full_line,
     record_settings,
 )
-from zinf.complaint import complain, naming, tell
-from zinf.config import Config
-from zinf.config.deciding import deciding
+from zinf.core.config import Config
+from zinf.core.config.deciding import deciding
+from zinf.core.memory.lock_file import lock_beside, locked
+from zinf.core.text.complaint import complain, naming, tell
 from zinf.inference import ROWS, Sampling, bucket
-from zinf.memory.lock_file import lock_beside, locked
 
 # Microbatches of `ROWS` samples that pass a layer before the next one is fetched.
 MICROBATCHES = 8

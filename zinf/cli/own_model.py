@@ -15,8 +15,8 @@ from typing import Any
 
 from flax import nnx
 
-from zinf.config import Config
-from zinf.config.nearest import did_you_mean
+from zinf.core.config import Config
+from zinf.core.config.nearest import did_you_mean
 
 NAMED = ("rng", "has_aux", "eval_loss_fn", "model_state", "state_rules")
 KEYS = ("loss_fn", "params", *NAMED)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from zinf.checkpoint import Place, as_place
 from zinf.checkpoint.bucket.store import Store
-from zinf.config import Config
+from zinf.core.config import Config
 
 
 def place_of_checkpoints(config: Config) -> Place:

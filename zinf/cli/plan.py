@@ -22,22 +22,22 @@ from zinf.cli.problem import (
 )
 from zinf.cli.report import console
 from zinf.cli.teacher import plan_teacher
-from zinf.complaint import tell
-from zinf.config import Config, grouping
-from zinf.initialize import make_planner
+from zinf.core.config import Config, grouping
+from zinf.core.engine.initialize import make_planner
+from zinf.core.machine.devices import group_devices, on_devices
+from zinf.core.paper import infinity_table, zero_table
+from zinf.core.plan import InfeasibleError, Plan
+from zinf.core.plan.instruction import Link
+from zinf.core.plan.show import show_instructions, show_tilings
+from zinf.core.step.arrays import describe_state
+from zinf.core.step.compiled import compiled_runs
+from zinf.core.step.planner import Fused, Offloaded, Streamed
+from zinf.core.text.complaint import tell
+from zinf.core.topology import Topology, only_read, parse_topology
 from zinf.observe.compiled import executables_table, traffic_table, verdict
 from zinf.observe.page import page, write_page
 from zinf.observe.record import RunRecord
 from zinf.observe.traced import predicted_step
-from zinf.paper import infinity_table, zero_table
-from zinf.plan import InfeasibleError, Plan
-from zinf.plan.instruction import Link
-from zinf.plan.show import show_instructions, show_tilings
-from zinf.prepare.arrays import describe_state
-from zinf.prepare.compiled import compiled_runs
-from zinf.prepare.devices import group_devices, on_devices
-from zinf.prepare.planner import Fused, Offloaded, Streamed
-from zinf.topology import Topology, only_read, parse_topology
 
 SHOWN_INSTRUCTIONS = 40
 

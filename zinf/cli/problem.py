@@ -13,7 +13,11 @@ from jax.sharding import Mesh
 from zinf import hf
 from zinf.adapt import Adapted, adapt, load_adapter
 from zinf.cli.own_model import own_arguments
-from zinf.config import Config, Model, notices
+from zinf.core.config import Config, Model, notices
+from zinf.core.engine.engine import Engine
+from zinf.core.engine.initialize import initialize
+from zinf.core.optim.transforms.factory import build_optimizer, build_schedule
+from zinf.core.problem.weighted import Weighted
 from zinf.data import (
     TEACHER_LOGITS,
     describe,
@@ -22,11 +26,7 @@ from zinf.data import (
 from zinf.data.configured import difficulties, paced
 from zinf.data.text import Split, read_tokens, tokens_hash
 from zinf.distributed import AbstractGroup, Alone
-from zinf.engine import Engine
-from zinf.initialize import initialize
 from zinf.models import GPTConfig, held_out_sums, init_and_loss, num_parameters
-from zinf.optim.factory import build_optimizer, build_schedule
-from zinf.segment.weighted import Weighted
 
 ALONE = Alone()
 

@@ -10,15 +10,15 @@ from rich.table import Table
 from rich.text import Text
 
 from zinf.cli.endings import PIPE_CLOSED, discard_output
-from zinf.complaint import complain, one_line, shown, tell
+from zinf.core.text.complaint import complain, one_line, shown, tell
 
 # Imported only for types: `zinf config check` uses this module and must not import jax.
 if TYPE_CHECKING:
     from zinf.checkpoint.saved import Saved
-    from zinf.config import Report
-    from zinf.interchange.catalog import Entry
-    from zinf.interchange.compare import Difference
-    from zinf.memory.nvme import Measured, Profile
+    from zinf.core.config import Report
+    from zinf.core.interchange.catalog import Entry
+    from zinf.core.interchange.compare import Difference
+    from zinf.core.memory.nvme import Measured, Profile
 
 # Width of the output in a pipe, so that each row of a table stays on one line.
 PIPE_WIDTH = 1000
@@ -60,7 +60,7 @@ def print_report(found: "Report") -> None:
 
 
 def print_measured(rows: "Sequence[Measured]", chosen: "Profile") -> None:
-    from zinf.memory.nvme import Profile
+    from zinf.core.memory.nvme import Profile
 
     table = Table("block", "threads", "read", "overwrite", "mixed", "", box=None)
     for row in rows:

@@ -9,10 +9,10 @@ from zinf import hf
 from zinf.cli.changes import Changed, check_changed, told
 from zinf.cli.places import has_any, place_of_checkpoints
 from zinf.cli.problem import data_digest, is_huggingface
-from zinf.config import Config
-from zinf.config.deciding import deciding
+from zinf.core.config import Config
+from zinf.core.config.deciding import deciding
+from zinf.core.memory.lock_file import lock_beside, lock_of_folder, locked
 from zinf.distributed import AbstractGroup
-from zinf.memory.lock_file import lock_beside, lock_of_folder, locked
 from zinf.observe.record import RUN, read_record
 
 # A group that restarts by itself may begin before all of the last attempt has ended.

@@ -21,22 +21,22 @@ from zinf.checkpoint import Place, Saved
 from zinf.cli.evaluate import SavedEngine
 from zinf.cli.places import place_of_checkpoints
 from zinf.cli.problem import gpt_config, is_huggingface, problem
-from zinf.config import Config, grouping
+from zinf.core.config import Config, grouping
+from zinf.core.engine.initialize import make_planner
+from zinf.core.interchange import find
+from zinf.core.machine.devices import group_devices, on_devices
+from zinf.core.machine.resources import Resources
+from zinf.core.memory.nvme.root import INNER
+from zinf.core.plan import InfeasibleError, Shortage, show_bytes
+from zinf.core.program import BUDGETS, Tier
+from zinf.core.segment import user_function
+from zinf.core.step.forward import plan_forward
+from zinf.core.step.planner import AtRest, Planner
+from zinf.core.topology import Topology
 from zinf.data import TEACHER_LOGITS, Taught
 from zinf.distributed import Alone
-from zinf.initialize import make_planner
-from zinf.interchange import find
-from zinf.memory.nvme.root import INNER
 from zinf.models import init_and_loss, num_parameters
 from zinf.models.gpt import logits_of
-from zinf.plan import InfeasibleError, Shortage, show_bytes
-from zinf.prepare.devices import group_devices, on_devices
-from zinf.prepare.forward import plan_forward
-from zinf.prepare.planner import AtRest, Planner
-from zinf.prepare.resources import Resources
-from zinf.program import BUDGETS, Tier
-from zinf.segment import user_function
-from zinf.topology import Topology
 
 KEY = "distillation.teacher"
 # The logits of the last step, which its batch still holds, and those being made.

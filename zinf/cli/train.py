@@ -31,12 +31,12 @@ from zinf.cli.problem import (
 )
 from zinf.cli.run_folder import check_places, check_resumed, decides, held_run
 from zinf.cli.teacher import plan_teacher
-from zinf.config import Config
+from zinf.core.config import Config
+from zinf.core.engine.engine import Engine
+from zinf.core.machine.devices import on_devices
+from zinf.core.trainer import Trainer
 from zinf.distributed import AbstractGroup, flat
-from zinf.engine import Engine
 from zinf.observe.record import METRICS, RUN, TRACE, RunRecord
-from zinf.prepare.devices import on_devices
-from zinf.trainer import Trainer
 
 # The meeting after which a run is the one of its folder: a restart continues it.
 SET_ASIDE = "checkpoints of earlier runs are set aside"

@@ -7,8 +7,8 @@ from pathlib import Path
 from zinf import ray
 from zinf.cli.endings import say
 from zinf.cli.train import SET_ASIDE, train_config
-from zinf.config import Config
-from zinf.config.load import override, raw_config
+from zinf.core.config import Config
+from zinf.core.config.load import override, raw_config
 from zinf.distributed import Limits
 from zinf.ray.settings import FailureConfig, ScalingConfig
 

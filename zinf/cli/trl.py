@@ -12,7 +12,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from zinf.complaint import complain
+from zinf.core.text.complaint import complain
 
 # axolotl's names, and TRL's for the same.
 AXOLOTL = {

@@ -8,9 +8,9 @@ import numpy as np
 from zinf import hf
 from zinf.cli.problem import heading, is_huggingface, problem, refuse_teacher
 from zinf.cli.report import console
-from zinf.complaint import tell
-from zinf.prepare.devices import on_devices
-from zinf.verify import verify
+from zinf.core.machine.devices import on_devices
+from zinf.core.text.complaint import tell
+from zinf.core.verification.verify import verify
 
 
 def verify_config(

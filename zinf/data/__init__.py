@@ -1,7 +1,7 @@
 """Reads training data from files of text and of tokens."""
 
-from zinf.config.pace import Pace as Pace
-from zinf.config.pacing import Pacing as Pacing
+from zinf.core.config.pace import Pace as Pace
+from zinf.core.config.pacing import Pacing as Pacing
 from zinf.data.analyze import Analysis as Analysis
 from zinf.data.analyze import analyze as analyze
 from zinf.data.curriculum import CurriculumSamples as CurriculumSamples

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from zinf.complaint import naming
-from zinf.config.pacing import load_function
+from zinf.core.config.pacing import load_function
+from zinf.core.text.complaint import naming
+from zinf.core.text.json_text import from_json
 from zinf.data.array_file import read_array
 from zinf.data.index_file import write_rows
 from zinf.data.tokens import SEPARATOR
-from zinf.json_text import from_json
 
 CHUNK_SAMPLES = 1024
 # Rarities are integers, as DeepSpeed's index files hold nothing else.

@@ -5,8 +5,8 @@ from typing import Any
 
 import grain
 
-from zinf.config import Config
-from zinf.config.pace import Pace
+from zinf.core.config import Config
+from zinf.core.config.pace import Pace
 from zinf.data.analyze import check_about
 from zinf.data.curriculum import DifficultyIndex, Metric
 from zinf.data.paced import TOKENS, Dropping, Paced

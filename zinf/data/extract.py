@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from zinf.core.text.json_text import from_json
 from zinf.data.digest import file_digest
 from zinf.data.files import Kind
 from zinf.data.tokens import SEPARATOR
 from zinf.data.unfinished import unfinished
-from zinf.json_text import from_json
 
 # Number of parquet rows in memory at a time.
 BATCH_ROWS = 1024

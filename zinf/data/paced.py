@@ -15,7 +15,7 @@ import grain
 import jax
 import numpy as np
 
-from zinf.config.pace import Pace
+from zinf.core.config.pace import Pace
 from zinf.data.foreseen import AbstractForeseen
 from zinf.data.share import Share
 

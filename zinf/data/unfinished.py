@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from zinf.complaint import naming
-from zinf.memory.nvme.system import try_lock
+from zinf.core.memory.nvme.system import try_lock
+from zinf.core.text.complaint import naming
 
 SUFFIX = ".partial"
 LOCK = "zinf.lock"

@@ -14,12 +14,12 @@ import os
 import socket
 from dataclasses import dataclass
 
+from zinf.core.text.json_text import from_json
 from zinf.distributed.limits import GREETING_SECONDS
 from zinf.distributed.seat import JoinError, Seat
 from zinf.distributed.secret import Secret, nonce
 from zinf.distributed.secret_file import read_file
 from zinf.distributed.wire import Message, Wire
-from zinf.json_text import from_json
 
 # Largest size of each of the three messages; a host name has 253 characters at most.
 GREETING_BYTES = 4096

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import jax
 
-from zinf.complaint import shown
+from zinf.core.text.complaint import shown
 from zinf.distributed.hub import Hub
 from zinf.distributed.limits import GRACE_SECONDS, Limits
 from zinf.distributed.wire import MESSAGE_BYTES, Closed, Message, Wire

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from zinf.json_text import from_json
+from zinf.core.text.json_text import from_json
 
 Message = Mapping[str, Any]
 READ_BYTES = 1 << 16

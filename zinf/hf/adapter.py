@@ -24,13 +24,17 @@ from zinf.adapt.files import (
 )
 from zinf.adapt.weight import LORA_A, LORA_B, MAGNITUDE
 from zinf.checkpoint.grid import whole_box
-from zinf.config import Config
-from zinf.config.adapter import Adapter
+from zinf.core.config import Config
+from zinf.core.config.adapter import Adapter
+from zinf.core.interchange.safetensors_files import (
+    INDEX_SUFFIX,
+    SUFFIX,
+    SafetensorsFiles,
+)
+from zinf.core.interchange.tensors import AbstractTensors
+from zinf.core.memory.zarr_format import numpy_dtype
+from zinf.core.program import ArraySpec
 from zinf.hf.folder import find_folder
-from zinf.interchange.safetensors_files import INDEX_SUFFIX, SUFFIX, SafetensorsFiles
-from zinf.interchange.tensors import AbstractTensors
-from zinf.memory.zarr_format import numpy_dtype
-from zinf.program import ArraySpec
 
 PICKLE = "adapter_model.bin"
 KIND, TASK = "LORA", "CAUSAL_LM"

@@ -8,11 +8,11 @@ from typing import Any
 import grain
 import numpy as np
 
+from zinf.core.interchange.names import listed
 from zinf.hf.batch import IGNORED
 from zinf.hf.dataset import Samples
 from zinf.hf.records import records
 from zinf.hf.samples import DROPPED, Reading, Tokenizing
-from zinf.interchange.names import listed
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,12 @@ import numpy as np
 import torch
 import transformers
 
+from zinf.core.process.user_cache import user_cache
+from zinf.core.sharding.mesh import first_cpu
 from zinf.hf.model import Model
 from zinf.hf.module import build
 from zinf.hf.tiny import LENGTH, VOCAB, tiny
 from zinf.hf.weights import to_numpy
-from zinf.mesh import first_cpu
-from zinf.user_cache import user_cache
 
 logger = logging.getLogger(__name__)
 AGREES, DIFFERS, NOT_TINY, NOT_COMPARED = (

@@ -6,13 +6,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from zinf.core.text.json_text import from_json
 from zinf.hf.engine import ModelEngine
 from zinf.hf.model import Model
 from zinf.hf.records import tools_of, with_content
 from zinf.hf.template import apply_template
 from zinf.hf.texts import prompt_ids
 from zinf.inference import Sampling, read_settings, token_ids
-from zinf.json_text import from_json
 
 SETTINGS = "generation_config.json"
 PROMPTS = "prompt (a text) or messages (a conversation)"

@@ -20,10 +20,10 @@ import torch
 from torchax.interop import jax_view, torch_view
 from transformers.cache_utils import Cache, StaticLayer, get_layer_types_and_kwargs
 
+from zinf.core.program import ArraySpec
 from zinf.hf.model import Model, Params
 from zinf.hf.rotary import switch_of
 from zinf.inference import Decoder
-from zinf.program import ArraySpec
 
 # Kinds of layers that keep keys and values, by their names in a configuration.
 ATTENTION = ("full_attention", "sliding_attention", "dummy")

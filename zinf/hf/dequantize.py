@@ -18,9 +18,9 @@ import ml_dtypes
 import numpy as np
 
 from zinf.checkpoint.grid import whole_box
-from zinf.interchange.tensors import AbstractTensors
-from zinf.program import ArraySpec
-from zinf.sharding import Box
+from zinf.core.interchange.tensors import AbstractTensors
+from zinf.core.program import ArraySpec
+from zinf.core.sharding import Box
 
 METHODS = ("fp8", "mxfp4")
 SCALE, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"

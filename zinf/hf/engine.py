@@ -17,21 +17,21 @@ from zinf.adapt.files import WEIGHTS as ADAPTER_FILE
 from zinf.adapt.files import Naming
 from zinf.adapt.lora import ADAPTER, BASE
 from zinf.adapt.state import FirstState
-from zinf.config import Config
-from zinf.config.adapter import Adapter
+from zinf.core.config import Config
+from zinf.core.config.adapter import Adapter
+from zinf.core.engine.engine import Engine
+from zinf.core.engine.initialize import ConfigSource, make_planner
+from zinf.core.interchange.names import listed
+from zinf.core.interchange.place import fill
+from zinf.core.interchange.tensors import AbstractTensors
+from zinf.core.step.planner import Planner
+from zinf.core.topology import Topology
 from zinf.distributed import AbstractGroup
-from zinf.engine import Engine
 from zinf.hf.adapter import SavedAdapter, naming_of
 from zinf.hf.comparison import check_class
 from zinf.hf.decoder import decoder_of
 from zinf.hf.model import Model
 from zinf.inference import Decoder
-from zinf.initialize import ConfigSource, make_planner
-from zinf.interchange.names import listed
-from zinf.interchange.place import fill
-from zinf.interchange.tensors import AbstractTensors
-from zinf.prepare.planner import Planner
-from zinf.topology import Topology
 
 logger = logging.getLogger(__name__)
 TRACED_TOKENS = 8

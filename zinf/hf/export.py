@@ -26,7 +26,14 @@ from transformers.core_model_loading import (
 from zinf.adapt import Adapted, MergedTensors, save_adapter
 from zinf.adapt.files import CONFIG as ADAPTER_CONFIG
 from zinf.checkpoint.saved import Saved
-from zinf.engine import Engine
+from zinf.core.engine.engine import Engine
+from zinf.core.interchange.names import listed
+from zinf.core.interchange.safetensors_export import MAX_SHARD_BYTES, export_safetensors
+from zinf.core.interchange.safetensors_files import INDEX_SUFFIX, SUFFIX
+from zinf.core.interchange.sources import EngineTensors
+from zinf.core.interchange.tensors import AbstractTensors
+from zinf.core.program import ArraySpec
+from zinf.core.sharding import Box
 from zinf.hf.adapter import naming_of
 from zinf.hf.completion import SETTINGS
 from zinf.hf.engine import ModelEngine
@@ -41,13 +48,6 @@ from zinf.hf.weights import (
     to_numpy,
     to_torch,
 )
-from zinf.interchange.names import listed
-from zinf.interchange.safetensors_export import MAX_SHARD_BYTES, export_safetensors
-from zinf.interchange.safetensors_files import INDEX_SUFFIX, SUFFIX
-from zinf.interchange.sources import EngineTensors
-from zinf.interchange.tensors import AbstractTensors
-from zinf.program import ArraySpec
-from zinf.sharding import Box
 
 logger = logging.getLogger(__name__)
 METADATA = {"format": "pt"}

@@ -14,9 +14,9 @@ from huggingface_hub.errors import (
 )
 from xxhash import xxh3_128
 
+from zinf.core.interchange.safetensors_files import INDEX_SUFFIX, SUFFIX, read_index
 from zinf.data.digest import sampled_digest
 from zinf.hf.module import CONFIG
-from zinf.interchange.safetensors_files import INDEX_SUFFIX, SUFFIX, read_index
 
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 WEIGHTS = "model.safetensors"

@@ -18,16 +18,16 @@ import numpy as np
 import torch
 import transformers
 
-from zinf.cross_entropy import cross_entropy
+from zinf.core.interchange.names import listed
+from zinf.core.interchange.tensors import AbstractTensors
+from zinf.core.problem.cross_entropy import cross_entropy
+from zinf.core.problem.weighted import Weighted
+from zinf.core.sharding import Box
 from zinf.hf.batch import IGNORED, check_tokens
 from zinf.hf.folder import find_folder
 from zinf.hf.model import Batch, Model, Params
 from zinf.hf.module import read_config
 from zinf.hf.weights import StoredWeights, spec_of, to_numpy
-from zinf.interchange.names import listed
-from zinf.interchange.tensors import AbstractTensors
-from zinf.segment.weighted import Weighted
-from zinf.sharding import Box
 
 # What modules of `transformers` say that need a token of padding.
 NO_PADDING = "no padding token is defined"

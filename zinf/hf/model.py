@@ -22,7 +22,13 @@ import transformers
 from torchax import default_env
 from torchax.interop import jax_view, torch_view
 
-from zinf.cross_entropy import cross_entropy
+from zinf.core.interchange.names import Terms, listed, match
+from zinf.core.interchange.safetensors_files import SafetensorsFiles
+from zinf.core.interchange.tensors import AbstractTensors
+from zinf.core.problem.cross_entropy import cross_entropy
+from zinf.core.problem.weighted import Weighted
+from zinf.core.program import ArraySpec
+from zinf.core.text.json_text import unreadable_object
 from zinf.hf import attention, gradients
 from zinf.hf.adapter import SavedAdapter, base_of, naming_of, read_adapter
 from zinf.hf.attention import within_segments
@@ -34,12 +40,6 @@ from zinf.hf.folder import find_folder, weights_digest, weights_path
 from zinf.hf.module import CONFIG, build, read_config
 from zinf.hf.rotary import growth_of
 from zinf.hf.weights import StoredWeights, check_dtypes, spec_of, to_numpy
-from zinf.interchange.names import Terms, listed, match
-from zinf.interchange.safetensors_files import SafetensorsFiles
-from zinf.interchange.tensors import AbstractTensors
-from zinf.json_text import unreadable_object
-from zinf.program import ArraySpec
-from zinf.segment.weighted import Weighted
 
 Params = dict[str, jax.Array]
 Batch = Mapping[str, jax.Array]

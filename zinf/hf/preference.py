@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zinf.complaint import naming
+from zinf.core.problem.weighted import Weighted
+from zinf.core.text.complaint import naming
 from zinf.data.array_file import read_array
 from zinf.hf.batch import IGNORED
 from zinf.hf.dataset import Samples
@@ -24,7 +25,6 @@ from zinf.hf.engine import ModelEngine
 from zinf.hf.model import Batch, Model, Params
 from zinf.hf.records import tools_of
 from zinf.hf.samples import DROPPED, Reading, Tokenizing
-from zinf.segment.weighted import Weighted
 
 SIDES = ("chosen", "rejected")
 ANSWER_KEYS = ("input_ids", "labels")

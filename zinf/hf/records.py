@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from zinf.core.text.json_text import from_json
 from zinf.data.extract import json_lines, parquet_records
-from zinf.json_text import from_json
 
 # Who speaks in ShareGPT's lines, as chat templates name them.
 SPEAKERS = {

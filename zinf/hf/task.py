@@ -17,7 +17,8 @@ from jax.sharding import Mesh
 from xxhash import xxh3_128
 
 from zinf.adapt import Adapted
-from zinf.config import Config
+from zinf.core.config import Config
+from zinf.core.optim.transforms.factory import build_optimizer
 from zinf.data import (
     Bucket,
     TokenBatches,
@@ -53,7 +54,6 @@ from zinf.hf.preference import (
     write_reference,
 )
 from zinf.hf.samples import Tokenizing
-from zinf.optim.factory import build_optimizer
 
 CLASSIFICATION = "classification"
 KINDS: dict[str, type[Tokenizing]] = {

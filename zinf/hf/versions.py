@@ -6,7 +6,7 @@ from pkgutil import iter_modules
 
 from packaging.specifiers import SpecifierSet
 
-from zinf.lazy import MissingExtra, import_at_once
+from zinf.core.process.lazy import MissingExtra, import_at_once
 
 # As the extra `hf` of zinf asks for them.
 TESTED = {

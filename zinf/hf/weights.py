@@ -25,10 +25,10 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from zinf.interchange.tensors import AbstractTensors
-from zinf.memory.zarr_format import numpy_dtype
-from zinf.program import ArraySpec
-from zinf.sharding import Box
+from zinf.core.interchange.tensors import AbstractTensors
+from zinf.core.memory.zarr_format import numpy_dtype
+from zinf.core.program import ArraySpec
+from zinf.core.sharding import Box
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 # Two tensors in one place are compared in parts of about so many bytes.

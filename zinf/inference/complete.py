@@ -7,12 +7,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from zinf.executor.runner import AbstractRunner
+from zinf.core.jaxpr.keys import is_key, to_words
+from zinf.core.memory import Stores
+from zinf.core.step.run.runner import AbstractRunner
 from zinf.inference.generate import Generator, OnToken
 from zinf.inference.plan import Generation, GenerationPlanner, Shape
 from zinf.inference.prompts import Request, as_tokens, by_part, check_lengths
-from zinf.jaxpr.keys import is_key, to_words
-from zinf.memory import Stores
 
 ROWS = 8
 

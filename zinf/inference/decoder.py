@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zinf.segment.source import WrongResult, described, named_leaves
+from zinf.core.problem.source import WrongResult, described, named_leaves
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ an engine puts them. No weight is needed.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from zinf.core.plan import InfeasibleError, Link, Plan
+from zinf.core.program import Role, Tier
 from zinf.inference.complete import ROWS
 from zinf.inference.plan import Generation, GenerationPlanner, Shape
 from zinf.inference.prompts import check_length, shape_of
-from zinf.plan import InfeasibleError, Link, Plan
-from zinf.program import Role, Tier
 
 # The sizes that are tried: doubled until that gains less than a tenth.
 FIRST_SIZES, LARGEST_SIZE = (1, ROWS), 1024

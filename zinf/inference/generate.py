@@ -6,19 +6,19 @@ from typing import Any
 
 import numpy as np
 
-from zinf.executor.passes import Passes
-from zinf.executor.run import StepRecord, Work
-from zinf.executor.runner import AbstractRunner
+from zinf.core.memory import Stores
+from zinf.core.optim.decision import NonFiniteError
+from zinf.core.plan import cache
+from zinf.core.problem.leafwise import initialize
+from zinf.core.sharding.mesh import first_cpu
+from zinf.core.step.forward import Forward
+from zinf.core.step.run.passes import Passes
+from zinf.core.step.run.run import StepRecord, Work
+from zinf.core.step.run.runner import AbstractRunner
 from zinf.inference.decoder import Decoder
 from zinf.inference.plan import CACHE, MODEL, RESULTS, SEEN, Generation
 from zinf.inference.prompts import Part, Request
 from zinf.inference.sampling import Sampling
-from zinf.memory import Stores
-from zinf.mesh import first_cpu
-from zinf.optim.decision import NonFiniteError
-from zinf.plan import cache
-from zinf.prepare.forward import Forward
-from zinf.segment.leafwise import initialize
 
 OnToken = Callable[[int, int], object]
 

@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zinf.core.jaxpr.keys import in_words
+from zinf.core.plan import InfeasibleError
+from zinf.core.program import Tier
+from zinf.core.segment import Function, named_leaves
+from zinf.core.step.forward import Cached, Forward, plan_again, plan_forward
+from zinf.core.step.planner import AtRest, Planner
 from zinf.inference.decoder import Decoder, checked_apply
 from zinf.inference.sampling import Sampling
-from zinf.jaxpr.keys import in_words
-from zinf.plan import InfeasibleError
-from zinf.prepare.forward import Cached, Forward, plan_again, plan_forward
-from zinf.prepare.planner import AtRest, Planner
-from zinf.program import Tier
-from zinf.segment import Function, named_leaves
 
 NAME = "the decoder"
 RESULTS = ("is_finite", "token")  # As `jax.tree` sorts them.

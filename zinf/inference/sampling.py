@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zinf.jaxpr.keys import from_words
+from zinf.core.jaxpr.keys import from_words
 
 # Settings of `GenerationConfig` that change nothing at these values.
 NEUTRAL: dict[str, tuple[Any, ...]] = {

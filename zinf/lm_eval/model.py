@@ -23,7 +23,7 @@ from lm_eval.models.utils import (
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from zinf import hf
-from zinf.config import Config
+from zinf.core.config import Config
 from zinf.hf.template import apply_template
 from zinf.inference import ROWS, bucket
 

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from zinf.cross_entropy import cross_entropy
+from zinf.core.problem.cross_entropy import cross_entropy
 from zinf.models.divergence import divergence
 from zinf.models.gpt_config import GPTConfig
 from zinf.models.random_ltd import random_ltd

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from zinf.lazy import make_lazy
+from zinf.core.process.lazy import make_lazy
 
 if TYPE_CHECKING:
     from zinf.moe.exchange import exchanged as exchanged
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from zinf.moe.layer import RouterBias as RouterBias
     from zinf.moe.routing import Router as Router
 
-# Lazy, because every engine imports `exchange` and `leaves`, and layers need Flax.
+# Lazy, because every engine imports `exchange`, and layers need Flax.
 make_lazy(
     __name__,
     {

@@ -35,7 +35,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from zinf.mesh import EXPERT, FSDP, REPLICA, SEQ, TENSOR, axis_size
+from zinf.core.sharding.axes.experts import ExpertParts
+from zinf.core.sharding.mesh import EXPERT, FSDP, REPLICA, SEQ, TENSOR, axis_size
 from zinf.moe.gating import NO_EXPERT, Capacity
 from zinf.moe.loop import ExpertFunction, in_blocks, queues, rows_at
 
@@ -57,18 +58,6 @@ def keeps_exchanged() -> Callable[..., Any]:
 def exchanged(array: jax.Array) -> jax.Array:
     """Marks a value that was sent between devices, for `keeps_exchanged`."""
     return checkpoint_name(array, EXCHANGED)
-
-
-class ExpertParts(NamedTuple):
-    """How devices along `tensor` divide the weights of one expert.
-
-    Attributes:
-        dims: of each leaf, in the order of the pytree, the dim that is cut, or None.
-        are_added: the leaves that one device adds to the sum over devices.
-    """
-
-    dims: tuple[int | None, ...]
-    are_added: tuple[bool, ...]
 
 
 # `(function, weights of one expert, rows, number of devices) -> parts`.
@@ -100,7 +89,7 @@ def on_mesh(
 
     Args:
         cut_expert: says how devices along `tensor` divide the weights of each expert,
-            such as `zinf.tensor.cut_expert`; None: they have them whole.
+            such as `axes.tensor.cut_expert`; None: they have them whole.
     """
     if mesh.size == 1:
         return function

@@ -86,7 +86,7 @@ def experts(
 
 def _rows_of(weights: Any, rows: range) -> Any:
     # Row by row: zinf makes each row that is read alone an array of its own, which has
-    # a home and is fetched by itself (`zinf/segment/rows.py`).
+    # a home and is fetched by itself (`zinf/core/segment/rows.py`).
     if len(rows) == jax.tree.leaves(weights)[0].shape[0]:
         return weights
     return jax.tree.map(lambda w: jnp.stack([w[i] for i in rows]), weights)

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zinf.core.plan import Link, show_bytes, show_seconds
+from zinf.core.program import Tier
 from zinf.observe.record import RunRecord
 from zinf.observe.replay import busy_seconds, replay
 from zinf.observe.traced import Span, TracedStep
-from zinf.plan import Link, show_bytes, show_seconds
-from zinf.program import Tier
 
 NVME = (Link.NVME_READ, Link.NVME_WRITE)
 COPIES = (Link.H2D, Link.D2H)

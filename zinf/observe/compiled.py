@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from zinf.plan import Link, Plan, show_bytes, show_seconds
-from zinf.prepare.compiled import CompiledRun, largest_deviation, step_traffic
-from zinf.topology import Topology
+from zinf.core.plan import Link, Plan, show_bytes, show_seconds
+from zinf.core.step.compiled import CompiledRun, largest_deviation, step_traffic
+from zinf.core.topology import Topology
 
 
 def executables_table(runs: Sequence[CompiledRun]) -> Table:

@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from zinf.core.plan import Link, show_bytes, show_seconds
+from zinf.core.program import Tier
 from zinf.observe.colors import colors
 from zinf.observe.replay import busy_seconds
 from zinf.observe.traced import Span, TracedStep
 from zinf.observe.writer import Metrics
-from zinf.plan import Link, show_bytes, show_seconds
-from zinf.program import Tier
 
 Figure = dict[str, Any]
 

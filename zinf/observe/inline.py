@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
-from zinf.executor.run import StepRecord
-from zinf.json_text import from_json
+from zinf.core.plan import Plan
+from zinf.core.step.run.run import StepRecord
+from zinf.core.text.json_text import from_json
 from zinf.observe.plot import GREY, Picture, picture
 from zinf.observe.traced import TracedStep, measured_step, predicted_step
 from zinf.observe.writer import Metrics, lists, numbers
-from zinf.plan import Plan
 
 EXPERTS = re.compile("aux/experts/.*/tokens")
 LOSS, EVALUATION = "#1F5A9E", "#B5480F"

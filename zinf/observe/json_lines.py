@@ -5,7 +5,7 @@ import shutil
 from itertools import count
 from pathlib import Path
 
-from zinf.json_text import from_json
+from zinf.core.text.json_text import from_json
 from zinf.observe.writer import AbstractWriter, Metrics, lists, numbers
 
 

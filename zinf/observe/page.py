@@ -9,9 +9,12 @@ from statistics import median
 from string import Template
 from typing import Any
 
-from zinf.complaint import naming
-from zinf.config.section import dotted
-from zinf.json_text import from_json
+from zinf.core.config.section import dotted
+from zinf.core.plan import show_bytes, show_seconds
+from zinf.core.program import Tier
+from zinf.core.text.complaint import naming
+from zinf.core.text.json_text import from_json
+from zinf.core.text.tables import html_table
 from zinf.observe.advice import advice, what_ifs
 from zinf.observe.colors import colors
 from zinf.observe.figures import (
@@ -25,9 +28,6 @@ from zinf.observe.figures import (
 from zinf.observe.record import RUN, RunRecord, read_record
 from zinf.observe.traced import TracedStep, read_trace
 from zinf.observe.writer import Metrics
-from zinf.plan import show_bytes, show_seconds
-from zinf.program import Tier
-from zinf.tables import html_table
 
 FREE = "free"
 EVERY_STEP = (

@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from zinf.core.plan import Link, show_seconds
 from zinf.observe.colors import colors
 from zinf.observe.traced import Span, TracedStep
-from zinf.plan import Link, show_seconds
 
 ROWS = [str(link) for link in Link if not link.only_frees]
 

@@ -13,11 +13,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from zinf.complaint import naming
-from zinf.config import Config, notices
-from zinf.config.section import dotted
-from zinf.plan import Plan
-from zinf.program import Tier
+from zinf.core.config import Config, notices
+from zinf.core.config.section import dotted
+from zinf.core.plan import Plan
+from zinf.core.program import Tier
+from zinf.core.text.complaint import naming
 
 RUN, METRICS, TRACE = "run.json", "metrics.jsonl", "trace.json"
 PACKAGES = (

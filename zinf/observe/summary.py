@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
+from zinf.core.plan import Plan
+from zinf.core.plan.show import show_bytes, show_seconds
+from zinf.core.program import Tier
 from zinf.observe.totals import LINKS, Totals
-from zinf.plan import Plan
-from zinf.plan.show import show_bytes, show_seconds
-from zinf.program import Tier
 
 Row = tuple[str, ...]
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
+from zinf.core.plan import Link
+from zinf.core.program import Tier
 from zinf.observe.writer import Metrics
-from zinf.plan import Link
-from zinf.program import Tier
 
 LINKS = (Link.NVME_READ, Link.NVME_WRITE, Link.H2D, Link.D2H)
 

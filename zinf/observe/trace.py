@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from zinf.plan import (
+from zinf.core.plan import (
     Accumulate,
     Decide,
     Free,
@@ -27,8 +27,8 @@ from zinf.plan import (
     Transfer,
     Update,
 )
-from zinf.plan.instruction import Operation
-from zinf.program import Role, Tier
+from zinf.core.plan.instruction import Operation
+from zinf.core.program import Role, Tier
 
 Event = dict[str, Any]
 

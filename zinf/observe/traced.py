@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zinf.json_text import from_json
+from zinf.core.plan import Plan, Timeline
+from zinf.core.program import Tier
+from zinf.core.text.json_text import from_json
 from zinf.observe.trace import (
     MARK,
     PROCESSES,
@@ -17,8 +19,6 @@ from zinf.observe.trace import (
     held_before,
     instruction_events,
 )
-from zinf.plan import Plan, Timeline
-from zinf.program import Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Span:
         kind: see `zinf.observe.trace.kind`.
         after: numbers of the instructions that it waited for.
         arrays: names of the arrays that it reads, writes, moves or frees.
-        allocates, workspace, frees: bytes by tier, see `zinf.plan.Instruction`.
+        allocates, workspace, frees: bytes by tier, see `zinf.core.plan.Instruction`.
     """
 
     instruction: int

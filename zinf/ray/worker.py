@@ -17,11 +17,11 @@ from typing import Any
 import jax
 import ray
 
+from zinf.core.process.compile_cache import MIN_COMPILE_SECONDS
+from zinf.core.process.malloc import tune_malloc
 from zinf.distributed import AbstractGroup, Limits
 from zinf.distributed.fingerprint import code_fingerprint, device_fingerprint
 from zinf.distributed.jax_service import start_jax
-from zinf.malloc import tune_malloc
-from zinf.prepare.compile_cache import MIN_COMPILE_SECONDS
 from zinf.ray.group import RayGroup, failure_of
 from zinf.ray.record import Cause, Outcome
 

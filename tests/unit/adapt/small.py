@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zinf.adapt import Adapted
-from zinf.segment import named_leaves
+from zinf.core.segment import named_leaves
 
 DIM, ROWS = 8, 4
 

@@ -8,7 +8,7 @@ import pytest
 from tests.unit.adapt.small import BATCH, normal, two_layers, two_layers_loss
 from zinf.adapt import lora, quantize
 from zinf.adapt.blocks import NF4, OF_BITS, Encoding
-from zinf.segment import named_leaves
+from zinf.core.segment import named_leaves
 
 
 def nf4_by_hand(weight: np.ndarray, block: int) -> tuple[np.ndarray, np.ndarray]:

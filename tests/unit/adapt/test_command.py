@@ -13,8 +13,8 @@ from tests.unit.interchange.test_cli import config_in
 from zinf.checkpoint.grid import whole_box
 from zinf.checkpoint.saved import Saved
 from zinf.cli import app
-from zinf.interchange import find
-from zinf.interchange.sources import parameters
+from zinf.core.interchange import find
+from zinf.core.interchange.sources import parameters
 
 MATRICES = 6  # of a block: query, key, value, out, up, down
 

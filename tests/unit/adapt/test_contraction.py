@@ -10,7 +10,7 @@ from tests.equivalence.programs import GPT_INIT, GPT_LOSS, TOKENS
 from tests.unit.adapt.small import BATCH, DIM, normal
 from zinf.adapt.contraction import Contraction, find_contractions
 from zinf.adapt.view import broadcast, reshaped
-from zinf.segment import named_leaves
+from zinf.core.segment import named_leaves
 
 
 def found(loss, params, batch=BATCH):

@@ -20,8 +20,8 @@ from tests.unit.adapt.small import (
     two_layers_loss,
 )
 from zinf.adapt import MergedTensors, load_adapter, lora, save_adapter
-from zinf.interchange import export_safetensors
-from zinf.segment import named_leaves
+from zinf.core.interchange import export_safetensors
+from zinf.core.segment import named_leaves
 
 
 def stacked() -> dict:

@@ -19,7 +19,7 @@ from tests.unit.adapt.small import (
     two_layers_loss,
 )
 from zinf.adapt import lora
-from zinf.segment import named_leaves
+from zinf.core.segment import named_leaves
 
 # Float32 sums in another order.
 TOLERANCE = 1e-5

@@ -9,10 +9,10 @@ import pytest
 
 from zinf.adapt import lora, quantize
 from zinf.adapt.state import FirstState
-from zinf.interchange.names import Terms
-from zinf.interchange.tensors import AbstractTensors, boxes
-from zinf.program import ArraySpec
-from zinf.segment.source import named_leaves
+from zinf.core.interchange.names import Terms
+from zinf.core.interchange.tensors import AbstractTensors, boxes
+from zinf.core.problem.source import named_leaves
+from zinf.core.program import ArraySpec
 
 LAYERS, WIDTH = 3, 12
 # Stacked layers, a matrix whose rows do not fill blocks, and a table.

@@ -10,9 +10,9 @@ import ml_dtypes
 import numpy as np
 
 from zinf.checkpoint import read_arrays
-from zinf.memory.residents import Residents
-from zinf.plan import Plan
-from zinf.program import ArrayId, ArraySpec, Role, Tier
+from zinf.core.memory.residents import Residents
+from zinf.core.plan import Plan
+from zinf.core.program import ArrayId, ArraySpec, Role, Tier
 
 EMBED = ArrayId(Role.PARAM, "embed")
 STACKED = ArrayId(Role.PARAM, "blocks/kernel")

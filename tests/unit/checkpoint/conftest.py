@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tests.unit.checkpoint.cases import ARRAYS, homes_on, specs_of
-from zinf.memory import Stores, open_stores
-from zinf.memory.residents import Residents
-from zinf.program import ArrayId, Tier
+from zinf.core.memory import Stores, open_stores
+from zinf.core.memory.residents import Residents
+from zinf.core.program import ArrayId, Tier
 
 OpenResidents = Callable[..., Residents]
 

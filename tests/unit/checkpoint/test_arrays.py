@@ -10,8 +10,8 @@ import zarr
 from tests.unit.checkpoint.cases import ARRAYS, EMBED, STACKED
 from zinf.checkpoint import read_arrays, write_arrays
 from zinf.checkpoint.grid import folder_name
-from zinf.memory import BudgetExceeded, StorageError
-from zinf.program import ArrayId, Role, Tier
+from zinf.core.memory import BudgetExceeded, StorageError
+from zinf.core.program import ArrayId, Role, Tier
 
 MIB = 2**20
 MIXED = [Tier.NVME, Tier.DEVICE, Tier.HOST]

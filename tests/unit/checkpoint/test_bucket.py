@@ -15,8 +15,8 @@ from zinf.checkpoint.bucket.save import NUM_COPIES, ObjectSave, ObjectWriter
 from zinf.checkpoint.bucket.store import Store
 from zinf.checkpoint.place import ObjectFolder
 from zinf.checkpoint.share import shares_of
-from zinf.memory import StorageError
-from zinf.program import Tier
+from zinf.core.memory import StorageError
+from zinf.core.program import Tier
 
 
 @pytest.fixture

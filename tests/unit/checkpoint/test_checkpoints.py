@@ -14,9 +14,9 @@ import pytest
 from tests.unit.checkpoint.cases import ARRAYS, EMBED, SavedEngine, advance
 from zinf.checkpoint import Checkpoints
 from zinf.checkpoint.save import AbstractSave
-from zinf.memory import StorageError
-from zinf.memory.residents import Residents
-from zinf.program import ArrayId, Tier
+from zinf.core.memory import StorageError
+from zinf.core.memory.residents import Residents
+from zinf.core.program import ArrayId, Tier
 
 
 @pytest.fixture(params=["folder", "bucket"])

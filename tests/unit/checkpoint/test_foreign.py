@@ -11,7 +11,7 @@ import pytest
 from tests.unit.checkpoint.cases import SavedEngine
 from zinf.checkpoint import Checkpoints
 from zinf.checkpoint.incomplete import MARKER, mark
-from zinf.program import Tier
+from zinf.core.program import Tier
 
 
 def content(folder: Path) -> dict[str, bytes | str | None]:

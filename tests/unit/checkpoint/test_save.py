@@ -16,10 +16,10 @@ from zinf.checkpoint.parts import commit
 from zinf.checkpoint.save import Save
 from zinf.checkpoint.saved import Saved
 from zinf.checkpoint.share import shares_of
-from zinf.memory import StorageError, open_stores
-from zinf.memory.nvme import NvmeStore
-from zinf.memory.residents import Residents
-from zinf.program import ArrayId, Role, Tier
+from zinf.core.memory import StorageError, open_stores
+from zinf.core.memory.nvme import NvmeStore
+from zinf.core.memory.residents import Residents
+from zinf.core.program import ArrayId, Role, Tier
 
 LARGE = ArrayId(Role.PARAM, "large")
 ROWS, WIDTH = 6, 2**20

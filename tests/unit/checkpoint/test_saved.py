@@ -20,8 +20,8 @@ from zinf.checkpoint.manifest import (
 )
 from zinf.checkpoint.parse import read_manifest
 from zinf.checkpoint.saved import Saved
-from zinf.memory import StorageError
-from zinf.program import ArrayId, ArraySpec, Role, Tier
+from zinf.core.memory import StorageError
+from zinf.core.program import ArrayId, ArraySpec, Role, Tier
 
 SCALARS = {"num_steps": 4, "loss_scale": 65536.0, "shared": [{"value": [0.1, 1e-45]}]}
 

@@ -20,10 +20,10 @@ from zinf.checkpoint.save import Save
 from zinf.checkpoint.saved import Saved
 from zinf.checkpoint.share import shares_of
 from zinf.checkpoint.source import FileSource
-from zinf.memory import open_stores
-from zinf.memory.residents import Residents
-from zinf.program import ArrayId, ArraySpec, Role, Tier
-from zinf.sharding import Box, intersection
+from zinf.core.memory import open_stores
+from zinf.core.memory.residents import Residents
+from zinf.core.program import ArrayId, ArraySpec, Role, Tier
+from zinf.core.sharding import Box, intersection
 
 # One process and several from each tier, and what divides few of the arrays.
 SAVED = ((1, Tier.NVME), (2, Tier.HOST), (5, Tier.HOST), (5, Tier.NVME))

@@ -11,9 +11,9 @@ from zinf.checkpoint.grid import Grid
 from zinf.checkpoint.restore import stripes_to_restore
 from zinf.checkpoint.share import Share, share_of
 from zinf.checkpoint.stripes import held_bytes, move, room, stripe_bytes
-from zinf.memory import open_stores
-from zinf.memory.residents import Residents
-from zinf.program import ArrayId, ArraySpec, Role, Tier
+from zinf.core.memory import open_stores
+from zinf.core.memory.residents import Residents
+from zinf.core.program import ArrayId, ArraySpec, Role, Tier
 
 MIB = 2**20
 ARRAY = ArrayId(Role.PARAM, "kernel")

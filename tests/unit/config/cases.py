@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
-from zinf.config import Config, grouping
-from zinf.config.section import Section
-from zinf.config.typed import TypedSection
+from zinf.core.config import Config, grouping
+from zinf.core.config.section import Section
+from zinf.core.config.typed import TypedSection
 
 FOLDER = Path(__file__).parent
 PUBLIC = {path.stem: path for path in sorted((FOLDER / "public").glob("*.json"))}

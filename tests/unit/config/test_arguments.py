@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from zinf.config import Config
+from zinf.core.config import Config
 
 
 def auto(kind: str, *names: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 import zinf
 from tests.golden import Golden
 from tests.unit.config.cases import sections, shown
-from zinf.config import (
+from zinf.core.config import (
     Config,
     ConfigError,
     Grouping,
@@ -26,8 +26,8 @@ from zinf.config import (
     notices,
     report,
 )
-from zinf.config.schema import Memory
-from zinf.program import Tier
+from zinf.core.config.schema import Memory
+from zinf.core.program import Tier
 
 SHIPPED = Path(__file__).parents[3] / "configs"
 

@@ -7,8 +7,16 @@ from typing import Any
 import pytest
 
 from tests.unit.config.cases import sections
-from zinf.config import Config, ConfigError, Status, grouping, notices, opaque, report
-from zinf.config.ignored import TABLE, Ignored
+from zinf.core.config import (
+    Config,
+    ConfigError,
+    Status,
+    grouping,
+    notices,
+    opaque,
+    report,
+)
+from zinf.core.config.ignored import TABLE, Ignored
 
 ODD_VALUES = (None, "auto", True, False, 0, -1, 8, 1e9, "x", [1], {})
 # Of DeepSpeed 0.19.6.

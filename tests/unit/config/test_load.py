@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from zinf.config import Config
+from zinf.core.config import Config
 
 
 def written(folder, name, text):

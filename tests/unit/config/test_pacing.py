@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zinf.config import Config
-from zinf.config.efficiency import KeptSchedule
-from zinf.config.pacing import Pacing, buckets, round_down
+from zinf.core.config import Config
+from zinf.core.config.efficiency import KeptSchedule
+from zinf.core.config.pacing import Pacing, buckets, round_down
 
 # What scripts/reports/record_deepspeed_data.py recorded.
 FIXTURES = Path(__file__).parents[1] / "data/deepspeed"

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from zinf.config import Config, ConfigError, batch_sizes, parse_size
-from zinf.config.size import UNITS
+from zinf.core.config import Config, ConfigError, batch_sizes, parse_size
+from zinf.core.config.size import UNITS
 
 KEYS = (
     "train_batch_size",

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.golden import Golden
 from tests.unit.config.cases import PUBLIC, entry, properties, shown, table, values
-from zinf.config import Config, ConfigError, notices, report
+from zinf.core.config import Config, ConfigError, notices, report
 
 # Devices that a public file is for, where they are more than one.
 WORLD_SIZES = {"examples_bert_lamb": 8, "examples_chat_lora": 8, "deepspeed_zeropp": 4}

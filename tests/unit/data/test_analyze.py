@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from zinf.cli.app import app
 from zinf.cli.problem import dataset
-from zinf.config import Config
+from zinf.core.config import Config
 from zinf.data import Analysis, DifficultyIndex, analyze
 from zinf.data.analyze import CHUNK_SAMPLES, token_counts, total, vocabulary_rarity
 from zinf.data.index_file import read_rows

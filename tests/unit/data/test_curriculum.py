@@ -9,8 +9,8 @@ import grain
 import numpy as np
 import pytest
 
-from zinf.config import Config, ConfigError
-from zinf.config.efficiency import Metric as MetricConfig
+from zinf.core.config import Config, ConfigError
+from zinf.core.config.efficiency import Metric as MetricConfig
 from zinf.data import CurriculumSamples, DifficultyIndex, Metric
 from zinf.data.index_file import fitting, read_rows, write_rows
 

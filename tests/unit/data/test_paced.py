@@ -14,11 +14,11 @@ from tests.unit.data.test_resume import (
     share,
 )
 from zinf.cli.problem import dataset
-from zinf.config import Config
-from zinf.config.pace import Pace, counted_steps
-from zinf.config.pacing import Pacing
+from zinf.core.config import Config
+from zinf.core.config.pace import Pace, counted_steps
+from zinf.core.config.pacing import Pacing
+from zinf.core.step.batch import check_rows
 from zinf.data import Paced, Share, describe
-from zinf.prepare.batch import check_rows
 
 LONGEST = WINDOW - 1
 

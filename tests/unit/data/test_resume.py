@@ -10,8 +10,9 @@ import grain
 import numpy as np
 import pytest
 
-from zinf.config.pace import Pace
-from zinf.config.pacing import Pacing
+from zinf.core.config.pace import Pace
+from zinf.core.config.pacing import Pacing
+from zinf.core.step.batch import batch_spec, by_microbatch
 from zinf.data import (
     CurriculumSamples,
     DifficultyIndex,
@@ -24,7 +25,6 @@ from zinf.data import (
     make_buckets,
     text_dataset,
 )
-from zinf.prepare.batch import batch_spec, by_microbatch
 
 ROWS, WINDOW, PARTS = 8, 17, 2
 STEPS = 18

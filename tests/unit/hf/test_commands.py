@@ -29,9 +29,9 @@ import transformers  # isort: skip
 from zinf import hf  # isort: skip
 from zinf.cli.completions import complete_lines, full_line  # isort: skip
 from zinf.cli.finetune import model_config  # isort: skip
-from zinf.config import Config  # isort: skip
-from zinf.memory.lock_file import lock_beside, locked  # isort: skip
-from zinf.plan import show_bytes  # isort: skip
+from zinf.core.config import Config  # isort: skip
+from zinf.core.memory.lock_file import lock_beside, locked  # isort: skip
+from zinf.core.plan import show_bytes  # isort: skip
 
 # Embedding and head; attention, MLP and norms of two layers; the last norm.
 LAYER = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32

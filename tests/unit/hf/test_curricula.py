@@ -9,7 +9,7 @@ import pytest
 from tests.unit.hf.models import TOKENS, llama, metrics_of, run, save, tokenizer, write
 from zinf import hf
 from zinf.cli.problem import dataset
-from zinf.config import Config
+from zinf.core.config import Config
 from zinf.data import Paced
 
 LENGTHS = {

@@ -9,7 +9,7 @@ import zinf
 from tests.unit.hf.architectures import config_of
 from tests.unit.hf.models import gpt2, llama, save, tokens
 from zinf import hf
-from zinf.program import ArrayId, Role
+from zinf.core.program import ArrayId, Role
 
 pytestmark = pytest.mark.slow
 SAMPLES, STEPS = 16, 2

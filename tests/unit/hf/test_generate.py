@@ -12,8 +12,8 @@ from tests.marks import drawn
 from tests.unit.hf.architectures import config_of
 from tests.unit.hf.models import VOCAB, make, on_tier, save, tokens
 from zinf import hf
+from zinf.core.program import Tier
 from zinf.inference import plan
-from zinf.program import Tier
 
 PROMPTS = [
     np.random.default_rng(0).integers(3, VOCAB, length) for length in (3, 9, 16, 1)

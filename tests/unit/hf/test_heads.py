@@ -24,7 +24,7 @@ from tests.unit.hf.models import (
     tokens,
     write,
 )
-from zinf.config import Config
+from zinf.core.config import Config
 
 import jax  # isort: skip
 import jax.numpy as jnp  # isort: skip

@@ -22,10 +22,10 @@ from torchax import default_env  # isort: skip
 from torchax.interop import jax_view, torch_view  # isort: skip
 
 from zinf import hf  # isort: skip
-from zinf.executor.streamed import StreamedRunner  # isort: skip
+from zinf.core.step.run.streamed import StreamedRunner  # isort: skip
 from zinf.hf.lookups import look_up  # isort: skip
-from zinf.program import Tier  # isort: skip
-from zinf.segment import segment_loss, trace_loss  # isort: skip
+from zinf.core.program import Tier  # isort: skip
+from zinf.core.segment import segment_loss, trace_loss  # isort: skip
 
 TABLE = "model.embed_tokens.weight"
 PADDING = llama().pad_token_id

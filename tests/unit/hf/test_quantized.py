@@ -19,9 +19,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # isort:
 from zinf import hf  # isort: skip
 from zinf.adapt.blocks import OF_BITS, Encoding  # isort: skip
 from zinf.hf.weights import to_torch  # isort: skip
-from zinf.interchange.tensors import boxes  # isort: skip
-from zinf.plan import Link  # isort: skip
-from zinf.program import Role, Tier  # isort: skip
+from zinf.core.interchange.tensors import boxes  # isort: skip
+from zinf.core.plan import Link  # isort: skip
+from zinf.core.program import Role, Tier  # isort: skip
 
 PROMPTS = [np.random.default_rng(0).integers(3, VOCAB, length) for length in (3, 9, 16)]
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

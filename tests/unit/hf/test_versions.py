@@ -7,8 +7,8 @@ import pytest
 
 from tests.test_project import PROJECT, requirement_name
 from zinf import hf
+from zinf.core.process.lazy import MissingExtra
 from zinf.hf import versions
-from zinf.lazy import MissingExtra
 
 OLD = {"transformers": "5.17.0", "torch": "2.14.1+cpu"}
 

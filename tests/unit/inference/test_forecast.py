@@ -7,6 +7,9 @@ import pytest
 from flax import nnx
 
 import zinf
+from zinf.core.plan import Link
+from zinf.core.program import Tier
+from zinf.core.step.planner import AtRest
 from zinf.inference import (
     Forecast,
     GenerationPlanner,
@@ -16,9 +19,6 @@ from zinf.inference import (
     weight_bytes,
 )
 from zinf.models import GPT, GPTConfig, next_token_loss
-from zinf.plan import Link
-from zinf.prepare.planner import AtRest
-from zinf.program import Tier
 
 pytestmark = pytest.mark.slow
 SHAPE = GPTConfig(num_layers=2, num_heads=2, embed_dim=32, max_length=64, vocab_size=97)

@@ -11,11 +11,11 @@ from flax import nnx
 
 import zinf
 from tests.unit.refusals import refusals
+from zinf.core.optim.decision import NonFiniteError
+from zinf.core.plan import InfeasibleError, Run
+from zinf.core.program import Role, Tier
 from zinf.inference import Decoder, plan
 from zinf.models import GPT, GPTConfig, next_token_loss
-from zinf.optim.decision import NonFiniteError
-from zinf.plan import InfeasibleError, Run
-from zinf.program import Role, Tier
 
 SHAPE = GPTConfig(num_layers=2, num_heads=2, embed_dim=32, max_length=64, vocab_size=97)
 LLAMA = {

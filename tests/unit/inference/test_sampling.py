@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests.unit.refusals import refusals
+from zinf.core.jaxpr.keys import to_words
 from zinf.inference.sampling import NEUTRAL, Sampling, read_settings
-from zinf.jaxpr.keys import to_words
 
 KIND = jax.random.key(0)
 # Probabilities 0.5, 0.25, 0.15 and 0.1.

@@ -17,7 +17,7 @@ from tests.unit.checkpoint.cases import flipped
 from tests.unit.interchange.models import assert_same_trees
 from zinf.checkpoint.saved import Saved
 from zinf.cli import app
-from zinf.interchange.sources import parameters
+from zinf.core.interchange.sources import parameters
 
 
 def run(*arguments: Any) -> Result:

@@ -11,8 +11,8 @@ from zinf.checkpoint import write_arrays
 from zinf.checkpoint.incomplete import MARKER, mark
 from zinf.checkpoint.manifest import FILE
 from zinf.checkpoint.saved import Saved
-from zinf.interchange import differences, entries, find, scalar_differences
-from zinf.program import ArrayId, Role, Tier
+from zinf.core.interchange import differences, entries, find, scalar_differences
+from zinf.core.program import ArrayId, Role, Tier
 
 COMPUTE = ArrayId(Role.MASTER, "embed")
 SCALARS = {"num_steps": 3, "shared": [0.5]}

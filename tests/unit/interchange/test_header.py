@@ -8,8 +8,8 @@ import pytest
 import safetensors
 import safetensors.numpy
 
-from zinf.interchange.header import DTYPES, ordered, read_header, write_header
-from zinf.program import ArraySpec
+from zinf.core.interchange.header import DTYPES, ordered, read_header, write_header
+from zinf.core.program import ArraySpec
 
 FLOATS = ArraySpec((2, 3), "float32", 4)
 SPECS = {

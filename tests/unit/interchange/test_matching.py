@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from tests.golden import Golden
-from zinf.interchange.names import Terms, match, named
-from zinf.interchange.rounding import is_exact, rounded
-from zinf.program import ArraySpec
+from zinf.core.interchange.names import Terms, match, named
+from zinf.core.interchange.rounding import is_exact, rounded
+from zinf.core.program import ArraySpec
 
 MATRIX, ROW = ArraySpec((2, 3), "float32", 4), ArraySpec((3,), "float32", 4)
 WIDE, INTEGERS = ArraySpec((3,), "float64", 8), ArraySpec((3,), "int32", 4)

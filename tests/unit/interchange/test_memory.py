@@ -18,21 +18,21 @@ import pytest
 import zinf
 from tests.unit.interchange.models import assert_same_trees, on_nvme
 from zinf.checkpoint.saved import Saved
-from zinf.interchange import (
+from zinf.core.interchange import (
     export_orbax,
     export_safetensors,
     import_orbax,
     import_safetensors,
 )
-from zinf.interchange.orbax_export import COPIES_WRITTEN
-from zinf.interchange.orbax_import import OrbaxTensors
-from zinf.interchange.orbax_leaf import CONTEXT
-from zinf.interchange.outgoing import held_bytes
-from zinf.interchange.safetensors_files import SafetensorsFiles
-from zinf.interchange.sources import parameters
-from zinf.malloc import anonymous_bytes
-from zinf.memory.pool import POOL
-from zinf.program import Tier
+from zinf.core.interchange.orbax_export import COPIES_WRITTEN
+from zinf.core.interchange.orbax_import import OrbaxTensors
+from zinf.core.interchange.orbax_leaf import CONTEXT
+from zinf.core.interchange.outgoing import held_bytes
+from zinf.core.interchange.safetensors_files import SafetensorsFiles
+from zinf.core.interchange.sources import parameters
+from zinf.core.memory.host.pool import POOL
+from zinf.core.process.malloc import anonymous_bytes
+from zinf.core.program import Tier
 
 ROOT = Path(__file__).resolve().parents[3]
 MIB = 2**20

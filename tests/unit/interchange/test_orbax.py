@@ -17,10 +17,10 @@ import zinf.linen
 from tests.robustness.small import content
 from tests.unit.interchange.models import BF16, assert_same_trees, init, on_nvme
 from zinf.checkpoint.saved import Saved
-from zinf.interchange import export_orbax, import_orbax
-from zinf.interchange.orbax_export import nested
-from zinf.interchange.orbax_import import OrbaxTensors
-from zinf.memory import StorageError
+from zinf.core.interchange import export_orbax, import_orbax
+from zinf.core.interchange.orbax_export import nested
+from zinf.core.interchange.orbax_import import OrbaxTensors
+from zinf.core.memory import StorageError
 
 
 def save(path: Path, tree) -> Path:

@@ -29,11 +29,11 @@ from tests.unit.interchange.models import (
     on_nvme,
 )
 from zinf.checkpoint.saved import Saved
-from zinf.interchange import export_safetensors, import_safetensors
-from zinf.interchange.safetensors_files import SafetensorsFiles
-from zinf.memory import BudgetExceeded, StorageError
-from zinf.memory.nvme.system import System
-from zinf.program import Tier
+from zinf.core.interchange import export_safetensors, import_safetensors
+from zinf.core.interchange.safetensors_files import SafetensorsFiles
+from zinf.core.memory import BudgetExceeded, StorageError
+from zinf.core.memory.nvme.system import System
+from zinf.core.program import Tier
 
 NUMPY = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32}
 NUMPY |= {"I32": np.int32}
@@ -152,7 +152,7 @@ def test_a_full_drive_is_named_and_leaves_nothing(call, trained, tmp_path, monke
         raise OSError(errno.ENOSPC, "No space left on device")
 
     system = System(**{call: full})
-    monkeypatch.setattr("zinf.memory.nvme.drive.System", lambda: system)
+    monkeypatch.setattr("zinf.core.memory.nvme.drive.System", lambda: system)
     with pytest.raises(StorageError, match="No space left.*Free space") as failed:
         export_safetensors(trained, tmp_path / "out")
     assert failed.value.errno == errno.ENOSPC

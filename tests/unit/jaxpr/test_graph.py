@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.experimental import io_callback
 
-from zinf.jaxpr import flatten, trace
-from zinf.jaxpr.compat import Literal, open_jaxpr
+from zinf.core.jaxpr import flatten, trace
+from zinf.core.jaxpr.compat import Literal, open_jaxpr
 
 
 def spec(*shape):

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zinf.jaxpr.keys import from_words, in_words, is_key, to_words
+from zinf.core.jaxpr.keys import from_words, in_words, is_key, to_words
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from zinf.jaxpr import passed
+from zinf.core.jaxpr import passed
 
 ROWS, ROW = jnp.ones((4, 3)), jnp.ones(3)
 

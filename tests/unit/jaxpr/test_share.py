@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zinf.jaxpr import Graph, Piece, flatten, share, trace
-from zinf.jaxpr.slice import Slicer, merge_equal
+from zinf.core.jaxpr import Graph, Piece, flatten, share, trace
+from zinf.core.jaxpr.slice import Slicer, merge_equal
 
 SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
 VECTOR = jax.ShapeDtypeStruct((3,), jnp.float32)

@@ -7,9 +7,9 @@ import jax
 import pytest
 
 from tests.fake_cuda import FakeCuda
-from zinf.memory import AbstractStore, DeviceStore, HostStore, NvmeStore
-from zinf.memory.pages import cuda
-from zinf.program import Tier
+from zinf.core.memory import AbstractStore, DeviceStore, HostStore, NvmeStore
+from zinf.core.memory.host.pages import cuda
+from zinf.core.program import Tier
 
 OpenStore = Callable[..., AbstractStore]
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zinf.memory.chunk import (
+from zinf.core.memory.chunk import (
     LARGEST_PADDING,
     MAX_CHUNK_BYTES,
     MAX_EXCESS,
@@ -16,8 +16,8 @@ from zinf.memory.chunk import (
     chunk_shape,
     on_one_grid,
 )
-from zinf.memory.nvme.array import Layout
-from zinf.program import ArraySpec
+from zinf.core.memory.nvme.array import Layout
+from zinf.core.program import ArraySpec
 
 
 def spec(*shape: int, itemsize: int = 4) -> ArraySpec:

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from tests.unit.memory.test_store import assert_waits
-from zinf.memory import BudgetExceeded, DeviceStore, aligned_empty, to_host
-from zinf.memory import device as device_module
-from zinf.memory.aligned import POOLED_FROM_BYTES
-from zinf.memory.device import to_device
-from zinf.memory.pool import POOL
-from zinf.program import ArrayId, Role
+from zinf.core.memory import BudgetExceeded, DeviceStore, aligned_empty, to_host
+from zinf.core.memory import device as device_module
+from zinf.core.memory.device import to_device
+from zinf.core.memory.host.aligned import POOLED_FROM_BYTES
+from zinf.core.memory.host.pool import POOL
+from zinf.core.program import ArrayId, Role
 
 WHOLE = ArrayId(Role.PARAM, "w")
 ROWS = ArrayId(Role.PARAM, "w", rows=(2, 3))

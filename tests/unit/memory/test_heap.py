@@ -5,11 +5,11 @@ from weakref import WeakSet
 
 import pytest
 
-from zinf import malloc
-from zinf.memory.heap import Heap
-from zinf.memory.ledger import Ledger
-from zinf.memory.pool import IDLE_BYTES, POOL
-from zinf.program import Tier
+from zinf.core.memory.host.heap import Heap
+from zinf.core.memory.host.pool import IDLE_BYTES, POOL
+from zinf.core.memory.ledger import Ledger
+from zinf.core.process import malloc
+from zinf.core.program import Tier
 
 MIB = 2**20
 SLACK = 64 * MIB
@@ -19,9 +19,9 @@ HOARDED = """
 import os
 os.environ["NUMPY_MADVISE_HUGEPAGE"] = "0"
 import numpy as np
-from zinf.malloc import anonymous_bytes, tune_malloc
+from zinf.core.process.malloc import anonymous_bytes, tune_malloc
 tune_malloc()
-from zinf.memory.heap import Heap
+from zinf.core.memory.host.heap import Heap
 
 MIB = 2**20
 

@@ -6,17 +6,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from zinf.memory import HostStore, aligned_empty, device_alias, host_alias, to_host
-from zinf.memory.alias import SHARED_FROM_BYTES
-from zinf.memory.aligned import (
+from zinf.core.memory import HostStore, aligned_empty, device_alias, host_alias, to_host
+from zinf.core.memory.host.alias import SHARED_FROM_BYTES
+from zinf.core.memory.host.aligned import (
     PAGED_FROM_BYTES,
     POOLED_FROM_BYTES,
     address,
     aligned_copy,
 )
-from zinf.memory.host import is_adoptable
-from zinf.memory.pool import POOL
-from zinf.program import ArrayId, Role
+from zinf.core.memory.host.pool import POOL
+from zinf.core.memory.host.store import is_adoptable
+from zinf.core.program import ArrayId, Role
 
 WHOLE = ArrayId(Role.STATE, "w", slot=0)
 ROWS = ArrayId(Role.STATE, "w", rows=(2, 3), slot=0)

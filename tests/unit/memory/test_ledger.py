@@ -7,10 +7,10 @@ import jax
 import pytest
 
 from tests.golden import Golden
-from zinf.memory import open_stores
-from zinf.memory.ledger import BudgetExceeded, Ledger
-from zinf.memory.storage_error import StorageError, from_os_error, from_tensorstore
-from zinf.program import Tier
+from zinf.core.memory import open_stores
+from zinf.core.memory.ledger import BudgetExceeded, Ledger
+from zinf.core.memory.storage_error import StorageError, from_os_error, from_tensorstore
+from zinf.core.program import Tier
 
 
 def test_used_and_peak_follow_reserve_and_release():

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zinf.memory import HostStore, open_stores
-from zinf.memory.aligned import address
-from zinf.memory.pages import (
+from zinf.core.memory import HostStore, open_stores
+from zinf.core.memory.host.aligned import address
+from zinf.core.memory.host.pages import (
     PAGEABLE,
     PINNED,
     PinnedArrays,
@@ -18,8 +18,8 @@ from zinf.memory.pages import (
     choose,
     open_pages,
 )
-from zinf.memory.pages.abstract import PINNED_FROM_BYTES
-from zinf.program import ArrayId, Role, Tier
+from zinf.core.memory.host.pages.abstract import PINNED_FROM_BYTES
+from zinf.core.program import ArrayId, Role, Tier
 
 LARGE = (PINNED_FROM_BYTES // 4,)
 NAME, OTHER = ArrayId(Role.PARAM, "w"), ArrayId(Role.PARAM, "v")

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 import zinf
-from zinf import started
-from zinf.initialize import tracing_device
-from zinf.memory.pages.limit import (
+from zinf.core.engine.initialize import tracing_device
+from zinf.core.memory.host.pages.limit import (
     AT_ONCE_GIB,
     AT_ONCE_VARIABLE,
     GIB,
@@ -21,10 +20,11 @@ from zinf.memory.pages.limit import (
     POOL_VARIABLE,
     check_pinned,
 )
-from zinf.memory.pinned import PinnedStore, Stack
-from zinf.prepare.updates import cpu_device
-from zinf.program import ArrayId, Role
-from zinf.sharding import whole_layout
+from zinf.core.memory.host.pinned import PinnedStore, Stack
+from zinf.core.process import started
+from zinf.core.program import ArrayId, Role
+from zinf.core.sharding import whole_layout
+from zinf.core.step.updates import cpu_device
 
 SHAPE = (4, 3)
 NAMES = [ArrayId(Role.PARAM, f"layers/{n}/w") for n in range(2)]
@@ -128,7 +128,7 @@ def test_what_a_backend_can_have_read_is_known_if_it_started_after_zinf(
 ):
     code = (
         f"import os\nset_it = lambda: os.environ.update(X='2')\n{lines}\n"
-        "import zinf.started as s\nprint(s.could_have_read('X'))"
+        "import zinf.core.process.started as s\nprint(s.could_have_read('X'))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -146,7 +146,7 @@ def test_a_run_without_cpu_devices_says_what_jax_platforms_needs(monkeypatch):
 
     gpu = SimpleNamespace(platform="cuda")
     monkeypatch.setattr(jax, "default_backend", lambda: "cuda")
-    monkeypatch.setattr("zinf.prepare.updates.local_devices", lambda mesh: [gpu])
+    monkeypatch.setattr("zinf.core.step.updates.local_devices", lambda mesh: [gpu])
     monkeypatch.setattr(jax, "local_devices", refuse)
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
     needed = r"Set it to 'cuda,cpu'"

@@ -9,10 +9,10 @@ from random import Random
 import numpy as np
 import pytest
 
-from zinf.malloc import anonymous_bytes
-from zinf.memory.aligned import POOLED_FROM_BYTES, address, aligned_empty
-from zinf.memory.pool import POOL, Pool
-from zinf.memory.region import HUGE_PAGE_BYTES, UNIT_BYTES, Region
+from zinf.core.memory.host.aligned import POOLED_FROM_BYTES, address, aligned_empty
+from zinf.core.memory.host.pool import POOL, Pool
+from zinf.core.memory.host.region import HUGE_PAGE_BYTES, UNIT_BYTES, Region
+from zinf.core.process.malloc import anonymous_bytes
 
 PAGE = 4096
 NBYTES = HUGE_PAGE_BYTES
@@ -169,14 +169,16 @@ def reserved(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             sizes.append(nbytes)
             super().__init__(nbytes)
 
-    monkeypatch.setattr("zinf.memory.pool.Region", Recorded)
+    monkeypatch.setattr("zinf.core.memory.host.pool.Region", Recorded)
     return sizes
 
 
 def test_where_addresses_are_counted_no_more_are_taken_than_asked(
     reserved, monkeypatch
 ):
-    monkeypatch.setattr("zinf.memory.pool.are_addresses_counted", lambda: True)
+    monkeypatch.setattr(
+        "zinf.core.memory.host.pool.are_addresses_counted", lambda: True
+    )
     pool = Pool()
     blocks = [pool.take(NBYTES), pool.take(3 * NBYTES)]
     assert reserved == [NBYTES, 3 * NBYTES]

@@ -9,11 +9,17 @@ import numpy as np
 import pytest
 
 from tests.unit.memory.test_pages import LARGE, NAME, alone, filled
-from zinf.memory import HostStore, StorageError, open_stores
-from zinf.memory.aligned import address
-from zinf.memory.pages import RegisteredPages, arena, cuda, open_pages, registered
-from zinf.memory.pages.abstract import PINNED_FROM_BYTES
-from zinf.memory.region import HUGE_PAGE_BYTES
+from zinf.core.memory import HostStore, StorageError, open_stores
+from zinf.core.memory.host.aligned import address
+from zinf.core.memory.host.pages import (
+    RegisteredPages,
+    arena,
+    cuda,
+    open_pages,
+    registered,
+)
+from zinf.core.memory.host.pages.abstract import PINNED_FROM_BYTES
+from zinf.core.memory.host.region import HUGE_PAGE_BYTES
 
 NEEDED = 2 * HUGE_PAGE_BYTES
 

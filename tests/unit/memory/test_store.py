@@ -10,9 +10,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from zinf.memory import AbstractStore, BudgetExceeded, HostStore
-from zinf.memory.hold import Holds
-from zinf.program import ArrayId, Role
+from zinf.core.memory import AbstractStore, BudgetExceeded, HostStore
+from zinf.core.memory.hold import Holds
+from zinf.core.program import ArrayId, Role
 
 WHOLE = ArrayId(Role.PARAM, "blocks/0/kernel")
 OTHER = ArrayId(Role.MASTER, "b")

@@ -10,12 +10,12 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.marks import slow
-from zinf.jaxpr import flatten
-from zinf.mesh import make_mesh
+from zinf.core.jaxpr import flatten
+from zinf.core.sharding.axes.experts import expert_dims
+from zinf.core.sharding.mesh import make_mesh
+from zinf.core.topology import collectives_of
 from zinf.moe import Capacity, Router, experts, keeps_exchanged
 from zinf.moe.exchange import on_mesh
-from zinf.moe.leaves import expert_dims
-from zinf.topology import collectives_of
 
 EXPERTS, DIM, HIDDEN, TOKENS = 8, 16, 24, 256
 PARTS = 4

@@ -4,10 +4,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zinf.observe import TraceFile
-from zinf.observe.record import Held, RunRecord
-from zinf.observe.traced import TracedStep, measured_step
-from zinf.plan import (
+from zinf.core.plan import (
     Free,
     Instruction,
     Link,
@@ -18,7 +15,10 @@ from zinf.plan import (
     Transfer,
     Update,
 )
-from zinf.program import ArrayId, Role, Tier
+from zinf.core.program import ArrayId, Role, Tier
+from zinf.observe import TraceFile
+from zinf.observe.record import Held, RunRecord
+from zinf.observe.traced import TracedStep, measured_step
 
 
 def metrics_of(step: int, **changed: Any) -> dict[str, Any]:

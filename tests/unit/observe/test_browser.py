@@ -13,9 +13,9 @@ from playwright.sync_api import Browser, Locator, Page, sync_playwright
 from tests.marks import chromium
 from tests.runs import Runs
 from zinf.cli.plan import plan_config
+from zinf.core.plan import Link
 from zinf.observe import read_trace
 from zinf.observe.page import run_page, write_page
-from zinf.plan import Link
 
 FLAGS = (
     "--no-sandbox",

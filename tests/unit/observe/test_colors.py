@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 
+from zinf.core.plan import Pass
 from zinf.observe.colors import COLORS, COMPUTING, MOVING, colors
-from zinf.plan import Pass
 
 # How linear RGB is seen: without defect, without red, and without green receptors
 # (Machado, Oliveira and Fernandes, "A physiologically-based model for simulation of

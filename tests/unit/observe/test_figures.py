@@ -13,6 +13,8 @@ import pytest
 
 from tests.golden import Golden
 from tests.unit.observe.cases import metrics_of, record_of, step_of
+from zinf.core.plan import Link
+from zinf.core.program import Tier
 from zinf.observe.advice import advice, what_ifs
 from zinf.observe.figures import (
     MAX_POINTS,
@@ -25,8 +27,6 @@ from zinf.observe.figures import (
 )
 from zinf.observe.page import page
 from zinf.observe.traced import Span, TracedStep
-from zinf.plan import Link
-from zinf.program import Tier
 
 METRICS = [metrics_of(n, evaluation_loss=n / 8 if n % 2 else None) for n in range(1, 6)]
 BUDGETS = {tier: held.budget for tier, held in record_of().held.items()}

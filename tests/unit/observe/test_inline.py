@@ -12,13 +12,13 @@ import pytest
 
 import zinf
 from tests.unit.observe.cases import metrics_of, step_of
+from zinf.core.engine.metrics import StepMetrics
 from zinf.observe import (
     JsonLines,
     plot_experts,
     plot_losses,
     plot_timeline,
 )
-from zinf.session.metrics import StepMetrics
 
 CONFIG = {
     "execution": "streamed",

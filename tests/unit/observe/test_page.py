@@ -12,6 +12,8 @@ from typer.testing import CliRunner, Result
 from tests.runs import Runs
 from zinf.cli import app
 from zinf.cli.train import train_config
+from zinf.core.plan import Link, Pass, show_bytes
+from zinf.core.program import Tier
 from zinf.distributed import Alone
 from zinf.observe import read_trace
 from zinf.observe.advice import advice
@@ -19,8 +21,6 @@ from zinf.observe.colors import COLORS
 from zinf.observe.figures import held_curve
 from zinf.observe.page import run_page
 from zinf.observe.record import read_record
-from zinf.plan import Link, Pass, show_bytes
-from zinf.program import Tier
 
 
 def figures_in(html: str) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from matplotlib.text import Text
 
 from tests.golden import Golden
 from tests.unit.observe.cases import step_of
+from zinf.core.plan import Link
 from zinf.observe.colors import COLORS, UNKNOWN
 from zinf.observe.plot import picture, plot
 from zinf.observe.traced import TracedStep
-from zinf.plan import Link
 
 
 def bars(figure: Figure) -> list[tuple[str, list[list[float]]]]:

@@ -8,11 +8,7 @@ import pytest
 
 from tests.golden import Golden
 from tests.unit.observe.cases import plan_of_a_step, step_of, write_trace
-from zinf.observe import TraceFile, read_trace
-from zinf.observe.replay import busy_seconds, replay
-from zinf.observe.trace import MARK, kind
-from zinf.observe.traced import Span, predicted_step
-from zinf.plan import (
+from zinf.core.plan import (
     Accumulate,
     Decide,
     Free,
@@ -23,7 +19,11 @@ from zinf.plan import (
     Transfer,
     Update,
 )
-from zinf.program import ArrayId, Role, Tier
+from zinf.core.program import ArrayId, Role, Tier
+from zinf.observe import TraceFile, read_trace
+from zinf.observe.replay import busy_seconds, replay
+from zinf.observe.trace import MARK, kind
+from zinf.observe.traced import Span, predicted_step
 
 
 def test_a_trace_has_every_instruction_as_measured_and_as_predicted(

@@ -15,11 +15,11 @@ from tensorboardX.proto.event_pb2 import Event
 
 from tests.golden import Golden
 from tests.unit.observe.cases import metrics_of, plan_of_a_step
+from zinf.core.plan import Link
+from zinf.core.program import Tier
 from zinf.observe import CsvFiles, JsonLines, Progress, TensorBoard, Totals, summary
 from zinf.observe.progress import Silence
 from zinf.observe.writer import MAX_LISTED, lists, numbers
-from zinf.plan import Link
-from zinf.program import Tier
 
 # Numbers that JSON can express.
 

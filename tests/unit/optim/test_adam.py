@@ -6,9 +6,9 @@ import numpy as np
 import optax
 import pytest
 
-from zinf.optim.adam import match_adam
-from zinf.optim.separate import separate
-from zinf.optim.update import compile_advance
+from zinf.core.optim.host.adam import match_adam
+from zinf.core.optim.separate import separate
+from zinf.core.optim.update import compile_advance
 from zinf_kernels.adam import adam_scalars
 
 MATRIX, VECTOR = (4, 8), (8,)

@@ -10,10 +10,10 @@ import optax
 import optax.contrib
 import pytest
 
-from zinf.optim.clipping import PROBE_ROUNDING, TORCH_EPSILON, Clipping
-from zinf.optim.decision import Decision, decide
-from zinf.optim.separate import separate
-from zinf.optim.update import compile_advance
+from zinf.core.optim.clipping import PROBE_ROUNDING, TORCH_EPSILON, Clipping
+from zinf.core.optim.decision import Decision, decide
+from zinf.core.optim.separate import separate
+from zinf.core.optim.update import compile_advance
 
 PARAMS = {
     "a": jax.ShapeDtypeStruct((3, 2), jnp.float32),

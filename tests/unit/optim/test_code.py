@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zinf.jaxpr import flatten, trace
-from zinf.optim.conditional import split_conditionals
-from zinf.optim.coupling import dependencies
-from zinf.optim.elementwise import at_shape, is_elementwise
+from zinf.core.jaxpr import flatten, trace
+from zinf.core.optim.conditional import split_conditionals
+from zinf.core.optim.coupling import dependencies
+from zinf.core.optim.elementwise import at_shape, is_elementwise
 
 SHAPE = (6, 4)
 ARRAY = jax.ShapeDtypeStruct(SHAPE, jnp.float32)

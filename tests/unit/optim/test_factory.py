@@ -7,10 +7,10 @@ import numpy as np
 import optax
 import pytest
 
-from zinf.config import Config, notices
-from zinf.config.optimizer import Optimizer
-from zinf.optim.factory import build_optimizer, build_schedule
-from zinf.optim.separate import separate
+from zinf.core.config import Config, notices
+from zinf.core.config.optimizer import Optimizer
+from zinf.core.optim.separate import separate
+from zinf.core.optim.transforms.factory import build_optimizer, build_schedule
 
 STEPS = 12
 LR = 0.05

@@ -10,13 +10,14 @@ import optax
 import pytest
 
 from tests.marks import slow
-from zinf.optim import chunked, host_updates, in_place, looped
-from zinf.optim.chunked import ChunkedUpdate, chunked_updates
-from zinf.optim.in_place import InPlaceUpdate, in_place_updates
-from zinf.optim.looped import LoopedUpdate, looped_updates
-from zinf.optim.rules import scale_by_adagrad
-from zinf.optim.separate import separate
-from zinf.optim.update import Unit, compile_advance, compile_updates
+from zinf.core.optim import host_updates
+from zinf.core.optim.host import chunked, in_place, looped
+from zinf.core.optim.host.chunked import ChunkedUpdate, chunked_updates
+from zinf.core.optim.host.in_place import InPlaceUpdate, in_place_updates
+from zinf.core.optim.host.looped import LoopedUpdate, looped_updates
+from zinf.core.optim.separate import separate
+from zinf.core.optim.transforms.rules import scale_by_adagrad
+from zinf.core.optim.update import Unit, compile_advance, compile_updates
 from zinf_kernels import adam, elementwise
 from zinf_kernels.elementwise.bounds import error_bounds
 

@@ -8,9 +8,9 @@ import pytest
 
 from tests.marks import slow
 from tests.unit.optim.test_update import OPTIMIZERS, SHAPES
-from zinf.optim.joint import JointCompiler
-from zinf.optim.separate import separate
-from zinf.optim.update import Unit, compile_advance, compile_updates
+from zinf.core.optim.joint import JointCompiler
+from zinf.core.optim.separate import separate
+from zinf.core.optim.update import Unit, compile_advance, compile_updates
 
 DEVICE = jax.devices()[0]
 FACTOR = np.float32(0.37)

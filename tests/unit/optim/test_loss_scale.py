@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from zinf.optim.loss_scale import LossScale, LossScaleSettings
+from zinf.core.optim.loss_scale import LossScale, LossScaleSettings
 
 
 def start(**changes):

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from zinf.config import Config
-from zinf.optim.factory import build_schedule
-from zinf.optim.schedules import beta_of
+from zinf.core.config import Config
+from zinf.core.optim.transforms.factory import build_schedule
+from zinf.core.optim.transforms.schedules import beta_of
 
 LR = 0.02
 NUM_STEPS = 40

@@ -9,9 +9,9 @@ import optax
 import optax.contrib
 import pytest
 
-from zinf.optim.separate import separate
-from zinf.optim.update import compile_advance
-from zinf.segment import named_leaves
+from zinf.core.optim.separate import separate
+from zinf.core.optim.update import compile_advance
+from zinf.core.segment import named_leaves
 
 PARAMS = {
     "bias": jax.ShapeDtypeStruct((16,), jnp.float32),

@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from zinf.optim.separate import separate
-from zinf.optim.small_state import (
+from zinf.core.optim.separate import separate
+from zinf.core.optim.transforms.small_state import (
     BLOCK,
     QuantizedMoment,
     code_book,

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zinf.optim.squares import added, combined, root, squares
+from zinf.core.optim.squares import added, combined, root, squares
 
 LARGEST = float(np.finfo(np.float32).max)
 RANDOM = np.random.default_rng(0).standard_normal(5000)

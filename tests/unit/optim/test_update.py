@@ -9,9 +9,9 @@ import optax.contrib
 import pytest
 
 from tests.marks import slow
-from zinf.optim.separate import separate
-from zinf.optim.update import Unit, compile_advance, compile_updates
-from zinf.segment import named_leaves
+from zinf.core.optim.separate import separate
+from zinf.core.optim.update import Unit, compile_advance, compile_updates
+from zinf.core.segment import named_leaves
 
 NUM_STEPS = 6
 CPU = jax.devices()[0]

@@ -4,8 +4,8 @@ import pytest
 from typer.testing import CliRunner
 
 from zinf.cli import app
-from zinf.paper import MODELS, model_state_bytes, sent_params
-from zinf.paper.table import infinity_row
+from zinf.core.paper import MODELS, model_state_bytes, sent_params
+from zinf.core.paper.table import infinity_row
 
 # Figure 2a of ZeRO-Infinity: trillions of parameters, layers, hidden, heads, states,
 # activations, checkpoints, working memory of the model and of activations.

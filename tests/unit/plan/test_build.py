@@ -11,7 +11,7 @@ import pytest
 
 from tests.golden import Golden
 from tests.toy.program import LeafCase, Toy, chain
-from zinf.plan import (
+from zinf.core.plan import (
     Choices,
     Free,
     InfeasibleError,
@@ -31,7 +31,7 @@ from zinf.plan import (
     offloaded_plan,
     value,
 )
-from zinf.program import ArrayId, Role, Tier
+from zinf.core.program import ArrayId, Role, Tier
 
 DEVICE, HOST, NVME = Tier
 AMPLE = 1 << 30

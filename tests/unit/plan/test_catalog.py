@@ -3,9 +3,9 @@
 import pytest
 
 from tests.toy.program import Layer, LeafCase, chain, make_toy
-from zinf.plan import Catalog, StepOptions, count_contributions
-from zinf.plan.pending import not_read_first, pending_copies
-from zinf.program import ArrayId, Role, Tier
+from zinf.core.plan import Catalog, StepOptions, count_contributions
+from zinf.core.plan.pending import not_read_first, pending_copies
+from zinf.core.program import ArrayId, Role, Tier
 
 DEVICE, HOST, NVME = Tier
 ROWS, NUMEL = 4, 64

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.golden import Golden
-from zinf.plan import (
+from zinf.core.plan import (
     Accumulate,
     Decide,
     Free,
@@ -20,7 +20,7 @@ from zinf.plan import (
     check,
     check_groups,
 )
-from zinf.program import ArrayId, Role, Tier
+from zinf.core.program import ArrayId, Role, Tier
 
 DEVICE, HOST, NVME = Tier
 NONE = dict.fromkeys(Tier, 0)

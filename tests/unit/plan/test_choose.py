@@ -11,7 +11,7 @@ import pytest
 
 from tests.golden import Golden
 from tests.toy.program import LeafCase, chain
-from zinf.plan import (
+from zinf.core.plan import (
     Arrangement,
     Choices,
     InfeasibleError,
@@ -25,7 +25,7 @@ from zinf.plan import (
     build_at_home,
     build_placed,
 )
-from zinf.program import ArrayId, ArraySpec, Role, Tier
+from zinf.core.program import ArrayId, ArraySpec, Role, Tier
 
 DEVICE, HOST, NVME = Tier
 AMPLE = 1 << 30
@@ -213,5 +213,5 @@ def test_where_a_plan_is_long_no_other_placement_is_searched_for(
         return placed(SLOW, 14 * MATRIX_BYTES, keeps).splitlines()[1:-1]
 
     searched = chosen()
-    monkeypatch.setattr("zinf.plan.placed.MAX_INSTRUCTIONS", 8)
+    monkeypatch.setattr("zinf.core.plan.placed.MAX_INSTRUCTIONS", 8)
     assert chosen() == chosen(keeps=False) != searched

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import pytest
 
 from tests.toy.program import LeafCase, chain
-from zinf.plan import Copy, Link, StepOptions, Transfer, Update, value
-from zinf.plan.copies import NEVER, Copies
-from zinf.plan.listing import Listing
-from zinf.plan.schedule import schedule
-from zinf.program import ArrayId, Role, Tier
+from zinf.core.plan import Copy, Link, StepOptions, Transfer, Update, value
+from zinf.core.plan.copies import NEVER, Copies
+from zinf.core.plan.listing import Listing
+from zinf.core.plan.schedule import schedule
+from zinf.core.program import ArrayId, Role, Tier
 
 DEVICE, HOST, NVME = Tier
 W0, W1, W2 = (ArrayId(Role.PARAM, f"layer{i}/w") for i in range(3))

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from zinf.plan import Free, Instruction, Link, Rates, Transfer
-from zinf.plan.fence import add_fences
-from zinf.program import ArrayId, Role, Tier
+from zinf.core.plan import Free, Instruction, Link, Rates, Transfer
+from zinf.core.plan.fence import add_fences
+from zinf.core.program import ArrayId, Role, Tier
 
 NONE = dict.fromkeys(Tier, 0)
 W = (ArrayId(Role.PARAM, "w"),)

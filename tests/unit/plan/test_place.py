@@ -3,9 +3,9 @@
 import pytest
 
 from tests.golden import Golden
-from zinf.plan import InfeasibleError, Resident, Shortage, place
-from zinf.plan.place import may_rest
-from zinf.program import ArrayId, Role, Tier
+from zinf.core.plan import InfeasibleError, Resident, Shortage, place
+from zinf.core.plan.place import may_rest
+from zinf.core.program import ArrayId, Role, Tier
 
 DEVICE, HOST, NVME = Tier
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.golden import Golden
 from tests.toy.program import Layer, LeafCase, Toy, chain, make_toy
-from zinf.plan import (
+from zinf.core.plan import (
     Catalog,
     Free,
     Instruction,
@@ -23,8 +23,8 @@ from zinf.plan import (
     show_bytes,
     show_seconds,
 )
-from zinf.plan.catalog import UpdateUnit
-from zinf.plan.passage import (
+from zinf.core.plan.catalog import UpdateUnit
+from zinf.core.plan.passage import (
     Passage,
     checked,
     first_passage,
@@ -33,7 +33,7 @@ from zinf.plan.passage import (
     step_passage,
     streamed,
 )
-from zinf.program import ArrayId, ArraySpec, Role, RowSum, Tier, Tiling
+from zinf.core.program import ArrayId, ArraySpec, Role, RowSum, Tier, Tiling
 
 DEVICE, HOST, NVME = Tier
 W = ArrayId(Role.PARAM, "w")

@@ -7,7 +7,7 @@ from statistics import median
 
 import pytest
 
-from zinf.plan import (
+from zinf.core.plan import (
     Decide,
     Exchange,
     Free,
@@ -25,9 +25,9 @@ from zinf.plan import (
     predict,
     slowest_rates,
 )
-from zinf.plan.cost import duration
-from zinf.plan.instruction import Pass
-from zinf.program import Tier
+from zinf.core.plan.cost import duration
+from zinf.core.plan.instruction import Pass
+from zinf.core.program import Tier
 
 LINKS = Link.NVME_READ, Link.NVME_WRITE, Link.H2D, Link.D2H
 # One byte takes a second, on any link.

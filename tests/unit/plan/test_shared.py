@@ -2,9 +2,9 @@
 
 import pytest
 
-from zinf.plan import Accumulate, Instruction, Link, Transfer, Update
-from zinf.plan.shared import Shared, shared_arrays
-from zinf.program import ArrayId, Role, Tier
+from zinf.core.plan import Accumulate, Instruction, Link, Transfer, Update
+from zinf.core.plan.shared import Shared, shared_arrays
+from zinf.core.program import ArrayId, Role, Tier
 
 DEVICE, HOST, NVME = Tier
 W, G = ArrayId(Role.PARAM, "w"), ArrayId(Role.GRADIENT, "w")

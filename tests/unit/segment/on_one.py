@@ -1,8 +1,8 @@
 """Segments of a program that lies whole on one device."""
 
-from zinf.program import ArrayId, Role
-from zinf.segment import compile_segments
-from zinf.sharding import layouts_on_one
+from zinf.core.program import ArrayId, Role
+from zinf.core.segment import compile_segments
+from zinf.core.sharding import layouts_on_one
 
 
 def compiled_on(device, segmented):

@@ -9,10 +9,10 @@ import numpy as np
 import optax
 import pytest
 
-from zinf.jaxpr import trace
-from zinf.jaxpr.compat import open_jaxpr
-from zinf.segment.by_rows import by_rows
-from zinf.segment.row_rules import NotByRow
+from zinf.core.jaxpr import trace
+from zinf.core.jaxpr.compat import open_jaxpr
+from zinf.core.jaxpr.row_rules import NotByRow
+from zinf.core.segment.by_rows import by_rows
 
 T, H, F, V = 24, 8, 32, 40
 

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zinf.jaxpr.compat import fresh
-from zinf.segment import segment_loss, trace_loss
-from zinf.segment.cut import SEGMENT_COST_BYTES, Tape, choose_cuts, read_tape
-from zinf.segment.order import order_equations
-from zinf.segment.repeat import Repetition, find_repetition
+from zinf.core.jaxpr.compat import fresh
+from zinf.core.segment import segment_loss, trace_loss
+from zinf.core.segment.cut import SEGMENT_COST_BYTES, Tape, choose_cuts, read_tape
+from zinf.core.segment.order import order_equations
+from zinf.core.segment.repeat import Repetition, find_repetition
 
 WIDTH = 16
 

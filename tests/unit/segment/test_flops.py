@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from zinf.jaxpr import flatten, trace
-from zinf.segment.flops import equation_flops
+from zinf.core.jaxpr import flatten, trace
+from zinf.core.segment.flops import equation_flops
 
 
 def spec(*shape, dtype=jnp.float32):

@@ -5,7 +5,7 @@ from itertools import combinations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from zinf.segment.min_cut import min_vertex_cut
+from zinf.core.segment.min_cut import min_vertex_cut
 
 
 def is_separated(cut, parents, sources, targets):

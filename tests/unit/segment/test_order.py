@@ -5,9 +5,9 @@ import jax
 import jax.numpy as jnp
 
 from tests.golden import Golden
-from zinf.jaxpr import flatten, trace
-from zinf.segment.index import index_by_literals
-from zinf.segment.order import MAX_FLOATING_DEPTH, SMALL_BYTES, order_equations
+from zinf.core.jaxpr import flatten, trace
+from zinf.core.segment.index import index_by_literals
+from zinf.core.segment.order import MAX_FLOATING_DEPTH, SMALL_BYTES, order_equations
 
 
 def spec(*shape):

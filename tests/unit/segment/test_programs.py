@@ -18,9 +18,9 @@ import pytest
 
 from tests.golden import Golden
 from tests.unit.segment.on_one import compiled_on
-from zinf.jaxpr import abstract
-from zinf.program import Program
-from zinf.segment import (
+from zinf.core.jaxpr import abstract
+from zinf.core.program import Program
+from zinf.core.segment import (
     named_leaves,
     rest_by_row,
     segment_function,

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from tests.unit.segment.on_one import compiled_on
-from zinf.jaxpr import abstract
+from zinf.core.jaxpr import abstract
+from zinf.core.segment import segment_loss, trace_loss
+from zinf.core.segment.build import array_spec
+from zinf.core.segment.flops import equation_flops
 from zinf.models.gpt import init_and_loss
 from zinf.models.gpt_config import GPTConfig
-from zinf.segment import segment_loss, trace_loss
-from zinf.segment.build import array_spec
-from zinf.segment.flops import equation_flops
 
 WIDTH = 16
 CPU = jax.devices("cpu")[0]

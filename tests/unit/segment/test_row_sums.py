@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zinf.jaxpr import flatten
-from zinf.segment.row_sums import add_rows, find_lookups, leave_as_rows
+from zinf.core.jaxpr import flatten
+from zinf.core.segment.row_sums import add_rows, find_lookups, leave_as_rows
 
 WORDS, WIDTH = 50, 3
 

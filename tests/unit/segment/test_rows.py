@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zinf.jaxpr import flatten, trace
-from zinf.jaxpr.compat import open_jaxpr
-from zinf.program import ArrayId, Role
-from zinf.segment.rows import read_by_row, split_rows
+from zinf.core.jaxpr import flatten, trace
+from zinf.core.jaxpr.compat import open_jaxpr
+from zinf.core.program import ArrayId, Role
+from zinf.core.segment.rows import read_by_row, split_rows
 
 STACK = jax.ShapeDtypeStruct((3, 4, 4), jnp.float32)
 X = jax.ShapeDtypeStruct((4,), jnp.float32)

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.marks import slow
-from zinf.cross_entropy import cross_entropy
-from zinf.jaxpr import flatten, trace
-from zinf.jaxpr.compat import open_jaxpr
-from zinf.program import ArrayId, Role
-from zinf.segment.tile import tile_leaves
-from zinf.segment.tile_loss import IN_LOSS
+from zinf.core.jaxpr import flatten, trace
+from zinf.core.jaxpr.compat import open_jaxpr
+from zinf.core.problem.cross_entropy import cross_entropy
+from zinf.core.program import ArrayId, Role
+from zinf.core.segment.tile import tile_leaves
+from zinf.core.segment.tile_loss import IN_LOSS
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 WHOLE = ArrayId(Role.PARAM, "w")

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zinf.sharding import Blocks
+from zinf.core.sharding import Blocks
 
 BLOCKS = Blocks()
 

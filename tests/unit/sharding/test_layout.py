@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zinf.memory import (
+from zinf.core.memory import (
     DeviceStore,
     Residents,
     in_device_form,
@@ -16,10 +16,10 @@ from zinf.memory import (
     to_devices,
     to_shares,
 )
-from zinf.memory.shares import gathered
-from zinf.mesh import make_mesh
-from zinf.program import ArrayId, ArraySpec, Role, Tier
-from zinf.sharding import Layout, axis_rule, persistent_layouts
+from zinf.core.memory.shares import gathered
+from zinf.core.program import ArrayId, ArraySpec, Role, Tier
+from zinf.core.sharding import Layout, axis_rule, persistent_layouts
+from zinf.core.sharding.mesh import make_mesh
 
 # Few, as each is compiled for.
 SHAPES = [(), (0, 3), (5,), (23,), (3, 5), (23, 29), (4, 6, 10), (3, 1, 7), (1100, 2)]

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 from tests.golden import Golden
-from zinf.mesh import AXES, make_mesh
-from zinf.program import ArrayId, ArraySpec, Role
-from zinf.sharding import num_data_parallel, persistent_layouts
-from zinf.sharding.rule import LANES, WIDE_BYTES, AxisRule, Dim, axis_rule
+from zinf.core.program import ArrayId, ArraySpec, Role
+from zinf.core.sharding import num_data_parallel, persistent_layouts
+from zinf.core.sharding.mesh import AXES, make_mesh
+from zinf.core.sharding.rule import LANES, WIDE_BYTES, AxisRule, Dim, axis_rule
 
 NUM_SHARDS = 8
 ITEM_BYTES = 4

@@ -7,7 +7,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-from zinf.segment import named_leaves
+from zinf.core.segment import named_leaves
 from zinf.tiling import LinearTiles
 from zinf.tiling.linen import TiledDense
 from zinf.tiling.nnx import TiledLinear, TiledMlp

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from zinf.jaxpr import flatten
-from zinf.segment import named_leaves, segment_loss, trace_loss
+from zinf.core.jaxpr import flatten
+from zinf.core.segment import named_leaves, segment_loss, trace_loss
 from zinf.tiling import LinearTiles, MlpTiles, linear, mlp
 from zinf_kernels.absent_gpu import GPUS, compile_for
 

@@ -11,7 +11,7 @@ import pytest
 import zinf
 from tests.robustness.small import on_nvme
 from zinf import tiling
-from zinf.segment import named_leaves, segment_loss, trace_loss
+from zinf.core.segment import named_leaves, segment_loss, trace_loss
 
 TOKENS, DIM, HIDDEN, WORDS = 12, 32, 64, 60
 BATCH = {

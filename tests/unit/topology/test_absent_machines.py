@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zinf.topology import (
+from zinf.core.topology import (
     Topology,
     collectives,
     compile_for,
@@ -139,7 +139,7 @@ def test_gpus_are_described_where_jax_may_choose_its_platform(first, words):
     environment = {key: x for key, x in os.environ.items() if key not in skips}
     program = f"""
 import jax
-from zinf.topology import parse_topology
+from zinf.core.topology import parse_topology
 {first}
 try:
     print(parse_topology("h200:1").devices())

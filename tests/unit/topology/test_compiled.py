@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zinf.topology import collectives, host_copies, memory, out_of_memory, traffic
+from zinf.core.topology import collectives, host_copies, memory, out_of_memory, traffic
 
 FOLDER = Path(__file__).parent
 SHAPE = (64, 48)

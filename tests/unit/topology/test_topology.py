@@ -10,8 +10,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.marks import slow
-from zinf.topology import CHIPS, compile_for, memory, only_read, parse_topology
-from zinf.topology import tpu as tpu_module
+from zinf.core.topology import CHIPS, compile_for, memory, only_read, parse_topology
+from zinf.core.topology import tpu as tpu_module
 from zinf_kernels import absent_gpu
 
 

@@ -16,12 +16,12 @@ from zinf.checkpoint.manifest import FILE, Manifest, StoredArray, not_found
 from zinf.checkpoint.parse import parse_manifest
 from zinf.checkpoint.place import ObjectFolder
 from zinf.checkpoint.source import ChunkSource, Read
-from zinf.memory.nvme.drive import Direction
-from zinf.memory.nvme.open_file import Bytes, Each, Mover
-from zinf.memory.nvme.request import Request, Task
-from zinf.memory.nvme.system import System
-from zinf.memory.zarr_format import METADATA
-from zinf.program import ArrayId
+from zinf.core.memory.nvme.drive import Direction
+from zinf.core.memory.nvme.open_file import Bytes, Each, Mover
+from zinf.core.memory.nvme.request import Request, Task
+from zinf.core.memory.nvme.system import System
+from zinf.core.memory.zarr_format import METADATA
+from zinf.core.program import ArrayId
 
 NUM_READERS = 4
 # A chunk is read in ranges of this size: each is a request, and is in memory twice.

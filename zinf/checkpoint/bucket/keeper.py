@@ -15,10 +15,10 @@ from zinf.checkpoint.keeper import AbstractKeeper
 from zinf.checkpoint.manifest import FILE
 from zinf.checkpoint.place import ObjectFolder
 from zinf.checkpoint.share import shares_of
-from zinf.jax_modes import with_own_modes
-from zinf.memory import StorageError
-from zinf.memory.residents import Residents
-from zinf.program import ArrayId
+from zinf.core.memory import StorageError
+from zinf.core.memory.residents import Residents
+from zinf.core.process.jax_modes import with_own_modes
+from zinf.core.program import ArrayId
 
 MARK = b'{"written_by": "zinf"}\n'
 logger = logging.getLogger(__name__)

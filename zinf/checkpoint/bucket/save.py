@@ -19,10 +19,10 @@ from zinf.checkpoint.save import AbstractSave, Barrier
 from zinf.checkpoint.share import Share, shares_of
 from zinf.checkpoint.snapshot import Linked, Snapshot
 from zinf.checkpoint.stripes import Finish, Transfer, counted, move
-from zinf.memory import StorageError
-from zinf.memory.residents import Residents
-from zinf.memory.zarr_format import METADATA, zarr_json
-from zinf.program import ArrayId, Tier
+from zinf.core.memory import StorageError
+from zinf.core.memory.residents import Residents
+from zinf.core.memory.zarr_format import METADATA, zarr_json
+from zinf.core.program import ArrayId, Tier
 
 # A chunk, its bytes for TensorStore, and TensorStore's copy of these.
 NUM_COPIES = 3

@@ -10,7 +10,7 @@ from typing import Any
 import tensorstore as ts
 
 from zinf.checkpoint.place import ObjectFolder
-from zinf.memory.storage_error import StorageError
+from zinf.core.memory.storage_error import StorageError
 
 # Seconds that requests are tried again, about: 4 minutes for the bytes of a save, so
 # that an outage does not end a run; 2 s for the first request, so that an address that

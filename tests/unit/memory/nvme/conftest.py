@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.robustness.faults import BlockLayer, eventually, open_files, threads_of
-from zinf.memory.nvme import Drive, Profile
-from zinf.memory.nvme.open_file import Mover
+from zinf.core.memory.nvme import Drive, Profile
+from zinf.core.memory.nvme.open_file import Mover
 
 BLOCK_BYTES = 64 * 1024
 

@@ -13,10 +13,10 @@ import pytest
 import tensorstore as ts
 import zarr
 
-from zinf.memory import NvmeStore
-from zinf.memory.nvme.open_file import DIRECT_FROM_BYTES
-from zinf.memory.zarr_format import as_stored, zarr_spec
-from zinf.program import ArrayId, ArraySpec, Role
+from zinf.core.memory import NvmeStore
+from zinf.core.memory.nvme.open_file import DIRECT_FROM_BYTES
+from zinf.core.memory.zarr_format import as_stored, zarr_spec
+from zinf.core.program import ArrayId, ArraySpec, Role
 
 W = ArrayId(Role.PARAM, "w")
 SHAPES = [(), (5, 3, 2), (0, 2), (9,), (3, DIRECT_FROM_BYTES // 4)]

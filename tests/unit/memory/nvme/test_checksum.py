@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64
 
-from zinf.memory.nvme.checksum import (
+from zinf.core.memory.nvme.checksum import (
     NUM_WINDOWS,
     STRIPE_BYTES,
     WINDOW_BYTES,

@@ -20,10 +20,15 @@ from tests.robustness.faults import (
     pretend,
     read_zeros,
 )
-from zinf.memory import StorageError, aligned_empty
-from zinf.memory.nvme.checksum import NUM_WINDOWS, STRIPE_BYTES, WINDOW_BYTES, Coverage
-from zinf.memory.nvme.chunk_file import ChunkFile
-from zinf.memory.nvme.open_file import DIRECT_FROM_BYTES, Mover
+from zinf.core.memory import StorageError, aligned_empty
+from zinf.core.memory.nvme.checksum import (
+    NUM_WINDOWS,
+    STRIPE_BYTES,
+    WINDOW_BYTES,
+    Coverage,
+)
+from zinf.core.memory.nvme.chunk_file import ChunkFile
+from zinf.core.memory.nvme.open_file import DIRECT_FROM_BYTES, Mover
 
 # Through the page cache, and past it.
 SIZES = [100, DIRECT_FROM_BYTES + 1001]

@@ -21,12 +21,12 @@ from tests.robustness.faults import (
     open_files,
     threads_of,
 )
-from zinf.memory import StorageError
-from zinf.memory.nvme import Drive, Profile, System, open_file, save_profile
-from zinf.memory.nvme import drive as drive_module
-from zinf.memory.nvme.drive import Direction
-from zinf.memory.nvme.open_file import Mover
-from zinf.memory.nvme.request import Request, Task
+from zinf.core.memory import StorageError
+from zinf.core.memory.nvme import Drive, Profile, System, open_file, save_profile
+from zinf.core.memory.nvme import drive as drive_module
+from zinf.core.memory.nvme.drive import Direction
+from zinf.core.memory.nvme.open_file import Mover
+from zinf.core.memory.nvme.request import Request, Task
 
 # Exact in binary, as the boundary is tested.
 STALL_SECONDS = 0.25

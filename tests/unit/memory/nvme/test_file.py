@@ -16,10 +16,10 @@ from tests.robustness.faults import (
     eventually,
     fail,
 )
-from zinf.memory import StorageError
-from zinf.memory.nvme import Drive, File
-from zinf.memory.nvme import file as module
-from zinf.memory.nvme.open_file import DIRECT_FROM_BYTES
+from zinf.core.memory import StorageError
+from zinf.core.memory.nvme import Drive, File
+from zinf.core.memory.nvme import file as module
+from zinf.core.memory.nvme.open_file import DIRECT_FROM_BYTES
 
 LARGE = DIRECT_FROM_BYTES + 70_001
 

@@ -8,12 +8,12 @@ import pytest
 import zarr
 
 from tests.robustness.faults import Rule, fail
-from zinf.memory import StorageError
-from zinf.memory.nvme import Drive, Profile
-from zinf.memory.nvme.array import Layout, NvmeArray
-from zinf.memory.nvme.files import Files, Place
-from zinf.memory.nvme.root import Root
-from zinf.program import ArraySpec
+from zinf.core.memory import StorageError
+from zinf.core.memory.nvme import Drive, Profile
+from zinf.core.memory.nvme.array import Layout, NvmeArray
+from zinf.core.memory.nvme.files import Files, Place
+from zinf.core.memory.nvme.root import Root
+from zinf.core.program import ArraySpec
 
 CHUNK_BYTES = 400
 MakeFiles = Callable[..., Files]

@@ -3,10 +3,10 @@ import logging
 import os
 from pathlib import Path
 
-from zinf.memory.nvme import index as module
-from zinf.memory.nvme.index import Index
-from zinf.memory.nvme.root import INDEX
-from zinf.program import ArrayId, ArraySpec, Role
+from zinf.core.memory.nvme import index as module
+from zinf.core.memory.nvme.index import Index
+from zinf.core.memory.nvme.root import INDEX
+from zinf.core.program import ArrayId, ArraySpec, Role
 
 SPEC = ArraySpec((2, 3), "bfloat16", 2)
 ROWS = ArrayId(Role.GRADIENT, "a/b", rows=(1, 2), microbatch=3)

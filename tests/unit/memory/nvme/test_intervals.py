@@ -3,7 +3,7 @@ from itertools import combinations_with_replacement
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zinf.memory.nvme.intervals import Intervals
+from zinf.core.memory.nvme.intervals import Intervals
 
 SIZE = 12
 RANGES = list(combinations_with_replacement(range(SIZE + 1), 2))

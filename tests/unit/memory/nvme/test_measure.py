@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 
 from tests.robustness.faults import Rule, fail, threads_of
-from zinf.memory import StorageError
-from zinf.memory.nvme import (
+from zinf.core.memory import StorageError
+from zinf.core.memory.nvme import (
     Drive,
     Measured,
     Profile,
     measure_drive,
 )
-from zinf.memory.nvme.measure import relative_speeds
+from zinf.core.memory.nvme.measure import relative_speeds
 
 # Which the function of that name hides from attribute look-ups.
-MODULE = import_module("zinf.memory.nvme.measure")
+MODULE = import_module("zinf.core.memory.nvme.measure")
 MIB = 2**20
 
 

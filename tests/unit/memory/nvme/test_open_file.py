@@ -20,9 +20,9 @@ from tests.robustness.faults import (
     open_files,
 )
 from tests.unit.memory.nvme.conftest import BLOCK_BYTES
-from zinf.memory import StorageError
-from zinf.memory.aligned import aligned_empty
-from zinf.memory.nvme.open_file import (
+from zinf.core.memory import StorageError
+from zinf.core.memory.host.aligned import aligned_empty
+from zinf.core.memory.nvme.open_file import (
     DIRECT_FROM_BYTES,
     MAX_STANDSTILLS,
     PAGE_BYTES,

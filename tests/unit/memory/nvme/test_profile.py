@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from zinf.memory import StorageError
-from zinf.memory.nvme import Profile, find_profile, measured_speeds, save_profile
-from zinf.memory.nvme.profile import PROFILE
+from zinf.core.memory import StorageError
+from zinf.core.memory.nvme import Profile, find_profile, measured_speeds, save_profile
+from zinf.core.memory.nvme.profile import PROFILE
 
 FAST = Profile(read_bytes_per_second=3e9, write_bytes_per_second=2e9)
 

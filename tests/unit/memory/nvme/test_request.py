@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from tests.robustness.faults import SECONDS_TO_WAIT
-from zinf.memory.nvme.open_file import Mover
-from zinf.memory.nvme.request import Request
-from zinf.memory.nvme.system import System
+from zinf.core.memory.nvme.open_file import Mover
+from zinf.core.memory.nvme.request import Request
+from zinf.core.memory.nvme.system import System
 
 
 def mover() -> Mover:

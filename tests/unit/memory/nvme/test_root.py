@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from zinf.memory import NvmeStore, StorageError
-from zinf.memory.nvme.profile import PROFILE
-from zinf.memory.nvme.root import ARRAYS, FORMAT, INDEX, LOCK, MARKER, Root
-from zinf.memory.nvme.space import check_space
+from zinf.core.memory import NvmeStore, StorageError
+from zinf.core.memory.nvme.profile import PROFILE
+from zinf.core.memory.nvme.root import ARRAYS, FORMAT, INDEX, LOCK, MARKER, Root
+from zinf.core.memory.nvme.space import check_space
 
 FREE_BYTES = 1000
 # What `Root` does, without the seconds that it takes to import it.

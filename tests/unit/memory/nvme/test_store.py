@@ -13,10 +13,10 @@ import pytest
 import zarr
 
 from tests.robustness.faults import Rule, eventually, fail, open_files, threads_of
-from zinf.memory import BudgetExceeded, NvmeStore, StorageError
-from zinf.memory.nvme import Profile, save_profile
-from zinf.memory.nvme.open_file import DIRECT_FROM_BYTES
-from zinf.program import ArrayId, ArraySpec, Role
+from zinf.core.memory import BudgetExceeded, NvmeStore, StorageError
+from zinf.core.memory.nvme import Profile, save_profile
+from zinf.core.memory.nvme.open_file import DIRECT_FROM_BYTES
+from zinf.core.program import ArrayId, ArraySpec, Role
 
 WHOLE = ArrayId(Role.PARAM, "blocks/kernel")
 OTHER = ArrayId(Role.GRADIENT, "b")

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from tests.robustness.faults import open_files
-from zinf.memory.nvme import System
-from zinf.memory.nvme.system import read_at, write_at
+from zinf.core.memory.nvme import System
+from zinf.core.memory.nvme.system import read_at, write_at
 
 REFUSED = {errno.EAGAIN, errno.ENOSYS, errno.EPERM}
 

@@ -1,0 +1,177 @@
+"""Which weights devices divide, and along which dim, is seen in the program."""
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from zinf.core.segment import trace_loss
+from zinf.core.sharding.axes.tensor import channel_dims, find_cuts
+from zinf.models import GPTConfig, init_and_loss
+
+HEADS, WIDTH, DIM, HIDDEN = 8, 4, 32, 64
+X = {"x": jax.ShapeDtypeStruct((4, 16, DIM), jnp.float32)}
+
+
+def source_of(loss, params, batch=X):
+    make = params if callable(params) else lambda: params
+    return trace_loss(loss, jax.eval_shape(make), batch, max_remat_bytes=1 << 60)
+
+
+def cuts_of(loss, params, parts=4, batch=X, **options):
+    source = source_of(loss, params, batch)
+    return find_cuts(source.graph, source.params, parts, **options)
+
+
+def zeros(**shapes):
+    return {name: jnp.zeros(shape) for name, shape in shapes.items()}
+
+
+def mlp(p, batch):
+    hidden = jax.nn.gelu(batch["x"] @ p["up"] + p["bias"][None, None])
+    return jnp.mean((hidden @ p["down"] + p["last"][None, None]) ** 2)
+
+
+MLP = zeros(up=(DIM, HIDDEN), bias=(HIDDEN,), down=(HIDDEN, DIM), last=(DIM,))
+
+
+def attention(p, batch):
+    x = batch["x"]
+    q, k, v = ((x @ p[n]).reshape(*x.shape[:2], -1, WIDTH) for n in "qkv")
+    y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    return jnp.mean((x + y.reshape(*x.shape[:2], -1) @ p["o"]) ** 2)
+
+
+def attention_weights(kv_heads, heads=HEADS):
+    wide, narrow = heads * WIDTH, kv_heads * WIDTH
+    return zeros(q=(DIM, wide), k=(DIM, narrow), v=(DIM, narrow), o=(wide, DIM))
+
+
+def test_an_mlp_is_cut_by_columns_and_then_by_rows():
+    assert cuts_of(mlp, MLP).dims == {"up": 1, "bias": 0, "down": 0}
+
+
+def test_an_attention_is_cut_by_heads():
+    found = cuts_of(attention, attention_weights(kv_heads=4))
+    assert found.dims == {"q": 1, "k": 1, "v": 1, "o": 0}
+    assert not found.reasons
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "few"), [(8, 2, 2), (6, 6, 6)])
+def test_heads_that_devices_cannot_divide_stay_whole(heads, kv_heads, few):
+    found = cuts_of(attention, attention_weights(kv_heads, heads))
+    assert found.dims == {}
+    assert f"{few} entries of a value" in found.reasons["q"]
+    assert found.uneven == ("k", "o", "q", "v")
+    source = source_of(attention, attention_weights(kv_heads, heads))
+    message = rf"mesh.tensor = 4 .* {few} entries of a value .* do not divide by 4"
+    with pytest.raises(ValueError, match=message):
+        channel_dims(source.graph, source.params, 4, min_bytes=0)
+    assert channel_dims(source.graph, source.params, 1, min_bytes=0) == {}
+
+
+def test_weights_that_another_number_could_divide_are_named_in_a_warning(caplog):
+    def both(p, batch):
+        return mlp(p, batch) + attention(p, batch)
+
+    source = source_of(both, {**MLP, **attention_weights(6, 6)})
+    found = channel_dims(source.graph, source.params, 4, min_bytes=0)
+    assert found == {"up": 1, "bias": 0, "down": 0}
+    assert "mesh.tensor = 4 does not divide k, o, q, v" in caplog.text
+
+
+def joined(p, batch):
+    """One weight for query, key and value."""
+    parts = jnp.split(batch["x"] @ p["up"], 3, axis=-1)
+    own = dict(zip("qkv", (jnp.eye(DIM),) * 3, strict=True))
+    x = sum(parts[n] @ own[name] for n, name in enumerate("qkv"))
+    return jnp.mean((x @ p["down"]) ** 2)
+
+
+def normed(p, batch):
+    hidden = jax.nn.standardize(batch["x"] @ p["up"])
+    return jnp.mean((hidden @ p["down"]) ** 2)
+
+
+def tied(p, batch):
+    """A weight that is read along both dims."""
+    hidden = jnp.tanh(batch["x"] @ p["up"]) * (batch["x"] @ p["up"].T)
+    return jnp.mean((hidden @ p["down"]) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("loss", "hidden", "inner", "path", "reason"),
+    [
+        (joined, 3 * DIM, DIM, "up", "`split` along rows"),
+        (normed, HIDDEN, HIDDEN, "down", "a sum over it by `reduce_sum`"),
+        (tied, DIM, DIM, "up", "cut along two dims"),
+    ],
+)
+def test_values_that_must_be_whole_keep_their_weights_whole(
+    loss, hidden, inner, path, reason
+):
+    found = cuts_of(loss, zeros(up=(DIM, hidden), down=(inner, DIM)))
+    assert "up" not in found.dims
+    assert reason in found.reasons[path]
+
+
+def test_small_weights_around_which_a_sum_would_not_pay_stay_whole():
+    rank = 8
+
+    def adapted(p, batch):
+        x = batch["x"]
+        hidden = jnp.tanh(x @ p["up"] + (x @ p["a"]) @ p["b"])
+        return jnp.mean((hidden @ p["down"]) ** 2)
+
+    big = {"up": (DIM, HIDDEN), "down": (HIDDEN, DIM)}
+    params = zeros(**big, a=(DIM, rank), b=(rank, HIDDEN))
+    found = cuts_of(adapted, params, min_bytes=4 * DIM * HIDDEN)
+    # The columns of b are added to those of up. Its rows are no larger than a.
+    assert found.dims == {"up": 1, "b": 1, "down": 0}
+    assert "persistence_threshold" in found.reasons["a"]
+    nothing = cuts_of(adapted, params, min_bytes=4 * DIM * HIDDEN + 1)
+    assert nothing.dims == {}
+
+
+def test_of_two_ways_the_one_with_more_weights_is_taken():
+    # Flax keeps heads and their width as two dims; only values can be cut by width.
+    module = nnx.MultiHeadAttention(HEADS, DIM, decode=False, rngs=nnx.Rngs(0))
+    graphdef, params, rest = nnx.split(module, nnx.Param, ...)
+
+    def loss(p, batch):
+        return jnp.mean(nnx.merge(graphdef, p, rest)(batch["x"]) ** 2)
+
+    found = cuts_of(loss, nnx.to_pure_dict(params)).dims
+    kernels = {path: dim for path, dim in found.items() if path.endswith("kernel")}
+    assert kernels == {
+        "query/kernel": 1,
+        "key/kernel": 1,
+        "value/kernel": 1,
+        "out/kernel": 0,
+    }
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_layers_of_a_gpt_are_cut_in_loops_and_under_checkpoint(stacked):
+    config = GPTConfig(
+        num_layers=3,
+        num_heads=4,
+        embed_dim=16,
+        vocab_size=32,
+        max_length=8,
+        scan_layers=stacked,
+        remat=stacked,
+    )
+    init, loss = init_and_loss(config, seed=0)
+    batch = {"tokens": jax.ShapeDtypeStruct((2, 9), jnp.int32)}
+    found = cuts_of(loss, init, batch=batch).dims
+    kernels = Counter(
+        (path.rsplit("/", 2)[1], dim - stacked)
+        for path, dim in found.items()
+        if path.endswith("kernel")
+    )
+    columns, rows = ("query", "key", "value", "up"), ("out", "down")
+    wanted = {(name, 1) for name in columns} | {(name, 0) for name in rows}
+    assert kernels == dict.fromkeys(wanted, 1 if stacked else 3)

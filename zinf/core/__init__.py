@@ -1,0 +1,1 @@
+"""What runs behind the public names: from a loss to steps within budgets."""

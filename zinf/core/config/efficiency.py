@@ -1,0 +1,352 @@
+"""DeepSpeed's keys of data efficiency: curricula of lengths and of samples."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field
+
+from zinf.core.config.dynamic_batching import DynamicBatching
+from zinf.core.config.ignored import TABLE
+from zinf.core.config.opaque import AnyKeys
+from zinf.core.config.pacing import Pacing, PacingConfig, pacing_violations
+from zinf.core.config.scalar import Count, Flag, Folder, Seed, Whole
+from zinf.core.config.schema import Model
+from zinf.core.config.section import Section, Violation
+from zinf.core.config.status import Unsupported
+
+TRUNCATE, RESHAPE = "seqlen_truncate", "seqlen_reshape"
+LENGTHS = ("seqlen", TRUNCATE, RESHAPE)
+SINGLE = "single_cluster"
+
+
+class CurriculumLearning(Pacing):
+    """Sequences that get longer while training (https://arxiv.org/abs/2108.06084)."""
+
+    enabled: Flag = False
+    """Whether sequences are shortened, by truncation."""
+
+    curriculum_type: Literal["seqlen"] | None = None
+    """What grows: the length of sequences, in tokens."""
+
+    def violations(self) -> Iterator[Violation]:
+        if self.enabled:
+            yield from pacing_violations(self)
+
+
+class Metric(Pacing):
+    """How one difficulty grows, and which samples have it."""
+
+    index_to_sample_path: Folder | None = None
+    """Path without suffix of the samples by difficulty, as `zinf data analyze` or
+    DeepSpeed's analyzer wrote them."""
+
+    index_to_metric_path: Folder | None = None
+    """Path without suffix of the difficulties of those."""
+
+    difficulty_type: Literal["value", "percentile"] = "value"
+    """What min_difficulty and max_difficulty are: values, or percentiles of samples."""
+
+    clustering_type: Literal["schedule_based", "single_cluster"] | None = None
+    """schedule_based: samples above the difficulty wait. single_cluster: none waits;
+    sequences are shortened instead."""
+
+    @property
+    def draws(self) -> bool:
+        """Whether samples above the difficulty wait."""
+        return self.clustering_type != SINGLE
+
+    def sample_violations(self) -> Iterator[Violation]:
+        """What is missing for a difficulty of samples."""
+        if not self.draws:
+            return
+        missing = "is missing: name what zinf data analyze wrote, without a suffix."
+        if self.index_to_sample_path is None:
+            yield ("index_to_sample_path",), missing
+        if self.index_to_metric_path is None and self.difficulty_type == "value":
+            yield ("index_to_metric_path",), missing
+        if self.counts_tokens:
+            text = "samples are drawn by the step. Give steps in place of tokens."
+            yield ("schedule_config",), text
+
+
+class Metrics(Section):
+    """A section per metric, by its name."""
+
+    @classmethod
+    def section_at(cls, key: str, siblings: object) -> type[Section] | None:
+        del key, siblings
+        return Metric
+
+
+class SamplingCurriculum(Section):
+    """Curricula by metrics of samples (https://arxiv.org/abs/2212.03597)."""
+
+    IGNORED = TABLE["data_efficiency.data_sampling.curriculum_learning"]
+
+    enabled: Flag = False
+    """Whether metrics restrict or shorten samples."""
+
+    curriculum_metrics: dict[str, Metric] = Field(default_factory=dict)
+    """A section per metric. seqlen_truncate and seqlen_reshape are lengths; all others
+    are difficulties of samples."""
+
+    @classmethod
+    def section_at(cls, key: str, siblings: object) -> type[Section] | None:
+        del siblings
+        return Metrics if key == "curriculum_metrics" else None
+
+    def violations(self) -> Iterator[Violation]:
+        if not self.enabled:
+            return
+        if not self.curriculum_metrics:
+            yield ("curriculum_metrics",), "is missing: name a metric."
+        names = [name for name in self.curriculum_metrics if name in LENGTHS]
+        for name in names[1:]:
+            path = ("curriculum_metrics", name)
+            yield path, f"shortens sequences, and so does {names[0]}. Keep one."
+        for name, metric in self.curriculum_metrics.items():
+            at = ("curriculum_metrics", name)
+            yield from ((at + key, text) for key, text in pacing_violations(metric))
+            if name not in LENGTHS:
+                yield from (
+                    (at + key, text) for key, text in metric.sample_violations()
+                )
+            elif metric.clustering_type == "schedule_based":
+                text = f"a length has no clusters of samples. Set it to {SINGLE}."
+                yield (*at, "clustering_type"), text
+
+
+class DataSampling(Section):
+    """Which samples a step trains on, and how long they are."""
+
+    IGNORED = TABLE["data_efficiency.data_sampling"]
+
+    enabled: Flag = False
+    """Whether anything below is used."""
+
+    num_epochs: Count | None = None
+    """Passes over the data; endless when absent."""
+
+    curriculum_learning: SamplingCurriculum = Field(default_factory=SamplingCurriculum)
+    """Curricula."""
+
+    dynamic_batching: DynamicBatching = Field(default_factory=DynamicBatching)
+    """Batches of about as many tokens each."""
+
+
+class KeptConfig(Section):
+    """The parameters of the schedule of kept tokens."""
+
+    require_steps: Count | None = None
+    """Steps until max_value is reached."""
+
+    seq_per_step: Count | None = None
+    """Kept tokens are multiples of this; max_value is one always."""
+
+
+class KeptSchedule(Section):
+    """How many tokens layers keep. It grows linearly with the step."""
+
+    min_value: Count | None = None
+    """Kept tokens at the beginning."""
+
+    max_value: Count | None = None
+    """Kept tokens at the end; those of a whole sequence drop none."""
+
+    schedule_type: Literal["fixed_linear"] | None = None
+    """How it grows."""
+
+    schedule_config: KeptConfig = Field(default_factory=KeptConfig)
+    """The parameters of the schedule."""
+
+    @property
+    def pacing(self) -> Pacing:
+        """The schedule, of which DeepSpeed counts the steps from 0."""
+        return Pacing(
+            min_difficulty=self.min_value,
+            max_difficulty=self.max_value,
+            schedule_type=self.schedule_type,
+            schedule_config=PacingConfig(
+                total_curriculum_step=self.schedule_config.require_steps,
+                difficulty_step=self.schedule_config.seq_per_step,
+            ),
+        )
+
+    def missing(self) -> Iterator[Violation]:
+        """What is missing or contradicts itself in a schedule that is to be used."""
+        for key in ("min_value", "max_value", "schedule_type"):
+            if getattr(self, key) is None:
+                yield (key,), "is missing."
+        for key in ("require_steps", "seq_per_step"):
+            if getattr(self.schedule_config, key) is None:
+                yield ("schedule_config", key), "is missing."
+        low, high = self.min_value, self.max_value
+        if low is not None and high is not None and low > high:
+            yield ("min_value",), f"{low} is above max_value, which is {high}."
+        if low is not None and low < (self.schedule_config.seq_per_step or 1):
+            text = f"{low} is rounded down to 0 kept tokens"
+            yield ("min_value",), f"{text}. Make it a multiple of seq_per_step."
+
+
+class RandomLTD(Section):
+    """Layers that run on some tokens of a sequence (https://arxiv.org/abs/2211.11586).
+
+    DeepSpeed wraps modules of a model. `zinf train` has the layers of its own model do
+    it, and those of `model.huggingface`; other models call `zinf.random_ltd`.
+    """
+
+    IGNORED = TABLE["data_efficiency.data_routing.random_ltd"]
+
+    enabled: Flag = False
+    """Whether layers drop tokens while training."""
+
+    total_layer_num: Count | None = None
+    """Layers of the model; model.num_layers when absent."""
+
+    random_ltd_layer_num: Count | None = None
+    """How many layers drop tokens; the length of random_ltd_layer_id when absent."""
+
+    random_ltd_layer_id: tuple[Whole, ...] | None = None
+    """Which layers drop tokens, from 0."""
+
+    model_type: Literal["decoder"] | None = None
+    """Kept tokens stay in order, so that attention stays causal."""
+
+    random_ltd_schedule: KeptSchedule = Field(default_factory=KeptSchedule)
+    """How many tokens they keep."""
+
+    layer_token_lr_schedule: Unsupported[AnyKeys | None] = None
+    """DeepSpeed has no code for it; set scheduler.count to layer_tokens instead."""
+
+    def violations(self) -> Iterator[Violation]:
+        if not self.enabled:
+            return
+        for key, text in self.random_ltd_schedule.missing():
+            yield ("random_ltd_schedule", *key), text
+        layers, path = self.random_ltd_layer_id, ("random_ltd_layer_id",)
+        if not layers:
+            yield path, "is missing: list the layers that drop tokens."
+            return
+        if list(layers) != sorted({*layers}):
+            yield path, "must be ascending, each layer once."
+        if self.random_ltd_layer_num not in (None, len(layers)):
+            text = f"has {len(layers)} layers, and random_ltd_layer_num is"
+            yield path, f"{text} {self.random_ltd_layer_num}."
+
+
+class DataRouting(Section):
+    """Which tokens which layers see."""
+
+    enabled: Flag = False
+    """Whether anything below is used."""
+
+    random_ltd: RandomLTD = Field(default_factory=RandomLTD)
+    """Random layerwise token dropping."""
+
+
+class DataEfficiency(Section):
+    """The same loss from fewer tokens."""
+
+    enabled: Flag = False
+    """Whether anything below is used."""
+
+    seed: Seed = 1234
+    """Seed of what is drawn."""
+
+    data_sampling: DataSampling = Field(default_factory=DataSampling)
+    """Curricula."""
+
+    data_routing: DataRouting = Field(default_factory=DataRouting)
+    """Random layerwise token dropping."""
+
+    @property
+    def random_ltd(self) -> RandomLTD | None:
+        """The dropping of tokens, if it is used."""
+        routing = self.data_routing
+        is_on = self.enabled and routing.enabled and routing.random_ltd.enabled
+        return routing.random_ltd if is_on else None
+
+    @property
+    def dynamic_batching(self) -> DynamicBatching | None:
+        """The batches by tokens, if they are used."""
+        sampling = self.data_sampling
+        is_on = self.enabled and sampling.enabled and sampling.dynamic_batching.enabled
+        return sampling.dynamic_batching if is_on else None
+
+    @property
+    def num_epochs(self) -> int | None:
+        """Passes over the data; None for endless ones."""
+        sampling = self.data_sampling
+        return sampling.num_epochs if self.enabled and sampling.enabled else None
+
+    @property
+    def lengths(self) -> tuple[str, Metric] | None:
+        """The metric of lengths and its name, if one is used."""
+        sampling = self.data_sampling
+        curriculum = sampling.curriculum_learning
+        if not (self.enabled and sampling.enabled and curriculum.enabled):
+            return None
+        found = curriculum.curriculum_metrics.items()
+        return next(((n, m) for n, m in found if n in LENGTHS), None)
+
+    @property
+    def metrics(self) -> dict[str, Metric]:
+        """The difficulties by which samples are drawn."""
+        sampling = self.data_sampling
+        curriculum = sampling.curriculum_learning
+        if not (self.enabled and sampling.enabled and curriculum.enabled):
+            return {}
+        found = curriculum.curriculum_metrics.items()
+        return {n: m for n, m in found if n not in LENGTHS and m.draws}
+
+
+def length_violations(
+    legacy: CurriculumLearning | None,
+    efficiency: DataEfficiency | None,
+    sequence_length: int,
+) -> Iterator[Violation]:
+    """Two curricula of lengths, and lengths that no sample has."""
+    found: list[tuple[tuple[str, ...], Pacing]] = []
+    if legacy is not None and legacy.enabled and legacy.is_complete:
+        found.append((("curriculum_learning",), legacy))
+    named = efficiency.lengths if efficiency is not None else None
+    if named is not None and named[1].is_complete:
+        section = ("data_efficiency", "data_sampling", "curriculum_learning")
+        found.append(((*section, "curriculum_metrics", named[0]), named[1]))
+    if len(found) > 1:
+        yield found[0][0], f"shortens sequences, and so does {'.'.join(found[1][0])}."
+    for path, pacing in found:
+        longest, shortest = pacing.levels()[-1], pacing.levels()[0]
+        if longest > sequence_length:
+            text = f"{longest} tokens are more than data.sequence_length, which is"
+            yield (*path, "max_difficulty"), f"{text} {sequence_length}."
+        if shortest < 1:
+            text = f"begins with sequences of {shortest} tokens: it is rounded down to"
+            yield (*path, "min_difficulty"), f"{text} a multiple of difficulty_step."
+
+
+def dropping_violations(
+    efficiency: DataEfficiency | None, model: Model | None, sequence_length: int
+) -> Iterator[Violation]:
+    """Layers that the model does not have, and more tokens than a sequence has."""
+    dropping = efficiency.random_ltd if efficiency is not None else None
+    if dropping is None:
+        return
+    path = ("data_efficiency", "data_routing", "random_ltd")
+    highest = dropping.random_ltd_schedule.max_value
+    if highest is not None and highest > sequence_length:
+        text = f"{highest} kept tokens are more than data.sequence_length, which is"
+        yield (*path, "random_ltd_schedule", "max_value"), f"{text} {sequence_length}."
+    if model is None or model.num_layers is None:
+        return
+    num_layers, total = model.num_layers, dropping.total_layer_num
+    if total not in (None, num_layers):
+        text = f"is {total}, and model.num_layers is {num_layers}."
+        yield (*path, "total_layer_num"), text
+    outside = [n for n in dropping.random_ltd_layer_id or () if n >= num_layers]
+    if outside:
+        text = f"has {outside[0]}, but the layers are 0 to {num_layers - 1}."
+        yield (*path, "random_ltd_layer_id"), text
+    if model.scan_layers:
+        text = "names single layers, and model.scan_layers makes all of them one"
+        yield (*path, "random_ltd_layer_id"), f"{text}. Set scan_layers to false."

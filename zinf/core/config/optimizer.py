@@ -1,0 +1,211 @@
+"""The `optimizer` section: DeepSpeed's optimizer types with their own parameters."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import SerializeAsAny
+
+from zinf.core.config.ignored import TABLE
+from zinf.core.config.scalar import Count, Flag, Fraction, NonNegative, Number
+from zinf.core.config.section import Section, Violation
+from zinf.core.config.status import AUTO, Auto, Status, Unsupported
+from zinf.core.config.typed import TypedSection
+
+
+class OptimizerParams(Section):
+    """What all optimizers take."""
+
+    IGNORED = TABLE["optimizer.params"]
+
+    lr: Auto[NonNegative] = 1e-3
+    """Learning rate; a scheduler may set it instead."""
+
+    weight_decay: Auto[NonNegative] = 0.0
+    """Weight decay per step and learning rate; an L2 penalty where not decoupled."""
+
+    max_grad_norm: Unsupported[NonNegative] = 0.0
+    """Clipping belongs to the engine: set the top-level gradient_clipping instead."""
+
+    maximize: Unsupported[Flag] = False
+    """Gradient ascent; negate the loss instead."""
+
+    amsgrad: Unsupported[Flag] = False
+    """The AMSGrad variant; DeepSpeed's own kernels refuse it too."""
+
+
+class BetaParams(OptimizerParams):
+    """What Adam and its relatives take."""
+
+    IGNORED = {
+        **OptimizerParams.IGNORED,
+        **TABLE["optimizer.params of Adam, AdamW and Lamb"],
+    }
+
+    betas: Auto[tuple[Fraction, Fraction]] = (0.9, 0.999)
+    """Decay rates per step of the first and the second moment."""
+
+    eps: Auto[NonNegative] = 1e-8
+    """Added to the root of the second moment."""
+
+    bias_correction: Unsupported[Flag] = True
+    """Moments without bias correction; leave it true."""
+
+
+class AdamParams(BetaParams):
+    """Adam and AdamW."""
+
+    adam_w_mode: Auto[Flag] = True
+    """Decoupled weight decay, https://arxiv.org/abs/1711.05101; false: L2 penalty."""
+
+    moments: Literal["float32", "bfloat16", "8bit"] = "float32"
+    """How the two moments are kept. bfloat16: rounded at random, 4 bytes a parameter
+    instead of 8. 8bit: blocks of 256 with a scale, https://arxiv.org/abs/2110.02861, 2
+    bytes a parameter; leaves are then updated whole."""
+
+    torch_adam: Annotated[Flag | None, Status.MOOT, AUTO] = None
+    """Which kernel of Adam runs; zinf compiles every update."""
+
+    fp32_optimizer_states: Unsupported[Flag] = True
+    """Moments in the compute dtype; leave it true."""
+
+    def violations(self) -> Iterator[Violation]:
+        if self.torch_adam and "weight_decay" not in self.model_fields_set:
+            text = "is 0.01 by default in torch's AdamW and 0 in DeepSpeed's"
+            yield ("weight_decay",), f"{text}. With torch_adam, give it."
+
+
+class SGDParams(OptimizerParams):
+    """SGD as in torch: momentum is a sum of gradients, weight decay an L2 penalty."""
+
+    momentum: Auto[Fraction] = 0.0
+    """Decay rate per step of the momentum."""
+
+    nesterov: Auto[Flag] = False
+    """Nesterov momentum."""
+
+    dampening: Unsupported[Number] = 0.0
+    """Dampened momentum; leave it 0."""
+
+
+class LionParams(OptimizerParams):
+    """Lion (https://arxiv.org/abs/2302.06675), weight decay decoupled."""
+
+    IGNORED = {**OptimizerParams.IGNORED, **TABLE["optimizer.params of Lion"]}
+
+    betas: Auto[tuple[Fraction, Fraction]] = (0.9, 0.99)
+    """Rates per step that mix the update and decay the momentum."""
+
+
+class AdagradParams(OptimizerParams):
+    """Adagrad as in torch: weight decay is an L2 penalty."""
+
+    lr: Auto[NonNegative] = 1e-2
+    """Learning rate; a scheduler may set it instead."""
+
+    eps: Auto[NonNegative] = 1e-10
+    """Added to the root of the sum of squares."""
+
+    lr_decay: Unsupported[NonNegative] = 0.0
+    """Learning rate decay of the optimizer; use a scheduler instead."""
+
+    initial_accumulator_value: Auto[NonNegative] = 0.0
+    """First value of the sum of squares."""
+
+
+class LambParams(BetaParams):
+    """LAMB (https://arxiv.org/abs/1904.00962)."""
+
+    max_coeff: Auto[NonNegative] = 10.0
+    """Largest trust ratio."""
+
+    min_coeff: Auto[NonNegative] = 0.01
+    """Smallest trust ratio."""
+
+    eps_inside_sqrt: Auto[Flag] = False
+    """Whether eps is added before the root is taken."""
+
+
+class MuonParams(OptimizerParams):
+    """Muon (https://kellerjordan.github.io/posts/muon) for matrices, else Adam."""
+
+    IGNORED = {**OptimizerParams.IGNORED, **TABLE["optimizer.params of Muon"]}
+
+    momentum: Auto[Fraction] = 0.95
+    """Decay rate per step of the momentum of matrices."""
+
+    muon_lr: Auto[NonNegative | None] = None
+    """Learning rate of matrices; lr when absent."""
+
+    adam_lr: Auto[NonNegative | None] = None
+    """Learning rate of everything else; lr when absent."""
+
+    betas: Auto[tuple[Fraction, Fraction]] = (0.9, 0.999)
+    """Decay rates per step of the moments of everything else."""
+
+    eps: Auto[NonNegative] = 1e-8
+    """Added to the root of the second moment of everything else."""
+
+    ns_steps: Auto[Count] = 5
+    """Newton-Schulz iterations per update."""
+
+    adam_w_mode: Auto[Flag] = True
+    """Decoupled weight decay for everything else; false: L2 penalty."""
+
+    per_head_muon: Unsupported[Flag] = False
+    """One orthogonal matrix per attention head; leave it false."""
+
+
+class AdafactorParams(OptimizerParams):
+    """Adafactor (https://arxiv.org/abs/1804.04235), as in optax."""
+
+    min_dim_size_to_factor: Auto[Count] = 128
+    """A matrix whose two largest dims are at least this keeps sums of rows and columns
+    in place of the second moment."""
+
+    decay_rate: Auto[Fraction] = 0.8
+    """Exponent of the decay of the second moment."""
+
+    clipping_threshold: Auto[NonNegative | None] = 1.0
+    """Largest root mean square of a leaf's update; null: any."""
+
+    momentum: Auto[Fraction | None] = None
+    """Decay rate per step of the momentum; null: none is kept."""
+
+    multiply_by_parameter_scale: Auto[Flag] = True
+    """Multiply the learning rate by the root mean square of the leaf."""
+
+
+class GaLoreParams(BetaParams):
+    """GaLore (https://arxiv.org/abs/2403.03507): Adam of projected matrices."""
+
+    rank: Auto[Count] = 128
+    """Rank of the space that the gradient of a matrix is projected to."""
+
+    update_proj_gap: Auto[Count] = 200
+    """Steps after which the space is chosen anew, by an SVD of the gradient."""
+
+    scale: Auto[NonNegative] = 1.0
+    """Factor of the updates of projected matrices."""
+
+
+class Optimizer(TypedSection):
+    """The optimizer, with the meaning its parameters have in torch and DeepSpeed."""
+
+    IGNORED = TABLE["optimizer"]
+
+    KNOWN = {
+        "Adam": AdamParams,
+        "AdamW": AdamParams,
+        "SGD": SGDParams,
+        "Lion": LionParams,
+        "Adagrad": AdagradParams,
+        "Adafactor": AdafactorParams,
+        "GaLore": GaLoreParams,
+        "Lamb": LambParams,
+        "Muon": MuonParams,
+    }
+    ANY = OptimizerParams
+    NOT_YET = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD")
+
+    params: SerializeAsAny[OptimizerParams]
+    """The parameters of that type."""

@@ -1,0 +1,131 @@
+"""Compute precision: bf16, and fp16 with loss scaling."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator
+
+from zinf.core.config.ignored import TABLE
+from zinf.core.config.scalar import Count, Flag, NonNegative, Whole
+from zinf.core.config.section import Section, Violation
+from zinf.core.config.status import Auto, Unsupported
+
+DtypeName = Literal["fp32", "float32", "bf16", "bfloat16", "fp16", "float16"]
+
+
+def _named_shortly(name: object) -> object:
+    return "fp32" if name in (None, "float32") else name
+
+
+Dtype = Annotated[DtypeName, BeforeValidator(_named_shortly)]
+
+
+@dataclass(frozen=True, slots=True)
+class LossScaling:
+    """How the loss is scaled so that small fp16 gradients do not vanish.
+
+    Dynamic scaling (Micikevicius et al., https://arxiv.org/abs/1710.03740) halves the
+    scale after `hysteresis` overflows, never below `min_scale`, and doubles it after
+    `window` steps without one. Static scaling keeps `initial_scale`.
+    """
+
+    initial_scale: float
+    window: int
+    hysteresis: int
+    min_scale: float
+    dynamic: bool
+    consecutive_hysteresis: bool
+
+
+class BF16(Section):
+    """bfloat16 compute copies of fp32 master parameters."""
+
+    IGNORED = TABLE["bf16"]
+
+    enabled: Auto[Flag] = False
+    """Compute in bfloat16; masters and optimizer state stay fp32."""
+
+    bf16_master_weights_and_grads: Unsupported[Flag] = False
+    """Masters and gradients in bf16 would change the numerics; masters are fp32."""
+
+    bf16_optimizer_states: Unsupported[Flag] = False
+    """Optimizer state in bf16 would change the numerics; the optimizer chooses it."""
+
+
+class FP16(Section):
+    """float16 compute copies of fp32 master parameters, with loss scaling."""
+
+    IGNORED = TABLE["fp16"]
+
+    enabled: Auto[Flag] = False
+    """Compute in float16 with loss scaling; masters and optimizer state stay fp32."""
+
+    auto_cast: Unsupported[Flag] = False
+    """Casting the batch to fp16 is up to the loss function."""
+
+    loss_scale: Auto[NonNegative] = 0.0
+    """Static loss scale; 0 scales dynamically."""
+
+    initial_scale_power: Auto[Whole] = 16
+    """The first dynamic loss scale is 2 to this power."""
+
+    loss_scale_window: Auto[Count] = 1000
+    """Steps without an overflow before the loss scale doubles."""
+
+    hysteresis: Auto[Count] = 2
+    """Overflows before the loss scale halves."""
+
+    consecutive_hysteresis: Auto[Flag] = False
+    """Every step without an overflow restores the full hysteresis."""
+
+    min_loss_scale: Auto[NonNegative] = 1.0
+    """The dynamic loss scale never falls below this."""
+
+    fp16_master_weights_and_grads: Unsupported[Flag] = False
+    """Masters and gradients in fp16 would change the numerics; masters are fp32."""
+
+    def violations(self) -> Iterator[Violation]:
+        initial = (
+            2.0**self.initial_scale_power if self.initial_scale_power < 1024 else 0
+        )
+        if not self.loss_scale and not 0 < self.min_loss_scale <= initial:
+            yield (
+                ("min_loss_scale",),
+                f"{self.min_loss_scale} is not between 0 and the initial scale, 2 to "
+                f"the power of initial_scale_power = {self.initial_scale_power}.",
+            )
+
+    @property
+    def loss_scaling(self) -> LossScaling | None:
+        """The scaling asked for; None when fp16 is off."""
+        if not self.enabled:
+            return None
+        return LossScaling(
+            initial_scale=self.loss_scale or 2.0**self.initial_scale_power,
+            window=self.loss_scale_window,
+            hysteresis=self.hysteresis,
+            min_scale=self.min_loss_scale,
+            dynamic=self.loss_scale == 0,
+            consecutive_hysteresis=self.consecutive_hysteresis,
+        )
+
+
+class DataTypes(Section):
+    """Dtypes of other arrays than compute copies and masters."""
+
+    grad_accum_dtype: Unsupported[Dtype] = "fp32"
+    """Gradients of microbatches are summed in fp32; 16 bits would lose small ones."""
+
+    param_dtype: Unsupported[Dtype] = "fp32"
+    """Parameters are kept in fp32, whatever the compute precision."""
+
+    buffer_dtype: Unsupported[DtypeName | None] = None
+    """Leaves that are not parameters keep their dtype."""
+
+
+def precision_violations(bf16: BF16, fp16: FP16) -> Iterator[Violation]:
+    """Both 16-bit precisions at once."""
+    if bf16.enabled and fp16.enabled:
+        text = "bf16.enabled and fp16.enabled are both true: turn one of them off."
+        yield ("fp16", "enabled"), text

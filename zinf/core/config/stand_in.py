@@ -1,0 +1,49 @@
+"""Optimizers that zinf lacks, and which ones replace them if a config says
+`ignore_unsupported`."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from zinf.core.config.arguments import OPTIMIZER, section_at
+from zinf.core.config.messages import Notice
+
+_COMPRESSED = "cuda_aware comm_backend_name"
+STAND_INS = {
+    # These approximate the other optimizer with fewer bytes exchanged. The parameters
+    # that control the approximation are dropped.
+    "OneBitAdam": ("Adam", f"freeze_step {_COMPRESSED}"),
+    "ZeroOneAdam": (
+        "Adam",
+        "var_freeze_step var_update_scaler local_step_scaler local_step_clipper "
+        f"{_COMPRESSED}",
+    ),
+    "OneBitLamb": (
+        "Lamb",
+        f"freeze_step coeff_beta factor_max factor_min factor_threshold {_COMPRESSED}",
+    ),
+    # The same update rules, with learning rates that depend on each layer's width.
+    "MuAdam": ("Adam", ""),
+    "MuAdamW": ("AdamW", ""),
+    "MuSGD": ("SGD", ""),
+}
+
+
+def with_stand_in(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[Notice]]:
+    """The config with an optimizer that zinf has, and a notice if it was replaced."""
+    section = section_at(raw, ("optimizer",))
+    asked = str(section and section.get("type"))
+    by_lower_case = {name.lower(): name for name in STAND_INS}
+    if asked.lower() not in by_lower_case:
+        return dict(raw), []
+    other, own_params = STAND_INS[by_lower_case[asked.lower()]]
+    changed = copy.deepcopy(dict(raw))
+    changed["optimizer"]["type"] = other
+    params = section_at(changed, OPTIMIZER) or {}
+    dropped = [key for key in own_params.split() if key in params]
+    for key in dropped:
+        del params[key]
+    text = f"{asked} is not supported yet; {other} trains in its place"
+    if dropped:
+        text += f", without {', '.join(dropped)}"
+    return changed, [Notice(("optimizer", "type"), f"{text}.")]

@@ -1,0 +1,846 @@
+"""The engine: connects a planner, its plans and the stores into training steps."""
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from hashlib import sha256
+from html import escape
+from os import PathLike
+from time import perf_counter
+from typing import Any, Self
+from weakref import WeakSet, finalize
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zinf.checkpoint import Place, as_place, read_arrays, write_arrays
+from zinf.core.engine.ahead import Ahead
+from zinf.core.engine.condition import Condition
+from zinf.core.engine.metrics import step_metrics
+from zinf.core.engine.named import GRADIENT, MASTER, check_path, read_named, writes_of
+from zinf.core.engine.pending_save import PendingSave
+from zinf.core.engine.random_key import (
+    key_from_json,
+    key_to_json,
+    microbatch_keys,
+    step_keys,
+)
+from zinf.core.engine.recent import Recent, SameFunction
+from zinf.core.engine.scalars import Scalars
+from zinf.core.engine.state import (
+    initialize_arrays,
+    make_residents,
+    make_stores,
+    read_leaf,
+    write_model_state,
+)
+from zinf.core.engine.turn import Turn
+from zinf.core.memory import Residents, Stores, close_when_dropped
+from zinf.core.memory.host.pinned import PinnedStore
+from zinf.core.optim.decision import MIXED
+from zinf.core.plan import Plan
+from zinf.core.problem.weighted import Weighted
+from zinf.core.segment import user_function
+from zinf.core.step.batch import (
+    batch_spec,
+    check_values,
+    signature,
+    with_shapes_before,
+)
+from zinf.core.step.forward import check_rows_of_outputs, plan_forward
+from zinf.core.step.planner import AtRest, Fused, Offloaded, Planner, Streamed
+from zinf.core.step.run.forward import ForwardRunner, joined
+from zinf.core.step.run.run import StepRecord
+from zinf.core.step.run.runner import AbstractRunner
+from zinf.core.step.run.runners import Evaluation, make_evaluation, make_runner, switch
+from zinf.inference import ROWS, Asked, Decoder, GenerationPlanner, Sampling, complete
+
+logger = logging.getLogger(__name__)
+_ENGINES: WeakSet["Engine"] = WeakSet()
+# Forward-only programs whose executables an engine keeps.
+MAX_FORWARD = 32
+
+
+class Engine:
+    """Training steps on state that rests on up to three tiers.
+
+    Only one thread at a time may use an engine. A call while another call runs raises
+    `ConcurrentUseError` and changes nothing.
+
+    `close` frees memory, threads and the NVMe folder. The end of a block
+    `with zinf.initialize(...) as engine:` closes the engine too. After the last
+    reference to an engine is dropped, it is closed soon; then arrays that were read
+    through `stores` or `residents` are no longer valid.
+
+    Attributes:
+        num_steps: number of steps taken, with skipped steps.
+        last_step: the bytes that the latest step moved, and when each instruction ran.
+    """
+
+    stores: Stores
+    _residents: Residents
+    _closing: finalize
+
+    def __init__(self, planner: Planner, rng: jax.Array | None):
+        # No attribute may refer back to the engine: a dropped engine would then keep
+        # its tiers until the next garbage collection.
+        self.planner, self.config, self.rng = planner, planner.config, rng
+        self._pending_save = PendingSave()
+        self._turn = Turn(planner.problem.modes)
+        self.last_step = StepRecord()
+        self._scalars = Scalars(planner.separated, self.config.loss_scaling)
+        self._runners: dict[tuple, AbstractRunner] = {}
+        self._ahead = Ahead()
+        self._forward: Recent[Any] = Recent(MAX_FORWARD)
+        self._current: AbstractRunner | None = None
+        self._restore_from: tuple[Place, bool] | None = None
+        self._condition = Condition()
+        self._has_warned = False
+        _ENGINES.add(self)
+
+    @property
+    def num_steps(self) -> int:
+        return self._scalars.num_steps
+
+    @property
+    def pending_save(self) -> Future[None] | None:
+        """The save that still reads arrays, if any.
+
+        A fused step waits for the whole save; a streamed step waits for each array that
+        it changes (`Holds`).
+        """
+        return self._pending_save.future
+
+    @pending_save.setter
+    def pending_save(self, save: Future[None] | None) -> None:
+        self._pending_save.future = save
+
+    @property
+    def residents(self) -> Residents:
+        """Every persistent array by `ArrayId`. Deferred updates are run first.
+
+        Writing a master here does not change its compute copy; `set` writes both.
+        """
+        with self._turn.of("residents"):
+            return self._current_residents()
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether every array has a home, as it has from the first batch on."""
+        return self._current is not None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan for the shape of the latest batch; `print` shows every transfer."""
+        if self._current is None:
+            raise ValueError(
+                "The plan depends on the shape of the batch, and none was given yet. "
+                "Pass batch= to zinf.initialize, or take a step first."
+            )
+        return self._current.plan
+
+    def step(self, batch: Any) -> dict[str, Any]:
+        """Take one optimizer step on a batch and return its metrics.
+
+        Args:
+            batch: a pytree of arrays with the same leading dim, which is cut into
+                `gradient_accumulation_steps` microbatches.
+
+        Returns:
+            `step` (from 1), `loss`, `grad_norm` (before clipping), `learning_rate`
+            (None if the optimizer does not give it), `step_seconds`, `plan_seconds` of
+            which the step waited for its plan, `tokens_per_second`; peak bytes
+            `device_bytes`, `host_bytes`, `nvme_bytes`; bytes moved `nvme_read_bytes`,
+            `nvme_write_bytes`, `h2d_bytes`, `d2h_bytes`; `skipped`; with fp16
+            `loss_scale`; and `aux` if the loss returns it (with a leading microbatch
+            dim if there are several).
+
+        Raises:
+            NonFiniteError: nothing was updated, unless the message says so.
+            KeyboardInterrupt: Ctrl-C was pressed; the step is complete and counted.
+            ConcurrentUseError: another call to this engine is running; nothing was
+                changed. All other methods raise it too.
+        """
+        with self._turn.of("step"):
+            return self._step(batch)
+
+    def evaluate(self, batch: Any) -> float:
+        """The mean loss of a batch. Takes no step; see `evaluate_weighted`."""
+        return self.evaluate_weighted(batch).mean
+
+    def evaluate_weighted(self, batch: Any) -> Weighted:
+        """The loss of a batch and its weight, as floats. Takes no step.
+
+        Over several batches, the mean is the sum of totals over the sum of weights:
+        then it does not depend on how samples are batched. The weight is the one that
+        the loss function returns (`zinf.Weighted`). For a function that returns a mean,
+        it is the number of samples of the batch.
+
+        Computes `eval_loss_fn` if `zinf.initialize` was given one, otherwise `loss_fn`,
+        with `train=False` if it takes that. Without either, the loss is computed as in
+        training, with the random key of the next step. Then dropout is on, and a
+        warning says so once.
+
+        Args:
+            batch: a pytree as for `step`. The number of samples may differ; then only a
+                forward pass is compiled for it.
+        """
+        with self._turn.of("evaluate"):
+            self._condition.check()
+            check_values(batch)
+            self._warn_of_randomness()
+            evaluation = self._evaluation(batch)
+            self._flush()
+            return evaluation.compute(batch, self._keys(), self._placed())
+
+    def prepare_evaluation(self, batch: Any) -> None:
+        """Plan and compile `evaluate` for the shape of a batch, if the shape is new.
+
+        Raises:
+            InfeasibleError: the evaluation does not fit beside the arrays at rest.
+        """
+        with self._turn.of("prepare_evaluation"):
+            self._evaluation(batch)
+
+    def apply(
+        self,
+        function: Callable,
+        batch: Any,
+        *,
+        key: jax.Array | None = None,
+        num_microbatches: int = 1,
+    ) -> Any:
+        """What a function computes from the parameters and a batch. Takes no step.
+
+        The function runs as training does: segment by segment, with the arrays streamed
+        from where they rest. It may return logits, features or anything else. The
+        values do not depend on where arrays rest.
+
+        A function is traced once for each shape of batch, as by `jax.jit`: pass the
+        same function again, not a new lambda.
+
+        Args:
+            function: a pure function `(params, batch)`, or with model state
+                `(params, model_state, batch)`, that returns a pytree of arrays.
+                Parameters have the dtypes that the loss sees. If it has a parameter
+                `train`, it is called with `train=False`.
+            batch: a pytree of arrays, of any size. If there are several processes, all
+                must call `apply`, and each gives its part of the rows.
+            key: a random key, which the function gets as its last argument.
+            num_microbatches: the batch is cut into so many along the leading dim. All
+                go through a segment before the next segment starts, so arrays are
+                fetched once. Then every output must have one row for each row of the
+                microbatch.
+
+        Returns:
+            what the function returns, as NumPy arrays in memory of the caller. Until
+            they are complete, they count in the host budget. All processes get the
+            whole arrays.
+
+        Raises:
+            ValueError: no batch was given yet, or the function takes other arguments,
+                or returns no array.
+            InfeasibleError: the pass does not fit beside the arrays at rest, or the
+                host has no room for the outputs.
+        """
+        with self._turn.of("apply"):
+            return self._apply(function, batch, key, num_microbatches)
+
+    def generate(
+        self,
+        prompts: Sequence[Any],
+        *,
+        decoder: Decoder | None = None,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        key: jax.Array | None = None,
+        rows: int = ROWS,
+        batch_size: int | None = None,
+        on_token: Callable[[int, int], object] | None = None,
+        **sampling: Any,
+    ) -> list[list[int]]:
+        """The tokens that the model writes after each prompt. Takes no step.
+
+        Parameters are streamed from where they rest, and once a token for all sequences
+        that are completed together. The cache of keys and values rests on the fastest
+        tier that has room for it; it is freed at the end. The tokens of a sequence
+        depend neither on where arrays rest nor on the other prompts.
+
+        Args:
+            prompts: token ids, a sequence of whole numbers for each prompt.
+            decoder: the model as a function of tokens and a cache; not needed for
+                models that have one of their own.
+            temperature: 0 takes the likeliest token; above 0 a token is drawn.
+            key: a random key, of which each prompt gets its own by its position, or one
+                a prompt. Needed if tokens are drawn.
+            rows: sequences that run as one array. Results depend on it within rounding:
+                use 1 for the fastest answer to one prompt.
+            batch_size: the most sequences that are completed together; by default as
+                many as the budgets allow.
+            on_token: called with the number of a prompt and its next token. If it
+                returns True, the text ends with this token.
+            sampling: `top_k`, `top_p`, `min_p`, `repetition_penalty`, `eos_token_ids`
+                and `min_new_tokens`; see `zinf.inference.Sampling`.
+
+        Returns:
+            the new tokens of each prompt, with the one of `eos_token_ids` that ended
+            it, if one did.
+
+        Raises:
+            ValueError: a prompt is empty or too long, or no batch was given yet.
+            InfeasibleError: the programs or the cache of one microbatch do not fit
+                beside the arrays at rest.
+            NonFiniteError: the logits of a prompt are not finite.
+            KeyboardInterrupt: Ctrl-C was pressed; the caches are freed.
+        """
+        with self._turn.of("generate"):
+            asked = Asked(
+                max_new_tokens=max_new_tokens,
+                rows=rows,
+                batch_size=batch_size,
+                on_token=on_token,
+            )
+            how = Sampling(temperature=temperature, **sampling)
+            return self._generate(prompts, self._decoder(decoder), how, asked, key)
+
+    def log_probabilities(self, batch: Any, *, num_microbatches: int = 1) -> np.ndarray:
+        """The log-probability of each token of a batch given those before it.
+
+        Args:
+            batch: as for the loss of the model.
+            num_microbatches: see `apply`.
+
+        Returns:
+            float32 (sequences, tokens - 1) in nats. Tokens without a label have 0.
+
+        Raises:
+            ValueError: the engine trains a function, not a model that it knows.
+        """
+        return self.apply(
+            self._token_scores(), batch, num_microbatches=num_microbatches
+        )
+
+    def flush(self) -> None:
+        """Run the updates that the last step deferred to the next one, if any.
+
+        `params`, `model_state`, `evaluate`, `apply`, `get`, `set`, `save` and
+        `residents` do this first.
+        """
+        with self._turn.of("flush"):
+            self._flush()
+
+    def params(self) -> Any:
+        """The whole parameter pytree on the host, with masters where there are any."""
+        with self._turn.of("params"):
+            return self._read_params()
+
+    def model_state(self) -> Any:
+        """The model state pytree after the last step; None if there is none."""
+        with self._turn.of("model_state"):
+            return self._read_model_state()
+
+    def get(self, path: str, kind: str = MASTER) -> Any:
+        """A copy of one whole array on the host, such as `engine.get("layers/0/w")`.
+
+        If there are several processes, all must call it. Deferred updates are run
+        first, except for the kind "gradient".
+
+        Args:
+            path: the key path of a leaf of the parameters, joined by "/". For a leaf of
+                the model state, "model_state/" and its key path.
+            kind: "master" is the leaf in the precision that the optimizer updates;
+                "compute" is the copy that the loss reads; a name of optax's state is,
+                for example, "mu" or "nu". "gradient" is the gradient of the last step,
+                before clipping. It exists only while its update is deferred, which
+                depends on the plan. With `gradient_clipping`, streamed plans defer most
+                updates.
+
+        Returns:
+            an np.ndarray; for a leaf that is a random key, the key.
+
+        Raises:
+            ValueError: the leaf or kind is unknown, the gradient does not exist any
+                more, or no batch was given yet.
+        """
+        with self._turn.of("get"):
+            self._condition.check()
+            if kind == GRADIENT:
+                return self._gradient(path)
+            check_path(self.planner, path)
+            return read_named(self.planner, self._current_residents(), path, kind)
+
+    def set(self, path: str, value: Any, kind: str = MASTER) -> None:
+        """Replace one whole array, on any tiers.
+
+        Setting the master sets the compute copy too. Deferred updates are run first. If
+        there are several processes, all must call it with the same value.
+
+        Args:
+            path: as for `get`.
+            value: has the shape of the array; it is cast to the array's dtype.
+            kind: "master", or a name of optax's state.
+
+        Raises:
+            ValueError: the leaf, kind, shape or kind of number is wrong, or no batch
+                was given yet. Nothing was set.
+        """
+        with self._turn.of("set"):
+            self._condition.check()
+            residents = self._current_residents()
+            writes = writes_of(self.planner, residents, path, value, kind)
+            for array, content in writes.items():
+                digest = sha256(np.ascontiguousarray(content).tobytes()).hexdigest()
+                self.planner.group.agree({f"engine.set, {array}": digest})
+            record = StepRecord()
+            with self._condition.updating(f"Setting {path!r}", record):
+                record.is_mixed = True
+                for array, content in writes.items():
+                    residents.write(array, content)
+
+    def save(self, directory: str | PathLike | Place) -> None:
+        """Save all state in a new folder, or below a URL such as s3://BUCKET/PREFIX.
+
+        In a folder, files on nvme are linked, not copied.
+        """
+        with self._turn.of("save"):
+            self._condition.check()
+            assert self.plan, "there is no state before there is a plan"
+            meet = partial(self.planner.group.barrier, timeout=None)
+            residents, scalars = self._current_residents(), self._all_scalars()
+            write_arrays(directory, residents, scalars, barrier=meet)
+
+    def restore(
+        self, directory: str | PathLike | Place, *, verify: bool = True
+    ) -> None:
+        """Restore all state from what `save` wrote, with any placement.
+
+        Before the first batch, the call only notes the folder; the state is read when
+        the first batch is known.
+
+        Args:
+            verify: compare what is read with its checksums.
+        """
+        with self._turn.of("restore"):
+            if not self.is_placed:
+                self._condition.check()
+                self._restore_from = as_place(directory), verify
+                return
+            self._pending_save.wait()
+            self._read_state(as_place(directory), verify)
+
+    def scalars(self) -> dict[str, Any]:
+        """The JSON values that a resumed run needs besides the arrays."""
+        with self._turn.of("scalars"):
+            return self._all_scalars()
+
+    def set_scalars(self, scalars: Mapping[str, Any]) -> None:
+        """Restore what `scalars` returned, with the random key.
+
+        A restore must call this before it overwrites the arrays: it refuses the state
+        of another run. It also makes an engine usable again whose step failed half-way.
+        """
+        with self._turn.of("set_scalars"):
+            self._take_scalars(scalars)
+
+    def before_update(self) -> None:
+        """Wait for a save that still reads the arrays."""
+        self._pending_save.wait()
+
+    def close(self) -> None:
+        """Free every tier, after a save in progress is complete.
+
+        Files on nvme are scratch; the next run deletes them. Closing again does
+        nothing.
+        """
+        with self._turn.of("close"):
+            self._condition.end(
+                "This engine was closed. Make another: zinf.initialize."
+            )
+            if self.is_placed:
+                self._ahead.close()
+                self._pending_save.close(self.stores)
+                self._closing.detach()
+                self._runners.clear()
+                self._forward.clear()
+                self._current = None
+
+    def __repr__(self) -> str:
+        return f"<Engine: {self._brief()}>"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the steps taken, and the tables of the plan."""
+        current = self._current
+        brief, tables = self._brief(), ""
+        if current is not None:
+            # The tables begin with what the plan says of itself in a line.
+            brief = brief.removesuffix(f"; {current.plan!r}")
+            tables = current.plan._repr_html_()
+        return f"<p><b>Engine</b>: {escape(brief)}</p>{tables}"
+
+    def _brief(self) -> str:
+        """The steps taken and the plan, in one line. Safe to call while a step runs."""
+        taken = f"{self.num_steps} step{'s' * (self.num_steps != 1)} taken"
+        if self._condition.refusal is not None:
+            return f"{taken}; {self._condition.refusal}"
+        current = self._current
+        if current is None:
+            return f"{taken}; it is planned when the first batch is known"
+        return f"{taken}; {current.plan!r}"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def prepare(self, batch: Any) -> AbstractRunner:
+        """Make the plan for the shape of a batch, if the shape is new.
+
+        The first batch places all state.
+
+        Raises:
+            InfeasibleError: the shape does not fit the budgets beside the state that is
+                already placed.
+        """
+        with self._turn.of("prepare"):
+            self.planner.check_batch(batch)
+            return self._prepare(batch)
+
+    def prepare_ahead(self, batch: Any) -> None:
+        """Have the plan for the shape of a coming batch made while steps run.
+
+        The plans are made in a thread, one after another. A batch whose plan is not
+        complete waits for it. Errors are raised when the batch comes. If there are
+        several processes, the plan is made before this returns, as they must agree.
+
+        Args:
+            batch: an example, or its shapes. State must have been placed before, for
+                the largest batch best.
+        """
+        with self._turn.of("prepare_ahead"):
+            self._condition.check()
+            self.planner.check_batch(batch)
+            shape = signature(batch)
+            if not self.is_placed or shape in self._runners or shape in self._ahead:
+                return
+            spec = self.planner.batch_spec(batch)
+            at_rest = self._at_rest()
+            # No reference to the engine: see `__init__`.
+            planner, stores, pending = self.planner, self.stores, self._pending_save
+
+            def make() -> AbstractRunner:
+                with planner.problem.modes.own():
+                    made = planner.plan(spec, at_rest)
+                    return _runner(made, planner, stores, spec, pending)
+
+            if planner.group.count > 1:
+                self._runners[shape] = make()
+            else:
+                self._ahead.begin(shape, make)
+
+    def initialize_state(self) -> None:
+        """Write the initial value of every array to its home.
+
+        Raises:
+            ValueError: another process begins with other values, and no restore will
+                replace them.
+        """
+        digests = initialize_arrays(self.planner, self._residents)
+        for name, value in self._all_scalars().items():
+            digests.add_text(name, json.dumps(value))
+        if self._restore_from is None:
+            digests.agree()
+
+    # The methods below run within the turn of a public call.
+
+    def _step(self, batch: Any) -> dict[str, Any]:
+        start = perf_counter()
+        self._condition.check()
+        check_values(batch)
+        self.planner.check_batch(batch)
+        runner = self._prepare(batch)
+        waited = perf_counter() - start
+        self.stores.reset_peaks()
+        record = self.last_step = StepRecord()
+        advance = self._scalars.advance()
+        with self._condition.updating(f"Step {self.num_steps + 1}", record):
+            outcome = runner.step(
+                batch,
+                self._keys(),
+                advance=advance,
+                loss_scale=self._scalars.loss_scale,
+                record=record,
+            )
+            if self.planner.problem.state_paths and not outcome.skips:
+                write_model_state(self._residents, self.planner, outcome, record)
+        seconds = perf_counter() - start
+        metrics = step_metrics(
+            outcome, runner, self._scalars, self.stores, advance.after, seconds, waited
+        )
+        self._scalars.commit(advance.after, skipped=outcome.skips)
+        if outcome.interrupted:
+            raise KeyboardInterrupt
+        return metrics
+
+    def _gradient(self, path: str) -> np.ndarray:
+        check_path(self.planner, path)
+        found = None
+        if self._current is not None:
+            found = self._current.gradient(self.planner, path)
+        if found is None:
+            raise ValueError(
+                f"The gradient of {path!r} is not kept: there was no step, or its "
+                "update has run, and no array is left for it. Return it from loss_fn "
+                "as an auxiliary output, or set gradient_clipping in a config that "
+                "streams, which leaves most updates to the next step."
+            )
+        return found
+
+    def _warn_of_randomness(self) -> None:
+        is_training_loss = self.planner.problem.evaluation_loss is None
+        if self.rng is not None and is_training_loss and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "evaluate computes the loss of training, with its random key: with "
+                "dropout, if the loss has it. Give zinf.initialize an eval_loss_fn=, "
+                "or a loss_fn with a parameter `train`, to evaluate without."
+            )
+
+    def _flush(self) -> None:
+        if self._current is not None:
+            record = StepRecord()
+            with self._condition.updating("What a step left to do", record):
+                self._current.flush(record)
+
+    def _evaluation(self, batch: Any) -> Evaluation:
+        """The evaluation of batches of one shape; the first batch places all state."""
+        current = self._current or self._prepare(batch)
+        shape = signature(batch)
+
+        def make() -> Evaluation:
+            spec = self.planner.batch_spec(batch)
+            runner = self._runners.get(shape, current)
+            with with_shapes_before(batch, self._runners):
+                return make_evaluation(self.planner, self.stores, spec, runner)
+
+        return self._forward.get(("evaluate", shape), make)
+
+    def _apply(
+        self,
+        function: Callable,
+        batch: Any,
+        key: jax.Array | None,
+        num_microbatches: int,
+        of_params: Callable[[Callable], Callable] | None = None,
+    ) -> Any:
+        """`apply`; for `of_params` see `user_function`."""
+        self._condition.check()
+        check_values(batch)
+        current = self._placed()
+
+        def make() -> ForwardRunner:
+            rest = num_microbatches, self.planner.num_shares
+            spec = batch_spec(batch, *rest, setting="num_microbatches")
+            found = user_function(function, self.planner.problem, key, of_params)
+            forward = plan_forward(
+                self.planner,
+                found,
+                spec,
+                AtRest(self._residents.homes, self._residents.layouts),
+                num_microbatches=num_microbatches,
+            )
+            if num_microbatches > 1:
+                check_rows_of_outputs(forward, spec, found.name)
+            return ForwardRunner(forward, self.stores, spec)
+
+        kind = None if key is None else (np.shape(key), str(jnp.result_type(key)))
+        named = SameFunction(function), kind, num_microbatches, signature(batch)
+        runner = self._forward.get(named, make)
+        self._flush()
+        keys = [] if key is None else microbatch_keys(key, num_microbatches)
+        outputs = runner.outputs(runner.run(batch, keys, current))
+        return joined(outputs, self.planner.num_shares)
+
+    def _of_params(self) -> Callable[[Callable], Callable] | None:
+        """For an engine of modules: see `user_function`."""
+        return None
+
+    def _decoder(self, given: Decoder | None) -> Decoder:
+        """The given decoder, or the one of the model.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if given is None:
+            raise ValueError(
+                "This engine trains a function, so it does not know how the model "
+                "decodes. Pass decoder=zinf.inference.Decoder(apply, init_cache)."
+            )
+        return given
+
+    def _token_scores(self) -> Callable:
+        """What `log_probabilities` applies, if the engine knows its model."""
+        raise ValueError(
+            "This engine trains a function, so it does not know how the model scores "
+            "tokens. Use engine.apply with a function that returns log-probabilities."
+        )
+
+    def _generate(
+        self,
+        prompts: Sequence[Any],
+        decoder: Decoder,
+        sampling: Sampling,
+        asked: Asked,
+        key: jax.Array | None,
+    ) -> list[list[int]]:
+        self._condition.check()
+        current = self._placed()
+        if key is None and not sampling.is_greedy:
+            raise ValueError(
+                f"With temperature = {sampling.temperature} tokens are drawn: pass "
+                "key=jax.random.key(0), or temperature=0."
+            )
+        problem, of_params = self.planner.problem, self._of_params()
+        planner = GenerationPlanner(
+            self.planner,
+            AtRest(self._residents.homes, self._residents.layouts),
+            decoder,
+            sampling,
+            lambda f: problem.bound(f if of_params is None else of_params(f)),
+            jax.random.key(0) if key is None else key.reshape(-1)[0],
+        )
+        same = SameFunction(decoder.apply), sampling.steps, str(planner.key.dtype)
+        self._flush()
+        return complete(
+            prompts,
+            asked,
+            planner,
+            key,
+            self.stores,
+            current,
+            lambda shape, make: self._forward.get((*same, shape), make),
+        )
+
+    def _placed(self) -> AbstractRunner:
+        """The current runner, which exists from the first batch on."""
+        if self._current is None:
+            raise ValueError(
+                "Arrays have their places when the first batch is known, and none was "
+                "given yet. Pass batch= to zinf.initialize, or take a step first."
+            )
+        return self._current
+
+    def _current_residents(self) -> Residents:
+        self._placed()
+        self._flush()
+        return self._residents
+
+    def _prepare(self, batch: Any) -> AbstractRunner:
+        shape = signature(batch)
+        if self._runners.get(shape) is not self._current:
+            self._flush()
+        if shape not in self._runners:
+            with with_shapes_before(batch, self._runners):
+                self._runners[shape] = self._ahead.take(shape) or self._make(batch)
+        self._current = switch(self._current, self._runners[shape])
+        return self._current
+
+    def _make(self, batch: Any) -> AbstractRunner:
+        spec = self.planner.batch_spec(batch)
+        made = self.planner.plan(spec, self._at_rest())
+        if not self.is_placed:
+            self._place(made)
+        return _runner(made, self.planner, self.stores, spec, self._pending_save)
+
+    def _at_rest(self) -> AtRest | None:
+        """Where the arrays rest; None if they are not placed yet."""
+        if not self.is_placed:
+            return None
+        residents = self._residents
+        is_in_stacks = isinstance(self.stores.host, PinnedStore)
+        return AtRest(residents.homes, residents.layouts, is_in_stacks)
+
+    def _place(self, made: Streamed | Fused | Offloaded) -> None:
+        plan, layouts = made.plan, made.layouts
+        stacks = made.program.stacks if isinstance(made, Offloaded) else ()
+        stores = make_stores(plan, self.planner, stacks)
+        close = self._pending_save.close
+        self.stores, self._closing = stores, close_when_dropped(self, close, stores)
+        try:
+            self._residents = make_residents(self.stores, self.planner, plan, layouts)
+            self.initialize_state()
+            if self._restore_from is not None:
+                self._read_state(*self._restore_from)
+        except BaseException:
+            self.stores.close()
+            self._closing.detach()
+            raise
+
+    def _read_state(self, directory: Place, verify: bool) -> None:
+        def take(scalars: Mapping[str, Any]) -> None:
+            self._take_scalars(scalars)
+            self._condition.end(f"A restore failed half-way. {MIXED}")
+            if self._current is not None:
+                self._current.drop_pending()
+
+        read_arrays(directory, self._residents, take_scalars=take, verify=verify)
+        self._condition.mend()
+
+    def _all_scalars(self) -> dict[str, Any]:
+        return {**self._scalars.to_json(), "rng": key_to_json(self.rng)}
+
+    def _take_scalars(self, scalars: Mapping[str, Any]) -> None:
+        rng = key_from_json(scalars.get("rng"), self.rng)
+        self._scalars.from_json(scalars)
+        self.rng = rng
+        self._condition.mend()
+
+    def _read_params(self) -> Any:
+        return self.planner.problem.restore_tree(self._reader())
+
+    def _read_model_state(self) -> Any:
+        return self.planner.problem.restore_state(self._reader())
+
+    def _keys(self) -> list[jax.Array]:
+        return step_keys(self.rng, self.num_steps, self.config.num_microbatches)
+
+    def _reader(self) -> Callable[[str], np.ndarray]:
+        """A function that reads a leaf by its path.
+
+        Before the first batch it returns initial values.
+        """
+        self._condition.check()
+        if self.is_placed:
+            residents = self._current_residents()
+            return partial(read_leaf, residents, self.planner.problem)
+        return dict(self.planner.initial_leaves()).__getitem__
+
+
+def _runner(
+    made: Streamed | Fused | Offloaded,
+    planner: Planner,
+    stores: Stores,
+    spec: Any,
+    pending_save: PendingSave,
+) -> AbstractRunner:
+    # A streamed step waits for each array that it changes, and not for a whole save.
+    pending = pending_save if made.plan.is_one_program else PendingSave()
+    return make_runner(made, planner, stores, spec, pending.wait)
+
+
+def close_all() -> int:
+    """Close every engine of this process that holds state; return how many there were.
+
+    This is for notebooks: after an error, the stored traceback refers to the engine
+    even if no name does.
+
+    Raises:
+        ConcurrentUseError: a call to one of the engines runs in another thread.
+    """
+    placed = [engine for engine in _ENGINES if engine.is_placed]
+    for engine in placed:
+        engine.close()
+    return len(placed)

@@ -1,0 +1,287 @@
+"""`zinf.initialize`: makes an engine from a loss, parameters, optimizer and config."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from zinf.core.config import Config, notices
+from zinf.core.engine.engine import Engine
+from zinf.core.machine.devices import on_devices
+from zinf.core.optim.separate import separate
+from zinf.core.optim.transforms.factory import build_optimizer
+from zinf.core.plan import Plan
+from zinf.core.problem.arguments import check_arguments
+from zinf.core.problem.problem import Problem, make_problem
+from zinf.core.process.jax_modes import Modes
+from zinf.core.sharding import AxisRule, Blocks, axis_rule
+from zinf.core.sharding.axes.sequence import along_sequence
+from zinf.core.sharding.axes.tensor import cut_expert
+from zinf.core.sharding.mesh import TENSOR, axis_size, first_cpu, local_devices
+from zinf.core.step.planner import Planner
+from zinf.core.step.run.calibrate import measure_rates
+from zinf.core.topology import Topology
+from zinf.distributed import AbstractGroup, Alone
+from zinf.moe.exchange import CutExpert, on_mesh
+
+logger = logging.getLogger(__name__)
+
+ConfigSource = Config | Mapping[str, Any] | str | Path | None
+
+
+def initialize(
+    loss_fn: Callable,
+    params: Any,
+    tx: optax.GradientTransformation | None,
+    config: ConfigSource = None,
+    *,
+    has_aux: bool = False,
+    eval_loss_fn: Callable | None = None,
+    rng: jax.Array | None = None,
+    model_state: Any = None,
+    state_rules: Mapping[str, str] | None = None,
+    batch: Any = None,
+    mesh: Mesh | None = None,
+    group: AbstractGroup | None = None,
+) -> Engine:
+    """Prepare training of `params` under `loss_fn`, with state on any tiers.
+
+    zinf overrides a surrounding `jax.set_mesh` (`mesh=` says which devices train) and
+    `jax.transfer_guard`. It overrides strict dtype promotion too, except in `loss_fn`
+    and in functions that make parameters. An engine that is made with 64 bits enabled
+    keeps them enabled.
+
+    No setting of the process is changed. On Linux `zinf.tune_malloc()`, called before
+    jax makes an array, saves memory and page faults.
+
+    Args:
+        loss_fn: a pure function `(params, batch) -> loss`, one floating-point number;
+            with `rng`, `(params, batch, key)`; with `has_aux`, it returns
+            `(loss, aux)`. With `model_state` (batch statistics, counters) it is
+            `(params, model_state, batch[, key])` and returns `(loss, new_model_state)`,
+            or `(loss, (new_model_state, aux))`. If it has a parameter `train`, it is
+            called with `train=True` in training and `train=False` by `evaluate`.
+            The loss of a step is the mean over its microbatches, which have equally
+            many samples. A mean over something else, such as tokens with a label, is
+            returned as `zinf.Weighted(total, weight)`: then the loss of a step is the
+            sum of totals over the sum of weights, of all microbatches and processes.
+        params: a pytree of arrays, or a function of no arguments that returns one: then
+            each leaf is made on its own and the model is never whole in memory.
+        tx: any optax transform whose update of a leaf depends only on that leaf, and
+            on the loss if it takes `value=` (the loss of the step, float32). A
+            leading `optax.clip_by_global_norm` in a chain is allowed too: zinf clips
+            as optax does. None takes the optimizer and the scheduler of the config.
+        config: a dict, a YAML or JSON file, or a `zinf.Config`. Settings without
+            effect, and the values chosen for "auto", are logged as warnings.
+        eval_loss_fn: the function that `evaluate` computes instead of `loss_fn`, such
+            as the loss without dropout. It takes the arguments of `loss_fn`, with or
+            without the key, and returns the loss, alone or first in a tuple. Without
+            it, and without `train`, `evaluate` computes `loss_fn` as training does,
+            with dropout.
+        rng: the key of step i (from 0) is `jax.random.fold_in(rng, i)`, folded again
+            with the number of the microbatch if there are several.
+        state_rules: how the model states of a step's microbatches, which all start from
+            the same state, become one: "mean", "sum" (of what each adds), "max", "min"
+            or "last", by glob pattern over key paths, such as {"count": "sum"}.
+            Floating-point leaves without a rule are averaged and random keys are those
+            of the last microbatch; with several microbatches others need a rule.
+        batch: an example, or its shapes. If given, the plan is made and all state is
+            placed now, otherwise at the first step.
+        mesh: the devices that train, as `zinf.make_mesh(devices)` arranges them: axes
+            of `zinf.mesh.AXES`, in any order. The default is what `mesh` in the config
+            asks for, or else all accelerators. If there are several processes, each
+            gives its own part of every batch.
+        group: the processes that train together, from `zinf.distributed.join`; without
+            it this process is the only one.
+
+    Raises:
+        ValueError: the message says what was asked, what was found and what to change.
+            Causes are a coupled optimizer, a leaf that is not an array, an unknown
+            config key, a batch that cannot be divided, budgets that no plan keeps
+            (`InfeasibleError`), processes of one `group` that begin with different
+            values, and `jax.disable_jit`.
+        StorageError: a folder of the nvme tier cannot be used, or has too little space.
+    """
+    planner = make_planner(
+        loss_fn,
+        params,
+        tx,
+        config,
+        has_aux=has_aux,
+        eval_loss_fn=eval_loss_fn,
+        rng=rng,
+        model_state=model_state,
+        state_rules=state_rules,
+        mesh=mesh,
+        group=group,
+    )
+    if planner.config.rates == "measured":
+        if planner.group.count == 1:
+            planner = replace(planner, measure=measure_rates)
+        else:
+            logger.info("Several processes plan by fixed rates; none are measured.")
+    engine = Engine(planner, rng)
+    if batch is not None:
+        engine.prepare(batch)
+    return engine
+
+
+def plan_only(
+    loss_fn: Callable,
+    params: Any,
+    tx: optax.GradientTransformation | None,
+    config: ConfigSource = None,
+    *,
+    batch: Any,
+    **named: Any,
+) -> Plan:
+    """The plan that `initialize` would make; makes no parameter and opens no store.
+
+    Takes the arguments of `initialize`, in the same order. `batch` is required: an
+    example, or its shapes.
+    """
+    planner = make_planner(loss_fn, params, tx, config, **named)
+    return planner.plan_batch(batch).plan
+
+
+def optimizer_of(
+    config: ConfigSource,
+) -> tuple[optax.GradientTransformation, Config]:
+    """The optimizer that a config asks for, and the config."""
+    config = Config.load(config)
+    if config.optimizer is None:
+        raise ValueError(
+            "tx is None, and the config has no optimizer. Give a transform of optax, "
+            "such as optax.adamw(3e-4), or set optimizer: {type: AdamW, params: {lr: "
+            "3e-4}} in the config."
+        )
+    return build_optimizer(config), config
+
+
+def make_planner(
+    loss_fn: Callable,
+    params: Any,
+    tx: optax.GradientTransformation | None,
+    config: ConfigSource = None,
+    *,
+    has_aux: bool = False,
+    eval_loss_fn: Callable | None = None,
+    rng: jax.Array | None = None,
+    model_state: Any = None,
+    state_rules: Mapping[str, str] | None = None,
+    mesh: Mesh | None = None,
+    group: AbstractGroup | None = None,
+    topology: Topology | None = None,
+) -> Planner:
+    """A planner for the arguments of `initialize`.
+
+    Args:
+        topology: the machine of `mesh`, if steps are only compiled for it and not run.
+    """
+    is_of_config = tx is None
+    if tx is None:
+        tx, config = optimizer_of(config)
+    check_arguments(loss_fn, params, tx, has_state=model_state is not None, rng=rng)
+    modes = Modes.current()
+    config, mesh = on_devices(config, mesh)
+    if config.adapter is not None:
+        raise ValueError(
+            "The config has an adapter section, and in Python adapters are made first: "
+            "adapted = zinf.adapt.lora(loss_fn, params, batch=batch, r=8), then "
+            "zinf.initialize(adapted.loss_fn, adapted.params, tx, "
+            "adapted.config(config))."
+        )
+    if config.weight_quantization is not None:
+        raise ValueError(
+            "The config has a weight_quantization section, and such weights are run "
+            "and not trained: zinf generate, zinf evaluate, zinf.hf.open_model, or "
+            "zinf.adapt.quantize in Python. Remove it; to train adapters over weights "
+            "in few bits, set adapter.quantize_base."
+        )
+    modes = replace(modes, default_device=tracing_device(mesh, topology))
+    if not config.is_told and (group is None or group.is_first):
+        for line in notices(config, in_python=True, reads_optimizer=is_of_config):
+            logger.warning(line)
+    rule = axis_rule(
+        mesh,
+        stage=config.stage,
+        min_bytes=config.persistence_bytes,
+        gathers_in_group=config.gathers_in_group,
+        encoding=Blocks() if config.quantizes_weights else None,
+    )
+    with modes.own():
+        problem = make_problem(
+            loss_fn,
+            params,
+            model_state=model_state,
+            state_rules=state_rules,
+            num_microbatches=config.num_microbatches,
+            has_aux=has_aux,
+            eval_loss_fn=eval_loss_fn,
+            frozen=config.frozen,
+            compute_dtype=config.compute_dtype,
+            averages_microbatches=config.loss_average == "microbatches",
+            modes=modes,
+        )
+        problem = _on_mesh(problem, rule, _cut_expert(config, mesh))
+        separated = separate(tx, problem.abstract_params, trainable=problem.trainable)
+        key = None if rng is None else jax.eval_shape(lambda: rng)
+    if group is None:
+        group = Alone()
+        if jax.process_count() > 1:
+            raise ValueError(
+                f"jax runs {jax.process_count()} processes, and zinf was given none of "
+                "them. Start with `group = zinf.distributed.join(...)` in place of "
+                "jax.distributed.initialize, and pass group= to zinf.initialize."
+            )
+    return Planner(problem, separated, config, rule, key, group, topology)
+
+
+def _cut_expert(config: Config, mesh: Mesh) -> CutExpert | None:
+    """What cuts each expert along `tensor`; None if experts stay whole.
+
+    Raises:
+        ValueError: the config asks for another number of devices than the mesh has.
+    """
+    asked = config.expert_parallel.expert_tensor_parallel_size or 1
+    count = axis_size(mesh, (TENSOR,))
+    if asked not in (1, count):
+        raise ValueError(
+            f"expert_parallel.expert_tensor_parallel_size is {asked}, and {count} "
+            "devices divide the weights around experts (mesh.tensor, or "
+            "tensor_parallel.autotp_size). Make it the same number, or 1, which leaves "
+            "experts whole."
+        )
+    return cut_expert if asked > 1 else None
+
+
+def _on_mesh(problem: Problem, rule: AxisRule, cut: CutExpert | None) -> Problem:
+    """A problem whose functions are traceable only, for the mesh of a rule."""
+
+    def divided(loss: Callable) -> Callable:
+        return along_sequence(on_mesh(loss, rule.mesh, cut), rule)
+
+    evaluation = problem.evaluation_loss
+    return replace(
+        problem,
+        loss=divided(problem.loss),
+        evaluation_loss=None if evaluation is None else divided(evaluation),
+        bound=lambda function: on_mesh(problem.bound(function), rule.mesh, cut),
+    )
+
+
+def tracing_device(mesh: Mesh, topology: Topology | None) -> jax.Device | None:
+    """The default device while a loss is traced; None for jax's own.
+
+    Layers choose kernels by this device (`zinf.tiling`). A step that is planned for
+    another machine is traced as on a CPU, without kernels.
+    """
+    if topology is not None:
+        return first_cpu()
+    first = local_devices(mesh)[0]
+    return None if first.platform == jax.default_backend() else first

@@ -1,0 +1,113 @@
+"""The few numbers that a resume needs besides the arrays of leaves."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+
+from zinf.core.config import LossScaling
+from zinf.core.engine.saved_scalars import parse_scalars
+from zinf.core.optim.advance import Advance
+from zinf.core.optim.loss_scale import LossScale, LossScaleSettings
+from zinf.core.optim.separate import Separated
+from zinf.core.optim.update import compile_advance
+from zinf.core.sharding.mesh import first_cpu
+
+# The last one is of the schedule, by which optax's optimizers end.
+COUNT = re.compile(r"\bcount\W*$")
+
+
+class Scalars:
+    """Step count, loss scale, and optimizer state that all leaves share."""
+
+    def __init__(self, separated: Separated, loss_scaling: LossScaling | None):
+        self._separated = separated
+        self.num_steps = 0
+        self._shared = [np.asarray(s.value) for s in separated.shared]
+        self._settings = None
+        self._scale = None
+        if loss_scaling is not None:
+            self._settings = LossScaleSettings(**asdict(loss_scaling))
+            self._scale = LossScale.initial(self._settings)
+
+    @cached_property
+    def _advance(self) -> Any:
+        # On the CPU, because on a device the result would wait behind queued work.
+        return compile_advance(self._separated, device=first_cpu())
+
+    @property
+    def is_scaled(self) -> bool:
+        return self._scale is not None
+
+    @property
+    def loss_scale(self) -> float:
+        return 1.0 if self._scale is None else self._scale.scale
+
+    def learning_rate(self, advanced: Sequence[np.ndarray]) -> float | None:
+        """The rate of a step, as `optax.inject_hyperparams` stores it or by schedule.
+
+        None if the optimizer has no one rate.
+
+        Args:
+            advanced: the shared state after a step. It holds the rate of that step, and
+                one update more than were done before it.
+        """
+        count = 1
+        for state, value in zip(self._separated.shared, advanced, strict=True):
+            if state.optax_path.replace("'", "").rstrip("]").endswith("learning_rate"):
+                return float(value)
+            if COUNT.search(state.optax_path):
+                count = int(value)
+        if self._separated.rate is None:
+            return None
+        with jax.default_device(first_cpu()):
+            return float(self._separated.rate(np.int32(count - 1)))
+
+    def advance(self) -> Advance:
+        """Shared state and step values of the next step. Changes nothing."""
+        reads_loss = self._separated.reads_loss
+        return Advance(self._shared, self._advance, reads_loss=reads_loss)
+
+    def commit(self, advanced: Sequence[np.ndarray], *, skipped: bool) -> None:
+        """Count a step. A skipped step does not advance the optimizer's own count."""
+        self.num_steps += 1
+        if not skipped:
+            self._shared = list(advanced)
+        if self._scale is not None:
+            self._scale = self._scale.update(skipped)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "num_steps": self.num_steps,
+            "shared": [
+                {"name": s.optax_path, "dtype": str(x.dtype), "value": x.tolist()}
+                for s, x in zip(self._separated.shared, self._shared, strict=True)
+            ],
+            "loss_scale": None if self._scale is None else self._scale.to_dict(),
+        }
+
+    def from_json(self, state: Mapping[str, Any]) -> None:
+        """Restore what `to_json` returned.
+
+        Raises:
+            ValueError: the state is of another optimizer, or damaged. Then nothing was
+                changed (see [Note: saved scalars]).
+        """
+        saved = parse_scalars(state)
+        names = [s.optax_path for s in self._separated.shared]
+        found = [s.name for s in saved.shared]
+        if found != names:
+            raise ValueError(
+                f"The saved optimizer shares {found}, this one {names}. Resume with "
+                "the optimizer that the run was started with."
+            )
+        pairs = zip(saved.shared, self._shared, strict=True)
+        self._shared = [s.array(like) for s, like in pairs]
+        self.num_steps = saved.num_steps
+        if self._settings is not None and saved.loss_scale is not None:
+            scale = saved.loss_scale.model_dump()
+            self._scale = LossScale.from_dict(self._settings, scale)

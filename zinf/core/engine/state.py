@@ -1,0 +1,166 @@
+"""Opens the stores of a plan and writes the initial state, one leaf at a time."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from zinf.core.memory import Residents, Stores, open_stores
+from zinf.core.memory.host.pages import PAGEABLE, open_pages
+from zinf.core.memory.host.pinned import Stack
+from zinf.core.plan import Plan
+from zinf.core.problem.problem import Problem
+from zinf.core.problem.state_rules import combined
+from zinf.core.program import ArrayId, Role, Tier
+from zinf.core.sharding import Layouts
+from zinf.core.sharding.mesh import local_devices
+from zinf.core.step.planner import Planner
+from zinf.core.step.run.outcome import Outcome
+from zinf.core.step.run.run import StepRecord
+from zinf.core.step.updates import block_bytes, cpu_device
+from zinf.distributed import Digests
+
+
+def make_stores(plan: Plan, planner: Planner, stacks: Sequence[Stack] = ()) -> Stores:
+    """Empty stores with the capacities that a plan was made for.
+
+    Args:
+        stacks: what rests in pinned host memory, for an offloaded step.
+
+    Raises:
+        NotImplementedError, ValueError: a streamed step cannot have its host memory as
+            `memory.pinned` asks (`zinf.core.memory.host.pages`).
+    """
+    config, mesh, capacity = planner.config, planner.rule.mesh, plan.capacity_bytes
+    pages = PAGEABLE
+    if not plan.is_one_program:
+        needed = plan.peak_bytes[Tier.HOST]
+        gather = planner.group.gather
+        pages = open_pages(config.pinned, local_devices(mesh), needed, gather)
+    return open_stores(
+        list(mesh.devices.flat),
+        device_bytes=capacity[Tier.DEVICE],
+        host_bytes=capacity[Tier.HOST],
+        nvme_bytes=capacity[Tier.NVME],
+        stacks=stacks,
+        pages=pages,
+        **({} if plan.is_one_program else _own_folders(config.nvme_options)),
+    )
+
+
+def _own_folders(options: dict[str, Any]) -> dict[str, Any]:
+    """`options` with NVMe folders of this process alone: processes may share drives."""
+    if jax.process_count() == 1:
+        return options
+    name = f"process-{jax.process_index()}"
+    paths = [path / name for path in options["nvme_paths"]]
+    return {**options, "nvme_paths": paths}
+
+
+def make_residents(
+    stores: Stores, planner: Planner, plan: Plan, layouts: Layouts
+) -> Residents:
+    """The persistent arrays of a plan; space on nvme is checked and reserved.
+
+    Raises:
+        StorageError: a drive is not writable, or has less space than a step needs.
+    """
+    specs, separated = planner.array_specs(), planner.separated
+    homes = {a: tier for a, tier in plan.homes.items() if a.role != Role.CONST}
+    residents = Residents(stores, specs, homes, layouts)
+    if stores.nvme is not None:
+        stores.nvme.check_space(plan.peak_bytes[Tier.NVME])
+        by_row = {a.whole for a in homes if a.rows}
+        # A chunk holds the rows of one block, so no two blocks share a chunk.
+        limit = block_bytes(separated)
+        chunks = {
+            a: 1 if a in by_row else _block_rows(share.shape, share.nbytes, limit)
+            for a, share in (
+                (a, layouts.share_spec(a, spec)) for a, spec in specs.items()
+            )
+        }
+        residents.create(chunks)
+    return residents
+
+
+def initialize_arrays(planner: Planner, residents: Residents) -> Digests:
+    """Write the initial value of every array to its home.
+
+    Only one leaf at a time is in memory, with blocks of its optimizer state.
+
+    Returns:
+        Digests of all leaves, to compare them with those of the other processes.
+    """
+    digests = Digests(planner.group)
+    problem, separated = planner.problem, planner.separated
+    # Optimizer state is computed on the CPU: it does not go to an accelerator and back.
+    device = cpu_device(planner.rule.mesh)
+    updates = {leaf.path: (i, leaf) for i, leaf in enumerate(separated.leaves)}
+    limit = block_bytes(separated)
+    for path, leaf in planner.initial_leaves():
+        spec = problem.params[path]
+        digests.add(path, leaf)
+        if spec.has_master:
+            residents.write(ArrayId(Role.MASTER, path), leaf)
+        compute = np.asarray(leaf).astype(spec.compute.dtype, copy=False)
+        residents.write(ArrayId(Role.PARAM, path), compute)
+        del compute
+        if path in updates:
+            number, update = updates[path]
+            may_block = residents.layouts.of(ArrayId(Role.PARAM, path)).has_whole_rows
+            by_rows = update.is_elementwise and may_block
+            for rows, block in _state_blocks(leaf, by_rows, limit):
+                states = separated.init_state(number, block, device=device)
+                for state, content in zip(update.states, states, strict=True):
+                    array = state.array(path, rows)
+                    residents.write_new(array, np.asarray(content))
+                residents.stores.heap.relieve()
+    return digests
+
+
+def read_leaf(residents: Residents, problem: Problem, path: str) -> np.ndarray:
+    """A copy of a leaf: of its master, or of its parameter if it has no master."""
+    role = Role.MASTER if problem.params[path].has_master else Role.PARAM
+    return np.array(residents.read(ArrayId(role, path)))
+
+
+def write_model_state(
+    residents: Residents, planner: Planner, outcome: Outcome, record: StepRecord
+) -> None:
+    """Replace the model state by that of a step.
+
+    `record.is_mixed` is set until all arrays are written, and stays set on failure.
+    """
+    new = jax.tree.leaves(outcome.extra["model_state"])
+    record.is_mixed = True
+    for path, content in zip(planner.problem.state_paths, new, strict=True):
+        array = ArrayId(Role.PARAM, path)
+        rule = planner.problem.state_rules[path]
+        # Only a sum reads the state before the step.
+        old = residents.read(array) if rule == "sum" else content[0]
+        residents.write(array, combined(rule, np.asarray(old), np.asarray(content)))
+    record.is_mixed = False
+
+
+def _state_blocks(
+    leaf: np.ndarray, by_rows: bool, limit: int
+) -> Iterator[tuple[tuple[int, int] | None, Any]]:
+    """Yields `(rows, block of the leaf)`, to make optimizer state block by block.
+
+    `rows` is None if the block is the whole leaf.
+    """
+    step = _block_rows(leaf.shape, leaf.nbytes, limit)
+    if step is None or not by_rows:
+        yield None, leaf
+        return
+    for start in range(0, leaf.shape[0], step):
+        rows = (start, min(start + step, leaf.shape[0]))
+        yield rows, leaf[slice(*rows)]
+
+
+def _block_rows(shape: tuple[int, ...], nbytes: int, limit: int) -> int | None:
+    """Number of rows in a block of an array, or None if the array is one block."""
+    if not shape or nbytes <= limit:
+        return None
+    return max(1, limit * shape[0] // nbytes)

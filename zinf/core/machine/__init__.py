@@ -1,0 +1,1 @@
+"""The machine: its devices, its budgets, its rates."""

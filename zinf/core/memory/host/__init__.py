@@ -1,0 +1,1 @@
+"""The host tier, and memory that devices and drives reach."""

@@ -1,0 +1,190 @@
+"""The persistent arrays of a run, addressed as wholes wherever their pieces rest."""
+
+from collections.abc import Iterator, Mapping
+
+import jax
+import numpy as np
+
+from zinf.core.memory.nvme import NvmeStore
+from zinf.core.memory.shares import (
+    gathered,
+    in_device_form,
+    to_devices,
+    to_part_of_share,
+    to_shares,
+)
+from zinf.core.memory.stores import Stores
+from zinf.core.program import ArrayId, ArraySpec, Tier
+from zinf.core.sharding import Layouts, layouts_on_one
+
+
+class Residents:
+    """Reads and writes any rows of any persistent array, from or to its home.
+
+    A leaf stacked over layers may be kept in pieces, each with some of its rows, on
+    different tiers. Callers read and write the leaf, or any rows of it, without knowing
+    the pieces.
+
+    With several processes, each keeps its share of every array. `read` gathers the
+    shares, so all processes must read the same arrays in the same order. `write` gets
+    the whole array in every process, and each keeps its share of it.
+
+    Args:
+        specs: the spec of every array as a whole, by its id without rows.
+        homes: the tier of every piece: whole arrays, or rows of them.
+        layouts: how arrays lie on the devices; by default all lie on one device.
+    """
+
+    def __init__(
+        self,
+        stores: Stores,
+        specs: Mapping[ArrayId, ArraySpec],
+        homes: Mapping[ArrayId, Tier],
+        layouts: Layouts | None = None,
+    ):
+        self.stores, self.specs, self.homes = stores, dict(specs), dict(homes)
+        self.layouts = layouts or layouts_on_one(stores.device.device, specs)
+        self._pieces: dict[ArrayId, list[ArrayId]] = {}
+        for piece in self.homes:
+            self._pieces.setdefault(piece.whole, []).append(piece)
+        for pieces in self._pieces.values():
+            pieces.sort(key=lambda piece: piece.rows or (0, 0))
+
+    def create(self, rows_per_chunk: Mapping[ArrayId, int | None]) -> None:
+        """Creates the arrays of the nvme tier, which reserves their bytes and files."""
+        for whole, pieces in self._pieces.items():
+            if any(self.homes[piece] == Tier.NVME for piece in pieces):
+                store = self.stores[Tier.NVME]
+                assert isinstance(store, NvmeStore)
+                share = self.layouts.share_spec(whole, self.specs[whole])
+                cut = self.layouts.of(whole).cut_dims
+                rows = rows_per_chunk.get(whole)
+                store.create(whole, share, rows, cut_dims=cut)
+
+    def read(self, array: ArrayId) -> np.ndarray:
+        """`array` (whole, or any rows) on the host; the caller must not change it."""
+        if array.rows and not self.layouts.of(array.whole).has_whole_rows:
+            return self.read(array.whole)[slice(*array.rows)]
+        parts = [
+            gathered(self._share(piece, wanted), self.layouts.of(wanted))
+            for piece, wanted in self._overlaps(array)
+        ]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def write(self, array: ArrayId, content: np.ndarray) -> None:
+        """Replaces `array` (whole, or any rows) with `content` at its home."""
+        if array.rows and not self.layouts.of(array.whole).has_whole_rows:
+            self._write_cut_rows(array, content)
+            return
+        start = array.rows[0] if array.rows else 0
+        for piece, wanted in self._overlaps(array):
+            part = content
+            if wanted != array:
+                assert wanted.rows is not None
+                part = content[wanted.rows[0] - start : wanted.rows[1] - start]
+            share = self.layouts.of(wanted).take_share(part)
+            self._write_share(piece, wanted, share)
+
+    def pieces(self, whole: ArrayId) -> list[ArrayId]:
+        """The pieces that an array is kept in, in order: itself, or rows of it."""
+        return self._pieces[whole]
+
+    def homes_of(self, array: ArrayId) -> list[ArrayId]:
+        """The pieces that hold any part of `array` (whole, or any rows), in order."""
+        return [piece for piece, _ in self._overlaps(array)]
+
+    def read_share(self, array: ArrayId) -> np.ndarray:
+        """This process's share of an array, or rows of the share, on the host.
+
+        Row numbers count in the share. No other process has to call it. It may be
+        called during a step while the array is held (`Holds`). The caller must not
+        change the result.
+        """
+        parts = [self._share_rows(*pair) for pair in self._overlaps(array)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def write_share(self, array: ArrayId, content: np.ndarray) -> None:
+        """Replaces this process's share of an array, or rows of the share.
+
+        If an array is sharded by rows over several devices, only the whole share can be
+        written. Writing it is a collective: all processes must write the same arrays in
+        the same order.
+        """
+        start = array.rows[0] if array.rows else 0
+        for piece, wanted in self._overlaps(array):
+            part = content
+            if wanted != array:
+                assert wanted.rows is not None
+                part = content[wanted.rows[0] - start : wanted.rows[1] - start]
+            self._write_share(piece, wanted, part)
+
+    def _share_rows(self, piece: ArrayId, wanted: ArrayId) -> np.ndarray:
+        store = self.stores[self.homes[piece]]
+        if self.homes[piece] != Tier.DEVICE:
+            return store.read(wanted).result()
+        layout = self.layouts.of(piece)
+        box = layout.box
+        if wanted.rows is not None:
+            start = box[0][0] - (piece.rows[0] if piece.rows else 0)
+            rows = (wanted.rows[0] + start, wanted.rows[1] + start)
+            box = (rows, *box[1:])
+        return to_part_of_share(store.read(piece).result(), layout, box)
+
+    def write_new(self, array: ArrayId, content: np.ndarray) -> None:
+        """Like `write`, but accepts rows of an array that does not exist yet.
+
+        Rows on nvme go straight to their file. In memory the whole array is made first;
+        its other rows are undefined until they are written.
+        """
+        whole = array.whole
+        if array.rows is not None and self._pieces[whole] == [whole]:
+            store = self.stores[self.homes[whole]]
+            if not isinstance(store, NvmeStore) and not store.contains(whole):
+                shape = self.layouts.of(whole).share_shape
+                self._write_share(whole, whole, np.empty(shape, content.dtype))
+        self.write(array, content)
+
+    def _write_cut_rows(self, array: ArrayId, content: np.ndarray) -> None:
+        """Writes those rows that this process keeps of an array sharded by rows.
+
+        A process that keeps none of them writes its share too, because writing to the
+        devices is a collective.
+        """
+        whole = array.whole
+        assert array.rows is not None and self._pieces[whole] == [whole]
+        share = np.array(self._share(whole, whole))
+        (first, last), *_ = self.layouts.of(whole).box
+        start, stop = max(array.rows[0], first), min(array.rows[1], last)
+        if start < stop:
+            part = content[start - array.rows[0] : stop - array.rows[0]]
+            share[start - first : stop - first] = part
+        self._write_share(whole, whole, share)
+
+    def _share(self, piece: ArrayId, wanted: ArrayId) -> np.ndarray:
+        """This process's share of some rows of a piece, on the host."""
+        content = self.stores[self.homes[piece]].read(wanted).result()
+        if isinstance(content, np.ndarray):
+            return content
+        return to_shares([content], [self.layouts.of(wanted)])[0]
+
+    def _write_share(self, piece: ArrayId, wanted: ArrayId, share: np.ndarray) -> None:
+        tier = self.homes[piece]
+        content: np.ndarray | jax.Array = share
+        if tier == Tier.DEVICE:
+            layout = self.layouts.of(wanted)
+            content = in_device_form(to_devices([share], [layout])[0], layout)
+        self.stores[tier].write(wanted, content).result()
+
+    def _overlaps(self, array: ArrayId) -> Iterator[tuple[ArrayId, ArrayId]]:
+        """`(piece, the rows of it that belong to array)`, in order."""
+        pieces = self._pieces[array.whole]
+        if pieces[0].rows is None:
+            yield pieces[0], array
+            return
+        start, stop = array.rows or (0, self.specs[array.whole].shape[0])
+        # Arrays in pieces are not sharded by rows: row numbers are those of the share.
+        for piece in pieces:
+            assert piece.rows is not None
+            low, high = max(start, piece.rows[0]), min(stop, piece.rows[1])
+            if low < high:
+                yield piece, piece.piece((low, high))

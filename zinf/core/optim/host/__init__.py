@@ -1,0 +1,1 @@
+"""Updates of arrays in host memory, in place."""

@@ -1,0 +1,1 @@
+"""The optax transforms that a config may ask for."""

@@ -1,0 +1,1 @@
+"""The user's function, parameters and losses as flat arrays."""

@@ -1,0 +1,383 @@
+"""The training problem: a loss over a flat dict of arrays, for any pytree of the user.
+
+Everything below the engine names a parameter by its key path. This module turns the
+user's loss, parameters and model state into that form, and back.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zinf.core.jaxpr.keys import from_words, in_words, is_key, to_words
+from zinf.core.problem.leafwise import (
+    abstract_leaves,
+    initialize,
+    is_function,
+    leaves_of,
+)
+from zinf.core.problem.modes import evaluated, for_evaluation, for_training
+from zinf.core.problem.source import (
+    NUMBERS,
+    WrongResult,
+    described,
+    listed,
+    named_leaves,
+)
+from zinf.core.problem.state_rules import rules_of
+from zinf.core.problem.weighted import weighed, with_weight
+from zinf.core.process.jax_modes import Modes
+
+STATE_PREFIX = "model_state/"
+MASTER_DTYPE = "float32"
+OVERWRITTEN = "_overwrite_with_gradient"  # a collection of variables in Flax
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One leaf: as given, as stored (`master`), and as the loss sees it (`compute`).
+
+    Typed random keys are stored as their 32-bit words, and given to the loss as keys.
+    """
+
+    path: str
+    given: jax.ShapeDtypeStruct
+    master: jax.ShapeDtypeStruct
+    compute: jax.ShapeDtypeStruct
+    is_trainable: bool
+
+    @property
+    def has_master(self) -> bool:
+        """True if the master is an array of its own, besides the compute copy."""
+        return self.is_trainable and self.master.dtype != self.compute.dtype
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A loss over named arrays.
+
+    Attributes:
+        params: every leaf of the parameters, then of the model state, by key path.
+        abstract_params: the user's parameter pytree in master dtypes (typed keys kept).
+        loss: `(flat arrays, batch[, key]) -> (loss, {"aux": ..., "model_state": ...})`.
+            If the user's function returns a `Weighted`, its total is the loss, and the
+            second dict has its "weight" too.
+        evaluation_loss: `(flat arrays, batch[, key]) -> (loss, {})`, with the weight in
+            the same way; or None if it computes what `loss` does.
+        modes: jax's modes, in which the user's functions are traced.
+        state_paths: the leaves that the loss returns anew, in the order of
+            the flattened `model_state` output.
+        state_rules: for each of them, how those of microbatches become one.
+        bound: turns any function of the user, `(params[, model_state], batch[, key])`,
+            into one of `(flat arrays, batch[, key])`.
+    """
+
+    params: Mapping[str, ParamSpec]
+    abstract_params: Any
+    loss: Callable
+    evaluation_loss: Callable | None
+    state_paths: tuple[str, ...]
+    state_rules: Mapping[str, str]
+    bound: Callable[[Callable], Callable]
+    modes: Modes
+    _source: Any = field(repr=False)
+    _state: Any = field(repr=False)
+    _structure: Any = field(repr=False)
+    _state_structure: Any = field(repr=False)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether functions of the user take the model state after the parameters."""
+        return self._state is not None
+
+    @property
+    def trainable(self) -> frozenset[str]:
+        return frozenset(p for p, spec in self.params.items() if spec.is_trainable)
+
+    def abstract_arguments(self) -> "OrderedDict[str, jax.ShapeDtypeStruct]":
+        """The first argument of `loss`, in compute dtypes."""
+        return OrderedDict((p, spec.compute) for p, spec in self.params.items())
+
+    def initial_leaves(self, device: jax.Device) -> Iterator[tuple[str, np.ndarray]]:
+        """`(path, value in its master dtype)`, one leaf at a time, keys as words."""
+        for path, leaf in _leaves(self._source, device):
+            yield path, self._stored(path, leaf)
+        if self._state is not None:
+            for name, leaf in _leaves(self._state, device):
+                path = STATE_PREFIX + name
+                yield path, self._stored(path, leaf)
+
+    @cached_property
+    def evaluation(self) -> Callable:
+        """`(arrays, batches, keys) -> losses`: a jitted forward pass a microbatch.
+
+        `arrays` are the leaves in the order of `params`; `batches` and `keys` have a
+        leading microbatch dim, and so have the losses, a `Weighted`.
+        """
+
+        loss = self.evaluation_loss or self.loss
+
+        def evaluate(arrays: Sequence[Any], batches: Any, keys: Any) -> Any:
+            flat = OrderedDict(zip(self.params, arrays, strict=True))
+
+            def one(microbatch: tuple[Any, Any]) -> Any:
+                batch, key = microbatch
+                total, extra = loss(flat, batch, *([] if key is None else [key]))
+                return weighed(total, extra, batch)
+
+            return jax.lax.map(one, (batches, keys))
+
+        return jax.jit(evaluate)
+
+    def restore_tree(self, read: Callable[[str], np.ndarray]) -> Any:
+        """The user's parameter pytree, each leaf read by its path."""
+        paths = [p for p in self.params if not p.startswith(STATE_PREFIX)]
+        leaves = [self._presented(p, read(p)) for p in paths]
+        return jax.tree.unflatten(self._structure, leaves)
+
+    def restore_state(self, read: Callable[[str], np.ndarray]) -> Any:
+        """The model state pytree, or None if there is none."""
+        if self._state is None:
+            return None
+        leaves = [self._presented(p, read(p)) for p in self.state_paths]
+        return jax.tree.unflatten(self._state_structure, leaves)
+
+    def _stored(self, path: str, leaf: Any) -> np.ndarray:
+        spec = self.params[path]
+        stored = np.asarray(to_words(leaf)).astype(spec.master.dtype, copy=False)
+        # It may be the user's own array, which a store must not take over.
+        stored = stored.view()
+        stored.flags.writeable = False
+        return stored
+
+    def _presented(self, path: str, stored: np.ndarray) -> Any:
+        return from_words(stored, self.params[path].given)
+
+
+def make_problem(
+    loss_fn: Callable,
+    params: Any,
+    *,
+    model_state: Any = None,
+    has_aux: bool = False,
+    eval_loss_fn: Callable | None = None,
+    frozen: Sequence[str] = (),
+    compute_dtype: str = MASTER_DTYPE,
+    averages_microbatches: bool = False,
+    state_rules: Mapping[str, str] | None = None,
+    num_microbatches: int = 1,
+    modes: Modes | None = None,
+) -> Problem:
+    """Describes training of `params` under `loss_fn`.
+
+    Args:
+        loss_fn: `(params, batch[, key])`, or with model state
+            `(params, model_state, batch[, key])`; see `zinf.initialize`.
+        params, model_state: a pytree of arrays, or a function of no arguments that
+            returns one.
+        eval_loss_fn: what evaluation computes; see `zinf.initialize`.
+        frozen: glob patterns over key paths; matching leaves get no gradient.
+        compute_dtype: "bfloat16" or "float16" for mixed precision: trained leaves are
+            kept in float32 and cast for the loss. Otherwise leaves keep their dtypes.
+        averages_microbatches: a step's loss is the mean of its microbatches' means.
+        state_rules: see `rules_of`.
+        num_microbatches: of a step.
+        modes: those that the user's functions run in; by default those of the caller.
+
+    Raises:
+        ValueError: a leaf is not an array, or a pattern matches nothing.
+        NotImplementedError: a complex leaf that is not frozen; or leaves that are
+            overwritten with their gradient.
+    """
+    modes = Modes.current() if modes is None else modes
+    params = modes.of_user(params) if is_function(params) else params
+    model_state = (
+        modes.of_user(model_state) if is_function(model_state) else model_state
+    )
+    abstract = abstract_leaves(params)
+    leaves = named_leaves(abstract)
+    if not leaves:
+        raise ValueError("The parameter pytree has no leaves; nothing can be trained.")
+    for pattern in frozen:
+        if not any(fnmatch(path, pattern) for path in leaves):
+            raise ValueError(
+                f"frozen: no parameter matches {pattern!r}. The parameters are "
+                f"{', '.join(list(leaves)[:5])}, ... ({len(leaves)} in all)."
+            )
+    if not any(jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves.values()):
+        path, leaf = next(iter(leaves.items()))
+        raise ValueError(
+            "No parameter is floating-point, so nothing can be trained: "
+            f"{path!r} is {leaf.dtype}. Cast the parameters to float32."
+        )
+    _refuse_overwritten(leaves)
+    mixed = compute_dtype if compute_dtype != MASTER_DTYPE else None
+    specs = {}
+    for path, leaf in leaves.items():
+        is_frozen = any(fnmatch(path, pattern) for pattern in frozen)
+        specs[path] = _param_spec(path, leaf, not is_frozen, mixed)
+    abstract_state = None if model_state is None else abstract_leaves(model_state)
+    state_leaves = named_leaves(abstract_state)
+    state_paths = tuple(STATE_PREFIX + n for n in state_leaves)
+    rules = rules_of(state_leaves, state_rules or {}, num_microbatches=num_microbatches)
+    for path, leaf in zip(state_paths, state_leaves.values(), strict=True):
+        specs[path] = _param_spec(path, leaf, False, None)
+    structure = jax.tree.structure(abstract)
+    state_structure = jax.tree.structure(abstract_state)
+
+    training = modes.of_user(for_training(loss_fn))
+    evaluating = for_evaluation(loss_fn, eval_loss_fn)
+    evaluating = None if evaluating is None else modes.of_user(evaluating)
+
+    def user_trees(flat: Mapping[str, Any]) -> list[Any]:
+        values = [from_words(x, specs[p].given) for p, x in flat.items()]
+        trees = [jax.tree.unflatten(structure, values[: len(leaves)])]
+        if model_state is not None:
+            trees.append(jax.tree.unflatten(state_structure, values[len(leaves) :]))
+        return trees
+
+    def bound(function: Callable) -> Callable:
+        in_modes = modes.of_user(function)
+
+        def on_named(flat: Mapping[str, Any], batch: Any, *key: Any) -> Any:
+            return in_modes(*user_trees(flat), batch, *key)
+
+        return on_named
+
+    def loss(flat: Mapping[str, Any], batch: Any, *key: Any) -> tuple[Any, Any]:
+        result = training(*user_trees(flat), batch, *key)
+        found, extra = _sort_result(result, has_aux, abstract_state)
+        return with_weight(found, extra, averages_microbatches=averages_microbatches)
+
+    def evaluation_loss(
+        flat: Mapping[str, Any], batch: Any, *key: Any
+    ) -> tuple[Any, Any]:
+        assert evaluating is not None
+        result = evaluated(evaluating, (*user_trees(flat), batch), key)
+        return with_weight(result, {}, averages_microbatches=averages_microbatches)
+
+    masters = [x if is_key(x) else specs[p].master for p, x in leaves.items()]
+    return Problem(
+        params=specs,
+        abstract_params=jax.tree.unflatten(structure, masters),
+        loss=loss,
+        evaluation_loss=None if evaluating is None else evaluation_loss,
+        state_paths=state_paths,
+        state_rules={STATE_PREFIX + n: rule for n, rule in rules.items()},
+        bound=bound,
+        modes=modes,
+        _source=params,
+        _state=model_state,
+        _structure=structure,
+        _state_structure=state_structure,
+    )
+
+
+def _refuse_overwritten(paths: Iterable[str]) -> None:
+    """Refuse leaves whose "gradient" is their new value, which an optimizer would add.
+
+    Flax's layers in float8 keep their scales and histories there (`linen.fp8_ops`).
+    """
+    found = [path for path in paths if OVERWRITTEN in path.split("/")]
+    if found:
+        raise NotImplementedError(
+            f"The parameters {listed(found)} are overwritten with their gradient, as "
+            "flax.linen.fp8_ops has it, and zinf updates every parameter by the "
+            "optimizer. Train without float8 layers; bf16 is a key of the config."
+        )
+
+
+def _sort_result(
+    result: Any, has_aux: bool, abstract_state: Any
+) -> tuple[Any, Mapping[str, Any]]:
+    """`(loss, {"aux", "model_state"})` from what the user's function returns."""
+    has_state = abstract_state is not None
+    wanted = "(loss, new_model_state)" if has_state else "(loss, aux)"
+    if has_aux and has_state:
+        wanted = "(loss, (new_model_state, aux))"
+    if not (has_aux or has_state):
+        if isinstance(result, tuple):
+            raise WrongResult(
+                f"loss_fn returned a tuple of {len(result)}; it must return the loss "
+                "alone. If it returns (loss, aux), pass has_aux=True."
+            )
+        return result, {}
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise WrongResult(
+            f"loss_fn must return {wanted}; it returned {described(result)}."
+        )
+    loss, extra = result
+    state, aux = None, None
+    if has_aux and has_state:
+        if not isinstance(extra, tuple) or len(extra) != 2:
+            raise WrongResult(
+                f"loss_fn must return {wanted}; it returned {described(result)}."
+            )
+        state, aux = extra
+    elif has_state:
+        state = extra
+    else:
+        aux = extra
+    if has_state:
+        _check_state(state, abstract_state, wanted)
+    return loss, {"aux": _unwrapped(aux), "model_state": _unwrapped(state)}
+
+
+def _check_state(state: Any, wanted: Any, returned: str) -> None:
+    if jax.tree.structure(state) != jax.tree.structure(wanted):
+        raise WrongResult(
+            f"loss_fn must return {returned} with the structure of model_state, "
+            f"{jax.tree.structure(wanted)}; it returned {jax.tree.structure(state)}."
+        )
+    new = named_leaves(state)
+    for path, old in named_leaves(wanted).items():
+        found = jnp.shape(new[path]), jnp.result_type(new[path])
+        if found != (old.shape, old.dtype):
+            raise WrongResult(
+                f"loss_fn returned the model state {path!r} as {found[1]}"
+                f"{list(found[0])}, but it is {old.dtype}{list(old.shape)}. Shapes and "
+                "dtypes must stay what they are; cast it in loss_fn."
+            )
+
+
+def _unwrapped(tree: Any) -> Any:
+    for path, leaf in named_leaves(tree).items():
+        if not isinstance(leaf, NUMBERS):
+            raise WrongResult(
+                f"loss_fn returned {path!r} as {described(leaf)}, beside the loss; "
+                "what it returns there are arrays of numbers. Leave it out."
+            )
+    return jax.tree.map(lambda x: to_words(jnp.asarray(x)), tree)
+
+
+def _leaves(source: Any, device: jax.Device) -> Iterator[tuple[str, Any]]:
+    if is_function(source):
+        return initialize(source, device=device)
+    return leaves_of(source)
+
+
+def _param_spec(
+    path: str, leaf: Any, may_train: bool, mixed_dtype: str | None
+) -> ParamSpec:
+    if is_key(leaf):
+        words = in_words(leaf)
+        return ParamSpec(path, leaf, words, words, False)
+    if may_train and jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        raise NotImplementedError(
+            f"The parameter {path!r} is {leaf.dtype}, and only real parameters are "
+            "trained. Keep its real and imaginary parts as two arrays and combine them "
+            "in the loss, or name it under `frozen`."
+        )
+    is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+    master = compute = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    if mixed_dtype is not None and is_float:
+        compute = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(mixed_dtype))
+        stored = MASTER_DTYPE if may_train else mixed_dtype
+        master = jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(stored))
+    return ParamSpec(path, leaf, master, compute, is_float and may_train)

@@ -1,0 +1,1 @@
+"""What zinf does to, and knows of, its Python process."""

@@ -1,0 +1,345 @@
+"""Runs a function a block of rows at a time, where its rows are independent.
+
+Activations of a long sequence can be larger than the device: the hidden layer of an
+MLP, the logits of a language model. Where the jaxpr shows that rows (tokens, samples)
+are independent up to sums over them, blocks of rows run in a loop, and only one block's
+intermediate values exist at a time. Arctic Long Sequence Training (arXiv:2506.13996,
+section 3.1) tiles MLP, logits and loss by hand in this way.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import gcd, prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zinf.core.jaxpr import Graph, inline_all, trace, variables
+from zinf.core.jaxpr.compat import (
+    Atom,
+    Equation,
+    Literal,
+    Var,
+    build_jaxpr,
+    evaluate,
+    fresh,
+)
+from zinf.core.jaxpr.graph import variable_bytes
+from zinf.core.jaxpr.primitives import ELEMENTWISE
+from zinf.core.jaxpr.row_rules import (
+    NotByRow,
+    Sum,
+    needs,
+    resized_params,
+    result_dim,
+)
+from zinf.core.jaxpr.slice import Slicer
+from zinf.core.segment.row_sums import is_zeros
+
+
+def by_rows(
+    function: Callable,
+    arguments: Any,
+    may_be_rows: Sequence[Collection[int]],
+    num_blocks: int,
+) -> Callable:
+    """The function, computed in blocks of rows.
+
+    Args:
+        arguments: a pytree of shapes and dtypes, for `function(*arguments)`.
+        may_be_rows: for each leaf, the dims that may be divided into blocks.
+        num_blocks: the least number of blocks, if a divisor of the rows is as large.
+
+    Raises:
+        NotByRow: an equation needs all rows at once; the message says which.
+    """
+    closed, results = trace(function, *arguments)
+    graph = inline_all(closed)
+    structure = jax.tree.structure(results)
+    rows = _best(graph, may_be_rows, num_blocks)
+    count = rows.blocks(num_blocks)
+
+    def run(*arguments: Any) -> Any:
+        leaves = rows.run(jax.tree.leaves(arguments), count)
+        return jax.tree.unflatten(structure, leaves)
+
+    return run
+
+
+def _best(
+    graph: Graph, may_be_rows: Sequence[Collection[int]], num_blocks: int
+) -> "RowWise":
+    """Tries each dim of the largest argument; takes that with the smallest block."""
+    flags = zip(graph.invars, may_be_rows, strict=True)
+    candidates = {v: dims for v, dims in flags if dims}
+    if not candidates:
+        raise NotByRow("there is no argument with rows")
+    largest = max(candidates, key=variable_bytes)
+    found: list[RowWise] = []
+    reasons = []
+    for dim in sorted(candidates[largest]):
+        size = largest.aval.shape[dim]
+        seeds = {}
+        for v, dims in candidates.items():
+            same = [d for d in (dim, *sorted(dims)) if d in dims]
+            fits = [d for d in same if v.aval.shape[d] == size]
+            seeds.update({v: fits[0]} if fits else {})
+        try:
+            rows = RowWise(graph, seeds)
+            if rows.blocks(num_blocks) == 1:
+                raise NotByRow("the number of rows has no such divisor")
+            found.append(rows)
+        except NotByRow as error:
+            reasons.append(f"along dim {dim}: {error}")
+    if not found:
+        raise NotByRow("; ".join(reasons))
+    return min(found, key=lambda rows: rows.largest_bytes(rows.blocks(num_blocks)))
+
+
+@dataclass
+class RowWise:
+    """The values of a program that are by row, given its inputs that are (`seeds`).
+
+    Attributes:
+        dims: values that are computed by block, and the dim of their rows.
+        varying: of these, those that really differ between rows.
+        sliced: values that are computed as wholes, and read by block.
+        sums: values that are sums over all rows.
+        phase: for every value, the number of loops over the rows that must end before
+            it can be computed.
+    """
+
+    graph: Graph
+    seeds: Mapping[Var, int]
+    dims: dict[Var, int] = field(default_factory=dict)
+    varying: set[Var] = field(default_factory=set)
+    sliced: dict[Var, int] = field(default_factory=dict)
+    sums: set[Var] = field(default_factory=set)
+    phase: dict[Var, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.producer = {v: e for e in self.graph.equations for v in e.outvars}
+        self.dims.update(self.seeds)
+        self.varying.update(self.seeds)
+        self.phase.update(dict.fromkeys((*self.graph.invars, *self.graph.consts), 0))
+        followed = [(e, self._follow(e)) for e in self.graph.equations]
+        for equation, dims in followed:
+            if dims and dims != self.dims_of(equation):
+                raise NotByRow("a value is read both by row and as a whole")
+
+    def _follow(self, equation: Equation) -> dict[int, int]:
+        """Classifies the results of an equation; returns which operands are by row."""
+        dims = self.dims_of(equation)
+        if not any(a in self.varying for a in variables(equation.invars)):
+            dims = {}  # equal for all rows, even where it is read by row
+        phase = max((self.phase[v] for v in variables(equation.invars)), default=0)
+        result: Any = None
+        if dims:
+            for number, dim in needs(equation, dims).items():
+                self._demand(equation.invars[number], dim)
+            dims = self.dims_of(equation)
+            result = result_dim(equation, dims)
+        if result is Sum:
+            self._check_sum(equation)
+            self.sums.update(equation.outvars)
+            phase += 1
+        elif result is not None:
+            self.dims.update(dict.fromkeys(equation.outvars, result))
+            self.varying.update(equation.outvars)
+        self.phase.update(dict.fromkeys(equation.outvars, phase))
+        return dims
+
+    def dims_of(self, equation: Equation) -> dict[int, int]:
+        return {
+            n: self.dim_of(a)
+            for n, a in enumerate(equation.invars)
+            if self.dim_of(a) is not None
+        }
+
+    def dim_of(self, atom: Atom) -> Any:
+        """The dim along which a value is read by block; None: it is read whole."""
+        if isinstance(atom, Literal):
+            return None
+        return self.dims.get(atom, self.sliced.get(atom))
+
+    def _demand(self, atom: Atom, dim: int) -> None:
+        """Makes a value that is equal for all rows by row: computed so, or read so."""
+        if isinstance(atom, Literal) or self.dim_of(atom) not in (None, dim):
+            raise NotByRow("rows meet others")
+        if self.dim_of(atom) == dim:
+            return
+        equation = self.producer.get(atom)
+        name = equation.primitive.name if equation is not None else ""
+        if equation is not None and name in ELEMENTWISE:
+            for operand in equation.invars:
+                shape = operand.aval.shape
+                if len(shape) == atom.aval.ndim and shape[dim] > 1:
+                    self._demand(operand, dim)
+            self.dims[atom] = dim
+        elif equation is not None and _is_made_anywhere(equation, dim):
+            self.dims[atom] = dim
+        else:
+            self.sliced[atom] = dim
+
+    def _check_sum(self, equation: Equation) -> None:
+        """Rows must be added to zeros, or each block would add the operand."""
+        if equation.primitive.name != "scatter-add":
+            return
+        if not is_zeros(equation.invars[0], self.producer):
+            raise NotByRow("`scatter-add` to what is not zero")
+
+    # Number and size of blocks.
+
+    @cached_property
+    def _divisor(self) -> int:
+        """Every possible number of blocks divides this."""
+        found = {**self.dims, **self.sliced}
+        return gcd(*(v.aval.shape[dim] for v, dim in found.items()))
+
+    def blocks(self, least: int) -> int:
+        """The smallest possible number of blocks from `least` on; else the largest."""
+        divisors = [n for n in range(1, self._divisor + 1) if self._divisor % n == 0]
+        return next((n for n in divisors if n >= least), divisors[-1])
+
+    def largest_bytes(self, num_blocks: int) -> int:
+        """Bytes of the largest intermediate value, of one block if it is by row."""
+        made = [v for e in self.graph.equations for v in e.outvars]
+        sizes = (
+            variable_bytes(v) // (num_blocks if v in self.dims else 1) for v in made
+        )
+        return max(sizes, default=0)
+
+    # Running.
+
+    def run(self, arguments: Sequence[Any], num_blocks: int) -> list[Any]:
+        """The outputs of the program; traceable."""
+        values: dict[Var, Any] = dict(self.graph.consts)
+        values.update(zip(self.graph.invars, arguments, strict=True))
+        for phase in range(1 + max(self.phase.values())):
+            self._run_wholes(values, phase)
+            self._run_blocks(values, phase, num_blocks)
+        return [
+            jnp.asarray(a.val, a.aval.dtype) if isinstance(a, Literal) else values[a]
+            for a in self.graph.outvars
+        ]
+
+    def _run_wholes(self, values: dict[Var, Any], phase: int) -> None:
+        """Equations outside of all rows. XLA drops those that are unused."""
+        for equation in self.graph.equations:
+            out, reads = equation.outvars[0], variables(equation.invars)
+            is_whole = out not in self.varying and out not in self.sums
+            if is_whole and self.phase[out] == phase:
+                jaxpr = build_jaxpr(reads, equation.outvars, [equation])
+                results = evaluate(jaxpr, [values[v] for v in reads])
+                values.update(zip(equation.outvars, results, strict=True))
+
+    def _run_blocks(self, values: dict[Var, Any], phase: int, num_blocks: int) -> None:
+        """The loop whose sums and outputs need only values of this phase."""
+        finals = set(variables(self.graph.outvars))
+        made = [v for e in self.graph.equations for v in e.outvars]
+        sums = [v for v in made if v in self.sums and self.phase[v] == phase + 1]
+        outputs = [
+            v for v in made if v in finals and v in self.dims and self.phase[v] == phase
+        ]
+        outputs = [v for v in outputs if v not in values]
+        if not sums and not outputs:
+            return
+        # Values by block of an earlier loop are recomputed.
+        stop = {v for v in values if v not in self.dims or v in self.seeds}
+        piece = Slicer(self.graph).behind([*sums, *outputs], stop=stop)
+        body = _Block(self, piece.equations, num_blocks)
+        read = piece.inputs
+        blocked = [v for v in read if self.dim_of(v) is not None]
+        same = [v for v in read if v not in blocked]
+
+        def step(totals: list[Any], blocks: list[Any]) -> tuple[list[Any], list[Any]]:
+            known = dict(zip(blocked, blocks, strict=True))
+            known.update((v, values[v]) for v in same)
+            found = body.run(known, [*sums, *outputs])
+            parts, rest = found[: len(sums)], found[len(sums) :]
+            pairs = zip(totals, parts, strict=True)
+            return [t + x.astype(t.dtype) for t, x in pairs], rest
+
+        start = [jnp.zeros(v.aval.shape, _sum_dtype(v)) for v in sums]
+        xs = [_split(values[v], self.dim_of(v), num_blocks) for v in blocked]
+        totals, blocks = jax.lax.scan(step, start, xs, length=num_blocks)
+        for v, total in zip(sums, totals, strict=True):
+            values[v] = total.astype(v.aval.dtype)
+        for v, block in zip(outputs, blocks, strict=True):
+            values[v] = _join(block, self.dims[v])
+
+
+class _Block:
+    """Equations for one block of rows."""
+
+    def __init__(self, rows: RowWise, equations: Sequence[Equation], num_blocks: int):
+        self.rows, self.num_blocks = rows, num_blocks
+        self.renamed: dict[Var, Var] = {}
+        self.equations = [self._resize(e) for e in equations]
+
+    def run(self, known: Mapping[Var, Any], wanted: Sequence[Var]) -> list[Any]:
+        invars = [self._here(v) for v in known]
+        outvars = [self._here(v) for v in wanted]
+        jaxpr = build_jaxpr(invars, outvars, self.equations)
+        return evaluate(jaxpr, list(known.values()))
+
+    def _here(self, atom: Atom) -> Atom:
+        """The aval of a value in one block: fewer rows, and sums in a wide dtype."""
+        if isinstance(atom, Literal):
+            return atom
+        if atom not in self.renamed:
+            aval, dim = atom.aval, self.rows.dim_of(atom)
+            if dim is not None:
+                shape = list(aval.shape)
+                shape[dim] //= self.num_blocks
+                aval = aval.update(shape=tuple(shape))
+            self.renamed[atom] = fresh(aval)
+        return self.renamed[atom]
+
+    def _resize(self, equation: Equation) -> Equation:
+        invars = [self._here(a) for a in equation.invars]
+        outvars = [self._here(v) for v in equation.outvars]
+        params, out = equation.params, equation.outvars[0]
+        if out in self.rows.dims:
+            dim = self.rows.dims[out]
+            params = resized_params(equation, dim, outvars[0].aval.shape[dim])
+        elif out in self.rows.sums and equation.primitive.name == "dot_general":
+            wide = _sum_dtype(out)
+            self.renamed[out] = fresh(out.aval.update(dtype=wide))
+            outvars = [self.renamed[out]]
+            params = {**params, "preferred_element_type": wide}
+        return equation.replace(invars=invars, outvars=outvars, params=params)
+
+
+def _is_made_anywhere(equation: Equation, dim: int) -> bool:
+    """Whether any block of a result can be made alone, without an operand's rows."""
+    if equation.primitive.name == "iota":
+        return equation.params["dimension"] != dim
+    if equation.primitive.name != "broadcast_in_dim":
+        return False
+    dims = list(equation.params["broadcast_dimensions"])
+    return dim not in dims or equation.invars[0].aval.shape[dims.index(dim)] == 1
+
+
+def _sum_dtype(variable: Var) -> np.dtype:
+    """float32 for sums that a narrower dtype would round at every block."""
+    dtype = variable.aval.dtype
+    is_narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return np.dtype(np.float32) if is_narrow else dtype
+
+
+def _split(value: jax.Array, dim: int, num_blocks: int) -> jax.Array:
+    """Blocks of rows along a new leading dim."""
+    shape = value.shape
+    blocks = (*shape[:dim], num_blocks, shape[dim] // num_blocks, *shape[dim + 1 :])
+    return jnp.moveaxis(value.reshape(blocks), dim, 0)
+
+
+def _join(blocks: jax.Array, dim: int) -> jax.Array:
+    """Joins what `_split` divided."""
+    moved = jnp.moveaxis(blocks, 0, dim)
+    shape = moved.shape
+    return moved.reshape((*shape[:dim], prod(shape[dim : dim + 2]), *shape[dim + 2 :]))

@@ -1,0 +1,300 @@
+"""Executables of one body: forward, and backward from the inputs.
+
+On a mesh of several devices each executable is one program for all of them: sharded
+parameters are gathered at its start, gradients leave it sharded, and the sharding of
+all other values follows from that of the batch (GSPMD).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from zinf.core.jaxpr import Graph, flatten, trace
+from zinf.core.jaxpr.keys import in_words
+from zinf.core.segment.by_rows import by_rows
+from zinf.core.segment.passes import BodyPasses
+from zinf.core.segment.row_sums import Lookup, find_lookups, leave_as_rows
+from zinf.core.sharding import Layout, gather, placed_layout, whole_layout
+from zinf.core.sharding.mesh import replicated
+from zinf.core.topology import Collective, collectives_of, compile_for
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Bytes per device that an executable takes besides arguments and results."""
+
+    forward_bytes: int
+    backward_bytes: int
+
+
+@dataclass(eq=False)
+class BodyExecutables(BodyPasses):
+    """The executables of one body, compiled at first use.
+
+    Attributes:
+        params, inputs: the layouts of its arguments; the caches that it overwrites are
+            the last inputs.
+        num_blocks: the least number of blocks of rows of each pass. With more than one,
+            compiling a pass raises `NotByRow` if its rows depend on each other.
+        accumulates: for each trained param, whether its gradient is added to others.
+            Then the gradient of a lookup leaves the backward pass as rows, and the row
+            numbers follow all gradients.
+    """
+
+    is_last: bool
+    mesh: Mesh
+    params: tuple[Layout, ...]
+    inputs: tuple[Layout, ...]
+    num_blocks: int = 1
+    accumulates: tuple[bool, ...] = ()
+    abstract: tuple[jax.ShapeDtypeStruct, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        invars = self.body.jaxpr.invars
+        hoisted = len(invars) - len(self.params) - len(self.inputs)
+        layouts = (*self.params, *self.inputs, *[whole_layout((), self.mesh)] * hoisted)
+        self.abstract = tuple(
+            jax.ShapeDtypeStruct(
+                layout.padded, in_words(v.aval).dtype, sharding=layout.device
+            )
+            for v, layout in zip(invars, layouts, strict=True)
+        )
+
+    def compile(
+        self,
+        function: Callable,
+        *extra: Any,
+        results: Any,
+        reads: Sequence[bool] | None = None,
+    ) -> Any:
+        """Compiles `function(arguments, *extra)`, given its arguments as wholes.
+
+        Args:
+            results: a pytree prefix of shardings; None leaves one to the compiler.
+            reads: the params that it is given; the results do not depend on others.
+        """
+        flags = [True] * len(self.params) if reads is None else list(reads)
+        flags += [True] * (len(self.abstract) - len(flags))
+        pairs = zip(self.abstract, flags, strict=True)
+        given = tuple(x for x, is_read in pairs if is_read)
+        if self.num_blocks > 1:
+            function = self._in_blocks(function, extra)
+
+        def on_wholes(arguments: Sequence[Any], *rest: Any) -> Any:
+            return function(self._wholes(arguments, flags), *rest)
+
+        # Unused arguments stay, so that the compiler counts the bytes that the plan
+        # counts.
+        jitted = jax.jit(on_wholes, out_shardings=results, keep_unused=True)
+        lowered = jitted.lower(given, *extra)
+        return compile_for(self.mesh, lowered)
+
+    def _in_blocks(self, function: Callable, extra: Sequence[Any]) -> Callable:
+        """A pass that runs one block of rows at a time; parameters have no rows."""
+        num_params, num_values = len(self.params), len(self.params) + len(self.inputs)
+        params = [
+            jax.ShapeDtypeStruct(layout.shape, kind.dtype)
+            for layout, kind in zip(self.params, self.abstract, strict=False)
+        ]
+        values = self.abstract[num_params:num_values]
+        kinds = [v.aval for v in self.body.jaxpr.invars[num_params:num_values]]
+        is_key = [jnp.issubdtype(k.dtype, jax.dtypes.prng_key) for k in kinds]
+        hoisted = self.abstract[num_values:]
+        rows = [
+            *[()] * num_params,
+            *([] if k else _whole_dims(x) for x, k in zip(values, is_key, strict=True)),
+            *[()] * len(hoisted),
+            *map(_whole_dims, jax.tree.leaves(extra)),
+        ]
+        arguments = [*params, *values, *hoisted], *extra
+        return by_rows(function, arguments, rows, self.num_blocks)
+
+    def _wholes(self, arguments: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
+        """The arguments of the body: parameters gathered, without padding.
+
+        Parameters that are not given are zeros, which nothing reads.
+        """
+        rest = iter(arguments)
+        wholes = []
+        for kind, layout, is_given in zip(
+            self.abstract, self.params, flags, strict=False
+        ):
+            if is_given:
+                wholes.append(gather(next(rest), layout))
+            else:
+                wholes.append(jnp.zeros(layout.shape, kind.dtype))
+        return [*wholes, *rest]
+
+    @cached_property
+    def backward_reads(self) -> tuple[bool, ...]:
+        """Which params the backward pass reads; traced, not compiled."""
+        if self.is_last or not any(self.are_active):
+            return (True,) * len(self.params)
+        graph = self.vjp_graph
+        read = set(graph.needed_for(graph.outvars).used_invars())
+        return tuple(v in read for v in graph.invars[: len(self.params)])
+
+    @cached_property
+    def vjp_graph(self) -> Graph:
+        """`arguments, cotangents -> gradients, input cotangents`; not of the last."""
+        outvars = zip(self.body.jaxpr.outvars, self.are_active, strict=True)
+        cotangents = [in_words(v.aval) for v, active in outvars if active]
+        arguments = [in_words(v.aval) for v in self.body.jaxpr.invars]
+        closed, _ = trace(self.vjp, tuple(arguments), tuple(cotangents))
+        return flatten(closed)
+
+    @cached_property
+    def lookups(self) -> dict[int, Lookup]:
+        """The gradients that leave the backward pass as rows, by position.
+
+        None on several devices, where rows would have to be exchanged; in blocks, which
+        sum gradients; and for the last segment.
+        """
+        is_simple = self.mesh.size == 1 and self.num_blocks == 1
+        has_vjp = not self.is_last and any(self.are_active)
+        if not (is_simple and has_vjp and any(self.accumulates)):
+            return {}
+        found = find_lookups(self.vjp_graph, sum(self.spec.trainable))
+        return {i: lookup for i, lookup in found.items() if self.accumulates[i]}
+
+    @cached_property
+    def forward(self) -> Any:
+        # Without arguments, only the shardings of results name its devices.
+        is_made_here = not self.body.jaxpr.invars
+        results = replicated(self.mesh) if self.is_last or is_made_here else None
+        if self.spec.caches:
+            return self._compile_in_place(results)
+        return self.compile(self.call, results=results)
+
+    def _compile_in_place(self, results: Any) -> Any:
+        """`(params, inputs and hoisted literals; caches) -> outputs, new caches`.
+
+        The caches are donated. An argument of their own holds them, since `jax.jit`
+        donates whole arguments.
+        """
+        end = len(self.params) + len(self.inputs)
+        first = end - len(self.spec.caches)
+        rest = (*self.abstract[:first], *self.abstract[end:])
+
+        def in_place(arguments: Sequence[Any], caches: Sequence[Any]) -> list[Any]:
+            given = (*arguments[:first], *caches, *arguments[first:])
+            return self.call(self._wholes(given, (True,) * len(self.params)))
+
+        jitted = jax.jit(
+            in_place, donate_argnums=1, out_shardings=results, keep_unused=True
+        )
+        return compile_for(self.mesh, jitted.lower(rest, self.abstract[first:end]))
+
+    # Equal segments share these: asking XLA takes milliseconds each time.
+    @cached_property
+    def workspace(self) -> Workspace:
+        """What XLA says of the forward and the backward pass; compiles them."""
+        forward = 0 if self.is_last else self.forward_bytes
+        has_backward = self.is_last or self.spec.has_backward
+        backward = temporary_bytes(self.backward) if has_backward else 0
+        return Workspace(forward, backward)
+
+    @cached_property
+    def forward_bytes(self) -> int:
+        """Temporaries, and new caches that do not take the memory of the old ones."""
+        analysis = self.forward.memory_analysis()
+        if analysis is None:
+            return 0
+        taken = int(analysis.temp_size_in_bytes)
+        in_place = int(analysis.alias_size_in_bytes)
+        return taken + max(0, self.cache_bytes - in_place)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the caches that it overwrites."""
+        end = len(self.params) + len(self.inputs)
+        caches = self.abstract[end - len(self.spec.caches) : end]
+        return sum(x.size * x.dtype.itemsize for x in caches)
+
+    @cached_property
+    def outputs(self) -> tuple[Layout, ...]:
+        """Layouts of the outputs; those of the last segment are replicated."""
+        kinds = [in_words(v.aval).shape for v in self.body.jaxpr.outvars]
+        if self.is_last or self.mesh.size == 1:
+            return tuple(whole_layout(shape, self.mesh) for shape in kinds)
+        pairs = zip(kinds, self.forward.output_shardings, strict=True)
+        return tuple(placed_layout(shape, sharding) for shape, sharding in pairs)
+
+    @cached_property
+    def backward(self) -> Any:
+        """`(arguments, cotangents) -> gradients, input cotangents`.
+
+        For the last segment `(arguments, seed) -> outputs, gradients, cotangents`.
+        """
+        if self.is_last:
+            loss = self.body.jaxpr.outvars[0].aval
+            everywhere = replicated(self.mesh)
+            seed = jax.ShapeDtypeStruct((), loss.dtype, sharding=everywhere)
+            results = everywhere, *self.backward_results
+            return self.compile(self.loss, seed, results=results)
+        results = self.backward_results
+        return self.compile(
+            self._backward,
+            self.cotangents,
+            results=results,
+            reads=self.backward_reads,
+        )
+
+    @cached_property
+    def traffic(self) -> dict[str, tuple[Collective, ...]]:
+        """The collectives of the forward and the backward pass, where there is one."""
+        passes = {}
+        if not self.is_last:
+            passes["forward"] = collectives_of(self.forward)
+        if self.is_last or self.spec.has_backward:
+            passes["backward"] = collectives_of(self.backward)
+        return passes
+
+    @property
+    def backward_results(self) -> tuple[list[NamedSharding], list[NamedSharding]]:
+        """Shardings of gradients and input cotangents."""
+        pairs = zip(self.spec.inputs, self.inputs, strict=True)
+        active = [x.device for name, x in pairs if name in self.spec.active_inputs]
+        gradients = [layout.device for layout in self.gradients]
+        return gradients + [replicated(self.mesh)] * len(self.lookups), active
+
+    @property
+    def cotangents(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes of the cotangents that a backward pass takes."""
+        triples = zip(
+            self.body.jaxpr.outvars, self.are_active, self.outputs, strict=True
+        )
+        return tuple(
+            placed(v.aval, layout.device) for v, active, layout in triples if active
+        )
+
+    def _backward(self, arguments: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        if not self.lookups:
+            return self.sort(self.vjp(arguments, cotangents))
+        # One device, so that nothing is cut.
+        graph = leave_as_rows(self.vjp_graph, self.lookups)
+        results = graph(*arguments, *cotangents)
+        first, end = sum(self.spec.trainable), len(results) - len(self.lookups)
+        return [*results[:first], *results[end:]], results[first:end]
+
+
+def _whole_dims(value: jax.ShapeDtypeStruct) -> list[int]:
+    """The dims along which a value is not sharded."""
+    assert isinstance(value.sharding, NamedSharding)
+    sizes = value.sharding.shard_shape(value.shape)
+    return [d for d, n in enumerate(value.shape) if sizes[d] == n > 1]
+
+
+def placed(aval: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+
+
+def temporary_bytes(compiled: Any) -> int:
+    """Bytes that a compiled program takes besides arguments and results."""
+    analysis = compiled.memory_analysis()
+    return 0 if analysis is None else int(analysis.temp_size_in_bytes)

@@ -1,0 +1,47 @@
+"""Counts floating-point operations of equations, for the cost model of a plan."""
+
+from math import prod
+
+from zinf.core.jaxpr.compat import JAXPR_TYPES, Equation, open_jaxpr
+
+
+def equation_flops(equation: Equation) -> int:
+    """Multiply-adds count two; everything but contractions counts one an element.
+
+    A loop counts its body once an iteration where the number is known (`scan`), a
+    `while` once, a `cond` its dearest branch. A Pallas kernel counts what its cost
+    estimate says; without one, an operation for each element of its results.
+    """
+    params = equation.params
+    name = equation.primitive.name
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        shape = equation.invars[0].aval.shape
+        return 2 * _num_elements(equation) * prod(shape[d] for d in contracted)
+    if name == "conv_general_dilated":
+        kernel = equation.invars[1].aval.shape
+        out_features = params["dimension_numbers"].rhs_spec[0]
+        return 2 * _num_elements(equation) * prod(kernel) // kernel[out_features]
+    if "cost_estimate" in params:
+        estimate = params["cost_estimate"]
+        return _num_elements(equation) if estimate is None else estimate.flops
+    inner = [
+        sum(map(equation_flops, open_jaxpr(p)[0].eqns)) for p in _inner_jaxprs(params)
+    ]
+    if name == "scan":
+        return params["length"] * sum(inner)
+    if name == "cond":
+        return max(inner)
+    return sum(inner) if inner else _num_elements(equation)
+
+
+def _num_elements(equation: Equation) -> int:
+    return sum(prod(v.aval.shape) for v in equation.outvars)
+
+
+def _inner_jaxprs(params: dict) -> list:
+    found = []
+    for value in params.values():
+        values = value if isinstance(value, (tuple, list)) else (value,)
+        found += [v for v in values if isinstance(v, JAXPR_TYPES)]
+    return found

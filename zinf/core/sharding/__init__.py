@@ -1,0 +1,44 @@
+"""Shards arrays over a mesh of devices, and over processes for host and nvme."""
+
+from zinf.core.sharding.encoding import Blocks
+from zinf.core.sharding.layout import Box, Layout, intersection, relative
+from zinf.core.sharding.layouts import (
+    Layouts,
+    batch_dims,
+    batch_layouts,
+    layouts_on_one,
+    persistent_layouts,
+    placed_layout,
+    whole_layout,
+)
+from zinf.core.sharding.rule import (
+    AxisRule,
+    Dim,
+    axis_rule,
+    num_batch_shares,
+    num_data_parallel,
+)
+from zinf.core.sharding.wire import as_cut, cut, gather
+
+__all__ = [
+    "AxisRule",
+    "Blocks",
+    "Box",
+    "Dim",
+    "Layout",
+    "Layouts",
+    "as_cut",
+    "axis_rule",
+    "batch_dims",
+    "batch_layouts",
+    "cut",
+    "gather",
+    "intersection",
+    "layouts_on_one",
+    "num_batch_shares",
+    "num_data_parallel",
+    "persistent_layouts",
+    "placed_layout",
+    "relative",
+    "whole_layout",
+]

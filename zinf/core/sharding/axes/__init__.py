@@ -1,0 +1,1 @@
+"""The axes of a mesh that divide more than batch and state."""

@@ -1,0 +1,332 @@
+"""Cuts the positions of a sequence over devices: Ulysses, found in a jaxpr.
+
+Each device computes some positions of all layers. Attention needs all positions of a
+head at once, so around it heads are cut in place of positions (DeepSpeed-Ulysses,
+arXiv:2309.14509): one all-to-all for each of query, key and value, and one for the
+result. A model is not changed for this. The product whose two operands both have
+positions as a free dim makes the scores of an attention; a batch dim of this product
+that does not hold examples holds heads; the later product that contracts the scores'
+positions makes the result.
+
+Only sharding constraints are added, so numbers do not change but for the order of sums.
+With fewer heads (of keys, where queries are grouped) than devices along `seq`, no
+constraint is added, and XLA gathers keys and values: for 2 heads on 4 devices that
+sends fewer bytes than all-to-alls do.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from zinf.core.jaxpr import trace
+from zinf.core.jaxpr.compat import (
+    Atom,
+    Equation,
+    Literal,
+    Var,
+    build_jaxpr,
+    evaluate,
+    open_jaxpr,
+    scan_arity,
+    with_inner,
+)
+from zinf.core.jaxpr.emit import Emitter
+from zinf.core.jaxpr.primitives import CUSTOM, REMAT
+from zinf.core.problem.source import named_leaves
+from zinf.core.sharding import AxisRule, Dim, batch_dims
+from zinf.core.sharding.axes.sequence.follow import Mark, Marks, results
+
+MARK_OF = {Dim.BATCH: Mark.EXAMPLES, Dim.SEQUENCE: Mark.POSITIONS}
+SCORES = (Mark.HEADS, Mark.FIRST, Mark.SECOND)
+
+
+def along_sequence(loss: Callable, rule: AxisRule) -> Callable:
+    """`loss(params, batch, ...)` with positions cut along `seq`.
+
+    The function is traceable only. Without a `seq` axis it is `loss` itself.
+    """
+    if not rule.axes(Dim.SEQUENCE):
+        return loss
+
+    def cut_loss(params: Any, batch: Any, *rest: Any) -> Any:
+        arguments = params, batch, *rest
+        abstract = [_abstract(x) for x in jax.tree.leaves(arguments)]
+        structure = jax.tree.structure(arguments)
+        closed, shapes = trace(loss, *jax.tree.unflatten(structure, abstract))
+        jaxpr, consts = open_jaxpr(closed)
+        first = len(jax.tree.leaves(params))
+        marks = {
+            v: marked
+            for v, marked in zip(
+                jaxpr.invars[first:], _batch_marks(batch, rule), strict=False
+            )
+            if marked
+        }
+        emitter = _Cutter(rule, marks)
+        emitter.consts.update(zip(jaxpr.constvars, consts, strict=True))
+        outvars = emitter.inline(jaxpr, {v: v for v in jaxpr.invars})
+        leaves = emitter.run(jaxpr.invars, outvars, jax.tree.leaves(arguments))
+        return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+    return cut_loss
+
+
+def _abstract(value: Any) -> jax.ShapeDtypeStruct:
+    aval = jax.typeof(value)
+    weak = getattr(aval, "weak_type", False)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
+
+
+def _batch_marks(batch: Any, rule: AxisRule) -> list[Marks]:
+    """The marks of the leaves of a batch."""
+    shapes = {name: jnp.shape(x) for name, x in named_leaves(batch).items()}
+    return [
+        {MARK_OF[dim]: d for d, dim in enumerate(dims) if dim in MARK_OF}
+        for dims in batch_dims(shapes, rule).values()
+    ]
+
+
+class _Cutter(Emitter):
+    """Writes a program again, with sharding constraints.
+
+    Attributes:
+        marks: the marked dims of values of the program that is written.
+    """
+
+    def __init__(self, rule: AxisRule, marks: dict[Var, Marks]):
+        super().__init__()
+        self.rule, self.marks = rule, marks
+        self.axes = {
+            Mark.EXAMPLES: rule.axes(Dim.BATCH),
+            Mark.POSITIONS: rule.axes(Dim.SEQUENCE),
+            Mark.HEADS: rule.axes(Dim.HEADS),
+        }
+        self.size = rule.size(Dim.SEQUENCE)
+
+    def run(
+        self, invars: Sequence[Var], outvars: Sequence[Atom], arguments: Sequence[Any]
+    ) -> list[Any]:
+        """Evaluates the program that was written."""
+        jaxpr = build_jaxpr((*self.consts, *invars), outvars, self.equations)
+        return evaluate(jaxpr, (*self.consts.values(), *arguments))
+
+    def emit(self, equation: Equation, arguments: list[Atom]) -> list[Atom]:
+        equation = equation.replace(invars=arguments)
+        name = equation.primitive.name
+        if name in REMAT:
+            return self.rewrite(equation, [self.known(a) for a in arguments])
+        if name == "scan":
+            return self.rewrite_scan(equation)
+        if name in CUSTOM:
+            return self.follow(equation)
+        if name == "dot_general":
+            return self.product(equation)
+        outvars = super().emit(equation, arguments)
+        if outvars and self.is_first_cut(equation):
+            outvars = [self.constrain(outvars[0], Mark.POSITIONS)]
+        return outvars
+
+    def append(self, equation: Equation) -> list[Atom]:
+        outvars = super().append(equation)
+        marked = results(equation, self.marks) if outvars else {}
+        for v in outvars if marked else ():
+            shape = getattr(v.aval, "shape", ())
+            self.mark(v, {m: d for m, d in marked.items() if d < len(shape)})
+        return outvars
+
+    def known(self, atom: Atom) -> Marks:
+        return {} if isinstance(atom, Literal) else self.marks.get(atom, {})
+
+    def mark(self, atom: Atom, marks: Marks) -> None:
+        if marks and not isinstance(atom, Literal):
+            self.marks[atom] = marks
+
+    # Where constraints are added.
+
+    def is_first_cut(self, equation: Equation) -> bool:
+        """Whether positions of a batch may be cut here for the first time.
+
+        A batch of S inputs and their labels has S + 1 tokens, so it is cut only when
+        it was sliced; tokens are looked up in a table that has no positions.
+        """
+        if equation.primitive.name not in ("slice", "gather"):
+            return False
+        return any(Mark.POSITIONS in self.known(a) for a in equation.invars)
+
+    def constrain(self, atom: Atom, cut: Mark) -> Atom:
+        """A value with its examples and one other marked dim cut."""
+        marks = self.known(atom)
+        shape = atom.aval.shape
+        if cut not in marks or shape[marks[cut]] < self.size:
+            return atom
+        if cut == Mark.POSITIONS and shape[marks[cut]] % self.size:
+            return atom
+        spec: list[Any] = [None] * len(shape)
+        examples = marks.get(Mark.EXAMPLES)
+        if examples is None:
+            spec = [PartitionSpec.UNCONSTRAINED] * len(shape)
+        elif shape[examples] % self.rule.size(Dim.BATCH) == 0:
+            spec[examples] = self.axes[Mark.EXAMPLES] or None
+        spec[marks[cut]] = self.axes[cut]
+        form = NamedSharding(self.rule.mesh, PartitionSpec(*spec))
+        (new,) = self.apply(lambda x: jax.lax.with_sharding_constraint(x, form), atom)
+        self.mark(new, marks)
+        return new
+
+    def product(self, equation: Equation) -> list[Atom]:
+        """A product, with heads cut in place of positions if it is of an attention."""
+        first, second = equation.invars
+        contracted, paired = equation.params["dimension_numbers"]
+        positions = [self.known(a).get(Mark.POSITIONS) for a in (first, second)]
+        free = [
+            d is not None and d not in (*contracted[n], *paired[n])
+            for n, d in enumerate(positions)
+        ]
+        if all(free):
+            return self.scores(equation)
+        for n in (0, 1):
+            if self.reads_scores(equation, n):
+                return self.weighted_sum(equation, n)
+        return self.append(equation)
+
+    def scores(self, equation: Equation) -> list[Atom]:
+        """Positions meet positions: the scores of an attention."""
+        place = self.head_place(equation)
+        operands = list(equation.invars)
+        paired = equation.params["dimension_numbers"][1]
+        if place is not None:
+            for n, atom in enumerate(operands):
+                heads = self.known(atom) | {Mark.HEADS: paired[n][place]}
+                operands[n] = self.to_heads(atom, heads)
+        (out,) = self.append(equation.replace(invars=operands))
+        marks = self.known(out)
+        examples = marks.get(Mark.EXAMPLES)
+        found = {} if examples is None else {Mark.EXAMPLES: examples}
+        if place is not None:
+            free = _free_places(equation)
+            dims = [self.known(a)[Mark.POSITIONS] for a in equation.invars]
+            found |= {Mark.HEADS: place}
+            found |= {Mark.FIRST: free[0][dims[0]], Mark.SECOND: free[1][dims[1]]}
+        self.marks[out] = found
+        return [out]
+
+    def head_place(self, equation: Equation) -> int | None:
+        """The place of heads among the batch dims of scores; None if they are few."""
+        first = equation.invars[0]
+        examples = self.known(first).get(Mark.EXAMPLES)
+        sizes = {
+            i: first.aval.shape[d]
+            for i, d in enumerate(equation.params["dimension_numbers"][1][0])
+            if d != examples and first.aval.shape[d] >= self.size
+        }
+        # Heads that do not divide evenly are padded by XLA.
+        return max(sizes, key=lambda i: (sizes[i] % self.size == 0, -i), default=None)
+
+    def reads_scores(self, equation: Equation, n: int) -> bool:
+        """Whether operand `n` has scores, and the other one values at positions."""
+        scores, values = (self.known(a) for a in equation.invars[:: 1 - 2 * n])
+        contracted, paired = equation.params["dimension_numbers"]
+        if not scores.keys() >= set(SCORES) or Mark.POSITIONS not in values:
+            return False
+        pairs = list(zip(contracted[n], contracted[1 - n], strict=True))
+        ends = [(scores[m], values[Mark.POSITIONS]) for m in (Mark.FIRST, Mark.SECOND)]
+        return any(e in pairs for e in ends) and scores[Mark.HEADS] in paired[n]
+
+    def weighted_sum(self, equation: Equation, n: int) -> list[Atom]:
+        """Values, weighted by scores and summed over positions."""
+        contracted, paired = equation.params["dimension_numbers"]
+        operands = list(equation.invars)
+        scores = self.known(operands[n])
+        place = list(paired[n]).index(scores[Mark.HEADS])
+        values = operands[1 - n]
+        heads = self.known(values) | {Mark.HEADS: paired[1 - n][place]}
+        operands[1 - n] = self.to_heads(values, heads)
+        (out,) = self.append(equation.replace(invars=operands))
+        rest = Mark.FIRST if scores[Mark.SECOND] in contracted[n] else Mark.SECOND
+        examples = self.known(out).get(Mark.EXAMPLES)
+        marks = {} if examples is None else {Mark.EXAMPLES: examples}
+        positions = _free_places(equation)[n][scores[rest]]
+        marks |= {Mark.POSITIONS: positions, Mark.HEADS: place}
+        self.marks[out] = marks
+        by_positions = self.constrain(self.constrain(out, Mark.HEADS), Mark.POSITIONS)
+        self.mark(by_positions, {m: d for m, d in marks.items() if m != Mark.HEADS})
+        return [by_positions]
+
+    def to_heads(self, atom: Atom, marks: Marks) -> Atom:
+        """A value with its heads cut, and its positions before, so that cotangents are
+        cut in the same way."""
+        before = self.known(atom)
+        self.mark(atom, marks)
+        new = self.constrain(self.constrain(atom, Mark.POSITIONS), Mark.HEADS)
+        self.mark(atom, before)
+        if new is not atom:
+            self.mark(new, before)
+        return new
+
+    # Equations with programs inside.
+
+    def rewrite(self, equation: Equation, inside: Sequence[Marks]) -> list[Atom]:
+        """An equation with constraints in the program inside; marks its results."""
+        body, marks = self.inner(equation.params["jaxpr"], inside)
+        outvars = Emitter.append(self, with_inner(equation, body) or equation)
+        for v, marked in zip(outvars, marks, strict=True):
+            self.mark(v, marked)
+        return outvars
+
+    def rewrite_scan(self, equation: Equation) -> list[Atom]:
+        """A scan: values that it scans over have a leading dim that its body lacks."""
+        num_consts, num_carry = scan_arity(equation)
+        first = num_consts + num_carry
+        inside = [self.known(a) for a in equation.invars]
+        inside[first:] = [_moved(marks, -1) for marks in inside[first:]]
+        outvars = self.rewrite(equation, inside)
+        for v in outvars[num_carry:]:
+            self.marks[v] = _moved(self.known(v), 1)
+        return outvars
+
+    def inner(self, closed: Any, inside: Sequence[Marks]) -> tuple[Any, list[Marks]]:
+        """A closed jaxpr with constraints, and the marks of its results."""
+        jaxpr, consts = open_jaxpr(closed)
+        pairs = zip(jaxpr.invars, inside, strict=True)
+        emitter = _Cutter(self.rule, {v: marks for v, marks in pairs if marks})
+        emitter.consts.update(zip(jaxpr.constvars, consts, strict=True))
+        outvars = emitter.inline(jaxpr, {v: v for v in jaxpr.invars})
+        body, _ = trace(
+            lambda *values: emitter.run(jaxpr.invars, outvars, values),
+            *map(_of_variable, jaxpr.invars),
+        )
+        return body, [emitter.known(a) for a in outvars]
+
+    def follow(self, equation: Equation) -> list[Atom]:
+        """An equation with a derivative rule of its own, which stays as it is."""
+        inside = [self.known(a) for a in equation.invars]
+        _, marks = self.inner(equation.params["call_jaxpr"], inside)
+        outvars = Emitter.append(self, equation)
+        for v, marked in zip(outvars, marks, strict=True):
+            self.mark(v, marked)
+        return outvars
+
+
+def _moved(marks: Mapping[Mark, int], by: int) -> Marks:
+    return {mark: dim + by for mark, dim in marks.items() if dim + by >= 0}
+
+
+def _of_variable(variable: Var) -> jax.ShapeDtypeStruct:
+    aval = variable.aval
+    weak = getattr(aval, "weak_type", False)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
+
+
+def _free_places(equation: Equation) -> list[dict[int, int]]:
+    """For each operand of a product, the dim of the result of each of its free dims."""
+    contracted, paired = equation.params["dimension_numbers"]
+    places, start = [], len(paired[0])
+    for n, atom in enumerate(equation.invars):
+        taken = {*contracted[n], *paired[n]}
+        free = [d for d in range(atom.aval.ndim) if d not in taken]
+        places.append({d: start + i for i, d in enumerate(free)})
+        start += len(free)
+    return places

@@ -1,0 +1,276 @@
+"""Finds Megatron's cuts of weights in a jaxpr: which dims devices may divide.
+
+Megatron-LM (https://arxiv.org/abs/1909.08053, section 3) cuts the first weight of an
+MLP by columns and the second by rows: each device computes some of the hidden values,
+and one sum over devices completes the result. In an attention it cuts heads. A model is
+not changed for this: dims that must be cut together are found in its program.
+
+Each dim of each value is a member of one group. An equation joins the dims of its
+operands with those of its results that they become (`zinf.core.jaxpr.row_rules`): a
+sum of two values joins their dims, a product joins a contracted dim of one factor with
+that of the other. A group can be cut if all that its values need from other devices is
+a sum over products with a weight. What needs more blocks the group: a norm over the
+dim, a softmax, a split of it, a result of the program. So the width of a Transformer
+cannot be cut, and the hidden values of its MLPs and its heads can.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+from zinf.core.jaxpr import Graph, inlined, variables
+from zinf.core.jaxpr.compat import Equation, Literal, Var
+from zinf.core.jaxpr.row_rules import NotByRow, needs, result_dim
+from zinf.core.program import FLOAT32_BYTES
+
+logger = logging.getLogger(__name__)
+# One dim of one value.
+Member = tuple[Var, int]
+NUM_LISTED = 3
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """The weights of a program that devices divide.
+
+    Attributes:
+        dims: the dim of each such leaf, by path.
+        reasons: why weights of two or more dims stay whole, by path.
+        uneven: the weights that another number of devices could divide.
+    """
+
+    dims: Mapping[str, int]
+    reasons: Mapping[str, str]
+    uneven: tuple[str, ...] = ()
+
+
+def channel_dims(
+    graph: Graph,
+    leaves: Mapping[Var, str],
+    parts: int,
+    *,
+    min_bytes: int,
+    may_be_none: bool = False,
+) -> Mapping[str, int]:
+    """The dims of weights that `parts` devices divide, by path; none for one device.
+
+    Weights that another number of devices could divide are named in a warning.
+
+    Args:
+        may_be_none: the devices divide other weights, such as those of experts.
+
+    Raises:
+        ValueError: no weight can be cut, and why.
+    """
+    if parts == 1:
+        return {}
+    cuts = find_cuts(graph, leaves, parts, min_bytes=min_bytes)
+    if not cuts.dims and not may_be_none:
+        raise ValueError(_refusal(cuts, parts))
+    if cuts.uneven:
+        names = ", ".join(cuts.uneven)
+        text = "mesh.tensor = %d does not divide %s; each device has them whole."
+        logger.warning(text, parts, names)
+    return cuts.dims
+
+
+def _refusal(cuts: Cuts, parts: int) -> str:
+    listed = [f"{path} ({why})" for path, why in cuts.reasons.items()][:NUM_LISTED]
+    more = len(cuts.reasons) - len(listed)
+    listed += [f"and {more} more"] if more > 0 else []
+    found = ", ".join(listed) or "it has no weight of two dims that a product reads"
+    return (
+        f"mesh.tensor = {parts} divides the weights of a model among devices, and none "
+        f"of this model's can be divided: {found}. Use mesh.fsdp for these devices, or "
+        "a number that divides the heads and the hidden values of each layer."
+    )
+
+
+def find_cuts(
+    graph: Graph, leaves: Mapping[Var, str], parts: int, *, min_bytes: int = 0
+) -> Cuts:
+    """The weights that `parts` devices divide.
+
+    A weight that could be cut along two dims is cut with the larger group of weights.
+
+    Args:
+        leaves: the paths of the parameters of the program.
+        min_bytes: a group of weights is cut if one of them has so many bytes, in
+            float32. Around small weights the sum over devices costs more than it saves.
+    """
+    flat = inlined(graph)
+    groups = _Groups(flat, list(leaves)).found()
+    reasons: dict[str, list[str]] = defaultdict(list)
+    possible, uneven = [], []
+    for group in groups:
+        why = group.why_whole(parts, min_bytes)
+        if why is None:
+            possible.append(group)
+            continue
+        for variable, dim in group.weights:
+            if variable.aval.ndim > 1:
+                reasons[leaves[variable]].append(f"dim {dim}: {why}")
+                if group.why_whole(1, min_bytes) is None:
+                    uneven.append(leaves[variable])
+    dims: dict[str, int] = {}
+    # The largest first, in the order of the program.
+    for group in sorted(possible, key=lambda g: -g.num_elements):
+        own = {leaves[v]: dim for v, dim in group.weights}
+        if dims.keys().isdisjoint(own):
+            dims |= own
+    whole = {path: "; ".join(r) for path, r in reasons.items() if path not in dims}
+    return Cuts(dims, whole, tuple(path for path in uneven if path in whole))
+
+
+@dataclass
+class _Group:
+    """Dims that can be cut together only.
+
+    Attributes:
+        weights: those of parameters.
+        sizes: how many entries each has, and a value that has it.
+        has_values: whether values that are computed from the batch have such a dim.
+        blocks: why the group cannot be cut.
+    """
+
+    weights: list[Member] = field(default_factory=list)
+    sizes: dict[int, Var] = field(default_factory=dict)
+    blocks: list[str] = field(default_factory=list)
+    has_values: bool = False
+
+    @property
+    def num_elements(self) -> int:
+        return sum(prod(v.aval.shape) for v, _ in self.weights)
+
+    def why_whole(self, parts: int, min_bytes: int) -> str | None:
+        """Why devices cannot, or should not, divide it; None if they do."""
+        if self.blocks:
+            return self.blocks[0]
+        if len({v for v, _ in self.weights}) < len(self.weights):
+            return "one weight would be cut along two dims"
+        if not self.has_values:
+            return "only weights have it, so it would save no computed value"
+        for size, value in self.sizes.items():
+            if size % parts:
+                shape = list(value.aval.shape)
+                return f"{size} entries of a value {shape} do not divide by {parts}"
+        largest = max(prod(v.aval.shape) for v, _ in self.weights) * FLOAT32_BYTES
+        if largest < min_bytes:
+            return (
+                f"its largest weight has {largest:,} bytes, and persistence_threshold "
+                f"keeps arrays below {min_bytes:,} whole"
+            )
+        return None
+
+
+class _Groups:
+    """Joins the dims of values that depend on parameters."""
+
+    def __init__(self, graph: Graph, params: Sequence[Var]):
+        self.params = params
+        self.parent: dict[Member, Member] = {}
+        self.blocked: list[tuple[Member, str]] = []
+        # Values that depend on parameters, and those that depend on nothing else.
+        self.dependent, self.weights = set(params), set(params)
+        inputs = set(graph.invars) - self.weights
+        self.varying = set(inputs)
+        for equation in graph.equations:
+            read = variables(equation.invars)
+            if not self.varying.isdisjoint(read):
+                self.varying.update(equation.outvars)
+            if not self.dependent.isdisjoint(read):
+                self.dependent.update(equation.outvars)
+                self.join(equation)
+        for v in variables(graph.outvars):
+            if v in self.dependent:
+                for member in _members(v):
+                    self.blocked.append((member, "it is a result of the program"))
+
+    def found(self) -> list[_Group]:
+        """The groups that have dims of parameters, in the order of these."""
+        groups: dict[Member, _Group] = defaultdict(_Group)
+        for param in self.params:
+            for member in _members(param):
+                groups[self.root(member)].weights.append(member)
+        for member in list(self.parent):
+            group = groups.get(self.root(member))
+            if group is not None:
+                value, dim = member
+                group.sizes.setdefault(value.aval.shape[dim], value)
+                group.has_values |= value in self.varying
+        for member, why in self.blocked:
+            group = groups.get(self.root(member))
+            if group is not None:
+                group.blocks.append(why)
+        return list(groups.values())
+
+    def root(self, member: Member) -> Member:
+        self.parent.setdefault(member, member)
+        while self.parent[member] != member:
+            above = self.parent[member] = self.parent[self.parent[member]]
+            member = above
+        return member
+
+    def union(self, first: Member, second: Member) -> None:
+        self.parent[self.root(first)] = self.root(second)
+
+    def join(self, equation: Equation) -> None:
+        """Joins the dims of an equation's operands and results, or blocks them."""
+        made: set[int] = set()
+        for number, atom in enumerate(equation.invars):
+            if isinstance(atom, Literal) or atom not in self.dependent:
+                continue
+            for member in _members(atom):
+                try:
+                    dims = {number: member[1]}
+                    dims |= needs(equation, dims)
+                    found = result_dim(equation, dims)
+                except NotByRow as reason:
+                    self.blocked.append((member, str(reason)))
+                    continue
+                for other, dim in dims.items():
+                    operand = equation.invars[other]
+                    if not isinstance(operand, Literal) and operand in self.dependent:
+                        self.union(member, (operand, dim))
+                if not isinstance(found, type):
+                    made.add(found)
+                    for v in equation.outvars:
+                        self.union(member, (v, int(found)))
+                elif self.varying.issuperset(variables(equation.invars)):
+                    why = f"a sum over it by `{equation.primitive.name}`"
+                    self.blocked.append((member, why))
+        for member in self.unmade(equation, made):
+            self.blocked.append((member, f"`{equation.primitive.name}` makes it"))
+
+    def unmade(self, equation: Equation, made: set[int]) -> Iterator[Member]:
+        """The dims of results that no dim of an operand becomes.
+
+        Devices can divide what a broadcast repeats, and what comes from operands that
+        do not depend on parameters, which each device has.
+        """
+        name = equation.primitive.name
+        if name == "broadcast_in_dim":
+            return
+        for v in equation.outvars:
+            for _, dim in _members(v):
+                if dim not in made and not self.is_from_others(equation, dim):
+                    yield v, dim
+
+    def is_from_others(self, equation: Equation, dim: int) -> bool:
+        for number, atom in enumerate(equation.invars):
+            if isinstance(atom, Literal) or atom in self.dependent:
+                continue
+            for _, own in _members(atom):
+                try:
+                    if result_dim(equation, {number: own}) == dim:
+                        return True
+                except NotByRow:
+                    continue
+        return False
+
+
+def _members(variable: Var) -> list[Member]:
+    shape = getattr(variable.aval, "shape", ())
+    return [(variable, d) for d, size in enumerate(shape) if size > 1]

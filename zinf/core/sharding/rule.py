@@ -1,0 +1,264 @@
+"""One rule: which dims of arrays and values are cut along which axes of a mesh.
+
+A dim of an array has a meaning, its *logical dim*: examples of a batch, positions of a
+sequence, layers of a stack, or rows, which have no other meaning. `DIM_AXES` maps each
+to mesh axes. The rule is the same for values that a step computes and for state that
+persists.
+
+For state the ZeRO stage decides which arrays are cut on the devices (Rajbhandari et al.
+2020, "ZeRO", section 5): optimizer state from stage 1, gradients from 2, parameters
+from 3. On host and drive all arrays are cut at every stage: each process stores its own
+share, so the links of all processes move a part of every array ("bandwidth-centric
+partitioning", Rajbhandari et al. 2021, "ZeRO-Infinity", section 6.1).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from math import prod
+from types import MappingProxyType
+
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zinf.core.program import Role
+from zinf.core.sharding.encoding import Blocks
+from zinf.core.sharding.mesh import (
+    EXPERT,
+    FSDP,
+    REPLICA,
+    SEQ,
+    TENSOR,
+    axis_size,
+    local_devices,
+)
+
+STATE_STAGE, GRADIENT_STAGE, PARAM_STAGE = 1, 2, 3
+# A shard narrower than this along the last dim wastes lanes of a TPU.
+LANES = 128
+# Arrays of fewer bytes waste little so, and keep their rows whole for reads by tile.
+WIDE_BYTES = 4 << 20
+
+
+class Dim(StrEnum):
+    """The meaning of a dim of an array or value."""
+
+    BATCH = "batch"  # Examples.
+    SEQUENCE = "sequence"  # Positions of each example.
+    HEADS = "heads"  # Of an attention, which needs all positions of a head.
+    EXPERTS = "experts"  # Each row is read by one expert.
+    CHANNELS = "channels"  # Columns of a weight, and rows of the one that follows.
+    LAYERS = "layers"  # Each row is read by one layer: an array of its own.
+    ROWS = "rows"  # Any dim of state that ZeRO may cut.
+
+
+DIM_AXES: Mapping[Dim, tuple[str, ...]] = {
+    # Devices with other experts compute other examples in the rest of a model.
+    Dim.BATCH: (REPLICA, FSDP, EXPERT),
+    Dim.SEQUENCE: (SEQ,),
+    Dim.HEADS: (SEQ,),
+    Dim.EXPERTS: (EXPERT,),
+    Dim.LAYERS: (),
+    Dim.CHANNELS: (TENSOR,),
+    # Devices with other positions of the same examples are data-parallel too, and
+    # those with other parts of weights have the same copy of all other leaves.
+    Dim.ROWS: (FSDP, SEQ, EXPERT, TENSOR),
+}
+
+
+@dataclass(frozen=True)
+class AxisRule:
+    """How arrays and values are cut.
+
+    Attributes:
+        stage: the ZeRO stage, 0 to 3.
+        min_bytes: smaller arrays are not cut.
+        gathers_in_group: if true, parameters are cut within each replica only, and all
+            other arrays among all replicas too (ZeRO++'s hpZ). If false, no array is
+            cut along `replica`, so the groups are copies of each other (MiCS).
+        encoding: what floating-point parameters are sent as when they are gathered.
+        divided: dims of the arrays that their own axes cut in every form of the array,
+            such as `Dim.EXPERTS`. ZeRO cuts the arrays along the other axes alone,
+            since devices along `expert` have other experts (DeepSpeed-MoE's expert-data
+            parallelism, https://arxiv.org/abs/2201.05596, section 5.2).
+    """
+
+    mesh: Mesh
+    stage: int
+    min_bytes: int
+    gathers_in_group: bool = False
+    encoding: Blocks | None = None
+    divided: frozenset[Dim] = frozenset()
+
+    def dividing(self, dims: Iterable[Dim]) -> "AxisRule":
+        """The rule of arrays with these dims, which their own axes cut."""
+        return replace(self, divided=frozenset(dims))
+
+    def axes(self, dim: Dim) -> tuple[str, ...]:
+        """The axes of the mesh that cut a logical dim; none if it is not cut."""
+        found = axes_of(self.mesh, dim)
+        if dim != Dim.ROWS:
+            return found
+        taken = {name for other in self.divided for name in self.axes(other)}
+        return tuple(name for name in found if name not in taken)
+
+    def size(self, dim: Dim) -> int:
+        """The number of parts into which a logical dim is cut."""
+        return axis_size(self.mesh, self.axes(dim))
+
+    def sharding(self, dims: Sequence[Dim | None]) -> NamedSharding:
+        """The sharding of a value whose dims have these meanings."""
+        entries = [None if dim is None else self.axes(dim) or None for dim in dims]
+        while entries and entries[-1] is None:
+            entries.pop()
+        return NamedSharding(self.mesh, PartitionSpec(*entries))
+
+    @property
+    def param_axes(self) -> tuple[str, ...]:
+        """The axes that cut parameters on the devices from stage 3 on."""
+        return self.axes(Dim.ROWS)
+
+    @property
+    def state_axes(self) -> tuple[str, ...]:
+        """The axes that cut masters, optimizer state and gradients on the devices, and
+        all arrays off the devices."""
+        group = self.param_axes
+        spans = self.gathers_in_group and axis_size(self.mesh, (REPLICA,)) > 1
+        return (REPLICA, *group) if spans else group
+
+    def device_axes(self, role: Role) -> tuple[str, ...]:
+        """The axes that cut arrays of a role on the devices; none if they are whole."""
+        if role == Role.PARAM:
+            return self.param_axes if self.stage >= PARAM_STAGE else ()
+        if role == Role.GRADIENT:
+            return self.state_axes if self.stage >= GRADIENT_STAGE else ()
+        return self.state_axes if self.stage >= STATE_STAGE else ()
+
+    @property
+    def num_shards(self) -> int:
+        return axis_size(self.mesh, self.state_axes)
+
+    def cut_dim(
+        self,
+        shape: tuple[int, ...],
+        nbytes: int,
+        *,
+        has_layers: bool = False,
+        divided: Mapping[int, Dim] = MappingProxyType({}),
+        may_pad: bool = True,
+    ) -> int | None:
+        """The dim along which ZeRO cuts an array into shares; None if it does not.
+
+        Dims after the leading one are tried first: rows of the leading dim (tiles,
+        blocks of an update) are moved and updated separately, which would need a
+        collective if that dim were cut.
+
+        Args:
+            has_layers: the leading dim counts layers, so it is never cut.
+            divided: dims that other axes cut, so that ZeRO never does.
+            may_pad: a dim that does not divide evenly may be padded with zeros.
+        """
+        count = self.num_shards
+        # Keep arrays whole whose shards would have one element: XLA compiles those as
+        # scalars, which may round differently from the share on the host.
+        if count == 1 or nbytes < self.min_bytes or prod(shape) <= count:
+            return None
+        meanings = [Dim.ROWS] * len(shape)
+        if has_layers and shape:
+            meanings[0] = Dim.LAYERS
+        for place, meaning in divided.items():
+            meanings[place] = meaning
+        order = (*range(1, len(shape)), *range(min(1, len(shape))))
+        dims = [d for d in order if meanings[d] == Dim.ROWS and shape[d] > 1]
+        even = [d for d in dims if shape[d] % count == 0]
+        last = len(shape) - 1
+        wide = [d for d in even if d != last or shape[d] // count >= LANES]
+        if wide == [0] and nbytes < WIDE_BYTES:
+            wide = []  # Only the leading dim is wide, and lanes matter less than rows.
+        if wide or even:
+            return (wide or even)[0]
+        # Padding the largest dim wastes least.
+        return max(dims, key=lambda d: shape[d], default=None) if may_pad else None
+
+
+def axis_rule(
+    mesh: Mesh,
+    *,
+    stage: int,
+    min_bytes: int,
+    gathers_in_group: bool = False,
+    encoding: Blocks | None = None,
+) -> AxisRule:
+    """The rule of a ZeRO stage on a mesh.
+
+    Raises:
+        ValueError: a group of hpZ, or the devices that divide a sequence or weights,
+            are of several processes.
+        NotImplementedError: both a sequence and weights are divided.
+    """
+    if gathers_in_group and stage >= PARAM_STAGE:
+        # The devices of a process must have all of its share of a parameter.
+        what = "A group of {} devices (zero_hpz_partition_size)"
+        _check_within_processes(mesh, (REPLICA,), f"{what} has", "use mics_shard_size")
+    if axis_size(mesh, (SEQ,)) > 1 and axis_size(mesh, (TENSOR,)) > 1:
+        raise NotImplementedError(
+            f"mesh.seq = {mesh.shape[SEQ]} divides heads of attentions, and so does "
+            f"mesh.tensor = {mesh.shape[TENSOR]}; zinf cannot do both. Set one of them "
+            "to 1."
+        )
+    for axis, divided in ((SEQ, "A sequence"), (TENSOR, "A weight")):
+        others = [name for name in mesh.axis_names if name != axis]
+        what = f"{divided} that {{}} devices divide (mesh.{axis}) is on"
+        _check_within_processes(mesh, others, what, "use mesh.fsdp for the rest")
+    if not axes_of(mesh, Dim.ROWS):
+        encoding = None
+    return AxisRule(mesh, stage, min_bytes, gathers_in_group, encoding)
+
+
+def axes_of(mesh: Mesh, dim: Dim) -> tuple[str, ...]:
+    """The axes, of more than one device, that cut a logical dim on a mesh."""
+    return tuple(name for name in DIM_AXES[dim] if mesh.shape.get(name, 1) > 1)
+
+
+def num_data_parallel(mesh: Mesh) -> int:
+    """The number of parts into which the examples of a batch are divided."""
+    return axis_size(mesh, DIM_AXES[Dim.BATCH])
+
+
+def num_batch_shares(mesh: Mesh) -> int:
+    """The number of parts that processes divide a batch into.
+
+    Processes whose devices have the same examples, for instance those of one tensor
+    group, provide the same part.
+    """
+    axes = [mesh.axis_names.index(name) for name in axes_of(mesh, Dim.BATCH)]
+    mine = set(local_devices(mesh))
+    positions = {
+        tuple(position[axis] for axis in axes)
+        for position, device in np.ndenumerate(mesh.devices)
+        if device in mine
+    }
+    return num_data_parallel(mesh) // len(positions)
+
+
+def _check_within_processes(
+    mesh: Mesh, across: Sequence[str], what: str, instead: str
+) -> None:
+    """Raise unless the devices at one place along the axes `across` are of one process.
+
+    Args:
+        what: the subject of the message, with a place for the number of devices.
+        instead: what else to do, for the message.
+    """
+    names = [name for name in across if name in mesh.shape]
+    sources = [mesh.axis_names.index(name) for name in names]
+    groups = np.moveaxis(mesh.devices, sources, range(len(sources)))
+    for place in np.ndindex(*groups.shape[: len(sources)]):
+        group = np.atleast_1d(groups[place])
+        processes = sorted({device.process_index for device in group.flat})
+        if processes[1:]:
+            raise ValueError(
+                f"{what.format(group.size)} some "
+                f"of the processes {', '.join(map(str, processes))}. Make it a divisor "
+                f"of the devices of a process, or {instead}."
+            )

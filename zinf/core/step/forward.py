@@ -1,0 +1,279 @@
+"""Programs that only run forward, over arrays that rest where training put them.
+
+Such a program has no gradients, residuals or updates. It needs the homes of the arrays,
+not the training step that they were chosen for, so several of them share the arrays of
+one engine: an evaluation, and any function of the user. Its outputs are arrays of its
+plan, which end on the host. It may have caches: arrays of its own at rest, which each
+run reads and overwrites, such as the keys and values of attention.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+
+from zinf.core.plan import (
+    NO_EXCHANGE,
+    Catalog,
+    InfeasibleError,
+    Plan,
+    Shortage,
+    build_forward,
+    cache,
+    show_bytes,
+    value,
+)
+from zinf.core.program import ArrayId, Program, Role, Tier
+from zinf.core.segment import (
+    Function,
+    Segment,
+    Segmented,
+    named_leaves,
+    rest_by_row,
+    segment_function,
+)
+from zinf.core.sharding import Layouts
+from zinf.core.step.exchange import forward_exchanges
+from zinf.core.step.planner import AtRest, Compiled, Planner, Streamed
+from zinf.core.step.shrink import Limits
+
+
+@dataclass(frozen=True)
+class Cached:
+    """The leaves of a batch that a program may keep as caches, and where.
+
+    Attributes:
+        outputs: for each leaf by its name ("batch/..."), the position among the
+            flattened outputs of what takes its place in the next run.
+        tiers: tiers for the caches; the first for which the pass fits is taken.
+    """
+
+    outputs: Mapping[str, int] = field(default_factory=dict)
+    tiers: Sequence[Tier] = (Tier.DEVICE,)
+
+
+NO_CACHES = Cached()
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A planned and compiled program that only runs forward."""
+
+    plan: Plan
+    segmented: Segmented
+    segments: tuple[Segment, ...]
+    layouts: Layouts
+    num_microbatches: int
+
+    @property
+    def cache_homes(self) -> dict[ArrayId, Tier]:
+        """Where the caches of all microbatches rest."""
+        homes = self.plan.homes.items()
+        return {array: tier for array, tier in homes if array.role == Role.CACHE}
+
+
+def plan_forward(
+    planner: Planner,
+    function: Function,
+    batch: Any,
+    at_rest: AtRest,
+    *,
+    limits: Limits | None = None,
+    num_microbatches: int = 1,
+    caches: Cached = NO_CACHES,
+) -> Forward:
+    """The forward pass of a function, the same on all processes.
+
+    Args:
+        batch: shapes and dtypes of one microbatch.
+        at_rest: where the persistent arrays rest.
+        limits: the first limits on segments; None for those of the config.
+
+    Raises:
+        InfeasibleError: the pass does not fit beside the arrays at rest, on any tier
+            for the caches.
+    """
+    # Each program has constants of its own.
+    homes = {a: tier for a, tier in at_rest.homes.items() if a.role != Role.CONST}
+    rest = homes, at_rest.layouts, num_microbatches
+    made = _Planned(planner, function, batch, *rest, caches)
+    with planner.planning():
+        forward = made.fitting(limits or Limits(planner.config.segment_max_bytes))
+    planner.agree_on(forward.plan, f"plan of {function.name}")
+    return forward
+
+
+def plan_again(
+    planner: Planner,
+    forward: Forward,
+    name: str,
+    at_rest: AtRest,
+    *,
+    num_microbatches: int,
+    cache_tiers: Sequence[Tier],
+) -> Forward:
+    """A program for another number of microbatches, with the same executables.
+
+    Args:
+        name: what errors call the function.
+        cache_tiers: tiers for its caches; the first for which the pass fits is taken.
+
+    Raises:
+        InfeasibleError: the pass does not fit beside the arrays at rest.
+    """
+    homes = {a: tier for a, tier in at_rest.homes.items() if a.role != Role.CONST}
+    function = Function(name, _never)
+    rest = homes, at_rest.layouts, num_microbatches
+    made = _Planned(planner, function, None, *rest, Cached(tiers=cache_tiers))
+    compiled = Compiled(forward.segments, forward.layouts)
+    with planner.planning():
+        found = made.planned(forward.segmented, compiled)
+    planner.agree_on(found.plan, f"plan of {name}")
+    return found
+
+
+def _never(*_: Any) -> Any:
+    raise AssertionError("it is traced and compiled already")
+
+
+def check_rows_of_outputs(forward: Forward, spec: Any, name: str) -> None:
+    """Raise unless each output has a row for each row of a microbatch.
+
+    Args:
+        spec: shapes and dtypes of one microbatch.
+        name: what errors call the function.
+    """
+    rows = {leaf.shape[0] for leaf in jax.tree.leaves(spec) if leaf.shape}
+    program = forward.segmented.program
+    found = [program.values[output] for output in program.outputs]
+    tree = jax.tree.unflatten(forward.segmented.structure, found)
+    for path, output in named_leaves(tree).items():
+        if not output.shape or output.shape[0] not in rows:
+            raise ValueError(
+                f"With num_microbatches = {forward.num_microbatches}, {name} must "
+                "return arrays with one row for each row of a microbatch "
+                f"({', '.join(map(str, sorted(rows)))}); {path!r} has the shape "
+                f"{list(output.shape)}. Leave num_microbatches out."
+            )
+
+
+def forward_of(planner: Planner, training: Streamed) -> Forward:
+    """The forward pass of a training step, with the executables of that step.
+
+    Raises:
+        InfeasibleError: the pass does not fit beside the arrays at rest.
+    """
+    catalog, segments = training.arranged.catalog, training.segments
+    # In a training step the last segment has only a combined pass.
+    last = (segments[-1].evaluation_bytes(), 0)
+    workspace = [*catalog.workspace[:-1], last]
+    catalog = replace(catalog, homes=training.plan.homes, workspace=workspace)
+    num_microbatches = training.arranged.options.num_microbatches
+    with planner.planning():
+        plan = build_forward(catalog, training.plan.capacity_bytes, num_microbatches)
+    planner.agree_on(plan, "plan of the evaluation")
+    return Forward(
+        plan, training.segmented, segments, training.layouts, num_microbatches
+    )
+
+
+@dataclass(frozen=True)
+class _Planned:
+    planner: Planner
+    function: Function
+    batch: Any
+    homes: Mapping[ArrayId, Tier]
+    layouts: Layouts
+    num_microbatches: int
+    caches: Cached
+
+    def fitting(self, limits: Limits) -> Forward:
+        return self.planner.shrunk(self.layouts, self.cut, self.attempt, limits)
+
+    def cut(self, max_bytes: int | None) -> Segmented:
+        planner = self.planner
+        source = self.function.trace(planner.problem, self.batch, max_bytes)
+        by_row = {array.path for array in self.homes if array.rows}
+        return segment_function(
+            rest_by_row(source, by_row),
+            splittable=planner.splittable(self.layouts),
+            max_bytes=max_bytes,
+            caches=self.caches.outputs,
+        )
+
+    def attempt(
+        self, segmented: Segmented, compiled: Compiled, limits: Limits
+    ) -> Forward:
+        return self.planned(segmented, compiled)
+
+    def planned(self, segmented: Segmented, compiled: Compiled) -> Forward:
+        segments, layouts = compiled.segments, compiled.layouts
+        specs = tuple(s.spec for s in segments)
+        program = replace(segmented.program, segments=specs)
+        capacity = self.planner.capacity()
+        tiers = self.caches.tiers if program.caches else self.caches.tiers[:1]
+
+        def resting(tier: Tier) -> Plan:
+            catalog = self.catalog(program, compiled, tier)
+            self.check_outputs(catalog, capacity)
+            return build_forward(catalog, capacity, self.num_microbatches)
+
+        *faster, slowest = tiers
+        for tier in faster:
+            try:
+                plan = resting(tier)
+            except InfeasibleError:
+                continue
+            break
+        else:
+            plan = resting(slowest)
+        segmented = replace(segmented, program=program)
+        return Forward(plan, segmented, segments, layouts, self.num_microbatches)
+
+    def catalog(
+        self, program: Program, compiled: Compiled, cache_tier: Tier
+    ) -> Catalog:
+        segments, layouts = compiled.segments, compiled.layouts
+        consts = [ArrayId(Role.CONST, name) for name in program.consts]
+        wholes = self.planner.array_specs()
+        specs = {
+            a: wholes[a.whole].rows(*a.rows) if a.rows else wholes[a]
+            for a in self.homes
+        }
+        caches = [
+            cache(name, m)
+            for name in program.caches
+            for m in range(self.num_microbatches)
+        ]
+        specs |= {array: program.values[array.path] for array in (*consts, *caches)}
+        return Catalog(
+            layouts.share_of(program),
+            {array: layouts.share_spec(array, spec) for array, spec in specs.items()},
+            {
+                **self.homes,
+                **dict.fromkeys(consts, Tier.DEVICE),
+                **dict.fromkeys(caches, cache_tier),
+            },
+            [(segment.evaluation_bytes(), 0) for segment in segments],
+            rates=self.planner.rates(),
+            device_parts=layouts.device_parts(),
+            exchange=[(x, NO_EXCHANGE) for x in forward_exchanges(segments)],
+        )
+
+    def check_outputs(self, catalog: Catalog, capacity: Mapping[Tier, int]) -> None:
+        """Raises if the host has no room for the outputs beside the arrays at rest."""
+        names = dict.fromkeys(catalog.program.outputs)
+        once = sum(catalog.nbytes(value(name, 0), Tier.HOST) for name in names)
+        output_bytes = self.num_microbatches * once
+        resting = [a for a, tier in catalog.homes.items() if tier == Tier.HOST]
+        needed = output_bytes + sum(catalog.nbytes(a, Tier.HOST) for a in resting)
+        if needed <= capacity[Tier.HOST]:
+            return
+        what = f"what rests there with the outputs of {self.function.name}"
+        short = Shortage(capacity[Tier.HOST], needed, what)
+        advice = (
+            f"The outputs take {show_bytes(output_bytes)} of that: return less, or "
+            "give a smaller batch."
+        )
+        raise InfeasibleError({Tier.HOST: short}, capacity, [advice])

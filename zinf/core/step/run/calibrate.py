@@ -1,0 +1,256 @@
+"""Measures the rates of this machine by running some instructions of a plan alone.
+
+With `rates: measured` a few instructions of a run's plan run before its first step, one
+at a time, on arrays of zeros in stores of their own. Each does what it does in a step,
+by the same executable, host update, transfer or file. So the first plan that a run
+prints predicts its steps with rates of this machine. (`zinf bench step` measures whole
+steps instead.)
+
+In a step the plan holds all that one of its instructions needs. So measuring keeps
+within the budgets too.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from zinf.core.memory import Stores, aligned_empty, open_stores, to_devices
+from zinf.core.memory.host.pages import open_pages
+from zinf.core.memory.storage_error import from_os_error
+from zinf.core.optim.advance import Advance
+from zinf.core.optim.decision import Decision, Pending
+from zinf.core.optim.update import compile_advance
+from zinf.core.plan import (
+    Copy,
+    Instruction,
+    Plan,
+    Rates,
+    Run,
+    SumSquares,
+    Timeline,
+    Transfer,
+    Update,
+    measured_rates,
+)
+from zinf.core.plan.cost import duration
+from zinf.core.program import ArrayId, ArraySpec, Role, Tier
+from zinf.core.sharding import whole_layout
+from zinf.core.sharding.mesh import local_devices
+from zinf.core.step.planner import Planner, Streamed
+from zinf.core.step.run.run import Work, run_alone
+from zinf.core.step.run.streamed import StreamedRunner
+from zinf.core.step.updates import cpu_device
+
+# Of each kind of work, the instructions that move or compute most in a step; two kinds
+# of transfers, such as of parameters and of optimizer state, differ in array sizes.
+MOST_OF_A_KIND = 2
+# An instruction runs once to touch its memory, then for about this long by the assumed
+# rates, but no more often than this.
+MEASURED_SECONDS, MAX_TIMES = 0.2, 5
+# Instructions that take longer by the assumed rates are not measured.
+MAX_SECONDS = 1.0
+FOUND: dict[Any, Rates] = {}
+
+
+def measure_rates(made: Streamed, planner: Planner, spec: Any) -> Rates:
+    """The rates of this machine, for the work of a plan; measured once in a process.
+
+    For a run of one process: several would have to run each instruction together.
+
+    Args:
+        made: planned by assumed rates, which stay for work that it does not have.
+        spec: shapes and dtypes of one microbatch.
+    """
+    rates = made.plan.rates
+    chosen = samples(made.plan)
+    work = tuple((x.link, x.nbytes, x.flops) for some in chosen for x in some)
+    key = work, planner.rule.mesh, planner.config.nvme_paths
+    if key not in FOUND:
+        ran: list[Instruction] = []
+        seconds: list[float] = []
+        with _bench(made, planner, spec) as bench:
+            for some in chosen:
+                ran += some
+                seconds += bench.seconds(some)
+        timeline = Timeline((0.0,) * len(ran), tuple(seconds))
+        FOUND[key] = measured_rates(ran, timeline, rates)
+    return FOUND[key]
+
+
+def samples(plan: Plan) -> list[tuple[Instruction, ...]]:
+    """The instructions to measure; those in one tuple use each other's results."""
+    groups: dict[Any, dict[Any, list[Instruction]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    passes: dict[tuple[int, int], list[tuple[Run, Instruction]]] = defaultdict(list)
+    for instruction in plan.instructions:
+        operation = instruction.operation
+        if duration(instruction, plan.rates) > MAX_SECONDS:
+            continue
+        match operation:
+            case Transfer():
+                groups[instruction.link][instruction.nbytes].append(instruction)
+            case Update():
+                groups[operation.tier][instruction.nbytes].append(instruction)
+            case Run():
+                one_pass = operation, instruction
+                passes[operation.segment, operation.microbatch].append(one_pass)
+            case SumSquares():
+                groups[SumSquares][len(instruction.reads)].append(instruction)
+    found: list[tuple[Instruction, ...]] = []
+    for kind in groups.values():
+        most = sorted(kind.values(), key=lambda some: -sum(x.nbytes for x in some))
+        found += [(some[0],) for some in most[:MOST_OF_A_KIND]]
+    bodies: dict[Any, list[tuple[Instruction, ...]]] = defaultdict(list)
+    for some in passes.values():
+        kind = tuple((run.kind, x.flops) for run, x in some)
+        bodies[kind].append(tuple(x for _, x in some))
+    most = sorted(
+        bodies.values(), key=lambda some: -sum(x.flops for each in some for x in each)
+    )
+    return found + [some[0] for some in most[:MOST_OF_A_KIND]]
+
+
+class _Bench:
+    """Runs instructions of a plan, on zeros."""
+
+    def __init__(self, made: Streamed, stores: Stores, work: Work, goes_by: Pending):
+        self.plan, self.catalog = made.plan, made.arranged.catalog
+        self.stores, self.work, self.goes_by = stores, work, goes_by
+        self.layouts = work.layouts
+        loss = self.catalog.program.values[self.catalog.program.loss]
+        seed = np.zeros((), jnp.dtype(loss.dtype))
+        (self.seed,) = to_devices([seed], [whole_layout((), self.layouts.mesh)])
+
+    def seconds(self, some: Sequence[Instruction]) -> list[float]:
+        """The median time of each instruction; they run in turn."""
+        assumed = sum(duration(x, self.plan.rates) for x in some)
+        times = max(1, min(MAX_TIMES, int(MEASURED_SECONDS / assumed)))
+        found: list[list[float]] = [[] for _ in some]
+        try:
+            for _ in range(1 + times):
+                for instruction, seconds in zip(some, found, strict=True):
+                    # An update in place changes copies that exist before it runs.
+                    changed = [
+                        copy
+                        for copy in instruction.writes
+                        if copy not in instruction.creates
+                    ]
+                    for copy in (*instruction.reads, *changed):
+                        self.make(copy)
+                    began = perf_counter()
+                    run_alone(
+                        instruction,
+                        self.plan,
+                        self.work,
+                        self.stores,
+                        self.seed,
+                        self.goes_by,
+                    )
+                    seconds.append(perf_counter() - began)
+                written = (c for x in some for c in x.writes)
+                free_copies(self.stores, (c for c in written if c[1] != Tier.NVME))
+        finally:
+            free_copies(self.stores, (c for x in some for c in (*x.reads, *x.writes)))
+        return [median(seconds[1:]) for seconds in found]
+
+    def make(self, copy: Copy) -> None:
+        """Writes zeros as a copy, unless it is there."""
+        array, tier = copy
+        if self.stores[tier].contains(array):
+            return
+        spec = self.spec(array)
+        content = aligned_empty(spec.shape, jnp.dtype(spec.dtype))
+        content[...] = 0
+        if tier == Tier.DEVICE:
+            (content,) = to_devices([content], [self.layouts.of(array)])
+        self.stores[tier].write(array, content).result()
+
+    def spec(self, array: ArrayId) -> ArraySpec:
+        """Shape and dtype of this process's share of an array."""
+        catalog, role = self.catalog, array.role.lies_as
+        if array.role == Role.NORM:
+            return ArraySpec((), "float32", 4)
+        if role == Role.VALUE:
+            return catalog.program.values[array.path]
+        if role == Role.GRADIENT:
+            spec = catalog.param_spec(array)
+            is_wide = catalog.nbytes(array) > spec.nbytes
+            return replace(spec, dtype="float32", itemsize=4) if is_wide else spec
+        if array in catalog.specs or array.rows is None:
+            return catalog.specs[array]
+        return catalog.specs[array.whole].rows(*array.rows)
+
+
+def free_copies(stores: Stores, copies: Iterable[Copy]) -> None:
+    """Free those copies that are there; rows of an array that is there whole stay.
+
+    Such rows have no memory of their own, and go with the array.
+    """
+    wholes_first = sorted(copies, key=lambda copy: copy[0].rows is not None)
+    for array, tier in wholes_first:
+        store = stores[tier]
+        is_part = array.rows is not None and store.contains(array.whole)
+        if store.contains(array) and not is_part:
+            store.free(array)
+
+
+@contextmanager
+def _scratch(path: Path) -> Iterator[Path]:
+    """A new folder on the drive of `path`, which need not exist yet."""
+    while not path.exists():
+        path = path.absolute().parent
+    try:
+        folder = TemporaryDirectory(prefix=".zinf-", dir=path)
+    except OSError as error:
+        what = "Cannot make a folder to measure the drive in"
+        raise from_os_error(what, path, error) from error
+    with folder as name:
+        yield Path(name) / "measured"
+
+
+@contextmanager
+def _bench(made: Streamed, planner: Planner, spec: Any) -> Iterator[_Bench]:
+    config, separated = planner.config, planner.separated
+    capacity = made.plan.capacity_bytes
+    options = config.nvme_options
+    with ExitStack() as opened:
+        options["nvme_paths"] = [
+            opened.enter_context(_scratch(path)) for path in config.nvme_paths
+        ]
+        mesh = planner.rule.mesh
+        needed = made.plan.peak_bytes[Tier.HOST]
+        gather = planner.group.gather
+        stores = open_stores(
+            list(mesh.devices.flat),
+            device_bytes=capacity[Tier.DEVICE],
+            host_bytes=capacity[Tier.HOST],
+            nvme_bytes=capacity[Tier.NVME],
+            pages=open_pages(config.pinned, local_devices(mesh), needed, gather),
+            **options,
+        )
+        opened.callback(stores.close)
+        runner = StreamedRunner(
+            made,
+            stores,
+            spec,
+            clipping=planner.clipping,
+            skips_overflow=False,
+            before_update=lambda: None,
+        )
+        cpu = cpu_device(planner.rule.mesh)
+        shared = [np.asarray(s.value) for s in separated.shared]
+        advance = compile_advance(separated, device=cpu)
+        values = Advance(shared, advance, reads_loss=separated.reads_loss).values(0.0)
+        goes_by = Pending(Decision(0.0, 0.0, 1.0, skips=False), values)
+        runner.pending = goes_by
+        yield _Bench(made, stores, runner.work(1.0), goes_by)

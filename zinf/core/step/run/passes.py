@@ -1,0 +1,142 @@
+"""Runs the plan of one program on a batch: stores the inputs, takes the results."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from zinf.core.jaxpr.keys import to_words
+from zinf.core.memory import Stores, to_devices
+from zinf.core.plan import Plan, initial_copies, value
+from zinf.core.program import KEY, ArrayId, Program, Role
+from zinf.core.segment import Segment, Segmented, named_leaves
+from zinf.core.sharding import Layouts
+from zinf.core.step.batch import by_microbatch
+from zinf.core.step.run.run import StepRecord, Work, run_plan
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Stores the inputs of a program, runs a plan, and takes the results.
+
+    Attributes:
+        spec: shapes and dtypes of one microbatch.
+    """
+
+    segmented: Segmented
+    segments: Sequence[Segment]
+    layouts: Layouts
+    stores: Stores
+    spec: Any
+    num_microbatches: int
+
+    @property
+    def program(self) -> Program:
+        return self.segmented.program
+
+    def put_consts(self) -> None:
+        """Put the arrays that the loss closes over on the device, to stay there.
+
+        They may depend on the shape of the batch, as a causal mask does.
+        """
+        for name, content in self.segmented.consts.items():
+            self._put_on_device(ArrayId(Role.CONST, name), content)
+
+    def free_consts(self) -> None:
+        for name in self.segmented.consts:
+            array = ArrayId(Role.CONST, name)
+            if self.stores.device.contains(array):
+                self.stores.device.free(array)
+
+    def run(
+        self,
+        plan: Plan,
+        work: Work,
+        batch: Any,
+        keys: Sequence[Any],
+        seed: Any,
+        record: StepRecord,
+    ) -> list[list[np.ndarray]]:
+        """Run `plan`; return the flattened outputs of each microbatch.
+
+        An output is this process's share, on the host. If the run fails, the inputs
+        are freed too.
+        """
+        named = self._named(batch)
+        return self.run_on(plan, work, named, keys, seed, record)
+
+    def run_on(
+        self,
+        plan: Plan,
+        work: Work,
+        microbatches: Sequence[Mapping[str, np.ndarray]],
+        keys: Sequence[Any],
+        seed: Any,
+        record: StepRecord,
+    ) -> list[list[np.ndarray]]:
+        """`run`, given the leaves of each microbatch by the names of the program."""
+        try:
+            self._put(microbatches, keys)
+            run_plan(plan, work, self.stores, seed, record)
+        except BaseException:
+            for array, tier in initial_copies(self.program, self.num_microbatches):
+                if self.stores[tier].contains(array):
+                    self.stores[tier].free(array)
+            raise
+        return self._take()
+
+    def put(self, batch: Any, keys: Sequence[Any]) -> None:
+        """Store the batch on the host and the keys on the device.
+
+        Inputs that no segment reads are left out.
+        """
+        self._put(self._named(batch), keys)
+
+    def _named(self, batch: Any) -> list[dict[str, np.ndarray]]:
+        """The leaves of each microbatch, by the names that the program has for them."""
+        cut = by_microbatch(batch, self.spec, self.num_microbatches)
+        leaves = named_leaves(cut).items()
+        return [
+            {f"batch/{path}": array[m, ...] for path, array in leaves}
+            for m in range(self.num_microbatches)
+        ]
+
+    def _put(
+        self, microbatches: Sequence[Mapping[str, np.ndarray]], keys: Sequence[Any]
+    ) -> None:
+        read = {n for s in self.program.segments for n in s.inputs}
+        for m, leaves in enumerate(microbatches):
+            for name in read.intersection(leaves):
+                self.stores.host.write(value(name, m), leaves[name]).result()
+        for m, key in enumerate(keys):
+            if KEY in read:
+                self._put_on_device(value(KEY, m), to_words(key))
+
+    def _put_on_device(self, array: ArrayId, content: Any) -> None:
+        """Write `content`, which all processes have alike, to the devices."""
+        layouts = [self.layouts.of(array)]
+        (placed,) = to_devices([np.asarray(content)], layouts)
+        self.stores.device.write(array, placed).result()
+
+    def _take(self) -> list[list[np.ndarray]]:
+        """Move the outputs out of the host store, one after another."""
+        names = self.program.outputs
+        columns = []
+        for m in range(self.num_microbatches):
+            found = {}
+            for name in dict.fromkeys(names):
+                array = value(name, m)
+                found[name] = np.array(self.stores.host.read(array).result())
+                self.stores.host.free(array)
+            columns.append([found[name] for name in names])
+        return columns
+
+    def stacked(self, outputs: Sequence[Sequence[np.ndarray]]) -> Any:
+        """The outputs of all microbatches in the function's own pytree.
+
+        Each array has a leading microbatch dim.
+        """
+        arrays = [np.stack(rows) for rows in zip(*outputs, strict=True)]
+        return jax.tree.unflatten(self.segmented.structure, arrays)

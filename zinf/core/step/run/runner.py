@@ -1,0 +1,76 @@
+"""The interface of runners, which run the steps of one plan."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from zinf.core.optim.advance import Advance
+from zinf.core.plan import Plan
+from zinf.core.step.planner import Planner
+from zinf.core.step.run.outcome import Outcome
+from zinf.core.step.run.run import StepRecord
+from zinf.core.step.step_weight import StepWeight
+
+
+class AbstractRunner(ABC):
+    """Runs steps of one plan on microbatches of one shape (`spec`)."""
+
+    plan: Plan
+    spec: Any
+    num_microbatches: int
+    weight: StepWeight | None
+
+    @abstractmethod
+    def enter(self) -> None:
+        """Put the arrays in place that only this plan has at rest.
+
+        Called before the first step, and before a step that follows one of another
+        runner.
+        """
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Free what `enter` put in place. No deferred update may be pending."""
+
+    @abstractmethod
+    def step(
+        self,
+        batch: Any,
+        keys: Sequence[Any],
+        *,
+        advance: Advance,
+        loss_scale: float,
+        record: StepRecord,
+    ) -> Outcome:
+        """Run one training step. It makes `advance.after` available.
+
+        Args:
+            keys: one random key per microbatch, or empty.
+
+        Raises:
+            NonFiniteError: the loss or the gradient is not finite. This step's
+                gradients updated nothing, unless `record.is_mixed`.
+        """
+
+    def step_weight(self, batch: Any, keys: Sequence[Any]) -> float:
+        """What the sum of the microbatches' losses is divided by."""
+        if self.weight is None:
+            return float(self.num_microbatches)
+        return self.weight.of(batch, self.spec, keys)
+
+    @abstractmethod
+    def flush(self, record: StepRecord) -> None:
+        """Run the updates that the last step deferred, if any."""
+
+    @abstractmethod
+    def drop_pending(self) -> None:
+        """Drop the deferred updates; the state that they would update is replaced."""
+
+    def gradient(self, planner: Planner, path: str) -> np.ndarray | None:
+        """The gradient of a leaf in the last step, unscaled and before clipping.
+
+        None unless the whole gradient waits for a deferred update.
+        """
+        return None

@@ -1,0 +1,160 @@
+"""Runs steps that are one executable, and fused ones with all arrays on the device."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from zinf.core.jaxpr.keys import from_words, to_words
+from zinf.core.memory import Stores, to_devices
+from zinf.core.optim.advance import Advance
+from zinf.core.optim.decision import decision_of
+from zinf.core.plan import Instruction
+from zinf.core.problem.problem import Problem
+from zinf.core.problem.weighted import Weighted
+from zinf.core.program import Role
+from zinf.core.sharding import placed_layout, whole_layout
+from zinf.core.step.batch import by_microbatch
+from zinf.core.step.planner import Fused, Offloaded
+from zinf.core.step.run.links import Progress, run_links
+from zinf.core.step.run.outcome import Outcome, outcome_of
+from zinf.core.step.run.run import StepRecord
+from zinf.core.step.run.runner import AbstractRunner
+from zinf.core.step.whole.fused import FusedProgram, batch_shardings, fused_evaluation
+
+
+class OneProgramRunner(AbstractRunner):
+    """Runs a step that is one executable, wherever its arrays rest."""
+
+    def __init__(
+        self,
+        prepared: Fused | Offloaded,
+        stores: Stores,
+        spec: Any,
+        *,
+        num_microbatches: int,
+        skips_overflow: bool,
+        before_update: Callable[[], None],
+    ):
+        self.stores, self.spec = stores, spec
+        self.plan = prepared.plan
+        self.num_microbatches = num_microbatches
+        self.skips_overflow = skips_overflow
+        self.before_update = before_update
+        self.weight = prepared.weight
+        self._layouts = prepared.layouts
+
+    def enter(self) -> None: ...
+
+    def leave(self) -> None: ...
+
+    def flush(self, record: StepRecord) -> None: ...
+
+    def drop_pending(self) -> None: ...
+
+    def step(
+        self,
+        batch: Any,
+        keys: Sequence[Any],
+        *,
+        advance: Advance,
+        loss_scale: float,
+        record: StepRecord,
+    ) -> Outcome:
+        self.before_update()
+        weight = self.step_weight(batch, keys)
+        scale = np.float32(loss_scale), np.float32(weight)
+        scalars = advance.before if advance.reads_loss else advance.values(0.0)
+        inputs = (*self.inputs(batch, self.spec, keys), list(scalars), *scale)
+        outputs: dict[str, Any] = {}
+
+        def execute(instruction: Instruction) -> None:
+            outputs.update(self.execute(instruction, inputs, record))
+
+        record.plan = self.plan
+        progress = Progress(len(self.plan.instructions))
+        run_links(self.plan.instructions, execute, progress)
+        record.interrupted = progress.interrupted
+        record.timeline = progress.timeline
+        if advance.reads_loss:
+            advance.take(outputs["shared"])
+        losses = [float(x) for x in outputs["losses"]]
+        record.decision = decision_of(
+            losses,
+            outputs["judged"],
+            weight=weight,
+            skips_overflow=self.skips_overflow,
+        )
+        return outcome_of(record, outputs["extra"])
+
+    @abstractmethod
+    def execute(
+        self, instruction: Instruction, inputs: Any, record: StepRecord
+    ) -> dict[str, Any]:
+        """Run the executable, replace all arrays by its results, return its outputs."""
+
+    def inputs(self, batch: Any, spec: Any, keys: Sequence[Any]) -> tuple[Any, Any]:
+        batches = by_microbatch(batch, spec, self.num_microbatches)
+        return batches, jax.numpy.stack(list(keys)) if keys else None
+
+    def placed(self, batches: Any, spec: Any, keys: Any) -> tuple[Any, Any]:
+        """Put the keys and this process's share of the microbatches on the devices."""
+        shardings = batch_shardings(spec, self._layouts)
+        pairs = zip(jax.tree.leaves(spec), jax.tree.leaves(shardings), strict=True)
+        layouts = [
+            placed_layout((self.num_microbatches, *leaf.shape), sharding)
+            for leaf, sharding in pairs
+        ]
+        placed = to_devices(jax.tree.leaves(batches), layouts)
+        if keys is not None:
+            words = np.asarray(to_words(keys))
+            everywhere = whole_layout(words.shape, self._layouts.mesh)
+            keys = from_words(to_devices([words], [everywhere])[0], keys)
+        return jax.tree.unflatten(jax.tree.structure(batches), placed), keys
+
+
+class FusedRunner(OneProgramRunner):
+    """Runs fused steps: all arrays rest on the device."""
+
+    def __init__(
+        self, fused: Fused, stores: Stores, spec: Any, *, problem: Problem, **rest: Any
+    ):
+        super().__init__(fused, stores, spec, **rest)
+        self.program: FusedProgram = fused.program
+        self._evaluate = fused_evaluation(problem, fused.layouts)
+
+    def execute(
+        self, instruction: Instruction, inputs: Any, record: StepRecord
+    ) -> dict[str, Any]:
+        """Run the executable, replace all arrays by its results, return its outputs."""
+        ((tier, workspace),) = instruction.workspace
+        device = self.stores[tier]
+        arrays = [device.read(a).result() for a in self.program.arrays]
+        device.ledger.reserve(workspace, "the fused step")
+        try:
+            batches, keys, *scalars = inputs
+            placed = *self.placed(batches, self.spec, keys), *scalars
+            record.is_mixed = True
+            results, outputs = self.program.step(arrays, *placed)
+            del arrays
+            for array, content in zip(self.program.arrays, results, strict=True):
+                device.write(array, content).result()
+            outputs = jax.tree.map(np.asarray, outputs)
+        finally:
+            device.ledger.release(workspace)
+        record.is_mixed = False
+        return outputs
+
+    def evaluate(self, batch: Any, spec: Any, keys: Sequence[Any]) -> Weighted:
+        """The evaluation loss of a batch with microbatches of shape `spec`."""
+        params = [
+            self.stores.device.read(a).result()
+            for a in self.program.arrays
+            if a.role == Role.PARAM
+        ]
+        batches, stacked_keys = self.inputs(batch, spec, keys)
+        placed = self.placed(batches, spec, stacked_keys)
+        losses = self._evaluate(params, *placed)
+        return jax.tree.map(lambda x: float(np.asarray(x, np.float64).sum()), losses)

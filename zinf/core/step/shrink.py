@@ -1,0 +1,125 @@
+"""Makes a step smaller that does not fit the device.
+
+Its segments get fewer parameters, and weights larger than such a segment are read by
+tile. If intermediate values take most of the bytes, segments run in blocks of rows
+instead. An update reads a whole tile, so a tile may be too large for the host too.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from zinf.core.plan import InfeasibleError, Shortage
+from zinf.core.program import ArrayId, Program, Tier
+from zinf.core.segment import Segment
+
+# The new workspace limit is a sixteenth below the limit that would just fit.
+SPARE = 16
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Upper bounds on a segment; None is no limit.
+
+    Attributes:
+        param_bytes: bytes of parameters.
+        workspace_bytes: bytes of intermediate values; only a segment with independent
+            rows can keep this limit.
+    """
+
+    param_bytes: int | None
+    workspace_bytes: int | None = None
+
+
+def tighter(
+    limits: Limits,
+    error: InfeasibleError,
+    segments: Sequence[Segment],
+    program: Program,
+) -> Limits | None:
+    """Tighter limits to try next, or None to give up.
+
+    Args:
+        error: the shortages of the plan that was tried.
+        segments: the compiled segments of that plan.
+        program: the program of that plan.
+    """
+    if not error.may_rest:
+        return None
+    params = largest_segment_bytes(program)
+    if Tier.DEVICE not in error.shortages:
+        if Tier.HOST in error.shortages and program.tilings:
+            return _with_fewer_params(limits, params, error.shortages[Tier.HOST])
+        return None
+    short = error.shortages[Tier.DEVICE]
+    spaces = [s.workspace() for s in segments]
+    workspace = max(max(w.forward_bytes, w.backward_bytes) for w in spaces)
+    may_shrink = limits.workspace_bytes is None or workspace <= limits.workspace_bytes
+    # Try blocks of rows first if they suffice, because they change nothing else.
+    if may_shrink and workspace > short.missing_bytes:
+        enough = workspace - short.missing_bytes
+        return replace(limits, workspace_bytes=enough - enough // SPARE)
+    # The factor 2 counts gradients, which are as large as their parameters.
+    if may_shrink and workspace > 2 * params:
+        return replace(limits, workspace_bytes=workspace // _divisor(short))
+    return _with_fewer_params(limits, params, short)
+
+
+def _with_fewer_params(limits: Limits, params: int, short: Shortage) -> Limits | None:
+    if params <= 1:
+        return None
+    return replace(limits, param_bytes=params // _divisor(short))
+
+
+def _divisor(short: Shortage) -> int:
+    return max(2, short.needed_bytes // max(1, short.capacity_bytes))
+
+
+def is_worth_trying(
+    program: Program, before: Program, capacity_bytes: int, num_devices: int
+) -> bool:
+    """Whether it is worth compiling `program` after `before` did not fit.
+
+    A new program must have smaller segments. The inputs and outputs of its largest
+    segment must fit the device: compiling takes long, and would be in vain otherwise.
+    """
+    shrinks = largest_segment_bytes(program) < largest_segment_bytes(before)
+    fits = _value_bytes(program) // num_devices <= capacity_bytes
+    return fits and (shrinks or program is before)
+
+
+def reasons(program: Program, segments: Sequence[Segment]) -> list[str]:
+    """Sentences that say why the step cannot be made smaller."""
+    wholes = {s.spec.name: s.why_whole for s in segments if s.why_whole}
+    bodies = {why: name for name, why in reversed(wholes.items())}
+    return untiled(program) + [
+        f"Segment {name!r} cannot run in smaller blocks of rows: {why}."
+        for why, name in bodies.items()
+    ]
+
+
+def untiled(program: Program) -> list[str]:
+    """Sentences that say why weights that are too large are not read by tile."""
+    return [
+        f"The parameter {path!r} cannot be read by tile: {reason}."
+        for path, reason in program.untiled.items()
+    ]
+
+
+def largest_segment_bytes(program: Program) -> int:
+    """Parameter bytes of the segment with the most."""
+    specs = {leaf.path: leaf.spec for leaf in program.leaves}
+
+    def nbytes(array: ArrayId) -> int:
+        spec = specs[array.path]
+        return (spec.rows(*array.rows) if array.rows else spec).nbytes
+
+    return max(sum(map(nbytes, s.params)) for s in program.segments)
+
+
+def _value_bytes(program: Program) -> int:
+    """Bytes of inputs and outputs, without parameters, of the segment with the most."""
+
+    def nbytes(names: Collection[str]) -> int:
+        return sum(program.values[name].nbytes for name in names)
+
+    return max(nbytes({*s.inputs, *s.outputs}) for s in program.segments)

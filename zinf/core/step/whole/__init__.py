@@ -1,0 +1,1 @@
+"""Steps that are one executable: fused and offloaded."""

@@ -1,0 +1,1 @@
+"""Text for people and files: complaints, JSON, tables."""

@@ -1,5 +1,0 @@
-"""Cuts the weights of a layer over devices (tensor parallelism)."""
-
-from zinf.tensor.cuts import channel_dims as channel_dims
-from zinf.tensor.cuts import find_cuts as find_cuts
-from zinf.tensor.expert import cut_expert as cut_expert
