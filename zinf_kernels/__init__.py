@@ -4,6 +4,7 @@ What calls each op:
 
 * `adam`: updates on the host whose code is Adam's (`zinf.core.optim.host.in_place`).
 * `elementwise`: other element-wise updates on the host (`zinf.core.optim.host.looped`).
+* `attention`: attention of all models (`zinf.models.gpt`, `zinf.hf.attention`).
 * `cross_entropy`: the last layer and the loss in tiles (`zinf.tiling.loss`).
 * `tiled_matmul`: the matmuls of tiled layers and MLPs (`zinf.tiling.matmul`), if they
   are traced for one Hopper GPU or in `jax.shard_map`; XLA's matmuls elsewhere.

@@ -47,12 +47,12 @@ def device_for(*arrays: Any) -> Device:
         )
     for array in arrays:
         if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
-            return _described(next(iter(array.devices())))
+            return device_of(next(iter(array.devices())))
     # A device, the name of a platform, or None. Config is filled in at run time.
     default = jax.config.jax_default_device  # pyrefly: ignore[missing-attribute]
     if default is None or isinstance(default, str):
         default = jax.devices(default)[0]
-    return _described(default)
+    return device_of(default)
 
 
 def is_alone() -> bool:
@@ -71,7 +71,7 @@ def hopper_obstacle(device: Device) -> str | None:
     if device.capability == HOPPER:
         return None
     if device.platform != "gpu":
-        return f"it is for GPUs and this is {_named(device)}."
+        return f"it is for GPUs and this is {named(device)}."
     if device.capability is None:
         return f"the compute capability of {device.kind!r} is not known."
     return (
@@ -80,7 +80,8 @@ def hopper_obstacle(device: Device) -> str | None:
     )
 
 
-def _described(device: Any) -> Device:
+def device_of(device: Any) -> Device:
+    """What kernels need to know of a `jax.Device`."""
     if device.platform != "gpu":
         return Device(device.platform, device.device_kind, 1)
     major, minor = map(int, device.compute_capability.split("."))
@@ -91,5 +92,5 @@ def _capability_of_kind(kind: str) -> tuple[int, int] | None:
     return next((CAPABILITIES[w] for w in kind.split() if w in CAPABILITIES), None)
 
 
-def _named(device: Device) -> str:
+def named(device: Device) -> str:
     return f"a {device.platform.upper()}"

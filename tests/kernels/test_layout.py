@@ -35,7 +35,8 @@ def test_an_op_has_the_same_files_as_the_others(op):
     assert len({case.name for case in cases}) == len(cases) > 1
     # An implementation is a file of its name.
     existing = import_module(f"zinf_kernels.{op}.api").EXISTING
-    assert {*existing} == {Path(name).stem for name in files} & BACKENDS
+    stems = {Path(name).stem for name in files}
+    assert stems & BACKENDS <= {*existing} <= stems
     # A reference is plain jnp or numpy.
     tree = ast.parse((ROOT / op / "reference.py").read_text())
     imports = (ast.Import, ast.ImportFrom)
@@ -67,6 +68,7 @@ def array(*shape, dtype=jnp.bfloat16):
 
 A, B = array(256, 64), array(64, 128)
 X = array(2, 128, 64)
+# Attention has more kernels: tests/kernels/test_attention.py.
 FITS = {
     "cross_entropy": {"x": X, "weight": B},
     "quantize": {"x": array(1024)},

@@ -1,0 +1,283 @@
+"""`attention`: every implementation gives the formula's numbers; blocks hold none."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import marks
+from tests.unit.refusals import refusals
+from zinf_kernels.attention import attention, attention_flops, best
+from zinf_kernels.attention.cases import Case, cases, drawn
+from zinf_kernels.attention.rows import features
+from zinf_kernels.attention.spec import Spec, is_seen
+from zinf_kernels.device import Device
+
+CASES = {case.name: case for case in cases()}
+CPU = Device("cpu", "cpu", 1)
+
+
+def results(case: Case, implementation: str, dtype: Any = None) -> dict[str, Any]:
+    """The result and the gradients by name."""
+    arrays = case.make()
+    if dtype is not None:
+        arrays = {
+            n: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+            for n, x in arrays.items()
+        }
+    direction = arrays.pop("direction") * sees_some(case, arrays)
+    floats = {n: arrays.pop(n) for n in ("q", "k", "v", "bias", "sinks") if n in arrays}
+
+    def run(floats: dict[str, Any]) -> jax.Array:
+        return attention(
+            **floats, **arrays, **case.options, implementation=implementation
+        )
+
+    out, vjp = jax.vjp(jax.jit(run), floats)
+    some = sees_some(case, case.make())
+    return {"result": out * some} | vjp(direction)[0]
+
+
+def exact_results(case: Case) -> dict[str, Any]:
+    with jax.enable_x64(True):
+        return jax.tree.map(np.asarray, results(case, "reference", jnp.float64))
+
+
+def sees_some(case: Case, arrays: dict[str, Any]) -> jax.Array:
+    """1 for queries that see a key, else 0: (B, T, N, 1), or 1 for all.
+
+    The result of a query that sees none has no meaning.
+    """
+    seen = is_seen(Spec(**{"scale": 1.0} | case.options), arrays)
+    if seen is None:
+        return jnp.ones((), case.dtype)
+    return seen.any(-1).swapaxes(1, 2)[..., None].astype(arrays["q"].dtype)
+
+
+def assert_near(found: dict[str, Any], exact: dict[str, Any], case: Case) -> None:
+    """Results within 4 units in the last place of the largest value, gradients 1e-5.
+
+    A result is a mean of values, and so rounds as they do. Where the formula itself is
+    further off in that dtype, because scores are large, twice its error is allowed.
+    Narrow dtypes round weights and their gradients before a product: there the bounds
+    are 4 and 8 roundings.
+    """
+    rounding = float(jnp.finfo(case.dtype).eps)
+    largest_value = float(jnp.abs(case.make()["v"]).max())
+    plain = results(case, "reference")
+    for name, x in exact.items():
+        off = largest_difference(plain[name], x)
+        bound = max(1e-5, 8 * rounding) * np.abs(x).max()
+        if name == "result":
+            bound = max(4 * rounding * largest_value, 2 * off)
+        assert largest_difference(found[name], x) <= bound, name
+
+
+def largest_difference(x: Any, y: Any) -> float:
+    return float(np.abs(np.asarray(x, np.float64) - np.asarray(y, np.float64)).max())
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("implementation", ["blocks", "xla"])
+def test_results_and_gradients_are_those_of_the_formula(implementation, name):
+    case = CASES[name]
+    assert_near(results(case, implementation), exact_results(case), case)
+
+
+@pytest.mark.parametrize("seed", marks.drawn(range(10**6), 6))
+def test_attentions_drawn_at_random_are_those_of_the_formula(seed):
+    case = drawn(seed)
+    assert_near(results(case, "blocks"), exact_results(case), case)
+
+
+def test_float64_is_computed_in_float64():
+    with jax.enable_x64(True):
+        found = results(CASES["all"], "blocks", jnp.float64)
+        exact = results(CASES["all"], "reference", jnp.float64)
+    for name, x in exact.items():
+        assert found[name].dtype == jnp.float64
+        np.testing.assert_allclose(found[name], x, rtol=0, atol=1e-13)
+
+
+@given(st.integers(0, 39), st.integers(1, 40))
+@settings(max_examples=10, deadline=None)
+def test_a_later_token_changes_nothing_earlier(place, window):
+    arrays = Case("", queries=40, keys=40).make()
+    direction = arrays.pop("direction")
+    other = {n: x.at[:, place].add(1.0) for n, x in arrays.items()}
+    run = jax.jit(
+        lambda x: attention(**x, causal=True, window=window, implementation="blocks")
+    )
+    before, after = run(arrays), run(other)
+    np.testing.assert_array_equal(before[:, :place], after[:, :place])
+    later = place + window
+    np.testing.assert_array_equal(before[:, later:], after[:, later:])
+    assert direction.shape == before.shape
+
+
+def test_a_neighbour_in_a_packed_row_changes_nothing():
+    arrays = Case("", queries=700, keys=700).make()
+    arrays.pop("direction")
+    ids = jnp.where(jnp.arange(700) < 333, 7, 3)[None]
+    other = {n: x.at[:, 333:].multiply(-3.0) for n, x in arrays.items()}
+
+    def gradients(x: dict[str, jax.Array]) -> Any:
+        def first(x: dict[str, jax.Array]) -> jax.Array:
+            out = attention(**x, causal=True, q_segments=ids, implementation="blocks")
+            return (out[:, :333] ** 2).sum()
+
+        return jax.jit(jax.value_and_grad(first))(x)
+
+    (loss, grad), (other_loss, other_grad) = gradients(arrays), gradients(other)
+    assert loss == other_loss
+    for name in arrays:
+        np.testing.assert_array_equal(grad[name][:, :333], other_grad[name][:, :333])
+        assert not np.asarray(grad[name][:, 333:]).any()
+
+
+def test_dropout_leaves_the_mean_and_depends_on_the_key_alone():
+    arrays = Case("", queries=64, keys=512).make()
+    arrays.pop("direction")
+    arrays["v"] = jnp.ones_like(arrays["v"])
+
+    def run(seed: int, implementation: str = "blocks") -> np.ndarray:
+        key = jax.random.key(seed)
+        options = {"dropout": 0.25, "dropout_key": key}
+        return np.asarray(attention(**arrays, **options, implementation=implementation))
+
+    # The sum of the weights that are left: 1 on average, of 512 x 0.75 weights.
+    assert abs(run(0).mean() - 1) < 0.01 and run(0).std() > 0.01
+    np.testing.assert_array_equal(run(0), run(0))
+    assert (run(0) != run(1)).any()
+    assert abs(run(0, "xla").mean() - 1) < 0.01
+
+
+def compiled(num_tokens: int, dtype: Any = jnp.float32) -> Any:
+    """The gradients of one causal attention, compiled."""
+    shape = jax.ShapeDtypeStruct((1, num_tokens, 2, 64), dtype)
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return attention(q, k, v, causal=True).astype(jnp.float32).sum()
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*[shape] * 3).compile()
+
+
+def test_bytes_grow_as_the_sequence_does_and_no_array_has_a_pair_of_tokens():
+    found = {n: compiled(n) for n in (65536, 131072)}
+    sizes = [c.memory_analysis().temp_size_in_bytes for c in found.values()]
+    assert sizes[1] < 2.1 * sizes[0]
+    for num_tokens, program in found.items():
+        shapes = re.findall(r"\w+\[([\d,]+)\]", program.as_text())
+        largest = max(np.prod([int(n) for n in s.split(",")]) for s in shapes)
+        assert largest <= 8 * num_tokens * 2 * 64
+
+
+def test_a_mapped_attention_is_one_equation_over_more_examples():
+    arrays = {n: x[None] for n, x in CASES["all"].make().items()}
+    arrays.pop("direction")
+    sinks = arrays.pop("sinks")[0]
+    stacked = {
+        n: jnp.concatenate([x, x + 1 if n == "q" else x]) for n, x in arrays.items()
+    }
+    options = CASES["all"].options | {"implementation": "blocks"}
+
+    def run(x: dict[str, jax.Array]) -> jax.Array:
+        return attention(**x, sinks=sinks, **options)
+
+    mapped = jax.vmap(run)(stacked)
+    for i in range(2):
+        one = run({n: x[i] for n, x in stacked.items()})
+        np.testing.assert_allclose(mapped[i], one, rtol=0, atol=2e-6)
+    names = [e.primitive.name for e in jax.make_jaxpr(jax.vmap(run))(stacked).eqns]
+    assert names.count("attention") == 1 and "scan" not in names
+
+
+def test_small_scores_are_held_and_large_ones_are_not():
+    def names(num_tokens: int) -> list[str]:
+        x = jax.ShapeDtypeStruct((1, num_tokens, 4, 16), jnp.float32)
+        closed = jax.make_jaxpr(lambda x: attention(x, x, x, causal=True))(x)
+        return [e.primitive.name for e in closed.eqns]
+
+    assert "attention" not in names(2048) and names(4096) == ["attention"]
+
+
+def test_operations_count_the_pairs_that_positions_allow():
+    shape = jax.ShapeDtypeStruct((2, 100, 4, 16), jnp.float32)
+    operands = dict.fromkeys("qkv", shape)
+    pairs = {
+        Spec(scale=1.0): 100 * 100,
+        Spec(scale=1.0, causal=True): 100 * 101 // 2,
+        Spec(scale=1.0, causal=True, window=10): 10 * 11 // 2 + 90 * 10,
+    }
+    for spec, count in pairs.items():
+        assert attention_flops(spec, operands) == 2 * 2 * 4 * count * (16 + 16)
+
+
+def test_what_does_not_fit_together_is_refused(golden):
+    arrays = Case("").make()
+    q, k, v = (arrays[n] for n in "qkv")
+    ids = jnp.zeros((2, 100), jnp.int32)
+    calls = {
+        "a window beyond the sequence": {"window": 101},
+        "no window": {"window": 0},
+        "segments of another shape": {"q_segments": ids[:, :99]},
+        "segments of keys alone": {"k_segments": ids},
+        "segments that are no integers": {"q_segments": ids * 1.0},
+        "positions of another batch": {"q_positions": jnp.zeros((3, 100), jnp.int32)},
+        "a mask of numbers": {"mask": jnp.zeros((1, 1, 100, 100))},
+        "a mask of another shape": {"mask": jnp.zeros((100, 100), bool)},
+        "sinks of another number": {"sinks": jnp.zeros(3)},
+        "no positive cap": {"soft_cap": 0.0},
+        "dropout of all": {"dropout": 1.0},
+        "dropout without a key": {"dropout": 0.5},
+        "an unknown row": {"implementation": "flash"},
+        "float32 with cudnn": {"implementation": "cudnn"},
+        "pallas here": {"implementation": "pallas"},
+    }
+    wrong = {
+        name: lambda options=options: attention(q, k, v, **options)
+        for name, options in calls.items()
+    }
+    wrong |= {
+        "three dims": lambda: attention(q[0], k[0], v[0]),
+        "other widths": lambda: attention(q, k[..., :8], v),
+        "other tokens of values": lambda: attention(q, k, v[:, :9]),
+        "heads that do not divide": lambda: attention(q, k[:, :, :3], v[:, :, :3]),
+        "two dtypes": lambda: attention(q, k.astype(jnp.bfloat16), v),
+        "integers": lambda: attention(*(x.astype(jnp.int32) for x in (q, k, v))),
+    }
+    golden.check("attention_errors.txt", refusals(wrong))
+
+
+def test_the_row_depends_on_device_dtype_shape_and_features(golden):
+    """What `auto` takes, before any trial."""
+    h100, old = (Device("gpu", *x) for x in (("H100", 132, (9, 0)), ("T4", 40, (7, 5))))
+    devices = {"CPU": CPU, "H100": h100, "T4": old, "TPU": Device("tpu", "TPU v5p", 1)}
+    sizes = {"batch": 1, "queries": 8192, "keys": 8192, "heads": 32, "key_heads": 8}
+    wide = sizes | {"width": 128, "value_width": 128, "dtype": jnp.bfloat16}
+    causal = {"causal": True}
+    table = {
+        "small": Case("", options=causal),
+        "Llama 8B": Case("", **wide, options=causal),
+        "in float32": Case("", **wide | {"dtype": jnp.float32}, options=causal),
+        "a window": Case("", **wide, options=causal | {"window": 1024}),
+        "packed": Case("", **wide, options=causal, extras=("segments",)),
+        "soft cap": Case("", **wide, options=causal | {"soft_cap": 50.0}),
+        "sinks": Case("", **wide, options=causal, extras=("sinks",)),
+        "width 256": Case("", **wide | {"width": 256, "value_width": 256}),
+        "other widths": Case("", **wide | {"width": 192}, options=causal),
+    }
+    lines = []
+    for name, case in table.items():
+        operands = case.shapes()
+        spec = Spec(scale=1.0, **case.options)
+        for device, kind in devices.items():
+            row, why = best(kind, spec, operands)
+            lines.append(f"{name} on {device}: {row} ({why})")
+        lines.append(f"  features: {', '.join(sorted(features(spec, operands)))}")
+    golden.check("attention_rows.txt", "\n".join(lines))
