@@ -13,6 +13,7 @@ from zinf.core.jaxpr import trace
 from zinf.core.jaxpr.compat import open_jaxpr
 from zinf.core.jaxpr.row_rules import NotByRow
 from zinf.core.segment.by_rows import by_rows
+from zinf_kernels.attention import attention as fused_attention
 
 T, H, F, V = 24, 8, 32, 40
 
@@ -78,6 +79,25 @@ def attention(p: Any, x: jax.Array) -> jax.Array:
     return jax.nn.softmax(scores) @ mlp(p, x)
 
 
+def attention_block(p: Any, x: jax.Array) -> jax.Array:
+    q = (x @ p["up"]).reshape(1, T, 4, 8)
+    mixed = fused_attention(q, q[:, :, :2], q[:, :, 2:], causal=True, **BLOCKS)
+    return mlp(p, x + mixed.reshape(T, F) @ p["down"])
+
+
+def running_mean(p: Any, x: jax.Array) -> jax.Array:
+    def step(mean: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+        mean = 0.9 * mean + 0.1 * row
+        return mean, mean
+
+    return mlp(p, x + jax.lax.scan(step, jnp.zeros(H), mlp(p, x))[1])
+
+
+def shifted_loss(p: Any, x: jax.Array, tokens: jax.Array) -> jax.Array:
+    return cross_entropy(p, x, tokens[1:], MASK)
+
+
+BLOCKS = {"implementation": "blocks"}
 X = normal(T, H)
 BATCH = normal(4, 6, H)
 # By name: the function, and what it is given beside the parameters.
@@ -92,6 +112,9 @@ BY_ROW = {
     "sort": (sorted_features, (X,)),
     "heads": (heads, (X,)),
     "samples of attention": (attention, (BATCH,)),
+    "attention and mlp": (attention_block, (X,)),
+    "a loop between two": (running_mean, (X,)),
+    "labels of a longer row": (shifted_loss, (X, jnp.append(LABELS, 1))),
     "several results": (lambda p, x: (x.sum(0), mlp(p, x), p["b"] * 2, x), (X,)),
     "sums of sums": (lambda p, x: mlp(p, x / jnp.sqrt((x * x).sum())), (X,)),
 }
@@ -143,7 +166,6 @@ NEED_ALL = {
     "attention": (lambda p, x: jax.nn.softmax(x @ x.T), "rows with other rows"),
     "shifted": (lambda p, x: x[1:], "`slice` of some rows"),
     "cumulative": (lambda p, x: jnp.cumsum(x, 0), "`cumsum` along rows"),
-    "a loop": (lambda p, x: jax.lax.scan(lambda c, r: (c, c), 0.0, x)[1], "`scan`"),
 }
 
 
@@ -177,6 +199,14 @@ def test_gradients_of_narrow_parameters_are_added_up_in_float32():
     run = in_blocks(gradient, params, rest, num_blocks=512)
     # 512 times 2^-8, which bfloat16 stops adding at 1.
     assert float(run(params, *rest)["w"][0, 0]) == 2.0
+
+
+def test_a_row_of_labels_keeps_the_logits_of_one_block(params: Any = PARAMS):
+    """The gradient of logits, of which a part depends on labels alone, is by block."""
+    rest = X, jnp.append(LABELS, 1)
+    run = in_blocks(jax.grad(shifted_loss, argnums=(0, 1)), params, rest)
+    text = jax.jit(run).lower(params, *rest).compile().as_text()
+    assert f"{T // 4},{V}" in text and f"[{T},{V}" not in text
 
 
 def test_rows_of_zeros_are_summed_once_per_block_into_lookups():

@@ -34,13 +34,24 @@ def result_dim(equation: Equation, dims: Dims) -> int | type[Sum]:
         NotByRow: it needs all rows at once.
     """
     name = equation.primitive.name
-    if name in ELEMENTWISE or name == "stop_gradient":
-        return _one(equation, dims)
-    if name not in RULES:
+    if not _is_known(equation):
         raise NotByRow(f"`{name}`")
+    if name not in RULES:
+        return _one(equation, dims)
     found = RULES[name](equation, dims)
     # `jax.vmap` writes dims as NumPy's integers.
     return found if isinstance(found, type) else int(found)
+
+
+def _is_known(equation: Equation) -> bool:
+    """Whether there is a rule for the equation, which may still refuse."""
+    name = equation.primitive.name
+    return name in ELEMENTWISE or name in RULES or name == "stop_gradient"
+
+
+def is_opaque(equation: Equation) -> bool:
+    """Whether an equation has a program inside, or is unknown, or is an attention."""
+    return not _is_known(equation) or equation.primitive.name == "attention"
 
 
 def needs(equation: Equation, dims: Dims) -> dict[int, int]:
@@ -71,7 +82,50 @@ def needs(equation: Equation, dims: Dims) -> dict[int, int]:
             )
     if name == "scatter-add":
         return {n: d for n, d in _scatter_dims(equation, dims).items() if n not in dims}
+    if name == "attention":
+        wanted = _attention_dims(equation, dims)
+        return {n: d for n, d in wanted.items() if n not in dims}
     return {}
+
+
+def operand_dims(equation: Equation, dim: int) -> dict[int, int] | None:
+    """The operands from whose rows a result can be made by row along `dim`.
+
+    Returns:
+        By number, the dim of each operand that is read by row; None: the result has to
+        be made whole.
+    """
+    name, out = equation.primitive.name, equation.outvars[0].aval
+    if name in ELEMENTWISE:
+        shapes = [a.aval.shape for a in equation.invars]
+        # A dim of size one is broadcast to all rows.
+        return {
+            n: dim
+            for n, shape in enumerate(shapes)
+            if len(shape) == out.ndim and shape[dim] > 1
+        }
+    if name == "iota":
+        return {} if equation.params["dimension"] != dim else None
+    if name == "broadcast_in_dim":
+        dims = list(equation.params["broadcast_dimensions"])
+        if dim not in dims or equation.invars[0].aval.shape[dims.index(dim)] == 1:
+            return {}
+        return {0: dims.index(dim)}
+    if name == "scatter-add":
+        return _scattered_dims(equation, dim)
+    return None
+
+
+def _scattered_dims(equation: Equation, dim: int) -> dict[int, int] | None:
+    """`operand_dims` of a scatter that has a batch dim for the rows."""
+    numbers = equation.params["dimension_numbers"]
+    batching = list(numbers.operand_batching_dims)
+    if dim not in batching:
+        return None
+    index = numbers.scatter_indices_batching_dims[batching.index(dim)]
+    rank, windows = equation.invars[2].aval.ndim, numbers.update_window_dims
+    scattered = [d for d in range(rank) if d not in windows]
+    return {0: dim, 1: index, 2: scattered[index]}
 
 
 def resized_params(equation: Equation, dim: int, size: int) -> dict:
@@ -273,6 +327,47 @@ def _scatter_dims(equation: Equation, dims: Dims) -> dict[int, int]:
     return found
 
 
+def _attention(equation: Equation, dims: Dims) -> int:
+    """By examples, or by heads if there are as many of keys as of queries."""
+    wanted = _attention_dims(equation, dims)
+    if dict(dims) != {n: d for n, d in wanted.items() if n in dims}:
+        raise NotByRow("`attention` of rows with other rows")
+    return wanted[0]
+
+
+# The dims of examples and of heads of the operands of an attention besides q, k and v;
+# those with one element there are read whole.
+ATTENTION_DIMS = {
+    "q_segments": (0, None),
+    "k_segments": (0, None),
+    "q_positions": (0, None),
+    "k_positions": (0, None),
+    "mask": (0, 1),
+    "bias": (0, 1),
+    "sinks": (None, 0),
+    "dropout_key": (None, None),
+}
+
+
+def _attention_dims(equation: Equation, dims: Dims) -> dict[int, int]:
+    """The dims of all operands that go with those of the operands that are by row."""
+    names = equation.params["names"]
+    number, dim = next(iter(dims.items()))
+    places = (0, 2) if number < 3 else ATTENTION_DIMS[names[number]]
+    if dim not in places or equation.params["spec"].dropout:
+        raise NotByRow("`attention` over rows")
+    kind = places.index(dim)
+    q, k = (equation.invars[n].aval.shape for n in (0, 1))
+    if kind and q[2] != k[2]:
+        raise NotByRow("`attention` of groups of heads")
+    found = dict.fromkeys(range(3), (0, 2)[kind])
+    for n, name in enumerate(names[3:], 3):
+        place = ATTENTION_DIMS[name][kind]
+        if place is not None and equation.invars[n].aval.shape[place] > 1:
+            found[n] = place
+    return found
+
+
 def _slice_sizes(equation: Equation, dim: int, size: int) -> tuple[int, ...]:
     numbers = equation.params["dimension_numbers"]
     sizes = list(equation.params["slice_sizes"])
@@ -307,4 +402,5 @@ RULES: dict[str, Callable[[Equation, Dims], int | type[Sum]]] = {
     "dot_general": _dot,
     "gather": _gather,
     "scatter-add": _scatter_add,
+    "attention": _attention,
 }

@@ -5,6 +5,9 @@ MLP, the logits of a language model. Where the jaxpr shows that rows (tokens, sa
 are independent up to sums over them, blocks of rows run in a loop, and only one block's
 intermediate values exist at a time. Arctic Long Sequence Training (arXiv:2506.13996,
 section 3.1) tiles MLP, logits and loss by hand in this way.
+
+An attention, or the loops of its derivative, is a barrier: it runs whole, between a
+loop over the blocks that it reads and a loop that reads its results by block.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -28,11 +31,12 @@ from zinf.core.jaxpr.compat import (
     fresh,
 )
 from zinf.core.jaxpr.graph import variable_bytes
-from zinf.core.jaxpr.primitives import ELEMENTWISE
 from zinf.core.jaxpr.row_rules import (
     NotByRow,
     Sum,
+    is_opaque,
     needs,
+    operand_dims,
     resized_params,
     result_dim,
 )
@@ -88,7 +92,7 @@ def _best(
             fits = [d for d in same if v.aval.shape[d] == size]
             seeds.update({v: fits[0]} if fits else {})
         try:
-            rows = RowWise(graph, seeds)
+            rows = _with_barriers_if_needed(graph, seeds)
             if rows.blocks(num_blocks) == 1:
                 raise NotByRow("the number of rows has no such divisor")
             found.append(rows)
@@ -97,6 +101,16 @@ def _best(
     if not found:
         raise NotByRow("; ".join(reasons))
     return min(found, key=lambda rows: rows.largest_bytes(rows.blocks(num_blocks)))
+
+
+def _with_barriers_if_needed(graph: Graph, seeds: Mapping[Var, int]) -> "RowWise":
+    """Rows of a program, with barriers if it has an attention or a loop."""
+    try:
+        return RowWise(graph, seeds)
+    except NotByRow:
+        if not any(map(is_opaque, graph.equations)):
+            raise
+        return RowWise(graph, seeds, has_barriers=True)
 
 
 @dataclass
@@ -110,6 +124,10 @@ class RowWise:
         sums: values that are sums over all rows.
         phase: for every value, the number of loops over the rows that must end before
             it can be computed.
+        has_barriers: whether an equation that needs all rows runs whole, between two
+            loops. A product of rows with other rows never does: its result would have
+            an element for each pair.
+        joined: values that are computed by block and that a barrier reads whole.
     """
 
     graph: Graph
@@ -119,6 +137,8 @@ class RowWise:
     sliced: dict[Var, int] = field(default_factory=dict)
     sums: set[Var] = field(default_factory=set)
     phase: dict[Var, int] = field(default_factory=dict)
+    has_barriers: bool = False
+    joined: set[Var] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.producer = {v: e for e in self.graph.equations for v in e.outvars}
@@ -132,6 +152,23 @@ class RowWise:
 
     def _follow(self, equation: Equation) -> dict[int, int]:
         """Classifies the results of an equation; returns which operands are by row."""
+        try:
+            return self._follow_rows(equation)
+        except NotByRow:
+            if not self.has_barriers or equation.primitive.name == "dot_general":
+                raise
+            self._make_barrier(equation)
+            return {}
+
+    def _make_barrier(self, equation: Equation) -> None:
+        """An equation that runs whole once the loops before it have ended."""
+        reads = variables(equation.invars)
+        blocked = [v for v in reads if v in self.dims and v not in self.seeds]
+        self.joined.update(blocked)
+        phase = max((self.phase[v] for v in reads), default=0)
+        self.phase.update(dict.fromkeys(equation.outvars, phase + bool(blocked)))
+
+    def _follow_rows(self, equation: Equation) -> dict[int, int]:
         dims = self.dims_of(equation)
         if not any(a in self.varying for a in variables(equation.invars)):
             dims = {}  # equal for all rows, even where it is read by row
@@ -172,17 +209,13 @@ class RowWise:
         if self.dim_of(atom) == dim:
             return
         equation = self.producer.get(atom)
-        name = equation.primitive.name if equation is not None else ""
-        if equation is not None and name in ELEMENTWISE:
-            for operand in equation.invars:
-                shape = operand.aval.shape
-                if len(shape) == atom.aval.ndim and shape[dim] > 1:
-                    self._demand(operand, dim)
-            self.dims[atom] = dim
-        elif equation is not None and _is_made_anywhere(equation, dim):
-            self.dims[atom] = dim
-        else:
+        operands = None if equation is None else operand_dims(equation, dim)
+        if equation is None or operands is None:
             self.sliced[atom] = dim
+            return
+        for number, operand_dim in operands.items():
+            self._demand(equation.invars[number], operand_dim)
+        self.dims[atom] = dim
 
     def _check_sum(self, equation: Equation) -> None:
         """Rows must be added to zeros, or each block would add the operand."""
@@ -238,7 +271,7 @@ class RowWise:
 
     def _run_blocks(self, values: dict[Var, Any], phase: int, num_blocks: int) -> None:
         """The loop whose sums and outputs need only values of this phase."""
-        finals = set(variables(self.graph.outvars))
+        finals = {*variables(self.graph.outvars), *self.joined}
         made = [v for e in self.graph.equations for v in e.outvars]
         sums = [v for v in made if v in self.sums and self.phase[v] == phase + 1]
         outputs = [
@@ -247,8 +280,13 @@ class RowWise:
         outputs = [v for v in outputs if v not in values]
         if not sums and not outputs:
             return
-        # Values by block of an earlier loop are recomputed.
-        stop = {v for v in values if v not in self.dims or v in self.seeds}
+        # Values by block of an earlier loop are recomputed, but for those that a
+        # barrier read: these are at hand.
+        stop = {
+            v
+            for v in values
+            if v not in self.dims or v in self.seeds or v in self.joined
+        }
         piece = Slicer(self.graph).behind([*sums, *outputs], stop=stop)
         body = _Block(self, piece.equations, num_blocks)
         read = piece.inputs
@@ -312,16 +350,6 @@ class _Block:
             outvars = [self.renamed[out]]
             params = {**params, "preferred_element_type": wide}
         return equation.replace(invars=invars, outvars=outvars, params=params)
-
-
-def _is_made_anywhere(equation: Equation, dim: int) -> bool:
-    """Whether any block of a result can be made alone, without an operand's rows."""
-    if equation.primitive.name == "iota":
-        return equation.params["dimension"] != dim
-    if equation.primitive.name != "broadcast_in_dim":
-        return False
-    dims = list(equation.params["broadcast_dimensions"])
-    return dim not in dims or equation.invars[0].aval.shape[dims.index(dim)] == 1
 
 
 def _sum_dtype(variable: Var) -> np.dtype:

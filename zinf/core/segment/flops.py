@@ -3,6 +3,7 @@
 from math import prod
 
 from zinf.core.jaxpr.compat import JAXPR_TYPES, Equation, open_jaxpr
+from zinf_kernels.attention import attention_flops
 
 
 def equation_flops(equation: Equation) -> int:
@@ -10,7 +11,8 @@ def equation_flops(equation: Equation) -> int:
 
     A loop counts its body once an iteration where the number is known (`scan`), a
     `while` once, a `cond` its dearest branch. A Pallas kernel counts what its cost
-    estimate says; without one, an operation for each element of its results.
+    estimate says; without one, an operation for each element of its results. An
+    attention counts the pairs of queries and keys that its positions allow.
     """
     params = equation.params
     name = equation.primitive.name
@@ -22,6 +24,11 @@ def equation_flops(equation: Equation) -> int:
         kernel = equation.invars[1].aval.shape
         out_features = params["dimension_numbers"].rhs_spec[0]
         return 2 * _num_elements(equation) * prod(kernel) // kernel[out_features]
+    if name == "attention":
+        avals = [v.aval for v in equation.invars]
+        return attention_flops(
+            params["spec"], dict(zip(params["names"], avals, strict=True))
+        )
     if "cost_estimate" in params:
         estimate = params["cost_estimate"]
         return _num_elements(equation) if estimate is None else estimate.flops
