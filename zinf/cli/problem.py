@@ -251,7 +251,7 @@ def _model(config: Config) -> Model:
     Raises:
         ValueError: there is none.
     """
-    if config.model is None:
+    if config.model is None or config.model.model_fields_set == {"attention"}:
         raise ValueError(
             "The config has no model section, which zinf train and zinf plan need. "
             "Add one, such as model: {num_layers: 8, num_heads: 5, embed_dim: 320, "

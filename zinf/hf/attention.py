@@ -1,11 +1,11 @@
 """Attention of `transformers` models, computed by jax.
 
 `transformers` calls what is registered under `config._attn_implementation`. zinf
-registers one function, which gives plain attention to `jax.nn.dot_product_attention`
-(XLA's, which holds the scores on every platform), and computes what that function
-lacks: soft caps (Gemma 2), sinks (gpt-oss), dropout, and values of another width than
-keys (DeepSeek). Keys that a layer selects for each query (DeepSeek V3.2, GLM 5, MiniMax
-M3) become a mask. An unknown argument is refused by name: a layer that passes it would
+registers one function, which is `zinf_kernels.attention`: with soft caps (Gemma 2),
+sinks (gpt-oss), dropout, and values of another width than keys (DeepSeek). A mask that
+a layer passes on unchanged becomes positions and segments (`masks.py`). Others stay a
+mask, such as that of keys that a layer selects for each query (DeepSeek V3.2, GLM 5,
+MiniMax M3). An unknown argument is refused by name: a layer that passes it would
 compute something else.
 """
 
@@ -21,6 +21,9 @@ from torchax import default_env
 from torchax.interop import jax_view, torch_view
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
+
+from zinf.hf.masks import FORM, form_of
+from zinf_kernels.attention import attention
 
 NAME = "zinf"
 # For classes that torch's own attention does not do for: they compute with the mask,
@@ -64,10 +67,13 @@ def boolean_mask(**named: Any) -> torch.Tensor | None:
     segments = _SEGMENTS.get()
     may_skip = may_skip and named.get("attention_mask") is None and segments is None
     mask = sdpa_mask(**named, allow_is_causal_skip=may_skip)
-    if segments is None or mask is None:
-        return mask
-    is_same = segments[:, None, :, None] == segments[:, None, None, :]
-    return torch_view(jnp.logical_and(jax_view(mask), is_same))
+    if mask is None:
+        return None
+    if segments is not None:
+        is_same = segments[:, None, :, None] == segments[:, None, None, :]
+        mask = torch_view(jnp.logical_and(jax_view(mask), is_same))
+    setattr(mask, FORM, form_of(**named, segment_ids=segments))
+    return mask
 
 
 def adding_mask(*, dtype: torch.dtype = torch.float32, **named: Any) -> Any:
@@ -75,7 +81,9 @@ def adding_mask(*, dtype: torch.dtype = torch.float32, **named: Any) -> Any:
     mask = boolean_mask(**named | {"allow_is_causal_skip": False})
     if mask is None:
         return None
-    return torch.where(mask, torch.zeros((), dtype=dtype), torch.finfo(dtype).min)
+    added = torch.where(mask, torch.zeros((), dtype=dtype), torch.finfo(dtype).min)
+    setattr(added, FORM, getattr(mask, FORM, None))
+    return added
 
 
 def attend(
@@ -119,37 +127,43 @@ def attend(
     _refuse_unknown(module, others)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    given = (query, key, value, attention_mask, s_aux, position_bias)
-    q, k, v, mask, sinks, bias = (jax_view(x) for x in given)
-    is_causal = is_causal and mask is None and q.shape[2] > 1
-    if indices is not None or block_indices is not None:
-        if is_causal:
-            mask, is_causal = _causal(q, k), False
-        selected = _selected(module, indices, block_indices, q.shape[1], k.shape[2])
+    given = (query, key, value, s_aux, position_bias)
+    q, k, v, sinks, bias = (jax_view(x) for x in given)
+    num_queries, num_keys = q.shape[2], k.shape[2]
+    settings: dict[str, Any] = {}
+    selects = indices is not None or block_indices is not None
+    form = getattr(attention_mask, FORM, None)
+    if form is not None and not selects:
+        settings = form.operands(num_queries, num_keys)
+        mask = None
+    else:
+        mask = jax_view(attention_mask)
+        settings["causal"] = is_causal and mask is None and num_queries > 1
+    if selects:
+        if settings.pop("causal"):
+            mask = _causal(q, k)
+        selected = _selected(module, indices, block_indices, q.shape[1], num_keys)
         if mask is not None and mask.dtype != jnp.bool_:
             mask = jnp.where(selected, mask, jnp.finfo(mask.dtype).min)
         else:
             mask = selected if mask is None else jnp.logical_and(mask, selected)
     if mask is not None and mask.dtype != jnp.bool_:
         bias, mask = mask if bias is None else mask + bias, None
-    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    is_plain = not dropout and softcap is None and sinks is None
-    if is_plain and k.shape == v.shape:
-        out_BTND = jax.nn.dot_product_attention(
-            *(x.swapaxes(1, 2) for x in (q, k, v)),
-            bias=bias,
-            mask=mask,
-            scale=scale,
-            is_causal=is_causal,
-        )
-        return torch_view(out_BTND), None
-    if is_causal:
-        mask = _causal(q, k)
-    key_of_dropout = default_env().get_and_rotate_prng_key() if dropout else None
-    out_BTND = _general(
-        q, k, v, mask, bias, scale, softcap, sinks, dropout, key_of_dropout
+    if scaling is not None and not isinstance(scaling, int | float):
+        q, scaling = q * jax_view(scaling), 1.0
+    dtype = jnp.result_type(q, k, v)
+    out_BTND = attention(
+        *(x.astype(dtype).swapaxes(1, 2) for x in (q, k, v)),
+        mask=mask,
+        bias=bias,
+        sinks=sinks,
+        scale=scaling,
+        soft_cap=softcap,
+        dropout=dropout,
+        dropout_key=default_env().get_and_rotate_prng_key() if dropout else None,
+        **settings,
     )
-    return torch_view(out_BTND), None
+    return torch_view(out_BTND.astype(v.dtype)), None
 
 
 def _refuse_unknown(module: torch.nn.Module, others: Mapping[str, Any]) -> None:
@@ -191,38 +205,3 @@ def _among(indices: jax.Array, count: int) -> jax.Array:
         jnp.zeros((flat.shape[0], count), bool).at[rows, flat].set(True, mode="drop")
     )
     return found.reshape(*indices.shape[:-1], count)
-
-
-def _general(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    mask: jax.Array | None,
-    bias: jax.Array | None,
-    scale: float,
-    softcap: float | None,
-    sinks: jax.Array | None,
-    dropout: float,
-    dropout_key: jax.Array | None,
-) -> jax.Array:
-    groups = q.shape[1] // k.shape[1]
-    k, v = (jnp.repeat(x, groups, axis=1) for x in (k, v))
-    scores = jnp.einsum("bntd,bnsd->bnts", q, k, preferred_element_type=jnp.float32)
-    scores = scores * scale
-    if softcap is not None:
-        scores = jnp.tanh(scores / softcap) * softcap
-    if bias is not None:
-        scores = scores + bias.astype(jnp.float32)
-    if mask is not None:
-        scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
-    if sinks is not None:
-        shape = (*scores.shape[:3], 1)
-        sink = jnp.broadcast_to(sinks.reshape(1, -1, 1, 1), shape)
-        scores = jnp.concatenate([scores, sink.astype(jnp.float32)], axis=-1)
-    weights = jax.nn.softmax(scores, axis=-1)
-    if sinks is not None:
-        weights = weights[..., :-1]
-    if dropout_key is not None:
-        kept = jax.random.bernoulli(dropout_key, 1.0 - dropout, weights.shape)
-        weights = jnp.where(kept, weights / (1.0 - dropout), 0.0)
-    return jnp.einsum("bnts,bnsd->btnd", weights.astype(v.dtype), v)

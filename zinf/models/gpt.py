@@ -28,6 +28,7 @@ from zinf.models.divergence import divergence
 from zinf.models.gpt_config import GPTConfig
 from zinf.models.random_ltd import random_ltd
 from zinf.moe import MoE, exchanged, keeps_exchanged
+from zinf_kernels.attention import attention
 
 Params = dict[str, Any]  # Nested dicts of arrays, from `nnx.to_pure_dict`.
 Batch = Mapping[str, jax.Array]
@@ -110,9 +111,7 @@ class Attention(nnx.Module):
         value_BTKH = self.value(x_BTD).reshape(heads)
         if rope is not None:
             query_BTNH, key_BTKH = rotate(query_BTNH, rope), rotate(key_BTKH, rope)
-        mixed_BTNH = jax.nn.dot_product_attention(
-            query_BTNH, key_BTKH, value_BTKH, is_causal=True
-        )
+        mixed_BTNH = attention(query_BTNH, key_BTKH, value_BTKH, causal=True)
         return self.out(mixed_BTNH.reshape(*x_BTD.shape[:2], -1))
 
 

@@ -17,6 +17,7 @@ from flax import nnx
 from zinf.models.gpt import GPT, ROPE_BASE, Attention, Block, Rope, rotate
 from zinf.models.gpt_config import GPTConfig
 from zinf.moe import MoE
+from zinf_kernels.attention import attention
 
 Cache = dict[str, Any]
 
@@ -51,9 +52,14 @@ def decode(model: GPT, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Array, C
     slots_1T = at + jnp.arange(length)[None]
     # The padding has position 0; nothing that is read depends on it.
     positions_BT = jnp.maximum(slots_1T - starts_B[:, None], 0)
-    slots_11C = jnp.arange(num_slots)[None, None]
-    is_past_1TC = slots_11C <= slots_1T[..., None]
-    is_seen_BTC = is_past_1TC & (slots_11C >= starts_B[:, None, None])
+    # Slots before a sequence's first token are padding, of another segment.
+    sees: dict[str, Any] = {
+        "q_positions": slots_1T,
+        "q_segments": jnp.ones((len(starts_B), length), jnp.int32),
+        "k_segments": jnp.asarray(
+            jnp.arange(num_slots) >= starts_B[:, None], jnp.int32
+        ),
+    }
     x_BTD = jnp.take(model.token_embedding[...], tokens_BT, axis=0)
     if model.position_embedding is not None:
         x_BTD += jnp.take(model.position_embedding[...], positions_BT, axis=0)
@@ -63,7 +69,7 @@ def decode(model: GPT, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Array, C
     layers = []
     for i, old in enumerate(cache["layers"]):
         block = _block(model, i)
-        x_BTD, new = _run_block(block, x_BTD, rope, is_seen_BTC, at, old)
+        x_BTD, new = _run_block(block, x_BTD, rope, sees, at, old)
         layers.append(new)
     x_BD = model.norm(x_BTD[:, -1])
     output = model.output_embedding
@@ -92,14 +98,12 @@ def _run_block(
     block: Block,
     x_BTD: jax.Array,
     rope: Rope | None,
-    is_seen_BTC: jax.Array,
+    sees: dict[str, Any],
     at: jax.Array,
     cache: Cache,
 ) -> tuple[jax.Array, Cache]:
     hidden_BTD = block.attention_norm(x_BTD)
-    attended_BTD, new = _attend(
-        block.attention, hidden_BTD, rope, is_seen_BTC, at, cache
-    )
+    attended_BTD, new = _attend(block.attention, hidden_BTD, rope, sees, at, cache)
     x_BTD = x_BTD + attended_BTD
     hidden_BTD = block.mlp_norm(x_BTD)
     if isinstance(block.mlp, MoE):
@@ -110,17 +114,17 @@ def _run_block(
 
 
 def _attend(
-    attention: Attention,
+    layer: Attention,
     x_BTD: jax.Array,
     rope: Rope | None,
-    is_seen_BTC: jax.Array,
+    sees: dict[str, Any],
     at: jax.Array,
     cache: Cache,
 ) -> tuple[jax.Array, Cache]:
-    heads = (*x_BTD.shape[:2], -1, attention.head_dim)
-    query_BTNH = attention.query(x_BTD).reshape(heads)
-    key_BTKH = attention.key(x_BTD).reshape(heads)
-    value_BTKH = attention.value(x_BTD).reshape(heads)
+    heads = (*x_BTD.shape[:2], -1, layer.head_dim)
+    query_BTNH = layer.query(x_BTD).reshape(heads)
+    key_BTKH = layer.key(x_BTD).reshape(heads)
+    value_BTKH = layer.value(x_BTD).reshape(heads)
     if rope is not None:
         query_BTNH, key_BTKH = rotate(query_BTNH, rope), rotate(key_BTKH, rope)
     made = {"key": key_BTKH, "value": value_BTKH}
@@ -130,7 +134,5 @@ def _attend(
         )
         for name, part in made.items()
     }
-    mixed_BTNH = jax.nn.dot_product_attention(
-        query_BTNH, new["key"], new["value"], mask=is_seen_BTC[:, None]
-    )
-    return attention.out(mixed_BTNH.reshape(*x_BTD.shape[:2], -1)), new
+    mixed_BTNH = attention(query_BTNH, new["key"], new["value"], causal=True, **sees)
+    return layer.out(mixed_BTNH.reshape(*x_BTD.shape[:2], -1)), new

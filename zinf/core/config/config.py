@@ -377,6 +377,11 @@ class Config(DeepSpeedKeys):
         return "float16" if self.fp16.enabled else "float32"
 
     @property
+    def attention(self) -> str:
+        """How attention is computed; see `model.attention`."""
+        return "auto" if self.model is None else self.model.attention
+
+    @property
     def loss_scaling(self) -> LossScaling | None:
         """How the loss is scaled; None unless fp16 is on."""
         return self.fp16.loss_scaling

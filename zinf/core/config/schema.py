@@ -31,7 +31,7 @@ Width = Annotated[Count, Field(le=2**20)]
 Experts = Annotated[Whole, Field(le=4096)]
 STDLIB = "stdlib"
 # Keys of a model that its data is checked by.
-BESIDE_FUNCTION = frozenset({"function", "vocab_size", "max_length"})
+BESIDE_FUNCTION = frozenset({"function", "vocab_size", "max_length", "attention"})
 SEQUENCE_LENGTH = 256
 PUBLISHED_SEQUENCE_LENGTH = 1024  # of a model that huggingface names
 BYTE_VALUES = 256
@@ -187,6 +187,12 @@ class Model(Section):
     remat: Flag = False
     """Recompute blocks in the backward pass even if the step is not streamed."""
 
+    attention: Literal["auto", "cudnn", "pallas", "blocks", "xla"] = "auto"
+    """How attention is computed: xla holds all scores; the others hold none (cuDNN,
+    jax's Pallas kernels, or blocks of plain jnp, which run everywhere). auto: xla where
+    scores are small, else the first kernel that computes the attention here and passes
+    a trial, else blocks. The plan says which."""
+
     communication_aware_remat: Flag = False
     """With remat, save what devices have sent each other, so that the backward pass
     repeats no all-to-all of experts and no sum along mesh.tensor."""
@@ -217,12 +223,14 @@ class Model(Section):
 
     def violations(self) -> Iterator[Violation]:
         if self.huggingface is not None:
-            for key in sorted(self.model_fields_set - {"huggingface"}):
+            for key in sorted(self.model_fields_set - {"huggingface", "attention"}):
                 yield (key,), "has no effect: huggingface names the model. Remove it."
             return
         if self.function is not None:
             yield from self._violations_of_function(self.function)
             return
+        if self.model_fields_set == {"attention"}:
+            return  # The model is made in Python.
         sizes = self.num_layers, self.num_heads, self.embed_dim, self.max_length
         names = "num_layers", "num_heads", "embed_dim", "max_length"
         missing = [n for n, size in zip(names, sizes, strict=True) if size is None]

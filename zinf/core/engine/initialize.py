@@ -23,11 +23,14 @@ from zinf.core.sharding import AxisRule, Blocks, axis_rule
 from zinf.core.sharding.axes.sequence import along_sequence
 from zinf.core.sharding.axes.tensor import cut_expert
 from zinf.core.sharding.mesh import TENSOR, axis_size, first_cpu, local_devices
+from zinf.core.step.attention import AttentionRows, with_rows
 from zinf.core.step.planner import Planner
 from zinf.core.step.run.calibrate import measure_rates
 from zinf.core.topology import Topology
 from zinf.distributed import AbstractGroup, Alone
 from zinf.moe.exchange import CutExpert, on_mesh
+from zinf_kernels.absent_gpu import GPUS
+from zinf_kernels.device import Device, device_of
 
 logger = logging.getLogger(__name__)
 
@@ -228,7 +231,13 @@ def make_planner(
             averages_microbatches=config.loss_average == "microbatches",
             modes=modes,
         )
-        problem = _on_mesh(problem, rule, _cut_expert(config, mesh))
+        rows = AttentionRows(
+            kernel_device(mesh, topology),
+            config.attention,
+            mesh.size,
+            is_absent=topology is not None,
+        )
+        problem = _on_mesh(problem, rule, _cut_expert(config, mesh), rows)
         separated = separate(tx, problem.abstract_params, trainable=problem.trainable)
         key = None if rng is None else jax.eval_shape(lambda: rng)
     if group is None:
@@ -239,7 +248,9 @@ def make_planner(
                 "them. Start with `group = zinf.distributed.join(...)` in place of "
                 "jax.distributed.initialize, and pass group= to zinf.initialize."
             )
-    return Planner(problem, separated, config, rule, key, group, topology)
+    return Planner(
+        problem, separated, config, rule, key, group, topology, attention=rows
+    )
 
 
 def _cut_expert(config: Config, mesh: Mesh) -> CutExpert | None:
@@ -260,19 +271,34 @@ def _cut_expert(config: Config, mesh: Mesh) -> CutExpert | None:
     return cut_expert if asked > 1 else None
 
 
-def _on_mesh(problem: Problem, rule: AxisRule, cut: CutExpert | None) -> Problem:
+def _on_mesh(
+    problem: Problem, rule: AxisRule, cut: CutExpert | None, rows: AttentionRows
+) -> Problem:
     """A problem whose functions are traceable only, for the mesh of a rule."""
 
+    def chosen(function: Callable) -> Callable:
+        return with_rows(on_mesh(function, rule.mesh, cut), rows)
+
     def divided(loss: Callable) -> Callable:
-        return along_sequence(on_mesh(loss, rule.mesh, cut), rule)
+        return along_sequence(chosen(loss), rule)
 
     evaluation = problem.evaluation_loss
     return replace(
         problem,
         loss=divided(problem.loss),
         evaluation_loss=None if evaluation is None else divided(evaluation),
-        bound=lambda function: on_mesh(problem.bound(function), rule.mesh, cut),
+        bound=lambda function: chosen(problem.bound(function)),
     )
+
+
+def kernel_device(mesh: Mesh, topology: Topology | None) -> Device:
+    """The device that kernels are chosen for, present or not."""
+    if topology is not None:
+        gpu = GPUS.get(topology.chip.name.upper())
+        if gpu is not None:
+            return gpu.device
+        return Device(topology.chip.platform, topology.chip.name, 1)
+    return device_of(local_devices(mesh)[0])
 
 
 def tracing_device(mesh: Mesh, topology: Topology | None) -> jax.Device | None:

@@ -69,6 +69,7 @@ from zinf.core.step.arrays import (
     piece_specs,
     residents,
 )
+from zinf.core.step.attention import AttentionRows
 from zinf.core.step.batch import batch_spec, check_rows
 from zinf.core.step.choice import (
     FUSED,
@@ -188,6 +189,7 @@ class Planner:
         topology: the machine of the mesh; None for this machine.
         measure: measures the rates of this machine for a planned step, given the shapes
             of a microbatch; None plans by the rates of `resources` alone.
+        attention: chooses how attentions are computed, and says so.
         build_placed: arranges a step whose arrays have no homes yet; a test may give
             another function than `zinf.core.plan.build_placed`.
     """
@@ -200,6 +202,7 @@ class Planner:
     group: AbstractGroup = Alone()
     topology: Topology | None = None
     measure: Measure | None = None
+    attention: AttentionRows | None = None
     build_placed: Callable[..., Arrangement] = build_placed
 
     def batch_spec(self, batch: Any) -> Any:
@@ -260,8 +263,10 @@ class Planner:
             if isinstance(made, Streamed) and self.measure is not None:
                 made = self._timed(made, batch)
             if why:
-                made = made.because(why)
                 logger.info("execution: %s", why)
+            attends = "" if self.attention is None else self.attention.sentence()
+            if why or attends:
+                made = made.because(f"{why} {attends}".strip())
         self.agree_on(made.plan, "plan")
         if isinstance(made, Streamed) and at_rest is None and self.group.is_first:
             arranged = made.arranged.catalog

@@ -3,7 +3,8 @@
 Each device computes some positions of all layers. Attention needs all positions of a
 head at once, so around it heads are cut in place of positions (DeepSpeed-Ulysses,
 arXiv:2309.14509): one all-to-all for each of query, key and value, and one for the
-result. A model is not changed for this. The product whose two operands both have
+result. A model is not changed for this. An attention of `zinf_kernels` is one equation
+with known dims. Where a model writes products, the product whose two operands both have
 positions as a free dim makes the scores of an attention; a batch dim of this product
 that does not hold examples holds heads; the later product that contracts the scores'
 positions makes the result.
@@ -41,6 +42,8 @@ from zinf.core.sharding.axes.sequence.follow import Mark, Marks, results
 
 MARK_OF = {Dim.BATCH: Mark.EXAMPLES, Dim.SEQUENCE: Mark.POSITIONS}
 SCORES = (Mark.HEADS, Mark.FIRST, Mark.SECOND)
+# Of the operands and the result of an attention: (batch, tokens, heads, width).
+AROUND = {Mark.EXAMPLES: 0, Mark.POSITIONS: 1}
 
 
 def along_sequence(loss: Callable, rule: AxisRule) -> Callable:
@@ -124,6 +127,8 @@ class _Cutter(Emitter):
             return self.follow(equation)
         if name == "dot_general":
             return self.product(equation)
+        if name == "attention":
+            return self.attention(equation)
         outvars = super().emit(equation, arguments)
         if outvars and self.is_first_cut(equation):
             outvars = [self.constrain(outvars[0], Mark.POSITIONS)]
@@ -175,6 +180,21 @@ class _Cutter(Emitter):
         (new,) = self.apply(lambda x: jax.lax.with_sharding_constraint(x, form), atom)
         self.mark(new, marks)
         return new
+
+    def attention(self, equation: Equation) -> list[Atom]:
+        """An attention of `zinf_kernels`, with heads cut in place of positions."""
+        operands = list(equation.invars)
+        positions = self.known(operands[0]).get(Mark.POSITIONS)
+        heads = min(operands[n].aval.shape[2] for n in range(3))
+        if positions != 1 or heads < self.size:
+            return self.append(equation)
+        for n in range(3):
+            operands[n] = self.to_heads(operands[n], {**AROUND, Mark.HEADS: 2})
+        (out,) = self.append(equation.replace(invars=operands))
+        self.mark(out, {**AROUND, Mark.HEADS: 2})
+        by_positions = self.constrain(self.constrain(out, Mark.HEADS), Mark.POSITIONS)
+        self.mark(by_positions, AROUND)
+        return [by_positions]
 
     def product(self, equation: Equation) -> list[Atom]:
         """A product, with heads cut in place of positions if it is of an attention."""
