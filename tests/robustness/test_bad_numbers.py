@@ -69,6 +69,37 @@ def test_a_gradient_that_is_not_finite_under_a_finite_loss_changes_nothing(start
         expect_at_rest(engine)
 
 
+@pytest.mark.parametrize("config", ["fused", "offloaded", "nvme"])
+def test_steps_that_are_not_finite_are_skipped_up_to_a_number_in_a_row(
+    config, start, tmp_path
+):
+    """With bf16; one more is an error. A restored run goes on counting."""
+    settings = {"bf16": {"enabled": True}, "skip_nonfinite": 2}
+    asked = {"execution": config} | settings
+    if config == "nvme":
+        asked = on_nvme(tmp_path / "run", **settings)
+    engine = start(asked, batch=draw())
+    engine.step(draw(1))
+    before, shared = content(engine), engine.scalars()["shared"]
+    for count in (1, 2):
+        metrics = engine.step(broken(np.nan))
+        assert (metrics["skipped"], metrics["num_skipped"]) == (True, count)
+        assert content(engine) == before
+        assert engine.scalars()["shared"] == shared
+    engine.save(tmp_path / "saved")
+    for _ in range(2):
+        with pytest.raises(NonFiniteError, match="3 steps in a row, and skip_nonfin"):
+            engine.step(broken(np.inf))
+        assert (content(engine), engine.num_steps) == (before, 3)
+        engine.restore(tmp_path / "saved")
+    metrics = engine.step(draw(2))
+    assert (metrics["skipped"], metrics["num_skipped"]) == (False, 2)
+    # One that is finite begins a new row.
+    assert engine.step(broken(np.nan))["num_skipped"] == 3
+    assert content(engine) != before
+    expect_at_rest(engine)
+
+
 @pytest.mark.parametrize("settings", [{}, CLIPPED], ids=["free", "clipped"])
 def test_large_gradients_are_no_overflow_though_their_squares_are(
     settings, start, tmp_path

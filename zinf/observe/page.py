@@ -192,7 +192,7 @@ def _facts(record: RunRecord, metrics: Sequence[Metrics], step: TracedStep) -> s
     found.append(("binds", busiest.name, share))
     skipped = sum(bool(m.get("skipped")) for m in metrics)
     if skipped:
-        found.append(("skipped", f"{skipped:,}", "steps: gradients overflowed"))
+        found.append(("skipped", f"{skipped:,}", "steps: gradients were not finite"))
     items = "\n".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}"
         f"<small>{escape(more)}</small></dd></div>"

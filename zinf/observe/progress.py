@@ -91,7 +91,7 @@ def _full(metrics: Metrics) -> str:
     parts.append(f"{metrics['step_seconds']:.2f} s")
     parts.append(f"{metrics['tokens_per_second']:,.0f} tokens/s")
     if metrics.get("skipped"):
-        parts.append("skipped: gradients overflowed")
+        parts.append("skipped: gradients are not finite")
     if "evaluation_loss" in metrics:
         parts.append(f"evaluation loss {metrics['evaluation_loss']:.4f}")
     return "  ".join(parts)

@@ -36,7 +36,7 @@ from zinf.core.config.rules import (
     objective_violations,
     training_violations,
 )
-from zinf.core.config.scalar import Flag, Folder, Text
+from zinf.core.config.scalar import Flag, Folder, Text, Whole
 from zinf.core.config.schema import (
     PUBLISHED_SEQUENCE_LENGTH,
     SEQUENCE_LENGTH,
@@ -78,6 +78,10 @@ class Config(DeepSpeedKeys):
     """One fused step on the device; one program whose state rests in pinned host memory
     (offloaded); or segments streamed between tiers. auto: fused if it fits; otherwise
     streamed, or on an accelerator offloaded if that is predicted to be faster."""
+
+    skip_nonfinite: Whole = 0
+    """Most steps in a row that change nothing because their loss or gradients are not
+    finite; the next one is an error. 0: the first is."""
 
     loss_average: Literal["weights", "microbatches"] = "weights"
     """The mean loss of a step. weights: of all its tokens (or what a loss function
@@ -275,7 +279,7 @@ class Config(DeepSpeedKeys):
             self.curriculum_learning,
             self.model,
             self.data,
-            self.fp16.enabled,
+            self.may_skip,
         )
         yield from function_violations(
             self.model, self.adapter, self.distillation, self.data_efficiency
@@ -385,6 +389,11 @@ class Config(DeepSpeedKeys):
     def loss_scaling(self) -> LossScaling | None:
         """How the loss is scaled; None unless fp16 is on."""
         return self.fp16.loss_scaling
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether a step whose gradients are not finite may be left out."""
+        return self.fp16.enabled or self.skip_nonfinite > 0
 
     @property
     def clip_norm(self) -> float | None:

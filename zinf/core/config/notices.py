@@ -149,6 +149,12 @@ def _cycled_betas(config: Config) -> Iterator[Notice]:
         yield Notice(path, f"{text} at 0.99, unless cycle_momentum is false.")
 
 
+def _skipped_anyway(config: Config) -> Iterator[Notice]:
+    if config.fp16.enabled and config.skip_nonfinite:
+        text = "has no effect with fp16, whose loss scaling skips steps that overflow"
+        yield Notice(("skip_nonfinite",), f"{text}.")
+
+
 def _no_evaluation(config: Config) -> Iterator[Notice]:
     run = config.run
     if run.evaluate_every is None and "evaluate_batches" in run.model_fields_set:
@@ -243,6 +249,7 @@ RULES: tuple[Callable[[Config], Iterator[Notice]], ...] = (
     _scheduled_rate,
     _replaced_rate,
     _cycled_betas,
+    _skipped_anyway,
     _no_evaluation,
     _decoupled_decay,
     _switched_off,

@@ -201,7 +201,7 @@ def batching_violations(
     legacy: CurriculumLearning | None,
     model: Model | None,
     data: Data,
-    is_fp16: bool,
+    may_skip: bool,
 ) -> Iterator[Violation]:
     """Batches by tokens where all samples are as long, or where others need rows."""
     batching = efficiency.dynamic_batching if efficiency is not None else None
@@ -229,9 +229,12 @@ def batching_violations(
         yield path, text
     if legacy is not None and legacy.enabled:
         yield path, "has lengths of its own; remove it, or curriculum_learning."
-    if is_fp16 and batching.lr_scaling_method != "none":
+    if may_skip and batching.lr_scaling_method != "none":
         text = "steps that an overflow skips would move the rates to other batches"
-        yield (*path, "lr_scaling_method"), f"{text}. Use bf16, or none."
+        yield (
+            (*path, "lr_scaling_method"),
+            f"{text}. Use bf16 without skip_nonfinite, or none.",
+        )
 
 
 def objective_violations(data: Data) -> Iterator[Violation]:

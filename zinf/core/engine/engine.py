@@ -91,7 +91,11 @@ class Engine:
         self._pending_save = PendingSave()
         self._turn = Turn(planner.problem.modes)
         self.last_step = StepRecord()
-        self._scalars = Scalars(planner.separated, self.config.loss_scaling)
+        self._scalars = Scalars(
+            planner.separated,
+            self.config.loss_scaling,
+            max_skipped=self.config.skip_nonfinite,
+        )
         self._runners: dict[tuple, AbstractRunner] = {}
         self._ahead = Ahead()
         self._forward: Recent[Any] = Recent(MAX_FORWARD)
@@ -154,12 +158,15 @@ class Engine:
             (None if the optimizer does not give it), `step_seconds`, `plan_seconds` of
             which the step waited for its plan, `tokens_per_second`; peak bytes
             `device_bytes`, `host_bytes`, `nvme_bytes`; bytes moved `nvme_read_bytes`,
-            `nvme_write_bytes`, `h2d_bytes`, `d2h_bytes`; `skipped`; with fp16
+            `nvme_write_bytes`, `h2d_bytes`, `d2h_bytes`; `skipped`, and with fp16 or
+            `skip_nonfinite` the number of skipped steps, `num_skipped`; with fp16
             `loss_scale`; and `aux` if the loss returns it (with a leading microbatch
             dim if there are several).
 
         Raises:
-            NonFiniteError: nothing was updated, unless the message says so.
+            NonFiniteError: a loss or gradient is not finite, and `skip_nonfinite` does
+                not let the step be skipped. Nothing was updated, unless the message
+                says so.
             KeyboardInterrupt: Ctrl-C was pressed; the step is complete and counted.
             ConcurrentUseError: another call to this engine is running; nothing was
                 changed. All other methods raise it too.

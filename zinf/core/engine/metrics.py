@@ -89,6 +89,8 @@ def step_metrics(
         **{name: outcome.moved_bytes.get(link, 0) for name, link in TRAFFIC.items()},
         "skipped": outcome.skips,
     }
+    if scalars.may_skip:
+        metrics["num_skipped"] = scalars.num_skipped + outcome.skips
     if scalars.is_scaled:
         metrics["loss_scale"] = scalars.loss_scale
     aux = (outcome.extra or {}).get("aux")

@@ -62,6 +62,9 @@ class SavedScalars(_Part):
     num_steps: Annotated[Count, Field(strict=True)]
     shared: list[SavedShared]
     loss_scale: SavedScale | None
+    # Checkpoints from before `skip_nonfinite` have neither.
+    num_skipped: Annotated[Count, Field(strict=True)] = 0
+    num_skipped_in_row: Annotated[Count, Field(strict=True)] = 0
 
 
 def parse_scalars(saved: Mapping[str, Any]) -> SavedScalars:

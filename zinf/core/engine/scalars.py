@@ -12,6 +12,7 @@ import numpy as np
 from zinf.core.config import LossScaling
 from zinf.core.engine.saved_scalars import parse_scalars
 from zinf.core.optim.advance import Advance
+from zinf.core.optim.decision import ADVICE, UNTOUCHED, NonFiniteError
 from zinf.core.optim.loss_scale import LossScale, LossScaleSettings
 from zinf.core.optim.separate import Separated
 from zinf.core.optim.update import compile_advance
@@ -22,11 +23,24 @@ COUNT = re.compile(r"\bcount\W*$")
 
 
 class Scalars:
-    """Step count, loss scale, and optimizer state that all leaves share."""
+    """Step count, loss scale, and optimizer state that all leaves share.
 
-    def __init__(self, separated: Separated, loss_scaling: LossScaling | None):
-        self._separated = separated
-        self.num_steps = 0
+    Attributes:
+        num_steps: number of steps taken, with skipped ones.
+        num_skipped: number of steps that changed nothing, as their loss or gradients
+            were not finite.
+    """
+
+    def __init__(
+        self,
+        separated: Separated,
+        loss_scaling: LossScaling | None,
+        *,
+        max_skipped: int = 0,
+    ):
+        """See `Config.skip_nonfinite` for `max_skipped`."""
+        self._separated, self._max_skipped = separated, max_skipped
+        self.num_steps = self.num_skipped = self._num_skipped_in_row = 0
         self._shared = [np.asarray(s.value) for s in separated.shared]
         self._settings = None
         self._scale = None
@@ -42,6 +56,11 @@ class Scalars:
     @property
     def is_scaled(self) -> bool:
         return self._scale is not None
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether a step whose gradients are not finite may be left out."""
+        return self.is_scaled or self._max_skipped > 0
 
     @property
     def loss_scale(self) -> float:
@@ -73,7 +92,20 @@ class Scalars:
         return Advance(self._shared, self._advance, reads_loss=reads_loss)
 
     def commit(self, advanced: Sequence[np.ndarray], *, skipped: bool) -> None:
-        """Count a step. A skipped step does not advance the optimizer's own count."""
+        """Count a step. A skipped step does not advance the optimizer's own count.
+
+        Raises:
+            NonFiniteError: `skip_nonfinite` steps in a row were skipped before this
+                one. The step is not counted.
+        """
+        in_row = self._num_skipped_in_row + 1 if skipped else 0
+        if not self.is_scaled and 0 < self._max_skipped < in_row:
+            raise NonFiniteError(
+                f"The loss or a gradient was not finite in {in_row} steps in a row, "
+                f"and skip_nonfinite is {self._max_skipped}. {ADVICE} {UNTOUCHED}"
+            )
+        self._num_skipped_in_row = in_row
+        self.num_skipped += skipped
         self.num_steps += 1
         if not skipped:
             self._shared = list(advanced)
@@ -88,6 +120,8 @@ class Scalars:
                 for s, x in zip(self._separated.shared, self._shared, strict=True)
             ],
             "loss_scale": None if self._scale is None else self._scale.to_dict(),
+            "num_skipped": self.num_skipped,
+            "num_skipped_in_row": self._num_skipped_in_row,
         }
 
     def from_json(self, state: Mapping[str, Any]) -> None:
@@ -107,7 +141,8 @@ class Scalars:
             )
         pairs = zip(saved.shared, self._shared, strict=True)
         self._shared = [s.array(like) for s, like in pairs]
-        self.num_steps = saved.num_steps
+        self.num_steps, self.num_skipped = saved.num_steps, saved.num_skipped
+        self._num_skipped_in_row = saved.num_skipped_in_row
         if self._settings is not None and saved.loss_scale is not None:
             scale = saved.loss_scale.model_dump()
             self._scale = LossScale.from_dict(self._settings, scale)

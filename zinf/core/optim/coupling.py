@@ -23,9 +23,10 @@ HINTS = {
         "which clip each parameter by itself."
     ),
     "apply_if_finite": (
-        "zinf stops at a loss or gradient that is not finite, with nothing updated: "
-        "remove optax.apply_if_finite. With `fp16` in the config, loss scaling skips "
-        "steps that overflow."
+        "zinf stops at a loss or gradient that is not finite, with nothing updated. "
+        "Remove optax.apply_if_finite, and set `skip_nonfinite` in the config to its "
+        "max_consecutive_errors: so many steps in a row are then skipped. With `fp16`, "
+        "loss scaling skips steps that overflow."
     ),
     "polyak": (
         "The Polyak step divides the loss by the norm of all updates, and zinf updates "

@@ -36,9 +36,10 @@ class Decision:
     grad_norm: of the whole gradient, not scaled and before clipping; None when the
         updates did not wait for it.
     factor: what each gradient is multiplied by: clip coefficient over loss scale.
-    skips: this step updates nothing: a scaled gradient overflowed, or it is refused.
-    refusal: why, if the loss or a gradient is not finite and no loss scale could have
-        caused it.
+    skips: this step updates nothing: a scaled gradient overflowed, it is refused, or
+        its loss or a gradient is not finite and such steps may be skipped.
+    refusal: why, if the loss or a gradient is not finite and such steps may not be
+        skipped.
     """
 
     loss: float

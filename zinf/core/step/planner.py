@@ -540,7 +540,7 @@ class Planner:
         Updates in passes have the state of a whole layer on the device, and fewer bytes
         to move. Inputs of layers that wait on the host are the last resort.
         """
-        waits = bool(self.clipping) or self.config.loss_scaling is not None
+        waits = bool(self.clipping) or self.config.may_skip
         is_host = self.config.activation_tier == Tier.HOST
         forms = [
             (offloads_values, updates_in_passes)
@@ -698,7 +698,7 @@ class Planner:
             accumulates=self.accumulates(program),
             layouts=layouts,
         )
-        waits = bool(self.clipping) or self.config.loss_scaling is not None
+        waits = bool(self.clipping) or self.config.may_skip
         options = StepOptions(
             num_microbatches=self.config.num_microbatches,
             updates_in_backward=not waits,

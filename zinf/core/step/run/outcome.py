@@ -21,7 +21,7 @@ class Outcome:
         loss: the mean loss of the step, without the loss scale.
         grad_norm: the norm of the whole gradient, without the loss scale and before
             clipping.
-        skips: the gradient overflowed, so the step changed nothing.
+        skips: the gradient is not finite, so the step changed nothing.
         extra: the loss function's other outputs, with a leading microbatch dim.
         interrupted: Ctrl-C came while the step ran; the step is complete nevertheless.
     """

@@ -41,7 +41,7 @@ def make_runner(
         before_update: called before a step changes the first array.
     """
     config = planner.config
-    skips_overflow = config.loss_scaling is not None
+    skips_overflow = config.may_skip
     if isinstance(prepared, Streamed):
         return StreamedRunner(
             prepared,
