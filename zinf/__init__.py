@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from zinf.core.engine.engine import close_all as close_all
     from zinf.core.engine.initialize import initialize as initialize
     from zinf.core.engine.initialize import plan_only as plan_only
+    from zinf.core.optim.average import with_ema as with_ema
     from zinf.core.problem.weighted import Weighted as Weighted
     from zinf.core.process.malloc import tune_malloc as tune_malloc
     from zinf.core.sharding import mesh as mesh
@@ -56,6 +57,7 @@ make_lazy(
         "sample_kept": "zinf.models.random_ltd",
         "tune_malloc": "zinf.core.process.malloc",
         "verify": "zinf.core.verification.verify",
+        "with_ema": "zinf.core.optim.average",
     },
     modules=(
         "adapt",

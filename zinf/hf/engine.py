@@ -21,6 +21,7 @@ from zinf.core.config import Config
 from zinf.core.config.adapter import Adapter
 from zinf.core.engine.engine import Engine
 from zinf.core.engine.initialize import ConfigSource, make_planner
+from zinf.core.engine.named import MASTER
 from zinf.core.interchange.names import listed
 from zinf.core.interchange.place import fill
 from zinf.core.interchange.tensors import AbstractTensors
@@ -64,10 +65,10 @@ class ModelEngine(Engine):
         self._model.check(batch)
         return super().step(batch)
 
-    def evaluate(self, batch: Any) -> float:
+    def evaluate(self, batch: Any, *, kind: str = MASTER) -> float:
         """The mean loss of a batch; see `Engine.evaluate` and `step`."""
         self._model.check(batch)
-        return super().evaluate(batch)
+        return super().evaluate(batch, kind=kind)
 
     def _decoder(self, given: Decoder | None) -> Decoder:
         if given is not None:

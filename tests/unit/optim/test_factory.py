@@ -297,3 +297,22 @@ def test_a_schedule_that_counts_tokens_of_layers_knows_those_that_drop_some():
     np.testing.assert_allclose(by_tokens(80), by_steps(50), rtol=1e-5)
     lines = notices(Config.load(raw, ["scheduler.count=tokens"]))
     assert [n for n in lines if "scheduler.count: tokens has no effect" in n]
+
+
+def test_the_average_of_a_config_begins_after_so_many_updates():
+    raw = {"optimizer": {"type": "SGD", "params": {"lr": LR}, "ema": 0.9}}
+    raw["optimizer"]["ema_update_after"] = 2
+    tx = build_optimizer(Config.load(raw))
+    params = jax.tree.map(jnp.asarray, arrays(0))
+    state = tx.init(params)
+    average = weights = arrays(0)
+    for number in range(4):
+        updates, state = tx.update(arrays(number), state, params)
+        params = optax.apply_updates(params, updates)
+        weights = {k: w - LR * arrays(number)[k] for k, w in weights.items()}
+        d = 0.9 if number >= 2 else 0.0
+        average = {k: d * average[k] + (1 - d) * w for k, w in weights.items()}
+        assert_close(state[-1].ema, average)
+    # A leaf in 16 bits is averaged in 32.
+    half = {"w": jnp.ones(3, jnp.bfloat16)}
+    assert tx.init(half)[-1].ema["w"].dtype == jnp.float32

@@ -149,6 +149,13 @@ def _cycled_betas(config: Config) -> Iterator[Notice]:
         yield Notice(path, f"{text} at 0.99, unless cycle_momentum is false.")
 
 
+def _no_average(config: Config) -> Iterator[Notice]:
+    optimizer = config.optimizer
+    if optimizer and optimizer.ema is None and optimizer.ema_update_after:
+        text = "has no effect without optimizer.ema: no average is kept"
+        yield Notice(("optimizer", "ema_update_after"), f"{text}.")
+
+
 def _skipped_anyway(config: Config) -> Iterator[Notice]:
     if config.fp16.enabled and config.skip_nonfinite:
         text = "has no effect with fp16, whose loss scaling skips steps that overflow"
@@ -249,6 +256,7 @@ RULES: tuple[Callable[[Config], Iterator[Notice]], ...] = (
     _scheduled_rate,
     _replaced_rate,
     _cycled_betas,
+    _no_average,
     _skipped_anyway,
     _no_evaluation,
     _decoupled_decay,

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import SerializeAsAny
 
 from zinf.core.config.ignored import TABLE
-from zinf.core.config.scalar import Count, Flag, Fraction, NonNegative, Number
+from zinf.core.config.scalar import Count, Flag, Fraction, NonNegative, Number, Whole
 from zinf.core.config.section import Section, Violation
 from zinf.core.config.status import AUTO, Auto, Status, Unsupported
 from zinf.core.config.typed import TypedSection
@@ -209,3 +209,10 @@ class Optimizer(TypedSection):
 
     params: SerializeAsAny[OptimizerParams]
     """The parameters of that type."""
+
+    ema: Fraction | None = None
+    """Share of an average of the weights that each update keeps, such as 0.999; null:
+    no average. It is `zinf.with_ema`, for `zinf evaluate --weights ema` and exports."""
+
+    ema_update_after: Whole = 0
+    """Updates after which averaging begins; until then the average is the weights."""

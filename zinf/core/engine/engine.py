@@ -20,7 +20,14 @@ from zinf.checkpoint import Place, as_place, read_arrays, write_arrays
 from zinf.core.engine.ahead import Ahead
 from zinf.core.engine.condition import Condition
 from zinf.core.engine.metrics import step_metrics
-from zinf.core.engine.named import GRADIENT, MASTER, check_path, read_named, writes_of
+from zinf.core.engine.named import (
+    GRADIENT,
+    MASTER,
+    averages_of,
+    check_path,
+    read_named,
+    writes_of,
+)
 from zinf.core.engine.pending_save import PendingSave
 from zinf.core.engine.random_key import (
     key_from_json,
@@ -55,7 +62,13 @@ from zinf.core.step.planner import AtRest, Fused, Offloaded, Planner, Streamed
 from zinf.core.step.run.forward import ForwardRunner, joined
 from zinf.core.step.run.run import StepRecord
 from zinf.core.step.run.runner import AbstractRunner
-from zinf.core.step.run.runners import Evaluation, make_evaluation, make_runner, switch
+from zinf.core.step.run.runners import (
+    Evaluation,
+    make_average_evaluation,
+    make_evaluation,
+    make_runner,
+    switch,
+)
 from zinf.inference import ROWS, Asked, Decoder, GenerationPlanner, Sampling, complete
 
 logger = logging.getLogger(__name__)
@@ -174,11 +187,11 @@ class Engine:
         with self._turn.of("step"):
             return self._step(batch)
 
-    def evaluate(self, batch: Any) -> float:
+    def evaluate(self, batch: Any, *, kind: str = MASTER) -> float:
         """The mean loss of a batch. Takes no step; see `evaluate_weighted`."""
-        return self.evaluate_weighted(batch).mean
+        return self.evaluate_weighted(batch, kind=kind).mean
 
-    def evaluate_weighted(self, batch: Any) -> Weighted:
+    def evaluate_weighted(self, batch: Any, *, kind: str = MASTER) -> Weighted:
         """The loss of a batch and its weight, as floats. Takes no step.
 
         Over several batches, the mean is the sum of totals over the sum of weights:
@@ -194,23 +207,31 @@ class Engine:
         Args:
             batch: a pytree as for `step`. The number of samples may differ; then only a
                 forward pass is compiled for it.
+            kind: "master" computes with the weights as trained; "ema" with the average
+                that `zinf.with_ema` keeps, read from where it rests and cast segment by
+                segment. Leaves that have no average are read as they are.
+
+        Raises:
+            ValueError: the optimizer keeps no average of that kind.
+            InfeasibleError: the evaluation does not fit beside the arrays at rest.
         """
         with self._turn.of("evaluate"):
             self._condition.check()
             check_values(batch)
             self._warn_of_randomness()
-            evaluation = self._evaluation(batch)
+            evaluation = self._evaluation(batch, kind)
             self._flush()
             return evaluation.compute(batch, self._keys(), self._placed())
 
-    def prepare_evaluation(self, batch: Any) -> None:
+    def prepare_evaluation(self, batch: Any, *, kind: str = MASTER) -> None:
         """Plan and compile `evaluate` for the shape of a batch, if the shape is new.
 
         Raises:
+            ValueError: the optimizer keeps no average of that kind.
             InfeasibleError: the evaluation does not fit beside the arrays at rest.
         """
         with self._turn.of("prepare_evaluation"):
-            self._evaluation(batch)
+            self._evaluation(batch, kind)
 
     def apply(
         self,
@@ -360,10 +381,10 @@ class Engine:
                 the model state, "model_state/" and its key path.
             kind: "master" is the leaf in the precision that the optimizer updates;
                 "compute" is the copy that the loss reads; a name of optax's state is,
-                for example, "mu" or "nu". "gradient" is the gradient of the last step,
-                before clipping. It exists only while its update is deferred, which
-                depends on the plan. With `gradient_clipping`, streamed plans defer most
-                updates.
+                for example, "mu" or "nu", or "ema" (`zinf.with_ema`). "gradient" is the
+                gradient of the last step, before clipping. It exists only while its
+                update is deferred, which depends on the plan. With `gradient_clipping`,
+                streamed plans defer most updates.
 
         Returns:
             an np.ndarray; for a leaf that is a random key, the key.
@@ -622,18 +643,22 @@ class Engine:
             with self._condition.updating("What a step left to do", record):
                 self._current.flush(record)
 
-    def _evaluation(self, batch: Any) -> Evaluation:
+    def _evaluation(self, batch: Any, kind: str) -> Evaluation:
         """The evaluation of batches of one shape; the first batch places all state."""
+        averages = None if kind == MASTER else averages_of(self.planner, kind)
         current = self._current or self._prepare(batch)
         shape = signature(batch)
 
         def make() -> Evaluation:
             spec = self.planner.batch_spec(batch)
-            runner = self._runners.get(shape, current)
+            rest = self.planner, self.stores, spec
             with with_shapes_before(batch, self._runners):
-                return make_evaluation(self.planner, self.stores, spec, runner)
+                if averages is None:
+                    return make_evaluation(*rest, self._runners.get(shape, current))
+                at_rest = AtRest(self._residents.homes, self._residents.layouts)
+                return make_average_evaluation(*rest, at_rest, averages)
 
-        return self._forward.get(("evaluate", shape), make)
+        return self._forward.get(("evaluate", kind, shape), make)
 
     def _apply(
         self,

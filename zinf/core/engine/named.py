@@ -4,7 +4,6 @@ The counterparts in DeepSpeed are `safe_get_full_fp32_param`,
 `safe_get_full_optimizer_state` and the functions `safe_set_...`.
 """
 
-from collections import Counter
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ import numpy as np
 from zinf.core.config.nearest import did_you_mean
 from zinf.core.jaxpr.keys import from_words, is_key, to_words
 from zinf.core.memory import Residents
+from zinf.core.optim.separate import State
 from zinf.core.problem.problem import ParamSpec
 from zinf.core.program import ArrayId, Role
 from zinf.core.step.planner import Planner
@@ -55,24 +55,31 @@ def array_of(planner: Planner, path: str, kind: str) -> ArrayId:
     return found[kind]
 
 
-def _states(planner: Planner, path: str) -> dict[str, ArrayId]:
-    """The optimizer state arrays of a leaf by optax's names, such as "mu".
+def averages_of(planner: Planner, kind: str) -> dict[str, State]:
+    """The averages of a kind, such as "ema", by the path of their leaf.
 
-    If several have the same name, their names are their paths in optax's tree, such as
-    "0/trace".
+    Raises:
+        ValueError: no leaf has such an average.
     """
-    leaves = [leaf for leaf in planner.separated.leaves if leaf.path == path]
-    states = {
-        state.optax_path.removesuffix(f"/{path}"): state.array(path)
-        for leaf in leaves
-        for state in leaf.states
+    known = planner.separated.averages()
+    if kind not in known:
+        has = f"It has {', '.join(map(repr, known))}." if known else "It has none."
+        raise ValueError(
+            f"The optimizer keeps no average of the weights that is called {kind!r}. "
+            f"{has} zinf.with_ema, chained last, or optimizer.ema in the config makes "
+            "'ema'."
+        )
+    return known[kind]
+
+
+def _states(planner: Planner, path: str) -> dict[str, ArrayId]:
+    """The optimizer state arrays of a leaf by optax's names, such as "mu"."""
+    return {
+        name: state.array(path)
+        for leaf in planner.separated.leaves
+        if leaf.path == path
+        for name, state in leaf.named_states().items()
     }
-    short = Counter(name.rpartition("/")[2] for name in states)
-    named = {}
-    for name, array in states.items():
-        last = name.rpartition("/")[2]
-        named[last if short[last] == 1 else name] = array
-    return named
 
 
 def read_named(

@@ -1,5 +1,6 @@
 """Updates parameters leaf by leaf, wherever their optimizer state lives."""
 
+from zinf.core.optim.average import with_ema as with_ema
 from zinf.core.optim.clipping import Clipping as Clipping
 from zinf.core.optim.host.host_update import AbstractHostUpdate as AbstractHostUpdate
 from zinf.core.optim.host.on_host import host_updates as host_updates

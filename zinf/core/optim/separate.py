@@ -12,6 +12,7 @@ read. They are computed once and not in every update, so that all leaves and all
 see the same bits.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -35,11 +36,15 @@ from zinf.core.program import ArrayId, Role, Rows
 
 @dataclass(frozen=True)
 class State:
-    """A state array of a leaf; `slot` counts those of the leaf in optax's order."""
+    """A state array of a leaf; `slot` counts those of the leaf in optax's order.
+
+    `is_average`: it is an average of the leaf (`zinf.with_ema`).
+    """
 
     slot: int
     spec: jax.ShapeDtypeStruct
     optax_path: str
+    is_average: bool = False
 
     def array(self, path: str, rows: Rows = None) -> ArrayId:
         """Its name, of the leaf `path` or of rows of it."""
@@ -62,6 +67,20 @@ class LeafUpdate:
     states: tuple[State, ...]
     is_elementwise: bool
     step_values: tuple[int, ...]
+
+    def named_states(self) -> dict[str, State]:
+        """Its state arrays by optax's names, such as "mu".
+
+        If several have the same name, their names are their paths in optax's tree, such
+        as "0/trace".
+        """
+        paths = [s.optax_path.removesuffix(f"/{self.path}") for s in self.states]
+        short = Counter(path.rpartition("/")[2] for path in paths)
+        named = {}
+        for path, state in zip(paths, self.states, strict=True):
+            last = path.rpartition("/")[2]
+            named[last if short[last] == 1 else path] = state
+        return named
 
 
 @dataclass(frozen=True)
@@ -102,6 +121,18 @@ class Separated:
         """
         results = self.step(*shared, *((loss,) if self.reads_loss else ()))
         return results[: len(self.shared)], results[len(self.shared) :]
+
+    def averages(self) -> dict[str, dict[str, State]]:
+        """The averages of weights (`zinf.with_ema`) by name, such as "ema", and path.
+
+        A leaf that has no average is absent.
+        """
+        found: dict[str, dict[str, State]] = {}
+        for leaf in self.leaves:
+            for name, state in leaf.named_states().items():
+                if state.is_average:
+                    found.setdefault(name, {})[leaf.path] = state
+        return found
 
     @property
     def shared_specs(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -191,8 +222,11 @@ def separate(
     inits = _cut_inits(traced, ownership)
     leaves = []
     for i, (path, spec) in enumerate(traced.leaves.items()):
-        own = [traced.states[k] for k in ownership.of_leaf[i]]
-        states = [State(n, x, name) for n, (name, x) in enumerate(own)]
+        own = ownership.of_leaf[i]
+        states = [
+            State(n, traced.states[k][1], traced.states[k][0], k in traced.averages)
+            for n, k in enumerate(own)
+        ]
         num_arrays = 2 + len(own)
         blockwise = is_elementwise(
             inits[i], shape=spec.shape, num_arrays=1

@@ -11,6 +11,7 @@ import optax
 
 from zinf.core.jaxpr import Graph, abstract, flatten, trace
 from zinf.core.jaxpr.compat import Atom, Literal, Var, literal
+from zinf.core.optim.average import AverageState
 from zinf.core.optim.clipping import peel_clipping
 from zinf.core.optim.conditional import split_conditionals
 from zinf.core.optim.coupling import dependencies, refuse_accumulation
@@ -27,8 +28,11 @@ class Transform:
     data, so that all arrays are plain numbers. The loss is a float32 scalar, the
     `value=` of optax's transforms with extra arguments.
 
-    Attributes: clip_bounds: bounds of the leading `optax.clip_by_global_norm`, which
-        was taken off `update`: its gradients are clipped already.
+    Attributes:
+        clip_bounds: bounds of the leading `optax.clip_by_global_norm`, which was taken
+            off `update`: its gradients are clipped already.
+        averages: numbers of the state arrays that are averages of weights
+            (`zinf.with_ema`).
     """
 
     leaves: dict[str, jax.ShapeDtypeStruct]
@@ -36,6 +40,7 @@ class Transform:
     init: Graph
     update: Graph
     clip_bounds: tuple[float, ...] = ()
+    averages: frozenset[int] = frozenset()
 
     def update_inputs(self) -> tuple[tuple[Var, ...], ...]:
         """The gradients, states and parameters among the inputs of `update`."""
@@ -100,6 +105,7 @@ def trace_transform(
         states=tuple((key_path(path), abstract(x)) for path, x in pairs),
         init=_inline_scalars(flatten(closed_init)),
         update=flatten(closed_update),
+        averages=_averages(state),
     )
     grads, _, masters = traced.update_inputs()
     leaf_bits = {v: 1 << i for vs in (grads, masters) for i, v in enumerate(vs)}
@@ -107,6 +113,20 @@ def trace_transform(
     found = dependencies(update, leaf_bits)
     update, bounds = peel_clipping(update, grads, found)
     return replace(traced, update=update, clip_bounds=bounds)
+
+
+def _averages(state: Any) -> frozenset[int]:
+    """The numbers of the state arrays that `zinf.with_ema` keeps as averages."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, AverageState))
+    first, found = 0, set[int]()
+    for node in nodes:
+        count = 1
+        if isinstance(node, AverageState):
+            count = len(jax.tree.leaves(node))
+            num_averages = len(jax.tree.leaves(node.ema))
+            found.update(range(first + count - num_averages, first + count))
+        first += count
+    return frozenset(found)
 
 
 def _takes_loss(tx: optax.GradientTransformation) -> bool:

@@ -15,4 +15,7 @@ from zinf.core.segment.build import segment_loss as segment_loss
 from zinf.core.segment.compile import Segment as Segment
 from zinf.core.segment.compile import compile_segments as compile_segments
 from zinf.core.segment.executables import Workspace as Workspace
+from zinf.core.segment.instead import NOTHING as NOTHING
+from zinf.core.segment.instead import Instead as Instead
+from zinf.core.segment.instead import StateArray as StateArray
 from zinf.core.segment.rows import rest_by_row as rest_by_row

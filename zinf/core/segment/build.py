@@ -11,10 +11,11 @@ from zinf.core.jaxpr import Graph, Piece, Shared, share, variables
 from zinf.core.jaxpr.compat import Atom, Equation, Literal, Var
 from zinf.core.jaxpr.keys import in_words, to_words
 from zinf.core.problem.source import Source
-from zinf.core.program import ArrayId, ArraySpec, Leaf, Program, Role, SegmentSpec
+from zinf.core.program import ArrayId, ArraySpec, Leaf, Program, SegmentSpec
 from zinf.core.segment.cut import choose_cuts, read_tape
 from zinf.core.segment.flops import equation_flops
 from zinf.core.segment.index import index_by_literals
+from zinf.core.segment.instead import NOTHING, Instead, read_instead
 from zinf.core.segment.order import Order, order_equations
 from zinf.core.segment.rows import split_rows
 from zinf.core.segment.tile import tile_leaves
@@ -60,6 +61,7 @@ def segment_function(
     splittable: Collection[str],
     max_bytes: int | None,
     caches: Mapping[str, int] | None = None,
+    instead: Instead = NOTHING,
 ) -> Segmented:
     """Cuts a traced function into segments that only run forward.
 
@@ -70,10 +72,17 @@ def segment_function(
         caches: leaves of the batch, each with the output that takes its place in the
             next run. Those that one segment can overwrite become `Program.caches`; the
             others stay inputs and outputs.
+        instead: state arrays that are read in place of parameters.
     """
-    frozen = set(source.params.values())
-    rest = splittable, max_bytes
-    return _segmented(source, frozen, *rest, is_trained=False, caches=caches or {})
+    return _segmented(
+        source,
+        set(source.params.values()),
+        splittable,
+        max_bytes,
+        is_trained=False,
+        caches=caches,
+        instead=instead,
+    )
 
 
 def _segmented(
@@ -84,10 +93,11 @@ def _segmented(
     *,
     is_trained: bool,
     caches: Mapping[str, int] | None = None,
+    instead: Instead = NOTHING,
 ) -> Segmented:
     graph, arrays, stacked = split_rows(source.graph, source.params, splittable)
     tiled = tile_leaves(graph, arrays, tileable=splittable, max_bytes=max_bytes)
-    graph, arrays = tiled.graph, dict(tiled.arrays)
+    graph, arrays = read_instead(tiled.graph, tiled.arrays, instead)
     leaves = tuple(
         _leaf(v, path, path in stacked, path in frozen)
         for v, path in source.params.items()
@@ -360,7 +370,7 @@ class _Builder:
         arrays = [self.arrays[v] for v in draft.params]
         tiles = [a for a in arrays if a.rows and a.path not in self.stacked]
         if len(tiles) == 1:
-            return str(tiles[0]).removeprefix(f"{Role.PARAM}/")
+            return str(tiles[0]).removeprefix(f"{tiles[0].kind}/")
         rows = {a.rows for a in arrays if a.rows}
         if len(rows) == 1:
             arrays = [a for a in arrays if a.rows]

@@ -26,7 +26,9 @@ from zinf.core.plan import (
 )
 from zinf.core.program import ArrayId, Program, Role, Tier
 from zinf.core.segment import (
+    NOTHING,
     Function,
+    Instead,
     Segment,
     Segmented,
     named_leaves,
@@ -82,6 +84,7 @@ def plan_forward(
     limits: Limits | None = None,
     num_microbatches: int = 1,
     caches: Cached = NO_CACHES,
+    instead: Instead = NOTHING,
 ) -> Forward:
     """The forward pass of a function, the same on all processes.
 
@@ -89,6 +92,8 @@ def plan_forward(
         batch: shapes and dtypes of one microbatch.
         at_rest: where the persistent arrays rest.
         limits: the first limits on segments; None for those of the config.
+        instead: state arrays that are read in place of parameters, from where they
+            rest.
 
     Raises:
         InfeasibleError: the pass does not fit beside the arrays at rest, on any tier
@@ -97,7 +102,7 @@ def plan_forward(
     # Each program has constants of its own.
     homes = {a: tier for a, tier in at_rest.homes.items() if a.role != Role.CONST}
     rest = homes, at_rest.layouts, num_microbatches
-    made = _Planned(planner, function, batch, *rest, caches)
+    made = _Planned(planner, function, batch, *rest, caches, instead)
     with planner.planning():
         forward = made.fitting(limits or Limits(planner.config.segment_max_bytes))
     planner.agree_on(forward.plan, f"plan of {function.name}")
@@ -125,7 +130,8 @@ def plan_again(
     homes = {a: tier for a, tier in at_rest.homes.items() if a.role != Role.CONST}
     function = Function(name, _never)
     rest = homes, at_rest.layouts, num_microbatches
-    made = _Planned(planner, function, None, *rest, Cached(tiers=cache_tiers))
+    caches = Cached(tiers=cache_tiers)
+    made = _Planned(planner, function, None, *rest, caches, NOTHING)
     compiled = Compiled(forward.segments, forward.layouts)
     with planner.planning():
         found = made.planned(forward.segmented, compiled)
@@ -187,6 +193,7 @@ class _Planned:
     layouts: Layouts
     num_microbatches: int
     caches: Cached
+    instead: Instead
 
     def fitting(self, limits: Limits) -> Forward:
         return self.planner.shrunk(self.layouts, self.cut, self.attempt, limits)
@@ -200,6 +207,7 @@ class _Planned:
             splittable=planner.splittable(self.layouts),
             max_bytes=max_bytes,
             caches=self.caches.outputs,
+            instead=self.instead,
         )
 
     def attempt(

@@ -26,6 +26,7 @@ from zinf.core.config.optimizer import (
 )
 from zinf.core.config.pace import Pace, counted_steps
 from zinf.core.config.scheduler import OneCycleParams
+from zinf.core.optim.average import with_ema
 from zinf.core.optim.transforms.rules import (
     scale_by_adagrad,
     scale_by_clipped_trust_ratio,
@@ -63,7 +64,7 @@ def build_schedule(
 def build_optimizer(
     config: Config, scale: optax.Schedule | None = None
 ) -> optax.GradientTransformation:
-    """The config's optimizer with its schedule, without clipping.
+    """The config's optimizer with its schedule and its average, without clipping.
 
     Args:
         scale: see `build_schedule`.
@@ -72,6 +73,16 @@ def build_optimizer(
         ValueError: the config has no optimizer.
     """
     optimizer = _optimizer(config)
+    tx = _without_average(config, optimizer, scale)
+    if optimizer.ema is None:
+        return tx
+    average = with_ema(optimizer.ema, update_after=optimizer.ema_update_after)
+    return optax.chain(tx, average)
+
+
+def _without_average(
+    config: Config, optimizer: Optimizer, scale: optax.Schedule | None
+) -> optax.GradientTransformation:
     schedule = build_schedule(config, scale)
     match params := optimizer.params:
         case AdamParams():

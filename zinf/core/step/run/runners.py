@@ -1,14 +1,15 @@
 """Makes the runners of steps and evaluations, and switches between runners."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
 from zinf.core.memory import Stores
+from zinf.core.optim.separate import State
 from zinf.core.problem.weighted import Weighted, num_rows, weighed
-from zinf.core.segment import evaluation_function
+from zinf.core.segment import StateArray, evaluation_function
 from zinf.core.step.forward import Forward, forward_of, plan_forward
 from zinf.core.step.planner import AtRest, Fused, Offloaded, Planner, Streamed
 from zinf.core.step.run.forward import ForwardRunner
@@ -129,6 +130,40 @@ def make_evaluation(
         AtRest(streamed.plan.homes, streamed.layouts),
         limits=streamed.limits,
         num_microbatches=training.num_microbatches,
+    )
+    return _by_segment(forward, stores, spec)
+
+
+def make_average_evaluation(
+    planner: Planner,
+    stores: Stores,
+    spec: Any,
+    at_rest: AtRest,
+    averages: Mapping[str, State],
+) -> Evaluation:
+    """Plans and compiles an evaluation that reads averages in place of parameters.
+
+    It runs segment by segment, whatever the training step is.
+
+    Args:
+        spec: shapes and dtypes of one microbatch.
+        at_rest: where the arrays rest.
+        averages: the averages by the path of their leaf; others are read as they are.
+
+    Raises:
+        InfeasibleError: the evaluation does not fit beside the arrays at rest.
+    """
+    function = evaluation_function(planner.problem, planner.key)
+    forward = plan_forward(
+        planner,
+        replace(function, name="loss_fn of averages"),
+        spec,
+        at_rest,
+        num_microbatches=planner.config.num_microbatches,
+        instead={
+            path: StateArray(state.slot, str(state.spec.dtype))
+            for path, state in averages.items()
+        },
     )
     return _by_segment(forward, stores, spec)
 
