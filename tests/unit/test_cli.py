@@ -15,12 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from safetensors.numpy import load_file
 from typer.testing import CliRunner, Result
 
 from tests.golden import Golden
 from tests.runs import Runs
+from zinf.checkpoint import Saved
 from zinf.cli import app
+from zinf.core.interchange import find
 from zinf.core.plan import InfeasibleError
+from zinf.core.program import ArrayId, Role
 from zinf.observe.record import read_record
 from zinf_kernels import absent_gpu
 
@@ -274,9 +278,37 @@ def test_a_checkpoint_of_a_run_is_evaluated_as_in_training(
     for options in (("--data", file), ("--nvme", "x"), ("--base", "x")):
         assert "use --set" in zinf("evaluate", file, *options, code=2).output
     assert "--data FILE" in zinf("evaluate", "folder", code=2).output
-    for option in ("--step", "--batches"):
+    for option in ("--step", "--batches", "--weights"):
         shown = zinf("evaluate", "folder", option, 1, code=2)
         assert "config of a run" in shown.output
+
+
+def test_a_run_goes_by_the_average_of_its_weights(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    config["optimizer"]["ema"] = 0.5
+    config["run"] |= {"evaluate_every": 3, "evaluate_batches": 2, "weights": "ema"}
+    file, output = tmp_path / "run.yaml", tmp_path / "out"
+    file.write_text(yaml.safe_dump(config))
+    zinf("train", file)
+    last = (output / "metrics.jsonl").read_text().splitlines()[-1]
+    wanted = json.loads(last)["evaluation_loss"]
+    found = zinf("evaluate", file).stdout
+    assert f"loss {wanted:.6g}, perplexity " in found
+    trained = zinf("evaluate", file, "--weights", "master").stdout
+    assert f"loss {wanted:.6g}" not in trained
+    shown = zinf("evaluate", file, "--weights", "mean", code=2)
+    assert "it has 'ema'" in shown.output
+    checkpoints, folder = output / "checkpoints", tmp_path / "averages"
+    zinf("checkpoint", "export", checkpoints, folder, "--weights", "ema")
+    tensors = load_file(folder / "model.safetensors")
+    with Saved(find(checkpoints)) as saved:
+        paths = [array.path for array in saved.arrays if array.role == Role.PARAM]
+        for path in paths:
+            average = saved.read(ArrayId(Role.STATE, path, slot=2))
+            np.testing.assert_array_equal(tensors[path.replace("/", ".")], average)
+    without = settings("optimizer.ema=null")
+    assert "set optimizer.ema" in zinf("train", file, *without, code=2).output
 
 
 def test_a_trace_is_drawn_and_what_is_none_is_named(

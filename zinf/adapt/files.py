@@ -66,7 +66,7 @@ class Naming:
 
 def save_adapter(
     adapted: Adapted,
-    source: Engine | Saved,
+    source: Engine | Saved | AbstractTensors,
     directory: Path | str,
     *,
     base: str | None = None,
@@ -161,7 +161,9 @@ class MergedTensors(AbstractTensors):
 
     copies = 4
 
-    def __init__(self, adapted: Adapted, source: Engine | Saved) -> None:
+    def __init__(
+        self, adapted: Adapted, source: Engine | Saved | AbstractTensors
+    ) -> None:
         self._layout, self._inner = adapted.layout, parameters(source)
         # A merged weight has the dtype that the base is kept in.
         self.specs = {p: self._spec(p) for p in adapted.layout.specs}

@@ -134,6 +134,10 @@ def export(
     output: Annotated[Path, typer.Argument(help="A folder that is not there yet.")],
     step: Step = None,
     to: Annotated[Format, typer.Option(help="The format.")] = Format.SAFETENSORS,
+    weights: Annotated[
+        str,
+        typer.Option(help="master, as trained; or ema, the average (optimizer.ema)."),
+    ] = "master",
     dtype: Annotated[
         str | None,
         typer.Option(help="Round all floats to this dtype; else they stay as kept."),
@@ -165,23 +169,25 @@ def export(
     from zinf.cli.adapters import export_adapter, export_merged
     from zinf.core.config import Config
     from zinf.core.interchange import export_orbax, export_safetensors, find
+    from zinf.core.interchange.sources import parameters
 
     with clean_errors(traceback), Saved(find(folder, step)) as saved:
         if None not in (merge, adapter):
             raise ValueError("--merge and --adapter exclude each other; give one.")
         written: dict[str, Any] = {"dtype": dtype, "max_shard_bytes": max_shard_bytes}
+        tensors = parameters(saved, weights)
         if adapter is not None:
-            export_adapter(Config.load(adapter), saved, output)
+            export_adapter(Config.load(adapter), tensors, output)
         elif to == Format.SAFETENSORS and merge is not None:
-            export_merged(Config.load(merge), saved, output, _names(names), **written)
+            export_merged(Config.load(merge), tensors, output, _names(names), **written)
         elif to == Format.SAFETENSORS:
-            export_safetensors(saved, output, names=_names(names), **written)
+            export_safetensors(tensors, output, names=_names(names), **written)
         elif names is not None:
             raise ValueError("--names is for safetensors: Orbax stores a tree.")
         elif merge is not None:
             raise ValueError("--merge is for safetensors; leave --to out.")
         else:
-            export_orbax(saved, output, dtype=dtype)
+            export_orbax(saved, output, kind=weights, dtype=dtype)
         tell(f"The parameters of {saved.directory} are in {output}.")
 
 

@@ -25,15 +25,20 @@ from zinf.core.text.complaint import tell
 
 
 class SavedEngine(Engine):
-    """An engine that has the parameters of a checkpoint, and trains nothing."""
+    """An engine that has the parameters of a checkpoint, and trains nothing.
+
+    Attributes:
+        weights: "master", or the kind of an average that is read in their place.
+    """
 
     saved: Saved
+    weights: str = "master"
 
     def initialize_state(self) -> None:
         """Write the parameters of the checkpoint to their tiers, in parts."""
         names = {path: path for path in kept(self._residents.specs)}
         terms = Terms(may_round=True)
-        tensors = parameters(self.saved)
+        tensors = parameters(self.saved, self.weights)
         fill(self.planner, self._residents, tensors, names, terms)
 
 
@@ -43,6 +48,7 @@ def print_run_evaluation(
     *,
     step: int | None,
     num_batches: int | None,
+    weights: str | None,
 ) -> None:
     """Prints the mean loss that a checkpoint of a run has on its held-out data.
 
@@ -52,6 +58,7 @@ def print_run_evaluation(
     Args:
         step: of the checkpoint; None is the newest.
         num_batches: the most batches; None takes `run.evaluate_batches`.
+        weights: "master" as trained, "ema" their average; None takes `run.weights`.
     """
     config, mesh = on_devices(path, overrides=overrides)
     # What a teacher says is no part of the loss on held-out data.
@@ -71,6 +78,7 @@ def print_run_evaluation(
         )
         with closing(SavedEngine(planner, named["rng"])) as engine:
             engine.saved = saved
+            engine.weights = weights or config.run.weights
             engine.prepare(batch)
             losses, tokens, start = [], 0, perf_counter()
             for held_out in islice(data, count):

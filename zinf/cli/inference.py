@@ -184,6 +184,13 @@ def evaluate(
         int | None,
         typer.Option(min=1, help="In place of run.evaluate_batches of a config."),
     ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            help="In place of run.weights of a config: master, as trained, or ema, "
+            "their average."
+        ),
+    ] = None,
     base: Base = None,
     nvme: Nvme = None,
     weight_bits: WeightBits = None,
@@ -200,8 +207,10 @@ def evaluate(
             "A config names its data and folders itself: use --set, not --data, "
             "--base, --nvme or --weight-bits."
         )
-    if not of_run and (step is not None or batches is not None):
-        raise typer.BadParameter("--step and --batches are for the config of a run.")
+    if not of_run and (step, batches, weights) != (None, None, None):
+        raise typer.BadParameter(
+            "--step, --batches and --weights are for the config of a run."
+        )
     if not of_run and not data:
         raise typer.BadParameter("Name the files to evaluate on: --data FILE.")
     if of_run:
@@ -209,7 +218,11 @@ def evaluate(
 
         with clean_errors(traceback):
             print_run_evaluation(
-                Path(model), overrides or (), step=step, num_batches=batches
+                Path(model),
+                overrides or (),
+                step=step,
+                num_batches=batches,
+                weights=weights,
             )
         return
     from zinf.cli.generate import budgets, print_evaluation

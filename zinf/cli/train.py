@@ -156,6 +156,7 @@ def train_held(
                 evaluation_data=evaluation_data,
                 evaluate_every=config.run.evaluate_every,
                 evaluate_batches=config.run.evaluate_batches,
+                weights=config.run.weights,
                 keep_best=config.run.keep_best,
                 patience=config.run.patience,
                 checkpoints=checkpoints,
@@ -177,11 +178,12 @@ def train_held(
                     say(f"Continue with: {resume_command(path, overrides)}")
                 raise
         if config.run.export is not None:
-            _export(engine, config.run.export)
+            _export(engine, config.run.export, config.run.weights)
             say(f"The tuned model is in {config.run.export}.")
         if config.run.export_adapter is not None:
             assert isinstance(engine, hf.ModelEngine)
-            hf.export_adapter(engine, config.run.export_adapter)
+            kind = config.run.weights
+            hf.export_adapter(engine, config.run.export_adapter, kind=kind)
             say(f"The adapter is in {config.run.export_adapter}.")
     say(f"The metrics of each step are in {metrics}.")
     if trace is not None and trace.exists():
@@ -230,10 +232,10 @@ def _check_exports(config: Config) -> None:
         )
 
 
-def _export(engine: Engine, folder: Path) -> None:
+def _export(engine: Engine, folder: Path, kind: str) -> None:
     assert isinstance(engine, hf.ModelEngine)
     # As `transformers` keeps models: half the size of the masters.
-    hf.export(engine, folder, dtype=engine.config.compute_dtype)
+    hf.export(engine, folder, kind=kind, dtype=engine.config.compute_dtype)
 
 
 def _say_nothing(text: str) -> None: ...

@@ -67,6 +67,8 @@ class Trainer:
             `engine.evaluate`.
         evaluate_every: steps between evaluations; None for no evaluation. There is one
             after the last step.
+        weights: what evaluations compute with: "master", the weights as trained, or
+            "ema", their average (`zinf.with_ema`).
         evaluate_batches: the most batches of an evaluation; None takes all of
             `evaluation_data`, which then has an end.
         keep_best: save when an evaluation is the best so far, and keep that checkpoint
@@ -105,6 +107,7 @@ class Trainer:
     evaluation_data: Iterable[Any] | None = None
     evaluate_every: int | None = None
     evaluate_batches: int | None = None
+    weights: str = "master"
     keep_best: bool = False
     patience: int | None = None
     checkpoints: Checkpoints | None = None
@@ -217,7 +220,7 @@ class _Run:
         self.engine.prepare(largest)
         if self.settings.evaluate_every is not None:
             # Find out now if evaluation does not fit, not after hours of training.
-            self.engine.prepare_evaluation(largest)
+            self.engine.prepare_evaluation(largest, kind=self.settings.weights)
         if self.settings.checkpoints is not None:
             self.resume(self.settings.checkpoints)
             self.settings.checkpoints.check_space(self.engine)
@@ -443,7 +446,8 @@ class _Run:
         self.group.say(f"evaluation after step {self.engine.num_steps}")
         losses = []
         for batch in batches:
-            losses.append(self.engine.evaluate_weighted(batch))
+            kind = self.settings.weights
+            losses.append(self.engine.evaluate_weighted(batch, kind=kind))
             if len(losses) == MANY_BATCHES and self.settings.evaluate_batches is None:
                 self.say(
                     f"This evaluation has had {MANY_BATCHES:,} batches and takes all. "

@@ -27,6 +27,7 @@ from zinf.adapt import Adapted, MergedTensors, save_adapter
 from zinf.adapt.files import CONFIG as ADAPTER_CONFIG
 from zinf.checkpoint.saved import Saved
 from zinf.core.engine.engine import Engine
+from zinf.core.engine.named import MASTER
 from zinf.core.interchange.names import listed
 from zinf.core.interchange.safetensors_export import MAX_SHARD_BYTES, export_safetensors
 from zinf.core.interchange.safetensors_files import INDEX_SUFFIX, SUFFIX
@@ -57,6 +58,7 @@ def export(
     engine: ModelEngine,
     directory: Path | str,
     *,
+    kind: str = MASTER,
     dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
@@ -68,6 +70,8 @@ def export(
 
     Args:
         directory: absent or empty.
+        kind: "master" writes the weights as trained; "ema" their average
+            (`zinf.with_ema`). With adapters, those are the average.
         dtype: of the weights; by default the one that they are kept in, which is that
             of the masters if there are any. Values are rounded to the nearest.
         max_shard_bytes: largest sum of tensor bytes in a file.
@@ -76,9 +80,9 @@ def export(
         FileExistsError, StorageError, BudgetExceeded, ValueError: see
             `zinf.interchange.export_safetensors`.
     """
-    tensors: AbstractTensors = EngineTensors(engine)
+    tensors: AbstractTensors = EngineTensors(engine, kind)
     if engine.adapted is not None:
-        tensors = MergedTensors(engine.adapted, engine)
+        tensors = MergedTensors(engine.adapted, tensors)
     write_model(
         tensors, engine.model, directory, dtype=dtype, max_shard_bytes=max_shard_bytes
     )
@@ -109,7 +113,9 @@ def write_model(
     )
 
 
-def export_adapter(engine: ModelEngine, directory: Path | str) -> None:
+def export_adapter(
+    engine: ModelEngine, directory: Path | str, *, kind: str = MASTER
+) -> None:
     """Write the trained adapters alone, as a folder that PEFT loads.
 
     A tied weight (an embedding that is the output head too) is written under both of
@@ -117,9 +123,10 @@ def export_adapter(engine: ModelEngine, directory: Path | str) -> None:
 
     Args:
         directory: absent or empty. It appears only when it is complete.
+        kind: see `export`.
 
     Raises:
-        ValueError: the engine trains no adapters.
+        ValueError: the engine trains no adapters, or keeps no average of that `kind`.
         FileExistsError, StorageError: see `zinf.adapt.save_adapter`.
     """
     if engine.adapted is None:
@@ -127,13 +134,17 @@ def export_adapter(engine: ModelEngine, directory: Path | str) -> None:
             "This engine trains all weights of the model, so there is no adapter to "
             "write. Use zinf.hf.export, or give the config an adapter section."
         )
-    write_adapter(engine.adapted, engine, engine.model, directory)
+    tensors = EngineTensors(engine, kind)
+    write_adapter(engine.adapted, tensors, engine.model, directory)
 
 
 def write_adapter(
-    adapted: Adapted, source: Engine | Saved, model: Model, directory: Path | str
+    adapted: Adapted,
+    source: Engine | Saved | AbstractTensors,
+    model: Model,
+    directory: Path | str,
 ) -> None:
-    """`export_adapter` for an engine or a checkpoint."""
+    """`export_adapter` for an engine, a checkpoint or tensors by path."""
     stacked = [path for path, x in adapted.targets.items() if x.r and x.lead]
     if stacked:
         logger.warning(

@@ -37,6 +37,7 @@ import transformers  # isort: skip
 from huggingface_hub import constants  # isort: skip
 from safetensors.numpy import load_file, save_file  # isort: skip
 
+import zinf  # isort: skip
 from zinf import hf  # isort: skip
 from zinf.hf.completion import settings_of  # isort: skip
 from zinf.hf.model import TOKENIZER_FILES  # isort: skip
@@ -128,6 +129,19 @@ def test_what_is_imported_and_exported_is_what_transformers_loads(
     logits = torch_logits(reloaded(tmp_path / "tuned"), tokens())
     assert off(jax.jit(model.logits)(params, BATCH), logits) < TOLERANCE
     assert off(logits, wanted) > 1e-3
+
+
+def test_an_average_is_exported_as_transformers_loads_it(tmp_path):
+    save(mixtral(), tmp_path / "model")
+    tx = optax.chain(optax.adamw(1e-2), zinf.with_ema(0.5))
+    model = hf.load(tmp_path / "model")
+    with hf.initialize(model, tx, STREAMED, batch=BATCH) as engine:
+        engine.step(BATCH)
+        hf.export(engine, tmp_path / "average", kind="ema")
+        losses = [engine.evaluate(BATCH, kind=kind) for kind in ("ema", "master")]
+    found = torch_loss(reloaded(tmp_path / "average"), tokens())
+    assert found == pytest.approx(losses[0], rel=1e-5)
+    assert abs(found - losses[1]) > 1e-3
 
 
 def test_files_beside_the_weights_are_exported_as_they_are(tmp_path, caplog):

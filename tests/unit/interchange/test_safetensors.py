@@ -75,6 +75,35 @@ def test_an_export_of_a_tied_partly_frozen_model_is_its_parameters(
     assert (tmp_path / "out" / file).read_bytes() == (exported / file).read_bytes()
 
 
+def test_an_average_is_exported_in_place_of_the_weights(start, saved_folder, tmp_path):
+    """Of an engine and of its checkpoint; what has no average is as it is kept."""
+    tx = optax.chain(optax.adamw(1e-2), zinf.with_ema(0.5))
+    engine = start(on_nvme(tmp_path / "nvme", **BF16), tx=tx)
+    engine.step(draw())
+    names = ("embed", "blocks/w", "scale")
+    expected = {x.replace("/", "."): engine.get(x, "ema") for x in names}
+    plain = flat(engine.params())
+    assert all(not np.array_equal(plain[name], x) for name, x in expected.items())
+    export_safetensors(engine, tmp_path / "out", kind="ema")
+    assert_same(by_library(tmp_path / "out"), plain | expected)
+    engine.save(tmp_path / "saved")
+    with Saved(tmp_path / "saved") as saved:
+        export_safetensors(saved, tmp_path / "again", kind="ema")
+        export_safetensors(saved, tmp_path / "plain")
+        with pytest.raises(ValueError, match="'other'; it has 'ema'"):
+            export_safetensors(saved, tmp_path / "other", kind="other")
+        saved.scalars["averages"]["ema"]["embed"] = 7
+        with pytest.raises(ValueError, match="state7/embed is an average of 'embed'"):
+            export_safetensors(saved, tmp_path / "other", kind="ema")
+    assert_same(by_library(tmp_path / "again"), plain | expected)
+    assert_same(by_library(tmp_path / "plain"), plain)
+    with (
+        Saved(saved_folder) as saved,
+        pytest.raises(ValueError, match="it has none. Runs with optimizer.ema"),
+    ):
+        export_safetensors(saved, tmp_path / "other", kind="ema")
+
+
 @pytest.mark.parametrize("limit", [1, 24 * DIM * 4])
 def test_files_are_no_larger_than_asked_and_the_index_is_right(
     limit, trained, tmp_path

@@ -123,6 +123,9 @@ def training_violations(
         if getattr(run, key) and run.evaluate_every is None:
             text = "goes by evaluations, and there are none: set run.evaluate_every."
             yield ("run", key), text
+    if run.weights == "ema" and (optimizer is None or optimizer.ema is None):
+        text = "ema is an average that no update keeps: set optimizer.ema, as 0.999."
+        yield ("run", "weights"), text
     params = scheduler.params if scheduler else None
     if (
         isinstance(params, DecayParams)

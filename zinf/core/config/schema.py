@@ -422,6 +422,10 @@ class Run(Section):
     evaluate_batches: Count | None = None
     """The most batches of an evaluation; null: all held-out data."""
 
+    weights: Literal["master", "ema"] = "master"
+    """Weights that evaluations compute with, and that run.export writes. master: as
+    trained; ema: their average (optimizer.ema)."""
+
     keep_best: Flag = False
     """Save when an evaluation is the best so far, and keep that checkpoint too."""
 

@@ -113,7 +113,16 @@ class Scalars:
             self._scale = self._scale.update(skipped)
 
     def to_json(self) -> dict[str, Any]:
+        """All of it, and which arrays of a checkpoint are averages of weights.
+
+        Those are in "averages": by kind, the slot of the state array of each leaf.
+        """
+        averages = {
+            kind: {path: state.slot for path, state in states.items()}
+            for kind, states in self._separated.averages().items()
+        }
         return {
+            **({"averages": averages} if averages else {}),
             "num_steps": self.num_steps,
             "shared": [
                 {"name": s.optax_path, "dtype": str(x.dtype), "value": x.tolist()}

@@ -11,6 +11,7 @@ from orbax.checkpoint.path import atomicity_types
 
 from zinf.checkpoint.saved import Saved
 from zinf.core.engine.engine import Engine
+from zinf.core.engine.named import MASTER
 from zinf.core.interchange.folder import check_target
 from zinf.core.interchange.names import named
 from zinf.core.interchange.orbax_leaf import StreamedLeaf, leaf_handlers
@@ -28,7 +29,11 @@ COPIES_WRITTEN = 2
 
 
 def export_orbax(
-    source: Engine | Saved, directory: Path | str, *, dtype: str | None = None
+    source: Engine | Saved,
+    directory: Path | str,
+    *,
+    kind: str = MASTER,
+    dtype: str | None = None,
 ) -> None:
     """Write the parameters of an engine or a checkpoint as a plain Orbax checkpoint.
 
@@ -42,7 +47,7 @@ def export_orbax(
 
     Args:
         directory: absent or empty.
-        dtype: see `export_safetensors`.
+        kind, dtype: see `export_safetensors`.
 
     Raises:
         ValueError: as in `export_safetensors`, or a leaf has no elements: Orbax cannot
@@ -50,7 +55,7 @@ def export_orbax(
         FileExistsError, StorageError: as in `export_safetensors`.
         BudgetExceeded: the host has no room for the parts.
     """
-    tensors, directory = parameters(source), Path(directory).absolute()
+    tensors, directory = parameters(source, kind), Path(directory).absolute()
     # Raise if two leaves have one dotted name: Orbax would write both to one array.
     named(tensors.specs, None)
     leaves = {}

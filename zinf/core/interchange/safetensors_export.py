@@ -9,6 +9,7 @@ import numpy as np
 
 from zinf.checkpoint.saved import Saved
 from zinf.core.engine.engine import Engine
+from zinf.core.engine.named import MASTER
 from zinf.core.interchange.failure import explained
 from zinf.core.interchange.folder import complete_folder
 from zinf.core.interchange.header import ordered, write_header
@@ -49,6 +50,7 @@ def export_safetensors(
     source: Engine | Saved | AbstractTensors,
     directory: Path | str,
     *,
+    kind: str = MASTER,
     dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     names: Names = None,
@@ -70,6 +72,8 @@ def export_safetensors(
 
     Args:
         directory: absent or empty.
+        kind: "master" writes the weights as trained; "ema" their average, where a leaf
+            has one (`zinf.with_ema`). Has no effect on tensors that are given.
         dtype: dtype of all floating-point tensors; values are rounded to the nearest,
             ties to even. By default each leaf has the dtype that it is kept in.
         max_shard_bytes: largest sum of tensor bytes in a file. A tensor that is larger
@@ -80,14 +84,15 @@ def export_safetensors(
         beside: called with the folder before it gets its name, to add other files.
 
     Raises:
-        ValueError: two leaves have one name, safetensors has no such dtype, or a finite
-            value is beyond the range of `dtype`.
+        ValueError: there is no average of that `kind`, two leaves have one name,
+            safetensors has no such dtype, or a finite value is beyond the range of
+            `dtype`.
         FileExistsError: the folder is not empty.
         StorageError: a file cannot be written, or the drive has too little free space.
             The space is checked before the first byte is written.
         BudgetExceeded: the host has no room for two parts.
     """
-    tensors = parameters(source)
+    tensors = parameters(source, kind)
     name_of = named(tensors.specs, names)
     path_of = {name: path for path, name in name_of.items()}
     specs = {

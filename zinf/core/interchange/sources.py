@@ -1,4 +1,8 @@
-"""Reads the parameters of an engine or the arrays of a checkpoint as named tensors."""
+"""Reads the parameters of an engine or the arrays of a checkpoint as named tensors.
+
+With a `kind` such as "ema", the tensors of leaves that have such an average
+(`zinf.with_ema`) are the averages. Others are the parameters as they are.
+"""
 
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
@@ -11,6 +15,7 @@ from zinf.checkpoint.grid import whole_box
 from zinf.checkpoint.saved import Saved
 from zinf.checkpoint.stripes import counted
 from zinf.core.engine.engine import Engine
+from zinf.core.engine.named import MASTER, averages_of
 from zinf.core.interchange.tensors import AbstractTensors, block_bytes, block_of_chunks
 from zinf.core.memory.chunk import chunk_shape
 from zinf.core.program import ArrayId, Role, Tier
@@ -28,7 +33,7 @@ class EngineTensors(AbstractTensors):
     leading dim is sharded over several devices is one part.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, kind: str = MASTER) -> None:
         if not engine.is_placed:
             raise ValueError(
                 "The parameters have no place before the first batch is known. Pass "
@@ -42,6 +47,9 @@ class EngineTensors(AbstractTensors):
             )
         self._residents = engine.residents
         self._arrays = kept(self._residents.specs)
+        if kind != MASTER:
+            averages = averages_of(engine.planner, kind)
+            self._arrays |= {path: x.array(path) for path, x in averages.items()}
         specs = self._residents.specs
         self.specs = {path: specs[array] for path, array in self._arrays.items()}
 
@@ -95,13 +103,56 @@ class SavedTensors(AbstractTensors):
         return self._saved.begin_read(self._arrays[name], box).result()
 
 
-def parameters(source: Engine | Saved | AbstractTensors) -> AbstractTensors:
-    """The parameters and model state of an engine or a checkpoint, by key path."""
+def parameters(
+    source: Engine | Saved | AbstractTensors, kind: str = MASTER
+) -> AbstractTensors:
+    """The parameters and model state of an engine or a checkpoint, by key path.
+
+    Args:
+        kind: "master" for the weights as trained; "ema" for their average, where there
+            is one (`zinf.with_ema`). Other tensors are what they are.
+
+    Raises:
+        ValueError: there is no average of that kind.
+    """
     if isinstance(source, AbstractTensors):
         return source
     if isinstance(source, Saved):
-        return SavedTensors(source, kept(source.arrays))
-    return EngineTensors(source)
+        arrays = kept(source.arrays)
+        if kind != MASTER:
+            arrays |= saved_averages(source, kind)
+        return SavedTensors(source, arrays)
+    return EngineTensors(source, kind)
+
+
+def saved_averages(saved: Saved, kind: str) -> dict[str, ArrayId]:
+    """The averages of a kind in a checkpoint, by the path of their leaf.
+
+    Raises:
+        ValueError: the checkpoint has none of that kind, or names arrays that it does
+            not have.
+    """
+    known = saved.scalars.get("averages", {})
+    found = known.get(kind) if isinstance(known, dict) else None
+    if not isinstance(found, dict):
+        has = ", ".join(map(repr, known)) or "none"
+        raise ValueError(
+            f"{saved.directory} has no average of the weights that is called {kind!r}; "
+            f"it has {has}. Runs with optimizer.ema in the config, or zinf.with_ema in "
+            "Python, keep one."
+        )
+    leaves = kept(saved.arrays)
+    averages = {}
+    for path, slot in found.items():
+        array = ArrayId(Role.STATE, path, slot=slot)
+        spec, leaf = saved.arrays.get(array), leaves.get(path)
+        if spec is None or leaf is None or spec.shape != saved.arrays[leaf].shape:
+            raise ValueError(
+                f"{saved.directory} says that {array} is an average of {path!r}, and "
+                "has no such array. It is damaged; use another checkpoint."
+            )
+        averages[path] = array
+    return averages
 
 
 def kept(arrays: Iterable[ArrayId]) -> dict[str, ArrayId]:
