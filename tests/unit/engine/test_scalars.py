@@ -130,5 +130,5 @@ def test_what_comes_after_a_step_is_computed_once(reads_loss):
 
     advance = Advance(["before"], compute, reads_loss=reads_loss)
     assert [advance.values(0.5), advance.values(0.5)] == [["value"]] * 2
-    assert given == [(["before"], 0.5) if reads_loss else (["before"],)]
+    assert given == [(["before"], 0.5, []) if reads_loss else (["before"],)]
     assert advance.after == ["after"]

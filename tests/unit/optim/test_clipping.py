@@ -10,6 +10,7 @@ import optax
 import optax.contrib
 import pytest
 
+from zinf.core.optim.apart import NormGroups
 from zinf.core.optim.clipping import PROBE_ROUNDING, TORCH_EPSILON, Clipping
 from zinf.core.optim.decision import Decision, decide
 from zinf.core.optim.separate import separate
@@ -62,13 +63,53 @@ def test_every_leading_clip_of_any_leaves_is_recognised():
     assert separated.clip_bounds == (1.5,)
 
 
-def test_gradients_that_are_also_read_unclipped_couple():
+def test_gradients_that_are_also_read_unclipped_are_clipped_by_their_norm():
     def update(grads, params=None):
         clipped, _ = CLIP.update(grads, CLIP.init(grads))
         return jax.tree.map(lambda g, c: c + 0.1 * g, grads, clipped)
 
-    with pytest.raises(ValueError, match="couples parameters"):
-        separate(optax.stateless(update), PARAMS)
+    separated = separate(optax.stateless(update), PARAMS)
+    assert separated.clip_bounds == ()
+    assert separated.norm_groups.paths == (frozenset({"a", "b/0", "b/1", "c"}),)
+
+
+CLIPPED_APART = {
+    "parts": (
+        optax.partition({"x": CLIP, "y": CLIP}, {"a": "x", "b": ["y", "x"], "c": "y"}),
+        [{"a", "b/1"}, {"b/0", "c"}],
+        {"a": 1, "b/1": 1, "b/0": 2, "c": 2},
+    ),
+    "some, and all as well": (
+        optax.chain(
+            optax.masked(CLIP, {"a": True, "b": [True, False], "c": False}),
+            optax.masked(
+                optax.chain(optax.scale(2.0), CLIP), {"a": False, "b": False, "c": True}
+            ),
+        ),
+        [{"a", "b/0"}],
+        {"a": 1, "b/0": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CLIPPED_APART)
+def test_leaves_that_are_clipped_apart_have_a_norm_of_their_own(name):
+    """A leaf alone is clipped by its own update."""
+    tx, groups, classes = CLIPPED_APART[name]
+    separated = separate(tx, PARAMS)
+    assert [set(group) for group in separated.norm_groups.paths] == groups
+    assert separated.norm_groups.classes == classes
+    assert separated.reads_step and not separated.reads_loss
+
+
+def test_the_norm_of_a_group_is_that_of_its_classes_and_may_be_large():
+    groups = NormGroups((frozenset("ab"), frozenset("bc")))
+    assert groups.classes == {"a": 1, "b": 2, "c": 3}
+    squares = [(0, 100.0), (1, 9.0), (2, 16.0), (3, 33.0), (1, 0.0)]
+    assert groups.norms(squares, 0.5) == [2.5, 3.5]
+    # Minus the sum of scaled squares, where that of squares overflows.
+    (large,) = NormGroups((frozenset("a"),)).norms([(1, -(2.0**10))], 1.0)
+    assert large == np.float32(2.0 ** (5 + 96))
 
 
 def test_another_formula_under_the_name_of_optax_is_not_taken_off(monkeypatch):

@@ -164,8 +164,9 @@ ZEROS = lambda params: jax.tree.map(jnp.zeros_like, params)  # noqa: E731
 STEPS = optax.MultiSteps(ADAM, 4)
 REFUSED = {
     "clipping of updates": optax.chain(ADAM, CLIP),
-    "clipping of some": optax.masked(CLIP, {k: k != "up" for k in PARAMS}),
-    "clipping that ends": optax.conditionally_transform(CLIP, lambda n: n < 9),
+    "clipping of updates of some": optax.masked(
+        optax.chain(ADAM, CLIP), {k: k != "up" for k in PARAMS}
+    ),
     "clipping by hand": transform(update_clipped),
     "normalized": optax.normalize_by_update_norm(),
     "apply_if_finite": optax.apply_if_finite(ADAM, 5),

@@ -76,8 +76,9 @@ def initialize(
         params: a pytree of arrays, or a function of no arguments that returns one: then
             each leaf is made on its own and the model is never whole in memory.
         tx: any optax transform whose update of a leaf depends only on that leaf, and
-            on the loss if it takes `value=` (the loss of the step, float32). A
-            leading `optax.clip_by_global_norm` in a chain is allowed too: zinf clips
+            on the loss if it takes `value=` (the loss of the step, float32).
+            `optax.clip_by_global_norm` at the beginning of a chain, or of the chain of
+            some leaves (`optax.partition`, `optax.masked`), is allowed too: zinf clips
             as optax does. None takes the optimizer and the scheduler of the config.
         config: a dict, a YAML or JSON file, or a `zinf.Config`. Settings without
             effect, and the values chosen for "auto", are logged as warnings.

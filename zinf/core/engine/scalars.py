@@ -88,8 +88,12 @@ class Scalars:
 
     def advance(self) -> Advance:
         """Shared state and step values of the next step. Changes nothing."""
-        reads_loss = self._separated.reads_loss
-        return Advance(self._shared, self._advance, reads_loss=reads_loss)
+        return Advance(
+            self._shared,
+            self._advance,
+            reads_loss=self._separated.reads_loss,
+            norm_groups=self._separated.norm_groups,
+        )
 
     def commit(self, advanced: Sequence[np.ndarray], *, skipped: bool) -> None:
         """Count a step. A skipped step does not advance the optimizer's own count.

@@ -88,6 +88,30 @@ def peel_clipping(
 def _peel_once(
     update: Graph, gradients: Sequence[Var], found: Mapping[Var, int]
 ) -> tuple[Graph, float] | None:
+    clip = find_clip(update, gradients, found, is_alone=True)
+    if clip is None:
+        return None
+    bound, clipped = clip
+    return renamed(update, {v: gradients[i] for v, i in clipped.items()}), bound
+
+
+def find_clip(
+    update: Graph,
+    gradients: Sequence[Var],
+    found: Mapping[Var, int],
+    *,
+    is_alone: bool = False,
+) -> tuple[float, dict[Var, int]] | None:
+    """The bound of an `optax.clip_by_global_norm` of exactly these gradients.
+
+    Args:
+        found: the leaves behind each variable, as a bit set.
+        is_alone: nothing else may read the gradients.
+
+    Returns:
+        The bound; and for each variable that is a clipped gradient, which one it is.
+        None if the update has no such equations, or optax clips by another formula.
+    """
     equal = EqualEquations()
     keys: dict[int, Hashable] = {}
     for equation in update.equations:
@@ -101,11 +125,11 @@ def _peel_once(
         clipped, matched = match
         others = [e for e in update.equations if keys.get(id(e)) not in matched]
         read = set(variables([*update.outvars, *(a for e in others for a in e.invars)]))
-        if not read.isdisjoint(gradients):
+        if is_alone and not read.isdisjoint(gradients):
             continue
-        names = dict(zip(clipped, gradients, strict=True))
+        names = {v: i for i, v in enumerate(clipped)}
         names |= {v: names[w] for v, w in equal.renamed.items() if w in names}
-        return _renamed(update, names), bound
+        return (bound, names) if not read.isdisjoint(names) else None
     return None
 
 
@@ -152,7 +176,7 @@ def _find(
     return there.rename(pattern.outvars), matched
 
 
-def _renamed(graph: Graph, names: Mapping[Var, Var]) -> Graph:
+def renamed(graph: Graph, names: Mapping[Var, Var]) -> Graph:
     def rename(atom: Atom) -> Atom:
         return atom if isinstance(atom, Literal) else names.get(atom, atom)
 

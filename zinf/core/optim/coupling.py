@@ -17,9 +17,10 @@ LEARNING_RATE = (
 # Advice about a coupling, by a word in the name of the function that made it.
 HINTS = {
     "clip_by_global_norm": (
-        "zinf clips by the global norm where optax.clip_by_global_norm, with a plain "
-        "positive number, is the first transform of the chain and sees all trained "
-        "parameters: put it there, or use optax.clip or optax.adaptive_grad_clip, "
+        "zinf clips by the norm of gradients as they come: where "
+        "optax.clip_by_global_norm, with a plain positive number, is the first "
+        "transform of the chain, or of the chain of a part (optax.partition, "
+        "optax.masked). Put it there, or use optax.clip or optax.adaptive_grad_clip, "
         "which clip each parameter by itself."
     ),
     "apply_if_finite": (

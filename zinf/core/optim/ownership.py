@@ -91,7 +91,7 @@ def _readers(
     _, states, _ = traced.update_inputs()
     sources = {states[k]: 1 << n for n, k in enumerate(free)}
     loss = 1 << len(free)
-    found = dependencies(graph, {**sources, traced.loss: loss})
+    found = dependencies(graph, sources | dict.fromkeys(traced.of_step, loss))
     readers: dict[int, set[int]] = {k: set() for k in free}
     changing = set()
     for j, atom in enumerate(graph.outvars):

@@ -26,6 +26,7 @@ import optax
 from zinf.core.jaxpr import Graph, Piece, Shared, abstract, share
 from zinf.core.jaxpr.compat import Var
 from zinf.core.jaxpr.slice import Slicer, merge_equal
+from zinf.core.optim.apart import NormGroups
 from zinf.core.optim.coupling import dependencies
 from zinf.core.optim.elementwise import at_shape, is_elementwise
 from zinf.core.optim.ownership import Ownership, find_owners
@@ -99,6 +100,8 @@ class Separated:
         clip_bounds: the updates take gradients that are clipped by these global norms,
             one after the other (`core.optim.Clipping`).
         reads_loss: shared state or step values are made from the loss of the step.
+        norm_groups: leaves that are clipped apart: step values are made from the norms
+            of their gradients.
         rate: the learning rate by the number of updates done, if it is known.
     """
 
@@ -106,20 +109,28 @@ class Separated:
     shared: tuple[SharedState, ...]
     clip_bounds: tuple[float, ...]
     reads_loss: bool
+    norm_groups: NormGroups
     step: Graph = field(repr=False)
     inits: tuple[Graph, ...] = field(repr=False)
     updates: tuple[Piece, ...] = field(repr=False)
     rate: Callable[[Any], Any] | None = field(default=None, repr=False)
 
+    @property
+    def reads_step(self) -> bool:
+        """Whether step values are known only after the backward pass of the step."""
+        return self.reads_loss or bool(self.norm_groups)
+
     def advance(
-        self, shared: Sequence[Any], loss: Any = None
+        self, shared: Sequence[Any], loss: Any = None, norms: Sequence[Any] = ()
     ) -> tuple[list[Any], list[Any]]:
         """`(new shared state, step values)` of one step; traceable.
 
         Args:
             loss: float32 scalar, the mean over the batch; only if `reads_loss`.
+            norms: float32 scalars, of the gradients of each of `norm_groups`, as their
+                updates take them.
         """
-        results = self.step(*shared, *((loss,) if self.reads_loss else ()))
+        results = self.step(*shared, *((loss,) if self.reads_loss else ()), *norms)
         return results[: len(self.shared)], results[len(self.shared) :]
 
     def averages(self) -> dict[str, dict[str, State]]:
@@ -200,8 +211,8 @@ def separate(
 
     Args:
         tx: any transform whose update of a leaf depends on that leaf, the loss (which
-            it gets as `value=`) and, where it begins with `optax.clip_by_global_norm`,
-            the global norm.
+            it gets as `value=`) and the norms by which `optax.clip_by_global_norm`
+            clips the gradients of all leaves or of some.
         params: the whole parameter tree, abstract or not, with the dtypes in which
             parameters are updated (those of the masters).
         trainable: key paths of the leaves that take part ("blocks/0/mlp/kernel");
@@ -236,12 +247,14 @@ def separate(
     step = _step(traced, update, ownership, tuple(step_values))
     reads_loss = traced.loss in step.used_invars()
     if not reads_loss:
-        step = replace(step, invars=step.invars[:-1])
+        invars = tuple(v for v in step.invars if v is not traced.loss)
+        step = replace(step, invars=invars)
     return Separated(
         leaves=tuple(leaves),
         shared=_shared_states(traced, ownership),
         clip_bounds=traced.clip_bounds,
         reads_loss=reads_loss,
+        norm_groups=traced.norm_groups,
         step=step,
         inits=inits,
         updates=pieces,
@@ -256,7 +269,8 @@ def _cut_updates(
     grads, states, masters = traced.update_inputs()
     first_state = len(traced.leaves)
     shared = [states[k] for k in ownership.shared]
-    cuts = _possible_step_values(update, shared, ownership)
+    given = (*shared, *traced.of_step)
+    cuts = _possible_step_values(update, given, ownership)
     slicer = Slicer(update)
     pieces = []
     step_values: dict[Var, int] = {}
@@ -273,14 +287,14 @@ def _cut_updates(
 
 
 def _possible_step_values(
-    update: Graph, shared: Sequence[Var], ownership: Ownership
+    update: Graph, inputs: Sequence[Var], ownership: Ownership
 ) -> set[Var]:
-    """The possible step values: shared state, and scalars made from it.
+    """The possible step values: inputs that belong to no leaf, and scalars from them.
 
     Larger values that depend on no leaf (noise of a leaf's shape, say) are computed in
     the update, and so are random keys, which cannot leave a program as plain numbers.
     """
-    given = {*shared, *update.consts, update.invars[-1]}
+    given = {*inputs, *update.consts}
     derived = dependencies(update, dict.fromkeys(given, 1))
     return given | {
         v
@@ -316,9 +330,9 @@ def _shared_states(traced: Transform, ownership: Ownership) -> tuple[SharedState
 def _step(
     traced: Transform, update: Graph, ownership: Ownership, values: Sequence[Var]
 ) -> Graph:
-    """Shared state and the loss to new shared state and step values."""
+    """Shared state, the loss and norms to new shared state and step values."""
     _, states, _ = traced.update_inputs()
     new = [update.outvars[len(traced.leaves) + k] for k in ownership.shared]
     step = update.needed_for((*new, *values))
     shared = (states[k] for k in ownership.shared)
-    return replace(step, invars=(*shared, traced.loss))
+    return replace(step, invars=(*shared, *traced.of_step))

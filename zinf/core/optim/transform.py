@@ -11,6 +11,7 @@ import optax
 
 from zinf.core.jaxpr import Graph, abstract, flatten, trace
 from zinf.core.jaxpr.compat import Atom, Literal, Var, literal
+from zinf.core.optim.apart import NO_GROUPS, NormGroups, clip_apart
 from zinf.core.optim.average import AverageState
 from zinf.core.optim.clipping import peel_clipping
 from zinf.core.optim.conditional import split_conditionals
@@ -23,7 +24,8 @@ class Transform:
     """A traced transform.
 
     `init` maps the trainable parameters to the state; `update` maps gradients, state,
-    parameters and the loss (`invars` in this order) to updates and the new state. State
+    parameters, the loss and the norms of `norm_groups` (`invars` in this order) to
+    updates and the new state. State
     arrays are in optax's flattening order; random keys among them are kept as their
     data, so that all arrays are plain numbers. The loss is a float32 scalar, the
     `value=` of optax's transforms with extra arguments.
@@ -33,6 +35,8 @@ class Transform:
             off `update`: its gradients are clipped already.
         averages: numbers of the state arrays that are averages of weights
             (`zinf.with_ema`).
+        norm_groups: the leaves whose norms `update` takes after the loss, to clip their
+            gradients.
     """
 
     leaves: dict[str, jax.ShapeDtypeStruct]
@@ -41,15 +45,22 @@ class Transform:
     update: Graph
     clip_bounds: tuple[float, ...] = ()
     averages: frozenset[int] = frozenset()
+    norm_groups: NormGroups = NO_GROUPS
 
     def update_inputs(self) -> tuple[tuple[Var, ...], ...]:
         """The gradients, states and parameters among the inputs of `update`."""
         invars, first, last = self.update.invars, len(self.leaves), len(self.states)
-        return invars[:first], invars[first : first + last], invars[first + last : -1]
+        states, masters = invars[first : first + last], invars[first + last :]
+        return invars[:first], states, masters[:first]
+
+    @property
+    def of_step(self) -> tuple[Var, ...]:
+        """The inputs of `update` that belong to no leaf: the loss, then norms."""
+        return self.update.invars[2 * len(self.leaves) + len(self.states) :]
 
     @property
     def loss(self) -> Var:
-        return self.update.invars[-1]
+        return self.of_step[0]
 
 
 def trace_transform(
@@ -112,7 +123,10 @@ def trace_transform(
     update = _inline_scalars(split_conditionals(traced.update, leaf_bits))
     found = dependencies(update, leaf_bits)
     update, bounds = peel_clipping(update, grads, found)
-    return replace(traced, update=update, clip_bounds=bounds)
+    update, numbers = clip_apart(update, grads, leaf_bits)
+    paths = list(leaves)
+    groups = NormGroups(tuple(frozenset(paths[i] for i in each) for each in numbers))
+    return replace(traced, update=update, clip_bounds=bounds, norm_groups=groups)
 
 
 def _averages(state: Any) -> frozenset[int]:

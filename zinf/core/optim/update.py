@@ -170,21 +170,24 @@ def compile_advance(
 ) -> Callable[..., tuple[list[np.ndarray], list[np.ndarray]]]:
     """A function from shared state to `(new shared state, step values)`.
 
-    For a transform that `reads_loss` it takes the loss too, as a float32 scalar.
+    It takes the loss and the norms too, as float32 scalars, as `Separated.advance`
+    does.
 
     Call it once per step. Its results are NumPy arrays for all units, on any tier. Give
     it a CPU device if there is one: on an accelerator it would wait for everything that
     is queued there.
     """
-    loss = [jax.ShapeDtypeStruct((), jnp.float32)] if separated.reads_loss else []
-    arguments = list(separated.shared_specs), *loss
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    norms = [scalar] * len(separated.norm_groups)
+    arguments = list(separated.shared_specs), scalar, norms
     here = jax.sharding.SingleDeviceSharding(device)
     compiled = _compile(separated.advance, arguments, here, here)
 
     def advance(
-        shared: Sequence[Any], *loss: Any
+        shared: Sequence[Any], loss: float = 0.0, norms: Sequence[Any] = ()
     ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        return jax.tree.map(np.asarray, compiled(list(shared), *loss))
+        given = np.float32(loss), list(norms)
+        return jax.tree.map(np.asarray, compiled(list(shared), *given))
 
     return advance
 

@@ -125,6 +125,8 @@ class Catalog:
             `ArrayId.lies_as`, for arrays where this fraction is not 1.
         exchange: `(forward, backward)` bytes that each segment sends between devices;
             empty on one device.
+        norm_classes: classes of leaves by path, from 1, if norms are taken of some
+            leaves alone; all others are of class 0.
     """
 
     program: Program
@@ -136,6 +138,7 @@ class Catalog:
     keeping: Mapping[int, Keeping] = field(default_factory=dict)
     device_parts: Mapping[ArrayId, Fraction] = field(default_factory=dict)
     exchange: Sequence[tuple[Exchange, Exchange]] = ()
+    norm_classes: Mapping[str, int] = field(default_factory=dict)
 
     def exchange_of(self, k: int) -> tuple[Exchange, Exchange]:
         """What the forward and backward pass of segment `k` send between devices."""
@@ -271,5 +274,6 @@ def cache(name: str, microbatch: int) -> ArrayId:
     return ArrayId(Role.CACHE, name, None, microbatch)
 
 
-def norm_of(segment: str) -> ArrayId:
-    return ArrayId(Role.NORM, segment)
+def norm_of(segment: str, number: int = 0) -> ArrayId:
+    """The sum of squares of a segment's gradients whose leaves have a class."""
+    return ArrayId(Role.NORM, segment, slot=number or None)

@@ -135,7 +135,7 @@ class SumSquares:
 class Decide:
     """Reads losses and gradient norms on the host and decides how updates run.
 
-    With norms it sets the clip factor, or skips the step on an overflow. Without norms
+    With norms it sets the clip factors, or skips the step on an overflow. Without norms
     it only refuses a loss that is not finite. A refused step runs to its end without
     its own updates, since deferred updates of the step before may be in flight.
     """

@@ -300,17 +300,23 @@ class _Schedule:
             self.jobs.transfer(begun, Tier.DEVICE, self.options.gradient_tier)
         if not done:
             return
-        norm = norm_of(segment.name)
-        self.norms.append(norm)
-        self.jobs.add(
-            SumSquares(tuple(done), norm),
-            Link.DEVICE,
-            reads=tuple((a, Tier.DEVICE) for a in done),
-            writes=((norm, Tier.DEVICE),),
-        )
+        by_class: dict[int, list[ArrayId]] = {}
+        for gradient in done:
+            number = self.catalog.norm_classes.get(gradient.path, 0)
+            by_class.setdefault(number, []).append(gradient)
+        norms = []
+        for number, gradients in by_class.items():
+            norms.append(norm_of(segment.name, number))
+            self.jobs.add(
+                SumSquares(tuple(gradients), norms[-1]),
+                Link.DEVICE,
+                reads=tuple((a, Tier.DEVICE) for a in gradients),
+                writes=((norms[-1], Tier.DEVICE),),
+            )
+        self.norms += norms
         tiers = self.updates.gradient_tiers
         moved = [a for a in done if tiers.get(a, Tier.DEVICE) != Tier.DEVICE]
-        self.jobs.transfer([norm, *moved], Tier.DEVICE, Tier.HOST)
+        self.jobs.transfer([*norms, *moved], Tier.DEVICE, Tier.HOST)
         further = [a for a in moved if tiers[a] == Tier.NVME]
         if further:
             self.jobs.transfer(further, Tier.HOST, Tier.NVME)

@@ -512,6 +512,13 @@ class Planner:
 
     def offload(self, batch: Any, source: Source, layouts: Layouts) -> Offloaded:
         check_offloadable(self.rule)
+        if self.separated.norm_groups:
+            raise NotImplementedError(
+                "execution is 'offloaded', and the optimizer clips some parameters by "
+                "a norm of their own, which offloaded steps do not take. Use "
+                "execution: streamed or fused, or put optax.clip_by_global_norm first "
+                "in the chain of all parameters."
+            )
         segmented = self.cut(source, layouts, self.config.segment_max_bytes)
         program = self._offloaded_program(batch, segmented, layouts)
         found = piece_specs(self.array_specs(), segmented.program, None)
@@ -540,12 +547,11 @@ class Planner:
         Updates in passes have the state of a whole layer on the device, and fewer bytes
         to move. Inputs of layers that wait on the host are the last resort.
         """
-        waits = bool(self.clipping) or self.config.may_skip
         is_host = self.config.activation_tier == Tier.HOST
         forms = [
             (offloads_values, updates_in_passes)
             for offloads_values in ((True,) if is_host else (False, True))
-            for updates_in_passes in ((False,) if waits else (True, False))
+            for updates_in_passes in ((False,) if self.waits else (True, False))
         ]
         for form in forms:
             offloads_values, updates_in_passes = form
@@ -698,10 +704,9 @@ class Planner:
             accumulates=self.accumulates(program),
             layouts=layouts,
         )
-        waits = bool(self.clipping) or self.config.may_skip
         options = StepOptions(
             num_microbatches=self.config.num_microbatches,
-            updates_in_backward=not waits,
+            updates_in_backward=not self.waits,
             value_tier=self.config.activation_tier or Tier.DEVICE,
             gradient_tier=Tier.HOST,
         )
@@ -719,6 +724,7 @@ class Planner:
             self.rates(),
             device_parts=layouts.device_parts(),
             exchange=segment_exchanges(segments),
+            norm_classes=self.separated.norm_groups.classes,
         )
         choices = self.choices()
         if self.config.keeps_residuals:
@@ -767,6 +773,12 @@ class Planner:
     def clipping(self) -> Clipping:
         """The clipping of `gradient_clipping`, then that of the optimizer."""
         return Clipping(self.config.clip_norm, self.separated.clip_bounds)
+
+    @property
+    def waits(self) -> bool:
+        """Whether updates wait for the norm of the whole gradient."""
+        groups = self.separated.norm_groups
+        return bool(self.clipping) or bool(groups) or self.config.may_skip
 
     # Arrays and budgets.
 

@@ -250,7 +250,12 @@ def _bench(made: Streamed, planner: Planner, spec: Any) -> Iterator[_Bench]:
         cpu = cpu_device(planner.rule.mesh)
         shared = [np.asarray(s.value) for s in separated.shared]
         advance = compile_advance(separated, device=cpu)
-        values = Advance(shared, advance, reads_loss=separated.reads_loss).values(0.0)
+        values = Advance(
+            shared,
+            advance,
+            reads_loss=separated.reads_loss,
+            norm_groups=separated.norm_groups,
+        ).values(0.0)
         goes_by = Pending(Decision(0.0, 0.0, 1.0, skips=False), values)
         runner.pending = goes_by
         yield _Bench(made, stores, runner.work(1.0), goes_by)

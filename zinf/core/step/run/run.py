@@ -43,6 +43,7 @@ from zinf.core.step.run.transfer import Mover
 from zinf.core.step.sums import accumulated, accumulated_rows, sum_squares
 
 UpdateFunction = Callable[..., Sequence[Any]]
+Squares = Sequence[tuple[int, float]]
 
 
 def _none(*_: Any) -> Any:
@@ -66,8 +67,9 @@ class Work:
             of `update`.
         update_in_place: `(array update, gradient, goes_by, *results)` overwrites the
             results; it gets their host memory.
-        step_values: `(loss) -> step values` for the updates of this step; the loss is
-            the mean over microbatches.
+        step_values: `(decision, squares) -> step values` for the updates of this step;
+            squares are those of gradients with the class of their leaves
+            (`NormGroups`).
         pending: `goes_by` of the updates that the step before deferred.
         decide: `(losses, sums of squares or None) -> Decision`.
         before_update: called before the first update of a step.
@@ -81,7 +83,7 @@ class Work:
     update: UpdateFunction = _none
     is_in_place: Callable[[ArrayUpdate, Tier], bool] = _none
     update_in_place: Callable[..., None] = _none
-    step_values: Callable[[float], Sequence[Any]] = _none
+    step_values: Callable[[Decision, Squares], Sequence[Any]] = _none
     pending: Pending | None = None
     decide: Callable[[Sequence[float], Sequence[float] | None], Decision] = _none
     before_update: Callable[[], None] = _none
@@ -306,7 +308,9 @@ class _StepRun:
         losses = [float(self.read(a, Tier.HOST)) for a in operation.losses]
         norms = [float(self.read(a, Tier.HOST)) for a in operation.norms]
         decision = self.work.decide(losses, norms or None)
-        self.step_values = self.work.step_values(decision.loss)
+        classes = [array.slot or 0 for array in operation.norms]
+        squares = list(zip(classes, norms, strict=True))
+        self.step_values = self.work.step_values(decision, squares)
         self.record.decision = decision
 
     def update(self, operation: Update, creates: Sequence[Copy]) -> None:

@@ -11,13 +11,13 @@ import numpy as np
 from zinf.core.memory import Stores, to_devices
 from zinf.core.optim.advance import Advance
 from zinf.core.optim.clipping import Clipping
-from zinf.core.optim.decision import Pending, decide
+from zinf.core.optim.decision import Decision, Pending, decide
 from zinf.core.sharding import whole_layout
 from zinf.core.step.planner import Planner, Streamed
 from zinf.core.step.run.gradient import read_gradient
 from zinf.core.step.run.outcome import Outcome, outcome_of
 from zinf.core.step.run.passes import Passes
-from zinf.core.step.run.run import StepRecord, Work, run_plan
+from zinf.core.step.run.run import Squares, StepRecord, Work, run_plan
 from zinf.core.step.run.runner import AbstractRunner
 
 
@@ -69,7 +69,11 @@ class StreamedRunner(AbstractRunner):
         first = self.arranged.first
         plan = self.plan if first is None or self.pending else first
         weight = self.step_weight(batch, keys)
-        work = self.work(loss_scale, advance.values, weight=weight)
+
+        def step_values(decision: Decision, squares: Squares) -> Sequence[Any]:
+            return advance.values(decision.loss, decision.factor, squares)
+
+        work = self.work(loss_scale, step_values, weight=weight)
         program, layouts = self.passes.program, self.passes.layouts
         loss_dtype = program.values[program.loss].dtype
         seed = np.asarray(loss_scale / weight, dtype=jax.numpy.dtype(loss_dtype))
@@ -129,7 +133,7 @@ class StreamedRunner(AbstractRunner):
     def work(
         self,
         loss_scale: float,
-        step_values: Callable[[float], Sequence[Any]] = lambda loss: (),
+        step_values: Callable[[Decision, Squares], Sequence[Any]] = lambda *_: (),
         *,
         weight: float = 1.0,
     ) -> Work:

@@ -66,7 +66,7 @@ class OneProgramRunner(AbstractRunner):
         self.before_update()
         weight = self.step_weight(batch, keys)
         scale = np.float32(loss_scale), np.float32(weight)
-        scalars = advance.before if advance.reads_loss else advance.values(0.0)
+        scalars = advance.before if advance.reads_step else advance.values(0.0)
         inputs = (*self.inputs(batch, self.spec, keys), list(scalars), *scale)
         outputs: dict[str, Any] = {}
 
@@ -78,7 +78,7 @@ class OneProgramRunner(AbstractRunner):
         run_links(self.plan.instructions, execute, progress)
         record.interrupted = progress.interrupted
         record.timeline = progress.timeline
-        if advance.reads_loss:
+        if advance.reads_step:
             advance.take(outputs["shared"])
         losses = [float(x) for x in outputs["losses"]]
         record.decision = decision_of(

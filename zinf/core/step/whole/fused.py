@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zinf.core.optim.clipping import Clipping
 from zinf.core.optim.decision import judge
 from zinf.core.optim.separate import Separated
+from zinf.core.optim.squares import root
 from zinf.core.optim.update import update_function
 from zinf.core.problem.problem import Problem
 from zinf.core.problem.source import named_leaves
@@ -44,8 +45,9 @@ class FusedProgram:
     `extra` (the loss function's other outputs, by microbatch). A step whose losses or
     gradient are not finite changes no array.
 
-    `scalars` are the step values. If the optimizer reads the loss, they are its shared
-    state instead, and `outputs["shared"]` is the shared state of the next step.
+    `scalars` are the step values. If the optimizer reads the loss, or clips some leaves
+    apart, they are its shared state instead, and `outputs["shared"]` is the shared
+    state of the next step.
     """
 
     step: jax.stages.Compiled
@@ -103,9 +105,15 @@ def compile_fused(
         )
         _, factor, is_finite = judged
         shared, step_values = [], scalars
-        if separated.reads_loss:
+        if separated.reads_step:
             loss = jnp.sum(losses.astype(jnp.float32)) / weight
-            shared, step_values = separated.advance(scalars, loss)
+            # As each update takes its gradient: multiplied by the factor.
+            norms = [
+                (root(sum_squares([grads[p] for p in sorted(group)]), jnp) * factor)
+                for group in separated.norm_groups.paths
+            ]
+            norms = [norm.astype(jnp.float32) for norm in norms]
+            shared, step_values = separated.advance(scalars, loss, norms)
         new = dict(arrays)
         for update in updates:
             new.update(update(arrays, grads, factor, step_values))
@@ -114,7 +122,7 @@ def compile_fused(
         return kept, {**outputs, "shared": shared}
 
     scalars = separated.step_value_specs
-    if separated.reads_loss:
+    if separated.reads_step:
         scalars = separated.shared_specs
     scale = jax.ShapeDtypeStruct((), jnp.float32)
     inputs = (
