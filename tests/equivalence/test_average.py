@@ -46,6 +46,8 @@ SETTINGS = {
     "fused bf16": Setting(FUSED, "bf16"),
     "offloaded bf16": Setting(OFFLOADED, "bf16"),
     "host accumulation": Setting(ON_HOST, "accumulation"),
+    # The last matrix is read by tile.
+    "nvme tiles": Setting(ON_NVME, more=(("segment.max_bytes", 512),)),
     "stage 1": Setting(ON_HOST, mesh="2", stage=1),
     "stage 3": Setting(ON_NVME, "bf16", mesh="2"),
 }

@@ -125,8 +125,8 @@ def test_the_learning_rate_and_the_loss_scale_are_reported_if_there_are_any(star
     for count in range(3):
         metrics = engine.step(draw())
         assert metrics["learning_rate"] == pytest.approx(float(schedule(count)))
-        assert set(metrics) == KEYS | {"loss_scale"}
-        assert metrics["loss_scale"] == 16
+        assert set(metrics) == KEYS | {"loss_scale", "num_skipped"}
+        assert (metrics["loss_scale"], metrics["num_skipped"]) == (16, 0)
 
 
 @pytest.mark.parametrize(("config", "count"), [(FUSED, 2), (STREAMED, 2), (FUSED, 1)])

@@ -8,6 +8,7 @@ import pytest
 from zinf.core.config import LossScaling
 from zinf.core.engine.scalars import Scalars
 from zinf.core.optim.advance import Advance
+from zinf.core.optim.average import with_ema
 from zinf.core.optim.separate import separate
 
 PARAMS = {"w": jnp.ones((2, 3))}
@@ -50,6 +51,7 @@ FALLING = optax.linear_schedule(1.0, 0.0, 4)
         (optax.inject_hyperparams(optax.sgd)(learning_rate=FALLING), FALLING),
         (optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(FALLING)), FALLING),
         (optax.sgd(FALLING, momentum=0.9), FALLING),
+        (optax.chain(optax.adamw(FALLING), with_ema(0.9)), FALLING),
         (optax.adam(0.5), lambda count: 0.5),
         (optax.sgd(0.5), lambda count: 0.5),
         (optax.chain(optax.scale(-1.0), optax.adam(FALLING)), None),

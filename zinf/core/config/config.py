@@ -81,7 +81,8 @@ class Config(DeepSpeedKeys):
 
     skip_nonfinite: Whole = 0
     """Most steps in a row that change nothing because their loss or gradients are not
-    finite; the next one is an error. 0: the first is."""
+    finite; the next one is an error. 0: the first is. Updates wait for the norm of all
+    gradients, as with gradient_clipping."""
 
     loss_average: Literal["weights", "microbatches"] = "weights"
     """The mean loss of a step. weights: of all its tokens (or what a loss function
