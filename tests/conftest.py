@@ -181,3 +181,16 @@ def own_compile_cache(
     yield folder
     jax.config.update("jax_compilation_cache_dir", before)
     compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of plans and rates for the starts within a test.
+
+    In other tests nothing is kept from start to start, as jax was told a folder.
+    """
+    from zinf.core.step import earlier_plan
+
+    folder = tmp_path / "starts"
+    monkeypatch.setattr(earlier_plan, "starts_folder", lambda: folder)
+    return folder

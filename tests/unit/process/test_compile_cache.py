@@ -11,7 +11,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from zinf.core.process import compile_cache
-from zinf.core.process.compile_cache import DIRECTORY, keep_compiled
+from zinf.core.process.compile_cache import DIRECTORY, keep_compiled, starts_folder
 from zinf.core.process.user_cache import prune
 
 
@@ -44,8 +44,9 @@ def test_programs_are_kept_in_the_users_cache_and_that_is_said_once(home, caplog
     assert kept in said
     jax.jit(lambda x: x * 3 - 1)(jnp.ones(3)).block_until_ready()
     assert any(name.endswith("-cache") for name in os.listdir(kept))
+    assert starts_folder() == Path(kept) / "starts"
     keep_compiled(False)
-    assert folder() is None
+    assert folder() is None and starts_folder() is None
     keep_compiled("auto")
     assert folder() == kept and len(caplog.messages) == 1
 
@@ -54,7 +55,7 @@ def test_a_folder_that_jax_was_told_stays(home):
     jax.config.update(DIRECTORY, str(home / "own"))
     for asked in ("auto", home / "other", False):
         keep_compiled(asked)
-        assert folder() == str(home / "own")
+        assert folder() == str(home / "own") and starts_folder() is None
     assert not list(home.iterdir())
 
 

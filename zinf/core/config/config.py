@@ -105,9 +105,10 @@ class Config(DeepSpeedKeys):
     in `zinf train` and `zinf finetune`, fixed in Python."""
 
     compile_cache: Literal["auto", False] | Folder = "auto"
-    """Where compiled programs are kept from run to run. auto: in the user's cache
-    folder, at most 4 GiB; false: nowhere; a folder. A folder that jax was told
-    (`jax_compilation_cache_dir`) stays."""
+    """Where compiled programs are kept from run to run, with the plans and the measured
+    rates of steps. auto: in the user's cache folder, at most 4 GiB; false: nowhere; a
+    folder. A folder that jax was told (`jax_compilation_cache_dir`) stays, and then
+    plans and rates are not kept."""
 
     persistence_threshold: Auto[Threshold | None] = None
     """Bytes; smaller arrays never go to NVMe; 32KiB when absent, 0: all may go."""

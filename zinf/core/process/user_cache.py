@@ -1,11 +1,18 @@
 """The folder in which zinf keeps, for each user, what costs time to find out again."""
 
 import hashlib
+import json
+import logging
 import os
 import platform
+import tempfile
 import time
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
 
 
 def user_cache() -> Path:
@@ -36,6 +43,47 @@ def programs_name() -> str:
     features of the processor.
     """
     return f"jaxlib-{version('jaxlib')}-{processor()}"
+
+
+@cache
+def own_digest() -> str:
+    """A digest of zinf's own files: its version does not say what changed since."""
+    package = Path(__file__).parent
+    digest = hashlib.sha256()
+    for folder in (package, package.with_name("zinf_kernels")):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def recall(file: Path) -> Any:
+    """What `remember` wrote; None if there is nothing whole, or of another kind."""
+    try:
+        written = json.loads(file.read_text(encoding="utf-8"))
+        content, digest = written["content"], written["sha256"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return content if digest == _digest(content) else None
+
+
+def remember(file: Path, content: Any) -> None:
+    """Write JSON to a file that is there whole or not at all.
+
+    It is done without if that fails.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=file.parent, delete=False
+        ) as fresh:
+            json.dump({"sha256": _digest(content), "content": content}, fresh)
+        os.replace(fresh.name, file)
+    except OSError as error:
+        logger.info("%s is not written: %s", file, error)
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def prune(folder: Path, *, max_bytes: int, max_seconds: float) -> None:

@@ -29,6 +29,7 @@ from zinf.core.plan import (
     InfeasibleError,
     Plan,
     Rates,
+    Resident,
     Shortage,
     StepOptions,
     build_at_home,
@@ -78,6 +79,7 @@ from zinf.core.step.choice import (
     in_short,
     why_not_offloaded,
 )
+from zinf.core.step.earlier_plan import EarlierPlan, Step, earlier_plan
 from zinf.core.step.exchange import segment_exchanges
 from zinf.core.step.joint import Joint, grouped
 from zinf.core.step.keeping import keeping_as_chosen, what_may_be_kept
@@ -138,6 +140,7 @@ class Streamed:
     layouts: Layouts
     limits: Limits
     weight: StepWeight | None = None
+    earlier: EarlierPlan = EarlierPlan()
 
     @property
     def plan(self) -> Plan:
@@ -304,7 +307,12 @@ class Planner:
         """
         assert self.measure is not None
         rates = self.measure(made, self, batch)
-        arranged = retimed(made.arranged, made.updates.units, rates, self.choices())
+        before, units, choices = made.arranged, made.updates.units, self.choices()
+        catalog, options = replace(before.catalog, rates=rates), before.options
+        step = Step(catalog, (), units, before.plan.capacity_bytes, options, choices)
+        arranged = made.earlier.then(rates).arranged(
+            step, lambda: retimed(before, units, rates, choices)
+        )
         arranged, joint = grouped(arranged, made.updates)
         return replace(made, arranged=arranged, joint=joint)
 
@@ -732,14 +740,21 @@ class Planner:
             keepings = tuple(partial(what_may_be_kept, segments, x) for x in levels)
             choices = replace(choices, keepings=keepings)
         rest = updates.units, capacity, options, choices
+        placed: list[Resident] = []
         if homes is not None:
             consts = [ArrayId(Role.CONST, name) for name in program.consts]
             homes = {**homes, **dict.fromkeys(consts, Tier.DEVICE)}
-            arranged = build_at_home(replace(catalog, homes=homes), *rest)
+            catalog = replace(catalog, homes=homes)
+            search = partial(build_at_home, catalog, *rest)
         else:
             placed = residents(catalog, self.config)
-            arranged = self.build_placed(catalog, placed, *rest)
-        arranged, joint = grouped(arranged, updates)
+            search = partial(self.build_placed, catalog, placed, *rest)
+        step, earlier = Step(catalog, placed, *rest), EarlierPlan()
+        # Several processes would have to agree on whether one of them searches, and
+        # what a program takes on another machine is that machine's compiler's to say.
+        if self.group.count == 1 and self.topology is None:
+            earlier = earlier_plan(step, segments, updates, mesh=self.rule.mesh)
+        arranged, joint = grouped(earlier.arranged(step, search), updates)
         return Streamed(
             arranged,
             segmented,
@@ -749,6 +764,7 @@ class Planner:
             jnp.dtype(self.config.compute_dtype),
             layouts,
             limits,
+            earlier=earlier,
         )
 
     def choices(self) -> Choices:
