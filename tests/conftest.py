@@ -190,7 +190,9 @@ def starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     In other tests nothing is kept from start to start, as jax was told a folder.
     """
     from zinf.core.step import earlier_plan
+    from zinf.core.step.run import calibrate
 
     folder = tmp_path / "starts"
-    monkeypatch.setattr(earlier_plan, "starts_folder", lambda: folder)
+    for module in (calibrate, earlier_plan):
+        monkeypatch.setattr(module, "starts_folder", lambda: folder)
     return folder

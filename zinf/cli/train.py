@@ -34,6 +34,7 @@ from zinf.cli.teacher import plan_teacher
 from zinf.core.config import Config
 from zinf.core.engine.engine import Engine
 from zinf.core.machine.devices import on_devices
+from zinf.core.step.run.calibrate import said_of_rates
 from zinf.core.trainer import Trainer
 from zinf.distributed import AbstractGroup, flat
 from zinf.observe.record import METRICS, RUN, TRACE, RunRecord
@@ -118,7 +119,8 @@ def train_held(
     say(heading(path, config))
     with ExitStack() as opened:
         engine, data = _opened(config, mesh, group, data, opened, say)
-        say(f"{engine.plan.summary()}\n")
+        of_rates = said_of_rates(engine.plan)
+        say(f"{engine.plan.summary()}\n{of_rates}".rstrip() + "\n")
         if is_huggingface(config):
             assert isinstance(engine, hf.ModelEngine)
             hf.Task(config).before_training(engine, batch_size(config), say)

@@ -1,6 +1,7 @@
 """Rates are measured on a few instructions of a plan; they change no bit, no home."""
 
 from collections import Counter
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +17,31 @@ from tests.marks import slow
 from zinf import Engine
 from zinf.core.machine.rates_file import save_rates
 from zinf.core.memory import open_stores
-from zinf.core.plan import Link, Rates, Run, SumSquares, Transfer, Update
+from zinf.core.plan import (
+    Instruction,
+    Link,
+    Plan,
+    Rates,
+    Run,
+    SumSquares,
+    Timeline,
+    Transfer,
+    Update,
+)
+from zinf.core.plan.instruction import FusedStep
+from zinf.core.process.user_cache import recall
 from zinf.core.program import ArrayId, Role, Tier
 from zinf.core.step.batch import batch_spec
 from zinf.core.step.run import calibrate
-from zinf.core.step.run.calibrate import free_copies, measure_rates, samples
+from zinf.core.step.run.calibrate import (
+    REMEMBERED_SECONDS,
+    StepsBesideRates,
+    free_copies,
+    measure_rates,
+    said_of_rates,
+    samples,
+)
+from zinf.core.step.run.run import StepRecord
 
 NUM_STEPS = 4
 SPEC = batch_spec(PYTREE.batches(1)[0], 1)
@@ -130,6 +151,82 @@ def test_each_kind_of_work_is_measured_and_is_so_once_in_a_process(
     peaks.clear()
     assert measure_rates(made, planner, SPEC) == rates
     assert not peaks
+
+
+@pytest.fixture
+def restart(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Forgets all that this process knows of rates, as a new process does."""
+
+    def forget() -> None:
+        monkeypatch.setattr(calibrate, "FOUND", {})
+        monkeypatch.setattr(calibrate, "_KNOWN", {})
+
+    return forget
+
+
+def test_the_next_start_measures_nothing_within_a_week(
+    tmp_path: Path,
+    peaks: Counter,
+    starts: Path,
+    restart: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planner = engine(tmp_path).planner
+    made = planner.plan(SPEC)
+    (plan,) = starts.iterdir()
+
+    def start() -> tuple[Rates, bool]:
+        """The rates, and whether they were measured."""
+        restart()
+        peaks.clear()
+        rates = measure_rates(made, planner, SPEC)
+        said = said_of_rates(replace(made.plan, rates=rates))
+        assert bool(said) != bool(peaks)
+        return rates, bool(peaks)
+
+    first, is_measured = start()
+    assert is_measured and start() == (first, False)
+    (file,) = set(starts.iterdir()) - {plan}
+    for damaged in ("", "[]", file.read_text().replace("1", "2", 1)):
+        file.write_text(damaged)
+        assert start()[1] and not start()[1]
+    others: dict[str, Any] = {
+        "machine_digest": lambda mesh: "another",
+        "_drive": lambda path: "another",
+    }
+    for name, value in others.items():
+        with monkeypatch.context() as other:
+            other.setattr(calibrate, name, value)
+            assert start()[1] and not start()[1]
+    measured_at = recall(file)["at"]
+    for seconds, is_too_old in ((REMEMBERED_SECONDS - 1, False), (-1, True)):
+        monkeypatch.setattr(calibrate, "time", lambda s=seconds: measured_at + s)
+        assert start()[1] == is_too_old
+    later = measured_at + 2 * REMEMBERED_SECONDS
+    monkeypatch.setattr(calibrate, "time", lambda: later)
+    assert start()[1] and not start()[1]
+
+
+@pytest.mark.parametrize(
+    ("part", "is_forgotten"), [(0.7, True), (0.9, False), (1.2, False), (1.3, True)]
+)
+def test_rates_that_steps_show_to_be_off_are_forgotten(
+    part: float, is_forgotten: bool, tmp_path: Path
+) -> None:
+    """The first step does not count, nor does one that is far off among three."""
+    file = tmp_path / "rates"
+    file.touch()
+    rates = replace(Rates(), flops_per_second=part)
+    plan = Plan(
+        (Instruction(FusedStep(), Link.DEVICE, (), flops=1),), {}, {}, {}, {}, rates
+    )
+    calibrate._KNOWN[repr(rates)] = calibrate._Known(rates, file, 0.0)
+    steps = StepsBesideRates()
+    for step in (9.0, part, 99.0, part):
+        assert file.exists()
+        took = Timeline((0.0,), (step * plan.timeline.seconds,))
+        steps.see(StepRecord(plan=plan, timeline=took))
+    assert file.exists() != is_forgotten
 
 
 def test_rows_of_an_array_that_is_there_whole_are_freed_with_it() -> None:

@@ -59,6 +59,7 @@ from zinf.core.step.batch import (
 )
 from zinf.core.step.forward import check_rows_of_outputs, plan_forward
 from zinf.core.step.planner import AtRest, Fused, Offloaded, Planner, Streamed
+from zinf.core.step.run.calibrate import StepsBesideRates
 from zinf.core.step.run.forward import ForwardRunner, joined
 from zinf.core.step.run.run import StepRecord
 from zinf.core.step.run.runner import AbstractRunner
@@ -116,6 +117,7 @@ class Engine:
         self._restore_from: tuple[Place, bool] | None = None
         self._condition = Condition()
         self._has_warned = False
+        self._beside_rates = StepsBesideRates()
         _ENGINES.add(self)
 
     @property
@@ -604,6 +606,7 @@ class Engine:
             )
             if self.planner.problem.state_paths and not outcome.skips:
                 write_model_state(self._residents, self.planner, outcome, record)
+        self._beside_rates.see(record)
         seconds = perf_counter() - start
         metrics = step_metrics(
             outcome, runner, self._scalars, self.stores, advance.after, seconds, waited

@@ -6,25 +6,35 @@ by the same executable, host update, transfer or file. So the first plan that a 
 prints predicts its steps with rates of this machine. (`zinf bench step` measures whole
 steps instead.)
 
+The rates are remembered for the next start of the same work on the same machine, for a
+week at most. If steps show that they are off, as after a measurement in a busy moment,
+they are forgotten and the next start measures anew.
+
 In a step the plan holds all that one of its instructions needs. So measuring keeps
 within the budgets too.
 """
 
+import logging
+import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from datetime import datetime
+from hashlib import sha256
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from time import perf_counter
+from time import perf_counter, time
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from zinf.core.machine.rates_file import RatesFile
 from zinf.core.memory import Stores, aligned_empty, open_stores, to_devices
 from zinf.core.memory.host.pages import open_pages
+from zinf.core.memory.nvme import find_profile
 from zinf.core.memory.storage_error import from_os_error
 from zinf.core.optim.advance import Advance
 from zinf.core.optim.decision import Decision, Pending
@@ -42,13 +52,17 @@ from zinf.core.plan import (
     measured_rates,
 )
 from zinf.core.plan.cost import duration
+from zinf.core.process.compile_cache import machine_digest, starts_folder
+from zinf.core.process.user_cache import recall, remember
 from zinf.core.program import ArrayId, ArraySpec, Role, Tier
 from zinf.core.sharding import whole_layout
 from zinf.core.sharding.mesh import local_devices
 from zinf.core.step.planner import Planner, Streamed
-from zinf.core.step.run.run import Work, run_alone
+from zinf.core.step.run.run import StepRecord, Work, run_alone
 from zinf.core.step.run.streamed import StreamedRunner
 from zinf.core.step.updates import cpu_device
+
+logger = logging.getLogger(__name__)
 
 # Of each kind of work, the instructions that move or compute most in a step; two kinds
 # of transfers, such as of parameters and of optimizer state, differ in array sizes.
@@ -59,10 +73,30 @@ MEASURED_SECONDS, MAX_TIMES = 0.2, 5
 # Instructions that take longer by the assumed rates are not measured.
 MAX_SECONDS = 1.0
 FOUND: dict[Any, Rates] = {}
+REMEMBERED_SECONDS = 7 * 24 * 3600.0
+# Rates are forgotten if the median of `JUDGED_STEPS` steps after the first is further
+# from the prediction, as a part of it.
+MAX_ERROR, JUDGED_STEPS = 0.25, 3
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Rates that were measured, where they are remembered, and when they were made."""
+
+    rates: Rates
+    file: Path | None
+    measured_at: float
+    is_of_earlier_start: bool = False
+
+
+# By the text of the rates, which a plan has too.
+_KNOWN: dict[str, _Known] = {}
 
 
 def measure_rates(made: Streamed, planner: Planner, spec: Any) -> Rates:
-    """The rates of this machine, for the work of a plan; measured once in a process.
+    """The rates of this machine, for the work of a plan.
+
+    They are measured once in a process, and remembered for the next start.
 
     For a run of one process: several would have to run each instruction together.
 
@@ -75,15 +109,100 @@ def measure_rates(made: Streamed, planner: Planner, spec: Any) -> Rates:
     work = tuple((x.link, x.nbytes, x.flops) for some in chosen for x in some)
     key = work, planner.rule.mesh, planner.config.nvme_paths
     if key not in FOUND:
-        ran: list[Instruction] = []
-        seconds: list[float] = []
-        with _bench(made, planner, spec) as bench:
-            for some in chosen:
-                ran += some
-                seconds += bench.seconds(some)
-        timeline = Timeline((0.0,) * len(ran), tuple(seconds))
-        FOUND[key] = measured_rates(ran, timeline, rates)
+        file = _file(work, planner, rates)
+        known = _recalled(file) or _Known(
+            _measured(chosen, made, planner, spec), file, time()
+        )
+        if not known.is_of_earlier_start and file is not None:
+            written = RatesFile.of(known.rates, "").model_dump(mode="json")
+            remember(file, {"at": known.measured_at, "rates": written})
+        FOUND[key] = known.rates
+        _KNOWN[repr(known.rates)] = known
     return FOUND[key]
+
+
+def said_of_rates(plan: Plan) -> str:
+    """When the rates of a plan were measured, if that was in an earlier start."""
+    known = _KNOWN.get(repr(plan.rates))
+    if known is None or not known.is_of_earlier_start:
+        return ""
+    when = datetime.fromtimestamp(known.measured_at).isoformat(" ", "minutes")
+    return (
+        f"The rates of this machine are those measured {when}. "
+        "compile_cache: false measures them at each start."
+    )
+
+
+class StepsBesideRates:
+    """Compares steps with their prediction, and forgets rates that are off."""
+
+    def __init__(self) -> None:
+        self._errors: list[float] = []
+
+    def see(self, record: StepRecord) -> None:
+        """Take a step that ran; the first ones decide."""
+        plan, timeline = record.plan, record.timeline
+        if plan is None or timeline is None or len(self._errors) > JUDGED_STEPS:
+            return
+        known = _KNOWN.get(repr(plan.rates))
+        if known is None or known.file is None:
+            return
+        self._errors.append(timeline.seconds / max(plan.timeline.seconds, 1e-9) - 1)
+        # The first step also compiles, and touches its memory for the first time.
+        error = median(self._errors[1:]) if len(self._errors) > JUDGED_STEPS else 0.0
+        if abs(error) > MAX_ERROR:
+            known.file.unlink(missing_ok=True)
+            logger.info(
+                "Steps take %.0f%% of the time predicted by the measured rates; the "
+                "next start measures them anew.",
+                100 + 100 * error,
+            )
+
+
+def _measured(
+    chosen: Sequence[tuple[Instruction, ...]],
+    made: Streamed,
+    planner: Planner,
+    spec: Any,
+) -> Rates:
+    ran: list[Instruction] = []
+    seconds: list[float] = []
+    with _bench(made, planner, spec) as bench:
+        for some in chosen:
+            ran += some
+            seconds += bench.seconds(some)
+    timeline = Timeline((0.0,) * len(ran), tuple(seconds))
+    return measured_rates(ran, timeline, made.plan.rates)
+
+
+def _file(work: Any, planner: Planner, otherwise: Rates) -> Path | None:
+    """Where the rates of some work on this machine are remembered; None: nowhere.
+
+    Args:
+        otherwise: the rates of what the work does not have.
+    """
+    folder, config = starts_folder(), planner.config
+    if folder is None:
+        return None
+    drives = [_drive(path) for path in config.nvme_paths]
+    options = {k: v for k, v in config.nvme_options.items() if k != "nvme_paths"}
+    machine = machine_digest(planner.rule.mesh)
+    parts = repr((machine, work, otherwise, drives, options, config.pinned))
+    return folder / f"rates-{sha256(parts.encode()).hexdigest()[:32]}.json"
+
+
+def _drive(path: Path) -> tuple[Any, ...]:
+    """What tells the file system of a path from others, and its profile."""
+    existing = _existing(path)
+    size = shutil.disk_usage(existing).total
+    return existing.stat().st_dev, size, find_profile(existing)
+
+
+def _recalled(file: Path | None) -> _Known | None:
+    content = None if file is None else recall(file)
+    if content is None or not 0 <= time() - content["at"] < REMEMBERED_SECONDS:
+        return None
+    return _Known(RatesFile(**content["rates"]).rates, file, content["at"], True)
 
 
 def samples(plan: Plan) -> list[tuple[Instruction, ...]]:
@@ -204,11 +323,17 @@ def free_copies(stores: Stores, copies: Iterable[Copy]) -> None:
             store.free(array)
 
 
+def _existing(path: Path) -> Path:
+    """A folder, or the nearest one above it that exists."""
+    while not path.exists():
+        path = path.absolute().parent
+    return path
+
+
 @contextmanager
 def _scratch(path: Path) -> Iterator[Path]:
     """A new folder on the drive of `path`, which need not exist yet."""
-    while not path.exists():
-        path = path.absolute().parent
+    path = _existing(path)
     try:
         folder = TemporaryDirectory(prefix=".zinf-", dir=path)
     except OSError as error:
