@@ -1,5 +1,6 @@
 """Finds the files of a dataset: their kinds, and which are skipped and why."""
 
+import os
 import sysconfig
 from collections import defaultdict
 from collections.abc import Sequence
@@ -130,10 +131,18 @@ def _root(path: str) -> Path:
 
 
 def _files_below(root: Path, glob: str, *, is_stdlib: bool) -> list[Path]:
-    files = [file for file in sorted(root.rglob(glob)) if file.is_file()]
-    if is_stdlib:
-        files = [f for f in files if NOT_STDLIB.isdisjoint(f.relative_to(root).parts)]
-    return files
+    if not is_stdlib:
+        return [file for file in sorted(root.rglob(glob)) if file.is_file()]
+    # Installed packages may have many times as many files, so they are not listed.
+    found: list[Path] = []
+    for folder, below, names in os.walk(root):
+        below[:] = [name for name in below if name not in NOT_STDLIB]
+        found += [Path(folder, name) for name in names if name not in NOT_STDLIB]
+    if "**" in glob:  # `match` knows it from Python 3.13 on.
+        matching = set(found).intersection(root.rglob(glob))
+    else:
+        matching = {file for file in found if file.match(glob)}
+    return sorted(file for file in matching if file.is_file())
 
 
 def _reason_to_skip(file: Path, root: Path) -> str | None:
