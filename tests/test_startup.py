@@ -85,6 +85,12 @@ def test_zinf_alone_imports_neither_jax_nor_its_own_engine():
     assert found & (HEAVY | ARRAYS) == set()
 
 
+def test_a_run_imports_flax_only_for_a_model_of_flax():
+    found = imported("import zinf.cli.train, zinf.cli.finetune, zinf.models.random_ltd")
+    assert "jax" in found
+    assert "flax" not in found
+
+
 def command(arguments: list[str], before: str = "") -> str:
     """Code that runs `zinf` with these arguments, as its entry point does."""
     return f"import sys; sys.argv = {['zinf', *arguments]}\n{before}\n" + (

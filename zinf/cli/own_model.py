@@ -13,8 +13,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from flax import nnx
-
 from zinf.core.config import Config
 from zinf.core.config.nearest import did_you_mean
 
@@ -43,13 +41,19 @@ def own_arguments(config: Config) -> dict[str, Any]:
             f"{asked} and any of {', '.join(NAMED)} of zinf.initialize; the dict has "
             f"{', '.join(map(str, returned)) or 'no key'}."
         )
-    if isinstance(returned["params"], nnx.Module):
+    if _is_module(returned["params"]):
         raise ValueError(
             f"{asked}; params is a module of flax.nnx. Return graphdef, params = "
             "nnx.split(module) and a loss of params, which calls nnx.merge(graphdef, "
             "params)."
         )
     return dict(returned)
+
+
+def _is_module(params: Any) -> bool:
+    """Whether these are a module of flax.nnx, which takes half a second to import."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(params, nnx.Module)
 
 
 def _function(name: str, folders: Sequence[Path]) -> Callable:

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from zinf import hf
+from zinf import hf, models
 from zinf.adapt import Adapted, adapt, load_adapter
 from zinf.cli.own_model import own_arguments
 from zinf.core.config import Config, Model, notices
@@ -26,7 +26,7 @@ from zinf.data import (
 from zinf.data.configured import difficulties, paced
 from zinf.data.text import Split, read_tokens, tokens_hash
 from zinf.distributed import AbstractGroup, Alone
-from zinf.models import GPTConfig, held_out_sums, init_and_loss, num_parameters
+from zinf.models import GPTConfig
 
 ALONE = Alone()
 
@@ -50,7 +50,7 @@ def problem(
     has_experts = any(gpt_config(config).experts_of_blocks)
     if config.adapter is None and (has_experts or distillation is not None):
         # How experts are used, and how far the teacher is, for the metrics.
-        init, loss = init_and_loss(
+        init, loss = models.init_and_loss(
             gpt_config(config),
             seed=config.run.seed,
             has_aux=True,
@@ -130,9 +130,9 @@ def _given(
 ) -> tuple[Callable, Callable, dict[str, Any]]:
     """The loss and the parameters of a config's model, and its key and batch."""
     model = gpt_config(config)
-    init, loss = init_and_loss(model, seed=config.run.seed)
+    init, loss = models.init_and_loss(model, seed=config.run.seed)
     dropout = 0.0 if config.adapter is None else config.adapter.lora_dropout
-    sums = held_out_sums(model)
+    sums = models.held_out_sums(model)
     named = {
         "rng": jax.random.key(config.run.seed) if model.dropout or dropout else None,
         "batch": _batch_spec(config, group),
@@ -313,7 +313,7 @@ def num_model_parameters(config: Config) -> int:
     """Number of the model's parameters, without adapters."""
     if is_huggingface(config):
         return hf.Task(config).model.num_parameters
-    return num_parameters(gpt_config(config))
+    return models.num_parameters(gpt_config(config))
 
 
 def num_tokens(config: Config) -> int:

@@ -17,6 +17,7 @@ import grain
 import optax
 from jax.sharding import Mesh
 
+from zinf import models
 from zinf.checkpoint import Place, Saved
 from zinf.cli.evaluate import SavedEngine
 from zinf.cli.places import place_of_checkpoints
@@ -35,8 +36,6 @@ from zinf.core.step.planner import AtRest, Planner
 from zinf.core.topology import Topology
 from zinf.data import TEACHER_LOGITS, Taught
 from zinf.distributed import Alone
-from zinf.models import init_and_loss, num_parameters
-from zinf.models.gpt import logits_of
 
 KEY = "distillation.teacher"
 # The logits of the last step, which its batch still holds, and those being made.
@@ -72,7 +71,7 @@ class Teacher:
     def summary(self) -> str:
         """The teacher's size, and what it holds, in one line."""
         held = [f"{show_bytes(n)} of {t}" for t, n in self.held_bytes.items() if n]
-        count = num_parameters(gpt_config(self.config))
+        count = models.num_parameters(gpt_config(self.config))
         return f"teacher {self.path}: {count:,} parameters, holds {', '.join(held)}"
 
     def beside(self) -> Config:
@@ -174,13 +173,13 @@ def plan_teacher(
     most = {t: min(own[t], budgets[t]) for t in (Tier.DEVICE, Tier.HOST)}
     config = _in_own_folders(_within(config, own | most))
     shape = replace(gpt_config(config), dropout=0.0, random_ltd_layers=())
-    init, loss = init_and_loss(shape, seed=config.run.seed)
+    init, loss = models.init_and_loss(shape, seed=config.run.seed)
     count = student.num_microbatches
     quiet = config.without_training().told()
     quiet = quiet.model_copy(update={"gradient_accumulation_steps": count})
     on_machine = {"mesh": on, "topology": machine}
     planner = make_planner(loss, init, optax.identity(), quiet, **on_machine)
-    logits, spec = logits_of(shape), planner.batch_spec(batch)
+    logits, spec = models.logits_of(shape), planner.batch_spec(batch)
     try:
         placed = planner.plan(spec)
         forward = plan_forward(

@@ -1,10 +1,32 @@
 """Models for the shipped configs and for tests; the engine does not depend on them."""
 
-from zinf.models.divergence import divergence as divergence
-from zinf.models.gpt import GPT as GPT
-from zinf.models.gpt import flops_per_token as flops_per_token
-from zinf.models.gpt import held_out_sums as held_out_sums
-from zinf.models.gpt import init_and_loss as init_and_loss
-from zinf.models.gpt import next_token_loss as next_token_loss
-from zinf.models.gpt import num_parameters as num_parameters
-from zinf.models.gpt_config import GPTConfig as GPTConfig
+from typing import TYPE_CHECKING
+
+from zinf.core.process.lazy import make_lazy
+
+if TYPE_CHECKING:
+    from zinf.models.divergence import divergence as divergence
+    from zinf.models.gpt import GPT as GPT
+    from zinf.models.gpt import flops_per_token as flops_per_token
+    from zinf.models.gpt import held_out_sums as held_out_sums
+    from zinf.models.gpt import init_and_loss as init_and_loss
+    from zinf.models.gpt import logits_of as logits_of
+    from zinf.models.gpt import next_token_loss as next_token_loss
+    from zinf.models.gpt import num_parameters as num_parameters
+    from zinf.models.gpt_config import GPTConfig as GPTConfig
+
+# A model of transformers needs a module of this package, and not flax.
+make_lazy(
+    __name__,
+    {
+        "GPT": "zinf.models.gpt",
+        "GPTConfig": "zinf.models.gpt_config",
+        "divergence": "zinf.models.divergence",
+        "flops_per_token": "zinf.models.gpt",
+        "held_out_sums": "zinf.models.gpt",
+        "init_and_loss": "zinf.models.gpt",
+        "logits_of": "zinf.models.gpt",
+        "next_token_loss": "zinf.models.gpt",
+        "num_parameters": "zinf.models.gpt",
+    },
+)
