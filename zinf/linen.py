@@ -17,7 +17,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import Mesh
 
 from zinf.core.engine.engine import Engine
-from zinf.core.engine.initialize import ConfigSource, make_planner
+from zinf.core.engine.initialize import ConfigSource, make_planner, measuring
 from zinf.core.jaxpr.keys import from_words, to_words
 from zinf.core.program import ArrayId
 from zinf.core.segment import for_evaluation, for_training, named_leaves
@@ -153,7 +153,7 @@ def initialize(
         mesh=mesh,
         group=group,
     )
-    engine = TrainStateEngine(planner, rng)
+    engine = TrainStateEngine(measuring(planner), rng)
     engine._template = template
     if given is not None:
         engine._given_optimizer = given.opt_state

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from zinf.core.engine.engine import Engine
-from zinf.core.engine.initialize import ConfigSource, make_planner
+from zinf.core.engine.initialize import ConfigSource, make_planner, measuring
 from zinf.core.jaxpr import passed
 from zinf.core.machine.devices import on_devices
 from zinf.core.segment import (
@@ -172,7 +172,7 @@ def initialize(
         mesh=mesh,
         group=group,
     )
-    engine = ModuleEngine(planner, rng)
+    engine = ModuleEngine(measuring(planner), rng)
     engine._graphdef, engine._module = split.graphdef, given
     engine._gpt_config = shapes.config if isinstance(shapes, GPT) else None
     if batch is not None:

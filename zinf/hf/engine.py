@@ -20,7 +20,7 @@ from zinf.adapt.state import FirstState
 from zinf.core.config import Config
 from zinf.core.config.adapter import Adapter
 from zinf.core.engine.engine import Engine
-from zinf.core.engine.initialize import ConfigSource, make_planner
+from zinf.core.engine.initialize import ConfigSource, make_planner, measuring
 from zinf.core.engine.named import MASTER
 from zinf.core.interchange.names import listed
 from zinf.core.interchange.place import fill
@@ -284,7 +284,7 @@ def _engine(
     """An engine for a config whose adapter section is done."""
     where = {"mesh": mesh, "group": group}
     planner = _planner(model, adapted, tx, config, loss=loss, rng=rng, **where)
-    engine = ModelEngine(planner, rng)
+    engine = ModelEngine(measuring(planner), rng)
     engine._model, engine._adapted = model, adapted
     if batch is not None:
         engine.prepare(batch)

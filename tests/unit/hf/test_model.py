@@ -41,6 +41,7 @@ import zinf  # isort: skip
 from zinf import hf  # isort: skip
 from zinf.hf.completion import settings_of  # isort: skip
 from zinf.hf.model import TOKENIZER_FILES  # isort: skip
+from zinf.core.plan import Rates  # isort: skip
 
 BATCH = {"input_ids": tokens()}
 
@@ -95,6 +96,16 @@ def test_padding_and_ignored_labels_do_not_change_the_loss(tmp_path):
         jax.jit(mean_loss(model))(params, batch | x) for x in ({}, {"labels": unmasked})
     ]
     assert both[0] == both[1] != loss
+
+
+def test_measured_rates_predict_and_change_no_loss(tmp_path):
+    save(llama(), tmp_path)
+    found = {}
+    for rates in ("fixed", "measured"):
+        with engine_of(tmp_path, STREAMED | {"rates": rates}) as engine:
+            found[rates] = engine.plan.rates, engine.step(BATCH)["loss"]
+    assert found["fixed"][1] == found["measured"][1]
+    assert found["fixed"][0] == Rates() != found["measured"][0]
 
 
 def test_dropout_is_drawn_from_the_key_in_training_alone(tmp_path):

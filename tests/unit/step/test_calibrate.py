@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.equivalence.models import PYTREE
+from tests.equivalence.models import LINEN, NNX, PYTREE, Model
 from tests.equivalence.training import OPTIMIZERS, SETTINGS, streamed_config
 from tests.marks import slow
 from zinf import Engine
@@ -105,6 +105,17 @@ def test_state_may_rest_anywhere_and_be_updated_in_place(
         assert made.planner.measure is measure_rates
         made.prepare(PYTREE.batches(1)[0])
     assert peaks
+
+
+@pytest.mark.parametrize("model", [LINEN, NNX], ids=lambda model: model.name)
+def test_engines_of_any_framework_measure_if_asked_to(
+    model: Model, tmp_path: Path
+) -> None:
+    """`zinf.hf` likewise: `tests/unit/hf/test_model.py`."""
+    for rates, measure in (("measured", measure_rates), ("fixed", None)):
+        config = streamed_config(("none", "none"), str(tmp_path)) | {"rates": rates}
+        with model.start(OPTIMIZERS["adam"], config) as made:
+            assert made.planner.measure is measure
 
 
 def test_residuals_are_saved_by_fixed_rates_or_those_of_a_file(tmp_path: Path) -> None:

@@ -124,15 +124,20 @@ def initialize(
         mesh=mesh,
         group=group,
     )
-    if planner.config.rates == "measured":
-        if planner.group.count == 1:
-            planner = replace(planner, measure=measure_rates)
-        else:
-            logger.info("Several processes plan by fixed rates; none are measured.")
-    engine = Engine(planner, rng)
+    engine = Engine(measuring(planner), rng)
     if batch is not None:
         engine.prepare(batch)
     return engine
+
+
+def measuring(planner: Planner) -> Planner:
+    """The planner of an engine: it measures the rates that it plans by, if asked to."""
+    if planner.config.rates != "measured":
+        return planner
+    if planner.group.count > 1:
+        logger.info("Several processes plan by fixed rates; none are measured.")
+        return planner
+    return replace(planner, measure=measure_rates)
 
 
 def plan_only(
