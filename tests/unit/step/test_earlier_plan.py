@@ -194,6 +194,7 @@ def test_a_damaged_file_is_not_used_and_written_anew(
     file.unlink()
     file.mkdir()  # So it cannot be written.
     assert content(planned.plan(SPEC)) == first
+    assert list(starts.iterdir()) == [file]
 
 
 def test_choices_that_give_another_plan_than_then_are_not_used(

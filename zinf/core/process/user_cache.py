@@ -71,15 +71,19 @@ def remember(file: Path, content: Any) -> None:
 
     It is done without if that fails.
     """
+    fresh: Path | None = None
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(
             "w", encoding="utf-8", dir=file.parent, delete=False
-        ) as fresh:
-            json.dump({"sha256": _digest(content), "content": content}, fresh)
-        os.replace(fresh.name, file)
+        ) as stream:
+            fresh = Path(stream.name)
+            json.dump({"sha256": _digest(content), "content": content}, stream)
+        fresh.replace(file)
     except OSError as error:
         logger.info("%s is not written: %s", file, error)
+        if fresh is not None:
+            fresh.unlink(missing_ok=True)
 
 
 def _digest(content: Any) -> str:
