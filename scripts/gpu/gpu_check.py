@@ -48,6 +48,7 @@ SECTIONS = {
     "environment": ("gpu_environment", "run", 40, ""),
     "right": ("gpu_right", "run", 120, ""),
     "offloaded": ("gpu_right", "run", 120, "offloaded"),
+    "attention": ("gpu_attention", "run", 60, ""),
     "links": ("gpu_links", "run", 60, ""),
     "host": ("gpu_host", "run_adam", 40, ""),
     "drive": ("gpu_host", "run_drive", 30, ""),

@@ -13,8 +13,9 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu" / "gpu_check.py"
 # Right or wrong comes first, then the rates that training is compared with.
 SECTIONS = (
-    *("environment", "right", "offloaded", "links", "host", "drive", "train-plain"),
-    *("train-host", "largest", "train-nvme", "overlap", "pinned", "registered"),
+    *("environment", "right", "offloaded", "attention", "links", "host", "drive"),
+    *("train-plain", "train-host", "largest", "train-nvme", "overlap", "pinned"),
+    "registered",
 )
 # What zinf uses elsewhere, and a rented machine with jax does not have.
 ABSENT = ("grain", "plotly", "tensorboardX", "torch", "torchax", "transformers")

@@ -86,7 +86,7 @@ class AttentionRows:
             )
             if name not in FUSED:
                 return name, why
-            failure = self._trial(name, spec, operands)
+            failure = self.trial(name, spec, operands)
             if failure is None:
                 return name, why
             self.refused[name] = failure
@@ -103,7 +103,7 @@ class AttentionRows:
         )
         failure = None
         if name in FUSED:
-            failure = self._trial(name, spec, operands)
+            failure = self.trial(name, spec, operands)
         if failure is not None:
             raise ValueError(
                 f"model.attention is {self.asked!r}, and {failure} Set it to auto, "
@@ -117,12 +117,12 @@ class AttentionRows:
             return self.refused
         return {"triton": NOT_DIVIDED, "splash": NOT_DIVIDED} | self.refused
 
-    def _trial(self, name: str, spec: Spec, operands: Operands) -> str | None:
+    def trial(self, name: str, spec: Spec, operands: Operands) -> str | None:
         """Why a kernel is not to be used for an attention; None if it is sound."""
-        trial = _Trial(spec, _small(operands))
+        small = _Trial(spec, _small(operands))
         # In a thread of its own, because another function is being traced in this one.
         with ThreadPoolExecutor(1) as thread:
-            run = trial.compiles if self.is_absent else trial.is_sound
+            run = small.compiles if self.is_absent else small.is_sound
             return thread.submit(run, name).result()
 
     def sentence(self) -> str:
