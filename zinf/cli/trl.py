@@ -59,7 +59,7 @@ FLAGS = {
 OTHERWISE = {
     "gradient-checkpointing": "the plan says what is recomputed, by the budgets",
     "gradient-checkpointing-kwargs": "the plan says what is recomputed",
-    "attn-implementation": "zinf computes attention itself",
+    "attn-implementation": "model.attention (--set) says how, and the plan which",
     "dtype": "masters are in float32, and bf16 says what is computed in",
     "torch-dtype": "masters are in float32, and bf16 says what is computed in",
     "dataset-num-proc": "files are read and tokenized by part",
@@ -70,7 +70,7 @@ OTHERWISE = {
     "no-remove-unused-columns": "columns without a meaning are left out",
     "use-cache": "training keeps no cache",
     "logging-first-step": "metrics.jsonl has a line for each step",
-    "flash-attention": "zinf computes attention itself",
+    "flash-attention": "model.attention (--set) says how, and the plan which",
     "lora-target-linear": "it is so without the option",
     "pad-to-sequence-len": "rows are padded to few lengths",
     "evals-per-epoch": "evaluations are every --eval-steps, with --eval-data",
