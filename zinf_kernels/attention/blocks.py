@@ -269,9 +269,8 @@ class _Blocks:
         wide = score_dtype(self.q.dtype)
         size_q, key_heads = self.q.shape[4], self.q.shape[2]
         d_out_I = _split_heads(_cut(d_out, size_q), key_heads)
-        product = d_out.astype(wide) * out.astype(wide)
-        dot_I = _split_heads(_cut(product.sum(-1, keepdims=True), size_q), key_heads)
-        dot_I = dot_I[..., 0]
+        out_I = _split_heads(_cut(out, size_q), key_heads)
+        dot_I = (d_out_I.astype(wide) * out_I.astype(wide)).sum(-1)
 
         def keys(block: Any, j: jax.Array, sums: dict[str, Any]) -> dict[str, Any]:
             i, q, d_out, dot, lse = block

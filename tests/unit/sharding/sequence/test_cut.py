@@ -14,6 +14,7 @@ from zinf.core.sharding import Dim, axis_rule, batch_layouts
 from zinf.core.sharding.axes.sequence import along_sequence
 from zinf.core.sharding.mesh import SEQ, make_mesh
 from zinf.core.topology import collectives_of
+from zinf_kernels.attention import attention as fused_attention
 
 PARTS, LENGTH, WIDTH = 4, 16, 8
 
@@ -23,14 +24,22 @@ def rule(parts=PARTS):
     return axis_rule(mesh, stage=0, min_bytes=0)
 
 
-def attention(heads, kv_heads):
-    """A loss with one attention, its parameters, and a batch."""
+def products(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+def equation(q, k, v):
+    return fused_attention(q, k, v, causal=True, implementation="blocks")
+
+
+def attention(heads, kv_heads, attend=products):
+    """A loss with one attention, and its parameters."""
 
     def loss(p, batch):
         x = batch["x"]
         shape = *x.shape[:2], -1, WIDTH
         q, k, v = ((x @ p[n]).reshape(shape) for n in "qkv")
-        y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        y = attend(q, k, v)
         return jnp.mean(jnp.square(x + y.reshape(*x.shape[:2], -1) @ p["o"]))
 
     wide, narrow = heads * WIDTH, kv_heads * WIDTH
@@ -70,8 +79,9 @@ def compiled(loss, params, batch):
 
 
 @pytest.mark.slow
-def test_all_to_alls_replace_gathers_around_attention():
-    loss, params = attention(8, 8)
+@pytest.mark.parametrize("attend", [products, equation])
+def test_all_to_alls_replace_gathers_around_attention(attend):
+    loss, params = attention(8, 8, attend)
     batch = batch_of(64)
     run, arguments = compiled(loss, params, batch)
     kinds = Counter(c.kind for c in collectives_of(run) for _ in range(c.times))
@@ -95,15 +105,17 @@ def test_all_to_alls_replace_gathers_around_attention():
         (8, 2, 0),
     ],
 )
-def test_heads_are_cut_if_there_are_enough_of_them(heads, kv_heads, found):
-    loss, params = attention(heads, kv_heads)
+@pytest.mark.parametrize("attend", [products, equation])
+def test_heads_are_cut_if_there_are_enough_of_them(heads, kv_heads, found, attend):
+    loss, params = attention(heads, kv_heads, attend)
     cuts = constraints(loss, params, batch_of(WIDTH * heads))
     assert sum(cuts.values()) == found
     assert not found or cuts[1] == 4
 
 
-def test_attention_is_found_in_loops_and_under_checkpoint():
-    loss, params = attention(8, 8)
+@pytest.mark.parametrize("attend", [products, equation])
+def test_attention_is_found_in_loops_and_under_checkpoint(attend):
+    loss, params = attention(8, 8, attend)
     stacked = jax.tree.map(lambda x: jnp.stack([x, x]), params)
 
     def deep(params, batch):
