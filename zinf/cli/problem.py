@@ -276,7 +276,7 @@ def gpt_config(config: Config) -> GPTConfig:
         )
     kept = config.kept_tokens
     layers = () if kept is None else kept.layers
-    given = model.model_dump(exclude={"name", "huggingface", "function"})
+    given = model.model_dump(exclude={"name", "huggingface", "function", "attention"})
     return GPTConfig(**given, random_ltd_layers=layers)
 
 

@@ -57,7 +57,7 @@ def decode(model: GPT, tokens_BT: jax.Array, cache: Cache) -> tuple[jax.Array, C
         "q_positions": slots_1T,
         "q_segments": jnp.ones((len(starts_B), length), jnp.int32),
         "k_segments": jnp.asarray(
-            jnp.arange(num_slots) >= starts_B[:, None], jnp.int32
+            jnp.arange(num_slots)[None] >= starts_B[:, None], jnp.int32
         ),
     }
     x_BTD = jnp.take(model.token_embedding[...], tokens_BT, axis=0)
