@@ -22,6 +22,7 @@ from torchax.interop import jax_view, torch_view
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from zinf.hf import masks
 from zinf.hf.masks import FORM, form_of
 from zinf_kernels.attention import attention
 
@@ -41,6 +42,7 @@ _SEGMENTS: ContextVar[jax.Array | None] = ContextVar("segments", default=None)
 
 def register() -> None:
     """Make the attention known to `transformers`; doing so again changes nothing."""
+    masks.register()
     for name, mask in ((NAME, boolean_mask), (ADDING, adding_mask)):
         AttentionInterface.register(name, attend)
         AttentionMaskInterface.register(name, mask)

@@ -7,7 +7,9 @@ segments, for an attention that holds no T x T array. A function of another kind
 such form, and its mask is used.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from inspect import getclosurevars
 from typing import Any
@@ -22,6 +24,34 @@ from transformers import masking_utils
 FORM = "zinf_form"
 # The id of keys that no query sees; no segment has it.
 NEVER = int(np.iinfo(np.int32).min)
+# Whether the positions of a call are those that a module counts by itself.
+_ARE_COUNTED: ContextVar[bool] = ContextVar("are_counted", default=False)
+_find_samples = masking_utils.find_packed_sequence_indices
+
+
+def _samples(position_ids: Any) -> Any:
+    """What `transformers` takes for several samples in a row; None: there is one."""
+    return None if _ARE_COUNTED.get() else _find_samples(position_ids)
+
+
+def register() -> None:
+    """Let `counted_positions` have its effect; doing so again changes nothing."""
+    masking_utils.find_packed_sequence_indices = _samples
+
+
+@contextmanager
+def counted_positions(are_counted: bool) -> Generator[None, None, None]:
+    """In the body, positions that nobody gave begin no new sample.
+
+    `transformers` looks for samples in the positions that a module counts too. A trace
+    has no values to see there that these are 0, 1, 2, ..., and each query would get a
+    position and a segment, which not all kernels of attention take.
+    """
+    token = _ARE_COUNTED.set(are_counted)
+    try:
+        yield
+    finally:
+        _ARE_COUNTED.reset(token)
 
 
 @dataclass(frozen=True)

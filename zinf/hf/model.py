@@ -37,6 +37,7 @@ from zinf.hf.dequantize import Dequantized, block_of
 from zinf.hf.derivatives import own_derivatives
 from zinf.hf.dropping import dropping, layers_of
 from zinf.hf.folder import find_folder, weights_digest, weights_path
+from zinf.hf.masks import counted_positions
 from zinf.hf.module import CONFIG, build, read_config
 from zinf.hf.rotary import growth_of
 from zinf.hf.weights import StoredWeights, check_dtypes, spec_of, to_numpy
@@ -411,7 +412,8 @@ class Model:
         module = self.module_in(str(jnp.dtype(first.dtype)))
         prng = default_env().override_property(prng=key[0] if key else None)
         drops = dropping(module, self.random_ltd_layers, kept)
-        with _in_torch(), prng, own_derivatives(_in_torch), drops:
+        counts = counted_positions("position_ids" not in inputs)
+        with _in_torch(), prng, own_derivatives(_in_torch), drops, counts:
             module.train(train and bool(key))
             before()
             given = {name: torch_view(value) for name, value in inputs.items()}

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,9 +10,11 @@ import torch
 from torchax.interop import jax_view, torch_view
 from transformers import masking_utils as theirs
 
+from tests.unit.hf.models import llama, save
+from zinf import hf
 from zinf.hf.masks import Form, form_of
 from zinf.hf.model import _in_torch
-from zinf_kernels.attention import Spec
+from zinf_kernels.attention import Operands, Spec, choosing
 from zinf_kernels.attention.spec import is_seen
 
 B, T, S = 2, 9, 9
@@ -106,3 +109,34 @@ def test_a_function_that_is_unknown_has_no_form():
     )
     for function in functions:
         assert form_of(q_length=T, kv_length=S, mask_function=function) is None
+
+
+def test_an_attention_gets_what_a_batch_says_and_no_more(tmp_path):
+    """What it has beside queries, keys and values decides which kernels can take it."""
+    save(llama(), tmp_path)
+    model = hf.load(tmp_path)
+    params = {n: jax.ShapeDtypeStruct(s.shape, s.dtype) for n, s in model.specs.items()}
+    ids = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+    seen: list[set[str]] = []
+
+    def look(spec: Spec, operands: Operands) -> str:
+        assert spec.causal and spec.window is None
+        seen.append({*operands} - {"q", "k", "v"})
+        return "blocks"
+
+    segments = {"q_segments", "k_segments"}
+    positions = {"q_positions", "k_positions"}
+    expected = {
+        (): set(),
+        ("attention_mask",): segments,
+        ("segment_ids",): segments,
+        # Samples that begin anew with their positions, as transformers has them.
+        ("position_ids",): segments | positions,
+    }
+    for keys, operands in expected.items():
+        seen.clear()
+        with choosing(look):
+            jax.eval_shape(
+                model.logits, params, dict.fromkeys(("input_ids", *keys), ids)
+            )
+        assert seen == [operands] * 2, keys
