@@ -22,7 +22,6 @@ from zinf_kernels.attention.spec import Operands, Spec, shape_of
 
 attention_p = Primitive("attention")
 WITH_SCORES = ("xla", "reference")
-ROWS = ("q_segments", "k_segments", "q_positions", "k_positions", "mask", "bias")
 
 
 def bind(spec: Spec, operands: Operands) -> jax.Array:
@@ -87,8 +86,8 @@ def _merged(x: Any, name: str, is_mapped: bool, size: int, batch: int) -> Any:
     if name in ("sinks", "dropout_key"):
         return x
     if not is_mapped:
-        if x.shape[0] == 1 and name in ROWS:
-            return x
+        if x.shape[0] == 1 and name not in ("q", "k", "v"):
+            return x  # The same for all examples.
         x = jnp.broadcast_to(x[None], (size, *x.shape))
     x = jnp.broadcast_to(x, (size, batch, *x.shape[2:]))
     return x.reshape(size * batch, *x.shape[2:])

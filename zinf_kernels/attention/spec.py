@@ -104,6 +104,23 @@ def visible(
     return seen
 
 
+def padded_segments(spec: Spec, operands: Operands, short: int) -> jax.Array | None:
+    """Segments of tokens and of `short` padded ones, (B, T + short); None: not needed.
+
+    For kernels that take as many queries as keys. Padding has a segment of its own; it
+    needs none after causal queries, which never see it.
+    """
+    batch, num_tokens, *_ = operands["q"].shape
+    ids = operands.get("q_segments")
+    if ids is None:
+        if spec.causal or not short:
+            return None
+        ids = jnp.zeros((1, num_tokens), jnp.int32)
+    ids = jnp.broadcast_to(ids, (batch, num_tokens))
+    padding = jnp.broadcast_to(ids.max() + 1, (batch, short))
+    return jnp.concatenate([ids, padding], axis=1)
+
+
 def score_dtype(dtype: Any) -> np.dtype:
     """The dtype of scores and of sums over keys: float32, float64 for float64."""
     return np.dtype(jnp.promote_types(dtype, jnp.float32))

@@ -11,7 +11,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_mask as masks,
 )
 
-from zinf_kernels.attention.spec import Operands, Spec
+from zinf_kernels.attention.spec import Operands, Spec, padded_segments
 
 LANES = 128
 BLOCK = 512
@@ -26,14 +26,8 @@ def attention(spec: Spec, operands: Operands) -> jax.Array:
     q = (q.astype(jnp.float32) * spec.scale).astype(q.dtype)
     q, k, v = (_whole(x) for x in (q, k, v))
     size = q.shape[1]
-    segments = None
-    given = operands.get("q_segments")
-    if given is not None or (size > num_tokens and not spec.causal):
-        ids = jnp.zeros((1, num_tokens), jnp.int32) if given is None else given
-        ids = jnp.broadcast_to(ids, (q.shape[0], num_tokens))
-        padding = jnp.broadcast_to(ids.max() + 1, (q.shape[0], size - num_tokens))
-        ids = jnp.concatenate([ids, padding], axis=1)
-        segments = kernel.SegmentIds(ids, ids)
+    ids = padded_segments(spec, operands, size - num_tokens)
+    segments = None if ids is None else kernel.SegmentIds(ids, ids)
     run = kernel.make_splash_mha(
         masks.MultiHeadMask([_mask(spec, size)] * num_heads),
         block_sizes=_sizes(size),

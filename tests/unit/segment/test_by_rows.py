@@ -201,11 +201,11 @@ def test_gradients_of_narrow_parameters_are_added_up_in_float32():
     assert float(run(params, *rest)["w"][0, 0]) == 2.0
 
 
-def test_a_row_of_labels_keeps_the_logits_of_one_block(params: Any = PARAMS):
-    """The gradient of logits, of which a part depends on labels alone, is by block."""
+def test_the_gradient_of_logits_is_held_a_block_at_a_time():
+    """Also the part of it that depends on labels alone."""
     rest = X, jnp.append(LABELS, 1)
-    run = in_blocks(jax.grad(shifted_loss, argnums=(0, 1)), params, rest)
-    text = jax.jit(run).lower(params, *rest).compile().as_text()
+    run = in_blocks(jax.grad(shifted_loss, argnums=(0, 1)), PARAMS, rest)
+    text = jax.jit(run).lower(PARAMS, *rest).compile().as_text()
     assert f"{T // 4},{V}" in text and f"[{T},{V}" not in text
 
 
