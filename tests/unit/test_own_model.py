@@ -57,6 +57,14 @@ def test_the_example_plans_trains_and_is_evaluated(folder: Path) -> None:
     assert "loss" in found.stdout and "perplexity" not in found.stdout
     refused = run("plan", "--generate", config, code=2)
     assert "model.function bigram:make makes this one" in refused.output
+    # A run goes on with the same code; comments are not code.
+    code = (folder / "bigram.py").read_text()
+    resume = (*streamed, *settings("run.resume=true"))
+    (folder / "bigram.py").write_text(f"{code}\n# A comment.\n")
+    run("train", config, *resume)
+    (folder / "bigram.py").write_text(f"{code}\nOTHER = 1\n")
+    changed = run("train", config, *resume, code=2)
+    assert "add --allow-changed model.function.content" in changed.stderr
 
 
 RETURNS = "model.function own:make must return (loss_fn, params), or a dict of them"

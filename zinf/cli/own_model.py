@@ -5,6 +5,7 @@ arguments of `zinf.initialize` by name. A batch is that of the config's data: {"
 int32 (samples, data.sequence_length + 1)}.
 """
 
+import ast
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -12,6 +13,8 @@ from inspect import Parameter, signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from xxhash import xxh3_128
 
 from zinf.core.config import Config
 from zinf.core.config.nearest import did_you_mean
@@ -48,6 +51,24 @@ def own_arguments(config: Config) -> dict[str, Any]:
             "params)."
         )
     return dict(returned)
+
+
+def code_digest(config: Config) -> str:
+    """A digest of the module's code, without its comments and its layout.
+
+    Modules that it imports are not in it.
+
+    Raises:
+        ValueError: there is no such module or function.
+    """
+    assert config.model is not None and config.model.function is not None
+    name = config.model.function
+    _function(name, config.folders_of_modules())
+    file = sys.modules[name.partition(":")[0]].__file__
+    if file is None or Path(file).suffix != ".py":
+        return ""  # A compiled module has no code to read.
+    code = ast.dump(ast.parse(Path(file).read_bytes()))
+    return xxh3_128(code.encode()).hexdigest()
 
 
 def _is_module(params: Any) -> bool:
