@@ -179,3 +179,27 @@ def test_what_cannot_be_is_refused_and_sets_nothing(golden):
     engine.set("out", np.ones((DIM, DIM), int))
     assert (engine.get("out") == 1).all()
     engine.close()
+
+
+def test_a_step_in_memory_replaces_the_state_where_it_lies():
+    """From the first step on: memory of NumPy would be kept beside the new state."""
+    params = {"w": jnp.ones((512, 512)), "b": jnp.ones((256, 512))}
+
+    def loss(params, batch):
+        return ((batch @ params["w"]) ** 2).mean() + (params["b"] ** 2).mean()
+
+    def places(engine):
+        store = engine.stores.device
+        arrays = [store.read(a).result() for a in engine.residents.specs]
+        return {a.unsafe_buffer_pointer() for a in arrays if a.nbytes >= 2**18}
+
+    with zinf.initialize(loss, params, ADAM, {"execution": "fused"}) as engine:
+        batch = np.ones((2, 512), np.float32)
+        engine.prepare(batch)
+        for path in (None, "w"):  # As initialized, and as set.
+            if path is not None:
+                engine.set(path, np.full((512, 512), 2, np.float32))
+            before = places(engine)
+            engine.step(batch)
+            assert places(engine) == before
+            assert len(before) == 6  # Two parameters with two moments each.

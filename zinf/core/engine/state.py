@@ -116,6 +116,7 @@ def initialize_arrays(planner: Planner, residents: Residents) -> Digests:
                     array = state.array(path, rows)
                     residents.write_new(array, np.asarray(content))
                 residents.stores.heap.relieve()
+    residents.stores.heap.rest()
     return digests
 
 

@@ -8,11 +8,16 @@ from threading import Lock
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
 from zinf.core.memory.hold import Holds
-from zinf.core.memory.host.alias import exchanged, has_host_memory
+from zinf.core.memory.host.alias import (
+    SHARED_FROM_BYTES,
+    exchanged,
+    has_host_memory,
+)
 from zinf.core.memory.host.aligned import POOLED_FROM_BYTES, aligned_copy
 from zinf.core.memory.ledger import Ledger
 from zinf.core.memory.store import (
@@ -200,6 +205,17 @@ def _released_at_once(value: np.ndarray, device: jax.Device) -> np.ndarray | jax
     return value if alias is None else alias
 
 
+def donatable(array: jax.Array) -> jax.Array:
+    """The same content in memory that a computation can take over.
+
+    The CPU backend cannot reuse memory that NumPy owns, such as that of `to_device`: a
+    computation to which such an array is donated makes another one beside it.
+    """
+    if array.nbytes < SHARED_FROM_BYTES or not has_host_memory(_any_device(array)):
+        return array
+    return _copied(array)
+
+
 def to_host(*values: jax.Array) -> list[np.ndarray]:
     """Copy device arrays to aligned host memory of their own, which the caller owns.
 
@@ -222,6 +238,10 @@ def _device_bytes(value: jax.Array) -> int:
     return prod(shape) * value.dtype.itemsize
 
 
+def _any_device(array: jax.Array) -> jax.Device:
+    return next(iter(array.devices()))
+
+
 def _sharding(array: jax.Array) -> NamedSharding | None:
     """The sharding of an array on several devices; None on one device."""
     sharding = array.sharding
@@ -232,6 +252,9 @@ def _constrained(array: jax.Array, sharding: NamedSharding | None) -> jax.Array:
     if sharding is None:
         return array
     return jax.lax.with_sharding_constraint(array, sharding)
+
+
+_copied = jax.jit(jnp.copy)
 
 
 @partial(jax.jit, static_argnames=("num_rows", "sharding"))

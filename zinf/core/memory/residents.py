@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 import jax
 import numpy as np
 
+from zinf.core.memory.device import donatable
 from zinf.core.memory.nvme import NvmeStore
 from zinf.core.memory.shares import (
     gathered,
@@ -173,6 +174,7 @@ class Residents:
         if tier == Tier.DEVICE:
             layout = self.layouts.of(wanted)
             content = in_device_form(to_devices([share], [layout])[0], layout)
+            content = donatable(content)
         self.stores[tier].write(wanted, content).result()
 
     def _overlaps(self, array: ArrayId) -> Iterator[tuple[ArrayId, ArrayId]]:

@@ -67,6 +67,13 @@ class Heap:
             used = sum(ledger.used_bytes for ledger in self._all_ledgers())
             self._own_bytes = max(self._own_bytes, self._trim() - used)
 
+    def rest(self) -> None:
+        """Give all idle memory back, where what comes next needs other memory."""
+        if self._is_tuned:
+            self._trim()
+        else:
+            POOL.trim()
+
     def relieve(self, coming: Iterable[tuple[Tier, int]] = ()) -> None:
         """Let the pool keep what steps need; give back what a tuned malloc hoards.
 
@@ -108,10 +115,7 @@ class Heap:
         with self._registering:
             self._open.discard(self)
         POOL.idle_limit_bytes = IDLE_BYTES
-        if self._is_tuned:
-            self._trim()
-        else:
-            POOL.trim()
+        self.rest()
 
     def _counted(self) -> tuple[int, int]:
         """The ledgers' recent peak in bytes, and the bytes allowed in memory for it."""
