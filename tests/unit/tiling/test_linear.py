@@ -82,8 +82,12 @@ def test_output_splits_change_no_bit(dtype):
     kernel, bias = normal((23, 29), dtype), normal((29,), dtype, seed=1)
     x = normal((12, 23), dtype, seed=2)
     tiles = LinearTiles.split(kernel, bias, out_splits=3)
+    # A sum may depend on the number of columns: on some processors XLA's does.
+    ends = np.cumsum(tiles.out_sizes)[:-1]
+    columns = zip(np.split(kernel, ends, axis=1), np.split(bias, ends), strict=True)
+    expected = [jax.jit(plain)(w, b, x) for w, b in columns]
     np.testing.assert_array_equal(
-        jax.jit(linear)(tiles, x), jax.jit(plain)(kernel, bias, x)
+        jax.jit(linear)(tiles, x), np.concatenate(expected, axis=1)
     )
 
 
